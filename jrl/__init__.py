@@ -1,0 +1,1 @@
+"""Reinforcement learning on token sequences: the functions one imports, with nothing but jax behind them."""

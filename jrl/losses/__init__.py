@@ -1,0 +1,1 @@
+"""Objectives as functions on arrays. Everything here needs jax and nothing else."""

@@ -1,0 +1,1 @@
+"""Completions sampled from the policy, with the log-probabilities they were sampled with."""

@@ -1,0 +1,1 @@
+"""Where prompts come from, and how a completion is scored."""

@@ -1,0 +1,1 @@
+"""State, one update, the loop, and everything a run leaves behind."""

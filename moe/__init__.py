@@ -1,0 +1,1 @@
+"""The policy network: a decoder-only transformer with a mixture of experts."""

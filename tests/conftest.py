@@ -1,0 +1,25 @@
+"""Eight fake CPU devices, strict promotion and a compilation cache, before anything touches a device."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import jax
+import pytest
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Tests compile the same small programs again and again, in this process and in the ones they start.
+CACHE = Path(tempfile.gettempdir()) / f"jrl-test-compilations-{jax.__version__}"
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
+jax.config.update("jax_compilation_cache_dir", str(CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _eight_devices():
+    assert jax.device_count() == 8, f"the suite needs 8 devices, found {jax.device_count()}"
