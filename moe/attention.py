@@ -1,0 +1,110 @@
+"""Grouped-query attention with rotary positions, heads spread over ``tp``.
+
+The residual stream is a shard of the flattened tokens on each ``tp`` rank; the layer gathers the
+tokens, works on its own heads and scatters the sum back. What lies between keys and queries is
+passed in as `attend`, so that training (all positions at once) and decoding (a cache) are one layer.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from moe.config import ModelConfig
+from moe.weights import Attention
+from sharding.collectives import gather_tokens, scatter_tokens
+from sharding.folding import FoldedMesh
+
+Heads = Float[Array, "token heads head_dim"]
+Attend = Callable[[Heads, Heads, Heads], Heads]
+"""(queries, keys, values) of the gathered tokens -> what each query reads."""
+
+
+def rms_norm(
+    x: Float[Array, "token d_model"], scale: Float[Array, "d_model"], epsilon: float
+) -> Float[Array, "token d_model"]:
+    """``x / sqrt(mean(x^2) + epsilon) * scale``, in float32, returned in the dtype of `x`.
+
+    References:
+      Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+      https://arxiv.org/abs/1910.07467
+    """
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean_square + epsilon) * scale[None, :]).astype(x.dtype)
+
+
+def rope(
+    x: Float[Array, "token heads head_dim"], positions: Int[Array, "token"], base: float
+) -> Float[Array, "token heads head_dim"]:
+    """Rotates the pair (i, i + head_dim/2) of each head by ``position * base^(-2i / head_dim)``.
+
+    References:
+      Su et al., "RoFormer", 2021, eq. 34. https://arxiv.org/abs/2104.09864
+    """
+    half = x.shape[-1] // 2
+    frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions.astype(jnp.float32)[:, None, None] * frequencies[None, None, :]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1).astype(x.dtype)
+
+
+def attention(
+    weights: Attention[Array],
+    x: Float[Array, "local d_model"],
+    positions: Int[Array, "token"],
+    attend: Attend,
+    config: ModelConfig,
+    mesh: FoldedMesh,
+) -> Float[Array, "local d_model"]:
+    """The attention term of a block, for this rank's shard of the tokens.
+
+    Communication per device: one `gather_tokens` and one `scatter_tokens` over ``tp``, each of
+    ``tokens x d_model (tp - 1) / tp`` elements.
+
+    Args:
+      x: the residual stream, sharded over ``tp`` along the flattened tokens.
+      positions: place in its own sequence of each gathered token, from 0.
+      attend: reads the values; sees the heads of this rank only.
+    """
+    h = rms_norm(x, weights.norm, config.norm_epsilon)
+    h = gather_tokens(h, mesh.tp)
+    query = jnp.einsum("nd,dhk->nhk", h, weights.query.astype(h.dtype))
+    key = jnp.einsum("nd,dhk->nhk", h, weights.key.astype(h.dtype))
+    value = jnp.einsum("nd,dhk->nhk", h, weights.value.astype(h.dtype))
+    read = attend(
+        rope(query, positions, config.rope_base), rope(key, positions, config.rope_base), value
+    )
+    out = jnp.einsum("nhk,hkd->nd", read, weights.out.astype(h.dtype))
+    return scatter_tokens(out, mesh.tp)
+
+
+def read_values(
+    query: Float[Array, "batch time heads head_dim"],
+    key: Float[Array, "batch source kv_heads head_dim"],
+    value: Float[Array, "batch source kv_heads head_dim"],
+    visible: Bool[Array, "batch time source"],
+) -> Float[Array, "batch time heads head_dim"]:
+    """``softmax(q k / sqrt(head_dim)) v`` over the visible positions, softmax in float32.
+
+    Query head ``h`` reads key/value head ``h // (heads / kv_heads)``. A query that sees nothing
+    (padding) reads the plain mean: finite, and used by nobody.
+    """
+    batch, time, heads, head_dim = query.shape
+    query = query.reshape(batch, time, key.shape[2], -1, head_dim)
+    scores = jnp.einsum("btvgk,bsvk->bvgts", query, key).astype(jnp.float32) / head_dim**0.5
+    # The lowest float would make rows without any visible position NaN after the subtraction of
+    # their maximum in lower precisions; a large finite number never does.
+    scores = jnp.where(visible[:, None, None], scores, -1e30)
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    read = jnp.einsum("bvgts,bsvk->btvgk", weights, value)
+    return read.reshape(batch, time, heads, head_dim)
+
+
+def causal(valid: Bool[Array, "batch time"]) -> Bool[Array, "batch time time"]:
+    """Which earlier or equal positions each position may read: those that are not padding."""
+    time = valid.shape[1]
+    order = jnp.arange(time)
+    return valid[:, None, :] & (order[:, None] >= order[None, :])[None]

@@ -1,0 +1,115 @@
+"""The key/value cache and the one-token step.
+
+The cache is one buffer per layer, key and value, written in place: a loop that carries it never
+copies it. Rows are right-aligned prompts, so every row writes the same column at the same time.
+"""
+
+from typing import Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from moe.attention import causal, read_values, rms_norm
+from moe.config import ModelConfig
+from moe.model import block, embed, hidden, logits_of
+from moe.weights import Layer, Transformer
+from sharding.folding import FoldedMesh
+
+Leaf = TypeVar("Leaf")
+
+
+class Cache(NamedTuple, Generic[Leaf]):
+    """Keys and values of the positions so far, a buffer per layer.
+
+    Attributes:
+      keys: per layer ``[batch, length, kv_head, head_dim]``, rotated.
+      values: the same shape.
+      valid: ``[batch, length]`` which columns hold a token.
+    """
+
+    keys: tuple[Leaf, ...]
+    values: tuple[Leaf, ...]
+    valid: Leaf
+
+
+def prefill(
+    weights: Transformer[Array],
+    tokens: Int[Array, "batch prompt"],
+    valid: Bool[Array, "batch prompt"],
+    config: ModelConfig,
+    mesh: FoldedMesh,
+) -> tuple[Float[Array, "local d_model"], Cache[Array]]:
+    """Runs the prompts and keeps their keys and values.
+
+    Returns:
+      The hidden states of this rank's shard of the flattened prompt tokens, and a cache as long as the
+      prompt.
+    """
+    kept: dict[int, tuple[Array, Array]] = {}
+    visible = causal(valid)
+    shape = (*valid.shape, -1, config.head_dim)
+
+    def attend_in_layer(index):
+        def attend(query, key, value):
+            kept[index] = key.reshape(shape), value.reshape(shape)
+            return read_values(query.reshape(shape), *kept[index], visible).reshape(query.shape)
+
+        return attend
+
+    x, _ = hidden(weights, tokens, valid, config, mesh, attend_in_layer)
+    keys, values = zip(*(kept[index] for index in range(config.num_layers)), strict=True)
+    return x, Cache(keys, values, valid)
+
+
+def extend(cache: Cache[Array], length: int, copies: int) -> Cache[Array]:
+    """A cache with room for `length` more columns, each row repeated `copies` times in a row."""
+
+    def grow(buffer):
+        room = [(0, 0), (0, length), *((0, 0) for _ in buffer.shape[2:])]
+        return jnp.pad(jnp.repeat(buffer, copies, axis=0), room)
+
+    return jax.tree.map(grow, cache)
+
+
+def decode_step(
+    layers: tuple[Layer[Array], ...],
+    weights: Transformer[Array],
+    cache: Cache[Array],
+    tokens: Int[Array, "batch"],
+    column: Int[Array, ""],
+    live: Bool[Array, "batch"],
+    config: ModelConfig,
+    mesh: FoldedMesh,
+) -> tuple[Float[Array, "local vocab"], Cache[Array]]:
+    """Appends one token to every row and scores the next.
+
+    Args:
+      layers: the layers of `weights`, taken apart once outside the loop.
+      cache: written at `column`, in place when the caller gives it up.
+      tokens: the tokens to append.
+      column: where they go, the same for all rows.
+      live: rows that are still going; the others append padding.
+
+    Returns:
+      Logits of this ``tp`` rank's share of the rows, and the cache.
+    """
+    valid = jax.lax.dynamic_update_slice(cache.valid, live[:, None], (0, column))
+    positions = jnp.maximum(jnp.sum(valid.astype(jnp.int32), axis=1) - 1, 0)
+    visible = valid[:, None, :]
+    keys, values = list(cache.keys), list(cache.values)
+
+    def attend_in_layer(index):
+        def attend(query, key, value):
+            start = (0, column, 0, 0)
+            keys[index] = jax.lax.dynamic_update_slice(keys[index], key[:, None], start)
+            values[index] = jax.lax.dynamic_update_slice(values[index], value[:, None], start)
+            return read_values(query[:, None], keys[index], values[index], visible)[:, 0]
+
+        return attend
+
+    x = embed(weights, tokens, config, mesh)
+    for index, layer in enumerate(layers):
+        x, _ = block(layer, x, live[:, None], positions, attend_in_layer(index), config, mesh)
+    x = rms_norm(x, weights.norm, config.norm_epsilon)
+    return logits_of(weights, x, config), Cache(tuple(keys), tuple(values), valid)

@@ -1,0 +1,194 @@
+"""Every weight of the network, stated once: its named axes and how it starts.
+
+A record holds one leaf per weight and is generic in what the leaf is: the table of `Weight`s, the
+arrays, their PartitionSpecs. Each of those is a `jax.tree.map` over the table.
+
+Axes: ``layer vocab d_model head kv_head head_dim d_ff route expert d_expert``. ``route`` and
+``expert`` have the same size and different roles: the router's outputs stay whole on every device
+while the experts are spread over them.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import NamedSharding, PartitionSpec
+
+from moe.config import ModelConfig
+from sharding.folding import FoldedMesh
+from sharding.rules import partition_spec, weight_rules
+
+Leaf = TypeVar("Leaf")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight's named axes and its initial values.
+
+    Args:
+      axes: names separated by blanks, for example ``"layer d_model head head_dim"``.
+      fan_in: the axes summed over where the weight is used; values start normal, cut at two standard
+        deviations, with variance ``scale^2 / fan-in``. Empty: all values start at `scale`.
+      scale: see `fan_in`.
+    """
+
+    axes: str
+    fan_in: str = ""
+    scale: float = 1.0
+
+
+@struct.dataclass
+class Attention(Generic[Leaf]):
+    norm: Leaf
+    query: Leaf
+    key: Leaf
+    value: Leaf
+    out: Leaf
+
+
+@struct.dataclass
+class Dense(Generic[Leaf]):
+    gate: Leaf
+    up: Leaf
+    down: Leaf
+
+
+@struct.dataclass
+class Experts(Generic[Leaf]):
+    router: Leaf
+    gate: Leaf
+    up: Leaf
+    down: Leaf
+
+
+@struct.dataclass
+class Layer(Generic[Leaf]):
+    attention: Attention[Leaf]
+    norm: Leaf
+    experts: Experts[Leaf] | None
+    dense: Dense[Leaf] | None
+
+
+@struct.dataclass
+class Transformer(Generic[Leaf]):
+    embedding: Leaf
+    layers: Layer[Leaf]
+    norm: Leaf
+    head: Leaf | None
+
+
+def table(config: ModelConfig) -> Transformer[Weight]:
+    """The statement of every weight that `config` calls for."""
+    # Each block adds two terms to the residual stream; this keeps its variance level at the start.
+    out_scale = 1 / math.sqrt(2 * config.num_layers)
+    norm = Weight("layer d_model")
+    inward = "d_model"
+    experts = Experts(
+        router=Weight("layer d_model route", inward),
+        gate=Weight("layer expert d_model d_expert", inward),
+        up=Weight("layer expert d_model d_expert", inward),
+        down=Weight("layer expert d_expert d_model", "d_expert", out_scale),
+    )
+    dense = Dense(
+        gate=Weight("layer d_model d_ff", inward),
+        up=Weight("layer d_model d_ff", inward),
+        down=Weight("layer d_ff d_model", "d_ff", out_scale),
+    )
+    heads = {
+        "tied": None,
+        "untied": Weight("d_model vocab", inward),
+        "value": Weight("d_model", scale=0.0),
+    }
+    return Transformer(
+        # Embeddings start small because a tied head also multiplies by them.
+        embedding=Weight("vocab d_model", inward),
+        layers=Layer(
+            attention=Attention(
+                norm=norm,
+                query=Weight("layer d_model head head_dim", inward),
+                key=Weight("layer d_model kv_head head_dim", inward),
+                value=Weight("layer d_model kv_head head_dim", inward),
+                out=Weight("layer head head_dim d_model", "head head_dim", out_scale),
+            ),
+            norm=norm,
+            experts=experts if config.num_experts else None,
+            dense=dense if config.d_ff else None,
+        ),
+        norm=Weight("d_model"),
+        head=heads[config.head],
+    )
+
+
+def axis_sizes(config: ModelConfig) -> dict[str, int]:
+    """The size of each named axis."""
+    return {
+        "layer": config.num_layers,
+        "vocab": config.vocab_size,
+        "d_model": config.d_model,
+        "head": config.num_heads,
+        "kv_head": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "d_ff": config.d_ff,
+        "route": config.num_experts,
+        "expert": config.num_experts,
+        "d_expert": config.d_expert,
+    }
+
+
+def initialise(config: ModelConfig, key: jax.Array) -> Transformer[jax.Array]:
+    """Initial weights, float32. Equal for equal keys, whatever the mesh they are laid on."""
+    weights, treedef = jax.tree.flatten(table(config))
+    sizes = axis_sizes(config)
+    keys = jax.random.split(key, len(weights))
+    return treedef.unflatten([_initial(w, sizes, k) for w, k in zip(weights, keys, strict=True)])
+
+
+def _initial(weight: Weight, sizes: dict[str, int], key: jax.Array) -> jax.Array:
+    shape = tuple(sizes[axis] for axis in weight.axes.split())
+    if not weight.fan_in:
+        return jnp.full(shape, weight.scale, jnp.float32)
+    fan_in = math.prod(sizes[axis] for axis in weight.fan_in.split())
+    deviation = weight.scale / math.sqrt(fan_in)
+    return deviation * jax.random.truncated_normal(key, -2, 2, shape, jnp.float32)
+
+
+def specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
+    """Where each weight lives on `mesh`.
+
+    Raises:
+      ValueError: when an axis does not divide by the devices it is spread over.
+    """
+    rules, sizes = weight_rules(mesh), axis_sizes(config)
+    for axis, atoms in rules.items():
+        if sizes[axis] % mesh.size(atoms):
+            raise ValueError(
+                f"the axis {axis!r} of size {sizes[axis]} cannot be split over {mesh.size(atoms)} "
+                f"devices (layout {mesh.layout}): choose a layout whose size divides it."
+            )
+    return jax.tree.map(lambda weight: partition_spec(weight.axes, rules), table(config))
+
+
+def shardings(config: ModelConfig, mesh: FoldedMesh) -> Transformer[NamedSharding]:
+    """`specs` on the devices of `mesh`."""
+    if not isinstance(mesh.mesh, jax.sharding.Mesh):
+        raise ValueError("shardings need real devices: fold the layout over some.")
+    return jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), specs(config, mesh))
+
+
+def shapes(config: ModelConfig) -> Transformer[jax.ShapeDtypeStruct]:
+    """The shape and dtype of each weight, without making any."""
+    return jax.eval_shape(lambda key: initialise(config, key), jax.random.key(0))
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """How many numbers the weights hold."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes(config)))
+
+
+def num_active_parameters(config: ModelConfig) -> int:
+    """How many of them one token passes: all but the experts it is not sent to."""
+    idle = config.num_experts - config.experts_per_token if config.num_experts else 0
+    return num_parameters(config) - 3 * config.num_layers * idle * config.d_model * config.d_expert

@@ -1,0 +1,75 @@
+"""The few collectives in use, each over a logical axis given as a tuple of atomic mesh axes.
+
+They run inside the one `jax.shard_map`. Arrays there are typed by the axes they vary over; a
+collective over axes the array does not vary over yet is preceded by `vary`.
+"""
+
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Shaped
+
+Axes = tuple[str, ...]
+Tree = TypeVar("Tree")
+
+
+def varying(x: Array) -> frozenset[str]:
+    """The mesh axes over which `x` may differ, as its type says inside `jax.shard_map`."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def vary(tree: Tree, axes: Axes) -> Tree:
+    """`tree` typed as varying over `axes`, values unchanged. The gradient is summed over them."""
+
+    def cast(leaf):
+        missing = tuple(axis for axis in axes if axis not in varying(leaf))
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(cast, tree)
+
+
+def all_sum(tree: Tree, axes: Axes) -> Tree:
+    """The sum over `axes`, the same on every device along them. Volume: 2 (n-1)/n of the array."""
+    return jax.tree.map(lambda leaf: lax.psum(vary(leaf, axes), axes), tree)
+
+
+def gather_tokens(x: Shaped[Array, "local *rest"], axes: Axes) -> Shaped[Array, "all *rest"]:
+    """Shards ``[tokens / n, ...]`` laid end to end. Volume received: (n-1) shards."""
+    return lax.all_gather(vary(x, axes), axes, axis=0, tiled=True)
+
+
+def scatter_tokens(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "local *rest"]:
+    """The sum over `axes`, of which each device keeps its shard of the first dimension.
+
+    The reverse of `gather_tokens`, and its gradient. Volume sent: (n-1)/n of the array.
+    """
+    return lax.psum_scatter(vary(x, axes), axes, scatter_dimension=0, tiled=True)
+
+
+def own_shard(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "local *rest"]:
+    """This device's shard of the first dimension of an array that all devices along `axes` hold."""
+    size = x.shape[0] // lax.axis_size(axes)
+    return lax.dynamic_slice_in_dim(vary(x, axes), lax.axis_index(axes) * size, size)
+
+
+def join_shards(x: Shaped[Array, "local *rest"], axes: Axes) -> Shaped[Array, "all *rest"]:
+    """`gather_tokens` whose result is typed as equal on every device along `axes`.
+
+    Made of one sum, so that a loss computed from it counts once. For small arrays (a number per
+    token): volume 2 (n-1)/n of the whole.
+    """
+    n = lax.axis_size(axes)
+    whole = vary(jnp.zeros((x.shape[0] * n, *x.shape[1:]), x.dtype), tuple(varying(x)))
+    start = lax.axis_index(axes) * x.shape[0]
+    whole = lax.dynamic_update_slice_in_dim(vary(whole, axes), vary(x, axes), start, axis=0)
+    return lax.psum(whole, axes)
+
+
+def exchange(x: Shaped[Array, "peers *rest"], axes: Axes) -> Shaped[Array, "peers *rest"]:
+    """Row ``i`` goes to device ``i`` along `axes`; row ``j`` of the result came from device ``j``.
+
+    Volume sent: (n-1)/n of the array. It is its own reverse.
+    """
+    return lax.all_to_all(vary(x, axes), axes, split_axis=0, concat_axis=0, tiled=True)

@@ -1,0 +1,38 @@
+"""Named weight axes become PartitionSpecs: which mesh axes hold which axis of a weight."""
+
+from collections.abc import Mapping
+
+from jax.sharding import PartitionSpec
+
+from sharding.folding import FoldedMesh
+
+Rules = Mapping[str, tuple[str, ...]]
+
+
+def weight_rules(mesh: FoldedMesh) -> Rules:
+    """Where each named axis of a weight lives; axes not named are whole on every device.
+
+    Heads and the hidden units of dense layers are split over ``tp``, experts over ``ep``.
+    """
+    return {"head": mesh.tp, "kv_head": mesh.tp, "d_ff": mesh.tp, "expert": mesh.ep}
+
+
+def partition_spec(axes: str, rules: Rules) -> PartitionSpec:
+    """The PartitionSpec of a weight whose axes are `axes`, for example ``"expert d_model d_ff"``.
+
+    Raises:
+      ValueError: when two axes of the weight would live on the same mesh axis.
+    """
+    owner: dict[str, str] = {}
+    entries = []
+    for axis in axes.split():
+        atoms = rules.get(axis, ())
+        for atom in atoms:
+            if atom in owner:
+                raise ValueError(
+                    f"rules send both {owner[atom]!r} and {axis!r} of weight {axes!r} "
+                    f"to mesh axis {atom!r}; a mesh axis can hold one of them."
+                )
+            owner[atom] = axis
+        entries.append(atoms or None)
+    return PartitionSpec(*entries)
