@@ -1,0 +1,234 @@
+"""Batched decoding: prompts in, completions and their log-probabilities out, in one jit.
+
+Prompts are left-padded to one width, so all responses start in the same column. Each prompt is run
+once and its cache repeated for the completions of its group.
+"""
+
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Int
+
+from jrl.rollout.sampling import Sampling, draw
+from moe.config import ModelConfig
+from moe.decoding import Cache, decode_step, extend, prefill
+from moe.model import layer_of, logits_of
+from moe.weights import Transformer, specs
+from sharding.collectives import all_sum, join_shards, own_shard, vary
+from sharding.folding import FoldedMesh
+
+Leaf = TypeVar("Leaf")
+
+
+@struct.dataclass
+class Rollout(Generic[Leaf]):
+    """Prompts with their completions, ``[batch, time]`` and aligned to the token spoken about.
+
+    Attributes:
+      tokens: prompt, response, padding on both sides.
+      valid: which tokens are not padding.
+      mask: which tokens the policy sampled, the end-of-sequence token included.
+      logprobs: log-probability in the distribution sampled from, nats; 0 outside the mask.
+      policy_logprobs: the same in the whole policy at the sampling temperature. The two differ only
+        under top-k and top-p.
+      truncated: ``[batch]`` whether the response met the length limit before its end.
+    """
+
+    tokens: Leaf
+    valid: Leaf
+    mask: Leaf
+    logprobs: Leaf
+    policy_logprobs: Leaf
+    truncated: Leaf
+
+
+class Decoder(NamedTuple):
+    """What decoding needs to know at compile time.
+
+    Args:
+      config: the policy network.
+      mesh: where it lives.
+      prompt_length: tokens of a padded prompt.
+      response_length: the limit of a response, in tokens, end-of-sequence included.
+      copies: completions per prompt.
+      pad_id: fills what is not a token.
+      eos_id: ends a response.
+      sampling: how tokens are drawn.
+    """
+
+    config: ModelConfig
+    mesh: FoldedMesh
+    prompt_length: int
+    response_length: int
+    copies: int
+    pad_id: int
+    eos_id: int
+    sampling: Sampling
+
+
+class _Loop(NamedTuple):
+    """The carry of the decoding loop; `step` counts response tokens written."""
+
+    step: Array
+    num_live: Array
+    live: Array
+    token: Array
+    cache: Cache
+    written: tuple[Array, Array, Array, Array]
+
+
+@partial(jax.jit, static_argnums=0)
+def generate(
+    decoder: Decoder,
+    weights: Transformer[Array],
+    prompts: Int[Array, "prompts prompt_length"],
+    valid: Bool[Array, "prompts prompt_length"],
+    key: Array,
+) -> Rollout[Array]:
+    """Samples `decoder.copies` completions of every prompt, those of one prompt in a row.
+
+    A row's tokens depend on its own prompt, its place in the batch and `key` only: not on the mesh.
+
+    Args:
+      prompts: left-padded token ids.
+      valid: which of them are not padding.
+      key: randomness of this batch.
+
+    Raises:
+      ValueError: when prompts or rows do not divide over the devices.
+    """
+    mesh = decoder.mesh
+    _check_divides(decoder, prompts.shape[0])
+    batch = PartitionSpec(mesh.dp)
+    rows = jnp.arange(prompts.shape[0] * decoder.copies)
+    local = jax.shard_map(
+        partial(_generate_local, decoder),
+        mesh=mesh.mesh,
+        in_specs=(specs(decoder.config, mesh), batch, batch, batch, PartitionSpec()),
+        out_specs=batch,
+    )
+    return local(weights, prompts, valid, rows, key)
+
+
+def _check_divides(decoder: Decoder, num_prompts: int) -> None:
+    mesh = decoder.mesh
+    dp, tp = mesh.size(mesh.dp), mesh.size(mesh.tp)
+    rows = num_prompts * decoder.copies
+    if num_prompts % dp or (num_prompts // dp * decoder.copies) % tp:
+        raise ValueError(
+            f"{num_prompts} prompts x {decoder.copies} completions = {rows} rows cannot be decoded on "
+            f"layout {mesh.layout}: prompts must divide by dp={dp}, rows per rank by tp={tp}."
+        )
+
+
+def _generate_local(
+    decoder: Decoder,
+    weights: Transformer[Array],
+    prompts: Array,
+    valid: Array,
+    rows: Array,
+    key: Array,
+) -> Rollout[Array]:
+    config, mesh = decoder.config, decoder.mesh
+    weights = vary(weights, mesh.axes)
+    prompts, valid, rows = vary((prompts, valid, rows), mesh.except_tp)
+    layers = tuple(layer_of(weights, index) for index in range(config.num_layers))
+    row_keys = jax.vmap(partial(jax.random.fold_in, key))(own_shard(rows, mesh.tp))
+
+    def pick(logits, step):
+        """One token per row and its log-probabilities, the same on every ``tp`` rank."""
+        keys = jax.vmap(lambda row_key: jax.random.fold_in(row_key, step))(row_keys)
+        return tuple(join_shards(x, mesh.tp) for x in draw(logits, decoder.sampling, keys))
+
+    def record(loop: _Loop, picked) -> _Loop:
+        """Writes what was picked for the rows still going, and sees which of them end."""
+        token, logprob, policy_logprob = picked
+        token = jnp.where(loop.live, token, decoder.pad_id)
+        columns = (
+            token,
+            loop.live,
+            jnp.where(loop.live, logprob, 0.0),
+            jnp.where(loop.live, policy_logprob, 0.0),
+        )
+        written = tuple(
+            jax.lax.dynamic_update_slice(into, column[:, None], (0, loop.step))
+            for into, column in zip(loop.written, columns, strict=True)
+        )
+        live = loop.live & (token != decoder.eos_id)
+        return loop._replace(
+            step=loop.step + 1, num_live=count(live), live=live, token=token, written=written
+        )
+
+    def count(live):
+        return all_sum(jnp.sum(live.astype(jnp.int32)), mesh.except_tp)
+
+    def advance(loop: _Loop) -> _Loop:
+        column = decoder.prompt_length + loop.step - 1
+        logits, cache = decode_step(
+            layers, weights, loop.cache, loop.token, column, loop.live, config, mesh
+        )
+        return record(loop._replace(cache=cache), pick(logits, loop.step))
+
+    hidden, cache = prefill(weights, prompts, valid, config, mesh)
+    after_prompt = _last_of_each(hidden, prompts.shape, mesh)
+    after_prompt = own_shard(jnp.repeat(after_prompt, decoder.copies, axis=0), mesh.tp)
+    logits = logits_of(weights, after_prompt, config)
+
+    shape = (rows.shape[0], decoder.response_length)
+    empty = vary(
+        (
+            jnp.full(shape, decoder.pad_id, prompts.dtype),
+            jnp.zeros(shape, bool),
+            jnp.zeros(shape, jnp.float32),
+            jnp.zeros(shape, jnp.float32),
+        ),
+        mesh.except_tp,
+    )
+    live = vary(jnp.ones(rows.shape, bool), mesh.except_tp)
+    loop = _Loop(
+        step=jnp.zeros((), jnp.int32),
+        num_live=count(live),
+        live=live,
+        token=vary(jnp.full(rows.shape, decoder.pad_id, prompts.dtype), mesh.except_tp),
+        # The last token is never appended, so it needs no room.
+        cache=extend(cache, decoder.response_length - 1, decoder.copies),
+        written=empty,
+    )
+    loop = record(loop, pick(logits, loop.step))
+    loop = jax.lax.while_loop(
+        lambda loop: (loop.step < decoder.response_length) & (loop.num_live > 0), advance, loop
+    )
+
+    response, mask, logprobs, policy_logprobs = loop.written
+    prompts, valid = (jnp.repeat(x, decoder.copies, axis=0) for x in (prompts, valid))
+    nothing = jnp.zeros(prompts.shape, jnp.float32)
+    rollout = Rollout(
+        tokens=jnp.concatenate([prompts, response], axis=1),
+        valid=jnp.concatenate([valid, mask], axis=1),
+        mask=jnp.concatenate([jnp.zeros_like(valid), mask], axis=1),
+        logprobs=jnp.concatenate([nothing, logprobs], axis=1),
+        policy_logprobs=jnp.concatenate([nothing, policy_logprobs], axis=1),
+        truncated=loop.live,
+    )
+    # Size-1 axes that attention does not use still mark the arrays as varying.
+    return settle(rollout, mesh)
+
+
+def settle(tree, mesh: FoldedMesh):
+    """`tree` typed as varying over ``dp`` only: a maximum over the other axes, whose ranks agree."""
+    others = tuple(axis for axis in mesh.except_tp if axis not in mesh.dp)
+    return jax.tree.map(
+        lambda x: jax.lax.pmax(x.astype(jnp.int8), others).astype(bool)
+        if x.dtype == bool
+        else jax.lax.pmax(x, others),
+        tree,
+    )
+
+
+def _last_of_each(hidden: Array, shape: tuple[int, int], mesh: FoldedMesh) -> Array:
+    """The hidden state after the last prompt token of each row, on every ``tp`` rank."""
+    return join_shards(hidden, mesh.tp).reshape(*shape, -1)[:, -1]

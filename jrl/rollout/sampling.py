@@ -1,0 +1,106 @@
+"""From logits to a token: temperature, top-k, top-p, greedy, and the probability it was drawn with."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn.
+
+    Args:
+      temperature: divides the logits; 0 takes the likeliest token (greedy).
+      top_k: keep only this many of the likeliest tokens; None keeps all.
+      top_p: keep the smallest set of likeliest tokens whose probability reaches this, in (0, 1];
+        None keeps all. Applied after `top_k`, to the distribution it leaves.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self):
+        if self.temperature < 0:
+            raise ValueError(f"temperature={self.temperature} is negative: use 0 for greedy.")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k} keeps no token: use 1 or more, or None for all.")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must lie in (0, 1], or be None for all tokens.")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens with probability under the policy can have none here."""
+        return self.top_k is not None or self.top_p is not None
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def policy_logits(
+    logits: Float[Array, "row vocab"], sampling: Sampling
+) -> Float[Array, "row vocab"]:
+    """Logits of the policy at the sampling temperature, every token included.
+
+    This is the distribution whose log-probabilities the losses differentiate. Greedy decoding has no
+    temperature; its policy is the one at temperature 1.
+    """
+    return logits if sampling.greedy else logits / sampling.temperature
+
+
+def sampler_logits(
+    logits: Float[Array, "row vocab"], sampling: Sampling
+) -> Float[Array, "row vocab"]:
+    """Logits of the distribution that tokens are drawn from: -inf for what is cut away.
+
+    References:
+      Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019 (top-p).
+      https://arxiv.org/abs/1904.09751
+    """
+    if sampling.greedy:
+        best = jnp.argmax(logits, axis=-1)
+        return jnp.where(jnp.arange(logits.shape[-1])[None] == best[:, None], 0.0, -jnp.inf)
+    logits = policy_logits(logits, sampling)
+    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
+        lowest = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
+        logits = jnp.where(logits >= lowest, logits, -jnp.inf)
+    if sampling.top_p is not None and sampling.top_p < 1:
+        ordered = -jnp.sort(-logits, axis=-1)
+        probabilities = jax.nn.softmax(ordered, axis=-1)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities
+        # The token that reaches top_p stays, so the likeliest one always does.
+        lowest = jnp.min(jnp.where(before < sampling.top_p, ordered, jnp.inf), -1, keepdims=True)
+        logits = jnp.where(logits >= lowest, logits, -jnp.inf)
+    return logits
+
+
+def logprobs_of(
+    logits: Float[Array, "row vocab"], tokens: Int[Array, "row"]
+) -> Float[Array, "row"]:
+    """``log softmax(logits)[token]``, in nats."""
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def draw(
+    logits: Float[Array, "row vocab"], sampling: Sampling, keys: Array
+) -> tuple[Int[Array, "row"], Float[Array, "row"], Float[Array, "row"]]:
+    """Draws one token per row, each with its own key, so that rows may live anywhere.
+
+    Returns:
+      The tokens, their log-probabilities in the distribution drawn from, and in the whole policy.
+    """
+    narrowed = sampler_logits(logits, sampling)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], logits.dtype))(keys)
+    tokens = jnp.argmax(narrowed + noise, axis=-1)
+    return (
+        tokens,
+        logprobs_of(narrowed, tokens),
+        logprobs_of(policy_logits(logits, sampling), tokens),
+    )
