@@ -185,22 +185,26 @@ def values(
     return align_to_tokens(after, tokens.shape, mesh), stats
 
 
-def router_losses(
+def router_loss(
     stats: RouterStatistics[Array] | None,
     config: ModelConfig,
     mesh: FoldedMesh,
-    num_tokens: Float[Array, ""],
+    num_tokens: Int[Array, ""],
 ) -> Float[Array, ""]:
-    """``load_balance_coef * balance + router_z_coef * z``, means over tokens and layers.
+    """``load_balance_coef * balance + router_z_coef * z`` of the tokens of this sequence-parallel group.
+
+    Its sum over the other mesh axes and over micro-batches is the loss of the whole batch, a mean over
+    tokens and layers.
 
     Args:
-      stats: this device's sums.
-      num_tokens: valid tokens of the whole batch, so that micro-batches add up.
+      stats: this device's sums; None without experts, where the loss is 0.
+      num_tokens: valid tokens of the whole batch.
     """
     if stats is None:
         return jnp.zeros((), jnp.float32)
     weighted = config.load_balance_coef * stats.balance + config.router_z_coef * stats.z
-    return all_sum(weighted, mesh.axes) / jnp.maximum(num_tokens * config.num_layers, 1.0)
+    tokens = jnp.maximum(num_tokens, 1).astype(jnp.float32)
+    return all_sum(weighted, mesh.tp) / (tokens * config.num_layers)
 
 
 def _check_divides(num_tokens: int, mesh: FoldedMesh) -> None:

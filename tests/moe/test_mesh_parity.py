@@ -54,7 +54,7 @@ def batch():
 
 def loss(weights, tokens, valid, config, mesh):
     """A scalar that every weight reaches: sums over tokens, plus the router's losses."""
-    num_tokens = all_sum(jnp.sum(valid.astype(jnp.float32)), mesh.dp)
+    num_tokens = all_sum(jnp.sum(valid.astype(jnp.int32)), mesh.dp)
     if config.head == "value":
         out, stats = model.values(weights, tokens, valid, config, mesh)
         per_token = jnp.square(out - 1.0)
@@ -66,9 +66,9 @@ def loss(weights, tokens, valid, config, mesh):
         per_token = -model.align_to_tokens(after, tokens.shape, mesh)
     # A padded first token carries nothing.
     counted = valid & (jnp.arange(tokens.shape[1]) > 0)[None, :]
-    total = all_sum(jnp.sum(per_token, where=counted), mesh.except_tp) / num_tokens
-    load = None if stats is None else all_sum(stats, mesh.axes)
-    return total + model.router_losses(stats, config, mesh, num_tokens), load
+    own = jnp.sum(per_token, where=counted) / num_tokens.astype(jnp.float32)
+    total = all_sum(own + model.router_loss(stats, config, mesh, num_tokens), mesh.except_tp)
+    return total, None if stats is None else all_sum(stats, mesh.axes)
 
 
 def run(config, layout):

@@ -1,0 +1,61 @@
+"""DAPO: clip-higher, dynamic sampling, token-mean loss, soft overlong punishment.
+
+References:
+  Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", 2025.
+  https://arxiv.org/abs/2503.14476
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from jaxtyping import Array, Float, Int
+
+from jrl.losses import Aggregation, overlong_penalty
+from jrl.recipes.batch import Experience
+from jrl.recipes.grpo import group_advantages
+from jrl.recipes.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Dapo(Recipe):
+    """DAPO; clipping, rewards and penalty as in the paper, sizes that fit a laptop."""
+
+    mini_batch: int = 128
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    aggregation: Aggregation = "token-mean"
+    reward_correct: float = 1.0
+    reward_wrong: float = -1.0
+
+    overlong_buffer: int | None = None
+    """Tokens below the length limit over which the penalty grows to 1; None is a fifth of the limit, the paper's share."""
+    max_generation_rounds: int = 10
+    """Batches of prompts sampled at most to fill a step with groups of unequal scores."""
+
+    dynamic_sampling: ClassVar[bool] = True
+
+    def rewards(
+        self, scores: Float[Array, "batch"], lengths: Int[Array, "batch"], response_length: int
+    ) -> Float[Array, "batch"]:
+        buffer = response_length // 5 if self.overlong_buffer is None else self.overlong_buffer
+        penalty = overlong_penalty(lengths, max_length=response_length, buffer=buffer)
+        return super().rewards(scores, lengths, response_length) + penalty
+
+    def advantages(
+        self, experience: Experience[Array]
+    ) -> tuple[Float[Array, "batch time"], None]:
+        return group_advantages(experience), None
+
+
+def paper() -> Dapo:
+    """The paper's table: 512 prompts x 16, mini-batches of 512, lengths 16384 + 4096."""
+    return replace(
+        Dapo(),
+        prompts=512,
+        group_size=16,
+        mini_batch=512,
+        learning_rate=1e-6,
+        weight_decay=0.1,
+        max_grad_norm=1.0,
+        overlong_buffer=4096,
+    )

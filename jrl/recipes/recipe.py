@@ -1,0 +1,184 @@
+"""What every recipe has: batch arithmetic, optimiser, sampling, and the clipped policy loss.
+
+A recipe is a frozen record of hyperparameters with the few functions that say what the algorithm does
+to a batch. The trainer calls them and knows nothing else about the algorithm.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jrl.losses import (
+    Aggregation,
+    Mean,
+    aggregate,
+    kl_estimate,
+    ppo_loss,
+)
+from jrl.recipes.batch import Batch, Experience, Totals
+
+Metrics = dict[str, Mean]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Hyperparameters shared by all recipes."""
+
+    prompts: int = 32
+    """Prompts per step."""
+    group_size: int = 8
+    """Completions sampled per prompt."""
+    mini_batch: int = 256
+    """Completions per optimiser step; divides prompts x group_size."""
+    micro_batch: int | None = None
+    """Completions per forward and backward pass; None takes the mini-batch whole. Changes memory, not the result."""
+    epochs: int = 1
+    """Passes over the completions of a step."""
+
+    learning_rate: float = 2e-3
+    """Of AdamW, for the policy."""
+    learning_rate_warmup: int = 0
+    """Optimiser steps over which the learning rate rises linearly from 0."""
+    weight_decay: float = 0.0
+    """Decoupled, of AdamW."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm."""
+
+    temperature: float = 1.0
+    """Of sampling. The losses use log-probabilities at the same temperature."""
+    top_k: int | None = None
+    """Sample among this many likeliest tokens; None is off."""
+    top_p: float | None = None
+    """Sample from the smallest set of likeliest tokens with this probability; None is off."""
+
+    clip_low: float = 0.2
+    """How far the probability ratio may fall below 1."""
+    clip_high: float = 0.2
+    """How far it may rise above 1."""
+    clip_dual: float | None = None
+    """Bound of the loss at negative advantages, in ratios (above 1); None is off."""
+    aggregation: Aggregation = "token-mean"
+    """How token losses become one loss."""
+    entropy_coef: float | None = None
+    """Weight of the entropy bonus; None is off."""
+    kl_coef: float | None = None
+    """Weight of the KL loss towards the policy that training started from (k3 estimator); None is off."""
+
+    reward_correct: float = 1.0
+    """Reward of a completion with full marks."""
+    reward_wrong: float = 0.0
+    """Reward of a completion with no marks; partial marks lie in between."""
+
+    uses_critic: ClassVar[bool] = False
+    """Whether the recipe trains a value network."""
+    dynamic_sampling: ClassVar[bool] = False
+    """Whether groups with equal scores are replaced by fresh ones."""
+
+    def __post_init__(self):
+        for name in ("prompts", "group_size", "mini_batch", "epochs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.completions % self.mini_batch:
+            raise ValueError(
+                f"mini_batch={self.mini_batch} does not divide prompts x group_size = "
+                f"{self.prompts} x {self.group_size} = {self.completions} completions: "
+                "choose a divisor."
+            )
+        if self.micro_batch is not None and (
+            self.micro_batch < 1 or self.mini_batch % self.micro_batch
+        ):
+            raise ValueError(
+                f"micro_batch={self.micro_batch} does not divide mini_batch={self.mini_batch}: "
+                "choose a divisor."
+            )
+
+    @property
+    def completions(self) -> int:
+        """Completions per step."""
+        return self.prompts * self.group_size
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the policy at the start of training is kept for a KL term."""
+        return self.kl_coef is not None
+
+    @property
+    def value_pretraining_steps(self) -> int:
+        """Steps at the start in which only the critic learns."""
+        return 0
+
+    def rewards(
+        self, scores: Float[Array, "batch"], lengths: Int[Array, "batch"], response_length: int
+    ) -> Float[Array, "batch"]:
+        """The reward of each completion.
+
+        Args:
+          scores: from the verifier, in [0, 1].
+          lengths: sampled tokens of each completion, end-of-sequence included.
+          response_length: the limit of a completion, in tokens.
+        """
+        return self.reward_wrong + (self.reward_correct - self.reward_wrong) * scores
+
+    def advantages(
+        self, experience: Experience[Array]
+    ) -> tuple[Float[Array, "batch time"], Float[Array, "batch time"] | None]:
+        """Advantages for the policy and, with a critic, returns for the critic; over the whole batch."""
+        raise NotImplementedError
+
+    def policy_loss(
+        self,
+        logprobs: Float[Array, "batch time"],
+        entropy: Float[Array, "batch time"],
+        batch: Batch[Array],
+        totals: Totals[Array],
+    ) -> tuple[Float[Array, ""], Metrics]:
+        """This piece's share of the policy loss of a mini-batch.
+
+        Args:
+          logprobs: of the current policy.
+          entropy: of the current policy's distribution over each token.
+          batch: any piece of the mini-batch.
+          totals: counts over the whole mini-batch: the denominators.
+        """
+        loss, metrics = ppo_loss(
+            logprobs,
+            batch.old_logprobs,
+            batch.advantages,
+            batch.mask,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            clip_dual=self.clip_dual,
+            aggregation=self.aggregation,
+            num_tokens=totals.num_tokens,
+            num_sequences=totals.num_sequences,
+        )
+        metrics = {f"actor/{name}": value for name, value in metrics.items()}
+        metrics["actor/entropy"] = Mean.of(entropy, batch.mask)
+
+        def reduced(per_token: Float[Array, "batch time"]) -> Float[Array, ""]:
+            return aggregate(
+                per_token,
+                batch.mask,
+                self.aggregation,
+                num_tokens=totals.num_tokens,
+                num_sequences=totals.num_sequences,
+            )
+
+        if self.entropy_coef is not None:
+            loss = loss - self.entropy_coef * reduced(entropy)
+        if self.kl_coef is not None:
+            kl = kl_estimate(logprobs, batch.reference_logprobs, batch.mask, kind="k3")
+            loss = loss + self.kl_coef * reduced(kl)
+            metrics["actor/kl_loss"] = Mean.of(kl, batch.mask)
+        return loss, metrics
+
+
+def terminal_rewards(
+    rewards: Float[Array, "batch"], mask: Bool[Array, "batch time"]
+) -> Float[Array, "batch time"]:
+    """Each row's reward on its last sampled token, 0 elsewhere."""
+    order = jnp.arange(mask.shape[1])
+    last = jnp.max(jnp.where(mask, order[None, :], -1), axis=1)
+    return jnp.where(order[None, :] == last[:, None], rewards[:, None], 0.0)

@@ -1,0 +1,69 @@
+"""What a run is, apart from its recipe."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Settings of a run that do not belong to the algorithm."""
+
+    task: str = "sort"
+    """A built-in task, "jsonl:PATH" or "gym:NAME"."""
+    steps: int = 150
+    """Training steps; each samples completions once and learns from them."""
+    seed: int = 0
+    """Of everything random. The same seed on the same kind of machine gives the same run."""
+
+    model: str = "tiny"
+    """A preset: tiny, tiny-dense or small."""
+    weights: str | None = None
+    """A run folder whose last policy to start from; the warm start is skipped."""
+    tokenizer: str | None = None
+    """A SentencePiece .model file; None trains a character model on the task's characters."""
+    layout: str = "dp1"
+    """How the devices are laid out, for example "tp2 dp2 / ep4"."""
+    devices: int | None = None
+    """Number of CPU devices to make believe; None takes the real ones."""
+
+    prompt_length: int | None = None
+    """Tokens that prompts are padded to; None fits the task's longest."""
+    response_length: int | None = None
+    """Limit of a completion in tokens; None is a quarter above the task's longest answer."""
+
+    warm_start_accuracy: float = 0.3
+    """Supervised learning stops at this sampled accuracy on fresh training prompts."""
+    warm_start_steps: int = 1500
+    """Supervised steps at most; 0 skips the warm start."""
+    warm_start_batch: int = 128
+    """Examples per supervised step."""
+    warm_start_learning_rate: float = 2e-3
+    """Of AdamW, for the warm start."""
+
+    eval_every: int = 10
+    """Steps between evaluations on held-out prompts."""
+    eval_prompts: int = 256
+    """Held-out prompts of an evaluation during training."""
+
+    checkpoint_every: int = 50
+    """Steps between checkpoints. The first is taken after the warm start, the last at the end."""
+    keep_checkpoints: int = 2
+    """Checkpoints kept; the oldest goes first."""
+    samples_every: int = 10
+    """Steps between completions written to samples.jsonl."""
+    max_nonfinite: int = 5
+    """Updates in a row that may be skipped for a loss or gradient that is not finite."""
+    shuffle_rewards: bool = False
+    """Control experiment: rewards are permuted over the batch, so that they carry no information."""
+    log_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Where metrics go besides metrics.jsonl."""
+
+    def __post_init__(self):
+        for name in ("steps", "warm_start_batch", "eval_every", "eval_prompts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        for name in ("checkpoint_every", "keep_checkpoints", "samples_every", "max_nonfinite"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if not 0 <= self.warm_start_accuracy <= 1:
+            raise ValueError(f"warm_start_accuracy={self.warm_start_accuracy} must lie in 0..1.")

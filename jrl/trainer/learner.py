@@ -1,0 +1,219 @@
+"""A network that learns, and the one jitted update that policy, critic and warm start share.
+
+Gradients are taken inside the `jax.shard_map`, micro-batch after micro-batch with the denominators of the
+whole mini-batch, summed over devices once, and applied outside it on global arrays.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from jrl.recipes.batch import Batch, Totals
+from moe import weights as moe_weights
+from moe.config import ModelConfig
+from moe.weights import Transformer
+from sharding.collectives import all_sum, vary, varying
+from sharding.folding import FoldedMesh
+
+Leaf = TypeVar("Leaf")
+
+
+@dataclass(frozen=True)
+class Optimiser:
+    """AdamW behind a bound on the gradient's norm.
+
+    Args:
+      learning_rate: reached after the warm-up, constant from there.
+      warmup: steps of linear rise from 0.
+      weight_decay: decoupled.
+      max_grad_norm: larger gradients are scaled down to it.
+    """
+
+    learning_rate: float
+    warmup: int = 0
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+
+    def transformation(self) -> optax.GradientTransformation:
+        # Step n of the warm-up runs at n / warmup of the rate, so that the first step moves.
+        schedule = lambda count: self.learning_rate * jnp.minimum(  # noqa: E731
+            1.0, (count + 1) / max(self.warmup, 1)
+        )
+        return optax.chain(
+            optax.clip_by_global_norm(self.max_grad_norm),
+            optax.adamw(schedule, weight_decay=self.weight_decay),
+        )
+
+
+@struct.dataclass
+class Learner(Generic[Leaf]):
+    """A network and its optimiser.
+
+    Attributes:
+      weights: the network.
+      opt_state: of optax.
+      updates: ``[]`` optimiser steps taken.
+      skipped: ``[]`` optimiser steps left out because loss or gradient was not finite.
+      skipped_in_a_row: ``[]`` those since the last step taken.
+    """
+
+    weights: Transformer[Leaf]
+    opt_state: Any
+    updates: Leaf
+    skipped: Leaf
+    skipped_in_a_row: Leaf
+
+
+@struct.dataclass
+class Max(Generic[Leaf]):
+    """A metric that is a maximum over pieces, as `jrl.losses.Mean` is a mean."""
+
+    maximum: Leaf
+
+    def value(self) -> Leaf:
+        return self.maximum
+
+
+class Objective(Protocol):
+    """A loss on a piece of a batch, run inside the `jax.shard_map`. Hashable: compiled once each."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def mesh(self) -> FoldedMesh: ...
+
+    def loss(
+        self, weights: Transformer[Array], batch: Batch[Array], totals: Totals[Array]
+    ) -> tuple[Array, dict[str, Any]]:
+        """This piece's share of the loss and its metrics, equal on all ``tp`` ranks."""
+        ...
+
+
+def start(optimiser: Optimiser, weights: Transformer[Array], mesh: FoldedMesh) -> Learner[Array]:
+    """A learner at its first step. The weights are copied: updates give their buffers away."""
+    weights = jax.tree.map(jnp.copy, weights)
+    # Moments are laid out as the weights they belong to; counters are whole on every device.
+    whole = NamedSharding(mesh.mesh, PartitionSpec())
+    opt_state = jax.tree.map(
+        lambda leaf: leaf if leaf.ndim else jax.device_put(leaf, whole),
+        optimiser.transformation().init(weights),
+    )
+    # Distinct buffers: a donated argument may not name one twice.
+    zeros = [jax.device_put(jnp.zeros((), jnp.int32), whole) + 0 for _ in range(3)]
+    return Learner(weights, opt_state, *zeros)
+
+
+def count(batch: Batch[Array]) -> Totals[Array]:
+    """The denominators of a mini-batch."""
+    mask = batch.mask
+    correct = mask & batch.correct[:, None]
+    return Totals(
+        num_tokens=jnp.sum(mask, dtype=jnp.int32),
+        num_sequences=jnp.sum(jnp.any(mask, axis=1), dtype=jnp.int32),
+        num_correct_tokens=jnp.sum(correct, dtype=jnp.int32),
+        num_valid=jnp.sum(batch.valid, dtype=jnp.int32),
+    )
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
+def update(
+    objective: Objective,
+    optimiser: Optimiser,
+    num_micro: int,
+    learner: Learner[Array],
+    batch: Batch[Array],
+) -> tuple[Learner[Array], dict[str, Any]]:
+    """One optimiser step on a mini-batch.
+
+    Where the loss or the gradient's norm is not finite, nothing moves and the step is counted as
+    skipped.
+
+    Args:
+      objective: the loss.
+      optimiser: how to step.
+      num_micro: pieces the mini-batch is cut into on each device.
+      learner: given up: its buffers are reused.
+      batch: the mini-batch, rows over ``dp``.
+
+    Returns:
+      The learner, and metrics: `loss`, `grad_norm`, `learning_rate`, `finite` and the objective's.
+    """
+    loss, grads, metrics = _gradients(objective, num_micro, learner.weights, batch)
+    grad_norm = optax.global_norm(grads)
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    steps, opt_state = optimiser.transformation().update(grads, learner.opt_state, learner.weights)
+    moved = learner.replace(
+        weights=optax.apply_updates(learner.weights, steps),
+        opt_state=opt_state,
+        updates=learner.updates + 1,
+        skipped_in_a_row=jnp.zeros_like(learner.skipped_in_a_row),
+    )
+    stayed = learner.replace(
+        skipped=learner.skipped + 1, skipped_in_a_row=learner.skipped_in_a_row + 1
+    )
+    learner = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, stayed)
+    return learner, {**metrics, "loss": loss, "grad_norm": grad_norm, "finite": finite}
+
+
+def _gradients(
+    objective: Objective, num_micro: int, weights: Transformer[Array], batch: Batch[Array]
+) -> tuple[Array, Transformer[Array], dict[str, Any]]:
+    """The loss of a mini-batch, its gradient and its metrics, on global arrays."""
+    mesh = objective.mesh
+    weight_specs = moe_weights.specs(objective.config, mesh)
+    local = jax.shard_map(
+        partial(_local_gradients, objective, num_micro),
+        mesh=mesh.mesh,
+        in_specs=(weight_specs, PartitionSpec(mesh.dp), PartitionSpec()),
+        out_specs=(PartitionSpec(), weight_specs, PartitionSpec()),
+    )
+    return local(weights, batch, count(batch))
+
+
+def _local_gradients(
+    objective: Objective,
+    num_micro: int,
+    weights: Transformer[Array],
+    batch: Batch[Array],
+    totals: Totals[Array],
+) -> tuple[Array, Transformer[Array], dict[str, Any]]:
+    mesh = objective.mesh
+    # Copies that vary over every axis collect the gradient of this device alone; what is summed over
+    # devices, once, is the sum over micro-batches.
+    own = vary(weights, mesh.axes)
+    pieces = jax.tree.map(lambda x: x.reshape(num_micro, -1, *x.shape[1:]), batch)
+
+    def piece_loss(own, piece):
+        loss, metrics = objective.loss(own, vary(piece, mesh.except_tp), totals)
+        # Ranks of tp hold the same loss, which counts once.
+        return all_sum(loss, mesh.except_tp), metrics
+
+    def add_piece(total, piece):
+        (loss, metrics), grads = jax.value_and_grad(piece_loss, has_aux=True)(own, piece)
+        return jax.tree.map(jnp.add, total, (loss, grads)), metrics
+
+    nothing = (jnp.zeros((), jnp.float32), vary(jax.tree.map(jnp.zeros_like, weights), mesh.axes))
+    (loss, grads), metrics = jax.lax.scan(add_piece, nothing, pieces)
+    grads = jax.tree.map(
+        lambda grad, weight: jax.lax.psum(grad, tuple(varying(grad) - varying(weight))),
+        grads,
+        weights,
+    )
+    return loss, grads, {name: _join(metric, mesh) for name, metric in metrics.items()}
+
+
+def _join(metric: Any, mesh: FoldedMesh) -> Any:
+    """A metric stacked over micro-batches, as one over all of them and all devices."""
+    if isinstance(metric, Max):
+        return Max(jax.lax.pmax(jnp.max(vary(metric.maximum, mesh.except_tp)), mesh.except_tp))
+    return jax.tree.map(
+        lambda x: all_sum(jnp.sum(x, axis=0), mesh.except_tp), metric
+    )

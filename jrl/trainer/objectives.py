@@ -1,0 +1,97 @@
+"""What is minimised: the recipe's policy loss, its critic's loss, and the warm start's."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jrl.losses import Mean, aggregate
+from jrl.recipes.actor_critic import ActorCritic
+from jrl.recipes.batch import Batch, Totals
+from jrl.recipes.recipe import Recipe
+from jrl.rollout.sampling import Sampling
+from jrl.rollout.scoring import score
+from jrl.trainer.learner import Max
+from moe import model
+from moe.config import ModelConfig
+from moe.routing import RouterStatistics
+from moe.weights import Transformer
+from sharding.collectives import all_sum
+from sharding.folding import FoldedMesh
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """The recipe's policy loss plus the router's losses."""
+
+    config: ModelConfig
+    mesh: FoldedMesh
+    recipe: Recipe
+    sampling: Sampling
+
+    def loss(
+        self, weights: Transformer[Array], batch: Batch[Array], totals: Totals[Array]
+    ) -> tuple[Array, dict[str, Any]]:
+        scores = score(weights, batch.tokens, batch.valid, self.config, self.sampling, self.mesh)
+        loss, metrics = self.recipe.policy_loss(scores.logprobs, scores.entropy, batch, totals)
+        difference = jnp.abs(scores.sampler_logprobs - batch.sampler_logprobs)
+        difference = jnp.where(batch.mask, difference, 0.0)
+        return loss + model.router_loss(scores.router, self.config, self.mesh, totals.num_valid), {
+            **metrics,
+            **_router_metrics(scores.router, self.config, self.mesh),
+            "actor/pg_loss": loss,
+            "sampling/sampling_logp_difference/mean": Mean.of(difference, batch.mask),
+            "sampling/sampling_logp_difference/max": Max(jnp.max(difference)),
+        }
+
+
+@dataclass(frozen=True)
+class CriticObjective:
+    """The recipe's loss of the critic plus the loss of the critic's routers."""
+
+    config: ModelConfig
+    mesh: FoldedMesh
+    recipe: ActorCritic
+
+    def loss(
+        self, weights: Transformer[Array], batch: Batch[Array], totals: Totals[Array]
+    ) -> tuple[Array, dict[str, Any]]:
+        values, router = model.values(weights, batch.tokens, batch.valid, self.config, self.mesh)
+        loss, metrics = self.recipe.critic_loss(values, batch, totals)
+        return loss + model.router_loss(router, self.config, self.mesh, totals.num_valid), {
+            **metrics,
+            "critic/vf_loss": loss,
+        }
+
+
+@dataclass(frozen=True)
+class SupervisedObjective:
+    """Negative log-likelihood of given completions, the mean over their tokens."""
+
+    config: ModelConfig
+    mesh: FoldedMesh
+
+    def loss(
+        self, weights: Transformer[Array], batch: Batch[Array], totals: Totals[Array]
+    ) -> tuple[Array, dict[str, Any]]:
+        scores = score(weights, batch.tokens, batch.valid, self.config, Sampling(), self.mesh)
+        loss = aggregate(-scores.logprobs, batch.mask, num_tokens=totals.num_tokens)
+        return loss + model.router_loss(scores.router, self.config, self.mesh, totals.num_valid), {}
+
+
+def _router_metrics(
+    router: RouterStatistics[Array] | None, config: ModelConfig, mesh: FoldedMesh
+) -> dict[str, Any]:
+    """Means over tokens and layers, and the load of each expert, of the tokens of all ``tp`` ranks."""
+    if router is None:
+        return {}
+    router = jax.lax.stop_gradient(router)
+    router = all_sum(router, mesh.tp)
+    return {
+        "moe/load_balancing_loss": Mean(router.balance, router.tokens),
+        "moe/z_loss": Mean(router.z, router.tokens),
+        "moe/router_entropy": Mean(router.entropy, router.tokens),
+        "load": router.load,
+    }

@@ -1,0 +1,88 @@
+"""Everything that changes during a run, as one pytree: what a checkpoint holds."""
+
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import NamedSharding
+from jaxtyping import Array
+
+from jrl.trainer.learner import Learner, start
+from jrl.trainer.setup import Setup
+from moe import weights as moe_weights
+from moe.config import ModelConfig
+from moe.weights import Transformer
+
+Leaf = TypeVar("Leaf")
+
+
+@struct.dataclass
+class TrainState(Generic[Leaf]):
+    """The state between two steps.
+
+    Randomness needs no state: every key is made from the seed, the step and what it is for.
+
+    Attributes:
+      step: ``[]`` steps done.
+      cursor: ``[]`` training prompts drawn so far.
+      policy: the policy and its optimiser.
+      critic: the critic and its optimiser, None without one.
+      reference: the policy that training started from, None unless a KL term needs it.
+    """
+
+    step: Leaf
+    cursor: Leaf
+    policy: Learner[Leaf]
+    critic: Learner[Leaf] | None
+    reference: Transformer[Leaf] | None
+
+
+def initial_weights(setup: Setup, config: ModelConfig, stream: str) -> Transformer[Array]:
+    """Fresh weights, laid out on the mesh."""
+    shardings = moe_weights.shardings(config, setup.mesh)
+    make = jax.jit(
+        lambda key: moe_weights.initialise(config, key), out_shardings=shardings
+    )
+    return make(setup.key(stream, 0))
+
+
+def begin(setup: Setup, policy: Transformer[Array]) -> TrainState[Array]:
+    """The state before the first step, from the policy that training starts from."""
+    critic = None
+    if setup.recipe.uses_critic:
+        critic = start(setup.critic_optimiser, critic_from(setup, policy), setup.mesh)
+
+    def zero():
+        return jax.device_put(jnp.zeros((), jnp.int32), setup.whole) + 0
+
+    return TrainState(
+        step=zero(),
+        cursor=zero(),
+        policy=start(setup.policy_optimiser, policy, setup.mesh),
+        critic=critic,
+        reference=jax.tree.map(jnp.copy, policy) if setup.recipe.uses_reference else None,
+    )
+
+
+def critic_from(setup: Setup, policy: Transformer[Array]) -> Transformer[Array]:
+    """A critic that starts as the policy with a value head of zeros, so that values start at 0."""
+    fresh = initial_weights(setup, setup.critic_objective.config, "critic")
+    return policy.replace(head=fresh.head)
+
+
+def abstract(setup: Setup) -> TrainState[Any]:
+    """Shapes, dtypes and shardings of the state, without making it: what a checkpoint is read into."""
+    shardings = moe_weights.shardings(setup.model, setup.mesh)
+    policy = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        moe_weights.shapes(setup.model),
+        shardings,
+    )
+    state = jax.eval_shape(lambda weights: begin(setup, weights), policy)
+    return jax.tree.map(lambda leaf: _with_sharding(leaf, setup), state)
+
+
+def _with_sharding(leaf: Any, setup: Setup) -> Any:
+    sharding = leaf.sharding if isinstance(leaf.sharding, NamedSharding) else setup.whole
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
