@@ -1,9 +1,10 @@
 """Checkpoints of one pytree, atomic and bit-exact, through Orbax.
 
-A checkpoint is the folder ``<directory>/<step>/`` with three items: ``state`` (Orbax arrays under flat
-names such as ``policy/layers/w``), ``tree`` (shape and dtype of every leaf, as JSON) and ``meta`` (the
-caller's own JSON). Orbax writes it under a temporary name and renames it, so that a kill at any moment
-leaves a whole checkpoint or none; leftovers are never read, and the next `save` removes them.
+A checkpoint is the folder ``<directory>/<step>/`` with three items: ``state`` (Orbax arrays under
+flat names such as ``policy/layers/w``), ``tree`` (shape and dtype of every leaf, as JSON) and
+``meta`` (the caller's own JSON). Orbax writes it under a temporary name and renames it, so that a
+kill at any moment leaves a whole checkpoint or none; leftovers are never read, and the next `save`
+removes them.
 """
 
 import json
@@ -33,7 +34,7 @@ class Checkpoints:
 
     def __init__(self, directory: Path | str, keep: int = 2):
         if keep < 1:
-            raise ValueError(f"keep={keep} would leave no checkpoint to resume from: give 1 or more")
+            raise ValueError(f"keep={keep} would leave no checkpoint to resume: give 1 or more")
         self.directory = Path(directory).absolute()
         self.keep = keep
         self._orbax = ocp.Checkpointer(

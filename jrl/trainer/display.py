@@ -1,8 +1,8 @@
 """What a run shows on the terminal: two progress displays and a table of completions.
 
-On a terminal the displays are live; anywhere else (CI, a pipe, ``!python`` in a notebook) they are one
-plain line every few steps. Text that a model wrote is shown, never interpreted: no rich markup, no
-terminal escapes.
+On a terminal the displays are live; anywhere else (CI, a pipe, ``!python`` in a notebook) they are
+one plain line every few steps. Text that a model wrote is shown, never interpreted: no rich markup,
+no terminal escapes.
 """
 
 import math
@@ -10,8 +10,8 @@ import time
 import unicodedata
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from types import TracebackType
-from typing import Self
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -23,7 +23,7 @@ from rich.text import Text
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.-=+*%#"
 
-# Label, metric and format of the cells below the bar, in reading order; absent metrics are left out.
+# Label, metric and format of the cells below the bar, in reading order; absent ones are left out.
 CELLS = (
     ("length", "response_length/mean", "{:.1f} tokens"),
     ("entropy", "actor/entropy", "{:.3f} nats"),
@@ -47,7 +47,7 @@ LINE = (
 )
 
 
-def sparkline(values: Sequence[float], width: int = 40, blocks: str = BLOCKS) -> str:
+def sparkline(values: Sequence[float | int], width: int = 40, blocks: str = BLOCKS) -> str:
     """Return a curve as a string of at most `width` characters.
 
     More values than `width` are averaged in equal bins. The lowest value is the lowest block, the
@@ -56,7 +56,7 @@ def sparkline(values: Sequence[float], width: int = 40, blocks: str = BLOCKS) ->
     finite = [value if math.isfinite(value) else None for value in values]
     if len(finite) > width:
         edges = [len(finite) * i // width for i in range(width + 1)]
-        bins = [finite[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+        bins = [finite[start:end] for start, end in pairwise(edges)]
         finite = [_mean([value for value in part if value is not None]) for part in bins]
     present = [value for value in finite if value is not None]
     if not present:
@@ -68,7 +68,7 @@ def sparkline(values: Sequence[float], width: int = 40, blocks: str = BLOCKS) ->
     )
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def _mean(values: Sequence[float | int]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
@@ -105,13 +105,13 @@ class WarmStartDisplay:
     """
 
     def __init__(
-        self, num_steps: int, target: float, console: Console | None = None, every: int = 100
+        self, num_steps: int, target: float | int, console: Console | None = None, every: int = 100
     ):
         self.target = target
         self._progress = _Progress("warm start", num_steps, 0, console, every)
-        self._accuracy: float | None = None
+        self._accuracy: float | int | None = None
 
-    def update(self, step: int, loss: float, accuracy: float | None = None) -> None:
+    def update(self, step: int, loss: float | int, accuracy: float | int | None = None) -> None:
         """Show the state after `step` steps; without an `accuracy` the last one stays."""
         measured = accuracy is not None
         self._accuracy = accuracy if measured else self._accuracy
@@ -125,7 +125,7 @@ class WarmStartDisplay:
             line += f", accuracy: {self._accuracy:.3f} of {self.target:.3f}"
         self._progress.update(step, "", Text("   ").join(cells), line, always=measured)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "WarmStartDisplay":
         self._progress.start()
         return self
 
@@ -153,15 +153,15 @@ class TrainingDisplay:
         self,
         num_steps: int,
         first_step: int = 0,
-        rewards: Sequence[float] = (),
+        rewards: Sequence[float | int] = (),
         console: Console | None = None,
         every: int = 10,
     ):
         self._progress = _Progress("training", num_steps, first_step, console, every)
         self._rewards = list(rewards)
-        self._evaluation: tuple[int, dict[str, float]] | None = None
+        self._evaluation: tuple[int, dict[str, float | int]] | None = None
 
-    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+    def update(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """Show the state after `step` steps; the last evaluation stays until the next."""
         if "critic/score/mean" in metrics:
             self._rewards.append(float(metrics["critic/score/mean"]))
@@ -187,7 +187,7 @@ class TrainingDisplay:
             cells.append(_cell("accuracy", shown) + Text(f" at step {step}", style="dim"))
         return Text("   ").join(cells)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "TrainingDisplay":
         self._progress.start()
         return self
 
@@ -200,7 +200,7 @@ class TrainingDisplay:
         self._progress.stop()
 
 
-def training_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
+def training_line(step: int, num_steps: int, metrics: Mapping[str, float | int]) -> str:
     """Return one step as a line: step, seconds, tokens/s, loss and the rest that exists."""
     parts = [f"completed step: {step}/{num_steps}"]
     parts += [
@@ -213,8 +213,8 @@ def print_samples(
     prompts: Sequence[str],
     before: Sequence[str],
     after: Sequence[str],
-    scores_before: Sequence[float],
-    scores_after: Sequence[float],
+    scores_before: Sequence[float | int],
+    scores_after: Sequence[float | int],
     console: Console | None = None,
 ) -> None:
     """Print what the policy answered before and after, side by side.
@@ -251,7 +251,7 @@ def _shown(text: str, console: Console) -> Text:
     return Text(visible(text).encode(encoding, errors="backslashreplace").decode(encoding))
 
 
-def _mark(score: float, console: Console) -> Text:
+def _mark(score: float | int, console: Console) -> Text:
     if score >= 1.0:
         mark, style = "✓", "bold green"
     elif score > 0.0:
@@ -266,14 +266,14 @@ def _cell(label: str, value: str) -> Text:
     return Text.assemble((f"{label} ", "dim"), (value, "bold"))
 
 
-def _cells(metrics: Mapping[str, float]) -> Text:
+def _cells(metrics: Mapping[str, float | int]) -> Text:
     shown = [
         _cell(label, shape.format(metrics[name])) for label, name, shape in CELLS if name in metrics
     ]
     return Text("   ").join(shown)
 
 
-def _clock(seconds: float) -> str:
+def _clock(seconds: float | int) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

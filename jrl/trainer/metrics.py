@@ -1,12 +1,12 @@
 """What every metric means: one table, and nothing may be logged that is not in it.
 
 Names are verl's where verl has one, because dashboards already parse them; a second column holds
-TRL's name. Counts and fractions state their denominator. "Token" alone means a token that the policy
+TRL's name. Fractions and means state their denominator. "Token" alone means a token that the policy
 sampled (the mask of the batch), the end-of-sequence token included; "response" means one row of the
 batch; "step" means everything between two rollouts, all mini-batches included.
 
-To add a metric, add a line to `TABLE`. A name that ends in ``/*`` declares a family: every name that
-continues it with at least one character is known.
+To add a metric, add a line to `TABLE`. A name that ends in ``/*`` declares a family: every name
+that continues it with at least one character is known.
 """
 
 import difflib
@@ -200,9 +200,7 @@ TABLE: tuple[Metric, ...] = (
         "1",
     ),
     # Dynamic sampling.
-    Metric(
-        "train/num_gen_batches", "Rounds of generation that this step's batch needed.", "count"
-    ),
+    Metric("train/num_gen_batches", "Rounds of generation that this step's batch needed.", "count"),
     Metric("dynamic_sampling/prompts_generated", "Prompts generated over all rounds.", "count"),
     Metric("dynamic_sampling/prompts_kept", "Prompts kept for the batch.", "count"),
     Metric(
@@ -320,12 +318,12 @@ def is_timing(name: str) -> bool:
     return name.startswith(TIMINGS)
 
 
-def without_timings(metrics: Mapping[str, float]) -> dict[str, float]:
+def without_timings(metrics: Mapping[str, float | int]) -> dict[str, float | int]:
     """Return the metrics that two runs of one seed share exactly."""
     return {name: value for name, value in metrics.items() if not is_timing(name)}
 
 
-def under_trl_names(metrics: Mapping[str, float]) -> dict[str, float]:
+def under_trl_names(metrics: Mapping[str, float | int]) -> dict[str, float | int]:
     """Return `metrics` under TRL's spelling; what TRL has no name for keeps its own."""
     renamed = {}
     for name, value in metrics.items():

@@ -2,8 +2,8 @@
 
 Every line is one JSON object with an integer ``"step"``. Floats are written as the shortest decimal
 that reads back to the same bits. JSON has no NaN and no infinity, so they become the strings
-``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` (the spelling that Python's ``float`` and Protobuf's JSON
-read); `read_metrics` turns them back into floats.
+``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` (the spelling that Python's ``float`` and Protobuf's
+JSON read); `read_metrics` turns them back into floats.
 """
 
 import json
@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, SupportsFloat
+from typing import Any, SupportsFloat
 
 
 class Appender:
@@ -23,7 +23,8 @@ class Appender:
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
-        self._file = self.path.open("a", encoding="utf-8")
+        # A lone surrogate has no UTF-8, but its backslash escape is also the JSON escape.
+        self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
 
     def append(self, step: int, record: Mapping[str, Any]) -> None:
         """Write one line.
@@ -41,7 +42,7 @@ class Appender:
     def close(self) -> None:
         self._file.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Appender":
         return self
 
     def __exit__(
@@ -77,12 +78,12 @@ def read(path: Path | str) -> list[dict[str, Any]]:
     """Return the records of a file, without a last line that is still being written.
 
     Raises:
-      ValueError: for any other line that is not a JSON object with an integer step, with its number.
+      ValueError: for any other line that is not a JSON object with an integer step.
     """
     return [record for record, _ in _parse(Path(path))]
 
 
-def read_metrics(path: Path | str) -> list[dict[str, float]]:
+def read_metrics(path: Path | str) -> list[dict[str, float | int]]:
     """Return one dict per line with every value a number, NaN and infinities included."""
     return [
         {name: float(value) if isinstance(value, str) else value for name, value in record.items()}

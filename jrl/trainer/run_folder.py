@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from jrl.trainer import records
 
@@ -37,7 +37,7 @@ class RunFolder:
         self._lock = lock
 
     @classmethod
-    def create(cls, path: Path | str, config: Mapping[str, Any]) -> Self:
+    def create(cls, path: Path | str, config: Mapping[str, Any]) -> "RunFolder":
         """Begin a run in a folder that is empty or does not exist.
 
         Args:
@@ -62,7 +62,7 @@ class RunFolder:
         return folder
 
     @classmethod
-    def resume(cls, path: Path | str) -> Self:
+    def resume(cls, path: Path | str) -> "RunFolder":
         """Go on with a run.
 
         Raises:
@@ -73,7 +73,7 @@ class RunFolder:
         return folder
 
     @classmethod
-    def read(cls, path: Path | str) -> Self:
+    def read(cls, path: Path | str) -> "RunFolder":
         """Look at a run without the right to write it.
 
         Raises:
@@ -108,7 +108,7 @@ class RunFolder:
             os.close(self._lock)
             self._lock = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "RunFolder":
         return self
 
     def __exit__(
