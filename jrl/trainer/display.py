@@ -179,7 +179,8 @@ class TrainingDisplay:
         cells = []
         if self._rewards:
             blocks = ASCII_BLOCKS if self._progress.ascii_only else BLOCKS
-            curve = Text(f" {sparkline(self._rewards, width=30, blocks=blocks)}", style="green")
+            width = min(30, max(6, self._progress.console.width - 68))  # the rest is some 68 wide
+            curve = Text(f" {sparkline(self._rewards, width, blocks)}", style="green")
             cells.append(_cell("reward", f"{self._rewards[-1]:.3f}") + curve)
         if self._evaluation is not None:
             step, values = self._evaluation

@@ -287,8 +287,9 @@ def describe(name: str) -> Metric | None:
     """Return the line of the table that defines `name`, a family's line included, or None."""
     if name in EXACT:
         return EXACT[name]
-    families = [start for start in FAMILIES if name.startswith(start) and name != start]
-    return FAMILIES[max(families, key=len)] if families else None
+    return next(
+        (line for start, line in FAMILIES.items() if name.startswith(start) and name != start), None
+    )
 
 
 def check_known(names: Iterable[str]) -> None:

@@ -14,6 +14,11 @@ def test_every_metric_is_defined_once_and_in_a_sentence():
         assert metric.unit
 
 
+def test_no_family_lies_in_another():
+    for one in metrics.FAMILIES:
+        assert not [other for other in metrics.FAMILIES if other != one and other.startswith(one)]
+
+
 def test_no_two_metrics_share_a_trl_name():
     trl = [metric.trl for metric in metrics.TABLE if metric.trl is not None]
     assert len(trl) == len(set(trl))
@@ -47,7 +52,7 @@ def test_unknown_names_are_refused_with_the_nearest():
         metrics.check_known(["verifier/"])
 
 
-def test_the_most_specific_family_describes_a_name():
+def test_names_are_described_by_their_own_line_before_their_family():
     described = metrics.describe("val/verifier/timeout")
     assert described is not None and described.name == "val/verifier/*"
     described = metrics.describe("perf/throughput")
