@@ -1,0 +1,365 @@
+"""What a run shows on the terminal: two progress displays and a table of completions.
+
+On a terminal the displays are live; anywhere else (CI, a pipe, ``!python`` in a notebook) they are
+one plain line every few steps. Text that a model wrote is shown, never interpreted: no rich markup,
+no terminal escapes.
+"""
+
+import math
+import time
+import unicodedata
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from types import TracebackType
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+ASCII_BLOCKS = "_.-=+*%#"
+
+# Label, metric and format of the cells below the bar, in reading order; absent ones are left out.
+CELLS = (
+    ("length", "response_length/mean", "{:.1f} tokens"),
+    ("entropy", "actor/entropy", "{:.3f} nats"),
+    ("KL", "actor/ppo_kl", "{:.2e} nats"),
+    ("clipped", "actor/pg_clipfrac", "{:.1%}"),
+)
+EVALUATION = (("sampled", "val/accuracy/sampled"), ("greedy", "val/accuracy/greedy"))
+
+# The order of MaxText's step line, which eyes and scripts already parse.
+LINE = (
+    ("seconds", "perf/time_per_step", "{:.3f}"),
+    ("tokens/s", "perf/throughput", "{:.0f}"),
+    ("loss", "actor/loss", "{:.4f}"),
+    ("reward", "critic/score/mean", "{:.3f}"),
+    ("accuracy sampled", "val/accuracy/sampled", "{:.3f}"),
+    ("accuracy greedy", "val/accuracy/greedy", "{:.3f}"),
+    ("length", "response_length/mean", "{:.1f}"),
+    ("entropy", "actor/entropy", "{:.3f}"),
+    ("kl", "actor/ppo_kl", "{:.2e}"),
+    ("clip fraction", "actor/pg_clipfrac", "{:.4f}"),
+)
+
+
+def sparkline(values: Sequence[float | int], width: int = 40, blocks: str = BLOCKS) -> str:
+    """Return a curve as a string of at most `width` characters.
+
+    More values than `width` are averaged in equal bins. The lowest value is the lowest block, the
+    highest the highest; a NaN or an infinity is a gap.
+    """
+    finite = [value if math.isfinite(value) else None for value in values]
+    if len(finite) > width:
+        edges = [len(finite) * i // width for i in range(width + 1)]
+        bins = [finite[start:end] for start, end in pairwise(edges)]
+        finite = [_mean([value for value in part if value is not None]) for part in bins]
+    present = [value for value in finite if value is not None]
+    if not present:
+        return ""
+    low, high = min(present), max(present)
+    scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
+    return "".join(
+        " " if value is None else blocks[round((value - low) * scale)] for value in finite
+    )
+
+
+def _mean(values: Sequence[float | int]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def visible(text: str) -> str:
+    """Return `text` with every character that a terminal would act on made visible.
+
+    A newline becomes ``↵`` and a new line; other control characters become their picture (``␛``);
+    characters that reorder or hide text become their escape (``\\u202e``).
+    """
+    return "".join(_visible_character(character) for character in text)
+
+
+def _visible_character(character: str) -> str:
+    if character == "\n":
+        return "↵\n"
+    if unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"):
+        return character
+    code = ord(character)
+    if code < 0x20:
+        return chr(0x2400 + code)
+    if code == 0x7F:
+        return "␡"
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+class WarmStartDisplay:
+    """The progress of the supervised phase, towards its target.
+
+    Args:
+      num_steps: the most steps it may take.
+      target: the accuracy that ends it, in (0, 1].
+      console: where to show it; standard output by default.
+      every: steps between two plain lines where the console is no terminal.
+    """
+
+    def __init__(
+        self, num_steps: int, target: float | int, console: Console | None = None, every: int = 100
+    ):
+        self.target = target
+        self._progress = _Progress("warm start", num_steps, 0, console, every)
+        self._accuracy: float | int | None = None
+
+    def update(self, step: int, loss: float | int, accuracy: float | int | None = None) -> None:
+        """Show the state after `step` steps; without an `accuracy` the last one stays."""
+        measured = accuracy is not None
+        self._accuracy = accuracy if measured else self._accuracy
+        reached = "not measured yet" if self._accuracy is None else f"{self._accuracy:.3f}"
+        cells = [
+            _cell("loss", f"{loss:.4f}"),
+            _cell("accuracy", f"{reached} of {self.target:.3f}"),
+        ]
+        line = f"warm start: {step}/{self._progress.num_steps}, loss: {loss:.4f}"
+        if self._accuracy is not None:
+            line += f", accuracy: {self._accuracy:.3f} of {self.target:.3f}"
+        self._progress.update(step, "", Text("   ").join(cells), line, always=measured)
+
+    def __enter__(self) -> "WarmStartDisplay":
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+
+class TrainingDisplay:
+    """The progress of reinforcement: time, speed, reward with its curve, and what to watch.
+
+    Args:
+      num_steps: the step at which the run ends.
+      first_step: the step it starts from, above 0 in a resumed run.
+      rewards: mean scores of the steps before, so that a resumed curve is whole.
+      console: where to show it; standard output by default.
+      every: steps between two plain lines where the console is no terminal.
+    """
+
+    def __init__(
+        self,
+        num_steps: int,
+        first_step: int = 0,
+        rewards: Sequence[float | int] = (),
+        console: Console | None = None,
+        every: int = 10,
+    ):
+        self._progress = _Progress("training", num_steps, first_step, console, every)
+        self._rewards = list(rewards)
+        self._evaluation: tuple[int, dict[str, float | int]] | None = None
+
+    def update(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        """Show the state after `step` steps; the last evaluation stays until the next."""
+        if "critic/score/mean" in metrics:
+            self._rewards.append(float(metrics["critic/score/mean"]))
+        evaluation = {label: metrics[name] for label, name in EVALUATION if name in metrics}
+        if evaluation:
+            self._evaluation = (step, evaluation)
+        speed = ""
+        if "perf/throughput" in metrics:
+            speed = f"{metrics['perf/throughput']:,.0f} tokens/s"
+        body = Group(self._reward_and_accuracy(), _cells(metrics))
+        line = training_line(step, self._progress.num_steps, metrics)
+        self._progress.update(step, speed, body, line, always=bool(evaluation))
+
+    def _reward_and_accuracy(self) -> Text:
+        cells = []
+        if self._rewards:
+            blocks = ASCII_BLOCKS if self._progress.ascii_only else BLOCKS
+            width = min(30, max(6, self._progress.console.width - 68))  # the rest is some 68 wide
+            curve = Text(f" {sparkline(self._rewards, width, blocks)}", style="green")
+            cells.append(_cell("reward", f"{self._rewards[-1]:.3f}") + curve)
+        if self._evaluation is not None:
+            step, values = self._evaluation
+            shown = ", ".join(f"{label} {value:.3f}" for label, value in values.items())
+            cells.append(_cell("accuracy", shown) + Text(f" at step {step}", style="dim"))
+        return Text("   ").join(cells)
+
+    def __enter__(self) -> "TrainingDisplay":
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+
+def training_line(step: int, num_steps: int, metrics: Mapping[str, float | int]) -> str:
+    """Return one step as a line: step, seconds, tokens/s, loss and the rest that exists."""
+    parts = [f"completed step: {step}/{num_steps}"]
+    parts += [
+        f"{label}: {shape.format(metrics[name])}" for label, name, shape in LINE if name in metrics
+    ]
+    return ", ".join(parts)
+
+
+def print_samples(
+    prompts: Sequence[str],
+    before: Sequence[str],
+    after: Sequence[str],
+    scores_before: Sequence[float | int],
+    scores_after: Sequence[float | int],
+    console: Console | None = None,
+) -> None:
+    """Print what the policy answered before and after, side by side.
+
+    Args:
+      prompts: one per row.
+      before: completions before reinforcement.
+      after: completions after it.
+      scores_before: the verifier's scores in [0, 1]; full marks get ``✓``, none ``✗``.
+      scores_after: the same for `after`.
+      console: where to print; standard output by default.
+
+    Raises:
+      ValueError: where the five differ in length.
+    """
+    console = console or Console()
+    table = Table(box=box.ROUNDED, title="Completions of held-out prompts", show_lines=True)
+    for heading in ("prompt", "before", "", "after", ""):
+        table.add_column(heading, overflow="fold", no_wrap=heading == "")
+    rows = zip(prompts, before, after, scores_before, scores_after, strict=True)
+    for prompt, old, new, old_score, new_score in rows:
+        table.add_row(
+            _shown(prompt, console),
+            _shown(old, console),
+            _mark(old_score, console),
+            _shown(new, console),
+            _mark(new_score, console),
+        )
+    console.print(table)
+
+
+def _shown(text: str, console: Console) -> Text:
+    encoding = console.encoding
+    return Text(visible(text).encode(encoding, errors="backslashreplace").decode(encoding))
+
+
+def _mark(score: float | int, console: Console) -> Text:
+    if score >= 1.0:
+        mark, style = "✓", "bold green"
+    elif score > 0.0:
+        mark, style = "◐", "yellow"
+    else:
+        mark, style = "✗", "red"
+    shown = f"{score:.2f}" if console.options.ascii_only else f"{mark} {score:.2f}"
+    return Text(shown, style=style)
+
+
+def _cell(label: str, value: str) -> Text:
+    return Text.assemble((f"{label} ", "dim"), (value, "bold"))
+
+
+def _cells(metrics: Mapping[str, float | int]) -> Text:
+    shown = [
+        _cell(label, shape.format(metrics[name])) for label, name, shape in CELLS if name in metrics
+    ]
+    return Text("   ").join(shown)
+
+
+def _clock(seconds: float | int) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+class _Progress:
+    """A bar with time and a body below it on a terminal; plain lines elsewhere."""
+
+    def __init__(
+        self, title: str, num_steps: int, first_step: int, console: Console | None, every: int
+    ):
+        if every < 1:
+            raise ValueError(f"every={every} must be at least 1 step")
+        self.title = title
+        self.num_steps = num_steps
+        self.console = console or Console()
+        self.ascii_only = self.console.options.ascii_only
+        self.every = every
+        self._step = first_step
+        self._side: str = ""
+        self._body: RenderableType = Text("compiling ...", style="dim")
+        self._started = time.monotonic()
+        # The remaining time comes from the last steps alone: the first one compiles.
+        self._ticks: deque[tuple[int, float]] = deque(maxlen=20)
+        self._printed = first_step
+        self._last_line: tuple[int, str] | None = None
+        self._live: Live | None = None
+        self._stopped = False
+
+    def start(self) -> None:
+        self._started = time.monotonic()
+        if self.console.is_terminal:
+            self._live = Live(
+                get_renderable=self._render, console=self.console, refresh_per_second=4
+            )
+            self._live.start()
+
+    def update(
+        self, step: int, side: str, body: RenderableType, line: str, always: bool = False
+    ) -> None:
+        """Show `body` on a terminal, or print `line` if it is due or `always`."""
+        first = not self._ticks
+        self._step, self._side, self._body = step, side, body
+        self._ticks.append((step, time.monotonic()))
+        if self._live is not None:
+            return
+        self._last_line = (step, line)
+        if first or always or step >= self.num_steps or step >= self._printed + self.every:
+            self._print_line()
+
+    def stop(self) -> None:
+        self._stopped = True
+        if self._live is not None:
+            self._live.stop()  # draws once more
+            self._live = None
+        elif self._last_line is not None:
+            self._print_line()
+
+    def _print_line(self) -> None:
+        """Print the last line unless it has been printed."""
+        if self._last_line is None:
+            return
+        self._printed, line = self._last_line
+        self._last_line = None
+        # Not through the console: it would cut the line at 80 columns where there is no terminal.
+        print(line, file=self.console.file, flush=True)
+
+    def _remaining(self) -> str:
+        if len(self._ticks) < 2:
+            return "?"
+        (first, begun), (last, now) = self._ticks[0], self._ticks[-1]
+        if last <= first:
+            return "?"
+        return _clock((self.num_steps - last) * (now - begun) / (last - first))
+
+    def _render(self) -> RenderableType:
+        elapsed = _clock(time.monotonic() - self._started)
+        bar = min(30, max(6, self.console.width - 64))  # the rest of the row is some 64 wide
+        header = Table.grid(padding=(0, 2))
+        header.add_row(
+            Text(self.title, style="bold cyan"),
+            ProgressBar(total=max(self.num_steps, 1), completed=self._step, width=bar),
+            Text(f"{self._step}/{self.num_steps}", style="bold"),
+            Text(f"{elapsed} elapsed"),
+            Text("" if self._stopped else f"{self._remaining()} left", style="dim"),
+            Text(self._side, style="magenta"),
+        )
+        return Group(header, self._body)
