@@ -100,7 +100,8 @@ def hidden(
       attend_in_layer: from the number of a layer to how it reads values; None reads causally.
 
     Returns:
-      The hidden states and, with experts, the router's sums over layers on this device.
+      The hidden states and, with experts, the router's sums over layers on this device, `load` with a
+      row per layer.
     """
     _check_divides(tokens.size, mesh)
     positions = positions_of(valid).reshape(-1)
@@ -121,7 +122,8 @@ def hidden(
     x = rms_norm(x, weights.norm, config.norm_epsilon)
     if config.num_experts == 0:
         return x, None
-    return x, jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *collected)
+    total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *collected)
+    return x, total.replace(load=jnp.stack([stats.load for stats in collected]))
 
 
 def layer_of(weights: Transformer[Array], index: int) -> Layer[Array]:

@@ -29,10 +29,10 @@ class Routing(NamedTuple):
 class RouterStatistics(Generic[Leaf]):
     """Sums over tokens from which the router's losses and its load are computed.
 
-    Every field adds up over layers, micro-batches and devices.
+    Every field adds up over micro-batches and devices.
 
     Attributes:
-      load: ``[route]`` assignments received by each expert.
+      load: ``[route]`` assignments received by each expert, ``[layer, route]`` for a whole network.
       tokens: ``[]`` tokens routed.
       balance: ``[]`` sum over sequences of the load-balancing loss times the tokens of the sequence.
       z: ``[]`` sum over tokens of the squared logsumexp of the logits.

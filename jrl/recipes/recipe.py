@@ -95,6 +95,11 @@ class Recipe:
             )
 
     @property
+    def name(self) -> str:
+        """As it is called on the command line."""
+        return type(self).__name__.lower()
+
+    @property
     def completions(self) -> int:
         """Completions per step."""
         return self.prompts * self.group_size

@@ -41,14 +41,14 @@ class Optimiser:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
 
+    def rate_at(self, count: Any) -> Any:
+        """The learning rate of step `count`, from 0. Step n of the warm-up runs at (n + 1) / warmup."""
+        return self.learning_rate * jnp.minimum(1.0, (count + 1) / max(self.warmup, 1))
+
     def transformation(self) -> optax.GradientTransformation:
-        # Step n of the warm-up runs at n / warmup of the rate, so that the first step moves.
-        schedule = lambda count: self.learning_rate * jnp.minimum(  # noqa: E731
-            1.0, (count + 1) / max(self.warmup, 1)
-        )
         return optax.chain(
             optax.clip_by_global_norm(self.max_grad_norm),
-            optax.adamw(schedule, weight_decay=self.weight_decay),
+            optax.adamw(self.rate_at, weight_decay=self.weight_decay),
         )
 
 

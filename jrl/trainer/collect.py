@@ -1,0 +1,198 @@
+"""A step's completions: prompts drawn, completions sampled, verified and, for DAPO, filtered."""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from jrl.losses import informative_groups
+from jrl.recipes.dapo import Dapo
+from jrl.rollout.generate import Decoder, Rollout, generate
+from jrl.tasks import REASONS, Example, Verdict
+from jrl.trainer.prompts import decode_responses, encode_prompts
+from jrl.trainer.setup import Setup
+from moe.weights import Transformer
+
+
+@dataclass(frozen=True)
+class Completions:
+    """Completions with their verdicts, on the host; rows of one group stand together.
+
+    Attributes:
+      rollout: arrays with a row per completion.
+      groups: ``[batch]`` which completions share a prompt.
+      examples: the prompt of each row.
+      texts: the completion of each row.
+      verdicts: of the task's verifier.
+    """
+
+    rollout: Rollout[np.ndarray]
+    groups: np.ndarray
+    examples: list[Example]
+    texts: list[str]
+    verdicts: list[Verdict]
+
+    @property
+    def scores(self) -> np.ndarray:
+        return np.array([verdict.score for verdict in self.verdicts], np.float32)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Sampled tokens of each completion."""
+        return self.rollout.mask.sum(axis=1).astype(np.int32)
+
+    def record(self, row: int) -> dict[str, str | float | int | bool]:
+        """One completion as samples.jsonl holds it."""
+        return {
+            "prompt": self.examples[row].prompt,
+            "completion": self.texts[row],
+            "score": self.verdicts[row].score,
+            "reason": self.verdicts[row].reason,
+            "length": int(self.lengths[row]),
+            "truncated": bool(self.rollout.truncated[row]),
+        }
+
+    def take(self, rows: np.ndarray) -> "Completions":
+        """Some of the rows."""
+        return Completions(
+            rollout=jax.tree.map(lambda x: x[rows], self.rollout),
+            groups=self.groups[rows],
+            examples=[self.examples[row] for row in rows],
+            texts=[self.texts[row] for row in rows],
+            verdicts=[self.verdicts[row] for row in rows],
+        )
+
+
+@dataclass
+class Collected:
+    """What one step sampled, and how that went.
+
+    Attributes:
+      kept: the completions to learn from.
+      cursor: training prompts drawn so far, this step's included.
+      metrics: of sampling and verification.
+      seconds: spent in decoding and in verification.
+    """
+
+    kept: Completions
+    cursor: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def sample(
+    setup: Setup,
+    decoder: Decoder,
+    weights: Transformer[Array],
+    examples: Sequence[Example],
+    key: Array,
+    seconds: Counter[str] | None = None,
+) -> Completions:
+    """Samples `decoder.copies` completions of each prompt and has them verified.
+
+    Args:
+      seconds: the time taken is added here, if given.
+    """
+    seconds = Counter() if seconds is None else seconds
+    begin = time.perf_counter()
+    tokens, valid = encode_prompts(setup, examples)
+    tokens, valid = jax.device_put((tokens, valid), setup.rows)
+    rollout = jax.device_get(generate(decoder, weights, tokens, valid, key))
+    decoded = time.perf_counter()
+    texts = decode_responses(setup, rollout)
+    repeated = [example for example in examples for _ in range(decoder.copies)]
+    verdicts = setup.task.verify(repeated, texts)
+    seconds["timing_s/gen"] += decoded - begin
+    seconds["timing_s/reward"] += time.perf_counter() - decoded
+    groups = np.repeat(np.arange(len(examples), dtype=np.int32), decoder.copies)
+    return Completions(rollout, groups, repeated, texts, verdicts)
+
+
+def collect(setup: Setup, weights: Transformer[Array], step: int, cursor: int) -> Collected:
+    """Completions for one step.
+
+    With dynamic sampling, groups whose scores are all equal teach nothing and are replaced by groups of
+    further prompts, for at most `max_generation_rounds` rounds. What is still missing then is filled
+    with uninformative groups whose tokens do not count, and the metrics say so.
+
+    Args:
+      weights: the policy.
+      step: selects the randomness.
+      cursor: training prompts drawn before.
+    """
+    recipe, seconds = setup.recipe, Counter[str]()
+    max_rounds = recipe.max_generation_rounds if isinstance(recipe, Dapo) else 1
+    rounds: list[Completions] = []
+    informative: list[np.ndarray] = []
+    reasons = Counter[str]()
+    for number in range(max_rounds):
+        examples = [setup.task.train(cursor + i) for i in range(recipe.prompts)]
+        cursor += recipe.prompts
+        drawn = sample(
+            setup,
+            setup.training_decoder,
+            weights,
+            examples,
+            setup.key("rollout", step, number),
+            seconds,
+        )
+        reasons.update(verdict.reason for verdict in drawn.verdicts)
+        rounds.append(drawn)
+        informative.append(np.asarray(informative_groups(drawn.scores, drawn.groups)))
+        if sum(rows.sum() for rows in informative) >= recipe.completions:
+            break
+    kept, num_informative = _fill(rounds, informative, recipe.completions, recipe.dynamic_sampling)
+    metrics = {f"verifier/{reason}": float(reasons[reason]) for reason in REASONS}
+    if recipe.dynamic_sampling:
+        generated = len(rounds) * recipe.prompts
+        found = sum(int(rows.sum()) for rows in informative) // recipe.group_size
+        metrics |= {
+            "train/num_gen_batches": float(len(rounds)),
+            "dynamic_sampling/prompts_generated": float(generated),
+            "dynamic_sampling/prompts_kept": num_informative / recipe.group_size,
+            "dynamic_sampling/filtered": 1 - found / generated,
+            "dynamic_sampling/gave_up": float(num_informative < recipe.completions),
+        }
+    return Collected(kept, cursor, metrics, dict(seconds))
+
+
+def _fill(
+    rounds: list[Completions], informative: list[np.ndarray], size: int, filtered: bool
+) -> tuple[Completions, int]:
+    """The first `size` rows, informative ones first where they are `filtered`.
+
+    Returns:
+      The rows, and how many of them are informative. Tokens of the others do not count.
+    """
+    if not filtered:
+        return rounds[0], int(informative[0].sum())
+    everything = _concatenate(rounds)
+    useful = np.concatenate(informative)
+    # Stable, so groups stay together and come in the order they were drawn.
+    order = np.argsort(~useful, kind="stable")[:size]
+    kept = everything.take(order)
+    counts = useful[order]
+    mask = kept.rollout.mask & counts[:, None]
+    return (
+        Completions(
+            kept.rollout.replace(mask=mask), kept.groups, kept.examples, kept.texts, kept.verdicts
+        ),
+        int(counts.sum()),
+    )
+
+
+def _concatenate(rounds: list[Completions]) -> Completions:
+    """Several rounds as one, groups numbered through."""
+    per_round = [int(r.groups[-1]) + 1 for r in rounds]
+    offsets = np.cumsum([0, *per_round[:-1]]).astype(np.int32)
+    return Completions(
+        rollout=jax.tree.map(lambda *xs: np.concatenate(xs), *(r.rollout for r in rounds)),
+        groups=np.concatenate([r.groups + o for r, o in zip(rounds, offsets, strict=True)]),
+        examples=[example for r in rounds for example in r.examples],
+        texts=[text for r in rounds for text in r.texts],
+        verdicts=[verdict for r in rounds for verdict in r.verdicts],
+    )

@@ -1,0 +1,207 @@
+"""What a step learns: from completions to advantages to optimiser steps."""
+
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+from jrl.losses import ExplainedVariance, Mean
+from jrl.recipes.batch import Batch, Experience
+from jrl.recipes.recipe import Recipe
+from jrl.rollout.generate import settle
+from jrl.rollout.sampling import Sampling
+from jrl.rollout.scoring import score
+from jrl.trainer.collect import Completions
+from jrl.trainer.learner import Learner, update
+from jrl.trainer.setup import Setup
+from jrl.trainer.state import TrainState
+from moe import model
+from moe import weights as moe_weights
+from moe.config import ModelConfig
+from moe.weights import Transformer
+from sharding.folding import FoldedMesh
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """An update that was left out, with the rows it would have learned from."""
+
+    network: str
+    batch: Batch[Array]
+    loss: float
+    grad_norm: float
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def values_of(
+    config: ModelConfig, mesh: FoldedMesh, critic: Transformer[Array], tokens: Array, valid: Array
+) -> Array:
+    """The critic's values of all tokens, on global arrays."""
+
+    def local(critic, tokens, valid):
+        return settle(model.values(critic, tokens, valid, config, mesh)[0], mesh)
+
+    return _over_rows(local, config, mesh)(critic, tokens, valid)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def logprobs_of(
+    config: ModelConfig,
+    mesh: FoldedMesh,
+    sampling: Sampling,
+    policy: Transformer[Array],
+    tokens: Array,
+    valid: Array,
+) -> Array:
+    """A policy's log-probabilities of all tokens, on global arrays."""
+
+    def local(policy, tokens, valid):
+        return settle(score(policy, tokens, valid, config, sampling, mesh).logprobs, mesh)
+
+    return _over_rows(local, config, mesh)(policy, tokens, valid)
+
+
+def _over_rows(local: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
+    rows = PartitionSpec(mesh.dp)
+    return jax.shard_map(
+        local,
+        mesh=mesh.mesh,
+        in_specs=(moe_weights.specs(config, mesh), rows, rows),
+        out_specs=rows,
+    )
+
+
+@partial(jax.jit, static_argnums=0)
+def advantages_of(recipe: Recipe, experience: Experience[Array]) -> tuple[Array, Array | None]:
+    """The recipe's advantages and returns over the whole batch."""
+    return recipe.advantages(experience)
+
+
+def experience_of(
+    setup: Setup, state: TrainState[Array], completions: Completions
+) -> tuple[Experience[Array], Batch[Array]]:
+    """Everything known before the first update, and the batch that the updates learn from."""
+    recipe, rollout = setup.recipe, jax.device_put(completions.rollout, setup.rows)
+    scores = completions.scores
+    if setup.run.shuffle_rewards:
+        scores = setup.shuffler(int(state.step), -1 % 2**32).permutation(scores)
+    lengths = completions.lengths
+    values = reference = None
+    if state.critic is not None:
+        config = setup.critic_objective.config
+        values = values_of(config, setup.mesh, state.critic.weights, rollout.tokens, rollout.valid)
+    if state.reference is not None:
+        reference = logprobs_of(
+            setup.model, setup.mesh, setup.sampling, state.reference, rollout.tokens, rollout.valid
+        )
+    experience = Experience(
+        mask=rollout.mask,
+        rewards=jax.device_put(
+            recipe.rewards(jnp.asarray(scores), jnp.asarray(lengths), setup.response_length),
+            setup.rows,
+        ),
+        groups=jax.device_put(completions.groups, setup.rows),
+        lengths=jax.device_put(lengths, setup.rows),
+        truncated=rollout.truncated,
+        values=values,
+        old_logprobs=rollout.policy_logprobs,
+        reference_logprobs=reference,
+    )
+    advantages, returns = advantages_of(recipe, experience)
+    batch = Batch(
+        tokens=rollout.tokens,
+        valid=rollout.valid,
+        mask=rollout.mask,
+        old_logprobs=rollout.policy_logprobs,
+        sampler_logprobs=rollout.logprobs,
+        advantages=advantages,
+        correct=jax.device_put(scores == 1.0, setup.rows),
+        returns=returns,
+        old_values=values,
+        reference_logprobs=reference,
+    )
+    return experience, batch
+
+
+def improve(
+    setup: Setup, state: TrainState[Array], batch: Batch[Array]
+) -> tuple[TrainState[Array], list[dict[str, dict[str, Any]]], list[NonFinite], dict[str, float]]:
+    """All optimiser steps of one training step.
+
+    Returns:
+      The state, the metrics of each mini-batch under "policy" and "critic", the updates that were
+      left out because they were not finite, and the seconds spent.
+    """
+    recipe = setup.recipe
+    pretraining = int(state.step) < recipe.value_pretraining_steps
+    history: list[dict[str, dict[str, Any]]] = []
+    nonfinite: list[NonFinite] = []
+    seconds = {"timing_s/update_actor": 0.0, "timing_s/update_critic": 0.0}
+
+    def learn(network: str, learner: Learner[Array], rows: Batch[Array]) -> Learner[Array]:
+        begin = time.perf_counter()
+        if network == "actor":
+            objective, optimiser = setup.policy_objective, setup.policy_optimiser
+        else:
+            objective, optimiser = setup.critic_objective, setup.critic_optimiser
+        learner, metrics = update(objective, optimiser, setup.num_micro, learner, rows)
+        history[-1][network] = metrics = jax.device_get(metrics)
+        if not metrics["finite"]:
+            nonfinite.append(
+                NonFinite(network, rows, float(metrics["loss"]), float(metrics["grad_norm"]))
+            )
+        seconds[f"timing_s/update_{network}"] += time.perf_counter() - begin
+        return learner
+
+    host = jax.device_get(batch)
+    for epoch in range(recipe.epochs):
+        order = setup.shuffler(int(state.step), epoch).permutation(recipe.completions)
+        for chosen in order.reshape(-1, recipe.mini_batch):
+            rows = jax.device_put(jax.tree.map(lambda x, c=chosen: x[c], host), setup.rows)
+            history.append({})
+            if state.critic is not None:
+                state = state.replace(critic=learn("critic", state.critic, rows))
+            if not pretraining:
+                state = state.replace(policy=learn("actor", state.policy, rows))
+    return state, history, nonfinite, seconds
+
+
+def summarise(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
+    """The metrics of a step from those of its mini-batches.
+
+    Means are means over all tokens of the step; losses and gradient norms are averaged over mini-batches.
+    The difference between sampler and trainer is that of the first mini-batch, whose policy is still the
+    one that sampled.
+    """
+    summary: dict[str, float] = {}
+    for network in ("actor", "critic"):
+        updates = [entry[network] for entry in history if network in entry]
+        if not updates:
+            continue
+        for name, first in updates[0].items():
+            every = [entry[name] for entry in updates]
+            if name.startswith("sampling/"):
+                summary[name] = float(first.value())
+            elif isinstance(first, Mean | ExplainedVariance):
+                summary[name] = float(sum(every[1:], first).value())
+            elif name == "load":
+                summary |= _load(np.sum(every, axis=0))
+            elif name != "finite":
+                own = f"{network}/{name}" if name in ("loss", "grad_norm") else name
+                summary[own] = float(np.mean(every))
+    return summary
+
+
+def _load(assignments: np.ndarray) -> dict[str, float]:
+    """How uneven the experts' load is, ``[layer, expert]``: 1 is even."""
+    share = assignments / np.maximum(assignments.mean(axis=1, keepdims=True), 1.0)
+    return {
+        "moe/max_load": float(share.max(axis=1).mean()),
+        "moe/min_load": float(share.min(axis=1).mean()),
+    }

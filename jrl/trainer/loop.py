@@ -1,0 +1,315 @@
+"""A run: warm start, steps, and everything it leaves behind."""
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jrl.recipes.batch import Experience
+from jrl.tasks import Example
+from jrl.trainer import loggers
+from jrl.trainer.checkpoints import Checkpoints
+from jrl.trainer.collect import Collected, collect, sample
+from jrl.trainer.display import TrainingDisplay, WarmStartDisplay, print_samples
+from jrl.trainer.evaluation import evaluate, heldout_examples
+from jrl.trainer.improve import NonFinite, experience_of, improve, summarise
+from jrl.trainer.metrics import check_known
+from jrl.trainer.plots import plot_run
+from jrl.trainer.records import Appender, read, read_metrics
+from jrl.trainer.run_folder import RunFolder
+from jrl.trainer.setup import Setup
+from jrl.trainer.state import TrainState, abstract, begin, initial_weights
+from jrl.trainer.warm_start import warm_start
+from moe.weights import Transformer
+
+SHOWN = 4
+"""Held-out prompts shown before and after, and completions per step in samples.jsonl."""
+
+
+class NonFiniteRun(RuntimeError):
+    """Too many updates in a row had a loss or gradient that was not finite."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+      step: steps done.
+      stopped: whether a signal ended it early.
+    """
+
+    step: int
+    stopped: bool
+
+
+def train(
+    setup: Setup, folder: RunFolder, weights: Transformer[Array] | None = None
+) -> Outcome:
+    """Runs from the last checkpoint in `folder`, or from the beginning where there is none.
+
+    Args:
+      setup: the fixed parts.
+      folder: where everything goes; locked by the caller.
+      weights: a policy to start from; None starts fresh, with the warm start.
+
+    Raises:
+      NonFiniteRun: when updates keep being left out.
+    """
+    run = setup.run
+    checkpoints = Checkpoints(folder.checkpoints_path, run.keep_checkpoints)
+    with ExitStack() as stack:
+        stop = stack.enter_context(_stop_on_sigterm())
+        state, heldout = _first_state(setup, folder, checkpoints, weights)
+        outputs = stack.enter_context(_outputs(setup, folder, int(state.step)))
+        while int(state.step) < run.steps and not stop:
+            started = time.perf_counter()
+            state, collected, metrics, nonfinite = train_step(setup, state)
+            step = int(state.step)
+            if step % run.eval_every == 0 or step == run.steps:
+                metrics |= evaluate(setup, state.policy.weights, step, heldout)
+            metrics |= _speed(collected, time.perf_counter() - started)
+            if step % run.samples_every == 0:
+                outputs.write_samples(step, collected)
+            outputs.log(step, metrics)
+            for left_out in nonfinite:
+                _save_nonfinite(folder, step, left_out)
+            if step == run.steps:
+                _write_shown(setup, folder, state)
+            if step % run.checkpoint_every == 0 or step == run.steps:
+                checkpoints.save(step, state)
+            _check_finite(setup, folder, state)
+        step = int(state.step)
+        if checkpoints.latest_step() != step:
+            checkpoints.save(step, state)
+    _finish(setup, folder, stopped=step < run.steps)
+    return Outcome(step, stopped=step < run.steps)
+
+
+def train_step(
+    setup: Setup, state: TrainState[Array]
+) -> tuple[TrainState[Array], Collected, dict[str, float], list[NonFinite]]:
+    """Samples, scores and learns once."""
+    collected = collect(setup, state.policy.weights, int(state.step), int(state.cursor))
+    begun = time.perf_counter()
+    experience, batch = experience_of(setup, state, collected.kept)
+    prepared = time.perf_counter() - begun
+    state, history, nonfinite, seconds = improve(setup, state, batch)
+    state = state.replace(
+        step=state.step + 1,
+        cursor=jax.device_put(jnp.asarray(collected.cursor, jnp.int32), setup.whole),
+    )
+    metrics = {
+        **collected.metrics,
+        **describe(setup, collected, experience, np.asarray(batch.advantages)),
+        **summarise(history),
+        "training/optimizer_steps": float(len(history)),
+        "training/nonfinite_skipped": float(len(nonfinite)),
+        **collected.seconds,
+        "timing_s/adv": prepared,
+        **seconds,
+    }
+    if int(state.step) > setup.recipe.value_pretraining_steps:
+        metrics["actor/lr"] = setup.policy_optimiser.rate_at(int(state.policy.updates) - 1)
+    if state.critic is not None:
+        metrics["critic/lr"] = setup.critic_optimiser.rate_at(int(state.critic.updates) - 1)
+    return state, collected, metrics, nonfinite
+
+
+def describe(
+    setup: Setup, collected: Collected, experience: Experience[Array], advantages: np.ndarray
+) -> dict[str, float]:
+    """Metrics of the completions themselves: scores, rewards, lengths."""
+    kept = collected.kept
+    scores, lengths = kept.scores, kept.lengths
+    rewards, mask = np.asarray(experience.rewards), np.asarray(experience.mask)
+    grouped = scores.reshape(-1, setup.recipe.group_size)
+    counted = advantages[mask] if mask.any() else np.zeros(1)
+    metrics = {
+        "critic/score/mean": scores.mean(),
+        "critic/score/max": scores.max(),
+        "critic/score/min": scores.min(),
+        "critic/score/group_std": grouped.std(axis=1).mean(),
+        "critic/rewards/mean": rewards.mean(),
+        "critic/rewards/std": rewards.std(),
+        "critic/rewards/max": rewards.max(),
+        "critic/rewards/min": rewards.min(),
+        "critic/advantages/mean": counted.mean(),
+        "critic/advantages/max": counted.max(),
+        "critic/advantages/min": counted.min(),
+        "response_length/mean": lengths.mean(),
+        "response_length/max": lengths.max(),
+        "response_length/min": lengths.min(),
+        "response_length/clip_ratio": kept.rollout.truncated.mean(),
+        "training/tokens": lengths.sum(),
+    }
+    if setup.recipe.group_size > 1:
+        metrics["frac_reward_zero_std"] = (grouped.std(axis=1) == 0).mean()
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _first_state(
+    setup: Setup,
+    folder: RunFolder,
+    checkpoints: Checkpoints,
+    weights: Transformer[Array] | None,
+) -> tuple[TrainState[Array], list[Example]]:
+    """The state to go on from, and the held-out prompts.
+
+    A run killed before its first checkpoint starts again from the beginning, which gives the same run.
+    """
+    heldout = heldout_examples(setup, setup.run.eval_prompts)
+    step = checkpoints.latest_step()
+    if step is not None:
+        folder.go_back(step)
+        return checkpoints.restore(step, abstract(setup))[0], heldout
+    folder.go_back(-1)
+    metrics: dict[str, float] = {}
+    if weights is None:
+        weights = initial_weights(setup, setup.model, "weights")
+        if setup.run.warm_start_steps:
+            target = setup.run.warm_start_accuracy
+            with WarmStartDisplay(setup.run.warm_start_steps, target) as display:
+                weights, metrics = warm_start(setup, weights, display.update)
+    state = begin(setup, weights)
+    metrics |= evaluate(setup, state.policy.weights, 0, heldout)
+    with Appender(folder.metrics_path) as appender:
+        check_known(metrics)
+        appender.append(0, metrics)
+    _write_shown(setup, folder, state)
+    checkpoints.save(0, state)
+    return state, heldout
+
+
+def _write_shown(setup: Setup, folder: RunFolder, state: TrainState[Array]) -> None:
+    """Completions of a few held-out prompts, into samples.jsonl."""
+    dp = setup.mesh.size(setup.mesh.dp)
+    examples = [setup.task.heldout(index) for index in range(-(-SHOWN // dp) * dp)]
+    key = setup.key("evaluation", 0, 1)
+    drawn = sample(setup, setup.sampled_decoder, state.policy.weights, examples, key)
+    with Appender(folder.samples_path) as appender:
+        for row in range(SHOWN):
+            appender.append(int(state.step), {"kind": "heldout", **drawn.record(row)})
+
+
+@dataclass
+class _Outputs:
+    """Open files, loggers and the display of a run."""
+
+    metrics: Appender
+    samples: Appender
+    loggers: list[loggers.Logger]
+    display: TrainingDisplay
+    total_tokens: float
+    total_skipped: float
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.total_tokens += metrics["training/tokens"]
+        self.total_skipped += metrics["training/nonfinite_skipped"]
+        metrics["training/total_tokens"] = self.total_tokens
+        metrics["training/nonfinite_skipped_total"] = self.total_skipped
+        check_known(metrics)
+        self.metrics.append(step, metrics)
+        for logger in self.loggers:
+            logger.log(step, metrics)
+        self.display.update(step, metrics)
+
+    def write_samples(self, step: int, collected: Collected) -> None:
+        for row in range(min(SHOWN, len(collected.kept.texts))):
+            self.samples.append(step, {"kind": "training", **collected.kept.record(row)})
+
+
+@contextmanager
+def _outputs(setup: Setup, folder: RunFolder, step: int) -> Iterator[_Outputs]:
+    history = read_metrics(folder.metrics_path)
+    rewards = [line["critic/score/mean"] for line in history if "critic/score/mean" in line]
+    last = history[-1] if history else {}
+    with ExitStack() as stack:
+        extra: list[loggers.Logger] = []
+        for name in setup.run.log_to:
+            if name == "tensorboard":
+                logger = loggers.TensorBoard(folder.tensorboard_path, step or None)
+            else:
+                logger = loggers.Wandb(folder.path, "jrl", folder.path.name, folder.config())
+            stack.callback(logger.close)
+            extra.append(logger)
+        yield _Outputs(
+            metrics=stack.enter_context(Appender(folder.metrics_path)),
+            samples=stack.enter_context(Appender(folder.samples_path)),
+            loggers=extra,
+            display=stack.enter_context(TrainingDisplay(setup.run.steps, step, rewards)),
+            total_tokens=last.get("training/total_tokens", 0.0),
+            total_skipped=last.get("training/nonfinite_skipped_total", 0.0),
+        )
+
+
+def _speed(collected: Collected, seconds: float) -> dict[str, float]:
+    tokens = float(collected.kept.rollout.valid.sum())
+    return {
+        "perf/time_per_step": seconds,
+        "perf/total_num_tokens": tokens,
+        "perf/throughput": tokens / seconds / jax.device_count(),
+    }
+
+
+@contextmanager
+def _stop_on_sigterm() -> Iterator[list[int]]:
+    """A list that a SIGTERM makes true. The step under way is finished first."""
+    received: list[int] = []
+    try:
+        before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    except ValueError:  # not the main thread, where Python allows no handlers
+        yield received
+        return
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _save_nonfinite(folder: RunFolder, step: int, left_out: NonFinite) -> Path:
+    """The batch of an update that was left out, as plain arrays in an .npz file."""
+    directory = folder.path / "nonfinite"
+    directory.mkdir(exist_ok=True)
+    path = directory / f"{step}-{left_out.network}.npz"
+    arrays = {
+        name: np.asarray(value) for name, value in vars(left_out.batch).items() if value is not None
+    }
+    np.savez(path, loss=left_out.loss, grad_norm=left_out.grad_norm, **arrays)
+    return path
+
+
+def _check_finite(setup: Setup, folder: RunFolder, state: TrainState[Array]) -> None:
+    for network, learner in (("policy", state.policy), ("critic", state.critic)):
+        if learner is None:
+            continue
+        skipped = int(learner.skipped_in_a_row)
+        if skipped >= setup.run.max_nonfinite:
+            raise NonFiniteRun(
+                f"step {int(state.step)}: {skipped} updates of the {network} in a row had a loss or "
+                f"gradient that is not finite; their batches are in {folder.path / 'nonfinite'}. "
+                "Lower the learning rate, or raise --max-nonfinite to go on."
+            )
+
+
+def _finish(setup: Setup, folder: RunFolder, stopped: bool) -> None:
+    """Plots, and the completions before and after."""
+    plot_run(folder.metrics_path, folder.plots_path, title=f"{setup.run.task}, {setup.recipe.name}")
+    if stopped:
+        return
+    shown = [line for line in read(folder.samples_path) if line["kind"] == "heldout"]
+    before, after = shown[:SHOWN], shown[-SHOWN:]
+    print_samples(
+        [str(line["prompt"]) for line in before],
+        [str(line["completion"]) for line in before],
+        [str(line["completion"]) for line in after],
+        [float(line["score"]) for line in before],
+        [float(line["score"]) for line in after],
+    )

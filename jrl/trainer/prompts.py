@@ -1,0 +1,75 @@
+"""Between a task's text and the token arrays of a batch."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jrl.rollout.generate import Rollout
+from jrl.tasks import Example
+from jrl.tokenizer import Tokenizer
+from jrl.trainer.setup import Setup
+
+UNREADABLE = "\ufffd"
+"""Stands for a special token inside a completion, so that no verifier takes it for nothing."""
+
+
+def encode_prompts(setup: Setup, examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts as left-padded ids and their validity, ``[prompts, prompt_length]``.
+
+    Raises:
+      ValueError: for a prompt longer than the prompt length.
+    """
+    shape = (len(examples), setup.prompt_length)
+    tokens = np.full(shape, setup.tokenizer.pad_id, np.int32)
+    valid = np.zeros(shape, bool)
+    for row, example in enumerate(examples):
+        ids = [setup.tokenizer.bos_id, *setup.tokenizer.encode(example.prompt)]
+        if len(ids) > setup.prompt_length:
+            raise ValueError(
+                f"the prompt {example.prompt[:60]!r} has {len(ids)} tokens and "
+                f"prompt_length={setup.prompt_length}: raise --prompt-length."
+            )
+        tokens[row, -len(ids) :] = ids
+        valid[row, -len(ids) :] = True
+    return tokens, valid
+
+
+def encode_answers(setup: Setup, examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray]:
+    """Gold completions with their end, right-padded, ``[examples, response_length]``.
+
+    Raises:
+      ValueError: for an answer longer than the response length.
+    """
+    shape = (len(examples), setup.response_length)
+    tokens = np.full(shape, setup.tokenizer.pad_id, np.int32)
+    mask = np.zeros(shape, bool)
+    for row, example in enumerate(examples):
+        ids = [*setup.tokenizer.encode(example.answer), setup.tokenizer.eos_id]
+        if len(ids) > setup.response_length:
+            raise ValueError(
+                f"the answer {example.answer[:60]!r} has {len(ids)} tokens and "
+                f"response_length={setup.response_length}: raise --response-length."
+            )
+        tokens[row, : len(ids)] = ids
+        mask[row, : len(ids)] = True
+    return tokens, mask
+
+
+def decode_responses(setup: Setup, rollout: Rollout[np.ndarray]) -> list[str]:
+    """The text of each completion, its end left out."""
+    width = setup.prompt_length
+    return [
+        text_of(setup.tokenizer, tokens[width:][mask[width:]])
+        for tokens, mask in zip(rollout.tokens, rollout.mask, strict=True)
+    ]
+
+
+def text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:
+    """Text of sampled ids. The end of sequence in last place is left out; other special tokens show."""
+    ids = list(map(int, ids))
+    if ids and ids[-1] == tokenizer.eos_id:
+        ids = ids[:-1]
+    special = {tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.unk_id}
+    if special.isdisjoint(ids):
+        return tokenizer.decode(ids)
+    return "".join(UNREADABLE if i in special else tokenizer.decode([i]) for i in ids)

@@ -1,0 +1,103 @@
+"""A short supervised phase: there are no pretrained weights on a laptop."""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from jrl.recipes.batch import Batch
+from jrl.tasks import Example
+from jrl.trainer.collect import sample
+from jrl.trainer.evaluation import full_marks
+from jrl.trainer.learner import start, update
+from jrl.trainer.prompts import encode_answers, encode_prompts
+from jrl.trainer.setup import Setup
+from moe.weights import Transformer
+
+CHECK_EVERY = 25
+"""Steps between measurements of the accuracy."""
+
+
+class WarmStartFailed(RuntimeError):
+    """Supervised learning stopped being finite."""
+
+
+def warm_start(
+    setup: Setup,
+    weights: Transformer[Array],
+    report: Callable[[int, float, float | None], None],
+) -> tuple[Transformer[Array], dict[str, float]]:
+    """Learns gold completions until the policy's sampled accuracy reaches the target.
+
+    Accuracy is measured on training prompts that were not learned from yet, so that held-out prompts
+    have no say in when to stop.
+
+    Args:
+      weights: to start from.
+      report: called with step, loss and, where it was measured, accuracy.
+
+    Returns:
+      The weights, and the metrics of the phase.
+
+    Raises:
+      WarmStartFailed: when the loss is not finite.
+    """
+    run, accuracy = setup.run, 0.0
+    learner = start(setup.warm_start_optimiser, weights, setup.mesh)
+    step = 0
+    loss = float("nan")
+    while step < run.warm_start_steps:
+        examples = _training_examples(setup, step)
+        learner, metrics = update(
+            setup.supervised_objective,
+            setup.warm_start_optimiser,
+            1,
+            learner,
+            supervised_batch(setup, examples),
+        )
+        step += 1
+        if step % CHECK_EVERY and step < run.warm_start_steps:
+            continue
+        loss = float(metrics["loss"])
+        if not np.isfinite(loss):
+            raise WarmStartFailed(
+                f"the warm start's loss is {loss} at step {step}: lower "
+                f"--warm-start-learning-rate (now {run.warm_start_learning_rate})."
+            )
+        fresh = _training_examples(setup, step)
+        key = setup.key("warm start", step)
+        drawn = sample(setup, setup.sampled_decoder, learner.weights, fresh, key)
+        accuracy = full_marks(drawn)
+        report(step, loss, accuracy)
+        if accuracy >= run.warm_start_accuracy:
+            break
+    return learner.weights, {
+        "warm_start/loss": loss,
+        "warm_start/accuracy": accuracy,
+        "warm_start/steps": float(step),
+    }
+
+
+def supervised_batch(setup: Setup, examples: list[Example]) -> Batch[Array]:
+    """Prompts with their gold completions; what is learned is the completion and its end."""
+    prompts, prompts_valid = encode_prompts(setup, examples)
+    answers, answers_mask = encode_answers(setup, examples)
+    mask = np.concatenate([np.zeros_like(prompts_valid), answers_mask], axis=1)
+    nothing = np.zeros(mask.shape, np.float32)
+    batch = Batch(
+        tokens=np.concatenate([prompts, answers], axis=1),
+        valid=np.concatenate([prompts_valid, answers_mask], axis=1),
+        mask=mask,
+        old_logprobs=nothing,
+        sampler_logprobs=nothing,
+        advantages=nothing,
+        correct=np.ones(len(examples), bool),
+    )
+    return jax.device_put(batch, setup.rows)
+
+
+def _training_examples(setup: Setup, step: int) -> list[Example]:
+    """The prompts of a supervised step."""
+    size = setup.run.warm_start_batch
+    return [setup.task.train(step * size + i) for i in range(size)]
