@@ -101,9 +101,9 @@ def _discounted_errors(
         return following, following[0]
 
     by_time = [jnp.moveaxis(x, -1, 0) for x in (rewards, values, mask, gamma, lam)]
-    # The mask takes part in the start so that the carry varies over the same devices as the rows.
-    alive = jnp.any(mask, axis=-1)
-    start = (jnp.where(alive, jnp.zeros_like(last_value), 0), jnp.where(alive, last_value, 0))
+    # Made from the rows so that, under `jax.shard_map`, the carry varies over the devices they do.
+    nothing = jnp.zeros_like((rewards + values)[..., 0])
+    start = (nothing, nothing + last_value)
     _, advantages = jax.lax.scan(step, start, tuple(by_time), reverse=True)
     return jnp.moveaxis(advantages, 0, -1)
 

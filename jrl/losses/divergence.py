@@ -126,9 +126,9 @@ def entropy_from_logits(
         mask = as_mask(mask)
         logits = jnp.where(mask[..., None], logits, jnp.zeros_like(logits))
     log_probabilities = jax.nn.log_softmax(logits, axis=-1)
-    possible = log_probabilities > -jnp.inf
+    possible = log_probabilities != -jnp.inf
     # Both factors are made finite where p = 0, since 0 * -inf is a NaN in value and in gradient.
     finite = keep(log_probabilities, possible)
     probabilities = keep(jnp.exp(finite), possible)
-    entropy = -jnp.sum(probabilities * finite, axis=-1)
+    entropy = jnp.sum(probabilities * -finite, axis=-1)
     return entropy if mask is None else keep(entropy, mask)

@@ -166,9 +166,9 @@ class ExplainedVariance(Generic[Leaf]):
             )
         )
         unexplained, variance = error_square - errors**2, return_square - returns**2
-        varies = variance > 64 * jnp.finfo(variance.dtype).eps * return_square
-        explained = 1 - unexplained / jnp.where(varies, variance, jnp.ones_like(variance))
-        return jnp.where(varies, explained, jnp.zeros_like(explained))
+        flat = variance <= 64 * jnp.finfo(variance.dtype).eps * return_square
+        explained = 1 - unexplained / jnp.where(flat, jnp.ones_like(variance), variance)
+        return jnp.where(flat, jnp.zeros_like(explained), explained)
 
 
 def explained_variance(
