@@ -1,0 +1,72 @@
+"""The array contract in code: masks of any dtype, one working precision, no silent broadcasting.
+
+Every function of this package begins with these few lines, so that the rules of the package
+docstring are written once. What is done with the arrays afterwards is left to the other files.
+"""
+
+from typing import TypeAlias
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Num, Shaped
+
+Number: TypeAlias = int | float
+Count: TypeAlias = Number | Num[Array, ""]
+
+
+def as_mask(mask: Shaped[Array, "*shape"]) -> Bool[Array, "*shape"]:
+    """A boolean mask from one of any dtype; anything but zero counts as true."""
+    return jnp.asarray(mask).astype(bool)
+
+
+def as_floats(*arrays: Shaped[Array, "..."]) -> tuple[Float[Array, "..."], ...]:
+    """The arrays in one working precision: float64 where one of them has it, float32 otherwise.
+
+    Half precision is raised rather than kept: a ratio of probabilities, a sum over a batch and a
+    squared error all need more than its eight bits.
+    """
+    given = [jnp.asarray(array) for array in arrays]
+    double = any(array.dtype == jnp.float64 for array in given)
+    return tuple(array.astype(jnp.float64 if double else jnp.float32) for array in given)
+
+
+def keep(x: Shaped[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Shaped[Array, "*shape"]:
+    """`x` where the mask is true and zero elsewhere, whatever `x` holds there.
+
+    Applied before any arithmetic, not after it: the derivative of a NaN is a NaN, and a zero
+    cotangent multiplied by it stays one.
+    """
+    return jnp.where(mask, x, jnp.zeros((), x.dtype))
+
+
+def spread(
+    name: str, x: Number | Shaped[Array, "..."], like: Float[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    """`x` in the shape and dtype of `like`, from a scalar or from an array with as many axes.
+
+    Raises:
+      ValueError: if `x` has another number of axes, or sizes that do not broadcast. An array of
+        shape `[time]` never meets one of `[batch, time]` by accident of equal sizes.
+    """
+    array = jnp.asarray(x)
+    fits = array.ndim == like.ndim and all(
+        size in (1, full) for size, full in zip(array.shape, like.shape, strict=True)
+    )
+    if array.ndim and not fits:
+        raise ValueError(
+            f"{name} has shape {array.shape}, which does not spread over {like.shape}: give it the "
+            f"same number of axes, such as {name}[:, None] for one value per row."
+        )
+    return jnp.broadcast_to(array.astype(like.dtype), like.shape)
+
+
+def check_shapes(**arrays: Shaped[Array, "..."]) -> None:
+    """Check that the named arrays, which all speak about the same tokens, have one shape.
+
+    Raises:
+      ValueError: if they have several, naming each.
+    """
+    shapes = {name: jnp.shape(array) for name, array in arrays.items()}
+    if len(set(shapes.values())) > 1:
+        listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"these arrays must have one shape, aligned to the same tokens: {listed}.")

@@ -1,0 +1,134 @@
+"""How far a policy is from another one, and how undecided it is."""
+
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Shaped
+
+from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, keep
+
+KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+"]
+
+
+def kl_estimate(
+    logprobs: Float[Array, "*batch time"],
+    ref_logprobs: Float[Array, "*batch time"],
+    mask: Shaped[Array, "*batch time"] | None = None,
+    *,
+    kind: KLEstimator = "k3",
+    max_log_ratio: Number | None = None,
+    max_value: Number | None = None,
+) -> Float[Array, "*batch time"]:
+    """Estimate of KL(policy || reference) from each sampled token.
+
+    With ``d = logprobs - ref_logprobs`` on tokens sampled from the policy:
+
+    ======= ==================== =============================================================
+    kind    value                as a loss, its expected gradient is
+    ======= ==================== =============================================================
+    ``k1``  ``d``                zero: use it in the reward, never in the loss
+    ``k2``  ``d^2 / 2``          that of KL(policy || reference)
+    ``k3``  ``exp(-d) + d - 1``  that of KL(reference || policy)
+    ``abs`` ``|d|``              of no divergence; a measure of distance
+    ``k1+`` ``d``                that of ``k2``, straight through
+    ``k3+`` ``exp(-d) + d - 1``  that of ``k2``, straight through
+    ======= ==================== =============================================================
+
+    k1 and k3 have the KL divergence as their mean, k2 only to second order; k2 and k3 are never
+    negative. verl calls k1 ``kl``, k2 ``mse`` and k3 ``low_var_kl``.
+
+    Args:
+      logprobs: of the sampled tokens under the policy, in nats.
+      ref_logprobs: the same under the reference; no gradient.
+      mask: true on sampled tokens. If given, estimates are 0 where it is false, and what lies there
+        reaches no gradient; None estimates everywhere.
+      kind: the estimator.
+      max_log_ratio: clamp d to plus or minus this many nats first; None is off. (verl: 20.)
+      max_value: clamp the estimate to plus or minus this; None is off. (verl for k3, OpenRLHF for
+        all: 10.) Where a clamp acts, the gradient is 0, which lets the farthest tokens go free.
+
+    Returns:
+      One estimate per token, in nats. In a loss, `aggregate` it with the policy loss's mask and
+      denominators.
+
+    Raises:
+      ValueError: if `kind` is unknown.
+
+    References:
+      Schulman, "Approximating KL divergence", 2020. http://joschu.net/blog/kl-approx.html
+
+    >>> import jax.numpy as jnp
+    >>> logprobs, reference = jnp.array([-1.0, -2.0]), jnp.array([-1.5, -1.0])
+    >>> kl_estimate(logprobs, reference, kind="k2").tolist()
+    [0.125, 0.5]
+    """
+    if kind not in get_args(KLEstimator):
+        choices = ", ".join(get_args(KLEstimator))
+        raise ValueError(f"kind={kind!r} is not an estimator of KL: choose one of {choices}.")
+    check_shapes(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    logprobs, ref_logprobs = as_floats(logprobs, ref_logprobs)
+    difference = logprobs - jax.lax.stop_gradient(ref_logprobs)
+    if mask is not None:
+        check_shapes(logprobs=logprobs, mask=mask)
+        # The difference of the cleaned, so that no NaN is ever subtracted and differentiated.
+        mask = as_mask(mask)
+        difference = keep(logprobs, mask) - keep(jax.lax.stop_gradient(ref_logprobs), mask)
+    if max_log_ratio is not None:
+        difference = jnp.clip(difference, -max_log_ratio, max_log_ratio)
+
+    estimate = _estimate(difference, kind.removesuffix("+"), max_value)
+    if kind.endswith("+"):
+        slope = _estimate(difference, "k2", max_value)
+        estimate = slope - jax.lax.stop_gradient(slope) + jax.lax.stop_gradient(estimate)
+    return estimate
+
+
+def _estimate(
+    difference: Float[Array, "*batch time"], kind: str, max_value: Number | None
+) -> Float[Array, "*batch time"]:
+    """One of the four plain estimators from the log-ratio."""
+    if kind == "k1":
+        estimate = difference
+    elif kind == "k2":
+        estimate = difference**2 / 2
+    elif kind == "k3":
+        # exp(-d) - 1 by expm1: near d = 0 the estimate is d^2 / 2, far below the rounding of 1.
+        estimate = jnp.expm1(-difference) + difference
+    else:
+        estimate = jnp.abs(difference)
+    return estimate if max_value is None else jnp.clip(estimate, -max_value, max_value)
+
+
+def entropy_from_logits(
+    logits: Float[Array, "*batch vocab"], mask: Shaped[Array, "*batch"] | None = None
+) -> Float[Array, "*batch"]:
+    """Exact entropy of the distributions whose logits lie along the last axis.
+
+    ``H = -sum_v p_v log p_v`` with ``p = softmax(logits)``. A logit of -inf is an entry of
+    probability 0, which adds nothing to the value or the gradient.
+
+    Args:
+      logits: unnormalised log-probabilities of every token of the vocabulary.
+      mask: true where the entropy is wanted. If given, it is 0 elsewhere, and what lies there
+        reaches no gradient; None computes it everywhere.
+
+    Returns:
+      The entropy in nats, between 0 and ``log(vocab)``, with its gradient.
+
+    >>> import jax.numpy as jnp
+    >>> entropy_from_logits(jnp.array([[0.0, 0.0, -jnp.inf], [9.0, -jnp.inf, -jnp.inf]])).tolist()
+    [0.6931471824645996, 0.0]
+    """
+    (logits,) = as_floats(logits)
+    if mask is not None:
+        mask = as_mask(mask)
+        logits = jnp.where(mask[..., None], logits, jnp.zeros_like(logits))
+    log_probabilities = jax.nn.log_softmax(logits, axis=-1)
+    possible = log_probabilities != -jnp.inf
+    # Both factors are made finite where p = 0, since 0 * -inf is a NaN in value and in gradient.
+    finite = keep(log_probabilities, possible)
+    probabilities = keep(jnp.exp(finite), possible)
+    entropy = jnp.sum(probabilities * -finite, axis=-1)
+    return entropy if mask is None else keep(entropy, mask)

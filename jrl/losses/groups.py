@@ -1,0 +1,32 @@
+"""Sums and extremes over the rows that share a prompt, for groups named by any integers.
+
+Rows of a group need not be neighbours, nor groups of one size. All of it traces under `jax.jit`: as
+many groups as rows are provided for, which is always enough and costs one number per row.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int, Integer
+
+
+def number_groups(groups: Integer[Array, "batch"]) -> Int[Array, "batch"]:
+    """The same groups, named 0, 1, 2, ... in increasing order of their names."""
+    groups = jnp.asarray(groups)
+    _, index = jnp.unique(groups, return_inverse=True, size=groups.size)
+    return index
+
+
+def group_sum(x: Float[Array, "batch"], index: Int[Array, "batch"]) -> Float[Array, "batch"]:
+    """The sum of `x` over each row's group, repeated on every row of it."""
+    return jax.ops.segment_sum(x, index, num_segments=x.size)[index]
+
+
+def group_min(x: Float[Array, "batch"], index: Int[Array, "batch"]) -> Float[Array, "batch"]:
+    """The least `x` in each row's group, repeated on every row of it."""
+    return jax.ops.segment_min(x, index, num_segments=x.size)[index]
+
+
+def group_max(x: Float[Array, "batch"], index: Int[Array, "batch"]) -> Float[Array, "batch"]:
+    """The greatest `x` in each row's group, repeated on every row of it."""
+    return jax.ops.segment_max(x, index, num_segments=x.size)[index]

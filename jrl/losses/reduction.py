@@ -1,0 +1,202 @@
+"""From one number per token to one number per batch, and to metrics that add up.
+
+A reduction whose denominator is counted in the piece at hand depends on how the batch was cut. Here
+the caller may give the counts of the *whole* batch; then the sum over any cut into micro-batches or
+devices equals the whole, values and gradients. Metrics travel as (sum, count) for the same reason.
+"""
+
+import operator
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Real, Shaped
+
+from jrl.losses.arrays import Count, Number, as_floats, as_mask, check_shapes, keep
+
+Aggregation = Literal[
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+]
+
+Leaf = TypeVar("Leaf")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Mean(Generic[Leaf]):
+    """A mean that has not been divided yet, so that means over pieces add up exactly.
+
+    Two of them add with ``+``; over devices, ``jax.lax.psum`` takes the record as it is. A mean of
+    means, by contrast, is wrong as soon as the pieces hold different numbers of tokens.
+
+    Attributes:
+      sum: what was summed.
+      count: over how many tokens; an integer, exact far beyond the 2**24 that float32 can count.
+
+    >>> import jax.numpy as jnp
+    >>> first = Mean.of(jnp.array([1.0, 2.0, 3.0]), jnp.array([1, 1, 1]))
+    >>> second = Mean.of(jnp.array([10.0, 99.0, 99.0]), jnp.array([1, 0, 0]))
+    >>> float((first + second).value())
+    4.0
+    """
+
+    sum: Leaf
+    count: Leaf
+
+    @classmethod
+    def of(cls, x: Shaped[Array, "*shape"], mask: Shaped[Array, "*shape"]) -> "Mean[Array]":
+        """The mean of `x` where `mask` is true, without a gradient."""
+        mask = as_mask(mask)
+        (x,) = as_floats(jax.lax.stop_gradient(x))
+        return Mean(sum=jnp.sum(keep(x, mask)), count=jnp.sum(mask, dtype=jnp.int32))
+
+    def __add__(self, other: "Mean[Leaf]") -> "Mean[Leaf]":
+        return jax.tree.map(operator.add, self, other)
+
+    def value(self) -> Float[Array, ""]:
+        """The mean; 0 where nothing was counted."""
+        return divide(jnp.asarray(self.sum), jnp.asarray(self.count))
+
+
+def divide(total: Float[Array, "*shape"], count: Count) -> Float[Array, "*shape"]:
+    """`total / count`, and `total` itself (a sum of nothing, 0) where the count is 0."""
+    count = jnp.asarray(count).astype(total.dtype)
+    return total / jnp.where(count == 0, jnp.ones_like(count), count)
+
+
+def masked_mean(
+    x: Shaped[Array, "*shape"], mask: Shaped[Array, "*shape"], axis: int | None = None
+) -> Float[Array, "..."]:
+    """Mean of `x` where `mask` is true, over everything or along one axis.
+
+    Args:
+      x: anything real; what lies under a false mask is ignored, NaN and inf included.
+      mask: true where `x` counts.
+      axis: the axis to reduce; None reduces all of them.
+
+    Returns:
+      ``sum(mask * x) / sum(mask)``, and 0 where the mask is false throughout.
+    """
+    check_shapes(x=x, mask=mask)
+    mask = as_mask(mask)
+    (x,) = as_floats(x)
+    count = jnp.sum(mask, axis=axis, dtype=jnp.int32).astype(x.dtype)
+    return jnp.sum(keep(x, mask), axis=axis) / jnp.maximum(count, 1)
+
+
+def aggregate(
+    per_token: Real[Array, "*batch time"],
+    mask: Shaped[Array, "*batch time"],
+    mode: Aggregation = "token-mean",
+    *,
+    num_tokens: Count | None = None,
+    num_sequences: Count | None = None,
+    max_length: Number | None = None,
+    sequence_lengths: Real[Array, "*batch time"] | None = None,
+) -> Float[Array, ""]:
+    """Reduce one loss per token to one loss.
+
+    With ``l`` the loss, ``n_i`` the number of true tokens in row i, ``N`` the tokens and ``S`` the
+    sequences of the batch:
+
+    =========================== ================================== ===========================
+    mode                        value                              where it is used
+    =========================== ================================== ===========================
+    ``token-mean``              ``sum_it l / N``                   DAPO, VAPO
+    ``token-sum``               ``sum_it l``
+    ``seq-mean-token-sum``      ``sum_it l / S``                   REINFORCE
+    ``seq-mean-token-mean``     ``sum_i (sum_t l / n_i) / S``      GRPO, PPO per response
+    ``seq-mean-token-sum-norm`` ``sum_it l / (S * max_length)``    Dr. GRPO
+    =========================== ================================== ===========================
+
+    A row is a sequence, and rows without a true token are not counted in S. Where nothing is
+    counted at all the result is 0, and so is its gradient.
+
+    **Cutting a batch.** `num_tokens` and `num_sequences` are the N and S of the whole batch. Given
+    to every piece, they make the sum over the pieces equal the whole, and the gradients too. Each
+    mode reads the one that it needs, so both may always be passed. One thing remains: if a piece
+    holds part of a sequence (a cut along time), or several (packing), `seq-mean-token-mean` must be
+    told how long each sequence is.
+
+    Args:
+      per_token: the loss of each token.
+      mask: true on the tokens that count.
+      mode: how to weigh tokens and sequences.
+      num_tokens: N; counted in `mask` if None.
+      num_sequences: S; the rows with a true token are counted if None.
+      max_length: the constant of `seq-mean-token-sum-norm`, in tokens: the longest response that is
+        allowed, not the width of this batch, which varies.
+      sequence_lengths: for each token, the number of true tokens in its whole sequence; read by
+        `seq-mean-token-mean` alone. ``n_i`` of the row if None.
+
+    Returns:
+      The loss, in float32 (float64 if `per_token` is).
+
+    Raises:
+      ValueError: if the mode is unknown, `max_length` is missing or not positive where it is
+        needed, or `sequence_lengths` comes without `num_sequences`, which rows then cannot tell.
+
+    References:
+      Yu et al., "DAPO", 2025, section 3.3. https://arxiv.org/abs/2503.14476
+      Liu et al., "Understanding R1-Zero-like training", 2025. https://arxiv.org/abs/2503.20783
+
+    >>> import jax.numpy as jnp
+    >>> loss = jnp.array([[1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 0.0, 0.0]])
+    >>> mask = jnp.array([[1, 1, 1, 1], [1, 1, 0, 0]])
+    >>> [float(aggregate(loss, mask, mode)) for mode in ("seq-mean-token-mean", "token-sum")]
+    [8.75, 40.0]
+    >>> halves = [aggregate(loss[i], mask[i], num_tokens=6) for i in (0, 1)]
+    >>> round(float(sum(halves)), 4) == round(float(aggregate(loss, mask)), 4)
+    True
+    """
+    if mode not in get_args(Aggregation):
+        choices = ", ".join(get_args(Aggregation))
+        raise ValueError(f"mode={mode!r} is not a way to aggregate: choose one of {choices}.")
+    check_shapes(per_token=per_token, mask=mask)
+    mask = as_mask(mask)
+    (per_token,) = as_floats(per_token)
+    per_token = keep(per_token, mask)
+
+    if mode == "token-sum":
+        return jnp.sum(per_token)
+    if mode == "token-mean":
+        tokens = jnp.sum(mask, dtype=jnp.int32) if num_tokens is None else num_tokens
+        return divide(jnp.sum(per_token), tokens)
+
+    if mode == "seq-mean-token-sum-norm":
+        if max_length is None or max_length <= 0:
+            raise ValueError(
+                f"max_length={max_length} cannot normalise {mode}: give the longest response that "
+                "is allowed, in tokens."
+            )
+        per_token = per_token / max_length
+    if mode == "seq-mean-token-mean":
+        per_token = per_token / _lengths(per_token, mask, num_sequences, sequence_lengths)
+    rows = jnp.sum(jnp.any(mask, axis=-1), dtype=jnp.int32)
+    return divide(jnp.sum(per_token), rows if num_sequences is None else num_sequences)
+
+
+def _lengths(
+    per_token: Float[Array, "*batch time"],
+    mask: Shaped[Array, "*batch time"],
+    num_sequences: Count | None,
+    sequence_lengths: Real[Array, "*batch time"] | None,
+) -> Float[Array, "*batch time"] | Float[Array, "*batch 1"]:
+    """The tokens in each token's sequence, and 1 where there are none to divide."""
+    if sequence_lengths is None:
+        counts = jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.int32)
+        return jnp.maximum(counts, 1).astype(per_token.dtype)
+    if num_sequences is None:
+        raise ValueError(
+            "sequence_lengths without num_sequences: a row is not a sequence here, so rows cannot "
+            "be counted; pass the number of sequences in the whole batch."
+        )
+    check_shapes(per_token=per_token, sequence_lengths=sequence_lengths)
+    lengths = jnp.asarray(sequence_lengths).astype(per_token.dtype)
+    return jnp.where(mask, lengths, jnp.ones_like(lengths))

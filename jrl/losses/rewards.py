@@ -1,0 +1,78 @@
+"""What is done to scores before they become advantages: length penalties and group selection."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Integer, Real, Shaped
+
+from jrl.losses.arrays import as_floats, check_shapes
+from jrl.losses.groups import group_max, group_min, number_groups
+
+
+def overlong_penalty(
+    lengths: Real[Array, "*batch"], *, max_length: int, buffer: int
+) -> Float[Array, "*batch"]:
+    """DAPO's soft punishment of responses that come near the limit of length.
+
+    ``clip((max_length - buffer - length) / buffer, -1, 0)``: nothing up to
+    ``max_length - buffer`` tokens, then falling linearly to -1 at `max_length`, and -1 beyond.
+    (verl lets it fall further beyond; the paper does not.)
+
+    Args:
+      lengths: of the responses, in tokens.
+      max_length: the longest response that is allowed, in tokens; 20480 in the paper.
+      buffer: over how many tokens before it the penalty grows; 4096 in the paper. 0 punishes with
+        -1 what is longer than `max_length`, and nothing else.
+
+    Returns:
+      One penalty per response, in [-1, 0], to be added to its reward. It is not part of the
+      accuracy by which `informative_groups` chooses.
+
+    Raises:
+      ValueError: if `buffer` does not lie between 0 and `max_length`.
+
+    References:
+      Yu et al., "DAPO", 2025, eq. 13. https://arxiv.org/abs/2503.14476
+
+    >>> import jax.numpy as jnp
+    >>> overlong_penalty(jnp.array([60, 80, 90, 100, 120]), max_length=100, buffer=20).tolist()
+    [0.0, 0.0, -0.5, -1.0, -1.0]
+    """
+    if not 0 <= buffer <= max_length:
+        raise ValueError(
+            f"buffer={buffer} must lie between 0 and max_length={max_length}: both are in tokens."
+        )
+    (lengths,) = as_floats(jax.lax.stop_gradient(lengths))
+    # Lengths are whole, so with an empty buffer one token too many is already the full penalty.
+    return jnp.clip((max_length - buffer - lengths) / max(buffer, 1), -1, 0)
+
+
+def informative_groups(
+    scores: Shaped[Array, "batch"], groups: Integer[Array, "batch"]
+) -> Bool[Array, "batch"]:
+    """Rows whose group holds different scores, the ones that DAPO's dynamic sampling keeps.
+
+    A group in which all responses are right, or all wrong, has group-relative advantages of 0 and
+    teaches nothing. "Different" is meant exactly (the greatest is above the least), so no rounding
+    of a standard deviation is involved. A group of one has nothing to differ from and is not kept
+    (verl keeps it).
+
+    Args:
+      scores: the *accuracy* of each response, bool or number. Not the shaped reward: a length
+        penalty would make groups differ that are all wrong.
+      groups: one integer per response, equal for those that share a prompt.
+
+    Returns:
+      True for every row of an informative group.
+
+    References:
+      Yu et al., "DAPO", 2025, eq. 11. https://arxiv.org/abs/2503.14476
+
+    >>> import jax.numpy as jnp
+    >>> informative_groups(jnp.array([1, 1, 0, 1]), jnp.array([0, 5, 0, 5])).tolist()
+    [True, False, True, False]
+    """
+    check_shapes(scores=scores, groups=groups)
+    (scores,) = as_floats(scores)
+    index = number_groups(groups)
+    return group_max(scores, index) > group_min(scores, index)

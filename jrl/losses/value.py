@@ -1,0 +1,200 @@
+"""The critic's loss, and how much of the returns it explains."""
+
+import operator
+from dataclasses import dataclass
+from typing import Generic
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Real, Shaped
+
+from jrl.losses.arrays import Count, Number, as_floats, as_mask, check_shapes, keep
+from jrl.losses.reduction import Aggregation, Leaf, Mean, aggregate, divide, masked_mean
+
+
+def value_loss(
+    values: Float[Array, "*batch time"],
+    old_values: Float[Array, "*batch time"],
+    returns: Float[Array, "*batch time"],
+    mask: Shaped[Array, "*batch time"],
+    *,
+    clip: Number | tuple[Number, Number] | None = None,
+    aggregation: Aggregation = "token-mean",
+    num_tokens: Count | None = None,
+    num_sequences: Count | None = None,
+    max_length: Number | None = None,
+    sequence_lengths: Real[Array, "*batch time"] | None = None,
+) -> tuple[Float[Array, ""], dict[str, "Mean | ExplainedVariance"]]:
+    """Half the squared error of the critic, optionally clipped as PPO clips its policy.
+
+    With ``V' = clip(V, V_old - low, V_old + high)``,
+
+        l = max((V - G)^2, (V' - G)^2) / 2
+
+    The gradient of a token is 0 where the clipped error is strictly the larger: the critic has
+    moved far enough towards the return within this batch.
+
+    Args:
+      values: the critic's estimates now.
+      old_values: its estimates when the batch was collected; no gradient, read only for the clip.
+      returns: what to regress on, such as the second result of `gae`; no gradient.
+      mask: true on sampled tokens.
+      clip: how far a value may move, in units of reward: one distance, or (down, up). None is off.
+      aggregation: see `aggregate`, as are the arguments after it.
+      num_tokens: tokens of the whole batch.
+      num_sequences: sequences of the whole batch.
+      max_length: constant of `seq-mean-token-sum-norm`.
+      sequence_lengths: for rows that are not sequences.
+
+    Returns:
+      `(loss, metrics)`. The metrics add up over micro-batches and devices:
+
+      * ``vf_clipfrac``: where the clip binds, of the true tokens;
+      * ``vpred_mean``: of the true tokens;
+      * ``vf_explained_var``: an `ExplainedVariance` of the returns by the values.
+
+    Raises:
+      ValueError: if a distance is negative, or shapes do not agree.
+
+    References:
+      Schulman et al., "Proximal policy optimization algorithms", 2017, eq. 9, and its published
+      code for the clip. https://arxiv.org/abs/1707.06347
+
+    >>> import jax.numpy as jnp
+    >>> values, old, returns = jnp.array([0.9]), jnp.array([0.5]), jnp.array([1.0])
+    >>> loss, _ = value_loss(values, old, returns, jnp.ones(1), clip=0.25)
+    >>> round(float(loss), 5) == round((1 - 0.75) ** 2 / 2, 5)
+    True
+    """
+    check_shapes(values=values, old_values=old_values, returns=returns, mask=mask)
+    mask = as_mask(mask)
+    values, old_values, returns = as_floats(values, old_values, returns)
+    values = keep(values, mask)
+    old_values = keep(jax.lax.stop_gradient(old_values), mask)
+    returns = keep(jax.lax.stop_gradient(returns), mask)
+
+    errors = (values - returns) ** 2
+    binds = jnp.zeros_like(mask)
+    if clip is not None:
+        down, up = clip if isinstance(clip, tuple) else (clip, clip)
+        if down < 0 or up < 0:
+            raise ValueError(f"clip={clip} cannot be negative: it is a distance; None is off.")
+        bounded = (jnp.clip(values, old_values - down, old_values + up) - returns) ** 2
+        binds = bounded > errors
+        errors = jnp.where(binds, bounded, errors)
+    loss = aggregate(
+        errors / 2,
+        mask,
+        aggregation,
+        num_tokens=num_tokens,
+        num_sequences=num_sequences,
+        max_length=max_length,
+        sequence_lengths=sequence_lengths,
+    )
+    return loss, {
+        "vf_clipfrac": Mean.of(binds, mask),
+        "vpred_mean": Mean.of(values, mask),
+        "vf_explained_var": ExplainedVariance.of(values, returns, mask),
+    }
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ExplainedVariance(Generic[Leaf]):
+    """The sums behind an explained variance, which itself is not additive.
+
+    Two of them add with ``+``, over devices ``jax.lax.psum`` takes the record as it is, and
+    `value` is then the explained variance of everything together.
+
+    Attributes:
+      count: tokens.
+      error_sum: sum of ``G - V``.
+      error_squares: sum of ``(G - V)^2``.
+      return_sum: sum of ``G - centre``.
+      return_squares: sum of ``(G - centre)^2``.
+    """
+
+    count: Leaf
+    error_sum: Leaf
+    error_squares: Leaf
+    return_sum: Leaf
+    return_squares: Leaf
+
+    @classmethod
+    def of(
+        cls,
+        values: Float[Array, "*batch time"],
+        returns: Float[Array, "*batch time"],
+        mask: Shaped[Array, "*batch time"],
+        centre: Number | Float[Array, ""] = 0.0,
+    ) -> "ExplainedVariance[Array]":
+        """The sums over the true tokens of one piece, without a gradient.
+
+        Args:
+          values: the critic's estimates.
+          returns: what they are compared with.
+          mask: true on the tokens that count.
+          centre: a number near the mean return, the same for every piece. It changes no result but
+            for rounding, and matters where returns vary by less than a hundredth of their size.
+        """
+        mask = as_mask(mask)
+        values, returns = as_floats(*jax.lax.stop_gradient((values, returns)))
+        values, returns = keep(values, mask), keep(returns, mask)
+        error = returns - values
+        centred = keep(returns - jnp.asarray(centre).astype(returns.dtype), mask)
+        return ExplainedVariance(
+            count=jnp.sum(mask, dtype=jnp.int32),
+            error_sum=jnp.sum(error),
+            error_squares=jnp.sum(error**2),
+            return_sum=jnp.sum(centred),
+            return_squares=jnp.sum(centred**2),
+        )
+
+    def __add__(self, other: "ExplainedVariance[Leaf]") -> "ExplainedVariance[Leaf]":
+        return jax.tree.map(operator.add, self, other)
+
+    def value(self) -> Float[Array, ""]:
+        """``1 - Var(G - V) / Var(G)``; 0 where the returns do not vary, beyond rounding."""
+        errors, error_square, returns, return_square = (
+            divide(jnp.asarray(total), jnp.asarray(self.count))
+            for total in (
+                self.error_sum,
+                self.error_squares,
+                self.return_sum,
+                self.return_squares,
+            )
+        )
+        unexplained, variance = error_square - errors**2, return_square - returns**2
+        flat = variance <= 64 * jnp.finfo(variance.dtype).eps * return_square
+        explained = 1 - unexplained / jnp.where(flat, jnp.ones_like(variance), variance)
+        return jnp.where(flat, jnp.zeros_like(explained), explained)
+
+
+def explained_variance(
+    values: Float[Array, "*batch time"],
+    returns: Float[Array, "*batch time"],
+    mask: Shaped[Array, "*batch time"],
+) -> Float[Array, ""]:
+    """How much of the variance of the returns the critic explains: ``1 - Var(G - V) / Var(G)``.
+
+    1 is a perfect critic (up to a constant), 0 is one that knows no more than a constant does, and
+    below 0 it is worse than none. For a batch in pieces, add up `ExplainedVariance` records: the
+    mean of the pieces' explained variances is a different number.
+
+    Args:
+      values: the critic's estimates.
+      returns: what they are compared with.
+      mask: true on the tokens that count.
+
+    Returns:
+      The explained variance, without a gradient; 0 where the returns do not vary.
+
+    >>> import jax.numpy as jnp
+    >>> returns = jnp.array([0.0, 1.0, 2.0, 3.0])
+    >>> float(explained_variance(returns / 2, returns, jnp.ones(4)))
+    0.75
+    """
+    check_shapes(values=values, returns=returns, mask=mask)
+    centre = masked_mean(returns, mask)
+    return ExplainedVariance.of(values, returns, mask, centre).value()
