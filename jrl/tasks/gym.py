@@ -1,0 +1,95 @@
+"""Prompts from a generator of reasoning-gym, scored by that generator.
+
+What its scorer gives is clipped to [0, 1] and otherwise taken as it is, with its faults: some generators
+reward garbage (`game_of_life_halting` fully, several with 0.01 or 0.05), and such credit shows under the reason
+"partial". An empty completion gets nothing. Generators whose own answers are missing or do not score full marks,
+and those that do not give the same prompts twice, are refused.
+"""
+
+import difflib
+import sys
+import time
+from importlib.util import find_spec
+
+from jrl.tasks import worker as worker_program
+from jrl.tasks.finite import FiniteTask
+from jrl.tasks.process import Message, Worker, WorkerEnded
+from jrl.tasks.task import Example
+
+# Prompts are fetched in chunks, so that a slow generator is told from one that hangs.
+CHUNK = 64
+
+
+def gym(
+    name: str, seed: int, *, size: int = 2048, seconds: float = 5.0, load_seconds: float = 300.0
+) -> FiniteTask:
+    """Takes the first prompts of a generator.
+
+    Args:
+      name: as reasoning-gym registers it, for instance ``basic_arithmetic``.
+      seed: picks the prompts, and the order of the training examples.
+      size: how many prompts to take; those that repeat an earlier one are left out.
+      seconds: how long scoring one completion may take.
+      load_seconds: how long taking all of them may take.
+
+    Raises:
+      ValueError: there is no such generator, it cannot be used (the message says why), or reasoning-gym
+        is not installed.
+    """
+    if find_spec("reasoning_gym") is None:
+        raise ValueError(
+            f"task=gym:{name} needs reasoning-gym, which is not installed: "
+            'run pip install "jrl[gym]"'
+        )
+    command = [sys.executable, "-P", worker_program.__file__, "gym", name, str(seed), str(size)]
+    worker = Worker(command, seconds=seconds)
+    try:
+        rows = _rows(worker, name, size, load_seconds)
+        indices: dict[str, int] = {}
+        for index, example in enumerate(rows):
+            indices.setdefault(example.prompt, index)
+        if len(indices) < 2:
+            raise ValueError(
+                f"task=gym:{name} gave {len(indices)} distinct prompts; at least 2 are needed, "
+                "one to train on and one held out: choose another generator"
+            )
+    except BaseException:
+        worker.close()
+        raise
+
+
+    def question(example: Example, completion: str) -> Message:
+        if example.prompt not in indices:
+            raise ValueError(
+                f"examples has the prompt {example.prompt[:60]!r}, which is none of task=gym:{name} with "
+                f"seed={seed}: verify with the task that gave the example"
+            )
+        return {"index": indices[example.prompt], "completion": completion}
+
+    kept = [rows[index] for index in indices.values()]
+    return FiniteTask(f"gym:{name}", kept, seed, worker, question)
+
+
+def _rows(worker: Worker, name: str, size: int, load_seconds: float) -> list[Example]:
+    deadline = time.monotonic() + load_seconds
+    rows: list[Example] = []
+    try:
+        problem = worker.ask({"check": min(size, CHUNK)}, seconds=load_seconds)
+        while "error" not in problem and "names" not in problem and len(rows) < size:
+            span = [len(rows), min(len(rows) + CHUNK, size)]
+            problem = worker.ask({"rows": span}, seconds=max(deadline - time.monotonic(), 0.0))
+            rows += [Example(*row) for row in problem.get("rows", [])]
+    except TimeoutError as error:
+        raise ValueError(
+            f"task=gym:{name} gave {len(rows)} of {size} prompts within {load_seconds:.0f} seconds: "
+            "choose a faster generator"
+        ) from error
+    except WorkerEnded as error:
+        raise ValueError(f"task=gym:{name} cannot be loaded ({error}): choose another generator") from error
+    if "names" in problem:
+        near = difflib.get_close_matches(name, problem["names"], n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}?" if near else "see reasoning_gym.factory.DATASETS"
+        raise ValueError(f"task=gym:{name} is no generator of reasoning-gym: {hint}")
+    if "error" in problem:
+        raise ValueError(f"task=gym:{name} cannot be used: {problem['error']}")
+    return rows

@@ -1,0 +1,47 @@
+"""A task from the words a user writes for it."""
+
+import difflib
+from collections.abc import Callable
+
+from jrl.tasks.addition import addition
+from jrl.tasks.countdown import countdown
+from jrl.tasks.gym import gym
+from jrl.tasks.jsonl import jsonl
+from jrl.tasks.progression import progression
+from jrl.tasks.scratchpad import scratchpad
+from jrl.tasks.sort import sort
+from jrl.tasks.task import Task
+
+BUILT_IN: dict[str, Callable[[int], Task]] = {
+    "sort": sort,
+    "addition": addition,
+    "scratchpad": scratchpad,
+    "countdown": countdown,
+    "progression": progression,
+}
+OUTSIDE: dict[str, Callable[[str, int], Task]] = {"jsonl": jsonl, "gym": gym}
+
+
+def load_task(spec: str, seed: int) -> Task:
+    """Makes the task that `spec` asks for.
+
+    Args:
+      spec: ``sort``, ``addition``, ``scratchpad``, ``countdown``, ``progression``, ``jsonl:PATH`` or ``gym:NAME``.
+      seed: picks the stream of training prompts.
+
+    Returns:
+      A task; close it when it is no longer needed.
+
+    Raises:
+      ValueError: there is no such task, or it cannot be loaded.
+    """
+    if spec in BUILT_IN:
+        return BUILT_IN[spec](seed)
+    kind, _, rest = spec.partition(":")
+    if kind in OUTSIDE and rest:
+        return OUTSIDE[kind](rest, seed)
+    near = difflib.get_close_matches(kind, [*BUILT_IN, *OUTSIDE], n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ValueError(
+        f"task={spec!r} is unknown: {hint}The tasks are {', '.join(BUILT_IN)}, jsonl:PATH and gym:NAME"
+    )

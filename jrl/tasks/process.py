@@ -1,0 +1,141 @@
+"""A worker process that answers one JSON line with another, and is killed when it takes too long.
+
+The time is bounded from outside of the worker, by the thread that asks. Signals, which only a main
+thread may use, play no part, and code that never returns to the interpreter is stopped all the same.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import IO, Any
+
+Message = dict[str, Any]
+
+# The same order of sets in every worker, and no pool of threads (its stacks count as memory).
+_ENVIRONMENT = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+class WorkerEnded(RuntimeError):
+    """The worker process ended before it answered; the next question starts another."""
+
+
+class Worker:
+    """A program that is started on demand and asked one question at a time.
+
+    The program first writes one line, ``{}`` or ``{"error": ...}``, then one line for each that it reads, and
+    ends when its input does. It may be shared between threads.
+    """
+
+    def __init__(
+        self, command: Sequence[str], *, seconds: float = 5.0, startup_seconds: float = 60.0
+    ):
+        """Describes the worker; the first question starts it.
+
+        Args:
+          command: the program and its arguments.
+          seconds: how long one answer may take.
+          startup_seconds: how long the program may take before its first line.
+        """
+        self._command = list(command)
+        self._seconds = seconds
+        self._startup_seconds = startup_seconds
+        self._lock = threading.Lock()
+        self._stop: weakref.finalize | None = None
+        self._closed = False
+
+    def ask(self, question: Message, *, seconds: float | None = None) -> Message:
+        """Sends a question and waits for the answer.
+
+        Args:
+          question: whatever JSON can hold.
+          seconds: how long this answer may take, where that differs from the worker's own limit.
+
+        Raises:
+          TimeoutError: no answer came in time; the process is killed.
+          WorkerEnded: the process ended without an answer, or could not be started.
+          ValueError: the worker was closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise ValueError("worker is closed and answers no more: load the task again")
+            if self._stop is None:
+                self._start()
+            try:
+                self._input.write(json.dumps(question) + "\n")
+                self._input.flush()
+            except OSError as error:
+                self._kill()
+                raise WorkerEnded(f"the worker took no question: {error}") from error
+            return self._receive(self._seconds if seconds is None else seconds)
+
+    def close(self) -> None:
+        """Ends the process, and waits until it is gone; more than once does no harm."""
+        with self._lock:
+            self._closed = True
+            self._kill()
+
+    def _start(self) -> None:
+        # A session of its own: what is typed at or sent to the trainer's process group (an interrupt, a
+        # request to save and stop) is for the trainer, which still needs this worker's answers.
+        process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | _ENVIRONMENT,
+            encoding="utf-8",
+            start_new_session=True,
+        )
+        assert process.stdin is not None and process.stdout is not None
+        self._input = process.stdin
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        reader = threading.Thread(
+            target=_read, args=(process.stdout, self._lines), name="jrl worker reader", daemon=True
+        )
+        reader.start()
+        self._stop = weakref.finalize(self, _end, process, reader)
+        greeting = self._receive(self._startup_seconds)
+        if "error" in greeting:
+            self._kill()
+            raise WorkerEnded(greeting["error"])
+
+    def _receive(self, seconds: float) -> Message:
+        try:
+            line = self._lines.get(timeout=seconds)
+        except queue.Empty:
+            self._kill()
+            raise TimeoutError(f"no answer within {seconds} seconds") from None
+        except BaseException:  # an interrupt: an answer that comes later must not meet a later question
+            self._kill()
+            raise
+        if not line:
+            self._kill()
+            raise WorkerEnded("the worker ended before it answered")
+        return json.loads(line)
+
+    def _kill(self) -> None:
+        if self._stop is not None:
+            self._stop()
+            self._stop = None
+
+
+def _read(stream: IO[str], lines: "queue.SimpleQueue[str]") -> None:
+    for line in stream:
+        lines.put(line)
+    lines.put("")
+
+
+def _end(process: "subprocess.Popen[str]", reader: threading.Thread) -> None:
+    process.kill()
+    process.wait()
+    reader.join()
+    for stream in (process.stdin, process.stdout):
+        assert stream is not None
+        # Closing writes what is left in the buffer, and nobody reads it any more.
+        with contextlib.suppress(BrokenPipeError):
+            stream.close()

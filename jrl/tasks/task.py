@@ -1,0 +1,118 @@
+"""What a task is: prompts, gold completions, and verdicts on what a policy wrote."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+# Why a completion got its score. The last three are counted as failures of their own in the metrics:
+# "unparsable" is the policy's (no answer to be found), "timeout" and "error" are the verifier's.
+REASONS = ("correct", "partial", "wrong", "unparsable", "timeout", "error")
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt with a completion that scores full marks.
+
+    Attributes:
+      prompt: what the policy is given.
+      answer: a gold completion, for a supervised warm start; others may score as much.
+    """
+
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a completion is worth, and why.
+
+    Attributes:
+      score: in [0, 1]; 1 is full marks.
+      reason: one of `REASONS`; "correct" goes with 1, "partial" with what lies between, the others with 0.
+    """
+
+    score: float
+    reason: str
+
+    def __post_init__(self):
+        expected = 1.0 if self.reason == "correct" else 0.0
+        fits = 0.0 < self.score < 1.0 if self.reason == "partial" else self.score == expected
+        if self.reason not in REASONS or not fits:
+            raise ValueError(
+                f"score={self.score} does not go with reason={self.reason!r}: 1 goes with 'correct', "
+                f"0 < score < 1 with 'partial', 0 with the others of {', '.join(REASONS)}"
+            )
+
+
+CORRECT = Verdict(1.0, "correct")
+WRONG = Verdict(0.0, "wrong")
+UNPARSABLE = Verdict(0.0, "unparsable")
+TIMEOUT = Verdict(0.0, "timeout")
+ERROR = Verdict(0.0, "error")
+
+
+@runtime_checkable
+class Task(Protocol):
+    """A source of prompts that can score completions.
+
+    Lengths are in characters and hold for every prompt and every gold completion, the end of the
+    sequence not counted. `characters` is sorted and holds whatever prompts and gold completions can
+    contain. Everything but `verify` depends on the task's seed and the index alone, in every process.
+    """
+
+    @property
+    def name(self) -> str:
+        """How the task was asked for."""
+        ...
+
+    @property
+    def max_prompt_length(self) -> int:
+        """Characters of the longest prompt."""
+        ...
+
+    @property
+    def max_response_length(self) -> int:
+        """Characters of the longest gold completion."""
+        ...
+
+    @property
+    def characters(self) -> str:
+        """Every character of prompts and gold completions, sorted."""
+        ...
+
+    @property
+    def heldout_size(self) -> int | None:
+        """How many held-out prompts there are; None is an endless supply."""
+        ...
+
+    def train(self, index: int) -> Example:
+        """The index-th example of an endless training stream."""
+        ...
+
+    def heldout(self, index: int) -> Example:
+        """The index-th held-out example; its prompt never occurs in training."""
+        ...
+
+    def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
+        """Scores one completion per example; whatever a completion holds, nothing is raised."""
+        ...
+
+    def close(self) -> None:
+        """Ends the worker process, if there is one; more than once does no harm."""
+        ...
+
+
+def check_pairs(examples: Sequence[Example], completions: Sequence[str]) -> None:
+    """Raises ValueError unless there is one completion per example."""
+    if len(examples) != len(completions):
+        raise ValueError(
+            f"completions has {len(completions)} entries for {len(examples)} examples: "
+            "give one completion per example, repeating the example for each sample of its group"
+        )
+
+
+def check_index(index: int, size: int | None = None) -> None:
+    """Raises ValueError unless ``0 <= index`` and, where there is a size, ``index < size``."""
+    if index < 0 or (size is not None and index >= size):
+        bound = "0 or more" if size is None else f"in [0, {size})"
+        raise ValueError(f"index={index} is out of range: it must be {bound}")

@@ -1,0 +1,256 @@
+"""The program that checks answers with third-party code, in a process of its own.
+
+It is started by its path, and not as a part of `jrl`, so that it never loads jax: one process for
+math-verify (``worker.py math``), or one for a generator of reasoning-gym (``worker.py gym NAME SEED SIZE``). It reads one JSON
+object per line and answers each with another; an exception becomes ``{"error": ...}``.
+
+Both libraries hand texts to `eval`, among them what a policy wrote. Here they get parsers in its place.
+
+**How math-verify compares.** From a gold answer and from a completion alike, what follows the last ``####`` counts, where
+there is one. A text that is nothing but a formula is read as LaTeX as a whole; elsewhere math-verify
+looks for ``\\boxed{...}``, for ``$...$``, and at last for a number. Values are compared: ``2+2`` is as good as ``4``.
+"""
+
+import ast
+import functools
+import json
+import logging
+import math
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+Message = dict[str, Any]
+
+# A sum that explodes shall fail here, and not take the trainer's machine along.
+MEMORY_BYTES = 8 * 2**30
+# The asking side kills a slow worker; this ends one whose asking side was killed itself.
+ORPHAN_SECONDS = 900
+
+FINAL_ANSWER = "####"
+_LATEX = ("$", "\\boxed", "\\(", "\\[")
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+
+# Modules of reasoning-gym that call `eval` or `exec` on texts of their own only.
+_OWN_TEXTS = (
+    "reasoning_gym.arithmetic.basic_arithmetic",
+    "reasoning_gym.arithmetic.bitwise_arithmetic",
+    "reasoning_gym.arithmetic.gsm_symbolic",
+    "reasoning_gym.code.codeio",
+)
+
+_FUNCTIONS = frozenset(
+    "sin cos tan cot sec csc asin acos atan sinh cosh tanh exp log ln sqrt Abs erf".split()
+)
+_CONSTANTS = frozenset(("pi", "E", "I"))
+
+
+def parse_expr(text: str, local_dict=None, *_, evaluate: bool = True, **__):
+    """Stands in for `sympy.parse_expr`, which evaluates its text as Python.
+
+    Reads numbers, names, ``+ - * / **`` and the usual functions. A name is what `local_dict` says, or a
+    constant, or a symbol.
+
+    Raises:
+      ValueError: the text holds anything else.
+    """
+    import sympy
+
+    names = local_dict or {}
+
+    def build(node: ast.AST):
+        match node:
+            case ast.Constant(value=int() as value) if not isinstance(value, bool):
+                return sympy.Integer(value)
+            case ast.Constant(value=float()):
+                return sympy.Float(ast.get_source_segment(source, node))
+            case ast.Name(id=name):
+                if name in names:
+                    return names[name]
+                return getattr(sympy, name) if name in _CONSTANTS else sympy.Symbol(name)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return sympy.Mul(-1, build(operand), evaluate=evaluate)
+            case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+                return build(operand)
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return sympy.Add(build(left), build(right), evaluate=evaluate)
+            case ast.BinOp(left=left, op=ast.Sub(), right=right):
+                negated = sympy.Mul(-1, build(right), evaluate=evaluate)
+                return sympy.Add(build(left), negated, evaluate=evaluate)
+            case ast.BinOp(left=left, op=ast.Mult(), right=right):
+                return sympy.Mul(build(left), build(right), evaluate=evaluate)
+            case ast.BinOp(left=left, op=ast.Div(), right=right):
+                inverse = sympy.Pow(build(right), -1, evaluate=evaluate)
+                return sympy.Mul(build(left), inverse, evaluate=evaluate)
+            case ast.BinOp(left=left, op=ast.Pow(), right=right):
+                return sympy.Pow(build(left), build(right), evaluate=evaluate)
+            case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if (
+                name in _FUNCTIONS
+            ):
+                return getattr(sympy, name)(*map(build, arguments), evaluate=evaluate)
+        raise ValueError(f"text={text!r} is no expression of numbers, symbols and functions")
+
+    source = text.strip()
+    try:
+        return build(ast.parse(source, mode="eval").body)
+    except SyntaxError as error:
+        raise ValueError(f"text={text!r} is no expression ({error.msg})") from error
+
+
+def _replace_parser() -> None:
+    """Puts `parse_expr` where the libraries, imported afterwards, find it."""
+    import sympy
+    import sympy.parsing
+    import sympy.parsing.sympy_parser
+
+    for module in (sympy, sympy.parsing, sympy.parsing.sympy_parser):
+        vars(module)["parse_expr"] = parse_expr
+
+
+def _refuse(*_, **__):
+    raise ValueError("nothing is executed here")
+
+
+def final_answer(text: str) -> str:
+    """The part of a text that is to be compared, in a form that math-verify reads as a whole."""
+    text = text.rpartition(FINAL_ANSWER)[2].strip()
+    is_formula = "\n" not in text and not _WORD.search(text)
+    if text and is_formula and not any(mark in text for mark in _LATEX):
+        return f"\\boxed{{{text}}}"
+    return text
+
+
+def math_checker() -> Callable[[Message], Message]:
+    """Answers ``{"gold": ..., "completion": ...}``."""
+    _replace_parser()
+    from math_verify import parse, verify
+
+    # Without time limits of its own: they need signals, and the asking side has a better one.
+    @functools.lru_cache(maxsize=256)
+    def read(text: str) -> tuple[Any, ...]:
+        found = parse(
+            final_answer(text),
+            fallback_mode="no_fallback",
+            parsing_timeout=None,  # pyright: ignore[reportArgumentType]
+            raise_on_error=True,
+        )
+        return tuple(found)
+
+    def check(question: Message) -> Message:
+        gold = list(read(question["gold"]))
+        if not gold:
+            return {"error": "it holds no number or formula"}
+        found = list(read(question["completion"]))
+        if not found:
+            return {"score": 0.0, "reason": "unparsable"}
+        same = final_answer(question["gold"]) == final_answer(question["completion"])
+        if same or verify(gold, found, timeout_seconds=None, raise_on_error=True):
+            return {"score": 1.0, "reason": "correct"}
+        return {"score": 0.0, "reason": "wrong"}
+
+    return check
+
+
+def gym_checker(name: str, seed: str, size: str) -> Callable[[Message], Message]:
+    """Answers ``{"check": n}``, ``{"rows": [start, stop]}`` and ``{"index": ..., "completion": ...}``."""
+    _replace_parser()
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    def create() -> Any:
+        return reasoning_gym.create_dataset(name, seed=int(seed), size=int(size))
+
+    def check(num_rows: int) -> Message:
+        """Whether the generator can be used, tried out on its first rows."""
+        again = create()
+        for index in range(num_rows):
+            question, answer = row(index)
+            if again[index]["question"] != question or again[index]["answer"] != answer:
+                return {"error": f"row {index} is not the same twice for one seed: choose another"}
+            points = dataset().score_answer(answer, entry(index))
+            if points != 1.0:
+                return {"error": f"its own answer to row {index} scores {points}: choose another"}
+        return {}
+
+    @functools.cache
+    def dataset() -> Any:
+        made = create()
+        module = type(made).__module__
+        if not module.startswith(_OWN_TEXTS):
+            vars(sys.modules[module]).update(eval=ast.literal_eval, exec=_refuse)
+        return made
+
+    @functools.cache
+    def entry(index: int) -> Any:
+        return dataset()[index]
+
+    def row(index: int) -> tuple[str, str]:
+        question, answer = entry(index)["question"], entry(index)["answer"]
+        if not isinstance(question, str) or not isinstance(answer, str) or not answer:
+            raise ValueError(
+                f"row {index} has answer={answer!r}, and a text is needed: choose a generator that gives answers"
+            )
+        return question, answer
+
+    def score(index: int, completion: str) -> Message:
+        points = float(dataset().score_answer(completion, entry(index)))
+        if math.isnan(points):
+            return {"error": "the score is not a number"}
+        points = min(max(points, 0.0), 1.0)
+        reason = {0.0: "wrong", 1.0: "correct"}.get(points, "partial")
+        return {"score": points, "reason": reason}
+
+    def answer(request: Message) -> Message:
+        if name not in DATASETS:
+            return {"names": sorted(DATASETS)}
+        if "check" in request:
+            return check(request["check"])
+        if "rows" in request:
+            return {"rows": [row(index) for index in range(*request["rows"])]}
+        return score(request["index"], request["completion"])
+
+    return answer
+
+
+def main() -> None:
+    """Serves questions from the standard input until it ends."""
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints is no answer
+    logging.disable(logging.CRITICAL)
+    _limit_memory()
+
+    def send(message: Message) -> None:
+        channel.write(json.dumps(message) + "\n")
+        channel.flush()
+
+    kind, *arguments = sys.argv[1:]
+    try:
+        check = {"math": math_checker, "gym": gym_checker}[kind](*arguments)
+    except Exception as error:
+        send({"error": f"{type(error).__name__}: {error}"})
+        return
+    send({})
+    for line in sys.stdin:
+        if hasattr(signal, "alarm"):
+            signal.alarm(ORPHAN_SECONDS)
+        try:
+            reply = check(json.loads(line))
+        except Exception as error:
+            reply = {"error": f"{type(error).__name__}: {error}"[:500]}
+        send(reply)
+
+
+def _limit_memory() -> None:
+    if sys.platform == "linux":
+        import resource
+
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+if __name__ == "__main__":
+    main()
