@@ -66,6 +66,11 @@ TABLE: tuple[Metric, ...] = (
         "Mean over tokens of old minus current log-probability: how far a step moved.",
         "nats",
     ),
+    Metric("actor/ratio", "Mean over tokens of the probability ratio, new over old.", "1"),
+    Metric("actor/ratio_squared", "Mean over tokens of the squared probability ratio.", "1"),
+    Metric(
+        "actor/ratio_clamped", "Share of tokens whose log-ratio met its numerical bound.", "fraction"
+    ),
     Metric("actor/entropy", "Mean over tokens of the policy's entropy.", "nats", "entropy"),
     Metric(
         "actor/kl_loss",
