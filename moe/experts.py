@@ -51,11 +51,11 @@ class GroupedRows(NamedTuple):
 
 
 def block_size(num_rows: int, num_experts: int) -> int:
-    """Rows per block: a power of two in 8..256 near half the rows of an average expert.
+    """Rows per block: a power of two in 8..256 near a quarter of the rows of an average expert.
 
     Smaller blocks waste less padding, larger ones make better products.
     """
-    target = max(num_rows // (2 * num_experts), 1)
+    target = max(num_rows // (4 * num_experts), 1)
     return min(max(1 << (target.bit_length() - 1), 8), 256)
 
 
@@ -120,8 +120,10 @@ def routed_experts(
     """SwiGLU of each row by its expert; rows of no expert give 0."""
     groups = group_rows(experts, weights.gate.shape[0])
     x = take_rows(rows, groups.row)
-    gate = jax.nn.silu(grouped_dot(x, weights.gate, groups))
-    hidden = gate * grouped_dot(x, weights.up, groups)
+    # One product for both: wider products are faster than two narrow ones.
+    inward = jnp.concatenate([weights.gate, weights.up], axis=-1)
+    gate, up = jnp.split(grouped_dot(x, inward, groups), 2, axis=-1)
+    hidden = jax.nn.silu(gate) * up
     return take_rows(grouped_dot(hidden, weights.down, groups), groups.slot)
 
 
