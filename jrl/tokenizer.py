@@ -1,8 +1,8 @@
 """Text to token ids and back, with SentencePiece.
 
 The built-in tasks train a character model from the characters they use, in milliseconds; a user's
-`.model` file (character, BPE or unigram) is loaded as it is. Beginning and end of sequence are never
-added here: whoever lays out a batch knows where they belong.
+`.model` file (character, BPE or unigram) is loaded as it is. Beginning and end of sequence are
+never added here: whoever lays out a batch knows where they belong.
 """
 
 import io
@@ -91,7 +91,8 @@ class Tokenizer:
             model = path.read_bytes()
         except OSError as error:
             raise ValueError(
-                f"{path}: cannot be read ({error.strerror}): give the path of a SentencePiece .model file"
+                f"{path}: cannot be read ({error.strerror}): "
+                "give the path of a SentencePiece .model file"
             ) from error
         try:
             return cls(model)
@@ -114,8 +115,8 @@ class Tokenizer:
             unknown = self._processor.encode(text, out_type=str)[ids.index(self.unk_id)][0]
         if unknown is not None:
             raise ValueError(
-                f"text has the character {unknown!r} (U+{ord(unknown):04X}), which is not among the "
-                f"{self.vocab_size} pieces of the tokenizer: train it on characters that include "
+                f"text has the character {unknown!r} (U+{ord(unknown):04X}), which is not "
+                f"among the {self.vocab_size} pieces of the tokenizer: train it on characters that include "
                 "this one, or give a .model trained with byte_fallback"
             )
         return ids
@@ -182,9 +183,10 @@ def train_characters(characters: str) -> Tokenizer:
     for character in alphabet:
         if character in SPOILT or "\ud800" <= character <= "\udfff":
             raise _unfit(character)
+    sentence = "".join(alphabet + alphabet[::-1])  # twice: a line end at the end would be lost
     output = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["".join(alphabet + alphabet[::-1])]),  # line ends are kept inside only
+        sentence_iterator=iter([sentence]),
         max_sentence_length=8 * len(alphabet) + 64,  # bytes; a longer sentence would be left out
         model_writer=output,
         model_type="char",
@@ -209,6 +211,6 @@ def train_characters(characters: str) -> Tokenizer:
 
 def _unfit(character: str) -> ValueError:
     return ValueError(
-        f"characters has {character!r} (U+{ord(character):04X}), which SentencePiece uses itself or "
-        "cannot keep: replace it in the data"
+        f"characters has {character!r} (U+{ord(character):04X}), which SentencePiece uses itself "
+        "or cannot keep: replace it in the data"
     )
