@@ -60,8 +60,8 @@ def gym(
     def question(example: Example, completion: str) -> Message:
         if example.prompt not in indices:
             raise ValueError(
-                f"examples has the prompt {example.prompt[:60]!r}, which is none of task=gym:{name} "
-                f"with seed={seed}: verify with the task that gave the example"
+                f"examples has the prompt {example.prompt[:60]!r}, which is none of "
+                f"task=gym:{name} with seed={seed}: verify with the task that gave the example"
             )
         return {"index": indices[example.prompt], "completion": completion}
 

@@ -12,8 +12,8 @@ import queue
 import subprocess
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import IO, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 Message = dict[str, Any]
 
@@ -130,10 +130,13 @@ class Worker:
             self._stop = None
 
 
-def _read(stream: IO[str], lines: "queue.SimpleQueue[str]") -> None:
-    for line in stream:
-        lines.put(line)
-    lines.put("")
+def _read(stream: Iterable[str], lines: "queue.SimpleQueue[str]") -> None:
+    """Passes lines on, and at the end, however it comes, an empty one."""
+    try:
+        for line in stream:
+            lines.put(line)
+    finally:
+        lines.put("")
 
 
 def _end(process: "subprocess.Popen[str]", reader: threading.Thread) -> None:

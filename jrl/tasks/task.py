@@ -42,7 +42,8 @@ class Verdict:
         if self.reason not in REASONS or not fits:
             raise ValueError(
                 f"score={self.score} does not go with reason={self.reason!r}: 1 goes with "
-                f"'correct', 0 < score < 1 with 'partial', 0 with the others of {', '.join(REASONS)}"
+                f"'correct', 0 < score < 1 with 'partial', 0 with the others of "
+                f"{', '.join(REASONS)}"
             )
 
 

@@ -47,11 +47,9 @@ _OWN_TEXTS = (
     "reasoning_gym.code.codeio",
 )
 
-_FUNCTIONS = frozenset(
-    ("sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh")
-    + ("exp", "log", "ln", "sqrt", "Abs", "erf", "Integral")
-)
-_CONSTANTS = frozenset(("pi", "E", "I"))
+_FUNCTIONS = {"sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh"}
+_FUNCTIONS |= {"asin", "acos", "atan", "exp", "log", "ln", "sqrt", "Abs", "erf", "Integral"}
+_CONSTANTS = {"pi", "E", "I"}
 
 
 def parse_expr(text: str, local_dict=None, *_, evaluate: bool = True, **__):

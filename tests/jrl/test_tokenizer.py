@@ -9,10 +9,10 @@ import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jrl.tokenizer import Tokenizer, train_characters
+from jrl.tokenizer import Tokenizer
 
 ALPHABET = "0123456789 =+-*/()\n\t,<>sé\u00a0\u3000\U0001f642"
-TOKENIZER = train_characters(ALPHABET)
+TOKENIZER = Tokenizer.train_characters(ALPHABET)
 
 TEXT = "one fish two fish red fish blue fish\nthree black cats and two white dogs\n" * 20
 
@@ -71,7 +71,7 @@ def test_unknown_characters_are_named(text, named):
     "alphabet", [" ", " \n", "\t\n", "\r\na", "".join(map(chr, range(0x4E00, 0x4E00 + 3001)))]
 )
 def test_unusual_alphabets(alphabet):
-    tokenizer = train_characters(alphabet)
+    tokenizer = Tokenizer.train_characters(alphabet)
     text = alphabet + alphabet[::-1] + alphabet
     assert tokenizer.vocab_size == len(alphabet) + 4
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -80,23 +80,23 @@ def test_unusual_alphabets(alphabet):
 @pytest.mark.parametrize("alphabet", ["", "\n", "\r\n"])
 def test_nothing_to_train_on(alphabet):
     with pytest.raises(ValueError, match="nothing to train on: give every character"):
-        train_characters(alphabet)
+        Tokenizer.train_characters(alphabet)
 
 
 @pytest.mark.parametrize("character", ["\0", "\x1f", "\u2581", "\u2585", "\ud800"])
 def test_characters_that_would_not_survive(character):
     with pytest.raises(ValueError, match=rf"\(U\+{ord(character):04X}\), which SentencePiece"):
-        train_characters("ab" + character)
+        Tokenizer.train_characters("ab" + character)
 
 
 def test_same_characters_same_bytes(tmp_path):
-    train_characters("cab 1").save(tmp_path / "one.model")
-    train_characters("1 bacabac").save(tmp_path / "two.model")
+    Tokenizer.train_characters("cab 1").save(tmp_path / "one.model")
+    Tokenizer.train_characters("1 bacabac").save(tmp_path / "two.model")
     assert (tmp_path / "one.model").read_bytes() == (tmp_path / "two.model").read_bytes()
 
 
 def test_training_is_quiet(capfd):
-    train_characters("0123456789=")
+    Tokenizer.train_characters("0123456789=")
     assert capfd.readouterr() == ("", "")
 
 

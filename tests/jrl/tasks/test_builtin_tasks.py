@@ -8,7 +8,7 @@ import pytest
 
 from jrl.tasks.load import BUILT_IN
 from jrl.tasks.task import Example, Task, Verdict
-from jrl.tokenizer import train_characters
+from jrl.tokenizer import Tokenizer
 
 NUM_EXAMPLES = 3000
 
@@ -125,7 +125,7 @@ def test_seed_and_index_decide(task):
 
 
 def test_tokenizer_of_the_task_reads_it(task):
-    tokenizer = train_characters(task.characters)
+    tokenizer = Tokenizer.train_characters(task.characters)
     example = task.train(0)
     assert tokenizer.decode(tokenizer.encode(example.prompt + example.answer)) == (
         example.prompt + example.answer

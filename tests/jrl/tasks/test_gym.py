@@ -7,7 +7,7 @@ from jrl.tasks.gym import gym
 from jrl.tasks.process import Worker
 from jrl.tasks.task import Example
 
-NAMES = ["spell_backward", "chain_sum", "basic_arithmetic"]
+NAMES = ["spell_backward", "basic_arithmetic"]
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -43,24 +43,21 @@ def test_split_lengths_and_characters(task):
 
 
 def test_seed_and_index_decide():
-    tasks = [gym("chain_sum", seed, size=70) for seed in (3, 3, 400)]
-    streams = [[task.train(index) for index in range(20)] for task in tasks]
+    tasks = [gym("coin_flip", seed, size=20) for seed in (3, 3, 400)]
+    streams = [[task.train(index) for index in range(10)] for task in tasks]
     for task in tasks:
         task.close()
     assert streams[0] == streams[1] != streams[2]
 
 
 def test_load_task():
-    task = load_task("gym:coin_flip", 0)
-    assert task.name == "gym:coin_flip"
+    task = load_task("gym:gcd", 0)
+    assert task.name == "gym:gcd"
     task.close()
 
 
 def test_partial_credit_is_named():
-    task = gym("game_of_life_halting", 0, size=8)
-    assert scores(task, task.train(0), "zzz") == [Verdict(1.0, "correct")]  # as its scorer has it
-    task.close()
-    task = gym("fraction_simplification", 0, size=8)
+    task = gym("fraction_simplification", 0, size=8)  # its scorer gives a hundredth for anything
     assert scores(task, task.train(0), "zzz") == [Verdict(0.01, "partial")]
     task.close()
 
@@ -74,29 +71,19 @@ def test_what_a_scorer_raises_is_an_error():
 
 
 # Their scorers give the completion to `eval`, or to sympy's parser, which does.
-@pytest.mark.parametrize(
-    ("name", "reading"),
-    [
-        ("spiral_matrix", lambda answer: "['" + "', '".join(answer.split()) + "']"),
-        ("string_insertion", lambda answer: str(list(answer))),
-        ("binary_matrix", None),
-        ("n_queens", None),
-        ("countdown", lambda answer: f"({answer}) * 2 / 2"),
-        ("polynomial_multiplication", lambda answer: f"0 + {answer}"),
-        ("simple_integration", lambda answer: f"3 + {answer}"),
-    ],
-)
-def test_nothing_is_executed(tmp_path, name, reading):
+@pytest.mark.parametrize("name", ["spiral_matrix", "n_queens", "countdown", "simple_integration"])
+def test_nothing_is_executed(tmp_path, name):
     trace = tmp_path / "trace"
     attack = f"__import__('pathlib').Path('{trace}').touch()"
     task = gym(name, 0, size=4)
     example = task.train(0)
-    correct, attacked, listed = scores(task, example, example.answer, attack, f"[{attack}]")
-    assert correct.reason == "correct"
-    assert attacked.score < 0.1 and listed.score < 0.1
+    gold, attacked, listed = scores(task, example, example.answer, attack, f"[{attack}]")
+    assert gold.reason == "correct"
+    assert attacked.score < 0.1
+    assert listed.score < 0.1
     assert not trace.exists()
-    if reading is not None and name not in ("countdown", "string_insertion", "spiral_matrix"):
-        assert scores(task, example, reading(example.answer))[0].reason == "correct"
+    if name == "simple_integration":
+        assert scores(task, example, f"3 + {example.answer}")[0].reason == "correct"
     task.close()
 
 
@@ -106,7 +93,6 @@ def test_nothing_is_executed(tmp_path, name, reading):
         ("basic_arithmetc", r"is no generator of reasoning-gym: did you mean basic_arithmetic or "),
         ("qqqqqq", r"is no generator of reasoning-gym: see reasoning_gym\.factory\.DATASETS"),
         ("boxnet", r"row 0 has answer=None, and a text is needed"),
-        ("composite", r"AssertionError: Must specify at least one dataset"),
         ("list_functions", r"row 0 is not the same twice for one seed"),
     ],
 )
