@@ -113,8 +113,8 @@ class Tokenizer:
           A tokenizer with ids 0 to 3 for padding, beginning, end and unknown.
 
         Raises:
-          ValueError: there is no character, nothing but line ends, or a character that SentencePiece
-            cannot give back.
+          ValueError: there is no character, nothing but line ends, or a character that
+            SentencePiece cannot give back.
         """
         alphabet = sorted(set(characters))
         if not set(alphabet) - {"\n", "\r"}:
@@ -129,8 +129,7 @@ class Tokenizer:
         output = io.BytesIO()
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter([sentence]),
-            max_sentence_length=8 * len(alphabet)
-            + 64,  # bytes; a longer sentence would be left out
+            max_sentence_length=len(sentence.encode()) + 1,  # a longer one would be left out
             model_writer=output,
             model_type="char",
             vocab_size=len(alphabet) + 4,
