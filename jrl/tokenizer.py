@@ -129,7 +129,7 @@ class Tokenizer:
         output = io.BytesIO()
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter([sentence]),
-            max_sentence_length=len(sentence.encode()) + 1,  # a longer one would be left out
+            max_sentence_length=64 + 8 * len(alphabet),  # bytes; a longer one would be left out
             model_writer=output,
             model_type="char",
             vocab_size=len(alphabet) + 4,
