@@ -1,8 +1,8 @@
 """Text to token ids and back, with SentencePiece.
 
 The built-in tasks train a character model from the characters they use, in milliseconds; a user's
-`.model` file (character, BPE or unigram) is loaded as it is. Beginning and end of sequence are never
-added here: whoever lays out a batch knows where they belong.
+`.model` file (character, BPE or unigram) is loaded as it is. Beginning and end of sequence are
+never added here: whoever lays out a batch knows where they belong.
 """
 
 import io
@@ -91,12 +91,64 @@ class Tokenizer:
             model = path.read_bytes()
         except OSError as error:
             raise ValueError(
-                f"{path}: cannot be read ({error.strerror}): give the path of a SentencePiece .model file"
+                f"{path}: cannot be read ({error.strerror}): "
+                "give the path of a SentencePiece .model file"
             ) from error
         try:
             return cls(model)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+
+    @classmethod
+    def train_characters(cls, characters: str) -> "Tokenizer":
+        """Trains a model in which each character is one token and nothing is normalised.
+
+        Decoding an encoded text gives it back exactly, blanks and line ends included. The same
+        characters, in any order, give the same bytes.
+
+        Args:
+          characters: what the texts are made of; order and repetitions do not matter.
+
+        Returns:
+          A tokenizer with ids 0 to 3 for padding, beginning, end and unknown.
+
+        Raises:
+          ValueError: there is no character, nothing but line ends, or a character that
+            SentencePiece cannot give back.
+        """
+        alphabet = sorted(set(characters))
+        if not set(alphabet) - {"\n", "\r"}:
+            raise ValueError(
+                f"characters={characters!r} has nothing to train on: "
+                "give every character that the texts can contain"
+            )
+        for character in alphabet:
+            if character in SPOILT or "\ud800" <= character <= "\udfff":
+                raise _unfit(character)
+        sentence = "".join(alphabet + alphabet[::-1])  # twice: a line end at the end would be lost
+        output = io.BytesIO()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter([sentence]),
+            max_sentence_length=64 + 8 * len(alphabet),  # bytes; a longer one would be left out
+            model_writer=output,
+            model_type="char",
+            vocab_size=len(alphabet) + 4,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            character_coverage=1.0,
+            pad_id=PAD_ID,
+            bos_id=BOS_ID,
+            eos_id=EOS_ID,
+            unk_id=UNK_ID,
+            minloglevel=2,
+        )
+        tokenizer = cls(output.getvalue())
+        for character in alphabet:
+            ids = tokenizer.encode(character)
+            if len(ids) != 1 or tokenizer.decode(ids) != character:
+                raise _unfit(character)
+        return tokenizer
 
     def encode(self, text: str) -> list[int]:
         """Turns text into ids, without beginning or end of sequence.
@@ -114,9 +166,9 @@ class Tokenizer:
             unknown = self._processor.encode(text, out_type=str)[ids.index(self.unk_id)][0]
         if unknown is not None:
             raise ValueError(
-                f"text has the character {unknown!r} (U+{ord(unknown):04X}), which is not among the "
-                f"{self.vocab_size} pieces of the tokenizer: train it on characters that include "
-                "this one, or give a .model trained with byte_fallback"
+                f"text has the character {unknown!r} (U+{ord(unknown):04X}), which is not "
+                f"among the {self.vocab_size} pieces of the tokenizer: train it on "
+                "characters that include this one, or give a .model trained with byte_fallback"
             )
         return ids
 
@@ -157,58 +209,8 @@ class Tokenizer:
             raise
 
 
-def train_characters(characters: str) -> Tokenizer:
-    """Trains a model in which each character is one token and nothing is normalised.
-
-    Decoding an encoded text gives it back exactly, blanks and line ends included. The same
-    characters, in any order, give the same bytes.
-
-    Args:
-      characters: what the texts are made of; order and repetitions do not matter.
-
-    Returns:
-      A tokenizer with ids 0 to 3 for padding, beginning, end and unknown.
-
-    Raises:
-      ValueError: there is no character, nothing but line ends, or a character that SentencePiece
-        cannot give back.
-    """
-    alphabet = sorted(set(characters))
-    if not set(alphabet) - {"\n", "\r"}:
-        raise ValueError(
-            f"characters={characters!r} has nothing to train on: "
-            "give every character that the texts can contain"
-        )
-    for character in alphabet:
-        if character in SPOILT or "\ud800" <= character <= "\udfff":
-            raise _unfit(character)
-    output = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["".join(alphabet + alphabet[::-1])]),  # line ends are kept inside only
-        max_sentence_length=8 * len(alphabet) + 64,  # bytes; a longer sentence would be left out
-        model_writer=output,
-        model_type="char",
-        vocab_size=len(alphabet) + 4,
-        normalization_rule_name="identity",
-        add_dummy_prefix=False,
-        remove_extra_whitespaces=False,
-        character_coverage=1.0,
-        pad_id=PAD_ID,
-        bos_id=BOS_ID,
-        eos_id=EOS_ID,
-        unk_id=UNK_ID,
-        minloglevel=2,
-    )
-    tokenizer = Tokenizer(output.getvalue())
-    for character in alphabet:
-        ids = tokenizer.encode(character)
-        if len(ids) != 1 or tokenizer.decode(ids) != character:
-            raise _unfit(character)
-    return tokenizer
-
-
 def _unfit(character: str) -> ValueError:
     return ValueError(
-        f"characters has {character!r} (U+{ord(character):04X}), which SentencePiece uses itself or "
-        "cannot keep: replace it in the data"
+        f"characters has {character!r} (U+{ord(character):04X}), which SentencePiece uses itself "
+        "or cannot keep: replace it in the data"
     )

@@ -92,7 +92,7 @@ def _symbols(text: str) -> list[str]:
 
 
 class _Reader:
-    """Consumes symbols from the left and writes down the steps; one method per rule of the grammar."""
+    """Takes symbols from the left and writes down steps; one method per rule of the grammar."""
 
     def __init__(self, symbols: list[str]):
         self.remaining = symbols[::-1]

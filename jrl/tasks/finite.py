@@ -10,8 +10,8 @@ from jrl.tasks.task import ERROR, TIMEOUT, UNPARSABLE, Example, Verdict, check_i
 class FiniteTask:
     """A list of examples: some are held out, the others are gone through again and again.
 
-    Each pass over the training examples has an order of its own. One example in ten is held out, by the
-    hash of its prompt, and at least one is on either side.
+    Each pass over the training examples has an order of its own. One example in ten is held out, by
+    the hash of its prompt, and at least one is on either side.
     """
 
     def __init__(

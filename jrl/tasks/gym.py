@@ -1,9 +1,9 @@
 """Prompts from a generator of reasoning-gym, scored by that generator.
 
-What its scorer gives is clipped to [0, 1] and otherwise taken as it is, with its faults: some generators
-reward garbage (`game_of_life_halting` fully, several with 0.01 or 0.05), and such credit shows under the reason
-"partial". An empty completion gets nothing. Generators whose own answers are missing or do not score full marks,
-and those that do not give the same prompts twice, are refused.
+What its scorer gives is clipped to [0, 1] and otherwise taken as it is, with its faults: some
+generators reward garbage (`game_of_life_halting` fully, several with 0.01 or 0.05), and such credit
+shows under the reason "partial". An empty completion gets nothing. Generators whose own answers are
+missing or do not score full marks, and those that do not give the same prompts twice, are refused.
 """
 
 import difflib
@@ -33,8 +33,8 @@ def gym(
       load_seconds: how long taking all of them may take.
 
     Raises:
-      ValueError: there is no such generator, it cannot be used (the message says why), or reasoning-gym
-        is not installed.
+      ValueError: there is no such generator, it cannot be used (the message says why), or
+        reasoning-gym is not installed.
     """
     if find_spec("reasoning_gym") is None:
         raise ValueError(
@@ -57,12 +57,11 @@ def gym(
         worker.close()
         raise
 
-
     def question(example: Example, completion: str) -> Message:
         if example.prompt not in indices:
             raise ValueError(
-                f"examples has the prompt {example.prompt[:60]!r}, which is none of task=gym:{name} with "
-                f"seed={seed}: verify with the task that gave the example"
+                f"examples has the prompt {example.prompt[:60]!r}, which is none of "
+                f"task=gym:{name} with seed={seed}: verify with the task that gave the example"
             )
         return {"index": indices[example.prompt], "completion": completion}
 
@@ -81,14 +80,18 @@ def _rows(worker: Worker, name: str, size: int, load_seconds: float) -> list[Exa
             rows += [Example(*row) for row in problem.get("rows", [])]
     except TimeoutError as error:
         raise ValueError(
-            f"task=gym:{name} gave {len(rows)} of {size} prompts within {load_seconds:.0f} seconds: "
-            "choose a faster generator"
+            f"task=gym:{name} gave {len(rows)} of {size} prompts within {load_seconds:.0f} "
+            "seconds: choose a faster generator"
         ) from error
     except WorkerEnded as error:
-        raise ValueError(f"task=gym:{name} cannot be loaded ({error}): choose another generator") from error
+        raise ValueError(
+            f"task=gym:{name} cannot be loaded ({error}): choose another generator"
+        ) from error
     if "names" in problem:
         near = difflib.get_close_matches(name, problem["names"], n=3, cutoff=0.4)
-        hint = f"did you mean {' or '.join(near)}?" if near else "see reasoning_gym.factory.DATASETS"
+        hint = (
+            f"did you mean {' or '.join(near)}?" if near else "see reasoning_gym.factory.DATASETS"
+        )
         raise ValueError(f"task=gym:{name} is no generator of reasoning-gym: {hint}")
     if "error" in problem:
         raise ValueError(f"task=gym:{name} cannot be used: {problem['error']}")

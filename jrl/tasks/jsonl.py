@@ -1,7 +1,8 @@
 """Prompts and answers from a file of JSON lines, checked by math-verify.
 
-Each line is an object with the texts "prompt" and "answer" (a whole number will do as an answer); other fields are
-not read, and blank lines are skipped. How answers are compared is written in `jrl.tasks.worker`.
+Each line is an object with the texts "prompt" and "answer" (a whole number will do as an answer);
+other fields are not read, and blank lines are skipped. How answers are compared is written in
+`jrl.tasks.worker`.
 """
 
 import json
@@ -29,8 +30,8 @@ def jsonl(path: str | Path, seed: int, *, seconds: float = 5.0) -> FiniteTask:
       seconds: how long the comparison of one completion with its answer may take.
 
     Raises:
-      ValueError: the file, a line of it or one of its first answers cannot be read, a prompt occurs twice,
-        there are fewer than two examples, or math-verify is not installed.
+      ValueError: the file, a line of it or one of its first answers cannot be read, a prompt occurs
+        twice, there are fewer than two examples, or math-verify is not installed.
     """
     if find_spec("math_verify") is None:
         raise ValueError(
@@ -47,7 +48,8 @@ def jsonl(path: str | Path, seed: int, *, seconds: float = 5.0) -> FiniteTask:
     for line, example in numbered:
         if example.prompt in lines:
             raise ValueError(
-                f"{path}:{line}: the prompt of line {lines[example.prompt]} again: keep one of the two"
+                f"{path}:{line}: the prompt of line {lines[example.prompt]} again: "
+                "keep one of the two"
             )
         lines[example.prompt] = line
     worker = Worker([sys.executable, "-P", worker_program.__file__, "math"], seconds=seconds)
@@ -85,7 +87,9 @@ def _examples(path: Path) -> Iterator[tuple[int, Example]]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}): give a file of JSON lines") from error
+        raise ValueError(
+            f"{path}: cannot be read ({error.strerror}): give a file of JSON lines"
+        ) from error
     for line, row in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if row.strip():
             yield line, _example(row, f"{path}:{line}")
@@ -118,10 +122,13 @@ def _text(record: dict[str, object], field: str, place: str) -> str:
         except ValueError as error:  # more digits than Python converts
             raise ValueError(f'{place}: field "{field}": {error}: write it as a text') from error
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f'{place}: field "{field}" is {_short(value)}: it must be a text with content')
+        raise ValueError(
+            f'{place}: field "{field}" is {_short(value)}: it must be a text with content'
+        )
     if any("\ud800" <= character <= "\udfff" for character in value):
         raise ValueError(
-            f'{place}: field "{field}" has half of a surrogate pair, which is no character: repair the escape'
+            f'{place}: field "{field}" has half of a surrogate pair, which is no character: '
+            "repair the escape"
         )
     return value
 

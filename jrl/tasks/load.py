@@ -26,7 +26,8 @@ def load_task(spec: str, seed: int) -> Task:
     """Makes the task that `spec` asks for.
 
     Args:
-      spec: ``sort``, ``addition``, ``scratchpad``, ``countdown``, ``progression``, ``jsonl:PATH`` or ``gym:NAME``.
+      spec: ``sort``, ``addition``, ``scratchpad``, ``countdown``, ``progression``, ``jsonl:PATH``
+        or ``gym:NAME``.
       seed: picks the stream of training prompts.
 
     Returns:
@@ -43,5 +44,6 @@ def load_task(spec: str, seed: int) -> Task:
     near = difflib.get_close_matches(kind, [*BUILT_IN, *OUTSIDE], n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise ValueError(
-        f"task={spec!r} is unknown: {hint}The tasks are {', '.join(BUILT_IN)}, jsonl:PATH and gym:NAME"
+        f"task={spec!r} is unknown: {hint}The tasks are {', '.join(BUILT_IN)}, "
+        "jsonl:PATH and gym:NAME"
     )

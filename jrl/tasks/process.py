@@ -1,7 +1,8 @@
 """A worker process that answers one JSON line with another, and is killed when it takes too long.
 
 The time is bounded from outside of the worker, by the thread that asks. Signals, which only a main
-thread may use, play no part, and code that never returns to the interpreter is stopped all the same.
+thread may use, play no part, and code that never returns to the interpreter is stopped all the
+same.
 """
 
 import contextlib
@@ -11,8 +12,8 @@ import queue
 import subprocess
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import IO, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 Message = dict[str, Any]
 
@@ -27,8 +28,8 @@ class WorkerEnded(RuntimeError):
 class Worker:
     """A program that is started on demand and asked one question at a time.
 
-    The program first writes one line, ``{}`` or ``{"error": ...}``, then one line for each that it reads, and
-    ends when its input does. It may be shared between threads.
+    The program first writes one line, ``{}`` or ``{"error": ...}``, then one line for each that it
+    reads, and ends when its input does. It may be shared between threads.
     """
 
     def __init__(
@@ -63,6 +64,8 @@ class Worker:
         with self._lock:
             if self._closed:
                 raise ValueError("worker is closed and answers no more: load the task again")
+            if self._stop is not None and self._process.poll() is not None:
+                self._kill()  # it ended while nobody asked, and that is no fault of this question
             if self._stop is None:
                 self._start()
             try:
@@ -80,8 +83,9 @@ class Worker:
             self._kill()
 
     def _start(self) -> None:
-        # A session of its own: what is typed at or sent to the trainer's process group (an interrupt, a
-        # request to save and stop) is for the trainer, which still needs this worker's answers.
+        # A session of its own: what is typed at or sent to the trainer's process group (an
+        # interrupt, a request to save and stop) is for the trainer, which still needs this worker's
+        # answers.
         process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
@@ -92,6 +96,7 @@ class Worker:
             start_new_session=True,
         )
         assert process.stdin is not None and process.stdout is not None
+        self._process = process
         self._input = process.stdin
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         reader = threading.Thread(
@@ -110,7 +115,8 @@ class Worker:
         except queue.Empty:
             self._kill()
             raise TimeoutError(f"no answer within {seconds} seconds") from None
-        except BaseException:  # an interrupt: an answer that comes later must not meet a later question
+        except BaseException:
+            # Interrupted: the answer that is still to come must not meet the next question.
             self._kill()
             raise
         if not line:
@@ -124,10 +130,13 @@ class Worker:
             self._stop = None
 
 
-def _read(stream: IO[str], lines: "queue.SimpleQueue[str]") -> None:
-    for line in stream:
-        lines.put(line)
-    lines.put("")
+def _read(stream: Iterable[str], lines: "queue.SimpleQueue[str]") -> None:
+    """Passes lines on, and at the end, however it comes, an empty one."""
+    try:
+        for line in stream:
+            lines.put(line)
+    finally:
+        lines.put("")
 
 
 def _end(process: "subprocess.Popen[str]", reader: threading.Thread) -> None:

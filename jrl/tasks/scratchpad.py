@@ -1,8 +1,8 @@
 """Add two numbers of two to five digits, thinking aloud, digit by digit from the right.
 
-``47+385=`` may be answered by ``7+5+0=12,4+8+1=13,0+3+1=04#432``: digit, digit and carry, their sum as carry
-and digit, and after the marker the result. The result alone is scored, so that whatever is written before
-the marker is the policy's own chain of thought; its length grows with the operands.
+``47+385=`` may be answered by ``7+5+0=12,4+8+1=13,0+3+1=04#432``: digit, digit and carry, their sum
+as carry and digit, and after the marker the result. The result alone is scored, so that whatever is
+written before the marker is the policy's own chain of thought; its length grows with the operands.
 """
 
 from random import Random

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-# Why a completion got its score. The last three are counted as failures of their own in the metrics:
-# "unparsable" is the policy's (no answer to be found), "timeout" and "error" are the verifier's.
+# Why a completion got its score. The last three are counted as failures of their own in the
+# metrics: "unparsable" is the policy's (no answer to be found), "timeout" and "error" are the
+# verifier's.
 REASONS = ("correct", "partial", "wrong", "unparsable", "timeout", "error")
 
 
@@ -28,7 +29,8 @@ class Verdict:
 
     Attributes:
       score: in [0, 1]; 1 is full marks.
-      reason: one of `REASONS`; "correct" goes with 1, "partial" with what lies between, the others with 0.
+      reason: one of `REASONS`; "correct" goes with 1, "partial" with what lies between, the others
+        with 0.
     """
 
     score: float
@@ -39,8 +41,9 @@ class Verdict:
         fits = 0.0 < self.score < 1.0 if self.reason == "partial" else self.score == expected
         if self.reason not in REASONS or not fits:
             raise ValueError(
-                f"score={self.score} does not go with reason={self.reason!r}: 1 goes with 'correct', "
-                f"0 < score < 1 with 'partial', 0 with the others of {', '.join(REASONS)}"
+                f"score={self.score} does not go with reason={self.reason!r}: 1 goes with "
+                f"'correct', 0 < score < 1 with 'partial', 0 with the others of "
+                f"{', '.join(REASONS)}"
             )
 
 
@@ -57,7 +60,8 @@ class Task(Protocol):
 
     Lengths are in characters and hold for every prompt and every gold completion, the end of the
     sequence not counted. `characters` is sorted and holds whatever prompts and gold completions can
-    contain. Everything but `verify` depends on the task's seed and the index alone, in every process.
+    contain. Everything but `verify` depends on the task's seed and the index alone, in every
+    process.
     """
 
     @property

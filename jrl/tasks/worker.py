@@ -1,14 +1,17 @@
 """The program that checks answers with third-party code, in a process of its own.
 
 It is started by its path, and not as a part of `jrl`, so that it never loads jax: one process for
-math-verify (``worker.py math``), or one for a generator of reasoning-gym (``worker.py gym NAME SEED SIZE``). It reads one JSON
-object per line and answers each with another; an exception becomes ``{"error": ...}``.
+math-verify (``worker.py math``), or one for a generator of reasoning-gym (``worker.py gym NAME SEED
+SIZE``). It reads one JSON object per line and answers each with another; an exception becomes
+``{"error": ...}``.
 
-Both libraries hand texts to `eval`, among them what a policy wrote. Here they get parsers in its place.
+Both libraries hand texts to `eval`, among them what a policy wrote. Here they get parsers in its
+place.
 
-**How math-verify compares.** From a gold answer and from a completion alike, what follows the last ``####`` counts, where
-there is one. A text that is nothing but a formula is read as LaTeX as a whole; elsewhere math-verify
-looks for ``\\boxed{...}``, for ``$...$``, and at last for a number. Values are compared: ``2+2`` is as good as ``4``.
+**How math-verify compares.** From a gold answer and from a completion alike, what follows the last
+``####`` counts, where there is one. A text that is nothing but a formula is read as LaTeX as a
+whole; elsewhere math-verify looks for ``\\boxed{...}``, for ``$...$``, and at last for a number.
+Values are compared: ``2+2`` is as good as ``4``.
 """
 
 import ast
@@ -32,7 +35,9 @@ ORPHAN_SECONDS = 900
 
 FINAL_ANSWER = "####"
 _LATEX = ("$", "\\boxed", "\\(", "\\[")
-_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+# Two letters in a row, unless they name a command or stand in its braces (\text{cm}, \end{matrix}).
+_WORD = re.compile(r"[A-Za-z]{2,}")
+_COMMAND = re.compile(r"\\[A-Za-z]+(\{[A-Za-z ]*\})?")
 
 # Modules of reasoning-gym that call `eval` or `exec` on texts of their own only.
 _OWN_TEXTS = (
@@ -42,17 +47,16 @@ _OWN_TEXTS = (
     "reasoning_gym.code.codeio",
 )
 
-_FUNCTIONS = frozenset(
-    "sin cos tan cot sec csc asin acos atan sinh cosh tanh exp log ln sqrt Abs erf".split()
-)
-_CONSTANTS = frozenset(("pi", "E", "I"))
+_FUNCTIONS = {"sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh"}
+_FUNCTIONS |= {"asin", "acos", "atan", "exp", "log", "ln", "sqrt", "Abs", "erf", "Integral"}
+_CONSTANTS = {"pi", "E", "I"}
 
 
 def parse_expr(text: str, local_dict=None, *_, evaluate: bool = True, **__):
     """Stands in for `sympy.parse_expr`, which evaluates its text as Python.
 
-    Reads numbers, names, ``+ - * / **`` and the usual functions. A name is what `local_dict` says, or a
-    constant, or a symbol.
+    Reads numbers, names, ``+ - * / **`` and the usual functions. A name is what `local_dict` says,
+    or a constant, or a symbol.
 
     Raises:
       ValueError: the text holds anything else.
@@ -60,6 +64,7 @@ def parse_expr(text: str, local_dict=None, *_, evaluate: bool = True, **__):
     import sympy
 
     names = local_dict or {}
+    options = {} if evaluate else {"evaluate": False}
 
     def build(node: ast.AST):
         match node:
@@ -90,7 +95,7 @@ def parse_expr(text: str, local_dict=None, *_, evaluate: bool = True, **__):
             case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if (
                 name in _FUNCTIONS
             ):
-                return getattr(sympy, name)(*map(build, arguments), evaluate=evaluate)
+                return getattr(sympy, name)(*map(build, arguments), **options)
         raise ValueError(f"text={text!r} is no expression of numbers, symbols and functions")
 
     source = text.strip()
@@ -117,7 +122,7 @@ def _refuse(*_, **__):
 def final_answer(text: str) -> str:
     """The part of a text that is to be compared, in a form that math-verify reads as a whole."""
     text = text.rpartition(FINAL_ANSWER)[2].strip()
-    is_formula = "\n" not in text and not _WORD.search(text)
+    is_formula = "\n" not in text and not _WORD.search(_COMMAND.sub(" ", text))
     if text and is_formula and not any(mark in text for mark in _LATEX):
         return f"\\boxed{{{text}}}"
     return text
@@ -155,7 +160,7 @@ def math_checker() -> Callable[[Message], Message]:
 
 
 def gym_checker(name: str, seed: str, size: str) -> Callable[[Message], Message]:
-    """Answers ``{"check": n}``, ``{"rows": [start, stop]}`` and ``{"index": ..., "completion": ...}``."""
+    """Answers ``{"check": number}``, ``{"rows": [start, stop]}``, ``{"index":, "completion":}``."""
     _replace_parser()
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
@@ -191,7 +196,8 @@ def gym_checker(name: str, seed: str, size: str) -> Callable[[Message], Message]
         question, answer = entry(index)["question"], entry(index)["answer"]
         if not isinstance(question, str) or not isinstance(answer, str) or not answer:
             raise ValueError(
-                f"row {index} has answer={answer!r}, and a text is needed: choose a generator that gives answers"
+                f"row {index} has answer={answer!r}, and a text is needed: "
+                "choose a generator that gives answers"
             )
         return question, answer
 

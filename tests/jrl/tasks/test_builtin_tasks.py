@@ -1,0 +1,264 @@
+"""Each built-in task: gold scores full marks, garbage none, and held-out prompts stay held out."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jrl.tasks.load import BUILT_IN
+from jrl.tasks.task import Example, Task, Verdict
+from jrl.tokenizer import Tokenizer
+
+NUM_EXAMPLES = 3000
+
+GARBAGE = [
+    *(
+        "",
+        " ",
+        "\n",
+        "0",
+        "=",
+        "#",
+        "-",
+        ")",
+        "((",
+        "abc",
+        "nan",
+        "1e9",
+        "0x10",
+        "1_0",
+        "None",
+        "--1",
+    ),
+    *(
+        "٣٤٥",
+        "\uff11\uff12\uff13",
+        "²",
+        "½",
+        "é",
+        "\0",
+        "\ud800",
+        "👩‍🚀",
+        "__import__('os')",
+        "#" * 50,
+        "1#2#",
+        ",,",
+    ),
+    *("9" * 100_000, "(" * 100_000, "-" * 100_000, "1+" * 50_000, "#" + "9" * 10_000),
+]
+
+
+@pytest.fixture(params=list(BUILT_IN))
+def task(request) -> Task:
+    return BUILT_IN[request.param](7)
+
+
+def near_misses(example: Example) -> list[str]:
+    """Completions that differ little from the answer, and must not score."""
+    answer = example.answer
+    return [
+        answer[:-1],
+        answer + "0",
+        answer + "=",
+        answer + "\n1",
+        example.prompt,
+        answer[:-1] + str((int(answer[-1]) + 1) % 10) if answer[-1].isdigit() else answer + "+1",
+    ]
+
+
+def test_gold_scores_full_marks(task):
+    examples = [task.train(index) for index in range(NUM_EXAMPLES)]
+    verdicts = task.verify(examples, [example.answer for example in examples])
+    assert verdicts == [Verdict(1.0, "correct")] * NUM_EXAMPLES
+
+
+def test_garbage_scores_nothing(task):
+    for example in [task.train(0), task.heldout(1)]:
+        verdicts = task.verify([example] * len(GARBAGE), GARBAGE)
+        assert {verdict.score for verdict in verdicts} == {0.0}
+        assert {verdict.reason for verdict in verdicts} <= {"wrong", "unparsable"}
+        assert verdicts[0].reason == "unparsable"
+
+
+def test_near_misses_score_nothing(task):
+    for index in range(50):
+        example = task.train(index)
+        misses = near_misses(example)
+        for miss, verdict in zip(misses, task.verify([example] * len(misses), misses), strict=True):
+            assert verdict.score == 0.0, (example, miss)
+
+
+def test_other_answers_score_nothing(task):
+    # An answer of another prompt scores only where the two prompts ask for the same.
+    examples = [task.train(index) for index in range(200)]
+    answers = [example.answer for example in examples]
+    verdicts = task.verify(examples, answers[1:] + answers[:1])
+    assert sum(verdict.score for verdict in verdicts) <= 2
+
+
+def test_lengths_and_characters_hold(task):
+    examples = [task.train(index) for index in range(NUM_EXAMPLES)]
+    examples += [task.heldout(index) for index in range(NUM_EXAMPLES // 3)]
+    assert max(len(example.prompt) for example in examples) == task.max_prompt_length
+    assert max(len(example.answer) for example in examples) == task.max_response_length
+    seen = set().union(*(example.prompt + example.answer for example in examples))
+    assert "".join(sorted(seen)) == task.characters
+
+
+def test_heldout_prompts_never_occur_in_training(task):
+    train = {task.train(index).prompt for index in range(NUM_EXAMPLES)}
+    other_seed = BUILT_IN[task.name](8)
+    train |= {other_seed.train(index).prompt for index in range(NUM_EXAMPLES)}
+    heldout = {task.heldout(index).prompt for index in range(NUM_EXAMPLES // 3)}
+    assert task.heldout_size is None
+    assert len(heldout) > 150
+    assert not train & heldout
+
+
+def test_seed_and_index_decide(task):
+    again, other = BUILT_IN[task.name](7), BUILT_IN[task.name](8)
+    backwards = [again.train(index) for index in reversed(range(20))]
+    assert [task.train(index) for index in range(20)] == backwards[::-1]
+    assert [other.train(index) for index in range(20)] != backwards[::-1]
+    assert len({task.train(index).prompt for index in range(20)}) > 10
+
+
+def test_tokenizer_of_the_task_reads_it(task):
+    tokenizer = Tokenizer.train_characters(task.characters)
+    example = task.train(0)
+    assert tokenizer.decode(tokenizer.encode(example.prompt + example.answer)) == (
+        example.prompt + example.answer
+    )
+
+
+def test_arguments(task):
+    with pytest.raises(ValueError, match="index=-1 is out of range: it must be 0 or more"):
+        task.train(-1)
+    with pytest.raises(ValueError, match="completions has 2 entries for 1 examples"):
+        task.verify([task.train(0)], ["1", "2"])
+    task.close()
+    task.close()
+
+
+PRINT_STREAMS = """
+from jrl.tasks import load_task
+for name in ("sort", "addition", "scratchpad", "countdown", "progression"):
+    task = load_task(name, 5)
+    print([task.train(index) for index in range(20)], [task.heldout(index) for index in range(20)])
+"""
+
+
+def test_every_process_draws_the_same():
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", PRINT_STREAMS],
+            env=os.environ | {"PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    ]
+    assert outputs[0] == outputs[1]
+    assert len(outputs[0].splitlines()) == 5
+
+
+def test_streams_do_not_change_with_versions():
+    # A resumed run continues its stream: these were drawn once, and stay.
+    assert {name: BUILT_IN[name](0).train(0) for name in BUILT_IN} == {
+        "sort": Example("40754516=", "01445567"),
+        "addition": Example("950+984=", "4391"),
+        "scratchpad": Example("560+30271=", "0+1+0=01,6+7+0=13,5+2+1=08,0+0+0=00,0+3+0=03#30831"),
+        "countdown": Example("2,3,7=20:", "(7+3)*2"),
+        "progression": Example("58,54,50=", "46,42,38"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("completion", "reason"),
+    [
+        ("11234569", "correct"),
+        ("11234596", "wrong"),
+        ("1123456", "wrong"),
+        ("112345699", "wrong"),
+        ("1123456 9", "unparsable"),
+    ],
+)
+def test_sort(completion, reason):
+    (verdict,) = BUILT_IN["sort"](0).verify([Example("31415926=", "11234569")], [completion])
+    assert verdict.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("completion", "reason"),
+    [
+        ("#432", "correct"),
+        ("any thoughts, #1#2#432", "correct"),
+        ("7+5+0=12,4+8+1=13,0+3+1=04#433", "wrong"),
+        ("7+5+0=12,4+8+1=13,0+3+1=04#0432", "wrong"),
+        ("#432#", "unparsable"),
+        ("#432 ", "unparsable"),
+        ("432", "unparsable"),
+    ],
+)
+def test_scratchpad(completion, reason):
+    example = Example("47+385=", "7+5+0=12,4+8+1=13,0+3+1=04#432")
+    (verdict,) = BUILT_IN["scratchpad"](0).verify([example], [completion])
+    assert verdict.reason == reason
+
+
+def test_scratchpad_steps_are_true_and_vary_in_length():
+    task = BUILT_IN["scratchpad"](0)
+    lengths = set()
+    for index in range(300):
+        example = task.train(index)
+        left, right = map(int, example.prompt.removesuffix("=").split("+"))
+        steps, _, result = example.answer.partition("#")
+        assert int(result) == left + right
+        totals = [step.split("=") for step in steps.split(",")]
+        assert all(sum(map(int, terms.split("+"))) == int(total) for terms, total in totals)
+        lengths.add(len(example.answer))
+    assert min(lengths) < 25 < 45 < max(lengths)
+
+
+@pytest.mark.parametrize(
+    ("completion", "reason"),
+    [
+        ("3*11+7", "correct"),
+        ("7 + (11*3)", "correct"),
+        ("-(-7)+11*3", "correct"),
+        ("7+33", "wrong"),
+        ("40", "wrong"),
+        ("3*11+7+0", "wrong"),
+        ("3*11+7+7-7", "wrong"),
+        ("3*11*7", "wrong"),
+        ("11/(3-3)+7", "wrong"),
+        ("(3+7)/(11-11)", "wrong"),
+        ("7/(11-11*3/3)", "wrong"),
+        ("3*11+7=40", "unparsable"),
+        ("3*11+", "unparsable"),
+        ("3**11+7", "unparsable"),
+        ("3\u00d711+7", "unparsable"),
+        ("3*11+7\n", "unparsable"),
+        ("(" * 30 + "3*11+7" + ")" * 30, "unparsable"),
+    ],
+)
+def test_countdown(completion, reason):
+    (verdict,) = BUILT_IN["countdown"](0).verify([Example("3,7,11=40:", "3*11+7")], [completion])
+    assert verdict.reason == reason
+
+
+def test_countdown_divides_exactly():
+    task, example = BUILT_IN["countdown"](0), Example("1,3,3=1:", "1*3/3")
+    assert task.verify([example], ["1/3*3"])[0].reason == "correct"
+    assert task.verify([Example("2,6,12=1:", "12/(2*6)")], ["12/2*6"])[0].reason == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("score", "reason"),
+    [(1.0, "wrong"), (0.0, "correct"), (1.0, "partial"), (0.5, "correct"), (0.0, "x")],
+)
+def test_verdicts_are_consistent(score, reason):
+    with pytest.raises(ValueError, match=rf"score={score} does not go with reason='{reason}'"):
+        Verdict(score, reason)

@@ -1,0 +1,119 @@
+"""Generators of reasoning-gym: those that can be used, those that are refused, and their scores."""
+
+import pytest
+
+from jrl.tasks import Verdict, load_task
+from jrl.tasks.gym import gym
+from jrl.tasks.process import Worker
+from jrl.tasks.task import Example
+
+NAMES = ["spell_backward", "basic_arithmetic"]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def task(request):
+    made = gym(request.param, 3, size=200)
+    yield made
+    made.close()
+
+
+def scores(task, example, *completions):
+    return task.verify([example] * len(completions), completions)
+
+
+def test_gold_scores_full_marks_and_garbage_none(task):
+    examples = [task.train(index) for index in range(20)] + [task.heldout(0)]
+    verdicts = task.verify(examples, [example.answer for example in examples])
+    assert verdicts == [Verdict(1.0, "correct")] * 21
+    garbage = ["", " ", "zzz", "é∑\ud800", "\0", "((((", "[[1, 2], [3]]", "?" * 100_000]
+    verdicts = scores(task, examples[0], *garbage)
+    assert {verdict.score for verdict in verdicts} == {0.0}
+    assert [verdict.reason for verdict in verdicts[:2]] == ["unparsable"] * 2
+
+
+def test_split_lengths_and_characters(task):
+    heldout = [task.heldout(index) for index in range(task.heldout_size)]
+    train = [task.train(index) for index in range(200 - task.heldout_size)]
+    assert 5 < len(heldout) < 40
+    assert not {example.prompt for example in heldout} & {example.prompt for example in train}
+    assert max(len(example.prompt) for example in heldout + train) == task.max_prompt_length
+    assert max(len(example.answer) for example in heldout + train) == task.max_response_length
+    seen = set().union(*(example.prompt + example.answer for example in heldout + train))
+    assert seen == set(task.characters)
+
+
+def test_seed_and_index_decide():
+    tasks = [gym("coin_flip", seed, size=20) for seed in (3, 3, 400)]
+    streams = [[task.train(index) for index in range(10)] for task in tasks]
+    for task in tasks:
+        task.close()
+    assert streams[0] == streams[1] != streams[2]
+
+
+def test_load_task():
+    task = load_task("gym:gcd", 0)
+    assert task.name == "gym:gcd"
+    task.close()
+
+
+def test_partial_credit_is_named():
+    task = gym("fraction_simplification", 0, size=8)  # its scorer gives a hundredth for anything
+    assert scores(task, task.train(0), "zzz") == [Verdict(0.01, "partial")]
+    task.close()
+
+
+def test_what_a_scorer_raises_is_an_error():
+    task = gym("prime_factorization", 0, size=8)
+    example = task.train(0)
+    verdicts = scores(task, example, "zzz", example.answer)
+    assert [verdict.reason for verdict in verdicts] == ["error", "correct"]
+    task.close()
+
+
+# Their scorers give the completion to `eval`, or to sympy's parser, which does.
+@pytest.mark.parametrize("name", ["spiral_matrix", "n_queens", "countdown", "simple_integration"])
+def test_nothing_is_executed(tmp_path, name):
+    trace = tmp_path / "trace"
+    attack = f"__import__('pathlib').Path('{trace}').touch()"
+    task = gym(name, 0, size=4)
+    example = task.train(0)
+    gold, attacked, listed = scores(task, example, example.answer, attack, f"[{attack}]")
+    assert gold.reason == "correct"
+    assert attacked.score < 0.1
+    assert listed.score < 0.1
+    assert not trace.exists()
+    if name == "simple_integration":
+        assert scores(task, example, f"3 + {example.answer}")[0].reason == "correct"
+    task.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("basic_arithmetc", r"is no generator of reasoning-gym: did you mean basic_arithmetic or "),
+        ("qqqqqq", r"is no generator of reasoning-gym: see reasoning_gym\.factory\.DATASETS"),
+        ("boxnet", r"row 0 has answer=None, and a text is needed"),
+        ("list_functions", r"row 0 is not the same twice for one seed"),
+    ],
+)
+def test_generators_that_are_refused(name, message):
+    with pytest.raises(ValueError, match=rf"task=gym:{name} .*{message}"):
+        gym(name, 0, size=8)
+
+
+def test_a_slow_generator_is_refused():
+    with pytest.raises(ValueError, match=r"gave 0 of 64 prompts within 1 seconds: choose a faster"):
+        gym("knight_swap", 0, size=64, load_seconds=1.0)
+
+
+def test_a_prompt_of_another_task(task):
+    with pytest.raises(ValueError, match=r"examples has the prompt 'nobody asked'.*seed=3: verify"):
+        task.verify([Example("nobody asked", "1")], ["1"])
+
+
+def test_refusals_leave_no_process(monkeypatch):
+    closed = []
+    monkeypatch.setattr(Worker, "close", lambda self: closed.append(self))
+    with pytest.raises(ValueError, match="boxnet"):
+        gym("boxnet", 0, size=8)
+    assert len(closed) == 1

@@ -1,0 +1,155 @@
+"""A worker that hangs, dies or does not start costs one answer, and leaves no process behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+
+import pytest
+
+from jrl.tasks.process import Worker, WorkerEnded
+
+# Echoes, and does on demand what third-party code may do.
+PROGRAM = """
+import json, os, sys, time
+if "broken" in sys.argv:
+    print(json.dumps({"error": "no such library"}), flush=True)
+    sys.exit(1)
+print("{}", flush=True)
+for line in sys.stdin:
+    question = json.loads(line)
+    if "sleep" in question:
+        time.sleep(question["sleep"])
+    if "power" in question:
+        question["power"] ** question["power"]
+    if "exit" in question:
+        os._exit(question["exit"])
+    print(json.dumps(question | {"pid": os.getpid()}), flush=True)
+"""
+COMMAND = [sys.executable, "-c", PROGRAM]
+
+
+@pytest.fixture
+def worker():
+    # The limit leaves room for a machine that is busy; the questions that hang would take minutes.
+    made = Worker(COMMAND, seconds=1.0)
+    yield made
+    made.close()
+
+
+def runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def in_a_thread(function):
+    outcome = []
+    thread = threading.Thread(target=lambda: outcome.append(function()))
+    thread.start()
+    thread.join()
+    return outcome[0]
+
+
+def test_one_process_answers_all(worker):
+    first = worker.ask({"text": "é\n\ud800"})
+    assert first.pop("text") == "é\n\ud800"
+    assert worker.ask({})["pid"] == first["pid"] != os.getpid()
+
+
+@pytest.mark.parametrize("question", [{"sleep": 600}, {"power": 10**9}])
+def test_a_timeout_off_the_main_thread(worker, question):
+    def ask():
+        pid = worker.ask({})["pid"]
+        with pytest.raises(TimeoutError, match=r"no answer within 1\.0 seconds"):
+            worker.ask(question)
+        return pid, worker.ask({"next": 3})
+
+    pid, answer = in_a_thread(ask)
+    assert answer["next"] == 3
+    assert answer["pid"] != pid
+    assert not runs(pid)
+
+
+def test_a_question_may_have_its_own_limit(worker):
+    assert worker.ask({"sleep": 1.5}, seconds=30.0)["sleep"] == 1.5
+
+
+def test_a_process_that_dies(worker):
+    with pytest.raises(WorkerEnded, match="ended before it answered"):
+        worker.ask({"exit": 3})
+    assert worker.ask({"next": 3})["next"] == 3
+
+
+def test_a_process_that_died_between_questions(worker):
+    pid = worker.ask({})["pid"]
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert worker.ask({"next": 3})["next"] == 3
+
+
+def test_a_program_that_does_not_start():
+    worker = Worker([*COMMAND, "broken"])
+    with pytest.raises(WorkerEnded, match="no such library"):
+        worker.ask({})
+    worker.close()
+
+
+def test_a_program_that_never_greets():
+    worker = Worker([sys.executable, "-c", "input()"], startup_seconds=0.2)
+    with pytest.raises(TimeoutError, match=r"0\.2 seconds"):
+        worker.ask({})
+    worker.close()
+
+
+def test_threads_share_a_worker(worker):
+    answers = []
+    threads = [
+        threading.Thread(target=lambda n=n: answers.append((n, worker.ask({"n": n})["n"])))
+        for n in range(7)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(answers) == [(n, n) for n in range(7)]
+
+
+def test_close(worker):
+    pid = worker.ask({})["pid"]
+    worker.close()
+    assert not runs(pid)
+    worker.close()
+    with pytest.raises(ValueError, match="worker is closed and answers no more"):
+        worker.ask({})
+
+
+def test_a_forgotten_worker_is_ended():
+    worker = Worker(COMMAND)
+    pid = worker.ask({})["pid"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        del worker
+    assert not runs(pid)
+
+
+def test_the_worker_ends_with_a_killed_parent(tmp_path):
+    parent = (
+        "import os, signal, sys; from jrl.tasks.process import Worker\n"
+        f"print(Worker({COMMAND!r}).ask({{}})['pid'], flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    # Not read to the end of the file: that end comes only when everyone who holds it is gone.
+    output = tmp_path / "pid"
+    with output.open("w") as file:
+        subprocess.run([sys.executable, "-c", parent], stdout=file, check=False)
+    pid = int(output.read_text())
+    deadline = time.monotonic() + 20
+    while runs(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not runs(pid)
