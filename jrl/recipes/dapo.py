@@ -54,6 +54,7 @@ def paper() -> Dapo:
         prompts=512,
         group_size=16,
         mini_batch=512,
+        micro_batch=None,
         learning_rate=1e-6,
         weight_decay=0.1,
         max_grad_norm=1.0,

@@ -32,8 +32,8 @@ class Recipe:
     """Completions sampled per prompt."""
     mini_batch: int = 256
     """Completions per optimiser step; divides prompts x group_size."""
-    micro_batch: int | None = None
-    """Completions per forward and backward pass; None takes the mini-batch whole. Changes memory, not the result."""
+    micro_batch: int | None = 64
+    """Completions per forward and backward pass at most; None takes the mini-batch whole. Changes memory and speed (small pieces stay in a CPU's cache), not the result."""
     epochs: int = 1
     """Passes over the completions of a step."""
 
@@ -77,8 +77,8 @@ class Recipe:
     """Whether groups with equal scores are replaced by fresh ones."""
 
     def __post_init__(self):
-        for name in ("prompts", "group_size", "mini_batch", "epochs"):
-            if getattr(self, name) < 1:
+        for name in ("prompts", "group_size", "mini_batch", "micro_batch", "epochs"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
         if self.completions % self.mini_batch:
             raise ValueError(
@@ -86,9 +86,7 @@ class Recipe:
                 f"{self.prompts} x {self.group_size} = {self.completions} completions: "
                 "choose a divisor."
             )
-        if self.micro_batch is not None and (
-            self.micro_batch < 1 or self.mini_batch % self.micro_batch
-        ):
+        if self.mini_batch % self.piece:
             raise ValueError(
                 f"micro_batch={self.micro_batch} does not divide mini_batch={self.mini_batch}: "
                 "choose a divisor."
@@ -98,6 +96,13 @@ class Recipe:
     def name(self) -> str:
         """As it is called on the command line."""
         return type(self).__name__.lower()
+
+    @property
+    def piece(self) -> int:
+        """Completions per forward and backward pass."""
+        if self.micro_batch is None:
+            return self.mini_batch
+        return min(self.micro_batch, self.mini_batch)
 
     @property
     def completions(self) -> int:

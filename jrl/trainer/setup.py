@@ -13,7 +13,7 @@ from jrl.recipes.recipe import Recipe
 from jrl.rollout.generate import Decoder
 from jrl.rollout.sampling import GREEDY, Sampling
 from jrl.tasks import Task, load_task
-from jrl.tokenizer import Tokenizer, train_characters
+from jrl.tokenizer import Tokenizer
 from jrl.trainer.config import RunConfig
 from jrl.trainer.learner import Optimiser
 from jrl.trainer.objectives import CriticObjective, PolicyObjective, SupervisedObjective
@@ -114,8 +114,7 @@ class Setup:
     @property
     def num_micro(self) -> int:
         """Pieces of a mini-batch on each device."""
-        recipe = self.recipe
-        return 1 if recipe.micro_batch is None else recipe.mini_batch // recipe.micro_batch
+        return self.recipe.mini_batch // self.recipe.piece
 
     @property
     def rows(self) -> NamedSharding:
@@ -164,7 +163,7 @@ def set_up(run: RunConfig, recipe: Recipe, tokenizer: Tokenizer | None = None) -
         if tokenizer is None and run.tokenizer is not None:
             tokenizer = Tokenizer.from_file(run.tokenizer)
         elif tokenizer is None:
-            tokenizer = train_characters(task.characters)
+            tokenizer = Tokenizer.train_characters(task.characters)
         prompt_length, answer_length = _lengths(task, tokenizer)
         setup = Setup(
             run=run,
@@ -206,11 +205,10 @@ def _check_divides(setup: Setup) -> None:
     rows = {
         "prompts": recipe.prompts,
         "mini_batch": recipe.mini_batch,
+        "micro_batch": recipe.piece,
         "warm_start_batch": setup.run.warm_start_batch,
         "eval_prompts": setup.run.eval_prompts,
     }
-    if recipe.micro_batch is not None:
-        rows["micro_batch"] = recipe.micro_batch
     for name, number in rows.items():
         if number % dp:
             raise ValueError(
