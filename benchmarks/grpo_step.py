@@ -77,7 +77,7 @@ def measure(model: str, threads: int, steps: int) -> dict[str, float]:
         tokens["update"] += float(collected.kept.rollout.valid.sum())
 
     examples = [setup.task.train(i) for i in range(setup.recipe.prompts)]
-    prompts, valid = jax.device_put(encode_prompts(setup, examples), setup.rows)
+    prompts, valid = jax.device_put(encode_prompts(setup, examples), setup.over_rows)
     for number in range(steps):
         started = time.perf_counter()
         key = setup.key("rollout", number)

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from moe.attention import causal, read_values, rms_norm
+from moe.attention import read_values, rms_norm
 from moe.config import ModelConfig
-from moe.model import block, embed, hidden, logits_of
+from moe.model import block, embed, logits_of, run
+from moe.stream import Stream, rows
 from moe.weights import Layer, Transformer
 from sharding.folding import FoldedMesh
 
@@ -47,17 +48,17 @@ def prefill(
       prompt.
     """
     kept: dict[int, tuple[Array, Array]] = {}
-    visible = causal(valid)
-    shape = (*valid.shape, -1, config.head_dim)
+    stream = rows(tokens, valid)
 
     def attend_in_layer(index):
         def attend(query, key, value):
+            shape = (*valid.shape, -1, config.head_dim)
             kept[index] = key.reshape(shape), value.reshape(shape)
-            return read_values(query.reshape(shape), *kept[index], visible).reshape(query.shape)
+            return stream.attend_in_layer(index)(query, key, value)
 
         return attend
 
-    x, _ = hidden(weights, tokens, valid, config, mesh, attend_in_layer)
+    x, _ = run(weights, stream._replace(attend_in_layer=attend_in_layer), config, mesh)
     keys, values = zip(*(kept[index] for index in range(config.num_layers)), strict=True)
     return x, Cache(keys, values, valid)
 
@@ -108,8 +109,15 @@ def decode_step(
 
         return attend
 
+    stream = Stream(
+        tokens=tokens,
+        positions=positions,
+        weight=live.astype(jnp.float32),
+        attend_in_layer=attend_in_layer,
+        share=lambda counts: counts,  # nothing is learned here
+    )
     x = embed(weights, tokens, config, mesh)
     for index, layer in enumerate(layers):
-        x, _ = block(layer, x, live[:, None], positions, attend_in_layer(index), config, mesh)
+        x, _ = block(layer, x, stream, attend_in_layer(index), config, mesh)
     x = rms_norm(x, weights.norm, config.norm_epsilon)
     return logits_of(weights, x, config), Cache(tuple(keys), tuple(values), valid)

@@ -4,28 +4,22 @@ Sequences are spread over ``dp``; within a sequence-parallel group the flattened
 ``tp``. The same block serves training and decoding: they differ in `attend`.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from moe.attention import Attend, attention, causal, read_values, rms_norm
+from moe.attention import Attend, attention, rms_norm
 from moe.config import ModelConfig
 from moe.dispatch import dispatch
 from moe.experts import dense
-from moe.routing import RouterStatistics, assignments, route, sequence_share, statistics
+from moe.routing import RouterStatistics, assignments, route, statistics
+from moe.stream import Stream, rows, shared_prompts
 from moe.weights import Layer, Transformer
 from sharding.collectives import all_sum, gather_tokens, join_shards, own_shard, vary
 from sharding.folding import FoldedMesh
 
 Tokens = Int[Array, "batch time"]
 Valid = Bool[Array, "batch time"]
-
-
-def positions_of(valid: Valid) -> Int[Array, "batch time"]:
-    """The place of each token among the valid ones of its row, from 0; padding gets 0 or more."""
-    return jnp.maximum(jnp.cumsum(valid.astype(jnp.int32), axis=1) - 1, 0)
 
 
 def embed(
@@ -41,28 +35,25 @@ def embed(
 def feed_forward(
     layer: Layer[Array],
     x: Float[Array, "local d_model"],
-    valid: Valid,
+    stream: Stream,
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
     """The feed-forward term of a block: routed experts, the dense or shared expert, or both.
 
     Args:
-      x: the residual stream.
-      valid: of all the gathered tokens; padding is never routed and never counted.
+      x: the residual stream, this rank's shard.
+      stream: all the gathered tokens; padding is never routed and never counted.
     """
     h = rms_norm(x, layer.norm, config.norm_epsilon)
     out, stats = jnp.zeros_like(h), None
     if layer.experts is not None:
-        own_valid = vary(own_shard(valid.reshape(-1), mesh.tp), mesh.axes)
+        weight = vary(own_shard(stream.weight, mesh.tp), mesh.axes)
         logits = h.astype(jnp.float32) @ layer.experts.router
-        routing, probabilities = route(logits, own_valid, config)
+        routing, probabilities = route(logits, weight > 0, config)
         counts = assignments(routing.experts, config.num_experts)
-        whole = gather_tokens(jax.lax.stop_gradient(counts), mesh.tp)
-        share = sequence_share(whole.reshape(*valid.shape, -1), valid)
-        share = jnp.broadcast_to(share[:, None], (*valid.shape, config.num_experts))
-        share = own_shard(share.reshape(-1, config.num_experts), mesh.tp)
-        stats = statistics(logits, probabilities, counts, share, own_valid)
+        share = stream.share(gather_tokens(jax.lax.stop_gradient(counts), mesh.tp))
+        stats = statistics(logits, probabilities, counts, own_shard(share, mesh.tp), weight)
         out = out + dispatch(layer.experts, h, routing, mesh)
     if layer.dense is not None:
         out = out + dense(layer.dense, h, mesh)
@@ -72,16 +63,38 @@ def feed_forward(
 def block(
     layer: Layer[Array],
     x: Float[Array, "local d_model"],
-    valid: Valid,
-    positions: Int[Array, "token"],
+    stream: Stream,
     attend: Attend,
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
     """One pre-norm block."""
-    x = x + attention(layer.attention, x, positions, attend, config, mesh)
-    out, stats = feed_forward(layer, x, valid, config, mesh)
+    x = x + attention(layer.attention, x, stream.positions, attend, config, mesh)
+    out, stats = feed_forward(layer, x, stream, config, mesh)
     return x + out, stats
+
+
+def run(
+    weights: Transformer[Array], stream: Stream, config: ModelConfig, mesh: FoldedMesh
+) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
+    """The normalised last residual stream at every token, this rank's shard.
+
+    Returns:
+      The hidden states and, with experts, the router's sums over layers on this device, `load` with a
+      row per layer.
+    """
+    _check_runs(stream.tokens.shape[0], mesh)
+    x = embed(weights, stream.tokens, config, mesh)
+    collected = []
+    for index in range(config.num_layers):
+        attend = stream.attend_in_layer(index)
+        x, stats = block(layer_of(weights, index), x, stream, attend, config, mesh)
+        collected.append(stats)
+    x = rms_norm(x, weights.norm, config.norm_epsilon)
+    if config.num_experts == 0:
+        return x, None
+    total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *collected)
+    return x, total.replace(load=jnp.stack([stats.load for stats in collected]))
 
 
 def hidden(
@@ -90,40 +103,45 @@ def hidden(
     valid: Valid,
     config: ModelConfig,
     mesh: FoldedMesh,
-    attend_in_layer: Callable[[int], Attend] | None = None,
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
-    """The normalised last residual stream at every position, this rank's shard.
+    """`run` on the rows of this ``dp`` rank.
 
     Args:
-      tokens: ids, the sequences of this ``dp`` rank.
+      tokens: ids.
       valid: which of them are not padding.
-      attend_in_layer: from the number of a layer to how it reads values; None reads causally.
+    """
+    return run(weights, rows(tokens, valid), config, mesh)
+
+
+def before_responses(
+    weights: Transformer[Array],
+    tokens: Tokens,
+    valid: Valid,
+    prompt_length: int,
+    copies: int,
+    config: ModelConfig,
+    mesh: FoldedMesh,
+) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
+    """The hidden state that each response token was predicted from, this rank's shard.
+
+    Prompts run once for the rows that share them, and the head sees no prompt but its last token. The
+    plain twin is `hidden`, shifted by one.
+
+    Args:
+      tokens: ids; each run of `copies` rows has the same prompt.
+      valid: which of them are not padding.
+      prompt_length: columns of the prompt.
 
     Returns:
-      The hidden states and, with experts, the router's sums over layers on this device, `load` with a
-      row per layer.
+      States of the flattened ``[batch, response]`` tokens, and the router's sums.
     """
-    _check_divides(tokens.size, mesh)
-    positions = positions_of(valid).reshape(-1)
-    visible = causal(valid)
-
-    def read(query, key, value):
-        shape = (*valid.shape, -1, query.shape[-1])
-        out = read_values(query.reshape(shape), key.reshape(shape), value.reshape(shape), visible)
-        return out.reshape(query.shape)
-
-    x = embed(weights, tokens.reshape(-1), config, mesh)
-    collected = []
-    for index in range(config.num_layers):
-        layer = layer_of(weights, index)
-        attend = read if attend_in_layer is None else attend_in_layer(index)
-        x, stats = block(layer, x, valid, positions, attend, config, mesh)
-        collected.append(stats)
-    x = rms_norm(x, weights.norm, config.norm_epsilon)
-    if config.num_experts == 0:
-        return x, None
-    total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *collected)
-    return x, total.replace(load=jnp.stack([stats.load for stats in collected]))
+    x, stats = run(weights, shared_prompts(tokens, valid, prompt_length, copies), config, mesh)
+    x = gather_tokens(x, mesh.tp)
+    split = tokens.shape[0] // copies * prompt_length
+    last_of_prompt = x[:split].reshape(-1, prompt_length, x.shape[-1])[:, -1:]
+    within = x[split:].reshape(tokens.shape[0], -1, x.shape[-1])[:, :-1]
+    before = jnp.concatenate([jnp.repeat(last_of_prompt, copies, axis=0), within], axis=1)
+    return own_shard(before.reshape(-1, x.shape[-1]), mesh.tp), stats
 
 
 def layer_of(weights: Transformer[Array], index: int) -> Layer[Array]:
@@ -172,6 +190,14 @@ def next_tokens(tokens: Tokens, mesh: FoldedMesh) -> Int[Array, "local"]:
     return own_shard(jnp.roll(tokens, -1, axis=1).reshape(-1), mesh.tp)
 
 
+def on_responses(
+    before: Float[Array, "local"], shape: tuple[int, int], prompt_length: int, mesh: FoldedMesh
+) -> Float[Array, "batch time"]:
+    """Numbers about the flattened response tokens, put in their columns; prompts get 0."""
+    response = join_shards(before, mesh.tp).reshape(shape[0], -1)
+    return jnp.pad(response, ((0, 0), (prompt_length, 0)))
+
+
 def values(
     weights: Transformer[Array],
     tokens: Tokens,
@@ -180,11 +206,17 @@ def values(
     mesh: FoldedMesh,
 ) -> tuple[Float[Array, "batch time"], RouterStatistics[Array] | None]:
     """The critic's estimate of the state before each token (0 before the first)."""
+    x, stats = hidden(weights, tokens, valid, config, mesh)
+    return align_to_tokens(value_of(weights, x, config), tokens.shape, mesh), stats
+
+
+def value_of(
+    weights: Transformer[Array], x: Float[Array, "local d_model"], config: ModelConfig
+) -> Float[Array, "local"]:
+    """The value of each state, float32."""
     if config.head != "value" or weights.head is None:
         raise ValueError(f'head={config.head!r} gives no values: the critic has head="value".')
-    x, stats = hidden(weights, tokens, valid, config, mesh)
-    after = x.astype(jnp.float32) @ weights.head
-    return align_to_tokens(after, tokens.shape, mesh), stats
+    return x.astype(jnp.float32) @ weights.head
 
 
 def router_loss(
@@ -209,7 +241,7 @@ def router_loss(
     return all_sum(weighted, mesh.tp) / (tokens * config.num_layers)
 
 
-def _check_divides(num_tokens: int, mesh: FoldedMesh) -> None:
+def _check_runs(num_tokens: int, mesh: FoldedMesh) -> None:
     if num_tokens % mesh.size(mesh.tp):
         raise ValueError(
             f"{num_tokens} tokens per data-parallel rank cannot be split over tp="

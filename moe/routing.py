@@ -87,9 +87,9 @@ def statistics(
     probabilities: Float[Array, "token route"],
     counts: Float[Array, "token route"],
     share: Float[Array, "token route"],
-    valid: Bool[Array, "token"],
+    weight: Float[Array, "token"],
 ) -> RouterStatistics[Array]:
-    """Sums over the valid tokens of what the router did.
+    """Sums over tokens of what the router did, each token `weight` times (0 for padding).
 
     The load-balancing loss of a sequence is ``E sum_e f_e P_e``, ``f_e`` the share of its assignments
     that expert ``e`` got (`share`, the same row for every token of the sequence, without gradient)
@@ -106,10 +106,16 @@ def statistics(
     log_total = jax.nn.logsumexp(logits, axis=-1)
     entropy = -jnp.sum(probabilities * (logits - log_total[:, None]), axis=-1)
     balance = probabilities.shape[-1] * jnp.sum(jax.lax.stop_gradient(share) * probabilities, -1)
+
+    def total(per_token: Float[Array, "token *rest"]) -> Float[Array, "*rest"]:
+        # Padding may hold anything: it is left out before it is multiplied.
+        counted = (weight > 0).reshape(-1, *(1,) * (per_token.ndim - 1))
+        return jnp.tensordot(weight, jnp.where(counted, per_token, 0.0), axes=1)
+
     return RouterStatistics(
-        load=jnp.sum(counts, axis=0),
-        tokens=jnp.sum(valid.astype(jnp.float32)),
-        balance=jnp.sum(balance, where=valid),
-        z=jnp.sum(jnp.square(log_total), where=valid),
-        entropy=jnp.sum(entropy, where=valid),
+        load=total(counts),
+        tokens=jnp.sum(weight),
+        balance=total(balance),
+        z=total(jnp.square(log_total)),
+        entropy=total(entropy),
     )

@@ -11,12 +11,24 @@ from moe import model
 from moe.config import ModelConfig
 from moe.routing import RouterStatistics
 from moe.weights import Transformer
-from sharding.collectives import vary
+from sharding.collectives import own_shard, vary
 from sharding.folding import FoldedMesh
 
 
+class Rows(NamedTuple):
+    """How rows of tokens are laid out.
+
+    Attributes:
+      prompt_length: columns of the padded prompt.
+      copies: rows that share their prompt stand together in runs of this many.
+    """
+
+    prompt_length: int
+    copies: int
+
+
 class Scores(NamedTuple):
-    """What the policy says about given tokens, aligned to them; 0 at the first token.
+    """What the policy says about given response tokens, aligned to them; prompts get 0.
 
     Attributes:
       logprobs: ``[batch, time]`` in the whole policy at the sampling temperature, nats.
@@ -36,24 +48,45 @@ def score(
     weights: Transformer[Array],
     tokens: Int[Array, "batch time"],
     valid: Bool[Array, "batch time"],
+    rows: Rows,
     config: ModelConfig,
     sampling: Sampling,
     mesh: FoldedMesh,
 ) -> Scores:
     """One forward pass over whole sequences, inside the `jax.shard_map`."""
-    logits, router = model.next_token_logits(weights, tokens, valid, config, mesh)
-    following = vary(model.next_tokens(tokens, mesh), mesh.axes)
+    x, router = model.before_responses(
+        weights, tokens, valid, rows.prompt_length, rows.copies, config, mesh
+    )
+    logits = model.logits_of(weights, x, config)
+    responses = tokens[:, rows.prompt_length :].reshape(-1)
+    responses = vary(own_shard(responses, mesh.tp), mesh.axes)
     scaled = policy_logits(logits, sampling)
-    logprobs = logprobs_of(scaled, following)
+    logprobs = logprobs_of(scaled, responses)
     probabilities = jax.nn.softmax(scaled, axis=-1)
     entropy = jax.nn.logsumexp(scaled, axis=-1) - jnp.sum(probabilities * scaled, axis=-1)
     if sampling.truncates:
         narrowed = sampler_logits(jax.lax.stop_gradient(logits), sampling)
-        sampled = logprobs_of(narrowed, following)
+        sampled = logprobs_of(narrowed, responses)
     else:
         sampled = jax.lax.stop_gradient(logprobs)
 
-    def aligned(after: Float[Array, "local"]) -> Float[Array, "batch time"]:
-        return model.align_to_tokens(after, tokens.shape, mesh)
+    def aligned(before: Float[Array, "local"]) -> Float[Array, "batch time"]:
+        return model.on_responses(before, tokens.shape, rows.prompt_length, mesh)
 
     return Scores(aligned(logprobs), aligned(sampled), aligned(entropy), router)
+
+
+def value(
+    critic: Transformer[Array],
+    tokens: Int[Array, "batch time"],
+    valid: Bool[Array, "batch time"],
+    rows: Rows,
+    config: ModelConfig,
+    mesh: FoldedMesh,
+) -> tuple[Float[Array, "batch time"], RouterStatistics[Array] | None]:
+    """The critic's estimate of the state before each response token; prompts get 0."""
+    x, router = model.before_responses(
+        critic, tokens, valid, rows.prompt_length, rows.copies, config, mesh
+    )
+    before = model.value_of(critic, x, config)
+    return model.on_responses(before, tokens.shape, rows.prompt_length, mesh), router

@@ -100,7 +100,7 @@ def sample(
     seconds = Counter() if seconds is None else seconds
     begin = time.perf_counter()
     tokens, valid = encode_prompts(setup, examples)
-    tokens, valid = jax.device_put((tokens, valid), setup.rows)
+    tokens, valid = jax.device_put((tokens, valid), setup.over_rows)
     rollout = jax.device_get(generate(decoder, weights, tokens, valid, key))
     decoded = time.perf_counter()
     texts = decode_responses(setup, rollout)

@@ -15,13 +15,12 @@ from jrl.losses import ExplainedVariance, Mean
 from jrl.recipes.batch import Batch, Experience
 from jrl.recipes.recipe import Recipe
 from jrl.rollout.generate import settle
-from jrl.rollout.sampling import Sampling
-from jrl.rollout.scoring import score
+from jrl.rollout.scoring import score, value
 from jrl.trainer.collect import Completions
 from jrl.trainer.learner import Learner, update
+from jrl.trainer.objectives import CriticObjective, PolicyObjective
 from jrl.trainer.setup import Setup
 from jrl.trainer.state import TrainState
-from moe import model
 from moe import weights as moe_weights
 from moe.config import ModelConfig
 from moe.weights import Transformer
@@ -38,31 +37,29 @@ class NonFinite:
     grad_norm: float
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jax.jit, static_argnums=0)
 def values_of(
-    config: ModelConfig, mesh: FoldedMesh, critic: Transformer[Array], tokens: Array, valid: Array
+    objective: CriticObjective, critic: Transformer[Array], tokens: Array, valid: Array
 ) -> Array:
-    """The critic's values of all tokens, on global arrays."""
+    """The critic's values of all response tokens, on global arrays."""
+    config, mesh = objective.config, objective.mesh
 
     def local(critic, tokens, valid):
-        return settle(model.values(critic, tokens, valid, config, mesh)[0], mesh)
+        return settle(value(critic, tokens, valid, objective.rows, config, mesh)[0], mesh)
 
     return _over_rows(local, config, mesh)(critic, tokens, valid)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
+@partial(jax.jit, static_argnums=0)
 def logprobs_of(
-    config: ModelConfig,
-    mesh: FoldedMesh,
-    sampling: Sampling,
-    policy: Transformer[Array],
-    tokens: Array,
-    valid: Array,
+    objective: PolicyObjective, policy: Transformer[Array], tokens: Array, valid: Array
 ) -> Array:
-    """A policy's log-probabilities of all tokens, on global arrays."""
+    """A policy's log-probabilities of all response tokens, on global arrays."""
+    config, mesh = objective.config, objective.mesh
 
     def local(policy, tokens, valid):
-        return settle(score(policy, tokens, valid, config, sampling, mesh).logprobs, mesh)
+        scores = score(policy, tokens, valid, objective.rows, config, objective.sampling, mesh)
+        return settle(scores.logprobs, mesh)
 
     return _over_rows(local, config, mesh)(policy, tokens, valid)
 
@@ -87,27 +84,28 @@ def experience_of(
     setup: Setup, state: TrainState[Array], completions: Completions
 ) -> tuple[Experience[Array], Batch[Array]]:
     """Everything known before the first update, and the batch that the updates learn from."""
-    recipe, rollout = setup.recipe, jax.device_put(completions.rollout, setup.rows)
+    recipe, rollout = setup.recipe, jax.device_put(completions.rollout, setup.over_rows)
     scores = completions.scores
     if setup.run.shuffle_rewards:
         scores = setup.shuffler(int(state.step), -1 % 2**32).permutation(scores)
     lengths = completions.lengths
     values = reference = None
     if state.critic is not None:
-        config = setup.critic_objective.config
-        values = values_of(config, setup.mesh, state.critic.weights, rollout.tokens, rollout.valid)
+        values = values_of(
+            setup.critic_objective, state.critic.weights, rollout.tokens, rollout.valid
+        )
     if state.reference is not None:
         reference = logprobs_of(
-            setup.model, setup.mesh, setup.sampling, state.reference, rollout.tokens, rollout.valid
+            setup.policy_objective, state.reference, rollout.tokens, rollout.valid
         )
     experience = Experience(
         mask=rollout.mask,
         rewards=jax.device_put(
             recipe.rewards(jnp.asarray(scores), jnp.asarray(lengths), setup.response_length),
-            setup.rows,
+            setup.over_rows,
         ),
-        groups=jax.device_put(completions.groups, setup.rows),
-        lengths=jax.device_put(lengths, setup.rows),
+        groups=jax.device_put(completions.groups, setup.over_rows),
+        lengths=jax.device_put(lengths, setup.over_rows),
         truncated=rollout.truncated,
         values=values,
         old_logprobs=rollout.policy_logprobs,
@@ -121,7 +119,7 @@ def experience_of(
         old_logprobs=rollout.policy_logprobs,
         sampler_logprobs=rollout.logprobs,
         advantages=advantages,
-        correct=jax.device_put(scores == 1.0, setup.rows),
+        correct=jax.device_put(scores == 1.0, setup.over_rows),
         returns=returns,
         old_values=values,
         reference_logprobs=reference,
@@ -161,9 +159,11 @@ def improve(
 
     host = jax.device_get(batch)
     for epoch in range(recipe.epochs):
-        order = setup.shuffler(int(state.step), epoch).permutation(recipe.completions)
+        # Rows that share a prompt stay together.
+        runs = np.arange(recipe.completions).reshape(-1, setup.rows.copies)
+        order = setup.shuffler(int(state.step), epoch).permutation(runs)
         for chosen in order.reshape(-1, recipe.mini_batch):
-            rows = jax.device_put(jax.tree.map(lambda x, c=chosen: x[c], host), setup.rows)
+            rows = jax.device_put(jax.tree.map(lambda x, c=chosen: x[c], host), setup.over_rows)
             history.append({})
             if state.critic is not None:
                 state = state.replace(critic=learn("critic", state.critic, rows))

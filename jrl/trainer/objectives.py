@@ -12,7 +12,7 @@ from jrl.recipes.actor_critic import ActorCritic
 from jrl.recipes.batch import Batch, Totals
 from jrl.recipes.recipe import Recipe
 from jrl.rollout.sampling import Sampling
-from jrl.rollout.scoring import score
+from jrl.rollout.scoring import Rows, score, value
 from jrl.trainer.learner import Max
 from moe import model
 from moe.config import ModelConfig
@@ -28,13 +28,16 @@ class PolicyObjective:
 
     config: ModelConfig
     mesh: FoldedMesh
+    rows: Rows
     recipe: Recipe
     sampling: Sampling
 
     def loss(
         self, weights: Transformer[Array], batch: Batch[Array], totals: Totals[Array]
     ) -> tuple[Array, dict[str, Any]]:
-        scores = score(weights, batch.tokens, batch.valid, self.config, self.sampling, self.mesh)
+        scores = score(
+            weights, batch.tokens, batch.valid, self.rows, self.config, self.sampling, self.mesh
+        )
         loss, metrics = self.recipe.policy_loss(scores.logprobs, scores.entropy, batch, totals)
         difference = jnp.abs(scores.sampler_logprobs - batch.sampler_logprobs)
         difference = jnp.where(batch.mask, difference, 0.0)
@@ -53,12 +56,15 @@ class CriticObjective:
 
     config: ModelConfig
     mesh: FoldedMesh
+    rows: Rows
     recipe: ActorCritic
 
     def loss(
         self, weights: Transformer[Array], batch: Batch[Array], totals: Totals[Array]
     ) -> tuple[Array, dict[str, Any]]:
-        values, router = model.values(weights, batch.tokens, batch.valid, self.config, self.mesh)
+        values, router = value(
+            weights, batch.tokens, batch.valid, self.rows, self.config, self.mesh
+        )
         loss, metrics = self.recipe.critic_loss(values, batch, totals)
         return loss + model.router_loss(router, self.config, self.mesh, totals.num_valid), {
             **metrics,
@@ -72,11 +78,14 @@ class SupervisedObjective:
 
     config: ModelConfig
     mesh: FoldedMesh
+    rows: Rows
 
     def loss(
         self, weights: Transformer[Array], batch: Batch[Array], totals: Totals[Array]
     ) -> tuple[Array, dict[str, Any]]:
-        scores = score(weights, batch.tokens, batch.valid, self.config, Sampling(), self.mesh)
+        scores = score(
+            weights, batch.tokens, batch.valid, self.rows, self.config, Sampling(), self.mesh
+        )
         loss = aggregate(-scores.logprobs, batch.mask, num_tokens=totals.num_tokens)
         return loss + model.router_loss(scores.router, self.config, self.mesh, totals.num_valid), {}
 

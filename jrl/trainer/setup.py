@@ -12,6 +12,7 @@ from jrl.recipes.actor_critic import ActorCritic
 from jrl.recipes.recipe import Recipe
 from jrl.rollout.generate import Decoder
 from jrl.rollout.sampling import GREEDY, Sampling
+from jrl.rollout.scoring import Rows
 from jrl.tasks import Task, load_task
 from jrl.tokenizer import Tokenizer
 from jrl.trainer.config import RunConfig
@@ -78,17 +79,17 @@ class Setup:
 
     @cached_property
     def policy_objective(self) -> PolicyObjective:
-        return PolicyObjective(self.model, self.mesh, self.recipe, self.sampling)
+        return PolicyObjective(self.model, self.mesh, self.rows, self.recipe, self.sampling)
 
     @cached_property
     def critic_objective(self) -> CriticObjective:
         if not isinstance(self.recipe, ActorCritic):
             raise ValueError(f"{type(self.recipe).__name__} trains no critic.")
-        return CriticObjective(self.model.as_critic(), self.mesh, self.recipe)
+        return CriticObjective(self.model.as_critic(), self.mesh, self.rows, self.recipe)
 
     @cached_property
     def supervised_objective(self) -> SupervisedObjective:
-        return SupervisedObjective(self.model, self.mesh)
+        return SupervisedObjective(self.model, self.mesh, Rows(self.prompt_length, copies=1))
 
     @property
     def policy_optimiser(self) -> Optimiser:
@@ -117,7 +118,13 @@ class Setup:
         return self.recipe.mini_batch // self.recipe.piece
 
     @property
-    def rows(self) -> NamedSharding:
+    def rows(self) -> Rows:
+        """Completions of a prompt share it in a forward pass if every device gets whole groups."""
+        group, dp = self.recipe.group_size, self.mesh.size(self.mesh.dp)
+        return Rows(self.prompt_length, 1 if self.recipe.piece // dp % group else group)
+
+    @property
+    def over_rows(self) -> NamedSharding:
         """Where arrays with a row per sequence live."""
         return NamedSharding(self.mesh.mesh, PartitionSpec(self.mesh.dp))
 

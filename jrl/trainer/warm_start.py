@@ -94,7 +94,7 @@ def supervised_batch(setup: Setup, examples: list[Example]) -> Batch[Array]:
         advantages=nothing,
         correct=np.ones(len(examples), bool),
     )
-    return jax.device_put(batch, setup.rows)
+    return jax.device_put(batch, setup.over_rows)
 
 
 def _training_examples(setup: Setup, step: int) -> list[Example]:
