@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import Bool, Float, Real, Shaped
+from jaxtyping import Float, Real, Shaped
 
 from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, keep, spread
 from jrl.losses.reduction import Aggregation, Mean, aggregate
@@ -166,7 +166,7 @@ def _clipped(
     max_log_ratio: Number | None,
 ) -> tuple[
     Float[Array, "*batch time"],
-    dict[str, Float[Array, "*batch time"] | Bool[Array, "*batch time"]],
+    dict[str, Float[Array, "*batch time"]],
 ]:
     """The surrogate of `ppo_surrogate`, and the statistics of `ppo_loss` for each token."""
     if clip_low < 0 or clip_high < 0:
@@ -209,7 +209,7 @@ def _clipped(
         "ratio_squared": ratio**2,
         "ratio_clamped": clamped,
     }
-    return surrogate, statistics
+    return surrogate, {name: x.astype(ratio.dtype) for name, x in statistics.items()}
 
 
 def positive_example_loss(

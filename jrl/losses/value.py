@@ -94,7 +94,7 @@ def value_loss(
         sequence_lengths=sequence_lengths,
     )
     return loss, {
-        "vf_clipfrac": Mean.of(binds, mask),
+        "vf_clipfrac": Mean.of(binds.astype(errors.dtype), mask),
         "vpred_mean": Mean.of(values, mask),
         "vf_explained_var": ExplainedVariance.of(values, returns, mask),
     }

@@ -16,14 +16,14 @@ ROWS, TIME, FEATURES = 16, 6, 3
 NAMES = ("logprobs", "old_logprobs", "advantages", "mask", "features")
 
 
-def batch(dtype=jnp.float64):
+def batch():
     """Rows of very unequal lengths; the first of the eight devices holds not one true token."""
     mask = np.arange(TIME) < np.random.default_rng(0).integers(0, TIME + 1, (ROWS, 1))
     mask[:2] = False
     mask[5] = [1, 0, 1, 1, 0, 1]
     b = {name: jnp.asarray(x) for name, x in numpy_batch(1, mask).items()}
     draw = np.random.default_rng(2)
-    b["features"] = jnp.asarray(draw.normal(0, 0.2, (ROWS, TIME, FEATURES)), dtype)
+    b["features"] = jnp.asarray(draw.normal(0, 0.2, (ROWS, TIME, FEATURES)))
     b["sequence_lengths"] = jnp.broadcast_to(b["mask"].sum(1, keepdims=True), mask.shape)
     return b
 
