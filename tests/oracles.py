@@ -138,7 +138,9 @@ def value_token(value, old_value, target, down=None, up=None):
 
 
 def explained_variance(values, returns, mask):
-    pairs = [(float(values[i][t]), float(returns[i][t])) for i, ts in enumerate(rows(mask)) for t in ts]
+    pairs = [
+        (float(values[i][t]), float(returns[i][t])) for i, ts in enumerate(rows(mask)) for t in ts
+    ]
     targets = [g for _, g in pairs]
     errors = [g - v for v, g in pairs]
     if not pairs or max(targets) == min(targets):

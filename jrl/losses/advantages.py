@@ -9,20 +9,21 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Integer, Real, Shaped
 
-from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, keep, spread
+from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, keep, spread
 from jrl.losses.groups import group_min, group_sum, number_groups
 
 
 def gae(
-    rewards: Real[Array, "*batch time"],
-    values: Float[Array, "*batch time"],
-    mask: Shaped[Array, "*batch time"],
+    rewards: Real[ArrayLike, "*batch time"],
+    values: Float[ArrayLike, "*batch time"],
+    mask: Shaped[ArrayLike, "*batch time"],
     *,
-    gamma: Number | Float[Array, "*#batch #time"] | Float[Array, ""] = 1.0,
-    lam: Number | Float[Array, "*#batch #time"] | Float[Array, ""] = 0.95,
-    bootstrap_value: Number | Float[Array, "*#batch"] | None = None,
+    gamma: Scalar | Float[ArrayLike, "*#batch #time"] = 1.0,
+    lam: Scalar | Float[ArrayLike, "*#batch #time"] = 0.95,
+    bootstrap_value: Scalar | Float[ArrayLike, "*#batch"] | None = None,
 ) -> tuple[Float[Array, "*batch time"], Float[Array, "*batch time"]]:
     """Generalised advantage estimation over the tokens that the policy sampled.
 
@@ -109,7 +110,7 @@ def _discounted_errors(
 
 
 def length_adaptive_lambda(
-    lengths: Real[Array, "*batch"], *, alpha: Number = 0.05, floor: Number = 0.0
+    lengths: Real[ArrayLike, "*batch"], *, alpha: Number = 0.05, floor: Number = 0.0
 ) -> Float[Array, "*batch"]:
     """VAPO's lam for a response of each length.
 
@@ -149,8 +150,8 @@ def length_adaptive_lambda(
 
 
 def grpo(
-    rewards: Real[Array, "batch"],
-    groups: Integer[Array, "batch"],
+    rewards: Real[ArrayLike, "batch"],
+    groups: Integer[ArrayLike, "batch"],
     *,
     scale: Literal["group"] | None = "group",
     epsilon: Number = 1e-6,
@@ -198,8 +199,8 @@ def grpo(
 
 
 def whiten(
-    x: Float[Array, "*batch time"],
-    mask: Shaped[Array, "*batch time"],
+    x: Float[ArrayLike, "*batch time"],
+    mask: Shaped[ArrayLike, "*batch time"],
     *,
     unbiased: bool = True,
     keep_mean: bool = False,

@@ -8,18 +8,20 @@ from typing import TypeAlias
 
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Num, Shaped
 
+# A setting known when the program is traced, so that it can be checked; and any single number.
 Number: TypeAlias = int | float
-Count: TypeAlias = Number | Num[Array, ""]
+Scalar: TypeAlias = Num[ArrayLike, ""]
 
 
-def as_mask(mask: Shaped[Array, "*shape"]) -> Bool[Array, "*shape"]:
+def as_mask(mask: Shaped[ArrayLike, "*shape"]) -> Bool[Array, "*shape"]:
     """A boolean mask from one of any dtype; anything but zero counts as true."""
     return jnp.asarray(mask).astype(bool)
 
 
-def as_floats(*arrays: Shaped[Array, "..."]) -> tuple[Float[Array, "..."], ...]:
+def as_floats(*arrays: Shaped[ArrayLike, "..."]) -> tuple[Float[Array, "..."], ...]:
     """The arrays in one working precision: float64 where one of them has it, float32 otherwise.
 
     Half precision is raised rather than kept: a ratio of probabilities, a sum over a batch and a
@@ -40,7 +42,7 @@ def keep(x: Shaped[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Shaped[Arra
 
 
 def spread(
-    name: str, x: Number | Shaped[Array, "..."], like: Float[Array, "*shape"]
+    name: str, x: Shaped[ArrayLike, "..."], like: Float[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
     """`x` in the shape and dtype of `like`, from a scalar or from an array with as many axes.
 
@@ -60,7 +62,7 @@ def spread(
     return jnp.broadcast_to(array.astype(like.dtype), like.shape)
 
 
-def check_shapes(**arrays: Shaped[Array, "..."]) -> None:
+def check_shapes(**arrays: Shaped[ArrayLike, "..."]) -> None:
     """Check that the named arrays, which all speak about the same tokens, have one shape.
 
     Raises:

@@ -5,6 +5,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
 from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, keep
@@ -13,9 +14,9 @@ KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+"]
 
 
 def kl_estimate(
-    logprobs: Float[Array, "*batch time"],
-    ref_logprobs: Float[Array, "*batch time"],
-    mask: Shaped[Array, "*batch time"] | None = None,
+    logprobs: Float[ArrayLike, "*batch time"],
+    ref_logprobs: Float[ArrayLike, "*batch time"],
+    mask: Shaped[ArrayLike, "*batch time"] | None = None,
     *,
     kind: KLEstimator = "k3",
     max_log_ratio: Number | None = None,
@@ -102,7 +103,7 @@ def _estimate(
 
 
 def entropy_from_logits(
-    logits: Float[Array, "*batch vocab"], mask: Shaped[Array, "*batch"] | None = None
+    logits: Float[ArrayLike, "*batch vocab"], mask: Shaped[ArrayLike, "*batch"] | None = None
 ) -> Float[Array, "*batch"]:
     """Exact entropy of the distributions whose logits lie along the last axis.
 

@@ -7,10 +7,11 @@ many groups as rows are provided for, which is always enough and costs one numbe
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 from jaxtyping import Float, Int, Integer
 
 
-def number_groups(groups: Integer[Array, "batch"]) -> Int[Array, "batch"]:
+def number_groups(groups: Integer[ArrayLike, "batch"]) -> Int[Array, "batch"]:
     """The same groups, named 0, 1, 2, ... in increasing order of their names."""
     groups = jnp.asarray(groups)
     _, index = jnp.unique(groups, return_inverse=True, size=groups.size)

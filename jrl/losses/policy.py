@@ -7,17 +7,18 @@ round. Only the current log-probabilities carry a gradient.
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Real, Shaped
+from jax.typing import ArrayLike
+from jaxtyping import Float, Real, Shaped
 
-from jrl.losses.arrays import Count, Number, as_floats, as_mask, check_shapes, keep, spread
+from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, keep, spread
 from jrl.losses.reduction import Aggregation, Mean, aggregate
 
 
 def ppo_surrogate(
-    logprobs: Float[Array, "*batch time"],
-    old_logprobs: Float[Array, "*batch time"],
-    advantages: Float[Array, "*#batch #time"],
-    mask: Shaped[Array, "*batch time"],
+    logprobs: Float[ArrayLike, "*batch time"],
+    old_logprobs: Float[ArrayLike, "*batch time"],
+    advantages: Float[ArrayLike, "*#batch #time"],
+    mask: Shaped[ArrayLike, "*batch time"],
     *,
     clip_low: Number = 0.2,
     clip_high: Number = 0.2,
@@ -75,21 +76,21 @@ def ppo_surrogate(
 
 
 def ppo_loss(
-    logprobs: Float[Array, "*batch time"],
-    old_logprobs: Float[Array, "*batch time"],
-    advantages: Float[Array, "*#batch #time"],
-    mask: Shaped[Array, "*batch time"],
+    logprobs: Float[ArrayLike, "*batch time"],
+    old_logprobs: Float[ArrayLike, "*batch time"],
+    advantages: Float[ArrayLike, "*#batch #time"],
+    mask: Shaped[ArrayLike, "*batch time"],
     *,
     clip_low: Number = 0.2,
     clip_high: Number = 0.2,
     clip_dual: Number | None = None,
     max_log_ratio: Number | None = 20.0,
-    importance_weights: Float[Array, "*#batch #time"] | None = None,
+    importance_weights: Float[ArrayLike, "*#batch #time"] | None = None,
     aggregation: Aggregation = "token-mean",
-    num_tokens: Count | None = None,
-    num_sequences: Count | None = None,
+    num_tokens: Scalar | None = None,
+    num_sequences: Scalar | None = None,
     max_length: Number | None = None,
-    sequence_lengths: Real[Array, "*batch time"] | None = None,
+    sequence_lengths: Real[ArrayLike, "*batch time"] | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Mean]]:
     """Clipped policy loss of PPO: `ppo_surrogate`, weighted if asked, then `aggregate`.
 
@@ -155,17 +156,17 @@ def ppo_loss(
 
 
 def _clipped(
-    logprobs: Float[Array, "*batch time"],
-    old_logprobs: Float[Array, "*batch time"],
-    advantages: Float[Array, "*#batch #time"],
-    mask: Shaped[Array, "*batch time"],
+    logprobs: Float[ArrayLike, "*batch time"],
+    old_logprobs: Float[ArrayLike, "*batch time"],
+    advantages: Float[ArrayLike, "*#batch #time"],
+    mask: Shaped[ArrayLike, "*batch time"],
     clip_low: Number,
     clip_high: Number,
     clip_dual: Number | None,
     max_log_ratio: Number | None,
 ) -> tuple[
     Float[Array, "*batch time"],
-    dict[str, Float[Array, "*batch time"] | Bool[Array, "*batch time"]],
+    dict[str, Float[Array, "*batch time"]],
 ]:
     """The surrogate of `ppo_surrogate`, and the statistics of `ppo_loss` for each token."""
     if clip_low < 0 or clip_high < 0:
@@ -208,15 +209,15 @@ def _clipped(
         "ratio_squared": ratio**2,
         "ratio_clamped": clamped,
     }
-    return surrogate, statistics
+    return surrogate, {name: x.astype(ratio.dtype) for name, x in statistics.items()}
 
 
 def positive_example_loss(
-    logprobs: Float[Array, "*batch time"],
-    correct: Shaped[Array, "*batch"],
-    mask: Shaped[Array, "*batch time"],
+    logprobs: Float[ArrayLike, "*batch time"],
+    correct: Shaped[ArrayLike, "*batch"],
+    mask: Shaped[ArrayLike, "*batch time"],
     *,
-    num_tokens: Count | None = None,
+    num_tokens: Scalar | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Mean]]:
     """Negative log-likelihood of the correct responses, VAPO's imitation of its own successes.
 
@@ -245,5 +246,6 @@ def positive_example_loss(
     """
     check_shapes(logprobs=logprobs, mask=mask)
     imitated = as_mask(mask) & as_mask(correct)[..., None]
+    (logprobs,) = as_floats(logprobs)
     loss = aggregate(-logprobs, imitated, "token-mean", num_tokens=num_tokens)
     return loss, {"positive_nll": Mean.of(-logprobs, imitated)}

@@ -12,9 +12,10 @@ from typing import Generic, Literal, TypeVar, get_args
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 from jaxtyping import Float, Real, Shaped
 
-from jrl.losses.arrays import Count, Number, as_floats, as_mask, check_shapes, keep
+from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, keep
 
 Aggregation = Literal[
     "token-mean",
@@ -50,7 +51,7 @@ class Mean(Generic[Leaf]):
     count: Leaf
 
     @classmethod
-    def of(cls, x: Shaped[Array, "*shape"], mask: Shaped[Array, "*shape"]) -> "Mean[Array]":
+    def of(cls, x: Shaped[ArrayLike, "*shape"], mask: Shaped[ArrayLike, "*shape"]) -> "Mean[Array]":
         """The mean of `x` where `mask` is true, without a gradient."""
         mask = as_mask(mask)
         (x,) = as_floats(jax.lax.stop_gradient(x))
@@ -64,14 +65,14 @@ class Mean(Generic[Leaf]):
         return divide(jnp.asarray(self.sum), jnp.asarray(self.count))
 
 
-def divide(total: Float[Array, "*shape"], count: Count) -> Float[Array, "*shape"]:
+def divide(total: Float[Array, "*shape"], count: Scalar) -> Float[Array, "*shape"]:
     """`total / count`, and `total` itself (a sum of nothing, 0) where the count is 0."""
-    count = jnp.asarray(count).astype(total.dtype)
+    count = jnp.asarray(count, total.dtype)
     return total / jnp.where(count == 0, jnp.ones_like(count), count)
 
 
 def masked_mean(
-    x: Shaped[Array, "*shape"], mask: Shaped[Array, "*shape"], axis: int | None = None
+    x: Shaped[ArrayLike, "*shape"], mask: Shaped[ArrayLike, "*shape"], axis: int | None = None
 ) -> Float[Array, "..."]:
     """Mean of `x` where `mask` is true, over everything or along one axis.
 
@@ -91,14 +92,14 @@ def masked_mean(
 
 
 def aggregate(
-    per_token: Real[Array, "*batch time"],
-    mask: Shaped[Array, "*batch time"],
+    per_token: Real[ArrayLike, "*batch time"],
+    mask: Shaped[ArrayLike, "*batch time"],
     mode: Aggregation = "token-mean",
     *,
-    num_tokens: Count | None = None,
-    num_sequences: Count | None = None,
+    num_tokens: Scalar | None = None,
+    num_sequences: Scalar | None = None,
     max_length: Number | None = None,
-    sequence_lengths: Real[Array, "*batch time"] | None = None,
+    sequence_lengths: Real[ArrayLike, "*batch time"] | None = None,
 ) -> Float[Array, ""]:
     """Reduce one loss per token to one loss.
 
@@ -185,8 +186,8 @@ def aggregate(
 def _lengths(
     per_token: Float[Array, "*batch time"],
     mask: Shaped[Array, "*batch time"],
-    num_sequences: Count | None,
-    sequence_lengths: Real[Array, "*batch time"] | None,
+    num_sequences: Scalar | None,
+    sequence_lengths: Real[ArrayLike, "*batch time"] | None,
 ) -> Float[Array, "*batch time"] | Float[Array, "*batch 1"]:
     """The tokens in each token's sequence, and 1 where there are none to divide."""
     if sequence_lengths is None:
@@ -198,5 +199,5 @@ def _lengths(
             "be counted; pass the number of sequences in the whole batch."
         )
     check_shapes(per_token=per_token, sequence_lengths=sequence_lengths)
-    lengths = jnp.asarray(sequence_lengths).astype(per_token.dtype)
+    lengths = jnp.asarray(sequence_lengths, per_token.dtype)
     return jnp.where(mask, lengths, jnp.ones_like(lengths))

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Integer, Real, Shaped
 
 from jrl.losses.arrays import as_floats, check_shapes
@@ -10,7 +11,7 @@ from jrl.losses.groups import group_max, group_min, number_groups
 
 
 def overlong_penalty(
-    lengths: Real[Array, "*batch"], *, max_length: int, buffer: int
+    lengths: Real[ArrayLike, "*batch"], *, max_length: int, buffer: int
 ) -> Float[Array, "*batch"]:
     """DAPO's soft punishment of responses that come near the limit of length.
 
@@ -48,7 +49,7 @@ def overlong_penalty(
 
 
 def informative_groups(
-    scores: Shaped[Array, "batch"], groups: Integer[Array, "batch"]
+    scores: Shaped[ArrayLike, "batch"], groups: Integer[ArrayLike, "batch"]
 ) -> Bool[Array, "batch"]:
     """Rows whose group holds different scores, the ones that DAPO's dynamic sampling keeps.
 

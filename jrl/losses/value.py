@@ -7,24 +7,25 @@ from typing import Generic
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 from jaxtyping import Float, Real, Shaped
 
-from jrl.losses.arrays import Count, Number, as_floats, as_mask, check_shapes, keep
+from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, keep
 from jrl.losses.reduction import Aggregation, Leaf, Mean, aggregate, divide, masked_mean
 
 
 def value_loss(
-    values: Float[Array, "*batch time"],
-    old_values: Float[Array, "*batch time"],
-    returns: Float[Array, "*batch time"],
-    mask: Shaped[Array, "*batch time"],
+    values: Float[ArrayLike, "*batch time"],
+    old_values: Float[ArrayLike, "*batch time"],
+    returns: Float[ArrayLike, "*batch time"],
+    mask: Shaped[ArrayLike, "*batch time"],
     *,
     clip: Number | tuple[Number, Number] | None = None,
     aggregation: Aggregation = "token-mean",
-    num_tokens: Count | None = None,
-    num_sequences: Count | None = None,
+    num_tokens: Scalar | None = None,
+    num_sequences: Scalar | None = None,
     max_length: Number | None = None,
-    sequence_lengths: Real[Array, "*batch time"] | None = None,
+    sequence_lengths: Real[ArrayLike, "*batch time"] | None = None,
 ) -> tuple[Float[Array, ""], dict[str, "Mean | ExplainedVariance"]]:
     """Half the squared error of the critic, optionally clipped as PPO clips its policy.
 
@@ -93,7 +94,7 @@ def value_loss(
         sequence_lengths=sequence_lengths,
     )
     return loss, {
-        "vf_clipfrac": Mean.of(binds, mask),
+        "vf_clipfrac": Mean.of(binds.astype(errors.dtype), mask),
         "vpred_mean": Mean.of(values, mask),
         "vf_explained_var": ExplainedVariance.of(values, returns, mask),
     }
@@ -124,10 +125,10 @@ class ExplainedVariance(Generic[Leaf]):
     @classmethod
     def of(
         cls,
-        values: Float[Array, "*batch time"],
-        returns: Float[Array, "*batch time"],
-        mask: Shaped[Array, "*batch time"],
-        centre: Number | Float[Array, ""] = 0.0,
+        values: Float[ArrayLike, "*batch time"],
+        returns: Float[ArrayLike, "*batch time"],
+        mask: Shaped[ArrayLike, "*batch time"],
+        centre: Scalar = 0.0,
     ) -> "ExplainedVariance[Array]":
         """The sums over the true tokens of one piece, without a gradient.
 
@@ -142,7 +143,7 @@ class ExplainedVariance(Generic[Leaf]):
         values, returns = as_floats(*jax.lax.stop_gradient((values, returns)))
         values, returns = keep(values, mask), keep(returns, mask)
         error = returns - values
-        centred = keep(returns - jnp.asarray(centre).astype(returns.dtype), mask)
+        centred = keep(returns - jnp.asarray(centre, returns.dtype), mask)
         return ExplainedVariance(
             count=jnp.sum(mask, dtype=jnp.int32),
             error_sum=jnp.sum(error),
@@ -172,9 +173,9 @@ class ExplainedVariance(Generic[Leaf]):
 
 
 def explained_variance(
-    values: Float[Array, "*batch time"],
-    returns: Float[Array, "*batch time"],
-    mask: Shaped[Array, "*batch time"],
+    values: Float[ArrayLike, "*batch time"],
+    returns: Float[ArrayLike, "*batch time"],
+    mask: Shaped[ArrayLike, "*batch time"],
 ) -> Float[Array, ""]:
     """How much of the variance of the returns the critic explains: ``1 - Var(G - V) / Var(G)``.
 

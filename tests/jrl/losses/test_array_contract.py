@@ -3,6 +3,8 @@
 One table of calls, and each promise tried on all of them.
 """
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,13 +15,7 @@ from hypothesis import strategies as st
 
 import jrl
 
-MODES = [
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-]
+MODES = get_args(jrl.Aggregation)
 
 
 def _gae(b):

@@ -1,0 +1,158 @@
+"""KL estimators and entropy: vectors, slow loops, and exact expectations on a small vocabulary."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from batches import MASK, batch, numpy_batch
+from jax.test_util import check_grads
+
+import jrl
+
+LOGPROBS, REFERENCE = jnp.array([-1.0, -2, -0.5, -3]), jnp.array([-1.2, -1.5, -0.5, -2])
+K1, K2, K3 = [0.2, -0.5, 0, -1], [0.02, 0.125, 0, 0.5], [0.018731, 0.148721, 0, 0.718282]
+SLOPE_K3 = [0.181269, -0.648721, 0, -1.718282]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "slope"),
+    [
+        ("k1", K1, [1, 1, 1, 1]),
+        ("k2", K2, K1),
+        ("k3", K3, SLOPE_K3),
+        ("abs", np.abs(K1), None),
+        ("k1+", K1, K1),
+        ("k3+", K3, K1),
+    ],
+)
+def test_vector_kl_1(kind, value, slope):
+    def total(logprobs):
+        return jnp.sum(jrl.kl_estimate(logprobs, REFERENCE, kind=kind))
+
+    np.testing.assert_allclose(jrl.kl_estimate(LOGPROBS, REFERENCE, kind=kind), value, atol=1e-6)
+    if slope is not None:
+        np.testing.assert_allclose(jax.grad(total)(LOGPROBS), slope, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs", "k1+", "k3+"])
+@pytest.mark.parametrize("masked", [True, False])
+def test_kl_oracle(kind, masked):
+    b = numpy_batch(0)
+    log_ratio = b["logprobs"] - b["ref_logprobs"]
+    tokens = [[oracles.kl_token(d, kind) for d in row] for row in log_ratio]
+    values, slopes = np.moveaxis(np.array(tokens), -1, 0)
+    chosen = MASK if masked else np.ones_like(MASK)
+    with jax.enable_x64(True):
+        logprobs, reference = jnp.asarray(b["logprobs"]), jnp.asarray(b["ref_logprobs"])
+        mask = jnp.asarray(MASK) if masked else None
+        result = jrl.kl_estimate(logprobs, reference, mask, kind=kind)
+        np.testing.assert_allclose(result, np.where(chosen, values, 0), rtol=1e-11, atol=1e-15)
+        slope = jax.grad(lambda x: jnp.sum(jrl.kl_estimate(x, reference, mask, kind=kind)))
+        expected = np.where(chosen, slopes, 0)
+        np.testing.assert_allclose(slope(logprobs), expected, rtol=1e-11, atol=1e-15)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs"])
+def test_kl_gradients_by_finite_differences(kind):
+    with jax.enable_x64(True):
+        b = batch(1, dtype=jnp.float64)
+        call = lambda x: jrl.kl_estimate(x, b["ref_logprobs"], b["mask"], kind=kind)  # noqa: E731 - a call with one free argument
+        check_grads(call, (b["logprobs"],), 1)
+
+
+def policies():
+    """Log-probabilities of a policy (from its logits) and of a reference, over five tokens."""
+    draw = np.random.default_rng(3)
+    logits = jnp.asarray(draw.normal(0, 1, 5))
+    return logits, jax.nn.log_softmax(jnp.asarray(draw.normal(0, 1, 5)))
+
+
+def test_k1_and_k3_have_the_divergence_as_their_mean():
+    with jax.enable_x64(True):
+        logits, reference = policies()
+        logprobs = jax.nn.log_softmax(logits)
+        divergence = np.sum(np.exp(logprobs) * (logprobs - reference))
+        for kind in ("k1", "k3", "k1+", "k3+"):
+            mean = np.sum(np.exp(logprobs) * jrl.kl_estimate(logprobs, reference, kind=kind))
+            np.testing.assert_allclose(mean, divergence, rtol=1e-12)
+
+
+def test_what_each_estimator_descends_on_average():
+    with jax.enable_x64(True):
+        logits, reference = policies()
+        sampling = jax.lax.stop_gradient(jax.nn.softmax(logits))
+
+        def expected_slope(kind):
+            def loss(logits):
+                logprobs = jax.nn.log_softmax(logits)
+                return jnp.sum(sampling * jrl.kl_estimate(logprobs, reference, kind=kind))
+
+            return jax.grad(loss)(logits)
+
+        def forward(logits):
+            logprobs = jax.nn.log_softmax(logits)
+            return jnp.sum(jnp.exp(logprobs) * (logprobs - reference))
+
+        def backward(logits):
+            return jnp.sum(jnp.exp(reference) * (reference - jax.nn.log_softmax(logits)))
+
+        for kind in ("k2", "k1+", "k3+"):
+            np.testing.assert_allclose(expected_slope(kind), jax.grad(forward)(logits), atol=1e-12)
+        np.testing.assert_allclose(expected_slope("k3"), jax.grad(backward)(logits), atol=1e-12)
+        np.testing.assert_allclose(expected_slope("k1"), np.zeros(5), atol=1e-12)
+
+
+def test_k3_is_never_negative_and_keeps_its_digits_near_zero():
+    small = jnp.array([1e-4, -1e-4, 1e-3, 0.0], jnp.float32)
+    estimate = jrl.kl_estimate(small, jnp.zeros(4), kind="k3")
+    assert np.all(estimate >= 0)
+    # Computed as exp(-d) + d - 1 in float32 the first two would be off by their whole size.
+    np.testing.assert_allclose(estimate, small**2 / 2, rtol=5e-2, atol=0)
+
+
+def test_clamps_are_off_unless_asked_for():
+    far, zero = jnp.array([-30.0, 30.0]), jnp.zeros(2)
+    np.testing.assert_allclose(jrl.kl_estimate(far, zero, kind="k1"), far)
+    free = jrl.kl_estimate(far, zero, kind="k3")
+    np.testing.assert_allclose(free, [np.exp(30) - 31, np.exp(-30) + 29], rtol=1e-5)
+    near = jrl.kl_estimate(far, zero, kind="k3", max_log_ratio=2)
+    np.testing.assert_allclose(near, [np.exp(2) - 3, np.exp(-2) + 1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs", "k1+", "k3+"])
+def test_a_clamp_stops_the_gradient(kind):
+    def bounded(logprobs):
+        return jrl.kl_estimate(logprobs, jnp.zeros(2), kind=kind, max_log_ratio=20, max_value=10)
+
+    far = jnp.array([-30.0, 30.0])
+    expected = [-10, 10] if kind.startswith("k1") else [10, 10]
+    np.testing.assert_allclose(bounded(far), expected)
+    assert not np.any(jax.grad(lambda x: jnp.sum(bounded(x)))(far))
+
+
+def test_entropy_oracle():
+    logits = numpy_batch(4)["logits"]
+    expected = [[oracles.entropy(token) for token in row] for row in logits]
+    with jax.enable_x64(True):
+        array = jnp.asarray(logits)
+        np.testing.assert_allclose(jrl.entropy_from_logits(array), expected, rtol=1e-11)
+        masked = jrl.entropy_from_logits(array, jnp.asarray(MASK))
+        np.testing.assert_allclose(masked, np.where(MASK, expected, 0), rtol=1e-11)
+        check_grads(jrl.entropy_from_logits, (array[:2, :3],), order=2)
+
+
+def test_entropy_where_tokens_are_impossible():
+    logits = jnp.array([[1.0, 2.0, -jnp.inf], [3.0, -jnp.inf, -jnp.inf], [0.0, -300.0, 300.0]])
+    expected = [oracles.entropy([1, 2]), 0, 0]
+    np.testing.assert_allclose(jrl.entropy_from_logits(logits), expected, atol=1e-6)
+    slope = jax.grad(lambda x: jnp.sum(jrl.entropy_from_logits(x)))(logits)
+    pair = jax.grad(lambda x: jrl.entropy_from_logits(x))(jnp.array([1.0, 2.0]))
+    np.testing.assert_allclose(slope, [[*pair, 0], [0, 0, 0], [0, 0, 0]], atol=1e-6)
+
+
+def test_entropy_of_uniform_and_shifted_logits():
+    uniform = jnp.zeros((2, 5))
+    np.testing.assert_allclose(jrl.entropy_from_logits(uniform), np.full(2, np.log(5)), rtol=1e-6)
+    shifted = jrl.entropy_from_logits(jnp.array([1e4, 1e4 + 1]))
+    np.testing.assert_allclose(shifted, oracles.entropy([0, 1]), rtol=1e-6)

@@ -1,0 +1,266 @@
+"""The clipped surrogate and its loss: vectors, slow loops, identities, metrics."""
+
+import functools
+import itertools
+import operator
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from batches import BATCH, MASK, batch, numpy_batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+
+import jrl
+
+every_mode = pytest.mark.parametrize("mode", get_args(jrl.Aggregation))
+few = settings(max_examples=10, deadline=None, derandomize=True, database=None)
+
+RATIOS = jnp.array([0.5, 0.79, 1, 1.25, 1.3, 4, 12])
+
+
+@pytest.mark.parametrize(
+    ("advantage", "settings", "loss"),
+    [
+        (1, {}, [-0.5, -0.79, -1, -1.2, -1.2, -1.2, -1.2]),
+        (1, {"clip_high": 0.28}, [-0.5, -0.79, -1, -1.25, -1.28, -1.28, -1.28]),
+        (1, {"clip_high": 0.28, "clip_dual": 3}, [-0.5, -0.79, -1, -1.25, -1.28, -1.28, -1.28]),
+        (-1, {}, [0.8, 0.8, 1, 1.25, 1.3, 4, 12]),
+        (-1, {"clip_high": 0.28}, [0.8, 0.8, 1, 1.25, 1.3, 4, 12]),
+        (-1, {"clip_dual": 3}, [0.8, 0.8, 1, 1.25, 1.3, 3, 3]),
+        # TRL's two-sided guard delta = 4 has the plateau of a dual clip at 4.
+        (-1, {"clip_dual": 4}, [0.8, 0.8, 1, 1.25, 1.3, 4, 4]),
+    ],
+)
+def test_vector_clip_1(advantage, settings, loss):
+    ones = jnp.ones(7)
+    result = jrl.ppo_surrogate(jnp.log(RATIOS), 0 * ones, advantage * ones, ones, **settings)
+    np.testing.assert_allclose(result, loss, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "ratio"),
+    [(-0.3, 0.740818), (-0.1, 0.904837), (0, 1), (0.1, 1.105171), (0.3, 1.349859)],
+)
+def test_vector_ratio_1(log_ratio, ratio):
+    one = jnp.ones(1)
+    wide = {"clip_low": float("inf"), "clip_high": float("inf")}
+    result = jrl.ppo_surrogate(log_ratio * one - 2, -2 * one, -one, one, **wide)
+    np.testing.assert_allclose(result, [ratio], atol=1e-6)
+
+
+@every_mode
+@pytest.mark.parametrize("clip_dual", [None, 1.5])
+def test_oracle(mode, clip_dual):
+    b = numpy_batch(0)
+    arrays = (b["logprobs"], b["old_logprobs"], b["advantages"], MASK)
+    losses, slopes, acts = oracles.ppo(*arrays, 0.2, 0.28, clip_dual)
+    losses, slopes = losses * b["importance_weights"], slopes * b["importance_weights"]
+    weights = oracles.token_weights(MASK, mode, max_length=11)
+    tokens = MASK.sum()
+    assert (acts == "clip").sum() >= 2 and (acts == "dual").sum() >= (clip_dual is not None)
+    with jax.enable_x64(True):
+        (loss, metrics), slope = jax.value_and_grad(jrl.ppo_loss, has_aux=True)(
+            *(jnp.asarray(x) for x in arrays),
+            clip_low=0.2,
+            clip_high=0.28,
+            clip_dual=clip_dual,
+            importance_weights=jnp.asarray(b["importance_weights"]),
+            aggregation=mode,
+            max_length=11,
+        )
+        expected = oracles.aggregate(losses, MASK, mode, max_length=11)
+        # Some twenty terms in float64, with an exponential each.
+        np.testing.assert_allclose(loss, expected, rtol=1e-11)
+        np.testing.assert_allclose(slope, slopes * weights, rtol=1e-11, atol=1e-15)
+
+        log_ratio = (b["logprobs"] - b["old_logprobs"])[MASK]
+        expected = {
+            "pg_clipfrac": (acts == "clip").sum() / tokens,
+            "pg_clipfrac_lower": (acts == "dual").sum() / tokens,
+            "ppo_kl": -log_ratio.mean(),
+            "ratio": np.exp(log_ratio).mean(),
+            "ratio_squared": np.exp(2 * log_ratio).mean(),
+            "ratio_clamped": 0.0,
+        }
+        counts = {name: int(metric.count) for name, metric in metrics.items()}
+        assert counts == dict.fromkeys(expected, int(tokens))
+        for name, value in expected.items():
+            np.testing.assert_allclose(metrics[name].value(), value, rtol=1e-11, err_msg=name)
+
+
+@every_mode
+def test_gradients_by_finite_differences(mode):
+    with jax.enable_x64(True):
+        b = batch(1, dtype=jnp.float64)
+
+        def loss(logprobs):
+            return jrl.ppo_loss(
+                logprobs,
+                b["old_logprobs"],
+                b["advantages"],
+                b["mask"],
+                clip_dual=1.5,
+                aggregation=mode,
+                max_length=11,
+            )[0]
+
+        check_grads(loss, (b["logprobs"],), 1)
+
+
+@every_mode
+@given(st.integers(0, 2**31), st.sets(st.integers(1, BATCH - 1)))
+@few
+def test_any_cut_sums_to_the_whole(mode, seed, cuts):
+    b = batch(seed)
+    edges = [0, *sorted(cuts), BATCH]
+    pieces = [slice(i, j) for i, j in itertools.pairwise(edges)]
+    names = ("logprobs", "old_logprobs", "advantages", "mask")
+
+    def loss(piece, logprobs, **counts):
+        rest = (b[name][piece] for name in names[1:])
+        shared = {"clip_dual": 1.5, "aggregation": mode, "max_length": 11}
+        return jrl.ppo_loss(logprobs[piece], *rest, **shared, **counts)
+
+    counts = {"num_tokens": int(MASK.sum()), "num_sequences": int(MASK.any(1).sum())}
+    step = jax.value_and_grad(loss, argnums=1, has_aux=True)
+    whole = step(slice(None), b["logprobs"])
+    parts = [step(piece, b["logprobs"], **counts) for piece in pieces]
+    summed = functools.reduce(lambda x, y: jax.tree.map(operator.add, x, y), parts)
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=5e-6, atol=2e-6), summed, whole)
+
+
+def test_the_first_on_policy_step_is_reinforce():
+    b = batch(2)
+    mask, advantages = b["mask"], b["advantages"]
+
+    def reinforce(logprobs):
+        return jrl.aggregate(-advantages * logprobs, mask)
+
+    # Also at bounds of zero, where every ratio lies exactly on its bound.
+    for clip in (0.2, 0.0):
+        slope, metrics = jax.grad(jrl.ppo_loss, has_aux=True)(
+            b["logprobs"], b["logprobs"], advantages, mask, clip_low=clip, clip_high=clip
+        )
+        np.testing.assert_allclose(slope, jax.grad(reinforce)(b["logprobs"]), rtol=1e-6)
+        assert metrics["pg_clipfrac"].value() == 0
+        assert metrics["ratio"].value() == metrics["ratio_squared"].value() == 1
+
+
+def test_without_bounds_it_is_importance_weighted_reinforce():
+    b = batch(3)
+    off = {"clip_low": float("inf"), "clip_high": float("inf"), "max_log_ratio": None}
+
+    def clipped(logprobs):
+        arrays = (logprobs, b["old_logprobs"], b["advantages"], b["mask"])
+        return jrl.ppo_loss(*arrays, **off)[0]
+
+    def weighted(logprobs):
+        ratio = jnp.exp(logprobs - b["old_logprobs"])
+        return jrl.aggregate(-ratio * b["advantages"], b["mask"])
+
+    actual, expected = (jax.value_and_grad(f)(b["logprobs"]) for f in (clipped, weighted))
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5), actual, expected)
+
+
+def test_the_gradient_vanishes_exactly_where_a_bound_binds():
+    ones = jnp.ones(7)
+
+    def loss(logprobs, advantage, clip_dual):
+        arrays = (logprobs, 0 * ones, advantage * ones, ones)
+        return jnp.sum(jrl.ppo_surrogate(*arrays, clip_dual=clip_dual))
+
+    slope = jax.grad(loss)(jnp.log(RATIOS), 1.0, None)
+    assert (slope != 0).tolist() == [True, True, True, False, False, False, False]
+    slope = jax.grad(loss)(jnp.log(RATIOS), -1.0, 3)
+    assert (slope != 0).tolist() == [False, False, True, True, True, False, False]
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+def test_ratios_of_zero_and_infinity_are_finite_and_counted(advantage):
+    logprobs = jnp.array([[-jnp.inf, -1.0, -500.0, -0.5, -1.0]])
+    old = jnp.array([[-1.0, -jnp.inf, -1.0, -500.0, -1.0]])
+    ones = jnp.ones_like(old)
+    (loss, metrics), slope = jax.value_and_grad(jrl.ppo_loss, has_aux=True)(
+        logprobs, old, advantage * ones, ones
+    )
+    assert np.isfinite(loss) and np.all(np.isfinite(slope))
+    assert not np.any(slope[:, :4])
+    assert metrics["ratio_clamped"].sum == 4
+    assert all(np.isfinite(metric.value()) for metric in metrics.values())
+
+
+def test_the_clamp_of_the_log_ratio_is_an_argument():
+    one = jnp.ones(1)
+    arrays = (one, 0 * one, -one, one)
+    assert jrl.ppo_surrogate(*arrays, max_log_ratio=0.5)[0] == pytest.approx(np.exp(0.5))
+    assert jrl.ppo_surrogate(*arrays, max_log_ratio=None)[0] == pytest.approx(np.exp(1))
+    _, metrics = jrl.ppo_loss(*arrays, max_log_ratio=0.5)
+    assert metrics["ratio_clamped"].value() == 1
+    assert jrl.ppo_surrogate(25 * one, 0 * one, -one, one)[0] == pytest.approx(np.exp(20))
+
+
+def test_advantages_per_row_spread_over_tokens():
+    b = batch(4)
+    per_row = b["advantages"][:, :1]
+    arrays = (b["logprobs"], b["old_logprobs"])
+    spread = jnp.broadcast_to(per_row, MASK.shape)
+    weights = b["importance_weights"][:, :1]
+    actual = jrl.ppo_loss(*arrays, per_row, b["mask"], importance_weights=weights)
+    weights = jnp.broadcast_to(weights, MASK.shape)
+    expected = jrl.ppo_loss(*arrays, spread, b["mask"], importance_weights=weights)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def test_bounds_that_make_no_sense_are_refused():
+    one = jnp.ones(1)
+    with pytest.raises(ValueError, match=r"clip_low=-0.1 and clip_high=0.2 are distances"):
+        jrl.ppo_surrogate(one, one, one, one, clip_low=-0.1)
+    with pytest.raises(ValueError, match=r"clip_high=-0.3 are distances"):
+        jrl.ppo_loss(one, one, one, one, clip_high=-0.3)
+    with pytest.raises(ValueError, match="clip_dual=1 must be above 1, such as 3; None is off"):
+        jrl.ppo_loss(one, one, one, one, clip_dual=1)
+
+
+POSITIVE = jnp.array([[-1.0, -2, -0.5], [-0.3, -0.4, 0], [-4, 0, 0]])
+POSITIVE_MASK = jnp.array([[1, 1, 1], [1, 1, 0], [1, 0, 0]])
+
+
+def test_vector_poslm_1():
+    correct = jnp.array([1, 0, 1])
+    loss, metrics = jrl.positive_example_loss(POSITIVE, correct, POSITIVE_MASK)
+    np.testing.assert_allclose(loss, 1.875, atol=1e-6)
+    np.testing.assert_allclose(metrics["positive_nll"].value(), 1.875, atol=1e-6)
+    assert metrics["positive_nll"].count == 4
+
+
+def test_positive_examples_cut_into_rows_sum_to_the_whole():
+    correct = jnp.array([True, False, True])
+    parts = [
+        jrl.positive_example_loss(
+            POSITIVE[row : row + 1],
+            correct[row : row + 1],
+            POSITIVE_MASK[row : row + 1],
+            num_tokens=4,
+        )
+        for row in range(3)
+    ]
+    np.testing.assert_allclose(sum(loss for loss, _ in parts), 1.875, atol=1e-6)
+    metric = functools.reduce(operator.add, (metrics["positive_nll"] for _, metrics in parts))
+    np.testing.assert_allclose(metric.value(), 1.875, atol=1e-6)
+
+
+def test_the_gradient_of_positive_examples():
+    correct = jnp.array([1.0, 0.0, 1.0])
+
+    def loss(logprobs, correct):
+        return jrl.positive_example_loss(logprobs, correct, POSITIVE_MASK)[0]
+
+    slope = jax.grad(loss)(POSITIVE, correct)
+    np.testing.assert_allclose(slope, [[-0.25] * 3, [0] * 3, [-0.25, 0, 0]])
+    assert not np.any(jax.grad(loss)(POSITIVE, 0 * correct))
+    assert loss(POSITIVE, 0 * correct) == 0

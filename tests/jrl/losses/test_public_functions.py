@@ -1,0 +1,130 @@
+"""What `import jrl` brings: the public names, their documentation, and nothing heavier than jax."""
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+import typing
+
+import pytest
+
+import jrl
+import jrl.losses
+
+MODULES = [f"jrl.losses.{module.name}" for module in pkgutil.iter_modules(jrl.losses.__path__)]
+
+
+def run(program: str) -> str:
+    """What a fresh interpreter prints, one without the run-time types of the test suite."""
+    finished = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def test_importing_loads_nothing_heavier_than_jax():
+    heavy = ("flax", "optax", "orbax", "matplotlib", "chex", "sentencepiece", "tyro", "rich")
+    program = f"import sys, jrl; print([name for name in {heavy} if name in sys.modules])"
+    assert run(program).strip() == "[]"
+
+
+def test_both_packages_list_the_same_names_and_have_them():
+    assert jrl.__all__ == jrl.losses.__all__
+    assert len(set(jrl.__all__)) == len(jrl.__all__)
+    for name in jrl.__all__:
+        assert getattr(jrl, name) is getattr(jrl.losses, name)
+
+
+@pytest.mark.parametrize("name", jrl.__all__)
+def test_every_public_name_is_documented(name):
+    thing = getattr(jrl, name)
+    if typing.get_origin(thing) is typing.Literal:
+        return  # A set of strings; the function that takes it has them in a table.
+    assert len(inspect.getdoc(thing) or "") > 60
+    if inspect.isfunction(thing):
+        text = inspect.getdoc(thing) or ""
+        assert ("Args:" in text and "Returns:" in text and ">>>" in text) or name == "masked_mean"
+        missing = [p for p in inspect.signature(thing).parameters if f"  {p}: " not in text]
+        assert not missing
+
+
+def test_every_choice_of_a_string_is_in_a_table():
+    for choices, function in (
+        (jrl.Aggregation, jrl.aggregate),
+        (jrl.KLEstimator, jrl.kl_estimate),
+    ):
+        for choice in typing.get_args(choices):
+            assert f"``{choice}``" in (inspect.getdoc(function) or "")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_are_true(name):
+    failed, tried = doctest.testmod(importlib.import_module(name))
+    assert not failed
+    assert tried or name in ("jrl.losses.arrays", "jrl.losses.groups")
+
+
+def test_errors_name_what_is_wrong_without_the_help_of_run_time_types():
+    program = """
+import jax.numpy as jnp, jrl
+full, short, rows = jnp.ones((2, 3)), jnp.ones((2, 1)), jnp.ones(2)
+for call in (
+    lambda: jrl.aggregate(full, short),
+    lambda: jrl.aggregate(full, full, "mean"),
+    lambda: jrl.ppo_surrogate(full, short, full, full),
+    lambda: jrl.value_loss(full, full, short, full),
+    lambda: jrl.gae(full, short, full),
+    lambda: jrl.gae(full, full, full, bootstrap_value=full),
+    lambda: jrl.whiten(full, short),
+    lambda: jrl.kl_estimate(full, short),
+    lambda: jrl.kl_estimate(full, full, short),
+    lambda: jrl.kl_estimate(full, full, kind="k4"),
+    lambda: jrl.grpo(rows, jnp.zeros(3, int)),
+    lambda: jrl.informative_groups(rows, jnp.zeros(3, int)),
+    lambda: jrl.explained_variance(full, short, full),
+    lambda: jrl.masked_mean(full, short),
+    lambda: jrl.positive_example_loss(full, rows, short),
+):
+    try:
+        call()
+    except ValueError as error:
+        print(error)
+    else:
+        print("accepted")
+"""
+    messages = run(program).splitlines()
+    expected = [
+        "per_token (2, 3), mask (2, 1)",
+        "mode='mean' is not a way to aggregate: choose one of token-mean, token-sum",
+        "logprobs (2, 3), old_logprobs (2, 1), mask (2, 3)",
+        "values (2, 3), old_values (2, 3), returns (2, 1), mask (2, 3)",
+        "rewards (2, 3), values (2, 1), mask (2, 3)",
+        "bootstrap_value has shape (2, 3), which does not spread over (2,)",
+        "x (2, 3), mask (2, 1)",
+        "logprobs (2, 3), ref_logprobs (2, 1)",
+        "logprobs (2, 3), mask (2, 1)",
+        "kind='k4' is not an estimator of KL: choose one of k1, k2, k3",
+        "rewards (2,), groups (3,)",
+        "scores (2,), groups (3,)",
+        "values (2, 3), returns (2, 1), mask (2, 3)",
+        "x (2, 3), mask (2, 1)",
+        "logprobs (2, 3), mask (2, 1)",
+    ]
+    assert len(messages) == len(expected)
+    for message, part in zip(messages, expected, strict=True):
+        assert part in message
+
+
+def test_numpy_arrays_and_default_promotion_serve_as_well():
+    program = """
+import numpy as np, jrl
+x, mask = np.array([[0.5, -1.0, 2.0]], np.float64), np.array([[1, 0, 1]], np.int64)
+advantages, returns = jrl.gae(x, x, mask)
+loss, metrics = jrl.ppo_loss(x, x, advantages, mask, num_tokens=np.int64(2))
+jrl.value_loss(x, x, returns, mask, clip=0.5), jrl.grpo(x[0], np.array([3, 3, 3]))
+print(loss.dtype, round(float(loss + advantages.sum() / 2), 6), metrics["ratio"].value())
+"""
+    assert run(program).strip() == "float32 0.0 1.0"

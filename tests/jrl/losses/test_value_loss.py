@@ -1,0 +1,160 @@
+"""The critic's loss and its explained variance."""
+
+import functools
+import itertools
+import operator
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from batches import BATCH, MASK, batch, numpy_batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+
+import jrl
+
+every_mode = pytest.mark.parametrize("mode", get_args(jrl.Aggregation))
+few = settings(max_examples=10, deadline=None, derandomize=True, database=None)
+
+
+@pytest.mark.parametrize(
+    ("clip", "loss", "clipfrac"), [(0.2, 0.38375, 0.5), ((0.5, 0.6), 0.3625, 0.0)]
+)
+def test_vector_value_1(clip, loss, clipfrac):
+    values, returns = jnp.array([0.9, 0.2, 1.5, 0]), jnp.array([1.0, 1, 0, 0])
+    old = jnp.full(4, 0.5)
+    result, metrics = jrl.value_loss(values, old, returns, jnp.ones(4), clip=clip)
+    np.testing.assert_allclose(result, loss, atol=1e-6)
+    assert metrics["vf_clipfrac"].value() == clipfrac
+
+
+@every_mode
+@pytest.mark.parametrize("clip", [None, (0.2, 0.2), (0.1, 0.3)])
+def test_oracle(mode, clip):
+    b = numpy_batch(0)
+    names = ("values", "old_values", "returns")
+    losses, slopes, binds = (np.zeros(MASK.shape) for _ in range(3))
+    for at in zip(*np.nonzero(MASK), strict=True):
+        token = oracles.value_token(*(b[name][at] for name in names), *(clip or ()))
+        losses[at], slopes[at], binds[at] = token
+    assert binds.any() == (clip is not None)
+    weights = oracles.token_weights(MASK, mode, max_length=11)
+    with jax.enable_x64(True):
+        arrays = [jnp.asarray(b[name]) for name in names]
+        (loss, metrics), slope = jax.value_and_grad(jrl.value_loss, has_aux=True)(
+            *arrays, jnp.asarray(MASK), clip=clip, aggregation=mode, max_length=11
+        )
+        expected = oracles.aggregate(losses, MASK, mode, max_length=11)
+        np.testing.assert_allclose(loss, expected, rtol=1e-11)
+        np.testing.assert_allclose(slope, slopes * weights, rtol=1e-11, atol=1e-15)
+        np.testing.assert_allclose(metrics["vf_clipfrac"].value(), binds.sum() / MASK.sum())
+        np.testing.assert_allclose(metrics["vpred_mean"].value(), b["values"][MASK].mean())
+        explained = oracles.explained_variance(b["values"], b["returns"], MASK)
+        np.testing.assert_allclose(metrics["vf_explained_var"].value(), explained, rtol=1e-10)
+
+
+def test_one_distance_means_both_directions_and_zero_is_not_off():
+    b = batch(1)
+    arrays = (b["values"], b["old_values"], b["returns"], b["mask"])
+    single, pair = (jrl.value_loss(*arrays, clip=clip) for clip in (0.3, (0.3, 0.3)))
+    jax.tree.map(np.testing.assert_array_equal, single, pair)
+    frozen, metrics = jrl.value_loss(*arrays, clip=0)
+    free, _ = jrl.value_loss(*arrays, clip=None)
+    assert frozen > free and metrics["vf_clipfrac"].value() > 0
+    unbound, _ = jrl.value_loss(*arrays, clip=float("inf"))
+    np.testing.assert_array_equal(unbound, free)
+    with pytest.raises(ValueError, match=r"clip=\(0.1, -0.2\) cannot be negative"):
+        jrl.value_loss(*arrays, clip=(0.1, -0.2))
+
+
+@pytest.mark.parametrize("clip", [None, (0.1, 0.3)])
+@every_mode
+def test_gradients_by_finite_differences(mode, clip):
+    with jax.enable_x64(True):
+        b = batch(2, dtype=jnp.float64)
+
+        def loss(values):
+            arrays = (values, b["old_values"], b["returns"], b["mask"])
+            return jrl.value_loss(*arrays, clip=clip, aggregation=mode, max_length=11)[0]
+
+        check_grads(loss, (b["values"],), 1)
+
+
+def test_at_the_old_values_the_clip_changes_no_gradient():
+    b = batch(3)
+
+    def slope(clip):
+        loss = functools.partial(jrl.value_loss, clip=clip)
+        return jax.grad(loss, has_aux=True)(b["values"], b["values"], b["returns"], b["mask"])[0]
+
+    np.testing.assert_array_equal(slope(0.0), slope(None))
+
+
+@every_mode
+@given(st.integers(0, 2**31), st.sets(st.integers(1, BATCH - 1)))
+@few
+def test_any_cut_sums_to_the_whole(mode, seed, cuts):
+    b = batch(seed)
+    edges = [0, *sorted(cuts), BATCH]
+    pieces = [slice(i, j) for i, j in itertools.pairwise(edges)]
+
+    def loss(piece, values, **counts):
+        rest = (b[name][piece] for name in ("old_values", "returns", "mask"))
+        shared = {"clip": 0.2, "aggregation": mode, "max_length": 11}
+        return jrl.value_loss(values[piece], *rest, **shared, **counts)
+
+    counts = {"num_tokens": int(MASK.sum()), "num_sequences": int(MASK.any(1).sum())}
+    step = jax.value_and_grad(loss, argnums=1, has_aux=True)
+    whole = step(slice(None), b["values"])
+    parts = [step(piece, b["values"], **counts) for piece in pieces]
+    summed = functools.reduce(lambda x, y: jax.tree.map(operator.add, x, y), parts)
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=5e-6, atol=2e-6), summed, whole)
+
+
+# EV-1; what lies under the mask is nobody's business.
+EV_VALUES = jnp.array([[0.5, 0.6, 0.7, 0.8], [0.4, 0.3, 0.2, 9]])
+EV_RETURNS = jnp.array([[1.0, 1, 1, 1], [0, 0, 0, 5]])
+EV_MASK = jnp.array([[1, 1, 1, 1], [1, 1, 1, 0]])
+
+
+def test_vector_ev_1():
+    explained = jrl.explained_variance(EV_VALUES, EV_RETURNS, EV_MASK)
+    np.testing.assert_allclose(explained, 0.536667, atol=1e-6)
+    loss, metrics = jrl.value_loss(EV_VALUES, EV_VALUES, EV_RETURNS, EV_MASK)
+    np.testing.assert_allclose(2 * loss, 0.118571, atol=1e-6)
+    np.testing.assert_allclose(metrics["vf_explained_var"].value(), 0.536667, atol=1e-6)
+    bias = jrl.masked_mean(EV_VALUES - EV_RETURNS, EV_MASK)
+    np.testing.assert_allclose(bias, -0.071429, atol=1e-6)
+
+
+def test_explained_variance_adds_up_where_its_mean_is_meaningless():
+    pieces = [
+        jrl.ExplainedVariance.of(EV_VALUES[row], EV_RETURNS[row], EV_MASK[row]) for row in (0, 1)
+    ]
+    np.testing.assert_allclose((pieces[0] + pieces[1]).value(), 0.536667, atol=1e-6)
+    # Within each row the returns are constant, so there is nothing to explain.
+    assert [float(piece.value()) for piece in pieces] == [0, 0]
+
+
+@pytest.mark.parametrize("level", [0.0, 0.1, 1.0, -3.3])
+def test_returns_that_do_not_vary_have_nothing_to_explain(level):
+    values, returns = jnp.linspace(0, 1, 7), jnp.full(7, level)
+    assert jrl.explained_variance(values, returns, jnp.ones(7)) == 0
+    assert jrl.ExplainedVariance.of(values, returns, jnp.ones(7)).value() == 0
+
+
+def test_explained_variance_far_from_zero():
+    # Returns that vary by 1 around 1000: squares of 1e6 in float32 are exact to 0.06 only.
+    draw = np.random.default_rng(0)
+    returns = (1000 + draw.normal(0, 1, (3, 50))).astype(np.float32)
+    values = (returns + draw.normal(0, 0.5, (3, 50))).astype(np.float32)
+    mask = np.ones((3, 50), bool)
+    expected = oracles.explained_variance(values, returns, mask)
+    arrays = (jnp.asarray(values), jnp.asarray(returns), jnp.asarray(mask))
+    np.testing.assert_allclose(jrl.explained_variance(*arrays), expected, rtol=1e-4)
+    centred = jrl.ExplainedVariance.of(*arrays, centre=1000)
+    np.testing.assert_allclose(centred.value(), expected, rtol=1e-4)
