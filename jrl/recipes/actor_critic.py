@@ -14,7 +14,7 @@ from jrl.recipes.recipe import Recipe
 class ActorCritic(Recipe):
     """Hyperparameters shared by the recipes that train a value network."""
 
-    critic_learning_rate: float = 2e-3
+    critic_learning_rate: float = 1e-3
     """Of AdamW, for the critic."""
     value_clip: float | None = None
     """How far a value may move from its old one before its gradient stops; None is off."""

@@ -37,7 +37,7 @@ class Recipe:
     epochs: int = 1
     """Passes over the completions of a step."""
 
-    learning_rate: float = 2e-3
+    learning_rate: float = 2e-4
     """Of AdamW, for the policy."""
     learning_rate_warmup: int = 0
     """Optimiser steps over which the learning rate rises linearly from 0."""

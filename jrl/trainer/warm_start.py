@@ -15,7 +15,7 @@ from jrl.trainer.prompts import encode_answers, encode_prompts
 from jrl.trainer.setup import Setup
 from moe.weights import Transformer
 
-CHECK_EVERY = 25
+CHECK_EVERY = 10
 """Steps between measurements of the accuracy."""
 
 
