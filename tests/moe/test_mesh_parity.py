@@ -99,8 +99,6 @@ def test_equals_one_device(name, layout):
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), grads, expected_grads
     )
     if load is not None:
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), load, expected_load
-        )
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), load, expected_load)
         np.testing.assert_array_equal(load.load, expected_load.load)
     assert all(float(jnp.max(jnp.abs(g))) > 0 for g in jax.tree.leaves(grads))
