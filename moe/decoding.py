@@ -4,10 +4,11 @@ The cache is one buffer per layer, key and value, written in place: a loop that 
 copies it. Rows are right-aligned prompts, so every row writes the same column at the same time.
 """
 
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from moe.attention import causal, read_values, rms_norm
@@ -19,7 +20,8 @@ from sharding.folding import FoldedMesh
 Leaf = TypeVar("Leaf")
 
 
-class Cache(NamedTuple, Generic[Leaf]):
+@struct.dataclass
+class Cache(Generic[Leaf]):
     """Keys and values of the positions so far, a buffer per layer.
 
     Attributes:
