@@ -37,7 +37,7 @@ class Sampling:
     @property
     def truncates(self) -> bool:
         """Whether tokens with probability under the policy can have none here."""
-        return self.top_k is not None or self.top_p is not None
+        return self.greedy or self.top_k is not None or self.top_p is not None
 
 
 GREEDY = Sampling(temperature=0.0)
