@@ -82,11 +82,6 @@ def test_padding_on_either_side_changes_nothing():
         np.testing.assert_allclose(out[start, start : start + 4], alone, atol=1e-5)
 
 
-def test_positions_count_valid_tokens():
-    valid = jnp.asarray([[True, True, True], [False, True, True], [False, False, False]])
-    assert model.positions_of(valid).tolist() == [[0, 1, 2], [0, 0, 1], [0, 0, 0]]
-
-
 def test_hidden_states_are_normalised():
     weights = random_weights(CONFIG, 1)
     weights = weights.replace(norm=jnp.ones(CONFIG.d_model))

@@ -21,6 +21,10 @@ def tokens(seed, scale=2.0):
     return logits, valid
 
 
+def sums(logits, probabilities, counts, share, valid):
+    return statistics(logits, probabilities, counts, share, jnp.asarray(valid))
+
+
 def softmax(logits):
     logits = np.asarray(logits, np.float64)
     powers = np.exp(logits - logits.max())
@@ -89,9 +93,7 @@ def test_statistics_are_sums_over_valid_tokens():
     share = draw.random((BATCH * TIME, EXPERTS)).astype(np.float32)
     routing, probabilities = route(jnp.asarray(logits), jnp.asarray(valid), CONFIG)
     counts = assignments(routing.experts, EXPERTS)
-    stats = statistics(
-        jnp.asarray(logits), probabilities, counts, jnp.asarray(share), jnp.asarray(valid)
-    )
+    stats = sums(jnp.asarray(logits), probabilities, counts, jnp.asarray(share), valid)
     load, balance, z, entropy = np.zeros(EXPERTS), 0.0, 0.0, 0.0
     for token in np.flatnonzero(valid):
         p = softmax(logits[token])
@@ -113,7 +115,7 @@ def whole(logits, valid):
     counts = assignments(routing.experts, EXPERTS)
     share = sequence_share(counts.reshape(BATCH, TIME, EXPERTS), valid.reshape(BATCH, TIME))
     share = jnp.repeat(share, TIME, axis=0)
-    return statistics(logits, probabilities, counts, share, valid), share
+    return sums(logits, probabilities, counts, share, valid), share
 
 
 def test_balance_is_one_when_even_and_grows_to_experts_over_k():
@@ -138,7 +140,7 @@ def test_gradient_flows_through_probabilities_and_not_through_shares():
     def balance(logits, share):
         probabilities = jax.nn.softmax(logits, axis=-1)
         counts = jnp.zeros_like(probabilities)
-        return statistics(logits, probabilities, counts, share, valid).balance
+        return sums(logits, probabilities, counts, share, valid).balance
 
     by_logits, by_share = jax.grad(balance, argnums=(0, 1))(logits, share)
     np.testing.assert_array_equal(by_share, 0.0)
