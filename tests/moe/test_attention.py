@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from programs import jit, mesh_of, on_mesh
 
 from moe.attention import attention, causal, read_values, rms_norm, rope
 from moe.config import ModelConfig
 from moe.weights import Attention
-from programs import jit, mesh_of, on_mesh
 
 BATCH, TIME, HEADS, KV_HEADS, HEAD_DIM, D_MODEL = 3, 5, 6, 2, 4, 7
 VALID = np.arange(TIME)[None, :] >= np.array([0, 2, 5])[:, None]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from programs import jit, mesh_of, on_mesh
 
 from moe.dispatch import dispatch
 from moe.experts import (
@@ -23,7 +24,6 @@ from moe.experts import (
 )
 from moe.routing import Routing
 from moe.weights import Dense, Experts
-from programs import jit, mesh_of, on_mesh
 
 NUM_EXPERTS, D_MODEL, D_EXPERT = 5, 6, 7
 exactly = settings(max_examples=25, deadline=None, derandomize=True)

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from programs import mesh_of, on_mesh, random_weights
 
 from moe import model
 from moe.config import ModelConfig
 from moe.weights import specs
-from programs import mesh_of, on_mesh, random_weights
 from sharding.collectives import all_sum
 
 # A distinct size for each axis, divisible where the layouts cut it.

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from programs import jit, mesh_of, on_mesh, random_weights
 
 from moe import model
 from moe.attention import rms_norm
 from moe.config import ModelConfig
 from moe.routing import RouterStatistics
 from moe.weights import specs
-from programs import jit, mesh_of, on_mesh, random_weights
 from sharding.folding import Layout, fold_abstract
 
 CONFIG = ModelConfig(

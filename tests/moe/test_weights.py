@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from programs import jit
 
 from moe.config import ModelConfig
 from moe.weights import (
@@ -22,7 +23,6 @@ from moe.weights import (
     specs,
     table,
 )
-from programs import jit
 from sharding.folding import Layout, fold, fold_abstract
 
 # A distinct size for each axis; products are distinct enough to tell two weights apart.
