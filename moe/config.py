@@ -50,7 +50,13 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self):
-        for name in ("vocab_size", "num_layers", "d_model", "num_heads", "num_kv_heads"):
+        positive = ["vocab_size", "num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim"]
+        if self.num_experts:
+            positive.append("d_expert")
+        for name in ("num_experts", "d_ff"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} is negative: use 0 for none.")
+        for name in positive:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
         if self.num_heads % self.num_kv_heads:
@@ -74,17 +80,17 @@ class ModelConfig:
 
 
 def tiny(vocab_size: int) -> ModelConfig:
-    """About 0.47 M parameters, 8 experts of which each token takes 2: trains on a laptop."""
+    """About 0.48 M parameters, 8 experts of which each token takes 2: trains on a laptop."""
     return ModelConfig(vocab_size)
 
 
 def tiny_dense(vocab_size: int) -> ModelConfig:
-    """The width and depth of `tiny` with dense layers: as many parameters, all of them active."""
+    """The width and depth of `tiny` with dense layers: as many parameters but for the router, all active."""
     return ModelConfig(vocab_size, num_experts=0, d_ff=448)
 
 
 def small(vocab_size: int) -> ModelConfig:
-    """About 10 M parameters, 16 experts of which each token takes 2, and a shared expert."""
+    """About 11 M parameters, 16 experts of which each token takes 2, and a shared expert."""
     return ModelConfig(
         vocab_size,
         num_layers=6,

@@ -4,10 +4,11 @@ The cache is one buffer per layer, key and value, written in place: a loop that 
 copies it. Rows are right-aligned prompts, so every row writes the same column at the same time.
 """
 
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from moe.attention import read_values, rms_norm
@@ -20,11 +21,13 @@ from sharding.folding import FoldedMesh
 Leaf = TypeVar("Leaf")
 
 
-class Cache(NamedTuple, Generic[Leaf]):
+@struct.dataclass
+class Cache(Generic[Leaf]):
     """Keys and values of the positions so far, a buffer per layer.
 
     Attributes:
-      keys: per layer ``[batch, length, kv_head, head_dim]``, rotated.
+      keys: per layer ``[batch, kv_head, length, head_dim]``, rotated. A head's positions lie together,
+        as the products of a decoding step want them: in another order each step would copy the buffer.
       values: the same shape.
       valid: ``[batch, length]`` which columns hold a token.
     """
@@ -53,7 +56,7 @@ def prefill(
     def attend_in_layer(index):
         def attend(query, key, value):
             shape = (*valid.shape, -1, config.head_dim)
-            kept[index] = key.reshape(shape), value.reshape(shape)
+            kept[index] = _by_head(key.reshape(shape)), _by_head(value.reshape(shape))
             return stream.attend_in_layer(index)(query, key, value)
 
         return attend
@@ -66,11 +69,15 @@ def prefill(
 def extend(cache: Cache[Array], length: int, copies: int) -> Cache[Array]:
     """A cache with room for `length` more columns, each row repeated `copies` times in a row."""
 
-    def grow(buffer):
-        room = [(0, 0), (0, length), *((0, 0) for _ in buffer.shape[2:])]
+    def grow(buffer, axis):
+        room = [(0, length if n == axis else 0) for n in range(buffer.ndim)]
         return jnp.pad(jnp.repeat(buffer, copies, axis=0), room)
 
-    return jax.tree.map(grow, cache)
+    return Cache(
+        keys=tuple(grow(keys, axis=2) for keys in cache.keys),
+        values=tuple(grow(values, axis=2) for values in cache.values),
+        valid=grow(cache.valid, axis=1),
+    )
 
 
 def decode_step(
@@ -102,10 +109,11 @@ def decode_step(
 
     def attend_in_layer(index):
         def attend(query, key, value):
-            start = (0, column, 0, 0)
-            keys[index] = jax.lax.dynamic_update_slice(keys[index], key[:, None], start)
-            values[index] = jax.lax.dynamic_update_slice(values[index], value[:, None], start)
-            return read_values(query[:, None], keys[index], values[index], visible)[:, 0]
+            start = (0, 0, column, 0)
+            keys[index] = jax.lax.dynamic_update_slice(keys[index], key[:, :, None], start)
+            values[index] = jax.lax.dynamic_update_slice(values[index], value[:, :, None], start)
+            key, value = _by_position(keys[index]), _by_position(values[index])
+            return read_values(query[:, None], key, value, visible)[:, 0]
 
         return attend
 
@@ -121,3 +129,15 @@ def decode_step(
         x, _ = block(layer, x, stream, attend_in_layer(index), config, mesh)
     x = rms_norm(x, weights.norm, config.norm_epsilon)
     return logits_of(weights, x, config), Cache(tuple(keys), tuple(values), valid)
+
+
+def _by_head(
+    x: Float[Array, "batch length kv_head head_dim"],
+) -> Float[Array, "batch kv_head length head_dim"]:
+    return jnp.swapaxes(x, 1, 2)
+
+
+def _by_position(
+    x: Float[Array, "batch kv_head length head_dim"],
+) -> Float[Array, "batch length kv_head head_dim"]:
+    return jnp.swapaxes(x, 1, 2)

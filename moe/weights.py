@@ -23,6 +23,9 @@ from sharding.rules import partition_spec, weight_rules
 
 Leaf = TypeVar("Leaf")
 
+TRUNCATED_DEVIATION = 0.87962566103423978
+"""Standard deviation of a standard normal cut at two."""
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -151,7 +154,8 @@ def _initial(weight: Weight, sizes: dict[str, int], key: jax.Array) -> jax.Array
     if not weight.fan_in:
         return jnp.full(shape, weight.scale, jnp.float32)
     fan_in = math.prod(sizes[axis] for axis in weight.fan_in.split())
-    deviation = weight.scale / math.sqrt(fan_in)
+    # The cut takes away part of the variance of the normal that is cut.
+    deviation = weight.scale / math.sqrt(fan_in) / TRUNCATED_DEVIATION
     return deviation * jax.random.truncated_normal(key, -2, 2, shape, jnp.float32)
 
 

@@ -45,15 +45,21 @@ class Layout:
         for field in fields(self):
             size = getattr(self, field.name)
             if size < 1:
-                raise ValueError(f"{field.name}={size} is not a size: use 1 for an axis not in use.")
+                raise ValueError(
+                    f"{field.name}={size} is not a size: use 1 for an axis not in use."
+                )
         stage = self.tp * self.cp * self.dp
         if stage % (self.ep * self.etp):
-            legal = max(n for n in _divisors(stage // math.gcd(stage, self.etp)) if n <= self.ep)
+            ep, etp = self._nearest_experts(stage)
             raise ValueError(
                 f"ep={self.ep} x etp={self.etp} does not divide tp x cp x dp = {stage}: "
-                f"the nearest legal expert axis is ep={legal} with "
-                f"etp={math.gcd(stage, self.etp)}."
+                f"the nearest legal expert axis is ep={ep} with etp={etp}."
             )
+
+    def _nearest_experts(self, stage: int) -> tuple[int, int]:
+        """The legal sizes of ``ep`` and ``etp`` that are off by the smallest factor."""
+        legal = [(ep, etp) for ep in _divisors(stage) for etp in _divisors(stage // ep)]
+        return min(legal, key=lambda pair: _factor(pair[0], self.ep) * _factor(pair[1], self.etp))
 
     @property
     def edp(self) -> int:
@@ -67,11 +73,13 @@ class Layout:
     def parse(cls, text: str) -> "Layout":
         """The layout written as ``"tp2 dp2 / ep4"``; axes not named have size 1.
 
+        ``edp`` may be named too, as `str` does; it must be what follows from the others.
+
         Raises:
           ValueError: on an unknown axis, an axis named twice, or sizes that cannot agree.
         """
         sizes: dict[str, int] = {}
-        names = [field.name for field in fields(cls)]
+        names = [*(field.name for field in fields(cls)), "edp"]
         for word in text.replace("/", " ").split():
             match = re.fullmatch(r"([a-z]+)(\d+)", word)
             if match is None or match[1] not in names:
@@ -82,7 +90,13 @@ class Layout:
             if match[1] in sizes:
                 raise ValueError(f"layout {text!r} names the axis {match[1]} twice.")
             sizes[match[1]] = int(match[2])
-        return cls(**sizes)
+        edp = sizes.pop("edp", None)
+        layout = cls(**sizes)
+        if edp not in (None, layout.edp):
+            raise ValueError(
+                f"layout {text!r}: edp={edp}, but the other sizes leave edp={layout.edp}: leave it out."
+            )
+        return layout
 
     def __str__(self) -> str:
         attention = " ".join(f"{axis}{getattr(self, axis)}" for axis in ("tp", "cp", "dp", "pp"))
@@ -198,7 +212,9 @@ def _refine(layout: Layout) -> list[_Atom] | None:
     """
     cuts = {1}
     for axes in (ATTENTION, EXPERT):
-        cuts |= set(itertools.accumulate((getattr(layout, a) for a in reversed(axes)), operator.mul))
+        cuts |= set(
+            itertools.accumulate((getattr(layout, a) for a in reversed(axes)), operator.mul)
+        )
     sizes = sorted(cuts)
     if any(larger % smaller for smaller, larger in itertools.pairwise(sizes)):
         return None
@@ -246,6 +262,10 @@ def _multiplicity(prime: int, number: int) -> int:
     while number % prime == 0:
         number, count = number // prime, count + 1
     return count
+
+
+def _factor(size: int, wanted: int) -> float:
+    return max(size, wanted) / min(size, wanted)
 
 
 def _divisors(number: int) -> list[int]:

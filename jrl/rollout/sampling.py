@@ -13,9 +13,10 @@ class Sampling:
 
     Args:
       temperature: divides the logits; 0 takes the likeliest token (greedy).
-      top_k: keep only this many of the likeliest tokens; None keeps all.
+      top_k: keep only this many of the likeliest tokens, and what ties with the last of them; None
+        keeps all.
       top_p: keep the smallest set of likeliest tokens whose probability reaches this, in (0, 1];
-        None keeps all. Applied after `top_k`, to the distribution it leaves.
+        None keeps all. Ties with the last one stay. Applied after `top_k`, to what it leaves.
     """
 
     temperature: float = 1.0
@@ -37,7 +38,7 @@ class Sampling:
     @property
     def truncates(self) -> bool:
         """Whether tokens with probability under the policy can have none here."""
-        return self.top_k is not None or self.top_p is not None
+        return self.greedy or self.top_k is not None or self.top_p is not None
 
 
 GREEDY = Sampling(temperature=0.0)

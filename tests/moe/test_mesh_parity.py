@@ -1,36 +1,41 @@
 """The network on a folded mesh equals the network on one device: values, gradients, router sums."""
 
+import functools
+import re
+from collections import Counter
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from programs import mesh_of, on_mesh, random_weights
 
 from moe import model
 from moe.config import ModelConfig
-from moe.weights import initialise, specs
+from moe.weights import specs
 from sharding.collectives import all_sum
-from sharding.folding import Layout, fold
 
 # A distinct size for each axis, divisible where the layouts cut it.
 MOE = ModelConfig(
     vocab_size=11,
-    num_layers=2,
-    d_model=20,
+    num_layers=1,
+    d_model=10,
     num_heads=8,
     num_kv_heads=4,
     head_dim=6,
-    num_experts=8,
+    num_experts=16,
     experts_per_token=3,
-    d_expert=14,
+    d_expert=7,
 )
 CONFIGS = {
     "routed": MOE,
-    "shared": ModelConfig(**{**MOE.__dict__, "d_ff": 12, "head": "untied"}),
-    "dense": ModelConfig(**{**MOE.__dict__, "num_experts": 0, "d_ff": 28}),
-    "critic": ModelConfig(**{**MOE.__dict__, "head": "value"}),
+    "dense": replace(MOE, num_layers=2, num_experts=0, d_ff=28, head="tied"),
+    # A critic with a shared expert.
+    "shared": replace(MOE, num_layers=2, d_ff=12, head="value"),
 }
-LAYOUTS = [
+ROUTED_LAYOUTS = [
     "dp8",
     "tp2",
     "tp4",
@@ -43,13 +48,23 @@ LAYOUTS = [
     "tp4 dp2 / ep2",
     "tp2 dp4 / ep4",
 ]
+# What the other configurations add is spread over tp (dense layers, the values' alignment) or not at
+# all (the tied head), so one layout that has every axis is theirs, and one whose experts lie inside tp.
+CASES = [
+    *(("routed", layout) for layout in ROUTED_LAYOUTS),
+    ("dense", "tp2 dp4"),
+    ("shared", "tp2 dp4 / ep4"),
+    ("shared", "tp4 dp2 / ep2"),
+]
+BATCH, TIME = 8, 5
 
 
 def batch():
-    tokens = jax.random.randint(jax.random.key(1), (16, 10), 0, MOE.vocab_size)
-    length = jnp.arange(16) % 9 + 2
-    valid = jnp.arange(10)[None, :] >= 10 - length[:, None]
-    return tokens, valid
+    draw = np.random.default_rng(1)
+    tokens = draw.integers(0, MOE.vocab_size, (BATCH, TIME))
+    length = np.arange(BATCH) % (TIME - 1) + 2
+    valid = np.arange(TIME)[None, :] >= TIME - length[:, None]
+    return jnp.asarray(tokens), jnp.asarray(valid)
 
 
 def loss(weights, tokens, valid, config, mesh):
@@ -71,36 +86,93 @@ def loss(weights, tokens, valid, config, mesh):
     return total, None if stats is None else all_sum(stats, mesh.axes)
 
 
-def run(config, layout):
-    mesh = fold(Layout.parse(layout), jax.devices()[: Layout.parse(layout).num_devices])
+@functools.cache
+def run(name, layout):
+    config, mesh = CONFIGS[name], mesh_of(layout)
     spec = specs(config, mesh)
-    step = jax.shard_map(
+    step = on_mesh(
         lambda weights, tokens, valid: jax.value_and_grad(loss, has_aux=True)(
             weights, tokens, valid, config, mesh
         ),
-        mesh=mesh.mesh,
-        in_specs=(spec, P(mesh.dp), P(mesh.dp)),
-        out_specs=((P(), P()), spec),
+        mesh,
+        (spec, P(mesh.dp), P(mesh.dp)),
+        ((P(), P()), spec),
     )
-    weights = initialise(config, jax.random.key(0))
-    if config.head == "value":  # starts at zero, which would stop every gradient below it
-        weights = weights.replace(head=jnp.linspace(-1.0, 1.0, config.d_model))
-    return jax.jit(step)(weights, *batch())
+    return jax.device_get(step(random_weights(config, 0), *batch()))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "layout"), CASES)
 def test_equals_one_device(name, layout):
-    (value, load), grads = run(CONFIGS[name], layout)
-    (expected, expected_load), expected_grads = run(CONFIGS[name], "dp1")
+    (value, stats), grads = run(name, layout)
+    (expected, expected_stats), expected_grads = run(name, "dp1")
     # float32 sums of a few hundred terms in another order: a few units in the sixth digit.
     np.testing.assert_allclose(value, expected, rtol=2e-6)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), grads, expected_grads
     )
-    if load is not None:
+    if stats is not None:
         jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), load, expected_load
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), stats, expected_stats
         )
-        np.testing.assert_array_equal(load.load, expected_load.load)
-    assert all(float(jnp.max(jnp.abs(g))) > 0 for g in jax.tree.leaves(grads))
+        np.testing.assert_array_equal(stats.load, expected_stats.load)
+        sent = CONFIGS[name].num_layers * 3 * int(batch()[1].sum())
+        assert float(stats.load.sum()) == sent
+    assert all(float(np.max(np.abs(g))) > 0 for g in jax.tree.leaves(grads))
+
+
+def test_pieces_of_a_batch_add_up():
+    """Router losses and sums of micro-batches, with the token count of the whole, are those of it."""
+    mesh = mesh_of("tp2 dp2 / ep4")
+    tokens, valid = batch()
+    num_tokens = jnp.sum(valid.astype(jnp.int32))
+
+    def local(weights, tokens, valid):
+        _, stats = model.hidden(weights, tokens, valid, MOE, mesh)
+        router = model.router_loss(stats, MOE, mesh, num_tokens)
+        return all_sum(router, mesh.except_tp), all_sum(stats, mesh.axes)
+
+    rows = P(mesh.dp)
+    step = on_mesh(local, mesh, (specs(MOE, mesh), rows, rows), (P(), P()))
+    weights = random_weights(MOE, 0)
+    whole, whole_stats = step(weights, tokens, valid)
+    # Pieces of unequal length in tokens: rows 0 to 3 are all the lengths, 4 to 7 as well, so reorder.
+    order = np.argsort(np.asarray(valid).sum(axis=1), kind="stable")
+    pieces = [order[:4], order[4:]]
+    assert len({int(valid[piece].sum()) for piece in pieces}) == 2
+    parts, part_stats = zip(*(step(weights, tokens[p], valid[p]) for p in pieces), strict=True)
+    np.testing.assert_allclose(sum(map(float, parts)), whole, rtol=2e-6)
+    jax.tree.map(
+        lambda a, b, c: np.testing.assert_allclose(a + b, c, rtol=1e-5),
+        *part_stats,
+        whole_stats,
+    )
+    np.testing.assert_array_equal(part_stats[0].load + part_stats[1].load, whole_stats.load)
+
+
+COLLECTIVE = r" (all-gather|reduce-scatter|all-to-all|all-reduce|collective-permute)(?:-start)?\("
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        # Attention gathers and scatters once over tp; the router gathers its counts; rows and ids go
+        # to the experts and rows come back.
+        ("routed", {"all-gather": 2, "reduce-scatter": 1, "all-to-all": 3}),
+        # The shared expert gathers and scatters as attention does.
+        ("shared", {"all-gather": 3, "reduce-scatter": 2, "all-to-all": 3}),
+        ("dense", {"all-gather": 2, "reduce-scatter": 2}),
+    ],
+)
+def test_collectives_of_one_layer_are_those_claimed(name, expected):
+    config = replace(CONFIGS[name], num_layers=1)
+    mesh = mesh_of("tp2 dp4 / ep8")
+    rows = P(mesh.dp)
+
+    def local(weights, tokens, valid):
+        x, stats = model.hidden(weights, tokens, valid, config, mesh)
+        # What a device counts is a scalar; laid end to end it needs a dimension.
+        return x, jax.tree.map(jnp.atleast_1d, stats)
+
+    step = on_mesh(local, mesh, (specs(config, mesh), rows, rows), P(mesh.axes))
+    text = step.lower(random_weights(config, 0), *batch()).compile().as_text()
+    assert Counter(re.findall(COLLECTIVE, text)) == expected

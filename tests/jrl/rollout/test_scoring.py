@@ -1,0 +1,104 @@
+"""Decoding and training say the same about the same tokens."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from policies import CONFIG, FAST_COMPILE, PROMPT, decode, decoder_of, scored, scores, weights
+
+from jrl.rollout.sampling import GREEDY, Sampling
+from moe import model
+from moe.weights import specs
+
+# float32: the same sums, in blocks of other sizes.
+CLOSE = 1e-5
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0.7),
+        Sampling(temperature=1.3, top_k=3),
+        Sampling(top_p=0.8),
+        GREEDY,
+    ],
+    ids=["temperature", "top-k", "top-p", "greedy"],
+)
+def test_decoding_and_scoring_agree(sampling):
+    decoder = decoder_of(sampling)
+    rollout = decode(decoder)
+    logprobs, sampler_logprobs, entropy = scored(decoder, rollout)
+    drawn = rollout.mask
+    np.testing.assert_allclose(logprobs[drawn], rollout.policy_logprobs[drawn], atol=CLOSE)
+    np.testing.assert_allclose(sampler_logprobs[drawn], rollout.logprobs[drawn], atol=CLOSE)
+    assert np.all(entropy[drawn] > 0)
+    assert np.all(entropy[drawn] <= np.log(CONFIG.vocab_size) + CLOSE)
+    differ = np.abs(rollout.logprobs - rollout.policy_logprobs)[drawn].max()
+    assert (differ > 0.01) == sampling.truncates
+
+
+def test_agreement_is_the_layout_s_too():
+    decoder = decoder_of(Sampling(), "tp2 dp2 / ep4")
+    rollout = decode(decoder)
+    logprobs, *_ = scored(decoder, rollout)
+    np.testing.assert_allclose(
+        logprobs[rollout.mask], rollout.policy_logprobs[rollout.mask], atol=CLOSE
+    )
+
+
+def test_scores_are_those_of_the_token_they_stand_at():
+    decoder = decoder_of(Sampling(temperature=0.7))
+    rollout, mesh = decode(decoder), decoder.mesh
+    logprobs, _, entropy = scored(decoder, rollout)
+    step = jax.jit(
+        jax.shard_map(
+            lambda *given: model.next_token_logits(*given, CONFIG, mesh)[0],
+            mesh=mesh.mesh,
+            in_specs=(specs(CONFIG, mesh), P(), P()),
+            out_specs=P(mesh.axes),
+        ),
+        compiler_options=FAST_COMPILE,
+    )
+    logits = step(weights(), jnp.asarray(rollout.tokens), jnp.asarray(rollout.valid))
+    logits = np.asarray(logits, np.float64).reshape(*rollout.tokens.shape, -1) / 0.7
+    logits -= np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    np.testing.assert_array_equal(logprobs[:, 0], 0)
+    np.testing.assert_array_equal(entropy[:, 0], 0)
+    for row in range(rollout.tokens.shape[0]):
+        for t in range(PROMPT, rollout.tokens.shape[1]):
+            before = logits[row, t - 1]
+            np.testing.assert_allclose(logprobs[row, t], before[rollout.tokens[row, t]], atol=CLOSE)
+            np.testing.assert_allclose(entropy[row, t], -np.exp(before) @ before, atol=CLOSE)
+
+
+def test_the_sampler_s_logprobs_carry_no_gradient():
+    decoder = decoder_of(Sampling(top_k=3))
+    mesh, rollout = decoder.mesh, decode(decoder_of(Sampling(temperature=0.7)))
+
+    def total(of):
+        def local(weights, tokens, valid):
+            def inner(weights):
+                given = scores(decoder, weights, tokens, valid)
+                return jax.lax.psum(jnp.sum(of(given)), mesh.except_tp)
+
+            return jax.grad(inner)(weights).head
+
+        step = jax.shard_map(
+            local,
+            mesh=mesh.mesh,
+            in_specs=(specs(CONFIG, mesh), P(), P()),
+            out_specs=P(),
+        )
+        tokens, valid = jnp.asarray(rollout.tokens), jnp.asarray(rollout.valid)
+        return jax.jit(step, compiler_options=FAST_COMPILE)(weights(), tokens, valid)
+
+    both = total(lambda given: jnp.where(given.logprobs < 0, given.logprobs, 0.0))
+    assert float(jnp.max(jnp.abs(both))) > 0.1
+    with_sampler = total(
+        lambda given: (
+            jnp.where(given.logprobs < 0, given.logprobs, 0.0)
+            + jnp.where(jnp.isfinite(given.sampler_logprobs), given.sampler_logprobs, 0.0)
+        )
+    )
+    np.testing.assert_allclose(with_sampler, both, atol=CLOSE)

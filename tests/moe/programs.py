@@ -1,0 +1,48 @@
+"""Compiling quickly: tests of values need the program once and not fast."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moe.config import ModelConfig
+from moe.weights import Transformer, axis_sizes, shapes, table
+from sharding.folding import FoldedMesh, Layout, fold
+
+# Without the code generator's optimisations a compilation takes half the time.
+FAST_COMPILE = {"xla_backend_optimization_level": 0}
+
+
+def mesh_of(layout: str) -> FoldedMesh:
+    """The layout over as many of the fake devices as it needs."""
+    parsed = Layout.parse(layout)
+    return fold(parsed, jax.devices()[: parsed.num_devices])
+
+
+def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return jax.jit(function, compiler_options=FAST_COMPILE, **options)
+
+
+def random_weights(config: ModelConfig, seed: int) -> Transformer[jax.Array]:
+    """Weights about as large as initial ones, none of them zero or one: no compilation, no symmetry."""
+    draw = np.random.default_rng(seed)
+
+    def values(shape, weight):
+        noise = draw.normal(size=shape.shape)
+        if not weight.fan_in:
+            return jnp.asarray(1 + 0.2 * noise, jnp.float32)
+        sizes = axis_sizes(config)
+        fan_in = math.prod(sizes[axis] for axis in weight.fan_in.split())
+        return jnp.asarray(noise / fan_in**0.5, jnp.float32)
+
+    return jax.tree.map(values, shapes(config), table(config))
+
+
+def on_mesh(function: Callable[..., Any], mesh: FoldedMesh, in_specs: Any, out_specs: Any):
+    """`function` inside the one `jax.shard_map`, compiled."""
+    return jit(
+        jax.shard_map(function, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs),
+    )

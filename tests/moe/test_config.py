@@ -1,0 +1,59 @@
+"""What a configuration refuses, and the sizes that the presets say they have."""
+
+from dataclasses import replace
+
+import pytest
+
+from moe.config import PRESETS, ModelConfig, small, tiny, tiny_dense
+from moe.weights import num_active_parameters, num_parameters
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 0}, r"vocab_size=0 must be at least 1"),
+        ({"num_layers": 0}, r"num_layers=0 must be at least 1"),
+        ({"d_model": -2}, r"d_model=-2 must be at least 1"),
+        ({"num_heads": 0}, r"num_heads=0 must be at least 1"),
+        ({"num_kv_heads": 0}, r"num_kv_heads=0 must be at least 1"),
+        ({"head_dim": 0}, r"head_dim=0 must be at least 1"),
+        ({"head_dim": 7}, r"head_dim=7 must be even"),
+        ({"num_kv_heads": 3}, r"num_heads=4 is not a multiple of num_kv_heads=3"),
+        ({"num_experts": 0}, r"num_experts=0 and d_ff=0 leave no feed-forward layer"),
+        ({"num_experts": -1}, r"num_experts=-1 is negative"),
+        ({"d_ff": -8}, r"d_ff=-8 is negative"),
+        ({"d_expert": 0}, r"d_expert=0 must be at least 1"),
+        ({"experts_per_token": 0}, r"experts_per_token=0 must lie in 1..num_experts=8"),
+        ({"experts_per_token": 9}, r"experts_per_token=9 must lie in 1..num_experts=8"),
+    ],
+)
+def test_refuses(change, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**{"vocab_size": 11, **change})
+
+
+def test_experts_may_be_none_or_all():
+    assert replace(tiny(11), experts_per_token=8).experts_per_token == 8
+    # Without experts, how they would be used does not matter.
+    assert ModelConfig(11, num_experts=0, d_ff=8, experts_per_token=99, d_expert=0).d_ff == 8
+
+
+def test_as_critic_changes_the_head_only():
+    assert tiny(11).as_critic() == replace(tiny(11), head="value")
+
+
+# The built-in tasks have 15 to 60 characters; the bounds are the rounding of "about".
+@pytest.mark.parametrize("vocab_size", [16, 64])
+def test_presets_have_their_documented_sizes(vocab_size):
+    assert 0.475e6 < num_parameters(tiny(vocab_size)) < 0.486e6
+    assert 11.0e6 < num_parameters(small(vocab_size)) < 11.5e6
+    dense, sparse = (num_parameters(preset(vocab_size)) for preset in (tiny_dense, tiny))
+    # They differ by the router alone, 3 layers of 96 x 8.
+    assert sparse - dense == 3 * 96 * 8
+    assert num_active_parameters(tiny_dense(vocab_size)) == dense
+    assert small(vocab_size).d_ff > 0
+    assert {name: preset(vocab_size) for name, preset in PRESETS.items()} == {
+        "tiny": tiny(vocab_size),
+        "tiny-dense": tiny_dense(vocab_size),
+        "small": small(vocab_size),
+    }

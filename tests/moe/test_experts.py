@@ -1,0 +1,267 @@
+"""Grouped experts against the plain twin, and the maps that group the rows against loops."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+from programs import jit, mesh_of, on_mesh
+
+from moe.dispatch import dispatch
+from moe.experts import (
+    block_size,
+    dense,
+    every_expert,
+    group_rows,
+    inverse_places,
+    positions_within,
+    routed_experts,
+    take_rows,
+)
+from moe.routing import Routing
+from moe.weights import Dense, Experts
+
+NUM_EXPERTS, D_MODEL, D_EXPERT = 5, 6, 7
+exactly = settings(max_examples=25, deadline=None, derandomize=True)
+
+
+def rows_in(last):
+    """Ids up to `last`, of a few lengths so that little is compiled."""
+    return st.sampled_from([1, 8, 43]).flatmap(
+        lambda length: st.lists(st.integers(0, last), min_size=length, max_size=length)
+    )
+
+
+def expert_weights(num_experts=NUM_EXPERTS, seed=0):
+    draw = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return jnp.asarray(draw.normal(size=shape) / shape[-2] ** 0.5, jnp.float32)
+
+    return Experts(
+        router=normal(D_MODEL, num_experts),
+        gate=normal(num_experts, D_MODEL, D_EXPERT),
+        up=normal(num_experts, D_MODEL, D_EXPERT),
+        down=normal(num_experts, D_EXPERT, D_MODEL),
+    )
+
+
+def rows_of(num_rows, seed=1):
+    draw = np.random.default_rng(seed)
+    return jnp.asarray(draw.normal(size=(num_rows, D_MODEL)), jnp.float32)
+
+
+def swiglu(weights, expert, row):
+    """One row through one expert, in float64."""
+    row, gate, up, down = (
+        np.asarray(x, np.float64)
+        for x in (row, weights.gate[expert], weights.up[expert], weights.down[expert])
+    )
+    gated = row @ gate
+    return (gated / (1 + np.exp(-gated)) * (row @ up)) @ down
+
+
+@partial(jit, static_argnums=0)
+def output_and_gradients(function, weights, rows, experts):
+    """What `function` gives, and the gradient of its product with an uneven pattern."""
+
+    def inner(weights, rows):
+        out = function(weights, rows, experts)
+        pull = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
+        return jnp.sum(out * pull), out
+
+    (_, out), gradients = jax.value_and_grad(inner, argnums=(0, 1), has_aux=True)(weights, rows)
+    return out, gradients
+
+
+def agree(weights, rows, experts):
+    out, gradients = output_and_gradients(routed_experts, weights, rows, experts)
+    twin, twin_gradients = output_and_gradients(every_expert, weights, rows, experts)
+    # float32 sums of up to seven products, and of up to forty rows in the gradients.
+    np.testing.assert_allclose(out, twin, atol=2e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=5e-6),
+        gradients,
+        twin_gradients,
+    )
+    return out, gradients
+
+
+def test_plain_twin_is_swiglu():
+    weights, rows = expert_weights(), rows_of(7)
+    ids = [4, 0, 5, 2, 2, 9, 3]
+    out = every_expert(weights, rows, jnp.asarray(ids))
+    for row, expert in enumerate(ids):
+        expected = swiglu(weights, expert, rows[row]) if expert < NUM_EXPERTS else np.zeros(D_MODEL)
+        np.testing.assert_allclose(out[row], expected, atol=1e-6)
+
+
+ASSIGNMENTS = {
+    "uneven": [3, 0, 3, 3, 1, 3, 0, 3, 3, 3, 3],
+    "all to one": [2] * 11,
+    "all to the last": [4] * 11,
+    "one each and none": [4, 3, 2, 1, 0, 5, 5, 5, 5, 5, 5],
+    "nobody's": [5] * 11,
+    "far past the end": [17, 2, 99, 0, 5, 6, 2, 2, 4, 4, 1],
+}
+
+
+@pytest.mark.parametrize("name", ASSIGNMENTS)
+def test_grouped_experts_equal_the_plain_twin(name):
+    ids = jnp.asarray(ASSIGNMENTS[name])
+    out, (by_weights, by_rows) = agree(expert_weights(), rows_of(len(ids)), ids)
+    nobodys = np.asarray(ids) >= NUM_EXPERTS
+    np.testing.assert_array_equal(np.asarray(out)[nobodys], 0)
+    np.testing.assert_array_equal(np.asarray(by_rows)[nobodys], 0)
+    for expert in set(range(NUM_EXPERTS)) - set(ASSIGNMENTS[name]):
+        np.testing.assert_array_equal(by_weights.gate[expert], 0)
+        np.testing.assert_array_equal(by_weights.down[expert], 0)
+
+
+@exactly
+@given(st.sampled_from([1, 8, 43]), st.integers(0, 2**16), st.integers(0, NUM_EXPERTS))
+def test_grouped_experts_equal_the_plain_twin_on_any_assignment(num_rows, seed, first):
+    draw = np.random.default_rng(seed)
+    ids = draw.integers(first, NUM_EXPERTS + 1, num_rows)
+    agree(expert_weights(), rows_of(num_rows, seed), jnp.asarray(ids))
+
+
+@exactly
+@given(rows_in(7))
+def test_positions_within_count_each_group(ids):
+    position, count = positions_within(jnp.asarray(ids), NUM_EXPERTS)
+    seen = [0] * NUM_EXPERTS
+    for row, group in enumerate(ids):
+        if group < NUM_EXPERTS:
+            assert position[row] == seen[group]
+            seen[group] += 1
+    assert count.tolist() == seen
+
+
+@exactly
+@given(st.data())
+def test_inverse_places_undo_places(data):
+    num_places = data.draw(st.sampled_from([1, 4, 11]))
+    # Places past the end stand for rows that have none.
+    places = data.draw(st.permutations(range(num_places + 4)))[: data.draw(st.sampled_from([1, 4]))]
+    rows = inverse_places(jnp.asarray(places), num_places).tolist()
+    for place in range(num_places):
+        assert rows[place] == (places.index(place) if place in places else len(places))
+
+
+def test_take_rows_gives_zeros_past_the_end():
+    x = jnp.arange(6.0).reshape(3, 2) + 1
+    taken = take_rows(x, jnp.asarray([2, 3, 0, 99]))
+    np.testing.assert_array_equal(taken, [[5, 6], [0, 0], [1, 2], [0, 0]])
+
+
+@exactly
+@given(rows_in(NUM_EXPERTS + 1))
+def test_grouped_rows_stand_in_blocks_of_their_expert(ids):
+    groups = group_rows(jnp.asarray(ids), NUM_EXPERTS)
+    slots, rows = groups.slot.tolist(), groups.row.tolist()
+    size = groups.block_size
+    assert size == block_size(len(ids), NUM_EXPERTS)
+    assert len(rows) % size == 0
+    for row, expert in enumerate(ids):
+        if expert < NUM_EXPERTS:
+            assert rows[slots[row]] == row
+            assert groups.block_expert[slots[row] // size] == expert
+        else:
+            assert slots[row] >= len(rows)
+    # No place is taken twice, and what is not taken is one past the last row.
+    taken = [row for row in rows if row < len(ids)]
+    assert sorted(taken) == [row for row, expert in enumerate(ids) if expert < NUM_EXPERTS]
+    assert set(rows) - set(taken) <= {len(ids)}
+    assert all(0 <= expert < NUM_EXPERTS for expert in groups.block_expert.tolist())
+
+
+@pytest.mark.parametrize("num_experts", [1, 3, 8, 128])
+def test_block_sizes_are_powers_of_two_in_bounds(num_experts):
+    sizes = [block_size(num_rows, num_experts) for num_rows in range(1, 200_000, 997)]
+    assert set(sizes) <= {8, 16, 32, 64, 128, 256}
+    assert sizes == sorted(sizes)
+    assert sizes[0] == 8
+    if num_experts < 128:
+        assert sizes[-1] == 256
+
+
+# Dispatch: sixteen tokens over the devices, of eight experts three for each.
+TOKENS, ROUTE, CHOSEN = 16, 8, 3
+
+
+def routing_of(kind):
+    draw = np.random.default_rng(7)
+    if kind == "one device gets all":
+        experts = np.tile([1, 0, 2], (TOKENS, 1))
+    else:
+        experts = np.stack([draw.permutation(ROUTE)[:CHOSEN] for _ in range(TOKENS)])
+    weights = draw.random((TOKENS, CHOSEN))
+    weights /= weights.sum(axis=1, keepdims=True)
+    padding = draw.random(TOKENS) < 0.3
+    if kind == "a device of padding":
+        padding[:4] = True
+    experts[padding], weights[padding] = ROUTE, 0
+    return Routing(jnp.asarray(experts, jnp.int32), jnp.asarray(weights, jnp.float32))
+
+
+@pytest.mark.parametrize("layout", ["dp1", "dp8 / ep8", "tp2 dp4 / ep4", "dp4 / ep2"])
+def test_dispatch_equals_the_dense_oracle(layout):
+    weights = expert_weights(ROUTE)
+    mesh = mesh_of(layout)
+    tokens, whole = P(mesh.axes), P()
+    spec = Experts(router=whole, gate=P(mesh.ep), up=P(mesh.ep), down=P(mesh.ep))
+    sharded = jax.shard_map(
+        lambda weights, x, routing: dispatch(weights, x, routing, mesh),
+        mesh=mesh.mesh,
+        in_specs=(spec, tokens, tokens),
+        out_specs=tokens,
+    )
+
+    def every(weights, x, routing):
+        outs = [
+            routing.weights[:, k, None] * every_expert(weights, x, routing.experts[:, k])
+            for k in range(CHOSEN)
+        ]
+        return outs[0] + outs[1] + outs[2]
+
+    def pulled(function):
+        def inner(weights, x, scale, routing):
+            out = function(weights, x, routing._replace(weights=scale))
+            pull = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
+            return jnp.sum(out * pull), out
+
+        return jit(jax.grad(inner, argnums=(0, 1, 2), has_aux=True))
+
+    folded, oracle = pulled(sharded), pulled(every)
+    x = rows_of(TOKENS)
+    for kind in ("any", "one device gets all", "a device of padding"):
+        routing = routing_of(kind)
+        gradients, out = folded(weights, x, routing.weights, routing)
+        expected_gradients, expected = oracle(weights, x, routing.weights, routing)
+        # float32 sums of three experts' outputs, and of sixteen rows in the gradients.
+        np.testing.assert_allclose(out, expected, atol=3e-6, err_msg=kind)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5),
+            gradients,
+            expected_gradients,
+        )
+        padding = np.asarray(routing.experts)[:, 0] == ROUTE
+        np.testing.assert_array_equal(np.asarray(out)[padding], 0)
+
+
+def test_dense_layer_is_swiglu_on_any_number_of_ranks():
+    experts = expert_weights(1)
+    # An even number of hidden units, split over two ranks.
+    weights = Dense(experts.gate[0, :, :6], experts.up[0, :, :6], experts.down[0, :6])
+    one = Experts(experts.router, weights.gate[None], weights.up[None], weights.down[None])
+    x = rows_of(4)
+    mesh = mesh_of("tp2")
+    spec = Dense(P(None, mesh.tp), P(None, mesh.tp), P(mesh.tp))
+    out = on_mesh(lambda w, x: dense(w, x, mesh), mesh, (spec, P(mesh.tp)), P(mesh.tp))(weights, x)
+    for row in range(4):
+        np.testing.assert_allclose(out[row], swiglu(one, 0, x[row]), atol=1e-6)

@@ -1,0 +1,228 @@
+"""The forward pass on one device: what each position may know, and what its outputs speak about."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from programs import jit, mesh_of, on_mesh, random_weights
+
+from moe import model
+from moe.attention import rms_norm
+from moe.config import ModelConfig
+from moe.routing import RouterStatistics
+from moe.weights import specs
+from sharding.folding import Layout, fold_abstract
+
+CONFIG = ModelConfig(
+    vocab_size=11,
+    num_layers=2,
+    d_model=10,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    num_experts=5,
+    experts_per_token=3,
+    d_expert=7,
+    d_ff=3,
+)
+MESH = mesh_of("dp1")
+TIME = 6
+
+
+@partial(jit, static_argnums=0)
+def hidden(config, weights, tokens, valid):
+    """Hidden states ``[batch, time, d_model]``."""
+    step = jax.shard_map(
+        lambda *given: model.hidden(*given, config, MESH)[0],
+        mesh=MESH.mesh,
+        in_specs=(specs(config, MESH), P(), P()),
+        out_specs=P(MESH.axes),
+    )
+    return step(weights, tokens, valid).reshape(*tokens.shape, -1)
+
+
+def one_sequence(seed=0):
+    return np.random.default_rng(seed).integers(0, CONFIG.vocab_size, TIME)
+
+
+@pytest.mark.parametrize("num_experts", [5, 0])
+def test_a_token_changes_nothing_before_it(num_experts):
+    config = replace(CONFIG, num_experts=num_experts)
+    base = one_sequence()
+    tokens = np.tile(base, (TIME + 1, 1))
+    for t in range(TIME):
+        tokens[t, t] = (base[t] + 1) % CONFIG.vocab_size
+    valid = np.ones(tokens.shape, bool)
+    out = np.asarray(hidden(config, random_weights(config, 1), *map(jnp.asarray, (tokens, valid))))
+    for t in range(TIME):
+        # Rows of another grouping are multiplied in other blocks: a few units in the last place.
+        np.testing.assert_allclose(out[t, :t], out[TIME, :t], atol=2e-6)
+        changes = np.abs(out[t, t:] - out[TIME, t:]).max(axis=1)
+        assert np.all(changes > 1e-3), f"token {t} is not seen by all that follow"
+
+
+def test_padding_on_either_side_changes_nothing():
+    """The same four tokens after no, one and two columns of different rubbish."""
+    real = one_sequence()[:4]
+    draw = np.random.default_rng(5)
+    tokens = draw.integers(0, CONFIG.vocab_size, (3, TIME))
+    valid = np.zeros((3, TIME), bool)
+    for start in range(3):
+        tokens[start, start : start + 4] = real
+        valid[start, start : start + 4] = True
+    weights = random_weights(CONFIG, 1)
+    out = np.asarray(hidden(CONFIG, weights, jnp.asarray(tokens), jnp.asarray(valid)))
+    assert np.all(np.isfinite(out))
+    alone = hidden(CONFIG, weights, jnp.asarray(real[None]), jnp.ones((1, 4), bool))[0]
+    for start in range(3):
+        np.testing.assert_allclose(out[start, start : start + 4], alone, atol=1e-5)
+
+
+def test_hidden_states_are_normalised():
+    weights = random_weights(CONFIG, 1)
+    weights = weights.replace(norm=jnp.ones(CONFIG.d_model))
+    tokens = jnp.asarray(one_sequence()[None])
+    out = hidden(CONFIG, weights, tokens, jnp.ones((1, TIME), bool))
+    # The norm divides by the root mean square plus 1e-6.
+    np.testing.assert_allclose(jnp.mean(jnp.square(out), axis=-1), 1.0, rtol=1e-4)
+
+
+@pytest.mark.parametrize("head", ["tied", "untied"])
+def test_logits_are_products_with_the_head(head):
+    config = replace(CONFIG, head=head)
+    weights = random_weights(config, 1)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, CONFIG.d_model)), jnp.float32)
+    matrix = weights.embedding.T if head == "tied" else weights.head
+    expected = np.asarray(x, np.float64) @ np.asarray(matrix, np.float64)
+    logits = model.logits_of(weights, x, config)
+    np.testing.assert_allclose(logits, expected, atol=5e-6)
+    half = model.logits_of(weights, x.astype(jnp.bfloat16), config)
+    assert half.dtype == jnp.float32
+
+
+def test_embedding_has_the_variance_of_one():
+    config = replace(CONFIG, vocab_size=2000)
+    weights = random_weights(config, 1)
+    embed = on_mesh(
+        lambda weights, tokens: model.embed(weights, tokens, config, MESH),
+        MESH,
+        (specs(config, MESH), P()),
+        P(MESH.axes),
+    )
+    # 20 000 values: a standard error of 1 %.
+    assert abs(float(jnp.var(embed(weights, jnp.arange(2000)))) - 1) < 0.05
+
+
+def test_values_speak_of_the_state_before_each_token():
+    config = CONFIG.as_critic()
+    weights = random_weights(config, 1)
+    tokens = jnp.asarray(np.stack([one_sequence(0), one_sequence(1)]))
+    valid = jnp.asarray([[True] * TIME, [False] * 2 + [True] * (TIME - 2)])
+    values = on_mesh(
+        lambda *given: model.values(*given, config, MESH)[0][None],
+        MESH,
+        (specs(config, MESH), P(), P()),
+        P(MESH.except_tp),
+    )(weights, tokens, valid)[0]
+    states = np.asarray(hidden(config, weights, tokens, valid)) @ np.asarray(weights.head)
+    np.testing.assert_array_equal(values[:, 0], 0)
+    np.testing.assert_allclose(values[:, 1:], states[:, :-1], atol=5e-6)
+
+
+@pytest.mark.parametrize("layout", ["dp1", "tp4", "tp2 dp2"])
+def test_alignment_moves_each_number_to_its_token(layout):
+    mesh = mesh_of(layout)
+    shape = (4, 2 * TIME)
+    tokens = np.random.default_rng(0).integers(0, 9, shape)
+
+    def local(tokens):
+        after = model.next_tokens(tokens, mesh).astype(jnp.float32)
+        return model.align_to_tokens(after, tokens.shape, mesh)[None]
+
+    rows = tuple(axis for axis in mesh.except_tp if axis not in mesh.dp)
+    aligned = on_mesh(local, mesh, P(mesh.dp), P(rows, mesh.dp))(jnp.asarray(tokens))[0]
+    # Position t - 1 is asked for the token that follows it, which is token t.
+    np.testing.assert_array_equal(aligned[:, 1:], tokens[:, 1:])
+    np.testing.assert_array_equal(aligned[:, 0], 0)
+
+
+def test_network_is_pre_norm_blocks_between_embedding_and_norm():
+    """With the last factor of every term at zero the blocks add nothing."""
+    weights = random_weights(CONFIG, 1)
+    layers = weights.layers
+    silent = weights.replace(
+        layers=layers.replace(
+            attention=layers.attention.replace(out=jnp.zeros_like(layers.attention.out)),
+            experts=layers.experts.replace(down=jnp.zeros_like(layers.experts.down)),
+            dense=layers.dense.replace(down=jnp.zeros_like(layers.dense.down)),
+        )
+    )
+    tokens = one_sequence()
+    out = hidden(CONFIG, silent, jnp.asarray(tokens[None]), jnp.ones((1, TIME), bool))[0]
+    stream = weights.embedding[tokens] * CONFIG.d_model**0.5
+    expected = rms_norm(stream, weights.norm, CONFIG.norm_epsilon)
+    np.testing.assert_allclose(out, expected, rtol=1e-6)
+
+
+def test_half_precision_stays_close():
+    config = replace(CONFIG, dtype="bfloat16")
+    weights = random_weights(CONFIG, 1)
+    # With all experts chosen no near tie can send a token elsewhere.
+    config, single = (replace(c, experts_per_token=5) for c in (config, CONFIG))
+    tokens, valid = jnp.asarray(one_sequence()[None]), jnp.ones((1, TIME), bool)
+    out = hidden(config, weights, tokens, valid)
+    assert out.dtype == jnp.bfloat16
+    expected = hidden(single, weights, tokens, valid)
+    # Eight bits a rounding, some ten roundings a layer, on values of order one.
+    np.testing.assert_allclose(out.astype(jnp.float32), expected, atol=0.15)
+
+
+def test_heads_are_not_mistaken_for_each_other():
+    weights = random_weights(CONFIG, 1)
+    x = jnp.zeros((1, CONFIG.d_model))
+    with pytest.raises(ValueError, match=r'head="value" has no logits: this is a critic'):
+        model.logits_of(weights, x, CONFIG.as_critic())
+    with pytest.raises(ValueError, match=r"head='untied' gives no values"):
+        model.values(weights, jnp.zeros((1, 2), int), jnp.ones((1, 2), bool), CONFIG, MESH)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("tp4", r"10 tokens per data-parallel rank cannot be split over tp=4: choose a batch"),
+        ("cp2", r"the model runs on dp, tp and ep; cp must be 1"),
+        ("pp2", r"the model runs on dp, tp and ep; pp must be 1"),
+        ("dp2 / etp2", r"the model runs on dp, tp and ep; etp must be 1"),
+    ],
+)
+def test_layouts_it_does_not_run_on(layout, message):
+    mesh = fold_abstract(Layout.parse(layout))
+    tokens, valid = jnp.zeros((2, 5), int), jnp.ones((2, 5), bool)
+    with pytest.raises(ValueError, match=message):
+        model.hidden(random_weights(CONFIG, 1), tokens, valid, CONFIG, mesh)
+
+
+def test_router_loss_is_a_mean_over_tokens_and_layers():
+    stats = RouterStatistics(
+        load=jnp.zeros((2, 5)),
+        tokens=jnp.asarray(7.0),
+        balance=jnp.asarray(21.0),
+        z=jnp.asarray(35.0),
+        entropy=jnp.asarray(1.0),
+    )
+    config = replace(CONFIG, load_balance_coef=0.5, router_z_coef=0.25)
+
+    def loss(num_tokens, stats):
+        return on_mesh(lambda n: model.router_loss(stats, config, MESH, n), MESH, P(), P())(
+            jnp.asarray(num_tokens)
+        )
+
+    # 0.5 * 21 + 0.25 * 35, over 7 tokens and 2 layers.
+    np.testing.assert_allclose(loss(7, stats), 19.25 / 14, rtol=1e-6)
+    # No token at all divides by one.
+    np.testing.assert_allclose(loss(0, stats), 19.25 / 2, rtol=1e-6)
+    assert float(loss(7, None)) == 0.0

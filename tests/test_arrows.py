@@ -1,0 +1,168 @@
+"""Which room may import which. Imports are read from the syntax tree, so none is missed or run."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = {"jrl", "moe", "sharding", "experiments", "tests", "notebooks", "benchmarks"}
+PACKAGES = ("sharding", "moe", "jrl")
+LOADERS = {"import_module", "__import__", "find_spec", "run_module", "run_path"}
+"""Functions that import what a string names."""
+
+# What each room may import beside the standard library and itself; the longest prefix holds.
+ALLOWED = {
+    "sharding": {"jax", "numpy", "jaxtyping"},
+    "moe": {"sharding", "jax", "numpy", "jaxtyping", "flax"},
+    "jrl.losses": {"jax", "jaxtyping"},
+}
+COMPUTED = {Path("jrl/trainer/loggers.py")}
+"""Files that may import what a variable names: the extras that a user asked for."""
+FORBIDDEN = {"experiments", "benchmarks", "tests", "notebooks"}
+"""What no room imports, unless it is the room."""
+
+
+def module_name(path: Path) -> tuple[str, bool]:
+    """The dotted name of a file below the root, and whether it is a package."""
+    parts = path.with_suffix("").parts
+    return (".".join(parts[:-1]), True) if parts[-1] == "__init__" else (".".join(parts), False)
+
+
+def imports(source: str, path: Path) -> set[str]:
+    """The absolute names of all that `source` imports, wherever in it and however written."""
+    name, is_package = module_name(path)
+    package = name if is_package else name.rpartition(".")[0]
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = package.split(".")
+                kept = parts[: len(parts) - node.level + 1]
+                base = ".".join([*kept, *([base] if base else [])])
+            # `from jrl import trainer` may name a module as well as an attribute.
+            found |= {f"{base}.{alias.name}" if base else alias.name for alias in node.names}
+        elif isinstance(node, ast.Call):
+            function = node.func
+            called = getattr(function, "attr", getattr(function, "id", ""))
+            if called in LOADERS and node.args:
+                named = node.args[0]
+                literal = isinstance(named, ast.Constant) and isinstance(named.value, str)
+                found.add(named.value.lstrip(".") if literal else "a computed name")
+    return found
+
+
+def inside(name: str, room: str) -> bool:
+    return name == room or name.startswith(room + ".")
+
+
+def violations(source: str, path: Path) -> list[str]:
+    """The imports of a file that its room may not make."""
+    name, _ = module_name(path)
+    top = name.partition(".")[0]
+    room = next((room for room in ALLOWED if inside(name, room)), None)
+    wrong = []
+    for imported in sorted(imports(source, path)):
+        root = imported.partition(".")[0]
+        if root in FORBIDDEN and root != top:
+            wrong.append(imported)
+        elif room is not None:
+            allowed = root in ALLOWED[room] or root in sys.stdlib_module_names
+            if not (allowed or inside(imported, room)):
+                wrong.append(imported)
+        elif imported == "a computed name" and path not in COMPUTED:
+            wrong.append(imported)
+    return wrong
+
+
+def files(room: str) -> list[Path]:
+    return sorted(path.relative_to(ROOT) for path in (ROOT / room).rglob("*.py"))
+
+
+@pytest.mark.parametrize("room", [*PACKAGES, "benchmarks", "experiments", "notebooks"])
+def test_arrows_point_one_way(room):
+    if room in PACKAGES:
+        assert files(room), f"{room} has no files: the test looks in the wrong place"
+    wrong = {
+        str(path): found
+        for path in files(room)
+        if (found := violations((ROOT / path).read_text(encoding="utf-8"), path))
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "imported"),
+    [
+        ("sharding/rules.py", "from moe.config import ModelConfig", "moe.config.ModelConfig"),
+        ("sharding/rules.py", "import flax", "flax"),
+        ("sharding/planner/cost.py", "import numpy, optax as o", "optax"),
+        ("moe/model.py", "def f():\n    import jrl.losses as losses", "jrl.losses"),
+        ("moe/model.py", "from .. import jrl", "jrl"),
+        ("moe/kernels/dot.py", "from ...jrl.losses import gae", "jrl.losses.gae"),
+        ("jrl/losses/value.py", "import numpy as np", "numpy"),
+        ("jrl/losses/value.py", "from .. import trainer", "jrl.trainer"),
+        ("jrl/losses/value.py", "from ..trainer import state", "jrl.trainer.state"),
+        ("jrl/losses/__init__.py", "from ..tasks import load", "jrl.tasks.load"),
+        ("jrl/losses/value.py", "from jrl import trainer", "jrl.trainer"),
+        ("jrl/trainer/loop.py", "from experiments.sweep import run", "experiments.sweep.run"),
+        ("jrl/trainer/loop.py", "if True:\n  try:\n    import tests\n  finally:\n    1", "tests"),
+        (
+            "jrl/train.py",
+            "import importlib\nimportlib.import_module('benchmarks.x')",
+            "benchmarks.x",
+        ),
+        ("jrl/train.py", "__import__('tests.oracles')", "tests.oracles"),
+        ("jrl/train.py", "from importlib import import_module as i, util\nutil.find_spec(x)", None),
+        ("benchmarks/step.py", "from tests import oracles", "tests.oracles"),
+    ],
+)
+def test_a_forbidden_import_is_seen(path, line, imported):
+    assert violations(line, Path(path)) == [imported or "a computed name"]
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        (
+            "sharding/folding.py",
+            "import math, jax\nfrom jaxtyping import Array\nimport numpy as np",
+        ),
+        ("sharding/rules.py", "from .folding import FoldedMesh\nfrom sharding.folding import fold"),
+        (
+            "moe/model.py",
+            "from sharding.collectives import vary\nfrom . import routing\nimport flax",
+        ),
+        ("jrl/losses/value.py", "from .arrays import keep\nfrom jrl.losses import reduction"),
+        (
+            "jrl/trainer/loop.py",
+            "import optax, rich\nfrom moe import model\nfrom ..losses import gae",
+        ),
+        ("benchmarks/step.py", "from benchmarks.peer import run\nimport torch"),
+    ],
+)
+def test_an_allowed_import_is_let_through(path, line):
+    assert violations(line, Path(path)) == []
+
+
+def test_importing_jrl_loads_nothing_heavier_than_jax():
+    heavy = ("flax", "optax", "orbax", "matplotlib", "rich", "tyro", "moe", "sharding")
+    command = f"import sys, jrl; print(*[m for m in {heavy!r} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == []
+
+
+def test_top_level_folders_are_the_rooms():
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    folders = {line.split("/")[0] for line in listed if "/" in line and not line.startswith(".")}
+    assert folders <= ROOMS
+    assert {"jrl", "moe", "sharding", "tests", "benchmarks"} <= folders
