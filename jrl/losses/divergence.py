@@ -73,9 +73,7 @@ def kl_estimate(
     difference = logprobs - jax.lax.stop_gradient(ref_logprobs)
     if mask is not None:
         check_shapes(logprobs=logprobs, mask=mask)
-        # The difference of the cleaned, so that no NaN is ever subtracted and differentiated.
-        mask = as_mask(mask)
-        difference = keep(logprobs, mask) - keep(jax.lax.stop_gradient(ref_logprobs), mask)
+        difference = keep(difference, as_mask(mask))
     if max_log_ratio is not None:
         difference = jnp.clip(difference, -max_log_ratio, max_log_ratio)
 

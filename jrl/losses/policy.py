@@ -142,7 +142,7 @@ def ppo_loss(
     )
     if importance_weights is not None:
         weights = spread("importance_weights", importance_weights, surrogate)
-        surrogate = surrogate * keep(jax.lax.stop_gradient(weights), as_mask(mask))
+        surrogate = surrogate * jax.lax.stop_gradient(weights)
     loss = aggregate(
         surrogate,
         mask,

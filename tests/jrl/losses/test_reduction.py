@@ -170,7 +170,7 @@ def test_means_add_up_where_means_of_means_do_not():
     means = [jrl.Mean.of(x[piece], jnp.asarray(MASK[piece])) for piece in pieces]
     together = functools.reduce(operator.add, means)
     np.testing.assert_allclose(together.value(), np.asarray(x)[MASK].mean(), rtol=1e-6)
-    assert together.count == int(MASK.sum())
+    assert together.count == int(MASK.sum()) and together.count.dtype == jnp.int32
     of_means = np.mean([mean.value() for mean in means])
     assert abs(of_means - together.value()) > 0.01
 
