@@ -67,7 +67,9 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary pairs its halves.")
         if self.num_experts == 0 and self.d_ff == 0:
-            raise ValueError("num_experts=0 and d_ff=0 leave no feed-forward layer: set one of them.")
+            raise ValueError(
+                "num_experts=0 and d_ff=0 leave no feed-forward layer: set one of them."
+            )
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise ValueError(
                 f"experts_per_token={self.experts_per_token} must lie in "
@@ -85,7 +87,7 @@ def tiny(vocab_size: int) -> ModelConfig:
 
 
 def tiny_dense(vocab_size: int) -> ModelConfig:
-    """The width and depth of `tiny` with dense layers: as many parameters but for the router, all active."""
+    """The width and depth of `tiny`, its layers dense: the router gone, all parameters active."""
     return ModelConfig(vocab_size, num_experts=0, d_ff=448)
 
 

@@ -94,7 +94,8 @@ class Layout:
         layout = cls(**sizes)
         if edp not in (None, layout.edp):
             raise ValueError(
-                f"layout {text!r}: edp={edp}, but the other sizes leave edp={layout.edp}: leave it out."
+                f"layout {text!r}: edp={edp}, but the other sizes leave edp={layout.edp}: "
+                "leave it out."
             )
         return layout
 

@@ -52,8 +52,8 @@ def imports(source: str, path: Path) -> set[str]:
             called = getattr(function, "attr", getattr(function, "id", ""))
             if called in LOADERS and node.args:
                 named = node.args[0]
-                literal = isinstance(named, ast.Constant) and isinstance(named.value, str)
-                found.add(named.value.lstrip(".") if literal else "a computed name")
+                value = named.value if isinstance(named, ast.Constant) else None
+                found.add(value.lstrip(".") if isinstance(value, str) else "a computed name")
     return found
 
 

@@ -13,7 +13,7 @@ from moe.weights import Transformer, axis_sizes, shapes, table
 from sharding.folding import FoldedMesh, Layout, fold
 
 # Without the code generator's optimisations a compilation takes half the time.
-FAST_COMPILE = {"xla_backend_optimization_level": 0}
+FAST_COMPILE: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
 
 
 def mesh_of(layout: str) -> FoldedMesh:
@@ -27,7 +27,7 @@ def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 
 def random_weights(config: ModelConfig, seed: int) -> Transformer[jax.Array]:
-    """Weights about as large as initial ones, none of them zero or one: no compilation, no symmetry."""
+    """Weights about as large as initial ones, none of them 0 or 1, and nothing is compiled."""
     draw = np.random.default_rng(seed)
 
     def values(shape, weight):
@@ -41,7 +41,7 @@ def random_weights(config: ModelConfig, seed: int) -> Transformer[jax.Array]:
     return jax.tree.map(values, shapes(config), table(config))
 
 
-def on_mesh(function: Callable[..., Any], mesh: FoldedMesh, in_specs: Any, out_specs: Any):
+def on_mesh(function: Callable[..., Any], mesh: FoldedMesh, in_specs: Any, out_specs: Any) -> Any:
     """`function` inside the one `jax.shard_map`, compiled."""
     return jit(
         jax.shard_map(function, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs),

@@ -105,7 +105,8 @@ def test_read_values_reads_grouped_heads():
     query = normal(0, BATCH, TIME, HEADS, HEAD_DIM)
     key, value = (normal(seed, BATCH, TIME, KV_HEADS, HEAD_DIM) for seed in (1, 2))
     visible = causal(jnp.asarray(VALID))
-    out = np.asarray(read_values(*map(jnp.asarray, (query, key, value)), visible))
+    read = read_values(jnp.asarray(query), jnp.asarray(key), jnp.asarray(value), visible)
+    out = np.asarray(read)
     for row in range(BATCH):
         for t in range(TIME):
             for head in range(HEADS):
@@ -177,8 +178,8 @@ def test_the_whole_layer(layout):
     def local(weights, x):
         def attend(query, key, value):
             shape = (2, TIME, -1, HEAD_DIM)
-            visible = causal(jnp.asarray(valid))
-            read = read_values(*(x.reshape(shape) for x in (query, key, value)), visible)
+            key, value = key.reshape(shape), value.reshape(shape)
+            read = read_values(query.reshape(shape), key, value, causal(jnp.asarray(valid)))
             return read.reshape(query.shape)
 
         return attention(weights, x, jnp.asarray(positions), attend, config, mesh)

@@ -86,7 +86,7 @@ def test_steps_equal_the_whole_sequence(kind, layout):
     one, weights = mesh_of("dp1"), random_weights(config, 0)
     tokens, valid = batch()
     whole = on_mesh(
-        lambda *given: model.next_token_logits(*given, config, one)[0],
+        lambda w, t, v: model.next_token_logits(w, t, v, config, one)[0],
         one,
         (specs(config, one), P(), P()),
         P(one.axes),
@@ -106,9 +106,9 @@ def test_prefill_equals_the_forward_pass_and_keeps_every_column():
     mesh, weights = mesh_of("dp1"), random_weights(CONFIG, 0)
     tokens, valid = (x[::COPIES, :PROMPT] for x in batch())
 
-    def local(*given):
-        x, cache = prefill(*given, CONFIG, mesh)
-        expected, _ = model.hidden(*given, CONFIG, mesh)
+    def local(weights, tokens, valid):
+        x, cache = prefill(weights, tokens, valid, CONFIG, mesh)
+        expected, _ = model.hidden(weights, tokens, valid, CONFIG, mesh)
         sizes = [buffer.size for buffer in (*cache.keys, *cache.values)]
         assert sizes == [PROMPTS * PROMPT * 4 * 6] * 4
         return x, expected, cache.valid

@@ -48,8 +48,8 @@ ROUTED_LAYOUTS = [
     "tp4 dp2 / ep2",
     "tp2 dp4 / ep4",
 ]
-# What the other configurations add is spread over tp (dense layers, the values' alignment) or not at
-# all (the tied head), so one layout that has every axis is theirs, and one whose experts lie inside tp.
+# What the other configurations add is spread over tp (dense layers, the values' alignment) or not
+# at all (the tied head): a layout that has every axis is theirs, and one with experts inside tp.
 CASES = [
     *(("routed", layout) for layout in ROUTED_LAYOUTS),
     ("dense", "tp2 dp4"),
@@ -124,7 +124,7 @@ def test_equals_one_device(name, layout):
 
 
 def test_pieces_of_a_batch_add_up():
-    """Router losses and sums of micro-batches, with the token count of the whole, are those of it."""
+    """Router losses and sums of micro-batches, with the token count of the whole, add up to it."""
     mesh = mesh_of("tp2 dp2 / ep4")
     tokens, valid = batch()
     num_tokens = jnp.sum(valid.astype(jnp.int32))
@@ -138,7 +138,7 @@ def test_pieces_of_a_batch_add_up():
     step = on_mesh(local, mesh, (specs(MOE, mesh), rows, rows), (P(), P()))
     weights = random_weights(MOE, 0)
     whole, whole_stats = step(weights, tokens, valid)
-    # Pieces of unequal length in tokens: rows 0 to 3 are all the lengths, 4 to 7 as well, so reorder.
+    # The pieces are the short rows and the long ones, so that they differ in tokens.
     order = np.argsort(np.asarray(valid).sum(axis=1), kind="stable")
     pieces = [order[:4], order[4:]]
     assert len({int(valid[piece].sum()) for piece in pieces}) == 2
@@ -158,8 +158,8 @@ COLLECTIVE = r" (all-gather|reduce-scatter|all-to-all|all-reduce|collective-perm
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        # Attention gathers and scatters once over tp; the router gathers its counts; rows and ids go
-        # to the experts and rows come back.
+        # Attention gathers and scatters once over tp; the router gathers its counts; rows and ids
+        # go to the experts and rows come back.
         ("routed", {"all-gather": 2, "reduce-scatter": 1, "all-to-all": 3}),
         # The shared expert gathers and scatters as attention does.
         ("shared", {"all-gather": 3, "reduce-scatter": 2, "all-to-all": 3}),

@@ -37,7 +37,7 @@ TIME = 6
 def hidden(config, weights, tokens, valid):
     """Hidden states ``[batch, time, d_model]``."""
     step = jax.shard_map(
-        lambda *given: model.hidden(*given, config, MESH)[0],
+        lambda w, t, v: model.hidden(w, t, v, config, MESH)[0],
         mesh=MESH.mesh,
         in_specs=(specs(config, MESH), P(), P()),
         out_specs=P(MESH.axes),
@@ -65,26 +65,27 @@ def test_a_token_changes_nothing_before_it(num_experts):
         assert np.all(changes > 1e-3), f"token {t} is not seen by all that follow"
 
 
-def test_padding_on_either_side_changes_nothing():
-    """The same four tokens after no, one and two columns of different rubbish."""
+def test_padding_changes_nothing():
+    """The same four tokens after no, one and two columns of different rubbish, and around some."""
     real = one_sequence()[:4]
     draw = np.random.default_rng(5)
-    tokens = draw.integers(0, CONFIG.vocab_size, (3, TIME))
-    valid = np.zeros((3, TIME), bool)
-    for start in range(3):
-        tokens[start, start : start + 4] = real
-        valid[start, start : start + 4] = True
+    columns = [[0, 1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5], [0, 2, 3, 5]]
+    tokens = draw.integers(0, CONFIG.vocab_size, (4, TIME))
+    valid = np.zeros((4, TIME), bool)
+    for row, places in enumerate(columns):
+        tokens[row, places] = real
+        valid[row, places] = True
     weights = random_weights(CONFIG, 1)
     out = np.asarray(hidden(CONFIG, weights, jnp.asarray(tokens), jnp.asarray(valid)))
     assert np.all(np.isfinite(out))
     alone = hidden(CONFIG, weights, jnp.asarray(real[None]), jnp.ones((1, 4), bool))[0]
-    for start in range(3):
-        np.testing.assert_allclose(out[start, start : start + 4], alone, atol=1e-5)
+    for row, places in enumerate(columns):
+        np.testing.assert_allclose(out[row, places], alone, atol=1e-5)
 
 
 def test_hidden_states_are_normalised():
     weights = random_weights(CONFIG, 1)
-    weights = weights.replace(norm=jnp.ones(CONFIG.d_model))
+    weights = replace(weights, norm=jnp.ones(CONFIG.d_model))
     tokens = jnp.asarray(one_sequence()[None])
     out = hidden(CONFIG, weights, tokens, jnp.ones((1, TIME), bool))
     # The norm divides by the root mean square plus 1e-6.
@@ -123,7 +124,7 @@ def test_values_speak_of_the_state_before_each_token():
     tokens = jnp.asarray(np.stack([one_sequence(0), one_sequence(1)]))
     valid = jnp.asarray([[True] * TIME, [False] * 2 + [True] * (TIME - 2)])
     values = on_mesh(
-        lambda *given: model.values(*given, config, MESH)[0][None],
+        lambda w, t, v: model.values(w, t, v, config, MESH)[0][None],
         MESH,
         (specs(config, MESH), P(), P()),
         P(MESH.except_tp),
@@ -154,12 +155,16 @@ def test_network_is_pre_norm_blocks_between_embedding_and_norm():
     """With the last factor of every term at zero the blocks add nothing."""
     weights = random_weights(CONFIG, 1)
     layers = weights.layers
-    silent = weights.replace(
-        layers=layers.replace(
-            attention=layers.attention.replace(out=jnp.zeros_like(layers.attention.out)),
-            experts=layers.experts.replace(down=jnp.zeros_like(layers.experts.down)),
-            dense=layers.dense.replace(down=jnp.zeros_like(layers.dense.down)),
-        )
+    assert layers.experts is not None
+    assert layers.dense is not None
+    silent = replace(
+        weights,
+        layers=replace(
+            layers,
+            attention=replace(layers.attention, out=jnp.zeros_like(layers.attention.out)),
+            experts=replace(layers.experts, down=jnp.zeros_like(layers.experts.down)),
+            dense=replace(layers.dense, down=jnp.zeros_like(layers.dense.down)),
+        ),
     )
     tokens = one_sequence()
     out = hidden(CONFIG, silent, jnp.asarray(tokens[None]), jnp.ones((1, TIME), bool))[0]

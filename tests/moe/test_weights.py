@@ -95,8 +95,10 @@ def test_shapes():
     assert shapes_of(shared.layers.dense) == dense_shapes(12)
     assert shapes_of(dense.layers.dense) == dense_shapes(28)
     assert routed.layers.dense is critic.layers.dense is dense.layers.experts is None
+    assert routed.head is not None
     assert routed.head.shape == (20, 17)
     assert shared.head is None
+    assert critic.head is not None
     assert critic.head.shape == (20,)
 
 

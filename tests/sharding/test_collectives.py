@@ -65,12 +65,12 @@ def value_and_gradient(function, x, cotangent):
 
 
 def expect_each(name, x, rule):
-    """``[device, ...]`` where ``rule(rows of the group, place in it)`` says what each device gets."""
-    out = [None] * 8
+    """``[device, ...]``; ``rule(rows of the group, place in it)`` says what each device gets."""
+    out: dict[int, np.ndarray] = {}
     for group in GROUPS[name]:
         for place, rank in enumerate(group):
             out[rank] = rule(x[group], place)
-    return np.stack(out)
+    return np.stack([out[rank] for rank in range(8)])
 
 
 def test_ranks_are_as_the_oracle_has_them():
@@ -123,7 +123,7 @@ def test_exchange_is_its_own_reverse(name):
 
 @pytest.mark.parametrize("name", AXES)
 def test_sums_and_joined_shards_count_once(name):
-    """One copy per group is used, so each device's gradient is that copy's cotangent, not n times it."""
+    """One copy per group is used, so its cotangent is each device's gradient, not n times it."""
     axes, count, n = getattr(MESH, name), len(GROUPS[name]), len(GROUPS[name][0])
     x = numbers(1, 8, 2, WIDTH)
     cotangent = numbers(2, count, 2, WIDTH)

@@ -16,7 +16,7 @@ from moe.weights import Transformer, axis_sizes, shapes, specs, table
 from sharding.folding import Layout, fold
 
 # Without the code generator's optimisations a compilation takes half the time.
-FAST_COMPILE = {"xla_backend_optimization_level": 0}
+FAST_COMPILE: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
 PAD, EOS = 0, 2
 CONFIG = ModelConfig(
     vocab_size=11,
@@ -82,7 +82,7 @@ def scores(decoder: Decoder, weights, tokens, valid) -> Scores:
 
 
 def scored(decoder: Decoder, rollout: Rollout[np.ndarray]) -> list[np.ndarray]:
-    """Log-probabilities, those in the distribution drawn from, and entropies of a rollout's tokens."""
+    """Log-probabilities, those in the distribution drawn from, and entropies of the tokens."""
     mesh, config = decoder.mesh, decoder.config
 
     def local(*given):

@@ -1,4 +1,4 @@
-"""Decoding: what a rollout holds, when it stops, that the mesh is invisible and the cache not copied."""
+"""Decoding: what a rollout holds, when it stops, and that neither mesh nor copies are in it."""
 
 import re
 
@@ -72,7 +72,7 @@ def test_greedy_rows_of_a_group_are_equal():
 
 
 def test_stopping_early_changes_nothing(monkeypatch):
-    """All rows end before the limit. With an end that never comes, the tokens before it are the same."""
+    """All rows end before the limit. With an end that never comes, what precedes it is the same."""
     steps = []
     drawn = module.draw
 

@@ -1,4 +1,4 @@
-"""From logits to tokens: what is cut away, what is drawn, and the probability it is said to have."""
+"""From logits to tokens: what is cut away, what is drawn, and its stated probability."""
 
 import math
 

@@ -53,7 +53,7 @@ def test_scores_are_those_of_the_token_they_stand_at():
     logprobs, _, entropy = scored(decoder, rollout)
     step = jax.jit(
         jax.shard_map(
-            lambda *given: model.next_token_logits(*given, CONFIG, mesh)[0],
+            lambda w, t, v: model.next_token_logits(w, t, v, CONFIG, mesh)[0],
             mesh=mesh.mesh,
             in_specs=(specs(CONFIG, mesh), P(), P()),
             out_specs=P(mesh.axes),
