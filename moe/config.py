@@ -88,7 +88,7 @@ def tiny(vocab_size: int) -> ModelConfig:
 
 def tiny_dense(vocab_size: int) -> ModelConfig:
     """The width and depth of `tiny`, its layers dense: the router gone, all parameters active."""
-    return ModelConfig(vocab_size, num_experts=0, d_ff=448)
+    return ModelConfig(vocab_size, num_experts=0, d_ff=448, rope_base=100.0)
 
 
 def small(vocab_size: int) -> ModelConfig:
