@@ -107,9 +107,9 @@ def test_equals_one_device(name, layout):
     (expected, expected_stats), expected_grads = run(name, "dp1")
     # float32 sums of a few hundred terms in another order: a few units in the sixth digit.
     np.testing.assert_allclose(value, expected, rtol=2e-6)
-    # Small entries are differences of large ones: the error is set by the largest of the array.
+    # An element near zero is a difference of terms as large as its neighbours, with their error.
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=4e-6 * max(1, np.abs(b).max())),
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6 * np.max(np.abs(b))),
         grads,
         expected_grads,
     )

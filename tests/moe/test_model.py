@@ -192,7 +192,12 @@ def test_heads_are_not_mistaken_for_each_other():
     with pytest.raises(ValueError, match=r'head="value" has no logits: this is a critic'):
         model.logits_of(weights, x, CONFIG.as_critic())
     with pytest.raises(ValueError, match=r"head='untied' gives no values"):
-        model.values(weights, jnp.zeros((1, 2), int), jnp.ones((1, 2), bool), CONFIG, MESH)
+        on_mesh(
+            lambda w, t, v: model.values(w, t, v, CONFIG, MESH)[0],
+            MESH,
+            (specs(CONFIG, MESH), P(), P()),
+            P(MESH.axes),
+        )(weights, jnp.zeros((1, 2), int), jnp.ones((1, 2), bool))
 
 
 @pytest.mark.parametrize(
