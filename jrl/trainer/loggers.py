@@ -93,6 +93,11 @@ class Wandb:
         self._run.finish()
 
 
+def check_installed(destination: str) -> None:
+    """Raises ValueError unless the package behind "tensorboard" or "wandb" is installed."""
+    _import({"tensorboard": "tensorboardX", "wandb": "wandb"}[destination], extra=destination)
+
+
 def _import(name: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(name)
