@@ -37,7 +37,8 @@ class Request:
     top_k: int | None = None
     """Sample among this many likeliest tokens; None takes the run's own setting."""
     top_p: float | None = None
-    """Sample from the smallest set of likeliest tokens with this probability; None takes the run's own setting."""
+    """Sample from the smallest set of likeliest tokens with this probability; None takes the run's
+    own setting."""
     seed: int = 0
     """Of sampling. The same seed gives the same completions."""
     layout: str | None = None
@@ -101,12 +102,17 @@ def _evaluate(request: Request, folder: RunFolder) -> dict[str, Any]:
 
 
 def _print(results: dict[str, Any]) -> None:
-    title = "{run} after step {step}: {prompts:.0f} held-out prompts of {task}, {k} completions each"
-    table = Table(box=box.SIMPLE_HEAD, title=title.format(**results), title_justify="left")
-    table.add_column("at temperature {temperature}".format(**results))
+    print("{run}: {recipe} on {task}, step {step}".format(**results))
+    print(
+        "{prompts} held-out prompts, {k} completions each at temperature {temperature}".format(
+            **results
+        )
+    )
+    table = Table(box=box.SIMPLE_HEAD, show_header=False)
+    table.add_column()
     table.add_column(justify="right")
-    accuracy, error = (results["accuracy/sampled" + end] for end in ("", "/standard_error"))
-    table.add_row("sampled accuracy", f"{accuracy:.3f} (standard error {error:.3f})")
+    table.add_row("sampled accuracy", f"{results['accuracy/sampled']:.3f}")
+    table.add_row("its standard error", f"{results['accuracy/sampled/standard_error']:.3f}")
     table.add_row("greedy accuracy", f"{results['accuracy/greedy']:.3f}")
     for name in results:
         if name.startswith("pass@"):
@@ -117,7 +123,7 @@ def _print(results: dict[str, Any]) -> None:
     for name in results:
         if name.startswith("verifier/") and results[name]:
             reason = f"verdict: {name.removeprefix('verifier/')}"
-            table.add_row(reason, f"{results[name]:,.0f} = {results[name] / total:.1%}")
+            table.add_row(reason, f"{results[name] / total:.1%}")
     Console().print(table)
 
 

@@ -66,7 +66,7 @@ def _resume(request: Request) -> int:
         if step is not None and step >= run.steps:
             if not folder.plots_path.is_dir():  # killed between its last checkpoint and its end
                 plot_run(folder.metrics_path, folder.plots_path, f"{run.task}, {config['recipe']}")
-            print(f"{folder.path} is finished: {step} of {run.steps} steps. --steps may be raised.")
+            print(f"{folder.path} is finished after {step} steps; --steps may be raised.")
             return 0
         setup = _set_up(request, folder)
         with closing(setup.task):
@@ -141,7 +141,7 @@ def _create(request: Request) -> RunFolder:
         return RunFolder.create(request.command.run_dir, config)
     kind, _, rest = request.run.task.partition(":")
     words = [config["recipe"], kind, *([Path(rest).stem] if rest else [])]
-    name = re.sub(r"[^A-Za-z0-9]+", "-", "-".join(words)).lower()
+    name = re.sub(r"[^a-z0-9]+", "-", "-".join(words).lower())
     taken = [re.fullmatch(rf"{name}-(\d+)", path.name) for path in RUNS.glob(f"{name}-*")]
     number = 1 + max((int(match[1]) for match in taken if match), default=0)
     return RunFolder.create(RUNS / f"{name}-{number}", config)

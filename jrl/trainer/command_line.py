@@ -1,4 +1,4 @@
-"""What the command lines share: errors as one line, JAX's devices, the cache of compiled programs."""
+"""What the command lines share: errors as one line, JAX's devices, compiled programs kept."""
 
 import dis
 import os
@@ -15,8 +15,8 @@ OUR_PACKAGES = ("jrl", "moe", "sharding")
 def exit_status(command: Callable[[], int]) -> int:
     """Runs a command, and says in one line on standard error what the caller or the run did wrong.
 
-    A ValueError that a `raise` of this project's made speaks to the caller. One that comes out of a
-    library or a builtin is a fault of ours and keeps its traceback, as every other exception does.
+    A ValueError that a `raise` of this project's made speaks to the caller. One that comes out of
+    a library or a builtin is a fault of ours and keeps its traceback, as all other exceptions do.
 
     Returns:
       The exit status: the command's own, 2 for wrong input, 1 for a run that failed and for what the
@@ -31,6 +31,8 @@ def exit_status(command: Callable[[], int]) -> int:
         if not _raised_by_us(error.__traceback__):
             raise
         return _say(error, 2)
+    except KeyboardInterrupt:
+        return _say("interrupted", 130)
     except OSError as error:
         if error.filename is None:
             raise
@@ -67,10 +69,11 @@ def start_jax(devices: int | None) -> None:
 def keep_compilations() -> None:
     """Lets the next start load what this one compiles; the results are the same to the bit.
 
-    JAX's own setting comes first (``JAX_COMPILATION_CACHE_DIR``; empty is off). Otherwise the programs
-    go to ``jrl/compilations`` in the user's cache folder, unless that cannot be written.
+    JAX's own setting comes first (``JAX_COMPILATION_CACHE_DIR``; empty is off). Otherwise the
+    programs go to ``jrl/compilations`` in the user's cache folder, unless that cannot be written.
     """
-    if jax.config.jax_compilation_cache_dir is not None:
+    setting = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if setting is not None:
         return
     root = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     path = Path(root) / "jrl" / "compilations"
@@ -105,7 +108,7 @@ def _raised_by_us(traceback: TracebackType | None) -> bool:
         traceback = traceback.tb_next
     frame = traceback.tb_frame
     name = frame.f_globals.get("__name__", "")
-    # What a builtin or an extension raises has no frame of its own: its caller's stands at the call.
+    # What a builtin or an extension raises has no frame of its own: its caller's is at a call.
     at_raise = frame.f_code.co_code[traceback.tb_lasti] == dis.opmap["RAISE_VARARGS"]
     # A module that is run with -m is called __main__.
     return at_raise and (name == "__main__" or name.split(".")[0] in OUR_PACKAGES)

@@ -1,7 +1,7 @@
-"""A run's configuration as its ``config.json`` holds it: the run's fields, the recipe and its fields.
+"""A run's configuration as its ``config.json`` holds it: the run, the recipe, all their fields.
 
-Reading is strict: what is unknown, missing or of another type is refused, so that a run is repeated as
-it was or not at all.
+Reading is strict: what is unknown, missing or of another type is refused, so that a run is repeated
+as it was or not at all.
 """
 
 import types
@@ -22,7 +22,7 @@ CHANGEABLE = (
     "max_nonfinite",
     "log_to",
 )
-"""Fields that a resumed run may change: none of them changes the numbers of a step. Steps only grow."""
+"""What a resumed run may change: none of it changes the numbers of a step. Steps only grow."""
 
 Record = TypeVar("Record")
 
@@ -39,7 +39,7 @@ def from_json(config: Mapping[str, Any], place: Path | str) -> tuple[RunConfig, 
       place: where the configuration was read, for the message.
 
     Raises:
-      ValueError: for a field that is unknown, missing or of another type, and for an unknown recipe.
+      ValueError: for a field that is unknown, missing or of another type, or an unknown recipe.
     """
     _check_names(config, ("recipe", "run", "hyperparameters"), "", place)
     name = config["recipe"]
@@ -54,9 +54,7 @@ def configuration_of(folder: RunFolder) -> tuple[RunConfig, Recipe]:
     return from_json(folder.config(), folder.config_path)
 
 
-def check_resumable(
-    stored: tuple[RunConfig, Recipe], given: tuple[RunConfig, Recipe]
-) -> None:
+def check_resumable(stored: tuple[RunConfig, Recipe], given: tuple[RunConfig, Recipe]) -> None:
     """Refuses to go on with a run under settings that would make it another run.
 
     Raises:

@@ -1,8 +1,9 @@
-"""The flags of ``python -m jrl.train``: what to do, the run's fields, and the fields of its recipe."""
+"""The flags of ``python -m jrl.train``: what to do, the fields of the run, those of its recipe."""
 
 import argparse
 import difflib
 from dataclasses import dataclass, fields, make_dataclass
+from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
@@ -23,9 +24,11 @@ class Command:
     """What to do."""
 
     run_dir: str | None = None
-    """Folder of the run, new unless --resume is given; None takes the next free runs/RECIPE-TASK-NUMBER."""
+    """Folder of the run, new but for --resume; None takes the next runs/RECIPE-TASK-NUMBER."""
     resume: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Go on with the run in --run-dir from its last checkpoint, under its own settings. Only --steps (upwards), --checkpoint-every, --keep-checkpoints, --samples-every, --max-nonfinite and --log-to may change."""
+    """Go on with the run in --run-dir from its last checkpoint, under its own settings. Only --steps
+    (upwards), --checkpoint-every, --keep-checkpoints, --samples-every, --max-nonfinite and --log-to
+    may change."""
     dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print batch arithmetic, parameters, memory and layout, and stop."""
 
@@ -71,7 +74,7 @@ def _recipe_word(arguments: list[str]) -> str | None:
     """The word that names the recipe: the first one, or a recipe's name that is no flag's value."""
     if arguments and not arguments[0].startswith("-"):
         return arguments[0]
-    for before, word in zip(arguments, arguments[1:], strict=False):
+    for before, word in pairwise(arguments):
         if word in RECIPES and not before.startswith("-"):
             return word
     return None
@@ -98,10 +101,11 @@ def _parse_flags(
     run, recipe = _unchecked(run), _unchecked(recipe)
     names = Literal[tuple(RECIPES)]  # pyright: ignore[reportInvalidTypeForm]
     about = f"Comes first. Each recipe has flags of its own: {PROGRAM} dapo --help"
+    name = tyro.conf.arg(name="recipe", help=about)
     flags = make_dataclass(
         "Flags",
         [
-            ("word", Annotated[names, tyro.conf.Positional, tyro.conf.arg(name="recipe", help=about)]),
+            ("word", Annotated[names, tyro.conf.Positional, name]),
             ("command", tyro.conf.OmitArgPrefixes[Command]),
             ("run", tyro.conf.OmitArgPrefixes[type(run)]),
             (recipe.name, tyro.conf.OmitArgPrefixes[type(recipe)]),
@@ -111,8 +115,8 @@ def _parse_flags(
         tyro.cli(
             flags,
             prog=PROGRAM,
-            description="Trains a policy by reinforcement. Without arguments: a small mixture of experts "
-            "learns to sort digits with GRPO, in some two minutes on a laptop.",
+            description="Trains a policy by reinforcement. Without arguments: a small mixture of "
+            "experts learns to sort digits with GRPO, in some two minutes on a laptop.",
             args=arguments,
             default=flags(recipe.name, Command(), run, recipe),
         )
@@ -125,9 +129,13 @@ def _parse_flags(
 def _unchecked(record: Record) -> Record:
     """The record as one that takes any values, so that all flags are read before any is judged."""
     kind = type(record)
-    name, module, doc = kind.__name__, kind.__module__, kind.__doc__
-    body = {"__post_init__": lambda self: None, "__module__": module, "__doc__": doc}
-    return type(name, (kind,), body)(**_values(record))
+    body = {
+        "__post_init__": lambda self: None,
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+    }
+    unchecked: Any = type(kind.__name__, (kind,), body)
+    return unchecked(**_values(record))
 
 
 def _values(record: Any) -> dict[str, Any]:

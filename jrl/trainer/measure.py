@@ -42,7 +42,8 @@ def measure(
     """
     examples = heldout_examples(setup, num_prompts)
     key = jax.random.key(seed)
-    verdicts, lengths, truncated = _complete(setup, setup.decoder(sampling, k), weights, examples, key)
+    decoder = setup.decoder(sampling, k)
+    verdicts, lengths, truncated = _complete(setup, decoder, weights, examples, key)
     greedy, _, _ = _complete(setup, setup.decoder(GREEDY, 1), weights, examples, key)
     scores = np.array([verdict.score for verdict in verdicts])
     best = np.array([verdict.score for verdict in greedy])
@@ -61,7 +62,7 @@ def measure(
         "response_length/clip_ratio": truncated.mean(),
         **{f"verifier/{reason}": reasons[reason] for reason in REASONS},
     }
-    return {name: float(value) for name, value in results.items()}
+    return {name: np.asarray(value).item() for name, value in results.items()}
 
 
 def _complete(
