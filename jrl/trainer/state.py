@@ -40,11 +40,12 @@ class TrainState(Generic[Leaf]):
 
 def initial_weights(setup: Setup, config: ModelConfig, stream: str) -> Transformer[Array]:
     """Fresh weights, laid out on the mesh."""
-    shardings = moe_weights.shardings(config, setup.mesh)
+    # As a list: JAX would fill the fields that are None with a marker, which no record can hold.
+    shardings, structure = jax.tree.flatten(moe_weights.shardings(config, setup.mesh))
     make = jax.jit(
-        lambda key: moe_weights.initialise(config, key), out_shardings=shardings
+        lambda key: jax.tree.leaves(moe_weights.initialise(config, key)), out_shardings=shardings
     )
-    return make(setup.key(stream, 0))
+    return structure.unflatten(make(setup.key(stream, 0)))
 
 
 def begin(setup: Setup, policy: Transformer[Array]) -> TrainState[Array]:
