@@ -117,7 +117,7 @@ def _tokenizer(run: RunConfig, folder: RunFolder | None) -> Tokenizer | None:
         return None
     if run.tokenizer is not None:
         raise ValueError(
-            f"tokenizer={run.tokenizer!r} cannot go with weights={run.weights!r}, which bring their "
+            f"tokenizer={run.tokenizer!r} cannot go with weights={run.weights!r}, which have their "
             "own: leave out --tokenizer."
         )
     return Tokenizer.from_file(RunFolder.read(run.weights).tokenizer_path)

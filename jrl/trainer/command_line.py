@@ -15,12 +15,12 @@ OUR_PACKAGES = ("jrl", "moe", "sharding")
 def exit_status(command: Callable[[], int]) -> int:
     """Runs a command, and says in one line on standard error what the caller or the run did wrong.
 
-    A ValueError that a `raise` of this project's made speaks to the caller. One that comes out of
-    a library or a builtin is a fault of ours and keeps its traceback, as all other exceptions do.
+    A ValueError that a `raise` of this project made speaks to the caller. One that comes out of a
+    library or a builtin is a fault of ours and keeps its traceback, as all other exceptions do.
 
     Returns:
-      The exit status: the command's own, 2 for wrong input, 1 for a run that failed and for what the
-      operating system refused.
+      The exit status: the command's own, 2 for wrong input, 1 for a run that failed or that the
+      operating system refused something.
     """
     # JAX would cut its own frames out of the traceback, and with them who raised.
     filtering = jax.config.jax_traceback_filtering  # pyright: ignore[reportAttributeAccessIssue]
@@ -33,6 +33,9 @@ def exit_status(command: Callable[[], int]) -> int:
         return _say(error, 2)
     except KeyboardInterrupt:
         return _say("interrupted", 130)
+    except BrokenPipeError:  # whoever read the output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except OSError as error:
         if error.filename is None:
             raise

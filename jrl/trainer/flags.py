@@ -26,7 +26,7 @@ class Command:
     run_dir: str | None = None
     """Folder of the run, new but for --resume; None takes the next runs/RECIPE-TASK-NUMBER."""
     resume: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Go on with the run in --run-dir from its last checkpoint, under its own settings. Only --steps
+    """Go on with the run in --run-dir from its last checkpoint, with its own settings. Only --steps
     (upwards), --checkpoint-every, --keep-checkpoints, --samples-every, --max-nonfinite and --log-to
     may change."""
     dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -116,7 +116,8 @@ def _parse_flags(
             flags,
             prog=PROGRAM,
             description="Trains a policy by reinforcement. Without arguments: a small mixture of "
-            "experts learns to sort digits with GRPO, in some two minutes on a laptop.",
+            "experts learns to sort digits with GRPO, in some two minutes on a laptop. The recipes "
+            f"are {', '.join(RECIPES)}.",
             args=arguments,
             default=flags(recipe.name, Command(), run, recipe),
         )

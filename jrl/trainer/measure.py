@@ -28,7 +28,7 @@ def measure(
     num_prompts: int,
     k: int,
     seed: int,
-) -> dict[str, float]:
+) -> dict[str, float | int]:
     """Accuracies, pass@k, lengths and the verifier's reasons.
 
     Args:
