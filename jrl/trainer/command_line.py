@@ -22,9 +22,6 @@ def exit_status(command: Callable[[], int]) -> int:
       The exit status: the command's own, 2 for wrong input, 1 for a run that failed or that the
       operating system refused something.
     """
-    # JAX would cut its own frames out of the traceback, and with them who raised.
-    filtering = jax.config.jax_traceback_filtering  # pyright: ignore[reportAttributeAccessIssue]
-    jax.config.update("jax_traceback_filtering", "tracebackhide")
     try:
         return command()
     except ValueError as error:
@@ -47,8 +44,6 @@ def exit_status(command: Callable[[], int]) -> int:
             raise
         what = str(error).splitlines()[0]
         return _say(f"{what}: lower --micro-batch; --dry-run shows what needs the memory.", 1)
-    finally:
-        jax.config.update("jax_traceback_filtering", filtering)
 
 
 def start_jax(devices: int | None) -> None:
@@ -111,7 +106,7 @@ def _raised_by_us(traceback: TracebackType | None) -> bool:
         traceback = traceback.tb_next
     frame = traceback.tb_frame
     name = frame.f_globals.get("__name__", "")
-    # What a builtin or an extension raises has no frame of its own: its caller's is at a call.
+    # What a builtin raises has no frame of its own, and JAX cuts its frames out: ours is at a call.
     at_raise = frame.f_code.co_code[traceback.tb_lasti] == dis.opmap["RAISE_VARARGS"]
     # A module that is run with -m is called __main__.
     return at_raise and (name == "__main__" or name.split(".")[0] in OUR_PACKAGES)

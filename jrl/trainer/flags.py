@@ -75,7 +75,7 @@ def _recipe_word(arguments: list[str]) -> str | None:
     if arguments and not arguments[0].startswith("-"):
         return arguments[0]
     for before, word in pairwise(arguments):
-        if word in RECIPES and not before.startswith("-"):
+        if word in RECIPES and (not before.startswith("-") or "=" in before):
             return word
     return None
 

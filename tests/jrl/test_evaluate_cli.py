@@ -100,7 +100,7 @@ def test_pass_at_k_counts_by_prompt(run, tmp_path, monkeypatch):
 
     def verify(self, examples, completions):
         copies = len(examples) // 5
-        right = [row % copies < row // copies for row in range(len(examples))]
+        right = [row % copies >= copies - row // copies for row in range(len(examples))]
         return [Verdict(1.0, "correct") if ok else Verdict(0.0, "wrong") for ok in right]
 
     monkeypatch.setattr(ProceduralTask, "verify", verify)

@@ -97,7 +97,9 @@ def test_restores_a_part_alone(tmp_path):
     policy, _ = checkpoints.restore(None, make_state(seed=1)["policy"], part="policy")
     assert_same(policy, state["policy"])
     wrong = {"w": jax.ShapeDtypeStruct((7,), jnp.float32)}
-    with pytest.raises(ValueError, match=r"extra policy/b/c; policy/w is float32\[5\], not float32\[7\]"):
+    with pytest.raises(
+        ValueError, match=r"extra policy/b/c; policy/w is float32\[5\], not float32\[7\]"
+    ):
         checkpoints.restore(None, wrong, part="policy")
 
 

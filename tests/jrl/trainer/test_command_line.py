@@ -1,3 +1,4 @@
+import json
 import os
 
 import jax
@@ -31,21 +32,47 @@ def test_what_our_code_says_is_one_line(capsys):
     assert capsys.readouterr().err == "error: steps=0 must be at least 1.\n"
 
 
+def in_our_code(line):
+    """A command that executes a line of a module of ours."""
+    modules = {"jax": jax, "jnp": jnp, "json": json, "np": np}
+    return lambda: exec(line, {"__name__": "jrl.made_up", **modules})
+
+
 @pytest.mark.parametrize(
-    "fault",
+    ("line", "error"),
     [
-        lambda: int("three"),
-        lambda: np.zeros(3).reshape(2),
-        lambda: jnp.zeros(3).reshape(2),
-        lambda: jax.jit(lambda x: x.reshape(2))(jnp.zeros(3)),
-        raising(KeyError("three")),
-        raising(RuntimeError("three")),
+        ("int('three')", ValueError),
+        ("np.zeros(3).reshape(2)", ValueError),
+        ("json.loads('three')", ValueError),
+        ("jnp.concatenate([])", ValueError),
+        ("jax.jit(lambda x: jnp.concatenate([x, x[None]]))(jnp.zeros(3))", TypeError),
+        ("jax.jit(lambda x: x, donate_argnums=3)(jnp.zeros(3))", ValueError),
+        ("raise KeyError('three')", KeyError),
+        ("raise RuntimeError('three')", RuntimeError),
     ],
 )
-def test_a_fault_keeps_its_traceback(fault, capsys):
-    with pytest.raises((ValueError, TypeError, KeyError, RuntimeError)):
-        exit_status(fault)
+def test_a_fault_keeps_its_traceback(line, error, capsys):
+    with pytest.raises(error):
+        exit_status(in_our_code(line))
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "raise ValueError('three is no number')",
+        "def f(x): raise ValueError('three is no number')\njax.jit(f)(jnp.zeros(3))",
+        "try: int('three')\nexcept ValueError: raise ValueError('three is no number') from None",
+    ],
+)
+def test_what_our_code_raises_is_one_line(line, capsys):
+    assert exit_status(in_our_code(line)) == 2
+    assert capsys.readouterr().err == "error: three is no number\n"
+
+
+def test_what_others_raise_is_their_own(capsys):
+    with pytest.raises(ValueError, match="three"):
+        exit_status(raising(ValueError("three")))
 
 
 @pytest.mark.parametrize(
@@ -68,12 +95,6 @@ def test_a_fault_keeps_its_traceback(fault, capsys):
 def test_what_went_wrong_in_the_run_is_one_line(error, status, line, capsys):
     assert exit_status(raising(error)) == status
     assert capsys.readouterr().err == f"error: {line}\n"
-
-
-def test_the_traceback_setting_is_put_back():
-    before = setting("jax_traceback_filtering")
-    exit_status(lambda: 0)
-    assert setting("jax_traceback_filtering") == before
 
 
 def test_devices_that_are_there_will_do():
