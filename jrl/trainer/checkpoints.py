@@ -93,7 +93,9 @@ class Checkpoints:
         )
         self._delete(self.steps()[: -self.keep])
 
-    def restore(self, step: int | None, like: Any) -> tuple[Any, dict[str, Any]]:
+    def restore(
+        self, step: int | None, like: Any, part: str = ""
+    ) -> tuple[Any, dict[str, Any]]:
         """Read a checkpoint.
 
         Args:
@@ -102,6 +104,8 @@ class Checkpoints:
             dtypes. Each leaf is restored with the sharding of its counterpart (to the first device
             where that has none), and as a numpy array where that is one. The layout may differ from
             the one saved.
+          part: what of the state to read, for example ``policy/weights``; `like` is then a tree of that
+            part alone, and nothing else is read.
 
         Returns:
           The state, equal bit for bit, and its `meta`.
@@ -111,9 +115,11 @@ class Checkpoints:
             lists every leaf that is missing, extra or differs.
         """
         step, found = self._find(step)
-        wanted = _named_leaves(like)
+        prefix = f"{part}/" if part else ""
+        wanted = {prefix + name: leaf for name, leaf in _named_leaves(like).items()}
+        there = {n: leaf for n, leaf in found["tree"].items() if n.startswith(prefix)}
         path = self.directory / str(step)
-        _check_same(path, found["tree"], {n: _describe(leaf) for n, leaf in wanted.items()})
+        _check_same(path, there, {n: _describe(leaf) for n, leaf in wanted.items()})
         stored = {name: leaf for name, leaf in wanted.items() if leaf.size}
         arrays = self._orbax.restore(
             path,
@@ -121,6 +127,7 @@ class Checkpoints:
                 state=ocp.args.PyTreeRestore(
                     item={name: 0 for name in stored},
                     restore_args={name: _restore_args(leaf) for name, leaf in stored.items()},
+                    partial_restore=bool(part),
                 )
             ),
         )["state"]

@@ -1,11 +1,12 @@
 """A step's completions: prompts drawn, completions sampled, verified and, for DAPO, filtered."""
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -90,14 +91,14 @@ def sample(
     weights: Transformer[Array],
     examples: Sequence[Example],
     key: Array,
-    seconds: Counter[str] | None = None,
+    seconds: defaultdict[str, float] | None = None,
 ) -> Completions:
     """Samples `decoder.copies` completions of each prompt and has them verified.
 
     Args:
       seconds: the time taken is added here, if given.
     """
-    seconds = Counter() if seconds is None else seconds
+    seconds = defaultdict(float) if seconds is None else seconds
     begin = time.perf_counter()
     tokens, valid = encode_prompts(setup, examples)
     tokens, valid = jax.device_put((tokens, valid), setup.over_rows)
@@ -124,7 +125,7 @@ def collect(setup: Setup, weights: Transformer[Array], step: int, cursor: int) -
       step: selects the randomness.
       cursor: training prompts drawn before.
     """
-    recipe, seconds = setup.recipe, Counter[str]()
+    recipe, seconds = setup.recipe, defaultdict[str, float](float)
     max_rounds = recipe.max_generation_rounds if isinstance(recipe, Dapo) else 1
     rounds: list[Completions] = []
     informative: list[np.ndarray] = []
@@ -142,7 +143,8 @@ def collect(setup: Setup, weights: Transformer[Array], step: int, cursor: int) -
         )
         reasons.update(verdict.reason for verdict in drawn.verdicts)
         rounds.append(drawn)
-        informative.append(np.asarray(informative_groups(drawn.scores, drawn.groups)))
+        scores, groups = jnp.asarray(drawn.scores), jnp.asarray(drawn.groups)
+        informative.append(np.asarray(informative_groups(scores, groups)))
         if sum(rows.sum() for rows in informative) >= recipe.completions:
             break
     kept, num_informative = _fill(rounds, informative, recipe.completions, recipe.dynamic_sampling)

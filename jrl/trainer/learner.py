@@ -6,7 +6,7 @@ whole mini-batch, summed over devices once, and applied outside it on global arr
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +81,7 @@ class Max(Generic[Leaf]):
         return self.maximum
 
 
+@runtime_checkable
 class Objective(Protocol):
     """A loss on a piece of a batch, run inside the `jax.shard_map`. Hashable: compiled once each."""
 
@@ -147,9 +148,13 @@ def update(
       The learner, and metrics: `loss`, `grad_norm`, `learning_rate`, `finite` and the objective's.
     """
     loss, grads, metrics = _gradients(objective, num_micro, learner.weights, batch)
-    grad_norm = optax.global_norm(grads)
+    grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    steps, opt_state = optimiser.transformation().update(grads, learner.opt_state, learner.weights)
+    # Optax counts on the standard promotions, which a caller may have forbidden.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        steps, opt_state = optimiser.transformation().update(
+            grads, learner.opt_state, learner.weights
+        )
     moved = learner.replace(
         weights=optax.apply_updates(learner.weights, steps),
         opt_state=opt_state,

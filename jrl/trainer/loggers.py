@@ -7,11 +7,12 @@ import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 FLUSH_SECONDS = 5
 
 
+@runtime_checkable
 class Logger(Protocol):
     """What the trainer asks of a destination."""
 
@@ -91,6 +92,11 @@ class Wandb:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def check_installed(destination: str) -> None:
+    """Raises ValueError unless the package behind "tensorboard" or "wandb" is installed."""
+    _import({"tensorboard": "tensorboardX", "wandb": "wandb"}[destination], extra=destination)
 
 
 def _import(name: str, extra: str) -> ModuleType:

@@ -97,6 +97,10 @@ class RunFolder:
             raise ValueError(f"{self.config_path} holds {type(config).__name__}, not an object")
         return config
 
+    def change_config(self, config: Mapping[str, Any]) -> None:
+        """Replace the configuration of a run that is being resumed."""
+        records.replace(self.config_path, _config_bytes(config))
+
     def go_back(self, step: int) -> None:
         """Drop the metrics and samples after `step`, which a checkpoint of `step` writes again."""
         records.go_back(self.metrics_path, step)

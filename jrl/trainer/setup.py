@@ -208,7 +208,12 @@ def _at_least(given: int | None, needed: int, name: str) -> int:
 def _check_divides(setup: Setup) -> None:
     """Batches must divide over the devices, and micro-batches with them."""
     recipe, mesh = setup.recipe, setup.mesh
-    dp = mesh.size(mesh.dp)
+    dp, tp = mesh.size(mesh.dp), mesh.size(mesh.tp)
+    for axis in ("cp", "pp", "etp"):
+        if getattr(mesh.layout, axis) > 1:
+            raise ValueError(
+                f"layout {setup.run.layout!r}: training runs on dp, tp and ep; {axis} must be 1."
+            )
     rows = {
         "prompts": recipe.prompts,
         "mini_batch": recipe.mini_batch,
@@ -221,4 +226,22 @@ def _check_divides(setup: Setup) -> None:
             raise ValueError(
                 f"{name}={number} does not divide over dp={dp} of layout {setup.run.layout!r}: "
                 f"choose a multiple of {dp}."
+            )
+    # Within a data rank, rows are spread over tp while decoding and tokens otherwise.
+    time = setup.prompt_length + setup.response_length
+    shares = {
+        "prompts x prompt_length": recipe.prompts // dp * setup.prompt_length,
+        "prompts x group_size": recipe.completions // dp,
+        "eval_prompts": setup.run.eval_prompts // dp,
+        f"mini_batch / {setup.num_micro} micro-batches x {time} tokens": recipe.mini_batch
+        // setup.num_micro
+        // dp
+        * time,
+        f"warm_start_batch x {time} tokens": setup.run.warm_start_batch // dp * time,
+    }
+    for name, number in shares.items():
+        if number % tp:
+            raise ValueError(
+                f"{name} = {number} per data rank does not divide over tp={tp} of layout "
+                f"{setup.run.layout!r}: choose multiples of dp x tp = {dp * tp}."
             )

@@ -40,11 +40,12 @@ class TrainState(Generic[Leaf]):
 
 def initial_weights(setup: Setup, config: ModelConfig, stream: str) -> Transformer[Array]:
     """Fresh weights, laid out on the mesh."""
-    shardings = moe_weights.shardings(config, setup.mesh)
+    # As a list: JAX would fill the fields that are None with a marker, which no record can hold.
+    shardings, structure = jax.tree.flatten(moe_weights.shardings(config, setup.mesh))
     make = jax.jit(
-        lambda key: moe_weights.initialise(config, key), out_shardings=shardings
+        lambda key: jax.tree.leaves(moe_weights.initialise(config, key)), out_shardings=shardings
     )
-    return make(setup.key(stream, 0))
+    return structure.unflatten(make(setup.key(stream, 0)))
 
 
 def begin(setup: Setup, policy: Transformer[Array]) -> TrainState[Array]:
@@ -73,16 +74,27 @@ def critic_from(setup: Setup, policy: Transformer[Array]) -> Transformer[Array]:
 
 def abstract(setup: Setup) -> TrainState[Any]:
     """Shapes, dtypes and shardings of the state, without making it: what a checkpoint is read into."""
-    shardings = moe_weights.shardings(setup.model, setup.mesh)
-    policy = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        moe_weights.shapes(setup.model),
-        shardings,
+    state = jax.eval_shape(lambda weights: begin(setup, weights), moe_weights.shapes(setup.model))
+    policy = moe_weights.shardings(setup.model, setup.mesh)
+    critic = moe_weights.shardings(setup.model.as_critic(), setup.mesh)
+    return TrainState(
+        step=_laid_out(state.step, policy, setup),
+        cursor=_laid_out(state.cursor, policy, setup),
+        policy=_laid_out(state.policy, policy, setup),
+        critic=_laid_out(state.critic, critic, setup),
+        reference=_laid_out(state.reference, policy, setup),
     )
-    state = jax.eval_shape(lambda weights: begin(setup, weights), policy)
-    return jax.tree.map(lambda leaf: _with_sharding(leaf, setup), state)
 
 
-def _with_sharding(leaf: Any, setup: Setup) -> Any:
-    sharding = leaf.sharding if isinstance(leaf.sharding, NamedSharding) else setup.whole
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+def _laid_out(tree: Any, shardings: Transformer[NamedSharding], setup: Setup) -> Any:
+    """Weights and their moments laid out by `shardings`, everything else whole on every device."""
+
+    def with_sharding(leaf: Any, sharding: NamedSharding) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    def place(node: Any) -> Any:
+        if isinstance(node, Transformer):
+            return jax.tree.map(with_sharding, node, shardings)
+        return with_sharding(node, setup.whole)
+
+    return jax.tree.map(place, tree, is_leaf=lambda node: isinstance(node, Transformer))

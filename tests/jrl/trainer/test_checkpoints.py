@@ -90,6 +90,19 @@ def test_restores_into_another_layout(tmp_path):
     assert restored["keys"].sharding.is_equivalent_to(wanted, 1)
 
 
+def test_restores_a_part_alone(tmp_path):
+    state = make_state()
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, state)
+    policy, _ = checkpoints.restore(None, make_state(seed=1)["policy"], part="policy")
+    assert_same(policy, state["policy"])
+    wrong = {"w": jax.ShapeDtypeStruct((7,), jnp.float32)}
+    with pytest.raises(
+        ValueError, match=r"extra policy/b/c; policy/w is float32\[5\], not float32\[7\]"
+    ):
+        checkpoints.restore(None, wrong, part="policy")
+
+
 def test_keeps_the_newest(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     assert checkpoints.latest_step() is None

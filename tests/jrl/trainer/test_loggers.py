@@ -6,7 +6,7 @@ import types
 import pytest
 from tensorboardX.proto import event_pb2
 
-from jrl.trainer.loggers import TensorBoard, Wandb
+from jrl.trainer.loggers import TensorBoard, Wandb, check_installed
 
 
 def events(directory):
@@ -53,6 +53,8 @@ def test_a_resumed_tensorboard_hides_later_steps(tmp_path):
     [
         ("tensorboardX", "tensorboard", lambda path: TensorBoard(path)),
         ("wandb", "wandb", lambda path: Wandb(path, "jrl", "run", {})),
+        ("tensorboardX", "tensorboard", lambda path: check_installed("tensorboard")),
+        ("wandb", "wandb", lambda path: check_installed("wandb")),
     ],
 )
 def test_a_missing_package_is_one_line_with_the_fix(tmp_path, monkeypatch, package, extra, make):

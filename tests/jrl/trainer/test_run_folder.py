@@ -22,6 +22,12 @@ def test_configuration_round_trips(path):
     assert RunFolder.read(path).config() == CONFIG
 
 
+def test_a_changed_configuration_stays(path):
+    with RunFolder.create(path, CONFIG) as folder:
+        folder.change_config({**CONFIG, "steps": 7})
+    assert RunFolder.read(path).config() == {**CONFIG, "steps": 7}
+
+
 def test_an_existing_run_is_refused_with_the_fix(path):
     RunFolder.create(path, CONFIG).close()
     with pytest.raises(ValueError, match=r"already holds a run: .*--resume.*--run-dir"):

@@ -1,0 +1,131 @@
+"""``python -m jrl.evaluate RUN``: how good the policy of a run is on prompts it never learned from.
+
+The run may still be going on; nothing is written into its folder.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from jrl.tokenizer import Tokenizer
+from jrl.trainer.command_line import exit_status, start_jax
+from jrl.trainer.configuration import configuration_of
+from jrl.trainer.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to evaluate, and how."""
+
+    run: tyro.conf.Positional[str]
+    """Folder of the run; its newest checkpoint is evaluated."""
+    k: int = 8
+    """Completions sampled per prompt; pass@k is given for 1, 2, 4, ... and k."""
+    prompts: int = 256
+    """Held-out prompts, or all there are if they are fewer."""
+    temperature: float | None = None
+    """Of sampling; None takes the run's own."""
+    top_k: int | None = None
+    """Sample among this many likeliest tokens; None takes the run's own setting."""
+    top_p: float | None = None
+    """Sample from the smallest set of likeliest tokens with this probability; None takes the run's
+    own setting."""
+    seed: int = 0
+    """Of sampling. The same seed gives the same completions."""
+    layout: str | None = None
+    """How the devices are laid out; None takes the run's own layout."""
+    devices: int | None = None
+    """Number of CPU devices to make believe; None does as the run did."""
+    json: str | None = None
+    """A file that the results are written to as well."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    return exit_status(lambda: _main(sys.argv[1:] if arguments is None else list(arguments)))
+
+
+def _main(arguments: list[str]) -> int:
+    request = tyro.cli(
+        Request,
+        prog="python -m jrl.evaluate",
+        description="Evaluates the policy of a run on held-out prompts: sampled, greedy, pass@k.",
+        args=arguments,
+    )
+    for name in ("k", "prompts"):
+        if getattr(request, name) < 1:
+            raise ValueError(f"{name}={getattr(request, name)} must be at least 1.")
+    results = _evaluate(request, RunFolder.read(request.run))
+    _print(results)
+    if request.json is not None:
+        Path(request.json).write_text(json.dumps(results, indent=2, allow_nan=False) + "\n")
+    return 0
+
+
+def _evaluate(request: Request, folder: RunFolder) -> dict[str, Any]:
+    """What was evaluated and the numbers, as they are printed and written."""
+    run, recipe = configuration_of(folder)
+    run = replace(run, layout=request.layout or run.layout, devices=request.devices or run.devices)
+    given = {name: getattr(request, name) for name in ("temperature", "top_k", "top_p")}
+    recipe = replace(recipe, **{name: value for name, value in given.items() if value is not None})
+    start_jax(run.devices)
+
+    # What builds and runs a network is imported once the flags are known to be right.
+    from jrl.trainer.measure import measure
+    from jrl.trainer.saved_policy import load_policy
+    from jrl.trainer.setup import set_up
+
+    setup = set_up(run, recipe, Tokenizer.from_file(folder.tokenizer_path))
+    with closing(setup.task):
+        weights, step = load_policy(folder, setup)
+        numbers = measure(
+            setup,
+            weights,
+            setup.sampling,
+            num_prompts=request.prompts,
+            k=request.k,
+            seed=request.seed,
+        )
+    about = {"run": str(folder.path), "recipe": recipe.name, "task": run.task, "step": step}
+    how = {"k": request.k, "seed": request.seed}
+    how |= {name: getattr(recipe, name) for name in given}
+    return {**about, **how, **numbers}
+
+
+def _print(results: dict[str, Any]) -> None:
+    print("{run}: {recipe} on {task}, step {step}".format(**results))
+    print(
+        "{prompts} held-out prompts, {k} completions each at temperature {temperature}".format(
+            **results
+        )
+    )
+    table = Table(box=box.SIMPLE_HEAD, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_row("sampled accuracy", f"{results['accuracy/sampled']:.3f}")
+    table.add_row("its standard error", f"{results['accuracy/sampled/standard_error']:.3f}")
+    table.add_row("greedy accuracy", f"{results['accuracy/greedy']:.3f}")
+    for name in results:
+        if name.startswith("pass@"):
+            table.add_row(name, f"{results[name]:.3f}")
+    table.add_row("mean length", f"{results['response_length/mean']:.2f} tokens")
+    table.add_row("cut by the length limit", f"{results['response_length/clip_ratio']:.1%}")
+    total = results["prompts"] * results["k"]
+    for name in results:
+        if name.startswith("verifier/") and results[name]:
+            reason = f"verdict: {name.removeprefix('verifier/')}"
+            table.add_row(reason, f"{results[name] / total:.1%}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

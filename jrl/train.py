@@ -1,0 +1,184 @@
+"""The main command: ``python -m jrl.train [RECIPE] [OPTIONS]`` trains a policy by reinforcement.
+
+Without arguments it is the demonstration: GRPO on sorting digits, in a new folder under ``runs/``.
+"""
+
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxtyping import Array
+
+from jrl.tokenizer import Tokenizer
+from jrl.trainer.command_line import exit_status, start_jax
+from jrl.trainer.config import RunConfig
+from jrl.trainer.configuration import to_json
+from jrl.trainer.flags import PROGRAM, Request, parse
+from jrl.trainer.records import read_metrics
+from jrl.trainer.run_folder import RunFolder
+
+# What builds and runs a network is imported in the functions, once the flags are known to be right.
+if TYPE_CHECKING:
+    from jrl.trainer.setup import Setup
+    from moe.weights import Transformer
+
+RUNS = Path("runs")
+"""Where runs go that are given no folder, below the working directory."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    return exit_status(lambda: _main(sys.argv[1:] if arguments is None else list(arguments)))
+
+
+def _main(arguments: list[str]) -> int:
+    request = parse(arguments)
+    start_jax(request.run.devices)
+    if request.command.dry_run:
+        return _show(request)
+    if request.command.resume:
+        return _resume(request)
+    return _begin(request)
+
+
+def _begin(request: Request) -> int:
+    """A new run. Its folder is made when all that can be seen to be wrong has been looked at."""
+    setup = _set_up(request)
+    with closing(setup.task):
+        weights = _given_weights(setup)
+        with _create(request) as folder:
+            setup.tokenizer.save(folder.tokenizer_path)
+            return _train(setup, folder, weights)
+
+
+def _resume(request: Request) -> int:
+    """An old run from its last checkpoint; from its beginning if it was killed before the first."""
+    from jrl.trainer.checkpoints import Checkpoints
+    from jrl.trainer.plots import plot_run
+
+    run, config = request.run, to_json(request.run, request.recipe)
+    with RunFolder.resume(request.command.run_dir or "") as folder:
+        step = Checkpoints(folder.checkpoints_path).latest_step()
+        if step is not None and step >= run.steps:
+            if not folder.plots_path.is_dir():  # killed between its last checkpoint and its end
+                plot_run(folder.metrics_path, folder.plots_path, f"{run.task}, {config['recipe']}")
+            print(f"{folder.path} is finished after {step} steps; --steps may be raised.")
+            return 0
+        setup = _set_up(request, folder)
+        with closing(setup.task):
+            if folder.config() != config:
+                folder.change_config(config)
+            setup.tokenizer.save(folder.tokenizer_path)
+            return _train(setup, folder, _given_weights(setup) if step is None else None)
+
+
+def _show(request: Request) -> int:
+    from jrl.trainer.dry_run import print_dry_run
+
+    resumed = request.command.resume
+    setup = _set_up(request, RunFolder.read(request.command.run_dir or "") if resumed else None)
+    with closing(setup.task):
+        print_dry_run(setup)
+    return 0
+
+
+def _set_up(request: Request, folder: RunFolder | None = None) -> "Setup":
+    """The fixed parts of the run, looked over. Close its task at the end.
+
+    Args:
+      folder: of the run that is being resumed.
+    """
+    from jrl.trainer.loggers import check_installed
+    from jrl.trainer.setup import set_up
+    from moe.weights import specs
+
+    for destination in request.run.log_to:
+        check_installed(destination)
+    setup = set_up(request.run, request.recipe, _tokenizer(request.run, folder))
+    try:
+        setup.tokenizer.encode(setup.task.characters)
+        specs(setup.model, setup.mesh)
+    except BaseException:
+        setup.task.close()
+        raise
+    return setup
+
+
+def _tokenizer(run: RunConfig, folder: RunFolder | None) -> Tokenizer | None:
+    """The tokenizer of the run that is resumed or started from; None makes one as configured."""
+    # One that was killed while its folder was being made has none yet.
+    if folder is not None and (folder.tokenizer_path.exists() or folder.metrics_path.exists()):
+        return Tokenizer.from_file(folder.tokenizer_path)
+    if run.weights is None:
+        return None
+    if run.tokenizer is not None:
+        raise ValueError(
+            f"tokenizer={run.tokenizer!r} cannot go with weights={run.weights!r}, which have their "
+            "own: leave out --tokenizer."
+        )
+    return Tokenizer.from_file(RunFolder.read(run.weights).tokenizer_path)
+
+
+def _given_weights(setup: "Setup") -> "Transformer[Array] | None":
+    """The policy that --weights asks for, None without."""
+    from jrl.trainer.saved_policy import load_policy
+
+    if setup.run.weights is None:
+        return None
+    weights, step = load_policy(RunFolder.read(setup.run.weights), setup)
+    print(f"starting from {setup.run.weights} after step {step}")
+    return weights
+
+
+def _create(request: Request) -> RunFolder:
+    """The folder asked for, or the next with a number: one above the highest there is."""
+    config = to_json(request.run, request.recipe)
+    if request.command.run_dir is not None:
+        return RunFolder.create(request.command.run_dir, config)
+    kind, _, rest = request.run.task.partition(":")
+    words = [config["recipe"], kind, *([Path(rest).stem] if rest else [])]
+    name = re.sub(r"[^a-z0-9]+", "-", "-".join(words).lower())
+    taken = [re.fullmatch(rf"{name}-(\d+)", path.name) for path in RUNS.glob(f"{name}-*")]
+    number = 1 + max((int(match[1]) for match in taken if match), default=0)
+    return RunFolder.create(RUNS / f"{name}-{number}", config)
+
+
+def _train(setup: "Setup", folder: RunFolder, weights: "Transformer[Array] | None") -> int:
+    from jrl.trainer.loop import train
+
+    resume = f"{PROGRAM} --resume --run-dir {shlex.quote(str(folder.path))}"
+    print(f"run folder: {folder.path}", flush=True)
+    try:
+        outcome = train(setup, folder, weights)
+    except KeyboardInterrupt:
+        print(f"interrupted; go on from the last checkpoint with: {resume}", file=sys.stderr)
+        return 130
+    if outcome.stopped:
+        print(f"stopped after step {outcome.step} of {setup.run.steps}; go on with: {resume}")
+    else:
+        _conclude(folder)
+    return 0
+
+
+def _conclude(folder: RunFolder) -> None:
+    """What came of it, and where to look next."""
+    evaluations = [
+        line for line in read_metrics(folder.metrics_path) if "val/accuracy/sampled" in line
+    ]
+    first, last = evaluations[0], evaluations[-1]
+    parts = [
+        f"{way} {first[f'val/accuracy/{way}']:.3f} -> {last[f'val/accuracy/{way}']:.3f}"
+        for way in ("sampled", "greedy")
+    ]
+    start = "warm start" if "warm_start/steps" in first else "start"
+    print(f"held-out accuracy, {start} -> step {last['step']}: {', '.join(parts)}")
+    print(f"plots: {folder.plots_path / 'overview.png'}")
+    print(f"more:  python -m jrl.evaluate {shlex.quote(str(folder.path))} --k 8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

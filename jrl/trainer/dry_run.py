@@ -1,0 +1,190 @@
+"""What a run would do and need, without doing it: batch arithmetic, parameters, memory, layout."""
+
+import math
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from jrl.recipes.dapo import Dapo
+from jrl.trainer.setup import Setup
+from moe.config import ModelConfig
+from moe.weights import num_active_parameters, num_parameters, shapes, shardings
+from sharding.folding import FoldedMesh
+
+AXES = {
+    "dp": "data: each rank has its own sequences",
+    "tp": "tensor: attention heads and dense hidden units; between layers, the tokens",
+    "cp": "context: the positions of a sequence",
+    "pp": "pipeline: the layers",
+    "ep": "experts: each rank holds some of them, tokens travel",
+    "etp": "tensor inside an expert",
+    "edp": "data of the experts: ranks that hold the same ones",
+}
+"""What is spread over each axis of a layout."""
+
+
+def print_dry_run(setup: Setup, console: Console | None = None) -> None:
+    """Prints the four tables."""
+    console = console or Console()
+    size = setup.mesh.layout.num_devices
+    described = f"{setup.recipe.name} on {setup.run.task}"
+    _print(console, f"Batch: {described}", batch_arithmetic(setup))
+    _print(console, f"Parameters: {setup.run.model}", parameters(setup))
+    needs = memory(setup)
+    rows = {name: readable_bytes(number) for name, number in needs.items()}
+    rows["together, without activations"] = readable_bytes(sum(needs.values()))
+    _print(console, "Memory per device", rows)
+    devices = f"{_count(size, 'device', 'devices')} ({jax.devices()[0].device_kind})"
+    axes = {f"{axis} {setup.mesh.size(getattr(setup.mesh, axis))}": AXES[axis] for axis in AXES}
+    _print(console, f"Layout: {setup.run.layout} on {devices}", axes)
+    recipe, steps = setup.recipe, setup.run.steps
+    if recipe.value_pretraining_steps >= steps:
+        console.print(
+            f"The policy does not learn: all {steps} steps train the critic alone "
+            f"(--pretrain-critic {recipe.value_pretraining_steps}).",
+            style="bold red",
+        )
+
+
+def batch_arithmetic(setup: Setup) -> dict[str, str]:
+    """From prompts to optimiser steps, one line each."""
+    run, recipe = setup.run, setup.recipe
+    num_mini = recipe.completions // recipe.mini_batch
+    micro = recipe.mini_batch // setup.num_micro
+    updates = recipe.epochs * num_mini
+    pretraining = min(recipe.value_pretraining_steps, run.steps)
+    time = setup.prompt_length + setup.response_length
+    rows = {
+        "completions per step": f"{recipe.prompts} prompts x {recipe.group_size} "
+        f"= {recipe.completions:,}"
+    }
+    if isinstance(recipe, Dapo):
+        most = recipe.max_generation_rounds * recipe.completions
+        rows["sampled per step at most"] = (
+            f"{recipe.max_generation_rounds} rounds x {recipe.completions:,} = {most:,}"
+        )
+    rows |= {
+        "mini-batches": f"{recipe.completions:,} / {recipe.mini_batch:,} = {num_mini:,}",
+        "micro-batches per mini-batch": f"{recipe.mini_batch:,} / {micro:,} = {setup.num_micro:,}",
+        "optimiser steps per step": f"{_count(num_mini, 'mini-batch', 'mini-batches')} x "
+        f"{_count(recipe.epochs, 'epoch', 'epochs')} = {updates:,}",
+        "steps": f"{run.steps:,}",
+    }
+    if recipe.uses_critic:
+        rows["of which train the critic alone"] = f"{pretraining:,}"
+        rows["optimiser steps of the critic"] = (
+            f"{run.steps:,} x {updates:,} = {run.steps * updates:,}"
+        )
+    learning = run.steps - pretraining
+    return rows | {
+        "optimiser steps of the policy": f"{learning:,} x {updates:,} = {learning * updates:,}",
+        "tokens per completion at most": f"{setup.prompt_length} prompt + "
+        f"{setup.response_length} response = {time:,}",
+        "tokens per step at most": f"{recipe.completions:,} x {time:,} "
+        f"= {recipe.completions * time:,}",
+    }
+
+
+def parameters(setup: Setup) -> dict[str, str]:
+    """Sizes of the networks."""
+    rows = {
+        "policy": f"{num_parameters(setup.model):,}",
+        "of which a token passes": f"{num_active_parameters(setup.model):,}",
+    }
+    if setup.recipe.uses_critic:
+        rows["critic"] = f"{num_parameters(setup.model.as_critic()):,}"
+    if setup.recipe.uses_reference:
+        rows["reference"] = f"{num_parameters(setup.model):,}"
+    return rows
+
+
+def memory(setup: Setup) -> dict[str, int]:
+    """Bytes on each device, in the order they are needed.
+
+    With ``W`` the bytes of the policy's weights on one device, ``4 x elements / devices it is split
+    over`` for each of them, and ``V`` those of the critic's:
+
+    * weights ``W``, Adam's two moments ``2 W``, reference ``W``; critic ``V + 2 V``;
+    * gradients ``max(W, V)``, twice that where micro-batches are summed;
+    * cache ``2 layers x rows x (prompt + response - 1) x kv_heads / tp x head_dim x itemsize`` and
+      a byte per position, with the rows per device of a step's completions or of an evaluation,
+      whichever are more;
+    * logits ``4 x rows x (prompt + response) / tp x vocab``, with the rows per device of the
+      largest forward pass: a micro-batch, a warm start's batch, or all completions under the
+      reference.
+
+    What lies between the layers (activations) and what the compiler adds come on top.
+    """
+    run, recipe, mesh = setup.run, setup.recipe, setup.mesh
+    weights = weight_bytes(setup.model, mesh)
+    critic = weight_bytes(setup.model.as_critic(), mesh) if recipe.uses_critic else 0
+    forward = [recipe.mini_batch // setup.num_micro]
+    if run.weights is None and run.warm_start_steps:
+        forward.append(run.warm_start_batch)
+    if recipe.uses_reference:
+        forward.append(recipe.completions)
+    rows = {
+        "weights": weights,
+        "gradients": max(weights, critic) * (2 if setup.num_micro > 1 else 1),
+        "optimiser moments": 2 * weights,
+        "critic": critic,
+        "critic's optimiser moments": 2 * critic,
+        "reference": weights if recipe.uses_reference else 0,
+        "key/value cache": cache_bytes(setup, max(recipe.completions, run.eval_prompts)),
+        "logits of a forward pass": logits_bytes(setup, max(forward)),
+    }
+    return {name: number for name, number in rows.items() if number}
+
+
+def weight_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
+    """Bytes of a network's weights on one device."""
+
+    def on_one(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> int:
+        return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+    return sum(jax.tree.leaves(jax.tree.map(on_one, shapes(config), shardings(config, mesh))))
+
+
+def cache_bytes(setup: Setup, rows: int) -> int:
+    """Bytes of the key/value cache on one device while `rows` sequences are decoded at once."""
+    model, mesh = setup.model, setup.mesh
+    # The last token sampled is never appended.
+    columns = setup.prompt_length + setup.response_length - 1
+    positions = -(-rows // mesh.size(mesh.dp)) * columns
+    heads = model.num_kv_heads // mesh.size(mesh.tp)
+    itemsize = jax.numpy.dtype(model.dtype).itemsize
+    return positions * (1 + 2 * model.num_layers * heads * model.head_dim * itemsize)
+
+
+def logits_bytes(setup: Setup, rows: int) -> int:
+    """Bytes of the float32 logits on one device while `rows` sequences are scored at once."""
+    mesh = setup.mesh
+    time = setup.prompt_length + setup.response_length
+    tokens = -(-rows // mesh.size(mesh.dp)) * time // mesh.size(mesh.tp)
+    return 4 * tokens * setup.model.vocab_size
+
+
+def _count(number: int, one: str, several: str) -> str:
+    return f"{number:,} {one if number == 1 else several}"
+
+
+def readable_bytes(number: int) -> str:
+    """With three digits and a binary unit."""
+    size, unit = float(number), 0
+    while size >= 1000 and unit < 4:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
+
+
+def _print(console: Console, title: str, rows: dict[str, Any]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
+    table.add_column(style="dim")
+    table.add_column()
+    table.show_header = False
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console.print(table)

@@ -1,0 +1,191 @@
+import json
+import re
+import shutil
+
+import jax
+import pytest
+from small_runs import FLAGS, metrics, one_line
+
+from jrl import evaluate, train
+from jrl.tasks import Verdict
+from jrl.tasks.procedural import ProceduralTask
+from jrl.trainer import loop, measure
+from jrl.trainer.checkpoints import Checkpoints
+from jrl.trainer.run_folder import RunFolder
+
+# Shapes that training has compiled already: one completion of each of its held-out prompts.
+AS_TRAINED = ["--k", "1", "--prompts", "8"]
+FOUR = ["--k", "4", "--prompts", "5"]
+
+
+def verify_by_chance(task, examples, completions):
+    """Verdicts that a policy which has learned nothing gets right about every other time."""
+    odd = [sum(map(ord, completion)) % 2 for completion in completions]
+    return [Verdict(1.0, "correct") if one else Verdict(0.0, "wrong") for one in odd]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _verifier():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProceduralTask, "verify", verify_by_chance)
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(_verifier, tmp_path_factory):
+    path = tmp_path_factory.mktemp("evaluated") / "run"
+    assert train.main([*FLAGS, "--run-dir", str(path)]) == 0
+    return path
+
+
+def results(run, tmp_path, *flags):
+    assert evaluate.main([str(run), "--json", str(tmp_path / "out.json"), *flags]) == 0
+    return json.loads((tmp_path / "out.json").read_text())
+
+
+def test_numbers_fit_together_and_are_printed(run, tmp_path, capsys):
+    found = results(run, tmp_path, *FOUR)
+    assert (found["step"], found["prompts"], found["k"], found["task"]) == (2, 5, 4, "sort")
+    assert [name for name in found if name.startswith("pass@")] == ["pass@1", "pass@2", "pass@4"]
+    assert found["pass@1"] == pytest.approx(found["accuracy/sampled"], abs=1e-12)
+    assert 0 < found["pass@1"] < found["pass@2"] < found["pass@4"] <= 1
+    reasons = {name: value for name, value in found.items() if name.startswith("verifier/")}
+    assert sum(reasons.values()) == 20 and len(reasons) == 6
+    assert found["verifier/correct"] == pytest.approx(20 * found["accuracy/sampled"])
+    assert 1 <= found["response_length/mean"] <= 12
+    out = capsys.readouterr().out
+    assert "grpo on sort, step 2" in out and "5 held-out prompts, 4 completions each" in out
+    assert re.search(rf"greedy accuracy +{found['accuracy/greedy']:.3f}", out)
+    assert re.search(r"pass@4 +[01]\.\d{3}", out)
+
+
+def test_greedy_is_what_training_measured(run, tmp_path):
+    found = results(run, tmp_path, *AS_TRAINED)
+    last = metrics(run)[-1]
+    assert found["accuracy/greedy"] == last["val/accuracy/greedy"]
+    assert 0 < found["accuracy/greedy"] < 1  # or the line above says little
+
+
+def test_a_seed_repeats_itself(run, tmp_path):
+    first = results(run, tmp_path, *FOUR)
+    assert results(run, tmp_path, *FOUR) == first
+    other = results(run, tmp_path, *FOUR, "--seed", "1")
+    assert other["response_length/mean"] != first["response_length/mean"]
+    assert other["accuracy/greedy"] == first["accuracy/greedy"]
+
+
+def test_temperature_0_is_greedy(run, tmp_path):
+    found = results(run, tmp_path, *FOUR, "--temperature", "0")
+    assert found["score/sampled"] == found["score/greedy"]
+    assert found["pass@4"] == found["accuracy/greedy"]
+    assert found["temperature"] == 0.0
+
+
+def test_batches_and_devices_change_no_prompt(run, tmp_path, monkeypatch):
+    whole = results(run, tmp_path, *AS_TRAINED)
+    monkeypatch.setattr(measure, "ROWS_AT_ONCE", 5)  # batches of 6 and, filled up, of 2
+    parts = results(run, tmp_path, *AS_TRAINED, "--layout", "dp2")
+    assert parts["accuracy/greedy"] == whole["accuracy/greedy"]
+    assert sum(value for name, value in parts.items() if name.startswith("verifier/")) == 8
+
+
+def test_k_itself_is_always_among_the_ks():
+    assert list(measure._up_to(1)) == [1]
+    assert list(measure._up_to(6)) == [1, 2, 4, 6]
+    assert list(measure._up_to(8)) == [1, 2, 4, 8]
+
+
+def test_pass_at_k_counts_by_prompt(run, tmp_path, monkeypatch):
+    """Of the completions of the five prompts 0, 1, 2, 3 and 4 are right."""
+
+    def verify(self, examples, completions):
+        copies = len(examples) // 5
+        right = [row % copies >= copies - row // copies for row in range(len(examples))]
+        return [Verdict(1.0, "correct") if ok else Verdict(0.0, "wrong") for ok in right]
+
+    monkeypatch.setattr(ProceduralTask, "verify", verify)
+    found = results(run, tmp_path, *FOUR)
+    assert found["pass@1"] == pytest.approx(10 / 20)
+    # 1 - C(4 - c, 2) / C(4, 2) for c = 0 to 4.
+    assert found["pass@2"] == pytest.approx((0 + 3 / 6 + 5 / 6 + 1 + 1) / 5)
+    assert found["pass@4"] == pytest.approx(4 / 5)
+    # The spread of 0, 1/4, 2/4, 3/4, 1 over the root of 5.
+    assert found["accuracy/sampled/standard_error"] == pytest.approx(0.125**0.5 / 5**0.5)
+
+
+def test_nothing_is_written_into_the_run(run):
+    before = sorted(path for path in run.rglob("*"))
+    assert evaluate.main([str(run), *AS_TRAINED]) == 0
+    assert sorted(path for path in run.rglob("*")) == before
+
+
+def test_a_run_that_is_being_written_can_be_evaluated(run, tmp_path):
+    with RunFolder.resume(run):
+        assert results(run, tmp_path, *AS_TRAINED)["step"] == 2
+
+
+def test_a_checkpoint_that_goes_while_it_is_read_gives_way_to_the_next(run, tmp_path, monkeypatch):
+    copy = shutil.copytree(run, tmp_path / "copy")
+    shutil.copytree(copy / "checkpoints" / "2", copy / "checkpoints" / "3")
+    restore = Checkpoints.restore
+
+    def late(self, step, *arguments, **options):
+        if step == 3:
+            shutil.rmtree(copy / "checkpoints" / "3")
+            shutil.copytree(copy / "checkpoints" / "2", copy / "checkpoints" / "4")
+        return restore(self, step, *arguments, **options)
+
+    monkeypatch.setattr(Checkpoints, "restore", late)
+    assert results(copy, tmp_path, *AS_TRAINED)["step"] == 4
+
+
+def test_a_run_without_a_checkpoint_says_so(tmp_path, monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "train", interrupt)
+    train.main([*FLAGS, "--run-dir", str(tmp_path / "young")])
+    capsys.readouterr()
+    assert evaluate.main([str(tmp_path / "young")]) == 2
+    assert re.search("young has no checkpoint yet: the first", one_line(capsys.readouterr()))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--k 0", "k=0 must be at least 1"),
+        ("--prompts 0", "prompts=0 must be at least 1"),
+        ("--temperature -1", "temperature=-1.0 is negative"),
+        ("--layout dp16", "layout 'dp16' needs 16 devices"),
+        ("--json no/such/folder.json --k 1 --prompts 8", "no/such/folder.json: No such file"),
+    ],
+)
+def test_wrong_input_is_one_line(run, capsys, flags, message):
+    assert evaluate.main([str(run), *flags.split()]) in (1, 2)
+    assert message in one_line(capsys.readouterr())
+
+
+def test_a_folder_without_a_run_is_one_line(tmp_path, capsys):
+    assert evaluate.main([str(tmp_path)]) == 2
+    assert "holds no run (config.json is missing)" in one_line(capsys.readouterr())
+
+
+def test_a_configuration_that_was_tampered_with_is_one_line(run, tmp_path, capsys):
+    copy = shutil.copytree(run, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    config["run"]["stepz"] = config["run"].pop("steps")
+    (copy / "config.json").write_text(json.dumps(config))
+    assert evaluate.main([str(copy)]) == 2
+    assert "unknown run.stepz; missing run.steps" in one_line(capsys.readouterr())
+    (copy / "config.json").write_text("{")
+    assert evaluate.main([str(copy)]) == 2
+    assert "config.json is not JSON" in one_line(capsys.readouterr())
+
+
+def test_help_explains_every_flag(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        evaluate.main(["--help"])
+    out = capsys.readouterr().out
+    for flag in ("--k", "--prompts", "--temperature", "--seed", "--layout", "--devices", "--json"):
+        assert flag in out
+    assert jax.device_count() == 8

@@ -1,0 +1,314 @@
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from small_runs import FLAGS, IN_A_FRESH_PROCESS, metrics, one_line
+
+from jrl.recipes import RECIPES
+from jrl.train import main
+from jrl.trainer import loop
+from jrl.trainer.config import RunConfig
+from jrl.trainer.configuration import configuration_of
+from jrl.trainer.run_folder import RunFolder
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    """Folders without a name must not land in the repository."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of two steps."""
+    path = tmp_path_factory.mktemp("finished") / "run"
+    assert main([*FLAGS, "--run-dir", str(path)]) == 0
+    return path
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    """The run of two steps, to be written to."""
+    return shutil.copytree(finished, tmp_path / "copy")
+
+
+def run_alone(*arguments):
+    """The command line in a process of its own, which knows the micro model."""
+    return subprocess.run(
+        [sys.executable, "-c", IN_A_FRESH_PROCESS, *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parent.parent}"},
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_help_has_a_flag_and_a_sentence_for_every_field(recipe, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main([recipe, "--help"])
+    text = " ".join(re.sub("[│╭╰─╮╯]", " ", capsys.readouterr().out).split())
+    entries = [entry for entry in re.split(r" (?=--[a-z])", text) if "(default:" in entry]
+    for field in (*fields(RunConfig), *fields(RECIPES[recipe])):
+        flag = "--" + field.name.replace("_", "-")
+        own = [entry for entry in entries if re.match(rf"{flag}[ ,]|--no{flag[1:]} ", entry)]
+        assert own and len(re.findall(r"[a-z]{2,}", own[0])) > 4, (flag, own)
+    assert "The recipes are ppo, grpo, dapo, vapo." in text
+    assert "Completions sampled per prompt." in text  # said in the base class
+
+
+def test_help_comes_before_anything_heavy():
+    program = (
+        "import sys; from jrl.train import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit as end: print(end.code, *sys.modules)"
+    )
+    alone = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=HERE.parent.parent
+    )
+    code, *modules = alone.stdout.splitlines()[-1].split()
+    assert code == "0"
+    assert not {"orbax", "optax", "matplotlib", "jrl.trainer.setup"} & set(modules)
+
+
+def test_a_run_leaves_everything_behind_and_says_where(tmp_path, capsys):
+    assert main([*FLAGS, "--run-dir", "here"]) == 0
+    folder = RunFolder.read("here")
+    run, recipe = configuration_of(folder)
+    assert (run.steps, run.model, recipe.name, recipe.prompts) == (2, "micro", "grpo", 4)
+    assert folder.tokenizer_path.is_file()
+    lines = metrics(folder.path)
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    out = capsys.readouterr().out
+    assert "run folder: here\n" in out
+    first, last = (line["val/accuracy/sampled"] for line in (lines[0], lines[-1]))
+    assert f"warm start -> step 2: sampled {first:.3f} -> {last:.3f}, greedy" in out
+    assert "plots: here/plots/overview.png" in out and Path("here/plots/overview.png").is_file()
+
+
+def test_the_same_seed_gives_the_same_run(finished, tmp_path):
+    assert main([*FLAGS, "--run-dir", "again"]) == 0
+    assert metrics(tmp_path / "again") == metrics(finished)
+
+
+def test_a_run_without_a_folder_gets_the_next_number(monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "train", interrupt)
+    for _ in range(2):
+        assert main(FLAGS) == 130
+    shutil.rmtree("runs/grpo-sort-1")
+    assert main(FLAGS) == 130
+    assert main(["dapo", *FLAGS, "--task", "addition"]) == 130
+    assert sorted(os.listdir("runs")) == ["dapo-addition-1", "grpo-sort-2", "grpo-sort-3"]
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith("python -m jrl.train --resume --run-dir runs/dapo-addition-1")
+
+
+def test_a_finished_run_says_so(copy, capsys):
+    shutil.rmtree(copy / "plots")  # as if killed before they were drawn
+    assert main(["--resume", "--run-dir", str(copy), "--prompts", "4"]) == 0
+    assert f"{copy} is finished after 2 steps" in capsys.readouterr().out
+    assert (copy / "plots" / "overview.png").is_file()
+
+
+def test_more_steps_go_on_from_the_last(copy, finished, capsys):
+    more = ["--resume", "--run-dir", str(copy), "--steps", "3", "--keep-checkpoints", "1"]
+    assert main(more) == 0
+    assert metrics(copy)[:3] == metrics(finished)
+    assert [line["step"] for line in metrics(copy)] == [0, 1, 2, 3]
+    run, _ = configuration_of(RunFolder.read(copy))
+    assert (run.steps, run.keep_checkpoints) == (3, 1)
+    assert os.listdir(copy / "checkpoints") == ["3"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--seed 1", "--seed is 0 in the run, 1 was given"),
+        ("--clip-high 0.28", "--clip-high is 0.2 in the run, 0.28 was given"),
+        ("--steps 1", "--steps is 2 in the run and can be raised only, 1 was given"),
+        # Judged against the run before it is judged by itself: 5 x 4 does not divide by 8.
+        ("--prompts 5 --layout dp2", "--layout is dp1 .* dp2 was given; --prompts is 4 .* 5 was"),
+        ("--task addition", "--task is sort in the run, addition was given"),
+    ],
+)
+def test_a_resumed_run_keeps_its_settings(finished, capsys, flags, message):
+    before = (finished / "config.json").read_bytes()
+    assert main(["--resume", "--run-dir", str(finished), *flags.split()]) == 2
+    assert re.search(f"a resumed run keeps its settings: {message}", one_line(capsys.readouterr()))
+    assert (finished / "config.json").read_bytes() == before
+
+
+def test_a_resumed_run_keeps_its_recipe(finished, capsys):
+    assert main(["dapo", "--resume", "--run-dir", str(finished)]) == 2
+    assert "the recipe is grpo in the run, dapo was given" in one_line(capsys.readouterr())
+
+
+def test_a_terminated_run_goes_on_to_the_same_end(finished, tmp_path, monkeypatch, capsys):
+    step = loop.train_step
+
+    def terminated(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return step(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", terminated)
+        assert main([*FLAGS, "--run-dir", "run"]) == 0
+    said = re.search(
+        r"stopped after step 1 of 2; go on with: python -m jrl.train (.*)", capsys.readouterr().out
+    )
+    assert said is not None
+    assert main(said[1].split()) == 0
+    assert metrics(tmp_path / "run") == metrics(finished)
+
+
+def test_weights_of_another_run_take_the_place_of_the_warm_start(finished, tmp_path, capsys):
+    start = ["--weights", str(finished), "--run-dir", "on", "--steps", "1"]
+    assert main([*FLAGS, *start]) == 0
+    first, last = metrics(tmp_path / "on")[0], metrics(finished)[-1]
+    assert "warm_start/steps" not in first
+    assert first["val/accuracy/greedy"] == last["val/accuracy/greedy"]
+    assert first["val/score/greedy"] == last["val/score/greedy"]
+    tokenizers = [path / "tokenizer.model" for path in (tmp_path / "on", finished)]
+    assert tokenizers[0].read_bytes() == tokenizers[1].read_bytes()
+    assert "held-out accuracy, start -> step 1" in capsys.readouterr().out
+
+
+def test_an_existing_run_is_not_written_over(finished, capsys):
+    assert main([*FLAGS, "--run-dir", str(finished)]) == 2
+    assert "already holds a run: continue it with --resume" in one_line(capsys.readouterr())
+
+
+def test_a_line_that_does_not_parse_is_named_with_its_file(tmp_path, capsys):
+    Path("data.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", answer}\n')
+    assert main(["--task", "jsonl:data.jsonl"]) == 2
+    assert "data.jsonl:2: is not JSON" in one_line(capsys.readouterr())
+    assert os.listdir() == ["data.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--task sorrt", r"task='sorrt' is unknown: did you mean sort\? The tasks are sort, add"),
+        ("drpo", r"recipe 'drpo' is unknown: did you mean grpo or .* The recipes are ppo, grpo"),
+        ("--model tinny", "model='tinny' is no preset; near: tiny"),
+        ("--prompts 3", r"mini_batch=8 does not divide prompts x group_size = 3 x 4 = 12 compl"),
+        ("--micro-batch 3", "micro_batch=3 does not divide mini_batch=8"),
+        ("--steps 0", "steps=0 must be at least 1"),
+        ("--layout dp16", "layout 'dp16' needs 16 devices and there are 8: .* --devices 16"),
+        ("--layout dq2", "layout 'dq2': 'dq2' is not an axis and a size"),
+        ("--layout dp8", "prompts=4 does not divide over dp=8 of layout 'dp8'"),
+        ("--layout tp4", "'kv_head' of size 2 cannot be split over 4 devices"),
+        ("--layout cp2", "layout 'cp2': training runs on dp, tp and ep; cp must be 1"),
+        (
+            "--layout tp2 --prompt-length 13 --response-length 20 --warm-start-batch 9",
+            r"warm_start_batch x 33 tokens = 297 per data rank does not divide over tp=2",
+        ),
+        ("--devices 16", "devices=16 comes too late: this process has started JAX with 8"),
+        ("--devices 0", "devices=0 must be at least 1"),
+        ("--prompt-length 3", "prompt_length=3 is too short: the task needs 10 tokens"),
+        ("--tokenizer no.model", "no.model: cannot be read .*: give the path of a SentencePiece"),
+        ("--weights no-run", "run folder no-run holds no run"),
+        ("--resume", "--resume needs --run-dir"),
+        ("--resume --run-dir no-run", "run folder no-run holds no run"),
+        ("--clip-high inf", "config cannot be written as JSON"),
+        ("--log-to wandb", r'logging to wandb needs the package wandb: pip install "jrl\[wandb\]"'),
+    ],
+)
+def test_wrong_input_is_one_line_and_leaves_nothing(arguments, message, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    words = arguments.split()
+    recipe = [words.pop(0)] if not words[0].startswith("-") else []
+    assert main([*recipe, *FLAGS, *words]) == 2
+    assert re.search(message, one_line(capsys.readouterr()))
+    assert os.listdir() == []
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_what_differs(finished, capsys):
+    assert main([*FLAGS, "--weights", str(finished), "--model", "micro-wide"]) == 2
+    line = one_line(capsys.readouterr())
+    assert "is of another model: policy/weights/layers/experts/" in line
+    assert "layers/experts/gate is float32[1,4,8,6], not float32[1,4,8,10]" in line
+    assert os.listdir() == []
+
+
+def test_weights_bring_their_tokenizer(finished, capsys):
+    given = ["--weights", str(finished), "--tokenizer", str(finished / "tokenizer.model")]
+    assert main([*FLAGS, *given]) == 2
+    assert "leave out --tokenizer" in one_line(capsys.readouterr())
+
+
+def test_a_tokenizer_that_lacks_characters_is_refused(finished, capsys):
+    given = ["--task", "countdown", "--weights", str(finished)]
+    assert main([*FLAGS, *given]) == 2
+    assert re.search(
+        r"text has the character .* not among the .* pieces", one_line(capsys.readouterr())
+    )
+    assert os.listdir() == []
+
+
+def test_an_unknown_flag_is_explained(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--stps", "3"])
+    assert "--steps" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_is_one_line(monkeypatch, capsys):
+    def fail(*_):
+        raise loop.NonFiniteRun("step 7: 5 updates of the policy in a row ...")
+
+    monkeypatch.setattr(loop, "train", fail)
+    assert main(FLAGS) == 1
+    assert one_line(capsys.readouterr()) == "error: step 7: 5 updates of the policy in a row ..."
+
+
+def test_a_fault_of_ours_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(loop, "train", lambda *_: int("no number"))
+    with pytest.raises(ValueError, match="invalid literal"):
+        main(FLAGS)
+
+
+@pytest.mark.parametrize("recipe_at", [0, 1])
+def test_a_dry_run_prints_and_makes_nothing(recipe_at, capsys):
+    words = [*FLAGS, "--dry-run", "--overlong-buffer", "2"]
+    assert main([*words[:recipe_at], "dapo", *words[recipe_at:]]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"mini-batches\s+16 / 8 = 2", out)
+    assert re.search(r"optimiser steps of the policy\s+2 x 2 = 4", out)
+    assert os.listdir() == []
+
+
+def test_a_dry_run_of_a_resumed_run_shows_its_settings(finished, capsys):
+    assert main(["--resume", "--dry-run", "--run-dir", str(finished), "--steps", "9"]) == 0
+    assert re.search(r"optimiser steps of the policy\s+9 x 2 = 18", capsys.readouterr().out)
+
+
+def test_devices_to_make_believe(tmp_path):
+    layout = ["--devices", "4", "--layout", "tp2 dp2 / ep4"]
+    # Training samples in batches of the shape that evaluation has: one program less to compile.
+    sizes = [
+        "--warm-start-steps",
+        "0",
+        "--group-size",
+        "1",
+        "--mini-batch",
+        "4",
+        "--eval-prompts",
+        "4",
+    ]
+    alone = run_alone(*FLAGS, *layout, *sizes, "--run-dir", "four")
+    assert alone.returncode == 0, alone.stderr
+    assert [line["step"] for line in metrics(tmp_path / "four")] == [0, 1, 2]
+    config = json.loads((tmp_path / "four" / "config.json").read_text())
+    assert (config["run"]["devices"], config["run"]["layout"]) == (4, "tp2 dp2 / ep4")

@@ -1,0 +1,20 @@
+from dataclasses import replace
+
+import jax
+import pytest
+
+from jrl.recipes import Ppo
+from jrl.trainer.config import RunConfig
+from jrl.trainer.setup import set_up
+from jrl.trainer.state import abstract, begin, initial_weights
+
+
+@pytest.mark.parametrize("layout", ["dp1", "tp2 dp2 / ep4"])
+def test_a_checkpoint_is_read_into_the_place_that_the_state_has(layout):
+    setup = set_up(RunConfig(layout=layout), replace(Ppo(), kl_coef=0.1))
+    state = begin(setup, initial_weights(setup, setup.model, "weights"))
+    wanted = jax.tree.leaves_with_path(state)
+    found = jax.tree.leaves_with_path(abstract(setup))
+    for (name, real), (other, like) in zip(wanted, found, strict=True):
+        assert name == other and real.shape == like.shape and real.dtype == like.dtype
+        assert real.sharding.is_equivalent_to(like.sharding, real.ndim), jax.tree_util.keystr(name)
