@@ -22,7 +22,7 @@ def tokens(seed, scale=2.0):
 
 
 def sums(logits, probabilities, counts, share, valid):
-    return statistics(logits, probabilities, counts, share, jnp.asarray(valid))
+    return statistics(logits, probabilities, counts, share, jnp.asarray(valid, jnp.float32))
 
 
 def softmax(logits):

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jrl.rollout.generate import Decoder, Rollout, generate, settle
 from jrl.rollout.sampling import Sampling
-from jrl.rollout.scoring import Scores, score
+from jrl.rollout.scoring import Rows, Scores, score
 from moe.config import ModelConfig
 from moe.weights import Transformer, axis_sizes, shapes, specs, table
 from sharding.folding import Layout, fold
@@ -78,7 +78,8 @@ def decode(decoder: Decoder, seed: int = 0) -> Rollout[np.ndarray]:
 
 def scores(decoder: Decoder, weights, tokens, valid) -> Scores:
     """What scoring says, inside the `jax.shard_map`."""
-    return score(weights, tokens, valid, decoder.config, decoder.sampling, decoder.mesh)
+    rows = Rows(PROMPT, COPIES)
+    return score(weights, tokens, valid, rows, decoder.config, decoder.sampling, decoder.mesh)
 
 
 def scored(decoder: Decoder, rollout: Rollout[np.ndarray]) -> list[np.ndarray]:
