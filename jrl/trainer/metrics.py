@@ -94,6 +94,11 @@ TABLE: tuple[Metric, ...] = (
         "actor/lr", "Learning rate of the last optimiser step of the policy.", "1", "learning_rate"
     ),
     # Critic.
+    Metric(
+        "critic/loss",
+        "Everything the critic's gradient was taken of, mean over the optimiser steps of a step.",
+        "1",
+    ),
     Metric("critic/vf_loss", "Value loss, half the squared error, mean over tokens.", "1"),
     Metric(
         "critic/vf_clipfrac",
