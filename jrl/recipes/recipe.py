@@ -19,7 +19,8 @@ from jrl.losses import (
 )
 from jrl.recipes.batch import Batch, Experience, Totals
 
-Metrics = dict[str, Mean]
+Metrics = dict[str, Mean | Array]
+"""Means, and scalars that add up over pieces."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,7 @@ class Recipe:
             num_sequences=totals.num_sequences,
         )
         metrics = {f"actor/{name}": value for name, value in metrics.items()}
+        metrics["actor/pg_loss"] = loss
         metrics["actor/entropy"] = Mean.of(entropy, batch.mask)
 
         def reduced(per_token: Float[Array, "batch time"]) -> Float[Array, ""]:
