@@ -110,7 +110,9 @@ def train_step(
         **collected.metrics,
         **describe(setup, collected, experience, np.asarray(batch.advantages)),
         **summarise(history),
-        "training/optimizer_steps": float(len(history)),
+        "training/optimizer_steps": float(
+            sum(bool(entry["actor"]["finite"]) for entry in history if "actor" in entry)
+        ),
         "training/nonfinite_skipped": float(len(nonfinite)),
         **collected.seconds,
         "timing_s/adv": prepared,
@@ -148,10 +150,11 @@ def describe(
         "response_length/max": lengths.max(),
         "response_length/min": lengths.min(),
         "response_length/clip_ratio": kept.rollout.truncated.mean(),
-        "training/tokens": lengths.sum(),
+        "training/tokens": kept.rollout.valid.sum(),
     }
     if setup.recipe.group_size > 1:
-        metrics["frac_reward_zero_std"] = (grouped.std(axis=1) == 0).mean()
+        of_groups = rewards.reshape(grouped.shape)
+        metrics["frac_reward_zero_std"] = (np.ptp(of_groups, axis=1) == 0).mean()
     return {name: float(value) for name, value in metrics.items()}
 
 

@@ -134,7 +134,7 @@ TABLE: tuple[Metric, ...] = (
     ),
     Metric(
         "frac_reward_zero_std",
-        "Share of groups whose responses all got the same reward, over all groups generated.",
+        "Share of groups whose responses all got the same reward, over the groups of the batch.",
         "fraction",
         "frac_reward_zero_std",
     ),
@@ -254,7 +254,7 @@ TABLE: tuple[Metric, ...] = (
     Metric("warm_start/loss", "Cross-entropy of the gold answers, mean over their tokens.", "nats"),
     Metric(
         "warm_start/accuracy",
-        "Share of sampled held-out responses with full marks, over all samples.",
+        "Share of sampled responses with full marks, over training prompts not learned from yet.",
         "fraction",
     ),
     Metric("warm_start/steps", "Supervised steps taken before reinforcement.", "count"),
