@@ -75,7 +75,7 @@ def train(
             step = int(state.step)
             if step % run.eval_every == 0 or step == run.steps:
                 metrics |= evaluate(setup, state.policy.weights, step, heldout)
-            metrics |= _speed(collected, time.perf_counter() - started)
+            metrics |= _speed(setup, collected, time.perf_counter() - started)
             if step % run.samples_every == 0:
                 outputs.write_samples(step, collected)
             outputs.log(step, metrics)
@@ -253,12 +253,12 @@ def _outputs(setup: Setup, folder: RunFolder, step: int) -> Iterator[_Outputs]:
         )
 
 
-def _speed(collected: Collected, seconds: float) -> dict[str, float]:
+def _speed(setup: Setup, collected: Collected, seconds: float) -> dict[str, float]:
     tokens = float(collected.kept.rollout.valid.sum())
     return {
         "perf/time_per_step": seconds,
         "perf/total_num_tokens": tokens,
-        "perf/throughput": tokens / seconds / jax.device_count(),
+        "perf/throughput": tokens / seconds / setup.mesh.layout.num_devices,
     }
 
 
