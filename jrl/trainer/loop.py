@@ -79,8 +79,8 @@ def train(
             if step % run.samples_every == 0:
                 outputs.write_samples(step, collected)
             outputs.log(step, metrics)
-            for left_out in nonfinite:
-                _save_nonfinite(folder, step, left_out)
+            for number, left_out in enumerate(nonfinite):
+                _save_nonfinite(folder, f"{step}-{number}-{left_out.network}", left_out)
             if step == run.steps:
                 _write_shown(setup, folder, state)
             if step % run.checkpoint_every == 0 or step == run.steps:
@@ -277,11 +277,11 @@ def _stop_on_sigterm() -> Iterator[list[int]]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _save_nonfinite(folder: RunFolder, step: int, left_out: NonFinite) -> Path:
+def _save_nonfinite(folder: RunFolder, name: str, left_out: NonFinite) -> Path:
     """The batch of an update that was left out, as plain arrays in an .npz file."""
     directory = folder.path / "nonfinite"
     directory.mkdir(exist_ok=True)
-    path = directory / f"{step}-{left_out.network}.npz"
+    path = directory / f"{name}.npz"
     arrays = {
         name: np.asarray(value) for name, value in vars(left_out.batch).items() if value is not None
     }
