@@ -171,8 +171,9 @@ def _first_state(
     heldout = heldout_examples(setup, setup.run.eval_prompts)
     step = checkpoints.latest_step()
     if step is not None:
+        state = checkpoints.restore(step, abstract(setup))[0]
         folder.go_back(step)
-        return checkpoints.restore(step, abstract(setup))[0], heldout
+        return state, heldout
     folder.go_back(-1)
     metrics: dict[str, float] = {}
     if weights is None:
