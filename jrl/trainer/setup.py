@@ -180,7 +180,11 @@ def set_up(run: RunConfig, recipe: Recipe, tokenizer: Tokenizer | None = None) -
             model=PRESETS[run.model](tokenizer.vocab_size),
             mesh=fold(layout, devices[: layout.num_devices]),
             prompt_length=_at_least(run.prompt_length, prompt_length, "prompt_length"),
-            response_length=run.response_length or -(-5 * answer_length // 4),
+            response_length=(
+                -(-5 * answer_length // 4)
+                if run.response_length is None
+                else _at_least(run.response_length, 1, "response_length")
+            ),
         )
         _check_divides(setup)
     except BaseException:
