@@ -34,6 +34,18 @@ class Dapo(Recipe):
 
     dynamic_sampling: ClassVar[bool] = True
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.max_generation_rounds < 1:
+            raise ValueError(
+                f"max_generation_rounds={self.max_generation_rounds} must be at least 1."
+            )
+        if self.group_size < 2:
+            raise ValueError(
+                f"group_size={self.group_size} leaves nothing to compare a completion with: "
+                "choose at least 2."
+            )
+
     def rewards(
         self, scores: Float[Array, "batch"], lengths: Int[Array, "batch"], response_length: int
     ) -> Float[Array, "batch"]:
