@@ -68,6 +68,7 @@ def paper() -> Dapo:
         mini_batch=512,
         micro_batch=None,
         learning_rate=1e-6,
+        learning_rate_warmup=20 * 16,  # 20 rollouts of 16 optimiser steps
         weight_decay=0.1,
         max_grad_norm=1.0,
         overlong_buffer=4096,
