@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
@@ -28,6 +28,7 @@ class Completions:
       examples: the prompt of each row.
       texts: the completion of each row.
       verdicts: of the task's verifier.
+      lengths: ``[batch]`` sampled tokens of each completion, whether or not they count.
     """
 
     rollout: Rollout[np.ndarray]
@@ -35,15 +36,11 @@ class Completions:
     examples: list[Example]
     texts: list[str]
     verdicts: list[Verdict]
+    lengths: np.ndarray
 
     @property
     def scores(self) -> np.ndarray:
         return np.array([verdict.score for verdict in self.verdicts], np.float32)
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Sampled tokens of each completion."""
-        return self.rollout.mask.sum(axis=1).astype(np.int32)
 
     def record(self, row: int) -> dict[str, str | float | int | bool]:
         """One completion as samples.jsonl holds it."""
@@ -64,6 +61,7 @@ class Completions:
             examples=[self.examples[row] for row in rows],
             texts=[self.texts[row] for row in rows],
             verdicts=[self.verdicts[row] for row in rows],
+            lengths=self.lengths[rows],
         )
 
 
@@ -109,7 +107,8 @@ def sample(
     seconds["timing_s/gen"] += decoded - begin
     seconds["timing_s/reward"] += time.perf_counter() - decoded
     groups = np.repeat(np.arange(len(examples), dtype=np.int32), decoder.copies)
-    return Completions(rollout, groups, repeated, texts, verdicts)
+    lengths = rollout.mask.sum(axis=1).astype(np.int32)
+    return Completions(rollout, groups, repeated, texts, verdicts, lengths)
 
 
 def collect(setup: Setup, weights: Transformer[Array], step: int, cursor: int) -> Collected:
@@ -176,13 +175,8 @@ def _fill(
     order = np.argsort(~useful, kind="stable")[:size]
     kept = everything.take(order)
     counts = useful[order]
-    mask = kept.rollout.mask & counts[:, None]
-    return (
-        Completions(
-            kept.rollout.replace(mask=mask), kept.groups, kept.examples, kept.texts, kept.verdicts
-        ),
-        int(counts.sum()),
-    )
+    counted = kept.rollout.replace(mask=kept.rollout.mask & counts[:, None])
+    return replace(kept, rollout=counted), int(counts.sum())
 
 
 def _concatenate(rounds: list[Completions]) -> Completions:
@@ -195,4 +189,5 @@ def _concatenate(rounds: list[Completions]) -> Completions:
         examples=[example for r in rounds for example in r.examples],
         texts=[text for r in rounds for text in r.texts],
         verdicts=[verdict for r in rounds for verdict in r.verdicts],
+        lengths=np.concatenate([r.lengths for r in rounds]),
     )
