@@ -14,9 +14,19 @@ from moe.weights import Transformer
 
 
 def heldout_examples(setup: Setup, number: int) -> list[Example]:
-    """The first held-out prompts: `number` of them, or all there are, padded to whole rows of ``dp``."""
-    size = setup.task.heldout_size
-    number = number if size is None else min(number, size)
+    """The first held-out prompts: `number` of them, or as many as there are that divide over devices.
+
+    Raises:
+      ValueError: when there are fewer than devices to share them.
+    """
+    size, ranks = setup.task.heldout_size, setup.mesh.size((*setup.mesh.dp, *setup.mesh.tp))
+    if size is not None and size < number:
+        number = size // ranks * ranks
+    if number == 0:
+        raise ValueError(
+            f"task {setup.task.name!r} has {size} held-out prompts, too few for dp x tp = {ranks} of "
+            f"layout {setup.run.layout!r}: use fewer devices, or a task with more prompts."
+        )
     return [setup.task.heldout(index) for index in range(number)]
 
 

@@ -194,12 +194,12 @@ def _first_state(
 
 def _write_shown(setup: Setup, folder: RunFolder, state: TrainState[Array]) -> None:
     """Completions of a few held-out prompts, into samples.jsonl."""
-    dp = setup.mesh.size(setup.mesh.dp)
-    examples = [setup.task.heldout(index) for index in range(-(-SHOWN // dp) * dp)]
+    ranks = setup.mesh.size((*setup.mesh.dp, *setup.mesh.tp))
+    examples = heldout_examples(setup, -(-SHOWN // ranks) * ranks)
     key = setup.key("evaluation", 0, 1)
     drawn = sample(setup, setup.sampled_decoder, state.policy.weights, examples, key)
     with Appender(folder.samples_path) as appender:
-        for row in range(SHOWN):
+        for row in range(min(SHOWN, len(examples))):
             appender.append(int(state.step), {"kind": "heldout", **drawn.record(row)})
 
 
@@ -309,7 +309,8 @@ def _finish(setup: Setup, folder: RunFolder, stopped: bool) -> None:
     if stopped:
         return
     shown = [line for line in read(folder.samples_path) if line["kind"] == "heldout"]
-    before, after = shown[:SHOWN], shown[-SHOWN:]
+    before = [line for line in shown if line["step"] == shown[0]["step"]]
+    after = [line for line in shown if line["step"] == shown[-1]["step"]]
     print_samples(
         [str(line["prompt"]) for line in before],
         [str(line["completion"]) for line in before],

@@ -210,7 +210,7 @@ def _at_least(given: int | None, needed: int, name: str) -> int:
 
 
 def _check_divides(setup: Setup) -> None:
-    """Batches must divide over the devices, and micro-batches with them."""
+    """Batches must divide over the devices, and micro-batches with them, in rows and in tokens."""
     recipe, mesh = setup.recipe, setup.mesh
     dp = mesh.size(mesh.dp)
     rows = {
@@ -225,4 +225,30 @@ def _check_divides(setup: Setup) -> None:
             raise ValueError(
                 f"{name}={number} does not divide over dp={dp} of layout {setup.run.layout!r}: "
                 f"choose a multiple of {dp}."
+            )
+    tp, share = mesh.size(mesh.tp), setup.rows.copies
+    decoded = {
+        "prompts x group_size": recipe.completions,
+        "warm_start_batch": setup.run.warm_start_batch,
+        "eval_prompts": setup.run.eval_prompts,
+    }
+    for name, number in decoded.items():
+        if number // dp % tp:
+            raise ValueError(
+                f"{name}={number} does not divide over dp x tp = {dp * tp} of layout "
+                f"{setup.run.layout!r}: choose a multiple of {dp * tp}."
+            )
+    pieces = recipe.piece // dp
+    tokens = {
+        "the prompts of a step": recipe.prompts // dp * setup.prompt_length,
+        "the prompts of a micro_batch": pieces // share * setup.prompt_length,
+        "the responses of a micro_batch": pieces * setup.response_length,
+    }
+    for name, number in tokens.items():
+        if number % tp:
+            raise ValueError(
+                f"{name} have {number} tokens per data-parallel rank, which do not divide over "
+                f"tp={tp}: choose prompts and micro_batch, or prompt_length="
+                f"{setup.prompt_length} and response_length={setup.response_length}, in multiples "
+                f"of {tp}."
             )
