@@ -73,16 +73,27 @@ def critic_from(setup: Setup, policy: Transformer[Array]) -> Transformer[Array]:
 
 def abstract(setup: Setup) -> TrainState[Any]:
     """Shapes, dtypes and shardings of the state, without making it: what a checkpoint is read into."""
-    shardings = moe_weights.shardings(setup.model, setup.mesh)
-    policy = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        moe_weights.shapes(setup.model),
-        shardings,
+    state = jax.eval_shape(lambda weights: begin(setup, weights), moe_weights.shapes(setup.model))
+    critic = setup.critic_objective.config if setup.recipe.uses_critic else setup.model
+    return TrainState(
+        step=_laid_out(setup, setup.model, state.step),
+        cursor=_laid_out(setup, setup.model, state.cursor),
+        policy=_laid_out(setup, setup.model, state.policy),
+        critic=_laid_out(setup, critic, state.critic),
+        reference=_laid_out(setup, setup.model, state.reference),
     )
-    state = jax.eval_shape(lambda weights: begin(setup, weights), policy)
-    return jax.tree.map(lambda leaf: _with_sharding(leaf, setup), state)
 
 
-def _with_sharding(leaf: Any, setup: Setup) -> Any:
-    sharding = leaf.sharding if isinstance(leaf.sharding, NamedSharding) else setup.whole
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+def _laid_out(setup: Setup, config: ModelConfig, tree: Any) -> Any:
+    """A tree of shapes with shardings: those of the network for it and its moments, else whole."""
+    shardings = moe_weights.shardings(config, setup.mesh)
+
+    def placed(leaf, sharding):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    def place(part):
+        if isinstance(part, Transformer):
+            return jax.tree.map(placed, part, shardings)
+        return placed(part, setup.whole)
+
+    return jax.tree.map(place, tree, is_leaf=lambda part: isinstance(part, Transformer))
