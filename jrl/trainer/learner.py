@@ -6,7 +6,7 @@ whole mini-batch, summed over devices once, and applied outside it on global arr
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +81,7 @@ class Max(Generic[Leaf]):
         return self.maximum
 
 
+@runtime_checkable
 class Objective(Protocol):
     """A loss on a piece of a batch, run inside the `jax.shard_map`. Hashable: compiled once each."""
 
