@@ -40,10 +40,13 @@ class TrainState(Generic[Leaf]):
 def initial_weights(setup: Setup, config: ModelConfig, stream: str) -> Transformer[Array]:
     """Fresh weights, laid out on the mesh."""
     shardings = moe_weights.shardings(config, setup.mesh)
-    make = jax.jit(
-        lambda key: moe_weights.initialise(config, key), out_shardings=shardings
-    )
-    return make(setup.key(stream, 0))
+
+    # Leaf by leaf: as `out_shardings`, a record with a field of None would be filled with a marker.
+    def make(key: Array) -> Transformer[Array]:
+        weights = moe_weights.initialise(config, key)
+        return jax.tree.map(jax.lax.with_sharding_constraint, weights, shardings)
+
+    return jax.jit(make)(setup.key(stream, 0))
 
 
 def begin(setup: Setup, policy: Transformer[Array]) -> TrainState[Array]:
