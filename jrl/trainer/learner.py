@@ -148,7 +148,7 @@ def update(
       The learner, and metrics: `loss`, `grad_norm`, `learning_rate`, `finite` and the objective's.
     """
     loss, grads, metrics = _gradients(objective, num_micro, learner.weights, batch)
-    grad_norm = optax.global_norm(grads)
+    grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     steps, opt_state = optimiser.transformation().update(grads, learner.opt_state, learner.weights)
     moved = learner.replace(

@@ -129,11 +129,7 @@ def scripted(monkeypatch, scores, recipe):
     script = Script(scores)
     monkeypatch.setattr(collecting, "sample", script)
     setup = small_setup(recipe)
-    weights = None
-    # No network is asked, so none is made.
-    return setup, script, collect.__wrapped__(setup, weights, 2, 100) if hasattr(
-        collect, "__wrapped__"
-    ) else collect(setup, weights, 2, 100)
+    return setup, script, collect(setup, initial_weights(setup, setup.model, "weights"), 2, 100)
 
 
 def test_dynamic_sampling_refills(monkeypatch):
