@@ -88,14 +88,14 @@ def sample(
     weights: Transformer[Array],
     examples: Sequence[Example],
     key: Array,
-    seconds: Counter[str] | None = None,
+    seconds: dict[str, float] | None = None,
 ) -> Completions:
     """Samples `decoder.copies` completions of each prompt and has them verified.
 
     Args:
       seconds: the time taken is added here, if given.
     """
-    seconds = Counter() if seconds is None else seconds
+    seconds = {} if seconds is None else seconds
     begin = time.perf_counter()
     tokens, valid = encode_prompts(setup, examples)
     tokens, valid = jax.device_put((tokens, valid), setup.over_rows)
@@ -104,8 +104,11 @@ def sample(
     texts = decode_responses(setup, rollout)
     repeated = [example for example in examples for _ in range(decoder.copies)]
     verdicts = setup.task.verify(repeated, texts)
-    seconds["timing_s/gen"] += decoded - begin
-    seconds["timing_s/reward"] += time.perf_counter() - decoded
+    for name, taken in (
+        ("timing_s/gen", decoded - begin),
+        ("timing_s/reward", time.perf_counter() - decoded),
+    ):
+        seconds[name] = seconds.get(name, 0.0) + taken
     groups = np.repeat(np.arange(len(examples), dtype=np.int32), decoder.copies)
     lengths = rollout.mask.sum(axis=1).astype(np.int32)
     return Completions(rollout, groups, repeated, texts, verdicts, lengths)
@@ -123,7 +126,7 @@ def collect(setup: Setup, weights: Transformer[Array], step: int, cursor: int) -
       step: selects the randomness.
       cursor: training prompts drawn before.
     """
-    recipe, seconds = setup.recipe, Counter[str]()
+    recipe, seconds = setup.recipe, dict[str, float]()
     max_rounds = recipe.max_generation_rounds if isinstance(recipe, Dapo) else 1
     rounds: list[Completions] = []
     informative: list[np.ndarray] = []
@@ -156,7 +159,7 @@ def collect(setup: Setup, weights: Transformer[Array], step: int, cursor: int) -
             "dynamic_sampling/filtered": 1 - found / generated,
             "dynamic_sampling/gave_up": float(num_informative < recipe.completions),
         }
-    return Collected(kept, cursor, metrics, dict(seconds))
+    return Collected(kept, cursor, metrics, seconds)
 
 
 def _fill(

@@ -1,7 +1,6 @@
 """Accuracy on held-out prompts: sampled, greedy, pass@k."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -39,7 +38,7 @@ def evaluate(
     setup: Setup, weights: Transformer[Array], step: int, examples: Sequence[Example]
 ) -> dict[str, float]:
     """Held-out metrics of a step: one sampled and one greedy completion per prompt."""
-    seconds = Counter[str]()
+    seconds: dict[str, float] = {}
     key = setup.key("evaluation", step)
     sampled = sample(setup, setup.sampled_decoder, weights, examples, key, seconds)
     greedy = sample(setup, setup.greedy_decoder, weights, examples, key, seconds)

@@ -3,7 +3,8 @@
 All tests share these sizes, and so what has been compiled for them.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
 
 import jax
@@ -14,6 +15,10 @@ from jrl.tasks.procedural import ProceduralTask
 from jrl.tasks.task import CORRECT, UNPARSABLE, WRONG, Example, Verdict
 from jrl.tokenizer import Tokenizer
 from jrl.trainer.config import RunConfig
+from jrl.trainer.loop import Outcome, train
+from jrl.trainer.metrics import without_timings
+from jrl.trainer.records import read, read_metrics
+from jrl.trainer.run_folder import RunFolder
 from jrl.trainer.setup import Setup
 from moe.config import ModelConfig
 from sharding.folding import Layout, fold
@@ -109,6 +114,48 @@ def small_setup(recipe=None, run: RunConfig | None = None, **changes) -> Setup:
         response_length=RESPONSE_LENGTH,
     )
     return replace(setup, **changes)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that has ended."""
+
+    setup: Setup
+    folder: RunFolder
+    outcome: Outcome
+
+    @property
+    def metrics(self) -> list[dict]:
+        return metrics_of(self.folder.path)
+
+    @property
+    def samples(self) -> list[dict]:
+        return read(self.folder.samples_path)
+
+
+def metrics_of(path: Path) -> list[dict]:
+    """The lines of metrics.jsonl without timings, NaN as text so that it equals itself."""
+    lines = read_metrics(path / "metrics.jsonl")
+    return [
+        {name: repr(value) for name, value in without_timings(line).items()} for line in lines
+    ]
+
+
+def begin_or_go_on(setup: Setup, path: Path) -> Outcome:
+    """Trains in a folder from wherever it stands."""
+    try:
+        folder = RunFolder.resume(path)
+    except ValueError:
+        folder = RunFolder.create(path, {"recipe": setup.recipe.name})
+    with folder:
+        return train(setup, folder)
+
+
+def finish(name: str, path: Path, **changes) -> Finished:
+    """A whole run of a recipe, with other settings of `small_run` if given."""
+    setup = small_setup(small_recipe(name), small_run(**changes))
+    outcome = begin_or_go_on(setup, path)
+    return Finished(setup, RunFolder.read(path), outcome)
 
 
 def small_batch(setup: Setup, rows: int = 4) -> Batch[jax.Array]:
