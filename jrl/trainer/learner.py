@@ -150,7 +150,10 @@ def update(
     loss, grads, metrics = _gradients(objective, num_micro, learner.weights, batch)
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    steps, opt_state = optimiser.transformation().update(grads, learner.opt_state, learner.weights)
+    with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer power
+        steps, opt_state = optimiser.transformation().update(
+            grads, learner.opt_state, learner.weights
+        )
     moved = learner.replace(
         weights=optax.apply_updates(learner.weights, steps),
         opt_state=opt_state,
