@@ -7,11 +7,12 @@ import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 FLUSH_SECONDS = 5
 
 
+@runtime_checkable
 class Logger(Protocol):
     """What the trainer asks of a destination."""
 

@@ -95,7 +95,7 @@ class Script:
         self.keys: list[bytes] = []
 
     def __call__(self, setup, decoder, weights, examples, key, seconds):
-        seconds["timing_s/gen"] += 1.0
+        seconds["timing_s/gen"] = seconds.get("timing_s/gen", 0.0) + 1.0
         first = len(self.examples)
         self.examples += examples
         self.keys.append(np.asarray(jax.random.key_data(key)).tobytes())
