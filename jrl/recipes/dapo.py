@@ -34,6 +34,18 @@ class Dapo(Recipe):
 
     dynamic_sampling: ClassVar[bool] = True
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.max_generation_rounds < 1:
+            raise ValueError(
+                f"max_generation_rounds={self.max_generation_rounds} must be at least 1."
+            )
+        if self.group_size < 2:
+            raise ValueError(
+                f"group_size={self.group_size} leaves nothing to compare a completion with: "
+                "choose at least 2."
+            )
+
     def rewards(
         self, scores: Float[Array, "batch"], lengths: Int[Array, "batch"], response_length: int
     ) -> Float[Array, "batch"]:
@@ -56,6 +68,7 @@ def paper() -> Dapo:
         mini_batch=512,
         micro_batch=None,
         learning_rate=1e-6,
+        learning_rate_warmup=20 * 16,  # 20 rollouts of 16 optimiser steps
         weight_decay=0.1,
         max_grad_norm=1.0,
         overlong_buffer=4096,

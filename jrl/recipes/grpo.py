@@ -21,6 +21,14 @@ class Grpo(Recipe):
     scale_by_std: bool = True
     """Divide the advantages of a group by the standard deviation of its rewards."""
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.group_size < 2:
+            raise ValueError(
+                f"group_size={self.group_size} leaves nothing to compare a completion with: "
+                "choose at least 2."
+            )
+
     def advantages(
         self, experience: Experience[Array]
     ) -> tuple[Float[Array, "batch time"], None]:

@@ -19,7 +19,8 @@ from jrl.losses import (
 )
 from jrl.recipes.batch import Batch, Experience, Totals
 
-Metrics = dict[str, Mean]
+Metrics = dict[str, Mean | Array]
+"""Means, and scalars that add up over pieces."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,11 @@ class Recipe:
         for name in ("prompts", "group_size", "mini_batch", "micro_batch", "epochs"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.aggregation == "seq-mean-token-sum-norm":
+            raise ValueError(
+                f"aggregation={self.aggregation!r} needs a constant length, which no recipe has: "
+                'choose "seq-mean-token-sum" and a learning rate that makes up for it.'
+            )
         if self.completions % self.mini_batch:
             raise ValueError(
                 f"mini_batch={self.mini_batch} does not divide prompts x group_size = "
@@ -165,6 +171,7 @@ class Recipe:
             num_sequences=totals.num_sequences,
         )
         metrics = {f"actor/{name}": value for name, value in metrics.items()}
+        metrics["actor/pg_loss"] = loss
         metrics["actor/entropy"] = Mean.of(entropy, batch.mask)
 
         def reduced(per_token: Float[Array, "batch time"]) -> Float[Array, ""]:

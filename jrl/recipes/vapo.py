@@ -62,9 +62,10 @@ class Vapo(ActorCritic):
         totals: Totals[Array],
     ) -> tuple[Float[Array, ""], Metrics]:
         loss, metrics = super().policy_loss(logprobs, entropy, batch, totals)
-        imitation, _ = positive_example_loss(
+        imitation, imitated = positive_example_loss(
             logprobs, batch.correct, batch.mask, num_tokens=totals.num_correct_tokens
         )
+        metrics["actor/positive_loss"] = imitated["positive_nll"]
         return loss + self.positive_coef * imitation, metrics
 
 

@@ -1,9 +1,9 @@
 """A step's completions: prompts drawn, completions sampled, verified and, for DAPO, filtered."""
 
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ class Completions:
       examples: the prompt of each row.
       texts: the completion of each row.
       verdicts: of the task's verifier.
+      lengths: ``[batch]`` sampled tokens of each completion, whether or not they count.
     """
 
     rollout: Rollout[np.ndarray]
@@ -36,15 +37,11 @@ class Completions:
     examples: list[Example]
     texts: list[str]
     verdicts: list[Verdict]
+    lengths: np.ndarray
 
     @property
     def scores(self) -> np.ndarray:
         return np.array([verdict.score for verdict in self.verdicts], np.float32)
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Sampled tokens of each completion."""
-        return self.rollout.mask.sum(axis=1).astype(np.int32)
 
     def record(self, row: int) -> dict[str, str | float | int | bool]:
         """One completion as samples.jsonl holds it."""
@@ -65,6 +62,7 @@ class Completions:
             examples=[self.examples[row] for row in rows],
             texts=[self.texts[row] for row in rows],
             verdicts=[self.verdicts[row] for row in rows],
+            lengths=self.lengths[rows],
         )
 
 
@@ -91,14 +89,14 @@ def sample(
     weights: Transformer[Array],
     examples: Sequence[Example],
     key: Array,
-    seconds: defaultdict[str, float] | None = None,
+    seconds: dict[str, float] | None = None,
 ) -> Completions:
     """Samples `decoder.copies` completions of each prompt and has them verified.
 
     Args:
       seconds: the time taken is added here, if given.
     """
-    seconds = defaultdict(float) if seconds is None else seconds
+    seconds = {} if seconds is None else seconds
     begin = time.perf_counter()
     tokens, valid = encode_prompts(setup, examples)
     tokens, valid = jax.device_put((tokens, valid), setup.over_rows)
@@ -107,10 +105,14 @@ def sample(
     texts = decode_responses(setup, rollout)
     repeated = [example for example in examples for _ in range(decoder.copies)]
     verdicts = setup.task.verify(repeated, texts)
-    seconds["timing_s/gen"] += decoded - begin
-    seconds["timing_s/reward"] += time.perf_counter() - decoded
+    for name, taken in (
+        ("timing_s/gen", decoded - begin),
+        ("timing_s/reward", time.perf_counter() - decoded),
+    ):
+        seconds[name] = seconds.get(name, 0.0) + taken
     groups = np.repeat(np.arange(len(examples), dtype=np.int32), decoder.copies)
-    return Completions(rollout, groups, repeated, texts, verdicts)
+    lengths = rollout.mask.sum(axis=1).astype(np.int32)
+    return Completions(rollout, groups, repeated, texts, verdicts, lengths)
 
 
 def collect(setup: Setup, weights: Transformer[Array], step: int, cursor: int) -> Collected:
@@ -125,7 +127,7 @@ def collect(setup: Setup, weights: Transformer[Array], step: int, cursor: int) -
       step: selects the randomness.
       cursor: training prompts drawn before.
     """
-    recipe, seconds = setup.recipe, defaultdict[str, float](float)
+    recipe, seconds = setup.recipe, dict[str, float]()
     max_rounds = recipe.max_generation_rounds if isinstance(recipe, Dapo) else 1
     rounds: list[Completions] = []
     informative: list[np.ndarray] = []
@@ -159,7 +161,7 @@ def collect(setup: Setup, weights: Transformer[Array], step: int, cursor: int) -
             "dynamic_sampling/filtered": 1 - found / generated,
             "dynamic_sampling/gave_up": float(num_informative < recipe.completions),
         }
-    return Collected(kept, cursor, metrics, dict(seconds))
+    return Collected(kept, cursor, metrics, seconds)
 
 
 def _fill(
@@ -178,13 +180,8 @@ def _fill(
     order = np.argsort(~useful, kind="stable")[:size]
     kept = everything.take(order)
     counts = useful[order]
-    mask = kept.rollout.mask & counts[:, None]
-    return (
-        Completions(
-            kept.rollout.replace(mask=mask), kept.groups, kept.examples, kept.texts, kept.verdicts
-        ),
-        int(counts.sum()),
-    )
+    counted = kept.rollout.replace(mask=kept.rollout.mask & counts[:, None])
+    return replace(kept, rollout=counted), int(counts.sum())
 
 
 def _concatenate(rounds: list[Completions]) -> Completions:
@@ -197,4 +194,5 @@ def _concatenate(rounds: list[Completions]) -> Completions:
         examples=[example for r in rounds for example in r.examples],
         texts=[text for r in rounds for text in r.texts],
         verdicts=[verdict for r in rounds for verdict in r.verdicts],
+        lengths=np.concatenate([r.lengths for r in rounds]),
     )

@@ -1,7 +1,6 @@
 """Accuracy on held-out prompts: sampled, greedy, pass@k."""
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,9 +13,19 @@ from moe.weights import Transformer
 
 
 def heldout_examples(setup: Setup, number: int) -> list[Example]:
-    """The first held-out prompts: `number` of them, or all there are, padded to whole rows of ``dp``."""
-    size = setup.task.heldout_size
-    number = number if size is None else min(number, size)
+    """The first held-out prompts: `number` of them, or as many as there are that divide over devices.
+
+    Raises:
+      ValueError: when there are fewer than devices to share them.
+    """
+    size, ranks = setup.task.heldout_size, setup.mesh.size((*setup.mesh.dp, *setup.mesh.tp))
+    if size is not None and size < number:
+        number = size // ranks * ranks
+    if number == 0:
+        raise ValueError(
+            f"task {setup.task.name!r} has {size} held-out prompts, too few for dp x tp = {ranks} of "
+            f"layout {setup.run.layout!r}: use fewer devices, or a task with more prompts."
+        )
     return [setup.task.heldout(index) for index in range(number)]
 
 
@@ -29,7 +38,7 @@ def evaluate(
     setup: Setup, weights: Transformer[Array], step: int, examples: Sequence[Example]
 ) -> dict[str, float]:
     """Held-out metrics of a step: one sampled and one greedy completion per prompt."""
-    seconds = defaultdict[str, float](float)
+    seconds: dict[str, float] = {}
     key = setup.key("evaluation", step)
     sampled = sample(setup, setup.sampled_decoder, weights, examples, key, seconds)
     greedy = sample(setup, setup.greedy_decoder, weights, examples, key, seconds)

@@ -75,12 +75,12 @@ def train(
             step = int(state.step)
             if step % run.eval_every == 0 or step == run.steps:
                 metrics |= evaluate(setup, state.policy.weights, step, heldout)
-            metrics |= _speed(collected, time.perf_counter() - started)
+            metrics |= _speed(setup, collected, time.perf_counter() - started)
             if step % run.samples_every == 0:
                 outputs.write_samples(step, collected)
             outputs.log(step, metrics)
-            for left_out in nonfinite:
-                _save_nonfinite(folder, step, left_out)
+            for number, left_out in enumerate(nonfinite):
+                _save_nonfinite(folder, f"{step}-{number}-{left_out.network}", left_out)
             if step == run.steps:
                 _write_shown(setup, folder, state)
             if step % run.checkpoint_every == 0 or step == run.steps:
@@ -110,7 +110,9 @@ def train_step(
         **collected.metrics,
         **describe(setup, collected, experience, np.asarray(batch.advantages)),
         **summarise(history),
-        "training/optimizer_steps": float(len(history)),
+        "training/optimizer_steps": float(
+            sum(bool(entry["actor"]["finite"]) for entry in history if "actor" in entry)
+        ),
         "training/nonfinite_skipped": float(len(nonfinite)),
         **collected.seconds,
         "timing_s/adv": prepared,
@@ -148,10 +150,11 @@ def describe(
         "response_length/max": lengths.max(),
         "response_length/min": lengths.min(),
         "response_length/clip_ratio": kept.rollout.truncated.mean(),
-        "training/tokens": lengths.sum(),
+        "training/tokens": kept.rollout.valid.sum(),
     }
     if setup.recipe.group_size > 1:
-        metrics["frac_reward_zero_std"] = (grouped.std(axis=1) == 0).mean()
+        of_groups = rewards.reshape(grouped.shape)
+        metrics["frac_reward_zero_std"] = (np.ptp(of_groups, axis=1) == 0).mean()
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -168,8 +171,9 @@ def _first_state(
     heldout = heldout_examples(setup, setup.run.eval_prompts)
     step = checkpoints.latest_step()
     if step is not None:
+        state = checkpoints.restore(step, abstract(setup))[0]
         folder.go_back(step)
-        return checkpoints.restore(step, abstract(setup))[0], heldout
+        return state, heldout
     folder.go_back(-1)
     metrics: dict[str, float] = {}
     if weights is None:
@@ -190,12 +194,12 @@ def _first_state(
 
 def _write_shown(setup: Setup, folder: RunFolder, state: TrainState[Array]) -> None:
     """Completions of a few held-out prompts, into samples.jsonl."""
-    dp = setup.mesh.size(setup.mesh.dp)
-    examples = [setup.task.heldout(index) for index in range(-(-SHOWN // dp) * dp)]
+    ranks = setup.mesh.size((*setup.mesh.dp, *setup.mesh.tp))
+    examples = heldout_examples(setup, -(-SHOWN // ranks) * ranks)
     key = setup.key("evaluation", 0, 1)
     drawn = sample(setup, setup.sampled_decoder, state.policy.weights, examples, key)
     with Appender(folder.samples_path) as appender:
-        for row in range(SHOWN):
+        for row in range(min(SHOWN, len(examples))):
             appender.append(int(state.step), {"kind": "heldout", **drawn.record(row)})
 
 
@@ -250,12 +254,12 @@ def _outputs(setup: Setup, folder: RunFolder, step: int) -> Iterator[_Outputs]:
         )
 
 
-def _speed(collected: Collected, seconds: float) -> dict[str, float]:
+def _speed(setup: Setup, collected: Collected, seconds: float) -> dict[str, float]:
     tokens = float(collected.kept.rollout.valid.sum())
     return {
         "perf/time_per_step": seconds,
         "perf/total_num_tokens": tokens,
-        "perf/throughput": tokens / seconds / jax.device_count(),
+        "perf/throughput": tokens / seconds / setup.mesh.layout.num_devices,
     }
 
 
@@ -274,11 +278,11 @@ def _stop_on_sigterm() -> Iterator[list[int]]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _save_nonfinite(folder: RunFolder, step: int, left_out: NonFinite) -> Path:
+def _save_nonfinite(folder: RunFolder, name: str, left_out: NonFinite) -> Path:
     """The batch of an update that was left out, as plain arrays in an .npz file."""
     directory = folder.path / "nonfinite"
     directory.mkdir(exist_ok=True)
-    path = directory / f"{step}-{left_out.network}.npz"
+    path = directory / f"{name}.npz"
     arrays = {
         name: np.asarray(value) for name, value in vars(left_out.batch).items() if value is not None
     }
@@ -305,7 +309,8 @@ def _finish(setup: Setup, folder: RunFolder, stopped: bool) -> None:
     if stopped:
         return
     shown = [line for line in read(folder.samples_path) if line["kind"] == "heldout"]
-    before, after = shown[:SHOWN], shown[-SHOWN:]
+    before = [line for line in shown if line["step"] == shown[0]["step"]]
+    after = [line for line in shown if line["step"] == shown[-1]["step"]]
     print_samples(
         [str(line["prompt"]) for line in before],
         [str(line["completion"]) for line in before],

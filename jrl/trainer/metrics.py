@@ -94,6 +94,11 @@ TABLE: tuple[Metric, ...] = (
         "actor/lr", "Learning rate of the last optimiser step of the policy.", "1", "learning_rate"
     ),
     # Critic.
+    Metric(
+        "critic/loss",
+        "Everything the critic's gradient was taken of, mean over the optimiser steps of a step.",
+        "1",
+    ),
     Metric("critic/vf_loss", "Value loss, half the squared error, mean over tokens.", "1"),
     Metric(
         "critic/vf_clipfrac",
@@ -129,7 +134,7 @@ TABLE: tuple[Metric, ...] = (
     ),
     Metric(
         "frac_reward_zero_std",
-        "Share of groups whose responses all got the same reward, over all groups generated.",
+        "Share of groups whose responses all got the same reward, over the groups of the batch.",
         "fraction",
         "frac_reward_zero_std",
     ),
@@ -249,7 +254,7 @@ TABLE: tuple[Metric, ...] = (
     Metric("warm_start/loss", "Cross-entropy of the gold answers, mean over their tokens.", "nats"),
     Metric(
         "warm_start/accuracy",
-        "Share of sampled held-out responses with full marks, over all samples.",
+        "Share of sampled responses with full marks, over training prompts not learned from yet.",
         "fraction",
     ),
     Metric("warm_start/steps", "Supervised steps taken before reinforcement.", "count"),

@@ -44,7 +44,6 @@ class PolicyObjective:
         return loss + model.router_loss(scores.router, self.config, self.mesh, totals.num_valid), {
             **metrics,
             **_router_metrics(scores.router, self.config, self.mesh),
-            "actor/pg_loss": loss,
             "sampling/sampling_logp_difference/mean": Mean.of(difference, batch.mask),
             "sampling/sampling_logp_difference/max": Max(jnp.max(difference)),
         }

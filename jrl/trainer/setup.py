@@ -180,7 +180,11 @@ def set_up(run: RunConfig, recipe: Recipe, tokenizer: Tokenizer | None = None) -
             model=PRESETS[run.model](tokenizer.vocab_size),
             mesh=fold(layout, devices[: layout.num_devices]),
             prompt_length=_at_least(run.prompt_length, prompt_length, "prompt_length"),
-            response_length=run.response_length or -(-5 * answer_length // 4),
+            response_length=(
+                -(-5 * answer_length // 4)
+                if run.response_length is None
+                else _at_least(run.response_length, 1, "response_length")
+            ),
         )
         _check_divides(setup)
     except BaseException:
@@ -206,7 +210,7 @@ def _at_least(given: int | None, needed: int, name: str) -> int:
 
 
 def _check_divides(setup: Setup) -> None:
-    """Batches must divide over the devices, and micro-batches with them."""
+    """Batches must divide over the devices, and micro-batches with them, in rows and in tokens."""
     recipe, mesh = setup.recipe, setup.mesh
     dp, tp = mesh.size(mesh.dp), mesh.size(mesh.tp)
     for axis in ("cp", "pp", "etp"):
@@ -227,21 +231,29 @@ def _check_divides(setup: Setup) -> None:
                 f"{name}={number} does not divide over dp={dp} of layout {setup.run.layout!r}: "
                 f"choose a multiple of {dp}."
             )
-    # Within a data rank, rows are spread over tp while decoding and tokens otherwise.
-    time = setup.prompt_length + setup.response_length
-    shares = {
-        "prompts x prompt_length": recipe.prompts // dp * setup.prompt_length,
-        "prompts x group_size": recipe.completions // dp,
-        "eval_prompts": setup.run.eval_prompts // dp,
-        f"mini_batch / {setup.num_micro} micro-batches x {time} tokens": recipe.mini_batch
-        // setup.num_micro
-        // dp
-        * time,
-        f"warm_start_batch x {time} tokens": setup.run.warm_start_batch // dp * time,
+    tp, share = mesh.size(mesh.tp), setup.rows.copies
+    decoded = {
+        "prompts x group_size": recipe.completions,
+        "warm_start_batch": setup.run.warm_start_batch,
+        "eval_prompts": setup.run.eval_prompts,
     }
-    for name, number in shares.items():
+    for name, number in decoded.items():
+        if number // dp % tp:
+            raise ValueError(
+                f"{name}={number} does not divide over dp x tp = {dp * tp} of layout "
+                f"{setup.run.layout!r}: choose a multiple of {dp * tp}."
+            )
+    pieces = recipe.piece // dp
+    tokens = {
+        "the prompts of a step": recipe.prompts // dp * setup.prompt_length,
+        "the prompts of a micro_batch": pieces // share * setup.prompt_length,
+        "the responses of a micro_batch": pieces * setup.response_length,
+    }
+    for name, number in tokens.items():
         if number % tp:
             raise ValueError(
-                f"{name} = {number} per data rank does not divide over tp={tp} of layout "
-                f"{setup.run.layout!r}: choose multiples of dp x tp = {dp * tp}."
+                f"{name} have {number} tokens per data-parallel rank, which do not divide over "
+                f"tp={tp}: choose prompts and micro_batch, or prompt_length="
+                f"{setup.prompt_length} and response_length={setup.response_length}, in multiples "
+                f"of {tp}."
             )

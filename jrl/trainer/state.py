@@ -5,7 +5,6 @@ from typing import Any, Generic, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from jrl.trainer.learner import Learner, start

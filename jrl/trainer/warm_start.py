@@ -41,7 +41,7 @@ def warm_start(
       The weights, and the metrics of the phase.
 
     Raises:
-      WarmStartFailed: when the loss is not finite.
+      WarmStartFailed: when a loss or gradient was not finite.
     """
     run, accuracy = setup.run, 0.0
     learner = start(setup.warm_start_optimiser, weights, setup.mesh)
@@ -60,10 +60,12 @@ def warm_start(
         if step % CHECK_EVERY and step < run.warm_start_steps:
             continue
         loss = float(metrics["loss"])
-        if not np.isfinite(loss):
+        if int(learner.skipped):
             raise WarmStartFailed(
-                f"the warm start's loss is {loss} at step {step}: lower "
-                f"--warm-start-learning-rate (now {run.warm_start_learning_rate})."
+                f"the warm start's loss or gradient was not finite in {int(learner.skipped)} of "
+                f"{step} steps (loss {loss}, gradient norm {float(metrics['grad_norm'])} in the "
+                "last): lower --warm-start-learning-rate "
+                f"(now {run.warm_start_learning_rate})."
             )
         fresh = _training_examples(setup, step)
         key = setup.key("warm start", step)

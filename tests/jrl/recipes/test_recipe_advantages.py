@@ -1,0 +1,137 @@
+"""From rewards to advantages and returns, against slow oracles and numbers worked out by hand."""
+
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+
+from jrl.recipes import Dapo, Experience, Grpo, Ppo, Vapo
+from jrl.recipes.recipe import terminal_rewards
+
+PROMPT, TIME = 3, 10
+LENGTHS = np.array([4, 2, 6, 7, 3, 1])
+GROUPS = np.array([5, 5, 5, 2, 2, 2], np.int32)
+REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 1.0, 0.25], np.float32)
+
+
+def experience(rewards=REWARDS, lengths=LENGTHS, groups=GROUPS, **given):
+    """Rows with `PROMPT` columns of prompt; what lies under the mask is never zero."""
+    random = np.random.default_rng(0)
+    shape = (len(lengths), TIME)
+    time = np.arange(TIME)[None, :]
+    arrays = {
+        "mask": (time >= PROMPT) & (time < PROMPT + lengths[:, None]),
+        "rewards": rewards,
+        "groups": groups,
+        "lengths": lengths.astype(np.int32),
+        "truncated": lengths == TIME - PROMPT,
+        "values": random.normal(size=shape).astype(np.float32),
+        "old_logprobs": -random.random(shape).astype(np.float32),
+        "reference_logprobs": -random.random(shape).astype(np.float32),
+        **given,
+    }
+    return Experience(**{name: jnp.asarray(array) for name, array in arrays.items()})
+
+
+def at_end(rewards, mask):
+    """Each reward on the last sampled token of its row."""
+    out = np.zeros(np.shape(mask))
+    for row, times in enumerate(oracles.rows(mask)):
+        out[row, times[-1]] = rewards[row]
+    return out
+
+
+def test_terminal_rewards():
+    mask = jnp.array([[0, 1, 1, 0, 0], [0, 1, 0, 1, 1], [0, 0, 0, 0, 0], [0, 1, 0, 0, 0]], bool)
+    rewards = terminal_rewards(jnp.array([2.0, -3.0, 5.0, 7.0]), mask)
+    expected = [[0, 0, 2, 0, 0], [0, 0, 0, 0, -3], [0, 0, 0, 0, 0], [0, 7, 0, 0, 0]]
+    np.testing.assert_array_equal(rewards, expected)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_grpo(scaled):
+    given = experience()
+    advantages, returns = Grpo(scale_by_std=scaled).advantages(given)
+    per_row = oracles.grpo(REWARDS, GROUPS, scale="group" if scaled else None)
+    # float32 against float64.
+    np.testing.assert_allclose(advantages, per_row[:, None] * np.asarray(given.mask), rtol=1e-5, atol=1e-6)
+    assert returns is None
+
+
+@pytest.mark.parametrize("recipe", [Grpo(), Dapo()])
+def test_group_advantages_of_the_reference_table(recipe):
+    rewards = np.array([1, 0, 0, 1, 1, 0, 0, 0], np.float32)
+    lengths = np.array([4, 2, 6, 7, 3, 3, 6, 4])
+    groups = np.repeat(np.arange(2, dtype=np.int32), 4)
+    given = experience(rewards, lengths, groups)
+    advantages, _ = recipe.advantages(given)
+    expected = [0.866024, -0.866024, -0.866024, 0.866024, 1.499997, -0.499999, -0.499999, -0.499999]
+    # The table has six decimals.
+    np.testing.assert_allclose(advantages[:, PROMPT], expected, atol=1e-6)
+    np.testing.assert_array_equal(advantages != 0, given.mask)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+@pytest.mark.parametrize("whitened", [True, False])
+def test_vapo(gamma, whitened):
+    given = experience()
+    recipe = Vapo(gamma=gamma, lam_alpha=0.5, whiten_advantages=whitened)
+    advantages, returns = recipe.advantages(given)
+    rewards = at_end(REWARDS, given.mask)
+    lam = [oracles.length_adaptive_lambda(length, 0.5, 0.0) for length in LENGTHS]
+    assert min(lam) == 0 and len(set(lam)) == 5  # the rows differ, and the floor acts
+    expected, _ = oracles.gae(rewards, given.values, given.mask, gamma, np.array(lam)[:, None])
+    if whitened:
+        expected = oracles.whiten(expected, given.mask)
+    # float32 against float64.
+    np.testing.assert_allclose(advantages, expected, rtol=1e-5, atol=1e-6)
+    # Monte-Carlo: the discounted reward, whatever the critic said.
+    for row, times in enumerate(oracles.rows(given.mask)):
+        for t in times:
+            discounted = gamma ** (times[-1] - t) * REWARDS[row]
+            np.testing.assert_allclose(returns[row, t], discounted, rtol=1e-5, atol=1e-6)
+
+
+def test_vapo_by_hand():
+    """Two rows of 4 and 3 tokens with alpha = 0.5: lam is 1/2 and 1/3."""
+    values = np.zeros((2, TIME), np.float32)
+    values[0, PROMPT : PROMPT + 4] = [0.5, 0.6, 0.7, 0.8]
+    values[1, PROMPT : PROMPT + 3] = [0.1, 0.0, 0.2]
+    given = experience(
+        np.array([1.0, -1.0], np.float32),
+        np.array([4, 3]),
+        np.zeros(2, np.int32),
+        values=values,
+        truncated=np.zeros(2, bool),
+    )
+    recipe = Vapo(lam_alpha=0.5, whiten_advantages=False)
+    advantages, returns = recipe.advantages(given)
+    # Errors of the first row are 0.1, 0.1, 0.1, 0.2; of the second -0.1, 0.2, -1.2.
+    first = [0.2, 0.2, 0.2, 0.2]
+    second = [-1 / 6, -0.2, -1.2]
+    np.testing.assert_allclose(advantages[0, PROMPT : PROMPT + 4], first, atol=1e-6)
+    np.testing.assert_allclose(advantages[1, PROMPT : PROMPT + 3], second, atol=1e-6)
+    np.testing.assert_allclose(returns[0, PROMPT : PROMPT + 4], 1.0, atol=1e-6)
+    np.testing.assert_allclose(returns[1, PROMPT : PROMPT + 3], -1.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kl", [None, 0.0, 0.5])
+@pytest.mark.parametrize("whitened", [True, False])
+def test_ppo(kl, whitened):
+    given = experience()
+    recipe = Ppo(gamma=0.9, lam=0.8, kl_reward_coef=kl, whiten_advantages=whitened)
+    advantages, returns = recipe.advantages(given)
+    rewards = at_end(REWARDS, given.mask)
+    if kl is not None:
+        rewards = rewards - kl * np.asarray(given.old_logprobs - given.reference_logprobs)
+    expected, targets = oracles.gae(rewards, given.values, given.mask, 0.9, 0.8)
+    if whitened:
+        expected = oracles.whiten(expected, given.mask)
+    # float32 against float64.
+    np.testing.assert_allclose(advantages, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(returns, targets, rtol=1e-5, atol=1e-6)
+
+
+def test_ppo_needs_no_reference_without_its_kl():
+    given = experience().replace(reference_logprobs=None)
+    assert Ppo().advantages(given)[0].shape == (6, TIME)

@@ -1,0 +1,213 @@
+"""The policy loss of each recipe: against oracles, and the same however a mini-batch is cut."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+
+from jrl.recipes import RECIPES, ActorCritic, Batch, Dapo, Grpo, Ppo, Vapo
+from jrl.trainer.learner import count
+
+ROWS, TIME = 6, 7
+# Lengths that differ, a row that does not count at all, and prompts of two columns.
+MASK = (np.arange(TIME)[None, :] >= 2) & (
+    np.arange(TIME)[None, :] < 2 + np.array([5, 1, 3, 0, 2, 4])[:, None]
+)
+CORRECT = np.array([True, False, True, True, False, False])
+SIZES = {"prompts": 3, "group_size": 2, "mini_batch": 6, "micro_batch": 2}
+PIECES = [slice(0, 1), slice(1, 4), slice(4, 6)]
+
+
+def random(seed, low, high):
+    return np.random.default_rng(seed).uniform(low, high, (ROWS, TIME)).astype(np.float32)
+
+
+LOGPROBS, ENTROPY, VALUES = random(1, -2, 0), random(2, 0.1, 2), random(3, -1, 1)
+
+
+def batch():
+    """Old log-probabilities near enough and far enough for every clip; NaN where nothing counts."""
+    arrays = {
+        "old_logprobs": LOGPROBS + random(4, -0.6, 0.6),
+        "reference_logprobs": LOGPROBS + random(5, -1, 1),
+        "advantages": random(6, -2, 2),
+        "returns": random(7, -1, 1),
+        "old_values": VALUES + random(8, -1, 1),
+    }
+    arrays = {name: np.where(MASK, array, np.nan) for name, array in arrays.items()}
+    return Batch(
+        tokens=jnp.zeros((ROWS, TIME), jnp.int32),
+        valid=jnp.asarray(MASK | (np.arange(TIME) < 2)),
+        mask=jnp.asarray(MASK),
+        sampler_logprobs=jnp.asarray(arrays["old_logprobs"]),
+        correct=jnp.asarray(CORRECT),
+        **{name: jnp.asarray(array) for name, array in arrays.items()},
+    )
+
+
+EVERY_TERM = {
+    "entropy_coef": 0.3,
+    "kl_coef": 0.7,
+    "clip_dual": 1.5,
+    "aggregation": "seq-mean-token-mean",
+}
+CASES = [kind(**SIZES, **terms) for kind in RECIPES.values() for terms in ({}, EVERY_TERM)]
+
+
+def label(recipe):
+    return recipe.name + ("" if recipe.kl_coef is None else " with every term")
+
+
+def whole(recipe, logprobs, entropy):
+    given = batch()
+    return recipe.policy_loss(logprobs, entropy, given, count(given))
+
+
+def in_pieces(recipe, logprobs, entropy):
+    """The sum over pieces of the loss, and of each metric."""
+    given = batch()
+    totals, losses, metrics = count(given), [], []
+    for piece in PIECES:
+        rows = jax.tree.map(lambda x, piece=piece: x[piece], given)
+        loss, metric = recipe.policy_loss(logprobs[piece], entropy[piece], rows, totals)
+        losses.append(loss)
+        metrics.append(metric)
+    return sum(losses[1:], losses[0]), jax.tree.map(lambda *xs: sum(xs[1:], xs[0]), *metrics)
+
+
+def test_totals():
+    totals = count(batch())
+    # A row without a sampled token is no sequence, and its being correct adds no token.
+    assert [int(x) for x in jax.tree.leaves(totals)] == [15, 5, 8, 15 + 2 * ROWS]
+
+
+@pytest.mark.parametrize("recipe", CASES, ids=label)
+def test_pieces_add_up(recipe):
+    def gradient_of(loss):
+        step = jax.value_and_grad(loss, argnums=(1, 2), has_aux=True)
+        return jax.jit(step, static_argnums=0)(recipe, jnp.asarray(LOGPROBS), jnp.asarray(ENTROPY))
+
+    (loss, metrics), gradients = gradient_of(whole)
+    (summed, summed_metrics), summed_gradients = gradient_of(in_pieces)
+    # float32 sums of a few tens of terms, in another order.
+    np.testing.assert_allclose(summed, loss, rtol=1e-5)
+    for gradient, expected in zip(summed_gradients, gradients, strict=True):
+        np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-7)
+        np.testing.assert_array_equal(np.asarray(gradient)[~MASK], 0.0)
+    assert summed_metrics.keys() == metrics.keys()
+    for one, other in zip(
+        jax.tree.leaves(summed_metrics), jax.tree.leaves(metrics), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("recipe", CASES, ids=label)
+def test_against_oracles(recipe):
+    given = batch()
+    loss, metrics = whole(recipe, jnp.asarray(LOGPROBS), jnp.asarray(ENTROPY))
+    surrogate, _, acts = oracles.ppo(
+        LOGPROBS,
+        given.old_logprobs,
+        given.advantages,
+        MASK,
+        recipe.clip_low,
+        recipe.clip_high,
+        recipe.clip_dual,
+    )
+    expected = policy_gradient = oracles.aggregate(surrogate, MASK, recipe.aggregation)
+    if recipe.entropy_coef is not None:
+        expected -= recipe.entropy_coef * oracles.aggregate(ENTROPY, MASK, recipe.aggregation)
+    if recipe.kl_coef is not None:
+        k3 = np.zeros(MASK.shape)
+        for row, times in enumerate(oracles.rows(MASK)):
+            for t in times:
+                log_ratio = float(LOGPROBS[row, t] - given.reference_logprobs[row, t])
+                k3[row, t], _ = oracles.kl_token(log_ratio, "k3")
+        expected += recipe.kl_coef * oracles.aggregate(k3, MASK, recipe.aggregation)
+        np.testing.assert_allclose(metrics["actor/kl_loss"].value(), k3[MASK].mean(), rtol=1e-5)
+    if isinstance(recipe, Vapo):
+        imitated = MASK & CORRECT[:, None]
+        # A mean over the tokens of correct rows, whatever the aggregation of the rest.
+        likelihood = -LOGPROBS[imitated].mean()
+        expected += recipe.positive_coef * likelihood
+        np.testing.assert_allclose(metrics["actor/positive_loss"].value(), likelihood, rtol=1e-5)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)  # float32 against float64
+    np.testing.assert_allclose(metrics["actor/pg_loss"], policy_gradient, rtol=1e-5)
+    np.testing.assert_allclose(metrics["actor/entropy"].value(), ENTROPY[MASK].mean(), rtol=1e-5)
+    clipped = np.isin(acts[MASK], ["clip"]).mean()
+    assert clipped > 0.1
+    np.testing.assert_allclose(metrics["actor/pg_clipfrac"].value(), clipped, rtol=1e-5)
+
+
+def loss_of(recipe):
+    loss, metrics = whole(recipe, jnp.asarray(LOGPROBS), jnp.asarray(ENTROPY))
+    return float(loss), metrics
+
+
+@pytest.mark.parametrize("kind", [Grpo, Ppo, Dapo, Vapo])
+def test_none_is_off_and_zero_is_a_weight(kind):
+    off, metrics = loss_of(kind(**SIZES))
+    assert "actor/kl_loss" not in metrics
+    zero, metrics = loss_of(kind(**SIZES, kl_coef=0.0, entropy_coef=0.0))
+    assert zero == off
+    assert float(metrics["actor/kl_loss"].value()) > 0
+    assert loss_of(kind(**SIZES, kl_coef=0.5))[0] > off
+    assert loss_of(kind(**SIZES, entropy_coef=0.5))[0] < off
+
+
+def test_vapo_without_imitation_is_ppo():
+    plain, _ = loss_of(Ppo(**SIZES, clip_high=0.28))
+    assert loss_of(Vapo(**SIZES, positive_coef=0.0))[0] == plain
+    assert loss_of(Vapo(**SIZES, positive_coef=0.1))[0] > plain
+
+
+def test_vapo_without_a_correct_row():
+    recipe = Vapo(**SIZES)
+    given = batch().replace(correct=jnp.zeros(ROWS, bool))
+    loss, metrics = recipe.policy_loss(
+        jnp.asarray(LOGPROBS), jnp.asarray(ENTROPY), given, count(given)
+    )
+    assert float(loss) == loss_of(dataclasses.replace(recipe, positive_coef=0.0))[0]
+    assert float(metrics["actor/positive_loss"].value()) == 0
+
+
+@pytest.mark.parametrize("clip", [None, 0.2])
+@pytest.mark.parametrize("kind", [Ppo, Vapo])
+def test_critic_loss(kind, clip):
+    recipe = kind(**SIZES, value_clip=clip)
+    assert isinstance(recipe, ActorCritic)
+    given = batch()
+    totals = count(given)
+    loss, metrics = recipe.critic_loss(jnp.asarray(VALUES), given, totals)
+    expected, pairs = np.zeros(MASK.shape), []
+    for row, times in enumerate(oracles.rows(MASK)):
+        for t in times:
+            old, target = float(given.old_values[row, t]), float(given.returns[row, t])
+            value = float(VALUES[row, t])
+            expected[row, t], _, acts = oracles.value_token(value, old, target, clip, clip)
+            pairs.append(acts)
+    np.testing.assert_allclose(loss, oracles.aggregate(expected, MASK, "token-mean"), rtol=1e-5)
+    np.testing.assert_allclose(
+        metrics["critic/vf_clipfrac"].value(), np.mean(pairs), rtol=1e-5, atol=1e-7
+    )
+    pieces = [
+        recipe.critic_loss(
+            jnp.asarray(VALUES)[piece], jax.tree.map(lambda x, p=piece: x[p], given), totals
+        )
+        for piece in PIECES
+    ]
+    np.testing.assert_allclose(sum(float(part) for part, _ in pieces), loss, rtol=1e-5)
+    explained = [part["critic/vf_explained_var"] for _, part in pieces]
+    np.testing.assert_allclose(
+        sum(explained[1:], explained[0]).value(),
+        oracles.explained_variance(VALUES, given.returns, MASK),
+        rtol=1e-4,  # a difference of variances in float32
+    )
+
+
+def test_critic_loss_says_what_it_needs():
+    with pytest.raises(ValueError, match="needs returns and old values in the batch"):
+        Ppo().critic_loss(jnp.asarray(VALUES), batch().replace(returns=None), count(batch()))

@@ -1,0 +1,56 @@
+"""Trains in a folder, and kills itself with SIGKILL at a moment that is asked for.
+
+    python killed_run.py FOLDER RECIPE [MOMENT NUMBER DELAY]
+
+MOMENT is what happens for the NUMBER-th time, and DELAY the seconds from there to the kill: 0 kills on
+the spot, more kills from another thread while the run goes on.
+"""
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+
+from small_runs import begin_or_go_on, small_recipe, small_run, small_setup  # noqa: E402
+
+from jrl.trainer import loop, warm_start  # noqa: E402
+from jrl.trainer.checkpoints import Checkpoints  # noqa: E402
+from jrl.trainer.records import Appender  # noqa: E402
+
+MOMENTS = {
+    "warm start": (warm_start, "update"),
+    "step": (loop, "train_step"),
+    "line": (Appender, "append"),
+    "checkpoint": (Checkpoints, "save"),
+}
+
+
+def kill_at(moment: str, number: int, delay: float) -> None:
+    """Kills this process `delay` seconds after the `number`-th call of the moment's function began."""
+    owner, name = MOMENTS[moment]
+    function, calls = getattr(owner, name), iter(range(1, 1000))
+
+    def kill():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def counted(*args, **kwargs):
+        if next(calls) == number:
+            if delay == 0:
+                kill()
+            threading.Timer(delay, kill).start()
+        return function(*args, **kwargs)
+
+    setattr(owner, name, counted)
+
+
+if __name__ == "__main__":
+    folder, recipe, *rest = sys.argv[1:]
+    if rest:
+        kill_at(rest[0], int(rest[1]), float(rest[2]))
+    begin_or_go_on(small_setup(small_recipe(recipe), small_run()), Path(folder))

@@ -1,0 +1,169 @@
+"""The one jitted update: however a mini-batch is cut, and when a number is not finite."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from small_runs import small_batch, small_recipe, small_run, small_setup
+
+from jrl.losses import ExplainedVariance, Mean
+from jrl.trainer.learner import Max, Optimiser, start, update
+from jrl.trainer.state import initial_weights
+
+
+def networks(setup):
+    """What each network is updated with: objective, optimiser, and weights without a zero head."""
+    weights = initial_weights(setup, setup.model, "weights")
+    critic = initial_weights(setup, setup.critic_objective.config, "critic")
+    head = jax.device_put(jnp.linspace(-1.0, 1.0, setup.model.d_model), setup.whole)
+    return {
+        "policy": (setup.policy_objective, setup.policy_optimiser, weights),
+        "critic": (setup.critic_objective, setup.critic_optimiser, critic.replace(head=head)),
+    }
+
+
+def setup_on(layout):
+    return small_setup(small_recipe("vapo"), small_run(layout=layout))
+
+
+def one_update(network, layout, num_micro, batch=small_batch):
+    setup = setup_on(layout)
+    objective, optimiser, weights = networks(setup)[network]
+    learner = start(optimiser, weights, setup.mesh)
+    return jax.device_get(update(objective, optimiser, num_micro, learner, batch(setup)))
+
+
+def moments(learner):
+    """The first moment after one step: a tenth of the clipped gradient."""
+    return next(
+        part.mu for part in jax.tree.leaves(learner.opt_state, is_leaf=lambda x: hasattr(x, "mu"))
+        if hasattr(part, "mu")
+    )
+
+
+@pytest.mark.parametrize(
+    ("network", "layout", "num_micro"),
+    [("policy", "dp1", 2), ("policy", "tp2 dp2 / ep4", 1), ("critic", "tp2 dp2 / ep4", 1)],
+)
+def test_cutting_changes_nothing(network, layout, num_micro):
+    """Micro-batches and devices hold unlike numbers of tokens, and one row counts nowhere."""
+    learner, metrics = one_update(network, layout, num_micro)
+    expected, expected_metrics = one_update(network, "dp1", 1)
+    gradient, expected_gradient = moments(learner), moments(expected)
+    # float32 sums of a few hundred terms in another order: a few units in the sixth digit of the
+    # largest entries, which are near 1e-2.
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-8),
+        gradient,
+        expected_gradient,
+    )
+    # The first step of Adam is the sign of the gradient where it is not next to nothing.
+    jax.tree.map(
+        lambda a, b, g: np.testing.assert_allclose(
+            a[np.abs(g) > 1e-6], b[np.abs(g) > 1e-6], rtol=1e-4, atol=1e-6
+        ),
+        learner.weights,
+        expected.weights,
+        expected_gradient,
+    )
+    assert metrics.keys() == expected_metrics.keys()
+    for name, expected_metric in expected_metrics.items():
+        if isinstance(expected_metric, Mean | ExplainedVariance):
+            assert metrics[name].count == expected_metric.count
+        one, other = (
+            m.value() if isinstance(m, Mean | Max | ExplainedVariance) else m
+            for m in (metrics[name], expected_metric)
+        )
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6, err_msg=name)
+
+
+def test_metrics_are_means_over_the_tokens_that_count():
+    _, metrics = one_update("policy", "dp1", 2)
+    batch = jax.device_get(small_batch(setup_on("dp1")))
+    for name, metric in metrics.items():
+        if isinstance(metric, Mean) and name.startswith(("actor/", "sampling/")):
+            correct = batch.mask & batch.correct[:, None]
+            counted = correct if name == "actor/positive_loss" else batch.mask
+            assert metric.count == counted.sum(), name
+    assert metrics["moe/z_loss"].count == batch.valid.sum()
+    assert metrics["load"].sum() == batch.valid.sum() * 2  # each token goes to two experts
+    difference = metrics["sampling/sampling_logp_difference/max"]
+    assert isinstance(difference, Max)
+    assert difference.value() > metrics["sampling/sampling_logp_difference/mean"].value() > 0
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_moves_nothing(bad):
+    def spoilt(setup):
+        batch = small_batch(setup)
+        row, column = np.argwhere(np.asarray(batch.mask))[-1]
+        return batch.replace(advantages=batch.advantages.at[row, column].set(bad))
+
+    setup = setup_on("dp1")
+    objective, optimiser, weights = networks(setup)["policy"]
+    learner, _ = update(objective, optimiser, 1, start(optimiser, weights, setup.mesh),
+                        small_batch(setup))
+    before = jax.device_get(learner)
+    for times in (1, 2):
+        learner, metrics = update(objective, optimiser, 1, learner, spoilt(setup))
+        assert not metrics["finite"]
+        assert not np.isfinite(metrics["loss"]) or not np.isfinite(metrics["grad_norm"])
+        after = jax.device_get(learner)
+        assert (after.updates, after.skipped, after.skipped_in_a_row) == (1, times, times)
+        kept = jax.tree.map(
+            lambda a, b: a.tobytes() == b.tobytes(),
+            (after.weights, after.opt_state),
+            (before.weights, before.opt_state),
+        )
+        assert all(jax.tree.leaves(kept))
+    learner, metrics = update(objective, optimiser, 1, learner, small_batch(setup))
+    assert metrics["finite"]
+    counters = learner.updates, learner.skipped, learner.skipped_in_a_row
+    assert tuple(int(counter) for counter in counters) == (2, 2, 0)
+
+
+def test_what_lies_under_the_mask_is_never_read():
+    def filled(setup):
+        batch = small_batch(setup)
+        return batch.replace(advantages=jnp.where(batch.mask, batch.advantages, jnp.nan))
+
+    learner, metrics = one_update("policy", "dp1", 1, filled)
+    expected, expected_metrics = one_update("policy", "dp1", 1)
+    assert metrics["finite"]
+    for one, other in ((learner, expected), (metrics, expected_metrics)):
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_callers_weights_survive():
+    """`start` copies what it is given, and `update` reuses the buffers of what it is given."""
+    setup = setup_on("dp1")
+    objective, optimiser, weights = networks(setup)["policy"]
+    before = jax.device_get(weights)
+    learner = start(optimiser, weights, setup.mesh)
+    given_up = learner.weights.embedding
+    moved, _ = update(objective, optimiser, 1, learner, small_batch(setup))
+    assert given_up.is_deleted()
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(weights), before)
+    assert not np.array_equal(moved.weights.embedding, before.embedding)
+
+
+def test_gradients_are_scaled_down_to_the_bound():
+    learner, metrics = one_update("policy", "dp1", 1)
+    bound = setup_on("dp1").recipe.max_grad_norm
+    assert metrics["grad_norm"] > bound
+    # The moment holds a tenth of the gradient; float32.
+    np.testing.assert_allclose(optax.tree.norm(moments(learner)), 0.1 * bound, rtol=1e-4)
+
+
+def test_warm_up():
+    """The n-th step of the warm-up runs at n / warmup of the rate, and Adam's first step is that."""
+    optimiser = Optimiser(0.6, warmup=3)
+    np.testing.assert_allclose([optimiser.rate_at(n) for n in range(5)], [0.2, 0.4, 0.6, 0.6, 0.6])
+    np.testing.assert_allclose([Optimiser(0.6).rate_at(n) for n in range(2)], [0.6, 0.6])
+    setup = setup_on("dp1")
+    weights = jax.device_get(networks(setup)["policy"][2])
+    learner, _ = one_update("policy", "dp1", 1)
+    moved = np.abs(learner.weights.layers.attention.query - weights.layers.attention.query)
+    # Where the gradient is far above Adam's 1e-8.
+    np.testing.assert_allclose(moved.max(), setup.recipe.learning_rate / 3, rtol=1e-2)

@@ -1,0 +1,140 @@
+"""A run that was killed goes on as if it had not been, bit for bit."""
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from small_runs import (
+    begin_or_go_on,
+    finish,
+    metrics_of,
+    small_model,
+    small_recipe,
+    small_run,
+    small_setup,
+)
+
+from jrl.trainer import loop
+from jrl.trainer.checkpoints import Checkpoints
+from jrl.trainer.records import read
+from jrl.trainer.state import abstract, begin, initial_weights
+
+HERE = Path(__file__).parent
+
+
+def run_killed(path, recipe, *moment):
+    """Goes on with the run in another process, which kills itself at the moment, if there is one."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(HERE.parents[2]),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, str(HERE / "killed_run.py"), str(path), recipe, *map(str, moment)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    return done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["grpo", "vapo"])
+def test_killed_again_and_again(recipe, finished, tmp_path):
+    """In the warm start, between steps, and while a checkpoint is written (steps 0, 2 and 3 save)."""
+    expected = finished(recipe)
+    random = np.random.default_rng(["grpo", "vapo"].index(recipe))
+    path = tmp_path / "run"
+    moments = [
+        ("warm start", random.integers(1, 5), 0),
+        # While the first checkpoint is written: it is there, or it is not.
+        ("checkpoint", 1, random.uniform(0.001, 0.1)),
+        # Lines of metrics and samples that no checkpoint has seen.
+        ("line", random.integers(7, 12), 0),
+        ("step", 2, random.uniform(0.001, 0.05)),
+    ]
+    for moment in moments:
+        killed = run_killed(path, recipe, *moment)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+    # Nothing but whole lines is read, and none of them is of a step that will be done again.
+    assert len(metrics_of(path)) < len(expected.metrics)
+    done = run_killed(path, recipe)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert metrics_of(path) == expected.metrics
+    assert read(path / "samples.jsonl") == expected.samples
+    assert Checkpoints(path / "checkpoints").steps() == [2, 3]
+
+
+def test_sigterm_finishes_the_step_and_saves(finished, tmp_path, monkeypatch):
+    expected, path = finished("grpo"), tmp_path / "run"
+    step = loop.train_step
+
+    def interrupted(setup, state):
+        if int(state.step) == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(setup, state)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", interrupted)
+        outcome = begin_or_go_on(expected.setup, path)
+    assert outcome == loop.Outcome(step=1, stopped=True)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert Checkpoints(path / "checkpoints").steps() == [0, 1]
+    assert metrics_of(path) == expected.metrics[:2]
+    assert begin_or_go_on(expected.setup, path) == loop.Outcome(step=3, stopped=False)
+    assert metrics_of(path) == expected.metrics
+    assert read(path / "samples.jsonl") == expected.samples
+    # Where there is nothing left to do, nothing is done.
+    assert begin_or_go_on(expected.setup, path) == loop.Outcome(step=3, stopped=False)
+    assert metrics_of(path) == expected.metrics
+    assert read(path / "samples.jsonl") == expected.samples
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    path = tmp_path / "run"
+    setup = small_setup(run=small_run(warm_start_steps=0, steps=1, eval_every=5))
+    begin_or_go_on(setup, path)
+    before = {file: file.read_bytes() for file in path.rglob("*.jsonl")}
+    other = replace(setup, model=small_model(setup.tokenizer.vocab_size, d_expert=14))
+    with pytest.raises(ValueError, match=r"is of another model: .*experts/down is .*10,20\].*14,20"):
+        begin_or_go_on(other, path)
+    actor_critic = replace(setup, recipe=small_recipe("vapo"))
+    with pytest.raises(ValueError, match=r"is of another model: missing critic/weights/"):
+        begin_or_go_on(actor_critic, path)
+    assert {file: file.read_bytes() for file in path.rglob("*.jsonl")} == before
+
+
+@pytest.mark.parametrize("layout", ["dp1", "tp2 dp2 / ep4"])
+def test_a_checkpoint_is_read_where_it_belongs(layout):
+    """What a checkpoint is read into has the shapes and the shardings of the state itself."""
+    setup = small_setup(small_recipe("vapo", kl_coef=0.1), small_run(layout=layout))
+    state = begin(setup, initial_weights(setup, setup.model, "weights"))
+    expected = jax.tree.leaves_with_path(state)
+    found = jax.tree.leaves_with_path(abstract(setup))
+    for (path, leaf), (other_path, other) in zip(expected, found, strict=True):
+        assert path == other_path
+        assert (leaf.shape, leaf.dtype) == (other.shape, other.dtype)
+        assert leaf.sharding.is_equivalent_to(other.sharding, leaf.ndim), jax.tree_util.keystr(path)
+
+
+@pytest.mark.slow
+def test_on_many_devices(tmp_path):
+    """Stopped and continued on a folded mesh, where the state lies in pieces."""
+    layout = "tp2 dp2 / ep4"
+    settings = {"layout": layout, "steps": 2, "warm_start_steps": 0, "eval_every": 5}
+    whole = finish("grpo", tmp_path / "whole", **settings)
+    path = tmp_path / "stopped"
+    first = small_setup(small_recipe(), small_run(**{**settings, "steps": 1, "eval_every": 1}))
+    begin_or_go_on(first, path)
+    (path / "metrics.jsonl").write_text((path / "metrics.jsonl").read_text().split("\n")[0] + "\n")
+    begin_or_go_on(whole.setup, path)
+    assert metrics_of(path)[-1] == whole.metrics[-1]
