@@ -138,4 +138,3 @@ def every_expert(
     out = jnp.einsum("nef,efd->ned", hidden, weights.down.astype(rows.dtype))
     kept = jax.nn.one_hot(experts, weights.gate.shape[0], dtype=rows.dtype)
     return jnp.einsum("ne,ned->nd", kept, out)
-

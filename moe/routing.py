@@ -64,9 +64,7 @@ def route(
     return Routing(experts, jnp.where(valid[:, None], weights, 0.0)), probabilities
 
 
-def assignments(
-    experts: Int[Array, "token k"], num_experts: int
-) -> Float[Array, "token expert"]:
+def assignments(experts: Int[Array, "token k"], num_experts: int) -> Float[Array, "token expert"]:
     """1 where a token is sent to an expert, float32; ids out of range count nowhere."""
     return jnp.sum(jax.nn.one_hot(experts, num_experts, dtype=jnp.float32), axis=1)
 

@@ -113,10 +113,14 @@ def shared_prompts(
         )
 
     def laid_out(x: Array) -> Array:
-        return jnp.concatenate([x[::copies, :prompt_length].reshape(-1), x[:, prompt_length:].reshape(-1)])
+        return jnp.concatenate(
+            [x[::copies, :prompt_length].reshape(-1), x[:, prompt_length:].reshape(-1)]
+        )
 
     weight = valid.astype(jnp.float32)
-    weight = jnp.concatenate([weight[:, :prompt_length] * copies, weight[:, prompt_length:]], axis=1)
+    weight = jnp.concatenate(
+        [weight[:, :prompt_length] * copies, weight[:, prompt_length:]], axis=1
+    )
     return Stream(
         tokens=laid_out(tokens),
         positions=laid_out(positions),

@@ -53,9 +53,7 @@ class Dapo(Recipe):
         penalty = overlong_penalty(lengths, max_length=response_length, buffer=buffer)
         return super().rewards(scores, lengths, response_length) + penalty
 
-    def advantages(
-        self, experience: Experience[Array]
-    ) -> tuple[Float[Array, "batch time"], None]:
+    def advantages(self, experience: Experience[Array]) -> tuple[Float[Array, "batch time"], None]:
         return group_advantages(experience), None
 
 

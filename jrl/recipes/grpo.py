@@ -29,9 +29,7 @@ class Grpo(Recipe):
                 "choose at least 2."
             )
 
-    def advantages(
-        self, experience: Experience[Array]
-    ) -> tuple[Float[Array, "batch time"], None]:
+    def advantages(self, experience: Experience[Array]) -> tuple[Float[Array, "batch time"], None]:
         return group_advantages(experience, scale_by_std=self.scale_by_std), None
 
 
@@ -39,9 +37,7 @@ def group_advantages(
     experience: Experience[Array], *, scale_by_std: bool = True
 ) -> Float[Array, "batch time"]:
     """The group-relative advantage of each completion, on each of its tokens."""
-    per_row = grpo(
-        experience.rewards, experience.groups, scale="group" if scale_by_std else None
-    )
+    per_row = grpo(experience.rewards, experience.groups, scale="group" if scale_by_std else None)
     return jnp.where(experience.mask, per_row[:, None], 0.0)
 
 

@@ -222,9 +222,11 @@ def settle(tree, mesh: FoldedMesh):
     """`tree` typed as varying over ``dp`` only: a maximum over the other axes, whose ranks agree."""
     others = tuple(axis for axis in mesh.except_tp if axis not in mesh.dp)
     return jax.tree.map(
-        lambda x: jax.lax.pmax(x.astype(jnp.int8), others).astype(bool)
-        if x.dtype == bool
-        else jax.lax.pmax(x, others),
+        lambda x: (
+            jax.lax.pmax(x.astype(jnp.int8), others).astype(bool)
+            if x.dtype == bool
+            else jax.lax.pmax(x, others)
+        ),
         tree,
     )
 

@@ -93,9 +93,7 @@ class Checkpoints:
         )
         self._delete(self.steps()[: -self.keep])
 
-    def restore(
-        self, step: int | None, like: Any, part: str = ""
-    ) -> tuple[Any, dict[str, Any]]:
+    def restore(self, step: int | None, like: Any, part: str = "") -> tuple[Any, dict[str, Any]]:
         """Read a checkpoint.
 
         Args:

@@ -219,6 +219,4 @@ def _join(metric: Any, mesh: FoldedMesh) -> Any:
     """A metric stacked over micro-batches, as one over all of them and all devices."""
     if isinstance(metric, Max):
         return Max(jax.lax.pmax(jnp.max(vary(metric.maximum, mesh.except_tp)), mesh.except_tp))
-    return jax.tree.map(
-        lambda x: all_sum(jnp.sum(x, axis=0), mesh.except_tp), metric
-    )
+    return jax.tree.map(lambda x: all_sum(jnp.sum(x, axis=0), mesh.except_tp), metric)

@@ -50,9 +50,7 @@ class Outcome:
     stopped: bool
 
 
-def train(
-    setup: Setup, folder: RunFolder, weights: Transformer[Array] | None = None
-) -> Outcome:
+def train(setup: Setup, folder: RunFolder, weights: Transformer[Array] | None = None) -> Outcome:
     """Runs from the last checkpoint in `folder`, or from the beginning where there is none.
 
     Args:

@@ -69,7 +69,9 @@ TABLE: tuple[Metric, ...] = (
     Metric("actor/ratio", "Mean over tokens of the probability ratio, new over old.", "1"),
     Metric("actor/ratio_squared", "Mean over tokens of the squared probability ratio.", "1"),
     Metric(
-        "actor/ratio_clamped", "Share of tokens whose log-ratio met its numerical bound.", "fraction"
+        "actor/ratio_clamped",
+        "Share of tokens whose log-ratio met its numerical bound.",
+        "fraction",
     ),
     Metric("actor/entropy", "Mean over tokens of the policy's entropy.", "nats", "entropy"),
     Metric(

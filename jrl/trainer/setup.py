@@ -104,9 +104,7 @@ class Setup:
     @property
     def critic_optimiser(self) -> Optimiser:
         recipe = self.critic_objective.recipe
-        return Optimiser(
-            recipe.critic_learning_rate, 0, recipe.weight_decay, recipe.max_grad_norm
-        )
+        return Optimiser(recipe.critic_learning_rate, 0, recipe.weight_decay, recipe.max_grad_norm)
 
     @property
     def warm_start_optimiser(self) -> Optimiser:
@@ -231,7 +229,7 @@ def _check_divides(setup: Setup) -> None:
                 f"{name}={number} does not divide over dp={dp} of layout {setup.run.layout!r}: "
                 f"choose a multiple of {dp}."
             )
-    tp, share = mesh.size(mesh.tp), setup.rows.copies
+    share = setup.rows.copies
     decoded = {
         "prompts x group_size": recipe.completions,
         "warm_start_batch": setup.run.warm_start_batch,

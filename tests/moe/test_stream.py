@@ -65,7 +65,9 @@ def loss(weights, tokens, valid, path, copies, mesh):
     logprobs = model.on_responses(chosen, tokens.shape, PROMPT, mesh)
     logprobs = jnp.where(valid & (jnp.arange(PROMPT + RESPONSE) >= PROMPT)[None, :], logprobs, 0.0)
     num_tokens = all_sum(jnp.sum(valid.astype(jnp.int32)), mesh.dp)
-    own = -jnp.sum(logprobs) / (ROWS * RESPONSE) + model.router_loss(stats, CONFIG, mesh, num_tokens)
+    own = -jnp.sum(logprobs) / (ROWS * RESPONSE) + model.router_loss(
+        stats, CONFIG, mesh, num_tokens
+    )
     return all_sum(own, mesh.except_tp), (logprobs, all_sum(stats, mesh.axes))
 
 

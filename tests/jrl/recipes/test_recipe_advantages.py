@@ -54,7 +54,9 @@ def test_grpo(scaled):
     advantages, returns = Grpo(scale_by_std=scaled).advantages(given)
     per_row = oracles.grpo(REWARDS, GROUPS, scale="group" if scaled else None)
     # float32 against float64.
-    np.testing.assert_allclose(advantages, per_row[:, None] * np.asarray(given.mask), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        advantages, per_row[:, None] * np.asarray(given.mask), rtol=1e-5, atol=1e-6
+    )
     assert returns is None
 
 

@@ -96,7 +96,9 @@ def test_names():
 def test_batch_arithmetic_is_checked(kind):
     with pytest.raises(ValueError, match=r"mini_batch=5 does not divide .* 6 x 2 = 12 completions"):
         kind(prompts=6, group_size=2, mini_batch=5)
-    with pytest.raises(ValueError, match="micro_batch=4 does not divide mini_batch=6: choose a div"):
+    with pytest.raises(
+        ValueError, match="micro_batch=4 does not divide mini_batch=6: choose a div"
+    ):
         kind(prompts=6, group_size=2, mini_batch=6, micro_batch=4)
     for name in ("prompts", "group_size", "mini_batch", "micro_batch", "epochs"):
         with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):

@@ -136,9 +136,7 @@ class Finished:
 def metrics_of(path: Path) -> list[dict]:
     """The lines of metrics.jsonl without timings, NaN as text so that it equals itself."""
     lines = read_metrics(path / "metrics.jsonl")
-    return [
-        {name: repr(value) for name, value in without_timings(line).items()} for line in lines
-    ]
+    return [{name: repr(value) for name, value in without_timings(line).items()} for line in lines]
 
 
 def begin_or_go_on(setup: Setup, path: Path) -> Outcome:

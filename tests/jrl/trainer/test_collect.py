@@ -30,7 +30,9 @@ def test_prompts_are_padded_on_the_left():
     ids = setup.tokenizer.encode
     assert tokens.tolist() == [[pad] * 3 + begin + ids("2="), begin + ids("0120=")]
     assert valid.tolist() == [[False] * 3 + [True] * 3, [True] * 6]
-    with pytest.raises(ValueError, match=r"'01201=' has 7 tokens .*prompt_length=6: raise --prompt"):
+    with pytest.raises(
+        ValueError, match=r"'01201=' has 7 tokens .*prompt_length=6: raise --prompt"
+    ):
         encode_prompts(setup, [Example("01201=", "")])
 
 

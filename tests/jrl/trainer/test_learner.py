@@ -37,7 +37,8 @@ def one_update(network, layout, num_micro, batch=small_batch):
 def moments(learner):
     """The first moment after one step: a tenth of the clipped gradient."""
     return next(
-        part.mu for part in jax.tree.leaves(learner.opt_state, is_leaf=lambda x: hasattr(x, "mu"))
+        part.mu
+        for part in jax.tree.leaves(learner.opt_state, is_leaf=lambda x: hasattr(x, "mu"))
         if hasattr(part, "mu")
     )
 
@@ -102,8 +103,9 @@ def test_what_is_not_finite_moves_nothing(bad):
 
     setup = setup_on("dp1")
     objective, optimiser, weights = networks(setup)["policy"]
-    learner, _ = update(objective, optimiser, 1, start(optimiser, weights, setup.mesh),
-                        small_batch(setup))
+    learner, _ = update(
+        objective, optimiser, 1, start(optimiser, weights, setup.mesh), small_batch(setup)
+    )
     before = jax.device_get(learner)
     for times in (1, 2):
         learner, metrics = update(objective, optimiser, 1, learner, spoilt(setup))

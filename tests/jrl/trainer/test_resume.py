@@ -105,7 +105,9 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     begin_or_go_on(setup, path)
     before = {file: file.read_bytes() for file in path.rglob("*.jsonl")}
     other = replace(setup, model=small_model(setup.tokenizer.vocab_size, d_expert=14))
-    with pytest.raises(ValueError, match=r"is of another model: .*experts/down is .*10,20\].*14,20"):
+    with pytest.raises(
+        ValueError, match=r"is of another model: .*experts/down is .*10,20\].*14,20"
+    ):
         begin_or_go_on(other, path)
     actor_critic = replace(setup, recipe=small_recipe("vapo"))
     with pytest.raises(ValueError, match=r"is of another model: missing critic/weights/"):
