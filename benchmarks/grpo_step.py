@@ -2,8 +2,9 @@
 
 The step is the trainer's own: 32 prompts of the sort task, 8 completions each of at most 10 tokens,
 verification, advantages and one optimiser step, float32, random weights of about 0.45 M parameters.
-Compilation is left out: the first two steps are not counted. With ``--peer PYTHON`` the interpreter of an
-environment with the `peer` extra runs `peer_trl.py` in turn with ours, on the same number of threads.
+Compilation is left out: the first two steps are not counted. With ``--peer PYTHON`` the
+interpreter of an environment with the `peer` extra runs `peer_trl.py` in turn with ours, on the
+same number of threads.
 
     python benchmarks/grpo_step.py --threads 1 --peer path/to/peer/bin/python
 """
@@ -133,8 +134,8 @@ def report(figures: dict[str, list[dict[str, float]]], threads: int) -> None:
     """One line per system: medians over rounds, and the peer's step over ours, round by round."""
     print(f"one GRPO step, 256 completions of at most 10 tokens, {threads} thread(s)")
     print(
-        f"{'':16}{'parameters':>12}{'active':>10}{'step s':>9}{'min s':>9}{'gen s':>9}{'update s':>9}"
-        f"{'gen tok/s':>11}{'update tok/s':>13}{'TRL / this':>12}"
+        f"{'':16}{'parameters':>12}{'active':>10}{'step s':>9}{'min s':>9}{'gen s':>9}"
+        f"{'update s':>9}{'gen tok/s':>11}{'update tok/s':>13}{'TRL / this':>12}"
     )
     for name, rounds in figures.items():
         m = {key: statistics.median(r[key] for r in rounds) for key in rounds[0]}

@@ -2,7 +2,8 @@
 
 The residual stream is a shard of the flattened tokens on each ``tp`` rank; the layer gathers the
 tokens, works on its own heads and scatters the sum back. What lies between keys and queries is
-passed in as `attend`, so that training (all positions at once) and decoding (a cache) are one layer.
+passed in as `attend`, so that training (all positions at once) and decoding (a cache) are one
+layer.
 """
 
 from collections.abc import Callable

@@ -22,7 +22,8 @@ class ModelConfig:
       d_expert: hidden width of one expert.
       d_ff: hidden width of the dense layer (`num_experts=0`), or of the shared expert that every
         token passes beside its routed ones; 0 is no shared expert.
-      head: "tied" (logits from the embedding), "untied" (their own matrix) or "value" (one number per
+      head: "tied" (logits from the embedding), "untied" (their own matrix) or "value" (one number
+        per
         position: the critic).
       rope_base: base of the rotary wavelengths.
       norm_epsilon: added to the mean square in RMSNorm.
@@ -61,8 +62,8 @@ class ModelConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}: "
-                "each key/value head serves the same number of query heads."
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads="
+                f"{self.num_kv_heads}: each key/value head serves the same number of query heads."
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary pairs its halves.")

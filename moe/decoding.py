@@ -26,8 +26,9 @@ class Cache(Generic[Leaf]):
     """Keys and values of the positions so far, a buffer per layer.
 
     Attributes:
-      keys: per layer ``[batch, kv_head, length, head_dim]``, rotated. A head's positions lie together,
-        as the products of a decoding step want them: in another order each step would copy the buffer.
+      keys: per layer ``[batch, kv_head, length, head_dim]``, rotated. A head's positions lie
+        together, as the products of a decoding step want them: in another order each step would
+        copy the buffer.
       values: the same shape.
       valid: ``[batch, length]`` which columns hold a token.
     """
@@ -47,8 +48,8 @@ def prefill(
     """Runs the prompts and keeps their keys and values.
 
     Returns:
-      The hidden states of this rank's shard of the flattened prompt tokens, and a cache as long as the
-      prompt.
+      The hidden states of this rank's shard of the flattened prompt tokens, and a cache as long as
+      the prompt.
     """
     kept: dict[int, tuple[Array, Array]] = {}
     stream = rows(tokens, valid)

@@ -1,6 +1,7 @@
 """Tokens travel to the devices that hold their experts, and back.
 
-Dropless: each pair of devices has room for every assignment that could go between them, so the result
+Dropless: each pair of devices has room for every assignment that could go between them, so the
+  result
 never depends on how even the routing is. One path serves any mesh, a single device included.
 """
 
@@ -22,9 +23,9 @@ def dispatch(
 ) -> Float[Array, "local d_model"]:
     """``sum_k w_k expert_k(x)`` for this device's tokens, experts spread over ``ep``.
 
-    Communication per device and layer, forward, with T local tokens, k experts per token and room for
-    ``C = T min(k, experts per device)`` assignments from one device to another: ``C d_model (ep - 1)``
-    elements out and as many back, and ``C (ep - 1)`` integers out.
+    Communication per device and layer, forward, with T local tokens, k experts per token and room
+    for ``C = T min(k, experts per device)`` assignments from one device to another: ``C d_model
+    (ep - 1)`` elements out and as many back, and ``C (ep - 1)`` integers out.
 
     Args:
       weights: the experts of this device.

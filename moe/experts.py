@@ -1,8 +1,8 @@
 """Feed-forward layers: the dense one, and many experts each on its own rows.
 
-Rows reach the experts grouped and padded to blocks (`GroupedRows`), so that a product with a different
-matrix per expert is one batched product over blocks: it costs what the rows need plus at most one
-block per expert. `every_expert` is the plain twin.
+Rows reach the experts grouped and padded to blocks (`GroupedRows`), so that a product with a
+different matrix per expert is one batched product over blocks: it costs what the rows need plus at
+most one block per expert. `every_expert` is the plain twin.
 """
 
 from typing import NamedTuple
@@ -36,7 +36,8 @@ class GroupedRows(NamedTuple):
     """Where rows go so that each expert's rows are contiguous and start at a block.
 
     Attributes:
-      slot: ``[row]`` place of each row in the padded order; one past its end for a row of no expert.
+      slot: ``[row]`` place of each row in the padded order; one past its end for a row of no
+        expert.
       row: ``[slot]`` the row in each place; one past the last row where the place is padding.
       block_expert: ``[block]`` the expert whose rows a block holds.
     """

@@ -1,7 +1,7 @@
 """The forward pass: functions over the weight records, run inside one `jax.shard_map`.
 
-Sequences are spread over ``dp``; within a sequence-parallel group the flattened tokens are spread over
-``tp``. The same block serves training and decoding: they differ in `attend`.
+Sequences are spread over ``dp``; within a sequence-parallel group the flattened tokens are spread
+over ``tp``. The same block serves training and decoding: they differ in `attend`.
 """
 
 import jax
@@ -80,8 +80,8 @@ def run(
     """The normalised last residual stream at every token, this rank's shard.
 
     Returns:
-      The hidden states and, with experts, the router's sums over layers on this device, `load` with a
-      row per layer.
+      The hidden states and, with experts, the router's sums over layers on this device, `load`
+      with a row per layer.
     """
     _check_runs(stream.tokens.shape[0], mesh)
     x = embed(weights, stream.tokens, config, mesh)
@@ -124,8 +124,8 @@ def before_responses(
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
     """The hidden state that each response token was predicted from, this rank's shard.
 
-    Prompts run once for the rows that share them, and the head sees no prompt but its last token. The
-    plain twin is `hidden`, shifted by one.
+    Prompts run once for the rows that share them, and the head sees no prompt but its last token.
+    The plain twin is `hidden`, shifted by one.
 
     Args:
       tokens: ids; each run of `copies` rows has the same prompt.
@@ -155,10 +155,7 @@ def logits_of(
     """Scores of the next token, float32."""
     if config.head == "value":
         raise ValueError('head="value" has no logits: this is a critic; use `values`.')
-    if weights.head is None:
-        head = weights.embedding.T
-    else:
-        head = weights.head
+    head = weights.embedding.T if weights.head is None else weights.head
     return (x @ head.astype(x.dtype)).astype(jnp.float32)
 
 
@@ -186,7 +183,8 @@ def align_to_tokens(
 
 
 def next_tokens(tokens: Tokens, mesh: FoldedMesh) -> Int[Array, "local"]:
-    """The token that follows each position, this rank's shard; the last position wraps to the first."""
+    """The token that follows each position, this rank's shard; the last position wraps to the
+    first."""
     return own_shard(jnp.roll(tokens, -1, axis=1).reshape(-1), mesh.tp)
 
 
@@ -225,10 +223,11 @@ def router_loss(
     mesh: FoldedMesh,
     num_tokens: Int[Array, ""],
 ) -> Float[Array, ""]:
-    """``load_balance_coef * balance + router_z_coef * z`` of the tokens of this sequence-parallel group.
+    """``load_balance_coef * balance + router_z_coef * z`` of the tokens of this sequence-parallel
+    group.
 
-    Its sum over the other mesh axes and over micro-batches is the loss of the whole batch, a mean over
-    tokens and layers.
+    Its sum over the other mesh axes and over micro-batches is the loss of the whole batch, a mean
+    over tokens and layers.
 
     Args:
       stats: this device's sums; None without experts, where the loss is 0.

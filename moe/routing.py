@@ -16,7 +16,8 @@ class Routing(NamedTuple):
     """Where each token goes.
 
     Attributes:
-      experts: ``[token, k]`` expert ids; `num_experts` (one past the last) for a token that is padding.
+      experts: ``[token, k]`` expert ids; `num_experts` (one past the last) for a token that is
+        padding.
       weights: ``[token, k]`` weights of the experts' outputs, float32, summing to 1 over k; 0 for
         padding.
     """
@@ -34,7 +35,8 @@ class RouterStatistics(Generic[Leaf]):
     Attributes:
       load: ``[route]`` assignments received by each expert, ``[layer, route]`` for a whole network.
       tokens: ``[]`` tokens routed.
-      balance: ``[]`` sum over sequences of the load-balancing loss times the tokens of the sequence.
+      balance: ``[]`` sum over sequences of the load-balancing loss times the tokens of the
+        sequence.
       z: ``[]`` sum over tokens of the squared logsumexp of the logits.
       entropy: ``[]`` sum over tokens of the entropy of the router's distribution, in nats.
     """
@@ -89,11 +91,11 @@ def statistics(
 ) -> RouterStatistics[Array]:
     """Sums over tokens of what the router did, each token `weight` times (0 for padding).
 
-    The load-balancing loss of a sequence is ``E sum_e f_e P_e``, ``f_e`` the share of its assignments
-    that expert ``e`` got (`share`, the same row for every token of the sequence, without gradient)
-    and ``P_e`` the mean probability of ``e`` over its tokens: 1 when even, at most ``E``. Taken per
-    sequence and weighted by length it is a sum over tokens, so it does not depend on how a batch is
-    cut into micro-batches or spread over devices.
+    The load-balancing loss of a sequence is ``E sum_e f_e P_e``, ``f_e`` the share of its
+    assignments that expert ``e`` got (`share`, the same row for every token of the sequence,
+    without gradient) and ``P_e`` the mean probability of ``e`` over its tokens: 1 when even, at
+    most ``E``. Taken per sequence and weighted by length it is a sum over tokens, so it does not
+    depend on how a batch is cut into micro-batches or spread over devices.
 
     References:
       DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, eq. 17 to 20. https://arxiv.org/abs/2412.19437

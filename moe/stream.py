@@ -1,8 +1,8 @@
 """Tokens in the order the network runs them: one flat stream, whatever rows they came from.
 
 Only two parts of the network know about sequences: attention, which reads earlier tokens, and the
-load-balancing loss, which is taken per sequence. Both are functions of the stream. `rows` is the plain
-stream; `shared_prompts` runs a prompt once for all the completions that share it.
+load-balancing loss, which is taken per sequence. Both are functions of the stream. `rows` is the
+plain stream; `shared_prompts` runs a prompt once for all the completions that share it.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ class Stream(NamedTuple):
       positions: ``[token]`` place of each in its own sequence, from 0.
       weight: ``[token]`` in how many sequences it stands, float32; 0 for padding.
       attend_in_layer: from the number of a layer to how it reads values.
-      share: from assignments ``[token, route]`` to the share that each expert has in the token's sequence
-        (the mean over sequences where it stands in several).
+      share: from assignments ``[token, route]`` to the share that each expert has in the token's
+        sequence (the mean over sequences where it stands in several).
     """
 
     tokens: Array
@@ -70,8 +70,8 @@ def shared_prompts(
     """All prompts, each once, and then all responses.
 
     What a prompt's tokens compute is the same for each of its completions. A batch with ``copies``
-    completions per prompt takes ``prompt_length (copies - 1) / copies`` fewer tokens per row this way,
-    with the same values and gradients.
+    completions per prompt takes ``prompt_length (copies - 1) / copies`` fewer tokens per row this
+    way, with the same values and gradients.
 
     Args:
       tokens: rows of prompt and response; each run of `copies` rows has the same prompt.
@@ -81,9 +81,8 @@ def shared_prompts(
     num_prompts, num_rows = tokens.shape[0] // copies, tokens.shape[0]
     response_length = tokens.shape[1] - prompt_length
     split = num_prompts * prompt_length
-    prompt_valid, response_valid = valid[::copies, :prompt_length], valid[:, prompt_length:]
+    prompt_visible = causal(valid[::copies, :prompt_length])
     positions = positions_of(valid)
-    prompt_visible = causal(prompt_valid)
     response_visible = causal(valid)[:, prompt_length:]
 
     def read(query, key, value):

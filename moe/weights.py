@@ -33,8 +33,8 @@ class Weight:
 
     Args:
       axes: names separated by blanks, for example ``"layer d_model head head_dim"``.
-      fan_in: the axes summed over where the weight is used; values start normal, cut at two standard
-        deviations, with variance ``scale^2 / fan-in``. Empty: all values start at `scale`.
+      fan_in: the axes summed over where the weight is used; values start normal, cut at two
+        standard deviations, with variance ``scale^2 / fan-in``. Empty: all values start at `scale`.
       scale: see `fan_in`.
     """
 

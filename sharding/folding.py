@@ -139,8 +139,8 @@ class FoldedMesh:
 def fold(layout: Layout, devices: Sequence[jax.Device] | None = None) -> FoldedMesh:
     """The mesh on which `layout` holds, made of `devices` (all of them by default).
 
-    Ranks follow Megatron-Core's order: ``pp`` outermost, then ``dp``, ``cp``, ``tp`` fastest; on the
-    expert side ``edp``, ``ep``, ``etp``. Where those two orders have no common refinement, the
+    Ranks follow Megatron-Core's order: ``pp`` outermost, then ``dp``, ``cp``, ``tp`` fastest; on
+    the expert side ``edp``, ``ep``, ``etp``. Where those two orders have no common refinement, the
     prime factors of the sizes are paired and the attention order is the one kept.
 
     Raises:
@@ -208,8 +208,8 @@ def _atoms(layout: Layout) -> list[_Atom]:
 def _refine(layout: Layout) -> list[_Atom] | None:
     """The common refinement of the two factorisations in rank order, or None if there is none.
 
-    Both factorisations cut the same range of ranks at their cumulative products. The cuts of the two
-    together are a factorisation again exactly when each divides the next.
+    Both factorisations cut the same range of ranks at their cumulative products. The cuts of the
+    two together are a factorisation again exactly when each divides the next.
     """
     cuts = {1}
     for axes in (ATTENTION, EXPERT):

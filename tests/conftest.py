@@ -1,4 +1,5 @@
-"""Eight fake CPU devices, strict promotion and a compilation cache, before anything touches a device."""
+"""Eight fake CPU devices, strict promotion and a compilation cache, before anything touches a
+device."""
 
 import os
 import tempfile

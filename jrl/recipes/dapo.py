@@ -28,7 +28,8 @@ class Dapo(Recipe):
     reward_wrong: float = -1.0
 
     overlong_buffer: int | None = None
-    """Tokens below the length limit over which the penalty grows to 1; None is a fifth of the limit, the paper's share."""
+    """Tokens below the length limit over which the penalty grows to 1; None is a fifth of the
+    limit, the paper's share."""
     max_generation_rounds: int = 10
     """Batches of prompts sampled at most to fill a step with groups of unequal scores."""
 

@@ -32,7 +32,8 @@ class Ppo(ActorCritic):
     whiten_advantages: bool = True
     """Shift and scale the advantages of a step to mean 0 and variance 1."""
     kl_reward_coef: float | None = None
-    """Weight of the KL penalty towards the starting policy in each token's reward (k1); None is off."""
+    """Weight of the KL penalty towards the starting policy in each token's reward (k1); None is
+    off."""
 
     @property
     def uses_reference(self) -> bool:

@@ -1,7 +1,7 @@
 """What every recipe has: batch arithmetic, optimiser, sampling, and the clipped policy loss.
 
-A recipe is a frozen record of hyperparameters with the few functions that say what the algorithm does
-to a batch. The trainer calls them and knows nothing else about the algorithm.
+A recipe is a frozen record of hyperparameters with the few functions that say what the algorithm
+does to a batch. The trainer calls them and knows nothing else about the algorithm.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,8 @@ class Recipe:
     mini_batch: int = 256
     """Completions per optimiser step; divides prompts x group_size."""
     micro_batch: int | None = 64
-    """Completions per forward and backward pass at most; None takes the mini-batch whole. Changes memory and speed (small pieces stay in a CPU's cache), not the result."""
+    """Completions per forward and backward pass at most; None takes the mini-batch whole. Changes
+    memory and speed (small pieces stay in a CPU's cache), not the result."""
     epochs: int = 1
     """Passes over the completions of a step."""
 
@@ -65,7 +66,8 @@ class Recipe:
     entropy_coef: float | None = None
     """Weight of the entropy bonus; None is off."""
     kl_coef: float | None = None
-    """Weight of the KL loss towards the policy that training started from (k3 estimator); None is off."""
+    """Weight of the KL loss towards the policy that training started from (k3 estimator); None is
+    off."""
 
     reward_correct: float = 1.0
     """Reward of a completion with full marks."""
@@ -140,7 +142,8 @@ class Recipe:
     def advantages(
         self, experience: Experience[Array]
     ) -> tuple[Float[Array, "batch time"], Float[Array, "batch time"] | None]:
-        """Advantages for the policy and, with a critic, returns for the critic; over the whole batch."""
+        """Advantages for the policy and, with a critic, returns for the critic; over the whole
+        batch."""
         raise NotImplementedError
 
     def policy_loss(

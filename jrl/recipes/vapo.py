@@ -1,8 +1,8 @@
 """VAPO: a pretrained critic, decoupled and length-adaptive GAE, and imitation of its successes.
 
 References:
-  Yue et al., "VAPO: Efficient and Reliable Reinforcement Learning for Advanced Reasoning Tasks", 2025.
-  https://arxiv.org/abs/2504.05118
+  Yue et al., "VAPO: Efficient and Reliable Reinforcement Learning for Advanced Reasoning Tasks",
+  2025. https://arxiv.org/abs/2504.05118
   Yuan et al., "What's Behind PPO's Collapse in Long-CoT? (VC-PPO)", 2025.
   https://arxiv.org/abs/2503.01491
 """
@@ -33,7 +33,8 @@ class Vapo(ActorCritic):
     lam_critic: float = 1.0
     """Of the GAE behind the critic's targets; 1 makes them Monte-Carlo returns."""
     lam_alpha: float = 1.5
-    """The policy's lam is 1 - 1 / (lam_alpha x response length). The paper's 0.05 suits lengths in the thousands: below 20 tokens it means lam = 0."""
+    """The policy's lam is 1 - 1 / (lam_alpha x response length). The paper's 0.05 suits lengths in
+    the thousands: below 20 tokens it means lam = 0."""
     positive_coef: float = 0.1
     """Weight of the negative log-likelihood of correct completions."""
     whiten_advantages: bool = True

@@ -120,8 +120,8 @@ def _check_divides(decoder: Decoder, num_prompts: int) -> None:
     rows = num_prompts * decoder.copies
     if num_prompts % dp or (num_prompts // dp * decoder.copies) % tp:
         raise ValueError(
-            f"{num_prompts} prompts x {decoder.copies} completions = {rows} rows cannot be decoded on "
-            f"layout {mesh.layout}: prompts must divide by dp={dp}, rows per rank by tp={tp}."
+            f"{num_prompts} prompts x {decoder.copies} completions = {rows} rows cannot be decoded "
+            f"on layout {mesh.layout}: prompts must divide by dp={dp}, rows per rank by tp={tp}."
         )
 
 
@@ -219,7 +219,8 @@ def _generate_local(
 
 
 def settle(tree, mesh: FoldedMesh):
-    """`tree` typed as varying over ``dp`` only: a maximum over the other axes, whose ranks agree."""
+    """`tree` typed as varying over ``dp`` only: a maximum over the other axes, whose ranks
+    agree."""
     others = tuple(axis for axis in mesh.except_tp if axis not in mesh.dp)
     return jax.tree.map(
         lambda x: (

@@ -1,4 +1,5 @@
-"""From logits to a token: temperature, top-k, top-p, greedy, and the probability it was drawn with."""
+"""From logits to a token: temperature, top-k, top-p, greedy, and the probability it was drawn
+with."""
 
 from dataclasses import dataclass
 
@@ -49,8 +50,8 @@ def policy_logits(
 ) -> Float[Array, "row vocab"]:
     """Logits of the policy at the sampling temperature, every token included.
 
-    This is the distribution whose log-probabilities the losses differentiate. Greedy decoding has no
-    temperature; its policy is the one at temperature 1.
+    This is the distribution whose log-probabilities the losses differentiate. Greedy decoding has
+    no temperature; its policy is the one at temperature 1.
     """
     return logits if sampling.greedy else logits / sampling.temperature
 

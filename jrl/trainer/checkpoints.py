@@ -102,8 +102,8 @@ class Checkpoints:
             dtypes. Each leaf is restored with the sharding of its counterpart (to the first device
             where that has none), and as a numpy array where that is one. The layout may differ from
             the one saved.
-          part: what of the state to read, for example ``policy/weights``; `like` is then a tree of that
-            part alone, and nothing else is read.
+          part: what of the state to read, for example ``policy/weights``; `like` is then a tree of
+            that part alone, and nothing else is read.
 
         Returns:
           The state, equal bit for bit, and its `meta`.

@@ -118,9 +118,9 @@ def sample(
 def collect(setup: Setup, weights: Transformer[Array], step: int, cursor: int) -> Collected:
     """Completions for one step.
 
-    With dynamic sampling, groups whose scores are all equal teach nothing and are replaced by groups of
-    further prompts, for at most `max_generation_rounds` rounds. What is still missing then is filled
-    with uninformative groups whose tokens do not count, and the metrics say so.
+    With dynamic sampling, groups whose scores are all equal teach nothing and are replaced by
+    groups of further prompts, for at most `max_generation_rounds` rounds. What is still missing
+    then is filled with uninformative groups whose tokens do not count, and the metrics say so.
 
     Args:
       weights: the policy.

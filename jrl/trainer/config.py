@@ -54,7 +54,8 @@ class RunConfig:
     max_nonfinite: int = 5
     """Updates in a row that may be skipped for a loss or gradient that is not finite."""
     shuffle_rewards: bool = False
-    """Control experiment: rewards are permuted over the batch, so that they carry no information."""
+    """Control experiment: rewards are permuted over the batch, so that they carry no
+    information."""
     log_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Where metrics go besides metrics.jsonl."""
 

@@ -13,7 +13,8 @@ from moe.weights import Transformer
 
 
 def heldout_examples(setup: Setup, number: int) -> list[Example]:
-    """The first held-out prompts: `number` of them, or as many as there are that divide over devices.
+    """The first held-out prompts: `number` of them, or as many as there are that divide over
+    devices.
 
     Raises:
       ValueError: when there are fewer than devices to share them.
@@ -23,8 +24,8 @@ def heldout_examples(setup: Setup, number: int) -> list[Example]:
         number = size // ranks * ranks
     if number == 0:
         raise ValueError(
-            f"task {setup.task.name!r} has {size} held-out prompts, too few for dp x tp = {ranks} of "
-            f"layout {setup.run.layout!r}: use fewer devices, or a task with more prompts."
+            f"task {setup.task.name!r} has {size} held-out prompts, too few for dp x tp = {ranks} "
+            f"of layout {setup.run.layout!r}: use fewer devices, or a task with more prompts."
         )
     return [setup.task.heldout(index) for index in range(number)]
 

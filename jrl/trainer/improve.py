@@ -175,9 +175,9 @@ def improve(
 def summarise(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
     """The metrics of a step from those of its mini-batches.
 
-    Means are means over all tokens of the step; losses and gradient norms are averaged over mini-batches.
-    The difference between sampler and trainer is that of the first mini-batch, whose policy is still the
-    one that sampled.
+    Means are means over all tokens of the step; losses and gradient norms are averaged over
+    mini-batches. The difference between sampler and trainer is that of the first mini-batch, whose
+    policy is still the one that sampled.
     """
     summary: dict[str, float] = {}
     for network in ("actor", "critic"):

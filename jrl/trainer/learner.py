@@ -1,7 +1,7 @@
 """A network that learns, and the one jitted update that policy, critic and warm start share.
 
-Gradients are taken inside the `jax.shard_map`, micro-batch after micro-batch with the denominators of the
-whole mini-batch, summed over devices once, and applied outside it on global arrays.
+Gradients are taken inside the `jax.shard_map`, micro-batch after micro-batch with the denominators
+of the whole mini-batch, summed over devices once, and applied outside it on global arrays.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,8 @@ class Optimiser:
     max_grad_norm: float = 1.0
 
     def rate_at(self, count: Any) -> Any:
-        """The learning rate of step `count`, from 0. Step n of the warm-up runs at (n + 1) / warmup."""
+        """The learning rate of step `count`, from 0. Step n of the warm-up runs at (n + 1) /
+        warmup."""
         return self.learning_rate * jnp.minimum(1.0, (count + 1) / max(self.warmup, 1))
 
     def transformation(self) -> optax.GradientTransformation:
@@ -83,7 +84,8 @@ class Max(Generic[Leaf]):
 
 @runtime_checkable
 class Objective(Protocol):
-    """A loss on a piece of a batch, run inside the `jax.shard_map`. Hashable: compiled once each."""
+    """A loss on a piece of a batch, run inside the `jax.shard_map`. Hashable: compiled once
+    each."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -191,8 +193,8 @@ def _local_gradients(
     totals: Totals[Array],
 ) -> tuple[Array, Transformer[Array], dict[str, Any]]:
     mesh = objective.mesh
-    # Copies that vary over every axis collect the gradient of this device alone; what is summed over
-    # devices, once, is the sum over micro-batches.
+    # Copies that vary over every axis collect the gradient of this device alone; what is summed
+    # over devices, once, is the sum over micro-batches.
     own = vary(weights, mesh.axes)
     pieces = jax.tree.map(lambda x: x.reshape(num_micro, -1, *x.shape[1:]), batch)
 

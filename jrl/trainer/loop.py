@@ -164,7 +164,8 @@ def _first_state(
 ) -> tuple[TrainState[Array], list[Example]]:
     """The state to go on from, and the held-out prompts.
 
-    A run killed before its first checkpoint starts again from the beginning, which gives the same run.
+    A run killed before its first checkpoint starts again from the beginning, which gives the same
+    run.
     """
     heldout = heldout_examples(setup, setup.run.eval_prompts)
     step = checkpoints.latest_step()
@@ -295,8 +296,8 @@ def _check_finite(setup: Setup, folder: RunFolder, state: TrainState[Array]) -> 
         skipped = int(learner.skipped_in_a_row)
         if skipped >= setup.run.max_nonfinite:
             raise NonFiniteRun(
-                f"step {int(state.step)}: {skipped} updates of the {network} in a row had a loss or "
-                f"gradient that is not finite; their batches are in {folder.path / 'nonfinite'}. "
+                f"step {int(state.step)}: {skipped} updates of the {network} in a row had a loss "
+                f"or gradient that is not finite; their batches are in {folder.path / 'nonfinite'}. "
                 "Lower the learning rate, or raise --max-nonfinite to go on."
             )
 

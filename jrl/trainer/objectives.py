@@ -92,7 +92,8 @@ class SupervisedObjective:
 def _router_metrics(
     router: RouterStatistics[Array] | None, config: ModelConfig, mesh: FoldedMesh
 ) -> dict[str, Any]:
-    """Means over tokens and layers, and the load of each expert, of the tokens of all ``tp`` ranks."""
+    """Means over tokens and layers, and the load of each expert, of the tokens of all ``tp``
+    ranks."""
     if router is None:
         return {}
     router = jax.lax.stop_gradient(router)

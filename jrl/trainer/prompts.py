@@ -65,7 +65,8 @@ def decode_responses(setup: Setup, rollout: Rollout[np.ndarray]) -> list[str]:
 
 
 def text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:
-    """Text of sampled ids. The end of sequence in last place is left out; other special tokens show."""
+    """Text of sampled ids. The end of sequence in last place is left out; other special tokens
+    show."""
     ids = list(map(int, ids))
     if ids and ids[-1] == tokenizer.eos_id:
         ids = ids[:-1]

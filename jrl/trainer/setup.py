@@ -1,4 +1,5 @@
-"""The fixed parts of a run, made from its configuration: task, tokeniser, network, mesh, decoders."""
+"""The fixed parts of a run, made from its configuration: task, tokeniser, network, mesh,
+decoders."""
 
 import difflib
 from dataclasses import dataclass
@@ -157,8 +158,8 @@ def set_up(run: RunConfig, recipe: Recipe, tokenizer: Tokenizer | None = None) -
     devices = jax.devices()
     if len(devices) < layout.num_devices:
         raise ValueError(
-            f"layout {run.layout!r} needs {layout.num_devices} devices and there are {len(devices)}: "
-            f"choose another layout, or --devices {layout.num_devices} to make believe on a CPU."
+            f"layout {run.layout!r} needs {layout.num_devices} devices and there are "
+            f"{len(devices)}: choose another layout, or --devices {layout.num_devices} to make believe on a CPU."
         )
     if run.model not in PRESETS:
         near = difflib.get_close_matches(run.model, PRESETS) or list(PRESETS)

@@ -72,7 +72,8 @@ def critic_from(setup: Setup, policy: Transformer[Array]) -> Transformer[Array]:
 
 
 def abstract(setup: Setup) -> TrainState[Any]:
-    """Shapes, dtypes and shardings of the state, without making it: what a checkpoint is read into."""
+    """Shapes, dtypes and shardings of the state, without making it: what a checkpoint is read
+    into."""
     state = jax.eval_shape(lambda weights: begin(setup, weights), moe_weights.shapes(setup.model))
     policy = moe_weights.shardings(setup.model, setup.mesh)
     critic = moe_weights.shardings(setup.model.as_critic(), setup.mesh)

@@ -30,8 +30,8 @@ def warm_start(
 ) -> tuple[Transformer[Array], dict[str, float]]:
     """Learns gold completions until the policy's sampled accuracy reaches the target.
 
-    Accuracy is measured on training prompts that were not learned from yet, so that held-out prompts
-    have no say in when to stop.
+    Accuracy is measured on training prompts that were not learned from yet, so that held-out
+    prompts have no say in when to stop.
 
     Args:
       weights: to start from.

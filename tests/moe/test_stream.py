@@ -95,7 +95,8 @@ def compiled(path, copies, layout):
 
 
 def run(path, copies, layout, rows):
-    """Loss, log-probabilities, router sums and gradients, of rows that share prompts so many times."""
+    """Loss, log-probabilities, router sums and gradients, of rows that share prompts so many
+    times."""
     step = compiled(path, copies, layout)
     return jax.device_get(step(initialise(CONFIG, jax.random.key(0)), *batch(rows)))
 

@@ -2,8 +2,8 @@
 
     python killed_run.py FOLDER RECIPE [MOMENT NUMBER DELAY]
 
-MOMENT is what happens for the NUMBER-th time, and DELAY the seconds from there to the kill: 0 kills on
-the spot, more kills from another thread while the run goes on.
+MOMENT is what happens for the NUMBER-th time, and DELAY the seconds from there to the kill: 0
+kills on the spot, more kills from another thread while the run goes on.
 """
 
 import os
@@ -32,7 +32,8 @@ MOMENTS = {
 
 
 def kill_at(moment: str, number: int, delay: float) -> None:
-    """Kills this process `delay` seconds after the `number`-th call of the moment's function began."""
+    """Kills this process `delay` seconds after the `number`-th call of the moment's function
+    began."""
     owner, name = MOMENTS[moment]
     function, calls = getattr(owner, name), iter(range(1, 1000))
 

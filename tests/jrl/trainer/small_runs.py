@@ -1,4 +1,5 @@
-"""Runs small enough to take seconds: a task of a few digits, a network of one layer, eight completions.
+"""Runs small enough to take seconds: a task of a few digits, a network of one layer, eight
+completions.
 
 All tests share these sizes, and so what has been compiled for them.
 """

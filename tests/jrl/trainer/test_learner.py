@@ -159,7 +159,8 @@ def test_gradients_are_scaled_down_to_the_bound():
 
 
 def test_warm_up():
-    """The n-th step of the warm-up runs at n / warmup of the rate, and Adam's first step is that."""
+    """The n-th step of the warm-up runs at n / warmup of the rate, and Adam's first step is
+    that."""
     optimiser = Optimiser(0.6, warmup=3)
     np.testing.assert_allclose([optimiser.rate_at(n) for n in range(5)], [0.2, 0.4, 0.6, 0.6, 0.6])
     np.testing.assert_allclose([Optimiser(0.6).rate_at(n) for n in range(2)], [0.6, 0.6])

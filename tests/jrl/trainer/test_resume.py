@@ -29,7 +29,8 @@ HERE = Path(__file__).parent
 
 
 def run_killed(path, recipe, *moment):
-    """Goes on with the run in another process, which kills itself at the moment, if there is one."""
+    """Goes on with the run in another process, which kills itself at the moment, if there is
+    one."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(HERE.parents[2]),
@@ -49,7 +50,8 @@ def run_killed(path, recipe, *moment):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["grpo", "vapo"])
 def test_killed_again_and_again(recipe, finished, tmp_path):
-    """In the warm start, between steps, and while a checkpoint is written (steps 0, 2 and 3 save)."""
+    """In the warm start, between steps, and while a checkpoint is written (steps 0, 2 and 3
+    save)."""
     expected = finished(recipe)
     random = np.random.default_rng(["grpo", "vapo"].index(recipe))
     path = tmp_path / "run"
