@@ -21,7 +21,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Times one full GRPO step")
     parser.add_argument("--threads", type=int, default=1, help="processors to use")
     parser.add_argument("--steps", type=int, default=30, help="steps counted, per round")
     parser.add_argument("--rounds", type=int, default=3, help="rounds, ours and the peer's in turn")

@@ -4,6 +4,8 @@ Sequences are spread over ``dp``; within a sequence-parallel group the flattened
 over ``tp``. The same block serves training and decoding: they differ in `attend`.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -94,7 +96,7 @@ def run(
     if config.num_experts == 0:
         return x, None
     total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *collected)
-    return x, total.replace(load=jnp.stack([stats.load for stats in collected]))
+    return x, replace(total, load=jnp.stack([stats.load for stats in collected]))
 
 
 def hidden(
@@ -172,7 +174,7 @@ def next_token_logits(
 
 
 def align_to_tokens(
-    after: Float[Array, "local"], shape: tuple[int, int], mesh: FoldedMesh
+    after: Float[Array, "local"], shape: tuple[int, ...], mesh: FoldedMesh
 ) -> Float[Array, "batch time"]:
     """Numbers computed *after* each position, moved to the token they speak about.
 
@@ -189,7 +191,7 @@ def next_tokens(tokens: Tokens, mesh: FoldedMesh) -> Int[Array, "local"]:
 
 
 def on_responses(
-    before: Float[Array, "local"], shape: tuple[int, int], prompt_length: int, mesh: FoldedMesh
+    before: Float[Array, "local"], shape: tuple[int, ...], prompt_length: int, mesh: FoldedMesh
 ) -> Float[Array, "batch time"]:
     """Numbers about the flattened response tokens, put in their columns; prompts get 0."""
     response = join_shards(before, mesh.tp).reshape(shape[0], -1)

@@ -11,6 +11,7 @@ import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import jax
 import numpy as np
@@ -136,7 +137,7 @@ class FoldedMesh:
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
 
-def fold(layout: Layout, devices: Sequence[jax.Device] | None = None) -> FoldedMesh:
+def fold(layout: Layout, devices: Sequence[Any] | None = None) -> FoldedMesh:
     """The mesh on which `layout` holds, made of `devices` (all of them by default).
 
     Ranks follow Megatron-Core's order: ``pp`` outermost, then ``dp``, ``cp``, ``tp`` fastest; on

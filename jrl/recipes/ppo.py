@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from jrl.losses import gae, kl_estimate, whiten
 from jrl.recipes.actor_critic import ActorCritic
-from jrl.recipes.batch import Experience
+from jrl.recipes.batch import Experience, given
 from jrl.recipes.recipe import terminal_rewards
 
 
@@ -46,12 +46,12 @@ class Ppo(ActorCritic):
         if self.kl_reward_coef is not None:
             rewards = rewards - self.kl_reward_coef * kl_estimate(
                 experience.old_logprobs,
-                experience.reference_logprobs,
+                given(experience.reference_logprobs),
                 experience.mask,
                 kind="k1",
             )
         advantages, returns = gae(
-            rewards, experience.values, experience.mask, gamma=self.gamma, lam=self.lam
+            rewards, given(experience.values), experience.mask, gamma=self.gamma, lam=self.lam
         )
         if self.whiten_advantages:
             advantages = whiten(advantages, experience.mask)

@@ -17,7 +17,7 @@ from jrl.losses import (
     kl_estimate,
     ppo_loss,
 )
-from jrl.recipes.batch import Batch, Experience, Totals
+from jrl.recipes.batch import Batch, Experience, Totals, given
 
 Metrics = dict[str, Mean | Array]
 """Means, and scalars that add up over pieces."""
@@ -161,7 +161,7 @@ class Recipe:
           batch: any piece of the mini-batch.
           totals: counts over the whole mini-batch: the denominators.
         """
-        loss, metrics = ppo_loss(
+        loss, clipping = ppo_loss(
             logprobs,
             batch.old_logprobs,
             batch.advantages,
@@ -173,7 +173,7 @@ class Recipe:
             num_tokens=totals.num_tokens,
             num_sequences=totals.num_sequences,
         )
-        metrics = {f"actor/{name}": value for name, value in metrics.items()}
+        metrics: Metrics = {f"actor/{name}": value for name, value in clipping.items()}
         metrics["actor/pg_loss"] = loss
         metrics["actor/entropy"] = Mean.of(entropy, batch.mask)
 
@@ -189,7 +189,7 @@ class Recipe:
         if self.entropy_coef is not None:
             loss = loss - self.entropy_coef * reduced(entropy)
         if self.kl_coef is not None:
-            kl = kl_estimate(logprobs, batch.reference_logprobs, batch.mask, kind="k3")
+            kl = kl_estimate(logprobs, given(batch.reference_logprobs), batch.mask, kind="k3")
             loss = loss + self.kl_coef * reduced(kl)
             metrics["actor/kl_loss"] = Mean.of(kl, batch.mask)
         return loss, metrics

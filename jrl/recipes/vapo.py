@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jrl.losses import Aggregation, gae, length_adaptive_lambda, positive_example_loss, whiten
 from jrl.recipes.actor_critic import ActorCritic
-from jrl.recipes.batch import Batch, Experience, Totals
+from jrl.recipes.batch import Batch, Experience, Totals, given
 from jrl.recipes.recipe import Metrics, terminal_rewards
 
 
@@ -43,16 +43,13 @@ class Vapo(ActorCritic):
     def advantages(
         self, experience: Experience[Array]
     ) -> tuple[Float[Array, "batch time"], Float[Array, "batch time"]]:
-        rewards = terminal_rewards(experience.rewards, experience.mask)
+        mask, values = experience.mask, given(experience.values)
+        rewards = terminal_rewards(experience.rewards, mask)
         lam = length_adaptive_lambda(experience.lengths, alpha=self.lam_alpha)
-        advantages, _ = gae(
-            rewards, experience.values, experience.mask, gamma=self.gamma, lam=lam[:, None]
-        )
-        _, returns = gae(
-            rewards, experience.values, experience.mask, gamma=self.gamma, lam=self.lam_critic
-        )
+        advantages, _ = gae(rewards, values, mask, gamma=self.gamma, lam=lam[:, None])
+        _, returns = gae(rewards, values, mask, gamma=self.gamma, lam=self.lam_critic)
         if self.whiten_advantages:
-            advantages = whiten(advantages, experience.mask)
+            advantages = whiten(advantages, mask)
         return advantages, returns
 
     def policy_loss(

@@ -232,6 +232,6 @@ def settle(tree, mesh: FoldedMesh):
     )
 
 
-def _last_of_each(hidden: Array, shape: tuple[int, int], mesh: FoldedMesh) -> Array:
+def _last_of_each(hidden: Array, shape: tuple[int, ...], mesh: FoldedMesh) -> Array:
     """The hidden state after the last prompt token of each row, on every ``tp`` rank."""
     return join_shards(hidden, mesh.tp).reshape(*shape, -1)[:, -1]

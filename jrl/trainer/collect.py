@@ -180,7 +180,7 @@ def _fill(
     order = np.argsort(~useful, kind="stable")[:size]
     kept = everything.take(order)
     counts = useful[order]
-    counted = kept.rollout.replace(mask=kept.rollout.mask & counts[:, None])
+    counted = replace(kept.rollout, mask=kept.rollout.mask & counts[:, None])
     return replace(kept, rollout=counted), int(counts.sum())
 
 

@@ -1,7 +1,7 @@
 """What a step learns: from completions to advantages to optimiser steps."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -166,9 +166,9 @@ def improve(
             rows = jax.device_put(jax.tree.map(lambda x, c=chosen: x[c], host), setup.over_rows)
             history.append({})
             if state.critic is not None:
-                state = state.replace(critic=learn("critic", state.critic, rows))
+                state = replace(state, critic=learn("critic", state.critic, rows))
             if not pretraining:
-                state = state.replace(policy=learn("actor", state.policy, rows))
+                state = replace(state, policy=learn("actor", state.policy, rows))
     return state, history, nonfinite, seconds
 
 

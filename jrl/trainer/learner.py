@@ -4,7 +4,7 @@ Gradients are taken inside the `jax.shard_map`, micro-batch after micro-batch wi
 of the whole mini-batch, summed over devices once, and applied outside it on global arrays.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -102,16 +102,16 @@ class Objective(Protocol):
 
 def start(optimiser: Optimiser, weights: Transformer[Array], mesh: FoldedMesh) -> Learner[Array]:
     """A learner at its first step. The weights are copied: updates give their buffers away."""
-    weights = jax.tree.map(jnp.copy, weights)
+    own: Any = jax.tree.map(jnp.copy, weights)
     # Moments are laid out as the weights they belong to; counters are whole on every device.
     whole = NamedSharding(mesh.mesh, PartitionSpec())
     opt_state = jax.tree.map(
         lambda leaf: leaf if leaf.ndim else jax.device_put(leaf, whole),
-        optimiser.transformation().init(weights),
+        optimiser.transformation().init(own),
     )
     # Distinct buffers: a donated argument may not name one twice.
     zeros = [jax.device_put(jnp.zeros((), jnp.int32), whole) + 0 for _ in range(3)]
-    return Learner(weights, opt_state, *zeros)
+    return Learner(own, opt_state, *zeros)
 
 
 def count(batch: Batch[Array]) -> Totals[Array]:
@@ -149,22 +149,22 @@ def update(
     Returns:
       The learner, and metrics: `loss`, `grad_norm`, `learning_rate`, `finite` and the objective's.
     """
-    loss, grads, metrics = _gradients(objective, num_micro, learner.weights, batch)
+    weights: Any = learner.weights  # optax's types know no records
+    loss, grads, metrics = _gradients(objective, num_micro, weights, batch)
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     # Optax counts on the standard promotions, which a caller may have forbidden.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        steps, opt_state = optimiser.transformation().update(
-            grads, learner.opt_state, learner.weights
-        )
-    moved = learner.replace(
-        weights=optax.apply_updates(learner.weights, steps),
+        steps, opt_state = optimiser.transformation().update(grads, learner.opt_state, weights)
+    moved = replace(
+        learner,
+        weights=optax.apply_updates(weights, steps),
         opt_state=opt_state,
         updates=learner.updates + 1,
         skipped_in_a_row=jnp.zeros_like(learner.skipped_in_a_row),
     )
-    stayed = learner.replace(
-        skipped=learner.skipped + 1, skipped_in_a_row=learner.skipped_in_a_row + 1
+    stayed = replace(
+        learner, skipped=learner.skipped + 1, skipped_in_a_row=learner.skipped_in_a_row + 1
     )
     learner = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, stayed)
     return learner, {**metrics, "loss": loss, "grad_norm": grad_norm, "finite": finite}
@@ -172,7 +172,7 @@ def update(
 
 def _gradients(
     objective: Objective, num_micro: int, weights: Transformer[Array], batch: Batch[Array]
-) -> tuple[Array, Transformer[Array], dict[str, Any]]:
+) -> tuple[Array, Any, dict[str, Any]]:
     """The loss of a mini-batch, its gradient and its metrics, on global arrays."""
     mesh = objective.mesh
     weight_specs = moe_weights.specs(objective.config, mesh)

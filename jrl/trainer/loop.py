@@ -4,7 +4,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -100,7 +100,8 @@ def train_step(
     experience, batch = experience_of(setup, state, collected.kept)
     prepared = time.perf_counter() - begun
     state, history, nonfinite, seconds = improve(setup, state, batch)
-    state = state.replace(
+    state = replace(
+        state,
         step=state.step + 1,
         cursor=jax.device_put(jnp.asarray(collected.cursor, jnp.int32), setup.whole),
     )
@@ -285,7 +286,8 @@ def _save_nonfinite(folder: RunFolder, name: str, left_out: NonFinite) -> Path:
     arrays = {
         name: np.asarray(value) for name, value in vars(left_out.batch).items() if value is not None
     }
-    np.savez(path, loss=left_out.loss, grad_norm=left_out.grad_norm, **arrays)
+    arrays |= {"loss": np.asarray(left_out.loss), "grad_norm": np.asarray(left_out.grad_norm)}
+    np.savez(path, allow_pickle=False, **arrays)
     return path
 
 
@@ -297,7 +299,8 @@ def _check_finite(setup: Setup, folder: RunFolder, state: TrainState[Array]) -> 
         if skipped >= setup.run.max_nonfinite:
             raise NonFiniteRun(
                 f"step {int(state.step)}: {skipped} updates of the {network} in a row had a loss "
-                f"or gradient that is not finite; their batches are in {folder.path / 'nonfinite'}. "
+                f"or gradient that is not finite; their batches are in "
+                f"{folder.path / 'nonfinite'}. "
                 "Lower the learning rate, or raise --max-nonfinite to go on."
             )
 

@@ -67,10 +67,10 @@ def decode_responses(setup: Setup, rollout: Rollout[np.ndarray]) -> list[str]:
 def text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:
     """Text of sampled ids. The end of sequence in last place is left out; other special tokens
     show."""
-    ids = list(map(int, ids))
-    if ids and ids[-1] == tokenizer.eos_id:
-        ids = ids[:-1]
+    written = list(map(int, ids))
+    if written and written[-1] == tokenizer.eos_id:
+        written.pop()
     special = {tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.unk_id}
-    if special.isdisjoint(ids):
-        return tokenizer.decode(ids)
-    return "".join(UNREADABLE if i in special else tokenizer.decode([i]) for i in ids)
+    if special.isdisjoint(written):
+        return tokenizer.decode(written)
+    return "".join(UNREADABLE if i in special else tokenizer.decode([i]) for i in written)

@@ -159,7 +159,8 @@ def set_up(run: RunConfig, recipe: Recipe, tokenizer: Tokenizer | None = None) -
     if len(devices) < layout.num_devices:
         raise ValueError(
             f"layout {run.layout!r} needs {layout.num_devices} devices and there are "
-            f"{len(devices)}: choose another layout, or --devices {layout.num_devices} to make believe on a CPU."
+            f"{len(devices)}: choose another layout, or --devices {layout.num_devices} "
+            "to make believe on a CPU."
         )
     if run.model not in PRESETS:
         near = difflib.get_close_matches(run.model, PRESETS) or list(PRESETS)

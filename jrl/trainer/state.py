@@ -1,10 +1,12 @@
 """Everything that changes during a run, as one pytree: what a checkpoint holds."""
 
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from jrl.trainer.learner import Learner, start
@@ -68,7 +70,7 @@ def begin(setup: Setup, policy: Transformer[Array]) -> TrainState[Array]:
 def critic_from(setup: Setup, policy: Transformer[Array]) -> Transformer[Array]:
     """A critic that starts as the policy with a value head of zeros, so that values start at 0."""
     fresh = initial_weights(setup, setup.critic_objective.config, "critic")
-    return policy.replace(head=fresh.head)
+    return replace(policy, head=fresh.head)
 
 
 def abstract(setup: Setup) -> TrainState[Any]:
