@@ -16,7 +16,7 @@ from jrl.trainer.metrics import check_known, is_timing
 from jrl.trainer.records import read_metrics
 from jrl.trainer.run_folder import RunFolder
 from jrl.trainer.state import initial_weights
-from jrl.trainer.warm_start import WarmStartFailed, warm_start
+from jrl.trainer.warm_start import CHECK_EVERY, WarmStartFailed, warm_start
 
 EVERY_STEP = {
     "critic/score/mean",
@@ -103,8 +103,9 @@ def test_learning_rate_and_counters(finished):
     rates = [line["actor/lr"] for line in read_metrics(finished("grpo").folder.metrics_path)[1:]]
     np.testing.assert_allclose(rates, np.array([2 / 3, 1, 1]) * 1e-2, rtol=1e-6)
     of_vapo = read_metrics(finished("vapo").folder.metrics_path)[1:]
+    critic = finished("vapo").setup.recipe.critic_learning_rate
     assert [line.get("actor/lr") for line in of_vapo] == [None, rates[0], rates[1]]
-    assert [line["critic/lr"] for line in of_vapo] == [np.float32(2e-3)] * 3
+    assert [line["critic/lr"] for line in of_vapo] == [np.float32(critic)] * 3
 
 
 def test_the_same_seed_is_the_same_run(finished, tmp_path):
@@ -170,22 +171,23 @@ def test_updates_that_are_not_finite_stop_a_run(tmp_path, advantages_are_nan):
 
 def test_warm_start_stops_at_its_target():
     """Where any accuracy will do, at the first measurement; else at the last step."""
-    setup = small_setup(run=small_run(warm_start_steps=40, warm_start_accuracy=0.0))
+    setup = small_setup(run=small_run(warm_start_steps=99, warm_start_accuracy=0.0))
     reports = []
     weights = initial_weights(setup, setup.model, "weights")
     learned, metrics = warm_start(setup, weights, lambda *given: reports.append(given))
-    assert metrics["warm_start/steps"] == 25
-    assert [step for step, _, _ in reports] == [25]
+    assert metrics["warm_start/steps"] == CHECK_EVERY
+    assert [step for step, _, _ in reports] == [CHECK_EVERY]
     assert reports[0][1:] == (metrics["warm_start/loss"], metrics["warm_start/accuracy"])
     _, again = warm_start(setup, weights, lambda *given: None)
     assert again == metrics
     assert np.isfinite(np.asarray(weights.embedding)).all()
     assert not np.array_equal(learned.embedding, weights.embedding)
 
-    far = small_setup(run=small_run(warm_start_steps=27, warm_start_accuracy=1.0))
+    last = CHECK_EVERY + 2
+    far = small_setup(run=small_run(warm_start_steps=last, warm_start_accuracy=1.0))
     _, metrics = warm_start(far, weights, lambda *given: reports.append(given))
-    assert metrics["warm_start/steps"] == 27
-    assert [step for step, _, _ in reports] == [25, 25, 27]
+    assert metrics["warm_start/steps"] == last
+    assert [step for step, _, _ in reports] == [CHECK_EVERY, CHECK_EVERY, last]
 
 
 def test_warm_start_learns():

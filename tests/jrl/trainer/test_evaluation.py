@@ -1,0 +1,101 @@
+"""Accuracy on held-out prompts."""
+
+import itertools
+
+import numpy as np
+import pytest
+from small_runs import small_recipe, small_run, small_setup
+
+from jrl.tasks import Example
+from jrl.trainer.evaluation import evaluate, heldout_examples, pass_at_k
+from jrl.trainer.loop import begin, train_step
+from jrl.trainer.metrics import without_timings
+from jrl.trainer.state import initial_weights
+
+
+@pytest.mark.parametrize("num_samples", range(1, 7))
+def test_pass_at_k_is_the_share_of_draws_that_hold_a_correct_one(num_samples):
+    for correct, k in itertools.product(range(num_samples + 1), range(1, num_samples + 1)):
+        draws = list(itertools.combinations(range(num_samples), k))
+        hits = sum(any(sample < correct for sample in draw) for draw in draws)
+        # Two divisions of small whole numbers.
+        assert pass_at_k(num_samples, correct, k) == pytest.approx(hits / len(draws), abs=1e-12)
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_pass_at_k_needs_as_many_samples(k):
+    with pytest.raises(ValueError, match=rf"k={k} must lie in 1\.\.4, the samples per prompt"):
+        pass_at_k(4, 2, k)
+
+
+def test_evaluation_is_deterministic_and_stands_aside():
+    """The same number twice, whatever was sampled in between, and no part in what is sampled then."""
+    setup = small_setup(small_recipe())
+    state = begin(setup, initial_weights(setup, setup.model, "weights"))
+    examples = heldout_examples(setup, 8)
+    first = without_timings(evaluate(setup, state.policy.weights, 3, examples))
+    _, without, _, _ = train_step(setup, state)
+    state = begin(setup, initial_weights(setup, setup.model, "weights"))
+    again = without_timings(evaluate(setup, state.policy.weights, 3, examples))
+    assert again == first
+    assert train_step(setup, state)[1].kept.texts == without.kept.texts
+    assert first.keys() == {
+        "val/accuracy/sampled",
+        "val/accuracy/greedy",
+        "val/score/sampled",
+        "val/score/greedy",
+        "val/response_length/mean",
+        "val/response_length/clip_ratio",
+    }
+
+
+def test_evaluation_samples_anew_at_another_step():
+    setup = small_setup()
+    weights = initial_weights(setup, setup.model, "weights")
+    examples = heldout_examples(setup, 8)
+    lines = [without_timings(evaluate(setup, weights, step, examples)) for step in range(4)]
+    greedy = [(line["val/accuracy/greedy"], line["val/score/greedy"]) for line in lines]
+    assert len(set(greedy)) == 1
+    sampled = [
+        (line["val/score/sampled"], line["val/response_length/mean"]) for line in lines
+    ]
+    assert len(set(sampled)) > 1
+
+
+class Finite:
+    """A task with few held-out prompts."""
+
+    name = "finite"
+
+    def __init__(self, size):
+        self.heldout_size = size
+
+    def heldout(self, index):
+        assert 0 <= index < self.heldout_size
+        return Example(f"{index}=", "0")
+
+
+@pytest.mark.parametrize(
+    ("layout", "size", "expected"),
+    [("dp1", 5, 5), ("dp1", 90, 8), ("dp2", 5, 4), ("tp2 dp2 / ep4", 7, 4), ("dp2", 90, 8)],
+)
+def test_heldout_prompts_divide_over_devices(layout, size, expected):
+    setup = small_setup(run=small_run(layout=layout))
+    object.__setattr__(setup, "task", Finite(size))
+    examples = heldout_examples(setup, 8)
+    assert [example.prompt for example in examples] == [f"{i}=" for i in range(expected)]
+
+
+def test_too_few_heldout_prompts():
+    setup = small_setup(run=small_run(layout="tp2 dp2 / ep4"))
+    object.__setattr__(setup, "task", Finite(3))
+    with pytest.raises(ValueError, match=r"'finite' has 3 held-out prompts, too few for dp x tp = 4"):
+        heldout_examples(setup, 8)
+
+
+def test_heldout_prompts_of_an_endless_task():
+    setup = small_setup()
+    assert heldout_examples(setup, 3) == [setup.task.heldout(i) for i in range(3)]
+    trained = {setup.task.train(i).prompt for i in range(300)}
+    assert trained.isdisjoint(example.prompt for example in heldout_examples(setup, 300))
+    assert np.unique([example.prompt for example in heldout_examples(setup, 300)]).size > 3

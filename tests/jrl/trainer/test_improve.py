@@ -1,0 +1,233 @@
+"""From completions to optimiser steps: which rows are learned from when, and what is reported."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_runs import GROUP_SIZE, small_batch, small_recipe, small_run, small_setup
+
+from jrl.losses import ExplainedVariance, Mean
+from jrl.recipes import RECIPES
+from jrl.trainer import improve as improving
+from jrl.trainer.collect import Completions, collect
+from jrl.trainer.improve import experience_of, improve, summarise
+from jrl.trainer.learner import Max
+from jrl.trainer.state import begin, initial_weights
+
+ROWS = 8
+
+
+def state_of(setup, step=0):
+    state = begin(setup, initial_weights(setup, setup.model, "weights"))
+    return state.replace(step=state.step + step)
+
+
+@pytest.fixture
+def learned_from(monkeypatch):
+    """The rows of each update, told by the tokens they begin with; nothing is updated."""
+    updates: list[tuple[str, list[int]]] = []
+
+    def record(objective, optimiser, num_micro, learner, batch):
+        network = "actor" if hasattr(objective, "sampling") else "critic"
+        updates.append((network, np.asarray(batch.tokens)[:, 0].tolist()))
+        return learner, {"loss": 0.0, "grad_norm": 0.0, "finite": True}
+
+    monkeypatch.setattr(improving, "update", record)
+    return updates
+
+
+def numbered(setup):
+    """A batch of a whole step, with the number of each row for its first token."""
+    batch = small_batch(setup, ROWS)
+    return batch.replace(tokens=batch.tokens.at[:, 0].set(jnp.arange(ROWS, dtype=jnp.int32)))
+
+
+def orders(learned_from, setup, step=0) -> Sequence[list[int]]:
+    learned_from.clear()
+    improve(setup, state_of(setup, step), numbered(setup))
+    return [rows for network, rows in learned_from if network == "actor"]
+
+
+def test_order_is_a_function_of_seed_step_and_epoch(learned_from):
+    setup = small_setup(small_recipe(epochs=3))
+    first = orders(learned_from, setup)
+    assert [len(rows) for rows in first] == [4] * 6
+    epochs = [sum(first[i : i + 2], []) for i in (0, 2, 4)]
+    assert all(sorted(rows) == list(range(ROWS)) for rows in epochs)
+    assert len({tuple(rows) for rows in epochs}) == 3
+    assert orders(learned_from, setup) == first
+    assert orders(learned_from, setup, step=1) != first
+    other = small_setup(small_recipe(epochs=3), small_run(seed=1))
+    assert orders(learned_from, other) != first
+    # Fewer epochs are the beginning of more.
+    assert orders(learned_from, small_setup(small_recipe(epochs=1))) == first[:2]
+
+
+def test_rows_that_share_a_prompt_stay_together(learned_from):
+    setup = small_setup(small_recipe(epochs=4))
+    assert setup.rows.copies == GROUP_SIZE
+    for rows in orders(learned_from, setup):
+        assert all(a % 2 == 0 and b == a + 1 for a, b in zip(rows[::2], rows[1::2], strict=True))
+
+
+def test_rows_go_alone_where_a_piece_holds_no_whole_group(learned_from):
+    setup = small_setup(small_recipe(epochs=4, micro_batch=1))
+    assert setup.rows.copies == 1
+    rows = orders(learned_from, setup)
+    assert any(set(part) != {row ^ 1 for row in part} for part in rows)
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_critic_and_policy_take_turns_after_pretraining(learned_from, step):
+    setup = small_setup(small_recipe("vapo", pretrain_critic=1))
+    improve(setup, state_of(setup, step), numbered(setup))
+    networks = [network for network, _ in learned_from]
+    assert networks == (["critic"] * 2 if step == 0 else ["critic", "actor"] * 2)
+    critic = [rows for network, rows in learned_from if network == "critic"]
+    actor = [rows for network, rows in learned_from if network == "actor"]
+    assert not actor or actor == critic
+
+
+def test_what_was_left_out_is_handed_over(learned_from, monkeypatch):
+    def refuse(objective, optimiser, num_micro, learner, batch):
+        return learner, {"loss": np.float32(np.nan), "grad_norm": 2.0, "finite": False}
+
+    monkeypatch.setattr(improving, "update", refuse)
+    setup = small_setup(small_recipe("vapo", pretrain_critic=0))
+    _, history, nonfinite, _ = improve(setup, state_of(setup), numbered(setup))
+    assert len(history) == 2
+    assert [left_out.network for left_out in nonfinite] == ["critic", "actor"] * 2
+    assert nonfinite[0].grad_norm == 2.0 and np.isnan(nonfinite[0].loss)
+    assert nonfinite[0].batch.tokens.shape[0] == 4
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_reference_is_kept_only_where_it_is_needed(name):
+    assert state_of(small_setup(small_recipe(name))).reference is None
+    state = state_of(small_setup(small_recipe(name, kl_coef=0.1)))
+    jax.tree.map(np.testing.assert_array_equal, state.reference, state.policy.weights)
+    assert (state.critic is None) == (name in ("grpo", "dapo"))
+
+
+def test_a_critic_starts_as_the_policy_that_values_nothing():
+    state = state_of(small_setup(small_recipe("ppo")))
+    critic, policy = state.critic.weights, state.policy.weights
+    np.testing.assert_array_equal(critic.head, 0)
+    jax.tree.map(np.testing.assert_array_equal, critic.layers, policy.layers)
+    assert critic.embedding.unsafe_buffer_pointer() != policy.embedding.unsafe_buffer_pointer()
+
+
+@pytest.fixture(scope="module")
+def sampled():
+    """The completions of one step, with scores that differ between the groups."""
+    setup = small_setup()
+    weights = initial_weights(setup, setup.model, "weights")
+    kept = collect(setup, weights, step=0, cursor=0).kept
+    scores = [0.0, 0.5, 1.0, 0.5, 0.0, 0.0, 1.0, 1.0]
+    reasons = {1.0: "correct", 0.5: "partial", 0.0: "wrong"}
+    verdicts = [type(kept.verdicts[0])(score, reasons[score]) for score in scores]
+    return Completions(
+        kept.rollout, kept.groups, kept.examples, kept.texts, verdicts, kept.lengths
+    )
+
+
+def test_experience(sampled):
+    setup = small_setup()
+    experience, batch = experience_of(setup, state_of(setup), sampled)
+    np.testing.assert_array_equal(experience.rewards, sampled.scores)
+    np.testing.assert_array_equal(experience.lengths, sampled.rollout.mask.sum(axis=1))
+    np.testing.assert_array_equal(batch.correct, sampled.scores == 1)
+    np.testing.assert_array_equal(batch.old_logprobs, sampled.rollout.policy_logprobs)
+    np.testing.assert_array_equal(batch.sampler_logprobs, sampled.rollout.logprobs)
+    expected = setup.recipe.advantages(experience)[0]
+    np.testing.assert_allclose(batch.advantages, expected, rtol=1e-6)  # jitted and not
+    assert experience.values is None and experience.reference_logprobs is None
+    assert batch.returns is None and batch.old_values is None
+
+
+def test_the_reference_scores_as_the_policy_sampled(sampled):
+    """Before the first update both are one network: KL terms start at 0."""
+    setup = small_setup(small_recipe("ppo", kl_coef=0.1))
+    experience, batch = experience_of(setup, state_of(setup), sampled)
+    mask = sampled.rollout.mask
+    # Decoding with a cache against one forward pass, float32.
+    np.testing.assert_allclose(
+        np.asarray(batch.reference_logprobs)[mask], sampled.rollout.policy_logprobs[mask], atol=1e-5
+    )
+    np.testing.assert_array_equal(experience.values, 0)
+
+
+def test_shuffled_rewards(sampled):
+    setup = small_setup(run=small_run(shuffle_rewards=True))
+    shuffled = [experience_of(setup, state_of(setup, step), sampled) for step in (0, 0, 1)]
+    rewards = [np.asarray(experience.rewards) for experience, _ in shuffled]
+    np.testing.assert_array_equal(np.sort(rewards[0]), np.sort(sampled.scores))
+    assert not np.array_equal(rewards[0], sampled.scores)
+    np.testing.assert_array_equal(rewards[0], rewards[1])
+    assert not np.array_equal(rewards[0], rewards[2])
+    for reward, (_, batch) in zip(rewards, shuffled, strict=True):
+        np.testing.assert_array_equal(batch.correct, reward == 1)
+
+
+def test_summary_pools_means_over_tokens():
+    def explained(values, returns):
+        return ExplainedVariance.of(jnp.array(values), jnp.array(returns), jnp.ones(len(values)))
+
+    history = [
+        {
+            "critic": {
+                "loss": np.float32(3.0),
+                "grad_norm": np.float32(2.0),
+                "finite": np.True_,
+                "critic/vf_explained_var": explained([0.0, 1.0], [1.0, 1.0]),
+            }
+        },
+        {
+            "critic": {
+                "loss": np.float32(1.0),
+                "grad_norm": np.float32(4.0),
+                "finite": np.True_,
+                "critic/vf_explained_var": explained([2.0], [4.0]),
+            },
+            "actor": {
+                "loss": np.float32(8.0),
+                "actor/pg_loss": np.float32(6.0),
+                "actor/entropy": Mean(np.float32(6.0), np.int32(3)),
+                "sampling/sampling_logp_difference/mean": Mean(np.float32(2.0), np.int32(4)),
+                "sampling/sampling_logp_difference/max": Max(np.float32(0.5)),
+                "load": np.array([[1.0, 3.0], [2.0, 2.0]]),
+            },
+        },
+        {
+            "actor": {
+                "loss": np.float32(2.0),
+                "actor/pg_loss": np.float32(1.0),
+                "actor/entropy": Mean(np.float32(1.0), np.int32(1)),
+                "sampling/sampling_logp_difference/mean": Mean(np.float32(90.0), np.int32(4)),
+                "sampling/sampling_logp_difference/max": Max(np.float32(90.0)),
+                "load": np.array([[3.0, 1.0], [0.0, 4.0]]),
+            },
+        },
+    ]
+    values, returns = np.array([0.0, 1.0, 2.0]), np.array([1.0, 1.0, 4.0])
+    expected = {
+        "actor/loss": 5.0,
+        "actor/pg_loss": 3.5,
+        "actor/entropy": 7 / 4,  # over tokens: the mean of means would be 1.5
+        # The first mini-batch alone: after it the policy is no longer the one that sampled.
+        "sampling/sampling_logp_difference/mean": 0.5,
+        "sampling/sampling_logp_difference/max": 0.5,
+        # Over both mini-batches the first layer is even, and the second is 2 to 6.
+        "moe/max_load": (1.0 + 1.5) / 2,
+        "moe/min_load": (1.0 + 0.5) / 2,
+        "critic/loss": 2.0,
+        "critic/grad_norm": 3.0,
+        "critic/vf_explained_var": 1 - np.var(returns - values) / np.var(returns),
+    }
+    summary = summarise(history)
+    assert summary.keys() == expected.keys()
+    for name, value in expected.items():
+        assert summary[name] == pytest.approx(value, rel=1e-6), name  # float32
+    assert summarise([]) == {}
