@@ -4,7 +4,7 @@ import shutil
 
 import jax
 import pytest
-from small_runs import FLAGS, metrics, one_line
+from command_runs import FLAGS, metrics, one_line
 
 from jrl import evaluate, train
 from jrl.tasks import Verdict

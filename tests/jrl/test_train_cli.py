@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from small_runs import FLAGS, IN_A_FRESH_PROCESS, metrics, one_line
+from command_runs import FLAGS, IN_A_FRESH_PROCESS, metrics, one_line
 
 from jrl.recipes import RECIPES
 from jrl.train import main
