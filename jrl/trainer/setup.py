@@ -103,7 +103,9 @@ class Setup:
     @property
     def critic_optimiser(self) -> Optimiser:
         recipe = self.critic_objective.recipe
-        return Optimiser(recipe.critic_learning_rate, 0, recipe.weight_decay, recipe.max_grad_norm)
+        return Optimiser(
+            recipe.critic_learning_rate, 0, recipe.weight_decay, recipe.max_grad_norm
+        )
 
     @property
     def warm_start_optimiser(self) -> Optimiser:
@@ -220,27 +222,21 @@ def _check_divides(setup: Setup) -> None:
                 f"{name}={number} does not divide over dp={dp} of layout {setup.run.layout!r}: "
                 f"choose a multiple of {dp}."
             )
-    _check_spreads(setup, tp)
-
-
-def _check_spreads(setup: Setup, tp: int) -> None:
-    """Within a data rank, rows are spread over ``tp`` while decoding, tokens otherwise."""
-    recipe, run, dp = setup.recipe, setup.run, setup.mesh.size(setup.mesh.dp)
-    piece = recipe.mini_batch // setup.num_micro // dp
-    # Rows that share a prompt may run it once.
-    prompts = piece // recipe.group_size if piece % recipe.group_size == 0 else piece
+    # Within a data rank, rows are spread over tp while decoding and tokens otherwise.
+    time = setup.prompt_length + setup.response_length
     shares = {
         "prompts x prompt_length": recipe.prompts // dp * setup.prompt_length,
         "prompts x group_size": recipe.completions // dp,
-        "eval_prompts": run.eval_prompts // dp,
-        "micro_batch x response_length": piece * setup.response_length,
-        "prompts of a micro_batch x prompt_length": prompts * setup.prompt_length,
-        "warm_start_batch x response_length": run.warm_start_batch // dp * setup.response_length,
-        "warm_start_batch x prompt_length": run.warm_start_batch // dp * setup.prompt_length,
+        "eval_prompts": setup.run.eval_prompts // dp,
+        f"mini_batch / {setup.num_micro} micro-batches x {time} tokens": recipe.mini_batch
+        // setup.num_micro
+        // dp
+        * time,
+        f"warm_start_batch x {time} tokens": setup.run.warm_start_batch // dp * time,
     }
     for name, number in shares.items():
         if number % tp:
             raise ValueError(
                 f"{name} = {number} per data rank does not divide over tp={tp} of layout "
-                f"{run.layout!r}: choose multiples of {tp}."
+                f"{setup.run.layout!r}: choose multiples of dp x tp = {dp * tp}."
             )

@@ -213,7 +213,7 @@ def test_a_line_that_does_not_parse_is_named_with_its_file(tmp_path, capsys):
         ("--layout cp2", "layout 'cp2': training runs on dp, tp and ep; cp must be 1"),
         (
             "--layout tp2 --prompt-length 13 --response-length 20 --warm-start-batch 9",
-            "warm_start_batch x prompt_length = 117 per data rank does not divide over tp=2",
+            r"warm_start_batch.* does not divide over .*tp.* = ?2",
         ),
         ("--devices 16", "devices=16 comes too late: this process has started JAX with 8"),
         ("--devices 0", "devices=0 must be at least 1"),
