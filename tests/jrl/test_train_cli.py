@@ -296,17 +296,7 @@ def test_a_dry_run_of_a_resumed_run_shows_its_settings(finished, capsys):
 
 def test_devices_to_make_believe(tmp_path):
     layout = ["--devices", "4", "--layout", "tp2 dp2 / ep4"]
-    # Training samples in batches of the shape that evaluation has: one program less to compile.
-    sizes = [
-        "--warm-start-steps",
-        "0",
-        "--group-size",
-        "1",
-        "--mini-batch",
-        "4",
-        "--eval-prompts",
-        "4",
-    ]
+    sizes = ["--warm-start-steps", "0", "--group-size", "2"]
     alone = run_alone(*FLAGS, *layout, *sizes, "--run-dir", "four")
     assert alone.returncode == 0, alone.stderr
     assert [line["step"] for line in metrics(tmp_path / "four")] == [0, 1, 2]
