@@ -20,7 +20,6 @@ from jrl.recipes.recipe import Recipe
 class Dapo(Recipe):
     """DAPO; clipping, rewards and penalty as in the paper, sizes that fit a laptop."""
 
-    mini_batch: int = 128
     clip_low: float = 0.2
     clip_high: float = 0.28
     aggregation: Aggregation = "token-mean"

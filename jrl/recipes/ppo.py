@@ -20,10 +20,8 @@ from jrl.recipes.recipe import terminal_rewards
 class Ppo(ActorCritic):
     """PPO as it is run on language models; the defaults fit a laptop."""
 
-    prompts: int = 256
+    prompts: int = 512
     group_size: int = 1
-    mini_batch: int = 128
-    epochs: int = 1
 
     lam: float = 0.95
     """Of GAE, for advantages and returns."""

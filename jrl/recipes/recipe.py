@@ -27,11 +27,11 @@ Metrics = dict[str, Mean | Array]
 class Recipe:
     """Hyperparameters shared by all recipes."""
 
-    prompts: int = 32
+    prompts: int = 64
     """Prompts per step."""
     group_size: int = 8
     """Completions sampled per prompt."""
-    mini_batch: int = 256
+    mini_batch: int = 128
     """Completions per optimiser step; divides prompts x group_size."""
     micro_batch: int | None = 64
     """Completions per forward and backward pass at most; None takes the mini-batch whole. Changes

@@ -21,7 +21,6 @@ from jrl.recipes.recipe import Metrics, terminal_rewards
 class Vapo(ActorCritic):
     """VAPO; the seven components of the paper, sizes that fit a laptop."""
 
-    mini_batch: int = 128
     clip_low: float = 0.2
     clip_high: float = 0.28
     aggregation: Aggregation = "token-mean"

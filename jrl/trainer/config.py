@@ -10,7 +10,7 @@ class RunConfig:
 
     task: str = "sort"
     """A built-in task, "jsonl:PATH" or "gym:NAME"."""
-    steps: int = 300
+    steps: int = 150
     """Training steps; each samples completions once and learns from them."""
     seed: int = 0
     """Of everything random. The same seed on the same kind of machine gives the same run."""
@@ -31,9 +31,9 @@ class RunConfig:
     response_length: int | None = None
     """Limit of a completion in tokens; None is a quarter above the task's longest answer."""
 
-    warm_start_accuracy: float = 0.2
+    warm_start_accuracy: float = 0.3
     """Supervised learning stops at this sampled accuracy on fresh training prompts."""
-    warm_start_steps: int = 3000
+    warm_start_steps: int = 1500
     """Supervised steps at most; 0 skips the warm start."""
     warm_start_batch: int = 128
     """Examples per supervised step."""

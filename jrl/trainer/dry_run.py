@@ -113,9 +113,8 @@ def memory(setup: Setup) -> dict[str, int]:
     * cache ``2 layers x rows x (prompt + response - 1) x kv_heads / tp x head_dim x itemsize`` and
       a byte per position, with the rows per device of a step's completions or of an evaluation,
       whichever are more;
-    * logits ``4 x rows x (prompt + response) / tp x vocab``, with the rows per device of the
-      largest forward pass: a micro-batch, a warm start's batch, or all completions under the
-      reference.
+    * logits ``4 x rows x response / tp x vocab``, with the rows per device of the largest forward
+      pass: a micro-batch, a warm start's batch, or all completions under the reference.
 
     What lies between the layers (activations) and what the compiler adds come on top.
     """
@@ -161,10 +160,9 @@ def cache_bytes(setup: Setup, rows: int) -> int:
 
 
 def logits_bytes(setup: Setup, rows: int) -> int:
-    """Bytes of the float32 logits on one device while `rows` sequences are scored at once."""
+    """Bytes of the float32 logits on one device while `rows` responses are scored at once."""
     mesh = setup.mesh
-    time = setup.prompt_length + setup.response_length
-    tokens = -(-rows // mesh.size(mesh.dp)) * time // mesh.size(mesh.tp)
+    tokens = -(-rows // mesh.size(mesh.dp)) * setup.response_length // mesh.size(mesh.tp)
     return 4 * tokens * setup.model.vocab_size
 
 

@@ -34,7 +34,7 @@ SETTINGS = {
 FLAGS = [f"--{name}={value}" for name, value in SETTINGS.items()]
 
 IN_A_FRESH_PROCESS = (
-    "import sys, small_runs; from jrl.train import main; sys.exit(main(sys.argv[1:]))"
+    f"import sys, {__name__}; from jrl.train import main; sys.exit(main(sys.argv[1:]))"
 )
 
 

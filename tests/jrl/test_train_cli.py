@@ -213,7 +213,7 @@ def test_a_line_that_does_not_parse_is_named_with_its_file(tmp_path, capsys):
         ("--layout cp2", "layout 'cp2': training runs on dp, tp and ep; cp must be 1"),
         (
             "--layout tp2 --prompt-length 13 --response-length 20 --warm-start-batch 9",
-            r"warm_start_batch x 33 tokens = 297 per data rank does not divide over tp=2",
+            r"warm_start_batch.* does not divide over .*tp.* = ?2",
         ),
         ("--devices 16", "devices=16 comes too late: this process has started JAX with 8"),
         ("--devices 0", "devices=0 must be at least 1"),
@@ -296,17 +296,7 @@ def test_a_dry_run_of_a_resumed_run_shows_its_settings(finished, capsys):
 
 def test_devices_to_make_believe(tmp_path):
     layout = ["--devices", "4", "--layout", "tp2 dp2 / ep4"]
-    # Training samples in batches of the shape that evaluation has: one program less to compile.
-    sizes = [
-        "--warm-start-steps",
-        "0",
-        "--group-size",
-        "1",
-        "--mini-batch",
-        "4",
-        "--eval-prompts",
-        "4",
-    ]
+    sizes = ["--warm-start-steps", "0", "--group-size", "2"]
     alone = run_alone(*FLAGS, *layout, *sizes, "--run-dir", "four")
     assert alone.returncode == 0, alone.stderr
     assert [line["step"] for line in metrics(tmp_path / "four")] == [0, 1, 2]

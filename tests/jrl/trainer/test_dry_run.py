@@ -100,7 +100,10 @@ def test_memory_of_the_logits_is_what_scoring_makes():
     setup = set_up(RunConfig(layout=LAYOUT), Grpo())
 
     def score(weights, tokens, valid):
-        return model.next_token_logits(weights, tokens, valid, setup.model, setup.mesh)[0]
+        x, _ = model.before_responses(
+            weights, tokens, valid, setup.prompt_length, 1, setup.model, setup.mesh
+        )
+        return model.logits_of(weights, x, setup.model)
 
     time = setup.prompt_length + setup.response_length
     assert logits_bytes(setup, rows=6) == local_bytes(setup, score, *tokens_of(6, time))
