@@ -82,11 +82,7 @@ def test_what_cannot_change_numbers_may_change_on_resuming():
 
 
 def test_everything_that_may_not_change_is_named_with_both_values():
-<<<<<<< HEAD
-    run, recipe = RunConfig(steps=150), RECIPES["grpo"]()
-=======
     run, recipe = RunConfig(steps=150, eval_every=10), RECIPES["grpo"]()
->>>>>>> cli
     given = replace(run, steps=100, eval_every=3), replace(recipe, kl_coef=0.5)
     with pytest.raises(ValueError) as error:
         check_resumable((run, recipe), given)
