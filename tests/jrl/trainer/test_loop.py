@@ -204,7 +204,9 @@ def test_warm_start_draws_no_heldout_prompt(monkeypatch):
     drawn = []
     task = type(setup.task)
     train = task.train
-    monkeypatch.setattr(task, "train", lambda self, index: drawn.append(index) or train(self, index))
+    monkeypatch.setattr(
+        task, "train", lambda self, index: drawn.append(index) or train(self, index)
+    )
     monkeypatch.setattr(task, "heldout", lambda self, index: pytest.fail("a held-out prompt"))
     warm_start(setup, initial_weights(setup, setup.model, "weights"), lambda *given: None)
     # Three batches, and one that was not learned from.
