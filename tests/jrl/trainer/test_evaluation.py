@@ -29,7 +29,7 @@ def test_pass_at_k_needs_as_many_samples(k):
 
 
 def test_evaluation_is_deterministic_and_stands_aside():
-    """The same number twice, whatever was sampled in between, and no part in what is sampled then."""
+    """The same twice, whatever was sampled in between, and no part in what is sampled then."""
     setup = small_setup(small_recipe())
     state = begin(setup, initial_weights(setup, setup.model, "weights"))
     examples = heldout_examples(setup, 8)
@@ -56,9 +56,7 @@ def test_evaluation_samples_anew_at_another_step():
     lines = [without_timings(evaluate(setup, weights, step, examples)) for step in range(4)]
     greedy = [(line["val/accuracy/greedy"], line["val/score/greedy"]) for line in lines]
     assert len(set(greedy)) == 1
-    sampled = [
-        (line["val/score/sampled"], line["val/response_length/mean"]) for line in lines
-    ]
+    sampled = [(line["val/score/sampled"], line["val/response_length/mean"]) for line in lines]
     assert len(set(sampled)) > 1
 
 
@@ -89,7 +87,9 @@ def test_heldout_prompts_divide_over_devices(layout, size, expected):
 def test_too_few_heldout_prompts():
     setup = small_setup(run=small_run(layout="tp2 dp2 / ep4"))
     object.__setattr__(setup, "task", Finite(3))
-    with pytest.raises(ValueError, match=r"'finite' has 3 held-out prompts, too few for dp x tp = 4"):
+    with pytest.raises(
+        ValueError, match=r"'finite' has 3 held-out prompts, too few for dp x tp = 4"
+    ):
         heldout_examples(setup, 8)
 
 

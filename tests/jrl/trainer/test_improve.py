@@ -54,7 +54,7 @@ def test_order_is_a_function_of_seed_step_and_epoch(learned_from):
     setup = small_setup(small_recipe(epochs=3))
     first = orders(learned_from, setup)
     assert [len(rows) for rows in first] == [4] * 6
-    epochs = [sum(first[i : i + 2], []) for i in (0, 2, 4)]
+    epochs = [first[i] + first[i + 1] for i in (0, 2, 4)]
     assert all(sorted(rows) == list(range(ROWS)) for rows in epochs)
     assert len({tuple(rows) for rows in epochs}) == 3
     assert orders(learned_from, setup) == first
@@ -128,9 +128,7 @@ def sampled():
     scores = [0.0, 0.5, 1.0, 0.5, 0.0, 0.0, 1.0, 1.0]
     reasons = {1.0: "correct", 0.5: "partial", 0.0: "wrong"}
     verdicts = [type(kept.verdicts[0])(score, reasons[score]) for score in scores]
-    return Completions(
-        kept.rollout, kept.groups, kept.examples, kept.texts, verdicts, kept.lengths
-    )
+    return Completions(kept.rollout, kept.groups, kept.examples, kept.texts, verdicts, kept.lengths)
 
 
 def test_experience(sampled):
