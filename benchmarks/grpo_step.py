@@ -61,7 +61,9 @@ def measure(model: str, threads: int, steps: int) -> dict[str, float]:
     from jrl.trainer.state import begin, initial_weights
     from moe.weights import num_active_parameters, num_parameters
 
-    setup = set_up(RunConfig(task="sort", model=model, response_length=10), Grpo(prompts=32, mini_batch=256))
+    setup = set_up(
+        RunConfig(task="sort", model=model, response_length=10), Grpo(prompts=32, mini_batch=256)
+    )
     state = begin(setup, initial_weights(setup, setup.model, "weights"))
     seconds: dict[str, list[float]] = {"step": [], "gen": [], "update": [], "decode": []}
     tokens = {"gen": 0.0, "update": 0.0}
