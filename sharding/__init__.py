@@ -1,1 +1,5 @@
 """Where arrays live: a layout of the devices, and the mesh folded from it."""
+
+from sharding.folding import FoldedMesh, Layout, fold, fold_abstract
+
+__all__ = ["FoldedMesh", "Layout", "fold", "fold_abstract"]
