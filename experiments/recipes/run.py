@@ -1,4 +1,4 @@
-"""Trains every recipe on several tasks, and GRPO with shuffled rewards, and prints the table of gains.
+"""Trains every recipe on two tasks, and GRPO with shuffled rewards, and prints the gains.
 
 python experiments/recipes/run.py --runs runs/experiment
 """

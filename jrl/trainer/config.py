@@ -10,7 +10,7 @@ class RunConfig:
 
     task: str = "sort"
     """A built-in task, "jsonl:PATH" or "gym:NAME"."""
-    steps: int = 150
+    steps: int = 200
     """Training steps; each samples completions once and learns from them."""
     seed: int = 0
     """Of everything random. The same seed on the same kind of machine gives the same run."""
@@ -33,7 +33,7 @@ class RunConfig:
 
     warm_start_accuracy: float = 0.3
     """Supervised learning stops at this sampled accuracy on fresh training prompts."""
-    warm_start_steps: int = 1500
+    warm_start_steps: int = 2000
     """Supervised steps at most; 0 skips the warm start."""
     warm_start_batch: int = 128
     """Examples per supervised step."""
