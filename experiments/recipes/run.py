@@ -36,13 +36,21 @@ def main() -> None:
 
 
 def train(folder: Path, recipe: str, task: str, seed: int, shuffled: bool) -> None:
-    """One run with the default settings, resumed if the folder is there already."""
+    """One run of 150 steps with the default settings, resumed if the folder is there already."""
     command = [sys.executable, "-m", "jrl.train", "--run-dir", str(folder)]
     if folder.exists():
         command.append("--resume")
     else:
         command[3:3] = [recipe]
-        command += ["--task", task, "--seed", str(seed), *["--shuffle-rewards"] * shuffled]
+        command += [
+            "--steps",
+            "150",
+            "--task",
+            task,
+            "--seed",
+            str(seed),
+            *["--shuffle-rewards"] * shuffled,
+        ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
