@@ -18,7 +18,7 @@ RUNS = [
         for recipe in ("ppo", "dapo", "vapo")
         for task in ("sort", "addition")
     ),
-    *(("grpo", "sort", seed, True) for seed in (0, 1)),
+    ("grpo", "sort", 0, True),
 ]
 """Recipe, task, seed, and whether the rewards are shuffled over the batch."""
 
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def train(folder: Path, recipe: str, task: str, seed: int, shuffled: bool) -> None:
-    """One run of 150 steps with the default settings, resumed if the folder is there already."""
+    """One run of 80 steps with the default settings, resumed if the folder is there already."""
     command = [sys.executable, "-m", "jrl.train", "--run-dir", str(folder)]
     if folder.exists():
         command.append("--resume")
