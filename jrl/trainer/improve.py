@@ -53,13 +53,14 @@ def values_of(
 @partial(jax.jit, static_argnums=0)
 def logprobs_of(
     objective: PolicyObjective, policy: Transformer[Array], tokens: Array, valid: Array
-) -> Array:
-    """A policy's log-probabilities of all response tokens, on global arrays."""
+) -> tuple[Array, Array]:
+    """A policy's log-probabilities of all response tokens, on global arrays: in the whole policy,
+    and in the distribution that tokens are drawn from."""
     config, mesh = objective.config, objective.mesh
 
     def local(policy, tokens, valid):
         scores = score(policy, tokens, valid, objective.rows, config, objective.sampling, mesh)
-        return settle(scores.logprobs, mesh)
+        return settle((scores.logprobs, scores.sampler_logprobs), mesh)
 
     return _over_rows(local, config, mesh)(policy, tokens, valid)
 
@@ -97,7 +98,7 @@ def experience_of(
     if state.reference is not None:
         reference = logprobs_of(
             setup.policy_objective, state.reference, rollout.tokens, rollout.valid
-        )
+        )[0]
     experience = Experience(
         mask=rollout.mask,
         rewards=jax.device_put(
@@ -170,6 +171,19 @@ def improve(
             if not pretraining:
                 state = replace(state, policy=learn("actor", state.policy, rows))
     return state, history, nonfinite, seconds
+
+
+def sampling_difference(
+    setup: Setup, state: TrainState[Array], batch: Batch[Array]
+) -> dict[str, float]:
+    """How far sampler and trainer differ, where no update of the policy has measured it already."""
+    _, again = logprobs_of(setup.policy_objective, state.policy.weights, batch.tokens, batch.valid)
+    difference = np.abs(np.asarray(again) - np.asarray(batch.sampler_logprobs))
+    difference = difference[np.asarray(batch.mask)]
+    return {
+        "sampling/sampling_logp_difference/mean": float(difference.mean()),
+        "sampling/sampling_logp_difference/max": float(difference.max()),
+    }
 
 
 def summarise(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:

@@ -19,7 +19,13 @@ from jrl.trainer.checkpoints import Checkpoints
 from jrl.trainer.collect import Collected, collect, sample
 from jrl.trainer.display import TrainingDisplay, WarmStartDisplay, print_samples
 from jrl.trainer.evaluation import evaluate, heldout_examples
-from jrl.trainer.improve import NonFinite, experience_of, improve, summarise
+from jrl.trainer.improve import (
+    NonFinite,
+    experience_of,
+    improve,
+    sampling_difference,
+    summarise,
+)
 from jrl.trainer.metrics import check_known
 from jrl.trainer.plots import plot_run
 from jrl.trainer.records import Appender, read, read_metrics
@@ -117,7 +123,9 @@ def train_step(
         "timing_s/adv": prepared,
         **seconds,
     }
-    if int(state.step) > setup.recipe.value_pretraining_steps:
+    if int(state.step) <= setup.recipe.value_pretraining_steps:
+        metrics |= sampling_difference(setup, state, batch)
+    else:
         metrics["actor/lr"] = setup.policy_optimiser.rate_at(int(state.policy.updates) - 1)
     if state.critic is not None:
         metrics["critic/lr"] = setup.critic_optimiser.rate_at(int(state.critic.updates) - 1)
