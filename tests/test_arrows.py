@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = {"jrl", "moe", "sharding", "experiments", "tests", "notebooks", "benchmarks"}
+ROOMS = {"jrl", "moe", "sharding", "experiments", "tests", "notebooks", "benchmarks", "docs"}
 PACKAGES = ("sharding", "moe", "jrl")
 LOADERS = {"import_module", "__import__", "find_spec", "run_module", "run_path"}
 """Functions that import what a string names."""
