@@ -147,7 +147,7 @@ def update(
       batch: the mini-batch, rows over ``dp``.
 
     Returns:
-      The learner, and metrics: `loss`, `grad_norm`, `learning_rate`, `finite` and the objective's.
+      The learner, and metrics: `loss`, `grad_norm`, `finite` and the objective's.
     """
     weights: Any = learner.weights  # optax's types know no records
     loss, grads, metrics = _gradients(objective, num_micro, weights, batch)
