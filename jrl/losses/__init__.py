@@ -12,7 +12,7 @@ never reaches a result or a gradient. Inputs in half precision are computed with
 from jrl.losses.advantages import gae, grpo, length_adaptive_lambda, whiten
 from jrl.losses.divergence import KLEstimator, entropy_from_logits, kl_estimate
 from jrl.losses.policy import positive_example_loss, ppo_loss, ppo_surrogate
-from jrl.losses.reduction import Aggregation, Mean, aggregate, masked_mean
+from jrl.losses.reduction import Aggregation, Denominators, EmptyRows, Mean, aggregate, masked_mean
 from jrl.losses.rewards import informative_groups, overlong_penalty
 from jrl.losses.value import ExplainedVariance, explained_variance, value_loss
 
@@ -34,6 +34,8 @@ __all__ = [  # noqa: RUF022 - in reading order
     "informative_groups",
     "aggregate",
     "Aggregation",
+    "EmptyRows",
+    "Denominators",
     "masked_mean",
     "Mean",
 ]

@@ -7,7 +7,7 @@ devices equals the whole, values and gradients. Metrics travel as (sum, count) f
 
 import operator
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar, get_args
+from typing import Generic, Literal, TypedDict, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,19 @@ Aggregation = Literal[
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 ]
+
+EmptyRows = Literal["skip", "count"]
+
+
+class Denominators(TypedDict, total=False):
+    """The keywords of `aggregate` after the mode, which every loss hands on to it as they are."""
+
+    num_tokens: Scalar | None
+    num_sequences: Scalar | None
+    max_length: Number | None
+    sequence_lengths: Real[ArrayLike, "*batch time"] | None
+    empty_rows: EmptyRows
+
 
 Leaf = TypeVar("Leaf")
 
@@ -100,6 +113,7 @@ def aggregate(
     num_sequences: Scalar | None = None,
     max_length: Number | None = None,
     sequence_lengths: Real[ArrayLike, "*batch time"] | None = None,
+    empty_rows: EmptyRows = "skip",
 ) -> Float[Array, ""]:
     """Reduce one loss per token to one loss.
 
@@ -116,8 +130,8 @@ def aggregate(
     ``seq-mean-token-sum-norm`` ``sum_it l / (S * max_length)``    Dr. GRPO
     =========================== ================================== ===========================
 
-    A row is a sequence, and rows without a true token are not counted in S. Where nothing is
-    counted at all the result is 0, and so is its gradient.
+    A row is a sequence, and rows without a true token are not counted in S unless `empty_rows` says
+    so. Where nothing is counted at all the result is 0, and so is its gradient.
 
     **Cutting a batch.** `num_tokens` and `num_sequences` are the N and S of the whole batch. Given
     to every piece, they make the sum over the pieces equal the whole, and the gradients too. Each
@@ -135,13 +149,16 @@ def aggregate(
         allowed, not the width of this batch, which varies.
       sequence_lengths: for each token, the number of true tokens in its whole sequence; read by
         `seq-mean-token-mean` alone. ``n_i`` of the row if None.
+      empty_rows: "skip" leaves rows without a true token out of S, as verl does; "count" counts
+        them, as TRL does. Without effect where `num_sequences` is given.
 
     Returns:
       The loss, in float32 (float64 if `per_token` is).
 
     Raises:
-      ValueError: if the mode is unknown, `max_length` is missing or not positive where it is
-        needed, or `sequence_lengths` comes without `num_sequences`, which rows then cannot tell.
+      ValueError: if the mode or `empty_rows` is unknown, `max_length` is missing or not positive
+        where it is needed, or `sequence_lengths` comes without `num_sequences`, which rows then
+        cannot tell.
 
     References:
       Yu et al., "DAPO", 2025, section 3.3. https://arxiv.org/abs/2503.14476
@@ -159,6 +176,8 @@ def aggregate(
     if mode not in get_args(Aggregation):
         choices = ", ".join(get_args(Aggregation))
         raise ValueError(f"mode={mode!r} is not a way to aggregate: choose one of {choices}.")
+    if empty_rows not in get_args(EmptyRows):
+        raise ValueError(f"empty_rows={empty_rows!r} is neither 'skip' nor 'count'.")
     check_shapes(per_token=per_token, mask=mask)
     mask = as_mask(mask)
     (per_token,) = as_floats(per_token)
@@ -179,7 +198,8 @@ def aggregate(
         per_token = per_token / max_length
     if mode == "seq-mean-token-mean":
         per_token = per_token / _lengths(per_token, mask, num_sequences, sequence_lengths)
-    rows = jnp.sum(jnp.any(mask, axis=-1), dtype=jnp.int32)
+    counted = jnp.any(mask, axis=-1) if empty_rows == "skip" else jnp.ones(mask.shape[:-1], bool)
+    rows = jnp.sum(counted, dtype=jnp.int32)
     return divide(jnp.sum(per_token), rows if num_sequences is None else num_sequences)
 
 

@@ -2,16 +2,24 @@
 
 import operator
 from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import Float, Real, Shaped
+from jaxtyping import Float, Shaped
 
 from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, keep
-from jrl.losses.reduction import Aggregation, Leaf, Mean, aggregate, divide, masked_mean
+from jrl.losses.reduction import (
+    Aggregation,
+    Denominators,
+    Leaf,
+    Mean,
+    aggregate,
+    divide,
+    masked_mean,
+)
 
 
 def value_loss(
@@ -22,10 +30,7 @@ def value_loss(
     *,
     clip: Number | tuple[Number, Number] | None = None,
     aggregation: Aggregation = "token-mean",
-    num_tokens: Scalar | None = None,
-    num_sequences: Scalar | None = None,
-    max_length: Number | None = None,
-    sequence_lengths: Real[ArrayLike, "*batch time"] | None = None,
+    **denominators: Unpack[Denominators],
 ) -> tuple[Float[Array, ""], dict[str, "Mean | ExplainedVariance"]]:
     """Half the squared error of the critic, optionally clipped as PPO clips its policy.
 
@@ -42,11 +47,9 @@ def value_loss(
       returns: what to regress on, such as the second result of `gae`; no gradient.
       mask: true on sampled tokens.
       clip: how far a value may move, in units of reward: one distance, or (down, up). None is off.
-      aggregation: see `aggregate`, as are the arguments after it.
-      num_tokens: tokens of the whole batch.
-      num_sequences: sequences of the whole batch.
-      max_length: constant of `seq-mean-token-sum-norm`.
-      sequence_lengths: for rows that are not sequences.
+      aggregation: how to weigh tokens and sequences, see `aggregate`.
+      denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
+        `sequence_lengths`, `empty_rows`.
 
     Returns:
       `(loss, metrics)`. The metrics add up over micro-batches and devices:
@@ -84,15 +87,7 @@ def value_loss(
         bounded = (jnp.clip(values, old_values - down, old_values + up) - returns) ** 2
         binds = bounded > errors
         errors = jnp.where(binds, bounded, errors)
-    loss = aggregate(
-        errors / 2,
-        mask,
-        aggregation,
-        num_tokens=num_tokens,
-        num_sequences=num_sequences,
-        max_length=max_length,
-        sequence_lengths=sequence_lengths,
-    )
+    loss = aggregate(errors / 2, mask, aggregation, **denominators)
     return loss, {
         "vf_clipfrac": Mean.of(binds.astype(errors.dtype), mask),
         "vpred_mean": Mean.of(values, mask),
@@ -197,5 +192,5 @@ def explained_variance(
     0.75
     """
     check_shapes(values=values, returns=returns, mask=mask)
-    centre = masked_mean(returns, mask)
+    centre = jax.lax.stop_gradient(masked_mean(returns, mask))
     return ExplainedVariance.of(values, returns, mask, centre).value()

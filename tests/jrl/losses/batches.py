@@ -19,7 +19,7 @@ MASK = np.array(
 
 
 def numpy_batch(seed: int, mask: np.ndarray = MASK) -> dict[str, np.ndarray]:
-    """Arrays in float64 under the names of the arguments, `correct` and `groups` among them."""
+    """Arrays in float64 under the names of the arguments, those of rows among them."""
     draw = np.random.default_rng(seed)
     shape = mask.shape
     logprobs = -draw.exponential(1.0, shape)
@@ -28,6 +28,8 @@ def numpy_batch(seed: int, mask: np.ndarray = MASK) -> dict[str, np.ndarray]:
         "per_token": draw.normal(1.0, 2.0, shape),
         "logprobs": logprobs,
         "old_logprobs": logprobs + draw.normal(0, 0.6, shape),
+        "sampler_logprobs": logprobs + draw.normal(0, 0.6, shape),
+        "entropy": draw.exponential(0.7, shape),
         "ref_logprobs": logprobs + draw.normal(0, 0.6, shape),
         "advantages": draw.normal(0, 1, shape),
         "importance_weights": draw.uniform(0.5, 2, shape),
@@ -39,6 +41,8 @@ def numpy_batch(seed: int, mask: np.ndarray = MASK) -> dict[str, np.ndarray]:
         "lam": draw.uniform(0.3, 1, shape),
         "logits": draw.normal(0, 2, (*shape, VOCAB)),
         "correct": draw.integers(0, 2, shape[0]),
+        "scores": draw.normal(0, 1, shape[0]),
+        "groups": np.resize([7, 2, 7, 2, 5], shape[0]),
         "mask": mask,
     }
 

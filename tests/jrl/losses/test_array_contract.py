@@ -1,10 +1,15 @@
 """What every objective promises about arrays: masks, poison, padding, holes, dtypes, jit and vmap.
 
-One table of calls, and each promise tried on all of them.
+The calls are listed in the files `calls_*.py`; here each promise is tried on all of them.
 """
 
-from typing import get_args
+import functools
 
+import calls_advantages
+import calls_mismatch
+import calls_policy
+import calls_reduction
+import calls_value
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,76 +20,23 @@ from hypothesis import strategies as st
 
 import jrl
 
-MODES = get_args(jrl.Aggregation)
+MODULES = (calls_reduction, calls_advantages, calls_policy, calls_value, calls_mismatch)
 
 
-def _gae(b):
-    return jrl.gae(b["rewards"], b["values"], b["mask"], gamma=b["gamma"], lam=b["lam"])
-
-
-def _surrogate(b):
-    arrays = (b["logprobs"], b["old_logprobs"], b["advantages"], b["mask"])
-    return jrl.ppo_surrogate(*arrays, clip_high=0.28, clip_dual=1.5)
-
-
-def _kl(kind):
-    return lambda b: jrl.kl_estimate(b["logprobs"], b["ref_logprobs"], b["mask"], kind=kind)
-
-
-def _ppo_loss(mode):
-    return lambda b: jrl.ppo_loss(
-        b["logprobs"],
-        b["old_logprobs"],
-        b["advantages"],
-        b["mask"],
-        clip_high=0.28,
-        clip_dual=1.5,
-        importance_weights=b["importance_weights"],
-        aggregation=mode,
-        max_length=9,
-    )
-
-
-def _value_loss(clip):
-    return lambda b: jrl.value_loss(
-        b["values"], b["old_values"], b["returns"], b["mask"], clip=clip
-    )
+def _collect(table: str) -> dict:
+    return {name: call for m in MODULES for name, call in getattr(m, table, {}).items()}
 
 
 # One result per token, of which each row depends on that row alone.
-PER_TOKEN = {
-    "gae": _gae,
-    "ppo_surrogate": _surrogate,
-    "k1": _kl("k1"),
-    "k2": _kl("k2"),
-    "k3": _kl("k3"),
-    "abs": _kl("abs"),
-    "k3+": _kl("k3+"),
-    "entropy": lambda b: jrl.entropy_from_logits(b["logits"], b["mask"]),
-}
+PER_TOKEN = _collect("PER_TOKEN")
 # One result per token that depends on the whole batch.
-WHITENED = {
-    "whiten": lambda b: jrl.whiten(b["advantages"], b["mask"]),
-    "whiten, mean kept": lambda b: jrl.whiten(b["advantages"], b["mask"], keep_mean=True),
-}
+PER_BATCH = _collect("PER_BATCH")
 # One result per batch.
-SCALAR = {
-    **{
-        mode: lambda b, mode=mode: jrl.aggregate(b["per_token"], b["mask"], mode, max_length=9)
-        for mode in MODES
-    },
-    **{f"ppo_loss {mode}": _ppo_loss(mode) for mode in MODES},
-    "value_loss": _value_loss(None),
-    "value_loss clipped": _value_loss((0.2, 0.3)),
-    "positive_example_loss": lambda b: jrl.positive_example_loss(
-        b["logprobs"], b["correct"], b["mask"]
-    ),
-    "masked_mean": lambda b: jrl.masked_mean(b["per_token"], b["mask"]),
-    "explained_variance": lambda b: jrl.explained_variance(b["values"], b["returns"], b["mask"]),
-}
-EVERYTHING = PER_TOKEN | WHITENED | SCALAR
+SCALAR = _collect("SCALAR")
+EVERYTHING = PER_TOKEN | PER_BATCH | SCALAR
 DIFFERENTIABLE = ("per_token", "logprobs", "values", "logits")
-ALIGNED = [name for name in batch(0) if name not in ("correct", "mask")]
+PER_ROW = ("correct", "scores", "groups")
+ALIGNED = [name for name in batch(0) if name not in (*PER_ROW, "mask")]
 
 everything = pytest.mark.parametrize("call", EVERYTHING.values(), ids=EVERYTHING.keys())
 # Programs are compiled once per shape, so drawing the numbers is cheap and drawing shapes is not.
@@ -102,8 +54,19 @@ def total(call):
     return of
 
 
+@functools.cache
+def compiled(call):
+    """Values and gradients in one program, compiled once for all the tests of one shape."""
+
+    @jax.jit
+    def both(b):
+        return call(b), jax.grad(total(call))({name: b[name] for name in DIFFERENTIABLE}, b)
+
+    return both
+
+
 def gradients(call, b):
-    return jax.grad(total(call))({name: b[name] for name in DIFFERENTIABLE}, b)
+    return compiled(call)(b)[1]
 
 
 def assert_same(actual, expected, tolerance=1e-6):
@@ -130,9 +93,8 @@ def under_mask(b, value):
 def test_nothing_under_a_false_mask_reaches_values_or_gradients(call, value):
     b = batch(0)
     clean, poisoned = under_mask(b, 0.0), under_mask(b, value)
-    assert_same(call(poisoned), call(clean), tolerance=0)
-    slopes = gradients(call, poisoned)
-    assert_same(slopes, gradients(call, clean), tolerance=0)
+    result, slopes = compiled(call)(poisoned)
+    assert_same((result, slopes), compiled(call)(clean), tolerance=0)
     for slope in slopes.values():
         hidden = ~(MASK[..., None] if slope.ndim > MASK.ndim else MASK)
         assert not np.any(np.where(hidden, slope, 0))
@@ -143,9 +105,11 @@ def test_a_nan_that_counts_is_not_hidden(call):
     b = batch(0)
     broken = {name: b[name].at[1, 4].set(jnp.nan) for name in ALIGNED} | {
         "mask": b["mask"],
-        "correct": jnp.ones(BATCH, bool),
+        "correct": jnp.ones_like(b["correct"]),
+        "scores": b["scores"],
+        "groups": b["groups"],
     }
-    leaves = jax.tree.leaves(call(broken))
+    leaves = jax.tree.leaves(compiled(call)(broken)[0])
     assert any(np.isnan(leaf).any() for leaf in leaves)
 
 
@@ -153,20 +117,22 @@ def test_a_nan_that_counts_is_not_hidden(call):
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.float32, jnp.bfloat16])
 def test_masks_of_any_dtype(call, dtype):
     b = batch(1)
-    assert_same(call({**b, "mask": b["mask"].astype(dtype)}), call(b), tolerance=0)
+    assert_same(
+        jax.jit(call)({**b, "mask": b["mask"].astype(dtype)}), jax.jit(call)(b), tolerance=0
+    )
 
 
 @everything
 def test_a_batch_without_tokens_gives_zero_and_no_gradient(call):
     b = batch(2, np.zeros((BATCH, TIME), bool))
-    for leaf in jax.tree.leaves(call(b)) + jax.tree.leaves(gradients(call, b)):
+    for leaf in jax.tree.leaves(compiled(call)(b)):
         assert not np.any(leaf)
 
 
 @everything
 def test_one_token_per_row_is_finite(call):
     b = batch(3, np.eye(BATCH, TIME, dtype=bool))
-    for leaf in jax.tree.leaves(call(b)) + jax.tree.leaves(gradients(call, b)):
+    for leaf in jax.tree.leaves(compiled(call)(b)):
         assert np.all(np.isfinite(leaf))
 
 
@@ -181,6 +147,7 @@ def test_padding_adds_nothing(call, seed):
         return jnp.pad(array, width, constant_values=1 if array.dtype != bool else False)
 
     padded = {name: pad(array, 2, 1, 1) for name, array in b.items()}
+    padded["groups"] = padded["groups"].at[BATCH:].set(99)
 
     def check(full, cut):
         if full.ndim >= 2:
@@ -188,8 +155,7 @@ def test_padding_adds_nothing(call, seed):
             full = full[:BATCH, 2 : 2 + TIME]
         np.testing.assert_allclose(full, cut, rtol=1e-6, atol=1e-6)
 
-    jax.tree.map(check, call(padded), call(b))
-    jax.tree.map(check, gradients(call, padded), gradients(call, b))
+    jax.tree.map(check, compiled(call)(padded), compiled(call)(b))
 
 
 @everything
@@ -199,10 +165,8 @@ def test_the_order_of_rows_does_not_matter(call, seed):
     b = batch(seed)
     order = np.random.default_rng(seed).permutation(BATCH)
     permuted = {name: array[order] for name, array in b.items()}
-    expected = jax.tree.map(lambda x: x[order] if x.ndim >= 2 else x, call(b))
-    assert_same(call(permuted), expected, tolerance=2e-6)
-    slopes = jax.tree.map(lambda x: x[order], gradients(call, b))
-    assert_same(gradients(call, permuted), slopes, tolerance=2e-6)
+    expected = jax.tree.map(lambda x: x[order] if x.ndim >= 2 else x, compiled(call)(b))
+    assert_same(compiled(call)(permuted), expected, tolerance=2e-6)
 
 
 @everything
@@ -221,22 +185,23 @@ def test_holes_equal_the_compressed_sequence(call, seed):
 
     compressed = jax.tree.map(compress, b)
     assert not np.any(np.diff(compressed["mask"].astype(int), axis=1) > 0)
-    assert_same(call(compressed), jax.tree.map(compress, call(b)), tolerance=2e-6)
+    expected = jax.tree.map(compress, compiled(call)(b))
+    assert_same(compiled(call)(compressed), expected, tolerance=2e-6)
 
 
 @everything
 def test_jit(call):
     b = batch(4)
-    assert_same(jax.jit(call)(b), call(b), tolerance=2e-6)
+    assert_same(compiled(call)(b)[0], call(b), tolerance=2e-6)
 
 
 @pytest.mark.parametrize("call", PER_TOKEN.values(), ids=PER_TOKEN.keys())
 def test_vmap_and_a_single_row_equal_the_batch(call):
     b = batch(5)
-    whole = call(b)
-    assert_same(jax.vmap(call)(b), whole)
+    whole = jax.jit(call)(b)
+    assert_same(jax.jit(jax.vmap(call))(b), whole)
     for row in range(BATCH):
-        single = call(jax.tree.map(lambda x, row=row: x[row], b))
+        single = jax.jit(call)(jax.tree.map(lambda x, row=row: x[row], b))
         assert_same(single, jax.tree.map(lambda x, row=row: x[row], whole))
 
 
@@ -244,18 +209,19 @@ def test_vmap_and_a_single_row_equal_the_batch(call):
 def test_vmap_over_batches_and_a_single_row(call):
     first, second = batch(6), batch(7)
     both = jax.tree.map(lambda *x: jnp.stack(x), first, second)
-    separate = jax.tree.map(lambda *x: jnp.stack(x), call(first), call(second))
-    assert_same(jax.vmap(call)(both), separate)
+    alone = jax.jit(call)
+    separate = jax.tree.map(lambda *x: jnp.stack(x), alone(first), alone(second))
+    assert_same(jax.jit(jax.vmap(call))(both), separate)
     row = jax.tree.map(lambda x: x[1], first)
-    assert_same(call(row), call(jax.tree.map(lambda x: x[1:2], first)))
+    assert_same(alone(row), alone(jax.tree.map(lambda x: x[1:2], first)))
 
 
 @pytest.mark.parametrize("call", EVERYTHING.values(), ids=EVERYTHING.keys())
 def test_extra_leading_axes(call):
     b = batch(8)
     deep = {name: array[None] for name, array in b.items()}
-    expected = jax.tree.map(lambda x: x[None] if x.ndim >= 2 else x, call(b))
-    assert_same(call(deep), expected)
+    expected = jax.tree.map(lambda x: x[None] if x.ndim >= 2 else x, jax.jit(call)(b))
+    assert_same(jax.jit(call)(deep), expected)
 
 
 @everything
@@ -264,8 +230,8 @@ def test_half_precision_is_computed_in_float32(call):
     raised = {
         name: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for name, x in b.items()
     }
-    result = call(b)
-    assert_same(result, call(raised), tolerance=0)
+    result = jax.jit(call)(b)
+    assert_same(result, jax.jit(call)(raised), tolerance=0)
     assert jnp.bfloat16 not in {leaf.dtype for leaf in jax.tree.leaves(result)}
 
 
@@ -274,26 +240,26 @@ def test_mixed_precision_needs_no_cast(call):
     b = batch(10)
     mixed = {name: b[name].astype(jnp.bfloat16) for name in ("logprobs", "values", "advantages")}
     rounded = {name: x.astype(jnp.float32) for name, x in mixed.items()}
-    assert_same(call(b | mixed), call(b | rounded), tolerance=0)
+    assert_same(jax.jit(call)(b | mixed), jax.jit(call)(b | rounded), tolerance=0)
 
 
 @everything
 def test_float64_stays_float64(call):
     with jax.enable_x64(True):
-        leaves = jax.tree.leaves(call(batch(11, dtype=jnp.float64)))
+        leaves = jax.tree.leaves(jax.eval_shape(call, batch(11, dtype=jnp.float64)))
     assert jnp.float32 not in {leaf.dtype for leaf in leaves}
 
 
-def test_only_current_quantities_carry_gradients():
+@everything
+def test_only_current_quantities_carry_gradients(call):
     b = batch(12)
     constants = ["old_logprobs", "ref_logprobs", "advantages", "importance_weights", "old_values"]
     constants += ["returns", "rewards", "gamma", "lam"]
-    for call in EVERYTHING.values():
-        slopes = jax.grad(total(call))({name: b[name] for name in constants}, b)
-        assert not any(np.any(slope) for slope in slopes.values())
-    # The critic does not learn through its own targets.
-    slopes = jax.grad(total(_gae))({"values": b["values"]}, b)
-    assert not np.any(slopes["values"])
+    if call in calls_advantages.EVERYTHING:
+        # An advantage is a fact: the critic does not learn through its own targets.
+        constants += ["values", "logprobs"]
+    slopes = jax.jit(jax.grad(total(call)))({name: b[name] for name in constants}, b)
+    assert not any(np.any(slope) for slope in slopes.values())
 
 
 def test_shapes_that_would_broadcast_by_accident_are_refused():

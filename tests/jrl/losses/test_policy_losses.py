@@ -218,9 +218,9 @@ def test_advantages_per_row_spread_over_tokens():
 
 def test_bounds_that_make_no_sense_are_refused():
     one = jnp.ones(1)
-    with pytest.raises(ValueError, match=r"clip_low=-0.1 and clip_high=0.2 are distances"):
+    with pytest.raises(ValueError, match=r"clip_low=-0.1 is a distance"):
         jrl.ppo_surrogate(one, one, one, one, clip_low=-0.1)
-    with pytest.raises(ValueError, match=r"clip_high=-0.3 are distances"):
+    with pytest.raises(ValueError, match=r"clip_high=-0.3 is a distance"):
         jrl.ppo_loss(one, one, one, one, clip_high=-0.3)
     with pytest.raises(ValueError, match="clip_dual=1 must be above 1, such as 3; None is off"):
         jrl.ppo_loss(one, one, one, one, clip_dual=1)

@@ -1,17 +1,18 @@
-"""Policy losses: a surrogate for each token, then one reduction.
+"""The clipped objective of PPO, with the bounds of GRPO and DAPO and the dual clip."""
 
-Arguments come *current policy first, then old*; verl and its descendants have it the other way
-round. Only the current log-probabilities carry a gradient.
-"""
+from typing import TypeAlias, Unpack
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import Float, Real, Shaped
+from jaxtyping import Float, Shaped
 
-from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, keep, spread
-from jrl.losses.reduction import Aggregation, Mean, aggregate
+from jrl.losses.arrays import Number, spread
+from jrl.losses.policy.tokens import Tokens, clamped_log_ratio, clean, reduce_surrogate
+from jrl.losses.reduction import Aggregation, Denominators, Mean
+
+# A distance from one: the same for all tokens, or an array with as many axes as the tokens have.
+Bound: TypeAlias = Number | Float[ArrayLike, "..."]
 
 
 def ppo_surrogate(
@@ -20,8 +21,8 @@ def ppo_surrogate(
     advantages: Float[ArrayLike, "*#batch #time"],
     mask: Shaped[ArrayLike, "*batch time"],
     *,
-    clip_low: Number = 0.2,
-    clip_high: Number = 0.2,
+    clip_low: Bound = 0.2,
+    clip_high: Bound = 0.2,
     clip_dual: Number | None = None,
     max_log_ratio: Number | None = 20.0,
 ) -> Float[Array, "*batch time"]:
@@ -69,9 +70,8 @@ def ppo_surrogate(
     >>> ppo_surrogate(jnp.log(ratio), 0 * ones, ones, ones, clip_high=0.25).tolist()
     [-0.5, -1.0, -1.25, -1.25]
     """
-    surrogate, _ = _clipped(
-        logprobs, old_logprobs, advantages, mask, clip_low, clip_high, clip_dual, max_log_ratio
-    )
+    tokens = clean(logprobs, old_logprobs, advantages, mask)
+    surrogate, _ = clipped(tokens, clip_low, clip_high, clip_dual, max_log_ratio)
     return surrogate
 
 
@@ -81,16 +81,13 @@ def ppo_loss(
     advantages: Float[ArrayLike, "*#batch #time"],
     mask: Shaped[ArrayLike, "*batch time"],
     *,
-    clip_low: Number = 0.2,
-    clip_high: Number = 0.2,
+    clip_low: Bound = 0.2,
+    clip_high: Bound = 0.2,
     clip_dual: Number | None = None,
     max_log_ratio: Number | None = 20.0,
     importance_weights: Float[ArrayLike, "*#batch #time"] | None = None,
     aggregation: Aggregation = "token-mean",
-    num_tokens: Scalar | None = None,
-    num_sequences: Scalar | None = None,
-    max_length: Number | None = None,
-    sequence_lengths: Real[ArrayLike, "*batch time"] | None = None,
+    **denominators: Unpack[Denominators],
 ) -> tuple[Float[Array, ""], dict[str, Mean]]:
     """Clipped policy loss of PPO: `ppo_surrogate`, weighted if asked, then `aggregate`.
 
@@ -105,11 +102,9 @@ def ppo_loss(
       max_log_ratio: None is off.
       importance_weights: factors on the tokens' losses, of the shapes of `advantages`, such as
         corrections for a sampler that differs from the old policy; no gradient. None is off.
-      aggregation: see `aggregate`, as are the arguments after it.
-      num_tokens: tokens of the whole batch.
-      num_sequences: sequences of the whole batch.
-      max_length: constant of `seq-mean-token-sum-norm`.
-      sequence_lengths: for rows that are not sequences.
+      aggregation: how to weigh tokens and sequences, see `aggregate`.
+      denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
+        `sequence_lengths`, `empty_rows`.
 
     Returns:
       `(loss, metrics)`. The metrics are means over the true tokens, whatever the aggregation, kept
@@ -137,115 +132,50 @@ def ppo_loss(
     >>> gradient.round(3).tolist(), float(metrics["pg_clipfrac"].value())
     ([[-0.3330000042915344, -0.3330000042915344], [0.3330000042915344, 0.0]], 0.0)
     """
-    surrogate, statistics = _clipped(
-        logprobs, old_logprobs, advantages, mask, clip_low, clip_high, clip_dual, max_log_ratio
+    tokens = clean(logprobs, old_logprobs, advantages, mask)
+    surrogate, statistics = clipped(tokens, clip_low, clip_high, clip_dual, max_log_ratio)
+    return reduce_surrogate(
+        surrogate, statistics, tokens.mask, aggregation, importance_weights, **denominators
     )
-    if importance_weights is not None:
-        weights = spread("importance_weights", importance_weights, surrogate)
-        surrogate = surrogate * jax.lax.stop_gradient(weights)
-    loss = aggregate(
-        surrogate,
-        mask,
-        aggregation,
-        num_tokens=num_tokens,
-        num_sequences=num_sequences,
-        max_length=max_length,
-        sequence_lengths=sequence_lengths,
-    )
-    return loss, {name: Mean.of(statistic, mask) for name, statistic in statistics.items()}
 
 
-def _clipped(
-    logprobs: Float[ArrayLike, "*batch time"],
-    old_logprobs: Float[ArrayLike, "*batch time"],
-    advantages: Float[ArrayLike, "*#batch #time"],
-    mask: Shaped[ArrayLike, "*batch time"],
-    clip_low: Number,
-    clip_high: Number,
+def clipped(
+    tokens: Tokens,
+    clip_low: Bound,
+    clip_high: Bound,
     clip_dual: Number | None,
     max_log_ratio: Number | None,
-) -> tuple[
-    Float[Array, "*batch time"],
-    dict[str, Float[Array, "*batch time"]],
-]:
+) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
     """The surrogate of `ppo_surrogate`, and the statistics of `ppo_loss` for each token."""
-    if clip_low < 0 or clip_high < 0:
-        raise ValueError(
-            f"clip_low={clip_low} and clip_high={clip_high} are distances from one and cannot be "
-            "negative; float('inf') is off."
-        )
+    low, high = _distance("clip_low", clip_low, tokens), _distance("clip_high", clip_high, tokens)
     if clip_dual is not None and clip_dual <= 1:
         raise ValueError(f"clip_dual={clip_dual} must be above 1, such as 3; None is off.")
-    check_shapes(logprobs=logprobs, old_logprobs=old_logprobs, mask=mask)
-    mask = as_mask(mask)
-    logprobs, old_logprobs, advantages = as_floats(logprobs, old_logprobs, advantages)
-    advantages = spread("advantages", advantages, logprobs)
-    logprobs = keep(logprobs, mask)
-    old_logprobs = keep(jax.lax.stop_gradient(old_logprobs), mask)
-    advantages = keep(jax.lax.stop_gradient(advantages), mask)
-
-    log_ratio = logprobs - old_logprobs
-    clamped = jnp.zeros_like(mask)
-    if max_log_ratio is not None:
-        clamped = jnp.abs(log_ratio) > max_log_ratio
-        log_ratio = jnp.clip(log_ratio, -max_log_ratio, max_log_ratio)
-    ratio = jnp.exp(log_ratio)
+    log_ratio, statistics = clamped_log_ratio(tokens, max_log_ratio)
+    ratio, advantages = jnp.exp(log_ratio), tokens.advantages
 
     # Selected by comparison rather than by jnp.maximum, which halves the gradient of a tie.
     unclipped = -advantages * ratio
-    bounded = -advantages * jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
+    bounded = -advantages * jnp.clip(ratio, 1 - low, 1 + high)
     binds = bounded > unclipped
     surrogate = jnp.where(binds, bounded, unclipped)
-    binds_dual = jnp.zeros_like(mask)
+    binds_dual = jnp.zeros_like(tokens.mask)
     if clip_dual is not None:
         ceiling = -advantages * clip_dual
         binds_dual = (advantages < 0) & (surrogate > ceiling)
         surrogate = jnp.where(binds_dual, ceiling, surrogate)
-    statistics = {
-        "pg_clipfrac": binds,
-        "pg_clipfrac_lower": binds_dual,
-        "ppo_kl": -log_ratio,
-        "ratio": ratio,
-        "ratio_squared": ratio**2,
-        "ratio_clamped": clamped,
+    return surrogate, {
+        "pg_clipfrac": binds.astype(ratio.dtype),
+        "pg_clipfrac_lower": binds_dual.astype(ratio.dtype),
+        **statistics,
     }
-    return surrogate, {name: x.astype(ratio.dtype) for name, x in statistics.items()}
 
 
-def positive_example_loss(
-    logprobs: Float[ArrayLike, "*batch time"],
-    correct: Shaped[ArrayLike, "*batch"],
-    mask: Shaped[ArrayLike, "*batch time"],
-    *,
-    num_tokens: Scalar | None = None,
-) -> tuple[Float[Array, ""], dict[str, Mean]]:
-    """Negative log-likelihood of the correct responses, VAPO's imitation of its own successes.
-
-    ``-sum_{i in T} sum_t logprobs_it / sum_{i in T} n_i`` with T the correct responses: a mean over
-    *their* tokens, not over sequences and not over the tokens of the batch. VAPO adds it to the
-    policy loss with a factor of 0.1.
-
-    Args:
-      logprobs: of the sampled tokens under the current policy, in nats.
-      correct: true for the responses to imitate, one per row.
-      mask: true on sampled tokens.
-      num_tokens: sampled tokens of *correct* responses in the whole batch; counted here if None.
-
-    Returns:
-      `(loss, metrics)`; the loss is 0, and its gradient too, if no response is correct. The metric
-      ``positive_nll`` is the same mean as a `Mean`.
-
-    References:
-      Yue et al., "VAPO", 2025, section 4.3. https://arxiv.org/abs/2504.05118
-
-    >>> import jax.numpy as jnp
-    >>> logprobs = jnp.array([[-1.0, -2.0], [-3.0, -4.0]])
-    >>> loss, _ = positive_example_loss(logprobs, jnp.array([1, 0]), jnp.ones((2, 2)))
-    >>> float(loss)
-    1.5
-    """
-    check_shapes(logprobs=logprobs, mask=mask)
-    imitated = as_mask(mask) & as_mask(correct)[..., None]
-    (logprobs,) = as_floats(logprobs)
-    loss = aggregate(-logprobs, imitated, "token-mean", num_tokens=num_tokens)
-    return loss, {"positive_nll": Mean.of(-logprobs, imitated)}
+def _distance(name: str, bound: Bound, tokens: Tokens) -> Float[Array, "..."] | Number:
+    """The bound itself if it is a number, or one for each token."""
+    if not isinstance(bound, int | float):
+        return jnp.where(tokens.mask, spread(name, bound, tokens.logprobs), 0)
+    if bound < 0:
+        raise ValueError(
+            f"{name}={bound} is a distance from one and cannot be negative; float('inf') is off."
+        )
+    return bound

@@ -1,0 +1,117 @@
+"""Advantages from a critic: temporal-difference errors, discounted along the response."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Float, Real, Shaped
+
+from jrl.losses.advantages.recursion import discounted_errors
+from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, keep, spread
+
+
+def gae(
+    rewards: Real[ArrayLike, "*batch time"],
+    values: Float[ArrayLike, "*batch time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    gamma: Scalar | Float[ArrayLike, "*#batch #time"] = 1.0,
+    lam: Scalar | Float[ArrayLike, "*#batch #time"] = 0.95,
+    bootstrap_value: Scalar | Float[ArrayLike, "*#batch"] | None = None,
+) -> tuple[Float[Array, "*batch time"], Float[Array, "*batch time"]]:
+    """Generalised advantage estimation over the tokens that the policy sampled.
+
+    With t+1 the *next token whose mask is true*, however far away it is,
+
+        delta_t = r_t + gamma_t V_{t+1} - V_t
+        A_t     = delta_t + gamma_t lam_t A_{t+1}
+        G_t     = A_t + V_t
+
+    and, after the last such token, ``V = bootstrap_value`` and ``A = 0``. This is the estimate
+    on the compressed sequence: a hole in the mask (a tool's answer, another speaker) makes no
+    temporal-difference error and costs no factor of lam.
+
+    **A reward must lie on a token whose mask is true.** Like everything under a false mask, a
+    reward elsewhere is never read. Where a response ends in masked tokens, the terminal reward
+    therefore belongs on the last *sampled* token and not in the last column.
+
+    VAPO and VC-PPO call this twice: with ``lam=1`` for the returns that the critic learns, and
+    with a smaller lam, such as that of `length_adaptive_lambda`, for the advantages of the policy.
+
+    Args:
+      rewards: one per token; usually zero but for the last sampled one.
+      values: the critic's estimate of the state before each token.
+      mask: true on sampled tokens; holes are legal.
+      gamma: the discount, in [0, 1]; a scalar, or an array with as many axes as `rewards` such as
+        ``gamma[:, None]`` for one per row. It belongs to the step from its token to the next.
+      lam: how far to trust rewards (1) over values (0); of the same shapes as `gamma`.
+      bootstrap_value: the value of the state after the last sampled token, one per row, for
+        responses that were cut short. None for responses that ended, whose value is then 0.
+
+    Returns:
+      `(advantages, returns)`, both 0 where the mask is false and both without a gradient. A row
+      without a true token is all 0.
+
+    References:
+      Schulman et al., "High-dimensional continuous control using generalized advantage
+      estimation", 2016, eq. 16. https://arxiv.org/abs/1506.02438
+      Yuan et al., "VC-PPO", 2025 (decoupled lam). https://arxiv.org/abs/2503.01491
+
+    >>> import jax.numpy as jnp
+    >>> rewards, values = jnp.array([0.0, 0.0, 1.0]), jnp.array([0.5, 0.25, 0.75])
+    >>> advantages, returns = gae(rewards, values, jnp.ones(3), lam=1.0)
+    >>> advantages.tolist(), returns.tolist()
+    ([0.5, 0.75, 0.25], [1.0, 1.0, 1.0])
+    """
+    check_shapes(rewards=rewards, values=values, mask=mask)
+    mask = as_mask(mask)
+    rewards, values = as_floats(rewards, values)
+    rewards, values = keep(rewards, mask), keep(values, mask)
+    gamma = spread("gamma", gamma, values)
+    lam = spread("lam", lam, values)
+    ended = jnp.zeros_like(values[..., 0])
+    last = ended if bootstrap_value is None else spread("bootstrap_value", bootstrap_value, ended)
+
+    advantages = discounted_errors(rewards, values, mask, gamma, lam, last)
+    advantages = jax.lax.stop_gradient(keep(advantages, mask))
+    return advantages, jax.lax.stop_gradient(keep(advantages + values, mask))
+
+
+def length_adaptive_lambda(
+    lengths: Real[ArrayLike, "*batch"], *, alpha: Number = 0.05, floor: Number = 0.0
+) -> Float[Array, "*batch"]:
+    """VAPO's lam for a response of each length.
+
+    ``lam(l) = max(1 - 1 / (alpha l), floor)``, so that the geometric weights of the
+    temporal-difference errors sum to ``alpha l``. The weight of the terminal error on the first
+    token tends to ``exp(-1 / alpha)`` whatever the length: the reach is a fixed *share* of the
+    response, about 23 % of it (down to a weight of 1 %) with ``alpha = 0.05``.
+
+    The expression is negative for ``alpha l < 1``. The floor decides what short responses get: 0,
+    the default, is one-step TD (the form of NeMo-RL); 0.95 lets lam adapt only beyond 400 tokens
+    (the form of verl's T-PPO).
+
+    Args:
+      lengths: sampled tokens per row, ``mask.sum(-1)``; 0 gives the floor.
+      alpha: the share of a response that the errors reach, positive.
+      floor: the least lam, in [0, 1].
+
+    Returns:
+      One lam per row. Pass it on as ``gae(..., lam=lam[:, None])``.
+
+    Raises:
+      ValueError: if `alpha` is not positive or `floor` is outside [0, 1].
+
+    References:
+      Yue et al., "VAPO", 2025, section 4.2. https://arxiv.org/abs/2504.05118
+
+    >>> import jax.numpy as jnp
+    >>> length_adaptive_lambda(jnp.array([10, 40, 100]), alpha=0.05).round(3).tolist()
+    [0.0, 0.5, 0.800000011920929]
+    """
+    if alpha <= 0:
+        raise ValueError(f"alpha={alpha} must be positive: VAPO uses 0.05, later work 0.4 to 1.5.")
+    if not 0 <= floor <= 1:
+        raise ValueError(f"floor={floor} must lie in [0, 1], as every lam does.")
+    (lengths,) = as_floats(jax.lax.stop_gradient(lengths))
+    return jnp.maximum(1 - 1 / (alpha * lengths), floor)

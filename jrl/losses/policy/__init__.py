@@ -1,0 +1,14 @@
+"""Policy losses: a surrogate for each token, then one reduction.
+
+Arguments come *current policy first, then old*; verl and its descendants have it the other way
+round. Only the current log-probabilities carry a gradient.
+"""
+
+from jrl.losses.policy.imitation import positive_example_loss
+from jrl.losses.policy.ppo import ppo_loss, ppo_surrogate
+
+__all__ = [  # noqa: RUF022 - in reading order
+    "ppo_loss",
+    "ppo_surrogate",
+    "positive_example_loss",
+]

@@ -1,0 +1,88 @@
+"""What every policy loss begins and ends with: clean arrays, the ratio, and the reduction."""
+
+from typing import NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Bool, Float, Shaped
+
+from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, keep, spread
+from jrl.losses.reduction import Aggregation, Denominators, Mean, aggregate
+
+
+class Tokens(NamedTuple):
+    """The four arrays of a policy loss in one precision, 0 under the mask, constants stopped."""
+
+    logprobs: Float[Array, "*batch time"]
+    old_logprobs: Float[Array, "*batch time"]
+    advantages: Float[Array, "*batch time"]
+    mask: Bool[Array, "*batch time"]
+
+
+def clean(
+    logprobs: Float[ArrayLike, "*batch time"],
+    old_logprobs: Float[ArrayLike, "*batch time"],
+    advantages: Float[ArrayLike, "*#batch #time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+) -> Tokens:
+    """Check the shapes, raise the precision, hide what the mask hides, stop the gradients.
+
+    Raises:
+      ValueError: if the shapes do not agree.
+    """
+    check_shapes(logprobs=logprobs, old_logprobs=old_logprobs, mask=mask)
+    mask = as_mask(mask)
+    logprobs, old_logprobs, advantages = as_floats(logprobs, old_logprobs, advantages)
+    advantages = spread("advantages", advantages, logprobs)
+    return Tokens(
+        logprobs=keep(logprobs, mask),
+        old_logprobs=keep(jax.lax.stop_gradient(old_logprobs), mask),
+        advantages=keep(jax.lax.stop_gradient(advantages), mask),
+        mask=mask,
+    )
+
+
+def clamped_log_ratio(
+    tokens: Tokens, max_log_ratio: Number | None
+) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
+    """``logprobs - old_logprobs`` within plus or minus `max_log_ratio` nats, and its statistics.
+
+    Where the clamp acts the gradient is 0.
+
+    Returns:
+      The log-ratio, and for each token ``ppo_kl`` (its negative, the k1 estimate of
+      KL(old || current)), ``ratio``, ``ratio_squared`` and ``ratio_clamped``.
+    """
+    log_ratio = tokens.logprobs - tokens.old_logprobs
+    beyond = jnp.zeros_like(tokens.mask)
+    if max_log_ratio is not None:
+        beyond = jnp.abs(log_ratio) > max_log_ratio
+        log_ratio = jnp.clip(log_ratio, -max_log_ratio, max_log_ratio)
+    ratio = jnp.exp(log_ratio)
+    return log_ratio, {
+        "ppo_kl": -log_ratio,
+        "ratio": ratio,
+        "ratio_squared": ratio**2,
+        "ratio_clamped": beyond.astype(ratio.dtype),
+    }
+
+
+def reduce_surrogate(
+    surrogate: Float[Array, "*batch time"],
+    statistics: dict[str, Float[Array, "*batch time"]],
+    mask: Bool[Array, "*batch time"],
+    aggregation: Aggregation,
+    importance_weights: Float[ArrayLike, "*#batch #time"] | None,
+    **denominators: Unpack[Denominators],
+) -> tuple[Float[Array, ""], dict[str, Mean]]:
+    """Weigh the surrogate if asked, aggregate it, and make means of the statistics.
+
+    Whatever the aggregation, the metrics are means over the true tokens.
+    """
+    if importance_weights is not None:
+        weights = spread("importance_weights", importance_weights, surrogate)
+        surrogate = surrogate * jax.lax.stop_gradient(keep(weights, mask))
+    loss = aggregate(surrogate, mask, aggregation, **denominators)
+    return loss, {name: Mean.of(statistic, mask) for name, statistic in statistics.items()}

@@ -1,0 +1,31 @@
+"""Slow float64 loops that say what each function should compute, sharing no code with the library.
+
+They follow the papers' formulas literally: sequences are first compressed to their true tokens, and
+everything is then a loop over Python floats. Masks are read by truth, values under them never.
+"""
+
+from oracles.advantages import gae, grpo, length_adaptive_lambda, whiten
+from oracles.divergence import entropy, kl_token
+from oracles.policy import ppo, ppo_token
+from oracles.reduction import aggregate, token_weights
+from oracles.rewards import informative, overlong_penalty
+from oracles.rows import rows
+from oracles.value import explained_variance, value_token
+
+__all__ = [  # noqa: RUF022 - by file
+    "rows",
+    "aggregate",
+    "token_weights",
+    "gae",
+    "grpo",
+    "length_adaptive_lambda",
+    "whiten",
+    "ppo_token",
+    "ppo",
+    "value_token",
+    "explained_variance",
+    "kl_token",
+    "entropy",
+    "overlong_penalty",
+    "informative",
+]

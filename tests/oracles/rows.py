@@ -1,0 +1,8 @@
+"""Which positions of a mask are true."""
+
+import numpy as np
+
+
+def rows(mask):
+    """For each row, the positions that are true."""
+    return [[t for t, true in enumerate(row) if true] for row in np.asarray(mask)]

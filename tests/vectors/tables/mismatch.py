@@ -1,0 +1,3 @@
+"""Vectors of jrl/losses/mismatch."""
+
+VECTORS = []
