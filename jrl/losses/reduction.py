@@ -120,15 +120,13 @@ def aggregate(
     With ``l`` the loss, ``n_i`` the number of true tokens in row i, ``N`` the tokens and ``S`` the
     sequences of the batch:
 
-    =========================== ================================== ===========================
-    mode                        value                              where it is used
-    =========================== ================================== ===========================
-    ``token-mean``              ``sum_it l / N``                   DAPO, VAPO
-    ``token-sum``               ``sum_it l``
-    ``seq-mean-token-sum``      ``sum_it l / S``                   REINFORCE
-    ``seq-mean-token-mean``     ``sum_i (sum_t l / n_i) / S``      GRPO, PPO per response
-    ``seq-mean-token-sum-norm`` ``sum_it l / (S * max_length)``    Dr. GRPO
-    =========================== ================================== ===========================
+    | mode | value | where it is used |
+    |---|---|---|
+    | ``token-mean`` | ``sum_it l / N`` | DAPO, VAPO |
+    | ``token-sum`` | ``sum_it l`` | |
+    | ``seq-mean-token-sum`` | ``sum_it l / S`` | REINFORCE |
+    | ``seq-mean-token-mean`` | ``sum_i (sum_t l / n_i) / S`` | GRPO, PPO per response |
+    | ``seq-mean-token-sum-norm`` | ``sum_it l / (S * max_length)`` | Dr. GRPO |
 
     A row is a sequence, and rows without a true token are not counted in S unless `empty_rows` says
     so. Where nothing is counted at all the result is 0, and so is its gradient.
