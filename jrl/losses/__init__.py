@@ -10,6 +10,7 @@ never reaches a result or a gradient. Inputs in half precision are computed with
 """
 
 from jrl.losses.advantages import gae, grpo, length_adaptive_lambda, whiten
+from jrl.losses.conventions import Library, conventions
 from jrl.losses.divergence import KLEstimator, entropy_from_logits, kl_estimate
 from jrl.losses.policy import positive_example_loss, ppo_loss, ppo_surrogate
 from jrl.losses.reduction import Aggregation, Denominators, EmptyRows, Mean, aggregate, masked_mean
@@ -38,4 +39,6 @@ __all__ = [  # noqa: RUF022 - in reading order
     "Denominators",
     "masked_mean",
     "Mean",
+    "conventions",
+    "Library",
 ]
