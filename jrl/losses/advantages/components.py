@@ -56,9 +56,10 @@ def gdpo(
 
     >>> import jax.numpy as jnp
     >>> rewards = jnp.array([[1.0, 100.0], [0.0, 100.0], [1.0, 300.0], [0.0, 300.0]])
-    >>> result = gdpo(rewards, jnp.array([0, 0, 0, 0]), whitened=False)
+    >>> groups, weights = jnp.array([0, 0, 0, 0]), jnp.array([1.0, 0.5])
+    >>> result = gdpo(rewards, groups, weights=weights, whitened=False)
     >>> [round(x, 2) for x in result.tolist()]
-    [0.0, -1.73, 1.73, 0.0]
+    [0.43, -1.3, 1.3, -0.43]
     """
     (rewards,) = as_floats(jax.lax.stop_gradient(rewards))
     check_shapes(**{"rewards[:, 0]": rewards[:, 0]}, groups=groups)

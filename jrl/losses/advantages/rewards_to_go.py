@@ -212,7 +212,7 @@ def optimal_token_baseline(
     path = keep(jnp.cumsum(moved, -1), mask)
     time = rewards.shape[-1]
     position = jnp.maximum(jnp.cumsum(mask, -1, dtype=jnp.int32) - 1, 0)
-    cell = number_groups(groups)[:, None] * time + position
+    cell = number_groups(groups)[:, None].astype(position.dtype) * time + position
 
     def over_responses(x: Float[Array, "batch time"]) -> Float[Array, "batch time"]:
         return jax.ops.segment_sum(x.ravel(), cell.ravel(), num_segments=x.size)[cell]

@@ -154,6 +154,14 @@ def decoupled_gae(
     return estimate(lam_policy)[0], estimate(lam_critic)[1]
 
 
+def as_lengths(lengths: Real[ArrayLike, "*batch"]) -> Float[Array, "*batch"]:
+    """Lengths as floats: whole numbers in float64 where jax has it, as nothing else decides."""
+    lengths = jnp.asarray(jax.lax.stop_gradient(lengths))
+    if jnp.issubdtype(lengths.dtype, jnp.floating):
+        return as_floats(lengths)[0]
+    return lengths.astype(float)
+
+
 def length_adaptive_lambda(
     lengths: Real[ArrayLike, "*batch"], *, alpha: Number = 0.05, floor: Number = 0.0
 ) -> Float[Array, "*batch"]:
@@ -190,5 +198,5 @@ def length_adaptive_lambda(
         raise ValueError(f"alpha={alpha} must be positive: VAPO uses 0.05, later work 0.4 to 1.5.")
     if not 0 <= floor <= 1:
         raise ValueError(f"floor={floor} must lie in [0, 1], as every lam does.")
-    (lengths,) = as_floats(jax.lax.stop_gradient(lengths))
+    lengths = as_lengths(lengths)
     return jnp.maximum(1 - 1 / (alpha * lengths), floor)

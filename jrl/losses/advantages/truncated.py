@@ -1,12 +1,11 @@
 """Advantages of responses that were cut by a window before they ended, as in T-PPO."""
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Real, Shaped
 
-from jrl.losses.advantages.temporal import gae
+from jrl.losses.advantages.temporal import as_lengths, gae
 from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, keep, spread
 
 
@@ -128,5 +127,5 @@ def effective_length(
     check_shapes(lengths=lengths, truncated=truncated)
     if window <= 0:
         raise ValueError(f"window={window} must be positive: it is the tokens of one round.")
-    (lengths,) = as_floats(jax.lax.stop_gradient(lengths))
+    lengths = as_lengths(lengths)
     return jnp.where(as_mask(truncated), lengths + window / 2, lengths)
