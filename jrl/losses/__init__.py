@@ -9,18 +9,80 @@ never reaches a result or a gradient. Inputs in half precision are computed with
 `None` means "off" and 0 means zero. Arrays come first, the current policy before the old one.
 """
 
-from jrl.losses.advantages import gae, grpo, length_adaptive_lambda, whiten
-from jrl.losses.conventions import Library, conventions
-from jrl.losses.divergence import KLEstimator, entropy_from_logits, kl_estimate
-from jrl.losses.policy import positive_example_loss, ppo_loss, ppo_surrogate
-from jrl.losses.reduction import Aggregation, Denominators, EmptyRows, Mean, aggregate, masked_mean
-from jrl.losses.rewards import informative_groups, overlong_penalty
-from jrl.losses.value import ExplainedVariance, explained_variance, value_loss
+from jrl.losses.advantages import (
+    decoupled_gae,
+    dr_grpo,
+    effective_length,
+    extended_gae,
+    gae,
+    gdpo,
+    gpg,
+    grpo,
+    length_adaptive_lambda,
+    maxrl,
+    opo,
+    optimal_token_baseline,
+    pass_at_k,
+    pass_at_k_exact,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    remax,
+    rloo,
+    token_level_group_average,
+    whiten,
+)
+from jrl.losses.conventions import (
+    Library,
+    conventions,
+)
+from jrl.losses.divergence import (
+    KLEstimator,
+    entropy_from_logits,
+    kl_estimate,
+)
+from jrl.losses.policy import (
+    positive_example_loss,
+    ppo_loss,
+    ppo_surrogate,
+)
+from jrl.losses.reduction import (
+    Aggregation,
+    Denominators,
+    EmptyRows,
+    Mean,
+    aggregate,
+    masked_mean,
+)
+from jrl.losses.rewards import (
+    informative_groups,
+    overlong_penalty,
+)
+from jrl.losses.value import (
+    ExplainedVariance,
+    explained_variance,
+    value_loss,
+)
 
 __all__ = [  # noqa: RUF022 - in reading order
     "gae",
+    "decoupled_gae",
     "length_adaptive_lambda",
+    "extended_gae",
+    "effective_length",
     "grpo",
+    "dr_grpo",
+    "rloo",
+    "maxrl",
+    "opo",
+    "gpg",
+    "pass_at_k",
+    "pass_at_k_exact",
+    "gdpo",
+    "token_level_group_average",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "optimal_token_baseline",
     "whiten",
     "ppo_loss",
     "ppo_surrogate",

@@ -31,3 +31,26 @@ def group_min(x: Float[Array, "batch"], index: Int[Array, "batch"]) -> Float[Arr
 def group_max(x: Float[Array, "batch"], index: Int[Array, "batch"]) -> Float[Array, "batch"]:
     """The greatest `x` in each row's group, repeated on every row of it."""
     return jax.ops.segment_max(x, index, num_segments=x.size)[index]
+
+
+def group_size(x: Float[Array, "batch"], index: Int[Array, "batch"]) -> Float[Array, "batch"]:
+    """The number of rows in each row's group, in the dtype of `x`."""
+    return group_sum(jnp.ones_like(x), index)
+
+
+def group_centred(x: Float[Array, "batch"], index: Int[Array, "batch"]) -> Float[Array, "batch"]:
+    """`x` minus the mean of its group, exactly 0 where the whole group is equal.
+
+    Taken relative to the least of the group before anything is averaged, so that the mean of equal
+    numbers is not off by a rounding, which a division by ``epsilon`` would then blow up.
+    """
+    above_least = x - group_min(x, index)
+    return above_least - group_sum(above_least, index) / group_size(x, index)
+
+
+def ratio_or_zero(
+    x: Float[Array, "*shape"], divisor: Float[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    """``x / divisor``, and 0 where the divisor is 0. A NaN in either stays one."""
+    nothing = divisor == 0
+    return jnp.where(nothing, 0, x / jnp.where(nothing, 1, divisor))

@@ -4,7 +4,27 @@ They follow the papers' formulas literally: sequences are first compressed to th
 everything is then a loop over Python floats. Masks are read by truth, values under them never.
 """
 
-from oracles.advantages import gae, grpo, length_adaptive_lambda, whiten
+from oracles.advantages import (
+    effective_length,
+    extended_gae,
+    gae,
+    gdpo,
+    gpg,
+    grpo,
+    length_adaptive_lambda,
+    maxrl,
+    opo,
+    optimal_token_baseline,
+    pass_at_k,
+    pass_at_k_exact,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    remax,
+    rewards_to_go,
+    rloo,
+    token_level_group_average,
+    whiten,
+)
 from oracles.divergence import entropy, kl_token
 from oracles.policy import ppo, ppo_token
 from oracles.reduction import aggregate, token_weights
@@ -17,8 +37,23 @@ __all__ = [  # noqa: RUF022 - by file
     "aggregate",
     "token_weights",
     "gae",
-    "grpo",
+    "extended_gae",
     "length_adaptive_lambda",
+    "effective_length",
+    "grpo",
+    "rloo",
+    "maxrl",
+    "opo",
+    "gpg",
+    "pass_at_k",
+    "pass_at_k_exact",
+    "gdpo",
+    "token_level_group_average",
+    "rewards_to_go",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "optimal_token_baseline",
     "whiten",
     "ppo_token",
     "ppo",

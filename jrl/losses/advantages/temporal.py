@@ -18,6 +18,7 @@ def gae(
     gamma: Scalar | Float[ArrayLike, "*#batch #time"] = 1.0,
     lam: Scalar | Float[ArrayLike, "*#batch #time"] = 0.95,
     bootstrap_value: Scalar | Float[ArrayLike, "*#batch"] | None = None,
+    terminated: Shaped[ArrayLike, "*#batch"] | None = None,
 ) -> tuple[Float[Array, "*batch time"], Float[Array, "*batch time"]]:
     """Generalised advantage estimation over the tokens that the policy sampled.
 
@@ -27,7 +28,8 @@ def gae(
         A_t     = delta_t + gamma_t lam_t A_{t+1}
         G_t     = A_t + V_t
 
-    and, after the last such token, ``V = bootstrap_value`` and ``A = 0``. This is the estimate
+    and, after the last such token, ``A = 0`` and V is 0 where the response ended there and
+    `bootstrap_value` where it was only cut short. This is the estimate
     on the compressed sequence: a hole in the mask (a tool's answer, another speaker) makes no
     temporal-difference error and costs no factor of lam.
 
@@ -35,8 +37,12 @@ def gae(
     reward elsewhere is never read. Where a response ends in masked tokens, the terminal reward
     therefore belongs on the last *sampled* token and not in the last column.
 
-    VAPO and VC-PPO call this twice: with ``lam=1`` for the returns that the critic learns, and
-    with a smaller lam, such as that of `length_adaptive_lambda`, for the advantages of the policy.
+    **Several sequences packed in one row** are cut apart by ``gamma=0`` on the last sampled token
+    of each: that token then sees neither the value nor the advantage that follow.
+
+    What libraries differ in is the hole: verl and NeMo-RL skip it as here, OpenRLHF and older forks
+    of verl take the value there for 0, which makes two errors. Advantages are not whitened here
+    (verl and OpenRLHF do it in the same function); `whiten` does it.
 
     Args:
       rewards: one per token; usually zero but for the last sampled one.
@@ -47,15 +53,20 @@ def gae(
       lam: how far to trust rewards (1) over values (0); of the same shapes as `gamma`.
       bootstrap_value: the value of the state after the last sampled token, one per row, for
         responses that were cut short. None for responses that ended, whose value is then 0.
+      terminated: one per row; true where the response ended, so that the value after it is 0
+        whatever `bootstrap_value` holds, false where it was truncated and `bootstrap_value`
+        counts. None lets `bootstrap_value` count everywhere.
 
     Returns:
       `(advantages, returns)`, both 0 where the mask is false and both without a gradient. A row
       without a true token is all 0.
 
+    Raises:
+      ValueError: if `terminated` is given without `bootstrap_value`, or shapes do not fit.
+
     References:
       Schulman et al., "High-dimensional continuous control using generalized advantage
       estimation", 2016, eq. 16. https://arxiv.org/abs/1506.02438
-      Yuan et al., "VC-PPO", 2025 (decoupled lam). https://arxiv.org/abs/2503.01491
 
     >>> import jax.numpy as jnp
     >>> rewards, values = jnp.array([0.0, 0.0, 1.0]), jnp.array([0.5, 0.25, 0.75])
@@ -64,6 +75,11 @@ def gae(
     ([0.5, 0.75, 0.25], [1.0, 1.0, 1.0])
     """
     check_shapes(rewards=rewards, values=values, mask=mask)
+    if terminated is not None and bootstrap_value is None:
+        raise ValueError(
+            "terminated is given without bootstrap_value: without the value after truncated "
+            "responses every response counts as ended; give both, or neither."
+        )
     mask = as_mask(mask)
     rewards, values = as_floats(rewards, values)
     rewards, values = keep(rewards, mask), keep(values, mask)
@@ -71,10 +87,79 @@ def gae(
     lam = spread("lam", lam, values)
     ended = jnp.zeros_like(values[..., 0])
     last = ended if bootstrap_value is None else spread("bootstrap_value", bootstrap_value, ended)
+    if terminated is not None:
+        last = jnp.where(spread("terminated", as_mask(terminated), ended) != 0, ended, last)
 
     advantages = discounted_errors(rewards, values, mask, gamma, lam, last)
     advantages = jax.lax.stop_gradient(keep(advantages, mask))
     return advantages, jax.lax.stop_gradient(keep(advantages + values, mask))
+
+
+def decoupled_gae(
+    rewards: Real[ArrayLike, "*batch time"],
+    values: Float[ArrayLike, "*batch time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    gamma: Scalar | Float[ArrayLike, "*#batch #time"] = 1.0,
+    lam_policy: Scalar | Float[ArrayLike, "*#batch #time"] = 0.95,
+    lam_critic: Scalar | Float[ArrayLike, "*#batch #time"] = 1.0,
+    bootstrap_value: Scalar | Float[ArrayLike, "*#batch"] | None = None,
+    terminated: Shaped[ArrayLike, "*#batch"] | None = None,
+) -> tuple[Float[Array, "*batch time"], Float[Array, "*batch time"]]:
+    """Advantages with one lam and the critic's targets with another: VC-PPO and VAPO.
+
+        A_t = sum_k (prod gamma lam_policy) delta_{t+k}
+        G_t = sum_k (prod gamma lam_critic) delta_{t+k} + V_t
+
+    With a lam below 1 the reward at the end reaches the first tokens of a long response with
+    hardly any weight, so a critic that learns from such targets stays where it was initialised. It
+    learns from undiscounted returns instead (``lam_critic=1``), while the policy keeps the lower
+    variance of a smaller lam. The policy gradient has the same expectation under a perfect critic
+    whatever the two are.
+
+    Args:
+      rewards: one per token; usually zero but for the last sampled one.
+      values: the critic's estimate of the state before each token.
+      mask: true on sampled tokens; holes are legal.
+      gamma: the discount, in [0, 1]; a scalar or an array as for `gae`.
+      lam_policy: the lam of the advantages; 0.95 in VC-PPO, in VAPO that of
+        ``length_adaptive_lambda(mask.sum(-1))[:, None]``.
+      lam_critic: the lam of the returns; 1 in both papers.
+      bootstrap_value: the value after the last sampled token, one per row, as for `gae`.
+      terminated: where `bootstrap_value` does not count, as for `gae`.
+
+    Returns:
+      `(advantages, returns)`, both 0 where the mask is false and both without a gradient. Unless
+      the two lams are equal, the returns are not ``advantages + values``.
+
+    Raises:
+      ValueError: if `terminated` is given without `bootstrap_value`, or shapes do not fit.
+
+    References:
+      Yuan et al., "What's behind PPO's collapse in long-CoT? Value optimization holds the secret"
+      (VC-PPO), 2025. https://arxiv.org/abs/2503.01491
+      Yue et al., "VAPO", 2025. https://arxiv.org/abs/2504.05118
+
+    >>> import jax.numpy as jnp
+    >>> rewards, values = jnp.array([0.0, 0.0, 1.0]), jnp.array([0.5, 0.25, 0.75])
+    >>> advantages, returns = decoupled_gae(rewards, values, jnp.ones(3), lam_policy=0.0)
+    >>> advantages.tolist(), returns.tolist()
+    ([-0.25, 0.5, 0.25], [1.0, 1.0, 1.0])
+    """
+
+    def estimate(lam: Scalar | Float[ArrayLike, "*#batch #time"]):
+        ends = {"bootstrap_value": bootstrap_value, "terminated": terminated}
+        return gae(rewards, values, mask, gamma=gamma, lam=lam, **ends)
+
+    return estimate(lam_policy)[0], estimate(lam_critic)[1]
+
+
+def as_lengths(lengths: Real[ArrayLike, "*batch"]) -> Float[Array, "*batch"]:
+    """Lengths as floats: whole numbers in float64 where jax has it, as nothing else decides."""
+    lengths = jnp.asarray(jax.lax.stop_gradient(lengths))
+    if jnp.issubdtype(lengths.dtype, jnp.floating):
+        return as_floats(lengths)[0]
+    return lengths.astype(float)
 
 
 def length_adaptive_lambda(
@@ -113,5 +198,5 @@ def length_adaptive_lambda(
         raise ValueError(f"alpha={alpha} must be positive: VAPO uses 0.05, later work 0.4 to 1.5.")
     if not 0 <= floor <= 1:
         raise ValueError(f"floor={floor} must lie in [0, 1], as every lam does.")
-    (lengths,) = as_floats(jax.lax.stop_gradient(lengths))
+    lengths = as_lengths(lengths)
     return jnp.maximum(1 - 1 / (alpha * lengths), floor)

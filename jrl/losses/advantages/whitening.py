@@ -7,6 +7,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
 from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, keep
+from jrl.losses.groups import ratio_or_zero
 
 
 def whiten(
@@ -16,13 +17,17 @@ def whiten(
     unbiased: bool = True,
     keep_mean: bool = False,
     epsilon: Number = 1e-8,
+    min_variance: Number | None = None,
 ) -> Float[Array, "*batch time"]:
     """Scale to unit variance, and shift to zero mean, over the true tokens of the whole batch.
 
-    ``(x - mean) / sqrt(variance + epsilon)``. No estimator or loss here does it by itself: it
-    makes the advantage of a token depend on which other responses are in the batch. The statistics
-    are those of the array that is passed, so pass the whole batch, not a micro-batch or one
-    device's part of it.
+    ``(x - mean) / sqrt(max(variance, min_variance) + epsilon)``. It makes the advantage of a token
+    depend on which other responses are in the batch, so only those estimators do it by themselves
+    whose papers have it in their formula. The statistics are those of the array that is passed, so
+    pass the whole batch, not a micro-batch or one device's part of it.
+
+    The defaults are those of verl. OpenRLHF's form is ``unbiased=False, epsilon=0.0,
+    min_variance=1e-8``.
 
     Args:
       x: usually advantages.
@@ -30,16 +35,30 @@ def whiten(
       unbiased: divide the squares by ``n - 1`` (as verl does) rather than ``n`` (as OpenRLHF does).
       keep_mean: add the mean back, so that only the scale changes.
       epsilon: added to the variance, inside the root.
+      min_variance: the least that the variance is taken for; None takes it as it is.
 
     Returns:
-      The whitened tokens, 0 where the mask is false, without a gradient. A single token has no
-      variance: it becomes 0 (or stays what it is, with `keep_mean`).
+      The whitened tokens, 0 where the mask is false, without a gradient. A single true token has
+      no variance: it becomes 0 (or stays what it is, with `keep_mean`), as do several equal ones
+      but for a rounding. (verl raises an error.)
+
+    Raises:
+      ValueError: if `epsilon` or `min_variance` is negative.
+
+    References:
+      Huang et al., "The 37 implementation details of proximal policy optimization", 2022, 7.
+      https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/
 
     >>> import jax.numpy as jnp
     >>> whiten(jnp.array([1.0, 3.0, 9.0]), jnp.array([1, 1, 0]), unbiased=False).tolist()
     [-1.0, 1.0, 0.0]
     """
     check_shapes(x=x, mask=mask)
+    if epsilon < 0 or (min_variance is not None and min_variance < 0):
+        raise ValueError(
+            f"epsilon={epsilon} and min_variance={min_variance} must not be negative: a variance "
+            "is not; 0 or None leaves it as it is."
+        )
     mask = as_mask(mask)
     (x,) = as_floats(jax.lax.stop_gradient(x))
     x = keep(x, mask)
@@ -47,5 +66,7 @@ def whiten(
     mean = jnp.sum(x) / jnp.maximum(count, 1)
     centred = keep(x - mean, mask)
     variance = jnp.sum(centred**2) / jnp.maximum(count - 1 if unbiased else count, 1)
-    scaled = centred * jax.lax.rsqrt(variance + epsilon)
+    if min_variance is not None:
+        variance = jnp.maximum(variance, min_variance)
+    scaled = ratio_or_zero(centred, jnp.broadcast_to(jnp.sqrt(variance + epsilon), centred.shape))
     return keep(scaled + mean, mask) if keep_mean else scaled
