@@ -11,7 +11,28 @@ never reaches a result or a gradient. Inputs in half precision are computed with
 
 from jrl.losses.advantages import gae, grpo, length_adaptive_lambda, whiten
 from jrl.losses.divergence import KLEstimator, entropy_from_logits, kl_estimate
-from jrl.losses.policy import positive_example_loss, ppo_loss, ppo_surrogate
+from jrl.losses.policy import (
+    cispo_loss,
+    cispo_surrogate,
+    dro_loss,
+    dro_surrogate,
+    gmpo_loss,
+    gmpo_surrogate,
+    gpg_loss,
+    gspo_loss,
+    gspo_surrogate,
+    luspo_loss,
+    luspo_surrogate,
+    positive_example_loss,
+    ppo_loss,
+    ppo_surrogate,
+    reinforce_loss,
+    reinforce_surrogate,
+    sapo_loss,
+    sapo_surrogate,
+    vespo_loss,
+    vespo_surrogate,
+)
 from jrl.losses.reduction import Aggregation, Denominators, EmptyRows, Mean, aggregate, masked_mean
 from jrl.losses.rewards import informative_groups, overlong_penalty
 from jrl.losses.value import ExplainedVariance, explained_variance, value_loss
@@ -23,6 +44,23 @@ __all__ = [  # noqa: RUF022 - in reading order
     "whiten",
     "ppo_loss",
     "ppo_surrogate",
+    "reinforce_loss",
+    "reinforce_surrogate",
+    "gpg_loss",
+    "cispo_loss",
+    "cispo_surrogate",
+    "vespo_loss",
+    "vespo_surrogate",
+    "gspo_loss",
+    "gspo_surrogate",
+    "luspo_loss",
+    "luspo_surrogate",
+    "gmpo_loss",
+    "gmpo_surrogate",
+    "sapo_loss",
+    "sapo_surrogate",
+    "dro_loss",
+    "dro_surrogate",
     "positive_example_loss",
     "value_loss",
     "explained_variance",
