@@ -7,6 +7,20 @@ everything is then a loop over Python floats. Masks are read by truth, values un
 from oracles.advantages import gae, grpo, length_adaptive_lambda, whiten
 from oracles.divergence import entropy, kl_token
 from oracles.policy import ppo, ppo_token
+from oracles.policy_ratio import (
+    cispo_row,
+    dro_row,
+    gmpo_row,
+    gspo_row,
+    luspo_row,
+    policy_loss,
+    policy_surrogate,
+    positive_examples,
+    ppo_row,
+    reinforce_row,
+    sapo_row,
+    vespo_row,
+)
 from oracles.reduction import aggregate, token_weights
 from oracles.rewards import informative, overlong_penalty
 from oracles.rows import rows
@@ -22,6 +36,18 @@ __all__ = [  # noqa: RUF022 - by file
     "whiten",
     "ppo_token",
     "ppo",
+    "cispo_row",
+    "dro_row",
+    "gmpo_row",
+    "gspo_row",
+    "luspo_row",
+    "policy_loss",
+    "policy_surrogate",
+    "positive_examples",
+    "ppo_row",
+    "reinforce_row",
+    "sapo_row",
+    "vespo_row",
     "value_token",
     "explained_variance",
     "kl_token",
