@@ -27,6 +27,20 @@ from oracles.advantages import (
 )
 from oracles.divergence import entropy, kl_token
 from oracles.policy import ppo, ppo_token
+from oracles.policy_ratio import (
+    cispo_row,
+    dro_row,
+    gmpo_row,
+    gspo_row,
+    luspo_row,
+    policy_loss,
+    policy_surrogate,
+    positive_examples,
+    ppo_row,
+    reinforce_row,
+    sapo_row,
+    vespo_row,
+)
 from oracles.reduction import aggregate, token_weights
 from oracles.rewards import informative, overlong_penalty
 from oracles.rows import rows
@@ -57,6 +71,18 @@ __all__ = [  # noqa: RUF022 - by file
     "whiten",
     "ppo_token",
     "ppo",
+    "cispo_row",
+    "dro_row",
+    "gmpo_row",
+    "gspo_row",
+    "luspo_row",
+    "policy_loss",
+    "policy_surrogate",
+    "positive_examples",
+    "ppo_row",
+    "reinforce_row",
+    "sapo_row",
+    "vespo_row",
     "value_token",
     "explained_variance",
     "kl_token",

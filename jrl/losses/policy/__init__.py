@@ -4,11 +4,47 @@ Arguments come *current policy first, then old*; verl and its descendants have i
 round. Only the current log-probabilities carry a gradient.
 """
 
+from jrl.losses.policy.dro import dro_loss, dro_surrogate
 from jrl.losses.policy.imitation import positive_example_loss
 from jrl.losses.policy.ppo import ppo_loss, ppo_surrogate
+from jrl.losses.policy.reinforce import (
+    cispo_loss,
+    cispo_surrogate,
+    gpg_loss,
+    reinforce_loss,
+    reinforce_surrogate,
+    vespo_loss,
+    vespo_surrogate,
+)
+from jrl.losses.policy.sequence_ratio import (
+    gmpo_loss,
+    gmpo_surrogate,
+    gspo_loss,
+    gspo_surrogate,
+    luspo_loss,
+    luspo_surrogate,
+)
+from jrl.losses.policy.soft_gate import sapo_loss, sapo_surrogate
 
 __all__ = [  # noqa: RUF022 - in reading order
     "ppo_loss",
     "ppo_surrogate",
+    "reinforce_loss",
+    "reinforce_surrogate",
+    "gpg_loss",
+    "cispo_loss",
+    "cispo_surrogate",
+    "vespo_loss",
+    "vespo_surrogate",
+    "gspo_loss",
+    "gspo_surrogate",
+    "luspo_loss",
+    "luspo_surrogate",
+    "gmpo_loss",
+    "gmpo_surrogate",
+    "sapo_loss",
+    "sapo_surrogate",
+    "dro_loss",
+    "dro_surrogate",
     "positive_example_loss",
 ]

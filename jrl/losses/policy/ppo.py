@@ -1,18 +1,22 @@
 """The clipped objective of PPO, with the bounds of GRPO and DAPO and the dual clip."""
 
-from typing import TypeAlias, Unpack
+from typing import Unpack
 
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
-from jrl.losses.arrays import Number, spread
-from jrl.losses.policy.tokens import Tokens, clamped_log_ratio, clean, reduce_surrogate
+from jrl.losses.arrays import Number
+from jrl.losses.policy.tokens import (
+    Bound,
+    Tokens,
+    clamped_log_ratio,
+    clean,
+    distance,
+    reduce_surrogate,
+)
 from jrl.losses.reduction import Aggregation, Denominators, Mean
-
-# A distance from one: the same for all tokens, or an array with as many axes as the tokens have.
-Bound: TypeAlias = Number | Float[ArrayLike, "..."]
 
 
 def ppo_surrogate(
@@ -147,7 +151,7 @@ def clipped(
     max_log_ratio: Number | None,
 ) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
     """The surrogate of `ppo_surrogate`, and the statistics of `ppo_loss` for each token."""
-    low, high = _distance("clip_low", clip_low, tokens), _distance("clip_high", clip_high, tokens)
+    low, high = distance("clip_low", clip_low, tokens), distance("clip_high", clip_high, tokens)
     if clip_dual is not None and clip_dual <= 1:
         raise ValueError(f"clip_dual={clip_dual} must be above 1, such as 3; None is off.")
     log_ratio, statistics = clamped_log_ratio(tokens, max_log_ratio)
@@ -168,14 +172,3 @@ def clipped(
         "pg_clipfrac_lower": binds_dual.astype(ratio.dtype),
         **statistics,
     }
-
-
-def _distance(name: str, bound: Bound, tokens: Tokens) -> Float[Array, "..."] | Number:
-    """The bound itself if it is a number, or one for each token."""
-    if not isinstance(bound, int | float):
-        return jnp.where(tokens.mask, spread(name, bound, tokens.logprobs), 0)
-    if bound < 0:
-        raise ValueError(
-            f"{name}={bound} is a distance from one and cannot be negative; float('inf') is off."
-        )
-    return bound

@@ -1,6 +1,6 @@
 """What every policy loss begins and ends with: clean arrays, the ratio, and the reduction."""
 
-from typing import NamedTuple, Unpack
+from typing import NamedTuple, TypeAlias, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,9 @@ from jaxtyping import Bool, Float, Shaped
 
 from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, keep, spread
 from jrl.losses.reduction import Aggregation, Denominators, Mean, aggregate
+
+# How far a ratio may go: the same for all tokens, or an array with as many axes as the tokens have.
+Bound: TypeAlias = Number | Float[ArrayLike, "..."]
 
 
 class Tokens(NamedTuple):
@@ -67,6 +70,44 @@ def clamped_log_ratio(
         "ratio_squared": ratio**2,
         "ratio_clamped": beyond.astype(ratio.dtype),
     }
+
+
+def distance(name: str, bound: Bound, tokens: Tokens) -> Float[Array, "..."] | Number:
+    """The bound itself if it is a number, or one for each token.
+
+    Raises:
+      ValueError: if it is a negative number, or an array that does not spread over the tokens.
+    """
+    if not isinstance(bound, int | float):
+        return jnp.where(tokens.mask, spread(name, bound, tokens.logprobs), 0)
+    if bound < 0:
+        raise ValueError(
+            f"{name}={bound} is a distance and cannot be negative; float('inf') is off."
+        )
+    return bound
+
+
+def lengths(tokens: Tokens) -> Float[Array, "*batch 1"]:
+    """The number of true tokens in each row."""
+    count = jnp.sum(tokens.mask, axis=-1, keepdims=True, dtype=jnp.int32)
+    return count.astype(tokens.logprobs.dtype)
+
+
+def row_mean(x: Float[Array, "*batch time"], tokens: Tokens) -> Float[Array, "*batch 1"]:
+    """The mean of each row's true tokens, and 0 for a row without one."""
+    return jnp.sum(keep(x, tokens.mask), axis=-1, keepdims=True) / jnp.maximum(lengths(tokens), 1)
+
+
+def floored_logprobs(tokens: Tokens, max_log_ratio: Number | None) -> Float[Array, "*batch time"]:
+    """The log-probabilities, no more than `max_log_ratio` nats below the old ones.
+
+    A token that has become impossible would make ``A logp`` infinite. Where the floor acts the
+    gradient is 0.
+    """
+    if max_log_ratio is None:
+        return tokens.logprobs
+    floor = tokens.old_logprobs - max_log_ratio
+    return jnp.where(tokens.logprobs < floor, floor, tokens.logprobs)
 
 
 def reduce_surrogate(

@@ -1,0 +1,427 @@
+"""Losses whose ratio belongs to a whole response: GSPO, LUSPO and GMPO.
+
+A row is a response here: its ratio needs all of its tokens, so a batch may be cut by rows but
+neither along time nor by packing several responses into one row.
+"""
+
+from typing import Literal, Unpack, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Float, Shaped
+
+from jrl.losses.arrays import Number, keep
+from jrl.losses.policy.ppo import clipped
+from jrl.losses.policy.tokens import (
+    Bound,
+    Tokens,
+    clamped_log_ratio,
+    clean,
+    distance,
+    lengths,
+    reduce_surrogate,
+    row_mean,
+)
+from jrl.losses.reduction import Aggregation, Denominators, Mean
+
+SequenceGradient = Literal["token", "sequence"]
+
+
+def gspo_surrogate(
+    logprobs: Float[ArrayLike, "*batch time"],
+    old_logprobs: Float[ArrayLike, "*batch time"],
+    advantages: Float[ArrayLike, "*#batch #time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    clip_low: Bound = 3e-4,
+    clip_high: Bound = 4e-4,
+    gradient: SequenceGradient = "token",
+    max_log_ratio: Number | None = 20.0,
+) -> Float[Array, "*batch time"]:
+    """Per-token loss of GSPO: PPO's clip on the geometric mean of a response's ratios.
+
+    With ``n_i`` the true tokens of row i and sg the stop of the gradient,
+
+        s_i  = exp(sum_t (logprobs_it - old_logprobs_it) / n_i)
+        s_it = sg[s_i] pi_it / sg[pi_it]                        gradient="token"
+        s_it = s_i                                              gradient="sequence"
+        l_it = max(-A_it s_it, -A_it clip(s_it, 1 - clip_low, 1 + clip_high))
+
+    The two forms have equal values. Their gradients are equal too when a row has one advantage:
+    each token then gets ``-A s_i / n_i`` of the row's mean. When advantages differ within a row,
+    "token" gives each token its own advantage (GSPO-token), "sequence" gives all of them the mean.
+
+    verl has the token form, TRL and OpenRLHF the sequence form. The bounds are a thousand times
+    narrower than PPO's because a mean over tokens moves far less than a token.
+
+    Args:
+      logprobs: of the sampled tokens under the current policy, in nats. A row is one whole
+        response.
+      old_logprobs: the same under the policy that the ratio is taken against; no gradient.
+      advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
+      mask: true on sampled tokens.
+      clip_low: how far the ratio may fall below one before a negative advantage stops acting.
+      clip_high: how far it may rise above one before a positive advantage stops acting.
+      gradient: "token" or "sequence", as above.
+      max_log_ratio: each token's log-ratio is clamped to plus or minus this many nats before the
+        mean, where the token's gradient is then 0; None is off. verl caps the mean instead, at +10;
+        TRL and OpenRLHF have no clamp.
+
+    Returns:
+      One loss per token, 0 where the mask is false. Reduce it with `aggregate`.
+
+    Raises:
+      ValueError: if a bound is negative or `gradient` is unknown.
+
+    References:
+      Zheng et al., "Group sequence policy optimization", 2025, section 4.1 (sequence) and 4.3
+      (token); bounds from section 5.1. https://arxiv.org/abs/2507.18071
+
+    >>> import jax.numpy as jnp
+    >>> log_ratio = jnp.array([[0.1, -0.3, 0.0], [0.5, 0.1, 0.0]])
+    >>> mask = jnp.array([[1, 1, 1], [1, 1, 0]])
+    >>> advantages = jnp.array([[1.0], [-0.5]])
+    >>> gspo_surrogate(log_ratio, 0 * log_ratio, advantages, mask)[:, 0].round(4).tolist()
+    [-0.9354999661445618, 0.6748999953269958]
+    """
+    tokens = clean(logprobs, old_logprobs, advantages, mask)
+    surrogate, _ = _sequence_clipped(tokens, clip_low, clip_high, gradient, max_log_ratio)
+    return surrogate
+
+
+def gspo_loss(
+    logprobs: Float[ArrayLike, "*batch time"],
+    old_logprobs: Float[ArrayLike, "*batch time"],
+    advantages: Float[ArrayLike, "*#batch #time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    clip_low: Bound = 3e-4,
+    clip_high: Bound = 4e-4,
+    gradient: SequenceGradient = "token",
+    max_log_ratio: Number | None = 20.0,
+    importance_weights: Float[ArrayLike, "*#batch #time"] | None = None,
+    aggregation: Aggregation = "seq-mean-token-mean",
+    **denominators: Unpack[Denominators],
+) -> tuple[Float[Array, ""], dict[str, Mean]]:
+    """Loss of GSPO: `gspo_surrogate`, weighted if asked, then `aggregate`.
+
+    Some versions of verl take `seq-mean-token-mean` whatever is configured; here the aggregation
+    is an argument, with that default.
+
+    Args:
+      logprobs: of the sampled tokens under the current policy, in nats. A row is one whole
+        response.
+      old_logprobs: the same under the policy that the ratio is taken against; no gradient.
+      advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
+      mask: true on sampled tokens.
+      clip_low: see `gspo_surrogate`, as are `clip_high`, `gradient` and `max_log_ratio`.
+      clip_high: 4e-4 in the paper.
+      gradient: "token" or "sequence".
+      max_log_ratio: None is off.
+      importance_weights: factors on the tokens' losses, of the shapes of `advantages`; no
+        gradient. None is off.
+      aggregation: how to weigh tokens and sequences, see `aggregate`.
+      denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
+        `sequence_lengths`, `empty_rows`.
+
+    Returns:
+      `(loss, metrics)`. The metrics are means over the true tokens, kept as `Mean`:
+
+      * ``pg_clipfrac``: where the clip binds, which it does for all of a row's tokens whose
+        advantages have one sign;
+      * ``ppo_kl``: minus the row's mean log-ratio, the k1 estimate of KL(old || current);
+      * ``ratio``, ``ratio_squared``: of the row, counted once for each of its tokens;
+      * ``ratio_clamped``: where `max_log_ratio` was exceeded.
+
+    Raises:
+      ValueError: if a bound, `gradient` or the aggregation is not valid, or shapes do not agree.
+
+    References:
+      As for `gspo_surrogate`.
+
+    >>> import jax.numpy as jnp
+    >>> log_ratio = jnp.array([[0.1, -0.3, 0.0], [0.5, 0.1, 0.0]])
+    >>> mask = jnp.array([[1, 1, 1], [1, 1, 0]])
+    >>> loss, metrics = gspo_loss(log_ratio, 0 * log_ratio, jnp.array([[1.0], [-0.5]]), mask)
+    >>> round(float(loss), 4), float(metrics["pg_clipfrac"].value())
+    (-0.1303, 0.0)
+    """
+    tokens = clean(logprobs, old_logprobs, advantages, mask)
+    surrogate, statistics = _sequence_clipped(tokens, clip_low, clip_high, gradient, max_log_ratio)
+    return reduce_surrogate(
+        surrogate, statistics, tokens.mask, aggregation, importance_weights, **denominators
+    )
+
+
+def luspo_surrogate(
+    logprobs: Float[ArrayLike, "*batch time"],
+    old_logprobs: Float[ArrayLike, "*batch time"],
+    advantages: Float[ArrayLike, "*#batch #time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    clip_low: Bound = 2e-3,
+    clip_high: Bound = 2.5e-3,
+    gradient: SequenceGradient = "token",
+    max_log_ratio: Number | None = 20.0,
+) -> Float[Array, "*batch time"]:
+    """Per-token loss of LUSPO: that of `gspo_surrogate` times the length of the response.
+
+    ``l_it = n_i max(-A s_it, -A clip(s_it, 1 - clip_low, 1 + clip_high))`` with ``n_i`` the true
+    tokens of row i. GSPO's mean within a response divides its gradient by the length, which makes
+    long responses count less per token; the factor takes that back.
+
+    Args:
+      logprobs: of the sampled tokens under the current policy, in nats. A row is one whole
+        response.
+      old_logprobs: the same under the policy that the ratio is taken against; no gradient.
+      advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
+      mask: true on sampled tokens.
+      clip_low: see `gspo_surrogate`, as are `clip_high`, `gradient` and `max_log_ratio`; the
+        defaults are those of TRL.
+      clip_high: 2.5e-3 in TRL.
+      gradient: "token" or "sequence".
+      max_log_ratio: None is off.
+
+    Returns:
+      One loss per token, 0 where the mask is false. Reduce it with `aggregate`.
+
+    Raises:
+      ValueError: if a bound is negative or `gradient` is unknown.
+
+    References:
+      "LUSPO", length-unbiased sequence policy optimization, 2026.
+      https://arxiv.org/abs/2602.05261
+
+    >>> import jax.numpy as jnp
+    >>> zeros, mask = jnp.zeros((2, 3)), jnp.array([[1, 1, 1], [1, 1, 0]])
+    >>> luspo_surrogate(zeros, zeros, jnp.array([[1.0], [-0.5]]), mask)[:, 0].tolist()
+    [-3.0, 1.0]
+    """
+    tokens = clean(logprobs, old_logprobs, advantages, mask)
+    surrogate, _ = _sequence_clipped(tokens, clip_low, clip_high, gradient, max_log_ratio)
+    return surrogate * lengths(tokens)
+
+
+def luspo_loss(
+    logprobs: Float[ArrayLike, "*batch time"],
+    old_logprobs: Float[ArrayLike, "*batch time"],
+    advantages: Float[ArrayLike, "*#batch #time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    clip_low: Bound = 2e-3,
+    clip_high: Bound = 2.5e-3,
+    gradient: SequenceGradient = "token",
+    max_log_ratio: Number | None = 20.0,
+    importance_weights: Float[ArrayLike, "*#batch #time"] | None = None,
+    aggregation: Aggregation = "seq-mean-token-mean",
+    **denominators: Unpack[Denominators],
+) -> tuple[Float[Array, ""], dict[str, Mean]]:
+    """Loss of LUSPO: `luspo_surrogate`, weighted if asked, then `aggregate`.
+
+    With the default aggregation it equals `gspo_loss` with ``aggregation="seq-mean-token-sum"`` and
+    the bounds of this function. TRL divides by all rows (``empty_rows="count"``).
+
+    Args:
+      logprobs: of the sampled tokens under the current policy, in nats. A row is one whole
+        response.
+      old_logprobs: the same under the policy that the ratio is taken against; no gradient.
+      advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
+      mask: true on sampled tokens.
+      clip_low: see `luspo_surrogate`, as are `clip_high`, `gradient` and `max_log_ratio`.
+      clip_high: 2.5e-3 in TRL.
+      gradient: "token" or "sequence".
+      max_log_ratio: None is off.
+      importance_weights: factors on the tokens' losses, of the shapes of `advantages`; no
+        gradient. None is off.
+      aggregation: how to weigh tokens and sequences, see `aggregate`.
+      denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
+        `sequence_lengths`, `empty_rows`.
+
+    Returns:
+      `(loss, metrics)`, the metrics those of `gspo_loss`.
+
+    Raises:
+      ValueError: if a bound, `gradient` or the aggregation is not valid, or shapes do not agree.
+
+    References:
+      As for `luspo_surrogate`.
+
+    >>> import jax.numpy as jnp
+    >>> zeros, mask = jnp.zeros((2, 3)), jnp.array([[1, 1, 1], [1, 1, 0]])
+    >>> loss, _ = luspo_loss(zeros, zeros, jnp.array([[1.0], [-0.5]]), mask)
+    >>> float(loss)
+    -1.0
+    """
+    tokens = clean(logprobs, old_logprobs, advantages, mask)
+    surrogate, statistics = _sequence_clipped(tokens, clip_low, clip_high, gradient, max_log_ratio)
+    return reduce_surrogate(
+        surrogate * lengths(tokens),
+        statistics,
+        tokens.mask,
+        aggregation,
+        importance_weights,
+        **denominators,
+    )
+
+
+def gmpo_surrogate(
+    logprobs: Float[ArrayLike, "*batch time"],
+    old_logprobs: Float[ArrayLike, "*batch time"],
+    advantages: Float[ArrayLike, "*#batch #time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    clip_low: Bound = 0.4,
+    clip_high: Bound = 0.4,
+    max_log_ratio: Number | None = 20.0,
+) -> Float[Array, "*batch time"]:
+    """Per-token loss of GMPO: tokens are clipped one by one, then their geometric mean is taken.
+
+    With ``d = logprobs - old_logprobs`` and ``n_i`` the true tokens of row i,
+
+        c_it = min(d_it, clip_high)      where A_it > 0
+        c_it = max(d_it, -clip_low)      where A_it < 0
+        c_it = 0                         where A_it = 0
+        l_it = -(sum_t A_it / n_i) exp(sum_t c_it / n_i)
+
+    The bounds are in **log space**, in nats: 0.4 lets a ratio move between 0.67 and 1.49. A token
+    beyond its bound has no gradient; the others of its row keep theirs. All true tokens of a row
+    have the row's loss.
+
+    Advantages are meant to be one per row. Given one per token, each token is clipped by the sign
+    of its own and the row is weighted by their mean, as in verl's ``geo_mean``.
+
+    Args:
+      logprobs: of the sampled tokens under the current policy, in nats. A row is one whole
+        response.
+      old_logprobs: the same under the policy that the ratio is taken against; no gradient.
+      advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
+      mask: true on sampled tokens.
+      clip_low: how many nats a token may fall below the old policy before a negative advantage
+        stops acting on it.
+      clip_high: how many it may rise above before a positive advantage stops acting on it.
+      max_log_ratio: the log-ratio is clamped to plus or minus this many nats first, where the
+        gradient is then 0; it matters on the side that is not clipped. None is off, as in verl.
+
+    Returns:
+      One loss per token, 0 where the mask is false. Reduce it with `aggregate`.
+
+    Raises:
+      ValueError: if a bound is negative.
+
+    References:
+      Zhao et al., "Geometric-mean policy optimization", 2025, section 3.
+      https://arxiv.org/abs/2507.20673
+
+    >>> import jax.numpy as jnp
+    >>> log_ratio = jnp.array([[0.1, -0.3, 0.0], [0.5, 0.1, 0.0]])
+    >>> mask = jnp.array([[1, 1, 1], [1, 1, 0]])
+    >>> advantages = jnp.array([[1.0], [-0.5]])
+    >>> gmpo_surrogate(log_ratio, 0 * log_ratio, advantages, mask)[:, 0].round(4).tolist()
+    [-0.9354999661445618, 0.6748999953269958]
+    """
+    tokens = clean(logprobs, old_logprobs, advantages, mask)
+    surrogate, _ = _geometric_mean(tokens, clip_low, clip_high, max_log_ratio)
+    return surrogate
+
+
+def gmpo_loss(
+    logprobs: Float[ArrayLike, "*batch time"],
+    old_logprobs: Float[ArrayLike, "*batch time"],
+    advantages: Float[ArrayLike, "*#batch #time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    clip_low: Bound = 0.4,
+    clip_high: Bound = 0.4,
+    max_log_ratio: Number | None = 20.0,
+    importance_weights: Float[ArrayLike, "*#batch #time"] | None = None,
+    aggregation: Aggregation = "seq-mean-token-mean",
+    **denominators: Unpack[Denominators],
+) -> tuple[Float[Array, ""], dict[str, Mean]]:
+    """Loss of GMPO: `gmpo_surrogate`, weighted if asked, then `aggregate`.
+
+    The default is the mean over responses. verl takes it over all rows, empty ones included
+    (``empty_rows="count"``), and ignores the aggregation and any denominator of the whole batch.
+
+    Args:
+      logprobs: of the sampled tokens under the current policy, in nats. A row is one whole
+        response.
+      old_logprobs: the same under the policy that the ratio is taken against; no gradient.
+      advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
+      mask: true on sampled tokens.
+      clip_low: in nats; see `gmpo_surrogate`, as are `clip_high` and `max_log_ratio`.
+      clip_high: in nats, 0.4 in the paper.
+      max_log_ratio: None is off.
+      importance_weights: factors on the tokens' losses, of the shapes of `advantages`; no
+        gradient. None is off.
+      aggregation: how to weigh tokens and sequences, see `aggregate`.
+      denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
+        `sequence_lengths`, `empty_rows`.
+
+    Returns:
+      `(loss, metrics)`. The metrics are means over the true tokens, kept as `Mean`:
+
+      * ``pg_clipfrac``: where a token's log-ratio was clipped by a bound;
+      * ``ppo_kl``: ``old_logprobs - logprobs``, the k1 estimate of KL(old || current);
+      * ``ratio``, ``ratio_squared``: of the tokens, before the clip;
+      * ``ratio_clamped``: where `max_log_ratio` was exceeded.
+
+    Raises:
+      ValueError: if a bound or the aggregation is not valid, or shapes do not agree.
+
+    References:
+      As for `gmpo_surrogate`.
+
+    >>> import jax.numpy as jnp
+    >>> log_ratio = jnp.array([[0.1, -0.3, 0.5]])
+    >>> ones = jnp.ones_like(log_ratio)
+    >>> loss, metrics = gmpo_loss(log_ratio, 0 * log_ratio, ones, ones)
+    >>> round(float(loss), 4), round(float(metrics["pg_clipfrac"].value()), 4)
+    (-1.0689, 0.3333)
+    """
+    tokens = clean(logprobs, old_logprobs, advantages, mask)
+    surrogate, statistics = _geometric_mean(tokens, clip_low, clip_high, max_log_ratio)
+    return reduce_surrogate(
+        surrogate, statistics, tokens.mask, aggregation, importance_weights, **denominators
+    )
+
+
+def _sequence_clipped(
+    tokens: Tokens,
+    clip_low: Bound,
+    clip_high: Bound,
+    gradient: SequenceGradient,
+    max_log_ratio: Number | None,
+) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
+    """The surrogate of `gspo_surrogate`, and the statistics of `gspo_loss` for each token."""
+    if gradient not in get_args(SequenceGradient):
+        raise ValueError(f"gradient={gradient!r} is neither 'token' nor 'sequence'.")
+    log_ratio, of_tokens = clamped_log_ratio(tokens, max_log_ratio)
+    mean = row_mean(log_ratio, tokens)
+    if gradient == "token":
+        # Zero in value: only the gradient is each token's own.
+        mean = jax.lax.stop_gradient(mean) + (log_ratio - jax.lax.stop_gradient(log_ratio))
+    of_rows = tokens._replace(
+        logprobs=jnp.where(tokens.mask, mean, jnp.zeros_like(log_ratio)),
+        old_logprobs=jnp.zeros_like(log_ratio),
+    )
+    surrogate, statistics = clipped(of_rows, clip_low, clip_high, None, None)
+    del statistics["pg_clipfrac_lower"]
+    return surrogate, {**statistics, "ratio_clamped": of_tokens["ratio_clamped"]}
+
+
+def _geometric_mean(
+    tokens: Tokens, clip_low: Bound, clip_high: Bound, max_log_ratio: Number | None
+) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
+    """The surrogate of `gmpo_surrogate`, and the statistics of `gmpo_loss` for each token."""
+    low, high = distance("clip_low", clip_low, tokens), distance("clip_high", clip_high, tokens)
+    log_ratio, statistics = clamped_log_ratio(tokens, max_log_ratio)
+    rising, falling = tokens.advantages > 0, tokens.advantages < 0
+    above, below = rising & (log_ratio > high), falling & (log_ratio < -low)
+    bounded = jnp.where(above, high, jnp.where(below, -low, log_ratio))
+    bounded = keep(bounded, rising | falling)
+    loss = -row_mean(tokens.advantages, tokens) * jnp.exp(row_mean(bounded, tokens))
+    surrogate = jnp.where(tokens.mask, loss, jnp.zeros_like(log_ratio))
+    clipped_tokens = (above | below).astype(log_ratio.dtype)
+    return surrogate, {"pg_clipfrac": clipped_tokens, **statistics}

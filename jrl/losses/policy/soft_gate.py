@@ -1,0 +1,134 @@
+"""SAPO: a smooth gate in place of a clip."""
+
+from typing import Unpack
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Float, Shaped
+
+from jrl.losses.arrays import Number
+from jrl.losses.policy.tokens import Tokens, clamped_log_ratio, clean, reduce_surrogate
+from jrl.losses.reduction import Aggregation, Denominators, Mean
+
+
+def sapo_surrogate(
+    logprobs: Float[ArrayLike, "*batch time"],
+    old_logprobs: Float[ArrayLike, "*batch time"],
+    advantages: Float[ArrayLike, "*#batch #time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    tau_positive: Number = 1.0,
+    tau_negative: Number = 1.05,
+    max_log_ratio: Number | None = 20.0,
+) -> Float[Array, "*batch time"]:
+    """Per-token loss of SAPO, whose gate closes gradually as the ratio leaves one.
+
+    With ``r = exp(logprobs - old_logprobs)`` and ``p = sigmoid(tau (r - 1))``,
+
+        l = -A (4 / tau) p          tau = tau_positive where A > 0, tau_negative where A <= 0
+
+    Its gradient is that of ``-A r`` times ``4 p (1 - p)``, which is 1 at r = 1, so the first
+    on-policy step is REINFORCE; far from 1 it fades instead of stopping. The loss *value* at r = 1
+    is ``-2 A / tau``, not ``-A``: only the gradient compares with other losses. The larger
+    temperature makes the gate close earlier for negative advantages.
+
+    Args:
+      logprobs: of the sampled tokens under the current policy, in nats.
+      old_logprobs: the same under the policy that the ratio is taken against; no gradient.
+      advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
+      mask: true on sampled tokens.
+      tau_positive: temperature where the advantage is positive; positive.
+      tau_negative: temperature where the advantage is negative or 0; positive.
+      max_log_ratio: the log-ratio is clamped to plus or minus this many nats before the
+        exponential, where the gradient is then 0; None is off. verl clamps at 20, TRL does not.
+
+    Returns:
+      One loss per token, 0 where the mask is false. Reduce it with `aggregate`.
+
+    Raises:
+      ValueError: if a temperature is not positive.
+
+    References:
+      Gao et al., "Soft adaptive policy optimization", 2025. https://arxiv.org/abs/2511.20347
+
+    >>> import jax.numpy as jnp
+    >>> ratio, ones = jnp.array([0.0, 1.0, 3.0]), jnp.ones(3)
+    >>> sapo_surrogate(jnp.log(ratio), 0 * ones, ones, ones).round(3).tolist()
+    [-1.0759999752044678, -2.0, -3.5230000019073486]
+    """
+    tokens = clean(logprobs, old_logprobs, advantages, mask)
+    surrogate, _ = _gated(tokens, tau_positive, tau_negative, max_log_ratio)
+    return surrogate
+
+
+def sapo_loss(
+    logprobs: Float[ArrayLike, "*batch time"],
+    old_logprobs: Float[ArrayLike, "*batch time"],
+    advantages: Float[ArrayLike, "*#batch #time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    tau_positive: Number = 1.0,
+    tau_negative: Number = 1.05,
+    max_log_ratio: Number | None = 20.0,
+    importance_weights: Float[ArrayLike, "*#batch #time"] | None = None,
+    aggregation: Aggregation = "seq-mean-token-mean",
+    **denominators: Unpack[Denominators],
+) -> tuple[Float[Array, ""], dict[str, Mean]]:
+    """Loss of SAPO: `sapo_surrogate`, weighted if asked, then `aggregate`.
+
+    verl takes `seq-mean-token-mean` whatever is configured; TRL takes the same and counts empty
+    rows (``empty_rows="count"``).
+
+    Args:
+      logprobs: of the sampled tokens under the current policy, in nats.
+      old_logprobs: the same under the policy that the ratio is taken against; no gradient.
+      advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
+      mask: true on sampled tokens.
+      tau_positive: see `sapo_surrogate`, as are `tau_negative` and `max_log_ratio`.
+      tau_negative: 1.05 in the paper.
+      max_log_ratio: None is off.
+      importance_weights: factors on the tokens' losses, of the shapes of `advantages`; no
+        gradient. None is off.
+      aggregation: how to weigh tokens and sequences, see `aggregate`.
+      denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
+        `sequence_lengths`, `empty_rows`.
+
+    Returns:
+      `(loss, metrics)`. The metrics are means over the true tokens, kept as `Mean`:
+
+      * ``gate``: ``4 p (1 - p)``, the share of the gradient that the gate lets through;
+      * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: as in `ppo_loss`.
+
+    Raises:
+      ValueError: if a temperature or the aggregation is not valid, or shapes do not agree.
+
+    References:
+      As for `sapo_surrogate`.
+
+    >>> import jax.numpy as jnp
+    >>> ones = jnp.ones((1, 3))
+    >>> loss, metrics = sapo_loss(-ones, -ones, ones, ones)
+    >>> float(loss), float(metrics["gate"].value())
+    (-2.0, 1.0)
+    """
+    tokens = clean(logprobs, old_logprobs, advantages, mask)
+    surrogate, statistics = _gated(tokens, tau_positive, tau_negative, max_log_ratio)
+    return reduce_surrogate(
+        surrogate, statistics, tokens.mask, aggregation, importance_weights, **denominators
+    )
+
+
+def _gated(
+    tokens: Tokens, tau_positive: Number, tau_negative: Number, max_log_ratio: Number | None
+) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
+    """The surrogate of `sapo_surrogate`, and the statistics of `sapo_loss` for each token."""
+    for name, tau in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):
+        if tau <= 0:
+            raise ValueError(f"{name}={tau} is a temperature and must be positive, such as 1.0.")
+    log_ratio, statistics = clamped_log_ratio(tokens, max_log_ratio)
+    tau = jnp.where(tokens.advantages > 0, tau_positive, tau_negative).astype(log_ratio.dtype)
+    # What tau (r - 1) is near r = 1 is a small difference, which expm1 keeps exact.
+    gate = jax.nn.sigmoid(tau * jnp.expm1(log_ratio))
+    return -tokens.advantages * (4 / tau) * gate, {"gate": 4 * gate * (1 - gate), **statistics}
