@@ -32,8 +32,8 @@ def reinforce_surrogate(
     """Per-token loss of REINFORCE, ``-A logprobs``: the policy gradient without a ratio.
 
     It is unbiased for data sampled from the current policy, hence for one step per batch. Every
-    loss of this package that has a ratio has this gradient where the ratio is 1, up to what its
-    docstring says about advantages that vary within a row.
+    loss of this package that has a ratio has this gradient where the ratio is 1: LUSPO times the
+    length, GMPO and the sequence form of GSPO with the mean of a row's advantages.
 
     Args:
       logprobs: of the sampled tokens under the current policy, in nats. A log-probability of minus
@@ -157,13 +157,14 @@ def cispo_surrogate(
       ValueError: if a bound is negative.
 
     References:
-      MiniMax, "MiniMax-M1", 2025, section 3.1. https://arxiv.org/abs/2506.13585
+      MiniMax, "MiniMax-M1", 2025, eqs. 4 and 5. https://arxiv.org/abs/2506.13585
 
     >>> import jax.numpy as jnp
     >>> log_ratio, ones = jnp.array([0.1, 0.5]), jnp.ones(2)
     >>> logprobs = jnp.array([-1.0, -0.2])
-    >>> cispo_surrogate(logprobs, logprobs - log_ratio, ones, ones).round(4).tolist()
-    [1.105199933052063, 0.23999999463558197]
+    >>> losses = cispo_surrogate(logprobs, logprobs - log_ratio, ones, ones)
+    >>> [round(float(loss), 4) for loss in losses]
+    [1.1052, 0.24]
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, _ = _clipped_weight(tokens, clip_low, clip_high, max_log_ratio)
@@ -276,13 +277,14 @@ def vespo_surrogate(
       ValueError: if a power or a rate is not positive.
 
     References:
-      "VESPO", variational sequence-level soft policy optimization, 2026.
-      https://arxiv.org/abs/2602.10693
+      "VESPO: variational sequence-level soft policy optimization for stable off-policy LLM
+      training", 2026. https://arxiv.org/abs/2602.10693
 
     >>> import jax.numpy as jnp
     >>> log_ratio, ones = jnp.array([[0.1, -0.3, 0.0], [9.0, 9.0, 9.0]]), jnp.ones((2, 3))
-    >>> vespo_surrogate(-ones, -ones - log_ratio, ones, ones)[:, 0].round(4).tolist()
-    [1.1546999216079712, 0.0]
+    >>> losses = vespo_surrogate(-ones, -ones - log_ratio, ones, ones)
+    >>> [round(float(loss), 4) for loss in losses[:, 0]]
+    [1.1547, 0.0]
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     settings = (k_positive, lam_positive, k_negative, lam_negative)
@@ -404,6 +406,5 @@ def _soft_weight(
     # Beyond what an exponential can hold the weight is 0; expm1 keeps phi exact near W = 1.
     phi = jnp.exp(k * log_w - lam * jnp.expm1(log_w))
     phi = jnp.where(log_w == jnp.inf, jnp.zeros_like(phi), phi)
-    phi = jnp.where(tokens.mask, phi, jnp.zeros_like(phi))
     surrogate = -phi * tokens.advantages * floored_logprobs(tokens, max_log_ratio)
     return surrogate, {"phi": phi, **statistics}

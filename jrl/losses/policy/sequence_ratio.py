@@ -53,8 +53,11 @@ def gspo_surrogate(
     each token then gets ``-A s_i / n_i`` of the row's mean. When advantages differ within a row,
     "token" gives each token its own advantage (GSPO-token), "sequence" gives all of them the mean.
 
-    verl has the token form, TRL and OpenRLHF the sequence form. The bounds are a thousand times
-    narrower than PPO's because a mean over tokens moves far less than a token.
+    verl has the token form, TRL and OpenRLHF the sequence form. The bounds are some five hundred
+    times narrower than PPO's because a mean over tokens moves far less than a token.
+
+    A row must be one whole response: a batch may be cut by rows, but not along time, and rows must
+    not hold several responses.
 
     Args:
       logprobs: of the sampled tokens under the current policy, in nats. A row is one whole
@@ -83,8 +86,9 @@ def gspo_surrogate(
     >>> log_ratio = jnp.array([[0.1, -0.3, 0.0], [0.5, 0.1, 0.0]])
     >>> mask = jnp.array([[1, 1, 1], [1, 1, 0]])
     >>> advantages = jnp.array([[1.0], [-0.5]])
-    >>> gspo_surrogate(log_ratio, 0 * log_ratio, advantages, mask)[:, 0].round(4).tolist()
-    [-0.9354999661445618, 0.6748999953269958]
+    >>> losses = gspo_surrogate(log_ratio, 0 * log_ratio, advantages, mask)
+    >>> [round(float(loss), 4) for loss in losses[:, 0]]
+    [-0.9355, 0.6749]
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, _ = _sequence_clipped(tokens, clip_low, clip_high, gradient, max_log_ratio)
@@ -191,7 +195,7 @@ def luspo_surrogate(
       ValueError: if a bound is negative or `gradient` is unknown.
 
     References:
-      "LUSPO", length-unbiased sequence policy optimization, 2026.
+      Liu et al., "Length-unbiased sequence policy optimization", 2026.
       https://arxiv.org/abs/2602.05261
 
     >>> import jax.numpy as jnp
@@ -290,7 +294,11 @@ def gmpo_surrogate(
     have the row's loss.
 
     Advantages are meant to be one per row. Given one per token, each token is clipped by the sign
-    of its own and the row is weighted by their mean, as in verl's ``geo_mean``.
+    of its own and the row is weighted by their mean, as in verl's ``geo_mean``; the first on-policy
+    step is then REINFORCE with that mean.
+
+    A row must be one whole response: a batch may be cut by rows, but not along time, and rows must
+    not hold several responses.
 
     Args:
       logprobs: of the sampled tokens under the current policy, in nats. A row is one whole
@@ -318,8 +326,9 @@ def gmpo_surrogate(
     >>> log_ratio = jnp.array([[0.1, -0.3, 0.0], [0.5, 0.1, 0.0]])
     >>> mask = jnp.array([[1, 1, 1], [1, 1, 0]])
     >>> advantages = jnp.array([[1.0], [-0.5]])
-    >>> gmpo_surrogate(log_ratio, 0 * log_ratio, advantages, mask)[:, 0].round(4).tolist()
-    [-0.9354999661445618, 0.6748999953269958]
+    >>> losses = gmpo_surrogate(log_ratio, 0 * log_ratio, advantages, mask)
+    >>> [round(float(loss), 4) for loss in losses[:, 0]]
+    [-0.9355, 0.6749]
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, _ = _geometric_mean(tokens, clip_low, clip_high, max_log_ratio)

@@ -1,0 +1,175 @@
+"""REINFORCE, CISPO, VESPO, SAPO and DRO: published numbers, weights and gates, limits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from batches import MASK, batch
+from calls_policy import arrays, without_old
+from policy_cases import sequences, value_and_slope
+
+import jrl
+
+
+def test_reinforce_has_the_gradient_minus_the_advantage():
+    b = batch(0)
+    logprobs, advantages, mask = without_old(b)
+    losses, slope = value_and_slope(jrl.reinforce_surrogate, (logprobs, advantages, mask))
+    np.testing.assert_allclose(losses, np.where(MASK, -advantages * logprobs, 0), rtol=1e-6)
+    np.testing.assert_allclose(slope, np.where(MASK, -advantages, 0), rtol=1e-6)
+    loss, metrics = jrl.reinforce_loss(logprobs, advantages, mask)
+    np.testing.assert_allclose(loss, losses.sum() / MASK.sum(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["nll"].value(), -logprobs[MASK].mean(), rtol=1e-6)
+
+
+def test_gpg_is_another_name():
+    assert jrl.gpg_loss is jrl.reinforce_loss
+
+
+def test_vector_seq_1_cispo():
+    losses, slope = value_and_slope(jrl.cispo_surrogate, sequences())
+    expected = [[0.994654, 1.703882, 0.5], [-0.12, -0.552585, 0]]
+    np.testing.assert_allclose(losses, expected, atol=1e-6)
+    weights = [[1.105171, 0.740818, 1], [1.2, 1.105171, 0]]
+    np.testing.assert_allclose(slope, weights * np.array([[-1], [0.5]]), atol=1e-6)
+    _, metrics = jrl.cispo_loss(*sequences())
+    np.testing.assert_allclose(metrics["pg_clipfrac"].value(), 1 / 5)
+
+
+def test_cispo_without_bounds_is_importance_weighted_reinforce():
+    b = batch(1)
+
+    def cispo(logprobs):
+        given = (logprobs, *arrays(b)[1:])
+        return jrl.cispo_loss(*given, clip_high=None)[0]
+
+    weights = jnp.exp(b["logprobs"] - b["old_logprobs"])
+
+    def weighted(logprobs):
+        given = (logprobs, b["advantages"], b["mask"])
+        return jrl.reinforce_loss(*given, importance_weights=weights)[0]
+
+    actual, expected = (jax.value_and_grad(f)(b["logprobs"]) for f in (cispo, weighted))
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5), actual, expected)
+
+
+def test_the_bounds_of_cispo_are_distances_from_one():
+    one = jnp.ones(1)
+    far, near = (5 * one, 0 * one, one, one), (0 * one, 5 * one, one, one)
+    for given, settings, weight in (
+        (far, {}, 1.2),
+        (far, {"clip_high": 4.0}, 5.0),
+        (far, {"clip_high": None}, np.exp(5)),
+        (near, {}, np.exp(-5)),
+        (near, {"clip_low": 0.3}, 0.7),
+        (near, {"clip_low": 10}, np.exp(-5)),
+        (near, {"clip_low": None}, np.exp(-5)),
+    ):
+        _, slope = value_and_slope(jrl.cispo_surrogate, given, **settings)
+        np.testing.assert_allclose(slope, [-weight], rtol=1e-5)
+
+
+def test_vector_seq_1_vespo():
+    losses, slope = value_and_slope(jrl.vespo_surrogate, sequences())
+    phi = np.array([[1.154662] * 3, [1.168549] * 2 + [0]])
+    np.testing.assert_allclose(slope, phi * np.array([[-1], [0.5]]), atol=2e-6)
+    expected = phi * [[0.9, 2.3, 0.5], [-0.1, -0.5, 0]]
+    np.testing.assert_allclose(losses, expected, atol=3e-6)
+    _, metrics = jrl.vespo_loss(*sequences())
+    np.testing.assert_allclose(metrics["phi"].value(), (3 * 1.154662 + 2 * 1.168549) / 5, rtol=1e-6)
+
+
+def vespo_weight(log_w, advantage, tokens=4, **settings):
+    """phi of a response whose log-ratio is spread evenly over its tokens."""
+    ones = jnp.ones((1, tokens))
+    log_ratio = log_w / tokens * ones
+    given = (-ones, -ones - log_ratio, advantage * ones, ones)
+    return jrl.vespo_loss(*given, **settings)[1]["phi"].value()
+
+
+@pytest.mark.parametrize(("advantage", "peak"), [(1, 2 / 3), (0, 2 / 3), (-1, 3 / 2)])
+def test_the_weight_of_vespo_is_one_at_one_and_peaks_at_k_over_lam(advantage, peak):
+    assert vespo_weight(0.0, advantage) == pytest.approx(1)
+    top = vespo_weight(np.log(peak), advantage)
+    k, lam = (2, 3) if advantage >= 0 else (3, 2)
+    assert top == pytest.approx(np.exp(lam + k * np.log(peak) - lam * peak), rel=1e-5)
+    assert all(vespo_weight(np.log(peak * step), advantage) < top for step in (0.9, 1.1))
+
+
+@pytest.mark.parametrize("limit", [20.0, None])
+@pytest.mark.parametrize("log_w", [-1e4, -75.0, 75.0, 1e4])
+def test_the_weight_of_vespo_vanishes_far_away(log_w, limit):
+    for advantage in (1, -1):
+        assert vespo_weight(log_w, advantage, max_log_ratio=limit) < 1e-30
+
+
+def test_the_weight_of_vespo_vanishes_for_a_product_that_overflows_the_logarithm():
+    one = jnp.ones((1, 2))
+    given = (-one, jnp.array([[-jnp.inf, -1.0]]), one, one)
+    losses, slope = value_and_slope(jrl.vespo_surrogate, given, max_log_ratio=None)
+    assert not losses.any() and not slope.any()
+
+
+def test_vector_seq_1_sapo():
+    arrays = sequences()
+    losses, slope = value_and_slope(jrl.sapo_surrogate, arrays)
+    advantages = np.array([[1], [-0.5]])
+    gates = np.array([[2.105074, 1.742259, 2], [2.529512, 2.009826, 0]])
+    np.testing.assert_allclose(losses, -advantages * gates, atol=1e-6)
+    weights = np.array([[0.99724, 0.983392, 1], [0.89242, 0.996958, 0]])
+    ratio = np.array([[1.105171, 0.740818, 1], [1.648721, 1.105171, 0]])
+    np.testing.assert_allclose(slope, -advantages * weights * ratio, atol=2e-6)
+    _, metrics = jrl.sapo_loss(*arrays)
+    np.testing.assert_allclose(metrics["gate"].value(), weights.sum() / 5, atol=1e-6)
+
+
+def test_the_value_of_sapo_at_equal_policies_is_two_over_tau():
+    one = jnp.ones(2)
+    losses = jrl.sapo_surrogate(one, one, jnp.array([1.0, -1.0]), one, tau_negative=4)
+    np.testing.assert_allclose(losses, [-2, 0.5])
+    # A token without an advantage takes the temperature of the negative ones.
+    _, metrics = jrl.sapo_loss(2 * one, one, 0 * one, one, tau_negative=4)
+    p = 1 / (1 + np.exp(-4 * (np.e - 1)))
+    np.testing.assert_allclose(metrics["gate"].value(), 4 * p * (1 - p), rtol=1e-3)
+
+
+def test_the_gradient_of_dro_vanishes_at_its_optimum():
+    one = jnp.ones(3)
+    advantages, beta = jnp.array([1.0, -0.5, 2.0]), 0.25
+    at_optimum = -3 * one + advantages / beta
+    _, slope = value_and_slope(
+        jrl.dro_surrogate, (at_optimum, -3 * one, advantages, one), beta=beta
+    )
+    np.testing.assert_allclose(slope, 0, atol=1e-6)
+    losses, slope = value_and_slope(
+        jrl.dro_surrogate, (-2 * one, -3 * one, advantages, one), beta=beta
+    )
+    np.testing.assert_allclose(losses, 2 * advantages + 0.5 * beta, rtol=1e-6)
+    np.testing.assert_allclose(slope, -(advantages - beta), rtol=1e-6)
+    _, metrics = jrl.dro_loss(-2 * one, -3 * one, advantages, one, beta=beta)
+    np.testing.assert_allclose(metrics["dro_penalty"].value(), 0.125)
+
+
+def test_dro_without_a_penalty_is_reinforce():
+    b = batch(2)
+    actual, _ = jrl.dro_loss(*arrays(b), beta=0)
+    np.testing.assert_allclose(actual, jrl.reinforce_loss(*without_old(b))[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings", "message"),
+    [
+        (jrl.cispo_loss, {"clip_low": -0.1}, "clip_low=-0.1 is a distance and cannot be neg"),
+        (jrl.cispo_loss, {"clip_high": -2}, "clip_high=-2 is a distance and cannot be negative"),
+        (jrl.sapo_loss, {"tau_positive": 0}, "tau_positive=0 is a temperature and must be pos"),
+        (jrl.sapo_loss, {"tau_negative": -1.0}, "tau_negative=-1.0 is a temperature"),
+        (jrl.vespo_loss, {"k_positive": 0}, "k_positive=0 must be positive"),
+        (jrl.vespo_loss, {"lam_positive": -1}, "lam_positive=-1 must be positive"),
+        (jrl.vespo_loss, {"k_negative": -0.5}, "k_negative=-0.5 must be positive"),
+        (jrl.vespo_loss, {"lam_negative": 0.0}, "lam_negative=0.0 must be positive"),
+        (jrl.dro_loss, {"beta": -0.1}, "beta=-0.1 weighs a penalty and cannot be negative"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(loss, settings, message):
+    with pytest.raises(ValueError, match=message):
+        loss(*sequences(), **settings)
