@@ -41,10 +41,10 @@ def keep(x: Shaped[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Shaped[Arra
     return jnp.where(mask, x, jnp.zeros((), x.dtype))
 
 
-def spread(
+def fit(
     name: str, x: Shaped[ArrayLike, "..."], like: Float[Array, "*shape"]
-) -> Float[Array, "*shape"]:
-    """`x` in the shape and dtype of `like`, from a scalar or from an array with as many axes.
+) -> Float[Array, "..."]:
+    """`x` in the dtype of `like`, a scalar or an array with as many axes that broadcasts to it.
 
     Raises:
       ValueError: if `x` has another number of axes, or sizes that do not broadcast. An array of
@@ -59,7 +59,14 @@ def spread(
             f"{name} has shape {array.shape}, which does not spread over {like.shape}: give it the "
             f"same number of axes, such as {name}[:, None] for one value per row."
         )
-    return jnp.broadcast_to(array.astype(like.dtype), like.shape)
+    return array.astype(like.dtype)
+
+
+def spread(
+    name: str, x: Shaped[ArrayLike, "..."], like: Float[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    """`x` in the shape and dtype of `like`, by the rules of `fit`."""
+    return jnp.broadcast_to(fit(name, x, like), like.shape)
 
 
 def check_shapes(**arrays: Shaped[ArrayLike, "..."]) -> None:

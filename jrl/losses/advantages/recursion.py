@@ -1,20 +1,69 @@
-"""The backward recursion behind every estimator that discounts along a response."""
+"""The backward recursion behind every estimator that discounts along a response.
+
+    delta_t = r_t + gamma_t V_{t+1} - V_t        A_t = delta_t + gamma_t lam_t A_{t+1}
+
+over the true tokens, three times: token by token, which is the definition; in blocks for any
+coefficients; and, where ``gamma lam`` is one number, as products with a triangular matrix.
+"""
+
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int, Shaped
+
+from jrl.losses.arrays import keep
+
+Implementation = Literal["scan", "blocked"]
+
+# Below this many tokens a scan is as fast as blocks, and compiles sooner.
+SHORTEST_BLOCKED = 256
+# Tokens in a block: of the general form, and of the triangular matrix.
+BLOCK, TRIANGLE = 16, 32
 
 
 def discounted_errors(
     rewards: Float[Array, "*batch time"],
     values: Float[Array, "*batch time"],
     mask: Bool[Array, "*batch time"],
-    gamma: Float[Array, "*batch time"],
-    lam: Float[Array, "*batch time"],
+    gamma: Float[Array, "*#batch #time"],
+    lam: Float[Array, "*#batch #time"],
+    last_value: Float[Array, "*batch"],
+    implementation: str | None = None,
+) -> Float[Array, "*batch time"]:
+    """The sums A of discounted temporal-difference errors; anything under a false mask.
+
+    Args:
+      rewards: one per token, 0 under the mask, as are the values.
+      values: of the state before each token.
+      mask: true on the tokens that are part of the recursion.
+      gamma: the discount, with as many axes as `rewards` or none.
+      lam: the decay, likewise.
+      last_value: of the state after the last true token.
+      implementation: "scan", "blocked", or None for what suits the length.
+
+    Raises:
+      ValueError: if the implementation is unknown.
+    """
+    if implementation is None:
+        implementation = "blocked" if mask.shape[-1] >= SHORTEST_BLOCKED else "scan"
+    if implementation not in get_args(Implementation):
+        choices = ", ".join(get_args(Implementation))
+        raise ValueError(f"implementation={implementation!r} is not one of {choices}, or None.")
+    run = _by_token if implementation == "scan" else _in_blocks
+    return run(rewards, values, mask, gamma, lam, last_value)
+
+
+def _by_token(
+    rewards: Float[Array, "*batch time"],
+    values: Float[Array, "*batch time"],
+    mask: Bool[Array, "*batch time"],
+    gamma: Float[Array, "*#batch #time"],
+    lam: Float[Array, "*#batch #time"],
     last_value: Float[Array, "*batch"],
 ) -> Float[Array, "*batch time"]:
-    """The recursion of `gae`, from last token to first; under a false mask, what was carried."""
+    """From last token to first; under a false mask, what was carried."""
 
     def step(following, token):
         advantage, value = following
@@ -24,9 +73,129 @@ def discounted_errors(
         following = jax.tree.map(lambda new, old: jnp.where(counts, new, old), here, following)
         return following, following[0]
 
+    gamma, lam = (jnp.broadcast_to(x, values.shape) for x in (gamma, lam))
     by_time = [jnp.moveaxis(x, -1, 0) for x in (rewards, values, mask, gamma, lam)]
     # Made from the rows so that, under `jax.shard_map`, the carry varies over the devices they do.
     nothing = jnp.zeros_like((rewards + values)[..., 0])
     start = (nothing, nothing + last_value)
     _, advantages = jax.lax.scan(step, start, tuple(by_time), reverse=True)
     return jnp.moveaxis(advantages, 0, -1)
+
+
+def _in_blocks(
+    rewards: Float[Array, "*batch time"],
+    values: Float[Array, "*batch time"],
+    mask: Bool[Array, "*batch time"],
+    gamma: Float[Array, "*#batch #time"],
+    lam: Float[Array, "*#batch #time"],
+    last_value: Float[Array, "*batch"],
+) -> Float[Array, "*batch time"]:
+    """The same as `_by_token` up to rounding."""
+    ends = mask & ~_next(mask, jnp.zeros_like(mask[..., 0]))
+    decay = gamma * lam
+
+    def sums(following: Float[Array, "*batch time"], holes: bool) -> Float[Array, "*batch time"]:
+        errors = keep(rewards + gamma * following - values, mask)
+        if decay.size == 1 and not holes:
+            return _triangular(errors, jnp.reshape(decay, ()))
+        return _recurrence(errors, jnp.where(mask, decay, 1), jnp.zeros_like(last_value))
+
+    def with_holes() -> Float[Array, "*batch time"]:
+        first_here_or_later = _recurrence(values, (~mask).astype(values.dtype), last_value)
+        return sums(_next(first_here_or_later, last_value), holes=True)
+
+    def without_holes() -> Float[Array, "*batch time"]:
+        # The next true token is the next token, and behind the last one of a row all are false.
+        following = _next(values, jnp.zeros_like(last_value))
+        return sums(jnp.where(ends, last_value[..., None], following), holes=False)
+
+    holes = jnp.any(jnp.sum(ends, axis=-1, dtype=jnp.int32) > 1)
+    return jax.lax.cond(holes, with_holes, without_holes)
+
+
+def _next(
+    x: Shaped[Array, "*batch time"], last: Shaped[Array, "*batch"]
+) -> Shaped[Array, "*batch time"]:
+    """What stands one token later, and `last` for the last token."""
+    return jnp.concatenate([x[..., 1:], last[..., None]], axis=-1)
+
+
+def _recurrence(
+    x: Float[Array, "*batch time"], decay: Float[Array, "*batch time"], last: Float[Array, "*batch"]
+) -> Float[Array, "*batch time"]:
+    """``y_t = x_t + decay_t y_{t+1}``, with `last` after the last one.
+
+    A block is summed up in two numbers, its own contribution and the product of its decays; a scan
+    over the few blocks tells what each receives from behind; then all blocks run token by token at
+    once. No number is divided by, so the rounding is that of the plain recursion.
+    """
+    time = x.shape[-1]
+    x, decay = (_blocks(a, BLOCK, fill) for a, fill in ((x, 0), (decay, 1)))
+    # [..., block, token] with the token before the block: what runs at once is then contiguous.
+    x, decay = jnp.swapaxes(x, -1, -2), jnp.swapaxes(decay, -1, -2)
+    own, product = x[..., BLOCK - 1, :], decay[..., BLOCK - 1, :]
+    for token in reversed(range(BLOCK - 1)):
+        own = x[..., token, :] + decay[..., token, :] * own
+        product = decay[..., token, :] * product
+
+    def block(behind, of_block):
+        own, product = of_block
+        return own + product * behind, behind
+
+    _, behind = jax.lax.scan(
+        block, last, (jnp.moveaxis(own, -1, 0), jnp.moveaxis(product, -1, 0)), reverse=True
+    )
+
+    def token(step, carry):
+        following, done = carry
+        here = BLOCK - 1 - step
+        of_token = jax.lax.dynamic_index_in_dim(done, here, -2, keepdims=False)
+        by = jax.lax.dynamic_index_in_dim(decay, here, -2, keepdims=False)
+        following = of_token + by * following
+        return following, jax.lax.dynamic_update_index_in_dim(done, following, here, x.ndim - 2)
+
+    _, y = jax.lax.fori_loop(0, BLOCK, token, (jnp.moveaxis(behind, 0, -1), x))
+    return _joined(jnp.swapaxes(y, -1, -2), time)
+
+
+def _triangular(
+    x: Float[Array, "*batch time"], decay: Float[Array, ""]
+) -> Float[Array, "*batch time"]:
+    """``y_t = sum_k decay^k x_{t+k}`` by the powers of one number.
+
+    Within a block ``y = x P`` with ``P[k, t] = decay^(k - t)`` for k at or after t; what the blocks
+    behind contribute is the same sum over the blocks' first results, with ``decay^block``.
+    """
+    time = x.shape[-1]
+    x = _blocks(x, TRIANGLE, 0)
+    at = jnp.arange(TRIANGLE, dtype=jnp.int32)
+    block = jnp.arange(x.shape[-2], dtype=jnp.int32)
+    y = jnp.matmul(
+        x, _powers(decay, at[:, None] - at[None, :]), precision=jax.lax.Precision.HIGHEST
+    )
+    blocks = _powers(decay**TRIANGLE, block[:, None] - block[None, :] - 1)
+    behind = jnp.matmul(y[..., 0], blocks, precision=jax.lax.Precision.HIGHEST)
+    reach = decay ** (TRIANGLE - at).astype(x.dtype)
+    return _joined(y + jnp.einsum("...b,t->...bt", behind, reach), time)
+
+
+def _powers(
+    base: Float[Array, ""], exponents: Int[Array, "rows columns"]
+) -> Float[Array, "rows columns"]:
+    """``base^n``, and 0 for a negative n. ``0^0`` is 1."""
+    powers = base ** jnp.maximum(exponents, 0).astype(base.dtype)
+    return jnp.where(exponents >= 0, powers, jnp.zeros_like(powers))
+
+
+def _blocks(
+    x: Float[Array, "*batch time"], size: int, fill: float
+) -> Float[Array, "*batch blocks size"]:
+    """The tokens in blocks of one size, the last filled up."""
+    missing = -x.shape[-1] % size
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], constant_values=fill)
+    return x.reshape(*x.shape[:-1], -1, size)
+
+
+def _joined(x: Float[Array, "*batch blocks size"], time: int) -> Float[Array, "*batch time"]:
+    """`_blocks` undone."""
+    return x.reshape(*x.shape[:-2], -1)[..., :time]
