@@ -42,10 +42,14 @@ def group_centred(x: Float[Array, "batch"], index: Int[Array, "batch"]) -> Float
     """`x` minus the mean of its group, exactly 0 where the whole group is equal.
 
     Taken relative to the least of the group before anything is averaged, so that the mean of equal
-    numbers is not off by a rounding, which a division by ``epsilon`` would then blow up.
+    numbers is not off by a rounding, which a division by ``epsilon`` would then blow up. Equality
+    is asked for as well: a compiler may fuse the subtraction with what made `x`, without the
+    rounding that the least went through.
     """
-    above_least = x - group_min(x, index)
-    return above_least - group_sum(above_least, index) / group_size(x, index)
+    least = group_min(x, index)
+    above_least = x - least
+    centred = above_least - group_sum(above_least, index) / group_size(x, index)
+    return jnp.where(group_max(x, index) == least, 0, centred)
 
 
 def ratio_or_zero(

@@ -7,7 +7,9 @@ import jrl
 
 def scores(b):
     """One reward per response: the sum of those of its tokens."""
-    rewards = b["rewards"].astype(jnp.promote_types(b["rewards"].dtype, jnp.float32))
+    rewards = b["rewards"]
+    if rewards.dtype == jnp.bfloat16:
+        rewards = rewards.astype(jnp.float32)
     return jnp.sum(jnp.where(b["mask"].astype(bool), rewards, 0), -1)
 
 
@@ -40,7 +42,7 @@ PER_TOKEN = {
         b["rewards"],
         b["values"],
         b["mask"],
-        bootstrap_value=jnp.where(b["mask"][..., 0], b["old_values"][..., 0], 0),
+        bootstrap_value=b["scores"],
         terminated=b["correct"],
     ),
     "decoupled_gae": lambda b: jrl.decoupled_gae(

@@ -1,0 +1,280 @@
+"""Estimators that compare the responses of a group: what they must ignore, and identities."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jrl
+
+ROWS, TIME = 11, 5
+few = settings(max_examples=8, deadline=None, derandomize=True, database=None)
+seeds = st.integers(0, 2**31)
+
+# From rewards, groups and a mask to one number per response or per token.
+CALLS = {
+    "grpo": lambda r, g, m: jrl.grpo(r, g, epsilon=1e-3),
+    "grpo, population": lambda r, g, m: jrl.grpo(r, g, unbiased=False),
+    "grpo, batch": lambda r, g, m: jrl.grpo(r, g, scale="batch"),
+    "dr_grpo": lambda r, g, m: jrl.dr_grpo(r, g),
+    "rloo": lambda r, g, m: jrl.rloo(r, g),
+    "maxrl": lambda r, g, m: jrl.maxrl(r, g),
+    "opo": lambda r, g, m: jrl.opo(r, g, m.sum(1)),
+    "gpg": lambda r, g, m: jrl.gpg(r, g),
+    "pass_at_k": lambda r, g, m: jrl.pass_at_k(r, g),
+    "pass_at_k_exact": lambda r, g, m: jrl.pass_at_k_exact(r, g, k=3),
+    "gdpo": lambda r, g, m: jrl.gdpo(jnp.stack([r, r**2], 1), g, lengths=m.sum(1)),
+    "token_level_group_average": lambda r, g, m: jrl.token_level_group_average(r, g, m),
+    "reinforce_plus_plus_baseline": lambda r, g, m: jrl.reinforce_plus_plus_baseline(r, g, m),
+}
+ORACLES = {
+    "grpo": lambda r, g, m: oracles.grpo(r, g, epsilon=1e-3),
+    "grpo, population": lambda r, g, m: oracles.grpo(r, g, unbiased=False),
+    "grpo, batch": lambda r, g, m: oracles.grpo(r, g, scale="batch"),
+    "dr_grpo": lambda r, g, m: oracles.grpo(r, g, scale=None),
+    "rloo": lambda r, g, m: oracles.rloo(r, g),
+    "maxrl": lambda r, g, m: oracles.maxrl(r, g),
+    "opo": lambda r, g, m: oracles.opo(r, g, m.sum(1)),
+    "gpg": lambda r, g, m: oracles.gpg(r, g),
+    "pass_at_k": lambda r, g, m: oracles.pass_at_k(r, g),
+    "pass_at_k_exact": lambda r, g, m: oracles.pass_at_k_exact(r, g, k=3),
+    "gdpo": lambda r, g, m: oracles.gdpo(np.stack([r, r**2], 1), g, lengths=m.sum(1)),
+    "token_level_group_average": lambda r, g, m: oracles.token_level_group_average(r, g, m),
+    "reinforce_plus_plus_baseline": lambda r, g, m: oracles.reinforce_plus_plus_baseline(r, g, m),
+}
+every = pytest.mark.parametrize("name", CALLS)
+SHIFTED = [name for name in CALLS if name not in ("maxrl", "gdpo")]
+UNSCALED = ("dr_grpo", "rloo", "opo", "gpg", "pass_at_k_exact")
+
+
+@functools.cache
+def compiled(name):
+    return jax.jit(CALLS[name])
+
+
+def draw(seed):
+    """Positive rewards with ties, groups of any names and sizes, rows without a token."""
+    random = np.random.default_rng(seed)
+    names = random.integers(-(2**31), 2**31, 4)
+    rewards = np.round(random.uniform(0.5, 3, ROWS), 1)
+    groups = random.choice(names, ROWS)
+    mask = random.integers(0, 2, (ROWS, TIME))
+    return rewards, groups, mask
+
+
+def run(name, rewards, groups, mask):
+    return np.asarray(compiled(name)(*(jnp.asarray(x) for x in (rewards, groups, mask))))
+
+
+def same(actual, expected):
+    """Up to the rounding of float64, blown up by at most 1e-6 in a division."""
+    np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+@every
+@given(seeds)
+@few
+def test_a_loop_over_groups_says_the_same(name, seed):
+    with jax.enable_x64(True):
+        rewards, groups, mask = draw(seed)
+        np.testing.assert_allclose(
+            run(name, rewards, groups, mask),
+            ORACLES[name](rewards, groups, mask),
+            rtol=1e-10,
+            atol=1e-10,
+        )
+
+
+@every
+@given(seeds)
+@few
+def test_the_order_of_rows_and_the_names_of_groups_do_not_matter(name, seed):
+    with jax.enable_x64(True):
+        rewards, groups, mask = draw(seed)
+        expected = run(name, rewards, groups, mask)
+        order = np.random.default_rng(seed).permutation(ROWS)
+        same(run(name, rewards[order], groups[order], mask[order]), expected[order])
+        _, renamed = np.unique(groups, return_inverse=True)
+        same(run(name, rewards, (7 - 3 * renamed).astype(groups.dtype), mask), expected)
+
+
+@pytest.mark.parametrize("name", SHIFTED)
+@given(seeds)
+@few
+def test_a_constant_added_to_the_rewards_of_a_group_does_not_matter(name, seed):
+    with jax.enable_x64(True):
+        rewards, groups, mask = draw(seed)
+        _, index = np.unique(groups, return_inverse=True)
+        # The deviation of the batch is not that of a group, so there the constant is one for all.
+        constant = 5.0 if name == "grpo, batch" else np.array([4.0, -8.0, 16.0, 1.0])[index]
+        same(run(name, rewards + constant, groups, mask), run(name, rewards, groups, mask))
+
+
+@every
+@given(seeds)
+@few
+def test_the_scale_of_the_rewards(name, seed):
+    with jax.enable_x64(True):
+        rewards, groups, mask = draw(seed)
+        once, twice = run(name, rewards, groups, mask), run(name, 2 * rewards, groups, mask)
+        if name in UNSCALED:
+            same(twice, 2 * once)
+        else:
+            np.testing.assert_allclose(twice, once, rtol=1e-2, atol=1e-6)
+
+
+@every
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_groups_without_variance_get_exactly_zero(name, size):
+    # 0.1 is not a float32: the rounding of a mean of seven of them, over 1e-6, would be visible.
+    rewards = np.array([0.1] * size + [0.3] * (ROWS - size), np.float32)
+    groups = np.array([4] * size + [9] * (ROWS - size))
+    advantages = run(name, rewards, groups, np.ones((ROWS, TIME), int))
+    assert advantages.dtype == np.float32 and not np.any(advantages)
+
+
+@given(seeds)
+@few
+def test_sums_that_are_zero(seed):
+    with jax.enable_x64(True):
+        rewards, groups, mask = draw(seed)
+        tokens = mask.sum(1)
+        for group in np.unique(groups):
+            rows = groups == group
+            for name in ("grpo", "dr_grpo", "rloo", "maxrl", "gpg"):
+                same(run(name, rewards, groups, mask)[rows].sum(), 0)
+            same((tokens * run("opo", rewards, groups, mask))[rows].sum(), 0)
+            same(run("token_level_group_average", rewards, groups, mask)[rows].sum(), 0)
+
+
+@given(seeds)
+@few
+def test_estimators_that_are_one_another(seed):
+    with jax.enable_x64(True):
+        rewards, groups, mask = draw(seed)
+        plain = run("dr_grpo", rewards, groups, mask)
+        size = np.array([np.sum(groups == g) for g in groups])
+        same(run("rloo", rewards, groups, mask), plain * size / np.maximum(size - 1, 1))
+        same(run("opo", rewards, groups, np.ones_like(mask)), plain)
+        given = (jnp.asarray(rewards), jnp.asarray(groups))
+        same(jrl.gpg(*given, alpha=1), plain)
+        same(jrl.grpo(*given, scale=None), plain)
+        once = jrl.gdpo(given[0][:, None], given[1], whitened=False)
+        same(once, jrl.grpo(*given))
+        # With responses of one length, tokens are responses: only the deviation is another.
+        tokens = run("token_level_group_average", rewards, groups, np.ones_like(mask))
+        same(tokens[:, 0], run("grpo, population", rewards, groups, mask))
+
+
+def test_pass_at_k_exact_is_the_gradient_of_the_best_of_k():
+    # A policy over three answers with rewards of their own; all groups of four, each with its
+    # probability: the expectation of A grad log p is the gradient of E max of k.
+    values, logits, n = np.array([0.0, 1.0, 3.0]), np.array([0.2, -0.5, 0.4]), 4
+    groups = list(itertools.product(range(3), repeat=n))
+    with jax.enable_x64(True):
+        answers = jnp.asarray(groups)
+        names = jnp.repeat(jnp.arange(len(groups)), n)
+        for k in (2, 3, 4):
+
+            def best(logits, k=k):
+                p = jax.nn.softmax(logits)
+                total = 0.0
+                for choice in itertools.product(range(3), repeat=k):
+                    chance = 1.0
+                    for answer in choice:
+                        chance = chance * p[answer]
+                    total = total + chance * max(values[a] for a in choice)
+                return total
+
+            advantages = jrl.pass_at_k_exact(jnp.asarray(values)[answers.ravel()], names, k=k)
+            p = jax.nn.softmax(jnp.asarray(logits))
+            score = jax.nn.one_hot(answers, 3, dtype=p.dtype) - p[None, None]
+            each = jnp.mean(advantages.reshape(-1, n)[..., None] * score, 1)
+            estimate = jnp.sum(jnp.prod(p[answers], 1)[:, None] * each, 0)
+            same(estimate, jax.grad(best)(jnp.asarray(logits)))
+
+
+def test_pass_at_k_exact_with_all_of_the_group_is_pass_at_k():
+    rewards = jnp.array([1.0, 4.0, 2.5, 0.0, 3.0, 3.0, 1.0, 0.0])
+    groups = jnp.array([0, 0, 0, 0, 1, 1, 1, 1])
+    exact = jrl.pass_at_k_exact(rewards, groups, k=4)
+    np.testing.assert_allclose(exact, 4 * jrl.pass_at_k(rewards, groups, scale=None), rtol=1e-6)
+    assert not np.any(jrl.pass_at_k_exact(rewards, groups, k=5))
+
+
+def test_maxrl_averages_the_score_function_over_the_successes():
+    rewards = jnp.array([1.0, 0, 0, 1, 0, 0, 0, 0])
+    advantages = jrl.maxrl(rewards, jnp.zeros(8, int))
+    score = jnp.arange(8.0) ** 2
+    centred = score - score.mean()
+    np.testing.assert_allclose((advantages * score).mean(), centred[jnp.array([0, 3])].mean())
+
+
+def test_a_negative_mean_turns_maxrl_around():
+    assert jrl.maxrl(jnp.array([-1.0, -3.0]), jnp.array([0, 0])).tolist() == [-0.5, 0.5]
+
+
+def test_the_fallback_is_of_whole_groups_and_at_the_bound():
+    mask = jnp.arange(9)[None] < jnp.array([1, 9, 9, 9, 9, 1, 1])[:, None]
+    rewards, groups = jnp.array([1.0, 0, 0, 0, 0, 1, 0]), jnp.array([0, 0, 0, 0, 0, 1, 1])
+    plain = jrl.grpo(rewards, groups)
+    tokens = jrl.token_level_group_average(rewards, groups, mask, epsilon=0.0)
+    # 36 tokens against one: exactly 6 deviations above the mean.
+    np.testing.assert_allclose(tokens[0, 0], 6, rtol=1e-6)
+    above = jrl.token_level_group_average(rewards, groups, mask, epsilon=0.0, fallback=6.1)
+    np.testing.assert_array_equal(above, tokens)
+    below = jrl.token_level_group_average(rewards, groups, mask, epsilon=0.0, fallback=5.9)
+    np.testing.assert_array_equal(below[:5], np.where(mask, plain[:, None], 0)[:5])
+    np.testing.assert_array_equal(below[5:], tokens[5:])
+
+
+def test_a_response_without_tokens_does_not_count_among_the_tokens():
+    mask = jnp.array([[1, 1], [1, 0], [0, 0]])
+    rewards, groups = jnp.array([1.0, 0.0, -100.0]), jnp.array([0, 0, 0])
+    with_it = jrl.token_level_group_average(rewards, groups, mask)
+    without = jrl.token_level_group_average(rewards[:2], groups[:2], mask[:2])
+    np.testing.assert_array_equal(with_it[:2], without)
+    assert not np.any(with_it[2])
+
+
+def test_singletons_and_no_epsilon():
+    rewards, groups = jnp.array([3.0, 1.0, 2.0]), jnp.array([5, 6, 6])
+    assert jrl.grpo(rewards, groups, scale=None, singleton="reward").tolist() == [3, -0.5, 0.5]
+    with_epsilon = jrl.grpo(rewards, groups, singleton="reward", epsilon=1.0)
+    assert with_epsilon[0] == 1.5
+    assert jrl.grpo(rewards, groups, epsilon=0.0)[0] == 0
+    assert np.all(np.isnan(jrl.grpo(rewards.at[1].set(jnp.nan), groups)[1:]))
+
+
+def test_gdpo_keeps_apart_what_a_sum_confuses():
+    rewards, groups = jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0]]), jnp.zeros(4, int)
+    np.testing.assert_allclose(
+        jrl.gdpo(10.0 * rewards, groups), jrl.gdpo(rewards, groups), rtol=1e-4, atol=1e-6
+    )
+    heavy = jrl.gdpo(rewards, groups, weights=jnp.array([3.0, 1.0]))
+    assert heavy[2] > heavy[0] > heavy[1] > heavy[3]
+    counted = jrl.gdpo(rewards[jnp.array([0, 1, 1, 2])], groups, whitened=False)
+    np.testing.assert_allclose(
+        jrl.gdpo(rewards, groups, lengths=jnp.ones(4)), jrl.gdpo(rewards, groups)
+    )
+    assert counted.shape == (4,)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_groups_that_lie_on_one_device_each(name):
+    if name in ("grpo, batch", "gdpo", "gpg", "reinforce_plus_plus_baseline"):
+        pytest.skip("statistics of the whole batch, which must be on one device")
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    random = np.random.default_rng(3)
+    rewards = random.uniform(0.5, 3, 24).astype(np.float32)
+    groups, mask = np.repeat(np.arange(8), 3), random.integers(0, 2, (24, TIME))
+    arrays = tuple(jnp.asarray(x) for x in (rewards, groups, mask))
+    rows = jax.sharding.PartitionSpec("data")
+    cut = jax.shard_map(CALLS[name], mesh=mesh, in_specs=(rows,) * 3, out_specs=rows)
+    np.testing.assert_allclose(jax.jit(cut)(*arrays), CALLS[name](*arrays), rtol=1e-5, atol=1e-6)

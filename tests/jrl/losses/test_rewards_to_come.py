@@ -1,0 +1,184 @@
+"""Estimators along a response: ends and cuts, sequences packed in a row, rewards to come."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from batches import MASK, batch
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jrl
+
+
+def test_where_a_response_terminated_the_bootstrap_is_not_read():
+    b = batch(0)
+    arrays = (b["rewards"], b["values"], b["mask"])
+    ended = jnp.array([True, False, True, False, False])
+    bootstrap = jnp.where(ended, jnp.nan, b["scores"])
+    mixed = jrl.gae(*arrays, bootstrap_value=bootstrap, terminated=ended)
+    without = jrl.gae(*arrays)
+    with_it = jrl.gae(*arrays, bootstrap_value=b["scores"])
+    for result, end, cut in zip(mixed, without, with_it, strict=True):
+        np.testing.assert_array_equal(result, np.where(ended[:, None], end, cut))
+    assert np.any(without[0] != with_it[0])
+
+
+def test_ends_and_cuts_need_the_value_after_a_cut():
+    x = jnp.ones((2, 3))
+    for estimator in (jrl.gae, jrl.decoupled_gae):
+        with pytest.raises(ValueError, match="terminated is given without bootstrap_value"):
+            estimator(x, x, x, terminated=jnp.array([True, False]))
+
+
+def test_gamma_zero_at_each_end_cuts_packed_sequences_apart():
+    b = batch(1)
+    # The second row, which has a hole, then the first, in one row.
+    packed = {n: jnp.concatenate([b[n][1], b[n][0]])[None] for n in ("rewards", "values", "mask")}
+    last = jnp.zeros((1, 14), bool).at[0, jnp.array([6, 10])].set(True)
+    gamma = jnp.where(last, 0.0, 0.9)
+    together = jrl.gae(packed["rewards"], packed["values"], packed["mask"], gamma=gamma, lam=0.7)
+    apart = jrl.gae(b["rewards"], b["values"], b["mask"], gamma=0.9, lam=0.7)
+    for one, two in zip(together, apart, strict=True):
+        np.testing.assert_allclose(one[0], jnp.concatenate([two[1], two[0]]), rtol=1e-6, atol=1e-7)
+
+
+def test_decoupled_gae_is_gae_twice():
+    b = batch(2)
+    arrays = (b["rewards"], b["values"], b["mask"])
+    advantages, returns = jrl.decoupled_gae(*arrays, gamma=0.9, lam_policy=0.3, lam_critic=0.8)
+    np.testing.assert_array_equal(advantages, jrl.gae(*arrays, gamma=0.9, lam=0.3)[0])
+    np.testing.assert_array_equal(returns, jrl.gae(*arrays, gamma=0.9, lam=0.8)[1])
+    defaults = jrl.decoupled_gae(*arrays)
+    np.testing.assert_array_equal(defaults[0], jrl.gae(*arrays, lam=0.95)[0])
+    np.testing.assert_array_equal(defaults[1], jrl.gae(*arrays, lam=1.0)[1])
+
+
+def test_extended_gae_ends_as_gae_and_leaves_out_the_last_sampled_tokens():
+    b = batch(3)
+    arrays = (b["rewards"], b["values"], b["mask"])
+    finished = jrl.extended_gae(*arrays, jnp.zeros(5, bool), ignore_last=2)
+    np.testing.assert_array_equal(finished[0], jrl.gae(*arrays)[0])
+    np.testing.assert_array_equal(finished[2], MASK)
+    cut = jrl.extended_gae(*arrays, jnp.ones(5, bool), ignore_last=2)
+    expected = MASK.copy()
+    for row, times in ((0, (2, 3)), (1, (5, 6)), (2, (4, 5)), (4, (3,))):
+        expected[row, list(times)] = False
+    np.testing.assert_array_equal(cut[2], expected)
+    assert not np.any(np.where(expected, 0, cut[0]))
+
+
+def test_reinforce_plus_plus_is_gae_without_a_critic():
+    b = batch(4)
+    plain = jrl.reinforce_plus_plus(b["rewards"], b["mask"], gamma=0.9, whitened=False)
+    nothing = jnp.zeros_like(b["rewards"])
+    expected, _ = jrl.gae(b["rewards"], nothing, b["mask"], gamma=0.9, lam=1.0)
+    np.testing.assert_allclose(plain, expected, rtol=1e-6)
+    whitened = jrl.reinforce_plus_plus(b["rewards"], b["mask"], gamma=0.9)
+    np.testing.assert_allclose(whitened, jrl.whiten(plain, b["mask"]), rtol=1e-6)
+
+
+def test_the_optimal_token_baseline_of_one_response_and_of_certain_tokens():
+    rewards, mask = jnp.array([[0.0, 2.0, 0.0]]), jnp.array([[1, 1, 0]])
+    group, logprobs, half = jnp.array([0]), jnp.full((1, 3), -0.5), jnp.full((1, 3), 0.5)
+    alone = jrl.optimal_token_baseline(rewards, group, logprobs, half, mask)
+    np.testing.assert_allclose(alone, jnp.zeros((1, 3)), atol=1e-6)
+    tail = jrl.optimal_token_baseline(rewards, group, logprobs, half, mask, lone_tail=True)
+    assert tail.tolist() == [[2, 2, 0]]
+    ones = jnp.ones((1, 3))
+    sure = jrl.optimal_token_baseline(rewards, group, 0 * ones, ones, mask)
+    assert sure.tolist() == [[2, 2, 0]]
+
+
+def test_least_variance_and_its_absence():
+    x, ones = jnp.array([[1.0, 1.0, 4.0]]), jnp.ones((1, 3))
+    loose = jrl.whiten(x, ones, unbiased=False, epsilon=0.0)
+    np.testing.assert_allclose(loose, (x - 2) / jnp.sqrt(2.0), rtol=1e-6)
+    tight = jrl.whiten(x, ones, unbiased=False, epsilon=0.0, min_variance=4.0)
+    np.testing.assert_allclose(tight, (x - 2) / 2, rtol=1e-6)
+    assert jrl.whiten(x, jnp.array([[1, 1, 0]]), epsilon=0.0).tolist() == [[0, 0, 0]]
+    assert np.isnan(jrl.whiten(x.at[0, 0].set(jnp.nan), ones, epsilon=0.0)).all()
+
+
+def test_rows_on_eight_devices():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    random = np.random.default_rng(0)
+    rewards, values = (jnp.asarray(random.normal(0, 1, (16, 6)), jnp.float32) for _ in range(2))
+    mask = jnp.asarray(random.integers(0, 2, (16, 6)).astype(bool)).at[:2].set(False)
+    ended, bootstrap = mask[:, 0], values[:, 0]
+
+    def estimates(rewards, values, mask, ended, bootstrap):
+        arrays = (rewards, values, mask)
+        ends = {"bootstrap_value": bootstrap, "terminated": ended}
+        return (
+            jrl.gae(*arrays, **ends),
+            jrl.decoupled_gae(*arrays, **ends),
+            jrl.extended_gae(*arrays, ended, ignore_last=1),
+            jrl.reinforce_plus_plus(rewards, mask, whitened=False),
+            jrl.remax(rewards, bootstrap, mask),
+        )
+
+    arrays = (rewards, values, mask, ended, bootstrap)
+    cut = jax.shard_map(estimates, mesh=mesh, in_specs=(P("data"),) * 5, out_specs=P("data"))
+    jax.tree.map(
+        lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6),
+        jax.jit(cut)(*arrays),
+        jax.jit(estimates)(*arrays),
+    )
+
+
+def test_errors_name_what_is_wrong_without_the_help_of_run_time_types():
+    program = """
+import jax.numpy as jnp, jrl
+full, rows, groups = jnp.ones((2, 3)), jnp.ones(2), jnp.zeros(2, int)
+for call in (
+    lambda: jrl.grpo(rows, groups, scale="std"),
+    lambda: jrl.grpo(rows, groups, singleton="one"),
+    lambda: jrl.gpg(rows, groups, alpha="all"),
+    lambda: jrl.pass_at_k(rows, groups, scale="batch"),
+    lambda: jrl.pass_at_k_exact(rows, groups, k=1),
+    lambda: jrl.token_level_group_average(rows, groups, full, fallback=0),
+    lambda: jrl.token_level_group_average(rows, groups, jnp.ones((3, 3))),
+    lambda: jrl.reinforce_plus_plus_baseline(rows, groups, jnp.ones((3, 3))),
+    lambda: jrl.remax(full, jnp.ones(3), full),
+    lambda: jrl.extended_gae(full, full, full, rows, ignore_last=-1),
+    lambda: jrl.effective_length(rows, rows, window=0),
+    lambda: jrl.whiten(full, full, epsilon=-1.0),
+    lambda: jrl.whiten(full, full, min_variance=-1.0),
+    lambda: jrl.gdpo(full, jnp.zeros(3, int)),
+    lambda: jrl.gdpo(full, groups, weights=rows),
+    lambda: jrl.optimal_token_baseline(full, jnp.zeros(3, int), full, full, full),
+):
+    try:
+        call()
+    except ValueError as error:
+        print(error)
+    else:
+        print("accepted")
+"""
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    messages = finished.stdout.splitlines()
+    expected = [
+        "scale='std' is not a scale",
+        "singleton='one' is not a rule",
+        "alpha='all' is unknown",
+        "scale='batch' is not a scale",
+        "k=1 must be at least 2",
+        "fallback=0 must be positive",
+        "rewards (2,), groups (2,), mask[:, 0] (3,)",
+        "rewards (2,), groups (2,), mask[:, 0] (3,)",
+        "rewards[..., 0] (2,), greedy_rewards (3,)",
+        "ignore_last=-1 must not be negative",
+        "window=0 must be positive",
+        "epsilon=-1.0",
+        "min_variance=-1.0",
+        "rewards[:, 0] (2,), groups (3,)",
+        "weights has shape (2,)",
+        "rewards[:, 0] (2,), groups (3,)",
+    ]
+    assert len(messages) == len(expected), finished.stderr
+    for message, part in zip(messages, expected, strict=True):
+        assert part in message
