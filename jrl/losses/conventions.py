@@ -57,11 +57,11 @@ _SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 def conventions(*, like: Library) -> dict[str, dict[str, Any]]:
     """Keyword arguments that make our functions follow another library, by function.
 
-    For people who compare curves: ``grpo(rewards, groups, **conventions(like="trl")["grpo"])``. Each
-    entry holds the settings that differ from ours or from one another: how the standard deviation
-    of a group is taken and what is added to it, whether rows without a true token count as
-    sequences, what is clamped, and the bounds that the library has by default. Replace single ones
-    as in any dictionary: ``{**settings["ppo_loss"], "clip_high": 0.28}``.
+    For people who compare curves: ``grpo(rewards, groups, **conventions(like="trl")["grpo"])``.
+    Each entry holds the settings that differ from ours or from one another: how the standard
+    deviation of a group is taken and what is added to it, whether rows without a true token count
+    as sequences, what is clamped, and the bounds that the library has by default. Replace single
+    ones as in any dictionary: ``{**settings["ppo_loss"], "clip_high": 0.28}``.
 
     What a setting cannot express is in the table of the documentation, among it OpenRLHF's GAE
     (pass ``values * mask`` and a mask without holes) and the 1e-8 that verl adds to the length of a

@@ -27,8 +27,8 @@ def discounted_errors(
     rewards: Float[Array, "*batch time"],
     values: Float[Array, "*batch time"],
     mask: Bool[Array, "*batch time"],
-    gamma: Float[Array, "*#batch #time"],
-    lam: Float[Array, "*#batch #time"],
+    gamma: Float[Array, "..."],
+    lam: Float[Array, "..."],
     last_value: Float[Array, "*batch"],
     implementation: str | None = None,
 ) -> Float[Array, "*batch time"]:
@@ -59,8 +59,8 @@ def _by_token(
     rewards: Float[Array, "*batch time"],
     values: Float[Array, "*batch time"],
     mask: Bool[Array, "*batch time"],
-    gamma: Float[Array, "*#batch #time"],
-    lam: Float[Array, "*#batch #time"],
+    gamma: Float[Array, "..."],
+    lam: Float[Array, "..."],
     last_value: Float[Array, "*batch"],
 ) -> Float[Array, "*batch time"]:
     """From last token to first; under a false mask, what was carried."""
@@ -86,8 +86,8 @@ def _in_blocks(
     rewards: Float[Array, "*batch time"],
     values: Float[Array, "*batch time"],
     mask: Bool[Array, "*batch time"],
-    gamma: Float[Array, "*#batch #time"],
-    lam: Float[Array, "*#batch #time"],
+    gamma: Float[Array, "..."],
+    lam: Float[Array, "..."],
     last_value: Float[Array, "*batch"],
 ) -> Float[Array, "*batch time"]:
     """The same as `_by_token` up to rounding."""

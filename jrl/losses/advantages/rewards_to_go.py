@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Integer, Real, Shaped
 from jrl.losses.advantages.group_relative import dr_grpo
 from jrl.losses.advantages.recursion import discounted_errors
 from jrl.losses.advantages.whitening import whiten
-from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, keep, spread
+from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, fit, keep, spread
 from jrl.losses.groups import number_groups, ratio_or_zero
 
 
@@ -20,10 +20,9 @@ def _rewards_to_go(
 ) -> Float[Array, "*batch time"]:
     """``G_t = r_t + gamma_t G_{t+1}`` over the true tokens; `rewards` are 0 elsewhere."""
     nothing = jnp.zeros_like(rewards)
-    discount = spread("gamma", gamma, rewards)
-    ends = jnp.zeros_like(rewards[..., 0])
+    discount, one = fit("gamma", gamma, rewards), jnp.ones((), rewards.dtype)
     # Without values, and with lam 1, the recursion of `gae` is that of the rewards to come.
-    to_go = discounted_errors(rewards, nothing, mask, discount, nothing + 1, ends)
+    to_go = discounted_errors(rewards, nothing, mask, discount, one, nothing[..., 0])
     return keep(to_go, mask)
 
 

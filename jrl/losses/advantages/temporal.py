@@ -7,7 +7,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Real, Shaped
 
 from jrl.losses.advantages.recursion import discounted_errors
-from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, keep, spread
+from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, fit, keep, spread
 
 
 def gae(
@@ -19,6 +19,7 @@ def gae(
     lam: Scalar | Float[ArrayLike, "*#batch #time"] = 0.95,
     bootstrap_value: Scalar | Float[ArrayLike, "*#batch"] | None = None,
     terminated: Shaped[ArrayLike, "*#batch"] | None = None,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "*batch time"], Float[Array, "*batch time"]]:
     """Generalised advantage estimation over the tokens that the policy sampled.
 
@@ -56,13 +57,17 @@ def gae(
       terminated: one per row; true where the response ended, so that the value after it is 0
         whatever `bootstrap_value` holds, false where it was truncated and `bootstrap_value`
         counts. None lets `bootstrap_value` count everywhere.
+      implementation: "scan" goes token by token. "blocked" gives the same up to rounding and is
+        several times faster on long rows, most of all where ``gamma lam`` is one number and the
+        mask has no holes. None takes "blocked" from 256 tokens on.
 
     Returns:
       `(advantages, returns)`, both 0 where the mask is false and both without a gradient. A row
       without a true token is all 0.
 
     Raises:
-      ValueError: if `terminated` is given without `bootstrap_value`, or shapes do not fit.
+      ValueError: if `terminated` is given without `bootstrap_value`, the implementation is unknown,
+        or shapes do not fit.
 
     References:
       Schulman et al., "High-dimensional continuous control using generalized advantage
@@ -83,14 +88,13 @@ def gae(
     mask = as_mask(mask)
     rewards, values = as_floats(rewards, values)
     rewards, values = keep(rewards, mask), keep(values, mask)
-    gamma = spread("gamma", gamma, values)
-    lam = spread("lam", lam, values)
+    gamma, lam = fit("gamma", gamma, values), fit("lam", lam, values)
     ended = jnp.zeros_like(values[..., 0])
     last = ended if bootstrap_value is None else spread("bootstrap_value", bootstrap_value, ended)
     if terminated is not None:
         last = jnp.where(spread("terminated", as_mask(terminated), ended) != 0, ended, last)
 
-    advantages = discounted_errors(rewards, values, mask, gamma, lam, last)
+    advantages = discounted_errors(rewards, values, mask, gamma, lam, last, implementation)
     advantages = jax.lax.stop_gradient(keep(advantages, mask))
     return advantages, jax.lax.stop_gradient(keep(advantages + values, mask))
 

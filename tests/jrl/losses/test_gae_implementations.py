@@ -1,0 +1,136 @@
+"""Every implementation of the discounted sums against the scan, which is their definition."""
+
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jrl
+from jrl.losses.advantages.recursion import SHORTEST_BLOCKED, Implementation
+
+ROWS = 4
+# Shorter than a block, one block and a token, several blocks, and a length that fills none.
+LENGTHS = [3, 16, 33, 64, 150]
+
+
+def numbers(time, holes, seed=0):
+    draw = np.random.default_rng(seed)
+    shape = (ROWS, time)
+    start, stop = draw.integers(0, time // 2 + 1, (ROWS, 1)), np.full((ROWS, 1), time)
+    stop[1], stop[2] = time - time // 3, 0
+    mask = (np.arange(time) >= start) & (np.arange(time) < stop)
+    if holes:
+        mask &= draw.random(shape) < 0.7
+    return {
+        "rewards": draw.normal(size=shape),
+        "values": draw.normal(size=shape),
+        "mask": mask,
+        "bootstrap_value": draw.normal(size=ROWS),
+    }
+
+
+def decays(time):
+    draw = np.random.default_rng(1)
+    return {
+        "one number": {"gamma": 0.99, "lam": 0.95},
+        "one": {"gamma": 1.0, "lam": 1.0},
+        "zero": {"gamma": 1.0, "lam": 0.0},
+        "per row": {"gamma": 1.0, "lam": draw.uniform(0.5, 1, (ROWS, 1))},
+        "per token": {"gamma": 0.9, "lam": draw.uniform(0, 1, (ROWS, time))},
+        "both per token": {
+            "gamma": draw.uniform(0, 1, (ROWS, time)),
+            "lam": draw.uniform(0, 1, (ROWS, time)),
+        },
+    }
+
+
+def run(implementation, given, decay):
+    return jax.jit(lambda g, d: jrl.gae(**g, **d, implementation=implementation))(given, decay)
+
+
+@pytest.mark.parametrize("time", LENGTHS)
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("kind", decays(1))
+def test_equal_to_the_scan_and_to_the_oracle(time, holes, kind):
+    with jax.enable_x64(True):
+        given = jax.tree.map(jnp.asarray, numbers(time, holes))
+        decay = jax.tree.map(jnp.asarray, decays(time)[kind])
+        blocked, scan = run("blocked", given, decay), run("scan", given, decay)
+    expected = oracles.gae(
+        given["rewards"],
+        given["values"],
+        given["mask"],
+        decay["gamma"],
+        decay["lam"],
+        given["bootstrap_value"],
+    )
+    # A few hundred float64 in another order.
+    for actual in (blocked, scan):
+        jax.tree.map(
+            lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-11, atol=1e-11), actual, expected
+        )
+
+
+@pytest.mark.parametrize("kind", decays(1))
+def test_no_less_accurate_than_the_scan(kind):
+    given, decay = numbers(2000, holes=False, seed=3), decays(2000)[kind]
+    with jax.enable_x64(True):
+        exact, _ = run("scan", *jax.tree.map(jnp.asarray, (given, decay)))
+    single = jax.tree.map(
+        lambda x: jnp.asarray(x, None if np.asarray(x).dtype == bool else jnp.float32),
+        (given, decay),
+    )
+    errors = {
+        name: np.abs(np.asarray(run(name, *single)[0], float) - exact).max()
+        for name in get_args(Implementation)
+    }
+    # Sums of 2000 numbers of order one: both round, and which rounds less is a matter of luck.
+    assert errors["blocked"] <= 4 * errors["scan"] + 1e-5, errors
+    assert errors["blocked"] <= 2e-4
+
+
+def test_a_batch_in_which_only_one_row_has_a_hole():
+    given = jax.tree.map(jnp.asarray, numbers(40, holes=False))
+    given["mask"] = given["mask"].at[0, 30].set(False)
+    blocked, scan = (run(name, given, {}) for name in get_args(Implementation))
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-5), blocked, scan)
+
+
+def test_under_vmap_and_on_single_rows():
+    given = jax.tree.map(jnp.asarray, numbers(40, holes=True))
+    whole = run("blocked", given, {})
+    rows = jax.jit(jax.vmap(lambda g: jrl.gae(**g, implementation="blocked")))(given)
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-5), rows, whole)
+
+
+def test_on_devices_of_which_only_some_have_holes():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    given = jax.tree.map(jnp.asarray, numbers(40, holes=False))
+    given["mask"] = given["mask"].at[3, 35].set(False)
+    rows = P("data")
+    parallel = jax.shard_map(
+        lambda g: jrl.gae(**g, implementation="blocked"), mesh=mesh, in_specs=rows, out_specs=rows
+    )
+    jax.tree.map(
+        lambda a, e: np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-5),
+        jax.jit(parallel)(given),
+        run("scan", given, {}),
+    )
+
+
+@pytest.mark.parametrize("time", [SHORTEST_BLOCKED - 1, SHORTEST_BLOCKED])
+def test_long_rows_are_run_in_blocks_by_default(time):
+    given = jax.tree.map(jnp.asarray, numbers(time, holes=False))
+    named = "blocked" if time >= SHORTEST_BLOCKED else "scan"
+    jax.tree.map(np.testing.assert_array_equal, run(None, given, {}), run(named, given, {}))
+
+
+def test_an_unknown_implementation_is_refused():
+    given = jax.tree.map(jnp.asarray, numbers(5, holes=False))
+    with pytest.raises(ValueError, match=r"implementation='pallas' is not one of scan, blocked"):
+        jrl.gae(**given, implementation="pallas")
