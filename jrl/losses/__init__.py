@@ -11,7 +11,21 @@ never reaches a result or a gradient. Inputs in half precision are computed with
 
 from jrl.losses.advantages import gae, grpo, length_adaptive_lambda, whiten
 from jrl.losses.divergence import KLEstimator, entropy_from_logits, kl_estimate
-from jrl.losses.policy import positive_example_loss, ppo_loss, ppo_surrogate
+from jrl.losses.policy import (
+    EntropySign,
+    EntropyStatistics,
+    adaptive_temperature,
+    asymmetric_clip_bounds,
+    entropy_signal,
+    entropy_statistics,
+    hapo_loss,
+    hapo_surrogate,
+    positive_example_loss,
+    ppo_loss,
+    ppo_surrogate,
+    redistributed_advantages,
+    standardized_entropy,
+)
 from jrl.losses.reduction import Aggregation, Denominators, EmptyRows, Mean, aggregate, masked_mean
 from jrl.losses.rewards import informative_groups, overlong_penalty
 from jrl.losses.value import ExplainedVariance, explained_variance, value_loss
@@ -24,6 +38,16 @@ __all__ = [  # noqa: RUF022 - in reading order
     "ppo_loss",
     "ppo_surrogate",
     "positive_example_loss",
+    "entropy_statistics",
+    "EntropyStatistics",
+    "standardized_entropy",
+    "entropy_signal",
+    "EntropySign",
+    "adaptive_temperature",
+    "asymmetric_clip_bounds",
+    "redistributed_advantages",
+    "hapo_surrogate",
+    "hapo_loss",
     "value_loss",
     "explained_variance",
     "ExplainedVariance",

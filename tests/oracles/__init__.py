@@ -6,6 +6,15 @@ everything is then a loop over Python floats. Masks are read by truth, values un
 
 from oracles.advantages import gae, grpo, length_adaptive_lambda, whiten
 from oracles.divergence import entropy, kl_token
+from oracles.hapo import (
+    adaptive_temperature,
+    asymmetric_clip_bounds,
+    entropy_signal,
+    entropy_statistics,
+    hapo,
+    redistributed_advantage,
+    standardized_entropy,
+)
 from oracles.policy import ppo, ppo_token
 from oracles.reduction import aggregate, token_weights
 from oracles.rewards import informative, overlong_penalty
@@ -22,6 +31,13 @@ __all__ = [  # noqa: RUF022 - by file
     "whiten",
     "ppo_token",
     "ppo",
+    "adaptive_temperature",
+    "asymmetric_clip_bounds",
+    "entropy_signal",
+    "entropy_statistics",
+    "hapo",
+    "redistributed_advantage",
+    "standardized_entropy",
     "value_token",
     "explained_variance",
     "kl_token",

@@ -4,6 +4,18 @@ Arguments come *current policy first, then old*; verl and its descendants have i
 round. Only the current log-probabilities carry a gradient.
 """
 
+from jrl.losses.policy.hapo import (
+    EntropySign,
+    EntropyStatistics,
+    adaptive_temperature,
+    asymmetric_clip_bounds,
+    entropy_signal,
+    entropy_statistics,
+    hapo_loss,
+    hapo_surrogate,
+    redistributed_advantages,
+    standardized_entropy,
+)
 from jrl.losses.policy.imitation import positive_example_loss
 from jrl.losses.policy.ppo import ppo_loss, ppo_surrogate
 
@@ -11,4 +23,14 @@ __all__ = [  # noqa: RUF022 - in reading order
     "ppo_loss",
     "ppo_surrogate",
     "positive_example_loss",
+    "entropy_statistics",
+    "EntropyStatistics",
+    "standardized_entropy",
+    "entropy_signal",
+    "EntropySign",
+    "adaptive_temperature",
+    "asymmetric_clip_bounds",
+    "redistributed_advantages",
+    "hapo_surrogate",
+    "hapo_loss",
 ]

@@ -1,0 +1,35 @@
+"""Calls of HAPO, DPPO, the covariance losses and the masks, for the contract of arrays."""
+
+import jrl
+
+
+def arrays(b):
+    """The arrays of every policy loss."""
+    return b["logprobs"], b["old_logprobs"], b["advantages"], b["mask"]
+
+
+def _signal(b, **settings):
+    return jrl.entropy_signal(b["entropy"], b["mask"], **settings)
+
+
+# One result per token, of which each row depends on that row alone.
+PER_TOKEN = {
+    "ppo_surrogate with a guard": lambda b: jrl.ppo_surrogate(*arrays(b), guard=1.5),
+    # The entropy serves as a signal, which is then no statistic of the batch.
+    "redistributed_advantages": lambda b: jrl.redistributed_advantages(*arrays(b), b["entropy"]),
+    "hapo_surrogate of a given signal": lambda b: jrl.hapo_surrogate(*arrays(b), b["entropy"]),
+}
+# One result per token that depends on the whole batch.
+PER_BATCH = {
+    "entropy_statistics": lambda b: jrl.entropy_statistics(b["entropy"], b["mask"]),
+    "standardized_entropy": lambda b: jrl.standardized_entropy(b["entropy"], b["mask"]),
+    "entropy_signal": _signal,
+    "entropy_signal released sign": lambda b: _signal(b, sign="release"),
+    "hapo_surrogate": lambda b: jrl.hapo_surrogate(*arrays(b), _signal(b), clip_dual=1.5),
+}
+# One result per batch.
+SCALAR = {
+    "hapo_loss": lambda b: jrl.hapo_loss(
+        *arrays(b), _signal(b), clip_dual=1.5, importance_weights=b["importance_weights"]
+    ),
+}
