@@ -19,6 +19,7 @@ from oracles.policy import ppo, ppo_token
 from oracles.reduction import aggregate, token_weights
 from oracles.rewards import informative, overlong_penalty
 from oracles.rows import rows
+from oracles.trust_region import dppo
 from oracles.value import explained_variance, value_token
 
 __all__ = [  # noqa: RUF022 - by file
@@ -38,6 +39,7 @@ __all__ = [  # noqa: RUF022 - by file
     "hapo",
     "redistributed_advantage",
     "standardized_entropy",
+    "dppo",
     "value_token",
     "explained_variance",
     "kl_token",

@@ -18,6 +18,11 @@ from jrl.losses.policy.hapo import (
 )
 from jrl.losses.policy.imitation import positive_example_loss
 from jrl.losses.policy.ppo import ppo_loss, ppo_surrogate
+from jrl.losses.policy.trust_region import (
+    ProbabilityDistance,
+    dppo_loss,
+    dppo_surrogate,
+)
 
 __all__ = [  # noqa: RUF022 - in reading order
     "ppo_loss",
@@ -33,4 +38,7 @@ __all__ = [  # noqa: RUF022 - in reading order
     "redistributed_advantages",
     "hapo_surrogate",
     "hapo_loss",
+    "dppo_surrogate",
+    "dppo_loss",
+    "ProbabilityDistance",
 ]

@@ -12,12 +12,20 @@ def _signal(b, **settings):
     return jrl.entropy_signal(b["entropy"], b["mask"], **settings)
 
 
+def _dppo(function, b, **settings):
+    # Logarithms of probabilities, which a random batch may have above 0.
+    logprobs, old = (-abs(b[name]) for name in ("logprobs", "old_logprobs"))
+    return function(logprobs, old, b["advantages"], b["mask"], max_ratio=1.5, **settings)
+
+
 # One result per token, of which each row depends on that row alone.
 PER_TOKEN = {
     "ppo_surrogate with a guard": lambda b: jrl.ppo_surrogate(*arrays(b), guard=1.5),
     # The entropy serves as a signal, which is then no statistic of the batch.
     "redistributed_advantages": lambda b: jrl.redistributed_advantages(*arrays(b), b["entropy"]),
     "hapo_surrogate of a given signal": lambda b: jrl.hapo_surrogate(*arrays(b), b["entropy"]),
+    "dppo_surrogate tv": lambda b: _dppo(jrl.dppo_surrogate, b, kind="tv", max_divergence=0.1),
+    "dppo_surrogate kl": lambda b: _dppo(jrl.dppo_surrogate, b, kind="kl", max_divergence=0.05),
 }
 # One result per token that depends on the whole batch.
 PER_BATCH = {
@@ -32,4 +40,6 @@ SCALAR = {
     "hapo_loss": lambda b: jrl.hapo_loss(
         *arrays(b), _signal(b), clip_dual=1.5, importance_weights=b["importance_weights"]
     ),
+    "dppo_loss tv": lambda b: _dppo(jrl.dppo_loss, b, kind="tv", max_divergence=0.1),
+    "dppo_loss kl": lambda b: _dppo(jrl.dppo_loss, b, kind="kl", max_divergence=0.05),
 }

@@ -23,6 +23,19 @@ def per_token(function, mask, *arrays, **settings):
     return out
 
 
+def _loss(losses, slopes, acts, mask, aggregation):
+    """What a loss returns, from the losses of its tokens and which bounds act on them."""
+    tokens = max(int(np.sum(mask)), 1)
+    return {
+        "loss": oracles.aggregate(losses, mask, aggregation),
+        "metrics": {
+            "pg_clipfrac": (acts == "clip").sum() / tokens,
+            "pg_clipfrac_lower": (acts == "dual").sum() / tokens,
+        },
+        "gradients": {"logprobs": slopes * oracles.token_weights(mask, aggregation)},
+    }
+
+
 H = [[0.02, 0.05, 0.10, 0.30, 0.60, 0.90, 1.20, 2.00]]
 ALL = [[1] * 8]
 H_HOLES = [[0.3, None, 0.0, 1.5], [None, 2.5, 0.7, None], [None, None, None, None]]
@@ -71,15 +84,7 @@ def _hapo_loss(
     losses, slopes, acts = oracles.hapo(
         logprobs, old_logprobs, advantages, mask, signal, **settings
     )
-    tokens = max(int(np.sum(mask)), 1)
-    return {
-        "loss": oracles.aggregate(losses, mask, aggregation),
-        "metrics": {
-            "pg_clipfrac": (acts == "clip").sum() / tokens,
-            "pg_clipfrac_lower": (acts == "dual").sum() / tokens,
-        },
-        "gradients": {"logprobs": slopes * oracles.token_weights(mask, aggregation)},
-    }
+    return _loss(losses, slopes, acts, mask, aggregation)
 
 
 HAPO_FORMULA = (
@@ -223,4 +228,64 @@ HAPO = [
     ),
 ]
 
-VECTORS = [*HAPO]
+
+def _dppo_surrogate(logprobs, old_logprobs, advantages, mask, **settings):
+    losses, slopes, _ = oracles.dppo(logprobs, old_logprobs, advantages, mask, **settings)
+    return {"surrogate": losses, "gradients": {"logprobs": slopes}}
+
+
+def _dppo_loss(logprobs, old_logprobs, advantages, mask, aggregation="token-mean", **settings):
+    losses, slopes, acts = oracles.dppo(logprobs, old_logprobs, advantages, mask, **settings)
+    return _loss(losses, slopes, acts, mask, aggregation)
+
+
+DPPO_FORMULA = (
+    "With p = exp(logprobs), q = exp(old_logprobs), d = max_divergence: "
+    "-A sg(min(p / q, max_ratio)) logprobs where kept, 0 otherwise. kind=tv keeps if A > 0 and "
+    "p - q <= d, or A <= 0 and p - q >= -d. kind=kl keeps if q log(q/p) + (1-q) log((1-q)/(1-p)) "
+    "<= d, or A > 0 and p <= q, or A <= 0 and p >= q."
+)
+DPPO_SOURCE = "DPPO, arXiv 2602.04879; max_ratio of verl"
+DPPO_1 = {
+    "logprobs": np.log([[0.95, 0.03], [0.9, 0.01]]).tolist(),
+    "old_logprobs": np.log([[0.9, 0.01], [0.95, 0.03]]).tolist(),
+    "advantages": [[1.0, 1.0], [-1.0, -1.0]],
+    "mask": [[1, 1], [1, 1]],
+}
+DPPO_CASES = [
+    Case("DPPO-1 tv", DPPO_1, {"kind": "tv", "max_divergence": 0.03}),
+    Case("DPPO-1 kl", DPPO_1, {"kind": "kl", "max_divergence": 0.013}),
+    Case("holes tv", TOKENS, {"kind": "tv", "max_divergence": 0.15}),
+    Case("holes kl", TOKENS, {"kind": "kl", "max_divergence": 0.05}),
+    Case("capped ratio", TOKENS, {"kind": "tv", "max_divergence": 0.9, "max_ratio": 1.5}),
+    Case("no cap", TOKENS, {"kind": "kl", "max_divergence": 9.0, "max_ratio": None}),
+    Case("no token", {**TOKENS, "mask": NOTHING}, {"kind": "tv", "max_divergence": 0.1}),
+]
+
+DPPO = [
+    Vector(
+        function="dppo_surrogate",
+        formula=DPPO_FORMULA,
+        source=DPPO_SOURCE,
+        outputs=["surrogate"],
+        oracle=_dppo_surrogate,
+        cases=DPPO_CASES,
+    ),
+    Vector(
+        function="dppo_loss",
+        formula=DPPO_FORMULA + " Then aggregate, by token-mean unless given.",
+        source=DPPO_SOURCE,
+        outputs=["loss", "metrics"],
+        oracle=_dppo_loss,
+        cases=[
+            *DPPO_CASES,
+            Case(
+                "mean of sequences",
+                TOKENS,
+                {"kind": "tv", "max_divergence": 0.15, "aggregation": "seq-mean-token-mean"},
+            ),
+        ],
+    ),
+]
+
+VECTORS = [*HAPO, *DPPO]
