@@ -11,6 +11,21 @@ never reaches a result or a gradient. Inputs in half precision are computed with
 
 from jrl.losses.advantages import gae, grpo, length_adaptive_lambda, whiten
 from jrl.losses.divergence import KLEstimator, entropy_from_logits, kl_estimate
+from jrl.losses.mismatch import (
+    EffectiveSampleSize,
+    RejectionKind,
+    RejectionOver,
+    WeightLevel,
+    WeightMean,
+    divergence_rejection_mask,
+    geometric_rejection_mask,
+    icepop_weights,
+    mismatch_statistics,
+    mismatch_weights,
+    normalized_weights,
+    sequence_masked_weights,
+    truncated_weights,
+)
 from jrl.losses.policy import (
     EntropySign,
     EntropyStatistics,
@@ -54,6 +69,19 @@ __all__ = [  # noqa: RUF022 - in reading order
     "dppo_surrogate",
     "dppo_loss",
     "ProbabilityDistance",
+    "mismatch_weights",
+    "WeightLevel",
+    "truncated_weights",
+    "icepop_weights",
+    "sequence_masked_weights",
+    "normalized_weights",
+    "WeightMean",
+    "geometric_rejection_mask",
+    "divergence_rejection_mask",
+    "RejectionKind",
+    "RejectionOver",
+    "mismatch_statistics",
+    "EffectiveSampleSize",
     "value_loss",
     "explained_variance",
     "ExplainedVariance",

@@ -15,6 +15,16 @@ from oracles.hapo import (
     redistributed_advantage,
     standardized_entropy,
 )
+from oracles.mismatch import (
+    divergence_rejection_mask,
+    geometric_rejection_mask,
+    icepop_weight,
+    mismatch_statistics,
+    mismatch_weights,
+    normalized_weights,
+    sequence_masked_weights,
+    truncated_weight,
+)
 from oracles.policy import ppo, ppo_token
 from oracles.reduction import aggregate, token_weights
 from oracles.rewards import informative, overlong_penalty
@@ -40,6 +50,14 @@ __all__ = [  # noqa: RUF022 - by file
     "redistributed_advantage",
     "standardized_entropy",
     "dppo",
+    "divergence_rejection_mask",
+    "geometric_rejection_mask",
+    "icepop_weight",
+    "mismatch_statistics",
+    "mismatch_weights",
+    "normalized_weights",
+    "sequence_masked_weights",
+    "truncated_weight",
     "value_token",
     "explained_variance",
     "kl_token",
