@@ -29,7 +29,14 @@ from oracles.policy import ppo, ppo_token
 from oracles.reduction import aggregate, token_weights
 from oracles.rewards import informative, overlong_penalty
 from oracles.rows import rows
-from oracles.trust_region import dppo
+from oracles.trust_region import (
+    clip_cov,
+    covariances,
+    dppo,
+    kl_cov,
+    off_policy_sequence_mask,
+    top_entropy_mask,
+)
 from oracles.value import explained_variance, value_token
 
 __all__ = [  # noqa: RUF022 - by file
@@ -49,7 +56,12 @@ __all__ = [  # noqa: RUF022 - by file
     "hapo",
     "redistributed_advantage",
     "standardized_entropy",
+    "clip_cov",
+    "covariances",
     "dppo",
+    "kl_cov",
+    "off_policy_sequence_mask",
+    "top_entropy_mask",
     "divergence_rejection_mask",
     "geometric_rejection_mask",
     "icepop_weight",

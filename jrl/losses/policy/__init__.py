@@ -4,6 +4,15 @@ Arguments come *current policy first, then old*; verl and its descendants have i
 round. Only the current log-probabilities carry a gradient.
 """
 
+from jrl.losses.policy.covariance import (
+    CovarianceStatistics,
+    clip_cov_loss,
+    clip_cov_surrogate,
+    covariance_statistics,
+    covariances,
+    kl_cov_loss,
+    kl_cov_surrogate,
+)
 from jrl.losses.policy.hapo import (
     EntropySign,
     EntropyStatistics,
@@ -18,6 +27,11 @@ from jrl.losses.policy.hapo import (
 )
 from jrl.losses.policy.imitation import positive_example_loss
 from jrl.losses.policy.ppo import ppo_loss, ppo_surrogate
+from jrl.losses.policy.selection import (
+    entropy_threshold,
+    off_policy_sequence_mask,
+    top_entropy_mask,
+)
 from jrl.losses.policy.trust_region import (
     ProbabilityDistance,
     dppo_loss,
@@ -41,4 +55,14 @@ __all__ = [  # noqa: RUF022 - in reading order
     "dppo_surrogate",
     "dppo_loss",
     "ProbabilityDistance",
+    "covariances",
+    "covariance_statistics",
+    "CovarianceStatistics",
+    "clip_cov_surrogate",
+    "clip_cov_loss",
+    "kl_cov_surrogate",
+    "kl_cov_loss",
+    "top_entropy_mask",
+    "entropy_threshold",
+    "off_policy_sequence_mask",
 ]

@@ -74,7 +74,7 @@ def entropy_statistics(
       ValueError: if `quantile` is not in [0, 1].
 
     References:
-      "Heterogeneous adaptive policy optimization", 2025, section 3. https://arxiv.org/abs/2509.16591
+      "Heterogeneous adaptive policy optimization", 2025. https://arxiv.org/abs/2509.16591
 
     >>> import jax.numpy as jnp
     >>> entropy = jnp.array([0.02, 0.05, 0.1, 0.3, 0.6, 0.9, 1.2, 2.0])

@@ -57,7 +57,7 @@ def first(
     """
     flat = among.ravel()
     order = jnp.lexsort((*(key.ravel() for key in reversed(keys)), ~flat))
-    chosen = jnp.zeros_like(flat).at[order].set(jnp.arange(flat.size) < count)
+    chosen = jnp.zeros_like(flat).at[order].set(jnp.arange(flat.size, dtype=jnp.int32) < count)
     return (chosen & flat).reshape(among.shape)
 
 

@@ -23,10 +23,8 @@ def _kept(function, **settings):
     """What a mask keeps of the log-probabilities, since a mask itself has no numbers."""
 
     def call(b):
-        mask = function(*_arrays(b), **settings)
-        return jnp.where(mask, b["logprobs"], jnp.zeros_like(b["logprobs"])).astype(
-            jnp.promote_types(b["logprobs"].dtype, jnp.float32)
-        )
+        kept = jnp.where(function(*_arrays(b), **settings), b["logprobs"], 0)
+        return kept.astype(jnp.float32) if kept.dtype == jnp.bfloat16 else kept
 
     return call
 

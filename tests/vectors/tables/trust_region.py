@@ -123,7 +123,7 @@ HAPO = [
             "halves to even; scale = sqrt(mean (x - pivot)^2); h = (x - pivot) / scale, 0 if the "
             "scale is 0. quantile q is 0.8 unless given."
         ),
-        source="HAPO, arXiv 2509.16591, section 3; statistics of the released code",
+        source="HAPO, arXiv 2509.16591; statistics of the released code",
         outputs=["h"],
         oracle=lambda entropy, mask, **s: {"h": oracles.standardized_entropy(entropy, mask, **s)},
         cases=H_CASES,
@@ -288,4 +288,175 @@ DPPO = [
     ),
 ]
 
-VECTORS = [*HAPO, *DPPO]
+
+def _clip_cov_surrogate(logprobs, old_logprobs, advantages, mask, fraction, **settings):
+    losses, slopes, _ = oracles.clip_cov(logprobs, old_logprobs, advantages, mask, **settings)
+    return {"surrogate": losses, "gradients": {"logprobs": slopes}}
+
+
+def _kl_cov_surrogate(logprobs, old_logprobs, advantages, mask, **settings):
+    losses, slopes, _ = oracles.kl_cov(logprobs, old_logprobs, advantages, mask, **settings)
+    return {"surrogate": losses, "gradients": {"logprobs": slopes}}
+
+
+def _cov_loss(losses, slopes, acts, mask, aggregation):
+    result = _loss(losses, slopes, acts, mask, aggregation)
+    tokens = max(int(np.sum(mask)), 1)
+    return {**result, "metrics": {"cov_frac": (acts == "cov").sum() / tokens}}
+
+
+def _clip_cov_loss(
+    logprobs, old_logprobs, advantages, mask, fraction, aggregation="token-mean", **settings
+):
+    out = oracles.clip_cov(logprobs, old_logprobs, advantages, mask, **settings)
+    return _cov_loss(*out, mask, aggregation)
+
+
+def _kl_cov_loss(logprobs, old_logprobs, advantages, mask, aggregation="token-mean", **settings):
+    out = oracles.kl_cov(logprobs, old_logprobs, advantages, mask, **settings)
+    return _cov_loss(*out, mask, aggregation)
+
+
+COV_1 = {
+    "logprobs": [[-0.1, -3.0, -1.0, -0.05, -2.0, -0.5]],
+    "old_logprobs": [[-0.1, -3.2, -0.9, -0.15, -1.0, -0.5]],
+    "advantages": [[2.0, -1.0, 0.5, -1.5, 0.0, 0.0]],
+    "mask": [[1] * 6],
+}
+COV_SOURCE = "Entropy mechanism, arXiv 2505.22617"
+COV = "cov = (A - mean A) (logprobs - mean logprobs), means over the true tokens. "
+CLIP_COV_FORMULA = (
+    COV + "PPO's clipped loss, and 0 on the tokens that are not clipped and have low < cov < high. "
+    "(All of them: fraction is 1 here. Otherwise max(1, floor(fraction N)) of them at random.)"
+)
+KL_COV_FORMULA = (
+    COV + "-A r, and + coefficient |logprobs - old_logprobs| on the max(1, floor(fraction N)) "
+    "tokens of highest cov; the derivative of the absolute value is 0 at 0."
+)
+ALL_OF_THEM = {"fraction": 1}
+CLIP_COV_CASES = [
+    Case("COV-1", COV_1, ALL_OF_THEM),
+    Case(
+        "holes and bounds",
+        TOKENS,
+        {**ALL_OF_THEM, "low": 0.05, "high": 2.0, "clip_low": 0.2, "clip_high": 0.28},
+    ),
+    Case("no token at all", {**TOKENS, "mask": NOTHING}, ALL_OF_THEM),
+]
+KL_COV_CASES = [
+    Case("COV-1", COV_1),
+    Case("COV-1 half", COV_1, {"fraction": 0.5, "coefficient": 0.1}),
+    Case("holes", TOKENS, {"fraction": 0.4}),
+    Case("none", TOKENS, {"fraction": 0}),
+    Case("no token at all", {**TOKENS, "mask": NOTHING}),
+]
+MEAN_OF_SEQUENCES = {"aggregation": "seq-mean-token-mean"}
+
+COVARIANCE = [
+    Vector(
+        function="covariances",
+        formula=COV,
+        source=COV_SOURCE,
+        outputs=["covariances"],
+        oracle=lambda *a, **k: {"covariances": oracles.covariances(*a, **k)},
+        cases=[
+            Case(name, {n: arrays[n] for n in ("logprobs", "advantages", "mask")})
+            for name, arrays in (
+                ("COV-1", COV_1),
+                ("holes", TOKENS),
+                ("no token at all", {**TOKENS, "mask": NOTHING}),
+            )
+        ],
+    ),
+    Vector(
+        function="clip_cov_surrogate",
+        formula=CLIP_COV_FORMULA,
+        source=COV_SOURCE,
+        outputs=["surrogate"],
+        oracle=_clip_cov_surrogate,
+        cases=CLIP_COV_CASES,
+    ),
+    Vector(
+        function="clip_cov_loss",
+        formula=CLIP_COV_FORMULA + " Then aggregate, by token-mean unless given.",
+        source=COV_SOURCE,
+        outputs=["loss", "metrics"],
+        oracle=_clip_cov_loss,
+        cases=[
+            *CLIP_COV_CASES,
+            Case("mean of sequences", TOKENS, {**ALL_OF_THEM, "low": 0.05, **MEAN_OF_SEQUENCES}),
+        ],
+    ),
+    Vector(
+        function="kl_cov_surrogate",
+        formula=KL_COV_FORMULA,
+        source=COV_SOURCE,
+        outputs=["surrogate"],
+        oracle=_kl_cov_surrogate,
+        cases=KL_COV_CASES,
+    ),
+    Vector(
+        function="kl_cov_loss",
+        formula=KL_COV_FORMULA + " Then aggregate, by token-mean unless given.",
+        source=COV_SOURCE,
+        outputs=["loss", "metrics"],
+        oracle=_kl_cov_loss,
+        cases=[
+            *KL_COV_CASES,
+            Case("mean of sequences", TOKENS, {"fraction": 0.4, **MEAN_OF_SEQUENCES}),
+        ],
+    ),
+]
+
+OFF_POLICY = {
+    "logprobs": [[-2.0, -1.2, None], [-2.0, -1.2, -1.0], [-0.1, -0.1, -0.1], [-9.0, -9.0, -9.0]],
+    "behaviour_logprobs": [[-1.0, -1.0, None], *[[-1.0, -1.0, -1.0]] * 3],
+    "advantages": [[-1.0], [-1.0], [-1.0], [0.5]],
+    "mask": [[1, 1, 0], [1, 1, 1], [1, 1, 1], [1, 0, 1]],
+}
+
+SELECTION = [
+    Vector(
+        function="top_entropy_mask",
+        formula=(
+            "The floor(fraction (N - 1)) + 1 highest of the N true entropies, and what is equal to "
+            "the least of them; or those that are at least threshold."
+        ),
+        source="80/20 rule, arXiv 2506.01939; count as in TRL",
+        outputs=["mask"],
+        oracle=lambda *a, **k: {"mask": oracles.top_entropy_mask(*a, **k)},
+        cases=[
+            Case("a fifth of eight", {"entropy": H, "mask": ALL}),
+            Case("all", {"entropy": H, "mask": ALL}, {"fraction": 1}),
+            Case(
+                "ties",
+                {"entropy": [[1.0, 2.0, 2.0, 0.5, 3.0]], "mask": [[1] * 5]},
+                {"fraction": 0.25},
+            ),
+            Case("holes", {"entropy": H_HOLES, "mask": H_MASK}, {"fraction": 0.5}),
+            Case("threshold", {"entropy": H_HOLES, "mask": H_MASK}, {"threshold": 0.6}),
+            Case("no token at all", {"entropy": H_HOLES, "mask": NOTHING}),
+        ],
+    ),
+    Vector(
+        function="off_policy_sequence_mask",
+        formula=(
+            "A sequence goes if A < 0 and mean_t(behaviour_logprobs - logprobs) > max_divergence."
+        ),
+        source="DeepSeek-V3.2, arXiv 2512.02556; 0.5 of TRL",
+        outputs=["mask"],
+        oracle=lambda *a, **k: {"mask": oracles.off_policy_sequence_mask(*a, **k)},
+        cases=[
+            Case("first goes", OFF_POLICY, {"max_divergence": 0.5}),
+            Case("two go", OFF_POLICY, {"max_divergence": 0.3}),
+            Case("all that are negative go", OFF_POLICY, {"max_divergence": -1.0}),
+            Case(
+                "one per token",
+                {**OFF_POLICY, "advantages": [[-1.0, 2.0, None], *[[-1.0, 1.0, 0.0]] * 3]},
+                {"max_divergence": 0.5},
+            ),
+        ],
+    ),
+]
+
+VECTORS = [*HAPO, *DPPO, *COVARIANCE, *SELECTION]
