@@ -258,10 +258,9 @@ def sequence_masked_weights(
     [[0.0, 0.0], [0.5, 4.0]]
     """
     check_range("low", low, "high", high)
-    settings = {"max_log_weight": max_log_weight}
     arrays = (logprobs, sampler_logprobs, mask)
-    geometric = mismatch_weights(*arrays, level="geometric", **settings)
-    weights = mismatch_weights(*arrays, **settings)
+    geometric = mismatch_weights(*arrays, level="geometric", max_log_weight=max_log_weight)
+    weights = mismatch_weights(*arrays, max_log_weight=max_log_weight)
     return keep(weights, as_mask(mask) & ~outside(geometric, low, high))
 
 

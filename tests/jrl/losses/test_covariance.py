@@ -20,6 +20,7 @@ NAMES = ("logprobs", "old_logprobs", "advantages", "mask")
 A = jnp.array([2, -1, 0.5, -1.5, 0, 0])
 LOGPROBS = jnp.array([-0.1, -3, -1, -0.05, -2, -0.5])
 ONES = jnp.ones(6)
+ALL = {"fraction": 1}
 
 
 def test_vector_cov_1():
@@ -209,3 +210,17 @@ def test_covariances_on_eight_devices_equal_those_of_one():
 def test_settings_that_make_no_sense_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call(ONES)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+def test_ratios_of_zero_and_infinity_are_finite(advantage):
+    logprobs = jnp.array([[-jnp.inf, -1.0, -500.0, -0.5, -1.0]])
+    old = jnp.array([[-1.0, -jnp.inf, -1.0, -500.0, -1.0]])
+    ones = jnp.ones_like(old)
+    for loss, settings in ((jrl.kl_cov_loss, {"fraction": 0.5}), (jrl.clip_cov_loss, ALL)):
+        (value, metrics), slope = jax.value_and_grad(loss, has_aux=True)(
+            logprobs, old, advantage * ones, ones, **settings
+        )
+        assert np.isfinite(value) and np.isfinite(slope).all()
+        assert not np.any(slope[:, :4])
+        assert all(np.isfinite(metric.value()) for metric in metrics.values())

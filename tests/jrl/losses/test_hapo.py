@@ -254,3 +254,17 @@ def test_no_gradient_reaches_the_signal():
 def test_settings_that_make_no_sense_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call(ONES)
+
+
+@pytest.mark.parametrize("signal", [1.0, -0.5])
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+def test_ratios_of_zero_and_infinity_are_finite(advantage, signal):
+    logprobs = jnp.array([[-jnp.inf, -1.0, -500.0, -0.5, -1.0]])
+    old = jnp.array([[-1.0, -jnp.inf, -1.0, -500.0, -1.0]])
+    ones = jnp.ones_like(old)
+    (loss, metrics), slope = jax.value_and_grad(jrl.hapo_loss, has_aux=True)(
+        logprobs, old, advantage * ones, ones, signal * ones
+    )
+    assert np.isfinite(loss) and np.isfinite(slope).all()
+    assert not np.any(slope[:, :4])
+    assert all(np.isfinite(metric.value()) for metric in metrics.values())
