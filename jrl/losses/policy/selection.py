@@ -28,7 +28,8 @@ def entropy_threshold(
       fraction: the share, above 0 and up to 1.
 
     Returns:
-      The least entropy among them; 0 if no token is true.
+      The least entropy among them; 0 if no token is true, and NaN if one of the entropies is, at
+      which `top_entropy_mask` keeps every token.
 
     Raises:
       ValueError: if `fraction` is not in (0, 1].
@@ -45,9 +46,13 @@ def entropy_threshold(
     check_shapes(entropy=entropy, mask=mask)
     mask = as_mask(mask)
     (entropy,) = as_floats(jax.lax.stop_gradient(jnp.asarray(entropy)))
+    entropy = keep(entropy, mask)
     last = number(mask) - 1
     whole, _, _ = share(fraction, jnp.maximum(last, 0))
-    return at(ascending(keep(entropy, mask), mask), last - whole)
+    threshold = at(ascending(entropy, mask), last - whole)
+    # Sorting puts what is not a number last, where it would be overlooked.
+    unknown = jnp.any(jnp.isnan(entropy))
+    return jnp.where(unknown, jnp.asarray(jnp.nan, threshold.dtype), threshold)
 
 
 def top_entropy_mask(
