@@ -25,8 +25,33 @@ from oracles.advantages import (
     token_level_group_average,
     whiten,
 )
-from oracles.divergence import entropy, kl_token
-from oracles.policy import ppo, ppo_token
+from oracles.divergence import (
+    entropy,
+    kl_token,
+)
+from oracles.hapo import (
+    adaptive_temperature,
+    asymmetric_clip_bounds,
+    entropy_signal,
+    entropy_statistics,
+    hapo,
+    redistributed_advantage,
+    standardized_entropy,
+)
+from oracles.mismatch import (
+    divergence_rejection_mask,
+    geometric_rejection_mask,
+    icepop_weight,
+    mismatch_statistics,
+    mismatch_weights,
+    normalized_weights,
+    sequence_masked_weights,
+    truncated_weight,
+)
+from oracles.policy import (
+    ppo,
+    ppo_token,
+)
 from oracles.policy_ratio import (
     cispo_row,
     dro_row,
@@ -41,19 +66,33 @@ from oracles.policy_ratio import (
     sapo_row,
     vespo_row,
 )
-from oracles.reduction import aggregate, token_weights
-from oracles.rewards import informative, overlong_penalty
-from oracles.rows import rows
-from oracles.value import explained_variance, value_token
+from oracles.reduction import (
+    aggregate,
+    token_weights,
+)
+from oracles.rewards import (
+    informative,
+    overlong_penalty,
+)
+from oracles.rows import (
+    rows,
+)
+from oracles.trust_region import (
+    clip_cov,
+    covariances,
+    dppo,
+    kl_cov,
+    off_policy_sequence_mask,
+    top_entropy_mask,
+)
+from oracles.value import (
+    explained_variance,
+    value_token,
+)
 
 __all__ = [  # noqa: RUF022 - by file
-    "rows",
-    "aggregate",
-    "token_weights",
     "gae",
     "extended_gae",
-    "length_adaptive_lambda",
-    "effective_length",
     "grpo",
     "rloo",
     "maxrl",
@@ -68,25 +107,51 @@ __all__ = [  # noqa: RUF022 - by file
     "reinforce_plus_plus_baseline",
     "remax",
     "optimal_token_baseline",
+    "length_adaptive_lambda",
+    "effective_length",
     "whiten",
-    "ppo_token",
-    "ppo",
-    "cispo_row",
-    "dro_row",
-    "gmpo_row",
-    "gspo_row",
-    "luspo_row",
-    "policy_loss",
-    "policy_surrogate",
-    "positive_examples",
-    "ppo_row",
-    "reinforce_row",
-    "sapo_row",
-    "vespo_row",
-    "value_token",
-    "explained_variance",
     "kl_token",
     "entropy",
+    "entropy_statistics",
+    "standardized_entropy",
+    "entropy_signal",
+    "adaptive_temperature",
+    "asymmetric_clip_bounds",
+    "redistributed_advantage",
+    "hapo",
+    "mismatch_weights",
+    "truncated_weight",
+    "icepop_weight",
+    "normalized_weights",
+    "sequence_masked_weights",
+    "geometric_rejection_mask",
+    "divergence_rejection_mask",
+    "mismatch_statistics",
+    "ppo_token",
+    "ppo",
+    "ppo_row",
+    "gspo_row",
+    "luspo_row",
+    "gmpo_row",
+    "reinforce_row",
+    "cispo_row",
+    "vespo_row",
+    "sapo_row",
+    "dro_row",
+    "policy_surrogate",
+    "policy_loss",
+    "positive_examples",
+    "aggregate",
+    "token_weights",
     "overlong_penalty",
     "informative",
+    "rows",
+    "dppo",
+    "covariances",
+    "clip_cov",
+    "kl_cov",
+    "top_entropy_mask",
+    "off_policy_sequence_mask",
+    "value_token",
+    "explained_variance",
 ]

@@ -28,14 +28,17 @@ def ppo_surrogate(
     clip_low: Bound = 0.2,
     clip_high: Bound = 0.2,
     clip_dual: Number | None = None,
+    guard: Number | None = None,
     max_log_ratio: Number | None = 20.0,
 ) -> Float[Array, "*batch time"]:
     """Per-token clipped policy loss of PPO, to be minimised.
 
     With ``r = exp(logprobs - old_logprobs)``,
 
-        l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
+        l = max(-A min(r, guard), -A clip(r, 1 - clip_low, 1 + clip_high))
         l = min(l, -A clip_dual)                                   where A < 0, if clip_dual is set
+
+    where `guard` is infinite if it is not set.
 
     Equal bounds give PPO and GRPO; a larger `clip_high` gives the "clip-higher" of DAPO, which
     leaves rare tokens room to grow. The gradient of a token is that of ``-A r`` unless a bound is
@@ -51,6 +54,10 @@ def ppo_surrogate(
       clip_high: how far it may rise above one before a positive advantage stops acting.
       clip_dual: the ratio, greater than one, beyond which a negative advantage stops acting as
         well; None is off. Published settings are 3 and 10.
+      guard: the two-sided guard, above ``1 + clip_high``: the ratio is capped at it inside the
+        unclipped branch. A negative advantage then stops acting beyond it, just as with
+        ``clip_dual=guard``; a positive one has met `clip_high` before. None is off. It is TRL's
+        ``delta``; INTELLECT-2 has 4.
       max_log_ratio: the log-ratio is clamped to plus or minus this many nats before the
         exponential, where the gradient is then 0; ``exp(20)`` is 5e8. Probabilities that vanish
         under one policy (a ratio of 0 or infinity) thereby give finite losses. None is off, and
@@ -60,7 +67,9 @@ def ppo_surrogate(
       One loss per token, 0 where the mask is false. Reduce it with `aggregate`.
 
     Raises:
-      ValueError: if a bound is negative or `clip_dual` is not above one.
+      ValueError: if a bound is negative, `clip_dual` is not above one, or `guard` is not above
+        ``1 + clip_high``, since it would then bound positive advantages in its place. (Of a
+        `clip_high` given as an array that cannot be checked: a lower guard acts as said.)
 
     References:
       Schulman et al., "Proximal policy optimization algorithms", 2017, eq. 7.
@@ -68,6 +77,7 @@ def ppo_surrogate(
       Ye et al., "Mastering complex control in MOBA games", 2019, eq. 4 (dual clip).
       https://arxiv.org/abs/1912.09729
       Yu et al., "DAPO", 2025, section 3.1 (clip-higher). https://arxiv.org/abs/2503.14476
+      Prime Intellect, "INTELLECT-2", 2025 (guard). https://arxiv.org/abs/2505.07291
 
     >>> import jax.numpy as jnp
     >>> ratio, ones = jnp.array([0.5, 1.0, 1.25, 4.0]), jnp.ones(4)
@@ -75,7 +85,7 @@ def ppo_surrogate(
     [-0.5, -1.0, -1.25, -1.25]
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
-    surrogate, _ = clipped(tokens, clip_low, clip_high, clip_dual, max_log_ratio)
+    surrogate, _ = clipped(tokens, clip_low, clip_high, clip_dual, max_log_ratio, guard)
     return surrogate
 
 
@@ -88,6 +98,7 @@ def ppo_loss(
     clip_low: Bound = 0.2,
     clip_high: Bound = 0.2,
     clip_dual: Number | None = None,
+    guard: Number | None = None,
     max_log_ratio: Number | None = 20.0,
     importance_weights: Float[ArrayLike, "*#batch #time"] | None = None,
     aggregation: Aggregation = "token-mean",
@@ -100,9 +111,10 @@ def ppo_loss(
       old_logprobs: the same under the policy that the ratio is taken against; no gradient.
       advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
       mask: true on sampled tokens.
-      clip_low: see `ppo_surrogate`, as are `clip_high`, `clip_dual` and `max_log_ratio`.
+      clip_low: see `ppo_surrogate`, as are the settings up to `max_log_ratio`.
       clip_high: 0.2 in PPO and GRPO, 0.28 in DAPO and VAPO.
       clip_dual: None is off.
+      guard: None is off.
       max_log_ratio: None is off.
       importance_weights: factors on the tokens' losses, of the shapes of `advantages`, such as
         corrections for a sampler that differs from the old policy; no gradient. None is off.
@@ -115,7 +127,7 @@ def ppo_loss(
       as `Mean` so that they add up over micro-batches and devices:
 
       * ``pg_clipfrac``: where a clip binds, that is, changes the loss;
-      * ``pg_clipfrac_lower``: where the dual clip does;
+      * ``pg_clipfrac_lower``: where the dual clip or the guard does;
       * ``ppo_kl``: ``old_logprobs - logprobs``, the k1 estimate of KL(old || current);
       * ``ratio``, ``ratio_squared``: of the two policies; 1 each while they are equal. The
         effective share of the sample is ``ratio^2 / ratio_squared``;
@@ -137,7 +149,7 @@ def ppo_loss(
     ([[-0.3330000042915344, -0.3330000042915344], [0.3330000042915344, 0.0]], 0.0)
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
-    surrogate, statistics = clipped(tokens, clip_low, clip_high, clip_dual, max_log_ratio)
+    surrogate, statistics = clipped(tokens, clip_low, clip_high, clip_dual, max_log_ratio, guard)
     return reduce_surrogate(
         surrogate, statistics, tokens.mask, aggregation, importance_weights, **denominators
     )
@@ -149,26 +161,33 @@ def clipped(
     clip_high: Bound,
     clip_dual: Number | None,
     max_log_ratio: Number | None,
+    guard: Number | None = None,
 ) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
     """The surrogate of `ppo_surrogate`, and the statistics of `ppo_loss` for each token."""
     low, high = distance("clip_low", clip_low, tokens), distance("clip_high", clip_high, tokens)
     if clip_dual is not None and clip_dual <= 1:
         raise ValueError(f"clip_dual={clip_dual} must be above 1, such as 3; None is off.")
+    if guard is not None and (guard <= 1 or (isinstance(high, int | float) and guard <= 1 + high)):
+        raise ValueError(
+            f"guard={guard} must be above 1 + clip_high, such as 4, or it clips first; None is off."
+        )
     log_ratio, statistics = clamped_log_ratio(tokens, max_log_ratio)
     ratio, advantages = jnp.exp(log_ratio), tokens.advantages
 
     # Selected by comparison rather than by jnp.maximum, which halves the gradient of a tie.
-    unclipped = -advantages * ratio
+    beyond = jnp.zeros_like(tokens.mask) if guard is None else ratio > guard
+    unclipped = -advantages * (ratio if guard is None else jnp.where(beyond, guard, ratio))
     bounded = -advantages * jnp.clip(ratio, 1 - low, 1 + high)
     binds = bounded > unclipped
     surrogate = jnp.where(binds, bounded, unclipped)
-    binds_dual = jnp.zeros_like(tokens.mask)
+    binds_lower = beyond & (advantages < 0) & ~binds
     if clip_dual is not None:
         ceiling = -advantages * clip_dual
         binds_dual = (advantages < 0) & (surrogate > ceiling)
         surrogate = jnp.where(binds_dual, ceiling, surrogate)
+        binds_lower = binds_lower | binds_dual
     return surrogate, {
         "pg_clipfrac": binds.astype(ratio.dtype),
-        "pg_clipfrac_lower": binds_dual.astype(ratio.dtype),
+        "pg_clipfrac_lower": binds_lower.astype(ratio.dtype),
         **statistics,
     }

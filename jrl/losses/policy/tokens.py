@@ -80,11 +80,20 @@ def distance(name: str, bound: Bound, tokens: Tokens) -> Float[Array, "..."] | N
     """
     if not isinstance(bound, int | float):
         return jnp.where(tokens.mask, spread(name, bound, tokens.logprobs), 0)
+    check_distance(name, bound)
+    return bound
+
+
+def check_distance(name: str, bound: Number) -> None:
+    """Check a distance between two policies.
+
+    Raises:
+      ValueError: if it is negative.
+    """
     if bound < 0:
         raise ValueError(
             f"{name}={bound} is a distance and cannot be negative; float('inf') is off."
         )
-    return bound
 
 
 def lengths(tokens: Tokens) -> Float[Array, "*batch 1"]:

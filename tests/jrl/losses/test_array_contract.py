@@ -9,6 +9,7 @@ import calls_advantages
 import calls_mismatch
 import calls_policy
 import calls_reduction
+import calls_trust_region
 import calls_value
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,14 @@ from hypothesis import strategies as st
 
 import jrl
 
-MODULES = (calls_reduction, calls_advantages, calls_policy, calls_value, calls_mismatch)
+MODULES = (
+    calls_reduction,
+    calls_advantages,
+    calls_policy,
+    calls_trust_region,
+    calls_value,
+    calls_mismatch,
+)
 
 
 def _collect(table: str) -> dict:

@@ -1,0 +1,317 @@
+"""Importance weights between the trainer's policy and the sampler's, and what bounds them."""
+
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Bool, Float, Shaped
+
+from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, keep
+from jrl.losses.reduction import divide
+
+WeightLevel = Literal["token", "sequence", "geometric"]
+WeightMean = Literal["token", "sequence"]
+
+
+def mismatch_weights(
+    logprobs: Float[ArrayLike, "*batch time"],
+    sampler_logprobs: Float[ArrayLike, "*batch time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    level: WeightLevel = "token",
+    max_log_weight: Number | None = 20.0,
+) -> Float[Array, "*batch time"]:
+    """Importance weights of samples whose sampler is not quite the trainer's policy.
+
+    With ``log w_t = logprobs - sampler_logprobs``, trainer over sampler,
+
+    ============= ==================================== ==========================================
+    level         weight of each token                 what it corrects
+    ============= ==================================== ==========================================
+    ``token``     ``w_t``                              each token by itself: biased, little noise
+    ``sequence``  ``prod_t w_t``, on the whole row     the sequence: unbiased, and noise that
+                                                       grows exponentially with its length
+    ``geometric`` ``exp(mean_t log w_t)``, likewise    nothing exactly; a length-free measure
+    ============= ==================================== ==========================================
+
+    A factor of 1.1 per token is 2.6 after 10 tokens and 14000 after 100.
+
+    Which `logprobs`: those of the *old* policy, recomputed by the trainer before its first step,
+    where the loss has a ratio of its own against them (three policies, "decoupled"); those of the
+    current policy where it has not (two policies). Multiplying a PPO loss whose ratio is taken
+    against the sampler by these weights would correct twice.
+
+    Bound the weights by `truncated_weights` or `icepop_weights` and give them to a loss as
+    `importance_weights`.
+
+    Args:
+      logprobs: of the sampled tokens as the trainer computes them, in nats; no gradient.
+      sampler_logprobs: the same as the sampler gave them, at its temperature; no gradient.
+      mask: true on sampled tokens. A row is one sequence.
+      level: over what the ratio is taken.
+      max_log_weight: the logarithm of a weight is clamped to plus or minus this; None is off.
+
+    Returns:
+      One weight per token, without a gradient; 0 where the mask is false.
+
+    Raises:
+      ValueError: if `level` is unknown.
+
+    References:
+      Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025.
+      https://fengyao.notion.site/off-policy-rl
+
+    >>> import jax.numpy as jnp
+    >>> log_weights = jnp.log(jnp.array([[2.0, 4.0], [0.5, 1.0]]))
+    >>> mask = jnp.array([[1, 1], [1, 0]])
+    >>> mismatch_weights(log_weights, 0 * log_weights, mask, level="sequence").tolist()
+    [[8.0, 8.0], [0.5, 0.0]]
+    """
+    if level not in get_args(WeightLevel):
+        choices = ", ".join(get_args(WeightLevel))
+        raise ValueError(f"level={level!r} is not a level of weights: choose one of {choices}.")
+    log_weights, mask = log_ratio(logprobs, sampler_logprobs, mask)
+    if level != "token":
+        log_weights = jnp.sum(log_weights, axis=-1, keepdims=True)
+        if level == "geometric":
+            log_weights = log_weights / lengths(mask, log_weights)
+        log_weights = jnp.broadcast_to(log_weights, mask.shape)
+    if max_log_weight is not None:
+        log_weights = jnp.clip(log_weights, -max_log_weight, max_log_weight)
+    return keep(jnp.exp(log_weights), mask)
+
+
+def truncated_weights(
+    weights: Float[ArrayLike, "*batch time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    high: Number | None = 2.0,
+    low: Number | None = None,
+) -> Float[Array, "*batch time"]:
+    """Weights clamped to a range: truncated importance sampling (TIS).
+
+        min(w, high), and max(., low) if it is set
+
+    On weights of tokens this is token TIS, on those of sequences sequence TIS. verl's default is 2
+    (1.5 to 5 are common for tokens, 2 to 10 for sequences); OpenRLHF clamps to [0.5, 5].
+
+    Args:
+      weights: trainer over sampler, of `mismatch_weights`; no gradient.
+      mask: true on sampled tokens.
+      high: the greatest weight; None is off.
+      low: the least; None is off.
+
+    Returns:
+      One weight per token, without a gradient; 0 where the mask is false.
+
+    Raises:
+      ValueError: if the range is empty or negative.
+
+    References:
+      Ionides, "Truncated importance sampling", 2008. Yao et al., 2025, as for `mismatch_weights`.
+
+    >>> import jax.numpy as jnp
+    >>> truncated_weights(jnp.array([0.25, 1.5, 7.0, 9.0]), jnp.array([1, 1, 1, 0])).tolist()
+    [0.25, 1.5, 2.0, 0.0]
+    """
+    check_range("low", low, "high", high)
+    weights, mask = _clean(weights, mask)
+    if low is not None or high is not None:
+        weights = jnp.clip(weights, low, high)
+    return keep(weights, mask)
+
+
+def icepop_weights(
+    weights: Float[ArrayLike, "*batch time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    low: Number | None = 0.5,
+    high: Number | None = 5.0,
+) -> Float[Array, "*batch time"]:
+    """Weights set to 0 outside of a range: masked importance sampling (MIS), as in IcePop.
+
+        w where low <= w <= high, and 0 elsewhere
+
+    On weights of tokens this is IcePop or token MIS; on those of sequences it is sequence MIS,
+    TRL's default with `high` 3 and no `low`. A token of weight 0 gives no gradient but is still
+    counted by the loss's denominators: a rejection mask changes those, too.
+
+    The range is one of trainer over sampler. verl's thresholds for rejection by k1 act on
+    ``-log w``, so that its "0.5_2.0" bounds sampler over trainer, in logarithms.
+
+    Args:
+      weights: trainer over sampler, of `mismatch_weights`; no gradient.
+      mask: true on sampled tokens.
+      low: the least weight that is kept; None is off. 0.5 in verl's preset and OpenRLHF.
+      high: the greatest; None is off. 5 in both.
+
+    Returns:
+      One weight per token, without a gradient; 0 where the mask is false.
+
+    Raises:
+      ValueError: if the range is empty or negative.
+
+    References:
+      Ling team, "Every step evolves", 2025 (IcePop). https://arxiv.org/abs/2510.18855
+
+    >>> import jax.numpy as jnp
+    >>> icepop_weights(jnp.array([0.25, 0.5, 5.0, 7.0]), jnp.ones(4)).tolist()
+    [0.0, 0.5, 5.0, 0.0]
+    """
+    check_range("low", low, "high", high)
+    weights, mask = _clean(weights, mask)
+    return keep(weights, mask & ~outside(weights, low, high))
+
+
+def normalized_weights(
+    weights: Float[ArrayLike, "*batch time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    over: WeightMean = "token",
+    mean: Scalar | None = None,
+) -> Float[Array, "*batch time"]:
+    """Weights divided by their mean over the batch, so that they average to one.
+
+    Truncation makes weights smaller on average, and with them the step; this undoes it.
+
+    ============ ========================================================
+    over         the mean
+    ============ ========================================================
+    ``token``    of the weights of all true tokens
+    ``sequence`` over the sequences, of the mean weight within each
+    ============ ========================================================
+
+    Args:
+      weights: after truncation; no gradient.
+      mask: true on sampled tokens.
+      over: what each counts once in the mean.
+      mean: the mean over the whole batch. None takes it from the arrays given here, which must then
+        be the **whole batch**: micro-batches that each divide by their own mean are weighed
+        differently.
+
+    Returns:
+      One weight per token, without a gradient; 0 where the mask is false, and the weights as they
+      are if their mean is 0.
+
+    Raises:
+      ValueError: if `over` is unknown.
+
+    References:
+      verl, "Rollout correction", batch normalisation (off by default).
+      https://verl.readthedocs.io/en/latest/algo/rollout_corr_math.html
+
+    >>> import jax.numpy as jnp
+    >>> weights, mask = jnp.array([[1.0, 2.0], [6.5, 9.0]]), jnp.array([[1, 1], [1, 0]])
+    >>> normalized_weights(weights, mask, over="sequence").tolist()
+    [[0.25, 0.5], [1.625, 0.0]]
+    """
+    if over not in get_args(WeightMean):
+        raise ValueError(f"over={over!r} is neither 'token' nor 'sequence'.")
+    weights, mask = _clean(weights, mask)
+    if mean is None:
+        counted, per = mask, weights
+        if over == "sequence":
+            counted = jnp.any(mask, axis=-1)
+            per = jnp.sum(weights, axis=-1) / lengths(mask, weights)[..., 0]
+        mean = divide(jnp.sum(per), jnp.sum(counted, dtype=jnp.int32))
+    return divide(weights, jax.lax.stop_gradient(jnp.asarray(mean)))
+
+
+def sequence_masked_weights(
+    logprobs: Float[ArrayLike, "*batch time"],
+    sampler_logprobs: Float[ArrayLike, "*batch time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    low: Number | None,
+    high: Number | None,
+    max_log_weight: Number | None = 20.0,
+) -> Float[Array, "*batch time"]:
+    """Weights of tokens, unclamped, of the sequences whose geometric mean lies in a range.
+
+        w_t where low <= exp(mean_t log w_t) <= high, and 0 on the other sequences
+
+    "seq-mask-TIS" in OpenRLHF and NeMo-RL: a sequence that as a whole is far from the trainer's
+    policy is left out, and within the others nothing is truncated.
+
+    Args:
+      logprobs: as for `mismatch_weights`; no gradient.
+      sampler_logprobs: likewise.
+      mask: true on sampled tokens. A row is one sequence.
+      low: the least geometric mean that is kept, trainer over sampler; None is off.
+      high: the greatest; None is off.
+      max_log_weight: as for `mismatch_weights`.
+
+    Returns:
+      One weight per token, without a gradient; 0 where the mask is false or the sequence left out.
+
+    Raises:
+      ValueError: if the range is empty or negative.
+
+    References:
+      OpenRLHF and NeMo-RL, options "seq-mask-tis".
+
+    >>> import jax.numpy as jnp
+    >>> log_weights, ones = jnp.log(jnp.array([[2.0, 8.0], [0.5, 4.0]])), jnp.ones((2, 2))
+    >>> sequence_masked_weights(log_weights, 0 * ones, ones, low=0.5, high=2).round(3).tolist()
+    [[0.0, 0.0], [0.5, 4.0]]
+    """
+    check_range("low", low, "high", high)
+    arrays = (logprobs, sampler_logprobs, mask)
+    geometric = mismatch_weights(*arrays, level="geometric", max_log_weight=max_log_weight)
+    weights = mismatch_weights(*arrays, max_log_weight=max_log_weight)
+    return keep(weights, as_mask(mask) & ~outside(geometric, low, high))
+
+
+def log_ratio(
+    logprobs: Float[ArrayLike, "*batch time"],
+    sampler_logprobs: Float[ArrayLike, "*batch time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+) -> tuple[Float[Array, "*batch time"], Bool[Array, "*batch time"]]:
+    """``log w``, trainer over sampler, without a gradient and 0 under the mask; and the mask."""
+    check_shapes(logprobs=logprobs, sampler_logprobs=sampler_logprobs, mask=mask)
+    mask = as_mask(mask)
+    logprobs, sampler_logprobs = as_floats(
+        *jax.lax.stop_gradient((jnp.asarray(logprobs), jnp.asarray(sampler_logprobs)))
+    )
+    return keep(logprobs, mask) - keep(sampler_logprobs, mask), mask
+
+
+def lengths(
+    mask: Bool[Array, "*batch time"], like: Float[Array, "..."]
+) -> Float[Array, "*batch 1"]:
+    """The true tokens of each row, at least 1, in the dtype of `like`."""
+    count = jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.int32)
+    return jnp.maximum(count, 1).astype(like.dtype)
+
+
+def outside(
+    x: Float[Array, "*shape"], low: Number | None, high: Number | None
+) -> Bool[Array, "*shape"]:
+    """Where `x` is known to lie outside of the range: false for what is not a number."""
+    below = jnp.zeros_like(x, dtype=bool) if low is None else x < low
+    return below if high is None else below | (x > high)
+
+
+def check_range(low_name: str, low: Number | None, high_name: str, high: Number | None) -> None:
+    """Check that a range of weights holds something.
+
+    Raises:
+      ValueError: if a bound is negative or the lower above the upper.
+    """
+    for name, bound in ((low_name, low), (high_name, high)):
+        if bound is not None and bound < 0:
+            raise ValueError(f"{name}={bound} bounds a weight and cannot be negative; None is off.")
+    if low is not None and high is not None and low > high:
+        raise ValueError(f"{low_name}={low} is above {high_name}={high}: no weight is in between.")
+
+
+def _clean(
+    weights: Float[ArrayLike, "*batch time"], mask: Shaped[ArrayLike, "*batch time"]
+) -> tuple[Float[Array, "*batch time"], Bool[Array, "*batch time"]]:
+    """The weights without a gradient, 0 under the mask; and the mask."""
+    check_shapes(weights=weights, mask=mask)
+    mask = as_mask(mask)
+    (weights,) = as_floats(jax.lax.stop_gradient(jnp.asarray(weights)))
+    return keep(weights, mask), mask

@@ -1,0 +1,145 @@
+"""Which tokens and sequences a loss learns from: masks to hand to it."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Bool, Float, Shaped
+
+from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, keep
+from jrl.losses.policy.order import ascending, at, number, share
+from jrl.losses.policy.tokens import clean
+
+
+def entropy_threshold(
+    entropy: Float[ArrayLike, "*batch time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    fraction: Number = 0.2,
+) -> Float[Array, ""]:
+    """The entropy that a given share of a batch's tokens reaches, for `top_entropy_mask`.
+
+    Of N true tokens the ``floor(fraction (N - 1)) + 1`` highest reach it: those that are not below
+    the (1 - fraction) quantile, as in TRL.
+
+    Args:
+      entropy: of the policy at each token, in nats; no gradient. The **whole batch**.
+      mask: true on sampled tokens.
+      fraction: the share, above 0 and up to 1.
+
+    Returns:
+      The least entropy among them; 0 if no token is true, and NaN if one of the entropies is, at
+      which `top_entropy_mask` keeps every token.
+
+    Raises:
+      ValueError: if `fraction` is not in (0, 1].
+
+    References:
+      As for `top_entropy_mask`.
+
+    >>> import jax.numpy as jnp
+    >>> float(entropy_threshold(jnp.array([0.5, 3.0, 1.0, 0.25, 2.0, 0.75]), jnp.ones(6)))
+    2.0
+    """
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction={fraction} is a share of the tokens, above 0 and up to 1.")
+    check_shapes(entropy=entropy, mask=mask)
+    mask = as_mask(mask)
+    (entropy,) = as_floats(jax.lax.stop_gradient(jnp.asarray(entropy)))
+    entropy = keep(entropy, mask)
+    last = number(mask) - 1
+    whole, _, _ = share(fraction, jnp.maximum(last, 0))
+    threshold = at(ascending(entropy, mask), last - whole)
+    # Sorting puts what is not a number last, where it would be overlooked.
+    unknown = jnp.any(jnp.isnan(entropy))
+    return jnp.where(unknown, jnp.asarray(jnp.nan, threshold.dtype), threshold)
+
+
+def top_entropy_mask(
+    entropy: Float[ArrayLike, "*batch time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    fraction: Number = 0.2,
+    threshold: Scalar | None = None,
+) -> Bool[Array, "*batch time"]:
+    """The mask of the tokens at which the policy is most undecided, the "80/20 rule".
+
+    Kept is a token whose entropy is at least the threshold, so that of N true tokens
+    ``floor(fraction (N - 1)) + 1`` are kept, and with them all that are equal to the least of them.
+    A loss that counts its own tokens then averages over those that are kept, as in the paper.
+
+    Args:
+      entropy: of the policy at each token, in nats; no gradient.
+      mask: true on sampled tokens.
+      fraction: the share of the tokens that is kept, above 0 and up to 1, which keeps all; 0.2 in
+        the paper. Without effect where `threshold` is given.
+      threshold: of `entropy_threshold`, for batches that are cut. None takes it from the arrays
+        given here, which must then be the **whole batch**.
+
+    Returns:
+      A boolean mask, false wherever `mask` is.
+
+    Raises:
+      ValueError: if `fraction` is not in (0, 1].
+
+    References:
+      Wang et al., "Beyond the 80/20 rule: high-entropy minority tokens drive effective
+      reinforcement learning for LLM reasoning", 2025. https://arxiv.org/abs/2506.01939
+
+    >>> import jax.numpy as jnp
+    >>> top_entropy_mask(jnp.array([0.5, 3.0, 1.0, 0.25, 2.0, 0.75]), jnp.ones(6)).tolist()
+    [False, True, False, False, True, False]
+    """
+    if threshold is None:
+        threshold = entropy_threshold(entropy, mask, fraction=fraction)
+    check_shapes(entropy=entropy, mask=mask)
+    mask = as_mask(mask)
+    (entropy,) = as_floats(jax.lax.stop_gradient(jnp.asarray(entropy)))
+    # What is known to be below goes, so that an entropy which is no number is not masked away.
+    return mask & ~(keep(entropy, mask) < jnp.asarray(threshold).astype(entropy.dtype))
+
+
+def off_policy_sequence_mask(
+    logprobs: Float[ArrayLike, "*batch time"],
+    behaviour_logprobs: Float[ArrayLike, "*batch time"],
+    advantages: Float[ArrayLike, "*#batch #time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    max_divergence: Number,
+) -> Bool[Array, "*batch time"]:
+    """The mask without the bad sequences that the policy has already left, as in DeepSeek-V3.2.
+
+        a sequence goes if A < 0 and mean_t(behaviour_logprobs - logprobs) > max_divergence
+
+    Its own mistakes teach a policy most; those of another one, which it would hardly make any more,
+    only disturb. Sequences of positive or zero advantage always stay.
+
+    Args:
+      logprobs: of the sampled tokens under the current policy, in nats; no gradient.
+      behaviour_logprobs: the same under the policy that sampled them; no gradient.
+      advantages: ``[batch, 1]`` for one per row, or one per token, of which then only the negative
+        ones go; no gradient.
+      mask: true on sampled tokens. A row is one sequence.
+      max_divergence: the greatest mean difference that is kept, in nats per token. TRL suggests
+        0.5.
+
+    Returns:
+      A boolean mask, false wherever `mask` is.
+
+    References:
+      DeepSeek-AI, "DeepSeek-V3.2", 2025, off-policy sequence masking.
+      https://arxiv.org/abs/2512.02556
+
+    >>> import jax.numpy as jnp
+    >>> logprobs, ones = jnp.array([[-1.0, -3.0], [-1.0, -3.0]]), jnp.ones((2, 2))
+    >>> advantages = jnp.array([[1.0], [-1.0]])
+    >>> off_policy_sequence_mask(logprobs, -ones, advantages, ones, max_divergence=0.5).tolist()
+    [[True, True], [False, False]]
+    """
+    tokens = clean(
+        jax.lax.stop_gradient(jnp.asarray(logprobs)), behaviour_logprobs, advantages, mask
+    )
+    count = jnp.sum(tokens.mask, axis=-1, keepdims=True, dtype=jnp.int32)
+    total = jnp.sum(tokens.old_logprobs - tokens.logprobs, axis=-1, keepdims=True)
+    far = total > max_divergence * jnp.maximum(count, 1).astype(total.dtype)
+    return tokens.mask & ~((tokens.advantages < 0) & far)

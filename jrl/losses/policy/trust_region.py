@@ -1,0 +1,210 @@
+"""DPPO: a step is bounded by how far probabilities move, not by their ratio."""
+
+from typing import Literal, Unpack, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Bool, Float, Shaped
+
+from jrl.losses.arrays import Number
+from jrl.losses.policy.tokens import Tokens, clamped_log_ratio, clean, reduce_surrogate
+from jrl.losses.reduction import Aggregation, Denominators, Mean
+
+ProbabilityDistance = Literal["tv", "kl"]
+
+
+def dppo_surrogate(
+    logprobs: Float[ArrayLike, "*batch time"],
+    old_logprobs: Float[ArrayLike, "*batch time"],
+    advantages: Float[ArrayLike, "*#batch #time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    kind: ProbabilityDistance,
+    max_divergence: Number,
+    max_ratio: Number | None = 20.0,
+    max_log_ratio: Number | None = 20.0,
+) -> Float[Array, "*batch time"]:
+    """Per-token policy loss of DPPO, to be minimised.
+
+    With p and q the probabilities of a token under the current and the old policy, ``r = p / q``
+    and sg the stop-gradient,
+
+        l = -A sg(min(r, max_ratio)) log p        while the token is kept, and 0 otherwise
+
+    A token is dropped if its probability has moved away from the old one, in the direction in which
+    its advantage pushes it, by more than `max_divergence`:
+
+    ====== =========================== ==========================================================
+    kind   distance                    dropped
+    ====== =========================== ==========================================================
+    ``tv`` ``|p - q|``                 A > 0 and p - q > max_divergence;
+                                       A <= 0 and p - q < -max_divergence
+    ``kl`` Bernoulli KL(q || p) =      beyond max_divergence, and A > 0 and p > q
+           ``q log(q / p) + (1 - q)    or A <= 0 and p < q
+           log((1 - q) / (1 - p))``
+    ====== =========================== ==========================================================
+
+    The ratio of a rare token moves far while its probability hardly does: from 0.01 to 0.03 is a
+    ratio of 3 and a distance of 0.02, from 0.9 to 0.95 a ratio of 1.06 and a distance of 0.05. PPO
+    clips the first, this may keep it and drop the second.
+
+    The value is that of a score-function estimate, not of a surrogate: only its gradient,
+    ``-A min(r, max_ratio)`` where kept, means something. In the paper the old policy is the sampler
+    itself, so that the ratio corrects for the mismatch, too: weigh it no second time.
+
+    Args:
+      logprobs: of the sampled tokens under the current policy, in nats.
+      old_logprobs: the same under the policy that sampled them; no gradient.
+      advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
+      mask: true on sampled tokens.
+      kind: the distance: "tv" or "kl", verl's ``dppo_tv`` and ``dppo_kl``.
+      max_divergence: how far a probability may move, a probability for "tv" and nats for "kl". One
+        number means different things to the two, so there is no default. (verl reads it from
+        ``clip_ratio``, whose default is 0.2.)
+      max_ratio: the cap of the ratio, above one; None is off. 20 in verl (``clip_ratio_c``).
+      max_log_ratio: the log-ratio is clamped to plus or minus this many nats before the
+        exponential, and so is log p from below, where the gradient is then 0. None is off.
+
+    Returns:
+      One loss per token, 0 where the mask is false or the token is dropped. Reduce it with
+      `aggregate`.
+
+    Raises:
+      ValueError: if `kind` is unknown, `max_divergence` negative or `max_ratio` not above one.
+
+    References:
+      Qi et al., "Rethinking the trust region in LLM reinforcement learning", 2026.
+      https://arxiv.org/abs/2602.04879
+
+    >>> import jax, jax.numpy as jnp
+    >>> p, old, ones = jnp.array([0.03, 0.95]), jnp.array([0.01, 0.9]), jnp.ones(2)
+    >>> def total(logprobs):
+    ...     arrays = (logprobs, jnp.log(old), ones, ones)
+    ...     return jnp.sum(dppo_surrogate(*arrays, kind="tv", max_divergence=0.03))
+    >>> [round(float(slope), 4) for slope in -jax.grad(total)(jnp.log(p))]
+    [3.0, 0.0]
+    """
+    tokens = clean(logprobs, old_logprobs, advantages, mask)
+    surrogate, _ = _dppo(tokens, kind, max_divergence, max_ratio, max_log_ratio)
+    return surrogate
+
+
+def dppo_loss(
+    logprobs: Float[ArrayLike, "*batch time"],
+    old_logprobs: Float[ArrayLike, "*batch time"],
+    advantages: Float[ArrayLike, "*#batch #time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    kind: ProbabilityDistance,
+    max_divergence: Number,
+    max_ratio: Number | None = 20.0,
+    max_log_ratio: Number | None = 20.0,
+    importance_weights: Float[ArrayLike, "*#batch #time"] | None = None,
+    aggregation: Aggregation = "token-mean",
+    **denominators: Unpack[Denominators],
+) -> tuple[Float[Array, ""], dict[str, Mean]]:
+    """Policy loss of DPPO: `dppo_surrogate`, weighted if asked, then `aggregate`.
+
+    Dropped tokens have a loss of 0 and still count in the denominators.
+
+    Args:
+      logprobs: of the sampled tokens under the current policy, in nats.
+      old_logprobs: the same under the policy that sampled them; no gradient.
+      advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
+      mask: true on sampled tokens.
+      kind: see `dppo_surrogate`, as are the settings up to `max_log_ratio`.
+      max_divergence: a probability for "tv", nats for "kl".
+      max_ratio: None is off.
+      max_log_ratio: None is off.
+      importance_weights: factors on the tokens' losses, of the shapes of `advantages`; no gradient.
+        None is off.
+      aggregation: how to weigh tokens and sequences, see `aggregate`.
+      denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
+        `sequence_lengths`, `empty_rows`.
+
+    Returns:
+      `(loss, metrics)`. The metrics are those of `ppo_loss`: ``pg_clipfrac`` is where a token was
+      dropped, ``pg_clipfrac_lower`` where the ratio was capped.
+
+    Raises:
+      ValueError: if a setting or the aggregation is not valid, or shapes do not agree.
+
+    References:
+      As for `dppo_surrogate`.
+
+    >>> import jax.numpy as jnp
+    >>> p, old, ones = jnp.array([0.03, 0.95]), jnp.array([0.01, 0.9]), jnp.ones(2)
+    >>> _, metrics = dppo_loss(
+    ...     jnp.log(p), jnp.log(old), ones, ones, kind="tv", max_divergence=0.03
+    ... )
+    >>> float(metrics["pg_clipfrac"].value())
+    0.5
+    """
+    tokens = clean(logprobs, old_logprobs, advantages, mask)
+    surrogate, statistics = _dppo(tokens, kind, max_divergence, max_ratio, max_log_ratio)
+    return reduce_surrogate(
+        surrogate, statistics, tokens.mask, aggregation, importance_weights, **denominators
+    )
+
+
+def _dppo(
+    tokens: Tokens,
+    kind: ProbabilityDistance,
+    max_divergence: Number,
+    max_ratio: Number | None,
+    max_log_ratio: Number | None,
+) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
+    """The surrogate of `dppo_surrogate`, and the statistics of `dppo_loss` for each token."""
+    if kind not in get_args(ProbabilityDistance):
+        raise ValueError(f"kind={kind!r} is neither 'tv' nor 'kl'.")
+    if max_divergence < 0:
+        raise ValueError(f"max_divergence={max_divergence} is a distance and cannot be negative.")
+    if max_ratio is not None and max_ratio <= 1:
+        raise ValueError(f"max_ratio={max_ratio} must be above 1, such as 20; None is off.")
+    current = jax.lax.stop_gradient(tokens.logprobs)
+    log_ratio, statistics = clamped_log_ratio(tokens._replace(logprobs=current), max_log_ratio)
+    weight = ratio = jnp.exp(log_ratio)
+    if max_ratio is not None:
+        weight = jnp.minimum(ratio, max_ratio)
+    dropped = _dropped(tokens._replace(logprobs=current), kind, max_divergence)
+    # The logarithm of a probability of 0 would meet a factor of 0, and its product is no number.
+    logprobs = tokens.logprobs
+    if max_log_ratio is not None:
+        floor = jnp.maximum(tokens.old_logprobs - max_log_ratio, jnp.finfo(logprobs.dtype).min)
+        logprobs = jnp.where(logprobs < floor, floor, logprobs)
+    surrogate = jnp.where(dropped, jnp.zeros_like(weight), -tokens.advantages * weight * logprobs)
+    capped = ratio > weight
+    return surrogate, {
+        "pg_clipfrac": dropped.astype(ratio.dtype),
+        "pg_clipfrac_lower": (capped & ~dropped).astype(ratio.dtype),
+        **statistics,
+    }
+
+
+def _dropped(
+    tokens: Tokens, kind: ProbabilityDistance, max_divergence: Number
+) -> Bool[Array, "*batch time"]:
+    """Where a probability moved too far; false under the mask and for what is not a number."""
+    p, q = jnp.exp(tokens.logprobs), jnp.exp(tokens.old_logprobs)
+    rises = tokens.advantages > 0
+    falls = tokens.advantages <= 0
+    if kind == "tv":
+        return (rises & (p - q > max_divergence)) | (falls & (p - q < -max_divergence))
+    away = (rises & (p > q)) | (falls & (p < q))
+    sampled = _relative(q, tokens.old_logprobs, tokens.logprobs)
+    others = -jnp.expm1(tokens.old_logprobs), -jnp.expm1(tokens.logprobs)
+    rest = _relative(others[0], *(jnp.log(jnp.maximum(x, 0)) for x in others))
+    return away & (sampled + rest > max_divergence)
+
+
+def _relative(
+    probability: Float[Array, "*batch time"],
+    log_first: Float[Array, "*batch time"],
+    log_second: Float[Array, "*batch time"],
+) -> Float[Array, "*batch time"]:
+    """``probability * (log_first - log_second)``, and 0 where the probability is 0."""
+    impossible = probability == 0
+    difference = jnp.where(impossible, jnp.zeros_like(log_first), log_first - log_second)
+    return probability * difference

@@ -1,0 +1,226 @@
+"""Clip-Cov and KL-Cov: covariances, choices and losses."""
+
+import functools
+import itertools
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from batches import BATCH, MASK, batch, numpy_batch
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+
+import jrl
+
+NAMES = ("logprobs", "old_logprobs", "advantages", "mask")
+A = jnp.array([2, -1, 0.5, -1.5, 0, 0])
+LOGPROBS = jnp.array([-0.1, -3, -1, -0.05, -2, -0.5])
+ONES = jnp.ones(6)
+ALL = {"fraction": 1}
+
+
+def test_vector_cov_1():
+    covariances = jrl.covariances(LOGPROBS, A, ONES)
+    expected = [2.016667, 1.891667, 0.054167, -1.5875, 0, 0]
+    np.testing.assert_allclose(covariances, expected, atol=1e-6)
+    np.testing.assert_allclose(covariances.mean(), 0.395833, atol=1e-6)
+    arrays = (LOGPROBS, LOGPROBS, A, ONES)
+    surrogate = jrl.clip_cov_surrogate(*arrays, fraction=1)
+    np.testing.assert_allclose(surrogate, [0, 0, -0.5, 1.5, 0, 0])
+    chosen = [_chosen(arrays, seed, low=1.0) for seed in range(20)]
+    assert {int(np.sum(x)) for x in chosen} == {1}
+    assert {int(np.argmax(x)) for x in chosen} == {0, 1}
+
+
+@functools.partial(jax.jit, static_argnames=("fraction", "low"))
+def _slope(seed, *arrays, fraction=2e-4, low=0.0):
+    def loss(logprobs):
+        # Bounds that never bind, so that a gradient of 0 is a choice.
+        wide = {"clip_low": float("inf"), "clip_high": float("inf")}
+        settings = {"key": jax.random.key(seed), "fraction": fraction, "low": low, "high": 9.0}
+        return jnp.sum(jrl.clip_cov_surrogate(logprobs, *arrays[1:], **settings, **wide))
+
+    return jax.grad(loss)(arrays[0])
+
+
+def _chosen(arrays, seed, **settings):
+    """Tokens in the range that have lost their gradient: those of advantage 0 lie at 0."""
+    slope = _slope(seed, *arrays, **settings)
+    return np.asarray((slope == 0) & (arrays[2] != 0) & arrays[3].astype(bool))
+
+
+def test_the_choice_depends_on_the_key_and_the_true_tokens_alone():
+    b = batch(0)
+    arrays = [b[name] for name in NAMES]
+    choice = _chosen(arrays, 3, fraction=0.2)
+    assert choice.sum() == int(0.2 * MASK.sum())
+    np.testing.assert_array_equal(choice, _chosen(arrays, 3, fraction=0.2))
+    others = [_chosen(arrays, seed, fraction=0.2) for seed in range(4, 9)]
+    assert any((other != choice).any() for other in others)
+    # Rows and columns of padding, NaN under the mask.
+    padded = [jnp.pad(x, ((1, 2), (3, 1))) for x in arrays]
+    hole = ~padded[3]
+    padded = [jnp.where(hole, jnp.nan, x) for x in padded[:3]] + [padded[3]]
+    again = _chosen(padded, 3, fraction=0.2)
+    np.testing.assert_array_equal(again[1 : 1 + BATCH, 3:-1], choice)
+    assert again.sum() == choice.sum()
+
+
+def test_a_count_is_exact_where_floating_point_is_not():
+    # 0.3 * 10 and 0.29 * 100 fall below 3 and 29 in floating point on some machines.
+    draw = np.random.default_rng(0)
+    for count, fraction, expected in ((10, 0.3, 3), (100, 0.29, 29), (100, 0.07, 7), (4, 0.1, 1)):
+        x = jnp.asarray(draw.normal(size=count), jnp.float32)
+        _, metrics = jrl.kl_cov_loss(x, x, x, jnp.ones(count), fraction=fraction)
+        assert metrics["cov_frac"].sum == expected
+    _, metrics = jrl.kl_cov_loss(x, x, x, jnp.ones(4), fraction=0)
+    assert metrics["cov_frac"].sum == 0
+
+
+def test_oracles():
+    b = numpy_batch(1)
+    arrays = [b[name] for name in NAMES]
+    bounds = {"low": 0.1, "high": 1.0, "clip_low": 0.2, "clip_high": 0.28}
+    cases = (
+        (jrl.clip_cov_loss, oracles.clip_cov, {**bounds, "fraction": 1}, bounds),
+        (jrl.kl_cov_loss, oracles.kl_cov, {"fraction": 0.3}, {"fraction": 0.3}),
+    )
+    for function, oracle, keywords, own in cases:
+        losses, slopes, acts = oracle(*arrays, **own)
+        assert (acts == "cov").sum() >= 2
+        with jax.enable_x64(True):
+            (loss, metrics), slope = jax.value_and_grad(function, has_aux=True)(
+                *(jnp.asarray(x) for x in arrays), **keywords
+            )
+            np.testing.assert_allclose(loss, losses.sum() / MASK.sum(), rtol=1e-11)
+            np.testing.assert_allclose(slope, slopes / MASK.sum(), rtol=1e-11, atol=1e-15)
+            assert float(metrics["cov_frac"].sum) == (acts == "cov").sum()
+
+
+def test_gradients_by_finite_differences():
+    with jax.enable_x64(True):
+        b = batch(2, dtype=jnp.float64)
+        rest = [b[name] for name in NAMES[1:]]
+        check_grads(lambda x: jrl.kl_cov_loss(x, *rest, fraction=0.3)[0], (b["logprobs"],), 1)
+        check_grads(lambda x: jrl.clip_cov_loss(x, *rest, fraction=1)[0], (b["logprobs"],), 1)
+
+
+def test_the_first_on_policy_step_is_reinforce_and_a_fraction_of_0_is_ppo():
+    b = batch(3)
+    rest = (b["advantages"], b["mask"])
+
+    def reinforce(logprobs):
+        return jrl.aggregate(-b["advantages"] * logprobs, b["mask"])
+
+    expected = jax.grad(reinforce)(b["logprobs"])
+    on_policy = (b["logprobs"], b["logprobs"], *rest)
+    slope, _ = jax.grad(jrl.kl_cov_loss, has_aux=True)(*on_policy, fraction=1)
+    np.testing.assert_allclose(slope, expected, rtol=1e-6)
+    arrays = (b["logprobs"], b["old_logprobs"], *rest)
+    wide = {"clip_low": float("inf"), "clip_high": float("inf")}
+    ppo = jrl.ppo_loss(*arrays, **wide)[0]
+    np.testing.assert_allclose(jrl.kl_cov_loss(*arrays, fraction=0)[0], ppo, rtol=1e-6)
+    ppo = jrl.ppo_loss(*arrays, clip_low=1, clip_high=1)[0]
+    np.testing.assert_allclose(jrl.clip_cov_loss(*arrays, fraction=0)[0], ppo, rtol=1e-6)
+
+
+def test_a_choice_made_over_the_whole_lets_cuts_add_up():
+    b = batch(4)
+    statistics = jrl.covariance_statistics(b["logprobs"], b["advantages"], b["mask"])
+    whole_covariances = jrl.covariances(b["logprobs"], b["advantages"], b["mask"])
+    chosen = whole_covariances > np.sort(np.asarray(whole_covariances).ravel())[-4]
+
+    def step(piece, function, **settings):
+        arrays = (b[name][piece] for name in NAMES)
+        return jax.value_and_grad(function, has_aux=True)(*arrays, chosen=chosen[piece], **settings)
+
+    for function in (jrl.clip_cov_loss, jrl.kl_cov_loss):
+        whole = step(slice(None), function)
+        assert whole[0][1]["cov_frac"].sum == 3
+        pieces = [slice(i, j) for i, j in itertools.pairwise([0, 2, 3, BATCH])]
+        parts = [step(piece, function, num_tokens=int(MASK.sum())) for piece in pieces]
+        summed = functools.reduce(
+            lambda x, y: jax.tree.map(operator.add, x, y), [part[0] for part in parts]
+        )
+        for a, e in zip(jax.tree.leaves(summed), jax.tree.leaves(whole[0]), strict=True):
+            np.testing.assert_allclose(a, e, rtol=5e-6, atol=2e-6)
+        joined = jnp.concatenate([part[1] for part in parts])
+        np.testing.assert_allclose(joined, whole[1], rtol=5e-6, atol=2e-6)
+    parts = [
+        jrl.covariance_statistics(*(b[n][piece] for n in ("logprobs", "advantages", "mask")))
+        for piece in pieces
+    ]
+    summed = functools.reduce(operator.add, parts)
+    np.testing.assert_allclose(summed.advantages.value(), statistics.advantages.value(), rtol=1e-6)
+    piece = jrl.covariances(
+        b["logprobs"][1:2], b["advantages"][1:2], b["mask"][1:2], statistics=summed
+    )
+    np.testing.assert_allclose(piece, whole_covariances[1:2], rtol=1e-5, atol=1e-6)
+
+
+def test_covariances_on_eight_devices_equal_those_of_one():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    mask = np.arange(6) < np.random.default_rng(0).integers(0, 7, (16, 1))
+    mask[:2] = False
+    with jax.enable_x64(True):
+        b = batch(5, mask, jnp.float64)
+        arrays = tuple(b[name] for name in NAMES)
+
+        def local(logprobs, old, advantages, mask):
+            own = jrl.covariance_statistics(logprobs, advantages, mask)
+            statistics = jax.lax.psum(own, "data")
+            covariances = jrl.covariances(logprobs, advantages, mask, statistics=statistics)
+            chosen = covariances > 0.5
+            tokens = jax.lax.psum(jnp.sum(mask), "data")
+            settings = {"chosen": chosen, "num_tokens": tokens}
+            (part, _), slope = jax.value_and_grad(jrl.kl_cov_loss, has_aux=True)(
+                logprobs, old, advantages, mask, **settings
+            )
+            # The devices choose for themselves, too, by the tokens that they have.
+            other = jrl.clip_cov_surrogate(
+                logprobs, old, advantages, mask, key=jax.random.key(0), fraction=0.5
+            )
+            return covariances, jax.lax.psum(part, "data"), slope, other
+
+        rows = P("data")
+        cut = jax.jit(
+            jax.shard_map(local, mesh=mesh, in_specs=(rows,) * 4, out_specs=(rows, P(), rows, rows))
+        )(*arrays)
+        covariances = jrl.covariances(arrays[0], arrays[2], arrays[3])
+        (loss, _), slope = jax.value_and_grad(jrl.kl_cov_loss, has_aux=True)(
+            *arrays, chosen=covariances > 0.5
+        )
+        for a, e in zip(cut[:3], (covariances, loss, slope), strict=True):
+            np.testing.assert_allclose(a, e, rtol=1e-11, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: jrl.clip_cov_loss(x, x, x, x), "key=None leaves nothing to choose by"),
+        (lambda x: jrl.clip_cov_loss(x, x, x, x, low=5, high=1), "low=5 must be below high=1"),
+        (lambda x: jrl.kl_cov_loss(x, x, x, x, fraction=2), "fraction=2 is a share"),
+        (lambda x: jrl.kl_cov_surrogate(x, x, x, x, coefficient=-1), "coefficient=-1 is a penalty"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(ONES)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+def test_ratios_of_zero_and_infinity_are_finite(advantage):
+    logprobs = jnp.array([[-jnp.inf, -1.0, -500.0, -0.5, -1.0]])
+    old = jnp.array([[-1.0, -jnp.inf, -1.0, -500.0, -1.0]])
+    ones = jnp.ones_like(old)
+    for loss, settings in ((jrl.kl_cov_loss, {"fraction": 0.5}), (jrl.clip_cov_loss, ALL)):
+        (value, metrics), slope = jax.value_and_grad(loss, has_aux=True)(
+            logprobs, old, advantage * ones, ones, **settings
+        )
+        assert np.isfinite(value) and np.isfinite(slope).all()
+        assert not np.any(slope[:, :4])
+        assert all(np.isfinite(metric.value()) for metric in metrics.values())

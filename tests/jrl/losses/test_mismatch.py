@@ -1,0 +1,213 @@
+"""Weights, masks and diagnostics for a sampler that is not the trainer."""
+
+import functools
+import itertools
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from batches import BATCH, MASK, batch, numpy_batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jrl
+
+few = settings(max_examples=8, deadline=None, derandomize=True, database=None)
+NAMES = ("logprobs", "sampler_logprobs", "mask")
+
+LOG = jnp.array([[0.1, -0.2, 1.2, 0.0], [-0.5, -0.9, 0.3, jnp.nan]])
+ZERO = jnp.zeros_like(LOG)
+TRUE = jnp.array([[1, 1, 1, 1], [1, 1, 1, 0]])
+CORR = (LOG, ZERO, TRUE)
+close = functools.partial(np.testing.assert_allclose, atol=1e-6)
+W = [[1.105171, 0.818731, 3.320117, 1], [0.606531, 0.40657, 1.349859, 0]]
+
+
+def test_vector_corr_1_weights():
+    token = jrl.mismatch_weights(*CORR)
+    sequence = jrl.mismatch_weights(*CORR, level="sequence")
+    geometric = jrl.mismatch_weights(*CORR, level="geometric")
+    close(token, W)
+    close(sequence, [[3.004166] * 4, [0.332871] * 3 + [0]])
+    close(geometric, [[1.316531] * 4, [0.693041] * 3 + [0]])
+    truncated = jrl.truncated_weights(token, TRUE)
+    close(truncated, [[1.105171, 0.818731, 2, 1], W[1]])
+    close(jrl.truncated_weights(sequence, TRUE)[:, 0], [2, 0.332871])
+    icepop = jrl.icepop_weights(token, TRUE, low=0.5, high=2)
+    close(icepop, [[1.105171, 0.818731, 0, 1], [0.606531, 0, 1.349859, 0]])
+    mean = jnp.sum(truncated) / 7
+    close(mean, 1.04098)
+    close(jrl.normalized_weights(truncated, TRUE), np.array(truncated) / 1.04098)
+    record = jrl.EffectiveSampleSize.of(truncated, TRUE)
+    close(record.value(), 0.820316)
+    close(jrl.mismatch_statistics(*CORR)["chi2_token"].value(), 1.324314)
+
+
+@pytest.mark.parametrize(
+    ("kind", "over", "first", "second"),
+    [
+        ("k2", "mean", 0.18625, 0.191667),
+        ("k3", "mean", 0.286005, 0.15432),
+        ("k3", "max", 1.120117, 0.30657),
+        ("k3", "sum", 4 * 0.286005, 3 * 0.15432),
+    ],
+)
+def test_vector_corr_1_divergences(kind, over, first, second):
+    for row, value in ((0, first), (1, second)):
+        # Rejected just below its value, and kept just above it.
+        for bound, stays in ((value - 3e-6, False), (value + 3e-6, True)):
+            mask = jrl.divergence_rejection_mask(*CORR, kind=kind, over=over, bound=bound)
+            assert mask[row].tolist() == [stays and bool(m) for m in TRUE[row]]
+
+
+def test_vector_corr_1_thresholds_act_on_trainer_over_sampler():
+    # Sums of -log w are -1.1 and 1.1: the first row is likelier under the trainer.
+    sums = -jnp.sum(jnp.where(TRUE == 1, LOG, 0), axis=1)
+    close(sums, [-1.1, 1.1])
+    upper = jrl.geometric_rejection_mask(*CORR, low=None, high=1.3)
+    assert upper[:, 0].tolist() == [False, True]
+    lower = jrl.geometric_rejection_mask(*CORR, low=0.7, high=None)
+    assert lower[:, 0].tolist() == [True, False]
+    both = jrl.geometric_rejection_mask(*CORR, low=0.69, high=1.32)
+    assert both.tolist() == (TRUE == 1).tolist()
+    weights = jrl.sequence_masked_weights(*CORR, low=None, high=1.3)
+    close(weights, [[0] * 4, W[1]])
+
+
+def test_statistics_meet_the_oracle():
+    b = numpy_batch(0)
+    arrays = [b[name] for name in NAMES]
+    expected = oracles.mismatch_statistics(*arrays)
+    with jax.enable_x64(True):
+        statistics = jrl.mismatch_statistics(*(jnp.asarray(x) for x in arrays))
+        assert statistics.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_allclose(statistics[name].value(), value, rtol=1e-11, err_msg=name)
+
+
+def test_equal_policies_are_weighed_by_one_and_differ_in_nothing():
+    b = batch(1)
+    arrays = (b["logprobs"], b["logprobs"], b["mask"])
+    for level in ("token", "sequence", "geometric"):
+        weights = jrl.mismatch_weights(*arrays, level=level)
+        np.testing.assert_array_equal(weights, MASK.astype(np.float32))
+    values = {name: float(x.value()) for name, x in jrl.mismatch_statistics(*arrays).items()}
+    assert values.pop("weight") == values.pop("eff_sample_size") == 1
+    assert set(values.values()) == {0.0}
+    kept = jrl.divergence_rejection_mask(*arrays, bound=0.0)
+    np.testing.assert_array_equal(kept, MASK)
+    np.testing.assert_array_equal(jrl.geometric_rejection_mask(*arrays, low=1, high=1), MASK)
+
+
+@given(st.integers(0, 2**31), st.sets(st.integers(1, BATCH - 1)))
+@few
+def test_any_cut_adds_up(seed, cuts):
+    b = batch(seed)
+    edges = [0, *sorted(cuts), BATCH]
+    weights = jrl.truncated_weights(jrl.mismatch_weights(*(b[n] for n in NAMES)), b["mask"])
+    mean = jnp.sum(weights) / int(MASK.sum())
+    whole = jrl.mismatch_statistics(*(b[n] for n in NAMES))
+    records, parts = [], []
+    for i, j in itertools.pairwise(edges):
+        records.append(jrl.mismatch_statistics(*(b[n][i:j] for n in NAMES)))
+        parts.append(jrl.normalized_weights(weights[i:j], b["mask"][i:j], mean=mean))
+    summed = {
+        name: functools.reduce(operator.add, (record[name] for record in records)).value()
+        for name in whole
+    }
+    for name, value in summed.items():
+        np.testing.assert_allclose(value, whole[name].value(), rtol=2e-5, atol=1e-6)
+    joined = jnp.concatenate(parts)
+    np.testing.assert_allclose(joined, jrl.normalized_weights(weights, b["mask"]), rtol=1e-5)
+    np.testing.assert_allclose(float(joined.sum()) / MASK.sum(), 1, rtol=1e-5)
+
+
+def test_statistics_on_eight_devices_equal_those_of_one():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    mask = np.arange(6) < np.random.default_rng(0).integers(0, 7, (16, 1))
+    mask[:2] = False
+    with jax.enable_x64(True):
+        b = batch(3, mask, jnp.float64)
+        arrays = tuple(b[name] for name in NAMES)
+
+        def local(*arrays):
+            statistics = jax.lax.psum(jrl.mismatch_statistics(*arrays), "data")
+            weights = jrl.mismatch_weights(*arrays, level="sequence")
+            return statistics, weights, jrl.divergence_rejection_mask(*arrays, bound=0.2)
+
+        cut = jax.jit(
+            jax.shard_map(
+                local,
+                mesh=mesh,
+                in_specs=(P("data"),) * 3,
+                out_specs=(P(), P("data"), P("data")),
+            )
+        )(*arrays)
+        whole = (
+            jrl.mismatch_statistics(*arrays),
+            jrl.mismatch_weights(*arrays, level="sequence"),
+            jrl.divergence_rejection_mask(*arrays, bound=0.2),
+        )
+        jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-11), cut, whole)
+
+
+def test_nothing_has_a_gradient():
+    b = batch(4)
+
+    def total(logprobs, sampler_logprobs, weights):
+        arrays = (logprobs, sampler_logprobs, b["mask"])
+        outputs = (
+            jrl.mismatch_weights(*arrays),
+            jrl.sequence_masked_weights(*arrays, low=None, high=None),
+            jrl.truncated_weights(weights, b["mask"]),
+            jrl.icepop_weights(weights, b["mask"]),
+            jrl.normalized_weights(weights, b["mask"]),
+            *jax.tree.leaves([x.value() for x in jrl.mismatch_statistics(*arrays).values()]),
+        )
+        return sum(jnp.sum(x) for x in outputs)
+
+    arrays = (b["logprobs"], b["sampler_logprobs"], b["importance_weights"])
+    for slope in jax.grad(total, argnums=(0, 1, 2))(*arrays):
+        assert not np.any(slope)
+
+
+def test_probabilities_of_zero_are_clamped():
+    logprobs = jnp.array([[-jnp.inf, -1.0]])
+    sampler = jnp.array([[-1.0, -1.0]])
+    ones = jnp.ones((1, 2))
+    for arrays, sign in (((logprobs, sampler), -1), ((sampler, logprobs), 1)):
+        for level in ("token", "sequence", "geometric"):
+            weights = jrl.mismatch_weights(*arrays, ones, level=level)
+            np.testing.assert_allclose(weights[0, 0], np.exp(20.0 * sign), rtol=1e-5)
+        assert not jrl.divergence_rejection_mask(*arrays, ones, bound=0.1).any()
+        assert not jrl.geometric_rejection_mask(*arrays, ones, low=0.5, high=2).any()
+
+
+def test_what_is_not_a_number_is_never_masked_away():
+    logprobs = jnp.array([[jnp.nan, -1.0]])
+    arrays = (logprobs, ZERO[:1, :2], jnp.ones((1, 2)))
+    assert jrl.geometric_rejection_mask(*arrays, low=0.9, high=1.1).all()
+    assert jrl.divergence_rejection_mask(*arrays, bound=0.1).all()
+    weights = jrl.mismatch_weights(*arrays)
+    assert np.isnan(jrl.icepop_weights(weights, arrays[2])[0, 0])
+    assert np.isnan(jrl.truncated_weights(weights, arrays[2])[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: jrl.truncated_weights(x, x, high=-1), "high=-1 bounds a weight"),
+        (lambda x: jrl.icepop_weights(x, x, low=3, high=2), "low=3 is above high=2"),
+        (lambda x: jrl.geometric_rejection_mask(x, x, x, low=3, high=2), "low=3 is above high=2"),
+        (lambda x: jrl.sequence_masked_weights(x, x, x, low=-3, high=2), "low=-3 bounds a weight"),
+        (lambda x: jrl.divergence_rejection_mask(x, x, x, bound=-1), "bound=-1 is a divergence"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(jnp.ones(3))

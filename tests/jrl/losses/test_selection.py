@@ -1,0 +1,92 @@
+"""Masks of tokens and sequences: who is kept, counts, ties, cuts."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from batches import MASK, batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jrl
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _top(entropy, mask, fraction):
+    return jrl.top_entropy_mask(entropy, mask, fraction=fraction)
+
+
+@given(st.integers(1, 40), st.sampled_from([0.1, 0.2, 0.25, 0.3, 0.5, 0.8, 1.0]))
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+def test_as_many_are_kept_as_reach_the_quantile(count, fraction):
+    # All in one shape, of which `count` are true; entropies are far apart.
+    entropy = np.random.default_rng(count).permutation(40) + 1.0
+    mask = np.arange(40) < count
+    kept = np.asarray(_top(jnp.asarray(entropy, jnp.float32), jnp.asarray(mask), fraction))
+    assert kept.sum() == math.floor(fraction * (count - 1) + 1e-9) + 1
+    # TRL's rule: at or above the interpolated quantile, which is rounded, hence the margin.
+    quantile = np.quantile(entropy[:count], 1 - fraction)
+    np.testing.assert_array_equal(kept, mask & (entropy >= quantile - 1e-6))
+
+
+def test_ties_are_kept_and_a_threshold_lets_cuts_agree():
+    entropy = jnp.array([1.0, 2.0, 2.0, 0.5, 2.0, 3.0])
+    kept = jrl.top_entropy_mask(entropy, jnp.ones(6), fraction=0.2)
+    assert kept.tolist() == [False, True, True, False, True, True]
+    b = batch(0)
+    threshold = jrl.entropy_threshold(b["entropy"], b["mask"], fraction=0.4)
+    whole = jrl.top_entropy_mask(b["entropy"], b["mask"], fraction=0.4)
+    assert 0 < whole.sum() < MASK.sum()
+    for row in range(len(MASK)):
+        mine = jrl.top_entropy_mask(b["entropy"][row], b["mask"][row], threshold=threshold)
+        np.testing.assert_array_equal(mine, whole[row])
+
+
+def test_a_fraction_of_1_keeps_all_and_the_loss_counts_what_is_kept():
+    b = batch(1)
+    everything = jrl.top_entropy_mask(b["entropy"], b["mask"], fraction=1)
+    np.testing.assert_array_equal(everything, MASK)
+    mask = jrl.top_entropy_mask(b["entropy"], b["mask"], fraction=0.3)
+    arrays = (b["logprobs"], b["old_logprobs"], b["advantages"])
+    loss, metrics = jrl.ppo_loss(*arrays, mask)
+    expected = np.asarray(jrl.ppo_surrogate(*arrays, b["mask"]))[np.asarray(mask)].mean()
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    assert metrics["ratio"].count == mask.sum()
+
+
+def test_bad_sequences_that_are_far_go_and_no_others():
+    behaviour = jnp.array([[-1.0, -1.0, jnp.nan], [-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]])
+    logprobs = jnp.array([[-2.0, -1.2, jnp.nan], [-2.0, -1.2, -1.0], [-0.1, -0.1, -0.1]])
+    mask = jnp.array([[1, 1, 0], [1, 1, 1], [1, 1, 1]])
+
+    def kept(advantages, bound=0.5):
+        result = jrl.off_policy_sequence_mask(
+            logprobs, behaviour, advantages, mask, max_divergence=bound
+        )
+        assert not np.any(np.asarray(result) & (np.asarray(mask) == 0))
+        return result[:, 0].tolist()
+
+    # Means over the true tokens: 0.6, 0.4 and -0.9.
+    bad = -jnp.ones((3, 1))
+    assert kept(bad) == [False, True, True]
+    assert kept(bad, 0.3) == [False, False, True]
+    assert kept(bad, -1.0) == [False, False, False]
+    assert kept(-bad, -1.0) == kept(0 * bad, -1.0) == [True, True, True]
+    per_token = jnp.array([[-1.0, 1.0, 0.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
+    result = jrl.off_policy_sequence_mask(logprobs, behaviour, per_token, mask, max_divergence=0.5)
+    assert result[0].tolist() == [False, True, False]
+
+
+def test_what_is_not_a_number_is_never_masked_away():
+    nan, ones = jnp.array([jnp.nan, 1.0]), jnp.ones(2)
+    assert jrl.top_entropy_mask(nan, ones, fraction=0.5)[0]
+    assert jrl.off_policy_sequence_mask(nan, ones, -ones, ones, max_divergence=0.1).all()
+
+
+def test_fractions_that_make_no_sense_are_refused():
+    for fraction in (0, -0.1, 1.5):
+        with pytest.raises(ValueError, match=f"fraction={fraction} is a share of the tokens"):
+            jrl.top_entropy_mask(jnp.ones(2), jnp.ones(2), fraction=fraction)
