@@ -8,7 +8,7 @@ pass makes the cotangent of the logits and nothing else of that size either.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, keep
 
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+"]
 KLDirection = Literal["policy||reference", "reference||policy"]
+
+Total = TypeVar("Total")
 
 
 def kl_estimate(
@@ -298,11 +300,11 @@ def _along(x: Shaped[Array, "size"], like: Shaped[Array, "*batch size"]) -> Shap
 
 
 def _over_chunks(
-    start: Callable[[Array, Array], Array | tuple[Array, ...]],
-    merge: Callable[..., Array | tuple[Array, ...]],
+    start: Callable[[Array, Array], Total],
+    merge: Callable[[Total, Total], Total],
     vocab: int,
     chunk_size: int | None,
-) -> Array | tuple[Array, ...]:
+) -> Total:
     """Folds ``start(first, counts)`` over the vocabulary by `merge`.
 
     `first` is where a chunk begins, and `counts` tells which of its entries are new: the last one
@@ -313,7 +315,7 @@ def _over_chunks(
     everything = jnp.ones(size, bool)
     total = start(jnp.zeros((), jnp.int32), everything)
 
-    def body(number: Array, total: Array | tuple[Array, ...]) -> Array | tuple[Array, ...]:
+    def body(number: Array, total: Total) -> Total:
         wanted = number * size
         first = jnp.minimum(wanted, vocab - size)
         return merge(total, start(first, first + jnp.arange(size, dtype=jnp.int32) >= wanted))
@@ -461,8 +463,8 @@ def _divergence(
     of_second = _normaliser(chunk_size, second, mask)
 
     def start(begin: Array, counts: Array) -> Array:
-        pieces = (_chunk(x, mask, begin, counts.size) for x in (first, second))
-        terms = _terms(*as_floats(*pieces), of_first, of_second)
+        one, other = (_chunk(x, mask, begin, counts.size) for x in (first, second))
+        terms = _terms(one, other, of_first, of_second)
         return jnp.sum(jnp.where(_along(counts, terms), terms, jnp.zeros_like(terms)), axis=-1)
 
     return keep(_over_chunks(start, jnp.add, logits.shape[-1], chunk_size), mask)

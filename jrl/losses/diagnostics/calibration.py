@@ -21,14 +21,14 @@ class Calibration(NamedTuple):
         bin, in [0, 1].
       predicted: ``[bins]`` mean p of each bin, 0 in empty ones.
       observed: ``[bins]`` share of successes in each bin, 0 in empty ones.
-      count: ``[bins]`` tokens.
+      tokens: ``[bins]`` how many lie there.
     """
 
     brier: Float[Array, ""]
     ece: Float[Array, ""]
     predicted: Float[Array, "bins"]
     observed: Float[Array, "bins"]
-    count: Int[Array, "bins"]
+    tokens: Int[Array, "bins"]
 
 
 def calibration(
@@ -98,5 +98,5 @@ def calibration(
         ece=tokens.ratio(jnp.sum(gaps), jnp.sum(number)),
         predicted=predicted,
         observed=observed,
-        count=number,
+        tokens=number,
     )

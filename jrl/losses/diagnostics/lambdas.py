@@ -37,12 +37,12 @@ class LambdaSensitivity(NamedTuple):
     Attributes:
       correlation: of the two over the tokens of the bucket; 0 where one of them does not vary.
       sign_agreement: share of tokens on which their signs are equal.
-      count: tokens of the bucket.
+      tokens: how many lie there.
     """
 
     correlation: Float[Array, "buckets"]
     sign_agreement: Float[Array, "buckets"]
-    count: Int[Array, "buckets"]
+    tokens: Int[Array, "buckets"]
 
 
 def last_weight(

@@ -19,13 +19,13 @@ class ByPosition(NamedTuple):
         do not vary.
       bias: mean of ``V - G``.
       error: root of the mean of ``(V - G)^2``.
-      count: true tokens.
+      tokens: how many lie there.
     """
 
     explained_variance: Float[Array, "bins"]
     bias: Float[Array, "bins"]
     error: Float[Array, "bins"]
-    count: Int[Array, "bins"]
+    tokens: Int[Array, "bins"]
 
 
 def relative_position(
@@ -113,5 +113,5 @@ def by_position(
         explained_variance=jnp.where(flat, jnp.zeros_like(explained), explained),
         bias=bias,
         error=jnp.sqrt(mean_of(error**2)),
-        count=number,
+        tokens=number,
     )

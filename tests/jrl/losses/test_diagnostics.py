@@ -143,7 +143,7 @@ def test_a_critic_that_learns_the_outcome_half_way():
     found = diagnostics.by_position(values, returns, mask)
     np.testing.assert_allclose(found.explained_variance, [0] * 5 + [1] * 5)
     np.testing.assert_allclose(found.error, [0.5] * 5 + [0] * 5)
-    np.testing.assert_array_equal(found.count, [40] * 10)
+    np.testing.assert_array_equal(found.tokens, [40] * 10)
     assert not np.any(found.bias)
 
     fit = diagnostics.calibration(values, outcomes[:, None].astype(bool), mask)
@@ -215,7 +215,7 @@ def test_groups_count_once_whatever_their_size():
 def test_a_value_outside_the_rewards_counts_as_certain():
     found = diagnostics.calibration(jnp.array([[-3.0, 7.0]]), jnp.array([[1]]), jnp.ones((1, 2)))
     np.testing.assert_allclose(found.brier, 0.5)
-    np.testing.assert_array_equal(found.count, [1, *[0] * 8, 1])
+    np.testing.assert_array_equal(found.tokens, [1, *[0] * 8, 1])
 
 
 @pytest.mark.parametrize(
