@@ -1,6 +1,7 @@
 """``python -m jrl.evaluate RUN``: how good the policy of a run is on prompts it never learned from.
 
-The run may still be going on; nothing is written into its folder.
+The run may still be going on; nothing is written into its folder but, with ``--diagnostics``, the
+picture ``plots/value_diagnostics.png`` of what its critic is worth.
 """
 
 import json
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tyro
 from rich import box
@@ -20,6 +21,9 @@ from jrl.tokenizer import Tokenizer
 from jrl.trainer.command_line import exit_status, start_jax
 from jrl.trainer.configuration import configuration_of
 from jrl.trainer.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from jrl.trainer.setup import Setup
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class Request:
     """How the devices are laid out; None takes the run's own layout."""
     devices: int | None = None
     """Number of CPU devices to make believe; None does as the run did."""
+    diagnostics: bool = False
+    """Measure the critic of the run as well, and draw plots/value_diagnostics.png in its folder."""
     json: str | None = None
     """A file that the results are written to as well."""
 
@@ -84,6 +90,12 @@ def _evaluate(request: Request, folder: RunFolder) -> dict[str, Any]:
     from jrl.trainer.saved_policy import load_policy
     from jrl.trainer.setup import set_up
 
+    if request.diagnostics and not recipe.uses_critic:
+        raise ValueError(
+            f"run {folder.path} is one of recipe {recipe.name}, which trains no critic: "
+            "--diagnostics needs one, as ppo and vapo have it."
+        )
+
     setup = set_up(run, recipe, Tokenizer.from_file(folder.tokenizer_path))
     with closing(setup.task):
         weights, step = load_policy(folder, setup)
@@ -95,10 +107,40 @@ def _evaluate(request: Request, folder: RunFolder) -> dict[str, Any]:
             k=request.k,
             seed=request.seed,
         )
+        if request.diagnostics:
+            numbers |= _diagnose(request, folder, setup)
     about = {"run": str(folder.path), "recipe": recipe.name, "task": run.task, "step": step}
     how = {"k": request.k, "seed": request.seed}
     how |= {name: getattr(recipe, name) for name in given}
     return {**about, **how, **numbers}
+
+
+def _diagnose(request: Request, folder: RunFolder, setup: "Setup") -> dict[str, float]:
+    """Draws the picture and returns the numbers behind it."""
+    from jrl.trainer.critic_plots import plot_diagnostics
+    from jrl.trainer.critic_report import diagnose, judge
+    from jrl.trainer.saved_policy import load_critic, load_policy
+
+    policy, step = load_policy(folder, setup)
+    critic, critic_step = load_critic(folder, setup)
+    while step != critic_step:  # a run that is being written has just made a checkpoint
+        policy, step = load_policy(folder, setup)
+        critic, critic_step = load_critic(folder, setup)
+    judged = judge(
+        setup,
+        policy,
+        critic,
+        setup.sampling,
+        num_prompts=request.prompts,
+        k=request.k,
+        seed=request.seed,
+    )
+    report = diagnose(judged)
+    title = (
+        f"{folder.path.name}: the critic of {setup.recipe.name} on {setup.run.task}, step {step}"
+    )
+    plot_diagnostics(judged, folder.plots_path / "value_diagnostics.png", title, report)
+    return {f"critic/{name}": value for name, value in report.summary().items()}
 
 
 def _print(results: dict[str, Any]) -> None:
@@ -124,6 +166,9 @@ def _print(results: dict[str, Any]) -> None:
         if name.startswith("verifier/") and results[name]:
             reason = f"verdict: {name.removeprefix('verifier/')}"
             table.add_row(reason, f"{results[name] / total:.1%}")
+    for name in results:
+        if name.startswith("critic/"):
+            table.add_row(name.removeprefix("critic/"), f"{results[name]:.3f}")
     Console().print(table)
 
 

@@ -9,6 +9,7 @@ never reaches a result or a gradient. Inputs in half precision are computed with
 `None` means "off" and 0 means zero. Arrays come first, the current policy before the old one.
 """
 
+from jrl.losses import diagnostics
 from jrl.losses.advantages import (
     decoupled_gae,
     dr_grpo,
@@ -31,14 +32,21 @@ from jrl.losses.advantages import (
     token_level_group_average,
     whiten,
 )
+from jrl.losses.coefficients import (
+    adaptive_entropy_coefficient,
+    adaptive_kl_coefficient,
+)
 from jrl.losses.conventions import (
     Library,
     conventions,
 )
 from jrl.losses.divergence import (
+    KLDirection,
     KLEstimator,
     entropy_from_logits,
     kl_estimate,
+    kl_from_logits,
+    logprobs_from_logits,
 )
 from jrl.losses.mismatch import (
     EffectiveSampleSize,
@@ -110,10 +118,12 @@ from jrl.losses.reduction import (
 )
 from jrl.losses.rewards import (
     informative_groups,
+    overlong_filter,
     overlong_penalty,
 )
 from jrl.losses.value import (
     ExplainedVariance,
+    bounded_value,
     explained_variance,
     value_loss,
 )
@@ -185,10 +195,17 @@ __all__ = [  # noqa: RUF022 - in reading order
     "value_loss",
     "explained_variance",
     "ExplainedVariance",
+    "bounded_value",
     "kl_estimate",
     "KLEstimator",
+    "kl_from_logits",
+    "KLDirection",
     "entropy_from_logits",
+    "logprobs_from_logits",
+    "adaptive_kl_coefficient",
+    "adaptive_entropy_coefficient",
     "overlong_penalty",
+    "overlong_filter",
     "informative_groups",
     "mismatch_weights",
     "WeightLevel",
@@ -211,4 +228,5 @@ __all__ = [  # noqa: RUF022 - in reading order
     "Mean",
     "conventions",
     "Library",
+    "diagnostics",
 ]

@@ -6,31 +6,36 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Integer, Real, Shaped
 
-from jrl.losses.arrays import as_floats, check_shapes
+from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes
 from jrl.losses.groups import group_max, group_min, number_groups
 
 
 def overlong_penalty(
-    lengths: Real[ArrayLike, "*batch"], *, max_length: int, buffer: int
+    lengths: Real[ArrayLike, "*batch"],
+    *,
+    max_length: int,
+    buffer: int,
+    floor: Number | None = -1.0,
 ) -> Float[Array, "*batch"]:
     """DAPO's soft punishment of responses that come near the limit of length.
 
-    ``clip((max_length - buffer - length) / buffer, -1, 0)``: nothing up to
+    ``clip((max_length - buffer - length) / buffer, floor, 0)``: nothing up to
     ``max_length - buffer`` tokens, then falling linearly to -1 at `max_length`, and -1 beyond.
-    (verl lets it fall further beyond; the paper does not.)
 
     Args:
       lengths: of the responses, in tokens.
       max_length: the longest response that is allowed, in tokens; 20480 in the paper.
       buffer: over how many tokens before it the penalty grows; 4096 in the paper. 0 punishes with
-        -1 what is longer than `max_length`, and nothing else.
+        -1 per token what is longer than `max_length`, and nothing else.
+      floor: the penalty goes no lower; -1 in the paper and in TRL. None lets it fall on beyond
+        `max_length`, as verl does; the two agree up to there.
 
     Returns:
-      One penalty per response, in [-1, 0], to be added to its reward. It is not part of the
+      One penalty per response, 0 or negative, to be added to its reward. It is not part of the
       accuracy by which `informative_groups` chooses.
 
     Raises:
-      ValueError: if `buffer` does not lie between 0 and `max_length`.
+      ValueError: if `buffer` does not lie between 0 and `max_length`, or `floor` is positive.
 
     References:
       Yu et al., "DAPO", 2025, eq. 13. https://arxiv.org/abs/2503.14476
@@ -43,9 +48,47 @@ def overlong_penalty(
         raise ValueError(
             f"buffer={buffer} must lie between 0 and max_length={max_length}: both are in tokens."
         )
+    if floor is not None and floor > 0:
+        raise ValueError(f"floor={floor} must not be positive: it bounds a penalty; None is off.")
     (lengths,) = as_floats(jax.lax.stop_gradient(lengths))
     # Lengths are whole, so with an empty buffer one token too many is already the full penalty.
-    return jnp.clip((max_length - buffer - lengths) / max(buffer, 1), -1, 0)
+    return jnp.clip((max_length - buffer - lengths) / max(buffer, 1), floor, 0)
+
+
+def overlong_filter(
+    mask: Shaped[ArrayLike, "*batch time"], truncated: Shaped[ArrayLike, "*batch"]
+) -> Bool[Array, "*batch time"]:
+    """The mask without the responses that the length limit cut off.
+
+    Such a response was not judged but interrupted, and a reward of "wrong" teaches something else
+    than it seems to. With this mask it adds neither a loss nor a token to the denominators of
+    `aggregate`. DAPO introduces the filter; most of its runs, the best among them, use
+    `overlong_penalty` instead. A critic may learn from the response all the same: give it the mask
+    as it was. (TRL: ``mask_truncated_completions``.)
+
+    Args:
+      mask: true on sampled tokens.
+      truncated: true for each response that ended for lack of room, of any dtype.
+
+    Returns:
+      True where `mask` is, but nowhere in a truncated response.
+
+    Raises:
+      ValueError: if there is not one `truncated` per row.
+
+    References:
+      Yu et al., "DAPO", 2025, section 3.4. https://arxiv.org/abs/2503.14476
+
+    >>> import jax.numpy as jnp
+    >>> overlong_filter(jnp.ones((2, 3)), jnp.array([False, True])).astype(int).tolist()
+    [[1, 1, 1], [0, 0, 0]]
+    """
+    if jnp.shape(truncated) != jnp.shape(mask)[:-1]:
+        raise ValueError(
+            f"truncated has shape {jnp.shape(truncated)} and must have one entry for each row of "
+            f"mask {jnp.shape(mask)}."
+        )
+    return as_mask(mask) & ~as_mask(truncated)[..., None]
 
 
 def informative_groups(

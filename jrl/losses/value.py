@@ -1,8 +1,8 @@
-"""The critic's loss, and how much of the returns it explains."""
+"""The critic's head and its loss, and how much of the returns it explains."""
 
 import operator
 from dataclasses import dataclass
-from typing import Generic, Unpack
+from typing import Generic, TypeAlias, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,47 @@ from jrl.losses.reduction import (
     masked_mean,
 )
 
+# How far a value may move: the same both ways, or (down, up).
+Clip: TypeAlias = Number | tuple[Number, Number] | Float[Array, "2"]
+
+
+def bounded_value(
+    x: Float[ArrayLike, "*shape"], *, low: Number, high: Number
+) -> Float[Array, "*shape"]:
+    """A value between two bounds from what the critic's head gives, which has none.
+
+        V = low + (high - low) (1/2 + atan(x) / pi)
+
+    A critic that cannot leave the range of the returns makes no temporal-difference error larger
+    than the reward can. 0 gives the middle, and unlike the sigmoid's the slope,
+    ``(high - low) / (pi (1 + x^2))``, falls only with the square of the distance: a critic that
+    was sure and wrong still learns.
+
+    Args:
+      x: the output of the value head, any number.
+      low: the least return that is possible, in units of reward.
+      high: the greatest.
+
+    Returns:
+      Values in [low, high], with their gradient.
+
+    Raises:
+      ValueError: unless `low` is below `high`.
+
+    References:
+      BPCO, 2026 (bounded value head). https://arxiv.org/abs/2608.23566
+
+    >>> import jax.numpy as jnp
+    >>> bounded_value(jnp.array([-jnp.inf, 0.0, 1.0, jnp.inf]), low=-1.0, high=1.0).tolist()
+    [-1.0, 0.0, 0.5, 1.0]
+    """
+    if not low < high:
+        raise ValueError(
+            f"low={low} must be below high={high}: they are the least and the greatest return."
+        )
+    (x,) = as_floats(x)
+    return low + (high - low) * (0.5 + jnp.arctan(x) / jnp.pi)
+
 
 def value_loss(
     values: Float[ArrayLike, "*batch time"],
@@ -28,7 +69,7 @@ def value_loss(
     returns: Float[ArrayLike, "*batch time"],
     mask: Shaped[ArrayLike, "*batch time"],
     *,
-    clip: Number | tuple[Number, Number] | None = None,
+    clip: Clip | None = None,
     aggregation: Aggregation = "token-mean",
     **denominators: Unpack[Denominators],
 ) -> tuple[Float[Array, ""], dict[str, "Mean | ExplainedVariance"]]:
@@ -46,7 +87,8 @@ def value_loss(
       old_values: its estimates when the batch was collected; no gradient, read only for the clip.
       returns: what to regress on, such as the second result of `gae`; no gradient.
       mask: true on sampled tokens.
-      clip: how far a value may move, in units of reward: one distance, or (down, up). None is off.
+      clip: how far a value may move, in units of reward: one distance, or two as (down, up). None
+        is off. (verl: 0.5; verl's T-PPO: 0.5 down and 0.6 up; OpenRLHF: off.)
       aggregation: how to weigh tokens and sequences, see `aggregate`.
       denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
         `sequence_lengths`, `empty_rows`.
@@ -81,8 +123,8 @@ def value_loss(
     errors = (values - returns) ** 2
     binds = jnp.zeros_like(mask)
     if clip is not None:
-        down, up = clip if isinstance(clip, tuple) else (clip, clip)
-        if down < 0 or up < 0:
+        down, up = (clip, clip) if isinstance(clip, int | float) else clip
+        if not isinstance(clip, Array) and (down < 0 or up < 0):
             raise ValueError(f"clip={clip} cannot be negative: it is a distance; None is off.")
         bounded = (jnp.clip(values, old_values - down, old_values + up) - returns) ** 2
         binds = bounded > errors

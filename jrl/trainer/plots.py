@@ -163,15 +163,15 @@ def plot_run(
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / "overview.png"]
-    figure, grid = _grid(len(panels), title)
+    figure, grid = grid_of(len(panels), title)
     for axes, panel in zip(grid, panels, strict=True):
         draw(axes, panel)
-    _save(figure, paths[0])
+    save(figure, paths[0])
     for panel in panels:
-        figure, (axes,) = _grid(1, None)
+        figure, (axes,) = grid_of(1, None)
         draw(axes, panel)
         paths.append(directory / f"{panel.file}.png")
-        _save(figure, paths[-1])
+        save(figure, paths[-1])
     return paths
 
 
@@ -209,7 +209,7 @@ def plot_comparison(
     if not shown:
         raise ValueError(f"runs={list(runs)} logged no metric of panels={list(panels)}")
     colours = [COMPARED[i % len(COMPARED)] for i in range(len(histories))]
-    figure, grid = _grid(len(shown), title)
+    figure, grid = grid_of(len(shown), title)
     for axes, (panel, lines) in zip(grid, shown, strict=True):
         _decorate(axes, panel)
         for line, label, colour in zip(lines, histories, colours, strict=True):
@@ -219,7 +219,7 @@ def plot_comparison(
     grid[0].legend(frameon=False, labelcolor=INK)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _save(figure, path)
+    save(figure, path)
     return path
 
 
@@ -254,8 +254,8 @@ def smooth(values: Sequence[float | int], width: int) -> list[float | int]:
     return smoothed
 
 
-def _grid(num_panels: int, title: str | None) -> tuple["Figure", list["Axes"]]:
-    """Return a figure of 1600 x 900 pixels at 2x, or smaller for few panels, and its axes."""
+def grid_of(num_panels: int, title: str | None) -> tuple["Figure", list["Axes"]]:
+    """A figure of 1600 x 900 pixels at 2x, or smaller for few panels, and its axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -334,7 +334,7 @@ def _frame(axes: "Axes", panel: Panel) -> None:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.4g} %"))
 
 
-def _save(figure: "Figure", path: Path) -> None:
+def save(figure: "Figure", path: Path) -> None:
     """Write the picture under a temporary name first: a kill leaves the old one."""
     temporary = path.with_name(path.name + ".tmp")
     figure.savefig(temporary, dpi=DPI, format="png")

@@ -1,4 +1,4 @@
-"""The policy of a run on disk: its newest weights and its tokenizer."""
+"""The networks of a run on disk: their newest weights, and its tokenizer."""
 
 import jax
 from jaxtyping import Array
@@ -8,14 +8,12 @@ from jrl.trainer.checkpoints import Checkpoints
 from jrl.trainer.run_folder import RunFolder
 from jrl.trainer.setup import Setup
 from moe import weights as moe_weights
+from moe.config import ModelConfig
 from moe.weights import Transformer
 
 
 def load_policy(folder: RunFolder, setup: Setup) -> tuple[Transformer[Array], int]:
     """The policy of the newest checkpoint and the steps it has learned for.
-
-    The run may still be written: where its writer drops the checkpoint being read, the newer one is
-    taken.
 
     Args:
       setup: whose model it must be, and on whose mesh it is laid out.
@@ -23,11 +21,31 @@ def load_policy(folder: RunFolder, setup: Setup) -> tuple[Transformer[Array], in
     Raises:
       ValueError: where there is no checkpoint yet, or it is one of another model.
     """
+    return _load(folder, setup, setup.model, "policy/weights")
+
+
+def load_critic(folder: RunFolder, setup: Setup) -> tuple[Transformer[Array], int]:
+    """The critic of the newest checkpoint and the steps it has learned for.
+
+    Raises:
+      ValueError: as for `load_policy`, and where the recipe trains no critic.
+    """
+    return _load(folder, setup, setup.critic_objective.config, "critic/weights")
+
+
+def _load(
+    folder: RunFolder, setup: Setup, model: ModelConfig, part: str
+) -> tuple[Transformer[Array], int]:
+    """A part of the newest checkpoint, and its step.
+
+    The run may still be written: where its writer drops the checkpoint being read, the newer one is
+    taken.
+    """
     checkpoints = Checkpoints(folder.checkpoints_path)
     like = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        moe_weights.shapes(setup.model),
-        moe_weights.shardings(setup.model, setup.mesh),
+        moe_weights.shapes(model),
+        moe_weights.shardings(model, setup.mesh),
     )
     while True:
         step = checkpoints.latest_step()
@@ -36,7 +54,7 @@ def load_policy(folder: RunFolder, setup: Setup) -> tuple[Transformer[Array], in
                 f"run {folder.path} has no checkpoint yet: the first comes after its warm start."
             )
         try:
-            return checkpoints.restore(step, like, part="policy/weights")[0], step
+            return checkpoints.restore(step, like, part=part)[0], step
         except (ValueError, OSError):
             if step in checkpoints.steps():
                 raise

@@ -91,6 +91,22 @@ from oracles.value import (
 )
 
 __all__ = [  # noqa: RUF022 - by file
+from oracles import diagnostics
+from oracles.advantages import gae, grpo, length_adaptive_lambda, whiten
+from oracles.coefficients import adaptive_entropy_coefficient, adaptive_kl_coefficient
+    entropy_slopes,
+    kl_clamped_token,
+    kl_divergence,
+    token_logprob,
+from oracles.policy import ppo, ppo_token
+from oracles.reduction import aggregate, token_weights
+from oracles.rewards import informative, overlong_filter, overlong_penalty
+from oracles.rows import rows
+from oracles.value import bounded_value, explained_variance, value_token
+    "diagnostics",
+    "rows",
+    "aggregate",
+    "token_weights",
     "gae",
     "extended_gae",
     "grpo",
@@ -110,7 +126,14 @@ __all__ = [  # noqa: RUF022 - by file
     "length_adaptive_lambda",
     "effective_length",
     "whiten",
+    "ppo_token",
+    "ppo",
+    "value_token",
+    "bounded_value",
+    "explained_variance",
     "kl_token",
+    "kl_clamped_token",
+    "kl_divergence",
     "entropy",
     "entropy_statistics",
     "standardized_entropy",
@@ -143,7 +166,12 @@ __all__ = [  # noqa: RUF022 - by file
     "positive_examples",
     "aggregate",
     "token_weights",
+    "entropy_slopes",
+    "token_logprob",
+    "adaptive_kl_coefficient",
+    "adaptive_entropy_coefficient",
     "overlong_penalty",
+    "overlong_filter",
     "informative",
     "rows",
     "dppo",

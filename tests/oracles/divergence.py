@@ -22,6 +22,52 @@ def kl_token(log_ratio, kind):
     return values[kind], slopes[kind]
 
 
+def kl_clamped_token(log_ratio, kind, max_log_ratio=None, max_value=None):
+    """Value and derivative with both clamps: where one acts, the derivative is 0."""
+    clamped = False
+    if max_log_ratio is not None and abs(log_ratio) > max_log_ratio:
+        log_ratio, clamped = math.copysign(max_log_ratio, log_ratio), True
+    value, slope = kl_token(log_ratio, kind)
+    # The slope of a straight-through estimator is that of k2, and stops where k2 is clamped.
+    measured = kl_token(log_ratio, "k2")[0] if kind.endswith("+") else value
+    if max_value is not None:
+        clamped = clamped or abs(measured) > max_value
+        value = min(max(value, -max_value), max_value)
+    return value, 0.0 if clamped else slope
+
+
+def probabilities(logits):
+    largest = max(logits)
+    weights = [math.exp(z - largest) for z in logits]
+    total = math.fsum(weights)
+    return [w / total for w in weights]
+
+
+def token_logprob(logits, token):
+    """Log-probability of a token and its derivatives by the logits."""
+    p = probabilities(logits)
+    value = math.log(p[token]) if p[token] > 0 else -math.inf
+    slopes = [float(v == token) - p[v] for v in range(len(p))]
+    return value, [0.0 if z == -math.inf else s for z, s in zip(logits, slopes, strict=True)]
+
+
+def entropy_slopes(logits):
+    """Derivatives of the entropy by the logits."""
+    p, h = probabilities(logits), entropy(logits)
+    return [-q * (math.log(q) + h) if q > 0 else 0.0 for q in p]
+
+
+def kl_divergence(logits, ref_logits, direction="policy||reference"):
+    """KL over the whole vocabulary and its derivatives by the first logits."""
+    p, q = probabilities(logits), probabilities(ref_logits)
+    if direction == "reference||policy":
+        kl = math.fsum(b * math.log(b / a) for a, b in zip(p, q, strict=True) if b > 0)
+        return kl, [a - b for a, b in zip(p, q, strict=True)]
+    kl = math.fsum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
+    slopes = [a * (math.log(a / b) - kl) if a > 0 else 0.0 for a, b in zip(p, q, strict=True)]
+    return kl, slopes
+
+
 def entropy(logits):
     largest = max(logits)
     weights = [math.exp(z - largest) for z in logits]

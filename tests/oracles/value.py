@@ -31,3 +31,9 @@ def explained_variance(values, returns, mask):
         return math.fsum((x - mean) ** 2 for x in xs) / len(xs)
 
     return 1 - variance(errors) / variance(targets)
+
+
+def bounded_value(x, low, high):
+    """The value and its derivative."""
+    value = low + (high - low) * (0.5 + math.atan(x) / math.pi)
+    return value, (high - low) / (math.pi * (1.0 + x * x))

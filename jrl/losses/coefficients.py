@@ -1,0 +1,98 @@
+"""Coefficients that steer themselves: what they become from what was measured.
+
+Each is a pure transition. The caller keeps the number, in its checkpoint like any other state.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from jrl.losses.arrays import Number, Scalar, as_floats
+
+
+def adaptive_kl_coefficient(
+    coefficient: Scalar, kl: Scalar, *, target: Number, num_samples: Scalar, horizon: Number
+) -> Float[Array, ""]:
+    """The next coefficient of a KL penalty, which is to hold the divergence near a target.
+
+        coefficient (1 + clip(kl / target - 1, -0.2, 0.2) num_samples / horizon)
+
+    A proportional controller on the relative error, bounded so that one odd batch moves little.
+
+    Args:
+      coefficient: the weight of the penalty in this step, non-negative. 0 stays 0.
+      kl: what was measured in it, in nats, in the units of the target: the mean over tokens, or
+        over responses of their sums (the original).
+      target: the divergence wanted, positive; 6 nats per response in the original.
+      num_samples: responses that were measured; the coefficient moves in proportion.
+      horizon: over about how many responses it may change by a fifth; 10000 in the original.
+
+    Returns:
+      The coefficient for the next step, without a gradient.
+
+    Raises:
+      ValueError: if `target` or `horizon` is not positive.
+
+    References:
+      Ziegler et al., "Fine-tuning language models from human preferences", 2019, section 2.2.
+      https://arxiv.org/abs/1909.08593
+
+    >>> round(float(adaptive_kl_coefficient(0.2, 3.0, target=6, num_samples=256, horizon=1e4)), 6)
+    0.198976
+    """
+    for name, setting in (("target", target), ("horizon", horizon)):
+        if setting <= 0:
+            raise ValueError(f"{name}={setting} must be positive, such as the original's.")
+    coefficient, kl, num_samples = as_floats(*jax.lax.stop_gradient((coefficient, kl, num_samples)))
+    error = jnp.clip(kl / target - 1, -0.2, 0.2)
+    return coefficient * (1 + error * num_samples / horizon)
+
+
+def adaptive_entropy_coefficient(
+    coefficient: Scalar,
+    entropy: Scalar,
+    *,
+    target: Number = 0.2,
+    step: Number = 0.005,
+    low: Number = 0.0,
+    high: Number = 1.0,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The next coefficient of an entropy bonus that acts only while entropy is low.
+
+    While the measured entropy is at most `target` the coefficient grows by `step`, otherwise it
+    shrinks by it, within [low, high]. The bonus is applied with the new coefficient in the first
+    case and not at all in the second, so that entropy is never pushed above the target.
+
+    Args:
+      coefficient: what this function returned first the last time, or the starting value.
+      entropy: the mean over tokens measured now, in nats.
+      target: below or at it the bonus acts; 0.2 is TRL's default (its example says 5.0).
+      step: how fast the coefficient moves; 0.005 is TRL's default.
+      low: the coefficient stays at or above it.
+      high: the coefficient stays at or below it.
+
+    Returns:
+      `(coefficient, applied)`: the one to keep, and the one to weigh the bonus with now; both
+      without a gradient.
+
+    Raises:
+      ValueError: if `step` is negative, or `low` is above `high`.
+
+    References:
+      He et al., "Skywork Open Reasoner 1 technical report", 2025, section 4 (adaptive entropy
+      control). https://arxiv.org/abs/2505.22312
+
+    >>> [round(float(x), 3) for x in adaptive_entropy_coefficient(0.25, 0.125)]
+    [0.255, 0.255]
+    >>> [round(float(x), 3) for x in adaptive_entropy_coefficient(0.25, 0.5)]
+    [0.245, 0.0]
+    """
+    if step < 0:
+        raise ValueError(f"step={step} cannot be negative: it is added while entropy is low.")
+    if low > high:
+        raise ValueError(f"low={low} must not be above high={high}: they bound the coefficient.")
+    coefficient, entropy = as_floats(*jax.lax.stop_gradient((coefficient, entropy)))
+    scarce = entropy <= target
+    coefficient = jnp.clip(jnp.where(scarce, coefficient + step, coefficient - step), low, high)
+    return coefficient, jnp.where(scarce, coefficient, jnp.zeros_like(coefficient))

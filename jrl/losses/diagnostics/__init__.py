@@ -1,0 +1,72 @@
+"""What is wrong with a critic, and with the advantages it makes: measurements on one batch.
+
+Two position papers on the limits of VAPO name concerns about value-based reinforcement learning of
+long reasoning, without experiments: arXiv 2505.17997 (May 2025; *value approximation*, *adaptive
+lambda*, *token-level loss*, *exploration*, *generalisation*) and arXiv 2506.03038 (June 2025;
+*credit assignment* with a sparse reward, *representation* of temporally abstract goals by a value,
+a global value signal as *local guidance* of steps). Each function here turns one of them into
+numbers, says which, and says how to read them.
+
+All take ``[..., time]`` arrays under the rules of `jrl`: positions and lengths count the true
+tokens of a mask, holes cost nothing, what is under a false mask is never read, rows without a true
+token are not counted, and nothing carries a gradient. Results are named records of arrays. They
+are statistics of the batch that is passed, so the whole batch must be: those of pieces do not add
+up. All of them trace under `jax.jit`.
+
+>>> import jax.numpy as jnp
+>>> from jrl import diagnostics
+>>> diagnostics.length_share(jnp.ones((2, 3)).at[1, 1:].set(0), edges=(1,)).tokens.tolist()
+[0.25, 0.75]
+"""
+
+from jrl.losses.diagnostics.bootstrap import BootstrapBias, bootstrap_bias, bootstrap_bias_bound
+from jrl.losses.diagnostics.calibration import Calibration, calibration
+from jrl.losses.diagnostics.credit import (
+    Concentration,
+    VarianceSplit,
+    outcome_contradiction,
+    td_concentration,
+    within_between_variance,
+)
+from jrl.losses.diagnostics.exploration import GroupDegeneracy, group_degeneracy
+from jrl.losses.diagnostics.lambdas import (
+    LambdaSensitivity,
+    TerminalReach,
+    guard_rate,
+    lambda_sensitivity,
+    terminal_reach,
+)
+from jrl.losses.diagnostics.length import (
+    LengthShare,
+    NegativeShare,
+    length_share,
+    negative_share,
+)
+from jrl.losses.diagnostics.position import ByPosition, by_position, relative_position
+
+__all__ = [  # noqa: RUF022 - in the order of the concerns
+    "by_position",
+    "ByPosition",
+    "relative_position",
+    "calibration",
+    "Calibration",
+    "bootstrap_bias",
+    "bootstrap_bias_bound",
+    "BootstrapBias",
+    "terminal_reach",
+    "TerminalReach",
+    "lambda_sensitivity",
+    "LambdaSensitivity",
+    "guard_rate",
+    "within_between_variance",
+    "VarianceSplit",
+    "td_concentration",
+    "Concentration",
+    "outcome_contradiction",
+    "length_share",
+    "LengthShare",
+    "negative_share",
+    "NegativeShare",
+    "group_degeneracy",
+    "GroupDegeneracy",
+]

@@ -1,0 +1,198 @@
+"""Whether a critic tells the steps of a response apart."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Float, Shaped
+
+from jrl.losses.advantages import gae
+from jrl.losses.arrays import Number, check_shapes, keep
+from jrl.losses.diagnostics import tokens
+
+
+class VarianceSplit(NamedTuple):
+    """The variance of advantages, split.
+
+    Attributes:
+      within: mean over responses of the variance of their tokens' advantages.
+      between: variance over responses of their mean advantages.
+      ratio: `within` over `between`; 0 where `between` is.
+    """
+
+    within: Float[Array, ""]
+    between: Float[Array, ""]
+    ratio: Float[Array, ""]
+
+
+class Concentration(NamedTuple):
+    """How few tokens carry the credit of a response, as means over responses.
+
+    Attributes:
+      gini: coefficient of ``|delta_t|``: 0 where all tokens carry the same, near 1 where one
+        carries everything.
+      top_mass: share of the sum of ``|delta_t|`` on the largest of them.
+      identity_gap: the largest ``|sum_t delta_t - (R - V_0)|`` of a response, 0 up to rounding.
+    """
+
+    gini: Float[Array, ""]
+    top_mass: Float[Array, ""]
+    identity_gap: Float[Array, ""]
+
+
+def within_between_variance(
+    advantages: Float[ArrayLike, "*batch time"], mask: Shaped[ArrayLike, "*batch time"]
+) -> VarianceSplit:
+    """Variance of advantages within responses against that between them.
+
+    **Concern**: turning a global value signal into guidance of single steps (2506.03038).
+
+    **Reading it.** A ratio near 0: all tokens of a response are pushed alike, and the critic adds
+    nothing to a baseline per prompt, as GRPO has it without a critic. A large ratio says that
+    tokens are told apart, not that it is done rightly: a noisy critic does it too. Compare with
+    `outcome_contradiction` and `td_concentration`.
+
+    Args:
+      advantages: of the tokens; whitened or not, the ratio of the two only shifts by their mean.
+      mask: true on sampled tokens.
+
+    Returns:
+      A `VarianceSplit`, with population variances.
+
+    Raises:
+      ValueError: if shapes do not agree.
+
+    References:
+      Shao and Cheng, 2025. https://arxiv.org/abs/2506.03038
+
+    >>> import jax.numpy as jnp
+    >>> advantages = jnp.array([[1.0, 3.0], [-3.0, -1.0]])
+    >>> [float(x) for x in within_between_variance(advantages, jnp.ones((2, 2)))]
+    [1.0, 4.0, 0.25]
+    """
+    check_shapes(advantages=advantages, mask=mask)
+    mask, (advantages,) = tokens.hidden(mask, advantages)
+    rows, means = jnp.any(mask, axis=-1), tokens.row_mean(advantages, mask)
+    within = tokens.mean(tokens.row_mean((advantages - means[..., None]) ** 2, mask), rows)
+    between = tokens.mean((means - tokens.mean(means, rows)) ** 2, rows)
+    flat = between <= 64 * jnp.finfo(between.dtype).eps * tokens.mean(means**2, rows)
+    ratio = within / jnp.where(flat, jnp.ones_like(between), between)
+    return VarianceSplit(within, between, jnp.where(flat, jnp.zeros_like(ratio), ratio))
+
+
+def td_concentration(
+    rewards: Float[ArrayLike, "*batch time"],
+    values: Float[ArrayLike, "*batch time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    share: Number = 0.05,
+) -> Concentration:
+    """How far the temporal-difference errors of a response pile up on few of its tokens.
+
+    Without a discount ``delta_t = r_t + V_{t+1} - V_t`` are the steps in which the critic changes
+    its mind, and they telescope: ``sum_t delta_t = R - V_0``.
+
+    **Concern**: credit assignment with a sparse reward (2506.03038).
+
+    **Reading it.** If few tokens decide a response, a critic that sees them has a high Gini
+    coefficient with the mass away from the end. Mass that lies on the last token alone (a top mass
+    near 1) is a critic that learns the outcome only when it is told. A Gini coefficient near 0 is
+    noise spread over all tokens.
+
+    Args:
+      rewards: one per token; usually zero but for the last sampled one.
+      values: the critic's estimates.
+      mask: true on sampled tokens.
+      share: of a response's tokens, how many count as the top, rounded up.
+
+    Returns:
+      A `Concentration`. Responses whose errors are all 0 count with a Gini coefficient and a top
+      mass of 0.
+
+    Raises:
+      ValueError: unless `share` lies above 0 and up to 1, or if shapes do not agree.
+
+    References:
+      Shao and Cheng, 2025. https://arxiv.org/abs/2506.03038
+
+    >>> import jax.numpy as jnp
+    >>> rewards, values = jnp.array([[0.0, 0.0, 0.0, 1.0]]), jnp.array([[0.5, 0.5, 1.0, 1.0]])
+    >>> [float(x) for x in td_concentration(rewards, values, jnp.ones((1, 4)))]
+    [0.75, 1.0, 0.0]
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"share={share} must lie above 0 and up to 1: it is a part of the tokens.")
+    check_shapes(rewards=rewards, values=values, mask=mask)
+    mask, (rewards, values) = tokens.hidden(mask, rewards, values)
+    errors, _ = gae(rewards, values, mask, lam=0.0)
+    rows, length = jnp.any(mask, axis=-1), tokens.count(mask, -1)[..., None]
+
+    # True tokens first, the smallest error first; what the mask hides follows.
+    ordered = jnp.sort(jnp.where(mask, jnp.abs(errors), jnp.inf), axis=-1)
+    rank = jnp.broadcast_to(jnp.arange(1, mask.shape[-1] + 1, dtype=jnp.int32), mask.shape)
+    true = rank <= length
+    ordered = keep(ordered, true)
+    count = jnp.maximum(length, 1).astype(errors.dtype)
+    total = jnp.sum(ordered, axis=-1, keepdims=True)
+    weighted = jnp.sum(ordered * rank.astype(errors.dtype), axis=-1, keepdims=True)
+    gini = 2 * tokens.ratio(weighted, count * total) - (count + 1) / count
+    # A little less before rounding up: 5 % of 20 tokens is one, whatever 0.05 is in binary.
+    top = jnp.ceil(share * count * (1 - 1e-6)).astype(rank.dtype)
+    mass = tokens.ratio(jnp.sum(keep(ordered, rank > length - top), axis=-1, keepdims=True), total)
+
+    first = mask & (tokens.index(mask) == 0)
+    known = jnp.sum(rewards, axis=-1) - jnp.sum(keep(values, first), axis=-1)
+    gap = jnp.abs(jnp.sum(errors, axis=-1) - known)
+    nothing = total[..., 0] == 0
+    return Concentration(
+        gini=tokens.mean(jnp.where(nothing, jnp.zeros_like(gap), gini[..., 0]), rows),
+        top_mass=tokens.mean(mass[..., 0], rows),
+        identity_gap=jnp.max(gap, initial=0),
+    )
+
+
+def outcome_contradiction(
+    rewards: Float[ArrayLike, "*batch time"],
+    values: Float[ArrayLike, "*batch time"],
+    advantages: Float[ArrayLike, "*batch time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+) -> Float[Array, ""]:
+    """The share of tokens whose advantage has another sign than the outcome's surprise.
+
+    The surprise of a response is ``R - V_0``: what it got, less what its prompt promised. 0 has a
+    sign of its own.
+
+    **Concern**: turning a global value signal into guidance of single steps (2506.03038).
+
+    **Reading it.** 0: the sign of every token is that of its response, as without a critic. Some
+    contradiction is the point of a critic: a wrong step in a right answer. About 1/2 means that
+    tokens are pushed without regard to the outcome, which `by_position` must justify.
+
+    Args:
+      rewards: one per token; R is their sum over the response.
+      values: the critic's estimates; V_0 is that of the first true token.
+      advantages: of the tokens, not centred by whitening, which moves signs.
+      mask: true on sampled tokens.
+
+    Returns:
+      The share, in [0, 1].
+
+    Raises:
+      ValueError: if shapes do not agree.
+
+    References:
+      Shao and Cheng, 2025. https://arxiv.org/abs/2506.03038
+
+    >>> import jax.numpy as jnp
+    >>> rewards, values = jnp.array([0.0, 0.0, 0.0, 1.0]), jnp.full(4, 0.5)
+    >>> advantages = jnp.array([0.5, -0.25, 0.5, 0.5])
+    >>> float(outcome_contradiction(rewards, values, advantages, jnp.ones(4)))
+    0.25
+    """
+    check_shapes(rewards=rewards, values=values, advantages=advantages, mask=mask)
+    mask, (rewards, values, advantages) = tokens.hidden(mask, rewards, values, advantages)
+    first = mask & (tokens.index(mask) == 0)
+    surprise = jnp.sum(rewards, axis=-1) - jnp.sum(keep(values, first), axis=-1)
+    other = jnp.sign(advantages) != jnp.sign(surprise)[..., None]
+    return tokens.mean(other.astype(advantages.dtype), mask)

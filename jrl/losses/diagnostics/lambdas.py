@@ -1,0 +1,214 @@
+"""What a choice of lambda lets through, and what it changes."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Bool, Float, Int, Real, Shaped
+
+from jrl.losses.advantages import gae
+from jrl.losses.arrays import Number, Scalar, as_floats, check_shapes, keep, spread
+from jrl.losses.diagnostics import tokens
+
+
+class TerminalReach(NamedTuple):
+    """How far the outcome is felt.
+
+    Attributes:
+      share: of the tokens, those that the outcome reaches with a weight above the threshold.
+      tokens: mean over responses of how many those are.
+      horizon: mean over responses of ``1 / (1 - gamma lam)``, the effective horizon in tokens;
+        infinite without discount and with ``lam = 1``.
+      relative_horizon: mean over responses of that horizon over the length, at most 1 each.
+    """
+
+    share: Float[Array, ""]
+    tokens: Float[Array, ""]
+    horizon: Float[Array, ""]
+    relative_horizon: Float[Array, ""]
+
+
+class LambdaSensitivity(NamedTuple):
+    """Per bucket of response length, advantages at lam against those at 1.
+
+    Attributes:
+      correlation: of the two over the tokens of the bucket; 0 where one of them does not vary.
+      sign_agreement: share of tokens on which their signs are equal.
+      tokens: how many lie there.
+    """
+
+    correlation: Float[Array, "buckets"]
+    sign_agreement: Float[Array, "buckets"]
+    tokens: Int[Array, "buckets"]
+
+
+def last_weight(
+    mask: Bool[Array, "*batch time"], decay: Float[Array, "*batch time"]
+) -> Float[Array, "*batch time"]:
+    """The weight of the last temporal-difference error in the advantage of each token.
+
+    The product of `decay` from the token to the one before the last; 1 on the last, 0 under the
+    mask.
+    """
+    decay = jnp.where(mask & ~tokens.last(mask), decay, jnp.ones_like(decay))
+    return keep(jax.lax.cumprod(decay, axis=decay.ndim - 1, reverse=True), mask)
+
+
+def terminal_reach(
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    lam: Scalar | Float[ArrayLike, "*#batch #time"],
+    gamma: Scalar | Float[ArrayLike, "*#batch #time"] = 1.0,
+    threshold: Number = 0.01,
+) -> TerminalReach:
+    """The share of tokens whose advantage feels the outcome itself, not the critic's word for it.
+
+    The last temporal-difference error, which holds the reward, enters the advantage of token t with
+    weight ``(gamma lam)^(T-1-t)``.
+
+    **Concern**: whether an adaptive lambda is right (2505.17997), and credit for early steps under
+    a sparse reward (2506.03038): tokens out of reach learn from differences of values alone.
+
+    **Reading it.** With lam 0.95 only the last 90 tokens are reached, whatever the length: long
+    responses have a small share. VAPO's length-adaptive lambda makes the share constant, about
+    ``4.6 alpha``. A small share is harmless with a good critic and fatal with a bad one, so read it
+    next to `by_position`.
+
+    Args:
+      mask: true on sampled tokens.
+      lam: of the advantages; a scalar, or an array that spreads such as ``lam[:, None]``.
+      gamma: their discount, of the same shapes.
+      threshold: from which weight on the outcome counts as felt.
+
+    Returns:
+      A `TerminalReach`.
+
+    References:
+      Yue et al., "VAPO", 2025, section 4.2. https://arxiv.org/abs/2504.05118
+
+    >>> import jax.numpy as jnp
+    >>> found = terminal_reach(jnp.ones((1, 10)), lam=0.5)
+    >>> round(float(found.share), 3), float(found.horizon), round(float(found.relative_horizon), 3)
+    (0.7, 2.0, 0.2)
+    """
+    mask, (shape,) = tokens.hidden(mask, jnp.zeros(jnp.shape(mask), jnp.result_type(lam, float)))
+    decay = spread("lam", lam, shape) * spread("gamma", gamma, shape)
+    decay = keep(jax.lax.stop_gradient(decay), mask)
+    reached = last_weight(mask, decay) > threshold
+    rows, length = jnp.any(mask, axis=-1), tokens.count(mask, -1).astype(decay.dtype)
+    # A row's horizon from the mean of its decays, which usually are all equal.
+    lost = 1 - tokens.row_mean(decay, mask)
+    endless = lost <= 0
+    horizon = 1 / jnp.where(endless, jnp.ones_like(lost), lost)
+    horizon = jnp.where(endless, jnp.full_like(lost, jnp.inf), horizon)
+    return TerminalReach(
+        share=tokens.mean(reached.astype(decay.dtype), mask),
+        tokens=tokens.mean(tokens.count(reached, -1).astype(decay.dtype), rows),
+        horizon=tokens.mean(horizon, rows),
+        relative_horizon=tokens.mean(jnp.minimum(horizon / jnp.maximum(length, 1), 1), rows),
+    )
+
+
+def lambda_sensitivity(
+    rewards: Float[ArrayLike, "*batch time"],
+    values: Float[ArrayLike, "*batch time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    lam: Scalar | Float[ArrayLike, "*#batch #time"],
+    gamma: Scalar | Float[ArrayLike, "*#batch #time"] = 1.0,
+    edges: Sequence[int] = (),
+) -> LambdaSensitivity:
+    """How much advantages at lam say the same as unbiased ones, for short and long responses.
+
+    Compares ``A(lam)`` with ``A(1) = G - V``, which is unbiased whatever the critic and has the
+    full variance of the return.
+
+    **Concern**: whether length-dependent lambda is the right adaptation (2505.17997).
+
+    **Reading it.** Correlation and agreement near 1: lambda hardly matters, the critic fits the
+    outcomes. Agreement near 1/2: the two would push tokens in unrelated directions, so
+    lambda decides what is learned, and one of them is wrong: the critic, if `by_position` says so.
+    A fall over the buckets says that lambda should rise with length faster than it does.
+
+    Args:
+      rewards: one per token; usually zero but for the last sampled one.
+      values: the critic's estimates.
+      mask: true on sampled tokens.
+      lam: of the policy's advantages; a scalar, or an array that spreads such as ``lam[:, None]``.
+      gamma: the discount, of the same shapes.
+      edges: increasing lengths that separate the buckets: up to the first, above it up to the
+        second, ..., above the last. Without any there is one bucket.
+
+    Returns:
+      A `LambdaSensitivity`, one entry more than edges.
+
+    Raises:
+      ValueError: if the edges do not increase, or shapes do not agree.
+
+    References:
+      Yue et al., "VAPO", 2025, section 4.2. https://arxiv.org/abs/2504.05118
+
+    >>> import jax.numpy as jnp
+    >>> rewards, values = jnp.array([[0.0, 1.0], [0.0, -1.0]]), jnp.zeros((2, 2))
+    >>> lambda_sensitivity(rewards, values, jnp.ones((2, 2)), lam=0.5).sign_agreement.tolist()
+    [1.0]
+    """
+    check_shapes(rewards=rewards, values=values, mask=mask)
+    mask, (rewards, values) = tokens.hidden(mask, rewards, values)
+    ours, _ = gae(rewards, values, mask, gamma=gamma, lam=lam)
+    unbiased, _ = gae(rewards, values, mask, gamma=gamma, lam=1.0)
+    number = len(edges) + 1
+    bins = tokens.buckets(tokens.count(mask, -1), edges)[..., None]
+    bins = jnp.broadcast_to(bins, mask.shape)
+    count = tokens.counts(bins, mask, number)
+
+    def mean_of(x: Float[Array, "*batch time"]) -> Float[Array, "buckets"]:
+        return tokens.ratio(tokens.per_bin(x, bins, mask, number), count)
+
+    x, y = ours - mean_of(ours)[bins], unbiased - mean_of(unbiased)[bins]
+    spread_of_both = jnp.sqrt(mean_of(x**2) * mean_of(y**2))
+    agree = (jnp.sign(ours) == jnp.sign(unbiased)).astype(ours.dtype)
+    poisoned = jnp.where(jnp.isnan(ours + unbiased), jnp.nan, agree).astype(ours.dtype)
+    return LambdaSensitivity(tokens.ratio(mean_of(x * y), spread_of_both), mean_of(poisoned), count)
+
+
+def guard_rate(
+    lengths: Real[ArrayLike, "*batch"], *, alpha: Number, floor: Number = 0.0
+) -> Float[Array, ""]:
+    """The share of responses too short for `length_adaptive_lambda`, which then gives its floor.
+
+    ``1 - 1 / (alpha l) <= floor``; with the floor at 0, ``alpha l <= 1``.
+
+    **Concern**: whether length-dependent lambda is the right adaptation (2505.17997).
+
+    **Reading it.** 0: lambda adapts throughout. Near 1: it is a constant, and with a floor of 0
+    that constant means one-step differences of values, whose bias `bootstrap_bias` measures. Raise
+    alpha: 0.05 is made for thousands of tokens.
+
+    Args:
+      lengths: sampled tokens per row; rows of 0 are not counted.
+      alpha: that of `length_adaptive_lambda`.
+      floor: that of `length_adaptive_lambda`.
+
+    Returns:
+      The share, in [0, 1].
+
+    Raises:
+      ValueError: if `alpha` is not positive.
+
+    References:
+      Yue et al., "VAPO", 2025, section 4.2. https://arxiv.org/abs/2504.05118
+
+    >>> import jax.numpy as jnp
+    >>> float(guard_rate(jnp.array([10, 20, 40, 80]), alpha=0.05))
+    0.5
+    """
+    if alpha <= 0:
+        raise ValueError(f"alpha={alpha} must be positive: VAPO uses 0.05, later work 0.4 to 1.5.")
+    (lengths,) = as_floats(jax.lax.stop_gradient(lengths))
+    # 1 <= alpha l (1 - floor) without a division, so that whole lengths compare exactly.
+    guarded = alpha * lengths * (1 - floor) <= 1
+    return tokens.mean(guarded.astype(lengths.dtype), lengths > 0)

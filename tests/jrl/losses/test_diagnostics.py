@@ -1,0 +1,269 @@
+"""Diagnostics: slow loops, published numbers, and what they must say of critics that are known."""
+
+import inspect
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from batches import MASK, numpy_batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jrl
+from jrl import diagnostics
+
+few = settings(max_examples=8, deadline=None, derandomize=True, database=None)
+ROW_LAM = np.array([0.3, 0.9, 1.0, 0.5, 0.7])
+EDGES = (1, 4)
+
+
+def close(actual, expected, where=""):
+    for a, e in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-10, atol=1e-12, err_msg=where)
+
+
+@jax.jit
+def everything(b):
+    """All diagnostics of a batch in one program."""
+    mask, rewards, values, returns = b["mask"], b["rewards"], b["values"], b["returns"]
+    lam = jnp.asarray(ROW_LAM)[:, None]
+    return {
+        "by_position": diagnostics.by_position(values, returns, mask, num_bins=3),
+        "calibration": diagnostics.calibration(
+            values, b["correct"][:, None], mask, low=-1.0, high=1.0, num_bins=4
+        ),
+        "bootstrap_bias_bound": diagnostics.bootstrap_bias_bound(
+            returns, b["advantages"], mask, 0.6
+        ),
+        "terminal_reach": diagnostics.terminal_reach(mask, lam=lam, gamma=0.9, threshold=0.2),
+        "lambda_sensitivity": diagnostics.lambda_sensitivity(
+            rewards, values, mask, lam=0.6, edges=EDGES
+        ),
+        "guard_rate": diagnostics.guard_rate(
+            jnp.sum(mask, axis=1, dtype=jnp.int32), alpha=0.4, floor=0.2
+        ),
+        "within_between_variance": diagnostics.within_between_variance(b["advantages"], mask),
+        "td_concentration": diagnostics.td_concentration(rewards, values, mask, share=0.3),
+        "outcome_contradiction": diagnostics.outcome_contradiction(
+            rewards, values, b["advantages"], mask
+        ),
+        "length_share": diagnostics.length_share(mask, edges=EDGES),
+        "negative_share": diagnostics.negative_share(b["advantages"], mask),
+        "group_degeneracy": diagnostics.group_degeneracy(b["correct"], b["groups"]),
+        "bootstrap_bias": diagnostics.bootstrap_bias(returns, mask, 0.6),
+    }
+
+
+@given(st.integers(0, 2**31))
+@few
+def test_oracles(seed):
+    b = numpy_batch(seed)
+    b["correct"] = b["correct"].astype(float)
+    names = ("rewards", "values", "returns", "advantages", "mask")
+    rewards, values, returns, advantages, mask = (b[name] for name in names)
+    o = oracles.diagnostics
+    with jax.enable_x64(True):
+        found = everything({name: jnp.asarray(b[name]) for name in (*names, "correct", "groups")})
+    expected = {
+        "by_position": o.by_position(values, returns, mask, 3),
+        "calibration": o.calibration(values, b["correct"], mask, -1.0, 1.0, 4),
+        "bootstrap_bias_bound": o.bootstrap_bias_bound(returns, advantages, mask, 0.6),
+        "terminal_reach": o.terminal_reach(mask, ROW_LAM, 0.9, 0.2),
+        "lambda_sensitivity": o.lambda_sensitivity(rewards, values, mask, 0.6, EDGES),
+        "within_between_variance": o.within_between_variance(advantages, mask),
+        "td_concentration": o.td_concentration(rewards, values, mask, 0.3),
+        "length_share": o.length_share(mask, EDGES),
+        "negative_share": o.negative_share(advantages, mask),
+        "group_degeneracy": o.group_degeneracy(b["correct"], b["groups"]),
+        "guard_rate": [o.guard_rate(mask.sum(1), 0.4, 0.2)],
+        "outcome_contradiction": [o.outcome_contradiction(rewards, values, advantages, mask)],
+    }
+    for name, numbers in expected.items():
+        record = found[name] if isinstance(found[name], tuple) else [found[name]]
+        close(record, numbers, name)
+    rows = [row[true] for row, true in zip(found["bootstrap_bias"], mask, strict=True)]
+    close([row for row in rows if len(row)], o.bootstrap_bias(returns, mask, 0.6))
+
+
+# BIAS-1
+EXACT, ERRORS = np.array([0.5, 0.55, 0.6, 0.7, 0.9]), np.array([0.2, 0.15, 0.1, 0.05, 0.02])
+
+
+def test_vector_bias_1():
+    ones, rewards = jnp.ones(5), jnp.zeros(5).at[-1].set(1.0)
+    bias = diagnostics.bootstrap_bias(jnp.asarray(ERRORS), ones, 0.9)
+    np.testing.assert_allclose(bias, [0.029508, 0.01612, 0.0068, 0.002, 0], atol=1e-6)
+    exact, _ = jrl.gae(rewards, jnp.asarray(EXACT), ones, lam=0.9)
+    np.testing.assert_allclose(exact, [0.38741, 0.3749, 0.361, 0.29, 0.1], atol=1e-6)
+    found, _ = jrl.gae(rewards, jnp.asarray(EXACT + ERRORS), ones, lam=0.9)
+    np.testing.assert_allclose(found, [0.216918, 0.24102, 0.2678, 0.242, 0.08], atol=1e-6)
+    difference = [-0.170492, -0.13388, -0.0932, -0.048, -0.02]
+    np.testing.assert_allclose(found - exact, difference, atol=1e-6)
+    np.testing.assert_allclose(bias - ERRORS, difference, atol=1e-6)
+
+
+def test_the_identity_of_the_bias_holds_with_holes_and_any_lambda():
+    b = numpy_batch(3)
+    with jax.enable_x64(True):
+        arrays = {name: jnp.asarray(x) for name, x in b.items()}
+        lam, gamma, mask = arrays["lam"], arrays["gamma"], arrays["mask"]
+
+        def advantages(values):
+            return jrl.gae(arrays["rewards"], values, mask, lam=lam, gamma=gamma)[0]
+
+        errors = jnp.where(mask, arrays["returns"], 0)
+        bias = diagnostics.bootstrap_bias(errors, mask, lam, gamma=gamma)
+        difference = advantages(arrays["values"] + errors) - advantages(arrays["values"])
+        np.testing.assert_allclose(difference, bias - errors, rtol=1e-11, atol=1e-13)
+        unbiased = diagnostics.bootstrap_bias(errors, mask, 1.0)
+        np.testing.assert_allclose(unbiased, np.zeros(mask.shape), atol=1e-14)
+        for row, found in zip(errors, diagnostics.bootstrap_bias(errors, mask, lam), strict=True):
+            assert np.max(np.abs(found)) <= np.max(np.abs(row)) + 1e-12
+
+
+def test_the_bound_holds_on_every_batch():
+    for seed in range(5):
+        b = numpy_batch(seed)
+        arrays = (jnp.asarray(b[name]) for name in ("returns", "advantages", "mask", "lam"))
+        found = diagnostics.bootstrap_bias_bound(*arrays)
+        assert found.bias <= found.bound
+
+
+def test_a_critic_that_learns_the_outcome_half_way():
+    # 40 responses of 10 tokens; from the fifth on the critic knows the return, before it 1/2.
+    outcomes = np.arange(40) % 2
+    returns = np.repeat(outcomes[:, None], 10, 1).astype(np.float32)
+    values = np.where(np.arange(10) < 5, 0.5, returns).astype(np.float32)
+    rewards = np.zeros((40, 10), np.float32)
+    rewards[:, -1] = outcomes
+    mask = np.ones((40, 10), bool)
+    found = diagnostics.by_position(values, returns, mask)
+    np.testing.assert_allclose(found.explained_variance, [0] * 5 + [1] * 5)
+    np.testing.assert_allclose(found.error, [0.5] * 5 + [0] * 5)
+    np.testing.assert_array_equal(found.tokens, [40] * 10)
+    assert not np.any(found.bias)
+
+    fit = diagnostics.calibration(values, outcomes[:, None].astype(bool), mask)
+    assert float(fit.ece) == 0 and float(fit.brier) == 0.125
+    credit = diagnostics.td_concentration(rewards, values, mask)
+    # One error of 1/2 on the fifth token is all there is.
+    np.testing.assert_allclose(credit, [0.9, 1.0, 0.0], atol=1e-6)
+    # With lam = 0 every token but that one has an advantage of 0.
+    alone, _ = jrl.gae(rewards, values, mask, lam=0.0)
+    assert float(diagnostics.outcome_contradiction(rewards, values, alone, mask)) == (
+        pytest.approx(0.9)
+    )
+    full, _ = jrl.gae(rewards, values, mask, lam=1.0)
+    assert float(diagnostics.outcome_contradiction(rewards, values, full, mask)) == 0.5
+    same = diagnostics.lambda_sensitivity(rewards, values, mask, lam=1.0)
+    np.testing.assert_allclose(same.correlation, [1], rtol=1e-6)
+    np.testing.assert_array_equal(same.sign_agreement, [1])
+
+
+def test_advantages_of_a_group_have_no_variance_within():
+    mask = jnp.asarray(MASK)
+    flat = jnp.asarray([1.0, -1.0, 0.5, 0, 2.0])[:, None] * jnp.ones(MASK.shape)
+    found = diagnostics.within_between_variance(flat, mask)
+    assert float(found.within) == 0 and float(found.ratio) == 0 and float(found.between) > 0
+    nothing = diagnostics.within_between_variance(jnp.full(MASK.shape, 0.1), mask)
+    assert float(nothing.ratio) == 0
+
+
+@pytest.mark.parametrize("length", [100, 1000])
+def test_reach_of_a_constant_and_of_an_adaptive_lambda(length):
+    mask = jnp.ones((1, length), bool)
+    fixed = diagnostics.terminal_reach(mask, lam=0.95)
+    # 0.95^k > 0.01 for k up to 89.
+    assert float(fixed.tokens) == 90
+    np.testing.assert_allclose(fixed.share, 90 / length, rtol=1e-6)
+    np.testing.assert_allclose(fixed.horizon, 20, rtol=1e-4)
+    lam = jrl.length_adaptive_lambda(jnp.array([length]), alpha=0.05)[:, None]
+    adaptive = diagnostics.terminal_reach(mask, lam=lam)
+    np.testing.assert_allclose(adaptive.share, 4.6 * 0.05, atol=0.03)
+    endless = diagnostics.terminal_reach(mask, lam=1.0)
+    assert np.isposinf(endless.horizon)
+    assert float(endless.share) == 1 and float(endless.relative_horizon) == 1
+
+
+def test_the_guard_is_where_lambda_is_at_its_floor():
+    lengths = jnp.array([0, 5, 10, 19, 20, 21, 40, 400, 4000])
+    for alpha, floor in ((0.05, 0.0), (0.05, 0.95), (1.5, 0.0)):
+        lam = jrl.length_adaptive_lambda(lengths, alpha=alpha, floor=floor)[1:]
+        expected = np.mean(np.asarray(lam) <= floor + 1e-6)
+        found = diagnostics.guard_rate(lengths, alpha=alpha, floor=floor)
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_lengths_of_100_and_2000_tokens():
+    mask = np.arange(2000) < np.array([[100], [2000]])
+    share = diagnostics.length_share(mask, edges=(100,))
+    np.testing.assert_allclose(share.tokens, [0.048, 0.952], atol=5e-4)
+    np.testing.assert_allclose(share.responses, [0.5, 0.5])
+    weights = jax.grad(jrl.aggregate)(jnp.zeros(mask.shape), mask)
+    np.testing.assert_allclose(weights.sum(1), share.tokens, rtol=1e-5)
+
+
+def test_groups_count_once_whatever_their_size():
+    correct = jnp.array([1, 1, 1, 1, 0, 0, 1, 0], bool)
+    found = diagnostics.group_degeneracy(correct, jnp.array([3, 3, 3, 3, 8, 8, -1, -1]))
+    np.testing.assert_allclose(found, [1 / 3, 1 / 3, 0.5, 2 / 3, 1 / 6], rtol=1e-6)
+
+
+def test_a_value_outside_the_rewards_counts_as_certain():
+    found = diagnostics.calibration(jnp.array([[-3.0, 7.0]]), jnp.array([[1]]), jnp.ones((1, 2)))
+    np.testing.assert_allclose(found.brier, 0.5)
+    np.testing.assert_array_equal(found.tokens, [1, *[0] * 8, 1])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: diagnostics.by_position(x, x, x, num_bins=0), "num_bins=0 must be at least 1"),
+        (lambda x: diagnostics.calibration(x, x, x, low=1.0), "low=1.0 must be below high=1.0"),
+        (lambda x: diagnostics.calibration(x, x, x, num_bins=0), "num_bins=0 must be at least 1"),
+        (lambda x: diagnostics.length_share(x, edges=(4, 4)), r"edges=\(4, 4\) must increase"),
+        (lambda x: diagnostics.td_concentration(x, x, x, share=0), "share=0 must lie above 0"),
+        (lambda x: diagnostics.guard_rate(x[0], alpha=0), "alpha=0 must be positive"),
+        (lambda x: diagnostics.terminal_reach(x, lam=x[0]), r"lam has shape \(3,\)"),
+    ],
+)
+def test_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(jnp.ones((2, 3)))
+
+
+@pytest.mark.parametrize("name", diagnostics.__all__)
+def test_every_name_says_what_it_measures(name):
+    thing = getattr(diagnostics, name)
+    text = inspect.getdoc(thing) or ""
+    if not inspect.isfunction(thing):
+        assert all(f"  {field}: " in text for field in typing.get_type_hints(thing))
+        return
+    assert ">>>" in text and "Returns:" in text
+    assert not [p for p in inspect.signature(thing).parameters if f"  {p}: " not in text]
+    assert ("**Concern**" in text and "**Reading it.**" in text) or name == "relative_position"
+
+
+def test_on_eight_devices():
+    # A batch statistic is one program on arrays cut over devices: the compiler adds the sums.
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mask = np.arange(7) < np.random.default_rng(0).integers(0, 8, (16, 1))
+    b = {name: jnp.asarray(x, jnp.float32) for name, x in numpy_batch(4, mask).items()}
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+
+    @jax.jit
+    def some(b):
+        return (
+            diagnostics.by_position(b["values"], b["returns"], b["mask"]),
+            diagnostics.td_concentration(b["rewards"], b["values"], b["mask"]),
+            diagnostics.lambda_sensitivity(b["rewards"], b["values"], b["mask"], lam=0.7),
+        )
+
+    jax.tree.map(
+        lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5),
+        some(jax.device_put(b, rows)),
+        some(b),
+    )

@@ -1,0 +1,273 @@
+"""What is computed from logits: chunks, derivatives of both orders, and the memory it takes."""
+
+import functools
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from batches import MASK, numpy_batch
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+
+import jrl
+
+SHAPE, VOCAB = (2, 3), 7
+TOKENS = np.array([[0, 3, 6], [2, 2, 1]], np.int32)
+ROWS = np.array([[True, False, True], [True, True, False]])
+
+
+def logits_of(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    draw = np.random.default_rng(seed)
+    return draw.normal(0, 3, (*SHAPE, VOCAB)), draw.normal(0, 3, (*SHAPE, VOCAB))
+
+
+def plain(logits, reference, tokens):
+    """All four by the log-softmax, with the derivatives that jax finds."""
+    p, q = jax.nn.log_softmax(logits), jax.nn.log_softmax(reference)
+    return {
+        "entropy": -jnp.sum(jnp.exp(p) * p, axis=-1),
+        "logprobs": jnp.take_along_axis(p, tokens[..., None], axis=-1)[..., 0],
+        "policy||reference": jnp.sum(jnp.exp(p) * (p - q), axis=-1),
+        "reference||policy": jnp.sum(jnp.exp(q) * (q - p), axis=-1),
+    }
+
+
+def ours(logits, reference, tokens, mask=None, chunk_size=None):
+    """All four of the library."""
+    return {
+        "entropy": jrl.entropy_from_logits(logits, mask, chunk_size=chunk_size),
+        "logprobs": jrl.logprobs_from_logits(logits, tokens, mask, chunk_size=chunk_size),
+        **{
+            direction: jrl.kl_from_logits(
+                logits, reference, mask, direction=direction, chunk_size=chunk_size
+            )
+            for direction in get_args(jrl.KLDirection)
+        },
+    }
+
+
+NAMES = ("entropy", "logprobs", "policy||reference", "reference||policy")
+CHUNKS = (None, 1, 3, 7, 100)
+
+
+@functools.cache
+def with_derivatives(call, chunk_size=None, masked=False):
+    """Values, their gradients, and the products of second derivatives with a direction."""
+    settings = {} if call is plain else {"chunk_size": chunk_size}
+    if masked:
+        settings["mask"] = jnp.asarray(ROWS)
+
+    def one(name, logits, reference):
+        return call(logits, reference, jnp.asarray(TOKENS), **settings)[name]
+
+    @jax.jit
+    def everything(logits, reference, direction):
+        found = {}
+        for name in NAMES:
+            slope = jax.grad(lambda z, name=name: jnp.sum(jnp.sin(one(name, z, reference))))
+            found[name] = (
+                one(name, logits, reference),
+                jax.jvp(slope, (logits,), (direction,)),
+                jax.jvp(lambda z, name=name: one(name, z, reference), (logits,), (direction,)),
+            )
+        return found
+
+    return everything
+
+
+@pytest.mark.parametrize("chunk_size", CHUNKS)
+def test_every_chunk_size_gives_what_the_log_softmax_gives_to_second_order(chunk_size):
+    with jax.enable_x64(True):
+        for seed in range(3):
+            logits, reference = logits_of(seed)
+            arrays = tuple(map(jnp.asarray, (logits, reference, logits_of(seed + 9)[0])))
+            jax.tree.map(
+                lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-10, atol=1e-12),
+                with_derivatives(ours, chunk_size)(*arrays),
+                with_derivatives(plain)(*arrays),
+            )
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_a_mask_is_a_selection_of_rows(chunk_size):
+    with jax.enable_x64(True):
+        logits, reference = map(jnp.asarray, logits_of(5))
+        hidden = jnp.where(ROWS[..., None], logits, jnp.nan)
+        arrays = (hidden, jnp.where(ROWS[..., None], reference, jnp.inf), jnp.ones_like(logits))
+        whole = with_derivatives(ours, chunk_size)(logits, reference, arrays[2])
+        masked = with_derivatives(ours, chunk_size, masked=True)(*arrays)
+
+        def check(actual, expected):
+            rows = ROWS[..., None] if actual.ndim > 2 else ROWS
+            expected = np.where(rows, expected, 0)
+            np.testing.assert_allclose(actual, expected, rtol=1e-10, atol=1e-12)
+
+        jax.tree.map(check, masked, whole)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_finite_differences(name):
+    with jax.enable_x64(True):
+        logits, reference = map(jnp.asarray, logits_of(1))
+        call = jax.jit(lambda z: ours(z, reference, TOKENS, chunk_size=3)[name])
+        check_grads(call, (logits / 3,), order=2)
+
+
+@pytest.mark.parametrize("impossible", [{3}, {0, 1, 2, 6}])
+def test_impossible_tokens_are_as_if_they_were_not_there(impossible):
+    logits, reference = logits_of(6)
+    possible = [v for v in range(VOCAB) if v not in impossible]
+    logits[..., sorted(impossible)] = reference[..., sorted(impossible)] = -np.inf
+    tokens = np.full(SHAPE, possible[0], np.int32)
+    with jax.enable_x64(True):
+
+        @functools.partial(jax.jit, static_argnums=3)
+        def slopes(logits, reference, tokens, chunk_size):
+            def total(z):
+                found = ours(z, reference, tokens, chunk_size=chunk_size)
+                return sum(jnp.sum(x) for x in found.values()), found
+
+            return jax.grad(total, has_aux=True)(logits)
+
+        rest = (logits[..., possible], reference[..., possible], np.zeros_like(tokens))
+        expected, values = slopes(*map(jnp.asarray, rest), None)
+        for chunk_size in (None, 2):
+            found, same = slopes(*map(jnp.asarray, (logits, reference, tokens)), chunk_size)
+            np.testing.assert_allclose(found[..., possible], expected, rtol=1e-9, atol=1e-11)
+            assert not np.any(found[..., sorted(impossible)])
+            jax.tree.map(
+                lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-9, atol=1e-11), same, values
+            )
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 2])
+def test_tokens_that_only_one_policy_allows(chunk_size):
+    both, one = jnp.array([0.0, 1.0, 2.0]), jnp.array([0.0, 1.0, -jnp.inf])
+    given = {"chunk_size": chunk_size}
+    for p, q, direction in (
+        (one, both, "policy||reference"),
+        (both, one, "reference||policy"),
+    ):
+        call = functools.partial(jrl.kl_from_logits, direction=direction, **given)
+        expected, slope = oracles.kl_divergence(p.tolist(), q.tolist(), direction)
+        np.testing.assert_allclose(call(p, q), expected, rtol=1e-5)
+        np.testing.assert_allclose(jax.grad(call)(p, q), slope, atol=1e-6)
+    assert jrl.kl_from_logits(both, one, **given) == jnp.inf
+    assert jrl.kl_from_logits(one, both, direction="reference||policy", **given) == jnp.inf
+    assert jrl.logprobs_from_logits(one, jnp.array(2), **given) == -jnp.inf
+    slope = jax.grad(lambda z: jrl.logprobs_from_logits(z, jnp.array(0), **given))(one)
+    np.testing.assert_allclose(slope, [0.731059, -0.731059, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_a_small_divergence_keeps_its_digits_and_is_never_negative(chunk_size):
+    logits, _ = logits_of(2)
+    for size in (1e-2, 1e-3):
+        near = logits + size * logits_of(3)[0]
+        exact = np.array(
+            [[oracles.kl_divergence(*z)[0] for z in zip(*rows, strict=True)]
+             for rows in zip(logits, near, strict=True)]
+        )  # fmt: skip
+        arrays = (jnp.asarray(x, jnp.float32) for x in (logits, near))
+        found = jrl.kl_from_logits(*arrays, chunk_size=chunk_size)
+        # A sum of p log(p / q) in float32 would be off by 1e-7, as large as the smallest of these.
+        np.testing.assert_allclose(found, exact, rtol=5e-3)
+    same = jnp.asarray(logits, jnp.float32)
+    assert np.all(jrl.kl_from_logits(same, same, chunk_size=chunk_size) >= 0)
+
+
+def test_far_from_zero():
+    for chunk_size in (None, 1):
+        shifted = jnp.array([1e4, 1e4 + 1])
+        entropy = jrl.entropy_from_logits(shifted, chunk_size=chunk_size)
+        np.testing.assert_allclose(entropy, oracles.entropy([0, 1]), rtol=1e-6)
+        far = jnp.array([-300.0, 300.0, 0.0])
+        kl = jrl.kl_from_logits(far, -far, chunk_size=chunk_size)
+        np.testing.assert_allclose(kl, 600, rtol=1e-6)
+        slope = jax.grad(jrl.kl_from_logits)(far, -far, chunk_size=chunk_size)
+        np.testing.assert_allclose(slope, np.zeros(3), atol=1e-6)
+
+
+def test_no_gradient_through_the_reference():
+    logits, reference = map(jnp.asarray, logits_of(4))
+    for direction in get_args(jrl.KLDirection):
+        slope = jax.grad(
+            lambda r, d=direction: jnp.sum(jrl.kl_from_logits(logits, r, direction=d))
+        )(reference)
+        assert not np.any(slope)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("backward", [False, True])
+def test_chunks_take_less_memory_than_one_more_array_of_logits(name, dtype, backward):
+    rows, vocab, chunk_size = (4, 16), 8000, 1001
+
+    def temporary(chunk_size):
+        def call(logits, reference, tokens, mask):
+            return jnp.sum(ours(logits, reference, tokens, mask, chunk_size)[name])
+
+        shapes = (
+            jax.ShapeDtypeStruct((*rows, vocab), dtype),
+            jax.ShapeDtypeStruct((*rows, vocab), dtype),
+            jax.ShapeDtypeStruct(rows, jnp.int32),
+            jax.ShapeDtypeStruct(rows, bool),
+        )
+        program = jax.jit(jax.grad(call) if backward else call).lower(*shapes).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    size = rows[0] * rows[1] * vocab * jnp.dtype(dtype).itemsize
+
+    assert temporary(chunk_size) < size
+
+
+def test_inside_shard_map():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    draw = np.random.default_rng(0)
+    logits = jnp.asarray(draw.normal(0, 2, (16, 4, VOCAB)), jnp.float32)
+    reference, theta = logits[..., ::-1] / 2, jnp.asarray(draw.normal(0, 1, VOCAB), jnp.float32)
+    tokens = jnp.asarray(draw.integers(0, VOCAB, (16, 4)), jnp.int32)
+    mask = jnp.asarray(draw.integers(0, 2, (16, 4)), bool)
+
+    def total(theta, logits, reference, tokens, mask):
+        logits = logits + jnp.broadcast_to(theta, logits.shape)
+        found = ours(logits, reference, tokens, mask, chunk_size=3)
+        return sum(jnp.sum(jnp.sin(x)) for x in found.values())
+
+    def local(*arrays):
+        value, slope = jax.value_and_grad(total)(*arrays)
+        # The gradient of the shared parameters is already summed: its type says so.
+        return jax.lax.psum(value, "data"), slope
+
+    rows = P("data")
+    cut = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=(P(), *[rows] * 4), out_specs=(P(), P()))
+    )
+    arrays = (theta, logits, reference, tokens, mask)
+    jax.tree.map(
+        lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5),
+        cut(*arrays),
+        jax.jit(jax.value_and_grad(total))(*arrays),
+    )
+
+
+def test_errors():
+    x, rows = jnp.zeros((2, 3)), jnp.ones(2)
+    with pytest.raises(ValueError, match="chunk_size=0 must be at least 1; None is off"):
+        jrl.entropy_from_logits(x, chunk_size=0)
+    with pytest.raises(ValueError, match="direction='forward' is unknown: choose one of policy"):
+        jrl.kl_from_logits.__wrapped__(x, x, direction="forward")
+    with pytest.raises(ValueError, match=r"logits \(2, 3\), ref_logits \(2, 1\)"):
+        jrl.kl_from_logits.__wrapped__(x, x[:, :1], rows)
+
+
+def test_entropy_of_the_batches_with_holes():
+    logits = numpy_batch(4)["logits"]
+    expected = [[oracles.entropy(token) for token in row] for row in logits]
+    with jax.enable_x64(True):
+        found = jrl.entropy_from_logits(jnp.asarray(logits), jnp.asarray(MASK), chunk_size=2)
+        np.testing.assert_allclose(found, np.where(MASK, expected, 0), rtol=1e-11)
