@@ -4,6 +4,7 @@ They follow the papers' formulas literally: sequences are first compressed to th
 everything is then a loop over Python floats. Masks are read by truth, values under them never.
 """
 
+from oracles import diagnostics
 from oracles.advantages import (
     effective_length,
     extended_gae,
@@ -25,9 +26,17 @@ from oracles.advantages import (
     token_level_group_average,
     whiten,
 )
+from oracles.coefficients import (
+    adaptive_entropy_coefficient,
+    adaptive_kl_coefficient,
+)
 from oracles.divergence import (
     entropy,
+    entropy_slopes,
+    kl_clamped_token,
+    kl_divergence,
     kl_token,
+    token_logprob,
 )
 from oracles.hapo import (
     adaptive_temperature,
@@ -72,6 +81,7 @@ from oracles.reduction import (
 )
 from oracles.rewards import (
     informative,
+    overlong_filter,
     overlong_penalty,
 )
 from oracles.rows import (
@@ -86,27 +96,12 @@ from oracles.trust_region import (
     top_entropy_mask,
 )
 from oracles.value import (
+    bounded_value,
     explained_variance,
     value_token,
 )
 
 __all__ = [  # noqa: RUF022 - by file
-from oracles import diagnostics
-from oracles.advantages import gae, grpo, length_adaptive_lambda, whiten
-from oracles.coefficients import adaptive_entropy_coefficient, adaptive_kl_coefficient
-    entropy_slopes,
-    kl_clamped_token,
-    kl_divergence,
-    token_logprob,
-from oracles.policy import ppo, ppo_token
-from oracles.reduction import aggregate, token_weights
-from oracles.rewards import informative, overlong_filter, overlong_penalty
-from oracles.rows import rows
-from oracles.value import bounded_value, explained_variance, value_token
-    "diagnostics",
-    "rows",
-    "aggregate",
-    "token_weights",
     "gae",
     "extended_gae",
     "grpo",
@@ -126,13 +121,12 @@ from oracles.value import bounded_value, explained_variance, value_token
     "length_adaptive_lambda",
     "effective_length",
     "whiten",
-    "ppo_token",
-    "ppo",
-    "value_token",
-    "bounded_value",
-    "explained_variance",
+    "adaptive_kl_coefficient",
+    "adaptive_entropy_coefficient",
     "kl_token",
     "kl_clamped_token",
+    "token_logprob",
+    "entropy_slopes",
     "kl_divergence",
     "entropy",
     "entropy_statistics",
@@ -166,10 +160,6 @@ from oracles.value import bounded_value, explained_variance, value_token
     "positive_examples",
     "aggregate",
     "token_weights",
-    "entropy_slopes",
-    "token_logprob",
-    "adaptive_kl_coefficient",
-    "adaptive_entropy_coefficient",
     "overlong_penalty",
     "overlong_filter",
     "informative",
@@ -182,4 +172,6 @@ from oracles.value import bounded_value, explained_variance, value_token
     "off_policy_sequence_mask",
     "value_token",
     "explained_variance",
+    "bounded_value",
+    "diagnostics",
 ]

@@ -130,7 +130,7 @@ def _recurrence(
     once. No number is divided by, so the rounding is that of the plain recursion.
     """
     time = x.shape[-1]
-    x, decay = (_blocks(a, BLOCK, fill) for a, fill in ((x, 0), (decay, 1)))
+    x, decay = (_blocks(a, BLOCK, fill) for a, fill in ((x, 0.0), (decay, 1.0)))
     # [..., block, token] with the token before the block: what runs at once is then contiguous.
     x, decay = jnp.swapaxes(x, -1, -2), jnp.swapaxes(decay, -1, -2)
     own, product = x[..., BLOCK - 1, :], decay[..., BLOCK - 1, :]
@@ -167,7 +167,7 @@ def _triangular(
     behind contribute is the same sum over the blocks' first results, with ``decay^block``.
     """
     time = x.shape[-1]
-    x = _blocks(x, TRIANGLE, 0)
+    x = _blocks(x, TRIANGLE, 0.0)
     at = jnp.arange(TRIANGLE, dtype=jnp.int32)
     block = jnp.arange(x.shape[-2], dtype=jnp.int32)
     y = jnp.matmul(

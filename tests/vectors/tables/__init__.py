@@ -1,7 +1,15 @@
 """Which functions have vectors, and on which inputs."""
 
-from vectors.tables import advantages, mismatch, policy, reduction, trust_region, value
-from vectors.tables import advantages, divergence, mismatch, policy, reduction, rewards, value
+from vectors.tables import (
+    advantages,
+    divergence,
+    mismatch,
+    policy,
+    reduction,
+    rewards,
+    trust_region,
+    value,
+)
 
 VECTORS = [
     *reduction.VECTORS,
