@@ -50,6 +50,8 @@ ORACLES = {
 }
 every = pytest.mark.parametrize("name", CALLS)
 SHIFTED = [name for name in CALLS if name not in ("maxrl", "gdpo")]
+# Their statistics are of the whole batch, which must be on one device.
+WHOLE_BATCH = ("grpo, batch", "gdpo", "gpg", "reinforce_plus_plus_baseline")
 UNSCALED = ("dr_grpo", "rloo", "opo", "gpg", "pass_at_k_exact")
 
 
@@ -259,17 +261,13 @@ def test_gdpo_keeps_apart_what_a_sum_confuses():
     )
     heavy = jrl.gdpo(rewards, groups, weights=jnp.array([3.0, 1.0]))
     assert heavy[2] > heavy[0] > heavy[1] > heavy[3]
-    counted = jrl.gdpo(rewards[jnp.array([0, 1, 1, 2])], groups, whitened=False)
     np.testing.assert_allclose(
         jrl.gdpo(rewards, groups, lengths=jnp.ones(4)), jrl.gdpo(rewards, groups)
     )
-    assert counted.shape == (4,)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in WHOLE_BATCH])
 def test_groups_that_lie_on_one_device_each(name):
-    if name in ("grpo, batch", "gdpo", "gpg", "reinforce_plus_plus_baseline"):
-        pytest.skip("statistics of the whole batch, which must be on one device")
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     random = np.random.default_rng(3)
     rewards = random.uniform(0.5, 3, 24).astype(np.float32)

@@ -182,3 +182,13 @@ for call in (
     assert len(messages) == len(expected), finished.stderr
     for message, part in zip(messages, expected, strict=True):
         assert part in message
+
+
+def test_remax_is_zero_where_the_sample_does_as_well_as_the_greedy_response():
+    b = batch(5)
+    total = jnp.sum(jnp.where(b["mask"], b["rewards"], 0), 1)
+    advantages = jrl.remax(b["rewards"], total, b["mask"])
+    first = np.argmax(MASK, 1)
+    np.testing.assert_allclose(advantages[np.arange(5), first], np.zeros(5), atol=1e-6)
+    better = jrl.remax(b["rewards"], total - 1, b["mask"])
+    np.testing.assert_allclose(better, np.where(MASK, advantages + 1, 0), atol=1e-6)
