@@ -25,10 +25,12 @@ def as_floats(*arrays: Shaped[ArrayLike, "..."]) -> tuple[Float[Array, "..."], .
     """The arrays in one working precision: float64 where one of them has it, float32 otherwise.
 
     Half precision is raised rather than kept: a ratio of probabilities, a sum over a batch and a
-    squared error all need more than its eight bits.
+    squared error all need more than its eight bits. Where no array is of floats, as with integer
+    rewards, the precision is JAX's default, which is float64 under ``jax_enable_x64``.
     """
     given = [jnp.asarray(array) for array in arrays]
-    double = any(array.dtype == jnp.float64 for array in given)
+    floats = [array.dtype for array in given if jnp.issubdtype(array.dtype, jnp.floating)]
+    double = jnp.float64 in (floats or [jnp.result_type(float)])
     return tuple(array.astype(jnp.float64 if double else jnp.float32) for array in given)
 
 

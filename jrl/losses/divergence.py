@@ -107,7 +107,8 @@ def _estimate(
         # exp(-d) - 1 by expm1: near d = 0 the estimate is d^2 / 2, far below the rounding of 1.
         estimate = jnp.expm1(-difference) + difference
     else:
-        estimate = jnp.abs(difference)
+        # Not by jnp.abs, whose derivative at 0 is 1: equal policies are not pushed apart.
+        estimate = difference * jax.lax.stop_gradient(jnp.sign(difference))
     return estimate if max_value is None else jnp.clip(estimate, -max_value, max_value)
 
 

@@ -85,6 +85,7 @@ def test_no_less_accurate_than_the_scan(kind):
         lambda x: jnp.asarray(x, None if np.asarray(x).dtype == bool else jnp.float32),
         (given, decay),
     )
+    exact = np.asarray(exact)
     errors = {
         name: np.abs(np.asarray(run(name, *single)[0], float) - exact).max()
         for name in get_args(Implementation)
