@@ -37,16 +37,14 @@ def kl_estimate(
 
     With ``d = logprobs - ref_logprobs`` on tokens sampled from the policy:
 
-    ======= ==================== =============================================================
-    kind    value                as a loss, its expected gradient is
-    ======= ==================== =============================================================
-    ``k1``  ``d``                zero: use it in the reward, never in the loss
-    ``k2``  ``d^2 / 2``          that of KL(policy || reference)
-    ``k3``  ``exp(-d) + d - 1``  that of KL(reference || policy)
-    ``abs`` ``|d|``              of no divergence; a measure of distance
-    ``k1+`` ``d``                that of ``k2``, straight through
-    ``k3+`` ``exp(-d) + d - 1``  that of ``k2``, straight through
-    ======= ==================== =============================================================
+    | kind | value | as a loss, its expected gradient is |
+    |---|---|---|
+    | ``k1`` | ``d`` | zero: use it in the reward, never in the loss |
+    | ``k2`` | ``d^2 / 2`` | that of KL(policy ‖ reference) |
+    | ``k3`` | ``exp(-d) + d - 1`` | that of KL(reference ‖ policy) |
+    | ``abs`` | ``|d|`` | of no divergence; a measure of distance |
+    | ``k1+`` | ``d`` | that of ``k2``, straight through |
+    | ``k3+`` | ``exp(-d) + d - 1`` | that of ``k2``, straight through |
 
     k1 and k3 have the KL divergence as their mean, k2 only to second order; k2 and k3 are never
     negative. verl calls k1 ``kl``, k2 ``mse`` and k3 ``low_var_kl``.
@@ -195,12 +193,10 @@ def kl_from_logits(
 
     With ``p = softmax(logits)`` and ``q = softmax(ref_logits)``:
 
-    ===================== ========================== =============================================
-    direction             value                      its gradient by ``logits[v]``
-    ===================== ========================== =============================================
-    ``policy||reference`` ``sum_v p_v log p_v/q_v``  ``p_v (log p_v/q_v - KL)``; gives up modes
-    ``reference||policy`` ``sum_v q_v log q_v/p_v``  ``p_v - q_v``; covers all of the reference
-    ===================== ========================== =============================================
+    | direction | value | its gradient by ``logits[v]`` |
+    |---|---|---|
+    | ``policy||reference`` | ``sum_v p_v log p_v/q_v`` | ``p_v (log p_v/q_v - KL)`` |
+    | ``reference||policy`` | ``sum_v q_v log q_v/p_v`` | ``p_v - q_v`` |
 
     The first is the mean over tokens sampled from the policy of the estimators k1 and k3 of
     `kl_estimate`. It is summed as ``sum_v (q_v - p_v + p_v log p_v/q_v)``, of which no term is

@@ -77,12 +77,10 @@ def divergence_rejection_mask(
 
     With w = trainer over sampler, the divergence of a token is
 
-    ====== =================== ===============================================================
-    kind   value               estimates
-    ====== =================== ===============================================================
-    ``k2`` ``log(w)^2 / 2``    KL(sampler || trainer), to second order
-    ``k3`` ``w - 1 - log w``   KL(sampler || trainer), without bias and never negative
-    ====== =================== ===============================================================
+    | kind | value | estimates |
+    |---|---|---|
+    | ``k2`` | ``log(w)^2 / 2`` | KL(sampler ‖ trainer), to second order |
+    | ``k3`` | ``w - 1 - log w`` | KL(sampler ‖ trainer), without bias and never negative |
 
     and what is compared with the bound is, with `over`, the value of each ``token`` (which then
     goes alone) or the ``sum``, ``mean`` or ``max`` over each sequence (which goes as a whole).

@@ -27,14 +27,11 @@ def mismatch_weights(
 
     With ``log w_t = logprobs - sampler_logprobs``, trainer over sampler,
 
-    ============= ==================================== ==========================================
-    level         weight of each token                 what it corrects
-    ============= ==================================== ==========================================
-    ``token``     ``w_t``                              each token by itself: biased, little noise
-    ``sequence``  ``prod_t w_t``, on the whole row     the sequence: unbiased, and noise that
-                                                       grows exponentially with its length
-    ``geometric`` ``exp(mean_t log w_t)``, likewise    nothing exactly; a length-free measure
-    ============= ==================================== ==========================================
+    | level | weight of each token | what it corrects |
+    |---|---|---|
+    | ``token`` | ``w_t`` | each token by itself: biased, little noise |
+    | ``sequence`` | ``prod_t w_t``, on the whole row | the sequence: unbiased, very noisy |
+    | ``geometric`` | ``exp(mean_t log w_t)``, likewise | nothing exactly; a length-free measure |
 
     A factor of 1.1 per token is 2.6 after 10 tokens and 14000 after 100.
 
@@ -176,12 +173,10 @@ def normalized_weights(
 
     Truncation makes weights smaller on average, and with them the step; this undoes it.
 
-    ============ ========================================================
-    over         the mean
-    ============ ========================================================
-    ``token``    of the weights of all true tokens
-    ``sequence`` over the sequences, of the mean weight within each
-    ============ ========================================================
+    | over | the mean |
+    |---|---|
+    | ``token`` | of the weights of all true tokens |
+    | ``sequence`` | over the sequences, of the mean weight within each |
 
     Args:
       weights: after truncation; no gradient.

@@ -169,13 +169,10 @@ def entropy_signal(
         signal = h / h_max      where h > 0
                  h / |h_min|    where h <= 0
 
-    ============ ==================================================================================
-    sign         where h is negative
-    ============ ==================================================================================
-    ``intended`` the signal is, too: what the paper's text describes, with a range of [-1, 1]
-    ``release``  the signal is positive: the released code divides by h_min itself, and the paper's
-                 eq. 6 has the same sign, so that what is meant for decided tokens never acts
-    ============ ==================================================================================
+    | sign | where h is negative |
+    |---|---|
+    | ``intended`` | negative too: the range [-1, 1] of the paper's text |
+    | ``release`` | positive: the released code divides by h_min itself |
 
     Args:
       entropy: of the policy at each token, in nats, floored at 1e-8; no gradient.

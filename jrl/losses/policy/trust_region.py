@@ -36,15 +36,10 @@ def dppo_surrogate(
     A token is dropped if its probability has moved away from the old one, in the direction in which
     its advantage pushes it, by more than `max_divergence`:
 
-    ====== =========================== ==========================================================
-    kind   distance                    dropped
-    ====== =========================== ==========================================================
-    ``tv`` ``|p - q|``                 A > 0 and p - q > max_divergence;
-                                       A <= 0 and p - q < -max_divergence
-    ``kl`` Bernoulli KL(q || p) =      beyond max_divergence, and A > 0 and p > q
-           ``q log(q / p) + (1 - q)    or A <= 0 and p < q
-           log((1 - q) / (1 - p))``
-    ====== =========================== ==========================================================
+    | kind | distance | dropped |
+    |---|---|---|
+    | ``tv`` | ``|p - q|`` | beyond it, with A > 0, p > q or A <= 0, p < q |
+    | ``kl`` | ``q log(q/p) + (1-q) log((1-q)/(1-p))`` | beyond it, with A > 0, p > q or A <= 0, p < q |
 
     The ratio of a rare token moves far while its probability hardly does: from 0.01 to 0.03 is a
     ratio of 3 and a distance of 0.02, from 0.9 to 0.95 a ratio of 1.06 and a distance of 0.05. PPO

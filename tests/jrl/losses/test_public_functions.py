@@ -96,6 +96,7 @@ for call in (
     lambda: jrl.explained_variance(full, short, full),
     lambda: jrl.masked_mean(full, short),
     lambda: jrl.positive_example_loss(full, rows, short),
+    lambda: jrl.conventions(like="rlax"),
 ):
     try:
         call()
@@ -121,6 +122,7 @@ for call in (
         "values (2, 3), returns (2, 1), mask (2, 3)",
         "x (2, 3), mask (2, 1)",
         "logprobs (2, 3), mask (2, 1)",
+        "like='rlax' has no conventions here: choose one of verl, trl, openrlhf",
     ]
     assert len(messages) == len(expected)
     for message, part in zip(messages, expected, strict=True):
