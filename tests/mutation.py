@@ -16,6 +16,7 @@ import ast
 import copy
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
@@ -192,9 +193,7 @@ def stages(path: Path) -> list[list[str]]:
         str(file.relative_to(ROOT))
         for file in sorted((ROOT / HERE).glob("test_*.py"))
         if file.stem not in ("test_array_contract", "test_vectors", "test_public_functions")
-        and any(
-            f"{name}(" in file.read_text() or f"jrl.{name}" in file.read_text() for name in names
-        )
+        and any(re.search(rf"\b{name}\b", file.read_text()) for name in names)
     ]
     return [
         [f"{HERE}/test_vectors.py", "-k", f"({chosen}) and not files_hold"],

@@ -32,10 +32,10 @@ def discounted_errors(
     last_value: Float[Array, "*batch"],
     implementation: str | None = None,
 ) -> Float[Array, "*batch time"]:
-    """The sums A of discounted temporal-difference errors; anything under a false mask.
+    """The sums A of discounted temporal-difference errors; 0 under a false mask.
 
     Args:
-      rewards: one per token, 0 under the mask, as are the values.
+      rewards: one per token; what is under the mask is not read, here and in the values.
       values: of the state before each token.
       mask: true on the tokens that are part of the recursion.
       gamma: the discount, with as many axes as `rewards` or none.
@@ -63,7 +63,8 @@ def _by_token(
     lam: Float[Array, "..."],
     last_value: Float[Array, "*batch"],
 ) -> Float[Array, "*batch time"]:
-    """From last token to first; under a false mask, what was carried."""
+    """From last token to first, past whatever the mask leaves out."""
+    rewards, values = keep(rewards, mask), keep(values, mask)
 
     def step(following, token):
         advantage, value = following
@@ -79,7 +80,7 @@ def _by_token(
     nothing = jnp.zeros_like((rewards + values)[..., 0])
     start = (nothing, nothing + last_value)
     _, advantages = jax.lax.scan(step, start, tuple(by_time), reverse=True)
-    return jnp.moveaxis(advantages, 0, -1)
+    return keep(jnp.moveaxis(advantages, 0, -1), mask)
 
 
 def _in_blocks(
@@ -94,14 +95,17 @@ def _in_blocks(
     ends = mask & ~_next(mask, jnp.zeros_like(mask[..., 0]))
     decay = gamma * lam
 
+    # What is under the mask is dropped inside the branches: what enters them is made in full.
     def sums(following: Float[Array, "*batch time"], holes: bool) -> Float[Array, "*batch time"]:
         errors = keep(rewards + gamma * following - values, mask)
         if decay.size == 1 and not holes:
-            return _triangular(errors, jnp.reshape(decay, ()))
-        return _recurrence(errors, jnp.where(mask, decay, 1), jnp.zeros_like(last_value))
+            return keep(_triangular(errors, jnp.reshape(decay, ())), mask)
+        decays = jnp.where(mask, decay, 1)
+        return keep(_recurrence(errors, decays, jnp.zeros_like(last_value)), mask)
 
     def with_holes() -> Float[Array, "*batch time"]:
-        first_here_or_later = _recurrence(values, (~mask).astype(values.dtype), last_value)
+        skipped = (~mask).astype(values.dtype)
+        first_here_or_later = _recurrence(keep(values, mask), skipped, last_value)
         return sums(_next(first_here_or_later, last_value), holes=True)
 
     def without_holes() -> Float[Array, "*batch time"]:
@@ -134,9 +138,9 @@ def _recurrence(
     # [..., block, token] with the token before the block: what runs at once is then contiguous.
     x, decay = jnp.swapaxes(x, -1, -2), jnp.swapaxes(decay, -1, -2)
     own, product = x[..., BLOCK - 1, :], decay[..., BLOCK - 1, :]
-    for token in reversed(range(BLOCK - 1)):
-        own = x[..., token, :] + decay[..., token, :] * own
-        product = decay[..., token, :] * product
+    for at in reversed(range(BLOCK - 1)):
+        own = x[..., at, :] + decay[..., at, :] * own
+        product = decay[..., at, :] * product
 
     def block(behind, of_block):
         own, product = of_block
@@ -168,15 +172,16 @@ def _triangular(
     """
     time = x.shape[-1]
     x = _blocks(x, TRIANGLE, 0.0)
+    # One product of two matrices: XLA's CPU back end takes twice as long over a stack of them.
+    flat = x.reshape(-1, TRIANGLE)
     at = jnp.arange(TRIANGLE, dtype=jnp.int32)
     block = jnp.arange(x.shape[-2], dtype=jnp.int32)
-    y = jnp.matmul(
-        x, _powers(decay, at[:, None] - at[None, :]), precision=jax.lax.Precision.HIGHEST
-    )
+    within = _powers(decay, at[:, None] - at[None, :])
+    y = jnp.matmul(flat, within, precision=jax.lax.Precision.HIGHEST).reshape(x.shape)
     blocks = _powers(decay**TRIANGLE, block[:, None] - block[None, :] - 1)
     behind = jnp.matmul(y[..., 0], blocks, precision=jax.lax.Precision.HIGHEST)
     reach = decay ** (TRIANGLE - at).astype(x.dtype)
-    return _joined(y + jnp.einsum("...b,t->...bt", behind, reach), time)
+    return _joined(y + behind[..., None] * jnp.broadcast_to(reach, x.shape), time)
 
 
 def _powers(

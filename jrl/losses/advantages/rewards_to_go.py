@@ -22,8 +22,7 @@ def _rewards_to_go(
     nothing = jnp.zeros_like(rewards)
     discount, one = fit("gamma", gamma, rewards), jnp.ones((), rewards.dtype)
     # Without values, and with lam 1, the recursion of `gae` is that of the rewards to come.
-    to_go = discounted_errors(rewards, nothing, mask, discount, one, nothing[..., 0])
-    return keep(to_go, mask)
+    return discounted_errors(rewards, nothing, mask, discount, one, nothing[..., 0])
 
 
 def reinforce_plus_plus(

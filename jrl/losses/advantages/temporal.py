@@ -87,7 +87,6 @@ def gae(
         )
     mask = as_mask(mask)
     rewards, values = as_floats(rewards, values)
-    rewards, values = keep(rewards, mask), keep(values, mask)
     gamma, lam = fit("gamma", gamma, values), fit("lam", lam, values)
     ended = jnp.zeros_like(values[..., 0])
     last = ended if bootstrap_value is None else spread("bootstrap_value", bootstrap_value, ended)
@@ -95,7 +94,7 @@ def gae(
         last = jnp.where(spread("terminated", as_mask(terminated), ended) != 0, ended, last)
 
     advantages = discounted_errors(rewards, values, mask, gamma, lam, last, implementation)
-    advantages = jax.lax.stop_gradient(keep(advantages, mask))
+    advantages = jax.lax.stop_gradient(advantages)
     return advantages, jax.lax.stop_gradient(keep(advantages + values, mask))
 
 
@@ -152,8 +151,15 @@ def decoupled_gae(
     """
 
     def estimate(lam: Scalar | Float[ArrayLike, "*#batch #time"]):
-        ends = {"bootstrap_value": bootstrap_value, "terminated": terminated}
-        return gae(rewards, values, mask, gamma=gamma, lam=lam, **ends)
+        return gae(
+            rewards,
+            values,
+            mask,
+            gamma=gamma,
+            lam=lam,
+            bootstrap_value=bootstrap_value,
+            terminated=terminated,
+        )
 
     return estimate(lam_policy)[0], estimate(lam_critic)[1]
 

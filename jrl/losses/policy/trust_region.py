@@ -39,7 +39,7 @@ def dppo_surrogate(
     | kind | distance | dropped |
     |---|---|---|
     | ``tv`` | ``|p - q|`` | beyond it, with A > 0, p > q or A <= 0, p < q |
-    | ``kl`` | ``q log(q/p) + (1-q) log((1-q)/(1-p))`` | beyond it, with A > 0, p > q or A <= 0, p < q |
+    | ``kl`` | ``q log(q/p) + (1-q) log((1-q)/(1-p))`` | the same |
 
     The ratio of a rare token moves far while its probability hardly does: from 0.01 to 0.03 is a
     ratio of 3 and a distance of 0.02, from 0.9 to 0.95 a ratio of 1.06 and a distance of 0.05. PPO
