@@ -2,6 +2,7 @@
 
 from vectors.tables import (
     advantages,
+    diagnostics,
     divergence,
     mismatch,
     policy,
@@ -20,4 +21,5 @@ VECTORS = [
     *divergence.VECTORS,
     *rewards.VECTORS,
     *mismatch.VECTORS,
+    *diagnostics.VECTORS,
 ]
