@@ -80,7 +80,6 @@ def conventions(*, like: Library) -> dict[str, dict[str, Any]]:
     (1e-06, 0.0001)
     """
     if like not in get_args(Library):
-        raise ValueError(
-            f"like={like!r} has no conventions here: choose one of {get_args(Library)}."
-        )
+        choices = ", ".join(get_args(Library))
+        raise ValueError(f"like={like!r} has no conventions here: choose one of {choices}.")
     return {function: dict(settings) for function, settings in _SETTINGS[like].items()}
