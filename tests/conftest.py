@@ -24,3 +24,10 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 @pytest.fixture(autouse=True, scope="session")
 def _eight_devices():
     assert jax.device_count() == 8, f"the suite needs 8 devices, found {jax.device_count()}"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs():
+    """Thousands of compiled programs are gigabytes; what another module wants again is on disk."""
+    yield
+    jax.clear_caches()
