@@ -52,10 +52,10 @@ def public(name):
 
 def results_of(returned, names):
     """What a function returns under the names of the file, from a tuple, a record or a mapping."""
-    if not isinstance(returned, tuple | dict):
-        returned = (
-            [getattr(returned, n) for n in names] if hasattr(returned, names[0]) else [returned]
-        )
+    if isinstance(returned, jax.Array):
+        returned = [returned]
+    elif not isinstance(returned, tuple | dict):
+        returned = [getattr(returned, name) for name in names]
     if isinstance(returned, dict):
         returned = [returned[name] for name in names]
     numbers = [x.value() if hasattr(x, "value") else x for x in returned]
