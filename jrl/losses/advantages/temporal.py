@@ -58,8 +58,8 @@ def gae(
         whatever `bootstrap_value` holds, false where it was truncated and `bootstrap_value`
         counts. None lets `bootstrap_value` count everywhere.
       implementation: "scan" goes token by token. "blocked" gives the same up to rounding and is
-        several times faster on long rows, most of all where ``gamma lam`` is one number and the
-        mask has no holes. None takes "blocked" from 256 tokens on.
+        faster on long rows, most of all where ``gamma lam`` is one number and the mask has no
+        holes. None takes "blocked" from 256 tokens on.
 
     Returns:
       `(advantages, returns)`, both 0 where the mask is false and both without a gradient. A row
