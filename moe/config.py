@@ -1,7 +1,9 @@
 """What the network is: sizes, and the few choices that make another architecture."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
+
+from moe.execution import Execution
 
 Head = Literal["tied", "untied", "value"]
 
@@ -31,6 +33,7 @@ class ModelConfig:
       router_z_coef: weight of the router z-loss in the training loss.
       dtype: of activations and of weights where they are used; "float32" or "bfloat16". Stored
         weights, router, norms, softmax and logits are float32.
+      execution: how it is computed; no value depends on it.
     """
 
     vocab_size: int
@@ -49,6 +52,7 @@ class ModelConfig:
     load_balance_coef: float = 0.01
     router_z_coef: float = 0.001
     dtype: Literal["float32", "bfloat16"] = "float32"
+    execution: Execution = field(default_factory=Execution)
 
     def __post_init__(self):
         positive = ["vocab_size", "num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim"]

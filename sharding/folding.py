@@ -128,6 +128,11 @@ class FoldedMesh:
         return tuple(self.mesh.axis_names)
 
     @property
+    def sequence(self) -> tuple[str, ...]:
+        """The atoms of ``cp`` and ``tp``: along them devices hold parts of the same sequences."""
+        return (*self.cp, *self.tp)
+
+    @property
     def except_tp(self) -> tuple[str, ...]:
         """Every atom but those of tensor parallelism, whose ranks hold the same sequences."""
         return tuple(axis for axis in self.axes if axis not in self.tp)

@@ -1,0 +1,22 @@
+"""How the network is computed, apart from what it is: choices that change time and memory only."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Which implementation computes each part; None picks the best that applies.
+
+    A name demands that implementation and raises where it cannot serve.
+
+    Args:
+      attention: how one device reads values.
+      context: how attention crosses the devices of ``cp``.
+      dispatch: how tokens travel to the experts of other devices.
+      experts: how rows are multiplied, each by its own expert's matrix.
+    """
+
+    attention: str | None = None
+    context: str | None = None
+    dispatch: str | None = None
+    experts: str | None = None
