@@ -13,8 +13,9 @@ PACKAGES = ("sharding", "moe", "jrl")
 LOADERS = {"import_module", "__import__", "find_spec", "run_module", "run_path"}
 """Functions that import what a string names."""
 
-# What each room may import beside the standard library and itself; the longest prefix holds.
+# What each room may import beside the standard library and itself; the first prefix holds.
 ALLOWED = {
+    "sharding.picture": {"sharding", "jax", "numpy", "jaxtyping", "matplotlib"},
     "sharding": {"jax", "numpy", "jaxtyping"},
     "moe": {"sharding", "jax", "numpy", "jaxtyping", "flax"},
     "jrl.losses": {"jax", "jaxtyping"},

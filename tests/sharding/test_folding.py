@@ -5,21 +5,12 @@ import math
 import re
 
 import jax
-import numpy as np
 import pytest
 
-from sharding.folding import ATTENTION, EXPERT, FoldedMesh, Layout, fold, fold_abstract
+from sharding.folding import ATTENTION, EXPERT, Layout, fold, fold_abstract
+from sharding.groups import groups
 
 LOGICAL = ("pp", *ATTENTION, *EXPERT)
-
-
-def groups(mesh: FoldedMesh, axes: tuple[str, ...]) -> list[list[int]]:
-    """The ranks that a collective over `axes` joins, each group in the order of its axis index."""
-    names = mesh.axes
-    ranks = np.arange(mesh.size(names)).reshape([mesh.mesh.shape[name] for name in names])
-    others = [names.index(name) for name in names if name not in axes]
-    ranks = ranks.transpose(others + [names.index(name) for name in axes])
-    return sorted(ranks.reshape(-1, mesh.size(axes)).tolist())
 
 
 def megatron_groups(layout: Layout, order: tuple[str, ...], axis: str) -> list[list[int]]:
