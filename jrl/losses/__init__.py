@@ -41,10 +41,12 @@ from jrl.losses.conventions import (
     conventions,
 )
 from jrl.losses.divergence import (
-    KLDirection,
     KLEstimator,
-    entropy_from_logits,
     kl_estimate,
+)
+from jrl.losses.logits import (
+    KLDirection,
+    entropy_from_logits,
     kl_from_logits,
     logprobs_from_logits,
 )

@@ -17,17 +17,19 @@ from jrl.losses.policy.dro import (
     dro_loss,
     dro_surrogate,
 )
-from jrl.losses.policy.hapo import (
+from jrl.losses.policy.entropy import (
     EntropySign,
     EntropyStatistics,
     adaptive_temperature,
-    asymmetric_clip_bounds,
     entropy_signal,
     entropy_statistics,
+    standardized_entropy,
+)
+from jrl.losses.policy.hapo import (
+    asymmetric_clip_bounds,
     hapo_loss,
     hapo_surrogate,
     redistributed_advantages,
-    standardized_entropy,
 )
 from jrl.losses.policy.imitation import positive_example_loss
 from jrl.losses.policy.ppo import (
