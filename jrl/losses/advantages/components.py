@@ -61,13 +61,12 @@ def gdpo(
     >>> [round(x, 2) for x in result.tolist()]
     [0.43, -1.3, 1.3, -0.43]
     """
-    (rewards,) = as_floats(jax.lax.stop_gradient(rewards))
+    (rewards,) = as_floats(rewards)
     check_shapes(**{"rewards[:, 0]": rewards[:, 0]}, groups=groups)
-    total = jnp.zeros_like(rewards[:, 0])
     weights = spread("weights", 1.0 if weights is None else weights, rewards[0])
-    for component in range(rewards.shape[1]):
-        normalised = grpo(rewards[:, component], groups, epsilon=epsilon)
-        total = total + jax.lax.stop_gradient(weights[component]) * normalised
+    weights = jax.lax.stop_gradient(weights)
+    normalised = [grpo(component, groups, epsilon=epsilon) for component in rewards.T]
+    total = jnp.sum(jnp.stack(normalised, axis=1) * weights[None, :], axis=1)
     if not whitened:
         return total
     counts = spread("lengths", 1.0 if lengths is None else lengths, total)

@@ -266,6 +266,17 @@ def test_gdpo_keeps_apart_what_a_sum_confuses():
     )
 
 
+def test_gdpo_is_a_constant_in_everything_it_is_given():
+    random = np.random.default_rng(4)
+    rewards, lengths = (jnp.asarray(random.uniform(1, 3, shape)) for shape in ((4, 2), 4))
+
+    def squared(rewards, weights, lengths):
+        return jnp.sum(jrl.gdpo(rewards, jnp.zeros(4, int), weights=weights, lengths=lengths) ** 3)
+
+    slopes = jax.grad(squared, argnums=(0, 1, 2))(rewards, jnp.array([3.0, 1.0]), lengths)
+    assert not any(np.any(slope) for slope in slopes)
+
+
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in WHOLE_BATCH])
 def test_groups_that_lie_on_one_device_each(name):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
