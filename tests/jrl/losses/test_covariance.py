@@ -36,6 +36,17 @@ def test_vector_cov_1():
     assert {int(np.argmax(x)) for x in chosen} == {0, 1}
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "inside"), [(0.0, 1.5, True), (0.0, 1.0, False), (1.0, 1.5, False)]
+)
+def test_the_range_of_clip_cov_is_open_at_both_ends(low, high, inside):
+    logprobs, advantages = jnp.array([-1.0, -3.0]), jnp.array([1.0, -1.0])
+    assert jrl.covariances(logprobs, advantages, jnp.ones(2)).tolist() == [1, 1]
+    arrays = (logprobs, logprobs, advantages, jnp.ones(2))
+    surrogate = jrl.clip_cov_surrogate(*arrays, fraction=1, low=low, high=high)
+    assert surrogate.tolist() == ([0, 0] if inside else [-1, 1])
+
+
 @functools.partial(jax.jit, static_argnames=("fraction", "low"))
 def _slope(seed, *arrays, fraction=2e-4, low=0.0):
     def loss(logprobs):
