@@ -2,11 +2,11 @@
 
 The residual stream is a shard of the flattened tokens on each ``tp`` rank; the layer gathers the
 tokens, works on its own heads and scatters the sum back. What lies between keys and queries is
-passed in as `attend`, so that training (all positions at once) and decoding (a cache) are one
-layer.
+passed in as `attend`, so that training (all positions at once, spread over ``cp``) and decoding (a
+cache) are one layer.
 """
 
-from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,18 @@ from moe.weights import Attention
 from sharding.collectives import gather_tokens, scatter_tokens
 from sharding.folding import FoldedMesh
 
-Heads = Float[Array, "token heads head_dim"]
-Attend = Callable[[Heads, Heads, Heads], Heads]
-"""(queries, keys, values) of the gathered tokens -> what each query reads."""
+
+@runtime_checkable
+class Attend(Protocol):
+    """(queries, keys, values) of the gathered tokens -> what each query reads.
+
+    Values may be narrower or wider than keys; `scale` multiplies the scores, None is
+    ``head_dim**-0.5``.
+    """
+
+    def __call__(
+        self, query: Array, key: Array, value: Array, scale: float | None = None
+    ) -> Array: ...
 
 
 def rms_norm(
@@ -63,11 +72,13 @@ def attention(
     """The attention term of a block, for this rank's shard of the tokens.
 
     Communication per device: one `gather_tokens` and one `scatter_tokens` over ``tp``, each of
-    ``tokens x d_model (tp - 1) / tp`` elements.
+    ``tokens x d_model (tp - 1) / tp`` elements, of the tokens of a ``cp`` rank; `attend` adds what
+    `moe.context` says.
 
     Args:
-      x: the residual stream, sharded over ``tp`` along the flattened tokens.
-      positions: place in its own sequence of each gathered token, from 0.
+      x: the residual stream, sharded over ``cp`` and ``tp`` along the flattened tokens.
+      positions: place in its own sequence of each gathered token, from 0 (the tokens of this
+        ``cp`` rank).
       attend: reads the values; sees the heads of this rank only.
     """
     h = rms_norm(x, weights.norm, config.norm_epsilon)
@@ -85,23 +96,38 @@ def attention(
 def read_values(
     query: Float[Array, "batch time heads head_dim"],
     key: Float[Array, "batch source kv_heads head_dim"],
-    value: Float[Array, "batch source kv_heads head_dim"],
+    value: Float[Array, "batch source kv_heads value_dim"],
     visible: Bool[Array, "batch time source"],
-) -> Float[Array, "batch time heads head_dim"]:
-    """``softmax(q k / sqrt(head_dim)) v`` over the visible positions, softmax in float32.
+    scale: float | None = None,
+) -> Float[Array, "batch time heads value_dim"]:
+    """``softmax(scale q k) v`` over the visible positions, softmax in float32.
 
     Query head ``h`` reads key/value head ``h // (heads / kv_heads)``. A query that sees nothing
     (padding) reads the plain mean: finite, and used by nobody.
+
+    Args:
+      scale: multiplies the scores; None is ``head_dim**-0.5``.
     """
-    batch, time, heads, head_dim = query.shape
-    query = query.reshape(batch, time, key.shape[2], -1, head_dim)
-    scores = jnp.einsum("btvgk,bsvk->bvgts", query, key).astype(jnp.float32) / head_dim**0.5
+    batch, time, heads, _ = query.shape
+    scores = scaled_scores(query, key, scale)
     # The lowest float would make rows without any visible position NaN after the subtraction of
     # their maximum in lower precisions; a large finite number never does.
     scores = jnp.where(visible[:, None, None], scores, -1e30)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     read = jnp.einsum("bvgts,bsvk->btvgk", weights, value)
-    return read.reshape(batch, time, heads, head_dim)
+    return read.reshape(batch, time, heads, value.shape[-1])
+
+
+def scaled_scores(
+    query: Float[Array, "batch time heads head_dim"],
+    key: Float[Array, "batch source kv_heads head_dim"],
+    scale: float | None,
+) -> Float[Array, "batch kv_heads group time source"]:
+    """``scale q k`` in float32, the query heads of a key/value head together."""
+    batch, time, _, head_dim = query.shape
+    query = query.reshape(batch, time, key.shape[2], -1, head_dim)
+    scores = jnp.einsum("btvgk,bsvk->bvgts", query, key).astype(jnp.float32)
+    return scores * (head_dim**-0.5 if scale is None else scale)
 
 
 def causal(valid: Bool[Array, "batch time"]) -> Bool[Array, "batch time time"]:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from moe.attention import read_values, rms_norm
 from moe.config import ModelConfig
 from moe.model import block, embed, logits_of, run
+from moe.order import Order
 from moe.stream import Stream, rows
 from moe.weights import Layer, Transformer
 from sharding.folding import FoldedMesh
@@ -50,15 +51,23 @@ def prefill(
     Returns:
       The hidden states of this rank's shard of the flattened prompt tokens, and a cache as long as
       the prompt.
+
+    Raises:
+      ValueError: on a layout with ``cp``: a cache holds whole rows.
     """
+    if mesh.layout.cp > 1:
+        raise ValueError(
+            f"layout {mesh.layout}: a cache of keys and values holds whole rows, so decoding runs "
+            "without context parallelism; cp must be 1."
+        )
     kept: dict[int, tuple[Array, Array]] = {}
-    stream = rows(tokens, valid)
+    stream = rows(tokens, valid, mesh, config.execution)
 
     def attend_in_layer(index):
-        def attend(query, key, value):
+        def attend(query, key, value, scale=None):
             shape = (*valid.shape, -1, config.head_dim)
             kept[index] = _by_head(key.reshape(shape)), _by_head(value.reshape(shape))
-            return stream.attend_in_layer(index)(query, key, value)
+            return stream.attend_in_layer(index)(query, key, value, scale)
 
         return attend
 
@@ -109,12 +118,12 @@ def decode_step(
     keys, values = list(cache.keys), list(cache.values)
 
     def attend_in_layer(index):
-        def attend(query, key, value):
+        def attend(query, key, value, scale=None):
             start = (0, 0, column, 0)
             keys[index] = jax.lax.dynamic_update_slice(keys[index], key[:, :, None], start)
             values[index] = jax.lax.dynamic_update_slice(values[index], value[:, :, None], start)
             key, value = _by_position(keys[index]), _by_position(values[index])
-            return read_values(query[:, None], key, value, visible)[:, 0]
+            return read_values(query[:, None], key, value, visible, scale)[:, 0]
 
         return attend
 
@@ -124,6 +133,7 @@ def decode_step(
         weight=live.astype(jnp.float32),
         attend_in_layer=attend_in_layer,
         share=lambda counts: counts,  # nothing is learned here
+        order=Order(((tokens.shape[0], 1),), ranks=1),
     )
     x = embed(weights, tokens, config, mesh)
     for index, layer in enumerate(layers):

@@ -10,8 +10,9 @@ class Execution:
     A name demands that implementation and raises where it cannot serve.
 
     Args:
-      attention: how one device reads values.
-      context: how attention crosses the devices of ``cp``.
+      attention: how one device reads values: "plain", "xla" or "cudnn" (`moe.flash`).
+      context: how attention crosses the devices of ``cp``: "gather", "ring" or "ulysses"
+        (`moe.context`).
       dispatch: how tokens travel to the experts of other devices.
       experts: how rows are multiplied, each by its own expert's matrix.
     """

@@ -1,7 +1,8 @@
 """The forward pass: functions over the weight records, run inside one `jax.shard_map`.
 
 Sequences are spread over ``dp``; within a sequence-parallel group the flattened tokens are spread
-over ``tp``. The same block serves training and decoding: they differ in `attend`.
+over ``cp`` and ``tp`` (`FoldedMesh.sequence`), in the order of the stream. The same block serves
+training and decoding: they differ in `attend`.
 """
 
 from dataclasses import replace
@@ -14,8 +15,9 @@ from moe.attention import Attend, attention, rms_norm
 from moe.config import ModelConfig
 from moe.dispatch import dispatch
 from moe.experts import dense
+from moe.order import Order
 from moe.routing import RouterStatistics, assignments, route, statistics
-from moe.stream import Stream, rows, shared_prompts
+from moe.stream import Stream, order_of_rows, rows, shared_prompts
 from moe.weights import Layer, Transformer
 from sharding.collectives import all_sum, gather_tokens, join_shards, own_shard, vary
 from sharding.folding import FoldedMesh
@@ -28,7 +30,7 @@ def embed(
     weights: Transformer[Array], tokens: Int[Array, "token"], config: ModelConfig, mesh: FoldedMesh
 ) -> Float[Array, "local d_model"]:
     """The residual stream at its start, this rank's shard of the flattened tokens."""
-    tokens = vary(own_shard(tokens, mesh.tp), mesh.axes)
+    tokens = vary(own_shard(tokens, mesh.sequence), mesh.axes)
     # The table starts with variance 1 / d_model, right for a tied head; the stream starts with 1.
     scale = config.d_model**0.5
     return (weights.embedding[tokens] * scale).astype(config.dtype)
@@ -50,12 +52,12 @@ def feed_forward(
     h = rms_norm(x, layer.norm, config.norm_epsilon)
     out, stats = jnp.zeros_like(h), None
     if layer.experts is not None:
-        weight = vary(own_shard(stream.weight, mesh.tp), mesh.axes)
+        weight = vary(own_shard(stream.weight, mesh.sequence), mesh.axes)
         logits = h.astype(jnp.float32) @ layer.experts.router
         routing, probabilities = route(logits, weight > 0, config)
         counts = assignments(routing.experts, config.num_experts)
-        share = stream.share(gather_tokens(jax.lax.stop_gradient(counts), mesh.tp))
-        stats = statistics(logits, probabilities, counts, own_shard(share, mesh.tp), weight)
+        share = stream.share(gather_tokens(jax.lax.stop_gradient(counts), mesh.sequence))
+        stats = statistics(logits, probabilities, counts, own_shard(share, mesh.sequence), weight)
         out = out + dispatch(layer.experts, h, routing, mesh)
     if layer.dense is not None:
         out = out + dense(layer.dense, h, mesh)
@@ -71,7 +73,8 @@ def block(
     mesh: FoldedMesh,
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
     """One pre-norm block."""
-    x = x + attention(layer.attention, x, stream.positions, attend, config, mesh)
+    positions = own_shard(stream.positions, mesh.cp)
+    x = x + attention(layer.attention, x, positions, attend, config, mesh)
     out, stats = feed_forward(layer, x, stream, config, mesh)
     return x + out, stats
 
@@ -112,7 +115,7 @@ def hidden(
       tokens: ids.
       valid: which of them are not padding.
     """
-    return run(weights, rows(tokens, valid), config, mesh)
+    return run(weights, rows(tokens, valid, mesh, config.execution), config, mesh)
 
 
 def before_responses(
@@ -135,15 +138,38 @@ def before_responses(
       prompt_length: columns of the prompt.
 
     Returns:
-      States of the flattened ``[batch, response]`` tokens, and the router's sums.
+      States of the flattened ``[batch, response]`` tokens in the order of `response_tokens`, and
+      the router's sums.
     """
-    x, stats = run(weights, shared_prompts(tokens, valid, prompt_length, copies), config, mesh)
-    x = gather_tokens(x, mesh.tp)
-    split = tokens.shape[0] // copies * prompt_length
-    last_of_prompt = x[:split].reshape(-1, prompt_length, x.shape[-1])[:, -1:]
-    within = x[split:].reshape(tokens.shape[0], -1, x.shape[-1])[:, :-1]
-    before = jnp.concatenate([jnp.repeat(last_of_prompt, copies, axis=0), within], axis=1)
+    stream = shared_prompts(tokens, valid, prompt_length, copies, mesh, config.execution)
+    x, stats = run(weights, stream, config, mesh)
+    prompts, responses = stream.order.split(gather_tokens(x, mesh.tp))
+    rank, place = stream.order.place(0, prompt_length - 1)
+    last = gather_tokens(prompts[None, :, place], mesh.cp)[rank]
+    before = _shifted(responses, jnp.repeat(last, copies, axis=0), mesh)
     return own_shard(before.reshape(-1, x.shape[-1]), mesh.tp), stats
+
+
+def _shifted(
+    x: Float[Array, "row local d_model"], first: Float[Array, "row d_model"], mesh: FoldedMesh
+) -> Float[Array, "row local d_model"]:
+    """This ``cp`` rank's part of rows in which each column holds what the one before it held.
+
+    Only the ends of the pieces travel: ``2 rows x d_model`` elements to every other rank.
+
+    Args:
+      x: this rank's part of the rows.
+      first: what the first column gets, the same on every rank.
+    """
+    ranks = mesh.size(mesh.cp)
+    pieces = Order(((x.shape[0], x.shape[1]),), ranks).pieces
+    ends = Order(((x.shape[0], ranks * pieces),), ranks)
+    x = x.reshape(x.shape[0], pieces, -1, x.shape[-1])
+    (last,) = ends.restore(gather_tokens(ends.join(x[:, :, -1]), mesh.cp))
+    before = jnp.concatenate([first[:, None], last[:, :-1]], axis=1)
+    (before,) = ends.split(own_shard(ends.flatten(before), mesh.cp))
+    shifted = jnp.concatenate([before[:, :, None], x[:, :, :-1]], axis=2)
+    return shifted.reshape(x.shape[0], -1, x.shape[-1])
 
 
 def layer_of(weights: Transformer[Array], index: int) -> Layer[Array]:
@@ -180,21 +206,29 @@ def align_to_tokens(
 
     What is computed at position ``t - 1`` speaks about token ``t``; the first token gets 0.
     """
-    whole = join_shards(after, mesh.tp).reshape(shape)
+    (whole,) = order_of_rows(shape, mesh).restore(join_shards(after, mesh.sequence))
     return jnp.concatenate([jnp.zeros_like(whole[:, :1]), whole[:, :-1]], axis=1)
 
 
 def next_tokens(tokens: Tokens, mesh: FoldedMesh) -> Int[Array, "local"]:
     """The token that follows each position, this rank's shard; the last position wraps to the
     first."""
-    return own_shard(jnp.roll(tokens, -1, axis=1).reshape(-1), mesh.tp)
+    following = order_of_rows(tokens.shape, mesh).flatten(jnp.roll(tokens, -1, axis=1))
+    return own_shard(following, mesh.sequence)
+
+
+def response_tokens(tokens: Tokens, prompt_length: int, mesh: FoldedMesh) -> Int[Array, "local"]:
+    """The tokens after the prompts, this rank's shard of them."""
+    responses = tokens[:, prompt_length:]
+    return own_shard(order_of_rows(responses.shape, mesh).flatten(responses), mesh.sequence)
 
 
 def on_responses(
     before: Float[Array, "local"], shape: tuple[int, ...], prompt_length: int, mesh: FoldedMesh
 ) -> Float[Array, "batch time"]:
-    """Numbers about the flattened response tokens, put in their columns; prompts get 0."""
-    response = join_shards(before, mesh.tp).reshape(shape[0], -1)
+    """Numbers about the `response_tokens`, put in their columns; prompts get 0."""
+    order = order_of_rows((shape[0], shape[1] - prompt_length), mesh)
+    (response,) = order.restore(join_shards(before, mesh.sequence))
     return jnp.pad(response, ((0, 0), (prompt_length, 0)))
 
 
@@ -239,17 +273,17 @@ def router_loss(
         return jnp.zeros((), jnp.float32)
     weighted = config.load_balance_coef * stats.balance + config.router_z_coef * stats.z
     tokens = jnp.maximum(num_tokens, 1).astype(jnp.float32)
-    return all_sum(weighted, mesh.tp) / (tokens * config.num_layers)
+    return all_sum(weighted, mesh.sequence) / (tokens * config.num_layers)
 
 
 def _check_runs(num_tokens: int, mesh: FoldedMesh) -> None:
-    if num_tokens % mesh.size(mesh.tp):
+    if num_tokens % mesh.size(mesh.sequence):
         raise ValueError(
-            f"{num_tokens} tokens per data-parallel rank cannot be split over tp="
-            f"{mesh.size(mesh.tp)}: choose a batch or a length that divides."
+            f"{num_tokens} tokens per data-parallel rank cannot be split over cp x tp = "
+            f"{mesh.size(mesh.cp)} x {mesh.size(mesh.tp)}: choose a batch or a length that divides."
         )
-    for axis in ("cp", "pp", "etp"):
+    for axis in ("pp", "etp"):
         if getattr(mesh.layout, axis) > 1:
             raise ValueError(
-                f"layout {mesh.layout}: the model runs on dp, tp and ep; {axis} must be 1."
+                f"layout {mesh.layout}: the model runs on dp, cp, tp and ep; {axis} must be 1."
             )

@@ -2,17 +2,23 @@
 
 Only two parts of the network know about sequences: attention, which reads earlier tokens, and the
 load-balancing loss, which is taken per sequence. Both are functions of the stream. `rows` is the
-plain stream; `shared_prompts` runs a prompt once for all the completions that share it.
+plain stream; `shared_prompts` runs a prompt once for all the completions that share it; `packed`
+has several sequences in a row. Each is laid out by an `Order`, so that it can be cut over ``cp``
+and ``tp``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from moe.attention import Attend, causal, read_values
+from moe.attention import Attend
+from moe.context import Reading, attend_across
+from moe.execution import Execution
+from moe.order import Order
 from moe.routing import sequence_share
+from sharding.folding import FoldedMesh
 
 
 class Stream(NamedTuple):
@@ -25,6 +31,7 @@ class Stream(NamedTuple):
       attend_in_layer: from the number of a layer to how it reads values.
       share: from assignments ``[token, route]`` to the share that each expert has in the token's
         sequence (the mean over sequences where it stands in several).
+      order: where the tokens of rows stand in it.
     """
 
     tokens: Array
@@ -32,6 +39,7 @@ class Stream(NamedTuple):
     weight: Array
     attend_in_layer: Callable[[int], Attend]
     share: Callable[[Array], Array]
+    order: Order
 
 
 def positions_of(valid: Bool[Array, "batch time"]) -> Int[Array, "batch time"]:
@@ -39,25 +47,66 @@ def positions_of(valid: Bool[Array, "batch time"]) -> Int[Array, "batch time"]:
     return jnp.maximum(jnp.cumsum(valid.astype(jnp.int32), axis=1) - 1, 0)
 
 
-def rows(tokens: Int[Array, "batch time"], valid: Bool[Array, "batch time"]) -> Stream:
+def rows(
+    tokens: Int[Array, "batch time"],
+    valid: Bool[Array, "batch time"],
+    mesh: FoldedMesh,
+    execution: Execution | None = None,
+) -> Stream:
     """Row after row, each its own sequence."""
-    visible = causal(valid)
-
-    def read(query, key, value):
-        shape = (*valid.shape, -1, query.shape[-1])
-        out = read_values(query.reshape(shape), key.reshape(shape), value.reshape(shape), visible)
-        return out.reshape(query.shape)
+    order = order_of_rows(tokens.shape, mesh)
 
     def share(counts: Float[Array, "token route"]) -> Float[Array, "token route"]:
-        own = sequence_share(counts.reshape(*valid.shape, -1), valid)
-        return jnp.repeat(own, valid.shape[1], axis=0)
+        own = sequence_share(order.restore(counts)[0], valid)
+        return order.flatten(jnp.repeat(own[:, None], valid.shape[1], axis=1))
 
     return Stream(
-        tokens=tokens.reshape(-1),
-        positions=positions_of(valid).reshape(-1),
-        weight=valid.reshape(-1).astype(jnp.float32),
-        attend_in_layer=lambda index: read,
+        tokens=order.flatten(tokens),
+        positions=order.flatten(positions_of(valid)),
+        weight=order.flatten(valid.astype(jnp.float32)),
+        attend_in_layer=_causal(order, [valid.astype(jnp.int32)], lambda x: x, mesh, execution),
         share=share,
+        order=order,
+    )
+
+
+def packed(
+    tokens: Int[Array, "batch time"],
+    segments: Int[Array, "batch time"],
+    mesh: FoldedMesh,
+    execution: Execution | None = None,
+) -> Stream:
+    """Several sequences in each row, which never read each other.
+
+    The same values, gradients and router sums as those sequences in rows of their own. What is
+    computed after the last token of a sequence speaks about no token: a loss leaves out the first
+    token of each.
+
+    Args:
+      tokens: ids.
+      segments: which sequence of its row each token belongs to, from 1 to ``time``; 0 is padding.
+        The tokens of a sequence are in order; where they stand in the row does not matter.
+    """
+    order, time = order_of_rows(tokens.shape, mesh), tokens.shape[1]
+    valid, same = segments > 0, segments[:, :, None] == segments[:, None, :]
+    earlier = jnp.arange(time)[:, None] > jnp.arange(time)[None, :]
+    positions = jnp.sum(same & earlier[None], axis=-1, dtype=jnp.int32)
+    row = jnp.arange(tokens.shape[0])[:, None]
+
+    def share(counts: Float[Array, "token route"]) -> Float[Array, "token route"]:
+        (by_row,) = order.restore(counts)
+        sent = jnp.zeros((by_row.shape[0], time + 1, by_row.shape[2]), by_row.dtype)
+        sent = sent.at[row, segments].add(by_row)[row, segments]
+        total = jnp.maximum(jnp.sum(sent, axis=-1, keepdims=True), 1.0)
+        return order.flatten(jnp.where(valid[..., None], sent / total, 0.0))
+
+    return Stream(
+        tokens=order.flatten(tokens),
+        positions=order.flatten(positions),
+        weight=order.flatten(valid.astype(jnp.float32)),
+        attend_in_layer=_causal(order, [segments], lambda x: x, mesh, execution),
+        share=share,
+        order=order,
     )
 
 
@@ -66,6 +115,8 @@ def shared_prompts(
     valid: Bool[Array, "batch time"],
     prompt_length: int,
     copies: int,
+    mesh: FoldedMesh,
+    execution: Execution | None = None,
 ) -> Stream:
     """All prompts, each once, and then all responses.
 
@@ -78,52 +129,65 @@ def shared_prompts(
       valid: what is not padding.
       prompt_length: columns of the prompt.
     """
-    num_prompts, num_rows = tokens.shape[0] // copies, tokens.shape[0]
-    response_length = tokens.shape[1] - prompt_length
-    split = num_prompts * prompt_length
-    prompt_visible = causal(valid[::copies, :prompt_length])
-    positions = positions_of(valid)
-    response_visible = causal(valid)[:, prompt_length:]
+    num_rows, time = tokens.shape
+    num_prompts, response_length = num_rows // copies, time - prompt_length
+    order = Order(((num_prompts, prompt_length), (num_rows, response_length)), mesh.size(mesh.cp))
 
-    def read(query, key, value):
-        heads = (-1, query.shape[-1])
+    def cut(x: Array) -> tuple[Array, Array]:
+        return x[::copies, :prompt_length], x[:, prompt_length:]
 
-        def prompts(x):
-            return x[:split].reshape(num_prompts, prompt_length, *heads)
-
-        def responses(x):
-            return x[split:].reshape(num_rows, response_length, *heads)
-
-        def whole(x):
-            return jnp.concatenate([jnp.repeat(prompts(x), copies, axis=0), responses(x)], axis=1)
-
-        first = read_values(prompts(query), prompts(key), prompts(value), prompt_visible)
-        then = read_values(responses(query), whole(key), whole(value), response_visible)
-        return jnp.concatenate([x.reshape(-1, *query.shape[1:]) for x in (first, then)])
+    def whole(x: tuple[Array, ...]) -> Array:
+        return jnp.concatenate([jnp.repeat(x[0], copies, axis=0), x[1]], axis=1)
 
     def share(counts: Float[Array, "token route"]) -> Float[Array, "token route"]:
-        of_prompts = counts[:split].reshape(num_prompts, prompt_length, -1)
-        of_responses = counts[split:].reshape(num_rows, response_length, -1)
-        whole = jnp.concatenate([jnp.repeat(of_prompts, copies, axis=0), of_responses], axis=1)
-        own = sequence_share(whole, valid)
+        own = sequence_share(whole(order.restore(counts)), valid)
         mean = jnp.mean(own.reshape(num_prompts, copies, -1), axis=1)
-        return jnp.concatenate(
-            [jnp.repeat(mean, prompt_length, axis=0), jnp.repeat(own, response_length, axis=0)]
-        )
-
-    def laid_out(x: Array) -> Array:
-        return jnp.concatenate(
-            [x[::copies, :prompt_length].reshape(-1), x[:, prompt_length:].reshape(-1)]
+        return order.flatten(
+            jnp.repeat(mean[:, None], prompt_length, axis=1),
+            jnp.repeat(own[:, None], response_length, axis=1),
         )
 
     weight = valid.astype(jnp.float32)
-    weight = jnp.concatenate(
-        [weight[:, :prompt_length] * copies, weight[:, prompt_length:]], axis=1
-    )
+    of_prompts, of_responses = cut(weight)
     return Stream(
-        tokens=laid_out(tokens),
-        positions=laid_out(positions),
-        weight=laid_out(weight),
-        attend_in_layer=lambda index: read,
+        tokens=order.flatten(*cut(tokens)),
+        positions=order.flatten(*cut(positions_of(valid))),
+        weight=order.flatten(of_prompts * copies, of_responses),
+        attend_in_layer=_causal(
+            order,
+            cut(valid.astype(jnp.int32)),
+            lambda x: (x[0], whole(x)),
+            mesh,
+            execution,
+        ),
         share=share,
+        order=order,
     )
+
+
+def order_of_rows(shape: tuple[int, ...], mesh: FoldedMesh) -> Order:
+    """The order of ``[batch, time]`` rows: of the streams `rows` and `packed`."""
+    return Order(((shape[0], shape[1]),), mesh.size(mesh.cp))
+
+
+def _causal(
+    order: Order,
+    segments: Sequence[Array],
+    sources: Callable[[tuple[Array, ...]], tuple[Array, ...]],
+    mesh: FoldedMesh,
+    execution: Execution | None,
+) -> Callable[[int], Attend]:
+    """Every layer reads earlier columns of the own segment; a section's columns follow those of the
+    section before."""
+    columns, start = [], 0
+    for num_rows, length in order.sections:
+        column = start + jnp.arange(length, dtype=jnp.int32)
+        columns.append(jnp.broadcast_to(column[None], (num_rows, length)))
+        start += length
+    reading = Reading(order, order.flatten(*columns), order.flatten(*segments), sources)
+    chosen = Execution() if execution is None else execution
+
+    def attend(query: Array, key: Array, value: Array, scale: float | None = None) -> Array:
+        return attend_across(query, key, value, reading, chosen, mesh, scale)
+
+    return lambda index: attend

@@ -37,7 +37,9 @@ def all_sum(tree: Tree, axes: Axes) -> Tree:
 
 def gather_tokens(x: Shaped[Array, "local *rest"], axes: Axes) -> Shaped[Array, "all *rest"]:
     """Shards ``[tokens / n, ...]`` laid end to end. Volume received: (n-1) shards."""
-    return lax.all_gather(vary(x, axes), axes, axis=0, tiled=True)
+    x = vary(x, axes)
+    # The compiler would keep the gather of one shard, which is a copy.
+    return x if lax.axis_size(axes) == 1 else lax.all_gather(x, axes, axis=0, tiled=True)
 
 
 def scatter_tokens(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "local *rest"]:
@@ -73,3 +75,22 @@ def exchange(x: Shaped[Array, "peers *rest"], axes: Axes) -> Shaped[Array, "peer
     Volume sent: (n-1)/n of the array. It is its own reverse.
     """
     return lax.all_to_all(vary(x, axes), axes, split_axis=0, concat_axis=0, tiled=True)
+
+
+def swap_shards(
+    x: Shaped[Array, "a b *rest"], axes: Axes, split: int, join: int
+) -> Shaped[Array, "c d *rest"]:
+    """From shards of the dimension `join` to shards of the dimension `split`.
+
+    Volume sent: (n-1)/n of the array. Its reverse swaps the two dimensions.
+    """
+    return lax.all_to_all(vary(x, axes), axes, split_axis=split, concat_axis=join, tiled=True)
+
+
+def shift(x: Shaped[Array, "*shape"], axes: Axes) -> Shaped[Array, "*shape"]:
+    """What the device before this one along `axes` holds; the first gets the last's.
+
+    Volume sent: the array.
+    """
+    n = lax.axis_size(axes)
+    return lax.ppermute(vary(x, axes), axes, [(i, (i + 1) % n) for i in range(n)])

@@ -133,9 +133,9 @@ class FoldedMesh:
         return (*self.cp, *self.tp)
 
     @property
-    def except_tp(self) -> tuple[str, ...]:
-        """Every atom but those of tensor parallelism, whose ranks hold the same sequences."""
-        return tuple(axis for axis in self.axes if axis not in self.tp)
+    def except_sequence(self) -> tuple[str, ...]:
+        """Every atom but those of `sequence`, along which the same loss counts once."""
+        return tuple(axis for axis in self.axes if axis not in self.sequence)
 
     def size(self, axes: Sequence[str]) -> int:
         """Devices along `axes` together."""

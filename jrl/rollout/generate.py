@@ -135,14 +135,14 @@ def _generate_local(
 ) -> Rollout[Array]:
     config, mesh = decoder.config, decoder.mesh
     weights = vary(weights, mesh.axes)
-    prompts, valid, rows = vary((prompts, valid, rows), mesh.except_tp)
+    prompts, valid, rows = vary((prompts, valid, rows), mesh.except_sequence)
     layers = tuple(layer_of(weights, index) for index in range(config.num_layers))
-    row_keys = jax.vmap(partial(jax.random.fold_in, key))(own_shard(rows, mesh.tp))
+    row_keys = jax.vmap(partial(jax.random.fold_in, key))(own_shard(rows, mesh.sequence))
 
     def pick(logits, step):
         """One token per row and its log-probabilities, the same on every ``tp`` rank."""
         keys = jax.vmap(lambda row_key: jax.random.fold_in(row_key, step))(row_keys)
-        return tuple(join_shards(x, mesh.tp) for x in draw(logits, decoder.sampling, keys))
+        return tuple(join_shards(x, mesh.sequence) for x in draw(logits, decoder.sampling, keys))
 
     def record(loop: _Loop, picked) -> _Loop:
         """Writes what was picked for the rows still going, and sees which of them end."""
@@ -164,7 +164,7 @@ def _generate_local(
         )
 
     def count(live):
-        return all_sum(jnp.sum(live.astype(jnp.int32)), mesh.except_tp)
+        return all_sum(jnp.sum(live.astype(jnp.int32)), mesh.except_sequence)
 
     def advance(loop: _Loop) -> _Loop:
         column = decoder.prompt_length + loop.step - 1
@@ -175,7 +175,7 @@ def _generate_local(
 
     hidden, cache = prefill(weights, prompts, valid, config, mesh)
     after_prompt = _last_of_each(hidden, prompts.shape, mesh)
-    after_prompt = own_shard(jnp.repeat(after_prompt, decoder.copies, axis=0), mesh.tp)
+    after_prompt = own_shard(jnp.repeat(after_prompt, decoder.copies, axis=0), mesh.sequence)
     logits = logits_of(weights, after_prompt, config)
 
     shape = (rows.shape[0], decoder.response_length)
@@ -186,14 +186,14 @@ def _generate_local(
             jnp.zeros(shape, jnp.float32),
             jnp.zeros(shape, jnp.float32),
         ),
-        mesh.except_tp,
+        mesh.except_sequence,
     )
-    live = vary(jnp.ones(rows.shape, bool), mesh.except_tp)
+    live = vary(jnp.ones(rows.shape, bool), mesh.except_sequence)
     loop = _Loop(
         step=jnp.zeros((), jnp.int32),
         num_live=count(live),
         live=live,
-        token=vary(jnp.full(rows.shape, decoder.pad_id, prompts.dtype), mesh.except_tp),
+        token=vary(jnp.full(rows.shape, decoder.pad_id, prompts.dtype), mesh.except_sequence),
         # The last token is never appended, so it needs no room.
         cache=extend(cache, decoder.response_length - 1, decoder.copies),
         written=empty,
@@ -221,7 +221,7 @@ def _generate_local(
 def settle(tree, mesh: FoldedMesh):
     """`tree` typed as varying over ``dp`` only: a maximum over the other axes, whose ranks
     agree."""
-    others = tuple(axis for axis in mesh.except_tp if axis not in mesh.dp)
+    others = tuple(axis for axis in mesh.except_sequence if axis not in mesh.dp)
     return jax.tree.map(
         lambda x: (
             jax.lax.pmax(x.astype(jnp.int8), others).astype(bool)
@@ -234,4 +234,4 @@ def settle(tree, mesh: FoldedMesh):
 
 def _last_of_each(hidden: Array, shape: tuple[int, ...], mesh: FoldedMesh) -> Array:
     """The hidden state after the last prompt token of each row, on every ``tp`` rank."""
-    return join_shards(hidden, mesh.tp).reshape(*shape, -1)[:, -1]
+    return join_shards(hidden, mesh.sequence).reshape(*shape, -1)[:, -1]

@@ -11,7 +11,7 @@ from moe import model
 from moe.config import ModelConfig
 from moe.routing import RouterStatistics
 from moe.weights import Transformer
-from sharding.collectives import own_shard, vary
+from sharding.collectives import vary
 from sharding.folding import FoldedMesh
 
 
@@ -58,8 +58,7 @@ def score(
         weights, tokens, valid, rows.prompt_length, rows.copies, config, mesh
     )
     logits = model.logits_of(weights, x, config)
-    responses = tokens[:, rows.prompt_length :].reshape(-1)
-    responses = vary(own_shard(responses, mesh.tp), mesh.axes)
+    responses = vary(model.response_tokens(tokens, rows.prompt_length, mesh), mesh.axes)
     scaled = policy_logits(logits, sampling)
     logprobs = logprobs_of(scaled, responses)
     probabilities = jax.nn.softmax(scaled, axis=-1)

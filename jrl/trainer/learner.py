@@ -96,7 +96,8 @@ class Objective(Protocol):
     def loss(
         self, weights: Transformer[Array], batch: Batch[Array], totals: Totals[Array]
     ) -> tuple[Array, dict[str, Any]]:
-        """This piece's share of the loss and its metrics, equal on all ``tp`` ranks."""
+        """This piece's share of the loss and its metrics, equal on all ranks of ``cp`` and
+        ``tp``."""
         ...
 
 
@@ -199,9 +200,9 @@ def _local_gradients(
     pieces = jax.tree.map(lambda x: x.reshape(num_micro, -1, *x.shape[1:]), batch)
 
     def piece_loss(own, piece):
-        loss, metrics = objective.loss(own, vary(piece, mesh.except_tp), totals)
-        # Ranks of tp hold the same loss, which counts once.
-        return all_sum(loss, mesh.except_tp), metrics
+        loss, metrics = objective.loss(own, vary(piece, mesh.except_sequence), totals)
+        # Ranks of cp and tp hold the same loss, which counts once.
+        return all_sum(loss, mesh.except_sequence), metrics
 
     def add_piece(total, piece):
         (loss, metrics), grads = jax.value_and_grad(piece_loss, has_aux=True)(own, piece)
@@ -220,5 +221,7 @@ def _local_gradients(
 def _join(metric: Any, mesh: FoldedMesh) -> Any:
     """A metric stacked over micro-batches, as one over all of them and all devices."""
     if isinstance(metric, Max):
-        return Max(jax.lax.pmax(jnp.max(vary(metric.maximum, mesh.except_tp)), mesh.except_tp))
-    return jax.tree.map(lambda x: all_sum(jnp.sum(x, axis=0), mesh.except_tp), metric)
+        return Max(
+            jax.lax.pmax(jnp.max(vary(metric.maximum, mesh.except_sequence)), mesh.except_sequence)
+        )
+    return jax.tree.map(lambda x: all_sum(jnp.sum(x, axis=0), mesh.except_sequence), metric)

@@ -92,12 +92,12 @@ class SupervisedObjective:
 def _router_metrics(
     router: RouterStatistics[Array] | None, config: ModelConfig, mesh: FoldedMesh
 ) -> dict[str, Any]:
-    """Means over tokens and layers, and the load of each expert, of the tokens of all ``tp``
-    ranks."""
+    """Means over tokens and layers, and the load of each expert, of the tokens of all ranks
+    of ``cp`` and ``tp``."""
     if router is None:
         return {}
     router = jax.lax.stop_gradient(router)
-    router = all_sum(router, mesh.tp)
+    router = all_sum(router, mesh.sequence)
     return {
         "moe/load_balancing_loss": Mean(router.balance, router.tokens),
         "moe/z_loss": Mean(router.z, router.tokens),

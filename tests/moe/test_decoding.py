@@ -47,7 +47,7 @@ def stepwise(config, mesh):
 
     def local(weights, tokens, valid):
         weights = vary(weights, mesh.axes)
-        tokens, valid = vary((tokens, valid), mesh.except_tp)
+        tokens, valid = vary((tokens, valid), mesh.except_sequence)
         prompts = tokens[::COPIES, :PROMPT], valid[::COPIES, :PROMPT]
         _, cache = prefill(weights, *prompts, config, mesh)
         cache = extend(cache, RESPONSE, COPIES)

@@ -47,6 +47,10 @@ ROUTED_LAYOUTS = [
     "tp2 dp4 / ep8",
     "tp4 dp2 / ep2",
     "tp2 dp4 / ep4",
+    "cp2",
+    "cp2 tp2",
+    "cp4 dp2 / ep8",
+    "tp2 cp2 dp2 / ep4",
 ]
 # What the other configurations add is spread over tp (dense layers, the values' alignment) or not
 # at all (the tied head): a layout that has every axis is theirs, and one with experts inside tp.
@@ -82,7 +86,7 @@ def loss(weights, tokens, valid, config, mesh):
     # A padded first token carries nothing.
     counted = valid & (jnp.arange(tokens.shape[1]) > 0)[None, :]
     own = jnp.sum(per_token, where=counted) / num_tokens.astype(jnp.float32)
-    total = all_sum(own + model.router_loss(stats, config, mesh, num_tokens), mesh.except_tp)
+    total = all_sum(own + model.router_loss(stats, config, mesh, num_tokens), mesh.except_sequence)
     return total, None if stats is None else all_sum(stats, mesh.axes)
 
 
@@ -132,7 +136,7 @@ def test_pieces_of_a_batch_add_up():
     def local(weights, tokens, valid):
         _, stats = model.hidden(weights, tokens, valid, MOE, mesh)
         router = model.router_loss(stats, MOE, mesh, num_tokens)
-        return all_sum(router, mesh.except_tp), all_sum(stats, mesh.axes)
+        return all_sum(router, mesh.except_sequence), all_sum(stats, mesh.axes)
 
     rows = P(mesh.dp)
     step = on_mesh(local, mesh, (specs(MOE, mesh), rows, rows), (P(), P()))

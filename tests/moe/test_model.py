@@ -127,14 +127,14 @@ def test_values_speak_of_the_state_before_each_token():
         lambda w, t, v: model.values(w, t, v, config, MESH)[0][None],
         MESH,
         (specs(config, MESH), P(), P()),
-        P(MESH.except_tp),
+        P(MESH.except_sequence),
     )(weights, tokens, valid)[0]
     states = np.asarray(hidden(config, weights, tokens, valid)) @ np.asarray(weights.head)
     np.testing.assert_array_equal(values[:, 0], 0)
     np.testing.assert_allclose(values[:, 1:], states[:, :-1], atol=5e-6)
 
 
-@pytest.mark.parametrize("layout", ["dp1", "tp4", "tp2 dp2"])
+@pytest.mark.parametrize("layout", ["dp1", "tp4", "tp2 dp2", "cp4", "cp2 tp2 dp2"])
 def test_alignment_moves_each_number_to_its_token(layout):
     mesh = mesh_of(layout)
     shape = (4, 2 * TIME)
@@ -144,7 +144,7 @@ def test_alignment_moves_each_number_to_its_token(layout):
         after = model.next_tokens(tokens, mesh).astype(jnp.float32)
         return model.align_to_tokens(after, tokens.shape, mesh)[None]
 
-    rows = tuple(axis for axis in mesh.except_tp if axis not in mesh.dp)
+    rows = tuple(axis for axis in mesh.except_sequence if axis not in mesh.dp)
     aligned = on_mesh(local, mesh, P(mesh.dp), P(rows, mesh.dp))(jnp.asarray(tokens))[0]
     # Position t - 1 is asked for the token that follows it, which is token t.
     np.testing.assert_array_equal(aligned[:, 1:], tokens[:, 1:])
@@ -203,10 +203,9 @@ def test_heads_are_not_mistaken_for_each_other():
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ("tp4", r"10 tokens per data-parallel rank cannot be split over tp=4: choose a batch"),
-        ("cp2", r"the model runs on dp, tp and ep; cp must be 1"),
-        ("pp2", r"the model runs on dp, tp and ep; pp must be 1"),
-        ("dp2 / etp2", r"the model runs on dp, tp and ep; etp must be 1"),
+        ("tp4", r"10 tokens per data-parallel rank cannot be split over cp x tp = 1 x 4: choose"),
+        ("pp2", r"the model runs on dp, cp, tp and ep; pp must be 1"),
+        ("dp2 / etp2", r"the model runs on dp, cp, tp and ep; etp must be 1"),
     ],
 )
 def test_layouts_it_does_not_run_on(layout, message):

@@ -68,7 +68,7 @@ def loss(weights, tokens, valid, path, copies, mesh):
     own = -jnp.sum(logprobs) / (ROWS * RESPONSE) + model.router_loss(
         stats, CONFIG, mesh, num_tokens
     )
-    return all_sum(own, mesh.except_tp), (logprobs, all_sum(stats, mesh.axes))
+    return all_sum(own, mesh.except_sequence), (logprobs, all_sum(stats, mesh.axes))
 
 
 @functools.cache
@@ -81,7 +81,7 @@ def compiled(path, copies, layout):
         step = jax.value_and_grad(loss, has_aux=True)
         (total, (logprobs, stats)), grads = step(weights, tokens, valid, path, copies, mesh)
         # Typed as varying over size-1 axes that it does not use; a maximum over them is itself.
-        others = tuple(axis for axis in mesh.except_tp if axis not in mesh.dp)
+        others = tuple(axis for axis in mesh.except_sequence if axis not in mesh.dp)
         return total, jax.lax.pmax(logprobs, others), stats, grads
 
     step = jax.shard_map(
@@ -126,7 +126,8 @@ def test_equals_whole_rows(layout, copies):
 @pytest.mark.parametrize("copies", [1, 2, 4])
 def test_what_the_stream_holds(copies):
     tokens, valid = batch(copies)
-    stream, whole = shared_prompts(tokens, valid, PROMPT, copies), rows(tokens, valid)
+    mesh = fold(Layout(), jax.devices()[:1])
+    stream, whole = shared_prompts(tokens, valid, PROMPT, copies, mesh), rows(tokens, valid, mesh)
     split = ROWS // copies * PROMPT
     assert stream.tokens.shape == (split + ROWS * RESPONSE,)
     np.testing.assert_array_equal(stream.weight.sum(), whole.weight.sum())

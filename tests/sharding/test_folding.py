@@ -114,7 +114,7 @@ def test_axes_not_in_use_are_axes_of_size_one():
     mesh = fold_abstract(Layout())
     assert mesh.axes == ("pp", *ATTENTION, *EXPERT)
     assert set(mesh.mesh.shape.values()) == {1}
-    assert mesh.except_tp == ("pp", "dp", "cp", "edp", "ep", "etp")
+    assert mesh.except_sequence == ("pp", "dp", "edp", "ep", "etp")
 
 
 def test_devices_keep_their_order():
@@ -122,8 +122,8 @@ def test_devices_keep_their_order():
     assert isinstance(mesh.mesh, jax.sharding.Mesh)
     assert mesh.mesh.devices.reshape(-1).tolist() == jax.devices()
     assert mesh.axes == fold_abstract(mesh.layout).axes
-    assert set(mesh.except_tp) | set(mesh.tp) == set(mesh.axes)
-    assert not set(mesh.except_tp) & set(mesh.tp)
+    assert set(mesh.except_sequence) | set(mesh.sequence) == set(mesh.axes)
+    assert not set(mesh.except_sequence) & set(mesh.sequence)
 
 
 def test_fold_wants_the_devices_of_the_layout():

@@ -80,7 +80,7 @@ def test_the_sampler_s_logprobs_carry_no_gradient():
         def local(weights, tokens, valid):
             def inner(weights):
                 given = scores(decoder, weights, tokens, valid)
-                return jax.lax.psum(jnp.sum(of(given)), mesh.except_tp)
+                return jax.lax.psum(jnp.sum(of(given)), mesh.except_sequence)
 
             return jax.grad(inner)(weights).head
 

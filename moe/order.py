@@ -1,0 +1,115 @@
+"""Where the tokens of rows stand in the flat stream, so that shards of it are fair shares of work.
+
+Under the causal mask late tokens read more than early ones. Each rank of ``cp`` therefore gets an
+early and a late piece of every row (zig-zag): rows are cut into ``2 cp`` chunks and rank ``r`` has
+the chunks ``r`` and ``2 cp - 1 - r``. The stream is laid out rank after rank. On one rank that is
+row after row, and nothing moves.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jaxtyping import Array, Shaped
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of a stream made of sections, each some rows of one length.
+
+    A rank's part of the stream is its part of the first section, row after row, then of the next.
+    Rows whose length does not divide are padded at their end, inside the stream only.
+
+    Args:
+      sections: ``(rows, length)`` of each.
+      ranks: devices along ``cp``.
+
+    References:
+      Meta, "The Llama 3 Herd of Models", 2024, section 3.3.2 (2 cp chunks, rank i has the i-th from
+      either end). https://arxiv.org/abs/2407.21783
+    """
+
+    sections: tuple[tuple[int, int], ...]
+    ranks: int
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of a row on each rank: one from either end, or the whole row on one rank."""
+        return 1 if self.ranks == 1 else 2
+
+    def padded(self, length: int) -> int:
+        """The next length that can be cut."""
+        unit = self.ranks * self.pieces
+        return -(-length // unit) * unit
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the stream, padding included."""
+        return sum(rows * self.padded(length) for rows, length in self.sections)
+
+    def flatten(self, *sections: Shaped[Array, "_row _length *_"]) -> Shaped[Array, "token *_"]:
+        """The stream of all ranks; padding that it adds is 0."""
+        parts = [self._by_rank(x) for x in sections]
+        return _joined(parts, axis=1).reshape(-1, *parts[0].shape[2:])
+
+    def restore(
+        self, stream: Shaped[Array, "token *_"]
+    ) -> tuple[Shaped[Array, "_row _length *_"], ...]:
+        """The sections of a stream, without the padding: the reverse of `flatten`."""
+        whole = stream.reshape(self.ranks, -1, *stream.shape[1:])
+        parts = _cut(whole, self._sizes(), axis=1)
+        return tuple(self._by_row(x, *s) for x, s in zip(parts, self.sections, strict=True))
+
+    def split(self, part: Shaped[Array, "token *_"]) -> tuple[Shaped[Array, "_row _piece *_"], ...]:
+        """One rank's part of the stream by section, padding included."""
+        parts = _cut(part, self._sizes(), axis=0)
+        return tuple(
+            x.reshape(rows, -1, *x.shape[1:])
+            for x, (rows, _) in zip(parts, self.sections, strict=True)
+        )
+
+    def join(self, *parts: Shaped[Array, "_row _piece *_"]) -> Shaped[Array, "token *_"]:
+        """The reverse of `split`."""
+        return _joined([x.reshape(-1, *x.shape[2:]) for x in parts], axis=0)
+
+    def place(self, section: int, column: int) -> tuple[int, int]:
+        """The rank that has a column of a section, and the column's place in its part of a row."""
+        chunk_size = self.padded(self.sections[section][1]) // (self.ranks * self.pieces)
+        chunk, within = divmod(column, chunk_size)
+        if chunk < self.ranks:
+            return chunk, within
+        return 2 * self.ranks - 1 - chunk, chunk_size + within
+
+    def _sizes(self) -> list[int]:
+        return [rows * self.padded(length) // self.ranks for rows, length in self.sections]
+
+    def _by_rank(self, x: Array) -> Array:
+        """``[rank, token of its part, *_]`` of rows."""
+        rows, length, *rest = x.shape
+        if self.ranks == 1:
+            return x.reshape(1, rows * length, *rest)
+        room = self.padded(length) - length
+        x = jnp.pad(x, ((0, 0), (0, room), *((0, 0) for _ in rest)))
+        x = _zigzag(x.reshape(rows, 2, self.ranks, -1, *rest))
+        return jnp.moveaxis(x, 2, 0).reshape(self.ranks, -1, *rest)
+
+    def _by_row(self, x: Array, rows: int, length: int) -> Array:
+        rest = x.shape[2:]
+        if self.ranks == 1:
+            return x.reshape(rows, length, *rest)
+        x = jnp.moveaxis(x.reshape(self.ranks, rows, 2, -1, *rest), 0, 2)
+        return _zigzag(x).reshape(rows, -1, *rest)[:, :length]
+
+
+def _zigzag(x: Array) -> Array:
+    """The late half ``[row, half, rank, *_]`` in the opposite order; its own reverse."""
+    return jnp.stack([x[:, 0], jnp.flip(x[:, 1], axis=1)], axis=1)
+
+
+def _joined(parts: list[Array], axis: int) -> Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
+
+
+def _cut(x: Array, sizes: list[int], axis: int) -> list[Array]:
+    """`x` in pieces of these sizes along `axis`."""
+    starts = [sum(sizes[:n]) for n in range(1, len(sizes))]
+    return jnp.split(x, starts, axis) if starts else [x]
