@@ -68,15 +68,16 @@ def attend_across(
     if name is None:
         fewer = query.shape[1] + key.shape[1] < ranks * key.shape[1]
         name = "ulysses" if fewer and key.shape[1] % ranks == 0 else "gather"
-    if name == "gather":
-        return gather(query, key, value, reading, execution.attention, mesh, scale)
-    if name == "ulysses":
-        return ulysses(query, key, value, reading, execution.attention, mesh, scale)
-    if name != "ring":
+    if name not in IMPLEMENTATIONS:
         raise ValueError(
             f"execution.context={name!r} is not known: choose among {', '.join(IMPLEMENTATIONS)}, "
             "or None for the best that applies."
         )
+    # One rank has whole sequences as they are.
+    if name == "ulysses" or ranks == 1:
+        return ulysses(query, key, value, reading, execution.attention, mesh, scale)
+    if name == "gather":
+        return gather(query, key, value, reading, execution.attention, mesh, scale)
     if execution.attention not in (None, "plain"):
         raise ValueError(
             f'execution.context="ring" has its own softmax and cannot use execution.attention='
@@ -110,7 +111,7 @@ def gather(
     )
     return order.join(
         *(
-            read(*given, scale, attention)
+            read(*given, scale=scale, implementation=attention)
             for given in zip(order.split(query), keys, values, visible, strict=True)
         )
     )
@@ -149,7 +150,11 @@ def ulysses(
     )
     column, segment = (order.restore(x) for x in (reading.column, reading.segment))
     visible = _visible(column, segment, reading.sources(column), reading.sources(segment))
-    given = zip(queries, reading.sources(keys), reading.sources(values), visible, strict=True)
+    # A section reads either itself, place by place, or more than itself.
+    causal = [seen.shape[1] == seen.shape[2] for seen in visible]
+    given = zip(
+        queries, reading.sources(keys), reading.sources(values), visible, causal, strict=True
+    )
     out = order.flatten(*(read(*each, scale, attention) for each in given))
     return swap_shards(out, mesh.cp, split=0, join=1)
 

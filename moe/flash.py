@@ -14,6 +14,7 @@ def read(
     key: Float[Array, "batch source kv_heads head_dim"],
     value: Float[Array, "batch source kv_heads value_dim"],
     visible: Bool[Array, "batch time source"],
+    causal: bool = False,
     scale: float | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "batch time heads value_dim"]:
@@ -25,6 +26,8 @@ def read(
     What a query reads that sees nothing differs between them; it is finite and used by nobody.
 
     Args:
+      causal: promises that `visible` leaves out every key at a later place than the query's, so
+        that a kernel need not look at them.
       scale: multiplies the scores; None is ``head_dim**-0.5``.
       implementation: None is "cudnn" where it applies, else "plain".
 
@@ -34,8 +37,9 @@ def read(
     References:
       Dao, "FlashAttention-2", 2023. https://arxiv.org/abs/2307.08691
     """
+    size = _head_size(query, value)
     if implementation is None:
-        implementation = "plain" if _why_not_cudnn(query, key, value) else "cudnn"
+        implementation = "plain" if _why_not_cudnn(query.dtype, size) else "cudnn"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"execution.attention={implementation!r} is not known: "
@@ -43,29 +47,40 @@ def read(
         )
     if implementation == "plain":
         return read_values(query, key, value, visible, scale)
-    reason = _why_not_cudnn(query, key, value) if implementation == "cudnn" else None
+    reason = _why_not_cudnn(query.dtype, size) if implementation == "cudnn" else None
     if reason is not None:
         raise ValueError(f'execution.attention="cudnn" cannot serve here: {reason}.')
-    return jax.nn.dot_product_attention(
-        query, key, value, mask=visible[:, None], scale=scale, implementation=implementation
+    out = jax.nn.dot_product_attention(
+        *(_padded(x, size) for x in (query, key, value)),
+        mask=_even(_even(visible, 1), 2)[:, None],
+        is_causal=causal,
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        implementation=implementation,
     )
+    return out[:, : query.shape[1], :, : value.shape[-1]]
 
 
-def _why_not_cudnn(query: Array, key: Array, value: Array) -> str | None:
-    """What keeps cuDNN's kernel from these arrays and how to change it; None if nothing does."""
-    head_dim, value_dim = query.shape[-1], value.shape[-1]
+def _head_size(query: Array, value: Array) -> int:
+    """The kernels take heads of one size, a multiple of 8: the zeros added change no score."""
+    return -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
+
+
+def _padded(x: Array, size: int) -> Array:
+    return _even(jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, size - x.shape[-1]))), 1)
+
+
+def _even(x: Array, axis: int) -> Array:
+    """`x` with a zero after an odd number of places, which is what the gradient's kernel takes."""
+    return jnp.pad(x, [(0, x.shape[axis] % 2 if n == axis else 0) for n in range(x.ndim)])
+
+
+def _why_not_cudnn(dtype: jnp.dtype, head_size: int) -> str | None:
+    """What keeps cuDNN's kernel from such arrays and how to change it; None if nothing does."""
     if jax.default_backend() != "gpu":
         return f'it runs on NVIDIA GPUs, not on {jax.default_backend()!r}: choose "plain"'
-    if query.dtype not in (jnp.bfloat16, jnp.float16):
-        return f'it takes bfloat16 and float16, not {query.dtype}: choose dtype="bfloat16"'
-    if head_dim % 8 or head_dim > 128 or value_dim != head_dim:
-        return (
-            f"head_dim={head_dim} and value head_dim={value_dim} must be equal, at most 128 and a "
-            'multiple of 8: choose such a size, or "plain"'
-        )
-    if query.shape[1] % 2 or key.shape[1] % 2:
-        return (
-            f"{query.shape[1]} queries and {key.shape[1]} keys must both be even: pad the rows, or "
-            'choose "plain"'
-        )
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f'it takes bfloat16 and float16, not {dtype}: choose dtype="bfloat16"'
+    widest = 256 if float(jax.devices()[0].compute_capability) >= 9 else 128
+    if head_size > widest:
+        return f'heads of {head_size} are wider than {widest}: choose narrower ones, or "plain"'
     return None

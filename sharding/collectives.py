@@ -84,7 +84,10 @@ def swap_shards(
 
     Volume sent: (n-1)/n of the array. Its reverse swaps the two dimensions.
     """
-    return lax.all_to_all(vary(x, axes), axes, split_axis=split, concat_axis=join, tiled=True)
+    x = vary(x, axes)
+    if lax.axis_size(axes) == 1:
+        return x
+    return lax.all_to_all(x, axes, split_axis=split, concat_axis=join, tiled=True)
 
 
 def shift(x: Shaped[Array, "*shape"], axes: Axes) -> Shaped[Array, "*shape"]:

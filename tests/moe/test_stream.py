@@ -60,7 +60,7 @@ def loss(weights, tokens, valid, path, copies, mesh):
     """A scalar that every weight reaches: a sum over response tokens and the router's losses."""
     before, stats = path(weights, tokens, valid, copies, mesh)
     logits = model.logits_of(weights, before, CONFIG)
-    targets = own_shard(tokens[:, PROMPT:].reshape(-1), mesh.tp)
+    targets = model.response_tokens(tokens, PROMPT, mesh)
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)[:, 0]
     logprobs = model.on_responses(chosen, tokens.shape, PROMPT, mesh)
     logprobs = jnp.where(valid & (jnp.arange(PROMPT + RESPONSE) >= PROMPT)[None, :], logprobs, 0.0)
@@ -103,7 +103,15 @@ def run(path, copies, layout, rows):
 
 @pytest.mark.parametrize(
     ("layout", "copies"),
-    [("dp1", 1), ("dp1", 2), ("dp1", 4), ("tp2 dp2 / ep4", 2), ("tp2 dp2 / ep4", 4)],
+    [
+        ("dp1", 1),
+        ("dp1", 2),
+        ("dp1", 4),
+        ("tp2 dp2 / ep4", 2),
+        ("tp2 dp2 / ep4", 4),
+        ("cp2 tp2", 2),
+        ("cp4 dp2 / ep2", 4),
+    ],
 )
 def test_equals_whole_rows(layout, copies):
     total, logprobs, stats, grads = run(fast, copies, layout, copies)

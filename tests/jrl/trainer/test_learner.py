@@ -45,7 +45,12 @@ def moments(learner):
 
 @pytest.mark.parametrize(
     ("network", "layout", "num_micro"),
-    [("policy", "dp1", 2), ("policy", "tp2 dp2 / ep4", 1), ("critic", "tp2 dp2 / ep4", 1)],
+    [
+        ("policy", "dp1", 2),
+        ("policy", "tp2 dp2 / ep4", 1),
+        ("critic", "tp2 dp2 / ep4", 1),
+        ("policy", "cp2 dp2", 1),
+    ],
 )
 def test_cutting_changes_nothing(network, layout, num_micro):
     """Micro-batches and devices hold unlike numbers of tokens, and one row counts nowhere."""
