@@ -14,6 +14,7 @@ from moe.config import ModelConfig
 from moe.decoding import Cache, decode_step, extend, prefill
 from moe.weights import specs
 from sharding.collectives import vary
+from sharding.folding import Layout, fold_abstract
 
 CONFIG = ModelConfig(
     vocab_size=11,
@@ -133,3 +134,10 @@ def test_extend_repeats_rows_and_makes_room():
     assert longer.valid.shape == (6, 9)
     np.testing.assert_array_equal(longer.valid[:, :5], cache.valid[np.array(order)])
     assert not longer.valid[:, 5:].any()
+
+
+def test_a_cache_holds_whole_rows():
+    mesh = fold_abstract(Layout(cp=2))
+    tokens, valid = (x[::COPIES, :PROMPT] for x in batch())
+    with pytest.raises(ValueError, match=r"decoding runs without context parallelism; cp must be"):
+        prefill(random_weights(CONFIG, 0), tokens, valid, CONFIG, mesh)
