@@ -25,6 +25,8 @@ class Stream(NamedTuple):
       attend_in_layer: from the number of a layer to how it reads values.
       share: from assignments ``[token, route]`` to the share that each expert has in the token's
         sequence (the mean over sequences where it stands in several).
+      replay: ``[layer, token, k]`` experts chosen before, to be used again; None chooses.
+      record: whether the router's statistics hold the choices.
     """
 
     tokens: Array
@@ -32,6 +34,12 @@ class Stream(NamedTuple):
     weight: Array
     attend_in_layer: Callable[[int], Attend]
     share: Callable[[Array], Array]
+    replay: Array | None = None
+    record: bool = False
+
+    def of_layer(self, index: int | Array) -> "Stream":
+        """This stream with `replay` ``[token, k]`` that of one layer."""
+        return self if self.replay is None else self._replace(replay=self.replay[index])
 
 
 def positions_of(valid: Bool[Array, "batch time"]) -> Int[Array, "batch time"]:
@@ -39,7 +47,11 @@ def positions_of(valid: Bool[Array, "batch time"]) -> Int[Array, "batch time"]:
     return jnp.maximum(jnp.cumsum(valid.astype(jnp.int32), axis=1) - 1, 0)
 
 
-def rows(tokens: Int[Array, "batch time"], valid: Bool[Array, "batch time"]) -> Stream:
+def rows(
+    tokens: Int[Array, "batch time"],
+    valid: Bool[Array, "batch time"],
+    replay: Int[Array, "layer batch time k"] | None = None,
+) -> Stream:
     """Row after row, each its own sequence."""
     visible = causal(valid)
 
@@ -58,6 +70,7 @@ def rows(tokens: Int[Array, "batch time"], valid: Bool[Array, "batch time"]) -> 
         weight=valid.reshape(-1).astype(jnp.float32),
         attend_in_layer=lambda index: read,
         share=share,
+        replay=replay if replay is None else replay.reshape(len(replay), -1, replay.shape[-1]),
     )
 
 
@@ -66,6 +79,7 @@ def shared_prompts(
     valid: Bool[Array, "batch time"],
     prompt_length: int,
     copies: int,
+    replay: Int[Array, "layer batch time k"] | None = None,
 ) -> Stream:
     """All prompts, each once, and then all responses.
 
@@ -112,9 +126,8 @@ def shared_prompts(
         )
 
     def laid_out(x: Array) -> Array:
-        return jnp.concatenate(
-            [x[::copies, :prompt_length].reshape(-1), x[:, prompt_length:].reshape(-1)]
-        )
+        parts = x[::copies, :prompt_length], x[:, prompt_length:]
+        return jnp.concatenate([part.reshape(-1, *x.shape[2:]) for part in parts])
 
     weight = valid.astype(jnp.float32)
     weight = jnp.concatenate(
@@ -126,4 +139,5 @@ def shared_prompts(
         weight=laid_out(weight),
         attend_in_layer=lambda index: read,
         share=share,
+        replay=replay if replay is None else jnp.stack([laid_out(layer) for layer in replay]),
     )

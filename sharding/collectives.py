@@ -37,7 +37,9 @@ def all_sum(tree: Tree, axes: Axes) -> Tree:
 
 def gather_tokens(x: Shaped[Array, "local *rest"], axes: Axes) -> Shaped[Array, "all *rest"]:
     """Shards ``[tokens / n, ...]`` laid end to end. Volume received: (n-1) shards."""
-    return lax.all_gather(vary(x, axes), axes, axis=0, tiled=True)
+    x = vary(x, axes)
+    # XLA leaves a gather among one device in the program.
+    return x if lax.axis_size(axes) == 1 else lax.all_gather(x, axes, axis=0, tiled=True)
 
 
 def scatter_tokens(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "local *rest"]:
@@ -45,7 +47,10 @@ def scatter_tokens(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "
 
     The reverse of `gather_tokens`, and its gradient. Volume sent: (n-1)/n of the array.
     """
-    return lax.psum_scatter(vary(x, axes), axes, scatter_dimension=0, tiled=True)
+    x = vary(x, axes)
+    if lax.axis_size(axes) == 1:
+        return x
+    return lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True)
 
 
 def own_shard(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "local *rest"]:

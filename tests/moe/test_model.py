@@ -204,9 +204,8 @@ def test_heads_are_not_mistaken_for_each_other():
     ("layout", "message"),
     [
         ("tp4", r"10 tokens per data-parallel rank cannot be split over tp=4: choose a batch"),
-        ("cp2", r"the model runs on dp, tp and ep; cp must be 1"),
-        ("pp2", r"the model runs on dp, tp and ep; pp must be 1"),
-        ("dp2 / etp2", r"the model runs on dp, tp and ep; etp must be 1"),
+        ("cp2", r"the model runs on dp, tp, ep and etp; cp must be 1"),
+        ("pp2", r"the model runs on dp, tp, ep and etp; pp must be 1"),
     ],
 )
 def test_layouts_it_does_not_run_on(layout, message):
@@ -221,18 +220,28 @@ def test_router_loss_is_a_mean_over_tokens_and_layers():
         load=jnp.zeros((2, 5)),
         tokens=jnp.asarray(7.0),
         balance=jnp.asarray(21.0),
+        batch_balance=jnp.asarray(14.0),
+        global_balance=jnp.asarray(28.0),
         z=jnp.asarray(35.0),
         entropy=jnp.asarray(1.0),
+        dropped=jnp.asarray(3.0),
+        padded=jnp.asarray(2.0),
     )
-    config = replace(CONFIG, load_balance_coef=0.5, router_z_coef=0.25)
+    config = replace(
+        CONFIG,
+        load_balance_coef=0.5,
+        router_z_coef=0.25,
+        batch_balance_coef=2.0,
+        global_balance_coef=0.125,
+    )
 
     def loss(num_tokens, stats):
         return on_mesh(lambda n: model.router_loss(stats, config, MESH, n), MESH, P(), P())(
             jnp.asarray(num_tokens)
         )
 
-    # 0.5 * 21 + 0.25 * 35, over 7 tokens and 2 layers.
-    np.testing.assert_allclose(loss(7, stats), 19.25 / 14, rtol=1e-6)
+    # 0.5 * 21 + 0.25 * 35 + 2 * 14 + 0.125 * 28, over 7 tokens and 2 layers.
+    np.testing.assert_allclose(loss(7, stats), 50.75 / 14, rtol=1e-6)
     # No token at all divides by one.
-    np.testing.assert_allclose(loss(0, stats), 19.25 / 2, rtol=1e-6)
+    np.testing.assert_allclose(loss(0, stats), 50.75 / 2, rtol=1e-6)
     assert float(loss(7, None)) == 0.0
