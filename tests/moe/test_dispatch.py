@@ -56,7 +56,7 @@ def tokens():
 
 
 def routing_of(kind, num_devices=1, capacity=None):
-    """Choices of all tokens; with a capacity each device keeps that many of an expert, the first."""
+    """Choices of all tokens; with a capacity each device keeps that many of an expert, in order."""
     draw = np.random.default_rng(7)
     if kind == "one device gets all":
         experts = np.tile([1, 0, 2], (TOKENS, 1))
@@ -211,18 +211,20 @@ def _named(mesh, name, *given):
     return dispatch(*given, mesh, implementation=name)
 
 
-COLLECTIVE = r"= (\w+)\[([\d,]*)\]\S* (all-gather|reduce-scatter|all-to-all)\("
-BYTES = {"f32": 4, "s32": 4}
+COLLECTIVE = r"= (.*?) (all-gather|reduce-scatter|all-to-all)\("
+ARRAY = r"(f32|s32)\[([\d,]*)\]"  # four bytes an element
 
 
 def received(text, mesh):
     """Bytes one device receives in the collectives of a compiled program, per kind and type."""
     total = {}
-    for kind, shape, name in re.findall(COLLECTIVE, text):
-        size = BYTES[kind] * math.prod(int(n) for n in shape.split(","))
+    for result, name in re.findall(COLLECTIVE, text):
         devices = mesh.size(mesh.etp) if name != "all-to-all" else mesh.size(mesh.ep)
         share = devices - 1 if name == "reduce-scatter" else (devices - 1) / devices
-        total[name, kind] = total.get((name, kind), 0) + size * share
+        # The result of an all-to-all may be one array or an array per peer.
+        for kind, shape in re.findall(ARRAY, result):
+            size = 4 * math.prod(int(n) for n in shape.split(","))
+            total[name, kind] = total.get((name, kind), 0) + size * share
     return total
 
 
@@ -249,7 +251,11 @@ def test_volume_of_all_gather_is_that_of_its_formula():
     mesh = mesh_of("dp8 / ep4 etp2")
     text = _compiled("all_gather", None, mesh)
     local, others, row = TOKENS // 8, 7, 4 * D_MODEL
-    shapes = re.findall(COLLECTIVE, text)
+    shapes = [
+        (*array, name)
+        for result, name in re.findall(COLLECTIVE, text)
+        for array in re.findall(ARRAY, result)
+    ]
     # Out tokens, weights and ids of all; back the sum of one's own.
     assert sorted(shapes) == sorted(
         [
