@@ -71,16 +71,18 @@ def rebalanced(
     before: Transformer[Array],
     after: Transformer[Array],
     load: Float[Array, "layer route"],
-    config: ModelConfig,
+    rate: float,
 ) -> Transformer[Array]:
     """The weights after an optimiser step, their selection bias as `moved_bias` moves it.
 
     Args:
       before: the weights before the step, whose bias counts: the optimiser has no say in it.
       after: the weights after the step.
+      load: as for `moved_bias`.
+      rate: of the step.
     """
     old, new = before.layers.experts, after.layers.experts
-    if not config.selection_bias or old is None or new is None:
+    if old is None or new is None or old.bias is None:
         raise ValueError("selection_bias=False has no bias to move: set it in the configuration.")
-    experts = replace(new, bias=moved_bias(old.bias, load, config.bias_update_rate))
+    experts = replace(new, bias=moved_bias(old.bias, load, rate))
     return replace(after, layers=replace(after.layers, experts=experts))

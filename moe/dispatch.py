@@ -50,7 +50,8 @@ def dispatch(
     """
     name = implementation
     if name is None:
-        name = best(*routing.experts.shape, weights.gate.shape[0], mesh, capacity)
+        num_tokens, k = routing.experts.shape
+        name = best(num_tokens, k, weights.gate.shape[0], mesh, capacity)
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"dispatch={name!r} is none of {', '.join(IMPLEMENTATIONS)}; None picks.")
     if name == "ragged":

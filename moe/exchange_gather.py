@@ -29,7 +29,8 @@ def all_gather(
       Jin et al., "MegaScale-MoE", 2025, section 3.2. https://arxiv.org/abs/2505.11432
     """
     group, num_local = (*mesh.ep, *mesh.etp), weights.gate.shape[0]
-    room_of_all = mesh.size(group) * room(*routing.experts.shape, num_local, capacity)
+    num_tokens, k = routing.experts.shape
+    room_of_all = mesh.size(group) * room(num_tokens, k, num_local, capacity)
     x, experts, scale = (gather_tokens(array, group) for array in (x, *routing))
 
     local = experts - lax.axis_index(mesh.ep) * num_local

@@ -163,6 +163,7 @@ def routing_choices(
         raise ValueError("num_experts=0 has no router: there are no choices to give.")
     _, stats = run(weights, rows(tokens, valid)._replace(record=True), config, mesh)
     assert stats is not None
+    assert stats.choices is not None
     choices = jnp.moveaxis(stats.choices, 0, 1)
     whole = jnp.moveaxis(join_shards(choices, mesh.sequence), 1, 0)
     return whole.reshape(config.num_layers, *tokens.shape, -1)

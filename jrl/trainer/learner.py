@@ -162,7 +162,8 @@ def update(
         steps, opt_state = optimiser.transformation().update(grads, learner.opt_state, weights)
     stepped: Any = optax.apply_updates(weights, steps)
     if objective.config.selection_bias:
-        stepped = rebalanced(weights, stepped, metrics["load"], objective.config)
+        rate = objective.config.bias_update_rate
+        stepped = rebalanced(weights, stepped, metrics["load"], rate)
     moved = replace(
         learner,
         weights=stepped,

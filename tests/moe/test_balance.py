@@ -56,4 +56,4 @@ def test_bias_moves_by_the_sign_of_what_is_missing():
 def test_no_bias_to_move_is_an_error():
     weights = initialise(replace(CONFIG, num_layers=1), jax.random.key(0))
     with pytest.raises(ValueError, match="selection_bias=False has no bias to move"):
-        rebalanced(weights, weights, jnp.ones((1, ROUTE)), CONFIG)
+        rebalanced(weights, weights, jnp.ones((1, ROUTE)), 1e-3)

@@ -171,7 +171,7 @@ def test_weights_carry_gradient_to_the_chosen_logits_only():
 
 
 def routed_by_hand(row, bias, config):
-    """The experts of one token and their weights, in float64, in the order of DeepSeek-V3's text."""
+    """The experts of one token and their weights, in float64, as DeepSeek-V3's text goes."""
     row = row.astype(np.float64)
     scores = softmax(row) if config.router_scores == "softmax" else 1 / (1 + np.exp(-row))
     wanted = {e: (row if config.softmax_after_topk else scores)[e] + bias[e] for e in range(8)}
