@@ -29,8 +29,28 @@ class ModelConfig:
         position: the critic).
       rope_base: base of the rotary wavelengths.
       norm_epsilon: added to the mean square in RMSNorm.
-      load_balance_coef: weight of the load-balancing loss in the training loss.
+      load_balance_coef: weight, in the training loss, of the load-balancing loss of each sequence.
       router_z_coef: weight of the router z-loss in the training loss.
+      batch_balance_coef: weight of the load-balancing loss of each micro-batch on each
+        sequence-parallel group.
+      global_balance_coef: weight of the load-balancing loss of each micro-batch over all devices.
+      router_scores: what makes scores of logits: "softmax" over the experts, or "sigmoid" of each
+        (DeepSeek-V3).
+      softmax_after_topk: the weights are a softmax over the chosen logits alone.
+      renormalise: the weights of a token's experts are divided by their sum.
+      routed_scaling: factor on the weights, after `renormalise`.
+      num_expert_groups: equal groups of neighbouring experts; 1 is no grouping.
+      expert_groups_per_token: groups that a token's experts may lie in, those with the largest sums
+        of their best `experts_per_token / expert_groups_per_token` scores.
+      selection_bias: each expert has a bias that is added to its score to select it and never to
+        weigh it, moved by how loaded it is (`moe.balance.moved_bias`) and by nothing else.
+      bias_update_rate: how far a selection bias moves in one optimiser step.
+      capacity_factor: experts take at most ``ceil(capacity_factor tokens k / num_experts)`` tokens
+        of `drop_scope` while learning and when scoring; None drops nothing. Generation never drops.
+      drop_policy: which choices stay when an expert is full: the largest weights ("probs") or the
+        earliest tokens ("position").
+      drop_scope: the tokens over which the capacity holds: those of one device ("sub_sequence") or
+        those of all devices that hold parts of the same sequences ("full_sequence").
       dtype: of activations and of weights where they are used; "float32" or "bfloat16". Stored
         weights, router, norms, softmax and logits are float32.
       execution: how it is computed; no value depends on it.
@@ -51,6 +71,19 @@ class ModelConfig:
     norm_epsilon: float = 1e-6
     load_balance_coef: float = 0.01
     router_z_coef: float = 0.001
+    batch_balance_coef: float = 0.0
+    global_balance_coef: float = 0.0
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    softmax_after_topk: bool = False
+    renormalise: bool = True
+    routed_scaling: float = 1.0
+    num_expert_groups: int = 1
+    expert_groups_per_token: int = 1
+    selection_bias: bool = False
+    bias_update_rate: float = 1e-3
+    capacity_factor: float | None = None
+    drop_policy: Literal["probs", "position"] = "probs"
+    drop_scope: Literal["sub_sequence", "full_sequence"] = "sub_sequence"
     dtype: Literal["float32", "bfloat16"] = "float32"
     execution: Execution = field(default_factory=Execution)
 
@@ -80,10 +113,68 @@ class ModelConfig:
                 f"experts_per_token={self.experts_per_token} must lie in "
                 f"1..num_experts={self.num_experts}."
             )
+        _check_routing(self)
 
     def as_critic(self) -> "ModelConfig":
         """The same network with a value head."""
         return replace(self, head="value")
+
+
+def _check_routing(config: ModelConfig) -> None:
+    """What the router's fields must be, and be together."""
+    for name, choices in (
+        ("router_scores", ("softmax", "sigmoid")),
+        ("drop_policy", ("probs", "position")),
+        ("drop_scope", ("sub_sequence", "full_sequence")),
+    ):
+        if getattr(config, name) not in choices:
+            raise ValueError(f"{name}={getattr(config, name)!r} must be one of {choices}.")
+    if config.softmax_after_topk and config.router_scores == "sigmoid":
+        raise ValueError(
+            'softmax_after_topk=True needs router_scores="softmax": sigmoid scores are their own.'
+        )
+    if config.softmax_after_topk and not config.renormalise:
+        raise ValueError(
+            "softmax_after_topk=True with renormalise=False cannot be had: a softmax over the "
+            "chosen sums to 1; leave renormalise=True."
+        )
+    if not config.routed_scaling > 0:
+        raise ValueError(f"routed_scaling={config.routed_scaling} must be above 0; 1 is none.")
+    if config.capacity_factor is not None and not config.capacity_factor > 0:
+        raise ValueError(
+            f"capacity_factor={config.capacity_factor} must be above 0; None drops nothing."
+        )
+    if config.bias_update_rate < 0:
+        raise ValueError(
+            f"bias_update_rate={config.bias_update_rate} must not be negative; 0 keeps the bias."
+        )
+    _check_groups(config)
+
+
+def _check_groups(config: ModelConfig) -> None:
+    groups, kept = config.num_expert_groups, config.expert_groups_per_token
+    if not 1 <= kept <= groups:
+        raise ValueError(
+            f"expert_groups_per_token={kept} must lie in 1..num_expert_groups={groups}."
+        )
+    if groups == 1:
+        return
+    if config.num_experts % groups:
+        raise ValueError(
+            f"num_expert_groups={groups} does not divide num_experts={config.num_experts}: "
+            "groups are of equal size."
+        )
+    if config.experts_per_token % kept:
+        raise ValueError(
+            f"expert_groups_per_token={kept} does not divide experts_per_token="
+            f"{config.experts_per_token}: a group is judged by its best "
+            "experts_per_token / expert_groups_per_token scores."
+        )
+    if config.experts_per_token // kept > config.num_experts // groups:
+        raise ValueError(
+            f"experts_per_token={config.experts_per_token} are more than expert_groups_per_token="
+            f"{kept} groups of {config.num_experts // groups} experts hold: keep more groups."
+        )
 
 
 def tiny(vocab_size: int) -> ModelConfig:

@@ -4,6 +4,7 @@ The cache is one buffer per layer, key and value, written in place: a loop that 
 copies it. Rows are right-aligned prompts, so every row writes the same column at the same time.
 """
 
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 import jax
@@ -60,6 +61,7 @@ def prefill(
             f"layout {mesh.layout}: a cache of keys and values holds whole rows, so decoding runs "
             "without context parallelism; cp must be 1."
         )
+    config = _dropless(config)
     kept: dict[int, tuple[Array, Array]] = {}
     stream = rows(tokens, valid, mesh, config.execution)
 
@@ -112,6 +114,7 @@ def decode_step(
     Returns:
       Logits of this ``tp`` rank's share of the rows, and the cache.
     """
+    config = _dropless(config)
     valid = jax.lax.dynamic_update_slice(cache.valid, live[:, None], (0, column))
     positions = jnp.maximum(jnp.sum(valid.astype(jnp.int32), axis=1) - 1, 0)
     visible = valid[:, None, :]
@@ -140,6 +143,11 @@ def decode_step(
         x, _ = block(layer, x, stream, attend_in_layer(index), config, mesh)
     x = rms_norm(x, weights.norm, config.norm_epsilon)
     return logits_of(weights, x, config), Cache(tuple(keys), tuple(values), valid)
+
+
+def _dropless(config: ModelConfig) -> ModelConfig:
+    """Which tokens are dropped depends on what else is in the batch; generation drops none."""
+    return replace(config, capacity_factor=None)
 
 
 def _by_head(

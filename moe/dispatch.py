@@ -1,18 +1,25 @@
 """Tokens travel to the devices that hold their experts, and back.
 
-Dropless: each pair of devices has room for every assignment that could go between them, so the
-  result
-never depends on how even the routing is. One path serves any mesh, a single device included.
+Experts are spread over ``ep`` and the hidden units of each over ``etp``; a device's tokens are its
+own whatever attention made of them. Three ways, one file each: `moe.exchange` (rows go where their
+experts are), `moe.exchange_gather` (all tokens go everywhere) and `moe.exchange_ragged` (rows go
+in pieces as long as they are; no CPU). Buffers have static shapes: without a capacity they have
+room for any routing, so the result never depends on how even it is; with one they shrink.
 """
 
-import jax.numpy as jnp
+import jax
 from jaxtyping import Array, Float
 
-from moe.experts import inverse_places, positions_within, routed_experts, take_rows
+from moe import exchange, exchange_gather, exchange_ragged
 from moe.routing import Routing
 from moe.weights import Experts
-from sharding.collectives import exchange
 from sharding.folding import FoldedMesh
+
+IMPLEMENTATIONS = {
+    "all_to_all": exchange.all_to_all,
+    "all_gather": exchange_gather.all_gather,
+    "ragged": exchange_ragged.ragged,
+}
 
 
 def dispatch(
@@ -20,39 +27,85 @@ def dispatch(
     x: Float[Array, "local d_model"],
     routing: Routing,
     mesh: FoldedMesh,
+    *,
+    capacity: int | None = None,
+    implementation: str | None = None,
 ) -> Float[Array, "local d_model"]:
-    """``sum_k w_k expert_k(x)`` for this device's tokens, experts spread over ``ep``.
+    """``sum_k w_k expert_k(x)`` for this device's tokens.
 
-    Communication per device and layer, forward, with T local tokens, k experts per token and room
-    for ``C = T min(k, experts per device)`` assignments from one device to another: ``C d_model
-    (ep - 1)`` elements out and as many back, and ``C (ep - 1)`` integers out.
+    Communication: `rows_received`, times ``d_model``, and the small arrays that each implementation
+    names.
 
     Args:
       weights: the experts of this device.
       x: normalised tokens of this device.
       routing: where they go, over the experts of all devices.
+      capacity: choices that `routing` sends from one device to one expert at most; None when
+        nothing was dropped.
+      implementation: "all_to_all", "all_gather" or "ragged"; None takes the first unless the second
+        moves less.
+
+    Raises:
+      ValueError: on an unknown name, and for "ragged" on CPU devices.
     """
-    num_local, num_peers = weights.gate.shape[0], mesh.size(mesh.ep)
-    num_tokens, k = routing.experts.shape
-    room = num_tokens * min(k, num_local)
+    name = implementation
+    if name is None:
+        num_tokens, k = routing.experts.shape
+        name = best(num_tokens, k, weights.gate.shape[0], mesh, capacity)
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"dispatch={name!r} is none of {', '.join(IMPLEMENTATIONS)}; None picks.")
+    if name == "ragged":
+        _refuse_cpu(mesh)
+    return IMPLEMENTATIONS[name](weights, x, routing, mesh, capacity)
 
-    experts = routing.experts.reshape(-1)
-    peer = experts // num_local
-    position, _ = positions_within(peer, num_peers)
-    # Padding has an expert id past the last and so a peer past the last: it has no place.
-    place = jnp.where(peer < num_peers, peer * room + position, num_peers * room)
-    assignment = inverse_places(place, num_peers * room)
 
-    rows = take_rows(x, jnp.where(assignment < num_tokens * k, assignment // k, num_tokens))
-    # Where no assignment is, the id is one past the last local expert: the row is nobody's.
-    ids = jnp.where(
-        assignment < num_tokens * k, take_rows(experts % num_local, assignment), num_local
-    )
-    rows = exchange(rows.reshape(num_peers, room, -1), mesh.ep)
-    ids = exchange(ids.reshape(num_peers, room), mesh.ep)
+def best(
+    num_tokens: int, k: int, num_local: int, mesh: FoldedMesh, capacity: int | None = None
+) -> str:
+    """The implementation that moves less: "all_gather" where `rows_received` says so.
 
-    done = routed_experts(weights, rows.reshape(num_peers * room, -1), ids.reshape(-1))
+    With more than one device that is where ``R > T``: without a capacity as soon as ``min(k,
+    experts per device) > 1``, because room for any routing is more than the tokens themselves; with
+    one where ``capacity_factor k > ep``.
 
-    back = exchange(done.reshape(num_peers, room, -1), mesh.ep).reshape(num_peers * room, -1)
-    out = take_rows(back, place).reshape(num_tokens, k, -1)
-    return jnp.einsum("nk,nkd->nd", routing.weights.astype(out.dtype), out)
+    References:
+      Jin et al., "MegaScale-MoE", 2025, section 3.2 (large k gathers). https://arxiv.org/abs/2505.11432
+    """
+    sizes = num_tokens, k, num_local, mesh, capacity
+    gathered, exchanged = (rows_received(name, *sizes) for name in ("all_gather", "all_to_all"))
+    return "all_gather" if gathered < exchanged else "all_to_all"
+
+
+def rows_received(
+    implementation: str,
+    num_tokens: int,
+    k: int,
+    num_local: int,
+    mesh: FoldedMesh,
+    capacity: int | None = None,
+) -> int:
+    """Rows of ``d_model`` numbers that one device receives per layer in the forward pass.
+
+    With ``n = ep etp`` devices that share experts, T local tokens and room for ``R = min(T min(k,
+    experts per device), C experts per device)`` choices from one device to another:
+
+    * "all_to_all": ``2 R (ep - 1)`` over ``ep`` and ``2 R ep (etp - 1)`` over ``etp``, together
+      ``2 R (n - 1)``;
+    * "all_gather": ``2 T (n - 1)``, whatever k is;
+    * "ragged": at most as much as "all_to_all" and with even routing ``2 T k (ep - 1) / ep`` over
+      ``ep``; over ``etp`` it is the same. What is given here is the bound.
+
+    The backward pass moves as much again.
+    """
+    devices = mesh.size(mesh.ep) * mesh.size(mesh.etp)
+    rows = exchange.room(num_tokens, k, num_local, capacity)
+    return 2 * (devices - 1) * (num_tokens if implementation == "all_gather" else rows)
+
+
+def _refuse_cpu(mesh: FoldedMesh) -> None:
+    real = mesh.mesh.devices.flat if isinstance(mesh.mesh, jax.sharding.Mesh) else ()
+    if any(device.platform == "cpu" for device in real):
+        raise ValueError(
+            'dispatch="ragged" needs jax.lax.ragged_all_to_all, which CPU devices do not have: '
+            'use "all_to_all", "all_gather" or None.'
+        )

@@ -12,18 +12,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from moe.attention import Attend, attention, rms_norm
+from moe.balance import shares
+from moe.capacity import capacity_of, drop
 from moe.config import ModelConfig
 from moe.dispatch import dispatch
 from moe.experts import dense
 from moe.order import Order
-from moe.routing import RouterStatistics, assignments, route, statistics
+from moe.routing import RouterStatistics, Routing, assignments, route, statistics
 from moe.stream import Stream, order_of_rows, rows, shared_prompts
-from moe.weights import Layer, Transformer
+from moe.weights import Experts, Layer, Transformer
 from sharding.collectives import all_sum, gather_tokens, join_shards, own_shard, vary
 from sharding.folding import FoldedMesh
 
 Tokens = Int[Array, "batch time"]
 Valid = Bool[Array, "batch time"]
+Choices = Int[Array, "layer batch time k"]
 
 
 def embed(
@@ -52,16 +55,39 @@ def feed_forward(
     h = rms_norm(x, layer.norm, config.norm_epsilon)
     out, stats = jnp.zeros_like(h), None
     if layer.experts is not None:
-        weight = vary(own_shard(stream.weight, mesh.sequence), mesh.axes)
-        logits = h.astype(jnp.float32) @ layer.experts.router
-        routing, probabilities = route(logits, weight > 0, config)
-        counts = assignments(routing.experts, config.num_experts)
-        share = stream.share(gather_tokens(jax.lax.stop_gradient(counts), mesh.sequence))
-        stats = statistics(logits, probabilities, counts, own_shard(share, mesh.sequence), weight)
-        out = out + dispatch(layer.experts, h, routing, mesh)
+        routing, stats = choose(layer.experts, h, stream, config, mesh)
+        out = out + dispatch(
+            layer.experts,
+            h,
+            routing,
+            mesh,
+            capacity=capacity_of(h.shape[0], config, mesh),
+            implementation=config.execution.dispatch,
+        )
     if layer.dense is not None:
         out = out + dense(layer.dense, h, mesh)
     return out, stats
+
+
+def choose(
+    experts: Experts[Array],
+    h: Float[Array, "local d_model"],
+    stream: Stream,
+    config: ModelConfig,
+    mesh: FoldedMesh,
+) -> tuple[Routing, RouterStatistics[Array]]:
+    """Where each token goes, full experts left out, and what the router did."""
+    weight = vary(own_shard(stream.weight, mesh.sequence), mesh.axes)
+    replay = stream.replay if stream.replay is None else own_shard(stream.replay, mesh.sequence)
+    logits = h.astype(jnp.float32) @ experts.router
+    routing, probabilities = route(logits, weight > 0, config, bias=experts.bias, replay=replay)
+    counts = jax.lax.stop_gradient(assignments(routing.experts, config.num_experts))
+    share = own_shard(stream.share(gather_tokens(counts, mesh.sequence)), mesh.sequence)
+    compared = shares(share, weight @ counts, config, mesh)
+    stats = statistics(logits, probabilities, counts, compared, weight, config)
+    kept, dropped = drop(routing, config, mesh)
+    choices = routing.experts if stream.record else None
+    return kept, replace(stats, dropped=weight @ dropped, choices=choices)
 
 
 def block(
@@ -93,13 +119,17 @@ def run(
     collected = []
     for index in range(config.num_layers):
         attend = stream.attend_in_layer(index)
-        x, stats = block(layer_of(weights, index), x, stream, attend, config, mesh)
+        own = stream.of_layer(index)
+        x, stats = block(layer_of(weights, index), x, own, attend, config, mesh)
         collected.append(stats)
     x = rms_norm(x, weights.norm, config.norm_epsilon)
     if config.num_experts == 0:
         return x, None
     total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *collected)
-    return x, replace(total, load=jnp.stack([stats.load for stats in collected]))
+    # What a layer says of each expert or token is not summed over layers.
+    by_layer = [(stats.load, stats.choices) for stats in collected]
+    load, choices = jax.tree.map(lambda *layers: jnp.stack(layers), *by_layer)
+    return x, replace(total, load=load, choices=choices)
 
 
 def hidden(
@@ -108,14 +138,39 @@ def hidden(
     valid: Valid,
     config: ModelConfig,
     mesh: FoldedMesh,
+    replay: Choices | None = None,
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
     """`run` on the rows of this ``dp`` rank.
 
     Args:
       tokens: ids.
       valid: which of them are not padding.
+      replay: experts that `routing_choices` gave before, used again with the current scores; a
+        token whose ids are out of range chooses anew.
     """
-    return run(weights, rows(tokens, valid, mesh, config.execution), config, mesh)
+    return run(weights, rows(tokens, valid, mesh, config.execution, replay), config, mesh)
+
+
+def routing_choices(
+    weights: Transformer[Array],
+    tokens: Tokens,
+    valid: Valid,
+    config: ModelConfig,
+    mesh: FoldedMesh,
+) -> Choices:
+    """The experts that each token chooses in each layer, before dropping, as `replay` takes them.
+
+    Padding has the id `num_experts`.
+    """
+    if config.num_experts == 0:
+        raise ValueError("num_experts=0 has no router: there are no choices to give.")
+    stream = rows(tokens, valid, mesh, config.execution)
+    _, stats = run(weights, stream._replace(record=True), config, mesh)
+    assert stats is not None
+    assert stats.choices is not None
+    by_token = join_shards(jnp.moveaxis(stats.choices, 0, 1), mesh.sequence)
+    (choices,) = stream.order.restore(by_token)
+    return jnp.moveaxis(choices, 2, 0)
 
 
 def before_responses(
@@ -126,6 +181,7 @@ def before_responses(
     copies: int,
     config: ModelConfig,
     mesh: FoldedMesh,
+    replay: Choices | None = None,
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
     """The hidden state that each response token was predicted from, this rank's shard.
 
@@ -136,12 +192,13 @@ def before_responses(
       tokens: ids; each run of `copies` rows has the same prompt.
       valid: which of them are not padding.
       prompt_length: columns of the prompt.
+      replay: as for `hidden`; of rows that share a prompt, its choices are those of the first.
 
     Returns:
       States of the flattened ``[batch, response]`` tokens in the order of `response_tokens`, and
       the router's sums.
     """
-    stream = shared_prompts(tokens, valid, prompt_length, copies, mesh, config.execution)
+    stream = shared_prompts(tokens, valid, prompt_length, copies, mesh, config.execution, replay)
     x, stats = run(weights, stream, config, mesh)
     prompts, responses = stream.order.split(gather_tokens(x, mesh.tp))
     rank, place = stream.order.place(0, prompt_length - 1)
@@ -259,8 +316,9 @@ def router_loss(
     mesh: FoldedMesh,
     num_tokens: Int[Array, ""],
 ) -> Float[Array, ""]:
-    """``load_balance_coef * balance + router_z_coef * z`` of the tokens of this sequence-parallel
-    group.
+    """The router's losses, each times its coefficient, of the tokens of this sequence-parallel
+    group: ``load_balance_coef balance + batch_balance_coef batch_balance + global_balance_coef
+    global_balance + router_z_coef z``.
 
     Its sum over the other mesh axes and over micro-batches is the loss of the whole batch, a mean
     over tokens and layers.
@@ -272,6 +330,8 @@ def router_loss(
     if stats is None:
         return jnp.zeros((), jnp.float32)
     weighted = config.load_balance_coef * stats.balance + config.router_z_coef * stats.z
+    weighted = weighted + config.batch_balance_coef * stats.batch_balance
+    weighted = weighted + config.global_balance_coef * stats.global_balance
     tokens = jnp.maximum(num_tokens, 1).astype(jnp.float32)
     return all_sum(weighted, mesh.sequence) / (tokens * config.num_layers)
 
@@ -282,8 +342,7 @@ def _check_runs(num_tokens: int, mesh: FoldedMesh) -> None:
             f"{num_tokens} tokens per data-parallel rank cannot be split over cp x tp = "
             f"{mesh.size(mesh.cp)} x {mesh.size(mesh.tp)}: choose a batch or a length that divides."
         )
-    for axis in ("pp", "etp"):
-        if getattr(mesh.layout, axis) > 1:
-            raise ValueError(
-                f"layout {mesh.layout}: the model runs on dp, cp, tp and ep; {axis} must be 1."
-            )
+    if mesh.layout.pp > 1:
+        raise ValueError(
+            f"layout {mesh.layout}: the model runs on dp, cp, tp, ep and etp; pp must be 1."
+        )

@@ -32,6 +32,8 @@ class Stream(NamedTuple):
       share: from assignments ``[token, route]`` to the share that each expert has in the token's
         sequence (the mean over sequences where it stands in several).
       order: where the tokens of rows stand in it.
+      replay: ``[layer, token, k]`` experts chosen before, to be used again; None chooses.
+      record: whether the router's statistics hold the choices.
     """
 
     tokens: Array
@@ -40,6 +42,12 @@ class Stream(NamedTuple):
     attend_in_layer: Callable[[int], Attend]
     share: Callable[[Array], Array]
     order: Order
+    replay: Array | None = None
+    record: bool = False
+
+    def of_layer(self, index: int | Array) -> "Stream":
+        """This stream with `replay` ``[token, k]`` that of one layer."""
+        return self if self.replay is None else self._replace(replay=self.replay[index])
 
 
 def positions_of(valid: Bool[Array, "batch time"]) -> Int[Array, "batch time"]:
@@ -52,6 +60,7 @@ def rows(
     valid: Bool[Array, "batch time"],
     mesh: FoldedMesh,
     execution: Execution | None = None,
+    replay: Int[Array, "layer batch time k"] | None = None,
 ) -> Stream:
     """Row after row, each its own sequence."""
     order = order_of_rows(tokens.shape, mesh)
@@ -67,6 +76,7 @@ def rows(
         attend_in_layer=_causal(order, [valid.astype(jnp.int32)], lambda x: x, mesh, execution),
         share=share,
         order=order,
+        replay=_replayed(replay, lambda layer: order.flatten(layer)),
     )
 
 
@@ -117,6 +127,7 @@ def shared_prompts(
     copies: int,
     mesh: FoldedMesh,
     execution: Execution | None = None,
+    replay: Int[Array, "layer batch time k"] | None = None,
 ) -> Stream:
     """All prompts, each once, and then all responses.
 
@@ -162,6 +173,7 @@ def shared_prompts(
         ),
         share=share,
         order=order,
+        replay=_replayed(replay, lambda layer: order.flatten(*cut(layer))),
     )
 
 
@@ -191,3 +203,10 @@ def _causal(
         return attend_across(query, key, value, reading, chosen, mesh, scale)
 
     return lambda index: attend
+
+
+def _replayed(
+    replay: Int[Array, "layer batch time k"] | None, lay_out: Callable[[Array], Array]
+) -> Int[Array, "layer token k"] | None:
+    """Recorded choices in the order of the stream."""
+    return None if replay is None else jnp.stack([lay_out(layer) for layer in replay])

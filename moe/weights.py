@@ -65,6 +65,8 @@ class Experts(Generic[Leaf]):
     gate: Leaf
     up: Leaf
     down: Leaf
+    bias: Leaf | None = None
+    """Added to scores to select experts; moved by the balancing rule alone."""
 
 
 @struct.dataclass
@@ -94,6 +96,7 @@ def table(config: ModelConfig) -> Transformer[Weight]:
         gate=Weight("layer expert d_model d_expert", inward),
         up=Weight("layer expert d_model d_expert", inward),
         down=Weight("layer expert d_expert d_model", "d_expert", out_scale),
+        bias=Weight("layer route", scale=0.0) if config.selection_bias else None,
     )
     dense = Dense(
         gate=Weight("layer d_model d_ff", inward),

@@ -47,7 +47,10 @@ def scatter_tokens(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "
 
     The reverse of `gather_tokens`, and its gradient. Volume sent: (n-1)/n of the array.
     """
-    return lax.psum_scatter(vary(x, axes), axes, scatter_dimension=0, tiled=True)
+    x = vary(x, axes)
+    if lax.axis_size(axes) == 1:
+        return x
+    return lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True)
 
 
 def own_shard(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "local *rest"]:

@@ -12,9 +12,16 @@ Rules = Mapping[str, tuple[str, ...]]
 def weight_rules(mesh: FoldedMesh) -> Rules:
     """Where each named axis of a weight lives; axes not named are whole on every device.
 
-    Heads and the hidden units of dense layers are split over ``tp``, experts over ``ep``.
+    Heads and the hidden units of dense layers are split over ``tp``, experts over ``ep`` and the
+    hidden units of each expert over ``etp``.
     """
-    return {"head": mesh.tp, "kv_head": mesh.tp, "d_ff": mesh.tp, "expert": mesh.ep}
+    return {
+        "head": mesh.tp,
+        "kv_head": mesh.tp,
+        "d_ff": mesh.tp,
+        "expert": mesh.ep,
+        "d_expert": mesh.etp,
+    }
 
 
 def partition_spec(axes: str, rules: Rules) -> PartitionSpec:

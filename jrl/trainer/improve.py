@@ -205,7 +205,8 @@ def summarise(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
             elif isinstance(first, Mean | ExplainedVariance):
                 summary[name] = float(sum(every[1:], first).value())
             elif name == "load":
-                summary |= _load(np.sum(every, axis=0))
+                # The critic's experts are balanced too, and not plotted.
+                summary |= _load(np.sum(every, axis=0)) if network == "actor" else {}
             elif name != "finite":
                 own = f"{network}/{name}" if name in ("loss", "grad_norm") else name
                 summary[own] = float(np.mean(every))

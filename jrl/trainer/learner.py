@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 from jrl.recipes.batch import Batch, Totals
 from moe import weights as moe_weights
+from moe.balance import rebalanced
 from moe.config import ModelConfig
 from moe.weights import Transformer
 from sharding.collectives import all_sum, vary, varying
@@ -96,8 +97,10 @@ class Objective(Protocol):
     def loss(
         self, weights: Transformer[Array], batch: Batch[Array], totals: Totals[Array]
     ) -> tuple[Array, dict[str, Any]]:
-        """This piece's share of the loss and its metrics, equal on all ranks of ``cp`` and
-        ``tp``."""
+        """This piece's share of the loss and its metrics, equal on all ranks of ``cp`` and ``tp``.
+
+        A model with a selection bias needs the metric `load`, ``[layer, route]`` choices.
+        """
         ...
 
 
@@ -157,9 +160,13 @@ def update(
     # Optax counts on the standard promotions, which a caller may have forbidden.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         steps, opt_state = optimiser.transformation().update(grads, learner.opt_state, weights)
+    stepped: Any = optax.apply_updates(weights, steps)
+    if objective.config.selection_bias:
+        rate = objective.config.bias_update_rate
+        stepped = rebalanced(weights, stepped, metrics["load"], rate)
     moved = replace(
         learner,
-        weights=optax.apply_updates(weights, steps),
+        weights=stepped,
         opt_state=opt_state,
         updates=learner.updates + 1,
         skipped_in_a_row=jnp.zeros_like(learner.skipped_in_a_row),

@@ -277,8 +277,13 @@ TABLE: tuple[Metric, ...] = (
         "nats",
     ),
     Metric(
-        "moe/dropped_tokens",
+        "moe/dropped_fraction",
         "Share of (token, expert) choices beyond an expert's capacity, over all choices.",
+        "fraction",
+    ),
+    Metric(
+        "moe/padded_fraction",
+        "Share of padding among the tokens that pass the router, padding included.",
         "fraction",
     ),
     # Time: the only metrics that may differ between two runs of one seed.

@@ -68,6 +68,7 @@ class CriticObjective:
         return loss + model.router_loss(router, self.config, self.mesh, totals.num_valid), {
             **metrics,
             "critic/vf_loss": loss,
+            **_router_load(router, self.mesh),
         }
 
 
@@ -86,7 +87,9 @@ class SupervisedObjective:
             weights, batch.tokens, batch.valid, self.rows, self.config, Sampling(), self.mesh
         )
         loss = aggregate(-scores.logprobs, batch.mask, num_tokens=totals.num_tokens)
-        return loss + model.router_loss(scores.router, self.config, self.mesh, totals.num_valid), {}
+        return loss + model.router_loss(scores.router, self.config, self.mesh, totals.num_valid), (
+            _router_load(scores.router, self.mesh)
+        )
 
 
 def _router_metrics(
@@ -102,5 +105,12 @@ def _router_metrics(
         "moe/load_balancing_loss": Mean(router.balance, router.tokens),
         "moe/z_loss": Mean(router.z, router.tokens),
         "moe/router_entropy": Mean(router.entropy, router.tokens),
+        "moe/dropped_fraction": Mean(router.dropped, jnp.sum(router.load)),
+        "moe/padded_fraction": Mean(router.padded, router.padded + router.tokens),
         "load": router.load,
     }
+
+
+def _router_load(router: RouterStatistics[Array] | None, mesh: FoldedMesh) -> dict[str, Any]:
+    """Choices of each expert, ``[layer, route]``, by the tokens of all ``tp`` ranks."""
+    return {} if router is None else {"load": all_sum(router.load, mesh.tp)}

@@ -25,11 +25,51 @@ from moe.weights import num_active_parameters, num_parameters
         ({"d_expert": 0}, r"d_expert=0 must be at least 1"),
         ({"experts_per_token": 0}, r"experts_per_token=0 must lie in 1..num_experts=8"),
         ({"experts_per_token": 9}, r"experts_per_token=9 must lie in 1..num_experts=8"),
+        (
+            {"softmax_after_topk": True, "router_scores": "sigmoid"},
+            r'softmax_after_topk=True needs router_scores="softmax"',
+        ),
+        (
+            {"softmax_after_topk": True, "renormalise": False},
+            r"softmax_after_topk=True with renormalise=False cannot be had",
+        ),
+        ({"routed_scaling": 0.0}, r"routed_scaling=0.0 must be above 0"),
+        ({"capacity_factor": 0.0}, r"capacity_factor=0.0 must be above 0; None drops nothing"),
+        ({"bias_update_rate": -1.0}, r"bias_update_rate=-1.0 must not be negative"),
+        (
+            {"num_expert_groups": 2, "expert_groups_per_token": 3},
+            r"expert_groups_per_token=3 must lie in 1..num_expert_groups=2",
+        ),
+        ({"num_expert_groups": 3}, r"num_expert_groups=3 does not divide num_experts=8"),
+        (
+            {"num_expert_groups": 4, "expert_groups_per_token": 2, "experts_per_token": 3},
+            r"expert_groups_per_token=2 does not divide experts_per_token=3",
+        ),
+        (
+            {"num_expert_groups": 4, "experts_per_token": 4},
+            r"experts_per_token=4 are more than expert_groups_per_token=1 groups of 2 experts",
+        ),
     ],
 )
 def test_refuses(change, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig(**{"vocab_size": 11, **change})
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [
+        ("router_scores", r"\('softmax', 'sigmoid'\)"),
+        ("drop_policy", r"\('probs', 'position'\)"),
+        ("drop_scope", r"\('sub_sequence', 'full_sequence'\)"),
+    ],
+)
+def test_refuses_unknown_names(name, choices):
+    """Past the types, which only tests check."""
+    config = ModelConfig(11)
+    object.__setattr__(config, name, "best")
+    with pytest.raises(ValueError, match=rf"{name}='best' must be one of {choices}"):
+        config.__post_init__()
 
 
 def test_experts_may_be_none_or_all():

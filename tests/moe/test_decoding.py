@@ -25,7 +25,7 @@ CONFIG = ModelConfig(
     head_dim=6,
     num_experts=8,
     experts_per_token=3,
-    d_expert=7,
+    d_expert=14,
 )
 PROMPTS, COPIES, PROMPT, RESPONSE = 2, 2, 4, 3
 ROWS = PROMPTS * COPIES
@@ -80,7 +80,7 @@ def stepwise(config, mesh):
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"), [("routed", "dp1"), ("routed", "tp2 dp2 / ep4"), ("dense", "tp2")]
+    ("kind", "layout"), [("routed", "dp1"), ("routed", "tp2 dp2 / ep2 etp2"), ("dense", "tp2")]
 )
 def test_steps_equal_the_whole_sequence(kind, layout):
     config = CONFIG if kind == "routed" else replace(CONFIG, num_experts=0, d_ff=12, head="tied")

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, on_mesh
 
-from moe.dispatch import dispatch
 from moe.experts import (
     block_size,
     dense,
@@ -22,7 +21,6 @@ from moe.experts import (
     routed_experts,
     take_rows,
 )
-from moe.routing import Routing
 from moe.weights import Dense, Experts
 
 NUM_EXPERTS, D_MODEL, D_EXPERT = 5, 6, 7
@@ -188,70 +186,6 @@ def test_block_sizes_are_powers_of_two_in_bounds(num_experts):
     assert sizes[0] == 8
     if num_experts < 128:
         assert sizes[-1] == 256
-
-
-# Dispatch: sixteen tokens over the devices, of eight experts three for each.
-TOKENS, ROUTE, CHOSEN = 16, 8, 3
-
-
-def routing_of(kind):
-    draw = np.random.default_rng(7)
-    if kind == "one device gets all":
-        experts = np.tile([1, 0, 2], (TOKENS, 1))
-    else:
-        experts = np.stack([draw.permutation(ROUTE)[:CHOSEN] for _ in range(TOKENS)])
-    weights = draw.random((TOKENS, CHOSEN))
-    weights /= weights.sum(axis=1, keepdims=True)
-    padding = draw.random(TOKENS) < 0.3
-    if kind == "a device of padding":
-        padding[:4] = True
-    experts[padding], weights[padding] = ROUTE, 0
-    return Routing(jnp.asarray(experts, jnp.int32), jnp.asarray(weights, jnp.float32))
-
-
-@pytest.mark.parametrize("layout", ["dp1", "dp8 / ep8", "tp2 dp4 / ep4", "dp4 / ep2"])
-def test_dispatch_equals_the_dense_oracle(layout):
-    weights = expert_weights(ROUTE)
-    mesh = mesh_of(layout)
-    tokens, whole = P(mesh.axes), P()
-    spec = Experts(router=whole, gate=P(mesh.ep), up=P(mesh.ep), down=P(mesh.ep))
-    sharded = jax.shard_map(
-        lambda weights, x, routing: dispatch(weights, x, routing, mesh),
-        mesh=mesh.mesh,
-        in_specs=(spec, tokens, tokens),
-        out_specs=tokens,
-    )
-
-    def every(weights, x, routing):
-        outs = [
-            routing.weights[:, k, None] * every_expert(weights, x, routing.experts[:, k])
-            for k in range(CHOSEN)
-        ]
-        return outs[0] + outs[1] + outs[2]
-
-    def pulled(function):
-        def inner(weights, x, scale, routing):
-            out = function(weights, x, routing._replace(weights=scale))
-            pull = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
-            return jnp.sum(out * pull), out
-
-        return jit(jax.grad(inner, argnums=(0, 1, 2), has_aux=True))
-
-    folded, oracle = pulled(sharded), pulled(every)
-    x = rows_of(TOKENS)
-    for kind in ("any", "one device gets all", "a device of padding"):
-        routing = routing_of(kind)
-        gradients, out = folded(weights, x, routing.weights, routing)
-        expected_gradients, expected = oracle(weights, x, routing.weights, routing)
-        # float32 sums of three experts' outputs, and of sixteen rows in the gradients.
-        np.testing.assert_allclose(out, expected, atol=3e-6, err_msg=kind)
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5),
-            gradients,
-            expected_gradients,
-        )
-        padding = np.asarray(routing.experts)[:, 0] == ROUTE
-        np.testing.assert_array_equal(np.asarray(out)[padding], 0)
 
 
 def test_dense_layer_is_swiglu_on_any_number_of_ranks():

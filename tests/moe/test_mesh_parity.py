@@ -14,6 +14,7 @@ from programs import mesh_of, on_mesh, random_weights
 
 from moe import model
 from moe.config import ModelConfig
+from moe.execution import Execution
 from moe.weights import specs
 from sharding.collectives import all_sum
 
@@ -27,11 +28,21 @@ MOE = ModelConfig(
     head_dim=6,
     num_experts=16,
     experts_per_token=3,
-    d_expert=7,
+    d_expert=14,
 )
 CONFIGS = {
     "routed": MOE,
     "dense": replace(MOE, num_layers=2, num_experts=0, d_ff=28, head="tied"),
+    # What DeepSeek-V3 routes by; rows travel one by one.
+    "sigmoid": replace(
+        MOE,
+        router_scores="sigmoid",
+        num_expert_groups=4,
+        expert_groups_per_token=3,
+        routed_scaling=2.5,
+        global_balance_coef=0.02,
+        execution=Execution(dispatch="all_to_all"),
+    ),
     # A critic with a shared expert.
     "shared": replace(MOE, num_layers=2, d_ff=12, head="value"),
 }
@@ -51,6 +62,9 @@ ROUTED_LAYOUTS = [
     "cp2 tp2",
     "cp4 dp2 / ep8",
     "tp2 cp2 dp2 / ep4",
+    "tp2 / etp2",
+    "dp4 / ep2 etp2",
+    "tp2 dp4 / ep4 etp2",
 ]
 # What the other configurations add is spread over tp (dense layers, the values' alignment) or not
 # at all (the tied head): a layout that has every axis is theirs, and one with experts inside tp.
@@ -59,6 +73,8 @@ CASES = [
     ("dense", "tp2 dp4"),
     ("shared", "tp2 dp4 / ep4"),
     ("shared", "tp4 dp2 / ep2"),
+    ("sigmoid", "tp2 dp4 / ep2 etp2"),
+    ("sigmoid", "tp2 dp4 / ep8"),
 ]
 BATCH, TIME = 8, 5
 
@@ -160,19 +176,38 @@ COLLECTIVE = r" (all-gather|reduce-scatter|all-to-all|all-reduce|collective-perm
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("name", "dispatch", "layout", "expected"),
     [
         # Attention gathers and scatters once over tp; the router gathers its counts; rows and ids
         # go to the experts and rows come back.
-        ("routed", {"all-gather": 2, "reduce-scatter": 1, "all-to-all": 3}),
+        (
+            "routed",
+            "all_to_all",
+            "tp2 dp4 / ep8",
+            {"all-gather": 2, "reduce-scatter": 1, "all-to-all": 3},
+        ),
+        # Over etp rows and ids are gathered and rows scattered.
+        (
+            "routed",
+            "all_to_all",
+            "tp2 dp4 / ep4 etp2",
+            {"all-gather": 4, "reduce-scatter": 2, "all-to-all": 3},
+        ),
+        # Tokens, ids and weights are gathered, sums scattered.
+        ("routed", "all_gather", "tp2 dp4 / ep8", {"all-gather": 5, "reduce-scatter": 2}),
         # The shared expert gathers and scatters as attention does.
-        ("shared", {"all-gather": 3, "reduce-scatter": 2, "all-to-all": 3}),
-        ("dense", {"all-gather": 2, "reduce-scatter": 2}),
+        (
+            "shared",
+            "all_to_all",
+            "tp2 dp4 / ep8",
+            {"all-gather": 3, "reduce-scatter": 2, "all-to-all": 3},
+        ),
+        ("dense", None, "tp2 dp4 / ep8", {"all-gather": 2, "reduce-scatter": 2}),
     ],
 )
-def test_collectives_of_one_layer_are_those_claimed(name, expected):
-    config = replace(CONFIGS[name], num_layers=1)
-    mesh = mesh_of("tp2 dp4 / ep8")
+def test_collectives_of_one_layer_are_those_claimed(name, dispatch, layout, expected):
+    config = replace(CONFIGS[name], num_layers=1, execution=Execution(dispatch=dispatch))
+    mesh = mesh_of(layout)
     rows = P(mesh.dp)
 
     def local(weights, tokens, valid):

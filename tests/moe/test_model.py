@@ -15,6 +15,7 @@ from moe.attention import rms_norm
 from moe.config import ModelConfig
 from moe.routing import RouterStatistics
 from moe.weights import specs
+from sharding.collectives import all_sum
 from sharding.folding import Layout, fold_abstract
 
 CONFIG = ModelConfig(
@@ -204,8 +205,7 @@ def test_heads_are_not_mistaken_for_each_other():
     ("layout", "message"),
     [
         ("tp4", r"10 tokens per data-parallel rank cannot be split over cp x tp = 1 x 4: choose"),
-        ("pp2", r"the model runs on dp, cp, tp and ep; pp must be 1"),
-        ("dp2 / etp2", r"the model runs on dp, cp, tp and ep; etp must be 1"),
+        ("pp2", r"the model runs on dp, cp, tp, ep and etp; pp must be 1"),
     ],
 )
 def test_layouts_it_does_not_run_on(layout, message):
@@ -220,18 +220,89 @@ def test_router_loss_is_a_mean_over_tokens_and_layers():
         load=jnp.zeros((2, 5)),
         tokens=jnp.asarray(7.0),
         balance=jnp.asarray(21.0),
+        batch_balance=jnp.asarray(14.0),
+        global_balance=jnp.asarray(28.0),
         z=jnp.asarray(35.0),
         entropy=jnp.asarray(1.0),
+        dropped=jnp.asarray(3.0),
+        padded=jnp.asarray(2.0),
     )
-    config = replace(CONFIG, load_balance_coef=0.5, router_z_coef=0.25)
+    config = replace(
+        CONFIG,
+        load_balance_coef=0.5,
+        router_z_coef=0.25,
+        batch_balance_coef=2.0,
+        global_balance_coef=0.125,
+    )
 
     def loss(num_tokens, stats):
         return on_mesh(lambda n: model.router_loss(stats, config, MESH, n), MESH, P(), P())(
             jnp.asarray(num_tokens)
         )
 
-    # 0.5 * 21 + 0.25 * 35, over 7 tokens and 2 layers.
-    np.testing.assert_allclose(loss(7, stats), 19.25 / 14, rtol=1e-6)
+    # 0.5 * 21 + 0.25 * 35 + 2 * 14 + 0.125 * 28, over 7 tokens and 2 layers.
+    np.testing.assert_allclose(loss(7, stats), 50.75 / 14, rtol=1e-6)
     # No token at all divides by one.
-    np.testing.assert_allclose(loss(0, stats), 19.25 / 2, rtol=1e-6)
+    np.testing.assert_allclose(loss(0, stats), 50.75 / 2, rtol=1e-6)
     assert float(loss(7, None)) == 0.0
+
+
+@pytest.mark.parametrize("layout", ["dp1", "tp2 dp2 / ep2 etp2"])
+def test_replayed_choices_are_used_with_current_scores(layout):
+    mesh, config = mesh_of(layout), replace(CONFIG, num_experts=6, d_expert=8, d_ff=4)
+    tokens = jnp.asarray(np.stack([one_sequence(seed) for seed in range(4)]))
+    valid = jnp.ones((4, TIME), bool).at[1, 0].set(False)
+    rows, by_layer = P(mesh.dp), P(None, mesh.dp)
+    rest = tuple(axis for axis in mesh.axes if axis not in (*mesh.dp, *mesh.sequence))
+
+    def choices(weights, tokens, valid):
+        return model.routing_choices(weights, tokens, valid, config, mesh)[None]
+
+    def output(weights, tokens, valid, replay):
+        x, stats = model.hidden(weights, tokens, valid, config, mesh, replay)
+        return x, all_sum(stats.load, mesh.axes)
+
+    spec = specs(config, mesh)
+    record = on_mesh(choices, mesh, (spec, rows, rows), P(rest, *by_layer))
+    free = on_mesh(
+        lambda w, t, v: output(w, t, v, None), mesh, (spec, rows, rows), (P(mesh.axes), P())
+    )
+    forced = on_mesh(output, mesh, (spec, rows, rows, by_layer), (P(mesh.axes), P()))
+    weights = random_weights(config, 1)
+    own = record(weights, tokens, valid)[0]
+    assert own.shape == (2, 4, TIME, 3)
+    np.testing.assert_array_equal(own[:, 1, 0], 6)
+    expected = free(weights, tokens, valid)
+    jax.tree.map(np.testing.assert_array_equal, forced(weights, tokens, valid, own), expected)
+    # Other choices: the experts of the record, and not the router's, get the tokens.
+    other = jnp.where(own < 6, (own + 1) % 6, 6)
+    x, load = forced(weights, tokens, valid, other)
+    np.testing.assert_array_equal(load, np.roll(expected[1], 1, axis=1))
+    assert float(jnp.abs(x - expected[0]).max()) > 1e-2
+
+
+def test_dropped_choices_are_counted_and_the_network_goes_on():
+    config = replace(CONFIG, capacity_factor=0.5)
+    tokens = jnp.asarray(np.stack([one_sequence(seed) for seed in range(2)]))
+    valid = jnp.ones((2, TIME), bool)
+
+    def local(weights, tokens, valid):
+        x, stats = model.hidden(weights, tokens, valid, config, MESH)
+        return x, jax.tree.map(jnp.atleast_1d, stats)
+
+    x, stats = on_mesh(local, MESH, (specs(config, MESH), P(), P()), P(MESH.axes))(
+        random_weights(config, 1), tokens, valid
+    )
+    # Twelve tokens, three choices, five experts, half of it: four rows an expert, in two layers.
+    kept = np.minimum(np.asarray(stats.load), 4).sum()
+    assert float(stats.load.sum()) == 2 * 12 * 3
+    assert float(stats.dropped[0]) == float(stats.load.sum()) - kept > 0
+    assert np.all(np.isfinite(x))
+
+
+def test_no_router_has_no_choices():
+    config = replace(CONFIG, num_experts=0)
+    with pytest.raises(ValueError, match="num_experts=0 has no router"):
+        model.routing_choices(
+            random_weights(config, 1), jnp.zeros((2, 4), int), jnp.ones((2, 4), bool), config, MESH
+        )

@@ -1,5 +1,7 @@
 """The one jitted update: however a mini-batch is cut, and when a number is not finite."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +49,7 @@ def moments(learner):
     ("network", "layout", "num_micro"),
     [
         ("policy", "dp1", 2),
-        ("policy", "tp2 dp2 / ep4", 1),
+        ("policy", "tp2 dp2 / ep2 etp2", 1),
         ("critic", "tp2 dp2 / ep4", 1),
         ("policy", "cp2 dp2", 1),
     ],
@@ -97,6 +99,26 @@ def test_metrics_are_means_over_the_tokens_that_count():
     difference = metrics["sampling/sampling_logp_difference/max"]
     assert isinstance(difference, Max)
     assert difference.value() > metrics["sampling/sampling_logp_difference/mean"].value() > 0
+
+
+@pytest.mark.parametrize("network", ["policy", "critic"])
+def test_selection_bias_is_moved_by_the_load_alone(network):
+    """On two devices, against a large weight decay."""
+    recipe = small_recipe("vapo", weight_decay=0.5)
+    setup = small_setup(recipe, small_run(layout="dp2 / etp2"))
+    setup = replace(setup, model=replace(setup.model, selection_bias=True, router_scores="sigmoid"))
+    objective, optimiser, weights = networks(setup)[network]
+    experts = weights.layers.experts
+    bias = jnp.linspace(-0.1, 0.1, experts.bias.size).reshape(experts.bias.shape)
+    bias = jax.device_put(bias, setup.whole)
+    layers = replace(weights.layers, experts=replace(experts, bias=bias))
+    learner = start(optimiser, replace(weights, layers=layers), setup.mesh)
+    learner, metrics = jax.device_get(update(objective, optimiser, 1, learner, small_batch(setup)))
+    load = metrics["load"]
+    assert load.sum() == jax.device_get(small_batch(setup)).valid.sum() * 2 * setup.model.num_layers
+    expected = np.asarray(bias) + 1e-3 * np.sign(load.mean(axis=1, keepdims=True) - load)
+    np.testing.assert_allclose(learner.weights.layers.experts.bias, expected, rtol=1e-6)
+    assert len(np.unique(np.sign(load.mean(axis=1, keepdims=True) - load))) > 1
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

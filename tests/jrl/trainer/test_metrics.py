@@ -32,8 +32,8 @@ critic/advantages/mean critic/advantages/min critic/advantages/max critic/return
 response_length/mean response_length/min response_length/max response_length/clip_ratio
 prompt_length/mean val/accuracy/sampled val/accuracy/greedy val/pass@k/8 frac_reward_zero_std
 sampling/sampling_logp_difference/mean sampling/sampling_logp_difference/max moe/max_load
-moe/min_load moe/load_balancing_loss moe/z_loss moe/router_entropy moe/dropped_tokens
-timing_s/rollout perf/throughput verifier/timeout val/verifier/wrong
+moe/min_load moe/load_balancing_loss moe/z_loss moe/router_entropy moe/dropped_fraction
+moe/padded_fraction timing_s/rollout perf/throughput verifier/timeout val/verifier/wrong
 training/nonfinite_skipped dynamic_sampling/filtered global_seqlen/mean
 """
 

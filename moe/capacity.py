@@ -1,0 +1,90 @@
+"""Experts that are full: which of a token's choices are dropped.
+
+The plain twin is a loop over experts (`tests/moe/test_capacity.py`).
+"""
+
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from moe.config import ModelConfig
+from moe.experts import positions_within
+from moe.routing import Routing
+from sharding.collectives import gather_tokens, own_shard
+from sharding.folding import FoldedMesh
+
+
+def capacity_of(num_tokens: int, config: ModelConfig, mesh: FoldedMesh) -> int | None:
+    """``C = min(T, ceil(capacity_factor T k / E))``: choices that one expert takes; None: any.
+
+    ``T`` are the tokens of `drop_scope`, padding included: those of one device, or those of the
+    devices of ``cp x tp`` together.
+
+    Args:
+      num_tokens: tokens of one device.
+
+    References:
+      Liu et al., "MoE Parallel Folding", 2025, section 3.3 (sub-sequence and full-sequence
+      dropping). https://arxiv.org/abs/2504.14960
+    """
+    if config.capacity_factor is None:
+        return None
+    full = config.drop_scope == "full_sequence"
+    scope = num_tokens * (mesh.size(mesh.sequence) if full else 1)
+    # A product that is whole but for its rounding is taken as whole.
+    share = config.capacity_factor * scope * config.experts_per_token / config.num_experts
+    return min(scope, math.ceil(round(share, 9)))
+
+
+def drop(routing: Routing, config: ModelConfig, mesh: FoldedMesh) -> tuple[Routing, Array]:
+    """Leaves out the choices beyond an expert's capacity; the weights of the others stay.
+
+    With ``drop_policy="probs"`` an expert keeps its largest weights, equal ones by position; with
+    "position" those of the tokens that come first in the stream.
+
+    Communication per device and layer: none, or with ``drop_scope="full_sequence"`` one
+    `gather_tokens` over ``cp x tp`` of the ids and, for "probs", one of the weights, ``T k
+    (n - 1)`` numbers each.
+
+    Returns:
+      The routing that is left, and ``[token]`` how many choices of each token were dropped.
+    """
+    capacity = capacity_of(routing.experts.shape[0], config, mesh)
+    if capacity is None:
+        return routing, jnp.zeros_like(routing.weights[:, 0])
+    if config.drop_scope == "full_sequence":
+        kept = own_shard(_kept(_gathered(routing, config, mesh), capacity, config), mesh.sequence)
+    else:
+        kept = _kept(routing, capacity, config)
+    dropped = ~kept & (routing.experts < config.num_experts)
+    return Routing(
+        jnp.where(kept, routing.experts, config.num_experts), jnp.where(kept, routing.weights, 0.0)
+    ), jnp.sum(dropped.astype(jnp.float32), axis=1)
+
+
+def _gathered(routing: Routing, config: ModelConfig, mesh: FoldedMesh) -> Routing:
+    """The routing of all tokens of the sequence-parallel group, for comparing only."""
+    experts = gather_tokens(routing.experts, mesh.sequence)
+    if config.drop_policy == "position":
+        return Routing(experts, jnp.zeros(experts.shape))
+    return Routing(experts, gather_tokens(lax.stop_gradient(routing.weights), mesh.sequence))
+
+
+def _kept(routing: Routing, capacity: int, config: ModelConfig) -> Bool[Array, "token k"]:
+    experts = routing.experts.reshape(-1)
+    if config.drop_policy == "position":
+        rank, _ = positions_within(experts, config.num_experts)
+    else:
+        rank = _rank_by_weight(experts, routing.weights.reshape(-1), config.num_experts)
+    return ((rank < capacity) & (experts < config.num_experts)).reshape(routing.experts.shape)
+
+
+def _rank_by_weight(
+    experts: Int[Array, "choice"], weights: Float[Array, "choice"], num_experts: int
+) -> Int[Array, "choice"]:
+    """The place of each choice among those of its expert, the largest weight first."""
+    order = jnp.argsort(-lax.stop_gradient(weights), stable=True)
+    position, _ = positions_within(experts[order], num_experts)
+    return jnp.zeros_like(position).at[order].set(position)

@@ -1,0 +1,54 @@
+"""All tokens go to every device that shares experts; each computes its own experts' part."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from moe.exchange import room
+from moe.experts import inverse_places, routed_experts, take_rows
+from moe.routing import Routing
+from moe.weights import Experts
+from sharding.collectives import gather_tokens, scatter_tokens
+from sharding.folding import FoldedMesh
+
+
+def all_gather(
+    weights: Experts[Array],
+    x: Float[Array, "local d_model"],
+    routing: Routing,
+    mesh: FoldedMesh,
+    capacity: int | None = None,
+) -> Float[Array, "local d_model"]:
+    """Gather tokens and routing over ``ep x etp``, sum what the own experts give, reduce-scatter.
+
+    Communication per device and layer, forward, with ``n = ep etp`` and T local tokens: ``T d_model
+    (n - 1)`` elements out and as many back, whatever k is, and ``2 T k (n - 1)`` numbers of routing
+    out. It wins where k is large.
+
+    References:
+      Jin et al., "MegaScale-MoE", 2025, section 3.2. https://arxiv.org/abs/2505.11432
+    """
+    group, num_local = (*mesh.ep, *mesh.etp), weights.gate.shape[0]
+    num_tokens, k = routing.experts.shape
+    room_of_all = mesh.size(group) * room(num_tokens, k, num_local, capacity)
+    x, experts, scale = (gather_tokens(array, group) for array in (x, *routing))
+
+    local = experts - lax.axis_index(mesh.ep) * num_local
+    own = (local >= 0) & (local < num_local)
+    # A token has few experts here: its own choices come first and the columns of others go.
+    columns = _first(own, min(experts.shape[1], num_local))
+    own, local, scale = (jnp.take_along_axis(a, columns, axis=1) for a in (own, local, scale))
+
+    num_tokens, k = own.shape
+    place = jnp.where(own.reshape(-1), jnp.cumsum(own.reshape(-1)) - 1, room_of_all)
+    choice = inverse_places(place, room_of_all)
+    rows = take_rows(x, jnp.where(choice < num_tokens * k, choice // k, num_tokens))
+    ids = jnp.where(choice < num_tokens * k, take_rows(local.reshape(-1), choice), num_local)
+
+    out = take_rows(routed_experts(weights, rows, ids), place).reshape(num_tokens, k, -1)
+    return scatter_tokens(jnp.einsum("nk,nkd->nd", scale.astype(out.dtype), out), group)
+
+
+def _first(own: Bool[Array, "token k"], columns: int) -> Array:
+    """For each token the `columns` columns of which all that are true come first, in order."""
+    return jnp.argsort(~own, axis=1, stable=True)[:, :columns]

@@ -1,0 +1,132 @@
+"""Which choices are dropped, against loops over experts, on one device and on several."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+from programs import mesh_of, on_mesh
+
+from moe.capacity import capacity_of, drop
+from moe.config import ModelConfig
+from moe.routing import Routing
+from sharding.folding import Layout, fold_abstract
+
+ROUTE, CHOSEN, TOKENS = 5, 2, 24
+CONFIG = ModelConfig(vocab_size=3, num_experts=ROUTE, experts_per_token=CHOSEN)
+
+
+def routing_of(seed, tokens=TOKENS):
+    """Uneven choices, some weights equal, some tokens padding."""
+    draw = np.random.default_rng(seed)
+    liking = np.array([0.5, 0.2, 0.15, 0.1, 0.05])
+    experts = np.stack([draw.choice(ROUTE, CHOSEN, False, liking) for _ in range(tokens)])
+    weights = (draw.integers(1, 9, (tokens, CHOSEN)) / 8).astype(np.float32)
+    padding = draw.random(tokens) < 0.2
+    experts[padding], weights[padding] = ROUTE, 0
+    return Routing(jnp.asarray(experts, jnp.int32), jnp.asarray(weights))
+
+
+def kept_by_loops(experts, weights, capacity, policy):
+    """``[token, k]`` what an expert keeps, one expert after the other."""
+    kept = np.zeros(experts.shape, bool)
+    for expert in range(ROUTE):
+        choices = [(t, c) for t, c in np.ndindex(*experts.shape) if experts[t, c] == expert]
+        if policy == "probs":
+            choices.sort(key=lambda place: -weights[place])  # stable: equal ones by position
+        for place in choices[:capacity]:
+            kept[place] = True
+    return kept
+
+
+def dropping(config, layout):
+    mesh = mesh_of(layout)
+    spec = P(mesh.axes)
+    return on_mesh(lambda routing: drop(routing, config, mesh), mesh, (spec,), (spec, spec))
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+@pytest.mark.parametrize(
+    ("layout", "scope", "groups"),
+    [
+        ("dp1", "sub_sequence", 1),
+        ("tp2 dp4", "sub_sequence", 8),
+        ("tp2 dp4 / ep4 etp2", "full_sequence", 4),
+    ],
+)
+def test_drops_what_the_loops_drop(policy, layout, scope, groups):
+    config = replace(CONFIG, capacity_factor=1.25, drop_policy=policy, drop_scope=scope)
+    program = dropping(config, layout)
+    # Tokens of a scope, times 2 of 5, times 1.25.
+    capacity = {24: 12, 3: 2, 6: 3}[TOKENS // groups]
+    assert capacity_of(TOKENS // mesh_of(layout).layout.num_devices, config, mesh_of(layout)) == (
+        capacity
+    )
+    total = 0
+    for seed in range(4):
+        routing = routing_of(seed)
+        out, dropped = program(routing)
+        experts, weights = (np.asarray(x) for x in routing)
+        kept = np.concatenate(
+            [
+                kept_by_loops(experts[own], weights[own], capacity, policy)
+                for own in np.split(np.arange(TOKENS), groups)
+            ]
+        )
+        np.testing.assert_array_equal(out.experts, np.where(kept, experts, ROUTE))
+        np.testing.assert_array_equal(out.weights, np.where(kept, weights, 0))
+        np.testing.assert_array_equal(dropped, ((experts < ROUTE) & ~kept).sum(axis=1))
+        total += int(dropped.sum())
+    assert total > 0
+
+
+def test_no_capacity_drops_nothing():
+    routing = routing_of(0)
+    out, dropped = dropping(CONFIG, "dp1")(routing)
+    np.testing.assert_array_equal(out.experts, routing.experts)
+    np.testing.assert_array_equal(out.weights, routing.weights)
+    assert float(dropped.sum()) == 0
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from([0.1, 1.0, 2.0, 9.0]),
+    st.sampled_from(["probs", "position"]),
+)
+def test_no_choice_is_lost(seed, factor, policy):
+    """What is kept and what is dropped are the choices of the tokens that are not padding."""
+    config = replace(CONFIG, capacity_factor=factor, drop_policy=policy)
+    mesh = mesh_of("dp1")
+    routing = routing_of(seed)
+    out, dropped = _DROPS.setdefault((factor, policy), dropping(config, "dp1"))(routing)
+    valid = np.asarray(routing.experts)[:, 0] < ROUTE
+    kept = np.asarray(out.experts) < ROUTE
+    assert kept.sum() + int(dropped.sum()) == valid.sum() * CHOSEN
+    load = [int((np.asarray(out.experts) == expert).sum()) for expert in range(ROUTE)]
+    assert max(load) <= capacity_of(TOKENS, config, mesh)
+
+
+_DROPS = {}
+
+
+@pytest.mark.parametrize(
+    ("factor", "scope", "expected"),
+    [
+        (1.0, "sub_sequence", 4),  # 10 x 2 / 5
+        (1.01, "sub_sequence", 5),
+        (1.1, "sub_sequence", 5),  # 4.4
+        (0.01, "sub_sequence", 1),
+        (99.0, "sub_sequence", 10),  # no more than there are tokens
+        (1.0, "full_sequence", 16),  # 40 x 2 / 5
+        (99.0, "full_sequence", 40),
+    ],
+)
+def test_capacities(factor, scope, expected):
+    mesh = fold_abstract(Layout.parse("tp2 cp2 dp2"))
+    config = replace(CONFIG, capacity_factor=factor, drop_scope=scope)
+    assert capacity_of(10, config, mesh) == expected
+    assert capacity_of(10, CONFIG, mesh) is None
