@@ -20,11 +20,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_layers": 4, "d_expert": 160, "experts_per_token": 2},
     "qwen3-moe": {"num_layers": 6, "d_expert": 96, "experts_per_token": 4},
 }
-COMMON = {
+COMMON: dict[str, Any] = {
     "vocab_size": 2048,
     "d_model": 256,
     "num_heads": 8,
@@ -98,7 +98,7 @@ def measure(model: str, arguments: argparse.Namespace) -> dict[str, Any]:
     start, step = program(config)
     state = start(initialise(config, jax.random.key(0)))
     draw = np.random.default_rng(0)
-    seconds, loss = [], None
+    seconds, loss = [], np.zeros(())
     for _ in range(arguments.steps + 2):
         tokens = draw.integers(0, config.vocab_size, (arguments.batch, arguments.time))
         began = time.perf_counter()

@@ -207,8 +207,12 @@ def _tiles_summed(rows, others, sizes):
 
     def of_group(group):
         def tile(first, own, height, out):
-            pair = (lax.dynamic_slice_in_dim(x, first, height) for x in (rows, others))
-            return out + _dot(*(jnp.where(own[:, None], x, 0) for x in pair), (0, 0))
+            # Both sides are cut: a zero times what a foreign row may hold need not be zero.
+            x, y = (
+                jnp.where(own[:, None], lax.dynamic_slice_in_dim(side, first, height), 0)
+                for side in (rows, others)
+            )
+            return out + _dot(x, y, (0, 0))
 
         out = _zeros((rows.shape[1], others.shape[1]), jnp.float32, rows)
         return _cover(tile, stop[group] - sizes[group], stop[group], rows.shape[0], out)
@@ -306,4 +310,5 @@ def _best_summed(*operands):
 
 
 def _named(name: str | None) -> Implementation:
+    """The implementation of that name; for None, the best of each platform."""
     return Implementation(_best_each, _best_summed) if name is None else IMPLEMENTATIONS[name]
