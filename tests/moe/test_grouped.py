@@ -177,7 +177,7 @@ def test_products_are_lowered_for_accelerators_without_one():
 
 def test_unknown_implementations_are_refused():
     with pytest.raises(
-        ValueError, match="implementation='ragged' is no grouped product: .*'tiles'"
+        ValueError, match=r"implementation=.ragged. is no grouped product: .*'tiles'"
     ):
         product("ragged", *operands(), SIZES["uneven"])
 
