@@ -1,16 +1,16 @@
 """Feed-forward layers: the dense one, and many experts each on its own rows.
 
-Rows reach the experts grouped and padded to blocks (`GroupedRows`), so that a product with a
-different matrix per expert is one batched product over blocks: it costs what the rows need plus at
-most one block per expert. `every_expert` is the plain twin.
+Rows are sorted by expert, multiplied by `moe.grouped.grouped_dot` and put back. `every_expert` is
+the plain twin.
 """
 
-from typing import NamedTuple
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from moe.grouped import grouped_dot
 from moe.weights import Dense, Experts
 from sharding.collectives import gather_tokens, scatter_tokens
 from sharding.folding import FoldedMesh
@@ -32,32 +32,23 @@ def dense(
     return scatter_tokens(hidden @ weights.down.astype(x.dtype), mesh.tp)
 
 
-class GroupedRows(NamedTuple):
-    """Where rows go so that each expert's rows are contiguous and start at a block.
+def sort_by_group(groups: Int[Array, "row"], num_groups: int) -> tuple[Array, Array]:
+    """The rows in the order of their groups, each group's in their own order, and its sizes.
 
-    Attributes:
-      slot: ``[row]`` place of each row in the padded order; one past its end for a row of no
-        expert.
-      row: ``[slot]`` the row in each place; one past the last row where the place is padding.
-      block_expert: ``[block]`` the expert whose rows a block holds.
+    Rows whose group is `num_groups` or more come last and are counted nowhere.
     """
-
-    slot: Array
-    row: Array
-    block_expert: Array
-
-    @property
-    def block_size(self) -> int:
-        return self.row.shape[0] // self.block_expert.shape[0]
-
-
-def block_size(num_rows: int, num_experts: int) -> int:
-    """Rows per block: a power of two in 8..256 near a quarter of the rows of an average expert.
-
-    Smaller blocks waste less padding, larger ones make better products.
-    """
-    target = max(num_rows // (4 * num_experts), 1)
-    return min(max(1 << (target.bit_length() - 1), 8), 256)
+    num_rows = groups.shape[0]
+    if (num_groups + 1) * num_rows > jnp.iinfo(groups.dtype).max:
+        raise ValueError(
+            f"{num_rows} rows of {num_groups} groups have more (group, row) pairs than "
+            f"{groups.dtype} counts: route fewer rows at a time."
+        )
+    # One sort of distinct keys: several times as fast as a stable sort of pairs, and as a running
+    # count per group where there are many groups.
+    keys = jnp.minimum(groups, num_groups) * num_rows + jnp.arange(num_rows, dtype=groups.dtype)
+    keys = jnp.sort(keys)
+    stop = jnp.searchsorted(keys, jnp.arange(1, num_groups + 1, dtype=keys.dtype) * num_rows)
+    return keys % num_rows, jnp.diff(stop, prepend=0)
 
 
 def positions_within(groups: Int[Array, "row"], num_groups: int) -> tuple[Array, Array]:
@@ -65,9 +56,9 @@ def positions_within(groups: Int[Array, "row"], num_groups: int) -> tuple[Array,
 
     Rows whose group is out of range have no meaningful place and are counted nowhere.
     """
-    member = jax.nn.one_hot(groups, num_groups, dtype=jnp.int32)
-    running = jnp.cumsum(member, axis=0)
-    return jnp.sum(member * running, axis=1) - 1, running[-1]
+    order, sizes = sort_by_group(groups, num_groups)
+    start = take_rows(jnp.cumsum(sizes) - sizes, groups)
+    return inverse_places(order, groups.shape[0]) - start, sizes
 
 
 def inverse_places(places: Int[Array, "row"], num_places: int) -> Int[Array, "place"]:
@@ -83,49 +74,50 @@ def take_rows(
     return x.at[rows].get(mode="fill", fill_value=0)
 
 
-def group_rows(experts: Int[Array, "row"], num_experts: int) -> GroupedRows:
-    """Groups rows by expert. An id of `num_experts` or more belongs to none."""
-    size = block_size(experts.shape[0], num_experts)
-    num_blocks = -(-experts.shape[0] // size) + num_experts
-    position, count = positions_within(experts, num_experts)
-    blocks = -(-count // size)
-    first_block = jnp.cumsum(blocks) - blocks
-    start = jnp.concatenate([first_block * size, jnp.array([num_blocks * size])])
-    slot = jnp.where(
-        experts < num_experts,
-        start[jnp.minimum(experts, num_experts)] + position,
-        num_blocks * size,
-    )
-    # Blocks past the last row belong to whichever expert comes last; their rows are zero.
-    order = jnp.arange(num_blocks)
-    block_expert = jnp.sum(order[:, None] >= first_block[None, :], axis=1) - 1
-    return GroupedRows(slot, inverse_places(slot, num_blocks * size), block_expert)
+@jax.custom_vjp
+def permute(
+    x: Shaped[Array, "row *rest"], order: Int[Array, "row"], inverse: Int[Array, "row"]
+) -> Shaped[Array, "row *rest"]:
+    """``x[order]``, of which the gradient is a gather too, by the `inverse` of the permutation.
+
+    XLA would scatter and add, not knowing that no row is taken twice.
+    """
+    return x[order]
 
 
-def grouped_dot(
-    rows: Float[Array, "slot inner"],
-    weights: Float[Array, "expert inner outer"],
-    groups: GroupedRows,
-) -> Float[Array, "slot outer"]:
-    """Each row times the matrix of its expert: one batched product over blocks."""
-    blocks = rows.reshape(-1, groups.block_size, rows.shape[-1])
-    matrices = weights[groups.block_expert].astype(rows.dtype)
-    return jnp.einsum("nbi,nio->nbo", blocks, matrices).reshape(rows.shape[0], -1)
+def _permute_forward(x, order, inverse):
+    return x[order], (order, inverse)
+
+
+def _permute_backward(permutation, gradient):
+    _, inverse = permutation
+    return gradient[inverse], None, None
+
+
+permute.defvjp(_permute_forward, _permute_backward)
 
 
 def routed_experts(
     weights: Experts[Array],
     rows: Float[Array, "row d_model"],
     experts: Int[Array, "row"],
+    implementation: str | None = None,
 ) -> Float[Array, "row d_model"]:
-    """SwiGLU of each row by its expert; rows of no expert give 0."""
-    groups = group_rows(experts, weights.gate.shape[0])
-    x = take_rows(rows, groups.row)
+    """SwiGLU of each row by its expert; rows of no expert give 0.
+
+    Args:
+      weights: the experts.
+      rows: in any order.
+      experts: the expert of each row; one past the last, or more, for none.
+      implementation: of the products, see `moe.grouped.grouped_dot`.
+    """
+    order, sizes = sort_by_group(experts, weights.gate.shape[0])
+    inverse = inverse_places(order, order.shape[0])
+    product = partial(grouped_dot, sizes=sizes, implementation=implementation)
     # One product for both: wider products are faster than two narrow ones.
     inward = jnp.concatenate([weights.gate, weights.up], axis=-1)
-    gate, up = jnp.split(grouped_dot(x, inward, groups), 2, axis=-1)
-    hidden = jax.nn.silu(gate) * up
-    return take_rows(grouped_dot(hidden, weights.down, groups), groups.slot)
+    gate, up = jnp.split(product(permute(rows, order, inverse), inward), 2, axis=-1)
+    return permute(product(jax.nn.silu(gate) * up, weights.down), inverse, order)
 
 
 def every_expert(

@@ -12,13 +12,13 @@ from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, on_mesh
 
 from moe.experts import (
-    block_size,
     dense,
     every_expert,
-    group_rows,
     inverse_places,
+    permute,
     positions_within,
     routed_experts,
+    sort_by_group,
     take_rows,
 )
 from moe.weights import Dense, Experts
@@ -159,33 +159,25 @@ def test_take_rows_gives_zeros_past_the_end():
 
 @exactly
 @given(rows_in(NUM_EXPERTS + 1))
-def test_grouped_rows_stand_in_blocks_of_their_expert(ids):
-    groups = group_rows(jnp.asarray(ids), NUM_EXPERTS)
-    slots, rows = groups.slot.tolist(), groups.row.tolist()
-    size = groups.block_size
-    assert size == block_size(len(ids), NUM_EXPERTS)
-    assert len(rows) % size == 0
-    for row, expert in enumerate(ids):
-        if expert < NUM_EXPERTS:
-            assert rows[slots[row]] == row
-            assert groups.block_expert[slots[row] // size] == expert
-        else:
-            assert slots[row] >= len(rows)
-    # No place is taken twice, and what is not taken is one past the last row.
-    taken = [row for row in rows if row < len(ids)]
-    assert sorted(taken) == [row for row, expert in enumerate(ids) if expert < NUM_EXPERTS]
-    assert set(rows) - set(taken) <= {len(ids)}
-    assert all(0 <= expert < NUM_EXPERTS for expert in groups.block_expert.tolist())
+def test_rows_are_sorted_by_group_and_keep_their_order_within(ids):
+    order, sizes = sort_by_group(jnp.asarray(ids), NUM_EXPERTS)
+    known = [row for group in range(NUM_EXPERTS) for row in range(len(ids)) if ids[row] == group]
+    assert order.tolist()[: len(known)] == known
+    assert sorted(order.tolist()) == list(range(len(ids)))
+    assert sizes.tolist() == [ids.count(group) for group in range(NUM_EXPERTS)]
 
 
-@pytest.mark.parametrize("num_experts", [1, 3, 8, 128])
-def test_block_sizes_are_powers_of_two_in_bounds(num_experts):
-    sizes = [block_size(num_rows, num_experts) for num_rows in range(1, 200_000, 997)]
-    assert set(sizes) <= {8, 16, 32, 64, 128, 256}
-    assert sizes == sorted(sizes)
-    assert sizes[0] == 8
-    if num_experts < 128:
-        assert sizes[-1] == 256
+def test_more_pairs_of_group_and_row_than_integers_are_refused():
+    with pytest.raises(ValueError, match=r"8388608 rows of 256 groups .* route fewer rows"):
+        jax.eval_shape(lambda x: sort_by_group(x, 256), jax.ShapeDtypeStruct((2**23,), jnp.int32))
+
+
+def test_permute_has_the_gradient_of_indexing():
+    order = jnp.asarray([2, 0, 3, 1])
+    x, pull = rows_of(4), rows_of(4, seed=2)
+    out, back = jax.vjp(lambda x: permute(x, order, jnp.argsort(order)), x)
+    np.testing.assert_array_equal(out, x[order])
+    np.testing.assert_array_equal(back(pull)[0], jax.vjp(lambda x: x[order], x)[1](pull)[0])
 
 
 def test_dense_layer_is_swiglu_on_any_number_of_ranks():
