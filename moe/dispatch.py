@@ -30,6 +30,7 @@ def dispatch(
     *,
     capacity: int | None = None,
     implementation: str | None = None,
+    product: str | None = None,
 ) -> Float[Array, "local d_model"]:
     """``sum_k w_k expert_k(x)`` for this device's tokens.
 
@@ -44,6 +45,7 @@ def dispatch(
         nothing was dropped.
       implementation: "all_to_all", "all_gather" or "ragged"; None takes the first unless the second
         moves less.
+      product: how the rows are multiplied, see `moe.grouped.grouped_dot`.
 
     Raises:
       ValueError: on an unknown name, and for "ragged" on CPU devices.
@@ -56,7 +58,7 @@ def dispatch(
         raise ValueError(f"dispatch={name!r} is none of {', '.join(IMPLEMENTATIONS)}; None picks.")
     if name == "ragged":
         _refuse_cpu(mesh)
-    return IMPLEMENTATIONS[name](weights, x, routing, mesh, capacity)
+    return IMPLEMENTATIONS[name](weights, x, routing, mesh, capacity, product)
 
 
 def best(

@@ -25,6 +25,7 @@ def all_to_all(
     routing: Routing,
     mesh: FoldedMesh,
     capacity: int | None = None,
+    product: str | None = None,
 ) -> Float[Array, "local d_model"]:
     """Permute, all-to-all over ``ep``, all-gather over ``etp``, experts, and the way back.
 
@@ -54,7 +55,9 @@ def all_to_all(
     rows = exchange(rows.reshape(num_peers, parcel, -1), mesh.ep)
     ids = exchange(ids.reshape(num_peers, parcel), mesh.ep)
 
-    done = whole_experts(weights, rows.reshape(num_peers * parcel, -1), ids.reshape(-1), mesh)
+    done = whole_experts(
+        weights, rows.reshape(num_peers * parcel, -1), ids.reshape(-1), mesh, product
+    )
 
     back = exchange(done.reshape(num_peers, parcel, -1), mesh.ep)
     out = take_rows(back.reshape(num_peers * parcel, -1), place).reshape(num_tokens, k, -1)
@@ -66,10 +69,12 @@ def whole_experts(
     rows: Float[Array, "row d_model"],
     ids: Int[Array, "row"],
     mesh: FoldedMesh,
+    product: str | None = None,
 ) -> Float[Array, "row d_model"]:
     """`routed_experts` whose hidden units are spread over ``etp``.
 
     Each device computes its hidden units' part for the rows of all ``etp`` ranks; the parts add up.
     """
-    done = routed_experts(weights, gather_tokens(rows, mesh.etp), gather_tokens(ids, mesh.etp))
+    rows, ids = (gather_tokens(array, mesh.etp) for array in (rows, ids))
+    done = routed_experts(weights, rows, ids, product)
     return scatter_tokens(done, mesh.etp)

@@ -18,6 +18,7 @@ def all_gather(
     routing: Routing,
     mesh: FoldedMesh,
     capacity: int | None = None,
+    product: str | None = None,
 ) -> Float[Array, "local d_model"]:
     """Gather tokens and routing over ``ep x etp``, sum what the own experts give, reduce-scatter.
 
@@ -45,7 +46,7 @@ def all_gather(
     rows = take_rows(x, jnp.where(choice < num_tokens * k, choice // k, num_tokens))
     ids = jnp.where(choice < num_tokens * k, take_rows(local.reshape(-1), choice), num_local)
 
-    out = take_rows(routed_experts(weights, rows, ids), place).reshape(num_tokens, k, -1)
+    out = take_rows(routed_experts(weights, rows, ids, product), place).reshape(num_tokens, k, -1)
     return scatter_tokens(jnp.einsum("nk,nkd->nd", scale.astype(out.dtype), out), group)
 
 

@@ -34,6 +34,7 @@ def ragged(
     routing: Routing,
     mesh: FoldedMesh,
     capacity: int | None = None,
+    product: str | None = None,
 ) -> Float[Array, "local d_model"]:
     """As `moe.exchange.all_to_all`, with nothing but chosen rows on the wire.
 
@@ -54,7 +55,7 @@ def ragged(
     ids = (experts % num_local)[order][:, None].astype(jnp.int32)
     ids = send(ids, outward, homeward, buffer, num_local, mesh)[:, 0]
 
-    done = whole_experts(weights, rows, ids, mesh)
+    done = whole_experts(weights, rows, ids, mesh, product)
 
     back = send(done, homeward, outward, num_tokens * k, 0, mesh)
     out = take_rows(back, inverse_places(order, num_tokens * k)).reshape(num_tokens, k, -1)

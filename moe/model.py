@@ -63,6 +63,7 @@ def feed_forward(
             mesh,
             capacity=capacity_of(h.shape[0], config, mesh),
             implementation=config.execution.dispatch,
+            product=config.execution.experts,
         )
     if layer.dense is not None:
         out = out + dense(layer.dense, h, mesh)

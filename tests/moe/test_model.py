@@ -13,6 +13,7 @@ from programs import jit, mesh_of, on_mesh, random_weights
 from moe import model
 from moe.attention import rms_norm
 from moe.config import ModelConfig
+from moe.execution import Execution
 from moe.routing import RouterStatistics
 from moe.weights import specs
 from sharding.collectives import all_sum
@@ -305,4 +306,15 @@ def test_no_router_has_no_choices():
     with pytest.raises(ValueError, match="num_experts=0 has no router"):
         model.routing_choices(
             random_weights(config, 1), jnp.zeros((2, 4), int), jnp.ones((2, 4), bool), config, MESH
+        )
+
+
+@pytest.mark.parametrize("choice", ["attention", "context", "dispatch", "experts"])
+def test_every_choice_of_execution_is_demanded(choice):
+    """A name that no implementation has reaches the part that would use it, and is refused there."""
+    config = replace(CONFIG, execution=Execution(**{choice: "abacus"}))
+    tokens = one_sequence()[None]
+    with pytest.raises(ValueError, match="abacus"):
+        jax.eval_shape(
+            partial(hidden.__wrapped__, config), random_weights(config, 0), tokens, tokens > -1
         )
