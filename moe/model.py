@@ -81,22 +81,51 @@ def run(
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
     """The normalised last residual stream at every token, this rank's shard.
 
+    All layers are on this device; `moe.stages` runs those of a pipeline.
+
     Returns:
       The hidden states and, with experts, the router's sums over layers on this device, `load`
       with a row per layer.
     """
-    _check_runs(stream.tokens.shape[0], mesh)
+    _check_whole(mesh)
+    check_runs(stream.tokens.shape[0], mesh)
     x = embed(weights, stream.tokens, config, mesh)
+    x, stats = blocks(weights.layers, x, stream, config, mesh)
+    return last_norm(weights, x, config), stats
+
+
+def blocks(
+    layers: Layer[Array],
+    x: Float[Array, "local d_model"],
+    stream: Stream,
+    config: ModelConfig,
+    mesh: FoldedMesh,
+    first: int | Int[Array, ""] = 0,
+) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
+    """The residual stream after a stack of layers, and the router's sums over them, `load` with a
+    row per layer.
+
+    Args:
+      layers: any number of consecutive layers.
+      first: the number of the first of them in the network.
+    """
     collected = []
-    for index in range(config.num_layers):
-        attend = stream.attend_in_layer(index)
-        x, stats = block(layer_of(weights, index), x, stream, attend, config, mesh)
+    for index in range(jax.tree.leaves(layers)[0].shape[0]):
+        layer = jax.tree.map(lambda stacked, index=index: stacked[index], layers)
+        attend = stream.attend_in_layer(first + index)
+        x, stats = block(layer, x, stream, attend, config, mesh)
         collected.append(stats)
-    x = rms_norm(x, weights.norm, config.norm_epsilon)
     if config.num_experts == 0:
         return x, None
     total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *collected)
     return x, replace(total, load=jnp.stack([stats.load for stats in collected]))
+
+
+def last_norm(
+    weights: Transformer[Array], x: Float[Array, "local d_model"], config: ModelConfig
+) -> Float[Array, "local d_model"]:
+    """The normalised residual stream, as the heads read it."""
+    return rms_norm(x, weights.norm, config.norm_epsilon)
 
 
 def hidden(
@@ -138,12 +167,24 @@ def before_responses(
       States of the flattened ``[batch, response]`` tokens, and the router's sums.
     """
     x, stats = run(weights, shared_prompts(tokens, valid, prompt_length, copies), config, mesh)
+    return responses_of(x, tokens.shape[0], prompt_length, copies, mesh), stats
+
+
+def responses_of(
+    x: Float[Array, "local d_model"],
+    num_rows: int,
+    prompt_length: int,
+    copies: int,
+    mesh: FoldedMesh,
+) -> Float[Array, "before d_model"]:
+    """Of the states at a stream of `shared_prompts`, the one each response token was predicted
+    from."""
     x = gather_tokens(x, mesh.tp)
-    split = tokens.shape[0] // copies * prompt_length
+    split = num_rows // copies * prompt_length
     last_of_prompt = x[:split].reshape(-1, prompt_length, x.shape[-1])[:, -1:]
-    within = x[split:].reshape(tokens.shape[0], -1, x.shape[-1])[:, :-1]
+    within = x[split:].reshape(num_rows, -1, x.shape[-1])[:, :-1]
     before = jnp.concatenate([jnp.repeat(last_of_prompt, copies, axis=0), within], axis=1)
-    return own_shard(before.reshape(-1, x.shape[-1]), mesh.tp), stats
+    return own_shard(before.reshape(-1, x.shape[-1]), mesh.tp)
 
 
 def layer_of(weights: Transformer[Array], index: int) -> Layer[Array]:
@@ -242,14 +283,24 @@ def router_loss(
     return all_sum(weighted, mesh.tp) / (tokens * config.num_layers)
 
 
-def _check_runs(num_tokens: int, mesh: FoldedMesh) -> None:
+def check_runs(num_tokens: int, mesh: FoldedMesh) -> None:
+    """Refuses a number of tokens, or a layout, that the network does not run on."""
     if num_tokens % mesh.size(mesh.tp):
         raise ValueError(
             f"{num_tokens} tokens per data-parallel rank cannot be split over tp="
             f"{mesh.size(mesh.tp)}: choose a batch or a length that divides."
         )
-    for axis in ("cp", "pp", "etp"):
+    for axis in ("cp", "etp"):
         if getattr(mesh.layout, axis) > 1:
             raise ValueError(
-                f"layout {mesh.layout}: the model runs on dp, tp and ep; {axis} must be 1."
+                f"layout {mesh.layout}: the model runs on dp, tp, ep and pp; {axis} must be 1."
             )
+
+
+def _check_whole(mesh: FoldedMesh) -> None:
+    if mesh.layout.pp > 1:
+        raise ValueError(
+            f"layout {mesh.layout} cuts the layers into pipeline stages, and what is asked for "
+            "runs them all on one device: scoring and training go through a pipeline, decoding "
+            "needs a layout with pp=1."
+        )

@@ -213,10 +213,10 @@ def _check_divides(setup: Setup) -> None:
     """Batches must divide over the devices, and micro-batches with them, in rows and in tokens."""
     recipe, mesh = setup.recipe, setup.mesh
     dp, tp = mesh.size(mesh.dp), mesh.size(mesh.tp)
-    for axis in ("cp", "pp", "etp"):
+    for axis in ("cp", "etp"):
         if getattr(mesh.layout, axis) > 1:
             raise ValueError(
-                f"layout {setup.run.layout!r}: training runs on dp, tp and ep; {axis} must be 1."
+                f"layout {setup.run.layout!r}: training runs on dp, tp, ep and pp; {axis} must be 1."
             )
     rows = {
         "prompts": recipe.prompts,
