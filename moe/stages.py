@@ -18,7 +18,7 @@ from moe.routing import RouterStatistics
 from moe.stream import Stream
 from moe.weights import Transformer
 from sharding import pipeline
-from sharding.collectives import all_sum, join_shards, vary
+from sharding.collectives import all_sum, join_shards
 from sharding.folding import FoldedMesh
 from sharding.pipeline import Pipeline, Stages
 
@@ -64,9 +64,7 @@ def gradients(
     num_tokens: Int[Array, ""],
     config: ModelConfig,
     mesh: FoldedMesh,
-) -> tuple[
-    Float[Array, ""], Transformer[Array], dict[str, Any], RouterStatistics[Array] | None
-]:
+) -> tuple[Float[Array, ""], Transformer[Array], dict[str, Any], RouterStatistics[Array] | None]:
     """The loss of the micro-batches, the routers' included, and its gradient.
 
     Args:

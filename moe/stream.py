@@ -22,7 +22,8 @@ class Stream(NamedTuple):
       tokens: ``[token]`` ids.
       positions: ``[token]`` place of each in its own sequence, from 0.
       weight: ``[token]`` in how many sequences it stands, float32; 0 for padding.
-      attend_in_layer: from the number of a layer to how it reads values.
+      attend_in_layer: from the number of a layer to how it reads values; a stage of a pipeline
+        knows the number at run time only.
       share: from assignments ``[token, route]`` to the share that each expert has in the token's
         sequence (the mean over sequences where it stands in several).
     """
@@ -30,7 +31,7 @@ class Stream(NamedTuple):
     tokens: Array
     positions: Array
     weight: Array
-    attend_in_layer: Callable[[int], Attend]
+    attend_in_layer: Callable[[int | Array], Attend]
     share: Callable[[Array], Array]
 
 

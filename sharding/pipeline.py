@@ -51,7 +51,9 @@ class Pipeline(NamedTuple):
     rounds: int = 1
 
 
-def apply(stages: Stages, ends: Tree, layers: Tree, pieces: Tree, pipeline: Pipeline) -> tuple[Tree, Tree]:
+def apply(
+    stages: Stages, ends: Tree, layers: Tree, pieces: Tree, pipeline: Pipeline
+) -> tuple[Tree, Tree]:
     """Every micro-batch forward.
 
     Communication per tick: one activation to the next stage.
@@ -172,7 +174,9 @@ class _Run:
     no_statistics: Tree
 
     @classmethod
-    def of(cls, stages: Stages, ends: Tree, layers: Tree, pieces: Tree, pipeline: Pipeline) -> "_Run":
+    def of(
+        cls, stages: Stages, ends: Tree, layers: Tree, pieces: Tree, pipeline: Pipeline
+    ) -> "_Run":
         num_micro = jax.tree.leaves(pieces)[0].shape[0]
         piece = _at(pieces, 0)
         no_x = _zeros(pipeline, lambda: vary(stages.first(ends, piece), pipeline.everywhere))
@@ -230,7 +234,9 @@ class _Run:
     def send(self, x: Array, step: int) -> Array:
         """`x` to the stage `step` further on; around the end only where there are more rounds."""
         n = self.schedule.stages
-        pairs = [(i, (i + step) % n) for i in range(n) if self.pipeline.rounds > 1 or 0 <= i + step < n]
+        pairs = [
+            (i, (i + step) % n) for i in range(n) if self.pipeline.rounds > 1 or 0 <= i + step < n
+        ]
         return lax.ppermute(x, self.pipeline.stage, pairs)
 
     def backward(self, work: Work, x: Array, arrived: Array, sums: Sums) -> tuple[Array, Sums]:

@@ -12,10 +12,16 @@ Rules = Mapping[str, tuple[str, ...]]
 def weight_rules(mesh: FoldedMesh) -> Rules:
     """Where each named axis of a weight lives; axes not named are whole on every device.
 
-    Layers are split over ``pp``, heads and the hidden units of dense layers over ``tp``, experts over
-    ``ep``.
+    Layers are split over ``pp``, heads and the hidden units of dense layers over ``tp``, experts
+    over ``ep``.
     """
-    return {"layer": mesh.pp, "head": mesh.tp, "kv_head": mesh.tp, "d_ff": mesh.tp, "expert": mesh.ep}
+    return {
+        "layer": mesh.pp,
+        "head": mesh.tp,
+        "kv_head": mesh.tp,
+        "d_ff": mesh.tp,
+        "expert": mesh.ep,
+    }
 
 
 def partition_spec(axes: str, rules: Rules) -> PartitionSpec:

@@ -148,9 +148,7 @@ def num_pieces(num_rows: int, time: int, rows: Rows, mesh: FoldedMesh) -> int:
     def fits(number: int) -> bool:
         own = num_rows // number
         prompts, responses = own // rows.copies * rows.prompt_length, time - rows.prompt_length
-        return not (
-            num_rows % (number * rows.copies) or prompts % ranks or own * responses % ranks
-        )
+        return not (num_rows % (number * rows.copies) or prompts % ranks or own * responses % ranks)
 
     return max((n for n in range(1, 4 * mesh.layout.pp + 1) if fits(n)), default=1)
 
@@ -169,12 +167,12 @@ def _read_states(
     if mesh.layout.pp == 1:
         x, router = model.run(weights, stream(tokens, valid, rows), config, mesh)
         return read(weights, x, tokens), router
-    number = num_pieces(*tokens.shape, rows, mesh)
+    number = num_pieces(tokens.shape[0], tokens.shape[1], rows, mesh)
     pieces = jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), (tokens, valid))
     outs, router = stages.scan_pieces(
         weights,
         pieces,
-        lambda piece: stream(*piece, rows),
+        lambda piece: stream(piece[0], piece[1], rows),
         lambda weights, x, piece: read(weights, x, piece[0]),
         config,
         mesh,

@@ -19,7 +19,7 @@ AXES = {
     "dp": "data: each rank has its own sequences",
     "tp": "tensor: attention heads and dense hidden units; between layers, the tokens",
     "cp": "context: the positions of a sequence",
-    "pp": "pipeline: the layers",
+    "pp": "pipeline: the layers, and micro-batches on their way through them",
     "ep": "experts: each rank holds some of them, tokens travel",
     "etp": "tensor inside an expert",
     "edp": "data of the experts: ranks that hold the same ones",

@@ -98,9 +98,7 @@ class SupervisedObjective:
         return {}
 
 
-def _router_metrics(
-    router: RouterStatistics[Array] | None, mesh: FoldedMesh
-) -> dict[str, Any]:
+def _router_metrics(router: RouterStatistics[Array] | None, mesh: FoldedMesh) -> dict[str, Any]:
     """Means over tokens and layers, and the load of each expert, of the tokens of all ``tp``
     ranks."""
     if router is None:

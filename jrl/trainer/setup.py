@@ -216,7 +216,8 @@ def _check_divides(setup: Setup) -> None:
     for axis in ("cp", "etp"):
         if getattr(mesh.layout, axis) > 1:
             raise ValueError(
-                f"layout {setup.run.layout!r}: training runs on dp, tp, ep and pp; {axis} must be 1."
+                f"layout {setup.run.layout!r}: training runs on dp, tp, ep and pp; "
+                f"{axis} must be 1."
             )
     rows = {
         "prompts": recipe.prompts,

@@ -204,9 +204,9 @@ def test_heads_are_not_mistaken_for_each_other():
     ("layout", "message"),
     [
         ("tp4", r"10 tokens per data-parallel rank cannot be split over tp=4: choose a batch"),
-        ("cp2", r"the model runs on dp, tp and ep; cp must be 1"),
-        ("pp2", r"the model runs on dp, tp and ep; pp must be 1"),
-        ("dp2 / etp2", r"the model runs on dp, tp and ep; etp must be 1"),
+        ("cp2", r"the model runs on dp, tp, ep and pp; cp must be 1"),
+        ("pp2", r"pp2 .* cuts the layers into pipeline stages, .* needs a layout with pp=1"),
+        ("dp2 / etp2", r"the model runs on dp, tp, ep and pp; etp must be 1"),
     ],
 )
 def test_layouts_it_does_not_run_on(layout, message):
