@@ -170,7 +170,7 @@ class _Run:
     stage: Array
     no_x: Array
     no_loss: Array
-    no_out: tuple[Array, Tree]
+    no_out: Tree
     no_statistics: Tree
 
     @classmethod

@@ -93,8 +93,11 @@ class Schedule:
 
     @property
     def bubble(self) -> float:
-        """Idle time over working time of a stage, in lockstep: ``(stages - 1) / (num_micro rounds)`` when
-        `stages` divides `num_micro` or there is one round."""
+        """Idle time over working time of a stage, in lockstep.
+
+        ``(stages - 1) / (num_micro rounds)`` when `stages` divides `num_micro` or there is one
+        round.
+        """
         return self.forward_ticks / (self.num_micro * self.rounds) - 1
 
     @property

@@ -14,6 +14,7 @@ from jrl.trainer.setup import Setup
 from moe.config import ModelConfig
 from moe.weights import num_active_parameters, num_parameters, shapes, shardings
 from sharding.folding import FoldedMesh
+from sharding.schedule import Schedule
 
 AXES = {
     "dp": "data: each rank has its own sequences",
@@ -74,6 +75,10 @@ def batch_arithmetic(setup: Setup) -> dict[str, str]:
         f"{_count(recipe.epochs, 'epoch', 'epochs')} = {updates:,}",
         "steps": f"{run.steps:,}",
     }
+    layout = setup.mesh.layout
+    if layout.pp > 1:
+        bubble = Schedule(layout.pp, setup.num_micro, layout.vpp).bubble
+        rows["pipeline idle per time at work"] = f"{bubble:.1%}"
     if recipe.uses_critic:
         rows["of which train the critic alone"] = f"{pretraining:,}"
         rows["optimiser steps of the critic"] = (

@@ -210,7 +210,7 @@ def test_a_line_that_does_not_parse_is_named_with_its_file(tmp_path, capsys):
         ("--layout dq2", "layout 'dq2': 'dq2' is not an axis and a size"),
         ("--layout dp8", "prompts=4 does not divide over dp=8 of layout 'dp8'"),
         ("--layout tp4", "'kv_head' of size 2 cannot be split over 4 devices"),
-        ("--layout cp2", "layout 'cp2': training runs on dp, tp and ep; cp must be 1"),
+        ("--layout cp2", "layout 'cp2': training runs on dp, tp, ep and pp; cp must be 1"),
         (
             "--layout tp2 --prompt-length 13 --response-length 20 --warm-start-batch 9",
             r"warm_start_batch.* does not divide over .*tp.* = ?2",

@@ -57,14 +57,11 @@ def gradient_of(learner, mesh):
 
 
 @functools.cache
-def three_updates(network, layout, num_micro) -> tuple[Any, list[dict[str, Any]]]:
+def three_updates(layout, num_micro) -> tuple[Any, list[dict[str, Any]]]:
     """The first gradient, and the metrics of each step."""
     setup = setup_on(layout)
-    if network == "policy":
-        objective, optimiser = setup.policy_objective, setup.policy_optimiser
-    else:
-        objective, optimiser = setup.critic_objective, setup.critic_optimiser
-    learner = start(optimiser, random_weights(setup, objective.config), setup.mesh)
+    objective, optimiser = setup.policy_objective, setup.policy_optimiser
+    learner = start(optimiser, random_weights(setup, setup.model), setup.mesh)
     batch = small_batch(setup, ROWS)
     step = update.lower(objective, optimiser, num_micro, learner, batch).compile(FAST_COMPILE)
     history, gradient = [], None
@@ -76,18 +73,12 @@ def three_updates(network, layout, num_micro) -> tuple[Any, list[dict[str, Any]]
 
 
 @pytest.mark.parametrize(
-    ("network", "layout", "num_micro"),
-    [
-        ("policy", "pp4", 2),
-        ("policy", "pp2 dp2 tp2", 2),
-        ("policy", "pp2 dp4 / ep4", 2),
-        ("policy", "pp2 vpp2", 4),
-        ("critic", "pp2 vpp2 dp2 tp2 / ep4", 1),
-    ],
+    ("layout", "num_micro"),
+    [("pp4", 2), ("pp2 dp2 tp2", 2), ("pp2 dp4 / ep4", 2), ("pp2 vpp2 tp2 / ep2", 4)],
 )
-def test_updates_equal_those_of_one_device(network, layout, num_micro):
-    gradient, history = three_updates(network, layout, num_micro)
-    expected_gradient, expected_history = three_updates(network, "dp1", 1)
+def test_updates_equal_those_of_one_device(layout, num_micro):
+    gradient, history = three_updates(layout, num_micro)
+    expected_gradient, expected_history = three_updates("dp1", 1)
     # float32 sums of a few hundred terms in another order; an element near zero is a difference of
     # terms as large as its neighbours, with their error.
     jax.tree.map(
@@ -103,33 +94,34 @@ def test_updates_equal_those_of_one_device(network, layout, num_micro):
         jax.tree.map(
             lambda a, b, close=close: np.testing.assert_allclose(a, b, **close), metrics, expected
         )
-        if network == "policy":
-            np.testing.assert_array_equal(history[0]["load"], expected_history[0]["load"])
+    np.testing.assert_array_equal(history[0]["load"], expected_history[0]["load"])
 
 
 def test_a_stage_sends_one_message_each_way():
-    setup = setup_on("pp2 vpp2")
+    setup = setup_on("pp2 vpp2 tp2 / ep2")
     objective, optimiser = setup.policy_objective, setup.policy_optimiser
     learner = start(optimiser, random_weights(setup, setup.model), setup.mesh)
     lowered = update.lower(objective, optimiser, 4, learner, small_batch(setup, ROWS))
     assert lowered.as_text().count('"stablehlo.collective_permute"') == 2
 
 
-@pytest.mark.parametrize("layout", ["pp2", "pp2 vpp2 dp2 tp2 / ep4"])
-def test_scores_and_values_come_through_the_pipeline(layout):
+def test_scores_and_values_come_through_the_pipeline():
     def on(layout):
         setup = setup_on(layout)
         batch = small_batch(setup, ROWS)
         given = batch.tokens, batch.valid
         critic = setup.critic_objective
-        return (
-            logprobs_of(setup.policy_objective, random_weights(setup, setup.model), *given),
-            values_of(critic, random_weights(setup, critic.config), *given),
-        )
+        return [
+            function.lower(objective, weights, *given).compile(FAST_COMPILE)(weights, *given)
+            for function, objective, weights in (
+                (logprobs_of, setup.policy_objective, random_weights(setup, setup.model)),
+                (values_of, critic, random_weights(setup, critic.config)),
+            )
+        ]
 
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5),
-        jax.device_get(on(layout)),
+        jax.device_get(on("pp2 vpp2 dp2 tp2 / ep4")),
         jax.device_get(on("dp1")),
     )
 
@@ -153,34 +145,25 @@ def test_scoring_is_cut_into_whole_groups(layout, num_rows, copies, number):
 
 
 def test_a_checkpoint_of_interleaved_stages_is_one_of_any_layout(tmp_path):
-    interleaved, plain = setup_on("pp2 vpp2"), setup_on("dp1")
+    def without_critic(layout):
+        return replace(setup_on(layout), recipe=small_recipe("grpo"))
+
+    interleaved, plain = without_critic("pp2 vpp2"), without_critic("dp1")
     weights = initial_weights(interleaved, interleaved.model, "weights")
-    state = begin(interleaved, weights)
-    query = state.policy.weights.layers.attention.query
+    query = weights.layers.attention.query
     assert query.shape[:2] == (2, 2)
     assert query.sharding.shard_shape(query.shape)[:2] == (2, 1)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6),
-        moe_weights.in_order(jax.device_get(weights), interleaved.mesh),
-        jax.device_get(initial_weights(plain, plain.model, "weights")),
-    )
+    state = begin(interleaved, weights)
     checkpoints = Checkpoints(tmp_path)
     save(checkpoints, interleaved, 0, state)
     elsewhere = restore(checkpoints, plain, 0)
     back = restore(checkpoints, interleaved, 0)
     like = abstract(interleaved)
-    assert jax.tree.map(lambda x: (x.shape, x.sharding), back) == jax.tree.map(
-        lambda x: (x.shape, x.sharding), like
-    )
+    same = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), back, like)
+    assert all(jax.tree.leaves(same))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(back), jax.device_get(state))
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        jax.device_get(elsewhere.policy.weights),
-        moe_weights.in_order(jax.device_get(state.policy.weights), interleaved.mesh),
-    )
-    save(Checkpoints(tmp_path / "plain"), plain, 0, elsewhere)
-    again = restore(Checkpoints(tmp_path / "plain"), interleaved, 0)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), jax.device_get(state))
+    in_order = moe_weights.in_order(jax.device_get(weights), interleaved.mesh)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(elsewhere.policy.weights), in_order)
 
 
 def test_layers_must_divide():
