@@ -19,7 +19,7 @@ from moe.dispatch import dispatch
 from moe.experts import dense
 from moe.order import Order
 from moe.routing import RouterStatistics, Routing, assignments, route, statistics
-from moe.stream import Stream, order_of_rows, rows, shared_prompts
+from moe.stream import Stream, order_of_prompts, order_of_rows, rows, shared_prompts
 from moe.weights import Experts, Layer, Transformer
 from sharding.collectives import all_sum, gather_tokens, join_shards, own_shard, vary
 from sharding.folding import FoldedMesh
@@ -111,19 +111,41 @@ def run(
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
     """The normalised last residual stream at every token, this rank's shard.
 
+    All layers are on this device; `moe.stages` runs those of a pipeline.
+
     Returns:
       The hidden states and, with experts, the router's sums over layers on this device, `load`
       with a row per layer.
     """
-    _check_runs(stream.tokens.shape[0], mesh)
+    _check_whole(mesh)
+    check_runs(stream.tokens.shape[0], mesh)
     x = embed(weights, stream.tokens, config, mesh)
+    x, stats = blocks(weights.layers, x, stream, config, mesh)
+    return last_norm(weights, x, config), stats
+
+
+def blocks(
+    layers: Layer[Array],
+    x: Float[Array, "local d_model"],
+    stream: Stream,
+    config: ModelConfig,
+    mesh: FoldedMesh,
+    first: int | Int[Array, ""] = 0,
+) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
+    """The residual stream after a stack of layers, and the router's sums over them, `load` with a
+    row per layer.
+
+    Args:
+      layers: any number of consecutive layers.
+      first: the number of the first of them in the network.
+    """
     collected = []
-    for index in range(config.num_layers):
-        attend = stream.attend_in_layer(index)
-        own = stream.of_layer(index)
-        x, stats = block(layer_of(weights, index), x, own, attend, config, mesh)
+    for index in range(jax.tree.leaves(layers)[0].shape[0]):
+        layer = jax.tree.map(lambda stacked, index=index: stacked[index], layers)
+        attend = stream.attend_in_layer(first + index)
+        own = stream.of_layer(first + index)
+        x, stats = block(layer, x, own, attend, config, mesh)
         collected.append(stats)
-    x = rms_norm(x, weights.norm, config.norm_epsilon)
     if config.num_experts == 0:
         return x, None
     total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *collected)
@@ -131,6 +153,13 @@ def run(
     by_layer = [(stats.load, stats.choices) for stats in collected]
     load, choices = jax.tree.map(lambda *layers: jnp.stack(layers), *by_layer)
     return x, replace(total, load=load, choices=choices)
+
+
+def last_norm(
+    weights: Transformer[Array], x: Float[Array, "local d_model"], config: ModelConfig
+) -> Float[Array, "local d_model"]:
+    """The normalised residual stream, as the heads read it."""
+    return rms_norm(x, weights.norm, config.norm_epsilon)
 
 
 def hidden(
@@ -201,11 +230,28 @@ def before_responses(
     """
     stream = shared_prompts(tokens, valid, prompt_length, copies, mesh, config.execution, replay)
     x, stats = run(weights, stream, config, mesh)
-    prompts, responses = stream.order.split(gather_tokens(x, mesh.tp))
-    rank, place = stream.order.place(0, prompt_length - 1)
+    return responses_of(x, tokens.shape, prompt_length, copies, mesh), stats
+
+
+def responses_of(
+    x: Float[Array, "local d_model"],
+    shape: tuple[int, ...],
+    prompt_length: int,
+    copies: int,
+    mesh: FoldedMesh,
+) -> Float[Array, "before d_model"]:
+    """Of the states at a stream of `shared_prompts`, the one each response token was predicted
+    from, in the order of `response_tokens`.
+
+    Args:
+      shape: ``[batch, time]`` of the rows.
+    """
+    order = order_of_prompts(shape, prompt_length, copies, mesh)
+    prompts, responses = order.split(gather_tokens(x, mesh.tp))
+    rank, place = order.place(0, prompt_length - 1)
     last = gather_tokens(prompts[None, :, place], mesh.cp)[rank]
     before = _shifted(responses, jnp.repeat(last, copies, axis=0), mesh)
-    return own_shard(before.reshape(-1, x.shape[-1]), mesh.tp), stats
+    return own_shard(before.reshape(-1, x.shape[-1]), mesh.tp)
 
 
 def _shifted(
@@ -337,13 +383,19 @@ def router_loss(
     return all_sum(weighted, mesh.sequence) / (tokens * config.num_layers)
 
 
-def _check_runs(num_tokens: int, mesh: FoldedMesh) -> None:
+def check_runs(num_tokens: int, mesh: FoldedMesh) -> None:
+    """Refuses a number of tokens that the devices of a sequence cannot share."""
     if num_tokens % mesh.size(mesh.sequence):
         raise ValueError(
             f"{num_tokens} tokens per data-parallel rank cannot be split over cp x tp = "
             f"{mesh.size(mesh.cp)} x {mesh.size(mesh.tp)}: choose a batch or a length that divides."
         )
+
+
+def _check_whole(mesh: FoldedMesh) -> None:
     if mesh.layout.pp > 1:
         raise ValueError(
-            f"layout {mesh.layout}: the model runs on dp, cp, tp, ep and etp; pp must be 1."
+            f"layout {mesh.layout} cuts the layers into pipeline stages, and what is asked for "
+            "runs them all on one device: scoring and training go through a pipeline, decoding "
+            "needs a layout with pp=1."
         )

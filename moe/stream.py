@@ -28,7 +28,8 @@ class Stream(NamedTuple):
       tokens: ``[token]`` ids.
       positions: ``[token]`` place of each in its own sequence, from 0.
       weight: ``[token]`` in how many sequences it stands, float32; 0 for padding.
-      attend_in_layer: from the number of a layer to how it reads values.
+      attend_in_layer: from the number of a layer to how it reads values; a stage of a pipeline
+        knows the number at run time only.
       share: from assignments ``[token, route]`` to the share that each expert has in the token's
         sequence (the mean over sequences where it stands in several).
       order: where the tokens of rows stand in it.
@@ -39,7 +40,7 @@ class Stream(NamedTuple):
     tokens: Array
     positions: Array
     weight: Array
-    attend_in_layer: Callable[[int], Attend]
+    attend_in_layer: Callable[[int | Array], Attend]
     share: Callable[[Array], Array]
     order: Order
     replay: Array | None = None
@@ -142,7 +143,7 @@ def shared_prompts(
     """
     num_rows, time = tokens.shape
     num_prompts, response_length = num_rows // copies, time - prompt_length
-    order = Order(((num_prompts, prompt_length), (num_rows, response_length)), mesh.size(mesh.cp))
+    order = order_of_prompts(tokens.shape, prompt_length, copies, mesh)
 
     def cut(x: Array) -> tuple[Array, Array]:
         return x[::copies, :prompt_length], x[:, prompt_length:]
@@ -182,13 +183,21 @@ def order_of_rows(shape: tuple[int, ...], mesh: FoldedMesh) -> Order:
     return Order(((shape[0], shape[1]),), mesh.size(mesh.cp))
 
 
+def order_of_prompts(
+    shape: tuple[int, ...], prompt_length: int, copies: int, mesh: FoldedMesh
+) -> Order:
+    """The order of the stream of `shared_prompts` of ``[batch, time]`` rows."""
+    prompts = shape[0] // copies, prompt_length
+    return Order((prompts, (shape[0], shape[1] - prompt_length)), mesh.size(mesh.cp))
+
+
 def _causal(
     order: Order,
     segments: Sequence[Array],
     sources: Callable[[tuple[Array, ...]], tuple[Array, ...]],
     mesh: FoldedMesh,
     execution: Execution | None,
-) -> Callable[[int], Attend]:
+) -> Callable[[int | Array], Attend]:
     """Every layer reads earlier columns of the own segment; a section's columns follow those of the
     section before."""
     columns, start = [], 0

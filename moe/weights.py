@@ -9,7 +9,7 @@ while the experts are spread over them.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import jax
@@ -163,19 +163,52 @@ def _initial(weight: Weight, sizes: dict[str, int], key: jax.Array) -> jax.Array
 
 
 def specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
-    """Where each weight lives on `mesh`.
+    """Where each weight lives on `mesh`, stored as `in_rounds` says.
 
     Raises:
       ValueError: when an axis does not divide by the devices it is spread over.
     """
-    rules, sizes = weight_rules(mesh), axis_sizes(config)
+    rules, sizes, rounds = weight_rules(mesh), axis_sizes(config), mesh.layout.vpp
+    if sizes["layer"] % (mesh.size(mesh.pp) * rounds):
+        raise ValueError(
+            f"num_layers={sizes['layer']} cannot be cut into {mesh.size(mesh.pp)} pipeline stages "
+            f"x {rounds} chunks (layout {mesh.layout}): choose a pp and a vpp whose product "
+            "divides it."
+        )
     for axis, atoms in rules.items():
         if sizes[axis] % mesh.size(atoms):
             raise ValueError(
                 f"the axis {axis!r} of size {sizes[axis]} cannot be split over {mesh.size(atoms)} "
                 f"devices (layout {mesh.layout}): choose a layout whose size divides it."
             )
-    return jax.tree.map(lambda weight: partition_spec(weight.axes, rules), table(config))
+
+    def place(weight: Weight) -> PartitionSpec:
+        axes = weight.axes if rounds == 1 else weight.axes.replace("layer", "round layer")
+        return partition_spec(axes, rules)
+
+    return jax.tree.map(place, table(config))
+
+
+def in_rounds(weights: Transformer[jax.Array], mesh: FoldedMesh) -> Transformer[jax.Array]:
+    """Weights as they are stored on `mesh`: ``[layer, ...]`` or, where its pipeline stages have
+    several chunks, ``[round, layer / vpp, ...]``.
+
+    The chunks of a stage are not neighbours; spread along the second axis, they lie together on it.
+    Made of reshapes, inverted by `in_order`.
+    """
+    rounds = mesh.layout.vpp
+    if rounds == 1:
+        return weights
+    layers = jax.tree.map(lambda x: x.reshape(rounds, -1, *x.shape[1:]), weights.layers)
+    return replace(weights, layers=layers)
+
+
+def in_order(weights: Transformer[jax.Array], mesh: FoldedMesh) -> Transformer[jax.Array]:
+    """Weights stored on `mesh` with all layers in one axis, as every other layout knows them."""
+    if mesh.layout.vpp == 1:
+        return weights
+    layers = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), weights.layers)
+    return replace(weights, layers=layers)
 
 
 def shardings(config: ModelConfig, mesh: FoldedMesh) -> Transformer[NamedSharding]:

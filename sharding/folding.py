@@ -33,6 +33,7 @@ class Layout:
       pp: pipeline stages, shared by attention and experts.
       ep: expert parallelism.
       etp: tensor parallelism inside an expert.
+      vpp: chunks of layers on each pipeline stage (virtual stages, the interleaved schedule).
     """
 
     tp: int = 1
@@ -41,6 +42,7 @@ class Layout:
     pp: int = 1
     ep: int = 1
     etp: int = 1
+    vpp: int = 1
 
     def __post_init__(self):
         for field in fields(self):
@@ -49,6 +51,11 @@ class Layout:
                 raise ValueError(
                     f"{field.name}={size} is not a size: use 1 for an axis not in use."
                 )
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(
+                f"vpp={self.vpp} interleaves the chunks of a pipeline and pp=1 is none: "
+                "give pp as well, or leave vpp out."
+            )
         stage = self.tp * self.cp * self.dp
         if stage % (self.ep * self.etp):
             ep, etp = self._nearest_experts(stage)
@@ -102,6 +109,8 @@ class Layout:
 
     def __str__(self) -> str:
         attention = " ".join(f"{axis}{getattr(self, axis)}" for axis in ("tp", "cp", "dp", "pp"))
+        if self.vpp > 1:
+            attention += f" vpp{self.vpp}"
         return f"{attention} / ep{self.ep} etp{self.etp} edp{self.edp}"
 
 

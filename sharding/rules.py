@@ -12,10 +12,11 @@ Rules = Mapping[str, tuple[str, ...]]
 def weight_rules(mesh: FoldedMesh) -> Rules:
     """Where each named axis of a weight lives; axes not named are whole on every device.
 
-    Heads and the hidden units of dense layers are split over ``tp``, experts over ``ep`` and the
-    hidden units of each expert over ``etp``.
+    Layers are split over ``pp``, heads and the hidden units of dense layers over ``tp``, experts
+    over ``ep`` and the hidden units of each expert over ``etp``.
     """
     return {
+        "layer": mesh.pp,
         "head": mesh.tp,
         "kv_head": mesh.tp,
         "d_ff": mesh.tp,

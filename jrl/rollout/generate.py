@@ -116,6 +116,11 @@ def generate(
 
 def _check_divides(decoder: Decoder, num_prompts: int) -> None:
     mesh = decoder.mesh
+    if mesh.layout.pp > 1:
+        raise ValueError(
+            f"layout {mesh.layout} cannot decode: every device needs all layers, so pp must be 1; "
+            "decode on a layout of its own."
+        )
     dp, tp = mesh.size(mesh.dp), mesh.size(mesh.tp)
     rows = num_prompts * decoder.copies
     if num_prompts % dp or (num_prompts // dp * decoder.copies) % tp:

@@ -1,15 +1,18 @@
 """The training side of a rollout: the log-probabilities of tokens that are already there."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jrl.rollout.sampling import Sampling, logprobs_of, policy_logits, sampler_logits
-from moe import model
+from moe import model, stages
 from moe.config import ModelConfig
+from moe.order import Order
 from moe.routing import RouterStatistics
+from moe.stream import Stream, shared_prompts
 from moe.weights import Transformer
 from sharding.collectives import vary
 from sharding.folding import FoldedMesh
@@ -53,10 +56,41 @@ def score(
     sampling: Sampling,
     mesh: FoldedMesh,
 ) -> Scores:
-    """One forward pass over whole sequences, inside the `jax.shard_map`."""
-    x, router = model.before_responses(
-        weights, tokens, valid, rows.prompt_length, rows.copies, config, mesh
-    )
+    """One forward pass over whole sequences, inside the `jax.shard_map`.
+
+    On a pipeline, as many micro-batches as `num_pieces` says.
+    """
+
+    def read(weights, x, tokens):
+        return scores_of(weights, x, tokens, rows, config, sampling, mesh)
+
+    scores, router = _read_states(weights, tokens, valid, rows, read, config, mesh)
+    return scores._replace(router=router)
+
+
+def stream(
+    tokens: Int[Array, "batch time"],
+    valid: Bool[Array, "batch time"],
+    rows: Rows,
+    config: ModelConfig,
+    mesh: FoldedMesh,
+) -> Stream:
+    """The tokens as the network runs them."""
+    return shared_prompts(tokens, valid, rows.prompt_length, rows.copies, mesh, config.execution)
+
+
+def scores_of(
+    weights: Transformer[Array],
+    x: Float[Array, "local d_model"],
+    tokens: Int[Array, "batch time"],
+    rows: Rows,
+    config: ModelConfig,
+    sampling: Sampling,
+    mesh: FoldedMesh,
+) -> Scores:
+    """The scores read off the last hidden states `x` of the `stream` of `tokens`, `router` left
+    out."""
+    x = model.responses_of(x, tokens.shape, rows.prompt_length, rows.copies, mesh)
     logits = model.logits_of(weights, x, config)
     responses = vary(model.response_tokens(tokens, rows.prompt_length, mesh), mesh.axes)
     scaled = policy_logits(logits, sampling)
@@ -72,7 +106,7 @@ def score(
     def aligned(before: Float[Array, "local"]) -> Float[Array, "batch time"]:
         return model.on_responses(before, tokens.shape, rows.prompt_length, mesh)
 
-    return Scores(aligned(logprobs), aligned(sampled), aligned(entropy), router)
+    return Scores(aligned(logprobs), aligned(sampled), aligned(entropy), None)
 
 
 def value(
@@ -84,8 +118,70 @@ def value(
     mesh: FoldedMesh,
 ) -> tuple[Float[Array, "batch time"], RouterStatistics[Array] | None]:
     """The critic's estimate of the state before each response token; prompts get 0."""
-    x, router = model.before_responses(
-        critic, tokens, valid, rows.prompt_length, rows.copies, config, mesh
-    )
+
+    def read(critic, x, tokens):
+        return values_of(critic, x, tokens, rows, config, mesh)
+
+    return _read_states(critic, tokens, valid, rows, read, config, mesh)
+
+
+def values_of(
+    critic: Transformer[Array],
+    x: Float[Array, "local d_model"],
+    tokens: Int[Array, "batch time"],
+    rows: Rows,
+    config: ModelConfig,
+    mesh: FoldedMesh,
+) -> Float[Array, "batch time"]:
+    """The values read off the last hidden states `x` of the `stream` of `tokens`."""
+    x = model.responses_of(x, tokens.shape, rows.prompt_length, rows.copies, mesh)
     before = model.value_of(critic, x, config)
-    return model.on_responses(before, tokens.shape, rows.prompt_length, mesh), router
+    return model.on_responses(before, tokens.shape, rows.prompt_length, mesh)
+
+
+def num_pieces(num_rows: int, time: int, rows: Rows, mesh: FoldedMesh) -> int:
+    """Micro-batches that scoring cuts its rows into on a pipeline: at most four per stage, which
+    leaves it idle a fifth of the time, if groups of `Rows.copies` and tokens divide.
+
+    Args:
+      num_rows: on this device.
+      time: prompt and response, in tokens.
+    """
+    cp, ranks = mesh.size(mesh.cp), mesh.size(mesh.sequence)
+
+    def fits(number: int) -> bool:
+        own = num_rows // number
+        sections = (own // rows.copies, rows.prompt_length), (own, time - rows.prompt_length)
+        divides = (Order((section,), cp).num_tokens % ranks == 0 for section in sections)
+        return num_rows % (number * rows.copies) == 0 and all(divides)
+
+    return max((n for n in range(1, 4 * mesh.layout.pp + 1) if fits(n)), default=1)
+
+
+def _read_states(
+    weights: Transformer[Array],
+    tokens: Int[Array, "batch time"],
+    valid: Bool[Array, "batch time"],
+    rows: Rows,
+    read: Callable[[Transformer[Array], Array, Array], Any],
+    config: ModelConfig,
+    mesh: FoldedMesh,
+) -> tuple[Any, RouterStatistics[Array] | None]:
+    """What `read` makes of the last hidden states, rows in the order given, and the router's
+    sums."""
+    if mesh.layout.pp == 1:
+        x, router = model.run(weights, stream(tokens, valid, rows, config, mesh), config, mesh)
+        return read(weights, x, tokens), router
+    number = num_pieces(tokens.shape[0], tokens.shape[1], rows, mesh)
+    pieces = jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), (tokens, valid))
+    outs, router = stages.scan_pieces(
+        weights,
+        pieces,
+        lambda piece: stream(piece[0], piece[1], rows, config, mesh),
+        lambda weights, x, piece: read(weights, x, piece[0]),
+        config,
+        mesh,
+    )
+    # The stages agree; without a pipeline a size-1 axis would still mark the result as varying.
+    outs = vary(outs, mesh.pp)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outs), router

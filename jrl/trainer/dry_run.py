@@ -14,12 +14,13 @@ from jrl.trainer.setup import Setup
 from moe.config import ModelConfig
 from moe.weights import num_active_parameters, num_parameters, shapes, shardings
 from sharding.folding import FoldedMesh
+from sharding.schedule import Schedule
 
 AXES = {
     "dp": "data: each rank has its own sequences",
     "tp": "tensor: attention heads and dense hidden units; between layers, the tokens",
     "cp": "context: the positions of a sequence",
-    "pp": "pipeline: the layers",
+    "pp": "pipeline: the layers, and micro-batches on their way through them",
     "ep": "experts: each rank holds some of them, tokens travel",
     "etp": "tensor inside an expert",
     "edp": "data of the experts: ranks that hold the same ones",
@@ -74,6 +75,10 @@ def batch_arithmetic(setup: Setup) -> dict[str, str]:
         f"{_count(recipe.epochs, 'epoch', 'epochs')} = {updates:,}",
         "steps": f"{run.steps:,}",
     }
+    layout = setup.mesh.layout
+    if layout.pp > 1:
+        bubble = Schedule(layout.pp, setup.num_micro, layout.vpp).bubble
+        rows["pipeline idle per time at work"] = f"{bubble:.1%}"
     if recipe.uses_critic:
         rows["of which train the critic alone"] = f"{pretraining:,}"
         rows["optimiser steps of the critic"] = (

@@ -16,9 +16,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jrl.recipes.batch import Batch, Totals
+from moe import model, stages
 from moe import weights as moe_weights
 from moe.balance import rebalanced
 from moe.config import ModelConfig
+from moe.routing import RouterStatistics
+from moe.stream import Stream
 from moe.weights import Transformer
 from sharding.collectives import all_sum, vary, varying
 from sharding.folding import FoldedMesh
@@ -94,10 +97,19 @@ class Objective(Protocol):
     @property
     def mesh(self) -> FoldedMesh: ...
 
+    def stream(self, batch: Batch[Array]) -> Stream:
+        """This piece's tokens as the network runs them."""
+        ...
+
     def loss(
-        self, weights: Transformer[Array], batch: Batch[Array], totals: Totals[Array]
+        self, weights: Transformer[Array], x: Array, batch: Batch[Array], totals: Totals[Array]
     ) -> tuple[Array, dict[str, Any]]:
-        """This piece's share of the loss and its metrics, equal on all ranks of ``cp`` and ``tp``.
+        """This piece's share of the loss and its metrics, equal on all ranks of ``cp`` and ``tp``,
+        from the last hidden states `x`. The routers' losses are added to it."""
+        ...
+
+    def router_metrics(self, router: RouterStatistics[Array] | None) -> dict[str, Any]:
+        """Metrics of the routers' sums over all layers.
 
         A model with a selection bias needs the metric `load`, ``[layer, route]`` choices.
         """
@@ -205,30 +217,70 @@ def _local_gradients(
     # over devices, once, is the sum over micro-batches.
     own = vary(weights, mesh.axes)
     pieces = jax.tree.map(lambda x: x.reshape(num_micro, -1, *x.shape[1:]), batch)
-
-    def piece_loss(own, piece):
-        loss, metrics = objective.loss(own, vary(piece, mesh.except_sequence), totals)
-        # Ranks of cp and tp hold the same loss, which counts once.
-        return all_sum(loss, mesh.except_sequence), metrics
-
-    def add_piece(total, piece):
-        (loss, metrics), grads = jax.value_and_grad(piece_loss, has_aux=True)(own, piece)
-        return jax.tree.map(jnp.add, total, (loss, grads)), metrics
-
-    nothing = (jnp.zeros((), jnp.float32), vary(jax.tree.map(jnp.zeros_like, weights), mesh.axes))
-    (loss, grads), metrics = jax.lax.scan(add_piece, nothing, pieces)
+    passes = _one_by_one if mesh.layout.pp == 1 else _through_stages
+    loss, grads, metrics = passes(objective, own, pieces, totals)
     grads = jax.tree.map(
         lambda grad, weight: jax.lax.psum(grad, tuple(varying(grad) - varying(weight))),
         grads,
         weights,
     )
-    return loss, grads, {name: _join(metric, mesh) for name, metric in metrics.items()}
+    return loss, grads, metrics
 
 
-def _join(metric: Any, mesh: FoldedMesh) -> Any:
-    """A metric stacked over micro-batches, as one over all of them and all devices."""
+def _one_by_one(
+    objective: Objective,
+    own: Transformer[Array],
+    pieces: Batch[Array],
+    totals: Totals[Array],
+) -> tuple[Array, Transformer[Array], dict[str, Any]]:
+    """The loss, this device's gradient, and the metrics, where it holds all layers."""
+    config, mesh = objective.config, objective.mesh
+
+    def piece_loss(own, piece):
+        piece = vary(piece, mesh.except_sequence)
+        x, router = model.run(own, objective.stream(piece), config, mesh)
+        loss, metrics = objective.loss(own, x, piece, totals)
+        loss = loss + model.router_loss(router, config, mesh, totals.num_valid)
+        # Ranks of cp and tp hold the same loss, which counts once.
+        return all_sum(loss, mesh.except_sequence), {**metrics, **objective.router_metrics(router)}
+
+    def add_piece(total, piece):
+        (loss, metrics), grads = jax.value_and_grad(piece_loss, has_aux=True)(own, piece)
+        return jax.tree.map(jnp.add, total, (loss, grads)), metrics
+
+    nothing = (jnp.zeros((), jnp.float32), vary(jax.tree.map(jnp.zeros_like, own), mesh.axes))
+    (loss, grads), metrics = jax.lax.scan(add_piece, nothing, pieces)
+    metrics = {name: _join(metric, mesh.except_sequence) for name, metric in metrics.items()}
+    return loss, grads, metrics
+
+
+def _through_stages(
+    objective: Objective,
+    own: Transformer[Array],
+    pieces: Batch[Array],
+    totals: Totals[Array],
+) -> tuple[Array, Transformer[Array], dict[str, Any]]:
+    """`_one_by_one` on a pipeline."""
+    config, mesh = objective.config, objective.mesh
+    loss, grads, metrics, router = stages.gradients(
+        own,
+        vary(pieces, mesh.except_sequence),
+        objective.stream,
+        lambda weights, x, piece: objective.loss(weights, x, piece, totals),
+        totals.num_valid,
+        config,
+        mesh,
+    )
+    # Sums that are already over micro-batches, as a stack of one.
+    of_router = jax.tree.map(lambda x: x[None], objective.router_metrics(router))
+    # The stages hold the same metrics, which count once, and each its own part of the loss.
+    others = tuple(axis for axis in mesh.except_sequence if axis not in mesh.pp)
+    joined = {name: _join(m, others) for name, m in {**metrics, **of_router}.items()}
+    return all_sum(loss, mesh.except_sequence), grads, joined
+
+
+def _join(metric: Any, axes: tuple[str, ...]) -> Any:
+    """A metric stacked over micro-batches, as one over all of them and the devices of `axes`."""
     if isinstance(metric, Max):
-        return Max(
-            jax.lax.pmax(jnp.max(vary(metric.maximum, mesh.except_sequence)), mesh.except_sequence)
-        )
-    return jax.tree.map(lambda x: all_sum(jnp.sum(x, axis=0), mesh.except_sequence), metric)
+        return Max(jax.lax.pmax(jnp.max(vary(metric.maximum, axes)), axes))
+    return jax.tree.map(lambda x: all_sum(jnp.sum(x, axis=0), axes), metric)

@@ -31,7 +31,7 @@ from jrl.trainer.plots import plot_run
 from jrl.trainer.records import Appender, read, read_metrics
 from jrl.trainer.run_folder import RunFolder
 from jrl.trainer.setup import Setup
-from jrl.trainer.state import TrainState, abstract, begin, initial_weights
+from jrl.trainer.state import TrainState, begin, initial_weights, restore, save
 from jrl.trainer.warm_start import warm_start
 from moe.weights import Transformer
 
@@ -88,11 +88,11 @@ def train(setup: Setup, folder: RunFolder, weights: Transformer[Array] | None = 
             if step == run.steps:
                 _write_shown(setup, folder, state)
             if step % run.checkpoint_every == 0 or step == run.steps:
-                checkpoints.save(step, state)
+                save(checkpoints, setup, step, state)
             _check_finite(setup, folder, state)
         step = int(state.step)
         if checkpoints.latest_step() != step:
-            checkpoints.save(step, state)
+            save(checkpoints, setup, step, state)
     _finish(setup, folder, stopped=step < run.steps)
     return Outcome(step, stopped=step < run.steps)
 
@@ -179,7 +179,7 @@ def _first_state(
     heldout = heldout_examples(setup, setup.run.eval_prompts)
     step = checkpoints.latest_step()
     if step is not None:
-        state = checkpoints.restore(step, abstract(setup))[0]
+        state = restore(checkpoints, setup, step)
         folder.go_back(step)
         return state, heldout
     folder.go_back(-1)
@@ -196,7 +196,7 @@ def _first_state(
         check_known(metrics)
         appender.append(0, metrics)
     _write_shown(setup, folder, state)
-    checkpoints.save(0, state)
+    save(checkpoints, setup, 0, state)
     return state, heldout
 
 

@@ -12,11 +12,11 @@ from jrl.recipes.actor_critic import ActorCritic
 from jrl.recipes.batch import Batch, Totals
 from jrl.recipes.recipe import Recipe
 from jrl.rollout.sampling import Sampling
-from jrl.rollout.scoring import Rows, score, value
+from jrl.rollout.scoring import Rows, scores_of, stream, values_of
 from jrl.trainer.learner import Max
-from moe import model
 from moe.config import ModelConfig
 from moe.routing import RouterStatistics
+from moe.stream import Stream
 from moe.weights import Transformer
 from sharding.collectives import all_sum
 from sharding.folding import FoldedMesh
@@ -32,21 +32,26 @@ class PolicyObjective:
     recipe: Recipe
     sampling: Sampling
 
+    def stream(self, batch: Batch[Array]) -> Stream:
+        return stream(batch.tokens, batch.valid, self.rows, self.config, self.mesh)
+
     def loss(
-        self, weights: Transformer[Array], batch: Batch[Array], totals: Totals[Array]
+        self, weights: Transformer[Array], x: Array, batch: Batch[Array], totals: Totals[Array]
     ) -> tuple[Array, dict[str, Any]]:
-        scores = score(
-            weights, batch.tokens, batch.valid, self.rows, self.config, self.sampling, self.mesh
+        scores = scores_of(
+            weights, x, batch.tokens, self.rows, self.config, self.sampling, self.mesh
         )
         loss, metrics = self.recipe.policy_loss(scores.logprobs, scores.entropy, batch, totals)
         difference = jnp.abs(scores.sampler_logprobs - batch.sampler_logprobs)
         difference = jnp.where(batch.mask, difference, 0.0)
-        return loss + model.router_loss(scores.router, self.config, self.mesh, totals.num_valid), {
+        return loss, {
             **metrics,
-            **_router_metrics(scores.router, self.config, self.mesh),
             "sampling/sampling_logp_difference/mean": Mean.of(difference, batch.mask),
             "sampling/sampling_logp_difference/max": Max(jnp.max(difference)),
         }
+
+    def router_metrics(self, router: RouterStatistics[Array] | None) -> dict[str, Any]:
+        return _router_metrics(router, self.config, self.mesh)
 
 
 @dataclass(frozen=True)
@@ -58,18 +63,18 @@ class CriticObjective:
     rows: Rows
     recipe: ActorCritic
 
+    def stream(self, batch: Batch[Array]) -> Stream:
+        return stream(batch.tokens, batch.valid, self.rows, self.config, self.mesh)
+
     def loss(
-        self, weights: Transformer[Array], batch: Batch[Array], totals: Totals[Array]
+        self, weights: Transformer[Array], x: Array, batch: Batch[Array], totals: Totals[Array]
     ) -> tuple[Array, dict[str, Any]]:
-        values, router = value(
-            weights, batch.tokens, batch.valid, self.rows, self.config, self.mesh
-        )
+        values = values_of(weights, x, batch.tokens, self.rows, self.config, self.mesh)
         loss, metrics = self.recipe.critic_loss(values, batch, totals)
-        return loss + model.router_loss(router, self.config, self.mesh, totals.num_valid), {
-            **metrics,
-            "critic/vf_loss": loss,
-            **_router_load(router, self.mesh),
-        }
+        return loss, {**metrics, "critic/vf_loss": loss}
+
+    def router_metrics(self, router: RouterStatistics[Array] | None) -> dict[str, Any]:
+        return _router_load(router, self.mesh)
 
 
 @dataclass(frozen=True)
@@ -80,16 +85,17 @@ class SupervisedObjective:
     mesh: FoldedMesh
     rows: Rows
 
+    def stream(self, batch: Batch[Array]) -> Stream:
+        return stream(batch.tokens, batch.valid, self.rows, self.config, self.mesh)
+
     def loss(
-        self, weights: Transformer[Array], batch: Batch[Array], totals: Totals[Array]
+        self, weights: Transformer[Array], x: Array, batch: Batch[Array], totals: Totals[Array]
     ) -> tuple[Array, dict[str, Any]]:
-        scores = score(
-            weights, batch.tokens, batch.valid, self.rows, self.config, Sampling(), self.mesh
-        )
-        loss = aggregate(-scores.logprobs, batch.mask, num_tokens=totals.num_tokens)
-        return loss + model.router_loss(scores.router, self.config, self.mesh, totals.num_valid), (
-            _router_load(scores.router, self.mesh)
-        )
+        scores = scores_of(weights, x, batch.tokens, self.rows, self.config, Sampling(), self.mesh)
+        return aggregate(-scores.logprobs, batch.mask, num_tokens=totals.num_tokens), {}
+
+    def router_metrics(self, router: RouterStatistics[Array] | None) -> dict[str, Any]:
+        return _router_load(router, self.mesh)
 
 
 def _router_metrics(
@@ -112,5 +118,5 @@ def _router_metrics(
 
 
 def _router_load(router: RouterStatistics[Array] | None, mesh: FoldedMesh) -> dict[str, Any]:
-    """Choices of each expert, ``[layer, route]``, by the tokens of all ``tp`` ranks."""
-    return {} if router is None else {"load": all_sum(router.load, mesh.tp)}
+    """Choices of each expert, ``[layer, route]``, by the tokens of all ``cp`` and ``tp`` ranks."""
+    return {} if router is None else {"load": all_sum(router.load, mesh.sequence)}

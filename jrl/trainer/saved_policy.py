@@ -1,5 +1,7 @@
 """The networks of a run on disk: their newest weights, and its tokenizer."""
 
+from dataclasses import replace
+
 import jax
 from jaxtyping import Array
 
@@ -42,10 +44,12 @@ def _load(
     taken.
     """
     checkpoints = Checkpoints(folder.checkpoints_path)
+    # A checkpoint holds the layers in order.
+    plain = replace(setup.mesh, layout=replace(setup.mesh.layout, vpp=1))
     like = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         moe_weights.shapes(model),
-        moe_weights.shardings(model, setup.mesh),
+        moe_weights.shardings(model, plain),
     )
     while True:
         step = checkpoints.latest_step()
@@ -54,10 +58,13 @@ def _load(
                 f"run {folder.path} has no checkpoint yet: the first comes after its warm start."
             )
         try:
-            return checkpoints.restore(step, like, part=part)[0], step
+            weights = checkpoints.restore(step, like, part=part)[0]
         except (ValueError, OSError):
             if step in checkpoints.steps():
                 raise
+        else:
+            weights = moe_weights.in_rounds(weights, setup.mesh)
+            return jax.device_put(weights, moe_weights.shardings(model, setup.mesh)), step
 
 
 def load_tokenizer(folder: RunFolder) -> Tokenizer:

@@ -213,10 +213,6 @@ def _check_divides(setup: Setup) -> None:
     """Batches must divide over the devices, and micro-batches with them, in rows and in tokens."""
     recipe, mesh = setup.recipe, setup.mesh
     dp, tp = mesh.size(mesh.dp), mesh.size(mesh.tp)
-    if mesh.layout.pp > 1:
-        raise ValueError(
-            f"layout {setup.run.layout!r}: training runs on dp, cp, tp, ep and etp; pp must be 1."
-        )
     if mesh.layout.cp > 1:
         raise ValueError(
             f"layout {setup.run.layout!r}: rollouts run without context parallelism; cp must be 1."

@@ -9,6 +9,7 @@ from flax import struct
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
+from jrl.trainer.checkpoints import Checkpoints
 from jrl.trainer.learner import Learner, start
 from jrl.trainer.setup import Setup
 from moe import weights as moe_weights
@@ -44,7 +45,10 @@ def initial_weights(setup: Setup, config: ModelConfig, stream: str) -> Transform
     # As a list: JAX would fill the fields that are None with a marker, which no record can hold.
     shardings, structure = jax.tree.flatten(moe_weights.shardings(config, setup.mesh))
     make = jax.jit(
-        lambda key: jax.tree.leaves(moe_weights.initialise(config, key)), out_shardings=shardings
+        lambda key: jax.tree.leaves(
+            moe_weights.in_rounds(moe_weights.initialise(config, key), setup.mesh)
+        ),
+        out_shardings=shardings,
     )
     return structure.unflatten(make(setup.key(stream, 0)))
 
@@ -76,7 +80,10 @@ def critic_from(setup: Setup, policy: Transformer[Array]) -> Transformer[Array]:
 def abstract(setup: Setup) -> TrainState[Any]:
     """Shapes, dtypes and shardings of the state, without making it: what a checkpoint is read
     into."""
-    state = jax.eval_shape(lambda weights: begin(setup, weights), moe_weights.shapes(setup.model))
+    state = jax.eval_shape(
+        lambda weights: begin(setup, moe_weights.in_rounds(weights, setup.mesh)),
+        moe_weights.shapes(setup.model),
+    )
     policy = moe_weights.shardings(setup.model, setup.mesh)
     critic = moe_weights.shardings(setup.model.as_critic(), setup.mesh)
     return TrainState(
@@ -86,6 +93,37 @@ def abstract(setup: Setup) -> TrainState[Any]:
         critic=_laid_out(state.critic, critic, setup),
         reference=_laid_out(state.reference, policy, setup),
     )
+
+
+def save(checkpoints: Checkpoints, setup: Setup, step: int, state: TrainState[Array]) -> None:
+    """Writes a checkpoint, the layers in order whatever the layout of the run."""
+    checkpoints.save(step, _reshaped(setup, state, abstract(_in_order(setup))))
+
+
+def restore(checkpoints: Checkpoints, setup: Setup, step: int) -> TrainState[Array]:
+    """The state that `save` wrote, on the mesh of `setup`, which may be another."""
+    state = checkpoints.restore(step, abstract(_in_order(setup)))[0]
+    return _reshaped(setup, state, abstract(setup))
+
+
+def _in_order(setup: Setup) -> Setup:
+    """The setup without interleaved chunks: pipeline stages hold consecutive layers."""
+    layout = replace(setup.mesh.layout, vpp=1)
+    return replace(setup, mesh=replace(setup.mesh, layout=layout))
+
+
+def _reshaped(setup: Setup, state: TrainState[Array], like: TrainState[Any]) -> TrainState[Array]:
+    """The state in the shapes and on the shardings of `like`: `moe.weights.in_rounds` and
+    `in_order` are reshapes of every leaf."""
+    if setup.mesh.layout.vpp == 1:
+        return state
+    leaves, structure = jax.tree.flatten(state)
+    wanted = jax.tree.leaves(like)
+    reshape = jax.jit(
+        lambda leaves: [x.reshape(y.shape) for x, y in zip(leaves, wanted, strict=True)],
+        out_shardings=[y.sharding for y in wanted],
+    )
+    return structure.unflatten(reshape(leaves))
 
 
 def _laid_out(tree: Any, shardings: Transformer[NamedSharding], setup: Setup) -> Any:

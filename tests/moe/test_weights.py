@@ -178,14 +178,14 @@ def test_specs_follow_the_rules():
     mesh = fold_abstract(Layout.parse("tp2 dp4 / ep4"))
     placed = specs(CONFIGS["shared"], mesh)
     assert placed.embedding == P(None, None)
-    assert placed.layers.attention.query == P(None, None, mesh.tp, None)
-    assert placed.layers.attention.key == P(None, None, mesh.tp, None)
-    assert placed.layers.attention.out == P(None, mesh.tp, None, None)
+    assert placed.layers.attention.query == P(mesh.pp, None, mesh.tp, None)
+    assert placed.layers.attention.key == P(mesh.pp, None, mesh.tp, None)
+    assert placed.layers.attention.out == P(mesh.pp, mesh.tp, None, None)
     assert placed.layers.experts is not None
-    assert placed.layers.experts.router == P(None, None, None)
-    assert placed.layers.experts.down == P(None, mesh.ep, mesh.etp, None)
+    assert placed.layers.experts.router == P(mesh.pp, None, None)
+    assert placed.layers.experts.down == P(mesh.pp, mesh.ep, mesh.etp, None)
     assert placed.layers.dense is not None
-    assert placed.layers.dense.down == P(None, mesh.tp, None)
+    assert placed.layers.dense.down == P(mesh.pp, mesh.tp, None)
     assert placed.head is None
 
 

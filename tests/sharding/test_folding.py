@@ -177,6 +177,7 @@ def test_every_proposed_layout_is_legal():
         ("tp2 dp2 / ep4", Layout(tp=2, dp=2, ep=4)),
         ("pp3 tp2 cp2 dp10 / etp4 ep5", Layout(tp=2, cp=2, dp=10, pp=3, ep=5, etp=4)),
         ("tp2 dp4 / ep4 edp2", Layout(tp=2, dp=4, ep=4)),
+        ("pp2 vpp3 dp2", Layout(dp=2, pp=2, vpp=3)),
     ],
 )
 def test_parse(text, layout):
@@ -196,6 +197,7 @@ def test_parse(text, layout):
         ("2tp", r"'2tp' is not an axis and a size"),
         ("tp2 / tp4", r"names the axis tp twice"),
         ("dp0", r"dp=0 is not a size"),
+        ("dp2 vpp2", r"vpp=2 interleaves the chunks of a pipeline and pp=1 is none: give pp"),
         ("tp2 dp4 / ep4 edp4", r"edp4.* leave edp=2"),
     ],
 )

@@ -42,7 +42,7 @@ def test_rules_of_a_folded_mesh():
     assert mesh.size(rules["expert"]) == 4
     # The router's outputs stay whole where the experts are spread.
     assert "route" not in rules
-    assert partition_spec("layer d_model route", rules) == P(None, None, None)
+    assert partition_spec("layer d_model route", rules) == P(mesh.pp, None, None)
     # tp is folded into ep, so a weight cannot be spread over both.
     with pytest.raises(ValueError, match="a mesh axis can hold one"):
         partition_spec("expert d_model d_ff", rules)

@@ -1,0 +1,187 @@
+"""The update through a pipeline equals the update on one device: loss, gradients, metrics."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from small_runs import (
+    PROMPT_LENGTH,
+    RESPONSE_LENGTH,
+    small_batch,
+    small_model,
+    small_recipe,
+    small_run,
+    small_setup,
+)
+
+from jrl.rollout.generate import generate
+from jrl.rollout.scoring import Rows, num_pieces
+from jrl.trainer.checkpoints import Checkpoints
+from jrl.trainer.improve import logprobs_of, values_of
+from jrl.trainer.learner import start, update
+from jrl.trainer.state import abstract, begin, initial_weights, restore, save
+from moe import weights as moe_weights
+from sharding.folding import Layout, fold_abstract
+
+ROWS = 8
+# Without the code generator's optimisations a compilation takes half the time.
+FAST_COMPILE: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
+
+
+@functools.cache
+def setup_on(layout):
+    """Four layers and a tied embedding, which the first and the last stage both use."""
+    setup = small_setup(small_recipe("vapo"), small_run(layout=layout))
+    return replace(setup, model=small_model(setup.tokenizer.vocab_size, num_layers=4, head="tied"))
+
+
+def random_weights(setup, config):
+    """The same on every layout, laid out; none of them 0 or 1."""
+    draw = np.random.default_rng(3)
+    weights = jax.tree.map(
+        lambda shape: draw.normal(size=shape.shape).astype(np.float32) * 0.3,
+        moe_weights.shapes(config),
+    )
+    weights = moe_weights.in_rounds(weights, setup.mesh)
+    return jax.device_put(weights, moe_weights.shardings(config, setup.mesh))
+
+
+def gradient_of(learner, mesh):
+    """A tenth of the clipped gradient: the first moment after one step, its layers in order."""
+    leaves = jax.tree.leaves(learner.opt_state, is_leaf=lambda x: hasattr(x, "mu"))
+    (moments,) = (leaf.mu for leaf in leaves if hasattr(leaf, "mu"))
+    return moe_weights.in_order(jax.device_get(moments), mesh)
+
+
+@functools.cache
+def three_updates(layout, num_micro) -> tuple[Any, list[dict[str, Any]]]:
+    """The first gradient, and the metrics of each step."""
+    setup = setup_on(layout)
+    objective, optimiser = setup.policy_objective, setup.policy_optimiser
+    learner = start(optimiser, random_weights(setup, setup.model), setup.mesh)
+    batch = small_batch(setup, ROWS)
+    step = update.lower(objective, optimiser, num_micro, learner, batch).compile(FAST_COMPILE)
+    history, gradient = [], None
+    for _ in range(3):
+        learner, metrics = step(learner, batch)
+        history.append(jax.device_get(metrics))
+        gradient = gradient_of(learner, setup.mesh) if gradient is None else gradient
+    return gradient, history
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_micro"),
+    [("pp4", 2), ("pp2 dp2 tp2", 2), ("pp2 dp4 / ep4", 2), ("pp2 vpp2 tp2 / ep2", 4)],
+)
+def test_updates_equal_those_of_one_device(layout, num_micro):
+    gradient, history = three_updates(layout, num_micro)
+    expected_gradient, expected_history = three_updates("dp1", 1)
+    # float32 sums of a few hundred terms in another order; an element near zero is a difference of
+    # terms as large as its neighbours, with their error.
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=4e-6 * np.max(np.abs(b))),
+        gradient,
+        expected_gradient,
+    )
+    assert all(float(np.max(np.abs(leaf))) > 0 for leaf in jax.tree.leaves(gradient))
+    for step, (metrics, expected) in enumerate(zip(history, expected_history, strict=True)):
+        assert metrics.keys() == expected.keys()
+        # Adam divides a gradient by its size, and with it what rounding made of one near zero.
+        close = {"rtol": 2e-5, "atol": 2e-6} if step == 0 else {"rtol": 1e-3, "atol": 1e-4}
+        jax.tree.map(
+            lambda a, b, close=close: np.testing.assert_allclose(a, b, **close), metrics, expected
+        )
+    np.testing.assert_array_equal(history[0]["load"], expected_history[0]["load"])
+
+
+def test_a_stage_sends_one_message_each_way():
+    setup = setup_on("pp2 vpp2 tp2 / ep2")
+    objective, optimiser = setup.policy_objective, setup.policy_optimiser
+    learner = start(optimiser, random_weights(setup, setup.model), setup.mesh)
+    lowered = update.lower(objective, optimiser, 4, learner, small_batch(setup, ROWS))
+    assert lowered.as_text().count('"stablehlo.collective_permute"') == 2
+
+
+def test_scores_and_values_come_through_the_pipeline():
+    def on(layout):
+        setup = setup_on(layout)
+        batch = small_batch(setup, ROWS)
+        given = batch.tokens, batch.valid
+        critic = setup.critic_objective
+        return [
+            function.lower(objective, weights, *given).compile(FAST_COMPILE)(weights, *given)
+            for function, objective, weights in (
+                (logprobs_of, setup.policy_objective, random_weights(setup, setup.model)),
+                (values_of, critic, random_weights(setup, critic.config)),
+            )
+        ]
+
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5),
+        jax.device_get(on("pp2 vpp2 dp2 tp2 / ep4")),
+        jax.device_get(on("dp1")),
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_rows", "copies", "number"),
+    [
+        ("pp2", 64, 2, 8),
+        ("pp2", 8, 2, 4),
+        ("pp4", 48, 2, 12),
+        ("pp2", 10, 5, 2),
+        # A prompt of 6 tokens and two responses of 5 divide by 2; three responses do not.
+        ("pp2 tp2", 8, 2, 4),
+        ("pp2 tp2", 12, 3, 2),
+    ],
+)
+def test_scoring_is_cut_into_whole_groups(layout, num_rows, copies, number):
+    mesh = fold_abstract(Layout.parse(layout))
+    time = PROMPT_LENGTH + RESPONSE_LENGTH
+    assert num_pieces(num_rows, time, Rows(PROMPT_LENGTH, copies), mesh) == number
+
+
+def test_a_checkpoint_of_interleaved_stages_is_one_of_any_layout(tmp_path):
+    def without_critic(layout):
+        return replace(setup_on(layout), recipe=small_recipe("grpo"))
+
+    interleaved, plain = without_critic("pp2 vpp2"), without_critic("dp1")
+    weights = initial_weights(interleaved, interleaved.model, "weights")
+    query = weights.layers.attention.query
+    assert query.shape[:2] == (2, 2)
+    assert query.sharding.shard_shape(query.shape)[:2] == (2, 1)
+    state = begin(interleaved, weights)
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, interleaved, 0, state)
+    elsewhere = restore(checkpoints, plain, 0)
+    back = restore(checkpoints, interleaved, 0)
+    like = abstract(interleaved)
+    same = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), back, like)
+    assert all(jax.tree.leaves(same))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(back), jax.device_get(state))
+    in_order = moe_weights.in_order(jax.device_get(weights), interleaved.mesh)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(elsewhere.policy.weights), in_order)
+
+
+def test_layers_must_divide():
+    setup = setup_on("dp1")
+    with pytest.raises(ValueError, match=r"num_layers=4 cannot be cut into 3 pipeline stages x 1"):
+        moe_weights.specs(setup.model, fold_abstract(Layout(pp=3)))
+    with pytest.raises(ValueError, match=r"num_layers=4 .* 2 pipeline stages x 3 chunks"):
+        moe_weights.specs(setup.model, fold_abstract(Layout(pp=2, vpp=3)))
+
+
+def test_a_pipeline_does_not_decode():
+    setup = setup_on("pp2")
+    prompts = np.zeros((4, PROMPT_LENGTH), np.int32)
+    with pytest.raises(ValueError, match=r"pp2 .* cannot decode: .* pp must be 1"):
+        generate(
+            setup.training_decoder,
+            random_weights(setup, setup.model),
+            prompts,
+            prompts == 0,
+            jax.random.key(0),
+        )
