@@ -108,9 +108,7 @@ def align(
         now = float(np.median(times)) if times else 0.0
     # The grid ends at the tick nearest to the latest sample that counts.
     start = (math.floor(now / period) - math.ceil(seconds / period) + 1) * period
-    processes = tuple(
-        _glance(lives[name], newest[name], now, silence, ahead) for name in newest
-    )
+    processes = tuple(_glance(lives[name], newest[name], now, silence, ahead) for name in newest)
     running = [process.machine for process in processes if process.state == "running"]
     metrics = sorted({name for of in running for life in lives[of] for name in life.columns})
     length = math.ceil(seconds / period) + math.ceil(ahead / period)

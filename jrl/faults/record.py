@@ -15,7 +15,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,7 +108,7 @@ class Writer:
         if unknown:
             raise ValueError(f"{sorted(unknown)[0]!r} is no column of {self.path.name}.")
         row = [float(values.get(name, np.nan)) for name in self.columns]
-        content = self._row.pack(time, *np.float32(row).tolist())
+        content = self._row.pack(time, *np.asarray(row, np.float32).tolist())
         os.write(self._file, content + struct.pack("<I", zlib.crc32(content, self._seed)))
 
     def close(self, time: float | int) -> None:
@@ -168,7 +168,7 @@ def _create(folder: Path, machine: str) -> tuple[Path, int]:
             number += 1
 
 
-def _header(path: Path, prefix: bytes, read_more) -> tuple[dict, int, int]:
+def _header(path: Path, prefix: bytes, read_more: Callable[[int], bytes]) -> tuple[dict, int, int]:
     """The header's content, its checksum and the bytes it takes."""
     if len(prefix) < _PREFIX.size:
         raise ValueError(f"{path} is cut short in its header: delete it, it holds no sample.")
