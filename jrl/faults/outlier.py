@@ -81,10 +81,10 @@ class OutlierDetector:
             return []
         first = known.argmax(axis=0)
         candidate = np.where(known.max(axis=0) >= self.threshold, first, -1)
-        alarms = []
+        alarms: dict[int, Alarm] = {}  # of a machine that stood out twice, the later one
         width = max(1, round(self.window / fleet.period))
         for begin, end in _stretches(candidate):
-            machine, seconds = candidate[begin], (end - begin) * fleet.period
+            machine, seconds = int(candidate[begin]), (end - begin) * fleet.period
             if machine < 0 or seconds < self.continuity:
                 continue
             evidence = {
@@ -93,8 +93,8 @@ class OutlierDetector:
                 "scores": scores[machine],
             }
             since, until = (fleet.start + (at + width - 1) * fleet.period for at in (begin, end))
-            alarms.append(Alarm(fleet.machines[machine], metric, since, until, evidence))
-        return alarms
+            alarms[machine] = Alarm(fleet.machines[machine], metric, since, until, evidence)
+        return list(alarms.values())
 
 
 def _median(values: np.ndarray, axis: int) -> np.ndarray:

@@ -172,7 +172,7 @@ def import_client() -> ModuleType:
       ValueError: where it is not installed.
     """
     try:
-        import prometheus_client
+        import prometheus_client.core
     except ModuleNotFoundError as error:
         if error.name != "prometheus_client":
             raise

@@ -114,8 +114,8 @@ class Gpus:
       nvml: the module pynvml, initialised.
     """
 
-    def __init__(self, nvml: ModuleType):
-        self._nvml: Any = nvml
+    def __init__(self, nvml: Any):
+        self._nvml = nvml
         self._handles = [
             nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())
         ]
