@@ -137,7 +137,7 @@ def render(look: Look, request: Request) -> RenderableType:
     """The table of all processes, what cannot be read, and the verdict."""
     table = Table(box=box.ROUNDED, title=f"{len(look.processes)} processes")
     for heading in ("process", "host", "state", "last sample", "samples lost"):
-        table.add_column(heading, overflow="fold")
+        table.add_column(heading, overflow="fold", no_wrap=heading == "state")
     shown = [name for name in request.metrics if name in look.fleet.metrics]
     for name in shown:
         table.add_column(f"{name} (x median)", justify="right")
@@ -150,7 +150,7 @@ def render(look: Look, request: Request) -> RenderableType:
             Text(visible(each.machine), style="bold red" if each.machine in alarmed else ""),
             Text(visible(each.host)),
             Text(each.state, style=style),
-            "-" if np.isnan(each.age) else f"{each.age:.0f} s ago",
+            _ago(each.age),
             str(lost) if lost else "",
         ]
         table.add_row(*cells, *recent.get(each.machine, [""] * len(shown)))
@@ -162,6 +162,12 @@ def render(look: Look, request: Request) -> RenderableType:
     if not look.alarms:
         lines.append(Text("nobody stands out", style="green"))
     return Group(*lines)
+
+
+def _ago(seconds: float) -> str:
+    if np.isnan(seconds):
+        return "-"
+    return f"{abs(seconds):.0f} s {'ago' if seconds >= -1 else 'ahead'}"
 
 
 def _recent(look: Look, metrics: list[str], window: float) -> dict[str, list[str]]:

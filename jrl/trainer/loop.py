@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.faults.fleet import Alarm
-from jrl.faults.guard import Attachment, Guard, machine_name, metrics_of
+from jrl.faults.guard import LOOKS, Attachment, Guard, machine_name, metrics_of
 from jrl.faults.hook import Hook, command_hook
 from jrl.faults.outlier import OutlierDetector
 from jrl.recipes.batch import Experience
@@ -299,6 +299,7 @@ def _attachment(run: RunConfig, folder: RunFolder, on_fault: Hook | None) -> Att
         watches=number == 0,
         detector=OutlierDetector(continuity=run.faults_continuity),
         hooks=tuple(hooks),
+        looks=min(LOOKS, run.faults_continuity),
         port=None if run.faults_port is None else run.faults_port + number,
     )
 
