@@ -1,6 +1,5 @@
 """The command: what it shows, whom it names, how it ends; and the watcher behind it."""
 
-import re
 import time
 
 import numpy as np
@@ -82,9 +81,9 @@ def test_what_cannot_be_read_or_compared_is_said(tmp_path, capsys):
     early.append(time.time() + 3600, {"step/time": 9.0})
     (tmp_path / "faults" / "host-9.1.samples").write_bytes(b"rubbish, but long enough")
     assert main(["watch", str(tmp_path), *FAST]) == 0
-    output = " ".join(re.sub("[│╭╮╰╯─┬┴├┤┼]", " ", capsys.readouterr().out).split())
-    assert "fewer than three processes are running" in output
-    assert "clock ahead" in output and "host-9.1.samples is no record" in output
+    output = "".join(capsys.readouterr().out.split())  # a narrow terminal breaks lines anywhere
+    assert "fewerthanthreeprocessesarerunning:nobodycanbecompared" in output
+    assert "clockahead" in output and "host-9.1.samplesisnorecord" in output
 
 
 @pytest.mark.parametrize(
