@@ -100,6 +100,13 @@ def test_bad_input_names_nobody(kind, seed):
     assert SHORT(bad(kind, seed)) == []
 
 
+def test_two_that_are_left_of_three_are_not_compared():
+    values = fleet(3).values[:, 0].astype(np.float64)
+    values[1, 20:] = np.nan
+    scores = SHORT.scores(values, 1.0)
+    assert np.isfinite(scores[:, :20]).all() and np.isnan(scores[:, 20:]).all()
+
+
 @pytest.mark.parametrize("shape", [(0, 1, 0), (4, 1, 0), (4, 1, 3), (1, 1, 60), (4, 0, 60)])
 def test_a_fleet_too_small_to_compare_names_nobody(shape):
     machines, metrics = (tuple(f"{n}" for n in range(size)) for size in shape[:2])

@@ -14,10 +14,12 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 MACHINES = tuple(f"host-{number}" for number in range(4))
-ALARM_WITHIN = 10.0
-"""Seconds from the fault to the alarm: window and continuity are 6 of them, the rest is for a
+ALARM_WITHIN = 12.0
+"""Seconds from the fault to the alarm: window and continuity are 8 of them, the rest is for a
 machine that others use too. The clean run before it is as long."""
-WATCH = ("--window=3", "--continuity=3", "--interval=0.5", "--until-fault")
+# A threshold of 6 is a factor of 3.3. The fault is a factor of ten; that others use the same cores
+# makes one healthy process two or three times as slow as another for seconds.
+WATCH = ("--window=4", "--continuity=4", "--threshold=6", "--interval=0.5", "--until-fault")
 ENVIRONMENT = {
     **os.environ,
     "PYTHONPATH": str(ROOT),
@@ -35,9 +37,9 @@ def slowed(pid: int):
     def stop_and_go():
         while not done.is_set():
             os.kill(pid, signal.SIGSTOP)
-            done.wait(0.9)
+            done.wait(1.8)
             os.kill(pid, signal.SIGCONT)
-            done.wait(0.1)
+            done.wait(0.2)
 
     thread = threading.Thread(target=stop_and_go)
     thread.start()
@@ -96,7 +98,7 @@ def test_the_watcher_names_the_slowed_process_and_no_other(tmp_path):
         output, _ = watcher.communicate(timeout=20)
     assert watcher.returncode == 3, output
     machine, metric, start = named.read_text().split()
-    assert machine == MACHINES[sick]
+    assert machine == MACHINES[sick], output
     assert metric in ("step/time", "cpu/process")
-    assert begun - 3 <= float(start) <= begun + ALARM_WITHIN
+    assert begun - 4 <= float(start) <= begun + ALARM_WITHIN
     assert f"ALARM: {machine} stands out in {metric}" in output

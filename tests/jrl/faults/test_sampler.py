@@ -4,6 +4,7 @@ import os
 import time
 
 import numpy as np
+import psutil
 import pytest
 
 from jrl.faults.record import read
@@ -13,6 +14,7 @@ from jrl.faults.sources import Gpus, Host, Rates, sources
 
 def test_the_host_counts_what_this_process_does(tmp_path):
     host = Host()
+    idle = psutil.cpu_times().idle
     host.read(time.monotonic())
     begun, used = time.monotonic(), time.process_time()
     while time.process_time() < used + 0.3:
@@ -24,6 +26,8 @@ def test_the_host_counts_what_this_process_does(tmp_path):
     # The kernel counts in hundredths of a second.
     np.testing.assert_allclose(values["cpu/process"], busy, atol=0.02 / seconds + 0.05)
     assert values["cpu/host"] >= values["cpu/process"] - 0.03 / seconds
+    idle = (psutil.cpu_times().idle - idle) / seconds
+    assert values["cpu/host"] <= psutil.cpu_count() - idle + 0.3
     assert values["memory/process"] > 10 and 0 < values["memory/host"] <= 1
     assert set(values) <= set(host.columns)
     assert {"network/in", "network/out", "switches"} <= set(host.columns)
