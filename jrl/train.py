@@ -92,12 +92,18 @@ def _set_up(request: Request, folder: RunFolder | None = None) -> "Setup":
     Args:
       folder: of the run that is being resumed.
     """
+    from jrl.faults.prometheus import import_client
+    from jrl.faults.sources import import_psutil
     from jrl.trainer.loggers import check_installed
     from jrl.trainer.setup import set_up
     from moe.weights import specs
 
     for destination in request.run.log_to:
         check_installed(destination)
+    if request.run.faults:
+        import_psutil()
+    if request.run.faults_port is not None:
+        import_client()
     setup = set_up(request.run, request.recipe, _tokenizer(request.run, folder))
     try:
         setup.tokenizer.encode(setup.task.characters)

@@ -1,5 +1,6 @@
 """What a run is, apart from its recipe."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,6 +60,18 @@ class RunConfig:
     log_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Where metrics go besides metrics.jsonl."""
 
+    faults: bool = False
+    """Sample each process once a second into faults/ of the run folder, for python -m jrl.faults
+    watch, and raise an alarm when one stands out from the others. The numbers stay the same."""
+    faults_continuity: float = 240.0
+    """Seconds for which a process has to stand out before it is named."""
+    faults_port: int | None = None
+    """Serve the newest sample to Prometheus on this port of localhost, plus the number of the
+    process; None serves nothing."""
+    on_fault: str | None = None
+    """A shell command for each alarm; its environment has JRL_FAULT_MACHINE, JRL_FAULT_METRIC,
+    JRL_FAULT_START, JRL_FAULT_END (Unix times) and JRL_FAULT_LINE."""
+
     def __post_init__(self):
         for name in ("steps", "warm_start_batch", "eval_every", "eval_prompts"):
             if getattr(self, name) < 1:
@@ -68,3 +81,10 @@ class RunConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
         if not 0 <= self.warm_start_accuracy <= 1:
             raise ValueError(f"warm_start_accuracy={self.warm_start_accuracy} must lie in 0..1.")
+        if not 0 < self.faults_continuity < math.inf:
+            raise ValueError(f"faults_continuity={self.faults_continuity} must be above 0 seconds.")
+        for name in ("faults_port", "on_fault"):
+            if getattr(self, name) is not None and not self.faults:
+                raise ValueError(f"{name}={getattr(self, name)!r} needs --faults.")
+        if self.faults_port is not None and not 0 < self.faults_port < 2**16:
+            raise ValueError(f"faults_port={self.faults_port} must lie in 1..65535.")

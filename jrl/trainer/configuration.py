@@ -21,6 +21,10 @@ CHANGEABLE = (
     "samples_every",
     "max_nonfinite",
     "log_to",
+    "faults",
+    "faults_continuity",
+    "faults_port",
+    "on_fault",
 )
 """What a resumed run may change: none of it changes the numbers of a step. Steps only grow."""
 

@@ -160,6 +160,12 @@ class TrainingDisplay:
         self._progress = _Progress("training", num_steps, first_step, console, every)
         self._rewards = list(rewards)
         self._evaluation: tuple[int, dict[str, float | int]] | None = None
+        self._alarm = ""
+
+    def alarm(self, line: str) -> None:
+        """Show that something is wrong; the last such line stays."""
+        self._alarm = visible(line)
+        self._progress.note(f"ALARM: {self._alarm}")
 
     def update(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """Show the state after `step` steps; the last evaluation stays until the next."""
@@ -172,6 +178,8 @@ class TrainingDisplay:
         if "perf/throughput" in metrics:
             speed = f"{metrics['perf/throughput']:,.0f} tokens/s"
         body = Group(self._reward_and_accuracy(), _cells(metrics))
+        if self._alarm:
+            body = Group(body, Text(f"ALARM: {self._alarm}", style="bold red"))
         line = training_line(step, self._progress.num_steps, metrics)
         self._progress.update(step, speed, body, line, always=bool(evaluation))
 
@@ -324,6 +332,11 @@ class _Progress:
         self._last_line = (step, line)
         if first or always or step >= self.num_steps or step >= self._printed + self.every:
             self._print_line()
+
+    def note(self, line: str) -> None:
+        """Print a line at once where the console is no terminal."""
+        if self._live is None:
+            print(line, file=self.console.file, flush=True)
 
     def stop(self) -> None:
         self._stopped = True

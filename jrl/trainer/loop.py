@@ -1,6 +1,7 @@
 """A run: warm start, steps, and everything it leaves behind."""
 
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,11 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jrl.faults.fleet import Alarm
+from jrl.faults.guard import LOOKS, Attachment, Guard, machine_name, metrics_of
+from jrl.faults.hook import Hook, command_hook
+from jrl.faults.outlier import OutlierDetector
 from jrl.recipes.batch import Experience
 from jrl.tasks import Example
 from jrl.trainer import loggers
 from jrl.trainer.checkpoints import Checkpoints
 from jrl.trainer.collect import Collected, collect, sample
+from jrl.trainer.config import RunConfig
 from jrl.trainer.display import TrainingDisplay, WarmStartDisplay, print_samples
 from jrl.trainer.evaluation import evaluate, heldout_examples
 from jrl.trainer.improve import (
@@ -56,13 +62,20 @@ class Outcome:
     stopped: bool
 
 
-def train(setup: Setup, folder: RunFolder, weights: Transformer[Array] | None = None) -> Outcome:
+def train(
+    setup: Setup,
+    folder: RunFolder,
+    weights: Transformer[Array] | None = None,
+    on_fault: Hook | None = None,
+) -> Outcome:
     """Runs from the last checkpoint in `folder`, or from the beginning where there is none.
 
     Args:
       setup: the fixed parts.
       folder: where everything goes; locked by the caller.
       weights: a policy to start from; None starts fresh, with the warm start.
+      on_fault: called with each alarm of a run with `faults`, in the watcher's thread, before the
+        run's own command.
 
     Raises:
       NonFiniteRun: when updates keep being left out.
@@ -71,6 +84,7 @@ def train(setup: Setup, folder: RunFolder, weights: Transformer[Array] | None = 
     checkpoints = Checkpoints(folder.checkpoints_path, run.keep_checkpoints)
     with ExitStack() as stack:
         stop = stack.enter_context(_stop_on_sigterm())
+        guard = stack.enter_context(Guard(_attachment(setup.run, folder, on_fault)))
         state, heldout = _first_state(setup, folder, checkpoints, weights)
         outputs = stack.enter_context(_outputs(setup, folder, int(state.step)))
         while int(state.step) < run.steps and not stop:
@@ -79,7 +93,12 @@ def train(setup: Setup, folder: RunFolder, weights: Transformer[Array] | None = 
             step = int(state.step)
             if step % run.eval_every == 0 or step == run.steps:
                 metrics |= evaluate(setup, state.policy.weights, step, heldout)
-            metrics |= _speed(setup, collected, time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            metrics |= _speed(setup, collected, seconds)
+            guard.step_ended(seconds)
+            alarms = guard.alarms()
+            metrics |= metrics_of(alarms)
+            outputs.warn(alarms)
             if step % run.samples_every == 0:
                 outputs.write_samples(step, collected)
             outputs.log(step, metrics)
@@ -233,6 +252,10 @@ class _Outputs:
             logger.log(step, metrics)
         self.display.update(step, metrics)
 
+    def warn(self, alarms: list[Alarm]) -> None:
+        for alarm in alarms:
+            self.display.alarm(alarm.describe())
+
     def write_samples(self, step: int, collected: Collected) -> None:
         for row in range(min(SHOWN, len(collected.kept.texts))):
             self.samples.append(step, {"kind": "training", **collected.kept.record(row)})
@@ -260,6 +283,25 @@ def _outputs(setup: Setup, folder: RunFolder, step: int) -> Iterator[_Outputs]:
             total_tokens=last.get("training/total_tokens", 0.0),
             total_skipped=last.get("training/nonfinite_skipped_total", 0.0),
         )
+
+
+def _attachment(run: RunConfig, folder: RunFolder, on_fault: Hook | None) -> Attachment | None:
+    """How this process is watched, None in a run without `faults`."""
+    if not run.faults:
+        return None
+    number = jax.process_index()
+    hooks = [] if on_fault is None else [on_fault]
+    if run.on_fault is not None:
+        hooks.append(command_hook(run.on_fault))
+    return Attachment(
+        folder=folder.path,
+        machine=machine_name(socket.gethostname(), number),
+        watches=number == 0,
+        detector=OutlierDetector(continuity=run.faults_continuity),
+        hooks=tuple(hooks),
+        looks=min(LOOKS, run.faults_continuity),
+        port=None if run.faults_port is None else run.faults_port + number,
+    )
 
 
 def _speed(setup: Setup, collected: Collected, seconds: float) -> dict[str, float]:

@@ -293,11 +293,13 @@ TABLE: tuple[Metric, ...] = (
     Metric("perf/*", "Other speeds and memory, named as in verl.", "as named"),
     Metric("timing_s/*", "Wall time of one phase of the step.", "seconds"),
     Metric("timing_per_token_ms/*", "Wall time of one phase over its tokens.", "milliseconds"),
+    # On the line of the step at which somebody was named; runs without an alarm have none of these.
+    Metric("faults/alarm/*", "When a machine (and a metric) began to stand out.", "Unix seconds"),
 )
 
 EXACT = {metric.name: metric for metric in TABLE if not metric.name.endswith("/*")}
 FAMILIES = {metric.name.removesuffix("*"): metric for metric in TABLE if metric.name.endswith("/*")}
-TIMINGS = ("timing_s/", "perf/", "timing_per_token_ms/")
+TIMINGS = ("timing_s/", "perf/", "timing_per_token_ms/", "faults/")
 
 
 def describe(name: str) -> Metric | None:

@@ -1,0 +1,39 @@
+"""``python -m jrl.faults COMMAND``: each command is a function in a file of its own."""
+
+import sys
+from collections.abc import Sequence
+
+from jrl.trainer.command_line import exit_status
+
+
+def watch(arguments: list[str]) -> int:
+    """look at runs that are going on, and name the process that stands out"""
+    from jrl.faults.watch import main
+
+    return main(arguments)
+
+
+# A command imports what it needs when it is called.
+COMMANDS = {"watch": watch}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    return exit_status(lambda: _main(sys.argv[1:] if arguments is None else list(arguments)))
+
+
+def _main(arguments: list[str]) -> int:
+    name, *rest = arguments or ["--help"]
+    if name in ("-h", "--help"):
+        print("usage: python -m jrl.faults COMMAND [OPTIONS]\n")
+        for name, command in COMMANDS.items():
+            print(f"  {name:<10} {command.__doc__}")
+        print("\nEach has options of its own: python -m jrl.faults watch --help")
+        return 0
+    if name not in COMMANDS:
+        raise ValueError(f"command {name!r} is unknown: choose among {', '.join(COMMANDS)}.")
+    return COMMANDS[name](rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

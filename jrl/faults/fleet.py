@@ -1,0 +1,169 @@
+"""What the detector looks at, the metrics of all machines on one clock, and what it says."""
+
+import io
+import math
+import os
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float64
+
+FLEET_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Recorded metrics of a set of machines on one clock.
+
+    Attributes:
+      machines: one name per row, all different.
+      metrics: one name per column, all different.
+      start: Unix time of column 0 of the time axis, in seconds.
+      period: seconds between two samples.
+      values: ``[machine, metric, time]`` in each metric's own unit; NaN is "no sample".
+
+    Raises:
+      ValueError: where names repeat, shapes disagree or times cannot be.
+    """
+
+    machines: tuple[str, ...]
+    metrics: tuple[str, ...]
+    start: float | int
+    period: float | int = 1.0
+    values: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32))
+
+    def __post_init__(self):
+        for name in ("machines", "metrics"):
+            names = getattr(self, name)
+            twice = sorted({entry for entry in names if names.count(entry) > 1})
+            if twice:
+                raise ValueError(f"{name}: {twice[0]!r} occurs twice: give each a name of its own.")
+        shape = (len(self.machines), len(self.metrics))
+        if self.values.ndim != 3 or self.values.shape[:2] != shape:
+            raise ValueError(
+                f"values has shape {self.values.shape}, which must be [machine, metric, time] = "
+                f"[{shape[0]}, {shape[1]}, time]: one row per name."
+            )
+        if self.values.dtype != np.float32:
+            raise ValueError(f"values has dtype {self.values.dtype}, which must be float32.")
+        if not math.isfinite(self.start):
+            raise ValueError(f"start={self.start} must be a finite Unix time in seconds.")
+        if not (math.isfinite(self.period) and self.period > 0):
+            raise ValueError(f"period={self.period} must be a finite number of seconds above 0.")
+
+    @property
+    def num_samples(self) -> int:
+        """Length of the time axis."""
+        return self.values.shape[2]
+
+    @property
+    def end(self) -> float:
+        """Unix time just after the last sample, in seconds."""
+        return self.start + self.num_samples * self.period
+
+    @property
+    def times(self) -> Float64[np.ndarray, "time"]:
+        """Unix time of each sample, in seconds."""
+        return self.start + self.period * np.arange(self.num_samples)
+
+    def select(self, metrics: Sequence[str]) -> "Fleet":
+        """The same fleet with these metrics only, in this order.
+
+        Raises:
+          ValueError: on a metric that was not recorded.
+        """
+        missing = [name for name in metrics if name not in self.metrics]
+        if missing:
+            raise ValueError(
+                f"metric {missing[0]!r} was not recorded: choose among {', '.join(self.metrics)}."
+            )
+        columns = [self.metrics.index(name) for name in metrics]
+        return replace(self, metrics=tuple(metrics), values=self.values[:, columns])
+
+    def last(self, seconds: float | int) -> "Fleet":
+        """The same fleet over its last `seconds` only."""
+        first = max(0, self.num_samples - math.ceil(seconds / self.period))
+        start = self.start + first * self.period
+        return replace(self, start=start, values=self.values[:, :, first:])
+
+    def save(self, path: Path | str) -> None:
+        """Writes the fleet as one ``.npz`` file, whole or not at all."""
+        content = io.BytesIO()
+        np.savez_compressed(
+            content,
+            version=np.int64(FLEET_VERSION),
+            machines=np.array(self.machines, np.str_),
+            metrics=np.array(self.metrics, np.str_),
+            start=np.float64(self.start),
+            period=np.float64(self.period),
+            values=self.values,
+        )
+        path = Path(path)
+        partial = path.with_name(path.name + ".tmp")
+        partial.write_bytes(content.getvalue())
+        os.replace(partial, path)
+
+    @classmethod
+    def load(cls, path: Path | str) -> "Fleet":
+        """Reads what `save` wrote.
+
+        Raises:
+          ValueError: where the file is damaged, cut short or something else.
+          OSError: where it cannot be read.
+        """
+        content = Path(path).read_bytes()
+        try:
+            with np.load(io.BytesIO(content), allow_pickle=False) as file:
+                version = int(file["version"])
+                parts = {name: file[name] for name in ("machines", "metrics", "values")}
+                start, period = float(file["start"]), float(file["period"])
+        except (ValueError, KeyError, EOFError, TypeError, AttributeError, zipfile.BadZipFile) as e:
+            raise ValueError(
+                f"{path} is no recorded fleet, or a damaged one ({type(e).__name__}): "
+                "give a file that Fleet.save wrote."
+            ) from None
+        if version != FLEET_VERSION:
+            raise ValueError(f"{path} has version {version}; this program reads {FLEET_VERSION}.")
+        machines, metrics = (
+            tuple(str(name) for name in parts[key]) for key in ("machines", "metrics")
+        )
+        return cls(machines, metrics, start, period, parts["values"])
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One machine that stands out from the others for too long.
+
+    Attributes:
+      machine: its name in the fleet.
+      metric: the metric it stands out in.
+      start: Unix time at which it began to stand out, in seconds.
+      end: Unix time of the last sample looked at in which it did.
+      evidence: numbers behind it, by name: scores over time, thresholds, counts.
+    """
+
+    machine: str
+    metric: str
+    start: float | int
+    end: float | int
+    evidence: dict[str, np.ndarray | float | int] = field(default_factory=dict, compare=False)
+
+    def describe(self) -> str:
+        """One line: who, in what, since when and for how long."""
+        since = datetime.fromtimestamp(self.start, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        numbers = ", ".join(
+            f"{name} {value:.3g}"
+            for name, value in self.evidence.items()
+            if isinstance(value, float | int)
+        )
+        line = f"{self.machine} stands out in {self.metric} since {since}"
+        line += f", for {self.end - self.start:.0f} s"
+        return f"{line} ({numbers})" if numbers else line
+
+
+Detector = Callable[[Fleet], list[Alarm]]
+"""Names the machines that stand out, the most certain first; an empty list where none does."""

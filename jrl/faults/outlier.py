@@ -1,0 +1,113 @@
+"""A detector that needs no training: how many times more or less than the others, and for how long.
+
+It is what a run of any size is watched with from its first minute on. It sees what is off by a
+factor; for what is subtler there are the models.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+
+from jrl.faults.fleet import Alarm, Fleet
+from jrl.faults.sampler import STEP_TIME
+
+MAD_TO_STD = 1.4826
+"""Standard deviations in a median absolute deviation, for a normal distribution."""
+
+
+@dataclass(frozen=True)
+class OutlierDetector:
+    """Names the machine whose metric is a multiple or a fraction of the others' for long enough.
+
+    With ``e = log(median of a metric over the last `window` seconds)``, the score of a machine is
+    ``|e - m| / max(1.4826 median |e - m|, resolution)``, ``m`` the median of ``e`` over all
+    machines. The machine with the largest score is a candidate if it reaches `threshold`; it is
+    named if it alone stays the candidate for `continuity` seconds. Metrics are asked in their
+    order, and the first that names somebody ends the search, as in Minder (NSDI 2025, section 4.4).
+
+    Attributes:
+      metrics: positive quantities; those that were not recorded are passed over.
+      window: seconds of a window. A gap that is longer leaves a machine out of the comparison.
+      continuity: seconds for which a machine has to stay candidate; the paper's is 240.
+      threshold: in spreads. Four times the resolution is a factor of 2.2.
+      resolution: the least spread of the logarithm that is taken to be among healthy machines, so
+        that identical machines are not told apart by next to nothing.
+    """
+
+    metrics: tuple[str, ...] = (STEP_TIME, "cpu/process")
+    window: float | int = 8.0
+    continuity: float | int = 240.0
+    threshold: float | int = 4.0
+    resolution: float | int = 0.2
+
+    def __post_init__(self):
+        for name in ("window", "continuity", "threshold", "resolution"):
+            value = getattr(self, name)
+            if not (np.isfinite(value) and value > 0):
+                raise ValueError(f"{name}={value} must be a finite number above 0.")
+
+    def __call__(self, fleet: Fleet) -> list[Alarm]:
+        for metric in self.metrics:
+            if metric in fleet.metrics:
+                alarms = self._alarms(fleet, metric)
+                if alarms:
+                    return alarms
+        return []
+
+    def scores(self, values: Float[np.ndarray, "machine time"], period: float | int) -> np.ndarray:
+        """``[machine, window]`` scores of one metric; NaN where a machine cannot be compared.
+
+        Fewer than three machines cannot be compared: of two that differ, either may be the sick.
+        """
+        width = max(1, round(self.window / period))
+        if values.shape[0] < 3 or values.shape[1] < width:
+            return np.full((values.shape[0], max(0, values.shape[1] - width + 1)), np.nan)
+        middle = _median(np.lib.stride_tricks.sliding_window_view(values, width, axis=1), 2)
+        typical = _median(middle, 0)
+        # A thousandth of what is typical is as good as nothing; where that is 0, all is alike.
+        positive = np.where(typical > 0, typical, np.nan)
+        logs = np.log(np.maximum(middle, 1e-3 * positive))
+        deviation = np.abs(logs - _median(logs, 0))
+        spread = np.maximum(MAD_TO_STD * _median(deviation, 0), self.resolution)
+        enough = np.isfinite(logs).sum(axis=0) >= 3
+        return np.where(enough, deviation / spread, np.nan)
+
+    def _alarms(self, fleet: Fleet, metric: str) -> list[Alarm]:
+        values = fleet.values[:, fleet.metrics.index(metric)].astype(np.float64)
+        scores = self.scores(values, fleet.period)
+        known = np.where(np.isfinite(scores), scores, 0.0)
+        if known.size == 0:
+            return []
+        first = known.argmax(axis=0)
+        candidate = np.where(known.max(axis=0) >= self.threshold, first, -1)
+        alarms: dict[int, Alarm] = {}  # of a machine that stood out twice, the later one
+        width = max(1, round(self.window / fleet.period))
+        for begin, end in _stretches(candidate):
+            machine, seconds = int(candidate[begin]), (end - begin) * fleet.period
+            if machine < 0 or seconds < self.continuity:
+                continue
+            evidence = {
+                "score": float(np.median(known[machine, begin:end])),
+                "threshold": float(self.threshold),
+                "scores": scores[machine],
+            }
+            since, until = (fleet.start + (at + width - 1) * fleet.period for at in (begin, end))
+            alarms[machine] = Alarm(fleet.machines[machine], metric, since, until, evidence)
+        return list(alarms.values())
+
+
+def _median(values: np.ndarray, axis: int) -> np.ndarray:
+    """The median of the numbers along an axis, NaN where there is none; no warning for that."""
+    ordered = np.sort(values, axis=axis)  # NaN comes last
+    count = np.isfinite(ordered).sum(axis=axis, keepdims=True)
+    last = ordered.shape[axis] - 1
+    below, above = (np.clip(at, 0, last) for at in ((count - 1) // 2, count // 2))
+    low, high = (np.take_along_axis(ordered, at, axis) for at in (below, above))
+    return np.where(count > 0, (low + high) / 2, np.nan).squeeze(axis)
+
+
+def _stretches(candidate: np.ndarray) -> list[tuple[int, int]]:
+    """Where each stretch of equal entries begins and ends."""
+    edges = np.flatnonzero(np.diff(candidate)) + 1
+    return list(zip([0, *edges.tolist()], [*edges.tolist(), len(candidate)], strict=True))

@@ -1,0 +1,188 @@
+"""The file one process's samples go to: append-only columns that survive ``kill -9`` mid-write.
+
+A header names the columns; after it come rows of one fixed size, so that every column is one stride
+through the file and no index can be lost. All numbers are little-endian:
+
+    header  magic (8 bytes), length of the JSON (uint32), its CRC-32 (uint32), JSON
+    row     Unix time (float64), one float32 per column, CRC-32 of these bytes (uint32)
+
+The CRC of a row starts from that of the header. A row is one ``write``, so a kill can tear the last
+row and no other; the reader leaves out what is torn or damaged and counts it. A clean end is a row
+of NaN. Reading while it is written works: what is complete is there.
+"""
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float32, Float64
+
+MAGIC = b"JRLFAULT"
+SUFFIX = ".samples"
+_PREFIX = struct.Struct("<8sII")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was read of one file.
+
+    Attributes:
+      machine: whose samples they are.
+      host: the host's name.
+      pid: the process's number on it.
+      begun: Unix time at which the file was begun, in seconds.
+      columns: name of each metric.
+      times: Unix time of each sample in seconds, in the order they were written.
+      values: one row per sample, NaN where a metric had no value.
+      damaged: rows left out because their checksum is wrong.
+      torn: bytes left out at the end that are no whole row.
+      ended: whether the process said that it was through.
+    """
+
+    machine: str
+    host: str
+    pid: int
+    begun: float
+    columns: tuple[str, ...]
+    times: Float64[np.ndarray, "sample"]
+    values: Float32[np.ndarray, "sample column"]
+    damaged: int = 0
+    torn: int = 0
+    ended: bool = False
+
+
+class Writer:
+    """Appends samples to a new file, each handed to the operating system before `append` returns.
+
+    Args:
+      folder: where the file goes, made if missing. It is called ``MACHINE.NUMBER.samples``; a
+        process that is started again gets the next number.
+      machine: the name under which it is compared with others.
+      columns: names of the metrics, all different.
+      host: name of the host; this one by default.
+      begun: Unix time in seconds.
+
+    Raises:
+      ValueError: where the machine's name is no file name, or columns repeat.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        machine: str,
+        columns: Sequence[str],
+        *,
+        host: str | None = None,
+        begun: float | int,
+    ):
+        if not machine or machine.startswith(".") or "/" in machine or "\0" in machine:
+            raise ValueError(f"machine={machine!r} must be the beginning of a file's name.")
+        if len(set(columns)) != len(columns):
+            raise ValueError(f"columns={list(columns)} must all be different.")
+        self.columns = tuple(columns)
+        header = {
+            "machine": machine,
+            "host": os.uname().nodename if host is None else host,
+            "pid": os.getpid(),
+            "begun": float(begun),
+            "columns": list(columns),
+        }
+        text = json.dumps(header).encode()
+        self._seed = zlib.crc32(text)
+        self._row = struct.Struct(f"<d{len(self.columns)}f")
+        self.path, self._file = _create(Path(folder), machine)
+        os.write(self._file, _PREFIX.pack(MAGIC, len(text), self._seed) + text)
+
+    def append(self, time: float | int, values: Mapping[str, float | int]) -> None:
+        """Writes one sample; a column that is not in `values` is NaN.
+
+        Raises:
+          ValueError: on a value for which there is no column.
+        """
+        unknown = values.keys() - set(self.columns)
+        if unknown:
+            raise ValueError(f"{sorted(unknown)[0]!r} is no column of {self.path.name}.")
+        row = [float(values.get(name, np.nan)) for name in self.columns]
+        content = self._row.pack(time, *np.asarray(row, np.float32).tolist())
+        os.write(self._file, content + struct.pack("<I", zlib.crc32(content, self._seed)))
+
+    def close(self, time: float | int) -> None:
+        """Says that the process is through. Calling it again does nothing."""
+        if self._file >= 0:
+            self.append(time, {})
+            os.close(self._file)
+            self._file = -1
+
+
+def read(path: Path | str, last: int | None = None) -> Record:
+    """Reads a file, which another process may be writing.
+
+    Args:
+      last: rows at most, the newest; None reads all.
+
+    Raises:
+      ValueError: where the file is no record or its header is damaged or cut short.
+      OSError: where it cannot be read.
+    """
+    path = Path(path)
+    with path.open("rb") as file:
+        header, seed, size = _header(path, file.read(_PREFIX.size), file.read)
+        columns = header["columns"]
+        row = np.dtype([("time", "<f8"), ("values", "<f4", (len(columns),)), ("crc", "<u4")])
+        complete, torn = divmod(os.fstat(file.fileno()).st_size - size, row.itemsize)
+        count = complete if last is None else min(complete, last)
+        file.seek(size + (complete - count) * row.itemsize)
+        content = file.read(count * row.itemsize)
+    count = len(content) // row.itemsize  # it may have been cut short meanwhile
+    rows = np.frombuffer(content, row, count)
+    good = _checked(content, rows, seed)
+    ended = bool(count and good[-1] and np.isnan(rows["values"][-1]).all())
+    kept = rows[good][:-1] if ended else rows[good]
+    kept = kept[np.isfinite(kept["time"])]
+    return Record(
+        **{name: header[name] for name in ("machine", "host", "pid", "begun")},
+        columns=tuple(columns),
+        times=kept["time"].astype(np.float64),
+        values=kept["values"].astype(np.float32),
+        damaged=count - int(good.sum()),
+        torn=torn,
+        ended=ended,
+    )
+
+
+def _create(folder: Path, machine: str) -> tuple[Path, int]:
+    """A file that did not exist, under the next number."""
+    folder.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+    number = 1
+    while True:
+        path = folder / f"{machine}.{number}{SUFFIX}"
+        try:
+            return path, os.open(path, flags, 0o644)
+        except FileExistsError:
+            number += 1
+
+
+def _header(path: Path, prefix: bytes, read_more: Callable[[int], bytes]) -> tuple[dict, int, int]:
+    """The header's content, its checksum and the bytes it takes."""
+    if len(prefix) < _PREFIX.size:
+        raise ValueError(f"{path} is cut short in its header: delete it, it holds no sample.")
+    magic, length, seed = _PREFIX.unpack(prefix)
+    if magic != MAGIC:
+        raise ValueError(f"{path} is no record of samples: give a file that a sampler wrote.")
+    text = read_more(length)
+    if len(text) < length or zlib.crc32(text) != seed:
+        raise ValueError(f"{path} has a damaged header: its columns are lost; delete it.")
+    return json.loads(text), seed, _PREFIX.size + length
+
+
+def _checked(content: bytes, rows: np.ndarray, seed: int) -> np.ndarray:
+    size = rows.dtype.itemsize
+    view = memoryview(content)
+    found = [zlib.crc32(view[i * size : (i + 1) * size - 4], seed) for i in range(len(rows))]
+    return np.array(found, np.uint32) == rows["crc"]

@@ -1,0 +1,216 @@
+"""Where the numbers come from: the process and its host through psutil, its GPUs through NVML.
+
+A source is made once, says which metrics this machine can give, and is asked for them again and
+again. Counters become rates over the time since the last reading, so a reading that comes late is
+right all the same.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, Protocol, runtime_checkable
+
+MEBIBYTE = 2.0**20
+
+
+@runtime_checkable
+class Source(Protocol):
+    """What the sampler asks of a place where numbers come from.
+
+    Attributes:
+      columns: names of all the metrics that `read` may give.
+    """
+
+    columns: tuple[str, ...]
+
+    def read(self, time: float) -> Mapping[str, float]:
+        """The metrics now; `time` in seconds on a clock that never goes back."""
+        ...
+
+
+class Rates:
+    """Counters to rates per second; the first reading gives none, nor does one that fell."""
+
+    def __init__(self):
+        self._before: tuple[float, Mapping[str, float]] | None = None
+
+    def __call__(self, time: float, counters: Mapping[str, float]) -> dict[str, float]:
+        before, self._before = self._before, (time, dict(counters))
+        if before is None or time <= before[0]:
+            return {}
+        seconds = time - before[0]
+        return {
+            name: (counters[name] - old) / seconds
+            for name, old in before[1].items()
+            if name in counters and counters[name] >= old
+        }
+
+
+class Host:
+    """CPU, memory, disk and network of this process and its host.
+
+    ==================  ==========================================================
+    ``cpu/process``     cores this process keeps busy
+    ``cpu/host``        cores that are busy on the host
+    ``memory/process``  resident memory of this process, MiB
+    ``memory/host``     memory of the host in use, as a fraction
+    ``disk/read``       MiB per second, all disks of the host; ``disk/write`` too
+    ``network/in``      MiB per second, all interfaces; ``network/out`` too
+    ``switches``        times per second that this process was taken off its core
+    ==================  ==========================================================
+
+    Raises:
+      ValueError: where psutil is not installed.
+    """
+
+    def __init__(self):
+        self._psutil = import_psutil()
+        self._process = self._psutil.Process(os.getpid())
+        self._rates = Rates()
+        gauges, counters = self._measured()
+        self.columns = (*counters, *gauges)
+
+    def read(self, time: float) -> Mapping[str, float]:
+        gauges, counters = self._measured()
+        return {**self._rates(time, counters), **gauges}
+
+    def _measured(self) -> tuple[dict[str, float], dict[str, float]]:
+        """What is a level, and what only counts up."""
+        psutil, process = self._psutil, self._process
+        with process.oneshot():
+            cpu, memory = process.cpu_times(), process.memory_info().rss
+            switches = process.num_ctx_switches().involuntary
+        host = psutil.cpu_times()
+        idle = host.idle + getattr(host, "iowait", 0.0)
+        guests = getattr(host, "guest", 0.0) + getattr(host, "guest_nice", 0.0)  # in user already
+        counters = {
+            "cpu/process": cpu.user + cpu.system,
+            "cpu/host": sum(host) - guests - idle,
+            "switches": float(switches),
+        }
+        disk, network = psutil.disk_io_counters(), psutil.net_io_counters()
+        if disk is not None:  # a container may show no disk
+            counters["disk/read"] = disk.read_bytes / MEBIBYTE
+            counters["disk/write"] = disk.write_bytes / MEBIBYTE
+        if network is not None:
+            counters["network/in"] = network.bytes_recv / MEBIBYTE
+            counters["network/out"] = network.bytes_sent / MEBIBYTE
+        gauges = {
+            "memory/process": memory / MEBIBYTE,
+            "memory/host": psutil.virtual_memory().percent / 100.0,
+        }
+        return gauges, counters
+
+
+class Gpus:
+    """The NVIDIA GPUs of this host through NVML, each under ``gpuN/``.
+
+    ``duty_cycle`` and ``memory_bandwidth`` are fractions of time, ``power`` is in watts,
+    ``temperature`` in degrees Celsius, ``clock/sm`` and ``clock/memory`` in MHz, ``memory`` in MiB,
+    ``pcie/in``, ``pcie/out``, ``nvlink/in`` and ``nvlink/out`` in MiB per second. What a GPU cannot
+    tell is left out.
+
+    Args:
+      nvml: the module pynvml, initialised.
+    """
+
+    def __init__(self, nvml: Any):
+        self._nvml = nvml
+        self._handles = [
+            nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())
+        ]
+        self._rates = Rates()
+        readers = {**self._gauges(), **self._counters()}
+        self._readable = [
+            {name for name, reader in readers.items() if self._asked(reader, handle) is not None}
+            for handle in self._handles
+        ]
+        self.columns = tuple(
+            f"gpu{index}/{name}"
+            for index, readable in enumerate(self._readable)
+            for name in readers
+            if name in readable
+        )
+
+    def read(self, time: float) -> Mapping[str, float]:
+        found: dict[str, float] = {}
+        counters: dict[str, float] = {}
+        for index, handle in enumerate(self._handles):
+            for readers, into in ((self._gauges(), found), (self._counters(), counters)):
+                for name in self._readable[index] & readers.keys():
+                    value = self._asked(readers[name], handle)
+                    if value is not None:
+                        into[f"gpu{index}/{name}"] = value
+        return {**found, **self._rates(time, counters)}
+
+    def _asked(self, reader: Callable[[Any], float], handle: Any) -> float | None:
+        """The value, or None where this GPU or its driver has none."""
+        try:
+            return float(reader(handle))
+        except self._nvml.NVMLError:
+            return None
+
+    def _gauges(self) -> dict[str, Callable[[Any], float]]:
+        nvml = self._nvml
+        return {
+            "duty_cycle": lambda h: nvml.nvmlDeviceGetUtilizationRates(h).gpu / 100,
+            "memory_bandwidth": lambda h: nvml.nvmlDeviceGetUtilizationRates(h).memory / 100,
+            "power": lambda h: nvml.nvmlDeviceGetPowerUsage(h) / 1000,
+            "temperature": lambda h: nvml.nvmlDeviceGetTemperature(h, nvml.NVML_TEMPERATURE_GPU),
+            "clock/sm": lambda h: nvml.nvmlDeviceGetClockInfo(h, nvml.NVML_CLOCK_SM),
+            "clock/memory": lambda h: nvml.nvmlDeviceGetClockInfo(h, nvml.NVML_CLOCK_MEM),
+            "memory": lambda h: nvml.nvmlDeviceGetMemoryInfo(h).used / MEBIBYTE,
+            # NVML measures these for 20 ms and answers in KiB/s.
+            "pcie/in": lambda h: (
+                nvml.nvmlDeviceGetPcieThroughput(h, nvml.NVML_PCIE_UTIL_RX_BYTES) / 1024
+            ),
+            "pcie/out": lambda h: (
+                nvml.nvmlDeviceGetPcieThroughput(h, nvml.NVML_PCIE_UTIL_TX_BYTES) / 1024
+            ),
+        }
+
+    def _counters(self) -> dict[str, Callable[[Any], float]]:
+        nvml = self._nvml
+
+        def nvlink(handle: Any, field: int) -> float:
+            """KiB over all links since the driver started."""
+            answer = nvml.nvmlDeviceGetFieldValues(handle, [field])[0]
+            if answer.nvmlReturn != nvml.NVML_SUCCESS:
+                raise nvml.NVMLError(answer.nvmlReturn)
+            return answer.value.ullVal / 1024
+
+        return {
+            "nvlink/in": lambda h: nvlink(h, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX),
+            "nvlink/out": lambda h: nvlink(h, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX),
+        }
+
+
+def sources() -> list[Source]:
+    """The host, and its GPUs where pynvml and an NVIDIA driver are there."""
+    found: list[Source] = [Host()]
+    try:
+        import pynvml as nvml
+    except ModuleNotFoundError:
+        return found
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:  # the package without a driver
+        return found
+    return [*found, Gpus(nvml)]
+
+
+def import_psutil() -> ModuleType:
+    """The package that reads the host.
+
+    Raises:
+      ValueError: where it is not installed.
+    """
+    try:
+        import psutil
+    except ModuleNotFoundError as error:
+        if error.name != "psutil":  # it is there, and something it needs is not
+            raise
+        raise ValueError(
+            'sampling needs the package psutil: pip install "jrl[faults]", or leave out --faults.'
+        ) from None
+    return psutil
