@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from moe.config import ModelConfig
-from moe.weights import Attention
+from moe.norms import rms_norm
+from moe.projections import queries_keys_values
+from moe.weights import Attention, LatentAttention
 from sharding.collectives import gather_tokens, scatter_tokens
 from sharding.folding import FoldedMesh
 
@@ -31,38 +33,8 @@ class Attend(Protocol):
     ) -> Array: ...
 
 
-def rms_norm(
-    x: Float[Array, "token d_model"], scale: Float[Array, "d_model"], epsilon: float
-) -> Float[Array, "token d_model"]:
-    """``x / sqrt(mean(x^2) + epsilon) * scale``, in float32, returned in the dtype of `x`.
-
-    References:
-      Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
-      https://arxiv.org/abs/1910.07467
-    """
-    wide = x.astype(jnp.float32)
-    mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(mean_square + epsilon) * scale[None, :]).astype(x.dtype)
-
-
-def rope(
-    x: Float[Array, "token heads head_dim"], positions: Int[Array, "token"], base: float
-) -> Float[Array, "token heads head_dim"]:
-    """Rotates the pair (i, i + head_dim/2) of each head by ``position * base^(-2i / head_dim)``.
-
-    References:
-      Su et al., "RoFormer", 2021, eq. 34. https://arxiv.org/abs/2104.09864
-    """
-    half = x.shape[-1] // 2
-    frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions.astype(jnp.float32)[:, None, None] * frequencies[None, None, :]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1).astype(x.dtype)
-
-
 def attention(
-    weights: Attention[Array],
+    weights: Attention[Array] | LatentAttention[Array],
     x: Float[Array, "local d_model"],
     positions: Int[Array, "token"],
     attend: Attend,
@@ -83,12 +55,7 @@ def attention(
     """
     h = rms_norm(x, weights.norm, config.norm_epsilon)
     h = gather_tokens(h, mesh.tp)
-    query = jnp.einsum("nd,dhk->nhk", h, weights.query.astype(h.dtype))
-    key = jnp.einsum("nd,dhk->nhk", h, weights.key.astype(h.dtype))
-    value = jnp.einsum("nd,dhk->nhk", h, weights.value.astype(h.dtype))
-    read = attend(
-        rope(query, positions, config.rope_base), rope(key, positions, config.rope_base), value
-    )
+    read = attend(*queries_keys_values(weights, h, positions, config, mesh))
     out = jnp.einsum("nhk,hkd->nd", read, weights.out.astype(h.dtype))
     return scatter_tokens(out, mesh.tp)
 

@@ -4,8 +4,27 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from moe.execution import Execution
+from moe.rotary import RopeScaling
 
 Head = Literal["tied", "untied", "value"]
+
+
+@dataclass(frozen=True)
+class LatentHeads:
+    """Multi-head latent attention: keys and values come from one narrow vector per token.
+
+    Args:
+      rank: width of the vector that keys and values are expanded from.
+      query_rank: width of the one that queries are expanded from; None makes queries directly.
+      rope_dim: elements of a query and of a key that are rotated, even, part of `head_dim`; those
+        of the key are the same for all heads.
+      value_dim: width of a value head.
+    """
+
+    rank: int
+    query_rank: int | None
+    rope_dim: int
+    value_dim: int
 
 
 @dataclass(frozen=True)
@@ -18,16 +37,30 @@ class ModelConfig:
       d_model: width of the residual stream.
       num_heads: query heads.
       num_kv_heads: key and value heads; a divisor of `num_heads` (grouped-query attention).
-      head_dim: width of a head, even.
+      head_dim: width of a head, even; under `latent` that of queries and keys.
+      latent: makes attention multi-head latent attention; None is grouped-query attention.
+      qkv_bias: queries, keys and values have biases.
+      query_key_norm: RMSNorm of queries and keys before rotation: of each "head", of the whole
+        "projection" (all heads together), or None.
       num_experts: experts of a layer; 0 makes every feed-forward layer dense.
       experts_per_token: experts that each token is sent to.
       d_expert: hidden width of one expert.
       d_ff: hidden width of the dense layer (`num_experts=0`), or of the shared expert that every
         token passes beside its routed ones; 0 is no shared expert.
+      shared_expert_gate: the shared expert's output is multiplied by the sigmoid of a number that
+        each token has for it.
+      num_dense_layers: how many of the `num_layers` blocks, the first ones, have a dense layer in
+        place of experts.
+      d_first: hidden width of those dense layers.
+      embedding_scale: factor on embeddings where the stream starts; None is ``sqrt(d_model)``.
       head: "tied" (logits from the embedding), "untied" (their own matrix) or "value" (one number
         per
         position: the critic).
       rope_base: base of the rotary wavelengths.
+      rope_scaling: how the wavelengths are stretched for a longer context, None for not at all.
+      rope_interleaved: rotary pairs are neighbours, not halves apart.
+      sliding_window: positions that a token may look back, itself included. A longer sequence is
+        refused, a shorter one never notices; None is no limit.
       norm_epsilon: added to the mean square in RMSNorm.
       load_balance_coef: weight, in the training loss, of the load-balancing loss of each sequence.
       router_z_coef: weight of the router z-loss in the training loss.
@@ -62,12 +95,22 @@ class ModelConfig:
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 24
+    latent: LatentHeads | None = None
+    qkv_bias: bool = False
+    query_key_norm: Literal["head", "projection"] | None = None
     num_experts: int = 8
     experts_per_token: int = 2
     d_expert: int = 56
     d_ff: int = 0
+    shared_expert_gate: bool = False
+    num_dense_layers: int = 0
+    d_first: int = 0
+    embedding_scale: float | None = None
     head: Head = "untied"
     rope_base: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    rope_interleaved: bool = False
+    sliding_window: int | None = None
     norm_epsilon: float = 1e-6
     load_balance_coef: float = 0.01
     router_z_coef: float = 0.001
@@ -102,7 +145,7 @@ class ModelConfig:
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads="
                 f"{self.num_kv_heads}: each key/value head serves the same number of query heads."
             )
-        if self.head_dim % 2:
+        if self.head_dim % 2 and self.latent is None:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary pairs its halves.")
         if self.num_experts == 0 and self.d_ff == 0:
             raise ValueError(
@@ -114,10 +157,67 @@ class ModelConfig:
                 f"1..num_experts={self.num_experts}."
             )
         _check_routing(self)
+        _check_attention(self)
+        _check_first_layers(self)
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Blocks that have experts."""
+        return self.num_layers - self.num_dense_layers if self.num_experts else 0
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value head."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
 
     def as_critic(self) -> "ModelConfig":
         """The same network with a value head."""
         return replace(self, head="value")
+
+
+def _check_attention(config: ModelConfig) -> None:
+    if config.query_key_norm not in (None, "head", "projection"):
+        raise ValueError(
+            f'query_key_norm={config.query_key_norm!r} must be "head", "projection" or None.'
+        )
+    if config.sliding_window is not None and config.sliding_window < 1:
+        raise ValueError(
+            f"sliding_window={config.sliding_window} must be at least 1; None is no limit."
+        )
+    latent = config.latent
+    if latent is None:
+        return
+    for name in ("rank", "query_rank", "rope_dim", "value_dim"):
+        size = getattr(latent, name)
+        if size is not None and size < 1:
+            raise ValueError(f"latent.{name}={size} must be at least 1.")
+    if latent.rope_dim % 2 or latent.rope_dim >= config.head_dim:
+        raise ValueError(
+            f"latent.rope_dim={latent.rope_dim} must be even and below head_dim="
+            f"{config.head_dim}, of which it is a part."
+        )
+    if config.num_kv_heads != config.num_heads:
+        raise ValueError(
+            f"latent attention has as many key/value heads as heads: set num_kv_heads="
+            f"{config.num_kv_heads} to num_heads={config.num_heads}."
+        )
+    if config.qkv_bias or config.query_key_norm is not None:
+        raise ValueError("latent attention has no qkv_bias and no query_key_norm: leave them out.")
+
+
+def _check_first_layers(config: ModelConfig) -> None:
+    first = config.num_dense_layers
+    if first and not (config.num_experts and 0 < first < config.num_layers and config.d_first > 0):
+        raise ValueError(
+            f"num_dense_layers={first} needs experts in the layers after it (num_experts="
+            f"{config.num_experts}, num_layers={config.num_layers}) and a width, d_first="
+            f"{config.d_first}: set 0 where all layers are alike."
+        )
+    if config.shared_expert_gate and not (config.num_experts and config.d_ff):
+        raise ValueError(
+            f"shared_expert_gate=True needs a shared expert, not num_experts={config.num_experts} "
+            f"and d_ff={config.d_ff}."
+        )
 
 
 def _check_routing(config: ModelConfig) -> None:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe.attention import read_values, rms_norm
 from moe.config import ModelConfig
-from moe.model import block, embed, logits_of, run
+from moe.model import block, check_window, embed, logits_of, run
 from moe.order import Order
 from moe.stream import Stream, rows
 from moe.weights import Layer, Transformer
@@ -31,7 +31,7 @@ class Cache(Generic[Leaf]):
       keys: per layer ``[batch, kv_head, length, head_dim]``, rotated. A head's positions lie
         together, as the products of a decoding step want them: in another order each step would
         copy the buffer.
-      values: the same shape.
+      values: the same shape, `value_dim` wide. Latent attention keeps what it expands.
       valid: ``[batch, length]`` which columns hold a token.
     """
 
@@ -62,13 +62,15 @@ def prefill(
             "without context parallelism; cp must be 1."
         )
     config = _dropless(config)
-    kept: dict[int, tuple[Array, Array]] = {}
+    check_window(tokens.shape[1], config)
+    kept: dict[int, tuple[Array, ...]] = {}
     stream = rows(tokens, valid, mesh, config.execution)
 
     def attend_in_layer(index):
         def attend(query, key, value, scale=None):
-            shape = (*valid.shape, -1, config.head_dim)
-            kept[index] = _by_head(key.reshape(shape)), _by_head(value.reshape(shape))
+            kept[index] = tuple(
+                _by_head(x.reshape(*valid.shape, *x.shape[1:])) for x in (key, value)
+            )
             return stream.attend_in_layer(index)(query, key, value, scale)
 
         return attend
@@ -115,6 +117,7 @@ def decode_step(
       Logits of this ``tp`` rank's share of the rows, and the cache.
     """
     config = _dropless(config)
+    check_window(cache.valid.shape[1], config)
     valid = jax.lax.dynamic_update_slice(cache.valid, live[:, None], (0, column))
     positions = jnp.maximum(jnp.sum(valid.astype(jnp.int32), axis=1) - 1, 0)
     visible = valid[:, None, :]

@@ -35,7 +35,7 @@ def embed(
     """The residual stream at its start, this rank's shard of the flattened tokens."""
     tokens = vary(own_shard(tokens, mesh.sequence), mesh.axes)
     # The table starts with variance 1 / d_model, right for a tied head; the stream starts with 1.
-    scale = config.d_model**0.5
+    scale = config.d_model**0.5 if config.embedding_scale is None else config.embedding_scale
     return (weights.embedding[tokens] * scale).astype(config.dtype)
 
 
@@ -66,7 +66,10 @@ def feed_forward(
             product=config.execution.experts,
         )
     if layer.dense is not None:
-        out = out + dense(layer.dense, h, mesh)
+        beside = dense(layer.dense, h, mesh)
+        if layer.shared_gate is not None:
+            beside = beside * jax.nn.sigmoid(h @ layer.shared_gate.astype(h.dtype))[:, None]
+        out = out + beside
     return out, stats
 
 
@@ -115,13 +118,27 @@ def run(
 
     Returns:
       The hidden states and, with experts, the router's sums over layers on this device, `load`
-      with a row per layer.
+      with a row per layer that has them.
     """
     _check_whole(mesh)
     check_runs(stream.tokens.shape[0], mesh)
     x = embed(weights, stream.tokens, config, mesh)
-    x, stats = blocks(weights.layers, x, stream, config, mesh)
+    x = first_blocks(weights, x, stream, config, mesh)
+    x, stats = blocks(weights.layers, x, stream, config, mesh, config.num_dense_layers)
     return last_norm(weights, x, config), stats
+
+
+def first_blocks(
+    weights: Transformer[Array],
+    x: Float[Array, "local d_model"],
+    stream: Stream,
+    config: ModelConfig,
+    mesh: FoldedMesh,
+) -> Float[Array, "local d_model"]:
+    """The residual stream after the dense layers that some networks begin with."""
+    if weights.first_layers is None:
+        return x
+    return blocks(weights.first_layers, x, stream, config, mesh)[0]
 
 
 def blocks(
@@ -142,11 +159,13 @@ def blocks(
     collected = []
     for index in range(jax.tree.leaves(layers)[0].shape[0]):
         layer = jax.tree.map(lambda stacked, index=index: stacked[index], layers)
-        attend = stream.attend_in_layer(first + index)
-        own = stream.of_layer(first + index)
-        x, stats = block(layer, x, own, attend, config, mesh)
-        collected.append(stats)
-    if config.num_experts == 0:
+        number = first + index
+        # Choices are recorded for the layers that have experts.
+        own = stream.of_layer(number - config.num_dense_layers)
+        x, stats = block(layer, x, own, stream.attend_in_layer(number), config, mesh)
+        if stats is not None:
+            collected.append(stats)
+    if not collected:
         return x, None
     total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *collected)
     # What a layer says of each expert or token is not summed over layers.
@@ -178,6 +197,7 @@ def hidden(
       replay: experts that `routing_choices` gave before, used again with the current scores; a
         token whose ids are out of range chooses anew.
     """
+    check_window(tokens.shape[1], config)
     return run(weights, rows(tokens, valid, mesh, config.execution, replay), config, mesh)
 
 
@@ -277,8 +297,12 @@ def _shifted(
 
 
 def layer_of(weights: Transformer[Array], index: int) -> Layer[Array]:
-    """The weights of one layer out of the stack."""
-    return jax.tree.map(lambda stacked: stacked[index], weights.layers)
+    """The weights of one layer out of its stack: the first dense ones, then all others."""
+    stack, first = weights.layers, weights.first_layers
+    if first is not None:
+        num_first = first.norm.shape[0]
+        stack, index = (first, index) if index < num_first else (stack, index - num_first)
+    return jax.tree.map(lambda stacked: stacked[index], stack)
 
 
 def logits_of(
@@ -380,7 +404,17 @@ def router_loss(
     weighted = weighted + config.batch_balance_coef * stats.batch_balance
     weighted = weighted + config.global_balance_coef * stats.global_balance
     tokens = jnp.maximum(num_tokens, 1).astype(jnp.float32)
-    return all_sum(weighted, mesh.sequence) / (tokens * config.num_layers)
+    return all_sum(weighted, mesh.sequence) / (tokens * config.num_expert_layers)
+
+
+def check_window(length: int, config: ModelConfig) -> None:
+    """Refuses sequences in which attention would have to be cut to the sliding window."""
+    window = config.sliding_window
+    if window is not None and length > window:
+        raise ValueError(
+            f"sequences of {length} tokens are longer than sliding_window={window}, beyond which "
+            "this network would not look back: use shorter ones."
+        )
 
 
 def check_runs(num_tokens: int, mesh: FoldedMesh) -> None:

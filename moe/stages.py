@@ -96,15 +96,18 @@ def _stages(
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> Stages:
-    depth = config.num_layers // (mesh.layout.pp * mesh.layout.vpp)
+    stacked = config.num_layers - config.num_dense_layers
+    depth = stacked // (mesh.layout.pp * mesh.layout.vpp)
 
     def first(ends, piece):
-        tokens = stream_of(piece).tokens
-        model.check_runs(tokens.shape[0], mesh)
-        return model.embed(_with_ends(weights, ends), tokens, config, mesh)
+        stream, whole = stream_of(piece), _with_ends(weights, ends)
+        model.check_runs(stream.tokens.shape[0], mesh)
+        x = model.embed(whole, stream.tokens, config, mesh)
+        return model.first_blocks(whole, x, stream, config, mesh)
 
     def chunk(layers, x, piece, number):
-        x, stats = model.blocks(layers, x, stream_of(piece), config, mesh, number * depth)
+        before = config.num_dense_layers + number * depth
+        x, stats = model.blocks(layers, x, stream_of(piece), config, mesh, before)
         return x, model.router_loss(stats, config, mesh, num_tokens), stats
 
     def last(ends, x, piece):
@@ -118,9 +121,10 @@ def _pipeline(mesh: FoldedMesh) -> Pipeline:
     return Pipeline(mesh.pp, mesh.axes, mesh.layout.vpp)
 
 
-def _ends(weights: Transformer[Array]) -> dict[str, Array | None]:
-    """The weights outside the layers. A tied embedding is used at both ends."""
-    return {"embedding": weights.embedding, "norm": weights.norm, "head": weights.head}
+def _ends(weights: Transformer[Array]) -> dict[str, Any]:
+    """The weights outside the stack of layers. A tied embedding is used at both ends."""
+    names = ("embedding", "first_layers", "norm", "head")
+    return {name: getattr(weights, name) for name in names}
 
 
 def _with_ends(weights: Transformer[Array], ends: dict[str, Any]) -> Transformer[Array]:

@@ -3,7 +3,9 @@
 A record holds one leaf per weight and is generic in what the leaf is: the table of `Weight`s, the
 arrays, their PartitionSpecs. Each of those is a `jax.tree.map` over the table.
 
-Axes: ``layer vocab d_model head kv_head head_dim d_ff route expert d_expert``. ``route`` and
+Axes: ``layer vocab d_model head kv_head head_dim d_ff route expert d_expert``; of latent attention
+``latent query_latent`` and widths made of theirs; of the dense layers that come before those with
+experts ``first_layer d_first``. ``route`` and
 ``expert`` have the same size and different roles: the router's outputs stay whole on every device
 while the experts are spread over them.
 """
@@ -50,6 +52,25 @@ class Attention(Generic[Leaf]):
     key: Leaf
     value: Leaf
     out: Leaf
+    query_bias: Leaf | None = None
+    key_bias: Leaf | None = None
+    value_bias: Leaf | None = None
+    query_norm: Leaf | None = None
+    key_norm: Leaf | None = None
+
+
+@struct.dataclass
+class LatentAttention(Generic[Leaf]):
+    """`down` makes the narrow vector and the rotated part of the key, `up` a key and a value."""
+
+    norm: Leaf
+    query_down: Leaf | None
+    query_norm: Leaf | None
+    query: Leaf
+    down: Leaf
+    down_norm: Leaf
+    up: Leaf
+    out: Leaf
 
 
 @struct.dataclass
@@ -71,18 +92,22 @@ class Experts(Generic[Leaf]):
 
 @struct.dataclass
 class Layer(Generic[Leaf]):
-    attention: Attention[Leaf]
+    attention: Attention[Leaf] | LatentAttention[Leaf]
     norm: Leaf
     experts: Experts[Leaf] | None
     dense: Dense[Leaf] | None
+    shared_gate: Leaf | None = None
 
 
 @struct.dataclass
 class Transformer(Generic[Leaf]):
+    """`first_layers` are dense ones before the `layers` with experts; None where all are alike."""
+
     embedding: Leaf
     layers: Layer[Leaf]
     norm: Leaf
     head: Leaf | None
+    first_layers: Layer[Leaf] | None = None
 
 
 def table(config: ModelConfig) -> Transformer[Weight]:
@@ -108,30 +133,98 @@ def table(config: ModelConfig) -> Transformer[Weight]:
         "untied": Weight("d_model vocab", inward),
         "value": Weight("d_model", scale=0.0),
     }
+    attention = _attention(config, out_scale)
     return Transformer(
         # Embeddings start small because a tied head also multiplies by them.
         embedding=Weight("vocab d_model", inward),
         layers=Layer(
-            attention=Attention(
-                norm=norm,
-                query=Weight("layer d_model head head_dim", inward),
-                key=Weight("layer d_model kv_head head_dim", inward),
-                value=Weight("layer d_model kv_head head_dim", inward),
-                out=Weight("layer head head_dim d_model", "head head_dim", out_scale),
-            ),
+            attention=attention,
             norm=norm,
             experts=experts if config.num_experts else None,
             dense=dense if config.d_ff else None,
+            shared_gate=Weight("layer d_model", inward) if config.shared_expert_gate else None,
         ),
         norm=Weight("d_model"),
         head=heads[config.head],
+        first_layers=(
+            _in_first_layers(Layer(attention, norm, None, dense))
+            if config.num_dense_layers
+            else None
+        ),
+    )
+
+
+def _attention(
+    config: ModelConfig, out_scale: float
+) -> Attention[Weight] | LatentAttention[Weight]:
+    norm, inward = Weight("layer d_model"), "d_model"
+    if config.latent is not None:
+        narrow = "d_model" if config.latent.query_rank is None else "query_latent"
+        has_query_latent = config.latent.query_rank is not None
+        return LatentAttention(
+            norm=norm,
+            query_down=Weight("layer d_model query_latent", inward) if has_query_latent else None,
+            query_norm=Weight("layer query_latent") if has_query_latent else None,
+            query=Weight(f"layer {narrow} head head_dim", narrow),
+            down=Weight("layer d_model latent_and_rope", inward),
+            down_norm=Weight("layer latent"),
+            up=Weight("layer latent head key_and_value", "latent"),
+            out=Weight("layer head value_dim d_model", "head value_dim", out_scale),
+        )
+    queries, keys = "layer head head_dim", "layer kv_head head_dim"
+    biases = {}
+    if config.qkv_bias:
+        biases = {
+            "query_bias": Weight(queries, scale=0.0),
+            "key_bias": Weight(keys, scale=0.0),
+            "value_bias": Weight(keys, scale=0.0),
+        }
+    norms = {}
+    if config.query_key_norm == "head":
+        norms = {"query_norm": Weight("layer head_dim"), "key_norm": Weight("layer head_dim")}
+    elif config.query_key_norm == "projection":
+        norms = {"query_norm": Weight(queries), "key_norm": Weight(keys)}
+    return Attention(
+        norm=norm,
+        query=Weight("layer d_model head head_dim", inward),
+        key=Weight("layer d_model kv_head head_dim", inward),
+        value=Weight("layer d_model kv_head head_dim", inward),
+        out=Weight("layer head head_dim d_model", "head head_dim", out_scale),
+        **biases,
+        **norms,
+    )
+
+
+def _in_first_layers(layer: Layer[Weight]) -> Layer[Weight]:
+    """The same weights, stacked over the first layers and as wide as their dense layers are."""
+    names = {"layer": "first_layer", "d_ff": "d_first"}
+
+    def renamed(axes: str) -> str:
+        return " ".join(names.get(axis, axis) for axis in axes.split())
+
+    return jax.tree.map(
+        lambda weight: replace(weight, axes=renamed(weight.axes), fan_in=renamed(weight.fan_in)),
+        layer,
     )
 
 
 def axis_sizes(config: ModelConfig) -> dict[str, int]:
     """The size of each named axis."""
+    latent = config.latent
+    latents = (
+        {}
+        if latent is None
+        else {
+            "latent": latent.rank,
+            "query_latent": latent.query_rank or 0,
+            "latent_and_rope": latent.rank + latent.rope_dim,
+            "key_and_value": config.head_dim - latent.rope_dim + latent.value_dim,
+            "value_dim": latent.value_dim,
+        }
+    )
     return {
-        "layer": config.num_layers,
+        "first_layer": config.num_dense_layers,
+        "layer": config.num_layers - config.num_dense_layers,
         "vocab": config.vocab_size,
         "d_model": config.d_model,
         "head": config.num_heads,
@@ -141,6 +234,8 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
         "route": config.num_experts,
         "expert": config.num_experts,
         "d_expert": config.d_expert,
+        "d_first": config.d_first,
+        **latents,
     }
 
 
@@ -183,8 +278,8 @@ def specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
             )
 
     def place(weight: Weight) -> PartitionSpec:
-        axes = weight.axes if rounds == 1 else weight.axes.replace("layer", "round layer")
-        return partition_spec(axes, rules)
+        stacked = rounds > 1 and weight.axes.startswith("layer ")
+        return partition_spec(f"round {weight.axes}" if stacked else weight.axes, rules)
 
     return jax.tree.map(place, table(config))
 
@@ -231,4 +326,5 @@ def num_parameters(config: ModelConfig) -> int:
 def num_active_parameters(config: ModelConfig) -> int:
     """How many of them one token passes: all but the experts it is not sent to."""
     idle = config.num_experts - config.experts_per_token if config.num_experts else 0
-    return num_parameters(config) - 3 * config.num_layers * idle * config.d_model * config.d_expert
+    expert = 3 * config.d_model * config.d_expert
+    return num_parameters(config) - config.num_expert_layers * idle * expert

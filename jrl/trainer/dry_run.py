@@ -115,9 +115,9 @@ def memory(setup: Setup) -> dict[str, int]:
 
     * weights ``W``, Adam's two moments ``2 W``, reference ``W``; critic ``V + 2 V``;
     * gradients ``max(W, V)``, twice that where micro-batches are summed;
-    * cache ``2 layers x rows x (prompt + response - 1) x kv_heads / tp x head_dim x itemsize`` and
-      a byte per position, with the rows per device of a step's completions or of an evaluation,
-      whichever are more;
+    * cache ``layers x rows x (prompt + response - 1) x kv_heads / tp x (head_dim + value_dim) x
+      itemsize`` and a byte per position, with the rows per device of a step's completions or of an
+      evaluation, whichever are more;
     * logits ``4 x rows x response / tp x vocab``, with the rows per device of the largest forward
       pass: a micro-batch, a warm start's batch, or all completions under the reference.
 
@@ -160,8 +160,9 @@ def cache_bytes(setup: Setup, rows: int) -> int:
     columns = setup.prompt_length + setup.response_length - 1
     positions = -(-rows // mesh.size(mesh.dp)) * columns
     heads = model.num_kv_heads // mesh.size(mesh.tp)
+    widths = model.head_dim + model.value_dim
     itemsize = jax.numpy.dtype(model.dtype).itemsize
-    return positions * (1 + 2 * model.num_layers * heads * model.head_dim * itemsize)
+    return positions * (1 + model.num_layers * heads * widths * itemsize)
 
 
 def logits_bytes(setup: Setup, rows: int) -> int:

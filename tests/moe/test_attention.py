@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, on_mesh
 
-from moe.attention import attention, causal, read_values, rms_norm, rope
+from moe.attention import attention, causal, read_values
 from moe.config import ModelConfig
+from moe.norms import rms_norm
+from moe.rotary import rope
 from moe.weights import Attention
 
 BATCH, TIME, HEADS, KV_HEADS, HEAD_DIM, D_MODEL = 3, 5, 6, 2, 4, 7

@@ -1,0 +1,175 @@
+"""Rotary positions: the rotation, and how its wavelengths are stretched for longer contexts."""
+
+import math
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+
+@dataclass(frozen=True)
+class LlamaScaling:
+    """Long wavelengths are stretched by `factor`, short ones kept, those between are blended.
+
+    Args:
+      factor: how many times longer the context became.
+      low_frequency_factor: wavelengths above ``original_context / low_frequency_factor`` are
+        stretched.
+      high_frequency_factor: wavelengths below ``original_context / high_frequency_factor`` are
+        kept.
+      original_context: tokens of the context trained on first.
+
+    References:
+      Llama Team, "The Llama 3 Herd of Models", 2024. https://arxiv.org/abs/2407.21783
+    """
+
+    factor: float
+    low_frequency_factor: float
+    high_frequency_factor: float
+    original_context: int
+
+    def __post_init__(self):
+        _check_factor(self.factor)
+        if not self.low_frequency_factor < self.high_frequency_factor:
+            raise ValueError(
+                f"low_frequency_factor={self.low_frequency_factor} must be below "
+                f"high_frequency_factor={self.high_frequency_factor}."
+            )
+
+    def stretched(self, frequencies: np.ndarray, base: float) -> np.ndarray:
+        rotations = self.original_context * frequencies / (2 * math.pi)
+        width = self.high_frequency_factor - self.low_frequency_factor
+        kept = np.clip((rotations - self.low_frequency_factor) / width, 0, 1)
+        return frequencies * (kept + (1 - kept) / self.factor)
+
+    @property
+    def amplitude(self) -> float:
+        """Factor on the rotated queries and keys."""
+        return 1.0
+
+    @property
+    def sharpness(self) -> float:
+        """Factor on the attention scores."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN: frequencies are blended by how often they turn in the original context.
+
+    Args:
+      factor: how many times longer the context became.
+      original_context: tokens of the context trained on first.
+      beta_fast: frequencies that turn more often than this are kept.
+      beta_slow: frequencies that turn less often than this are divided by `factor`.
+      attention_factor: factor on the rotated queries and keys; None follows from the next two.
+      rotary_temperature: DeepSeek's ``mscale``; with it and `score_temperature` the factor is
+        ``m(rotary_temperature) / m(score_temperature)``, ``m(t) = 0.1 t ln(factor) + 1``, without
+        them ``m(1)``.
+      score_temperature: DeepSeek's ``mscale_all_dim``: attention scores are multiplied by
+        ``m(score_temperature)^2``.
+      truncate: the border of the blend is moved to whole dimensions.
+
+    References:
+      Peng et al., "YaRN", 2023, eq. 17 to 22. https://arxiv.org/abs/2309.00071
+    """
+
+    factor: float
+    original_context: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    rotary_temperature: float | None = None
+    score_temperature: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self):
+        _check_factor(self.factor)
+        if not self.beta_slow < self.beta_fast:
+            raise ValueError(
+                f"beta_slow={self.beta_slow} must be below beta_fast={self.beta_fast}."
+            )
+
+    def stretched(self, frequencies: np.ndarray, base: float) -> np.ndarray:
+        low, high = (self._dimension(turns, frequencies, base) for turns in self._borders)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * frequencies.size - 1)
+        width = high - low if high > low else 0.001
+        divided = np.clip((np.arange(frequencies.size) - low) / width, 0, 1)
+        return frequencies * (1 - divided + divided / self.factor)
+
+    @property
+    def _borders(self) -> tuple[float, float]:
+        return self.beta_fast, self.beta_slow
+
+    def _dimension(self, turns: float, frequencies: np.ndarray, base: float) -> float:
+        """The place among the frequencies of the one that turns so often in the context."""
+        wavelength = self.original_context / (2 * math.pi * turns)
+        return frequencies.size * math.log(wavelength) / math.log(base)
+
+    def _temperature(self, weight: float) -> float:
+        return 0.1 * weight * math.log(self.factor) + 1.0
+
+    @property
+    def amplitude(self) -> float:
+        """Factor on the rotated queries and keys."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.rotary_temperature and self.score_temperature:
+            return self._temperature(self.rotary_temperature) / self._temperature(
+                self.score_temperature
+            )
+        return self._temperature(1.0)
+
+    @property
+    def sharpness(self) -> float:
+        """Factor on the attention scores."""
+        return self._temperature(self.score_temperature or 0.0) ** 2
+
+
+RopeScaling = LlamaScaling | YarnScaling
+
+
+def frequencies_of(head_dim: int, base: float, scaling: RopeScaling | None) -> np.ndarray:
+    """Radians per position of each pair, ``base^(-2i / head_dim)`` before `scaling`; float64."""
+    half = head_dim // 2
+    frequencies = float(base) ** (-np.arange(half) / half)
+    return frequencies if scaling is None else scaling.stretched(frequencies, base)
+
+
+def rope(
+    x: Float[Array, "token heads head_dim"],
+    positions: Int[Array, "token"],
+    base: float,
+    scaling: RopeScaling | None = None,
+    interleaved: bool = False,
+) -> Float[Array, "token heads head_dim"]:
+    """Rotates the pair (i, i + head_dim/2) of each head by ``position * base^(-2i / head_dim)``.
+
+    Args:
+      scaling: how the frequencies are changed.
+      interleaved: the pairs of `x` are (2i, 2i + 1); those of the result are (i, i + head_dim/2)
+        all the same, in queries and in keys, so that products do not notice.
+
+    References:
+      Su et al., "RoFormer", 2021, eq. 34. https://arxiv.org/abs/2104.09864
+    """
+    half = x.shape[-1] // 2
+    if scaling is None:
+        frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    else:
+        frequencies = jnp.asarray(frequencies_of(x.shape[-1], base, scaling), jnp.float32)
+    angles = positions.astype(jnp.float32)[:, None, None] * frequencies[None, None, :]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if scaling is not None:
+        cos, sin = cos * scaling.amplitude, sin * scaling.amplitude
+    wide = x.astype(jnp.float32)
+    low, high = (wide[..., ::2], wide[..., 1::2]) if interleaved else jnp.split(wide, 2, axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1).astype(x.dtype)
+
+
+def _check_factor(factor: float) -> None:
+    if factor < 1:
+        raise ValueError(f"factor={factor} would shorten the context: it must be at least 1.")
