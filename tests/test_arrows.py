@@ -17,7 +17,7 @@ LOADERS = {"import_module", "__import__", "find_spec", "run_module", "run_path"}
 ALLOWED = {
     "sharding.picture": {"sharding", "jax", "numpy", "jaxtyping", "matplotlib"},
     "sharding": {"jax", "numpy", "jaxtyping"},
-    "moe": {"sharding", "jax", "numpy", "jaxtyping", "flax"},
+    "moe": {"sharding", "jax", "numpy", "jaxtyping", "flax", "safetensors"},
     "jrl.losses": {"jax", "jaxtyping"},
 }
 COMPUTED = {Path("jrl/trainer/loggers.py")}

@@ -1,0 +1,154 @@
+"""Between config.json and `ModelConfig`."""
+
+import contextlib
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from moe.config import ModelConfig
+from moe.huggingface.families import FAMILIES, Family, common_fields, common_options
+from moe.huggingface.options import Options
+
+Dtype = Literal["float32", "bfloat16"]
+
+TRAINING = (
+    "load_balance_coef",
+    "router_z_coef",
+    "batch_balance_coef",
+    "global_balance_coef",
+    "bias_update_rate",
+    "capacity_factor",
+    "drop_policy",
+    "drop_scope",
+    "dtype",
+    "execution",
+)
+"""Fields of `ModelConfig` that say how a network is trained and computed, not which it is."""
+ROUTING = (
+    "experts_per_token",
+    "d_expert",
+    "router_scores",
+    "softmax_after_topk",
+    "renormalise",
+    "routed_scaling",
+    "num_expert_groups",
+    "expert_groups_per_token",
+    "selection_bias",
+)
+"""Fields that mean nothing without experts."""
+
+
+def config_from(path: str | Path, dtype: Dtype | None = None) -> ModelConfig:
+    """The network that a checkpoint describes.
+
+    Args:
+      path: the checkpoint's directory, or its config.json.
+      dtype: of activations; None is "bfloat16" where the checkpoint's is, otherwise "float32".
+
+    Raises:
+      ValueError: when the architecture or one of the options is not supported; it is named.
+    """
+    return described(path, dtype)[0]
+
+
+def described(path: str | Path, dtype: Dtype | None = None) -> tuple[ModelConfig, Family]:
+    """`config_from`, and the architecture that names the tensors."""
+    path = Path(path)
+    options = Options.read(path / "config.json" if path.is_dir() else path)
+    family = _family(options)
+    found = common_fields(options)
+    found |= family.read(options, found)
+    stored = options.take("dtype", "torch_dtype", default=None)
+    options.finish()
+    chosen = dtype or ("bfloat16" if stored == "bfloat16" else "float32")
+    return ModelConfig(**found, dtype=chosen), family
+
+
+def options_from(config: ModelConfig, architecture: str | None = None) -> dict[str, Any]:
+    """The config.json of a network.
+
+    Args:
+      architecture: for example "Qwen3MoeForCausalLM"; None takes the first that can express it.
+
+    Raises:
+      ValueError: when none can, or the one asked for cannot: with the fields that it lacks.
+    """
+    family = family_for(config, architecture)
+    return _written(config, family)
+
+
+def family_for(config: ModelConfig, architecture: str | None = None) -> Family:
+    """The architecture that a network is written as; see `options_from`."""
+    known = {family.architecture: family for family in FAMILIES}
+    if architecture is not None and architecture not in known:
+        raise ValueError(
+            f"architecture={architecture!r} is not supported; there are {', '.join(known)}."
+        )
+    if config.head == "value":
+        raise ValueError('head="value" is a critic, which no public architecture has.')
+    if architecture is not None:
+        lacking = {architecture: _lost(config, known[architecture])}
+    else:
+        lacking = _lost_by_each(config)
+    nearest = min(lacking, key=lambda name: len(lacking[name]))
+    if lacking[nearest]:
+        lost = ", ".join(f"{name}={getattr(config, name)!r}" for name in lacking[nearest])
+        fold = "; fold_embedding_scale makes embedding_scale 1"
+        raise ValueError(
+            f"{nearest} cannot express {lost}"
+            + ("" if architecture else ", and no other architecture comes nearer")
+            + (fold if "embedding_scale" in lacking[nearest] else "")
+            + "."
+        )
+    return known[nearest]
+
+
+def _lost_by_each(config: ModelConfig) -> dict[str, list[str]]:
+    """`_lost` for every architecture that can read at all what is written for it."""
+    lacking: dict[str, list[str]] = {}
+    for family in FAMILIES:
+        with contextlib.suppress(ValueError):
+            lacking[family.architecture] = _lost(config, family)
+    if not lacking:
+        raise ValueError(
+            f"no architecture expresses this network; rope_scaling={config.rope_scaling} may be "
+            "the reason."
+        )
+    return lacking
+
+
+def _family(options: Options) -> Family:
+    kind = options.take("model_type", default=None)
+    for family in FAMILIES:
+        if family.model_type == kind:
+            return family
+    known = ", ".join(family.model_type for family in FAMILIES)
+    raise options.unsupported("model_type", kind, f"one of {known}")
+
+
+def _written(config: ModelConfig, family: Family) -> dict[str, Any]:
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **common_options(config),
+        **family.written(config),
+    }
+
+
+def _lost(config: ModelConfig, family: Family) -> list[str]:
+    """Fields that come back changed when the network is written as `family` and read again."""
+    names = [field.name for field in fields(ModelConfig)]
+    options = Options(_written(config, family), f"a {family.model_type} configuration")
+    found = common_fields(options)
+    # Not made a ModelConfig of: an architecture may read what it cannot express as nonsense.
+    back = {**vars(_network(ModelConfig(1))), **found, **family.read(options, found)}
+    own = vars(_network(config))
+    return [name for name in names if name not in TRAINING and back[name] != own[name]]
+
+
+def _network(config: ModelConfig) -> ModelConfig:
+    """The configuration with its defaults where they make no other network."""
+    default = {field.name: field.default for field in fields(ModelConfig)}
+    # A softmax over the chosen logits is the softmax over all, renormalised.
+    names = ("softmax_after_topk",) if config.num_experts else ROUTING
+    return replace(config, **{name: default[name] for name in names})

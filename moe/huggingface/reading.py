@@ -1,0 +1,158 @@
+"""A checkpoint's tensors into weights laid out on a mesh, without ever holding all of them."""
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import safetensors
+from jax.sharding import NamedSharding
+from jaxtyping import Array
+
+from moe.config import ModelConfig
+from moe.huggingface.configuration import Dtype, described
+from moe.huggingface.families import Family
+from moe.huggingface.tensors import Slices, Tensors, tensors_of
+from moe.weights import Transformer, shapes, shardings
+from sharding.folding import FoldedMesh
+
+DTYPES = ("F32", "BF16", "F16")
+"""Of tensors that can be read; all become float32."""
+
+
+def load(
+    directory: str | Path, mesh: FoldedMesh, dtype: Dtype | None = None
+) -> tuple[ModelConfig, Transformer[Array]]:
+    """The network of a checkpoint and its weights, float32, laid out on `mesh`.
+
+    Args:
+      directory: holds config.json and .safetensors files, with or without an index.
+      dtype: of activations, see `config_from`.
+
+    Raises:
+      ValueError: for what `config_from` and `load_weights` refuse.
+    """
+    config, _ = described(directory, dtype)
+    return config, load_weights(directory, config, mesh)
+
+
+def load_weights(
+    directory: str | Path, config: ModelConfig, mesh: FoldedMesh
+) -> Transformer[Array]:
+    """The weights of a checkpoint, float32, laid out on `mesh`.
+
+    One shard of one weight is in host memory at a time, filled tensor by tensor: at most the share
+    of one device in the largest weight. A process reads only what its own devices hold, and what
+    several of them hold once.
+
+    Args:
+      directory: as for `load`.
+      config: of the network, as `config_from` gave it.
+
+    Raises:
+      ValueError: when tensors are missing, left over, or of another shape or type than the network
+        has: all of them are listed. Also when the layout cannot split them.
+    """
+    directory = Path(directory)
+    _, family = described(directory)
+    places, structure = jax.tree.flatten(shardings(config, mesh))
+    whole = jax.tree.leaves(shapes(config))
+    plans = tensors_of(config, family)
+    with ExitStack() as stack:
+        files = _open(directory, stack)
+        _check(files, plans, config, family, directory)
+        leaves = [
+            _weight(files, plan, leaf.shape, sharding)
+            for plan, leaf, sharding in zip(plans, whole, places, strict=True)
+        ]
+    return structure.unflatten(leaves)
+
+
+def _open(directory: Path, stack: ExitStack) -> Mapping[str, Any]:
+    """The open file of each tensor."""
+    paths = sorted(directory.glob("*.safetensors"))
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        # A directory may also hold the same tensors in one piece, under another name.
+        listed = json.loads(index.read_bytes())["weight_map"]
+        paths = [directory / name for name in sorted(set(listed.values()))]
+    if not paths:
+        raise ValueError(f"{directory} has no .safetensors file: convert the checkpoint to them.")
+    files: dict[str, Any] = {}
+    for path in paths:
+        try:
+            file = stack.enter_context(safetensors.safe_open(path, framework="numpy"))
+        except (OSError, safetensors.SafetensorError) as error:
+            raise ValueError(f"{path} cannot be read as safetensors: {error}.") from error
+        files |= dict.fromkeys(file.keys(), file)
+    return files
+
+
+def _check(
+    files: Mapping[str, Any],
+    plans: list[Tensors],
+    config: ModelConfig,
+    family: Family,
+    directory: Path,
+) -> None:
+    """Refuses a checkpoint whose tensors are not those of the network."""
+    expected = {name: plan.shape for plan in plans for _, name in plan.names()}
+    wrong = [f"missing {name} {shape}" for name, shape in expected.items() if name not in files]
+    for name in sorted(files):
+        tensor = files[name].get_slice(name)
+        found, kind = tuple(tensor.get_shape()), tensor.get_dtype()
+        if name not in expected:
+            if not _needless(name, config):
+                wrong.append(f"unknown {name} {found}")
+        elif found != expected[name]:
+            wrong.append(f"{name} is {found}, not {expected[name]}")
+        elif kind not in DTYPES:
+            wrong.append(f"{name} is of type {kind}, not one of {', '.join(DTYPES)}")
+    if wrong:
+        raise ValueError(
+            f"{directory} does not hold the tensors of this {family.architecture} "
+            f"({len(wrong)} differ): {'; '.join(wrong)}."
+        )
+
+
+def _needless(name: str, config: ModelConfig) -> bool:
+    """Tensors that say nothing: a tied head again, rotary tables, layers that predict further
+    tokens and come after the network's own."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return (
+        (name == "lm_head.weight" and config.head == "tied")
+        or name.endswith(".rotary_emb.inv_freq")
+        or (config.latent is not None and layer is not None and int(layer[1]) >= config.num_layers)
+    )
+
+
+def _weight(
+    files: Mapping[str, Any], plan: Tensors, shape: tuple[int, ...], sharding: NamedSharding
+) -> Array:
+    """One weight, each distinct shard read once and put on the devices that hold it."""
+    holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        assert index is not None
+        key = tuple(slice_.indices(n)[:2] for slice_, n in zip(index, shape, strict=True))
+        holders.setdefault(key, []).append(device)
+    pieces = []
+    for key, devices in holders.items():
+        shard = _shard(files, plan, tuple(slice(*ends) for ends in key))
+        pieces += [jax.device_put(shard, device) for device in devices]
+    return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
+
+
+def _shard(files: Mapping[str, Any], plan: Tensors, index: Slices) -> np.ndarray:
+    depth = len(plan.stack)
+    shape = tuple(part.stop - part.start for part in index)
+    shard = np.empty(shape, np.float32)
+    where = plan.part(index[depth:])
+    for place in np.ndindex(*shape[:depth]):
+        name = plan.name_at(tuple(part.start + n for part, n in zip(index, place, strict=False)))
+        part = files[name].get_slice(name)[where]
+        shard[place] = plan.to_ours(part, shape[depth:]).astype(np.float32)
+    return shard

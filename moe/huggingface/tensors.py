@@ -1,0 +1,139 @@
+"""Which tensors of a checkpoint each weight is made of, and how their elements are ordered.
+
+A weight of ours is a stack over layers, and over experts, of what a checkpoint keeps as a tensor
+each. Such a tensor is ``[out, in]``: the axes that the weight is summed over are its second
+dimension, all others its first; one that is not summed over (a norm, a bias) has one dimension.
+So names are all that differs between architectures: shapes and orders follow from the table of
+weights.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from moe.config import ModelConfig
+from moe.huggingface.families import COMMON_NAMES, Family
+from moe.weights import Weight, axis_sizes, table
+
+STACKS = ("layer", "first_layer", "expert")
+"""Axes of a weight along which a checkpoint has a tensor for each index."""
+
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The tensors of one weight.
+
+    Args:
+      name: of a tensor, with ``{layer}`` and ``{expert}``.
+      first: the number of the first layer of the stack.
+      stack: sizes of the axes stacked over.
+      axes: the other axes, in our order.
+      out: those of a tensor's first dimension.
+      inward: those of its second; empty where it has one dimension.
+      sizes: of the axes.
+    """
+
+    name: str
+    first: int
+    stack: tuple[int, ...]
+    axes: tuple[str, ...]
+    out: tuple[str, ...]
+    inward: tuple[str, ...]
+    sizes: dict[str, int]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one tensor in the checkpoint."""
+        dimensions = (self.out, self.inward) if self.inward else (self.out,)
+        return tuple(math.prod(self.sizes[axis] for axis in axes) for axes in dimensions)
+
+    def names(self) -> Iterator[tuple[tuple[int, ...], str]]:
+        """Each place in the stack and the name of its tensor."""
+        for place in np.ndindex(*self.stack):
+            yield place, self.name_at(place)
+
+    def name_at(self, place: tuple[int, ...]) -> str:
+        layer, expert = (*place, 0, 0)[:2]
+        return self.name.format(layer=self.first + layer, expert=expert)
+
+    def part(self, own: Slices) -> Slices:
+        """Where in a tensor the elements are that `own` selects along our axes.
+
+        A dimension made of several axes can be cut along the first of them.
+        """
+        wanted = dict(zip(self.axes, own, strict=True))
+        dimensions = (self.out, self.inward) if self.inward else (self.out,)
+        return tuple(self._range(axes, wanted) for axes in dimensions)
+
+    def _range(self, axes: tuple[str, ...], wanted: dict[str, slice]) -> slice:
+        if not axes:
+            return slice(0, 1)
+        inner = math.prod(self.sizes[axis] for axis in axes[1:])
+        start, stop, _ = wanted[axes[0]].indices(self.sizes[axes[0]])
+        return slice(start * inner, stop * inner)
+
+    def to_ours(self, part: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """The selected elements as our weight of `shape` orders them."""
+        size = dict(zip(self.axes, shape, strict=True))
+        theirs = (*self.out, *self.inward)
+        split = part.reshape([size[axis] for axis in theirs])
+        return split.transpose([theirs.index(axis) for axis in self.axes])
+
+    def to_theirs(self, own: np.ndarray) -> np.ndarray:
+        """A whole tensor of ours as the checkpoint orders it."""
+        order = [self.axes.index(axis) for axis in (*self.out, *self.inward)]
+        return own.transpose(order).reshape(self.shape)
+
+
+def tensors_of(config: ModelConfig, family: Family) -> list[Tensors]:
+    """The tensors of every weight, in the order of `jax.tree.leaves` of the table."""
+    sizes = axis_sizes(config)
+    listed = jax.tree_util.tree_leaves_with_path(table(config))
+    return [_tensors(_dotted(path), weight, config, family, sizes) for path, weight in listed]
+
+
+def _tensors(
+    path: str, weight: Weight, config: ModelConfig, family: Family, sizes: dict[str, int]
+) -> Tensors:
+    axes = weight.axes.split()
+    stack = [axis for axis in axes if axis in STACKS]
+    rest = tuple(axis for axis in axes if axis not in STACKS)
+    inward = tuple(weight.fan_in.split())
+    return Tensors(
+        name=_name(path, config, family),
+        first=config.num_dense_layers if path.startswith("layers.") else 0,
+        stack=tuple(sizes[axis] for axis in stack),
+        axes=rest,
+        out=tuple(axis for axis in rest if axis not in inward),
+        inward=inward,
+        sizes=sizes,
+    )
+
+
+def _name(path: str, config: ModelConfig, family: Family) -> str:
+    ends = {
+        "embedding": "model.embed_tokens.weight",
+        "norm": "model.norm.weight",
+        "head": "lm_head.weight",
+    }
+    if path in ends:
+        return ends[path]
+    stack, _, own = path.partition(".")
+    names = {**COMMON_NAMES, **family.names}
+    plain = own.startswith("dense.") and (stack == "first_layers" or not config.num_experts)
+    without_latent = own == "attention.query" and (
+        config.latent is None or config.latent.query_rank is None
+    )
+    if plain or without_latent:
+        names = COMMON_NAMES
+    return "model.layers.{layer}." + names[own]
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    return ".".join(entry.name for entry in path)

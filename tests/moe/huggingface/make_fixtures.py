@@ -1,0 +1,239 @@
+"""Small random checkpoints of every supported architecture, and what `transformers` makes of them.
+
+    python tests/moe/huggingface/make_fixtures.py            writes the fixtures anew
+    python tests/moe/huggingface/make_fixtures.py --check    what we export loads in `transformers`
+
+Needs torch, transformers and this repository on the path. Each folder holds a checkpoint as
+`transformers` saves it and golden.npz: tokens, which of them are valid, and float32 logits.
+"""
+
+import argparse
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+HERE = Path(__file__).parent
+BATCH, TIME = 4, 11
+
+SIZES = {
+    "vocab_size": 37,
+    "hidden_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 28,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+# Where heads have no width of their own it is hidden_size / num_attention_heads, and even.
+NARROW = {**SIZES, "hidden_size": 24}
+# Short contexts and wavelengths, so that a few tokens lie on both sides of every border.
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 50.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 50.0,
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+    "original_max_position_embeddings": 16,
+}
+MODELS = {
+    "llama": ("Llama", {**SIZES, "head_dim": 12, "rope_parameters": LLAMA3}),
+    "mistral": ("Mistral", {**SIZES, "head_dim": 6, "sliding_window": 12}),
+    "qwen2": ("Qwen2", {**NARROW, "rope_parameters": YARN}),
+    "qwen3": ("Qwen3", {**SIZES, "head_dim": 6, "tie_word_embeddings": True}),
+    "mixtral": (
+        "Mixtral",
+        {
+            **SIZES,
+            "head_dim": 6,
+            "intermediate_size": 10,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            **NARROW,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [0],
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 10,
+            "shared_expert_intermediate_size": 14,
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            **SIZES,
+            "head_dim": 6,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 10,
+            "norm_topk_prob": True,
+        },
+    ),
+    "olmoe": (
+        "Olmoe",
+        {**NARROW, "intermediate_size": 10, "num_experts": 8, "num_experts_per_tok": 3},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **SIZES,
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 10,
+            "n_shared_experts": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 9,
+            "kv_lora_rank": 11,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 5,
+            "v_head_dim": 7,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
+        },
+    ),
+    # Queries straight from the stream, as in the small models of the family.
+    "deepseek_v3_direct": (
+        "DeepseekV3",
+        {
+            **SIZES,
+            "num_hidden_layers": 1,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 10,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 0,
+            "q_lora_rank": None,
+            "kv_lora_rank": 11,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 6,
+            "v_head_dim": 7,
+            "norm_topk_prob": False,
+        },
+    ),
+}
+IN_BFLOAT16 = ("mistral",)
+IN_TWO_FILES = ("mixtral", "deepseek_v3")
+
+
+def randomise(model, seed):
+    """Weights as large as trained ones, norms and biases included, so that each one matters."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, tensor in tensors.items():
+        if "inv_freq" in name:
+            continue
+        noise = torch.randn(tensor.shape, generator=generator)
+        if "norm" in name:
+            tensor.data = 1 + 0.3 * noise
+        elif tensor.ndim == 1:
+            tensor.data = 0.2 * noise
+        else:
+            tensor.data = noise * (1.0 if "embed" in name else tensor.shape[-1] ** -0.5)
+
+
+def batch():
+    """Rows of all lengths, padded on the left."""
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(3, SIZES["vocab_size"], (BATCH, TIME)).astype(np.int32)
+    valid = np.arange(TIME)[None, :] >= np.array([0, 4, 0, 7])[:, None]
+    return np.where(valid, tokens, 0), valid
+
+
+def logits_of(model, tokens, valid):
+    positions = np.maximum(np.cumsum(valid, axis=1) - 1, 0)
+    with torch.no_grad():
+        out = model(
+            input_ids=torch.tensor(tokens.astype(np.int64)),
+            attention_mask=torch.tensor(valid.astype(np.int64)),
+            position_ids=torch.tensor(positions),
+        )
+    return np.where(valid[..., None], out.logits.float().numpy(), 0.0)
+
+
+def read(folder):
+    """The model of a checkpoint in float32, and what did not fit."""
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        output_loading_info=True,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    )
+    return model.eval(), {key: found for key, found in report.items() if found}
+
+
+def make(name):
+    kind, options = MODELS[name]
+    config = getattr(transformers, kind + "Config")(**options)
+    model = getattr(transformers, kind + "ForCausalLM")(config)
+    randomise(model, seed=len(name))
+    if name in IN_BFLOAT16:
+        model = model.to(torch.bfloat16)
+    folder = HERE / name
+    shutil.rmtree(folder, ignore_errors=True)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    model.save_pretrained(folder, max_shard_size=size * 2 // 3 if name in IN_TWO_FILES else size)
+    (folder / "generation_config.json").unlink()
+    tokens, valid = batch()
+    logits = logits_of(read(folder)[0], tokens, valid)
+    np.savez_compressed(folder / "golden.npz", tokens=tokens, valid=valid, logits=logits)
+    print(f"{name}: {sum(f.stat().st_size for f in folder.iterdir()):,} bytes")
+
+
+def check(name):
+    """Import, export, and the logits of `transformers` on what was exported."""
+    from moe import huggingface
+    from sharding import Layout, fold
+
+    golden = np.load(HERE / name / "golden.npz")
+    with tempfile.TemporaryDirectory() as exported:
+        config, weights = huggingface.load(HERE / name, fold(Layout()))
+        about = {"max_position_embeddings": 64, "eos_token_id": 2}
+        huggingface.save(exported, config, weights, file_bytes=30_000, about=about)
+        model, wrong = read(exported)
+    logits = logits_of(model, golden["tokens"], golden["valid"])
+    difference = np.abs(logits - golden["logits"]).max()
+    print(
+        f"{name}: as {type(model).__name__}, largest difference {difference:.1e}, {wrong or 'ok'}"
+    )
+    return difference < 1e-5 and not wrong
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    if parser.parse_args().check:
+        sys.exit(0 if all([check(name) for name in MODELS]) else 1)
+    for name in MODELS:
+        make(name)
+
+
+if __name__ == "__main__":
+    main()
