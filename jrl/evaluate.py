@@ -87,7 +87,7 @@ def _evaluate(request: Request, folder: RunFolder) -> dict[str, Any]:
 
     # What builds and runs a network is imported once the flags are known to be right.
     from jrl.trainer.measure import measure
-    from jrl.trainer.saved_policy import load_policy
+    from jrl.trainer.saved_policy import load_model, load_policy
     from jrl.trainer.setup import set_up
 
     if request.diagnostics and not recipe.uses_critic:
@@ -96,7 +96,7 @@ def _evaluate(request: Request, folder: RunFolder) -> dict[str, Any]:
             "--diagnostics needs one, as ppo and vapo have it."
         )
 
-    setup = set_up(run, recipe, Tokenizer.from_file(folder.tokenizer_path))
+    setup = set_up(run, recipe, Tokenizer.from_file(folder.tokenizer_path), load_model(folder))
     with closing(setup.task):
         weights, step = load_policy(folder, setup)
         numbers = measure(

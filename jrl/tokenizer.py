@@ -6,6 +6,7 @@ never added here: whoever lays out a batch knows where they belong.
 """
 
 import io
+import json
 import os
 import tempfile
 from collections.abc import Iterable
@@ -78,7 +79,7 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: str | Path) -> "Tokenizer":
-        """Loads a `.model` file.
+        """Loads a `.model` file, or what the tokenizer of a checkpoint saved.
 
         Args:
           path: where the file is.
@@ -95,6 +96,11 @@ class Tokenizer:
                 "give the path of a SentencePiece .model file"
             ) from error
         try:
+            # A SentencePiece model never begins with a brace.
+            if model.startswith(b"{"):
+                from jrl.json_tokenizer import JsonTokenizer  # needs an extra
+
+                return JsonTokenizer(json.loads(model))
             return cls(model)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
@@ -196,17 +202,21 @@ class Tokenizer:
         Args:
           path: where to write it; its folder must exist.
         """
-        path = Path(path)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(self._model)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_whole(Path(path), self._model)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file so that a reader sees the old one or the whole new one."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
 
 def _unfit(character: str) -> ValueError:

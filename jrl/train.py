@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from jaxtyping import Array
 
 from jrl.tokenizer import Tokenizer
+from jrl.trainer import records
 from jrl.trainer.command_line import exit_status, start_jax
 from jrl.trainer.config import RunConfig
 from jrl.trainer.configuration import to_json
@@ -51,6 +52,7 @@ def _begin(request: Request) -> int:
     with closing(setup.task):
         weights = _given_weights(setup)
         with _create(request) as folder:
+            _keep_model(request.run, folder)
             setup.tokenizer.save(folder.tokenizer_path)
             return _train(setup, folder, weights)
 
@@ -72,6 +74,7 @@ def _resume(request: Request) -> int:
         with closing(setup.task):
             if folder.config() != config:
                 folder.change_config(config)
+            _keep_model(request.run, folder)
             setup.tokenizer.save(folder.tokenizer_path)
             return _train(setup, folder, _given_weights(setup) if step is None else None)
 
@@ -95,6 +98,7 @@ def _set_up(request: Request, folder: RunFolder | None = None) -> "Setup":
     from jrl.faults.prometheus import import_client
     from jrl.faults.sources import import_psutil
     from jrl.trainer.loggers import check_installed
+    from jrl.trainer.saved_policy import load_model
     from jrl.trainer.setup import set_up
     from moe.weights import specs
 
@@ -104,7 +108,8 @@ def _set_up(request: Request, folder: RunFolder | None = None) -> "Setup":
         import_psutil()
     if request.run.faults_port is not None:
         import_client()
-    setup = set_up(request.run, request.recipe, _tokenizer(request.run, folder))
+    model = None if folder is None else load_model(folder)
+    setup = set_up(request.run, request.recipe, _tokenizer(request.run, folder), model)
     try:
         setup.tokenizer.encode(setup.task.characters)
         specs(setup.model, setup.mesh)
@@ -130,14 +135,30 @@ def _tokenizer(run: RunConfig, folder: RunFolder | None) -> Tokenizer | None:
 
 
 def _given_weights(setup: "Setup") -> "Transformer[Array] | None":
-    """The policy that --weights asks for, None without."""
+    """The policy that --weights asks for, or that of a public checkpoint; None without."""
     from jrl.trainer.saved_policy import load_policy
 
     if setup.run.weights is None:
-        return None
+        return None if setup.run.checkpoint is None else _weights_of_checkpoint(setup)
     weights, step = load_policy(RunFolder.read(setup.run.weights), setup)
     print(f"starting from {setup.run.weights} after step {step}")
     return weights
+
+
+def _weights_of_checkpoint(setup: "Setup") -> "Transformer[Array]":
+    from moe.huggingface import load_weights  # needs an extra
+
+    directory = setup.run.checkpoint
+    assert directory is not None
+    weights = load_weights(directory, setup.model, setup.mesh)
+    print(f"starting from the checkpoint in {directory}")
+    return weights
+
+
+def _keep_model(run: RunConfig, folder: RunFolder) -> None:
+    """Copies what a checkpoint says of its network: the run goes on where it has been moved."""
+    if run.checkpoint is not None and not folder.model_path.exists():
+        records.replace(folder.model_path, (Path(run.checkpoint) / "config.json").read_bytes())
 
 
 def _create(request: Request) -> RunFolder:

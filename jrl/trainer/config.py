@@ -17,7 +17,8 @@ class RunConfig:
     """Of everything random. The same seed on the same kind of machine gives the same run."""
 
     model: str = "tiny"
-    """A preset: tiny, tiny-dense or small."""
+    """A preset (tiny, tiny-dense or small), or hf:DIR for a public checkpoint, its weights and its
+    tokenizer; the warm start is skipped then."""
     weights: str | None = None
     """A run folder whose last policy to start from; the warm start is skipped."""
     tokenizer: str | None = None
@@ -71,6 +72,11 @@ class RunConfig:
     on_fault: str | None = None
     """A shell command for each alarm; its environment has JRL_FAULT_MACHINE, JRL_FAULT_METRIC,
     JRL_FAULT_START, JRL_FAULT_END (Unix times) and JRL_FAULT_LINE."""
+
+    @property
+    def checkpoint(self) -> str | None:
+        """The directory of the public checkpoint that the model is, None for a preset."""
+        return self.model.removeprefix("hf:") if self.model.startswith("hf:") else None
 
     def __post_init__(self):
         for name in ("steps", "warm_start_batch", "eval_every", "eval_prompts"):

@@ -127,7 +127,7 @@ def memory(setup: Setup) -> dict[str, int]:
     weights = weight_bytes(setup.model, mesh)
     critic = weight_bytes(setup.model.as_critic(), mesh) if recipe.uses_critic else 0
     forward = [recipe.mini_batch // setup.num_micro]
-    if run.weights is None and run.warm_start_steps:
+    if run.weights is None and run.checkpoint is None and run.warm_start_steps:
         forward.append(run.warm_start_batch)
     if recipe.uses_reference:
         forward.append(recipe.completions)

@@ -29,6 +29,7 @@ class RunFolder:
         self.path = Path(path)
         self.config_path = self.path / "config.json"
         self.tokenizer_path = self.path / "tokenizer.model"
+        self.model_path = self.path / "model.json"
         self.metrics_path = self.path / "metrics.jsonl"
         self.samples_path = self.path / "samples.jsonl"
         self.plots_path = self.path / "plots"

@@ -67,6 +67,15 @@ def _load(
             return jax.device_put(weights, moe_weights.shardings(model, setup.mesh)), step
 
 
+def load_model(folder: RunFolder) -> ModelConfig | None:
+    """The network of a run that began from a public checkpoint, None for one of a preset."""
+    if not folder.model_path.exists():
+        return None
+    from moe.huggingface import config_from  # needs an extra
+
+    return config_from(folder.model_path)
+
+
 def load_tokenizer(folder: RunFolder) -> Tokenizer:
     """The tokenizer that a run saved.
 

@@ -4,6 +4,7 @@ decoders."""
 import difflib
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ from jrl.trainer.config import RunConfig
 from jrl.trainer.learner import Optimiser
 from jrl.trainer.objectives import CriticObjective, PolicyObjective, SupervisedObjective
 from moe.config import PRESETS, ModelConfig
+from moe.model import check_window
 from sharding.folding import FoldedMesh, Layout, fold
 
 
@@ -145,11 +147,17 @@ class Setup:
         return np.random.default_rng([self.run.seed, step, epoch])
 
 
-def set_up(run: RunConfig, recipe: Recipe, tokenizer: Tokenizer | None = None) -> Setup:
+def set_up(
+    run: RunConfig,
+    recipe: Recipe,
+    tokenizer: Tokenizer | None = None,
+    model: ModelConfig | None = None,
+) -> Setup:
     """Makes the fixed parts of a run. Starts a task's worker processes: close the task at the end.
 
     Args:
       tokenizer: of a run that is being resumed or evaluated; None makes it as configured.
+      model: the same, for a run that began from a public checkpoint.
 
     Raises:
       ValueError: on anything in the configuration that cannot be had.
@@ -162,13 +170,19 @@ def set_up(run: RunConfig, recipe: Recipe, tokenizer: Tokenizer | None = None) -
             f"{len(devices)}: choose another layout, or --devices {layout.num_devices} "
             "to make believe on a CPU."
         )
-    if run.model not in PRESETS:
+    if run.checkpoint is not None and model is None:
+        model = _of_checkpoint(run.checkpoint)
+    elif run.checkpoint is None and run.model not in PRESETS:
         near = difflib.get_close_matches(run.model, PRESETS) or list(PRESETS)
         raise ValueError(f"model={run.model!r} is no preset; near: {', '.join(near)}.")
     task = load_task(run.task, run.seed)
     try:
         if tokenizer is None and run.tokenizer is not None:
             tokenizer = Tokenizer.from_file(run.tokenizer)
+        elif tokenizer is None and run.checkpoint is not None and model is not None:
+            from jrl.json_tokenizer import checkpoint_tokenizer  # needs an extra
+
+            tokenizer = checkpoint_tokenizer(run.checkpoint, model.vocab_size)
         elif tokenizer is None:
             tokenizer = Tokenizer.train_characters(task.characters)
         prompt_length, answer_length = _lengths(task, tokenizer)
@@ -177,7 +191,7 @@ def set_up(run: RunConfig, recipe: Recipe, tokenizer: Tokenizer | None = None) -
             recipe=recipe,
             task=task,
             tokenizer=tokenizer,
-            model=PRESETS[run.model](tokenizer.vocab_size),
+            model=PRESETS[run.model](tokenizer.vocab_size) if model is None else model,
             mesh=fold(layout, devices[: layout.num_devices]),
             prompt_length=_at_least(run.prompt_length, prompt_length, "prompt_length"),
             response_length=(
@@ -187,10 +201,33 @@ def set_up(run: RunConfig, recipe: Recipe, tokenizer: Tokenizer | None = None) -
             ),
         )
         _check_divides(setup)
+        _check_fits(setup)
     except BaseException:
         task.close()
         raise
     return setup
+
+
+def _of_checkpoint(directory: str) -> ModelConfig:
+    missing = [name for name in ("safetensors", "tokenizers") if find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"model=hf:{directory} needs {' and '.join(missing)}, not installed here: "
+            'run pip install "jrl[hf]"'
+        )
+    from moe.huggingface import config_from  # needs an extra
+
+    return config_from(directory)
+
+
+def _check_fits(setup: Setup) -> None:
+    """The network must have every id of the tokenizer, and look back over a whole sequence."""
+    if setup.tokenizer.vocab_size > setup.model.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {setup.tokenizer.vocab_size} ids and the model only "
+            f"{setup.model.vocab_size}: take the tokenizer of the checkpoint."
+        )
+    check_window(setup.prompt_length + setup.response_length, setup.model)
 
 
 def _lengths(task: Task, tokenizer: Tokenizer) -> tuple[int, int]:

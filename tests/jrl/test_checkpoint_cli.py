@@ -1,0 +1,103 @@
+"""Training from a public checkpoint with its own tokenizer, on a file of prompts."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models
+
+from jrl.evaluate import main as evaluate
+from jrl.json_tokenizer import JsonTokenizer, checkpoint_tokenizer
+from jrl.tokenizer import Tokenizer
+from jrl.train import main
+from jrl.trainer.run_folder import RunFolder
+from jrl.trainer.saved_policy import load_model
+from moe.huggingface import config_from
+
+FIXTURE = Path(__file__).parents[1] / "moe" / "huggingface" / "qwen3_moe"
+CHARACTERS = "0123456789+="
+# The network has 37 ids and the tokenizer fewer, as in public checkpoints.
+SPECIAL = ["<pad>", "<s>", "</s>"]
+
+
+def pipeline():
+    tokens = [*SPECIAL, *CHARACTERS, "12"]
+    model = models.BPE({token: n for n, token in enumerate(tokens)}, merges=[("1", "2")])
+    made = tokenizers.Tokenizer(model)
+    made.add_special_tokens(SPECIAL)
+    made.decoder = decoders.Fuse()
+    return made
+
+
+def make_checkpoint(path):
+    shutil.copytree(FIXTURE, path)
+    pipeline().save(str(path / "tokenizer.json"))
+    named = {"eos_token": {"content": "</s>"}, "bos_token": "<s>", "pad_token": "<pad>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(named))
+    return path
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "model")
+
+
+def test_the_tokenizer_of_a_checkpoint(checkpoint, tmp_path):
+    tokenizer = checkpoint_tokenizer(checkpoint, 37)
+    ids = tokenizer.encode("112=")
+    assert ids == [4, 15, 14]
+    assert tokenizer.decode([1, *ids, 2, 36]) == "112="
+    assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id) == (0, 1, 2)
+    tokenizer.save(tmp_path / "tokenizer.model")
+    again = Tokenizer.from_file(tmp_path / "tokenizer.model")
+    assert isinstance(again, JsonTokenizer)
+    assert (again.vocab_size, again.encode("112="), again.eos_id) == (37, ids, 2)
+    with pytest.raises(ValueError, match="ids has 37, outside of the vocabulary of 37"):
+        again.decode([37])
+
+
+def test_an_end_that_only_the_options_name(checkpoint, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder)
+    (folder / "tokenizer_config.json").unlink()
+    tokenizer = checkpoint_tokenizer(folder, 37)
+    assert (tokenizer.eos_id, tokenizer.bos_id, tokenizer.pad_id) == (2, 2, 2)
+
+
+def test_sentencepiece_and_what_does_not_go_with_the_network(checkpoint, tmp_path):
+    with pytest.raises(ValueError, match="neither tokenizer.json nor tokenizer"):
+        checkpoint_tokenizer(tmp_path, 37)
+    with pytest.raises(ValueError, match=r"ids up to 15 and the network 9 ids"):
+        checkpoint_tokenizer(checkpoint, 9)
+    characters = Tokenizer.train_characters(CHARACTERS)
+    characters.save(tmp_path / "tokenizer.model")
+    assert checkpoint_tokenizer(tmp_path, 16).encode("12") == characters.encode("12")
+    with pytest.raises(ValueError, match=r"has 16 ids and the network 37"):
+        checkpoint_tokenizer(tmp_path, 37)
+
+
+def test_training_begins_from_a_checkpoint_and_goes_on_without_it(checkpoint, tmp_path, capsys):
+    moved = tmp_path / "model"
+    shutil.copytree(checkpoint, moved)
+    lines = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(3)]
+    data = tmp_path / "sums.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ["--prompts=2", "--group-size=2", "--mini-batch=4", "--eval-prompts=2"]
+    given = [f"--model=hf:{moved}", f"--task=jsonl:{data}", f"--run-dir={tmp_path / 'run'}"]
+    assert main([*given, *flags, "--steps=1", "--eval-every=1", "--dry-run"]) == 0
+    assert not (tmp_path / "run").exists()
+    assert main([*given, *flags, "--steps=1", "--eval-every=1"]) == 0
+    assert f"starting from the checkpoint in {moved}" in capsys.readouterr().out
+    folder = RunFolder.read(tmp_path / "run")
+    assert load_model(folder) == config_from(FIXTURE)
+    first = [json.loads(line) for line in folder.metrics_path.read_text().splitlines()]
+    assert [line["step"] for line in first] == [0, 1]
+    assert not any(name.startswith("warm_start") for name in first[0])
+    # An untrained network is as uncertain as its vocabulary allows at most.
+    assert 0 < first[1]["actor/entropy"] <= np.log(37)
+    shutil.rmtree(moved)
+    assert main(["--resume", f"--run-dir={tmp_path / 'run'}", "--steps=2"]) == 0
+    assert evaluate([str(tmp_path / "run"), "--k=1", "--prompts=2"]) == 0
