@@ -209,11 +209,10 @@ def set_up(
 
 
 def _of_checkpoint(directory: str) -> ModelConfig:
-    missing = [name for name in ("safetensors", "tokenizers") if find_spec(name) is None]
-    if missing:
+    if find_spec("safetensors") is None or find_spec("tokenizers") is None:
         raise ValueError(
-            f"model=hf:{directory} needs {' and '.join(missing)}, not installed here: "
-            'run pip install "jrl[hf]"'
+            f"model=hf:{directory} needs safetensors and tokenizers, of which one is not "
+            'installed: run pip install "jrl[hf]"'
         )
     from moe.huggingface import config_from  # needs an extra
 
