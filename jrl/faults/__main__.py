@@ -13,8 +13,42 @@ def watch(arguments: list[str]) -> int:
     return main(arguments)
 
 
+def replay(arguments: list[str]) -> int:
+    """look at a recorded fleet: table, picture of the machine that stands out, alarm"""
+    from jrl.faults.replay import main
+
+    return main(arguments)
+
+
+def benchmark(arguments: list[str]) -> int:
+    """measure how often the detector, a baseline and ablations name the right machine"""
+    from jrl.faults.benchmark import main
+
+    return main(arguments)
+
+
+def simulate(arguments: list[str]) -> int:
+    """write a simulated fleet, with a fault or without, to replay"""
+    from jrl.faults.simulate.command import main
+
+    return main(arguments)
+
+
+def train(arguments: list[str]) -> int:
+    """train the denoising models on healthy records"""
+    from jrl.faults.train import main
+
+    return main(arguments)
+
+
 # A command imports what it needs when it is called.
-COMMANDS = {"watch": watch}
+COMMANDS = {
+    "watch": watch,
+    "replay": replay,
+    "benchmark": benchmark,
+    "simulate": simulate,
+    "train": train,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,194 @@
+"""``python -m jrl.faults benchmark``: how often Minder names the right machine, at what cost.
+
+The detector, the baseline and the ablations look at the same held-out incidents, simulated in the
+published mix of faults, and at clean records. ``--scale`` measures the cost of a call instead.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.table import Table
+
+from jrl.faults.baselines import CONTESTANTS
+from jrl.faults.fleet import Detector
+from jrl.faults.outcomes import FOUND, SILENT, WRONG, false_alarm_rate, figures, outcome
+from jrl.faults.simulate import PRODUCTION, Settings, simulate
+
+TEST_SEED, CLEAN_SEED = 1_000_000, 2_000_000
+"""Where held-out seeds begin; thresholds are chosen from 100,000 on, models from 10,000,000 on."""
+PAPER = {"Minder": (0.904, 0.883, 0.893), "Mahalanobis": (0.788, 0.767, 0.777)}
+"""Precision, recall and F1 on 150 faults of production."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure, and on what."""
+
+    incidents: int = 300
+    """Records with one fault each."""
+    clean: int = 100
+    """Records without a fault, of 15 minutes each."""
+    machines: int | None = None
+    """Machines of each fleet; None draws 4 to 1,500."""
+    seconds: int = 900
+    """Length of each record."""
+    metrics: tuple[str, ...] = PRODUCTION
+    """Metrics that are recorded."""
+    difficulty: float = 1.0
+    """Divides how far faults move the metrics."""
+    seed: int = 0
+    """Added to the seeds of all records."""
+    only: tuple[str, ...] = ()
+    """Names of the detectors to run; all by default."""
+    threads: int = 1
+    """Records that are looked at at a time."""
+    scale: bool = False
+    """Measure the cost of one call as the fleet grows from 4 to 1,500 machines instead."""
+    calibrate: bool = False
+    """Choose thresholds on --incidents records of other seeds instead, and print them."""
+    out: str = "runs/faults"
+    """Folder for the results (JSON) and the plot."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    request = tyro.cli(Request, prog="python -m jrl.faults benchmark", args=arguments)
+    if request.incidents < 1 or request.clean < 0:
+        raise ValueError(
+            f"incidents={request.incidents} must be at least 1 and clean={request.clean} 0."
+        )
+    out = Path(request.out)
+    out.mkdir(parents=True, exist_ok=True)
+    if request.scale:
+        from jrl.faults.scale import measure_scale
+
+        return measure_scale(out)
+    if request.calibrate:
+        from jrl.faults.calibrate import calibrate
+
+        return calibrate(request)
+    results = run(request)
+    _print(results)
+    path = out / "benchmark.json"
+    path.write_text(json.dumps(results, indent=2) + "\n")
+    from jrl.faults.plots import plot_benchmark
+
+    plot_benchmark(results, out / "benchmark.png")
+    print(f"\n{path} and {out / 'benchmark.png'} hold the same.")
+    return 0
+
+
+def contestants(only: Sequence[str]) -> dict[str, Detector]:
+    """Detectors by name; each call takes one thread, for records run side by side."""
+    names = [contestant.name for contestant in CONTESTANTS]
+    unknown = [name for name in only if name not in names]
+    if unknown:
+        raise ValueError(f"only={unknown[0]!r} is unknown: choose among {', '.join(names)}.")
+    return {c.name: c.detector for c in CONTESTANTS if not only or c.name in only}
+
+
+def run(request: Request) -> dict[str, Any]:
+    """Measures, with a progress bar, and returns the results as they are written."""
+    detectors = contestants(request.only)
+    jobs = [(TEST_SEED + request.seed + i, True) for i in range(request.incidents)]
+    jobs += [(CLEAN_SEED + request.seed + i, False) for i in range(request.clean)]
+    seen = list(_with_progress(request, detectors, jobs))
+    faulty = [row for row in seen if row["fault"] is not None]
+    clean = [row for row in seen if row["fault"] is None]
+    return {
+        "settings": asdict(request),
+        "detectors": {name: _summary(name, faulty, clean, request) for name in detectors},
+        "records": seen,
+    }
+
+
+def _with_progress(
+    request: Request, detectors: dict[str, Detector], jobs: list[tuple[int, bool]]
+) -> Iterator[dict[str, Any]]:
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    # What is wrong with a request shows before any thread starts.
+    settings = {faulty: _settings(request, faulty) for faulty in (True, False)}
+    with Progress(*columns) as progress, ThreadPoolExecutor(request.threads) as pool:
+        task = progress.add_task("records", total=len(jobs))
+        for row in pool.map(lambda job: _look(detectors, settings[job[1]], job[0]), jobs):
+            progress.advance(task)
+            yield row
+
+
+def _settings(request: Request, faulty: bool) -> Settings:
+    return Settings(
+        machines=request.machines,
+        seconds=request.seconds,
+        metrics=request.metrics,
+        difficulty=request.difficulty,
+        faulty=faulty,
+    )
+
+
+def _look(detectors: dict[str, Detector], settings: Settings, seed: int) -> dict[str, Any]:
+    incident = simulate(settings, seed)
+    alarms = {name: detector(incident.fleet) for name, detector in detectors.items()}
+    return {
+        "seed": seed,
+        "machines": len(incident.fleet.machines),
+        "fault": incident.fault,
+        "outcomes": {name: outcome(incident, found) for name, found in alarms.items()},
+    }
+
+
+def _summary(
+    name: str, faulty: list[dict[str, Any]], clean: list[dict[str, Any]], request: Request
+) -> dict[str, Any]:
+    outcomes = [row["outcomes"][name] for row in faulty]
+    counts = Counter(outcomes)
+    false = sum(row["outcomes"][name] != SILENT for row in clean)
+    days = len(clean) * request.seconds / 86400
+    kinds = sorted({row["fault"] for row in faulty})
+    recall = {
+        kind: [sum(row["outcomes"][name] == FOUND for row in of), len(of)]
+        for kind in kinds
+        if (of := [row for row in faulty if row["fault"] == kind])
+    }
+    return {
+        **asdict(figures(outcomes)),
+        "counts": {kind: counts[kind] for kind in (FOUND, WRONG, SILENT)},
+        "recall_by_fault": recall,
+        "false_alarms": false,
+        "false_alarms_per_fleet_day": false_alarm_rate(false, days) if clean else None,
+        "paper": PAPER.get(name),
+    }
+
+
+def _print(results: dict[str, Any]) -> None:
+    settings = results["settings"]
+    print(
+        f"{settings['incidents']} incidents and {settings['clean']} clean records of "
+        f"{settings['seconds']} s, difficulty {settings['difficulty']}; 95 % intervals\n"
+    )
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column("detector")
+    for name in ("precision", "recall", "F1", "paper's F1", "false alarms a day, clean"):
+        table.add_column(name, justify="right")
+    for name, row in results["detectors"].items():
+        cells = [_interval(row[figure]) for figure in ("precision", "recall", "f1")]
+        paper = f"{row['paper'][2]:.3f}" if row["paper"] else ""
+        rate = row["false_alarms_per_fleet_day"]
+        table.add_row(name, *cells, paper, _interval(rate, 1) if rate else "not measured")
+    Console(width=110).print(table)
+    first = next(iter(results["detectors"]))
+    kinds = results["detectors"][first]["recall_by_fault"]
+    print(f"found by {first}: " + ", ".join(f"{k} {a}/{n}" for k, (a, n) in kinds.items()))
+
+
+def _interval(triple: Sequence[float], digits: int = 3) -> str:
+    value, low, high = triple
+    return f"{value:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"

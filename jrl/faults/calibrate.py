@@ -1,0 +1,105 @@
+"""Thresholds: for each detector the one with the best F1 on simulated fleets kept for this.
+
+Scores do not depend on the threshold, so each record is scored once, every eighth window, and all
+thresholds are tried on these scores. The seeds are neither those of the benchmark nor those that
+models are trained on.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.progress import track
+
+from jrl.faults import vae
+from jrl.faults.baselines import CONTESTANTS, Instant
+from jrl.faults.continuity import NOBODY, find_span
+from jrl.faults.detect import Looker, Minder
+from jrl.faults.outcomes import FOUND, SILENT, WRONG, figures
+from jrl.faults.simulate import Settings, simulate
+
+if TYPE_CHECKING:
+    from jrl.faults.benchmark import Request
+
+SEED = 100_000
+STRIDE = 8
+THRESHOLDS = np.round(1.02 * 1.05 ** np.arange(64), 2)
+"""Tried for every detector: from 1.02 to 22."""
+
+
+def calibrate(request: "Request") -> int:
+    """Prints, for each detector, the best threshold and its figures on these fleets."""
+    settings = Settings(metrics=request.metrics, machines=request.machines)
+    seeds = range(SEED + request.seed, SEED + request.seed + request.incidents)
+    with ThreadPoolExecutor(request.threads) as pool:
+        jobs = pool.map(lambda seed: outcomes_by_threshold(settings, seed), seeds)
+        rows = list(track(jobs, "records", total=len(seeds)))
+    for column, contestant in enumerate(CONTESTANTS):
+        each = [
+            figures([row[column][at] for row in rows], resamples=1) for at in range(len(THRESHOLDS))
+        ]
+        f1 = np.array([found.f1[0] for found in each])
+        # The middle of the thresholds that are as good as the best is the least chosen by chance.
+        good = np.flatnonzero(f1 >= f1.max() - 0.005)
+        at = int(good[len(good) // 2])
+        print(
+            f"{contestant.name:<24} threshold {THRESHOLDS[at]:<6} "
+            f"precision {each[at].precision[0]:.3f} recall {each[at].recall[0]:.3f} F1 {f1[at]:.3f}"
+        )
+    return 0
+
+
+def outcomes_by_threshold(settings: Settings, seed: int) -> list[list[str]]:
+    """For each detector and threshold, what it makes of one incident."""
+    incident = simulate(settings, seed)
+    scored: dict[object, list[tuple[np.ndarray, np.ndarray]]] = {}
+    out = []
+    for contestant in CONTESTANTS:
+        minder = contestant.make(1.0)
+        prepared, roles, refused = minder._ready(incident.fleet)
+        if refused:
+            out.append([SILENT] * len(THRESHOLDS))
+            continue
+        starts = np.arange(0, prepared.values.shape[2] - vae.WINDOW + 1, STRIDE)
+        if minder.method not in scored:
+            scored[minder.method] = [
+                _score(Looker(prepared, roles, view, minder), starts)
+                for view in minder.method(prepared.metrics)
+            ]
+        rows = [list(incident.fleet.machines).index(name) for name in prepared.machines]
+        truth = (
+            None if incident.machine is None else incident.fleet.machines.index(incident.machine)
+        )
+        series = [(np.array(rows)[machine], score) for machine, score in scored[minder.method]]
+        when = (incident.start - prepared.start, incident.end - prepared.start)
+        out.append([_verdict(series, minder, at, truth, when) for at in THRESHOLDS])
+    return out
+
+
+def _score(looker: Looker, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    looker.named(starts)
+    return looker.machine[starts], looker.scores[starts]
+
+
+def _verdict(
+    series: list[tuple[np.ndarray, np.ndarray]],
+    minder: Minder,
+    threshold: float,
+    truth: int | None,
+    when: tuple[float, float],
+) -> str:
+    """As the detector itself decides, with every eighth window."""
+    length = (round(float(minder.continuity)) - vae.WINDOW + 1) // STRIDE
+    for machine, score in series:
+        if isinstance(minder, Instant):
+            top = int(score.argmax())
+            found = (int(machine[top]), top, top) if score[top] > threshold else None
+        else:
+            named = np.where(score > threshold, machine, NOBODY)
+            span = find_span(named, length=length, share=minder.share)
+            found = None if span is None else (span.machine, span.first, span.last)
+        if found is not None:
+            who, first, last = found
+            overlap = first * STRIDE < when[1] and (last + 1) * STRIDE > when[0]
+            return FOUND if who == truth and overlap else WRONG
+    return SILENT

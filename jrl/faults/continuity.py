@@ -1,0 +1,108 @@
+"""An alarm needs the same machine to stand out for minutes: seconds are noise and stragglers.
+
+A window *names* a machine where that machine has the greatest score of all and it exceeds the
+threshold. `NOBODY` is the name in a window that names none.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+NOBODY = -1
+UNSEEN = -2
+"""Stands for a window that was not looked at yet."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """The windows, first to last, through which a machine stands out."""
+
+    machine: int
+    first: int
+    last: int
+    hits: int
+
+
+def find_span(
+    named: Int[np.ndarray, " window"], *, length: int, share: float | int = 1.0
+) -> Span | None:
+    """The longest stretch in which one machine stands out long enough.
+
+    Every `length` windows of the stretch in a row name the machine in at least ``share length`` of
+    them. The stretch is cut to the first and last window that name it.
+
+    Args:
+      named: which machine each window names, or `NOBODY`.
+      length: windows in a row, at least 1.
+      share: of them that must name the machine, in (0, 1].
+    """
+    best = None
+    for machine in np.unique(named[named >= 0]):
+        for first, last in _stretches(_enough(named == machine, length, share), length):
+            hits = np.flatnonzero(named[first : last + 1] == machine)
+            span = Span(int(machine), int(first + hits[0]), int(first + hits[-1]), len(hits))
+            if best is None or span.hits > best.hits:
+                best = span
+    return best
+
+
+def _enough(hit: Bool[np.ndarray, " window"], length: int, share: float | int) -> np.ndarray:
+    """Whether the `length` windows from each one on hold enough hits."""
+    if hit.size < length:
+        return np.zeros(0, bool)
+    total = np.r_[0, np.cumsum(hit)]
+    return total[length:] - total[:-length] >= needed(length, share)
+
+
+def needed(length: int, share: float | int) -> int:
+    """The least number of hits among `length` windows."""
+    return max(1, math.ceil(share * length - 1e-9))
+
+
+def _stretches(enough: np.ndarray, length: int) -> list[tuple[int, int]]:
+    """First and last window of each run of windows from which on there are enough hits."""
+    edge = np.flatnonzero(np.diff(np.r_[False, enough, False].astype(np.int8)))
+    return [(first, last + length - 2) for first, last in edge.reshape(-1, 2).tolist()]
+
+
+def look_where_needed(
+    look: Callable[[Int[np.ndarray, " some"]], Int[np.ndarray, " some"]],
+    num_windows: int,
+    *,
+    length: int,
+    share: float | int,
+    strides: tuple[int, ...] = (8, 4, 2, 1),
+) -> Int[np.ndarray, " window"]:
+    """Which machine each window names, looking only at windows that can still matter.
+
+    Every eighth window comes first. Where these already name other machines too often, no stretch
+    of `length` windows can hold enough hits, whatever lies between them; the windows of the
+    stretches that still can are looked at more and more densely. `find_span` answers the same as if
+    all had been looked at.
+
+    Returns:
+      One name per window; `UNSEEN` for those that cannot matter.
+    """
+    named = np.full(num_windows, UNSEEN)
+    matters = np.full(num_windows, num_windows >= length)
+    for stride in strides:
+        due = np.flatnonzero(matters & (named == UNSEEN))
+        due = due[due % stride == 0]
+        if due.size:
+            named[due] = look(due)
+        matters = _can_matter(named, length, share)
+    return named
+
+
+def _can_matter(named: np.ndarray, length: int, share: float | int) -> np.ndarray:
+    """Windows inside a stretch that may hold enough hits of one machine, the unseen all hits."""
+    matters = np.zeros(named.size, bool)
+    # A machine that no window names yet may still be behind those that were not looked at.
+    for machine in (*np.unique(named[named >= 0]), UNSEEN):
+        possible = _enough((named == machine) | (named == UNSEEN), length, share)
+        for first, last in _stretches(possible, length):
+            matters[first : last + 1] = True
+    return matters

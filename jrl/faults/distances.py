@@ -1,0 +1,87 @@
+"""How far each machine is from the others, and which stands out, window by window."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+BLOCK = 16
+"""Machines that all others are compared with in one step of the loop."""
+
+
+@partial(jax.jit, static_argnames="norm")
+def distance_sums(
+    points: Float[Array, "window dim machine"],
+    counted: Bool[Array, " machine"],
+    *,
+    norm: str = "euclidean",
+) -> Float[Array, "window machine"]:
+    """Sum of the distances from each machine to all that are counted: ``d_i = sum_j |e_i - e_j|``.
+
+    The matrix of distances is never held: `BLOCK` of its columns are made at a time and added, so
+    memory is that of the points. ``window machine^2 dim`` operations.
+
+    Args:
+      points: embeddings, all windows alike.
+      counted: which machines exist; the rest is padding. The number of machines is a multiple of
+        `BLOCK`.
+      norm: "euclidean", "manhattan" or "chebyshev".
+
+    References:
+      Deng et al., "Minder", NSDI 2025, section 4.4. https://arxiv.org/abs/2411.01791
+    """
+    num_windows, num_dims, num_machines = points.shape
+    others = points.reshape(num_windows, num_dims, num_machines // BLOCK, BLOCK)
+    weights = counted.reshape(-1, BLOCK).astype(points.dtype)
+
+    def add(total: Array, block: tuple[Array, Array]) -> tuple[Array, None]:
+        columns, weight = block
+        for j in range(BLOCK):
+            differences = [points[:, k] - columns[:, k, j][:, None] for k in range(num_dims)]
+            total = total + weight[j] * _length(differences, norm)
+        return total, None
+
+    blocks = (jnp.moveaxis(others, 2, 0), weights)
+    return jax.lax.scan(add, jnp.zeros((num_windows, num_machines), points.dtype), blocks)[0]
+
+
+def _length(differences: list[Array], norm: str) -> Array:
+    if norm == "euclidean":
+        return jnp.sqrt(sum((d * d for d in differences[1:]), differences[0] * differences[0]))
+    sizes = [jnp.abs(d) for d in differences]
+    if norm == "manhattan":
+        return sum(sizes[1:], sizes[0])
+    if norm == "chebyshev":
+        return jnp.stack(sizes).max(0)
+    raise ValueError(f"norm={norm!r} must be one of euclidean, manhattan, chebyshev.")
+
+
+def normal_score(
+    sums: Float[Array, "window machine"],
+    counted: Bool[Array, " machine"],
+    *,
+    floor: float | Float[Array, ""] = 0.0,
+) -> Float[Array, "window machine"]:
+    """Mean distance of a machine to the others over the mean distance among the others.
+
+    ``s_i = d_i (n - 2) / (T - 2 d_i)`` with ``T = sum_i d_i`` over n machines: 1 in expectation for
+    a machine like the others whatever n is, and unbounded for one that is not. The paper's
+    normaliser is not known; the standard score, a candidate, is at most ``sqrt(n - 1)`` and so says
+    little in a small fleet.
+
+    Args:
+      sums: what `distance_sums` returns.
+      counted: which machines exist; at least 3, for between two nothing tells which one is off.
+      floor: distances among the others count as at least this much, in units of the embedding.
+
+    Returns:
+      The scores; 0 for padding.
+    """
+    counts = counted.astype(sums.dtype)
+    n = counts.sum()
+    total = jnp.sum(jnp.where(counted[None], sums, 0), axis=1, keepdims=True)
+    among = jnp.maximum(total - 2 * sums, 0) / ((n - 1) * (n - 2))
+    # Rounding leaves distances of about 1e-7 among equal points; without a floor they would count.
+    among = jnp.maximum(among, jnp.maximum(floor, 1e-6))
+    return jnp.where(counted[None], sums / (n - 1) / among, 0)

@@ -1,0 +1,138 @@
+"""Pictures: a fleet over time with the machine that stands out, and the tables of the benchmark."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jrl.faults.detect import Report
+from jrl.faults.fleet import Fleet
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+INK, MUTED, GRID, BLUE, RED = "#1f2933", "#7b8794", "#e4e7eb", "#2563eb", "#c81e4a"
+MOST_PANELS = 5
+
+
+def _clean(axes: "Axes", title: str, unit: str = "") -> None:
+    axes.set_title(title, loc="left", fontsize=9, color=INK)
+    axes.set_ylabel(unit, fontsize=8, color=MUTED)
+    axes.grid(color=GRID, linewidth=0.6)
+    axes.tick_params(labelsize=8, colors=MUTED, length=0)
+    for side in ("top", "right", "left", "bottom"):
+        axes.spines[side].set_visible(False)
+
+
+def plot_fleet(fleet: Fleet, report: Report, path: Path | str) -> None:
+    """Draws each metric over time, the fleet as a band, the named machine as a line, and scores.
+
+    Metrics beyond `MOST_PANELS` are left out, the one of the alarm never.
+    """
+    from matplotlib.figure import Figure
+
+    alarm = report.alarms[0] if report.alarms else None
+    names = list(report.views) + [n for n in fleet.metrics if n not in report.views]
+    names = [name for name in names if name in fleet.metrics]
+    if alarm is not None and alarm.metric in names:
+        names.insert(0, names.pop(names.index(alarm.metric)))
+    names = names[:MOST_PANELS]
+    figure = Figure(figsize=(9, 1.3 * len(names) + 2.2), layout="constrained")
+    panels = figure.subplots(len(names) + 1, 1, sharex=True, squeeze=False)[:, 0]
+    minutes = np.arange(fleet.num_samples) * fleet.period / 60
+    for axes, name in zip(panels, names, strict=False):
+        _plot_metric(axes, fleet, minutes, name, None if alarm is None else alarm.machine)
+    _plot_scores(panels[-1], fleet, report)
+    for axes in panels:
+        if alarm is not None:
+            axes.axvspan(
+                (alarm.start - fleet.start) / 60,
+                (alarm.end - fleet.start) / 60,
+                color=RED,
+                alpha=0.07,
+                linewidth=0,
+            )
+    since = datetime.fromtimestamp(fleet.start, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    panels[-1].set_xlabel(f"minutes since {since}", fontsize=8, color=MUTED)
+    title = "No machine stands out" if alarm is None else alarm.describe().split(" (")[0]
+    figure.suptitle(title, fontsize=10, color=INK, x=0.01, ha="left")
+    figure.savefig(path, dpi=100)
+
+
+def _plot_metric(
+    axes: "Axes", fleet: Fleet, minutes: np.ndarray, name: str, machine: str | None
+) -> None:
+    values = fleet.values[:, fleet.metrics.index(name)]
+    seen = np.isfinite(values).any(0)
+    levels = np.full((3, len(minutes)), np.nan)
+    if seen.any():
+        levels[:, seen] = np.nanpercentile(values[:, seen], [5, 50, 95], axis=0)
+    axes.fill_between(minutes, levels[0], levels[2], color=BLUE, alpha=0.25, linewidth=0)
+    axes.plot(minutes, levels[1], color=BLUE, linewidth=0.8, label="fleet: median, 5 to 95 %")
+    if machine is not None:
+        row = values[fleet.machines.index(machine)]
+        axes.plot(minutes, row, color=RED, linewidth=0.8, label=machine)
+    axes.margins(x=0)
+    _clean(axes, name)
+    if axes.get_subplotspec().is_first_row():  # pyright: ignore[reportOptionalMemberAccess]
+        axes.legend(fontsize=7, frameon=False, loc="lower left", ncols=2)
+
+
+def _plot_scores(axes: "Axes", fleet: Fleet, report: Report) -> None:
+    """The greatest score of each window, in the metric of the alarm or the one looked at first."""
+    title = "score of the machine farthest from the others"
+    if report.scores:
+        shown = len(report.views) - 1 if report.alarms else 0
+        scores = report.scores[shown]
+        seen = np.flatnonzero(np.isfinite(scores))
+        minutes = (report.prepared.start - fleet.start + seen * fleet.period) / 60
+        axes.plot(minutes, scores[seen], color=INK, linewidth=0.8)
+        title += f", {report.views[shown]}"
+    if report.alarms:
+        threshold = report.alarms[0].evidence["threshold"]
+        axes.axhline(float(threshold), color=MUTED, linewidth=0.8, linestyle="--")
+    _clean(axes, title)
+
+
+def plot_benchmark(results: dict[str, Any], path: Path | str) -> None:
+    """Draws precision, recall and F1 of each detector with intervals, and the paper's figures."""
+    from matplotlib.figure import Figure
+
+    detectors = results["detectors"]
+    figure = Figure(figsize=(9, 0.5 * len(detectors) + 1.4), layout="constrained")
+    panels = figure.subplots(1, 3, sharey=True)
+    rows = np.arange(len(detectors))[::-1]
+    for i, (axes, name) in enumerate(zip(panels, ("precision", "recall", "f1"), strict=True)):
+        for row, result in zip(rows, detectors.values(), strict=True):
+            value, low, high = result[name]
+            axes.plot([low, high], [row, row], color=BLUE, linewidth=2, alpha=0.4)
+            axes.plot(value, row, "o", color=BLUE, markersize=6)
+            if result["paper"]:
+                axes.plot(result["paper"][i], row, "D", color=RED, markersize=5, fillstyle="none")
+        _clean(axes, "F1" if name == "f1" else name)
+    panels[0].set_yticks(rows, list(detectors))
+    panels[2].plot([], [], "o", color=BLUE, label="here, with 95 % interval")
+    panels[2].plot([], [], "D", color=RED, fillstyle="none", label="paper, 150 real faults")
+    panels[2].legend(fontsize=7, frameon=False, loc="lower left")
+    figure.savefig(path, dpi=150)
+
+
+def plot_scale(rows: list[dict[str, float]], path: Path | str) -> None:
+    """Draws seconds per call over the number of machines."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.5, 3.2), layout="constrained")
+    axes = figure.subplots()
+    machines = [row["machines"] for row in rows]
+    for key, label, colour in (("clean", "clean", BLUE), ("fault", "with a fault", RED)):
+        axes.plot(
+            machines, [row[f"{key}_seconds"] for row in rows], "o-", color=colour, label=label
+        )
+        cpu = [row[f"{key}_cpu_seconds"] for row in rows]
+        axes.plot(machines, cpu, ":", color=colour, label=f"{label}, CPU time")
+    axes.axhline(3.6, color=MUTED, linestyle="--", linewidth=0.8)
+    axes.set(xscale="log", yscale="log", xlabel="machines")
+    axes.legend(fontsize=7, frameon=False)
+    _clean(axes, "One call on 15 minutes of 7 metrics; dashed: the paper's 3.6 s", "seconds")
+    figure.savefig(path, dpi=150)

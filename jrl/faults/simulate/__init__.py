@@ -1,0 +1,18 @@
+"""Fleets made up second by second: the rhythm of training, innocent disturbances, and faults."""
+
+from jrl.faults.simulate.incident import Incident, simulate
+from jrl.faults.simulate.metrics import METRICS, PRODUCTION, Metric
+from jrl.faults.simulate.mix import FAULTS, MIX, Fault
+from jrl.faults.simulate.settings import Settings
+
+__all__ = [
+    "FAULTS",
+    "METRICS",
+    "MIX",
+    "PRODUCTION",
+    "Fault",
+    "Incident",
+    "Metric",
+    "Settings",
+    "simulate",
+]

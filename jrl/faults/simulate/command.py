@@ -1,0 +1,56 @@
+"""``python -m jrl.faults simulate FILE``: a simulated fleet as a file that ``replay`` reads."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tyro
+
+from jrl.faults.simulate.incident import simulate
+from jrl.faults.simulate.metrics import PRODUCTION
+from jrl.faults.simulate.settings import Settings
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to simulate."""
+
+    out: tyro.conf.Positional[str]
+    """The file (.npz) to write."""
+    machines: int | None = 32
+    """How many machines; None draws 4 to 1,500."""
+    seconds: int = 900
+    """Length of the record."""
+    metrics: tuple[str, ...] = PRODUCTION
+    """What is recorded."""
+    clean: bool = False
+    """Let nothing fail."""
+    fault: str | None = None
+    """The fault, such as "PCIe downgrading"; None draws one in the published mix."""
+    difficulty: float = 1.0
+    """Divides how far the fault moves the metrics."""
+    seed: int = 0
+    """The same seed gives the same fleet."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    request = tyro.cli(Request, prog="python -m jrl.faults simulate", args=arguments)
+    settings = Settings(
+        machines=request.machines,
+        seconds=request.seconds,
+        metrics=request.metrics,
+        faulty=not request.clean,
+        fault=request.fault,
+        difficulty=request.difficulty,
+    )
+    incident = simulate(settings, request.seed)
+    incident.fleet.save(request.out)
+    print(f"{request.out}: {len(incident.fleet.machines)} machines for {request.seconds} s")
+    if incident.machine is None:
+        print("nothing fails")
+    else:
+        begin = incident.start - incident.fleet.start
+        end = incident.end - incident.fleet.start
+        shown = ", ".join(incident.shown) or "none of the recorded metrics"
+        print(f"{incident.fault} on {incident.machine} from {begin:.0f} to {end:.0f} s, in {shown}")
+    return 0

@@ -1,0 +1,56 @@
+"""What a simulated fleet is to be like."""
+
+from dataclasses import dataclass
+
+from jrl.faults.simulate.metrics import METRICS, PRODUCTION
+from jrl.faults.simulate.mix import MIX
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How fleets are made; a seed then makes one of them.
+
+    Attributes:
+      machines: how many, at least 2; None draws it for each fleet, log-uniform in 4 to 1,500.
+      seconds: length of the record, at least 60.
+      metrics: what is recorded, names of `METRICS`.
+      faulty: whether one machine fails.
+      fault: which fault it is; None draws one in the published mix.
+      difficulty: divides how far a fault moves the metrics, above 0.
+      disturbances: scales how often innocent stragglers come, at least 0.
+      missing: share of single samples that are lost, in [0, 1).
+      outages: share of machines that report nothing for 5 to 40 seconds, in [0, 1].
+      clock_skew: standard deviation of the machines' clocks, in seconds, at least 0.
+    """
+
+    machines: int | None = None
+    seconds: int = 900
+    metrics: tuple[str, ...] = PRODUCTION
+    faulty: bool = True
+    fault: str | None = None
+    difficulty: float | int = 1.0
+    disturbances: float | int = 1.0
+    missing: float | int = 0.01
+    outages: float | int = 0.03
+    clock_skew: float | int = 0.5
+
+    def __post_init__(self):
+        if self.machines is not None and self.machines < 2:
+            raise ValueError(f"machines={self.machines} must be at least 2.")
+        if self.seconds < 60:
+            raise ValueError(f"seconds={self.seconds} must be at least 60.")
+        unknown = [name for name in self.metrics if name not in METRICS]
+        if unknown or not self.metrics:
+            raise ValueError(
+                f"metrics={self.metrics!r} must name one or more of {', '.join(METRICS)}."
+            )
+        if self.fault is not None and self.fault not in MIX:
+            raise ValueError(f"fault={self.fault!r} is unknown: choose among {', '.join(MIX)}.")
+        if not self.difficulty > 0:
+            raise ValueError(f"difficulty={self.difficulty} must be above 0.")
+        for name in ("disturbances", "clock_skew"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0.")
+        for name, most in (("missing", 0.99), ("outages", 1.0)):
+            if not 0 <= getattr(self, name) <= most:
+                raise ValueError(f"{name}={getattr(self, name)} must lie in [0, {most}].")

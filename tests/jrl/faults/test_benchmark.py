@@ -1,0 +1,146 @@
+"""How outcomes are counted, the tree that orders metrics, and a small run of the benchmark."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jrl.faults.benchmark import Request as BenchmarkRequest
+from jrl.faults.benchmark import main, run
+from jrl.faults.fleet import Alarm
+from jrl.faults.outcomes import false_alarm_rate, figures, outcome
+from jrl.faults.priority import greatest_z_scores, grow, learn_order, order_of
+from jrl.faults.replay import main as replay
+from jrl.faults.simulate import Settings, simulate
+from jrl.faults.simulate.command import main as simulate_command
+
+
+def test_outcomes():
+    incident = simulate(Settings(machines=4, seconds=300), 0)
+    name, start, end = incident.machine, incident.start, incident.end
+    other = next(machine for machine in incident.fleet.machines if machine != name)
+    assert outcome(incident, []) == "silent"
+    assert outcome(incident, [Alarm(name, "m", start, end)]) == "found"
+    assert outcome(incident, [Alarm(other, "m", start, end)]) == "wrong"
+    assert outcome(incident, [Alarm(name, "m", start - 20, start - 10)]) == "wrong"
+    clean = simulate(Settings(machines=4, seconds=60, faulty=False), 0)
+    assert outcome(clean, [Alarm("machine-0000", "m", 0, 1)]) == "wrong"
+
+
+def test_figures_against_their_definition():
+    found = figures(["found"] * 60 + ["wrong"] * 15 + ["silent"] * 25)
+    assert found.precision[0] == pytest.approx(60 / 75)
+    assert found.recall[0] == pytest.approx(0.6)
+    assert found.f1[0] == pytest.approx(2 * 0.8 * 0.6 / 1.4)
+    for value, low, high in (found.precision, found.recall, found.f1):
+        # The normal interval of a share near 0.6 to 0.8 of 100 or 75 is 0.09 to 0.10 either way.
+        assert 0.05 < value - low < 0.13
+        assert 0.05 < high - value < 0.13
+    assert figures(["silent"]).f1[0] == 0
+    with pytest.raises(ValueError, match="outcomes is empty"):
+        figures([])
+
+
+def test_rates_of_false_alarms():
+    # Exact Poisson limits: none seen 0 to 3.69, four seen 1.09 to 10.24; Byar's are close.
+    assert false_alarm_rate(0, 1.0) == pytest.approx((0, 0, 3.69), abs=0.12)
+    assert false_alarm_rate(4, 2.0) == pytest.approx((2, 1.09 / 2, 10.24 / 2), abs=0.06)
+
+
+def test_the_tree_asks_for_what_tells_most():
+    random = np.random.default_rng(0)
+    features = random.normal(size=(600, 3))
+    fault = features[:, 2] > 0.3
+    fault |= features[:, 0] > 1.5
+    tree = grow(features, fault)
+    assert tree.feature == 2
+    assert tree.threshold == pytest.approx(0.3, abs=0.1)
+    assert order_of(tree, ("a", "b", "c"))[:2] == ("c", "a")
+    leaf = grow(features, np.zeros(600, bool))
+    assert leaf.feature == -1
+    assert order_of(leaf, ("a", "b", "c")) == ("a", "b", "c")
+
+
+def test_the_best_split_against_trying_all():
+    random = np.random.default_rng(1)
+    features, fault = random.integers(0, 6, size=(40, 2)).astype(float), random.random(40) < 0.4
+    tree = grow(features, fault, depth=1, least_rows=4)
+
+    def impurity(column, threshold):
+        yes = features[:, column] <= threshold
+        parts = [fault[yes], fault[~yes]]
+        if min(len(part) for part in parts) < 4:
+            return 1.0
+        return sum(len(p) * 2 * p.mean() * (1 - p.mean()) for p in parts) / 40
+
+    best = min(impurity(c, t + 0.5) for c in (0, 1) for t in range(5))
+    assert impurity(tree.feature, tree.threshold) == pytest.approx(best)
+
+
+def test_the_metric_that_shows_the_fault_comes_first():
+    settings = Settings(
+        machines=6,
+        seconds=400,
+        metrics=("tcp_throughput", "gpu_temperature", "cpu_usage"),
+        fault="HDFS error",
+        difficulty=0.5,
+    )
+    incidents = [one for s in range(6) if (one := simulate(settings, s)).shown == ("cpu_usage",)]
+    features, truth = greatest_z_scores(incidents[0])
+    assert features.shape == (50, 3)
+    assert truth.any()
+    assert learn_order(incidents, depth=3)[0] == "cpu_usage"
+
+
+def test_a_small_run_finds_most_and_alarms_little():
+    """Conservative: the full benchmark's F1 is above 0.893 and a broken detector's near 0."""
+    request = BenchmarkRequest(incidents=14, clean=4, machines=12, only=("Minder",), threads=2)
+    row = run(request)["detectors"]["Minder"]
+    assert row["f1"][0] > 0.7
+    assert row["counts"]["wrong"] <= 2
+    assert row["false_alarms"] <= 1
+    hard = run(replace(request, incidents=6, clean=0, difficulty=50.0))["detectors"]["Minder"]
+    assert hard["f1"][0] < 0.4
+
+
+def test_the_command_writes_what_it_prints(tmp_path, capsys):
+    flags = "--incidents 3 --clean 1 --machines 5 --only Minder --only Mahalanobis --threads 1"
+    flags = flags.replace("--only Minder --only Mahalanobis", "--only Minder Mahalanobis")
+    assert main([*flags.split(), "--out", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "benchmark.json").read_text())
+    assert set(results["detectors"]) == {"Minder", "Mahalanobis"}
+    assert len(results["records"]) == 4
+    assert (tmp_path / "benchmark.png").stat().st_size > 5000
+    printed = capsys.readouterr().out
+    assert "Mahalanobis" in printed
+    assert "0.777" in printed
+    with pytest.raises(ValueError, match="only='Max' is unknown"):
+        main(["--only", "Max", "--out", str(tmp_path)])
+    with pytest.raises(ValueError, match="incidents=0 must be at least 1"):
+        main(["--incidents", "0", "--out", str(tmp_path)])
+
+
+def test_a_simulated_fleet_is_replayed(tmp_path, capsys):
+    path = tmp_path / "fleet.npz"
+    simulate_command([str(path), "--machines", "6", "--seed", "1", "--difficulty", "0.5"])
+    told = capsys.readouterr().out
+    assert replay([str(path)]) == 0
+    printed = capsys.readouterr().out
+    machine = next(word for word in told.split() if word.startswith("machine-"))
+    assert f"ALARM: {machine} stands out" in printed
+    assert path.with_suffix(".png").stat().st_size > 20_000
+    simulate_command([str(path), "--machines", "6", "--seed", "1", "--clean"])
+    assert replay([str(path)]) == 0
+    assert "no alarm" in capsys.readouterr().out
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    path = tmp_path / "fleet.npz"
+    simulate_command([str(path), "--machines", "3", "--seconds", "60"])
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(ValueError, match="damaged"):
+        replay([str(path)])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="holds no records"):
+        replay([str(tmp_path / "empty")])
