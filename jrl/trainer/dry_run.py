@@ -110,18 +110,18 @@ def parameters(setup: Setup) -> dict[str, str]:
 def memory(setup: Setup) -> dict[str, int]:
     """Bytes on each device, in the order they are needed.
 
-        With ``W`` the bytes of the policy's weights on one device, ``4 x elements / devices it is split
-        over`` for each of them, and ``V`` those of the critic's:
+    With ``W`` the bytes of the policy's weights on one device, ``4 x elements / devices it is split
+    over`` for each of them, and ``V`` those of the critic's:
 
-        * weights ``W``, Adam's two moments ``2 W``, reference ``W``; critic ``V + 2 V``;
-        * gradients ``max(W, V)``, twice that where micro-batches are summed;
-        * cache ``layers x rows x (prompt + response - 1) x kv_heads / tp x (head_dim + value_dim) x
-              itemsize`` and a byte per position, with the rows per device of a step's completions or of an
-          evaluation, whichever are more;
-            * logits ``4 x rows x response / tp x vocab``, with the rows per device of the largest forward
-          pass: a micro-batch, a warm start's batch, or all completions under the reference.
+    * weights ``W``, Adam's two moments ``2 W``, reference ``W``; critic ``V + 2 V``;
+    * gradients ``max(W, V)``, twice that where micro-batches are summed;
+    * cache ``layers x rows x (prompt + response - 1) x kv_heads / tp x (head_dim + value_dim) x
+      itemsize`` and a byte per position, with the rows per device of a step's completions or of an
+      evaluation, whichever are more;
+    * logits ``4 x rows x response / tp x vocab``, with the rows per device of the largest forward
+      pass: a micro-batch, a warm start's batch, or all completions under the reference.
 
-        What lies between the layers (activations) and what the compiler adds come on top.
+    What lies between the layers (activations) and what the compiler adds come on top.
     """
     run, recipe, mesh = setup.run, setup.recipe, setup.mesh
     weights = weight_bytes(setup.model, mesh)

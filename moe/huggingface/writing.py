@@ -47,8 +47,9 @@ def save(
         max_position_embeddings.
 
     Raises:
-      ValueError: when no architecture expresses the network, `about` has other options, weights are of another shape than
-        `config` has or on devices of other processes, or the directory has such files.
+      ValueError: when no architecture expresses the network, `about` has other options, weights are
+        of another shape than `config` has or on devices of other processes, or the directory has
+        such files.
     """
     directory = Path(directory)
     family = family_for(config, architecture)

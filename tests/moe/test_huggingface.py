@@ -135,7 +135,7 @@ def test_a_shard_is_read_without_the_rest_of_its_tensor(monkeypatch):
         return out
 
     monkeypatch.setattr(reading, "_shard", counted)
-    config, weights = huggingface.load(FIXTURES / "qwen3_moe", mesh_of(MESH))
+    _, weights = huggingface.load(FIXTURES / "qwen3_moe", mesh_of(MESH))
     assert sum(size for _, size in read) == sum(x.size for x in jax.tree.leaves(weights))
     experts = weights.layers.experts
     assert experts is not None
@@ -300,7 +300,7 @@ def test_an_own_network_is_exported_as_the_architecture_that_expresses_it(tmp_pa
     assert back == folded
     jax.tree.map(np.testing.assert_array_equal, again, moved)
     np.testing.assert_allclose(moved.embedding, weights.embedding * 12**0.5, rtol=1e-6)
-    with pytest.raises(ValueError, match="already holds .safetensors files"):
+    with pytest.raises(ValueError, match=r"already holds .safetensors files"):
         huggingface.save(tmp_path / "out", folded, moved)
 
 
@@ -341,7 +341,7 @@ def test_stretched_wavelengths_at_their_ends():
         np.testing.assert_allclose(ratio[0], 1.0)
         np.testing.assert_allclose(ratio[-1], 1 / 8)
         assert np.all(np.diff(ratio) <= 0) and len(set(ratio.round(6))) > 2
-    with pytest.raises(ValueError, match="factor=0.5 would shorten the context"):
+    with pytest.raises(ValueError, match=r"factor=0.5 would shorten the context"):
         YarnScaling(0.5, original_context=64)
 
 
