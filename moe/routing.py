@@ -60,7 +60,8 @@ class RouterStatistics(Generic[Leaf]):
       z: ``[]`` sum over tokens of the squared logsumexp of the logits.
       entropy: ``[]`` sum over tokens of the entropy of the router's distribution, in nats.
       dropped: ``[]`` assignments left out because their expert was full.
-      padded: ``[]`` places in the stream without a token.
+      places: ``[]`` places in the stream; a prompt that several rows share has them once.
+      padded: ``[]`` those without a token.
       choices: ``[token, k]`` expert ids before dropping, ``[layer, token, k]`` for a whole network;
         None where they were not asked for (`moe.model.routing_choices`).
     """
@@ -73,6 +74,7 @@ class RouterStatistics(Generic[Leaf]):
     z: Leaf
     entropy: Leaf
     dropped: Leaf
+    places: Leaf
     padded: Leaf
     choices: Leaf | None = None
 
@@ -225,5 +227,6 @@ def statistics(
         z=total(jnp.square(log_total)),
         entropy=total(entropy),
         dropped=jnp.zeros_like(weight, shape=()),
+        places=jnp.sum(jnp.ones_like(weight)),
         padded=jnp.sum((weight == 0).astype(jnp.float32)),
     )

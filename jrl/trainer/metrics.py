@@ -283,7 +283,7 @@ TABLE: tuple[Metric, ...] = (
     ),
     Metric(
         "moe/padded_fraction",
-        "Share of padding among the tokens that pass the router, padding included.",
+        "Share of padding among the places that the network runs, prompts that are shared once.",
         "fraction",
     ),
     # Time: the only metrics that may differ between two runs of one seed.

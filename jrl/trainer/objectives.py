@@ -112,7 +112,7 @@ def _router_metrics(
         "moe/z_loss": Mean(router.z, router.tokens),
         "moe/router_entropy": Mean(router.entropy, router.tokens),
         "moe/dropped_fraction": Mean(router.dropped, jnp.sum(router.load)),
-        "moe/padded_fraction": Mean(router.padded, router.padded + router.tokens),
+        "moe/padded_fraction": Mean(router.padded, router.places),
         "load": router.load,
     }
 

@@ -226,6 +226,7 @@ def test_router_loss_is_a_mean_over_tokens_and_layers():
         z=jnp.asarray(35.0),
         entropy=jnp.asarray(1.0),
         dropped=jnp.asarray(3.0),
+        places=jnp.asarray(9.0),
         padded=jnp.asarray(2.0),
     )
     config = replace(

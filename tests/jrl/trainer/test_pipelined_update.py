@@ -89,6 +89,11 @@ def test_updates_equal_those_of_one_device(layout, num_micro):
     assert all(float(np.max(np.abs(leaf))) > 0 for leaf in jax.tree.leaves(gradient))
     for step, (metrics, expected) in enumerate(zip(history, expected_history, strict=True)):
         assert metrics.keys() == expected.keys()
+        # Places of the stream: a prompt is run once for the rows of one device that share it.
+        metrics, expected = (
+            {name: metric for name, metric in both.items() if name != "moe/padded_fraction"}
+            for both in (metrics, expected)
+        )
         # Adam divides a gradient by its size, and with it what rounding made of one near zero.
         close = {"rtol": 2e-5, "atol": 2e-6} if step == 0 else {"rtol": 1e-3, "atol": 1e-4}
         jax.tree.map(
