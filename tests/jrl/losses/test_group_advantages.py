@@ -266,6 +266,17 @@ def test_gdpo_keeps_apart_what_a_sum_confuses():
     )
 
 
+@pytest.mark.parametrize("lengths", [None, [1, 1], [1, 0]])
+def test_gdpo_of_two_responses(lengths):
+    rewards, groups = np.array([[1.0, 0.0], [0.0, 3.0]]), np.zeros(2, int)
+    settings = {"weights": [1.0, 2.0]}
+    settings |= {} if lengths is None else {"lengths": np.array(lengths)}
+    expected = oracles.gdpo(rewards, groups, **settings)
+    settings = {name: jnp.asarray(value) for name, value in settings.items()}
+    actual = jrl.gdpo(jnp.asarray(rewards), jnp.asarray(groups), **settings)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_gdpo_is_a_constant_in_everything_it_is_given():
     random = np.random.default_rng(4)
     rewards, lengths = (jnp.asarray(random.uniform(1, 3, shape)) for shape in ((4, 2), 4))
