@@ -1,10 +1,11 @@
 """What a run would do and need, without doing it: batch arithmetic, parameters, memory, layout."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -12,7 +13,8 @@ from rich.table import Table
 from jrl.recipes.dapo import Dapo
 from jrl.trainer.setup import Setup
 from moe.config import ModelConfig
-from moe.weights import num_active_parameters, num_parameters, shapes, shardings
+from moe.weights import in_rounds, num_active_parameters, num_parameters, shapes, specs
+from sharding import zero
 from sharding.folding import FoldedMesh
 from sharding.schedule import Schedule
 
@@ -113,7 +115,9 @@ def memory(setup: Setup) -> dict[str, int]:
     With ``W`` the bytes of the policy's weights on one device, ``4 x elements / devices it is split
     over`` for each of them, and ``V`` those of the critic's:
 
-    * weights ``W``, Adam's two moments ``2 W``, reference ``W``; critic ``V + 2 V``;
+    * weights ``W``, reference ``W``, critic ``V``;
+    * Adam's two moments, those of each weight cut over the devices that hold it where a dimension
+      divides (`sharding.zero`): ``2 W / G`` with G copies of everything, and ``2 V / G``;
     * gradients ``max(W, V)``, twice that where micro-batches are summed;
     * cache ``layers x rows x (prompt + response - 1) x kv_heads / tp x (head_dim + value_dim) x
       itemsize`` and a byte per position, with the rows per device of a step's completions or of an
@@ -121,11 +125,18 @@ def memory(setup: Setup) -> dict[str, int]:
     * logits ``4 x rows x response / tp x vocab``, with the rows per device of the largest forward
       pass: a micro-batch, a warm start's batch, or all completions under the reference.
 
+    Per parameter these are ``8 + 8 / G`` bytes for weight, gradient and moments, all float32.
+    Megatron-Core's ``6 + 12 / G`` counts a bfloat16 weight and keeps its float32 master in parts.
+
     What lies between the layers (activations) and what the compiler adds come on top.
     """
     run, recipe, mesh = setup.run, setup.recipe, setup.mesh
     weights = weight_bytes(setup.model, mesh)
-    critic = weight_bytes(setup.model.as_critic(), mesh) if recipe.uses_critic else 0
+    moments = 2 * part_bytes(setup.model, mesh)
+    critic, critic_moments = 0, 0
+    if recipe.uses_critic:
+        critic = weight_bytes(setup.model.as_critic(), mesh)
+        critic_moments = 2 * part_bytes(setup.model.as_critic(), mesh)
     forward = [recipe.mini_batch // setup.num_micro]
     if run.weights is None and run.checkpoint is None and run.warm_start_steps:
         forward.append(run.warm_start_batch)
@@ -134,9 +145,9 @@ def memory(setup: Setup) -> dict[str, int]:
     rows = {
         "weights": weights,
         "gradients": max(weights, critic) * (2 if setup.num_micro > 1 else 1),
-        "optimiser moments": 2 * weights,
+        "optimiser moments": moments,
         "critic": critic,
-        "critic's optimiser moments": 2 * critic,
+        "critic's optimiser moments": critic_moments,
         "reference": weights if recipe.uses_reference else 0,
         "key/value cache": cache_bytes(setup, max(recipe.completions, run.eval_prompts)),
         "logits of a forward pass": logits_bytes(setup, max(forward)),
@@ -146,11 +157,25 @@ def memory(setup: Setup) -> dict[str, int]:
 
 def weight_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
     """Bytes of a network's weights on one device."""
+    return _bytes_on_one(config, mesh, lambda spec, shape: spec)
 
-    def on_one(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> int:
+
+def part_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
+    """Bytes of one device's parts of the weights, as the optimiser cuts them."""
+    return _bytes_on_one(config, mesh, lambda spec, shape: zero.parts(spec, shape, mesh))
+
+
+def _bytes_on_one(
+    config: ModelConfig,
+    mesh: FoldedMesh,
+    laid_out: Callable[[PartitionSpec, tuple[int, ...]], PartitionSpec],
+) -> int:
+    def on_one(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
+        sharding = NamedSharding(mesh.mesh, laid_out(spec, leaf.shape))
         return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
-    return sum(jax.tree.leaves(jax.tree.map(on_one, shapes(config), shardings(config, mesh))))
+    stored = jax.eval_shape(lambda weights: in_rounds(weights, mesh), shapes(config))
+    return sum(jax.tree.leaves(jax.tree.map(on_one, stored, specs(config, mesh))))
 
 
 def cache_bytes(setup: Setup, rows: int) -> int:

@@ -1,7 +1,9 @@
 """A network that learns, and the one jitted update that policy, critic and warm start share.
 
 Gradients are taken inside the `jax.shard_map`, micro-batch after micro-batch with the denominators
-of the whole mini-batch, summed over devices once, and applied outside it on global arrays.
+of the whole mini-batch, summed over devices once, and applied outside it on global arrays. Devices
+that hold the same weights each keep a part of the gradient and of the optimiser state
+(`sharding.zero`), step that part, and gather the new weights.
 """
 
 from dataclasses import dataclass, replace
@@ -23,7 +25,8 @@ from moe.config import ModelConfig
 from moe.routing import RouterStatistics
 from moe.stream import Stream
 from moe.weights import Transformer
-from sharding.collectives import all_sum, vary, varying
+from sharding import zero
+from sharding.collectives import all_sum, vary
 from sharding.folding import FoldedMesh
 
 Leaf = TypeVar("Leaf")
@@ -116,18 +119,38 @@ class Objective(Protocol):
         ...
 
 
-def start(optimiser: Optimiser, weights: Transformer[Array], mesh: FoldedMesh) -> Learner[Array]:
+def start(
+    optimiser: Optimiser, weights: Transformer[Array], config: ModelConfig, mesh: FoldedMesh
+) -> Learner[Array]:
     """A learner at its first step. The weights are copied: updates give their buffers away."""
     own: Any = jax.tree.map(jnp.copy, weights)
-    # Moments are laid out as the weights they belong to; counters are whole on every device.
-    whole = NamedSharding(mesh.mesh, PartitionSpec())
-    opt_state = jax.tree.map(
-        lambda leaf: leaf if leaf.ndim else jax.device_put(leaf, whole),
-        optimiser.transformation().init(own),
+    init = optimiser.transformation().init
+    # As a list: JAX would fill the fields that are None with a marker, which no record can hold.
+    shardings, structure = jax.tree.flatten(
+        state_shardings(jax.eval_shape(init, own), config, mesh)
     )
+    moments = jax.jit(lambda own: jax.tree.leaves(init(own)), out_shardings=shardings)
+    opt_state = structure.unflatten(moments(own))
     # Distinct buffers: a donated argument may not name one twice.
+    whole = NamedSharding(mesh.mesh, PartitionSpec())
     zeros = [jax.device_put(jnp.zeros((), jnp.int32), whole) + 0 for _ in range(3)]
     return Learner(own, opt_state, *zeros)
+
+
+def state_shardings(opt_state: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
+    """Where the optimiser state lives: moments in parts (`sharding.zero.parts`), counters whole."""
+    specs = moe_weights.specs(config, mesh)
+
+    def place(node: Any) -> Any:
+        if not isinstance(node, Transformer):
+            return NamedSharding(mesh.mesh, PartitionSpec())
+        return jax.tree.map(
+            lambda leaf, spec: NamedSharding(mesh.mesh, zero.parts(spec, leaf.shape, mesh)),
+            node,
+            specs,
+        )
+
+    return jax.tree.map(place, opt_state, is_leaf=lambda node: isinstance(node, Transformer))
 
 
 def count(batch: Batch[Array]) -> Totals[Array]:
@@ -165,17 +188,20 @@ def update(
     Returns:
       The learner, and metrics: `loss`, `grad_norm`, `finite` and the objective's.
     """
-    weights: Any = learner.weights  # optax's types know no records
-    loss, grads, metrics = _gradients(objective, num_micro, weights, batch)
+    config, mesh = objective.config, objective.mesh
+    specs = moe_weights.specs(config, mesh)
+    loss, grads, metrics = _gradients(objective, num_micro, learner.weights, batch)
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    # optax's types know no records
+    weights: Any = _laid_out(learner.weights, _parts(learner.weights, specs, mesh), mesh)
+    learner = replace(learner, weights=weights)
     # Optax counts on the standard promotions, which a caller may have forbidden.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         steps, opt_state = optimiser.transformation().update(grads, learner.opt_state, weights)
     stepped: Any = optax.apply_updates(weights, steps)
-    if objective.config.selection_bias:
-        rate = objective.config.bias_update_rate
-        stepped = rebalanced(weights, stepped, metrics["load"], rate)
+    if config.selection_bias:
+        stepped = rebalanced(weights, stepped, metrics["load"], config.bias_update_rate)
     moved = replace(
         learner,
         weights=stepped,
@@ -187,20 +213,29 @@ def update(
         learner, skipped=learner.skipped + 1, skipped_in_a_row=learner.skipped_in_a_row + 1
     )
     learner = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, stayed)
+    learner = replace(
+        learner,
+        weights=_laid_out(learner.weights, specs, mesh),
+        opt_state=jax.tree.map(
+            jax.lax.with_sharding_constraint,
+            learner.opt_state,
+            state_shardings(learner.opt_state, config, mesh),
+        ),
+    )
     return learner, {**metrics, "loss": loss, "grad_norm": grad_norm, "finite": finite}
 
 
 def _gradients(
     objective: Objective, num_micro: int, weights: Transformer[Array], batch: Batch[Array]
 ) -> tuple[Array, Any, dict[str, Any]]:
-    """The loss of a mini-batch, its gradient and its metrics, on global arrays."""
+    """The loss of a mini-batch, its gradient in parts and its metrics, on global arrays."""
     mesh = objective.mesh
-    weight_specs = moe_weights.specs(objective.config, mesh)
+    specs = moe_weights.specs(objective.config, mesh)
     local = jax.shard_map(
         partial(_local_gradients, objective, num_micro),
         mesh=mesh.mesh,
-        in_specs=(weight_specs, PartitionSpec(mesh.dp), PartitionSpec()),
-        out_specs=(PartitionSpec(), weight_specs, PartitionSpec()),
+        in_specs=(specs, PartitionSpec(mesh.dp), PartitionSpec()),
+        out_specs=(PartitionSpec(), _parts(weights, specs, mesh), PartitionSpec()),
     )
     return local(weights, batch, count(batch))
 
@@ -219,12 +254,27 @@ def _local_gradients(
     pieces = jax.tree.map(lambda x: x.reshape(num_micro, -1, *x.shape[1:]), batch)
     passes = _one_by_one if mesh.layout.pp == 1 else _through_stages
     loss, grads, metrics = passes(objective, own, pieces, totals)
-    grads = jax.tree.map(
-        lambda grad, weight: jax.lax.psum(grad, tuple(varying(grad) - varying(weight))),
-        grads,
-        weights,
-    )
-    return loss, grads, metrics
+    specs = moe_weights.specs(objective.config, mesh)
+    parts = jax.tree.map(lambda grad, spec: zero.sum_to_parts(grad, spec, mesh), grads, specs)
+    return loss, parts, metrics
+
+
+def _parts(
+    weights: Transformer[Array], specs: Transformer[PartitionSpec], mesh: FoldedMesh
+) -> Transformer[PartitionSpec]:
+    """Where what the optimiser works on lives."""
+    return jax.tree.map(lambda leaf, spec: zero.parts(spec, leaf.shape, mesh), weights, specs)
+
+
+def _laid_out(
+    weights: Transformer[Array], specs: Transformer[PartitionSpec], mesh: FoldedMesh
+) -> Transformer[Array]:
+    """Global arrays, by `specs` from here on."""
+
+    def constrain(leaf: Array, spec: PartitionSpec) -> Array:
+        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh.mesh, spec))
+
+    return jax.tree.map(constrain, weights, specs)
 
 
 def _one_by_one(

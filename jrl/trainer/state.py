@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from jrl.trainer.checkpoints import Checkpoints
-from jrl.trainer.learner import Learner, start
+from jrl.trainer.learner import Learner, start, state_shardings
 from jrl.trainer.setup import Setup
 from moe import weights as moe_weights
 from moe.config import ModelConfig
@@ -57,7 +57,8 @@ def begin(setup: Setup, policy: Transformer[Array]) -> TrainState[Array]:
     """The state before the first step, from the policy that training starts from."""
     critic = None
     if setup.recipe.uses_critic:
-        critic = start(setup.critic_optimiser, critic_from(setup, policy), setup.mesh)
+        weights, config = critic_from(setup, policy), setup.critic_objective.config
+        critic = start(setup.critic_optimiser, weights, config, setup.mesh)
 
     def zero():
         return jax.device_put(jnp.zeros((), jnp.int32), setup.whole) + 0
@@ -65,7 +66,7 @@ def begin(setup: Setup, policy: Transformer[Array]) -> TrainState[Array]:
     return TrainState(
         step=zero(),
         cursor=zero(),
-        policy=start(setup.policy_optimiser, policy, setup.mesh),
+        policy=start(setup.policy_optimiser, policy, setup.model, setup.mesh),
         critic=critic,
         reference=jax.tree.map(jnp.copy, policy) if setup.recipe.uses_reference else None,
     )
@@ -89,8 +90,12 @@ def abstract(setup: Setup) -> TrainState[Any]:
     return TrainState(
         step=_laid_out(state.step, policy, setup),
         cursor=_laid_out(state.cursor, policy, setup),
-        policy=_laid_out(state.policy, policy, setup),
-        critic=_laid_out(state.critic, critic, setup),
+        policy=_learner_laid_out(state.policy, policy, setup.model, setup),
+        critic=(
+            None
+            if state.critic is None
+            else _learner_laid_out(state.critic, critic, setup.model.as_critic(), setup)
+        ),
         reference=_laid_out(state.reference, policy, setup),
     )
 
@@ -126,15 +131,28 @@ def _reshaped(setup: Setup, state: TrainState[Array], like: TrainState[Any]) -> 
     return structure.unflatten(reshape(leaves))
 
 
-def _laid_out(tree: Any, shardings: Transformer[NamedSharding], setup: Setup) -> Any:
-    """Weights and their moments laid out by `shardings`, everything else whole on every device."""
+def _learner_laid_out(
+    learner: Learner[Any],
+    shardings: Transformer[NamedSharding],
+    config: ModelConfig,
+    setup: Setup,
+) -> Learner[Any]:
+    """As `learner.start` and `learner.update` lay it out."""
+    whole = _laid_out(learner, shardings, setup)
+    of_state = state_shardings(learner.opt_state, config, setup.mesh)
+    return replace(whole, opt_state=jax.tree.map(_with_sharding, learner.opt_state, of_state))
 
-    def with_sharding(leaf: Any, sharding: NamedSharding) -> Any:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+def _laid_out(tree: Any, shardings: Transformer[NamedSharding], setup: Setup) -> Any:
+    """Weights laid out by `shardings`, everything else whole on every device."""
 
     def place(node: Any) -> Any:
         if isinstance(node, Transformer):
-            return jax.tree.map(with_sharding, node, shardings)
-        return with_sharding(node, setup.whole)
+            return jax.tree.map(_with_sharding, node, shardings)
+        return _with_sharding(node, setup.whole)
 
     return jax.tree.map(place, tree, is_leaf=lambda node: isinstance(node, Transformer))
+
+
+def _with_sharding(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -44,7 +44,7 @@ def warm_start(
       WarmStartFailed: when a loss or gradient was not finite.
     """
     run, accuracy = setup.run, 0.0
-    learner = start(setup.warm_start_optimiser, weights, setup.mesh)
+    learner = start(setup.warm_start_optimiser, weights, setup.model, setup.mesh)
     step = 0
     loss = float("nan")
     while step < run.warm_start_steps:

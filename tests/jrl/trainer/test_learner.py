@@ -32,7 +32,7 @@ def setup_on(layout):
 def one_update(network, layout, num_micro, batch=small_batch):
     setup = setup_on(layout)
     objective, optimiser, weights = networks(setup)[network]
-    learner = start(optimiser, weights, setup.mesh)
+    learner = start(optimiser, weights, objective.config, setup.mesh)
     return jax.device_get(update(objective, optimiser, num_micro, learner, batch(setup)))
 
 
@@ -116,7 +116,7 @@ def test_selection_bias_is_moved_by_the_load_alone(network):
     bias = jnp.linspace(-0.1, 0.1, experts.bias.size).reshape(experts.bias.shape)
     bias = jax.device_put(bias, setup.whole)
     layers = replace(weights.layers, experts=replace(experts, bias=bias))
-    learner = start(optimiser, replace(weights, layers=layers), setup.mesh)
+    learner = start(optimiser, replace(weights, layers=layers), objective.config, setup.mesh)
     learner, metrics = jax.device_get(update(objective, optimiser, 1, learner, small_batch(setup)))
     load = metrics["load"]
     assert load.sum() == jax.device_get(small_batch(setup)).valid.sum() * 2 * setup.model.num_layers
@@ -135,7 +135,11 @@ def test_what_is_not_finite_moves_nothing(bad):
     setup = setup_on("dp1")
     objective, optimiser, weights = networks(setup)["policy"]
     learner, _ = update(
-        objective, optimiser, 1, start(optimiser, weights, setup.mesh), small_batch(setup)
+        objective,
+        optimiser,
+        1,
+        start(optimiser, weights, objective.config, setup.mesh),
+        small_batch(setup),
     )
     before = jax.device_get(learner)
     for times in (1, 2):
@@ -173,7 +177,7 @@ def test_callers_weights_survive():
     setup = setup_on("dp1")
     objective, optimiser, weights = networks(setup)["policy"]
     before = jax.device_get(weights)
-    learner = start(optimiser, weights, setup.mesh)
+    learner = start(optimiser, weights, objective.config, setup.mesh)
     given_up = learner.weights.embedding
     moved, _ = update(objective, optimiser, 1, learner, small_batch(setup))
     assert given_up.is_deleted()

@@ -61,7 +61,7 @@ def three_updates(layout, num_micro) -> tuple[Any, list[dict[str, Any]]]:
     """The first gradient, and the metrics of each step."""
     setup = setup_on(layout)
     objective, optimiser = setup.policy_objective, setup.policy_optimiser
-    learner = start(optimiser, random_weights(setup, setup.model), setup.mesh)
+    learner = start(optimiser, random_weights(setup, setup.model), setup.model, setup.mesh)
     batch = small_batch(setup, ROWS)
     step = update.lower(objective, optimiser, num_micro, learner, batch).compile(FAST_COMPILE)
     history, gradient = [], None
@@ -105,7 +105,7 @@ def test_updates_equal_those_of_one_device(layout, num_micro):
 def test_a_stage_sends_one_message_each_way():
     setup = setup_on("pp2 vpp2 tp2 / ep2")
     objective, optimiser = setup.policy_objective, setup.policy_optimiser
-    learner = start(optimiser, random_weights(setup, setup.model), setup.mesh)
+    learner = start(optimiser, random_weights(setup, setup.model), setup.model, setup.mesh)
     lowered = update.lower(objective, optimiser, 4, learner, small_batch(setup, ROWS))
     assert lowered.as_text().count('"stablehlo.collective_permute"') == 2
 
