@@ -15,9 +15,12 @@ class Execution:
         (`moe.context`).
       dispatch: how tokens travel to the experts of other devices.
       experts: how rows are multiplied, each by its own expert's matrix.
+      remat: what the backward pass computes again instead of keeping it: "none", "selective" or
+        "full" (`moe.remat`).
     """
 
     attention: str | None = None
     context: str | None = None
     dispatch: str | None = None
     experts: str | None = None
+    remat: str = "none"

@@ -4,13 +4,13 @@ Rows are sorted by expert, multiplied by `moe.grouped.grouped_dot` and put back.
 the plain twin.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Shaped
 
 from moe.grouped import grouped_dot
+from moe.remat import PRODUCT
 from moe.weights import Dense, Experts
 from sharding.collectives import gather_tokens, scatter_tokens
 from sharding.folding import FoldedMesh
@@ -113,7 +113,11 @@ def routed_experts(
     """
     order, sizes = sort_by_group(experts, weights.gate.shape[0])
     inverse = inverse_places(order, order.shape[0])
-    product = partial(grouped_dot, sizes=sizes, implementation=implementation)
+
+    def product(rows, matrices):
+        out = grouped_dot(rows, matrices, sizes=sizes, implementation=implementation)
+        return checkpoint_name(out, PRODUCT)
+
     # One product for both: wider products are faster than two narrow ones.
     inward = jnp.concatenate([weights.gate, weights.up], axis=-1)
     gate, up = jnp.split(product(permute(rows, order, inverse), inward), 2, axis=-1)

@@ -18,6 +18,7 @@ from moe.config import ModelConfig
 from moe.dispatch import dispatch
 from moe.experts import dense
 from moe.order import Order
+from moe.remat import rematerialised
 from moe.routing import RouterStatistics, Routing, assignments, route, statistics
 from moe.stream import Stream, order_of_prompts, order_of_rows, rows, shared_prompts
 from moe.weights import Experts, Layer, Transformer
@@ -162,7 +163,12 @@ def blocks(
         number = first + index
         # Choices are recorded for the layers that have experts.
         own = stream.of_layer(number - config.num_dense_layers)
-        x, stats = block(layer, x, own, stream.attend_in_layer(number), config, mesh)
+        attend = stream.attend_in_layer(number)
+        run_block = rematerialised(
+            lambda layer, x, own=own, attend=attend: block(layer, x, own, attend, config, mesh),
+            config.execution.remat,
+        )
+        x, stats = run_block(layer, x)
         if stats is not None:
             collected.append(stats)
     if not collected:

@@ -2,6 +2,9 @@
 
 They run inside the one `jax.shard_map`. Arrays there are typed by the axes they vary over; a
 collective over axes the array does not vary over yet is preceded by `vary`.
+
+Their results have the name `COLLECTIVE`: what is computed again in the backward pass
+(`moe.remat`) starts from them and communicates nothing.
 """
 
 from typing import TypeVar
@@ -9,10 +12,18 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Shaped
 
 Axes = tuple[str, ...]
 Tree = TypeVar("Tree")
+
+COLLECTIVE = "collective"
+"""The name of what a collective gives, for policies of `jax.checkpoint`."""
+
+
+def _named(x: Array) -> Array:
+    return checkpoint_name(x, COLLECTIVE)
 
 
 def varying(x: Array) -> frozenset[str]:
@@ -32,14 +43,14 @@ def vary(tree: Tree, axes: Axes) -> Tree:
 
 def all_sum(tree: Tree, axes: Axes) -> Tree:
     """The sum over `axes`, the same on every device along them. Volume: 2 (n-1)/n of the array."""
-    return jax.tree.map(lambda leaf: lax.psum(vary(leaf, axes), axes), tree)
+    return jax.tree.map(lambda leaf: _named(lax.psum(vary(leaf, axes), axes)), tree)
 
 
 def gather_tokens(x: Shaped[Array, "local *rest"], axes: Axes) -> Shaped[Array, "all *rest"]:
     """Shards ``[tokens / n, ...]`` laid end to end. Volume received: (n-1) shards."""
     x = vary(x, axes)
     # The compiler would keep the gather of one shard, which is a copy.
-    return x if lax.axis_size(axes) == 1 else lax.all_gather(x, axes, axis=0, tiled=True)
+    return x if lax.axis_size(axes) == 1 else _named(lax.all_gather(x, axes, axis=0, tiled=True))
 
 
 def scatter_tokens(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "local *rest"]:
@@ -50,7 +61,7 @@ def scatter_tokens(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "
     x = vary(x, axes)
     if lax.axis_size(axes) == 1:
         return x
-    return lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True)
+    return _named(lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True))
 
 
 def own_shard(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "local *rest"]:
@@ -69,7 +80,7 @@ def join_shards(x: Shaped[Array, "local *rest"], axes: Axes) -> Shaped[Array, "a
     whole = vary(jnp.zeros((x.shape[0] * n, *x.shape[1:]), x.dtype), tuple(varying(x)))
     start = lax.axis_index(axes) * x.shape[0]
     whole = lax.dynamic_update_slice_in_dim(vary(whole, axes), vary(x, axes), start, axis=0)
-    return lax.psum(whole, axes)
+    return _named(lax.psum(whole, axes))
 
 
 def exchange(x: Shaped[Array, "peers *rest"], axes: Axes) -> Shaped[Array, "peers *rest"]:
@@ -77,7 +88,7 @@ def exchange(x: Shaped[Array, "peers *rest"], axes: Axes) -> Shaped[Array, "peer
 
     Volume sent: (n-1)/n of the array. It is its own reverse.
     """
-    return lax.all_to_all(vary(x, axes), axes, split_axis=0, concat_axis=0, tiled=True)
+    return _named(lax.all_to_all(vary(x, axes), axes, split_axis=0, concat_axis=0, tiled=True))
 
 
 def swap_shards(
@@ -90,7 +101,7 @@ def swap_shards(
     x = vary(x, axes)
     if lax.axis_size(axes) == 1:
         return x
-    return lax.all_to_all(x, axes, split_axis=split, concat_axis=join, tiled=True)
+    return _named(lax.all_to_all(x, axes, split_axis=split, concat_axis=join, tiled=True))
 
 
 def shift(x: Shaped[Array, "*shape"], axes: Axes) -> Shaped[Array, "*shape"]:
@@ -99,4 +110,4 @@ def shift(x: Shaped[Array, "*shape"], axes: Axes) -> Shaped[Array, "*shape"]:
     Volume sent: the array.
     """
     n = lax.axis_size(axes)
-    return lax.ppermute(vary(x, axes), axes, [(i, (i + 1) % n) for i in range(n)])
+    return _named(lax.ppermute(vary(x, axes), axes, [(i, (i + 1) % n) for i in range(n)]))

@@ -9,6 +9,8 @@ References:
   https://arxiv.org/abs/1910.02054
 """
 
+import itertools
+
 from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
@@ -74,9 +76,7 @@ def sum_to_parts(gradient: Array, spec: PartitionSpec, mesh: FoldedMesh) -> Arra
 
 
 def _atoms_that_divide(size: int, atoms: Axes, mesh: FoldedMesh) -> Axes:
-    """As many of the atoms, slowest first, as `size` divides by; those of size 1 cut nothing."""
-    taken: list[str] = []
-    for atom in atoms:
-        if mesh.size((atom,)) > 1 and size % mesh.size((*taken, atom)) == 0:
-            taken.append(atom)
-    return tuple(taken)
+    """Those of the atoms over which `size` can be cut into the most parts."""
+    atoms = tuple(atom for atom in atoms if mesh.size((atom,)) > 1)
+    choices = (some for n in range(len(atoms) + 1) for some in itertools.combinations(atoms, n))
+    return max((some for some in choices if size % mesh.size(some) == 0), key=mesh.size)

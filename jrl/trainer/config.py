@@ -27,6 +27,8 @@ class RunConfig:
     """How the devices are laid out, for example "tp2 dp2 / ep4"."""
     devices: int | None = None
     """Number of CPU devices to make believe; None takes the real ones."""
+    remat: Literal["none", "selective", "full"] = "none"
+    """What the backward pass of a layer computes again instead of keeping it in memory."""
 
     prompt_length: int | None = None
     """Tokens that prompts are padded to; None fits the task's longest."""

@@ -2,7 +2,7 @@
 decoders."""
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 
@@ -191,7 +191,9 @@ def set_up(
             recipe=recipe,
             task=task,
             tokenizer=tokenizer,
-            model=PRESETS[run.model](tokenizer.vocab_size) if model is None else model,
+            model=_executed(
+                PRESETS[run.model](tokenizer.vocab_size) if model is None else model, run
+            ),
             mesh=fold(layout, devices[: layout.num_devices]),
             prompt_length=_at_least(run.prompt_length, prompt_length, "prompt_length"),
             response_length=(
@@ -206,6 +208,11 @@ def set_up(
         task.close()
         raise
     return setup
+
+
+def _executed(model: ModelConfig, run: RunConfig) -> ModelConfig:
+    """The network, computed as the run says."""
+    return replace(model, execution=replace(model.execution, remat=run.remat))
 
 
 def _of_checkpoint(directory: str) -> ModelConfig:

@@ -1,0 +1,48 @@
+"""Rematerialisation: what the backward pass of a block computes again instead of keeping it.
+
+Results of collectives are kept by every policy, so that none is repeated: the backward pass
+communicates the same whatever is computed again. Beside them a block keeps
+
+* "none": everything that a gradient needs;
+* "selective": its input and the results of products with weights, not attention's scores and
+  softmax, norms, activations and permuted rows. Costs little time;
+* "full": its input. Costs one more forward pass without its communication.
+
+References:
+  Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
+  https://arxiv.org/abs/2205.05198
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from sharding.collectives import COLLECTIVE
+
+PRODUCT = "product"
+"""The name of the experts' matrix products, which policies know by no other mark."""
+
+_policies = jax.checkpoint_policies
+POLICIES: dict[str, Callable[..., Any] | None] = {
+    "none": None,
+    "selective": _policies.save_from_both_policies(
+        # Products with a batch dimension are those of attention's scores.
+        _policies.dots_with_no_batch_dims_saveable,
+        _policies.save_only_these_names(COLLECTIVE, PRODUCT),
+    ),
+    "full": _policies.save_only_these_names(COLLECTIVE),
+}
+
+
+def rematerialised(function: Callable[..., Any], policy: str) -> Callable[..., Any]:
+    """`function` with the same values and gradients, keeping what the policy says.
+
+    Raises:
+      ValueError: on an unknown policy.
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"execution.remat={policy!r} is not known: use {', '.join(POLICIES)}.")
+    if policy == "none":
+        return function
+    return jax.checkpoint(function, policy=POLICIES[policy])

@@ -1,0 +1,129 @@
+"""The optimiser works on parts: less memory, one sum of the gradients, the same steps."""
+
+import functools
+import math
+import re
+from dataclasses import replace
+
+import jax
+import numpy as np
+import optax
+import pytest
+from small_runs import small_batch, small_model, small_recipe, small_run, small_setup
+
+from jrl.trainer.checkpoints import Checkpoints
+from jrl.trainer.learner import start, update
+from jrl.trainer.state import abstract, begin, initial_weights, restore, save
+
+FAST_COMPILE: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
+ROWS = 16
+
+
+@functools.cache
+def setup_on(layout):
+    """All widths divide by eight."""
+    setup = small_setup(
+        small_recipe("grpo", prompts=8, mini_batch=ROWS, micro_batch=ROWS), small_run(layout=layout)
+    )
+    sizes = {"d_model": 16, "num_heads": 8, "num_kv_heads": 4, "head_dim": 6, "num_experts": 8}
+    return replace(setup, model=small_model(setup.tokenizer.vocab_size, **sizes))
+
+
+@functools.cache
+def compiled(layout):
+    setup = setup_on(layout)
+    weights = initial_weights(setup, setup.model, "weights")
+    learner = start(setup.policy_optimiser, weights, setup.model, setup.mesh)
+    given = setup.policy_objective, setup.policy_optimiser, 1
+    return update.lower(*given, learner, small_batch(setup, ROWS)).compile(FAST_COMPILE), learner
+
+
+def results(text, collective):
+    """The number of elements of each array that a collective of the compiled program gives."""
+    lines = re.findall(rf"= (.*?) {collective}(?:-start)?\(", text)
+    arrays = [shape for line in lines for shape in re.findall(r"\w+\[([\d,]*)\]", line)]
+    return [math.prod(int(n) for n in shape.split(",") if n) for shape in arrays]
+
+
+@pytest.mark.parametrize(("layout", "devices"), [("dp8", 8), ("dp4 tp2 / ep4 etp1", 8)])
+def test_gradients_are_summed_once_into_parts(layout, devices):
+    program, learner = compiled(layout)
+    text, mesh = program.as_text(), setup_on(layout).mesh
+    held = [leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(learner.weights)]
+    # All-reduces are left to metrics, the loads of 8 experts and the norm.
+    assert max(results(text, "all-reduce")) < min(held) == 16
+    # What a device holds of a weight, over as many as hold the same: 2 for an expert's.
+    copies = [
+        8 // math.prod(mesh.size(tuple(a for a in _names(e))) for e in leaf.sharding.spec)
+        for leaf in jax.tree.leaves(learner.weights)
+    ]
+    parts = sorted(size // number for size, number in zip(held, copies, strict=True) if number > 1)
+    scattered = results(text, "reduce-scatter")
+    for part in parts:
+        scattered.remove(part)
+
+
+def _names(entry):
+    return () if entry is None else (entry,) if isinstance(entry, str) else entry
+
+
+def moments(learner):
+    leaves = jax.tree.leaves(learner.opt_state, is_leaf=lambda x: hasattr(x, "mu"))
+    return next(leaf for leaf in leaves if hasattr(leaf, "mu"))
+
+
+@pytest.mark.parametrize("layout", ["dp8", "dp4 tp2 / ep4 etp1"])
+def test_a_device_holds_its_part_before_and_after_a_step(layout):
+    program, learner = compiled(layout)
+    like = jax.tree.map(lambda leaf: leaf.sharding, learner)
+    whole = sum(leaf.size for leaf in jax.tree.leaves(learner.weights))
+    first, _ = program(learner, small_batch(setup_on(layout), ROWS))
+    for state in (moments(first).mu, moments(first).nu):
+        # Every weight divides, experts and their copies included: a device holds an eighth.
+        own = sum(leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(state))
+        assert own * 8 == whole
+    same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), first, like)
+    assert all(jax.tree.leaves(same))
+
+
+def test_one_device_steps_as_without_parts():
+    """Bit by bit, against the same optimiser on the same clipped gradient."""
+    setup = setup_on("dp1")
+    program, learner = compiled("dp1")
+    before = jax.device_get(learner.weights)
+    moved, metrics = program(learner, small_batch(setup, ROWS))
+    mu, nu = moments(moved).mu, moments(moved).nu
+    # The first step of Adam from its moments; float32.
+    rate = setup.policy_optimiser.rate_at(0)
+
+    def stepped(weight, m, v):
+        return weight - rate * (m / 0.1) / (np.sqrt(v / 0.001) + 1e-8)
+
+    expected = jax.tree.map(stepped, before, jax.device_get(mu), jax.device_get(nu))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), moved.weights, expected
+    )
+    clipped = min(float(metrics["grad_norm"]), setup.policy_optimiser.max_grad_norm)
+    np.testing.assert_allclose(optax.tree.norm(mu), 0.1 * clipped, rtol=1e-5)
+
+
+def test_parts_are_saved_and_read_elsewhere(tmp_path):
+    def state_on(layout):
+        setup = setup_on(layout)
+        return setup, begin(setup, initial_weights(setup, setup.model, "weights"))
+
+    (setup, state), (other, _) = state_on("dp4 tp2 / ep4 etp1"), state_on("dp2")
+    draw = np.random.default_rng(0)
+    policy = state.policy
+    noise = jax.tree.map(
+        lambda x: jax.device_put(draw.normal(size=x.shape).astype(x.dtype), x.sharding),
+        policy.opt_state,
+    )
+    state = replace(state, policy=replace(policy, opt_state=noise))
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, setup, 0, state)
+    for reader in (setup, other):
+        back, like = restore(checkpoints, reader, 0), abstract(reader)
+        same = jax.tree.map(lambda x, y: x.sharding == y.sharding, back, like)
+        assert all(jax.tree.leaves(same))
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(back), jax.device_get(state))

@@ -1,0 +1,103 @@
+"""What is computed again changes memory, and neither gradients nor communication."""
+
+import functools
+import re
+from collections import Counter
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from programs import mesh_of, on_mesh, random_weights
+
+from moe import model
+from moe.config import ModelConfig
+from moe.execution import Execution
+from moe.remat import POLICIES
+from moe.weights import specs
+from sharding.collectives import all_sum
+
+COLLECTIVE = r" (all-gather|reduce-scatter|all-to-all|all-reduce|collective-permute)(?:-start)?\("
+CONFIG = ModelConfig(
+    vocab_size=11,
+    num_layers=3,
+    d_model=10,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=6,
+    num_experts=8,
+    experts_per_token=2,
+    d_expert=14,
+    d_ff=12,
+    query_key_norm="projection",
+    global_balance_coef=0.02,
+)
+BATCH, TIME = 4, 48
+
+
+def loss(weights, tokens, config, mesh):
+    """A scalar that every weight reaches."""
+    valid = jnp.ones(tokens.shape, bool)
+    logits, stats = model.next_token_logits(weights, tokens, valid, config, mesh)
+    router = model.router_loss(stats, config, mesh, jnp.asarray(BATCH * TIME))
+    own = all_sum(jnp.sum(jax.nn.log_softmax(logits)[:, 0]), mesh.sequence)
+    return all_sum(own / (BATCH * TIME) + router, mesh.except_sequence)
+
+
+@functools.cache
+def compiled(remat):
+    """Every axis but the pipeline's, which recomputes by itself."""
+    mesh = mesh_of("tp2 cp2 dp2 / ep4 etp2")
+    execution = Execution(remat=remat, dispatch="all_to_all", context="ring")
+    config = replace(CONFIG, execution=execution)
+    spec = specs(config, mesh)
+    step = on_mesh(
+        lambda weights, tokens: jax.value_and_grad(loss)(weights, tokens, config, mesh),
+        mesh,
+        (spec, P(mesh.dp)),
+        (P(), spec),
+    )
+    tokens = np.random.default_rng(1).integers(0, CONFIG.vocab_size, (BATCH, TIME))
+    given = random_weights(config, 0), jnp.asarray(tokens)
+    return step.lower(*given).compile(), given
+
+
+@functools.cache
+def gradient(remat):
+    program, given = compiled(remat)
+    return jax.device_get(program(*given))
+
+
+@pytest.mark.parametrize("remat", ["selective", "full"])
+def test_values_and_gradients_are_the_same(remat):
+    (value, grads), (expected, expected_grads) = gradient(remat), gradient("none")
+    # The same sums, which the compiler may fuse in another way; float32.
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6 * np.max(np.abs(b))),
+        grads,
+        expected_grads,
+    )
+    assert all(float(np.max(np.abs(g))) > 0 for g in jax.tree.leaves(grads))
+
+
+def test_no_collective_is_repeated():
+    counts = [Counter(re.findall(COLLECTIVE, compiled(r)[0].as_text())) for r in POLICIES]
+    assert counts[0] == counts[1] == counts[2]
+    kinds = {"all-gather", "reduce-scatter", "all-to-all", "collective-permute", "all-reduce"}
+    assert counts[0].keys() == kinds
+
+
+def test_memory_falls():
+    none, selective, full = (
+        compiled(remat)[0].memory_analysis().temp_size_in_bytes
+        for remat in ("none", "selective", "full")
+    )
+    assert 0.9 * none > selective > full
+
+
+def test_unknown_policies_are_refused():
+    with pytest.raises(ValueError, match=r"execution.remat='some' is not known: use none, sel"):
+        model.rematerialised(loss, "some")
