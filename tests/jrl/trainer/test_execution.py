@@ -1,0 +1,15 @@
+"""Settings of a run that say how the network is computed reach the network."""
+
+import pytest
+
+from jrl.recipes import Grpo
+from jrl.trainer.config import RunConfig
+from jrl.trainer.setup import set_up
+
+
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
+def test_remat(remat):
+    setup = set_up(RunConfig(remat=remat), Grpo())
+    assert setup.model.execution.remat == remat
+    assert setup.policy_objective.config.execution.remat == remat
+    setup.task.close()
