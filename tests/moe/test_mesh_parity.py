@@ -1,6 +1,7 @@
 """The network on a folded mesh equals the network on one device: values, gradients, router sums."""
 
 import functools
+import itertools
 import re
 from collections import Counter
 from dataclasses import replace
@@ -12,11 +13,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from programs import mesh_of, on_mesh, random_weights
 
-from moe import model
+from moe import model, stages
 from moe.config import ModelConfig
 from moe.execution import Execution
-from moe.weights import specs
-from sharding.collectives import all_sum
+from moe.stream import rows
+from moe.weights import in_order, in_rounds, specs
+from sharding.collectives import all_sum, vary, varying
+from sharding.folding import Layout
 
 # A distinct size for each axis, divisible where the layouts cut it.
 MOE = ModelConfig(
@@ -32,6 +35,8 @@ MOE = ModelConfig(
 )
 CONFIGS = {
     "routed": MOE,
+    "two": replace(MOE, num_layers=2),
+    "four": replace(MOE, num_layers=4),
     "dense": replace(MOE, num_layers=2, num_experts=0, d_ff=28, head="tied"),
     # What DeepSeek-V3 routes by; rows travel one by one.
     "sigmoid": replace(
@@ -46,33 +51,59 @@ CONFIGS = {
     # A critic with a shared expert.
     "shared": replace(MOE, num_layers=2, d_ff=12, head="value"),
 }
-ROUTED_LAYOUTS = [
-    "dp8",
+LAYOUTS = [
+    # Each axis alone; experts and parts of one live on devices that attention has otherwise.
     "tp2",
     "tp4",
-    "tp2 dp4",
-    "dp4 / ep2",
+    "cp2",
+    "dp8",
     "dp8 / ep8",
+    "dp2 / etp2",
+    # Pairs.
+    "tp2 cp2",
+    "tp2 dp4",
+    "cp2 dp2",
+    # tp folded into ep, cp folded into ep, and both.
     "tp2 / ep2",
     "tp4 / ep4",
+    "dp4 / ep2",
     "tp2 dp4 / ep8",
     "tp4 dp2 / ep2",
     "tp2 dp4 / ep4",
-    "cp2",
-    "cp2 tp2",
+    "cp4 / ep4",
     "cp4 dp2 / ep8",
     "tp2 cp2 dp2 / ep4",
+    # Parts of experts.
     "tp2 / etp2",
+    "cp2 / etp2",
     "dp4 / ep2 etp2",
     "tp2 dp4 / ep4 etp2",
+    # Sixteen devices.
+    "tp2 cp2 dp4 / ep8 etp2",
+    "tp4 cp2 dp2 / ep16",
+]
+# Two layers on each stage where a stage has two chunks of them, else one.
+PIPELINES = [
+    "pp2",
+    "pp2 vpp2",
+    "pp2 tp2",
+    "pp2 cp2",
+    "pp2 dp4",
+    "pp2 dp4 / ep4",
+    "pp2 dp2 / etp2",
+    "pp2 tp2 dp2 / ep2 etp2",
+    "pp2 dp2 cp2 tp2 / ep4 etp2",
+    "pp2 vpp2 dp2 cp2 tp2 / ep8",
 ]
 # What the other configurations add is spread over tp (dense layers, the values' alignment) or not
 # at all (the tied head): a layout that has every axis is theirs, and one with experts inside tp.
 CASES = [
-    *(("routed", layout) for layout in ROUTED_LAYOUTS),
+    *(("routed", layout) for layout in LAYOUTS),
+    *(("four" if "vpp" in layout else "two", layout) for layout in PIPELINES),
     ("dense", "tp2 dp4"),
     ("shared", "tp2 dp4 / ep4"),
     ("shared", "tp4 dp2 / ep2"),
+    ("shared", "pp2 tp2 dp2 / ep4"),
     ("sigmoid", "tp2 dp4 / ep2 etp2"),
     ("sigmoid", "tp2 dp4 / ep8"),
 ]
@@ -87,38 +118,86 @@ def batch():
     return jnp.asarray(tokens), jnp.asarray(valid)
 
 
-def loss(weights, tokens, valid, config, mesh):
-    """A scalar that every weight reaches: sums over tokens, plus the router's losses."""
-    num_tokens = all_sum(jnp.sum(valid.astype(jnp.int32)), mesh.dp)
+def token_loss(weights, x, piece, num_tokens, config, mesh):
+    """The part of the loss that the tokens of `piece` have, from the last hidden states."""
+    tokens, valid = piece
     if config.head == "value":
-        out, stats = model.values(weights, tokens, valid, config, mesh)
-        per_token = jnp.square(out - 1.0)
+        after = jnp.square(model.value_of(weights, x, config) - 1.0)
     else:
-        logits, stats = model.next_token_logits(weights, tokens, valid, config, mesh)
-        after = jnp.take_along_axis(
-            jax.nn.log_softmax(logits), model.next_tokens(tokens, mesh)[:, None], axis=1
-        )[:, 0]
-        per_token = -model.align_to_tokens(after, tokens.shape, mesh)
+        logprobs = jax.nn.log_softmax(model.logits_of(weights, x, config))
+        after = -jnp.take_along_axis(logprobs, model.next_tokens(tokens, mesh)[:, None], axis=1)
+        after = after[:, 0]
+    per_token = model.align_to_tokens(after, tokens.shape, mesh)
     # A padded first token carries nothing.
     counted = valid & (jnp.arange(tokens.shape[1]) > 0)[None, :]
-    own = jnp.sum(per_token, where=counted) / num_tokens.astype(jnp.float32)
+    return jnp.sum(per_token, where=counted) / num_tokens.astype(jnp.float32)
+
+
+def loss(weights, piece, config, mesh):
+    """A scalar that every weight reaches: sums over tokens, plus the router's losses."""
+    num_tokens = all_sum(jnp.sum(piece[1].astype(jnp.int32)), mesh.dp)
+    x, stats = model.hidden(weights, *piece, config, mesh)
+    own = token_loss(weights, x, piece, num_tokens, config, mesh)
     total = all_sum(own + model.router_loss(stats, config, mesh, num_tokens), mesh.except_sequence)
     return total, None if stats is None else all_sum(stats, mesh.axes)
+
+
+def at_once(weights, piece, config, mesh):
+    """The loss, the router's sums and the gradient, where a device holds all layers."""
+    (value, stats), grads = jax.value_and_grad(loss, has_aux=True)(weights, piece, config, mesh)
+    return (value, stats), grads
+
+
+def through_stages(weights, piece, config, mesh):
+    """The same through a pipeline, the rows of each device in two micro-batches."""
+    num_tokens = all_sum(jnp.sum(piece[1].astype(jnp.int32)), mesh.dp)
+    pieces = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), piece)
+    value, grads, _, stats = stages.gradients(
+        vary(weights, mesh.axes),
+        vary(pieces, mesh.except_sequence),
+        lambda piece: rows(*piece, mesh, config.execution),
+        lambda weights, x, piece: (
+            token_loss(weights, x, piece, num_tokens, config, mesh),
+            {},
+        ),
+        num_tokens,
+        config,
+        mesh,
+    )
+    grads = jax.tree.map(
+        lambda grad, weight: jax.lax.psum(grad, tuple(varying(grad) - varying(weight))),
+        grads,
+        weights,
+    )
+    # The stages hold the same sums, which count once.
+    others = tuple(axis for axis in mesh.axes if axis not in mesh.pp)
+    return (all_sum(value, mesh.except_sequence), all_sum(stats, others)), grads
 
 
 @functools.cache
 def run(name, layout):
     config, mesh = CONFIGS[name], mesh_of(layout)
     spec = specs(config, mesh)
+    gradients = at_once if mesh.layout.pp == 1 else through_stages
     step = on_mesh(
-        lambda weights, tokens, valid: jax.value_and_grad(loss, has_aux=True)(
-            weights, tokens, valid, config, mesh
-        ),
+        lambda weights, *piece: gradients(weights, piece, config, mesh),
         mesh,
         (spec, P(mesh.dp), P(mesh.dp)),
         ((P(), P()), spec),
     )
-    return jax.device_get(step(random_weights(config, 0), *batch()))
+    weights = in_rounds(random_weights(config, 0), mesh)
+    out, grads = jax.device_get(step(weights, *batch()))
+    return out, in_order(grads, mesh)
+
+
+def test_the_table_has_every_axis_and_every_pair():
+    table = [Layout.parse(layout) for _, layout in CASES]
+    assert len(set(table)) >= 24
+    assert {layout.num_devices for layout in table} >= {8, 16}
+    names = ("tp", "cp", "dp", "pp", "ep", "etp")
+    for pair in itertools.combinations_with_replacement(names, 2):
+        assert any(all(getattr(layout, axis) > 1 for axis in pair) for layout in table), pair
+    assert any(all(getattr(layout, axis) > 1 for axis in names) for layout in table)
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
@@ -157,8 +236,8 @@ def test_pieces_of_a_batch_add_up():
         router = model.router_loss(stats, MOE, mesh, num_tokens)
         return all_sum(router, mesh.except_sequence), all_sum(stats, mesh.axes)
 
-    rows = P(mesh.dp)
-    step = on_mesh(local, mesh, (specs(MOE, mesh), rows, rows), (P(), P()))
+    by_row = P(mesh.dp)
+    step = on_mesh(local, mesh, (specs(MOE, mesh), by_row, by_row), (P(), P()))
     weights = random_weights(MOE, 0)
     whole, whole_stats = step(weights, tokens, valid)
     # The pieces are the short rows and the long ones, so that they differ in tokens.
@@ -211,13 +290,13 @@ COLLECTIVE = r" (all-gather|reduce-scatter|all-to-all|all-reduce|collective-perm
 def test_collectives_of_one_layer_are_those_claimed(name, dispatch, layout, expected):
     config = replace(CONFIGS[name], num_layers=1, execution=Execution(dispatch=dispatch))
     mesh = mesh_of(layout)
-    rows = P(mesh.dp)
+    by_row = P(mesh.dp)
 
     def local(weights, tokens, valid):
         x, stats = model.hidden(weights, tokens, valid, config, mesh)
         # What a device counts is a scalar; laid end to end it needs a dimension.
         return x, jax.tree.map(jnp.atleast_1d, stats)
 
-    step = on_mesh(local, mesh, (specs(config, mesh), rows, rows), P(mesh.axes))
+    step = on_mesh(local, mesh, (specs(config, mesh), by_row, by_row), P(mesh.axes))
     text = step.lower(random_weights(config, 0), *batch()).compile().as_text()
     assert Counter(re.findall(COLLECTIVE, text)) == expected

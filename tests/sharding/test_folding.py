@@ -118,7 +118,7 @@ def test_axes_not_in_use_are_axes_of_size_one():
 
 
 def test_devices_keep_their_order():
-    mesh = fold(Layout.parse("tp2 dp4 / ep4"))
+    mesh = fold(Layout.parse("tp2 dp8 / ep4"))
     assert isinstance(mesh.mesh, jax.sharding.Mesh)
     assert mesh.mesh.devices.reshape(-1).tolist() == jax.devices()
     assert mesh.axes == fold_abstract(mesh.layout).axes
@@ -127,7 +127,7 @@ def test_devices_keep_their_order():
 
 
 def test_fold_wants_the_devices_of_the_layout():
-    with pytest.raises(ValueError, match=r"tp2.* needs 2 devices and 8 were given: change a size"):
+    with pytest.raises(ValueError, match=r"tp2.* needs 2 devices and 16 were given: change a size"):
         fold(Layout(tp=2))
 
 
