@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from programs import mesh_of, on_mesh, random_weights
+from programs import jit, mesh_of, on_mesh, random_weights
+from whole_network import loss_and_gradient
 
-from moe import model, stages
+from moe import model
 from moe.config import ModelConfig
 from moe.execution import Execution
-from moe.stream import rows
 from moe.weights import in_order, in_rounds, specs
-from sharding.collectives import all_sum, vary, varying
+from sharding.collectives import all_sum
 from sharding.folding import Layout
 
 # A distinct size for each axis, divisible where the layouts cut it.
@@ -118,75 +118,12 @@ def batch():
     return jnp.asarray(tokens), jnp.asarray(valid)
 
 
-def token_loss(weights, x, piece, num_tokens, config, mesh):
-    """The part of the loss that the tokens of `piece` have, from the last hidden states."""
-    tokens, valid = piece
-    if config.head == "value":
-        after = jnp.square(model.value_of(weights, x, config) - 1.0)
-    else:
-        logprobs = jax.nn.log_softmax(model.logits_of(weights, x, config))
-        after = -jnp.take_along_axis(logprobs, model.next_tokens(tokens, mesh)[:, None], axis=1)
-        after = after[:, 0]
-    per_token = model.align_to_tokens(after, tokens.shape, mesh)
-    # A padded first token carries nothing.
-    counted = valid & (jnp.arange(tokens.shape[1]) > 0)[None, :]
-    return jnp.sum(per_token, where=counted) / num_tokens.astype(jnp.float32)
-
-
-def loss(weights, piece, config, mesh):
-    """A scalar that every weight reaches: sums over tokens, plus the router's losses."""
-    num_tokens = all_sum(jnp.sum(piece[1].astype(jnp.int32)), mesh.dp)
-    x, stats = model.hidden(weights, *piece, config, mesh)
-    own = token_loss(weights, x, piece, num_tokens, config, mesh)
-    total = all_sum(own + model.router_loss(stats, config, mesh, num_tokens), mesh.except_sequence)
-    return total, None if stats is None else all_sum(stats, mesh.axes)
-
-
-def at_once(weights, piece, config, mesh):
-    """The loss, the router's sums and the gradient, where a device holds all layers."""
-    (value, stats), grads = jax.value_and_grad(loss, has_aux=True)(weights, piece, config, mesh)
-    return (value, stats), grads
-
-
-def through_stages(weights, piece, config, mesh):
-    """The same through a pipeline, the rows of each device in two micro-batches."""
-    num_tokens = all_sum(jnp.sum(piece[1].astype(jnp.int32)), mesh.dp)
-    pieces = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), piece)
-    value, grads, _, stats = stages.gradients(
-        vary(weights, mesh.axes),
-        vary(pieces, mesh.except_sequence),
-        lambda piece: rows(*piece, mesh, config.execution),
-        lambda weights, x, piece: (
-            token_loss(weights, x, piece, num_tokens, config, mesh),
-            {},
-        ),
-        num_tokens,
-        config,
-        mesh,
-    )
-    grads = jax.tree.map(
-        lambda grad, weight: jax.lax.psum(grad, tuple(varying(grad) - varying(weight))),
-        grads,
-        weights,
-    )
-    # The stages hold the same sums, which count once.
-    others = tuple(axis for axis in mesh.axes if axis not in mesh.pp)
-    return (all_sum(value, mesh.except_sequence), all_sum(stats, others)), grads
-
-
 @functools.cache
 def run(name, layout):
     config, mesh = CONFIGS[name], mesh_of(layout)
-    spec = specs(config, mesh)
-    gradients = at_once if mesh.layout.pp == 1 else through_stages
-    step = on_mesh(
-        lambda weights, *piece: gradients(weights, piece, config, mesh),
-        mesh,
-        (spec, P(mesh.dp), P(mesh.dp)),
-        ((P(), P()), spec),
-    )
+    step = jit(loss_and_gradient(config, mesh))
     weights = in_rounds(random_weights(config, 0), mesh)
-    out, grads = jax.device_get(step(weights, *batch()))
+    out, grads = jax.device_get(step(weights, batch()))
     return out, in_order(grads, mesh)
 
 
