@@ -212,6 +212,13 @@ COLLECTIVE = r" (all-gather|reduce-scatter|all-to-all|all-reduce|collective-perm
             "tp2 dp4 / ep4 etp2",
             {"all-gather": 4, "reduce-scatter": 2, "all-to-all": 3},
         ),
+        # Over cp attention gathers keys and values; the counts of a sequence come from both axes.
+        (
+            "routed",
+            "all_to_all",
+            "tp2 cp2 dp2 / ep4",
+            {"all-gather": 4, "reduce-scatter": 1, "all-to-all": 3},
+        ),
         # Tokens, ids and weights are gathered, sums scattered.
         ("routed", "all_gather", "tp2 dp4 / ep8", {"all-gather": 5, "reduce-scatter": 2}),
         # The shared expert gathers and scatters as attention does.
