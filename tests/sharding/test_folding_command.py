@@ -1,6 +1,7 @@
 """`python -m sharding.folding`: what it prints, what it refuses, and that it needs no device."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,3 +73,10 @@ def test_the_picture(tmp_path, capsys):
     assert len(refused) == 2
     assert "xyz" in refused[0]
     assert "nowhere" in refused[1]
+
+
+def test_the_readme_shows_what_it_prints():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.search(r'\$ python -m sharding.folding "(.+?)".*\n((?:.+\n)+?)```', readme)
+    assert found is not None
+    assert found[2] == describe(Layout.parse(found[1])) + "\n"
