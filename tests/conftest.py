@@ -1,4 +1,4 @@
-"""Eight fake CPU devices, strict promotion and a compilation cache, before anything touches a
+"""Sixteen fake CPU devices, strict promotion and a compilation cache, before anything touches a
 device."""
 
 import gc
@@ -10,7 +10,7 @@ import jax
 import pytest
 
 jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_num_cpu_devices", 16)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -28,8 +28,8 @@ gc.set_threshold(200_000, 50, 50)
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _eight_devices():
-    assert jax.device_count() == 8, f"the suite needs 8 devices, found {jax.device_count()}"
+def _sixteen_devices():
+    assert jax.device_count() == 16, f"the suite needs 16 devices, found {jax.device_count()}"
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -156,7 +156,7 @@ def test_a_run_without_a_checkpoint_says_so(tmp_path, monkeypatch, capsys):
         ("--k 0", "k=0 must be at least 1"),
         ("--prompts 0", "prompts=0 must be at least 1"),
         ("--temperature -1", "temperature=-1.0 is negative"),
-        ("--layout dp16", "layout 'dp16' needs 16 devices"),
+        ("--layout dp32", "layout 'dp32' needs 32 devices"),
         ("--json no/such/folder.json --k 1 --prompts 8", "no/such/folder.json: No such file"),
     ],
 )
@@ -188,4 +188,4 @@ def test_help_explains_every_flag(capsys):
     out = capsys.readouterr().out
     for flag in ("--k", "--prompts", "--temperature", "--seed", "--layout", "--devices", "--json"):
         assert flag in out
-    assert jax.device_count() == 8
+    assert jax.device_count() == 16

@@ -1,6 +1,7 @@
 """The network on a folded mesh equals the network on one device: values, gradients, router sums."""
 
 import functools
+import itertools
 import re
 from collections import Counter
 from dataclasses import replace
@@ -10,13 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from programs import mesh_of, on_mesh, random_weights
+from programs import jit, mesh_of, on_mesh, random_weights
+from whole_network import loss_and_gradient
 
 from moe import model
 from moe.config import ModelConfig
 from moe.execution import Execution
-from moe.weights import specs
+from moe.weights import in_order, in_rounds, specs
 from sharding.collectives import all_sum
+from sharding.folding import Layout
 
 # A distinct size for each axis, divisible where the layouts cut it.
 MOE = ModelConfig(
@@ -32,6 +35,8 @@ MOE = ModelConfig(
 )
 CONFIGS = {
     "routed": MOE,
+    "two": replace(MOE, num_layers=2),
+    "four": replace(MOE, num_layers=4),
     "dense": replace(MOE, num_layers=2, num_experts=0, d_ff=28, head="tied"),
     # What DeepSeek-V3 routes by; rows travel one by one.
     "sigmoid": replace(
@@ -46,33 +51,59 @@ CONFIGS = {
     # A critic with a shared expert.
     "shared": replace(MOE, num_layers=2, d_ff=12, head="value"),
 }
-ROUTED_LAYOUTS = [
-    "dp8",
+LAYOUTS = [
+    # Each axis alone; experts and parts of one live on devices that attention has otherwise.
     "tp2",
     "tp4",
-    "tp2 dp4",
-    "dp4 / ep2",
+    "cp2",
+    "dp8",
     "dp8 / ep8",
+    "dp2 / etp2",
+    # Pairs.
+    "tp2 cp2",
+    "tp2 dp4",
+    "cp2 dp2",
+    # tp folded into ep, cp folded into ep, and both.
     "tp2 / ep2",
     "tp4 / ep4",
+    "dp4 / ep2",
     "tp2 dp4 / ep8",
     "tp4 dp2 / ep2",
     "tp2 dp4 / ep4",
-    "cp2",
-    "cp2 tp2",
+    "cp4 / ep4",
     "cp4 dp2 / ep8",
     "tp2 cp2 dp2 / ep4",
+    # Parts of experts.
     "tp2 / etp2",
+    "cp2 / etp2",
     "dp4 / ep2 etp2",
     "tp2 dp4 / ep4 etp2",
+    # Sixteen devices.
+    "tp2 cp2 dp4 / ep8 etp2",
+    "tp4 cp2 dp2 / ep16",
+]
+# Two layers on each stage where a stage has two chunks of them, else one.
+PIPELINES = [
+    "pp2",
+    "pp2 vpp2",
+    "pp2 tp2",
+    "pp2 cp2",
+    "pp2 dp4",
+    "pp2 dp4 / ep4",
+    "pp2 dp2 / etp2",
+    "pp2 tp2 dp2 / ep2 etp2",
+    "pp2 dp2 cp2 tp2 / ep4 etp2",
+    "pp2 vpp2 dp2 cp2 tp2 / ep8",
 ]
 # What the other configurations add is spread over tp (dense layers, the values' alignment) or not
 # at all (the tied head): a layout that has every axis is theirs, and one with experts inside tp.
 CASES = [
-    *(("routed", layout) for layout in ROUTED_LAYOUTS),
+    *(("routed", layout) for layout in LAYOUTS),
+    *(("four" if "vpp" in layout else "two", layout) for layout in PIPELINES),
     ("dense", "tp2 dp4"),
     ("shared", "tp2 dp4 / ep4"),
     ("shared", "tp4 dp2 / ep2"),
+    ("shared", "pp2 tp2 dp2 / ep4"),
     ("sigmoid", "tp2 dp4 / ep2 etp2"),
     ("sigmoid", "tp2 dp4 / ep8"),
 ]
@@ -87,38 +118,23 @@ def batch():
     return jnp.asarray(tokens), jnp.asarray(valid)
 
 
-def loss(weights, tokens, valid, config, mesh):
-    """A scalar that every weight reaches: sums over tokens, plus the router's losses."""
-    num_tokens = all_sum(jnp.sum(valid.astype(jnp.int32)), mesh.dp)
-    if config.head == "value":
-        out, stats = model.values(weights, tokens, valid, config, mesh)
-        per_token = jnp.square(out - 1.0)
-    else:
-        logits, stats = model.next_token_logits(weights, tokens, valid, config, mesh)
-        after = jnp.take_along_axis(
-            jax.nn.log_softmax(logits), model.next_tokens(tokens, mesh)[:, None], axis=1
-        )[:, 0]
-        per_token = -model.align_to_tokens(after, tokens.shape, mesh)
-    # A padded first token carries nothing.
-    counted = valid & (jnp.arange(tokens.shape[1]) > 0)[None, :]
-    own = jnp.sum(per_token, where=counted) / num_tokens.astype(jnp.float32)
-    total = all_sum(own + model.router_loss(stats, config, mesh, num_tokens), mesh.except_sequence)
-    return total, None if stats is None else all_sum(stats, mesh.axes)
-
-
 @functools.cache
 def run(name, layout):
     config, mesh = CONFIGS[name], mesh_of(layout)
-    spec = specs(config, mesh)
-    step = on_mesh(
-        lambda weights, tokens, valid: jax.value_and_grad(loss, has_aux=True)(
-            weights, tokens, valid, config, mesh
-        ),
-        mesh,
-        (spec, P(mesh.dp), P(mesh.dp)),
-        ((P(), P()), spec),
-    )
-    return jax.device_get(step(random_weights(config, 0), *batch()))
+    step = jit(loss_and_gradient(config, mesh))
+    weights = in_rounds(random_weights(config, 0), mesh)
+    out, grads = jax.device_get(step(weights, batch()))
+    return out, in_order(grads, mesh)
+
+
+def test_the_table_has_every_axis_and_every_pair():
+    table = [Layout.parse(layout) for _, layout in CASES]
+    assert len(set(table)) >= 24
+    assert {layout.num_devices for layout in table} >= {8, 16}
+    names = ("tp", "cp", "dp", "pp", "ep", "etp")
+    for pair in itertools.combinations_with_replacement(names, 2):
+        assert any(all(getattr(layout, axis) > 1 for axis in pair) for layout in table), pair
+    assert any(all(getattr(layout, axis) > 1 for axis in names) for layout in table)
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
@@ -157,8 +173,8 @@ def test_pieces_of_a_batch_add_up():
         router = model.router_loss(stats, MOE, mesh, num_tokens)
         return all_sum(router, mesh.except_sequence), all_sum(stats, mesh.axes)
 
-    rows = P(mesh.dp)
-    step = on_mesh(local, mesh, (specs(MOE, mesh), rows, rows), (P(), P()))
+    by_row = P(mesh.dp)
+    step = on_mesh(local, mesh, (specs(MOE, mesh), by_row, by_row), (P(), P()))
     weights = random_weights(MOE, 0)
     whole, whole_stats = step(weights, tokens, valid)
     # The pieces are the short rows and the long ones, so that they differ in tokens.
@@ -196,6 +212,13 @@ COLLECTIVE = r" (all-gather|reduce-scatter|all-to-all|all-reduce|collective-perm
             "tp2 dp4 / ep4 etp2",
             {"all-gather": 4, "reduce-scatter": 2, "all-to-all": 3},
         ),
+        # Over cp attention gathers keys and values; the counts of a sequence come from both axes.
+        (
+            "routed",
+            "all_to_all",
+            "tp2 cp2 dp2 / ep4",
+            {"all-gather": 4, "reduce-scatter": 1, "all-to-all": 3},
+        ),
         # Tokens, ids and weights are gathered, sums scattered.
         ("routed", "all_gather", "tp2 dp4 / ep8", {"all-gather": 5, "reduce-scatter": 2}),
         # The shared expert gathers and scatters as attention does.
@@ -211,13 +234,13 @@ COLLECTIVE = r" (all-gather|reduce-scatter|all-to-all|all-reduce|collective-perm
 def test_collectives_of_one_layer_are_those_claimed(name, dispatch, layout, expected):
     config = replace(CONFIGS[name], num_layers=1, execution=Execution(dispatch=dispatch))
     mesh = mesh_of(layout)
-    rows = P(mesh.dp)
+    by_row = P(mesh.dp)
 
     def local(weights, tokens, valid):
         x, stats = model.hidden(weights, tokens, valid, config, mesh)
         # What a device counts is a scalar; laid end to end it needs a dimension.
         return x, jax.tree.map(jnp.atleast_1d, stats)
 
-    step = on_mesh(local, mesh, (specs(config, mesh), rows, rows), P(mesh.axes))
+    step = on_mesh(local, mesh, (specs(config, mesh), by_row, by_row), P(mesh.axes))
     text = step.lower(random_weights(config, 0), *batch()).compile().as_text()
     assert Counter(re.findall(COLLECTIVE, text)) == expected

@@ -118,7 +118,7 @@ def test_axes_not_in_use_are_axes_of_size_one():
 
 
 def test_devices_keep_their_order():
-    mesh = fold(Layout.parse("tp2 dp4 / ep4"))
+    mesh = fold(Layout.parse("tp2 dp8 / ep4"))
     assert isinstance(mesh.mesh, jax.sharding.Mesh)
     assert mesh.mesh.devices.reshape(-1).tolist() == jax.devices()
     assert mesh.axes == fold_abstract(mesh.layout).axes
@@ -127,7 +127,7 @@ def test_devices_keep_their_order():
 
 
 def test_fold_wants_the_devices_of_the_layout():
-    with pytest.raises(ValueError, match=r"tp2.* needs 2 devices and 8 were given: change a size"):
+    with pytest.raises(ValueError, match=r"tp2.* needs 2 devices and 16 were given: change a size"):
         fold(Layout(tp=2))
 
 
@@ -137,24 +137,30 @@ def test_sizes_start_at_one(axis):
         Layout(**{axis: 0})
 
 
+def proposed(error) -> list[tuple[int, int]]:
+    """The sizes of ``ep`` and ``etp`` that a refusal names."""
+    assert "\n" not in str(error.value)
+    _, _, near = str(error.value).partition(": the nearest legal ")
+    return [(int(ep), int(etp)) for ep, etp in re.findall(r"ep=(\d+) etp=(\d+)", near)]
+
+
 @pytest.mark.parametrize(
     ("text", "nearest"),
     [
-        ("tp4 cp1 dp2 / ep3 etp2", (4, 2)),
-        ("tp4 dp2 / ep7", (8, 1)),
-        ("tp2 dp2 / ep16", (4, 1)),
-        ("dp5 / ep2", (1, 1)),
-        ("dp5 / ep4", (5, 1)),
-        ("tp3 dp2 / etp4", (1, 3)),
-        ("tp2 dp3 / ep5 etp2", (3, 2)),
+        ("tp4 cp1 dp2 / ep3 etp2", [(4, 2), (2, 2), (4, 1)]),
+        ("tp4 dp2 / ep7", [(8, 1), (4, 1), (2, 1)]),
+        ("tp2 dp2 / ep16", [(4, 1), (2, 1), (1, 1)]),
+        ("dp5 / ep2", [(1, 1), (5, 1), (1, 5)]),
+        ("dp5 / ep4", [(5, 1), (1, 1), (1, 5)]),
+        ("tp3 dp2 / etp4", [(1, 3), (1, 6), (1, 2)]),
+        ("tp2 dp3 / ep5 etp2", [(3, 2), (6, 1), (3, 1)]),
+        ("dp1 / ep2", [(1, 1)]),
     ],
 )
-def test_nearest_legal_layout_is_named(text, nearest):
+def test_nearest_legal_layouts_are_named(text, nearest):
     with pytest.raises(ValueError, match=r"does not divide tp x cp x dp = \d+") as error:
         Layout.parse(text)
-    found = re.search(r"nearest legal .* ep=(\d+) with etp=(\d+)", str(error.value))
-    assert found is not None
-    assert (int(found[1]), int(found[2])) == nearest
+    assert proposed(error) == nearest
 
 
 def test_every_proposed_layout_is_legal():
@@ -164,9 +170,14 @@ def test_every_proposed_layout_is_legal():
             continue
         with pytest.raises(ValueError, match="does not divide") as error:
             Layout(tp=tp, dp=dp, ep=ep, etp=etp)
-        found = re.search(r"ep=(\d+) with etp=(\d+)\.$", str(error.value))
-        assert found is not None
-        Layout(tp=tp, dp=dp, ep=int(found[1]), etp=int(found[2]))
+        near = proposed(error)
+        assert len(near) == len(set(near)) == min(3, len(legal_experts(tp * dp)))
+        assert set(near) <= legal_experts(tp * dp)
+
+
+def legal_experts(stage: int) -> set[tuple[int, int]]:
+    sizes = range(1, stage + 1)
+    return {(ep, etp) for ep in sizes for etp in sizes if stage % (ep * etp) == 0}
 
 
 @pytest.mark.parametrize(

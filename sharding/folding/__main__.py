@@ -1,0 +1,35 @@
+"""The command line: who is in which group of a layout, and a picture of it."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from sharding.folding.layout import Layout
+from sharding.groups import describe
+
+PARSER = argparse.ArgumentParser(
+    prog="python -m sharding.folding",
+    description="Says which devices each collective of a layout joins. No device is needed.",
+)
+PARSER.add_argument("layout", help='for example "tp2 cp2 dp2 pp2 / ep4 etp1"; axes left out are 1')
+PARSER.add_argument("--picture", type=Path, metavar="FILE", help="draws the devices, too")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit status: 0, or 2 when the layout or the picture cannot be had, with the reason."""
+    given = PARSER.parse_args(arguments)
+    try:
+        layout = Layout.parse(given.layout)
+        print(describe(layout))
+        if given.picture is not None:
+            from sharding.picture import draw  # matplotlib takes longer to load than all the rest
+
+            draw(layout, given.picture)
+    except (ValueError, OSError) as reason:
+        print(reason, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

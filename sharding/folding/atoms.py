@@ -1,0 +1,88 @@
+"""The atomic mesh axes that both sides of a layout are made of."""
+
+import itertools
+import operator
+from dataclasses import dataclass
+
+from sharding.folding.layout import ATTENTION, EXPERT, Layout, divisors
+
+
+@dataclass(frozen=True)
+class Atom:
+    """An atomic mesh axis: its size, and the logical axes it belongs to."""
+
+    owners: tuple[str, ...]
+    size: int
+
+    @property
+    def name(self) -> str:
+        return "_".join(self.owners)
+
+
+def atoms_of(layout: Layout) -> list[Atom]:
+    """Atoms of the layout, slowest first: ``pp``, the common refinement, then the size-1 axes."""
+    refined = _refine(layout)
+    if refined is None:
+        refined = _pair_primes(layout)
+    ones = [Atom((axis,), 1) for axis in (*ATTENTION, *EXPERT) if getattr(layout, axis) == 1]
+    return [Atom(("pp",), layout.pp), *refined, *ones]
+
+
+def _refine(layout: Layout) -> list[Atom] | None:
+    """The common refinement of the two factorisations in rank order, or None if there is none.
+
+    Both factorisations cut the same range of ranks at their cumulative products. The cuts of the
+    two together are a factorisation again exactly when each divides the next.
+    """
+    cuts = {1}
+    for axes in (ATTENTION, EXPERT):
+        cuts |= set(
+            itertools.accumulate((getattr(layout, a) for a in reversed(axes)), operator.mul)
+        )
+    sizes = sorted(cuts)
+    if any(larger % smaller for smaller, larger in itertools.pairwise(sizes)):
+        return None
+    atoms = [
+        Atom((_owner(layout, ATTENTION, low), _owner(layout, EXPERT, low)), high // low)
+        for low, high in itertools.pairwise(sizes)
+    ]
+    return atoms[::-1]
+
+
+def _owner(layout: Layout, axes: tuple[str, ...], stride: int) -> str:
+    """The axis among `axes` whose ranks are `stride` apart or that `stride` falls inside."""
+    size = 1
+    for axis in reversed(axes):
+        size *= getattr(layout, axis)
+        if stride < size:
+            return axis
+    raise AssertionError(f"stride {stride} lies outside {size} ranks")
+
+
+def _pair_primes(layout: Layout) -> list[Atom]:
+    """Atoms made by pairing the prime factors of both sides, fastest axes first."""
+    sizes: dict[tuple[str, str], int] = {}
+    for prime in sorted(_prime_factors(layout.num_devices // layout.pp)):
+        sides = [
+            [
+                axis
+                for axis in reversed(axes)
+                for _ in range(_multiplicity(prime, getattr(layout, axis)))
+            ]
+            for axes in (ATTENTION, EXPERT)
+        ]
+        for owners in zip(*sides, strict=True):
+            sizes[owners] = sizes.get(owners, 1) * prime
+    order = [pair for pair in itertools.product(ATTENTION, EXPERT) if pair in sizes]
+    return [Atom(pair, sizes[pair]) for pair in order]
+
+
+def _prime_factors(number: int) -> set[int]:
+    return {p for p in divisors(number) if p > 1 and len(divisors(p)) == 2}
+
+
+def _multiplicity(prime: int, number: int) -> int:
+    count = 0
+    while number % prime == 0:
+        number, count = number // prime, count + 1
+    return count

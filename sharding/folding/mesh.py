@@ -1,0 +1,97 @@
+"""The mesh on which a layout holds, over devices that are there or not."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from sharding.folding.atoms import Atom, atoms_of
+from sharding.folding.layout import ATTENTION, EXPERT, Layout
+
+
+@dataclass(frozen=True)
+class FoldedMesh:
+    """One JAX mesh of atomic axes, and each logical axis as a tuple of them.
+
+    Size-1 axes are atoms like any other, so no code asks whether an axis is there.
+    """
+
+    layout: Layout
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+    tp: tuple[str, ...]
+    cp: tuple[str, ...]
+    dp: tuple[str, ...]
+    pp: tuple[str, ...]
+    ep: tuple[str, ...]
+    etp: tuple[str, ...]
+    edp: tuple[str, ...]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every atom, slowest first."""
+        return tuple(self.mesh.axis_names)
+
+    @property
+    def sequence(self) -> tuple[str, ...]:
+        """The atoms of ``cp`` and ``tp``: along them devices hold parts of the same sequences."""
+        return (*self.cp, *self.tp)
+
+    @property
+    def except_sequence(self) -> tuple[str, ...]:
+        """Every atom but those of `sequence`, along which the same loss counts once."""
+        return tuple(axis for axis in self.axes if axis not in self.sequence)
+
+    def size(self, axes: Sequence[str]) -> int:
+        """Devices along `axes` together."""
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+
+def fold(layout: Layout, devices: Sequence[Any] | None = None) -> FoldedMesh:
+    """The mesh on which `layout` holds, made of `devices` (all of them by default).
+
+    Ranks follow Megatron-Core's order: ``pp`` outermost, then ``dp``, ``cp``, ``tp`` fastest; on
+    the expert side ``edp``, ``ep``, ``etp``. Where those two orders have no common refinement, the
+    prime factors of the sizes are paired and the attention order is the one kept.
+
+    Raises:
+      ValueError: when the number of devices is not that of the layout.
+    """
+    devices = jax.devices() if devices is None else devices
+    if len(devices) != layout.num_devices:
+        raise ValueError(
+            f"layout {layout} needs {layout.num_devices} devices and {len(devices)} were given: "
+            "change a size, or pass that many devices."
+        )
+    atoms = atoms_of(layout)
+    mesh = jax.sharding.Mesh(
+        np.asarray(devices).reshape([atom.size for atom in atoms]),
+        tuple(atom.name for atom in atoms),
+        axis_types=(jax.sharding.AxisType.Auto,) * len(atoms),
+    )
+    return _folded(layout, mesh, atoms)
+
+
+def fold_abstract(layout: Layout) -> FoldedMesh:
+    """The mesh of `layout` over devices that need not exist, for tracing and for shardings."""
+    atoms = atoms_of(layout)
+    mesh = jax.sharding.AbstractMesh(
+        tuple(atom.size for atom in atoms),
+        tuple(atom.name for atom in atoms),
+        axis_types=(jax.sharding.AxisType.Auto,) * len(atoms),
+    )
+    return _folded(layout, mesh, atoms)
+
+
+def _folded(
+    layout: Layout,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    atoms: list[Atom],
+) -> FoldedMesh:
+    logical = {
+        axis: tuple(atom.name for atom in atoms if axis in atom.owners)
+        for axis in ("pp", *ATTENTION, *EXPERT)
+    }
+    return FoldedMesh(layout, mesh, **logical)

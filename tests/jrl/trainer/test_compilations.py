@@ -1,0 +1,78 @@
+"""A step compiles once: what it returns is laid out as what it was given."""
+
+import jax
+import numpy as np
+import pytest
+from small_runs import PROMPT_LENGTH, PROMPTS, small_batch, small_model, small_run, small_setup
+
+from jrl.rollout.generate import generate
+from jrl.trainer.learner import start, update
+from moe import weights as moe_weights
+
+
+def setup_on(layout):
+    setup = small_setup(run=small_run(layout=layout))
+    return small_setup(
+        run=small_run(layout=layout),
+        model=small_model(setup.tokenizer.vocab_size, num_layers=setup.mesh.layout.pp),
+    )
+
+
+def initial(setup):
+    weights = moe_weights.initialise(setup.model, jax.random.key(0))
+    return jax.device_put(weights, moe_weights.shardings(setup.model, setup.mesh))
+
+
+def compiled(name, caplog, step, *arguments):
+    """What a step returns, and how often the function of this name was compiled for it."""
+    caplog.clear()
+    with jax.log_compiles():
+        out = jax.block_until_ready(step(*arguments))
+    messages = [record.getMessage() for record in caplog.records]
+    return out, sum(message.startswith(f"Compiling jit({name})") for message in messages)
+
+
+@pytest.mark.parametrize("layout", ["tp2 dp2 / ep4", "pp2 tp2 dp2 / ep2 etp2"])
+def test_an_update_compiles_once(layout, caplog):
+    setup = setup_on(layout)
+    learner = start(setup.policy_optimiser, initial(setup), setup.mesh)
+    counts = []
+    for _ in range(3):
+        (learner, metrics), count = compiled(
+            "update",
+            caplog,
+            update,
+            setup.policy_objective,
+            setup.policy_optimiser,
+            2,
+            learner,
+            small_batch(setup, 8),
+        )
+        assert metrics["finite"]
+        counts.append(count)
+    assert counts == [1, 0, 0]
+    assert int(learner.updates) == 3
+
+
+def test_generation_compiles_once_for_weights_before_and_after_an_update(caplog):
+    setup = setup_on("tp2 dp2 / ep4")
+    learner = start(setup.policy_optimiser, initial(setup), setup.mesh)
+    tokens = np.full((PROMPTS, PROMPT_LENGTH), 3, np.int32)
+    prompts = jax.device_put((tokens, tokens == 3), setup.over_rows)
+    counts = []
+    for step in range(3):
+        key = setup.key("rollout", step)
+        _, count = compiled(
+            "generate",
+            caplog,
+            generate,
+            setup.training_decoder,
+            learner.weights,
+            *prompts,
+            key,
+        )
+        counts.append(count)
+        learner, _ = update(
+            setup.policy_objective, setup.policy_optimiser, 2, learner, small_batch(setup, 8)
+        )
+    assert counts == [1, 0, 0]

@@ -1,0 +1,85 @@
+"""A loss of the whole network and its gradient on any mesh, a pipeline or not.
+
+What `jrl.trainer.learner` does, without an objective and an optimiser.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from moe import model, stages
+from moe.stream import rows
+from moe.weights import specs
+from sharding.collectives import all_sum, vary, varying
+
+
+def loss_and_gradient(config, mesh):
+    """(weights, (tokens, valid)) -> ((loss, router's sums), gradient), on global arrays.
+
+    The weights are stored as `moe.weights.in_rounds` does. Through a pipeline, the rows of each
+    device go in two micro-batches.
+    """
+    spec = specs(config, mesh)
+    local = at_once if mesh.layout.pp == 1 else through_stages
+    return jax.shard_map(
+        lambda weights, piece: local(weights, piece, config, mesh),
+        mesh=mesh.mesh,
+        in_specs=(spec, P(mesh.dp)),
+        out_specs=((P(), P()), spec),
+    )
+
+
+def token_loss(weights, x, piece, num_tokens, config, mesh):
+    """The part of the loss that the tokens of `piece` have, from the last hidden states."""
+    tokens, valid = piece
+    if config.head == "value":
+        after = jnp.square(model.value_of(weights, x, config) - 1.0)
+    else:
+        logprobs = jax.nn.log_softmax(model.logits_of(weights, x, config))
+        after = -jnp.take_along_axis(logprobs, model.next_tokens(tokens, mesh)[:, None], axis=1)
+        after = after[:, 0]
+    per_token = model.align_to_tokens(after, tokens.shape, mesh)
+    # A padded first token carries nothing.
+    counted = valid & (jnp.arange(tokens.shape[1]) > 0)[None, :]
+    return jnp.sum(per_token, where=counted) / num_tokens.astype(jnp.float32)
+
+
+def loss(weights, piece, config, mesh):
+    """A scalar that every weight reaches: sums over tokens, plus the router's losses."""
+    num_tokens = all_sum(jnp.sum(piece[1].astype(jnp.int32)), mesh.dp)
+    x, stats = model.hidden(weights, *piece, config, mesh)
+    own = token_loss(weights, x, piece, num_tokens, config, mesh)
+    total = all_sum(own + model.router_loss(stats, config, mesh, num_tokens), mesh.except_sequence)
+    return total, None if stats is None else all_sum(stats, mesh.axes)
+
+
+def at_once(weights, piece, config, mesh):
+    """The loss, the router's sums and the gradient, where a device holds all layers."""
+    (value, stats), grads = jax.value_and_grad(loss, has_aux=True)(weights, piece, config, mesh)
+    return (value, stats), grads
+
+
+def through_stages(weights, piece, config, mesh):
+    """The same through a pipeline, the rows of each device in two micro-batches."""
+    num_tokens = all_sum(jnp.sum(piece[1].astype(jnp.int32)), mesh.dp)
+    pieces = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), piece)
+    value, grads, _, stats = stages.gradients(
+        vary(weights, mesh.axes),
+        vary(pieces, mesh.except_sequence),
+        lambda piece: rows(*piece, mesh, config.execution),
+        lambda weights, x, piece: (
+            token_loss(weights, x, piece, num_tokens, config, mesh),
+            {},
+        ),
+        num_tokens,
+        config,
+        mesh,
+    )
+    grads = jax.tree.map(
+        lambda grad, weight: jax.lax.psum(grad, tuple(varying(grad) - varying(weight))),
+        grads,
+        weights,
+    )
+    # The stages hold the same sums, which count once.
+    others = tuple(axis for axis in mesh.axes if axis not in mesh.pp)
+    return (all_sum(value, mesh.except_sequence), all_sum(stats, others)), grads
