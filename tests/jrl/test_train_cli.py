@@ -210,10 +210,7 @@ def test_a_line_that_does_not_parse_is_named_with_its_file(tmp_path, capsys):
         ("--layout dq2", "layout 'dq2': 'dq2' is not an axis and a size"),
         ("--layout dp8", "prompts=4 does not divide over dp=8 of layout 'dp8'"),
         ("--layout tp4", "'kv_head' of size 2 cannot be split over 4 devices"),
-        (
-            "--layout cp2 --prompts 6 --mini-batch 12 --eval-prompts 9",
-            "eval_prompts=9 .*'tp1 cp1 dp2",
-        ),
+        ("--layout cp2 --eval-prompts 9", "eval_prompts=9 .* dp=2 of rollout layout 'tp1 cp1 dp2"),
         ("--layout cp2 --rollout-layout cp2", "'cp2': .* pp and cp must be 1, for .* 'tp1 cp1 dp2"),
         ("--layout cp2 --rollout-layout tp4", "'tp4' needs 4 devices and the .* training has 2"),
         (
