@@ -11,11 +11,14 @@ from small_runs import begin_or_go_on, small_model, small_recipe, small_run, sma
 from jrl.trainer.metrics import without_timings
 from jrl.trainer.records import read, read_metrics
 
-ELSEWHERE = {"grpo": "tp2 dp2 cp2 / ep4", "vapo": "pp2 vpp2 dp2 tp2 / ep4"}
+ELSEWHERE = {"grpo": "tp2 dp2 cp2 / ep4", "vapo": "pp2 vpp2 tp2 / ep2"}
 LAYERS = {"grpo": 1, "vapo": 4}
-# Sums in another order differ in the last of 7 digits. Adam's first steps divide a gradient by its
-# own size, which turns such a difference of a small gradient into one of the learning rate, 0.01.
-TOLERANCE = {"rtol": 5e-3, "atol": 5e-4}
+WARM_START_STEPS = {"grpo": 2, "vapo": 0}
+# Sums in another order differ in the last of 7 digits, and Adam's first steps divide a gradient by
+# its own size, which enlarges such a difference where the gradient is small.
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+OF_THE_LAYOUT = ("moe/padded_fraction",)
+"""Metrics that say how the devices shared the work, not what came of it."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,9 +30,9 @@ def _fast_compile():
 
 
 def setup_on(layout, recipe, **changes):
-    # Where scores of sampled completions are far apart, a few steps teach something.
-    run = small_run(layout=layout, warm_start_steps=2, checkpoint_every=1, samples_every=1)
-    setup = small_setup(small_recipe(recipe, micro_batch=2), replace(run, **changes))
+    run = small_run(layout=layout, checkpoint_every=1, samples_every=1, **changes)
+    run = replace(run, warm_start_steps=WARM_START_STEPS[recipe])
+    setup = small_setup(small_recipe(recipe, micro_batch=2), run)
     model = small_model(setup.tokenizer.vocab_size, num_layers=LAYERS[recipe])
     return replace(setup, model=model)
 
@@ -68,9 +71,9 @@ def assert_same_run(path, expected):
     assert len(lines) == len(expected_lines)
     for line, wanted in zip(lines, expected_lines, strict=True):
         assert line.keys() == wanted.keys()
-        for name, value in wanted.items():
+        for name in wanted.keys() - set(OF_THE_LAYOUT):
             message = f"step {wanted['step']}: {name}"
-            np.testing.assert_allclose(line[name], value, **TOLERANCE, err_msg=message)
+            np.testing.assert_allclose(line[name], wanted[name], **TOLERANCE, err_msg=message)
 
 
 @pytest.mark.slow
