@@ -35,8 +35,6 @@ def rollout_mesh(text: str | None, training: FoldedMesh) -> FoldedMesh:
       ValueError: for a layout that cannot decode, or one of another number of devices.
     """
     layout = rollout_layout(training.layout) if text is None else Layout.parse(text)
-    if layout == training.layout:
-        return training
     if layout.pp > 1 or layout.cp > 1:
         raise ValueError(
             f"rollout layout {text!r}: decoding needs all layers and whole sequences on every "
@@ -47,6 +45,8 @@ def rollout_mesh(text: str | None, training: FoldedMesh) -> FoldedMesh:
             f"rollout layout {text!r} needs {layout.num_devices} devices and the layout of "
             f"training has {training.layout.num_devices}: choose sizes whose product is that."
         )
+    if layout == training.layout:
+        return training
     assert isinstance(training.mesh, jax.sharding.Mesh)
     return fold(layout, list(training.mesh.devices.flat))
 

@@ -105,3 +105,8 @@ def test_where_training_can_decode_nothing_moves():
 def test_what_cannot_decode_is_refused(rollout, message):
     with pytest.raises(ValueError, match=message):
         rollout_mesh(rollout, mesh_of("tp2 dp2"))
+
+
+def test_what_cannot_decode_is_refused_where_it_trains():
+    with pytest.raises(ValueError, match=r"'cp2': decoding needs"):
+        rollout_mesh("cp2", mesh_of("cp2"))
