@@ -193,7 +193,8 @@ def test_bytes_are_readable(number, text):
 def apart():
     """Training on a pipeline with context parallelism, sampling on neither."""
     recipe = replace(Grpo(), prompts=16, group_size=4, mini_batch=32, micro_batch=16, kl_coef=0.1)
-    return set_up(RunConfig(layout="pp2 cp2 tp2 / ep2", warm_start_batch=64), recipe)
+    run = RunConfig(model="small", layout="pp2 cp2 tp2 / ep2", warm_start_batch=64)
+    return set_up(run, recipe)
 
 
 def test_a_rollout_of_its_own_is_printed_and_takes_memory(apart):
