@@ -16,7 +16,7 @@ LAYERS = {"grpo": 1, "vapo": 4}
 WARM_START_STEPS = {"grpo": 2, "vapo": 0}
 # Sums in another order differ in the last of 7 digits, and Adam's first steps divide a gradient by
 # its own size, which enlarges such a difference where the gradient is small.
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+RTOL, ATOL = 1e-4, 1e-5
 OF_THE_LAYOUT = ("moe/padded_fraction",)
 """Metrics that say how the devices shared the work, not what came of it."""
 
@@ -72,8 +72,8 @@ def assert_same_run(path, expected):
     for line, wanted in zip(lines, expected_lines, strict=True):
         assert line.keys() == wanted.keys()
         for name in wanted.keys() - set(OF_THE_LAYOUT):
-            message = f"step {wanted['step']}: {name}"
-            np.testing.assert_allclose(line[name], wanted[name], **TOLERANCE, err_msg=message)
+            what = f"step {wanted['step']}: {name}"
+            np.testing.assert_allclose(line[name], wanted[name], RTOL, ATOL, err_msg=what)
 
 
 @pytest.mark.slow
