@@ -46,7 +46,9 @@ class Request:
     seed: int = 0
     """Of sampling. The same seed gives the same completions."""
     layout: str | None = None
-    """How the devices are laid out; None takes the run's own layout."""
+    """How the devices are laid out; None takes the run's own layouts."""
+    rollout_layout: str | None = None
+    """How they are laid out to sample completions; None derives it from --layout, if given."""
     devices: int | None = None
     """Number of CPU devices to make believe; None does as the run did."""
     diagnostics: bool = False
@@ -80,7 +82,11 @@ def _main(arguments: list[str]) -> int:
 def _evaluate(request: Request, folder: RunFolder) -> dict[str, Any]:
     """What was evaluated and the numbers, as they are printed and written."""
     run, recipe = configuration_of(folder)
-    run = replace(run, layout=request.layout or run.layout, devices=request.devices or run.devices)
+    run = replace(run, devices=request.devices or run.devices)
+    if request.layout is not None:
+        run = replace(run, layout=request.layout, rollout_layout=None)
+    if request.rollout_layout is not None:
+        run = replace(run, rollout_layout=request.rollout_layout)
     given = {name: getattr(request, name) for name in ("temperature", "top_k", "top_p")}
     recipe = replace(recipe, **{name: value for name, value in given.items() if value is not None})
     start_jax(run.devices)

@@ -254,6 +254,7 @@ def before_responses(
       States of the flattened ``[batch, response]`` tokens in the order of `response_tokens`, and
       the router's sums.
     """
+    check_window(tokens.shape[1], config)
     stream = shared_prompts(tokens, valid, prompt_length, copies, mesh, config.execution, replay)
     x, stats = run(weights, stream, config, mesh)
     return responses_of(x, tokens.shape, prompt_length, copies, mesh), stats

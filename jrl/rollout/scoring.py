@@ -76,6 +76,7 @@ def stream(
     mesh: FoldedMesh,
 ) -> Stream:
     """The tokens as the network runs them."""
+    model.check_window(tokens.shape[1], config)
     return shared_prompts(tokens, valid, rows.prompt_length, rows.copies, mesh, config.execution)
 
 

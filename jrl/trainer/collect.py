@@ -94,13 +94,15 @@ def sample(
     """Samples `decoder.copies` completions of each prompt and has them verified.
 
     Args:
+      weights: the policy on the mesh of training.
       seconds: the time taken is added here, if given.
     """
     seconds = {} if seconds is None else seconds
     begin = time.perf_counter()
     tokens, valid = encode_prompts(setup, examples)
-    tokens, valid = jax.device_put((tokens, valid), setup.over_rows)
-    rollout = jax.device_get(generate(decoder, weights, tokens, valid, key))
+    tokens, valid = jax.device_put((tokens, valid), setup.over_rollout_rows)
+    policy = setup.rollout_policy.of(weights)
+    rollout = jax.device_get(generate(decoder, policy, tokens, valid, key))
     decoded = time.perf_counter()
     texts = decode_responses(setup, rollout)
     repeated = [example for example in examples for _ in range(decoder.copies)]

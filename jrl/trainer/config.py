@@ -25,6 +25,9 @@ class RunConfig:
     """A SentencePiece .model file; None trains a character model on the task's characters."""
     layout: str = "dp1"
     """How the devices are laid out, for example "tp2 dp2 / ep4"."""
+    rollout_layout: str | None = None
+    """How the same devices are laid out to sample completions, without pp and cp; None is the
+    layout of training, its pp and cp made part of dp. The weights are moved between the two."""
     devices: int | None = None
     """Number of CPU devices to make believe; None takes the real ones."""
     remat: Literal["none", "selective", "full"] = "none"

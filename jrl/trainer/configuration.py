@@ -16,6 +16,9 @@ from jrl.trainer.run_folder import RunFolder
 
 CHANGEABLE = (
     "steps",
+    "layout",
+    "rollout_layout",
+    "devices",
     "checkpoint_every",
     "keep_checkpoints",
     "samples_every",
@@ -26,7 +29,8 @@ CHANGEABLE = (
     "faults_port",
     "on_fault",
 )
-"""What a resumed run may change: none of it changes the numbers of a step. Steps only grow."""
+"""What a resumed run may change: none of it changes what a step computes. Steps only grow; another
+layout adds up in another order, which shows in the last digits."""
 
 Record = TypeVar("Record")
 

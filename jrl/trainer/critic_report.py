@@ -1,5 +1,6 @@
 """What a run's critic is worth: the diagnostics of `jrl.losses`, measured on held-out prompts."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -263,8 +264,9 @@ def judge(
 
 def _batches(setup: Setup, num_prompts: int, k: int) -> Sequence[list[Example]]:
     """Held-out prompts in batches of one size, so many that nothing is left over."""
-    unit = setup.mesh.size(setup.mesh.dp) * setup.mesh.size(setup.mesh.tp)
-    examples = heldout_examples(setup, max(num_prompts, unit))
+    mesh = setup.mesh
+    unit = math.lcm(setup.rollout_ranks, mesh.size((*mesh.dp, *mesh.tp)))
+    examples = heldout_examples(setup, max(num_prompts, unit), unit)
     size = min(len(examples), max(1, ROWS_AT_ONCE // k)) // unit * unit or unit
     return [examples[i : i + size] for i in range(0, len(examples) - size + 1, size)]
 

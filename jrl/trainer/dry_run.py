@@ -11,8 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from jrl.recipes.dapo import Dapo
+from jrl.rollout.scoring import num_pieces
 from jrl.trainer.setup import Setup
 from moe.config import ModelConfig
+from moe.order import Order
 from moe.weights import in_rounds, num_active_parameters, num_parameters, shapes, specs
 from sharding import zero
 from sharding.folding import FoldedMesh
@@ -31,7 +33,7 @@ AXES = {
 
 
 def print_dry_run(setup: Setup, console: Console | None = None) -> None:
-    """Prints the four tables."""
+    """Prints the four tables, and one more where sampling has a layout of its own."""
     console = console or Console()
     size = setup.mesh.layout.num_devices
     described = f"{setup.recipe.name} on {setup.run.task}"
@@ -42,8 +44,10 @@ def print_dry_run(setup: Setup, console: Console | None = None) -> None:
     rows["together, without activations"] = readable_bytes(sum(needs.values()))
     _print(console, "Memory per device", rows)
     devices = f"{_count(size, 'device', 'devices')} ({jax.devices()[0].device_kind})"
-    axes = {f"{axis} {setup.mesh.size(getattr(setup.mesh, axis))}": AXES[axis] for axis in AXES}
-    _print(console, f"Layout: {setup.run.layout} on {devices}", axes)
+    _print(console, f"Layout: {setup.run.layout} on {devices}", axes(setup.mesh))
+    if setup.rollout_mesh != setup.mesh:
+        title = f"Rollout layout: {setup.rollout_mesh.layout} on the same"
+        _print(console, title, axes(setup.rollout_mesh))
     recipe, steps = setup.recipe, setup.run.steps
     if recipe.value_pretraining_steps >= steps:
         console.print(
@@ -51,6 +55,11 @@ def print_dry_run(setup: Setup, console: Console | None = None) -> None:
             f"(--pretrain-critic {recipe.value_pretraining_steps}).",
             style="bold red",
         )
+
+
+def axes(mesh: FoldedMesh) -> dict[str, str]:
+    """Size and meaning of each axis."""
+    return {f"{axis} {mesh.size(getattr(mesh, axis))}": AXES[axis] for axis in AXES}
 
 
 def batch_arithmetic(setup: Setup) -> dict[str, str]:
@@ -115,15 +124,17 @@ def memory(setup: Setup) -> dict[str, int]:
     With ``W`` the bytes of the policy's weights on one device, ``4 x elements / devices it is split
     over`` for each of them, and ``V`` those of the critic's:
 
-    * weights ``W``, reference ``W``, critic ``V``;
+    * weights ``W``, reference ``W``, critic ``V``; while it samples on a layout of its own, the
+      policy as that spreads it;
     * Adam's two moments, those of each weight cut over the devices that hold it where a dimension
       divides (`sharding.zero`): ``2 W / G`` with G copies of everything, and ``2 V / G``;
     * gradients ``max(W, V)``, twice that where micro-batches are summed;
     * cache ``layers x rows x (prompt + response - 1) x kv_heads / tp x (head_dim + value_dim) x
       itemsize`` and a byte per position, with the rows per device of a step's completions or of an
       evaluation, whichever are more;
-    * logits ``4 x rows x response / tp x vocab``, with the rows per device of the largest forward
-      pass: a micro-batch, a warm start's batch, or all completions under the reference.
+    * logits ``4 x rows x response / (cp tp) x vocab``, with the rows per device of the largest
+      forward pass: a micro-batch, a warm start's batch, or all completions under the reference;
+    * on a pipeline, the inputs of layers that a stage keeps until they go backward.
 
     Per parameter these are ``8 + 8 / G`` bytes for weight, gradient and moments, all float32.
     Megatron-Core's ``6 + 12 / G`` counts a bfloat16 weight and keeps its float32 master in parts.
@@ -141,7 +152,8 @@ def memory(setup: Setup) -> dict[str, int]:
     if run.weights is None and run.checkpoint is None and run.warm_start_steps:
         forward.append(run.warm_start_batch)
     if recipe.uses_reference:
-        forward.append(recipe.completions)
+        forward.append(recipe.completions // _num_scored(setup))
+    apart = setup.rollout_mesh != mesh
     rows = {
         "weights": weights,
         "gradients": max(weights, critic) * (2 if setup.num_micro > 1 else 1),
@@ -151,6 +163,8 @@ def memory(setup: Setup) -> dict[str, int]:
         "reference": weights if recipe.uses_reference else 0,
         "key/value cache": cache_bytes(setup, max(recipe.completions, run.eval_prompts)),
         "logits of a forward pass": logits_bytes(setup, max(forward)),
+        "policy of the rollout": weight_bytes(setup.model, setup.rollout_mesh) if apart else 0,
+        "inputs kept by a stage": kept_bytes(setup) if mesh.layout.pp > 1 else 0,
     }
     return {name: number for name, number in rows.items() if number}
 
@@ -180,7 +194,7 @@ def _bytes_on_one(
 
 def cache_bytes(setup: Setup, rows: int) -> int:
     """Bytes of the key/value cache on one device while `rows` sequences are decoded at once."""
-    model, mesh = setup.model, setup.mesh
+    model, mesh = setup.model, setup.rollout_mesh
     # The last token sampled is never appended.
     columns = setup.prompt_length + setup.response_length - 1
     positions = -(-rows // mesh.size(mesh.dp)) * columns
@@ -193,8 +207,28 @@ def cache_bytes(setup: Setup, rows: int) -> int:
 def logits_bytes(setup: Setup, rows: int) -> int:
     """Bytes of the float32 logits on one device while `rows` responses are scored at once."""
     mesh = setup.mesh
-    tokens = -(-rows // mesh.size(mesh.dp)) * setup.response_length // mesh.size(mesh.tp)
+    section = -(-rows // mesh.size(mesh.dp)), setup.response_length
+    tokens = Order((section,), mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.sequence)
     return 4 * tokens * setup.model.vocab_size
+
+
+def kept_bytes(setup: Setup) -> int:
+    """Bytes of the chunks' inputs that a pipeline stage keeps during an update."""
+    mesh, copies = setup.mesh, setup.rows.copies
+    rows = setup.recipe.piece // mesh.size(mesh.dp)
+    sections = (rows // copies, setup.prompt_length), (rows, setup.response_length)
+    tokens = Order(sections, mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.sequence)
+    kept = Schedule(mesh.layout.pp, setup.num_micro, mesh.layout.vpp).kept
+    return kept * tokens * setup.model.d_model * jax.numpy.dtype(setup.model.dtype).itemsize
+
+
+def _num_scored(setup: Setup) -> int:
+    """Pieces that all completions are scored in."""
+    mesh = setup.mesh
+    if mesh.layout.pp == 1:
+        return 1
+    rows = setup.recipe.completions // mesh.size(mesh.dp)
+    return num_pieces(rows, setup.prompt_length + setup.response_length, setup.rows, mesh)
 
 
 def _count(number: int, one: str, several: str) -> str:

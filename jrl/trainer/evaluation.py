@@ -12,20 +12,24 @@ from jrl.trainer.setup import Setup
 from moe.weights import Transformer
 
 
-def heldout_examples(setup: Setup, number: int) -> list[Example]:
+def heldout_examples(setup: Setup, number: int, unit: int = 1) -> list[Example]:
     """The first held-out prompts: `number` of them, or as many as there are that divide over
     devices.
+
+    Args:
+      unit: what they must divide by besides, where they are fewer.
 
     Raises:
       ValueError: when there are fewer than devices to share them.
     """
-    size, ranks = setup.task.heldout_size, setup.mesh.size((*setup.mesh.dp, *setup.mesh.tp))
+    size, ranks = setup.task.heldout_size, math.lcm(setup.rollout_ranks, unit)
     if size is not None and size < number:
         number = size // ranks * ranks
     if number == 0:
         raise ValueError(
             f"task {setup.task.name!r} has {size} held-out prompts, too few for dp x tp = {ranks} "
-            f"of layout {setup.run.layout!r}: use fewer devices, or a task with more prompts."
+            f"of layout {str(setup.rollout_mesh.layout)!r}: use fewer devices, or a task with more "
+            "prompts."
         )
     return [setup.task.heldout(index) for index in range(number)]
 

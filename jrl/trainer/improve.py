@@ -160,8 +160,10 @@ def improve(
 
     host = jax.device_get(batch)
     for epoch in range(recipe.epochs):
-        # Rows that share a prompt stay together.
-        runs = np.arange(recipe.completions).reshape(-1, setup.rows.copies)
+        # Rows that share a prompt stay together where a piece can hold them. The layout has no say
+        # in it: a step is the same on all of them.
+        together = 1 if recipe.piece % recipe.group_size else recipe.group_size
+        runs = np.arange(recipe.completions).reshape(-1, together)
         order = setup.shuffler(int(state.step), epoch).permutation(runs)
         for chosen in order.reshape(-1, recipe.mini_batch):
             rows = jax.device_put(jax.tree.map(lambda x, c=chosen: x[c], host), setup.over_rows)

@@ -121,6 +121,7 @@ def train_step(
 ) -> tuple[TrainState[Array], Collected, dict[str, float], list[NonFinite]]:
     """Samples, scores and learns once."""
     collected = collect(setup, state.policy.weights, int(state.step), int(state.cursor))
+    setup.rollout_policy.release()
     begun = time.perf_counter()
     experience, batch = experience_of(setup, state, collected.kept)
     prepared = time.perf_counter() - begun
@@ -221,8 +222,7 @@ def _first_state(
 
 def _write_shown(setup: Setup, folder: RunFolder, state: TrainState[Array]) -> None:
     """Completions of a few held-out prompts, into samples.jsonl."""
-    ranks = setup.mesh.size((*setup.mesh.dp, *setup.mesh.tp))
-    examples = heldout_examples(setup, -(-SHOWN // ranks) * ranks)
+    examples = heldout_examples(setup, -(-SHOWN // setup.rollout_ranks) * setup.rollout_ranks)
     key = setup.key("evaluation", 0, 1)
     drawn = sample(setup, setup.sampled_decoder, state.policy.weights, examples, key)
     with Appender(folder.samples_path) as appender:

@@ -76,8 +76,7 @@ def _complete(
 
     The last batch is filled up with the first examples again, whose completions do not count.
     """
-    mesh = setup.mesh
-    unit = mesh.size(mesh.dp) * mesh.size(mesh.tp)
+    unit = setup.rollout_ranks
     size = min(len(examples), max(1, ROWS_AT_ONCE // decoder.copies))
     size = -(-size // unit) * unit
     verdicts: list[Verdict] = []

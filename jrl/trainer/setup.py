@@ -20,8 +20,10 @@ from jrl.tokenizer import Tokenizer
 from jrl.trainer.config import RunConfig
 from jrl.trainer.learner import Optimiser
 from jrl.trainer.objectives import CriticObjective, PolicyObjective, SupervisedObjective
+from jrl.trainer.resharding import RolloutPolicy, rollout_mesh
 from moe.config import PRESETS, ModelConfig
 from moe.model import check_window
+from moe.order import Order
 from sharding.folding import FoldedMesh, Layout, fold
 
 
@@ -35,7 +37,7 @@ class Setup:
       task: prompts and verifier.
       tokenizer: between text and tokens.
       model: the policy network.
-      mesh: where everything lives.
+      mesh: where everything lives but what samples completions, which is on `rollout_mesh`.
       prompt_length: tokens that prompts are padded to.
       response_length: limit of a completion in tokens, end-of-sequence included.
     """
@@ -54,11 +56,22 @@ class Setup:
         recipe = self.recipe
         return Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
 
+    @cached_property
+    def rollout_mesh(self) -> FoldedMesh:
+        """Where completions are sampled: `mesh` itself unless that cannot decode or the run has a
+        rollout layout."""
+        return rollout_mesh(self.run.rollout_layout, self.mesh)
+
+    @cached_property
+    def rollout_policy(self) -> RolloutPolicy:
+        """The policy on `rollout_mesh`."""
+        return RolloutPolicy(self.model, self.mesh, self.rollout_mesh)
+
     def decoder(self, sampling: Sampling, copies: int) -> Decoder:
         """Decoding with these settings."""
         return Decoder(
             config=self.model,
-            mesh=self.mesh,
+            mesh=self.rollout_mesh,
             prompt_length=self.prompt_length,
             response_length=self.response_length,
             copies=copies,
@@ -128,6 +141,17 @@ class Setup:
     def over_rows(self) -> NamedSharding:
         """Where arrays with a row per sequence live."""
         return NamedSharding(self.mesh.mesh, PartitionSpec(self.mesh.dp))
+
+    @property
+    def over_rollout_rows(self) -> NamedSharding:
+        """The same while completions are sampled."""
+        return NamedSharding(self.rollout_mesh.mesh, PartitionSpec(self.rollout_mesh.dp))
+
+    @property
+    def rollout_ranks(self) -> int:
+        """Ranks that share the rows to decode, which must divide over them."""
+        mesh = self.rollout_mesh
+        return mesh.size((*mesh.dp, *mesh.tp))
 
     @property
     def whole(self) -> NamedSharding:
@@ -254,48 +278,64 @@ def _at_least(given: int | None, needed: int, name: str) -> int:
 
 def _check_divides(setup: Setup) -> None:
     """Batches must divide over the devices, and micro-batches with them, in rows and in tokens."""
-    recipe, mesh = setup.recipe, setup.mesh
-    dp, tp = mesh.size(mesh.dp), mesh.size(mesh.tp)
-    if mesh.layout.cp > 1:
-        raise ValueError(
-            f"layout {setup.run.layout!r}: rollouts run without context parallelism; cp must be 1."
-        )
-    rows = {
-        "prompts": recipe.prompts,
-        "mini_batch": recipe.mini_batch,
-        "micro_batch": recipe.piece,
-        "warm_start_batch": setup.run.warm_start_batch,
-        "eval_prompts": setup.run.eval_prompts,
-    }
-    for name, number in rows.items():
-        if number % dp:
-            raise ValueError(
-                f"{name}={number} does not divide over dp={dp} of layout {setup.run.layout!r}: "
-                f"choose a multiple of {dp}."
-            )
-    share = setup.rows.copies
-    decoded = {
-        "prompts x group_size": recipe.completions,
-        "warm_start_batch": setup.run.warm_start_batch,
-        "eval_prompts": setup.run.eval_prompts,
-    }
-    for name, number in decoded.items():
-        if number // dp % tp:
-            raise ValueError(
-                f"{name}={number} does not divide over dp x tp = {dp * tp} of layout "
-                f"{setup.run.layout!r}: choose a multiple of {dp * tp}."
-            )
-    pieces = recipe.piece // dp
+    _check_rollout_divides(setup)
+    _check_training_divides(setup)
+
+
+def _check_training_divides(setup: Setup) -> None:
+    recipe, mesh, layout = setup.recipe, setup.mesh, f"layout {setup.run.layout!r}"
+    dp, learned = mesh.size(mesh.dp), setup.run.warm_start_batch
+    _check_rows(
+        {"mini_batch": recipe.mini_batch, "micro_batch": recipe.piece, "warm_start_batch": learned},
+        dp,
+        f"dp={dp} of {layout}",
+    )
+    piece, share = recipe.piece // dp, setup.rows.copies
     tokens = {
-        "the prompts of a step": recipe.prompts // dp * setup.prompt_length,
-        "the prompts of a micro_batch": pieces // share * setup.prompt_length,
-        "the responses of a micro_batch": pieces * setup.response_length,
+        "the prompts of a micro_batch": (piece // share, setup.prompt_length),
+        "the responses of a micro_batch": (piece, setup.response_length),
+        "the prompts of a warm_start_batch": (learned // dp, setup.prompt_length),
+        "the responses of a warm_start_batch": (learned // dp, setup.response_length),
     }
-    for name, number in tokens.items():
-        if number % tp:
+    _check_tokens(setup, tokens, mesh)
+
+
+def _check_rollout_divides(setup: Setup) -> None:
+    recipe, mesh = setup.recipe, setup.rollout_mesh
+    own = setup.run.rollout_layout or str(mesh.layout)
+    same = mesh == setup.mesh
+    layout = f"layout {setup.run.layout!r}" if same else f"rollout layout {own!r}"
+    dp, ranks = mesh.size(mesh.dp), setup.rollout_ranks
+    evaluated = {
+        "warm_start_batch": setup.run.warm_start_batch,
+        "eval_prompts": setup.run.eval_prompts,
+    }
+    _check_rows({"prompts": recipe.prompts, **evaluated}, dp, f"dp={dp} of {layout}")
+    rows = {"prompts x group_size": recipe.completions, **evaluated}
+    _check_rows(rows, ranks, f"dp x tp = {ranks} of {layout}")
+    tokens = {"the prompts of a step": (recipe.prompts // dp, setup.prompt_length)}
+    _check_tokens(setup, tokens, mesh)
+
+
+def _check_rows(rows: dict[str, int], ranks: int, over: str) -> None:
+    for name, number in rows.items():
+        if number % ranks:
+            raise ValueError(
+                f"{name}={number} does not divide over {over}: choose a multiple of {ranks}, or "
+                "another --layout or --rollout-layout."
+            )
+
+
+def _check_tokens(setup: Setup, sections: dict[str, tuple[int, int]], mesh: FoldedMesh) -> None:
+    """Sections of a stream, each the rows on a data-parallel rank and their length, must be cut
+    into equal parts. The padding that context parallelism adds counts."""
+    cp, ranks = mesh.size(mesh.cp), mesh.size(mesh.sequence)
+    for name, section in sections.items():
+        number = Order((section,), cp).num_tokens
+        if number % ranks:
             raise ValueError(
                 f"{name} have {number} tokens per data-parallel rank, which do not divide over "
-                f"tp={tp}: choose prompts and micro_batch, or prompt_length="
-                f"{setup.prompt_length} and response_length={setup.response_length}, in multiples "
-                f"of {tp}."
+                f"cp x tp = {ranks}: choose prompts, micro_batch and warm_start_batch, or "
+                f"prompt_length={setup.prompt_length} and response_length="
+                f"{setup.response_length}, in multiples of {ranks}."
             )

@@ -139,7 +139,7 @@ def test_more_steps_go_on_from_the_last(copy, finished, capsys):
         ("--clip-high 0.28", "--clip-high is 0.2 in the run, 0.28 was given"),
         ("--steps 1", "--steps is 2 in the run and can be raised only, 1 was given"),
         # Judged against the run before it is judged by itself: 5 x 4 does not divide by 8.
-        ("--prompts 5 --layout dp2", "--layout is dp1 .* dp2 was given; --prompts is 4 .* 5 was"),
+        ("--prompts 5 --model tiny", "--model is micro .* tiny was given; --prompts is 4 .* 5 was"),
         ("--task addition", "--task is sort in the run, addition was given"),
     ],
 )
@@ -210,7 +210,9 @@ def test_a_line_that_does_not_parse_is_named_with_its_file(tmp_path, capsys):
         ("--layout dq2", "layout 'dq2': 'dq2' is not an axis and a size"),
         ("--layout dp8", "prompts=4 does not divide over dp=8 of layout 'dp8'"),
         ("--layout tp4", "'kv_head' of size 2 cannot be split over 4 devices"),
-        ("--layout cp2", "layout 'cp2': rollouts run without context parallelism; cp must be 1"),
+        ("--layout cp2 --eval-prompts 9", "eval_prompts=9 .* dp=2 of rollout layout 'tp1 cp1 dp2"),
+        ("--layout cp2 --rollout-layout cp2", "'cp2': .* pp and cp must be 1, for .* 'tp1 cp1 dp2"),
+        ("--layout cp2 --rollout-layout tp4", "'tp4' needs 4 devices and the .* training has 2"),
         (
             "--layout tp2 --prompt-length 13 --response-length 20 --warm-start-batch 9",
             r"warm_start_batch.* does not divide over .*tp.* = ?2",

@@ -152,7 +152,7 @@ def test_decoding_gives_the_logits_of_the_whole_sequence(name):
 
     def local(weights, tokens, valid):
         weights = vary(weights, mesh.axes)
-        tokens, valid = vary((tokens, valid), mesh.except_tp)
+        tokens, valid = vary((tokens, valid), mesh.except_sequence)
         _, cache = prefill(weights, tokens[:, :prompt], valid[:, :prompt], config, mesh)
         cache = extend(cache, tokens.shape[1] - prompt, 1)
         layers = tuple(model.layer_of(weights, index) for index in range(config.num_layers))
@@ -367,7 +367,7 @@ def gradients(name, layout) -> Transformer[np.ndarray]:
             per_token = model.align_to_tokens(own, tokens.shape, mesh)
             counted = valid & jnp.roll(valid, 1, axis=1)
             total = jnp.sum(per_token, where=counted)
-            return jax.lax.psum(vary(total, mesh.except_tp), mesh.except_tp)
+            return jax.lax.psum(vary(total, mesh.except_sequence), mesh.except_sequence)
 
         return jax.grad(loss)(weights)
 
@@ -380,7 +380,6 @@ def gradients(name, layout) -> Transformer[np.ndarray]:
 
 def test_a_configuration_says_what_is_wrong_with_it():
     for changed, message in (
-        ({"query_key_norm": "layer"}, "query_key_norm='layer'"),
         ({"sliding_window": 0}, "sliding_window=0 must be at least 1"),
         ({"num_dense_layers": 3, "d_first": 4}, "num_dense_layers=3 needs experts in the layers"),
         ({"num_dense_layers": 1}, "a width, d_first=0"),

@@ -187,3 +187,39 @@ def test_everything_is_printed_and_a_policy_that_never_learns_is_pointed_out():
 )
 def test_bytes_are_readable(number, text):
     assert readable_bytes(number) == text
+
+
+@pytest.fixture(scope="module")
+def apart():
+    """Training on a pipeline with context parallelism, sampling on neither."""
+    recipe = replace(Grpo(), prompts=16, group_size=4, mini_batch=32, micro_batch=16, kl_coef=0.1)
+    run = RunConfig(model="small", layout="pp2 cp2 tp2 / ep2", warm_start_batch=64)
+    return set_up(run, recipe)
+
+
+def test_a_rollout_of_its_own_is_printed_and_takes_memory(apart):
+    text = io.StringIO()
+    print_dry_run(apart, Console(file=text, width=100))
+    assert "Layout: pp2 cp2 tp2 / ep2 on" in text.getvalue()
+    assert "Rollout layout: tp2 cp1 dp4 pp1 / ep2 etp1 edp4 on the same" in text.getvalue()
+    needs = memory(apart)
+    policy = weights.initialise(apart.model, apart.key("weights", 0))
+    there = jax.device_put(policy, weights.shardings(apart.model, apart.rollout_mesh))
+    assert needs["policy of the rollout"] == on_one_device(there)
+    # The cache is that of dp 4 and tp 2.
+    positions = 256 // 4 * (apart.prompt_length + apart.response_length - 1)
+    width = apart.model.num_kv_heads // 2 * (apart.model.head_dim + apart.model.value_dim) * 4
+    assert needs["key/value cache"] == positions * (1 + apart.model.num_layers * width)
+    assert "policy of the rollout" not in memory(set_up(RunConfig(layout=LAYOUT), Grpo()))
+
+
+def test_memory_of_a_stage_counts_the_padding_of_context_parallelism(apart):
+    def padded(length):
+        return -(-length // 4) * 4
+
+    # 16 rows in 4 groups, over cp 2 x tp 2; two micro-batches leave two inputs to keep.
+    tokens = 4 * padded(apart.prompt_length) + 16 * padded(apart.response_length)
+    assert memory(apart)["inputs kept by a stage"] == 2 * tokens // 4 * apart.model.d_model * 4
+    assert logits_bytes(apart, rows=16) == (
+        4 * 16 * padded(apart.response_length) // 4 * apart.model.vocab_size
+    )

@@ -1,0 +1,113 @@
+"""The policy where it decodes: the rollout may have a layout of its own over the same devices."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from weakref import ref
+
+import jax
+from jaxtyping import Array
+
+from moe import weights as moe_weights
+from moe.config import ModelConfig
+from moe.weights import Transformer
+from sharding.folding import FoldedMesh, Layout, fold
+
+
+def rollout_layout(training: Layout) -> Layout:
+    """The layout that decoding takes where none is asked for.
+
+    Decoding needs all layers and whole sequences on every device, so ``pp`` and ``cp`` become part
+    of ``dp``, which reads weights more often and communicates least; ``tp``, ``ep`` and ``etp``
+    stay, and ``edp`` grows. Without ``pp`` and ``cp`` it is the layout of training.
+    """
+    dp = training.dp * training.cp * training.pp
+    return replace(training, dp=dp, cp=1, pp=1, vpp=1)
+
+
+def rollout_mesh(text: str | None, training: FoldedMesh) -> FoldedMesh:
+    """The mesh that completions are sampled on, over the devices of `training` in their order.
+
+    Args:
+      text: the layout asked for; None derives it.
+
+    Raises:
+      ValueError: for a layout that cannot decode, or one of another number of devices.
+    """
+    layout = rollout_layout(training.layout) if text is None else Layout.parse(text)
+    if layout.pp > 1 or layout.cp > 1:
+        raise ValueError(
+            f"rollout layout {text!r}: decoding needs all layers and whole sequences on every "
+            f"device; pp and cp must be 1, for example {str(rollout_layout(layout))!r}."
+        )
+    if layout.num_devices != training.layout.num_devices:
+        raise ValueError(
+            f"rollout layout {text!r} needs {layout.num_devices} devices and the layout of "
+            f"training has {training.layout.num_devices}: choose sizes whose product is that."
+        )
+    if layout == training.layout:
+        return training
+    assert isinstance(training.mesh, jax.sharding.Mesh)
+    return fold(layout, list(training.mesh.devices.flat))
+
+
+class RolloutPolicy:
+    """The policy on the mesh that decodes, made anew when it has changed.
+
+    Where both meshes are the same it is the very policy that trains. Otherwise its weights move
+    once per change: a device receives at most its share on the rollout's mesh, ``4 x elements /
+    devices a weight is split over there`` bytes, less what it holds already.
+
+    Args:
+      config: the policy network.
+      training: the mesh whose weights `of` is given.
+      rollout: the mesh that decodes, over the same devices in the same order.
+    """
+
+    def __init__(self, config: ModelConfig, training: FoldedMesh, rollout: FoldedMesh):
+        self._meshes = config, training, rollout
+        # A weak one: remembering what was resharded must not keep old weights alive.
+        self._source: ref[Transformer[Array]] | None = None
+        self._resharded: Transformer[Array] | None = None
+
+    def of(self, weights: Transformer[Array]) -> Transformer[Array]:
+        """The policy `weights`, stored on the rollout's mesh as `moe.weights.in_rounds` says."""
+        _, training, rollout = self._meshes
+        if rollout == training:
+            return weights
+        known = None if self._source is None else self._source()
+        if self._resharded is None or known is not weights:
+            self.release()  # old and new need not fit beside each other
+            self._resharded = reshard(weights, *self._meshes)
+            self._source = ref(weights)
+        return self._resharded
+
+    def release(self) -> None:
+        """Gives up the copy, and so its memory."""
+        self._source = self._resharded = None
+
+
+def reshard(
+    weights: Transformer[Array], config: ModelConfig, source: FoldedMesh, target: FoldedMesh
+) -> Transformer[Array]:
+    """Weights stored on `source` as they are stored on `target`, bit for bit.
+
+    Args:
+      target: over the devices of `source`, in the same order.
+    """
+    leaves, structure = jax.tree.flatten(weights)
+    return structure.unflatten(_resharding(config, source, target)(leaves))
+
+
+@cache
+def _resharding(
+    config: ModelConfig, source: FoldedMesh, target: FoldedMesh
+) -> Callable[[list[Array]], list[Array]]:
+    """One program for all weights, which XLA moves by collectives between the devices."""
+    shardings, structure = jax.tree.flatten(moe_weights.shardings(config, target))
+
+    def move(leaves: list[Array]) -> list[Array]:
+        in_order = moe_weights.in_order(structure.unflatten(leaves), source)
+        return jax.tree.leaves(moe_weights.in_rounds(in_order, target))
+
+    return jax.jit(move, out_shardings=shardings)
