@@ -54,7 +54,6 @@ CONFIGS = {
 LAYOUTS = [
     # Each axis alone; experts and parts of one live on devices that attention has otherwise.
     "tp2",
-    "tp4",
     "cp2",
     "dp8",
     "dp8 / ep8",
@@ -62,14 +61,10 @@ LAYOUTS = [
     # Pairs.
     "tp2 cp2",
     "tp2 dp4",
-    "cp2 dp2",
     # tp folded into ep, cp folded into ep, and both.
     "tp2 / ep2",
     "tp4 / ep4",
-    "dp4 / ep2",
     "tp2 dp4 / ep8",
-    "tp4 dp2 / ep2",
-    "tp2 dp4 / ep4",
     "cp4 / ep4",
     "cp4 dp2 / ep8",
     "tp2 cp2 dp2 / ep4",
@@ -88,7 +83,6 @@ PIPELINES = [
     "pp2 vpp2",
     "pp2 tp2",
     "pp2 cp2",
-    "pp2 dp4",
     "pp2 dp4 / ep4",
     "pp2 dp2 / etp2",
     "pp2 tp2 dp2 / ep2 etp2",
@@ -105,7 +99,6 @@ CASES = [
     ("shared", "tp4 dp2 / ep2"),
     ("shared", "pp2 tp2 dp2 / ep4"),
     ("sigmoid", "tp2 dp4 / ep2 etp2"),
-    ("sigmoid", "tp2 dp4 / ep8"),
 ]
 BATCH, TIME = 8, 5
 

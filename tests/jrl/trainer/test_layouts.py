@@ -11,8 +11,8 @@ from small_runs import begin_or_go_on, small_model, small_recipe, small_run, sma
 from jrl.trainer.metrics import without_timings
 from jrl.trainer.records import read, read_metrics
 
-ELSEWHERE = {"grpo": "tp2 dp2 cp2 / ep4", "vapo": "pp2 vpp2 tp2 / ep2"}
-LAYERS = {"grpo": 1, "vapo": 4}
+ELSEWHERE = {"grpo": "tp2 dp2 cp2 / ep4", "vapo": "pp2 tp2 / ep2"}
+LAYERS = {"grpo": 1, "vapo": 2}
 WARM_START_STEPS = {"grpo": 2, "vapo": 0}
 # Sums in another order differ in the last of 7 digits, and Adam's first steps divide a gradient by
 # its own size, which enlarges such a difference where the gradient is small.
