@@ -15,7 +15,8 @@ from jrl.faults.continuity import Span
 from jrl.faults.detect import Looker, Minder, Report, shipped_models
 from jrl.faults.embedding import View, denoised, moments, raw, side_by_side
 from jrl.faults.fleet import Detector, Fleet
-from jrl.faults.train import ANY, Training, healthy_fleets, train_joint
+from jrl.faults.simulate.metrics import PRODUCTION
+from jrl.faults.train import ANY, TOGETHER, Training, healthy_fleets, train_joint
 
 ALL = "all metrics"
 """What an alarm names where no single metric is compared."""
@@ -47,13 +48,18 @@ def concatenated(metrics: tuple[str, ...]) -> list[View]:
 
 
 def joint(metrics: tuple[str, ...]) -> list[View]:
-    """INT: one model for all metrics, trained at first use (a minute), one distance."""
+    """INT: one model for all metrics, one distance.
+
+    That of `PRODUCTION` comes with the package; another is trained at first use, in a minute.
+    """
     return [View(ALL, tuple(range(len(metrics))), denoised(joint_model(metrics)))]
 
 
 @cache
 def joint_model(metrics: tuple[str, ...]) -> vae.Weights:
     """A model of these metrics together, as large as theirs and as long trained."""
+    if metrics == PRODUCTION:
+        return shipped_models()[TOGETHER]
     training = Training()
     return train_joint(healthy_fleets(training, metrics), training)
 
@@ -68,7 +74,7 @@ class Instant(Minder):
     """
 
     continuity: float | int = 0
-    stride: int = 4
+    stride: int = 8
 
     def examine(self, fleet: Fleet) -> Report:
         """Looks at one metric after the other until one has a score above the threshold."""
