@@ -70,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"incidents={request.incidents} must be at least 1 and clean={request.clean} 0."
         )
     out = Path(request.out)
-    out.mkdir(parents=True, exist_ok=True)
+    if request.scale or request.calibrate:
+        out.mkdir(parents=True, exist_ok=True)
     if request.scale:
         from jrl.faults.scale import measure_scale
 
@@ -100,11 +101,22 @@ def contestants(only: Sequence[str]) -> dict[str, Detector]:
 
 
 def run(request: Request) -> dict[str, Any]:
-    """Measures, with a progress bar, and returns the results as they are written."""
+    """Measures, with a progress bar, and returns the results as they are written.
+
+    Records go to ``records.jsonl`` as they come, and a run that was cut short goes on from there.
+    """
+    Path(request.out).mkdir(parents=True, exist_ok=True)
     detectors = contestants(request.only)
-    jobs = [(TEST_SEED + request.seed + i, True) for i in range(request.incidents)]
-    jobs += [(CLEAN_SEED + request.seed + i, False) for i in range(request.clean)]
-    seen = list(_with_progress(request, detectors, jobs))
+    jobs = [(CLEAN_SEED + request.seed + i, False) for i in range(request.clean)]
+    jobs += [(TEST_SEED + request.seed + i, True) for i in range(request.incidents)]
+    path = Path(request.out) / "records.jsonl"
+    seen = _read_records(path, request)
+    done = {row["seed"] for row in seen}
+    with path.open("a") as file:
+        for row in _with_progress(request, detectors, [job for job in jobs if job[0] not in done]):
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            seen.append(row)
     faulty = [row for row in seen if row["fault"] is not None]
     clean = [row for row in seen if row["fault"] is None]
     return {
@@ -112,6 +124,22 @@ def run(request: Request) -> dict[str, Any]:
         "detectors": {name: _summary(name, faulty, clean, request) for name in detectors},
         "records": seen,
     }
+
+
+def _read_records(path: Path, request: Request) -> list[dict[str, Any]]:
+    """What a run that was cut short has seen already; a new file begins with its settings."""
+    if not path.exists():
+        path.write_text(json.dumps(_drawn(request)) + "\n")
+    first, *rows = path.read_text().splitlines()
+    if json.loads(first) != _drawn(request):
+        raise ValueError(f"{path} belongs to other settings: give another --out, or delete it.")
+    return [json.loads(row) for row in rows]
+
+
+def _drawn(request: Request) -> dict[str, Any]:
+    """The settings that records depend on, as JSON keeps them."""
+    settings = {k: v for k, v in asdict(request).items() if k not in ("processes", "out")}
+    return json.loads(json.dumps(settings))
 
 
 def _with_progress(
