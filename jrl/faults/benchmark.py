@@ -133,7 +133,9 @@ def _read_records(path: Path, request: Request) -> list[dict[str, Any]]:
     first, *rows = path.read_text().splitlines()
     if json.loads(first) != _drawn(request):
         raise ValueError(f"{path} belongs to other settings: give another --out, or delete it.")
-    return [json.loads(row) for row in rows]
+    whole = rows if path.read_text().endswith("\n") else rows[:-1]
+    path.write_text("\n".join([first, *whole]) + "\n")  # without what a kill has torn
+    return [json.loads(row) for row in whole]
 
 
 def _drawn(request: Request) -> dict[str, Any]:

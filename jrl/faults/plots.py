@@ -76,7 +76,7 @@ def _plot_metric(
     axes.margins(x=0)
     _clean(axes, name)
     if axes.get_subplotspec().is_first_row():  # pyright: ignore[reportOptionalMemberAccess]
-        axes.legend(fontsize=7, frameon=False, loc="lower left", ncols=2)
+        axes.legend(fontsize=7, frameon=False, loc="lower right", bbox_to_anchor=(1, 0.98), ncols=2)
 
 
 def _plot_scores(axes: "Axes", fleet: Fleet, report: Report) -> None:

@@ -14,7 +14,7 @@ from jrl.faults.embedding import View, gather, raw
 from jrl.faults.fleet import Fleet
 from jrl.faults.prepare import prepare
 from jrl.faults.simulate import METRICS, PRODUCTION, Settings, simulate
-from jrl.faults.train import ANY, Training, train_models
+from jrl.faults.train import ANY, TOGETHER, Training, train_models
 
 QUICK = Minder(continuity=60, priority=("cpu_usage",))
 
@@ -186,7 +186,7 @@ def test_the_order_of_machines_changes_nothing(order):
 
 def test_every_metric_has_a_model_and_strangers_share_one():
     models = shipped_models()
-    assert set(models) == {*METRICS, ANY}
+    assert set(models) == {*METRICS, ANY, TOGETHER}
     fleet = noisy(shifted=4, by=20)
     strange = Fleet(fleet.machines, ("queue/length",), fleet.start, 1.0, fleet.values)
     assert [alarm.machine for alarm in Minder(continuity=60)(strange)] == ["host-4"]

@@ -1,5 +1,7 @@
 """One metric under its names: the sampler's, Prometheus's, the models'."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from jrl.faults.detect import shipped_models
@@ -25,9 +27,30 @@ def test_what_a_name_means(recorded, expected):
     assert meaning(recorded) == expected
 
 
-def test_every_meaning_has_a_model_and_every_gpu_metric_a_meaning():
+def test_every_meaning_has_a_model_and_an_exported_name():
     assert set(MEANINGS.values()) - {STEP_TIME} <= set(METRICS) <= set(shipped_models())
-    for name in (*Gpus.__new__(Gpus)._gauges.__annotations__,):
-        assert name  # see the next test: the readers need a driver
     for name, known in MEANINGS.items():
         assert meaning(exported_name(name)) == meaning(name) == known
+
+
+def test_every_metric_of_a_gpu_has_a_meaning():
+    none = Gpus(SimpleNamespace(nvmlDeviceGetCount=lambda: 0))  # readers ask a driver when called
+    names = {*none._gauges(), *none._counters()}
+    silent = {name for name in names if meaning(f"gpu0/{name}") == f"gpu0/{name}"}
+    assert silent == {"clock/memory"}  # which no model was trained on
+
+
+def test_the_wanted_come_in_their_order_under_the_names_recorded():
+    recorded = ("gpu1/power", "step/time", "gpu0/power", "cpu/process")
+    assert recorded_as(("cpu_usage", "gpu_power_draw"), recorded) == (
+        "cpu/process",
+        "gpu1/power",
+        "gpu0/power",
+    )
+    assert recorded_as(("gpu0/power", "disk_usage"), recorded) == ("gpu0/power",)
+
+
+def test_what_a_process_holds_in_memory_is_searched_only_when_asked_for():
+    recorded = ("memory/process", "jrl_gpu0_memory", "queue/length", "cpu/process")
+    assert searched(("cpu_usage",), recorded) == ("cpu/process", "queue/length")
+    assert searched(("memory/process",), recorded)[0] == "memory/process"
