@@ -114,7 +114,7 @@ def plot_benchmark(results: dict[str, Any], path: Path | str) -> None:
     panels[0].set_yticks(rows, list(detectors))
     panels[2].plot([], [], "o", color=BLUE, label="here, with 95 % interval")
     panels[2].plot([], [], "D", color=RED, fillstyle="none", label="paper, 150 real faults")
-    panels[2].legend(fontsize=7, frameon=False, loc="lower left")
+    figure.legend(fontsize=7, frameon=False, loc="outside lower right", ncols=2)
     figure.savefig(path, dpi=150)
 
 

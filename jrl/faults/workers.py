@@ -11,7 +11,8 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
 
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-Job, Result = TypeVar("Job"), TypeVar("Result")
+Job = TypeVar("Job")
+Result = TypeVar("Result")
 
 
 def side_by_side(
