@@ -7,8 +7,8 @@ published mix of faults, and at clean records. ``--scale`` measures the cost of 
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from jrl.faults.baselines import CONTESTANTS
 from jrl.faults.fleet import Detector
 from jrl.faults.outcomes import FOUND, SILENT, WRONG, false_alarm_rate, figures, outcome
 from jrl.faults.simulate import PRODUCTION, Settings, simulate
+from jrl.faults.workers import side_by_side
 
 TEST_SEED, CLEAN_SEED = 1_000_000, 2_000_000
 """Where held-out seeds begin; thresholds are chosen from 100,000 on, models from 10,000,000 on."""
@@ -39,6 +40,8 @@ class Request:
     """Records without a fault, of 15 minutes each."""
     machines: int | None = None
     """Machines of each fleet; None draws 4 to 1,500."""
+    clean_machines: int | None = None
+    """Machines of each fleet without a fault, where it is to be another number."""
     seconds: int = 900
     """Length of each record."""
     metrics: tuple[str, ...] = PRODUCTION
@@ -49,8 +52,8 @@ class Request:
     """Added to the seeds of all records."""
     only: tuple[str, ...] = ()
     """Names of the detectors to run; all by default."""
-    threads: int = 1
-    """Records that are looked at at a time."""
+    processes: int | None = None
+    """Records that are looked at at a time; None takes one per core."""
     scale: bool = False
     """Measure the cost of one call as the fleet grows from 4 to 1,500 machines instead."""
     calibrate: bool = False
@@ -67,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"incidents={request.incidents} must be at least 1 and clean={request.clean} 0."
         )
     out = Path(request.out)
-    out.mkdir(parents=True, exist_ok=True)
+    if request.scale or request.calibrate:
+        out.mkdir(parents=True, exist_ok=True)
     if request.scale:
         from jrl.faults.scale import measure_scale
 
@@ -88,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def contestants(only: Sequence[str]) -> dict[str, Detector]:
-    """Detectors by name; each call takes one thread, for records run side by side."""
+    """Detectors by name, in the order of the table."""
     names = [contestant.name for contestant in CONTESTANTS]
     unknown = [name for name in only if name not in names]
     if unknown:
@@ -97,11 +101,22 @@ def contestants(only: Sequence[str]) -> dict[str, Detector]:
 
 
 def run(request: Request) -> dict[str, Any]:
-    """Measures, with a progress bar, and returns the results as they are written."""
+    """Measures, with a progress bar, and returns the results as they are written.
+
+    Records go to ``records.jsonl`` as they come, and a run that was cut short goes on from there.
+    """
+    Path(request.out).mkdir(parents=True, exist_ok=True)
     detectors = contestants(request.only)
-    jobs = [(TEST_SEED + request.seed + i, True) for i in range(request.incidents)]
-    jobs += [(CLEAN_SEED + request.seed + i, False) for i in range(request.clean)]
-    seen = list(_with_progress(request, detectors, jobs))
+    jobs = [(CLEAN_SEED + request.seed + i, False) for i in range(request.clean)]
+    jobs += [(TEST_SEED + request.seed + i, True) for i in range(request.incidents)]
+    path = Path(request.out) / "records.jsonl"
+    seen = _read_records(path, request)
+    done = {row["seed"] for row in seen}
+    with path.open("a") as file:
+        for row in _with_progress(request, detectors, [job for job in jobs if job[0] not in done]):
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            seen.append(row)
     faulty = [row for row in seen if row["fault"] is not None]
     clean = [row for row in seen if row["fault"] is None]
     return {
@@ -111,22 +126,40 @@ def run(request: Request) -> dict[str, Any]:
     }
 
 
+def _read_records(path: Path, request: Request) -> list[dict[str, Any]]:
+    """What a run that was cut short has seen already; a new file begins with its settings."""
+    if not path.exists():
+        path.write_text(json.dumps(_drawn(request)) + "\n")
+    first, *rows = path.read_text().splitlines()
+    if json.loads(first) != _drawn(request):
+        raise ValueError(f"{path} belongs to other settings: give another --out, or delete it.")
+    whole = rows if path.read_text().endswith("\n") else rows[:-1]
+    path.write_text("\n".join([first, *whole]) + "\n")  # without what a kill has torn
+    return [json.loads(row) for row in whole]
+
+
+def _drawn(request: Request) -> dict[str, Any]:
+    """The settings that records depend on, as JSON keeps them."""
+    settings = {k: v for k, v in asdict(request).items() if k not in ("processes", "out")}
+    return json.loads(json.dumps(settings))
+
+
 def _with_progress(
     request: Request, detectors: dict[str, Detector], jobs: list[tuple[int, bool]]
 ) -> Iterator[dict[str, Any]]:
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # What is wrong with a request shows before any thread starts.
+    # What is wrong with a request shows before any process starts.
     settings = {faulty: _settings(request, faulty) for faulty in (True, False)}
-    with Progress(*columns) as progress, ThreadPoolExecutor(request.threads) as pool:
+    with Progress(*columns) as progress:
         task = progress.add_task("records", total=len(jobs))
-        for row in pool.map(lambda job: _look(detectors, settings[job[1]], job[0]), jobs):
+        for row in side_by_side(partial(_look, detectors, settings), jobs, request.processes):
             progress.advance(task)
             yield row
 
 
 def _settings(request: Request, faulty: bool) -> Settings:
     return Settings(
-        machines=request.machines,
+        machines=request.machines if faulty else request.clean_machines or request.machines,
         seconds=request.seconds,
         metrics=request.metrics,
         difficulty=request.difficulty,
@@ -134,8 +167,11 @@ def _settings(request: Request, faulty: bool) -> Settings:
     )
 
 
-def _look(detectors: dict[str, Detector], settings: Settings, seed: int) -> dict[str, Any]:
-    incident = simulate(settings, seed)
+def _look(
+    detectors: dict[str, Detector], settings: dict[bool, Settings], job: tuple[int, bool]
+) -> dict[str, Any]:
+    seed, faulty = job
+    incident = simulate(settings[faulty], seed)
     alarms = {name: detector(incident.fleet) for name, detector in detectors.items()}
     return {
         "seed": seed,

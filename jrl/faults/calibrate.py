@@ -5,7 +5,7 @@ thresholds are tried on these scores. The seeds are neither those of the benchma
 models are trained on.
 """
 
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +17,7 @@ from jrl.faults.continuity import NOBODY, find_span
 from jrl.faults.detect import Looker, Minder
 from jrl.faults.outcomes import FOUND, SILENT, WRONG, figures
 from jrl.faults.simulate import Settings, simulate
+from jrl.faults.workers import side_by_side
 
 if TYPE_CHECKING:
     from jrl.faults.benchmark import Request
@@ -31,9 +32,8 @@ def calibrate(request: "Request") -> int:
     """Prints, for each detector, the best threshold and its figures on these fleets."""
     settings = Settings(metrics=request.metrics, machines=request.machines)
     seeds = range(SEED + request.seed, SEED + request.seed + request.incidents)
-    with ThreadPoolExecutor(request.threads) as pool:
-        jobs = pool.map(lambda seed: outcomes_by_threshold(settings, seed), seeds)
-        rows = list(track(jobs, "records", total=len(seeds)))
+    jobs = side_by_side(partial(outcomes_by_threshold, settings), seeds, request.processes)
+    rows = list(track(jobs, "records", total=len(seeds)))
     for column, contestant in enumerate(CONTESTANTS):
         each = [
             figures([row[column][at] for row in rows], resamples=1) for at in range(len(THRESHOLDS))

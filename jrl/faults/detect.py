@@ -20,8 +20,8 @@ from jrl.faults.distances import BLOCK, distance_sums, normal_score
 from jrl.faults.embedding import Method, View, denoised, gather
 from jrl.faults.fleet import Alarm, Fleet
 from jrl.faults.prepare import Prepared, prepare
-from jrl.faults.simulate.metrics import PRODUCTION
 from jrl.faults.train import ANY, SHIPPED
+from jrl.faults.vocabulary import PRIORITY, meaning, searched
 
 AT_ONCE = 2**14
 """Machines times windows that are embedded in one program: it bounds the memory of a call."""
@@ -41,7 +41,7 @@ def per_metric(metrics: tuple[str, ...]) -> list[View]:
     """Minder's method with the models of the package; `ANY` serves metrics that have none."""
     models = shipped_models()
     return [
-        View(name, (channel,), denoised(models.get(name, models[ANY])))
+        View(name, (channel,), denoised(models.get(meaning(name), models[ANY])))
         for channel, name in enumerate(metrics)
     ]
 
@@ -79,7 +79,9 @@ class Minder:
         233 hide a fault.
       floor: distance, in ranges of a metric, below which machines count as equal. Without it the
         farthest of four machines that agree to a thousandth would stand out.
-      priority: metrics in the order in which they are searched; others follow in the fleet's order.
+      priority: metrics in the order in which they are searched, by any name of
+        `jrl.faults.vocabulary`; others follow in the fleet's order,
+        but for what a process holds in memory.
       roles: one label per machine of the fleet; machines are compared within their role only.
         Under expert parallelism the load of experts differs: take (pipeline stage, expert rank).
       tokens: ``[machine, time]`` tokens that a machine received; metrics in `per_token` are divided
@@ -92,11 +94,11 @@ class Minder:
       now: see `prepare`.
     """
 
-    threshold: float | int = 1.8
+    threshold: float | int = 3.8
     continuity: float | int = 240
     share: float | int = 0.9
     floor: float | int = 0.02
-    priority: Sequence[str] = PRODUCTION
+    priority: Sequence[str] = PRIORITY
     roles: Sequence[str] | None = None
     tokens: np.ndarray | None = None
     per_token: Sequence[str] = ()
@@ -136,12 +138,10 @@ class Minder:
 
     def _ready(self, fleet: Fleet) -> tuple[Prepared, np.ndarray, list[str]]:
         """The prepared fleet, role numbers, and reasons why nothing can be said."""
-        order = [name for name in self.priority if name in fleet.metrics]
-        order += [name for name in fleet.metrics if name not in order]
         if self.tokens is not None:
             fleet = divide_by_tokens(fleet, self.tokens, self.per_token)
         prepared = prepare(
-            fleet.select(order),
+            fleet.select(searched(self.priority, fleet.metrics)),
             least_share=self.least_share,
             max_lag=self.max_lag,
             now=self.now,

@@ -112,5 +112,9 @@ def machine_name(host: str, number: int) -> str:
 
 
 def metrics_of(alarms: list[Alarm]) -> dict[str, float]:
-    """Alarms as metrics: the Unix time since which a machine stands out, machine in the name."""
+    """Alarms as metrics: the Unix time since which a machine stands out, machine in the name.
+
+    They go into the line of the step in which they were raised. What is raised after the last step,
+    while its checkpoint is written, is shown and reaches the hooks, but has no line.
+    """
     return {f"faults/alarm/{alarm.machine}/{alarm.metric}": float(alarm.start) for alarm in alarms}

@@ -76,7 +76,7 @@ def _plot_metric(
     axes.margins(x=0)
     _clean(axes, name)
     if axes.get_subplotspec().is_first_row():  # pyright: ignore[reportOptionalMemberAccess]
-        axes.legend(fontsize=7, frameon=False, loc="lower left", ncols=2)
+        axes.legend(fontsize=7, frameon=False, loc="lower right", bbox_to_anchor=(1, 0.98), ncols=2)
 
 
 def _plot_scores(axes: "Axes", fleet: Fleet, report: Report) -> None:
@@ -114,7 +114,7 @@ def plot_benchmark(results: dict[str, Any], path: Path | str) -> None:
     panels[0].set_yticks(rows, list(detectors))
     panels[2].plot([], [], "o", color=BLUE, label="here, with 95 % interval")
     panels[2].plot([], [], "D", color=RED, fillstyle="none", label="paper, 150 real faults")
-    panels[2].legend(fontsize=7, frameon=False, loc="lower left")
+    figure.legend(fontsize=7, frameon=False, loc="outside lower right", ncols=2)
     figure.savefig(path, dpi=150)
 
 

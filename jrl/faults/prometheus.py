@@ -6,7 +6,6 @@ each set of labels. https://prometheus.io/docs/prometheus/latest/querying/api/#r
 
 import json
 import math
-import re
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jrl.faults.fleet import Fleet
+from jrl.faults.vocabulary import exported_name
 
 Latest = Callable[[], tuple[float, Mapping[str, float]]]
 """Unix time and metrics of the newest sample; time 0 where there is none yet."""
@@ -158,11 +158,6 @@ class _Collector:
             )
             gauge.add_metric([self._machine], value)
             yield gauge
-
-
-def exported_name(name: str) -> str:
-    """The name of a metric as Prometheus allows it."""
-    return "jrl_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
 def import_client() -> ModuleType:

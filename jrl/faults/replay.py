@@ -1,12 +1,12 @@
 """``python -m jrl.faults replay FILE``: what the detector says about a recorded fleet.
 
 A table of the metrics that were searched, the alarm or that there is none, and a picture of the
-machine that stands out over time. Give a fleet (``.npz``), a folder of records that the sampler
-wrote, or an answer of Prometheus (``.json``).
+machine that stands out over time. Give a fleet (``.npz``), the folder of a run that was
+sampled, or an answer of Prometheus (``.json``).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from jrl.faults.align import align, read_folder
 from jrl.faults.detect import Minder, Report
 from jrl.faults.fleet import Fleet
 from jrl.faults.prometheus import read_answers
+from jrl.faults.watcher import all_present
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Request:
     """What to look at, and how."""
 
     record: tyro.conf.Positional[str]
-    """A fleet (.npz), a folder of a run's records, or an answer of Prometheus (.json)."""
+    """A fleet (.npz), the folder of a run that was sampled, or an answer of Prometheus (.json)."""
     last: float = 900.0
     """Seconds that are looked at, counted from the end."""
     threshold: float = Minder.threshold
@@ -71,13 +72,26 @@ def read_fleet(path: Path, machine_label: str = "machine") -> tuple[Fleet, list[
       OSError: where it cannot be read.
     """
     if path.is_dir():
-        records, unreadable = read_folder(path)
-        if not records:
-            raise ValueError(f"{path} holds no records of the sampler: give the folder of a run's.")
-        return align(records).fleet, unreadable
+        return _read_records(path)
     if path.suffix == ".json":
         return read_answers([path.read_bytes()], machine=machine_label), []
     return Fleet.load(path), []
+
+
+def _read_records(path: Path) -> tuple[Fleet, list[str]]:
+    """The processes of a run that were there at its end, from when all of them have samples."""
+    inside = path / "faults"
+    records, notes = read_folder(inside if inside.is_dir() else path)
+    if not records:
+        raise ValueError(f"{path} holds no records of the sampler: give the folder of a run.")
+    # Of a run that is over all processes have ended, and are compared all the same.
+    aligned = align([replace(record, ended=False) for record in records])
+    notes += [
+        f"process {each.machine!r} is not compared: {each.state}."
+        for each in aligned.processes
+        if each.state != "running"
+    ]
+    return all_present(aligned.fleet), notes
 
 
 def _print(fleet: Fleet, report: Report, notes: list[str]) -> None:

@@ -9,14 +9,12 @@ cover the whole pause.
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jrl.faults.record import Writer
 from jrl.faults.sources import Source, sources
-
-STEP_TIME, WAITING = "step/time", "step/waiting"
+from jrl.faults.vocabulary import STEP_TIME
 
 
 class StepClock:
@@ -24,11 +22,13 @@ class StepClock:
 
     ``step/time`` is the mean duration of the steps that ended since the last sample, in seconds,
     or the age of the step under way where that is longer, so that a step that hangs is seen while
-    it hangs. ``step/waiting`` is the share of the time since the last sample that was spent in
-    `waiting`. Neither has a value before the first step has ended.
+    it hangs. It has no value before the first step has ended.
+
+    There is no time of waiting in collectives: a step is one program, and how long its result is
+    waited for is how long the device works on it, waiting for other devices included.
     """
 
-    columns = (STEP_TIME, WAITING)
+    columns = (STEP_TIME,)
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -36,9 +36,6 @@ class StepClock:
         self._durations: list[float] = []
         self._last = 0.0
         self._steps = 0
-        self._waited = 0.0
-        self._waiting_since: float | None = None
-        self._read_at = time.monotonic()
 
     def step(self, seconds: float | None = None) -> None:
         """Says that a step has ended and the next begins.
@@ -55,32 +52,14 @@ class StepClock:
                 self._steps += 1
             self._begun = now
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Put around what waits for other processes: a barrier, or the fetch after a collective."""
-        with self._lock:
-            self._waiting_since = time.monotonic()
-        try:
-            yield
-        finally:
-            with self._lock:
-                now = time.monotonic()
-                self._waited += now - max(self._waiting_since, self._read_at)
-                self._waiting_since = None
-
     def read(self, now: float) -> Mapping[str, float]:
         with self._lock:
-            waited, self._waited = self._waited, 0.0
-            if self._waiting_since is not None:
-                waited += now - max(self._waiting_since, self._read_at)
-            seconds, self._read_at = now - self._read_at, now
             if not self._steps or self._begun is None:
                 return {}
             if self._durations:
                 self._last = sum(self._durations) / len(self._durations)
                 self._durations.clear()
-            share = max(0.0, waited / seconds) if seconds > 0 else 0.0
-            return {STEP_TIME: max(self._last, now - self._begun), WAITING: min(share, 1.0)}
+            return {STEP_TIME: max(self._last, now - self._begun)}
 
 
 class Sampler:

@@ -20,12 +20,14 @@ from rich.console import Console
 from jrl.faults import vae
 from jrl.faults.fleet import Fleet
 from jrl.faults.prepare import prepare
-from jrl.faults.simulate import METRICS, Settings, simulate
+from jrl.faults.simulate import METRICS, PRODUCTION, Settings, simulate
 
 SHIPPED = Path(__file__).parent / "models.npz"
 """The models that come with the package."""
 ANY = "any metric"
 """Name of the model for metrics that have none of their own, trained on all metrics together."""
+TOGETHER = "production metrics together"
+"""Name of the model of all `PRODUCTION` metrics at once: the paper's ablation "INT"."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     training = tyro.cli(Training, prog="python -m jrl.faults train", args=arguments)
     fleets = [Fleet.load(path) for path in training.records] or healthy_fleets(training)
     models, error = train_models(fleets, training, show=Console().print)
+    if not training.records:
+        models[TOGETHER] = train_joint(healthy_fleets(training, PRODUCTION), training)
     vae.save(training.out, models)
     size = Path(training.out).stat().st_size / 1024
     print(f"{training.out}: {len(models)} models, {size:.0f} KiB")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import tyro
@@ -19,14 +19,18 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from jrl.faults.fleet import Detector
 from jrl.faults.hook import command_hook
 from jrl.faults.outlier import OutlierDetector
+from jrl.faults.vocabulary import PRIORITY, recorded_as
 from jrl.faults.watcher import Look, Watcher
 from jrl.trainer.display import visible
 from jrl.trainer.run_folder import RunFolder
 
 ALARMED = 3
 """Exit status where somebody was named; 1 and 2 are taken by failures and wrong input."""
+MOST_SHOWN = 3
+"""Metrics in the table, the one of an alarm first."""
 STYLES = {"running": "green", "ended": "dim", "no data": "yellow"}
 
 
@@ -42,14 +46,19 @@ class Request:
     """Stop at the first alarm."""
     seconds: float = 900.0
     """How far back each look goes."""
+    detector: Literal["outlier", "minder"] = "outlier"
+    """What names the process: outlier sees what is off by a factor and needs no training, minder
+    what is subtler, with models of each metric."""
     window: float = 8.0
-    """Seconds of samples that are taken together."""
+    """Seconds of samples that are taken together; minder's are 8 samples."""
     continuity: float = 240.0
     """Seconds for which one process has to stand out before it is named."""
-    threshold: float = 4.0
-    """How many spreads of the others it has to be away; 4 is a factor of at least 2.2."""
-    metrics: tuple[str, ...] = OutlierDetector.metrics
-    """What to compare, the most telling first; the first that names somebody ends the search."""
+    threshold: float | None = None
+    """How far it has to be away; the detector's own by default. For outlier in spreads of the
+    others (4 is a factor of at least 2.2), for minder in their distances from each other."""
+    metrics: tuple[str, ...] = ()
+    """What to compare, the most telling first; the first that names somebody ends the search. By
+    default step/time and cpu/process for outlier, and those of production too for minder."""
     silence: float = 60.0
     """Seconds without a sample after which a process is named that did not say it was through."""
     interval: float = 1.0
@@ -104,10 +113,28 @@ def _watcher(request: Request) -> Watcher:
         if name in folders:
             raise ValueError(f"two of the runs are called {name!r}: give one of them another name.")
         folders[name] = folder
-    detector = OutlierDetector(
-        request.metrics, request.window, request.continuity, request.threshold
+    return Watcher(folders, _detector(request), seconds=request.seconds, mourning=request.silence)
+
+
+def _metrics(request: Request) -> tuple[str, ...]:
+    """What is compared, by any of its names."""
+    default = PRIORITY if request.detector == "minder" else OutlierDetector.metrics
+    return request.metrics or default
+
+
+def _detector(request: Request) -> Detector:
+    metrics, threshold = _metrics(request), request.threshold
+    if request.detector == "outlier":
+        threshold = OutlierDetector.threshold if threshold is None else threshold
+        return OutlierDetector(metrics, request.window, request.continuity, threshold)
+    from jrl.faults.detect import Minder  # with JAX and the models, which take seconds to load
+
+    minder = Minder(
+        threshold=Minder.threshold if threshold is None else threshold,
+        continuity=request.continuity,
+        priority=metrics,
     )
-    return Watcher(folders, detector, seconds=request.seconds, mourning=request.silence)
+    return lambda fleet: minder(fleet.select(recorded_as(metrics, fleet.metrics)))
 
 
 @contextmanager
@@ -138,7 +165,8 @@ def render(look: Look, request: Request) -> RenderableType:
     table = Table(box=box.ROUNDED, title=f"{len(look.processes)} processes")
     for heading in ("process", "host", "state", "last sample", "samples lost"):
         table.add_column(heading, overflow="fold", no_wrap=heading == "state")
-    shown = [name for name in request.metrics if name in look.fleet.metrics]
+    alarms = [alarm.metric for alarm in look.alarms]
+    shown = list(recorded_as([*alarms, *_metrics(request)], look.fleet.metrics))[:MOST_SHOWN]
     for name in shown:
         table.add_column(f"{name} (x median)", justify="right")
     recent = _recent(look, shown, request.window)

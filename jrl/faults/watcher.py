@@ -75,7 +75,7 @@ class Watcher:
             records += [replace(each, machine=prefix + each.machine) for each in found]
             unreadable += errors
         aligned = align(records, now=now, seconds=self._seconds, silence=self._silence)
-        fleet = _all_present(aligned.fleet)
+        fleet = all_present(aligned.fleet)
         alarms = [*self._detector(fleet), *self._silent(aligned, records, now)]
         raised = [alarm for alarm in alarms if alarm.machine not in self._known]
         self._known = {alarm.machine for alarm in alarms}
@@ -94,7 +94,7 @@ class Watcher:
         ]
 
 
-def _all_present(fleet: Fleet) -> Fleet:
+def all_present(fleet: Fleet) -> Fleet:
     """The fleet from the moment on at which its last machine has its first sample."""
     some = np.isfinite(fleet.values).sum(axis=1) > 0
     begins = [int(np.flatnonzero(row)[0]) for row in some if row.any()]

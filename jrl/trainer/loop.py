@@ -112,6 +112,7 @@ def train(
         step = int(state.step)
         if checkpoints.latest_step() != step:
             save(checkpoints, setup, step, state)
+        outputs.warn(guard.alarms())  # since the last step: shown, but no line of metrics is left
     _finish(setup, folder, stopped=step < run.steps)
     return Outcome(step, stopped=step < run.steps)
 

@@ -14,6 +14,8 @@ DRIFT_SECONDS = 30
 """Between two knots of the wandering."""
 LONGEST_STRAGGLER = 150
 """Seconds after which an innocent disturbance is over."""
+LASTING = 0.08
+"""Median size of a difference that is there all the time: a third of what a fault changes."""
 
 
 def healthy(
@@ -25,6 +27,7 @@ def healthy(
     for column, name in enumerate(settings.metrics):
         values[:, column] = _rhythm(job, METRICS[name]) + _noise(shape, METRICS[name], random)
     _straggle(values, settings, random)
+    _differ(values, settings, random)
     return values
 
 
@@ -71,3 +74,13 @@ def _straggle(values: np.ndarray, settings: Settings, random: np.random.Generato
         for column in random.choice(num_metrics, min(num_metrics, random.integers(1, 4)), False):
             size = random.choice([-1, 1]) * random.lognormal(np.log(0.16), 0.5)
             values[machine, column, when] += np.float32(size)
+
+
+def _differ(values: np.ndarray, settings: Settings, random: np.random.Generator) -> None:
+    """Machines that are a bit slower, hotter or busier than the others all the time, and sound."""
+    num_machines, num_metrics, _ = values.shape
+    for _ in range(random.poisson(settings.disturbances * (0.4 + num_machines / 300))):
+        machine = random.integers(num_machines)
+        for column in random.choice(num_metrics, min(num_metrics, random.integers(1, 4)), False):
+            size = random.choice([-1, 1]) * random.lognormal(np.log(LASTING), 0.4)
+            values[machine, column] += np.float32(size)

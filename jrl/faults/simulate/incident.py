@@ -100,7 +100,7 @@ def _sizes(fault: Fault, settings: Settings, random: np.random.Generator) -> dic
     shows: list[tuple[tuple[str, ...], float]] = []
     while not shows:
         shows = [(metrics, size) for metrics, share, size in fault.shows if random.random() < share]
-    strength = random.lognormal(np.log(0.95), 0.4) / settings.difficulty
+    strength = random.lognormal(np.log(1.1), 0.4) / settings.difficulty
     return {
         name: size * strength * random.lognormal(0, 0.25) for names, size in shows for name in names
     }

@@ -6,14 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jrl.faults import benchmark
 from jrl.faults.benchmark import Request as BenchmarkRequest
 from jrl.faults.benchmark import main, run
 from jrl.faults.fleet import Alarm
 from jrl.faults.outcomes import false_alarm_rate, figures, outcome
 from jrl.faults.priority import greatest_z_scores, grow, learn_order, order_of
-from jrl.faults.replay import main as replay
 from jrl.faults.simulate import Settings, simulate
-from jrl.faults.simulate.command import main as simulate_command
+from jrl.faults.workers import side_by_side
 
 
 def test_outcomes():
@@ -93,19 +93,49 @@ def test_the_metric_that_shows_the_fault_comes_first():
     assert learn_order(incidents, depth=3)[0] == "cpu_usage"
 
 
-def test_a_small_run_finds_most_and_alarms_little():
-    """Conservative: the full benchmark's F1 is above 0.893 and a broken detector's near 0."""
-    request = BenchmarkRequest(incidents=14, clean=4, machines=12, only=("Minder",), threads=2)
+def test_a_small_run_finds_most_and_alarms_little(tmp_path):
+    """Conservative: the full benchmark's F1 is far above and a broken detector's near 0."""
+    request = BenchmarkRequest(
+        incidents=14, clean=4, machines=12, only=("Minder",), processes=1, out=str(tmp_path)
+    )
     row = run(request)["detectors"]["Minder"]
     assert row["f1"][0] > 0.7
     assert row["counts"]["wrong"] <= 2
     assert row["false_alarms"] <= 1
-    hard = run(replace(request, incidents=6, clean=0, difficulty=50.0))["detectors"]["Minder"]
-    assert hard["f1"][0] < 0.4
+    hard = replace(request, incidents=6, clean=0, difficulty=50.0, out=str(tmp_path / "hard"))
+    assert run(hard)["detectors"]["Minder"]["f1"][0] < 0.4
+
+
+def test_a_run_that_was_cut_short_goes_on(tmp_path, monkeypatch):
+    request = BenchmarkRequest(
+        incidents=2, clean=1, machines=4, seconds=300, only=("Minder",), out=str(tmp_path)
+    )
+    request = replace(request, processes=2)
+    whole = run(request)
+    records = tmp_path / "records.jsonl"
+    lines = records.read_text().splitlines(keepends=True)
+    records.write_text("".join(lines[:-1]) + lines[-1][:9])
+    looked = []
+    look = benchmark._look
+    monkeypatch.setattr(benchmark, "_look", lambda *a: looked.append(a[2]) or look(*a))
+    again = run(replace(request, processes=1))
+    # What was looked at by two processes is kept, the torn record looked at again, alike.
+    assert [again[key] for key in ("detectors", "records")] == [
+        whole[key] for key in ("detectors", "records")
+    ]
+    assert looked == [(benchmark.TEST_SEED + 1, True)]
+    with pytest.raises(ValueError, match="belongs to other settings"):
+        run(replace(request, difficulty=2.0))
+
+
+def test_jobs_keep_their_order_and_their_number_is_checked():
+    assert list(side_by_side(str, [3, 1, 2], 1)) == ["3", "1", "2"]
+    with pytest.raises(ValueError, match="processes=0 must be at least 1"):
+        list(side_by_side(str, [1], 0))
 
 
 def test_the_command_writes_what_it_prints(tmp_path, capsys):
-    flags = "--incidents 3 --clean 1 --machines 5 --only Minder --only Mahalanobis --threads 1"
+    flags = "--incidents 3 --clean 1 --machines 5 --only Minder --only Mahalanobis --processes 1"
     flags = flags.replace("--only Minder --only Mahalanobis", "--only Minder Mahalanobis")
     assert main([*flags.split(), "--out", str(tmp_path)]) == 0
     results = json.loads((tmp_path / "benchmark.json").read_text())
@@ -116,31 +146,6 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys):
     assert "Mahalanobis" in printed
     assert "0.777" in printed
     with pytest.raises(ValueError, match="only='Max' is unknown"):
-        main(["--only", "Max", "--out", str(tmp_path)])
+        main(["--only", "Max", "--out", str(tmp_path / "max")])
     with pytest.raises(ValueError, match="incidents=0 must be at least 1"):
         main(["--incidents", "0", "--out", str(tmp_path)])
-
-
-def test_a_simulated_fleet_is_replayed(tmp_path, capsys):
-    path = tmp_path / "fleet.npz"
-    simulate_command([str(path), "--machines", "6", "--seed", "1", "--difficulty", "0.5"])
-    told = capsys.readouterr().out
-    assert replay([str(path)]) == 0
-    printed = capsys.readouterr().out
-    machine = next(word for word in told.split() if word.startswith("machine-"))
-    assert f"ALARM: {machine} stands out" in printed
-    assert path.with_suffix(".png").stat().st_size > 20_000
-    simulate_command([str(path), "--machines", "6", "--seed", "1", "--clean"])
-    assert replay([str(path)]) == 0
-    assert "no alarm" in capsys.readouterr().out
-
-
-def test_a_damaged_file_is_refused(tmp_path):
-    path = tmp_path / "fleet.npz"
-    simulate_command([str(path), "--machines", "3", "--seconds", "60"])
-    path.write_bytes(path.read_bytes()[:-200])
-    with pytest.raises(ValueError, match="damaged"):
-        replay([str(path)])
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="holds no records"):
-        replay([str(tmp_path / "empty")])

@@ -14,7 +14,7 @@ from jrl.faults.embedding import View, gather, raw
 from jrl.faults.fleet import Fleet
 from jrl.faults.prepare import prepare
 from jrl.faults.simulate import METRICS, PRODUCTION, Settings, simulate
-from jrl.faults.train import ANY, Training, train_models
+from jrl.faults.train import ANY, TOGETHER, Training, train_models
 
 QUICK = Minder(continuity=60, priority=("cpu_usage",))
 
@@ -151,6 +151,50 @@ def test_a_machine_without_data_does_not_hide_another():
     assert "'host-0' has no data" in report.notes[0]
 
 
+def sick_and_bad(kind: str, seed: int) -> tuple[Fleet, Minder]:
+    """A record in which host-4 would be named, were it not for what is wrong with the record."""
+    random = np.random.default_rng(seed)
+    fleet, minder = noisy(machines=5, seed=seed, shifted=4, by=20), QUICK
+    values = fleet.values
+    if kind == "no data from the sick one":
+        values[4] = np.nan
+    elif kind == "no data from the others":
+        values[:4] = np.nan
+    elif kind == "two machines":
+        values[random.permutation(4)[:3]] = np.nan
+    elif kind == "constant":
+        values[:] = random.uniform(-5, 5)
+    elif kind == "mostly holes":
+        values[4, :, random.permutation(150)[:100]] = np.nan
+    elif kind == "a clock of the future":
+        minder = replace(QUICK, now=fleet.start + random.integers(0, 80))
+    elif kind == "infinite":
+        values[:] = np.inf
+    return fleet, minder
+
+
+KINDS = (
+    "no data from the sick one",
+    "no data from the others",
+    "two machines",
+    "constant",
+    "mostly holes",
+    "a clock of the future",
+    "infinite",
+)
+
+
+@given(st.sampled_from(KINDS), st.integers(0, 2**31))
+@settings(max_examples=25, deadline=None)
+def test_bad_input_names_nobody_and_says_why(kind, seed):
+    fleet, minder = sick_and_bad(kind, seed)
+    report = minder.examine(fleet)
+    assert report.alarms == []
+    assert report.notes, "nobody was told what is wrong with the record"
+    whole, _ = sick_and_bad("none", seed)
+    assert [alarm.machine for alarm in QUICK(whole)] == ["host-4"]
+
+
 @given(st.integers(0, 2**31), st.integers(3, 7), st.booleans())
 @settings(max_examples=15, deadline=None)
 def test_rubbish_alarms_nobody(seed, machines, spikes):
@@ -186,7 +230,7 @@ def test_the_order_of_machines_changes_nothing(order):
 
 def test_every_metric_has_a_model_and_strangers_share_one():
     models = shipped_models()
-    assert set(models) == {*METRICS, ANY}
+    assert set(models) == {*METRICS, ANY, TOGETHER}
     fleet = noisy(shifted=4, by=20)
     strange = Fleet(fleet.machines, ("queue/length",), fleet.start, 1.0, fleet.values)
     assert [alarm.machine for alarm in Minder(continuity=60)(strange)] == ["host-4"]

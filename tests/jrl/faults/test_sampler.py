@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from jrl.faults.record import read
-from jrl.faults.sampler import STEP_TIME, WAITING, Sampler, StepClock
+from jrl.faults.sampler import STEP_TIME, Sampler, StepClock
 from jrl.faults.sources import Gpus, Host, Rates, sources
 
 
@@ -50,19 +50,7 @@ def test_step_time_is_the_mean_or_the_age_of_the_step_under_way():
     values = clock.read(time.monotonic())
     np.testing.assert_allclose(values[STEP_TIME], 0.3)
     hanging = clock.read(time.monotonic() + 7.0)
-    assert 7.0 <= hanging[STEP_TIME] < 8.0 and values[WAITING] == 0.0
-
-
-def test_waiting_is_counted_while_it_lasts_and_once():
-    clock = StepClock()
-    clock.step(1.0)
-    begun = time.monotonic()
-    clock.read(begun)
-    with clock.waiting():
-        inside = time.monotonic()
-        np.testing.assert_allclose(clock.read(inside + 4.0)[WAITING], 1.0, atol=0.1)
-        # `waiting` ends before the time that was read: nothing is left of it for the next sample.
-    assert clock.read(inside + 8.0)[WAITING] == 0.0
+    assert 7.0 <= hanging[STEP_TIME] < 8.0
 
 
 def test_a_sample_costs_less_than_a_hundredth_of_a_core(tmp_path):
