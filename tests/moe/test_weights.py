@@ -150,7 +150,9 @@ def test_initial_values_depend_on_the_key_only():
     assert not np.array_equal(first.layers.experts.gate, first.layers.experts.up)
     placed = jit(
         lambda key: jax.tree.leaves(initialise(ROUTED, key)),
-        out_shardings=jax.tree.leaves(shardings(ROUTED, fold(Layout(tp=4, dp=2)))),
+        out_shardings=jax.tree.leaves(
+            shardings(ROUTED, fold(Layout(tp=4, dp=2), jax.devices()[:8]))
+        ),
     )(jax.random.key(0))
     for laid_out, single in zip(placed, jax.tree.leaves(first), strict=True):
         # The inverse error function may be vectorised otherwise: a few units in the last place.
@@ -190,7 +192,7 @@ def test_specs_follow_the_rules():
 
 
 def test_shardings_split_the_experts():
-    mesh = fold(Layout.parse("tp2 dp4 / ep8"))
+    mesh = fold(Layout.parse("tp2 dp4 / ep8"), jax.devices()[:8])
     placed = shardings(ROUTED, mesh).layers.experts
     assert placed is not None
     assert isinstance(placed.gate, NamedSharding)

@@ -21,7 +21,7 @@ from sharding.collectives import (
 )
 from sharding.folding import Layout, fold
 
-MESH = fold(Layout.parse("tp2 dp4 / ep4"))
+MESH = fold(Layout.parse("tp2 dp4 / ep4"), jax.devices()[:8])
 # Ranks are 2 dp + tp and 4 edp + ep.
 GROUPS = {
     "tp": [[0, 1], [2, 3], [4, 5], [6, 7]],

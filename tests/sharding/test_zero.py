@@ -56,7 +56,7 @@ def test_parts_name_the_atoms():
 def test_parts_of_the_sum(shape):
     """All of it cut, half of the devices, nothing."""
     layout = Layout.parse("dp2 cp2 tp2 / ep4")
-    mesh = fold(layout, jax.devices())
+    mesh = fold(layout, jax.devices()[: layout.num_devices])
     own = np.random.default_rng(0).normal(size=(8, *shape)).astype(np.float32)
     parts = zero.parts(P(), shape, mesh)
     local = jax.shard_map(

@@ -184,7 +184,7 @@ def test_a_pipeline_does_not_decode():
     prompts = np.zeros((4, PROMPT_LENGTH), np.int32)
     with pytest.raises(ValueError, match=r"pp2 .* cannot decode: .* pp must be 1"):
         generate(
-            setup.training_decoder,
+            setup.training_decoder._replace(mesh=setup.mesh),
             random_weights(setup, setup.model),
             prompts,
             prompts == 0,
