@@ -8,7 +8,7 @@ from command_runs import FLAGS, one_line
 from jrl import evaluate, train
 
 
-@pytest.fixture(scope="module", params=["ppo", "vapo"])
+@pytest.fixture(scope="module", params=["vapo"])
 def run(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("judged") / "run"
     assert train.main([request.param, *FLAGS, "--run-dir", str(path)]) == 0

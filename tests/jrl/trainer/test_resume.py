@@ -53,7 +53,6 @@ RANDOM = np.random.default_rng(0)
 MOMENTS = {
     "grpo": [
         ("warm start", RANDOM.integers(1, 5), 0),
-        ("checkpoint", 1, RANDOM.uniform(0.001, 0.1)),
         ("step", 2, RANDOM.uniform(0.001, 0.05)),
     ],
     "vapo": [
