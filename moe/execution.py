@@ -10,7 +10,8 @@ class Execution:
     A name demands that implementation and raises where it cannot serve.
 
     Args:
-      attention: how one device reads values: "plain", "xla" or "cudnn" (`moe.flash`).
+      attention: how one device reads values: "plain", "blocked", "xla" or "cudnn"
+        (`moe.flash`).
       context: how attention crosses the devices of ``cp``: "gather", "ring" or "ulysses"
         (`moe.context`).
       dispatch: how tokens travel to the experts of other devices.

@@ -1,12 +1,15 @@
-"""How one device reads values: the plain twin, or a fused kernel that keeps no scores."""
+"""How one device reads values: the plain twin, or an implementation that keeps no scores."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from moe.attention import read_values
+from moe.blocked import read_in_blocks
 
-IMPLEMENTATIONS = ("plain", "xla", "cudnn")
+IMPLEMENTATIONS = ("plain", "blocked", "xla", "cudnn")
+LARGEST_PLAIN = 2**21
+"""Scores up to which a CPU is quicker with all of them at once: about what its caches hold."""
 
 
 def read(
@@ -20,16 +23,18 @@ def read(
 ) -> Float[Array, "batch time heads value_dim"]:
     """``softmax(scale q k) v`` over the visible positions, by the implementation of that name.
 
-    "plain" is `read_values`. "xla" and "cudnn" are those of `jax.nn.dot_product_attention`; the
-    second is FlashAttention on an NVIDIA GPU: scores and their gradients stay on the chip, and what
-    it reads from memory beside queries, keys and values is `visible`, one number for all heads.
+    "plain" is `read_values`; "blocked" is `moe.blocked`, the same block by block with a gradient of
+    its own. "xla" and "cudnn" are those of `jax.nn.dot_product_attention`; the second is
+    FlashAttention on an NVIDIA GPU: scores and their gradients stay on the chip, and what it reads
+    from memory beside queries, keys and values is `visible`, one number for all heads.
     What a query reads that sees nothing differs between them; it is finite and used by nobody.
 
     Args:
       causal: promises that `visible` leaves out every key at a later place than the query's, so
         that a kernel need not look at them.
       scale: multiplies the scores; None is ``head_dim**-0.5``.
-      implementation: None is "cudnn" where it applies, else "plain".
+      implementation: None is "cudnn" where it applies; else, on a CPU, "blocked" where there are
+        many scores; else "plain".
 
     Raises:
       ValueError: on an unknown name, and where "cudnn" is demanded and cannot serve.
@@ -39,7 +44,7 @@ def read(
     """
     size = _head_size(query, value)
     if implementation is None:
-        implementation = "plain" if _why_not_cudnn(query.dtype, size) else "cudnn"
+        implementation = _best(query, key, size)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"execution.attention={implementation!r} is not known: "
@@ -47,6 +52,8 @@ def read(
         )
     if implementation == "plain":
         return read_values(query, key, value, visible, scale)
+    if implementation == "blocked":
+        return read_in_blocks(query, key, value, visible, causal, scale)
     reason = _why_not_cudnn(query.dtype, size) if implementation == "cudnn" else None
     if reason is not None:
         raise ValueError(f'execution.attention="cudnn" cannot serve here: {reason}.')
@@ -58,6 +65,15 @@ def read(
         implementation=implementation,
     )
     return out[:, : query.shape[1], :, : value.shape[-1]]
+
+
+def _best(query: Array, key: Array, head_size: int) -> str:
+    """The implementation for such arrays."""
+    if _why_not_cudnn(query.dtype, head_size) is None:
+        return "cudnn"
+    batch, time, heads, _ = query.shape
+    many = batch * heads * time * key.shape[1] > LARGEST_PLAIN
+    return "blocked" if many and jax.default_backend() == "cpu" else "plain"
 
 
 def _head_size(query: Array, value: Array) -> int:
