@@ -16,6 +16,9 @@ SPANS = 8
 SCORES = 2**18
 """Scores of a block of several short rows, at most: about what a core's cache holds."""
 
+NOTHING = -1e30
+"""Score of what is not visible: large and finite, so that a query that sees nothing stays finite."""
+
 
 def read_in_blocks(
     query: Float[Array, "batch time heads head_dim"],
@@ -119,13 +122,14 @@ def _forward(query, key, value, visible, cut, scale):
 
 
 def _backward(cut, scale, residuals, out_gradient):
-    query, key = residuals[:2]
+    query, key, _, _, out, _ = residuals
+    mean = jnp.einsum("bvgtd,bvgtd->bvgt", out, out_gradient, preferred_element_type=jnp.float32)
 
     def row(given):
         return _row_gradient(cut, scale, *given)
 
     rows = _rows(query, key, cut)
-    return *lax.map(row, (*residuals, out_gradient), batch_size=rows), None
+    return *lax.map(row, (*residuals, mean, out_gradient), batch_size=rows), None
 
 
 _read.defvjp(_forward, _backward)
@@ -149,7 +153,8 @@ def _row(
     """What the queries of one row read, and the log-sum of their scores' exponentials."""
 
     def block(query, visible, key, value):
-        scores = _scores(query, key, visible, scale)
+        scores = _product("vgtd,vsd->vgts", query, key) * scale
+        scores = jnp.where(visible[None, None], scores, NOTHING)
         top = jnp.max(scores, axis=-1)
         powers = jnp.exp(scores - top[..., None])
         total = jnp.sum(powers, axis=-1)
@@ -174,23 +179,24 @@ def _row_gradient(
     visible: Bool[Array, "time source"],
     out: Read,
     log_sum: Float[Array, "kv_head group time"],
+    mean: Float[Array, "kv_head group time"],
     out_gradient: Read,
 ) -> tuple[Query, Key, Value]:
     """The gradients of one row's queries, keys and values."""
     dtype = query.dtype
-    both = out.astype(jnp.float32) * out_gradient.astype(jnp.float32)
-    mean = jnp.sum(both, axis=-1)
 
     def block(query, visible, log_sum, mean, out_gradient, key, value):
-        scores = _scores(query, key, visible, scale)
-        weights = jnp.exp(scores - log_sum[..., None])
-        through = _product("vgtd,vsd->vgts", out_gradient, value) - mean[..., None]
+        # Keys before queries: no product that follows needs a transposed copy of all scores.
+        scores = _product("vsd,vgtd->vsgt", key, query) * scale
+        scores = jnp.where(visible.T[None, :, None], scores, NOTHING)
+        weights = jnp.exp(scores - log_sum[:, None])
+        through = _product("vsd,vgtd->vsgt", value, out_gradient) - mean[:, None]
         # Without what is not visible: where a query sees nothing its weights are not 0.
-        slopes = jnp.where(visible[None, None], weights * through * scale, 0).astype(dtype)
+        slopes = jnp.where(visible.T[None, :, None], weights * through * scale, 0).astype(dtype)
         return (
-            _product("vgts,vsd->vgtd", slopes, key).astype(dtype),
-            _product("vgts,vgtd->vsd", slopes, query),
-            _product("vgts,vgtd->vsd", weights.astype(dtype), out_gradient),
+            jnp.moveaxis(_product("vsd,vsgt->vdgt", key, slopes), 1, 3).astype(dtype),
+            _product("vsgt,vgtd->vsd", slopes, query),
+            _product("vsgt,vgtd->vsd", weights.astype(dtype), out_gradient),
         )
 
     queries, keys, values = [], [], []
@@ -211,12 +217,6 @@ def _row_gradient(
         sum(keys[1:], keys[0]).astype(dtype),
         sum(values[1:], values[0]).astype(value.dtype),
     )
-
-
-def _scores(query: Query, key: Key, visible: Array, scale: float) -> Array:
-    scores = _product("vgtd,vsd->vgts", query, key) * scale
-    # Large and finite, as in `read_values`: what sees nothing stays finite.
-    return jnp.where(visible[None, None], scores, -1e30)
 
 
 def _product(formula: str, a: Array, b: Array) -> Array:

@@ -14,6 +14,7 @@ running XLA has lost its threads. This one forks a process that has imported JAX
 import argparse
 import ast
 import copy
+import functools
 import multiprocessing
 import os
 import re
@@ -71,12 +72,14 @@ class Mutant:
       path: the file, relative to the root.
       line: where the change is.
       change: what it is, before and after.
+      function: the function or class of the file that it is in, "" outside of them.
       source: the whole file with it.
     """
 
     path: Path
     line: int
     change: str
+    function: str
     source: str
 
     def __str__(self) -> str:
@@ -96,8 +99,19 @@ def mutants(path: Path) -> Iterator[Mutant]:
             after = ast.unparse(replacement)
             source = ast.unparse(ast.fix_missing_locations(changed))
             relative = path.resolve().relative_to(ROOT)
-            found.append(Mutant(relative, node.lineno, f"{before}  ->  {after}", source))
+            change = f"{before}  ->  {after}"
+            found.append(Mutant(relative, node.lineno, change, _around(node.lineno, tree), source))
     return iter(sorted(found, key=lambda mutant: mutant.line))
+
+
+def _around(line: int, tree: ast.Module) -> str:
+    """The function or class that a line is in."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            if first <= line <= (node.end_lineno or line):
+                return node.name
+    return ""
 
 
 def _code(tree: ast.AST) -> Iterator[ast.expr]:
@@ -172,28 +186,47 @@ def _become(target: ast.AST, replacement: ast.AST) -> None:
     target.__dict__ = {**target.__dict__, **copy.deepcopy(replacement).__dict__}
 
 
-def public_names(path: Path) -> set[str]:
-    """The public functions of a file, or of its whole package if the file serves the others."""
+@functools.cache
+def definitions() -> dict[tuple[Path, str], set[str]]:
+    """Every function and class of the objectives, and the names that it mentions."""
+    found = {}
+    for file in sorted((ROOT / "jrl/losses").rglob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+                names |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+                found[file.relative_to(ROOT), node.name] = names
+    return found
+
+
+@functools.cache
+def public_users(path: Path, function: str) -> list[set[str]]:
+    """The public functions through which one can be reached: itself or the nearest first, then all.
+
+    Code outside of functions counts as all functions of its file.
+    """
     package = (ROOT / "jrl/losses/__init__.py").read_text()
+    known = {function} if function else {name for file, name in definitions() if file == path}
+    nearest: set[str] = set()
+    while True:
+        public = {name for name in known if f'"{name}"' in package}
+        nearest = nearest or public
+        users = {name for (_, name), mentioned in definitions().items() if mentioned & known}
+        if users <= known:
+            return [nearest, public]
+        known |= users
 
-    def names(file: Path) -> set[str]:
-        tree = ast.parse(file.read_text())
-        defined = {n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-        return {name for name in defined if f'"{name}"' in package}
 
-    file = ROOT / path
-    return names(file) or set().union(*(names(other) for other in file.parent.rglob("*.py")))
-
-
-def stages(path: Path) -> list[list[str]]:
-    """Which tests may know about a file: its vectors first, then every test that names it."""
-    names = sorted(public_names(path))
-    chosen = " or ".join(names)
+def stages(mutant: Mutant) -> list[list[str]]:
+    """Which tests may know about a mutant: vectors and rules for arrays of the nearest public
+    functions first, then every test that names one of all it can be reached through."""
+    nearest, public = public_users(mutant.path, mutant.function)
+    chosen = " or ".join(sorted(nearest))
     mentioning = [
         str(file.relative_to(ROOT))
         for file in sorted((ROOT / HERE).glob("test_*.py"))
         if file.stem not in ("test_array_contract", "test_vectors", "test_public_functions")
-        and any(re.search(rf"\b{name}\b", file.read_text()) for name in names)
+        and any(re.search(rf"\b{name}\b", file.read_text()) for name in public)
     ]
     return [
         [f"{HERE}/test_vectors.py", "-k", f"({chosen}) and not files_hold"],
@@ -206,7 +239,7 @@ class Tester:
     """A copy of the tree in which mutants are tried, and a process ready to try them."""
 
     def __init__(self, folder: Path, limit: float) -> None:
-        self.folder, self.limit = folder, limit
+        self.folder, self.limit, self.written = folder, limit, int(time.time())
         for name in ("jrl", "moe", "sharding", "tests", "pyproject.toml", "README.md"):
             source = ROOT / name
             ignore = shutil.ignore_patterns("__pycache__")
@@ -219,12 +252,18 @@ class Tester:
         """Whether a test fails with the mutant in place; running out of time is a failure too."""
         place = self.folder / mutant.path
         original = place.read_text()
-        place.write_text(mutant.source)
+        self.write(place, mutant.source)
         try:
             # Status 5 is "no test was chosen", as for a function without vectors.
-            return any(self.run(tests) not in (0, 5) for tests in stages(mutant.path) if tests)
+            return any(self.run(tests) not in (0, 5) for tests in stages(mutant) if tests)
         finally:
-            place.write_text(original)
+            self.write(place, original)
+
+    def write(self, place: Path, source: str) -> None:
+        """A file that no bytecode of an earlier one can pass for: each is a second younger."""
+        self.written += 1
+        place.write_text(source)
+        os.utime(place, (self.written, self.written))
 
     def run(self, tests: list[str]) -> int:
         """The exit status of tests in the copy, by a child of this process."""
@@ -276,14 +315,13 @@ tester: Tester
 def start_worker(scratch: str, limit: float) -> None:
     """Give this process a copy of the tree of its own."""
     global tester
-    sys.dont_write_bytecode = True
     warm_up()
     tester = Tester(Path(tempfile.mkdtemp(dir=scratch)), limit)
 
 
-def healthy(path: Path) -> bool:
-    """Whether the vectors of a file are met without any change; the suite says the rest."""
-    return tester.run(stages(path)[0]) in (0, 5)
+def healthy(mutant: Mutant) -> bool:
+    """Whether the vectors are met without the change; the suite says the rest."""
+    return tester.run(stages(mutant)[0]) in (0, 5)
 
 
 def trial(mutant: Mutant) -> bool:
@@ -305,7 +343,6 @@ def main() -> None:
         print(*chosen, f"{len(chosen)} mutants", sep="\n")
         return
 
-    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     with (
         tempfile.TemporaryDirectory() as scratch,
         ProcessPoolExecutor(
@@ -315,9 +352,10 @@ def main() -> None:
             initargs=(scratch, arguments.limit),
         ) as pool,
     ):
-        for path in sorted({mutant.path for mutant in chosen}):
-            if not pool.submit(healthy, path).result():
-                sys.exit(f"the tests of {path} fail without any change: mend them first")
+        for mutant in {(m.path, m.function): m for m in chosen}.values():
+            if not pool.submit(healthy, mutant).result():
+                where = f"{mutant.function} in {mutant.path}"
+                sys.exit(f"the tests of {where} fail without any change: mend them first")
         results = []
         for mutant, killed in zip(chosen, pool.map(trial, chosen), strict=True):
             results.append(killed)
