@@ -46,6 +46,7 @@ def main() -> None:
 
 def forms(shape: list[int], chunks: list[int]) -> dict[str, Callable[..., Any]]:
     """(head, states, tokens) -> log-probabilities and entropies, in several ways."""
+    from dataclasses import replace
     from functools import partial
 
     import jax
@@ -63,7 +64,7 @@ def forms(shape: list[int], chunks: list[int]) -> dict[str, Callable[..., Any]]:
     def on_device(read):
         def local(head, x, tokens):
             # Of the network, the head alone is there.
-            return read(shapes(config).replace(head=head), x, tokens)
+            return read(replace(shapes(config), head=head), x, tokens)
 
         nowhere = jax.sharding.PartitionSpec(mesh.axes)
         whole = jax.sharding.PartitionSpec()
@@ -86,7 +87,7 @@ def forms(shape: list[int], chunks: list[int]) -> dict[str, Callable[..., Any]]:
     return {"all logits": on_device(plain), **ours}
 
 
-def with_gradient(form: Callable[..., Any]) -> Callable[..., Any]:
+def with_gradient(form: Callable[..., Any]) -> Any:
     import jax
 
     def both(head, x, tokens, pull):

@@ -7,7 +7,7 @@ Training reads them a chunk at a time and never has all logits; who draws tokens
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +90,7 @@ def logprobs_and_entropy(
     columns, start, skipped = _own_columns(_head(weights, config), config.vocab_size, mesh)
     of_group = gather_tokens(x, mesh.tp), gather_tokens(tokens, mesh.tp)
     given = vary((of_group[0], columns, of_group[1] - start, skipped), mesh.axes)
-    read = _read(*given, _Reading(mesh.tp, config.execution.vocab_chunk, temperature))
+    read: Any = _read(*given, _Reading(mesh.tp, config.execution.vocab_chunk, temperature))
     own = own_shard(jnp.stack(read, axis=1), mesh.tp)
     return own[:, 0], own[:, 1]
 
