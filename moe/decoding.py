@@ -14,9 +14,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe.attention import read_values, rms_norm
 from moe.config import ModelConfig
-from moe.model import block, check_window, embed, logits_of, run
+from moe.model import block, check_window, embed, run
 from moe.order import Order
 from moe.stream import Stream, rows
+from moe.vocabulary import logits_of
 from moe.weights import Layer, Transformer
 from sharding.folding import FoldedMesh
 
@@ -145,7 +146,7 @@ def decode_step(
     for index, layer in enumerate(layers):
         x, _ = block(layer, x, stream, attend_in_layer(index), config, mesh)
     x = rms_norm(x, weights.norm, config.norm_epsilon)
-    return logits_of(weights, x, config), Cache(tuple(keys), tuple(values), valid)
+    return logits_of(weights, x, config, mesh), Cache(tuple(keys), tuple(values), valid)
 
 
 def _dropless(config: ModelConfig) -> ModelConfig:

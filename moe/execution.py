@@ -18,6 +18,8 @@ class Execution:
       experts: how rows are multiplied, each by its own expert's matrix.
       remat: what the backward pass computes again instead of keeping it: "none", "selective" or
         "full" (`moe.remat`).
+      vocab_chunk: columns of the head whose logits are there at a time in training, on each ``tp``
+        rank; None is all of them (`moe.vocabulary`).
     """
 
     attention: str | None = None
@@ -25,3 +27,11 @@ class Execution:
     dispatch: str | None = None
     experts: str | None = None
     remat: str = "none"
+    vocab_chunk: int | None = 8192
+
+    def __post_init__(self):
+        if self.vocab_chunk is not None and self.vocab_chunk < 1:
+            raise ValueError(
+                f"vocab_chunk={self.vocab_chunk} reads no column of the head: use 1 or more, or "
+                "None for all at once."
+            )

@@ -21,6 +21,7 @@ from moe.order import Order
 from moe.remat import rematerialised
 from moe.routing import RouterStatistics, Routing, assignments, route, statistics
 from moe.stream import Stream, order_of_prompts, order_of_rows, rows, shared_prompts
+from moe.vocabulary import logits_of
 from moe.weights import Experts, Layer, Transformer
 from sharding.collectives import all_sum, gather_tokens, join_shards, own_shard, vary
 from sharding.folding import FoldedMesh
@@ -312,16 +313,6 @@ def layer_of(weights: Transformer[Array], index: int) -> Layer[Array]:
     return jax.tree.map(lambda stacked: stacked[index], stack)
 
 
-def logits_of(
-    weights: Transformer[Array], x: Float[Array, "local d_model"], config: ModelConfig
-) -> Float[Array, "local vocab"]:
-    """Scores of the next token, float32."""
-    if config.head == "value":
-        raise ValueError('head="value" has no logits: this is a critic; use `values`.')
-    head = weights.embedding.T if weights.head is None else weights.head
-    return (x @ head.astype(x.dtype)).astype(jnp.float32)
-
-
 def next_token_logits(
     weights: Transformer[Array],
     tokens: Tokens,
@@ -331,7 +322,7 @@ def next_token_logits(
 ) -> tuple[Float[Array, "local vocab"], RouterStatistics[Array] | None]:
     """Scores of the token after each position, this rank's shard of the flattened positions."""
     x, stats = hidden(weights, tokens, valid, config, mesh)
-    return logits_of(weights, x, config), stats
+    return logits_of(weights, x, config, mesh), stats
 
 
 def align_to_tokens(

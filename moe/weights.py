@@ -7,7 +7,8 @@ Axes: ``layer vocab d_model head kv_head head_dim d_ff route expert d_expert``; 
 ``latent query_latent`` and widths made of theirs; of the dense layers that come before those with
 experts ``first_layer d_first``. ``route`` and
 ``expert`` have the same size and different roles: the router's outputs stay whole on every device
-while the experts are spread over them.
+while the experts are spread over them. So have ``vocab``, the rows of the embedding, and ``logit``,
+the columns of the head.
 """
 
 import math
@@ -130,7 +131,7 @@ def table(config: ModelConfig) -> Transformer[Weight]:
     )
     heads = {
         "tied": None,
-        "untied": Weight("d_model vocab", inward),
+        "untied": Weight("d_model logit", inward),
         "value": Weight("d_model", scale=0.0),
     }
     attention = _attention(config, out_scale)
@@ -226,6 +227,7 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
         "first_layer": config.num_dense_layers,
         "layer": config.num_layers - config.num_dense_layers,
         "vocab": config.vocab_size,
+        "logit": config.vocab_size,
         "d_model": config.d_model,
         "head": config.num_heads,
         "kv_head": config.num_kv_heads,
@@ -260,10 +262,14 @@ def _initial(weight: Weight, sizes: dict[str, int], key: jax.Array) -> jax.Array
 def specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
     """Where each weight lives on `mesh`, stored as `in_rounds` says.
 
+    A head whose columns do not divide by ``tp`` stays whole: no layout can choose the vocabulary.
+
     Raises:
       ValueError: when an axis does not divide by the devices it is spread over.
     """
-    rules, sizes, rounds = weight_rules(mesh), axis_sizes(config), mesh.layout.vpp
+    rules, sizes, rounds = dict(weight_rules(mesh)), axis_sizes(config), mesh.layout.vpp
+    if sizes["logit"] % mesh.size(mesh.tp):
+        del rules["logit"]
     if sizes["layer"] % (mesh.size(mesh.pp) * rounds):
         raise ValueError(
             f"num_layers={sizes['layer']} cannot be cut into {mesh.size(mesh.pp)} pipeline stages "

@@ -12,8 +12,8 @@ Rules = Mapping[str, tuple[str, ...]]
 def weight_rules(mesh: FoldedMesh) -> Rules:
     """Where each named axis of a weight lives; axes not named are whole on every device.
 
-    Layers are split over ``pp``, heads and the hidden units of dense layers over ``tp``, experts
-    over ``ep`` and the hidden units of each expert over ``etp``.
+    Layers are split over ``pp``; heads, the hidden units of dense layers and the columns of the
+    head of the network over ``tp``; experts over ``ep`` and the hidden units of each over ``etp``.
     """
     return {
         "layer": mesh.pp,
@@ -21,6 +21,7 @@ def weight_rules(mesh: FoldedMesh) -> Rules:
         "kv_head": mesh.tp,
         "d_ff": mesh.tp,
         "d_first": mesh.tp,
+        "logit": mesh.tp,
         "expert": mesh.ep,
         "d_expert": mesh.etp,
     }

@@ -16,7 +16,8 @@ from jaxtyping import Array, Bool, Int
 from jrl.rollout.sampling import Sampling, draw
 from moe.config import ModelConfig
 from moe.decoding import Cache, decode_step, extend, prefill
-from moe.model import layer_of, logits_of
+from moe.model import layer_of
+from moe.vocabulary import logits_of
 from moe.weights import Transformer, specs
 from sharding.collectives import all_sum, join_shards, own_shard, vary
 from sharding.folding import FoldedMesh
@@ -181,7 +182,7 @@ def _generate_local(
     hidden, cache = prefill(weights, prompts, valid, config, mesh)
     after_prompt = _last_of_each(hidden, prompts.shape, mesh)
     after_prompt = own_shard(jnp.repeat(after_prompt, decoder.copies, axis=0), mesh.sequence)
-    logits = logits_of(weights, after_prompt, config)
+    logits = logits_of(weights, after_prompt, config, mesh)
 
     shape = (rows.shape[0], decoder.response_length)
     empty = vary(

@@ -37,6 +37,12 @@ class Sampling:
         return self.temperature == 0
 
     @property
+    def policy_temperature(self) -> float:
+        """What divides the logits of the policy. Greedy decoding has no temperature; its policy is
+        the one at temperature 1."""
+        return 1.0 if self.greedy else self.temperature
+
+    @property
     def truncates(self) -> bool:
         """Whether tokens with probability under the policy can have none here."""
         return self.greedy or self.top_k is not None or self.top_p is not None
@@ -50,10 +56,9 @@ def policy_logits(
 ) -> Float[Array, "row vocab"]:
     """Logits of the policy at the sampling temperature, every token included.
 
-    This is the distribution whose log-probabilities the losses differentiate. Greedy decoding has
-    no temperature; its policy is the one at temperature 1.
+    This is the distribution whose log-probabilities the losses differentiate.
     """
-    return logits if sampling.greedy else logits / sampling.temperature
+    return logits / sampling.policy_temperature
 
 
 def sampler_logits(

@@ -4,15 +4,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jrl.rollout.sampling import Sampling, logprobs_of, policy_logits, sampler_logits
+from jrl.rollout.sampling import Sampling, logprobs_of, sampler_logits
 from moe import model, stages
 from moe.config import ModelConfig
 from moe.order import Order
 from moe.routing import RouterStatistics
 from moe.stream import Stream, shared_prompts
+from moe.vocabulary import logits_of, logprobs_and_entropy
 from moe.weights import Transformer
 from sharding.collectives import vary
 from sharding.folding import FoldedMesh
@@ -92,15 +92,14 @@ def scores_of(
     """The scores read off the last hidden states `x` of the `stream` of `tokens`, `router` left
     out."""
     x = model.responses_of(x, tokens.shape, rows.prompt_length, rows.copies, mesh)
-    logits = model.logits_of(weights, x, config)
     responses = vary(model.response_tokens(tokens, rows.prompt_length, mesh), mesh.axes)
-    scaled = policy_logits(logits, sampling)
-    logprobs = logprobs_of(scaled, responses)
-    probabilities = jax.nn.softmax(scaled, axis=-1)
-    entropy = jax.nn.logsumexp(scaled, axis=-1) - jnp.sum(probabilities * scaled, axis=-1)
+    logprobs, entropy = logprobs_and_entropy(
+        weights, x, responses, config, mesh, sampling.policy_temperature
+    )
     if sampling.truncates:
-        narrowed = sampler_logits(jax.lax.stop_gradient(logits), sampling)
-        sampled = logprobs_of(narrowed, responses)
+        # What is cut away is known from all logits; without a gradient none of them is kept.
+        logits = logits_of(*jax.lax.stop_gradient((weights, x)), config, mesh)
+        sampled = logprobs_of(sampler_logits(logits, sampling), responses)
     else:
         sampled = jax.lax.stop_gradient(logprobs)
 

@@ -22,7 +22,7 @@ from sharding.schedule import Schedule
 
 AXES = {
     "dp": "data: each rank has its own sequences",
-    "tp": "tensor: attention heads and dense hidden units; between layers, the tokens",
+    "tp": "tensor: attention heads, dense hidden units, the head's columns; between layers, tokens",
     "cp": "context: the positions of a sequence",
     "pp": "pipeline: the layers, and micro-batches on their way through them",
     "ep": "experts: each rank holds some of them, tokens travel",
@@ -132,8 +132,10 @@ def memory(setup: Setup) -> dict[str, int]:
     * cache ``layers x rows x (prompt + response - 1) x kv_heads / tp x (head_dim + value_dim) x
       itemsize`` and a byte per position, with the rows per device of a step's completions or of an
       evaluation, whichever are more;
-    * logits ``4 x rows x response / (cp tp) x vocab``, with the rows per device of the largest
-      forward pass: a micro-batch, a warm start's batch, or all completions under the reference;
+    * logits ``4 x rows x response / cp x min(chunk, vocab / tp)`` of a chunk of columns, or
+      ``4 x rows x response / (cp tp) x vocab`` where the sampler truncates and that is more, with
+      the rows per device of the largest forward pass: a micro-batch, a warm start's batch, or all
+      completions under the reference;
     * on a pipeline, the inputs of layers that a stage keeps until they go backward.
 
     Per parameter these are ``8 + 8 / G`` bytes for weight, gradient and moments, all float32.
@@ -205,11 +207,19 @@ def cache_bytes(setup: Setup, rows: int) -> int:
 
 
 def logits_bytes(setup: Setup, rows: int) -> int:
-    """Bytes of the float32 logits on one device while `rows` responses are scored at once."""
-    mesh = setup.mesh
+    """Bytes of the float32 logits on one device while `rows` responses are scored at once.
+
+    They are those of a chunk of columns or, of this device's tokens, those of the whole vocabulary,
+    by which top-k and top-p know what to cut away.
+    """
+    mesh, vocab_size = setup.mesh, setup.model.vocab_size
     section = -(-rows // mesh.size(mesh.dp)), setup.response_length
-    tokens = Order((section,), mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.sequence)
-    return 4 * tokens * setup.model.vocab_size
+    tokens = Order((section,), mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.cp)
+    width, chunk = -(-vocab_size // mesh.size(mesh.tp)), setup.model.execution.vocab_chunk
+    numbers = tokens * (width if chunk is None else min(chunk, width))
+    if setup.sampling.truncates:
+        numbers = max(numbers, tokens // mesh.size(mesh.tp) * vocab_size)
+    return 4 * numbers
 
 
 def kept_bytes(setup: Setup) -> int:

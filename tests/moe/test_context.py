@@ -17,6 +17,7 @@ from moe import model
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.stream import packed, rows, shared_prompts
+from moe.vocabulary import logits_of
 from moe.weights import specs
 from sharding.collectives import all_sum, own_shard
 from sharding.folding import Layout, fold_abstract
@@ -286,7 +287,7 @@ def trained(is_packed, layout, context=None):
         else:
             stream = rows(tokens, jnp.asarray(valid), mesh, config.execution)
         x, stats = model.run(weights, stream, config, mesh)
-        logprobs = jax.nn.log_softmax(model.logits_of(weights, x, config))
+        logprobs = jax.nn.log_softmax(logits_of(weights, x, config, mesh))
         chosen = own_shard(stream.order.flatten(follows), mesh.sequence)
         chosen = jnp.take_along_axis(logprobs, chosen[:, None], axis=1)[:, 0]
         used = own_shard(stream.order.flatten(counted), mesh.sequence)

@@ -35,9 +35,17 @@ MOE = ModelConfig(
 )
 CONFIGS = {
     "routed": MOE,
-    "two": replace(MOE, num_layers=2),
+    # A head that tp divides; of the others every rank reads its part. Both in chunks.
+    "two": replace(MOE, num_layers=2, vocab_size=12, execution=Execution(vocab_chunk=5)),
     "four": replace(MOE, num_layers=4),
-    "dense": replace(MOE, num_layers=2, num_experts=0, d_ff=28, head="tied"),
+    "dense": replace(
+        MOE,
+        num_layers=2,
+        num_experts=0,
+        d_ff=28,
+        head="tied",
+        execution=Execution(vocab_chunk=4),
+    ),
     # What DeepSeek-V3 routes by; rows travel one by one.
     "sigmoid": replace(
         MOE,

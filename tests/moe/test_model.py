@@ -15,6 +15,7 @@ from moe.attention import rms_norm
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.routing import RouterStatistics
+from moe.vocabulary import logits_of
 from moe.weights import specs
 from sharding.collectives import all_sum
 from sharding.folding import Layout, fold_abstract
@@ -101,9 +102,9 @@ def test_logits_are_products_with_the_head(head):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, CONFIG.d_model)), jnp.float32)
     matrix = weights.embedding.T if head == "tied" else weights.head
     expected = np.asarray(x, np.float64) @ np.asarray(matrix, np.float64)
-    logits = model.logits_of(weights, x, config)
+    logits = logits_of(weights, x, config, MESH)
     np.testing.assert_allclose(logits, expected, atol=5e-6)
-    half = model.logits_of(weights, x.astype(jnp.bfloat16), config)
+    half = logits_of(weights, x.astype(jnp.bfloat16), config, MESH)
     assert half.dtype == jnp.float32
 
 
@@ -192,7 +193,7 @@ def test_heads_are_not_mistaken_for_each_other():
     weights = random_weights(CONFIG, 1)
     x = jnp.zeros((1, CONFIG.d_model))
     with pytest.raises(ValueError, match=r'head="value" has no logits: this is a critic'):
-        model.logits_of(weights, x, CONFIG.as_critic())
+        logits_of(weights, x, CONFIG.as_critic(), MESH)
     with pytest.raises(ValueError, match=r"head='untied' gives no values"):
         on_mesh(
             lambda w, t, v: model.values(w, t, v, CONFIG, MESH)[0],

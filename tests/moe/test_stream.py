@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from moe import model
 from moe.config import ModelConfig
 from moe.stream import rows, shared_prompts
+from moe.vocabulary import logits_of
 from moe.weights import initialise, specs
 from sharding.collectives import all_sum, gather_tokens, own_shard
 from sharding.folding import Layout, fold
@@ -59,7 +60,7 @@ def plain(weights, tokens, valid, copies, mesh):
 def loss(weights, tokens, valid, path, copies, mesh):
     """A scalar that every weight reaches: a sum over response tokens and the router's losses."""
     before, stats = path(weights, tokens, valid, copies, mesh)
-    logits = model.logits_of(weights, before, CONFIG)
+    logits = logits_of(weights, before, CONFIG, mesh)
     targets = model.response_tokens(tokens, PROMPT, mesh)
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)[:, 0]
     logprobs = model.on_responses(chosen, tokens.shape, PROMPT, mesh)

@@ -189,6 +189,16 @@ def test_specs_follow_the_rules():
     assert placed.layers.dense is not None
     assert placed.layers.dense.down == P(mesh.pp, mesh.tp, None)
     assert placed.head is None
+    assert specs(CONFIGS["critic"], mesh).head == P(None)
+
+
+def test_the_columns_of_a_head_are_spread_where_they_divide():
+    odd, even = ROUTED, replace(ROUTED, vocab_size=18)
+    for layout in ("tp2 dp4 / ep4", "tp2 pp3 / ep2"):
+        mesh = fold_abstract(Layout.parse(layout))
+        assert specs(odd, mesh).head == P(None, None)
+        assert specs(even, mesh).head == P(None, mesh.tp)
+        assert specs(even, mesh).embedding == P(None, None)
 
 
 def test_shardings_split_the_experts():

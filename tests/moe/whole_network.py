@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe import model, stages
 from moe.stream import rows
+from moe.vocabulary import logprobs_and_entropy
 from moe.weights import specs
 from sharding.collectives import all_sum, vary, varying
 
@@ -35,9 +36,9 @@ def token_loss(weights, x, piece, num_tokens, config, mesh):
     if config.head == "value":
         after = jnp.square(model.value_of(weights, x, config) - 1.0)
     else:
-        logprobs = jax.nn.log_softmax(model.logits_of(weights, x, config))
-        after = -jnp.take_along_axis(logprobs, model.next_tokens(tokens, mesh)[:, None], axis=1)
-        after = after[:, 0]
+        following = model.next_tokens(tokens, mesh)
+        logprobs, entropy = logprobs_and_entropy(weights, x, following, config, mesh)
+        after = 0.1 * entropy - logprobs
     per_token = model.align_to_tokens(after, tokens.shape, mesh)
     # A padded first token carries nothing.
     counted = valid & (jnp.arange(tokens.shape[1]) > 0)[None, :]

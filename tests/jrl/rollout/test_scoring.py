@@ -1,5 +1,7 @@
 """Decoding and training say the same about the same tokens."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,12 +41,14 @@ def test_decoding_and_scoring_agree(sampling):
 
 
 def test_agreement_is_the_layout_s_too():
-    decoder = decoder_of(Sampling(), "tp2 dp2 / ep4")
+    """Here each ``tp`` rank has its columns of the head."""
+    config = replace(CONFIG, vocab_size=12)
+    decoder = decoder_of(Sampling(top_k=5), "tp2 dp2 / ep4", config=config)
     rollout = decode(decoder)
-    logprobs, *_ = scored(decoder, rollout)
-    np.testing.assert_allclose(
-        logprobs[rollout.mask], rollout.policy_logprobs[rollout.mask], atol=CLOSE
-    )
+    logprobs, sampler_logprobs, _ = scored(decoder, rollout)
+    drawn = rollout.mask
+    np.testing.assert_allclose(logprobs[drawn], rollout.policy_logprobs[drawn], atol=CLOSE)
+    np.testing.assert_allclose(sampler_logprobs[drawn], rollout.logprobs[drawn], atol=CLOSE)
 
 
 def test_scores_are_those_of_the_token_they_stand_at():
@@ -88,7 +92,7 @@ def test_the_sampler_s_logprobs_carry_no_gradient():
             local,
             mesh=mesh.mesh,
             in_specs=(specs(CONFIG, mesh), P(), P()),
-            out_specs=P(),
+            out_specs=specs(CONFIG, mesh).head,
         )
         tokens, valid = jnp.asarray(rollout.tokens), jnp.asarray(rollout.valid)
         return jax.jit(step, compiler_options=FAST_COMPILE)(weights(), tokens, valid)

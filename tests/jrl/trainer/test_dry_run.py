@@ -22,6 +22,7 @@ from jrl.trainer.dry_run import (
 from jrl.trainer.setup import set_up
 from jrl.trainer.state import begin, initial_weights
 from moe import decoding, model, weights
+from moe.vocabulary import logits_of
 
 LAYOUT = "tp2 dp2 / ep4"
 
@@ -96,17 +97,31 @@ def test_memory_of_the_cache_is_what_decoding_carries():
     assert cache_bytes(setup, rows=24) == traced
 
 
-def test_memory_of_the_logits_is_what_scoring_makes():
-    setup = set_up(RunConfig(layout=LAYOUT), Grpo())
+def test_memory_of_all_logits_is_what_a_sampler_that_truncates_asks_for():
+    setup = set_up(RunConfig(layout=LAYOUT), replace(Grpo(), top_k=5))
+    execution = replace(setup.model.execution, vocab_chunk=7)
+    setup = replace(setup, model=replace(setup.model, execution=execution))
 
     def score(weights, tokens, valid):
         x, _ = model.before_responses(
             weights, tokens, valid, setup.prompt_length, 1, setup.model, setup.mesh
         )
-        return model.logits_of(weights, x, setup.model)
+        return logits_of(weights, x, setup.model, setup.mesh)
 
     time = setup.prompt_length + setup.response_length
     assert logits_bytes(setup, rows=6) == local_bytes(setup, score, *tokens_of(6, time))
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "chunk", "columns"), [(39, 7, 7), (38, 99, 19), (39, None, 20)]
+)
+def test_memory_of_logits_is_that_of_a_chunk_of_columns(vocab_size, chunk, columns):
+    setup = set_up(RunConfig(layout=LAYOUT), Grpo())
+    execution = replace(setup.model.execution, vocab_chunk=chunk)
+    config = replace(setup.model, vocab_size=vocab_size, execution=execution)
+    # 6 rows over dp 2; the tp ranks read their own columns for the tokens of both.
+    bytes_of_chunk = 4 * 3 * setup.response_length * columns
+    assert logits_bytes(replace(setup, model=config), rows=6) == bytes_of_chunk
 
 
 def test_memory_counts_the_largest_of_what_takes_turns():
@@ -220,6 +235,5 @@ def test_memory_of_a_stage_counts_the_padding_of_context_parallelism(apart):
     # 16 rows in 4 groups, over cp 2 x tp 2; two micro-batches leave two inputs to keep.
     tokens = 4 * padded(apart.prompt_length) + 16 * padded(apart.response_length)
     assert memory(apart)["inputs kept by a stage"] == 2 * tokens // 4 * apart.model.d_model * 4
-    assert logits_bytes(apart, rows=16) == (
-        4 * 16 * padded(apart.response_length) // 4 * apart.model.vocab_size
-    )
+    columns = -(-apart.model.vocab_size // 2)
+    assert logits_bytes(apart, rows=16) == 4 * 16 * padded(apart.response_length) // 2 * columns
