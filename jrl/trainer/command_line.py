@@ -9,6 +9,8 @@ from types import TracebackType
 
 import jax
 
+from jrl.trainer.coordinator import ALONE, Processes, check_even, join
+
 OUR_PACKAGES = ("jrl", "moe", "sharding")
 
 
@@ -46,22 +48,29 @@ def exit_status(command: Callable[[], int]) -> int:
         return _say(f"{what}: lower --micro-batch; --dry-run shows what needs the memory.", 1)
 
 
-def start_jax(devices: int | None) -> None:
+def start_jax(devices: int | None, processes: Processes = ALONE) -> None:
     """Chooses the devices before JAX touches any, and keeps what it compiles.
 
     Args:
-      devices: number of CPU devices to make believe; None takes the real ones.
+      devices: number of CPU devices to make believe, of all processes together; None takes the
+        real ones.
+      processes: those of the run; this one waits until all are there.
 
     Raises:
-      ValueError: when JAX has started already with fewer, or cannot start.
+      ValueError: when JAX has started already with fewer, or cannot start, or where the processes
+        do not meet.
     """
-    if devices is not None:
-        _make_believe(devices)
+    processes.check()
+    share = processes.share(devices)
+    if share is not None:
+        _make_believe(share)
     keep_compilations()
+    join(processes)
     try:
         jax.devices()
     except RuntimeError as error:
         raise ValueError(f"JAX cannot start: {' '.join(str(error).split())}") from error
+    check_even()
 
 
 def keep_compilations() -> None:
