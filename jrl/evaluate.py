@@ -21,7 +21,7 @@ from jrl.tokenizer import Tokenizer
 from jrl.trainer.command_line import exit_status, start_jax
 from jrl.trainer.configuration import configuration_of, flag
 from jrl.trainer.coordinator import ALONE, Processes
-from jrl.trainer.processes import Together, check_same, is_first
+from jrl.trainer.processes import Together, check_same, connect, is_first
 from jrl.trainer.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -111,6 +111,8 @@ def _evaluate(request: Request, folder: RunFolder) -> dict[str, Any]:
     with Together():
         tokenizer = Tokenizer.from_file(folder.tokenizer_path)
         setup = set_up(run, recipe, tokenizer, load_model(folder))
+    connect(setup.mesh)
+    connect(setup.rollout_mesh)
     with closing(setup.task):
         weights, step = load_policy(folder, setup)
         numbers = measure(

@@ -20,7 +20,7 @@ from jrl.trainer.command_line import exit_status, start_jax
 from jrl.trainer.config import RunConfig
 from jrl.trainer.configuration import flag, to_json
 from jrl.trainer.flags import PROGRAM, Request, parse
-from jrl.trainer.processes import Together, check_same, from_first, is_first
+from jrl.trainer.processes import Together, check_same, connect, from_first, is_first
 from jrl.trainer.records import read_metrics
 from jrl.trainer.run_folder import RunFolder
 
@@ -51,8 +51,7 @@ def _main(arguments: list[str]) -> int:
 
 def _begin(request: Request) -> int:
     """A new run. Its folder is made when all that can be seen to be wrong has been looked at."""
-    with Together():
-        setup = _set_up(request)
+    setup = _set_up_together(request)
     with closing(setup.task):
         weights = _given_weights(setup)
         with _open(lambda: _create(request)) as folder:
@@ -74,8 +73,7 @@ def _resume(request: Request) -> int:
                 plot_run(folder.metrics_path, folder.plots_path, f"{run.task}, {config['recipe']}")
             print(f"{folder.path} is finished after {step} steps; --steps may be raised.")
             return 0
-        with Together():
-            setup = _set_up(request, folder)
+        setup = _set_up_together(request, folder)
         with closing(setup.task):
             if is_first() and folder.config() != config:
                 folder.change_config(config)
@@ -100,11 +98,20 @@ def _show(request: Request) -> int:
     from jrl.trainer.dry_run import print_dry_run
 
     resumed = request.command.resume
-    with Together():
-        setup = _set_up(request, RunFolder.read(request.command.run_dir or "") if resumed else None)
+    folder = RunFolder.read(request.command.run_dir or "") if resumed else None
+    setup = _set_up_together(request, folder)
     with closing(setup.task):
         print_dry_run(setup)
     return 0
+
+
+def _set_up_together(request: Request, folder: RunFolder | None = None) -> "Setup":
+    """`_set_up` in all processes or in none, which are then connected."""
+    with Together():
+        setup = _set_up(request, folder)
+    connect(setup.mesh)
+    connect(setup.rollout_mesh)
+    return setup
 
 
 def _set_up(request: Request, folder: RunFolder | None = None) -> "Setup":

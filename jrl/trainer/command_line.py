@@ -9,7 +9,7 @@ from types import TracebackType
 
 import jax
 
-from jrl.trainer.coordinator import ALONE, Processes, check_even, join
+from jrl.trainer.coordinator import ALONE, Processes, join, joined, leave_at_once
 
 OUR_PACKAGES = ("jrl", "moe", "sharding")
 
@@ -22,8 +22,19 @@ def exit_status(command: Callable[[], int]) -> int:
 
     Returns:
       The exit status: the command's own, 2 for wrong input, 1 for a run that failed or that the
-      operating system refused something.
+      operating system refused something. Of several processes one that could not go on alone does
+      not wait for the others.
     """
+    status = None
+    try:
+        status = _exit_status(command)
+        return status
+    finally:
+        if status not in (0, 2):
+            leave_at_once(1 if status is None else status)
+
+
+def _exit_status(command: Callable[[], int]) -> int:
     try:
         return command()
     except ValueError as error:
@@ -42,9 +53,11 @@ def exit_status(command: Callable[[], int]) -> int:
     except RuntimeError as error:
         if type(error).__module__.split(".")[0] in OUR_PACKAGES:
             return _say(error, 1)
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
         what = str(error).splitlines()[0]
+        if "Gloo" in what:
+            return _say(f"another process of the run has ended or cannot be reached: {what}", 1)
+        if "RESOURCE_EXHAUSTED" not in what:
+            raise
         return _say(f"{what}: lower --micro-batch; --dry-run shows what needs the memory.", 1)
 
 
@@ -70,7 +83,7 @@ def start_jax(devices: int | None, processes: Processes = ALONE) -> None:
         jax.devices()
     except RuntimeError as error:
         raise ValueError(f"JAX cannot start: {' '.join(str(error).split())}") from error
-    check_even()
+    joined()
 
 
 def keep_compilations() -> None:

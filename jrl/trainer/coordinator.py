@@ -1,8 +1,10 @@
 """How the processes of a run find each other, through `jax.distributed`."""
 
+import atexit
 import os
 import socket
 import sys
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -14,6 +16,9 @@ RETRY = 0.2
 """Seconds between two attempts to reach the coordinator."""
 PATIENCE = 60
 """Seconds that a process waits at its end for those that have not come to theirs."""
+GRACE = 1.0
+"""Seconds that the first process, without which JAX ends the others, gives them to say something
+too."""
 
 
 @dataclass(frozen=True)
@@ -100,18 +105,44 @@ def join(processes: Processes) -> None:
     _initialize(processes)
 
 
-def check_even() -> None:
-    """Refuses processes with different numbers of devices, and silences all but the first.
+def joined() -> None:
+    """Looks over the processes that have joined, and leaves standard output to the first.
 
     Raises:
-      ValueError: in all processes, naming the numbers.
+      ValueError: in all processes, where they have different numbers of devices.
     """
+    if not jax.distributed.is_initialized():
+        return
     counts = Counter(device.process_index for device in jax.devices())
     if len(set(counts.values())) > 1:
         numbers = ", ".join(f"{counts[index]} in process {index}" for index in sorted(counts))
         raise ValueError(f"every process needs as many devices as the others; there are {numbers}.")
-    if jax.process_index():
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, it stays open to the end
+    _leave_stdout(jax.process_index() == 0)
+
+
+def leave_at_once(status: int) -> None:
+    """Lets this process end with `status` without waiting for the others, which see its connections
+    close: for what went wrong in this process alone."""
+    if jax.distributed.is_initialized():
+        atexit.register(_exit, status)
+
+
+def _exit(status: int) -> None:
+    # JAX would wait for the others, and they for this process, in the middle of a collective.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if jax.process_index() == 0:
+        time.sleep(GRACE)
+    os._exit(status)
+
+
+def _leave_stdout(first: bool) -> None:
+    """Gloo announces each connection on standard output, which is the user's: what is written
+    there past Python goes to standard error, and the other processes write nothing at all."""
+    sys.stdout.flush()
+    own = os.dup(1) if first else os.open(os.devnull, os.O_WRONLY)
+    sys.stdout = open(own, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)  # noqa: SIM115
+    os.dup2(2 if first else own, 1)
 
 
 def _parsed(address: str) -> tuple[str, int]:
@@ -129,13 +160,17 @@ def _initialize(processes: Processes) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # Its handler of SIGTERM would take the place of the run's own.
     jax.config.update("jax_enable_preemption_service", False)
-    auto = processes.coordinator == AUTO
+    auto, seconds = processes.coordinator == AUTO, processes.coordinator_timeout
+    # JAX ends a process that waits in vain with a page of its own: this is earlier, and one line.
+    alarm = threading.Timer(seconds, _give_up, (processes,))
+    alarm.daemon = True
+    alarm.start()
     try:
         jax.distributed.initialize(
             None if auto else processes.coordinator,
             processes.num_processes,
             processes.process_id,
-            initialization_timeout=processes.coordinator_timeout,
+            initialization_timeout=2 * seconds,
             shutdown_timeout_seconds=PATIENCE,
             cluster_detection_method=None if auto else "deactivate",
         )
@@ -151,6 +186,19 @@ def _initialize(processes: Processes) -> None:
         raise ValueError(
             f"coordinator={processes.coordinator!r}: the processes did not meet ({line})."
         ) from error
+    finally:
+        alarm.cancel()
+
+
+def _give_up(processes: Processes) -> None:
+    number = processes.num_processes or "some"
+    print(
+        f"error: coordinator={processes.coordinator!r}: not all of {number} processes came within "
+        f"{processes.coordinator_timeout} s: start them, or raise --coordinator-timeout.",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(2)
 
 
 def _check_free(coordinator: str) -> None:

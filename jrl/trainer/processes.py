@@ -10,14 +10,19 @@ them, in the same order.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from itertools import combinations
 from types import TracebackType
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
+
+from sharding.collectives import all_sum, vary
+from sharding.folding import FoldedMesh
 
 
 def several() -> bool:
@@ -28,6 +33,41 @@ def several() -> bool:
 def is_first() -> bool:
     """Whether this process is the one that writes, and speaks to the user."""
     return jax.process_index() == 0
+
+
+def connect(mesh: FoldedMesh) -> None:
+    """Opens the connections of every group of devices along axes of `mesh`, one number each.
+
+    Gloo gives a process that is new in a group 30 seconds to come, and the processes of a run may
+    differ by more where they compile their first programs. Here they come at the same time.
+    """
+    if not several():
+        return
+    any_of(False)  # nobody waits for one that is still compiling what came before
+    numbers = to_devices(np.ones(mesh.layout.num_devices, np.float32), _over_all(mesh))
+    jax.block_until_ready(_meeting(mesh)(numbers))
+
+
+def _over_all(mesh: FoldedMesh) -> NamedSharding:
+    return NamedSharding(mesh.mesh, PartitionSpec(mesh.axes))
+
+
+@cache
+def _meeting(mesh: FoldedMesh) -> Callable[[jax.Array], jax.Array]:
+    """A sum over every group of devices."""
+    axes = [axis for axis in mesh.axes if mesh.size((axis,)) > 1]
+    groups = [group for n in range(len(axes)) for group in combinations(axes, n + 1)]
+
+    def meet(number: jax.Array) -> jax.Array:
+        return sum((vary(all_sum(number, group), mesh.axes) for group in groups), number)
+
+    local = jax.shard_map(
+        meet,
+        mesh=mesh.mesh,
+        in_specs=PartitionSpec(mesh.axes),
+        out_specs=PartitionSpec(mesh.axes),
+    )
+    return jax.jit(local)
 
 
 def to_host(tree: Any) -> Any:

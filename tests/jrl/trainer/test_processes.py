@@ -27,15 +27,16 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def agreed():
+def agreed(tmp_path_factory):
     """What two processes made of what they gave each other."""
     with socket.create_server(("", 0)) as server:
         port = str(server.getsockname()[1])
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[2])}
+    folder = tmp_path_factory.mktemp("agreed")
     command = [sys.executable, str(HERE / "agreeing_process.py"), port]
     processes = [
         subprocess.Popen(
-            [*command, number],
+            [*command, number, str(folder / number)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -50,7 +51,8 @@ def agreed():
             process.kill()
     for process, (_, errors) in zip(processes, ends, strict=True):
         assert process.returncode == 0, errors[-2000:]
-    return [json.loads(output) for output, _ in ends]
+    assert [output for output, _ in ends] == ["only the first process is heard\n", ""]
+    return [json.loads((folder / number).read_text()) for number in "01"]
 
 
 def test_each_holds_its_part_and_both_see_the_whole(agreed):
