@@ -9,7 +9,7 @@ from types import TracebackType
 
 import jax
 
-from jrl.trainer.coordinator import ALONE, Processes, join, joined, leave_at_once
+from jrl.trainer.coordinator import ALONE, Processes, join, leave_at_once, look_over
 
 OUR_PACKAGES = ("jrl", "moe", "sharding")
 
@@ -78,12 +78,13 @@ def start_jax(devices: int | None, processes: Processes = ALONE) -> None:
     if share is not None:
         _make_believe(share)
     keep_compilations()
-    join(processes)
+    has_joined = join(processes)
     try:
         jax.devices()
     except RuntimeError as error:
         raise ValueError(f"JAX cannot start: {' '.join(str(error).split())}") from error
-    joined()
+    if has_joined:
+        look_over()
 
 
 def keep_compilations() -> None:

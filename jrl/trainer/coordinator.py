@@ -84,18 +84,21 @@ ALONE = Processes()
 """A run of one process."""
 
 
-def join(processes: Processes) -> None:
+def join(processes: Processes) -> bool:
     """Connects this process with the others, before JAX touches any device.
+
+    Returns:
+      Whether it did: not in a run of one process, and not again.
 
     Raises:
       ValueError: where the coordinator cannot be reached, or not all processes come in time.
     """
-    if processes.coordinator is None:
-        return
     coordinator = processes.coordinator
+    if coordinator is None or jax.distributed.is_initialized():
+        return False
     if coordinator == AUTO:
         _initialize(processes)
-        return
+        return True
     # JAX ends a process that cannot connect, with a page of its own: what can be seen to be wrong
     # is looked at before.
     if processes.process_id == 0:
@@ -103,16 +106,15 @@ def join(processes: Processes) -> None:
     else:
         _await(coordinator, processes.coordinator_timeout)
     _initialize(processes)
+    return True
 
 
-def joined() -> None:
+def look_over() -> None:
     """Looks over the processes that have joined, and leaves standard output to the first.
 
     Raises:
       ValueError: in all processes, where they have different numbers of devices.
     """
-    if not jax.distributed.is_initialized():
-        return
     counts = Counter(device.process_index for device in jax.devices())
     if len(set(counts.values())) > 1:
         numbers = ", ".join(f"{counts[index]} in process {index}" for index in sorted(counts))
