@@ -1,8 +1,10 @@
-"""One of two processes that train and evaluate together, by the commands that a user types.
+"""One of the processes of a run, which trains and evaluates by the commands that a user types.
 
-    python two_processes.py PORT NUMBER FOLDER
+    python two_processes.py COUNT PORT NUMBER FOLDER FLAGS...
 
-FOLDER holds the run `alone` of one process. What came of each command goes to FOLDER/NUMBER.json.
+The two processes of COUNT 2 make the run FOLDER/two and stop on the way; the one of COUNT 1 makes
+FOLDER/alone and goes on where the two had stopped. Status and standard error of each command go to
+FOLDER/COUNT-NUMBER.json.
 """
 
 import contextlib
@@ -29,38 +31,62 @@ def interrupted(setup, state):
     return train_step(setup, state)
 
 
-def main(port: str, number: int, folder: Path, flags: list[str]) -> None:
-    results = {}
-    who = [f"--coordinator=localhost:{port}", "--num-processes=2", f"--process-id={number}"]
+class Commands:
+    """Runs commands as this process of several, and keeps what came of them."""
 
-    def run(name, command, *arguments):
+    def __init__(self, count: str, port: str, number: str, folder: Path):
+        self.folder = folder
+        self.who = [
+            f"--coordinator=localhost:{port}",
+            f"--num-processes={count}",
+            f"--process-id={number}",
+        ]
+        self.results: dict[str, tuple[int, str]] = {}
+
+    def __call__(self, name, command, *arguments):
         with contextlib.redirect_stderr(io.StringIO()) as errors:
-            status = command.main([*arguments, *who])
-        results[name] = [status, errors.getvalue()]
+            status = command.main([*arguments, *self.who])
+        self.results[name] = status, errors.getvalue()
 
-    def resume(name, run_dir, *arguments):
-        run(name, train, "--resume", f"--run-dir={folder / run_dir}", *arguments)
+    def resume(self, name, run, *arguments):
+        self(name, train, "--resume", f"--run-dir={self.folder / run}", *arguments)
 
-    begin = [*flags, f"--run-dir={folder / 'two'}"]
-    if number == 1:
+    def evaluate(self, name, number):
+        out = self.folder / f"{name}-{number}.json"
+        as_trained = ["--k=1", "--prompts=4", "--seed=3"]
+        self(name, evaluate, str(self.folder / "two"), *as_trained, f"--json={out}")
+
+
+def two(run: Commands, number: str, flags: list[str]) -> None:
+    begin = [*flags, f"--run-dir={run.folder / 'two'}"]
+    if number == "1":
         loop.train_step = interrupted
     run("stopped", train, *begin)
     loop.train_step = train_step
     if is_first():
-        shutil.copytree(folder / "two", folder / "stopped")
+        shutil.copytree(run.folder / "two", run.folder / "stopped")
     any_of(False)  # until it has been copied
-    resume("resumed", "two", "--faults")
-    resume("raised", "raised", "--steps=4")
+    run.resume("resumed", "two", "--faults")
     run("occupied", train, *begin)
     run("different", train, *flags, f"--seed={number}")
     run("part", train, *flags, "--layout=dp2")
-    out = folder / f"evaluated-{number}.json"
-    as_trained = ["--k=1", f"--prompts={EVALUATED}", "--seed=3"]
-    run("evaluated", evaluate, str(folder / "alone"), *as_trained, f"--json={out}")
-    (folder / f"{number}.json").write_text(json.dumps(results))
+    run.evaluate("evaluated by two", number)
 
 
-EVALUATED = 4
+def alone(run: Commands, flags: list[str]) -> None:
+    run("alone", train, *flags, f"--run-dir={run.folder / 'alone'}")
+    run.resume("went on", "stopped")
+    run.evaluate("evaluated by one", "0")
+
+
+def main(count: str, port: str, number: str, folder: str, *flags: str) -> None:
+    run = Commands(count, port, number, Path(folder))
+    if count == "2":
+        two(run, number, list(flags))
+    else:
+        alone(run, list(flags))
+    (run.folder / f"{count}-{number}.json").write_text(json.dumps(run.results))
+
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
+    main(*sys.argv[1:])
