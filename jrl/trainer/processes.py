@@ -163,7 +163,8 @@ class Together:
     No collective may be called in it: the process that failed would not take part.
 
     Raises:
-      ValueError: where the block went well in this process and failed in another, with its message.
+      ValueError: where the block went well in this process and failed in another, with its message;
+        and for what the operating system refused here, so that all end alike.
     """
 
     def __enter__(self) -> None:
@@ -178,6 +179,8 @@ class Together:
         if not several():
             return
         messages = gather(None if error is None else str(error) or type(error).__name__)
+        if isinstance(error, OSError) and error.filename is not None:
+            raise ValueError(f"{error.filename}: {error.strerror}") from error
         if error is None:
             for number, message in enumerate(messages):
                 if message is not None:
