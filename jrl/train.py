@@ -186,7 +186,7 @@ def _open(make: Callable[[], RunFolder]) -> RunFolder:
     with Together():
         if is_first():
             folder = make()
-    path = from_first(None if folder is None else str(folder.path))
+    path = from_first(None if folder is None else str(folder.path.absolute()))
     return RunFolder(path) if folder is None else folder
 
 

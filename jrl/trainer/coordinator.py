@@ -143,7 +143,7 @@ def _leave_stdout(first: bool) -> None:
     there past Python goes to standard error, and the other processes write nothing at all."""
     sys.stdout.flush()
     own = os.dup(1) if first else os.open(os.devnull, os.O_WRONLY)
-    sys.stdout = open(own, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)  # noqa: SIM115
+    sys.stdout = os.fdopen(own, "w", 1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
     os.dup2(2 if first else own, 1)
 
 

@@ -69,7 +69,8 @@ def two(run: Commands, number: str, flags: list[str]) -> None:
     run.resume("resumed", "two", "--faults")
     run("occupied", train, *begin)
     run("different", train, *flags, f"--seed={number}")
-    run("part", train, *flags, "--layout=dp2")
+    others = [flag for flag in flags if not flag.startswith("--layout=")]
+    run("part", train, *others, "--layout=dp2")
     run.evaluate("evaluated by two", number)
 
 
