@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,9 @@ from rich.table import Table
 
 from jrl.tokenizer import Tokenizer
 from jrl.trainer.command_line import exit_status, start_jax
-from jrl.trainer.configuration import configuration_of
+from jrl.trainer.configuration import configuration_of, flag
+from jrl.trainer.coordinator import ALONE, Processes
+from jrl.trainer.processes import Together, check_same, connect, is_first
 from jrl.trainer.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ class Request:
     """Measure the critic of the run as well, and draw plots/value_diagnostics.png in its folder."""
     json: str | None = None
     """A file that the results are written to as well."""
+    processes: tyro.conf.OmitArgPrefixes[Processes] = ALONE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,7 +77,7 @@ def _main(arguments: list[str]) -> int:
             raise ValueError(f"{name}={getattr(request, name)} must be at least 1.")
     results = _evaluate(request, RunFolder.read(request.run))
     _print(results)
-    if request.json is not None:
+    if request.json is not None and is_first():
         Path(request.json).write_text(json.dumps(results, indent=2, allow_nan=False) + "\n")
     return 0
 
@@ -89,7 +92,10 @@ def _evaluate(request: Request, folder: RunFolder) -> dict[str, Any]:
         run = replace(run, rollout_layout=request.rollout_layout)
     given = {name: getattr(request, name) for name in ("temperature", "top_k", "top_p")}
     recipe = replace(recipe, **{name: value for name, value in given.items() if value is not None})
-    start_jax(run.devices)
+    start_jax(run.devices, request.processes)
+    own = ("json", "processes")
+    names = [field.name for field in fields(request) if field.name not in own]
+    check_same({flag(name): getattr(request, name) for name in names})
 
     # What builds and runs a network is imported once the flags are known to be right.
     from jrl.trainer.measure import measure
@@ -102,7 +108,11 @@ def _evaluate(request: Request, folder: RunFolder) -> dict[str, Any]:
             "--diagnostics needs one, as ppo and vapo have it."
         )
 
-    setup = set_up(run, recipe, Tokenizer.from_file(folder.tokenizer_path), load_model(folder))
+    with Together():
+        tokenizer = Tokenizer.from_file(folder.tokenizer_path)
+        setup = set_up(run, recipe, tokenizer, load_model(folder))
+    connect(setup.mesh)
+    connect(setup.rollout_mesh)
     with closing(setup.task):
         weights, step = load_policy(folder, setup)
         numbers = measure(
@@ -145,7 +155,8 @@ def _diagnose(request: Request, folder: RunFolder, setup: "Setup") -> dict[str, 
     title = (
         f"{folder.path.name}: the critic of {setup.recipe.name} on {setup.run.task}, step {step}"
     )
-    plot_diagnostics(judged, folder.plots_path / "value_diagnostics.png", title, report)
+    if is_first():
+        plot_diagnostics(judged, folder.plots_path / "value_diagnostics.png", title, report)
     return {f"critic/{name}": value for name, value in report.summary().items()}
 
 

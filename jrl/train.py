@@ -6,19 +6,21 @@ Without arguments it is the demonstration: GRPO on sorting digits, in a new fold
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import jax
 from jaxtyping import Array
 
 from jrl.tokenizer import Tokenizer
 from jrl.trainer import records
 from jrl.trainer.command_line import exit_status, start_jax
 from jrl.trainer.config import RunConfig
-from jrl.trainer.configuration import to_json
+from jrl.trainer.configuration import flag, to_json
 from jrl.trainer.flags import PROGRAM, Request, parse
+from jrl.trainer.processes import Together, check_same, connect, from_first, is_first
 from jrl.trainer.records import read_metrics
 from jrl.trainer.run_folder import RunFolder
 
@@ -38,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: list[str]) -> int:
     request = parse(arguments)
-    start_jax(request.run.devices)
+    start_jax(request.run.devices, request.processes)
+    check_same(_settings(request))
     if request.command.dry_run:
         return _show(request)
     if request.command.resume:
@@ -48,12 +51,11 @@ def _main(arguments: list[str]) -> int:
 
 def _begin(request: Request) -> int:
     """A new run. Its folder is made when all that can be seen to be wrong has been looked at."""
-    setup = _set_up(request)
+    setup = _set_up_together(request)
     with closing(setup.task):
         weights = _given_weights(setup)
-        with _create(request) as folder:
-            _keep_model(request.run, folder)
-            setup.tokenizer.save(folder.tokenizer_path)
+        with _open(lambda: _create(request)) as folder:
+            _keep_with_run(setup, folder)
             return _train(setup, folder, weights)
 
 
@@ -63,30 +65,53 @@ def _resume(request: Request) -> int:
     from jrl.trainer.plots import plot_run
 
     run, config = request.run, to_json(request.run, request.recipe)
-    with RunFolder.resume(request.command.run_dir or "") as folder:
+    with _open(lambda: RunFolder.resume(request.command.run_dir or "")) as folder:
         step = Checkpoints(folder.checkpoints_path).latest_step()
         if step is not None and step >= run.steps:
-            if not folder.plots_path.is_dir():  # killed between its last checkpoint and its end
+            # It may have been killed between its last checkpoint and its end.
+            if is_first() and not folder.plots_path.is_dir():
                 plot_run(folder.metrics_path, folder.plots_path, f"{run.task}, {config['recipe']}")
             print(f"{folder.path} is finished after {step} steps; --steps may be raised.")
             return 0
-        setup = _set_up(request, folder)
+        setup = _set_up_together(request, folder)
         with closing(setup.task):
-            if folder.config() != config:
+            if is_first() and folder.config() != config:
                 folder.change_config(config)
-            _keep_model(request.run, folder)
-            setup.tokenizer.save(folder.tokenizer_path)
+            _keep_with_run(setup, folder)
             return _train(setup, folder, _given_weights(setup) if step is None else None)
+
+
+def _settings(request: Request) -> dict[str, Any]:
+    """What all processes of a run must have been started with."""
+    command = {"--resume": request.command.resume, "--dry-run": request.command.dry_run}
+    config = to_json(request.run, request.recipe)
+    fields = {**config["run"], **config["hyperparameters"]}
+    return {
+        "the recipe": config["recipe"],
+        "the version of JAX": jax.__version__,
+        **command,
+        **{flag(name): value for name, value in fields.items()},
+    }
 
 
 def _show(request: Request) -> int:
     from jrl.trainer.dry_run import print_dry_run
 
     resumed = request.command.resume
-    setup = _set_up(request, RunFolder.read(request.command.run_dir or "") if resumed else None)
+    folder = RunFolder.read(request.command.run_dir or "") if resumed else None
+    setup = _set_up_together(request, folder)
     with closing(setup.task):
         print_dry_run(setup)
     return 0
+
+
+def _set_up_together(request: Request, folder: RunFolder | None = None) -> "Setup":
+    """`_set_up` in all processes or in none, which are then connected."""
+    with Together():
+        setup = _set_up(request, folder)
+    connect(setup.mesh)
+    connect(setup.rollout_mesh)
+    return setup
 
 
 def _set_up(request: Request, folder: RunFolder | None = None) -> "Setup":
@@ -155,10 +180,26 @@ def _weights_of_checkpoint(setup: "Setup") -> "Transformer[Array]":
     return weights
 
 
-def _keep_model(run: RunConfig, folder: RunFolder) -> None:
-    """Copies what a checkpoint says of its network: the run goes on where it has been moved."""
-    if run.checkpoint is not None and not folder.model_path.exists():
-        records.replace(folder.model_path, (Path(run.checkpoint) / "config.json").read_bytes())
+def _open(make: Callable[[], RunFolder]) -> RunFolder:
+    """The folder of the run, made and locked by the first process; the others only read it."""
+    folder = None
+    with Together():
+        if is_first():
+            folder = make()
+    path = from_first(None if folder is None else str(folder.path.absolute()))
+    return RunFolder(path) if folder is None else folder
+
+
+def _keep_with_run(setup: "Setup", folder: RunFolder) -> None:
+    """Saves the tokenizer, and copies what a checkpoint says of its network: the run goes on where
+    that has been moved."""
+    with Together():
+        if not is_first():
+            return
+        checkpoint = setup.run.checkpoint
+        if checkpoint is not None and not folder.model_path.exists():
+            records.replace(folder.model_path, (Path(checkpoint) / "config.json").read_bytes())
+        setup.tokenizer.save(folder.tokenizer_path)
 
 
 def _create(request: Request) -> RunFolder:
@@ -186,7 +227,7 @@ def _train(setup: "Setup", folder: RunFolder, weights: "Transformer[Array] | Non
         return 130
     if outcome.stopped:
         print(f"stopped after step {outcome.step} of {setup.run.steps}; go on with: {resume}")
-    else:
+    elif is_first():
         _conclude(folder)
     return 0
 

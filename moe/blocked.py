@@ -17,7 +17,7 @@ SCORES = 2**18
 """Scores of a block of several short rows, at most: about what a core's cache holds."""
 
 NOTHING = -1e30
-"""Score of what is not visible: large, and finite so that who sees nothing reads something finite."""
+"""Score of what is not visible: large, and finite so that who sees nothing stays finite."""
 
 
 def read_in_blocks(

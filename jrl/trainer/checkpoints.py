@@ -18,6 +18,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jrl.trainer.processes import from_first, is_first
+
 TEMPORARY = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleting)")
 
 
@@ -46,7 +48,11 @@ class Checkpoints:
         )
 
     def steps(self) -> list[int]:
-        """Return the steps of which there is a whole checkpoint, oldest first."""
+        """Return the steps of which there is a whole checkpoint, oldest first: what the first
+        process sees, in all of them."""
+        return from_first(self._steps() if is_first() else [])
+
+    def _steps(self) -> list[int]:
         if not self.directory.is_dir():
             return []
         return sorted(int(entry.name) for entry in self.directory.iterdir() if entry.name.isdigit())
@@ -158,7 +164,7 @@ class Checkpoints:
         return step, {"tree": found["tree"], "meta": found["meta"]}
 
     def _delete(self, steps: Iterable[int]) -> None:
-        if jax.process_index() != 0:
+        if not is_first():
             return
         for step in steps:
             # Renamed first: a kill while files go must not leave half a checkpoint under its name.
@@ -168,7 +174,7 @@ class Checkpoints:
 
     def _remove_leftovers(self) -> None:
         """Remove what a killed writer left. Readers never call this: they could hit a live one."""
-        if jax.process_index() != 0 or not self.directory.is_dir():
+        if not is_first() or not self.directory.is_dir():
             return
         for entry in self.directory.iterdir():
             if TEMPORARY.fullmatch(entry.name):

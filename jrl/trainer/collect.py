@@ -14,6 +14,7 @@ from jrl.losses import informative_groups
 from jrl.recipes.dapo import Dapo
 from jrl.rollout.generate import Decoder, Rollout, generate
 from jrl.tasks import REASONS, Example, Verdict
+from jrl.trainer.processes import from_first, is_first, several, to_devices, to_host
 from jrl.trainer.prompts import decode_responses, encode_prompts
 from jrl.trainer.setup import Setup
 from moe.weights import Transformer
@@ -100,13 +101,13 @@ def sample(
     seconds = {} if seconds is None else seconds
     begin = time.perf_counter()
     tokens, valid = encode_prompts(setup, examples)
-    tokens, valid = jax.device_put((tokens, valid), setup.over_rollout_rows)
+    tokens, valid = to_devices((tokens, valid), setup.over_rollout_rows)
     policy = setup.rollout_policy.of(weights)
-    rollout = jax.device_get(generate(decoder, policy, tokens, valid, key))
+    rollout = to_host(generate(decoder, policy, tokens, valid, key))
     decoded = time.perf_counter()
     texts = decode_responses(setup, rollout)
     repeated = [example for example in examples for _ in range(decoder.copies)]
-    verdicts = setup.task.verify(repeated, texts)
+    verdicts = verified(setup, repeated, texts)
     for name, taken in (
         ("timing_s/gen", decoded - begin),
         ("timing_s/reward", time.perf_counter() - decoded),
@@ -115,6 +116,15 @@ def sample(
     groups = np.repeat(np.arange(len(examples), dtype=np.int32), decoder.copies)
     lengths = rollout.mask.sum(axis=1).astype(np.int32)
     return Completions(rollout, groups, repeated, texts, verdicts, lengths)
+
+
+def verified(setup: Setup, examples: Sequence[Example], texts: Sequence[str]) -> list[Verdict]:
+    """The task's verdicts, given by the first process: one that timed out there did so for all."""
+    given = setup.task.verify(examples, texts) if is_first() else []
+    if not several():
+        return given
+    sent = from_first([[float(verdict.score), verdict.reason] for verdict in given])
+    return [Verdict(score, reason) for score, reason in sent]
 
 
 def collect(setup: Setup, weights: Transformer[Array], step: int, cursor: int) -> Collected:

@@ -9,6 +9,8 @@ from types import TracebackType
 
 import jax
 
+from jrl.trainer.coordinator import ALONE, Processes, join, leave_at_once, look_over
+
 OUR_PACKAGES = ("jrl", "moe", "sharding")
 
 
@@ -20,8 +22,19 @@ def exit_status(command: Callable[[], int]) -> int:
 
     Returns:
       The exit status: the command's own, 2 for wrong input, 1 for a run that failed or that the
-      operating system refused something.
+      operating system refused something. Of several processes one that could not go on alone does
+      not wait for the others.
     """
+    status = None
+    try:
+        status = _exit_status(command)
+        return status
+    finally:
+        if status not in (0, 2):
+            leave_at_once(1 if status is None else status)
+
+
+def _exit_status(command: Callable[[], int]) -> int:
     try:
         return command()
     except ValueError as error:
@@ -40,28 +53,38 @@ def exit_status(command: Callable[[], int]) -> int:
     except RuntimeError as error:
         if type(error).__module__.split(".")[0] in OUR_PACKAGES:
             return _say(error, 1)
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
         what = str(error).splitlines()[0]
+        if "Gloo" in what:
+            return _say(f"another process of the run has ended or cannot be reached: {what}", 1)
+        if "RESOURCE_EXHAUSTED" not in what:
+            raise
         return _say(f"{what}: lower --micro-batch; --dry-run shows what needs the memory.", 1)
 
 
-def start_jax(devices: int | None) -> None:
+def start_jax(devices: int | None, processes: Processes = ALONE) -> None:
     """Chooses the devices before JAX touches any, and keeps what it compiles.
 
     Args:
-      devices: number of CPU devices to make believe; None takes the real ones.
+      devices: number of CPU devices to make believe, of all processes together; None takes the
+        real ones.
+      processes: those of the run; this one waits until all are there.
 
     Raises:
-      ValueError: when JAX has started already with fewer, or cannot start.
+      ValueError: when JAX has started already with fewer, or cannot start, or where the processes
+        do not meet.
     """
-    if devices is not None:
-        _make_believe(devices)
+    processes.check()
+    share = processes.share(devices)
+    if share is not None:
+        _make_believe(share)
     keep_compilations()
+    has_joined = join(processes)
     try:
         jax.devices()
     except RuntimeError as error:
         raise ValueError(f"JAX cannot start: {' '.join(str(error).split())}") from error
+    if has_joined:
+        look_over()
 
 
 def keep_compilations() -> None:

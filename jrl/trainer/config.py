@@ -29,7 +29,8 @@ class RunConfig:
     """How the same devices are laid out to sample completions, without pp and cp; None is the
     layout of training, its pp and cp made part of dp. The weights are moved between the two."""
     devices: int | None = None
-    """Number of CPU devices to make believe; None takes the real ones."""
+    """Number of CPU devices to make believe, in all processes together; None takes the real
+    ones."""
     remat: Literal["none", "selective", "full"] = "none"
     """What the backward pass of a layer computes again instead of keeping it in memory."""
 

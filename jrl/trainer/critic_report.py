@@ -21,6 +21,7 @@ from jrl.tasks import Example
 from jrl.trainer.collect import sample
 from jrl.trainer.evaluation import heldout_examples
 from jrl.trainer.improve import values_of
+from jrl.trainer.processes import to_devices, to_host
 from jrl.trainer.setup import Setup
 from moe.weights import Transformer
 
@@ -242,8 +243,8 @@ def judge(
     pieces = []
     for number, examples in enumerate(_batches(setup, num_prompts, k)):
         drawn = sample(setup, decoder, policy, examples, jax.random.fold_in(key, number))
-        tokens, valid = jax.device_put((drawn.rollout.tokens, drawn.rollout.valid), setup.over_rows)
-        values = np.asarray(values_of(objective, critic, tokens, valid))
+        tokens, valid = to_devices((drawn.rollout.tokens, drawn.rollout.valid), setup.over_rows)
+        values = to_host(values_of(objective, critic, tokens, valid))
         groups = drawn.groups + number * len(examples)
         pieces.append((values, drawn.rollout.mask, drawn.scores, groups, drawn.lengths))
     values, mask, scores, groups, lengths = map(np.concatenate, zip(*pieces, strict=True))

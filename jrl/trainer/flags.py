@@ -11,6 +11,7 @@ import tyro
 from jrl.recipes import RECIPES, Recipe
 from jrl.trainer.config import RunConfig
 from jrl.trainer.configuration import check_resumable, configuration_of
+from jrl.trainer.coordinator import ALONE, Processes
 from jrl.trainer.run_folder import RunFolder
 
 PROGRAM = "python -m jrl.train"
@@ -40,6 +41,7 @@ class Request:
     command: Command
     run: RunConfig
     recipe: Recipe
+    processes: Processes = ALONE
 
 
 def parse(arguments: list[str]) -> Request:
@@ -64,10 +66,15 @@ def parse(arguments: list[str]) -> Request:
                 f"a resumed run keeps its settings: the recipe is {recipe.name} in the run, "
                 f"{word} was given. Leave it out, or start a new run."
             )
-    command, new_run, new_recipe = _parse_flags(arguments, run, recipe)
+    command, processes, new_run, new_recipe = _parse_flags(arguments, run, recipe)
     if stored is not None:
         check_resumable(stored, (new_run, new_recipe))
-    return Request(command, RunConfig(**_values(new_run)), type(recipe)(**_values(new_recipe)))
+    return Request(
+        command,
+        RunConfig(**_values(new_run)),
+        type(recipe)(**_values(new_recipe)),
+        processes,
+    )
 
 
 def _recipe_word(arguments: list[str]) -> str | None:
@@ -96,7 +103,7 @@ def _stored(arguments: list[str]) -> tuple[RunConfig, Recipe] | None:
 
 def _parse_flags(
     arguments: list[str], run: RunConfig, recipe: Recipe
-) -> tuple[Command, RunConfig, Recipe]:
+) -> tuple[Command, Processes, RunConfig, Recipe]:
     """The flags, with `run` and `recipe` for those not given; these two come back unchecked."""
     run, recipe = _unchecked(run), _unchecked(recipe)
     names = Literal[tuple(RECIPES)]  # pyright: ignore[reportInvalidTypeForm]
@@ -107,6 +114,7 @@ def _parse_flags(
         [
             ("word", Annotated[names, tyro.conf.Positional, name]),
             ("command", tyro.conf.OmitArgPrefixes[Command]),
+            ("processes", tyro.conf.OmitArgPrefixes[Processes]),
             ("run", tyro.conf.OmitArgPrefixes[type(run)]),
             (recipe.name, tyro.conf.OmitArgPrefixes[type(recipe)]),
         ],
@@ -119,12 +127,12 @@ def _parse_flags(
             "experts learns to sort digits with GRPO, in some two minutes on a laptop. The recipes "
             f"are {', '.join(RECIPES)}.",
             args=arguments,
-            default=flags(recipe.name, Command(), run, recipe),
+            default=flags(recipe.name, Command(), ALONE, run, recipe),
         )
     )
     if parsed["word"] != recipe.name:
         raise ValueError(f"the recipe comes first: {PROGRAM} {parsed['word']} ...")
-    return parsed["command"], parsed["run"], parsed[recipe.name]
+    return parsed["command"], parsed["processes"], parsed["run"], parsed[recipe.name]
 
 
 def _unchecked(record: Record) -> Record:

@@ -19,6 +19,7 @@ from jrl.rollout.scoring import score, value
 from jrl.trainer.collect import Completions
 from jrl.trainer.learner import Learner, update
 from jrl.trainer.objectives import CriticObjective, PolicyObjective
+from jrl.trainer.processes import to_devices, to_host
 from jrl.trainer.setup import Setup
 from jrl.trainer.state import TrainState
 from moe import weights as moe_weights
@@ -85,7 +86,7 @@ def experience_of(
     setup: Setup, state: TrainState[Array], completions: Completions
 ) -> tuple[Experience[Array], Batch[Array]]:
     """Everything known before the first update, and the batch that the updates learn from."""
-    recipe, rollout = setup.recipe, jax.device_put(completions.rollout, setup.over_rows)
+    recipe, rollout = setup.recipe, to_devices(completions.rollout, setup.over_rows)
     scores = completions.scores
     if setup.run.shuffle_rewards:
         scores = setup.shuffler(int(state.step), -1 % 2**32).permutation(scores)
@@ -101,12 +102,12 @@ def experience_of(
         )[0]
     experience = Experience(
         mask=rollout.mask,
-        rewards=jax.device_put(
+        rewards=to_devices(
             recipe.rewards(jnp.asarray(scores), jnp.asarray(lengths), setup.response_length),
             setup.over_rows,
         ),
-        groups=jax.device_put(completions.groups, setup.over_rows),
-        lengths=jax.device_put(lengths, setup.over_rows),
+        groups=to_devices(completions.groups, setup.over_rows),
+        lengths=to_devices(lengths, setup.over_rows),
         truncated=rollout.truncated,
         values=values,
         old_logprobs=rollout.policy_logprobs,
@@ -120,7 +121,7 @@ def experience_of(
         old_logprobs=rollout.policy_logprobs,
         sampler_logprobs=rollout.logprobs,
         advantages=advantages,
-        correct=jax.device_put(scores == 1.0, setup.over_rows),
+        correct=to_devices(scores == 1.0, setup.over_rows),
         returns=returns,
         old_values=values,
         reference_logprobs=reference,
@@ -150,7 +151,7 @@ def improve(
         else:
             objective, optimiser = setup.critic_objective, setup.critic_optimiser
         learner, metrics = update(objective, optimiser, setup.num_micro, learner, rows)
-        history[-1][network] = metrics = jax.device_get(metrics)
+        history[-1][network] = metrics = to_host(metrics)
         if not metrics["finite"]:
             nonfinite.append(
                 NonFinite(network, rows, float(metrics["loss"]), float(metrics["grad_norm"]))
@@ -158,7 +159,7 @@ def improve(
         seconds[f"timing_s/update_{network}"] += time.perf_counter() - begin
         return learner
 
-    host = jax.device_get(batch)
+    host = to_host(batch)
     for epoch in range(recipe.epochs):
         # Rows that share a prompt stay together where a piece can hold them. The layout has no say
         # in it: a step is the same on all of them.
@@ -166,7 +167,7 @@ def improve(
         runs = np.arange(recipe.completions).reshape(-1, together)
         order = setup.shuffler(int(state.step), epoch).permutation(runs)
         for chosen in order.reshape(-1, recipe.mini_batch):
-            rows = jax.device_put(jax.tree.map(lambda x, c=chosen: x[c], host), setup.over_rows)
+            rows = to_devices(jax.tree.map(lambda x, c=chosen: x[c], host), setup.over_rows)
             history.append({})
             if state.critic is not None:
                 state = replace(state, critic=learn("critic", state.critic, rows))
@@ -180,8 +181,8 @@ def sampling_difference(
 ) -> dict[str, float]:
     """How far sampler and trainer differ, where no update of the policy has measured it already."""
     _, again = logprobs_of(setup.policy_objective, state.policy.weights, batch.tokens, batch.valid)
-    difference = np.abs(np.asarray(again) - np.asarray(batch.sampler_logprobs))
-    difference = difference[np.asarray(batch.mask)]
+    again, sampled, mask = to_host((again, batch.sampler_logprobs, batch.mask))
+    difference = np.abs(again - sampled)[mask]
     return {
         "sampling/sampling_logp_difference/mean": float(difference.mean()),
         "sampling/sampling_logp_difference/max": float(difference.max()),

@@ -1,5 +1,6 @@
 """A run: warm start, steps, and everything it leaves behind."""
 
+import os
 import signal
 import socket
 import time
@@ -9,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -34,6 +34,7 @@ from jrl.trainer.improve import (
 )
 from jrl.trainer.metrics import check_known
 from jrl.trainer.plots import plot_run
+from jrl.trainer.processes import any_of, is_first, to_devices, to_host
 from jrl.trainer.records import Appender, read, read_metrics
 from jrl.trainer.run_folder import RunFolder
 from jrl.trainer.setup import Setup
@@ -87,7 +88,7 @@ def train(
         guard = stack.enter_context(Guard(_attachment(setup.run, folder, on_fault)))
         state, heldout = _first_state(setup, folder, checkpoints, weights)
         outputs = stack.enter_context(_outputs(setup, folder, int(state.step)))
-        while int(state.step) < run.steps and not stop:
+        while int(state.step) < run.steps and not any_of(bool(stop)):
             started = time.perf_counter()
             state, collected, metrics, nonfinite = train_step(setup, state)
             step = int(state.step)
@@ -113,7 +114,8 @@ def train(
         if checkpoints.latest_step() != step:
             save(checkpoints, setup, step, state)
         outputs.warn(guard.alarms())  # since the last step: shown, but no line of metrics is left
-    _finish(setup, folder, stopped=step < run.steps)
+    if is_first():
+        _finish(setup, folder, stopped=step < run.steps)
     return Outcome(step, stopped=step < run.steps)
 
 
@@ -130,11 +132,11 @@ def train_step(
     state = replace(
         state,
         step=state.step + 1,
-        cursor=jax.device_put(jnp.asarray(collected.cursor, jnp.int32), setup.whole),
+        cursor=to_devices(np.asarray(collected.cursor, np.int32), setup.whole),
     )
     metrics = {
         **collected.metrics,
-        **describe(setup, collected, experience, np.asarray(batch.advantages)),
+        **describe(setup, collected, experience, to_host(batch.advantages)),
         **summarise(history),
         "training/optimizer_steps": float(
             sum(bool(entry["actor"]["finite"]) for entry in history if "actor" in entry)
@@ -159,7 +161,7 @@ def describe(
     """Metrics of the completions themselves: scores, rewards, lengths."""
     kept = collected.kept
     scores, lengths = kept.scores, kept.lengths
-    rewards, mask = np.asarray(experience.rewards), np.asarray(experience.mask)
+    rewards, mask = to_host((experience.rewards, experience.mask))
     grouped = scores.reshape(-1, setup.recipe.group_size)
     counted = advantages[mask] if mask.any() else np.zeros(1)
     metrics = {
@@ -201,9 +203,11 @@ def _first_state(
     step = checkpoints.latest_step()
     if step is not None:
         state = restore(checkpoints, setup, step)
-        folder.go_back(step)
+        if is_first():
+            folder.go_back(step)
         return state, heldout
-    folder.go_back(-1)
+    if is_first():
+        folder.go_back(-1)
     metrics: dict[str, float] = {}
     if weights is None:
         weights = initial_weights(setup, setup.model, "weights")
@@ -213,7 +217,7 @@ def _first_state(
                 weights, metrics = warm_start(setup, weights, display.update)
     state = begin(setup, weights)
     metrics |= evaluate(setup, state.policy.weights, 0, heldout)
-    with Appender(folder.metrics_path) as appender:
+    with _appender(folder.metrics_path) as appender:
         check_known(metrics)
         appender.append(0, metrics)
     _write_shown(setup, folder, state)
@@ -226,9 +230,14 @@ def _write_shown(setup: Setup, folder: RunFolder, state: TrainState[Array]) -> N
     examples = heldout_examples(setup, -(-SHOWN // setup.rollout_ranks) * setup.rollout_ranks)
     key = setup.key("evaluation", 0, 1)
     drawn = sample(setup, setup.sampled_decoder, state.policy.weights, examples, key)
-    with Appender(folder.samples_path) as appender:
+    with _appender(folder.samples_path) as appender:
         for row in range(min(SHOWN, len(examples))):
             appender.append(int(state.step), {"kind": "heldout", **drawn.record(row)})
+
+
+def _appender(path: Path) -> Appender:
+    """Lines for a file of the run, which the first process writes; those of others go nowhere."""
+    return Appender(path if is_first() else os.devnull)
 
 
 @dataclass
@@ -264,12 +273,12 @@ class _Outputs:
 
 @contextmanager
 def _outputs(setup: Setup, folder: RunFolder, step: int) -> Iterator[_Outputs]:
-    history = read_metrics(folder.metrics_path)
+    history = read_metrics(folder.metrics_path) if is_first() else []
     rewards = [line["critic/score/mean"] for line in history if "critic/score/mean" in line]
     last = history[-1] if history else {}
     with ExitStack() as stack:
         extra: list[loggers.Logger] = []
-        for name in setup.run.log_to:
+        for name in setup.run.log_to if is_first() else ():
             if name == "tensorboard":
                 logger = loggers.TensorBoard(folder.tensorboard_path, step or None)
             else:
@@ -277,8 +286,8 @@ def _outputs(setup: Setup, folder: RunFolder, step: int) -> Iterator[_Outputs]:
             stack.callback(logger.close)
             extra.append(logger)
         yield _Outputs(
-            metrics=stack.enter_context(Appender(folder.metrics_path)),
-            samples=stack.enter_context(Appender(folder.samples_path)),
+            metrics=stack.enter_context(_appender(folder.metrics_path)),
+            samples=stack.enter_context(_appender(folder.samples_path)),
             loggers=extra,
             display=stack.enter_context(TrainingDisplay(setup.run.steps, step, rewards)),
             total_tokens=last.get("training/total_tokens", 0.0),
@@ -331,14 +340,13 @@ def _stop_on_sigterm() -> Iterator[list[int]]:
 
 def _save_nonfinite(folder: RunFolder, name: str, left_out: NonFinite) -> Path:
     """The batch of an update that was left out, as plain arrays in an .npz file."""
-    directory = folder.path / "nonfinite"
-    directory.mkdir(exist_ok=True)
-    path = directory / f"{name}.npz"
-    arrays = {
-        name: np.asarray(value) for name, value in vars(left_out.batch).items() if value is not None
-    }
+    path = folder.path / "nonfinite" / f"{name}.npz"
+    batch = to_host(left_out.batch)
+    arrays = {name: value for name, value in vars(batch).items() if value is not None}
     arrays |= {"loss": np.asarray(left_out.loss), "grad_norm": np.asarray(left_out.grad_norm)}
-    np.savez(path, allow_pickle=False, **arrays)
+    if is_first():
+        path.parent.mkdir(exist_ok=True)
+        np.savez(path, allow_pickle=False, **arrays)
     return path
 
 

@@ -7,6 +7,7 @@ from jaxtyping import Array
 
 from jrl.tokenizer import Tokenizer
 from jrl.trainer.checkpoints import Checkpoints
+from jrl.trainer.processes import several
 from jrl.trainer.run_folder import RunFolder
 from jrl.trainer.setup import Setup
 from moe import weights as moe_weights
@@ -60,7 +61,8 @@ def _load(
         try:
             weights = checkpoints.restore(step, like, part=part)[0]
         except (ValueError, OSError):
-            if step in checkpoints.steps():
+            # Of several processes the others may have read it: they would not try again with this.
+            if several() or step in checkpoints.steps():
                 raise
         else:
             weights = moe_weights.in_rounds(weights, setup.mesh)

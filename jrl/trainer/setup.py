@@ -20,6 +20,7 @@ from jrl.tokenizer import Tokenizer
 from jrl.trainer.config import RunConfig
 from jrl.trainer.learner import Optimiser
 from jrl.trainer.objectives import CriticObjective, PolicyObjective, SupervisedObjective
+from jrl.trainer.processes import several
 from jrl.trainer.resharding import RolloutPolicy, rollout_mesh
 from moe.config import PRESETS, ModelConfig
 from moe.model import check_window
@@ -193,6 +194,11 @@ def set_up(
             f"layout {run.layout!r} needs {layout.num_devices} devices and there are "
             f"{len(devices)}: choose another layout, or --devices {layout.num_devices} "
             "to make believe on a CPU."
+        )
+    if several() and len(devices) > layout.num_devices:
+        raise ValueError(
+            f"layout {run.layout!r} takes {layout.num_devices} devices, and the processes of the "
+            f"run have {len(devices)}: each must have its part, so choose a layout of all."
         )
     if run.checkpoint is not None and model is None:
         model = _of_checkpoint(run.checkpoint)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import jax
 import numpy as np
 from jaxtyping import Array
 
@@ -11,6 +10,7 @@ from jrl.tasks import Example
 from jrl.trainer.collect import sample
 from jrl.trainer.evaluation import full_marks
 from jrl.trainer.learner import start, update
+from jrl.trainer.processes import to_devices
 from jrl.trainer.prompts import encode_answers, encode_prompts
 from jrl.trainer.setup import Setup
 from moe.weights import Transformer
@@ -96,7 +96,7 @@ def supervised_batch(setup: Setup, examples: list[Example]) -> Batch[Array]:
         advantages=nothing,
         correct=np.ones(len(examples), bool),
     )
-    return jax.device_put(batch, setup.over_rows)
+    return to_devices(batch, setup.over_rows)
 
 
 def _training_examples(setup: Setup, step: int) -> list[Example]:

@@ -1,0 +1,233 @@
+"""How the processes of a run find each other, through `jax.distributed`."""
+
+import atexit
+import os
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import jax
+
+AUTO = "auto"
+RETRY = 0.2
+"""Seconds between two attempts to reach the coordinator."""
+PATIENCE = 60
+"""Seconds that a process waits at its end for those that have not come to theirs."""
+GRACE = 1.0
+"""Seconds that the first process, without which JAX ends the others, gives them to say something
+too."""
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of a run. They say how it is run and not what it is: no run remembers them."""
+
+    coordinator: str | None = None
+    """Where process 0 listens, HOST:PORT, for a run of several processes; auto asks the cluster
+    (SLURM, Open MPI, Kubernetes, Cloud TPU). All processes are started with the same flags but for
+    --process-id."""
+    num_processes: int | None = None
+    """Processes of the run; --devices counts the devices of all of them."""
+    process_id: int | None = None
+    """The number of this process, from 0. The first one writes the run folder."""
+    coordinator_timeout: int = 300
+    """Seconds that the processes wait for each other at the start."""
+
+    def check(self) -> None:
+        """Raises ValueError for settings that cannot be."""
+        number, index = self.num_processes, self.process_id
+        if self.coordinator is None:
+            if number is not None or index is not None:
+                raise ValueError(
+                    f"num_processes={number}, process_id={index} need --coordinator HOST:PORT, the "
+                    "same in all processes."
+                )
+            return
+        if self.coordinator != AUTO:
+            _parsed(self.coordinator)
+            if number is None or index is None:
+                raise ValueError(
+                    f"coordinator={self.coordinator!r} needs --num-processes and --process-id."
+                )
+        if number is not None and number < 1:
+            raise ValueError(f"num_processes={number} must be at least 1.")
+        if index is not None and (index < 0 or (number is not None and index >= number)):
+            last = "" if number is None else number - 1
+            raise ValueError(f"process_id={index} must lie in 0..{last}.")
+        if self.coordinator_timeout < 1:
+            raise ValueError(
+                f"coordinator_timeout={self.coordinator_timeout} must be at least 1 second."
+            )
+
+    def share(self, devices: int | None) -> int | None:
+        """How many of the devices to make believe are this process's.
+
+        Raises:
+          ValueError: where the processes cannot have as many each.
+        """
+        if devices is None or self.coordinator is None:
+            return devices
+        if self.num_processes is None:
+            raise ValueError(f"devices={devices} of several processes needs --num-processes.")
+        if devices % self.num_processes:
+            raise ValueError(
+                f"devices={devices} cannot be shared by num_processes={self.num_processes}: choose "
+                "a multiple of it."
+            )
+        return devices // self.num_processes
+
+
+ALONE = Processes()
+"""A run of one process."""
+
+
+def join(processes: Processes) -> bool:
+    """Connects this process with the others, before JAX touches any device.
+
+    Returns:
+      Whether it did: not in a run of one process, and not again.
+
+    Raises:
+      ValueError: where the coordinator cannot be reached, or not all processes come in time.
+    """
+    coordinator = processes.coordinator
+    if coordinator is None or jax.distributed.is_initialized():
+        return False
+    if coordinator == AUTO:
+        _initialize(processes)
+        return True
+    # JAX ends a process that cannot connect, with a page of its own: what can be seen to be wrong
+    # is looked at before.
+    if processes.process_id == 0:
+        _check_free(coordinator)
+    else:
+        _await(coordinator, processes.coordinator_timeout)
+    _initialize(processes)
+    return True
+
+
+def look_over() -> None:
+    """Looks over the processes that have joined, and leaves standard output to the first.
+
+    Raises:
+      ValueError: in all processes, where they have different numbers of devices.
+    """
+    counts = Counter(device.process_index for device in jax.devices())
+    if len(set(counts.values())) > 1:
+        numbers = ", ".join(f"{counts[index]} in process {index}" for index in sorted(counts))
+        raise ValueError(f"every process needs as many devices as the others; there are {numbers}.")
+    _leave_stdout(jax.process_index() == 0)
+
+
+def leave_at_once(status: int) -> None:
+    """Lets this process end with `status` without waiting for the others, which see its connections
+    close: for what went wrong in this process alone."""
+    if jax.distributed.is_initialized():
+        atexit.register(_exit, status)
+
+
+def _exit(status: int) -> None:
+    # JAX would wait for the others, and they for this process, in the middle of a collective.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if jax.process_index() == 0:
+        time.sleep(GRACE)
+    os._exit(status)
+
+
+def _leave_stdout(first: bool) -> None:
+    """Gloo announces each connection on standard output, which is the user's: what is written
+    there past Python goes to standard error, and the other processes write nothing at all."""
+    sys.stdout.flush()
+    own = os.dup(1) if first else os.open(os.devnull, os.O_WRONLY)
+    sys.stdout = os.fdopen(own, "w", 1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    os.dup2(2 if first else own, 1)
+
+
+def _parsed(address: str) -> tuple[str, int]:
+    """Host and port of a coordinator."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ValueError(
+            f"coordinator={address!r} must be HOST:PORT with a port in 1..65535, for example "
+            "10.0.0.1:7733, or auto."
+        )
+    return host.strip("[]"), int(port)
+
+
+def _initialize(processes: Processes) -> None:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # Its handler of SIGTERM would take the place of the run's own.
+    jax.config.update("jax_enable_preemption_service", False)
+    auto, seconds = processes.coordinator == AUTO, processes.coordinator_timeout
+    # JAX ends a process that waits in vain with a page of its own: this is earlier, and one line.
+    alarm = threading.Timer(seconds, _give_up, (processes,))
+    alarm.daemon = True
+    alarm.start()
+    try:
+        jax.distributed.initialize(
+            None if auto else processes.coordinator,
+            processes.num_processes,
+            processes.process_id,
+            initialization_timeout=2 * seconds,
+            shutdown_timeout_seconds=PATIENCE,
+            cluster_detection_method=None if auto else "deactivate",
+        )
+    except ValueError as error:
+        if not auto:
+            raise
+        raise ValueError(
+            f"coordinator='auto' finds no cluster that JAX knows ({error}): give --coordinator "
+            "HOST:PORT, --num-processes and --process-id."
+        ) from error
+    except RuntimeError as error:
+        line = str(error).splitlines()[0]
+        raise ValueError(
+            f"coordinator={processes.coordinator!r}: the processes did not meet ({line})."
+        ) from error
+    finally:
+        alarm.cancel()
+
+
+def _give_up(processes: Processes) -> None:
+    number = processes.num_processes or "some"
+    print(
+        f"error: coordinator={processes.coordinator!r}: not all of {number} processes came within "
+        f"{processes.coordinator_timeout} s: start them, or raise --coordinator-timeout.",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(2)
+
+
+def _check_free(coordinator: str) -> None:
+    """Whether the port of the coordinator, which this process will be, is to be had."""
+    _, port = _parsed(coordinator)
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    try:
+        socket.create_server(("", port), family=family, dualstack_ipv6=dual).close()
+    except OSError as error:
+        raise ValueError(
+            f"coordinator={coordinator!r}: process 0 cannot listen there "
+            f"({error.strerror}): choose another port."
+        ) from error
+
+
+def _await(coordinator: str, seconds: int) -> None:
+    """Waits until the coordinator listens."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection(_parsed(coordinator), timeout=seconds).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"coordinator={coordinator!r} does not answer within {seconds} s ({error}): "
+                    "start process 0 on that host, with the same --coordinator."
+                ) from error
+            time.sleep(RETRY)

@@ -1,0 +1,208 @@
+"""A run of several processes, seen from one of them: what they agree on, and who writes.
+
+Every process computes the same host values from the same seed and runs the same programs in the
+same order. What could differ between them (a verdict that timed out, a signal, what is on disk) is
+decided by one of them, or by all together, through the functions of this file. In a run of one
+process they hand back what they were given.
+
+All of them but `is_first`, `several` and `to_devices` are collectives: every process has to call
+them, in the same order.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from itertools import combinations
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+from sharding.collectives import all_sum, vary
+from sharding.folding import FoldedMesh
+
+
+def several() -> bool:
+    """Whether the run has more than one process."""
+    return jax.process_count() > 1
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes, and speaks to the user."""
+    return jax.process_index() == 0
+
+
+def connect(mesh: FoldedMesh) -> None:
+    """Opens the connections of every group of devices along axes of `mesh`, one number each.
+
+    Gloo gives a process that is new in a group 30 seconds to come, and the processes of a run may
+    differ by more where they compile their first programs. Here they come at the same time.
+    """
+    if not several():
+        return
+    any_of(False)  # nobody waits for one that is still compiling what came before
+    numbers = to_devices(np.ones(mesh.layout.num_devices, np.float32), _over_all(mesh))
+    jax.block_until_ready(_meeting(mesh)(numbers))
+
+
+def _over_all(mesh: FoldedMesh) -> NamedSharding:
+    return NamedSharding(mesh.mesh, PartitionSpec(mesh.axes))
+
+
+@cache
+def _meeting(mesh: FoldedMesh) -> Callable[[jax.Array], jax.Array]:
+    """A sum over every group of devices."""
+    axes = [axis for axis in mesh.axes if mesh.size((axis,)) > 1]
+    groups = [group for n in range(len(axes)) for group in combinations(axes, n + 1)]
+
+    def meet(number: jax.Array) -> jax.Array:
+        return sum((vary(all_sum(number, group), mesh.axes) for group in groups), number)
+
+    local = jax.shard_map(
+        meet,
+        mesh=mesh.mesh,
+        in_specs=PartitionSpec(mesh.axes),
+        out_specs=PartitionSpec(mesh.axes),
+    )
+    return jax.jit(local)
+
+
+def to_host(tree: Any) -> Any:
+    """`jax.device_get` of whole arrays, also of those that other processes hold parts of.
+
+    A process receives the parts that it does not hold: ``itemsize x elements`` bytes at most for
+    each array that is spread over processes, none for the others.
+    """
+
+    def whole(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
+            return leaf
+        return multihost_utils.process_allgather(leaf, tiled=True)
+
+    return jax.device_get(jax.tree.map(whole, tree))
+
+
+def to_devices(tree: Any, sharding: NamedSharding) -> Any:
+    """`jax.device_put` of host values that all processes have; nothing is sent between them.
+
+    Args:
+      tree: arrays on the host or on this process's default device, equal in all processes.
+      sharding: where all of them go.
+    """
+    if sharding.is_fully_addressable:
+        return jax.device_put(tree, sharding)
+
+    def place(leaf: Any) -> jax.Array:
+        host = np.asarray(leaf)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    return jax.tree.map(place, tree)
+
+
+def any_of(flag: bool) -> bool:
+    """Whether the flag is set in one process or more."""
+    if not several():
+        return flag
+    return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
+
+
+def from_first(value: Any) -> Any:
+    """The first process's value, in all of them.
+
+    Args:
+      value: what JSON can hold; that of the other processes does not count.
+    """
+    if not several():
+        return value
+    content = _encoded(value if is_first() else None)
+    size = int(multihost_utils.broadcast_one_to_all(np.asarray(content.size, np.int32)))
+    sent = multihost_utils.broadcast_one_to_all(_padded(content, size))
+    return _decoded(sent, size)
+
+
+def gather(value: Any) -> list[Any]:
+    """Every process's value, in the order of their numbers, in all of them.
+
+    Args:
+      value: what JSON can hold.
+    """
+    if not several():
+        return [value]
+    content = _encoded(value)
+    sizes = multihost_utils.process_allgather(np.asarray(content.size, np.int32))
+    rows = multihost_utils.process_allgather(_padded(content, int(max(sizes))))
+    return [_decoded(row, int(size)) for row, size in zip(rows, sizes, strict=True)]
+
+
+def check_same(settings: Mapping[str, Any]) -> None:
+    """Refuses processes that were started for different runs.
+
+    Args:
+      settings: what must be the same in all processes, as JSON can hold it, by name.
+
+    Raises:
+      ValueError: in all processes, naming what differs from the first process.
+    """
+    every = gather(dict(settings))
+    for number, theirs in enumerate(every):
+        differences = list(_differences(every[0], theirs))
+        if differences:
+            raise ValueError(
+                f"process {number} was started for another run than process 0: "
+                f"{'; '.join(differences)}. Start all processes with the same flags but for "
+                "--process-id."
+            )
+
+
+class Together:
+    """A block that fails in every process where it fails in one, so that none waits for another.
+
+    No collective may be called in it: the process that failed would not take part.
+
+    Raises:
+      ValueError: where the block went well in this process and failed in another, with its message;
+        and for what the operating system refused here, so that all end alike.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not several():
+            return
+        messages = gather(None if error is None else str(error) or type(error).__name__)
+        if isinstance(error, OSError) and error.filename is not None:
+            raise ValueError(f"{error.filename}: {error.strerror}") from error
+        if error is None:
+            for number, message in enumerate(messages):
+                if message is not None:
+                    raise ValueError(f"process {number}: {message}")
+
+
+def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    for name in sorted({*first, *other}):
+        if first.get(name) != other.get(name):
+            yield f"{name} is {other.get(name)} there and {first.get(name)} in process 0"
+
+
+def _encoded(value: Any) -> np.ndarray:
+    return np.frombuffer(json.dumps(value).encode(), np.uint8)
+
+
+def _padded(content: np.ndarray, size: int) -> np.ndarray:
+    """The content with room for `size` bytes: a power of two, so that few programs are compiled."""
+    padded = np.zeros(1 << (size - 1).bit_length(), np.uint8)
+    padded[: content.size] = content[: padded.size]
+    return padded
+
+
+def _decoded(padded: Any, size: int) -> Any:
+    return json.loads(np.asarray(padded)[:size].tobytes())

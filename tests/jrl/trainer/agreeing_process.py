@@ -1,0 +1,79 @@
+"""One of two processes that agree on things, and what it makes of them, as a file of JSON.
+
+python agreeing_process.py PORT NUMBER FILE
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jrl.trainer.command_line import start_jax
+from jrl.trainer.coordinator import Processes
+from jrl.trainer.processes import (
+    Together,
+    any_of,
+    check_same,
+    connect,
+    from_first,
+    gather,
+    is_first,
+    to_devices,
+    to_host,
+)
+from sharding.folding import Layout, fold
+
+DEVICES = 4
+
+
+def said(function) -> str:
+    """What the function raises."""
+    try:
+        function()
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def fail(numbers: tuple[int, ...]) -> None:
+    with Together():
+        if jax.process_index() in numbers:
+            raise ValueError(f"it went wrong in {jax.process_index()}")
+
+
+def main(port: int, number: int, file: str) -> None:
+    start_jax(DEVICES, Processes(f"localhost:{port}", num_processes=2, process_id=number))
+    connect(fold(Layout.parse("tp2 dp2 / ep4")))
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("x",))
+    spread, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["x"], []))
+    rows = np.arange(12, dtype=np.float32).reshape(4, 3) / 7
+    tree = {
+        "spread": to_devices(rows, spread),
+        "whole": to_devices(rows[:2] + 1, whole),
+        "own": jax.numpy.full((2,), number),
+        "host": np.full((1,), number),
+    }
+    found = to_host(tree)
+    results = {
+        "first": is_first(),
+        "held": sum(shard.data.size for shard in tree["spread"].addressable_shards),
+        "spread": bool(np.array_equal(found["spread"], rows)),
+        "whole": bool(np.array_equal(found["whole"], rows[:2] + 1)),
+        "own": found["own"].tolist() + found["host"].tolist(),
+        "numpy": all(isinstance(leaf, np.ndarray) for leaf in found.values()),
+        "from first": from_first({"number": number, "text": "é" * (3 + 50 * number)}),
+        "gathered": gather(["x"] * 20 * number),
+        "any": [any_of(False), any_of(number == 1), any_of(number == 0), any_of(True)],
+        "same": said(lambda: check_same({"--steps": 3})),
+        "different": said(lambda: check_same({"--steps": 3 + number, "--seed": 0})),
+        "failed": [said(lambda n=n: fail(n)) for n in ((), (0,), (1,), (0, 1))],
+    }
+    print("only the first process is heard")
+    Path(file).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
