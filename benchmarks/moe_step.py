@@ -115,8 +115,8 @@ def program(config: Any) -> tuple[Any, Any]:
     import optax
     from jax.sharding import PartitionSpec as P
 
-    from jrl import logprobs_from_logits
-    from moe.model import align_to_tokens, next_token_logits, next_tokens, router_loss
+    from moe.model import align_to_tokens, hidden, next_tokens, router_loss
+    from moe.vocabulary import logprobs_and_entropy
     from moe.weights import specs
     from sharding.collectives import varying
     from sharding.folding import Layout, fold
@@ -125,8 +125,8 @@ def program(config: Any) -> tuple[Any, Any]:
 
     def loss_of(weights, tokens):
         valid = jnp.ones(tokens.shape, bool)
-        logits, stats = next_token_logits(weights, tokens, valid, config, mesh)
-        after = logprobs_from_logits(logits, next_tokens(tokens, mesh))
+        x, stats = hidden(weights, tokens, valid, config, mesh)
+        after, _ = logprobs_and_entropy(weights, x, next_tokens(tokens, mesh), config, mesh)
         log_probs = align_to_tokens(after, tokens.shape, mesh)
         loss = router_loss(stats, config, mesh, jnp.asarray(tokens.size))
         loss = loss - jnp.sum(log_probs[:, 1:]) / (tokens.size - tokens.shape[0])

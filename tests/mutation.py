@@ -334,11 +334,14 @@ def main() -> None:
     parser.add_argument("paths", nargs="+", type=Path, help="files or folders to change")
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     parser.add_argument("--every", type=int, default=1, help="try one of so many")
+    parser.add_argument(
+        "--first", type=int, default=0, help="with --every, leave out so many first"
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one mutant")
     arguments = parser.parse_args()
     files = [f for p in arguments.paths for f in ([p] if p.is_file() else sorted(p.rglob("*.py")))]
-    chosen = [m for f in files for m in mutants(f)][:: arguments.every]
+    chosen = [m for f in files for m in mutants(f)][arguments.first :: arguments.every]
     if arguments.list:
         print(*chosen, f"{len(chosen)} mutants", sep="\n")
         return
