@@ -19,13 +19,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from rich.table import Table
 
 from jrl.faults.baselines import CONTESTANTS
-from jrl.faults.fleet import Detector
+from jrl.faults.detect import Minder
 from jrl.faults.outcomes import FOUND, SILENT, WRONG, false_alarm_rate, figures, outcome
 from jrl.faults.simulate import PRODUCTION, Settings, simulate
 from jrl.faults.workers import side_by_side
 
 TEST_SEED, CLEAN_SEED = 1_000_000, 2_000_000
 """Where held-out seeds begin; thresholds are chosen from 100,000 on, models from 10,000,000 on."""
+SIZES = ((2, 16), (17, 128), (129, 10**9))
+"""Fleets that are told apart in the results; each holds about a third of 4 to 1,500."""
 PAPER = {"Minder": (0.904, 0.883, 0.893), "Mahalanobis": (0.788, 0.767, 0.777)}
 """Precision, recall and F1 on 150 faults of production."""
 
@@ -91,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def contestants(only: Sequence[str]) -> dict[str, Detector]:
+def contestants(only: Sequence[str]) -> dict[str, Minder]:
     """Detectors by name, in the order of the table."""
     names = [contestant.name for contestant in CONTESTANTS]
     unknown = [name for name in only if name not in names]
@@ -145,7 +147,7 @@ def _drawn(request: Request) -> dict[str, Any]:
 
 
 def _with_progress(
-    request: Request, detectors: dict[str, Detector], jobs: list[tuple[int, bool]]
+    request: Request, detectors: dict[str, Minder], jobs: list[tuple[int, bool]]
 ) -> Iterator[dict[str, Any]]:
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     # What is wrong with a request shows before any process starts.
@@ -168,11 +170,12 @@ def _settings(request: Request, faulty: bool) -> Settings:
 
 
 def _look(
-    detectors: dict[str, Detector], settings: dict[bool, Settings], job: tuple[int, bool]
+    detectors: dict[str, Minder], settings: dict[bool, Settings], job: tuple[int, bool]
 ) -> dict[str, Any]:
     seed, faulty = job
     incident = simulate(settings[faulty], seed)
-    alarms = {name: detector(incident.fleet) for name, detector in detectors.items()}
+    record = next(iter(detectors.values())).ready(incident.fleet)
+    alarms = {name: detector.judge(record).alarms for name, detector in detectors.items()}
     return {
         "seed": seed,
         "machines": len(incident.fleet.machines),
@@ -198,10 +201,23 @@ def _summary(
         **asdict(figures(outcomes)),
         "counts": {kind: counts[kind] for kind in (FOUND, WRONG, SILENT)},
         "recall_by_fault": recall,
+        "f1_by_machines": _by_machines(name, faulty),
         "false_alarms": false,
         "false_alarms_per_fleet_day": false_alarm_rate(false, days) if clean else None,
         "paper": PAPER.get(name),
     }
+
+
+def _by_machines(name: str, faulty: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """F1 and its interval, and the number of incidents, by the size of the fleet."""
+    out = {}
+    for least, most in SIZES:
+        of = [row for row in faulty if least <= row["machines"] <= most]
+        if of:
+            sizes = sorted(row["machines"] for row in of)
+            f1 = figures([row["outcomes"][name] for row in of]).f1
+            out[f"{sizes[0]} to {sizes[-1]}"] = [*f1, len(of)]
+    return out
 
 
 def _print(results: dict[str, Any]) -> None:
@@ -220,6 +236,10 @@ def _print(results: dict[str, Any]) -> None:
         rate = row["false_alarms_per_fleet_day"]
         table.add_row(name, *cells, paper, _interval(rate, 1) if rate else "not measured")
     Console(width=110).print(table)
+    print("F1 by machines of the fleet:")
+    for name, row in results["detectors"].items():
+        cells = (f"{size} {_interval(f1)}" for size, (*f1, _) in row["f1_by_machines"].items())
+        print(f"  {name}: {', '.join(cells)}")
     first = next(iter(results["detectors"]))
     kinds = results["detectors"][first]["recall_by_fault"]
     print(f"found by {first}: " + ", ".join(f"{k} {a}/{n}" for k, (a, n) in kinds.items()))

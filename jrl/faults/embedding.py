@@ -7,7 +7,7 @@ look at all machines together.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -32,12 +32,19 @@ class View:
       channels: which metrics of the prepared fleet it takes.
       embed: from their windows to points.
       width: samples of a window; those before the detector's own 8 come on top.
+      learn: makes the embedding of one record from its channels and the width; None where `embed`
+        serves them all.
     """
 
     name: str
     channels: tuple[int, ...]
     embed: Embedding
     width: int = vae.WINDOW
+    learn: Callable[[Float[np.ndarray, "channel machine time"], int], Embedding] | None = None
+
+    def learned(self, values: Float[np.ndarray, "channel machine time"]) -> "View":
+        """The view with what it learns from this record."""
+        return self if self.learn is None else replace(self, embed=self.learn(values, self.width))
 
 
 Method = Callable[[tuple[str, ...]], list[View]]
@@ -86,47 +93,61 @@ def raw(windows: Windows, counted: Counted) -> Points:
     return jnp.swapaxes(windows[0], 1, 2)
 
 
-def moments(windows: Windows, counted: Counted) -> Points:
-    """The baseline's: four moments of each metric, in their principal components, whitened.
+def learn_moments(values: Float[np.ndarray, "channel machine time"], width: int) -> Embedding:
+    """The baseline's points: four moments of each metric, whitened, as one record has them.
 
-    Mean, deviation, skewness and kurtosis over the window; then, over the machines of the window,
-    the principal components that hold 95 % of the variance, each scaled to variance 1. The
-    Euclidean distance of two such points is the Mahalanobis distance of the machines. (The paper
-    describes its baseline in these words only; 95 % is a choice.)
+    Mean, deviation, skewness and kurtosis over the window; principal components that hold 95 % of
+    the variance, each scaled to variance 1. The Euclidean distance of two such points is the
+    Mahalanobis distance of the machines. (The paper describes its baseline in these words only.)
+
+    The covariance is that of machines around the median of their fleet, over the whole record: the
+    machines of one window are fewer than their 28 features in a small fleet, and points whitened by
+    themselves are then equally far from each other. As in robust covariances, it is that of the
+    half nearest to the median: a machine that fails for minutes is no part of what is usual.
     """
-    return _moments(windows, counted, share=0.95)
+    starts = np.arange(0, values.shape[2] - width + 1, max(1, width // 4))
+    parts = [starts[i : i + 4] for i in range(0, len(starts), 4)]  # to bound the memory
+    features = np.concatenate([four_moments(gather(values, part, width)) for part in parts])
+    return partial(_project, jnp.asarray(whitening(features, 0.95)))
 
 
-@partial(jax.jit, static_argnames="share")
-def _moments(windows: Windows, counted: Counted, *, share: float) -> Points:
-    mean = windows.mean(-1, keepdims=True)
-    centred = windows - mean
-    variance = jnp.mean(centred**2, -1)
-    scale = jnp.maximum(variance, 1e-8)
-    skew = jnp.mean(centred**3, -1) / scale**1.5
-    kurtosis = jnp.mean(centred**4, -1) / scale**2
-    features = jnp.stack([mean[..., 0], jnp.sqrt(variance), skew, kurtosis])
-    features = jnp.moveaxis(features.reshape(-1, *features.shape[2:]), 0, 1)
-    return whiten(features, counted, share)
+@jax.jit
+def _project(matrix: Float[Array, "dim feature"], windows: Windows, counted: Counted) -> Points:
+    del counted
+    return jnp.einsum("df,wfm->wdm", matrix, four_moments(windows))
 
 
-def whiten(
-    features: Float[Array, "window feature machine"], counted: Counted, share: float
-) -> Float[Array, "window feature machine"]:
-    """Standardised features in their principal components, each with variance 1 or left out (0).
+def four_moments(windows: Windows | np.ndarray) -> Points | np.ndarray:
+    """Mean, deviation, skewness and kurtosis of each channel, for NumPy and JAX alike."""
+    xp = jnp if isinstance(windows, jax.Array) else np
+    mean = windows.mean(-1)
+    centred = windows - mean[..., None]
+    square = centred * centred
+    variance = square.mean(-1)
+    scale = xp.maximum(variance, 1e-8)
+    skew = (square * centred).mean(-1) / scale**1.5
+    kurtosis = (square * square).mean(-1) / scale**2
+    each = xp.stack([mean, xp.sqrt(variance), skew, kurtosis])
+    return xp.moveaxis(each.reshape(-1, *mean.shape[1:]), 0, 1)
+
+
+def whitening(
+    features: Float[np.ndarray, "window feature machine"], share: float
+) -> Float[np.ndarray, "feature feature"]:
+    """The matrix that makes usual features uncorrelated with variance 1; rows left out are 0.
 
     Components are kept, the largest first, until they hold `share` of the variance.
     """
-    ones = counted.astype(features.dtype)[None, None]
-    weight = ones / ones.sum()
-    centred = features - jnp.sum(features * weight, -1, keepdims=True)
-    variance = jnp.sum(centred**2 * weight, -1, keepdims=True)
-    centred = centred / jnp.maximum(jnp.sqrt(variance), 1e-6)
-    covariance = jnp.einsum("wfm,wgm->wfg", centred * weight, centred)
-    power, axes = jnp.linalg.eigh(covariance)
-    power = jnp.maximum(power, 0)
-    larger = jnp.cumsum(power[:, ::-1], 1)[:, ::-1] - power
-    total = jnp.maximum(power.sum(1, keepdims=True), 1e-12)
-    kept = (larger < share * total) & (power > 1e-6 * total)
-    inverse = jnp.where(kept, 1 / jnp.sqrt(jnp.where(kept, power, 1)), 0)
-    return jnp.einsum("wfg,wfm->wgm", axes, centred) * inverse[:, :, None]
+    centred = features - np.median(features, -1, keepdims=True)
+    rows = np.moveaxis(centred, 1, 2).reshape(-1, features.shape[1]).astype(np.float64)
+    size = np.maximum(np.sqrt((rows**2).mean(0)), 1e-6)
+    rows = rows / size
+    far = (rows**2).sum(1)
+    usual = rows[far <= np.median(far)]
+    spread = np.maximum(np.sqrt((usual**2).mean(0)), 1e-6)
+    usual, size = usual / spread, size * spread
+    power, axes = np.linalg.eigh(usual.T @ usual / len(usual))
+    larger = np.cumsum(power[::-1])[::-1] - power
+    kept = (larger < share * power.sum()) & (power > 1e-6 * power.sum())
+    inverse = np.where(kept, 1 / np.sqrt(np.where(kept, power, 1)), 0)
+    return ((axes * inverse).T / size).astype(np.float32)
