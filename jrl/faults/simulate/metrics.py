@@ -69,9 +69,9 @@ METRICS = {
         _counter("pcie_bandwidth", 32.0, "GB/s", 0.30, -0.15),
         _counter("rdma_throughput", 25.0, "GB/s", 0.35, -0.25),
         _counter("cnp_rate", 1e4, "packet/s", 0.08, -0.04, noise=0.04, **PAUSES),
-        _counter("tcp_throughput", 1.0, "GB/s", 0.10, 0.0, bursts=20),
+        _counter("tcp_throughput", 1.0, "GB/s", 0.10, 0.0, bursts=20.0),
         _slow("memory_usage", 100.0, "%", 0.40, 0.0, noise=0.005, spread=0.02),
-        _counter("disk_usage", 100.0, "%", 0.10, 0.0, noise=0.03, bursts=20),
+        _counter("disk_usage", 100.0, "%", 0.10, 0.0, noise=0.03, bursts=20.0),
     )
 }
 """By name."""
