@@ -13,7 +13,7 @@ import numpy as np
 from jrl.faults import vae
 from jrl.faults.continuity import Span
 from jrl.faults.detect import Minder, Record, Report, shipped_models
-from jrl.faults.embedding import View, denoised, learn_moments, raw, side_by_side
+from jrl.faults.embedding import View, as_points, denoised, raw, side_by_side, whitened_moments
 from jrl.faults.simulate.metrics import PRODUCTION
 from jrl.faults.train import ANY, TOGETHER, Training, healthy_fleets, train_joint
 from jrl.faults.vocabulary import meaning
@@ -25,12 +25,12 @@ MOMENTS = 60
 
 
 def mahalanobis(metrics: tuple[str, ...]) -> list[View]:
-    """One view: whitened moments of all metrics over `MOMENTS` seconds, see `learn_moments`.
+    """One view: whitened moments of all metrics over `MOMENTS` seconds, see `whitened_moments`.
 
     Moments of eight samples are mostly noise, and the paper does not give the baseline's window: it
     gets a longer one than the detector.
     """
-    return [View(ALL, tuple(range(len(metrics))), raw, MOMENTS, learn_moments)]
+    return [View(ALL, tuple(range(len(metrics))), as_points, MOMENTS, whitened_moments)]
 
 
 def without_vae(metrics: tuple[str, ...]) -> list[View]:

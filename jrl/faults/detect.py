@@ -6,7 +6,7 @@ candidate if it is far enough; the machine that stays the candidate for minutes 
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 import jax
@@ -252,26 +252,30 @@ class Looker:
     ):
         channels = list(view.channels)
         whole = channels == list(range(len(prepared.metrics)))
-        self.values = prepared.values if whole else prepared.values[channels]
+        values = prepared.values if whole else prepared.values[channels]
         # Windows that are wider begin earlier: the first sample stands for what came before it.
         early = view.width - vae.WINDOW
-        self.values = np.pad(self.values, ((0, 0), (0, 0), (early, 0)), mode="edge")
-        self.floor, self.norm = floor, norm
+        values = np.pad(values, ((0, 0), (0, 0), (early, 0)), mode="edge")
+        num_windows = values.shape[2] - view.width + 1
+        self.floor, self.norm, self.view = floor, norm, view
         self.members = [
             rows for role in np.unique(roles) if (rows := np.flatnonzero(roles == role)).size > 2
         ]
-        self.views = [view.learned(self._of(rows)) for rows in self.members]
-        num_windows = self.values.shape[2] - view.width + 1
+        self.values = [
+            values[:, rows] if rows.size < values.shape[1] else values for rows in self.members
+        ]
+        if view.summary is not None:
+            self.view = replace(view, width=1)
+            self.values = [view.summary(part, view.width) for part in self.values]
         self.machine = np.full(num_windows, UNSEEN)
         self.scores = np.full(num_windows, -np.inf, np.float32)
 
     def look(self, starts: Int[np.ndarray, " some"]) -> None:
         """Fills in `machine` and `scores` of the windows at `starts`: the farthest of any role."""
         starts = starts[self.machine[starts] == UNSEEN]
-        for rows, view in zip(self.members, self.views, strict=True):
-            values = self._of(rows)
+        for rows, values in zip(self.members, self.values, strict=True):
             for part in _parts(starts, rows.size):
-                machine, score = farthest(values, part, view, self.floor, self.norm)
+                machine, score = farthest(values, part, self.view, self.floor, self.norm)
                 better = score > self.scores[part]
                 self.machine[part] = np.where(better, rows[machine], self.machine[part])
                 self.scores[part] = np.where(better, score, self.scores[part])
@@ -282,9 +286,6 @@ class Looker:
         """Which machine the windows at `starts` name."""
         self.look(starts)
         return np.where(self.scores[starts] > threshold, self.machine[starts], NOBODY)
-
-    def _of(self, rows: np.ndarray) -> np.ndarray:
-        return self.values if rows.size == self.values.shape[1] else self.values[:, rows]
 
 
 def _padded(num_machines: int) -> int:

@@ -7,16 +7,17 @@ look at all machines together.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Float32
 
 from jrl.faults import vae
 
+Record = Float[np.ndarray, "channel machine time"]
 Windows = Float[Array, "channel window machine time"]
 Points = Float[Array, "window dim machine"]
 Counted = Bool[Array, " machine"]
@@ -32,19 +33,16 @@ class View:
       channels: which metrics of the prepared fleet it takes.
       embed: from their windows to points.
       width: samples of a window; those before the detector's own 8 come on top.
-      learn: makes the embedding of one record from its channels and the width; None where `embed`
-        serves them all.
+      summary: from the channels of a whole record and the width to what is seen of each window,
+        ``[dim, machine, window]``, which then goes through `embed` as windows of one sample; None
+        embeds the windows themselves.
     """
 
     name: str
     channels: tuple[int, ...]
     embed: Embedding
     width: int = vae.WINDOW
-    learn: Callable[[Float[np.ndarray, "channel machine time"], int], Embedding] | None = None
-
-    def learned(self, values: Float[np.ndarray, "channel machine time"]) -> "View":
-        """The view with what it learns from this record."""
-        return self if self.learn is None else replace(self, embed=self.learn(values, self.width))
+    summary: Callable[[Record, int], Record] | None = None
 
 
 Method = Callable[[tuple[str, ...]], list[View]]
@@ -93,7 +91,14 @@ def raw(windows: Windows, counted: Counted) -> Points:
     return jnp.swapaxes(windows[0], 1, 2)
 
 
-def learn_moments(values: Float[np.ndarray, "channel machine time"], width: int) -> Embedding:
+@jax.jit
+def as_points(windows: Windows, counted: Counted) -> Points:
+    """Windows of one sample as points whose dimensions are the channels."""
+    del counted
+    return jnp.swapaxes(windows[..., 0], 0, 1)
+
+
+def whitened_moments(values: Record, width: int) -> Record:
     """The baseline's points: four moments of each metric, whitened, as one record has them.
 
     Mean, deviation, skewness and kurtosis over the window; principal components that hold 95 % of
@@ -105,41 +110,40 @@ def learn_moments(values: Float[np.ndarray, "channel machine time"], width: int)
     themselves are then equally far from each other. As in robust covariances, it is that of the
     half nearest to the median: a machine that fails for minutes is no part of what is usual.
     """
-    starts = np.arange(0, values.shape[2] - width + 1, max(1, width // 4))
-    parts = [starts[i : i + 4] for i in range(0, len(starts), 4)]  # to bound the memory
-    features = np.concatenate([four_moments(gather(values, part, width)) for part in parts])
-    return partial(_project, jnp.asarray(whitening(features, 0.95)))
+    features = np.concatenate([four_moments(channel, width) for channel in values])
+    matrix = whitening(features[:, :, :: max(1, width // 4)], 0.95)
+    points = matrix @ features.reshape(len(features), -1)
+    return points.reshape(features.shape)
 
 
-@jax.jit
-def _project(matrix: Float[Array, "dim feature"], windows: Windows, counted: Counted) -> Points:
-    del counted
-    return jnp.einsum("df,wfm->wdm", matrix, four_moments(windows))
-
-
-def four_moments(windows: Windows | np.ndarray) -> Points | np.ndarray:
-    """Mean, deviation, skewness and kurtosis of each channel, for NumPy and JAX alike."""
-    xp = jnp if isinstance(windows, jax.Array) else np
-    mean = windows.mean(-1)
-    centred = windows - mean[..., None]
-    square = centred * centred
-    variance = square.mean(-1)
-    scale = xp.maximum(variance, 1e-8)
-    skew = (square * centred).mean(-1) / scale**1.5
-    kurtosis = (square * square).mean(-1) / scale**2
-    each = xp.stack([mean, xp.sqrt(variance), skew, kurtosis])
-    return xp.moveaxis(each.reshape(-1, *mean.shape[1:]), 0, 1)
+def four_moments(
+    values: Float[np.ndarray, "machine time"], width: int
+) -> Float32[np.ndarray, "4 machine window"]:
+    """Mean, deviation, skewness and kurtosis of each window, from running sums of powers."""
+    wide = values.astype(np.float64)
+    power, means = np.ones_like(wide), []
+    for _ in range(4):
+        power *= wide
+        total = np.cumsum(power, 1)
+        total[:, width:] -= total[:, :-width].copy()
+        means.append(total[:, width - 1 :] / width)
+    m, m2, m3, m4 = means
+    variance = np.maximum(m2 - m**2, 1e-6)  # a thousandth of the range, far above the rounding
+    third = m3 - 3 * m * m2 + 2 * m**3
+    fourth = m4 - 4 * m * m3 + 6 * m**2 * m2 - 3 * m**4
+    each = (m, np.sqrt(variance), third / variance**1.5, fourth / variance**2)
+    return np.stack(each).astype(np.float32)
 
 
 def whitening(
-    features: Float[np.ndarray, "window feature machine"], share: float
-) -> Float[np.ndarray, "feature feature"]:
+    features: Float[np.ndarray, "feature machine window"], share: float
+) -> Float32[np.ndarray, "feature feature"]:
     """The matrix that makes usual features uncorrelated with variance 1; rows left out are 0.
 
     Components are kept, the largest first, until they hold `share` of the variance.
     """
-    centred = features - np.median(features, -1, keepdims=True)
-    rows = np.moveaxis(centred, 1, 2).reshape(-1, features.shape[1]).astype(np.float64)
+    centred = features - np.median(features, 1, keepdims=True)
+    rows = centred.reshape(len(features), -1).T.astype(np.float64)
     size = np.maximum(np.sqrt((rows**2).mean(0)), 1e-6)
     rows = rows / size
     far = (rows**2).sum(1)
