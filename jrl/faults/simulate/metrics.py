@@ -38,17 +38,17 @@ class Metric:
     noise: float = 0.05
     drift: float = 0.012
     spread: float = 0.006
-    spikes: float = 0.002
-    spike: float = 0.25
-    bursts: float = 1.0
-    burst: float = 0.2
+    spikes: float = 0.004
+    spike: float = 0.3
+    bursts: float = 0.15
+    burst: float = 0.15
     gpu: bool = False
     counter: bool = False
 
 
 _gpu, _counter = partial(Metric, gpu=True), partial(Metric, counter=True)
 _slow = partial(Metric, spikes=0.0, bursts=0.0)
-PAUSES = {"spikes": 0.01, "bursts": 20.0, "burst": 0.3}
+PAUSES = {"spikes": 0.01, "bursts": 1.5, "burst": 0.2}
 """Of what tells of congestion."""
 
 METRICS = {
@@ -69,9 +69,9 @@ METRICS = {
         _counter("pcie_bandwidth", 32.0, "GB/s", 0.30, -0.15),
         _counter("rdma_throughput", 25.0, "GB/s", 0.35, -0.25),
         _counter("cnp_rate", 1e4, "packet/s", 0.08, -0.04, noise=0.04, **PAUSES),
-        _counter("tcp_throughput", 1.0, "GB/s", 0.10, 0.0, bursts=20.0),
+        _counter("tcp_throughput", 1.0, "GB/s", 0.10, 0.0, bursts=2.0),
         _slow("memory_usage", 100.0, "%", 0.40, 0.0, noise=0.005, spread=0.02),
-        _counter("disk_usage", 100.0, "%", 0.10, 0.0, noise=0.03, bursts=20.0),
+        _counter("disk_usage", 100.0, "%", 0.10, 0.0, noise=0.03, bursts=2.0),
     )
 }
 """By name."""
