@@ -38,24 +38,24 @@ class Metric:
     noise: float = 0.05
     drift: float = 0.012
     spread: float = 0.006
-    spikes: float = 0.004
+    spikes: float = 0.008
     spike: float = 0.3
-    bursts: float = 0.15
-    burst: float = 0.15
+    bursts: float = 0.05
+    burst: float = 0.1
     gpu: bool = False
     counter: bool = False
 
 
 _gpu, _counter = partial(Metric, gpu=True), partial(Metric, counter=True)
 _slow = partial(Metric, spikes=0.0, bursts=0.0)
-PAUSES = {"spikes": 0.01, "bursts": 1.5, "burst": 0.2}
+PAUSES = {"spikes": 0.01, "bursts": 0.4, "burst": 0.12}
 """Of what tells of congestion."""
 
 METRICS = {
     metric.name: metric
     for metric in (
         _counter("pfc_tx_packet_rate", 2e4, "packet/s", 0.12, -0.06, noise=0.04, **PAUSES),
-        Metric("cpu_usage", 100.0, "%", 0.45, 0.05, noise=0.06, spikes=0.01),
+        Metric("cpu_usage", 100.0, "%", 0.45, 0.05, noise=0.06, spikes=0.015),
         _gpu("gpu_duty_cycle", 100.0, "%", 0.80, 0.20, noise=0.04),
         _gpu("gpu_power_draw", 400.0, "W", 0.70, 0.25),
         _gpu("graphics_engine_activity", 100.0, "%", 0.75, 0.25),
