@@ -105,44 +105,51 @@ def contestants(only: Sequence[str]) -> dict[str, Minder]:
 def run(request: Request) -> dict[str, Any]:
     """Measures, with a progress bar, and returns the results as they are written.
 
-    Records go to ``records.jsonl`` as they come, and a run that was cut short goes on from there.
+    Records go to ``records.jsonl`` as they come, and a run that was cut short goes on from there,
+    also to more records than it was to have.
     """
     Path(request.out).mkdir(parents=True, exist_ok=True)
     detectors = contestants(request.only)
     jobs = [(CLEAN_SEED + request.seed + i, False) for i in range(request.clean)]
     jobs += [(TEST_SEED + request.seed + i, True) for i in range(request.incidents)]
     path = Path(request.out) / "records.jsonl"
-    seen = _read_records(path, request)
-    done = {row["seed"] for row in seen}
+    seen = {row["seed"]: row for row in _read_records(path, _made_with(request, detectors))}
+    due = [job for job in jobs if job[0] not in seen]
     with path.open("a") as file:
-        for row in _with_progress(request, detectors, [job for job in jobs if job[0] not in done]):
+        for row in _with_progress(request, detectors, due):
             file.write(json.dumps(row) + "\n")
             file.flush()
-            seen.append(row)
-    faulty = [row for row in seen if row["fault"] is not None]
-    clean = [row for row in seen if row["fault"] is None]
+            seen[row["seed"]] = row
+    records = [seen[seed] for seed, _ in jobs]
+    faulty = [row for row in records if row["fault"] is not None]
+    clean = [row for row in records if row["fault"] is None]
     return {
         "settings": asdict(request),
+        "thresholds": {name: detector.threshold for name, detector in detectors.items()},
         "detectors": {name: _summary(name, faulty, clean, request) for name in detectors},
-        "records": seen,
+        "records": records,
     }
 
 
-def _read_records(path: Path, request: Request) -> list[dict[str, Any]]:
-    """What a run that was cut short has seen already; a new file begins with its settings."""
-    if not path.exists():
-        path.write_text(json.dumps(_drawn(request)) + "\n")
-    first, *rows = path.read_text().splitlines()
-    if json.loads(first) != _drawn(request):
-        raise ValueError(f"{path} belongs to other settings: give another --out, or delete it.")
-    whole = rows if path.read_text().endswith("\n") else rows[:-1]
+def _read_records(path: Path, made_with: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a run that was cut short has seen already; a new file begins with `made_with`."""
+    content = path.read_text() if path.exists() else ""
+    first, *rows = content.splitlines() or [json.dumps(made_with)]
+    if json.loads(first) != made_with:
+        raise ValueError(
+            f"{path} belongs to other settings or thresholds: give another --out, or delete it."
+        )
+    whole = rows if content.endswith("\n") else rows[:-1]
     path.write_text("\n".join([first, *whole]) + "\n")  # without what a kill has torn
     return [json.loads(row) for row in whole]
 
 
-def _drawn(request: Request) -> dict[str, Any]:
-    """The settings that records depend on, as JSON keeps them."""
-    settings = {k: v for k, v in asdict(request).items() if k not in ("processes", "out")}
+def _made_with(request: Request, detectors: dict[str, Minder]) -> dict[str, Any]:
+    """What the outcome of a record depends on besides its seed, as JSON keeps it."""
+    settings = asdict(request)
+    for name in ("processes", "out", "incidents", "clean"):
+        del settings[name]
+    settings["thresholds"] = {name: detector.threshold for name, detector in detectors.items()}
     return json.loads(json.dumps(settings))
 
 

@@ -125,6 +125,9 @@ def test_a_run_that_was_cut_short_goes_on(tmp_path, monkeypatch):
         whole[key] for key in ("detectors", "records")
     ]
     assert looked == [(benchmark.TEST_SEED + 1, True)]
+    # Fewer records are a part of them, and more go on from there.
+    assert run(replace(request, incidents=1, processes=1))["records"] == whole["records"][:2]
+    assert len(looked) == 1
     with pytest.raises(ValueError, match="belongs to other settings"):
         run(replace(request, difficulty=2.0))
 
