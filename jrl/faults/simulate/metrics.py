@@ -40,15 +40,15 @@ class Metric:
     spread: float = 0.006
     spikes: float = 0.008
     spike: float = 0.3
-    bursts: float = 0.1
-    burst: float = 0.15
+    bursts: float = 0.05
+    burst: float = 0.1
     gpu: bool = False
     counter: bool = False
 
 
 _gpu, _counter = partial(Metric, gpu=True), partial(Metric, counter=True)
 _slow = partial(Metric, spikes=0.0, bursts=0.0)
-PAUSES = {"spikes": 0.01, "bursts": 1.0, "burst": 0.2}
+PAUSES = {"spikes": 0.01, "bursts": 0.4, "burst": 0.12}
 """Of what tells of congestion."""
 
 METRICS = {
