@@ -60,15 +60,16 @@ def sums_by_products(
     point's distance from it where two points are equal, and far less where they are not.
     """
     weight = counted.astype(points.dtype)
+    itself = jnp.eye(points.shape[2], dtype=bool)
 
     def one(window: Float[Array, "dim machine"]) -> Float[Array, " machine"]:
-        centred = window - (window * weight).sum(1, keepdims=True) / weight.sum()
+        centred = window - (window * weight[None]).sum(1, keepdims=True) / weight.sum()
         square = jnp.square(centred).sum(0, keepdims=True)
         ones = jnp.ones_like(square)
         # The squares as two more rows of the product: a pass over the matrix less for each.
         left = jnp.concatenate([-2 * centred, square, ones]).T
         squared = left @ jnp.concatenate([centred, ones, square])
-        return jnp.sqrt(jnp.maximum(squared, 0)) @ weight
+        return jnp.sqrt(jnp.where(itself, 0, jnp.maximum(squared, 0))) @ weight
 
     return jax.lax.map(one, points)
 

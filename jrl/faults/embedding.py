@@ -42,7 +42,7 @@ class View:
     channels: tuple[int, ...]
     embed: Embedding
     width: int = vae.WINDOW
-    summary: Callable[[Record, int], Record] | None = None
+    summary: Callable[[np.ndarray, int], np.ndarray] | None = None
 
 
 Method = Callable[[tuple[str, ...]], list[View]]
@@ -98,7 +98,7 @@ def as_points(windows: Windows, counted: Counted) -> Points:
     return jnp.swapaxes(windows[..., 0], 0, 1)
 
 
-def whitened_moments(values: Record, width: int) -> Record:
+def whitened_moments(values: Record, width: int) -> Float32[np.ndarray, "dim machine window"]:
     """The baseline's points: four moments of each metric, whitened, as one record has them.
 
     Mean, deviation, skewness and kurtosis over the window; principal components that hold 95 % of
