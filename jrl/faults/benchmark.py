@@ -215,7 +215,7 @@ def _summary(
     }
 
 
-def _by_machines(name: str, faulty: list[dict[str, Any]]) -> dict[str, list[float]]:
+def _by_machines(name: str, faulty: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """F1 and its interval, and the number of incidents, by the size of the fleet."""
     out = {}
     for least, most in SIZES:
@@ -223,7 +223,7 @@ def _by_machines(name: str, faulty: list[dict[str, Any]]) -> dict[str, list[floa
         if of:
             sizes = sorted(row["machines"] for row in of)
             f1 = figures([row["outcomes"][name] for row in of]).f1
-            out[f"{sizes[0]} to {sizes[-1]}"] = [*f1, len(of)]
+            out[f"{sizes[0]} to {sizes[-1]}"] = {"f1": f1, "incidents": len(of)}
     return out
 
 
@@ -245,7 +245,8 @@ def _print(results: dict[str, Any]) -> None:
     Console(width=110).print(table)
     print("F1 by machines of the fleet:")
     for name, row in results["detectors"].items():
-        cells = (f"{size} {_interval(f1)}" for size, (*f1, _) in row["f1_by_machines"].items())
+        sizes = row["f1_by_machines"].items()
+        cells = (f"{size} {_interval(of['f1'])} of {of['incidents']}" for size, of in sizes)
         print(f"  {name}: {', '.join(cells)}")
     first = next(iter(results["detectors"]))
     kinds = results["detectors"][first]["recall_by_fault"]

@@ -102,7 +102,7 @@ def test_a_small_run_finds_most_and_alarms_little(tmp_path):
     assert row["f1"][0] > 0.7
     assert row["counts"]["wrong"] <= 2
     assert row["false_alarms"] <= 1
-    assert row["f1_by_machines"] == {"12 to 12": [*row["f1"], 14]}
+    assert row["f1_by_machines"] == {"12 to 12": {"f1": row["f1"], "incidents": 14}}
     hard = replace(request, incidents=6, clean=0, difficulty=50.0, out=str(tmp_path / "hard"))
     assert run(hard)["detectors"]["Minder"]["f1"][0] < 0.4
 
