@@ -48,13 +48,12 @@ class Metric:
 
 _gpu, _counter = partial(Metric, gpu=True), partial(Metric, counter=True)
 _slow = partial(Metric, spikes=0.0, bursts=0.0)
-PAUSES = {"spikes": 0.01, "bursts": 0.4, "burst": 0.12}
-"""Of what tells of congestion."""
+_congestion = partial(Metric, noise=0.04, spikes=0.01, bursts=0.4, burst=0.12, counter=True)
 
 METRICS = {
     metric.name: metric
     for metric in (
-        _counter("pfc_tx_packet_rate", 2e4, "packet/s", 0.12, -0.06, noise=0.04, **PAUSES),
+        _congestion("pfc_tx_packet_rate", 2e4, "packet/s", 0.12, -0.06),
         Metric("cpu_usage", 100.0, "%", 0.45, 0.05, noise=0.06, spikes=0.015),
         _gpu("gpu_duty_cycle", 100.0, "%", 0.80, 0.20, noise=0.04),
         _gpu("gpu_power_draw", 400.0, "W", 0.70, 0.25),
@@ -68,7 +67,7 @@ METRICS = {
         _slow("gpu_clock", 1980.0, "MHz", 0.85, -0.02, noise=0.02),
         _counter("pcie_bandwidth", 32.0, "GB/s", 0.30, -0.15),
         _counter("rdma_throughput", 25.0, "GB/s", 0.35, -0.25),
-        _counter("cnp_rate", 1e4, "packet/s", 0.08, -0.04, noise=0.04, **PAUSES),
+        _congestion("cnp_rate", 1e4, "packet/s", 0.08, -0.04),
         _counter("tcp_throughput", 1.0, "GB/s", 0.10, 0.0, bursts=2.0),
         _slow("memory_usage", 100.0, "%", 0.40, 0.0, noise=0.005, spread=0.02),
         _counter("disk_usage", 100.0, "%", 0.10, 0.0, noise=0.03, bursts=2.0),
