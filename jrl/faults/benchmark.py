@@ -19,13 +19,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from rich.table import Table
 
 from jrl.faults.baselines import CONTESTANTS
-from jrl.faults.fleet import Detector
+from jrl.faults.detect import Minder
 from jrl.faults.outcomes import FOUND, SILENT, WRONG, false_alarm_rate, figures, outcome
 from jrl.faults.simulate import PRODUCTION, Settings, simulate
 from jrl.faults.workers import side_by_side
 
 TEST_SEED, CLEAN_SEED = 1_000_000, 2_000_000
 """Where held-out seeds begin; thresholds are chosen from 100,000 on, models from 10,000,000 on."""
+SIZES = ((2, 16), (17, 128), (129, 10**9))
+"""Fleets that are told apart in the results; each holds about a third of 4 to 1,500."""
 PAPER = {"Minder": (0.904, 0.883, 0.893), "Mahalanobis": (0.788, 0.767, 0.777)}
 """Precision, recall and F1 on 150 faults of production."""
 
@@ -91,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def contestants(only: Sequence[str]) -> dict[str, Detector]:
+def contestants(only: Sequence[str]) -> dict[str, Minder]:
     """Detectors by name, in the order of the table."""
     names = [contestant.name for contestant in CONTESTANTS]
     unknown = [name for name in only if name not in names]
@@ -103,49 +105,56 @@ def contestants(only: Sequence[str]) -> dict[str, Detector]:
 def run(request: Request) -> dict[str, Any]:
     """Measures, with a progress bar, and returns the results as they are written.
 
-    Records go to ``records.jsonl`` as they come, and a run that was cut short goes on from there.
+    Records go to ``records.jsonl`` as they come, and a run that was cut short goes on from there,
+    also to more records than it was to have.
     """
     Path(request.out).mkdir(parents=True, exist_ok=True)
     detectors = contestants(request.only)
     jobs = [(CLEAN_SEED + request.seed + i, False) for i in range(request.clean)]
     jobs += [(TEST_SEED + request.seed + i, True) for i in range(request.incidents)]
     path = Path(request.out) / "records.jsonl"
-    seen = _read_records(path, request)
-    done = {row["seed"] for row in seen}
+    seen = {row["seed"]: row for row in _read_records(path, _made_with(request, detectors))}
+    due = [job for job in jobs if job[0] not in seen]
     with path.open("a") as file:
-        for row in _with_progress(request, detectors, [job for job in jobs if job[0] not in done]):
+        for row in _with_progress(request, detectors, due):
             file.write(json.dumps(row) + "\n")
             file.flush()
-            seen.append(row)
-    faulty = [row for row in seen if row["fault"] is not None]
-    clean = [row for row in seen if row["fault"] is None]
+            seen[row["seed"]] = row
+    records = [seen[seed] for seed, _ in jobs]
+    faulty = [row for row in records if row["fault"] is not None]
+    clean = [row for row in records if row["fault"] is None]
     return {
         "settings": asdict(request),
+        "thresholds": {name: detector.threshold for name, detector in detectors.items()},
         "detectors": {name: _summary(name, faulty, clean, request) for name in detectors},
-        "records": seen,
+        "records": records,
     }
 
 
-def _read_records(path: Path, request: Request) -> list[dict[str, Any]]:
-    """What a run that was cut short has seen already; a new file begins with its settings."""
-    if not path.exists():
-        path.write_text(json.dumps(_drawn(request)) + "\n")
-    first, *rows = path.read_text().splitlines()
-    if json.loads(first) != _drawn(request):
-        raise ValueError(f"{path} belongs to other settings: give another --out, or delete it.")
-    whole = rows if path.read_text().endswith("\n") else rows[:-1]
+def _read_records(path: Path, made_with: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a run that was cut short has seen already; a new file begins with `made_with`."""
+    content = path.read_text() if path.exists() else ""
+    first, *rows = content.splitlines() or [json.dumps(made_with)]
+    if json.loads(first) != made_with:
+        raise ValueError(
+            f"{path} belongs to other settings or thresholds: give another --out, or delete it."
+        )
+    whole = rows if content.endswith("\n") else rows[:-1]
     path.write_text("\n".join([first, *whole]) + "\n")  # without what a kill has torn
     return [json.loads(row) for row in whole]
 
 
-def _drawn(request: Request) -> dict[str, Any]:
-    """The settings that records depend on, as JSON keeps them."""
-    settings = {k: v for k, v in asdict(request).items() if k not in ("processes", "out")}
+def _made_with(request: Request, detectors: dict[str, Minder]) -> dict[str, Any]:
+    """What the outcome of a record depends on besides its seed, as JSON keeps it."""
+    settings = asdict(request)
+    for name in ("processes", "out", "incidents", "clean"):
+        del settings[name]
+    settings["thresholds"] = {name: detector.threshold for name, detector in detectors.items()}
     return json.loads(json.dumps(settings))
 
 
 def _with_progress(
-    request: Request, detectors: dict[str, Detector], jobs: list[tuple[int, bool]]
+    request: Request, detectors: dict[str, Minder], jobs: list[tuple[int, bool]]
 ) -> Iterator[dict[str, Any]]:
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     # What is wrong with a request shows before any process starts.
@@ -168,11 +177,12 @@ def _settings(request: Request, faulty: bool) -> Settings:
 
 
 def _look(
-    detectors: dict[str, Detector], settings: dict[bool, Settings], job: tuple[int, bool]
+    detectors: dict[str, Minder], settings: dict[bool, Settings], job: tuple[int, bool]
 ) -> dict[str, Any]:
     seed, faulty = job
     incident = simulate(settings[faulty], seed)
-    alarms = {name: detector(incident.fleet) for name, detector in detectors.items()}
+    record = next(iter(detectors.values())).ready(incident.fleet)
+    alarms = {name: detector.judge(record).alarms for name, detector in detectors.items()}
     return {
         "seed": seed,
         "machines": len(incident.fleet.machines),
@@ -198,10 +208,23 @@ def _summary(
         **asdict(figures(outcomes)),
         "counts": {kind: counts[kind] for kind in (FOUND, WRONG, SILENT)},
         "recall_by_fault": recall,
+        "f1_by_machines": _by_machines(name, faulty),
         "false_alarms": false,
         "false_alarms_per_fleet_day": false_alarm_rate(false, days) if clean else None,
         "paper": PAPER.get(name),
     }
+
+
+def _by_machines(name: str, faulty: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """F1 and its interval, and the number of incidents, by the size of the fleet."""
+    out = {}
+    for least, most in SIZES:
+        of = [row for row in faulty if least <= row["machines"] <= most]
+        if of:
+            sizes = sorted(row["machines"] for row in of)
+            f1 = figures([row["outcomes"][name] for row in of]).f1
+            out[f"{sizes[0]} to {sizes[-1]}"] = {"f1": f1, "incidents": len(of)}
+    return out
 
 
 def _print(results: dict[str, Any]) -> None:
@@ -220,6 +243,11 @@ def _print(results: dict[str, Any]) -> None:
         rate = row["false_alarms_per_fleet_day"]
         table.add_row(name, *cells, paper, _interval(rate, 1) if rate else "not measured")
     Console(width=110).print(table)
+    print("F1 by machines of the fleet:")
+    for name, row in results["detectors"].items():
+        sizes = row["f1_by_machines"].items()
+        cells = (f"{size} {_interval(of['f1'])} of {of['incidents']}" for size, of in sizes)
+        print(f"  {name}: {', '.join(cells)}")
     first = next(iter(results["detectors"]))
     kinds = results["detectors"][first]["recall_by_fault"]
     print(f"found by {first}: " + ", ".join(f"{k} {a}/{n}" for k, (a, n) in kinds.items()))

@@ -6,7 +6,7 @@ candidate if it is far enough; the machine that stays the candidate for minutes 
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 import jax
@@ -94,7 +94,7 @@ class Minder:
       now: see `prepare`.
     """
 
-    threshold: float | int = 3.8
+    threshold: float | int = 2.86
     continuity: float | int = 240
     share: float | int = 0.9
     floor: float | int = 0.02
@@ -114,15 +114,20 @@ class Minder:
 
     def examine(self, fleet: Fleet) -> Report:
         """Looks at one metric after the other until one raises an alarm."""
-        prepared, roles, refused = self._ready(fleet)
-        if refused:
-            return Report([], (*prepared.notes, *refused), prepared)
+        return self.judge(self.ready(fleet))
+
+    def judge(self, record: "Record") -> Report:
+        """`examine` for a record that is ready, and may have been looked at by other detectors."""
+        prepared = record.prepared
+        if record.refused:
+            return Report([], (*prepared.notes, *record.refused), prepared)
         num_windows = prepared.values.shape[2] - vae.WINDOW + 1
-        length = self._length(fleet)
+        length = self._length(prepared.period)
         views, named_by, scores_by, alarms = [], [], [], []
         for view in self.method(prepared.metrics):
-            looker = Looker(prepared, roles, view, self)
-            named = look_where_needed(looker.named, num_windows, length=length, share=self.share)
+            looker = record.looker(view, self)
+            look = partial(looker.named, threshold=self.threshold)
+            named = look_where_needed(look, num_windows, length=length, share=self.share)
             views.append(view.name)
             named_by.append(named)
             scores_by.append(np.where(named == UNSEEN, np.nan, looker.scores))
@@ -133,10 +138,10 @@ class Minder:
         found = tuple(views), tuple(named_by), tuple(scores_by)
         return Report(alarms, prepared.notes, prepared, *found)
 
-    def _length(self, fleet: Fleet) -> int:
-        return max(1, round(self.continuity / fleet.period) - vae.WINDOW + 1)
+    def _length(self, period: float | int) -> int:
+        return max(1, round(self.continuity / period) - vae.WINDOW + 1)
 
-    def _ready(self, fleet: Fleet) -> tuple[Prepared, np.ndarray, list[str]]:
+    def ready(self, fleet: Fleet) -> "Record":
         """The prepared fleet, role numbers, and reasons why nothing can be said."""
         if self.tokens is not None:
             fleet = divide_by_tokens(fleet, self.tokens, self.per_token)
@@ -162,7 +167,7 @@ class Minder:
                 f"the record holds {seconds:.0f} s, less than the {self.continuity:.0f} s for "
                 "which a machine must stand out: nothing is said."
             )
-        return prepared, roles, refused
+        return Record(prepared, roles, tuple(refused))
 
     def _alarm(self, prepared: Prepared, metric: str, span: Span, scores: np.ndarray) -> Alarm:
         within = scores[span.first : span.last + 1]
@@ -210,40 +215,77 @@ def divide_by_tokens(fleet: Fleet, tokens: np.ndarray, metrics: Sequence[str]) -
     return Fleet(fleet.machines, fleet.metrics, fleet.start, fleet.period, values)
 
 
+@dataclass(frozen=True)
+class Record:
+    """A prepared fleet and all that was found out about it, for several detectors to share.
+
+    Attributes:
+      prepared: what is compared.
+      roles: number of the role of each machine in it.
+      refused: reasons why nothing can be said, one line each.
+      lookers: by method, view, floor and norm: scores do not depend on anything else.
+    """
+
+    prepared: Prepared
+    roles: Int[np.ndarray, " machine"]
+    refused: tuple[str, ...] = ()
+    lookers: dict[tuple, "Looker"] = field(default_factory=dict)
+
+    def looker(self, view: View, minder: Minder) -> "Looker":
+        """The one that remembers what was seen of a view."""
+        key = (minder.method, view.name, minder.floor, minder.norm)
+        if key not in self.lookers:
+            self.lookers[key] = Looker(self.prepared, self.roles, view, minder.floor, minder.norm)
+        return self.lookers[key]
+
+
 class Looker:
     """Finds and remembers which machine is farthest in each window of one view."""
 
-    def __init__(self, prepared: Prepared, roles: np.ndarray, view: View, minder: Minder):
+    def __init__(
+        self,
+        prepared: Prepared,
+        roles: np.ndarray,
+        view: View,
+        floor: float | int = 0.0,
+        norm: str = "euclidean",
+    ):
         channels = list(view.channels)
         whole = channels == list(range(len(prepared.metrics)))
-        self.values = prepared.values if whole else prepared.values[channels]
+        values = prepared.values if whole else prepared.values[channels]
         # Windows that are wider begin earlier: the first sample stands for what came before it.
         early = view.width - vae.WINDOW
-        self.values = np.pad(self.values, ((0, 0), (0, 0), (early, 0)), mode="edge")
-        self.view, self.minder = view, minder
+        values = np.pad(values, ((0, 0), (0, 0), (early, 0)), mode="edge")
+        num_windows = values.shape[2] - view.width + 1
+        self.floor, self.norm, self.view = floor, norm, view
         self.members = [
             rows for role in np.unique(roles) if (rows := np.flatnonzero(roles == role)).size > 2
         ]
-        num_windows = self.values.shape[2] - view.width + 1
+        self.values = [
+            values[:, rows] if rows.size < values.shape[1] else values for rows in self.members
+        ]
+        if view.summary is not None:
+            self.view = replace(view, width=1)
+            self.values = [view.summary(part, view.width) for part in self.values]
         self.machine = np.full(num_windows, UNSEEN)
         self.scores = np.full(num_windows, -np.inf, np.float32)
 
-    def named(self, starts: Int[np.ndarray, " some"]) -> Int[np.ndarray, " some"]:
-        """Which machine the windows at `starts` name: the farthest of any role."""
-        jobs = [(rows, part) for rows in self.members for part in _parts(starts, rows.size)]
-        for part, machine, score in map(self._farthest, jobs):
-            better = score > self.scores[part]
-            self.machine[part] = np.where(better, machine, self.machine[part])
-            self.scores[part] = np.where(better, score, self.scores[part])
-        enough = self.scores[starts] > self.minder.threshold
-        return np.where(enough, self.machine[starts], NOBODY)
+    def look(self, starts: Int[np.ndarray, " some"]) -> None:
+        """Fills in `machine` and `scores` of the windows at `starts`: the farthest of any role."""
+        starts = starts[self.machine[starts] == UNSEEN]
+        for rows, values in zip(self.members, self.values, strict=True):
+            for part in _parts(starts, rows.size):
+                machine, score = farthest(values, part, self.view, self.floor, self.norm)
+                better = score > self.scores[part]
+                self.machine[part] = np.where(better, rows[machine], self.machine[part])
+                self.scores[part] = np.where(better, score, self.scores[part])
 
-    def _farthest(self, job: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, ...]:
-        rows, part = job
-        values = self.values if rows.size == self.values.shape[1] else self.values[:, rows]
-        minder = self.minder
-        machine, score = farthest(values, part, self.view, minder.floor, minder.norm)
-        return part, rows[machine], score
+    def named(
+        self, starts: Int[np.ndarray, " some"], threshold: float | int
+    ) -> Int[np.ndarray, " some"]:
+        """Which machine the windows at `starts` name."""
+        self.look(starts)
+        return np.where(self.scores[starts] > threshold, self.machine[starts], NOBODY)
 
 
 def _padded(num_machines: int) -> int:

@@ -8,6 +8,8 @@ from jaxtyping import Array, Bool, Float
 
 BLOCK = 16
 """Machines that all others are compared with in one step of the loop."""
+MANY_DIMS = 16
+"""Beyond these, Euclidean distances come from products of matrices."""
 
 
 @partial(jax.jit, static_argnames="norm")
@@ -20,7 +22,8 @@ def distance_sums(
     """Sum of the distances from each machine to all that are counted: ``d_i = sum_j |e_i - e_j|``.
 
     The matrix of distances is never held: `BLOCK` of its columns are made at a time and added, so
-    memory is that of the points. ``window machine^2 dim`` operations.
+    memory is that of the points. ``window machine^2 dim`` operations. Points of more than
+    `MANY_DIMS` go through `sums_by_products`.
 
     Args:
       points: embeddings, all windows alike.
@@ -32,6 +35,8 @@ def distance_sums(
       Deng et al., "Minder", NSDI 2025, section 4.4. https://arxiv.org/abs/2411.01791
     """
     num_windows, num_dims, num_machines = points.shape
+    if norm == "euclidean" and num_dims > MANY_DIMS:
+        return sums_by_products(points, counted)
     others = points.reshape(num_windows, num_dims, num_machines // BLOCK, BLOCK)
     weights = counted.reshape(-1, BLOCK).astype(points.dtype)
 
@@ -44,6 +49,29 @@ def distance_sums(
 
     blocks = (jnp.moveaxis(others, 2, 0), weights)
     return jax.lax.scan(add, jnp.zeros((num_windows, num_machines), points.dtype), blocks)[0]
+
+
+def sums_by_products(
+    points: Float[Array, "window dim machine"], counted: Bool[Array, " machine"]
+) -> Float[Array, "window machine"]:
+    """`distance_sums` by ``|a - b|^2 = |a|^2 + |b|^2 - 2 a b``, one window's matrix at a time.
+
+    Points are taken from their mean. What cancels leaves an error of about 1e-3 of the farthest
+    point's distance from it where two points are equal, and far less where they are not.
+    """
+    weight = counted.astype(points.dtype)
+    itself = jnp.eye(points.shape[2], dtype=bool)
+
+    def one(window: Float[Array, "dim machine"]) -> Float[Array, " machine"]:
+        centred = window - (window * weight[None]).sum(1, keepdims=True) / weight.sum()
+        square = jnp.square(centred).sum(0, keepdims=True)
+        ones = jnp.ones_like(square)
+        # The squares as two more rows of the product: a pass over the matrix less for each.
+        left = jnp.concatenate([-2 * centred, square, ones]).T
+        squared = left @ jnp.concatenate([centred, ones, square])
+        return jnp.sqrt(jnp.where(itself, 0, jnp.maximum(squared, 0))) @ weight
+
+    return jax.lax.map(one, points)
 
 
 def _length(differences: list[Array], norm: str) -> Array:

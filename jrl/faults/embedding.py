@@ -13,10 +13,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Float32
 
 from jrl.faults import vae
 
+Record = Float[np.ndarray, "channel machine time"]
 Windows = Float[Array, "channel window machine time"]
 Points = Float[Array, "window dim machine"]
 Counted = Bool[Array, " machine"]
@@ -32,12 +33,16 @@ class View:
       channels: which metrics of the prepared fleet it takes.
       embed: from their windows to points.
       width: samples of a window; those before the detector's own 8 come on top.
+      summary: from the channels of a whole record and the width to what is seen of each window,
+        ``[dim, machine, window]``, which then goes through `embed` as windows of one sample; None
+        embeds the windows themselves.
     """
 
     name: str
     channels: tuple[int, ...]
     embed: Embedding
     width: int = vae.WINDOW
+    summary: Callable[[np.ndarray, int], np.ndarray] | None = None
 
 
 Method = Callable[[tuple[str, ...]], list[View]]
@@ -86,47 +91,67 @@ def raw(windows: Windows, counted: Counted) -> Points:
     return jnp.swapaxes(windows[0], 1, 2)
 
 
-def moments(windows: Windows, counted: Counted) -> Points:
-    """The baseline's: four moments of each metric, in their principal components, whitened.
+@jax.jit
+def as_points(windows: Windows, counted: Counted) -> Points:
+    """Windows of one sample as points whose dimensions are the channels."""
+    del counted
+    return jnp.swapaxes(windows[..., 0], 0, 1)
 
-    Mean, deviation, skewness and kurtosis over the window; then, over the machines of the window,
-    the principal components that hold 95 % of the variance, each scaled to variance 1. The
-    Euclidean distance of two such points is the Mahalanobis distance of the machines. (The paper
-    describes its baseline in these words only; 95 % is a choice.)
+
+def whitened_moments(values: Record, width: int) -> Float32[np.ndarray, "dim machine window"]:
+    """The baseline's points: four moments of each metric, whitened, as one record has them.
+
+    Mean, deviation, skewness and kurtosis over the window; principal components that hold 95 % of
+    the variance, each scaled to variance 1. The Euclidean distance of two such points is the
+    Mahalanobis distance of the machines. (The paper describes its baseline in these words only.)
+
+    The covariance is that of machines around the median of their fleet, over the whole record: the
+    machines of one window are fewer than their 28 features in a small fleet, and points whitened by
+    themselves are then equally far from each other. As in robust covariances, it is that of the
+    half nearest to the median: a machine that fails for minutes is no part of what is usual.
     """
-    return _moments(windows, counted, share=0.95)
+    features = np.concatenate([four_moments(channel, width) for channel in values])
+    matrix = whitening(features[:, :, :: max(1, width // 4)], 0.95)
+    points = matrix @ features.reshape(len(features), -1)
+    return points.reshape(features.shape)
 
 
-@partial(jax.jit, static_argnames="share")
-def _moments(windows: Windows, counted: Counted, *, share: float) -> Points:
-    mean = windows.mean(-1, keepdims=True)
-    centred = windows - mean
-    variance = jnp.mean(centred**2, -1)
-    scale = jnp.maximum(variance, 1e-8)
-    skew = jnp.mean(centred**3, -1) / scale**1.5
-    kurtosis = jnp.mean(centred**4, -1) / scale**2
-    features = jnp.stack([mean[..., 0], jnp.sqrt(variance), skew, kurtosis])
-    features = jnp.moveaxis(features.reshape(-1, *features.shape[2:]), 0, 1)
-    return whiten(features, counted, share)
+def four_moments(
+    values: Float[np.ndarray, "machine time"], width: int
+) -> Float32[np.ndarray, "4 machine window"]:
+    """Mean, deviation, skewness and kurtosis of each window, from running sums of powers."""
+    wide = values.astype(np.float64)
+    power, means = np.ones_like(wide), []
+    for _ in range(4):
+        power *= wide
+        total = np.cumsum(power, 1)
+        total[:, width:] -= total[:, :-width].copy()
+        means.append(total[:, width - 1 :] / width)
+    m, m2, m3, m4 = means
+    variance = np.maximum(m2 - m**2, 1e-6)  # a thousandth of the range, far above the rounding
+    third = m3 - 3 * m * m2 + 2 * m**3
+    fourth = m4 - 4 * m * m3 + 6 * m**2 * m2 - 3 * m**4
+    each = (m, np.sqrt(variance), third / variance**1.5, fourth / variance**2)
+    return np.stack(each).astype(np.float32)
 
 
-def whiten(
-    features: Float[Array, "window feature machine"], counted: Counted, share: float
-) -> Float[Array, "window feature machine"]:
-    """Standardised features in their principal components, each with variance 1 or left out (0).
+def whitening(
+    features: Float[np.ndarray, "feature machine window"], share: float
+) -> Float32[np.ndarray, "feature feature"]:
+    """The matrix that makes usual features uncorrelated with variance 1; rows left out are 0.
 
     Components are kept, the largest first, until they hold `share` of the variance.
     """
-    ones = counted.astype(features.dtype)[None, None]
-    weight = ones / ones.sum()
-    centred = features - jnp.sum(features * weight, -1, keepdims=True)
-    variance = jnp.sum(centred**2 * weight, -1, keepdims=True)
-    centred = centred / jnp.maximum(jnp.sqrt(variance), 1e-6)
-    covariance = jnp.einsum("wfm,wgm->wfg", centred * weight, centred)
-    power, axes = jnp.linalg.eigh(covariance)
-    power = jnp.maximum(power, 0)
-    larger = jnp.cumsum(power[:, ::-1], 1)[:, ::-1] - power
-    total = jnp.maximum(power.sum(1, keepdims=True), 1e-12)
-    kept = (larger < share * total) & (power > 1e-6 * total)
-    inverse = jnp.where(kept, 1 / jnp.sqrt(jnp.where(kept, power, 1)), 0)
-    return jnp.einsum("wfg,wfm->wgm", axes, centred) * inverse[:, :, None]
+    centred = features - np.median(features, 1, keepdims=True)
+    rows = centred.reshape(len(features), -1).T.astype(np.float64)
+    size = np.maximum(np.sqrt((rows**2).mean(0)), 1e-6)
+    rows = rows / size
+    far = (rows**2).sum(1)
+    usual = rows[far <= np.median(far)]
+    spread = np.maximum(np.sqrt((usual**2).mean(0)), 1e-6)
+    usual, size = usual / spread, size * spread
+    power, axes = np.linalg.eigh(usual.T @ usual / len(usual))
+    larger = np.cumsum(power[::-1])[::-1] - power
+    kept = (larger < share * power.sum()) & (power > 1e-6 * power.sum())
+    inverse = np.where(kept, 1 / np.sqrt(np.where(kept, power, 1)), 0)
+    return ((axes * inverse).T / size).astype(np.float32)

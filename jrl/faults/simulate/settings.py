@@ -17,8 +17,8 @@ class Settings:
       faulty: whether one machine fails.
       fault: which fault it is; None draws one in the published mix.
       difficulty: divides how far a fault moves the metrics, above 0.
-      disturbances: scales how often innocent stragglers come and how many sound machines differ
-        from the others for good, at least 0.
+      disturbances: scales how often readings are off, metrics burst and innocent stragglers come,
+        and how many sound machines differ from the others for good, at least 0.
       missing: share of single samples that are lost, in [0, 1).
       outages: share of machines that report nothing for 5 to 40 seconds, in [0, 1].
       clock_skew: standard deviation of the machines' clocks, in seconds, at least 0.

@@ -102,6 +102,7 @@ def test_a_small_run_finds_most_and_alarms_little(tmp_path):
     assert row["f1"][0] > 0.7
     assert row["counts"]["wrong"] <= 2
     assert row["false_alarms"] <= 1
+    assert row["f1_by_machines"] == {"12 to 12": {"f1": row["f1"], "incidents": 14}}
     hard = replace(request, incidents=6, clean=0, difficulty=50.0, out=str(tmp_path / "hard"))
     assert run(hard)["detectors"]["Minder"]["f1"][0] < 0.4
 
@@ -124,6 +125,9 @@ def test_a_run_that_was_cut_short_goes_on(tmp_path, monkeypatch):
         whole[key] for key in ("detectors", "records")
     ]
     assert looked == [(benchmark.TEST_SEED + 1, True)]
+    # Fewer records are a part of them, and more go on from there.
+    assert run(replace(request, incidents=1, processes=1))["records"] == whole["records"][:2]
+    assert len(looked) == 1
     with pytest.raises(ValueError, match="belongs to other settings"):
         run(replace(request, difficulty=2.0))
 

@@ -2,15 +2,16 @@
 
 from dataclasses import replace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jrl.faults import vae
+from jrl.faults import detect, vae
 from jrl.faults.baselines import Instant, mahalanobis, without_vae
 from jrl.faults.detect import Looker, Minder, divide_by_tokens, shipped_models
-from jrl.faults.embedding import View, gather, raw
+from jrl.faults.embedding import View, four_moments, gather, raw, whitening
 from jrl.faults.fleet import Fleet
 from jrl.faults.prepare import prepare
 from jrl.faults.simulate import METRICS, PRODUCTION, Settings, simulate
@@ -49,10 +50,9 @@ def test_nobody_is_named_in_health_or_for_a_short_shift():
 def test_a_window_against_a_loop():
     """Raw windows: the farthest machine and its score, without any of the fast paths."""
     prepared = prepare(noisy(seed=3), max_lag=0)
-    minder = replace(QUICK, threshold=1.0, floor=0.0)
-    looker = Looker(prepared, np.zeros(6, int), View("cpu_usage", (0,), raw), minder)
+    looker = Looker(prepared, np.zeros(6, int), View("cpu_usage", (0,), raw))
     starts = np.array([0, 5, 141, 142])
-    named = looker.named(starts)
+    named = looker.named(starts, threshold=1.0)
     for start, machine in zip(starts, named, strict=True):
         window = prepared.values[0, :, start : start + 8]
         distance = np.linalg.norm(window[:, None] - window[None], axis=-1)
@@ -69,23 +69,63 @@ def test_windows_against_a_loop():
         np.testing.assert_array_equal(windows[:, w], values[:, :, start : start + 8])
 
 
-def test_the_moments_give_mahalanobis_distances():
-    """Whitened principal components are the inverse covariance, where none is left out."""
-    import jax.numpy as jnp
+def test_four_moments_against_their_definition():
+    values = np.random.default_rng(0).beta(2.0, 5.0, size=(4, 90)).astype(np.float32)
+    features = four_moments(values, 60)
+    assert features.shape == (4, 4, 31)
+    for machine, start in ((0, 0), (3, 17), (1, 30)):
+        of = values[machine, start : start + 60].astype(float)
+        centred = of - of.mean()
+        expected = [of.mean(), of.std()]
+        expected += [(centred**k).mean() / of.std() ** k for k in (3, 4)]
+        np.testing.assert_allclose(features[:, machine, start], expected, rtol=1e-5)
 
-    from jrl.faults.embedding import whiten
 
-    features = np.random.default_rng(0).normal(size=(1, 3, 40)).astype(np.float32)
-    features[0, 1] += 0.7 * features[0, 0]
-    counted = np.arange(40) < 30
-    points = np.asarray(whiten(jnp.asarray(features), jnp.asarray(counted), 1.0))[0]
-    kept = features[0][:, :30]
-    inverse = np.linalg.inv(np.cov(kept, bias=True))
-    for i, j in ((0, 1), (5, 17), (29, 3)):
-        step = kept[:, i] - kept[:, j]
-        expected = np.sqrt(step @ inverse @ step)
-        # float32 eigenvectors.
-        assert np.linalg.norm(points[:, i] - points[:, j]) == pytest.approx(expected, rel=1e-3)
+def test_whitened_moments_give_mahalanobis_distances():
+    """By the covariance of the usual half: a machine that is off moves neither axes nor sizes."""
+    random = np.random.default_rng(0)
+    mixing = random.normal(size=(3, 3))
+    features = np.einsum("fg,gmw->fmw", mixing, random.normal(size=(3, 4, 500)))
+    matrix = whitening(features, 1.0)
+    rows = (features - np.median(features, 1, keepdims=True)).reshape(3, -1)
+    far = np.square(rows / np.sqrt(np.square(rows).mean(1, keepdims=True))).sum(0)
+    usual = rows[:, far <= np.median(far)]
+    inverse = np.linalg.inv(usual @ usual.T / usual.shape[1])
+    np.testing.assert_allclose(matrix.T @ matrix, inverse, rtol=1e-3, atol=1e-4)
+    features[:, 1] += 100.0
+    moved = whitening(features, 1.0)
+    assert 0.3 < np.linalg.norm(moved) / np.linalg.norm(matrix) < 3
+    few = whitening(features, 0.5)
+    assert 0 < (np.abs(few).sum(1) > 0).sum() < 3
+
+
+def test_the_baseline_sees_a_machine_of_a_small_fleet():
+    """Fewer machines than features: whitened by themselves they would all be equally far."""
+    fleet = simulate(Settings(machines=4, seconds=300, faulty=False, disturbances=0), 0).fleet
+    fleet.values[2, :, 60:] *= 0.6
+    (alarm,) = Minder(threshold=1.2, continuity=60, method=mahalanobis)(fleet)
+    assert alarm.machine == fleet.machines[2]
+
+
+def test_detectors_share_what_was_seen_of_a_record(monkeypatch):
+    """Scores do not depend on the threshold: a second detector looks at new windows only."""
+    fleet = noisy(shifted=4, by=20)
+    strict, lax = replace(QUICK, threshold=1000.0), QUICK
+    alone = strict.examine(fleet), lax.examine(fleet)
+    record = QUICK.ready(fleet)
+    seen = []
+    count = detect.farthest
+    monkeypatch.setattr(detect, "farthest", lambda *a: seen.extend(a[1]) or count(*a))
+    shared = strict.judge(record), lax.judge(record)
+    assert len(seen) == len(set(seen)) > 0
+    for one, other in zip(alone, shared, strict=True):
+        assert one.alarms == other.alarms
+        np.testing.assert_array_equal(one.named[0], other.named[0])
+        np.testing.assert_array_equal(one.scores[0], other.scores[0])
+    assert not shared[0].alarms
+    assert shared[1].alarms
+    instant = Instant(threshold=3.0)
+    assert instant.judge(record).alarms == instant(fleet)
 
 
 @pytest.mark.parametrize("method", [without_vae, mahalanobis])
@@ -238,8 +278,6 @@ def test_every_metric_has_a_model_and_strangers_share_one():
 
 def test_the_models_denoise():
     """Closer to the level behind the noise than the noisy window is."""
-    import jax.numpy as jnp
-
     random = np.random.default_rng(0)
     level = random.uniform(0.2, 0.8, size=(1, 1, 400))
     clean = np.broadcast_to(level, (8, 1, 400)).astype(np.float32)

@@ -4,14 +4,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrl.faults.distances import distance_sums, normal_score
+from jrl.faults.distances import MANY_DIMS, distance_sums, normal_score, sums_by_products
 
 ORDER = {"euclidean": 2, "manhattan": 1, "chebyshev": np.inf}
 
 
+@pytest.mark.parametrize("dims", [5, MANY_DIMS + 3])
 @pytest.mark.parametrize("norm", ORDER)
-def test_sums_against_a_loop(norm):
-    points = np.random.default_rng(0).normal(size=(3, 5, 32)).astype(np.float32)
+def test_sums_against_a_loop(norm, dims):
+    points = 3 + np.random.default_rng(0).normal(size=(3, dims, 32)).astype(np.float32)
     counted = np.arange(32) < 19
     sums = np.asarray(distance_sums(jnp.asarray(points), jnp.asarray(counted), norm=norm))
     for w in range(3):
@@ -20,6 +21,18 @@ def test_sums_against_a_loop(norm):
                 np.linalg.norm(points[w, :, i] - points[w, :, j], ORDER[norm]) for j in range(19)
             )
             assert sums[w, i] == pytest.approx(expected, rel=1e-5)  # float32 sums of 19
+
+
+def test_products_are_exact_enough_where_most_cancels():
+    """Points far from zero and close to each other, one of them far: the worst case for them."""
+    points = 0.5 + 1e-2 * np.random.default_rng(0).normal(size=(2, 56, 32)).astype(np.float32)
+    points[:, :, 3] += 0.5
+    counted = np.arange(32) < 29
+    sums = np.asarray(sums_by_products(jnp.asarray(points), jnp.asarray(counted)))
+    wide = np.float64(points)
+    exact = np.linalg.norm(wide[:, :, :, None] - wide[:, :, None], axis=1)[..., :29].sum(-1)
+    # Squares of 0.01 from products of 14, which float32 holds to 1e-6 or so each way.
+    np.testing.assert_allclose(sums[:, :29], exact[:, :29], rtol=1e-3)
 
 
 def test_an_unknown_norm_is_refused():

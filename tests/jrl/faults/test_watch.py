@@ -59,6 +59,19 @@ def test_the_metrics_asked_for_are_those_compared(tmp_path, capsys):
     assert "stands out in cpu/process" in capsys.readouterr().out
 
 
+def test_minder_watches_too_when_asked_for(tmp_path, capsys):
+    arguments = ["watch", str(tmp_path), "--once", "--detector=minder", "--continuity=20"]
+    recorded(tmp_path, sick="host-1", seconds=60)
+    assert main([*arguments, "--threshold=1000"]) == 0
+    assert main(arguments) == 3
+    output = " ".join(capsys.readouterr().out.split())
+    assert "ALARM: host-1 stands out in cpu/process since" in output
+    assert main([*arguments, "--metrics", "step/time"]) == 3
+    assert "ALARM: host-1 stands out in step/time since" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
 def test_runs_of_one_process_are_compared_as_one_fleet(tmp_path, capsys):
     for number in range(4):
         recorded(tmp_path / f"run-{number}", "host-0" if number == 2 else None, machines=1)
