@@ -94,7 +94,7 @@ class Minder:
       now: see `prepare`.
     """
 
-    threshold: float | int = 2.86
+    threshold: float | int = 3.6
     continuity: float | int = 240
     share: float | int = 0.9
     floor: float | int = 0.02

@@ -38,7 +38,7 @@ class Metric:
     noise: float = 0.05
     drift: float = 0.012
     spread: float = 0.006
-    spikes: float = 0.008
+    spikes: float = 0.006
     spike: float = 0.3
     bursts: float = 0.05
     burst: float = 0.1
@@ -54,7 +54,7 @@ METRICS = {
     metric.name: metric
     for metric in (
         _congestion("pfc_tx_packet_rate", 2e4, "packet/s", 0.12, -0.06),
-        Metric("cpu_usage", 100.0, "%", 0.45, 0.05, noise=0.06, spikes=0.015),
+        Metric("cpu_usage", 100.0, "%", 0.45, 0.05, noise=0.06, spikes=0.01),
         _gpu("gpu_duty_cycle", 100.0, "%", 0.80, 0.20, noise=0.04),
         _gpu("gpu_power_draw", 400.0, "W", 0.70, 0.25),
         _gpu("graphics_engine_activity", 100.0, "%", 0.75, 0.25),
