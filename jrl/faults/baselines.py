@@ -116,10 +116,10 @@ class Contestant:
 
 CONTESTANTS = (
     Contestant("Minder", lambda at: Minder(threshold=at), Minder.threshold),
-    Contestant("Mahalanobis", lambda at: Minder(threshold=at, method=mahalanobis), 1.6),
-    Contestant("no VAE (RAW)", lambda at: Minder(threshold=at, method=without_vae), 1.54),
-    Contestant("concatenated (CON)", lambda at: Minder(threshold=at, method=concatenated), 1.43),
-    Contestant("one joint model (INT)", lambda at: Minder(threshold=at, method=joint), 1.84),
+    Contestant("Mahalanobis", lambda at: Minder(threshold=at, method=mahalanobis), 1.19),
+    Contestant("no VAE (RAW)", lambda at: Minder(threshold=at, method=without_vae), 1.43),
+    Contestant("concatenated (CON)", lambda at: Minder(threshold=at, method=concatenated), 1.3),
+    Contestant("one joint model (INT)", lambda at: Minder(threshold=at, method=joint), 1.67),
     Contestant("no continuity", lambda at: Instant(threshold=at), 12.4),
 )
 """In the order of the table; the first is the detector itself. One `Minder.ready` serves all."""

@@ -94,9 +94,9 @@ class Minder:
       now: see `prepare`.
     """
 
-    threshold: float | int = 3.6
+    threshold: float | int = 3.08
     continuity: float | int = 240
-    share: float | int = 0.9
+    share: float | int = 0.85
     floor: float | int = 0.02
     priority: Sequence[str] = PRIORITY
     roles: Sequence[str] | None = None
