@@ -27,7 +27,8 @@ def test_shapes_units_and_gaps(machines, seconds):
     for column, name in enumerate(metrics):
         values = fleet.values[:, column]
         assert np.nanmin(values) >= 0
-        assert np.nanmax(values) <= 1.2 * METRICS[name].capacity
+        # Rounded to float32.
+        assert np.nanmax(values) <= 1.2 * METRICS[name].capacity * (1 + 1e-6)
     assert 0 < np.isnan(fleet.values).mean() < 0.5
 
 
