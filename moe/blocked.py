@@ -123,7 +123,7 @@ def _forward(query, key, value, visible, cut, scale):
 
 def _backward(cut, scale, residuals, out_gradient):
     query, key, _, _, out, _ = residuals
-    mean = jnp.einsum("bvgtd,bvgtd->bvgt", out, out_gradient, preferred_element_type=jnp.float32)
+    mean = _product("bvgtd,bvgtd->bvgt", out, out_gradient)
 
     def row(given):
         return _row_gradient(cut, scale, *given)
@@ -220,7 +220,8 @@ def _row_gradient(
 
 
 def _product(formula: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(formula, a, b, preferred_element_type=jnp.float32)
+    # Raised first: XLA's CPU back end has no batched product of half precision summed in float32.
+    return jnp.einsum(formula, a.astype(jnp.float32), b.astype(jnp.float32))
 
 
 def _blocks(x: Array, span: _Span, cut: _Cut) -> Array:
