@@ -124,7 +124,7 @@ def run(request: Request) -> dict[str, Any]:
     faulty = [row for row in records if row["fault"] is not None]
     clean = [row for row in records if row["fault"] is None]
     return {
-        "settings": asdict(request),
+        "settings": {k: v for k, v in asdict(request).items() if k != "out"},
         "thresholds": {name: detector.threshold for name, detector in detectors.items()},
         "detectors": {name: _summary(name, faulty, clean, request) for name in detectors},
         "records": records,
