@@ -19,6 +19,11 @@ from moe.weights import Attention, LatentAttention
 from sharding.collectives import gather_tokens, scatter_tokens
 from sharding.folding import FoldedMesh
 
+NOTHING = -1e30
+"""Score of what is not visible or not counted. The lowest float would make rows without anything
+visible NaN after the subtraction of their maximum in lower precisions; a large finite number never
+does."""
+
 
 @runtime_checkable
 class Attend(Protocol):
@@ -77,9 +82,7 @@ def read_values(
     """
     batch, time, heads, _ = query.shape
     scores = scaled_scores(query, key, scale)
-    # The lowest float would make rows without any visible position NaN after the subtraction of
-    # their maximum in lower precisions; a large finite number never does.
-    scores = jnp.where(visible[:, None, None], scores, -1e30)
+    scores = jnp.where(visible[:, None, None], scores, NOTHING)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     read = jnp.einsum("bvgts,bsvk->btvgk", weights, value)
     return read.reshape(batch, time, heads, value.shape[-1])

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from moe.attention import NOTHING
+
 QUERIES = 128
 """Queries of a block, at most. Fewer leave out more of what a causal mask hides, more make better
 products."""
@@ -15,9 +17,6 @@ SPANS = 8
 """Stretches of queries that are compiled apart, at most, each with keys up to its own end."""
 SCORES = 2**18
 """Scores of a block of several short rows, at most: about what a core's cache holds."""
-
-NOTHING = -1e30
-"""Score of what is not visible: large, and finite so that who sees nothing stays finite."""
 
 
 def read_in_blocks(

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from moe.attention import scaled_scores
+from moe.attention import NOTHING, scaled_scores
 from moe.execution import Execution
 from moe.flash import read
 from moe.order import Order
@@ -220,7 +220,7 @@ def _softmax(
     scale: float | None,
 ) -> _Softmax:
     # Large and finite, as in `read_values`: what sees nothing here loses all weight in the merge.
-    scores = jnp.where(visible[:, None, None], scaled_scores(query, key, scale), -1e30)
+    scores = jnp.where(visible[:, None, None], scaled_scores(query, key, scale), NOTHING)
     # The result does not depend on it, so it carries no gradient.
     top = jax.lax.stop_gradient(jnp.max(scores, axis=-1))
     powers = jnp.exp(scores - top[..., None])

@@ -14,15 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from moe.attention import NOTHING
 from moe.config import ModelConfig
 from moe.weights import Transformer
 from sharding.collectives import Axes, gather_tokens, own_shard, swap_shards, vary, varying
 from sharding.folding import FoldedMesh
 
 Carry = TypeVar("Carry")
-
-NOTHING = -1e30
-"""The logit of a column that is not counted. Finite, so that no difference of two is NaN."""
 
 
 def logits_of(

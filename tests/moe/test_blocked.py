@@ -1,7 +1,5 @@
 """Reading block by block is reading all at once: values, gradients, and no array of all scores."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -136,16 +134,11 @@ def test_no_array_holds_all_scores():
     assert largest(lambda *x: read_in_blocks(*x, visible, True)) < scores / 10
 
 
-@functools.cache
-def on_two():
-    return mesh_of("dp2")
-
-
 def test_inside_a_shard_map():
     """Rows over two devices, with the types of varying axes checked."""
     query, key, value, weight = (x[:2] for x in arrays(19, 19))
     visible = visible_of(19, 19, True)[:2].at[0, 0, 0].set(True)
-    mesh = on_two()
+    mesh = mesh_of("dp2")
 
     def own(query, key, value, visible):
         return flash.read(query, key, value, visible, True, implementation="blocked")
@@ -162,9 +155,9 @@ def test_many_scores_on_a_cpu_are_read_in_blocks(monkeypatch):
     *given, _ = arrays(19, 19)
     visible = visible_of(19, 19, True)
 
-    def whiles():
+    def scans():
         return str(jax.make_jaxpr(lambda *x: flash.read(*x, visible, True))(*given)).count("scan")
 
-    assert whiles() == 0
+    assert scans() == 0
     monkeypatch.setattr(flash, "LARGEST_PLAIN", BATCH * KV_HEADS * GROUP * 19 * 19 - 1)
-    assert whiles() > 0
+    assert scans() > 0
