@@ -298,3 +298,8 @@ def test_groups_that_lie_on_one_device_each(name):
     rows = jax.sharding.PartitionSpec("data")
     cut = jax.shard_map(CALLS[name], mesh=mesh, in_specs=(rows,) * 3, out_specs=rows)
     np.testing.assert_allclose(jax.jit(cut)(*arrays), CALLS[name](*arrays), rtol=1e-5, atol=1e-6)
+
+
+def test_gpg_divides_by_one_rewarded_response():
+    advantages = jrl.gpg(jnp.array([1.0, 0.0, 0.0]), jnp.array([0, 0, 0]), alpha="nonzero")
+    np.testing.assert_allclose(advantages, [2.0, -1.0, -1.0], rtol=1e-6)
