@@ -7,29 +7,42 @@ A mutant is the code with one sign turned, one comparison loosened, one number o
 or one stopped gradient left out, one axis or one reduction replaced. It is killed if a test fails.
 The survivors are printed: each is either a hole in the tests or a change without an effect.
 
-Mutation tools that fork after the tests have started do not work here, because a forked copy of a
-running XLA has lost its threads. This one forks a process that has imported JAX and not used it.
+Each worker collects the vectors and the rules for arrays once, and forks for every mutant: the child
+puts the changed functions in the place of the old ones and runs the tests that may know. A copy of a
+process in which XLA runs has lost XLA's threads, so nothing may touch a device while collecting.
 """
 
 import argparse
 import ast
 import copy
 import functools
+import gc
+import itertools
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+import types
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.queues import Queue
 from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import rich.console
+import rich.progress
+from jax._src import xla_bridge
 
 ROOT = Path(__file__).parents[1]
 HERE = "tests/jrl/losses"
+# Collected once, and run for every mutant before the files that name its functions.
+COLLECTED = ("test_vectors.py", "test_array_contract.py")
+OPTIONS = ("-q", "-s", "-p", "no:cacheprovider")
+# The number of the mutant that is none, and what a child says of one that could not be put in place.
+UNCHANGED, MISPLACED = -1, 70
 COMPARISONS = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -217,116 +230,131 @@ def public_users(path: Path, function: str) -> list[set[str]]:
         known |= users
 
 
-def stages(mutant: Mutant) -> list[list[str]]:
-    """Which tests may know about a mutant: vectors and rules for arrays of the nearest public
-    functions first, then every test that names one of all it can be reached through."""
+def stages(mutant: Mutant, items: list[pytest.Item]) -> tuple[list[pytest.Item], list[str]]:
+    """Which tests may know about a mutant: of those collected, vectors and rules for arrays of the
+    nearest public functions; then the files that name one of all it can be reached through."""
     nearest, public = public_users(mutant.path, mutant.function)
-    chosen = " or ".join(sorted(nearest))
+    collected = [item for item in items if any(name in item.name for name in nearest)]
     mentioning = [
-        str(file.relative_to(ROOT))
+        str(file)
         for file in sorted((ROOT / HERE).glob("test_*.py"))
-        if file.stem not in ("test_array_contract", "test_vectors", "test_public_functions")
+        if file.name not in (*COLLECTED, "test_public_functions.py")
         and any(re.search(rf"\b{name}\b", file.read_text()) for name in public)
     ]
-    return [
-        [f"{HERE}/test_vectors.py", "-k", f"({chosen}) and not files_hold"],
-        [f"{HERE}/test_array_contract.py", "-k", chosen],
-        mentioning,
-    ]
+    return collected, mentioning
 
 
-class Tester:
-    """A copy of the tree in which mutants are tried, and a process ready to try them."""
+class Misplaced(Exception):
+    """The functions of a mutant are not among those that were imported."""
 
-    def __init__(self, folder: Path, limit: float) -> None:
-        self.folder, self.limit, self.written = folder, limit, int(time.time())
-        for name in ("jrl", "moe", "sharding", "tests", "pyproject.toml", "README.md"):
-            source = ROOT / name
-            ignore = shutil.ignore_patterns("__pycache__")
-            if source.is_dir():
-                shutil.copytree(source, folder / name, ignore=ignore)
-            else:
-                shutil.copy(source, folder / name)
 
-    def killed(self, mutant: Mutant) -> bool:
-        """Whether a test fails with the mutant in place; running out of time is a failure too."""
-        place = self.folder / mutant.path
-        original = place.read_text()
-        self.write(place, mutant.source)
-        try:
-            # Status 5 is "no test was chosen", as for a function without vectors.
-            return any(self.run(tests) not in (0, 5) for tests in stages(mutant) if tests)
-        finally:
-            self.write(place, original)
+def install(mutant: Mutant) -> None:
+    """Put the changed code in the place of what has been imported, wherever that is referred to."""
+    module = sys.modules[".".join(mutant.path.with_suffix("").parts).removesuffix(".__init__")]
+    fresh = {"__name__": module.__name__, "__package__": module.__package__}
+    exec(compile(mutant.source, "<mutant>", "exec"), fresh)
+    if not mutant.function:
+        for name, value in fresh.items():
+            if isinstance(value, (int, float, tuple, dict)) and not name.startswith("__"):
+                setattr(module, name, value)
+        return
+    changed = _functions("<mutant>", mutant.function)
+    imported = _functions(str(ROOT / mutant.path), mutant.function)
+    if not changed or changed.keys() - imported.keys():
+        raise Misplaced
+    for name, function in changed.items():
+        imported[name].__code__ = function.__code__
+        imported[name].__defaults__ = function.__defaults__
+        imported[name].__kwdefaults__ = function.__kwdefaults__
 
-    def write(self, place: Path, source: str) -> None:
-        """A file that no bytecode of an earlier one can pass for: each is a second younger."""
-        self.written += 1
-        place.write_text(source)
-        os.utime(place, (self.written, self.written))
 
-    def run(self, tests: list[str]) -> int:
-        """The exit status of tests in the copy, by a child of this process."""
+def _functions(file: str, within: str) -> dict[str, types.FunctionType]:
+    """The functions and methods of a file that are, or are in, one of its names."""
+    return {
+        found.__code__.co_qualname: found
+        for found in gc.get_objects()
+        if isinstance(found, types.FunctionType)
+        and found.__code__.co_filename == file
+        and found.__code__.co_qualname.split(".")[0] == within
+        and "<locals>" not in found.__code__.co_qualname
+    }
+
+
+class Trials:
+    """What pytest runs in a worker instead of its tests: a fork for every mutant that is handed out.
+
+    Attributes:
+      tasks: numbers of mutants, then None.
+      results: numbers of mutants, and whether they were killed.
+    """
+
+    def __init__(self, chosen: list[Mutant], limit: float, tasks: Queue, results: Queue) -> None:
+        self.chosen, self.limit, self.tasks, self.results = chosen, limit, tasks, results
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        if session.testsfailed:
+            raise RuntimeError("the tests cannot be collected")
+        if xla_bridge.backends_are_initialized():
+            raise RuntimeError(f"one of {COLLECTED} uses a device while it is being collected")
+        for number in iter(self.tasks.get, None):
+            self.results.put((number, self.killed(number, session)))
+        return True
+
+    def pytest_internalerror(self, excinfo: pytest.ExceptionInfo) -> None:
+        self.results.put(str(excinfo.value))
+
+    def killed(self, number: int, session: pytest.Session) -> bool:
+        """Whether a test fails in a copy of this process; running out of time is a failure too."""
         child = os.fork()
         if child == 0:
-            self._child(tests)
+            self.run(number, session)
         end = time.monotonic() + self.limit
-        while time.monotonic() < end:
+        while number == UNCHANGED or time.monotonic() < end:
             done, status = os.waitpid(child, os.WNOHANG)
+            if done and os.waitstatus_to_exitcode(status) == MISPLACED:
+                raise RuntimeError(f"the code to be changed was not found: {self.chosen[number]}")
             if done:
-                return os.waitstatus_to_exitcode(status)
-            time.sleep(0.05)
+                return os.waitstatus_to_exitcode(status) != 0
+            time.sleep(0.02)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        return -1
+        return True
 
-    def _child(self, tests: list[str]) -> None:
-        status = 3
+    def run(self, number: int, session: pytest.Session) -> NoReturn:
+        """The life of a copy: run the tests, and leave with 0 if all of them pass."""
+        status = 1
         try:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, 1)
-            os.dup2(null, 2)
-            os.chdir(self.folder)
-            sys.path[:] = [str(self.folder), *(p for p in sys.path if Path(p or ".") != ROOT)]
-            import pytest
-
-            status = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
+            if number == UNCHANGED:
+                chosen = (item for m in self.chosen for item in stages(m, session.items)[0])
+                passed(list(dict.fromkeys(chosen)), session)
+            else:
+                items, files = stages(self.chosen[number], session.items)
+                install(self.chosen[number])
+                passed(items, session) and passed(session.perform_collect(files), session)
+            status = int(session.testsfailed > 0)
+        except Misplaced:
+            status = MISPLACED
         finally:
             os._exit(status)
 
 
-def warm_up() -> None:
-    """Import what every test imports, and use none of it: a device in use cannot be forked.
-
-    Not the plugins of pytest, which are to be imported under its eyes.
-    """
-    import jax
-    import jax.numpy
-    import jax.test_util
-    import numpy  # noqa: F401
-
-    # Single operations are compiled once for all mutants that do not change them.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+def passed(items: Sequence[pytest.Item], session: pytest.Session) -> bool:
+    """Whether tests pass, of which none is run after one that fails."""
+    for item, following in itertools.pairwise([*items, None]):
+        session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if session.testsfailed:
+            return False
+    return True
 
 
-tester: Tester
-
-
-def start_worker(scratch: str, limit: float) -> None:
-    """Give this process a copy of the tree of its own."""
-    global tester
-    warm_up()
-    tester = Tester(Path(tempfile.mkdtemp(dir=scratch)), limit)
-
-
-def healthy(mutant: Mutant) -> bool:
-    """Whether the vectors are met without the change; the suite says the rest."""
-    return tester.run(stages(mutant)[0]) in (0, 5)
-
-
-def trial(mutant: Mutant) -> bool:
-    """Whether the mutant was killed."""
-    return tester.killed(mutant)
+def work(chosen: list[Mutant], limit: float, tasks: Queue, results: Queue) -> None:
+    """The life of a worker, which is told numbers of mutants until it is told None."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    files = [f"{HERE}/{name}" for name in COLLECTED]
+    status = pytest.main([*OPTIONS, *files], plugins=[Trials(chosen, limit, tasks, results)])
+    if status != 0:
+        results.put(f"a worker's pytest ended with {status!r}")
 
 
 def main() -> None:
@@ -346,25 +374,35 @@ def main() -> None:
         print(*chosen, f"{len(chosen)} mutants", sep="\n")
         return
 
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        ProcessPoolExecutor(
-            arguments.workers,
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=start_worker,
-            initargs=(scratch, arguments.limit),
-        ) as pool,
-    ):
-        for mutant in {(m.path, m.function): m for m in chosen}.values():
-            if not pool.submit(healthy, mutant).result():
-                where = f"{mutant.function} in {mutant.path}"
-                sys.exit(f"the tests of {where} fail without any change: mend them first")
-        results = []
-        for mutant, killed in zip(chosen, pool.map(trial, chosen), strict=True):
-            results.append(killed)
-            if not killed:
-                print(f"survived  {mutant}", flush=True)
-    print(f"{sum(results)} of {len(results)} mutants killed ({sum(results) / len(results):.1%})")
+    context = multiprocessing.get_context("spawn")
+    tasks, results = context.Queue(), context.Queue()
+    workers = [
+        context.Process(target=work, args=(chosen, arguments.limit, tasks, results), daemon=True)
+        for _ in range(arguments.workers)
+    ]
+    for worker in workers:
+        worker.start()
+    tasks.put(UNCHANGED)
+    if result_of(results)[1]:
+        sys.exit("the tests fail without any change: mend them first")
+    for number in (*range(len(chosen)), *[None] * len(workers)):
+        tasks.put(number)
+    survivors = 0
+    for _ in rich.progress.track(chosen, console=rich.console.Console(stderr=True)):
+        number, killed = result_of(results)
+        survivors += not killed
+        if not killed:
+            print(f"survived  {chosen[number]}", flush=True)
+    killed = len(chosen) - survivors
+    print(f"{killed} of {len(chosen)} mutants killed ({killed / len(chosen):.1%})")
+
+
+def result_of(results: Queue) -> tuple[int, bool]:
+    """The next verdict; what goes wrong in a worker ends everything."""
+    result = results.get()
+    if isinstance(result, str):
+        sys.exit(result)
+    return result
 
 
 if __name__ == "__main__":

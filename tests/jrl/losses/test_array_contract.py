@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from batches import BATCH, MASK, TIME, batch
+from batches import BATCH, MASK, TIME, batch, numpy_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,7 +44,7 @@ SCALAR = _collect("SCALAR")
 EVERYTHING = PER_TOKEN | PER_BATCH | SCALAR
 DIFFERENTIABLE = ("per_token", "logprobs", "values", "logits")
 PER_ROW = ("correct", "scores", "groups")
-ALIGNED = [name for name in batch(0) if name not in (*PER_ROW, "mask")]
+ALIGNED = [name for name in numpy_batch(0) if name not in (*PER_ROW, "mask")]
 
 everything = pytest.mark.parametrize("call", EVERYTHING.values(), ids=EVERYTHING.keys())
 # Programs are compiled once per shape, so drawing the numbers is cheap and drawing shapes is not.
