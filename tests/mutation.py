@@ -7,9 +7,9 @@ A mutant is the code with one sign turned, one comparison loosened, one number o
 or one stopped gradient left out, one axis or one reduction replaced. It is killed if a test fails.
 The survivors are printed: each is either a hole in the tests or a change without an effect.
 
-Each worker collects the vectors and the rules for arrays once, and forks for every mutant: the child
-puts the changed functions in the place of the old ones and runs the tests that may know. A copy of a
-process in which XLA runs has lost XLA's threads, so nothing may touch a device while collecting.
+Each worker collects the vectors and the rules for arrays once and forks for every mutant: the copy
+puts the changed functions in the place of the old ones and runs the tests that may know. A copy of
+a process in which XLA runs has lost XLA's threads, so nothing may touch a device while collecting.
 """
 
 import argparse
@@ -41,7 +41,7 @@ HERE = "tests/jrl/losses"
 # Collected once, and run for every mutant before the files that name its functions.
 COLLECTED = ("test_vectors.py", "test_array_contract.py")
 OPTIONS = ("-q", "-s", "-p", "no:cacheprovider")
-# The number of the mutant that is none, and what a child says of one that could not be put in place.
+# The number of the mutant that is none, and what a copy says of one that it could not put in place.
 UNCHANGED, MISPLACED = -1, 70
 COMPARISONS = {
     ast.Lt: ast.LtE,
@@ -281,7 +281,7 @@ def _functions(file: str, within: str) -> dict[str, types.FunctionType]:
 
 
 class Trials:
-    """What pytest runs in a worker instead of its tests: a fork for every mutant that is handed out.
+    """What pytest runs in a worker instead of its tests: a fork for every mutant it is handed.
 
     Attributes:
       tasks: numbers of mutants, then None.
