@@ -121,14 +121,17 @@ def _forward(query, key, value, visible, cut, scale):
 
 
 def _backward(cut, scale, residuals, out_gradient):
-    query, key, _, _, out, _ = residuals
+    query, key, value, visible, out, log_sum = residuals
     mean = _product("bvgtd,bvgtd->bvgt", out, out_gradient)
+    # Before the rows: within them XLA would read the mask across, element by element.
+    seen_by = jnp.swapaxes(visible, 1, 2)
 
     def row(given):
         return _row_gradient(cut, scale, *given)
 
     rows = _rows(query, key, cut)
-    return *lax.map(row, (*residuals, mean, out_gradient), batch_size=rows), None
+    given = query, key, value, seen_by, log_sum, mean, out_gradient
+    return *lax.map(row, given, batch_size=rows), None
 
 
 _read.defvjp(_forward, _backward)
@@ -175,8 +178,7 @@ def _row_gradient(
     query: Query,
     key: Key,
     value: Value,
-    visible: Bool[Array, "time source"],
-    out: Read,
+    seen_by: Bool[Array, "source time"],
     log_sum: Float[Array, "kv_head group time"],
     mean: Float[Array, "kv_head group time"],
     out_gradient: Read,
@@ -184,14 +186,14 @@ def _row_gradient(
     """The gradients of one row's queries, keys and values."""
     dtype = query.dtype
 
-    def block(query, visible, log_sum, mean, out_gradient, key, value):
+    def block(query, seen_by, log_sum, mean, out_gradient, key, value):
         # Keys before queries: no product that follows needs a transposed copy of all scores.
         scores = _product("vsd,vgtd->vsgt", key, query) * scale
-        scores = jnp.where(visible.T[None, :, None], scores, NOTHING)
+        scores = jnp.where(seen_by[None, :, None], scores, NOTHING)
         weights = jnp.exp(scores - log_sum[:, None])
         through = _product("vsd,vgtd->vsgt", value, out_gradient) - mean[:, None]
         # Without what is not visible: where a query sees nothing its weights are not 0.
-        slopes = jnp.where(visible.T[None, :, None], weights * through * scale, 0).astype(dtype)
+        slopes = jnp.where(seen_by[None, :, None], weights * through * scale, 0).astype(dtype)
         return (
             jnp.moveaxis(_product("vsd,vsgt->vdgt", key, slopes), 1, 3).astype(dtype),
             _product("vsgt,vgtd->vsd", slopes, query),
@@ -202,7 +204,7 @@ def _row_gradient(
     for span in cut.spans:
         own = (
             _blocks(query, span, cut),
-            _of_blocks(visible, span, cut),
+            _columns(seen_by, span, cut),
             *(_blocks(x, span, cut) for x in (log_sum, mean, out_gradient)),
         )
         known = key[:, : span.sources], value[:, : span.sources]
@@ -234,6 +236,12 @@ def _of_blocks(visible: Bool[Array, "time source"], span: _Span, cut: _Cut) -> A
     """``[block, query, source]`` of a span."""
     visible = visible[span.first : span.stop, : span.sources]
     return visible.reshape(-1, cut.queries, span.sources)
+
+
+def _columns(seen_by: Bool[Array, "source time"], span: _Span, cut: _Cut) -> Array:
+    """``[block, source, query]`` of a span."""
+    seen_by = seen_by[: span.sources, span.first : span.stop]
+    return jnp.moveaxis(seen_by.reshape(span.sources, -1, cut.queries), 1, 0)
 
 
 def _joined(x: Array) -> Array:

@@ -63,6 +63,9 @@ def logprobs_and_entropy(
     * ``d log p_a / d z_v = 1[v = a] - p_v``,
     * ``d H / d z_v = -p_v (log p_v + H)``.
 
+    Where all columns are one chunk, its logits are kept for the gradients: they are as many as the
+    gradients themselves, which are made next when this is the end of a loss.
+
     Products are summed, and all else is computed, in float32. The plain twin is `logits_of` and
     what one makes of all logits.
 
@@ -166,8 +169,10 @@ def _read(x, columns, tokens, skipped, how):
 
 
 def _forward(x, columns, tokens, skipped, how):
+    kept = _logits(x, columns, how) if _number(columns, how) == 1 else None
+
     def add(sums: _Sums, index) -> _Sums:
-        chunk = _chunk(x, columns, tokens, skipped, how, index)
+        chunk = _chunk(x, columns, tokens, skipped, how, index, kept)
         maximum = jnp.maximum(sums.maximum, jnp.max(chunk.logits, axis=1))
         sums = sums.below(maximum)
         shifted = chunk.logits - maximum[:, None]
@@ -187,17 +192,17 @@ def _forward(x, columns, tokens, skipped, how):
     entropy = log_total - moment / total
     # Differences first: maximum and logarithm together would round large logits.
     logprob = chosen - maximum - log_total
-    return (logprob, entropy), (x, columns, tokens, skipped, maximum, log_total, entropy)
+    return (logprob, entropy), (x, columns, tokens, skipped, kept, maximum, log_total, entropy)
 
 
 def _backward(how, residuals, gradients):
-    x, columns, tokens, skipped, *rest = residuals
+    x, columns, tokens, skipped, kept, *rest = residuals
     maximum, log_total, entropy = (number[:, None] for number in rest)
     of_logprob, of_entropy = (gradient[:, None] for gradient in gradients)
 
     def add(sums, index):
         of_x, of_columns = sums
-        chunk = _chunk(x, columns, tokens, skipped, how, index)
+        chunk = _chunk(x, columns, tokens, skipped, how, index, kept)
         log_p = chunk.logits - maximum - log_total
         p = jnp.exp(log_p)
         of_logits = jnp.where(chunk.chosen, of_logprob, 0.0) - p * of_logprob
@@ -217,26 +222,35 @@ def _backward(how, residuals, gradients):
 _read.defvjp(_forward, _backward)
 
 
-def _chunk(x, columns, tokens, skipped, how: _Reading, index) -> _Chunk:
-    """The logits of chunk `index`; the last begins earlier where chunks do not divide."""
+def _chunk(x, columns, tokens, skipped, how: _Reading, index, kept: Array | None) -> _Chunk:
+    """Chunk `index`, whose logits may have been kept; the last begins earlier where chunks do not
+    divide."""
     size = _size(columns, how)
     start = jnp.minimum(index * size, columns.shape[1] - size)
     matrix = lax.dynamic_slice_in_dim(columns, start, size, axis=1).astype(x.dtype)
-    logits = _dot(x, matrix) / how.temperature
+    logits = _logits(x, matrix, how) if kept is None else kept
     column = (start + jnp.arange(size))[None]
     counted = column >= jnp.maximum(index * size, skipped)
     chosen = counted & (column == tokens[:, None])
     return _Chunk(start, matrix, jnp.where(counted, logits, NOTHING), chosen)
 
 
+def _logits(x: Array, matrix: Array, how: _Reading) -> Array:
+    return _dot(x, matrix.astype(x.dtype)) / how.temperature
+
+
 def _over_chunks(
     step: Callable[[Carry, int | Array], Carry], carry: Carry, columns: Array, how: _Reading
 ) -> Carry:
     """`step` with the number of each chunk in turn."""
-    number = -(-columns.shape[1] // _size(columns, how))
+    number = _number(columns, how)
     if number == 1:
         return step(carry, 0)
     return lax.scan(lambda carry, i: (step(carry, i), None), carry, jnp.arange(number))[0]
+
+
+def _number(columns: Array, how: _Reading) -> int:
+    return -(-columns.shape[1] // _size(columns, how))
 
 
 def _size(columns: Array, how: _Reading) -> int:
