@@ -1,5 +1,6 @@
 """The benchmarks run: once, at a size that takes no time."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,14 +11,30 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", ["grouped", "vocabulary"])
-def test_a_benchmark_compares_and_writes_its_figures(name, tmp_path):
-    figures = tmp_path / "figures.json"
+def smoke(name: str, figures: Path) -> str:
+    """What the benchmark prints."""
     command = [sys.executable, f"benchmarks/{name}.py", "--smoke", "--json", str(figures)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", ["grouped", "vocabulary"])
+def test_a_benchmark_compares_and_writes_its_figures(name, tmp_path):
+    figures = tmp_path / "figures.json"
+    assert "ms" in smoke(name, figures)
     assert figures.stat().st_size > 100
-    assert "ms" in done.stdout
+
+
+@pytest.mark.slow
+def test_every_part_of_the_benchmark_for_accelerators_measures_something(tmp_path):
+    smoke("gpu", tmp_path / "gpu.json")
+    figures = json.loads((tmp_path / "gpu.json").read_text())
+    measured = {one["part"] for one in figures if one.get("milliseconds", 0) > 0}
+    assert measured == {"ceilings", "step", "experts", "attention", "head", "decoding"}
+    # cuDNN is on no CPU, and that is said; nothing else may fail.
+    failed = {one["form"].split(",")[0]: one["failed"] for one in figures if "failed" in one}
+    assert failed.keys() == {"cudnn"} and "NVIDIA" in failed["cudnn"]
