@@ -79,8 +79,8 @@ def main() -> None:
         arguments.experts, arguments.remat = arguments.experts[:1], arguments.remat[-1:]
         os.environ["JAX_PLATFORMS"] = "cpu"
     if arguments.one:
-        for figures in PARTS[arguments.one](arguments):
-            print(json.dumps({"part": arguments.one, **figures}), flush=True)
+        for one in PARTS[arguments.one](arguments):
+            print(json.dumps({"part": arguments.one, **one}), flush=True)
         return
     figures: list[Figures] = []
     for part in arguments.parts:

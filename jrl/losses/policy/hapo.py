@@ -294,7 +294,8 @@ def _redistribute(
     """The advantages of `redistributed_advantages`."""
     if not 0 <= strength <= 1:
         raise ValueError(f"{name}={strength} must be from 0, which is off, to 1.")
-    ratio = jnp.exp(jax.lax.stop_gradient(tokens.logprobs) - tokens.old_logprobs)
+    # Compared and nothing else, so that it has no gradient.
+    ratio = jnp.exp(tokens.logprobs - tokens.old_logprobs)
     bottom, top = 1 - low / 2, 1 + high / 2
     unmoved = (ratio >= bottom) & (ratio <= top)
     moved = (ratio <= bottom) | (ratio >= top)

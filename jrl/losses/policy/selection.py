@@ -94,9 +94,9 @@ def top_entropy_mask(
         threshold = entropy_threshold(entropy, mask, fraction=fraction)
     check_shapes(entropy=entropy, mask=mask)
     mask = as_mask(mask)
-    (entropy,) = as_floats(jax.lax.stop_gradient(jnp.asarray(entropy)))
+    (entropy,) = as_floats(entropy)
     # What is known to be below goes, so that an entropy which is no number is not masked away.
-    return mask & ~(keep(entropy, mask) < jnp.asarray(threshold).astype(entropy.dtype))
+    return mask & ~(entropy < jnp.asarray(threshold).astype(entropy.dtype))
 
 
 def off_policy_sequence_mask(
@@ -136,9 +136,7 @@ def off_policy_sequence_mask(
     >>> off_policy_sequence_mask(logprobs, -ones, advantages, ones, max_divergence=0.5).tolist()
     [[True, True], [False, False]]
     """
-    tokens = clean(
-        jax.lax.stop_gradient(jnp.asarray(logprobs)), behaviour_logprobs, advantages, mask
-    )
+    tokens = clean(logprobs, behaviour_logprobs, advantages, mask)
     count = jnp.sum(tokens.mask, axis=-1, keepdims=True, dtype=jnp.int32)
     total = jnp.sum(tokens.old_logprobs - tokens.logprobs, axis=-1, keepdims=True)
     far = total > max_divergence * jnp.maximum(count, 1).astype(total.dtype)

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jrl
+from jrl.losses.policy.order import random_bits
 
 NAMES = ("logprobs", "old_logprobs", "advantages", "mask")
 A = jnp.array([2, -1, 0.5, -1.5, 0, 0])
@@ -110,6 +111,30 @@ def test_oracles():
             np.testing.assert_allclose(loss, losses.sum() / MASK.sum(), rtol=1e-11)
             np.testing.assert_allclose(slope, slopes / MASK.sum(), rtol=1e-11, atol=1e-15)
             assert float(metrics["cov_frac"].sum) == (acts == "cov").sum()
+
+
+def test_covariances_have_no_gradient():
+    b = batch(1)
+    given = {name: b[name] for name in ("logprobs", "advantages")}
+
+    def of_the_batch(given):
+        return jnp.sum(b["values"] * jrl.covariances(**given, mask=b["mask"]))
+
+    def of_statistics(statistics):
+        found = jrl.covariances(**given, mask=b["mask"], statistics=statistics)
+        return jnp.sum(b["values"] * found)
+
+    statistics = jrl.covariance_statistics(**given, mask=b["mask"])
+    for function, x in ((of_the_batch, given), (of_statistics, statistics)):
+        slopes = jax.tree.leaves(jax.grad(function, allow_int=True)(x))
+        assert not any(np.any(slope) for slope in slopes if slope.dtype == jnp.float32)
+
+
+def test_random_numbers_of_tokens_are_counted_from_the_first_true_one():
+    key, mask = jax.random.key(3), jnp.array([[0, 1, 0], [1, 0, 1]])
+    bits = random_bits(key, mask.astype(bool))
+    expected = [jax.random.bits(jax.random.fold_in(key, rank)) for rank in range(3)]
+    assert bits[mask == 1].tolist() == [int(x) for x in expected]
 
 
 def test_gradients_by_finite_differences():

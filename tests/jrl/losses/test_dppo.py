@@ -123,3 +123,25 @@ def test_settings_that_make_no_sense_are_refused():
         jrl.dppo_loss(one, one, one, one, kind="tv", max_divergence=-1)
     with pytest.raises(ValueError, match="max_ratio=1 must be above 1, such as 20; None is off"):
         jrl.dppo_surrogate(one, one, one, one, kind="kl", max_divergence=1, max_ratio=1)
+
+
+@kinds
+def test_the_log_probability_is_floored_below_its_bound_and_not_at_it(kind):
+    old, one = -jnp.ones(1), jnp.ones(1)
+    settings = {"kind": kind, "max_divergence": 1.0, "max_log_ratio": 0.5}
+    weight = np.exp(-0.5)
+    for logprob, floored in ((-2.0, True), (-1.5, False)):
+        (loss, _), slope = step(jnp.array([logprob]), old, one, one, **settings)
+        np.testing.assert_allclose(loss, weight * 1.5, rtol=1e-6)
+        np.testing.assert_allclose(slope, [0 if floored else -weight], rtol=1e-6)
+
+
+@kinds
+def test_an_advantage_of_0_stops_what_falls(kind):
+    low, high = jnp.log(jnp.array([0.1])), jnp.log(jnp.array([0.9]))
+    settings = {"kind": kind, "max_divergence": 0.2}
+    for logprobs, old, stopped_by in ((high, low, (1,)), (low, high, (0, -1))):
+        for advantage in (1, 0, -1):
+            arrays = (logprobs, old, jnp.full(1, float(advantage)), jnp.ones(1))
+            (_, metrics), _ = step(*arrays, **settings)
+            assert float(metrics["pg_clipfrac"].sum) == (advantage in stopped_by)

@@ -48,6 +48,28 @@ def test_the_gradient_vanishes_beyond_it():
     assert (slope != 0).tolist() == [False, False, True, True, True, False, False]
 
 
+def test_at_the_guard_it_does_not_act_yet():
+    # The ratio is the guard to the bit, and would be clipped beyond it.
+    log_ratio = jnp.array([1.5])
+    guard = float(jnp.exp(log_ratio)[0])
+    arrays = (0 * log_ratio, -jnp.ones(1), jnp.ones(1))
+
+    def loss(logprobs, guard):
+        return jrl.ppo_loss(logprobs, *arrays, clip_high=0.28, guard=guard)
+
+    for bound, acts in ((guard, False), (guard * (1 - 1e-6), True)):
+        slope, metrics = jax.grad(loss, has_aux=True)(log_ratio, bound)
+        assert (float(slope[0]) == 0) == acts
+        assert float(metrics["pg_clipfrac_lower"].sum) == acts
+
+
+def test_an_advantage_of_0_is_not_guarded():
+    ones = jnp.ones(3)
+    advantages = jnp.array([-1.0, 0.0, 0.5])
+    _, metrics = jrl.ppo_loss(jnp.log(5 * ones), 0 * ones, advantages, ones, guard=3)
+    assert float(metrics["pg_clipfrac_lower"].sum) == 1
+
+
 def test_bounds_given_as_arrays_are_not_checked_and_the_lower_acts():
     ones = jnp.ones(7)
     arrays = (jnp.log(RATIOS), 0 * ones, ones, ones)

@@ -226,6 +226,24 @@ def test_bounds_that_make_no_sense_are_refused():
         jrl.ppo_loss(one, one, one, one, clip_dual=1)
 
 
+def test_a_log_ratio_at_its_bound_is_not_clamped():
+    logprobs, zero, one = jnp.array([0.5]), jnp.zeros(1), jnp.ones(1)
+    off = {"clip_low": float("inf"), "clip_high": float("inf")}
+
+    def loss(logprobs, bound):
+        return jrl.ppo_loss(logprobs, zero, one, one, max_log_ratio=bound, **off)
+
+    def weighted(logprobs, bound):
+        return jrl.dro_loss(logprobs, zero, one, one, beta=0.0, max_log_ratio=bound)[0]
+
+    for bound, acts in ((0.5, False), (0.49, True)):
+        slope, metrics = jax.grad(loss, has_aux=True)(logprobs, bound)
+        assert float(metrics["ratio_clamped"].sum) == acts
+        np.testing.assert_allclose(slope, 0 if acts else -np.exp(0.5), rtol=1e-6)
+        # The floor of log-probabilities that are not a ratio.
+        assert float(jax.grad(weighted)(-logprobs, bound)[0]) == (0 if acts else -1)
+
+
 POSITIVE = jnp.array([[-1.0, -2, -0.5], [-0.3, -0.4, 0], [-4, 0, 0]])
 POSITIVE_MASK = jnp.array([[1, 1, 1], [1, 1, 0], [1, 0, 0]])
 

@@ -57,6 +57,23 @@ def test_a_fraction_of_1_keeps_all_and_the_loss_counts_what_is_kept():
     assert metrics["ratio"].count == mask.sum()
 
 
+def test_the_threshold_of_a_single_token_is_its_entropy_and_has_no_gradient():
+    entropy, mask = jnp.array([3.0, 2.0, 5.0]), jnp.array([0, 1, 0])
+    for fraction in (0.2, 1):
+        assert float(jrl.entropy_threshold(entropy, mask, fraction=fraction)) == 2
+    slope = jax.grad(lambda x: jrl.entropy_threshold(x, mask, fraction=0.2))(entropy)
+    assert not np.any(slope)
+
+
+def test_a_divergence_is_too_far_beyond_its_bound_and_not_at_it():
+    behaviour, bad = jnp.zeros((2, 2)), -jnp.ones((2, 1))
+    # The second row has one token: its sum is its mean.
+    logprobs, mask = jnp.array([[-1.0, -2.0], [-1.5, 0.0]]), jnp.array([[1, 1], [1, 0]])
+    for bound, kept in ((1.5, [True, True]), (1.49, [False, False]), (0.8, [False, False])):
+        result = jrl.off_policy_sequence_mask(logprobs, behaviour, bad, mask, max_divergence=bound)
+        assert result[:, 0].tolist() == kept
+
+
 def test_bad_sequences_that_are_far_go_and_no_others():
     behaviour = jnp.array([[-1.0, -1.0, jnp.nan], [-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]])
     logprobs = jnp.array([[-2.0, -1.2, jnp.nan], [-2.0, -1.2, -1.0], [-0.1, -0.1, -0.1]])
