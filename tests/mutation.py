@@ -2,6 +2,7 @@
 
     python tests/mutation.py jrl/losses                 all files below, two at a time
     python tests/mutation.py jrl/losses/policy --list   only say what would be changed
+    python tests/mutation.py jrl/losses/value.py:92     one line, after a hole is closed
 
 A mutant is the code with one sign turned, one comparison loosened, one number off by one, one mask
 or one stopped gradient left out, one axis or one reduction replaced. It is killed if a test fails.
@@ -115,6 +116,15 @@ def mutants(path: Path) -> Iterator[Mutant]:
             change = f"{before}  ->  {after}"
             found.append(Mutant(relative, node.lineno, change, _around(node.lineno, tree), source))
     return iter(sorted(found, key=lambda mutant: mutant.line))
+
+
+def mutants_of(path: str) -> Iterator[Mutant]:
+    """Every mutant of a file, of one line of it (``FILE:LINE``), or of a folder's files."""
+    place, _, line = path.partition(":")
+    files = sorted(Path(place).rglob("*.py")) if Path(place).is_dir() else [Path(place)]
+    for mutant in itertools.chain.from_iterable(map(mutants, files)):
+        if not line or mutant.line == int(line):
+            yield mutant
 
 
 def _around(line: int, tree: ast.Module) -> str:
@@ -359,7 +369,7 @@ def work(chosen: list[Mutant], limit: float, tasks: Queue, results: Queue) -> No
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("paths", nargs="+", type=Path, help="files or folders to change")
+    parser.add_argument("paths", nargs="+", help="files, FILE:LINE or folders to change")
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     parser.add_argument("--every", type=int, default=1, help="try one of so many")
     parser.add_argument(
@@ -368,8 +378,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one mutant")
     arguments = parser.parse_args()
-    files = [f for p in arguments.paths for f in ([p] if p.is_file() else sorted(p.rglob("*.py")))]
-    chosen = [m for f in files for m in mutants(f)][arguments.first :: arguments.every]
+    found = itertools.chain.from_iterable(map(mutants_of, arguments.paths))
+    chosen = list(dict.fromkeys(found))[arguments.first :: arguments.every]
     if arguments.list:
         print(*chosen, f"{len(chosen)} mutants", sep="\n")
         return
