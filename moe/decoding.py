@@ -62,7 +62,9 @@ def prefill(
             f"layout {mesh.layout}: a cache of keys and values holds whole rows, so decoding runs "
             "without context parallelism; cp must be 1."
         )
-    config = _dropless(config)
+    # No backward pass follows, and what is kept here would not leave a rematerialised layer.
+    execution = replace(config.execution, remat="none", fsdp=False)
+    config = replace(_dropless(config), execution=execution)
     check_window(tokens.shape[1], config)
     kept: dict[int, tuple[Array, ...]] = {}
     stream = rows(tokens, valid, mesh, config.execution)

@@ -18,6 +18,9 @@ class Execution:
       experts: how rows are multiplied, each by its own expert's matrix.
       remat: what the backward pass computes again instead of keeping it: "none", "selective" or
         "full" (`moe.remat`).
+      fsdp: weights are kept in parts, each on one of the devices that would hold the same, and the
+        layers joined one after the other when an update runs them (`sharding.zero.join`), forward
+        and again backward. Needs a `remat` that does not keep them.
       vocab_chunk: columns of the head whose logits are there at a time in training, on each ``tp``
         rank; None is all of them (`moe.vocabulary`).
     """
@@ -27,9 +30,15 @@ class Execution:
     dispatch: str | None = None
     experts: str | None = None
     remat: str = "none"
+    fsdp: bool = False
     vocab_chunk: int | None = 8192
 
     def __post_init__(self):
+        if self.fsdp and self.remat == "none":
+            raise ValueError(
+                'fsdp with remat="none" keeps every layer that it joined until the backward pass: '
+                'choose remat="selective" or "full".'
+            )
         if self.vocab_chunk is not None and self.vocab_chunk < 1:
             raise ValueError(
                 f"vocab_chunk={self.vocab_chunk} reads no column of the head: use 1 or more, or "

@@ -6,6 +6,7 @@ training and decoding: they differ in `attend`.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from moe.vocabulary import logits_of
 from moe.weights import Experts, Layer, Transformer
 from sharding.collectives import all_sum, gather_tokens, join_shards, own_shard, vary
 from sharding.folding import FoldedMesh
+from sharding.zero import Cut, join
 
 Tokens = Int[Array, "batch time"]
 Valid = Bool[Array, "batch time"]
@@ -112,11 +114,18 @@ def block(
 
 
 def run(
-    weights: Transformer[Array], stream: Stream, config: ModelConfig, mesh: FoldedMesh
+    weights: Transformer[Array],
+    stream: Stream,
+    config: ModelConfig,
+    mesh: FoldedMesh,
+    cuts: Layer[Cut] | None = None,
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
     """The normalised last residual stream at every token, this rank's shard.
 
     All layers are on this device; `moe.stages` runs those of a pipeline.
+
+    Args:
+      cuts: of the layers, where the device has parts of them; as in `blocks`.
 
     Returns:
       The hidden states and, with experts, the router's sums over layers on this device, `load`
@@ -126,7 +135,7 @@ def run(
     check_runs(stream.tokens.shape[0], mesh)
     x = embed(weights, stream.tokens, config, mesh)
     x = first_blocks(weights, x, stream, config, mesh)
-    x, stats = blocks(weights.layers, x, stream, config, mesh, config.num_dense_layers)
+    x, stats = blocks(weights.layers, x, stream, config, mesh, config.num_dense_layers, cuts)
     return last_norm(weights, x, config), stats
 
 
@@ -150,6 +159,7 @@ def blocks(
     config: ModelConfig,
     mesh: FoldedMesh,
     first: int | Int[Array, ""] = 0,
+    cuts: Layer[Cut] | None = None,
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
     """The residual stream after a stack of layers, and the router's sums over them, `load` with a
     row per layer.
@@ -157,7 +167,14 @@ def blocks(
     Args:
       layers: any number of consecutive layers.
       first: the number of the first of them in the network.
+      cuts: how each layer is cut into the parts that devices have, which are joined when it is its
+        turn; None where they have it whole.
     """
+
+    def run_layer(own: Stream, attend: Attend, layer: Layer[Array], x: Array):
+        layer = layer if cuts is None else join(layer, cuts)
+        return block(layer, x, own, attend, config, mesh)
+
     collected = []
     for index in range(jax.tree.leaves(layers)[0].shape[0]):
         layer = jax.tree.map(lambda stacked, index=index: stacked[index], layers)
@@ -165,10 +182,7 @@ def blocks(
         # Choices are recorded for the layers that have experts.
         own = stream.of_layer(number - config.num_dense_layers)
         attend = stream.attend_in_layer(number)
-        run_block = rematerialised(
-            lambda layer, x, own=own, attend=attend: block(layer, x, own, attend, config, mesh),
-            config.execution.remat,
-        )
+        run_block = rematerialised(partial(run_layer, own, attend), config.execution.remat)
         x, stats = run_block(layer, x)
         if stats is not None:
             collected.append(stats)

@@ -16,11 +16,12 @@ from moe import model
 from moe.config import ModelConfig
 from moe.routing import RouterStatistics
 from moe.stream import Stream
-from moe.weights import Transformer
+from moe.weights import Layer, Transformer
 from sharding import pipeline
 from sharding.collectives import all_sum, join_shards
 from sharding.folding import FoldedMesh
 from sharding.pipeline import Pipeline, Stages
+from sharding.zero import Cut
 
 Piece = Any
 """A pytree of one micro-batch's arrays; `pieces` have another dimension in front."""
@@ -64,6 +65,7 @@ def gradients(
     num_tokens: Int[Array, ""],
     config: ModelConfig,
     mesh: FoldedMesh,
+    cuts: Layer[Cut] | None = None,
 ) -> tuple[Float[Array, ""], Transformer[Array], dict[str, Any], RouterStatistics[Array] | None]:
     """The loss of the micro-batches, the routers' included, and its gradient.
 
@@ -73,13 +75,14 @@ def gradients(
       stream_of: as in `scan_pieces`.
       read: gives a loss and metrics.
       num_tokens: valid tokens of the whole batch, for the routers' losses.
+      cuts: of the layers, as in `moe.model.blocks`.
 
     Returns:
       The loss of this device, which adds up over stages; its gradient with respect to `weights`,
       zero where another stage uses them; the metrics ``[micro, ...]``, equal on all stages; and the
       router's sums, as in `scan_pieces`.
     """
-    stages = _stages(weights, stream_of, read, num_tokens, config, mesh)
+    stages = _stages(weights, stream_of, read, num_tokens, config, mesh, cuts)
     sums = pipeline.gradients(
         stages, _ends(weights), _rounds(weights, mesh), pieces, _pipeline(mesh)
     )
@@ -95,6 +98,7 @@ def _stages(
     num_tokens: Int[Array, ""],
     config: ModelConfig,
     mesh: FoldedMesh,
+    cuts: Layer[Cut] | None = None,
 ) -> Stages:
     stacked = config.num_layers - config.num_dense_layers
     depth = stacked // (mesh.layout.pp * mesh.layout.vpp)
@@ -107,7 +111,7 @@ def _stages(
 
     def chunk(layers, x, piece, number):
         before = config.num_dense_layers + number * depth
-        x, stats = model.blocks(layers, x, stream_of(piece), config, mesh, before)
+        x, stats = model.blocks(layers, x, stream_of(piece), config, mesh, before, cuts)
         return x, model.router_loss(stats, config, mesh, num_tokens), stats
 
     def last(ends, x, piece):

@@ -12,6 +12,7 @@ the columns of the head.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -21,6 +22,7 @@ from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 
 from moe.config import ModelConfig
+from sharding import zero
 from sharding.folding import FoldedMesh
 from sharding.rules import partition_spec, weight_rules
 
@@ -290,6 +292,39 @@ def specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
     return jax.tree.map(place, table(config))
 
 
+def parts(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
+    """Where the optimiser state of each weight lives, and under `Execution.fsdp` the weight."""
+
+    def place(spec: PartitionSpec, shape: jax.ShapeDtypeStruct, first: int) -> PartitionSpec:
+        return zero.parts(spec, shape.shape, mesh, first)
+
+    return _each_cut(place, config, mesh)
+
+
+def cuts(config: ModelConfig, mesh: FoldedMesh) -> Transformer[zero.Cut]:
+    """How each weight is cut into the parts of `parts`."""
+
+    def cut(spec: PartitionSpec, shape: jax.ShapeDtypeStruct, first: int) -> zero.Cut:
+        return zero.cut_of(spec, shape.shape, mesh, first)
+
+    return _each_cut(cut, config, mesh)
+
+
+def _each_cut(
+    of: Callable[[PartitionSpec, jax.ShapeDtypeStruct, int], Leaf],
+    config: ModelConfig,
+    mesh: FoldedMesh,
+) -> Transformer[Leaf]:
+    """`of` the place of each weight, its shape as it is stored, and how many dimensions in front
+    stay whole: those of the stack of layers where layers are joined one by one."""
+    stored = jax.eval_shape(lambda weights: in_rounds(weights, mesh), shapes(config))
+    stacked = (1 if mesh.layout.vpp == 1 else 2) if config.execution.fsdp else 0
+    first = replace(
+        jax.tree.map(lambda _: 0, stored), layers=jax.tree.map(lambda _: stacked, stored.layers)
+    )
+    return jax.tree.map(of, specs(config, mesh), stored, first)
+
+
 def in_rounds(weights: Transformer[jax.Array], mesh: FoldedMesh) -> Transformer[jax.Array]:
     """Weights as they are stored on `mesh`: ``[layer, ...]`` or, where its pipeline stages have
     several chunks, ``[round, layer / vpp, ...]``.
@@ -312,11 +347,16 @@ def in_order(weights: Transformer[jax.Array], mesh: FoldedMesh) -> Transformer[j
     return replace(weights, layers=layers)
 
 
+def kept(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
+    """Where weights are between updates: by `specs`, under `Execution.fsdp` by `parts`."""
+    return (parts if config.execution.fsdp else specs)(config, mesh)
+
+
 def shardings(config: ModelConfig, mesh: FoldedMesh) -> Transformer[NamedSharding]:
-    """`specs` on the devices of `mesh`."""
+    """`kept` on the devices of `mesh`."""
     if not isinstance(mesh.mesh, jax.sharding.Mesh):
         raise ValueError("shardings need real devices: fold the layout over some.")
-    return jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), specs(config, mesh))
+    return jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), kept(config, mesh))
 
 
 def shapes(config: ModelConfig) -> Transformer[jax.ShapeDtypeStruct]:

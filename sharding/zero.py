@@ -1,22 +1,42 @@
-"""ZeRO-1: the optimiser state of a weight is spread over the devices that hold the same weight.
+"""ZeRO: what belongs to a weight is spread over the devices that hold the same weight.
 
-The gradients of those devices are summed, and each of them needs its part of the sum alone: one
-reduce-scatter, a step of the optimiser on the parts, and an all-gather of the new weights.
+Stage 1: the gradients of those devices are summed, and each of them needs its part of the sum
+alone: one reduce-scatter, a step of the optimiser on the parts, and an all-gather of the new
+weights. Stage 3 (fully sharded data parallelism) leaves the weights in parts too, and joins them
+where they are used.
 
 References:
   Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
-  section 5.1 (stage 1, whose communication is that of an all-reduce).
+  section 5 (stage 1 communicates as much as an all-reduce, stage 3 half as much again).
   https://arxiv.org/abs/1910.02054
 """
 
 import itertools
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from sharding.collectives import Axes
 from sharding.folding import FoldedMesh
+
+Tree = TypeVar("Tree")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a weight is cut into parts.
+
+    Attributes:
+      axis: the dimension, counted from the end, so that it is the same for one of a stack.
+      atoms: the mesh axes over which; none if it stays whole.
+    """
+
+    axis: int
+    atoms: Axes
 
 
 def copies(spec: PartitionSpec, mesh: FoldedMesh) -> Axes:
@@ -31,7 +51,7 @@ def copies(spec: PartitionSpec, mesh: FoldedMesh) -> Axes:
     return tuple(atom for atom in mesh.axes if atom not in spread)
 
 
-def split(spec: PartitionSpec, shape: tuple[int, ...], mesh: FoldedMesh) -> tuple[int, Axes]:
+def cut_of(spec: PartitionSpec, shape: tuple[int, ...], mesh: FoldedMesh, first: int = 0) -> Cut:
     """The dimension of a weight that its optimiser state is cut along, and over which of `copies`.
 
     It is the dimension, whole in the weight, that can be cut over the most devices, the first of
@@ -40,39 +60,61 @@ def split(spec: PartitionSpec, shape: tuple[int, ...], mesh: FoldedMesh) -> tupl
 
     Args:
       spec: where the weight lives.
-      shape: of the weight, or of a device's part of it, which agree where `spec` is None.
-
-    Returns:
-      The dimension and its atoms, ``(0, ())`` where there is nothing to cut or to cut over.
+      shape: of the whole weight.
+      first: dimensions in front that are not to be cut.
     """
     spec = PartitionSpec(*spec, *[None] * (len(shape) - len(spec)))
-    whole = [axis for axis, entry in enumerate(spec) if entry is None]
+    whole = [axis for axis, entry in enumerate(spec) if entry is None and axis >= first]
     cuts = {axis: _atoms_that_divide(shape[axis], copies(spec, mesh), mesh) for axis in whole}
     best = max(whole, key=lambda axis: mesh.size(cuts[axis]), default=None)
-    return (0, ()) if best is None or not cuts[best] else (best, cuts[best])
+    return Cut(-1, ()) if best is None else Cut(best - len(shape), cuts[best])
 
 
-def parts(spec: PartitionSpec, shape: tuple[int, ...], mesh: FoldedMesh) -> PartitionSpec:
-    """Where the optimiser state of a weight lives: `spec` with the cut of `split`."""
-    axis, atoms = split(spec, shape, mesh)
+def parts(
+    spec: PartitionSpec, shape: tuple[int, ...], mesh: FoldedMesh, first: int = 0
+) -> PartitionSpec:
+    """Where the optimiser state of a weight lives: `spec` with the cut of `cut_of`."""
+    cut = cut_of(spec, shape, mesh, first)
     entries = [*spec, *[None] * (len(shape) - len(spec))]
-    return PartitionSpec(*(atoms if i == axis and atoms else e for i, e in enumerate(entries)))
+    if cut.atoms:
+        entries[cut.axis] = cut.atoms
+    return PartitionSpec(*entries)
 
 
-def sum_to_parts(gradient: Array, spec: PartitionSpec, mesh: FoldedMesh) -> Array:
+def sum_to_parts(
+    mesh: FoldedMesh, spec: PartitionSpec, cut: Cut, gradient: Array, in_parts: bool = False
+) -> Array:
     """The gradient summed over all `copies`, of which each device keeps its part.
 
     Runs inside the `jax.shard_map`; the result lives where `parts` says. Volume sent, of a gradient
     of G numbers and n copies: ``G (n-1)/n``, half of what the sum on every device takes.
 
     Args:
-      gradient: of this device alone, varying over every axis.
       spec: where the weight lives.
+      cut: how it is cut.
+      gradient: of this device alone, varying over every axis.
+      in_parts: the gradient is that of parts, which the transpose of `join` has summed over the
+        devices of the cut.
     """
-    axis, atoms = split(spec, gradient.shape, mesh)
-    if atoms:
-        gradient = lax.psum_scatter(gradient, atoms, scatter_dimension=axis, tiled=True)
-    return lax.psum(gradient, tuple(a for a in copies(spec, mesh) if a not in atoms))
+    if cut.atoms and not in_parts:
+        axis = gradient.ndim + cut.axis
+        gradient = lax.psum_scatter(gradient, cut.atoms, scatter_dimension=axis, tiled=True)
+    return lax.psum(gradient, tuple(a for a in copies(spec, mesh) if a not in cut.atoms))
+
+
+def join(weights: Tree, cuts: Any) -> Tree:
+    """Whole weights from the parts that the devices of each cut hold; `cuts` has a `Cut` for each.
+
+    Runs inside the `jax.shard_map`; its transpose sums the gradients of those devices into parts.
+    Volume sent, of a weight of W numbers in n parts: ``W (n-1)/n``, and as much by the transpose.
+    """
+
+    def whole(part: Array, cut: Cut) -> Array:
+        if not cut.atoms:
+            return part
+        return lax.all_gather(part, cut.atoms, axis=part.ndim + cut.axis, tiled=True)
+
+    return jax.tree.map(whole, weights, cuts)
 
 
 def _atoms_that_divide(size: int, atoms: Axes, mesh: FoldedMesh) -> Axes:

@@ -1,7 +1,7 @@
 """What a run would do and need, without doing it: batch arithmetic, parameters, memory, layout."""
 
 import math
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,8 +15,16 @@ from jrl.rollout.scoring import num_pieces
 from jrl.trainer.setup import Setup
 from moe.config import ModelConfig
 from moe.order import Order
-from moe.weights import in_rounds, num_active_parameters, num_parameters, shapes, specs
-from sharding import zero
+from moe.weights import (
+    Transformer,
+    in_rounds,
+    kept,
+    num_active_parameters,
+    num_parameters,
+    parts,
+    shapes,
+    specs,
+)
 from sharding.folding import FoldedMesh
 from sharding.schedule import Schedule
 
@@ -124,11 +132,13 @@ def memory(setup: Setup) -> dict[str, int]:
     With ``W`` the bytes of the policy's weights on one device, ``4 x elements / devices it is split
     over`` for each of them, and ``V`` those of the critic's:
 
-    * weights ``W``, reference ``W``, critic ``V``; while it samples on a layout of its own, the
-      policy as that spreads it;
+    * weights ``W``, reference ``W``, critic ``V``, under `Execution.fsdp` their parts alone and
+      ``W`` again where they are gathered to sample and to score; while it samples on a layout of
+      its own, the policy as that spreads it;
     * Adam's two moments, those of each weight cut over the devices that hold it where a dimension
       divides (`sharding.zero`): ``2 W / G`` with G copies of everything, and ``2 V / G``;
-    * gradients ``max(W, V)``, twice that where micro-batches are summed;
+    * gradients ``max(W, V)``, twice that where micro-batches are summed, in which the layers count
+      by their parts under `Execution.fsdp`;
     * cache ``layers x rows x (prompt + response - 1) x kv_heads / tp x (head_dim + value_dim) x
       itemsize`` and a byte per position, with the rows per device of a step's completions or of an
       evaluation, whichever are more;
@@ -144,12 +154,12 @@ def memory(setup: Setup) -> dict[str, int]:
     What lies between the layers (activations) and what the compiler adds come on top.
     """
     run, recipe, mesh = setup.run, setup.recipe, setup.mesh
-    weights = weight_bytes(setup.model, mesh)
-    moments = 2 * part_bytes(setup.model, mesh)
-    critic, critic_moments = 0, 0
-    if recipe.uses_critic:
-        critic = weight_bytes(setup.model.as_critic(), mesh)
-        critic_moments = 2 * part_bytes(setup.model.as_critic(), mesh)
+    networks = [setup.model, *([setup.model.as_critic()] if recipe.uses_critic else [])]
+    held = part_bytes if setup.model.execution.fsdp else weight_bytes
+    weights, critic = (*(held(network, mesh) for network in networks), 0)[:2]
+    moments, critic_moments = (*(2 * part_bytes(network, mesh) for network in networks), 0)[:2]
+    gradients = max(gradient_bytes(network, mesh) for network in networks)
+    gathered = max(weight_bytes(network, mesh) for network in networks)
     forward = [recipe.mini_batch // setup.num_micro]
     if run.weights is None and run.checkpoint is None and run.warm_start_steps:
         forward.append(run.warm_start_batch)
@@ -158,11 +168,12 @@ def memory(setup: Setup) -> dict[str, int]:
     apart = setup.rollout_mesh != mesh
     rows = {
         "weights": weights,
-        "gradients": max(weights, critic) * (2 if setup.num_micro > 1 else 1),
+        "gradients": gradients * (2 if setup.num_micro > 1 else 1),
         "optimiser moments": moments,
         "critic": critic,
         "critic's optimiser moments": critic_moments,
         "reference": weights if recipe.uses_reference else 0,
+        "weights gathered to sample": gathered if setup.model.execution.fsdp else 0,
         "key/value cache": cache_bytes(setup, max(recipe.completions, run.eval_prompts)),
         "logits of a forward pass": logits_bytes(setup, max(forward)),
         "policy of the rollout": weight_bytes(setup.model, setup.rollout_mesh) if apart else 0,
@@ -172,26 +183,34 @@ def memory(setup: Setup) -> dict[str, int]:
 
 
 def weight_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
-    """Bytes of a network's weights on one device."""
-    return _bytes_on_one(config, mesh, lambda spec, shape: spec)
+    """Bytes of a network's weights on one device where they are used."""
+    return sum(jax.tree.leaves(_bytes_on_one(config, mesh, specs(config, mesh))))
 
 
 def part_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
     """Bytes of one device's parts of the weights, as the optimiser cuts them."""
-    return _bytes_on_one(config, mesh, lambda spec, shape: zero.parts(spec, shape, mesh))
+    return sum(jax.tree.leaves(_bytes_on_one(config, mesh, parts(config, mesh))))
+
+
+def gradient_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
+    """Bytes of the sum of gradients on one device: those of layers that are joined one by one are
+    summed in parts."""
+    whole = _bytes_on_one(config, mesh, specs(config, mesh))
+    layers = _bytes_on_one(config, mesh, kept(config, mesh)).layers
+    return sum(jax.tree.leaves(replace(whole, layers=layers)))
 
 
 def _bytes_on_one(
-    config: ModelConfig,
-    mesh: FoldedMesh,
-    laid_out: Callable[[PartitionSpec, tuple[int, ...]], PartitionSpec],
-) -> int:
+    config: ModelConfig, mesh: FoldedMesh, places: Transformer[PartitionSpec]
+) -> Transformer[int]:
+    """Bytes of each weight."""
+
     def on_one(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
-        sharding = NamedSharding(mesh.mesh, laid_out(spec, leaf.shape))
+        sharding = NamedSharding(mesh.mesh, spec)
         return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
     stored = jax.eval_shape(lambda weights: in_rounds(weights, mesh), shapes(config))
-    return sum(jax.tree.leaves(jax.tree.map(on_one, stored, specs(config, mesh))))
+    return jax.tree.map(on_one, stored, places)
 
 
 def cache_bytes(setup: Setup, rows: int) -> int:

@@ -3,7 +3,8 @@
 Gradients are taken inside the `jax.shard_map`, micro-batch after micro-batch with the denominators
 of the whole mini-batch, summed over devices once, and applied outside it on global arrays. Devices
 that hold the same weights each keep a part of the gradient and of the optimiser state
-(`sharding.zero`), step that part, and gather the new weights.
+(`sharding.zero`), step that part, and gather the new weights; under `Execution.fsdp` they keep a
+part of the weights too, and gather a layer when its turn has come.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from moe.balance import rebalanced
 from moe.config import ModelConfig
 from moe.routing import RouterStatistics
 from moe.stream import Stream
-from moe.weights import Transformer
+from moe.weights import Layer, Transformer
 from sharding import zero
 from sharding.collectives import all_sum, vary
 from sharding.folding import FoldedMesh
@@ -138,17 +139,14 @@ def start(
 
 
 def state_shardings(opt_state: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
-    """Where the optimiser state lives: moments in parts (`sharding.zero.parts`), counters whole."""
-    specs = moe_weights.specs(config, mesh)
+    """Where the optimiser state lives: moments in parts (`moe.weights.parts`), counters whole."""
+    parts = jax.tree.map(
+        lambda spec: NamedSharding(mesh.mesh, spec), moe_weights.parts(config, mesh)
+    )
 
     def place(node: Any) -> Any:
-        if not isinstance(node, Transformer):
-            return NamedSharding(mesh.mesh, PartitionSpec())
-        return jax.tree.map(
-            lambda leaf, spec: NamedSharding(mesh.mesh, zero.parts(spec, leaf.shape, mesh)),
-            node,
-            specs,
-        )
+        whole = NamedSharding(mesh.mesh, PartitionSpec())
+        return parts if isinstance(node, Transformer) else whole
 
     return jax.tree.map(place, opt_state, is_leaf=lambda node: isinstance(node, Transformer))
 
@@ -189,12 +187,12 @@ def update(
       The learner, and metrics: `loss`, `grad_norm`, `finite` and the objective's.
     """
     config, mesh = objective.config, objective.mesh
-    specs = moe_weights.specs(config, mesh)
+    kept, parts = moe_weights.kept(config, mesh), moe_weights.parts(config, mesh)
     loss, grads, metrics = _gradients(objective, num_micro, learner.weights, batch)
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     # optax's types know no records
-    weights: Any = _laid_out(learner.weights, _parts(learner.weights, specs, mesh), mesh)
+    weights: Any = _laid_out(learner.weights, parts, mesh)
     learner = replace(learner, weights=weights)
     # Optax counts on the standard promotions, which a caller may have forbidden.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -215,7 +213,7 @@ def update(
     learner = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, stayed)
     learner = replace(
         learner,
-        weights=_laid_out(learner.weights, specs, mesh),
+        weights=_laid_out(learner.weights, kept, mesh),
         opt_state=jax.tree.map(
             jax.lax.with_sharding_constraint,
             learner.opt_state,
@@ -229,13 +227,12 @@ def _gradients(
     objective: Objective, num_micro: int, weights: Transformer[Array], batch: Batch[Array]
 ) -> tuple[Array, Any, dict[str, Any]]:
     """The loss of a mini-batch, its gradient in parts and its metrics, on global arrays."""
-    mesh = objective.mesh
-    specs = moe_weights.specs(objective.config, mesh)
+    config, mesh = objective.config, objective.mesh
     local = jax.shard_map(
         partial(_local_gradients, objective, num_micro),
         mesh=mesh.mesh,
-        in_specs=(specs, PartitionSpec(mesh.dp), PartitionSpec()),
-        out_specs=(PartitionSpec(), _parts(weights, specs, mesh), PartitionSpec()),
+        in_specs=(moe_weights.kept(config, mesh), PartitionSpec(mesh.dp), PartitionSpec()),
+        out_specs=(PartitionSpec(), moe_weights.parts(config, mesh), PartitionSpec()),
     )
     return local(weights, batch, count(batch))
 
@@ -247,23 +244,23 @@ def _local_gradients(
     batch: Batch[Array],
     totals: Totals[Array],
 ) -> tuple[Array, Transformer[Array], dict[str, Any]]:
-    mesh = objective.mesh
+    config, mesh = objective.config, objective.mesh
+    specs, cuts = moe_weights.specs(config, mesh), moe_weights.cuts(config, mesh)
+    sharded = config.execution.fsdp
     # Copies that vary over every axis collect the gradient of this device alone; what is summed
     # over devices, once, is the sum over micro-batches.
     own = vary(weights, mesh.axes)
+    if sharded:
+        # The layers stay in parts until it is their turn, and their gradients are summed there.
+        own = replace(zero.join(own, cuts), layers=own.layers)
     pieces = jax.tree.map(lambda x: x.reshape(num_micro, -1, *x.shape[1:]), batch)
     passes = _one_by_one if mesh.layout.pp == 1 else _through_stages
-    loss, grads, metrics = passes(objective, own, pieces, totals)
-    specs = moe_weights.specs(objective.config, mesh)
-    parts = jax.tree.map(lambda grad, spec: zero.sum_to_parts(grad, spec, mesh), grads, specs)
-    return loss, parts, metrics
-
-
-def _parts(
-    weights: Transformer[Array], specs: Transformer[PartitionSpec], mesh: FoldedMesh
-) -> Transformer[PartitionSpec]:
-    """Where what the optimiser works on lives."""
-    return jax.tree.map(lambda leaf, spec: zero.parts(spec, leaf.shape, mesh), weights, specs)
+    loss, grads, metrics = passes(objective, own, pieces, totals, cuts.layers if sharded else None)
+    in_parts = replace(
+        jax.tree.map(lambda _: False, cuts), layers=jax.tree.map(lambda _: sharded, cuts.layers)
+    )
+    to_parts = partial(zero.sum_to_parts, mesh)
+    return loss, jax.tree.map(to_parts, specs, cuts, grads, in_parts), metrics
 
 
 def _laid_out(
@@ -282,13 +279,14 @@ def _one_by_one(
     own: Transformer[Array],
     pieces: Batch[Array],
     totals: Totals[Array],
+    cuts: Layer[zero.Cut] | None,
 ) -> tuple[Array, Transformer[Array], dict[str, Any]]:
     """The loss, this device's gradient, and the metrics, where it holds all layers."""
     config, mesh = objective.config, objective.mesh
 
     def piece_loss(own, piece):
         piece = vary(piece, mesh.except_sequence)
-        x, router = model.run(own, objective.stream(piece), config, mesh)
+        x, router = model.run(own, objective.stream(piece), config, mesh, cuts)
         loss, metrics = objective.loss(own, x, piece, totals)
         loss = loss + model.router_loss(router, config, mesh, totals.num_valid)
         # Ranks of cp and tp hold the same loss, which counts once.
@@ -309,6 +307,7 @@ def _through_stages(
     own: Transformer[Array],
     pieces: Batch[Array],
     totals: Totals[Array],
+    cuts: Layer[zero.Cut] | None,
 ) -> tuple[Array, Transformer[Array], dict[str, Any]]:
     """`_one_by_one` on a pipeline."""
     config, mesh = objective.config, objective.mesh
@@ -320,6 +319,7 @@ def _through_stages(
         totals.num_valid,
         config,
         mesh,
+        cuts,
     )
     # Sums that are already over micro-batches, as a stack of one.
     of_router = jax.tree.map(lambda x: x[None], objective.router_metrics(router))

@@ -104,7 +104,9 @@ def _resharding(
     config: ModelConfig, source: FoldedMesh, target: FoldedMesh
 ) -> Callable[[list[Array]], list[Array]]:
     """One program for all weights, which XLA moves by collectives between the devices."""
-    shardings, structure = jax.tree.flatten(moe_weights.shardings(config, target))
+    # Whole where they are sampled from: every decoding step reads them all.
+    whole = replace(config, execution=replace(config.execution, fsdp=False))
+    shardings, structure = jax.tree.flatten(moe_weights.shardings(whole, target))
 
     def move(leaves: list[Array]) -> list[Array]:
         in_order = moe_weights.in_order(structure.unflatten(leaves), source)

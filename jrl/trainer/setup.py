@@ -242,7 +242,7 @@ def set_up(
 
 def _executed(model: ModelConfig, run: RunConfig) -> ModelConfig:
     """The network, computed as the run says."""
-    return replace(model, execution=replace(model.execution, remat=run.remat))
+    return replace(model, execution=replace(model.execution, remat=run.remat, fsdp=run.fsdp))
 
 
 def _of_checkpoint(directory: str) -> ModelConfig:

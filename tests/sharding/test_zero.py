@@ -1,11 +1,13 @@
 """Which dimension of a weight its optimiser state is cut along, and over which devices."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from sharding import zero
+from sharding.collectives import vary
 from sharding.folding import Layout, fold, fold_abstract
 
 
@@ -13,8 +15,8 @@ def sizes(layout, spec, shape):
     """The dimension, and over how many devices it is cut."""
     mesh = fold_abstract(Layout.parse(layout))
     place = P(*(getattr(mesh, axis) if axis else None for axis in spec))
-    axis, atoms = zero.split(place, shape, mesh)
-    return axis, mesh.size(atoms)
+    cut = zero.cut_of(place, shape, mesh)
+    return cut.axis + len(shape) if cut.atoms else 0, mesh.size(cut.atoms)
 
 
 @pytest.mark.parametrize(
@@ -58,9 +60,9 @@ def test_parts_of_the_sum(shape):
     layout = Layout.parse("dp2 cp2 tp2 / ep4")
     mesh = fold(layout, jax.devices()[: layout.num_devices])
     own = np.random.default_rng(0).normal(size=(8, *shape)).astype(np.float32)
-    parts = zero.parts(P(), shape, mesh)
+    parts, cut = zero.parts(P(), shape, mesh), zero.cut_of(P(), shape, mesh)
     local = jax.shard_map(
-        lambda own: zero.sum_to_parts(own[0], P(), mesh),
+        lambda own: zero.sum_to_parts(mesh, P(), cut, own[0]),
         mesh=mesh.mesh,
         in_specs=P(mesh.axes),
         out_specs=parts,
@@ -69,3 +71,44 @@ def test_parts_of_the_sum(shape):
     assert out.addressable_shards[0].data.size * {16: 8, 12: 4, 5: 1}[max(shape)] == out.size
     # Eight float32 numbers in another order.
     np.testing.assert_allclose(out, own.sum(axis=0), rtol=1e-5, atol=1e-6)
+
+
+def test_a_stack_is_not_cut_across():
+    mesh = fold_abstract(Layout.parse("dp4"))
+    assert zero.cut_of(P(), (16, 12), mesh) == zero.Cut(-2, mesh.dp)
+    assert zero.cut_of(P(), (16, 12), mesh, first=1) == zero.Cut(-1, mesh.dp)
+    assert zero.parts(P(), (16, 12), mesh, first=1) == P(None, mesh.dp)
+    assert zero.cut_of(P(), (16, 7), mesh, first=1).atoms == ()
+    assert zero.parts(P(), (16,), mesh, first=1) == P(None)
+
+
+def test_joined_parts_are_the_whole_and_their_gradients_are_summed():
+    layout = Layout.parse("dp2 cp2 tp2 / ep4")
+    mesh = fold(layout, jax.devices()[: layout.num_devices])
+    shape, spec = (3, 8, 6), P(None, None, mesh.tp)
+    cut = zero.cut_of(spec, shape, mesh, first=1)
+    draw = np.random.default_rng(0)
+    weight, factors = draw.normal(size=shape), draw.normal(size=(4, *shape))
+    weight, factors = weight.astype(np.float32), factors.astype(np.float32)
+
+    def local(part, factor):
+        def loss(part):
+            joined = zero.join({"weight": part}, {"weight": cut})["weight"]
+            assert joined.shape == (3, 8, 3)
+            return jnp.sum(joined * factor[0])
+
+        part = vary(part, mesh.axes)
+        loss_here, gradient = jax.value_and_grad(loss)(part)
+        summed = zero.sum_to_parts(mesh, spec, cut, gradient, in_parts=True)
+        return jax.lax.psum(loss_here, mesh.axes), summed
+
+    parts = zero.parts(spec, shape, mesh, first=1)
+    # Each device weighs its columns by numbers of its own.
+    others = tuple(atom for atom in mesh.axes if atom not in mesh.tp)
+    given = P(others, None, None, mesh.tp)
+    loss, gradient = jax.jit(
+        jax.shard_map(local, mesh=mesh.mesh, in_specs=(parts, given), out_specs=(P(), parts))
+    )(weight, factors)
+    np.testing.assert_allclose(loss, np.sum(weight * factors.sum(axis=0)), rtol=1e-5)
+    # Four float32 numbers in another order.
+    np.testing.assert_allclose(gradient, factors.sum(axis=0), rtol=1e-5, atol=1e-6)

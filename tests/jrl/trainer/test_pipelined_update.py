@@ -2,7 +2,6 @@
 
 import functools
 from dataclasses import replace
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,6 +15,12 @@ from small_runs import (
     small_run,
     small_setup,
 )
+from three_updates import (
+    FAST_COMPILE,
+    assert_same_updates,
+    random_weights,
+    three_updates,
+)
 
 from jrl.rollout.generate import generate
 from jrl.rollout.scoring import Rows, num_pieces
@@ -27,8 +32,6 @@ from moe import weights as moe_weights
 from sharding.folding import Layout, fold_abstract
 
 ROWS = 8
-# Without the code generator's optimisations a compilation takes half the time.
-FAST_COMPILE: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
 
 
 @functools.cache
@@ -38,38 +41,9 @@ def setup_on(layout):
     return replace(setup, model=small_model(setup.tokenizer.vocab_size, num_layers=4, head="tied"))
 
 
-def random_weights(setup, config):
-    """The same on every layout, laid out; none of them 0 or 1."""
-    draw = np.random.default_rng(3)
-    weights = jax.tree.map(
-        lambda shape: draw.normal(size=shape.shape).astype(np.float32) * 0.3,
-        moe_weights.shapes(config),
-    )
-    weights = moe_weights.in_rounds(weights, setup.mesh)
-    return jax.device_put(weights, moe_weights.shardings(config, setup.mesh))
-
-
-def gradient_of(learner, mesh):
-    """A tenth of the clipped gradient: the first moment after one step, its layers in order."""
-    leaves = jax.tree.leaves(learner.opt_state, is_leaf=lambda x: hasattr(x, "mu"))
-    (moments,) = (leaf.mu for leaf in leaves if hasattr(leaf, "mu"))
-    return moe_weights.in_order(jax.device_get(moments), mesh)
-
-
 @functools.cache
-def three_updates(layout, num_micro) -> tuple[Any, list[dict[str, Any]]]:
-    """The first gradient, and the metrics of each step."""
-    setup = setup_on(layout)
-    objective, optimiser = setup.policy_objective, setup.policy_optimiser
-    learner = start(optimiser, random_weights(setup, setup.model), setup.model, setup.mesh)
-    batch = small_batch(setup, ROWS)
-    step = update.lower(objective, optimiser, num_micro, learner, batch).compile(FAST_COMPILE)
-    history, gradient = [], None
-    for _ in range(3):
-        learner, metrics = step(learner, batch)
-        history.append(jax.device_get(metrics))
-        gradient = gradient_of(learner, setup.mesh) if gradient is None else gradient
-    return gradient, history
+def updates_on(layout, num_micro):
+    return three_updates(setup_on(layout), ROWS, num_micro)
 
 
 @pytest.mark.parametrize(
@@ -77,29 +51,7 @@ def three_updates(layout, num_micro) -> tuple[Any, list[dict[str, Any]]]:
     [("pp4", 2), ("pp2 dp2 tp2", 2), ("pp2 dp4 / ep4", 2), ("pp2 vpp2 tp2 / ep2", 4)],
 )
 def test_updates_equal_those_of_one_device(layout, num_micro):
-    gradient, history = three_updates(layout, num_micro)
-    expected_gradient, expected_history = three_updates("dp1", 1)
-    # float32 sums of a few hundred terms in another order; an element near zero is a difference of
-    # terms as large as its neighbours, with their error.
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=4e-6 * np.max(np.abs(b))),
-        gradient,
-        expected_gradient,
-    )
-    assert all(float(np.max(np.abs(leaf))) > 0 for leaf in jax.tree.leaves(gradient))
-    for step, (metrics, expected) in enumerate(zip(history, expected_history, strict=True)):
-        assert metrics.keys() == expected.keys()
-        # Places of the stream: a prompt is run once for the rows of one device that share it.
-        metrics, expected = (
-            {name: metric for name, metric in both.items() if name != "moe/padded_fraction"}
-            for both in (metrics, expected)
-        )
-        # Adam divides a gradient by its size, and with it what rounding made of one near zero.
-        close = {"rtol": 2e-5, "atol": 2e-6} if step == 0 else {"rtol": 1e-3, "atol": 1e-4}
-        jax.tree.map(
-            lambda a, b, close=close: np.testing.assert_allclose(a, b, **close), metrics, expected
-        )
-    np.testing.assert_array_equal(history[0]["load"], expected_history[0]["load"])
+    assert_same_updates(updates_on(layout, num_micro), updates_on("dp1", 1))
 
 
 def test_a_stage_sends_one_message_each_way():

@@ -1,0 +1,132 @@
+"""Weights kept in parts: the same updates, less on each device, and where they are joined."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from small_runs import small_batch, small_model, small_recipe, small_run, small_setup
+from three_updates import assert_same_updates, random_weights, three_updates
+
+from jrl.rollout.generate import generate
+from jrl.trainer.checkpoints import Checkpoints
+from jrl.trainer.dry_run import memory
+from jrl.trainer.learner import start, update
+from jrl.trainer.resharding import reshard
+from jrl.trainer.state import abstract, begin, restore, save
+from moe import weights as moe_weights
+from moe.execution import Execution
+from sharding.folding import Layout, fold
+
+ROWS = 8
+PIPELINED = {"num_layers": 4, "num_dense_layers": 0, "d_first": 0}
+LAYOUTS = [
+    ("dp4", "selective", 2),
+    ("tp2 dp2 cp2 / ep4", "full", 1),
+    ("pp2 vpp2 dp2", "full", 2),
+]
+
+
+@functools.cache
+def setup_on(layout, remat="full", fsdp=True, recipe="grpo"):
+    """A tied embedding; where a device has all layers, the first of the three is dense."""
+    setup = small_setup(small_recipe(recipe), small_run(layout=layout))
+    execution = Execution(remat=remat, fsdp=fsdp)
+    sizes = PIPELINED if "pp" in layout else {"num_layers": 3, "num_dense_layers": 1, "d_first": 24}
+    vocab = setup.tokenizer.vocab_size
+    return replace(setup, model=small_model(vocab, **sizes, head="tied", execution=execution))
+
+
+@functools.cache
+def on_one_device(pipelined):
+    setup = setup_on("dp1", "none", False)
+    if pipelined:
+        setup = replace(setup, model=replace(setup.model, **PIPELINED))
+    return three_updates(setup, ROWS, 1)
+
+
+@functools.cache
+def updates_on(layout, remat, num_micro):
+    return three_updates(setup_on(layout, remat), ROWS, num_micro)
+
+
+@pytest.mark.parametrize(("layout", "remat", "num_micro"), LAYOUTS)
+def test_updates_equal_those_of_one_device(layout, remat, num_micro):
+    found = updates_on(layout, remat, num_micro)
+    assert_same_updates(found, on_one_device("pp" in layout))
+
+
+def elements_on_one(tree):
+    return sum(leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(tree))
+
+
+def test_a_device_keeps_its_part_before_and_after_an_update():
+    setup = setup_on("dp4", "selective")
+    before = start(
+        setup.policy_optimiser, random_weights(setup, setup.model), setup.model, setup.mesh
+    )
+    whole = sum(leaf.size for leaf in jax.tree.leaves(before.weights))
+    # All but a weight or two divides by four.
+    assert whole / 4 <= elements_on_one(before.weights) < 1.05 * whole / 4
+    after = updates_on(*LAYOUTS[0]).learner
+    same = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), after, before)
+    assert all(jax.tree.leaves(same))
+
+
+def test_each_layer_is_joined_forward_and_again_backward():
+    setup = setup_on("dp4")
+    objective, optimiser = setup.policy_objective, setup.policy_optimiser
+    learner = start(optimiser, random_weights(setup, setup.model), setup.model, setup.mesh)
+    lowered = update.lower(objective, optimiser, 1, learner, small_batch(setup, ROWS)).as_text()
+    cuts = moe_weights.cuts(setup.model, setup.mesh)
+    of_a_layer, of_all = (
+        sum(bool(cut.atoms) for cut in jax.tree.leaves(some)) for some in (cuts.layers, cuts)
+    )
+    ends = of_all - of_a_layer
+    assert of_a_layer >= 8 and ends >= 2
+    gathers = lowered.count('"stablehlo.all_gather"')
+    scatters = lowered.count('"stablehlo.reduce_scatter"')
+    assert gathers == ends + 2 * 2 * of_a_layer
+    assert scatters == ends + 2 * of_a_layer
+
+
+def test_the_rollout_has_whole_weights_and_draws_the_same():
+    setup, plain = setup_on("dp4"), setup_on("dp4", fsdp=False)
+    weights, same = (random_weights(s, s.model) for s in (setup, plain))
+    batch = small_batch(setup, ROWS)
+    prompts, valid = batch.tokens[:, : setup.prompt_length], batch.valid[:, : setup.prompt_length]
+    drawn = [
+        generate(s.training_decoder, own, prompts, valid, setup.key("rollout", 0))
+        for s, own in ((setup, weights), (plain, same))
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get(drawn))
+    apart = fold(Layout(tp=2, dp=2), jax.devices()[:4])
+    moved = reshard(weights, setup.model, setup.mesh, apart)
+    assert elements_on_one(moved) == elements_on_one(reshard(same, plain.model, plain.mesh, apart))
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((moved, same)))
+
+
+def test_a_checkpoint_is_read_with_and_without(tmp_path):
+    setup, plain = setup_on("dp4"), setup_on("dp2", fsdp=False)
+    state = begin(setup, random_weights(setup, setup.model))
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, setup, 0, state)
+    for reader in (setup, plain):
+        back, like = restore(checkpoints, reader, 0), abstract(reader)
+        same = jax.tree.map(lambda x, y: x.sharding == y.sharding, back, like)
+        assert all(jax.tree.leaves(same))
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(back), jax.device_get(state))
+
+
+def test_the_memory_of_a_dry_run():
+    sharded, plain = (memory(setup_on("dp4", fsdp=fsdp, recipe="vapo")) for fsdp in (True, False))
+    assert plain["weights"] / 4 <= sharded["weights"] < 1.05 * plain["weights"] / 4
+    assert sharded["gradients"] < plain["gradients"]
+    assert sharded["weights gathered to sample"] == max(plain["weights"], plain["critic"])
+    assert sum(sharded.values()) < sum(plain.values())
+
+
+def test_what_would_keep_the_layers_is_refused():
+    with pytest.raises(ValueError, match='fsdp with remat="none" keeps every layer'):
+        Execution(fsdp=True)

@@ -1,0 +1,78 @@
+"""Three updates of the same network on the same batch, so that layouts can be compared."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from small_runs import small_batch
+
+from jrl.trainer.learner import start, update
+from moe import weights as moe_weights
+
+# Without the code generator's optimisations a compilation takes half the time.
+FAST_COMPILE: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
+
+
+def random_weights(setup, config):
+    """The same on every layout, laid out; none of them 0 or 1."""
+    draw = np.random.default_rng(3)
+    weights = jax.tree.map(
+        lambda shape: draw.normal(size=shape.shape).astype(np.float32) * 0.3,
+        moe_weights.shapes(config),
+    )
+    weights = moe_weights.in_rounds(weights, setup.mesh)
+    return jax.device_put(weights, moe_weights.shardings(config, setup.mesh))
+
+
+def gradient_of(learner, mesh):
+    """A tenth of the clipped gradient: the first moment after one step, its layers in order."""
+    leaves = jax.tree.leaves(learner.opt_state, is_leaf=lambda x: hasattr(x, "mu"))
+    (moments,) = (leaf.mu for leaf in leaves if hasattr(leaf, "mu"))
+    return moe_weights.in_order(jax.device_get(moments), mesh)
+
+
+class Updates(NamedTuple):
+    """The first gradient, the metrics of each step, and the learner after the last."""
+
+    gradient: Any
+    history: list[dict[str, Any]]
+    learner: Any
+
+
+def three_updates(setup, rows, num_micro) -> Updates:
+    objective, optimiser = setup.policy_objective, setup.policy_optimiser
+    learner = start(optimiser, random_weights(setup, setup.model), setup.model, setup.mesh)
+    batch = small_batch(setup, rows)
+    step = update.lower(objective, optimiser, num_micro, learner, batch).compile(FAST_COMPILE)
+    history, gradient = [], None
+    for _ in range(3):
+        learner, metrics = step(learner, batch)
+        history.append(jax.device_get(metrics))
+        gradient = gradient_of(learner, setup.mesh) if gradient is None else gradient
+    return Updates(gradient, history, learner)
+
+
+def assert_same_updates(found, expected):
+    """Equal but for rounding: loss, gradient and metrics."""
+    gradient, history = found.gradient, found.history
+    # float32 sums of a few hundred terms in another order; an element near zero is a difference of
+    # terms as large as its neighbours, with their error.
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=4e-6 * np.max(np.abs(b))),
+        gradient,
+        expected.gradient,
+    )
+    assert all(float(np.max(np.abs(leaf))) > 0 for leaf in jax.tree.leaves(gradient))
+    for step, (metrics, same) in enumerate(zip(history, expected.history, strict=True)):
+        assert metrics.keys() == same.keys()
+        # Places of the stream: a prompt is run once for the rows of one device that share it.
+        metrics, same = (
+            {name: metric for name, metric in both.items() if name != "moe/padded_fraction"}
+            for both in (metrics, same)
+        )
+        # Adam divides a gradient by its size, and with it what rounding made of one near zero.
+        close = {"rtol": 2e-5, "atol": 2e-6} if step == 0 else {"rtol": 1e-3, "atol": 1e-4}
+        jax.tree.map(
+            lambda a, b, close=close: np.testing.assert_allclose(a, b, **close), metrics, same
+        )
+    np.testing.assert_array_equal(history[0]["load"], expected.history[0]["load"])
