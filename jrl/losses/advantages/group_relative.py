@@ -227,7 +227,8 @@ def opo(
     rewards, lengths = as_floats(*jax.lax.stop_gradient((rewards, lengths)))
     index = number_groups(groups)
     least = group_min(rewards, index)
-    above_least = jnp.where(group_max(rewards, index) == least, 0, rewards - least)
+    # Exactly 0 where all are equal, as their mean would not be.
+    above_least = rewards - least
     tokens = group_sum(lengths, index)
     baseline = ratio_or_zero(group_sum(lengths * above_least, index), tokens)
     return jnp.where(tokens == 0, 0, above_least - baseline)

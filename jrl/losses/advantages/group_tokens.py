@@ -64,8 +64,8 @@ def token_level_group_average(
     lengths = jnp.sum(mask, -1, dtype=jnp.int32).astype(rewards.dtype)
     counts = lengths > 0
     least = group_min(jnp.where(counts, rewards, jnp.inf), index)
-    most = group_max(jnp.where(counts, rewards, -jnp.inf), index)
-    above_least = jnp.where(counts & (most != least), rewards - least, 0)
+    # Exactly 0 where all are equal, as their mean would not be.
+    above_least = jnp.where(counts, rewards - least, 0)
     tokens = jnp.maximum(group_sum(lengths, index), 1)
     centred = above_least - group_sum(lengths * above_least, index) / tokens
     deviation = jnp.sqrt(group_sum(lengths * centred**2, index) / tokens)

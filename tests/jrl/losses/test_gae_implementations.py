@@ -102,6 +102,19 @@ def test_a_batch_in_which_only_one_row_has_a_hole():
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-5), blocked, scan)
 
 
+@pytest.mark.parametrize("row", [[1, 1, 0, 0], [0, 1, 1, 0], [0, 1, 0, 0], [1, 0, 0, 1]])
+def test_rows_of_one_and_of_two_tokens(row):
+    draw = np.random.default_rng(0)
+    given = {
+        "rewards": jnp.asarray(draw.normal(size=(1, 4)), jnp.float32),
+        "values": jnp.asarray(draw.normal(size=(1, 4)), jnp.float32),
+        "mask": jnp.array([row], bool),
+        "bootstrap_value": jnp.array([0.7]),
+    }
+    blocked, scan = (run(name, given, {"lam": 0.5}) for name in ("blocked", "scan"))
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-6, atol=1e-6), blocked, scan)
+
+
 def test_under_vmap_and_on_single_rows():
     given = jax.tree.map(jnp.asarray, numbers(40, holes=True))
     whole = run("blocked", given, {})

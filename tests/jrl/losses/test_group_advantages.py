@@ -236,6 +236,66 @@ def test_the_fallback_is_of_whole_groups_and_at_the_bound():
     np.testing.assert_array_equal(below[5:], tokens[5:])
 
 
+def test_the_fallback_looks_at_what_is_below_too_and_its_bound_belongs_to_it():
+    mask = jnp.arange(9)[None] < jnp.array([1, 9, 9, 9, 9])[:, None]
+    rewards, groups = jnp.array([0.0, 1, 1, 1, 1]), jnp.zeros(5, int)
+    tokens = jrl.token_level_group_average(rewards, groups, mask, epsilon=0.0)
+    lowest = float(tokens[0, 0])
+    np.testing.assert_allclose(lowest, -6, rtol=1e-6)
+    plain = jnp.where(mask, jrl.grpo(rewards, groups)[:, None], 0)
+    for fallback, expected in ((-lowest, plain), (-lowest * 1.001, tokens)):
+        found = jrl.token_level_group_average(rewards, groups, mask, epsilon=0.0, fallback=fallback)
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_advantages_have_no_gradient():
+    draw = np.random.default_rng(0)
+    mask = jnp.asarray(np.arange(6)[None] < draw.integers(1, 7, (8, 1)))
+    groups, lengths = jnp.asarray([0, 0, 0, 0, 3, 3, 3, 3]), mask.sum(-1).astype(float)
+    given = {
+        "scores": jnp.asarray(draw.uniform(1, 2, 8), jnp.float32),
+        "lengths": lengths,
+        "per_token": jnp.asarray(draw.normal(size=(8, 6)), jnp.float32),
+        "weights": jnp.asarray(draw.uniform(1, 2, 8), jnp.float32),
+    }
+    estimators = {
+        "grpo": lambda g: jrl.grpo(g["scores"], groups),
+        "grpo, batch": lambda g: jrl.grpo(g["scores"], groups, scale="batch"),
+        "dr_grpo": lambda g: jrl.dr_grpo(g["scores"], groups),
+        "rloo": lambda g: jrl.rloo(g["scores"], groups),
+        "maxrl": lambda g: jrl.maxrl(g["scores"], groups),
+        "opo": lambda g: jrl.opo(g["scores"], groups, g["lengths"]),
+        "gpg": lambda g: jrl.gpg(g["scores"], groups),
+        "pass_at_k": lambda g: jrl.pass_at_k(g["scores"], groups),
+        "pass_at_k_exact": lambda g: jrl.pass_at_k_exact(g["scores"], groups, k=2),
+        "gdpo": lambda g: jrl.gdpo(
+            jnp.stack([g["scores"], g["scores"] ** 2], -1), groups, weights=g["weights"][:2]
+        ),
+        "token_level_group_average": lambda g: jrl.token_level_group_average(
+            g["scores"], groups, mask
+        ),
+        "reinforce_plus_plus": lambda g: jrl.reinforce_plus_plus(g["per_token"], mask),
+        "reinforce_plus_plus_baseline": lambda g: jrl.reinforce_plus_plus_baseline(
+            g["scores"], groups, mask
+        ),
+        "remax": lambda g: jrl.remax(g["per_token"], g["scores"], mask),
+        "optimal_token_baseline": lambda g: jrl.optimal_token_baseline(
+            g["per_token"],
+            groups,
+            -jnp.abs(g["per_token"]),
+            jnp.exp(-(g["per_token"] ** 2)),
+            mask,
+            importance_weights=jnp.exp(g["per_token"]),
+        ),
+    }
+    for name, estimator in estimators.items():
+        result = estimator(given)
+        factors = jnp.asarray(draw.normal(size=result.shape), jnp.float32)
+        assert np.any(result), name
+        slopes = jax.grad(lambda g, of=estimator, f=factors: jnp.sum(f * of(g)))(given)
+        assert not any(np.any(slope) for slope in jax.tree.leaves(slopes)), name
+
+
 def test_a_response_without_tokens_does_not_count_among_the_tokens():
     mask = jnp.array([[1, 1], [1, 0], [0, 0]])
     rewards, groups = jnp.array([1.0, 0.0, -100.0]), jnp.array([0, 0, 0])
