@@ -5,9 +5,10 @@ random tokens, float32, random weights of about 10 M parameters, 16 experts of w
 takes 2 (the shape of Mixtral) or 4 (that of Qwen3-MoE, without its norms of queries and keys on
 either side). The first two steps, which compile, are not counted. With ``--peer PYTHON`` the
 interpreter of an environment with torch and transformers runs `peer_moe.py` in turn with ours, on
-the same number of threads, with each of its implementations of the experts.
+the same number of threads, with each of its implementations of the experts. ``--huge-pages`` asks
+glibc for memory in huge pages, in all of them alike.
 
-    python benchmarks/moe_step.py --threads 2 --peer path/to/peer/bin/python
+    python benchmarks/moe_step.py --threads 2 --huge-pages --peer path/to/peer/bin/python
 """
 
 import argparse
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--peer", help="Python of an environment with torch and transformers")
     parser.add_argument("--peer-experts", nargs="+", choices=PEERS, default=["grouped_mm", "eager"])
+    parser.add_argument("--huge-pages", action="store_true", help="memory by 2 MiB, not 4 KiB")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -77,6 +79,8 @@ def in_turn(command: list[str], arguments: argparse.Namespace) -> dict[str, Any]
     for option in ("threads", "steps", "batch", "time"):
         command += [f"--{option}", str(getattr(arguments, option))]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    if arguments.huge_pages:
+        environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         sys.exit(done.stderr)
@@ -113,6 +117,7 @@ def program(config: Any) -> tuple[Any, Any]:
     import jax
     import jax.numpy as jnp
     import optax
+    from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
     from moe.model import align_to_tokens, hidden, next_tokens, router_loss
@@ -136,9 +141,11 @@ def program(config: Any) -> tuple[Any, Any]:
         loss_of, mesh=mesh.mesh, in_specs=(specs(config, mesh), P()), out_specs=P()
     )
     optimiser = optax.adamw(1e-3)
+    # Stated, or the second step would be compiled anew for arrays that the first one laid out.
+    here = NamedSharding(mesh.mesh, P())
 
     def start(weights):
-        return weights, optimiser.init(weights)
+        return jax.device_put((weights, optimiser.init(weights)), here)
 
     def step(state, tokens):
         weights, moments = state
@@ -146,7 +153,7 @@ def program(config: Any) -> tuple[Any, Any]:
         updates, moments = optimiser.update(gradients, moments, weights)
         return (optax.apply_updates(weights, updates), moments), value
 
-    return start, jax.jit(step, donate_argnums=0)
+    return start, jax.jit(step, donate_argnums=0, out_shardings=here)
 
 
 def report(model: str, rounds: dict[str, list[dict[str, Any]]]) -> None:
