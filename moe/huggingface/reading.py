@@ -154,5 +154,5 @@ def _shard(files: Mapping[str, Any], plan: Tensors, index: Slices) -> np.ndarray
     for place in np.ndindex(*shape[:depth]):
         name = plan.name_at(tuple(part.start + n for part, n in zip(index, place, strict=False)))
         part = files[name].get_slice(name)[where]
-        shard[place] = plan.to_ours(part, shape[depth:]).astype(np.float32)
+        shard[place] = plan.to_ours(part, index[depth:]).astype(np.float32)
     return shard

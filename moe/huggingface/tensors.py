@@ -63,10 +63,8 @@ class Tensors:
         return self.name.format(layer=self.first + layer, expert=expert)
 
     def part(self, own: Slices) -> Slices:
-        """Where in a tensor the elements are that `own` selects along our axes.
-
-        A dimension made of several axes can be cut along the first of them.
-        """
+        """Where in a tensor the elements are that `own` selects along our axes, and as few others
+        as a slice allows: of a dimension made of several axes it cuts the first."""
         wanted = dict(zip(self.axes, own, strict=True))
         dimensions = (self.out, self.inward) if self.inward else (self.out,)
         return tuple(self._range(axes, wanted) for axes in dimensions)
@@ -78,11 +76,17 @@ class Tensors:
         start, stop, _ = wanted[axes[0]].indices(self.sizes[axes[0]])
         return slice(start * inner, stop * inner)
 
-    def to_ours(self, part: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """The selected elements as our weight of `shape` orders them."""
-        size = dict(zip(self.axes, shape, strict=True))
-        theirs = (*self.out, *self.inward)
-        split = part.reshape([size[axis] for axis in theirs])
+    def to_ours(self, part: np.ndarray, own: Slices) -> np.ndarray:
+        """What `own` selects along our axes, from the `part` of a tensor that holds it."""
+        wanted, theirs = dict(zip(self.axes, own, strict=True)), (*self.out, *self.inward)
+        cut = {axes[0] for axes in (self.out, self.inward) if axes}
+        # Of the axes that a dimension is made of, the first is cut already.
+        sizes = [
+            len(range(*wanted[axis].indices(self.sizes[axis]))) if axis in cut else self.sizes[axis]
+            for axis in theirs
+        ]
+        split = part.reshape(sizes)
+        split = split[tuple(slice(None) if a in cut else wanted[a] for a in theirs)]
         return split.transpose([theirs.index(axis) for axis in self.axes])
 
     def to_theirs(self, own: np.ndarray) -> np.ndarray:

@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 from moe import huggingface, model
 from moe.config import ModelConfig, tiny
 from moe.decoding import decode_step, extend, prefill
+from moe.execution import Execution
 from moe.huggingface.families import FAMILIES
 from moe.rotary import LlamaScaling, YarnScaling
 from moe.weights import Transformer, specs
@@ -83,6 +84,17 @@ def test_every_architecture_has_a_fixture():
 
 
 # Decoding, below, runs the other features on the mesh.
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_weights_are_read_into_their_parts(name):
+    config, weights = loaded(name)
+    execution = Execution(remat="full", fsdp=True)
+    sharded = replace(config, execution=execution)
+    parts = huggingface.load_weights(FIXTURES / name, sharded, mesh_of("dp4"))
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((parts, weights)))
+    own = sum(leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(parts))
+    assert own < 0.31 * sum(leaf.size for leaf in jax.tree.leaves(parts))
+
+
 @pytest.mark.parametrize(
     ("name", "layout"),
     [*((name, "dp1") for name in NAMES), ("mixtral", MESH), ("deepseek_v3", MESH)],
