@@ -130,6 +130,52 @@ def test_rows_on_eight_devices():
     )
 
 
+def test_groups_of_the_optimal_token_baseline_do_not_meet():
+    # As many groups as rows, of which each is longer than there are rows.
+    draw = np.random.default_rng(0)
+    rewards = jnp.asarray(draw.normal(size=(2, 4)), jnp.float32)
+    logprobs = -jnp.asarray(draw.exponential(size=(2, 4)), jnp.float32)
+    squares, mask = jnp.exp(-jnp.abs(rewards)), jnp.ones((2, 4))
+    apart = jrl.optimal_token_baseline(
+        rewards, jnp.array([0, 1]), logprobs, squares, mask, lone_tail=False
+    )
+    for row in range(2):
+        own = (x[row : row + 1] for x in (rewards, jnp.zeros(2, int), logprobs, squares, mask))
+        alone = jrl.optimal_token_baseline(*own, lone_tail=False)
+        np.testing.assert_allclose(apart[row], alone[0], rtol=1e-6, atol=1e-6)
+
+
+def test_no_importance_weights_are_weights_of_one():
+    draw = np.random.default_rng(1)
+    rewards = jnp.asarray(draw.normal(size=(3, 4)), jnp.float32)
+    arrays = (rewards, jnp.zeros(3, int), -jnp.abs(rewards), jnp.exp(-jnp.abs(rewards)))
+    mask = jnp.ones((3, 4))
+    without = jrl.optimal_token_baseline(*arrays, mask, epsilon=1.0)
+    ones = jrl.optimal_token_baseline(*arrays, mask, epsilon=1.0, importance_weights=mask)
+    np.testing.assert_array_equal(without, ones)
+
+
+def test_a_cut_response_is_continued_by_its_last_value_also_a_negative_one():
+    values, ones = jnp.array([[0.5, 0.25, -0.75, 9.0]]), jnp.ones(1)
+    mask, cut = jnp.array([[1, 1, 1, 0]]), jnp.array([True])
+    given = (0 * values, values, mask, cut)
+    found = jrl.extended_gae(*given, lam=0.5)
+    expected = jrl.extended_gae(*given, lam=0.5, bootstrap_value=-0.75 * ones)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_two_tokens_are_whitened_by_their_unbiased_variance():
+    x, mask = jnp.array([[1.0, 3.0, 7.0]]), jnp.array([[1, 1, 0]])
+    np.testing.assert_allclose(jrl.whiten(x, mask)[0], [-(0.5**0.5), 0.5**0.5, 0], rtol=1e-6)
+    biased = jrl.whiten(x, mask, unbiased=False)
+    np.testing.assert_allclose(biased[0], [-1, 1, 0], rtol=1e-6)
+
+
+def test_lambda_has_no_gradient_in_the_length():
+    slope = jax.grad(lambda n: jnp.sum(jrl.length_adaptive_lambda(n, alpha=0.1)))
+    assert not np.any(slope(jnp.array([30.0, 400.0])))
+
+
 def test_errors_name_what_is_wrong_without_the_help_of_run_time_types():
     program = """
 import jax.numpy as jnp, jrl
