@@ -145,3 +145,11 @@ def test_an_advantage_of_0_stops_what_falls(kind):
             arrays = (logprobs, old, jnp.full(1, float(advantage)), jnp.ones(1))
             (_, metrics), _ = step(*arrays, **settings)
             assert float(metrics["pg_clipfrac"].sum) == (advantage in stopped_by)
+
+
+@kinds
+def test_a_certain_token_that_has_become_unlikely_is_dropped(kind):
+    arrays = (jnp.log(jnp.array([0.1])), jnp.zeros(1), -jnp.ones(1), jnp.ones(1))
+    for bound, dropped in ((0.5, 1), (3.0, 0)):
+        (_, metrics), _ = step(*arrays, kind=kind, max_divergence=bound)
+        assert float(metrics["pg_clipfrac"].sum) == dropped
