@@ -35,7 +35,7 @@ class RunConfig:
     """What the backward pass of a layer computes again instead of keeping it in memory."""
     fsdp: bool = False
     """Keep weights in parts on the devices that would all hold the same (fully sharded data
-    parallelism) and join them where they are used. Needs --remat selective or full."""
+    parallelism) and join them where they are used. Needs a remat of selective or full."""
 
     prompt_length: int | None = None
     """Tokens that prompts are padded to; None fits the task's longest."""
