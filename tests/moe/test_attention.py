@@ -12,7 +12,7 @@ from programs import jit, mesh_of, on_mesh
 from moe.attention import attention, causal, read_values
 from moe.config import ModelConfig
 from moe.norms import rms_norm
-from moe.rotary import rope
+from moe.rotary import YarnScaling, rope
 from moe.weights import Attention
 
 BATCH, TIME, HEADS, KV_HEADS, HEAD_DIM, D_MODEL = 3, 5, 6, 2, 4, 7
@@ -93,6 +93,22 @@ def test_rope_products_depend_on_the_distance_alone(first, second, shift, seed):
     assert abs(product(first + shift, second + shift) - expected) < 5e-4
     turned = rope(query, jnp.asarray([first]), 50.0)
     np.testing.assert_allclose(jnp.linalg.norm(turned), jnp.linalg.norm(query), rtol=1e-5)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("scaling", [None, YarnScaling(4.0, 16)])
+def test_the_gradient_of_rope_is_that_of_its_linear_map(interleaved, scaling):
+    x, pull = (jnp.asarray(normal(seed, 3, 2, HEAD_DIM)) for seed in (0, 1))
+    positions = jnp.array([0, 3, 11])
+
+    def turned(x):
+        return rope(x, positions, 100.0, scaling, interleaved)
+
+    (slope,) = jax.vjp(turned, x)[1](pull)
+    # A linear map's columns are its values at the unit vectors; no gradient is involved.
+    units = jnp.eye(x.size).reshape(x.size, *x.shape)
+    expected = jnp.sum(jax.lax.map(turned, units) * pull[None], axis=(1, 2, 3)).reshape(x.shape)
+    np.testing.assert_allclose(slope, expected, atol=1e-5)
 
 
 def test_causal_sees_earlier_tokens_that_are_not_padding():
