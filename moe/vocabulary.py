@@ -2,7 +2,7 @@
 
 Its columns, one per token of the vocabulary, are spread over ``tp`` where they divide; where they
 do not, and where the head is the embedding, every rank holds them all and reads its part of them.
-Training reads them a chunk at a time and never has all logits; who draws tokens asks for all.
+Training reads them a chunk at a time; who draws tokens asks for all.
 """
 
 from collections.abc import Callable
