@@ -1,0 +1,246 @@
+"""What TRL computes, by the loss of `trl.GRPOTrainer`, given log-probabilities and no model."""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+import trl
+from trl.trainer.utils import nanstd
+
+import jrl
+from benchmarks.agreement.batch import EXACT, PARTLY_FLOAT32, Batch, Comparison
+
+SETTINGS = jrl.conventions(like="trl")
+LONGEST = 100
+
+
+def trainer_loss(batch: Batch, loss_type: str, **settings: Any) -> torch.Tensor:
+    """`GRPOTrainer._compute_loss` of a batch whose log-probabilities are known."""
+    options = {
+        "level": "token",
+        "low": 0.2,
+        "high": 0.2,
+        "delta": None,
+        "beta": 0.0,
+        "max_divergence": None,
+        "top_entropy": 1.0,
+        "importance_weights": None,
+        **settings,
+    }
+    rows, _ = batch.logprobs.shape
+    alone = SimpleNamespace(
+        num_processes=1,
+        gather=lambda x: x,
+        reduce=lambda x, reduction: x,
+        pad_across_processes=lambda x, dim, pad_index: x,
+    )
+    args = SimpleNamespace(
+        delta=options["delta"],
+        use_bias_correction_kl=False,
+        steps_per_generation=1,
+        sapo_temperature_pos=1.0,
+        sapo_temperature_neg=1.05,
+        vespo_k_pos=2.0,
+        vespo_lambda_pos=3.0,
+        vespo_k_neg=3.0,
+        vespo_lambda_neg=2.0,
+    )
+    trainer = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (batch.logprobs, batch.entropy, None),
+        get_high_entropy_mask=lambda *a: trl.GRPOTrainer.get_high_entropy_mask(trainer, *a),
+        get_off_policy_mask=trl.GRPOTrainer.get_off_policy_mask,
+        get_gamma_weights=trl.GRPOTrainer.get_gamma_weights,
+        accelerator=alone,
+        args=args,
+        model=SimpleNamespace(training=True),
+        current_gradient_accumulation_steps=1,
+        max_completion_length=LONGEST,
+        aux_loss_enabled=False,
+        _entropy_bonus_enabled=False,
+        loss_type=loss_type,
+        importance_sampling_level=options["level"],
+        epsilon_low=options["low"],
+        epsilon_high=options["high"],
+        beta=options["beta"],
+        off_policy_mask_threshold=options["max_divergence"],
+        top_entropy_quantile=options["top_entropy"],
+        use_vllm=options["importance_weights"] is not None,
+        vllm_importance_sampling_correction=True,
+        _metrics={"train": _Discarded()},
+    )
+    inputs = {
+        "prompt_ids": torch.zeros((rows, 1), dtype=torch.int64),
+        "prompt_mask": torch.ones((rows, 1), dtype=torch.int64),
+        "completion_ids": torch.zeros_like(batch.mask, dtype=torch.int64),
+        "completion_mask": batch.mask,
+        "advantages": batch.row_advantages,
+        "old_per_token_logps": batch.old_logprobs,
+        "ref_per_token_logps": batch.ref_logprobs,
+        "sampling_per_token_logps": batch.sampler_logprobs,
+        "importance_sampling_ratio": options["importance_weights"],
+        "num_items_in_batch": batch.mask.sum(),
+    }
+    return trl.GRPOTrainer._compute_loss(trainer, trainer.model, inputs)
+
+
+class _Discarded(dict):
+    """Metrics that nobody reads."""
+
+    def __missing__(self, key: str) -> list:
+        return []
+
+
+def comparisons() -> Iterator[Comparison]:
+    yield from _advantages()
+    yield from _losses()
+
+
+def _advantages() -> Iterator[Comparison]:
+    def theirs(b: Batch, scale: str | None) -> torch.Tensor:
+        by_group = b.scores.view(-1, 3)
+        centred = b.scores - by_group.mean(1).repeat_interleave(3)
+        if scale is None:
+            return centred
+        std = nanstd(by_group, dim=1).repeat_interleave(3) if scale == "group" else nanstd(b.scores)
+        return centred / (std + 1e-4)
+
+    for scale in ("group", "batch", None):
+        settings = {**SETTINGS["grpo"], "scale": scale}
+        yield Comparison(
+            "grpo",
+            f"scale_rewards={scale or 'none'}",
+            lambda b, s=settings: jrl.grpo(b.scores, b.groups, **s),
+            lambda b, s=scale: theirs(b, s),
+            # TRL's groups are three rows each by position, so none of them can be alone.
+            degenerate=False,
+            tolerance=PARTLY_FLOAT32 if scale == "batch" else EXACT,
+        )
+
+
+def _losses() -> Iterator[Comparison]:
+    def loss(
+        function: str,
+        loss_type: str,
+        ours: Callable[[Batch], tuple[Any, Any]],
+        *,
+        weighted: bool = False,
+        label: str = "",
+        tolerance: float = EXACT,
+        **settings: Any,
+    ) -> Comparison:
+        def theirs(b: Batch) -> torch.Tensor:
+            # 1 under the mask, as TRL has it: VESPO sums logarithms over whole rows.
+            weights = {"importance_weights": b.importance_weights**b.mask} if weighted else {}
+            return trainer_loss(b, loss_type, **settings, **weights)
+
+        label = ", ".join(filter(None, [loss_type, label, "importance_sampling_ratio" * weighted]))
+        return Comparison(
+            function, label, lambda b: ours(b)[0], theirs, by="logprobs", tolerance=tolerance
+        )
+
+    def arrays(b: Batch) -> tuple[Any, Any, Any, Any]:
+        return b.logprobs, b.old_logprobs, b.row_advantages[:, None], b.mask
+
+    ppo = {**SETTINGS["ppo_loss"], "clip_high": 0.3}
+    modes = {
+        "grpo": {"aggregation": "seq-mean-token-mean"},
+        "bnpo": {"aggregation": "token-mean"},
+        "dapo": {"aggregation": "token-mean"},
+        "dr_grpo": {"aggregation": "seq-mean-token-sum-norm", "max_length": LONGEST},
+        "luspo": {"aggregation": "seq-mean-token-sum"},
+    }
+    for loss_type, mode in modes.items():
+        yield loss(
+            "ppo_loss",
+            loss_type,
+            lambda b, m=mode: jrl.ppo_loss(*arrays(b), **{**ppo, **m}),
+            high=0.3,
+        )
+    yield loss(
+        "ppo_loss",
+        "dapo",
+        lambda b: jrl.ppo_loss(*arrays(b), **ppo, guard=1.5),
+        high=0.3,
+        delta=1.5,
+        label="delta",
+    )
+    yield loss(
+        "ppo_loss",
+        "dapo",
+        lambda b: jrl.ppo_loss(*arrays(b), **ppo, importance_weights=b.importance_weights),
+        high=0.3,
+        weighted=True,
+    )
+
+    def with_kl(b: Batch) -> tuple[Any, Any]:
+        policy, _ = jrl.ppo_loss(*arrays(b), **ppo)
+        kl = jrl.kl_estimate(b.logprobs, b.ref_logprobs, b.mask, **SETTINGS["kl_estimate"])
+        return policy + 0.3 * jrl.aggregate(kl, b.mask, mode="token-mean"), None
+
+    yield loss("ppo_loss, kl_estimate", "dapo", with_kl, high=0.3, beta=0.3, label="beta")
+
+    def of_high_entropy(b: Batch) -> tuple[Any, Any]:
+        chosen = jrl.top_entropy_mask(b.entropy, b.mask, fraction=0.3)
+        return jrl.ppo_loss(*arrays(b)[:3], chosen, **ppo, num_tokens=b.mask.sum())
+
+    yield loss(
+        "top_entropy_mask",
+        "dapo",
+        of_high_entropy,
+        high=0.3,
+        top_entropy=0.3,
+        label="top_entropy_quantile",
+    )
+
+    def near_policy(b: Batch) -> tuple[Any, Any]:
+        kept = jrl.off_policy_sequence_mask(
+            b.logprobs, b.sampler_logprobs, b.row_advantages[:, None], b.mask, max_divergence=0.0
+        )
+        return jrl.ppo_loss(*arrays(b)[:3], kept, **ppo, num_tokens=b.mask.sum())
+
+    yield loss(
+        "off_policy_sequence_mask",
+        "dapo",
+        near_policy,
+        high=0.3,
+        max_divergence=0.0,
+        label="off_policy_mask_threshold",
+    )
+    # TRL's ratio of a sequence keeps the gradient of the whole mean.
+    for loss_type, function in (("grpo", jrl.gspo_loss), ("luspo", jrl.luspo_loss)):
+        yield loss(
+            function.__name__,
+            loss_type,
+            lambda b, f=function: f(
+                *arrays(b),
+                clip_low=0.05,
+                clip_high=0.1,
+                gradient="sequence",
+                max_log_ratio=None,
+                empty_rows="count",
+            ),
+            level="sequence",
+            low=0.05,
+            high=0.1,
+            label="sequence level",
+        )
+    # The cap itself there, and its distance from one here.
+    yield loss("cispo_loss", "cispo", lambda b: jrl.cispo_loss(*arrays(b), clip_high=0.5), high=1.5)
+    yield loss(
+        "sapo_loss",
+        "sapo",
+        lambda b: jrl.sapo_loss(*arrays(b), empty_rows="count"),
+        tolerance=PARTLY_FLOAT32,
+    )
+    yield loss("vespo_loss", "vespo", lambda b: jrl.vespo_loss(*arrays(b)))
+    # TRL puts the weights into the sequence's ratio: it becomes trainer over sampler.
+    yield loss(
+        "vespo_loss",
+        "vespo",
+        lambda b: jrl.vespo_loss(
+            b.logprobs, b.old_logprobs - jnp.log(b.importance_weights), *arrays(b)[2:]
+        ),
+        weighted=True,
+    )

@@ -1,0 +1,422 @@
+"""What verl computes, by the functions of `verl.trainer.ppo`.
+
+It adds 1e-8 to the counts that it divides by, which float64 shows.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from verl.trainer.config import AlgoConfig
+from verl.trainer.ppo import core_algos, rollout_corr_helper
+from verl.utils import torch_functional
+from verl.workers.config import ActorConfig, PolicyLossConfig
+
+import jrl
+from benchmarks.agreement.batch import COUNT_PLUS_EPSILON, EXACT, PARTLY_FLOAT32, Batch, Comparison
+
+SETTINGS = jrl.conventions(like="verl")
+
+
+def comparisons() -> Iterator[Comparison]:
+    yield from _advantages_of_rows()
+    yield from _advantages_of_tokens()
+    yield from _policy_losses()
+    yield from _value_and_divergence()
+    yield from _importance_weights()
+    yield from _rejection()
+    yield from _mismatch_statistics()
+
+
+def on_last_token(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """One score per row, as a reward on its last true token."""
+    last = mask.shape[-1] - 1 - mask.flip(-1).argmax(-1, keepdim=True)
+    return torch.zeros_like(mask).scatter_(-1, last, scores[:, None])
+
+
+def _advantages_of_rows() -> Iterator[Comparison]:
+    """Ours are one per row; verl repeats them over the true tokens."""
+
+    def case(
+        function: str, name: str, ours: Callable[[Batch], Any], label: str = "", **rest: Any
+    ) -> Comparison:
+        options = {
+            key: rest.pop(key) for key in ("config", "norm_adv_by_std_in_grpo") if key in rest
+        }
+
+        def theirs(b: Batch) -> torch.Tensor:
+            estimator = core_algos.get_adv_estimator_fn(name)
+            rewards = on_last_token(b.scores, b.mask)
+            return estimator(rewards, b.mask, index=b.groups.numpy(), **options)[0]
+
+        return Comparison(
+            function, f"{name}{label}", lambda b: ours(b)[:, None] * b.mask, theirs, **rest
+        )
+
+    grpo = SETTINGS["grpo"]
+    yield case(
+        "grpo",
+        "grpo",
+        lambda b: jrl.grpo(b.scores, b.groups, **grpo),
+        # Of equal scores it divides what rounding left by 1e-6; ours are 0.
+        tolerance=COUNT_PLUS_EPSILON,
+    )
+    yield case(
+        "grpo, no scale",
+        "grpo",
+        lambda b: jrl.grpo(b.scores, b.groups, **{**grpo, "scale": None}),
+        norm_adv_by_std_in_grpo=False,
+        label=", norm_adv_by_std_in_grpo=False",
+    )
+    # A response that is alone keeps its score in verl and has the advantage 0 here.
+    lone: dict[str, Any] = {"degenerate": False}
+    yield case(
+        "dr_grpo",
+        "grpo",
+        lambda b: jrl.dr_grpo(b.scores, b.groups),
+        norm_adv_by_std_in_grpo=False,
+        label=", norm_adv_by_std_in_grpo=False",
+        **lone,
+    )
+    yield case("rloo", "rloo", lambda b: jrl.rloo(b.scores, b.groups), **lone)
+    yield case("opo", "opo", lambda b: jrl.opo(b.scores, b.groups, b.mask.sum(-1)), **lone)
+    yield case("gpg", "gpg", lambda b: jrl.gpg(b.scores, b.groups), **lone)
+    for scale in ("group", None):
+        yield case(
+            "pass_at_k",
+            "grpo_passk",
+            lambda b, s=scale: jrl.pass_at_k(b.scores, b.groups, scale=s),
+            config=AlgoConfig(norm_adv_by_std_in_grpo=scale is not None),
+            label=f", norm_adv_by_std_in_grpo={scale is not None}",
+            **lone,
+        )
+    yield Comparison(
+        "gdpo",
+        "gdpo",
+        lambda b: (
+            jrl.gdpo(b.components, b.groups, weights=np.array([0.7, 1.6]), lengths=b.mask.sum(-1))[
+                :, None
+            ]
+            * b.mask
+        ),
+        _their_gdpo,
+        tolerance=PARTLY_FLOAT32,
+        **lone,
+    )
+
+
+def _their_gdpo(b: Batch) -> torch.Tensor:
+    prompt_and_response = torch.ones((len(b.mask), 1 + b.mask.shape[-1]), dtype=torch.int64)
+    keys = ("first", "second")
+    return core_algos.compute_gdpo_outcome_advantage(
+        b.rewards,
+        b.mask,
+        b.groups.numpy(),
+        config={"gdpo_reward_keys": keys, "gdpo_reward_weights": [0.7, 1.6]},
+        non_tensor_batch=dict(zip(keys, b.components.T.numpy(), strict=True)),
+        batch={"prompts": prompt_and_response[:, :1], "attention_mask": prompt_and_response},
+    )[0]
+
+
+def _advantages_of_tokens() -> Iterator[Comparison]:
+    def gae(b: Batch) -> tuple[Any, Any]:
+        return jrl.gae(b.rewards, b.values, b.mask, gamma=0.97, lam=0.9)
+
+    def their_gae(b: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        return core_algos.compute_gae_advantage_return(b.rewards, b.values, b.mask, 0.97, 0.9)
+
+    # What is under the mask is 0 here and whatever it is there.
+    yield Comparison(
+        "gae, whiten",
+        "gae",
+        lambda b: jrl.whiten(gae(b)[0], b.mask, **SETTINGS["whiten"]),
+        lambda b: their_gae(b)[0] * b.mask,
+    )
+    yield Comparison("gae", "gae, returns", lambda b: gae(b)[1], lambda b: their_gae(b)[1] * b.mask)
+    yield Comparison(
+        "reinforce_plus_plus",
+        "reinforce_plus_plus",
+        lambda b: jrl.reinforce_plus_plus(b.rewards, b.mask, gamma=0.97),
+        lambda b: core_algos.compute_reinforce_plus_plus_outcome_advantage(
+            b.rewards, b.mask, config=AlgoConfig(gamma=0.97)
+        )[0],
+    )
+    yield Comparison(
+        "reinforce_plus_plus_baseline",
+        "reinforce_plus_plus_baseline",
+        lambda b: jrl.reinforce_plus_plus_baseline(b.scores, b.groups, b.mask),
+        lambda b: core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage(
+            on_last_token(b.scores, b.mask), b.mask, b.groups.numpy()
+        )[0],
+        degenerate=False,
+    )
+    yield Comparison(
+        "remax",
+        "remax",
+        lambda b: jrl.remax(b.rewards, b.greedy_scores, b.mask),
+        lambda b: (
+            core_algos.compute_remax_outcome_advantage(b.rewards, b.greedy_scores, b.mask)[0]
+            * b.mask
+        ),
+    )
+    for weighted in (False, True):
+        yield Comparison(
+            "optimal_token_baseline",
+            "tir_optimal_token_baseline" + ", rollout_is_weights" * weighted,
+            lambda b, w=weighted: jrl.optimal_token_baseline(
+                *(b.rewards, b.groups, b.old_logprobs, b.sum_squared_probs, b.mask),
+                importance_weights=b.importance_weights if w else None,
+                epsilon=1e-8,
+                lone_tail=True,
+            ),
+            lambda b, w=weighted: core_algos.compute_multi_turn_optimal_token_baseline_advantage(
+                *(b.rewards, b.mask, b.groups.numpy(), b.old_logprobs, b.sum_squared_probs),
+                b.importance_weights if w else None,
+            )[0],
+        )
+
+
+def _arrays(b: Batch) -> tuple[Any, Any, Any, Any]:
+    return b.logprobs, b.old_logprobs, b.advantages, b.mask
+
+
+def _policy_loss(
+    function: str,
+    name: str,
+    ours: Callable[..., tuple[Any, Any]],
+    *,
+    mode: str = "token-mean",
+    label: str = "",
+    tolerance: float = EXACT,
+    weighted: bool = False,
+    **config: Any,
+) -> Comparison:
+    settings = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **config)
+
+    def theirs(b: Batch) -> torch.Tensor:
+        # The old policy comes first there.
+        logprobs, old_logprobs, advantages, mask = _arrays(b)
+        weights = {"rollout_is_weights": b.importance_weights} if weighted else {}
+        policy_loss = core_algos.get_policy_loss_fn(name)
+        return policy_loss(old_logprobs, logprobs, advantages, mask, mode, settings, **weights)[0]
+
+    label = ", ".join(filter(None, [name, mode, label, "rollout_is_weights" * weighted]))
+    return Comparison(
+        function, label, lambda b: ours(b)[0], theirs, by="logprobs", tolerance=tolerance
+    )
+
+
+def _policy_losses() -> Iterator[Comparison]:
+    def ours(loss: Callable[..., tuple[Any, Any]], **settings: Any) -> Callable[[Batch], Any]:
+        return lambda b: loss(*_arrays(b), **settings)
+
+    theirs: dict[str, Any] = {"clip_ratio_low": 0.15, "clip_ratio_high": 0.3}
+    bounds = {"clip_low": 0.15, "clip_high": 0.3}
+    ppo = {**SETTINGS["ppo_loss"], **bounds}
+    for mode, tolerance in {
+        "token-mean": EXACT,
+        "token-sum": EXACT,
+        "seq-mean-token-sum": EXACT,
+        "seq-mean-token-mean": COUNT_PLUS_EPSILON,
+    }.items():
+        settings = {**ppo, "aggregation": mode}
+        yield _policy_loss(
+            "ppo_loss",
+            "vanilla",
+            ours(jrl.ppo_loss, **settings),
+            mode=mode,
+            tolerance=tolerance,
+            **theirs,
+        )
+    longest = {"aggregation": "seq-mean-token-sum-norm", "max_length": 100}
+    yield _policy_loss(
+        "ppo_loss",
+        "vanilla",
+        ours(jrl.ppo_loss, **{**ppo, **longest}),
+        mode="seq-mean-token-sum-norm",
+        global_batch_info={"loss_scale_factor": 100},
+        **theirs,
+    )
+    yield _policy_loss(
+        "ppo_loss",
+        "vanilla",
+        lambda b: jrl.ppo_loss(*_arrays(b), **ppo, importance_weights=b.importance_weights),
+        weighted=True,
+        **theirs,
+    )
+    yield _policy_loss(
+        "gspo_loss",
+        "gspo",
+        ours(jrl.gspo_loss, **bounds),
+        mode="seq-mean-token-mean",
+        tolerance=COUNT_PLUS_EPSILON,
+        **theirs,
+    )
+    yield _policy_loss(
+        "gmpo_loss",
+        "geo_mean",
+        ours(jrl.gmpo_loss, **bounds, max_log_ratio=None, empty_rows="count"),
+        tolerance=COUNT_PLUS_EPSILON,
+        **theirs,
+    )
+    yield _policy_loss("sapo_loss", "sapo", ours(jrl.sapo_loss), tolerance=COUNT_PLUS_EPSILON)
+    yield _policy_loss("gpg_loss", "gpg", lambda b: jrl.gpg_loss(b.logprobs, b.advantages, b.mask))
+    yield _policy_loss("cispo_loss", "cispo", ours(jrl.cispo_loss, **bounds), **theirs)
+    yield _policy_loss(
+        "dro_loss",
+        "dro",
+        ours(jrl.dro_loss, beta=0.3),
+        policy_loss=PolicyLossConfig(dro_beta=0.3),
+    )
+    for kind, bound in (("tv", 0.1), ("kl", 0.05)):
+        yield _policy_loss(
+            "dppo_loss",
+            f"dppo_{kind}",
+            ours(jrl.dppo_loss, kind=kind, max_divergence=bound, max_ratio=3.0),
+            clip_ratio=bound,
+            clip_ratio_low=bound,
+            clip_ratio_high=bound,
+        )
+    yield _policy_loss(
+        "kl_cov_loss",
+        "kl_cov",
+        ours(jrl.kl_cov_loss, fraction=0.1, coefficient=0.8),
+        policy_loss=PolicyLossConfig(kl_cov_ratio=0.1, ppo_kl_coef=0.8),
+    )
+    # With a share of 1 every token in the range is chosen, whatever is drawn.
+    yield _policy_loss(
+        "clip_cov_loss",
+        "clip_cov",
+        ours(jrl.clip_cov_loss, fraction=1.0, low=0.1, high=0.6, **bounds),
+        label="all in the range",
+        policy_loss=PolicyLossConfig(clip_cov_ratio=1.0, clip_cov_lb=0.1, clip_cov_ub=0.6),
+        **theirs,
+    )
+
+
+def _value_and_divergence() -> Iterator[Comparison]:
+    yield Comparison(
+        "value_loss",
+        "compute_value_loss",
+        lambda b: jrl.value_loss(
+            b.values, b.old_values, b.returns, b.mask, **SETTINGS["value_loss"]
+        )[0],
+        lambda b: core_algos.compute_value_loss(b.values, b.returns, b.old_values, b.mask, 0.5)[0],
+        by="values",
+    )
+    for kind in ("k1", "k2", "k3", "abs", "k1+", "k3+"):
+        clamps = SETTINGS["kl_estimate"] if kind.startswith("k3") else {}
+        settings: dict[str, Any] = {**clamps, "kind": kind}
+        yield Comparison(
+            "kl_estimate",
+            f"kl_penalty, {kind}",
+            lambda b, settings=settings: jrl.kl_estimate(b.logprobs, b.ref_logprobs, **settings),
+            lambda b, kind=kind: core_algos.kl_penalty(b.logprobs, b.ref_logprobs, kind),
+            by="logprobs",
+        )
+    yield Comparison(
+        "entropy_from_logits",
+        "entropy_from_logits",
+        lambda b: jrl.entropy_from_logits(b.logits),
+        lambda b: torch_functional.entropy_from_logits(b.logits),
+        by="logits",
+    )
+    yield Comparison(
+        "logprobs_from_logits",
+        "logprobs_from_logits_v2",
+        lambda b: jrl.logprobs_from_logits(b.logits, b.logits.argmin(-1)),
+        lambda b: torch_functional.logprobs_from_logits_v2(b.logits, b.logits.argmin(-1)),
+        by="logits",
+    )
+
+    def their_coefficient(_: Batch) -> torch.Tensor:
+        controller = core_algos.AdaptiveKLController(0.2, target_kl=0.1, horizon=1000)
+        controller.update(0.13, n_steps=64)
+        return torch.tensor(controller.value, dtype=torch.float64)
+
+    yield Comparison(
+        "adaptive_kl_coefficient",
+        "AdaptiveKLController",
+        lambda _: jrl.adaptive_kl_coefficient(
+            np.float64(0.2), np.float64(0.13), target=0.1, num_samples=64, horizon=1000
+        ),
+        their_coefficient,
+    )
+
+
+def _importance_weights() -> Iterator[Comparison]:
+    def ours(b: Batch, *, level: Any, bounds: dict[str, float], normalized: bool) -> Any:
+        weights = jrl.mismatch_weights(b.logprobs, b.sampler_logprobs, b.mask, level=level)
+        bounded = jrl.icepop_weights if "low" in bounds else jrl.truncated_weights
+        weights = bounded(weights, b.mask, **bounds)
+        return jrl.normalized_weights(weights, b.mask, over=level) if normalized else weights
+
+    def theirs(b: Batch, *, level: str, threshold: str, normalized: bool) -> torch.Tensor:
+        return rollout_corr_helper.compute_rollout_correction_weights(
+            b.logprobs - b.sampler_logprobs, b.mask, level, threshold, normalized
+        )[0]
+
+    for bounds in ({"high": 1.3}, {"low": 0.8, "high": 1.3}):
+        for level in ("token", "sequence"):
+            for normalized in (False, True):
+                threshold = "_".join(str(bound) for bound in bounds.values())
+                how = {"level": level, "normalized": normalized}
+                yield Comparison(
+                    "icepop_weights" if "low" in bounds else "truncated_weights",
+                    f"rollout correction, {level}, {threshold}" + ", normalised" * normalized,
+                    partial(ours, bounds=bounds, **how),
+                    partial(theirs, threshold=threshold, **how),
+                    tolerance=COUNT_PLUS_EPSILON if normalized else EXACT,
+                )
+
+
+def _rejection() -> Iterator[Comparison]:
+    def theirs(b: Batch, *, option: str, threshold: str) -> torch.Tensor:
+        return rollout_corr_helper.compute_rollout_rejection_mask(
+            b.logprobs - b.sampler_logprobs, b.mask, option, threshold
+        )[0]
+
+    for kind in ("k2", "k3"):
+        for over, bound in (("token", 0.001), ("sum", 0.03), ("mean", 0.0012), ("max", 0.01)):
+            option = f"{over}_{kind}" if over == "token" else f"seq_{over}_{kind}"
+            settings: dict[str, Any] = {"kind": kind, "over": over, "bound": bound}
+            yield Comparison(
+                "divergence_rejection_mask",
+                f"rejection, {option}",
+                lambda b, settings=settings: jrl.divergence_rejection_mask(
+                    b.logprobs, b.sampler_logprobs, b.mask, **settings
+                ),
+                partial(theirs, option=option, threshold=str(bound)),
+            )
+    # verl's k1 is minus our log-weight, so its bounds are the inverse of ours.
+    yield Comparison(
+        "geometric_rejection_mask",
+        "rejection, seq_mean_k1",
+        lambda b: jrl.geometric_rejection_mask(
+            b.logprobs, b.sampler_logprobs, b.mask, low=1 / 1.01, high=1 / 0.99
+        ),
+        partial(theirs, option="seq_mean_k1", threshold="0.99_1.01"),
+    )
+
+
+def _mismatch_statistics() -> Iterator[Comparison]:
+    def theirs(b: Batch, *, name: str) -> torch.Tensor:
+        found = rollout_corr_helper.compute_offpolicy_metrics(
+            b.logprobs, b.sampler_logprobs, b.mask
+        )
+        return torch.tensor(found[name], dtype=torch.float64)
+
+    for name in ("kl", "k3_kl", "chi2_token", "log_ppl_diff", "log_ppl_abs_diff", "chi2_seq"):
+        yield Comparison(
+            "mismatch_statistics",
+            f"compute_offpolicy_metrics, {name}",
+            lambda b, name=name: jrl.mismatch_statistics(b.logprobs, b.sampler_logprobs, b.mask)[
+                name
+            ].value(),
+            partial(theirs, name=name),
+            # A row without a true token is a sequence there.
+            degenerate=name in ("kl", "k3_kl", "chi2_token"),
+            tolerance=COUNT_PLUS_EPSILON,
+        )
