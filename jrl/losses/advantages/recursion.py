@@ -20,7 +20,7 @@ Implementation = Literal["scan", "blocked"]
 # On shorter rows the two take about the same time, and a scan compiles sooner.
 SHORTEST_BLOCKED = 256
 # Tokens in a block: of the general form, and of the triangular matrix.
-BLOCK, TRIANGLE = 16, 32
+BLOCK, TRIANGLE = 8, 32
 
 
 def discounted_errors(
@@ -92,11 +92,10 @@ def _in_blocks(
     last_value: Float[Array, "*batch"],
 ) -> Float[Array, "*batch time"]:
     """The same as `_by_token` up to rounding."""
-    ends = mask & ~_next(mask, jnp.zeros_like(mask[..., 0]))
-    decay = gamma * lam
 
-    # What is under the mask is dropped inside the branches: what enters them is made in full.
+    # All that can be is worked out inside the branches: what enters them is made in full.
     def sums(following: Float[Array, "*batch time"], holes: bool) -> Float[Array, "*batch time"]:
+        decay = gamma * lam
         errors = keep(rewards + gamma * following - values, mask)
         if decay.size == 1 and not holes:
             return keep(_triangular(errors, jnp.reshape(decay, ())), mask)
@@ -110,11 +109,19 @@ def _in_blocks(
 
     def without_holes() -> Float[Array, "*batch time"]:
         # The next true token is the next token, and behind the last one of a row all are false.
-        following = _next(values, jnp.zeros_like(last_value))
-        return sums(jnp.where(ends, last_value[..., None], following), holes=False)
+        or_last = jnp.where(mask, values, last_value[..., None])
+        return sums(_next(or_last, last_value), holes=False)
 
-    holes = jnp.any(jnp.sum(ends, axis=-1, dtype=jnp.int32) > 1)
-    return jax.lax.cond(holes, with_holes, without_holes)
+    return jax.lax.cond(_has_holes(mask), with_holes, without_holes)
+
+
+def _has_holes(mask: Bool[Array, "*batch time"]) -> Bool[Array, ""]:
+    """Whether the true tokens of a row end more than once."""
+    ends = mask & ~_next(mask, jnp.zeros_like(mask[..., 0]))
+    # A CPU sums up bytes over an axis that is not the last one in half the time. A byte holds 255.
+    size = max(64, -(-mask.shape[-1] // 255))
+    columns = jnp.sum(_blocks(ends, size, False), axis=-2, dtype=jnp.uint8)
+    return jnp.any(jnp.sum(columns, axis=-1, dtype=jnp.int32) > 1)
 
 
 def _next(
@@ -130,36 +137,38 @@ def _recurrence(
     """``y_t = x_t + decay_t y_{t+1}``, with `last` after the last one.
 
     A block is summed up in two numbers, its own contribution and the product of its decays; a scan
-    over the few blocks tells what each receives from behind; then all blocks run token by token at
-    once. No number is divided by, so the rounding is that of the plain recursion.
+    over the blocks gives the result at the first token of each. From there every token runs by
+    itself to the first one of the next block, all at once in as many steps as a block has. No
+    number is divided by, so the rounding is that of the plain recursion.
     """
     time = x.shape[-1]
-    x, decay = (_blocks(a, BLOCK, fill) for a, fill in ((x, 0.0), (decay, 1.0)))
-    # [..., block, token] with the token before the block: what runs at once is then contiguous.
-    x, decay = jnp.swapaxes(x, -1, -2), jnp.swapaxes(decay, -1, -2)
-    own, product = x[..., BLOCK - 1, :], decay[..., BLOCK - 1, :]
+    x, decay = _blocks(x, BLOCK, 0.0), _blocks(decay, BLOCK, 1.0)
+    own, product = x[..., -1], decay[..., -1]
     for at in reversed(range(BLOCK - 1)):
-        own = x[..., at, :] + decay[..., at, :] * own
-        product = decay[..., at, :] * product
+        own = x[..., at] + decay[..., at] * own
+        product = decay[..., at] * product
 
     def block(behind, of_block):
         own, product = of_block
-        return own + product * behind, behind
+        first = own + product * behind
+        return first, first
 
-    _, behind = jax.lax.scan(
-        block, last, (jnp.moveaxis(own, -1, 0), jnp.moveaxis(product, -1, 0)), reverse=True
-    )
+    by_block = jnp.moveaxis(own, -1, 0), jnp.moveaxis(product, -1, 0)
+    _, firsts = jax.lax.scan(block, last, by_block, reverse=True)
 
-    def token(step, carry):
-        following, done = carry
-        here = BLOCK - 1 - step
-        of_token = jax.lax.dynamic_index_in_dim(done, here, -2, keepdims=False)
-        by = jax.lax.dynamic_index_in_dim(decay, here, -2, keepdims=False)
-        following = of_token + by * following
-        return following, jax.lax.dynamic_update_index_in_dim(done, following, here, x.ndim - 2)
-
-    _, y = jax.lax.fori_loop(0, BLOCK, token, (jnp.moveaxis(behind, 0, -1), x))
-    return _joined(jnp.swapaxes(y, -1, -2), time)
+    # A first token is its result and hands on nothing of what is behind it, so a run ends there.
+    is_first = jnp.arange(BLOCK, dtype=jnp.int32) == 0
+    x = jnp.where(is_first, jnp.moveaxis(firsts, 0, -1)[..., None], x)
+    decay = jnp.where(is_first, jnp.zeros_like(decay), decay)
+    whole = x.shape[-2] * BLOCK
+    x, decay = _joined(x, whole), _joined(decay, whole)
+    behind = jnp.zeros_like(x[..., :BLOCK])
+    x = jnp.concatenate([x, behind.at[..., 0].set(last)], axis=-1)
+    decay = jnp.concatenate([decay, behind], axis=-1)
+    y = x[..., BLOCK - 1 : -1]
+    for ahead in reversed(range(BLOCK - 1)):
+        y = x[..., ahead : ahead + whole] + decay[..., ahead : ahead + whole] * y
+    return y[..., :time]
 
 
 def _triangular(
@@ -193,8 +202,8 @@ def _powers(
 
 
 def _blocks(
-    x: Float[Array, "*batch time"], size: int, fill: float
-) -> Float[Array, "*batch blocks size"]:
+    x: Shaped[Array, "*batch time"], size: int, fill: float | bool
+) -> Shaped[Array, "*batch blocks size"]:
     """The tokens in blocks of one size, the last filled up."""
     missing = -x.shape[-1] % size
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], constant_values=fill)

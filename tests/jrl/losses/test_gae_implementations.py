@@ -102,6 +102,15 @@ def test_a_batch_in_which_only_one_row_has_a_hole():
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-5), blocked, scan)
 
 
+@pytest.mark.parametrize("apart", [64, 65, 66])
+def test_a_long_row_with_as_many_holes_as_a_byte_cannot_count(apart):
+    given = jax.tree.map(jnp.asarray, numbers(256 * apart, holes=False))
+    every = jnp.arange(256 * apart) % apart != apart - 1
+    given["mask"] = jnp.zeros_like(given["mask"]).at[0].set(every)
+    blocked, scan = (run(name, given, {}) for name in get_args(Implementation))
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-5), blocked, scan)
+
+
 @pytest.mark.parametrize("row", [[1, 1, 0, 0], [0, 1, 1, 0], [0, 1, 0, 0], [1, 0, 0, 1]])
 def test_rows_of_one_and_of_two_tokens(row):
     draw = np.random.default_rng(0)
