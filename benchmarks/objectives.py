@@ -183,6 +183,7 @@ def cases(rows: int, time: int, vocab: int) -> list[Case]:
             "kl_from_logits",
             {
                 "jrl": lambda x, y, _: jrl.kl_from_logits(x, y),
+                "jrl, chunk_size=128": lambda x, y, _: jrl.kl_from_logits(x, y, chunk_size=128),
                 "rlax": lambda x, y, _: rlax.categorical_kl_divergence(x, y),
             },
             flat,

@@ -211,14 +211,24 @@ def _become(target: ast.AST, replacement: ast.AST) -> None:
 
 @functools.cache
 def definitions() -> dict[tuple[Path, str], set[str]]:
-    """Every function and class of the objectives, and the names that it mentions."""
-    found = {}
-    for file in sorted((ROOT / "jrl/losses").rglob("*.py")):
-        for node in ast.parse(file.read_text()).body:
+    """Every function and class of the objectives, and the names that it mentions.
+
+    A function whose derivative is given by a decorator such as ``@f.defjvp`` mentions that too.
+    """
+    found: dict[tuple[Path, str], set[str]] = {}
+    for path in sorted((ROOT / "jrl/losses").rglob("*.py")):
+        file = path.relative_to(ROOT)
+        for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                if (file, node.name) in found:
+                    sys.exit(f"{file} has two definitions of {node.name}: give each its own name")
                 names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
                 names |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
-                found[file.relative_to(ROOT), node.name] = names
+                found[file, node.name] = names
+                for decorator in node.decorator_list:
+                    owner = file, getattr(getattr(decorator, "value", None), "id", "")
+                    if owner in found:
+                        found[owner].add(node.name)
     return found
 
 
@@ -228,7 +238,8 @@ def public_users(path: Path, function: str) -> list[set[str]]:
 
     Code outside of functions counts as all functions of its file.
     """
-    package = (ROOT / "jrl/losses/__init__.py").read_text()
+    packages = ("jrl/losses/__init__.py", "jrl/losses/diagnostics/__init__.py")
+    package = "".join((ROOT / file).read_text() for file in packages)
     known = {function} if function else {name for file, name in definitions() if file == path}
     nearest: set[str] = set()
     while True:
@@ -236,6 +247,8 @@ def public_users(path: Path, function: str) -> list[set[str]]:
         nearest = nearest or public
         users = {name for (_, name), mentioned in definitions().items() if mentioned & known}
         if users <= known:
+            if not nearest:
+                sys.exit(f"no public function uses {function or 'any'} of {path}")
             return [nearest, public]
         known |= users
 
@@ -380,6 +393,8 @@ def main() -> None:
     arguments = parser.parse_args()
     found = itertools.chain.from_iterable(map(mutants_of, arguments.paths))
     chosen = list(dict.fromkeys(found))[arguments.first :: arguments.every]
+    for mutant in chosen:
+        public_users(mutant.path, mutant.function)
     if arguments.list:
         print(*chosen, f"{len(chosen)} mutants", sep="\n")
         return

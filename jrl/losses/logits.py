@@ -276,7 +276,7 @@ def _normaliser(
 
 
 @_normaliser.defjvp
-def _(chunk_size, primals, tangents):
+def _normaliser_jvp(chunk_size, primals, tangents):
     logits, mask = primals
     normaliser = _normaliser(chunk_size, logits, mask)
 
@@ -324,7 +324,7 @@ def _token_logprobs(
 
 
 @_token_logprobs.defjvp
-def _(chunk_size, primals, tangents):
+def _token_logprobs_jvp(chunk_size, primals, tangents):
     logits, tokens, mask = primals
     normaliser = _normaliser(chunk_size, logits, mask)
 
@@ -346,7 +346,7 @@ def _entropy(
 
 
 @_entropy.defjvp
-def _(chunk_size, primals, tangents):
+def _entropy_jvp(chunk_size, primals, tangents):
     logits, mask = primals
     entropy = _entropy(chunk_size, logits, mask)
     normaliser = _normaliser(chunk_size, logits, mask)
@@ -403,7 +403,7 @@ def _terms(
 
 
 @_divergence.defjvp
-def _(settings, primals, tangents):
+def _divergence_jvp(settings, primals, tangents):
     logits, ref_logits, mask = primals
     chunk_size, direction = settings
     divergence = _divergence(settings, logits, ref_logits, mask)
