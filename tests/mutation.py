@@ -100,7 +100,8 @@ class Mutant:
         return f"{self.path}:{self.line}: {self.change}"
 
 
-def mutants(path: Path) -> Iterator[Mutant]:
+@functools.cache
+def mutants(path: Path) -> Sequence[Mutant]:
     """Every mutant of one file, in the order of its lines."""
     tree = ast.parse(path.read_text())
     found = []
@@ -115,7 +116,7 @@ def mutants(path: Path) -> Iterator[Mutant]:
             relative = path.resolve().relative_to(ROOT)
             change = f"{before}  ->  {after}"
             found.append(Mutant(relative, node.lineno, change, _around(node.lineno, tree), source))
-    return iter(sorted(found, key=lambda mutant: mutant.line))
+    return sorted(found, key=lambda mutant: mutant.line)
 
 
 def mutants_of(path: str) -> Iterator[Mutant]:
