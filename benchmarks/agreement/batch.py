@@ -21,7 +21,8 @@ class Batch:
 
     Attributes:
       logprobs: of the current policy, [rows, time]; the gradients are taken by them.
-      old_logprobs, ref_logprobs, sampler_logprobs: of other policies.
+      old_logprobs, sampler_logprobs: of other policies.
+      ref_logprobs: of the reference; some are far away, beyond every clamp.
       advantages: one per token.
       row_advantages: one per response, [rows]; one of them is 0.
       rewards: one per token, on true tokens only.
@@ -90,6 +91,8 @@ def draw(seed: int, dtype: type, degenerate: bool = False) -> Batch:
         np.minimum(logprobs + normal(ROWS, TIME, scale=scale), dtype(-0.01))
         for scale in (0.4, 0.3, 0.05)
     )
+    reference[::2] -= np.abs(normal(ROWS // 2, TIME, scale=10.0))
+    reference[1::2] += np.abs(normal(ROWS // 2, TIME, scale=3.0))
     row_advantages = normal(ROWS)
     row_advantages[3] = 0
     return Batch(
@@ -140,7 +143,10 @@ class Comparison:
     tolerance: float = EXACT
 
     def differences(self, dtype: type, seeds: int) -> tuple[float, float | None]:
-        """How far values and gradients are apart, relative to the greatest; the worst batch."""
+        """How far values and gradients are apart, relative to the greatest; the worst batch.
+
+        A loss is relative to the sum of ``|x gradient|`` where that is greater.
+        """
         batches = [draw(seed, dtype) for seed in range(seeds)]
         if self.degenerate:
             batches += [draw(seed, dtype, degenerate=True) for seed in range(seeds)]
@@ -150,15 +156,19 @@ class Comparison:
 
     def _on(self, batch: Batch, dtype: type) -> tuple[float, float | None]:
         here, there = batch.map(jnp.asarray), batch.map(lambda x: _tensor(x, dtype))
-        value = _relative(self.ours(here), self.theirs(there))
+        ours, theirs = np.asarray(self.ours(here), float), _array(self.theirs(there))
+        if ours.shape != theirs.shape:
+            raise ValueError(f"{self.function}: ours has shape {ours.shape}, theirs {theirs.shape}")
         if self.by is None:
-            return value, None
+            return _relative(ours, theirs), None
 
         by = self.by
-        ours = jax.grad(lambda x: jnp.sum(self.ours(replace(here, **{by: x}))))(getattr(here, by))
+        slope = jax.grad(lambda x: jnp.sum(self.ours(replace(here, **{by: x}))))(getattr(here, by))
         leaf = getattr(there, by).clone().requires_grad_(True)
-        (theirs,) = torch.autograd.grad(self.theirs(replace(there, **{by: leaf})).sum(), leaf)
-        return value, _relative(ours, theirs)
+        (gradient,) = torch.autograd.grad(self.theirs(replace(there, **{by: leaf})).sum(), leaf)
+        # The terms of a loss cancel: its digits are those of their sizes, not of what is left.
+        size = float((leaf * gradient).abs().sum()) if theirs.ndim == 0 else 0.0
+        return _relative(ours, theirs, size), _relative(np.asarray(slope, float), _array(gradient))
 
 
 def _tensor(x: np.ndarray, dtype: type) -> torch.Tensor:
@@ -166,8 +176,9 @@ def _tensor(x: np.ndarray, dtype: type) -> torch.Tensor:
     return torch.tensor(x.astype(dtype) if x.dtype == bool else x)
 
 
-def _relative(ours: Any, theirs: Any) -> float:
-    ours, theirs = np.asarray(ours, float), theirs.detach().double().numpy()
-    if ours.shape != theirs.shape:
-        raise ValueError(f"ours has shape {ours.shape}, theirs {theirs.shape}")
-    return float(np.max(np.abs(ours - theirs)) / max(np.max(np.abs(theirs)), 1e-30))
+def _array(x: torch.Tensor) -> np.ndarray:
+    return x.detach().double().numpy()
+
+
+def _relative(ours: np.ndarray, theirs: np.ndarray, size: float = 0.0) -> float:
+    return float(np.max(np.abs(ours - theirs)) / max(np.max(np.abs(theirs)), size, 1e-30))

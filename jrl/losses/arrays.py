@@ -43,6 +43,14 @@ def keep(x: Shaped[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Shaped[Arra
     return jnp.where(mask, x, jnp.zeros((), x.dtype))
 
 
+def within(x: Float[Array, "*shape"], bound: Number) -> Float[Array, "*shape"]:
+    """`x` clamped to plus or minus `bound`.
+
+    Beyond the bounds the derivative is 0, at them 1 (that of `jnp.clip` is a half there).
+    """
+    return jnp.where(jnp.abs(x) > bound, jnp.sign(x) * bound, x)
+
+
 def fit(
     name: str, x: Shaped[ArrayLike, "..."], like: Float[Array, "*shape"]
 ) -> Float[Array, "..."]:

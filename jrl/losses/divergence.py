@@ -8,7 +8,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
-from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, keep
+from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, keep, within
 
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+"]
 
@@ -46,7 +46,8 @@ def kl_estimate(
       kind: the estimator.
       max_log_ratio: clamp d to plus or minus this many nats first; None is off. (verl: 20.)
       max_value: clamp the estimate to plus or minus this; None is off. (verl for k3, OpenRLHF for
-        all: 10.) Where a clamp acts, the gradient is 0, which lets the farthest tokens go free.
+        all: 10.) Where a clamp acts, the gradient is 0, which lets the farthest tokens go free; but
+        those of k1+ and k3+ are d whatever the clamps do to the value, as in both libraries.
 
     Returns:
       One estimate per token, in nats. In a loss, `aggregate` it with the policy loss's mask and
@@ -72,28 +73,25 @@ def kl_estimate(
     if mask is not None:
         check_shapes(logprobs=logprobs, mask=mask)
         difference = keep(difference, as_mask(mask))
-    if max_log_ratio is not None:
-        difference = jnp.clip(difference, -max_log_ratio, max_log_ratio)
-
-    estimate = _estimate(difference, kind.removesuffix("+"), max_value)
+    bounded = difference if max_log_ratio is None else within(difference, max_log_ratio)
+    estimate = _estimate(bounded, kind.removesuffix("+"))
+    if max_value is not None:
+        estimate = within(estimate, max_value)
     if kind.endswith("+"):
-        slope = _estimate(difference, "k2", max_value)
+        # Zero in value. A token of probability 0 has no finite slope, and gets none.
+        slope = _estimate(keep(difference, jnp.isfinite(difference)), "k2")
         estimate = slope - jax.lax.stop_gradient(slope) + jax.lax.stop_gradient(estimate)
     return estimate
 
 
-def _estimate(
-    difference: Float[Array, "*batch time"], kind: str, max_value: Number | None
-) -> Float[Array, "*batch time"]:
+def _estimate(difference: Float[Array, "*batch time"], kind: str) -> Float[Array, "*batch time"]:
     """One of the four plain estimators from the log-ratio."""
     if kind == "k1":
-        estimate = difference
-    elif kind == "k2":
-        estimate = difference**2 / 2
-    elif kind == "k3":
+        return difference
+    if kind == "k2":
+        return difference**2 / 2
+    if kind == "k3":
         # exp(-d) - 1 by expm1: near d = 0 the estimate is d^2 / 2, far below the rounding of 1.
-        estimate = jnp.expm1(-difference) + difference
-    else:
-        # Not by jnp.abs, whose derivative at 0 is 1: equal policies are not pushed apart.
-        estimate = difference * jax.lax.stop_gradient(jnp.sign(difference))
-    return estimate if max_value is None else jnp.clip(estimate, -max_value, max_value)
+        return jnp.expm1(-difference) + difference
+    # Not by jnp.abs, whose derivative at 0 is 1: equal policies are not pushed apart.
+    return difference * jnp.sign(difference)

@@ -117,8 +117,7 @@ def value_loss(
     mask = as_mask(mask)
     values, old_values, returns = as_floats(values, old_values, returns)
     values = keep(values, mask)
-    old_values = keep(jax.lax.stop_gradient(old_values), mask)
-    returns = keep(jax.lax.stop_gradient(returns), mask)
+    old_values, returns = jax.lax.stop_gradient((old_values, returns))
 
     errors = (values - returns) ** 2
     binds = jnp.zeros_like(mask)

@@ -23,16 +23,19 @@ def kl_token(log_ratio, kind):
 
 
 def kl_clamped_token(log_ratio, kind, max_log_ratio=None, max_value=None):
-    """Value and derivative with both clamps: where one acts, the derivative is 0."""
+    """Value and derivative with both clamps: where one acts, the derivative is 0.
+
+    Clamps do not touch the derivative of a straight-through estimator.
+    """
+    if kind.endswith("+"):
+        value, _ = kl_clamped_token(log_ratio, kind[:-1], max_log_ratio, max_value)
+        return value, log_ratio
     clamped = False
     if max_log_ratio is not None and abs(log_ratio) > max_log_ratio:
         log_ratio, clamped = math.copysign(max_log_ratio, log_ratio), True
     value, slope = kl_token(log_ratio, kind)
-    # The slope of a straight-through estimator is that of k2, and stops where k2 is clamped.
-    measured = kl_token(log_ratio, "k2")[0] if kind.endswith("+") else value
-    if max_value is not None:
-        clamped = clamped or abs(measured) > max_value
-        value = min(max(value, -max_value), max_value)
+    if max_value is not None and abs(value) > max_value:
+        value, clamped = math.copysign(max_value, value), True
     return value, 0.0 if clamped else slope
 
 

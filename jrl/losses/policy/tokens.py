@@ -8,7 +8,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Shaped
 
-from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, keep, spread
+from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, keep, spread, within
 from jrl.losses.reduction import Aggregation, Denominators, Mean, aggregate
 
 # How far a ratio may go: the same for all tokens, or an array with as many axes as the tokens have.
@@ -62,8 +62,7 @@ def clamped_log_ratio(
     beyond = jnp.zeros_like(tokens.mask)
     if max_log_ratio is not None:
         beyond = jnp.abs(log_ratio) > max_log_ratio
-        # By comparison: the derivative of jnp.clip is a half at its bounds.
-        log_ratio = jnp.where(beyond, jnp.sign(log_ratio) * max_log_ratio, log_ratio)
+        log_ratio = within(log_ratio, max_log_ratio)
     ratio = jnp.exp(log_ratio)
     return log_ratio, {
         "ppo_kl": -log_ratio,

@@ -121,14 +121,38 @@ def test_clamps_are_off_unless_asked_for():
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs", "k1+", "k3+"])
-def test_a_clamp_stops_the_gradient(kind):
+def test_a_clamp_stops_the_gradient_but_not_one_that_is_handed_through(kind):
     def bounded(logprobs):
         return jrl.kl_estimate(logprobs, jnp.zeros(2), kind=kind, max_log_ratio=20, max_value=10)
 
     far = jnp.array([-30.0, 30.0])
     expected = [-10, 10] if kind.startswith("k1") else [10, 10]
     np.testing.assert_allclose(bounded(far), expected)
-    assert not np.any(jax.grad(lambda x: jnp.sum(bounded(x)))(far))
+    slope = jax.grad(lambda x: jnp.sum(bounded(x)))(far)
+    np.testing.assert_allclose(slope, far if kind.endswith("+") else [0, 0])
+
+
+@pytest.mark.parametrize("clamp", ["max_log_ratio", "max_value"])
+def test_at_a_clamp_the_gradient_is_whole(clamp):
+    at = jnp.array([-2.0, 2.0])
+    slope = jax.grad(lambda x: jnp.sum(jrl.kl_estimate(x, 0 * at, kind="k1", **{clamp: 2.0})))(at)
+    np.testing.assert_array_equal(slope, [1, 1])
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs", "k1+", "k3+"])
+def test_the_reference_has_no_gradient(kind):
+    slope = jax.grad(lambda r: jnp.sum(jrl.kl_estimate(LOGPROBS, r, kind=kind)))(REFERENCE)
+    np.testing.assert_array_equal(slope, np.zeros(4))
+
+
+@pytest.mark.parametrize("kind", ["k1+", "k3+"])
+def test_a_token_of_probability_0_has_a_value_and_no_gradient(kind):
+    def bounded(logprobs):
+        return jrl.kl_estimate(logprobs, jnp.zeros(1), kind=kind, max_log_ratio=20, max_value=10)
+
+    never = jnp.array([-jnp.inf])
+    np.testing.assert_allclose(bounded(never), -10 if kind == "k1+" else 10)
+    np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(bounded(x)))(never), [0])
 
 
 def test_entropy_oracle():

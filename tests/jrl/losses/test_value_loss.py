@@ -57,6 +57,13 @@ def test_oracle(mode, clip):
         np.testing.assert_allclose(metrics["vf_explained_var"].value(), explained, rtol=1e-10)
 
 
+def test_the_explained_variance_has_no_gradient():
+    b = batch(0)
+    slopes = jax.grad(lambda v, g: jrl.explained_variance(v, g, b["mask"]), argnums=(0, 1))
+    for slope in slopes(b["values"], b["returns"]):
+        assert not np.any(slope)
+
+
 def test_one_distance_means_both_directions_and_zero_is_not_off():
     b = batch(1)
     arrays = (b["values"], b["old_values"], b["returns"], b["mask"])

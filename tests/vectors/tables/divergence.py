@@ -102,8 +102,8 @@ VECTORS = [
         function="kl_estimate",
         formula=(
             "With d = logprobs - ref_logprobs, clamped to +-max_log_ratio: k1 = d; k2 = d^2/2; "
-            "k3 = exp(-d) + d - 1; abs = |d|; then clamped to +-max_value. k1+ and k3+ have those "
-            "values and the derivative of k2. Where a clamp acts the derivative is 0."
+            "k3 = exp(-d) + d - 1; abs = |d|; then clamped to +-max_value. Where a clamp acts the "
+            "derivative is 0. k1+ and k3+ have those values and, clamped or not, the derivative d."
         ),
         source="Schulman, http://joschu.net/blog/kl-approx.html; verl kl_penalty",
         outputs=["kl"],
