@@ -318,8 +318,7 @@ def _token_logprobs(
     mask: Bool[Array, "*batch"],
 ) -> Float[Array, "*batch"]:
     shift, log_sum = _normaliser(chunk_size, logits, mask)
-    index = keep(tokens, mask)[..., None]
-    (chosen,) = as_floats(jnp.take_along_axis(logits, index, axis=-1)[..., 0])
+    (chosen,) = as_floats(jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0])
     return keep(chosen - shift - log_sum, mask)
 
 
@@ -377,7 +376,8 @@ def _divergence(
         terms = _terms(one, other, of_first, of_second)
         return jnp.sum(jnp.where(_along(counts, terms), terms, jnp.zeros_like(terms)), axis=-1)
 
-    return keep(_over_chunks(start, jnp.add, logits.shape[-1], chunk_size), mask)
+    # Rows that do not count are 0 in both, and so is their divergence.
+    return _over_chunks(start, jnp.add, logits.shape[-1], chunk_size)
 
 
 def _terms(
@@ -391,8 +391,8 @@ def _terms(
         of_first.logprobs(first),
         of_second.logprobs(second),
     )
-    p, q = keep(jnp.exp(log_p), p_possible), keep(jnp.exp(log_q), q_possible)
-    difference = keep(log_p - log_q, p_possible & q_possible)
+    p, q = jnp.exp(log_p), keep(jnp.exp(log_q), q_possible)
+    difference = log_p - log_q
     near = jnp.abs(difference) < 1
     # Where p and q are close their difference has no digits left; far apart exp may overflow.
     small = keep(difference, near)

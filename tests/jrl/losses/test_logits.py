@@ -97,8 +97,13 @@ def test_a_mask_is_a_selection_of_rows(chunk_size):
     with jax.enable_x64(True):
         logits, reference = map(jnp.asarray, logits_of(5))
         hidden = jnp.where(ROWS[..., None], logits, jnp.nan)
-        arrays = (hidden, jnp.where(ROWS[..., None], reference, jnp.inf), jnp.ones_like(logits))
-        whole = with_derivatives(ours, chunk_size)(logits, reference, arrays[2])
+        direction = jnp.ones_like(logits)
+        arrays = (
+            hidden,
+            jnp.where(ROWS[..., None], reference, jnp.inf),
+            jnp.where(ROWS[..., None], direction, jnp.nan),
+        )
+        whole = with_derivatives(ours, chunk_size)(logits, reference, direction)
         masked = with_derivatives(ours, chunk_size, masked=True)(*arrays)
 
         def check(actual, expected):
@@ -107,6 +112,17 @@ def test_a_mask_is_a_selection_of_rows(chunk_size):
             np.testing.assert_allclose(actual, expected, rtol=1e-10, atol=1e-12)
 
         jax.tree.map(check, masked, whole)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_mask_hides_reaches_no_gradient_of_a_gradient(name):
+    def total(logits):
+        return jnp.sum(jnp.sin(ours(logits, reference, jnp.asarray(TOKENS), ROWS)[name]))
+
+    logits, reference = map(jnp.asarray, logits_of(6))
+    hidden = jnp.where(ROWS[..., None], logits, jnp.nan)
+    twice = jax.jit(jax.grad(lambda z: jnp.sum(jax.grad(total)(z) ** 2)))
+    np.testing.assert_allclose(twice(hidden), jnp.where(ROWS[..., None], twice(logits), 0))
 
 
 @pytest.mark.parametrize("name", NAMES)
