@@ -393,10 +393,9 @@ def _terms(
     )
     p, q = jnp.exp(log_p), keep(jnp.exp(log_q), q_possible)
     difference = log_p - log_q
-    near = jnp.abs(difference) < 1
-    # Where p and q are close their difference has no digits left; far apart exp may overflow.
-    small = keep(difference, near)
-    terms = jnp.where(near, p * (jnp.expm1(-small) + small), q - p + p * difference)
+    # Where p and q are close q - p has no digits left; where p is far below q expm1 overflows.
+    close = p * (jnp.expm1(-difference) + difference)
+    terms = jnp.where(difference > -1, close, q - p + p * difference)
     terms = jnp.where(p_possible, terms, q)
     impossible = p_possible & ~q_possible & (p > 0)
     return jnp.where(impossible, jnp.full_like(terms, jnp.inf), terms)
@@ -417,11 +416,10 @@ def _divergence_jvp(settings, primals, tangents):
         of_reference: _Normaliser,
         divergence: Array,
     ) -> Array:
-        rows = jnp.broadcast_to(mask[..., None], ref_logits.shape)
-        logits, ref_logits = as_floats(logits, keep(ref_logits, rows))
+        logits, ref_logits = as_floats(logits, ref_logits)
         log_p, possible = normaliser.logprobs(logits)
         log_q, q_possible = of_reference.logprobs(ref_logits)
-        p, q = keep(jnp.exp(log_p), possible), keep(jnp.exp(log_q), q_possible)
+        p, q = jnp.exp(log_p), keep(jnp.exp(log_q), q_possible)
         if direction == "reference||policy":
             return keep(p - q, possible)
         return keep(p * (log_p - log_q - divergence[..., None]), possible)

@@ -120,6 +120,7 @@ def test_what_the_mask_hides_reaches_no_gradient_of_a_gradient(name):
         return jnp.sum(jnp.sin(ours(logits, reference, jnp.asarray(TOKENS), ROWS)[name]))
 
     logits, reference = map(jnp.asarray, logits_of(6))
+    reference = jnp.where(ROWS[..., None], reference, jnp.nan)
     hidden = jnp.where(ROWS[..., None], logits, jnp.nan)
     twice = jax.jit(jax.grad(lambda z: jnp.sum(jax.grad(total)(z) ** 2)))
     np.testing.assert_allclose(twice(hidden), jnp.where(ROWS[..., None], twice(logits), 0))
@@ -177,6 +178,11 @@ def test_tokens_that_only_one_policy_allows(chunk_size):
     assert jrl.logprobs_from_logits(one, jnp.array(2), **given) == -jnp.inf
     slope = jax.grad(lambda z: jrl.logprobs_from_logits(z, jnp.array(0), **given))(one)
     np.testing.assert_allclose(slope, [0.731059, -0.731059, 0], atol=1e-6)
+
+
+def test_a_probability_that_is_0_in_float32_adds_nothing_to_a_divergence():
+    policy, reference = jnp.array([0.0, -1000.0]), jnp.array([0.0, -jnp.inf])
+    assert jrl.kl_from_logits(policy, reference) == 0
 
 
 @pytest.mark.parametrize("chunk_size", [None, 3])
