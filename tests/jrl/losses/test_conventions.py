@@ -1,6 +1,7 @@
 """The settings of other libraries: they are keywords of ours, and give their numbers."""
 
 import inspect
+from pathlib import Path
 from typing import get_args
 
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 
 import jrl
 
+PAGE = Path(__file__).parents[3] / "docs/objectives/conventions.md"
 REWARDS, GROUPS = jnp.array([1.0, 0.0, 0.0, 1.0, 1.0, 0.0]), jnp.array([0, 0, 0, 0, 0, 8])
 PER_TOKEN = jnp.array([[1.0, 2, 3, 4], [10, 20, 0, 0], [7, 0, 0, 0]])
 MASK = jnp.array([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]])
@@ -21,6 +23,74 @@ def test_every_entry_is_a_keyword_of_its_function(like):
         if "denominators" in parameters:
             parameters |= jrl.Denominators.__annotations__
         assert set(settings) <= set(parameters), function
+
+
+def number(cell):
+    """A cell of the table of the documentation; "off" and "none" are None."""
+    return None if cell in ("off", "none") else float(cell)
+
+
+def settings_of_the_page(like):
+    """The settings as the table of the documentation has them, in its words."""
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    header, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    column = header.index(f'`like="{like}"`')
+    cells = {row[0]: row[column].split(" (")[0] for row in rows}
+
+    reduction = {
+        "aggregation": cells["default aggregation"],
+        "empty_rows": {"is not counted": "skip", "counts as a sequence": "count"}[
+            cells["a row without a true token"]
+        ],
+    }
+    clip_low, clip_high = map(number, cells["clip"].split(" / "))
+    kind, max_log_ratio, max_value = cells[
+        "KL: estimator, clamp of the log-ratio, of the estimate"
+    ].split(", ")
+    settings = {
+        "aggregate": {"mode": reduction["aggregation"], "empty_rows": reduction["empty_rows"]},
+        "grpo": {
+            "scale": "group",
+            "unbiased": {"n - 1": True, "n": False}[
+                cells["standard deviation of a group: degrees of freedom"]
+            ],
+            "epsilon": number(cells["added to it"]),
+            "singleton": {"its raw reward": "reward", "0": "zero"}[cells["a group of one"]],
+        },
+        "ppo_loss": {
+            "clip_low": clip_low,
+            "clip_high": clip_high,
+            "clip_dual": number(cells["dual clip"]),
+            "max_log_ratio": number(cells["clamp of the log-ratio"]),
+            **reduction,
+        },
+        "kl_estimate": {
+            "kind": kind,
+            "max_log_ratio": number(max_log_ratio),
+            "max_value": number(max_value),
+        },
+    }
+    whitening = cells["whitening: variance"].split(", ")
+    if whitening != ["none"]:
+        added, least = (whitening[1].removeprefix(word) for word in ("plus ", "at least "))
+        is_added = whitening[1].startswith("plus")
+        settings["whiten"] = {
+            "unbiased": whitening[0] == "n - 1",
+            "epsilon": number(added) if is_added else 0.0,
+            "min_variance": None if is_added else number(least),
+        }
+    if cells["value clip"] != "no critic":
+        settings["value_loss"] = {"clip": number(cells["value clip"]), **reduction}
+    if cells["overlong penalty past the limit"] != "not offered":
+        linear = cells["overlong penalty past the limit"] == "falls on linearly"
+        floor = None if linear else number(cells["overlong penalty past the limit"])
+        settings["overlong_penalty"] = {"floor": floor}
+    return settings
+
+
+@pytest.mark.parametrize("like", get_args(jrl.Library))
+def test_they_are_what_the_documentation_says(like):
+    assert jrl.conventions(like=like) == settings_of_the_page(like)
 
 
 @pytest.mark.parametrize("like", get_args(jrl.Library))

@@ -305,6 +305,13 @@ def test_a_response_without_tokens_does_not_count_among_the_tokens():
     assert not np.any(with_it[2])
 
 
+def test_rewards_far_from_zero_keep_their_digits():
+    # All of these are numbers of float32, whose spacing at 8192 is 1 / 1024.
+    rewards = 8192 + jnp.array([0.0, 1.0, 2.0, 5.0]) / 1024
+    centred = jrl.dr_grpo(rewards, jnp.zeros(4, jnp.int32))
+    np.testing.assert_array_equal(centred, np.array([-2, -1, 0, 3]) / 1024)
+
+
 def test_singletons_and_no_epsilon():
     rewards, groups = jnp.array([3.0, 1.0, 2.0]), jnp.array([5, 6, 6])
     assert jrl.grpo(rewards, groups, scale=None, singleton="reward").tolist() == [3, -0.5, 0.5]

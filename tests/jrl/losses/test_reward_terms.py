@@ -40,6 +40,12 @@ def test_overlong_oracle(buffer, dtype):
     np.testing.assert_allclose(result, expected, atol=1e-6)
 
 
+def test_a_length_has_no_gradient():
+    lengths = jnp.array([82.0, 90.0])
+    slope = jax.grad(lambda n: jnp.sum(jrl.overlong_penalty(n, max_length=100, buffer=20)))(lengths)
+    np.testing.assert_array_equal(slope, [0, 0])
+
+
 @pytest.mark.parametrize("buffer", [-1, 8])
 def test_a_buffer_outside_the_response_is_refused(buffer):
     with pytest.raises(ValueError, match=f"buffer={buffer} must lie between 0 and max_length=7"):
