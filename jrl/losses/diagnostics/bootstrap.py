@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
 from jrl.losses.advantages import gae
-from jrl.losses.arrays import Scalar, check_shapes, keep, spread
+from jrl.losses.arrays import Scalar, check_shapes, spread
 from jrl.losses.diagnostics import tokens
 from jrl.losses.diagnostics.lambdas import last_weight
 
@@ -121,7 +121,7 @@ def bootstrap_bias_bound(
     mask, (errors, advantages) = tokens.hidden(mask, errors, advantages)
     largest = jnp.max(jnp.abs(errors), axis=-1, keepdims=True)
     decay = jax.lax.stop_gradient(spread("lam", lam, errors))
-    bound = keep(largest * (1 - last_weight(mask, decay)), mask)
+    bound = largest * (1 - last_weight(mask, decay))
     centre = tokens.mean(advantages, mask)
     deviation = jnp.sqrt(tokens.mean((advantages - centre) ** 2, mask))
     size = tokens.mean(jnp.abs(bias), mask)

@@ -8,7 +8,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Int, Shaped
 
-from jrl.losses.arrays import Number, as_floats, check_shapes, keep, spread
+from jrl.losses.arrays import Number, as_floats, check_shapes, spread
 from jrl.losses.diagnostics import tokens
 
 
@@ -84,7 +84,6 @@ def calibration(
     check_shapes(values=values, mask=mask)
     mask, (values,) = tokens.hidden(mask, values)
     outcome = jax.lax.stop_gradient(spread("successes", successes, values))
-    outcome = keep(outcome, mask)
     p = jnp.clip((values - low) / (high - low), 0, 1)
     # A NaN has no bin; it shows in the scores, whichever bin it is put into.
     bins = jnp.clip(jnp.nan_to_num(p * num_bins).astype(jnp.int32), 0, num_bins - 1)

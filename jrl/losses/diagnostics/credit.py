@@ -76,7 +76,9 @@ def within_between_variance(
     rows, means = jnp.any(mask, axis=-1), tokens.row_mean(advantages, mask)
     within = tokens.mean(tokens.row_mean((advantages - means[..., None]) ** 2, mask), rows)
     between = tokens.mean((means - tokens.mean(means, rows)) ** 2, rows)
-    flat = between <= 64 * jnp.finfo(between.dtype).eps * tokens.mean(means**2, rows)
+    # Equal means differ by what their sums were rounded by, a small part of their size.
+    rounding = 64 * jnp.finfo(between.dtype).eps
+    flat = between <= rounding**2 * tokens.mean(means**2, rows)
     ratio = within / jnp.where(flat, jnp.ones_like(between), between)
     return VarianceSplit(within, between, jnp.where(flat, jnp.zeros_like(ratio), ratio))
 

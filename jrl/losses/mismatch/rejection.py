@@ -7,7 +7,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Shaped
 
-from jrl.losses.arrays import Number, keep
+from jrl.losses.arrays import Number
 from jrl.losses.mismatch.weights import check_range, lengths, log_ratio, mismatch_weights, outside
 
 RejectionKind = Literal["k2", "k3"]
@@ -122,9 +122,8 @@ def divergence_rejection_mask(
     log_weights, mask = log_ratio(logprobs, sampler_logprobs, mask)
     if max_log_weight is not None:
         log_weights = jnp.clip(log_weights, -max_log_weight, max_log_weight)
-    divergence = keep(
-        log_weights**2 / 2 if kind == "k2" else jnp.expm1(log_weights) - log_weights, mask
-    )
+    # 0 where the mask is false, as the log-weights are.
+    divergence = log_weights**2 / 2 if kind == "k2" else jnp.expm1(log_weights) - log_weights
     if over in ("sum", "mean"):
         divergence = jnp.sum(divergence, axis=-1, keepdims=True)
         if over == "mean":

@@ -88,6 +88,64 @@ def test_oracles(seed):
     close([row for row in rows if len(row)], o.bootstrap_bias(returns, mask, 0.6))
 
 
+def test_nothing_has_a_gradient():
+    b = {name: jnp.asarray(x) for name, x in numpy_batch(2).items()}
+    b["correct"] = b["correct"].astype(float)
+    floats = {name: b[name] for name in ("rewards", "values", "returns", "advantages", "correct")}
+
+    def total(floats, lam):
+        found = everything({**b, **floats})
+        bias = diagnostics.bootstrap_bias_bound(b["returns"], b["advantages"], b["mask"], lam)
+        return sum(jnp.sum(x) for x in jax.tree.leaves((found, bias)) if x.dtype == float)
+
+    with jax.enable_x64(True):
+        for name, slope in jax.grad(total)(floats, 0.6).items():
+            assert not np.any(slope), name
+        assert jax.grad(total, argnums=1)(floats, 0.6) == 0
+
+
+PER_RESPONSE = {
+    "by_position": lambda v, g, a, m: diagnostics.by_position(v, g, m, num_bins=3),
+    "calibration": lambda v, g, a, m: diagnostics.calibration(v, g > 0, m, low=-1.0, high=1.0),
+    "bootstrap_bias": lambda v, g, a, m: diagnostics.bootstrap_bias(g, m, 0.6).reshape(4, -1),
+    "bootstrap_bias_bound": lambda v, g, a, m: diagnostics.bootstrap_bias_bound(g, a, m, 0.6),
+    "terminal_reach": lambda v, g, a, m: diagnostics.terminal_reach(m, lam=0.9, threshold=0.2),
+    "lambda_sensitivity": lambda v, g, a, m: diagnostics.lambda_sensitivity(
+        g, v, m, lam=0.6, edges=EDGES
+    ),
+    "within_between_variance": lambda v, g, a, m: diagnostics.within_between_variance(a, m),
+    "td_concentration": lambda v, g, a, m: diagnostics.td_concentration(g, v, m, share=0.3),
+    "outcome_contradiction": lambda v, g, a, m: diagnostics.outcome_contradiction(g, v, a, m),
+    "length_share": lambda v, g, a, m: diagnostics.length_share(m, edges=EDGES),
+    "negative_share": lambda v, g, a, m: diagnostics.negative_share(a, m),
+}
+
+
+@pytest.mark.parametrize("name", PER_RESPONSE)
+def test_responses_in_several_axes_are_those_in_one(name):
+    draw = np.random.default_rng(3)
+    arrays = [jnp.asarray(draw.normal(size=(4, 6)), jnp.float32) for _ in range(3)]
+    arrays.append(jnp.asarray(draw.random((4, 6)) < 0.7))
+    folded = [x.reshape(2, 2, 6) for x in arrays]
+    jax.tree.map(
+        lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6),
+        PER_RESPONSE[name](*folded),
+        PER_RESPONSE[name](*arrays),
+    )
+
+
+def test_the_variance_between_responses_is_told_from_rounding():
+    draw = np.random.default_rng(0)
+    noise = jnp.asarray(draw.normal(size=(6, 500)), jnp.float32)
+    noise = noise - jnp.mean(noise, axis=-1, keepdims=True)
+    equal = diagnostics.within_between_variance(1000 + noise, jnp.ones((6, 500)))
+    assert equal.ratio == 0
+    means = jnp.array([[-1.0], [1.0], [-1.0], [1.0], [-1.0], [1.0]])
+    apart = diagnostics.within_between_variance(1000 + means + noise, jnp.ones((6, 500)))
+    np.testing.assert_allclose(apart.between, 1, rtol=1e-3)
+    np.testing.assert_allclose(apart.ratio, np.var(noise), rtol=1e-2)
+
+
 # BIAS-1
 EXACT, ERRORS = np.array([0.5, 0.55, 0.6, 0.7, 0.9]), np.array([0.2, 0.15, 0.1, 0.05, 0.02])
 
@@ -161,6 +219,14 @@ def test_a_critic_that_learns_the_outcome_half_way():
     same = diagnostics.lambda_sensitivity(rewards, values, mask, lam=1.0)
     np.testing.assert_allclose(same.correlation, [1], rtol=1e-6)
     np.testing.assert_array_equal(same.sign_agreement, [1])
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_gap_of_the_telescoping_sum_is_what_rounding_leaves(sign):
+    # 1e8 - 1 is 1e8 in float32, so that one of the three errors is off by one.
+    values = sign * jnp.array([[0.0, 1e8, 1.0], [0.0, 1.0, 2.0]])
+    found = diagnostics.td_concentration(jnp.zeros((2, 3)), values, jnp.ones((2, 3)))
+    assert found.identity_gap == 1
 
 
 def test_advantages_of_a_group_have_no_variance_within():

@@ -167,6 +167,8 @@ def test_nothing_has_a_gradient():
             jrl.truncated_weights(weights, b["mask"]),
             jrl.icepop_weights(weights, b["mask"]),
             jrl.normalized_weights(weights, b["mask"]),
+            jrl.normalized_weights(jnp.ones_like(weights), b["mask"], mean=jnp.mean(weights)),
+            jrl.EffectiveSampleSize.of(weights, b["mask"]).value(),
             *jax.tree.leaves([x.value() for x in jrl.mismatch_statistics(*arrays).values()]),
         )
         return sum(jnp.sum(x) for x in outputs)
@@ -174,6 +176,33 @@ def test_nothing_has_a_gradient():
     arrays = (b["logprobs"], b["sampler_logprobs"], b["importance_weights"])
     for slope in jax.grad(total, argnums=(0, 1, 2))(*arrays):
         assert not np.any(slope)
+
+
+def test_statistics_of_weights_far_from_one_are_clamped():
+    logprobs, mask = jnp.array([[30.0, 0.0], [0.0, 0.0]]), jnp.array([[1, 1], [1, 0]])
+    arrays = (logprobs, jnp.zeros((2, 2)), mask)
+    found = jrl.mismatch_statistics(*arrays, max_log_weight=2)
+    expected = {
+        "kl": -10.0,
+        "log_ppl_diff": -7.5,
+        "k3_kl": (np.exp(2) - 3) / 3,
+        "chi2_token": (np.exp(4) - 1) / 3,
+        "chi2_seq": (np.exp(4) - 1) / 2,
+        "weight": (np.exp(2) + 2) / 3,
+    }
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name].value(), value, rtol=1e-5, err_msg=name)
+    free = jrl.mismatch_statistics(*arrays, max_log_weight=None)
+    np.testing.assert_allclose(free["weight"].value(), (np.exp(30) + 2) / 3, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0.5, None, [0.5, 1, 3]), (None, 2, [0.25, 1, 2]), (None, None, [0.25, 1, 3])],
+)
+def test_either_end_of_a_truncation_may_be_open(low, high, expected):
+    weights = jnp.array([0.25, 1.0, 3.0])
+    close(jrl.truncated_weights(weights, jnp.ones(3), low=low, high=high), expected)
 
 
 def test_probabilities_of_zero_are_clamped():
