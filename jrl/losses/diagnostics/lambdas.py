@@ -81,7 +81,7 @@ def terminal_reach(
       mask: true on sampled tokens.
       lam: of the advantages; a scalar, or an array that spreads such as ``lam[:, None]``.
       gamma: their discount, of the same shapes.
-      threshold: from which weight on the outcome counts as felt.
+      threshold: above which weight the outcome counts as felt.
 
     Returns:
       A `TerminalReach`.
@@ -96,7 +96,7 @@ def terminal_reach(
     """
     mask, (shape,) = tokens.hidden(mask, jnp.zeros(jnp.shape(mask), jnp.result_type(lam, float)))
     decay = spread("lam", lam, shape) * spread("gamma", gamma, shape)
-    decay = keep(jax.lax.stop_gradient(decay), mask)
+    decay = jax.lax.stop_gradient(decay)
     reached = last_weight(mask, decay) > threshold
     rows, length = jnp.any(mask, axis=-1), tokens.count(mask, -1).astype(decay.dtype)
     # A row's horizon from the mean of its decays, which usually are all equal.

@@ -95,8 +95,12 @@ def test_nothing_has_a_gradient():
 
     def total(floats, lam):
         found = everything({**b, **floats})
-        bias = diagnostics.bootstrap_bias_bound(b["returns"], b["advantages"], b["mask"], lam)
-        return sum(jnp.sum(x) for x in jax.tree.leaves((found, bias)) if x.dtype == float)
+        of_lam = (
+            diagnostics.bootstrap_bias_bound(b["returns"], b["advantages"], b["mask"], lam),
+            diagnostics.terminal_reach(b["mask"], lam=lam, gamma=lam),
+            diagnostics.lambda_sensitivity(b["rewards"], b["values"], b["mask"], lam=lam),
+        )
+        return sum(jnp.sum(x) for x in jax.tree.leaves((found, of_lam)) if x.dtype == float)
 
     with jax.enable_x64(True):
         for name, slope in jax.grad(total)(floats, 0.6).items():
@@ -252,6 +256,11 @@ def test_reach_of_a_constant_and_of_an_adaptive_lambda(length):
     endless = diagnostics.terminal_reach(mask, lam=1.0)
     assert np.isposinf(endless.horizon)
     assert float(endless.share) == 1 and float(endless.relative_horizon) == 1
+
+
+def test_a_weight_at_the_threshold_is_not_felt():
+    # Weights of 1, 1/2 and 1/4 from the last token on.
+    assert diagnostics.terminal_reach(jnp.ones((1, 4)), lam=0.5, threshold=0.25).tokens == 2
 
 
 def test_the_guard_is_where_lambda_is_at_its_floor():
