@@ -107,7 +107,9 @@ def by_position(
     # Two passes: a variance by the difference of large squares would have no digits left.
     unexplained = mean_of((error - bias[bins]) ** 2)
     variance = mean_of((returns - centre[bins]) ** 2)
-    flat = variance <= 64 * jnp.finfo(variance.dtype).eps * mean_of(returns**2)
+    # Equal returns differ from their mean by what it was rounded by, a small part of their size.
+    rounding = 64 * jnp.finfo(variance.dtype).eps
+    flat = variance <= rounding**2 * mean_of(returns**2)
     explained = 1 - unexplained / jnp.where(flat, jnp.ones_like(variance), variance)
     return ByPosition(
         explained_variance=jnp.where(flat, jnp.zeros_like(explained), explained),

@@ -8,6 +8,7 @@ import inspect
 import pytest
 
 import jrl
+from jrl import diagnostics
 
 # None, which means "off" or "counted here", is left out.
 DEFAULTS = {
@@ -154,17 +155,24 @@ DEFAULTS = {
     "divergence_rejection_mask": {"kind": "k3", "over": "mean", "max_log_weight": 20.0},
     "mismatch_statistics": {"max_log_weight": 20.0},
     "aggregate": {"mode": "token-mean", "empty_rows": "skip"},
+    "by_position": {"num_bins": 10},
+    "relative_position": {"num_bins": 10},
+    "calibration": {"low": 0.0, "high": 1.0, "num_bins": 10},
+    "bootstrap_bias": {"gamma": 1.0},
+    "terminal_reach": {"gamma": 1.0, "threshold": 0.01},
+    "lambda_sensitivity": {"gamma": 1.0, "edges": ()},
+    "guard_rate": {"floor": 0.0},
+    "td_concentration": {"share": 0.05},
 }
 
 
 def functions():
-    things = {name: getattr(jrl, name) for name in jrl.__all__}
-    return [name for name, thing in things.items() if inspect.isfunction(thing)]
+    things = [getattr(package, name) for package in (jrl, diagnostics) for name in package.__all__]
+    return {thing.__name__: thing for thing in things if inspect.isfunction(thing)}
 
 
 @pytest.mark.parametrize("name", functions())
 def test_defaults(name):
-    parameters = inspect.signature(getattr(jrl, name)).parameters.values()
+    parameters = inspect.signature(functions()[name]).parameters.values()
     given = {p.name: p.default for p in parameters if p.default not in (p.empty, None)}
-    # An alias has the defaults of what it is another name of.
-    assert given == DEFAULTS.get(getattr(jrl, name).__name__, {})
+    assert given == DEFAULTS.get(name, {})

@@ -225,6 +225,29 @@ def test_a_critic_that_learns_the_outcome_half_way():
     np.testing.assert_array_equal(same.sign_agreement, [1])
 
 
+def test_returns_that_vary_are_told_from_rounding():
+    draw = np.random.default_rng(0)
+    returns = jnp.full((4, 300), 1000.1, jnp.float32)
+    values = returns + jnp.asarray(draw.normal(size=(4, 300)), jnp.float32)
+    mask = jnp.ones((4, 300))
+    assert not diagnostics.by_position(values, returns, mask, num_bins=3).explained_variance.any()
+    returns = returns + jnp.where(jnp.arange(300)[None] % 2 == 0, 1.0, -1.0)
+    found = diagnostics.by_position(returns + 0.5, returns, mask, num_bins=3)
+    np.testing.assert_allclose(found.explained_variance, 1, atol=1e-3)
+
+
+def test_what_the_mask_hides_has_no_position():
+    positions = diagnostics.relative_position(jnp.array([0, 1, 0, 1, 0]), num_bins=2)
+    assert positions.tolist() == [0, 0, 0, 1, 0]
+
+
+def test_a_response_whose_advantage_is_zero_is_neither_good_nor_bad():
+    advantages = jnp.array([[0.0, 0.0, 0.0], [1.0, -1.0, 0.0], [-1.0, -1.0, 0.0], [2.0, 0.0, 0.0]])
+    mask = jnp.array([[1, 1, 1], [1, 1, 0], [1, 1, 0], [1, 0, 0]])
+    found = diagnostics.negative_share(advantages, mask)
+    assert (found.responses, found.length, found.other_length) == (0.25, 2, 1)
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_gap_of_the_telescoping_sum_is_what_rounding_leaves(sign):
     # 1e8 - 1 is 1e8 in float32, so that one of the three errors is off by one.
