@@ -8,9 +8,9 @@ the benchmarks.
 """
 
 import argparse
-import importlib
 import json
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,7 @@ def main() -> None:
 
     rows = []
     for peer in arguments.peers:
-        cases = importlib.import_module(f"benchmarks.agreement.{peer}_cases").comparisons()
-        of_peer = [compared(case, arguments.batches) for case in cases]
+        of_peer = [compared(case, arguments.batches) for case in comparisons_with(peer)]
         show(of_peer, f"{peer} {version(peer)}")
         rows += [{"peer": peer, "version": version(peer), **row} for row in of_peer]
     if arguments.json:
@@ -52,6 +51,17 @@ def main() -> None:
     print(f"{len(rows) - len(apart)} of {len(rows)} agree")
     if apart:
         sys.exit("beyond the tolerance: " + "; ".join(apart))
+
+
+def comparisons_with(peer: str) -> Iterator[Comparison]:
+    """All of one library, which alone need be installed."""
+    if peer == "verl":
+        from benchmarks.agreement import verl_cases as cases
+    elif peer == "trl":
+        from benchmarks.agreement import trl_cases as cases
+    else:
+        from benchmarks.agreement import openrlhf_cases as cases
+    return cases.comparisons()
 
 
 def compared(case: Comparison, batches: int) -> dict[str, Any]:
