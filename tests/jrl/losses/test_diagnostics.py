@@ -143,12 +143,16 @@ def test_the_variance_between_responses_is_told_from_rounding():
     draw = np.random.default_rng(0)
     noise = jnp.asarray(draw.normal(size=(6, 500)), jnp.float32)
     noise = noise - jnp.mean(noise, axis=-1, keepdims=True)
-    equal = diagnostics.within_between_variance(1000 + noise, jnp.ones((6, 500)))
+    lengths = jnp.array([[500], [499], [333], [250], [77], [3]])
+    equal = diagnostics.within_between_variance(
+        jnp.full((6, 500), 1e7 / 3), jnp.arange(500)[None] < lengths
+    )
+    assert equal.between > 1e-2  # of rounding alone
     assert equal.ratio == 0
-    means = jnp.array([[-1.0], [1.0], [-1.0], [1.0], [-1.0], [1.0]])
+    means = jnp.array([[-1.0], [1.0], [-1.0], [1.0], [-1.0], [1.0]]) / 16
     apart = diagnostics.within_between_variance(1000 + means + noise, jnp.ones((6, 500)))
-    np.testing.assert_allclose(apart.between, 1, rtol=1e-3)
-    np.testing.assert_allclose(apart.ratio, np.var(noise), rtol=1e-2)
+    np.testing.assert_allclose(apart.between, 1 / 256, rtol=1e-2)
+    np.testing.assert_allclose(apart.ratio, 256 * np.var(noise), rtol=1e-2)
 
 
 # BIAS-1
@@ -228,11 +232,11 @@ def test_a_critic_that_learns_the_outcome_half_way():
 
 def test_returns_that_vary_are_told_from_rounding():
     draw = np.random.default_rng(0)
-    returns = jnp.full((4, 300), 1000.1, jnp.float32)
+    returns = jnp.full((4, 300), 1e6 / 3, jnp.float32)
     values = returns + jnp.asarray(draw.normal(size=(4, 300)), jnp.float32)
     mask = jnp.ones((4, 300))
     assert not diagnostics.by_position(values, returns, mask, num_bins=3).explained_variance.any()
-    returns = returns + jnp.where(jnp.arange(300)[None] % 2 == 0, 1.0, -1.0)
+    returns = 1000 + jnp.where(jnp.arange(300)[None] % 2 == 0, 1 / 16, -1 / 16) + 0 * mask
     found = diagnostics.by_position(returns + 0.5, returns, mask, num_bins=3)
     np.testing.assert_allclose(found.explained_variance, 1, atol=1e-3)
 
