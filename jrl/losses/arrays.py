@@ -48,7 +48,7 @@ def within(x: Float[Array, "*shape"], bound: Number) -> Float[Array, "*shape"]:
 
     Beyond the bounds the derivative is 0, at them 1 (that of `jnp.clip` is a half there).
     """
-    return jnp.where(jnp.abs(x) > bound, jnp.sign(x) * bound, x)
+    return jnp.where(x > bound, bound, jnp.where(x < -bound, -bound, x))
 
 
 def fit(
