@@ -89,11 +89,7 @@ def test_oracles(seed):
 
 
 def test_nothing_has_a_gradient():
-    b = {name: jnp.asarray(x) for name, x in numpy_batch(2).items()}
-    floats = {name: b[name] for name in ("rewards", "values", "returns", "advantages")}
-    floats["correct"] = b["correct"].astype(jnp.float32)
-
-    def numbers(floats, lam):
+    def numbers(b, floats, lam):
         of_lam = (
             diagnostics.bootstrap_bias_bound(b["returns"], b["advantages"], b["mask"], lam),
             diagnostics.terminal_reach(b["mask"], lam=lam, gamma=lam),
@@ -102,8 +98,14 @@ def test_nothing_has_a_gradient():
         leaves = jax.tree.leaves((everything({**b, **floats}), of_lam))
         return [jnp.sum(x) for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
 
-    assert len(numbers(floats, 0.6)) > 30
-    slopes, of_lam = jax.grad(lambda *given: sum(numbers(*given)), argnums=(0, 1))(floats, 0.6)
+    with jax.enable_x64(True):
+        b = {name: jnp.asarray(x) for name, x in numpy_batch(2).items()}
+        floats = {name: b[name] for name in ("rewards", "values", "returns", "advantages")}
+        floats["correct"] = b["correct"].astype(float)
+        assert len(numbers(b, floats, 0.6)) > 30
+        slopes, of_lam = jax.grad(lambda *given: sum(numbers(b, *given)), argnums=(0, 1))(
+            floats, 0.6
+        )
     for name, slope in slopes.items():
         assert not np.any(slope), name
     assert of_lam == 0
