@@ -348,13 +348,15 @@ class Trials:
         """The life of a copy: run the tests, and leave with 0 if all of them pass."""
         status = 1
         try:
-            if number == UNCHANGED:
-                chosen = (item for m in self.chosen for item in stages(m, session.items)[0])
-                passed(list(dict.fromkeys(chosen)), session)
-            else:
-                items, files = stages(self.chosen[number], session.items)
+            if number != UNCHANGED:
                 install(self.chosen[number])
-                passed(items, session) and passed(session.perform_collect(files), session)
+            of_each = [
+                stages(mutant, session.items)
+                for mutant in (self.chosen if number == UNCHANGED else [self.chosen[number]])
+            ]
+            items = list(dict.fromkeys(item for found, _ in of_each for item in found))
+            files = list(dict.fromkeys(file for _, found in of_each for file in found))
+            passed(items, session) and passed(session.perform_collect(files), session)
             status = int(session.testsfailed > 0)
         except Misplaced:
             status = MISPLACED
