@@ -118,7 +118,7 @@ def _in_blocks(
 def _has_holes(mask: Bool[Array, "*batch time"]) -> Bool[Array, ""]:
     """Whether the true tokens of a row end more than once."""
     ends = mask & ~_next(mask, jnp.zeros_like(mask[..., 0]))
-    # A CPU sums up bytes over an axis that is not the last one in half the time. A byte holds 255.
+    # Bytes over an axis that is not the last one: a CPU adds many at once. A byte holds 255.
     size = max(64, -(-mask.shape[-1] // 255))
     columns = jnp.sum(_blocks(ends, size, False), axis=-2, dtype=jnp.uint8)
     return jnp.any(jnp.sum(columns, axis=-1, dtype=jnp.int32) > 1)
