@@ -16,19 +16,20 @@ SETTINGS = jrl.conventions(like="trl")
 LONGEST = 100
 
 
-def trainer_loss(batch: Batch, loss_type: str, **settings: Any) -> torch.Tensor:
+def trainer_loss(
+    batch: Batch,
+    loss_type: str,
+    *,
+    level: str = "token",
+    low: float = 0.2,
+    high: float = 0.2,
+    delta: float | None = None,
+    beta: float = 0.0,
+    max_divergence: float | None = None,
+    top_entropy: float = 1.0,
+    importance_weights: torch.Tensor | None = None,
+) -> torch.Tensor:
     """`GRPOTrainer._compute_loss` of a batch whose log-probabilities are known."""
-    options = {
-        "level": "token",
-        "low": 0.2,
-        "high": 0.2,
-        "delta": None,
-        "beta": 0.0,
-        "max_divergence": None,
-        "top_entropy": 1.0,
-        "importance_weights": None,
-        **settings,
-    }
     rows, _ = batch.logprobs.shape
     alone = SimpleNamespace(
         num_processes=1,
@@ -37,7 +38,7 @@ def trainer_loss(batch: Batch, loss_type: str, **settings: Any) -> torch.Tensor:
         pad_across_processes=lambda x, dim, pad_index: x,
     )
     args = SimpleNamespace(
-        delta=options["delta"],
+        delta=delta,
         use_bias_correction_kl=False,
         steps_per_generation=1,
         sapo_temperature_pos=1.0,
@@ -60,13 +61,13 @@ def trainer_loss(batch: Batch, loss_type: str, **settings: Any) -> torch.Tensor:
         aux_loss_enabled=False,
         _entropy_bonus_enabled=False,
         loss_type=loss_type,
-        importance_sampling_level=options["level"],
-        epsilon_low=options["low"],
-        epsilon_high=options["high"],
-        beta=options["beta"],
-        off_policy_mask_threshold=options["max_divergence"],
-        top_entropy_quantile=options["top_entropy"],
-        use_vllm=options["importance_weights"] is not None,
+        importance_sampling_level=level,
+        epsilon_low=low,
+        epsilon_high=high,
+        beta=beta,
+        off_policy_mask_threshold=max_divergence,
+        top_entropy_quantile=top_entropy,
+        use_vllm=importance_weights is not None,
         vllm_importance_sampling_correction=True,
         _metrics={"train": _Discarded()},
     )
@@ -79,7 +80,7 @@ def trainer_loss(batch: Batch, loss_type: str, **settings: Any) -> torch.Tensor:
         "old_per_token_logps": batch.old_logprobs,
         "ref_per_token_logps": batch.ref_logprobs,
         "sampling_per_token_logps": batch.sampler_logprobs,
-        "importance_sampling_ratio": options["importance_weights"],
+        "importance_sampling_ratio": importance_weights,
         "num_items_in_batch": batch.mask.sum(),
     }
     return trl.GRPOTrainer._compute_loss(trainer, trainer.model, inputs)
@@ -98,6 +99,8 @@ def comparisons() -> Iterator[Comparison]:
 
 
 def _advantages() -> Iterator[Comparison]:
+    # The trainer has these lines in the middle of a method that samples, so they stand here again,
+    # with its own standard deviation.
     def theirs(b: Batch, scale: str | None) -> torch.Tensor:
         by_group = b.scores.view(-1, 3)
         centred = b.scores - by_group.mean(1).repeat_interleave(3)
