@@ -1,6 +1,7 @@
 """Reinforcement learning on token sequences: the functions one imports, on nothing but jax.
 
->>> from jrl import gae, ppo_loss, value_loss
+Examples:
+  >>> from jrl import gae, ppo_loss, value_loss
 """
 
 from jrl.losses import *  # noqa: F403 - one list of public names, kept there

@@ -24,9 +24,10 @@ def training_flops(config: ModelConfig, time: int) -> float:
       Megatron-Core counts so, and Liu et al., "MoE parallel folding", 2025, report with it.
       https://arxiv.org/abs/2504.14960
 
-    >>> training_flops(ModelConfig(100, num_layers=1, d_model=10, num_heads=1, num_kv_heads=1,
-    ...     head_dim=10, num_experts=0, d_ff=20), time=8)
-    12480.0
+    Examples:
+      >>> training_flops(ModelConfig(100, num_layers=1, d_model=10, num_heads=1, num_kv_heads=1,
+      ...     head_dim=10, num_experts=0, d_ff=20), time=8)
+      12480.0
     """
     if config.latent is not None:
         raise ValueError("training_flops counts grouped-query attention, not latent attention.")

@@ -37,16 +37,17 @@ def roles(mesh: FoldedMesh, axis: str) -> list[int]:
 def describe(layout: Layout) -> str:
     """The groups of every logical axis of `layout`, a line each, without any device.
 
-    >>> print(describe(Layout.parse("tp2 dp2 / ep4")))
-    tp2 cp1 dp2 pp1 / ep4 etp1 edp1, 4 devices
-    TP       [0,1] [2,3]
-    CP       every rank by itself
-    DP       [0,2] [1,3]
-    DP x CP  [0,2] [1,3]
-    PP       every rank by itself
-    ETP      every rank by itself
-    EP       [0,1,2,3]
-    EDP      every rank by itself
+    Examples:
+      >>> print(describe(Layout.parse("tp2 dp2 / ep4")))
+      tp2 cp1 dp2 pp1 / ep4 etp1 edp1, 4 devices
+      TP       [0,1] [2,3]
+      CP       every rank by itself
+      DP       [0,2] [1,3]
+      DP x CP  [0,2] [1,3]
+      PP       every rank by itself
+      ETP      every rank by itself
+      EP       [0,1,2,3]
+      EDP      every rank by itself
     """
     mesh = fold_abstract(layout)
     named = {axis.upper(): getattr(mesh, axis) for axis in LOGICAL}

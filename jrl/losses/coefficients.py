@@ -38,8 +38,9 @@ def adaptive_kl_coefficient(
       Ziegler et al., "Fine-tuning language models from human preferences", 2019, section 2.2.
       https://arxiv.org/abs/1909.08593
 
-    >>> round(float(adaptive_kl_coefficient(0.2, 3.0, target=6, num_samples=256, horizon=1e4)), 6)
-    0.198976
+    Examples:
+      >>> round(float(adaptive_kl_coefficient(0.2, 3.0, target=6, num_samples=256, horizon=1e4)), 6)
+      0.198976
     """
     for name, setting in (("target", target), ("horizon", horizon)):
         if setting <= 0:
@@ -83,10 +84,11 @@ def adaptive_entropy_coefficient(
       He et al., "Skywork Open Reasoner 1 technical report", 2025, section 4 (adaptive entropy
       control). https://arxiv.org/abs/2505.22312
 
-    >>> [round(float(x), 3) for x in adaptive_entropy_coefficient(0.25, 0.125)]
-    [0.255, 0.255]
-    >>> [round(float(x), 3) for x in adaptive_entropy_coefficient(0.25, 0.5)]
-    [0.245, 0.0]
+    Examples:
+      >>> [round(float(x), 3) for x in adaptive_entropy_coefficient(0.25, 0.125)]
+      [0.255, 0.255]
+      >>> [round(float(x), 3) for x in adaptive_entropy_coefficient(0.25, 0.5)]
+      [0.245, 0.0]
     """
     if step < 0:
         raise ValueError(f"step={step} cannot be negative: it is added while entropy is low.")

@@ -76,8 +76,9 @@ def conventions(*, like: Library) -> dict[str, dict[str, Any]]:
     Raises:
       ValueError: if the library is another one.
 
-    >>> conventions(like="verl")["grpo"]["epsilon"], conventions(like="trl")["grpo"]["epsilon"]
-    (1e-06, 0.0001)
+    Examples:
+      >>> conventions(like="verl")["grpo"]["epsilon"], conventions(like="trl")["grpo"]["epsilon"]
+      (1e-06, 0.0001)
     """
     if like not in get_args(Library):
         choices = ", ".join(get_args(Library))

@@ -59,10 +59,11 @@ def kl_estimate(
     References:
       Schulman, "Approximating KL divergence", 2020. http://joschu.net/blog/kl-approx.html
 
-    >>> import jax.numpy as jnp
-    >>> logprobs, reference = jnp.array([-1.0, -2.0]), jnp.array([-1.5, -1.0])
-    >>> kl_estimate(logprobs, reference, kind="k2").tolist()
-    [0.125, 0.5]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> logprobs, reference = jnp.array([-1.0, -2.0]), jnp.array([-1.5, -1.0])
+      >>> kl_estimate(logprobs, reference, kind="k2").tolist()
+      [0.125, 0.5]
     """
     if kind not in get_args(KLEstimator):
         choices = ", ".join(get_args(KLEstimator))

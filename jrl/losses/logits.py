@@ -51,10 +51,11 @@ def logprobs_from_logits(
     Raises:
       ValueError: if `chunk_size` is not positive, or shapes do not agree.
 
-    >>> import jax.numpy as jnp
-    >>> logits = jnp.array([[0.0, 0.0, -jnp.inf], [1.0, 1.0, 1.0]])
-    >>> logprobs_from_logits(logits, jnp.array([0, 2]), chunk_size=2).round(4).tolist()
-    [-0.6930999755859375, -1.0986000299453735]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> logits = jnp.array([[0.0, 0.0, -jnp.inf], [1.0, 1.0, 1.0]])
+      >>> logprobs_from_logits(logits, jnp.array([0, 2]), chunk_size=2).round(4).tolist()
+      [-0.6930999755859375, -1.0986000299453735]
     """
     logits, mask = _rows_of_logits(logits, mask, chunk_size)
     check_shapes(tokens=tokens, rows_of_logits=mask)
@@ -86,9 +87,10 @@ def entropy_from_logits(
     Raises:
       ValueError: if `chunk_size` is not positive, or shapes do not agree.
 
-    >>> import jax.numpy as jnp
-    >>> entropy_from_logits(jnp.array([[0.0, 0.0, -jnp.inf], [9.0, -jnp.inf, -jnp.inf]])).tolist()
-    [0.6931471824645996, 0.0]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> entropy_from_logits(jnp.array([[0.0, 0.0, -jnp.inf], [9.0, -jnp.inf, -jnp.inf]])).tolist()
+      [0.6931471824645996, 0.0]
     """
     logits, mask = _rows_of_logits(logits, mask, chunk_size)
     return _entropy(chunk_size, logits, mask)
@@ -135,12 +137,13 @@ def kl_from_logits(
     References:
       Schulman, "Approximating KL divergence", 2020. http://joschu.net/blog/kl-approx.html
 
-    >>> import jax.numpy as jnp
-    >>> even, certain = jnp.zeros(2), jnp.array([0.0, -jnp.inf])
-    >>> float(kl_from_logits(certain, even).round(4))
-    0.6930999755859375
-    >>> float(kl_from_logits(certain, even, direction="reference||policy"))
-    inf
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> even, certain = jnp.zeros(2), jnp.array([0.0, -jnp.inf])
+      >>> float(kl_from_logits(certain, even).round(4))
+      0.6930999755859375
+      >>> float(kl_from_logits(certain, even, direction="reference||policy"))
+      inf
     """
     if direction not in get_args(KLDirection):
         choices = ", ".join(get_args(KLDirection))

@@ -53,11 +53,12 @@ class Mean(Generic[Leaf]):
       sum: what was summed.
       count: over how many tokens; an integer, exact far beyond the 2**24 that float32 can count.
 
-    >>> import jax.numpy as jnp
-    >>> first = Mean.of(jnp.array([1.0, 2.0, 3.0]), jnp.array([1, 1, 1]))
-    >>> second = Mean.of(jnp.array([10.0, 99.0, 99.0]), jnp.array([1, 0, 0]))
-    >>> float((first + second).value())
-    4.0
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> first = Mean.of(jnp.array([1.0, 2.0, 3.0]), jnp.array([1, 1, 1]))
+      >>> second = Mean.of(jnp.array([10.0, 99.0, 99.0]), jnp.array([1, 0, 0]))
+      >>> float((first + second).value())
+      4.0
     """
 
     sum: Leaf
@@ -162,14 +163,15 @@ def aggregate(
       Yu et al., "DAPO", 2025, section 3.3. https://arxiv.org/abs/2503.14476
       Liu et al., "Understanding R1-Zero-like training", 2025. https://arxiv.org/abs/2503.20783
 
-    >>> import jax.numpy as jnp
-    >>> loss = jnp.array([[1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 0.0, 0.0]])
-    >>> mask = jnp.array([[1, 1, 1, 1], [1, 1, 0, 0]])
-    >>> [float(aggregate(loss, mask, mode)) for mode in ("seq-mean-token-mean", "token-sum")]
-    [8.75, 40.0]
-    >>> halves = [aggregate(loss[i], mask[i], num_tokens=6) for i in (0, 1)]
-    >>> round(float(sum(halves)), 4) == round(float(aggregate(loss, mask)), 4)
-    True
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> loss = jnp.array([[1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 0.0, 0.0]])
+      >>> mask = jnp.array([[1, 1, 1, 1], [1, 1, 0, 0]])
+      >>> [float(aggregate(loss, mask, mode)) for mode in ("seq-mean-token-mean", "token-sum")]
+      [8.75, 40.0]
+      >>> halves = [aggregate(loss[i], mask[i], num_tokens=6) for i in (0, 1)]
+      >>> round(float(sum(halves)), 4) == round(float(aggregate(loss, mask)), 4)
+      True
     """
     if mode not in get_args(Aggregation):
         choices = ", ".join(get_args(Aggregation))

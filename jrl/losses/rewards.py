@@ -40,9 +40,10 @@ def overlong_penalty(
     References:
       Yu et al., "DAPO", 2025, eq. 13. https://arxiv.org/abs/2503.14476
 
-    >>> import jax.numpy as jnp
-    >>> overlong_penalty(jnp.array([60, 80, 90, 100, 120]), max_length=100, buffer=20).tolist()
-    [0.0, 0.0, -0.5, -1.0, -1.0]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> overlong_penalty(jnp.array([60, 80, 90, 100, 120]), max_length=100, buffer=20).tolist()
+      [0.0, 0.0, -0.5, -1.0, -1.0]
     """
     if not 0 <= buffer <= max_length:
         raise ValueError(
@@ -79,9 +80,10 @@ def overlong_filter(
     References:
       Yu et al., "DAPO", 2025, section 3.4. https://arxiv.org/abs/2503.14476
 
-    >>> import jax.numpy as jnp
-    >>> overlong_filter(jnp.ones((2, 3)), jnp.array([False, True])).astype(int).tolist()
-    [[1, 1, 1], [0, 0, 0]]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> overlong_filter(jnp.ones((2, 3)), jnp.array([False, True])).astype(int).tolist()
+      [[1, 1, 1], [0, 0, 0]]
     """
     if jnp.shape(truncated) != jnp.shape(mask)[:-1]:
         raise ValueError(
@@ -112,9 +114,10 @@ def informative_groups(
     References:
       Yu et al., "DAPO", 2025, eq. 11. https://arxiv.org/abs/2503.14476
 
-    >>> import jax.numpy as jnp
-    >>> informative_groups(jnp.array([1, 1, 0, 1]), jnp.array([0, 5, 0, 5])).tolist()
-    [True, False, True, False]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> informative_groups(jnp.array([1, 1, 0, 1]), jnp.array([0, 5, 0, 5])).tolist()
+      [True, False, True, False]
     """
     check_shapes(scores=scores, groups=groups)
     (scores,) = as_floats(scores)

@@ -51,9 +51,10 @@ def bounded_value(
     References:
       BPCO, 2026 (bounded value head). https://arxiv.org/abs/2608.23566
 
-    >>> import jax.numpy as jnp
-    >>> bounded_value(jnp.array([-jnp.inf, 0.0, 1.0, jnp.inf]), low=-1.0, high=1.0).tolist()
-    [-1.0, 0.0, 0.5, 1.0]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> bounded_value(jnp.array([-jnp.inf, 0.0, 1.0, jnp.inf]), low=-1.0, high=1.0).tolist()
+      [-1.0, 0.0, 0.5, 1.0]
     """
     if not low < high:
         raise ValueError(
@@ -107,11 +108,12 @@ def value_loss(
       Schulman et al., "Proximal policy optimization algorithms", 2017, eq. 9, and its published
       code for the clip. https://arxiv.org/abs/1707.06347
 
-    >>> import jax.numpy as jnp
-    >>> values, old, returns = jnp.array([0.9]), jnp.array([0.5]), jnp.array([1.0])
-    >>> loss, _ = value_loss(values, old, returns, jnp.ones(1), clip=0.25)
-    >>> round(float(loss), 5) == round((1 - 0.75) ** 2 / 2, 5)
-    True
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> values, old, returns = jnp.array([0.9]), jnp.array([0.5]), jnp.array([1.0])
+      >>> loss, _ = value_loss(values, old, returns, jnp.ones(1), clip=0.25)
+      >>> round(float(loss), 5) == round((1 - 0.75) ** 2 / 2, 5)
+      True
     """
     check_shapes(values=values, old_values=old_values, returns=returns, mask=mask)
     mask = as_mask(mask)
@@ -227,10 +229,11 @@ def explained_variance(
     Returns:
       The explained variance, without a gradient; 0 where the returns do not vary.
 
-    >>> import jax.numpy as jnp
-    >>> returns = jnp.array([0.0, 1.0, 2.0, 3.0])
-    >>> float(explained_variance(returns / 2, returns, jnp.ones(4)))
-    0.75
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> returns = jnp.array([0.0, 1.0, 2.0, 3.0])
+      >>> float(explained_variance(returns / 2, returns, jnp.ones(4)))
+      0.75
     """
     check_shapes(values=values, returns=returns, mask=mask)
     centre = jax.lax.stop_gradient(masked_mean(returns, mask))

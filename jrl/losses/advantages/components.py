@@ -54,12 +54,13 @@ def gdpo(
       Liu et al., "GDPO: group reward-decoupled normalization policy optimization for multi-reward
       RL optimization", 2026. https://arxiv.org/abs/2601.05242
 
-    >>> import jax.numpy as jnp
-    >>> rewards = jnp.array([[1.0, 100.0], [0.0, 100.0], [1.0, 300.0], [0.0, 300.0]])
-    >>> groups, weights = jnp.array([0, 0, 0, 0]), jnp.array([1.0, 0.5])
-    >>> result = gdpo(rewards, groups, weights=weights, whitened=False)
-    >>> [round(x, 2) for x in result.tolist()]
-    [0.43, -1.3, 1.3, -0.43]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> rewards = jnp.array([[1.0, 100.0], [0.0, 100.0], [1.0, 300.0], [0.0, 300.0]])
+      >>> groups, weights = jnp.array([0, 0, 0, 0]), jnp.array([1.0, 0.5])
+      >>> result = gdpo(rewards, groups, weights=weights, whitened=False)
+      >>> [round(x, 2) for x in result.tolist()]
+      [0.43, -1.3, 1.3, -0.43]
     """
     (rewards,) = as_floats(rewards)
     check_shapes(**{"rewards[:, 0]": rewards[:, 0]}, groups=groups)

@@ -67,11 +67,12 @@ def grpo(
       Liu et al., "Part I: Tricks or Traps? A deep dive into RL for LLM reasoning" (Lite PPO), 2025.
       https://arxiv.org/abs/2508.08221
 
-    >>> import jax.numpy as jnp
-    >>> grpo(jnp.array([1.0, 5.0, 0.0]), jnp.array([7, 2, 7]), scale=None).tolist()
-    [0.5, 0.0, -0.5]
-    >>> grpo(jnp.array([3.0, 1.0]), jnp.array([0, 0]), unbiased=False, epsilon=0.0).tolist()
-    [1.0, -1.0]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> grpo(jnp.array([1.0, 5.0, 0.0]), jnp.array([7, 2, 7]), scale=None).tolist()
+      [0.5, 0.0, -0.5]
+      >>> grpo(jnp.array([3.0, 1.0]), jnp.array([0, 0]), unbiased=False, epsilon=0.0).tolist()
+      [1.0, -1.0]
     """
     check_shapes(rewards=rewards, groups=groups)
     if scale not in ("group", "batch", None):
@@ -117,9 +118,10 @@ def dr_grpo(
     References:
       Liu et al., "Understanding R1-Zero-like training", 2025. https://arxiv.org/abs/2503.20783
 
-    >>> import jax.numpy as jnp
-    >>> dr_grpo(jnp.array([1.0, 0.0, 0.0, 1.0]), jnp.array([0, 0, 0, 0])).tolist()
-    [0.5, -0.5, -0.5, 0.5]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> dr_grpo(jnp.array([1.0, 0.0, 0.0, 1.0]), jnp.array([0, 0, 0, 0])).tolist()
+      [0.5, -0.5, -0.5, 0.5]
     """
     return grpo(rewards, groups, scale=None)
 
@@ -146,9 +148,10 @@ def rloo(
       Ahmadian et al., "Back to basics: revisiting REINFORCE-style optimization for learning from
       human feedback in LLMs", 2024, section 4. https://arxiv.org/abs/2402.14740
 
-    >>> import jax.numpy as jnp
-    >>> rloo(jnp.array([1.0, 0.0, 2.0, 6.0]), jnp.array([3, 3, 3, 8])).tolist()
-    [0.0, -1.5, 1.5, 0.0]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> rloo(jnp.array([1.0, 0.0, 2.0, 6.0]), jnp.array([3, 3, 3, 8])).tolist()
+      [0.0, -1.5, 1.5, 0.0]
     """
     check_shapes(rewards=rewards, groups=groups)
     (rewards,) = as_floats(jax.lax.stop_gradient(rewards))
@@ -183,9 +186,10 @@ def maxrl(
       Tajwar et al., "Maximum likelihood reinforcement learning", 2026.
       https://arxiv.org/abs/2602.02710
 
-    >>> import jax.numpy as jnp
-    >>> maxrl(jnp.array([1.0, 0.0, 0.0, 0.0, 0.0]), jnp.array([0, 0, 0, 0, 1])).tolist()
-    [3.0, -1.0, -1.0, -1.0, 0.0]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> maxrl(jnp.array([1.0, 0.0, 0.0, 0.0, 0.0]), jnp.array([0, 0, 0, 0, 1])).tolist()
+      [3.0, -1.0, -1.0, -1.0, 0.0]
     """
     check_shapes(rewards=rewards, groups=groups)
     (rewards,) = as_floats(jax.lax.stop_gradient(rewards))
@@ -219,9 +223,10 @@ def opo(
       Hao et al., "On-policy RL with optimal reward baseline", 2025.
       https://arxiv.org/abs/2505.23585
 
-    >>> import jax.numpy as jnp
-    >>> opo(jnp.array([1.0, 0.0]), jnp.array([0, 0]), jnp.array([1, 3])).tolist()
-    [0.75, -0.25]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> opo(jnp.array([1.0, 0.0]), jnp.array([0, 0]), jnp.array([1, 3])).tolist()
+      [0.75, -0.25]
     """
     check_shapes(rewards=rewards, groups=groups, lengths=lengths)
     rewards, lengths = as_floats(*jax.lax.stop_gradient((rewards, lengths)))
@@ -267,9 +272,10 @@ def gpg(
       Chu et al., "GPG: a simple and strong reinforcement learning baseline for model reasoning",
       2025. https://arxiv.org/abs/2504.02546
 
-    >>> import jax.numpy as jnp
-    >>> gpg(jnp.array([1.0, 0.0, 1.0, 1.0]), jnp.array([0, 0, 1, 1])).tolist()
-    [1.0, -1.0, 0.0, 0.0]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> gpg(jnp.array([1.0, 0.0, 1.0, 1.0]), jnp.array([0, 0, 1, 1])).tolist()
+      [1.0, -1.0, 0.0, 0.0]
     """
     check_shapes(rewards=rewards, groups=groups)
     if isinstance(alpha, str) and alpha not in ("informative", "nonzero"):

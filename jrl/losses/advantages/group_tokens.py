@@ -49,11 +49,12 @@ def token_level_group_average(
       "HAPO: heterogeneous adaptive policy optimization", 2025, its token-level group average.
       https://arxiv.org/abs/2509.16591
 
-    >>> import jax.numpy as jnp
-    >>> mask = jnp.array([[1, 0, 0, 0], [1, 1, 1, 1]])
-    >>> rewards, groups = jnp.array([5.0, 0.0]), jnp.array([0, 0])
-    >>> token_level_group_average(rewards, groups, mask, epsilon=0.0).tolist()
-    [[2.0, 0.0, 0.0, 0.0], [-0.5, -0.5, -0.5, -0.5]]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> mask = jnp.array([[1, 0, 0, 0], [1, 1, 1, 1]])
+      >>> rewards, groups = jnp.array([5.0, 0.0]), jnp.array([0, 0])
+      >>> token_level_group_average(rewards, groups, mask, epsilon=0.0).tolist()
+      [[2.0, 0.0, 0.0, 0.0], [-0.5, -0.5, -0.5, -0.5]]
     """
     mask = as_mask(mask)
     check_shapes(rewards=rewards, groups=groups, **{"mask[:, 0]": mask[:, 0]})

@@ -51,10 +51,11 @@ def pass_at_k(
       Tang et al., "Optimizing language models for inference time objectives using reinforcement
       learning", 2025. https://arxiv.org/abs/2503.19595
 
-    >>> import jax.numpy as jnp
-    >>> rewards, groups = jnp.array([1.0, 4.0, 2.0, 3.0, 3.0]), jnp.array([0, 0, 0, 1, 1])
-    >>> pass_at_k(rewards, groups, scale=None).tolist()
-    [0.0, 2.0, 0.0, 0.0, 0.0]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> rewards, groups = jnp.array([1.0, 4.0, 2.0, 3.0, 3.0]), jnp.array([0, 0, 0, 1, 1])
+      >>> pass_at_k(rewards, groups, scale=None).tolist()
+      [0.0, 2.0, 0.0, 0.0, 0.0]
     """
     check_shapes(rewards=rewards, groups=groups)
     if scale not in ("group", None):
@@ -107,9 +108,10 @@ def pass_at_k_exact(
       problems", 2025.
       https://arxiv.org/abs/2505.15201
 
-    >>> import jax.numpy as jnp
-    >>> pass_at_k_exact(jnp.array([1.0, 0.0, 0.0, 0.0, 1.0]), jnp.zeros(5, int), k=2).tolist()
-    [1.5, 0.0, 0.0, 0.0, 1.5]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> pass_at_k_exact(jnp.array([1.0, 0.0, 0.0, 0.0, 1.0]), jnp.zeros(5, int), k=2).tolist()
+      [1.5, 0.0, 0.0, 0.0, 1.5]
     """
     check_shapes(rewards=rewards, groups=groups)
     if k < 2:

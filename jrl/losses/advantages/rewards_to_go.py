@@ -58,10 +58,11 @@ def reinforce_plus_plus(
     References:
       Hu et al., "REINFORCE++", 2025. https://arxiv.org/abs/2501.03262
 
-    >>> import jax.numpy as jnp
-    >>> rewards, mask = jnp.array([[0.0, 0.0, 0.0, 1.0]]), jnp.array([[1, 1, 0, 1]])
-    >>> reinforce_plus_plus(rewards, mask, gamma=0.5, whitened=False).tolist()
-    [[0.25, 0.5, 0.0, 1.0]]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> rewards, mask = jnp.array([[0.0, 0.0, 0.0, 1.0]]), jnp.array([[1, 1, 0, 1]])
+      >>> reinforce_plus_plus(rewards, mask, gamma=0.5, whitened=False).tolist()
+      [[0.25, 0.5, 0.0, 1.0]]
     """
     check_shapes(rewards=rewards, mask=mask)
     mask = as_mask(mask)
@@ -98,11 +99,12 @@ def reinforce_plus_plus_baseline(
     References:
       Hu et al., "REINFORCE++", 2025. https://arxiv.org/abs/2501.03262
 
-    >>> import jax.numpy as jnp
-    >>> mask = jnp.array([[1, 1], [1, 0]])
-    >>> result = reinforce_plus_plus_baseline(jnp.array([1.0, 0.0]), jnp.array([0, 0]), mask)
-    >>> [[round(x, 2) for x in row] for row in result.tolist()]
-    [[0.58, 0.58], [-1.15, 0.0]]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> mask = jnp.array([[1, 1], [1, 0]])
+      >>> result = reinforce_plus_plus_baseline(jnp.array([1.0, 0.0]), jnp.array([0, 0]), mask)
+      >>> [[round(x, 2) for x in row] for row in result.tolist()]
+      [[0.58, 0.58], [-1.15, 0.0]]
     """
     mask = as_mask(mask)
     check_shapes(rewards=rewards, groups=groups, **{"mask[:, 0]": mask[:, 0]})
@@ -135,10 +137,11 @@ def remax(
       Li et al., "ReMax: a simple, effective, and efficient reinforcement learning method for
       aligning large language models", 2024. https://arxiv.org/abs/2310.10505
 
-    >>> import jax.numpy as jnp
-    >>> rewards, greedy = jnp.array([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]), jnp.array([0.25, 1.0])
-    >>> remax(rewards, greedy, jnp.array([[1, 0, 1], [1, 1, 0]])).tolist()
-    [[0.75, 0.0, 0.75], [-1.0, -1.0, 0.0]]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> rewards, greedy = jnp.array([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]), jnp.array([0.25, 1.0])
+      >>> remax(rewards, greedy, jnp.array([[1, 0, 1], [1, 1, 0]])).tolist()
+      [[0.75, 0.0, 0.75], [-1.0, -1.0, 0.0]]
     """
     mask = as_mask(mask)
     check_shapes(rewards=rewards, mask=mask)
@@ -190,11 +193,12 @@ def optimal_token_baseline(
     References:
       verl, "optimal token baseline". https://github.com/verl-project/verl
 
-    >>> import jax.numpy as jnp
-    >>> rewards, mask = jnp.array([[0.0, 1.0], [0.0, 0.0]]), jnp.ones((2, 2))
-    >>> logprobs, squares = jnp.log(jnp.full((2, 2), 0.5)), jnp.full((2, 2), 0.5)
-    >>> optimal_token_baseline(rewards, jnp.array([0, 0]), logprobs, squares, mask).tolist()
-    [[0.5, 0.5], [-0.5, -0.5]]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> rewards, mask = jnp.array([[0.0, 1.0], [0.0, 0.0]]), jnp.ones((2, 2))
+      >>> logprobs, squares = jnp.log(jnp.full((2, 2), 0.5)), jnp.full((2, 2), 0.5)
+      >>> optimal_token_baseline(rewards, jnp.array([0, 0]), logprobs, squares, mask).tolist()
+      [[0.5, 0.5], [-0.5, -0.5]]
     """
     arrays = {"logprobs": logprobs, "sum_squared_probs": sum_squared_probs, "mask": mask}
     check_shapes(rewards=rewards, **arrays)

@@ -73,11 +73,12 @@ def gae(
       Schulman et al., "High-dimensional continuous control using generalized advantage
       estimation", 2016, eq. 16. https://arxiv.org/abs/1506.02438
 
-    >>> import jax.numpy as jnp
-    >>> rewards, values = jnp.array([0.0, 0.0, 1.0]), jnp.array([0.5, 0.25, 0.75])
-    >>> advantages, returns = gae(rewards, values, jnp.ones(3), lam=1.0)
-    >>> advantages.tolist(), returns.tolist()
-    ([0.5, 0.75, 0.25], [1.0, 1.0, 1.0])
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> rewards, values = jnp.array([0.0, 0.0, 1.0]), jnp.array([0.5, 0.25, 0.75])
+      >>> advantages, returns = gae(rewards, values, jnp.ones(3), lam=1.0)
+      >>> advantages.tolist(), returns.tolist()
+      ([0.5, 0.75, 0.25], [1.0, 1.0, 1.0])
     """
     check_shapes(rewards=rewards, values=values, mask=mask)
     if terminated is not None and bootstrap_value is None:
@@ -143,11 +144,12 @@ def decoupled_gae(
       (VC-PPO), 2025. https://arxiv.org/abs/2503.01491
       Yue et al., "VAPO", 2025. https://arxiv.org/abs/2504.05118
 
-    >>> import jax.numpy as jnp
-    >>> rewards, values = jnp.array([0.0, 0.0, 1.0]), jnp.array([0.5, 0.25, 0.75])
-    >>> advantages, returns = decoupled_gae(rewards, values, jnp.ones(3), lam_policy=0.0)
-    >>> advantages.tolist(), returns.tolist()
-    ([-0.25, 0.5, 0.25], [1.0, 1.0, 1.0])
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> rewards, values = jnp.array([0.0, 0.0, 1.0]), jnp.array([0.5, 0.25, 0.75])
+      >>> advantages, returns = decoupled_gae(rewards, values, jnp.ones(3), lam_policy=0.0)
+      >>> advantages.tolist(), returns.tolist()
+      ([-0.25, 0.5, 0.25], [1.0, 1.0, 1.0])
     """
 
     def estimate(lam: Scalar | Float[ArrayLike, "*#batch #time"]):
@@ -200,9 +202,10 @@ def length_adaptive_lambda(
     References:
       Yue et al., "VAPO", 2025, section 4.2. https://arxiv.org/abs/2504.05118
 
-    >>> import jax.numpy as jnp
-    >>> length_adaptive_lambda(jnp.array([10, 40, 100]), alpha=0.05).round(3).tolist()
-    [0.0, 0.5, 0.800000011920929]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> length_adaptive_lambda(jnp.array([10, 40, 100]), alpha=0.05).round(3).tolist()
+      [0.0, 0.5, 0.800000011920929]
     """
     if alpha <= 0:
         raise ValueError(f"alpha={alpha} must be positive: VAPO uses 0.05, later work 0.4 to 1.5.")

@@ -62,12 +62,13 @@ def extended_gae(
     References:
       Fan et al., "Truncated proximal policy optimization", 2025. https://arxiv.org/abs/2506.15050
 
-    >>> import jax.numpy as jnp
-    >>> values = jnp.array([0.5, 0.25, 0.75])
-    >>> ones, zeros = jnp.ones(3), jnp.zeros(3)
-    >>> cut = extended_gae(zeros, values, ones, jnp.array(True), lam=1.0, ignore_last=1)
-    >>> cut[0].tolist(), cut[2].tolist()
-    ([0.25, 0.5, 0.0], [True, True, False])
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> values = jnp.array([0.5, 0.25, 0.75])
+      >>> ones, zeros = jnp.ones(3), jnp.zeros(3)
+      >>> cut = extended_gae(zeros, values, ones, jnp.array(True), lam=1.0, ignore_last=1)
+      >>> cut[0].tolist(), cut[2].tolist()
+      ([0.25, 0.5, 0.0], [True, True, False])
     """
     check_shapes(rewards=rewards, values=values, mask=mask)
     if ignore_last < 0:
@@ -120,9 +121,10 @@ def effective_length(
       Fan et al., "Truncated proximal policy optimization", 2025, and its release.
       https://arxiv.org/abs/2506.15050
 
-    >>> import jax.numpy as jnp
-    >>> effective_length(jnp.array([300, 8192]), jnp.array([False, True]), window=8192).tolist()
-    [300.0, 12288.0]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> effective_length(jnp.array([300, 8192]), jnp.array([False, True]), window=8192).tolist()
+      [300.0, 12288.0]
     """
     check_shapes(lengths=lengths, truncated=truncated)
     if window <= 0:

@@ -49,9 +49,10 @@ def whiten(
       Huang et al., "The 37 implementation details of proximal policy optimization", 2022, 7.
       https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/
 
-    >>> import jax.numpy as jnp
-    >>> whiten(jnp.array([1.0, 3.0, 9.0]), jnp.array([1, 1, 0]), unbiased=False).tolist()
-    [-1.0, 1.0, 0.0]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> whiten(jnp.array([1.0, 3.0, 9.0]), jnp.array([1, 1, 0]), unbiased=False).tolist()
+      [-1.0, 1.0, 0.0]
     """
     check_shapes(x=x, mask=mask)
     if epsilon < 0 or (min_variance is not None and min_variance < 0):

@@ -13,10 +13,11 @@ token are not counted, and nothing carries a gradient. Results are named records
 are statistics of the batch that is passed, so the whole batch must be: those of pieces do not add
 up. All of them trace under `jax.jit`.
 
->>> import jax.numpy as jnp
->>> from jrl import diagnostics
->>> diagnostics.length_share(jnp.ones((2, 3)).at[1, 1:].set(0), edges=(1,)).tokens.tolist()
-[0.25, 0.75]
+Examples:
+  >>> import jax.numpy as jnp
+  >>> from jrl import diagnostics
+  >>> diagnostics.length_share(jnp.ones((2, 3)).at[1, 1:].set(0), edges=(1,)).tokens.tolist()
+  [0.25, 0.75]
 """
 
 from jrl.losses.diagnostics.bootstrap import BootstrapBias, bootstrap_bias, bootstrap_bias_bound

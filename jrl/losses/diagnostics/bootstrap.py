@@ -70,10 +70,11 @@ def bootstrap_bias(
     References:
       Shao and Cheng, 2025. https://arxiv.org/abs/2505.17997 and https://arxiv.org/abs/2506.03038
 
-    >>> import jax.numpy as jnp
-    >>> errors = jnp.array([0.2, 0.15, 0.1, 0.05, 0.02])
-    >>> [round(float(b), 6) for b in bootstrap_bias(errors, jnp.ones(5), 0.9)]
-    [0.029508, 0.01612, 0.0068, 0.002, 0.0]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> errors = jnp.array([0.2, 0.15, 0.1, 0.05, 0.02])
+      >>> [round(float(b), 6) for b in bootstrap_bias(errors, jnp.ones(5), 0.9)]
+      [0.029508, 0.01612, 0.0068, 0.002, 0.0]
     """
     check_shapes(errors=errors, mask=mask)
     mask, (errors,) = tokens.hidden(mask, errors)
@@ -110,11 +111,12 @@ def bootstrap_bias_bound(
     References:
       As for `bootstrap_bias`.
 
-    >>> import jax.numpy as jnp
-    >>> errors = jnp.array([[0.5, 0.5]])
-    >>> found = bootstrap_bias_bound(errors, jnp.array([[1.0, -1.0]]), jnp.ones((1, 2)), 0.5)
-    >>> float(found.bias), float(found.bound), float(found.relative)
-    (0.125, 0.125, 0.125)
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> errors = jnp.array([[0.5, 0.5]])
+      >>> found = bootstrap_bias_bound(errors, jnp.array([[1.0, -1.0]]), jnp.ones((1, 2)), 0.5)
+      >>> float(found.bias), float(found.bound), float(found.relative)
+      (0.125, 0.125, 0.125)
     """
     check_shapes(errors=errors, advantages=advantages, mask=mask)
     bias = bootstrap_bias(errors, mask, lam)

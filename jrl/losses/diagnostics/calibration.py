@@ -71,11 +71,12 @@ def calibration(
       Brier, "Verification of forecasts expressed in terms of probability", 1950.
       Naeini et al., "Obtaining well calibrated probabilities using Bayesian binning", 2015.
 
-    >>> import jax.numpy as jnp
-    >>> values, success = jnp.array([[0.75, 0.25], [0.25, 0.75]]), jnp.array([[True], [False]])
-    >>> found = calibration(values, success, jnp.ones((2, 2)), num_bins=2)
-    >>> found.predicted.tolist(), found.observed.tolist()
-    ([0.25, 0.75], [0.5, 0.5])
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> values, success = jnp.array([[0.75, 0.25], [0.25, 0.75]]), jnp.array([[True], [False]])
+      >>> found = calibration(values, success, jnp.ones((2, 2)), num_bins=2)
+      >>> found.predicted.tolist(), found.observed.tolist()
+      ([0.25, 0.75], [0.5, 0.5])
     """
     if not low < high:
         raise ValueError(f"low={low} must be below high={high}: returns of failure and success.")

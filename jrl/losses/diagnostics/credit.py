@@ -66,10 +66,11 @@ def within_between_variance(
     References:
       Shao and Cheng, 2025. https://arxiv.org/abs/2506.03038
 
-    >>> import jax.numpy as jnp
-    >>> advantages = jnp.array([[1.0, 3.0], [-3.0, -1.0]])
-    >>> [float(x) for x in within_between_variance(advantages, jnp.ones((2, 2)))]
-    [1.0, 4.0, 0.25]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> advantages = jnp.array([[1.0, 3.0], [-3.0, -1.0]])
+      >>> [float(x) for x in within_between_variance(advantages, jnp.ones((2, 2)))]
+      [1.0, 4.0, 0.25]
     """
     check_shapes(advantages=advantages, mask=mask)
     mask, (advantages,) = tokens.hidden(mask, advantages)
@@ -118,10 +119,11 @@ def td_concentration(
     References:
       Shao and Cheng, 2025. https://arxiv.org/abs/2506.03038
 
-    >>> import jax.numpy as jnp
-    >>> rewards, values = jnp.array([[0.0, 0.0, 0.0, 1.0]]), jnp.array([[0.5, 0.5, 1.0, 1.0]])
-    >>> [float(x) for x in td_concentration(rewards, values, jnp.ones((1, 4)))]
-    [0.75, 1.0, 0.0]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> rewards, values = jnp.array([[0.0, 0.0, 0.0, 1.0]]), jnp.array([[0.5, 0.5, 1.0, 1.0]])
+      >>> [float(x) for x in td_concentration(rewards, values, jnp.ones((1, 4)))]
+      [0.75, 1.0, 0.0]
     """
     if not 0 < share <= 1:
         raise ValueError(f"share={share} must lie above 0 and up to 1: it is a part of the tokens.")
@@ -186,11 +188,12 @@ def outcome_contradiction(
     References:
       Shao and Cheng, 2025. https://arxiv.org/abs/2506.03038
 
-    >>> import jax.numpy as jnp
-    >>> rewards, values = jnp.array([0.0, 0.0, 0.0, 1.0]), jnp.full(4, 0.5)
-    >>> advantages = jnp.array([0.5, -0.25, 0.5, 0.5])
-    >>> float(outcome_contradiction(rewards, values, advantages, jnp.ones(4)))
-    0.25
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> rewards, values = jnp.array([0.0, 0.0, 0.0, 1.0]), jnp.full(4, 0.5)
+      >>> advantages = jnp.array([0.5, -0.25, 0.5, 0.5])
+      >>> float(outcome_contradiction(rewards, values, advantages, jnp.ones(4)))
+      0.25
     """
     check_shapes(rewards=rewards, values=values, advantages=advantages, mask=mask)
     mask, (rewards, values, advantages) = tokens.hidden(mask, rewards, values, advantages)

@@ -56,11 +56,12 @@ def group_degeneracy(
     References:
       Yu et al., "DAPO", 2025, section 3.2. https://arxiv.org/abs/2503.14476
 
-    >>> import jax.numpy as jnp
-    >>> correct, groups = jnp.array([1, 1, 0, 1, 0, 0]), jnp.array([4, 4, 7, 7, 9, 9])
-    >>> found = group_degeneracy(correct, groups)
-    >>> round(float(found.pass_at_1), 3), round(float(found.pass_at_k), 3)
-    (0.5, 0.667)
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> correct, groups = jnp.array([1, 1, 0, 1, 0, 0]), jnp.array([4, 4, 7, 7, 9, 9])
+      >>> found = group_degeneracy(correct, groups)
+      >>> round(float(found.pass_at_1), 3), round(float(found.pass_at_k), 3)
+      (0.5, 0.667)
     """
     check_shapes(correct=correct, groups=groups)
     (correct,) = as_floats(jax.lax.stop_gradient(correct))

@@ -89,10 +89,12 @@ def terminal_reach(
     References:
       Yue et al., "VAPO", 2025, section 4.2. https://arxiv.org/abs/2504.05118
 
-    >>> import jax.numpy as jnp
-    >>> found = terminal_reach(jnp.ones((1, 10)), lam=0.5)
-    >>> round(float(found.share), 3), float(found.horizon), round(float(found.relative_horizon), 3)
-    (0.7, 2.0, 0.2)
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> found = terminal_reach(jnp.ones((1, 10)), lam=0.5)
+      >>> share, relative_horizon = float(found.share), float(found.relative_horizon)
+      >>> round(share, 3), float(found.horizon), round(relative_horizon, 3)
+      (0.7, 2.0, 0.2)
     """
     mask, (shape,) = tokens.hidden(mask, jnp.zeros(jnp.shape(mask), jnp.result_type(lam, float)))
     decay = spread("lam", lam, shape) * spread("gamma", gamma, shape)
@@ -151,10 +153,11 @@ def lambda_sensitivity(
     References:
       Yue et al., "VAPO", 2025, section 4.2. https://arxiv.org/abs/2504.05118
 
-    >>> import jax.numpy as jnp
-    >>> rewards, values = jnp.array([[0.0, 1.0], [0.0, -1.0]]), jnp.zeros((2, 2))
-    >>> lambda_sensitivity(rewards, values, jnp.ones((2, 2)), lam=0.5).sign_agreement.tolist()
-    [1.0]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> rewards, values = jnp.array([[0.0, 1.0], [0.0, -1.0]]), jnp.zeros((2, 2))
+      >>> lambda_sensitivity(rewards, values, jnp.ones((2, 2)), lam=0.5).sign_agreement.tolist()
+      [1.0]
     """
     check_shapes(rewards=rewards, values=values, mask=mask)
     mask, (rewards, values) = tokens.hidden(mask, rewards, values)
@@ -202,9 +205,10 @@ def guard_rate(
     References:
       Yue et al., "VAPO", 2025, section 4.2. https://arxiv.org/abs/2504.05118
 
-    >>> import jax.numpy as jnp
-    >>> float(guard_rate(jnp.array([10, 20, 40, 80]), alpha=0.05))
-    0.5
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> float(guard_rate(jnp.array([10, 20, 40, 80]), alpha=0.05))
+      0.5
     """
     if alpha <= 0:
         raise ValueError(f"alpha={alpha} must be positive: VAPO uses 0.05, later work 0.4 to 1.5.")

@@ -69,10 +69,11 @@ def length_share(mask: Shaped[ArrayLike, "*batch time"], *, edges: Sequence[int]
     References:
       Yu et al., "DAPO", 2025, section 3.3 (the loss over tokens). https://arxiv.org/abs/2503.14476
 
-    >>> import jax.numpy as jnp
-    >>> mask = jnp.arange(2000)[None, :] < jnp.array([[100], [2000]])
-    >>> length_share(mask, edges=(1000,)).tokens.round(3).tolist()
-    [0.04800000041723251, 0.9520000219345093]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> mask = jnp.arange(2000)[None, :] < jnp.array([[100], [2000]])
+      >>> length_share(mask, edges=(1000,)).tokens.round(3).tolist()
+      [0.04800000041723251, 0.9520000219345093]
     """
     mask, (one,) = tokens.hidden(mask, jnp.ones(jnp.shape(mask)))
     length = tokens.count(mask, -1)
@@ -110,11 +111,12 @@ def negative_share(
     References:
       Shao and Cheng, 2025. https://arxiv.org/abs/2505.17997
 
-    >>> import jax.numpy as jnp
-    >>> mask = jnp.array([[1, 0, 0], [1, 1, 1]])
-    >>> found = negative_share(jnp.array([[1.0, 0.0, 0.0], [-1.0, -1.0, -1.0]]), mask)
-    >>> [float(x) for x in found]
-    [0.5, 0.75, 3.0, 1.0, -0.5]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> mask = jnp.array([[1, 0, 0], [1, 1, 1]])
+      >>> found = negative_share(jnp.array([[1.0, 0.0, 0.0], [-1.0, -1.0, -1.0]]), mask)
+      >>> [float(x) for x in found]
+      [0.5, 0.75, 3.0, 1.0, -0.5]
     """
     check_shapes(advantages=advantages, mask=mask)
     mask, (advantages,) = tokens.hidden(mask, advantages)

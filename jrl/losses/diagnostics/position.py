@@ -43,9 +43,10 @@ def relative_position(
     Raises:
       ValueError: if `num_bins` is not positive.
 
-    >>> import jax.numpy as jnp
-    >>> relative_position(jnp.array([1, 1, 0, 1, 1]), num_bins=2).tolist()
-    [0, 0, 0, 1, 1]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> relative_position(jnp.array([1, 1, 0, 1, 1]), num_bins=2).tolist()
+      [0, 0, 0, 1, 1]
     """
     if num_bins < 1:
         raise ValueError(f"num_bins={num_bins} must be at least 1.")
@@ -88,11 +89,12 @@ def by_position(
     References:
       Yuan et al., "VC-PPO", 2025, section 3 (value bias). https://arxiv.org/abs/2503.01491
 
-    >>> import jax.numpy as jnp
-    >>> values, returns = jnp.array([[0.5, 1.0], [0.5, 0.0]]), jnp.array([[1.0, 1.0], [0.0, 0.0]])
-    >>> found = by_position(values, returns, jnp.ones((2, 2)), num_bins=2)
-    >>> found.explained_variance.tolist(), found.error.tolist()
-    ([0.0, 1.0], [0.5, 0.0])
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> values, returns = jnp.array([[0.5, 1.0], [0.5, 0.0]]), jnp.array([[1.0, 1.0], [0.0, 0.0]])
+      >>> found = by_position(values, returns, jnp.ones((2, 2)), num_bins=2)
+      >>> found.explained_variance.tolist(), found.error.tolist()
+      ([0.0, 1.0], [0.5, 0.0])
     """
     check_shapes(values=values, returns=returns, mask=mask)
     bins = relative_position(mask, num_bins=num_bins)

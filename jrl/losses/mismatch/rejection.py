@@ -49,11 +49,12 @@ def geometric_rejection_mask(
       verl, "Rollout correction", geometric rejection.
       https://verl.readthedocs.io/en/latest/algo/rollout_corr_math.html
 
-    >>> import jax.numpy as jnp
-    >>> log_weights = jnp.array([[0.1, 0.5], [0.1, -0.2]])
-    >>> mask = jnp.array([[1, 1], [1, 1]])
-    >>> geometric_rejection_mask(log_weights, 0 * log_weights, mask, low=0.8, high=1.25).tolist()
-    [[False, False], [True, True]]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> log_weights = jnp.array([[0.1, 0.5], [0.1, -0.2]])
+      >>> mask = jnp.array([[1, 1], [1, 1]])
+      >>> geometric_rejection_mask(log_weights, 0 * log_weights, mask, low=0.8, high=1.25).tolist()
+      [[False, False], [True, True]]
     """
     check_range("low", low, "high", high)
     geometric = mismatch_weights(
@@ -104,13 +105,14 @@ def divergence_rejection_mask(
     References:
       As for `geometric_rejection_mask`.
 
-    >>> import jax.numpy as jnp
-    >>> log_weights = jnp.array([[0.1, 1.0], [0.1, -0.2]])
-    >>> arrays = (log_weights, 0 * log_weights, jnp.ones((2, 2)))
-    >>> divergence_rejection_mask(*arrays, over="mean", bound=0.1).tolist()
-    [[False, False], [True, True]]
-    >>> divergence_rejection_mask(*arrays, over="token", bound=0.1).tolist()
-    [[True, False], [True, True]]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> log_weights = jnp.array([[0.1, 1.0], [0.1, -0.2]])
+      >>> arrays = (log_weights, 0 * log_weights, jnp.ones((2, 2)))
+      >>> divergence_rejection_mask(*arrays, over="mean", bound=0.1).tolist()
+      [[False, False], [True, True]]
+      >>> divergence_rejection_mask(*arrays, over="token", bound=0.1).tolist()
+      [[True, False], [True, True]]
     """
     if kind not in get_args(RejectionKind):
         raise ValueError(f"kind={kind!r} is neither 'k2' nor 'k3'.")

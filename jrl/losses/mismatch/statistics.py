@@ -28,10 +28,11 @@ class EffectiveSampleSize(Generic[Leaf]):
       sum: their sum.
       sum_of_squares: the sum of their squares.
 
-    >>> import jax.numpy as jnp
-    >>> record = EffectiveSampleSize.of(jnp.array([1.0, 1.0, 0.0, 0.0]), jnp.ones(4))
-    >>> float(record.value())
-    0.5
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> record = EffectiveSampleSize.of(jnp.array([1.0, 1.0, 0.0, 0.0]), jnp.ones(4))
+      >>> float(record.value())
+      0.5
     """
 
     count: Leaf
@@ -96,12 +97,13 @@ def mismatch_statistics(
       verl, "Rollout correction", metrics.
       https://verl.readthedocs.io/en/latest/algo/rollout_corr_math.html
 
-    >>> import jax.numpy as jnp
-    >>> log_weights = jnp.array([[0.5, -0.25, 9.0]])
-    >>> mask = jnp.array([[1, 1, 0]])
-    >>> statistics = mismatch_statistics(log_weights, 0 * log_weights, mask)
-    >>> float(statistics["kl"].value()), round(float(statistics["chi2_token"].value()), 4)
-    (-0.125, 0.6624)
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> log_weights = jnp.array([[0.5, -0.25, 9.0]])
+      >>> mask = jnp.array([[1, 1, 0]])
+      >>> statistics = mismatch_statistics(log_weights, 0 * log_weights, mask)
+      >>> float(statistics["kl"].value()), round(float(statistics["chi2_token"].value()), 4)
+      (-0.125, 0.6624)
     """
     log_weights, mask = log_ratio(logprobs, sampler_logprobs, mask)
     sequences = jnp.any(mask, axis=-1)

@@ -60,11 +60,12 @@ def mismatch_weights(
       Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025.
       https://fengyao.notion.site/off-policy-rl
 
-    >>> import jax.numpy as jnp
-    >>> log_weights = jnp.log(jnp.array([[2.0, 4.0], [0.5, 1.0]]))
-    >>> mask = jnp.array([[1, 1], [1, 0]])
-    >>> mismatch_weights(log_weights, 0 * log_weights, mask, level="sequence").tolist()
-    [[8.0, 8.0], [0.5, 0.0]]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> log_weights = jnp.log(jnp.array([[2.0, 4.0], [0.5, 1.0]]))
+      >>> mask = jnp.array([[1, 1], [1, 0]])
+      >>> mismatch_weights(log_weights, 0 * log_weights, mask, level="sequence").tolist()
+      [[8.0, 8.0], [0.5, 0.0]]
     """
     if level not in get_args(WeightLevel):
         choices = ", ".join(get_args(WeightLevel))
@@ -109,9 +110,10 @@ def truncated_weights(
     References:
       Ionides, "Truncated importance sampling", 2008. Yao et al., 2025, as for `mismatch_weights`.
 
-    >>> import jax.numpy as jnp
-    >>> truncated_weights(jnp.array([0.25, 1.5, 7.0, 9.0]), jnp.array([1, 1, 1, 0])).tolist()
-    [0.25, 1.5, 2.0, 0.0]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> truncated_weights(jnp.array([0.25, 1.5, 7.0, 9.0]), jnp.array([1, 1, 1, 0])).tolist()
+      [0.25, 1.5, 2.0, 0.0]
     """
     check_range("low", low, "high", high)
     weights, mask = _clean(weights, mask)
@@ -153,9 +155,10 @@ def icepop_weights(
     References:
       Ling team, "Every step evolves", 2025 (IcePop). https://arxiv.org/abs/2510.18855
 
-    >>> import jax.numpy as jnp
-    >>> icepop_weights(jnp.array([0.25, 0.5, 5.0, 7.0]), jnp.ones(4)).tolist()
-    [0.0, 0.5, 5.0, 0.0]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> icepop_weights(jnp.array([0.25, 0.5, 5.0, 7.0]), jnp.ones(4)).tolist()
+      [0.0, 0.5, 5.0, 0.0]
     """
     check_range("low", low, "high", high)
     weights, mask = _clean(weights, mask)
@@ -197,10 +200,11 @@ def normalized_weights(
       verl, "Rollout correction", batch normalisation (off by default).
       https://verl.readthedocs.io/en/latest/algo/rollout_corr_math.html
 
-    >>> import jax.numpy as jnp
-    >>> weights, mask = jnp.array([[1.0, 2.0], [6.5, 9.0]]), jnp.array([[1, 1], [1, 0]])
-    >>> normalized_weights(weights, mask, over="sequence").tolist()
-    [[0.25, 0.5], [1.625, 0.0]]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> weights, mask = jnp.array([[1.0, 2.0], [6.5, 9.0]]), jnp.array([[1, 1], [1, 0]])
+      >>> normalized_weights(weights, mask, over="sequence").tolist()
+      [[0.25, 0.5], [1.625, 0.0]]
     """
     if over not in get_args(WeightMean):
         raise ValueError(f"over={over!r} is neither 'token' nor 'sequence'.")
@@ -247,10 +251,11 @@ def sequence_masked_weights(
     References:
       OpenRLHF and NeMo-RL, options "seq-mask-tis".
 
-    >>> import jax.numpy as jnp
-    >>> log_weights, ones = jnp.log(jnp.array([[2.0, 8.0], [0.5, 4.0]])), jnp.ones((2, 2))
-    >>> sequence_masked_weights(log_weights, 0 * ones, ones, low=0.5, high=2).round(3).tolist()
-    [[0.0, 0.0], [0.5, 4.0]]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> log_weights, ones = jnp.log(jnp.array([[2.0, 8.0], [0.5, 4.0]])), jnp.ones((2, 2))
+      >>> sequence_masked_weights(log_weights, 0 * ones, ones, low=0.5, high=2).round(3).tolist()
+      [[0.0, 0.0], [0.5, 4.0]]
     """
     check_range("low", low, "high", high)
     arrays = (logprobs, sampler_logprobs, mask)

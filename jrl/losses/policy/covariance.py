@@ -55,12 +55,13 @@ def covariance_statistics(
     Returns:
       The record, which adds up over pieces.
 
-    >>> import jax.numpy as jnp
-    >>> statistics = covariance_statistics(
-    ...     jnp.array([-1.0, -3.0]), jnp.array([2.0, 0.0]), jnp.ones(2)
-    ... )
-    >>> float(statistics.advantages.value()), float(statistics.logprobs.value())
-    (1.0, -2.0)
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> statistics = covariance_statistics(
+      ...     jnp.array([-1.0, -3.0]), jnp.array([2.0, 0.0]), jnp.ones(2)
+      ... )
+      >>> float(statistics.advantages.value()), float(statistics.logprobs.value())
+      (1.0, -2.0)
     """
     tokens = clean(logprobs, logprobs, advantages, mask)
     return CovarianceStatistics(
@@ -95,10 +96,11 @@ def covariances(
       Cui et al., "The entropy mechanism of reinforcement learning for reasoning language models",
       2025. https://arxiv.org/abs/2505.22617
 
-    >>> import jax.numpy as jnp
-    >>> logprobs, advantages = jnp.array([-1.0, -3.0, -9.0]), jnp.array([2.0, 0.0, 9.0])
-    >>> covariances(logprobs, advantages, jnp.array([1, 1, 0])).tolist()
-    [1.0, 1.0, 0.0]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> logprobs, advantages = jnp.array([-1.0, -3.0, -9.0]), jnp.array([2.0, 0.0, 9.0])
+      >>> covariances(logprobs, advantages, jnp.array([1, 1, 0])).tolist()
+      [1.0, 1.0, 0.0]
     """
     if statistics is None:
         statistics = covariance_statistics(logprobs, advantages, mask)
@@ -161,10 +163,11 @@ def clip_cov_surrogate(
       Cui et al., "The entropy mechanism of reinforcement learning for reasoning language models",
       2025. https://arxiv.org/abs/2505.22617
 
-    >>> import jax.numpy as jnp
-    >>> logprobs, advantages = jnp.array([-1.0, -4.0, -1.0]), jnp.array([2.0, 0.0, -2.0])
-    >>> clip_cov_surrogate(logprobs, logprobs, advantages, jnp.ones(3), fraction=1).tolist()
-    [0.0, -0.0, 2.0]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> logprobs, advantages = jnp.array([-1.0, -4.0, -1.0]), jnp.array([2.0, 0.0, -2.0])
+      >>> clip_cov_surrogate(logprobs, logprobs, advantages, jnp.ones(3), fraction=1).tolist()
+      [0.0, -0.0, 2.0]
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, _ = _clip_cov(
@@ -222,13 +225,14 @@ def clip_cov_loss(
     References:
       As for `clip_cov_surrogate`.
 
-    >>> import jax, jax.numpy as jnp
-    >>> logprobs, advantages = jnp.array([-1.0, -4.0, -1.0]), jnp.array([2.0, 0.0, -2.0])
-    >>> _, metrics = clip_cov_loss(
-    ...     logprobs, logprobs, advantages, jnp.ones(3), key=jax.random.key(0), low=0.5
-    ... )
-    >>> float(metrics["cov_frac"].sum)
-    1.0
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> logprobs, advantages = jnp.array([-1.0, -4.0, -1.0]), jnp.array([2.0, 0.0, -2.0])
+      >>> _, metrics = clip_cov_loss(
+      ...     logprobs, logprobs, advantages, jnp.ones(3), key=jax.random.key(0), low=0.5
+      ... )
+      >>> float(metrics["cov_frac"].sum)
+      1.0
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, statistics = _clip_cov(
@@ -282,10 +286,11 @@ def kl_cov_surrogate(
       Cui et al., "The entropy mechanism of reinforcement learning for reasoning language models",
       2025. https://arxiv.org/abs/2505.22617
 
-    >>> import jax.numpy as jnp
-    >>> logprobs, advantages = jnp.array([-1.0, -4.0, -1.0]), jnp.array([2.0, 0.0, -2.0])
-    >>> kl_cov_surrogate(logprobs, logprobs, advantages, jnp.ones(3)).tolist()
-    [-2.0, -0.0, 2.0]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> logprobs, advantages = jnp.array([-1.0, -4.0, -1.0]), jnp.array([2.0, 0.0, -2.0])
+      >>> kl_cov_surrogate(logprobs, logprobs, advantages, jnp.ones(3)).tolist()
+      [-2.0, -0.0, 2.0]
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, _ = _kl_cov(tokens, fraction, coefficient, chosen, max_log_ratio)
@@ -333,11 +338,12 @@ def kl_cov_loss(
     References:
       As for `kl_cov_surrogate`.
 
-    >>> import jax.numpy as jnp
-    >>> logprobs, advantages = jnp.array([-1.0, -4.0, -1.0]), jnp.array([2.0, 0.0, -2.0])
-    >>> loss, metrics = kl_cov_loss(logprobs, logprobs - 0.5, advantages, jnp.ones(3))
-    >>> round(float(loss), 4), float(metrics["cov_frac"].sum)
-    (0.1667, 1.0)
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> logprobs, advantages = jnp.array([-1.0, -4.0, -1.0]), jnp.array([2.0, 0.0, -2.0])
+      >>> loss, metrics = kl_cov_loss(logprobs, logprobs - 0.5, advantages, jnp.ones(3))
+      >>> round(float(loss), 4), float(metrics["cov_frac"].sum)
+      (0.1667, 1.0)
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, statistics = _kl_cov(tokens, fraction, coefficient, chosen, max_log_ratio)

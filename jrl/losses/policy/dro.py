@@ -57,10 +57,11 @@ def dro_surrogate(
       Richemond et al., "Offline regularised reinforcement learning for large language models
       alignment", 2024. https://arxiv.org/abs/2405.19107
 
-    >>> import jax.numpy as jnp
-    >>> ones = jnp.ones(2)
-    >>> dro_surrogate(jnp.array([-1.0, -3.0]), -ones, ones, ones, beta=0.5).tolist()
-    [1.0, 4.0]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> ones = jnp.ones(2)
+      >>> dro_surrogate(jnp.array([-1.0, -3.0]), -ones, ones, ones, beta=0.5).tolist()
+      [1.0, 4.0]
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, _ = _penalised(tokens, beta, max_log_ratio)
@@ -106,11 +107,12 @@ def dro_loss(
     References:
       As for `dro_surrogate`.
 
-    >>> import jax.numpy as jnp
-    >>> ones = jnp.ones(2)
-    >>> loss, _ = dro_loss(jnp.array([-1.0, -3.0]), -ones, ones, ones, beta=0.5)
-    >>> float(loss)
-    2.5
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> ones = jnp.ones(2)
+      >>> loss, _ = dro_loss(jnp.array([-1.0, -3.0]), -ones, ones, ones, beta=0.5)
+      >>> float(loss)
+      2.5
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, statistics = _penalised(tokens, beta, max_log_ratio)

@@ -71,11 +71,12 @@ def entropy_statistics(
     References:
       "Heterogeneous adaptive policy optimization", 2025. https://arxiv.org/abs/2509.16591
 
-    >>> import jax.numpy as jnp
-    >>> entropy = jnp.array([0.02, 0.05, 0.1, 0.3, 0.6, 0.9, 1.2, 2.0])
-    >>> statistics = entropy_statistics(entropy, jnp.ones(8))
-    >>> round(float(statistics.pivot), 4), round(float(statistics.scale), 4)
-    (0.1823, 2.115)
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> entropy = jnp.array([0.02, 0.05, 0.1, 0.3, 0.6, 0.9, 1.2, 2.0])
+      >>> statistics = entropy_statistics(entropy, jnp.ones(8))
+      >>> round(float(statistics.pivot), 4), round(float(statistics.scale), 4)
+      (0.1823, 2.115)
     """
     if not 0 <= quantile <= 1:
         raise ValueError(f"quantile={quantile} must be from 0 to 1, such as 0.8.")
@@ -126,11 +127,12 @@ def standardized_entropy(
     References:
       As for `entropy_statistics`.
 
-    >>> import jax.numpy as jnp
-    >>> entropy = jnp.array([0.02, 0.05, 0.1, 0.3, 0.6, 0.9, 1.2, 2.0])
-    >>> h = standardized_entropy(entropy, jnp.ones(8))
-    >>> [round(float(x), 4) for x in h[-3:]]
-    [-0.136, 0.0, 0.2415]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> entropy = jnp.array([0.02, 0.05, 0.1, 0.3, 0.6, 0.9, 1.2, 2.0])
+      >>> h = standardized_entropy(entropy, jnp.ones(8))
+      >>> [round(float(x), 4) for x in h[-3:]]
+      [-0.136, 0.0, 0.2415]
     """
     if statistics is None:
         statistics = entropy_statistics(entropy, mask, quantile=quantile)
@@ -180,11 +182,12 @@ def entropy_signal(
     References:
       As for `entropy_statistics`; eq. 6.
 
-    >>> import jax.numpy as jnp
-    >>> entropy = jnp.array([[0.25, 1.0, 1.0], [1.0, 2.0, 0.0]])
-    >>> mask = jnp.array([[1, 1, 1], [1, 1, 0]])
-    >>> entropy_signal(entropy, mask).tolist()
-    [[-1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> entropy = jnp.array([[0.25, 1.0, 1.0], [1.0, 2.0, 0.0]])
+      >>> mask = jnp.array([[1, 1, 1], [1, 1, 0]])
+      >>> entropy_signal(entropy, mask).tolist()
+      [[-1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
     """
     if sign not in get_args(EntropySign):
         raise ValueError(f"sign={sign!r} is neither 'intended' nor 'release'.")
@@ -235,9 +238,10 @@ def adaptive_temperature(
     References:
       As for `entropy_statistics`; adaptive temperature sampling.
 
-    >>> import jax.numpy as jnp
-    >>> adaptive_temperature(jnp.array([-1.0, 0.0, 2.0]), strength=0.25).tolist()
-    [0.75, 1.0, 1.25]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> adaptive_temperature(jnp.array([-1.0, 0.0, 2.0]), strength=0.25).tolist()
+      [0.75, 1.0, 1.25]
     """
     if base <= 0:
         raise ValueError(f"base={base} is a temperature and must be above 0, such as 1.")

@@ -52,10 +52,11 @@ def asymmetric_clip_bounds(
     References:
       As for `entropy_statistics`; asymmetric adaptive clipping.
 
-    >>> import jax.numpy as jnp
-    >>> low, high = asymmetric_clip_bounds(jnp.array([-1.0, 0.0, 1.0]), clip_high=0.25)
-    >>> low.tolist(), high.tolist()
-    ([0.4000000059604645, 0.20000000298023224, 0.20000000298023224], [0.25, 0.25, 0.5])
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> low, high = asymmetric_clip_bounds(jnp.array([-1.0, 0.0, 1.0]), clip_high=0.25)
+      >>> low.tolist(), high.tolist()
+      ([0.4000000059604645, 0.20000000298023224, 0.20000000298023224], [0.25, 0.25, 0.5])
     """
     check_distance("clip_low", clip_low)
     check_distance("clip_high", clip_high)
@@ -108,11 +109,12 @@ def redistributed_advantages(
     References:
       As for `entropy_statistics`; differential advantage redistribution.
 
-    >>> import jax.numpy as jnp
-    >>> ratio, signal = jnp.array([1.0, 0.7, 1.3, 1.0]), jnp.array([-0.5, -0.5, 0.5, 0.5])
-    >>> ones = jnp.ones(4)
-    >>> redistributed_advantages(jnp.log(ratio), 0 * ones, ones, ones, signal).tolist()
-    [0.5, 1.0, 1.5, 1.0]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> ratio, signal = jnp.array([1.0, 0.7, 1.3, 1.0]), jnp.array([-0.5, -0.5, 0.5, 0.5])
+      >>> ones = jnp.ones(4)
+      >>> redistributed_advantages(jnp.log(ratio), 0 * ones, ones, ones, signal).tolist()
+      [0.5, 1.0, 1.5, 1.0]
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     signal = _clean_signal(tokens, signal)
@@ -170,11 +172,12 @@ def hapo_surrogate(
       "Heterogeneous adaptive policy optimization", 2025. https://arxiv.org/abs/2509.16591
       https://github.com/starriver030515/HAPO
 
-    >>> import jax.numpy as jnp
-    >>> ratio, signal = jnp.array([1.0, 1.5, 1.5]), jnp.array([-0.5, 0.0, 1.0])
-    >>> ones = jnp.ones(3)
-    >>> hapo_surrogate(jnp.log(ratio), 0 * ones, ones, ones, signal, clip_high=0.25).tolist()
-    [-0.5, -1.25, -3.0]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> ratio, signal = jnp.array([1.0, 1.5, 1.5]), jnp.array([-0.5, 0.0, 1.0])
+      >>> ones = jnp.ones(3)
+      >>> hapo_surrogate(jnp.log(ratio), 0 * ones, ones, ones, signal, clip_high=0.25).tolist()
+      [-0.5, -1.25, -3.0]
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, _ = _hapo(
@@ -237,12 +240,13 @@ def hapo_loss(
     References:
       As for `hapo_surrogate`.
 
-    >>> import jax.numpy as jnp
-    >>> ratio, signal = jnp.array([1.0, 1.5, 1.5]), jnp.array([-0.5, 0.0, 1.0])
-    >>> ones = jnp.ones(3)
-    >>> loss, metrics = hapo_loss(jnp.log(ratio), 0 * ones, ones, ones, signal, clip_high=0.25)
-    >>> round(float(loss), 4), round(float(metrics["redistributed"].value()), 4)
-    (-1.5833, 0.6667)
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> ratio, signal = jnp.array([1.0, 1.5, 1.5]), jnp.array([-0.5, 0.0, 1.0])
+      >>> ones = jnp.ones(3)
+      >>> loss, metrics = hapo_loss(jnp.log(ratio), 0 * ones, ones, ones, signal, clip_high=0.25)
+      >>> round(float(loss), 4), round(float(metrics["redistributed"].value()), 4)
+      (-1.5833, 0.6667)
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, statistics = _hapo(

@@ -34,11 +34,12 @@ def positive_example_loss(
     References:
       Yue et al., "VAPO", 2025, section 4.3. https://arxiv.org/abs/2504.05118
 
-    >>> import jax.numpy as jnp
-    >>> logprobs = jnp.array([[-1.0, -2.0], [-3.0, -4.0]])
-    >>> loss, _ = positive_example_loss(logprobs, jnp.array([1, 0]), jnp.ones((2, 2)))
-    >>> float(loss)
-    1.5
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> logprobs = jnp.array([[-1.0, -2.0], [-3.0, -4.0]])
+      >>> loss, _ = positive_example_loss(logprobs, jnp.array([1, 0]), jnp.ones((2, 2)))
+      >>> float(loss)
+      1.5
     """
     check_shapes(logprobs=logprobs, mask=mask)
     imitated = as_mask(mask) & as_mask(correct)[..., None]

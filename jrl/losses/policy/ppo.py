@@ -79,10 +79,11 @@ def ppo_surrogate(
       Yu et al., "DAPO", 2025, section 3.1 (clip-higher). https://arxiv.org/abs/2503.14476
       Prime Intellect, "INTELLECT-2", 2025 (guard). https://arxiv.org/abs/2505.07291
 
-    >>> import jax.numpy as jnp
-    >>> ratio, ones = jnp.array([0.5, 1.0, 1.25, 4.0]), jnp.ones(4)
-    >>> ppo_surrogate(jnp.log(ratio), 0 * ones, ones, ones, clip_high=0.25).tolist()
-    [-0.5, -1.0, -1.25, -1.25]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> ratio, ones = jnp.array([0.5, 1.0, 1.25, 4.0]), jnp.ones(4)
+      >>> ppo_surrogate(jnp.log(ratio), 0 * ones, ones, ones, clip_high=0.25).tolist()
+      [-0.5, -1.0, -1.25, -1.25]
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, _ = clipped(tokens, clip_low, clip_high, clip_dual, max_log_ratio, guard)
@@ -139,14 +140,15 @@ def ppo_loss(
     References:
       As for `ppo_surrogate`.
 
-    >>> import jax, jax.numpy as jnp
-    >>> old = jnp.log(jnp.array([[0.5, 0.5], [0.5, 0.25]]))
-    >>> mask = jnp.array([[1, 1], [1, 0]])
-    >>> advantages = jnp.array([[1.0], [-1.0]])
-    >>> step = jax.value_and_grad(ppo_loss, has_aux=True)
-    >>> (loss, metrics), gradient = step(old, old, advantages, mask)
-    >>> gradient.round(3).tolist(), float(metrics["pg_clipfrac"].value())
-    ([[-0.3330000042915344, -0.3330000042915344], [0.3330000042915344, 0.0]], 0.0)
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> old = jnp.log(jnp.array([[0.5, 0.5], [0.5, 0.25]]))
+      >>> mask = jnp.array([[1, 1], [1, 0]])
+      >>> advantages = jnp.array([[1.0], [-1.0]])
+      >>> step = jax.value_and_grad(ppo_loss, has_aux=True)
+      >>> (loss, metrics), gradient = step(old, old, advantages, mask)
+      >>> gradient.round(3).tolist(), float(metrics["pg_clipfrac"].value())
+      ([[-0.3330000042915344, -0.3330000042915344], [0.3330000042915344, 0.0]], 0.0)
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, statistics = clipped(tokens, clip_low, clip_high, clip_dual, max_log_ratio, guard)

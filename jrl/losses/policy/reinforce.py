@@ -51,9 +51,10 @@ def reinforce_surrogate(
       Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement
       learning", 1992. https://doi.org/10.1007/BF00992696
 
-    >>> import jax.numpy as jnp
-    >>> reinforce_surrogate(jnp.array([-1.0, -2.0]), jnp.array([0.5, -1.0]), jnp.ones(2)).tolist()
-    [0.5, -2.0]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> reinforce_surrogate(jnp.array([-1.0, -2.0]), jnp.array([0.5, -1.0]), jnp.ones(2)).tolist()
+      [0.5, -2.0]
     """
     tokens = _without_old(logprobs, advantages, mask)
     return -tokens.advantages * tokens.logprobs
@@ -96,10 +97,11 @@ def reinforce_loss(
       Chu et al., "GPG: a simple and strong reinforcement learning baseline for model reasoning",
       2025. https://arxiv.org/abs/2504.02546
 
-    >>> import jax.numpy as jnp
-    >>> loss, _ = reinforce_loss(jnp.array([-1.0, -2.0]), jnp.array([0.5, -1.0]), jnp.ones(2))
-    >>> float(loss)
-    -0.75
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> loss, _ = reinforce_loss(jnp.array([-1.0, -2.0]), jnp.array([0.5, -1.0]), jnp.ones(2))
+      >>> float(loss)
+      -0.75
     """
     tokens = _without_old(logprobs, advantages, mask)
     return reduce_surrogate(
@@ -159,12 +161,13 @@ def cispo_surrogate(
     References:
       MiniMax, "MiniMax-M1", 2025, eqs. 4 and 5. https://arxiv.org/abs/2506.13585
 
-    >>> import jax.numpy as jnp
-    >>> log_ratio, ones = jnp.array([0.1, 0.5]), jnp.ones(2)
-    >>> logprobs = jnp.array([-1.0, -0.2])
-    >>> losses = cispo_surrogate(logprobs, logprobs - log_ratio, ones, ones)
-    >>> [round(float(loss), 4) for loss in losses]
-    [1.1052, 0.24]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> log_ratio, ones = jnp.array([0.1, 0.5]), jnp.ones(2)
+      >>> logprobs = jnp.array([-1.0, -0.2])
+      >>> losses = cispo_surrogate(logprobs, logprobs - log_ratio, ones, ones)
+      >>> [round(float(loss), 4) for loss in losses]
+      [1.1052, 0.24]
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, _ = _clipped_weight(tokens, clip_low, clip_high, max_log_ratio)
@@ -215,11 +218,12 @@ def cispo_loss(
     References:
       As for `cispo_surrogate`.
 
-    >>> import jax.numpy as jnp
-    >>> logprobs, old, ones = jnp.array([-1.0, -0.5]), jnp.array([-1.0, -1.5]), jnp.ones(2)
-    >>> loss, metrics = cispo_loss(logprobs, old, ones, ones, clip_high=1.0)
-    >>> float(loss), float(metrics["pg_clipfrac"].value())
-    (1.0, 0.5)
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> logprobs, old, ones = jnp.array([-1.0, -0.5]), jnp.array([-1.0, -1.5]), jnp.ones(2)
+      >>> loss, metrics = cispo_loss(logprobs, old, ones, ones, clip_high=1.0)
+      >>> float(loss), float(metrics["pg_clipfrac"].value())
+      (1.0, 0.5)
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, statistics = _clipped_weight(tokens, clip_low, clip_high, max_log_ratio)
@@ -280,11 +284,12 @@ def vespo_surrogate(
       "VESPO: variational sequence-level soft policy optimization for stable off-policy LLM
       training", 2026. https://arxiv.org/abs/2602.10693
 
-    >>> import jax.numpy as jnp
-    >>> log_ratio, ones = jnp.array([[0.1, -0.3, 0.0], [9.0, 9.0, 9.0]]), jnp.ones((2, 3))
-    >>> losses = vespo_surrogate(-ones, -ones - log_ratio, ones, ones)
-    >>> [round(float(loss), 4) for loss in losses[:, 0]]
-    [1.1547, 0.0]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> log_ratio, ones = jnp.array([[0.1, -0.3, 0.0], [9.0, 9.0, 9.0]]), jnp.ones((2, 3))
+      >>> losses = vespo_surrogate(-ones, -ones - log_ratio, ones, ones)
+      >>> [round(float(loss), 4) for loss in losses[:, 0]]
+      [1.1547, 0.0]
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     settings = (k_positive, lam_positive, k_negative, lam_negative)
@@ -339,11 +344,12 @@ def vespo_loss(
     References:
       As for `vespo_surrogate`.
 
-    >>> import jax.numpy as jnp
-    >>> ones = jnp.ones((1, 3))
-    >>> loss, metrics = vespo_loss(-ones, -ones, ones, ones)
-    >>> float(loss), float(metrics["phi"].value())
-    (1.0, 1.0)
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> ones = jnp.ones((1, 3))
+      >>> loss, metrics = vespo_loss(-ones, -ones, ones, ones)
+      >>> float(loss), float(metrics["phi"].value())
+      (1.0, 1.0)
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     settings = (k_positive, lam_positive, k_negative, lam_negative)

@@ -37,9 +37,10 @@ def entropy_threshold(
     References:
       As for `top_entropy_mask`.
 
-    >>> import jax.numpy as jnp
-    >>> float(entropy_threshold(jnp.array([0.5, 3.0, 1.0, 0.25, 2.0, 0.75]), jnp.ones(6)))
-    2.0
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> float(entropy_threshold(jnp.array([0.5, 3.0, 1.0, 0.25, 2.0, 0.75]), jnp.ones(6)))
+      2.0
     """
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction={fraction} is a share of the tokens, above 0 and up to 1.")
@@ -86,9 +87,10 @@ def top_entropy_mask(
       Wang et al., "Beyond the 80/20 rule: high-entropy minority tokens drive effective
       reinforcement learning for LLM reasoning", 2025. https://arxiv.org/abs/2506.01939
 
-    >>> import jax.numpy as jnp
-    >>> top_entropy_mask(jnp.array([0.5, 3.0, 1.0, 0.25, 2.0, 0.75]), jnp.ones(6)).tolist()
-    [False, True, False, False, True, False]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> top_entropy_mask(jnp.array([0.5, 3.0, 1.0, 0.25, 2.0, 0.75]), jnp.ones(6)).tolist()
+      [False, True, False, False, True, False]
     """
     if threshold is None:
         threshold = entropy_threshold(entropy, mask, fraction=fraction)
@@ -130,11 +132,12 @@ def off_policy_sequence_mask(
       DeepSeek-AI, "DeepSeek-V3.2", 2025, off-policy sequence masking.
       https://arxiv.org/abs/2512.02556
 
-    >>> import jax.numpy as jnp
-    >>> logprobs, ones = jnp.array([[-1.0, -3.0], [-1.0, -3.0]]), jnp.ones((2, 2))
-    >>> advantages = jnp.array([[1.0], [-1.0]])
-    >>> off_policy_sequence_mask(logprobs, -ones, advantages, ones, max_divergence=0.5).tolist()
-    [[True, True], [False, False]]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> logprobs, ones = jnp.array([[-1.0, -3.0], [-1.0, -3.0]]), jnp.ones((2, 2))
+      >>> advantages = jnp.array([[1.0], [-1.0]])
+      >>> off_policy_sequence_mask(logprobs, -ones, advantages, ones, max_divergence=0.5).tolist()
+      [[True, True], [False, False]]
     """
     tokens = clean(logprobs, behaviour_logprobs, advantages, mask)
     count = jnp.sum(tokens.mask, axis=-1, keepdims=True, dtype=jnp.int32)

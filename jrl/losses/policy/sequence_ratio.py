@@ -82,13 +82,14 @@ def gspo_surrogate(
       Zheng et al., "Group sequence policy optimization", 2025, section 4.1 (sequence) and 4.3
       (token); bounds from section 5.1. https://arxiv.org/abs/2507.18071
 
-    >>> import jax.numpy as jnp
-    >>> log_ratio = jnp.array([[0.1, -0.3, 0.0], [0.5, 0.1, 0.0]])
-    >>> mask = jnp.array([[1, 1, 1], [1, 1, 0]])
-    >>> advantages = jnp.array([[1.0], [-0.5]])
-    >>> losses = gspo_surrogate(log_ratio, 0 * log_ratio, advantages, mask)
-    >>> [round(float(loss), 4) for loss in losses[:, 0]]
-    [-0.9355, 0.6749]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> log_ratio = jnp.array([[0.1, -0.3, 0.0], [0.5, 0.1, 0.0]])
+      >>> mask = jnp.array([[1, 1, 1], [1, 1, 0]])
+      >>> advantages = jnp.array([[1.0], [-0.5]])
+      >>> losses = gspo_surrogate(log_ratio, 0 * log_ratio, advantages, mask)
+      >>> [round(float(loss), 4) for loss in losses[:, 0]]
+      [-0.9355, 0.6749]
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, _ = _sequence_clipped(tokens, clip_low, clip_high, gradient, max_log_ratio)
@@ -145,12 +146,13 @@ def gspo_loss(
     References:
       As for `gspo_surrogate`.
 
-    >>> import jax.numpy as jnp
-    >>> log_ratio = jnp.array([[0.1, -0.3, 0.0], [0.5, 0.1, 0.0]])
-    >>> mask = jnp.array([[1, 1, 1], [1, 1, 0]])
-    >>> loss, metrics = gspo_loss(log_ratio, 0 * log_ratio, jnp.array([[1.0], [-0.5]]), mask)
-    >>> round(float(loss), 4), float(metrics["pg_clipfrac"].value())
-    (-0.1303, 0.0)
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> log_ratio = jnp.array([[0.1, -0.3, 0.0], [0.5, 0.1, 0.0]])
+      >>> mask = jnp.array([[1, 1, 1], [1, 1, 0]])
+      >>> loss, metrics = gspo_loss(log_ratio, 0 * log_ratio, jnp.array([[1.0], [-0.5]]), mask)
+      >>> round(float(loss), 4), float(metrics["pg_clipfrac"].value())
+      (-0.1303, 0.0)
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, statistics = _sequence_clipped(tokens, clip_low, clip_high, gradient, max_log_ratio)
@@ -198,10 +200,11 @@ def luspo_surrogate(
       Liu et al., "Length-unbiased sequence policy optimization", 2026.
       https://arxiv.org/abs/2602.05261
 
-    >>> import jax.numpy as jnp
-    >>> zeros, mask = jnp.zeros((2, 3)), jnp.array([[1, 1, 1], [1, 1, 0]])
-    >>> luspo_surrogate(zeros, zeros, jnp.array([[1.0], [-0.5]]), mask)[:, 0].tolist()
-    [-3.0, 1.0]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> zeros, mask = jnp.zeros((2, 3)), jnp.array([[1, 1, 1], [1, 1, 0]])
+      >>> luspo_surrogate(zeros, zeros, jnp.array([[1.0], [-0.5]]), mask)[:, 0].tolist()
+      [-3.0, 1.0]
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, _ = _sequence_clipped(tokens, clip_low, clip_high, gradient, max_log_ratio)
@@ -252,11 +255,12 @@ def luspo_loss(
     References:
       As for `luspo_surrogate`.
 
-    >>> import jax.numpy as jnp
-    >>> zeros, mask = jnp.zeros((2, 3)), jnp.array([[1, 1, 1], [1, 1, 0]])
-    >>> loss, _ = luspo_loss(zeros, zeros, jnp.array([[1.0], [-0.5]]), mask)
-    >>> float(loss)
-    -1.0
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> zeros, mask = jnp.zeros((2, 3)), jnp.array([[1, 1, 1], [1, 1, 0]])
+      >>> loss, _ = luspo_loss(zeros, zeros, jnp.array([[1.0], [-0.5]]), mask)
+      >>> float(loss)
+      -1.0
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, statistics = _sequence_clipped(tokens, clip_low, clip_high, gradient, max_log_ratio)
@@ -322,13 +326,14 @@ def gmpo_surrogate(
       Zhao et al., "Geometric-mean policy optimization", 2025, section 3.
       https://arxiv.org/abs/2507.20673
 
-    >>> import jax.numpy as jnp
-    >>> log_ratio = jnp.array([[0.1, -0.3, 0.0], [0.5, 0.1, 0.0]])
-    >>> mask = jnp.array([[1, 1, 1], [1, 1, 0]])
-    >>> advantages = jnp.array([[1.0], [-0.5]])
-    >>> losses = gmpo_surrogate(log_ratio, 0 * log_ratio, advantages, mask)
-    >>> [round(float(loss), 4) for loss in losses[:, 0]]
-    [-0.9355, 0.6749]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> log_ratio = jnp.array([[0.1, -0.3, 0.0], [0.5, 0.1, 0.0]])
+      >>> mask = jnp.array([[1, 1, 1], [1, 1, 0]])
+      >>> advantages = jnp.array([[1.0], [-0.5]])
+      >>> losses = gmpo_surrogate(log_ratio, 0 * log_ratio, advantages, mask)
+      >>> [round(float(loss), 4) for loss in losses[:, 0]]
+      [-0.9355, 0.6749]
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, _ = _geometric_mean(tokens, clip_low, clip_high, max_log_ratio)
@@ -382,12 +387,13 @@ def gmpo_loss(
     References:
       As for `gmpo_surrogate`.
 
-    >>> import jax.numpy as jnp
-    >>> log_ratio = jnp.array([[0.1, -0.3, 0.5]])
-    >>> ones = jnp.ones_like(log_ratio)
-    >>> loss, metrics = gmpo_loss(log_ratio, 0 * log_ratio, ones, ones)
-    >>> round(float(loss), 4), round(float(metrics["pg_clipfrac"].value()), 4)
-    (-1.0689, 0.3333)
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> log_ratio = jnp.array([[0.1, -0.3, 0.5]])
+      >>> ones = jnp.ones_like(log_ratio)
+      >>> loss, metrics = gmpo_loss(log_ratio, 0 * log_ratio, ones, ones)
+      >>> round(float(loss), 4), round(float(metrics["pg_clipfrac"].value()), 4)
+      (-1.0689, 0.3333)
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, statistics = _geometric_mean(tokens, clip_low, clip_high, max_log_ratio)

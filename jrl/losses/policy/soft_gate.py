@@ -53,11 +53,12 @@ def sapo_surrogate(
     References:
       Gao et al., "Soft adaptive policy optimization", 2025. https://arxiv.org/abs/2511.20347
 
-    >>> import jax.numpy as jnp
-    >>> ratio, ones = jnp.array([0.0, 1.0, 3.0]), jnp.ones(3)
-    >>> losses = sapo_surrogate(jnp.log(ratio), 0 * ones, ones, ones)
-    >>> [round(float(loss), 4) for loss in losses]
-    [-1.0758, -2.0, -3.5232]
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> ratio, ones = jnp.array([0.0, 1.0, 3.0]), jnp.ones(3)
+      >>> losses = sapo_surrogate(jnp.log(ratio), 0 * ones, ones, ones)
+      >>> [round(float(loss), 4) for loss in losses]
+      [-1.0758, -2.0, -3.5232]
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, _ = _gated(tokens, tau_positive, tau_negative, max_log_ratio)
@@ -108,11 +109,12 @@ def sapo_loss(
     References:
       As for `sapo_surrogate`.
 
-    >>> import jax.numpy as jnp
-    >>> ones = jnp.ones((1, 3))
-    >>> loss, metrics = sapo_loss(-ones, -ones, ones, ones)
-    >>> float(loss), float(metrics["gate"].value())
-    (-2.0, 1.0)
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> ones = jnp.ones((1, 3))
+      >>> loss, metrics = sapo_loss(-ones, -ones, ones, ones)
+      >>> float(loss), float(metrics["gate"].value())
+      (-2.0, 1.0)
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, statistics = _gated(tokens, tau_positive, tau_negative, max_log_ratio)

@@ -73,13 +73,14 @@ def dppo_surrogate(
       Qi et al., "Rethinking the trust region in LLM reinforcement learning", 2026.
       https://arxiv.org/abs/2602.04879
 
-    >>> import jax, jax.numpy as jnp
-    >>> p, old, ones = jnp.array([0.03, 0.95]), jnp.array([0.01, 0.9]), jnp.ones(2)
-    >>> def total(logprobs):
-    ...     arrays = (logprobs, jnp.log(old), ones, ones)
-    ...     return jnp.sum(dppo_surrogate(*arrays, kind="tv", max_divergence=0.03))
-    >>> [round(float(slope), 4) for slope in -jax.grad(total)(jnp.log(p))]
-    [3.0, 0.0]
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> p, old, ones = jnp.array([0.03, 0.95]), jnp.array([0.01, 0.9]), jnp.ones(2)
+      >>> def total(logprobs):
+      ...     arrays = (logprobs, jnp.log(old), ones, ones)
+      ...     return jnp.sum(dppo_surrogate(*arrays, kind="tv", max_divergence=0.03))
+      >>> [round(float(slope), 4) for slope in -jax.grad(total)(jnp.log(p))]
+      [3.0, 0.0]
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, _ = _dppo(tokens, kind, max_divergence, max_ratio, max_log_ratio)
@@ -129,13 +130,14 @@ def dppo_loss(
     References:
       As for `dppo_surrogate`.
 
-    >>> import jax.numpy as jnp
-    >>> p, old, ones = jnp.array([0.03, 0.95]), jnp.array([0.01, 0.9]), jnp.ones(2)
-    >>> _, metrics = dppo_loss(
-    ...     jnp.log(p), jnp.log(old), ones, ones, kind="tv", max_divergence=0.03
-    ... )
-    >>> float(metrics["pg_clipfrac"].value())
-    0.5
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> p, old, ones = jnp.array([0.03, 0.95]), jnp.array([0.01, 0.9]), jnp.ones(2)
+      >>> _, metrics = dppo_loss(
+      ...     jnp.log(p), jnp.log(old), ones, ones, kind="tv", max_divergence=0.03
+      ... )
+      >>> float(metrics["pg_clipfrac"].value())
+      0.5
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, statistics = _dppo(tokens, kind, max_divergence, max_ratio, max_log_ratio)
