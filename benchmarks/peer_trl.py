@@ -178,7 +178,7 @@ def main() -> None:
         import torch
         from trl import GRPOConfig, GRPOTrainer  # noqa: F401 (trl loads each name on demand)
     except ModuleNotFoundError as error:
-        raise SystemExit(f'peer_trl.py needs {error.name}: pip install "jrl[peer]"') from None
+        raise SystemExit(f'peer_trl.py needs {error.name}: pip install -e ".[peer]"') from None
     record: dict[str, Any] = {"peer": "trl", "import_seconds": time.perf_counter() - start}
     torch.set_num_threads(options.threads)
 

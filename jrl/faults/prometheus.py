@@ -172,7 +172,7 @@ def import_client() -> ModuleType:
         if error.name != "prometheus_client":
             raise
         raise ValueError(
-            'an exporter needs the package prometheus-client: pip install "jrl[faults]".'
+            'an exporter needs the package prometheus-client: pip install -e ".[faults]".'
         ) from None
     return prometheus_client
 

@@ -211,6 +211,6 @@ def import_psutil() -> ModuleType:
         if error.name != "psutil":  # it is there, and something it needs is not
             raise
         raise ValueError(
-            'sampling needs the package psutil: pip install "jrl[faults]", or leave out --faults.'
+            'sampling needs the package psutil: pip install -e ".[faults]", or leave out --faults.'
         ) from None
     return psutil

@@ -39,7 +39,7 @@ def gym(
     if find_spec("reasoning_gym") is None:
         raise ValueError(
             f"task=gym:{name} needs reasoning-gym, which is not installed: "
-            'run pip install "jrl[gym]"'
+            'run pip install -e ".[gym]"'
         )
     command = [sys.executable, "-P", worker_program.__file__, "gym", name, str(seed), str(size)]
     worker = Worker(command, seconds=seconds)

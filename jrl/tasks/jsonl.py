@@ -36,7 +36,7 @@ def jsonl(path: str | Path, seed: int, *, seconds: float = 5.0) -> FiniteTask:
     if find_spec("math_verify") is None:
         raise ValueError(
             f"task=jsonl:{path} needs math-verify, which is not installed: "
-            'run pip install "jrl[math]"'
+            'run pip install -e ".[math]"'
         )
     numbered = list(_examples(Path(path)))
     if len(numbered) < 2:

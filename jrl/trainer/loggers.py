@@ -106,5 +106,5 @@ def _import(name: str, extra: str) -> ModuleType:
         if error.name != name:  # the package is there, and something it needs is not
             raise
         raise ValueError(
-            f'logging to {extra} needs the package {name}: pip install "jrl[{extra}]"'
+            f'logging to {extra} needs the package {name}: pip install -e ".[{extra}]"'
         ) from None

@@ -249,7 +249,7 @@ def _of_checkpoint(directory: str) -> ModelConfig:
     if find_spec("safetensors") is None or find_spec("tokenizers") is None:
         raise ValueError(
             f"model=hf:{directory} needs safetensors and tokenizers, of which one is not "
-            'installed: run pip install "jrl[hf]"'
+            'installed: run pip install -e ".[hf]"'
         )
     from moe.huggingface import config_from  # needs an extra
 

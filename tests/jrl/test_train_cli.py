@@ -225,7 +225,10 @@ def test_a_line_that_does_not_parse_is_named_with_its_file(tmp_path, capsys):
         ("--resume", "--resume needs --run-dir"),
         ("--resume --run-dir no-run", "run folder no-run holds no run"),
         ("--clip-high inf", "config cannot be written as JSON"),
-        ("--log-to wandb", r'logging to wandb needs the package wandb: pip install "jrl\[wandb\]"'),
+        (
+            "--log-to wandb",
+            r'logging to wandb needs the package wandb: pip install -e "\.\[wandb\]"',
+        ),
     ],
 )
 def test_wrong_input_is_one_line_and_leaves_nothing(arguments, message, monkeypatch, capsys):

@@ -252,11 +252,11 @@ def test_files_that_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("spec", "extra"), [("jsonl:a.jsonl", r"jrl\[math\]"), ("gym:gcd", r"jrl\[gym\]")]
+    ("spec", "extra"), [("jsonl:a.jsonl", r"\.\[math\]"), ("gym:gcd", r"\.\[gym\]")]
 )
 def test_a_missing_library_is_named(monkeypatch, spec, extra):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr("jrl.tasks.jsonl.find_spec", lambda name: None)
     monkeypatch.setattr("jrl.tasks.gym.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=rf'is not installed: run pip install "{extra}"'):
+    with pytest.raises(ValueError, match=rf'is not installed: run pip install -e "{extra}"'):
         load_task(spec, 0)

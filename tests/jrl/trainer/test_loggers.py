@@ -65,7 +65,7 @@ def test_a_missing_package_is_one_line_with_the_fix(tmp_path, monkeypatch, packa
 
     monkeypatch.delitem(sys.modules, package, raising=False)
     monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
-    with pytest.raises(ValueError, match=rf'needs the package {package}: pip .*"jrl\[{extra}\]"'):
+    with pytest.raises(ValueError, match=rf'package {package}: pip install -e "\.\[{extra}\]"'):
         make(tmp_path)
 
 
