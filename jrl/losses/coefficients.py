@@ -74,7 +74,7 @@ def adaptive_entropy_coefficient(
       high: the coefficient stays at or below it.
 
     Returns:
-      `(coefficient, applied)`: the one to keep, and the one to weigh the bonus with now; both
+      `(coefficient, applied)`, the one to keep and the one to weigh the bonus with now; both
       without a gradient.
 
     Raises:

@@ -95,7 +95,7 @@ def value_loss(
         `sequence_lengths`, `empty_rows`.
 
     Returns:
-      `(loss, metrics)`. The metrics add up over micro-batches and devices:
+      `(loss, metrics)`. The metrics add up over micro-batches and devices.
 
       * ``vf_clipfrac``: where the clip binds, of the true tokens;
       * ``vpred_mean``: of the true tokens;

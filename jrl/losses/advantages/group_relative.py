@@ -56,7 +56,7 @@ def grpo(
         for 0 and its standard deviation for 1.
 
     Returns:
-      One advantage per response, without a gradient. All tokens of a response share it:
+      One advantage per response, without a gradient. All tokens of a response share it, as in
       ``ppo_loss(logprobs, old_logprobs, advantages[:, None], mask)``.
 
     Raises:

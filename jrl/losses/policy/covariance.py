@@ -216,7 +216,7 @@ def clip_cov_loss(
         `sequence_lengths`, `empty_rows`.
 
     Returns:
-      `(loss, metrics)`. The metrics are those of `ppo_loss`, and ``cov_frac``: the share of tokens
+      `(loss, metrics)`. The metrics are those of `ppo_loss`, and ``cov_frac``, the share of tokens
       that were chosen (verl reports it as ``pg_clipfrac``).
 
     Raises:

@@ -96,7 +96,7 @@ def dro_loss(
         `sequence_lengths`, `empty_rows`.
 
     Returns:
-      `(loss, metrics)`. The metrics are means over the true tokens, kept as `Mean`:
+      `(loss, metrics)`. The metrics are means over the true tokens, kept as `Mean`.
 
       * ``dro_penalty``: ``(beta / 2) (logprobs - old_logprobs)^2``;
       * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: as in `ppo_loss`.

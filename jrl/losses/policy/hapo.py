@@ -43,7 +43,7 @@ def asymmetric_clip_bounds(
       strength: 0 leaves both bounds as they are; with 1 each may double.
 
     Returns:
-      `(clip_low, clip_high)`, one each per token, without a gradient: as `ppo_surrogate` takes
+      `(clip_low, clip_high)`, one each per token, without a gradient, as `ppo_surrogate` takes
       them.
 
     Raises:
@@ -231,7 +231,7 @@ def hapo_loss(
         `sequence_lengths`, `empty_rows`.
 
     Returns:
-      `(loss, metrics)`. The metrics are those of `ppo_loss`, and ``redistributed``: where an
+      `(loss, metrics)`. The metrics are those of `ppo_loss`, and ``redistributed``, where an
       advantage was amplified or damped.
 
     Raises:

@@ -205,7 +205,7 @@ def cispo_loss(
         `sequence_lengths`, `empty_rows`.
 
     Returns:
-      `(loss, metrics)`. The metrics are means over the true tokens, kept as `Mean`:
+      `(loss, metrics)`. The metrics are means over the true tokens, kept as `Mean`.
 
       * ``pg_clipfrac``: where the weight was clipped, whatever the advantage; TRL counts positive
         advantages only;
@@ -332,7 +332,7 @@ def vespo_loss(
         `sequence_lengths`, `empty_rows`.
 
     Returns:
-      `(loss, metrics)`. The metrics are means over the true tokens, kept as `Mean`:
+      `(loss, metrics)`. The metrics are means over the true tokens, kept as `Mean`.
 
       * ``phi``: the weight of the row, counted once for each of its tokens;
       * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: of the tokens, as in

@@ -132,7 +132,7 @@ def gspo_loss(
         `sequence_lengths`, `empty_rows`.
 
     Returns:
-      `(loss, metrics)`. The metrics are means over the true tokens, kept as `Mean`:
+      `(loss, metrics)`. The metrics are means over the true tokens, kept as `Mean`.
 
       * ``pg_clipfrac``: where the clip binds, which it does for all of a row's tokens whose
         advantages have one sign;
@@ -374,7 +374,7 @@ def gmpo_loss(
         `sequence_lengths`, `empty_rows`.
 
     Returns:
-      `(loss, metrics)`. The metrics are means over the true tokens, kept as `Mean`:
+      `(loss, metrics)`. The metrics are means over the true tokens, kept as `Mean`.
 
       * ``pg_clipfrac``: where a token's log-ratio was clipped by a bound;
       * ``ppo_kl``: ``old_logprobs - logprobs``, the k1 estimate of KL(old || current);

@@ -98,7 +98,7 @@ def sapo_loss(
         `sequence_lengths`, `empty_rows`.
 
     Returns:
-      `(loss, metrics)`. The metrics are means over the true tokens, kept as `Mean`:
+      `(loss, metrics)`. The metrics are means over the true tokens, kept as `Mean`.
 
       * ``gate``: ``4 p (1 - p)``, the share of the gradient that the gate lets through;
       * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: as in `ppo_loss`.

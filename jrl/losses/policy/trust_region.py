@@ -121,7 +121,7 @@ def dppo_loss(
         `sequence_lengths`, `empty_rows`.
 
     Returns:
-      `(loss, metrics)`. The metrics are those of `ppo_loss`: ``pg_clipfrac`` is where a token was
+      `(loss, metrics)`. The metrics are those of `ppo_loss`. ``pg_clipfrac`` is where a token was
       dropped, ``pg_clipfrac_lower`` where the ratio was capped.
 
     Raises:
