@@ -1,15 +1,19 @@
-"""The published vectors become files of the site, from the one place where they are kept."""
+"""What the site shows of files that are kept elsewhere, and how references are laid out."""
 
+import re
 from pathlib import Path
 
 from mkdocs.structure.files import File, Files
 
-VECTORS = Path(__file__).parents[1] / "tests" / "vectors"
+ROOT = Path(__file__).parents[1]
+VECTORS = ROOT / "tests" / "vectors"
+NOTEBOOK = "notebooks/losses.ipynb"
 
 
 def on_files(files: Files, config) -> Files:
     for path in sorted(VECTORS.glob("*.json")):
         files.append(File.generated(config, f"vectors/{path.name}", abs_src_path=str(path)))
+    files.append(File.generated(config, NOTEBOOK, abs_src_path=str(ROOT / NOTEBOOK)))
     return files
 
 
@@ -19,4 +23,15 @@ def on_page_markdown(markdown: str, **_) -> str:
     listed = "\n".join(
         f"* [`{path.stem}`](vectors/{path.name})" for path in sorted(VECTORS.glob("*.json"))
     )
-    return markdown.replace("<!-- list of vectors -->", listed)
+    columns = f'<div class="columns" markdown>\n\n{listed}\n\n</div>'
+    return markdown.replace("<!-- list of vectors -->", columns)
+
+
+def on_page_content(html: str, **_) -> str:
+    """Each reference of a docstring ends with its address, and the next begins on its own line."""
+    return re.sub(
+        r'<details class="references".*?</details>',
+        lambda found: found[0].replace("</a>\n", "</a><br>\n"),
+        html,
+        flags=re.DOTALL,
+    )

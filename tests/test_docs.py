@@ -1,15 +1,37 @@
-"""The documentation has a place for every public function. (.ci/run builds the site.)"""
+"""The pages: every public function has its place, links lead somewhere, examples are rendered.
 
+.ci/run builds the site with warnings as errors; what is here needs no extra and says more.
+"""
+
+import ast
+import json
 import re
 import typing
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 import jrl
 
 ROOT = Path(__file__).parents[1]
-PAGES = "\n".join(page.read_text() for page in sorted((ROOT / "docs").rglob("*.md")))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = "\n".join(page.read_text() for page in DOCS)
+# A place in the site: "::: jrl.losses.gae", with or without a heading's mark before it.
+PLACES = re.findall(r"(?m)^(?:#+ )?::: (jrl\.losses\.[\w.]+)$", PAGES)
+SOURCES = sorted(
+    path for folder in ("jrl", "moe", "sharding") for path in (ROOT / folder).rglob("*.py")
+)
+MARKDOWN = [
+    *sorted(ROOT.glob("*.md")),
+    *DOCS,
+    *sorted(
+        path for folder in ("benchmarks", "experiments") for path in (ROOT / folder).rglob("*.md")
+    ),
+]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+# Looked up by hand; a link to another repository is looked up before it is added.
+REPOSITORIES = {"open-thought/reasoning-gym", "starriver030515/HAPO", "verl-project/verl"}
 
 
 def documented():
@@ -20,10 +42,122 @@ def documented():
 
 @pytest.mark.parametrize("name", documented())
 def test_every_public_name_has_its_place(name):
-    places = re.findall(rf"(?m)^::: jrl\.losses\.{name}$", PAGES)
-    assert len(places) == 1 or name == "conventions"
+    assert len([place for place in PLACES if place.split(".")[-1] == name]) == 1
+
+
+def test_every_diagnostic_has_its_place_in_their_order():
+    places = [place for place in PLACES if place.startswith("jrl.losses.diagnostics.")]
+    assert [place.split(".")[-1] for place in places] == jrl.diagnostics.__all__
+
+
+def test_places_are_functions_and_not_the_files_of_those_names():
+    """The site's reader of sources takes the file where both have one name."""
+    files = {path.stem for path in (ROOT / "jrl" / "losses").rglob("*.py")}
+    for place in PLACES:
+        name = place.split(".")[-1]
+        assert name not in files or place.endswith(f".{name}.{name}"), place
 
 
 def test_every_call_on_the_pages_exists():
     for call in re.findall(r"\bjrl\.(\w+)\(", PAGES):
         assert call in jrl.__all__, call
+
+
+def docstring_lines(path):
+    """Each line of a docstring with the section it is in and the line before it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            section = before = ""
+            for line in (ast.get_docstring(node) or "").splitlines():
+                if line and not line.startswith(" "):
+                    section = line if re.fullmatch(r"\w[\w ]*:", line) else ""
+                yield line, section, before
+                before = line
+
+
+def test_examples_have_a_heading():
+    """Without it the site takes the prompt for three block quotes, and some results for links."""
+    lines = [(path, *line) for path in SOURCES for line in docstring_lines(path)]
+    examples = [(path, line, section) for path, line, section, _ in lines if ">>> " in line]
+    assert len(examples) > 300
+    assert not [example for example in examples if example[-1] != "Examples:"]
+
+
+def test_what_is_returned_is_not_taken_for_a_type():
+    """The site takes what precedes a colon in the first line for one."""
+    for path in (ROOT / "jrl" / "losses").rglob("*.py"):
+        for line, _, before in docstring_lines(path):
+            assert before != "Returns:" or ":" not in line, (path, line)
+
+
+def test_the_site_has_what_its_pages_use():
+    configured = (ROOT / "mkdocs.yml").read_text()
+    for mark, extension in (
+        (r'(?m)^=== "', "pymdownx.tabbed"),
+        (r"(?m)^!!! ", "admonition"),
+        (r"<div[^>]* markdown>", "md_in_html"),
+        (r"\$\$|\\\(", "pymdownx.arithmatex"),
+    ):
+        if re.search(mark, PAGES + (ROOT / "docs" / "hooks.py").read_text()):
+            assert re.search(rf"(?m)^  - {extension}\b", configured), extension
+    assert "font: false" in configured  # nothing is fetched from elsewhere
+    for style in re.findall(r"extra_css: \[(.*)\]", configured):
+        assert (ROOT / "docs" / style).exists()
+
+
+def prose(path):
+    """The text without its code, where brackets mean something else."""
+    if path.suffix == ".ipynb":
+        cells = json.loads(path.read_text())["cells"]
+        text = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+    else:
+        text = path.read_text()
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"(?ms)^ *```.*?^ *```", "", text))
+
+
+def links(path):
+    return re.findall(r"\]\(([^)\s]+)\)", prose(path))
+
+
+def anchors(path):
+    """Of the headings, and of what the site puts in their place."""
+    text = re.sub(r"(?ms)^ *```.*?^ *```", "", path.read_text())
+    for title in re.findall(r"(?m)^#+ (.*)$", text):
+        yield re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
+    yield from re.findall(r"(?m)^(?:#+ )?::: ([\w.]+)$", text)
+
+
+@pytest.mark.parametrize("path", [*MARKDOWN, *NOTEBOOKS], ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(path):
+    for link in links(path):
+        if urlsplit(link).scheme:
+            assert well_formed(link), link
+            continue
+        target, _, anchor = link.partition("#")
+        reached = (path.parent / target).resolve() if target else path
+        if not reached.exists() and path.parent == ROOT / "docs":
+            reached = ROOT / target  # the site has the notebook under its own path
+        assert reached.exists(), link
+        assert reached.is_relative_to(ROOT), link
+        if anchor:
+            assert anchor in set(anchors(reached)), link
+
+
+def test_addresses_in_the_sources_are_well_formed():
+    pattern = r"https?://[^\s\"'`)>\],;]+\.[^\s\"'`)>\],;]+"
+    addresses = {a for path in SOURCES for a in re.findall(pattern, path.read_text())}
+    assert len(addresses) > 40
+    for address in addresses:
+        assert "{" in address or well_formed(address.rstrip(".")), address
+
+
+def well_formed(address):
+    parts = urlsplit(address)
+    host, path = parts.netloc, parts.path
+    if host == "arxiv.org":
+        return parts.scheme == "https" and re.fullmatch(r"/abs/\d{4}\.\d{4,5}", path)
+    if host in ("github.com", "colab.research.google.com"):
+        return "/".join(path.removeprefix("/github/").strip("/").split("/")[:2]) in REPOSITORIES
+    return parts.scheme in ("http", "https") and re.fullmatch(
+        r"(127\.0\.0\.1|[\w-]+(\.[\w-]+)+)(:\d+)?", host
+    )

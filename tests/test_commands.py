@@ -1,0 +1,148 @@
+"""The commands on the pages are read by the programs they name, flags and values included.
+
+Nothing is run: each program is followed to where its command line has been read.
+"""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import tyro
+
+from jrl import evaluate
+from jrl.faults import __main__ as faults
+from jrl.recipes import RECIPES
+from jrl.trainer import flags
+from jrl.trainer.config import RunConfig
+from sharding import Layout
+from sharding.folding.__main__ import PARSER as FOLDING
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "experiments").rglob("*.md")),
+]
+
+
+class Read(Exception):
+    """A command line was read."""
+
+
+def text(path):
+    return path.read_text().replace("\\\n", " ")  # a command may go on in the next line
+
+
+def notebook_text(path):
+    cells = json.loads(path.read_text())["cells"]
+    return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+
+
+def prose(page):
+    return re.sub(r"(?ms)^ *```.*?^ *```", "", page)
+
+
+def commands(page):
+    """Lines of code blocks, and code within a paragraph or a table; without comments."""
+    blocks = re.findall(r"(?ms)^ *```[a-z]*\n(.*?)^ *```", page)
+    spans = re.findall(r"`([^`]+)`", prose(page))
+    for line in [line for block in blocks for line in block.splitlines()] + spans:
+        for part in re.split(r"&&|&$", line.strip().removeprefix("$ ")):
+            if re.match(r"\s*(\w+=\S+ )*python ", part):
+                yield shlex.join(shlex.split(part, comments=True))
+
+
+TEXTS = [*map(text, PAGES), *map(notebook_text, sorted((ROOT / "notebooks").glob("*.ipynb")))]
+FOUND = sorted({command for page in TEXTS for command in commands(page)})
+
+
+def words_of(command):
+    words = shlex.split(command)
+    words = words[words.index("python") + 1 :]
+    return [word for word in words if word not in ("...", "RUN...")]
+
+
+def given(program):
+    return [c for c in FOUND if words_of(c)[:2] == ["-m", program]]
+
+
+def read_by(main, command, monkeypatch):
+    """The words reach a parser and are accepted there."""
+    read = tyro.cli
+
+    def through(*arguments, **settings):
+        read(*arguments, **settings)
+        raise Read
+
+    monkeypatch.setattr(tyro, "cli", through)
+    with pytest.raises(Read):
+        main(words_of(command)[2:])
+
+
+def test_there_are_commands():
+    assert len(FOUND) > 30
+    programs = {words_of(command)[1] for command in FOUND if words_of(command)[0] == "-m"}
+    tested = {"benchmarks.agreement", "jrl.evaluate", "jrl.faults", "jrl.train", "sharding.folding"}
+    assert programs == tested | {"pytest"}
+
+
+@pytest.mark.parametrize("command", given("jrl.train"))
+def test_train_reads(command, monkeypatch):
+    # What a resumed run was started with: any run will do.
+    monkeypatch.setattr(flags, "configuration_of", lambda folder: (RunConfig(), RECIPES["grpo"]()))
+    monkeypatch.setattr(flags.RunFolder, "read", lambda path: path)
+    words = words_of(command)[2:]
+    if words[-1:] in (["--layout"], ["--model"]):
+        words.pop()  # a flag named without a value
+    if "--help" in words:
+        with pytest.raises(SystemExit) as ended:
+            flags.parse(words)
+        assert ended.value.code == 0
+    else:
+        Layout.parse(flags.parse(words).run.layout)
+
+
+@pytest.mark.parametrize("command", given("jrl.evaluate"))
+def test_evaluate_reads(command, monkeypatch):
+    if len(words_of(command)) == 2:
+        return  # the name of the program alone
+    read_by(evaluate._main, command, monkeypatch)
+
+
+@pytest.mark.parametrize("command", given("jrl.faults"))
+def test_faults_reads(command, monkeypatch):
+    read_by(faults._main, command, monkeypatch)
+
+
+@pytest.mark.parametrize("command", given("sharding.folding"))
+def test_folding_reads(command):
+    FOLDING.parse_args(words_of(command)[2:])
+
+
+SCRIPTS = [c for c in FOUND if words_of(c)[0].endswith(".py")] + given("benchmarks.agreement")
+
+
+@pytest.mark.parametrize("command", SCRIPTS)
+def test_scripts_exist_and_have_the_flags(command):
+    """Some of them need packages that the tests do not have, so they are not loaded."""
+    words = words_of(command)
+    if words[0] == "-m":
+        words = [words[1].replace(".", "/") + "/__main__.py", *words[2:]]
+    program = (ROOT / words[0]).read_text()
+    for flag in (word for word in words if word.startswith("--")):
+        assert f'"{flag}"' in program, flag
+
+
+def test_flags_named_in_the_prose_exist():
+    programs = "\n".join(
+        path.read_text()
+        for folder in ("jrl", "sharding", "benchmarks", "tests/moe/huggingface")
+        for path in (ROOT / folder).rglob("*.py")
+    )
+    named = {flag for page in TEXTS for flag in re.findall(r"`(--[a-z][a-z-]+)", prose(page))}
+    assert len(named) > 8
+    for flag in named:
+        field = flag.removeprefix("--").replace("-", "_")
+        assert f'"{flag}"' in programs or re.search(rf"(?m)^    {field}: ", programs), flag
