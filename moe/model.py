@@ -65,7 +65,7 @@ def feed_forward(
             h,
             routing,
             mesh,
-            capacity=capacity_of(h.shape[0], config, mesh),
+            capacity=capacity_of(stream.order, config, mesh),
             implementation=config.execution.dispatch,
             product=config.execution.experts,
         )
@@ -93,7 +93,7 @@ def choose(
     share = own_shard(stream.share(gather_tokens(counts, mesh.sequence)), mesh.sequence)
     compared = shares(share, weight @ counts, config, mesh)
     stats = statistics(logits, probabilities, counts, compared, weight, config)
-    kept, dropped = drop(routing, config, mesh)
+    kept, dropped = drop(routing, stream.order, config, mesh)
     choices = routing.experts if stream.record else None
     return kept, replace(stats, dropped=weight @ dropped, choices=choices)
 
