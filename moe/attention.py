@@ -72,7 +72,10 @@ def read_values(
     visible: Bool[Array, "batch time source"],
     scale: float | None = None,
 ) -> Float[Array, "batch time heads value_dim"]:
-    """``softmax(scale q k) v`` over the visible positions, softmax in float32.
+    """``softmax(scale q k) v`` over the visible positions.
+
+    Scores, softmax and both sums are float32 whatever the arrays are; its weights, and the result,
+    are rounded to the dtype of `value`.
 
     Query head ``h`` reads key/value head ``h // (heads / kv_heads)``. A query that sees nothing
     (padding) reads the plain mean: finite, and used by nobody.
@@ -84,7 +87,9 @@ def read_values(
     scores = scaled_scores(query, key, scale)
     scores = jnp.where(visible[:, None, None], scores, NOTHING)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    read = jnp.einsum("bvgts,bsvk->btvgk", weights, value)
+    read = jnp.einsum(
+        "bvgts,bsvk->btvgk", weights, value, preferred_element_type=jnp.float32
+    ).astype(value.dtype)
     return read.reshape(batch, time, heads, value.shape[-1])
 
 
@@ -93,10 +98,11 @@ def scaled_scores(
     key: Float[Array, "batch source kv_heads head_dim"],
     scale: float | None,
 ) -> Float[Array, "batch kv_heads group time source"]:
-    """``scale q k`` in float32, the query heads of a key/value head together."""
+    """``scale q k`` summed in float32 and never rounded, the query heads of a key/value head
+    together."""
     batch, time, _, head_dim = query.shape
     query = query.reshape(batch, time, key.shape[2], -1, head_dim)
-    scores = jnp.einsum("btvgk,bsvk->bvgts", query, key).astype(jnp.float32)
+    scores = jnp.einsum("btvgk,bsvk->bvgts", query, key, preferred_element_type=jnp.float32)
     return scores * (head_dim**-0.5 if scale is None else scale)
 
 

@@ -11,19 +11,21 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe.config import ModelConfig
 from moe.experts import positions_within
+from moe.order import Order
 from moe.routing import Routing
 from sharding.collectives import gather_tokens, own_shard
 from sharding.folding import FoldedMesh
 
 
-def capacity_of(num_tokens: int, config: ModelConfig, mesh: FoldedMesh) -> int | None:
+def capacity_of(order: Order, config: ModelConfig, mesh: FoldedMesh) -> int | None:
     """``C = min(T, ceil(capacity_factor T k / E))``: choices that one expert takes; None: any.
 
-    ``T`` are the tokens of `drop_scope`, padding included: those of one device, or those of the
-    devices of ``cp x tp`` together.
+    ``T`` are the places of `drop_scope`, padding included: those of one device, or those of the
+    rows that the devices of ``cp x tp`` hold together. What a stream adds to rows that ``cp`` does
+    not divide counts in the first and not in the second, which is the same for every ``cp``.
 
     Args:
-      num_tokens: tokens of one device.
+      order: of the stream, the tokens of one sequence-parallel group.
 
     References:
       Liu et al., "MoE Parallel Folding", 2025, section 3.3 (sub-sequence and full-sequence
@@ -31,31 +33,43 @@ def capacity_of(num_tokens: int, config: ModelConfig, mesh: FoldedMesh) -> int |
     """
     if config.capacity_factor is None:
         return None
-    full = config.drop_scope == "full_sequence"
-    scope = num_tokens * (mesh.size(mesh.sequence) if full else 1)
+    if config.drop_scope == "full_sequence":
+        scope = sum(rows * length for rows, length in order.sections)
+    else:
+        scope = order.num_tokens // mesh.size(mesh.sequence)
     # A product that is whole but for its rounding is taken as whole.
     share = config.capacity_factor * scope * config.experts_per_token / config.num_experts
     return min(scope, math.ceil(round(share, 9)))
 
 
-def drop(routing: Routing, config: ModelConfig, mesh: FoldedMesh) -> tuple[Routing, Array]:
+def drop(
+    routing: Routing, order: Order, config: ModelConfig, mesh: FoldedMesh
+) -> tuple[Routing, Array]:
     """Leaves out the choices beyond an expert's capacity; the weights of the others stay.
 
     With ``drop_policy="probs"`` an expert keeps its largest weights, equal ones by position; with
-    "position" those of the tokens that come first in the stream.
+    "position" those of the tokens that come first. With ``drop_scope="full_sequence"`` that is row
+    after row of each section, each from its start, wherever ``cp`` and ``tp`` hold the tokens: what
+    is dropped does not depend on them. With "sub_sequence" it is the order of the device's own
+    part.
 
     Communication per device and layer: none, or with ``drop_scope="full_sequence"`` one
     `gather_tokens` over ``cp x tp`` of the ids and, for "probs", one of the weights, ``T k
     (n - 1)`` numbers each.
 
+    Args:
+      routing: of the tokens of this device.
+      order: of the stream.
+
     Returns:
       The routing that is left, and ``[token]`` how many choices of each token were dropped.
     """
-    capacity = capacity_of(routing.experts.shape[0], config, mesh)
+    capacity = capacity_of(order, config, mesh)
     if capacity is None:
         return routing, jnp.zeros_like(routing.weights[:, 0])
     if config.drop_scope == "full_sequence":
-        kept = own_shard(_kept(_gathered(routing, config, mesh), capacity, config), mesh.sequence)
+        kept = _kept_in_rows(_gathered(routing, config, mesh), order, capacity, config)
+        kept = own_shard(kept, mesh.sequence)
     else:
         kept = _kept(routing, capacity, config)
     dropped = ~kept & (routing.experts < config.num_experts)
@@ -70,6 +84,15 @@ def _gathered(routing: Routing, config: ModelConfig, mesh: FoldedMesh) -> Routin
     if config.drop_policy == "position":
         return Routing(experts, jnp.zeros(experts.shape))
     return Routing(experts, gather_tokens(lax.stop_gradient(routing.weights), mesh.sequence))
+
+
+def _kept_in_rows(
+    routing: Routing, order: Order, capacity: int, config: ModelConfig
+) -> Bool[Array, "token k"]:
+    """`_kept` of a whole stream, ranked in the order that its rows have on one device."""
+    plain = Order(order.sections, ranks=1)
+    in_rows = Routing(*(plain.flatten(*order.restore(x)) for x in routing))
+    return order.flatten(*plain.restore(_kept(in_rows, capacity, config)))
 
 
 def _kept(routing: Routing, capacity: int, config: ModelConfig) -> Bool[Array, "token k"]:

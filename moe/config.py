@@ -81,11 +81,15 @@ class ModelConfig:
       capacity_factor: experts take at most ``ceil(capacity_factor tokens k / num_experts)`` tokens
         of `drop_scope` while learning and when scoring; None drops nothing. Generation never drops.
       drop_policy: which choices stay when an expert is full: the largest weights ("probs") or the
-        earliest tokens ("position").
+        earliest tokens ("position"), row after row.
       drop_scope: the tokens over which the capacity holds: those of one device ("sub_sequence") or
-        those of all devices that hold parts of the same sequences ("full_sequence").
+        those of all devices that hold parts of the same sequences ("full_sequence"), for which
+        the result does not depend on ``cp`` and ``tp``.
       dtype: of activations and of weights where they are used; "float32" or "bfloat16". Stored
-        weights, router, norms, softmax and logits are float32.
+        weights, router, value head, norms, softmax and logits are float32. Products of "float32"
+        activations are computed at the precision that the device takes by default (TF32 on recent
+        NVIDIA GPUs; `jax_default_matmul_precision` sets it), but for those of the router and of the
+        value head, which are float32 everywhere.
       execution: how it is computed; no value depends on it.
     """
 

@@ -19,6 +19,7 @@ from moe.config import ModelConfig
 from moe.dispatch import dispatch
 from moe.experts import dense
 from moe.order import Order
+from moe.precision import float32_product
 from moe.remat import rematerialised
 from moe.routing import RouterStatistics, Routing, assignments, route, statistics
 from moe.stream import Stream, order_of_prompts, order_of_rows, rows, shared_prompts
@@ -65,7 +66,7 @@ def feed_forward(
             h,
             routing,
             mesh,
-            capacity=capacity_of(h.shape[0], config, mesh),
+            capacity=capacity_of(stream.order, config, mesh),
             implementation=config.execution.dispatch,
             product=config.execution.experts,
         )
@@ -87,15 +88,15 @@ def choose(
     """Where each token goes, full experts left out, and what the router did."""
     weight = vary(own_shard(stream.weight, mesh.sequence), mesh.axes)
     replay = stream.replay if stream.replay is None else own_shard(stream.replay, mesh.sequence)
-    logits = h.astype(jnp.float32) @ experts.router
+    logits = float32_product(h.astype(jnp.float32), experts.router)
     routing, probabilities = route(logits, weight > 0, config, bias=experts.bias, replay=replay)
     counts = jax.lax.stop_gradient(assignments(routing.experts, config.num_experts))
     share = own_shard(stream.share(gather_tokens(counts, mesh.sequence)), mesh.sequence)
-    compared = shares(share, weight @ counts, config, mesh)
+    compared = shares(share, float32_product(weight, counts), config, mesh)
     stats = statistics(logits, probabilities, counts, compared, weight, config)
-    kept, dropped = drop(routing, config, mesh)
+    kept, dropped = drop(routing, stream.order, config, mesh)
     choices = routing.experts if stream.record else None
-    return kept, replace(stats, dropped=weight @ dropped, choices=choices)
+    return kept, replace(stats, dropped=float32_product(weight, dropped), choices=choices)
 
 
 def block(
@@ -387,10 +388,10 @@ def values(
 def value_of(
     weights: Transformer[Array], x: Float[Array, "local d_model"], config: ModelConfig
 ) -> Float[Array, "local"]:
-    """The value of each state, float32."""
+    """The value of each state, float32, in products that no device shortens."""
     if config.head != "value" or weights.head is None:
         raise ValueError(f'head={config.head!r} gives no values: the critic has head="value".')
-    return x.astype(jnp.float32) @ weights.head
+    return float32_product(x.astype(jnp.float32), weights.head)
 
 
 def router_loss(

@@ -8,6 +8,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from moe.config import ModelConfig
+from moe.precision import float32_product
 
 Leaf = TypeVar("Leaf")
 
@@ -210,7 +211,7 @@ def statistics(
     def total(per_token: Float[Array, "token *rest"]) -> Float[Array, "*rest"]:
         # Padding may hold anything: it is left out before it is multiplied.
         counted = (weight > 0).reshape(-1, *(1,) * (per_token.ndim - 1))
-        return jnp.tensordot(weight, jnp.where(counted, per_token, 0.0), axes=1)
+        return float32_product(weight, jnp.where(counted, per_token, 0.0))
 
     def balance(share: Array | None) -> Float[Array, ""]:
         if share is None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from programs import mesh_of, on_mesh
 
 from moe.capacity import capacity_of, drop
 from moe.config import ModelConfig
+from moe.order import Order
 from moe.routing import Routing
 from sharding.folding import Layout, fold_abstract
 
@@ -42,10 +44,15 @@ def kept_by_loops(experts, weights, capacity, policy):
     return kept
 
 
-def dropping(config, layout):
+def order_of(mesh):
+    """All tokens of a sequence-parallel group in one row."""
+    return Order(((1, TOKENS // mesh.size(mesh.dp)),), mesh.size(mesh.cp))
+
+
+def dropping(config, layout, order=None):
     mesh = mesh_of(layout)
-    spec = P(mesh.axes)
-    return on_mesh(lambda routing: drop(routing, config, mesh), mesh, (spec,), (spec, spec))
+    order, spec = order or order_of(mesh), P(mesh.axes)
+    return on_mesh(lambda routing: drop(routing, order, config, mesh), mesh, (spec,), (spec, spec))
 
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
@@ -62,9 +69,8 @@ def test_drops_what_the_loops_drop(policy, layout, scope, groups):
     program = dropping(config, layout)
     # Tokens of a scope, times 2 of 5, times 1.25.
     capacity = {24: 12, 3: 2, 6: 3}[TOKENS // groups]
-    assert capacity_of(TOKENS // mesh_of(layout).layout.num_devices, config, mesh_of(layout)) == (
-        capacity
-    )
+    mesh = mesh_of(layout)
+    assert capacity_of(order_of(mesh), config, mesh) == capacity
     total = 0
     for seed in range(4):
         routing = routing_of(seed)
@@ -81,6 +87,30 @@ def test_drops_what_the_loops_drop(policy, layout, scope, groups):
         np.testing.assert_array_equal(dropped, ((experts < ROUTE) & ~kept).sum(axis=1))
         total += int(dropped.sum())
     assert total > 0
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+@pytest.mark.parametrize("layout", ["tp2 cp2", pytest.param("cp2", marks=pytest.mark.slow)])
+def test_what_a_full_sequence_drops_does_not_depend_on_who_holds_it(layout, policy):
+    """Two sections whose rows ``cp`` cuts and pads: the same drops as on one device."""
+    config = replace(CONFIG, capacity_factor=0.8, drop_policy=policy, drop_scope="full_sequence")
+    sections = ((2, 3), (4, 5))
+    one, order = (Order(sections, mesh_of(x).size(mesh_of(x).cp)) for x in ("dp1", layout))
+    routing = routing_of(4, one.num_tokens)
+    # Places that only the stream has are nobody's: their id is past the last.
+    spread = Routing(
+        order.flatten(*one.restore(routing.experts - ROUTE)) + ROUTE,
+        order.flatten(*one.restore(routing.weights)),
+    )
+    assert spread.experts.shape[0] > routing.experts.shape[0]
+    out = jax.device_get(dropping(config, layout, order)(spread))
+    whole = [one.flatten(*order.restore(jnp.asarray(x))) for x in jax.tree.leaves(out)]
+    experts, weights = (np.asarray(x) for x in routing)
+    kept = kept_by_loops(experts, weights, 9, policy)  # 0.8 x 26 x 2 / 5, rounded up
+    np.testing.assert_array_equal(whole[0], np.where(kept, experts, ROUTE))
+    np.testing.assert_array_equal(whole[1], np.where(kept, weights, 0))
+    np.testing.assert_array_equal(whole[2], ((experts < ROUTE) & ~kept).sum(axis=1))
+    assert whole[2].sum() > 0
 
 
 def test_no_capacity_drops_nothing():
@@ -107,7 +137,7 @@ def test_no_choice_is_lost(seed, factor, policy):
     kept = np.asarray(out.experts) < ROUTE
     assert kept.sum() + int(dropped.sum()) == valid.sum() * CHOSEN
     load = [int((np.asarray(out.experts) == expert).sum()) for expert in range(ROUTE)]
-    assert max(load) <= capacity_of(TOKENS, config, mesh)
+    assert max(load) <= capacity_of(order_of(mesh), config, mesh)
 
 
 _DROPS = {}
@@ -116,17 +146,19 @@ _DROPS = {}
 @pytest.mark.parametrize(
     ("factor", "scope", "expected"),
     [
-        (1.0, "sub_sequence", 4),  # 10 x 2 / 5
+        (1.0, "sub_sequence", 5),  # 12 x 2 / 5: a device has 12 places
         (1.01, "sub_sequence", 5),
-        (1.1, "sub_sequence", 5),  # 4.4
+        (1.1, "sub_sequence", 6),  # 5.28
         (0.01, "sub_sequence", 1),
-        (99.0, "sub_sequence", 10),  # no more than there are tokens
-        (1.0, "full_sequence", 16),  # 40 x 2 / 5
+        (99.0, "sub_sequence", 12),  # no more than there are tokens
+        (1.0, "full_sequence", 16),  # 40 x 2 / 5: the rows have 40
         (99.0, "full_sequence", 40),
     ],
 )
 def test_capacities(factor, scope, expected):
     mesh = fold_abstract(Layout.parse("tp2 cp2 dp2"))
     config = replace(CONFIG, capacity_factor=factor, drop_scope=scope)
-    assert capacity_of(10, config, mesh) == expected
-    assert capacity_of(10, CONFIG, mesh) is None
+    # Rows of 10 that cp pads to 12.
+    order = Order(((4, 10),), ranks=2)
+    assert capacity_of(order, config, mesh) == expected
+    assert capacity_of(order, CONFIG, mesh) is None

@@ -19,7 +19,7 @@ from moe.execution import Execution
 from moe.stream import packed, rows, shared_prompts
 from moe.vocabulary import logits_of
 from moe.weights import specs
-from sharding.collectives import all_sum, own_shard
+from sharding.collectives import all_sum, join_shards, own_shard
 from sharding.folding import Layout, fold_abstract
 
 # A distinct size for each axis; lengths that neither 4 nor 8 divides.
@@ -124,6 +124,37 @@ def test_one_device_reads_what_it_may(kind):
         out, by_section(kind, expected), by_section(kind, counted), strict=True
     ):
         np.testing.assert_allclose(got[some], wanted[some], atol=2e-6)
+
+
+def test_a_ring_in_half_precision_errs_as_little_as_blocks():
+    """Scores of a dozen or more, which half precision would round by several hundredths."""
+    visible = visible_pairs("rows")
+    query, key, value = (jnp.asarray(x, jnp.bfloat16) for x in arrays("rows")[:3])
+    query = query * 16
+    wide = [np.asarray(x, np.float64) for x in (query, key, value)]
+    wide[1:] = (np.repeat(x, HEADS // KV_HEADS, axis=2) for x in wide[1:])
+    scores = np.einsum("bthk,bshk->bhts", *wide[:2]) * SCALE
+    powers = np.where(visible[:, None], np.exp(scores), 0.0)
+    total = np.maximum(powers.sum(axis=-1, keepdims=True), 1e-9)
+    expected = np.einsum("bhts,bshk->bthk", powers / total, wide[2])
+
+    def error(layout, execution):
+        mesh = mesh_of(layout)
+
+        def local(*given):
+            stream = rows(jnp.zeros((BATCH, TIME), int), jnp.asarray(valid_rows()), mesh, execution)
+            own = (own_shard(stream.order.flatten(x), mesh.cp) for x in given)
+            read = stream.attend_in_layer(0)(*own, scale=SCALE)
+            return stream.order.restore(join_shards(read, mesh.cp))[0]
+
+        out = on_mesh(local, mesh, (P(), P(), P()), P())(query, key, value)
+        assert out.dtype == jnp.bfloat16
+        return np.sqrt(np.mean((np.asarray(out, np.float64) - expected)[valid_rows()] ** 2))
+
+    # Both round powers and results once; a fifth more or less is chance.
+    assert error("cp2", Execution(context="ring")) < 1.2 * error(
+        "dp1", Execution(attention="blocked")
+    )
 
 
 LAYOUTS = ["cp4", "tp2 cp2"]

@@ -56,6 +56,8 @@ CONFIGS = {
         global_balance_coef=0.02,
         execution=Execution(dispatch="all_to_all"),
     ),
+    # Experts that are full drop the later tokens of the rows, wherever these are.
+    "full": replace(MOE, capacity_factor=0.8, drop_policy="position", drop_scope="full_sequence"),
     # A critic with a shared expert.
     "shared": replace(MOE, num_layers=2, d_ff=12, head="value"),
 }
@@ -107,6 +109,8 @@ CASES = [
     ("shared", "tp4 dp2 / ep2"),
     ("shared", "pp2 tp2 dp2 / ep4"),
     ("sigmoid", "tp2 dp4 / ep2 etp2"),
+    ("full", "cp2"),
+    ("full", "tp2 cp2 / ep4"),
 ]
 BATCH, TIME = 8, 5
 
@@ -158,6 +162,7 @@ def test_equals_one_device(name, layout):
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), stats, expected_stats
         )
         np.testing.assert_array_equal(stats.load, expected_stats.load)
+        assert (float(stats.dropped) > 0) == (CONFIGS[name].capacity_factor is not None)
         sent = CONFIGS[name].num_layers * 3 * int(batch()[1].sum())
         assert float(stats.load.sum()) == sent
     assert all(float(np.max(np.abs(g))) > 0 for g in jax.tree.leaves(grads))

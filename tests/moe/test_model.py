@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, on_mesh, random_weights
 
@@ -15,6 +16,7 @@ from moe.attention import rms_norm
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.routing import RouterStatistics
+from moe.stream import rows
 from moe.vocabulary import logits_of
 from moe.weights import specs
 from sharding.collectives import all_sum
@@ -309,6 +311,43 @@ def test_no_router_has_no_choices():
         model.routing_choices(
             random_weights(config, 1), jnp.zeros((2, 4), int), jnp.ones((2, 4), bool), config, MESH
         )
+
+
+def products(jaxpr):
+    """The precision of every matrix product, in inner programs too."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation.params["precision"]
+        for inner in jaxprs_in_params(equation.params):
+            yield from products(inner)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_router_and_the_value_head_are_not_rounded_to_a_shorter_float(dtype):
+    """Their products ask for all of float32, forward and backward: by default a GPU takes TF32."""
+    config = replace(CONFIG.as_critic(), dtype=dtype, capacity_factor=1.0, global_balance_coef=0.1)
+    weights = random_weights(config, 0)
+    x = jnp.ones((12, config.d_model), config.dtype)
+
+    def routed(experts, x):
+        stream = rows(jnp.zeros((2, 6), int), jnp.ones((2, 6), bool), MESH)
+        routing, stats = model.choose(experts, x, stream, config, MESH)
+        loss = model.router_loss(stats, config, MESH, jnp.asarray(12))
+        return jnp.sum(routing.weights) + loss + stats.entropy
+
+    def valued(weights, x):
+        return jnp.sum(model.value_of(weights, x, config))
+
+    experts = model.layer_of(weights, 0).experts
+    for function, given, least in ((routed, experts, 3), (valued, weights, 3)):
+
+        def gradients(given, x, function=function):
+            return jax.grad(function, (0, 1))(given, x)
+
+        local = jax.shard_map(gradients, mesh=MESH.mesh, in_specs=P(), out_specs=P())
+        found = list(products(jax.make_jaxpr(local)(given, x).jaxpr))
+        assert len(found) >= least
+        assert set(found) == {(jax.lax.Precision.HIGHEST,) * 2}
 
 
 @pytest.mark.parametrize("choice", ["attention", "context", "dispatch", "experts"])
