@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from programs import mesh_of, on_mesh
 
-from moe.capacity import capacity_of, drop
+from moe.capacity import can_drop, capacity_of, drop
 from moe.config import ModelConfig
 from moe.routing import Routing
 from sharding.folding import Layout, fold_abstract
@@ -130,3 +130,14 @@ def test_capacities(factor, scope, expected):
     config = replace(CONFIG, capacity_factor=factor, drop_scope=scope)
     assert capacity_of(10, config, mesh) == expected
     assert capacity_of(10, CONFIG, mesh) is None
+
+
+@pytest.mark.parametrize(
+    ("factor", "per_token", "drops"),
+    [(None, 2, False), (0.1, 2, True), (1.99, 2, True), (2.0, 2, False), (1.3, 3, True)],
+)
+def test_a_capacity_from_which_on_nothing_can_drop(factor, per_token, drops):
+    config = ModelConfig(5, num_experts=4, experts_per_token=per_token, capacity_factor=factor)
+    assert can_drop(config) == drops
+    capacity = capacity_of(4096, config, mesh_of("dp1"))
+    assert (capacity is not None and capacity < 4096) == drops

@@ -275,6 +275,28 @@ def test_options_as_older_files_have_them(tmp_path):
     assert huggingface.config_from(folder) == huggingface.config_from(FIXTURES / "deepseek_v3")
 
 
+def test_routers_come_without_losses_and_biases_that_stay(tmp_path):
+    folder = copy_of("deepseek_v3", tmp_path / "trained")
+    change_options(folder, router_aux_loss_coef=0.02, aux_loss_alpha=0.001)
+    for config in (huggingface.config_from(folder), loaded("qwen3_moe")[0]):
+        names = ("load_balance_coef", "router_z_coef", "batch_balance_coef", "global_balance_coef")
+        assert [getattr(config, name) for name in names] == [0.0] * 4
+        assert config.bias_update_rate == 0.0
+    assert huggingface.config_from(folder).selection_bias
+
+
+def test_the_longest_sequence_is_read_and_written(tmp_path):
+    config, weights = loaded("qwen3")
+    assert config.max_positions == 64
+    huggingface.save(tmp_path / "same", config, weights)
+    assert huggingface.config_from(tmp_path / "same").max_positions == 64
+    about = {"max_position_embeddings": 16}
+    huggingface.save(tmp_path / "shorter", config, weights, about=about)
+    assert huggingface.config_from(tmp_path / "shorter").max_positions == 16
+    change_options(tmp_path / "same", max_position_embeddings=...)
+    assert huggingface.config_from(tmp_path / "same").max_positions is None
+
+
 def test_tensors_that_say_nothing_are_let_through(tmp_path):
     folder = copy_of("qwen3", tmp_path / "more")
     held = load_file(folder / "model.safetensors")
