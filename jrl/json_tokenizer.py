@@ -147,7 +147,8 @@ def checkpoint_tokenizer(directory: str | Path, vocab_size: int) -> Tokenizer:
             f"{vocab_size}: give the checkpoint's tokenizer.json, which may have fewer."
         )
     stated = _optional(directory / "tokenizer_config.json")
-    begins = stated.get("add_bos_token", "bos_token" not in stated or bool(stated["bos_token"]))
+    given = stated.get("add_bos_token")
+    begins = bool(stated.get("bos_token", True) if given is None else given)
     return tokenizer.used(_usage(directory, stated, begins))
 
 
@@ -183,7 +184,14 @@ def _stop_ids(directory: Path) -> tuple[int, ...]:
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
         given = _optional(directory / name).get("eos_token_id")
-        ids += given if isinstance(given, list) else [] if given is None else [given]
+        several = given if isinstance(given, list) else [] if given is None else [given]
+        for token in several:
+            if type(token) is not int:
+                raise ValueError(
+                    f"{directory / name}: eos_token_id has {token!r}, not a number: take the file "
+                    "of the checkpoint."
+                )
+        ids += several
     return tuple(dict.fromkeys(ids))
 
 

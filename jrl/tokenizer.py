@@ -330,9 +330,9 @@ def usage_from(content: Mapping[str, Any]) -> Usage:
 
 def checked_usage(usage: Usage, vocab_size: int) -> Usage:
     for token in usage.stop_ids:
-        if type(token) is not int or not 0 <= token < vocab_size:
+        if not 0 <= token < vocab_size:
             raise ValueError(
-                f"the stop ids (eos_token_id) have {token!r}, which is no id of a vocabulary of "
+                f"the stop ids (eos_token_id) have {token}, which is no id of a vocabulary of "
                 f"{vocab_size}: take the config.json and generation_config.json of the checkpoint."
             )
     return usage
