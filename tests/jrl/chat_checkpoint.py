@@ -1,5 +1,5 @@
-"""A small checkpoint made as Qwen's are: byte-level tokens, nothing before a prompt, two tokens that
-end a turn, and a template that writes a conversation between them."""
+"""A small checkpoint made as Qwen's are: byte-level tokens, nothing before a prompt, two tokens
+that end a turn, and a template that writes a conversation between them."""
 
 import json
 from pathlib import Path
