@@ -356,7 +356,7 @@ def decoding(arguments: argparse.Namespace) -> Iterator[Figures]:
             response_length=response,
             copies=1,
             pad_id=0,
-            eos_id=config.vocab_size,
+            stop_ids=(config.vocab_size,),
             sampling=Sampling(),
         )
         prompts = jax.random.randint(jax.random.key(3), (rows, prompt), 0, config.vocab_size)

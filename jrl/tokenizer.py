@@ -5,12 +5,19 @@ The built-in tasks train a character model from the characters they use, in mill
 never added here: whoever lays out a batch knows where they belong.
 """
 
+import base64
+import binascii
 import io
 import json
 import os
+import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
 
@@ -25,32 +32,52 @@ SPACE_PIECE = "\u2581"
 SPOILT = SPACE_PIECE + "\u2585\x1f\0"
 
 
+@dataclass(frozen=True)
+class Usage:
+    """How a tokenizer is used, as far as that is not in its vocabulary.
+
+    Attributes:
+      stop_ids: ids that end a completion besides the end of sequence.
+      begins: whether a prompt begins with the beginning of sequence, where there is one.
+      chat_template: Jinja source that makes one text of a conversation; None has none.
+      chat_date: the day that the template takes for today, as "2024-07-26".
+    """
+
+    stop_ids: tuple[int, ...] = ()
+    begins: bool = True
+    chat_template: str | None = None
+    chat_date: str | None = None
+
+
 class Tokenizer:
     """Maps text to token ids with a SentencePiece model.
 
     Attributes:
       vocab_size: number of ids, special ones included.
       pad_id: the id that fills unused positions.
-      bos_id: the id that begins a sequence.
+      bos_id: the id that begins a sequence, None where there is none.
       eos_id: the id that ends a sequence.
       unk_id: the id of what the model does not know; `encode` never returns it.
+      usage: what else there is to know.
     """
 
     vocab_size: int
     pad_id: int
-    bos_id: int
+    bos_id: int | None
     eos_id: int
     unk_id: int
+    usage: Usage
 
-    def __init__(self, model: bytes):
+    def __init__(self, model: bytes, usage: Usage | None = None):
         """Loads a serialised SentencePiece model.
 
         A model without a padding id pads with its unknown id: `encode` refuses what would become
-        unknown, so that id never occurs in a text. A model without a beginning of sequence begins
-        with its end of sequence, which marks the same border between two texts.
+        unknown, so that id never occurs in a text. Where a model has no beginning of sequence,
+        nothing comes before a prompt.
 
         Args:
           model: the bytes of a `.model` file.
+          usage: how it is used; None is a plain model, whose only end is its own.
 
         Raises:
           ValueError: the bytes are no SentencePiece model, or it has no end of sequence.
@@ -73,19 +100,23 @@ class Tokenizer:
         self.vocab_size = processor.vocab_size()
         self.unk_id = processor.unk_id()
         self.eos_id = processor.eos_id()
-        self.bos_id = processor.bos_id() if processor.bos_id() >= 0 else self.eos_id
+        self.bos_id = processor.bos_id() if processor.bos_id() >= 0 else None
         self.pad_id = processor.pad_id() if processor.pad_id() >= 0 else self.unk_id
-        self._special = {self.pad_id, self.bos_id, self.eos_id, self.unk_id}
+        self.usage = checked_usage(Usage() if usage is None else usage, self.vocab_size)
 
     @classmethod
-    def from_file(cls, path: str | Path) -> "Tokenizer":
-        """Loads a `.model` file, or what the tokenizer of a checkpoint saved.
+    def from_file(cls, path: str | Path, vocab_size: int | None = None) -> "Tokenizer":
+        """Loads a `.model` file, a `tokenizer.json`, or what `save` wrote.
+
+        A `tokenizer.json` does not say which token ends a sequence: that is read from the files of
+        a checkpoint beside it, as `jrl.json_tokenizer.checkpoint_tokenizer` does.
 
         Args:
           path: where the file is.
+          vocab_size: ids of the network, which may have more than a tokenizer.json has tokens.
 
         Raises:
-          ValueError: there is no such file, or it is no usable SentencePiece model.
+          ValueError: there is no such file, or it is no usable tokenizer.
         """
         path = Path(path)
         try:
@@ -93,17 +124,43 @@ class Tokenizer:
         except OSError as error:
             raise ValueError(
                 f"{path}: cannot be read ({error.strerror}): "
-                "give the path of a SentencePiece .model file"
+                "give the path of a SentencePiece .model file or of a tokenizer.json"
             ) from error
         try:
             # A SentencePiece model never begins with a brace.
-            if model.startswith(b"{"):
-                from jrl.json_tokenizer import JsonTokenizer  # needs an extra
-
-                return JsonTokenizer(json.loads(model))
-            return cls(model)
+            return _from_json(path, model, vocab_size) if model.startswith(b"{") else cls(model)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+
+    @property
+    def prefix(self) -> list[int]:
+        """What comes before a prompt: the beginning of sequence, or nothing."""
+        return [self.bos_id] if self.bos_id is not None and self.usage.begins else []
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """What ends a completion, each id once, the end of sequence first."""
+        return tuple(dict.fromkeys((self.eos_id, *self.usage.stop_ids)))
+
+    @cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The ids that are no text, by how they are written."""
+        pieces = range(self.vocab_size)
+        control = [i for i in pieces if self._processor.IsControl(i) or i == self.unk_id]
+        return {self._processor.IdToPiece(i): i for i in control}
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that `decode` makes nothing of."""
+        own = {self.pad_id, self.bos_id, self.unk_id, *self.stop_ids} - {None}
+        return frozenset({*own, *self.special_tokens.values()})
+
+    @property
+    def named_tokens(self) -> dict[str, str]:
+        """The special tokens as a chat template calls them, "bos_token" for instance."""
+        ids = {"bos": self.bos_id, "eos": self.eos_id, "pad": self.pad_id, "unk": self.unk_id}
+        written = {identity: text for text, identity in self.special_tokens.items()}
+        return {f"{name}_token": written[i] for name, i in ids.items() if i in written}
 
     @classmethod
     def train_characters(cls, characters: str) -> "Tokenizer":
@@ -178,6 +235,20 @@ class Tokenizer:
             )
         return ids
 
+    def encode_special(self, text: str) -> list[int]:
+        """Turns text into ids, with the id of each special token that is written in it.
+
+        Raises:
+          ValueError: as for `encode`.
+        """
+        ids: list[int] = []
+        for part in re.split(f"({special_pattern(self.special_tokens)})", text):
+            if part in self.special_tokens:
+                ids.append(self.special_tokens[part])
+            elif part:
+                ids += self.encode(part)
+        return ids
+
     def decode(self, ids: Iterable[int]) -> str:
         """Turns ids into text; special ids give nothing, and none of them stops it.
 
@@ -187,6 +258,52 @@ class Tokenizer:
         Raises:
           ValueError: an id lies outside of the vocabulary.
         """
+        return self._text([token for token in self._known(ids) if token not in self.special_ids])
+
+    def decode_special(self, ids: Iterable[int], unknown: str = "") -> str:
+        """Turns ids into text in which special tokens are written out.
+
+        Args:
+          ids: each in [0, vocab_size).
+          unknown: stands for an id that has no token.
+
+        Raises:
+          ValueError: an id lies outside of the vocabulary.
+        """
+        written = {identity: text for text, identity in self.special_tokens.items()}
+        parts: list[str] = []
+        run: list[int] = []
+        for token in self._known(ids):
+            if token not in self.special_ids:
+                run.append(token)
+                continue
+            parts += [self._text(run), written.get(token, unknown)]
+            run = []
+        return "".join([*parts, self._text(run)])
+
+    def save(self, path: str | Path) -> None:
+        """Writes what `from_file` reads, a plain model as its `.model` file; a reader sees the old
+        file or the whole new one.
+
+        Args:
+          path: where to write it; its folder must exist.
+        """
+        content = self._model
+        if self.usage != Usage():
+            model = base64.b64encode(self._model).decode()
+            content = json.dumps({"sentencepiece": model, **asdict(self.usage)}).encode()
+        write_whole(Path(path), content)
+
+    def used(self, usage: Usage) -> "Tokenizer":
+        """The same tokenizer, used in another way."""
+        return Tokenizer(self._model, usage)
+
+    def _text(self, ids: list[int]) -> str:
+        """The text of ids of which none is special."""
+        return self._processor.decode(ids)
+
+    def _known(self, ids: Iterable[int]) -> list[int]:
+        """The ids as they are, all of them looked over."""
         ids = [int(token) for token in ids]
         for token in ids:
             if not 0 <= token < self.vocab_size:
@@ -194,15 +311,54 @@ class Tokenizer:
                     f"ids has {token}, outside of the vocabulary of {self.vocab_size}: "
                     "decode with the tokenizer that the model was trained with"
                 )
-        return self._processor.decode([token for token in ids if token not in self._special])
+        return ids
 
-    def save(self, path: str | Path) -> None:
-        """Writes the `.model` file; a reader sees the old file or the whole new one.
 
-        Args:
-          path: where to write it; its folder must exist.
-        """
-        write_whole(Path(path), self._model)
+def special_pattern(tokens: Iterable[str]) -> str:
+    """A pattern for any of the special tokens, the longest that fits first; for none, a pattern
+    that fits nowhere."""
+    return "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)"
+
+
+def usage_from(content: Mapping[str, Any]) -> Usage:
+    """The `Usage` in what a tokenizer saved."""
+    given = {field.name: content[field.name] for field in fields(Usage) if field.name in content}
+    if isinstance(given.get("stop_ids"), list):
+        given["stop_ids"] = tuple(given["stop_ids"])
+    return Usage(**given)
+
+
+def checked_usage(usage: Usage, vocab_size: int) -> Usage:
+    for token in usage.stop_ids:
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"the stop ids (eos_token_id) have {token}, which is no id of a vocabulary of "
+                f"{vocab_size}: take the config.json and generation_config.json of the checkpoint."
+            )
+    return usage
+
+
+def _from_json(path: Path, content: bytes, vocab_size: int | None) -> Tokenizer:
+    """The tokenizer of a file that begins as JSON: one that was saved, or a tokenizer.json."""
+    try:
+        record = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not JSON ({error}): copy the file again") from error
+    if "sentencepiece" in record:
+        try:
+            model = base64.b64decode(record["sentencepiece"], validate=True)
+        except (TypeError, binascii.Error) as error:
+            raise ValueError(f"its model is spoilt ({error}): copy the file again") from error
+        return Tokenizer(model, usage_from(record))
+    if find_spec("tokenizers") is None:
+        raise ValueError(
+            'needs tokenizers, which is not installed: run pip install -e ".[hf]" in the clone'
+        )
+    from jrl import json_tokenizer  # needs an extra
+
+    if "pipeline" in record:
+        return json_tokenizer.JsonTokenizer(record)
+    return json_tokenizer.tokenizer_of(path, record, vocab_size)
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -56,6 +56,7 @@ def _begin(request: Request) -> int:
         weights = _given_weights(setup)
         with _open(lambda: _create(request)) as folder:
             _keep_with_run(setup, folder)
+            _say_lengths(setup)
             return _train(setup, folder, weights)
 
 
@@ -156,7 +157,9 @@ def _tokenizer(run: RunConfig, folder: RunFolder | None) -> Tokenizer | None:
             f"tokenizer={run.tokenizer!r} cannot go with weights={run.weights!r}, which have their "
             "own: leave out --tokenizer."
         )
-    return Tokenizer.from_file(RunFolder.read(run.weights).tokenizer_path)
+    from jrl.trainer.prompt_format import with_template
+
+    return with_template(run, Tokenizer.from_file(RunFolder.read(run.weights).tokenizer_path))
 
 
 def _given_weights(setup: "Setup") -> "Transformer[Array] | None":
@@ -200,6 +203,17 @@ def _keep_with_run(setup: "Setup", folder: RunFolder) -> None:
         if checkpoint is not None and not folder.model_path.exists():
             records.replace(folder.model_path, (Path(checkpoint) / "config.json").read_bytes())
         setup.tokenizer.save(folder.tokenizer_path)
+
+
+def _say_lengths(setup: "Setup") -> None:
+    """The limit of completions, where nobody gave it and answers do not tell how long reasoning
+    is."""
+    from jrl.trainer.lengths import response_origin
+
+    run, length = setup.run, setup.response_length
+    answers_are_results = run.checkpoint is not None or run.task.startswith("jsonl:")
+    if run.response_length is None and answers_are_results and is_first():
+        print(f"completions of at most {length:,} tokens: {response_origin(run, length)}")
 
 
 def _create(request: Request) -> RunFolder:

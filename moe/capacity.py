@@ -1,5 +1,12 @@
 """Experts that are full: which of a token's choices are dropped.
 
+A token that is generated is alone with those of other rows at its step; scored again, it shares its
+experts' room with all tokens of the batch. No capacity could drop the same choices in both, and so
+generation drops none. Where drops do happen, a policy scores its own samples with another
+probability than it drew them with, and importance ratios differ from 1 before any update:
+`can_drop` tells, and `jrl.trainer.setup.Setup` refuses such a network. Supervised training has no
+such ratio.
+
 The plain twin is a loop over experts (`tests/moe/test_capacity.py`).
 """
 
@@ -40,6 +47,17 @@ def capacity_of(order: Order, config: ModelConfig, mesh: FoldedMesh) -> int | No
     # A product that is whole but for its rounding is taken as whole.
     share = config.capacity_factor * scope * config.experts_per_token / config.num_experts
     return min(scope, math.ceil(round(share, 9)))
+
+
+def can_drop(config: ModelConfig) -> bool:
+    """Whether some routing overflows an expert: ``capacity_factor k / E < 1``.
+
+    From 1 on an expert has room for every token, as each chooses it at most once.
+    """
+    factor = config.capacity_factor
+    if not config.num_experts or factor is None:
+        return False
+    return round(factor * config.experts_per_token / config.num_experts, 9) < 1
 
 
 def drop(

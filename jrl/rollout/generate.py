@@ -32,7 +32,7 @@ class Rollout(Generic[Leaf]):
     Attributes:
       tokens: prompt, response, padding on both sides.
       valid: which tokens are not padding.
-      mask: which tokens the policy sampled, the end-of-sequence token included.
+      mask: which tokens the policy sampled, the one that ends the response included.
       logprobs: log-probability in the distribution sampled from, nats; 0 outside the mask.
       policy_logprobs: the same in the whole policy at the sampling temperature. The two differ only
         under top-k and top-p.
@@ -57,7 +57,7 @@ class Decoder(NamedTuple):
       response_length: the limit of a response, in tokens, end-of-sequence included.
       copies: completions per prompt.
       pad_id: fills what is not a token.
-      eos_id: ends a response.
+      stop_ids: each of them ends a response, of which it is the last token.
       sampling: how tokens are drawn.
     """
 
@@ -67,7 +67,7 @@ class Decoder(NamedTuple):
     response_length: int
     copies: int
     pad_id: int
-    eos_id: int
+    stop_ids: tuple[int, ...]
     sampling: Sampling
 
 
@@ -164,7 +164,9 @@ def _generate_local(
             jax.lax.dynamic_update_slice(into, column[:, None], (0, loop.step))
             for into, column in zip(loop.written, columns, strict=True)
         )
-        live = loop.live & (token != decoder.eos_id)
+        live = loop.live
+        for stop in decoder.stop_ids:
+            live = live & (token != stop)
         return loop._replace(
             step=loop.step + 1, num_live=count(live), live=live, token=token, written=written
         )

@@ -12,6 +12,9 @@ class FiniteTask:
 
     Each pass over the training examples has an order of its own. One example in ten is held out, by
     the hash of its prompt, and at least one is on either side.
+
+    Attributes:
+      examples: all of them, in the order of the list.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class FiniteTask:
         self._question = question
         self._order: tuple[int, list[int]] = (-1, [])
         self.name: str = name
+        self.examples: Sequence[Example] = tuple(examples)
         self.heldout_size: int | None = num_heldout
         self.max_prompt_length: int = max(len(example.prompt) for example in examples)
         self.max_response_length: int = max(len(example.answer) for example in examples)

@@ -1,15 +1,19 @@
 """Prompts and answers from a file of JSON lines, checked by math-verify.
 
-Each line is an object with the texts "prompt" and "answer" (a whole number will do as an answer);
-other fields are not read, and blank lines are skipped. How answers are compared is written in
-`jrl.tasks.worker`.
+Each line is an object with the texts "prompt" and "answer" (a number will do as an answer), or with
+"messages" in place of the prompt, the turns of a conversation that a chat template makes the prompt
+of: ``[{"role": "user", "content": "..."}]``. The three may have other names; other fields are not
+read, and blank lines are skipped. How answers are compared is written in `jrl.tasks.worker`.
 """
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from jrl.tasks import worker as worker_program
 from jrl.tasks.finite import FiniteTask
@@ -21,12 +25,47 @@ from jrl.tasks.task import Example
 NUM_TRIED = 1000
 
 
-def jsonl(path: str | Path, seed: int, *, seconds: float = 5.0) -> FiniteTask:
+MAX_EXPONENT = 300
+"""Powers of ten by which a number may be shifted, as a float's may: written out it has as many
+digits."""
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Names of the fields of a line.
+
+    Attributes:
+      prompt: of the prompt, a text.
+      answer: of the gold answer.
+      messages: of the conversation, which every line must have; None takes "messages" in lines
+        without a prompt.
+    """
+
+    prompt: str = "prompt"
+    answer: str = "answer"
+    messages: str | None = None
+
+
+class _Number(float):
+    """A number with a point or an exponent, and how it was written."""
+
+    def __new__(cls, written: str):
+        made = super().__new__(cls, written)
+        made.written = written
+        return made
+
+    written: str
+
+
+def jsonl(
+    path: str | Path, seed: int, *, fields: Fields | None = None, seconds: float = 5.0
+) -> FiniteTask:
     """Reads a file of prompts and answers.
 
     Args:
       path: where the file is.
       seed: picks the order of the training examples.
+      fields: names of the fields; None is `Fields()`.
       seconds: how long the comparison of one completion with its answer may take.
 
     Raises:
@@ -38,7 +77,7 @@ def jsonl(path: str | Path, seed: int, *, seconds: float = 5.0) -> FiniteTask:
             f"task=jsonl:{path} needs math-verify, which is not installed: "
             'run pip install -e ".[math]"'
         )
-    numbered = list(_examples(Path(path)))
+    numbered = list(_examples(Path(path), Fields() if fields is None else fields))
     if len(numbered) < 2:
         raise ValueError(
             f"{path}: has {len(numbered)} examples; at least 2 are needed, one to train on and one "
@@ -82,7 +121,7 @@ def _try_answer(worker: Worker, place: str, example: Example) -> None:
         )
 
 
-def _examples(path: Path) -> Iterator[tuple[int, Example]]:
+def _examples(path: Path, fields: Fields) -> Iterator[tuple[int, Example]]:
     """The examples of a file with the numbers of their lines, which start at 1."""
     try:
         content = path.read_bytes()
@@ -92,12 +131,12 @@ def _examples(path: Path) -> Iterator[tuple[int, Example]]:
         ) from error
     for line, row in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if row.strip():
-            yield line, _example(row, f"{path}:{line}")
+            yield line, _example(row, f"{path}:{line}", fields)
 
 
-def _example(row: bytes, place: str) -> Example:
+def _example(row: bytes, place: str, fields: Fields) -> Example:
     try:
-        record = json.loads(row.decode("utf-8"))
+        record = json.loads(row.decode("utf-8"), parse_float=_Number)
     except UnicodeDecodeError as error:
         raise ValueError(f"{place}: is not UTF-8 ({error.reason}): convert the file") from error
     except (ValueError, RecursionError) as error:
@@ -108,19 +147,76 @@ def _example(row: bytes, place: str) -> Example:
         raise ValueError(
             f'{place}: holds a {type(record).__name__}: write an object with "prompt" and "answer"'
         )
-    return Example(_text(record, "prompt", place), _text(record, "answer", place))
+    name = fields.messages
+    if name is None and fields.prompt not in record and "messages" in record:
+        name = "messages"
+    if name is None:
+        prompt, messages = _text(record, fields.prompt, place), ()
+    else:
+        messages = _messages(_value(record, name, place), f'{place}: field "{name}"')
+        prompt = _readable(messages)
+    return Example(prompt, _answer(record, fields.answer, place), messages)
 
 
-def _text(record: dict[str, object], field: str, place: str) -> str:
+def _value(record: Mapping[str, Any], field: str, place: str) -> Any:
     if field not in record:
         known = ", ".join(map(_short, record)) or "nothing"
-        raise ValueError(f'{place}: has no field "{field}" (it has {known}): add or rename it')
-    value = record[field]
-    if field == "answer" and isinstance(value, int) and not isinstance(value, bool):
-        try:
-            value = str(value)
-        except ValueError as error:  # more digits than Python converts
-            raise ValueError(f'{place}: field "{field}": {error}: write it as a text') from error
+        raise ValueError(
+            f'{place}: has no field "{field}" (it has {known}): add or rename it, or name another '
+            "with --prompt-field, --answer-field or --messages-field"
+        )
+    return record[field]
+
+
+def _answer(record: Mapping[str, Any], field: str, place: str) -> str:
+    """The answer as a text. A number is written with the digits that it has, without exponent."""
+    value = _value(record, field, place)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return _text(record, field, place)
+    try:
+        return _written(value)
+    except ValueError as error:  # also more digits than Python converts
+        raise ValueError(f'{place}: field "{field}": {error}: write it as a text') from error
+
+
+def _written(value: int | float) -> str:
+    if isinstance(value, int):
+        return str(value)
+    number = Decimal(value.written) if isinstance(value, _Number) else Decimal(value)
+    if not number.is_finite():
+        raise ValueError(f"{value} is no number")
+    if abs(number.adjusted()) > MAX_EXPONENT:
+        raise ValueError(f"{number} is too large or too small")
+    return format(number, "f")
+
+
+def _messages(value: Any, place: str) -> tuple[tuple[str, str], ...]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(
+            f'{place} is {_short(value)}: it must be a list of {{"role": ..., "content": ...}}'
+        )
+    messages = []
+    for number, message in enumerate(value, start=1):
+        here = f"{place}: message {number}"
+        if not isinstance(message, dict):
+            raise ValueError(f'{here} is {_short(message)}: write "role" and "content"')
+        messages.append((_text(message, "role", here), _text(message, "content", here)))
+    if messages[-1][0] == "assistant":
+        raise ValueError(
+            f"{place} ends with the assistant, whose turn the policy is to write: leave it out"
+        )
+    return tuple(messages)
+
+
+def _readable(messages: tuple[tuple[str, str], ...]) -> str:
+    """The conversation for people: a single question is itself."""
+    if len(messages) == 1 and messages[0][0] == "user":
+        return messages[0][1]
+    return "\n".join(f"{role}: {content}" for role, content in messages)
+
+
+def _text(record: Mapping[str, Any], field: str, place: str) -> str:
+    value = _value(record, field, place)
     if not isinstance(value, str) or not value.strip():
         raise ValueError(
             f'{place}: field "{field}" is {_short(value)}: it must be a text with content'

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from jrl.tasks.addition import addition
 from jrl.tasks.countdown import countdown
 from jrl.tasks.gym import gym
-from jrl.tasks.jsonl import jsonl
+from jrl.tasks.jsonl import Fields, jsonl
 from jrl.tasks.progression import progression
 from jrl.tasks.scratchpad import scratchpad
 from jrl.tasks.sort import sort
@@ -19,16 +19,17 @@ BUILT_IN: dict[str, Callable[[int], Task]] = {
     "countdown": countdown,
     "progression": progression,
 }
-OUTSIDE: dict[str, Callable[[str, int], Task]] = {"jsonl": jsonl, "gym": gym}
+OUTSIDE = ("jsonl", "gym")
 
 
-def load_task(spec: str, seed: int) -> Task:
+def load_task(spec: str, seed: int, fields: Fields | None = None) -> Task:
     """Makes the task that `spec` asks for.
 
     Args:
       spec: ``sort``, ``addition``, ``scratchpad``, ``countdown``, ``progression``, ``jsonl:PATH``
         or ``gym:NAME``.
       seed: picks the stream of training prompts.
+      fields: names of the fields of a file's lines; None is `Fields()`. Other tasks have none.
 
     Returns:
       A task; close it when it is no longer needed.
@@ -39,8 +40,10 @@ def load_task(spec: str, seed: int) -> Task:
     if spec in BUILT_IN:
         return BUILT_IN[spec](seed)
     kind, _, rest = spec.partition(":")
-    if kind in OUTSIDE and rest:
-        return OUTSIDE[kind](rest, seed)
+    if kind == "jsonl" and rest:
+        return jsonl(rest, seed, fields=Fields() if fields is None else fields)
+    if kind == "gym" and rest:
+        return gym(rest, seed)
     near = difflib.get_close_matches(kind, [*BUILT_IN, *OUTSIDE], n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise ValueError(

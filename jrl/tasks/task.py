@@ -15,12 +15,16 @@ class Example:
     """A prompt with a completion that scores full marks.
 
     Attributes:
-      prompt: what the policy is given.
+      prompt: what the policy is given; of a conversation its text for people. No two examples
+        share one.
       answer: a gold completion, for a supervised warm start; others may score as much.
+      messages: role and content of each message of a conversation, of which a chat template makes
+        the prompt; empty where the prompt is a text.
     """
 
     prompt: str
     answer: str
+    messages: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

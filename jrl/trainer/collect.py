@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jrl.recipes.dapo import Dapo
 from jrl.rollout.generate import Decoder, Rollout, generate
 from jrl.tasks import REASONS, Example, Verdict
 from jrl.trainer.processes import from_first, is_first, several, to_devices, to_host
-from jrl.trainer.prompts import decode_responses, encode_prompts
+from jrl.trainer.prompts import conversation, decode_responses, encode_prompts
 from jrl.trainer.setup import Setup
 from moe.weights import Transformer
 
@@ -48,12 +49,20 @@ class Completions:
         """One completion as samples.jsonl holds it."""
         return {
             "prompt": self.examples[row].prompt,
+            "answer": self.examples[row].answer,
             "completion": self.texts[row],
             "score": self.verdicts[row].score,
             "reason": self.verdicts[row].reason,
             "length": int(self.lengths[row]),
             "truncated": bool(self.rollout.truncated[row]),
         }
+
+    def shown(self, number: int) -> list[int]:
+        """Some rows to look at, in their order: two of a group as long as there are groups."""
+        rows = np.arange(len(self.groups))
+        begins = np.diff(self.groups, prepend=-1) != 0
+        place = rows - np.maximum.accumulate(np.where(begins, rows, 0))
+        return sorted(np.argsort(place // 2, kind="stable")[:number].tolist())
 
     def take(self, rows: np.ndarray) -> "Completions":
         """Some of the rows."""
@@ -116,6 +125,16 @@ def sample(
     groups = np.repeat(np.arange(len(examples), dtype=np.int32), decoder.copies)
     lengths = rollout.mask.sum(axis=1).astype(np.int32)
     return Completions(rollout, groups, repeated, texts, verdicts, lengths)
+
+
+def described(setup: Setup, completions: Completions, row: int) -> dict[str, Any]:
+    """One completion as samples.jsonl holds it; where a chat template made the prompt, with the
+    whole conversation as the network read and wrote it."""
+    record: dict[str, Any] = completions.record(row)
+    if setup.format.template is not None:
+        rollout = completions.rollout
+        record["conversation"] = conversation(setup, rollout.tokens[row], rollout.valid[row])
+    return record
 
 
 def verified(setup: Setup, examples: Sequence[Example], texts: Sequence[str]) -> list[Verdict]:

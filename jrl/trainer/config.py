@@ -4,6 +4,15 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+ROUTER_SETTINGS = (
+    "load_balance_coef",
+    "batch_balance_coef",
+    "global_balance_coef",
+    "router_z_coef",
+    "bias_update_rate",
+)
+"""Fields of `RunConfig` that replace those of the network where they are given."""
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -22,7 +31,21 @@ class RunConfig:
     weights: str | None = None
     """A run folder whose last policy to start from; the warm start is skipped."""
     tokenizer: str | None = None
-    """A SentencePiece .model file; None trains a character model on the task's characters."""
+    """A SentencePiece .model file, or a tokenizer.json with its tokenizer_config.json beside it;
+    None takes the checkpoint's own, or trains a character model on the task's characters."""
+    chat_template: str = "checkpoint"
+    """How prompts become conversations: "checkpoint" writes them with the template that comes with
+    the tokenizer, if there is one; "none" takes them as they are; anything else is the path of a
+    Jinja file."""
+    system_prompt: str | None = None
+    """The first message of every conversation that has no system message of its own."""
+    prompt_field: str = "prompt"
+    """Field of a JSON line with the prompt, a text."""
+    answer_field: str = "answer"
+    """Field with the gold answer, a text or a number."""
+    messages_field: str | None = None
+    """Field with the prompt as a conversation, a list of {"role": ..., "content": ...}, in place of
+    the prompt; None takes "messages" where a line has no prompt."""
     layout: str = "dp1"
     """How the devices are laid out, for example "tp2 dp2 / ep4"."""
     rollout_layout: str | None = None
@@ -40,7 +63,20 @@ class RunConfig:
     prompt_length: int | None = None
     """Tokens that prompts are padded to; None fits the task's longest."""
     response_length: int | None = None
-    """Limit of a completion in tokens; None is a quarter above the task's longest answer."""
+    """Limit of a completion in tokens; None is a quarter above the task's longest answer, and for
+    hf:DIR 1024 or what the checkpoint's window leaves."""
+
+    load_balance_coef: float | None = None
+    """Weight of the load-balancing loss of each sequence; None is the preset's, 0 for hf:DIR."""
+    batch_balance_coef: float | None = None
+    """The same of each micro-batch in a sequence-parallel group."""
+    global_balance_coef: float | None = None
+    """The same of each micro-batch over all devices."""
+    router_z_coef: float | None = None
+    """Weight of the router z-loss; None is the preset's, 0 for hf:DIR."""
+    bias_update_rate: float | None = None
+    """How far a bias that experts are selected by (DeepSeek-V3) moves in an optimiser step; None
+    leaves it where the checkpoint has it."""
 
     warm_start_accuracy: float = 0.3
     """Supervised learning stops at this sampled accuracy on fresh training prompts."""
@@ -94,6 +130,17 @@ class RunConfig:
         for name in ("checkpoint_every", "keep_checkpoints", "samples_every", "max_nonfinite"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        for name in ROUTER_SETTINGS:
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value} must not be negative: 0 is none.")
+        if not self.task.startswith("jsonl:"):
+            for name, usual in (("prompt", "prompt"), ("answer", "answer"), ("messages", None)):
+                if getattr(self, f"{name}_field") != usual:
+                    raise ValueError(
+                        f"{name}_field={getattr(self, f'{name}_field')!r} needs --task jsonl:FILE, "
+                        f"not {self.task!r}: leave it out."
+                    )
         if not 0 <= self.warm_start_accuracy <= 1:
             raise ValueError(f"warm_start_accuracy={self.warm_start_accuracy} must lie in 0..1.")
         if not 0 < self.faults_continuity < math.inf:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from jrl.recipes.dapo import Dapo
 from jrl.rollout.scoring import num_pieces
+from jrl.trainer.lengths import response_origin
 from jrl.trainer.setup import Setup
 from moe.config import ModelConfig
 from moe.order import Order
@@ -56,6 +57,8 @@ def print_dry_run(setup: Setup, console: Console | None = None) -> None:
     if setup.rollout_mesh != setup.mesh:
         title = f"Rollout layout: {setup.rollout_mesh.layout} on the same"
         _print(console, title, axes(setup.rollout_mesh))
+    if setup.format.template is not None:
+        _print_prompt(setup, console)
     recipe, steps = setup.recipe, setup.run.steps
     if recipe.value_pretraining_steps >= steps:
         console.print(
@@ -108,6 +111,7 @@ def batch_arithmetic(setup: Setup) -> dict[str, str]:
         "optimiser steps of the policy": f"{learning:,} x {updates:,} = {learning * updates:,}",
         "tokens per completion at most": f"{setup.prompt_length} prompt + "
         f"{setup.response_length} response = {time:,}",
+        "limit of a response": response_origin(run, setup.response_length),
         "tokens per step at most": f"{recipe.completions:,} x {time:,} "
         f"= {recipe.completions * time:,}",
     }
@@ -258,6 +262,14 @@ def _num_scored(setup: Setup) -> int:
         return 1
     rows = setup.recipe.completions // mesh.size(mesh.dp)
     return num_pieces(rows, setup.prompt_length + setup.response_length, setup.rows, mesh)
+
+
+def _print_prompt(setup: Setup, console: Console) -> None:
+    """The first prompt of training through the chat template."""
+    ids = setup.format.encode(setup.task.train(0))
+    console.print("The first prompt as the network reads it", style="bold")
+    written = setup.tokenizer.decode_special(ids)
+    console.print(written, markup=False, highlight=False, soft_wrap=True)
 
 
 def _count(number: int, one: str, several: str) -> str:

@@ -21,7 +21,7 @@ from jrl.recipes.batch import Experience
 from jrl.tasks import Example
 from jrl.trainer import loggers
 from jrl.trainer.checkpoints import Checkpoints
-from jrl.trainer.collect import Collected, collect, sample
+from jrl.trainer.collect import Collected, collect, described, sample
 from jrl.trainer.config import RunConfig
 from jrl.trainer.display import TrainingDisplay, WarmStartDisplay, print_samples
 from jrl.trainer.evaluation import evaluate, heldout_examples
@@ -101,7 +101,7 @@ def train(
             metrics |= metrics_of(alarms)
             outputs.warn(alarms)
             if step % run.samples_every == 0:
-                outputs.write_samples(step, collected)
+                outputs.write_samples(setup, step, collected)
             outputs.log(step, metrics)
             for number, left_out in enumerate(nonfinite):
                 _save_nonfinite(folder, f"{step}-{number}-{left_out.network}", left_out)
@@ -232,7 +232,7 @@ def _write_shown(setup: Setup, folder: RunFolder, state: TrainState[Array]) -> N
     drawn = sample(setup, setup.sampled_decoder, state.policy.weights, examples, key)
     with _appender(folder.samples_path) as appender:
         for row in range(min(SHOWN, len(examples))):
-            appender.append(int(state.step), {"kind": "heldout", **drawn.record(row)})
+            appender.append(int(state.step), {"kind": "heldout", **described(setup, drawn, row)})
 
 
 def _appender(path: Path) -> Appender:
@@ -266,9 +266,10 @@ class _Outputs:
         for alarm in alarms:
             self.display.alarm(alarm.describe())
 
-    def write_samples(self, step: int, collected: Collected) -> None:
-        for row in range(min(SHOWN, len(collected.kept.texts))):
-            self.samples.append(step, {"kind": "training", **collected.kept.record(row)})
+    def write_samples(self, setup: Setup, step: int, collected: Collected) -> None:
+        for row in collected.kept.shown(SHOWN):
+            record = described(setup, collected.kept, row)
+            self.samples.append(step, {"kind": "training", **record})
 
 
 @contextmanager

@@ -17,13 +17,13 @@ def encode_prompts(setup: Setup, examples: Sequence[Example]) -> tuple[np.ndarra
     """Prompts as left-padded ids and their validity, ``[prompts, prompt_length]``.
 
     Raises:
-      ValueError: for a prompt longer than the prompt length.
+      ValueError: for a prompt longer than the prompt length, and as for `PromptFormat.encode`.
     """
     shape = (len(examples), setup.prompt_length)
     tokens = np.full(shape, setup.tokenizer.pad_id, np.int32)
     valid = np.zeros(shape, bool)
     for row, example in enumerate(examples):
-        ids = [setup.tokenizer.bos_id, *setup.tokenizer.encode(example.prompt)]
+        ids = setup.format.encode(example)
         if len(ids) > setup.prompt_length:
             raise ValueError(
                 f"the prompt {example.prompt[:60]!r} has {len(ids)} tokens and "
@@ -65,12 +65,19 @@ def decode_responses(setup: Setup, rollout: Rollout[np.ndarray]) -> list[str]:
 
 
 def text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:
-    """Text of sampled ids. The end of sequence in last place is left out; other special tokens
-    show."""
+    """Text of sampled ids. What ended it, in last place, is left out; other special tokens show."""
     written = list(map(int, ids))
-    if written and written[-1] == tokenizer.eos_id:
+    if written and written[-1] in tokenizer.stop_ids:
         written.pop()
-    special = {tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.unk_id}
-    if special.isdisjoint(written):
-        return tokenizer.decode(written)
-    return "".join(UNREADABLE if i in special else tokenizer.decode([i]) for i in written)
+    runs: list[list[int]] = [[]]
+    for token in written:
+        if token in tokenizer.special_ids:
+            runs.append([])
+        else:
+            runs[-1].append(token)
+    return UNREADABLE.join(map(tokenizer.decode, runs))
+
+
+def conversation(setup: Setup, tokens: np.ndarray, valid: np.ndarray) -> str:
+    """What the network read and wrote in one row, special tokens written out."""
+    return setup.tokenizer.decode_special(tokens[valid], UNREADABLE)

@@ -16,12 +16,22 @@ from jrl.rollout.generate import Decoder
 from jrl.rollout.sampling import GREEDY, Sampling
 from jrl.rollout.scoring import Rows
 from jrl.tasks import Task, load_task
+from jrl.tasks.jsonl import Fields
 from jrl.tokenizer import Tokenizer
-from jrl.trainer.config import RunConfig
+from jrl.trainer.config import ROUTER_SETTINGS, RunConfig
 from jrl.trainer.learner import Optimiser
+from jrl.trainer.lengths import prompt_length, response_length
 from jrl.trainer.objectives import CriticObjective, PolicyObjective, SupervisedObjective
 from jrl.trainer.processes import several
+from jrl.trainer.prompt_format import (
+    NONE,
+    OF_CHECKPOINT,
+    PromptFormat,
+    prompt_format,
+    with_template,
+)
 from jrl.trainer.resharding import RolloutPolicy, rollout_mesh
+from moe.capacity import can_drop
 from moe.config import PRESETS, ModelConfig
 from moe.model import check_window
 from moe.order import Order
@@ -41,6 +51,9 @@ class Setup:
       mesh: where everything lives but what samples completions, which is on `rollout_mesh`.
       prompt_length: tokens that prompts are padded to.
       response_length: limit of a completion in tokens, end-of-sequence included.
+
+    Raises:
+      ValueError: for a network whose experts drop choices, see `moe.capacity`.
     """
 
     run: RunConfig
@@ -51,6 +64,20 @@ class Setup:
     mesh: FoldedMesh
     prompt_length: int
     response_length: int
+
+    def __post_init__(self):
+        if can_drop(self.model):
+            raise ValueError(
+                f"capacity_factor={self.model.capacity_factor} drops choices of experts where the "
+                "policy is scored and none where it samples, so that importance ratios differ from "
+                "1 before any update: set it to None, or to num_experts / experts_per_token = "
+                f"{self.model.num_experts / self.model.experts_per_token:g} or more."
+            )
+
+    @cached_property
+    def format(self) -> PromptFormat:
+        """How prompts become tokens."""
+        return prompt_format(self.run, self.tokenizer)
 
     @property
     def sampling(self) -> Sampling:
@@ -77,7 +104,7 @@ class Setup:
             response_length=self.response_length,
             copies=copies,
             pad_id=self.tokenizer.pad_id,
-            eos_id=self.tokenizer.eos_id,
+            stop_ids=self.tokenizer.stop_ids,
             sampling=sampling,
         )
 
@@ -205,32 +232,24 @@ def set_up(
     elif run.checkpoint is None and run.model not in PRESETS:
         near = difflib.get_close_matches(run.model, PRESETS) or list(PRESETS)
         raise ValueError(f"model={run.model!r} is no preset; near: {', '.join(near)}.")
-    task = load_task(run.task, run.seed)
+    task = load_task(run.task, run.seed, _fields(run))
     try:
-        if tokenizer is None and run.tokenizer is not None:
-            tokenizer = Tokenizer.from_file(run.tokenizer)
-        elif tokenizer is None and run.checkpoint is not None and model is not None:
-            from jrl.json_tokenizer import checkpoint_tokenizer  # needs an extra
-
-            tokenizer = checkpoint_tokenizer(run.checkpoint, model.vocab_size)
-        elif tokenizer is None:
-            tokenizer = Tokenizer.train_characters(task.characters)
-        prompt_length, answer_length = _lengths(task, tokenizer)
+        if tokenizer is None:
+            tokenizer = _tokenizer(run, task, model)
+        network = _trained(
+            PRESETS[run.model](tokenizer.vocab_size) if model is None else model, run
+        )
+        format = prompt_format(run, tokenizer)
+        prompt = prompt_length(run, task, format)
         setup = Setup(
             run=run,
             recipe=recipe,
             task=task,
             tokenizer=tokenizer,
-            model=_executed(
-                PRESETS[run.model](tokenizer.vocab_size) if model is None else model, run
-            ),
+            model=network,
             mesh=fold(layout, devices[: layout.num_devices]),
-            prompt_length=_at_least(run.prompt_length, prompt_length, "prompt_length"),
-            response_length=(
-                -(-5 * answer_length // 4)
-                if run.response_length is None
-                else _at_least(run.response_length, 1, "response_length")
-            ),
+            prompt_length=prompt,
+            response_length=response_length(run, task, tokenizer, network, prompt),
         )
         _check_divides(setup)
         _check_fits(setup)
@@ -240,9 +259,45 @@ def set_up(
     return setup
 
 
-def _executed(model: ModelConfig, run: RunConfig) -> ModelConfig:
-    """The network, computed as the run says."""
-    return replace(model, execution=replace(model.execution, remat=run.remat, fsdp=run.fsdp))
+def _fields(run: RunConfig) -> Fields:
+    return Fields(run.prompt_field, run.answer_field, run.messages_field)
+
+
+def _tokenizer(run: RunConfig, task: Task, model: ModelConfig | None) -> Tokenizer:
+    """The tokenizer of a new run.
+
+    Args:
+      model: of a checkpoint, None for a preset.
+    """
+    if run.tokenizer is not None:
+        size = None if model is None else model.vocab_size
+        return with_template(run, Tokenizer.from_file(run.tokenizer, size))
+    if run.checkpoint is not None and model is not None:
+        from jrl.json_tokenizer import checkpoint_tokenizer  # needs an extra
+
+        return with_template(run, checkpoint_tokenizer(run.checkpoint, model.vocab_size))
+    if run.chat_template not in (OF_CHECKPOINT, NONE):
+        raise ValueError(
+            f"chat_template={run.chat_template!r} needs a tokenizer that its special tokens are "
+            "in: give --tokenizer or a checkpoint as --model."
+        )
+    return Tokenizer.train_characters(task.characters)
+
+
+def _trained(model: ModelConfig, run: RunConfig) -> ModelConfig:
+    """The network, computed and its routers balanced as the run says."""
+    given = {name: getattr(run, name) for name in ROUTER_SETTINGS}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name, value in given.items():
+        needs = "selection_bias" if name == "bias_update_rate" else "num_experts"
+        if value and not getattr(model, needs):
+            raise ValueError(
+                f"{name}={value} changes nothing: the network of {run.model} has no "
+                f"{'selection bias' if needs == 'selection_bias' else 'experts'}. Leave out "
+                f"--{name.replace('_', '-')}."
+            )
+    execution = replace(model.execution, remat=run.remat, fsdp=run.fsdp)
+    return replace(model, **given, execution=execution)
 
 
 def _of_checkpoint(directory: str) -> ModelConfig:
@@ -263,23 +318,13 @@ def _check_fits(setup: Setup) -> None:
             f"the tokenizer has {setup.tokenizer.vocab_size} ids and the model only "
             f"{setup.model.vocab_size}: take the tokenizer of the checkpoint."
         )
+    if setup.tokenizer.vocab_size < setup.model.vocab_size:
+        raise ValueError(
+            f"the model has {setup.model.vocab_size} ids, which it may all sample, and the "
+            f"tokenizer only {setup.tokenizer.vocab_size}: take the tokenizer of the checkpoint, "
+            "or its tokenizer.json, which may have fewer tokens."
+        )
     check_window(setup.prompt_length + setup.response_length, setup.model)
-
-
-def _lengths(task: Task, tokenizer: Tokenizer) -> tuple[int, int]:
-    """Tokens of the longest prompt and of the longest answer, start and end tokens included.
-
-    A token covers one character or more, so the task's bounds in characters hold.
-    """
-    return task.max_prompt_length + 1, task.max_response_length + 1
-
-
-def _at_least(given: int | None, needed: int, name: str) -> int:
-    if given is None:
-        return needed
-    if given < needed:
-        raise ValueError(f"{name}={given} is too short: the task needs {needed} tokens.")
-    return given
 
 
 def _check_divides(setup: Setup) -> None:

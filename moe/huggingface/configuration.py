@@ -17,6 +17,7 @@ TRAINING = (
     "batch_balance_coef",
     "global_balance_coef",
     "bias_update_rate",
+    "max_positions",
     "capacity_factor",
     "drop_policy",
     "drop_scope",
@@ -24,6 +25,15 @@ TRAINING = (
     "execution",
 )
 """Fields of `ModelConfig` that say how a network is trained and computed, not which it is."""
+UNBALANCED = {
+    "load_balance_coef": 0.0,
+    "router_z_coef": 0.0,
+    "batch_balance_coef": 0.0,
+    "global_balance_coef": 0.0,
+    "bias_update_rate": 0.0,
+}
+"""A network that comes from elsewhere: whoever trains it further says what its routers shall lose
+by. The `router_aux_loss_coef` of a config.json is of the training that lies behind it."""
 ROUTING = (
     "experts_per_token",
     "d_expert",
@@ -40,6 +50,8 @@ ROUTING = (
 
 def config_from(path: str | Path, dtype: Dtype | None = None) -> ModelConfig:
     """The network that a checkpoint describes.
+
+    Its router has no losses and its selection bias does not move: see `UNBALANCED`.
 
     Args:
       path: the checkpoint's directory, or its config.json.
@@ -61,7 +73,7 @@ def described(path: str | Path, dtype: Dtype | None = None) -> tuple[ModelConfig
     stored = options.take("dtype", "torch_dtype", default=None)
     options.finish()
     chosen = dtype or ("bfloat16" if stored == "bfloat16" else "float32")
-    return ModelConfig(**found, dtype=chosen), family
+    return ModelConfig(**found, **UNBALANCED, dtype=chosen), family
 
 
 def options_from(config: ModelConfig, architecture: str | None = None) -> dict[str, Any]:

@@ -49,6 +49,7 @@ def common_fields(options: Options) -> Fields:
         "head": "tied" if options.take("tie_word_embeddings", default=False) else "untied",
         "embedding_scale": 1.0,
         "num_experts": 0,
+        "max_positions": options.take("max_position_embeddings", default=None),
     }
 
 
@@ -63,6 +64,11 @@ def common_options(config: ModelConfig) -> dict[str, Any]:
         "num_key_value_heads": config.num_kv_heads,
         "rms_norm_eps": config.norm_epsilon,
         "tie_word_embeddings": config.head == "tied",
+        **(
+            {}
+            if config.max_positions is None
+            else {"max_position_embeddings": config.max_positions}
+        ),
     }
 
 

@@ -53,7 +53,7 @@ def save(
     """
     directory = Path(directory)
     family = family_for(config, architecture)
-    options = _about(about or {}) | options_from(config, family.architecture)
+    options = options_from(config, family.architecture) | _about(about or {})
     options |= {"dtype": dtype, "torch_dtype": dtype}
     leaves = _checked(config, weights)
     directory.mkdir(parents=True, exist_ok=True)

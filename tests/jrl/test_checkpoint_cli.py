@@ -64,7 +64,7 @@ def test_an_end_that_only_the_options_name(checkpoint, tmp_path):
     shutil.copytree(checkpoint, folder)
     (folder / "tokenizer_config.json").unlink()
     tokenizer = checkpoint_tokenizer(folder, 37)
-    assert (tokenizer.eos_id, tokenizer.bos_id, tokenizer.pad_id) == (2, 2, 2)
+    assert (tokenizer.eos_id, tokenizer.bos_id, tokenizer.pad_id) == (2, None, 2)
 
 
 def test_sentencepiece_and_what_does_not_go_with_the_network(checkpoint, tmp_path):
@@ -86,6 +86,7 @@ def test_training_begins_from_a_checkpoint_and_goes_on_without_it(checkpoint, tm
     data = tmp_path / "sums.jsonl"
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     flags = ["--prompts=2", "--group-size=2", "--mini-batch=4", "--eval-prompts=2"]
+    flags.append("--response-length=4")
     given = [f"--model=hf:{moved}", f"--task=jsonl:{data}", f"--run-dir={tmp_path / 'run'}"]
     assert main([*given, *flags, "--steps=1", "--eval-every=1", "--dry-run"]) == 0
     assert not (tmp_path / "run").exists()

@@ -138,7 +138,7 @@ def test_a_users_model(tmp_path, model_type):
 def test_a_model_without_padding_pads_with_its_unknown(tmp_path):
     tokenizer = Tokenizer.from_file(trained(tmp_path / "user.model", vocab_size=41, bos_id=-1))
     assert tokenizer.pad_id == tokenizer.unk_id
-    assert tokenizer.bos_id == tokenizer.eos_id
+    assert (tokenizer.bos_id, tokenizer.prefix) == (None, [])
     assert tokenizer.decode(
         [tokenizer.pad_id, *tokenizer.encode("two fish"), tokenizer.pad_id]
     ) == ("two fish")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from programs import mesh_of, on_mesh
 
-from moe.capacity import capacity_of, drop
+from moe.capacity import can_drop, capacity_of, drop
 from moe.config import ModelConfig
 from moe.order import Order
 from moe.routing import Routing
@@ -162,3 +162,14 @@ def test_capacities(factor, scope, expected):
     order = Order(((4, 10),), ranks=2)
     assert capacity_of(order, config, mesh) == expected
     assert capacity_of(order, CONFIG, mesh) is None
+
+
+@pytest.mark.parametrize(
+    ("factor", "per_token", "drops"),
+    [(None, 2, False), (0.1, 2, True), (1.99, 2, True), (2.0, 2, False), (1.3, 3, True)],
+)
+def test_a_capacity_from_which_on_nothing_can_drop(factor, per_token, drops):
+    config = ModelConfig(5, num_experts=4, experts_per_token=per_token, capacity_factor=factor)
+    assert can_drop(config) == drops
+    capacity = capacity_of(Order(((1, 4096),), ranks=1), config, mesh_of("dp1"))
+    assert (capacity is not None and capacity < 4096) == drops

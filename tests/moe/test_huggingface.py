@@ -22,6 +22,7 @@ from moe import huggingface, model
 from moe.config import ModelConfig, tiny
 from moe.decoding import decode_step, extend, prefill
 from moe.execution import Execution
+from moe.huggingface.configuration import UNBALANCED
 from moe.huggingface.families import FAMILIES
 from moe.rotary import LlamaScaling, YarnScaling
 from moe.weights import Transformer, specs
@@ -275,6 +276,28 @@ def test_options_as_older_files_have_them(tmp_path):
     assert huggingface.config_from(folder) == huggingface.config_from(FIXTURES / "deepseek_v3")
 
 
+def test_routers_come_without_losses_and_biases_that_stay(tmp_path):
+    folder = copy_of("deepseek_v3", tmp_path / "trained")
+    change_options(folder, router_aux_loss_coef=0.02, aux_loss_alpha=0.001)
+    for config in (huggingface.config_from(folder), loaded("qwen3_moe")[0]):
+        names = ("load_balance_coef", "router_z_coef", "batch_balance_coef", "global_balance_coef")
+        assert [getattr(config, name) for name in names] == [0.0] * 4
+        assert config.bias_update_rate == 0.0
+    assert huggingface.config_from(folder).selection_bias
+
+
+def test_the_longest_sequence_is_read_and_written(tmp_path):
+    config, weights = loaded("qwen3")
+    assert config.max_positions == 64
+    huggingface.save(tmp_path / "same", config, weights)
+    assert huggingface.config_from(tmp_path / "same").max_positions == 64
+    about = {"max_position_embeddings": 16}
+    huggingface.save(tmp_path / "shorter", config, weights, about=about)
+    assert huggingface.config_from(tmp_path / "shorter").max_positions == 16
+    change_options(tmp_path / "same", max_position_embeddings=...)
+    assert huggingface.config_from(tmp_path / "same").max_positions is None
+
+
 def test_tensors_that_say_nothing_are_let_through(tmp_path):
     folder = copy_of("qwen3", tmp_path / "more")
     held = load_file(folder / "model.safetensors")
@@ -309,7 +332,7 @@ def test_an_own_network_is_exported_as_the_architecture_that_expresses_it(tmp_pa
     options = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (options["architectures"], options["eos_token_id"]) == (["MixtralForCausalLM"], 2)
     back, again = huggingface.load(tmp_path / "out", mesh_of("dp1"))
-    assert back == folded
+    assert back == replace(folded, **UNBALANCED)
     jax.tree.map(np.testing.assert_array_equal, again, moved)
     np.testing.assert_allclose(moved.embedding, weights.embedding * 12**0.5, rtol=1e-6)
     with pytest.raises(ValueError, match=r"already holds .safetensors files"):

@@ -56,12 +56,13 @@ def decoder_of(
     layout: str = "dp1",
     *,
     response: int = 7,
-    eos: int = EOS,
+    eos: int | tuple[int, ...] = EOS,
     config: ModelConfig = CONFIG,
 ) -> Decoder:
     parsed = Layout.parse(layout)
     mesh = fold(parsed, jax.devices()[: parsed.num_devices])
-    return Decoder(config, mesh, PROMPT, response, COPIES, PAD, eos, sampling)
+    stops = (eos,) if isinstance(eos, int) else eos
+    return Decoder(config, mesh, PROMPT, response, COPIES, PAD, stops, sampling)
 
 
 def compiled(decoder: Decoder):

@@ -50,6 +50,24 @@ def test_a_response_ends_with_eos_or_is_truncated(seed):
             assert np.all(logprobs[rollout.mask[row]] < 0)
 
 
+def test_each_of_several_ends_ends_a_response():
+    """Where rows may end with two tokens in place of one, they are the same up to the first."""
+    one, other = decode(decoder_of(Sampling())), (EOS, 5)
+    both = decode(decoder_of(Sampling(), eos=other))
+    seen = set()
+    for row in range(ROWS):
+        response, length = both.tokens[row, PROMPT:].tolist(), int(lengths(both)[row])
+        assert response[:length] == one.tokens[row, PROMPT : PROMPT + length].tolist()
+        assert not set(response[: length - 1]) & set(other)
+        assert response[length:] == [PAD] * (7 - length)
+        assert both.truncated[row] == (response[length - 1] not in other)
+        np.testing.assert_array_equal(
+            both.logprobs[row, : PROMPT + length], one.logprobs[row, : PROMPT + length]
+        )
+        seen.add(response[length - 1])
+    assert seen >= set(other), "the seed shows one of the two ends only"
+
+
 def test_keys_decide():
     decoder = decoder_of(Sampling())
     assert not np.array_equal(decode(decoder, 0).tokens, decode(decoder, 1).tokens)

@@ -12,7 +12,7 @@ import pytest
 from jrl.tasks import load_task
 from jrl.tasks import worker as worker_program
 from jrl.tasks.finite import FiniteTask
-from jrl.tasks.jsonl import jsonl
+from jrl.tasks.jsonl import Fields, _examples, jsonl
 from jrl.tasks.process import Worker
 from jrl.tasks.task import Example
 
@@ -209,6 +209,86 @@ def test_two_rows_make_two_sides(tmp_path):
     assert {task.heldout(0).prompt, task.train(0).prompt} == {"a", "b"}
     assert task.train(0) == task.train(1)
     task.close()
+
+
+def one(path, fields=None):
+    """The only example of a file."""
+    ((_, example),) = _examples(path, Fields() if fields is None else fields)
+    return example
+
+
+@pytest.mark.parametrize(
+    ("written", "answer"),
+    [
+        ("2.5", "2.5"),
+        ("7", "7"),
+        ("-0.50", "-0.50"),
+        ("1e-7", "0.0000001"),
+        ("2.5e3", "2500"),
+        ("12345678901234567.25", "12345678901234567.25"),
+    ],
+)
+def test_an_answer_may_be_a_number(tmp_path, written, answer):
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"prompt": "a", "answer": {written}}}')
+    assert one(path) == Example("a", answer)
+
+
+@pytest.mark.parametrize("written", ["NaN", "-Infinity", "1e999", "1e-400", "1e40000000000000000"])
+def test_an_answer_that_is_no_number_to_write_out(tmp_path, written):
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"prompt": "a", "answer": {written}}}')
+    with pytest.raises(ValueError, match=r':1: field "answer": .*: write it as a text'):
+        one(path)
+
+
+def test_numbers_are_checked_as_answers(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "half of 5", "answer": 2.5}\n{"prompt": "b", "answer": 1e1}\n')
+    task = jsonl(path, 0)
+    verdicts = task.verify(task.examples, ["It is \\boxed{5/2}", "\\boxed{10}"])
+    assert [verdict.reason for verdict in verdicts] == ["correct", "correct"]
+    task.close()
+
+
+TURNS = [{"role": "system", "content": "Count."}, {"role": "user", "content": "1+1?"}]
+
+
+def test_fields_have_the_names_that_they_are_given(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"q": "a", "gold": 1, "prompt": "no", "turns": TURNS}))
+    assert one(path, Fields("q", "gold")) == Example("a", "1")
+    messages = (("system", "Count."), ("user", "1+1?"))
+    expected = Example("system: Count.\nuser: 1+1?", "1", messages)
+    assert one(path, Fields("q", "gold", "turns")) == expected
+    with pytest.raises(ValueError, match=r'no field "question" \(it has .*--prompt-field'):
+        one(path, Fields("question", "gold"))
+
+
+def test_a_conversation_takes_the_place_of_a_prompt(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": TURNS[1:], "answer": "2"}))
+    assert one(path) == Example("1+1?", "2", (("user", "1+1?"),))
+    path.write_text(json.dumps({"messages": TURNS, "prompt": "a", "answer": "2"}))
+    assert one(path) == Example("a", "2")
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], r'field "messages" is \[\]: it must be a list of {"role": ..., "content": ...}'),
+        ("hi", r"""field "messages" is 'hi': it must be a list"""),
+        (["hi"], r"""field "messages": message 1 is 'hi': write "role" and "content\""""),
+        ([*TURNS, {"role": "user"}], r"""message 3: has no field "content" \(it has 'role'\)"""),
+        ([{"role": "user", "content": [1]}], r'message 1: field "content" is \[1\]: it must be a'),
+        ([*TURNS, {"role": "assistant", "content": "2"}], r"ends with the assistant"),
+    ],
+)
+def test_conversations_that_are_refused(tmp_path, messages, message):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": messages, "answer": "2"}))
+    with pytest.raises(ValueError, match=rf":1: .*{message}"):
+        one(path)
 
 
 GOOD = b'{"prompt": "a", "answer": "1"}\n'

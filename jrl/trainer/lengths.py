@@ -1,0 +1,106 @@
+"""How many tokens prompts and completions have: what a task needs, and what a run takes."""
+
+from jrl.tasks import Example, Task
+from jrl.tasks.finite import FiniteTask
+from jrl.tokenizer import Tokenizer
+from jrl.trainer.config import RunConfig
+from jrl.trainer.prompt_format import PromptFormat
+from moe.config import ModelConfig
+
+CHECKPOINT_RESPONSE = 1024
+"""Tokens of a completion of a public checkpoint by default: room to reason."""
+
+
+def longest_prompt(task: Task, format: PromptFormat) -> int:
+    """Tokens of the longest prompt, with what comes before it and around it.
+
+    Counted where the task is a list of examples. The prompts of a generator have no end: theirs is
+    a bound, the tokens around a prompt of one character and those that as many characters as the
+    longest has can come to.
+    """
+    if isinstance(task, FiniteTask):
+        return max(len(format.encode(example)) for example in task.examples)
+    encode = format.tokenizer.encode
+    around = max(len(format.encode(Example(c, ""))) - len(encode(c)) for c in task.characters)
+    return around + _bound(task.max_prompt_length, task, format.tokenizer)
+
+
+def longest_answer(task: Task, tokenizer: Tokenizer) -> int:
+    """Tokens of the longest gold completion and its end: counted, or bounded as for prompts."""
+    if isinstance(task, FiniteTask):
+        return max(len(tokenizer.encode(example.answer)) for example in task.examples) + 1
+    return _bound(task.max_response_length, task, tokenizer) + 1
+
+
+def _bound(length: int, task: Task, tokenizer: Tokenizer) -> int:
+    """Tokens that a text of `length` characters of the task can have.
+
+    A character is one token, or as many as it has bytes, and a model may begin every text with a
+    piece for a space: what a character adds is seen where it stands twice.
+    """
+    once = {c: len(tokenizer.encode(c)) for c in task.characters}
+    added = {c: max(1, len(tokenizer.encode(c + c)) - once[c]) for c in once}
+    return length * max(added.values()) + max(once[c] - added[c] for c in once)
+
+
+def prompt_length(run: RunConfig, task: Task, format: PromptFormat) -> int:
+    """Tokens that prompts are padded to.
+
+    Raises:
+      ValueError: when the run asks for fewer than the longest prompt has.
+    """
+    needed = longest_prompt(task, format)
+    if run.prompt_length is None:
+        return needed
+    if run.prompt_length < needed:
+        raise ValueError(
+            f"prompt_length={run.prompt_length} is too short: the task needs {needed} tokens."
+        )
+    return run.prompt_length
+
+
+def response_length(
+    run: RunConfig, task: Task, tokenizer: Tokenizer, model: ModelConfig, prompt: int
+) -> int:
+    """The limit of a completion in tokens, its end included.
+
+    What the run asks for. Otherwise a checkpoint gets `CHECKPOINT_RESPONSE`, or what its window
+    leaves after a prompt: gold answers are results, and say nothing of how long it reasons. A
+    policy that first learns the gold completions gets a quarter more than the longest of them.
+
+    Args:
+      prompt: tokens that prompts are padded to.
+
+    Raises:
+      ValueError: when it would be less than a token.
+    """
+    if run.response_length is not None:
+        if run.response_length < 1:
+            raise ValueError(
+                f"response_length={run.response_length} is too short: the task needs 1 tokens."
+            )
+        return run.response_length
+    if run.checkpoint is None:
+        return -(-5 * longest_answer(task, tokenizer) // 4)
+    left = min(limit - prompt for limit in (*_limits(model), prompt + CHECKPOINT_RESPONSE))
+    if left < 1:
+        raise ValueError(
+            f"prompts of {prompt} tokens leave no room for a completion: the network of "
+            f"{run.model} was made for sequences of {min(_limits(model))} tokens. Leave out the "
+            "longest prompts, or say --response-length."
+        )
+    return left
+
+
+def response_origin(run: RunConfig, length: int) -> str:
+    """Why completions have the limit that they have."""
+    if run.response_length is not None:
+        return "--response-length"
+    if run.checkpoint is None:
+        return "a quarter above the task's longest answer; --response-length sets it"
+    why = "" if length == CHECKPOINT_RESPONSE else ", cut to the checkpoint's window"
+    return f"the default of a checkpoint{why}; --response-length sets it"
+
+
+def _limits(model: ModelConfig) -> tuple[int, ...]:
+    return tuple(n for n in (model.sliding_window, model.max_positions) if n is not None)
