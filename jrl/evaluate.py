@@ -4,7 +4,10 @@ The run may still be going on; nothing is written into its folder but, with ``--
 picture ``plots/value_diagnostics.png`` of what its critic is worth.
 """
 
+import errno
 import json
+import math
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -13,19 +16,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tyro
+from jaxtyping import Array
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from jrl.rollout.sampling import Sampling
+from jrl.seeds import check_seed
 from jrl.tokenizer import Tokenizer
 from jrl.trainer.command_line import exit_status, start_jax
 from jrl.trainer.configuration import configuration_of, flag
 from jrl.trainer.coordinator import ALONE, Processes
+from jrl.trainer.evaluation_display import EvaluationDisplay
 from jrl.trainer.processes import Together, check_same, connect, is_first
 from jrl.trainer.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from jrl.trainer.setup import Setup
+    from moe.weights import Transformer
 
 
 @dataclass(frozen=True)
@@ -72,9 +80,7 @@ def _main(arguments: list[str]) -> int:
         description="Evaluates the policy of a run on held-out prompts: sampled, greedy, pass@k.",
         args=arguments,
     )
-    for name in ("k", "prompts"):
-        if getattr(request, name) < 1:
-            raise ValueError(f"{name}={getattr(request, name)} must be at least 1.")
+    _check(request)
     results = _evaluate(request, RunFolder.read(request.run))
     _print(results)
     if request.json is not None and is_first():
@@ -82,10 +88,26 @@ def _main(arguments: list[str]) -> int:
     return 0
 
 
+def _check(request: Request) -> None:
+    """Raises ValueError for flags that cannot be, and OSError where the results could not go."""
+    for name in ("k", "prompts", "devices"):
+        value = getattr(request, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1.")
+    check_seed(request.seed)
+    if request.temperature is not None and not math.isfinite(request.temperature):
+        raise ValueError(f"temperature={request.temperature} must be a number from 0.")
+    temperature = 1.0 if request.temperature is None else request.temperature
+    Sampling(temperature, request.top_k, request.top_p)
+    if request.json is not None and not Path(request.json).absolute().parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), request.json)
+
+
 def _evaluate(request: Request, folder: RunFolder) -> dict[str, Any]:
     """What was evaluated and the numbers, as they are printed and written."""
     run, recipe = configuration_of(folder)
-    run = replace(run, devices=request.devices or run.devices)
+    if request.devices is not None:
+        run = replace(run, devices=request.devices)
     if request.layout is not None:
         run = replace(run, layout=request.layout, rollout_layout=None)
     if request.rollout_layout is not None:
@@ -99,7 +121,7 @@ def _evaluate(request: Request, folder: RunFolder) -> dict[str, Any]:
 
     # What builds and runs a network is imported once the flags are known to be right.
     from jrl.trainer.measure import measure
-    from jrl.trainer.saved_policy import load_model, load_policy
+    from jrl.trainer.saved_policy import load_both, load_model, load_policy
     from jrl.trainer.setup import set_up
 
     if request.diagnostics and not recipe.uses_critic:
@@ -113,35 +135,45 @@ def _evaluate(request: Request, folder: RunFolder) -> dict[str, Any]:
         setup = set_up(run, recipe, tokenizer, load_model(folder))
     connect(setup.mesh)
     connect(setup.rollout_mesh)
-    with closing(setup.task):
-        weights, step = load_policy(folder, setup)
+    with closing(setup.task), EvaluationDisplay() as display:
+        critic = None
+        if request.diagnostics:
+            policy, critic, step = load_both(folder, setup)
+        else:
+            policy, step = load_policy(folder, setup)
         numbers = measure(
             setup,
-            weights,
+            policy,
             setup.sampling,
             num_prompts=request.prompts,
             k=request.k,
             seed=request.seed,
+            report=display.update,
         )
-        if request.diagnostics:
-            numbers |= _diagnose(request, folder, setup)
+        if critic is not None:
+            numbers |= _diagnose(request, folder, setup, (policy, critic, step), display)
     about = {"run": str(folder.path), "recipe": recipe.name, "task": run.task, "step": step}
     how = {"k": request.k, "seed": request.seed}
     how |= {name: getattr(recipe, name) for name in given}
     return {**about, **how, **numbers}
 
 
-def _diagnose(request: Request, folder: RunFolder, setup: "Setup") -> dict[str, float]:
-    """Draws the picture and returns the numbers behind it."""
+def _diagnose(
+    request: Request,
+    folder: RunFolder,
+    setup: "Setup",
+    networks: "tuple[Transformer[Array], Transformer[Array], int]",
+    display: EvaluationDisplay,
+) -> dict[str, float]:
+    """Draws the picture and returns the numbers behind it.
+
+    Args:
+      networks: policy and critic, and the step both are of.
+    """
     from jrl.trainer.critic_plots import plot_diagnostics
     from jrl.trainer.critic_report import diagnose, judge
-    from jrl.trainer.saved_policy import load_critic, load_policy
 
-    policy, step = load_policy(folder, setup)
-    critic, critic_step = load_critic(folder, setup)
-    while step != critic_step:  # a run that is being written has just made a checkpoint
-        policy, step = load_policy(folder, setup)
-        critic, critic_step = load_critic(folder, setup)
+    policy, critic, step = networks
     judged = judge(
         setup,
         policy,
@@ -150,6 +182,7 @@ def _diagnose(request: Request, folder: RunFolder, setup: "Setup") -> dict[str, 
         num_prompts=request.prompts,
         k=request.k,
         seed=request.seed,
+        report=display.update,
     )
     report = diagnose(judged)
     title = (

@@ -23,6 +23,7 @@ from jrl.faults.detect import Minder
 from jrl.faults.outcomes import FOUND, SILENT, WRONG, false_alarm_rate, figures, outcome
 from jrl.faults.simulate import PRODUCTION, Settings, simulate
 from jrl.faults.workers import side_by_side
+from jrl.seeds import check_seed
 
 TEST_SEED, CLEAN_SEED = 1_000_000, 2_000_000
 """Where held-out seeds begin; thresholds are chosen from 100,000 on, models from 10,000,000 on."""
@@ -67,6 +68,7 @@ class Request:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     request = tyro.cli(Request, prog="python -m jrl.faults benchmark", args=arguments)
+    check_seed(request.seed)
     if request.incidents < 1 or request.clean < 0:
         raise ValueError(
             f"incidents={request.incidents} must be at least 1 and clean={request.clean} 0."

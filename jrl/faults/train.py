@@ -21,6 +21,7 @@ from jrl.faults import vae
 from jrl.faults.fleet import Fleet
 from jrl.faults.prepare import prepare
 from jrl.faults.simulate import METRICS, PRODUCTION, Settings, simulate
+from jrl.seeds import check_seed
 
 SHIPPED = Path(__file__).parent / "models.npz"
 """The models that come with the package."""
@@ -57,6 +58,7 @@ class Training:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     training = tyro.cli(Training, prog="python -m jrl.faults train", args=arguments)
+    check_seed(training.seed)
     fleets = [Fleet.load(path) for path in training.records] or healthy_fleets(training)
     models, error = train_models(fleets, training, show=Console().print)
     if not training.records:

@@ -1,8 +1,10 @@
 """A step's completions: prompts drawn, completions sampled, verified and, for DAPO, filtered."""
 
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -93,15 +95,55 @@ class Collected:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def sample(
+class Unverified:
+    """Sampled completions whose verdicts are being made, in the background.
+
+    The time that decoding took is known; that of verification is what `verified` waits for.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        decoder: Decoder,
+        examples: Sequence[Example],
+        rollout: Rollout[np.ndarray],
+        seconds: dict[str, float],
+    ):
+        self._rollout, self._seconds, self._copies = rollout, seconds, decoder.copies
+        self._texts = decode_responses(setup, rollout)
+        self._examples = [example for example in examples for _ in range(decoder.copies)]
+        # By the first process: an answer that timed out there did so for all.
+        self._verdicts = (
+            _in_background(setup.task.verify, self._examples, self._texts) if is_first() else None
+        )
+
+    def verified(self) -> Completions:
+        """The completions with their verdicts; with several processes a collective."""
+        begin = time.perf_counter()
+        verdicts = _shared([] if self._verdicts is None else self._verdicts.result())
+        waited = time.perf_counter() - begin
+        self._seconds["timing_s/reward"] = self._seconds.get("timing_s/reward", 0.0) + waited
+        rollout, number = self._rollout, len(self._texts) // self._copies
+        return Completions(
+            rollout=rollout,
+            groups=np.repeat(np.arange(number, dtype=np.int32), self._copies),
+            examples=self._examples,
+            texts=self._texts,
+            verdicts=verdicts,
+            lengths=rollout.mask.sum(axis=1).astype(np.int32),
+        )
+
+
+def decode(
     setup: Setup,
     decoder: Decoder,
     weights: Transformer[Array],
     examples: Sequence[Example],
     key: Array,
     seconds: dict[str, float] | None = None,
-) -> Completions:
-    """Samples `decoder.copies` completions of each prompt and has them verified.
+) -> Unverified:
+    """Samples `decoder.copies` completions of each prompt, and begins to have them verified: the
+    next may be decoded meanwhile.
 
     Args:
       weights: the policy on the mesh of training.
@@ -113,18 +155,8 @@ def sample(
     tokens, valid = to_devices((tokens, valid), setup.over_rollout_rows)
     policy = setup.rollout_policy.of(weights)
     rollout = to_host(generate(decoder, policy, tokens, valid, key))
-    decoded = time.perf_counter()
-    texts = decode_responses(setup, rollout)
-    repeated = [example for example in examples for _ in range(decoder.copies)]
-    verdicts = verified(setup, repeated, texts)
-    for name, taken in (
-        ("timing_s/gen", decoded - begin),
-        ("timing_s/reward", time.perf_counter() - decoded),
-    ):
-        seconds[name] = seconds.get(name, 0.0) + taken
-    groups = np.repeat(np.arange(len(examples), dtype=np.int32), decoder.copies)
-    lengths = rollout.mask.sum(axis=1).astype(np.int32)
-    return Completions(rollout, groups, repeated, texts, verdicts, lengths)
+    seconds["timing_s/gen"] = seconds.get("timing_s/gen", 0.0) + time.perf_counter() - begin
+    return Unverified(setup, decoder, examples, rollout, seconds)
 
 
 def described(setup: Setup, completions: Completions, row: int) -> dict[str, Any]:
@@ -137,13 +169,42 @@ def described(setup: Setup, completions: Completions, row: int) -> dict[str, Any
     return record
 
 
-def verified(setup: Setup, examples: Sequence[Example], texts: Sequence[str]) -> list[Verdict]:
-    """The task's verdicts, given by the first process: one that timed out there did so for all."""
-    given = setup.task.verify(examples, texts) if is_first() else []
+def sample(
+    setup: Setup,
+    decoder: Decoder,
+    weights: Transformer[Array],
+    examples: Sequence[Example],
+    key: Array,
+    seconds: dict[str, float] | None = None,
+) -> Completions:
+    """`decode`, and waits for the verdicts."""
+    return decode(setup, decoder, weights, examples, key, seconds).verified()
+
+
+def _shared(given: list[Verdict]) -> list[Verdict]:
+    """The first process's verdicts, in all of them."""
     if not several():
         return given
     sent = from_first([[float(verdict.score), verdict.reason] for verdict in given])
     return [Verdict(score, reason) for score, reason in sent]
+
+
+def _in_background(
+    verify: Callable[[Sequence[Example], Sequence[str]], list[Verdict]],
+    examples: Sequence[Example],
+    texts: Sequence[str],
+) -> "Future[list[Verdict]]":
+    """`verify` in a thread that does not keep the process from ending."""
+    future: Future[list[Verdict]] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(verify(examples, texts))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="jrl verification", daemon=True).start()
+    return future
 
 
 def collect(setup: Setup, weights: Transformer[Array], step: int, cursor: int) -> Collected:

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from jrl.seeds import check_seed
+
 ROUTER_SETTINGS = (
     "load_balance_coef",
     "batch_balance_coef",
@@ -124,6 +126,9 @@ class RunConfig:
         return self.model.removeprefix("hf:") if self.model.startswith("hf:") else None
 
     def __post_init__(self):
+        check_seed(self.seed)
+        if self.devices is not None and self.devices < 1:
+            raise ValueError(f"devices={self.devices} must be at least 1.")
         for name in ("steps", "warm_start_batch", "eval_every", "eval_prompts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")

@@ -1,7 +1,7 @@
 """What a run's critic is worth: the diagnostics of `jrl.losses`, measured on held-out prompts."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,9 +17,8 @@ from jrl.recipes.recipe import terminal_rewards
 from jrl.recipes.vapo import Vapo
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.scoring import Rows
-from jrl.tasks import Example
 from jrl.trainer.collect import sample
-from jrl.trainer.evaluation import heldout_examples
+from jrl.trainer.evaluation import filled_up, heldout_examples
 from jrl.trainer.improve import values_of
 from jrl.trainer.processes import to_devices, to_host
 from jrl.trainer.setup import Setup
@@ -169,7 +168,7 @@ def diagnose(judged: Judged) -> Report:
     _, returns = gae(rewards, values, mask, gamma=gamma, lam=1.0)
     errors = values - returns
     bias = diagnostics.bootstrap_bias(errors, mask, lam, gamma=gamma)
-    steps, _ = gae(rewards, values, mask, lam=0.0)
+    steps, _ = gae(rewards, values, mask, gamma=gamma, lam=0.0)
     parts = np.asarray(diagnostics.relative_position(mask, num_bins=BINS))
 
     def along(x: Array) -> np.ndarray:
@@ -179,7 +178,9 @@ def diagnose(judged: Judged) -> Report:
         return total / np.maximum(np.bincount(parts[inside], minlength=BINS), 1)
 
     first = judged.mask & (np.cumsum(judged.mask, axis=1) == 1)
-    surprise = (judged.rewards * judged.mask).sum(1) - np.where(first, judged.values, 0).sum(1)
+    discounts = gamma ** (np.cumsum(judged.mask, axis=1) - 1.0)
+    promised = np.where(first, judged.values, 0).sum(1)
+    surprise = np.where(judged.mask, judged.rewards * discounts, 0).sum(1) - promised
     against = np.sign(np.asarray(advantages)) != np.sign(surprise)[:, None]
     report = Report(
         position=diagnostics.by_position(values, returns, mask, num_bins=BINS),
@@ -192,7 +193,7 @@ def diagnose(judged: Judged) -> Report:
             high=judged.high,
             num_bins=BINS,
         ),
-        bootstrap=diagnostics.bootstrap_bias_bound(errors, advantages, mask, lam),
+        bootstrap=diagnostics.bootstrap_bias_bound(errors, advantages, mask, lam, gamma=gamma),
         bias=np.abs(along(bias)),
         deviation=float(np.std(np.asarray(advantages)[judged.mask])),
         reach=diagnostics.terminal_reach(mask, lam=lam, gamma=gamma),
@@ -203,9 +204,11 @@ def diagnose(judged: Judged) -> Report:
             rewards, values, mask, lam=lam, gamma=gamma, edges=judged.edges
         ),
         variance=diagnostics.within_between_variance(advantages, mask),
-        concentration=diagnostics.td_concentration(rewards, values, mask),
+        concentration=diagnostics.td_concentration(rewards, values, mask, gamma=gamma),
         errors=along(jnp.abs(steps)),
-        contradiction=float(diagnostics.outcome_contradiction(rewards, values, advantages, mask)),
+        contradiction=float(
+            diagnostics.outcome_contradiction(rewards, values, advantages, mask, gamma=gamma)
+        ),
         contradictions=along(jnp.asarray(against, values.dtype)),
         length=diagnostics.length_share(mask, edges=judged.edges),
         negative=diagnostics.negative_share(advantages, mask),
@@ -225,6 +228,7 @@ def judge(
     num_prompts: int,
     k: int,
     seed: int,
+    report: Callable[[str, int, int], None] = lambda phase, done, total: None,
 ) -> Judged:
     """Completions of held-out prompts, `k` of each, with the critic's values.
 
@@ -233,6 +237,7 @@ def judge(
       num_prompts: held-out prompts, or all there are if they are fewer.
       k: completions per prompt.
       seed: of sampling.
+      report: called with "critic", the completions done and all there will be.
 
     Raises:
       ValueError: where the recipe trains no critic.
@@ -240,13 +245,20 @@ def judge(
     recipe = setup.critic_objective.recipe
     objective = replace(setup.critic_objective, rows=Rows(setup.prompt_length, copies=1))
     decoder, key = setup.decoder(sampling, k), jax.random.key(seed)
-    pieces = []
-    for number, examples in enumerate(_batches(setup, num_prompts, k)):
-        drawn = sample(setup, decoder, policy, examples, jax.random.fold_in(key, number))
+    examples = heldout_examples(setup, num_prompts)
+    report("critic", 0, len(examples) * k)
+    pieces, size = [], _batch_size(setup, len(examples), k)
+    batches = filled_up(examples, size)
+    for number, start in enumerate(range(0, len(batches), size)):
+        batch, own_key = batches[start : start + size], jax.random.fold_in(key, number)
+        drawn = sample(setup, decoder, policy, batch, own_key)
         tokens, valid = to_devices((drawn.rollout.tokens, drawn.rollout.valid), setup.over_rows)
         values = to_host(values_of(objective, critic, tokens, valid))
-        groups = drawn.groups + number * len(examples)
-        pieces.append((values, drawn.rollout.mask, drawn.scores, groups, drawn.lengths))
+        # What fills up the last batch is left out again.
+        rows = slice(min(size, len(examples) - start) * k)
+        columns = (values, drawn.rollout.mask, drawn.scores, drawn.groups + start, drawn.lengths)
+        pieces.append([column[rows] for column in columns])
+        report("critic", min(start + size, len(examples)) * k, len(examples) * k)
     values, mask, scores, groups, lengths = map(np.concatenate, zip(*pieces, strict=True))
     rewards = recipe.rewards(jnp.asarray(scores), jnp.asarray(lengths), setup.response_length)
     return Judged(
@@ -263,13 +275,11 @@ def judge(
     )
 
 
-def _batches(setup: Setup, num_prompts: int, k: int) -> Sequence[list[Example]]:
-    """Held-out prompts in batches of one size, so many that nothing is left over."""
+def _batch_size(setup: Setup, num_prompts: int, k: int) -> int:
+    """Prompts that are decoded and judged at a time: they divide over the devices."""
     mesh = setup.mesh
     unit = math.lcm(setup.rollout_ranks, mesh.size((*mesh.dp, *mesh.tp)))
-    examples = heldout_examples(setup, max(num_prompts, unit), unit)
-    size = min(len(examples), max(1, ROWS_AT_ONCE // k)) // unit * unit or unit
-    return [examples[i : i + size] for i in range(0, len(examples) - size + 1, size)]
+    return min(num_prompts, max(1, ROWS_AT_ONCE // k)) // unit * unit or unit
 
 
 def _lam(recipe: ActorCritic, lengths: np.ndarray) -> float | np.ndarray:

@@ -24,7 +24,7 @@ from jrl.trainer.checkpoints import Checkpoints
 from jrl.trainer.collect import Collected, collect, described, sample
 from jrl.trainer.config import RunConfig
 from jrl.trainer.display import TrainingDisplay, WarmStartDisplay, print_samples
-from jrl.trainer.evaluation import evaluate, heldout_examples
+from jrl.trainer.evaluation import evaluate, filled_up, heldout_examples
 from jrl.trainer.improve import (
     NonFinite,
     experience_of,
@@ -227,9 +227,11 @@ def _first_state(
 
 def _write_shown(setup: Setup, folder: RunFolder, state: TrainState[Array]) -> None:
     """Completions of a few held-out prompts, into samples.jsonl."""
-    examples = heldout_examples(setup, -(-SHOWN // setup.rollout_ranks) * setup.rollout_ranks)
+    ranks = setup.rollout_ranks
+    examples = heldout_examples(setup, -(-SHOWN // ranks) * ranks)
     key = setup.key("evaluation", 0, 1)
-    drawn = sample(setup, setup.sampled_decoder, state.policy.weights, examples, key)
+    batch = filled_up(examples, ranks)
+    drawn = sample(setup, setup.sampled_decoder, state.policy.weights, batch, key)
     with _appender(folder.samples_path) as appender:
         for row in range(min(SHOWN, len(examples))):
             appender.append(int(state.step), {"kind": "heldout", **described(setup, drawn, row)})

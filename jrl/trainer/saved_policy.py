@@ -1,13 +1,16 @@
 """The networks of a run on disk: their newest weights, and its tokenizer."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import jax
 from jaxtyping import Array
 
 from jrl.tokenizer import Tokenizer
 from jrl.trainer.checkpoints import Checkpoints
-from jrl.trainer.processes import several
+from jrl.trainer.processes import any_of, several
 from jrl.trainer.run_folder import RunFolder
 from jrl.trainer.setup import Setup
 from moe import weights as moe_weights
@@ -24,49 +27,76 @@ def load_policy(folder: RunFolder, setup: Setup) -> tuple[Transformer[Array], in
     Raises:
       ValueError: where there is no checkpoint yet, or it is one of another model.
     """
-    return _load(folder, setup, setup.model, "policy/weights")
+    (policy,), step = _load(folder, setup, {"policy/weights": setup.model})
+    return policy, step
 
 
-def load_critic(folder: RunFolder, setup: Setup) -> tuple[Transformer[Array], int]:
-    """The critic of the newest checkpoint and the steps it has learned for.
+def load_both(
+    folder: RunFolder, setup: Setup
+) -> tuple[Transformer[Array], Transformer[Array], int]:
+    """Policy and critic of one checkpoint, the newest, and the steps they have learned for.
 
     Raises:
       ValueError: as for `load_policy`, and where the recipe trains no critic.
     """
-    return _load(folder, setup, setup.critic_objective.config, "critic/weights")
+    models = {"policy/weights": setup.model, "critic/weights": setup.critic_objective.config}
+    (policy, critic), step = _load(folder, setup, models)
+    return policy, critic, step
 
 
 def _load(
-    folder: RunFolder, setup: Setup, model: ModelConfig, part: str
-) -> tuple[Transformer[Array], int]:
-    """A part of the newest checkpoint, and its step.
+    folder: RunFolder, setup: Setup, models: Mapping[str, ModelConfig]
+) -> tuple[list[Transformer[Array]], int]:
+    """Parts of the newest checkpoint, all of the same one, and its step.
 
-    The run may still be written: where its writer drops the checkpoint being read, the newer one is
-    taken.
+    The run may still be written: where its writer drops the checkpoint being read or puts another
+    in its place, everything is read again.
     """
     checkpoints = Checkpoints(folder.checkpoints_path)
-    # A checkpoint holds the layers in order.
-    plain = replace(setup.mesh, layout=replace(setup.mesh.layout, vpp=1))
-    like = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        moe_weights.shapes(model),
-        moe_weights.shardings(model, plain),
-    )
+    like = {part: _described(model, setup) for part, model in models.items()}
     while True:
         step = checkpoints.latest_step()
         if step is None:
             raise ValueError(
                 f"run {folder.path} has no checkpoint yet: the first comes after its warm start."
             )
+        place = checkpoints.directory / str(step)
+        before = _identity(place)
         try:
-            weights = checkpoints.restore(step, like, part=part)[0]
+            read = [checkpoints.restore(step, like[part], part=part)[0] for part in models]
         except (ValueError, OSError):
             # Of several processes the others may have read it: they would not try again with this.
-            if several() or step in checkpoints.steps():
+            if several() or (before is not None and _identity(place) == before):
                 raise
         else:
-            weights = moe_weights.in_rounds(weights, setup.mesh)
-            return jax.device_put(weights, moe_weights.shardings(model, setup.mesh)), step
+            if not any_of(_identity(place) != before):
+                found = zip(read, models.values(), strict=True)
+                return [_placed(weights, model, setup) for weights, model in found], step
+
+
+def _described(model: ModelConfig, setup: Setup) -> Any:
+    """Shapes and shardings of a network as a checkpoint holds it: the layers in order."""
+    plain = replace(setup.mesh, layout=replace(setup.mesh.layout, vpp=1))
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        moe_weights.shapes(model),
+        moe_weights.shardings(model, plain),
+    )
+
+
+def _placed(weights: Transformer[Array], model: ModelConfig, setup: Setup) -> Transformer[Array]:
+    """The weights on the mesh of the run."""
+    weights = moe_weights.in_rounds(weights, setup.mesh)
+    return jax.device_put(weights, moe_weights.shardings(model, setup.mesh))
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What tells a folder from another that takes its place; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def load_model(folder: RunFolder) -> ModelConfig | None:

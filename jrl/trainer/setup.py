@@ -357,12 +357,10 @@ def _check_rollout_divides(setup: Setup) -> None:
     same = mesh == setup.mesh
     layout = f"layout {setup.run.layout!r}" if same else f"rollout layout {own!r}"
     dp, ranks = mesh.size(mesh.dp), setup.rollout_ranks
-    evaluated = {
-        "warm_start_batch": setup.run.warm_start_batch,
-        "eval_prompts": setup.run.eval_prompts,
-    }
-    _check_rows({"prompts": recipe.prompts, **evaluated}, dp, f"dp={dp} of {layout}")
-    rows = {"prompts x group_size": recipe.completions, **evaluated}
+    # Held-out prompts need not divide: the last batch of an evaluation is filled up.
+    learned = {"warm_start_batch": setup.run.warm_start_batch}
+    _check_rows({"prompts": recipe.prompts, **learned}, dp, f"dp={dp} of {layout}")
+    rows = {"prompts x group_size": recipe.completions, **learned}
     _check_rows(rows, ranks, f"dp x tp = {ranks} of {layout}")
     tokens = {"the prompts of a step": (recipe.prompts // dp, setup.prompt_length)}
     _check_tokens(setup, tokens, mesh)

@@ -54,6 +54,7 @@ def test_numbers_fit_together_and_are_printed(run, tmp_path, capsys):
     assert found["verifier/correct"] == pytest.approx(20 * found["accuracy/sampled"])
     assert 1 <= found["response_length/mean"] <= 12
     out = capsys.readouterr().out
+    assert re.search(r"^sampled: 20/20 completions, .* s\ngreedy: 5/5 completions, ", out)
     assert "grpo on sort, step 2" in out and "5 held-out prompts, 4 completions each" in out
     assert re.search(rf"greedy accuracy +{found['accuracy/greedy']:.3f}", out)
     assert re.search(r"pass@4 +[01]\.\d{3}", out)
@@ -155,12 +156,21 @@ def test_a_run_without_a_checkpoint_says_so(tmp_path, monkeypatch, capsys):
     [
         ("--k 0", "k=0 must be at least 1"),
         ("--prompts 0", "prompts=0 must be at least 1"),
+        ("--devices 0", "devices=0 must be at least 1"),
+        ("--devices -4", "devices=-4 must be at least 1"),
+        ("--seed -1", "seed=-1 must lie in 0..4294967295"),
+        ("--seed 4294967296", "seed=4294967296 must lie in 0..4294967295"),
         ("--temperature -1", "temperature=-1.0 is negative"),
+        ("--temperature nan", "temperature=nan must be a number from 0"),
+        ("--temperature inf", "temperature=inf must be a number from 0"),
+        ("--top-k 0", "top_k=0 keeps no token"),
+        ("--top-p nan", "top_p=nan must lie in (0, 1]"),
         ("--layout dp32", "layout 'dp32' needs 32 devices"),
         ("--json no/such/folder.json --k 1 --prompts 8", "no/such/folder.json: No such file"),
     ],
 )
-def test_wrong_input_is_one_line(run, capsys, flags, message):
+def test_wrong_input_is_one_line_at_once(run, monkeypatch, capsys, flags, message):
+    monkeypatch.setattr(measure, "measure", lambda *_, **__: pytest.fail("something was evaluated"))
     assert evaluate.main([str(run), *flags.split()]) in (1, 2)
     assert message in one_line(capsys.readouterr())
 

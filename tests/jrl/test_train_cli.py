@@ -210,7 +210,7 @@ def test_a_line_that_does_not_parse_is_named_with_its_file(tmp_path, capsys):
         ("--layout dq2", "layout 'dq2': 'dq2' is not an axis and a size"),
         ("--layout dp8", "prompts=4 does not divide over dp=8 of layout 'dp8'"),
         ("--layout tp4", "'kv_head' of size 2 cannot be split over 4 devices"),
-        ("--layout cp2 --eval-prompts 9", "eval_prompts=9 .* dp=2 of rollout layout 'tp1 cp1 dp2"),
+        ("--layout cp2 --warm-start-batch 9", "warm_start_batch=9 .* dp=2 of rollout layout 'tp1"),
         ("--layout cp2 --rollout-layout cp2", "'cp2': .* pp and cp must be 1, for .* 'tp1 cp1 dp2"),
         ("--layout cp2 --rollout-layout tp4", "'tp4' needs 4 devices and the .* training has 2"),
         (
@@ -218,6 +218,7 @@ def test_a_line_that_does_not_parse_is_named_with_its_file(tmp_path, capsys):
             r"warm_start_batch.* does not divide over .*tp.* = ?2",
         ),
         ("--devices 32", "devices=32 comes too late: this process has started JAX with 16"),
+        ("--seed -1", "seed=-1 must lie in 0..4294967295"),
         ("--devices 0", "devices=0 must be at least 1"),
         ("--prompt-length 3", "prompt_length=3 is too short: the task needs 10 tokens"),
         ("--tokenizer no.model", "no.model: cannot be read .*: give the path of a SentencePiece"),

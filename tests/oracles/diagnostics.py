@@ -20,6 +20,10 @@ def _variance(xs):
     return _mean([(x - centre) ** 2 for x in xs])
 
 
+def _discounted(xs, gamma):
+    return math.fsum(gamma**t * x for t, x in enumerate(xs))
+
+
 def _sign(x):
     return (x > 0) - (x < 0)
 
@@ -61,27 +65,30 @@ def calibration(values, successes, mask, low, high, num_bins):
     return _mean(squares), ece, predicted, observed, number
 
 
-def bootstrap_bias(errors, mask, lam):
+def bootstrap_bias(errors, mask, lam, gamma=1.0):
     """The double sum of the identity, on the compressed rows."""
     out = []
     for es in _pick(errors, mask):
         last = len(es)
         out.append(
             [
-                (1 - lam) * math.fsum(lam ** (k - 1) * es[t + k] for k in range(1, last - t))
+                (1 - lam)
+                * math.fsum(gamma**k * lam ** (k - 1) * es[t + k] for k in range(1, last - t))
                 for t in range(last)
             ]
         )
     return out
 
 
-def bootstrap_bias_bound(errors, advantages, mask, lam):
+def bootstrap_bias_bound(errors, advantages, mask, lam, gamma=1.0):
     """Mean size of the bias, mean bound, and the size over the spread of advantages."""
-    size = [abs(b) for row in bootstrap_bias(errors, mask, lam) for b in row]
+    size = [abs(b) for row in bootstrap_bias(errors, mask, lam, gamma) for b in row]
     bound = []
     for es in _pick(errors, mask):
         worst = max(abs(e) for e in es)
-        bound += [worst * (1 - lam ** (len(es) - 1 - t)) for t in range(len(es))]
+        for t in range(len(es)):
+            weights = [gamma**k * (1 - lam) * lam ** (k - 1) for k in range(1, len(es) - t)]
+            bound.append(worst * math.fsum(weights))
     spread = math.sqrt(_variance([a for row in _pick(advantages, mask) for a in row]))
     return _mean(size), _mean(bound), _mean(size) / spread if spread else 0.0
 
@@ -134,26 +141,26 @@ def within_between_variance(advantages, mask):
     return within, between, within / between if between else 0.0
 
 
-def td_concentration(rewards, values, mask, share):
+def td_concentration(rewards, values, mask, share, gamma=1.0):
     """Gini by all pairs, the mass of the largest, and the gap of the telescoping sum."""
     ginis, masses, gaps = [], [], [0.0]
     for rs, vs in zip(_pick(rewards, mask), _pick(values, mask), strict=True):
-        errors = [r + after - v for r, v, after in zip(rs, vs, [*vs[1:], 0.0], strict=True)]
+        errors = [r + gamma * after - v for r, v, after in zip(rs, vs, [*vs[1:], 0.0], strict=True)]
         sizes = [abs(e) for e in errors]
         total, n = math.fsum(sizes), len(sizes)
         pairs = math.fsum(abs(x - y) for x in sizes for y in sizes)
         ginis.append(pairs / (2 * n * total) if total else 0.0)
         top = math.ceil(share * n - 1e-6)
         masses.append(math.fsum(sorted(sizes, reverse=True)[:top]) / total if total else 0.0)
-        gaps.append(abs(math.fsum(errors) - (math.fsum(rs) - vs[0])))
+        gaps.append(abs(_discounted(errors, gamma) - (_discounted(rs, gamma) - vs[0])))
     return _mean(ginis), _mean(masses), max(gaps)
 
 
-def outcome_contradiction(rewards, values, advantages, mask):
+def outcome_contradiction(rewards, values, advantages, mask, gamma=1.0):
     other = []
     picked = (_pick(x, mask) for x in (rewards, values, advantages))
     for rs, vs, advs in zip(*picked, strict=True):
-        surprise = math.fsum(rs) - vs[0]
+        surprise = _discounted(rs, gamma) - vs[0]
         other += [float(_sign(a) != _sign(surprise)) for a in advs]
     return _mean(other)
 

@@ -8,6 +8,7 @@ import tyro
 from jrl.faults.simulate.incident import simulate
 from jrl.faults.simulate.metrics import PRODUCTION
 from jrl.faults.simulate.settings import Settings
+from jrl.seeds import check_seed
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Request:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     request = tyro.cli(Request, prog="python -m jrl.faults simulate", args=arguments)
+    check_seed(request.seed)
     settings = Settings(
         machines=request.machines,
         seconds=request.seconds,

@@ -2,16 +2,14 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
 from jrl.losses.advantages import gae
-from jrl.losses.arrays import Scalar, check_shapes, spread
+from jrl.losses.arrays import Scalar, check_shapes
 from jrl.losses.diagnostics import tokens
-from jrl.losses.diagnostics.lambdas import last_weight
 
 
 class BootstrapBias(NamedTuple):
@@ -19,7 +17,8 @@ class BootstrapBias(NamedTuple):
 
     Attributes:
       bias: mean of ``|B_t|`` over tokens.
-      bound: mean of ``max_k |e_k| (1 - lam^(T-1-t))``, with the maximum over the response.
+      bound: mean of ``max_k |e_k| (1 - lam^(T-1-t))``, with the maximum over the response; with a
+        discount ``max_k |e_k| gamma (1 - lam) (1 - (gamma lam)^(T-1-t)) / (1 - gamma lam)``.
       relative: `bias` over the standard deviation of the advantages.
     """
 
@@ -87,6 +86,8 @@ def bootstrap_bias_bound(
     advantages: Float[ArrayLike, "*batch time"],
     mask: Shaped[ArrayLike, "*batch time"],
     lam: Scalar | Float[ArrayLike, "*#batch #time"],
+    *,
+    gamma: Scalar | Float[ArrayLike, "*#batch #time"] = 1.0,
 ) -> BootstrapBias:
     """The bias of `bootstrap_bias` in three numbers: its size, its bound, its share of the signal.
 
@@ -101,6 +102,7 @@ def bootstrap_bias_bound(
       advantages: that the policy learns from, in the same units (before whitening).
       mask: true on sampled tokens.
       lam: of the advantages; a scalar or an array that spreads, as for `gae`.
+      gamma: their discount.
 
     Returns:
       A `BootstrapBias`.
@@ -119,11 +121,11 @@ def bootstrap_bias_bound(
       (0.125, 0.125, 0.125)
     """
     check_shapes(errors=errors, advantages=advantages, mask=mask)
-    bias = bootstrap_bias(errors, mask, lam)
+    bias = bootstrap_bias(errors, mask, lam, gamma=gamma)
     mask, (errors, advantages) = tokens.hidden(mask, errors, advantages)
     largest = jnp.max(jnp.abs(errors), axis=-1, keepdims=True)
-    decay = jax.lax.stop_gradient(spread("lam", lam, errors))
-    bound = largest * (1 - last_weight(mask, decay))
+    # Errors of one size and sign add up to the most there can be.
+    bound = largest * bootstrap_bias(jnp.ones_like(errors), mask, lam, gamma=gamma)
     centre = tokens.mean(advantages, mask)
     deviation = jnp.sqrt(tokens.mean((advantages - centre) ** 2, mask))
     size = tokens.mean(jnp.abs(bias), mask)

@@ -5,10 +5,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Shaped
 
 from jrl.losses.advantages import gae
-from jrl.losses.arrays import Number, check_shapes, keep
+from jrl.losses.arrays import Number, Scalar, check_shapes, keep
 from jrl.losses.diagnostics import tokens
 
 
@@ -33,7 +33,8 @@ class Concentration(NamedTuple):
       gini: coefficient of ``|delta_t|``: 0 where all tokens carry the same, near 1 where one
         carries everything.
       top_mass: share of the sum of ``|delta_t|`` on the largest of them.
-      identity_gap: the largest ``|sum_t delta_t - (R - V_0)|`` of a response, 0 up to rounding.
+      identity_gap: the largest ``|sum_t gamma^t delta_t - (R - V_0)|`` of a response, 0 up to
+        rounding.
     """
 
     gini: Float[Array, ""]
@@ -89,12 +90,13 @@ def td_concentration(
     values: Float[ArrayLike, "*batch time"],
     mask: Shaped[ArrayLike, "*batch time"],
     *,
+    gamma: Scalar = 1.0,
     share: Number = 0.05,
 ) -> Concentration:
     """How far the temporal-difference errors of a response pile up on few of its tokens.
 
-    Without a discount ``delta_t = r_t + V_{t+1} - V_t`` are the steps in which the critic changes
-    its mind, and they telescope: ``sum_t delta_t = R - V_0``.
+    ``delta_t = r_t + gamma V_{t+1} - V_t`` are the steps in which the critic changes its mind, and
+    they telescope: ``sum_t gamma^t delta_t = R - V_0``, with the discounted return R.
 
     **Concern**: credit assignment with a sparse reward (2506.03038).
 
@@ -107,6 +109,7 @@ def td_concentration(
       rewards: one per token; usually zero but for the last sampled one.
       values: the critic's estimates.
       mask: true on sampled tokens.
+      gamma: the discount per token.
       share: of a response's tokens, how many count as the top, rounded up.
 
     Returns:
@@ -129,7 +132,7 @@ def td_concentration(
         raise ValueError(f"share={share} must lie above 0 and up to 1: it is a part of the tokens.")
     check_shapes(rewards=rewards, values=values, mask=mask)
     mask, (rewards, values) = tokens.hidden(mask, rewards, values)
-    errors, _ = gae(rewards, values, mask, lam=0.0)
+    errors, _ = gae(rewards, values, mask, gamma=gamma, lam=0.0)
     rows, length = jnp.any(mask, axis=-1), tokens.count(mask, -1)[..., None]
 
     # True tokens first, the smallest error first; what the mask hides follows.
@@ -145,9 +148,7 @@ def td_concentration(
     top = jnp.ceil(share * count * (1 - 1e-6)).astype(rank.dtype)
     mass = tokens.ratio(jnp.sum(keep(ordered, rank > length - top), axis=-1, keepdims=True), total)
 
-    first = mask & (tokens.index(mask) == 0)
-    known = jnp.sum(rewards, axis=-1) - jnp.sum(keep(values, first), axis=-1)
-    gap = jnp.abs(jnp.sum(errors, axis=-1) - known)
+    gap = jnp.abs(_discounted_sum(errors, mask, gamma) - _surprise(rewards, values, mask, gamma))
     nothing = total[..., 0] == 0
     return Concentration(
         gini=tokens.mean(jnp.where(nothing, jnp.zeros_like(gap), gini[..., 0]), rows),
@@ -161,6 +162,8 @@ def outcome_contradiction(
     values: Float[ArrayLike, "*batch time"],
     advantages: Float[ArrayLike, "*batch time"],
     mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    gamma: Scalar = 1.0,
 ) -> Float[Array, ""]:
     """The share of tokens whose advantage has another sign than the outcome's surprise.
 
@@ -174,10 +177,11 @@ def outcome_contradiction(
     tokens are pushed without regard to the outcome, which `by_position` must justify.
 
     Args:
-      rewards: one per token; R is their sum over the response.
+      rewards: one per token; R is their discounted sum over the response.
       values: the critic's estimates; V_0 is that of the first true token.
       advantages: of the tokens, not centred by whitening, which moves signs.
       mask: true on sampled tokens.
+      gamma: the discount per token.
 
     Returns:
       The share, in [0, 1].
@@ -197,7 +201,25 @@ def outcome_contradiction(
     """
     check_shapes(rewards=rewards, values=values, advantages=advantages, mask=mask)
     mask, (rewards, values, advantages) = tokens.hidden(mask, rewards, values, advantages)
-    first = mask & (tokens.index(mask) == 0)
-    surprise = jnp.sum(rewards, axis=-1) - jnp.sum(keep(values, first), axis=-1)
+    surprise = _surprise(rewards, values, mask, gamma)
     other = jnp.sign(advantages) != jnp.sign(surprise)[..., None]
     return tokens.mean(other.astype(advantages.dtype), mask)
+
+
+def _discounted_sum(
+    x: Float[Array, "*batch time"], mask: Bool[Array, "*batch time"], gamma: Scalar
+) -> Float[Array, "*batch"]:
+    """``sum_t gamma^t x_t`` over the true tokens of each row."""
+    weights = jnp.asarray(gamma, x.dtype) ** tokens.index(mask).astype(x.dtype)
+    return jnp.sum(keep(x * weights, mask), axis=-1)
+
+
+def _surprise(
+    rewards: Float[Array, "*batch time"],
+    values: Float[Array, "*batch time"],
+    mask: Bool[Array, "*batch time"],
+    gamma: Scalar,
+) -> Float[Array, "*batch"]:
+    """``R - V_0`` of each row."""
+    first = mask & (tokens.index(mask) == 0)
+    return _discounted_sum(rewards, mask, gamma) - jnp.sum(keep(values, first), axis=-1)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jrl.faults import benchmark
+from jrl.faults.__main__ import main as faults_main
 from jrl.faults.benchmark import Request as BenchmarkRequest
 from jrl.faults.benchmark import main, run
 from jrl.faults.fleet import Alarm
@@ -153,3 +154,11 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys):
         main(["--only", "Max", "--out", str(tmp_path / "max")])
     with pytest.raises(ValueError, match="incidents=0 must be at least 1"):
         main(["--incidents", "0", "--out", str(tmp_path)])
+
+
+@pytest.mark.parametrize("command", ["benchmark", "simulate fleet.npz", "train --out models.npz"])
+def test_a_seed_that_is_none_is_refused(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert faults_main([*command.split(), "--seed", "-1"]) == 2
+    assert capsys.readouterr().err == "error: seed=-1 must lie in 0..4294967295.\n"
+    assert not list(tmp_path.iterdir())

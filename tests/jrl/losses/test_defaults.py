@@ -162,7 +162,9 @@ DEFAULTS = {
     "terminal_reach": {"gamma": 1.0, "threshold": 0.01},
     "lambda_sensitivity": {"gamma": 1.0, "edges": ()},
     "guard_rate": {"floor": 0.0},
-    "td_concentration": {"share": 0.05},
+    "td_concentration": {"gamma": 1.0, "share": 0.05},
+    "outcome_contradiction": {"gamma": 1.0},
+    "bootstrap_bias_bound": {"gamma": 1.0},
 }
 
 

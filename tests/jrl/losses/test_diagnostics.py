@@ -54,6 +54,15 @@ def everything(b):
         "negative_share": diagnostics.negative_share(b["advantages"], mask),
         "group_degeneracy": diagnostics.group_degeneracy(b["correct"], b["groups"]),
         "bootstrap_bias": diagnostics.bootstrap_bias(returns, mask, 0.6),
+        "discounted bootstrap_bias_bound": diagnostics.bootstrap_bias_bound(
+            returns, b["advantages"], mask, 0.6, gamma=0.8
+        ),
+        "discounted td_concentration": diagnostics.td_concentration(
+            rewards, values, mask, gamma=0.8, share=0.3
+        ),
+        "discounted outcome_contradiction": diagnostics.outcome_contradiction(
+            rewards, values, b["advantages"], mask, gamma=0.8
+        ),
     }
 
 
@@ -80,6 +89,13 @@ def test_oracles(seed):
         "group_degeneracy": o.group_degeneracy(b["correct"], b["groups"]),
         "guard_rate": [o.guard_rate(mask.sum(1), 0.4, 0.2)],
         "outcome_contradiction": [o.outcome_contradiction(rewards, values, advantages, mask)],
+        "discounted bootstrap_bias_bound": o.bootstrap_bias_bound(
+            returns, advantages, mask, 0.6, 0.8
+        ),
+        "discounted td_concentration": o.td_concentration(rewards, values, mask, 0.3, 0.8),
+        "discounted outcome_contradiction": [
+            o.outcome_contradiction(rewards, values, advantages, mask, 0.8)
+        ],
     }
     for name, numbers in expected.items():
         record = found[name] if isinstance(found[name], tuple) else [found[name]]

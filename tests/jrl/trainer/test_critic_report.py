@@ -47,6 +47,25 @@ def test_parts_of_a_response_average_to_the_whole():
     assert whole == pytest.approx(report.contradiction, abs=1e-6)
 
 
+def test_the_discount_is_in_every_number():
+    """Of a critic that knows the discounted return exactly nothing is left, with its gamma."""
+    gamma = 0.8
+    plain = judged(1.0)
+    to_go = np.cumsum(plain.mask[:, ::-1], axis=1)[:, ::-1] - plain.mask
+    values = np.where(plain.mask, plain.values * gamma**to_go, np.nan).astype(np.float32)
+    report = diagnose(judged(1.0, values=values, gamma=gamma))
+    # Float32 sums; without the discount the errors are tenths of a reward.
+    np.testing.assert_allclose(report.errors, 0, atol=1e-6)
+    assert report.summary()["td/identity_gap"] < 1e-5
+    assert report.summary()["bootstrap_bias/bound"] < 1e-6
+    # Values of 1/2 throughout: each but the last falls short of them by what a token costs.
+    flat = diagnose(judged(0.0, gamma=gamma))
+    assert flat.errors[0] == pytest.approx(0.5 * (1 - gamma), rel=1e-5)
+    tokens = np.asarray(flat.position.tokens)
+    whole = np.average(flat.contradictions, weights=tokens)
+    assert whole == pytest.approx(flat.contradiction, abs=1e-6)
+
+
 def test_only_an_adaptive_lambda_has_a_guard():
     fixed = diagnose(judged(0.5))
     lam = np.linspace(0, 1, 40, dtype=np.float32)[:, None]

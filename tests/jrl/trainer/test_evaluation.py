@@ -7,7 +7,7 @@ import pytest
 from small_runs import small_recipe, small_run, small_setup
 
 from jrl.tasks import Example
-from jrl.trainer.evaluation import evaluate, heldout_examples, pass_at_k
+from jrl.trainer.evaluation import evaluate, filled_up, heldout_examples, pass_at_k
 from jrl.trainer.loop import begin, train_step
 from jrl.trainer.metrics import without_timings
 from jrl.trainer.state import initial_weights
@@ -73,24 +73,32 @@ class Finite:
         return Example(f"{index}=", "0")
 
 
-@pytest.mark.parametrize(
-    ("layout", "size", "expected"),
-    [("dp1", 5, 5), ("dp1", 90, 8), ("dp2", 5, 4), ("tp2 dp2 / ep4", 7, 4), ("dp2", 90, 8)],
-)
-def test_heldout_prompts_divide_over_devices(layout, size, expected):
+@pytest.mark.parametrize("layout", ["dp1", "dp2", "tp2 dp2 / ep4"])
+@pytest.mark.parametrize(("size", "expected"), [(1, 1), (5, 5), (90, 8)])
+def test_no_heldout_prompt_is_left_out(layout, size, expected):
     setup = small_setup(run=small_run(layout=layout))
     object.__setattr__(setup, "task", Finite(size))
     examples = heldout_examples(setup, 8)
     assert [example.prompt for example in examples] == [f"{i}=" for i in range(expected)]
 
 
-def test_too_few_heldout_prompts():
-    setup = small_setup(run=small_run(layout="tp2 dp2 / ep4"))
-    object.__setattr__(setup, "task", Finite(3))
-    with pytest.raises(
-        ValueError, match=r"'finite' has 3 held-out prompts, too few for dp x tp = 4"
-    ):
-        heldout_examples(setup, 8)
+def test_what_fills_up_a_batch():
+    one, two, three = (Example(f"{i}=", "0") for i in range(3))
+    assert filled_up([one, two, three], 4) == [one, two, three, one]
+    assert filled_up([one, two], 5) == [one, two, one, two, one]
+    assert filled_up([one, two, three], 3) == [one, two, three]
+
+
+@pytest.mark.slow
+def test_what_fills_up_a_batch_does_not_count():
+    """Five prompts on four devices are the five on one."""
+    found = []
+    for layout in ("dp1", "dp4"):
+        setup = small_setup(run=small_run(layout=layout))
+        weights = initial_weights(setup, setup.model, "weights")
+        found.append(without_timings(evaluate(setup, weights, 3, heldout_examples(setup, 5))))
+    assert found[0]["val/score/greedy"] == found[1]["val/score/greedy"]
+    assert found[0]["val/accuracy/greedy"] * 5 == round(found[0]["val/accuracy/greedy"] * 5)
 
 
 def test_heldout_prompts_of_an_endless_task():
