@@ -35,7 +35,8 @@ class Recipe:
     """Completions per optimiser step; divides prompts x group_size."""
     micro_batch: int | None = 64
     """Completions per forward and backward pass at most; None takes the mini-batch whole. Changes
-    memory and speed (small pieces stay in a CPU's cache), not the result."""
+    memory and speed (small pieces stay in a CPU's cache), not the result: sums are in another
+    order, which shows in the last digits."""
     epochs: int = 1
     """Passes over the completions of a step."""
 

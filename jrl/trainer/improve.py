@@ -161,12 +161,7 @@ def improve(
 
     host = to_host(batch)
     for epoch in range(recipe.epochs):
-        # Rows that share a prompt stay together where a piece can hold them. The layout has no say
-        # in it: a step is the same on all of them.
-        together = 1 if recipe.piece % recipe.group_size else recipe.group_size
-        runs = np.arange(recipe.completions).reshape(-1, together)
-        order = setup.shuffler(int(state.step), epoch).permutation(runs)
-        for chosen in order.reshape(-1, recipe.mini_batch):
+        for chosen in mini_batches(recipe, setup.shuffler(int(state.step), epoch)):
             rows = to_devices(jax.tree.map(lambda x, c=chosen: x[c], host), setup.over_rows)
             history.append({})
             if state.critic is not None:
@@ -174,6 +169,18 @@ def improve(
             if not pretraining:
                 state = replace(state, policy=learn("actor", state.policy, rows))
     return state, history, nonfinite, seconds
+
+
+def mini_batches(recipe: Recipe, shuffler: np.random.Generator) -> np.ndarray:
+    """The rows of each mini-batch of an epoch, ``[mini_batches, mini_batch]``.
+
+    Whole groups are shuffled where they fill mini-batches, so that completions can share their
+    prompt in a forward pass, and single rows where they do not. Neither the layout nor the
+    micro-batch has a say in it: a step is the same however it is cut.
+    """
+    together = 1 if recipe.mini_batch % recipe.group_size else recipe.group_size
+    groups = np.arange(recipe.completions).reshape(-1, together)
+    return shuffler.permutation(groups).reshape(-1, recipe.mini_batch)
 
 
 def sampling_difference(

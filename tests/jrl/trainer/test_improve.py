@@ -12,7 +12,7 @@ from jrl.losses import ExplainedVariance, Mean
 from jrl.recipes import RECIPES
 from jrl.trainer import improve as improving
 from jrl.trainer.collect import Completions, collect
-from jrl.trainer.improve import experience_of, improve, summarise
+from jrl.trainer.improve import experience_of, improve, mini_batches, summarise
 from jrl.trainer.learner import Max
 from jrl.trainer.state import begin, initial_weights
 
@@ -72,11 +72,52 @@ def test_rows_that_share_a_prompt_stay_together(learned_from):
         assert all(a % 2 == 0 and b == a + 1 for a, b in zip(rows[::2], rows[1::2], strict=True))
 
 
-def test_rows_go_alone_where_a_piece_holds_no_whole_group(learned_from):
-    setup = small_setup(small_recipe(epochs=4, micro_batch=1))
+def test_rows_go_alone_where_a_mini_batch_holds_no_whole_groups(learned_from):
+    setup = small_setup(small_recipe(epochs=4, group_size=4, prompts=2, mini_batch=2))
     assert setup.rows.copies == 1
     rows = orders(learned_from, setup)
-    assert any(set(part) != {row ^ 1 for row in part} for part in rows)
+    assert any(part[0] // 4 != part[1] // 4 for part in rows)
+
+
+def test_micro_batches_have_no_say_in_the_mini_batches(learned_from):
+    setup = small_setup()
+    state, batch = state_of(setup), numbered(setup)
+    for group_size, mini_batch in ((2, 2), (2, 4), (2, 8), (4, 2), (4, 4), (4, 8)):
+        found = []
+        for piece in [None, *(piece for piece in (1, 2, 4, 8) if mini_batch % piece == 0)]:
+            sizes = {"group_size": group_size, "prompts": ROWS // group_size, "epochs": 2}
+            recipe = small_recipe(**sizes, mini_batch=mini_batch, micro_batch=piece)
+            learned_from.clear()
+            improve(small_setup(recipe), state, batch)
+            found.append([rows for _, rows in learned_from])
+        assert [len(rows) for rows in found[0]] == [mini_batch] * (2 * ROWS // mini_batch)
+        assert all(rows == found[0] for rows in found)
+
+
+def test_the_default_step_shuffles_whole_groups():
+    """64 prompts x 8 in mini-batches of 128: sixteen groups each, drawn as numpy permutes rows."""
+    recipe = RECIPES["grpo"]()
+    found = mini_batches(recipe, np.random.default_rng([0, 3, 0]))
+    expected = np.random.default_rng([0, 3, 0]).permutation(np.arange(512).reshape(64, 8))
+    np.testing.assert_array_equal(found, expected.reshape(4, 128))
+
+
+@pytest.mark.slow
+def test_micro_batches_have_no_say_in_what_is_learned():
+    """A whole step in pieces of 4 rows and of 1, which holds no whole group."""
+    steps = []
+    for piece in (4, 1):
+        setup = small_setup(small_recipe(micro_batch=piece))
+        state, history, *_ = improve(setup, state_of(setup), small_batch(setup, ROWS))
+        steps.append((jax.device_get(state.policy.weights), summarise(history)))
+    (weights, metrics), (other_weights, other_metrics) = steps
+    # Float32 sums in another order, divided by their own size where Adam's gradients are small.
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), other_weights, weights
+    )
+    assert other_metrics.keys() == metrics.keys()
+    for name in metrics.keys() - {"moe/padded_fraction"}:  # rows that share a prompt run it once
+        assert other_metrics[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-5), name
 
 
 @pytest.mark.parametrize("step", [0, 1])
