@@ -189,6 +189,8 @@ def sampling_difference(
     """How far sampler and trainer differ, where no update of the policy has measured it already."""
     _, again = logprobs_of(setup.policy_objective, state.policy.weights, batch.tokens, batch.valid)
     again, sampled, mask = to_host((again, batch.sampler_logprobs, batch.mask))
+    if not mask.any():
+        return {}
     difference = np.abs(again - sampled)[mask]
     return {
         "sampling/sampling_logp_difference/mean": float(difference.mean()),
@@ -199,13 +201,14 @@ def sampling_difference(
 def summarise(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
     """The metrics of a step from those of its mini-batches.
 
-    Means are means over all tokens of the step; losses and gradient norms are averaged over
-    mini-batches. The difference between sampler and trainer is that of the first mini-batch, whose
+    Means are means over all tokens of the step; losses and gradient norms are averaged over the
+    mini-batches in which a token counts, and without any there are none. The difference between sampler and trainer is that of the first mini-batch, whose
     policy is still the one that sampled.
     """
     summary: dict[str, float] = {}
     for network in ("actor", "critic"):
         updates = [entry[network] for entry in history if network in entry]
+        updates = [metrics for metrics in updates if not metrics["empty"]]
         if not updates:
             continue
         for name, first in updates[0].items():
@@ -217,10 +220,30 @@ def summarise(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
             elif name == "load":
                 # The critic's experts are balanced too, and not plotted.
                 summary |= _load(np.sum(every, axis=0)) if network == "actor" else {}
-            elif name != "finite":
+            elif name not in ("finite", "empty"):
                 own = f"{network}/{name}" if name in ("loss", "grad_norm") else name
                 summary[own] = float(np.mean(every))
     return summary
+
+
+def count_updates(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
+    """How many updates of a step were made and left out."""
+    everything = [metrics for entry in history for metrics in entry.values()]
+    actor = [entry["actor"] for entry in history if "actor" in entry]
+    return {
+        "training/optimizer_steps": float(sum(_moved(metrics) for metrics in actor)),
+        "training/nonfinite_skipped": float(sum(not metrics["finite"] for metrics in everything)),
+        "training/empty_skipped": float(sum(_is_empty(metrics) for metrics in everything)),
+    }
+
+
+def _moved(metrics: dict[str, Any]) -> bool:
+    return bool(metrics["finite"]) and not metrics["empty"]
+
+
+def _is_empty(metrics: dict[str, Any]) -> bool:
+    """Whether an update was left out for want of tokens, and for nothing worse."""
+    return bool(metrics["finite"]) and bool(metrics["empty"])
 
 
 def _load(assignments: np.ndarray) -> dict[str, float]:

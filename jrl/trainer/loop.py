@@ -27,6 +27,7 @@ from jrl.trainer.display import TrainingDisplay, WarmStartDisplay, print_samples
 from jrl.trainer.evaluation import evaluate, heldout_examples
 from jrl.trainer.improve import (
     NonFinite,
+    count_updates,
     experience_of,
     improve,
     sampling_difference,
@@ -138,10 +139,7 @@ def train_step(
         **collected.metrics,
         **describe(setup, collected, experience, to_host(batch.advantages)),
         **summarise(history),
-        "training/optimizer_steps": float(
-            sum(bool(entry["actor"]["finite"]) for entry in history if "actor" in entry)
-        ),
-        "training/nonfinite_skipped": float(len(nonfinite)),
+        **count_updates(history),
         **collected.seconds,
         "timing_s/adv": prepared,
         **seconds,
@@ -250,12 +248,15 @@ class _Outputs:
     display: TrainingDisplay
     total_tokens: float
     total_skipped: float
+    total_empty: float
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.total_tokens += metrics["training/tokens"]
         self.total_skipped += metrics["training/nonfinite_skipped"]
+        self.total_empty += metrics["training/empty_skipped"]
         metrics["training/total_tokens"] = self.total_tokens
         metrics["training/nonfinite_skipped_total"] = self.total_skipped
+        metrics["training/empty_skipped_total"] = self.total_empty
         check_known(metrics)
         self.metrics.append(step, metrics)
         for logger in self.loggers:
@@ -292,6 +293,7 @@ def _outputs(setup: Setup, folder: RunFolder, step: int) -> Iterator[_Outputs]:
             display=stack.enter_context(TrainingDisplay(setup.run.steps, step, rewards)),
             total_tokens=last.get("training/total_tokens", 0.0),
             total_skipped=last.get("training/nonfinite_skipped_total", 0.0),
+            total_empty=last.get("training/empty_skipped_total", 0.0),
         )
 
 

@@ -187,6 +187,16 @@ TABLE: tuple[Metric, ...] = (
         "Optimiser steps skipped for that reason since the first step.",
         "count",
     ),
+    Metric(
+        "training/empty_skipped",
+        "Optimiser steps of this step left out because no token of their mini-batch counted.",
+        "count",
+    ),
+    Metric(
+        "training/empty_skipped_total",
+        "Optimiser steps left out for that reason since the first step.",
+        "count",
+    ),
     # Sampler against trainer.
     Metric(
         "sampling/sampling_logp_difference/mean",

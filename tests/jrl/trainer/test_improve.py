@@ -12,7 +12,13 @@ from jrl.losses import ExplainedVariance, Mean
 from jrl.recipes import RECIPES
 from jrl.trainer import improve as improving
 from jrl.trainer.collect import Completions, collect
-from jrl.trainer.improve import experience_of, improve, mini_batches, summarise
+from jrl.trainer.improve import (
+    count_updates,
+    experience_of,
+    improve,
+    mini_batches,
+    summarise,
+)
 from jrl.trainer.learner import Max
 from jrl.trainer.state import begin, initial_weights
 
@@ -32,7 +38,7 @@ def learned_from(monkeypatch):
     def record(objective, optimiser, num_micro, learner, batch):
         network = "actor" if hasattr(objective, "sampling") else "critic"
         updates.append((network, np.asarray(batch.tokens)[:, 0].tolist()))
-        return learner, {"loss": 0.0, "grad_norm": 0.0, "finite": True}
+        return learner, {"loss": 0.0, "grad_norm": 0.0, "finite": True, "empty": False}
 
     monkeypatch.setattr(improving, "update", record)
     return updates
@@ -133,7 +139,8 @@ def test_critic_and_policy_take_turns_after_pretraining(learned_from, step):
 
 def test_what_was_left_out_is_handed_over(learned_from, monkeypatch):
     def refuse(objective, optimiser, num_micro, learner, batch):
-        return learner, {"loss": np.float32(np.nan), "grad_norm": 2.0, "finite": False}
+        loss = np.float32(np.nan)
+        return learner, {"loss": loss, "grad_norm": 2.0, "finite": False, "empty": False}
 
     monkeypatch.setattr(improving, "update", refuse)
     setup = small_setup(small_recipe("vapo", pretrain_critic=0))
@@ -220,6 +227,7 @@ def test_summary_pools_means_over_tokens():
                 "loss": np.float32(3.0),
                 "grad_norm": np.float32(2.0),
                 "finite": np.True_,
+                "empty": np.False_,
                 "critic/vf_explained_var": explained([0.0, 1.0], [1.0, 1.0]),
             }
         },
@@ -228,10 +236,12 @@ def test_summary_pools_means_over_tokens():
                 "loss": np.float32(1.0),
                 "grad_norm": np.float32(4.0),
                 "finite": np.True_,
+                "empty": np.False_,
                 "critic/vf_explained_var": explained([2.0], [4.0]),
             },
             "actor": {
                 "loss": np.float32(8.0),
+                "empty": np.False_,
                 "actor/pg_loss": np.float32(6.0),
                 "actor/entropy": Mean(np.float32(6.0), np.int32(3)),
                 "sampling/sampling_logp_difference/mean": Mean(np.float32(2.0), np.int32(4)),
@@ -242,11 +252,24 @@ def test_summary_pools_means_over_tokens():
         {
             "actor": {
                 "loss": np.float32(2.0),
+                "empty": np.False_,
                 "actor/pg_loss": np.float32(1.0),
                 "actor/entropy": Mean(np.float32(1.0), np.int32(1)),
                 "sampling/sampling_logp_difference/mean": Mean(np.float32(90.0), np.int32(4)),
                 "sampling/sampling_logp_difference/max": Max(np.float32(90.0)),
                 "load": np.array([[3.0, 1.0], [0.0, 4.0]]),
+            },
+        },
+        # No token counts in it, and so it counts in nothing.
+        {
+            "actor": {
+                "loss": np.float32(77.0),
+                "empty": np.True_,
+                "actor/pg_loss": np.float32(0.0),
+                "actor/entropy": Mean(np.float32(0.0), np.int32(0)),
+                "sampling/sampling_logp_difference/mean": Mean(np.float32(0.0), np.int32(0)),
+                "sampling/sampling_logp_difference/max": Max(np.float32(0.0)),
+                "load": np.array([[9.0, 0.0], [9.0, 0.0]]),
             },
         },
     ]
@@ -270,3 +293,21 @@ def test_summary_pools_means_over_tokens():
     for name, value in expected.items():
         assert summary[name] == pytest.approx(value, rel=1e-6), name  # float32
     assert summarise([]) == {}
+    assert summarise(history[-1:]) == {}
+
+
+def test_updates_are_counted_by_what_came_of_them():
+    def one(finite, empty):
+        return {"finite": np.bool_(finite), "empty": np.bool_(empty)}
+
+    history = [
+        {"critic": one(True, False)},
+        {"critic": one(True, True), "actor": one(True, True)},
+        {"critic": one(False, True), "actor": one(False, False)},  # the worse of two reasons
+        {"critic": one(True, False), "actor": one(True, False)},
+    ]
+    assert count_updates(history) == {
+        "training/optimizer_steps": 1.0,
+        "training/nonfinite_skipped": 2.0,
+        "training/empty_skipped": 2.0,
+    }

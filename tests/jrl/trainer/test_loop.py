@@ -1,6 +1,7 @@
 """Whole runs of every recipe: what they leave behind, and how they end."""
 
 import json
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -29,6 +30,8 @@ EVERY_STEP = {
     "training/optimizer_steps",
     "training/nonfinite_skipped",
     "training/nonfinite_skipped_total",
+    "training/empty_skipped",
+    "training/empty_skipped_total",
     "verifier/correct",
     "verifier/unparsable",
     "frac_reward_zero_std",
@@ -239,6 +242,32 @@ def test_pretraining_moves_the_critic_alone(tmp_path):
     state, _, metrics, _ = loop.train_step(setup, state)
     assert int(state.policy.updates) == 2
     assert not np.array_equal(state.policy.weights.embedding, policy.weights.embedding)
+
+
+def test_a_step_without_tokens_learns_nothing(monkeypatch):
+    """Pretraining of the critic first, then both: everything that was sampled is filtered out."""
+    setup = small_setup(small_recipe("vapo", pretrain_critic=1), small_run(warm_start_steps=0))
+    drawn = loop.collect
+
+    def filtered(*arguments):
+        collected = drawn(*arguments)
+        rollout = collected.kept.rollout
+        nothing = rollout.replace(mask=np.zeros_like(rollout.mask))
+        return replace(collected, kept=replace(collected.kept, rollout=nothing))
+
+    monkeypatch.setattr(loop, "collect", filtered)
+    state = loop.begin(setup, initial_weights(setup, setup.model, "weights"))
+    before = jax.device_get((state.policy, state.critic))
+    for updates in (2, 4):  # two mini-batches, for one network and then for two
+        state, _, metrics, nonfinite = loop.train_step(setup, state)
+        assert metrics["training/empty_skipped"] == updates
+        assert metrics["training/optimizer_steps"] == len(nonfinite) == 0
+        check_known(metrics)
+        assert all(np.isfinite(value) for value in metrics.values())
+        assert not {"actor/loss", "actor/entropy", "critic/vf_loss"} & metrics.keys()
+    after = jax.device_get((state.policy, state.critic))
+    kept = jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), after, before)
+    assert all(jax.tree.leaves(kept))
 
 
 def test_sampler_and_trainer_agree_on_a_narrowed_distribution():
