@@ -56,6 +56,12 @@ class Recipe:
     top_p: float | None = None
     """Sample from the smallest set of likeliest tokens with this probability; None is off."""
 
+    dynamic_sampling: bool = False
+    """Replace groups whose completions all score alike by groups of further prompts."""
+    max_generation_rounds: int = 10
+    """Batches of prompts sampled at most to fill a step with groups of unequal scores, where
+    sampling is dynamic."""
+
     clip_low: float = 0.2
     """How far the probability ratio may fall below 1."""
     clip_high: float = 0.2
@@ -77,13 +83,17 @@ class Recipe:
 
     uses_critic: ClassVar[bool] = False
     """Whether the recipe trains a value network."""
-    dynamic_sampling: ClassVar[bool] = False
-    """Whether groups with equal scores are replaced by fresh ones."""
 
     def __post_init__(self):
-        for name in ("prompts", "group_size", "mini_batch", "micro_batch", "epochs"):
+        counts = ("prompts", "group_size", "mini_batch", "micro_batch", "epochs")
+        for name in (*counts, "max_generation_rounds"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.dynamic_sampling and self.group_size < 2:
+            raise ValueError(
+                f"group_size={self.group_size} leaves nothing to compare a completion with, and "
+                "dynamic_sampling would drop them all: choose at least 2, or leave it off."
+            )
         if self.aggregation == "seq-mean-token-sum-norm":
             raise ValueError(
                 f"aggregation={self.aggregation!r} needs a constant length, which no recipe has: "

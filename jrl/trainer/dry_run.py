@@ -10,7 +10,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jrl.recipes.dapo import Dapo
 from jrl.rollout.scoring import num_pieces
 from jrl.trainer.setup import Setup
 from moe.config import ModelConfig
@@ -82,7 +81,7 @@ def batch_arithmetic(setup: Setup) -> dict[str, str]:
         "completions per step": f"{recipe.prompts} prompts x {recipe.group_size} "
         f"= {recipe.completions:,}"
     }
-    if isinstance(recipe, Dapo):
+    if recipe.dynamic_sampling:
         most = recipe.max_generation_rounds * recipe.completions
         rows["sampled per step at most"] = (
             f"{recipe.max_generation_rounds} rounds x {recipe.completions:,} = {most:,}"

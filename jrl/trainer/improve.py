@@ -202,8 +202,8 @@ def summarise(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
     """The metrics of a step from those of its mini-batches.
 
     Means are means over all tokens of the step; losses and gradient norms are averaged over the
-    mini-batches in which a token counts, and without any there are none. The difference between sampler and trainer is that of the first mini-batch, whose
-    policy is still the one that sampled.
+    mini-batches in which a token counts, and without any there are none. The difference between
+    sampler and trainer is that of the first mini-batch, whose policy is still the one that sampled.
     """
     summary: dict[str, float] = {}
     for network in ("actor", "critic"):

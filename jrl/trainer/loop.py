@@ -40,7 +40,7 @@ from jrl.trainer.records import Appender, read, read_metrics
 from jrl.trainer.run_folder import RunFolder
 from jrl.trainer.setup import Setup
 from jrl.trainer.state import TrainState, begin, initial_weights, restore, save
-from jrl.trainer.warm_start import warm_start
+from jrl.trainer.warm_start import prompts_imitated, warm_start
 from moe.weights import Transformer
 
 SHOWN = 4
@@ -207,13 +207,15 @@ def _first_state(
     if is_first():
         folder.go_back(-1)
     metrics: dict[str, float] = {}
+    cursor = 0
     if weights is None:
         weights = initial_weights(setup, setup.model, "weights")
         if setup.run.warm_start_steps:
             target = setup.run.warm_start_accuracy
             with WarmStartDisplay(setup.run.warm_start_steps, target) as display:
                 weights, metrics = warm_start(setup, weights, display.update)
-    state = begin(setup, weights)
+            cursor = prompts_imitated(setup, int(metrics["warm_start/steps"]))
+    state = begin(setup, weights, cursor)
     metrics |= evaluate(setup, state.policy.weights, 0, heldout)
     with _appender(folder.metrics_path) as appender:
         check_known(metrics)

@@ -1,16 +1,29 @@
 """Whole runs of every recipe: what they leave behind, and how they end."""
 
+import itertools
 import json
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
-from small_runs import begin_or_go_on, finish, metrics_of, small_recipe, small_run, small_setup
+from small_runs import (
+    PROMPTS,
+    begin_or_go_on,
+    finish,
+    metrics_of,
+    small_recipe,
+    small_run,
+    small_setup,
+)
 
 from jrl.recipes import RECIPES
+from jrl.tasks.finite import FiniteTask
+from jrl.tasks.process import Worker
+from jrl.tasks.task import Example
 from jrl.trainer import improve as improving
 from jrl.trainer import loop
+from jrl.trainer import warm_start as warming
 from jrl.trainer.checkpoints import Checkpoints
 from jrl.trainer.loop import NonFiniteRun
 from jrl.trainer.metrics import check_known, is_timing
@@ -214,6 +227,49 @@ def test_warm_start_draws_no_heldout_prompt(monkeypatch):
     warm_start(setup, initial_weights(setup, setup.model, "weights"), lambda *given: None)
     # Three batches, and one that was not learned from.
     assert drawn == list(range(4 * 8))
+
+
+class FirstStep(Exception):
+    """A run has come to its first step."""
+
+
+def listed_task():
+    """What a list of twenty prompts makes: some held out, the others in an order for each pass."""
+    words = ["".join(digits) for digits in itertools.product("012", repeat=3)][:20]
+    examples = [Example(f"{word}=", max(word) + "=") for word in words]
+    nobody = Worker(["false"])
+    return FiniteTask("listed", examples, 0, nobody, lambda example, completion: {})
+
+
+@pytest.mark.parametrize("task", [None, listed_task()], ids=["endless", "a list"])
+def test_reinforcement_goes_on_after_the_prompts_that_were_imitated(task, tmp_path, monkeypatch):
+    """Three steps of a warm start, on four prompts each, and then the first four of the run."""
+    setup = small_setup(run=small_run(warm_start_steps=3, warm_start_batch=4, eval_prompts=2))
+    setup = setup if task is None else replace(setup, task=task)
+    imitated, given, evaluated = [], [], []
+
+    def learn(objective, optimiser, num_micro, learner, batch):
+        return learner, {"loss": 0.0, "grad_norm": 0.0}
+
+    def first_step(setup, weights, step, cursor):
+        given.extend(setup.task.train(cursor + i) for i in range(PROMPTS))
+        raise FirstStep
+
+    monkeypatch.setattr(warming, "update", learn)
+    monkeypatch.setattr(warming, "supervised_batch", lambda _, shown: imitated.extend(shown))
+    monkeypatch.setattr(warming, "sample", lambda *_: None)
+    monkeypatch.setattr(warming, "full_marks", lambda _: 0.0)
+    monkeypatch.setattr(loop, "evaluate", lambda *arguments: evaluated.append(arguments[-1]) or {})
+    monkeypatch.setattr(loop, "_write_shown", lambda *_: None)
+    monkeypatch.setattr(loop, "collect", first_step)
+    for _ in range(2):  # at once, and resumed from the checkpoint
+        with pytest.raises(FirstStep):
+            begin_or_go_on(setup, tmp_path / "run")
+    assert imitated == [setup.task.train(i) for i in range(12)]
+    assert given == [setup.task.train(12 + i) for i in range(PROMPTS)] * 2
+    if task is not None:
+        assert len({example.prompt for example in imitated + given}) == 12 + PROMPTS
+    assert evaluated == [[setup.task.heldout(0), setup.task.heldout(1)]]
 
 
 @pytest.mark.parametrize("spoilt", [np.nan, np.inf])
