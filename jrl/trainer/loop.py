@@ -93,10 +93,10 @@ def train(
             started = time.perf_counter()
             state, collected, metrics, nonfinite = train_step(setup, state)
             step = int(state.step)
+            seconds = time.perf_counter() - started  # evaluation comes on top
+            metrics |= _speed(setup, collected, seconds)
             if step % run.eval_every == 0 or step == run.steps:
                 metrics |= evaluate(setup, state.policy.weights, step, heldout)
-            seconds = time.perf_counter() - started
-            metrics |= _speed(setup, collected, seconds)
             guard.step_ended(seconds)
             alarms = guard.alarms()
             metrics |= metrics_of(alarms)
@@ -126,9 +126,7 @@ def train_step(
     """Samples, scores and learns once."""
     collected = collect(setup, state.policy.weights, int(state.step), int(state.cursor))
     setup.rollout_policy.release()
-    begun = time.perf_counter()
-    experience, batch = experience_of(setup, state, collected.kept)
-    prepared = time.perf_counter() - begun
+    experience, batch, prepared = experience_of(setup, state, collected.kept)
     state, history, nonfinite, seconds = improve(setup, state, batch)
     state = replace(
         state,
@@ -141,7 +139,7 @@ def train_step(
         **summarise(history),
         **count_updates(history),
         **collected.seconds,
-        "timing_s/adv": prepared,
+        **prepared,
         **seconds,
     }
     if int(state.step) <= setup.recipe.value_pretraining_steps:
@@ -319,10 +317,12 @@ def _attachment(run: RunConfig, folder: RunFolder, on_fault: Hook | None) -> Att
 
 
 def _speed(setup: Setup, collected: Collected, seconds: float) -> dict[str, float]:
+    """How fast a step was; its rows are those of all devices, in whatever process."""
     tokens = float(collected.kept.rollout.valid.sum())
     return {
         "perf/time_per_step": seconds,
         "perf/total_num_tokens": tokens,
+        "perf/tokens_per_second": tokens / seconds,
         "perf/throughput": tokens / seconds / setup.mesh.layout.num_devices,
     }
 

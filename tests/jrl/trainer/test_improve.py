@@ -1,5 +1,6 @@
 """From completions to optimiser steps: which rows are learned from when, and what is reported."""
 
+import time
 from collections.abc import Sequence
 
 import jax
@@ -20,6 +21,7 @@ from jrl.trainer.improve import (
     summarise,
 )
 from jrl.trainer.learner import Max
+from jrl.trainer.metrics import check_known
 from jrl.trainer.state import begin, initial_weights
 
 ROWS = 8
@@ -181,7 +183,7 @@ def sampled():
 
 def test_experience(sampled):
     setup = small_setup()
-    experience, batch = experience_of(setup, state_of(setup), sampled)
+    experience, batch, _ = experience_of(setup, state_of(setup), sampled)
     np.testing.assert_array_equal(experience.rewards, sampled.scores)
     np.testing.assert_array_equal(experience.lengths, sampled.rollout.mask.sum(axis=1))
     np.testing.assert_array_equal(batch.correct, sampled.scores == 1)
@@ -195,8 +197,10 @@ def test_experience(sampled):
 
 def test_the_reference_scores_as_the_policy_sampled(sampled):
     """Before the first update both are one network: KL terms start at 0."""
-    setup = small_setup(small_recipe("ppo", kl_coef=0.1))
-    experience, batch = experience_of(setup, state_of(setup), sampled)
+    setup = small_setup(small_recipe("ppo", kl_coef=0.1, old_logprobs="recompute"))
+    experience, batch, _ = experience_of(setup, state_of(setup), sampled)
+    # So does the policy itself, where the trainer computes what the sampler gave.
+    np.testing.assert_array_equal(batch.old_logprobs, batch.reference_logprobs)
     mask = sampled.rollout.mask
     # Decoding with a cache against one forward pass, float32.
     np.testing.assert_allclose(
@@ -205,15 +209,101 @@ def test_the_reference_scores_as_the_policy_sampled(sampled):
     np.testing.assert_array_equal(experience.values, 0)
 
 
+@pytest.fixture
+def scoring(monkeypatch, sampled):
+    """Stands for the networks' passes over all completions: the policy's log-probabilities as the
+    trainer has them, a tenth of a nat and more from the sampler's."""
+    there = sampled.rollout.policy_logprobs
+    random = np.random.default_rng(9).choice([-0.9, -0.1, 0.1, 0.9], there.shape)
+    logprobs = jnp.asarray(there + random.astype(np.float32))
+    monkeypatch.setattr(improving, "logprobs_of", lambda *_: (logprobs, logprobs))
+    monkeypatch.setattr(improving, "values_of", lambda *_: jnp.zeros_like(logprobs))
+    return np.asarray(logprobs)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_can_be_anchored_and_corrected(name, sampled, scoring):
+    """With the ratio against what the trainer computes, weights and a mask of its distance."""
+    plain = small_setup(small_recipe(name))
+    state = state_of(plain)
+    expected, untouched, quiet = experience_of(plain, state, sampled)
+    assert not plain.recipe.rescores and not [n for n in quiet if n.startswith("rollout_corr/")]
+    recipe = small_recipe(
+        name,
+        old_logprobs="recompute",
+        mismatch="truncated",
+        mismatch_high=1.5,
+        rejection="k2",
+        rejection_over="token",
+        rejection_high=0.1,
+    )
+    experience, batch, metrics = experience_of(small_setup(recipe), state, sampled)
+    check_known(metrics)
+    mask = sampled.rollout.mask
+    log_weights = np.where(mask, scoring - sampled.rollout.policy_logprobs, 0)
+    kept = mask & (log_weights**2 / 2 <= 0.1)
+    assert 0 < kept.sum() < mask.sum()
+    np.testing.assert_array_equal(batch.old_logprobs, scoring)
+    np.testing.assert_array_equal(experience.old_logprobs, scoring)
+    np.testing.assert_array_equal(batch.mask, kept)
+    weights = np.where(kept, np.minimum(np.exp(log_weights), 1.5), 0)
+    np.testing.assert_allclose(batch.importance_weights, weights, rtol=1e-5)  # float32
+    lost = 1 - kept.sum() / mask.sum()
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(lost, rel=1e-5)
+    # Credit is given as if nothing had been rejected.
+    np.testing.assert_array_equal(experience.mask, mask)
+    np.testing.assert_array_equal(experience.rewards, expected.rewards)
+    np.testing.assert_array_equal(batch.advantages, untouched.advantages)
+    assert untouched.importance_weights is None
+
+
+def test_the_sampler_stays_the_anchor_where_samples_are_rejected(sampled, scoring):
+    recipe = small_recipe(rejection="geometric", rejection_low=0.9, rejection_high=1.2)
+    setup = small_setup(recipe)
+    _, batch, metrics = experience_of(setup, state_of(setup), sampled)
+    np.testing.assert_array_equal(batch.old_logprobs, sampled.rollout.policy_logprobs)
+    mask = sampled.rollout.mask
+    log_weights = np.where(mask, scoring - sampled.rollout.policy_logprobs, 0)
+    means = np.exp(log_weights.sum(axis=1) / mask.sum(axis=1))
+    stay = (means >= 0.9) & (means <= 1.2)
+    assert 0 < stay.sum() < len(stay)
+    np.testing.assert_array_equal(batch.mask, mask & stay[:, None])
+    kl = metrics["rollout_corr/kl"]
+    assert kl == pytest.approx(-log_weights[mask].mean(), rel=1e-4)
+
+
+def test_phases_last_as_long_as_their_work(sampled, monkeypatch):
+    """Not as long as it takes to ask for it: what is asked for sleeps a quarter of a second."""
+    shape = jax.ShapeDtypeStruct(sampled.rollout.mask.shape, jnp.float32)
+
+    def at_work(*_):
+        time.sleep(0.25)
+        return np.zeros(shape.shape, np.float32)
+
+    @jax.jit
+    def slow(zero):
+        return jax.pure_callback(at_work, shape, zero)
+
+    monkeypatch.setattr(improving, "logprobs_of", lambda *_: (slow(0.0), slow(0.0)))
+    monkeypatch.setattr(improving, "values_of", lambda *_: slow(0.0))
+    setup = small_setup(small_recipe("ppo", kl_coef=0.1, old_logprobs="recompute"))
+    monkeypatch.setattr(improving, "advantages_of", lambda *_: (slow(0.0), slow(0.0)))
+    seconds = experience_of(setup, state_of(setup), sampled)[2]
+    assert seconds["timing_s/values"] >= 0.25
+    assert seconds["timing_s/ref"] >= 0.5
+    assert seconds["timing_s/old_log_prob"] >= 0.5
+    assert seconds["timing_s/adv"] >= 0.5
+
+
 def test_shuffled_rewards(sampled):
     setup = small_setup(run=small_run(shuffle_rewards=True))
     shuffled = [experience_of(setup, state_of(setup, step), sampled) for step in (0, 0, 1)]
-    rewards = [np.asarray(experience.rewards) for experience, _ in shuffled]
+    rewards = [np.asarray(experience.rewards) for experience, *_ in shuffled]
     np.testing.assert_array_equal(np.sort(rewards[0]), np.sort(sampled.scores))
     assert not np.array_equal(rewards[0], sampled.scores)
     np.testing.assert_array_equal(rewards[0], rewards[1])
     assert not np.array_equal(rewards[0], rewards[2])
-    for reward, (_, batch) in zip(rewards, shuffled, strict=True):
+    for reward, (_, batch, _) in zip(rewards, shuffled, strict=True):
         np.testing.assert_array_equal(batch.correct, reward == 1)
 
 

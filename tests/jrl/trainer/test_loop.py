@@ -3,6 +3,7 @@
 import itertools
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -103,6 +104,36 @@ def test_what_a_run_leaves_behind(name, finished):
     assert list(run.folder.plots_path.glob("*.png"))
 
 
+def test_speed_leaves_evaluation_out(tmp_path, monkeypatch):
+    """On a clock that says two seconds for a step and a thousand for an evaluation."""
+    now, step, evaluate = [0.0], loop.train_step, loop.evaluate
+
+    def lasting(seconds, function):
+        def lasts(*arguments):
+            result = function(*arguments)
+            now[0] += seconds
+            return result
+
+        return lasts
+
+    monkeypatch.setattr(loop, "train_step", lasting(2.0, step))
+    monkeypatch.setattr(loop, "evaluate", lasting(1000.0, evaluate))
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    run = finish("grpo", tmp_path / "run", steps=2, eval_every=1, warm_start_steps=0)
+    for line in read_metrics(run.folder.metrics_path)[1:]:
+        assert "val/accuracy/sampled" in line and line["perf/time_per_step"] == 2.0
+        assert line["perf/total_num_tokens"] == line["training/tokens"]
+        assert line["perf/tokens_per_second"] == line["training/tokens"] / 2
+
+
+def test_speed_is_that_of_all_devices_and_of_each():
+    setup = small_setup(run=small_run(layout="dp2"))
+    valid = np.arange(24).reshape(4, 6) < 18
+    collected = SimpleNamespace(kept=SimpleNamespace(rollout=SimpleNamespace(valid=valid)))
+    speed = loop._speed(setup, collected, seconds=3.0)
+    assert (speed["perf/tokens_per_second"], speed["perf/throughput"]) == (6.0, 3.0)
+
+
 def test_samples(finished):
     samples = finished("grpo").samples
     kinds = [(line["step"], line["kind"]) for line in samples]
@@ -156,8 +187,9 @@ def advantages_are_nan(monkeypatch):
     made = improving.experience_of
 
     def spoilt(setup, state, completions):
-        experience, batch = made(setup, state, completions)
-        return experience, batch.replace(advantages=batch.advantages * np.float32(np.nan))
+        experience, batch, prepared = made(setup, state, completions)
+        advantages = batch.advantages * np.float32(np.nan)
+        return experience, batch.replace(advantages=advantages), prepared
 
     monkeypatch.setattr(loop, "experience_of", spoilt)
 
