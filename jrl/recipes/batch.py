@@ -18,7 +18,8 @@ class Experience(Generic[Leaf]):
       lengths: ``[batch]`` sampled tokens of each completion.
       truncated: ``[batch]`` whether the length limit ended it.
       values: ``[batch, time]`` of the critic, None without one.
-      old_logprobs: ``[batch, time]`` of the policy that sampled, nats.
+      old_logprobs: ``[batch, time]`` of the policy that sampled, nats: as the sampler gave them or
+        as the trainer computes them.
       reference_logprobs: ``[batch, time]`` of the reference policy, None without one.
     """
 
@@ -39,14 +40,15 @@ class Batch(Generic[Leaf]):
     Attributes:
       tokens: ``[batch, time]`` ids of prompt and response.
       valid: ``[batch, time]`` what is not padding.
-      mask: ``[batch, time]`` sampled tokens that count.
-      old_logprobs: ``[batch, time]`` of the policy that sampled, nats.
+      mask: ``[batch, time]`` sampled tokens that count: those that are not rejected.
+      old_logprobs: ``[batch, time]`` that ratios are taken against, as in `Experience`.
       sampler_logprobs: ``[batch, time]`` in the distribution drawn from (top-k, top-p), nats.
       advantages: ``[batch, time]``.
       correct: ``[batch]`` whether the completion has full marks.
       returns: ``[batch, time]`` targets of the critic, None without one.
       old_values: ``[batch, time]`` of the critic before the update, None without one.
       reference_logprobs: ``[batch, time]``, None without a reference policy.
+      importance_weights: ``[batch, time]`` factors on the policy's token losses, None without.
     """
 
     tokens: Leaf
@@ -59,6 +61,7 @@ class Batch(Generic[Leaf]):
     returns: Leaf | None = None
     old_values: Leaf | None = None
     reference_logprobs: Leaf | None = None
+    importance_weights: Leaf | None = None
 
 
 @struct.dataclass

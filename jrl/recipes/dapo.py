@@ -6,7 +6,6 @@ References:
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from jaxtyping import Array, Float, Int
 
@@ -25,21 +24,14 @@ class Dapo(Recipe):
     aggregation: Aggregation = "token-mean"
     reward_correct: float = 1.0
     reward_wrong: float = -1.0
+    dynamic_sampling: bool = True
 
     overlong_buffer: int | None = None
     """Tokens below the length limit over which the penalty grows to 1; None is a fifth of the
     limit, the paper's share."""
-    max_generation_rounds: int = 10
-    """Batches of prompts sampled at most to fill a step with groups of unequal scores."""
-
-    dynamic_sampling: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()
-        if self.max_generation_rounds < 1:
-            raise ValueError(
-                f"max_generation_rounds={self.max_generation_rounds} must be at least 1."
-            )
         if self.group_size < 2:
             raise ValueError(
                 f"group_size={self.group_size} leaves nothing to compare a completion with: "

@@ -13,11 +13,15 @@ from jaxtyping import Array, Bool, Float, Int
 from jrl.losses import (
     Aggregation,
     Mean,
+    RejectionOver,
+    WeightLevel,
+    WeightMean,
     aggregate,
     kl_estimate,
     ppo_loss,
 )
 from jrl.recipes.batch import Batch, Experience, Totals, given
+from jrl.recipes.mismatch import Correction, OldLogprobs, Rejection, Weighting, checked
 
 Metrics = dict[str, Mean | Array]
 """Means, and scalars that add up over pieces."""
@@ -35,7 +39,8 @@ class Recipe:
     """Completions per optimiser step; divides prompts x group_size."""
     micro_batch: int | None = 64
     """Completions per forward and backward pass at most; None takes the mini-batch whole. Changes
-    memory and speed (small pieces stay in a CPU's cache), not the result."""
+    memory and speed (small pieces stay in a CPU's cache), not the result: sums are in another
+    order, which shows in the last digits."""
     epochs: int = 1
     """Passes over the completions of a step."""
 
@@ -54,6 +59,38 @@ class Recipe:
     """Sample among this many likeliest tokens; None is off."""
     top_p: float | None = None
     """Sample from the smallest set of likeliest tokens with this probability; None is off."""
+
+    dynamic_sampling: bool = False
+    """Replace groups whose completions all score alike by groups of further prompts."""
+    max_generation_rounds: int = 10
+    """Batches of prompts sampled at most to fill a step with groups of unequal scores, where
+    sampling is dynamic."""
+
+    old_logprobs: OldLogprobs = "sampler"
+    """Log-probabilities that ratios are taken against: as the sampler gave them, or computed again
+    by the trainer before its first update."""
+    mismatch: Weighting | None = None
+    """Importance weights on the tokens' losses, of the trainer's policy over the sampler's, which
+    should agree and may not quite: clamped to a range ("truncated"), 0 outside of it ("icepop"), or
+    0 on sequences whose mean is outside of it ("sequence-masked"); None is off."""
+    mismatch_level: WeightLevel = "token"
+    """Whether weights are of each token, of its whole sequence, or a geometric mean over that."""
+    mismatch_low: float | None = None
+    """The least weight; 0 is no bound, None is 0 if truncated and 0.5 otherwise."""
+    mismatch_high: float | None = None
+    """The greatest weight; None is 2 if truncated and 5 otherwise."""
+    mismatch_mean: WeightMean | None = None
+    """Divide the weights by their mean over the step's tokens or over its sequences; None is
+    off."""
+    rejection: Rejection | None = None
+    """Leave out what the sampler drew too far from the trainer's policy, by the geometric mean of a
+    sequence's weights or by a divergence estimated with k2 or k3; None is off."""
+    rejection_over: RejectionOver = "mean"
+    """What a divergence is bounded of: each token, or the sum, mean or maximum over a sequence."""
+    rejection_low: float | None = None
+    """The least geometric mean that is kept; None is 0.999."""
+    rejection_high: float | None = None
+    """The greatest that is kept; None is 1.001 of a geometric mean, 0.01 nats of a divergence."""
 
     clip_low: float = 0.2
     """How far the probability ratio may fall below 1."""
@@ -76,13 +113,18 @@ class Recipe:
 
     uses_critic: ClassVar[bool] = False
     """Whether the recipe trains a value network."""
-    dynamic_sampling: ClassVar[bool] = False
-    """Whether groups with equal scores are replaced by fresh ones."""
 
     def __post_init__(self):
-        for name in ("prompts", "group_size", "mini_batch", "micro_batch", "epochs"):
+        counts = ("prompts", "group_size", "mini_batch", "micro_batch", "epochs")
+        for name in (*counts, "max_generation_rounds"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.dynamic_sampling and self.group_size < 2:
+            raise ValueError(
+                f"group_size={self.group_size} leaves nothing to compare a completion with, and "
+                "dynamic_sampling would drop them all: choose at least 2, or leave it off."
+            )
+        checked(self.correction, self.old_logprobs)
         if self.aggregation == "seq-mean-token-sum-norm":
             raise ValueError(
                 f"aggregation={self.aggregation!r} needs a constant length, which no recipe has: "
@@ -116,6 +158,26 @@ class Recipe:
     def completions(self) -> int:
         """Completions per step."""
         return self.prompts * self.group_size
+
+    @property
+    def correction(self) -> Correction:
+        """Of the mismatch between sampler and trainer."""
+        return Correction(
+            weighting=self.mismatch,
+            level=self.mismatch_level,
+            low=self.mismatch_low,
+            high=self.mismatch_high,
+            mean=self.mismatch_mean,
+            rejection=self.rejection,
+            over=self.rejection_over,
+            reject_below=self.rejection_low,
+            reject_above=self.rejection_high,
+        )
+
+    @property
+    def rescores(self) -> bool:
+        """Whether the trainer scores the completions by its policy before the first update."""
+        return self.old_logprobs == "recompute" or self.correction.on
 
     @property
     def uses_reference(self) -> bool:
@@ -158,7 +220,7 @@ class Recipe:
         Args:
           logprobs: of the current policy.
           entropy: of the current policy's distribution over each token.
-          batch: any piece of the mini-batch.
+          batch: any piece of the mini-batch, with the importance weights of its tokens, if any.
           totals: counts over the whole mini-batch: the denominators.
         """
         loss, clipping = ppo_loss(
@@ -169,6 +231,7 @@ class Recipe:
             clip_low=self.clip_low,
             clip_high=self.clip_high,
             clip_dual=self.clip_dual,
+            importance_weights=batch.importance_weights,
             aggregation=self.aggregation,
             num_tokens=totals.num_tokens,
             num_sequences=totals.num_sequences,

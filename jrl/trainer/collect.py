@@ -1,4 +1,4 @@
-"""A step's completions: prompts drawn, completions sampled, verified and, for DAPO, filtered."""
+"""A step's completions: sampled, verified and, where sampling is dynamic, filtered."""
 
 import threading
 import time
@@ -14,7 +14,6 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.losses import informative_groups
-from jrl.recipes.dapo import Dapo
 from jrl.rollout.generate import Decoder, Rollout, generate
 from jrl.tasks import REASONS, Example, Verdict
 from jrl.trainer.processes import from_first, is_first, several, to_devices, to_host
@@ -220,7 +219,7 @@ def collect(setup: Setup, weights: Transformer[Array], step: int, cursor: int) -
       cursor: training prompts drawn before.
     """
     recipe, seconds = setup.recipe, dict[str, float]()
-    max_rounds = recipe.max_generation_rounds if isinstance(recipe, Dapo) else 1
+    max_rounds = recipe.max_generation_rounds if recipe.dynamic_sampling else 1
     rounds: list[Completions] = []
     informative: list[np.ndarray] = []
     reasons = Counter[str]()

@@ -19,6 +19,9 @@ CHANGEABLE = (
     "layout",
     "rollout_layout",
     "devices",
+    "micro_batch",
+    "remat",
+    "fsdp",
     "checkpoint_every",
     "keep_checkpoints",
     "samples_every",
@@ -30,7 +33,7 @@ CHANGEABLE = (
     "on_fault",
 )
 """What a resumed run may change: none of it changes what a step computes. Steps only grow; another
-layout adds up in another order, which shows in the last digits."""
+layout or micro-batch adds up in another order, which shows in the last digits."""
 
 Record = TypeVar("Record")
 

@@ -35,7 +35,7 @@ EVALUATION = (("sampled", "val/accuracy/sampled"), ("greedy", "val/accuracy/gree
 # The order of MaxText's step line, which eyes and scripts already parse.
 LINE = (
     ("seconds", "perf/time_per_step", "{:.3f}"),
-    ("tokens/s", "perf/throughput", "{:.0f}"),
+    ("tokens/s", "perf/tokens_per_second", "{:.0f}"),
     ("loss", "actor/loss", "{:.4f}"),
     ("reward", "critic/score/mean", "{:.3f}"),
     ("accuracy sampled", "val/accuracy/sampled", "{:.3f}"),
@@ -175,8 +175,8 @@ class TrainingDisplay:
         if evaluation:
             self._evaluation = (step, evaluation)
         speed = ""
-        if "perf/throughput" in metrics:
-            speed = f"{metrics['perf/throughput']:,.0f} tokens/s"
+        if "perf/tokens_per_second" in metrics:
+            speed = f"{metrics['perf/tokens_per_second']:,.0f} tokens/s"
         body = Group(self._reward_and_accuracy(), _cells(metrics))
         if self._alarm:
             body = Group(body, Text(f"ALARM: {self._alarm}", style="bold red"))

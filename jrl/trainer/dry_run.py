@@ -10,7 +10,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jrl.recipes.dapo import Dapo
 from jrl.rollout.scoring import num_pieces
 from jrl.trainer.lengths import response_origin
 from jrl.trainer.setup import Setup
@@ -85,7 +84,7 @@ def batch_arithmetic(setup: Setup) -> dict[str, str]:
         "completions per step": f"{recipe.prompts} prompts x {recipe.group_size} "
         f"= {recipe.completions:,}"
     }
-    if isinstance(recipe, Dapo):
+    if recipe.dynamic_sampling:
         most = recipe.max_generation_rounds * recipe.completions
         rows["sampled per step at most"] = (
             f"{recipe.max_generation_rounds} rounds x {recipe.completions:,} = {most:,}"
@@ -149,7 +148,7 @@ def memory(setup: Setup) -> dict[str, int]:
     * logits ``4 x rows x response / cp x min(chunk, vocab / tp)`` of a chunk of columns, or
       ``4 x rows x response / (cp tp) x vocab`` where the sampler truncates and that is more, with
       the rows per device of the largest forward pass: a micro-batch, a warm start's batch, or all
-      completions under the reference;
+      completions where they are scored before the first update;
     * on a pipeline, the inputs of layers that a stage keeps until they go backward.
 
     Per parameter these are ``8 + 8 / G`` bytes for weight, gradient and moments, all float32.
@@ -167,7 +166,7 @@ def memory(setup: Setup) -> dict[str, int]:
     forward = [recipe.mini_batch // setup.num_micro]
     if run.weights is None and run.checkpoint is None and run.warm_start_steps:
         forward.append(run.warm_start_batch)
-    if recipe.uses_reference:
+    if recipe.uses_reference or recipe.rescores:
         forward.append(recipe.completions // _num_scored(setup))
     apart = setup.rollout_mesh != mesh
     rows = {

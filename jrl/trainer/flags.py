@@ -28,8 +28,9 @@ class Command:
     """Folder of the run, new but for --resume; None takes the next runs/RECIPE-TASK-NUMBER."""
     resume: tyro.conf.FlagCreatePairsOff[bool] = False
     """Go on with the run in --run-dir from its last checkpoint, with its own settings. Only --steps
-    (upwards), --layout, --rollout-layout, --devices, --checkpoint-every, --keep-checkpoints,
-    --samples-every, --max-nonfinite, --log-to and what is about faults may change."""
+    (upwards), what fits it to the machine (--layout, --rollout-layout, --devices, --micro-batch,
+    --remat, --fsdp), --checkpoint-every, --keep-checkpoints, --samples-every, --max-nonfinite,
+    --log-to and what is about faults may change."""
     dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print batch arithmetic, parameters, memory and layout, and stop."""
 

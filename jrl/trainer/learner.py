@@ -174,7 +174,8 @@ def update(
     """One optimiser step on a mini-batch.
 
     Where the loss or the gradient's norm is not finite, nothing moves and the step is counted as
-    skipped.
+    skipped. Nothing moves either where no token of the mini-batch counts: momentum, weight decay
+    and the routers' losses would act on nothing that was learned.
 
     Args:
       objective: the loss.
@@ -184,13 +185,15 @@ def update(
       batch: the mini-batch, rows over ``dp``.
 
     Returns:
-      The learner, and metrics: `loss`, `grad_norm`, `finite` and the objective's.
+      The learner, and metrics: `loss`, `grad_norm`, `finite`, `empty` and the objective's.
     """
     config, mesh = objective.config, objective.mesh
     kept, parts = moe_weights.kept(config, mesh), moe_weights.parts(config, mesh)
-    loss, grads, metrics = _gradients(objective, num_micro, learner.weights, batch)
+    totals = count(batch)
+    loss, grads, metrics = _gradients(objective, num_micro, learner.weights, batch, totals)
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    empty = totals.num_tokens == 0
     # optax's types know no records
     weights: Any = _laid_out(learner.weights, parts, mesh)
     learner = replace(learner, weights=weights)
@@ -207,10 +210,14 @@ def update(
         updates=learner.updates + 1,
         skipped_in_a_row=jnp.zeros_like(learner.skipped_in_a_row),
     )
+    skipped = (~finite).astype(learner.skipped.dtype)
     stayed = replace(
-        learner, skipped=learner.skipped + 1, skipped_in_a_row=learner.skipped_in_a_row + 1
+        learner,
+        skipped=learner.skipped + skipped,
+        skipped_in_a_row=learner.skipped_in_a_row + skipped,
     )
-    learner = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, stayed)
+    moves = finite & ~empty
+    learner = jax.tree.map(lambda new, old: jnp.where(moves, new, old), moved, stayed)
     learner = replace(
         learner,
         weights=_laid_out(learner.weights, kept, mesh),
@@ -220,11 +227,16 @@ def update(
             state_shardings(learner.opt_state, config, mesh),
         ),
     )
-    return learner, {**metrics, "loss": loss, "grad_norm": grad_norm, "finite": finite}
+    metrics |= {"loss": loss, "grad_norm": grad_norm, "finite": finite, "empty": empty}
+    return learner, metrics
 
 
 def _gradients(
-    objective: Objective, num_micro: int, weights: Transformer[Array], batch: Batch[Array]
+    objective: Objective,
+    num_micro: int,
+    weights: Transformer[Array],
+    batch: Batch[Array],
+    totals: Totals[Array],
 ) -> tuple[Array, Any, dict[str, Any]]:
     """The loss of a mini-batch, its gradient in parts and its metrics, on global arrays."""
     config, mesh = objective.config, objective.mesh
@@ -234,7 +246,7 @@ def _gradients(
         in_specs=(moe_weights.kept(config, mesh), PartitionSpec(mesh.dp), PartitionSpec()),
         out_specs=(PartitionSpec(), moe_weights.parts(config, mesh), PartitionSpec()),
     )
-    return local(weights, batch, count(batch))
+    return local(weights, batch, totals)
 
 
 def _local_gradients(

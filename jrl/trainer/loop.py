@@ -27,6 +27,7 @@ from jrl.trainer.display import TrainingDisplay, WarmStartDisplay, print_samples
 from jrl.trainer.evaluation import evaluate, filled_up, heldout_examples
 from jrl.trainer.improve import (
     NonFinite,
+    count_updates,
     experience_of,
     improve,
     sampling_difference,
@@ -39,7 +40,7 @@ from jrl.trainer.records import Appender, read, read_metrics
 from jrl.trainer.run_folder import RunFolder
 from jrl.trainer.setup import Setup
 from jrl.trainer.state import TrainState, begin, initial_weights, restore, save
-from jrl.trainer.warm_start import warm_start
+from jrl.trainer.warm_start import prompts_imitated, warm_start
 from moe.weights import Transformer
 
 SHOWN = 4
@@ -92,10 +93,10 @@ def train(
             started = time.perf_counter()
             state, collected, metrics, nonfinite = train_step(setup, state)
             step = int(state.step)
+            seconds = time.perf_counter() - started  # evaluation comes on top
+            metrics |= _speed(setup, collected, seconds)
             if step % run.eval_every == 0 or step == run.steps:
                 metrics |= evaluate(setup, state.policy.weights, step, heldout)
-            seconds = time.perf_counter() - started
-            metrics |= _speed(setup, collected, seconds)
             guard.step_ended(seconds)
             alarms = guard.alarms()
             metrics |= metrics_of(alarms)
@@ -125,9 +126,7 @@ def train_step(
     """Samples, scores and learns once."""
     collected = collect(setup, state.policy.weights, int(state.step), int(state.cursor))
     setup.rollout_policy.release()
-    begun = time.perf_counter()
-    experience, batch = experience_of(setup, state, collected.kept)
-    prepared = time.perf_counter() - begun
+    experience, batch, prepared = experience_of(setup, state, collected.kept)
     state, history, nonfinite, seconds = improve(setup, state, batch)
     state = replace(
         state,
@@ -138,12 +137,9 @@ def train_step(
         **collected.metrics,
         **describe(setup, collected, experience, to_host(batch.advantages)),
         **summarise(history),
-        "training/optimizer_steps": float(
-            sum(bool(entry["actor"]["finite"]) for entry in history if "actor" in entry)
-        ),
-        "training/nonfinite_skipped": float(len(nonfinite)),
+        **count_updates(history),
         **collected.seconds,
-        "timing_s/adv": prepared,
+        **prepared,
         **seconds,
     }
     if int(state.step) <= setup.recipe.value_pretraining_steps:
@@ -209,13 +205,15 @@ def _first_state(
     if is_first():
         folder.go_back(-1)
     metrics: dict[str, float] = {}
+    cursor = 0
     if weights is None:
         weights = initial_weights(setup, setup.model, "weights")
         if setup.run.warm_start_steps:
             target = setup.run.warm_start_accuracy
             with WarmStartDisplay(setup.run.warm_start_steps, target) as display:
                 weights, metrics = warm_start(setup, weights, display.update)
-    state = begin(setup, weights)
+            cursor = prompts_imitated(setup, int(metrics["warm_start/steps"]))
+    state = begin(setup, weights, cursor)
     metrics |= evaluate(setup, state.policy.weights, 0, heldout)
     with _appender(folder.metrics_path) as appender:
         check_known(metrics)
@@ -252,12 +250,15 @@ class _Outputs:
     display: TrainingDisplay
     total_tokens: float
     total_skipped: float
+    total_empty: float
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.total_tokens += metrics["training/tokens"]
         self.total_skipped += metrics["training/nonfinite_skipped"]
+        self.total_empty += metrics["training/empty_skipped"]
         metrics["training/total_tokens"] = self.total_tokens
         metrics["training/nonfinite_skipped_total"] = self.total_skipped
+        metrics["training/empty_skipped_total"] = self.total_empty
         check_known(metrics)
         self.metrics.append(step, metrics)
         for logger in self.loggers:
@@ -295,6 +296,7 @@ def _outputs(setup: Setup, folder: RunFolder, step: int) -> Iterator[_Outputs]:
             display=stack.enter_context(TrainingDisplay(setup.run.steps, step, rewards)),
             total_tokens=last.get("training/total_tokens", 0.0),
             total_skipped=last.get("training/nonfinite_skipped_total", 0.0),
+            total_empty=last.get("training/empty_skipped_total", 0.0),
         )
 
 
@@ -318,10 +320,12 @@ def _attachment(run: RunConfig, folder: RunFolder, on_fault: Hook | None) -> Att
 
 
 def _speed(setup: Setup, collected: Collected, seconds: float) -> dict[str, float]:
+    """How fast a step was; its rows are those of all devices, in whatever process."""
     tokens = float(collected.kept.rollout.valid.sum())
     return {
         "perf/time_per_step": seconds,
         "perf/total_num_tokens": tokens,
+        "perf/tokens_per_second": tokens / seconds,
         "perf/throughput": tokens / seconds / setup.mesh.layout.num_devices,
     }
 

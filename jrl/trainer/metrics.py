@@ -187,6 +187,16 @@ TABLE: tuple[Metric, ...] = (
         "Optimiser steps skipped for that reason since the first step.",
         "count",
     ),
+    Metric(
+        "training/empty_skipped",
+        "Optimiser steps of this step left out because no token of their mini-batch counted.",
+        "count",
+    ),
+    Metric(
+        "training/empty_skipped_total",
+        "Optimiser steps left out for that reason since the first step.",
+        "count",
+    ),
     # Sampler against trainer.
     Metric(
         "sampling/sampling_logp_difference/mean",
@@ -200,16 +210,64 @@ TABLE: tuple[Metric, ...] = (
         "nats",
         "sampling/sampling_logp_difference/max",
     ),
+    # The same before the first update, in the whole policy, where the trainer scores completions
+    # then; w is trainer over sampler.
+    Metric("rollout_corr/kl", "Mean over tokens of -log w: k1 of KL(sampler, trainer).", "nats"),
+    Metric("rollout_corr/k3_kl", "Mean over tokens of w - 1 - log w: k3 of the same.", "nats"),
     Metric(
-        "sampling/importance_sampling_ratio/*",
-        "Mean, min and max over tokens of the truncated ratio of trainer to sampler.",
+        "rollout_corr/log_ppl_diff",
+        "Log-perplexity under the trainer minus under the sampler, mean over sequences.",
+        "nats",
+    ),
+    Metric("rollout_corr/log_ppl_abs_diff", "Mean over sequences of that size.", "nats"),
+    Metric("rollout_corr/chi2_token", "Mean over tokens of w squared, less one.", "1"),
+    Metric(
+        "rollout_corr/chi2_seq",
+        "Mean over sequences of the squared product of their w, less one.",
         "1",
-        "sampling/importance_sampling_ratio/*",
     ),
     Metric(
-        "rollout_corr/*",
-        "Divergences between sampler and trainer under verl's names, over tokens or sequences.",
+        "rollout_corr/rollout_is_mean",
+        "Mean of the importance weights as the loss gets them, over the tokens that count.",
         "1",
+        "sampling/importance_sampling_ratio/mean",
+    ),
+    Metric(
+        "rollout_corr/rollout_is_min",
+        "Smallest of them.",
+        "1",
+        "sampling/importance_sampling_ratio/min",
+    ),
+    Metric(
+        "rollout_corr/rollout_is_max",
+        "Largest of them.",
+        "1",
+        "sampling/importance_sampling_ratio/max",
+    ),
+    Metric(
+        "rollout_corr/rollout_is_eff_sample_size",
+        "Effective sample size of those weights, over the tokens that count.",
+        "fraction",
+    ),
+    Metric(
+        "rollout_corr/rollout_is_ratio_fraction_high",
+        "Share of tokens whose weight was above the greatest allowed, over those that count.",
+        "fraction",
+    ),
+    Metric(
+        "rollout_corr/rollout_is_ratio_fraction_low",
+        "Share of tokens whose weight was below the least allowed, over those that count.",
+        "fraction",
+    ),
+    Metric(
+        "rollout_corr/rollout_rs_masked_fraction",
+        "Share of tokens that were rejected, over those sampled.",
+        "fraction",
+    ),
+    Metric(
+        "rollout_corr/rollout_rs_seq_masked_fraction",
+        "Share of sequences with a rejected token, over those with a token.",
+        "fraction",
     ),
     # Dynamic sampling.
     Metric("train/num_gen_batches", "Rounds of generation that this step's batch needed.", "count"),
@@ -287,11 +345,30 @@ TABLE: tuple[Metric, ...] = (
         "fraction",
     ),
     # Time: the only metrics that may differ between two runs of one seed.
-    Metric("perf/throughput", "Prompt and response tokens per second and device.", "tokens/s"),
-    Metric("perf/time_per_step", "Wall time of the step.", "seconds", "step_time"),
+    Metric(
+        "perf/tokens_per_second",
+        "Prompt and response tokens of the step over its wall time, all devices together.",
+        "tokens/s",
+    ),
+    Metric("perf/throughput", "The same for each device.", "tokens/s"),
+    Metric(
+        "perf/time_per_step",
+        "Wall time of the step, evaluation and checkpoint left out.",
+        "seconds",
+        "step_time",
+    ),
     Metric("perf/total_num_tokens", "Prompt and response tokens of the step.", "tokens"),
     Metric("perf/*", "Other speeds and memory, named as in verl.", "as named"),
-    Metric("timing_s/*", "Wall time of one phase of the step.", "seconds"),
+    Metric("timing_s/gen", "Wall time of decoding completions, of all rounds.", "seconds"),
+    Metric("timing_s/reward", "Wall time of their verification, of all rounds.", "seconds"),
+    Metric("timing_s/values", "Wall time of the critic's values of all completions.", "seconds"),
+    Metric("timing_s/ref", "Wall time of scoring them by the reference policy.", "seconds"),
+    Metric("timing_s/old_log_prob", "Wall time of scoring them by the policy itself.", "seconds"),
+    Metric("timing_s/adv", "Wall time of rewards, advantages and corrections.", "seconds"),
+    Metric("timing_s/update_actor", "Wall time of the policy's optimiser steps.", "seconds"),
+    Metric("timing_s/update_critic", "Wall time of the critic's optimiser steps.", "seconds"),
+    Metric("timing_s/testing", "Wall time of an evaluation, on top of the step's.", "seconds"),
+    Metric("timing_s/*", "Wall time of another phase of the step.", "seconds"),
     Metric("timing_per_token_ms/*", "Wall time of one phase over its tokens.", "milliseconds"),
     # On the line of the step at which somebody was named; runs without an alarm have none of these.
     Metric("faults/alarm/*", "When a machine (and a metric) began to stand out.", "Unix seconds"),

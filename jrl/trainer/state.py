@@ -27,7 +27,7 @@ class TrainState(Generic[Leaf]):
 
     Attributes:
       step: ``[]`` steps done.
-      cursor: ``[]`` training prompts drawn so far.
+      cursor: ``[]`` training prompts drawn so far, those of the warm start included.
       policy: the policy and its optimiser.
       critic: the critic and its optimiser, None without one.
       reference: the policy that training started from, None unless a KL term needs it.
@@ -53,19 +53,24 @@ def initial_weights(setup: Setup, config: ModelConfig, stream: str) -> Transform
     return structure.unflatten(make(setup.key(stream, 0)))
 
 
-def begin(setup: Setup, policy: Transformer[Array]) -> TrainState[Array]:
-    """The state before the first step, from the policy that training starts from."""
+def begin(setup: Setup, policy: Transformer[Array], cursor: int = 0) -> TrainState[Array]:
+    """The state before the first step.
+
+    Args:
+      policy: that training starts from.
+      cursor: training prompts drawn before, whose answers it imitated.
+    """
     critic = None
     if setup.recipe.uses_critic:
         weights, config = critic_from(setup, policy), setup.critic_objective.config
         critic = start(setup.critic_optimiser, weights, config, setup.mesh)
 
-    def zero():
-        return jax.device_put(jnp.zeros((), jnp.int32), setup.whole) + 0
+    def number(value: int) -> Array:
+        return jax.device_put(jnp.asarray(value, jnp.int32), setup.whole) + 0
 
     return TrainState(
-        step=zero(),
-        cursor=zero(),
+        step=number(0),
+        cursor=number(cursor),
         policy=start(setup.policy_optimiser, policy, setup.model, setup.mesh),
         critic=critic,
         reference=jax.tree.map(jnp.copy, policy) if setup.recipe.uses_reference else None,

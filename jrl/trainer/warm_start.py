@@ -81,6 +81,17 @@ def warm_start(
     }
 
 
+def prompts_imitated(setup: Setup, steps: int) -> int:
+    """Training prompts that so many steps imitate the answers of; reinforcement goes on after them.
+
+    It meets none of them again until the task runs out of others: a task that is a list of examples
+    gives each once in a pass, and an endless one draws afresh. (Where few prompts can be drawn, as
+    in a small space, an equal one may come up by chance.) The prompts whose completions were only
+    sampled, to measure the accuracy in the last step, come first.
+    """
+    return steps * setup.run.warm_start_batch
+
+
 def supervised_batch(setup: Setup, examples: list[Example]) -> Batch[Array]:
     """Prompts with their gold completions; what is learned is the completion and its end."""
     prompts, prompts_valid = encode_prompts(setup, examples)
@@ -101,5 +112,5 @@ def supervised_batch(setup: Setup, examples: list[Example]) -> Batch[Array]:
 
 def _training_examples(setup: Setup, step: int) -> list[Example]:
     """The prompts of a supervised step."""
-    size = setup.run.warm_start_batch
-    return [setup.task.train(step * size + i) for i in range(size)]
+    begin, end = prompts_imitated(setup, step), prompts_imitated(setup, step + 1)
+    return [setup.task.train(index) for index in range(begin, end)]

@@ -30,6 +30,7 @@ TABLES = {
         "reward_correct": 1.0,
         "reward_wrong": -1.0,
         "overlong_buffer": 4096,
+        "dynamic_sampling": True,
         "max_generation_rounds": 10,
     },
     vapo: {
@@ -120,9 +121,12 @@ def test_groups_of_one_have_nothing_to_compare_with(kind):
         kind(prompts=256, group_size=1)
 
 
-def test_dapo_needs_a_round():
+@pytest.mark.parametrize("kind", RECIPES.values())
+def test_dynamic_sampling_needs_a_round_and_groups(kind):
     with pytest.raises(ValueError, match="max_generation_rounds=0 must be at least 1"):
-        Dapo(max_generation_rounds=0)
+        kind(max_generation_rounds=0)
+    with pytest.raises(ValueError, match=r"group_size=1 leaves nothing to compare"):
+        kind(prompts=512, group_size=1, dynamic_sampling=True)
 
 
 @pytest.mark.parametrize(

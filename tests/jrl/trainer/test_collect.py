@@ -1,5 +1,7 @@
 """A step's completions: prompts in, text out, verdicts counted, groups filtered."""
 
+from functools import cache
+
 import jax
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from small_runs import (
     small_setup,
 )
 
+from jrl.recipes import RECIPES
 from jrl.rollout.generate import Rollout
 from jrl.tasks import REASONS, Example, Verdict
 from jrl.trainer import collect as collecting
@@ -127,16 +130,25 @@ class Script:
 GOOD, PARTIAL, ALL, NONE = (1.0, 0.0), (0.0, 0.5), (1.0, 1.0), (0.0, 0.0)
 
 
+@cache
+def never_asked():
+    """A policy whose completions are scripted."""
+    setup = small_setup()
+    return initial_weights(setup, setup.model, "weights")
+
+
 def scripted(monkeypatch, scores, recipe):
     script = Script(scores)
     monkeypatch.setattr(collecting, "sample", script)
     setup = small_setup(recipe)
-    return setup, script, collect(setup, initial_weights(setup, setup.model, "weights"), 2, 100)
+    return setup, script, collect(setup, never_asked(), 2, 100)
 
 
-def test_dynamic_sampling_refills(monkeypatch):
+@pytest.mark.parametrize("name", RECIPES)
+def test_dynamic_sampling_refills(monkeypatch, name):
     scores = [NONE, GOOD, ALL, PARTIAL, NONE, NONE, GOOD, ALL, GOOD, GOOD, GOOD, NONE]
-    setup, script, collected = scripted(monkeypatch, scores, small_recipe("dapo"))
+    recipe = small_recipe(name, dynamic_sampling=True)
+    setup, script, collected = scripted(monkeypatch, scores, recipe)
     # Three rounds of four prompts, of which the informative ones come first, in order.
     assert collected.cursor == 100 + 12
     assert script.examples == [setup.task.train(100 + i) for i in range(12)]
@@ -197,9 +209,10 @@ def test_nothing_informative_at_all(monkeypatch):
     assert collected.metrics["dynamic_sampling/gave_up"] == 1
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo", "vapo"])
-def test_other_recipes_take_what_comes(monkeypatch, name):
-    _, _, collected = scripted(monkeypatch, [NONE, ALL, GOOD, NONE], small_recipe(name))
+@pytest.mark.parametrize("name", RECIPES)
+def test_without_it_recipes_take_what_comes(monkeypatch, name):
+    recipe = small_recipe(name, dynamic_sampling=False)
+    _, _, collected = scripted(monkeypatch, [NONE, ALL, GOOD, NONE], recipe)
     assert collected.cursor == 104
     assert collected.kept.rollout.mask.all(axis=1).sum() == 0
     assert collected.kept.rollout.mask.any(axis=1).all()

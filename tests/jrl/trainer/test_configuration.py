@@ -66,6 +66,21 @@ def test_anything_else_is_refused_in_one_line(config, message):
     assert str(error.value).startswith("run/config.json") and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "fits",
+    [
+        {"layout": "dp2"},
+        {"rollout_layout": "tp2"},
+        {"devices": 2},
+        {"remat": "full"},
+        {"remat": "full", "fsdp": True},
+    ],
+)
+def test_a_resumed_run_may_be_fitted_to_another_machine(fits):
+    run, recipe = RunConfig(), RECIPES["grpo"]()
+    check_resumable((run, recipe), (replace(run, **fits), replace(recipe, micro_batch=16)))
+
+
 def test_what_cannot_change_numbers_may_change_on_resuming():
     run, recipe = RunConfig(), RECIPES["grpo"]()
     check_resumable((run, recipe), (run, recipe))

@@ -8,7 +8,7 @@ from jrl.trainer import display
 
 METRICS = {
     "perf/time_per_step": 0.4123,
-    "perf/throughput": 5321.4,
+    "perf/tokens_per_second": 5321.4,
     "actor/loss": -0.01234,
     "critic/score/mean": 0.75,
     "response_length/mean": 12.34,

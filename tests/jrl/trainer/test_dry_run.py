@@ -140,6 +140,10 @@ def test_memory_counts_the_largest_of_what_takes_turns():
     needs = memory(set_up(run, replace(recipe, micro_batch=None, kl_coef=0.1)))
     assert needs["gradients"] == needs["weights"]
     assert needs["logits of a forward pass"] == logits_bytes(setup, rows=32)
+    for first in ({"old_logprobs": "recompute"}, {"rejection": "geometric"}):
+        needs = memory(set_up(run, replace(recipe, **first)))
+        assert needs["logits of a forward pass"] == logits_bytes(setup, rows=32)
+        assert "reference" not in needs
 
 
 def test_batch_arithmetic_follows_a_completion_to_its_last_update():
@@ -161,6 +165,10 @@ def test_batch_arithmetic_of_dynamic_sampling_has_its_bound():
     recipe = replace(Dapo(), prompts=6, group_size=4, mini_batch=24, max_generation_rounds=3)
     rows = batch_arithmetic(set_up(RunConfig(), recipe))
     assert rows["sampled per step at most"] == "3 rounds x 24 = 72"
+    always = batch_arithmetic(set_up(RunConfig(), replace(recipe, dynamic_sampling=False)))
+    assert "sampled per step at most" not in always
+    rows = batch_arithmetic(set_up(RunConfig(), Grpo(dynamic_sampling=True)))
+    assert rows["sampled per step at most"] == "10 rounds x 512 = 5,120"
 
 
 def test_parameters_are_those_of_the_networks_in_use(with_everything):

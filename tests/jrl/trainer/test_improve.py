@@ -1,5 +1,6 @@
 """From completions to optimiser steps: which rows are learned from when, and what is reported."""
 
+import time
 from collections.abc import Sequence
 
 import jax
@@ -12,8 +13,15 @@ from jrl.losses import ExplainedVariance, Mean
 from jrl.recipes import RECIPES
 from jrl.trainer import improve as improving
 from jrl.trainer.collect import Completions, collect
-from jrl.trainer.improve import experience_of, improve, summarise
+from jrl.trainer.improve import (
+    count_updates,
+    experience_of,
+    improve,
+    mini_batches,
+    summarise,
+)
 from jrl.trainer.learner import Max
+from jrl.trainer.metrics import check_known
 from jrl.trainer.state import begin, initial_weights
 
 ROWS = 8
@@ -32,7 +40,7 @@ def learned_from(monkeypatch):
     def record(objective, optimiser, num_micro, learner, batch):
         network = "actor" if hasattr(objective, "sampling") else "critic"
         updates.append((network, np.asarray(batch.tokens)[:, 0].tolist()))
-        return learner, {"loss": 0.0, "grad_norm": 0.0, "finite": True}
+        return learner, {"loss": 0.0, "grad_norm": 0.0, "finite": True, "empty": False}
 
     monkeypatch.setattr(improving, "update", record)
     return updates
@@ -72,11 +80,52 @@ def test_rows_that_share_a_prompt_stay_together(learned_from):
         assert all(a % 2 == 0 and b == a + 1 for a, b in zip(rows[::2], rows[1::2], strict=True))
 
 
-def test_rows_go_alone_where_a_piece_holds_no_whole_group(learned_from):
-    setup = small_setup(small_recipe(epochs=4, micro_batch=1))
+def test_rows_go_alone_where_a_mini_batch_holds_no_whole_groups(learned_from):
+    setup = small_setup(small_recipe(epochs=4, group_size=4, prompts=2, mini_batch=2))
     assert setup.rows.copies == 1
     rows = orders(learned_from, setup)
-    assert any(set(part) != {row ^ 1 for row in part} for part in rows)
+    assert any(part[0] // 4 != part[1] // 4 for part in rows)
+
+
+def test_micro_batches_have_no_say_in_the_mini_batches(learned_from):
+    setup = small_setup()
+    state, batch = state_of(setup), numbered(setup)
+    for group_size, mini_batch in ((2, 2), (2, 4), (2, 8), (4, 2), (4, 4), (4, 8)):
+        found = []
+        for piece in [None, *(piece for piece in (1, 2, 4, 8) if mini_batch % piece == 0)]:
+            sizes = {"group_size": group_size, "prompts": ROWS // group_size, "epochs": 2}
+            recipe = small_recipe(**sizes, mini_batch=mini_batch, micro_batch=piece)
+            learned_from.clear()
+            improve(small_setup(recipe), state, batch)
+            found.append([rows for _, rows in learned_from])
+        assert [len(rows) for rows in found[0]] == [mini_batch] * (2 * ROWS // mini_batch)
+        assert all(rows == found[0] for rows in found)
+
+
+def test_the_default_step_shuffles_whole_groups():
+    """64 prompts x 8 in mini-batches of 128: sixteen groups each, drawn as numpy permutes rows."""
+    recipe = RECIPES["grpo"]()
+    found = mini_batches(recipe, np.random.default_rng([0, 3, 0]))
+    expected = np.random.default_rng([0, 3, 0]).permutation(np.arange(512).reshape(64, 8))
+    np.testing.assert_array_equal(found, expected.reshape(4, 128))
+
+
+@pytest.mark.slow
+def test_micro_batches_have_no_say_in_what_is_learned():
+    """A whole step in pieces of 4 rows and of 1, which holds no whole group."""
+    steps = []
+    for piece in (4, 1):
+        setup = small_setup(small_recipe(micro_batch=piece))
+        state, history, *_ = improve(setup, state_of(setup), small_batch(setup, ROWS))
+        steps.append((jax.device_get(state.policy.weights), summarise(history)))
+    (weights, metrics), (other_weights, other_metrics) = steps
+    # Float32 sums in another order, divided by their own size where Adam's gradients are small.
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), other_weights, weights
+    )
+    assert other_metrics.keys() == metrics.keys()
+    for name in metrics.keys() - {"moe/padded_fraction"}:  # rows that share a prompt run it once
+        assert other_metrics[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-5), name
 
 
 @pytest.mark.parametrize("step", [0, 1])
@@ -92,7 +141,8 @@ def test_critic_and_policy_take_turns_after_pretraining(learned_from, step):
 
 def test_what_was_left_out_is_handed_over(learned_from, monkeypatch):
     def refuse(objective, optimiser, num_micro, learner, batch):
-        return learner, {"loss": np.float32(np.nan), "grad_norm": 2.0, "finite": False}
+        loss = np.float32(np.nan)
+        return learner, {"loss": loss, "grad_norm": 2.0, "finite": False, "empty": False}
 
     monkeypatch.setattr(improving, "update", refuse)
     setup = small_setup(small_recipe("vapo", pretrain_critic=0))
@@ -133,7 +183,7 @@ def sampled():
 
 def test_experience(sampled):
     setup = small_setup()
-    experience, batch = experience_of(setup, state_of(setup), sampled)
+    experience, batch, _ = experience_of(setup, state_of(setup), sampled)
     np.testing.assert_array_equal(experience.rewards, sampled.scores)
     np.testing.assert_array_equal(experience.lengths, sampled.rollout.mask.sum(axis=1))
     np.testing.assert_array_equal(batch.correct, sampled.scores == 1)
@@ -147,8 +197,10 @@ def test_experience(sampled):
 
 def test_the_reference_scores_as_the_policy_sampled(sampled):
     """Before the first update both are one network: KL terms start at 0."""
-    setup = small_setup(small_recipe("ppo", kl_coef=0.1))
-    experience, batch = experience_of(setup, state_of(setup), sampled)
+    setup = small_setup(small_recipe("ppo", kl_coef=0.1, old_logprobs="recompute"))
+    experience, batch, _ = experience_of(setup, state_of(setup), sampled)
+    # So does the policy itself, where the trainer computes what the sampler gave.
+    np.testing.assert_array_equal(batch.old_logprobs, batch.reference_logprobs)
     mask = sampled.rollout.mask
     # Decoding with a cache against one forward pass, float32.
     np.testing.assert_allclose(
@@ -157,15 +209,101 @@ def test_the_reference_scores_as_the_policy_sampled(sampled):
     np.testing.assert_array_equal(experience.values, 0)
 
 
+@pytest.fixture
+def scoring(monkeypatch, sampled):
+    """Stands for the networks' passes over all completions: the policy's log-probabilities as the
+    trainer has them, a tenth of a nat and more from the sampler's."""
+    there = sampled.rollout.policy_logprobs
+    random = np.random.default_rng(9).choice([-0.9, -0.1, 0.1, 0.9], there.shape)
+    logprobs = jnp.asarray(there + random.astype(np.float32))
+    monkeypatch.setattr(improving, "logprobs_of", lambda *_: (logprobs, logprobs))
+    monkeypatch.setattr(improving, "values_of", lambda *_: jnp.zeros_like(logprobs))
+    return np.asarray(logprobs)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_can_be_anchored_and_corrected(name, sampled, scoring):
+    """With the ratio against what the trainer computes, weights and a mask of its distance."""
+    plain = small_setup(small_recipe(name))
+    state = state_of(plain)
+    expected, untouched, quiet = experience_of(plain, state, sampled)
+    assert not plain.recipe.rescores and not [n for n in quiet if n.startswith("rollout_corr/")]
+    recipe = small_recipe(
+        name,
+        old_logprobs="recompute",
+        mismatch="truncated",
+        mismatch_high=1.5,
+        rejection="k2",
+        rejection_over="token",
+        rejection_high=0.1,
+    )
+    experience, batch, metrics = experience_of(small_setup(recipe), state, sampled)
+    check_known(metrics)
+    mask = sampled.rollout.mask
+    log_weights = np.where(mask, scoring - sampled.rollout.policy_logprobs, 0)
+    kept = mask & (log_weights**2 / 2 <= 0.1)
+    assert 0 < kept.sum() < mask.sum()
+    np.testing.assert_array_equal(batch.old_logprobs, scoring)
+    np.testing.assert_array_equal(experience.old_logprobs, scoring)
+    np.testing.assert_array_equal(batch.mask, kept)
+    weights = np.where(kept, np.minimum(np.exp(log_weights), 1.5), 0)
+    np.testing.assert_allclose(batch.importance_weights, weights, rtol=1e-5)  # float32
+    lost = 1 - kept.sum() / mask.sum()
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(lost, rel=1e-5)
+    # Credit is given as if nothing had been rejected.
+    np.testing.assert_array_equal(experience.mask, mask)
+    np.testing.assert_array_equal(experience.rewards, expected.rewards)
+    np.testing.assert_array_equal(batch.advantages, untouched.advantages)
+    assert untouched.importance_weights is None
+
+
+def test_the_sampler_stays_the_anchor_where_samples_are_rejected(sampled, scoring):
+    recipe = small_recipe(rejection="geometric", rejection_low=0.9, rejection_high=1.2)
+    setup = small_setup(recipe)
+    _, batch, metrics = experience_of(setup, state_of(setup), sampled)
+    np.testing.assert_array_equal(batch.old_logprobs, sampled.rollout.policy_logprobs)
+    mask = sampled.rollout.mask
+    log_weights = np.where(mask, scoring - sampled.rollout.policy_logprobs, 0)
+    means = np.exp(log_weights.sum(axis=1) / mask.sum(axis=1))
+    stay = (means >= 0.9) & (means <= 1.2)
+    assert 0 < stay.sum() < len(stay)
+    np.testing.assert_array_equal(batch.mask, mask & stay[:, None])
+    kl = metrics["rollout_corr/kl"]
+    assert kl == pytest.approx(-log_weights[mask].mean(), rel=1e-4)
+
+
+def test_phases_last_as_long_as_their_work(sampled, monkeypatch):
+    """Not as long as it takes to ask for it: what is asked for sleeps a quarter of a second."""
+    shape = jax.ShapeDtypeStruct(sampled.rollout.mask.shape, jnp.float32)
+
+    def at_work(*_):
+        time.sleep(0.25)
+        return np.zeros(shape.shape, np.float32)
+
+    @jax.jit
+    def slow(zero):
+        return jax.pure_callback(at_work, shape, zero)
+
+    monkeypatch.setattr(improving, "logprobs_of", lambda *_: (slow(0.0), slow(0.0)))
+    monkeypatch.setattr(improving, "values_of", lambda *_: slow(0.0))
+    setup = small_setup(small_recipe("ppo", kl_coef=0.1, old_logprobs="recompute"))
+    monkeypatch.setattr(improving, "advantages_of", lambda *_: (slow(0.0), slow(0.0)))
+    seconds = experience_of(setup, state_of(setup), sampled)[2]
+    assert seconds["timing_s/values"] >= 0.25
+    assert seconds["timing_s/ref"] >= 0.5
+    assert seconds["timing_s/old_log_prob"] >= 0.5
+    assert seconds["timing_s/adv"] >= 0.5
+
+
 def test_shuffled_rewards(sampled):
     setup = small_setup(run=small_run(shuffle_rewards=True))
     shuffled = [experience_of(setup, state_of(setup, step), sampled) for step in (0, 0, 1)]
-    rewards = [np.asarray(experience.rewards) for experience, _ in shuffled]
+    rewards = [np.asarray(experience.rewards) for experience, *_ in shuffled]
     np.testing.assert_array_equal(np.sort(rewards[0]), np.sort(sampled.scores))
     assert not np.array_equal(rewards[0], sampled.scores)
     np.testing.assert_array_equal(rewards[0], rewards[1])
     assert not np.array_equal(rewards[0], rewards[2])
-    for reward, (_, batch) in zip(rewards, shuffled, strict=True):
+    for reward, (_, batch, _) in zip(rewards, shuffled, strict=True):
         np.testing.assert_array_equal(batch.correct, reward == 1)
 
 
@@ -179,6 +317,7 @@ def test_summary_pools_means_over_tokens():
                 "loss": np.float32(3.0),
                 "grad_norm": np.float32(2.0),
                 "finite": np.True_,
+                "empty": np.False_,
                 "critic/vf_explained_var": explained([0.0, 1.0], [1.0, 1.0]),
             }
         },
@@ -187,10 +326,12 @@ def test_summary_pools_means_over_tokens():
                 "loss": np.float32(1.0),
                 "grad_norm": np.float32(4.0),
                 "finite": np.True_,
+                "empty": np.False_,
                 "critic/vf_explained_var": explained([2.0], [4.0]),
             },
             "actor": {
                 "loss": np.float32(8.0),
+                "empty": np.False_,
                 "actor/pg_loss": np.float32(6.0),
                 "actor/entropy": Mean(np.float32(6.0), np.int32(3)),
                 "sampling/sampling_logp_difference/mean": Mean(np.float32(2.0), np.int32(4)),
@@ -201,11 +342,24 @@ def test_summary_pools_means_over_tokens():
         {
             "actor": {
                 "loss": np.float32(2.0),
+                "empty": np.False_,
                 "actor/pg_loss": np.float32(1.0),
                 "actor/entropy": Mean(np.float32(1.0), np.int32(1)),
                 "sampling/sampling_logp_difference/mean": Mean(np.float32(90.0), np.int32(4)),
                 "sampling/sampling_logp_difference/max": Max(np.float32(90.0)),
                 "load": np.array([[3.0, 1.0], [0.0, 4.0]]),
+            },
+        },
+        # No token counts in it, and so it counts in nothing.
+        {
+            "actor": {
+                "loss": np.float32(77.0),
+                "empty": np.True_,
+                "actor/pg_loss": np.float32(0.0),
+                "actor/entropy": Mean(np.float32(0.0), np.int32(0)),
+                "sampling/sampling_logp_difference/mean": Mean(np.float32(0.0), np.int32(0)),
+                "sampling/sampling_logp_difference/max": Max(np.float32(0.0)),
+                "load": np.array([[9.0, 0.0], [9.0, 0.0]]),
             },
         },
     ]
@@ -229,3 +383,21 @@ def test_summary_pools_means_over_tokens():
     for name, value in expected.items():
         assert summary[name] == pytest.approx(value, rel=1e-6), name  # float32
     assert summarise([]) == {}
+    assert summarise(history[-1:]) == {}
+
+
+def test_updates_are_counted_by_what_came_of_them():
+    def one(finite, empty):
+        return {"finite": np.bool_(finite), "empty": np.bool_(empty)}
+
+    history = [
+        {"critic": one(True, False)},
+        {"critic": one(True, True), "actor": one(True, True)},
+        {"critic": one(False, True), "actor": one(False, False)},  # the worse of two reasons
+        {"critic": one(True, False), "actor": one(True, False)},
+    ]
+    assert count_updates(history) == {
+        "training/optimizer_steps": 1.0,
+        "training/nonfinite_skipped": 2.0,
+        "training/empty_skipped": 2.0,
+    }

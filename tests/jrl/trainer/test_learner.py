@@ -160,6 +160,25 @@ def test_what_is_not_finite_moves_nothing(bad):
     assert tuple(int(counter) for counter in counters) == (2, 2, 0)
 
 
+@pytest.mark.parametrize("network", ["policy", "critic"])
+def test_a_mini_batch_without_tokens_moves_nothing(network):
+    """Though there are momentum, a warm-up and the routers' losses."""
+    setup = setup_on("dp1")
+    objective, optimiser, weights = networks(setup)[network]
+    learner = start(optimiser, weights, objective.config, setup.mesh)
+    learner, metrics = update(objective, optimiser, 1, learner, small_batch(setup))
+    assert not metrics["empty"]
+    before = jax.device_get(learner)
+
+    batch = small_batch(setup)
+    nothing = batch.replace(mask=jnp.zeros_like(batch.mask))
+    after, metrics = jax.device_get(update(objective, optimiser, 1, learner, nothing))
+    assert metrics["empty"] and metrics["finite"] and metrics["grad_norm"] > 0
+    kept = jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), after, before)
+    assert all(jax.tree.leaves(kept))
+    assert (after.updates, after.skipped, after.skipped_in_a_row) == (1, 0, 0)
+
+
 def test_what_lies_under_the_mask_is_never_read():
     def filled(setup):
         batch = small_batch(setup)

@@ -1,15 +1,30 @@
 """Whole runs of every recipe: what they leave behind, and how they end."""
 
+import itertools
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from small_runs import begin_or_go_on, finish, metrics_of, small_recipe, small_run, small_setup
+from small_runs import (
+    PROMPTS,
+    begin_or_go_on,
+    finish,
+    metrics_of,
+    small_recipe,
+    small_run,
+    small_setup,
+)
 
 from jrl.recipes import RECIPES
+from jrl.tasks.finite import FiniteTask
+from jrl.tasks.process import Worker
+from jrl.tasks.task import Example
 from jrl.trainer import improve as improving
 from jrl.trainer import loop
+from jrl.trainer import warm_start as warming
 from jrl.trainer.checkpoints import Checkpoints
 from jrl.trainer.loop import NonFiniteRun
 from jrl.trainer.metrics import check_known, is_timing
@@ -29,6 +44,8 @@ EVERY_STEP = {
     "training/optimizer_steps",
     "training/nonfinite_skipped",
     "training/nonfinite_skipped_total",
+    "training/empty_skipped",
+    "training/empty_skipped_total",
     "verifier/correct",
     "verifier/unparsable",
     "frac_reward_zero_std",
@@ -87,6 +104,36 @@ def test_what_a_run_leaves_behind(name, finished):
     assert list(run.folder.plots_path.glob("*.png"))
 
 
+def test_speed_leaves_evaluation_out(tmp_path, monkeypatch):
+    """On a clock that says two seconds for a step and a thousand for an evaluation."""
+    now, step, evaluate = [0.0], loop.train_step, loop.evaluate
+
+    def lasting(seconds, function):
+        def lasts(*arguments):
+            result = function(*arguments)
+            now[0] += seconds
+            return result
+
+        return lasts
+
+    monkeypatch.setattr(loop, "train_step", lasting(2.0, step))
+    monkeypatch.setattr(loop, "evaluate", lasting(1000.0, evaluate))
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    run = finish("grpo", tmp_path / "run", steps=2, eval_every=1, warm_start_steps=0)
+    for line in read_metrics(run.folder.metrics_path)[1:]:
+        assert "val/accuracy/sampled" in line and line["perf/time_per_step"] == 2.0
+        assert line["perf/total_num_tokens"] == line["training/tokens"]
+        assert line["perf/tokens_per_second"] == line["training/tokens"] / 2
+
+
+def test_speed_is_that_of_all_devices_and_of_each():
+    setup = small_setup(run=small_run(layout="dp2"))
+    valid = np.arange(24).reshape(4, 6) < 18
+    collected = SimpleNamespace(kept=SimpleNamespace(rollout=SimpleNamespace(valid=valid)))
+    speed = loop._speed(setup, collected, seconds=3.0)
+    assert (speed["perf/tokens_per_second"], speed["perf/throughput"]) == (6.0, 3.0)
+
+
 def test_samples(finished):
     samples = finished("grpo").samples
     kinds = [(line["step"], line["kind"]) for line in samples]
@@ -140,8 +187,9 @@ def advantages_are_nan(monkeypatch):
     made = improving.experience_of
 
     def spoilt(setup, state, completions):
-        experience, batch = made(setup, state, completions)
-        return experience, batch.replace(advantages=batch.advantages * np.float32(np.nan))
+        experience, batch, prepared = made(setup, state, completions)
+        advantages = batch.advantages * np.float32(np.nan)
+        return experience, batch.replace(advantages=advantages), prepared
 
     monkeypatch.setattr(loop, "experience_of", spoilt)
 
@@ -213,6 +261,49 @@ def test_warm_start_draws_no_heldout_prompt(monkeypatch):
     assert drawn == list(range(4 * 8))
 
 
+class FirstStep(Exception):
+    """A run has come to its first step."""
+
+
+def listed_task():
+    """What a list of twenty prompts makes: some held out, the others in an order for each pass."""
+    words = ["".join(digits) for digits in itertools.product("012", repeat=3)][:20]
+    examples = [Example(f"{word}=", max(word) + "=") for word in words]
+    nobody = Worker(["false"])
+    return FiniteTask("listed", examples, 0, nobody, lambda example, completion: {})
+
+
+@pytest.mark.parametrize("task", [None, listed_task()], ids=["endless", "a list"])
+def test_reinforcement_goes_on_after_the_prompts_that_were_imitated(task, tmp_path, monkeypatch):
+    """Three steps of a warm start, on four prompts each, and then the first four of the run."""
+    setup = small_setup(run=small_run(warm_start_steps=3, warm_start_batch=4, eval_prompts=2))
+    setup = setup if task is None else replace(setup, task=task)
+    imitated, given, evaluated = [], [], []
+
+    def learn(objective, optimiser, num_micro, learner, batch):
+        return learner, {"loss": 0.0, "grad_norm": 0.0}
+
+    def first_step(setup, weights, step, cursor):
+        given.extend(setup.task.train(cursor + i) for i in range(PROMPTS))
+        raise FirstStep
+
+    monkeypatch.setattr(warming, "update", learn)
+    monkeypatch.setattr(warming, "supervised_batch", lambda _, shown: imitated.extend(shown))
+    monkeypatch.setattr(warming, "sample", lambda *_: None)
+    monkeypatch.setattr(warming, "full_marks", lambda _: 0.0)
+    monkeypatch.setattr(loop, "evaluate", lambda *arguments: evaluated.append(arguments[-1]) or {})
+    monkeypatch.setattr(loop, "_write_shown", lambda *_: None)
+    monkeypatch.setattr(loop, "collect", first_step)
+    for _ in range(2):  # at once, and resumed from the checkpoint
+        with pytest.raises(FirstStep):
+            begin_or_go_on(setup, tmp_path / "run")
+    assert imitated == [setup.task.train(i) for i in range(12)]
+    assert given == [setup.task.train(12 + i) for i in range(PROMPTS)] * 2
+    if task is not None:
+        assert len({example.prompt for example in imitated + given}) == 12 + PROMPTS
+    assert evaluated == [[setup.task.heldout(0), setup.task.heldout(1)]]
+
+
 @pytest.mark.parametrize("spoilt", [np.nan, np.inf])
 def test_warm_start_fails_aloud(spoilt):
     setup = small_setup(run=small_run(warm_start_steps=2))
@@ -239,6 +330,32 @@ def test_pretraining_moves_the_critic_alone(tmp_path):
     state, _, metrics, _ = loop.train_step(setup, state)
     assert int(state.policy.updates) == 2
     assert not np.array_equal(state.policy.weights.embedding, policy.weights.embedding)
+
+
+def test_a_step_without_tokens_learns_nothing(monkeypatch):
+    """Pretraining of the critic first, then both: everything that was sampled is filtered out."""
+    setup = small_setup(small_recipe("vapo", pretrain_critic=1), small_run(warm_start_steps=0))
+    drawn = loop.collect
+
+    def filtered(*arguments):
+        collected = drawn(*arguments)
+        rollout = collected.kept.rollout
+        nothing = rollout.replace(mask=np.zeros_like(rollout.mask))
+        return replace(collected, kept=replace(collected.kept, rollout=nothing))
+
+    monkeypatch.setattr(loop, "collect", filtered)
+    state = loop.begin(setup, initial_weights(setup, setup.model, "weights"))
+    before = jax.device_get((state.policy, state.critic))
+    for updates in (2, 4):  # two mini-batches, for one network and then for two
+        state, _, metrics, nonfinite = loop.train_step(setup, state)
+        assert metrics["training/empty_skipped"] == updates
+        assert metrics["training/optimizer_steps"] == len(nonfinite) == 0
+        check_known(metrics)
+        assert all(np.isfinite(value) for value in metrics.values())
+        assert not {"actor/loss", "actor/entropy", "critic/vf_loss"} & metrics.keys()
+    after = jax.device_get((state.policy, state.critic))
+    kept = jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), after, before)
+    assert all(jax.tree.leaves(kept))
 
 
 def test_sampler_and_trainer_agree_on_a_narrowed_distribution():

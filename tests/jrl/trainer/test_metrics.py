@@ -34,7 +34,9 @@ prompt_length/mean val/accuracy/sampled val/accuracy/greedy val/pass@k/8 frac_re
 sampling/sampling_logp_difference/mean sampling/sampling_logp_difference/max moe/max_load
 moe/min_load moe/load_balancing_loss moe/z_loss moe/router_entropy moe/dropped_fraction
 moe/padded_fraction timing_s/rollout perf/throughput verifier/timeout val/verifier/wrong
-training/nonfinite_skipped dynamic_sampling/filtered global_seqlen/mean
+training/nonfinite_skipped training/empty_skipped timing_s/old_log_prob perf/tokens_per_second
+rollout_corr/kl rollout_corr/rollout_is_max rollout_corr/rollout_rs_masked_fraction
+dynamic_sampling/filtered global_seqlen/mean
 """
 
 

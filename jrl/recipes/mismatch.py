@@ -1,0 +1,236 @@
+"""What a recipe does about a sampler whose probabilities are not quite the trainer's."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jrl.losses import (
+    Mean,
+    RejectionOver,
+    WeightLevel,
+    WeightMean,
+    divergence_rejection_mask,
+    geometric_rejection_mask,
+    icepop_weights,
+    mismatch_statistics,
+    mismatch_weights,
+    normalized_weights,
+    sequence_masked_weights,
+    truncated_weights,
+)
+from jrl.losses.mismatch import EffectiveSampleSize
+
+OldLogprobs = Literal["sampler", "recompute"]
+Weighting = Literal["truncated", "icepop", "sequence-masked"]
+Rejection = Literal["geometric", "k2", "k3"]
+
+RANGES: dict[Weighting, tuple[float, float]] = {
+    "truncated": (0.0, 2.0),
+    "icepop": (0.5, 5.0),
+    "sequence-masked": (0.5, 5.0),
+}
+"""Least and greatest weight where none is given: verl's for truncation, verl's and OpenRLHF's for
+the others."""
+KEPT: dict[Rejection, tuple[float, float]] = {
+    "geometric": (0.999, 1.001),
+    "k2": (0.0, 0.01),
+    "k3": (0.0, 0.01),
+}
+"""What is kept where no bound is given: verl's, of the mean over a sequence."""
+
+
+class Corrected(NamedTuple):
+    """What a correction makes of a step's samples.
+
+    Attributes:
+      mask: ``[batch, time]`` sampled tokens that are not rejected.
+      importance_weights: ``[batch, time]`` factors on the tokens' losses, None without.
+      metrics: scalars under verl's names.
+    """
+
+    mask: Array
+    importance_weights: Array | None
+    metrics: dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Importance weights and a rejection mask, each off or on.
+
+    Everything is of ``w``, trainer over sampler (`jrl.losses.mismatch_weights`). First the samples
+    are rejected, then the weights of what is left are normalised.
+
+    Args:
+      weighting: `truncated_weights`, `icepop_weights` or `sequence_masked_weights`; None is off.
+      level: over what the weights' ratio is taken.
+      low: the least weight; None is that of `RANGES`, 0 no bound.
+      high: the greatest weight; None is that of `RANGES`.
+      mean: what counts once in the mean that the weights are divided by; None divides by nothing.
+      rejection: `geometric_rejection_mask`, or `divergence_rejection_mask` by this estimator; None
+        is off.
+      over: what a divergence is taken over.
+      reject_below: the least geometric mean that is kept; None is that of `KEPT`.
+      reject_above: the greatest geometric mean or divergence that is kept; likewise.
+    """
+
+    weighting: Weighting | None = None
+    level: WeightLevel = "token"
+    low: float | None = None
+    high: float | None = None
+    mean: WeightMean | None = None
+    rejection: Rejection | None = None
+    over: RejectionOver = "mean"
+    reject_below: float | None = None
+    reject_above: float | None = None
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is corrected."""
+        return self.weighting is not None or self.rejection is not None
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The least and the greatest weight."""
+        assert self.weighting is not None
+        low, high = RANGES[self.weighting]
+        return low if self.low is None else self.low, high if self.high is None else self.high
+
+    @property
+    def kept(self) -> tuple[float, float]:
+        """The least and the greatest of what is not rejected."""
+        assert self.rejection is not None
+        low, high = KEPT[self.rejection]
+        return (
+            low if self.reject_below is None else self.reject_below,
+            high if self.reject_above is None else self.reject_above,
+        )
+
+    def correct(
+        self,
+        logprobs: Float[Array, "batch time"],
+        sampler_logprobs: Float[Array, "batch time"],
+        mask: Bool[Array, "batch time"],
+    ) -> Corrected:
+        """The corrections of a whole step, before its first update.
+
+        Args:
+          logprobs: of the policy as the trainer computes them, in nats.
+          sampler_logprobs: of the same policy as the sampler gave them.
+          mask: sampled tokens that count.
+        """
+        arrays = (logprobs, sampler_logprobs, mask)
+        statistics = mismatch_statistics(*arrays)
+        # What a weighting does about the weights is said of the weights.
+        del statistics["weight"], statistics["eff_sample_size"]
+        metrics = {f"rollout_corr/{name}": value.value() for name, value in statistics.items()}
+        if self.rejection is not None:
+            kept = self._not_rejected(*arrays)
+            metrics |= _rejected(mask, kept)
+            mask = kept
+        if self.weighting is None:
+            return Corrected(mask, None, metrics)
+        weights, of_weights = self._weights(*arrays, mask)
+        return Corrected(mask, weights, metrics | of_weights)
+
+    def _not_rejected(self, logprobs: Array, sampler_logprobs: Array, mask: Array) -> Array:
+        arrays, (low, high) = (logprobs, sampler_logprobs, mask), self.kept
+        if self.rejection == "geometric":
+            return geometric_rejection_mask(*arrays, low=low, high=high)
+        assert self.rejection is not None
+        return divergence_rejection_mask(*arrays, kind=self.rejection, over=self.over, bound=high)
+
+    def _weights(
+        self, logprobs: Array, sampler_logprobs: Array, mask: Array, kept: Array
+    ) -> tuple[Array, dict[str, Array]]:
+        """The weights of the tokens that are `kept`, and what there is to say about them."""
+        arrays, (low, high) = (logprobs, sampler_logprobs, mask), self.bounds
+        level = "geometric" if self.weighting == "sequence-masked" else self.level
+        bounded = mismatch_weights(*arrays, level=level)
+        if self.weighting == "sequence-masked":
+            weights = sequence_masked_weights(*arrays, low=low, high=high)
+        elif self.weighting == "icepop":
+            weights = icepop_weights(bounded, mask, low=low, high=high)
+        else:
+            weights = truncated_weights(bounded, mask, low=low, high=high)
+        weights = jnp.where(kept, weights, 0.0)
+        if self.mean is not None:
+            weights = normalized_weights(weights, kept, over=self.mean)
+        some = jnp.any(kept)
+        of_weights = {
+            "mean": Mean.of(weights, kept).value(),
+            "min": jnp.where(some, jnp.min(weights, initial=jnp.inf, where=kept), 0.0),
+            "max": jnp.where(some, jnp.max(weights, initial=-jnp.inf, where=kept), 0.0),
+            "eff_sample_size": EffectiveSampleSize.of(weights, kept).value(),
+            "ratio_fraction_high": Mean.of(bounded > high, kept).value(),
+            "ratio_fraction_low": Mean.of(bounded < low, kept).value(),
+        }
+        return weights, {f"rollout_corr/rollout_is_{n}": value for n, value in of_weights.items()}
+
+
+def checked(correction: Correction, old_logprobs: OldLogprobs) -> Correction:
+    """The correction, if it makes sense with that anchor of the ratio.
+
+    Raises:
+      ValueError: naming the setting of a recipe that contradicts another.
+    """
+    c = correction
+    if c.weighting is not None and old_logprobs == "sampler":
+        raise ValueError(
+            f"mismatch={c.weighting!r} goes with old_logprobs='recompute': a ratio that is taken "
+            "against the sampler corrects it already, and would do so twice. Set that, or use a "
+            "rejection."
+        )
+    given = {"mismatch_low": c.low, "mismatch_high": c.high, "mismatch_mean": c.mean}
+    given["mismatch_level"] = None if c.level == "token" else c.level
+    _check_used(given, "mismatch", c.weighting)
+    if c.weighting == "sequence-masked" and c.level != "token":
+        raise ValueError(
+            f"mismatch_level={c.level!r} cannot be had with mismatch='sequence-masked', whose "
+            "weights are of tokens: leave it out."
+        )
+    given = {"rejection_low": c.reject_below, "rejection_high": c.reject_above}
+    given["rejection_over"] = None if c.over == "mean" else c.over
+    _check_used(given, "rejection", c.rejection)
+    if c.rejection in ("k2", "k3"):
+        _check_used({"rejection_low": c.reject_below}, "rejection", c.rejection, "a divergence")
+    if c.rejection == "geometric" and c.over != "mean":
+        raise ValueError(
+            f"rejection_over={c.over!r} cannot be had with rejection='geometric', which is a mean: "
+            "choose k2 or k3, or leave it out."
+        )
+    if c.weighting is not None:
+        _check_range("mismatch", *c.bounds)
+    if c.rejection is not None:
+        _check_range("rejection", *c.kept)
+    return correction
+
+
+def _check_used(given: dict, owner: str, value: str | None, reason: str | None = None) -> None:
+    if value is not None and reason is None:
+        return
+    for name, setting in given.items():
+        if setting is not None:
+            why = f"{owner}={value!r}" + ("" if reason is None else f" bounds {reason} from above")
+            raise ValueError(f"{name}={setting} has no effect: {why}. Leave it out.")
+
+
+def _check_range(owner: str, low: float, high: float) -> None:
+    if low < 0 or high <= low:
+        raise ValueError(
+            f"{owner}_low={low} and {owner}_high={high} must be a range of numbers from 0 on: "
+            "nothing lies in it."
+        )
+
+
+def _rejected(mask: Array, kept: Array) -> dict[str, Array]:
+    """Shares of tokens, and of sequences that lost one."""
+    gone = mask & ~kept
+    sequences = jnp.any(mask, axis=1)
+    return {
+        "rollout_corr/rollout_rs_masked_fraction": Mean.of(gone, mask).value(),
+        "rollout_corr/rollout_rs_seq_masked_fraction": Mean.of(
+            jnp.any(gone, axis=1), sequences
+        ).value(),
+    }
