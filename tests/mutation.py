@@ -396,6 +396,8 @@ def main() -> None:
     arguments = parser.parse_args()
     found = itertools.chain.from_iterable(map(mutants_of, arguments.paths))
     chosen = list(dict.fromkeys(found))[arguments.first :: arguments.every]
+    if not chosen:
+        sys.exit(f"{' '.join(arguments.paths)}: nothing to change; --list shows what there is.")
     for mutant in chosen:
         public_users(mutant.path, mutant.function)
     if arguments.list:

@@ -5,6 +5,7 @@ Nothing is run: each program is followed to where its command line has been read
 
 import json
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -133,6 +134,12 @@ def test_scripts_exist_and_have_the_flags(command):
     program = (ROOT / words[0]).read_text()
     for flag in (word for word in words if word.startswith("--")):
         assert f'"{flag}"' in program, flag
+
+
+def test_a_line_without_mutants_is_said_in_one_line(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["mutation.py", f"{ROOT}/jrl/losses/policy/imitation.py:1"])
+    with pytest.raises(SystemExit, match=r"imitation\.py:1: nothing to change"):
+        runpy.run_path(str(ROOT / "tests" / "mutation.py"), run_name="__main__")
 
 
 def test_flags_named_in_the_prose_exist():
