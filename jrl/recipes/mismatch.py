@@ -1,5 +1,6 @@
 """What a recipe does about a sampler whose probabilities are not quite the trainer's."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -182,16 +183,23 @@ def checked(correction: Correction, old_logprobs: OldLogprobs) -> Correction:
             "against the sampler corrects it already, and would do so twice. Set that, or use a "
             "rejection."
         )
-    given = {"mismatch_low": c.low, "mismatch_high": c.high, "mismatch_mean": c.mean}
-    given["mismatch_level"] = None if c.level == "token" else c.level
+    given: dict[str, float | str | None] = {
+        "mismatch_level": None if c.level == "token" else c.level,
+        "mismatch_low": c.low,
+        "mismatch_high": c.high,
+        "mismatch_mean": c.mean,
+    }
     _check_used(given, "mismatch", c.weighting)
     if c.weighting == "sequence-masked" and c.level != "token":
         raise ValueError(
             f"mismatch_level={c.level!r} cannot be had with mismatch='sequence-masked', whose "
             "weights are of tokens: leave it out."
         )
-    given = {"rejection_low": c.reject_below, "rejection_high": c.reject_above}
-    given["rejection_over"] = None if c.over == "mean" else c.over
+    given = {
+        "rejection_over": None if c.over == "mean" else c.over,
+        "rejection_low": c.reject_below,
+        "rejection_high": c.reject_above,
+    }
     _check_used(given, "rejection", c.rejection)
     if c.rejection in ("k2", "k3"):
         _check_used({"rejection_low": c.reject_below}, "rejection", c.rejection, "a divergence")
@@ -207,7 +215,13 @@ def checked(correction: Correction, old_logprobs: OldLogprobs) -> Correction:
     return correction
 
 
-def _check_used(given: dict, owner: str, value: str | None, reason: str | None = None) -> None:
+def _check_used(
+    given: Mapping[str, float | str | None],
+    owner: str,
+    value: str | None,
+    reason: str | None = None,
+) -> None:
+    """Refuses what is `given` where nothing asks for it, or where it would have no effect."""
     if value is not None and reason is None:
         return
     for name, setting in given.items():

@@ -94,7 +94,7 @@ def train(
             state, collected, metrics, nonfinite = train_step(setup, state)
             step = int(state.step)
             seconds = time.perf_counter() - started  # evaluation comes on top
-            metrics |= _speed(setup, collected, seconds)
+            metrics |= _speed(setup, metrics["training/tokens"], seconds)
             if step % run.eval_every == 0 or step == run.steps:
                 metrics |= evaluate(setup, state.policy.weights, step, heldout)
             guard.step_ended(seconds)
@@ -319,9 +319,8 @@ def _attachment(run: RunConfig, folder: RunFolder, on_fault: Hook | None) -> Att
     )
 
 
-def _speed(setup: Setup, collected: Collected, seconds: float) -> dict[str, float]:
-    """How fast a step was; its rows are those of all devices, in whatever process."""
-    tokens = float(collected.kept.rollout.valid.sum())
+def _speed(setup: Setup, tokens: float, seconds: float) -> dict[str, float]:
+    """How fast a step was, whose `tokens` are those of all devices, in whatever process."""
     return {
         "perf/time_per_step": seconds,
         "perf/total_num_tokens": tokens,

@@ -27,7 +27,7 @@ from jrl.trainer import loop
 from jrl.trainer import warm_start as warming
 from jrl.trainer.checkpoints import Checkpoints
 from jrl.trainer.loop import NonFiniteRun
-from jrl.trainer.metrics import check_known, is_timing
+from jrl.trainer.metrics import check_known, is_timing, without_timings
 from jrl.trainer.records import read_metrics
 from jrl.trainer.run_folder import RunFolder
 from jrl.trainer.state import initial_weights
@@ -128,9 +128,7 @@ def test_speed_leaves_evaluation_out(tmp_path, monkeypatch):
 
 def test_speed_is_that_of_all_devices_and_of_each():
     setup = small_setup(run=small_run(layout="dp2"))
-    valid = np.arange(24).reshape(4, 6) < 18
-    collected = SimpleNamespace(kept=SimpleNamespace(rollout=SimpleNamespace(valid=valid)))
-    speed = loop._speed(setup, collected, seconds=3.0)
+    speed = loop._speed(setup, tokens=18.0, seconds=3.0)
     assert (speed["perf/tokens_per_second"], speed["perf/throughput"]) == (6.0, 3.0)
 
 
@@ -356,6 +354,37 @@ def test_a_step_without_tokens_learns_nothing(monkeypatch):
     after = jax.device_get((state.policy, state.critic))
     kept = jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), after, before)
     assert all(jax.tree.leaves(kept))
+
+
+@pytest.mark.slow
+def test_corrections_of_a_sampler_that_is_right_change_nothing():
+    """On two devices, against a plain step on one: all weights are 1 and nothing is rejected."""
+    found = []
+    for layout, settings in (
+        ("dp1", {}),
+        (
+            "dp2",
+            {"old_logprobs": "recompute", "mismatch": "icepop", "rejection": "geometric"},
+        ),
+    ):
+        run = small_run(warm_start_steps=0, layout=layout)
+        setup = small_setup(small_recipe("grpo", **settings), run)
+        state = loop.begin(setup, initial_weights(setup, setup.model, "weights"))
+        state, _, metrics, _ = loop.train_step(setup, state)
+        check_known(metrics)
+        found.append((jax.device_get(state.policy.weights), without_timings(metrics)))
+    (plain, expected), (corrected, metrics) = found
+    # Decoding with a cache against one forward pass, and sums over devices: float32.
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=5e-5), corrected, plain
+    )
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(float(value), rel=1e-3, abs=1e-4), name
+    added = metrics.keys() - expected.keys()
+    assert all(name.startswith("rollout_corr/") for name in added)
+    for name in added:
+        of_ratios = ("_is_mean", "_is_min", "_is_max", "_is_eff_sample_size")
+        assert metrics[name] == pytest.approx(float(name.endswith(of_ratios)), abs=1e-4), name
 
 
 def test_sampler_and_trainer_agree_on_a_narrowed_distribution():
