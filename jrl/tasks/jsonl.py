@@ -182,7 +182,10 @@ def _answer(record: Mapping[str, Any], field: str, place: str) -> str:
 def _written(value: int | float) -> str:
     if isinstance(value, int):
         return str(value)
-    number = Decimal(value.written) if isinstance(value, _Number) else Decimal(value)
+    try:
+        number = Decimal(value.written) if isinstance(value, _Number) else Decimal(value)
+    except ArithmeticError as error:  # an exponent that not even Decimal has
+        raise ValueError(f"{value} is too large or too small") from error
     if not number.is_finite():
         raise ValueError(f"{value} is no number")
     if abs(number.adjusted()) > MAX_EXPONENT:

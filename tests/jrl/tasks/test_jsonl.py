@@ -234,7 +234,9 @@ def test_an_answer_may_be_a_number(tmp_path, written, answer):
     assert one(path) == Example("a", answer)
 
 
-@pytest.mark.parametrize("written", ["NaN", "-Infinity", "1e999", "1e-400", "1e40000000000000000"])
+@pytest.mark.parametrize(
+    "written", ["NaN", "-Infinity", "1e999", "1e-400", "1e400000", f"1e{10**20}"]
+)
 def test_an_answer_that_is_no_number_to_write_out(tmp_path, written):
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"prompt": "a", "answer": {written}}}')
