@@ -4,9 +4,12 @@ import sys
 import types
 
 import pytest
+from small_runs import small_run, small_setup
 from tensorboardX.proto import event_pb2
 
+from jrl.trainer import loop
 from jrl.trainer.loggers import TensorBoard, Wandb, check_installed
+from jrl.trainer.run_folder import RunFolder
 
 
 def events(directory):
@@ -42,10 +45,29 @@ def test_tensorboard_events_read_back(tmp_path):
     assert third[:2] == (5, "actor/pg_loss") and math.isnan(third[2])
 
 
-def test_a_resumed_tensorboard_hides_later_steps(tmp_path):
-    TensorBoard(tmp_path, resume_step=7).close()
-    starts = [event.step for event in events(tmp_path) if event.HasField("session_log")]
-    assert starts == [8]
+@pytest.mark.parametrize("step", [0, 7])
+def test_a_resumed_tensorboard_hides_later_steps(tmp_path, step):
+    TensorBoard(tmp_path, resume_step=step).close()
+    assert session_starts(tmp_path) == [step + 1]
+
+
+def session_starts(directory):
+    return [event.step for event in events(directory) if event.HasField("session_log")]
+
+
+def test_a_run_resumed_at_its_first_checkpoint_hides_later_steps(tmp_path):
+    """A run that was killed before its second checkpoint has logged steps that come again."""
+    setup = small_setup(run=small_run(log_to=("tensorboard",)))
+    with RunFolder.create(tmp_path / "run", {}) as folder:
+        folder.metrics_path.touch()
+        with loop._outputs(setup, folder, 0):
+            pass
+        assert session_starts(folder.tensorboard_path) == []
+        for file in folder.tensorboard_path.iterdir():
+            file.unlink()  # two files of one second have one name
+        with loop._outputs(setup, folder, 0):
+            pass
+        assert session_starts(folder.tensorboard_path) == [1]
 
 
 @pytest.mark.parametrize(
@@ -69,10 +91,15 @@ def test_a_missing_package_is_one_line_with_the_fix(tmp_path, monkeypatch, packa
         make(tmp_path)
 
 
-def test_wandb_is_called_through_its_public_interface(tmp_path, monkeypatch):
+@pytest.fixture
+def wandb_calls(monkeypatch):
+    """A stand-in for wandb, whose runs begin at step 3 when they are resumed."""
     calls = []
 
     class Run:
+        def __init__(self, step):
+            self.step = step
+
         def log(self, metrics, step):
             calls.append(("log", metrics, step))
 
@@ -80,16 +107,32 @@ def test_wandb_is_called_through_its_public_interface(tmp_path, monkeypatch):
             calls.append(("finish",))
 
     def init(**arguments):
+        known = [call[1]["id"] for call in calls if call[0] == "init"]
         calls.append(("init", arguments))
-        return Run()
+        return Run(3 if arguments["id"] in known else 0)
 
     module = types.ModuleType("wandb")
     monkeypatch.setattr(module, "init", init, raising=False)
     monkeypatch.setitem(sys.modules, "wandb", module)
+    return calls
+
+
+def test_wandb_is_called_through_its_public_interface(tmp_path, wandb_calls):
     wandb = Wandb(tmp_path, "jrl", "sort-0", {"seed": 3}, mode="offline")
     wandb.log(2, {"actor/pg_loss": 1})
     wandb.close()
-    (name, arguments), *rest = calls
-    assert name == "init" and arguments["id"] == "sort-0" and arguments["mode"] == "offline"
+    (name, arguments), *rest = wandb_calls
+    assert name == "init" and arguments["name"] == "sort-0" and arguments["mode"] == "offline"
     assert arguments["config"] == {"seed": 3} and arguments["dir"] == str(tmp_path)
     assert rest == [("log", {"actor/pg_loss": 1.0}, 2), ("finish",)]
+
+
+def test_wandb_continues_the_run_of_its_folder_and_no_other(tmp_path, wandb_calls):
+    for folder in ("a", "a", "b"):
+        wandb = Wandb(tmp_path / folder, "jrl", "sort-0", {})
+        for step in (1, 2, 3):
+            wandb.log(step, {"loss": step})
+    first, again, other = (call[1]["id"] for call in wandb_calls if call[0] == "init")
+    assert first == again != other
+    # What has been logged before the resumption is not logged twice.
+    assert [call[2] for call in wandb_calls if call[0] == "log"] == [1, 2, 3, 3, 1, 2, 3]
