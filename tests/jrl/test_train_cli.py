@@ -13,7 +13,7 @@ from command_runs import FLAGS, IN_A_FRESH_PROCESS, metrics, one_line
 
 from jrl.recipes import RECIPES
 from jrl.train import main
-from jrl.trainer import loop
+from jrl.trainer import loop, warm_start
 from jrl.trainer.config import RunConfig
 from jrl.trainer.configuration import configuration_of
 from jrl.trainer.run_folder import RunFolder
@@ -90,6 +90,7 @@ def test_a_run_leaves_everything_behind_and_says_where(tmp_path, capsys):
     assert [line["step"] for line in lines] == [0, 1, 2]
     out = capsys.readouterr().out
     assert "run folder: here\n" in out
+    assert out.count("warning: the warm start reached an accuracy of 0.000 in 2 steps") == 1
     first, last = (line["val/accuracy/sampled"] for line in (lines[0], lines[-1]))
     assert f"warm start -> step 2: sampled {first:.3f} -> {last:.3f}, greedy" in out
     assert "plots: here/plots/overview.png" in out and Path("here/plots/overview.png").is_file()
@@ -171,6 +172,20 @@ def test_a_terminated_run_goes_on_to_the_same_end(finished, tmp_path, monkeypatc
     assert said is not None
     assert main(said[1].split()) == 0
     assert metrics(tmp_path / "run") == metrics(finished)
+
+
+def test_a_run_stopped_in_its_warm_start_says_how_to_begin_again(monkeypatch, capsys):
+    update = warm_start.update
+
+    def interrupted(*arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        return update(*arguments)
+
+    monkeypatch.setattr(warm_start, "update", interrupted)
+    assert main([*FLAGS, "--run-dir", "run"]) == 0
+    said = capsys.readouterr()
+    assert "in the warm start, before the first checkpoint; begin again with: python -m" in said.out
+    assert "--resume --run-dir run" in said.out
 
 
 def test_weights_of_another_run_take_the_place_of_the_warm_start(finished, tmp_path, capsys):

@@ -16,7 +16,7 @@ from jrl.trainer.metrics import check_known, is_timing
 from jrl.trainer.records import read_metrics
 from jrl.trainer.run_folder import RunFolder
 from jrl.trainer.state import initial_weights
-from jrl.trainer.warm_start import CHECK_EVERY, WarmStartFailed, warm_start
+from jrl.trainer.warm_start import CHECK_EVERY, WarmStartFailed, shortfall, warm_start
 
 EVERY_STEP = {
     "critic/score/mean",
@@ -188,6 +188,16 @@ def test_warm_start_stops_at_its_target():
     _, metrics = warm_start(far, weights, lambda *given: reports.append(given))
     assert metrics["warm_start/steps"] == last
     assert [step for step, _, _ in reports] == [CHECK_EVERY, CHECK_EVERY, last]
+
+
+def test_a_warm_start_far_below_its_target_says_so():
+    run = small_run(warm_start_steps=70, warm_start_accuracy=0.4, warm_start_learning_rate=1e-3)
+    line = shortfall(run, {"warm_start/accuracy": 0.125, "warm_start/steps": 70.0})
+    assert line is not None and "\n" not in line
+    assert "reached an accuracy of 0.125 in 70 steps, far below its target of 0.4" in line
+    assert "--warm-start-steps (now 70)" in line
+    # What is left to the target may be chance in the batch that was measured.
+    assert shortfall(run, {"warm_start/accuracy": 0.31, "warm_start/steps": 70.0}) is None
 
 
 def test_warm_start_learns():
