@@ -166,7 +166,7 @@ def improve(
         together = 1 if recipe.piece % recipe.group_size else recipe.group_size
         runs = np.arange(recipe.completions).reshape(-1, together)
         order = setup.shuffler(int(state.step), epoch).permutation(runs)
-        for chosen in order.reshape(-1, recipe.mini_batch):
+        for chosen in order.reshape(-1, recipe.rows_per_update):
             rows = to_devices(jax.tree.map(lambda x, c=chosen: x[c], host), setup.over_rows)
             history.append({})
             if state.critic is not None:

@@ -9,7 +9,7 @@ from jrl.recipes.batch import Batch
 from jrl.tasks import Example
 from jrl.trainer.collect import sample
 from jrl.trainer.config import RunConfig
-from jrl.trainer.evaluation import full_marks
+from jrl.trainer.evaluation import filled_up, full_marks
 from jrl.trainer.learner import start, update
 from jrl.trainer.processes import several, to_devices
 from jrl.trainer.prompts import encode_answers, encode_prompts
@@ -82,8 +82,9 @@ def warm_start(
             )
         fresh = _training_examples(setup, step)
         key = setup.key("warm start", step)
-        drawn = sample(setup, setup.sampled_decoder, learner.weights, fresh, key)
-        accuracy = full_marks(drawn)
+        batch = filled_up(fresh, setup.warm_start_rows)
+        drawn = sample(setup, setup.sampled_decoder, learner.weights, batch, key)
+        accuracy = full_marks(drawn.take(np.arange(len(fresh))))
         report(step, loss, accuracy)
         if accuracy >= run.warm_start_accuracy:
             break
@@ -109,10 +110,16 @@ def shortfall(run: RunConfig, metrics: Mapping[str, float]) -> str | None:
 
 
 def supervised_batch(setup: Setup, examples: list[Example]) -> Batch[Array]:
-    """Prompts with their gold completions; what is learned is the completion and its end."""
+    """Prompts with their gold completions; what is learned is the completion and its end.
+
+    Rows that fill up the batch to what divides over the devices are repetitions of which nothing is
+    learned.
+    """
+    count, examples = len(examples), filled_up(examples, setup.warm_start_rows)
     prompts, prompts_valid = encode_prompts(setup, examples)
     answers, answers_mask = encode_answers(setup, examples)
     mask = np.concatenate([np.zeros_like(prompts_valid), answers_mask], axis=1)
+    mask[count:] = False
     nothing = np.zeros(mask.shape, np.float32)
     batch = Batch(
         tokens=np.concatenate([prompts, answers], axis=1),

@@ -200,6 +200,24 @@ def test_weights_of_another_run_take_the_place_of_the_warm_start(finished, tmp_p
     assert "held-out accuracy, start -> step 1" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("flags", "sizes"),
+    [
+        ("--prompts 10", ("80 / 80 = 1", "80 / 80 = 1")),
+        ("--group-size 5", ("320 / 160 = 2", "160 / 80 = 2")),
+        ("--prompts 9 --layout dp3", ("72 / 72 = 1", "72 / 72 = 1")),
+        ("--prompts 66 --layout dp3", ("528 / 132 = 4", "132 / 66 = 2")),
+        ("--prompts 10 --group-size 2 --layout tp2 --prompt-length 13", ("20 / 20 = 1", "= 1")),
+        ("", ("512 / 128 = 4", "128 / 64 = 2")),
+    ],
+)
+def test_one_size_alone_works(flags, sizes, capsys):
+    assert main(["--model", "micro", *flags.split(), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(rf"mini-batches\s+{sizes[0]}", out), out
+    assert re.search(rf"micro-batches per mini-batch\s+.*{sizes[1]}", out), out
+
+
 def test_an_existing_run_is_not_written_over(finished, capsys):
     assert main([*FLAGS, "--run-dir", str(finished)]) == 2
     assert "already holds a run: continue it with --resume" in one_line(capsys.readouterr())
@@ -225,12 +243,15 @@ def test_a_line_that_does_not_parse_is_named_with_its_file(tmp_path, capsys):
         ("--layout dq2", "layout 'dq2': 'dq2' is not an axis and a size"),
         ("--layout dp8", "prompts=4 does not divide over dp=8 of layout 'dp8'"),
         ("--layout tp4", "'kv_head' of size 2 cannot be split over 4 devices"),
-        ("--layout cp2 --warm-start-batch 9", "warm_start_batch=9 .* dp=2 of rollout layout 'tp1"),
+        (
+            "--layout cp2 --prompts 5 --group-size 8",
+            "prompts=5 .* dp=2 of rollout layout 'tp1 cp1 dp2",
+        ),
         ("--layout cp2 --rollout-layout cp2", "'cp2': .* pp and cp must be 1, for .* 'tp1 cp1 dp2"),
         ("--layout cp2 --rollout-layout tp4", "'tp4' needs 4 devices and the .* training has 2"),
         (
-            "--layout tp2 --prompt-length 13 --response-length 20 --warm-start-batch 9",
-            r"warm_start_batch.* does not divide over .*tp.* = ?2",
+            "--layout tp2 --prompt-length 13 --response-length 20 --micro-batch 4",
+            "the prompts of a micro_batch have 13 tokens .* divide over cp x tp = 2",
         ),
         ("--devices 32", "devices=32 comes too late: this process has started JAX with 16"),
         ("--seed -1", "seed=-1 must lie in 0..4294967295"),
