@@ -239,7 +239,9 @@ def _train(setup: "Setup", folder: RunFolder, weights: "Transformer[Array] | Non
     except KeyboardInterrupt:
         print(f"interrupted; go on from the last checkpoint with: {resume}", file=sys.stderr)
         return 130
-    if outcome.stopped:
+    if not outcome.saved:
+        print(f"stopped in the warm start, before the first checkpoint; begin again with: {resume}")
+    elif outcome.stopped:
         print(f"stopped after step {outcome.step} of {setup.run.steps}; go on with: {resume}")
     elif is_first():
         _conclude(folder)

@@ -56,7 +56,7 @@ def paper() -> Dapo:
         prompts=512,
         group_size=16,
         mini_batch=512,
-        micro_batch=None,
+        micro_batch=512,
         learning_rate=1e-6,
         learning_rate_warmup=20 * 16,  # 20 rollouts of 16 optimiser steps
         weight_decay=0.1,

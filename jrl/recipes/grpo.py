@@ -48,7 +48,7 @@ def paper() -> Grpo:
         prompts=16,
         group_size=64,
         mini_batch=1024,
-        micro_batch=None,
+        micro_batch=1024,
         learning_rate=1e-6,
         kl_coef=0.04,
         aggregation="seq-mean-token-mean",

@@ -63,7 +63,7 @@ def paper() -> Ppo:
         prompts=8192,
         group_size=1,
         mini_batch=512,
-        micro_batch=None,
+        micro_batch=512,
         learning_rate=1e-6,
         critic_learning_rate=2e-6,
         lam=0.95,

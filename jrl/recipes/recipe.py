@@ -4,7 +4,8 @@ A recipe is a frozen record of hyperparameters with the few functions that say w
 does to a batch. The trainer calls them and knows nothing else about the algorithm.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -26,6 +27,19 @@ from jrl.recipes.mismatch import Correction, OldLogprobs, Rejection, Weighting, 
 Metrics = dict[str, Mean | Array]
 """Means, and scalars that add up over pieces."""
 
+MINI_BATCH, MICRO_BATCH = 128, 64
+"""What mini-batches and micro-batches are near to where nobody chose their size."""
+
+
+def near_divisors(number: int, aim: int) -> list[int]:
+    """All divisors of `number`, those nearest to `aim` in ratio first; of two, the smaller.
+
+    >>> near_divisors(80, 64)[:3]
+    [80, 40, 20]
+    """
+    divisors = [size for size in range(1, number + 1) if number % size == 0]
+    return sorted(divisors, key=lambda size: (abs(math.log(size / aim)), size))
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -35,12 +49,13 @@ class Recipe:
     """Prompts per step."""
     group_size: int = 8
     """Completions sampled per prompt."""
-    mini_batch: int = 128
-    """Completions per optimiser step; divides prompts x group_size."""
-    micro_batch: int | None = 64
-    """Completions per forward and backward pass at most; None takes the mini-batch whole. Changes
-    memory and speed (small pieces stay in a CPU's cache), not the result: sums are in another
-    order, which shows in the last digits."""
+    mini_batch: int | None = None
+    """Completions per optimiser step; divides prompts x group_size. None takes the divisor nearest
+    to 128."""
+    micro_batch: int | None = None
+    """Completions per forward and backward pass at most; divides the mini-batch. None takes the
+    divisor nearest to 64. Changes memory and speed (small pieces stay in a CPU's cache), not the
+    result: sums are in another order, which shows in the last digits."""
     epochs: int = 1
     """Passes over the completions of a step."""
 
@@ -130,16 +145,16 @@ class Recipe:
                 f"aggregation={self.aggregation!r} needs a constant length, which no recipe has: "
                 'choose "seq-mean-token-sum" and a learning rate that makes up for it.'
             )
-        if self.completions % self.mini_batch:
+        if self.mini_batch is not None and self.completions % self.mini_batch:
             raise ValueError(
                 f"mini_batch={self.mini_batch} does not divide prompts x group_size = "
                 f"{self.prompts} x {self.group_size} = {self.completions} completions: "
                 "choose a divisor."
             )
-        if self.mini_batch % self.piece:
+        if self.rows_per_update % self.piece:
             raise ValueError(
-                f"micro_batch={self.micro_batch} does not divide mini_batch={self.mini_batch}: "
-                "choose a divisor."
+                f"micro_batch={self.micro_batch} does not divide "
+                f"mini_batch={self.rows_per_update}: choose a divisor."
             )
 
     @property
@@ -148,11 +163,27 @@ class Recipe:
         return type(self).__name__.lower()
 
     @property
+    def rows_per_update(self) -> int:
+        """Completions per optimiser step."""
+        if self.mini_batch is None:
+            return near_divisors(self.completions, MINI_BATCH)[0]
+        return self.mini_batch
+
+    @property
     def piece(self) -> int:
         """Completions per forward and backward pass."""
         if self.micro_batch is None:
-            return self.mini_batch
-        return min(self.micro_batch, self.mini_batch)
+            return near_divisors(self.rows_per_update, MICRO_BATCH)[0]
+        return min(self.micro_batch, self.rows_per_update)
+
+    def divided(self, ranks: int) -> "Recipe":
+        """The recipe with a mini-batch that divides over `ranks` devices, unless it has one of its
+        own or none does: what a run keeps when it goes on with another number of them."""
+        if self.mini_batch is not None:
+            return self
+        near = near_divisors(self.completions, MINI_BATCH)
+        mini_batch = next((size for size in near if size % ranks == 0), near[0])
+        return replace(self, mini_batch=mini_batch)
 
     @property
     def completions(self) -> int:

@@ -73,7 +73,7 @@ def paper() -> Vapo:
         prompts=512,
         group_size=16,
         mini_batch=512,
-        micro_batch=None,
+        micro_batch=512,
         learning_rate=1e-6,
         critic_learning_rate=2e-6,
         pretrain_critic=50,

@@ -85,14 +85,15 @@ class RunConfig:
     warm_start_steps: int = 2000
     """Supervised steps at most; 0 skips the warm start."""
     warm_start_batch: int = 128
-    """Examples per supervised step."""
+    """Examples per supervised step; filled up with rows that do not count where it does not divide
+    over the devices."""
     warm_start_learning_rate: float = 2e-3
     """Of AdamW, for the warm start."""
 
     eval_every: int = 10
     """Steps between evaluations on held-out prompts."""
     eval_prompts: int = 256
-    """Held-out prompts of an evaluation during training."""
+    """Held-out prompts of an evaluation during training, or all there are if they are fewer."""
 
     checkpoint_every: int = 50
     """Steps between checkpoints. The first is taken after the warm start, the last at the end."""

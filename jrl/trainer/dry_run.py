@@ -75,8 +75,9 @@ def axes(mesh: FoldedMesh) -> dict[str, str]:
 def batch_arithmetic(setup: Setup) -> dict[str, str]:
     """From prompts to optimiser steps, one line each."""
     run, recipe = setup.run, setup.recipe
-    num_mini = recipe.completions // recipe.mini_batch
-    micro = recipe.mini_batch // setup.num_micro
+    mini = recipe.rows_per_update
+    num_mini = recipe.completions // mini
+    micro = mini // setup.num_micro
     updates = recipe.epochs * num_mini
     pretraining = min(recipe.value_pretraining_steps, run.steps)
     time = setup.prompt_length + setup.response_length
@@ -90,8 +91,8 @@ def batch_arithmetic(setup: Setup) -> dict[str, str]:
             f"{recipe.max_generation_rounds} rounds x {recipe.completions:,} = {most:,}"
         )
     rows |= {
-        "mini-batches": f"{recipe.completions:,} / {recipe.mini_batch:,} = {num_mini:,}",
-        "micro-batches per mini-batch": f"{recipe.mini_batch:,} / {micro:,} = {setup.num_micro:,}",
+        "mini-batches": f"{recipe.completions:,} / {mini:,} = {num_mini:,}",
+        "micro-batches per mini-batch": f"{mini:,} / {micro:,} = {setup.num_micro:,}",
         "optimiser steps per step": f"{_count(num_mini, 'mini-batch', 'mini-batches')} x "
         f"{_count(recipe.epochs, 'epoch', 'epochs')} = {updates:,}",
         "steps": f"{run.steps:,}",
@@ -163,9 +164,9 @@ def memory(setup: Setup) -> dict[str, int]:
     moments, critic_moments = (*(2 * part_bytes(network, mesh) for network in networks), 0)[:2]
     gradients = max(gradient_bytes(network, mesh) for network in networks)
     gathered = max(weight_bytes(network, mesh) for network in networks)
-    forward = [recipe.mini_batch // setup.num_micro]
+    forward = [recipe.rows_per_update // setup.num_micro]
     if run.weights is None and run.checkpoint is None and run.warm_start_steps:
-        forward.append(run.warm_start_batch)
+        forward.append(setup.warm_start_rows)
     if recipe.uses_reference or recipe.rescores:
         forward.append(recipe.completions // _num_scored(setup))
     apart = setup.rollout_mesh != mesh

@@ -13,6 +13,7 @@ from jrl.trainer.config import RunConfig
 from jrl.trainer.configuration import check_resumable, configuration_of
 from jrl.trainer.coordinator import ALONE, Processes
 from jrl.trainer.run_folder import RunFolder
+from sharding.folding import Layout
 
 PROGRAM = "python -m jrl.train"
 DEFAULT_RECIPE = "grpo"
@@ -70,10 +71,11 @@ def parse(arguments: list[str]) -> Request:
     command, processes, new_run, new_recipe = _parse_flags(arguments, run, recipe)
     if stored is not None:
         check_resumable(stored, (new_run, new_recipe))
+    run, recipe = RunConfig(**_values(new_run)), type(recipe)(**_values(new_recipe))
     return Request(
         command,
-        RunConfig(**_values(new_run)),
-        type(recipe)(**_values(new_recipe)),
+        run,
+        recipe.divided(Layout.parse(run.layout).dp),
         processes,
     )
 

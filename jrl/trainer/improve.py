@@ -241,9 +241,9 @@ def mini_batches(recipe: Recipe, shuffler: np.random.Generator) -> np.ndarray:
     prompt in a forward pass, and single rows where they do not. Neither the layout nor the
     micro-batch has a say in it: a step is the same however it is cut.
     """
-    together = 1 if recipe.mini_batch % recipe.group_size else recipe.group_size
+    together = 1 if recipe.rows_per_update % recipe.group_size else recipe.group_size
     groups = np.arange(recipe.completions).reshape(-1, together)
-    return shuffler.permutation(groups).reshape(-1, recipe.mini_batch)
+    return shuffler.permutation(groups).reshape(-1, recipe.rows_per_update)
 
 
 def sampling_difference(

@@ -4,6 +4,7 @@ Both are extras, imported when one of these classes is made and not before.
 """
 
 import importlib
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -32,8 +33,8 @@ class TensorBoard:
 
     Args:
       directory: where the event files go; made if missing.
-      resume_step: the step a resumed run starts from. TensorBoard then hides what an earlier,
-        killed process had written after it.
+      resume_step: the step a resumed run starts from, 0 among them. TensorBoard then hides what an
+        earlier, killed process had written after it.
 
     Raises:
       ValueError: where tensorboardX is not installed.
@@ -57,10 +58,15 @@ class TensorBoard:
 class Wandb:
     """Metrics as the history of a Weights & Biases run.
 
+    A resumed run continues its own history, which knows no way back: steps that a killed process
+    logged after its last checkpoint stay as they are, and are not logged again. The same seed gives
+    the same metrics, their timings apart.
+
     Args:
-      directory: the run folder; local files go to ``wandb/`` in it.
+      directory: the run folder; local files go to ``wandb/`` in it, and to ``wandb/run-id`` the
+        identity of the run, so that another run of the same name is never continued.
       project: the project it belongs to.
-      name: the run's name and identity: resuming under the same name continues its history.
+      name: the run's name.
       config: shown beside the run.
       mode: "online", "offline" or "disabled"; None leaves it to wandb's own settings.
 
@@ -81,17 +87,27 @@ class Wandb:
             dir=str(directory),
             project=project,
             name=name,
-            id=name,
+            id=_identity(Path(directory) / "wandb" / "run-id"),
             config=dict(config),
             mode=mode,
             resume="allow",
         )
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        if step < self._run.step:
+            return
         self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _identity(path: Path) -> str:
+    """The identity that the file holds; a new one where there is no file yet."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(secrets.token_hex(8) + "\n")
+    return path.read_text().strip()
 
 
 def check_installed(destination: str) -> None:

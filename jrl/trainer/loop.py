@@ -1,7 +1,6 @@
 """A run: warm start, steps, and everything it leaves behind."""
 
 import os
-import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -40,7 +39,8 @@ from jrl.trainer.records import Appender, read, read_metrics
 from jrl.trainer.run_folder import RunFolder
 from jrl.trainer.setup import Setup
 from jrl.trainer.state import TrainState, begin, initial_weights, restore, save
-from jrl.trainer.warm_start import prompts_imitated, warm_start
+from jrl.trainer.stopping import Stop
+from jrl.trainer.warm_start import WarmStartStopped, prompts_imitated, shortfall, warm_start
 from moe.weights import Transformer
 
 SHOWN = 4
@@ -58,10 +58,12 @@ class Outcome:
     Attributes:
       step: steps done.
       stopped: whether a signal ended it early.
+      saved: whether there is a checkpoint: not of a run that was stopped in its warm start.
     """
 
     step: int
     stopped: bool
+    saved: bool = True
 
 
 def train(
@@ -85,11 +87,15 @@ def train(
     run = setup.run
     checkpoints = Checkpoints(folder.checkpoints_path, run.keep_checkpoints)
     with ExitStack() as stack:
-        stop = stack.enter_context(_stop_on_sigterm())
+        stop = stack.enter_context(Stop(setup.task.close))
         guard = stack.enter_context(Guard(_attachment(setup.run, folder, on_fault)))
-        state, heldout = _first_state(setup, folder, checkpoints, weights)
+        try:
+            state, heldout = _first_state(setup, folder, checkpoints, weights, stop)
+        except WarmStartStopped:
+            return Outcome(0, stopped=True, saved=False)
         outputs = stack.enter_context(_outputs(setup, folder, int(state.step)))
         while int(state.step) < run.steps and not any_of(bool(stop)):
+            stop.doing = f"finishing step {int(state.step) + 1} and saving it"
             started = time.perf_counter()
             state, collected, metrics, nonfinite = train_step(setup, state)
             step = int(state.step)
@@ -189,6 +195,7 @@ def _first_state(
     folder: RunFolder,
     checkpoints: Checkpoints,
     weights: Transformer[Array] | None,
+    stop: Stop,
 ) -> tuple[TrainState[Array], list[Example]]:
     """The state to go on from, and the held-out prompts.
 
@@ -210,9 +217,15 @@ def _first_state(
         weights = initial_weights(setup, setup.model, "weights")
         if setup.run.warm_start_steps:
             target = setup.run.warm_start_accuracy
+            stop.doing = "stopping the warm start, of which nothing is kept"
             with WarmStartDisplay(setup.run.warm_start_steps, target) as display:
-                weights, metrics = warm_start(setup, weights, display.update)
+                weights, metrics = warm_start(
+                    setup, weights, display.update, lambda: any_of(bool(stop))
+                )
+            if (line := shortfall(setup.run, metrics)) is not None:
+                print(line, flush=True)
             cursor = prompts_imitated(setup, int(metrics["warm_start/steps"]))
+    stop.doing = "finishing the first evaluation and saving its checkpoint"
     state = begin(setup, weights, cursor)
     metrics |= evaluate(setup, state.policy.weights, 0, heldout)
     with _appender(folder.metrics_path) as appender:
@@ -284,7 +297,8 @@ def _outputs(setup: Setup, folder: RunFolder, step: int) -> Iterator[_Outputs]:
         extra: list[loggers.Logger] = []
         for name in setup.run.log_to if is_first() else ():
             if name == "tensorboard":
-                logger = loggers.TensorBoard(folder.tensorboard_path, step or None)
+                resumed = folder.tensorboard_path.is_dir()
+                logger = loggers.TensorBoard(folder.tensorboard_path, step if resumed else None)
             else:
                 logger = loggers.Wandb(folder.path, "jrl", folder.path.name, folder.config())
             stack.callback(logger.close)
@@ -327,21 +341,6 @@ def _speed(setup: Setup, tokens: float, seconds: float) -> dict[str, float]:
         "perf/tokens_per_second": tokens / seconds,
         "perf/throughput": tokens / seconds / setup.mesh.layout.num_devices,
     }
-
-
-@contextmanager
-def _stop_on_sigterm() -> Iterator[list[int]]:
-    """A list that a SIGTERM makes true. The step under way is finished first."""
-    received: list[int] = []
-    try:
-        before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
-    except ValueError:  # not the main thread, where Python allows no handlers
-        yield received
-        return
-    try:
-        yield received
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _save_nonfinite(folder: RunFolder, name: str, left_out: NonFinite) -> Path:

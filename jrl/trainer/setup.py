@@ -2,6 +2,7 @@
 decoders."""
 
 import difflib
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
@@ -11,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jrl.recipes.actor_critic import ActorCritic
-from jrl.recipes.recipe import Recipe
+from jrl.recipes.recipe import MICRO_BATCH, Recipe, near_divisors
 from jrl.rollout.generate import Decoder
 from jrl.rollout.sampling import GREEDY, Sampling
 from jrl.rollout.scoring import Rows
@@ -157,7 +158,26 @@ class Setup:
     @property
     def num_micro(self) -> int:
         """Pieces of a mini-batch on each device."""
-        return self.recipe.mini_batch // self.recipe.piece
+        return self.recipe.rows_per_update // self.recipe.piece
+
+    @property
+    def warm_start_rows(self) -> int:
+        """Rows of a supervised batch: `warm_start_batch`, and as many that do not count as it takes
+        to divide over the devices."""
+        mesh = self.mesh
+        unit = math.lcm(self.rollout_ranks, mesh.size(mesh.dp))
+        rows = -(-self.run.warm_start_batch // unit) * unit
+        # In tokens they do at the latest where the rows of a rank do.
+        while not self._divides_in_tokens(rows // mesh.size(mesh.dp)):
+            rows += unit
+        return rows
+
+    def _divides_in_tokens(self, rows: int) -> bool:
+        """Whether rows of a data-parallel rank divide over cp x tp, prompts and responses each."""
+        mesh = self.mesh
+        cp, ranks = mesh.size(mesh.cp), mesh.size(mesh.sequence)
+        lengths = self.prompt_length, self.response_length
+        return all(Order(((rows, time),), cp).num_tokens % ranks == 0 for time in lengths)
 
     @property
     def rows(self) -> Rows:
@@ -251,6 +271,7 @@ def set_up(
             prompt_length=prompt,
             response_length=response_length(run, task, tokenizer, network, prompt),
         )
+        setup = _with_micro_batch(setup)
         _check_divides(setup)
         _check_fits(setup)
     except BaseException:
@@ -327,6 +348,21 @@ def _check_fits(setup: Setup) -> None:
     check_window(setup.prompt_length + setup.response_length, setup.model)
 
 
+def _with_micro_batch(setup: Setup) -> Setup:
+    """With a micro-batch that divides over the devices, where the recipe leaves the choice and
+    there is one."""
+    if setup.recipe.micro_batch is not None:
+        return setup
+    for size in near_divisors(setup.recipe.rows_per_update, MICRO_BATCH):
+        chosen = replace(setup, recipe=replace(setup.recipe, micro_batch=size))
+        try:
+            _check_training_divides(chosen)
+        except ValueError:
+            continue
+        return chosen
+    return setup
+
+
 def _check_divides(setup: Setup) -> None:
     """Batches must divide over the devices, and micro-batches with them, in rows and in tokens."""
     _check_rollout_divides(setup)
@@ -335,18 +371,13 @@ def _check_divides(setup: Setup) -> None:
 
 def _check_training_divides(setup: Setup) -> None:
     recipe, mesh, layout = setup.recipe, setup.mesh, f"layout {setup.run.layout!r}"
-    dp, learned = mesh.size(mesh.dp), setup.run.warm_start_batch
-    _check_rows(
-        {"mini_batch": recipe.mini_batch, "micro_batch": recipe.piece, "warm_start_batch": learned},
-        dp,
-        f"dp={dp} of {layout}",
-    )
+    dp = mesh.size(mesh.dp)
+    sizes = {"mini_batch": recipe.rows_per_update, "micro_batch": recipe.piece}
+    _check_rows(sizes, dp, f"dp={dp} of {layout}")
     piece, share = recipe.piece // dp, setup.rows.copies
     tokens = {
         "the prompts of a micro_batch": (piece // share, setup.prompt_length),
         "the responses of a micro_batch": (piece, setup.response_length),
-        "the prompts of a warm_start_batch": (learned // dp, setup.prompt_length),
-        "the responses of a warm_start_batch": (learned // dp, setup.response_length),
     }
     _check_tokens(setup, tokens, mesh)
 
@@ -357,10 +388,9 @@ def _check_rollout_divides(setup: Setup) -> None:
     same = mesh == setup.mesh
     layout = f"layout {setup.run.layout!r}" if same else f"rollout layout {own!r}"
     dp, ranks = mesh.size(mesh.dp), setup.rollout_ranks
-    # Held-out prompts need not divide: the last batch of an evaluation is filled up.
-    learned = {"warm_start_batch": setup.run.warm_start_batch}
-    _check_rows({"prompts": recipe.prompts, **learned}, dp, f"dp={dp} of {layout}")
-    rows = {"prompts x group_size": recipe.completions, **learned}
+    # Supervised and held-out batches need not divide: they are filled up.
+    _check_rows({"prompts": recipe.prompts}, dp, f"dp={dp} of {layout}")
+    rows = {"prompts x group_size": recipe.completions}
     _check_rows(rows, ranks, f"dp x tp = {ranks} of {layout}")
     tokens = {"the prompts of a step": (recipe.prompts // dp, setup.prompt_length)}
     _check_tokens(setup, tokens, mesh)
@@ -384,7 +414,7 @@ def _check_tokens(setup: Setup, sections: dict[str, tuple[int, int]], mesh: Fold
         if number % ranks:
             raise ValueError(
                 f"{name} have {number} tokens per data-parallel rank, which do not divide over "
-                f"cp x tp = {ranks}: choose prompts, micro_batch and warm_start_batch, or "
+                f"cp x tp = {ranks}: choose prompts and micro_batch, or "
                 f"prompt_length={setup.prompt_length} and response_length="
                 f"{setup.response_length}, in multiples of {ranks}."
             )

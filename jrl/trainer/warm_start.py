@@ -1,6 +1,6 @@
 """A short supervised phase: there are no pretrained weights on a laptop."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from jaxtyping import Array
@@ -8,25 +8,33 @@ from jaxtyping import Array
 from jrl.recipes.batch import Batch
 from jrl.tasks import Example
 from jrl.trainer.collect import sample
-from jrl.trainer.evaluation import full_marks
+from jrl.trainer.config import RunConfig
+from jrl.trainer.evaluation import filled_up, full_marks
 from jrl.trainer.learner import start, update
-from jrl.trainer.processes import to_devices
+from jrl.trainer.processes import several, to_devices
 from jrl.trainer.prompts import encode_answers, encode_prompts
 from jrl.trainer.setup import Setup
 from moe.weights import Transformer
 
 CHECK_EVERY = 10
 """Steps between measurements of the accuracy."""
+NEAR = 0.75
+"""Part of the target that is near to it: the accuracy of a batch is no more exact."""
 
 
 class WarmStartFailed(RuntimeError):
     """Supervised learning stopped being finite."""
 
 
+class WarmStartStopped(RuntimeError):
+    """Supervised learning was told to stop."""
+
+
 def warm_start(
     setup: Setup,
     weights: Transformer[Array],
     report: Callable[[int, float, float | None], None],
+    stop: Callable[[], bool] = lambda: False,
 ) -> tuple[Transformer[Array], dict[str, float]]:
     """Learns gold completions until the policy's sampled accuracy reaches the target.
 
@@ -36,12 +44,15 @@ def warm_start(
     Args:
       weights: to start from.
       report: called with step, loss and, where it was measured, accuracy.
+      stop: whether to end early; with several processes a collective, asked when the accuracy is
+        due.
 
     Returns:
       The weights, and the metrics of the phase.
 
     Raises:
       WarmStartFailed: when a loss or gradient was not finite.
+      WarmStartStopped: when told to stop.
     """
     run, accuracy = setup.run, 0.0
     learner = start(setup.warm_start_optimiser, weights, setup.model, setup.mesh)
@@ -57,6 +68,8 @@ def warm_start(
             supervised_batch(setup, examples),
         )
         step += 1
+        if (step % CHECK_EVERY == 0 or not several()) and stop():
+            raise WarmStartStopped(f"stopped after {step} supervised steps")
         if step % CHECK_EVERY and step < run.warm_start_steps:
             continue
         loss = float(metrics["loss"])
@@ -69,8 +82,9 @@ def warm_start(
             )
         fresh = _training_examples(setup, step)
         key = setup.key("warm start", step)
-        drawn = sample(setup, setup.sampled_decoder, learner.weights, fresh, key)
-        accuracy = full_marks(drawn)
+        batch = filled_up(fresh, setup.warm_start_rows)
+        drawn = sample(setup, setup.sampled_decoder, learner.weights, batch, key)
+        accuracy = full_marks(drawn.take(np.arange(len(fresh))))
         report(step, loss, accuracy)
         if accuracy >= run.warm_start_accuracy:
             break
@@ -92,11 +106,31 @@ def prompts_imitated(setup: Setup, steps: int) -> int:
     return steps * setup.run.warm_start_batch
 
 
+def shortfall(run: RunConfig, metrics: Mapping[str, float]) -> str | None:
+    """What to say of a warm start that ended far below its target; None where it did not."""
+    accuracy, target = metrics["warm_start/accuracy"], run.warm_start_accuracy
+    if accuracy >= NEAR * target:
+        return None
+    return (
+        f"warning: the warm start reached an accuracy of {accuracy:.3f} in "
+        f"{metrics['warm_start/steps']:.0f} steps, far below its target of {target:g}: a policy "
+        "that is seldom right has little to learn from. Raise --warm-start-steps "
+        f"(now {run.warm_start_steps}) or --warm-start-learning-rate (now "
+        f"{run.warm_start_learning_rate:g}), or take a larger --model or an easier --task."
+    )
+
+
 def supervised_batch(setup: Setup, examples: list[Example]) -> Batch[Array]:
-    """Prompts with their gold completions; what is learned is the completion and its end."""
+    """Prompts with their gold completions; what is learned is the completion and its end.
+
+    Rows that fill up the batch to what divides over the devices are repetitions of which nothing is
+    learned.
+    """
+    count, examples = len(examples), filled_up(examples, setup.warm_start_rows)
     prompts, prompts_valid = encode_prompts(setup, examples)
     answers, answers_mask = encode_answers(setup, examples)
     mask = np.concatenate([np.zeros_like(prompts_valid), answers_mask], axis=1)
+    mask[count:] = False
     nothing = np.zeros(mask.shape, np.float32)
     batch = Batch(
         tokens=np.concatenate([prompts, answers], axis=1),

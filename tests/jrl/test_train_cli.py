@@ -13,7 +13,7 @@ from command_runs import FLAGS, IN_A_FRESH_PROCESS, metrics, one_line
 
 from jrl.recipes import RECIPES
 from jrl.train import main
-from jrl.trainer import loop
+from jrl.trainer import loop, warm_start
 from jrl.trainer.config import RunConfig
 from jrl.trainer.configuration import configuration_of
 from jrl.trainer.run_folder import RunFolder
@@ -90,6 +90,7 @@ def test_a_run_leaves_everything_behind_and_says_where(tmp_path, capsys):
     assert [line["step"] for line in lines] == [0, 1, 2]
     out = capsys.readouterr().out
     assert "run folder: here\n" in out
+    assert out.count("warning: the warm start reached an accuracy of 0.000 in 2 steps") == 1
     first, last = (line["val/accuracy/sampled"] for line in (lines[0], lines[-1]))
     assert f"warm start -> step 2: sampled {first:.3f} -> {last:.3f}, greedy" in out
     assert "plots: here/plots/overview.png" in out and Path("here/plots/overview.png").is_file()
@@ -190,6 +191,20 @@ def test_a_terminated_run_goes_on_to_the_same_end(finished, tmp_path, monkeypatc
     assert metrics(tmp_path / "run") == metrics(finished)
 
 
+def test_a_run_stopped_in_its_warm_start_says_how_to_begin_again(monkeypatch, capsys):
+    update = warm_start.update
+
+    def interrupted(*arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        return update(*arguments)
+
+    monkeypatch.setattr(warm_start, "update", interrupted)
+    assert main([*FLAGS, "--run-dir", "run"]) == 0
+    said = capsys.readouterr()
+    assert "in the warm start, before the first checkpoint; begin again with: python -m" in said.out
+    assert "--resume --run-dir run" in said.out
+
+
 def test_weights_of_another_run_take_the_place_of_the_warm_start(finished, tmp_path, capsys):
     start = ["--weights", str(finished), "--run-dir", "on", "--steps", "1"]
     assert main([*FLAGS, *start]) == 0
@@ -200,6 +215,24 @@ def test_weights_of_another_run_take_the_place_of_the_warm_start(finished, tmp_p
     tokenizers = [path / "tokenizer.model" for path in (tmp_path / "on", finished)]
     assert tokenizers[0].read_bytes() == tokenizers[1].read_bytes()
     assert "held-out accuracy, start -> step 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "sizes"),
+    [
+        ("--prompts 10", ("80 / 80 = 1", "80 / 80 = 1")),
+        ("--group-size 5", ("320 / 160 = 2", "160 / 80 = 2")),
+        ("--prompts 9 --layout dp3", ("72 / 72 = 1", "72 / 72 = 1")),
+        ("--prompts 66 --layout dp3", ("528 / 132 = 4", "132 / 66 = 2")),
+        ("--prompts 10 --group-size 2 --layout tp2 --prompt-length 13", ("20 / 20 = 1", "= 1")),
+        ("", ("512 / 128 = 4", "128 / 64 = 2")),
+    ],
+)
+def test_one_size_alone_works(flags, sizes, capsys):
+    assert main(["--model", "micro", *flags.split(), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(rf"mini-batches\s+{sizes[0]}", out), out
+    assert re.search(rf"micro-batches per mini-batch\s+.*{sizes[1]}", out), out
 
 
 def test_an_existing_run_is_not_written_over(finished, capsys):
@@ -227,12 +260,15 @@ def test_a_line_that_does_not_parse_is_named_with_its_file(tmp_path, capsys):
         ("--layout dq2", "layout 'dq2': 'dq2' is not an axis and a size"),
         ("--layout dp8", "prompts=4 does not divide over dp=8 of layout 'dp8'"),
         ("--layout tp4", "'kv_head' of size 2 cannot be split over 4 devices"),
-        ("--layout cp2 --warm-start-batch 9", "warm_start_batch=9 .* dp=2 of rollout layout 'tp1"),
+        (
+            "--layout cp2 --prompts 5 --group-size 8",
+            "prompts=5 .* dp=2 of rollout layout 'tp1 cp1 dp2",
+        ),
         ("--layout cp2 --rollout-layout cp2", "'cp2': .* pp and cp must be 1, for .* 'tp1 cp1 dp2"),
         ("--layout cp2 --rollout-layout tp4", "'tp4' needs 4 devices and the .* training has 2"),
         (
-            "--layout tp2 --prompt-length 13 --response-length 20 --warm-start-batch 9",
-            r"warm_start_batch.* does not divide over .*tp.* = ?2",
+            "--layout tp2 --prompt-length 13 --response-length 20 --micro-batch 4",
+            "the prompts of a micro_batch have 13 tokens .* divide over cp x tp = 2",
         ),
         ("--devices 32", "devices=32 comes too late: this process has started JAX with 16"),
         ("--seed -1", "seed=-1 must lie in 0..4294967295"),

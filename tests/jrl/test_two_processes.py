@@ -94,7 +94,8 @@ def test_two_processes_make_the_curve_of_one(folder):
 
 
 def test_a_signal_to_one_stops_both_at_the_same_step(folder):
-    assert results(folder, "stopped") == [[0, ""], [0, ""]]
+    line = "SIGTERM: finishing step 1 and saving it; Ctrl-C ends at once\n"
+    assert results(folder, "stopped") == [[0, ""], [0, line]]
     for number in (0, 1):
         said = (folder / f"2-{number}.out").read_text()
         assert ("stopped after step 1 of 3" in said) == (number == 0)

@@ -112,6 +112,7 @@ def test_micro_batch_is_a_bound():
     recipe = Grpo(prompts=6, group_size=2, mini_batch=6, micro_batch=100)
     assert recipe.piece == 6
     assert dataclasses.replace(recipe, micro_batch=None).piece == 6
+    assert dataclasses.replace(recipe, micro_batch=None).rows_per_update == 6
     assert dataclasses.replace(recipe, micro_batch=3).piece == 3
 
 
@@ -169,3 +170,35 @@ def test_which_recipes_use_what():
     assert Ppo(kl_reward_coef=0.0).uses_reference
     assert [kind().value_pretraining_steps for kind in RECIPES.values()] == [0, 0, 0, 20]
     assert Ppo(pretrain_critic=3).value_pretraining_steps == 3
+
+
+@pytest.mark.parametrize("kind", RECIPES.values())
+def test_the_defaults_are_four_updates_in_two_pieces(kind):
+    recipe = kind()
+    assert (recipe.completions, recipe.rows_per_update, recipe.piece) == (512, 128, 64)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "group_size", "rows", "piece"),
+    [
+        (10, 8, 80, 80),  # 80 is nearer to 64 than 40 is
+        (12, 8, 96, 48),
+        (1, 2, 2, 2),
+        (131, 8, 131, 131),  # a prime: pieces of 1 or of 131
+        (66, 8, 132, 66),
+        (512, 16, 128, 64),
+    ],
+)
+def test_sizes_that_follow_from_others_divide(prompts, group_size, rows, piece):
+    recipe = Grpo(prompts=prompts, group_size=group_size)
+    assert (recipe.rows_per_update, recipe.piece) == (rows, piece)
+    assert Grpo(prompts=prompts, group_size=group_size, mini_batch=rows).piece == piece
+
+
+def test_a_mini_batch_that_nobody_chose_divides_over_devices():
+    recipe = Grpo(prompts=64, group_size=6)
+    assert recipe.divided(1).mini_batch == 128
+    assert recipe.divided(3).mini_batch == 96  # 384 / 4; 192 is further in ratio
+    assert recipe.divided(7).mini_batch == 128  # none does: refused with the layout
+    own = dataclasses.replace(recipe, mini_batch=64)
+    assert own.divided(3) is own

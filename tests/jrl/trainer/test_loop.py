@@ -31,7 +31,13 @@ from jrl.trainer.metrics import check_known, is_timing, without_timings
 from jrl.trainer.records import read_metrics
 from jrl.trainer.run_folder import RunFolder
 from jrl.trainer.state import initial_weights
-from jrl.trainer.warm_start import CHECK_EVERY, WarmStartFailed, warm_start
+from jrl.trainer.warm_start import (
+    CHECK_EVERY,
+    WarmStartFailed,
+    shortfall,
+    supervised_batch,
+    warm_start,
+)
 
 EVERY_STEP = {
     "critic/score/mean",
@@ -234,6 +240,26 @@ def test_warm_start_stops_at_its_target():
     _, metrics = warm_start(far, weights, lambda *given: reports.append(given))
     assert metrics["warm_start/steps"] == last
     assert [step for step, _, _ in reports] == [CHECK_EVERY, CHECK_EVERY, last]
+
+
+def test_a_supervised_batch_is_filled_up_with_rows_that_do_not_count():
+    setup = small_setup(run=small_run(layout="dp3"))
+    examples = [setup.task.train(index) for index in range(8)]
+    batch = jax.device_get(supervised_batch(setup, examples))
+    alone = jax.device_get(supervised_batch(small_setup(), examples))
+    assert (len(batch.mask), len(alone.mask)) == (9, 8)
+    assert not batch.mask[8].any() and batch.valid[8].any()
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[:8], y), batch, alone)
+
+
+def test_a_warm_start_far_below_its_target_says_so():
+    run = small_run(warm_start_steps=70, warm_start_accuracy=0.4, warm_start_learning_rate=1e-3)
+    line = shortfall(run, {"warm_start/accuracy": 0.125, "warm_start/steps": 70.0})
+    assert line is not None and "\n" not in line
+    assert "reached an accuracy of 0.125 in 70 steps, far below its target of 0.4" in line
+    assert "--warm-start-steps (now 70)" in line
+    # What is left to the target may be chance in the batch that was measured.
+    assert shortfall(run, {"warm_start/accuracy": 0.31, "warm_start/steps": 70.0}) is None
 
 
 def test_warm_start_learns():

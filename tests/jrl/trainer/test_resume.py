@@ -19,7 +19,7 @@ from small_runs import (
     small_setup,
 )
 
-from jrl.trainer import loop
+from jrl.trainer import loop, warm_start
 from jrl.trainer.checkpoints import Checkpoints
 from jrl.trainer.metrics import without_timings
 from jrl.trainer.records import read
@@ -78,21 +78,22 @@ def test_killed_again_and_again(recipe, finished, tmp_path):
     assert Checkpoints(path / "checkpoints").steps() == [2, 3]
 
 
-def test_sigterm_finishes_the_step_and_saves(finished, tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_step_and_saves(number, finished, tmp_path, monkeypatch):
     expected, path = finished("grpo"), tmp_path / "run"
     step = loop.train_step
 
     def interrupted(setup, state):
         if int(state.step) == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
         return step(setup, state)
 
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(number)
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train_step", interrupted)
         outcome = begin_or_go_on(expected.setup, path)
     assert outcome == loop.Outcome(step=1, stopped=True)
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(number) is before
     assert Checkpoints(path / "checkpoints").steps() == [0, 1]
     assert metrics_of(path) == expected.metrics[:2]
     assert begin_or_go_on(expected.setup, path) == loop.Outcome(step=3, stopped=False)
@@ -102,6 +103,42 @@ def test_sigterm_finishes_the_step_and_saves(finished, tmp_path, monkeypatch):
     assert begin_or_go_on(expected.setup, path) == loop.Outcome(step=3, stopped=False)
     assert metrics_of(path) == expected.metrics
     assert read(path / "samples.jsonl") == expected.samples
+
+
+def test_a_signal_ends_the_warm_start(finished, tmp_path, monkeypatch):
+    """There is nothing to save yet; the run begins again, and is the same run."""
+    expected, path = finished("grpo"), tmp_path / "run"
+    update, calls = warm_start.update, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        os.kill(os.getpid(), signal.SIGINT)
+        return update(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(warm_start, "update", interrupted)
+        outcome = begin_or_go_on(expected.setup, path)
+    assert outcome == loop.Outcome(step=0, stopped=True, saved=False)
+    assert len(calls) == 1
+    assert not (path / "checkpoints").exists() and not (path / "metrics.jsonl").exists()
+    assert begin_or_go_on(expected.setup, path) == loop.Outcome(step=3, stopped=False)
+    assert metrics_of(path) == expected.metrics
+
+
+def test_a_signal_in_the_first_evaluation_saves(finished, tmp_path, monkeypatch):
+    expected, path = finished("grpo"), tmp_path / "run"
+    evaluate = loop.evaluate
+
+    def interrupted(*arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        return evaluate(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "evaluate", interrupted)
+        outcome = begin_or_go_on(expected.setup, path)
+    assert outcome == loop.Outcome(step=0, stopped=True)
+    assert Checkpoints(path / "checkpoints").steps() == [0]
+    assert metrics_of(path) == expected.metrics[:1]
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):

@@ -1,0 +1,105 @@
+"""Ctrl-C and SIGTERM: a run finishes what it is doing, saves and ends; a second Ctrl-C ends it at
+once."""
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+PATIENCE = 3.0
+"""Seconds that a second Ctrl-C gives the main thread, which may be in a long call of a library."""
+
+_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+
+
+class Stop:
+    """True once the process has been asked to end; what is under way is finished first.
+
+    A thread of its own says at once what happens: the main thread may be in a call that takes
+    minutes, before whose end Python runs no handler. Outside of the main thread, where Python
+    allows no handlers, nothing is listened to.
+
+    Args:
+      last: called before the process is ended without its main thread: what must not be left
+        behind.
+    """
+
+    def __init__(self, last: Callable[[], None] = lambda: None):
+        self.doing = "finishing what is under way"
+        """What is said to happen next; the loop keeps it true."""
+        self._last = last
+        self._received: list[int] = []
+        self._before: dict[int, Any] = {}
+        self._sockets: tuple[socket.socket, socket.socket] | None = None
+        self._wakeup = -1
+
+    def __bool__(self) -> bool:
+        return bool(self._received)
+
+    def __enter__(self) -> "Stop":
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        self._sockets = ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        self._wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(ours,), name="jrl signals", daemon=True).start()
+        for number in _NAMES:
+            # One that is ignored, as Ctrl-C is in a shell's background job, stays so.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._sockets is None:
+            return
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup)
+        _, theirs = self._sockets
+        theirs.close()  # the thread reads the end, and closes its side
+        self._sockets = None
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        again = number == signal.SIGINT and number in self._received
+        self._received.append(number)
+        if again:
+            raise KeyboardInterrupt
+
+    def _watch(self, ours: socket.socket) -> None:
+        """Speaks for the main thread, and ends the process where that does not come to it."""
+        interrupts = 0
+        with ours:
+            while content := ours.recv(64):
+                for number in content:
+                    interrupts += number == signal.SIGINT
+                    if interrupts > 1:
+                        self._end(ours)
+                    elif number in _NAMES:
+                        name, again = _NAMES[signal.Signals(number)], "again " * interrupts
+                        _say(f"{name}: {self.doing}; Ctrl-C {again}ends at once")
+
+    def _end(self, ours: socket.socket) -> None:
+        """Ends the process unless the main thread leaves the block in time."""
+        ours.settimeout(PATIENCE)
+        try:
+            while ours.recv(64):
+                pass
+        except TimeoutError:
+            _say("ended at once; what has been saved is kept")
+            self._last()
+            if sys.stdout.isatty():
+                os.write(1, b"\x1b[?25h")  # a progress display has hidden the cursor
+            os._exit(130)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
