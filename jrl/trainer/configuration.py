@@ -146,7 +146,8 @@ def _fits(value: Any, annotation: Any) -> bool:
     if origin is tuple:
         return isinstance(value, list | tuple) and all(_fits(item, options[0]) for item in value)
     if annotation is float:
-        return type(value) in (int, float)
+        # Of whole numbers only those that a float can be.
+        return type(value) is float or (type(value) is int and abs(value) < 2**1023)
     return type(value) is annotation
 
 

@@ -45,7 +45,7 @@ def go_back(path: Path, mark: Mark, step: int, *, every_step: bool) -> None:
     if not path.exists():
         why = " is missing"
     else:
-        why = _fault(marked, step, every_step) or (
+        why = _fault(content, step, every_step) or (
             f": the first {mark['bytes']} bytes were changed, or are those of another run"
         )
     raise ValueError(
@@ -72,9 +72,9 @@ def _fault(content: bytes, step: int, every_step: bool) -> str | None:
             return f":{number} is of step {found} where step {before + 1} belongs"
         if found < before:
             return f":{number} is of step {found} after one of step {before}"
-        if found > step:
-            return f":{number} is of step {found} where those up to step {step} end"
+        if found > step or (every_step and found == step):
+            return None
         before = found
-    if every_step and before < step:
+    if every_step:
         return f" ends with line {len(lines)}, before the one of step {before + 1}"
     return None

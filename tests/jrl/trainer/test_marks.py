@@ -100,9 +100,7 @@ def test_samples_have_several_lines_a_step_or_none(path):
     write(path, *lines([0, 2, 0, 2]))
     with pytest.raises(ValueError, match=r"metrics\.jsonl:3 is of step 0 after one of step 2"):
         go_back(path, found, every_step=False)
-    write(path, *lines([0, 2, 4, 4]))
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:3 is of step 4 where those up to step 3"):
-        go_back(path, found, every_step=False)
-    write(path, *lines([0, 2]))
-    with pytest.raises(ValueError, match=r"metrics\.jsonl: the first \d+ bytes were changed"):
-        go_back(path, found, every_step=False)
+    for steps in ([0, 2, 4, 4], [0, 2], []):
+        write(path, *lines(steps))
+        with pytest.raises(ValueError, match=r"metrics\.jsonl: the first \d+ bytes were changed"):
+            go_back(path, found, every_step=False)
