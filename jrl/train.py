@@ -67,8 +67,9 @@ def _resume(request: Request) -> int:
 
     run, config = request.run, to_json(request.run, request.recipe)
     with _open(lambda: RunFolder.resume(request.command.run_dir or "")) as folder:
-        step = Checkpoints(folder.checkpoints_path).latest_step()
-        if step is not None and step >= run.steps:
+        checkpoints = Checkpoints(folder.checkpoints_path)
+        step = checkpoints.latest_step()
+        if step is not None and step >= run.steps and step == checkpoints.newest_whole()[0]:
             # It may have been killed between its last checkpoint and its end.
             if is_first() and not folder.plots_path.is_dir():
                 plot_run(folder.metrics_path, folder.plots_path, f"{run.task}, {config['recipe']}")

@@ -2,9 +2,10 @@
 
 A checkpoint is the folder ``<directory>/<step>/`` with three items: ``state`` (Orbax arrays under
 flat names such as ``policy/layers/w``), ``tree`` (shape and dtype of every leaf, as JSON) and
-``meta`` (the caller's own JSON). Orbax writes it under a temporary name and renames it, so that a
+``meta`` (the caller's own JSON), and with the hashes of all their files (`jrl.trainer.manifest`),
+against which every reader holds them. It is written under a temporary name and renamed, so that a
 kill at any moment leaves a whole checkpoint or none; leftovers are never read, and the next `save`
-removes them.
+removes them. What is found damaged later can be set aside as ``<step>.damaged``.
 """
 
 import json
@@ -18,9 +19,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jrl.trainer.processes import from_first, is_first
+from jrl.trainer import manifest
+from jrl.trainer.processes import Together, from_first, is_first
 
-TEMPORARY = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleting)")
+TEMPORARY = re.compile(r"\d+\.(writing.*|deleting)")
 
 
 class Checkpoints:
@@ -39,6 +41,7 @@ class Checkpoints:
             raise ValueError(f"keep={keep} would leave no checkpoint to resume: give 1 or more")
         self.directory = Path(directory).absolute()
         self.keep = keep
+        self._whole: set[int] = set()  # found so by this object
         self._orbax = ocp.Checkpointer(
             ocp.CompositeCheckpointHandler(
                 state=ocp.PyTreeCheckpointHandler(),
@@ -48,7 +51,7 @@ class Checkpoints:
         )
 
     def steps(self) -> list[int]:
-        """Return the steps of which there is a whole checkpoint, oldest first: what the first
+        """Return the steps of which a checkpoint was completed, oldest first: what the first
         process sees, in all of them."""
         return from_first(self._steps() if is_first() else [])
 
@@ -58,8 +61,47 @@ class Checkpoints:
         return sorted(int(entry.name) for entry in self.directory.iterdir() if entry.name.isdigit())
 
     def latest_step(self) -> int | None:
-        """Return the newest step of which there is a whole checkpoint, or None."""
+        """Return the newest step of which a checkpoint was completed, or None."""
         return max(self.steps(), default=None)
+
+    def newest_whole(self) -> tuple[int | None, dict[int, str]]:
+        """Return the newest step whose checkpoint is as it was written, None where there is none at
+        all, and what is damaged of the newer ones, by step. All files are read for that.
+
+        Raises:
+          ValueError: where there are checkpoints and all of them are damaged.
+        """
+        damaged: dict[int, str] = {}
+        # A run that is being written may drop the one looked at: that is no damage.
+        while steps := [step for step in self.steps() if step not in damaged]:
+            step = steps[-1]
+            why = self._damage(step)
+            if why is None:
+                return step, {later: damaged[later] for later in damaged if later > step}
+            if step in self.steps():
+                damaged[step] = why
+        if damaged:
+            listed = "; ".join(f"of step {step}: {why}" for step, why in damaged.items())
+            raise ValueError(
+                f"no checkpoint in {self.directory} is whole ({listed}): put back a copy of one, "
+                "or begin a new run in another folder"
+            )
+        return None, {}
+
+    def set_aside(self, step: int) -> Path:
+        """Rename a damaged checkpoint, which is then none any more, and return where it lies.
+
+        Only the writer of the run may call this.
+        """
+        path = self.directory / f"{step}.damaged"
+        with Together():
+            if is_first():
+                number = 2
+                while path.exists():
+                    path = self.directory / f"{step}.damaged-{number}"
+                    number += 1
+                (self.directory / str(step)).rename(path)
+        return Path(from_first(str(path)))
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint and return when it is on disk, then drop those beyond `keep`.
@@ -86,8 +128,9 @@ class Checkpoints:
         except (TypeError, ValueError) as error:
             raise ValueError(f"meta cannot be written as JSON: {error}") from None
         self._remove_leftovers()
+        path = self.directory / f"{step}.writing"
         self._orbax.save(
-            self.directory / str(step),
+            path,
             args=ocp.args.Composite(
                 # Orbax refuses arrays without elements; their shape in `tree` says it all.
                 state=ocp.args.PyTreeSave(
@@ -97,6 +140,9 @@ class Checkpoints:
                 meta=ocp.args.JsonSave(meta),
             ),
         )
+        manifest.write(path, step)
+        if is_first():
+            path.rename(self.directory / str(step))
         self._delete(self.steps()[: -self.keep])
 
     def restore(self, step: int | None, like: Any, part: str = "") -> tuple[Any, dict[str, Any]]:
@@ -115,8 +161,8 @@ class Checkpoints:
           The state, equal bit for bit, and its `meta`.
 
         Raises:
-          ValueError: where there is no such checkpoint, or it is one of another model; the message
-            lists every leaf that is missing, extra or differs.
+          ValueError: where there is no such checkpoint, it is damaged, or it is one of another
+            model; the message then lists every leaf that is missing, extra or differs.
         """
         step, found = self._find(step)
         prefix = f"{part}/" if part else ""
@@ -142,7 +188,7 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(like), state), found["meta"]
 
     def meta(self, step: int | None = None) -> dict[str, Any]:
-        """Return the `meta` of one checkpoint (None: the newest) without reading its arrays."""
+        """Return the `meta` of one checkpoint (None: the newest) without its arrays."""
         return self._find(step)[1]["meta"]
 
     def drop_after(self, step: int) -> None:
@@ -150,18 +196,30 @@ class Checkpoints:
         self._delete(later for later in self.steps() if later > step)
 
     def _find(self, step: int | None) -> tuple[int, dict[str, Any]]:
-        """Return the step asked for and the two JSON items of its checkpoint."""
+        """Return the step asked for and the two JSON items of its checkpoint, which is whole."""
         steps = self.steps()
         if not steps or (step is not None and step not in steps):
             wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
             there = f"there are {', '.join(map(str, steps))}" if steps else "there is none"
             raise ValueError(f"{wanted} in {self.directory}: {there}")
         step = steps[-1] if step is None else step
+        if step not in self._whole and (why := self._damage(step)) is not None:
+            raise ValueError(
+                f"checkpoint {self.directory / str(step)} is damaged: {why}; put back a copy of "
+                "it, or take an older one"
+            )
         found = self._orbax.restore(
             self.directory / str(step),
             args=ocp.args.Composite(tree=ocp.args.JsonRestore(), meta=ocp.args.JsonRestore()),
         )
         return step, {"tree": found["tree"], "meta": found["meta"]}
+
+    def _damage(self, step: int) -> str | None:
+        """Why a checkpoint is not as it was written, None where it is."""
+        why = manifest.damage(self.directory / str(step), step)
+        if why is None:
+            self._whole.add(step)
+        return why
 
     def _delete(self, steps: Iterable[int]) -> None:
         if not is_first():

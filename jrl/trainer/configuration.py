@@ -4,6 +4,7 @@ Reading is strict: what is unknown, missing or of another type is refused, so th
 as it was or not at all.
 """
 
+import json
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
@@ -58,6 +59,14 @@ def from_json(config: Mapping[str, Any], place: Path | str) -> tuple[RunConfig, 
         raise ValueError(f"{place}: recipe is {name!r}, none of {', '.join(RECIPES)}.")
     run = _record(RunConfig, config["run"], "run", place)
     return run, _record(RECIPES[name], config["hyperparameters"], "hyperparameters", place)
+
+
+def fixed_settings(run: RunConfig, recipe: Recipe) -> dict[str, Any]:
+    """The recipe's name and every field that a resumed run may not change, as JSON holds them."""
+    config = to_json(run, recipe)
+    fields = {"recipe": config["recipe"], **config["run"], **config["hyperparameters"]}
+    fixed = {name: value for name, value in fields.items() if name not in CHANGEABLE}
+    return json.loads(json.dumps(fixed))
 
 
 def configuration_of(folder: RunFolder) -> tuple[RunConfig, Recipe]:
@@ -137,7 +146,8 @@ def _fits(value: Any, annotation: Any) -> bool:
     if origin is tuple:
         return isinstance(value, list | tuple) and all(_fits(item, options[0]) for item in value)
     if annotation is float:
-        return type(value) in (int, float)
+        # Of whole numbers only those that a float can be.
+        return type(value) is float or (type(value) is int and abs(value) < 2**1023)
     return type(value) is annotation
 
 

@@ -18,7 +18,7 @@ from jrl.faults.hook import Hook, command_hook
 from jrl.faults.outlier import OutlierDetector
 from jrl.recipes.batch import Experience
 from jrl.tasks import Example
-from jrl.trainer import loggers
+from jrl.trainer import belongings, loggers
 from jrl.trainer.checkpoints import Checkpoints
 from jrl.trainer.collect import Collected, collect, described, sample
 from jrl.trainer.config import RunConfig
@@ -34,8 +34,8 @@ from jrl.trainer.improve import (
 )
 from jrl.trainer.metrics import check_known
 from jrl.trainer.plots import plot_run
-from jrl.trainer.processes import any_of, is_first, to_devices, to_host
-from jrl.trainer.records import Appender, read, read_metrics
+from jrl.trainer.processes import Together, any_of, is_first, to_devices, to_host
+from jrl.trainer.records import Appender, read_metrics, read_samples
 from jrl.trainer.run_folder import RunFolder
 from jrl.trainer.setup import Setup
 from jrl.trainer.state import TrainState, begin, initial_weights, restore, save
@@ -115,11 +115,11 @@ def train(
             if step == run.steps:
                 _write_shown(setup, folder, state)
             if step % run.checkpoint_every == 0 or step == run.steps:
-                save(checkpoints, setup, step, state)
+                save(checkpoints, setup, step, state, belongings.describe(setup, folder))
             _check_finite(setup, folder, state)
         step = int(state.step)
         if checkpoints.latest_step() != step:
-            save(checkpoints, setup, step, state)
+            save(checkpoints, setup, step, state, belongings.describe(setup, folder))
         outputs.warn(guard.alarms())  # since the last step: shown, but no line of metrics is left
     if is_first():
         _finish(setup, folder, stopped=step < run.steps)
@@ -203,14 +203,14 @@ def _first_state(
     run.
     """
     heldout = heldout_examples(setup, setup.run.eval_prompts)
-    step = checkpoints.latest_step()
+    step = belongings.newest_whole(checkpoints)
     if step is not None:
         state = restore(checkpoints, setup, step)
-        if is_first():
-            folder.go_back(step)
+        belongings.go_back(setup, folder, step, checkpoints.meta(step))
         return state, heldout
-    if is_first():
-        folder.go_back(-1)
+    with Together():
+        if is_first():
+            folder.begin_again()
     metrics: dict[str, float] = {}
     cursor = 0
     if weights is None:
@@ -232,7 +232,7 @@ def _first_state(
         check_known(metrics)
         appender.append(0, metrics)
     _write_shown(setup, folder, state)
-    save(checkpoints, setup, 0, state)
+    save(checkpoints, setup, 0, state, belongings.describe(setup, folder))
     return state, heldout
 
 
@@ -374,7 +374,9 @@ def _finish(setup: Setup, folder: RunFolder, stopped: bool) -> None:
     plot_run(folder.metrics_path, folder.plots_path, title=f"{setup.run.task}, {setup.recipe.name}")
     if stopped:
         return
-    shown = [line for line in read(folder.samples_path) if line["kind"] == "heldout"]
+    shown = [line for line in read_samples(folder.samples_path) if line["kind"] == "heldout"]
+    if not shown:
+        raise ValueError(f"{folder.samples_path} has no samples of kind heldout: lines were lost")
     before = [line for line in shown if line["step"] == shown[0]["step"]]
     after = [line for line in shown if line["step"] == shown[-1]["step"]]
     print_samples(

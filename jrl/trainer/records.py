@@ -1,4 +1,4 @@
-"""Files of JSON lines that survive a kill: append, read, and go back to a step.
+"""Files of JSON lines that survive a kill: append and read; `jrl.trainer.marks` goes back in them.
 
 Every line is one JSON object with an integer ``"step"``. Floats are written as the shortest decimal
 that reads back to the same bits. JSON has no NaN and no infinity, so they become the strings
@@ -80,33 +80,61 @@ def read(path: Path | str) -> list[dict[str, Any]]:
     Raises:
       ValueError: for any other line that is not a JSON object with an integer step.
     """
-    return [record for record, _ in _parse(Path(path))]
+    path = Path(path)
+    *lines, last = path.read_bytes().split(b"\n")
+    if last and record_of(last) is not None:
+        # Killed between the record and its newline: nothing of it is missing.
+        lines.append(last)
+    found = []
+    for number, line in enumerate(lines, start=1):
+        record = record_of(line)
+        if record is None:
+            raise ValueError(
+                f"{path}:{number} is not a JSON object with an integer step: {line[:60]!r}; "
+                "put the file back as it was, or repair that line"
+            )
+        found.append(record)
+    return found
 
 
 def read_metrics(path: Path | str) -> list[dict[str, float | int]]:
-    """Return one dict per line with every value a number, NaN and infinities included."""
-    return [
-        {name: float(value) if isinstance(value, str) else value for name, value in record.items()}
-        for record in read(path)
-    ]
-
-
-def go_back(path: Path | str, step: int) -> None:
-    """Drop the records after `step`, and a half-written last line, in one atomic replacement.
-
-    Args:
-      path: the file; one that does not exist yet is left so.
-      step: the last step to keep.
+    """Return one dict per line with every value a number, NaN and infinities included.
 
     Raises:
-      ValueError: as `read` does; the file is then untouched.
+      ValueError: as `read` does, and for a value that is no number.
     """
-    path = Path(path)
-    if not path.exists():
-        return
-    kept = b"".join(line + b"\n" for record, line in _parse(path) if record["step"] <= step)
-    if kept != path.read_bytes():
-        replace(path, kept)
+    metrics = []
+    for number, record in enumerate(read(path), start=1):
+        numbers = {name: _number(value) for name, value in record.items()}
+        for name, value in numbers.items():
+            if value is None:
+                raise ValueError(
+                    f"{path}:{number}: {name} is {_short(record[name])}, not a number: "
+                    "put the file back as it was, or repair that line"
+                )
+        metrics.append(numbers)
+    return metrics
+
+
+def read_samples(path: Path | str) -> list[dict[str, Any]]:
+    """Return the completions of a run: records with the texts "kind", "prompt" and "completion",
+    the number "score", and more.
+
+    Raises:
+      ValueError: as `read` does, and for a record without one of these.
+    """
+    samples = read(path)
+    for number, sample in enumerate(samples, start=1):
+        for name in ("kind", "prompt", "completion", "score"):
+            is_right = _number if name == "score" else _text
+            if is_right(sample.get(name)) is None:
+                found = f"has {name} {_short(sample[name])}" if name in sample else f"lacks {name}"
+                raise ValueError(
+                    f"{path}:{number}: the sample {found}: each has texts kind, prompt and "
+                    "completion and a number score; put the file back as it was, or delete that "
+                    "line"
+                )
+    return samples
 
 
 def replace(path: Path, content: bytes) -> None:
@@ -119,29 +147,30 @@ def replace(path: Path, content: bytes) -> None:
     os.replace(temporary, path)
 
 
-def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:
-    """Return each record beside the bytes of its line."""
-    *lines, last = path.read_bytes().split(b"\n")
-    if last and _record(last) is not None:
-        # Killed between the record and its newline: nothing of it is missing.
-        lines.append(last)
-    records = []
-    for number, line in enumerate(lines, start=1):
-        record = _record(line)
-        if record is None:
-            raise ValueError(
-                f"{path}:{number} is not a JSON object with an integer step: {line[:60]!r}; "
-                "repair or delete that line"
-            )
-        records.append((record, line))
-    return records
-
-
-def _record(line: bytes) -> dict[str, Any] | None:
+def record_of(line: bytes) -> dict[str, Any] | None:
+    """Return the record that a line holds, None where it is no JSON object with a step."""
     try:
         record = json.loads(line)
-    except ValueError:  # not JSON, or not UTF-8
+    except (ValueError, RecursionError):  # not JSON, not UTF-8, or nested too deeply
         return None
-    if isinstance(record, dict) and isinstance(record.get("step"), int):
+    if isinstance(record, dict) and type(record.get("step")) is int and 0 <= record["step"] < 2**63:
         return record
     return None
+
+
+def _number(value: Any) -> float | int | None:
+    """Return the number that a record holds, None where it is none."""
+    if isinstance(value, str):
+        return float(value) if value in ("NaN", "Infinity", "-Infinity") else None
+    if isinstance(value, bool) or not isinstance(value, float | int):
+        return None
+    return value if abs(value) < 2**63 or isinstance(value, float) else None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from jrl.trainer import records
+from jrl.trainer import marks, records
 
 LOCK = ".lock"
 
@@ -92,8 +92,10 @@ class RunFolder:
         """Return the configuration the run was created with."""
         try:
             config = json.loads(self.config_path.read_bytes())
-        except ValueError as error:
-            raise ValueError(f"{self.config_path} is not JSON: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{self.config_path} is not JSON: {error}; put the file back as it was"
+            ) from None
         if not isinstance(config, dict):
             raise ValueError(f"{self.config_path} holds {type(config).__name__}, not an object")
         return config
@@ -102,10 +104,54 @@ class RunFolder:
         """Replace the configuration of a run that is being resumed."""
         records.replace(self.config_path, _config_bytes(config))
 
-    def go_back(self, step: int) -> None:
-        """Drop the metrics and samples after `step`, which a checkpoint of `step` writes again."""
-        records.go_back(self.metrics_path, step)
-        records.go_back(self.samples_path, step)
+    def line_marks(self) -> dict[str, marks.Mark]:
+        """Return how far the lines of the run have come, for the checkpoint that goes on there."""
+        return {path.name: marks.mark(path) for path in (self.metrics_path, self.samples_path)}
+
+    def file_marks(self) -> dict[str, marks.Mark]:
+        """Return what the files of the run hold that never change."""
+        return {path.name: marks.mark(path) for path in (self.tokenizer_path, self.model_path)}
+
+    def check_files(self, step: int, found: Mapping[str, marks.Mark]) -> None:
+        """Refuse files that are not what they were at the checkpoint of `step`.
+
+        Args:
+          found: `file_marks` at that checkpoint.
+        """
+        for name, now in self.file_marks().items():
+            if name in found and now != found[name]:
+                raise ValueError(
+                    f"{self.path / name} is not what it was at the checkpoint of step {step}: it "
+                    "was changed, or is that of another run; put the file back as it was"
+                )
+
+    def go_back(self, step: int, found: Mapping[str, marks.Mark]) -> None:
+        """Drop the metrics and samples that a checkpoint of `step` writes again.
+
+        Args:
+          found: `line_marks` at that checkpoint.
+
+        Raises:
+          ValueError: where what comes before them is not what was there then.
+        """
+        marks.go_back(self.metrics_path, found["metrics.jsonl"], step, every_step=True)
+        marks.go_back(self.samples_path, found["samples.jsonl"], step, every_step=False)
+
+    def begin_again(self) -> None:
+        """Drop what a run wrote that was killed before its first checkpoint.
+
+        Raises:
+          ValueError: where there are metrics that only a run with checkpoints has.
+        """
+        lines = records.read(self.metrics_path) if self.metrics_path.exists() else []
+        if lines and lines[-1]["step"] > 0:
+            raise ValueError(
+                f"{self.metrics_path} goes up to step {lines[-1]['step']} and there is no "
+                f"checkpoint in {self.checkpoints_path}: put the checkpoints back, or begin a new "
+                "run in another folder"
+            )
+        self.metrics_path.unlink(missing_ok=True)
+        self.samples_path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Release the lock. Calling it again does nothing."""

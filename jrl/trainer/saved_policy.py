@@ -1,5 +1,6 @@
 """The networks of a run on disk: their newest weights, and its tokenizer."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +10,9 @@ import jax
 from jaxtyping import Array
 
 from jrl.tokenizer import Tokenizer
+from jrl.trainer.belongings import check_files
 from jrl.trainer.checkpoints import Checkpoints
-from jrl.trainer.processes import any_of, several
+from jrl.trainer.processes import any_of, is_first, several
 from jrl.trainer.run_folder import RunFolder
 from jrl.trainer.setup import Setup
 from moe import weights as moe_weights
@@ -19,13 +21,13 @@ from moe.weights import Transformer
 
 
 def load_policy(folder: RunFolder, setup: Setup) -> tuple[Transformer[Array], int]:
-    """The policy of the newest checkpoint and the steps it has learned for.
+    """The policy of the newest whole checkpoint and the steps it has learned for.
 
     Args:
       setup: whose model it must be, and on whose mesh it is laid out.
 
     Raises:
-      ValueError: where there is no checkpoint yet, or it is one of another model.
+      ValueError: where there is no checkpoint yet, all are damaged, or it is one of another model.
     """
     (policy,), step = _load(folder, setup, {"policy/weights": setup.model})
     return policy, step
@@ -34,7 +36,8 @@ def load_policy(folder: RunFolder, setup: Setup) -> tuple[Transformer[Array], in
 def load_both(
     folder: RunFolder, setup: Setup
 ) -> tuple[Transformer[Array], Transformer[Array], int]:
-    """Policy and critic of one checkpoint, the newest, and the steps they have learned for.
+    """Policy and critic of one checkpoint, the newest whole one, and the steps they have learned
+    for.
 
     Raises:
       ValueError: as for `load_policy`, and where the recipe trains no critic.
@@ -47,15 +50,15 @@ def load_both(
 def _load(
     folder: RunFolder, setup: Setup, models: Mapping[str, ModelConfig]
 ) -> tuple[list[Transformer[Array]], int]:
-    """Parts of the newest checkpoint, all of the same one, and its step.
+    """Parts of the newest whole checkpoint, all of the same one, and its step.
 
     The run may still be written: where its writer drops the checkpoint being read or puts another
-    in its place, everything is read again.
+    in its place, everything is read again. Damaged ones are left where they lie.
     """
     checkpoints = Checkpoints(folder.checkpoints_path)
     like = {part: _described(model, setup) for part, model in models.items()}
     while True:
-        step = checkpoints.latest_step()
+        step, damaged = checkpoints.newest_whole()
         if step is None:
             raise ValueError(
                 f"run {folder.path} has no checkpoint yet: the first comes after its warm start."
@@ -70,6 +73,8 @@ def _load(
                 raise
         else:
             if not any_of(_identity(place) != before):
+                check_files(folder, step, checkpoints.meta(step))
+                _warn(checkpoints, damaged, step)
                 found = zip(read, models.values(), strict=True)
                 return [_placed(weights, model, setup) for weights, model in found], step
 
@@ -97,6 +102,17 @@ def _identity(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns
+
+
+def _warn(checkpoints: Checkpoints, damaged: Mapping[int, str], step: int) -> None:
+    """Says that an older checkpoint was taken."""
+    for later, why in damaged.items():
+        if is_first():
+            print(
+                f"warning: checkpoint {checkpoints.directory / str(later)} is damaged ({why}); "
+                f"taking the one of step {step}",
+                file=sys.stderr,
+            )
 
 
 def load_model(folder: RunFolder) -> ModelConfig | None:

@@ -1,5 +1,6 @@
 """Everything that changes during a run, as one pytree: what a checkpoint holds."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -105,9 +106,15 @@ def abstract(setup: Setup) -> TrainState[Any]:
     )
 
 
-def save(checkpoints: Checkpoints, setup: Setup, step: int, state: TrainState[Array]) -> None:
+def save(
+    checkpoints: Checkpoints,
+    setup: Setup,
+    step: int,
+    state: TrainState[Array],
+    meta: Mapping[str, Any] | None = None,
+) -> None:
     """Writes a checkpoint, the layers in order whatever the layout of the run."""
-    checkpoints.save(step, _reshaped(setup, state, abstract(_in_order(setup))))
+    checkpoints.save(step, _reshaped(setup, state, abstract(_in_order(setup))), meta)
 
 
 def restore(checkpoints: Checkpoints, setup: Setup, step: int) -> TrainState[Array]:

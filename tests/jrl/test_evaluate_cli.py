@@ -9,7 +9,7 @@ from command_runs import FLAGS, metrics, one_line
 from jrl import evaluate, train
 from jrl.tasks import Verdict
 from jrl.tasks.procedural import ProceduralTask
-from jrl.trainer import loop, measure
+from jrl.trainer import loop, manifest, measure
 from jrl.trainer.checkpoints import Checkpoints
 from jrl.trainer.run_folder import RunFolder
 
@@ -127,13 +127,18 @@ def test_a_run_that_is_being_written_can_be_evaluated(run, tmp_path):
 
 def test_a_checkpoint_that_goes_while_it_is_read_gives_way_to_the_next(run, tmp_path, monkeypatch):
     copy = shutil.copytree(run, tmp_path / "copy")
-    shutil.copytree(copy / "checkpoints" / "2", copy / "checkpoints" / "3")
+
+    def copy_to(step):
+        folder = shutil.copytree(copy / "checkpoints" / "2", copy / "checkpoints" / str(step))
+        manifest.write(folder, step)
+
+    copy_to(3)
     restore = Checkpoints.restore
 
     def late(self, step, *arguments, **options):
         if step == 3:
             shutil.rmtree(copy / "checkpoints" / "3")
-            shutil.copytree(copy / "checkpoints" / "2", copy / "checkpoints" / "4")
+            copy_to(4)
         return restore(self, step, *arguments, **options)
 
     monkeypatch.setattr(Checkpoints, "restore", late)

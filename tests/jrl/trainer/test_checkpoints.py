@@ -175,11 +175,11 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path):
 def test_leftovers_are_ignored_by_readers_and_removed_by_the_next_save(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, {"w": jnp.zeros(2)})
-    for name in ("2.orbax-checkpoint-tmp", "0.deleting"):
+    for name in ("2.writing", "2.writing.orbax-checkpoint-tmp", "0.deleting"):
         (tmp_path / name / "state").mkdir(parents=True)
     (tmp_path / "notes").mkdir()
     assert Checkpoints(tmp_path).steps() == [1]
-    assert (tmp_path / "2.orbax-checkpoint-tmp").exists()
+    assert (tmp_path / "2.writing.orbax-checkpoint-tmp").exists()
     Checkpoints(tmp_path).save(2, {"w": jnp.ones(2)})
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["1", "2", "notes"]
 

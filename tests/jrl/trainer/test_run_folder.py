@@ -69,15 +69,56 @@ def test_a_configuration_that_json_cannot_hold_leaves_nothing(path):
     assert not path.exists()
 
 
+def write_steps(folder, *steps):
+    for file in (folder.metrics_path, folder.samples_path):
+        with records.Appender(file) as appender:
+            for step in steps:
+                appender.append(step, {})
+
+
 def test_going_back_cuts_metrics_and_samples(path):
     with RunFolder.create(path, CONFIG) as folder:
-        for file in (folder.metrics_path, folder.samples_path):
-            with records.Appender(file) as appender:
-                for step in range(5):
-                    appender.append(step, {})
-        folder.go_back(2)
+        write_steps(folder, 0, 1, 2)
+        marks = folder.line_marks()
+        write_steps(folder, 3, 4)
+        folder.go_back(2, marks)
         for file in (folder.metrics_path, folder.samples_path):
             assert [record["step"] for record in records.read(file)] == [0, 1, 2]
+
+
+def test_beginning_again(path):
+    with RunFolder.create(path, CONFIG) as folder:
+        folder.begin_again()
+        write_steps(folder, 0)
+        with folder.metrics_path.open("ab") as file:
+            file.write(b'{"step"')  # killed while it wrote
+        folder.begin_again()
+        assert not folder.metrics_path.exists() and not folder.samples_path.exists()
+
+
+def test_a_run_whose_checkpoints_are_lost_does_not_begin_again(path):
+    with RunFolder.create(path, CONFIG) as folder:
+        write_steps(folder, 0, 1)
+        with pytest.raises(ValueError, match=r"goes up to step 1 and there is no checkpoint in "):
+            folder.begin_again()
+        assert len(records.read(folder.metrics_path)) == 2
+
+
+def test_a_file_that_never_changes_has_changed(path):
+    with RunFolder.create(path, CONFIG) as folder:
+        folder.tokenizer_path.write_bytes(b"pieces")
+        marks = folder.file_marks()
+        folder.check_files(3, marks)
+        folder.tokenizer_path.write_bytes(b"Pieces")
+        with pytest.raises(ValueError, match=r"tokenizer\.model is not what it was .* of step 3"):
+            folder.check_files(3, marks)
+
+
+def test_a_configuration_nested_too_deeply_is_one_error(path):
+    path.mkdir(parents=True)
+    (path / "config.json").write_text('{"run": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(ValueError, match=r"config\.json is not JSON: .*recursion.*put the file"):
+        RunFolder.read(path).config()
 
 
 def test_two_writers_are_refused_in_one_process(path):
