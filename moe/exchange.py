@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe.experts import inverse_places, positions_within, routed_experts, take_rows
+from moe.precision import weighted_sum
 from moe.routing import Routing
 from moe.weights import Experts
 from sharding.collectives import exchange, gather_tokens, scatter_tokens
@@ -13,7 +14,8 @@ from sharding.folding import FoldedMesh
 def room(num_tokens: int, k: int, num_local: int, capacity: int | None) -> int:
     """Choices that one device can send to another: ``min(T min(k, L), C L)``.
 
-    A token chooses an expert once, so that it has at most ``min(k, L)`` choices among L experts.
+    A token has an expert once (`moe.routing.without_repeats` sees to it), so that it has at most
+    ``min(k, L)`` choices among L experts.
     """
     most = num_tokens * min(k, num_local)
     return most if capacity is None else min(most, capacity * num_local)
@@ -43,8 +45,10 @@ def all_to_all(
     experts = routing.experts.reshape(-1)
     peer = experts // num_local
     position, _ = positions_within(peer, num_peers)
-    # Padding has an expert id past the last and so a peer past the last: it has no place.
-    place = jnp.where(peer < num_peers, peer * parcel + position, num_peers * parcel)
+    # Padding has an expert id past the last and so a peer past the last: it has no place, and what
+    # is more than the capacity promised must not take that of another peer.
+    fits = (peer < num_peers) & (position < parcel)
+    place = jnp.where(fits, peer * parcel + position, num_peers * parcel)
     assignment = inverse_places(place, num_peers * parcel)
 
     rows = take_rows(x, jnp.where(assignment < num_tokens * k, assignment // k, num_tokens))
@@ -61,7 +65,7 @@ def all_to_all(
 
     back = exchange(done.reshape(num_peers, parcel, -1), mesh.ep)
     out = take_rows(back.reshape(num_peers * parcel, -1), place).reshape(num_tokens, k, -1)
-    return jnp.einsum("nk,nkd->nd", routing.weights.astype(out.dtype), out)
+    return weighted_sum(routing.weights, out).astype(out.dtype)
 
 
 def whole_experts(

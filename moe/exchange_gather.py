@@ -6,9 +6,10 @@ from jaxtyping import Array, Bool, Float
 
 from moe.exchange import room
 from moe.experts import inverse_places, routed_experts, take_rows
+from moe.precision import weighted_sum
 from moe.routing import Routing
 from moe.weights import Experts
-from sharding.collectives import gather_tokens, scatter_tokens
+from sharding.collectives import gather_summed_wide, gather_tokens, scatter_and_round
 from sharding.folding import FoldedMesh
 
 
@@ -23,8 +24,8 @@ def all_gather(
     """Gather tokens and routing over ``ep x etp``, sum what the own experts give, reduce-scatter.
 
     Communication per device and layer, forward, with ``n = ep etp`` and T local tokens: ``T d_model
-    (n - 1)`` elements out and as many back, whatever k is, and ``2 T k (n - 1)`` numbers of routing
-    out. It wins where k is large.
+    (n - 1)`` elements out and as many back in float32, whatever k is, and ``2 T k (n - 1)`` numbers
+    of routing out; backward the same. It wins where k is large.
 
     References:
       Jin et al., "MegaScale-MoE", 2025, section 3.2. https://arxiv.org/abs/2505.11432
@@ -32,7 +33,8 @@ def all_gather(
     group, num_local = (*mesh.ep, *mesh.etp), weights.gate.shape[0]
     num_tokens, k = routing.experts.shape
     room_of_all = mesh.size(group) * room(num_tokens, k, num_local, capacity)
-    x, experts, scale = (gather_tokens(array, group) for array in (x, *routing))
+    x = gather_summed_wide(x, group)
+    experts, scale = (gather_tokens(array, group) for array in routing)
 
     local = experts - lax.axis_index(mesh.ep) * num_local
     own = (local >= 0) & (local < num_local)
@@ -47,7 +49,7 @@ def all_gather(
     ids = jnp.where(choice < num_tokens * k, take_rows(local.reshape(-1), choice), num_local)
 
     out = take_rows(routed_experts(weights, rows, ids, product), place).reshape(num_tokens, k, -1)
-    return scatter_tokens(jnp.einsum("nk,nkd->nd", scale.astype(out.dtype), out), group)
+    return scatter_and_round(weighted_sum(scale, out), group, x.dtype)
 
 
 def _first(own: Bool[Array, "token k"], columns: int) -> Array:

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from moe.exchange import room, whole_experts
 from moe.experts import inverse_places, take_rows
+from moe.precision import weighted_sum
 from moe.routing import Routing
 from moe.weights import Experts
 from sharding.collectives import gather_tokens, vary, varying
@@ -48,9 +49,10 @@ def ragged(
     # Grouped by expert and so by peer; what goes nowhere has the largest id and comes last.
     order = jnp.argsort(experts, stable=True)
     sizes = jnp.sum((experts // num_local)[:, None] == jnp.arange(num_peers)[None, :], axis=0)
-    outward, homeward = pieces(sizes, mesh)
+    parcel = room(num_tokens, k, num_local, capacity)
+    outward, homeward = pieces(sizes, parcel, mesh)
 
-    buffer = num_peers * room(num_tokens, k, num_local, capacity)
+    buffer = num_peers * parcel
     rows = send(take_rows(x, order // k), outward, homeward, buffer, 0, mesh)
     ids = (experts % num_local)[order][:, None].astype(jnp.int32)
     ids = send(ids, outward, homeward, buffer, num_local, mesh)[:, 0]
@@ -59,19 +61,21 @@ def ragged(
 
     back = send(done, homeward, outward, num_tokens * k, 0, mesh)
     out = take_rows(back, inverse_places(order, num_tokens * k)).reshape(num_tokens, k, -1)
-    return jnp.einsum("nk,nkd->nd", routing.weights.astype(out.dtype), out)
+    return weighted_sum(routing.weights, out).astype(out.dtype)
 
 
-def pieces(sizes: Int[Array, "peer"], mesh: FoldedMesh) -> tuple[Pieces, Pieces]:
+def pieces(sizes: Int[Array, "peer"], room: int, mesh: FoldedMesh) -> tuple[Pieces, Pieces]:
     """What is sent to each peer, and what is sent back.
 
     Args:
       sizes: rows for each peer, which stand one peer after the other.
+      room: rows of them that are sent at most, the first ones.
     """
     # Rows from each device (first axis) to each device (second axis).
     counts = gather_tokens(sizes.astype(jnp.int32)[None], mesh.ep)
     # In the sender's buffer pieces stand by receiver, in the receiver's by sender.
     at_sender = jnp.cumsum(counts, axis=1) - counts
+    counts = jnp.minimum(counts, room)
     at_receiver = jnp.cumsum(counts, axis=0) - counts
     own = lax.axis_index(mesh.ep)
     return (
