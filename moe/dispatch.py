@@ -5,13 +5,17 @@ own whatever attention made of them. Three ways, one file each: `moe.exchange` (
 experts are), `moe.exchange_gather` (all tokens go everywhere) and `moe.exchange_ragged` (rows go
 in pieces as long as they are; no CPU). Buffers have static shapes: without a capacity they have
 room for any routing, so the result never depends on how even it is; with one they shrink.
+
+The weights of the experts' outputs and the sum over them are float32, on however many devices its
+terms are, and the sum is rounded to the dtype of the tokens once. What ``etp`` adds up before that
+are parts of one product, of that dtype as over ``tp``.
 """
 
 import jax
 from jaxtyping import Array, Float
 
 from moe import exchange, exchange_gather, exchange_ragged
-from moe.routing import Routing
+from moe.routing import Routing, without_repeats
 from moe.weights import Experts
 from sharding.folding import FoldedMesh
 
@@ -40,9 +44,10 @@ def dispatch(
     Args:
       weights: the experts of this device.
       x: normalised tokens of this device.
-      routing: where they go, over the experts of all devices.
+      routing: where they go, over the experts of all devices. Any will do: an expert that a token
+        has twice is sent one row, with the sum of the weights.
       capacity: choices that `routing` sends from one device to one expert at most; None when
-        nothing was dropped.
+        nothing was dropped. What it sends beyond the room for them adds nothing to the result.
       implementation: "all_to_all", "all_gather" or "ragged"; None takes the first unless the second
         moves less.
       product: how the rows are multiplied, see `moe.grouped.grouped_dot`.
@@ -58,6 +63,7 @@ def dispatch(
         raise ValueError(f"dispatch={name!r} is none of {', '.join(IMPLEMENTATIONS)}; None picks.")
     if name == "ragged":
         _refuse_cpu(mesh)
+    routing = without_repeats(routing, weights.gate.shape[0] * mesh.size(mesh.ep))
     return IMPLEMENTATIONS[name](weights, x, routing, mesh, capacity, product)
 
 
@@ -97,7 +103,8 @@ def rows_received(
     * "ragged": at most as much as "all_to_all" and with even routing ``2 T k (ep - 1) / ep`` over
       ``ep``; over ``etp`` it is the same. What is given here is the bound.
 
-    The backward pass moves as much again.
+    The backward pass moves as much again. In half precision the sums of "all_gather", forward and
+    backward, travel as float32, twice as wide as what is counted here.
     """
     devices = mesh.size(mesh.ep) * mesh.size(mesh.etp)
     rows = exchange.room(num_tokens, k, num_local, capacity)

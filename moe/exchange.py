@@ -14,9 +14,8 @@ from sharding.folding import FoldedMesh
 def room(num_tokens: int, k: int, num_local: int, capacity: int | None) -> int:
     """Choices that one device can send to another: ``min(T min(k, L), C L)``.
 
-    A token chooses an expert once (`moe.routing.route` sees to it), so that it has at most
-    ``min(k, L)`` choices among L experts. What a routing made otherwise has beyond the room adds
-    nothing to a result, and never stands in another's place.
+    A token has an expert once (`moe.routing.without_repeats` sees to it), so that it has at most
+    ``min(k, L)`` choices among L experts.
     """
     most = num_tokens * min(k, num_local)
     return most if capacity is None else min(most, capacity * num_local)
@@ -46,7 +45,8 @@ def all_to_all(
     experts = routing.experts.reshape(-1)
     peer = experts // num_local
     position, _ = positions_within(peer, num_peers)
-    # Padding has an expert id past the last and so a peer past the last: it has no place.
+    # Padding has an expert id past the last and so a peer past the last: it has no place, and what
+    # is more than the capacity promised must not take that of another peer.
     fits = (peer < num_peers) & (position < parcel)
     place = jnp.where(fits, peer * parcel + position, num_peers * parcel)
     assignment = inverse_places(place, num_peers * parcel)

@@ -24,8 +24,8 @@ def all_gather(
     """Gather tokens and routing over ``ep x etp``, sum what the own experts give, reduce-scatter.
 
     Communication per device and layer, forward, with ``n = ep etp`` and T local tokens: ``T d_model
-    (n - 1)`` elements out and as many back, whatever k is, and ``2 T k (n - 1)`` numbers of routing
-    out. It wins where k is large.
+    (n - 1)`` elements out and as many back in float32, whatever k is, and ``2 T k (n - 1)`` numbers
+    of routing out; backward the same. It wins where k is large.
 
     References:
       Jin et al., "MegaScale-MoE", 2025, section 3.2. https://arxiv.org/abs/2505.11432

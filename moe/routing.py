@@ -100,7 +100,8 @@ def route(
       valid: what is not padding.
       bias: of each expert's selection; no gradient.
       replay: choices made before, used in place of the router's own while scores stay the current
-        ones. A token with an id out of ``0..num_experts - 1`` (it was padding then) chooses anew.
+        ones. A token with an id out of ``0..num_experts - 1`` (it was padding then) chooses anew;
+        an expert that it names twice is chosen twice, and counts, weighs and fills up as such.
 
     Returns:
       The routing, and the probabilities of all experts: scores that sum to 1.
@@ -162,6 +163,20 @@ def _weights_of(
         chosen = jnp.take_along_axis(scores, experts, axis=-1)
         weights = chosen / jnp.sum(chosen, axis=-1, keepdims=True)
     return weights * config.routed_scaling
+
+
+def without_repeats(routing: Routing, num_experts: int) -> Routing:
+    """The same routing with each expert of a token once, weighing what its repeats weigh together.
+
+    A router never repeats an expert; choices that were recorded elsewhere and are replayed may.
+    """
+    same = routing.experts[:, :, None] == routing.experts[:, None, :]
+    first = jnp.argmax(same, axis=2)
+    column = jnp.arange(first.shape[1])
+    # [token, column, repeat]: an only choice is added to nothing but zeros and keeps its bits.
+    of_column = first[:, None, :] == column[None, :, None]
+    weights = jnp.sum(routing.weights[:, None, :], axis=2, where=of_column)
+    return Routing(jnp.where(first == column[None], routing.experts, num_experts), weights)
 
 
 def assignments(experts: Int[Array, "token k"], num_experts: int) -> Float[Array, "token expert"]:

@@ -7,7 +7,8 @@ Their results have the name `COLLECTIVE`: what is computed again in the backward
 (`moe.remat`) starts from them and communicates nothing.
 """
 
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +63,51 @@ def scatter_tokens(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "
     if lax.axis_size(axes) == 1:
         return x
     return _named(lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True))
+
+
+def gather_summed_wide(x: Shaped[Array, "local *rest"], axes: Axes) -> Shaped[Array, "all *rest"]:
+    """`gather_tokens` whose gradient is summed in float32 and rounded once, to the dtype of `x`.
+
+    Volume received: (n-1) shards; by the gradient as many elements, of float32.
+    """
+    return _gather_summed_wide(vary(x, axes), axes)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gather_summed_wide(x: Array, axes: Axes) -> Array:
+    return gather_tokens(x, axes)
+
+
+def _gather_backward(axes: Axes, _: None, gradient: Array) -> tuple[Array]:
+    return (scatter_tokens(gradient.astype(jnp.float32), axes).astype(gradient.dtype),)
+
+
+_gather_summed_wide.defvjp(lambda x, axes: (gather_tokens(x, axes), None), _gather_backward)
+
+
+def scatter_and_round(
+    x: Shaped[Array, "all *rest"], axes: Axes, dtype: Any
+) -> Shaped[Array, "local *rest"]:
+    """`scatter_tokens` of float32 terms, rounded to `dtype` when they are summed and not before.
+
+    The reverse of `gather_summed_wide`, and its gradient.
+    """
+    return _scatter_and_round(vary(x, axes), axes, dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _scatter_and_round(x: Array, axes: Axes, dtype: Any) -> Array:
+    return scatter_tokens(x, axes).astype(dtype)
+
+
+def _scatter_backward(axes: Axes, dtype: Any, _: None, gradient: Array) -> tuple[Array]:
+    # Gathered as narrow as it comes, and widened after.
+    return (gather_tokens(gradient, axes).astype(jnp.float32),)
+
+
+_scatter_and_round.defvjp(
+    lambda x, axes, dtype: (_scatter_and_round(x, axes, dtype), None), _scatter_backward
+)
 
 
 def own_shard(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "local *rest"]:

@@ -20,7 +20,7 @@ from moe import exchange_ragged
 from moe.dispatch import best, dispatch, rows_received
 from moe.exchange import room
 from moe.exchange_ragged import ragged
-from moe.experts import every_expert
+from moe.experts import every_expert, routed_experts
 from moe.routing import Routing
 from moe.weights import Experts
 from sharding.folding import Layout, fold_abstract
@@ -149,6 +149,41 @@ def test_smaller_buffers_hold_what_a_capacity_lets_through(name, capacity):
         agrees(program, routing, kind)
 
 
+@pytest.fixture
+def emulated(monkeypatch):
+    """CPU devices that have a ragged exchange."""
+    monkeypatch.setattr(exchange_ragged.lax, "ragged_all_to_all", ragged_by_gathering)
+    monkeypatch.setattr(dispatching, "_refuse_cpu", lambda mesh: None)
+
+
+def in_half_precision(function):
+    """`function(weights, x, routing)` of bfloat16 tokens, and the exact weighted sum of the rows
+    that their experts give."""
+    weights, x, routing = expert_weights(), tokens().astype(jnp.bfloat16), routing_of("any")
+
+    @jit
+    def rows(weights, x, experts):
+        columns = [routed_experts(weights, x, experts[:, k]) for k in range(CHOSEN)]
+        return jnp.stack(columns, axis=1)
+
+    given = rows(weights, x, routing.experts)
+    assert given.dtype == jnp.bfloat16
+    scale, given = (np.asarray(a, np.float64) for a in (routing.weights, given))
+    out = jit(function)(weights, x, routing)
+    assert out.dtype == jnp.bfloat16
+    return np.asarray(out, np.float64), np.sum(scale[..., None] * given, axis=1)
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "all_gather", "ragged"])
+def test_half_precision_is_rounded_once(name, emulated):
+    """Neither the weights nor what several devices add up are rounded before the sum is."""
+    mesh = mesh_of("dp4 / ep4")
+    out, exact = in_half_precision(on(mesh, partial(dispatch, mesh=mesh, implementation=name)))
+    # Half a unit of eight bits, and sums of float32 terms of order one.
+    half_unit = 2.0 ** (np.ceil(np.log2(np.abs(exact) + 1e-9)) - 9)
+    np.testing.assert_array_less(np.abs(out - exact), half_unit + 1e-6)
+
+
 def ragged_by_gathering(
     operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name
 ):
@@ -167,6 +202,37 @@ def ragged_by_gathering(
         own = own & (size == recv_sizes[peer])
         output = jnp.where(own[:, None], rows, output)
     return output
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "all_gather", "ragged"])
+def test_an_expert_chosen_twice_counts_twice(name, emulated):
+    """As a replayed routing may have it: more choices than a parcel has room for, and none lost."""
+    mesh = mesh_of("dp4 / ep4")
+    experts = np.array(routing_of("any").experts)
+    # The last tokens of each device choose one expert of the first device again and again.
+    experts[np.arange(TOKENS) % 4 > 0] = [[0, 0, 0]]
+    experts[::4] = [3, 2, 3]
+    assert room(4, CHOSEN, 2, None) == 8 < 9
+    scale = np.random.default_rng(3).random(experts.shape)
+    routing = Routing(jnp.asarray(experts), jnp.asarray(scale, jnp.float32))
+    agrees(pulled(on(mesh, partial(dispatch, mesh=mesh, implementation=name))), routing, name)
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "all_gather", "ragged"])
+def test_more_than_the_capacity_promised_takes_nobodys_place(name, emulated):
+    """What has no room adds nothing, and rows for another device are not written over."""
+    mesh = mesh_of("dp4 / ep4")
+    experts = np.tile([0, 1, ROUTE], (TOKENS, 1))
+    experts[::4] = [4, ROUTE, ROUTE]
+    assert room(4, CHOSEN, 2, 1) == 2 < 6
+    scale = np.where(experts < ROUTE, 0.25, 0.0)
+    routing = Routing(jnp.asarray(experts), jnp.asarray(scale, jnp.float32))
+    given = {"mesh": mesh, "capacity": 1, "implementation": name}
+    program = jit(on(mesh, partial(dispatch, **given)))
+    out = program(expert_weights(), tokens(), routing)
+    _, expected = oracle()(expert_weights(), tokens(), routing.weights, routing)
+    assert np.all(np.isfinite(out))
+    np.testing.assert_allclose(out[::4], expected[::4], atol=3e-6)
 
 
 @pytest.mark.parametrize("layout", ["dp1", "dp8 / ep4 etp2"])

@@ -3,6 +3,8 @@
 Two axes are tuples of two atoms. The integers that travel are exact in float32, so equality is too.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +14,11 @@ from jax.sharding import PartitionSpec as P
 from sharding.collectives import (
     all_sum,
     exchange,
+    gather_summed_wide,
     gather_tokens,
     join_shards,
     own_shard,
+    scatter_and_round,
     scatter_tokens,
     vary,
     varying,
@@ -86,8 +90,15 @@ def test_ranks_are_as_the_oracle_has_them():
     assert len(MESH.dp) == len(MESH.ep) == 2
 
 
+@pytest.mark.parametrize(
+    ("gather", "scatter"),
+    [
+        (gather_tokens, scatter_tokens),
+        (gather_summed_wide, partial(scatter_and_round, dtype=jnp.float32)),
+    ],
+)
 @pytest.mark.parametrize("name", AXES)
-def test_gather_and_scatter_are_each_others_transpose(name):
+def test_gather_and_scatter_are_each_others_transpose(name, gather, scatter):
     axes, n = getattr(MESH, name), len(GROUPS[name][0])
     shards, whole = numbers(1, 8, 2, WIDTH), numbers(2, 8, 2 * n, WIDTH)
 
@@ -97,13 +108,34 @@ def test_gather_and_scatter_are_each_others_transpose(name):
     def scattered(rows, place):
         return rows.sum(axis=0)[2 * place : 2 * place + 2]
 
-    out, gradient = value_and_gradient(each_device(gather_tokens, axes), shards, whole)
+    out, gradient = value_and_gradient(each_device(gather, axes), shards, whole)
     np.testing.assert_array_equal(out, expect_each(name, shards, gathered))
     np.testing.assert_array_equal(gradient, expect_each(name, whole, scattered))
 
-    out, gradient = value_and_gradient(each_device(scatter_tokens, axes), whole, shards)
+    out, gradient = value_and_gradient(each_device(scatter, axes), whole, shards)
     np.testing.assert_array_equal(out, expect_each(name, whole, scattered))
     np.testing.assert_array_equal(gradient, expect_each(name, shards, gathered))
+
+
+def test_sums_of_half_precision_are_rounded_once():
+    """256 and seven times 1 are 263 and then 264; rounded after each term they stay 256."""
+    terms = np.ones((8, 8, WIDTH), np.float32)
+    terms[0] = 256
+    wide, narrow = jnp.asarray(terms), jnp.asarray(terms, jnp.bfloat16)
+    shard = jnp.zeros((8, 1, WIDTH), jnp.bfloat16)
+
+    @jax.jit
+    def sums(wide, narrow, shard):
+        scatter = each_device(partial(scatter_and_round, dtype=jnp.bfloat16), MESH.axes)
+        out, back = jax.vjp(scatter, wide)
+        (gathered,) = back(out)
+        _, back = jax.vjp(each_device(gather_summed_wide, MESH.axes), shard)
+        return out, gathered, back(narrow)[0]
+
+    out, gathered, gradient = sums(wide, narrow, shard)
+    assert (out.dtype, gathered.dtype, gradient.dtype) == (jnp.bfloat16, jnp.float32, jnp.bfloat16)
+    for total in (out, gathered, gradient):
+        np.testing.assert_array_equal(np.asarray(total, np.float32), 264)
 
 
 @pytest.mark.parametrize("name", AXES)
