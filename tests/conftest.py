@@ -21,10 +21,24 @@ jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
+# In the quick tier programs run once or twice: what the compiler's passes would win is less than
+# they cost, which is half of the tier's time. In the full tier programs are compiled as users do.
+UNOPTIMISED = (
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_use_fusion_emitters=false",
+)
+
 # Tracing makes objects by the million; looking through them again and again takes a sixth of the
 # suite's time, and few of them are garbage.
 gc.freeze()
 gc.set_threshold(200_000, 50, 50)
+
+
+def pytest_configure(config):
+    if config.option.markexpr == "not slow":
+        given = os.environ.get("XLA_FLAGS", "").split()
+        os.environ["XLA_FLAGS"] = " ".join([*UNOPTIMISED, *given])
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[1]
 HERE = "tests/jrl/losses"
 # Collected once, and run for every mutant before the files that name its functions.
 COLLECTED = ("test_vectors.py", "test_array_contract.py")
-OPTIONS = ("-q", "-s", "-p", "no:cacheprovider")
+OPTIONS = ("-q", "-s", "-p", "no:cacheprovider", "-m", "")
 # The number of the mutant that is none, and what a copy says of one that it could not put in place.
 UNCHANGED, MISPLACED = -1, 70
 COMPARISONS = {
