@@ -8,6 +8,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
+from jrl.losses import settings
 from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, keep, within
 
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+"]
@@ -67,6 +68,8 @@ def kl_estimate(
     if kind not in get_args(KLEstimator):
         choices = ", ".join(get_args(KLEstimator))
         raise ValueError(f"kind={kind!r} is not an estimator of KL: choose one of {choices}.")
+    max_log_ratio = settings.optional_distance("max_log_ratio", max_log_ratio)
+    max_value = settings.optional_distance("max_value", max_value)
     check_shapes(logprobs=logprobs, ref_logprobs=ref_logprobs)
     logprobs, ref_logprobs = as_floats(logprobs, ref_logprobs)
     difference = logprobs - jax.lax.stop_gradient(ref_logprobs)

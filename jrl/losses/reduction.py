@@ -15,6 +15,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Real, Shaped
 
+from jrl.losses import settings
 from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, keep
 
 Aggregation = Literal[
@@ -177,6 +178,8 @@ def aggregate(
     if empty_rows not in get_args(EmptyRows):
         raise ValueError(f"empty_rows={empty_rows!r} is neither 'skip' nor 'count'.")
     check_shapes(per_token=per_token, mask=mask)
+    num_tokens = settings.count("num_tokens", num_tokens, "tokens")
+    num_sequences = settings.count("num_sequences", num_sequences, "sequences")
     mask = as_mask(mask)
     (per_token,) = as_floats(per_token)
     per_token = keep(per_token, mask)
@@ -188,12 +191,10 @@ def aggregate(
         return divide(jnp.sum(per_token), tokens)
 
     if mode == "seq-mean-token-sum-norm":
-        if max_length is None or max_length <= 0:
-            raise ValueError(
-                f"max_length={max_length} cannot normalise {mode}: give the longest response that "
-                "is allowed, in tokens."
-            )
-        per_token = per_token / max_length
+        rule = f"cannot normalise {mode}: give the longest response that is allowed, in tokens."
+        if max_length is None:
+            raise ValueError(f"max_length=None {rule}")
+        per_token = per_token / settings.number("max_length", max_length, rule, above=0)
     if mode == "seq-mean-token-mean":
         per_token = per_token / _lengths(per_token, mask, num_sequences, sequence_lengths)
     counted = jnp.any(mask, axis=-1) if empty_rows == "skip" else jnp.ones(mask.shape[:-1], bool)

@@ -8,7 +8,8 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Integer, Real
 
-from jrl.losses.arrays import Number, as_floats, check_shapes
+from jrl.losses import settings
+from jrl.losses.arrays import Number, as_floats, check_responses
 from jrl.losses.groups import (
     group_centred,
     group_max,
@@ -73,11 +74,12 @@ def grpo(
     >>> grpo(jnp.array([3.0, 1.0]), jnp.array([0, 0]), unbiased=False, epsilon=0.0).tolist()
     [1.0, -1.0]
     """
-    check_shapes(rewards=rewards, groups=groups)
+    check_responses(rewards=rewards, groups=groups)
     if scale not in ("group", "batch", None):
         raise ValueError(f"scale={scale!r} is not a scale: choose 'group', 'batch' or None.")
     if singleton not in ("zero", "reward"):
         raise ValueError(f"singleton={singleton!r} is not a rule: choose 'zero' or 'reward'.")
+    epsilon = settings.epsilon("epsilon", epsilon)
     (rewards,) = as_floats(jax.lax.stop_gradient(rewards))
     index = number_groups(groups)
     size = group_size(rewards, index)
@@ -150,7 +152,7 @@ def rloo(
     >>> rloo(jnp.array([1.0, 0.0, 2.0, 6.0]), jnp.array([3, 3, 3, 8])).tolist()
     [0.0, -1.5, 1.5, 0.0]
     """
-    check_shapes(rewards=rewards, groups=groups)
+    check_responses(rewards=rewards, groups=groups)
     (rewards,) = as_floats(jax.lax.stop_gradient(rewards))
     index = number_groups(groups)
     size = group_size(rewards, index)
@@ -187,7 +189,7 @@ def maxrl(
     >>> maxrl(jnp.array([1.0, 0.0, 0.0, 0.0, 0.0]), jnp.array([0, 0, 0, 0, 1])).tolist()
     [3.0, -1.0, -1.0, -1.0, 0.0]
     """
-    check_shapes(rewards=rewards, groups=groups)
+    check_responses(rewards=rewards, groups=groups)
     (rewards,) = as_floats(jax.lax.stop_gradient(rewards))
     index = number_groups(groups)
     mean = group_sum(rewards, index) / group_size(rewards, index)
@@ -223,7 +225,7 @@ def opo(
     >>> opo(jnp.array([1.0, 0.0]), jnp.array([0, 0]), jnp.array([1, 3])).tolist()
     [0.75, -0.25]
     """
-    check_shapes(rewards=rewards, groups=groups, lengths=lengths)
+    check_responses(rewards=rewards, groups=groups, lengths=lengths)
     rewards, lengths = as_floats(*jax.lax.stop_gradient((rewards, lengths)))
     index = number_groups(groups)
     least = group_min(rewards, index)
@@ -271,14 +273,14 @@ def gpg(
     >>> gpg(jnp.array([1.0, 0.0, 1.0, 1.0]), jnp.array([0, 0, 1, 1])).tolist()
     [1.0, -1.0, 0.0, 0.0]
     """
-    check_shapes(rewards=rewards, groups=groups)
+    check_responses(rewards=rewards, groups=groups)
     if isinstance(alpha, str) and alpha not in ("informative", "nonzero"):
         raise ValueError(f"alpha={alpha!r} is unknown: 'informative', 'nonzero' or a number.")
     (rewards,) = as_floats(jax.lax.stop_gradient(rewards))
     index = number_groups(groups)
     advantages = group_centred(rewards, index)
     if not isinstance(alpha, str):
-        return alpha * advantages
+        return settings.number("alpha", alpha) * advantages
     differ = group_max(rewards, index) > group_min(rewards, index)
     counts = differ if alpha == "informative" else rewards != 0
     number = jnp.sum(counts, dtype=jnp.int32).astype(rewards.dtype)

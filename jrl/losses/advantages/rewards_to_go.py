@@ -6,10 +6,22 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Integer, Real, Shaped
 
+from jrl.losses import settings
 from jrl.losses.advantages.group_relative import dr_grpo
 from jrl.losses.advantages.recursion import discounted_errors
 from jrl.losses.advantages.whitening import whiten
-from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, fit, keep, spread
+from jrl.losses.arrays import (
+    Number,
+    Scalar,
+    as_floats,
+    as_mask,
+    check_responses,
+    check_rows,
+    check_shapes,
+    fit,
+    keep,
+    spread,
+)
 from jrl.losses.groups import number_groups, ratio_or_zero
 
 
@@ -105,7 +117,8 @@ def reinforce_plus_plus_baseline(
     [[0.58, 0.58], [-1.15, 0.0]]
     """
     mask = as_mask(mask)
-    check_shapes(rewards=rewards, groups=groups, **{"mask[:, 0]": mask[:, 0]})
+    check_responses(rewards=rewards, groups=groups)
+    check_rows("mask", mask, rewards=rewards)
     advantages = dr_grpo(rewards, groups)
     return whiten(jnp.broadcast_to(advantages[:, None], mask.shape), mask)
 
@@ -143,7 +156,7 @@ def remax(
     mask = as_mask(mask)
     check_shapes(rewards=rewards, mask=mask)
     rewards, greedy_rewards = as_floats(rewards, greedy_rewards)
-    check_shapes(**{"rewards[..., 0]": rewards[..., 0]}, greedy_rewards=greedy_rewards)
+    check_rows("rewards", rewards, greedy_rewards=greedy_rewards)
     to_go = _rewards_to_go(keep(rewards, mask), mask, 1.0)
     return jax.lax.stop_gradient(keep(to_go - greedy_rewards[..., None], mask))
 
@@ -203,7 +216,9 @@ def optimal_token_baseline(
     floats = as_floats(*jax.lax.stop_gradient((rewards, logprobs, sum_squared_probs, weights)))
     rewards, logprobs, squares = (keep(x, mask) for x in floats[:3])
     weights = keep(spread("importance_weights", floats[3], rewards), mask)
-    check_shapes(**{"rewards[:, 0]": rewards[:, 0]}, groups=groups)
+    check_responses(groups=groups)
+    check_rows("rewards", rewards, groups=groups)
+    epsilon = settings.epsilon("epsilon", epsilon)
 
     to_go = _rewards_to_go(rewards, mask, 1.0)
     moved = keep((1 - 2 * jnp.exp(logprobs) + squares) * weights**2, mask)

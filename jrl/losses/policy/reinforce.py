@@ -11,6 +11,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
+from jrl.losses import settings
 from jrl.losses.arrays import Number, check_shapes
 from jrl.losses.policy.tokens import (
     Bound,
@@ -287,8 +288,8 @@ def vespo_surrogate(
     [1.1547, 0.0]
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
-    settings = (k_positive, lam_positive, k_negative, lam_negative)
-    surrogate, _ = _soft_weight(tokens, *settings, max_log_ratio)
+    powers = (k_positive, lam_positive, k_negative, lam_negative)
+    surrogate, _ = _soft_weight(tokens, *powers, max_log_ratio)
     return surrogate
 
 
@@ -346,8 +347,8 @@ def vespo_loss(
     (1.0, 1.0)
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
-    settings = (k_positive, lam_positive, k_negative, lam_negative)
-    surrogate, statistics = _soft_weight(tokens, *settings, max_log_ratio)
+    powers = (k_positive, lam_positive, k_negative, lam_negative)
+    surrogate, statistics = _soft_weight(tokens, *powers, max_log_ratio)
     return reduce_surrogate(
         surrogate, statistics, tokens.mask, aggregation, importance_weights, **denominators
     )
@@ -387,17 +388,16 @@ def _soft_weight(
     max_log_ratio: Number | None,
 ) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
     """The surrogate of `vespo_surrogate`, and the statistics of `vespo_loss` for each token."""
-    settings = {
+    given = {
         "k_positive": k_positive,
         "lam_positive": lam_positive,
         "k_negative": k_negative,
         "lam_negative": lam_negative,
     }
-    for name, setting in settings.items():
-        if setting <= 0:
-            raise ValueError(
-                f"{name}={setting} must be positive, so that the weight vanishes far from one."
-            )
+    rule = "must be positive, so that the weight vanishes far from one."
+    k_positive, lam_positive, k_negative, lam_negative = (
+        settings.number(name, x, rule, above=0) for name, x in given.items()
+    )
     log_ratio, statistics = clamped_log_ratio(tokens, max_log_ratio)
     dtype, positive = log_ratio.dtype, tokens.advantages >= 0
     k = jnp.where(positive, k_positive, k_negative).astype(dtype)

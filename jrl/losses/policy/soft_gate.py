@@ -8,6 +8,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
+from jrl.losses import settings
 from jrl.losses.arrays import Number
 from jrl.losses.policy.tokens import Tokens, clamped_log_ratio, clean, reduce_surrogate
 from jrl.losses.reduction import Aggregation, Denominators, Mean
@@ -125,11 +126,12 @@ def _gated(
     tokens: Tokens, tau_positive: Number, tau_negative: Number, max_log_ratio: Number | None
 ) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
     """The surrogate of `sapo_surrogate`, and the statistics of `sapo_loss` for each token."""
-    for name, tau in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):
-        if tau <= 0:
-            raise ValueError(f"{name}={tau} is a temperature and must be positive, such as 1.0.")
+    positive, negative = (
+        settings.number(name, tau, "is a temperature and must be positive, such as 1.0.", above=0)
+        for name, tau in (("tau_positive", tau_positive), ("tau_negative", tau_negative))
+    )
     log_ratio, statistics = clamped_log_ratio(tokens, max_log_ratio)
-    tau = jnp.where(tokens.advantages > 0, tau_positive, tau_negative).astype(log_ratio.dtype)
+    tau = jnp.where(tokens.advantages > 0, positive, negative).astype(log_ratio.dtype)
     # What tau (r - 1) is near r = 1 is a small difference, which expm1 keeps exact.
     gate = jax.nn.sigmoid(tau * jnp.expm1(log_ratio))
     return -tokens.advantages * (4 / tau) * gate, {"gate": 4 * gate * (1 - gate), **statistics}

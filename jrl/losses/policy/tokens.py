@@ -8,6 +8,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Shaped
 
+from jrl.losses import settings
 from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, keep, spread, within
 from jrl.losses.reduction import Aggregation, Denominators, Mean, aggregate
 
@@ -57,7 +58,11 @@ def clamped_log_ratio(
     Returns:
       The log-ratio, and for each token ``ppo_kl`` (its negative, the k1 estimate of
       KL(old || current)), ``ratio``, ``ratio_squared`` and ``ratio_clamped``.
+
+    Raises:
+      ValueError: if `max_log_ratio` is negative.
     """
+    max_log_ratio = settings.optional_distance("max_log_ratio", max_log_ratio)
     log_ratio = tokens.logprobs - tokens.old_logprobs
     beyond = jnp.zeros_like(tokens.mask)
     if max_log_ratio is not None:
@@ -72,28 +77,19 @@ def clamped_log_ratio(
     }
 
 
-def distance(name: str, bound: Bound, tokens: Tokens) -> Float[Array, "..."] | Number:
+def distance(name: str, bound: Bound, tokens: Tokens) -> Float[Array, "..."] | settings.Checked:
     """The bound itself if it is a number, or one for each token.
 
     Raises:
-      ValueError: if it is a negative number, or an array that does not spread over the tokens.
+      ValueError: if it is negative, as far as that is known, or an array that does not spread over
+        the tokens.
     """
-    if not isinstance(bound, int | float):
-        return jnp.where(tokens.mask, spread(name, bound, tokens.logprobs), 0)
-    check_distance(name, bound)
-    return bound
-
-
-def check_distance(name: str, bound: Number) -> None:
-    """Check a distance between two policies.
-
-    Raises:
-      ValueError: if it is negative.
-    """
-    if bound < 0:
-        raise ValueError(
-            f"{name}={bound} is a distance and cannot be negative; float('inf') is off."
-        )
+    if not settings.is_array(bound) or jnp.ndim(bound) == 0:
+        return settings.distance(name, bound)
+    bounds = keep(spread(name, bound, tokens.logprobs), tokens.mask)
+    if not isinstance(bounds, jax.core.Tracer) and jnp.any(bounds < 0):
+        settings.distance(name, jnp.min(bounds))
+    return bounds
 
 
 def lengths(tokens: Tokens) -> Float[Array, "*batch 1"]:
@@ -113,6 +109,7 @@ def floored_logprobs(tokens: Tokens, max_log_ratio: Number | None) -> Float[Arra
     A token that has become impossible would make ``A logp`` infinite. Where the floor acts the
     gradient is 0.
     """
+    max_log_ratio = settings.optional_distance("max_log_ratio", max_log_ratio)
     if max_log_ratio is None:
         return tokens.logprobs
     floor = tokens.old_logprobs - max_log_ratio
