@@ -9,10 +9,10 @@ from typing import TypeAlias
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import Bool, Float, Num, Shaped
+from jaxtyping import Bool, Float, Num, Real, Shaped
 
-# A setting known when the program is traced, so that it can be checked; and any single number.
-Number: TypeAlias = int | float
+# A setting, see jrl/losses/settings.py; and any single number, such as a count or a coefficient.
+Number: TypeAlias = Real[ArrayLike, ""]
 Scalar: TypeAlias = Num[ArrayLike, ""]
 
 
@@ -43,7 +43,15 @@ def keep(x: Shaped[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Shaped[Arra
     return jnp.where(mask, x, jnp.zeros((), x.dtype))
 
 
-def within(x: Float[Array, "*shape"], bound: Number) -> Float[Array, "*shape"]:
+def zero_per_row(x: Float[Array, "*batch time"]) -> Float[Array, "*batch"]:
+    """0 for each row, also where rows have no entry at all.
+
+    Made from the rows so that, under `jax.shard_map`, it varies over the devices they do.
+    """
+    return jnp.zeros_like(jnp.sum(x, axis=-1))
+
+
+def within(x: Float[Array, "*shape"], bound: int | float | Array) -> Float[Array, "*shape"]:
     """`x` clamped to plus or minus `bound`.
 
     Beyond the bounds the derivative is 0, at them 1 (that of `jnp.clip` is a half there).
@@ -89,3 +97,38 @@ def check_shapes(**arrays: Shaped[ArrayLike, "..."]) -> None:
     if len(set(shapes.values())) > 1:
         listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise ValueError(f"these arrays must have one shape, aligned to the same tokens: {listed}.")
+
+
+def check_responses(**arrays: Shaped[ArrayLike, "..."]) -> None:
+    """Check that the named arrays have one number for each response: one axis, of one size.
+
+    Raises:
+      ValueError: if one has another number of axes, or sizes differ.
+    """
+    for name, array in arrays.items():
+        shape = jnp.shape(array)
+        if len(shape) != 1:
+            fix = f"sum it over time first, as {name}.sum(-1)" if shape else f"give {name}[None]"
+            if name == "groups":
+                fix = "all tokens of a response share its group, as groups[:, 0]"
+            raise ValueError(
+                f"{name} has shape {shape} and must be [batch], one number per response: {fix}."
+            )
+    check_shapes(**arrays)
+
+
+def check_rows(
+    rows_of: str, array: Shaped[ArrayLike, "..."], **per_row: Shaped[ArrayLike, "..."]
+) -> None:
+    """Check that the named arrays have one entry for each row of the array called `rows_of`.
+
+    Raises:
+      ValueError: if the shape of one is not that of `array` without its last axis.
+    """
+    shape = jnp.shape(array)
+    for name, entries in per_row.items():
+        if not shape or jnp.shape(entries) != shape[:-1]:
+            raise ValueError(
+                f"{name} has shape {jnp.shape(entries)} and must have one entry for each row of "
+                f"{rows_of} {shape}."
+            )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from jrl.losses import settings
 from jrl.losses.arrays import Number, Scalar, as_floats
 
 
@@ -42,9 +43,11 @@ def adaptive_kl_coefficient(
       >>> round(float(adaptive_kl_coefficient(0.2, 3.0, target=6, num_samples=256, horizon=1e4)), 6)
       0.198976
     """
-    for name, setting in (("target", target), ("horizon", horizon)):
-        if setting <= 0:
-            raise ValueError(f"{name}={setting} must be positive, such as the original's.")
+    rule = "must be positive, such as the original's."
+    target = settings.number("target", target, rule, above=0)
+    horizon = settings.number("horizon", horizon, rule, above=0)
+    for name, x in (("coefficient", coefficient), ("kl", kl), ("num_samples", num_samples)):
+        settings.one(name, x)
     coefficient, kl, num_samples = as_floats(*jax.lax.stop_gradient((coefficient, kl, num_samples)))
     error = jnp.clip(kl / target - 1, -0.2, 0.2)
     return coefficient * (1 + error * num_samples / horizon)
@@ -90,10 +93,12 @@ def adaptive_entropy_coefficient(
       >>> [round(float(x), 3) for x in adaptive_entropy_coefficient(0.25, 0.5)]
       [0.245, 0.0]
     """
-    if step < 0:
-        raise ValueError(f"step={step} cannot be negative: it is added while entropy is low.")
-    if low > high:
-        raise ValueError(f"low={low} must not be above high={high}: they bound the coefficient.")
+    rule = "cannot be negative: it is added while entropy is low."
+    step = settings.number("step", step, rule, at_least=0)
+    low, high = settings.span(low, high, "they bound the coefficient.", equal=True)
+    target = settings.number("target", target)
+    for name, x in (("coefficient", coefficient), ("entropy", entropy)):
+        settings.one(name, x)
     coefficient, entropy = as_floats(*jax.lax.stop_gradient((coefficient, entropy)))
     scarce = entropy <= target
     coefficient = jnp.clip(jnp.where(scarce, coefficient + step, coefficient - step), low, high)

@@ -8,7 +8,7 @@ pass makes the cotangent of the logits and nothing else of that size either.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple, TypeVar, get_args
+from typing import Literal, NamedTuple, SupportsIndex, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Integer, Shaped
 
+from jrl.losses import settings
 from jrl.losses.arrays import as_floats, as_mask, check_shapes, keep
 
 KLDirection = Literal["policy||reference", "reference||policy"]
@@ -28,7 +29,7 @@ def logprobs_from_logits(
     tokens: Integer[ArrayLike, "*batch"],
     mask: Shaped[ArrayLike, "*batch"] | None = None,
     *,
-    chunk_size: int | None = None,
+    chunk_size: SupportsIndex | None = None,
 ) -> Float[Array, "*batch"]:
     """Log-probabilities of given tokens, from the logits of the positions that predict them.
 
@@ -57,7 +58,8 @@ def logprobs_from_logits(
       >>> logprobs_from_logits(logits, jnp.array([0, 2]), chunk_size=2).round(4).tolist()
       [-0.6930999755859375, -1.0986000299453735]
     """
-    logits, mask = _rows_of_logits(logits, mask, chunk_size)
+    chunk_size = _chunk_size(chunk_size)
+    logits, mask = _rows_of_logits(logits, mask)
     check_shapes(tokens=tokens, rows_of_logits=mask)
     return _token_logprobs(chunk_size, logits, jnp.asarray(tokens), mask)
 
@@ -66,7 +68,7 @@ def entropy_from_logits(
     logits: Float[ArrayLike, "*batch vocab"],
     mask: Shaped[ArrayLike, "*batch"] | None = None,
     *,
-    chunk_size: int | None = None,
+    chunk_size: SupportsIndex | None = None,
 ) -> Float[Array, "*batch"]:
     """Exact entropy of the distributions whose logits lie along the last axis.
 
@@ -92,7 +94,8 @@ def entropy_from_logits(
       >>> entropy_from_logits(jnp.array([[0.0, 0.0, -jnp.inf], [9.0, -jnp.inf, -jnp.inf]])).tolist()
       [0.6931471824645996, 0.0]
     """
-    logits, mask = _rows_of_logits(logits, mask, chunk_size)
+    chunk_size = _chunk_size(chunk_size)
+    logits, mask = _rows_of_logits(logits, mask)
     return _entropy(chunk_size, logits, mask)
 
 
@@ -102,7 +105,7 @@ def kl_from_logits(
     mask: Shaped[ArrayLike, "*batch"] | None = None,
     *,
     direction: KLDirection = "policy||reference",
-    chunk_size: int | None = None,
+    chunk_size: SupportsIndex | None = None,
 ) -> Float[Array, "*batch"]:
     """Exact KL divergence between two policies at each position, summed over the vocabulary.
 
@@ -149,21 +152,26 @@ def kl_from_logits(
         choices = ", ".join(get_args(KLDirection))
         raise ValueError(f"direction={direction!r} is unknown: choose one of {choices}.")
     check_shapes(logits=logits, ref_logits=ref_logits)
-    logits, mask = _rows_of_logits(logits, mask, chunk_size)
+    chunk_size = _chunk_size(chunk_size)
+    logits, mask = _rows_of_logits(logits, mask)
     ref_logits = jax.lax.stop_gradient(jnp.asarray(ref_logits))
     if jnp.float64 in (logits.dtype, ref_logits.dtype):
         logits, ref_logits = as_floats(logits, ref_logits)
     return _divergence((chunk_size, direction), logits, ref_logits, mask)
 
 
+def _chunk_size(chunk_size: SupportsIndex | None) -> int | None:
+    """The setting as a whole number."""
+    if chunk_size is None:
+        return None
+    return settings.whole("chunk_size", chunk_size, "must be at least 1; None is off.", at_least=1)
+
+
 def _rows_of_logits(
     logits: Float[ArrayLike, "*batch vocab"],
     mask: Shaped[ArrayLike, "*batch"] | None,
-    chunk_size: int | None,
 ) -> tuple[Float[Array, "*batch vocab"], Bool[Array, "*batch"]]:
     """The logits as they are, and a mask that says which rows of them count."""
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size} must be at least 1; None is off.")
     logits = jnp.asarray(logits)
     if mask is None:
         return logits, jnp.ones(logits.shape[:-1], bool)

@@ -5,9 +5,12 @@ the caller may give the counts of the *whole* batch; then the sum over any cut i
 devices equals the whole, values and gradients. Metrics travel as (sum, count) for the same reason.
 """
 
+import difflib
+import inspect
 import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, Literal, TypedDict, TypeVar, get_args
+from typing import Any, Generic, Literal, TypedDict, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +18,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Real, Shaped
 
+from jrl.losses import settings
 from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, keep
 
 Aggregation = Literal[
@@ -179,6 +183,8 @@ def aggregate(
     if empty_rows not in get_args(EmptyRows):
         raise ValueError(f"empty_rows={empty_rows!r} is neither 'skip' nor 'count'.")
     check_shapes(per_token=per_token, mask=mask)
+    num_tokens = settings.count("num_tokens", num_tokens, "tokens")
+    num_sequences = settings.count("num_sequences", num_sequences, "sequences")
     mask = as_mask(mask)
     (per_token,) = as_floats(per_token)
     per_token = keep(per_token, mask)
@@ -190,17 +196,30 @@ def aggregate(
         return divide(jnp.sum(per_token), tokens)
 
     if mode == "seq-mean-token-sum-norm":
-        if max_length is None or max_length <= 0:
-            raise ValueError(
-                f"max_length={max_length} cannot normalise {mode}: give the longest response that "
-                "is allowed, in tokens."
-            )
-        per_token = per_token / max_length
+        rule = f"cannot normalise {mode}: give the longest response that is allowed, in tokens."
+        if max_length is None:
+            raise ValueError(f"max_length=None {rule}")
+        per_token = per_token / settings.number("max_length", max_length, rule, above=0)
     if mode == "seq-mean-token-mean":
         per_token = per_token / _lengths(per_token, mask, num_sequences, sequence_lengths)
     counted = jnp.any(mask, axis=-1) if empty_rows == "skip" else jnp.ones(mask.shape[:-1], bool)
     rows = jnp.sum(counted, dtype=jnp.int32)
     return divide(jnp.sum(per_token), rows if num_sequences is None else num_sequences)
+
+
+def check_denominators(loss: Callable[..., Any], denominators: Mapping[str, Any]) -> None:
+    """Check that what a loss hands on to `aggregate` are denominators and not typing errors.
+
+    Raises:
+      TypeError: if there is another keyword, naming the loss and the nearest of its own.
+    """
+    own = {n for n, p in inspect.signature(loss).parameters.items() if p.kind != p.VAR_KEYWORD}
+    takes = sorted(own | set(Denominators.__annotations__))
+    for name in denominators:
+        if name not in Denominators.__annotations__:
+            near = difflib.get_close_matches(name, takes, n=1)
+            fix = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(takes)}."
+            raise TypeError(f"{loss.__name__}() got an unexpected keyword {name!r}: {fix}")
 
 
 def _lengths(

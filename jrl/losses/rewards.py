@@ -6,15 +6,16 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Integer, Real, Shaped
 
-from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes
+from jrl.losses import settings
+from jrl.losses.arrays import Number, as_floats, as_mask, check_responses, check_rows
 from jrl.losses.groups import group_max, group_min, number_groups
 
 
 def overlong_penalty(
     lengths: Real[ArrayLike, "*batch"],
     *,
-    max_length: int,
-    buffer: int,
+    max_length: Number,
+    buffer: Number,
     floor: Number | None = -1.0,
 ) -> Float[Array, "*batch"]:
     """DAPO's soft punishment of responses that come near the limit of length.
@@ -45,15 +46,16 @@ def overlong_penalty(
       >>> overlong_penalty(jnp.array([60, 80, 90, 100, 120]), max_length=100, buffer=20).tolist()
       [0.0, 0.0, -0.5, -1.0, -1.0]
     """
-    if not 0 <= buffer <= max_length:
-        raise ValueError(
-            f"buffer={buffer} must lie between 0 and max_length={max_length}: both are in tokens."
-        )
-    if floor is not None and floor > 0:
-        raise ValueError(f"floor={floor} must not be positive: it bounds a penalty; None is off.")
+    longest = settings.number("max_length", max_length)
+    rule = f"must lie between 0 and max_length={longest}: both are in tokens."
+    limit = None if isinstance(longest, Array) else longest
+    buffer = settings.number("buffer", buffer, rule, at_least=0, at_most=limit)
+    rule = "must not be positive: it bounds a penalty; None is off."
+    floor = settings.optional("floor", floor, rule, at_most=0)
     (lengths,) = as_floats(jax.lax.stop_gradient(lengths))
     # Lengths are whole, so with an empty buffer one token too many is already the full penalty.
-    return jnp.clip((max_length - buffer - lengths) / max(buffer, 1), floor, 0)
+    over = jnp.maximum(buffer, 1) if isinstance(buffer, Array) else max(buffer, 1)
+    return jnp.clip((longest - buffer - lengths) / over, floor, 0)
 
 
 def overlong_filter(
@@ -85,11 +87,7 @@ def overlong_filter(
       >>> overlong_filter(jnp.ones((2, 3)), jnp.array([False, True])).astype(int).tolist()
       [[1, 1, 1], [0, 0, 0]]
     """
-    if jnp.shape(truncated) != jnp.shape(mask)[:-1]:
-        raise ValueError(
-            f"truncated has shape {jnp.shape(truncated)} and must have one entry for each row of "
-            f"mask {jnp.shape(mask)}."
-        )
+    check_rows("mask", mask, truncated=truncated)
     return as_mask(mask) & ~as_mask(truncated)[..., None]
 
 
@@ -119,7 +117,7 @@ def informative_groups(
       >>> informative_groups(jnp.array([1, 1, 0, 1]), jnp.array([0, 5, 0, 5])).tolist()
       [True, False, True, False]
     """
-    check_shapes(scores=scores, groups=groups)
+    check_responses(scores=scores, groups=groups)
     (scores,) = as_floats(scores)
     index = number_groups(groups)
     return group_max(scores, index) > group_min(scores, index)

@@ -2,7 +2,7 @@
 
 import operator
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, Unpack
+from typing import Generic, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
+from jrl.losses import settings
 from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, keep
 from jrl.losses.reduction import (
     Aggregation,
@@ -17,12 +18,10 @@ from jrl.losses.reduction import (
     Leaf,
     Mean,
     aggregate,
+    check_denominators,
     divide,
     masked_mean,
 )
-
-# How far a value may move: the same both ways, or (down, up).
-Clip: TypeAlias = Number | tuple[Number, Number] | Float[Array, "2"]
 
 
 def bounded_value(
@@ -56,10 +55,7 @@ def bounded_value(
       >>> bounded_value(jnp.array([-jnp.inf, 0.0, 1.0, jnp.inf]), low=-1.0, high=1.0).tolist()
       [-1.0, 0.0, 0.5, 1.0]
     """
-    if not low < high:
-        raise ValueError(
-            f"low={low} must be below high={high}: they are the least and the greatest return."
-        )
+    low, high = settings.span(low, high, "they are the least and the greatest return.")
     (x,) = as_floats(x)
     return low + (high - low) * (0.5 + jnp.arctan(x) / jnp.pi)
 
@@ -70,7 +66,7 @@ def value_loss(
     returns: Float[ArrayLike, "*batch time"],
     mask: Shaped[ArrayLike, "*batch time"],
     *,
-    clip: Clip | None = None,
+    clip: settings.Sides | None = None,
     aggregation: Aggregation = "token-mean",
     **denominators: Unpack[Denominators],
 ) -> tuple[Float[Array, ""], dict[str, "Mean | ExplainedVariance"]]:
@@ -124,12 +120,11 @@ def value_loss(
     errors = (values - returns) ** 2
     binds = jnp.zeros_like(mask)
     if clip is not None:
-        down, up = (clip, clip) if isinstance(clip, int | float) else clip
-        if not isinstance(clip, Array) and (down < 0 or up < 0):
-            raise ValueError(f"clip={clip} cannot be negative: it is a distance; None is off.")
+        down, up = settings.sides("clip", clip, "None is off")
         bounded = (jnp.clip(values, old_values - down, old_values + up) - returns) ** 2
         binds = bounded > errors
         errors = jnp.where(binds, bounded, errors)
+    check_denominators(value_loss, denominators)
     loss = aggregate(errors / 2, mask, aggregation, **denominators)
     return loss, {
         "vf_clipfrac": Mean.of(binds.astype(errors.dtype), mask),

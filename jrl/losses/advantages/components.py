@@ -6,8 +6,9 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Integer, Real
 
+from jrl.losses import settings
 from jrl.losses.advantages.group_relative import grpo
-from jrl.losses.arrays import Number, as_floats, check_shapes, spread
+from jrl.losses.arrays import Number, as_floats, check_responses, check_rows, spread
 from jrl.losses.groups import ratio_or_zero
 
 
@@ -63,8 +64,16 @@ def gdpo(
       [0.43, -1.3, 1.3, -0.43]
     """
     (rewards,) = as_floats(rewards)
-    check_shapes(**{"rewards[:, 0]": rewards[:, 0]}, groups=groups)
-    weights = spread("weights", 1.0 if weights is None else weights, rewards[0])
+    if rewards.ndim != 2:
+        raise ValueError(
+            f"rewards has shape {rewards.shape} and must be [batch, component], one column per "
+            "reward: for a single one give rewards[:, None]."
+        )
+    check_responses(groups=groups)
+    check_rows("rewards", rewards, groups=groups)
+    whiten_epsilon = settings.epsilon("whiten_epsilon", whiten_epsilon)
+    like = jnp.zeros(rewards.shape[1:], rewards.dtype)
+    weights = spread("weights", 1.0 if weights is None else weights, like)
     weights = jax.lax.stop_gradient(weights)
     normalised = [grpo(component, groups, epsilon=epsilon) for component in rewards.T]
     total = jnp.sum(jnp.stack(normalised, axis=1) * weights[None, :], axis=1)

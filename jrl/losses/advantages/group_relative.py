@@ -8,7 +8,8 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Integer, Real
 
-from jrl.losses.arrays import Number, as_floats, check_shapes
+from jrl.losses import settings
+from jrl.losses.arrays import Number, as_floats, check_responses
 from jrl.losses.groups import (
     group_centred,
     group_max,
@@ -74,11 +75,12 @@ def grpo(
       >>> grpo(jnp.array([3.0, 1.0]), jnp.array([0, 0]), unbiased=False, epsilon=0.0).tolist()
       [1.0, -1.0]
     """
-    check_shapes(rewards=rewards, groups=groups)
+    check_responses(rewards=rewards, groups=groups)
     if scale not in ("group", "batch", None):
         raise ValueError(f"scale={scale!r} is not a scale: choose 'group', 'batch' or None.")
     if singleton not in ("zero", "reward"):
         raise ValueError(f"singleton={singleton!r} is not a rule: choose 'zero' or 'reward'.")
+    epsilon = settings.epsilon("epsilon", epsilon)
     (rewards,) = as_floats(jax.lax.stop_gradient(rewards))
     index = number_groups(groups)
     size = group_size(rewards, index)
@@ -93,7 +95,7 @@ def grpo(
         deviation = jnp.sqrt(squares / jnp.maximum(size - bias, 1))
         deviation = jnp.where(as_rewarded, 1, deviation)
     else:
-        above_least = rewards - jnp.min(rewards)
+        above_least = rewards - jnp.min(rewards, initial=jnp.inf)
         squares = jnp.sum((above_least - jnp.mean(above_least)) ** 2)
         deviation = jnp.sqrt(squares / max(rewards.size - bias, 1))
     return ratio_or_zero(advantages, jnp.broadcast_to(deviation + epsilon, advantages.shape))
@@ -153,7 +155,7 @@ def rloo(
       >>> rloo(jnp.array([1.0, 0.0, 2.0, 6.0]), jnp.array([3, 3, 3, 8])).tolist()
       [0.0, -1.5, 1.5, 0.0]
     """
-    check_shapes(rewards=rewards, groups=groups)
+    check_responses(rewards=rewards, groups=groups)
     (rewards,) = as_floats(jax.lax.stop_gradient(rewards))
     index = number_groups(groups)
     size = group_size(rewards, index)
@@ -191,7 +193,7 @@ def maxrl(
       >>> maxrl(jnp.array([1.0, 0.0, 0.0, 0.0, 0.0]), jnp.array([0, 0, 0, 0, 1])).tolist()
       [3.0, -1.0, -1.0, -1.0, 0.0]
     """
-    check_shapes(rewards=rewards, groups=groups)
+    check_responses(rewards=rewards, groups=groups)
     (rewards,) = as_floats(jax.lax.stop_gradient(rewards))
     index = number_groups(groups)
     mean = group_sum(rewards, index) / group_size(rewards, index)
@@ -214,7 +216,8 @@ def opo(
     Args:
       rewards: one per response.
       groups: one integer per response, equal for those that share a prompt.
-      lengths: sampled tokens per response, ``mask.sum(-1)``.
+      lengths: sampled tokens per response, ``mask.sum(-1)``. A response of length 0 has no part in
+        the advantages of the others, whatever its reward.
 
     Returns:
       One advantage per response, without a gradient. In each group those of all tokens sum to 0.
@@ -228,14 +231,16 @@ def opo(
       >>> opo(jnp.array([1.0, 0.0]), jnp.array([0, 0]), jnp.array([1, 3])).tolist()
       [0.75, -0.25]
     """
-    check_shapes(rewards=rewards, groups=groups, lengths=lengths)
+    check_responses(rewards=rewards, groups=groups, lengths=lengths)
     rewards, lengths = as_floats(*jax.lax.stop_gradient((rewards, lengths)))
     index = number_groups(groups)
-    least = group_min(rewards, index)
+    counts = lengths != 0
+    least = group_min(jnp.where(counts, rewards, jnp.inf), index)
     # Exactly 0 where all are equal, as their mean would not be.
     above_least = rewards - least
     tokens = group_sum(lengths, index)
-    baseline = ratio_or_zero(group_sum(lengths * above_least, index), tokens)
+    weighted = jnp.where(counts, lengths * above_least, 0)
+    baseline = ratio_or_zero(group_sum(weighted, index), tokens)
     return jnp.where(tokens == 0, 0, above_least - baseline)
 
 
@@ -277,14 +282,14 @@ def gpg(
       >>> gpg(jnp.array([1.0, 0.0, 1.0, 1.0]), jnp.array([0, 0, 1, 1])).tolist()
       [1.0, -1.0, 0.0, 0.0]
     """
-    check_shapes(rewards=rewards, groups=groups)
+    check_responses(rewards=rewards, groups=groups)
     if isinstance(alpha, str) and alpha not in ("informative", "nonzero"):
         raise ValueError(f"alpha={alpha!r} is unknown: 'informative', 'nonzero' or a number.")
     (rewards,) = as_floats(jax.lax.stop_gradient(rewards))
     index = number_groups(groups)
     advantages = group_centred(rewards, index)
     if not isinstance(alpha, str):
-        return alpha * advantages
+        return settings.number("alpha", alpha) * advantages
     differ = group_max(rewards, index) > group_min(rewards, index)
     counts = differ if alpha == "informative" else rewards != 0
     number = jnp.sum(counts, dtype=jnp.int32).astype(rewards.dtype)

@@ -6,9 +6,17 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Integer, Real, Shaped
 
+from jrl.losses import settings
 from jrl.losses.advantages.group_relative import grpo
-from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, keep
-from jrl.losses.groups import group_max, group_min, group_sum, number_groups, ratio_or_zero
+from jrl.losses.arrays import Number, as_floats, as_mask, check_responses, check_rows, keep
+from jrl.losses.groups import (
+    group_max,
+    group_min,
+    group_sum,
+    number_groups,
+    ratio_or_zero,
+    set_apart,
+)
 
 
 def token_level_group_average(
@@ -57,9 +65,11 @@ def token_level_group_average(
       [[2.0, 0.0, 0.0, 0.0], [-0.5, -0.5, -0.5, -0.5]]
     """
     mask = as_mask(mask)
-    check_shapes(rewards=rewards, groups=groups, **{"mask[:, 0]": mask[:, 0]})
-    if fallback is not None and fallback <= 0:
-        raise ValueError(f"fallback={fallback} must be positive: HAPO uses 5, None is off.")
+    check_responses(rewards=rewards, groups=groups)
+    check_rows("mask", mask, rewards=rewards)
+    epsilon = settings.epsilon("epsilon", epsilon)
+    rule = "must be positive: HAPO uses 5, None is off."
+    fallback = settings.optional("fallback", fallback, rule, above=0)
     (rewards,) = as_floats(jax.lax.stop_gradient(rewards))
     index = number_groups(groups)
     lengths = jnp.sum(mask, -1, dtype=jnp.int32).astype(rewards.dtype)
@@ -73,5 +83,5 @@ def token_level_group_average(
     advantages = keep(ratio_or_zero(centred, deviation + epsilon), counts)
     if fallback is not None:
         beyond = group_max(jnp.abs(advantages), index) >= fallback
-        advantages = jnp.where(beyond, grpo(rewards, groups), advantages)
+        advantages = jnp.where(beyond, grpo(*set_apart(rewards, index, counts)), advantages)
     return keep(jnp.broadcast_to(advantages[:, None], mask.shape), mask)

@@ -1,6 +1,6 @@
 """Advantages for the best of several responses rather than for each of them."""
 
-from typing import Literal
+from typing import Literal, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,8 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Integer, Real
 
-from jrl.losses.arrays import Number, as_floats, check_shapes
+from jrl.losses import settings
+from jrl.losses.arrays import Number, as_floats, check_responses
 from jrl.losses.groups import (
     group_centred,
     group_max,
@@ -57,9 +58,10 @@ def pass_at_k(
       >>> pass_at_k(rewards, groups, scale=None).tolist()
       [0.0, 2.0, 0.0, 0.0, 0.0]
     """
-    check_shapes(rewards=rewards, groups=groups)
+    check_responses(rewards=rewards, groups=groups)
     if scale not in ("group", None):
         raise ValueError(f"scale={scale!r} is not a scale: choose 'group' or None.")
+    epsilon = settings.epsilon("epsilon", epsilon)
     (rewards,) = as_floats(jax.lax.stop_gradient(rewards))
     index = number_groups(groups)
     size = group_size(rewards, index)
@@ -75,7 +77,7 @@ def pass_at_k(
 
 
 def pass_at_k_exact(
-    rewards: Real[ArrayLike, "batch"], groups: Integer[ArrayLike, "batch"], *, k: int
+    rewards: Real[ArrayLike, "batch"], groups: Integer[ArrayLike, "batch"], *, k: SupportsIndex
 ) -> Float[Array, "batch"]:
     """The unbiased advantage of "best of k", from groups of at least k responses.
 
@@ -113,9 +115,9 @@ def pass_at_k_exact(
       >>> pass_at_k_exact(jnp.array([1.0, 0.0, 0.0, 0.0, 1.0]), jnp.zeros(5, int), k=2).tolist()
       [1.5, 0.0, 0.0, 0.0, 1.5]
     """
-    check_shapes(rewards=rewards, groups=groups)
-    if k < 2:
-        raise ValueError(f"k={k} must be at least 2: the best of one response is what rloo is for.")
+    check_responses(rewards=rewards, groups=groups)
+    rule = "must be at least 2: the best of one response is what rloo is for."
+    k = settings.whole("k", k, rule, at_least=2)
     (rewards,) = as_floats(jax.lax.stop_gradient(rewards))
     index = number_groups(groups)
     order = jnp.lexsort((rewards, index))

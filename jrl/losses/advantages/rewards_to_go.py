@@ -6,11 +6,24 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Integer, Real, Shaped
 
+from jrl.losses import settings
 from jrl.losses.advantages.group_relative import dr_grpo
 from jrl.losses.advantages.recursion import discounted_errors
 from jrl.losses.advantages.whitening import whiten
-from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, fit, keep, spread
-from jrl.losses.groups import number_groups, ratio_or_zero
+from jrl.losses.arrays import (
+    Number,
+    Scalar,
+    as_floats,
+    as_mask,
+    check_responses,
+    check_rows,
+    check_shapes,
+    fit,
+    keep,
+    spread,
+    zero_per_row,
+)
+from jrl.losses.groups import number_groups, ratio_or_zero, set_apart
 
 
 def _rewards_to_go(
@@ -22,7 +35,7 @@ def _rewards_to_go(
     nothing = jnp.zeros_like(rewards)
     discount, one = fit("gamma", gamma, rewards), jnp.ones((), rewards.dtype)
     # Without values, and with lam 1, the recursion of `gae` is that of the rewards to come.
-    return discounted_errors(rewards, nothing, mask, discount, one, nothing[..., 0])
+    return discounted_errors(rewards, nothing, mask, discount, one, zero_per_row(rewards))
 
 
 def reinforce_plus_plus(
@@ -82,13 +95,14 @@ def reinforce_plus_plus_baseline(
     so that long responses count more. The scale is one for all groups, unlike that of `grpo`:
     prompts that are nearly always solved are not weighted up.
 
-    Pass the whole batch. A group of one has nothing to be compared with and enters the whitening
+    Pass the whole batch. A response without a token is not part of its group (in verl its reward
+    counts in the mean). A group of one has nothing to be compared with and enters the whitening
     with 0 (verl hands it its raw reward).
 
     Args:
       rewards: one per response.
       groups: one integer per response, equal for those that share a prompt.
-      mask: true on sampled tokens; holes are legal.
+      mask: true on sampled tokens; holes are legal, and responses without a token do not count.
 
     Returns:
       One advantage per token, 0 where the mask is false and without a gradient.
@@ -107,8 +121,11 @@ def reinforce_plus_plus_baseline(
       [[0.58, 0.58], [-1.15, 0.0]]
     """
     mask = as_mask(mask)
-    check_shapes(rewards=rewards, groups=groups, **{"mask[:, 0]": mask[:, 0]})
-    advantages = dr_grpo(rewards, groups)
+    check_responses(rewards=rewards, groups=groups)
+    check_rows("mask", mask, rewards=rewards)
+    (rewards,) = as_floats(jax.lax.stop_gradient(rewards))
+    apart = set_apart(rewards, number_groups(groups), jnp.any(mask, axis=-1))
+    advantages = dr_grpo(*apart)
     return whiten(jnp.broadcast_to(advantages[:, None], mask.shape), mask)
 
 
@@ -146,7 +163,7 @@ def remax(
     mask = as_mask(mask)
     check_shapes(rewards=rewards, mask=mask)
     rewards, greedy_rewards = as_floats(rewards, greedy_rewards)
-    check_shapes(**{"rewards[..., 0]": rewards[..., 0]}, greedy_rewards=greedy_rewards)
+    check_rows("rewards", rewards, greedy_rewards=greedy_rewards)
     to_go = _rewards_to_go(keep(rewards, mask), mask, 1.0)
     return jax.lax.stop_gradient(keep(to_go - greedy_rewards[..., None], mask))
 
@@ -207,7 +224,9 @@ def optimal_token_baseline(
     floats = as_floats(*jax.lax.stop_gradient((rewards, logprobs, sum_squared_probs, weights)))
     rewards, logprobs, squares = (keep(x, mask) for x in floats[:3])
     weights = keep(spread("importance_weights", floats[3], rewards), mask)
-    check_shapes(**{"rewards[:, 0]": rewards[:, 0]}, groups=groups)
+    check_responses(groups=groups)
+    check_rows("rewards", rewards, groups=groups)
+    epsilon = settings.epsilon("epsilon", epsilon)
 
     to_go = _rewards_to_go(rewards, mask, 1.0)
     moved = keep((1 - 2 * jnp.exp(logprobs) + squares) * weights**2, mask)

@@ -6,8 +6,19 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Real, Shaped
 
+from jrl.losses import settings
 from jrl.losses.advantages.recursion import discounted_errors
-from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, fit, keep, spread
+from jrl.losses.arrays import (
+    Number,
+    Scalar,
+    as_floats,
+    as_mask,
+    check_shapes,
+    fit,
+    keep,
+    spread,
+    zero_per_row,
+)
 
 
 def gae(
@@ -89,7 +100,7 @@ def gae(
     mask = as_mask(mask)
     rewards, values = as_floats(rewards, values)
     gamma, lam = fit("gamma", gamma, values), fit("lam", lam, values)
-    ended = jnp.zeros_like(values[..., 0])
+    ended = zero_per_row(values)
     last = ended if bootstrap_value is None else spread("bootstrap_value", bootstrap_value, ended)
     if terminated is not None:
         last = jnp.where(spread("terminated", as_mask(terminated), ended) != 0, ended, last)
@@ -208,9 +219,9 @@ def length_adaptive_lambda(
       >>> length_adaptive_lambda(jnp.array([10, 40, 100]), alpha=0.05).round(3).tolist()
       [0.0, 0.5, 0.800000011920929]
     """
-    if alpha <= 0:
-        raise ValueError(f"alpha={alpha} must be positive: VAPO uses 0.05, later work 0.4 to 1.5.")
-    if not 0 <= floor <= 1:
-        raise ValueError(f"floor={floor} must lie in [0, 1], as every lam does.")
+    rule = "must be positive: VAPO uses 0.05, later work 0.4 to 1.5."
+    alpha = settings.number("alpha", alpha, rule, above=0)
+    rule = "must lie in [0, 1], as every lam does."
+    floor = settings.number("floor", floor, rule, at_least=0, at_most=1)
     lengths = as_lengths(lengths)
     return jnp.maximum(1 - 1 / (alpha * lengths), floor)

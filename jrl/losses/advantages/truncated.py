@@ -5,8 +5,18 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Real, Shaped
 
+from jrl.losses import settings
 from jrl.losses.advantages.temporal import as_lengths, gae
-from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, keep, spread
+from jrl.losses.arrays import (
+    Number,
+    Scalar,
+    as_floats,
+    as_mask,
+    check_shapes,
+    keep,
+    spread,
+    zero_per_row,
+)
 
 
 def extended_gae(
@@ -18,7 +28,7 @@ def extended_gae(
     gamma: Scalar | Float[ArrayLike, "*#batch #time"] = 1.0,
     lam: Scalar | Float[ArrayLike, "*#batch #time"] = 0.95,
     bootstrap_value: Scalar | Float[ArrayLike, "*#batch"] | None = None,
-    ignore_last: int = 0,
+    ignore_last: Number = 0,
 ) -> tuple[Float[Array, "*batch time"], Float[Array, "*batch time"], Bool[Array, "*batch time"]]:
     """Generalised advantage estimation when some responses are not finished yet (T-PPO).
 
@@ -71,13 +81,13 @@ def extended_gae(
       ([0.25, 0.5, 0.0], [True, True, False])
     """
     check_shapes(rewards=rewards, values=values, mask=mask)
-    if ignore_last < 0:
-        raise ValueError(f"ignore_last={ignore_last} must not be negative: 0 keeps every token.")
+    rule = "must not be negative: 0 keeps every token."
+    ignore_last = settings.number("ignore_last", ignore_last, rule, at_least=0)
     mask = as_mask(mask)
     rewards, values = as_floats(rewards, values)
     # With how many true tokens, itself among them, the row ends; the last one has 1.
     remaining = jnp.flip(jnp.cumsum(jnp.flip(mask, -1), -1, dtype=jnp.int32), -1)
-    nothing = jnp.zeros_like(values[..., 0])
+    nothing = zero_per_row(values)
     truncated = spread("truncated", as_mask(truncated), nothing) != 0
     if bootstrap_value is None:
         bootstrap_value = jnp.sum(keep(values, mask & (remaining == 1)), -1)
@@ -127,7 +137,7 @@ def effective_length(
       [300.0, 12288.0]
     """
     check_shapes(lengths=lengths, truncated=truncated)
-    if window <= 0:
-        raise ValueError(f"window={window} must be positive: it is the tokens of one round.")
+    rule = "must be positive: it is the tokens of one round."
+    window = settings.number("window", window, rule, above=0)
     lengths = as_lengths(lengths)
     return jnp.where(as_mask(truncated), lengths + window / 2, lengths)

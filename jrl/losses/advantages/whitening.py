@@ -6,6 +6,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
+from jrl.losses import settings
 from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, keep
 from jrl.losses.groups import ratio_or_zero
 
@@ -55,11 +56,9 @@ def whiten(
       [-1.0, 1.0, 0.0]
     """
     check_shapes(x=x, mask=mask)
-    if epsilon < 0 or (min_variance is not None and min_variance < 0):
-        raise ValueError(
-            f"epsilon={epsilon} and min_variance={min_variance} must not be negative: a variance "
-            "is not; 0 or None leaves it as it is."
-        )
+    rule = "must not be negative: a variance is not; 0 leaves it as it is."
+    epsilon = settings.number("epsilon", epsilon, rule, at_least=0)
+    min_variance = settings.optional("min_variance", min_variance, rule, at_least=0)
     mask = as_mask(mask)
     (x,) = as_floats(jax.lax.stop_gradient(x))
     x = keep(x, mask)

@@ -123,7 +123,7 @@ def bootstrap_bias_bound(
     check_shapes(errors=errors, advantages=advantages, mask=mask)
     bias = bootstrap_bias(errors, mask, lam, gamma=gamma)
     mask, (errors, advantages) = tokens.hidden(mask, errors, advantages)
-    largest = jnp.max(jnp.abs(errors), axis=-1, keepdims=True)
+    largest = jnp.max(jnp.abs(errors), axis=-1, keepdims=True, initial=0)
     # Errors of one size and sign add up to the most there can be.
     bound = largest * bootstrap_bias(jnp.ones_like(errors), mask, lam, gamma=gamma)
     centre = tokens.mean(advantages, mask)

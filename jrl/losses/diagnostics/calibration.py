@@ -1,6 +1,6 @@
 """Whether values are the probabilities of success that they should be."""
 
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Int, Shaped
 
+from jrl.losses import settings
 from jrl.losses.arrays import Number, as_floats, check_shapes, spread
 from jrl.losses.diagnostics import tokens
 
@@ -38,7 +39,7 @@ def calibration(
     *,
     low: Number = 0.0,
     high: Number = 1.0,
-    num_bins: int = 10,
+    num_bins: SupportsIndex = 10,
 ) -> Calibration:
     """Brier score, calibration error and reliability curve of a critic with binary outcomes.
 
@@ -78,10 +79,8 @@ def calibration(
       >>> found.predicted.tolist(), found.observed.tolist()
       ([0.25, 0.75], [0.5, 0.5])
     """
-    if not low < high:
-        raise ValueError(f"low={low} must be below high={high}: returns of failure and success.")
-    if num_bins < 1:
-        raise ValueError(f"num_bins={num_bins} must be at least 1.")
+    low, high = settings.span(low, high, "returns of failure and success.")
+    num_bins = settings.whole("num_bins", num_bins, "must be at least 1.", at_least=1)
     check_shapes(values=values, mask=mask)
     mask, (values,) = tokens.hidden(mask, values)
     outcome = jax.lax.stop_gradient(spread("successes", successes, values))

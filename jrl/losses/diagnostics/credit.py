@@ -7,6 +7,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Shaped
 
+from jrl.losses import settings
 from jrl.losses.advantages import gae
 from jrl.losses.arrays import Number, Scalar, check_shapes, keep
 from jrl.losses.diagnostics import tokens
@@ -128,8 +129,8 @@ def td_concentration(
       >>> [float(x) for x in td_concentration(rewards, values, jnp.ones((1, 4)))]
       [0.75, 1.0, 0.0]
     """
-    if not 0 < share <= 1:
-        raise ValueError(f"share={share} must lie above 0 and up to 1: it is a part of the tokens.")
+    rule = "must lie above 0 and up to 1: it is a part of the tokens."
+    share = settings.number("share", share, rule, above=0, at_most=1)
     check_shapes(rewards=rewards, values=values, mask=mask)
     mask, (rewards, values) = tokens.hidden(mask, rewards, values)
     errors, _ = gae(rewards, values, mask, gamma=gamma, lam=0.0)

@@ -8,7 +8,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Integer, Shaped
 
-from jrl.losses.arrays import as_floats, check_shapes
+from jrl.losses.arrays import as_floats, check_responses
 from jrl.losses.groups import group_max, group_min, group_sum, number_groups
 
 
@@ -63,7 +63,7 @@ def group_degeneracy(
       >>> round(float(found.pass_at_1), 3), round(float(found.pass_at_k), 3)
       (0.5, 0.667)
     """
-    check_shapes(correct=correct, groups=groups)
+    check_responses(correct=correct, groups=groups)
     (correct,) = as_floats(jax.lax.stop_gradient(correct))
     index = number_groups(groups)
     # Each response stands for its part of a group, so that sums over rows count groups.

@@ -9,6 +9,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int, Real, Shaped
 
+from jrl.losses import settings
 from jrl.losses.advantages import gae
 from jrl.losses.arrays import Number, Scalar, as_floats, check_shapes, keep, spread
 from jrl.losses.diagnostics import tokens
@@ -99,6 +100,7 @@ def terminal_reach(
     mask, (shape,) = tokens.hidden(mask, jnp.zeros(jnp.shape(mask), jnp.result_type(lam, float)))
     decay = spread("lam", lam, shape) * spread("gamma", gamma, shape)
     decay = jax.lax.stop_gradient(decay)
+    threshold = settings.distance("threshold", threshold)
     reached = last_weight(mask, decay) > threshold
     rows, length = jnp.any(mask, axis=-1), tokens.count(mask, -1).astype(decay.dtype)
     # A row's horizon from the mean of its decays, which usually are all equal.
@@ -210,8 +212,10 @@ def guard_rate(
       >>> float(guard_rate(jnp.array([10, 20, 40, 80]), alpha=0.05))
       0.5
     """
-    if alpha <= 0:
-        raise ValueError(f"alpha={alpha} must be positive: VAPO uses 0.05, later work 0.4 to 1.5.")
+    rule = "must be positive: VAPO uses 0.05, later work 0.4 to 1.5."
+    alpha = settings.number("alpha", alpha, rule, above=0)
+    rule = "must lie in [0, 1], as every lam does."
+    floor = settings.number("floor", floor, rule, at_least=0, at_most=1)
     (lengths,) = as_floats(jax.lax.stop_gradient(lengths))
     # 1 <= alpha l (1 - floor) without a division, so that whole lengths compare exactly.
     guarded = alpha * lengths * (1 - floor) <= 1

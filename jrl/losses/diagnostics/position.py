@@ -1,12 +1,13 @@
 """What a critic knows at each stage of a response."""
 
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Int, Shaped
 
+from jrl.losses import settings
 from jrl.losses.arrays import check_shapes
 from jrl.losses.diagnostics import tokens
 
@@ -29,7 +30,7 @@ class ByPosition(NamedTuple):
 
 
 def relative_position(
-    mask: Shaped[ArrayLike, "*batch time"], *, num_bins: int = 10
+    mask: Shaped[ArrayLike, "*batch time"], *, num_bins: SupportsIndex = 10
 ) -> Int[Array, "*batch time"]:
     """In which part of its response each token lies: ``floor(num_bins t / T)``.
 
@@ -48,8 +49,7 @@ def relative_position(
       >>> relative_position(jnp.array([1, 1, 0, 1, 1]), num_bins=2).tolist()
       [0, 0, 0, 1, 1]
     """
-    if num_bins < 1:
-        raise ValueError(f"num_bins={num_bins} must be at least 1.")
+    num_bins = settings.whole("num_bins", num_bins, "must be at least 1.", at_least=1)
     mask, _ = tokens.hidden(mask)
     length = jnp.maximum(tokens.count(mask, -1), 1)[..., None]
     return jnp.where(mask, num_bins * tokens.index(mask) // length, 0)
@@ -60,7 +60,7 @@ def by_position(
     returns: Float[ArrayLike, "*batch time"],
     mask: Shaped[ArrayLike, "*batch time"],
     *,
-    num_bins: int = 10,
+    num_bins: SupportsIndex = 10,
 ) -> ByPosition:
     """Explained variance and bias of the critic along responses, from their start to their end.
 
@@ -97,6 +97,7 @@ def by_position(
       ([0.0, 1.0], [0.5, 0.0])
     """
     check_shapes(values=values, returns=returns, mask=mask)
+    num_bins = settings.whole("num_bins", num_bins, "must be at least 1.", at_least=1)
     bins = relative_position(mask, num_bins=num_bins)
     mask, (values, returns) = tokens.hidden(mask, values, returns)
     number = tokens.counts(bins, mask, num_bins)

@@ -7,8 +7,9 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Shaped
 
+from jrl.losses import settings
 from jrl.losses.arrays import Number
-from jrl.losses.mismatch.weights import check_range, lengths, log_ratio, mismatch_weights, outside
+from jrl.losses.mismatch.weights import lengths, log_ratio, mismatch_weights, outside, weight_range
 
 RejectionKind = Literal["k2", "k3"]
 RejectionOver = Literal["token", "sum", "mean", "max"]
@@ -56,7 +57,7 @@ def geometric_rejection_mask(
       >>> geometric_rejection_mask(log_weights, 0 * log_weights, mask, low=0.8, high=1.25).tolist()
       [[False, False], [True, True]]
     """
-    check_range("low", low, "high", high)
+    low, high = weight_range(low, high)
     geometric = mismatch_weights(
         logprobs, sampler_logprobs, mask, level="geometric", max_log_weight=None
     )
@@ -119,8 +120,8 @@ def divergence_rejection_mask(
     if over not in get_args(RejectionOver):
         choices = ", ".join(get_args(RejectionOver))
         raise ValueError(f"over={over!r} is not what a divergence can bound: choose {choices}.")
-    if bound < 0:
-        raise ValueError(f"bound={bound} is a divergence and cannot be negative.")
+    bound = settings.number("bound", bound, "is a divergence and cannot be negative.", at_least=0)
+    max_log_weight = settings.optional_distance("max_log_weight", max_log_weight)
     log_weights, mask = log_ratio(logprobs, sampler_logprobs, mask)
     if max_log_weight is not None:
         log_weights = jnp.clip(log_weights, -max_log_weight, max_log_weight)
@@ -131,5 +132,5 @@ def divergence_rejection_mask(
         if over == "mean":
             divergence = divergence / lengths(mask, divergence)
     elif over == "max":
-        divergence = jnp.max(divergence, axis=-1, keepdims=True)
+        divergence = jnp.max(divergence, axis=-1, keepdims=True, initial=0)
     return mask & ~outside(jnp.broadcast_to(divergence, mask.shape), None, bound)

@@ -10,6 +10,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
+from jrl.losses import settings
 from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, keep
 from jrl.losses.mismatch.weights import lengths, log_ratio
 from jrl.losses.reduction import Leaf, Mean, divide
@@ -105,6 +106,7 @@ def mismatch_statistics(
       >>> float(statistics["kl"].value()), round(float(statistics["chi2_token"].value()), 4)
       (-0.125, 0.6624)
     """
+    max_log_weight = settings.optional_distance("max_log_weight", max_log_weight)
     log_weights, mask = log_ratio(logprobs, sampler_logprobs, mask)
     sequences = jnp.any(mask, axis=-1)
     total = jnp.sum(log_weights, axis=-1)

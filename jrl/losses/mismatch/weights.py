@@ -8,6 +8,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Shaped
 
+from jrl.losses import settings
 from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, keep
 from jrl.losses.reduction import divide
 
@@ -70,6 +71,7 @@ def mismatch_weights(
     if level not in get_args(WeightLevel):
         choices = ", ".join(get_args(WeightLevel))
         raise ValueError(f"level={level!r} is not a level of weights: choose one of {choices}.")
+    max_log_weight = settings.optional_distance("max_log_weight", max_log_weight)
     log_weights, mask = log_ratio(logprobs, sampler_logprobs, mask)
     if level != "token":
         log_weights = jnp.sum(log_weights, axis=-1, keepdims=True)
@@ -115,7 +117,7 @@ def truncated_weights(
       >>> truncated_weights(jnp.array([0.25, 1.5, 7.0, 9.0]), jnp.array([1, 1, 1, 0])).tolist()
       [0.25, 1.5, 2.0, 0.0]
     """
-    check_range("low", low, "high", high)
+    low, high = weight_range(low, high)
     weights, mask = _clean(weights, mask)
     if low is not None or high is not None:
         weights = jnp.clip(weights, low, high)
@@ -160,7 +162,7 @@ def icepop_weights(
       >>> icepop_weights(jnp.array([0.25, 0.5, 5.0, 7.0]), jnp.ones(4)).tolist()
       [0.0, 0.5, 5.0, 0.0]
     """
-    check_range("low", low, "high", high)
+    low, high = weight_range(low, high)
     weights, mask = _clean(weights, mask)
     return keep(weights, mask & ~outside(weights, low, high))
 
@@ -209,6 +211,8 @@ def normalized_weights(
     if over not in get_args(WeightMean):
         raise ValueError(f"over={over!r} is neither 'token' nor 'sequence'.")
     weights, mask = _clean(weights, mask)
+    rule = "is a mean of weights, which are not negative; None takes it here."
+    mean = settings.optional("mean", mean, rule, at_least=0)
     if mean is None:
         counted, per = mask, weights
         if over == "sequence":
@@ -257,7 +261,7 @@ def sequence_masked_weights(
       >>> sequence_masked_weights(log_weights, 0 * ones, ones, low=0.5, high=2).round(3).tolist()
       [[0.0, 0.0], [0.5, 4.0]]
     """
-    check_range("low", low, "high", high)
+    low, high = weight_range(low, high)
     arrays = (logprobs, sampler_logprobs, mask)
     geometric = mismatch_weights(*arrays, level="geometric", max_log_weight=max_log_weight)
     weights = mismatch_weights(*arrays, max_log_weight=max_log_weight)
@@ -287,24 +291,27 @@ def lengths(
 
 
 def outside(
-    x: Float[Array, "*shape"], low: Number | None, high: Number | None
+    x: Float[Array, "*shape"], low: settings.Checked | None, high: settings.Checked | None
 ) -> Bool[Array, "*shape"]:
     """Where `x` is known to lie outside of the range: false for what is not a number."""
     below = jnp.zeros_like(x, dtype=bool) if low is None else x < low
     return below if high is None else below | (x > high)
 
 
-def check_range(low_name: str, low: Number | None, high_name: str, high: Number | None) -> None:
-    """Check that a range of weights holds something.
+def weight_range(
+    low: Number | None, high: Number | None
+) -> tuple[settings.Checked | None, settings.Checked | None]:
+    """The settings `low` and `high` of a range of weights that holds something.
 
     Raises:
       ValueError: if a bound is negative or the lower above the upper.
     """
-    for name, bound in ((low_name, low), (high_name, high)):
-        if bound is not None and bound < 0:
-            raise ValueError(f"{name}={bound} bounds a weight and cannot be negative; None is off.")
-    if low is not None and high is not None and low > high:
-        raise ValueError(f"{low_name}={low} is above {high_name}={high}: no weight is in between.")
+    rule = "bounds a weight and cannot be negative; None is off."
+    low = settings.optional("low", low, rule, at_least=0)
+    high = settings.optional("high", high, rule, at_least=0)
+    if low is None or high is None:
+        return low, high
+    return settings.span(low, high, "no weight is in between.", equal=True)
 
 
 def _clean(

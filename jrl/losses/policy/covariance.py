@@ -14,6 +14,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Shaped
 
+from jrl.losses import settings
 from jrl.losses.arrays import Number, as_mask, check_shapes, keep
 from jrl.losses.policy.order import first, number, random_bits, share
 from jrl.losses.policy.ppo import Bound, clipped
@@ -239,7 +240,13 @@ def clip_cov_loss(
         tokens, key, fraction, low, high, clip_low, clip_high, chosen, max_log_ratio
     )
     return reduce_surrogate(
-        surrogate, statistics, tokens.mask, aggregation, importance_weights, **denominators
+        clip_cov_loss,
+        surrogate,
+        statistics,
+        tokens.mask,
+        aggregation,
+        importance_weights,
+        **denominators,
     )
 
 
@@ -348,7 +355,13 @@ def kl_cov_loss(
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, statistics = _kl_cov(tokens, fraction, coefficient, chosen, max_log_ratio)
     return reduce_surrogate(
-        surrogate, statistics, tokens.mask, aggregation, importance_weights, **denominators
+        kl_cov_loss,
+        surrogate,
+        statistics,
+        tokens.mask,
+        aggregation,
+        importance_weights,
+        **denominators,
     )
 
 
@@ -364,8 +377,8 @@ def _clip_cov(
     max_log_ratio: Number | None,
 ) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
     """The surrogate of `clip_cov_surrogate`, and the statistics of its loss for each token."""
-    if low >= high:
-        raise ValueError(f"low={low} must be below high={high}: no covariance is in between.")
+    low, high = settings.span(low, high, "no covariance is in between.")
+    fraction = _fraction(fraction)
     if key is None and chosen is None and fraction not in (0, 1):
         raise ValueError("key=None leaves nothing to choose by: give one of jax.random.key(seed).")
     surrogate, statistics = clipped(tokens, clip_low, clip_high, None, max_log_ratio)
@@ -390,8 +403,9 @@ def _kl_cov(
     max_log_ratio: Number | None,
 ) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
     """The surrogate of `kl_cov_surrogate`, and the statistics of its loss for each token."""
-    if coefficient < 0:
-        raise ValueError(f"coefficient={coefficient} is a penalty's and cannot be negative.")
+    rule = "is a penalty's and cannot be negative."
+    coefficient = settings.number("coefficient", coefficient, rule, at_least=0)
+    fraction = _fraction(fraction)
     log_ratio, statistics = clamped_log_ratio(tokens, max_log_ratio)
     if chosen is None:
         count = _count(tokens.mask, fraction)
@@ -406,10 +420,16 @@ def _kl_cov(
     return surrogate, {**statistics, "cov_frac": picked.astype(surrogate.dtype)}
 
 
-def _count(mask: Bool[Array, "*batch time"], fraction: Number) -> Array:
+def _fraction(fraction: Number) -> int | float:
+    """A fraction of the batch, whose value decides what is compiled."""
+    rule = "is a share of the tokens, from 0 to 1."
+    return settings.static(
+        "fraction", settings.number("fraction", fraction, rule, at_least=0, at_most=1)
+    )
+
+
+def _count(mask: Bool[Array, "*batch time"], fraction: int | float) -> Array:
     """How many tokens a fraction of the batch is: at least one, unless it is 0."""
-    if not 0 <= fraction <= 1:
-        raise ValueError(f"fraction={fraction} is a share of the tokens, from 0 to 1.")
     whole, _, _ = share(fraction, number(mask))
     return whole if fraction == 0 else jnp.maximum(whole, 1)
 

@@ -6,6 +6,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
+from jrl.losses import settings
 from jrl.losses.arrays import Number
 from jrl.losses.policy.tokens import (
     Tokens,
@@ -117,7 +118,13 @@ def dro_loss(
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, statistics = _penalised(tokens, beta, max_log_ratio)
     return reduce_surrogate(
-        surrogate, statistics, tokens.mask, aggregation, importance_weights, **denominators
+        dro_loss,
+        surrogate,
+        statistics,
+        tokens.mask,
+        aggregation,
+        importance_weights,
+        **denominators,
     )
 
 
@@ -125,8 +132,8 @@ def _penalised(
     tokens: Tokens, beta: Number, max_log_ratio: Number | None
 ) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
     """The surrogate of `dro_surrogate`, and the statistics of `dro_loss` for each token."""
-    if beta < 0:
-        raise ValueError(f"beta={beta} weighs a penalty and cannot be negative; 0 is off.")
+    rule = "weighs a penalty and cannot be negative; 0 is off."
+    beta = settings.number("beta", beta, rule, at_least=0)
     log_ratio, statistics = clamped_log_ratio(tokens, max_log_ratio)
     penalty = 0.5 * beta * log_ratio**2
     surrogate = penalty - tokens.advantages * floored_logprobs(tokens, max_log_ratio)

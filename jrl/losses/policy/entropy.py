@@ -9,6 +9,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Shaped
 
+from jrl.losses import settings
 from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, keep
 from jrl.losses.policy.order import ascending, at, number, share
 from jrl.losses.reduction import Leaf, divide
@@ -78,8 +79,10 @@ def entropy_statistics(
       >>> round(float(statistics.pivot), 4), round(float(statistics.scale), 4)
       (0.1823, 2.115)
     """
-    if not 0 <= quantile <= 1:
-        raise ValueError(f"quantile={quantile} must be from 0 to 1, such as 0.8.")
+    rule = "must be from 0 to 1, such as 0.8."
+    quantile = settings.static(
+        "quantile", settings.number("quantile", quantile, rule, at_least=0, at_most=1)
+    )
     log_entropy, mask = _log_entropy(entropy, mask)
     tokens = number(mask)
     whole, rest, denominator = share(quantile, jnp.maximum(tokens - 1, 0))
@@ -90,8 +93,8 @@ def entropy_statistics(
     scale = jnp.sqrt(divide(jnp.sum(centred**2), tokens))
     standardized = _standardize(log_entropy, mask, pivot, scale)
     infinity = jnp.asarray(jnp.inf, standardized.dtype)
-    h_max = jnp.max(jnp.where(mask, standardized, -infinity))
-    h_min = jnp.min(jnp.where(mask, standardized, infinity))
+    h_max = jnp.max(jnp.where(mask, standardized, -infinity), initial=-jnp.inf)
+    h_min = jnp.min(jnp.where(mask, standardized, infinity), initial=jnp.inf)
     some = tokens > 0
     return EntropyStatistics(pivot, scale, keep(h_max, some), keep(h_min, some))
 
@@ -243,23 +246,25 @@ def adaptive_temperature(
       >>> adaptive_temperature(jnp.array([-1.0, 0.0, 2.0]), strength=0.25).tolist()
       [0.75, 1.0, 1.25]
     """
-    if base <= 0:
-        raise ValueError(f"base={base} is a temperature and must be above 0, such as 1.")
-    check_strength("strength", strength)
-    if max_signal is not None and strength * max_signal >= 1:
-        raise ValueError(
-            f"strength={strength} with max_signal={max_signal} reaches a temperature of 0: their "
-            "product must be below 1."
-        )
+    rule = "is a temperature and must be above 0, such as 1."
+    base = settings.number("base", base, rule, above=0)
+    strength = check_strength("strength", strength)
+    max_signal = settings.optional_distance("max_signal", max_signal)
+    if max_signal is not None:
+        product = strength * max_signal
+        if not isinstance(product, Array) and product >= 1:
+            raise ValueError(
+                f"strength={strength} with max_signal={max_signal} reaches a temperature of 0: "
+                "their product must be below 1."
+            )
     (signal,) = as_floats(jax.lax.stop_gradient(signal))
     if max_signal is not None:
         signal = jnp.clip(signal, -max_signal, max_signal)
     return base * (1 + strength * signal)
 
 
-def check_strength(name: str, strength: Number) -> None:
-    if strength < 0:
-        raise ValueError(f"{name}={strength} cannot be negative; 0 is off.")
+def check_strength(name: str, strength: Number) -> settings.Checked:
+    return settings.number(name, strength, "cannot be negative; 0 is off.", at_least=0)
 
 
 def _log_entropy(

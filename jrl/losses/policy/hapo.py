@@ -8,13 +8,13 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
+from jrl.losses import settings
 from jrl.losses.arrays import Number, as_floats, check_shapes, keep
 from jrl.losses.policy.entropy import check_strength
 from jrl.losses.policy.ppo import clipped
 from jrl.losses.policy.tokens import (
     Bound,
     Tokens,
-    check_distance,
     clean,
     distance,
     reduce_surrogate,
@@ -58,9 +58,9 @@ def asymmetric_clip_bounds(
       >>> low.tolist(), high.tolist()
       ([0.4000000059604645, 0.20000000298023224, 0.20000000298023224], [0.25, 0.25, 0.5])
     """
-    check_distance("clip_low", clip_low)
-    check_distance("clip_high", clip_high)
-    check_strength("strength", strength)
+    clip_low = settings.distance("clip_low", clip_low)
+    clip_high = settings.distance("clip_high", clip_high)
+    strength = check_strength("strength", strength)
     (signal,) = as_floats(jax.lax.stop_gradient(signal))
     return (
         clip_low * (1 + strength * jnp.maximum(-signal, 0)),
@@ -260,7 +260,13 @@ def hapo_loss(
         max_log_ratio,
     )
     return reduce_surrogate(
-        surrogate, statistics, tokens.mask, aggregation, importance_weights, **denominators
+        hapo_loss,
+        surrogate,
+        statistics,
+        tokens.mask,
+        aggregation,
+        importance_weights,
+        **denominators,
     )
 
 
@@ -275,7 +281,7 @@ def _hapo(
     max_log_ratio: Number | None,
 ) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
     """The surrogate of `hapo_surrogate`, and the statistics of `hapo_loss` for each token."""
-    check_strength("clip_strength", clip_strength)
+    clip_strength = check_strength("clip_strength", clip_strength)
     low, high = asymmetric_clip_bounds(
         signal, clip_low=clip_low, clip_high=clip_high, strength=clip_strength
     )
@@ -290,14 +296,14 @@ def _hapo(
 def _redistribute(
     tokens: Tokens,
     signal: Float[Array, "*batch time"],
-    low: Float[Array, "..."] | Number,
-    high: Float[Array, "..."] | Number,
+    low: Float[Array, "..."] | settings.Checked,
+    high: Float[Array, "..."] | settings.Checked,
     strength: Number,
     name: str = "strength",
 ) -> Float[Array, "*batch time"]:
     """The advantages of `redistributed_advantages`."""
-    if not 0 <= strength <= 1:
-        raise ValueError(f"{name}={strength} must be from 0, which is off, to 1.")
+    rule = "must be from 0, which is off, to 1."
+    strength = settings.number(name, strength, rule, at_least=0, at_most=1)
     # Compared and nothing else, so that it has no gradient.
     ratio = jnp.exp(tokens.logprobs - tokens.old_logprobs)
     bottom, top = 1 - low / 2, 1 + high / 2

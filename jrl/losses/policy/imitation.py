@@ -4,7 +4,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
-from jrl.losses.arrays import Scalar, as_floats, as_mask, check_shapes
+from jrl.losses.arrays import Scalar, as_floats, as_mask, check_rows, check_shapes
 from jrl.losses.reduction import Mean, aggregate
 
 
@@ -31,6 +31,9 @@ def positive_example_loss(
       `(loss, metrics)`; the loss is 0, and its gradient too, if no response is correct. The metric
       ``positive_nll`` is the same mean as a `Mean`.
 
+    Raises:
+      ValueError: if shapes do not agree, or there is not one `correct` per row.
+
     References:
       Yue et al., "VAPO", 2025, section 4.3. https://arxiv.org/abs/2504.05118
 
@@ -42,6 +45,7 @@ def positive_example_loss(
       1.5
     """
     check_shapes(logprobs=logprobs, mask=mask)
+    check_rows("mask", mask, correct=correct)
     imitated = as_mask(mask) & as_mask(correct)[..., None]
     (logprobs,) = as_floats(logprobs)
     loss = aggregate(-logprobs, imitated, "token-mean", num_tokens=num_tokens)

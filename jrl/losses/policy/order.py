@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from jrl.losses.arrays import Number
-
 # Up to this one, the remainders below are exact in int32 whatever the number of tokens.
 LARGEST_DENOMINATOR = 40_000
 
 
-def share(fraction: Number, count: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""], int]:
+def share(
+    fraction: int | float, count: Int[Array, ""]
+) -> tuple[Int[Array, ""], Int[Array, ""], int]:
     """``fraction * count`` as a whole number, a remainder and the denominator of the remainder.
 
     The fraction, from 0 to 1, is read as the nearest ratio whose denominator is at most 40 000:
@@ -45,6 +45,8 @@ def ascending(
 
 def at(ordered: Float[Array, "tokens"], index: Int[Array, ""]) -> Float[Array, ""]:
     """The element of `ordered` at `index`; 0 if the index is negative, as of an empty order."""
+    if not ordered.size:
+        return jnp.zeros((), ordered.dtype)
     return jnp.where(index < 0, jnp.zeros((), ordered.dtype), ordered[jnp.maximum(index, 0)])
 
 

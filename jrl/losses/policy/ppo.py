@@ -7,6 +7,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
+from jrl.losses import settings
 from jrl.losses.arrays import Number
 from jrl.losses.policy.tokens import (
     Bound,
@@ -153,7 +154,13 @@ def ppo_loss(
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, statistics = clipped(tokens, clip_low, clip_high, clip_dual, max_log_ratio, guard)
     return reduce_surrogate(
-        surrogate, statistics, tokens.mask, aggregation, importance_weights, **denominators
+        ppo_loss,
+        surrogate,
+        statistics,
+        tokens.mask,
+        aggregation,
+        importance_weights,
+        **denominators,
     )
 
 
@@ -167,12 +174,15 @@ def clipped(
 ) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
     """The surrogate of `ppo_surrogate`, and the statistics of `ppo_loss` for each token."""
     low, high = distance("clip_low", clip_low, tokens), distance("clip_high", clip_high, tokens)
-    if clip_dual is not None and clip_dual <= 1:
-        raise ValueError(f"clip_dual={clip_dual} must be above 1, such as 3; None is off.")
-    if guard is not None and (guard <= 1 or (isinstance(high, int | float) and guard <= 1 + high)):
-        raise ValueError(
-            f"guard={guard} must be above 1 + clip_high, such as 4, or it clips first; None is off."
-        )
+    dual = settings.optional(
+        "clip_dual", clip_dual, "must be above 1, such as 3; None is off.", above=1
+    )
+    guard = settings.optional(
+        "guard",
+        guard,
+        "must be above 1 + clip_high, such as 4, or it clips first; None is off.",
+        above=1 if isinstance(high, Array) else 1 + high,
+    )
     log_ratio, statistics = clamped_log_ratio(tokens, max_log_ratio)
     ratio, advantages = jnp.exp(log_ratio), tokens.advantages
 
@@ -183,8 +193,8 @@ def clipped(
     binds = bounded > unclipped
     surrogate = jnp.where(binds, bounded, unclipped)
     binds_lower = beyond & (advantages < 0) & ~binds
-    if clip_dual is not None:
-        ceiling = -advantages * clip_dual
+    if dual is not None:
+        ceiling = -advantages * dual
         binds_dual = (advantages < 0) & (surrogate > ceiling)
         surrogate = jnp.where(binds_dual, ceiling, surrogate)
         binds_lower = binds_lower | binds_dual

@@ -6,6 +6,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Shaped
 
+from jrl.losses import settings
 from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, keep
 from jrl.losses.policy.order import ascending, at, number, share
 from jrl.losses.policy.tokens import clean
@@ -42,8 +43,10 @@ def entropy_threshold(
       >>> float(entropy_threshold(jnp.array([0.5, 3.0, 1.0, 0.25, 2.0, 0.75]), jnp.ones(6)))
       2.0
     """
-    if not 0 < fraction <= 1:
-        raise ValueError(f"fraction={fraction} is a share of the tokens, above 0 and up to 1.")
+    rule = "is a share of the tokens, above 0 and up to 1."
+    fraction = settings.static(
+        "fraction", settings.number("fraction", fraction, rule, above=0, at_most=1)
+    )
     check_shapes(entropy=entropy, mask=mask)
     mask = as_mask(mask)
     (entropy,) = as_floats(jax.lax.stop_gradient(jnp.asarray(entropy)))
@@ -94,6 +97,7 @@ def top_entropy_mask(
     """
     if threshold is None:
         threshold = entropy_threshold(entropy, mask, fraction=fraction)
+    settings.one("threshold", threshold)
     check_shapes(entropy=entropy, mask=mask)
     mask = as_mask(mask)
     (entropy,) = as_floats(entropy)
@@ -140,6 +144,7 @@ def off_policy_sequence_mask(
       [[True, True], [False, False]]
     """
     tokens = clean(logprobs, behaviour_logprobs, advantages, mask)
+    max_divergence = settings.number("max_divergence", max_divergence)
     count = jnp.sum(tokens.mask, axis=-1, keepdims=True, dtype=jnp.int32)
     total = jnp.sum(tokens.old_logprobs - tokens.logprobs, axis=-1, keepdims=True)
     far = total > max_divergence * jnp.maximum(count, 1).astype(total.dtype)

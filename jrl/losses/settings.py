@@ -1,0 +1,193 @@
+"""Settings: one number each, read and checked in one place.
+
+A setting may be a number of Python, numpy or jax. One that is known becomes Python's, which takes
+the precision of the arrays it meets, and is checked. One that is traced passes as it is: its value
+is not known yet, so no rule can be held against it.
+"""
+
+import operator
+from typing import Any, SupportsIndex, TypeAlias, TypeGuard, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Float, Shaped
+
+from jrl.losses.arrays import Number, Scalar
+
+# What is left of a setting once it was checked.
+Checked: TypeAlias = int | float | Array
+# A distance the same both ways, or two as (down, up).
+Sides: TypeAlias = Number | tuple[Number, Number] | list[Number] | Float[ArrayLike, "2"]
+
+
+def number(
+    name: str,
+    x: Number,
+    rule: str = "must be a number, not NaN.",
+    *,
+    at_least: int | float | None = None,
+    above: int | float | None = None,
+    at_most: int | float | None = None,
+    below: int | float | None = None,
+) -> Checked:
+    """The setting `x`, checked if it is known.
+
+    Args:
+      name: of the argument.
+      x: a number, or an array without axes.
+      rule: what the message says after ``name=x``, with the usual fix.
+      at_least: the least that is allowed, as are the three below; None is off.
+      above: `x` must be above it.
+      at_most: the greatest that is allowed.
+      below: `x` must be below it.
+
+    Raises:
+      ValueError: if `x` is no number, has axes, is NaN, or is out of the range.
+    """
+    x = _scalar(name, x)
+    if isinstance(x, jax.core.Tracer):
+        return x
+    allowed = (
+        x == x
+        and (at_least is None or x >= at_least)
+        and (above is None or x > above)
+        and (at_most is None or x <= at_most)
+        and (below is None or x < below)
+    )
+    if not allowed:
+        raise ValueError(f"{name}={x} {rule}")
+    return x
+
+
+def optional(
+    name: str, x: Number | None, rule: str = "", **limits: int | float | None
+) -> Checked | None:
+    """As `number`, and None, which is "off", as it is."""
+    if x is None:
+        return None
+    return number(name, x, rule or "must be a number, not NaN; None is off.", **limits)
+
+
+def distance(name: str, x: Number, off: str = "float('inf') is off") -> Checked:
+    """A setting that is a distance: 0 or more.
+
+    Raises:
+      ValueError: as `number`.
+    """
+    return number(name, x, f"is a distance and cannot be negative; {off}.", at_least=0)
+
+
+def optional_distance(name: str, x: Number | None) -> Checked | None:
+    """A distance, or None, which is "off"."""
+    return None if x is None else distance(name, x, "None is off")
+
+
+def epsilon(name: str, x: Number) -> Checked:
+    """What is added to a divisor: 0 or more.
+
+    Raises:
+      ValueError: as `number`.
+    """
+    return number(name, x, "is added to a divisor and cannot be negative; 0 is off.", at_least=0)
+
+
+def sides(name: str, x: Sides, off: str = "float('inf') is off") -> tuple[Checked, Checked]:
+    """Two distances as (down, up), from two or from one for both.
+
+    Raises:
+      ValueError: if there are neither one nor two, or one of them is negative.
+    """
+    if not isinstance(x, tuple | list):
+        if not is_array(x) or jnp.ndim(x) == 0:
+            return (distance(name, x, off),) * 2
+        x = tuple(x) if jnp.ndim(x) == 1 else ()
+    if len(x) != 2:
+        raise ValueError(f"{name} must be one distance, or two as (down, up), not {len(x)}.")
+    down, up = (distance(name, side, off) for side in x)
+    return down, up
+
+
+def span(low: Number, high: Number, why: str, *, equal: bool = False) -> tuple[Checked, Checked]:
+    """The settings `low` and `high`, in this order on the line.
+
+    Raises:
+      ValueError: if `low` is above `high`, or equal to it where `equal` does not allow that.
+    """
+    low, high = number("low", low), number("high", high)
+    if isinstance(low, Array) or isinstance(high, Array):
+        return low, high
+    if low > high or (low == high and not equal):
+        relation = "must not be above" if equal else "must be below"
+        raise ValueError(f"low={low} {relation} high={high}: {why}")
+    return low, high
+
+
+def count(name: str, x: Scalar | None, of: str) -> Checked | None:
+    """How many of something the whole batch holds, or None, which counts them here.
+
+    Raises:
+      ValueError: as `number`.
+    """
+    if x is None:
+        return None
+    return number(
+        name, x, f"counts the {of} of the whole batch, one number of 0 or more.", at_least=0
+    )
+
+
+def whole(name: str, x: SupportsIndex, rule: str, *, at_least: int) -> int:
+    """A whole number whose value decides what is compiled.
+
+    Raises:
+      ValueError: if it is traced, is not whole or is less than `at_least`.
+    """
+    value = static(name, number(name, x, rule, at_least=at_least))
+    if value % 1:
+        raise ValueError(f"{name}={value} must be a whole number.")
+    return int(value)
+
+
+def static(name: str, x: Checked) -> int | float:
+    """A setting whose value decides what is compiled.
+
+    Raises:
+      ValueError: if it is traced.
+    """
+    if isinstance(x, Array):
+        raise ValueError(
+            f"{name} is traced, and its value decides what is compiled: give a number, or name it "
+            "in jax.jit(static_argnames=...)."
+        )
+    return x
+
+
+def one(name: str, x: Scalar) -> None:
+    """Check that `x`, which is computed and not chosen, is a single number.
+
+    Raises:
+      ValueError: if it has axes.
+    """
+    if jnp.ndim(x):
+        raise ValueError(f"{name} has shape {jnp.shape(x)} and must be one number.")
+
+
+def is_array(x: Any) -> TypeGuard[Shaped[ArrayLike, "..."]]:
+    """Whether `x` is a number or an array, of Python, numpy or jax."""
+    return isinstance(x, get_args(ArrayLike))
+
+
+def _scalar(name: str, x: Any) -> Checked:
+    """A number as one of Python's, and a traced one as it is."""
+    if type(x) in (bool, int, float):
+        return x
+    if not is_array(x) or jnp.iscomplexobj(x):
+        raise ValueError(f"{name}={x!r} must be a number.")
+    one(name, x)
+    if isinstance(x, jax.core.Tracer):
+        return x
+    try:
+        return operator.index(x)
+    except TypeError:
+        return float(x)
