@@ -197,10 +197,11 @@ def conventions(*, like: Library) -> Conventions:
     Raises:
       ValueError: if the library is another one.
 
-    >>> conventions(like="verl")["grpo"]["epsilon"], conventions(like="trl")["grpo"]["epsilon"]
-    (1e-06, 0.0001)
-    >>> conventions(like="trl")["gspo_loss"]["gradient"], "gmpo_loss" in conventions(like="trl")
-    ('sequence', False)
+    Examples:
+      >>> conventions(like="verl")["grpo"]["epsilon"], conventions(like="trl")["grpo"]["epsilon"]
+      (1e-06, 0.0001)
+      >>> conventions(like="trl")["gspo_loss"]["gradient"], "gmpo_loss" in conventions(like="trl")
+      ('sequence', False)
     """
     if like not in get_args(Library):
         choices = ", ".join(get_args(Library))
