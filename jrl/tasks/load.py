@@ -19,16 +19,18 @@ BUILT_IN: dict[str, Callable[[int], Task]] = {
     "countdown": countdown,
     "progression": progression,
 }
-OUTSIDE: dict[str, Callable[[str, int], Task]] = {"jsonl": jsonl, "gym": gym}
+OUTSIDE: dict[str, Callable[..., Task]] = {"jsonl": jsonl, "gym": gym}
 
 
-def load_task(spec: str, seed: int) -> Task:
+def load_task(spec: str, seed: int, workers: int | None = None) -> Task:
     """Makes the task that `spec` asks for.
 
     Args:
       spec: ``sort``, ``addition``, ``scratchpad``, ``countdown``, ``progression``, ``jsonl:PATH``
         or ``gym:NAME``.
       seed: picks the stream of training prompts.
+      workers: processes that check answers, where the task has some; None is one per processor
+        core, up to 8.
 
     Returns:
       A task; close it when it is no longer needed.
@@ -40,7 +42,7 @@ def load_task(spec: str, seed: int) -> Task:
         return BUILT_IN[spec](seed)
     kind, _, rest = spec.partition(":")
     if kind in OUTSIDE and rest:
-        return OUTSIDE[kind](rest, seed)
+        return OUTSIDE[kind](rest, seed, workers=workers)
     near = difflib.get_close_matches(kind, [*BUILT_IN, *OUTSIDE], n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise ValueError(

@@ -70,6 +70,9 @@ class RunConfig:
     shuffle_rewards: bool = False
     """Control experiment: rewards are permuted over the batch, so that they carry no
     information."""
+    verifiers: int | None = None
+    """Processes that check the answers of a jsonl: or gym: task; None is one per processor core, up
+    to 8."""
     log_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Where metrics go besides metrics.jsonl."""
 
@@ -100,6 +103,8 @@ class RunConfig:
         for name in ("checkpoint_every", "keep_checkpoints", "samples_every", "max_nonfinite"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.verifiers is not None and self.verifiers < 1:
+            raise ValueError(f"verifiers={self.verifiers} must be at least 1.")
         if not 0 <= self.warm_start_accuracy <= 1:
             raise ValueError(f"warm_start_accuracy={self.warm_start_accuracy} must lie in 0..1.")
         if not 0 < self.faults_continuity < math.inf:

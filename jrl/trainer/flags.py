@@ -30,7 +30,7 @@ class Command:
     resume: tyro.conf.FlagCreatePairsOff[bool] = False
     """Go on with the run in --run-dir from its last checkpoint, with its own settings. Only --steps
     (upwards), --layout, --rollout-layout, --devices, --checkpoint-every, --keep-checkpoints,
-    --samples-every, --max-nonfinite, --log-to and what is about faults may change."""
+    --samples-every, --max-nonfinite, --verifiers, --log-to and what is about faults may change."""
     dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print batch arithmetic, parameters, memory and layout, and stop."""
 
