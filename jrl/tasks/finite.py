@@ -1,8 +1,9 @@
-"""Tasks that are a list of examples, scored by a worker process."""
+"""Tasks that are a list of examples, scored by worker processes."""
 
 from collections.abc import Callable, Sequence
 
-from jrl.tasks.process import Message, Worker, WorkerEnded
+from jrl.tasks.pool import Pool
+from jrl.tasks.process import Message
 from jrl.tasks.split import generator, is_heldout, position
 from jrl.tasks.task import ERROR, TIMEOUT, UNPARSABLE, Example, Verdict, check_index, check_pairs
 
@@ -22,7 +23,7 @@ class FiniteTask:
         name: str,
         examples: Sequence[Example],
         seed: int,
-        worker: Worker,
+        pool: Pool,
         question: Callable[[Example, str], Message],
     ):
         """Splits the examples.
@@ -31,8 +32,8 @@ class FiniteTask:
           name: how the task is asked for.
           examples: at least two, with distinct prompts.
           seed: picks the order of the training examples.
-          worker: answers ``{"score": ..., "reason": ...}``, or ``{"error": ...}``.
-          question: what to ask the worker about an example and a completion.
+          pool: answers ``{"score": ..., "reason": ...}``, or ``{"error": ...}``.
+          question: what to ask it about an example and a completion.
         """
         ranked = sorted(examples, key=lambda example: position(example.prompt))
         num_heldout = sum(is_heldout(example.prompt) for example in ranked)
@@ -41,7 +42,7 @@ class FiniteTask:
         self._train = [example for example in examples if example.prompt not in first]
         self._heldout = [example for example in examples if example.prompt in first]
         self._seed = seed
-        self._worker = worker
+        self._pool = pool
         self._question = question
         self._order: tuple[int, list[int]] = (-1, [])
         self.name: str = name
@@ -72,22 +73,19 @@ class FiniteTask:
         """Scores one completion per example; equal pairs are asked about once."""
         check_pairs(examples, completions)
         pairs = list(zip(examples, completions, strict=True))
-        verdicts = {pair: self._verdict(*pair) for pair in dict.fromkeys(pairs)}
-        return [verdicts[pair] for pair in pairs]
+        asked = [pair for pair in dict.fromkeys(pairs) if pair[1].strip()]
+        answers = self._pool.ask_all([self._question(*pair) for pair in asked])
+        verdicts = {pair: _verdict(answer) for pair, answer in zip(asked, answers, strict=True)}
+        return [verdicts.get(pair, UNPARSABLE) for pair in pairs]
 
     def close(self) -> None:
-        """Ends the worker process."""
-        self._worker.close()
+        """Ends the worker processes."""
+        self._pool.close()
 
-    def _verdict(self, example: Example, completion: str) -> Verdict:
-        if not completion.strip():
-            return UNPARSABLE
-        try:
-            answer = self._worker.ask(self._question(example, completion))
-        except TimeoutError:
-            return TIMEOUT
-        except WorkerEnded:
-            return ERROR
-        if "error" in answer:
-            return ERROR
-        return Verdict(answer["score"], answer["reason"])
+
+def _verdict(answer: Message | Exception) -> Verdict:
+    if isinstance(answer, TimeoutError):
+        return TIMEOUT
+    if isinstance(answer, Exception) or "error" in answer:
+        return ERROR
+    return Verdict(answer["score"], answer["reason"])

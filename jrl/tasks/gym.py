@@ -13,6 +13,7 @@ from importlib.util import find_spec
 
 from jrl.tasks import worker as worker_program
 from jrl.tasks.finite import FiniteTask
+from jrl.tasks.pool import Pool
 from jrl.tasks.process import Message, Worker, WorkerEnded
 from jrl.tasks.task import Example
 
@@ -21,7 +22,13 @@ CHUNK = 64
 
 
 def gym(
-    name: str, seed: int, *, size: int = 2048, seconds: float = 5.0, load_seconds: float = 300.0
+    name: str,
+    seed: int,
+    *,
+    size: int = 2048,
+    seconds: float = 5.0,
+    load_seconds: float = 300.0,
+    workers: int | None = None,
 ) -> FiniteTask:
     """Takes the first prompts of a generator.
 
@@ -31,6 +38,7 @@ def gym(
       size: how many prompts to take; those that repeat an earlier one are left out.
       seconds: how long scoring one completion may take.
       load_seconds: how long taking all of them may take.
+      workers: processes that score; None is one per processor core, up to 8.
 
     Raises:
       ValueError: there is no such generator, it cannot be used (the message says why), or
@@ -42,9 +50,15 @@ def gym(
             'run pip install -e ".[gym]"'
         )
     command = [sys.executable, "-P", worker_program.__file__, "gym", name, str(seed), str(size)]
-    worker = Worker(command, seconds=seconds)
+    pool = Pool(
+        lambda: Worker(command, seconds=seconds),
+        workers,
+        # Making the prompt again, in a worker that has not made it, is no part of the scoring.
+        prepare=lambda question: {"prepare": question["index"]},
+        prepare_seconds=load_seconds,
+    )
     try:
-        rows = _rows(worker, name, size, load_seconds)
+        rows = _rows(pool, name, size, load_seconds)
         indices: dict[str, int] = {}
         for index, example in enumerate(rows):
             indices.setdefault(example.prompt, index)
@@ -54,7 +68,7 @@ def gym(
                 "one to train on and one held out: choose another generator"
             )
     except BaseException:
-        worker.close()
+        pool.close()
         raise
 
     def question(example: Example, completion: str) -> Message:
@@ -66,17 +80,17 @@ def gym(
         return {"index": indices[example.prompt], "completion": completion}
 
     kept = [rows[index] for index in indices.values()]
-    return FiniteTask(f"gym:{name}", kept, seed, worker, question)
+    return FiniteTask(f"gym:{name}", kept, seed, pool, question)
 
 
-def _rows(worker: Worker, name: str, size: int, load_seconds: float) -> list[Example]:
+def _rows(pool: Pool, name: str, size: int, load_seconds: float) -> list[Example]:
     deadline = time.monotonic() + load_seconds
     rows: list[Example] = []
     try:
-        problem = worker.ask({"check": min(size, CHUNK)}, seconds=load_seconds)
+        problem = pool.ask({"check": min(size, CHUNK)}, seconds=load_seconds)
         while "error" not in problem and "names" not in problem and len(rows) < size:
             span = [len(rows), min(len(rows) + CHUNK, size)]
-            problem = worker.ask({"rows": span}, seconds=max(deadline - time.monotonic(), 0.0))
+            problem = pool.ask({"rows": span}, seconds=max(deadline - time.monotonic(), 0.0))
             rows += [Example(*row) for row in problem.get("rows", [])]
     except TimeoutError as error:
         raise ValueError(

@@ -8,7 +8,7 @@ read, and blank lines are skipped. How answers are compared is written in `jrl.t
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from importlib.util import find_spec
@@ -17,12 +17,15 @@ from typing import Any
 
 from jrl.tasks import worker as worker_program
 from jrl.tasks.finite import FiniteTask
-from jrl.tasks.process import Worker, WorkerEnded
+from jrl.tasks.pool import Pool
+from jrl.tasks.process import Worker
 from jrl.tasks.task import Example
 
 # How many answers of a file are tried out when it is loaded; one that cannot be read and lies
 # further down gives verdicts with the reason "error".
 NUM_TRIED = 1000
+# So many at a time: the first that is wrong stops the rest.
+TRIED_AT_ONCE = 64
 
 
 MAX_EXPONENT = 300
@@ -58,7 +61,12 @@ class _Number(float):
 
 
 def jsonl(
-    path: str | Path, seed: int, *, fields: Fields | None = None, seconds: float = 5.0
+    path: str | Path,
+    seed: int,
+    *,
+    fields: Fields | None = None,
+    seconds: float = 5.0,
+    workers: int | None = None,
 ) -> FiniteTask:
     """Reads a file of prompts and answers.
 
@@ -67,6 +75,7 @@ def jsonl(
       seed: picks the order of the training examples.
       fields: names of the fields; None is `Fields()`.
       seconds: how long the comparison of one completion with its answer may take.
+      workers: processes that compare; None is one per processor core, up to 8.
 
     Raises:
       ValueError: the file, a line of it or one of its first answers cannot be read, a prompt occurs
@@ -91,34 +100,34 @@ def jsonl(
                 "keep one of the two"
             )
         lines[example.prompt] = line
-    worker = Worker([sys.executable, "-P", worker_program.__file__, "math"], seconds=seconds)
+    command = [sys.executable, "-P", worker_program.__file__, "math"]
+    pool = Pool(lambda: Worker(command, seconds=seconds), workers)
     try:
-        for line, example in numbered[:NUM_TRIED]:
-            _try_answer(worker, f"{path}:{line}", example)
+        for first in range(0, min(len(numbered), NUM_TRIED), TRIED_AT_ONCE):
+            _try_answers(pool, path, numbered[first : first + TRIED_AT_ONCE])
     except BaseException:
-        worker.close()
+        pool.close()
         raise
     return FiniteTask(
         f"jsonl:{path}",
         [example for _, example in numbered],
         seed,
-        worker,
+        pool,
         lambda example, completion: {"gold": example.answer, "completion": completion},
     )
 
 
-def _try_answer(worker: Worker, place: str, example: Example) -> None:
-    """Raises ValueError unless the answer, as its own completion, is correct."""
-    try:
-        answer = worker.ask({"gold": example.answer, "completion": example.answer})
-    except (TimeoutError, WorkerEnded) as error:
-        answer = {"error": str(error)}
-    if answer.get("reason") != "correct":
-        why = answer.get("error", "it does not even equal itself")
-        raise ValueError(
-            f"{place}: answer {_short(example.answer)} cannot be checked by math-verify ({why}): "
-            "write a number, a formula, or a text that ends in \\boxed{...}"
-        )
+def _try_answers(pool: Pool, path: str | Path, numbered: Sequence[tuple[int, Example]]) -> None:
+    """Raises ValueError unless each answer, as its own completion, is correct."""
+    questions = [{"gold": e.answer, "completion": e.answer} for _, e in numbered]
+    for (line, example), found in zip(numbered, pool.ask_all(questions), strict=True):
+        answer = {"error": str(found)} if isinstance(found, Exception) else found
+        if answer.get("reason") != "correct":
+            why = answer.get("error", "it does not even equal itself")
+            raise ValueError(
+                f"{path}:{line}: answer {_short(example.answer)} cannot be checked by math-verify "
+                f"({why}): write a number, a formula, or a text that ends in \\boxed{{...}}"
+            )
 
 
 def _examples(path: Path, fields: Fields) -> Iterator[tuple[int, Example]]:

@@ -22,7 +22,9 @@ BUILT_IN: dict[str, Callable[[int], Task]] = {
 OUTSIDE = ("jsonl", "gym")
 
 
-def load_task(spec: str, seed: int, fields: Fields | None = None) -> Task:
+def load_task(
+    spec: str, seed: int, fields: Fields | None = None, workers: int | None = None
+) -> Task:
     """Makes the task that `spec` asks for.
 
     Args:
@@ -30,6 +32,8 @@ def load_task(spec: str, seed: int, fields: Fields | None = None) -> Task:
         or ``gym:NAME``.
       seed: picks the stream of training prompts.
       fields: names of the fields of a file's lines; None is `Fields()`. Other tasks have none.
+      workers: processes that check answers, where the task has some; None is one per processor
+        core, up to 8.
 
     Returns:
       A task; close it when it is no longer needed.
@@ -41,9 +45,9 @@ def load_task(spec: str, seed: int, fields: Fields | None = None) -> Task:
         return BUILT_IN[spec](seed)
     kind, _, rest = spec.partition(":")
     if kind == "jsonl" and rest:
-        return jsonl(rest, seed, fields=Fields() if fields is None else fields)
+        return jsonl(rest, seed, fields=fields, workers=workers)
     if kind == "gym" and rest:
-        return gym(rest, seed)
+        return gym(rest, seed, workers=workers)
     near = difflib.get_close_matches(kind, [*BUILT_IN, *OUTSIDE], n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise ValueError(

@@ -68,18 +68,26 @@ class Worker:
                 self._kill()  # it ended while nobody asked, and that is no fault of this question
             if self._stop is None:
                 self._start()
+            if self._closed:
+                raise WorkerEnded("the worker was closed")
             try:
                 self._input.write(json.dumps(question) + "\n")
                 self._input.flush()
-            except OSError as error:
+            except (OSError, ValueError) as error:  # it has ended, or was closed meanwhile
                 self._kill()
                 raise WorkerEnded(f"the worker took no question: {error}") from error
             return self._receive(self._seconds if seconds is None else seconds)
 
     def close(self) -> None:
-        """Ends the process, and waits until it is gone; more than once does no harm."""
+        """Ends the process, and waits until it is gone; more than once does no harm.
+
+        A question that is being asked ends with `WorkerEnded`.
+        """
+        self._closed = True
+        stop = self._stop
+        if stop is not None:
+            stop()  # who asks holds the lock until then
         with self._lock:
-            self._closed = True
             self._kill()
 
     def _start(self) -> None:

@@ -106,6 +106,9 @@ class RunConfig:
     shuffle_rewards: bool = False
     """Control experiment: rewards are permuted over the batch, so that they carry no
     information."""
+    verifiers: int | None = None
+    """Processes that check the answers of a jsonl: or gym: task; None is one per processor core, up
+    to 8."""
     log_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Where metrics go besides metrics.jsonl."""
 
@@ -147,6 +150,8 @@ class RunConfig:
                         f"{name}_field={getattr(self, f'{name}_field')!r} needs --task jsonl:FILE, "
                         f"not {self.task!r}: leave it out."
                     )
+        if self.verifiers is not None and self.verifiers < 1:
+            raise ValueError(f"verifiers={self.verifiers} must be at least 1.")
         if not 0 <= self.warm_start_accuracy <= 1:
             raise ValueError(f"warm_start_accuracy={self.warm_start_accuracy} must lie in 0..1.")
         if not 0 < self.faults_continuity < math.inf:

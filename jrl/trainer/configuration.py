@@ -27,6 +27,7 @@ CHANGEABLE = (
     "keep_checkpoints",
     "samples_every",
     "max_nonfinite",
+    "verifiers",
     "log_to",
     "faults",
     "faults_continuity",

@@ -9,6 +9,7 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     SpinnerColumn,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
 )
@@ -27,7 +28,7 @@ class EvaluationDisplay:
     def __init__(self, console: Console | None = None):
         self._console = console or Console()
         self._progress: Progress | None = None
-        self._phases: dict[str, int] = {}
+        self._phases: dict[str, TaskID] = {}
         self._begun: dict[str, float] = {}
         self._printed = 0
 

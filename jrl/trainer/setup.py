@@ -252,7 +252,7 @@ def set_up(
     elif run.checkpoint is None and run.model not in PRESETS:
         near = difflib.get_close_matches(run.model, PRESETS) or list(PRESETS)
         raise ValueError(f"model={run.model!r} is no preset; near: {', '.join(near)}.")
-    task = load_task(run.task, run.seed, _fields(run))
+    task = load_task(run.task, run.seed, _fields(run), run.verifiers)
     try:
         if tokenizer is None:
             tokenizer = _tokenizer(run, task, model)

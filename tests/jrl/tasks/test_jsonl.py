@@ -13,6 +13,7 @@ from jrl.tasks import load_task
 from jrl.tasks import worker as worker_program
 from jrl.tasks.finite import FiniteTask
 from jrl.tasks.jsonl import Fields, _examples, jsonl
+from jrl.tasks.pool import Pool
 from jrl.tasks.process import Worker
 from jrl.tasks.task import Example
 
@@ -117,8 +118,8 @@ def test_a_power_tower_times_out_off_the_main_thread(task):
 def test_a_worker_that_fails_is_an_error():
     program = "print('{}', flush=True); input()"
     examples = [Example(f"p{n}", str(n)) for n in range(3)]
-    worker = Worker([sys.executable, "-c", program])
-    task = FiniteTask("failing", examples, 0, worker, lambda example, completion: {})
+    pool = Pool(lambda: Worker([sys.executable, "-c", program]), 2)
+    task = FiniteTask("failing", examples, 0, pool, lambda example, completion: {})
     assert [verdict.reason for verdict in task.verify(examples, ["1", "", "3"])] == [
         "error",
         "unparsable",
@@ -150,11 +151,14 @@ def test_the_worker_does_not_load_jax():
 
 def test_close_leaves_no_process(tmp_path):
     task = jsonl(write(tmp_path / "a.jsonl", [{"prompt": p, "answer": 7} for p in "ab"]), 0)
-    pid = task._worker._process.pid
-    os.kill(pid, 0)
-    task.close()
-    with pytest.raises(ProcessLookupError):
+    pids = [w._process.pid for w in task._pool._workers if hasattr(w, "_process")]
+    assert pids
+    for pid in pids:
         os.kill(pid, 0)
+    task.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,15 @@
 """Accuracy on held-out prompts."""
 
 import itertools
+import threading
 
 import numpy as np
 import pytest
 from small_runs import small_recipe, small_run, small_setup
 
 from jrl.tasks import Example
+from jrl.tasks.procedural import ProceduralTask
+from jrl.trainer import evaluation
 from jrl.trainer.evaluation import evaluate, filled_up, heldout_examples, pass_at_k
 from jrl.trainer.loop import begin, train_step
 from jrl.trainer.metrics import without_timings
@@ -47,6 +50,28 @@ def test_evaluation_is_deterministic_and_stands_aside():
         "val/response_length/mean",
         "val/response_length/clip_ratio",
     }
+
+
+def test_answers_are_verified_while_the_next_are_decoded(monkeypatch):
+    setup = small_setup()
+    weights = initial_weights(setup, setup.model, "weights")
+    decoders, decode, verify = [], evaluation.decode, ProceduralTask.verify
+    greedy_begun, met = threading.Event(), []
+
+    def decoded(setup, decoder, *arguments):
+        decoders.append(decoder)
+        if len(decoders) == 2:
+            greedy_begun.set()
+        return decode(setup, decoder, *arguments)
+
+    def verified(*arguments):
+        met.append(greedy_begun.wait(30))
+        return verify(*arguments)
+
+    monkeypatch.setattr(evaluation, "decode", decoded)
+    monkeypatch.setattr(ProceduralTask, "verify", verified)
+    evaluate(setup, weights, 3, heldout_examples(setup, 8))
+    assert met == [True, True]
 
 
 def test_evaluation_samples_anew_at_another_step():
