@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from compiling import FLAGS
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 16)
@@ -21,14 +22,6 @@ jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
-# In the quick tier programs run once or twice: what the compiler's passes would win is less than
-# they cost, which is half of the tier's time. In the full tier programs are compiled as users do.
-UNOPTIMISED = (
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-    "--xla_cpu_use_fusion_emitters=false",
-)
-
 # Tracing makes objects by the million; looking through them again and again takes a sixth of the
 # suite's time, and few of them are garbage.
 gc.freeze()
@@ -36,9 +29,10 @@ gc.set_threshold(200_000, 50, 50)
 
 
 def pytest_configure(config):
+    """Programs are compiled in half the time in the quick tier, and as users do in the full one."""
     if config.option.markexpr == "not slow":
         given = os.environ.get("XLA_FLAGS", "").split()
-        os.environ["XLA_FLAGS"] = " ".join([*UNOPTIMISED, *given])
+        os.environ["XLA_FLAGS"] = " ".join([*FLAGS, *given])
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import BATCH, MASK, TIME, batch, numpy_batch
+from compiling import UNOPTIMISED
 
 import jrl
 
@@ -54,13 +55,6 @@ SEEDS = range(20, 25)
 MIXED = ("logprobs", "values", "advantages")
 # Every call with one other dtype of mask, every dtype with a fourth of the calls.
 MASK_DTYPES = (jnp.int32, jnp.uint8, jnp.float32, jnp.bfloat16)
-# Three thousand programs that run once: what the compiler's passes would win is nothing.
-UNOPTIMISED = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
-}
-
 # The scope puts the tests of a call next to each other, so that one process compiles it.
 everything = pytest.mark.parametrize("name", EVERYTHING, scope="module")
 

@@ -1,0 +1,11 @@
+"""How programs that run once or twice are compiled: what the compiler's passes would win is less
+than they cost."""
+
+UNOPTIMISED = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+}
+"""Options of `jax.jit`."""
+FLAGS = [f"--{option}={str(value).lower()}" for option, value in UNOPTIMISED.items()]
+"""The same for ``XLA_FLAGS``."""
