@@ -3,7 +3,8 @@
 Three ways, with the same values: gather all keys and values; pass them around a ring; or trade
 tokens for heads (Ulysses), so that each device has whole sequences and some of the heads. Written
 below with T tokens of all ``cp`` ranks together, H query heads and K key/value heads of head_dim D
-on a ``tp`` rank. On one rank all three are reading, and communicate nothing.
+on a ``tp`` rank. On one rank all three are reading, and communicate nothing. "Backward as much" is
+what the gradient sends; a pipeline also goes forward twice (`moe.remat`).
 """
 
 from collections.abc import Callable
@@ -170,9 +171,13 @@ def ring(
     """Keys and values go round, one device further at each of ``cp - 1`` hops; the softmax is
     online.
 
-    No device ever holds the keys and values of more than two ranks. Communication per device and
-    layer, forward: ``2 (cp - 1)`` permutes that send ``2 T K D (cp - 1) / cp`` elements together,
-    each while the one before is read; backward as much.
+    Where no gradient is asked for (scoring), no device needs the keys and values of more than two
+    ranks at a time. In training it keeps those of every hop for the backward pass, together as many
+    as "gather" does, and so does every policy of `moe.remat`; "none" keeps the scores of every hop
+    too, ``T^2 / cp`` for each query head and row of T tokens.
+
+    Communication per device and layer, forward: ``2 (cp - 1)`` permutes that send ``2 T K D (cp -
+    1) / cp`` elements together, none of which waits for what is read; backward as much.
 
     References:
       Liu et al., "Ring Attention with Blockwise Transformers", 2023. https://arxiv.org/abs/2310.01889

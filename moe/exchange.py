@@ -3,7 +3,13 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe.experts import inverse_places, positions_within, routed_experts, take_rows
+from moe.experts import (
+    inverse_places,
+    positions_within,
+    routed_experts,
+    spread_rows,
+    take_rows,
+)
 from moe.precision import weighted_sum
 from moe.routing import Routing
 from moe.weights import Experts
@@ -51,7 +57,8 @@ def all_to_all(
     place = jnp.where(fits, peer * parcel + position, num_peers * parcel)
     assignment = inverse_places(place, num_peers * parcel)
 
-    rows = take_rows(x, jnp.where(assignment < num_tokens * k, assignment // k, num_tokens))
+    token = jnp.where(assignment < num_tokens * k, assignment // k, num_tokens)
+    rows = spread_rows(x, token, x.dtype)
     # Where no assignment is, the id is one past the last local expert: the row is nobody's.
     ids = jnp.where(
         assignment < num_tokens * k, take_rows(experts % num_local, assignment), num_local

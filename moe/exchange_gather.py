@@ -5,11 +5,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from moe.exchange import room
-from moe.experts import inverse_places, routed_experts, take_rows
+from moe.experts import inverse_places, routed_experts, spread_rows, take_rows
 from moe.precision import weighted_sum
 from moe.routing import Routing
 from moe.weights import Experts
-from sharding.collectives import gather_summed_wide, gather_tokens, scatter_and_round
+from sharding.collectives import gather_and_widen, gather_tokens, scatter_and_round
 from sharding.folding import FoldedMesh
 
 
@@ -33,7 +33,7 @@ def all_gather(
     group, num_local = (*mesh.ep, *mesh.etp), weights.gate.shape[0]
     num_tokens, k = routing.experts.shape
     room_of_all = mesh.size(group) * room(num_tokens, k, num_local, capacity)
-    x = gather_summed_wide(x, group)
+    dtype, x = x.dtype, gather_and_widen(x, group)
     experts, scale = (gather_tokens(array, group) for array in routing)
 
     local = experts - lax.axis_index(mesh.ep) * num_local
@@ -45,11 +45,12 @@ def all_gather(
     num_tokens, k = own.shape
     place = jnp.where(own.reshape(-1), jnp.cumsum(own.reshape(-1)) - 1, room_of_all)
     choice = inverse_places(place, room_of_all)
-    rows = take_rows(x, jnp.where(choice < num_tokens * k, choice // k, num_tokens))
+    token = jnp.where(choice < num_tokens * k, choice // k, num_tokens)
+    rows = spread_rows(x, token, dtype)
     ids = jnp.where(choice < num_tokens * k, take_rows(local.reshape(-1), choice), num_local)
 
     out = take_rows(routed_experts(weights, rows, ids, product), place).reshape(num_tokens, k, -1)
-    return scatter_and_round(weighted_sum(scale, out), group, x.dtype)
+    return scatter_and_round(weighted_sum(scale, out), group, dtype)
 
 
 def _first(own: Bool[Array, "token k"], columns: int) -> Array:

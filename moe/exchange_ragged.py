@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from moe.exchange import room, whole_experts
-from moe.experts import inverse_places, take_rows
+from moe.experts import inverse_places, spread_rows, take_rows
 from moe.precision import weighted_sum
 from moe.routing import Routing
 from moe.weights import Experts
@@ -53,7 +53,7 @@ def ragged(
     outward, homeward = pieces(sizes, parcel, mesh)
 
     buffer = num_peers * parcel
-    rows = send(take_rows(x, order // k), outward, homeward, buffer, 0, mesh)
+    rows = send(spread_rows(x, order // k, x.dtype), outward, homeward, buffer, 0, mesh)
     ids = (experts % num_local)[order][:, None].astype(jnp.int32)
     ids = send(ids, outward, homeward, buffer, num_local, mesh)[:, 0]
 

@@ -1,4 +1,4 @@
-"""How the network is computed, apart from what it is: choices that change time and memory only."""
+"""How the network is computed, apart from what it is: choices of time and memory, not of values."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class Execution:
         "full" (`moe.remat`).
       fsdp: weights are kept in parts, each on one of the devices that would hold the same, and the
         layers joined one after the other when an update runs them (`sharding.zero.join`), forward
-        and again backward. Needs a `remat` that does not keep them.
+        (twice in a pipeline) and again backward. Needs a `remat` that does not keep them.
       vocab_chunk: columns of the head whose logits are there at a time in training, on each ``tp``
         rank; None is all of them (`moe.vocabulary`).
     """

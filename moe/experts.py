@@ -74,6 +74,13 @@ def take_rows(
     return x.at[rows].get(mode="fill", fill_value=0)
 
 
+def spread_rows(
+    x: Shaped[Array, "row *rest"], rows: Int[Array, "place"], dtype: jnp.dtype
+) -> Shaped[Array, "place *rest"]:
+    """`take_rows` in `dtype`, whose gradient is summed in float32: a row may be taken often."""
+    return take_rows(x.astype(jnp.float32), rows).astype(dtype)
+
+
 @jax.custom_vjp
 def permute(
     x: Shaped[Array, "row *rest"], order: Int[Array, "row"], inverse: Int[Array, "row"]

@@ -1,12 +1,20 @@
 """Rematerialisation: what the backward pass of a block computes again instead of keeping it.
 
-Results of collectives are kept by every policy, so that none is repeated: the backward pass
-communicates the same whatever is computed again. Beside them a block keeps
+Results of collectives over tokens are kept by every policy, so that none of them is repeated: what
+the backward pass communicates does not depend on what is computed again. Weights that are kept in
+parts (`Execution.fsdp`) are the exception: a layer is joined again. Beside the results a block
+keeps
 
 * "none": everything that a gradient needs;
 * "selective": its input and the results of products with weights, not attention's scores and
   softmax, norms, activations and permuted rows. Costs little time;
 * "full": its input. Costs one more forward pass without its communication.
+
+In a pipeline all this is said of one chunk of layers while it goes backward. Between its way
+forward and its way backward a stage keeps the chunk's input alone, whatever the policy, and it
+begins the second with a forward pass that communicates like the first
+(`sharding.pipeline.gradients`); only the last chunk has none before. A policy then keeps what the
+layers of one chunk and one micro-batch need, so that "full" is the third time a layer is computed.
 
 References:
   Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.

@@ -65,24 +65,29 @@ def scatter_tokens(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "
     return _named(lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True))
 
 
-def gather_summed_wide(x: Shaped[Array, "local *rest"], axes: Axes) -> Shaped[Array, "all *rest"]:
-    """`gather_tokens` whose gradient is summed in float32 and rounded once, to the dtype of `x`.
+def gather_and_widen(x: Shaped[Array, "local *rest"], axes: Axes) -> Shaped[Array, "all *rest"]:
+    """`gather_tokens` in the dtype of `x`, returned as float32: its gradient is summed in float32
+    and rounded once.
 
     Volume received: (n-1) shards; by the gradient as many elements, of float32.
     """
-    return _gather_summed_wide(vary(x, axes), axes)
+    return _gather_and_widen(vary(x, axes), axes, x.dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gather_summed_wide(x: Array, axes: Axes) -> Array:
-    return gather_tokens(x, axes)
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather_and_widen(x: Array, axes: Axes, dtype: Any) -> Array:
+    return gather_tokens(x, axes).astype(jnp.float32)
 
 
-def _gather_backward(axes: Axes, _: None, gradient: Array) -> tuple[Array]:
-    return (scatter_tokens(gradient.astype(jnp.float32), axes).astype(gradient.dtype),)
+def _gather_forward(x: Array, axes: Axes, dtype: Any) -> tuple[Array, None]:
+    return _gather_and_widen(x, axes, dtype), None
 
 
-_gather_summed_wide.defvjp(lambda x, axes: (gather_tokens(x, axes), None), _gather_backward)
+def _gather_backward(axes: Axes, dtype: Any, _: None, gradient: Array) -> tuple[Array]:
+    return (scatter_tokens(gradient, axes).astype(dtype),)
+
+
+_gather_and_widen.defvjp(_gather_forward, _gather_backward)
 
 
 def scatter_and_round(
@@ -90,7 +95,7 @@ def scatter_and_round(
 ) -> Shaped[Array, "local *rest"]:
     """`scatter_tokens` of float32 terms, rounded to `dtype` when they are summed and not before.
 
-    The reverse of `gather_summed_wide`, and its gradient.
+    The reverse of `gather_and_widen`, and its gradient.
     """
     return _scatter_and_round(vary(x, axes), axes, dtype)
 
@@ -100,14 +105,15 @@ def _scatter_and_round(x: Array, axes: Axes, dtype: Any) -> Array:
     return scatter_tokens(x, axes).astype(dtype)
 
 
+def _scatter_forward(x: Array, axes: Axes, dtype: Any) -> tuple[Array, None]:
+    return _scatter_and_round(x, axes, dtype), None
+
+
 def _scatter_backward(axes: Axes, dtype: Any, _: None, gradient: Array) -> tuple[Array]:
-    # Gathered as narrow as it comes, and widened after.
     return (gather_tokens(gradient, axes).astype(jnp.float32),)
 
 
-_scatter_and_round.defvjp(
-    lambda x, axes, dtype: (_scatter_and_round(x, axes, dtype), None), _scatter_backward
-)
+_scatter_and_round.defvjp(_scatter_forward, _scatter_backward)
 
 
 def own_shard(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "local *rest"]:

@@ -16,6 +16,7 @@ from programs import mesh_of, on_mesh, random_weights
 from moe import model
 from moe.config import ModelConfig
 from moe.execution import Execution
+from moe.remat import rematerialised
 from moe.stream import packed, rows, shared_prompts
 from moe.vocabulary import logits_of
 from moe.weights import specs
@@ -210,6 +211,34 @@ def test_sends_what_the_docstring_says(context, layout):
     keys, queries = (heads // tp * (HEAD_DIM + VALUE_DIM) for heads in (KV_HEADS, HEADS))
     forward = tokens * (cp - 1) / cp * ((queries + keys) / cp if context == "ulysses" else keys)
     assert total == 2 * forward
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_ring_in_training_keeps_the_keys_of_every_hop(remat):
+    """Between its passes a device has as many keys and values as if it had gathered them."""
+    mesh, sizes = fold_abstract(Layout(cp=4)), {}
+
+    def kept(context):
+        def local(query, key, value):
+            execution = Execution(context=context, attention="plain")
+            stream = rows(jnp.zeros((1, 16), int), jnp.ones((1, 16), bool), mesh, execution)
+            attend = rematerialised(stream.attend_in_layer(0), remat)
+            out, pull = jax.vjp(attend, query, key, value)
+            # Of heads 10 and 14 wide, keys and values; queries are 6 heads, these are 3.
+            sizes[context] = sum(
+                x.size
+                for x in jax.tree.leaves(pull)
+                if x.shape[-1:] in [(10,), (14,)] and 3 in x.shape
+            )
+            return out
+
+        step = jax.shard_map(local, mesh=mesh.mesh, in_specs=P(mesh.cp), out_specs=P(mesh.cp))
+        shapes = [(16, 6, 10), (16, 3, 10), (16, 3, 14)]
+        jax.eval_shape(step, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+
+    kept("ring")
+    kept("gather")
+    assert sizes["ring"] >= sizes["gather"] >= 16 * 3 * (10 + 14)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from programs import mesh_of, on_mesh, random_weights
+from whole_network import loss_and_gradient
 
 from moe import model
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.remat import POLICIES
-from moe.weights import specs
+from moe.weights import in_rounds, specs
 from sharding.collectives import all_sum
 
 COLLECTIVE = r" (all-gather|reduce-scatter|all-to-all|all-reduce|collective-permute)(?:-start)?\("
@@ -129,6 +130,25 @@ def test_less_is_kept():
     none, selective, full = (kept_bytes(remat) for remat in ("none", "selective", "full"))
     assert 0.8 * none > selective
     assert 0.9 * selective > full
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize(("layout", "passes"), [("tp2", 2), ("pp2 tp2", 3)])
+def test_a_pipeline_goes_forward_twice_with_its_collectives(layout, passes, remat):
+    """The gathers of a layer over tp, by tracing: attention's and the dense layer's, each pass."""
+    mesh = mesh_of(layout)
+
+    def gathers(num_layers):
+        config = replace(CONFIG, num_layers=num_layers, num_experts=0, query_key_norm=None)
+        config = replace(config, execution=Execution(remat=remat))
+        tokens = jnp.zeros((BATCH, 4), int)
+        weights = in_rounds(random_weights(config, 0), mesh)
+        program = jax.make_jaxpr(loss_and_gradient(config, mesh))(weights, (tokens, tokens == 0))
+        return len(re.findall(r"= all_gather\[", str(program)))
+
+    # One layer more on each stage.
+    more = mesh.size(mesh.pp)
+    assert gathers(2 * more) - gathers(more) == 2 * passes
 
 
 def test_unknown_policies_are_refused():

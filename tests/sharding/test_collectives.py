@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from sharding.collectives import (
     all_sum,
     exchange,
-    gather_summed_wide,
+    gather_and_widen,
     gather_tokens,
     join_shards,
     own_shard,
@@ -94,7 +94,7 @@ def test_ranks_are_as_the_oracle_has_them():
     ("gather", "scatter"),
     [
         (gather_tokens, scatter_tokens),
-        (gather_summed_wide, partial(scatter_and_round, dtype=jnp.float32)),
+        (gather_and_widen, partial(scatter_and_round, dtype=jnp.float32)),
     ],
 )
 @pytest.mark.parametrize("name", AXES)
@@ -121,18 +121,18 @@ def test_sums_of_half_precision_are_rounded_once():
     """256 and seven times 1 are 263 and then 264; rounded after each term they stay 256."""
     terms = np.ones((8, 8, WIDTH), np.float32)
     terms[0] = 256
-    wide, narrow = jnp.asarray(terms), jnp.asarray(terms, jnp.bfloat16)
     shard = jnp.zeros((8, 1, WIDTH), jnp.bfloat16)
 
     @jax.jit
-    def sums(wide, narrow, shard):
+    def sums(terms, shard):
         scatter = each_device(partial(scatter_and_round, dtype=jnp.bfloat16), MESH.axes)
-        out, back = jax.vjp(scatter, wide)
+        out, back = jax.vjp(scatter, terms)
         (gathered,) = back(out)
-        _, back = jax.vjp(each_device(gather_summed_wide, MESH.axes), shard)
-        return out, gathered, back(narrow)[0]
+        whole, back = jax.vjp(each_device(gather_and_widen, MESH.axes), shard)
+        assert whole.dtype == jnp.float32
+        return out, gathered, back(terms)[0]
 
-    out, gathered, gradient = sums(wide, narrow, shard)
+    out, gathered, gradient = sums(jnp.asarray(terms), shard)
     assert (out.dtype, gathered.dtype, gradient.dtype) == (jnp.bfloat16, jnp.float32, jnp.bfloat16)
     for total in (out, gathered, gradient):
         np.testing.assert_array_equal(np.asarray(total, np.float32), 264)
