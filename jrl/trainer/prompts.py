@@ -80,4 +80,4 @@ def text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:
 
 def conversation(setup: Setup, tokens: np.ndarray, valid: np.ndarray) -> str:
     """What the network read and wrote in one row, special tokens written out."""
-    return setup.tokenizer.decode_special(tokens[valid], UNREADABLE)
+    return setup.tokenizer.decode_special(tokens[valid].tolist(), UNREADABLE)

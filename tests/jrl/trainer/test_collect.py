@@ -1,6 +1,9 @@
 """A step's completions: prompts in, text out, verdicts counted, groups filtered."""
 
+import sys
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,11 +17,16 @@ from small_runs import (
     small_setup,
 )
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from chat_checkpoint import START, TURN, chat_tokenizer
+
+from jrl.chat import ChatTemplate
 from jrl.recipes import RECIPES
 from jrl.rollout.generate import Rollout
 from jrl.tasks import REASONS, Example, Verdict
 from jrl.trainer import collect as collecting
-from jrl.trainer.collect import Completions, collect, sample
+from jrl.trainer.collect import Completions, collect, described, sample
+from jrl.trainer.prompt_format import PromptFormat
 from jrl.trainer.prompts import UNREADABLE, encode_answers, encode_prompts, text_of
 from jrl.trainer.state import initial_weights
 
@@ -227,6 +235,41 @@ def test_take_keeps_rows_whole(monkeypatch):
     assert taken.scores.tolist() == [0.0, 1.0]
     assert taken.groups.tolist() == [2, 1]
     assert taken.record(0)["prompt"] == collected.kept.record(5)["prompt"]
+
+
+def test_rows_to_look_at_are_of_more_than_one_prompt(monkeypatch):
+    _, _, collected = scripted(monkeypatch, [GOOD] * PROMPTS, small_recipe())
+    kept = collected.kept
+    wide = replace(kept, groups=np.array([5, 5, 5, 5, 2, 2, 2, 2]))  # as filled up they may fall
+    assert kept.shown(4) == [0, 1, 2, 3]
+    assert wide.shown(4) == [0, 1, 4, 5]
+    assert wide.shown(6) == [0, 1, 2, 3, 4, 5]
+    assert replace(kept, groups=np.zeros(8, np.int32)).shown(3) == [0, 1, 2]
+    assert kept.shown(99) == list(range(8))
+
+
+def test_a_sample_keeps_its_gold_answer(monkeypatch):
+    setup, _, collected = scripted(monkeypatch, [GOOD] * PROMPTS, small_recipe())
+    record = described(setup, collected.kept, 2)
+    assert record == collected.kept.record(2)
+    example = setup.task.train(101)
+    assert (record["prompt"], record["answer"]) == (example.prompt, example.answer)
+
+
+def test_a_sample_of_a_chat_checkpoint_reads_as_a_conversation(monkeypatch, tmp_path):
+    _, _, collected = scripted(monkeypatch, [GOOD] * PROMPTS, small_recipe())
+    tokenizer = chat_tokenizer(tmp_path)
+    prompt = PromptFormat(tokenizer, ChatTemplate(tokenizer), "Add.").encode(Example("1+1?", "2"))
+    written = [*tokenizer.encode("It is 2."), tokenizer.eos_id]
+    pad = tokenizer.pad_id
+    tokens = np.array([[pad, *prompt, *written, pad]] * 8, np.int32)
+    valid = np.arange(tokens.shape[1]) % (tokens.shape[1] - 1) > 0
+    rollout = replace(collected.kept.rollout, tokens=tokens, valid=np.tile(valid, (8, 1)))
+    setup = small_setup(tokenizer=tokenizer)
+    record = described(setup, replace(collected.kept, rollout=rollout), 3)
+    assert record["conversation"] == (
+        f"{START}system\nAdd.{TURN}\n{START}user\n1+1?{TURN}\n{START}assistant\nIt is 2.{TURN}"
+    )
 
 
 def test_sample_counts_its_time():

@@ -1,0 +1,107 @@
+"""A checkpoint as Qwen's are learns from a file of word problems, by the command of the README."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from chat_checkpoint import END, QUESTIONS, START, TURN, VOCAB_SIZE, write_tokenizer
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "moe"))
+from programs import random_weights
+
+from jrl.evaluate import main as evaluate
+from jrl.json_tokenizer import checkpoint_tokenizer
+from jrl.train import main
+from jrl.trainer.run_folder import RunFolder
+from moe import huggingface
+from moe.config import ModelConfig
+
+NETWORK = ModelConfig(
+    VOCAB_SIZE,
+    num_layers=1,
+    d_model=12,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    query_key_norm="head",
+    num_experts=4,
+    experts_per_token=2,
+    d_expert=6,
+    embedding_scale=1.0,
+    max_positions=96,
+)
+SIZES = [
+    "--prompts=2",
+    "--group-size=4",
+    "--mini-batch=8",
+    "--eval-prompts=1",
+    "--samples-every=5",
+    "--eval-every=10",
+]
+ASKED = ["--model=hf:{model}", "--task=jsonl:{data}", "--system-prompt=Answer with a number."]
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """The flags that name a checkpoint and a file, both made here."""
+    folder = tmp_path_factory.mktemp("given")
+    model, data = folder / "model", folder / "problems.jsonl"
+    ends = {"eos_token_id": 0}
+    huggingface.save(model, NETWORK, random_weights(NETWORK, 0), "Qwen3MoeForCausalLM", about=ends)
+    write_tokenizer(model)
+    tokenizer = checkpoint_tokenizer(model, VOCAB_SIZE)
+    options = json.loads((model / "config.json").read_text())
+    options |= {"eos_token_id": tokenizer.eos_id, "router_aux_loss_coef": 0.001}
+    (model / "config.json").write_text(json.dumps(options))
+    rows = [{"question": question, "gold": answer} for question, answer in QUESTIONS]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    named = [flag.format(model=model, data=data) for flag in ASKED]
+    return folder, [*named, "--prompt-field=question", "--answer-field=gold", *SIZES]
+
+
+def test_a_dry_run_shows_the_prompt_and_why_completions_are_as_long_as_they_are(given, capsys):
+    folder, flags = given
+    assert main([*flags, f"--run-dir={folder / 'dry'}", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert f"{START}system\nAnswer with a number.{TURN}\n{START}user\n" in out
+    assert f"{TURN}\n{START}assistant\n" in out
+    assert "the default of a checkpoint" in out
+
+
+@pytest.mark.slow
+def test_ten_steps_on_word_problems(given, tmp_path, capsys):
+    folder, flags = given
+    model = tmp_path / "model"
+    shutil.copytree(folder / "model", model)
+    flags = [flag.replace(str(folder / "model"), str(model)) for flag in flags]
+    run = tmp_path / "run"
+    assert main([*flags, f"--run-dir={run}", "--steps=10"]) == 0
+    out = capsys.readouterr().out
+    assert "completions of at most" in out and "cut to the checkpoint's window" in out
+    lines = [json.loads(line) for line in RunFolder.read(run).metrics_path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(11))
+    learned = [line for line in lines if "sampling/sampling_logp_difference/max" in line]
+    assert len(learned) == 10
+    # What is scored is what was sampled, to the rounding of float32 over a hundred positions.
+    assert max(line["sampling/sampling_logp_difference/max"] for line in learned) < 1e-4
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    answers = {question: str(answer) for question, answer in QUESTIONS}
+    trained = [sample for sample in samples if sample["kind"] == "training"]
+    assert len({sample["prompt"] for sample in trained if sample["step"] == 5}) == 2
+    ended = 0
+    for sample in samples:
+        begun = (
+            f"{START}system\nAnswer with a number.{TURN}\n"
+            f"{START}user\n{sample['prompt']}{TURN}\n{START}assistant\n"
+        )
+        assert sample["conversation"].startswith(begun)
+        assert sample["answer"] == answers[sample["prompt"]]
+        written = sample["conversation"][len(begun) :]
+        assert written.endswith((TURN, END)) != sample["truncated"]
+        ended += not sample["truncated"]
+    assert ended, "no sample has an end"
+    shutil.rmtree(model)  # the run has all that it needs
+    assert main(["--resume", f"--run-dir={run}", "--steps=11"]) == 0
+    assert evaluate([str(run), "--k=1", "--prompts=1"]) == 0
