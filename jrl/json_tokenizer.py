@@ -169,9 +169,10 @@ def tokenizer_of(
     stated = _optional(path.parent / "tokenizer_config.json")
     tokens = {name: _written(stated.get(name)) for name in TOKENS}
     usage = _usage(path.parent, stated, _begins(made, pipeline, stated, tokens["bos_token"]))
+    size = max(made.get_vocab().values(), default=-1) + 1 if vocab_size is None else vocab_size
+    checked_usage(usage, size)
     if tokens["eos_token"] is None and usage.stop_ids:
         tokens["eos_token"] = made.id_to_token(usage.stop_ids[0])
-    size = max(made.get_vocab().values(), default=-1) + 1 if vocab_size is None else vocab_size
     return JsonTokenizer({"pipeline": pipeline, "vocab_size": size, **tokens}, usage)
 
 
@@ -235,7 +236,9 @@ def _chat_template(directory: Path, stated: Mapping[str, Any]) -> str | None:
 def _pipeline(content: Mapping[str, Any]) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_str(json.dumps(content))
-    except Exception as error:  # the library raises this class itself
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises Exception itself, and panics past it
         raise ValueError(
             f"tokenizer.json is none that tokenizers can read ({error}): copy the checkpoint's own."
         ) from error
@@ -243,7 +246,13 @@ def _pipeline(content: Mapping[str, Any]) -> tokenizers.Tokenizer:
 
 def _written(token: Any) -> str | None:
     """A special token is written as its text, or as a record that has it."""
-    return token["content"] if isinstance(token, Mapping) else token
+    text = token.get("content") if isinstance(token, Mapping) else token
+    if token is not None and not isinstance(text, str):
+        raise ValueError(
+            f"tokenizer_config.json has the special token {token!r}, which is neither a text nor "
+            'an object with a text "content": take the file of the checkpoint.'
+        )
+    return text
 
 
 def _optional(path: Path) -> dict[str, Any]:

@@ -357,7 +357,10 @@ def _from_json(path: Path, content: bytes, vocab_size: int | None) -> Tokenizer:
     from jrl import json_tokenizer  # needs an extra
 
     if "pipeline" in record:
-        return json_tokenizer.JsonTokenizer(record)
+        try:
+            return json_tokenizer.JsonTokenizer(record)
+        except (KeyError, TypeError, OverflowError) as error:
+            raise ValueError(f"is not what a run saved ({error!r}): copy the file again") from error
     return json_tokenizer.tokenizer_of(path, record, vocab_size)
 
 

@@ -4,6 +4,7 @@ import io
 import math
 import os
 import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -121,7 +122,18 @@ class Fleet:
                 version = int(file["version"])
                 parts = {name: file[name] for name in ("machines", "metrics", "values")}
                 start, period = float(file["start"]), float(file["period"])
-        except (ValueError, KeyError, EOFError, TypeError, AttributeError, zipfile.BadZipFile) as e:
+        # All that numpy, zipfile and zlib raise for content that is damaged.
+        except (
+            ValueError,
+            KeyError,
+            EOFError,
+            TypeError,
+            AttributeError,
+            OSError,
+            RuntimeError,
+            zipfile.BadZipFile,
+            zlib.error,
+        ) as e:
             raise ValueError(
                 f"{path} is no recorded fleet, or a damaged one ({type(e).__name__}): "
                 "give a file that Fleet.save wrote."

@@ -62,14 +62,14 @@ def read_answers(
             series[key] = samples
     times = [time for samples in series.values() for time, _ in samples]
     start = min(times, default=0.0)
-    length = round((max(times, default=0.0) - start) / period) + 1 if times else 0
+    length = _tick(max(times) - start, period) + 1 if times else 0
     machines, metrics = (sorted({key[part] for key in series}) for part in (0, 1))
     _check_size(len(machines) * len(metrics) * length, length, period)
     values = np.full((len(machines), len(metrics), length), np.nan, np.float32)
     for (row, column), samples in series.items():
         at = values[machines.index(row), metrics.index(column)]
         for time, value in samples:
-            at[math.floor((time - start) / period + 0.5)] = value
+            at[_tick(time - start, period)] = value
     return Fleet(tuple(machines), tuple(metrics), start, period, values)
 
 
@@ -181,7 +181,7 @@ def _matrix(answer: str | bytes) -> Iterator[tuple[dict[str, str], list[tuple[fl
     """Labels and samples of each series."""
     try:
         content = json.loads(answer)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"the answer is not JSON, or cut short: {error}") from None
     content = content if isinstance(content, dict) else {}
     if content.get("status") == "error":
@@ -190,11 +190,13 @@ def _matrix(answer: str | bytes) -> Iterator[tuple[dict[str, str], list[tuple[fl
     if not isinstance(data, dict) or data.get("resultType") != "matrix":
         kind = data.get("resultType") if isinstance(data, dict) else None
         raise ValueError(f"the answer is a {kind}, not a matrix: ask /api/v1/query_range.")
+    if not isinstance(data.get("result"), list):
+        raise ValueError("the answer has no list of series: it is not as Prometheus writes it.")
     for entry in data["result"]:
         try:
             samples = [(float(time), float(value)) for time, value in entry["values"]]
             labels = {str(name): str(value) for name, value in entry["metric"].items()}
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(
                 f"a series of the answer is not as Prometheus writes it: {error!r}"
             ) from None
@@ -202,6 +204,11 @@ def _matrix(answer: str | bytes) -> Iterator[tuple[dict[str, str], list[tuple[fl
             raise ValueError(f"a series of the answer has a time that is no number: {labels}")
         # Prometheus writes "NaN", "+Inf" and "-Inf"; none is a measurement.
         yield labels, [(t, v if math.isfinite(v) else math.nan) for t, v in samples]
+
+
+def _tick(seconds: float, period: float | int) -> int:
+    """The number of the tick that is nearest."""
+    return math.floor(seconds / period + 0.5)
 
 
 def _check_size(numbers: int, length: int, period: float | int) -> None:

@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float32, Float64
@@ -178,7 +179,23 @@ def _header(path: Path, prefix: bytes, read_more: Callable[[int], bytes]) -> tup
     text = read_more(length)
     if len(text) < length or zlib.crc32(text) != seed:
         raise ValueError(f"{path} has a damaged header: its columns are lost; delete it.")
-    return json.loads(text), seed, _PREFIX.size + length
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError):
+        header = None
+    if not _is_header(header):
+        raise ValueError(f"{path} has a header that no sampler wrote: delete it.")
+    return header, seed, _PREFIX.size + length
+
+
+def _is_header(header: Any) -> bool:
+    if not isinstance(header, dict) or not isinstance(header.get("columns"), list):
+        return False
+    texts = (header.get("machine"), header.get("host"), *header["columns"])
+    numbers = (header.get("pid"), header.get("begun"))
+    return all(isinstance(text, str) for text in texts) and all(
+        isinstance(number, int | float) for number in numbers
+    )
 
 
 def _checked(content: bytes, rows: np.ndarray, seed: int) -> np.ndarray:

@@ -66,17 +66,17 @@ def _load(
         place = checkpoints.directory / str(step)
         before = _identity(place)
         try:
-            read = [checkpoints.restore(step, like[part], part=part)[0] for part in models]
+            read = [checkpoints.restore(step, like[part], part=part) for part in models]
         except (ValueError, OSError):
             # Of several processes the others may have read it: they would not try again with this.
             if several() or (before is not None and _identity(place) == before):
                 raise
         else:
             if not any_of(_identity(place) != before):
-                check_files(folder, step, checkpoints.meta(step))
+                check_files(folder, step, read[0][1])
                 _warn(checkpoints, damaged, step)
                 found = zip(read, models.values(), strict=True)
-                return [_placed(weights, model, setup) for weights, model in found], step
+                return [_placed(weights, model, setup) for (weights, _), model in found], step
 
 
 def _described(model: ModelConfig, setup: Setup) -> Any:

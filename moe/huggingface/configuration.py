@@ -1,15 +1,18 @@
 """Between config.json and `ModelConfig`."""
 
 import contextlib
-from dataclasses import fields, replace
+import math
+import types
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from moe.config import ModelConfig
 from moe.huggingface.families import FAMILIES, Family, common_fields, common_options
 from moe.huggingface.options import Options
 
 Dtype = Literal["float32", "bfloat16"]
+_HINTS = get_type_hints(ModelConfig)
 
 TRAINING = (
     "load_balance_coef",
@@ -68,11 +71,17 @@ def described(path: str | Path, dtype: Dtype | None = None) -> tuple[ModelConfig
     path = Path(path)
     options = Options.read(path / "config.json" if path.is_dir() else path)
     family = _family(options)
-    found = common_fields(options)
-    found |= family.read(options, found)
+    try:
+        found = common_fields(options)
+        found |= family.read(options, found)
+    except (TypeError, AttributeError, ArithmeticError) as error:
+        raise options.not_fitting(f"one of its options is of another type ({error})") from error
     stored = options.take("dtype", "torch_dtype", default=None)
     options.finish()
     chosen = dtype or ("bfloat16" if stored == "bfloat16" else "float32")
+    for name, value in found.items():
+        if not _fits(value, _HINTS[name]):
+            raise options.not_fitting(f"{name} would be {value!r}")
     return ModelConfig(**found, **UNBALANCED, dtype=chosen), family
 
 
@@ -127,6 +136,23 @@ def _lost_by_each(config: ModelConfig) -> dict[str, list[str]]:
             "the reason."
         )
     return lacking
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    """Whether a value is of the type of a field."""
+    options = get_args(annotation)
+    if isinstance(annotation, types.UnionType) or get_origin(annotation) is Union:
+        return any(_fits(value, option) for option in options)
+    if get_origin(annotation) is Literal:
+        return value in options
+    if annotation is float:
+        return type(value) in (int, float) and -math.inf < value < math.inf
+    if annotation is int:
+        return type(value) is int and 0 <= value < 2**31
+    if type(value) is not annotation:
+        return False
+    hints = get_type_hints(annotation) if is_dataclass(annotation) else {}
+    return all(_fits(getattr(value, name), hint) for name, hint in hints.items())
 
 
 def _family(options: Options) -> Family:

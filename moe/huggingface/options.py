@@ -67,7 +67,7 @@ class Options:
                 f"{path} cannot be read ({error.strerror}): give the directory of a checkpoint, "
                 "with its config.json and .safetensors files."
             ) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not JSON: {error}.") from error
         if not isinstance(values, dict):
             raise ValueError(f"{path} holds {type(values).__name__}, not an object.")
@@ -101,6 +101,11 @@ class Options:
     def unsupported(self, name: str, value: Any, accepted: str) -> ValueError:
         return ValueError(
             f"{self._place}: {name}={value!r} is not supported; the network here has {accepted}."
+        )
+
+    def not_fitting(self, why: str) -> ValueError:
+        return ValueError(
+            f"{self._place} describes no network: {why}; take the file of the checkpoint."
         )
 
     def finish(self) -> None:

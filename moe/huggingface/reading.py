@@ -78,8 +78,7 @@ def _open(directory: Path, stack: ExitStack) -> Mapping[str, Any]:
     index = directory / "model.safetensors.index.json"
     if index.exists():
         # A directory may also hold the same tensors in one piece, under another name.
-        listed = json.loads(index.read_bytes())["weight_map"]
-        paths = [directory / name for name in sorted(set(listed.values()))]
+        paths = [directory / name for name in sorted(set(_listed(index).values()))]
     if not paths:
         raise ValueError(f"{directory} has no .safetensors file: convert the checkpoint to them.")
     files: dict[str, Any] = {}
@@ -90,6 +89,22 @@ def _open(directory: Path, stack: ExitStack) -> Mapping[str, Any]:
             raise ValueError(f"{path} cannot be read as safetensors: {error}.") from error
         files |= dict.fromkeys(file.keys(), file)
     return files
+
+
+def _listed(index: Path) -> dict[str, str]:
+    """The file of each tensor, as an index has it."""
+    try:
+        content = json.loads(index.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{index} is not JSON: {error}.") from error
+    listed = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(listed, dict) or not all(
+        isinstance(name, str) and name.isprintable() for name in listed.values()
+    ):
+        raise ValueError(
+            f'{index} has no "weight_map" from tensors to files: take the file of the checkpoint.'
+        )
+    return listed
 
 
 def _check(

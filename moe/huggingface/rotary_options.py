@@ -1,6 +1,7 @@
 """The rotary options of a config.json: ``rope_parameters``, or ``rope_theta`` with
 ``rope_scaling`` as files had them before."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from moe.config import ModelConfig
@@ -39,6 +40,8 @@ def read_rotary(
       ValueError: for a kind of scaling, or one of its options, that is not supported.
     """
     given = options.take("rope_parameters", "rope_scaling", default=None) or {}
+    if not isinstance(given, Mapping):
+        raise options.unsupported("rope_parameters", given, "an object there")
     base = given.get("rope_theta", options.take("rope_theta", default=default_base))
     kind = given.get("rope_type", given.get("type", "default"))
     rest = {
@@ -49,7 +52,7 @@ def read_rotary(
     if kind == "default":
         scaling: RopeScaling | None = None
         unknown = set(rest)
-    elif kind in _KINDS:
+    elif isinstance(kind, str) and kind in _KINDS:
         record, names = _KINDS[kind]
         known = set(names.values()) - (set() if temperatures else {"mscale", "mscale_all_dim"})
         unknown = set(rest) - known
@@ -64,7 +67,11 @@ def read_rotary(
         raise options.unsupported(
             "rope_scaling", given, f"none of its {', '.join(sorted(unknown))}"
         )
-    return {"rope_base": float(base), "rope_scaling": scaling}
+    # As it is where it is no number, which the caller says.
+    return {
+        "rope_base": float(base) if type(base) is int and abs(base) < 2**1023 else base,
+        "rope_scaling": scaling,
+    }
 
 
 def written_rotary(config: ModelConfig) -> dict[str, Any]:

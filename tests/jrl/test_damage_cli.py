@@ -9,6 +9,8 @@ from command_runs import FLAGS, metrics, one_line
 
 from jrl import evaluate, train
 
+pytestmark = pytest.mark.slow
+
 AS_TRAINED = ["--k", "1", "--prompts", "8"]
 
 

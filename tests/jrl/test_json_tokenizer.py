@@ -198,6 +198,42 @@ def test_a_sentencepiece_model_writes_out_its_special_tokens():
     assert tokenizer.used(Usage(stop_ids=(5,))).stop_ids == (2, 5)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("vocab_size", None), ("eos_token", True), ("stop_ids", 3), ("stop_ids", ["x"])],
+)
+def test_a_saved_tokenizer_that_was_spoilt_is_one_line(tokenizer, tmp_path, field, value):
+    path = tmp_path / "tokenizer.model"
+    tokenizer.save(path)
+    write(tmp_path, path.name, {**json.loads(path.read_text()), field: value})
+    with pytest.raises(ValueError, match=r"tokenizer\.model: is not what a run saved"):
+        Tokenizer.from_file(path)
+
+
+@pytest.mark.parametrize("token", [{}, 3, ["</s>"], {"content": None}])
+def test_a_special_token_that_is_no_text_is_refused(tmp_path, token):
+    folder = write_tokenizer(tmp_path)
+    write(folder, "tokenizer_config.json", {"eos_token": token})
+    with pytest.raises(ValueError, match=r"has the special token .*, which is neither a text"):
+        checkpoint_tokenizer(folder, VOCAB_SIZE)
+
+
+def test_an_end_that_is_no_id_is_refused_where_it_names_the_end(tmp_path):
+    folder = write_tokenizer(tmp_path)
+    write(folder, "tokenizer_config.json", {})
+    write(folder, "config.json", {"eos_token_id": -1})
+    write(folder, "generation_config.json", {})
+    with pytest.raises(ValueError, match="have -1, which is no id"):
+        checkpoint_tokenizer(folder, VOCAB_SIZE)
+
+
+def test_a_pipeline_that_makes_the_library_panic_is_refused(folder, tmp_path):
+    pipeline = json.loads((folder / "tokenizer.json").read_text())
+    pipeline["model"]["continuing_subword_prefix"] = "longer than any token of it"
+    with pytest.raises(ValueError, match="none that tokenizers can read"):
+        tokenizer_of(tmp_path / "tokenizer.json", pipeline)
+
+
 def test_a_pipeline_that_is_none_is_refused(tmp_path):
     with pytest.raises(ValueError, match="none that tokenizers can read"):
         tokenizer_of(tmp_path / "tokenizer.json", {"model": {"type": "?"}})

@@ -210,6 +210,49 @@ def test_differing_tensors_are_all_listed(tmp_path):
         assert part in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "option", "value", "message"),
+    [
+        ("qwen3_moe", "num_experts", "four", "num_experts would be 'four'"),
+        ("qwen3_moe", "hidden_size", 10**400, "d_model would be 1000"),
+        ("qwen2", "hidden_size", None, "one of its options is of another type"),
+        ("qwen2", "num_attention_heads", 0, "one of its options is of another type"),
+        ("qwen3_moe", "vocab_size", 37.0, r"vocab_size would be 37\.0"),
+        ("qwen3_moe", "norm_topk_prob", 1, "renormalise would be 1"),
+        ("llama", "rope_parameters", [1], "rope_parameters=.* is not supported"),
+        ("llama", "rope_parameters", {"rope_theta": "x"}, "rope_base would be 'x'"),
+        ("llama", "rope_parameters", {"rope_type": {}}, "rope_type={} is not supported"),
+        ("deepseek_v3", "kv_lora_rank", "3", "latent would be LatentHeads"),
+    ],
+)
+def test_an_option_of_another_type_is_one_line(tmp_path, name, option, value, message):
+    options = json.loads((FIXTURES / name / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**options, option: value}))
+    with pytest.raises(ValueError, match=message) as caught:
+        huggingface.config_from(tmp_path)
+    assert str(caught.value).startswith(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "null", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "[" * 100_000, "\ud800"],
+    ids=lambda content: content[:20].encode("ascii", "replace").decode(),
+)
+def test_an_index_that_is_none_is_one_line(tmp_path, content):
+    path = tmp_path / "copy"
+    shutil.copytree(FIXTURES / "llama", path)
+    index = path / "model.safetensors.index.json"
+    index.write_bytes(content.encode("utf-8", "surrogatepass"))
+    with pytest.raises(ValueError, match=r"index\.json (is not JSON|has no \"weight_map\")"):
+        huggingface.load(path, mesh_of("dp1"))
+
+
+def test_a_configuration_nested_too_deeply_is_one_line(tmp_path):
+    (tmp_path / "config.json").write_text('{"a":' * 100_000)
+    with pytest.raises(ValueError, match=r"config\.json is not JSON: maximum recursion"):
+        huggingface.config_from(tmp_path)
+
+
 def test_a_missing_file_or_a_broken_one_is_named(tmp_path):
     folder = copy_of("mixtral", tmp_path / "spoilt")
     (folder / "model-00002-of-00002.safetensors").write_bytes(b"short")

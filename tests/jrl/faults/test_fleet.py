@@ -33,6 +33,21 @@ def test_a_truncated_or_garbled_file_is_one_clear_line(tmp_path, size):
         Fleet.load(tmp_path / "fleet.npz")
 
 
+def test_every_wrong_byte_of_a_file_is_one_clear_line_or_none(tmp_path):
+    fleet().save(tmp_path / "fleet.npz")
+    content = (tmp_path / "fleet.npz").read_bytes()
+    refused = 0
+    for at in range(0, len(content), 7):
+        wrong = bytearray(content)
+        wrong[at] ^= 0b101
+        (tmp_path / "fleet.npz").write_bytes(wrong)
+        try:
+            Fleet.load(tmp_path / "fleet.npz")
+        except ValueError:  # anything else is the fault
+            refused += 1
+    assert refused > 10
+
+
 def test_select_and_last_keep_names_and_times_together():
     chosen = fleet().select(["b"]).last(2)
     assert (chosen.metrics, chosen.start, chosen.end) == (("b",), 1e9 + 3, 1e9 + 5)

@@ -53,11 +53,16 @@ def test_several_answers_with_gaps_and_without_order_are_one_fleet():
     np.testing.assert_array_equal(fleet.values[0, 1], [nan, nan, nan, 3])
 
 
+ONE = ({"machine": "a", "__name__": "x"}, [[1, "2"]])
+
+
+def test_times_between_two_ticks_have_a_place():
+    fleet = read_answers([answer((ONE[0], [[-1.5, "1"], [1, "2"]]))])
+    np.testing.assert_array_equal(fleet.values[0, 0], [1, np.nan, np.nan, 2])
+
+
 def test_an_answer_without_series_is_an_empty_fleet():
     assert read_answers([answer()]).values.shape == (0, 0, 0)
-
-
-ONE = ({"machine": "a", "__name__": "x"}, [[1, "2"]])
 
 
 @pytest.mark.parametrize(
@@ -68,6 +73,11 @@ ONE = ({"machine": "a", "__name__": "x"}, [[1, "2"]])
         ('{"status":"error","errorType":"bad_data","error":"parse error"}', "bad_data: parse err"),
         ('{"status":"success","data":{"resultType":"vector","result":[]}}', "is a vector, not a"),
         ("[1]", "is a None, not a matrix"),
+        ("[" * 100_000, "not JSON, or cut short"),
+        ('{"data":{"resultType":"matrix"}}', "has no list of series"),
+        ('{"data":{"resultType":"matrix","result":{"a":1}}}', "has no list of series"),
+        ('{"data":{"resultType":"matrix","result":[{"metric":[],"values":[]}]}}', "not as Prom"),
+        (answer((ONE[0], [[10**400, "1"]])), "not as Prometheus writes it"),
         (answer(({"__name__": "x"}, [[1, "2"]])), "no label 'machine': it has __name__"),
         (answer(ONE, ({**ONE[0], "gpu": "1"}, [[1, "2"]])), "two series are x of a: aggregate"),
         (answer((ONE[0], [[1, "two"]])), "not as Prometheus writes it"),

@@ -2,9 +2,11 @@
 
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
+import zlib
 
 import numpy as np
 import pytest
@@ -91,6 +93,14 @@ def test_what_is_no_record_is_one_clear_line(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("faults") / "x.samples"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"x\.samples"):
+        read(path)
+
+
+@pytest.mark.parametrize("header", ["[]", "{", "[" * 9999, '{"columns": 3}', '{"columns": ["a"]}'])
+def test_a_header_that_no_sampler_wrote_is_one_clear_line(tmp_path, header):
+    path, text = tmp_path / "x.samples", header.encode()
+    path.write_bytes(struct.pack("<8sII", b"JRLFAULT", len(text), zlib.crc32(text)) + text)
+    with pytest.raises(ValueError, match=r"x\.samples has a header that no sampler wrote"):
         read(path)
 
 
