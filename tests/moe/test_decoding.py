@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, on_mesh, random_weights
+from tiers import full_but
 
 from moe import model
 from moe.config import ModelConfig
@@ -80,7 +81,12 @@ def stepwise(config, mesh):
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"), [("routed", "dp1"), ("routed", "tp2 dp2 / ep2 etp2"), ("dense", "tp2")]
+    ("kind", "layout"),
+    full_but(
+        [("routed", "dp1"), ("routed", "tp2 dp2 / ep2 etp2"), ("dense", "tp2")],
+        ("routed", "tp2 dp2 / ep2 etp2"),
+        ("dense", "tp2"),
+    ),
 )
 def test_steps_equal_the_whole_sequence(kind, layout):
     config = CONFIG if kind == "routed" else replace(CONFIG, num_experts=0, d_ff=12, head="tied")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, on_mesh, random_weights
+from tiers import full_but
 from whole_network import loss_and_gradient
 
 from moe import model
@@ -142,9 +143,17 @@ def test_the_table_has_every_axis_and_every_pair():
     assert any(all(getattr(layout, axis) > 1 for axis in names) for layout in table)
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in FULL)]
-)
+# All axes at once without and with a pipeline, and every configuration.
+QUICK = [
+    ("routed", "tp2 cp2 dp4 / ep8 etp2"),
+    ("four", "pp2 vpp2 dp2 cp2 tp2 / ep8"),
+    ("dense", "tp2 dp4"),
+    ("shared", "tp2 dp4 / ep4"),
+    ("sigmoid", "tp2 dp4 / ep2 etp2"),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), full_but([*CASES, *FULL], *QUICK))
 def test_equals_one_device(name, layout):
     (value, stats), grads = run(name, layout)
     (expected, expected_stats), expected_grads = run(name, "dp1")

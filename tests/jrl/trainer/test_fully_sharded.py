@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from small_runs import small_batch, small_model, small_recipe, small_run, small_setup
 from three_updates import assert_same_updates, random_weights, three_updates
+from tiers import full_but
 
 from jrl.rollout.generate import generate
 from jrl.trainer.checkpoints import Checkpoints
@@ -51,7 +52,7 @@ def updates_on(layout, remat, num_micro):
     return three_updates(setup_on(layout, remat), ROWS, num_micro)
 
 
-@pytest.mark.parametrize(("layout", "remat", "num_micro"), LAYOUTS)
+@pytest.mark.parametrize(("layout", "remat", "num_micro"), full_but(LAYOUTS, LAYOUTS[1]))
 def test_updates_equal_those_of_one_device(layout, remat, num_micro):
     found = updates_on(layout, remat, num_micro)
     assert_same_updates(found, on_one_device("pp" in layout))

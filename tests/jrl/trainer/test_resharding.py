@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 from small_runs import small_model, small_run, small_setup
+from tiers import full_but
 
 from jrl.trainer import resharding
 from jrl.trainer.resharding import RolloutPolicy, reshard, rollout_layout, rollout_mesh
@@ -43,12 +44,16 @@ def test_pp_and_cp_become_part_of_dp(training, rollout):
 
 @pytest.mark.parametrize(
     ("training", "rollout"),
-    [
+    full_but(
+        [
+            ("pp2 vpp2 dp2 tp2 / ep4", None),
+            ("tp2 dp2 cp2 / ep4 etp2", None),
+            ("dp4 / ep4", "tp2 dp2 / ep2 etp2"),
+            ("pp4 dp2", "tp2 dp4 / ep4"),
+        ],
         ("pp2 vpp2 dp2 tp2 / ep4", None),
-        ("tp2 dp2 cp2 / ep4 etp2", None),
         ("dp4 / ep4", "tp2 dp2 / ep2 etp2"),
-        ("pp4 dp2", "tp2 dp4 / ep4"),
-    ],
+    ),
 )
 def test_weights_arrive_whole_and_where_decoding_wants_them(training, rollout):
     config = small_model(vocab_size=8, num_layers=4)
