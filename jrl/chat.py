@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import Any
 
 from jrl.tokenizer import Tokenizer, special_pattern
 
@@ -108,7 +108,7 @@ def _compiled(source: str, day: datetime) -> Any:
         """``{% generation %}`` ... ``{% endgeneration %}`` marks what an assistant said, for
         supervised training; the text is what lies between."""
 
-        tags: ClassVar = {"generation"}
+        tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser: Any) -> Any:
             next(parser.stream)

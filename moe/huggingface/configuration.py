@@ -28,7 +28,7 @@ TRAINING = (
     "execution",
 )
 """Fields of `ModelConfig` that say how a network is trained and computed, not which it is."""
-UNBALANCED = {
+UNBALANCED: dict[str, Any] = {
     "load_balance_coef": 0.0,
     "router_z_coef": 0.0,
     "batch_balance_coef": 0.0,

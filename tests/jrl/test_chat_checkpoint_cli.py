@@ -30,14 +30,14 @@ NETWORK = ModelConfig(
     experts_per_token=2,
     d_expert=6,
     embedding_scale=1.0,
-    max_positions=96,
+    max_positions=128,
 )
 SIZES = [
     "--prompts=2",
     "--group-size=4",
     "--mini-batch=8",
     "--eval-prompts=1",
-    "--samples-every=5",
+    "--samples-every=1",
     "--eval-every=10",
 ]
 ASKED = ["--model=hf:{model}", "--task=jsonl:{data}", "--system-prompt=Answer with a number."]
@@ -48,8 +48,7 @@ def given(tmp_path_factory):
     """The flags that name a checkpoint and a file, both made here."""
     folder = tmp_path_factory.mktemp("given")
     model, data = folder / "model", folder / "problems.jsonl"
-    ends = {"eos_token_id": 0}
-    huggingface.save(model, NETWORK, random_weights(NETWORK, 0), "Qwen3MoeForCausalLM", about=ends)
+    huggingface.save(model, NETWORK, random_weights(NETWORK, 0), architecture="Qwen3MoeForCausalLM")
     write_tokenizer(model)
     tokenizer = checkpoint_tokenizer(model, VOCAB_SIZE)
     options = json.loads((model / "config.json").read_text())
@@ -90,7 +89,7 @@ def test_ten_steps_on_word_problems(given, tmp_path, capsys):
     answers = {question: str(answer) for question, answer in QUESTIONS}
     trained = [sample for sample in samples if sample["kind"] == "training"]
     assert len({sample["prompt"] for sample in trained if sample["step"] == 5}) == 2
-    ended = 0
+    ends = set()
     for sample in samples:
         begun = (
             f"{START}system\nAnswer with a number.{TURN}\n"
@@ -100,8 +99,9 @@ def test_ten_steps_on_word_problems(given, tmp_path, capsys):
         assert sample["answer"] == answers[sample["prompt"]]
         written = sample["conversation"][len(begun) :]
         assert written.endswith((TURN, END)) != sample["truncated"]
-        ended += not sample["truncated"]
-    assert ended, "no sample has an end"
+        ends |= {end for end in (TURN, END) if written.endswith(end)}
+    assert ends == {TURN, END}, "the seed shows only these ends"
     shutil.rmtree(model)  # the run has all that it needs
-    assert main(["--resume", f"--run-dir={run}", "--steps=11"]) == 0
+    assert main(["--resume", f"--run-dir={run}", "--steps=11", "--dry-run"]) == 0
+    assert f"{START}system\nAnswer with a number.{TURN}" in capsys.readouterr().out
     assert evaluate([str(run), "--k=1", "--prompts=1"]) == 0
