@@ -43,6 +43,14 @@ def keep(x: Shaped[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Shaped[Arra
     return jnp.where(mask, x, jnp.zeros((), x.dtype))
 
 
+def zero_per_row(x: Float[Array, "*batch time"]) -> Float[Array, "*batch"]:
+    """0 for each row, also where rows have no entry at all.
+
+    Made from the rows so that, under `jax.shard_map`, it varies over the devices they do.
+    """
+    return jnp.zeros_like(jnp.sum(x, axis=-1))
+
+
 def within(x: Float[Array, "*shape"], bound: int | float | Array) -> Float[Array, "*shape"]:
     """`x` clamped to plus or minus `bound`.
 

@@ -11,7 +11,7 @@ from jaxtyping import Float, Shaped
 from jrl.losses import settings
 from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, keep, within
 
-KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+"]
+KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
 
 
 def kl_estimate(
@@ -20,7 +20,7 @@ def kl_estimate(
     mask: Shaped[ArrayLike, "*batch time"] | None = None,
     *,
     kind: KLEstimator = "k3",
-    max_log_ratio: Number | None = None,
+    max_log_ratio: Number | None = 20.0,
     max_value: Number | None = None,
 ) -> Float[Array, "*batch time"]:
     """Estimate of KL(policy || reference) from each sampled token.
@@ -35,6 +35,7 @@ def kl_estimate(
     | ``abs`` | ``|d|`` | of no divergence; a measure of distance |
     | ``k1+`` | ``d`` | that of ``k2``, straight through |
     | ``k3+`` | ``exp(-d) + d - 1`` | that of ``k2``, straight through |
+    | ``abs+`` | ``|d|`` | that of ``k2``, straight through |
 
     k1 and k3 have the KL divergence as their mean, k2 only to second order; k2 and k3 are never
     negative. verl calls k1 ``kl``, k2 ``mse`` and k3 ``low_var_kl``.
@@ -45,17 +46,20 @@ def kl_estimate(
       mask: true on sampled tokens. If given, estimates are 0 where it is false, and what lies there
         reaches no gradient; None estimates everywhere.
       kind: the estimator.
-      max_log_ratio: clamp d to plus or minus this many nats first; None is off. (verl: 20.)
+      max_log_ratio: clamp d to plus or minus this many nats first, as the policy losses do: k3 of
+        a token that the policy has nearly given up is ``exp(-d)``, which is infinite in float32
+        from 89 nats on and 5e8 at 20. None is off. (verl has 20 for k3 and no clamp for the others,
+        TRL and OpenRLHF have none.)
       max_value: clamp the estimate to plus or minus this; None is off. (verl for k3, OpenRLHF for
         all: 10.) Where a clamp acts, the gradient is 0, which lets the farthest tokens go free; but
-        those of k1+ and k3+ are d whatever the clamps do to the value, as in both libraries.
+        those of k1+, k3+ and abs+ are d whatever the clamps do to the value, as in both libraries.
 
     Returns:
       One estimate per token, in nats. In a loss, `aggregate` it with the policy loss's mask and
       denominators.
 
     Raises:
-      ValueError: if `kind` is unknown.
+      ValueError: if `kind` is unknown or a clamp is negative.
 
     References:
       Schulman, "Approximating KL divergence", 2020. http://joschu.net/blog/kl-approx.html

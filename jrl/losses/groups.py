@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import Float, Int, Integer
+from jaxtyping import Bool, Float, Int, Integer
 
 
 def number_groups(groups: Integer[ArrayLike, "batch"]) -> Int[Array, "batch"]:
@@ -16,6 +16,17 @@ def number_groups(groups: Integer[ArrayLike, "batch"]) -> Int[Array, "batch"]:
     groups = jnp.asarray(groups)
     _, index = jnp.unique(groups, return_inverse=True, size=groups.size)
     return index
+
+
+def set_apart(
+    x: Float[Array, "batch"], index: Int[Array, "batch"], counts: Bool[Array, "batch"]
+) -> tuple[Float[Array, "batch"], Int[Array, "batch"]]:
+    """`x` and groups in which the rows that do not count are alone, each with a 0.
+
+    Whatever such a row holds, NaN included, no other row then hears of it.
+    """
+    alone = x.size + jnp.arange(x.size, dtype=index.dtype)
+    return jnp.where(counts, x, 0), number_groups(jnp.where(counts, index, alone))
 
 
 def group_sum(x: Float[Array, "batch"], index: Int[Array, "batch"]) -> Float[Array, "batch"]:

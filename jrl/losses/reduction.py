@@ -5,9 +5,12 @@ the caller may give the counts of the *whole* batch; then the sum over any cut i
 devices equals the whole, values and gradients. Metrics travel as (sum, count) for the same reason.
 """
 
+import difflib
+import inspect
 import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, Literal, TypedDict, TypeVar, get_args
+from typing import Any, Generic, Literal, TypedDict, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -200,6 +203,21 @@ def aggregate(
     counted = jnp.any(mask, axis=-1) if empty_rows == "skip" else jnp.ones(mask.shape[:-1], bool)
     rows = jnp.sum(counted, dtype=jnp.int32)
     return divide(jnp.sum(per_token), rows if num_sequences is None else num_sequences)
+
+
+def check_denominators(loss: Callable[..., Any], denominators: Mapping[str, Any]) -> None:
+    """Check that what a loss hands on to `aggregate` are denominators and not typing errors.
+
+    Raises:
+      TypeError: if there is another keyword, naming the loss and the nearest of its own.
+    """
+    own = {n for n, p in inspect.signature(loss).parameters.items() if p.kind != p.VAR_KEYWORD}
+    takes = sorted(own | set(Denominators.__annotations__))
+    for name in denominators:
+        if name not in Denominators.__annotations__:
+            near = difflib.get_close_matches(name, takes, n=1)
+            fix = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(takes)}."
+            raise TypeError(f"{loss.__name__}() got an unexpected keyword {name!r}: {fix}")
 
 
 def _lengths(

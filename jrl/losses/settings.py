@@ -163,6 +163,16 @@ def static(name: str, x: Checked) -> int | float:
     return x
 
 
+def one(name: str, x: Scalar) -> None:
+    """Check that `x`, which is computed and not chosen, is a single number.
+
+    Raises:
+      ValueError: if it has axes.
+    """
+    if jnp.ndim(x):
+        raise ValueError(f"{name} has shape {jnp.shape(x)} and must be one number.")
+
+
 def is_array(x: Any) -> TypeGuard[Shaped[ArrayLike, "..."]]:
     """Whether `x` is a number or an array, of Python, numpy or jax."""
     return isinstance(x, get_args(ArrayLike))
@@ -174,8 +184,7 @@ def _scalar(name: str, x: Any) -> Checked:
         return x
     if not is_array(x) or jnp.iscomplexobj(x):
         raise ValueError(f"{name}={x!r} must be a number.")
-    if jnp.ndim(x):
-        raise ValueError(f"{name} has shape {jnp.shape(x)} and must be one number.")
+    one(name, x)
     if isinstance(x, jax.core.Tracer):
         return x
     try:

@@ -18,6 +18,7 @@ from jrl.losses.reduction import (
     Leaf,
     Mean,
     aggregate,
+    check_denominators,
     divide,
     masked_mean,
 )
@@ -121,6 +122,7 @@ def value_loss(
         bounded = (jnp.clip(values, old_values - down, old_values + up) - returns) ** 2
         binds = bounded > errors
         errors = jnp.where(binds, bounded, errors)
+    check_denominators(value_loss, denominators)
     loss = aggregate(errors / 2, mask, aggregation, **denominators)
     return loss, {
         "vf_clipfrac": Mean.of(binds.astype(errors.dtype), mask),

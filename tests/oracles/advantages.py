@@ -179,10 +179,20 @@ def gdpo(
     return np.array([(value - mean) / scale for value in total])
 
 
+def _of_those_with_tokens(estimator, rewards, groups, mask, **settings):
+    """An estimator on the responses that have a token, 0 for the others."""
+    present = [i for i, times in enumerate(rows(mask)) if times]
+    out = np.zeros(len(rewards))
+    out[present] = estimator(
+        [rewards[i] for i in present], [groups[i] for i in present], **settings
+    )
+    return out
+
+
 def token_level_group_average(rewards, groups, mask, epsilon=1e-6, fallback=None):
     out = np.zeros(np.shape(mask))
     times = rows(mask)
-    plain = grpo(rewards, groups)
+    plain = _of_those_with_tokens(grpo, rewards, groups, mask)
     for members in _groups(groups):
         tokens = [float(rewards[i]) for i in members for _ in times[i]]
         if not tokens:
@@ -219,7 +229,7 @@ def reinforce_plus_plus(rewards, mask, gamma=1.0, whitened=True):
 
 
 def reinforce_plus_plus_baseline(rewards, groups, mask):
-    advantages = grpo(rewards, groups, scale=None)
+    advantages = _of_those_with_tokens(grpo, rewards, groups, mask, scale=None)
     return whiten(np.broadcast_to(advantages[:, None], np.shape(mask)), mask)
 
 

@@ -94,7 +94,7 @@ def grpo(
         deviation = jnp.sqrt(squares / jnp.maximum(size - bias, 1))
         deviation = jnp.where(as_rewarded, 1, deviation)
     else:
-        above_least = rewards - jnp.min(rewards)
+        above_least = rewards - jnp.min(rewards, initial=jnp.inf)
         squares = jnp.sum((above_least - jnp.mean(above_least)) ** 2)
         deviation = jnp.sqrt(squares / max(rewards.size - bias, 1))
     return ratio_or_zero(advantages, jnp.broadcast_to(deviation + epsilon, advantages.shape))
@@ -212,7 +212,8 @@ def opo(
     Args:
       rewards: one per response.
       groups: one integer per response, equal for those that share a prompt.
-      lengths: sampled tokens per response, ``mask.sum(-1)``.
+      lengths: sampled tokens per response, ``mask.sum(-1)``. A response of length 0 has no part in
+        the advantages of the others, whatever its reward.
 
     Returns:
       One advantage per response, without a gradient. In each group those of all tokens sum to 0.
@@ -228,11 +229,13 @@ def opo(
     check_responses(rewards=rewards, groups=groups, lengths=lengths)
     rewards, lengths = as_floats(*jax.lax.stop_gradient((rewards, lengths)))
     index = number_groups(groups)
-    least = group_min(rewards, index)
+    counts = lengths != 0
+    least = group_min(jnp.where(counts, rewards, jnp.inf), index)
     # Exactly 0 where all are equal, as their mean would not be.
     above_least = rewards - least
     tokens = group_sum(lengths, index)
-    baseline = ratio_or_zero(group_sum(lengths * above_least, index), tokens)
+    weighted = jnp.where(counts, lengths * above_least, 0)
+    baseline = ratio_or_zero(group_sum(weighted, index), tokens)
     return jnp.where(tokens == 0, 0, above_least - baseline)
 
 

@@ -9,7 +9,14 @@ from jaxtyping import Float, Integer, Real, Shaped
 from jrl.losses import settings
 from jrl.losses.advantages.group_relative import grpo
 from jrl.losses.arrays import Number, as_floats, as_mask, check_responses, check_rows, keep
-from jrl.losses.groups import group_max, group_min, group_sum, number_groups, ratio_or_zero
+from jrl.losses.groups import (
+    group_max,
+    group_min,
+    group_sum,
+    number_groups,
+    ratio_or_zero,
+    set_apart,
+)
 
 
 def token_level_group_average(
@@ -75,5 +82,5 @@ def token_level_group_average(
     advantages = keep(ratio_or_zero(centred, deviation + epsilon), counts)
     if fallback is not None:
         beyond = group_max(jnp.abs(advantages), index) >= fallback
-        advantages = jnp.where(beyond, grpo(rewards, groups), advantages)
+        advantages = jnp.where(beyond, grpo(*set_apart(rewards, index, counts)), advantages)
     return keep(jnp.broadcast_to(advantages[:, None], mask.shape), mask)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int, Shaped
 
-from jrl.losses.arrays import keep
+from jrl.losses.arrays import keep, zero_per_row
 
 Implementation = Literal["scan", "blocked"]
 
@@ -51,6 +51,8 @@ def discounted_errors(
     if implementation not in get_args(Implementation):
         choices = ", ".join(get_args(Implementation))
         raise ValueError(f"implementation={implementation!r} is not one of {choices}, or None.")
+    if not mask.size:
+        return jnp.zeros_like(values)
     run = _by_token if implementation == "scan" else _in_blocks
     return run(rewards, values, mask, gamma, lam, last_value)
 
@@ -76,8 +78,7 @@ def _by_token(
 
     gamma, lam = (jnp.broadcast_to(x, values.shape) for x in (gamma, lam))
     by_time = [jnp.moveaxis(x, -1, 0) for x in (rewards, values, mask, gamma, lam)]
-    # Made from the rows so that, under `jax.shard_map`, the carry varies over the devices they do.
-    nothing = jnp.zeros_like((rewards + values)[..., 0])
+    nothing = zero_per_row(rewards + values)
     start = (nothing, nothing + last_value)
     _, advantages = jax.lax.scan(step, start, tuple(by_time), reverse=True)
     return keep(jnp.moveaxis(advantages, 0, -1), mask)

@@ -21,8 +21,9 @@ from jrl.losses.arrays import (
     fit,
     keep,
     spread,
+    zero_per_row,
 )
-from jrl.losses.groups import number_groups, ratio_or_zero
+from jrl.losses.groups import number_groups, ratio_or_zero, set_apart
 
 
 def _rewards_to_go(
@@ -34,7 +35,7 @@ def _rewards_to_go(
     nothing = jnp.zeros_like(rewards)
     discount, one = fit("gamma", gamma, rewards), jnp.ones((), rewards.dtype)
     # Without values, and with lam 1, the recursion of `gae` is that of the rewards to come.
-    return discounted_errors(rewards, nothing, mask, discount, one, nothing[..., 0])
+    return discounted_errors(rewards, nothing, mask, discount, one, zero_per_row(rewards))
 
 
 def reinforce_plus_plus(
@@ -93,13 +94,14 @@ def reinforce_plus_plus_baseline(
     so that long responses count more. The scale is one for all groups, unlike that of `grpo`:
     prompts that are nearly always solved are not weighted up.
 
-    Pass the whole batch. A group of one has nothing to be compared with and enters the whitening
+    Pass the whole batch. A response without a token is not part of its group (in verl its reward
+    counts in the mean). A group of one has nothing to be compared with and enters the whitening
     with 0 (verl hands it its raw reward).
 
     Args:
       rewards: one per response.
       groups: one integer per response, equal for those that share a prompt.
-      mask: true on sampled tokens; holes are legal.
+      mask: true on sampled tokens; holes are legal, and responses without a token do not count.
 
     Returns:
       One advantage per token, 0 where the mask is false and without a gradient.
@@ -119,7 +121,9 @@ def reinforce_plus_plus_baseline(
     mask = as_mask(mask)
     check_responses(rewards=rewards, groups=groups)
     check_rows("mask", mask, rewards=rewards)
-    advantages = dr_grpo(rewards, groups)
+    (rewards,) = as_floats(jax.lax.stop_gradient(rewards))
+    apart = set_apart(rewards, number_groups(groups), jnp.any(mask, axis=-1))
+    advantages = dr_grpo(*apart)
     return whiten(jnp.broadcast_to(advantages[:, None], mask.shape), mask)
 
 

@@ -8,7 +8,17 @@ from jaxtyping import Float, Real, Shaped
 
 from jrl.losses import settings
 from jrl.losses.advantages.recursion import discounted_errors
-from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, fit, keep, spread
+from jrl.losses.arrays import (
+    Number,
+    Scalar,
+    as_floats,
+    as_mask,
+    check_shapes,
+    fit,
+    keep,
+    spread,
+    zero_per_row,
+)
 
 
 def gae(
@@ -89,7 +99,7 @@ def gae(
     mask = as_mask(mask)
     rewards, values = as_floats(rewards, values)
     gamma, lam = fit("gamma", gamma, values), fit("lam", lam, values)
-    ended = jnp.zeros_like(values[..., 0])
+    ended = zero_per_row(values)
     last = ended if bootstrap_value is None else spread("bootstrap_value", bootstrap_value, ended)
     if terminated is not None:
         last = jnp.where(spread("terminated", as_mask(terminated), ended) != 0, ended, last)

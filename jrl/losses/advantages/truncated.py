@@ -7,7 +7,16 @@ from jaxtyping import Bool, Float, Real, Shaped
 
 from jrl.losses import settings
 from jrl.losses.advantages.temporal import as_lengths, gae
-from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, keep, spread
+from jrl.losses.arrays import (
+    Number,
+    Scalar,
+    as_floats,
+    as_mask,
+    check_shapes,
+    keep,
+    spread,
+    zero_per_row,
+)
 
 
 def extended_gae(
@@ -77,7 +86,7 @@ def extended_gae(
     rewards, values = as_floats(rewards, values)
     # With how many true tokens, itself among them, the row ends; the last one has 1.
     remaining = jnp.flip(jnp.cumsum(jnp.flip(mask, -1), -1, dtype=jnp.int32), -1)
-    nothing = jnp.zeros_like(values[..., 0])
+    nothing = zero_per_row(values)
     truncated = spread("truncated", as_mask(truncated), nothing) != 0
     if bootstrap_value is None:
         bootstrap_value = jnp.sum(keep(values, mask & (remaining == 1)), -1)

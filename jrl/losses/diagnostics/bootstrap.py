@@ -119,7 +119,7 @@ def bootstrap_bias_bound(
     check_shapes(errors=errors, advantages=advantages, mask=mask)
     bias = bootstrap_bias(errors, mask, lam)
     mask, (errors, advantages) = tokens.hidden(mask, errors, advantages)
-    largest = jnp.max(jnp.abs(errors), axis=-1, keepdims=True)
+    largest = jnp.max(jnp.abs(errors), axis=-1, keepdims=True, initial=0)
     decay = jax.lax.stop_gradient(spread("lam", lam, errors))
     bound = largest * (1 - last_weight(mask, decay))
     centre = tokens.mean(advantages, mask)

@@ -130,5 +130,5 @@ def divergence_rejection_mask(
         if over == "mean":
             divergence = divergence / lengths(mask, divergence)
     elif over == "max":
-        divergence = jnp.max(divergence, axis=-1, keepdims=True)
+        divergence = jnp.max(divergence, axis=-1, keepdims=True, initial=0)
     return mask & ~outside(jnp.broadcast_to(divergence, mask.shape), None, bound)

@@ -236,7 +236,13 @@ def clip_cov_loss(
         tokens, key, fraction, low, high, clip_low, clip_high, chosen, max_log_ratio
     )
     return reduce_surrogate(
-        surrogate, statistics, tokens.mask, aggregation, importance_weights, **denominators
+        clip_cov_loss,
+        surrogate,
+        statistics,
+        tokens.mask,
+        aggregation,
+        importance_weights,
+        **denominators,
     )
 
 
@@ -343,7 +349,13 @@ def kl_cov_loss(
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, statistics = _kl_cov(tokens, fraction, coefficient, chosen, max_log_ratio)
     return reduce_surrogate(
-        surrogate, statistics, tokens.mask, aggregation, importance_weights, **denominators
+        kl_cov_loss,
+        surrogate,
+        statistics,
+        tokens.mask,
+        aggregation,
+        importance_weights,
+        **denominators,
     )
 
 

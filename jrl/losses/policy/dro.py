@@ -116,7 +116,13 @@ def dro_loss(
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, statistics = _penalised(tokens, beta, max_log_ratio)
     return reduce_surrogate(
-        surrogate, statistics, tokens.mask, aggregation, importance_weights, **denominators
+        dro_loss,
+        surrogate,
+        statistics,
+        tokens.mask,
+        aggregation,
+        importance_weights,
+        **denominators,
     )
 
 

@@ -92,8 +92,8 @@ def entropy_statistics(
     scale = jnp.sqrt(divide(jnp.sum(centred**2), tokens))
     standardized = _standardize(log_entropy, mask, pivot, scale)
     infinity = jnp.asarray(jnp.inf, standardized.dtype)
-    h_max = jnp.max(jnp.where(mask, standardized, -infinity))
-    h_min = jnp.min(jnp.where(mask, standardized, infinity))
+    h_max = jnp.max(jnp.where(mask, standardized, -infinity), initial=-jnp.inf)
+    h_min = jnp.min(jnp.where(mask, standardized, infinity), initial=jnp.inf)
     some = tokens > 0
     return EntropyStatistics(pivot, scale, keep(h_max, some), keep(h_min, some))
 

@@ -256,7 +256,13 @@ def hapo_loss(
         max_log_ratio,
     )
     return reduce_surrogate(
-        surrogate, statistics, tokens.mask, aggregation, importance_weights, **denominators
+        hapo_loss,
+        surrogate,
+        statistics,
+        tokens.mask,
+        aggregation,
+        importance_weights,
+        **denominators,
     )
 
 

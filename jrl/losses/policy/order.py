@@ -45,6 +45,8 @@ def ascending(
 
 def at(ordered: Float[Array, "tokens"], index: Int[Array, ""]) -> Float[Array, ""]:
     """The element of `ordered` at `index`; 0 if the index is negative, as of an empty order."""
+    if not ordered.size:
+        return jnp.zeros((), ordered.dtype)
     return jnp.where(index < 0, jnp.zeros((), ordered.dtype), ordered[jnp.maximum(index, 0)])
 
 

@@ -15,11 +15,13 @@ from jrl.losses import settings
 from jrl.losses.arrays import Number, check_shapes
 from jrl.losses.policy.tokens import (
     Bound,
+    RatioLevel,
     Tokens,
     clamped_log_ratio,
     clean,
     distance,
     floored_logprobs,
+    log_ratio_at,
     reduce_surrogate,
 )
 from jrl.losses.reduction import Aggregation, Denominators, Mean
@@ -104,6 +106,7 @@ def reinforce_loss(
     """
     tokens = _without_old(logprobs, advantages, mask)
     return reduce_surrogate(
+        reinforce_loss,
         -tokens.advantages * tokens.logprobs,
         {"nll": -tokens.logprobs},
         tokens.mask,
@@ -125,11 +128,13 @@ def cispo_surrogate(
     *,
     clip_low: Bound | None = None,
     clip_high: Bound | None = 0.2,
+    level: RatioLevel = "token",
     max_log_ratio: Number | None = 20.0,
 ) -> Float[Array, "*batch time"]:
     """Per-token loss of CISPO: REINFORCE with a clipped importance weight.
 
-    With ``r = exp(logprobs - old_logprobs)`` and sg the stop of the gradient,
+    With ``r = exp(logprobs - old_logprobs)``, of the token or of its row, and sg the stop of the
+    gradient,
 
         l = -sg[clip(r, 1 - clip_low, 1 + clip_high)] A logprobs
 
@@ -147,6 +152,9 @@ def cispo_surrogate(
       mask: true on sampled tokens.
       clip_low: the weight is no less than ``1 - clip_low``; None is no lower bound.
       clip_high: the weight is no more than ``1 + clip_high``; None is no upper bound.
+      level: over what the ratio is taken: "token", or "sequence" for the geometric mean of a row's
+        ratios, as in `gspo_surrogate`; a row must then be one whole response. (TRL:
+        ``importance_sampling_level``.)
       max_log_ratio: the log-ratio is clamped to plus or minus this many nats before the
         exponential, and the log-probability is no more than this below the old one, where the
         gradient is then 0; None is off. verl clamps at 20, TRL does not.
@@ -155,7 +163,7 @@ def cispo_surrogate(
       One loss per token, 0 where the mask is false. Reduce it with `aggregate`.
 
     Raises:
-      ValueError: if a bound is negative.
+      ValueError: if a bound is negative or `level` is unknown.
 
     References:
       MiniMax, "MiniMax-M1", 2025, eqs. 4 and 5. https://arxiv.org/abs/2506.13585
@@ -168,7 +176,7 @@ def cispo_surrogate(
     [1.1052, 0.24]
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
-    surrogate, _ = _clipped_weight(tokens, clip_low, clip_high, max_log_ratio)
+    surrogate, _ = _clipped_weight(tokens, clip_low, clip_high, level, max_log_ratio)
     return surrogate
 
 
@@ -180,6 +188,7 @@ def cispo_loss(
     *,
     clip_low: Bound | None = None,
     clip_high: Bound | None = 0.2,
+    level: RatioLevel = "token",
     max_log_ratio: Number | None = 20.0,
     importance_weights: Float[ArrayLike, "*#batch #time"] | None = None,
     aggregation: Aggregation = "token-mean",
@@ -192,9 +201,10 @@ def cispo_loss(
       old_logprobs: the same under the policy that the ratio is taken against; no gradient.
       advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
       mask: true on sampled tokens.
-      clip_low: None is no lower bound; see `cispo_surrogate`, as are `clip_high` and
+      clip_low: None is no lower bound; see `cispo_surrogate`, as are the settings up to
         `max_log_ratio`.
       clip_high: a distance from one; None is no upper bound.
+      level: "token" or "sequence".
       max_log_ratio: None is off.
       importance_weights: factors on the tokens' losses, of the shapes of `advantages`; no
         gradient. None is off.
@@ -207,11 +217,11 @@ def cispo_loss(
 
       * ``pg_clipfrac``: where the weight was clipped, whatever the advantage; TRL counts positive
         advantages only;
-      * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: as in `ppo_loss`, before the
-        clip.
+      * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: as in `ppo_loss`, or, at the
+        level of sequences, as in `gspo_loss`; before the clip.
 
     Raises:
-      ValueError: if a bound or the aggregation is not valid, or shapes do not agree.
+      ValueError: if a bound, `level` or the aggregation is not valid, or shapes do not agree.
 
     References:
       As for `cispo_surrogate`.
@@ -223,9 +233,15 @@ def cispo_loss(
     (1.0, 0.5)
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
-    surrogate, statistics = _clipped_weight(tokens, clip_low, clip_high, max_log_ratio)
+    surrogate, statistics = _clipped_weight(tokens, clip_low, clip_high, level, max_log_ratio)
     return reduce_surrogate(
-        surrogate, statistics, tokens.mask, aggregation, importance_weights, **denominators
+        cispo_loss,
+        surrogate,
+        statistics,
+        tokens.mask,
+        aggregation,
+        importance_weights,
+        **denominators,
     )
 
 
@@ -350,7 +366,13 @@ def vespo_loss(
     powers = (k_positive, lam_positive, k_negative, lam_negative)
     surrogate, statistics = _soft_weight(tokens, *powers, max_log_ratio)
     return reduce_surrogate(
-        surrogate, statistics, tokens.mask, aggregation, importance_weights, **denominators
+        vespo_loss,
+        surrogate,
+        statistics,
+        tokens.mask,
+        aggregation,
+        importance_weights,
+        **denominators,
     )
 
 
@@ -365,10 +387,14 @@ def _without_old(
 
 
 def _clipped_weight(
-    tokens: Tokens, clip_low: Bound | None, clip_high: Bound | None, max_log_ratio: Number | None
+    tokens: Tokens,
+    clip_low: Bound | None,
+    clip_high: Bound | None,
+    level: RatioLevel,
+    max_log_ratio: Number | None,
 ) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
     """The surrogate of `cispo_surrogate`, and the statistics of `cispo_loss` for each token."""
-    log_ratio, statistics = clamped_log_ratio(tokens, max_log_ratio)
+    log_ratio, statistics = log_ratio_at(level, tokens, max_log_ratio)
     ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
     weight = ratio
     if clip_low is not None:

@@ -95,8 +95,7 @@ def top_entropy_mask(
     """
     if threshold is None:
         threshold = entropy_threshold(entropy, mask, fraction=fraction)
-    elif jnp.ndim(threshold):
-        raise ValueError(f"threshold has shape {jnp.shape(threshold)} and must be one number.")
+    settings.one("threshold", threshold)
     check_shapes(entropy=entropy, mask=mask)
     mask = as_mask(mask)
     (entropy,) = as_floats(entropy)

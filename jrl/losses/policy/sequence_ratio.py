@@ -4,9 +4,8 @@ A row is a response here: its ratio needs all of its tokens, so a batch may be c
 neither along time nor by packing several responses into one row.
 """
 
-from typing import Literal, Unpack, get_args
+from typing import Unpack, get_args
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
@@ -16,17 +15,17 @@ from jrl.losses.arrays import Number, keep
 from jrl.losses.policy.ppo import clipped
 from jrl.losses.policy.tokens import (
     Bound,
+    SequenceGradient,
     Tokens,
     clamped_log_ratio,
     clean,
     distance,
     lengths,
+    of_rows,
     reduce_surrogate,
     row_mean,
 )
 from jrl.losses.reduction import Aggregation, Denominators, Mean
-
-SequenceGradient = Literal["token", "sequence"]
 
 
 def gspo_surrogate(
@@ -37,6 +36,7 @@ def gspo_surrogate(
     *,
     clip_low: Bound = 3e-4,
     clip_high: Bound = 4e-4,
+    clip_dual: Number | None = None,
     gradient: SequenceGradient = "token",
     max_log_ratio: Number | None = 20.0,
 ) -> Float[Array, "*batch time"]:
@@ -48,6 +48,7 @@ def gspo_surrogate(
         s_it = sg[s_i] pi_it / sg[pi_it]                        gradient="token"
         s_it = s_i                                              gradient="sequence"
         l_it = max(-A_it s_it, -A_it clip(s_it, 1 - clip_low, 1 + clip_high))
+        l_it = min(l_it, -A_it clip_dual)                    where A_it < 0, if clip_dual is set
 
     The two forms have equal values. Their gradients are equal too when a row has one advantage:
     each token then gets ``-A s_i / n_i`` of the row's mean. When advantages differ within a row,
@@ -67,6 +68,9 @@ def gspo_surrogate(
       mask: true on sampled tokens.
       clip_low: how far the ratio may fall below one before a negative advantage stops acting.
       clip_high: how far it may rise above one before a positive advantage stops acting.
+      clip_dual: the ratio of the row, greater than one, beyond which a negative advantage stops
+        acting as well; None is off. It is OpenRLHF's ``dual_clip``, and at this level TRL's
+        ``delta``.
       gradient: "token" or "sequence", as above.
       max_log_ratio: each token's log-ratio is clamped to plus or minus this many nats before the
         mean, where the token's gradient is then 0; None is off. verl caps the mean instead, at +10;
@@ -76,7 +80,7 @@ def gspo_surrogate(
       One loss per token, 0 where the mask is false. Reduce it with `aggregate`.
 
     Raises:
-      ValueError: if a bound is negative or `gradient` is unknown.
+      ValueError: if a bound is negative, `clip_dual` is not above one or `gradient` is unknown.
 
     References:
       Zheng et al., "Group sequence policy optimization", 2025, section 4.1 (sequence) and 4.3
@@ -91,7 +95,9 @@ def gspo_surrogate(
     [-0.9355, 0.6749]
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
-    surrogate, _ = _sequence_clipped(tokens, clip_low, clip_high, gradient, max_log_ratio)
+    surrogate, _ = _sequence_clipped(
+        tokens, clip_low, clip_high, clip_dual, gradient, max_log_ratio
+    )
     return surrogate
 
 
@@ -103,6 +109,7 @@ def gspo_loss(
     *,
     clip_low: Bound = 3e-4,
     clip_high: Bound = 4e-4,
+    clip_dual: Number | None = None,
     gradient: SequenceGradient = "token",
     max_log_ratio: Number | None = 20.0,
     importance_weights: Float[ArrayLike, "*#batch #time"] | None = None,
@@ -120,8 +127,9 @@ def gspo_loss(
       old_logprobs: the same under the policy that the ratio is taken against; no gradient.
       advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
       mask: true on sampled tokens.
-      clip_low: see `gspo_surrogate`, as are `clip_high`, `gradient` and `max_log_ratio`.
+      clip_low: see `gspo_surrogate`, as are the settings up to `max_log_ratio`.
       clip_high: 4e-4 in the paper.
+      clip_dual: None is off.
       gradient: "token" or "sequence".
       max_log_ratio: None is off.
       importance_weights: factors on the tokens' losses, of the shapes of `advantages`; no
@@ -135,6 +143,7 @@ def gspo_loss(
 
       * ``pg_clipfrac``: where the clip binds, which it does for all of a row's tokens whose
         advantages have one sign;
+      * ``pg_clipfrac_lower``: where the dual clip does;
       * ``ppo_kl``: minus the row's mean log-ratio, the k1 estimate of KL(old || current);
       * ``ratio``, ``ratio_squared``: of the row, counted once for each of its tokens;
       * ``ratio_clamped``: where `max_log_ratio` was exceeded.
@@ -153,9 +162,17 @@ def gspo_loss(
     (-0.1303, 0.0)
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
-    surrogate, statistics = _sequence_clipped(tokens, clip_low, clip_high, gradient, max_log_ratio)
+    surrogate, statistics = _sequence_clipped(
+        tokens, clip_low, clip_high, clip_dual, gradient, max_log_ratio
+    )
     return reduce_surrogate(
-        surrogate, statistics, tokens.mask, aggregation, importance_weights, **denominators
+        gspo_loss,
+        surrogate,
+        statistics,
+        tokens.mask,
+        aggregation,
+        importance_weights,
+        **denominators,
     )
 
 
@@ -167,6 +184,7 @@ def luspo_surrogate(
     *,
     clip_low: Bound = 2e-3,
     clip_high: Bound = 2.5e-3,
+    clip_dual: Number | None = None,
     gradient: SequenceGradient = "token",
     max_log_ratio: Number | None = 20.0,
 ) -> Float[Array, "*batch time"]:
@@ -182,9 +200,10 @@ def luspo_surrogate(
       old_logprobs: the same under the policy that the ratio is taken against; no gradient.
       advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
       mask: true on sampled tokens.
-      clip_low: see `gspo_surrogate`, as are `clip_high`, `gradient` and `max_log_ratio`; the
-        defaults are those of TRL.
-      clip_high: 2.5e-3 in TRL.
+      clip_low: see `gspo_surrogate`, as are the settings up to `max_log_ratio`; the defaults are
+        those that TRL recommends.
+      clip_high: 2.5e-3 there.
+      clip_dual: None is off.
       gradient: "token" or "sequence".
       max_log_ratio: None is off.
 
@@ -192,7 +211,7 @@ def luspo_surrogate(
       One loss per token, 0 where the mask is false. Reduce it with `aggregate`.
 
     Raises:
-      ValueError: if a bound is negative or `gradient` is unknown.
+      ValueError: if a bound is negative, `clip_dual` is not above one or `gradient` is unknown.
 
     References:
       Liu et al., "Length-unbiased sequence policy optimization", 2026.
@@ -204,7 +223,9 @@ def luspo_surrogate(
     [-3.0, 1.0]
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
-    surrogate, _ = _sequence_clipped(tokens, clip_low, clip_high, gradient, max_log_ratio)
+    surrogate, _ = _sequence_clipped(
+        tokens, clip_low, clip_high, clip_dual, gradient, max_log_ratio
+    )
     return surrogate * lengths(tokens)
 
 
@@ -216,6 +237,7 @@ def luspo_loss(
     *,
     clip_low: Bound = 2e-3,
     clip_high: Bound = 2.5e-3,
+    clip_dual: Number | None = None,
     gradient: SequenceGradient = "token",
     max_log_ratio: Number | None = 20.0,
     importance_weights: Float[ArrayLike, "*#batch #time"] | None = None,
@@ -233,8 +255,9 @@ def luspo_loss(
       old_logprobs: the same under the policy that the ratio is taken against; no gradient.
       advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
       mask: true on sampled tokens.
-      clip_low: see `luspo_surrogate`, as are `clip_high`, `gradient` and `max_log_ratio`.
-      clip_high: 2.5e-3 in TRL.
+      clip_low: see `luspo_surrogate`, as are the settings up to `max_log_ratio`.
+      clip_high: 2.5e-3 in TRL's recommendation.
+      clip_dual: None is off.
       gradient: "token" or "sequence".
       max_log_ratio: None is off.
       importance_weights: factors on the tokens' losses, of the shapes of `advantages`; no
@@ -259,8 +282,11 @@ def luspo_loss(
     -1.0
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
-    surrogate, statistics = _sequence_clipped(tokens, clip_low, clip_high, gradient, max_log_ratio)
+    surrogate, statistics = _sequence_clipped(
+        tokens, clip_low, clip_high, clip_dual, gradient, max_log_ratio
+    )
     return reduce_surrogate(
+        luspo_loss,
         surrogate * lengths(tokens),
         statistics,
         tokens.mask,
@@ -392,7 +418,13 @@ def gmpo_loss(
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, statistics = _geometric_mean(tokens, clip_low, clip_high, max_log_ratio)
     return reduce_surrogate(
-        surrogate, statistics, tokens.mask, aggregation, importance_weights, **denominators
+        gmpo_loss,
+        surrogate,
+        statistics,
+        tokens.mask,
+        aggregation,
+        importance_weights,
+        **denominators,
     )
 
 
@@ -400,24 +432,16 @@ def _sequence_clipped(
     tokens: Tokens,
     clip_low: Bound,
     clip_high: Bound,
+    clip_dual: Number | None,
     gradient: SequenceGradient,
     max_log_ratio: Number | None,
 ) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
     """The surrogate of `gspo_surrogate`, and the statistics of `gspo_loss` for each token."""
     if gradient not in get_args(SequenceGradient):
         raise ValueError(f"gradient={gradient!r} is neither 'token' nor 'sequence'.")
-    log_ratio, of_tokens = clamped_log_ratio(tokens, max_log_ratio)
-    mean = row_mean(log_ratio, tokens)
-    if gradient == "token":
-        # Zero in value: only the gradient is each token's own.
-        mean = jax.lax.stop_gradient(mean) + (log_ratio - jax.lax.stop_gradient(log_ratio))
-    of_rows = tokens._replace(
-        logprobs=jnp.where(tokens.mask, mean, jnp.zeros_like(log_ratio)),
-        old_logprobs=jnp.zeros_like(log_ratio),
-    )
-    surrogate, statistics = clipped(of_rows, clip_low, clip_high, None, None)
-    del statistics["pg_clipfrac_lower"]
-    return surrogate, {**statistics, "ratio_clamped": of_tokens["ratio_clamped"]}
+    rows, ratio_clamped = of_rows(tokens, max_log_ratio, gradient)
+    surrogate, statistics = clipped(rows, clip_low, clip_high, clip_dual, None)
+    return surrogate, {**statistics, "ratio_clamped": ratio_clamped}
 
 
 def _geometric_mean(

@@ -10,7 +10,7 @@ from jaxtyping import Float, Shaped
 
 from jrl.losses import settings
 from jrl.losses.arrays import Number
-from jrl.losses.policy.tokens import Tokens, clamped_log_ratio, clean, reduce_surrogate
+from jrl.losses.policy.tokens import RatioLevel, Tokens, clean, log_ratio_at, reduce_surrogate
 from jrl.losses.reduction import Aggregation, Denominators, Mean
 
 
@@ -22,11 +22,13 @@ def sapo_surrogate(
     *,
     tau_positive: Number = 1.0,
     tau_negative: Number = 1.05,
+    level: RatioLevel = "token",
     max_log_ratio: Number | None = 20.0,
 ) -> Float[Array, "*batch time"]:
     """Per-token loss of SAPO, whose gate closes gradually as the ratio leaves one.
 
-    With ``r = exp(logprobs - old_logprobs)`` and ``p = sigmoid(tau (r - 1))``,
+    With ``r = exp(logprobs - old_logprobs)``, of the token or of its row, and
+    ``p = sigmoid(tau (r - 1))``,
 
         l = -A (4 / tau) p          tau = tau_positive where A > 0, tau_negative where A <= 0
 
@@ -42,6 +44,9 @@ def sapo_surrogate(
       mask: true on sampled tokens.
       tau_positive: temperature where the advantage is positive; positive.
       tau_negative: temperature where the advantage is negative or 0; positive.
+      level: over what the ratio is taken: "token", or "sequence" for the geometric mean of a row's
+        ratios, as in `gspo_surrogate`; a row must then be one whole response. (TRL:
+        ``importance_sampling_level``.)
       max_log_ratio: the log-ratio is clamped to plus or minus this many nats before the
         exponential, where the gradient is then 0; None is off. verl clamps at 20, TRL does not.
 
@@ -49,7 +54,7 @@ def sapo_surrogate(
       One loss per token, 0 where the mask is false. Reduce it with `aggregate`.
 
     Raises:
-      ValueError: if a temperature is not positive.
+      ValueError: if a temperature is not positive or `level` is unknown.
 
     References:
       Gao et al., "Soft adaptive policy optimization", 2025. https://arxiv.org/abs/2511.20347
@@ -61,7 +66,7 @@ def sapo_surrogate(
     [-1.0758, -2.0, -3.5232]
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
-    surrogate, _ = _gated(tokens, tau_positive, tau_negative, max_log_ratio)
+    surrogate, _ = _gated(tokens, tau_positive, tau_negative, level, max_log_ratio)
     return surrogate
 
 
@@ -73,6 +78,7 @@ def sapo_loss(
     *,
     tau_positive: Number = 1.0,
     tau_negative: Number = 1.05,
+    level: RatioLevel = "token",
     max_log_ratio: Number | None = 20.0,
     importance_weights: Float[ArrayLike, "*#batch #time"] | None = None,
     aggregation: Aggregation = "seq-mean-token-mean",
@@ -88,8 +94,9 @@ def sapo_loss(
       old_logprobs: the same under the policy that the ratio is taken against; no gradient.
       advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
       mask: true on sampled tokens.
-      tau_positive: see `sapo_surrogate`, as are `tau_negative` and `max_log_ratio`.
+      tau_positive: see `sapo_surrogate`, as are the settings up to `max_log_ratio`.
       tau_negative: 1.05 in the paper.
+      level: "token" or "sequence".
       max_log_ratio: None is off.
       importance_weights: factors on the tokens' losses, of the shapes of `advantages`; no
         gradient. None is off.
@@ -101,10 +108,11 @@ def sapo_loss(
       `(loss, metrics)`. The metrics are means over the true tokens, kept as `Mean`:
 
       * ``gate``: ``4 p (1 - p)``, the share of the gradient that the gate lets through;
-      * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: as in `ppo_loss`.
+      * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: as in `ppo_loss`, or, at the
+        level of sequences, as in `gspo_loss`.
 
     Raises:
-      ValueError: if a temperature or the aggregation is not valid, or shapes do not agree.
+      ValueError: if a setting or the aggregation is not valid, or shapes do not agree.
 
     References:
       As for `sapo_surrogate`.
@@ -116,21 +124,31 @@ def sapo_loss(
     (-2.0, 1.0)
     """
     tokens = clean(logprobs, old_logprobs, advantages, mask)
-    surrogate, statistics = _gated(tokens, tau_positive, tau_negative, max_log_ratio)
+    surrogate, statistics = _gated(tokens, tau_positive, tau_negative, level, max_log_ratio)
     return reduce_surrogate(
-        surrogate, statistics, tokens.mask, aggregation, importance_weights, **denominators
+        sapo_loss,
+        surrogate,
+        statistics,
+        tokens.mask,
+        aggregation,
+        importance_weights,
+        **denominators,
     )
 
 
 def _gated(
-    tokens: Tokens, tau_positive: Number, tau_negative: Number, max_log_ratio: Number | None
+    tokens: Tokens,
+    tau_positive: Number,
+    tau_negative: Number,
+    level: RatioLevel,
+    max_log_ratio: Number | None,
 ) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
     """The surrogate of `sapo_surrogate`, and the statistics of `sapo_loss` for each token."""
     positive, negative = (
         settings.number(name, tau, "is a temperature and must be positive, such as 1.0.", above=0)
         for name, tau in (("tau_positive", tau_positive), ("tau_negative", tau_negative))
     )
-    log_ratio, statistics = clamped_log_ratio(tokens, max_log_ratio)
+    log_ratio, statistics = log_ratio_at(level, tokens, max_log_ratio)
     tau = jnp.where(tokens.advantages > 0, positive, negative).astype(log_ratio.dtype)
     # What tau (r - 1) is near r = 1 is a small difference, which expm1 keeps exact.
     gate = jax.nn.sigmoid(tau * jnp.expm1(log_ratio))

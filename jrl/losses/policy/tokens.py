@@ -1,6 +1,7 @@
 """What every policy loss begins and ends with: clean arrays, the ratio, and the reduction."""
 
-from typing import NamedTuple, TypeAlias, Unpack
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeAlias, Unpack, get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,15 @@ from jaxtyping import Bool, Float, Shaped
 
 from jrl.losses import settings
 from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, keep, spread, within
-from jrl.losses.reduction import Aggregation, Denominators, Mean, aggregate
+from jrl.losses.reduction import Aggregation, Denominators, Mean, aggregate, check_denominators
 
 # How far a ratio may go: the same for all tokens, or an array with as many axes as the tokens have.
 Bound: TypeAlias = Number | Float[ArrayLike, "..."]
+
+
+# How the ratio is taken, and whose gradient the ratio of a whole row has.
+RatioLevel = Literal["token", "sequence"]
+SequenceGradient = Literal["token", "sequence"]
 
 
 class Tokens(NamedTuple):
@@ -77,6 +83,43 @@ def clamped_log_ratio(
     }
 
 
+def of_rows(
+    tokens: Tokens, max_log_ratio: Number | None, gradient: SequenceGradient
+) -> tuple[Tokens, Float[Array, "*batch time"]]:
+    """Tokens whose log-ratio is the mean of their row's, and where one was clamped before the mean.
+
+    With `gradient` "sequence" it is the mean in the gradient, too; with "token" each token has the
+    gradient of its own log-ratio.
+    """
+    log_ratio, statistics = clamped_log_ratio(tokens, max_log_ratio)
+    mean = row_mean(log_ratio, tokens)
+    if gradient == "token":
+        # Zero in value: only the gradient is each token's own.
+        mean = jax.lax.stop_gradient(mean) + (log_ratio - jax.lax.stop_gradient(log_ratio))
+    rows = tokens._replace(
+        logprobs=jnp.where(tokens.mask, mean, jnp.zeros_like(log_ratio)),
+        old_logprobs=jnp.zeros_like(log_ratio),
+    )
+    return rows, statistics["ratio_clamped"]
+
+
+def log_ratio_at(
+    level: RatioLevel, tokens: Tokens, max_log_ratio: Number | None
+) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
+    """`clamped_log_ratio` of the tokens, or of the rows that they belong to.
+
+    Raises:
+      ValueError: if `level` is unknown.
+    """
+    if level not in get_args(RatioLevel):
+        raise ValueError(f"level={level!r} is neither 'token' nor 'sequence'.")
+    if level == "token":
+        return clamped_log_ratio(tokens, max_log_ratio)
+    rows, ratio_clamped = of_rows(tokens, max_log_ratio, "sequence")
+    log_ratio, statistics = clamped_log_ratio(rows, None)
+    return log_ratio, {**statistics, "ratio_clamped": ratio_clamped}
+
+
 def distance(name: str, bound: Bound, tokens: Tokens) -> Float[Array, "..."] | settings.Checked:
     """The bound itself if it is a number, or one for each token.
 
@@ -117,6 +160,7 @@ def floored_logprobs(tokens: Tokens, max_log_ratio: Number | None) -> Float[Arra
 
 
 def reduce_surrogate(
+    loss_function: Callable[..., Any],
     surrogate: Float[Array, "*batch time"],
     statistics: dict[str, Float[Array, "*batch time"]],
     mask: Bool[Array, "*batch time"],
@@ -127,7 +171,12 @@ def reduce_surrogate(
     """Weigh the surrogate if asked, aggregate it, and make means of the statistics.
 
     Whatever the aggregation, the metrics are means over the true tokens.
+
+    Raises:
+      TypeError: if a keyword is none of `loss_function`.
+      ValueError: as `aggregate`.
     """
+    check_denominators(loss_function, denominators)
     if importance_weights is not None:
         weights = spread("importance_weights", importance_weights, surrogate)
         surrogate = surrogate * jax.lax.stop_gradient(keep(weights, mask))

@@ -8,6 +8,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Shaped
 
+from jrl.losses import settings
 from jrl.losses.arrays import Number
 from jrl.losses.policy.tokens import Tokens, clamped_log_ratio, clean, reduce_surrogate
 from jrl.losses.reduction import Aggregation, Denominators, Mean
@@ -22,7 +23,7 @@ def dppo_surrogate(
     mask: Shaped[ArrayLike, "*batch time"],
     *,
     kind: ProbabilityDistance,
-    max_divergence: Number,
+    max_divergence: settings.Sides,
     max_ratio: Number | None = 20.0,
     max_log_ratio: Number | None = 20.0,
 ) -> Float[Array, "*batch time"]:
@@ -34,11 +35,11 @@ def dppo_surrogate(
         l = -A sg(min(r, max_ratio)) log p        while the token is kept, and 0 otherwise
 
     A token is dropped if its probability has moved away from the old one, in the direction in which
-    its advantage pushes it, by more than `max_divergence`:
+    its advantage pushes it, by more than `max_divergence`, which may be two distances, (down, up):
 
     | kind | distance | dropped |
     |---|---|---|
-    | ``tv`` | ``|p - q|`` | beyond it, with A > 0, p > q or A <= 0, p < q |
+    | ``tv`` | ``|p - q|`` | beyond up with A > 0, p > q, or beyond down with A <= 0, p < q |
     | ``kl`` | ``q log(q/p) + (1-q) log((1-q)/(1-p))`` | the same |
 
     The ratio of a rare token moves far while its probability hardly does: from 0.01 to 0.03 is a
@@ -55,9 +56,10 @@ def dppo_surrogate(
       advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
       mask: true on sampled tokens.
       kind: the distance: "tv" or "kl", verl's ``dppo_tv`` and ``dppo_kl``.
-      max_divergence: how far a probability may move, a probability for "tv" and nats for "kl". One
-        number means different things to the two, so there is no default. (verl reads it from
-        ``clip_ratio``, whose default is 0.2.)
+      max_divergence: how far a probability may move, a probability for "tv" and nats for "kl": one
+        distance, or two as (down, up). One number means different things to the two kinds, so there
+        is no default. (verl reads the two from ``clip_ratio_low`` and ``clip_ratio_high``, which
+        are 0.2.)
       max_ratio: the cap of the ratio, above one; None is off. 20 in verl (``clip_ratio_c``).
       max_log_ratio: the log-ratio is clamped to plus or minus this many nats before the
         exponential, and so is log p from below, where the gradient is then 0. None is off.
@@ -93,7 +95,7 @@ def dppo_loss(
     mask: Shaped[ArrayLike, "*batch time"],
     *,
     kind: ProbabilityDistance,
-    max_divergence: Number,
+    max_divergence: settings.Sides,
     max_ratio: Number | None = 20.0,
     max_log_ratio: Number | None = 20.0,
     importance_weights: Float[ArrayLike, "*#batch #time"] | None = None,
@@ -110,7 +112,7 @@ def dppo_loss(
       advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
       mask: true on sampled tokens.
       kind: see `dppo_surrogate`, as are the settings up to `max_log_ratio`.
-      max_divergence: a probability for "tv", nats for "kl".
+      max_divergence: a probability for "tv", nats for "kl"; two are (down, up).
       max_ratio: None is off.
       max_log_ratio: None is off.
       importance_weights: factors on the tokens' losses, of the shapes of `advantages`; no gradient.
@@ -140,30 +142,36 @@ def dppo_loss(
     tokens = clean(logprobs, old_logprobs, advantages, mask)
     surrogate, statistics = _dppo(tokens, kind, max_divergence, max_ratio, max_log_ratio)
     return reduce_surrogate(
-        surrogate, statistics, tokens.mask, aggregation, importance_weights, **denominators
+        dppo_loss,
+        surrogate,
+        statistics,
+        tokens.mask,
+        aggregation,
+        importance_weights,
+        **denominators,
     )
 
 
 def _dppo(
     tokens: Tokens,
     kind: ProbabilityDistance,
-    max_divergence: Number,
+    max_divergence: settings.Sides,
     max_ratio: Number | None,
     max_log_ratio: Number | None,
 ) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
     """The surrogate of `dppo_surrogate`, and the statistics of `dppo_loss` for each token."""
     if kind not in get_args(ProbabilityDistance):
         raise ValueError(f"kind={kind!r} is neither 'tv' nor 'kl'.")
-    if max_divergence < 0:
-        raise ValueError(f"max_divergence={max_divergence} is a distance and cannot be negative.")
-    if max_ratio is not None and max_ratio <= 1:
-        raise ValueError(f"max_ratio={max_ratio} must be above 1, such as 20; None is off.")
+    bounds = settings.sides("max_divergence", max_divergence)
+    rule = "must be above 1, such as 20; None is off."
+    max_ratio = settings.optional("max_ratio", max_ratio, rule, above=1)
+    max_log_ratio = settings.optional_distance("max_log_ratio", max_log_ratio)
     current = jax.lax.stop_gradient(tokens.logprobs)
     log_ratio, statistics = clamped_log_ratio(tokens._replace(logprobs=current), max_log_ratio)
     weight = ratio = jnp.exp(log_ratio)
     if max_ratio is not None:
         weight = jnp.minimum(ratio, max_ratio)
-    dropped = _dropped(tokens._replace(logprobs=current), kind, max_divergence)
+    dropped = _dropped(tokens._replace(logprobs=current), kind, bounds)
     # The logarithm of a probability of 0 would meet a factor of 0, and its product is no number.
     logprobs = tokens.logprobs
     if max_log_ratio is not None:
@@ -179,19 +187,20 @@ def _dppo(
 
 
 def _dropped(
-    tokens: Tokens, kind: ProbabilityDistance, max_divergence: Number
+    tokens: Tokens, kind: ProbabilityDistance, bounds: tuple[settings.Checked, settings.Checked]
 ) -> Bool[Array, "*batch time"]:
     """Where a probability moved too far; false under the mask and for what is not a number."""
+    down, up = bounds
     p, q = jnp.exp(tokens.logprobs), jnp.exp(tokens.old_logprobs)
     rises = tokens.advantages > 0
     falls = tokens.advantages <= 0
     if kind == "tv":
-        return (rises & (p - q > max_divergence)) | (falls & (p - q < -max_divergence))
-    away = (rises & (p > q)) | (falls & (p < q))
+        return (rises & (p - q > up)) | (falls & (p - q < -down))
     sampled = _relative(q, tokens.old_logprobs, tokens.logprobs)
     others = -jnp.expm1(tokens.old_logprobs), -jnp.expm1(tokens.logprobs)
     rest = _relative(others[0], *(jnp.log(jnp.maximum(x, 0)) for x in others))
-    return away & (sampled + rest > max_divergence)
+    moved = sampled + rest
+    return (rises & (p > q) & (moved > up)) | (falls & (p < q) & (moved > down))
 
 
 def _relative(

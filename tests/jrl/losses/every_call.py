@@ -1,0 +1,91 @@
+"""Every public function with arrays of a given size, its required settings and nothing else."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jrl
+
+# Settings without a default.
+REQUIRED = {
+    "pass_at_k_exact": {"k": 2},
+    "effective_length": {"window": 4},
+    "dro_loss": {"beta": 0.5},
+    "dro_surrogate": {"beta": 0.5},
+    "dppo_loss": {"kind": "tv", "max_divergence": 0.25},
+    "dppo_surrogate": {"kind": "tv", "max_divergence": 0.25},
+    "clip_cov_loss": {"fraction": 1},
+    "clip_cov_surrogate": {"fraction": 1},
+    "off_policy_sequence_mask": {"max_divergence": 0.5},
+    "bounded_value": {"low": -1.0, "high": 1.0},
+    "adaptive_kl_coefficient": {"target": 0.5, "num_samples": 8, "horizon": 16},
+    "overlong_penalty": {"max_length": 4, "buffer": 2},
+    "geometric_rejection_mask": {"low": 0.5, "high": 2.0},
+    "sequence_masked_weights": {"low": 0.5, "high": 2.0},
+    "divergence_rejection_mask": {"bound": 0.25},
+    "diagnostics.terminal_reach": {"lam": 0.5},
+    "diagnostics.lambda_sensitivity": {"lam": 0.5},
+    "diagnostics.guard_rate": {"alpha": 0.25},
+    "diagnostics.length_share": {"edges": (2,)},
+}
+# Whose rewards are one per response.
+OF_RESPONSES = {
+    *("grpo", "dr_grpo", "rloo", "maxrl", "opo", "gpg", "pass_at_k", "pass_at_k_exact"),
+    *("token_level_group_average", "reinforce_plus_plus_baseline"),
+}
+PER_ROW = {"groups", "lengths", "scores", "correct", "truncated", "greedy_rewards"}
+NUMBERS = {"coefficient", "kl", "entropy"}
+
+
+def functions():
+    """All that compute something, by the name under which `jrl` has them."""
+    found = {name: getattr(jrl, name) for name in jrl.__all__ if name != "conventions"}
+    for name in jrl.diagnostics.__all__:
+        found[f"diagnostics.{name}"] = getattr(jrl.diagnostics, name)
+    return {name: thing for name, thing in found.items() if inspect.isfunction(thing)}
+
+
+def arguments(name, rows=2, time=3):
+    """The arrays that a function needs, by the names of its parameters."""
+    parameters = inspect.signature(functions()[name]).parameters.values()
+    needed = [
+        p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD and p.default is p.empty
+    ]
+    return {p: _array(name, p, rows, time) for p in needed}
+
+
+def call(name, rows=2, time=3, **changes):
+    """The result of a function, with arrays or settings replaced or added."""
+    return functions()[name](**{**arguments(name, rows, time), **REQUIRED.get(name, {}), **changes})
+
+
+def _array(name, parameter, rows, time):
+    draw = np.random.default_rng(len(parameter))
+    if name.startswith("adaptive") and parameter in NUMBERS:
+        return jnp.float32(0.25)
+    if parameter == "lam":
+        return jnp.float32(0.5)
+    if parameter in PER_ROW or (parameter == "rewards" and name in OF_RESPONSES):
+        whole = jnp.asarray(draw.integers(0, 2, rows))
+        return whole if parameter in ("groups", "truncated") else whole.astype(jnp.float32)
+    if parameter == "mask":
+        return jnp.ones((rows, time), bool)
+    if parameter in ("logits", "ref_logits"):
+        return jnp.asarray(draw.normal(size=(rows, time, 5)), jnp.float32)
+    if parameter == "tokens":
+        return jnp.zeros((rows, time), int)
+    if name == "gdpo" and parameter == "rewards":
+        return jnp.asarray(draw.normal(size=(rows, 2)), jnp.float32)
+    if parameter in ("entropy", "weights", "importance_weights"):
+        return jnp.asarray(draw.uniform(0.5, 1.5, (rows, time)), jnp.float32)
+    if parameter in ("logprobs", "old_logprobs") or parameter.endswith("_logprobs"):
+        return -jnp.asarray(draw.uniform(0.1, 1.5, (rows, time)), jnp.float32)
+    return jnp.asarray(draw.normal(size=(rows, time)), jnp.float32)
+
+
+def numbers(result):
+    """The numbers of a result, those of records divided."""
+    records = jax.tree.leaves(result, is_leaf=lambda x: hasattr(x, "value"))
+    return [np.asarray(x.value() if hasattr(x, "value") else x) for x in records]

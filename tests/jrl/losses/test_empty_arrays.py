@@ -1,0 +1,54 @@
+"""Arrays of size 0: no row, or rows without any column."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from every_call import arguments, call, functions, numbers
+
+import jrl
+
+# What is not about tokens or rows: its result does not vanish with them.
+OF_NUMBERS = {"adaptive_kl_coefficient", "adaptive_entropy_coefficient"}
+# What reads lengths or outcomes of rows, which may be there without a column.
+OF_LENGTHS = {"effective_length", "diagnostics.guard_rate", "diagnostics.group_degeneracy"}
+
+
+@pytest.mark.parametrize("name", functions())
+def test_the_result_of_nothing_is_empty_or_zero(name):
+    for rows, time in ((0, 3), (2, 0)):
+        for number in numbers(call(name, rows, time)):
+            assert np.all(np.isfinite(number))
+            if name not in OF_NUMBERS and not (rows and name in OF_LENGTHS):
+                assert not np.any(number)
+
+
+@pytest.mark.parametrize("name", [name for name in functions() if name.endswith("_loss")])
+def test_so_is_its_gradient(name):
+    arrays = arguments(name, 0, 3)
+    carrier = "values" if name == "value_loss" else "logprobs"
+    slope = jax.grad(lambda x: call(name, 0, 3, **{carrier: x})[0])(arrays[carrier])
+    assert slope.shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    "estimate",
+    [
+        lambda x: jrl.grpo(x[:, 0], jnp.zeros(0, int), scale="batch"),
+        lambda x: jrl.gae(x, x, x, implementation="blocked")[0],
+        lambda x: jrl.divergence_rejection_mask(x, x, x, over="max", bound=1.0),
+        lambda x: jrl.mismatch_weights(x, x, x, level="geometric"),
+        lambda x: jrl.kl_cov_surrogate(x, x, x, x, fraction=1),
+        lambda x: jrl.clip_cov_surrogate(x, x, x, x, key=jax.random.key(0)),
+        lambda x: jrl.pass_at_k_exact(x[:, 0], jnp.zeros(0, int), k=2),
+    ],
+)
+def test_other_ways_through_the_same_functions(estimate):
+    assert estimate(jnp.ones((0, 3))).size == 0
+
+
+@pytest.mark.parametrize("mode", ["seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_aggregates_of_nothing(mode):
+    for shape in ((0, 3), (2, 0)):
+        nothing = jnp.ones(shape)
+        assert jrl.aggregate(nothing, nothing, mode, max_length=4) == 0

@@ -1,0 +1,204 @@
+"""Settings: numbers of any library, refused in one line where they make no sense, and traced."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from every_call import REQUIRED, arguments, call, functions, numbers
+
+import jrl
+
+# Settings that are off or counted unless they are given.
+OPTIONAL = {
+    "clip": 0.5,
+    "clip_dual": 2.0,
+    "fallback": 1.5,
+    "guard": 4.0,
+    "max_value": 0.25,
+    "max_length": 4,
+    "mean": 1.5,
+    "min_variance": 0.5,
+    "num_sequences": 4,
+    "num_tokens": 8,
+}
+# Those whose value decides what is compiled.
+STATIC = {"k", "fraction", "quantile", "num_bins", "chunk_size"}
+# Those that may be below 0.
+SIGNED = {
+    ("adaptive_entropy_coefficient", "target"),
+    ("adaptive_entropy_coefficient", "low"),
+    ("adaptive_entropy_coefficient", "high"),
+    ("bounded_value", "low"),
+    ("bounded_value", "high"),
+    ("clip_cov_loss", "low"),
+    ("clip_cov_loss", "high"),
+    ("clip_cov_surrogate", "low"),
+    ("clip_cov_surrogate", "high"),
+    ("diagnostics.calibration", "low"),
+    ("diagnostics.calibration", "high"),
+    ("gpg", "alpha"),
+    ("off_policy_sequence_mask", "max_divergence"),
+    ("overlong_penalty", "floor"),
+}
+# Those that may be arrays, one entry per token or row.
+SPREAD = {"gamma", "lam", "lam_policy", "lam_critic", "clip_low", "clip_high"}
+# A scalar in the working precision, and one that keeps its own.
+KINDS = (np.float32, jnp.float32, np.float64, lambda x: np.asarray(x, np.float32))
+
+
+@pytest.fixture(autouse=True)
+def _without_run_time_types():
+    """What a user meets, who has none: the checks of the functions themselves."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
+
+
+def settings_of(name):
+    """The numbers that a function takes by keyword, with a value for each."""
+    keywords = {
+        p.name: p.default
+        for p in inspect.signature(functions()[name]).parameters.values()
+        if p.kind == p.KEYWORD_ONLY
+    }
+    if "denominators" in inspect.signature(functions()[name]).parameters:
+        keywords |= dict.fromkeys(("num_tokens", "num_sequences"))
+    found = {}
+    for setting, default in keywords.items():
+        value = REQUIRED.get(name, {}).get(setting, default)
+        value = OPTIONAL.get(setting) if value is None else value
+        if setting == "alpha" and name == "gpg":
+            value = 1.5
+        if type(value) in (int, float):
+            found[setting] = value
+    return found
+
+
+EVERY = [(name, setting) for name in functions() for setting in settings_of(name)]
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in EVERY}))
+def test_numbers_of_numpy_and_jax_serve_as_those_of_python(name):
+    for n, (setting, value) in enumerate(settings_of(name).items()):
+        kind = KINDS[n % 4] if type(value) is float else (np.int64, jnp.int32)[n % 2]
+        given = kind(value)
+        expected = numbers(call(name, **{setting: type(value)(given)}))
+        for got, want in zip(numbers(call(name, **{setting: given})), expected, strict=True):
+            assert got.dtype == want.dtype, setting
+            np.testing.assert_array_equal(got, want, err_msg=setting)
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in EVERY}))
+def test_traced_settings_pass_where_nothing_is_decided_by_them(name):
+    arrays = arguments(name)
+    traced = {s: float(x) for s, x in settings_of(name).items() if s not in STATIC}
+    rest = {s: x for s, x in REQUIRED.get(name, {}).items() if s not in traced}
+
+    def of(settings, arrays):
+        return functions()[name](**arrays, **rest, **settings)
+
+    def known(arrays):
+        return functions()[name](**arrays, **rest, **traced)
+
+    shapes = jax.eval_shape(of, traced, arrays), jax.eval_shape(known, arrays)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes[0]) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), shapes[1]
+    )
+
+
+@pytest.mark.parametrize(("name", "setting"), [pair for pair in EVERY if pair[1] not in SPREAD])
+def test_what_is_no_number_is_refused_in_one_line(name, setting):
+    for wrong, message in (
+        (np.array([0.5, 0.25]), rf"{setting} has shape \(2,\) and must be one number|clip=-"),
+        (float("nan"), f"{setting}=nan "),
+        ("much", f"{setting}='much' "),
+    ):
+        if (setting, type(wrong)) == ("clip", np.ndarray):
+            continue  # Two distances, down and up.
+        if (setting, wrong) == ("alpha", "much"):
+            message = "alpha='much' "
+        with pytest.raises(ValueError, match=message) as error:
+            call(name, **{setting: wrong})
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        pair
+        for pair in EVERY
+        if pair not in SIGNED and pair[1] not in ("gamma", "lam", "lam_policy", "lam_critic")
+    ],
+)
+def test_what_cannot_be_negative_is_refused_in_one_line(name, setting):
+    for kind in (int, np.float32):
+        with pytest.raises(ValueError, match=rf"{setting}=-1(\.0)? ") as error:
+            call(name, **{setting: kind(-1)})
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", sorted({name for name, setting in EVERY if setting in STATIC}))
+def test_what_is_compiled_cannot_depend_on_a_traced_number(name):
+    for setting in STATIC & settings_of(name).keys():
+        with pytest.raises(ValueError, match=rf"{setting} is traced.*static_argnames"):
+            jax.eval_shape(lambda x, s=setting: call(name, **{s: x}), 2.0)
+
+
+def test_bounds_of_tokens_are_not_negative_either():
+    wrong = jnp.array([[0.25, -0.5, 0.25]] * 2)
+    with pytest.raises(ValueError, match=r"clip_low=-0\.5 is a distance and cannot be negative"):
+        call("ppo_surrogate", clip_low=wrong)
+    # What lies under a false mask is not read.
+    kept = call("ppo_surrogate", clip_low=wrong, mask=wrong > 0)
+    np.testing.assert_array_equal(kept, call("ppo_surrogate", clip_low=0.25, mask=wrong > 0))
+    jax.eval_shape(lambda bound: call("ppo_surrogate", clip_low=bound), wrong)
+
+
+@pytest.mark.parametrize("wrong", [(0.5, 0.25, 1.0), np.ones(3), np.ones((2, 2)), ()])
+def test_a_clip_is_one_distance_or_two(wrong):
+    with pytest.raises(ValueError, match="clip must be one distance, or two as"):
+        call("value_loss", clip=wrong)
+
+
+def test_two_distances_in_every_form_are_the_same():
+    expected = numbers(call("value_loss", clip=(0.25, 0.5)))
+    for pair in (
+        [0.25, 0.5],
+        np.array([0.25, 0.5]),
+        jnp.array([0.25, 0.5]),
+        (np.float32(0.25), 0.5),
+    ):
+        for got, want in zip(numbers(call("value_loss", clip=pair)), expected, strict=True):
+            np.testing.assert_array_equal(got, want)
+    with pytest.raises(ValueError, match=r"clip=-0\.5 is a distance and cannot be negative; None"):
+        call("value_loss", clip=jnp.array([0.25, -0.5]))
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        ("top_entropy_mask", "threshold"),
+        ("adaptive_kl_coefficient", "kl"),
+        ("adaptive_entropy_coefficient", "entropy"),
+    ],
+)
+def test_measured_numbers_have_no_axes(name, argument):
+    with pytest.raises(ValueError, match=rf"{argument} has shape \(3,\) and must be one number"):
+        call(name, **{argument: jnp.ones(3)})
+
+
+def test_a_setting_that_must_be_whole():
+    for wrong in (2.5, np.float32(2.5)):
+        with pytest.raises(ValueError, match=r"k=2\.5 must be a whole number"):
+            call("pass_at_k_exact", k=wrong)
+
+
+def test_the_loss_of_a_row_as_its_own_denominator_is_refused():
+    mask = jnp.ones((2, 3))
+    with pytest.raises(ValueError, match=r"num_tokens has shape \(2,\) and must be one number"):
+        jrl.aggregate(mask, mask, num_tokens=mask.sum(-1))
+    assert jrl.aggregate(mask, mask, num_tokens=mask.sum()) == 1
