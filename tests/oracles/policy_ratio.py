@@ -62,7 +62,7 @@ def ppo_row(row, clip_dual=None, max_log_ratio=20.0):
     return result
 
 
-def gspo_row(row, gradient="token", max_log_ratio=20.0, by_length=False):
+def gspo_row(row, gradient="token", max_log_ratio=20.0, clip_dual=None, by_length=False):
     n = len(row)
     limited = [_limited(token, max_log_ratio) for token in row]
     mean = sum(d for d, _ in limited) / n
@@ -70,7 +70,7 @@ def gspo_row(row, gradient="token", max_log_ratio=20.0, by_length=False):
     result = []
     for t, token in enumerate(row):
         loss, slope, acts = ppo_token(
-            mean, token["advantages"], token["clip_low"], token["clip_high"]
+            mean, token["advantages"], token["clip_low"], token["clip_high"], clip_dual
         )
         if gradient == "token":
             slopes = _alone(n, t, factor * slope * limited[t][1])
@@ -83,6 +83,8 @@ def gspo_row(row, gradient="token", max_log_ratio=20.0, by_length=False):
             "ratio_squared": math.exp(mean) ** 2,
             "ratio_clamped": 1.0 - limited[t][1],
         }
+        if clip_dual is not None:
+            metrics["pg_clipfrac_lower"] = float(acts == "dual")
         result.append((factor * loss, slopes, metrics))
     return result
 
@@ -128,16 +130,33 @@ def reinforce_row(row):
     ]
 
 
-def cispo_row(row, max_log_ratio=20.0):
+def _at_level(level, row, t, limit):
+    """The log-ratio of a token or of its row, its derivatives by every token, and the metrics."""
+    if level == "token":
+        d, inside = _limited(row[t], limit)
+        return d, _alone(len(row), t, inside), _common(row[t], limit)
+    limited = [_limited(token, limit) for token in row]
+    mean = sum(d for d, _ in limited) / len(row)
+    metrics = {
+        "ppo_kl": -mean,
+        "ratio": math.exp(mean),
+        "ratio_squared": math.exp(2 * mean),
+        "ratio_clamped": 1.0 - limited[t][1],
+    }
+    return mean, [inside / len(row) for _, inside in limited], metrics
+
+
+def cispo_row(row, level="token", max_log_ratio=20.0):
     result = []
     for t, token in enumerate(row):
-        ratio = math.exp(_limited(token, max_log_ratio)[0])
+        d, _, common = _at_level(level, row, t, max_log_ratio)
+        ratio = math.exp(d)
         low = -math.inf if token["clip_low"] is None else 1 - token["clip_low"]
         high = math.inf if token["clip_high"] is None else 1 + token["clip_high"]
         weight = min(max(ratio, low), high)
         logprob, inside = _floored(token, max_log_ratio)
         a = token["advantages"]
-        metrics = {"pg_clipfrac": float(not low <= ratio <= high), **_common(token, max_log_ratio)}
+        metrics = {"pg_clipfrac": float(not low <= ratio <= high), **common}
         result.append(
             (-weight * a * logprob, _alone(len(row), t, -weight * a * inside), metrics),
         )
@@ -165,17 +184,17 @@ def vespo_row(
     return result
 
 
-def sapo_row(row, tau_positive=1.0, tau_negative=1.05, max_log_ratio=20.0):
+def sapo_row(row, tau_positive=1.0, tau_negative=1.05, level="token", max_log_ratio=20.0):
     result = []
     for t, token in enumerate(row):
-        d, inside = _limited(token, max_log_ratio)
+        d, inside, common = _at_level(level, row, t, max_log_ratio)
         a, ratio = token["advantages"], math.exp(d)
         tau = tau_positive if a > 0 else tau_negative
         # A logistic function that does not overflow on either side.
         p = 0.5 * (1 + math.tanh(tau * (ratio - 1) / 2))
-        slope = -a * 4 * p * (1 - p) * ratio * inside
-        metrics = {"gate": 4 * p * (1 - p), **_common(token, max_log_ratio)}
-        result.append((-a * 4 / tau * p, _alone(len(row), t, slope), metrics))
+        slopes = [-a * 4 * p * (1 - p) * ratio * part for part in inside]
+        metrics = {"gate": 4 * p * (1 - p), **common}
+        result.append((-a * 4 / tau * p, slopes, metrics))
     return result
 
 

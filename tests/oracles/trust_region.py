@@ -9,14 +9,18 @@ from oracles.rows import rows
 
 
 def dppo_token(logprob, old, advantage, kind, max_divergence, max_ratio=20.0):
-    """Loss of one token, its derivative by the log-probability, and what acts on it."""
+    """Loss of one token, its derivative by the log-probability, and what acts on it.
+
+    A bound may be two, for tokens that fall and for those that rise.
+    """
+    down, up = np.broadcast_to(max_divergence, 2)
     p, q = math.exp(logprob), math.exp(old)
     if kind == "tv":
-        keeps = p - q <= max_divergence if advantage > 0 else p - q >= -max_divergence
+        keeps = p - q <= up if advantage > 0 else p - q >= -down
     else:
         kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
         toward = p <= q if advantage > 0 else p >= q
-        keeps = kl <= max_divergence or toward
+        keeps = kl <= (up if advantage > 0 else down) or toward
     if not keeps:
         return 0.0, 0.0, "clip"
     ratio = p / q

@@ -143,7 +143,7 @@ def gspo_loss(
 
       * ``pg_clipfrac``: where the clip binds, which it does for all of a row's tokens whose
         advantages have one sign;
-      * ``pg_clipfrac_lower``: where the dual clip does;
+      * ``pg_clipfrac_lower``: where the dual clip does, if it is on;
       * ``ppo_kl``: minus the row's mean log-ratio, the k1 estimate of KL(old || current);
       * ``ratio``, ``ratio_squared``: of the row, counted once for each of its tokens;
       * ``ratio_clamped``: where `max_log_ratio` was exceeded.
@@ -441,6 +441,8 @@ def _sequence_clipped(
         raise ValueError(f"gradient={gradient!r} is neither 'token' nor 'sequence'.")
     rows, ratio_clamped = of_rows(tokens, max_log_ratio, gradient)
     surrogate, statistics = clipped(rows, clip_low, clip_high, clip_dual, None)
+    if clip_dual is None:
+        del statistics["pg_clipfrac_lower"]
     return surrogate, {**statistics, "ratio_clamped": ratio_clamped}
 
 

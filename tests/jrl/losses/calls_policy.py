@@ -50,11 +50,14 @@ PER_TOKEN = {
     "gspo_surrogate sequence": lambda b: jrl.gspo_surrogate(
         *arrays(b), **WIDE, gradient="sequence"
     ),
+    "gspo_surrogate dual clip": lambda b: jrl.gspo_surrogate(*arrays(b), **WIDE, clip_dual=1.1),
     "luspo_surrogate": lambda b: jrl.luspo_surrogate(*arrays(b), **WIDE),
     "gmpo_surrogate": lambda b: jrl.gmpo_surrogate(*arrays(b)),
     "cispo_surrogate": lambda b: jrl.cispo_surrogate(*arrays(b), clip_low=0.3),
+    "cispo_surrogate sequence": lambda b: jrl.cispo_surrogate(*arrays(b), **WIDE, level="sequence"),
     "vespo_surrogate": lambda b: jrl.vespo_surrogate(*arrays(b)),
     "sapo_surrogate": lambda b: jrl.sapo_surrogate(*arrays(b)),
+    "sapo_surrogate sequence": lambda b: jrl.sapo_surrogate(*arrays(b), level="sequence"),
     "dro_surrogate": lambda b: jrl.dro_surrogate(*arrays(b), beta=0.5),
     "reinforce_surrogate": lambda b: jrl.reinforce_surrogate(*without_old(b)),
 }

@@ -41,6 +41,9 @@ PER_TOKEN = {
     "hapo_surrogate of a given signal": lambda b: jrl.hapo_surrogate(*arrays(b), b["entropy"]),
     "dppo_surrogate tv": lambda b: _dppo(jrl.dppo_surrogate, b, kind="tv", max_divergence=0.1),
     "dppo_surrogate kl": lambda b: _dppo(jrl.dppo_surrogate, b, kind="kl", max_divergence=0.05),
+    "dppo_surrogate tv, two bounds": lambda b: _dppo(
+        jrl.dppo_surrogate, b, kind="tv", max_divergence=(0.05, 0.2)
+    ),
     "off_policy_sequence_mask": lambda b: _kept(
         jrl.off_policy_sequence_mask(
             b["logprobs"], b["sampler_logprobs"], b["advantages"], b["mask"], max_divergence=0.1

@@ -1,9 +1,11 @@
 """Every public function with arrays of a given size, its required settings and nothing else."""
 
+import contextlib
 import inspect
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 
 import jrl
@@ -57,8 +59,24 @@ def arguments(name, rows=2, time=3):
 
 
 def call(name, rows=2, time=3, **changes):
-    """The result of a function, with arrays or settings replaced or added."""
-    return functions()[name](**{**arguments(name, rows, time), **REQUIRED.get(name, {}), **changes})
+    """The result of a function, with arrays or settings replaced or added.
+
+    As a user has it, whose types nobody checks at run time.
+    """
+    with without_run_time_types():
+        given = {**arguments(name, rows, time), **REQUIRED.get(name, {}), **changes}
+        return functions()[name](**given)
+
+
+@contextlib.contextmanager
+def without_run_time_types():
+    """The functions check themselves."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", before)
 
 
 def _array(name, parameter, rows, time):

@@ -1,5 +1,8 @@
 """KL estimators and entropy: vectors, slow loops, and exact expectations on a small vocabulary."""
 
+import inspect
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +27,7 @@ SLOPE_K3 = [0.181269, -0.648721, 0, -1.718282]
         ("abs", np.abs(K1), None),
         ("k1+", K1, K1),
         ("k3+", K3, K1),
+        ("abs+", np.abs(K1), K1),
     ],
 )
 def test_vector_kl_1(kind, value, slope):
@@ -35,7 +39,7 @@ def test_vector_kl_1(kind, value, slope):
         np.testing.assert_allclose(jax.grad(total)(LOGPROBS), slope, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs", "k1+", "k3+"])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"])
 @pytest.mark.parametrize("masked", [True, False])
 def test_kl_oracle(kind, masked):
     b = numpy_batch(0)
@@ -97,7 +101,7 @@ def test_what_each_estimator_descends_on_average():
         def backward(logits):
             return jnp.sum(jnp.exp(reference) * (reference - jax.nn.log_softmax(logits)))
 
-        for kind in ("k2", "k1+", "k3+"):
+        for kind in ("k2", "k1+", "k3+", "abs+"):
             np.testing.assert_allclose(expected_slope(kind), jax.grad(forward)(logits), atol=1e-12)
         np.testing.assert_allclose(expected_slope("k3"), jax.grad(backward)(logits), atol=1e-12)
         np.testing.assert_allclose(expected_slope("k1"), np.zeros(5), atol=1e-12)
@@ -111,16 +115,29 @@ def test_k3_is_never_negative_and_keeps_its_digits_near_zero():
     np.testing.assert_allclose(estimate, small**2 / 2, rtol=5e-2, atol=0)
 
 
-def test_clamps_are_off_unless_asked_for():
+@pytest.mark.parametrize("kind", get_args(jrl.KLEstimator))
+def test_the_log_ratio_is_clamped_as_in_the_policy_losses(kind):
+    default = inspect.signature(jrl.kl_estimate).parameters["max_log_ratio"].default
+    assert default == inspect.signature(jrl.ppo_surrogate).parameters["max_log_ratio"].default
+    far, near, zero = jnp.array([-100.0, 100.0]), jnp.array([-20.0, 20.0]), jnp.zeros(2)
+    total = lambda x: (jnp.sum(y := jrl.kl_estimate(x, zero, kind=kind)), y)  # noqa: E731 - a sum and its terms
+    slope, estimate = jax.grad(total, has_aux=True)(far)
+    assert np.all(np.isfinite(estimate))
+    np.testing.assert_array_equal(estimate, jrl.kl_estimate(near, zero, kind=kind))
+    np.testing.assert_array_equal(slope, far if kind.endswith("+") else zero)
+
+
+def test_the_clamps_can_be_off_and_narrower():
     far, zero = jnp.array([-30.0, 30.0]), jnp.zeros(2)
-    np.testing.assert_allclose(jrl.kl_estimate(far, zero, kind="k1"), far)
-    free = jrl.kl_estimate(far, zero, kind="k3")
+    off = {"max_log_ratio": None}
+    np.testing.assert_allclose(jrl.kl_estimate(far, zero, kind="k1", **off), far)
+    free = jrl.kl_estimate(far, zero, kind="k3", **off)
     np.testing.assert_allclose(free, [np.exp(30) - 31, np.exp(-30) + 29], rtol=1e-5)
     near = jrl.kl_estimate(far, zero, kind="k3", max_log_ratio=2)
     np.testing.assert_allclose(near, [np.exp(2) - 3, np.exp(-2) + 1], rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs", "k1+", "k3+"])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"])
 def test_a_clamp_stops_the_gradient_but_not_one_that_is_handed_through(kind):
     def bounded(logprobs):
         return jrl.kl_estimate(logprobs, jnp.zeros(2), kind=kind, max_log_ratio=20, max_value=10)
@@ -139,13 +156,13 @@ def test_at_a_clamp_the_gradient_is_whole(clamp):
     np.testing.assert_array_equal(slope, [1, 1])
 
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs", "k1+", "k3+"])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"])
 def test_the_reference_has_no_gradient(kind):
     slope = jax.grad(lambda r: jnp.sum(jrl.kl_estimate(LOGPROBS, r, kind=kind)))(REFERENCE)
     np.testing.assert_array_equal(slope, np.zeros(4))
 
 
-@pytest.mark.parametrize("kind", ["k1+", "k3+"])
+@pytest.mark.parametrize("kind", ["k1+", "k3+", "abs+"])
 def test_a_token_of_probability_0_has_a_value_and_no_gradient(kind):
     def bounded(logprobs):
         return jrl.kl_estimate(logprobs, jnp.zeros(1), kind=kind, max_log_ratio=20, max_value=10)

@@ -132,6 +132,9 @@ TAIL = {
     "groups": [0, 0, 0, 0, 0, 0, 1, 1],
     "mask": [[1] + [0] * 5, *[[1] * 6] * 5, [1] * 6, [1, 0, 1, 0, 0, 0]],
 }
+# The first group has a response without a token, whose reward would change mean and deviation.
+WITH_AN_EMPTY_ROW = {**TAIL, "mask": [TAIL["mask"][0], [0] * 6, *TAIL["mask"][2:]]}
+WITH_AN_EMPTY_ROW["rewards"] = [TAIL["rewards"][0], 9.0, *TAIL["rewards"][2:]]
 
 
 def _group_cases(*settings):
@@ -437,7 +440,8 @@ VECTORS = [
         formula=(
             "A = (R_i - mean) / (std + epsilon), mean and population std over all tokens of the "
             "group, each with the reward of its response; grpo for a group in which some |A| >= "
-            "fallback; a group without variance gives 0"
+            "fallback; a group without variance gives 0; responses without a true token are in "
+            "no group"
         ),
         source="HAPO, arXiv 2509.16591",
         outputs=["advantages"],
@@ -448,6 +452,7 @@ VECTORS = [
             Case("beyond 5 deviations", TAIL),
             Case("beyond 5 deviations, fallback", TAIL, {"fallback": 5.0}),
             Case("fallback not reached", {**ADV_1, "mask": ADV_1_MASK}, {"fallback": 5.0}),
+            Case("fallback, a response without a token", WITH_AN_EMPTY_ROW, {"fallback": 4.5}),
         ],
     ),
     Vector(
@@ -474,7 +479,7 @@ VECTORS = [
         function="reinforce_plus_plus_baseline",
         formula=(
             "R_i - mean_g on every true token, then (x - mean) / sqrt(unbiased variance + 1e-8) "
-            "over all true tokens of the batch"
+            "over all true tokens of the batch; responses without a true token are in no group"
         ),
         source=f"REINFORCE++, arXiv 2501.03262; {GROUP_SOURCE}",
         outputs=["advantages"],

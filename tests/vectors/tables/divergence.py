@@ -6,7 +6,7 @@ import oracles
 from vectors.vector import Case, Vector
 
 LOGPROBS, REFERENCE = [-1.0, -2.0, -0.5, -3.0], [-1.2, -1.5, -0.5, -2.0]
-KINDS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
+KINDS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+")
 HOLES = [[1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 1]]
 FAR = {
     "logprobs": [[-0.1, None, -31.0, -4.0], [None] * 4, [None, -0.7, None, -6.0]],
@@ -52,7 +52,7 @@ def _per_token(mask, shape, one):
 
 
 def _kl_estimate(logprobs, ref_logprobs, mask=None, **settings):
-    settings = {"kind": "k3", **settings}
+    settings = {"kind": "k3", "max_log_ratio": 20.0, **settings}
     if mask is None:
         pairs = [
             oracles.kl_clamped_token(a - b, **settings)
@@ -103,7 +103,8 @@ VECTORS = [
         formula=(
             "With d = logprobs - ref_logprobs, clamped to +-max_log_ratio: k1 = d; k2 = d^2/2; "
             "k3 = exp(-d) + d - 1; abs = |d|; then clamped to +-max_value. Where a clamp acts the "
-            "derivative is 0. k1+ and k3+ have those values and, clamped or not, the derivative d."
+            "derivative is 0. k1+, k3+ and abs+ have those values and, clamped or not, the "
+            "derivative d."
         ),
         source="Schulman, http://joschu.net/blog/kl-approx.html; verl kl_penalty",
         outputs=["kl"],
@@ -133,6 +134,8 @@ VECTORS = [
                 for kind in ("k1", "k2", "abs", "k1+")
             ),
             Case("log-ratio clamped k3", FAR, {"kind": "k3", "max_log_ratio": 2.0}),
+            Case("the usual clamp k3", FAR),
+            Case("no clamp k3", FAR, {"max_log_ratio": None}),
         ],
     ),
     Vector(

@@ -143,6 +143,17 @@ def usual_cases(**settings):
     ]
 
 
+def sequence_level(**settings):
+    """One ratio for each row."""
+    settings = {**settings, "level": "sequence"}
+    return [
+        Case("sequence level, SEQ-1", SEQ_1, settings),
+        Case("sequence level, holes", UNEVEN, settings),
+        Case("sequence level, one advantage per row", per_row(UNEVEN), settings),
+        Case("sequence level, a clamp that acts", UNEVEN, {**settings, "max_log_ratio": 0.4}),
+    ]
+
+
 RATIOS = [0.5, 0.79, 1.0, 1.25, 1.3, 4.0, 12.0]
 
 
@@ -201,6 +212,8 @@ GSPO_CASES = [
     Case("wide bounds", UNEVEN, {"clip_low": 0.1, "clip_high": 0.3}),
     Case("without bounds", UNEVEN, {"clip_low": "inf", "clip_high": "inf"}),
     Case("bounds of each token", UNEVEN, {"clip_low": LOW, "clip_high": HIGH}),
+    Case("dual clip", UNEVEN, {"clip_dual": 1.5}),
+    Case("dual clip, sequence gradient", UNEVEN, {"clip_dual": 1.5, "gradient": "sequence"}),
 ]
 
 WITHOUT_OLD = ("logprobs", "advantages", "mask")
@@ -262,7 +275,7 @@ VECTORS = [
         oracles.cispo_row,
         "with d = clip(logp - old, -max_log_ratio, max_log_ratio), "
         "l = -stop[clip(exp(d), 1 - clip_low, 1 + clip_high)] A max(logp, old - max_log_ratio); a "
-        "bound of null is off",
+        "bound of null is off; for level=sequence exp of the mean of d over the row's true tokens",
         "MiniMax-M1, arXiv 2506.13585; verl",
         [
             *usual_cases(),
@@ -271,6 +284,7 @@ VECTORS = [
             Case("TRL epsilon_high 5", EXTREME, {"clip_high": 4.0}),
             Case("verl's low of 10", SEQ_1, {"clip_low": 10, "clip_high": 0.2}),
             Case("bounds of each token", UNEVEN, {"clip_low": LOW, "clip_high": HIGH}),
+            *sequence_level(clip_low=0.05, clip_high=0.1),
         ],
         "token-mean",
         {"clip_high": 0.2},
@@ -299,7 +313,8 @@ VECTORS = [
         oracles.gspo_row,
         "with s_i = exp(mean of clip(logp - old, -max_log_ratio, max_log_ratio) over the row's "
         "true tokens), s_it = stop[s_i] p_it / stop[p_it] for gradient=token and s_i for "
-        "gradient=sequence, l = max(-A s_it, -A clip(s_it, 1 - clip_low, 1 + clip_high))",
+        "gradient=sequence, l = max(-A s_it, -A clip(s_it, 1 - clip_low, 1 + clip_high)), then "
+        "min(l, -A clip_dual) where A < 0",
         "GSPO, arXiv 2507.18071, sections 4.1 and 4.3; verl, TRL",
         GSPO_CASES,
         "seq-mean-token-mean",
@@ -337,9 +352,13 @@ VECTORS = [
         oracles.sapo_row,
         "with r = exp(clip(logp - old, -max_log_ratio, max_log_ratio)), "
         "l = -A (4 / tau) sigmoid(tau (r - 1)), tau = tau_positive where A > 0, tau_negative where "
-        "A <= 0",
+        "A <= 0; for level=sequence r = exp of the mean over the row's true tokens",
         "SAPO, arXiv 2511.20347; verl, TRL",
-        [*usual_cases(), Case("other tau", UNEVEN, {"tau_positive": 0.5, "tau_negative": 2})],
+        [
+            *usual_cases(),
+            Case("other tau", UNEVEN, {"tau_positive": 0.5, "tau_negative": 2}),
+            *sequence_level(),
+        ],
         "seq-mean-token-mean",
     ),
     *pair(

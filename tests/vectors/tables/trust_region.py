@@ -243,7 +243,8 @@ DPPO_FORMULA = (
     "With p = exp(logprobs), q = exp(old_logprobs), d = max_divergence: "
     "-A sg(min(p / q, max_ratio)) logprobs where kept, 0 otherwise. kind=tv keeps if A > 0 and "
     "p - q <= d, or A <= 0 and p - q >= -d. kind=kl keeps if q log(q/p) + (1-q) log((1-q)/(1-p)) "
-    "<= d, or A > 0 and p <= q, or A <= 0 and p >= q."
+    "<= d, or A > 0 and p <= q, or A <= 0 and p >= q. Of two d the first bounds A <= 0, the second "
+    "A > 0."
 )
 DPPO_SOURCE = "DPPO, arXiv 2602.04879; max_ratio of verl"
 DPPO_1 = {
@@ -260,6 +261,10 @@ DPPO_CASES = [
     Case("capped ratio", TOKENS, {"kind": "tv", "max_divergence": 0.9, "max_ratio": 1.5}),
     Case("no cap", TOKENS, {"kind": "kl", "max_divergence": 9.0, "max_ratio": None}),
     Case("no token", {**TOKENS, "mask": NOTHING}, {"kind": "tv", "max_divergence": 0.1}),
+    Case("two bounds tv", TOKENS, {"kind": "tv", "max_divergence": [0.4, 0.05]}),
+    Case("two bounds tv, the other way", TOKENS, {"kind": "tv", "max_divergence": [0.05, 0.4]}),
+    Case("two bounds kl", TOKENS, {"kind": "kl", "max_divergence": [0.5, 0.01]}),
+    Case("two bounds kl, the other way", TOKENS, {"kind": "kl", "max_divergence": [0.01, 0.5]}),
 ]
 
 DPPO = [
