@@ -100,13 +100,16 @@ def _policy_losses() -> Iterator[Comparison]:
         token_level_loss=False,
     )
     yield _case("ppo_loss", ppo(clip_dual=2.0), "dual_clip", dual_clip=2.0)
-    yield _case(
-        "gspo_loss",
-        lambda b: jrl.gspo_loss(*_arrays(b), **BOUNDS, gradient="sequence", max_log_ratio=None),
-        "gspo",
-        tolerance=COUNT_PLUS_EPSILON,
-        policy_loss_type="gspo",
-    )
+    for dual in (None, 1.2):
+        gspo = {**SETTINGS["gspo_loss"], **BOUNDS, "clip_dual": dual}
+        yield _case(
+            "gspo_loss",
+            lambda b, s=gspo: jrl.gspo_loss(*_arrays(b), **s),
+            "gspo" + ", dual_clip" * (dual is not None),
+            tolerance=COUNT_PLUS_EPSILON,
+            policy_loss_type="gspo",
+            dual_clip=dual,
+        )
 
 
 def _corrected_losses() -> Iterator[Comparison]:

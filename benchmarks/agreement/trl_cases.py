@@ -218,26 +218,47 @@ def _losses() -> Iterator[Comparison]:
             loss_type,
             lambda b, f=function: f(
                 *arrays(b),
-                clip_low=0.05,
-                clip_high=0.1,
-                gradient="sequence",
-                max_log_ratio=None,
-                empty_rows="count",
+                **{**SETTINGS[f.__name__], "clip_low": 0.05, "clip_high": 0.1},
             ),
             level="sequence",
             low=0.05,
             high=0.1,
             label="sequence level",
         )
+        yield loss(
+            function.__name__,
+            loss_type,
+            lambda b, f=function: f(
+                *arrays(b),
+                **{**SETTINGS[f.__name__], "clip_low": 0.05, "clip_high": 0.1, "clip_dual": 1.15},
+            ),
+            level="sequence",
+            low=0.05,
+            high=0.1,
+            delta=1.15,
+            label="sequence level, delta",
+        )
     # The cap itself there, and its distance from one here.
-    yield loss("cispo_loss", "cispo", lambda b: jrl.cispo_loss(*arrays(b), clip_high=0.5), high=1.5)
-    yield loss(
-        "sapo_loss",
-        "sapo",
-        lambda b: jrl.sapo_loss(*arrays(b), empty_rows="count"),
-        tolerance=PARTLY_FLOAT32,
-    )
-    yield loss("vespo_loss", "vespo", lambda b: jrl.vespo_loss(*arrays(b)))
+    for level, cap in (("token", 1.5), ("sequence", 1.05)):
+        cispo = {**SETTINGS["cispo_loss"], "clip_high": cap - 1, "level": level}
+        yield loss(
+            "cispo_loss",
+            "cispo",
+            lambda b, s=cispo: jrl.cispo_loss(*arrays(b), **s),
+            level=level,
+            high=cap,
+            label="sequence level" * (level == "sequence"),
+        )
+        yield loss(
+            "sapo_loss",
+            "sapo",
+            lambda b, at=level: jrl.sapo_loss(*arrays(b), **{**SETTINGS["sapo_loss"], "level": at}),
+            level=level,
+            label="sequence level" * (level == "sequence"),
+            tolerance=PARTLY_FLOAT32,
+        )
+    vespo = SETTINGS["vespo_loss"]
+    yield loss("vespo_loss", "vespo", lambda b: jrl.vespo_loss(*arrays(b), **vespo))
     # TRL puts the weights into the sequence's ratio: it becomes trainer over sampler.
     yield loss(
         "vespo_loss",

@@ -80,14 +80,20 @@ def _advantages_of_rows() -> Iterator[Comparison]:
         label=", norm_adv_by_std_in_grpo=False",
         **lone,
     )
-    yield case("rloo", "rloo", lambda b: jrl.rloo(b.scores, b.groups), **lone)
+    for name in ("rloo", "rloo_vectorized"):
+        # The second has the advantage 0 for a response that is alone, as ours.
+        alone = lone if name == "rloo" else {}
+        yield case("rloo", name, lambda b: jrl.rloo(b.scores, b.groups), **alone)
     yield case("opo", "opo", lambda b: jrl.opo(b.scores, b.groups, b.mask.sum(-1)), **lone)
-    yield case("gpg", "gpg", lambda b: jrl.gpg(b.scores, b.groups), **lone)
+    gpg = SETTINGS["gpg"]
+    yield case("gpg", "gpg", lambda b: jrl.gpg(b.scores, b.groups, **gpg), **lone)
     for scale in ("group", None):
         yield case(
             "pass_at_k",
             "grpo_passk",
-            lambda b, s=scale: jrl.pass_at_k(b.scores, b.groups, scale=s),
+            lambda b, s=scale: jrl.pass_at_k(
+                b.scores, b.groups, **{**SETTINGS["pass_at_k"], "scale": s}
+            ),
             config=AlgoConfig(norm_adv_by_std_in_grpo=scale is not None),
             label=f", norm_adv_by_std_in_grpo={scale is not None}",
             **lone,
@@ -96,9 +102,13 @@ def _advantages_of_rows() -> Iterator[Comparison]:
         "gdpo",
         "gdpo",
         lambda b: (
-            jrl.gdpo(b.components, b.groups, weights=np.array([0.7, 1.6]), lengths=b.mask.sum(-1))[
-                :, None
-            ]
+            jrl.gdpo(
+                b.components,
+                b.groups,
+                weights=np.array([0.7, 1.6]),
+                lengths=b.mask.sum(-1),
+                **SETTINGS["gdpo"],
+            )[:, None]
             * b.mask
         ),
         _their_gdpo,
@@ -138,7 +148,9 @@ def _advantages_of_tokens() -> Iterator[Comparison]:
     yield Comparison(
         "reinforce_plus_plus",
         "reinforce_plus_plus",
-        lambda b: jrl.reinforce_plus_plus(b.rewards, b.mask, gamma=0.97),
+        lambda b: jrl.reinforce_plus_plus(
+            b.rewards, b.mask, gamma=0.97, **SETTINGS["reinforce_plus_plus"]
+        ),
         lambda b: core_algos.compute_reinforce_plus_plus_outcome_advantage(
             b.rewards, b.mask, config=AlgoConfig(gamma=0.97)
         )[0],
@@ -168,8 +180,7 @@ def _advantages_of_tokens() -> Iterator[Comparison]:
             lambda b, w=weighted: jrl.optimal_token_baseline(
                 *(b.rewards, b.groups, b.old_logprobs, b.sum_squared_probs, b.mask),
                 importance_weights=b.importance_weights if w else None,
-                epsilon=1e-8,
-                lone_tail=True,
+                **SETTINGS["optimal_token_baseline"],
             ),
             lambda b, w=weighted: core_algos.compute_multi_turn_optimal_token_baseline_advantage(
                 *(b.rewards, b.mask, b.groups.numpy(), b.old_logprobs, b.sum_squared_probs),
@@ -249,47 +260,71 @@ def _policy_losses() -> Iterator[Comparison]:
     yield _policy_loss(
         "gspo_loss",
         "gspo",
-        ours(jrl.gspo_loss, **bounds),
+        ours(
+            jrl.gspo_loss,
+            **{**SETTINGS["gspo_loss"], **bounds, "aggregation": "seq-mean-token-mean"},
+        ),
         mode="seq-mean-token-mean",
         tolerance=COUNT_PLUS_EPSILON,
         **theirs,
     )
     yield _policy_loss(
+        "gspo_loss",
+        "gspo",
+        ours(jrl.gspo_loss, **{**SETTINGS["gspo_loss"], **bounds}),
+        **theirs,
+    )
+    yield _policy_loss(
         "gmpo_loss",
         "geo_mean",
-        ours(jrl.gmpo_loss, **bounds, max_log_ratio=None, empty_rows="count"),
+        ours(jrl.gmpo_loss, **{**SETTINGS["gmpo_loss"], **bounds}),
         tolerance=COUNT_PLUS_EPSILON,
         **theirs,
     )
-    yield _policy_loss("sapo_loss", "sapo", ours(jrl.sapo_loss), tolerance=COUNT_PLUS_EPSILON)
-    yield _policy_loss("gpg_loss", "gpg", lambda b: jrl.gpg_loss(b.logprobs, b.advantages, b.mask))
-    yield _policy_loss("cispo_loss", "cispo", ours(jrl.cispo_loss, **bounds), **theirs)
+    sapo, gpg = SETTINGS["sapo_loss"], SETTINGS["gpg_loss"]
+    yield _policy_loss(
+        "sapo_loss", "sapo", ours(jrl.sapo_loss, **sapo), tolerance=COUNT_PLUS_EPSILON
+    )
+    yield _policy_loss(
+        "gpg_loss", "gpg", lambda b: jrl.gpg_loss(b.logprobs, b.advantages, b.mask, **gpg)
+    )
+    cispo = {**SETTINGS["cispo_loss"], **bounds}
+    yield _policy_loss("cispo_loss", "cispo", ours(jrl.cispo_loss, **cispo), **theirs)
     yield _policy_loss(
         "dro_loss",
         "dro",
-        ours(jrl.dro_loss, beta=0.3),
+        ours(jrl.dro_loss, beta=0.3, **SETTINGS["dro_loss"]),
         policy_loss=PolicyLossConfig(dro_beta=0.3),
     )
-    for kind, bound in (("tv", 0.1), ("kl", 0.05)):
+    for kind, down, up in (
+        ("tv", 0.1, 0.1),
+        ("tv", 0.05, 0.2),
+        ("kl", 0.05, 0.05),
+        ("kl", 0.1, 0.02),
+    ):
+        dppo = {**SETTINGS["dppo_loss"], "max_divergence": (down, up)}
         yield _policy_loss(
             "dppo_loss",
             f"dppo_{kind}",
-            ours(jrl.dppo_loss, kind=kind, max_divergence=bound, max_ratio=3.0),
-            clip_ratio=bound,
-            clip_ratio_low=bound,
-            clip_ratio_high=bound,
+            ours(jrl.dppo_loss, kind=kind, **dppo),
+            label=f"clip_ratio_low={down}, clip_ratio_high={up}",
+            clip_ratio_low=down,
+            clip_ratio_high=up,
         )
     yield _policy_loss(
         "kl_cov_loss",
         "kl_cov",
-        ours(jrl.kl_cov_loss, fraction=0.1, coefficient=0.8),
+        ours(jrl.kl_cov_loss, **{**SETTINGS["kl_cov_loss"], "fraction": 0.1, "coefficient": 0.8}),
         policy_loss=PolicyLossConfig(kl_cov_ratio=0.1, ppo_kl_coef=0.8),
     )
     # With a share of 1 every token in the range is chosen, whatever is drawn.
     yield _policy_loss(
         "clip_cov_loss",
         "clip_cov",
-        ours(jrl.clip_cov_loss, fraction=1.0, low=0.1, high=0.6, **bounds),
+        ours(
+            jrl.clip_cov_loss,
+            **{**SETTINGS["clip_cov_loss"], "fraction": 1.0, "low": 0.1, "high": 0.6, **bounds},
+        ),
         label="all in the range",
         policy_loss=PolicyLossConfig(clip_cov_ratio=1.0, clip_cov_lb=0.1, clip_cov_ub=0.6),
         **theirs,
@@ -306,8 +341,9 @@ def _value_and_divergence() -> Iterator[Comparison]:
         lambda b: core_algos.compute_value_loss(b.values, b.returns, b.old_values, b.mask, 0.5)[0],
         by="values",
     )
-    for kind in ("k1", "k2", "k3", "abs", "k1+", "k3+"):
-        clamps = SETTINGS["kl_estimate"] if kind.startswith("k3") else {}
+    for kind in ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"):
+        # It clamps k3 alone.
+        clamps = SETTINGS["kl_estimate"] if kind.startswith("k3") else {"max_log_ratio": None}
         settings: dict[str, Any] = {**clamps, "kind": kind}
         yield Comparison(
             "kl_estimate",

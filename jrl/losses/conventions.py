@@ -4,82 +4,205 @@ from typing import Any, Literal, get_args
 
 Library = Literal["verl", "trl", "openrlhf"]
 
-# What differs from our defaults, or is worth stating beside them, by function.
-_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
-    "verl": {
-        "aggregate": {"mode": "token-mean", "empty_rows": "skip"},
-        "grpo": {"scale": "group", "unbiased": True, "epsilon": 1e-6, "singleton": "reward"},
-        "whiten": {"unbiased": True, "epsilon": 1e-8, "min_variance": None},
-        "ppo_loss": {
-            "clip_low": 0.2,
-            "clip_high": 0.2,
-            "clip_dual": 3.0,
-            "max_log_ratio": 20.0,
-            "aggregation": "token-mean",
-            "empty_rows": "skip",
-        },
-        "value_loss": {"clip": 0.5, "aggregation": "token-mean", "empty_rows": "skip"},
-        "kl_estimate": {"kind": "k3", "max_log_ratio": 20.0, "max_value": 10.0},
-        "overlong_penalty": {"floor": None},
+VERSIONS = {"verl": "verl 0.9", "trl": "TRL 1.16", "openrlhf": "OpenRLHF 0.11"}
+
+# How the three reduce: over tokens or sequences, and whether rows without a token are sequences.
+_TOKENS = {"aggregation": "token-mean", "empty_rows": "skip"}
+_SEQUENCES = {"aggregation": "seq-mean-token-mean", "empty_rows": "skip"}
+_TRL_TOKENS = {"aggregation": "token-mean", "empty_rows": "count"}
+_TRL_SEQUENCES = {"aggregation": "seq-mean-token-mean", "empty_rows": "count"}
+_CLIP = {"clip_low": 0.2, "clip_high": 0.2}
+
+_VERL: dict[str, dict[str, Any]] = {
+    "aggregate": {"mode": "token-mean", "empty_rows": "skip"},
+    "gae": {},
+    "grpo": {"scale": "group", "unbiased": True, "epsilon": 1e-6, "singleton": "reward"},
+    "dr_grpo": {},
+    "rloo": {},
+    "opo": {},
+    # Of the responses with a reward that is not 0, however the others of their group did.
+    "gpg": {"alpha": "nonzero"},
+    "pass_at_k": {"scale": "group", "epsilon": 1e-6},
+    "gdpo": {"whitened": True, "epsilon": 1e-6, "whiten_epsilon": 1e-8},
+    "reinforce_plus_plus": {"whitened": True},
+    "reinforce_plus_plus_baseline": {},
+    "remax": {},
+    "optimal_token_baseline": {"epsilon": 1e-8, "lone_tail": True},
+    "whiten": {"unbiased": True, "epsilon": 1e-8, "min_variance": None},
+    "ppo_loss": {**_CLIP, "clip_dual": 3.0, "max_log_ratio": 20.0, **_TOKENS},
+    "gpg_loss": {**_TOKENS},
+    "cispo_loss": {**_CLIP, "level": "token", "max_log_ratio": 20.0, **_TOKENS},
+    # Its clamp is one of the mean, at +10.
+    "gspo_loss": {
+        **_CLIP,
+        "clip_dual": None,
+        "gradient": "token",
+        "max_log_ratio": None,
+        **_TOKENS,
     },
-    "trl": {
-        "aggregate": {"mode": "token-mean", "empty_rows": "count"},
-        "grpo": {"scale": "group", "unbiased": True, "epsilon": 1e-4, "singleton": "zero"},
-        "ppo_loss": {
-            "clip_low": 0.2,
-            "clip_high": 0.2,
-            "clip_dual": None,
-            "max_log_ratio": None,
-            "aggregation": "token-mean",
-            "empty_rows": "count",
-        },
-        "kl_estimate": {"kind": "k3", "max_log_ratio": None, "max_value": None},
-        "overlong_penalty": {"floor": -1.0},
+    "gmpo_loss": {
+        **_CLIP,
+        "max_log_ratio": None,
+        "aggregation": "seq-mean-token-mean",
+        "empty_rows": "count",
     },
-    "openrlhf": {
-        "aggregate": {"mode": "token-mean", "empty_rows": "skip"},
-        "grpo": {"scale": "group", "unbiased": True, "epsilon": 1e-9, "singleton": "zero"},
-        "whiten": {"unbiased": False, "epsilon": 0.0, "min_variance": 1e-8},
-        "ppo_loss": {
-            "clip_low": 0.2,
-            "clip_high": 0.2,
-            "clip_dual": None,
-            "max_log_ratio": 20.0,
-            "aggregation": "token-mean",
-            "empty_rows": "skip",
-        },
-        "value_loss": {"clip": None, "aggregation": "token-mean", "empty_rows": "skip"},
-        "kl_estimate": {"kind": "k1", "max_log_ratio": None, "max_value": 10.0},
+    "sapo_loss": {
+        "tau_positive": 1.0,
+        "tau_negative": 1.05,
+        "level": "token",
+        "max_log_ratio": 20.0,
+        **_SEQUENCES,
     },
+    "dro_loss": {"max_log_ratio": None, **_TOKENS},
+    # clip_ratio_low and clip_ratio_high, whatever the kind; the cap is clip_ratio_c.
+    "dppo_loss": {
+        "max_divergence": (0.2, 0.2),
+        "max_ratio": 3.0,
+        "max_log_ratio": 20.0,
+        **_TOKENS,
+    },
+    "clip_cov_loss": {
+        "fraction": 2e-4,
+        "low": 1.0,
+        "high": 5.0,
+        **_CLIP,
+        "max_log_ratio": None,
+        **_TOKENS,
+    },
+    "kl_cov_loss": {"fraction": 2e-4, "coefficient": 0.1, "max_log_ratio": None, **_TOKENS},
+    "value_loss": {"clip": 0.5, **_TOKENS},
+    "kl_estimate": {"kind": "k3", "max_log_ratio": 20.0, "max_value": 10.0},
+    "overlong_penalty": {"floor": None},
+    "mismatch_weights": {"level": "sequence", "max_log_weight": 20.0},
+    "truncated_weights": {"high": 2.0, "low": None},
 }
 
+_TRL: dict[str, dict[str, Any]] = {
+    "aggregate": {"mode": "token-mean", "empty_rows": "count"},
+    "grpo": {"scale": "group", "unbiased": True, "epsilon": 1e-4, "singleton": "zero"},
+    "dr_grpo": {},
+    "gdpo": {"whitened": True, "epsilon": 1e-4, "whiten_epsilon": 0.0},
+    "ppo_loss": {**_CLIP, "clip_dual": None, "max_log_ratio": None, **_TRL_TOKENS},
+    # epsilon_high is the cap itself there: 5, the value that it recommends, is 1 + 4.
+    "cispo_loss": {
+        "clip_low": None,
+        "clip_high": 4.0,
+        "level": "token",
+        "max_log_ratio": None,
+        **_TRL_TOKENS,
+    },
+    "vespo_loss": {
+        "k_positive": 2.0,
+        "lam_positive": 3.0,
+        "k_negative": 3.0,
+        "lam_negative": 2.0,
+        "max_log_ratio": 20.0,
+        **_TRL_TOKENS,
+    },
+    "gspo_loss": {
+        **_CLIP,
+        "clip_dual": None,
+        "gradient": "sequence",
+        "max_log_ratio": None,
+        **_TRL_SEQUENCES,
+    },
+    "luspo_loss": {
+        **_CLIP,
+        "clip_dual": None,
+        "gradient": "sequence",
+        "max_log_ratio": None,
+        **_TRL_SEQUENCES,
+    },
+    "sapo_loss": {
+        "tau_positive": 1.0,
+        "tau_negative": 1.05,
+        "level": "token",
+        "max_log_ratio": None,
+        **_TRL_SEQUENCES,
+    },
+    "kl_estimate": {"kind": "k3", "max_log_ratio": None, "max_value": None},
+    # All tokens, and all sequences: both masks are off.
+    "top_entropy_mask": {"fraction": 1.0},
+    "off_policy_sequence_mask": {"max_divergence": float("inf")},
+    "adaptive_entropy_coefficient": {"target": 0.2, "step": 0.005, "low": 0.0, "high": 1.0},
+    "overlong_penalty": {"floor": -1.0},
+    "mismatch_weights": {"level": "sequence", "max_log_weight": None},
+    "icepop_weights": {"low": None, "high": 3.0},
+}
 
-def conventions(*, like: Library) -> dict[str, dict[str, Any]]:
+_OPENRLHF: dict[str, dict[str, Any]] = {
+    "aggregate": {"mode": "token-mean", "empty_rows": "skip"},
+    "gae": {},
+    "grpo": {"scale": "group", "unbiased": True, "epsilon": 1e-9, "singleton": "zero"},
+    "dr_grpo": {},
+    "rloo": {},
+    # What it whitens by is `whiten` with the settings below.
+    "reinforce_plus_plus": {"whitened": False},
+    "whiten": {"unbiased": False, "epsilon": 0.0, "min_variance": 1e-8},
+    "ppo_loss": {**_CLIP, "clip_dual": None, "max_log_ratio": 20.0, **_TOKENS},
+    "gspo_loss": {
+        **_CLIP,
+        "clip_dual": None,
+        "gradient": "sequence",
+        "max_log_ratio": None,
+        **_SEQUENCES,
+    },
+    "value_loss": {"clip": None, **_TOKENS},
+    "kl_estimate": {"kind": "k1", "max_log_ratio": None, "max_value": 10.0},
+    "mismatch_weights": {"level": "token", "max_log_weight": None},
+    "truncated_weights": {"high": 5.0, "low": 0.5},
+    "icepop_weights": {"low": 0.5, "high": 5.0},
+    "sequence_masked_weights": {"low": 0.5, "high": 5.0, "max_log_weight": None},
+}
+
+_SETTINGS = {"verl": _VERL, "trl": _TRL, "openrlhf": _OPENRLHF}
+
+
+class Conventions(dict[str, dict[str, Any]]):
+    """Keywords by function; a function that is not there is said to be missing, with the others."""
+
+    def __init__(self, library: Library):
+        super().__init__({name: dict(x) for name, x in _SETTINGS[library].items()})
+        self._library = VERSIONS[library]
+
+    def __missing__(self, function: str) -> dict[str, Any]:
+        raise KeyError(
+            f"{self._library} has nothing for {function!r}, or nothing that settings express: "
+            f"there are {', '.join(self)}."
+        )
+
+
+def conventions(*, like: Library) -> Conventions:
     """Keyword arguments that make our functions follow another library, by function.
 
     For people who compare curves: ``grpo(rewards, groups, **conventions(like="trl")["grpo"])``.
-    Each entry holds the settings that differ from ours or from one another: how the standard
-    deviation of a group is taken and what is added to it, whether rows without a true token count
-    as sequences, what is clamped, and the bounds that the library has by default. Replace single
-    ones as in any dictionary: ``{**settings["ppo_loss"], "clip_high": 0.28}``.
+    There is an entry for each advantage, loss, divergence and weight that the library has, under
+    our name, with its defaults: how the standard deviation of a group is taken and what is added to
+    it, whether rows without a true token count as sequences, what is clamped, and the bounds. An
+    empty entry is a function without settings. What has no default there (`beta` of `dro_loss`,
+    `kind` of `dppo_loss`) is yours to give, and single settings are replaced as in any dictionary:
+    ``{**settings["ppo_loss"], "clip_high": 0.28}``.
 
-    What a setting cannot express is in the table of the documentation, among it OpenRLHF's GAE
-    (pass ``values * mask`` and a mask without holes) and the 1e-8 that verl adds to the length of a
-    row.
+    What a setting cannot express is in the documentation, function by function: among it OpenRLHF's
+    GAE (pass ``values * mask`` and a mask without holes), and the 1e-8 that verl adds to the length
+    of a row.
 
     Args:
       like: the library: verl 0.9, TRL 1.16 or OpenRLHF 0.11.
 
     Returns:
-      A new dictionary from the name of a function to its keywords.
+      A new dictionary from the name of a function to its keywords. Asked for a function that the
+      library has not, it says so in its KeyError.
 
     Raises:
       ValueError: if the library is another one.
 
     >>> conventions(like="verl")["grpo"]["epsilon"], conventions(like="trl")["grpo"]["epsilon"]
     (1e-06, 0.0001)
+    >>> conventions(like="trl")["gspo_loss"]["gradient"], "gmpo_loss" in conventions(like="trl")
+    ('sequence', False)
     """
     if like not in get_args(Library):
         choices = ", ".join(get_args(Library))
         raise ValueError(f"like={like!r} has no conventions here: choose one of {choices}.")
-    return {function: dict(settings) for function, settings in _SETTINGS[like].items()}
+    return Conventions(like)

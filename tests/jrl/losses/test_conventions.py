@@ -1,12 +1,17 @@
 """The settings of other libraries: they are keywords of ours, and give their numbers."""
 
+import ast
 import inspect
+import itertools
+import re
 from pathlib import Path
 from typing import get_args
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from every_call import call, numbers
 
 import jrl
 
@@ -30,10 +35,32 @@ def number(cell):
     return None if cell in ("off", "none") else float(cell)
 
 
+def table(first):
+    """The rows of the documentation's table whose first column has this heading."""
+    lines = PAGE.read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"| {first} |"))
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start:])
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    return [cells[0], *cells[2:]]
+
+
+def value(text):
+    """A setting as the page writes it."""
+    return float(text) if text == "inf" else ast.literal_eval(text)
+
+
+def defaults(function):
+    """What a function takes if nothing is given, for the keywords that it hands on too."""
+    parameters = inspect.signature(getattr(jrl, function)).parameters
+    of_aggregate = (
+        inspect.signature(jrl.aggregate).parameters if "denominators" in parameters else {}
+    )
+    return {name: p.default for name, p in {**of_aggregate, **parameters}.items()}
+
+
 def settings_of_the_page(like):
     """The settings as the table of the documentation has them, in its words."""
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    header, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    header, *rows = table("point")
     column = header.index(f'`like="{like}"`')
     cells = {row[0]: row[column].split(" (")[0] for row in rows}
 
@@ -90,27 +117,53 @@ def settings_of_the_page(like):
 
 @pytest.mark.parametrize("like", get_args(jrl.Library))
 def test_they_are_what_the_documentation_says(like):
-    assert jrl.conventions(like=like) == settings_of_the_page(like)
+    settings = jrl.conventions(like=like)
+    page = settings_of_the_page(like)
+    assert {function: settings[function] for function in page} == page
+
+
+@pytest.mark.parametrize("like", get_args(jrl.Library))
+def test_every_function_is_on_the_page_with_what_differs_from_ours(like):
+    header, *rows = table("function")
+    column = header.index(f'`like="{like}"`')
+    page = {row[0].strip("`"): row[column] for row in rows}
+    settings = jrl.conventions(like=like)
+    assert {function for function, cell in page.items() if cell != "–"} == set(settings)
+    for function, given in settings.items():
+        name, _, said = page[function].removeprefix("`").partition("`")
+        assert name
+        differs = dict(re.findall(r"`(\w+)=([^`]*)`", said))
+        usual = defaults(function)
+        expected = {name: x for name, x in given.items() if x != usual[name]}
+        assert {name: value(x) for name, x in differs.items()} == expected
+
+
+@pytest.mark.parametrize("like", get_args(jrl.Library))
+def test_what_a_library_has_not_is_said_in_one_line(like):
+    settings = jrl.conventions(like=like)
+    with pytest.raises(
+        KeyError, match=r"has nothing for 'hapo_loss'.*there are .*ppo_loss"
+    ) as error:
+        settings["hapo_loss"]
+    assert {"verl": "verl 0.9", "trl": "TRL 1.16", "openrlhf": "OpenRLHF 0.11"}[like] in str(
+        error.value
+    )
+    assert settings.get("hapo_loss") is None and "hapo_loss" not in settings
+
+
+def test_what_was_asked_for_by_name_is_there():
+    verl, trl, openrlhf = (jrl.conventions(like=like) for like in get_args(jrl.Library))
+    assert {"gpg", "gpg_loss", "gmpo_loss", "optimal_token_baseline", "dppo_loss"} <= set(verl)
+    assert {"gspo_loss", "luspo_loss", "sapo_loss", "cispo_loss", "vespo_loss"} <= set(trl)
+    assert {"gspo_loss", "rloo", "dr_grpo"} <= set(openrlhf)
 
 
 @pytest.mark.parametrize("like", get_args(jrl.Library))
 def test_every_entry_is_taken(like):
     settings = jrl.conventions(like=like)
-    ones = jnp.ones((3, 4))
-    calls = {
-        "aggregate": lambda kw: jrl.aggregate(PER_TOKEN, MASK, **kw),
-        "grpo": lambda kw: jrl.grpo(REWARDS, GROUPS, **kw),
-        "whiten": lambda kw: jrl.whiten(PER_TOKEN, MASK, **kw),
-        "ppo_loss": lambda kw: jrl.ppo_loss(-ones, -ones, PER_TOKEN, MASK, **kw)[0],
-        "value_loss": lambda kw: jrl.value_loss(ones, ones, PER_TOKEN, MASK, **kw)[0],
-        "kl_estimate": lambda kw: jrl.kl_estimate(-ones, -2 * ones, MASK, **kw),
-        "overlong_penalty": lambda kw: jrl.overlong_penalty(
-            jnp.array([30]), max_length=20, buffer=10, **kw
-        ),
-    }
-    assert set(settings) <= set(calls)
     for function, keywords in settings.items():
-        assert np.all(np.isfinite(calls[function](keywords)))
+        for result in numbers(jax.jit(lambda f=function, k=keywords: call(f, **k))()):
+            assert np.all(np.isfinite(result)), function
 
 
 @pytest.mark.parametrize(("like", "epsilon"), [("verl", 1e-6), ("trl", 1e-4), ("openrlhf", 1e-9)])
