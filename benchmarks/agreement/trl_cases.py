@@ -213,34 +213,22 @@ def _losses() -> Iterator[Comparison]:
     )
     # TRL's ratio of a sequence keeps the gradient of the whole mean.
     for loss_type, function in (("grpo", jrl.gspo_loss), ("luspo", jrl.luspo_loss)):
-        yield loss(
-            function.__name__,
-            loss_type,
-            lambda b, f=function: f(
-                *arrays(b),
-                **{**SETTINGS[f.__name__], "clip_low": 0.05, "clip_high": 0.1},
-            ),
-            level="sequence",
-            low=0.05,
-            high=0.1,
-            label="sequence level",
-        )
-        yield loss(
-            function.__name__,
-            loss_type,
-            lambda b, f=function: f(
-                *arrays(b),
-                **{**SETTINGS[f.__name__], "clip_low": 0.05, "clip_high": 0.1, "clip_dual": 1.15},
-            ),
-            level="sequence",
-            low=0.05,
-            high=0.1,
-            delta=1.15,
-            label="sequence level, delta",
-        )
+        bounds = {"clip_low": 0.05, "clip_high": 0.1}
+        for delta in (None, 1.15):
+            settings: dict[str, Any] = {**SETTINGS[function.__name__], **bounds, "clip_dual": delta}
+            yield loss(
+                function.__name__,
+                loss_type,
+                lambda b, f=function, s=settings: f(*arrays(b), **s),
+                level="sequence",
+                low=0.05,
+                high=0.1,
+                delta=delta,
+                label="sequence level" + ", delta" * (delta is not None),
+            )
     # The cap itself there, and its distance from one here.
-    for level, cap in (("token", 1.5), ("sequence", 1.05)):
-        cispo = {**SETTINGS["cispo_loss"], "clip_high": cap - 1, "level": level}
+    for level, cap in (("token", 1.5), ("sequence", 1.1)):
+        cispo: dict[str, Any] = {**SETTINGS["cispo_loss"], "clip_high": cap - 1, "level": level}
         yield loss(
             "cispo_loss",
             "cispo",
@@ -249,10 +237,11 @@ def _losses() -> Iterator[Comparison]:
             high=cap,
             label="sequence level" * (level == "sequence"),
         )
+        sapo: dict[str, Any] = {**SETTINGS["sapo_loss"], "level": level}
         yield loss(
             "sapo_loss",
             "sapo",
-            lambda b, at=level: jrl.sapo_loss(*arrays(b), **{**SETTINGS["sapo_loss"], "level": at}),
+            lambda b, s=sapo: jrl.sapo_loss(*arrays(b), **s),
             level=level,
             label="sequence level" * (level == "sequence"),
             tolerance=PARTLY_FLOAT32,

@@ -6,13 +6,13 @@ is not known yet, so no rule can be held against it.
 """
 
 import operator
-from typing import Any, SupportsIndex, TypeAlias, TypeGuard, get_args
+from typing import Any, SupportsIndex, TypeAlias, get_args
 
-import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 from jax.typing import ArrayLike
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 
 from jrl.losses.arrays import Number, Scalar
 
@@ -47,7 +47,7 @@ def number(
       ValueError: if `x` is no number, has axes, is NaN, or is out of the range.
     """
     x = _scalar(name, x)
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         return x
     allowed = (
         x == x
@@ -99,14 +99,19 @@ def sides(name: str, x: Sides, off: str = "float('inf') is off") -> tuple[Checke
     Raises:
       ValueError: if there are neither one nor two, or one of them is negative.
     """
-    if not isinstance(x, tuple | list):
-        if not is_array(x) or jnp.ndim(x) == 0:
-            return (distance(name, x, off),) * 2
-        x = tuple(x) if jnp.ndim(x) == 1 else ()
-    if len(x) != 2:
-        raise ValueError(f"{name} must be one distance, or two as (down, up), not {len(x)}.")
-    down, up = (distance(name, side, off) for side in x)
-    return down, up
+    given: Any = x
+    if isinstance(given, tuple | list):
+        shape = (len(given),)
+    else:
+        shape = jnp.shape(given) if is_array(given) else ()
+    if not shape:
+        both = distance(name, given, off)
+        return both, both
+    if shape != (2,):
+        raise ValueError(
+            f"{name} has shape {shape} and must be one distance, or two as (down, up)."
+        )
+    return distance(name, given[0], off), distance(name, given[1], off)
 
 
 def span(low: Number, high: Number, why: str, *, equal: bool = False) -> tuple[Checked, Checked]:
@@ -143,7 +148,8 @@ def whole(name: str, x: SupportsIndex, rule: str, *, at_least: int) -> int:
     Raises:
       ValueError: if it is traced, is not whole or is less than `at_least`.
     """
-    value = static(name, number(name, x, rule, at_least=at_least))
+    given: Any = x
+    value = static(name, number(name, given, rule, at_least=at_least))
     if value % 1:
         raise ValueError(f"{name}={value} must be a whole number.")
     return int(value)
@@ -173,7 +179,7 @@ def one(name: str, x: Scalar) -> None:
         raise ValueError(f"{name} has shape {jnp.shape(x)} and must be one number.")
 
 
-def is_array(x: Any) -> TypeGuard[Shaped[ArrayLike, "..."]]:
+def is_array(x: Any) -> bool:
     """Whether `x` is a number or an array, of Python, numpy or jax."""
     return isinstance(x, get_args(ArrayLike))
 
@@ -185,7 +191,7 @@ def _scalar(name: str, x: Any) -> Checked:
     if not is_array(x) or jnp.iscomplexobj(x):
         raise ValueError(f"{name}={x!r} must be a number.")
     one(name, x)
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         return x
     try:
         return operator.index(x)

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, Unpack, get_args
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Shaped
 
@@ -130,7 +131,7 @@ def distance(name: str, bound: Bound, tokens: Tokens) -> Float[Array, "..."] | s
     if not settings.is_array(bound) or jnp.ndim(bound) == 0:
         return settings.distance(name, bound)
     bounds = keep(spread(name, bound, tokens.logprobs), tokens.mask)
-    if not isinstance(bounds, jax.core.Tracer) and jnp.any(bounds < 0):
+    if not isinstance(bounds, Tracer) and jnp.any(bounds < 0):
         settings.distance(name, jnp.min(bounds))
     return bounds
 

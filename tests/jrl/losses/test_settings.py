@@ -144,7 +144,7 @@ def test_bounds_of_tokens_are_not_negative_either():
 
 @pytest.mark.parametrize("wrong", [(0.5, 0.25, 1.0), np.ones(3), np.ones((2, 2)), ()])
 def test_a_clip_is_one_distance_or_two(wrong):
-    with pytest.raises(ValueError, match="clip must be one distance, or two as"):
+    with pytest.raises(ValueError, match=r"clip has shape .* and must be one distance, or two as"):
         call("value_loss", clip=wrong)
 
 
