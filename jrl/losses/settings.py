@@ -100,10 +100,9 @@ def sides(name: str, x: Sides, off: str = "float('inf') is off") -> tuple[Checke
       ValueError: if there are neither one nor two, or one of them is negative.
     """
     given: Any = x
-    if isinstance(given, tuple | list):
-        shape = (len(given),)
-    else:
-        shape = jnp.shape(given) if is_array(given) else ()
+    shape = (len(given),) if type(x) in (tuple, list) else ()
+    if is_array(x):
+        shape = jnp.shape(given)
     if not shape:
         both = distance(name, given, off)
         return both, both
