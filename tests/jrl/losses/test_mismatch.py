@@ -231,8 +231,11 @@ def test_what_is_not_a_number_is_never_masked_away():
     ("call", "message"),
     [
         (lambda x: jrl.truncated_weights(x, x, high=-1), "high=-1 bounds a weight"),
-        (lambda x: jrl.icepop_weights(x, x, low=3, high=2), "low=3 is above high=2"),
-        (lambda x: jrl.geometric_rejection_mask(x, x, x, low=3, high=2), "low=3 is above high=2"),
+        (lambda x: jrl.icepop_weights(x, x, low=3, high=2), "low=3 must not be above high=2"),
+        (
+            lambda x: jrl.geometric_rejection_mask(x, x, x, low=3, high=2),
+            "low=3 must not be above high=2",
+        ),
         (lambda x: jrl.sequence_masked_weights(x, x, x, low=-3, high=2), "low=-3 bounds a weight"),
         (lambda x: jrl.divergence_rejection_mask(x, x, x, bound=-1), "bound=-1 is a divergence"),
     ],

@@ -214,16 +214,16 @@ for call in (
         "scale='batch' is not a scale",
         "k=1 must be at least 2",
         "fallback=0 must be positive",
-        "rewards (2,), groups (2,), mask[:, 0] (3,)",
-        "rewards (2,), groups (2,), mask[:, 0] (3,)",
-        "rewards[..., 0] (2,), greedy_rewards (3,)",
+        "rewards has shape (2,) and must have one entry for each row of mask (3, 3)",
+        "rewards has shape (2,) and must have one entry for each row of mask (3, 3)",
+        "greedy_rewards has shape (3,) and must have one entry for each row of rewards (2, 3)",
         "ignore_last=-1 must not be negative",
         "window=0 must be positive",
         "epsilon=-1.0",
         "min_variance=-1.0",
-        "rewards[:, 0] (2,), groups (3,)",
+        "groups has shape (3,) and must have one entry for each row of rewards (2, 3)",
         "weights has shape (2,)",
-        "rewards[:, 0] (2,), groups (3,)",
+        "groups has shape (3,) and must have one entry for each row of rewards (2, 3)",
     ]
     assert len(messages) == len(expected), finished.stderr
     for message, part in zip(messages, expected, strict=True):
