@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from jaxtyping import Float32, Float64
@@ -188,7 +188,7 @@ def _header(path: Path, prefix: bytes, read_more: Callable[[int], bytes]) -> tup
     return header, seed, _PREFIX.size + length
 
 
-def _is_header(header: Any) -> bool:
+def _is_header(header: Any) -> TypeGuard[dict[str, Any]]:
     if not isinstance(header, dict) or not isinstance(header.get("columns"), list):
         return False
     texts = (header.get("machine"), header.get("host"), *header["columns"])

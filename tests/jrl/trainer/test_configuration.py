@@ -58,6 +58,7 @@ def changed(part, **values):
         (changed("hyperparameters", temperature=False), "temperature is False, not float"),
         (changed("hyperparameters", aggregation="mean"), "is 'mean', not 'token-mean' | "),
         (changed("hyperparameters", mini_batch=7), "config.json: mini_batch=7 does not divide"),
+        (changed("run", warm_start_accuracy=10**400), "run.warm_start_accuracy is 1000"),
     ],
 )
 def test_anything_else_is_refused_in_one_line(config, message):
