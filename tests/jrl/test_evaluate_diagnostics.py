@@ -34,6 +34,7 @@ def _batches(monkeypatch):
     monkeypatch.setattr(critic_report, "ROWS_AT_ONCE", 12)
 
 
+@pytest.mark.slow
 def test_evaluate_measures_the_critic_of_a_run(run, judged, tmp_path, capsys):
     out = tmp_path / "out.json"
     flags = ["--diagnostics", "--k", "4", "--prompts", "8", "--json", str(out)]
@@ -50,6 +51,7 @@ def test_evaluate_measures_the_critic_of_a_run(run, judged, tmp_path, capsys):
     assert {len(rollout.values), len(rollout.mask), len(rollout.correct)} == {32}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replaced", [False, True])
 def test_policy_and_critic_are_of_one_checkpoint(run, replaced, tmp_path, monkeypatch):
     """A checkpoint that comes, or takes the place of another, between the two is seen whole."""
@@ -72,8 +74,6 @@ def test_policy_and_critic_are_of_one_checkpoint(run, replaced, tmp_path, monkey
     assert read == [(2, "policy/weights"), (2, "critic/weights")] * (2 if replaced else 1)
 
 
-def test_a_run_without_a_critic_says_so(tmp_path, capsys):
-    assert train.main([*FLAGS, "--run-dir", str(tmp_path / "run")]) == 0
-    capsys.readouterr()
-    assert evaluate.main([str(tmp_path / "run"), "--diagnostics"]) == 2
+def test_a_run_without_a_critic_says_so(grpo_run, capsys):
+    assert evaluate.main([str(grpo_run), "--diagnostics"]) == 2
     assert "is one of recipe grpo, which trains no critic" in one_line(capsys.readouterr())

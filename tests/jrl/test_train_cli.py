@@ -27,12 +27,10 @@ def _elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+@pytest.fixture
+def finished(grpo_run):
     """A run of two steps."""
-    path = tmp_path_factory.mktemp("finished") / "run"
-    assert main([*FLAGS, "--run-dir", str(path)]) == 0
-    return path
+    return grpo_run
 
 
 @pytest.fixture
@@ -80,7 +78,7 @@ def test_help_comes_before_anything_heavy():
     assert not {"orbax", "optax", "matplotlib", "jrl.trainer.setup"} & set(modules)
 
 
-def test_a_run_leaves_everything_behind_and_says_where(tmp_path, capsys):
+def test_a_run_leaves_everything_behind_and_says_where(finished, capsys):
     assert main([*FLAGS, "--run-dir", "here"]) == 0
     folder = RunFolder.read("here")
     run, recipe = configuration_of(folder)
@@ -88,17 +86,13 @@ def test_a_run_leaves_everything_behind_and_says_where(tmp_path, capsys):
     assert folder.tokenizer_path.is_file()
     lines = metrics(folder.path)
     assert [line["step"] for line in lines] == [0, 1, 2]
+    assert lines == metrics(finished)  # the same seed
     out = capsys.readouterr().out
     assert "run folder: here\n" in out
     assert out.count("warning: the warm start reached an accuracy of 0.000 in 2 steps") == 1
     first, last = (line["val/accuracy/sampled"] for line in (lines[0], lines[-1]))
     assert f"warm start -> step 2: sampled {first:.3f} -> {last:.3f}, greedy" in out
     assert "plots: here/plots/overview.png" in out and Path("here/plots/overview.png").is_file()
-
-
-def test_the_same_seed_gives_the_same_run(finished, tmp_path):
-    assert main([*FLAGS, "--run-dir", "again"]) == 0
-    assert metrics(tmp_path / "again") == metrics(finished)
 
 
 def test_a_run_without_a_folder_gets_the_next_number(monkeypatch, capsys):
@@ -353,6 +347,7 @@ def test_a_dry_run_of_a_resumed_run_shows_its_settings(finished, capsys):
     assert re.search(r"optimiser steps of the policy\s+9 x 2 = 18", capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_devices_to_make_believe(tmp_path):
     layout = ["--devices", "4", "--layout", "tp2 dp2 / ep4"]
     sizes = ["--warm-start-steps", "0", "--group-size", "2"]

@@ -17,6 +17,8 @@ from command_runs import metrics
 from jrl.trainer.checkpoints import Checkpoints
 from jrl.trainer.records import read
 
+# What one process does, over two; `trainer/test_processes.py` has their parts.
+pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 SETTINGS = {
     "model": "micro",

@@ -32,6 +32,7 @@ def compiled(name, caplog, step, *arguments):
 
 
 def test_an_update_compiles_once(caplog):
+    jax.clear_caches()
     setup = setup_on("pp2 tp2 dp2 / ep2 etp2")
     learner = start(setup.policy_optimiser, initial(setup), setup.model, setup.mesh)
     counts = []
@@ -53,6 +54,7 @@ def test_an_update_compiles_once(caplog):
 
 
 def test_generation_compiles_once_for_weights_before_and_after_an_update(caplog):
+    jax.clear_caches()
     setup = setup_on("tp2 dp2 / ep4")
     learner = start(setup.policy_optimiser, initial(setup), setup.model, setup.mesh)
     tokens = np.full((PROMPTS, PROMPT_LENGTH), 3, np.int32)

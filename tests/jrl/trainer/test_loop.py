@@ -17,6 +17,7 @@ from small_runs import (
     small_run,
     small_setup,
 )
+from tiers import full_but
 
 from jrl.recipes import RECIPES
 from jrl.tasks.finite import FiniteTask
@@ -80,8 +81,7 @@ OF_CRITIC = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", full_but(RECIPES, "grpo", "vapo"))
 def test_what_a_run_leaves_behind(name, finished):
     run = finished(name)
     assert run.outcome == loop.Outcome(step=3, stopped=False)
