@@ -2,13 +2,9 @@
 
 import json
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 from chat_checkpoint import END, QUESTIONS, START, TURN, VOCAB_SIZE, write_tokenizer
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "moe"))
 from programs import random_weights
 
 from jrl.evaluate import main as evaluate

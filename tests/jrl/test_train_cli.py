@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from command_runs import FLAGS, IN_A_FRESH_PROCESS, metrics, one_line
+from places import ROOT, SUPPORT
 
 from jrl.recipes import RECIPES
 from jrl.train import main
@@ -17,8 +18,6 @@ from jrl.trainer import loop, warm_start
 from jrl.trainer.config import RunConfig
 from jrl.trainer.configuration import configuration_of
 from jrl.trainer.run_folder import RunFolder
-
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +44,7 @@ def run_alone(*arguments):
         [sys.executable, "-c", IN_A_FRESH_PROCESS, *arguments],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parent.parent}"},
+        env={**os.environ, "PYTHONPATH": f"{SUPPORT}:{ROOT}"},
         timeout=300,
     )
 
@@ -71,7 +70,7 @@ def test_help_comes_before_anything_heavy():
         "except SystemExit as end: print(end.code, *sys.modules)"
     )
     alone = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=HERE.parent.parent
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT
     )
     code, *modules = alone.stdout.splitlines()[-1].split()
     assert code == "0"

@@ -9,17 +9,16 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from command_runs import metrics
+from places import ROOT, SUPPORT
 
 from jrl.trainer.checkpoints import Checkpoints
 from jrl.trainer.records import read
 
 # What one process does, over two; `trainer/test_processes.py` has their parts.
 pytestmark = pytest.mark.slow
-HERE = Path(__file__).parent
 SETTINGS = {
     "model": "micro",
     "layout": "tp2 dp2 / ep4",
@@ -51,10 +50,10 @@ def run_together(count, folder):
     """Runs `two_processes.py` in so many processes; their standard output goes to the folder."""
     with socket.create_server(("", 0)) as server:
         port = str(server.getsockname()[1])
-    program = [sys.executable, str(HERE / "two_processes.py"), str(count), port]
+    program = [sys.executable, str(SUPPORT / "two_processes.py"), str(count), port]
     environment = {
         **os.environ,
-        "PYTHONPATH": str(HERE.parents[1]),
+        "PYTHONPATH": str(ROOT),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         # Without the code generator's optimisations a compilation takes half the time.
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
@@ -161,7 +160,7 @@ def test_processes_with_other_flags_are_refused(folder):
 def test_bad_flags_are_one_line(flags, message):
     command = [sys.executable, "-m", "jrl.train", *flags.split()]
     done = subprocess.run(
-        command, cwd=HERE.parents[1], capture_output=True, text=True, timeout=120, check=False
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 2
     assert done.stderr.startswith("error: " + message) and done.stderr.count("\n") == 1

@@ -1,13 +1,12 @@
 """A step's completions: prompts in, text out, verdicts counted, groups filtered."""
 
-import sys
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from chat_checkpoint import START, TURN, chat_tokenizer
 from small_runs import (
     GROUP_SIZE,
     PROMPT_LENGTH,
@@ -16,9 +15,6 @@ from small_runs import (
     small_recipe,
     small_setup,
 )
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from chat_checkpoint import START, TURN, chat_tokenizer
 
 from jrl.chat import ChatTemplate
 from jrl.recipes import RECIPES

@@ -1,14 +1,10 @@
 """Room for prompts and completions is counted in tokens."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from small_runs import PROMPT_LENGTH, largest, small_model
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from chat_checkpoint import QUESTIONS, chat_tokenizer
+from small_runs import PROMPT_LENGTH, largest, small_model
 
 from jrl.tasks import Example
 from jrl.tasks.finite import FiniteTask

@@ -3,13 +3,13 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from places import ROOT, SUPPORT
 
 from jrl.trainer.processes import (
     Together,
@@ -23,17 +23,15 @@ from jrl.trainer.processes import (
     to_host,
 )
 
-HERE = Path(__file__).parent
-
 
 @pytest.fixture(scope="module")
 def agreed(tmp_path_factory):
     """What two processes made of what they gave each other."""
     with socket.create_server(("", 0)) as server:
         port = str(server.getsockname()[1])
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     folder = tmp_path_factory.mktemp("agreed")
-    command = [sys.executable, str(HERE / "agreeing_process.py"), port]
+    command = [sys.executable, str(SUPPORT / "agreeing_process.py"), port]
     processes = [
         subprocess.Popen(
             [*command, number, str(folder / number)],

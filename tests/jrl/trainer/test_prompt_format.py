@@ -1,14 +1,9 @@
 """Examples become prompts: as they are, or as the conversation that the checkpoint was trained
 on."""
 
-import sys
-from pathlib import Path
-
 import pytest
-from small_runs import small_setup
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from chat_checkpoint import START, TURN, chat_tokenizer
+from small_runs import small_setup
 
 from jrl.tasks import Example
 from jrl.tokenizer import Tokenizer

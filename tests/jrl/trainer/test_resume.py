@@ -7,11 +7,11 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from places import ROOT, SUPPORT
 from small_runs import (
     begin_or_go_on,
     metrics_of,
@@ -27,19 +27,17 @@ from jrl.trainer.metrics import without_timings
 from jrl.trainer.records import read
 from jrl.trainer.state import abstract, initial_weights
 
-HERE = Path(__file__).parent
-
 
 def run_killed(path, recipe, *moment):
     """Goes on with the run in another process, which kills itself at the moment, if there is
     one."""
     environment = {
         **os.environ,
-        "PYTHONPATH": str(HERE.parents[2]),
+        "PYTHONPATH": str(ROOT),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     done = subprocess.run(
-        [sys.executable, str(HERE / "killed_run.py"), str(path), recipe, *map(str, moment)],
+        [sys.executable, str(SUPPORT / "killed_run.py"), str(path), recipe, *map(str, moment)],
         env=environment,
         capture_output=True,
         text=True,

@@ -1,15 +1,11 @@
 """What a run is made of: settings that reach the network, and those that cannot be."""
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from small_runs import small_model, small_recipe, small_setup
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from chat_checkpoint import chat_tokenizer, write_tokenizer
+from small_runs import small_model, small_recipe, small_setup
 
 from jrl.recipes import Grpo
 from jrl.trainer.config import ROUTER_SETTINGS, RunConfig
