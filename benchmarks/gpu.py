@@ -243,7 +243,7 @@ def peak_of(kind: str) -> float | None:
 
 
 def experts(arguments: argparse.Namespace) -> Iterator[Figures]:
-    """`moe.grouped` and what it is measured by, on as many rows as the step has, k for a token."""
+    """`moe.experts.grouped` and what it is measured by, on as many rows as the step has."""
     import jax
     import jax.numpy as jnp
     from grouped import forms, group_sizes, with_gradient
@@ -272,12 +272,12 @@ def experts(arguments: argparse.Namespace) -> Iterator[Figures]:
 
 
 def attention(arguments: argparse.Namespace) -> Iterator[Figures]:
-    """The implementations of `moe.flash`, causal, on rows of the step's length."""
+    """The implementations of `moe.attention.core`, causal, on rows of the step's length."""
     import jax
     import jax.numpy as jnp
 
-    from moe.attention import causal
-    from moe.flash import IMPLEMENTATIONS, read
+    from moe.attention.core import IMPLEMENTATIONS, read
+    from moe.attention.layer import causal
 
     config = network(arguments)
     rows, length, width = max(arguments.rows // 4, 1), arguments.time, config.head_dim
@@ -305,7 +305,7 @@ def attention(arguments: argparse.Namespace) -> Iterator[Figures]:
 
 
 def head(arguments: argparse.Namespace) -> Iterator[Figures]:
-    """`moe.vocabulary` on the tokens of the step and a large vocabulary, with gradients."""
+    """`moe.head` on the tokens of the step and a large vocabulary, with gradients."""
     import jax
     import jax.numpy as jnp
     from vocabulary import forms, with_gradient

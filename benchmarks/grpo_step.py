@@ -52,11 +52,11 @@ def measure(model: str, threads: int, steps: int) -> dict[str, float]:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
+    from jrl.config.run import RunConfig
     from jrl.recipes import Grpo
     from jrl.rollout.generate import generate
-    from jrl.trainer.config import RunConfig
+    from jrl.text.prompts import encode_prompts
     from jrl.trainer.loop import train_step
-    from jrl.trainer.prompts import encode_prompts
     from jrl.trainer.setup import set_up
     from jrl.trainer.state import begin, initial_weights
     from moe.weights import num_active_parameters, num_parameters
@@ -80,7 +80,8 @@ def measure(model: str, threads: int, steps: int) -> dict[str, float]:
         tokens["update"] += float(collected.kept.rollout.valid.sum())
 
     examples = [setup.task.train(i) for i in range(setup.recipe.prompts)]
-    prompts, valid = jax.device_put(encode_prompts(setup, examples), setup.over_rows)
+    arrays = encode_prompts(setup.format, examples, setup.prompt_length)
+    prompts, valid = jax.device_put(arrays, setup.over_rows)
     for number in range(steps):
         started = time.perf_counter()
         key = setup.key("rollout", number)

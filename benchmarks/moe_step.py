@@ -120,8 +120,8 @@ def program(config: Any) -> tuple[Any, Any]:
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
+    from moe.head import logprobs_and_entropy
     from moe.model import align_to_tokens, hidden, next_tokens, router_loss
-    from moe.vocabulary import logprobs_and_entropy
     from moe.weights import specs
     from sharding.collectives import varying
     from sharding.folding import Layout, fold

@@ -54,7 +54,7 @@ def forms(shape: list[int], chunks: list[int]) -> dict[str, Callable[..., Any]]:
 
     from moe.config import ModelConfig
     from moe.execution import Execution
-    from moe.vocabulary import logits_of, logprobs_and_entropy
+    from moe.head import logits_of, logprobs_and_entropy
     from moe.weights import shapes
     from sharding.folding import Layout, fold
 

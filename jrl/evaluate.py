@@ -21,15 +21,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from jrl.config.command_line import exit_status, start_jax
+from jrl.config.files import configuration_of, flag
+from jrl.config.seeds import check_seed
+from jrl.processes.agreement import Together, check_same, connect, is_first
+from jrl.processes.coordinator import ALONE, Processes
+from jrl.report.evaluation_display import EvaluationDisplay
 from jrl.rollout.sampling import Sampling
-from jrl.seeds import check_seed
-from jrl.tokenizer import Tokenizer
-from jrl.trainer.command_line import exit_status, start_jax
-from jrl.trainer.configuration import configuration_of, flag
-from jrl.trainer.coordinator import ALONE, Processes
-from jrl.trainer.evaluation_display import EvaluationDisplay
-from jrl.trainer.processes import Together, check_same, connect, is_first
-from jrl.trainer.run_folder import RunFolder
+from jrl.runs.folder import RunFolder
+from jrl.text.load import load_tokenizer
 
 if TYPE_CHECKING:
     from jrl.trainer.setup import Setup
@@ -131,7 +131,7 @@ def _evaluate(request: Request, folder: RunFolder) -> dict[str, Any]:
         )
 
     with Together():
-        tokenizer = Tokenizer.from_file(folder.tokenizer_path)
+        tokenizer = load_tokenizer(folder.tokenizer_path)
         setup = set_up(run, recipe, tokenizer, load_model(folder))
     connect(setup.mesh)
     connect(setup.rollout_mesh)
@@ -170,11 +170,12 @@ def _diagnose(
     Args:
       networks: policy and critic, and the step both are of.
     """
-    from jrl.trainer.critic_plots import plot_diagnostics
-    from jrl.trainer.critic_report import diagnose, judge
+    from jrl.report.critic import critic_diagnostics
+    from jrl.report.critic_plots import plot_diagnostics
+    from jrl.trainer.critic_evaluation import evaluate_critic
 
     policy, critic, step = networks
-    judged = judge(
+    rollout = evaluate_critic(
         setup,
         policy,
         critic,
@@ -184,12 +185,12 @@ def _diagnose(
         seed=request.seed,
         report=display.update,
     )
-    report = diagnose(judged)
+    report = critic_diagnostics(rollout)
     title = (
         f"{folder.path.name}: the critic of {setup.recipe.name} on {setup.run.task}, step {step}"
     )
     if is_first():
-        plot_diagnostics(judged, folder.plots_path / "value_diagnostics.png", title, report)
+        plot_diagnostics(rollout, folder.plots_path / "value_diagnostics.png", title, report)
     return {f"critic/{name}": value for name, value in report.summary().items()}
 
 

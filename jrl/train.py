@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jaxtyping import Array
 
-from jrl.tokenizer import Tokenizer
-from jrl.trainer import records
-from jrl.trainer.command_line import exit_status, start_jax
-from jrl.trainer.config import RunConfig
-from jrl.trainer.configuration import flag, to_json
-from jrl.trainer.flags import PROGRAM, Request, parse
-from jrl.trainer.processes import Together, check_same, connect, from_first, is_first
-from jrl.trainer.records import read_metrics
-from jrl.trainer.run_folder import RunFolder
+from jrl.config.command_line import exit_status, start_jax
+from jrl.config.files import flag, to_json
+from jrl.config.flags import PROGRAM, Request, parse
+from jrl.config.run import RunConfig
+from jrl.processes.agreement import Together, check_same, connect, from_first, is_first
+from jrl.runs import records
+from jrl.runs.folder import RunFolder
+from jrl.runs.records import read_metrics
+from jrl.text.load import load_tokenizer
+from jrl.text.tokenizer import Tokenizer
 
 # What builds and runs a network is imported in the functions, once the flags are known to be right.
 if TYPE_CHECKING:
@@ -62,8 +63,8 @@ def _begin(request: Request) -> int:
 
 def _resume(request: Request) -> int:
     """An old run from its last checkpoint; from its beginning if it was killed before the first."""
-    from jrl.trainer.checkpoints import Checkpoints
-    from jrl.trainer.plots import plot_run
+    from jrl.report.plots import plot_run
+    from jrl.runs.checkpoints import Checkpoints
 
     run, config = request.run, to_json(request.run, request.recipe)
     with _open(lambda: RunFolder.resume(request.command.run_dir or "")) as folder:
@@ -124,7 +125,7 @@ def _set_up(request: Request, folder: RunFolder | None = None) -> "Setup":
     """
     from jrl.faults.prometheus import import_client
     from jrl.faults.sources import import_psutil
-    from jrl.trainer.loggers import check_installed
+    from jrl.runs.loggers import check_installed
     from jrl.trainer.saved_policy import load_model
     from jrl.trainer.setup import set_up
     from moe.weights import specs
@@ -150,7 +151,7 @@ def _tokenizer(run: RunConfig, folder: RunFolder | None) -> Tokenizer | None:
     """The tokenizer of the run that is resumed or started from; None makes one as configured."""
     # One that was killed while its folder was being made has none yet.
     if folder is not None and (folder.tokenizer_path.exists() or folder.metrics_path.exists()):
-        return Tokenizer.from_file(folder.tokenizer_path)
+        return load_tokenizer(folder.tokenizer_path)
     if run.weights is None:
         return None
     if run.tokenizer is not None:
@@ -158,9 +159,9 @@ def _tokenizer(run: RunConfig, folder: RunFolder | None) -> Tokenizer | None:
             f"tokenizer={run.tokenizer!r} cannot go with weights={run.weights!r}, which have their "
             "own: leave out --tokenizer."
         )
-    from jrl.trainer.prompt_format import with_template
+    from jrl.text.prompt_format import with_template
 
-    return with_template(run, Tokenizer.from_file(RunFolder.read(run.weights).tokenizer_path))
+    return with_template(run, load_tokenizer(RunFolder.read(run.weights).tokenizer_path))
 
 
 def _given_weights(setup: "Setup") -> "Transformer[Array] | None":

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from moe.attention.rotary import RopeScaling
 from moe.execution import Execution
-from moe.rotary import RopeScaling
 
 Head = Literal["tied", "untied", "value"]
 
@@ -78,11 +78,12 @@ class ModelConfig:
       expert_groups_per_token: groups that a token's experts may lie in, those with the largest sums
         of their best `experts_per_token / expert_groups_per_token` scores.
       selection_bias: each expert has a bias that is added to its score to select it and never to
-        weigh it, moved by how loaded it is (`moe.balance.moved_bias`) and by nothing else.
+        weigh it, moved by how loaded it is (`moe.router.balance.moved_bias`) and by nothing else.
       bias_update_rate: how far a selection bias moves in one optimiser step.
       capacity_factor: experts take at most ``ceil(capacity_factor tokens k / num_experts)`` tokens
         of `drop_scope` while learning and when scoring; None drops nothing. Generation never drops,
-        and so reinforcement learning refuses a capacity that drops (`moe.capacity.can_drop`).
+        and so reinforcement learning refuses a capacity that drops
+        (`moe.router.capacity.can_drop`).
       drop_policy: which choices stay when an expert is full: the largest weights ("probs") or the
         earliest tokens ("position"), row after row.
       drop_scope: the tokens over which the capacity holds: those of one device ("sub_sequence") or

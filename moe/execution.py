@@ -11,9 +11,9 @@ class Execution:
 
     Args:
       attention: how one device reads values: "plain", "blocked", "xla" or "cudnn"
-        (`moe.flash`).
+        (`moe.attention.core`).
       context: how attention crosses the devices of ``cp``: "gather", "ring" or "ulysses"
-        (`moe.context`).
+        (`moe.attention.context`).
       dispatch: how tokens travel to the experts of other devices.
       experts: how rows are multiplied, each by its own expert's matrix.
       remat: what the backward pass computes again instead of keeping it: "none", "selective" or
@@ -22,7 +22,7 @@ class Execution:
         layers joined one after the other when an update runs them (`sharding.zero.join`), forward
         (twice in a pipeline) and again backward. Needs a `remat` that does not keep them.
       vocab_chunk: columns of the head whose logits are there at a time in training, on each ``tp``
-        rank; None is all of them (`moe.vocabulary`).
+        rank; None is all of them (`moe.head`).
     """
 
     attention: str | None = None

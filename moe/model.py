@@ -12,18 +12,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from moe.attention import Attend, attention, rms_norm
-from moe.balance import shares
-from moe.capacity import capacity_of, drop
+from moe.attention.layer import Attend, attention, rms_norm
 from moe.config import ModelConfig
-from moe.dispatch import dispatch
-from moe.experts import dense
-from moe.order import Order
+from moe.experts.dispatch.choice import dispatch
+from moe.experts.feed_forward import dense
+from moe.head import logits_of
 from moe.precision import float32_product
 from moe.remat import rematerialised
-from moe.routing import RouterStatistics, Routing, assignments, route, statistics
-from moe.stream import Stream, order_of_prompts, order_of_rows, rows, shared_prompts
-from moe.vocabulary import logits_of
+from moe.router.balance import shares
+from moe.router.capacity import capacity_of, drop
+from moe.router.routing import RouterStatistics, Routing, assignments, route, statistics
+from moe.tokens.packing import Stream, order_of_prompts, order_of_rows, rows, shared_prompts
+from moe.tokens.zigzag import Order
 from moe.weights import Experts, Layer, Transformer
 from sharding.collectives import all_sum, gather_tokens, join_shards, own_shard, vary
 from sharding.folding import FoldedMesh

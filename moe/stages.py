@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from moe import model
 from moe.config import ModelConfig
-from moe.routing import RouterStatistics
-from moe.stream import Stream
+from moe.router.routing import RouterStatistics
+from moe.tokens.packing import Stream
 from moe.weights import Layer, Transformer
 from sharding import pipeline
 from sharding.collectives import all_sum, join_shards

@@ -20,7 +20,7 @@ ALLOWED = {
     "moe": {"sharding", "jax", "numpy", "jaxtyping", "flax", "safetensors"},
     "jrl.losses": {"jax", "jaxtyping"},
 }
-COMPUTED = {Path("jrl/trainer/loggers.py")}
+COMPUTED = {Path("jrl/runs/loggers.py")}
 """Files that may import what a variable names: the extras that a user asked for."""
 FORBIDDEN = {"experiments", "benchmarks", "tests", "notebooks"}
 """What no room imports, unless it is the room."""

@@ -13,10 +13,10 @@ import pytest
 import tyro
 
 from jrl import evaluate
+from jrl.config import flags
+from jrl.config.run import RunConfig
 from jrl.faults import __main__ as faults
 from jrl.recipes import RECIPES
-from jrl.trainer import flags
-from jrl.trainer.config import RunConfig
 from sharding import Layout
 from sharding.folding.__main__ import PARSER as FOLDING
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jrl.trainer.records import read_metrics
+from jrl.runs.records import read_metrics
 
 RUNS = [
     *(("grpo", "sort", seed, False) for seed in (0, 1, 2)),

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from jrl.trainer.command_line import exit_status
+from jrl.config.command_line import exit_status
 
 
 def watch(arguments: list[str]) -> int:

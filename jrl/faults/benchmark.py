@@ -18,12 +18,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
+from jrl.config.seeds import check_seed
 from jrl.faults.baselines import CONTESTANTS
 from jrl.faults.detect import Minder
 from jrl.faults.outcomes import FOUND, SILENT, WRONG, false_alarm_rate, figures, outcome
 from jrl.faults.simulate import PRODUCTION, Settings, simulate
 from jrl.faults.workers import side_by_side
-from jrl.seeds import check_seed
 
 TEST_SEED, CLEAN_SEED = 1_000_000, 2_000_000
 """Where held-out seeds begin; thresholds are chosen from 100,000 on, models from 10,000,000 on."""
@@ -83,7 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if request.calibrate:
         from jrl.faults.calibrate import calibrate
 
-        return calibrate(request)
+        settings = Settings(metrics=request.metrics, machines=request.machines)
+        return calibrate(settings, request.incidents, request.seed, request.processes)
     results = run(request)
     _print(results)
     path = out / "benchmark.json"

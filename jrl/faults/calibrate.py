@@ -6,7 +6,6 @@ models are trained on.
 """
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.progress import track
@@ -19,20 +18,23 @@ from jrl.faults.outcomes import FOUND, SILENT, WRONG, figures
 from jrl.faults.simulate import Settings, simulate
 from jrl.faults.workers import side_by_side
 
-if TYPE_CHECKING:
-    from jrl.faults.benchmark import Request
-
 SEED = 100_000
 STRIDE = 8
 THRESHOLDS = np.round(1 + 0.02 * 1.12 ** np.arange(64), 3)
 """Tried for every detector: from 1.02 to 26, denser near 1, which is what sound machines have."""
 
 
-def calibrate(request: "Request") -> int:
-    """Prints, for each detector, the best threshold and its figures on these fleets."""
-    settings = Settings(metrics=request.metrics, machines=request.machines)
-    seeds = range(SEED + request.seed, SEED + request.seed + request.incidents)
-    jobs = side_by_side(partial(outcomes_by_threshold, settings), seeds, request.processes)
+def calibrate(settings: Settings, incidents: int, seed: int, processes: int | None) -> int:
+    """Prints, for each detector, the best threshold and its figures on these fleets.
+
+    Args:
+      settings: of the records.
+      incidents: how many.
+      seed: added to their seeds.
+      processes: records at a time; None takes one per core.
+    """
+    seeds = range(SEED + seed, SEED + seed + incidents)
+    jobs = side_by_side(partial(outcomes_by_threshold, settings), seeds, processes)
     rows = list(track(jobs, "records", total=len(seeds)))
     for column, contestant in enumerate(CONTESTANTS):
         each = [

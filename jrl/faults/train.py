@@ -17,11 +17,11 @@ import tyro
 from jaxtyping import Array, Float, Float32
 from rich.console import Console
 
+from jrl.config.seeds import check_seed
 from jrl.faults import vae
 from jrl.faults.fleet import Fleet
 from jrl.faults.prepare import prepare
 from jrl.faults.simulate import METRICS, PRODUCTION, Settings, simulate
-from jrl.seeds import check_seed
 
 SHIPPED = Path(__file__).parent / "models.npz"
 """The models that come with the package."""

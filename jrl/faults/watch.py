@@ -24,8 +24,8 @@ from jrl.faults.hook import command_hook
 from jrl.faults.outlier import OutlierDetector
 from jrl.faults.vocabulary import PRIORITY, recorded_as
 from jrl.faults.watcher import Look, Watcher
-from jrl.trainer.display import visible
-from jrl.trainer.run_folder import RunFolder
+from jrl.report.display import visible
+from jrl.runs.folder import RunFolder
 
 ALARMED = 3
 """Exit status where somebody was named; 1 and 2 are taken by failures and wrong input."""

@@ -16,8 +16,8 @@ from jaxtyping import Array, Bool, Int
 from jrl.rollout.sampling import Sampling, draw
 from moe.config import ModelConfig
 from moe.decoding import Cache, decode_step, extend, prefill
+from moe.head import logits_of
 from moe.model import layer_of
-from moe.vocabulary import logits_of
 from moe.weights import Transformer, specs
 from sharding.collectives import all_sum, join_shards, own_shard, vary
 from sharding.folding import FoldedMesh

@@ -9,10 +9,10 @@ from jaxtyping import Array, Bool, Float, Int
 from jrl.rollout.sampling import Sampling, logprobs_of, sampler_logits
 from moe import model, stages
 from moe.config import ModelConfig
-from moe.order import Order
-from moe.routing import RouterStatistics
-from moe.stream import Stream, shared_prompts
-from moe.vocabulary import logits_of, logprobs_and_entropy
+from moe.head import logits_of, logprobs_and_entropy
+from moe.router.routing import RouterStatistics
+from moe.tokens.packing import Stream, shared_prompts
+from moe.tokens.zigzag import Order
 from moe.weights import Transformer
 from sharding.collectives import vary
 from sharding.folding import FoldedMesh

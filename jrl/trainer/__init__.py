@@ -1,1 +1,1 @@
-"""State, one update, the loop, and everything a run leaves behind."""
+"""What learns: set up, collect, update, evaluate, and the loop around them."""

@@ -14,10 +14,10 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.losses import informative_groups
+from jrl.processes.agreement import from_first, is_first, several, to_devices, to_host
 from jrl.rollout.generate import Decoder, Rollout, generate
 from jrl.tasks import REASONS, Example, Verdict
-from jrl.trainer.processes import from_first, is_first, several, to_devices, to_host
-from jrl.trainer.prompts import conversation, decode_responses, encode_prompts
+from jrl.text.prompts import conversation, decode_responses, encode_prompts
 from jrl.trainer.setup import Setup
 from moe.weights import Transformer
 
@@ -109,7 +109,9 @@ class Unverified:
         seconds: dict[str, float],
     ):
         self._rollout, self._seconds, self._copies = rollout, seconds, decoder.copies
-        self._texts = decode_responses(setup, rollout)
+        self._texts = decode_responses(
+            setup.tokenizer, rollout.tokens, rollout.mask, setup.prompt_length
+        )
         self._examples = [example for example in examples for _ in range(decoder.copies)]
         # By the first process: an answer that timed out there did so for all.
         self._verdicts = (
@@ -150,7 +152,7 @@ def decode(
     """
     seconds = {} if seconds is None else seconds
     begin = time.perf_counter()
-    tokens, valid = encode_prompts(setup, examples)
+    tokens, valid = encode_prompts(setup.format, examples, setup.prompt_length)
     tokens, valid = to_devices((tokens, valid), setup.over_rollout_rows)
     policy = setup.rollout_policy.of(weights)
     rollout = to_host(generate(decoder, policy, tokens, valid, key))
@@ -164,7 +166,9 @@ def described(setup: Setup, completions: Completions, row: int) -> dict[str, Any
     record: dict[str, Any] = completions.record(row)
     if setup.format.template is not None:
         rollout = completions.rollout
-        record["conversation"] = conversation(setup, rollout.tokens[row], rollout.valid[row])
+        record["conversation"] = conversation(
+            setup.tokenizer, rollout.tokens[row], rollout.valid[row]
+        )
     return record
 
 

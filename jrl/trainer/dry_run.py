@@ -14,7 +14,7 @@ from jrl.rollout.scoring import num_pieces
 from jrl.trainer.lengths import response_origin
 from jrl.trainer.setup import Setup
 from moe.config import ModelConfig
-from moe.order import Order
+from moe.tokens.zigzag import Order
 from moe.weights import (
     Transformer,
     in_rounds,

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jrl.losses import ExplainedVariance, Mean
+from jrl.processes.agreement import to_devices, to_host
 from jrl.recipes.batch import Batch, Experience, given
 from jrl.recipes.mismatch import Corrected, Correction
 from jrl.recipes.recipe import Recipe
@@ -22,7 +23,6 @@ from jrl.rollout.scoring import score, value
 from jrl.trainer.collect import Completions
 from jrl.trainer.learner import Learner, update
 from jrl.trainer.objectives import CriticObjective, PolicyObjective
-from jrl.trainer.processes import to_devices, to_host
 from jrl.trainer.setup import Setup
 from jrl.trainer.state import TrainState
 from moe import weights as moe_weights

@@ -21,10 +21,10 @@ from jaxtyping import Array
 from jrl.recipes.batch import Batch, Totals
 from moe import model, stages
 from moe import weights as moe_weights
-from moe.balance import rebalanced
 from moe.config import ModelConfig
-from moe.routing import RouterStatistics
-from moe.stream import Stream
+from moe.router.balance import rebalanced
+from moe.router.routing import RouterStatistics
+from moe.tokens.packing import Stream
 from moe.weights import Layer, Transformer
 from sharding import zero
 from sharding.collectives import all_sum, vary

@@ -1,10 +1,10 @@
 """How many tokens prompts and completions have: what a task needs, and what a run takes."""
 
+from jrl.config.run import RunConfig
 from jrl.tasks import Example, Task
 from jrl.tasks.finite import FiniteTask
-from jrl.tokenizer import Tokenizer
-from jrl.trainer.config import RunConfig
-from jrl.trainer.prompt_format import PromptFormat
+from jrl.text.prompt_format import PromptFormat
+from jrl.text.tokenizer import Tokenizer
 from moe.config import ModelConfig
 
 CHECKPOINT_RESPONSE = 1024

@@ -12,17 +12,23 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+from jrl.config.run import RunConfig
 from jrl.faults.fleet import Alarm
 from jrl.faults.guard import LOOKS, Attachment, Guard, machine_name, metrics_of
 from jrl.faults.hook import Hook, command_hook
 from jrl.faults.outlier import OutlierDetector
+from jrl.processes.agreement import Together, any_of, is_first, to_devices, to_host
+from jrl.processes.stopping import Stop
 from jrl.recipes.batch import Experience
+from jrl.report.display import TrainingDisplay, WarmStartDisplay, print_samples
+from jrl.report.metrics import check_known
+from jrl.report.plots import plot_run
+from jrl.runs import belongings, loggers
+from jrl.runs.checkpoints import Checkpoints
+from jrl.runs.folder import RunFolder
+from jrl.runs.records import Appender, read_metrics, read_samples
 from jrl.tasks import Example
-from jrl.trainer import belongings, loggers
-from jrl.trainer.checkpoints import Checkpoints
 from jrl.trainer.collect import Collected, collect, described, sample
-from jrl.trainer.config import RunConfig
-from jrl.trainer.display import TrainingDisplay, WarmStartDisplay, print_samples
 from jrl.trainer.evaluation import evaluate, filled_up, heldout_examples
 from jrl.trainer.improve import (
     NonFinite,
@@ -32,14 +38,8 @@ from jrl.trainer.improve import (
     sampling_difference,
     summarise,
 )
-from jrl.trainer.metrics import check_known
-from jrl.trainer.plots import plot_run
-from jrl.trainer.processes import Together, any_of, is_first, to_devices, to_host
-from jrl.trainer.records import Appender, read_metrics, read_samples
-from jrl.trainer.run_folder import RunFolder
 from jrl.trainer.setup import Setup
 from jrl.trainer.state import TrainState, begin, initial_weights, restore, save
-from jrl.trainer.stopping import Stop
 from jrl.trainer.warm_start import WarmStartStopped, prompts_imitated, shortfall, warm_start
 from moe.weights import Transformer
 
@@ -115,11 +115,11 @@ def train(
             if step == run.steps:
                 _write_shown(setup, folder, state)
             if step % run.checkpoint_every == 0 or step == run.steps:
-                save(checkpoints, setup, step, state, belongings.describe(setup, folder))
+                save(checkpoints, setup, step, state, belongings.describe(setup.settings, folder))
             _check_finite(setup, folder, state)
         step = int(state.step)
         if checkpoints.latest_step() != step:
-            save(checkpoints, setup, step, state, belongings.describe(setup, folder))
+            save(checkpoints, setup, step, state, belongings.describe(setup.settings, folder))
         outputs.warn(guard.alarms())  # since the last step: shown, but no line of metrics is left
     if is_first():
         _finish(setup, folder, stopped=step < run.steps)
@@ -206,7 +206,7 @@ def _first_state(
     step = belongings.newest_whole(checkpoints)
     if step is not None:
         state = restore(checkpoints, setup, step)
-        belongings.go_back(setup, folder, step, checkpoints.meta(step))
+        belongings.go_back(setup.settings, folder, step, checkpoints.meta(step))
         return state, heldout
     with Together():
         if is_first():
@@ -232,7 +232,7 @@ def _first_state(
         check_known(metrics)
         appender.append(0, metrics)
     _write_shown(setup, folder, state)
-    save(checkpoints, setup, 0, state, belongings.describe(setup, folder))
+    save(checkpoints, setup, 0, state, belongings.describe(setup.settings, folder))
     return state, heldout
 
 

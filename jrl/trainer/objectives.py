@@ -15,8 +15,8 @@ from jrl.rollout.sampling import Sampling
 from jrl.rollout.scoring import Rows, scores_of, stream, values_of
 from jrl.trainer.learner import Max
 from moe.config import ModelConfig
-from moe.routing import RouterStatistics
-from moe.stream import Stream
+from moe.router.routing import RouterStatistics
+from moe.tokens.packing import Stream
 from moe.weights import Transformer
 from sharding.collectives import all_sum
 from sharding.folding import FoldedMesh

@@ -1,4 +1,4 @@
-"""The networks of a run on disk: their newest weights, and its tokenizer."""
+"""The networks of a run on disk: their newest weights."""
 
 import sys
 from collections.abc import Mapping
@@ -9,11 +9,10 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from jrl.tokenizer import Tokenizer
-from jrl.trainer.belongings import check_files
-from jrl.trainer.checkpoints import Checkpoints
-from jrl.trainer.processes import any_of, is_first, several
-from jrl.trainer.run_folder import RunFolder
+from jrl.processes.agreement import any_of, is_first, several
+from jrl.runs.belongings import check_files
+from jrl.runs.checkpoints import Checkpoints
+from jrl.runs.folder import RunFolder
 from jrl.trainer.setup import Setup
 from moe import weights as moe_weights
 from moe.config import ModelConfig
@@ -122,12 +121,3 @@ def load_model(folder: RunFolder) -> ModelConfig | None:
     from moe.huggingface import config_from  # needs an extra
 
     return config_from(folder.model_path)
-
-
-def load_tokenizer(folder: RunFolder) -> Tokenizer:
-    """The tokenizer that a run saved.
-
-    Raises:
-      ValueError: where there is none, or it is not one.
-    """
-    return Tokenizer.from_file(folder.tokenizer_path)

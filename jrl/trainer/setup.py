@@ -6,36 +6,39 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jrl.config.files import fixed_settings
+from jrl.config.run import ROUTER_SETTINGS, RunConfig
+from jrl.processes.agreement import several
 from jrl.recipes.actor_critic import ActorCritic
 from jrl.recipes.recipe import MICRO_BATCH, Recipe, near_divisors
 from jrl.rollout.generate import Decoder
+from jrl.rollout.resharding import RolloutPolicy, rollout_mesh
 from jrl.rollout.sampling import GREEDY, Sampling
 from jrl.rollout.scoring import Rows
 from jrl.tasks import Task, load_task
 from jrl.tasks.jsonl import Fields
-from jrl.tokenizer import Tokenizer
-from jrl.trainer.config import ROUTER_SETTINGS, RunConfig
-from jrl.trainer.learner import Optimiser
-from jrl.trainer.lengths import prompt_length, response_length
-from jrl.trainer.objectives import CriticObjective, PolicyObjective, SupervisedObjective
-from jrl.trainer.processes import several
-from jrl.trainer.prompt_format import (
+from jrl.text.load import load_tokenizer
+from jrl.text.prompt_format import (
     NONE,
     OF_CHECKPOINT,
     PromptFormat,
     prompt_format,
     with_template,
 )
-from jrl.trainer.resharding import RolloutPolicy, rollout_mesh
-from moe.capacity import can_drop
+from jrl.text.tokenizer import Tokenizer
+from jrl.trainer.learner import Optimiser
+from jrl.trainer.lengths import prompt_length, response_length
+from jrl.trainer.objectives import CriticObjective, PolicyObjective, SupervisedObjective
 from moe.config import PRESETS, ModelConfig
 from moe.model import check_window
-from moe.order import Order
+from moe.router.capacity import can_drop
+from moe.tokens.zigzag import Order
 from sharding.folding import FoldedMesh, Layout, fold
 
 
@@ -54,7 +57,7 @@ class Setup:
       response_length: limit of a completion in tokens, end-of-sequence included.
 
     Raises:
-      ValueError: for a network whose experts drop choices, see `moe.capacity`.
+      ValueError: for a network whose experts drop choices, see `moe.router.capacity`.
     """
 
     run: RunConfig
@@ -74,6 +77,11 @@ class Setup:
                 "1 before any update: set it to None, or to num_experts / experts_per_token = "
                 f"{self.model.num_experts / self.model.experts_per_token:g} or more."
             )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those that a run keeps to its end, as JSON values."""
+        return fixed_settings(self.run, self.recipe)
 
     @cached_property
     def format(self) -> PromptFormat:
@@ -292,9 +300,9 @@ def _tokenizer(run: RunConfig, task: Task, model: ModelConfig | None) -> Tokeniz
     """
     if run.tokenizer is not None:
         size = None if model is None else model.vocab_size
-        return with_template(run, Tokenizer.from_file(run.tokenizer, size))
+        return with_template(run, load_tokenizer(run.tokenizer, size))
     if run.checkpoint is not None and model is not None:
-        from jrl.json_tokenizer import checkpoint_tokenizer  # needs an extra
+        from jrl.text.json_tokenizer import checkpoint_tokenizer  # needs an extra
 
         return with_template(run, checkpoint_tokenizer(run.checkpoint, model.vocab_size))
     if run.chat_template not in (OF_CHECKPOINT, NONE):

@@ -10,7 +10,7 @@ from flax import struct
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
-from jrl.trainer.checkpoints import Checkpoints
+from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer.learner import Learner, start, state_shardings
 from jrl.trainer.setup import Setup
 from moe import weights as moe_weights

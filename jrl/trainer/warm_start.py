@@ -5,14 +5,14 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from jaxtyping import Array
 
+from jrl.config.run import RunConfig
+from jrl.processes.agreement import several, to_devices
 from jrl.recipes.batch import Batch
 from jrl.tasks import Example
+from jrl.text.prompts import encode_answers, encode_prompts
 from jrl.trainer.collect import sample
-from jrl.trainer.config import RunConfig
 from jrl.trainer.evaluation import filled_up, full_marks
 from jrl.trainer.learner import start, update
-from jrl.trainer.processes import several, to_devices
-from jrl.trainer.prompts import encode_answers, encode_prompts
 from jrl.trainer.setup import Setup
 from moe.weights import Transformer
 
@@ -127,8 +127,8 @@ def supervised_batch(setup: Setup, examples: list[Example]) -> Batch[Array]:
     learned.
     """
     count, examples = len(examples), filled_up(examples, setup.warm_start_rows)
-    prompts, prompts_valid = encode_prompts(setup, examples)
-    answers, answers_mask = encode_answers(setup, examples)
+    prompts, prompts_valid = encode_prompts(setup.format, examples, setup.prompt_length)
+    answers, answers_mask = encode_answers(setup.tokenizer, examples, setup.response_length)
     mask = np.concatenate([np.zeros_like(prompts_valid), answers_mask], axis=1)
     mask[count:] = False
     nothing = np.zeros(mask.shape, np.float32)

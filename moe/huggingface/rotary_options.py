@@ -4,9 +4,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from moe.attention.rotary import LlamaScaling, RopeScaling, YarnScaling
 from moe.config import ModelConfig
 from moe.huggingface.options import Options
-from moe.rotary import LlamaScaling, RopeScaling, YarnScaling
 
 _LLAMA = {
     "factor": "factor",

@@ -8,9 +8,9 @@ from chat_checkpoint import END, QUESTIONS, START, TURN, VOCAB_SIZE, write_token
 from programs import random_weights
 
 from jrl.evaluate import main as evaluate
-from jrl.json_tokenizer import checkpoint_tokenizer
+from jrl.runs.folder import RunFolder
+from jrl.text.json_tokenizer import checkpoint_tokenizer
 from jrl.train import main
-from jrl.trainer.run_folder import RunFolder
 from moe import huggingface
 from moe.config import ModelConfig
 

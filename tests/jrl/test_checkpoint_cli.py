@@ -10,10 +10,11 @@ import tokenizers
 from tokenizers import decoders, models
 
 from jrl.evaluate import main as evaluate
-from jrl.json_tokenizer import JsonTokenizer, checkpoint_tokenizer
-from jrl.tokenizer import Tokenizer
+from jrl.runs.folder import RunFolder
+from jrl.text.json_tokenizer import JsonTokenizer, checkpoint_tokenizer
+from jrl.text.load import load_tokenizer
+from jrl.text.tokenizer import Tokenizer
 from jrl.train import main
-from jrl.trainer.run_folder import RunFolder
 from jrl.trainer.saved_policy import load_model
 from moe.huggingface import config_from
 
@@ -52,7 +53,7 @@ def test_the_tokenizer_of_a_checkpoint(checkpoint, tmp_path):
     assert tokenizer.decode([1, *ids, 2, 36]) == "112="
     assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id) == (0, 1, 2)
     tokenizer.save(tmp_path / "tokenizer.model")
-    again = Tokenizer.from_file(tmp_path / "tokenizer.model")
+    again = load_tokenizer(tmp_path / "tokenizer.model")
     assert isinstance(again, JsonTokenizer)
     assert (again.vocab_size, again.encode("112="), again.eos_id) == (37, ids, 2)
     with pytest.raises(ValueError, match="ids has 37, outside of the vocabulary of 37"):

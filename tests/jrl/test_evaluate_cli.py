@@ -7,11 +7,12 @@ import pytest
 from command_runs import FLAGS, metrics, one_line
 
 from jrl import evaluate, train
+from jrl.runs import manifest
+from jrl.runs.checkpoints import Checkpoints
+from jrl.runs.folder import RunFolder
 from jrl.tasks import Verdict
 from jrl.tasks.procedural import ProceduralTask
-from jrl.trainer import loop, manifest, measure
-from jrl.trainer.checkpoints import Checkpoints
-from jrl.trainer.run_folder import RunFolder
+from jrl.trainer import loop, measure
 
 # Shapes that training has compiled already: one completion of each of its held-out prompts.
 AS_TRAINED = ["--k", "1", "--prompts", "8"]

@@ -7,23 +7,24 @@ import pytest
 from command_runs import FLAGS, one_line
 
 from jrl import evaluate, train
-from jrl.trainer import critic_report
-from jrl.trainer.checkpoints import Checkpoints
+from jrl.report import critic
+from jrl.runs.checkpoints import Checkpoints
+from jrl.trainer import critic_evaluation
 
 
 @pytest.fixture(scope="module", params=["vapo"])
 def run(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp("judged") / "run"
+    path = tmp_path_factory.mktemp("rollouts") / "run"
     assert train.main([request.param, *FLAGS, "--run-dir", str(path)]) == 0
     return path
 
 
 @pytest.fixture
-def judged(monkeypatch):
+def rollouts(monkeypatch):
     """What each report was made of."""
-    seen, diagnose = [], critic_report.diagnose
+    seen, diagnostics = [], critic.critic_diagnostics
     monkeypatch.setattr(
-        critic_report, "diagnose", lambda rollout: seen.append(rollout) or diagnose(rollout)
+        critic, "critic_diagnostics", lambda rollout: seen.append(rollout) or diagnostics(rollout)
     )
     return seen
 
@@ -31,11 +32,11 @@ def judged(monkeypatch):
 @pytest.fixture(autouse=True)
 def _batches(monkeypatch):
     """Eight prompts of four completions in batches of three prompts."""
-    monkeypatch.setattr(critic_report, "ROWS_AT_ONCE", 12)
+    monkeypatch.setattr(critic_evaluation, "ROWS_AT_ONCE", 12)
 
 
 @pytest.mark.slow
-def test_evaluate_measures_the_critic_of_a_run(run, judged, tmp_path, capsys):
+def test_evaluate_measures_the_critic_of_a_run(run, rollouts, tmp_path, capsys):
     out = tmp_path / "out.json"
     flags = ["--diagnostics", "--k", "4", "--prompts", "8", "--json", str(out)]
     assert evaluate.main([str(run), *flags]) == 0
@@ -46,7 +47,7 @@ def test_evaluate_measures_the_critic_of_a_run(run, judged, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "terminal_reach/share" in out and "critic: 32/32 completions" in out
     # No prompt is left out or counts twice.
-    (rollout,) = judged
+    (rollout,) = rollouts
     assert rollout.groups.tolist() == [number for number in range(8) for _ in range(4)]
     assert {len(rollout.values), len(rollout.mask), len(rollout.correct)} == {32}
 

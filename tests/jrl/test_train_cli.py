@@ -12,12 +12,12 @@ import pytest
 from command_runs import FLAGS, IN_A_FRESH_PROCESS, metrics, one_line
 from places import ROOT, SUPPORT
 
+from jrl.config.files import configuration_of
+from jrl.config.run import RunConfig
 from jrl.recipes import RECIPES
+from jrl.runs.folder import RunFolder
 from jrl.train import main
 from jrl.trainer import loop, warm_start
-from jrl.trainer.config import RunConfig
-from jrl.trainer.configuration import configuration_of
-from jrl.trainer.run_folder import RunFolder
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ import pytest
 from command_runs import metrics
 from places import ROOT, SUPPORT
 
-from jrl.trainer.checkpoints import Checkpoints
-from jrl.trainer.records import read
+from jrl.runs.checkpoints import Checkpoints
+from jrl.runs.records import read
 
 # What one process does, over two; `trainer/test_processes.py` has their parts.
 pytestmark = pytest.mark.slow

@@ -20,12 +20,12 @@ from safetensors.numpy import load_file, save_file
 from tiers import full_but
 
 from moe import huggingface, model
+from moe.attention.rotary import LlamaScaling, YarnScaling
 from moe.config import ModelConfig, tiny
 from moe.decoding import decode_step, extend, prefill
 from moe.execution import Execution
 from moe.huggingface.configuration import UNBALANCED
 from moe.huggingface.families import FAMILIES
-from moe.rotary import LlamaScaling, YarnScaling
 from moe.weights import Transformer, specs
 from sharding.collectives import vary
 
@@ -414,7 +414,7 @@ def test_weights_of_another_network_and_options_of_it_are_refused(tmp_path):
 
 def test_stretched_wavelengths_at_their_ends():
     """Fast pairs turn as before, slow ones `factor` times more slowly."""
-    from moe.rotary import frequencies_of
+    from moe.attention.rotary import frequencies_of
 
     plain = frequencies_of(16, 1e4, None)
     for scaling in (

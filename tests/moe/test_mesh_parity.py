@@ -111,7 +111,7 @@ CASES = [
     ("shared", "pp2 tp2 dp2 / ep4"),
     ("sigmoid", "tp2 dp4 / ep2 etp2"),
 ]
-# Who is dropped does not depend on cp and tp: `tests/moe/test_capacity.py` has it by itself.
+# Who is dropped does not depend on cp and tp: `tests/moe/router/test_capacity.py` has it by itself.
 FULL = [("full", "cp2"), ("full", "tp2 cp2 / ep4")]
 BATCH, TIME = 8, 5
 

@@ -13,12 +13,12 @@ from programs import jit, mesh_of, on_mesh, random_weights
 from tiers import full_but
 
 from moe import model
-from moe.attention import rms_norm
+from moe.attention.layer import rms_norm
 from moe.config import ModelConfig
 from moe.execution import Execution
-from moe.routing import RouterStatistics
-from moe.stream import rows
-from moe.vocabulary import logits_of
+from moe.head import logits_of
+from moe.router.routing import RouterStatistics
+from moe.tokens.packing import rows
 from moe.weights import specs
 from sharding.collectives import all_sum
 from sharding.folding import Layout, fold_abstract

@@ -11,9 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jrl.trainer.command_line import start_jax
-from jrl.trainer.coordinator import Processes
-from jrl.trainer.processes import (
+from jrl.config.command_line import start_jax
+from jrl.processes.agreement import (
     Together,
     any_of,
     check_same,
@@ -24,6 +23,7 @@ from jrl.trainer.processes import (
     to_devices,
     to_host,
 )
+from jrl.processes.coordinator import Processes
 from sharding.folding import Layout, fold
 
 DEVICES = 4

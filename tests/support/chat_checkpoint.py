@@ -8,8 +8,8 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jrl.json_tokenizer import checkpoint_tokenizer
-from jrl.tokenizer import Tokenizer
+from jrl.text.json_tokenizer import checkpoint_tokenizer
+from jrl.text.tokenizer import Tokenizer
 
 END, START, TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 VOCAB_SIZE = 310

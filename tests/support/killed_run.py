@@ -19,9 +19,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 from small_runs import begin_or_go_on, small_recipe, small_run, small_setup  # noqa: E402
 
+from jrl.runs.checkpoints import Checkpoints  # noqa: E402
+from jrl.runs.records import Appender  # noqa: E402
 from jrl.trainer import loop, warm_start  # noqa: E402
-from jrl.trainer.checkpoints import Checkpoints  # noqa: E402
-from jrl.trainer.records import Appender  # noqa: E402
 
 MOMENTS = {
     "warm start": (warm_start, "update"),

@@ -11,15 +11,15 @@ from random import Random
 import jax
 import numpy as np
 
+from jrl.config.run import RunConfig
 from jrl.recipes import RECIPES, ActorCritic, Batch
+from jrl.report.metrics import without_timings
+from jrl.runs.folder import RunFolder
+from jrl.runs.records import read, read_metrics
 from jrl.tasks.procedural import ProceduralTask
 from jrl.tasks.task import CORRECT, UNPARSABLE, WRONG, Example, Verdict
-from jrl.tokenizer import Tokenizer
-from jrl.trainer.config import RunConfig
+from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.loop import Outcome, train
-from jrl.trainer.metrics import without_timings
-from jrl.trainer.records import read, read_metrics
-from jrl.trainer.run_folder import RunFolder
 from jrl.trainer.setup import Setup
 from moe.config import ModelConfig
 from sharding.folding import Layout, fold

@@ -19,8 +19,8 @@ from pathlib import Path
 import command_runs  # noqa: F401, the micro model
 
 from jrl import evaluate, train
+from jrl.processes.agreement import any_of, is_first
 from jrl.trainer import loop
-from jrl.trainer.processes import any_of, is_first
 
 train_step = loop.train_step
 

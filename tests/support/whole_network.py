@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from moe import model, stages
-from moe.stream import rows
-from moe.vocabulary import logprobs_and_entropy
+from moe.head import logprobs_and_entropy
+from moe.tokens.packing import rows
 from moe.weights import specs
 from sharding.collectives import all_sum, vary, varying
 

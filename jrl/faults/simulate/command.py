@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import tyro
 
+from jrl.config.seeds import check_seed
 from jrl.faults.simulate.incident import simulate
 from jrl.faults.simulate.metrics import PRODUCTION
 from jrl.faults.simulate.settings import Settings
-from jrl.seeds import check_seed
 
 
 @dataclass(frozen=True)

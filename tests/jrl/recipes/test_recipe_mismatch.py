@@ -10,8 +10,8 @@ import pytest
 from jrl.losses import ppo_surrogate
 from jrl.recipes import RECIPES, Batch, Grpo
 from jrl.recipes.mismatch import Correction
+from jrl.report.metrics import check_known
 from jrl.trainer.learner import count
-from jrl.trainer.metrics import check_known
 
 # Three tokens and four; what lies under the mask is far off.
 LOG_W = np.array([[0.1, -0.2, 1.2, 0.0], [-0.5, -0.9, 0.3, 9.0]], np.float32)

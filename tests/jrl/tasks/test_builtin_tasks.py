@@ -8,7 +8,7 @@ import pytest
 
 from jrl.tasks.load import BUILT_IN
 from jrl.tasks.task import Example, Task, Verdict
-from jrl.tokenizer import Tokenizer
+from jrl.text.tokenizer import Tokenizer
 
 NUM_EXAMPLES = 3000
 

@@ -16,14 +16,14 @@ from small_runs import (
     small_setup,
 )
 
-from jrl.chat import ChatTemplate
 from jrl.recipes import RECIPES
 from jrl.rollout.generate import Rollout
 from jrl.tasks import REASONS, Example, Verdict
+from jrl.text.chat import ChatTemplate
+from jrl.text.prompt_format import PromptFormat
+from jrl.text.prompts import UNREADABLE, encode_answers, encode_prompts, text_of
 from jrl.trainer import collect as collecting
 from jrl.trainer.collect import Completions, collect, described, sample
-from jrl.trainer.prompt_format import PromptFormat
-from jrl.trainer.prompts import UNREADABLE, encode_answers, encode_prompts, text_of
 from jrl.trainer.state import initial_weights
 
 TIME = PROMPT_LENGTH + RESPONSE_LENGTH
@@ -31,7 +31,9 @@ TIME = PROMPT_LENGTH + RESPONSE_LENGTH
 
 def test_prompts_are_padded_on_the_left():
     setup = small_setup()
-    tokens, valid = encode_prompts(setup, [Example("2=", ""), Example("0120=", "")])
+    tokens, valid = encode_prompts(
+        setup.format, [Example("2=", ""), Example("0120=", "")], setup.prompt_length
+    )
     begin = [setup.tokenizer.bos_id]
     pad = setup.tokenizer.pad_id
     ids = setup.tokenizer.encode
@@ -40,19 +42,21 @@ def test_prompts_are_padded_on_the_left():
     with pytest.raises(
         ValueError, match=r"'01201=' has 7 tokens .*prompt_length=6: raise --prompt"
     ):
-        encode_prompts(setup, [Example("01201=", "")])
+        encode_prompts(setup.format, [Example("01201=", "")], setup.prompt_length)
 
 
 def test_answers_end():
     setup = small_setup()
-    tokens, mask = encode_answers(setup, [Example("", "2="), Example("", "0120")])
+    tokens, mask = encode_answers(
+        setup.tokenizer, [Example("", "2="), Example("", "0120")], setup.response_length
+    )
     end = [setup.tokenizer.eos_id]
     pad = setup.tokenizer.pad_id
     ids = setup.tokenizer.encode
     assert tokens.tolist() == [ids("2=") + end + [pad] * 2, ids("0120") + end]
     assert mask.tolist() == [[True] * 3 + [False] * 2, [True] * 5]
     with pytest.raises(ValueError, match=r"'01201' has 6 tokens .*response_length=5: raise --resp"):
-        encode_answers(setup, [Example("", "01201")])
+        encode_answers(setup.tokenizer, [Example("", "01201")], setup.response_length)
 
 
 def test_special_tokens_inside_a_completion_show():

@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import PartitionSpec
 from rich.console import Console
 
+from jrl.config.run import RunConfig
 from jrl.recipes import Dapo, Grpo, Ppo, Vapo
-from jrl.trainer.config import RunConfig
 from jrl.trainer.dry_run import (
     batch_arithmetic,
     cache_bytes,
@@ -22,7 +22,7 @@ from jrl.trainer.dry_run import (
 from jrl.trainer.setup import set_up
 from jrl.trainer.state import begin, initial_weights
 from moe import decoding, model, weights
-from moe.vocabulary import logits_of
+from moe.head import logits_of
 
 LAYOUT = "tp2 dp2 / ep4"
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from small_runs import small_recipe, small_run, small_setup
 
+from jrl.report.metrics import without_timings
 from jrl.tasks import Example
 from jrl.tasks.procedural import ProceduralTask
 from jrl.trainer import evaluation
 from jrl.trainer.evaluation import evaluate, filled_up, heldout_examples, pass_at_k
 from jrl.trainer.loop import begin, train_step
-from jrl.trainer.metrics import without_timings
 from jrl.trainer.state import initial_weights
 
 

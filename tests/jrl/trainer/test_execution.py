@@ -2,8 +2,8 @@
 
 import pytest
 
+from jrl.config.run import RunConfig
 from jrl.recipes import Grpo
-from jrl.trainer.config import RunConfig
 from jrl.trainer.setup import set_up
 
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from small_runs import metrics_of, small_recipe, small_run, small_setup
 
+from jrl.config.run import RunConfig
 from jrl.faults.align import read_folder
 from jrl.faults.guard import machine_name
 from jrl.faults.record import Writer
+from jrl.report.metrics import check_known
+from jrl.runs.folder import RunFolder
 from jrl.trainer import loop
-from jrl.trainer.config import RunConfig
-from jrl.trainer.metrics import check_known
-from jrl.trainer.run_folder import RunFolder
 
 SLOW = "elsewhere-3"
 

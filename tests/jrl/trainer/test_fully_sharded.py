@@ -11,10 +11,10 @@ from three_updates import assert_same_updates, random_weights, three_updates
 from tiers import full_but
 
 from jrl.rollout.generate import generate
-from jrl.trainer.checkpoints import Checkpoints
+from jrl.rollout.resharding import reshard
+from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer.dry_run import memory
 from jrl.trainer.learner import start, update
-from jrl.trainer.resharding import reshard
 from jrl.trainer.state import abstract, begin, restore, save
 from moe import weights as moe_weights
 from moe.execution import Execution

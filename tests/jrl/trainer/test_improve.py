@@ -11,6 +11,7 @@ from small_runs import GROUP_SIZE, small_batch, small_recipe, small_run, small_s
 
 from jrl.losses import ExplainedVariance, Mean
 from jrl.recipes import RECIPES
+from jrl.report.metrics import check_known
 from jrl.trainer import improve as improving
 from jrl.trainer.collect import Completions, collect
 from jrl.trainer.improve import (
@@ -21,7 +22,6 @@ from jrl.trainer.improve import (
     summarise,
 )
 from jrl.trainer.learner import Max
-from jrl.trainer.metrics import check_known
 from jrl.trainer.state import begin, initial_weights
 
 ROWS = 8

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from small_runs import begin_or_go_on, small_model, small_recipe, small_run, small_setup
 
-from jrl.trainer.metrics import without_timings
-from jrl.trainer.records import read, read_metrics
+from jrl.report.metrics import without_timings
+from jrl.runs.records import read, read_metrics
 
 ELSEWHERE = "pp2 cp2 tp2 / ep4"
 # Sums in another order differ in the last of 7 digits, and Adam's first steps divide a gradient by

@@ -6,12 +6,13 @@ import pytest
 from chat_checkpoint import QUESTIONS, chat_tokenizer
 from small_runs import PROMPT_LENGTH, largest, small_model
 
+from jrl.config.run import RunConfig
 from jrl.tasks import Example
 from jrl.tasks.finite import FiniteTask
 from jrl.tasks.load import BUILT_IN
 from jrl.tasks.process import Worker
-from jrl.tokenizer import Tokenizer
-from jrl.trainer.config import RunConfig
+from jrl.text.prompt_format import PromptFormat, prompt_format
+from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.lengths import (
     longest_answer,
     longest_prompt,
@@ -19,7 +20,6 @@ from jrl.trainer.lengths import (
     response_length,
     response_origin,
 )
-from jrl.trainer.prompt_format import PromptFormat, prompt_format
 
 EXAMPLES = [Example(question, str(answer)) for question, answer in QUESTIONS]
 CHECKPOINT = RunConfig(model="hf:DIR")

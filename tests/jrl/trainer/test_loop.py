@@ -20,17 +20,17 @@ from small_runs import (
 from tiers import full_but
 
 from jrl.recipes import RECIPES
+from jrl.report.metrics import check_known, is_timing, without_timings
+from jrl.runs.checkpoints import Checkpoints
+from jrl.runs.folder import RunFolder
+from jrl.runs.records import read_metrics
 from jrl.tasks.finite import FiniteTask
 from jrl.tasks.process import Worker
 from jrl.tasks.task import Example
 from jrl.trainer import improve as improving
 from jrl.trainer import loop
 from jrl.trainer import warm_start as warming
-from jrl.trainer.checkpoints import Checkpoints
 from jrl.trainer.loop import NonFiniteRun
-from jrl.trainer.metrics import check_known, is_timing, without_timings
-from jrl.trainer.records import read_metrics
-from jrl.trainer.run_folder import RunFolder
 from jrl.trainer.state import initial_weights
 from jrl.trainer.warm_start import (
     CHECK_EVERY,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from small_runs import small_batch, small_model, small_recipe, small_run, small_setup
 
-from jrl.trainer.checkpoints import Checkpoints
+from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer.learner import start, update
 from jrl.trainer.state import abstract, begin, initial_weights, restore, save
 from sharding import zero

@@ -25,7 +25,7 @@ from tiers import full_but
 
 from jrl.rollout.generate import generate
 from jrl.rollout.scoring import Rows, num_pieces
-from jrl.trainer.checkpoints import Checkpoints
+from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer.improve import logprobs_of, values_of
 from jrl.trainer.learner import start, update
 from jrl.trainer.state import abstract, begin, initial_weights, restore, save

@@ -21,10 +21,10 @@ from small_runs import (
     small_setup,
 )
 
+from jrl.report.metrics import without_timings
+from jrl.runs.checkpoints import Checkpoints
+from jrl.runs.records import read
 from jrl.trainer import loop, warm_start
-from jrl.trainer.checkpoints import Checkpoints
-from jrl.trainer.metrics import without_timings
-from jrl.trainer.records import read
 from jrl.trainer.state import abstract, initial_weights
 
 

@@ -7,8 +7,8 @@ import pytest
 from chat_checkpoint import chat_tokenizer, write_tokenizer
 from small_runs import small_model, small_recipe, small_setup
 
+from jrl.config.run import ROUTER_SETTINGS, RunConfig
 from jrl.recipes import Grpo
-from jrl.trainer.config import ROUTER_SETTINGS, RunConfig
 from jrl.trainer.setup import Setup, set_up
 from moe.config import tiny
 

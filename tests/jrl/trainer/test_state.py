@@ -3,8 +3,8 @@ from dataclasses import replace
 import jax
 import pytest
 
+from jrl.config.run import RunConfig
 from jrl.recipes import Ppo
-from jrl.trainer.config import RunConfig
 from jrl.trainer.setup import set_up
 from jrl.trainer.state import abstract, begin, initial_weights
 

@@ -1,0 +1,167 @@
+"""A run's configuration as its ``config.json`` holds it: the run, the recipe, all their fields.
+
+Reading is strict: what is unknown, missing or of another type is refused, so that a run is repeated
+as it was or not at all.
+"""
+
+import json
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from jrl.config.run import RunConfig
+from jrl.recipes import RECIPES, Recipe
+from jrl.runs.folder import RunFolder
+
+CHANGEABLE = (
+    "steps",
+    "layout",
+    "rollout_layout",
+    "devices",
+    "micro_batch",
+    "remat",
+    "fsdp",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "samples_every",
+    "max_nonfinite",
+    "verifiers",
+    "log_to",
+    "faults",
+    "faults_continuity",
+    "faults_port",
+    "on_fault",
+)
+"""What a resumed run may change: none of it changes what a step computes. Steps only grow; another
+layout or micro-batch adds up in another order, which shows in the last digits."""
+
+Record = TypeVar("Record")
+
+
+def to_json(run: RunConfig, recipe: Recipe) -> dict[str, Any]:
+    """What `from_json` makes the two of again."""
+    return {"recipe": recipe.name, "run": asdict(run), "hyperparameters": asdict(recipe)}
+
+
+def from_json(config: Mapping[str, Any], place: Path | str) -> tuple[RunConfig, Recipe]:
+    """The run and the recipe that `to_json` described.
+
+    Args:
+      place: where the configuration was read, for the message.
+
+    Raises:
+      ValueError: for a field that is unknown, missing or of another type, or an unknown recipe.
+    """
+    _check_names(config, ("recipe", "run", "hyperparameters"), "", place)
+    name = config["recipe"]
+    if not isinstance(name, str) or name not in RECIPES:
+        raise ValueError(f"{place}: recipe is {name!r}, none of {', '.join(RECIPES)}.")
+    run = _record(RunConfig, config["run"], "run", place)
+    return run, _record(RECIPES[name], config["hyperparameters"], "hyperparameters", place)
+
+
+def fixed_settings(run: RunConfig, recipe: Recipe) -> dict[str, Any]:
+    """The recipe's name and every field that a resumed run may not change, as JSON holds them."""
+    config = to_json(run, recipe)
+    fields = {"recipe": config["recipe"], **config["run"], **config["hyperparameters"]}
+    fixed = {name: value for name, value in fields.items() if name not in CHANGEABLE}
+    return json.loads(json.dumps(fixed))
+
+
+def configuration_of(folder: RunFolder) -> tuple[RunConfig, Recipe]:
+    """The run and the recipe of a run folder."""
+    return from_json(folder.config(), folder.config_path)
+
+
+def check_resumable(stored: tuple[RunConfig, Recipe], given: tuple[RunConfig, Recipe]) -> None:
+    """Refuses to go on with a run under settings that would make it another run.
+
+    Raises:
+      ValueError: naming every flag that may not differ, what the run has and what was given.
+    """
+    differences = list(_differences(stored, given))
+    if differences:
+        raise ValueError(
+            f"a resumed run keeps its settings: {'; '.join(differences)}. "
+            "Leave these flags out, or start a new run."
+        )
+
+
+def flag(field: str) -> str:
+    """A field as it is written on the command line."""
+    return "--" + field.replace("_", "-")
+
+
+def _differences(
+    stored: tuple[RunConfig, Recipe], given: tuple[RunConfig, Recipe]
+) -> Iterator[str]:
+    for before, after in zip(stored, given, strict=True):
+        for field in fields(before):
+            old, new = getattr(before, field.name), getattr(after, field.name)
+            if field.name == "steps" and new < old:
+                yield f"--steps is {old} in the run and can be raised only, {new} was given"
+            elif old != new and field.name not in CHANGEABLE:
+                yield f"{flag(field.name)} is {old} in the run, {new} was given"
+
+
+def _record(kind: type[Record], values: Any, name: str, place: Path | str) -> Record:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{place}: {name} is {values!r}, not an object.")
+    hints = get_type_hints(kind)
+    names = [field.name for field in fields(kind)]  # pyright: ignore[reportArgumentType]
+    _check_names(values, names, f"{name}.", place)
+    for field in names:
+        if not _fits(values[field], hints[field]):
+            raise ValueError(
+                f"{place}: {name}.{field} is {values[field]!r}, not {_spelled(hints[field])}."
+            )
+    try:
+        return kind(**{field: _converted(values[field], hints[field]) for field in names})
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
+def _check_names(
+    values: Mapping[str, Any], names: tuple[str, ...] | list[str], prefix: str, place: Path | str
+) -> None:
+    unknown = [prefix + name for name in values if name not in names]
+    missing = [prefix + name for name in names if name not in values]
+    if unknown or missing:
+        parts = [f"unknown {', '.join(unknown)}"] if unknown else []
+        parts += [f"missing {', '.join(missing)}"] if missing else []
+        raise ValueError(
+            f"{place} is not a configuration of this version: {'; '.join(parts)}. "
+            "Use the version that wrote it, or mend the file."
+        )
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    """Whether a JSON value is one of this type. A whole number will do for a float."""
+    origin, options = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, option) for option in options)
+    if origin is Literal:
+        return isinstance(value, str) and value in options
+    if origin is tuple:
+        return isinstance(value, list | tuple) and all(_fits(item, options[0]) for item in value)
+    if annotation is float:
+        # Of whole numbers only those that a float can be.
+        return type(value) is float or (type(value) is int and abs(value) < 2**1023)
+    return type(value) is annotation
+
+
+def _converted(value: Any, annotation: Any) -> Any:
+    """A fitting JSON value as the field holds it: lists are tuples, floats are floats."""
+    if isinstance(value, list):
+        return tuple(value)
+    if type(value) is int and float in (annotation, *get_args(annotation)):
+        return float(value)
+    return value
+
+
+def _spelled(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return " | ".join(map(repr, get_args(annotation)))
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)

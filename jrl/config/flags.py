@@ -1,0 +1,154 @@
+"""The flags of ``python -m jrl.train``: what to do, the fields of the run, those of its recipe."""
+
+import argparse
+import difflib
+from dataclasses import dataclass, fields, make_dataclass
+from itertools import pairwise
+from typing import Annotated, Any, Literal, TypeVar
+
+import tyro
+
+from jrl.config.files import check_resumable, configuration_of
+from jrl.config.run import RunConfig
+from jrl.processes.coordinator import ALONE, Processes
+from jrl.recipes import RECIPES, Recipe
+from jrl.runs.folder import RunFolder
+from sharding.folding import Layout
+
+PROGRAM = "python -m jrl.train"
+DEFAULT_RECIPE = "grpo"
+
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True)
+class Command:
+    """What to do."""
+
+    run_dir: str | None = None
+    """Folder of the run, new but for --resume; None takes the next runs/RECIPE-TASK-NUMBER."""
+    resume: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Go on with the run in --run-dir from its last checkpoint, with its own settings. Only --steps
+    (upwards), what fits it to the machine (--layout, --rollout-layout, --devices, --micro-batch,
+    --remat, --fsdp, --verifiers), --checkpoint-every, --keep-checkpoints, --samples-every,
+    --max-nonfinite, --log-to and what is about faults may change."""
+    dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print batch arithmetic, parameters, memory and layout, and stop."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a command line asks for."""
+
+    command: Command
+    run: RunConfig
+    recipe: Recipe
+    processes: Processes = ALONE
+
+
+def parse(arguments: list[str]) -> Request:
+    """Reads a command line. On --resume, what it does not say comes from the run.
+
+    Raises:
+      ValueError: on an unknown recipe, on settings that cannot be, and on --resume on settings that
+        differ from the run's.
+    """
+    word = _recipe_word(arguments)
+    if word is not None and word not in RECIPES:
+        near = difflib.get_close_matches(word, RECIPES, n=2, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ValueError(f"recipe {word!r} is unknown: {hint}The recipes are {', '.join(RECIPES)}.")
+    stored = _stored(arguments)
+    if stored is None:
+        run, recipe = RunConfig(), RECIPES[word or DEFAULT_RECIPE]()
+    else:
+        run, recipe = stored
+        if word not in (None, recipe.name):
+            raise ValueError(
+                f"a resumed run keeps its settings: the recipe is {recipe.name} in the run, "
+                f"{word} was given. Leave it out, or start a new run."
+            )
+    command, processes, new_run, new_recipe = _parse_flags(arguments, run, recipe)
+    if stored is not None:
+        check_resumable(stored, (new_run, new_recipe))
+    run, recipe = RunConfig(**_values(new_run)), type(recipe)(**_values(new_recipe))
+    return Request(
+        command,
+        run,
+        recipe.divided(Layout.parse(run.layout).dp),
+        processes,
+    )
+
+
+def _recipe_word(arguments: list[str]) -> str | None:
+    """The word that names the recipe: the first one, or a recipe's name that is no flag's value."""
+    if arguments and not arguments[0].startswith("-"):
+        return arguments[0]
+    for before, word in pairwise(arguments):
+        if word in RECIPES and (not before.startswith("-") or "=" in before):
+            return word
+    return None
+
+
+def _stored(arguments: list[str]) -> tuple[RunConfig, Recipe] | None:
+    """The configuration of the run to resume, None without --resume."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--run-dir", "--run_dir", nargs="?")
+    parser.add_argument("-h", "--help", action="store_true")
+    known, _ = parser.parse_known_args(arguments)
+    if not known.resume or known.help:
+        return None
+    if known.run_dir is None:
+        raise ValueError("--resume needs --run-dir: give the folder of the run to go on with.")
+    return configuration_of(RunFolder.read(known.run_dir))
+
+
+def _parse_flags(
+    arguments: list[str], run: RunConfig, recipe: Recipe
+) -> tuple[Command, Processes, RunConfig, Recipe]:
+    """The flags, with `run` and `recipe` for those not given; these two come back unchecked."""
+    run, recipe = _unchecked(run), _unchecked(recipe)
+    names = Literal[tuple(RECIPES)]  # pyright: ignore[reportInvalidTypeForm]
+    about = f"Comes first. Each recipe has flags of its own: {PROGRAM} dapo --help"
+    name = tyro.conf.arg(name="recipe", help=about)
+    flags = make_dataclass(
+        "Flags",
+        [
+            ("word", Annotated[names, tyro.conf.Positional, name]),
+            ("command", tyro.conf.OmitArgPrefixes[Command]),
+            ("processes", tyro.conf.OmitArgPrefixes[Processes]),
+            ("run", tyro.conf.OmitArgPrefixes[type(run)]),
+            (recipe.name, tyro.conf.OmitArgPrefixes[type(recipe)]),
+        ],
+    )
+    parsed = vars(
+        tyro.cli(
+            flags,
+            prog=PROGRAM,
+            description="Trains a policy by reinforcement. Without arguments: a small mixture of "
+            "experts learns to sort digits with GRPO, in some two minutes on a laptop. The recipes "
+            f"are {', '.join(RECIPES)}.",
+            args=arguments,
+            default=flags(recipe.name, Command(), ALONE, run, recipe),
+        )
+    )
+    if parsed["word"] != recipe.name:
+        raise ValueError(f"the recipe comes first: {PROGRAM} {parsed['word']} ...")
+    return parsed["command"], parsed["processes"], parsed["run"], parsed[recipe.name]
+
+
+def _unchecked(record: Record) -> Record:
+    """The record as one that takes any values, so that all flags are read before any is judged."""
+    kind = type(record)
+    body = {
+        "__post_init__": lambda self: None,
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+    }
+    unchecked: Any = type(kind.__name__, (kind,), body)
+    return unchecked(**_values(record))
+
+
+def _values(record: Any) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in fields(record)}

@@ -1,0 +1,163 @@
+"""What a run is, apart from its recipe."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from jrl.config.seeds import check_seed
+
+ROUTER_SETTINGS = (
+    "load_balance_coef",
+    "batch_balance_coef",
+    "global_balance_coef",
+    "router_z_coef",
+    "bias_update_rate",
+)
+"""Fields of `RunConfig` that replace those of the network where they are given."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Settings of a run that do not belong to the algorithm."""
+
+    task: str = "sort"
+    """A built-in task, "jsonl:PATH" or "gym:NAME"."""
+    steps: int = 200
+    """Training steps; each samples completions once and learns from them."""
+    seed: int = 0
+    """Of everything random. The same seed on the same kind of machine gives the same run."""
+
+    model: str = "tiny"
+    """A preset (tiny, tiny-dense or small), or hf:DIR for a public checkpoint, its weights and its
+    tokenizer; the warm start is skipped then."""
+    weights: str | None = None
+    """A run folder whose last policy to start from; the warm start is skipped."""
+    tokenizer: str | None = None
+    """A SentencePiece .model file, or a tokenizer.json with its tokenizer_config.json beside it;
+    None takes the checkpoint's own, or trains a character model on the task's characters."""
+    chat_template: str = "checkpoint"
+    """How prompts become conversations: "checkpoint" writes them with the template that comes with
+    the tokenizer, if there is one; "none" takes them as they are; anything else is the path of a
+    Jinja file."""
+    system_prompt: str | None = None
+    """The first message of every conversation that has no system message of its own."""
+    prompt_field: str = "prompt"
+    """Field of a JSON line with the prompt, a text."""
+    answer_field: str = "answer"
+    """Field with the gold answer, a text or a number."""
+    messages_field: str | None = None
+    """Field with the prompt as a conversation, a list of {"role": ..., "content": ...}, in place of
+    the prompt; None takes "messages" where a line has no prompt."""
+    layout: str = "dp1"
+    """How the devices are laid out, for example "tp2 dp2 / ep4"."""
+    rollout_layout: str | None = None
+    """How the same devices are laid out to sample completions, without pp and cp; None is the
+    layout of training, its pp and cp made part of dp. The weights are moved between the two."""
+    devices: int | None = None
+    """Number of CPU devices to make believe, in all processes together; None takes the real
+    ones."""
+    remat: Literal["none", "selective", "full"] = "none"
+    """What the backward pass of a layer computes again instead of keeping it in memory."""
+    fsdp: bool = False
+    """Keep weights in parts on the devices that would all hold the same (fully sharded data
+    parallelism) and join them where they are used. Needs a remat of selective or full."""
+
+    prompt_length: int | None = None
+    """Tokens that prompts are padded to; None fits the task's longest."""
+    response_length: int | None = None
+    """Limit of a completion in tokens; None is a quarter above the task's longest answer, and for
+    hf:DIR 1024 or what the checkpoint's window leaves."""
+
+    load_balance_coef: float | None = None
+    """Weight of the load-balancing loss of each sequence; None is the preset's, 0 for hf:DIR."""
+    batch_balance_coef: float | None = None
+    """The same of each micro-batch in a sequence-parallel group."""
+    global_balance_coef: float | None = None
+    """The same of each micro-batch over all devices."""
+    router_z_coef: float | None = None
+    """Weight of the router z-loss; None is the preset's, 0 for hf:DIR."""
+    bias_update_rate: float | None = None
+    """How far a bias that experts are selected by (DeepSeek-V3) moves in an optimiser step; None
+    leaves it where the checkpoint has it."""
+
+    warm_start_accuracy: float = 0.3
+    """Supervised learning stops at this sampled accuracy on fresh training prompts."""
+    warm_start_steps: int = 2000
+    """Supervised steps at most; 0 skips the warm start."""
+    warm_start_batch: int = 128
+    """Examples per supervised step; filled up with rows that do not count where it does not divide
+    over the devices."""
+    warm_start_learning_rate: float = 2e-3
+    """Of AdamW, for the warm start."""
+
+    eval_every: int = 10
+    """Steps between evaluations on held-out prompts."""
+    eval_prompts: int = 256
+    """Held-out prompts of an evaluation during training, or all there are if they are fewer."""
+
+    checkpoint_every: int = 50
+    """Steps between checkpoints. The first is taken after the warm start, the last at the end."""
+    keep_checkpoints: int = 2
+    """Checkpoints kept; the oldest goes first."""
+    samples_every: int = 10
+    """Steps between completions written to samples.jsonl."""
+    max_nonfinite: int = 5
+    """Updates in a row that may be skipped for a loss or gradient that is not finite."""
+    shuffle_rewards: bool = False
+    """Control experiment: rewards are permuted over the batch, so that they carry no
+    information."""
+    verifiers: int | None = None
+    """Processes that check the answers of a jsonl: or gym: task; None is one per processor core, up
+    to 8."""
+    log_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Where metrics go besides metrics.jsonl."""
+
+    faults: bool = False
+    """Sample each process once a second into faults/ of the run folder, for python -m jrl.faults
+    watch, and raise an alarm when one stands out from the others. The numbers stay the same."""
+    faults_continuity: float = 240.0
+    """Seconds for which a process has to stand out before it is named."""
+    faults_port: int | None = None
+    """Serve the newest sample to Prometheus on this port of localhost, plus the number of the
+    process; None serves nothing."""
+    on_fault: str | None = None
+    """A shell command for each alarm; its environment has JRL_FAULT_MACHINE, JRL_FAULT_METRIC,
+    JRL_FAULT_START, JRL_FAULT_END (Unix times) and JRL_FAULT_LINE."""
+
+    @property
+    def checkpoint(self) -> str | None:
+        """The directory of the public checkpoint that the model is, None for a preset."""
+        return self.model.removeprefix("hf:") if self.model.startswith("hf:") else None
+
+    def __post_init__(self):
+        check_seed(self.seed)
+        if self.devices is not None and self.devices < 1:
+            raise ValueError(f"devices={self.devices} must be at least 1.")
+        for name in ("steps", "warm_start_batch", "eval_every", "eval_prompts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        for name in ("checkpoint_every", "keep_checkpoints", "samples_every", "max_nonfinite"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        for name in ROUTER_SETTINGS:
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value} must not be negative: 0 is none.")
+        if not self.task.startswith("jsonl:"):
+            for name, usual in (("prompt", "prompt"), ("answer", "answer"), ("messages", None)):
+                if getattr(self, f"{name}_field") != usual:
+                    raise ValueError(
+                        f"{name}_field={getattr(self, f'{name}_field')!r} needs --task jsonl:FILE, "
+                        f"not {self.task!r}: leave it out."
+                    )
+        if self.verifiers is not None and self.verifiers < 1:
+            raise ValueError(f"verifiers={self.verifiers} must be at least 1.")
+        if not 0 <= self.warm_start_accuracy <= 1:
+            raise ValueError(f"warm_start_accuracy={self.warm_start_accuracy} must lie in 0..1.")
+        if not 0 < self.faults_continuity < math.inf:
+            raise ValueError(f"faults_continuity={self.faults_continuity} must be above 0 seconds.")
+        for name in ("faults_port", "on_fault"):
+            if getattr(self, name) is not None and not self.faults:
+                raise ValueError(f"{name}={getattr(self, name)!r} needs --faults.")
+        if self.faults_port is not None and not 0 < self.faults_port < 2**16:
+            raise ValueError(f"faults_port={self.faults_port} must lie in 1..65535.")

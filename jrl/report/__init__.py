@@ -1,0 +1,1 @@
+"""What people look at: what each metric means, the terminal, plots."""

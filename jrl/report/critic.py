@@ -1,0 +1,202 @@
+"""What a run's critic is worth: the diagnostics of `jrl.losses`, as one report."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jrl.losses import diagnostics, explained_variance, gae
+
+BINS = 10
+"""Parts of a response, and of the range of predicted probabilities."""
+
+
+@dataclass(frozen=True)
+class CriticRollout:
+    """A rollout with what the critic says of it, on the host.
+
+    Attributes:
+      values: ``[batch, time]`` of the critic.
+      rewards: ``[batch, time]`` usually zero but for the last sampled token.
+      mask: ``[batch, time]`` sampled tokens.
+      correct: ``[batch]`` full marks or not.
+      groups: ``[batch]`` completions of one prompt share a number.
+      lam: of the policy's advantages; a number, or ``[batch, 1]``.
+      gamma: the discount per token.
+      low: the return of a failure.
+      high: the return of a success.
+      alpha: of the length-adaptive lambda; None where lam does not adapt.
+    """
+
+    values: np.ndarray
+    rewards: np.ndarray
+    mask: np.ndarray
+    correct: np.ndarray
+    groups: np.ndarray
+    lam: float | np.ndarray
+    gamma: float = 1.0
+    low: float = 0.0
+    high: float = 1.0
+    alpha: float | None = None
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """``[batch]`` sampled tokens of each completion."""
+        return self.mask.sum(axis=1).astype(np.int32)
+
+    @cached_property
+    def edges(self) -> tuple[int, ...]:
+        """Lengths that part the responses into up to four buckets of about one size."""
+        lengths = self.lengths[self.lengths > 0]
+        if not lengths.size:
+            return ()
+        quartiles = {int(x) for x in np.quantile(lengths, (0.25, 0.5, 0.75), method="nearest")}
+        return tuple(sorted(quartile for quartile in quartiles if quartile < lengths.max()))
+
+
+@dataclass(frozen=True)
+class Report:
+    """All diagnostics of one rollout. Those along a response have `BINS` entries.
+
+    Attributes:
+      position: explained variance, bias and error along a response.
+      explained_variance: over all tokens.
+      calibration: of values as probabilities of success.
+      bootstrap: size of the bias in the advantages, from single returns: an upper estimate.
+      bias: ``[bins]`` size of the mean bias in the advantages; the noise of returns averages out.
+      deviation: standard deviation of the advantages.
+      reach: how far the outcome is felt.
+      guard_rate: responses too short for an adaptive lambda; None where lam does not adapt.
+      sensitivity: per bucket of length, advantages at lam against those at 1.
+      variance: of the advantages, within and between responses.
+      concentration: of the temporal-difference errors.
+      errors: ``[bins]`` mean size of the temporal-difference errors.
+      contradiction: share of tokens whose advantage contradicts the outcome.
+      contradictions: ``[bins]`` the same along a response.
+      length: shares of the buckets of length.
+      negative: responses with a negative mean advantage.
+      groups: shares of groups all right and all wrong, pass@1 and pass@k.
+    """
+
+    position: diagnostics.ByPosition
+    explained_variance: float
+    calibration: diagnostics.Calibration
+    bootstrap: diagnostics.BootstrapBias
+    bias: np.ndarray
+    deviation: float
+    reach: diagnostics.TerminalReach
+    guard_rate: float | None
+    sensitivity: diagnostics.LambdaSensitivity
+    variance: diagnostics.VarianceSplit
+    concentration: diagnostics.Concentration
+    errors: np.ndarray
+    contradiction: float
+    contradictions: np.ndarray
+    length: diagnostics.LengthShare
+    negative: diagnostics.NegativeShare
+    groups: diagnostics.GroupDegeneracy
+
+    def summary(self) -> dict[str, float]:
+        """One number or two per diagnostic, by name; what is infinite is left out."""
+        numbers = {
+            "explained_variance": self.explained_variance,
+            "explained_variance/first_decile": self.position.explained_variance[0],
+            "explained_variance/last_decile": self.position.explained_variance[-1],
+            "bias/first_decile": self.position.bias[0],
+            "bias/last_decile": self.position.bias[-1],
+            "calibration/brier": self.calibration.brier,
+            "calibration/ece": self.calibration.ece,
+            "bootstrap_bias/mean": np.mean(self.bias),
+            "bootstrap_bias/upper_estimate": self.bootstrap.bias,
+            "bootstrap_bias/bound": self.bootstrap.bound,
+            "advantage/std": self.deviation,
+            "terminal_reach/share": self.reach.share,
+            "terminal_reach/horizon": self.reach.horizon,
+            "lambda/correlation": np.average(
+                self.sensitivity.correlation, weights=self.sensitivity.tokens
+            ),
+            "lambda/sign_agreement": np.average(
+                self.sensitivity.sign_agreement, weights=self.sensitivity.tokens
+            ),
+            "variance/within_over_between": self.variance.ratio,
+            "td/gini": self.concentration.gini,
+            "td/top_5_percent_mass": self.concentration.top_mass,
+            "td/identity_gap": self.concentration.identity_gap,
+            "outcome_contradiction": self.contradiction,
+            "negative/responses": self.negative.responses,
+            "negative/tokens": self.negative.tokens,
+            "advantage/drift": self.negative.drift,
+            "groups/all_right": self.groups.all_right,
+            "groups/all_wrong": self.groups.all_wrong,
+            "groups/pass_at_k_gap": self.groups.gap,
+        }
+        if self.guard_rate is not None:
+            numbers["lambda/guard_rate"] = self.guard_rate
+        return {name: float(x) for name, x in numbers.items() if np.isfinite(x)}
+
+
+def critic_diagnostics(rollout: CriticRollout) -> Report:
+    """All diagnostics of one rollout.
+
+    Raises:
+      ValueError: if it has no token.
+    """
+    if not rollout.mask.any():
+        raise ValueError("the rollout has no sampled token, so there is nothing to diagnose.")
+    mask, rewards, values = map(jnp.asarray, (rollout.mask, rollout.rewards, rollout.values))
+    lam, gamma = jnp.asarray(rollout.lam, values.dtype), rollout.gamma
+    advantages, _ = gae(rewards, values, mask, gamma=gamma, lam=lam)
+    _, returns = gae(rewards, values, mask, gamma=gamma, lam=1.0)
+    errors = values - returns
+    bias = diagnostics.bootstrap_bias(errors, mask, lam, gamma=gamma)
+    steps, _ = gae(rewards, values, mask, gamma=gamma, lam=0.0)
+    parts = np.asarray(diagnostics.relative_position(mask, num_bins=BINS))
+
+    def along(x: Array) -> np.ndarray:
+        """The mean over the tokens of each part of a response."""
+        inside = rollout.mask
+        total = np.bincount(parts[inside], np.asarray(x)[inside], BINS)
+        return total / np.maximum(np.bincount(parts[inside], minlength=BINS), 1)
+
+    first = rollout.mask & (np.cumsum(rollout.mask, axis=1) == 1)
+    discounts = gamma ** (np.cumsum(rollout.mask, axis=1) - 1.0)
+    promised = np.where(first, rollout.values, 0).sum(1)
+    surprise = np.where(rollout.mask, rollout.rewards * discounts, 0).sum(1) - promised
+    against = np.sign(np.asarray(advantages)) != np.sign(surprise)[:, None]
+    report = Report(
+        position=diagnostics.by_position(values, returns, mask, num_bins=BINS),
+        explained_variance=float(explained_variance(values, returns, mask)),
+        calibration=diagnostics.calibration(
+            values,
+            jnp.asarray(rollout.correct, values.dtype)[:, None],
+            mask,
+            low=rollout.low,
+            high=rollout.high,
+            num_bins=BINS,
+        ),
+        bootstrap=diagnostics.bootstrap_bias_bound(errors, advantages, mask, lam, gamma=gamma),
+        bias=np.abs(along(bias)),
+        deviation=float(np.std(np.asarray(advantages)[rollout.mask])),
+        reach=diagnostics.terminal_reach(mask, lam=lam, gamma=gamma),
+        guard_rate=None
+        if rollout.alpha is None
+        else float(diagnostics.guard_rate(jnp.asarray(rollout.lengths), alpha=rollout.alpha)),
+        sensitivity=diagnostics.lambda_sensitivity(
+            rewards, values, mask, lam=lam, gamma=gamma, edges=rollout.edges
+        ),
+        variance=diagnostics.within_between_variance(advantages, mask),
+        concentration=diagnostics.td_concentration(rewards, values, mask, gamma=gamma),
+        errors=along(jnp.abs(steps)),
+        contradiction=float(
+            diagnostics.outcome_contradiction(rewards, values, advantages, mask, gamma=gamma)
+        ),
+        contradictions=along(jnp.asarray(against, values.dtype)),
+        length=diagnostics.length_share(mask, edges=rollout.edges),
+        negative=diagnostics.negative_share(advantages, mask),
+        groups=diagnostics.group_degeneracy(
+            jnp.asarray(rollout.correct, values.dtype), jnp.asarray(rollout.groups)
+        ),
+    )
+    return report

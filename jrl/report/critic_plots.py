@@ -1,0 +1,262 @@
+"""One picture of all diagnostics of a critic, a panel each."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jrl.report.critic import BINS, CriticRollout, Report, critic_diagnostics
+from jrl.report.plots import BLUE, GREEN, GRID, INK, MUTED, ORANGE, PURPLE, grid_of, save
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ALONG = "position in the response"
+
+
+def plot_diagnostics(
+    rollout: CriticRollout, path: Path | str, title: str | None = None, report: Report | None = None
+) -> Path:
+    """Draw the diagnostics of one rollout.
+
+    Args:
+      rollout: what the critic said of it.
+      path: the PNG to write; folders are made.
+      title: its heading.
+      report: its numbers, where they are known already.
+
+    Returns:
+      `path`.
+
+    Raises:
+      ValueError: if the rollout has no token.
+    """
+    report = critic_diagnostics(rollout) if report is None else report
+    figure, grid = grid_of(12, title)
+    figure.set_size_inches(20.0, 14.0)
+    panels = (
+        _explained_variance,
+        _bias,
+        _calibration,
+        _bootstrap,
+        _reach,
+        _sensitivity,
+        _variance,
+        _concentration,
+        _contradiction,
+        _lengths,
+        _negative,
+        _groups,
+    )
+    for axes, draw in zip(grid, panels, strict=True):
+        axes.grid(color=GRID, linewidth=1.0, axis="y")
+        axes.set_axisbelow(True)
+        axes.tick_params(colors=MUTED, labelsize=11, length=0, pad=7)
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+        axes.spines["bottom"].set_color(MUTED)
+        draw(axes, rollout, report)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save(figure, path)
+    return path
+
+
+def _name(axes: "Axes", title: str, note: str, x: str, y: str) -> None:
+    """Title, one line of numbers under it, and the axes' names."""
+    axes.set_title(f"{title}\n", fontsize=14, fontweight="bold", color=INK, loc="left", pad=8)
+    written = axes.text(0, 1.03, note, transform=axes.transAxes, fontsize=11, color=MUTED)
+    # Neither may push the panels apart: both lie above their own.
+    for text in (written, *axes.texts, axes.title):
+        text.set_in_layout(False)
+    axes.set_xlabel(x, fontsize=12, color=MUTED)
+    axes.set_ylabel(y, fontsize=12, color=MUTED)
+
+
+def _along(axes: "Axes") -> np.ndarray:
+    """The middles of the parts of a response, with the axis that shows them."""
+    axes.set_xlim(0, 1)
+    axes.set_xticks([0, 0.5, 1], ["start", "middle", "end"])
+    return (np.arange(BINS) + 0.5) / BINS
+
+
+def _percent(axes: "Axes", top: float | None = 1.0) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.set_ylim(0, top)
+
+
+def _legend(axes: "Axes") -> None:
+    axes.legend(frameon=False, labelcolor=INK, fontsize=11)
+
+
+def _bars(
+    axes: "Axes",
+    names: Sequence[str],
+    heights: Sequence[float] | np.ndarray,
+    colours: Sequence[str],
+    form: str = "{:.0%}",
+) -> None:
+    """Bars with their height written on them."""
+    bars = axes.bar(range(len(names)), heights, width=0.62, color=list(colours))
+    axes.bar_label(bars, [form.format(float(h)) for h in heights], color=INK, fontsize=11)
+    axes.set_xticks(range(len(names)), names)
+
+
+def _pairs(
+    axes: "Axes", names: Sequence[str], one: np.ndarray, other: np.ndarray, labels: tuple[str, str]
+) -> None:
+    """Two bars for each name."""
+    places = np.arange(len(names))
+    axes.bar(places - 0.19, one, width=0.36, color=BLUE, label=labels[0])
+    axes.bar(places + 0.19, other, width=0.36, color=ORANGE, label=labels[1])
+    axes.set_xticks(places, names, fontsize=10)
+
+
+def _buckets(rollout: CriticRollout) -> list[str]:
+    """The buckets of length as they are written on an axis."""
+    shortest, longest = rollout.lengths[rollout.lengths > 0].min(), rollout.lengths.max()
+    lows = [int(shortest), *(edge + 1 for edge in rollout.edges)]
+    highs = [*rollout.edges, int(longest)]
+    return [str(a) if a == b else f"{a}–{b}" for a, b in zip(lows, highs, strict=True)]  # noqa: RUF001 - a range
+
+
+def _explained_variance(axes: "Axes", rollout: CriticRollout, report: Report) -> None:
+    explained = np.asarray(report.position.explained_variance)
+    axes.plot(_along(axes), np.maximum(explained, -1), color=GREEN, linewidth=2.6, marker="o")
+    axes.axhline(0, color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)))
+    axes.set_ylim(min(-0.1, float(np.maximum(explained, -1).min()) - 0.05), 1.05)
+    note = f"overall {report.explained_variance:.2f}; 0 is a constant, 1 is perfect"
+    _name(axes, "Explained variance", note, ALONG, "1 − Var(G − V) / Var(G)")  # noqa: RUF001 - minus
+
+
+def _bias(axes: "Axes", rollout: CriticRollout, report: Report) -> None:
+    middles, bias = _along(axes), np.asarray(report.position.bias)
+    axes.plot(middles, bias, color=BLUE, linewidth=2.6, marker="o", label="mean error")
+    axes.plot(middles, report.position.error, color=MUTED, linewidth=1.8, label="typical error")
+    axes.axhline(0, color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)))
+    _legend(axes)
+    note = f"start {bias[0]:+.3f}, end {bias[-1]:+.3f}"
+    _name(axes, "Value bias", note, ALONG, "V − G, in reward")  # noqa: RUF001 - minus
+
+
+def _calibration(axes: "Axes", rollout: CriticRollout, report: Report) -> None:
+    found = report.calibration
+    count = np.asarray(found.tokens)
+    some = count > 0
+    share = count / count.sum()
+    middles = (np.arange(BINS) + 0.5) / BINS
+    axes.bar(middles, share, width=0.09, color=GRID, label="share of tokens")
+    axes.plot([0, 1], [0, 1], color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)))
+    predicted, observed = np.asarray(found.predicted)[some], np.asarray(found.observed)[some]
+    axes.plot(predicted, observed, color=PURPLE, linewidth=2.2)
+    axes.scatter(predicted, observed, s=20 + 220 * share[some], color=PURPLE, zorder=3)
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1.04)
+    axes.legend(frameon=False, labelcolor=INK, fontsize=11, loc="upper left")
+    note = f"Brier {float(found.brier):.3f}, calibration error {float(found.ece):.3f}"
+    _name(axes, "Calibration", note, "predicted success", "observed success")
+
+
+def _bootstrap(axes: "Axes", rollout: CriticRollout, report: Report) -> None:
+    axes.plot(_along(axes), report.bias, color=ORANGE, linewidth=2.6, marker="o", label="bias")
+    axes.axhline(report.deviation, color=BLUE, linewidth=2, label="spread of advantages")
+    axes.set_ylim(0, None)
+    _legend(axes)
+    ratio = report.bias.mean() / report.deviation if report.deviation else 0.0
+    note = f"mean {ratio:.1%} of the spread; bound {float(report.bootstrap.bound):.3f}"
+    _name(axes, "Bootstrap bias of advantages", note, ALONG, "in reward")
+
+
+def _reach(axes: "Axes", rollout: CriticRollout, report: Report) -> None:
+    longest = int(rollout.lengths.max())
+    decay = np.ravel(np.broadcast_to(rollout.lam, (len(rollout.lengths), 1)))[rollout.lengths > 0]
+    back = np.arange(longest)
+    low, mid, high = (
+        (rollout.gamma * quantile) ** back for quantile in np.quantile(decay, (0, 0.5, 1))
+    )
+    axes.fill_between(back, low, high, color=BLUE, alpha=0.15, linewidth=0)
+    axes.plot(back, mid, color=BLUE, linewidth=2.6)
+    typical = float(np.median(rollout.lengths[rollout.lengths > 0])) - 1
+    axes.axvline(typical, color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)))
+    side = "left" if typical > longest / 2 else "right"
+    words = " median response \n begins here "
+    axes.text(typical, 1.0, words, color=MUTED, fontsize=11, ha=side, va="top")
+    axes.set_xlim(longest - 1 if longest > 1 else 1, 0)
+    axes.set_ylim(0, 1.04)
+    horizon = float(report.reach.horizon)
+    note = f"{float(report.reach.share):.0%} feel it; horizon " + (
+        f"{horizon:.0f} tokens" if np.isfinite(horizon) else "without end"
+    )
+    if report.guard_rate is not None:
+        note += f"; floor in {report.guard_rate:.0%}"
+    _name(axes, "Terminal reach", note, "tokens before the end", "weight of the outcome")
+
+
+def _sensitivity(axes: "Axes", rollout: CriticRollout, report: Report) -> None:
+    found = report.sensitivity
+    correlation, agreement = np.asarray(found.correlation), np.asarray(found.sign_agreement)
+    _pairs(axes, _buckets(rollout), correlation, agreement, ("correlation", "equal sign"))
+    axes.set_ylim(min(0.0, float(correlation.min()) - 0.05), 1.25)
+    axes.set_yticks([0, 0.5, 1])
+    axes.axhline(0, color=MUTED, linewidth=1.0)
+    axes.legend(frameon=False, labelcolor=INK, fontsize=11, loc="upper center", ncols=2)
+    note = "A(λ) against A(1), by length of the response"
+    _name(axes, "Sensitivity to lambda", note, "tokens", "")
+
+
+def _variance(axes: "Axes", rollout: CriticRollout, report: Report) -> None:
+    parts = [float(report.variance.within), float(report.variance.between)]
+    _bars(axes, ["within\nresponses", "between\nresponses"], parts, (GREEN, BLUE), "{:.3g}")
+    axes.set_ylim(0, 1.15 * max(*parts, 1e-9))
+    note = f"ratio {float(report.variance.ratio):.2f}; 0 adds nothing to a baseline"
+    _name(axes, "Variance of advantages", note, "", "in reward squared")
+
+
+def _concentration(axes: "Axes", rollout: CriticRollout, report: Report) -> None:
+    found = report.concentration
+    axes.bar(_along(axes), report.errors, width=0.085, color=PURPLE)
+    axes.set_ylim(0, None)
+    note = f"Gini {float(found.gini):.2f}; top 5% of tokens hold {float(found.top_mass):.0%}"
+    _name(axes, "Temporal-difference errors", note, ALONG, "mean |δ|, in reward")
+
+
+def _contradiction(axes: "Axes", rollout: CriticRollout, report: Report) -> None:
+    axes.plot(_along(axes), report.contradictions, color=ORANGE, linewidth=2.6, marker="o")
+    axes.axhline(0.5, color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)))
+    _percent(axes, max(0.6, 1.1 * float(report.contradictions.max())))
+    note = f"{report.contradiction:.0%} of tokens; half is chance"
+    _name(axes, "Sign against the outcome", note, ALONG, "share of tokens")
+
+
+def _lengths(axes: "Axes", rollout: CriticRollout, report: Report) -> None:
+    responses, tokens = np.asarray(report.length.responses), np.asarray(report.length.tokens)
+    _pairs(axes, _buckets(rollout), responses, tokens, ("responses", "tokens"))
+    _percent(axes, 1.3 * float(max(responses.max(), tokens.max())))
+    axes.legend(frameon=False, labelcolor=INK, fontsize=11, loc="upper center", ncols=2)
+    note = "in a loss per response, and per token"
+    _name(axes, "Weight by length", note, "tokens", "share")
+
+
+def _negative(axes: "Axes", rollout: CriticRollout, report: Report) -> None:
+    found = report.negative
+    shares = [float(found.responses), float(found.tokens)]
+    _bars(axes, ["of responses", "of tokens"], shares, (BLUE, ORANGE))
+    _percent(axes, 1.15 * max(*shares, 0.05))
+    note = (
+        f"mean length {float(found.length):.1f} against {float(found.other_length):.1f}; "
+        f"drift {float(found.drift):+.3f}"
+    )
+    _name(axes, "Negative advantage", note, "", "share")
+
+
+def _groups(axes: "Axes", rollout: CriticRollout, report: Report) -> None:
+    found = report.groups
+    right, wrong = float(found.all_right), float(found.all_wrong)
+    shares = [right, max(0.0, 1 - right - wrong), wrong]
+    _bars(axes, ["all right", "mixed", "all wrong"], shares, (GREEN, BLUE, ORANGE))
+    _percent(axes, 1.15 * max(shares))
+    note = f"pass@1 {float(found.pass_at_1):.0%}, pass@k {float(found.pass_at_k):.0%}"
+    _name(axes, "Groups", note, "responses to one prompt", "share of prompts")

@@ -1,0 +1,341 @@
+"""Pictures of a run, drawn from its ``metrics.jsonl``.
+
+`plot_run` writes one overview and one picture for each panel; `plot_comparison` lays several runs
+over each other. Only panels whose metrics were logged are drawn. matplotlib is imported inside the
+functions: a command line should not wait for it before it has something to draw.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jrl.runs import records
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
+BLUE, ORANGE, GREEN, PURPLE = "#2563eb", "#ea7317", "#12936f", "#8b3fc7"
+COMPARED = (BLUE, ORANGE, GREEN, PURPLE, "#c81e4a", "#0e8fa8", "#8a6d1b", "#52606d")
+DPI = 200
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve of a panel: its metric, how the legend calls it, and its colour."""
+
+    metric: str
+    label: str
+    colour: str = BLUE
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One set of axes.
+
+    Attributes:
+      file: name of its own picture, without suffix.
+      title: what is shown.
+      unit: the y axis label.
+      lines: its curves; those that were not logged are left out.
+      measured: whether the points are sparse measurements, to be marked and not smoothed.
+      reference: draws the first value of this metric as a level, the one before reinforcement.
+      bounds: the y range, where the quantity has a natural one.
+      lowest: the y range goes no lower, for a quantity that starts out arbitrarily bad.
+      percent: whether the y axis counts in percent.
+    """
+
+    file: str
+    title: str
+    unit: str
+    lines: tuple[Line, ...]
+    measured: bool = False
+    reference: str | None = None
+    bounds: tuple[float | None, float | None] = (None, None)
+    lowest: float = -math.inf
+    percent: bool = False
+
+
+PANELS = (
+    Panel("reward", "Reward", "mean score", (Line("critic/score/mean", "score"),)),
+    Panel(
+        "accuracy",
+        "Held-out accuracy",
+        "full marks",
+        (
+            Line("val/accuracy/sampled", "sampled", BLUE),
+            Line("val/accuracy/greedy", "greedy", ORANGE),
+        ),
+        measured=True,
+        reference="val/accuracy/sampled",
+        bounds=(0.0, 1.0),
+        percent=True,
+    ),
+    Panel(
+        "response_length",
+        "Response length",
+        "tokens",
+        (Line("response_length/mean", "mean", GREEN),),
+    ),
+    Panel("entropy", "Entropy", "nats per token", (Line("actor/entropy", "entropy", PURPLE),)),
+    Panel(
+        "kl",
+        "KL from the sampling policy",
+        "nats per token",
+        (Line("actor/ppo_kl", "sampling policy"),),
+    ),
+    Panel(
+        "reference_kl",
+        "KL from the reference",
+        "nats per token",
+        (Line("actor/kl_loss", "reference", ORANGE),),
+    ),
+    Panel(
+        "clip_fraction",
+        "Clip fraction",
+        "share of tokens",
+        (
+            Line("actor/pg_clipfrac", "clipped", BLUE),
+            Line("actor/pg_clipfrac_lower", "dual clip", ORANGE),
+        ),
+        bounds=(0.0, None),
+        percent=True,
+    ),
+    Panel(
+        "explained_variance",
+        "Explained variance",
+        "share of the returns' variance",
+        (Line("critic/vf_explained_var", "explained variance", GREEN),),
+        bounds=(None, 1.0),
+        lowest=-1.0,
+    ),
+    Panel(
+        "router_load",
+        "Router load",
+        "load (1 is even)",
+        (
+            Line("moe/max_load", "busiest expert", ORANGE),
+            Line("moe/min_load", "idlest expert", BLUE),
+        ),
+        bounds=(0.0, None),
+    ),
+)
+
+Series = tuple[list[float | int], list[float | int]]
+
+
+def plot_run(
+    metrics_path: Path | str,
+    directory: Path | str,
+    title: str | None = None,
+    warm_start_accuracy: float | int | None = None,
+) -> list[Path]:
+    """Draw ``overview.png`` and one PNG for each panel that has something to show.
+
+    Args:
+      metrics_path: the run's ``metrics.jsonl``.
+      directory: where the pictures go; made if missing. Existing ones are replaced.
+      title: the heading of the overview.
+      warm_start_accuracy: the level marked as the start, in [0, 1]; by default the first sampled
+        accuracy that was logged.
+
+    Returns:
+      The paths written, the overview first; none if no panel has a metric.
+    """
+    history = records.read_metrics(metrics_path)
+    panels = [
+        panel for panel in PANELS if any(series(history, line.metric) for line in panel.lines)
+    ]
+    if not panels:
+        return []
+
+    def draw(axes: "Axes", panel: Panel) -> None:
+        level = None
+        if panel.reference is not None:
+            level = warm_start_accuracy
+            if level is None and (start := series(history, panel.reference)):
+                level = start[1][0]
+        _draw_panel(axes, panel, history, level)
+
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = [directory / "overview.png"]
+    figure, grid = grid_of(len(panels), title)
+    for axes, panel in zip(grid, panels, strict=True):
+        draw(axes, panel)
+    save(figure, paths[0])
+    for panel in panels:
+        figure, (axes,) = grid_of(1, None)
+        draw(axes, panel)
+        paths.append(directory / f"{panel.file}.png")
+        save(figure, paths[-1])
+    return paths
+
+
+def plot_comparison(
+    runs: Mapping[str, Path | str],
+    path: Path | str,
+    title: str | None = None,
+    panels: Sequence[str] = ("accuracy", "reward", "response_length", "entropy"),
+) -> Path:
+    """Draw several runs over each other, one colour a run.
+
+    Of a panel with several curves the first is drawn.
+
+    Args:
+      runs: the ``metrics.jsonl`` of each run under the name the legend gives it.
+      path: the PNG to write.
+      title: its heading.
+      panels: which panels, by file name; those that no run has metrics for are left out.
+
+    Returns:
+      `path`.
+
+    Raises:
+      ValueError: for an unknown panel, and where nothing could be drawn.
+    """
+    known = {panel.file: panel for panel in PANELS}
+    if unknown := [name for name in panels if name not in known]:
+        raise ValueError(f"panels={unknown} are unknown: choose among {', '.join(known)}")
+    histories = {label: records.read_metrics(metrics) for label, metrics in runs.items()}
+    shown = []
+    for panel in (known[name] for name in panels):
+        lines = [series(history, panel.lines[0].metric) for history in histories.values()]
+        if any(lines):
+            shown.append((panel, lines))
+    if not shown:
+        raise ValueError(f"runs={list(runs)} logged no metric of panels={list(panels)}")
+    colours = [COMPARED[i % len(COMPARED)] for i in range(len(histories))]
+    figure, grid = grid_of(len(shown), title)
+    for axes, (panel, lines) in zip(grid, shown, strict=True):
+        _decorate(axes, panel)
+        for line, label, colour in zip(lines, histories, colours, strict=True):
+            if line:
+                _draw_line(axes, line, label, colour, panel.measured)
+        _frame(axes, panel)
+    grid[0].legend(frameon=False, labelcolor=INK)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save(figure, path)
+    return path
+
+
+def series(history: Sequence[Mapping[str, float | int]], metric: str) -> Series | None:
+    """Return the steps and the values of one metric, or None where it was never finite."""
+    points = [
+        (record["step"], record[metric])
+        for record in history
+        if metric in record and math.isfinite(record[metric])
+    ]
+    if not points:
+        return None
+    steps, values = zip(*points, strict=True)
+    return list(steps), list(values)
+
+
+def smooth(values: Sequence[float | int], width: int) -> list[float | int]:
+    """Return the centred Gaussian average of `values`, its standard deviation `width` / 2 points.
+
+    Near the ends the average is over the part of the window that exists, so that it neither lags
+    nor starts at zero.
+    """
+    kernel = [math.exp(-2.0 * (offset / width) ** 2) for offset in range(2 * width)]
+    smoothed = []
+    for centre in range(len(values)):
+        total, weight = 0.0, 0.0
+        for i in range(max(0, centre - 2 * width + 1), min(len(values), centre + 2 * width)):
+            share = kernel[abs(i - centre)]
+            total += share * values[i]
+            weight += share
+        smoothed.append(total / weight)
+    return smoothed
+
+
+def grid_of(num_panels: int, title: str | None) -> tuple["Figure", list["Axes"]]:
+    """A figure of 1600 x 900 pixels at 2x, or smaller for few panels, and its axes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    columns = {1: 1, 2: 2, 3: 3, 4: 2, 5: 3, 6: 3, 9: 3}.get(num_panels, 4)
+    rows = math.ceil(num_panels / columns)
+    width, height = {(1, 1): (8.0, 4.5)}.get((rows, columns), (16.0, 3.9 * rows + 1.2))
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, wspace=0.03, hspace=0.05)
+    figure = Figure(figsize=(width, height), layout=layout, facecolor="white")
+    FigureCanvasAgg(figure)
+    if title is not None:
+        figure.suptitle(title, fontsize=19, fontweight="bold", color=INK, x=0.012, ha="left")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
+    for unused in axes[num_panels:]:
+        unused.set_visible(False)
+    return figure, axes[:num_panels]
+
+
+def _draw_panel(
+    axes: "Axes",
+    panel: Panel,
+    history: Sequence[Mapping[str, float | int]],
+    level: float | int | None,
+) -> None:
+    _decorate(axes, panel)
+    drawn = 0
+    for line in panel.lines:
+        points = series(history, line.metric)
+        if points is not None:
+            _draw_line(axes, points, line.label, line.colour, panel.measured)
+            drawn += 1
+    if level is not None:
+        axes.axhline(level, color=MUTED, linewidth=1.4, linestyle=(0, (4, 3)), label="warm start")
+    _frame(axes, panel)
+    if drawn > 1 or level is not None:
+        axes.legend(frameon=False, labelcolor=INK)
+
+
+def _draw_line(axes: "Axes", points: Series, label: str, colour: str, measured: bool) -> None:
+    steps, values = points
+    if measured or len(values) < 8:
+        axes.plot(steps, values, color=colour, label=label, linewidth=2.4, marker="o", markersize=5)
+        return
+    axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1.1)
+    smoothed = smooth(values, width=max(2, len(values) // 25))
+    axes.plot(steps, smoothed, color=colour, label=label, linewidth=2.6)
+
+
+def _decorate(axes: "Axes", panel: Panel) -> None:
+    axes.set_title(panel.title, fontsize=14, fontweight="bold", color=INK, loc="left", pad=10)
+    axes.set_xlabel("step", fontsize=12, color=MUTED)
+    axes.set_ylabel(panel.unit, fontsize=12, color=MUTED)
+    axes.grid(color=GRID, linewidth=1.0)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=MUTED, labelsize=11, length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(MUTED)
+
+
+def _frame(axes: "Axes", panel: Panel) -> None:
+    """Set the ranges and the ticks, once the curves are there to be measured."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    low, high = panel.bounds
+    bottom, top = axes.get_ylim()
+    margin = 0.02 * (top - max(bottom, panel.lowest))
+    # A natural bound is shown with a little room, so that a curve that lies on it stays visible.
+    axes.set_ylim(
+        max(bottom, panel.lowest) if low is None else low - margin,
+        top if high is None else high + margin,
+    )
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
+    if panel.percent:
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.4g} %"))
+
+
+def save(figure: "Figure", path: Path) -> None:
+    """Write the picture under a temporary name first: a kill leaves the old one."""
+    temporary = path.with_name(path.name + ".tmp")
+    figure.savefig(temporary, dpi=DPI, format="png")
+    temporary.replace(path)

@@ -1,0 +1,91 @@
+"""What belongs together in a run folder: a checkpoint says what lay beside it when it was saved.
+
+A run goes on only with the settings, the tokenizer and the lines of metrics and samples that its
+checkpoint saw, and a policy is read only with its own tokenizer. A file that was damaged, or that
+comes from another run, is noticed so.
+"""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from jrl.config.files import flag
+from jrl.processes.agreement import Together, is_first
+from jrl.runs.checkpoints import Checkpoints
+from jrl.runs.folder import RunFolder
+
+
+def describe(settings: Mapping[str, Any], folder: RunFolder) -> dict[str, Any]:
+    """What a checkpoint that is saved now says of the run, as JSON values.
+
+    Args:
+      settings: those that a run keeps (`jrl.config.files.fixed_settings`).
+    """
+    if not is_first():  # only the first process writes it
+        return {}
+    return {
+        "settings": dict(settings),
+        "files": folder.file_marks(),
+        "lines": folder.line_marks(),
+    }
+
+
+def newest_whole(checkpoints: Checkpoints) -> int | None:
+    """The step to go on from, None at the beginning. Newer checkpoints that are damaged are set
+    aside, each with a line that says so.
+
+    Raises:
+      ValueError: where all are damaged.
+    """
+    step, damaged = checkpoints.newest_whole()
+    for later, why in damaged.items():
+        path = checkpoints.set_aside(later)
+        if is_first():
+            print(
+                f"warning: the checkpoint of step {later} is damaged ({why}) and now lies in "
+                f"{path}; going on from step {step}",
+                file=sys.stderr,
+            )
+    return step
+
+
+def go_back(
+    settings: Mapping[str, Any], folder: RunFolder, step: int, found: Mapping[str, Any]
+) -> None:
+    """Drops the lines after a checkpoint, which its run writes again.
+
+    Args:
+      settings: as for `describe`, now.
+      found: what `describe` said when it was saved.
+
+    Raises:
+      ValueError: where the run beside it is not what it was then; nothing is dropped.
+    """
+    with Together():
+        if is_first():
+            _check_settings(settings, folder, step, found["settings"])
+            folder.check_files(step, found["files"])
+            folder.go_back(step, found["lines"])
+
+
+def check_files(folder: RunFolder, step: int, found: Mapping[str, Any]) -> None:
+    """Refuses a policy whose tokenizer or network description is not what was saved with it."""
+    with Together():
+        if is_first() and "files" in found:
+            folder.check_files(step, found["files"])
+
+
+def _check_settings(
+    now: Mapping[str, Any], folder: RunFolder, step: int, saved: Mapping[str, Any]
+) -> None:
+    differences = [
+        f"{flag(name)} is {now[name]!r} and was {saved[name]!r}"
+        for name in now
+        if name in saved and now[name] != saved[name]
+    ]
+    if differences:
+        raise ValueError(
+            f"{folder.config_path} is not what it was at the checkpoint of step {step}: "
+            f"{'; '.join(differences)}. Put the file back as it was, or begin a new run from this "
+            f"policy with --weights {folder.path}"
+        )

@@ -1,0 +1,315 @@
+"""Checkpoints of one pytree, atomic and bit-exact, through Orbax.
+
+A checkpoint is the folder ``<directory>/<step>/`` with three items: ``state`` (Orbax arrays under
+flat names such as ``policy/layers/w``), ``tree`` (shape and dtype of every leaf, as JSON) and
+``meta`` (the caller's own JSON), and with the hashes of all their files (`jrl.runs.manifest`),
+against which every reader holds them. It is written under a temporary name and renamed, so that a
+kill at any moment leaves a whole checkpoint or none; leftovers are never read, and the next `save`
+removes them. What is found damaged later can be set aside as ``<step>.damaged``.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jrl.processes.agreement import Together, from_first, is_first
+from jrl.runs import manifest
+
+TEMPORARY = re.compile(r"\d+\.(writing.*|deleting)")
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Every process of a multi-process program makes one of these and calls `save` and `restore`
+    together. One run has one writer; other programs may restore meanwhile.
+
+    Args:
+      directory: where checkpoints lie; made by the first `save`.
+      keep: how many of the newest to keep, at least 1.
+    """
+
+    def __init__(self, directory: Path | str, keep: int = 2):
+        if keep < 1:
+            raise ValueError(f"keep={keep} would leave no checkpoint to resume: give 1 or more")
+        self.directory = Path(directory).absolute()
+        self.keep = keep
+        self._whole: set[int] = set()  # found so by this object
+        self._orbax = ocp.Checkpointer(
+            ocp.CompositeCheckpointHandler(
+                state=ocp.PyTreeCheckpointHandler(),
+                tree=ocp.JsonCheckpointHandler(),
+                meta=ocp.JsonCheckpointHandler(),
+            )
+        )
+
+    def steps(self) -> list[int]:
+        """Return the steps of which a checkpoint was completed, oldest first: what the first
+        process sees, in all of them."""
+        return from_first(self._steps() if is_first() else [])
+
+    def _steps(self) -> list[int]:
+        if not self.directory.is_dir():
+            return []
+        return sorted(int(entry.name) for entry in self.directory.iterdir() if entry.name.isdigit())
+
+    def latest_step(self) -> int | None:
+        """Return the newest step of which a checkpoint was completed, or None."""
+        return max(self.steps(), default=None)
+
+    def newest_whole(self) -> tuple[int | None, dict[int, str]]:
+        """Return the newest step whose checkpoint is as it was written, None where there is none at
+        all, and what is damaged of the newer ones, by step. All files are read for that.
+
+        Raises:
+          ValueError: where there are checkpoints and all of them are damaged.
+        """
+        damaged: dict[int, str] = {}
+        # A run that is being written may drop the one looked at: that is no damage.
+        while steps := [step for step in self.steps() if step not in damaged]:
+            step = steps[-1]
+            why = self._damage(step)
+            if why is None:
+                return step, {later: damaged[later] for later in damaged if later > step}
+            if step in self.steps():
+                damaged[step] = why
+        if damaged:
+            listed = "; ".join(f"of step {step}: {why}" for step, why in damaged.items())
+            raise ValueError(
+                f"no checkpoint in {self.directory} is whole ({listed}): put back a copy of one, "
+                "or begin a new run in another folder"
+            )
+        return None, {}
+
+    def set_aside(self, step: int) -> Path:
+        """Rename a damaged checkpoint, which is then none any more, and return where it lies.
+
+        Only the writer of the run may call this.
+        """
+        path = self.directory / f"{step}.damaged"
+        with Together():
+            if is_first():
+                number = 2
+                while path.exists():
+                    path = self.directory / f"{step}.damaged-{number}"
+                    number += 1
+                (self.directory / str(step)).rename(path)
+        return Path(from_first(str(path)))
+
+    def save(self, step: int, state: Any, meta: Mapping[str, Any] | None = None) -> None:
+        """Write a checkpoint and return when it is on disk, then drop those beyond `keep`.
+
+        Args:
+          step: at least 0, and newer than every checkpoint there is.
+          state: a pytree of jax arrays, typed PRNG keys and numpy arrays.
+          meta: JSON values to come back with it.
+
+        Raises:
+          ValueError: for a step that is not newer, a leaf that is not an array, or a `meta` that
+            JSON cannot hold.
+        """
+        latest = self.latest_step()
+        if step < 0 or (latest is not None and step <= latest):
+            raise ValueError(
+                f"step={step} is not newer than the checkpoint of step {latest} in "
+                f"{self.directory}: save later steps only, or call drop_after first"
+            )
+        leaves = _named_leaves(state)
+        meta = {} if meta is None else dict(meta)
+        try:
+            json.dumps(meta, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"meta cannot be written as JSON: {error}") from None
+        self._remove_leftovers()
+        path = self.directory / f"{step}.writing"
+        self._orbax.save(
+            path,
+            args=ocp.args.Composite(
+                # Orbax refuses arrays without elements; their shape in `tree` says it all.
+                state=ocp.args.PyTreeSave(
+                    {name: _raw(leaf) for name, leaf in leaves.items() if leaf.size}
+                ),
+                tree=ocp.args.JsonSave({name: _describe(leaf) for name, leaf in leaves.items()}),
+                meta=ocp.args.JsonSave(meta),
+            ),
+        )
+        manifest.write(path, step)
+        if is_first():
+            path.rename(self.directory / str(step))
+        self._delete(self.steps()[: -self.keep])
+
+    def restore(self, step: int | None, like: Any, part: str = "") -> tuple[Any, dict[str, Any]]:
+        """Read a checkpoint.
+
+        Args:
+          step: which one, or None for the newest.
+          like: a pytree of arrays or `jax.ShapeDtypeStruct`s of the same structure, shapes and
+            dtypes. Each leaf is restored with the sharding of its counterpart (to the first device
+            where that has none), and as a numpy array where that is one. The layout may differ from
+            the one saved.
+          part: what of the state to read, for example ``policy/weights``; `like` is then a tree of
+            that part alone, and nothing else is read.
+
+        Returns:
+          The state, equal bit for bit, and its `meta`.
+
+        Raises:
+          ValueError: where there is no such checkpoint, it is damaged, or it is one of another
+            model; the message then lists every leaf that is missing, extra or differs.
+        """
+        step, found = self._find(step)
+        prefix = f"{part}/" if part else ""
+        wanted = {prefix + name: leaf for name, leaf in _named_leaves(like).items()}
+        there = {n: leaf for n, leaf in found["tree"].items() if n.startswith(prefix)}
+        path = self.directory / str(step)
+        _check_same(path, there, {n: _describe(leaf) for n, leaf in wanted.items()})
+        stored = {name: leaf for name, leaf in wanted.items() if leaf.size}
+        arrays = self._orbax.restore(
+            path,
+            args=ocp.args.Composite(
+                state=ocp.args.PyTreeRestore(
+                    item={name: 0 for name in stored},
+                    restore_args={name: _restore_args(leaf) for name, leaf in stored.items()},
+                    partial_restore=bool(part),
+                )
+            ),
+        )["state"]
+        state = [
+            _typed(arrays[name], leaf, found["tree"][name]) if leaf.size else _empty(leaf)
+            for name, leaf in wanted.items()
+        ]
+        return jax.tree.unflatten(jax.tree.structure(like), state), found["meta"]
+
+    def meta(self, step: int | None = None) -> dict[str, Any]:
+        """Return the `meta` of one checkpoint (None: the newest) without its arrays."""
+        return self._find(step)[1]["meta"]
+
+    def drop_after(self, step: int) -> None:
+        """Remove the checkpoints newer than `step`, to train on from an older one."""
+        self._delete(later for later in self.steps() if later > step)
+
+    def _find(self, step: int | None) -> tuple[int, dict[str, Any]]:
+        """Return the step asked for and the two JSON items of its checkpoint, which is whole."""
+        steps = self.steps()
+        if not steps or (step is not None and step not in steps):
+            wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+            there = f"there are {', '.join(map(str, steps))}" if steps else "there is none"
+            raise ValueError(f"{wanted} in {self.directory}: {there}")
+        step = steps[-1] if step is None else step
+        if step not in self._whole and (why := self._damage(step)) is not None:
+            raise ValueError(
+                f"checkpoint {self.directory / str(step)} is damaged: {why}; put back a copy of "
+                "it, or take an older one"
+            )
+        found = self._orbax.restore(
+            self.directory / str(step),
+            args=ocp.args.Composite(tree=ocp.args.JsonRestore(), meta=ocp.args.JsonRestore()),
+        )
+        return step, {"tree": found["tree"], "meta": found["meta"]}
+
+    def _damage(self, step: int) -> str | None:
+        """Why a checkpoint is not as it was written, None where it is."""
+        why = manifest.damage(self.directory / str(step), step)
+        if why is None:
+            self._whole.add(step)
+        return why
+
+    def _delete(self, steps: Iterable[int]) -> None:
+        if not is_first():
+            return
+        for step in steps:
+            # Renamed first: a kill while files go must not leave half a checkpoint under its name.
+            doomed = self.directory / f"{step}.deleting"
+            (self.directory / str(step)).rename(doomed)
+            shutil.rmtree(doomed)
+
+    def _remove_leftovers(self) -> None:
+        """Remove what a killed writer left. Readers never call this: they could hit a live one."""
+        if not is_first() or not self.directory.is_dir():
+            return
+        for entry in self.directory.iterdir():
+            if TEMPORARY.fullmatch(entry.name):
+                shutil.rmtree(entry)
+
+
+def _named_leaves(tree: Any) -> dict[str, Any]:
+    """Return the leaves under names such as ``policy/layers/w``, in the order of the tree."""
+    leaves = {}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+            raise ValueError(
+                f'leaf "{name}" is {leaf!r} of type {type(leaf).__name__}: '
+                "a checkpoint holds arrays; wrap it in numpy.asarray, or put it into meta"
+            )
+        if name in leaves:
+            raise ValueError(f'two leaves have the name "{name}": rename one of the dict keys')
+        leaves[name] = leaf
+    return leaves
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _raw(leaf: Any) -> Any:
+    """Return what Orbax stores: the words of a typed key, or the array itself."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _typed(array: Any, like: Any, description: Mapping[str, Any]) -> Any:
+    """Undo `_raw`."""
+    return jax.random.wrap_key_data(array, impl=description["impl"]) if _is_key(like) else array
+
+
+def _describe(leaf: Any) -> dict[str, Any]:
+    description = {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
+    if _is_key(leaf) and isinstance(leaf, jax.Array):
+        description["impl"] = str(jax.random.key_impl(leaf))
+    return description
+
+
+def _restore_args(leaf: Any) -> ocp.RestoreArgs:
+    if isinstance(leaf, np.ndarray):
+        return ocp.RestoreArgs(restore_type=np.ndarray)
+    return ocp.ArrayRestoreArgs(sharding=_sharding(leaf))
+
+
+def _sharding(leaf: Any) -> jax.sharding.Sharding:
+    if leaf.sharding is None:
+        return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return leaf.sharding
+
+
+def _empty(leaf: Any) -> Any:
+    """Return an array without elements."""
+    if isinstance(leaf, np.ndarray):
+        return np.zeros_like(leaf)
+    return jax.device_put(jax.numpy.empty(leaf.shape, leaf.dtype), _sharding(leaf))
+
+
+def _check_same(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint whose leaves are not those wanted, naming all that differ."""
+
+    def text(description: Mapping[str, Any]) -> str:
+        return f"{description['dtype']}[{','.join(map(str, description['shape']))}]"
+
+    differences = [f"missing {name}" for name in wanted if name not in found]
+    differences += [f"extra {name}" for name in found if name not in wanted]
+    differences += [
+        f"{name} is {text(found[name])}, not {text(wanted[name])}"
+        for name in wanted
+        if name in found and text(found[name]) != text(wanted[name])
+    ]
+    if differences:
+        raise ValueError(
+            f"checkpoint {path} is of another model: {'; '.join(differences)}; "
+            "use the configuration it was saved with"
+        )

@@ -1,0 +1,209 @@
+"""One folder per run: where each file lies, and who may write it.
+
+``runs/<name>/  config.json  tokenizer.model  metrics.jsonl  samples.jsonl  plots/  checkpoints/``.
+The process that writes a run holds a lock on it, which the kernel releases when the process ends,
+however it ends. A run begins to exist with its ``config.json``, the last thing `create` writes.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from jrl.runs import marks, records
+
+LOCK = ".lock"
+
+
+class RunFolder:
+    """The files of one run.
+
+    `create` begins a run and `resume` goes on with one; both hold the lock until `close`. `read`
+    looks at a run that another process may be writing.
+    """
+
+    def __init__(self, path: Path | str, lock: int | None = None):
+        self.path = Path(path)
+        self.config_path = self.path / "config.json"
+        self.tokenizer_path = self.path / "tokenizer.model"
+        self.model_path = self.path / "model.json"
+        self.metrics_path = self.path / "metrics.jsonl"
+        self.samples_path = self.path / "samples.jsonl"
+        self.plots_path = self.path / "plots"
+        self.checkpoints_path = self.path / "checkpoints"
+        self.tensorboard_path = self.path / "tensorboard"
+        self._lock = lock
+
+    @classmethod
+    def create(cls, path: Path | str, config: Mapping[str, Any]) -> "RunFolder":
+        """Begin a run in a folder that is empty or does not exist.
+
+        Args:
+          path: the folder; its parents are made.
+          config: everything needed to repeat the run, as JSON values.
+
+        Raises:
+          ValueError: where a run or other files are already there, where another process is writing
+            there, or where JSON cannot hold the configuration.
+        """
+        content = _config_bytes(config)
+        folder = cls(path)
+        folder._refuse_occupied()
+        folder.path.mkdir(parents=True, exist_ok=True)
+        folder._acquire()
+        try:
+            folder._refuse_occupied()  # another process may have come first
+            records.replace(folder.config_path, content)
+        except BaseException:
+            folder.close()
+            raise
+        return folder
+
+    @classmethod
+    def resume(cls, path: Path | str) -> "RunFolder":
+        """Go on with a run.
+
+        Raises:
+          ValueError: where there is no run, or another process is writing it.
+        """
+        folder = cls.read(path)
+        folder._acquire()
+        return folder
+
+    @classmethod
+    def read(cls, path: Path | str) -> "RunFolder":
+        """Look at a run without the right to write it.
+
+        Raises:
+          ValueError: where there is no run.
+        """
+        folder = cls(path)
+        if not folder.config_path.is_file():
+            raise ValueError(
+                f"run folder {folder.path} holds no run (config.json is missing): "
+                "start one there without --resume, or give the folder of a run"
+            )
+        return folder
+
+    def config(self) -> dict[str, Any]:
+        """Return the configuration the run was created with."""
+        try:
+            config = json.loads(self.config_path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{self.config_path} is not JSON: {error}; put the file back as it was"
+            ) from None
+        if not isinstance(config, dict):
+            raise ValueError(f"{self.config_path} holds {type(config).__name__}, not an object")
+        return config
+
+    def change_config(self, config: Mapping[str, Any]) -> None:
+        """Replace the configuration of a run that is being resumed."""
+        records.replace(self.config_path, _config_bytes(config))
+
+    def line_marks(self) -> dict[str, marks.Mark]:
+        """Return how far the lines of the run have come, for the checkpoint that goes on there."""
+        return {path.name: marks.mark(path) for path in (self.metrics_path, self.samples_path)}
+
+    def file_marks(self) -> dict[str, marks.Mark]:
+        """Return what the files of the run hold that never change."""
+        return {path.name: marks.mark(path) for path in (self.tokenizer_path, self.model_path)}
+
+    def check_files(self, step: int, found: Mapping[str, marks.Mark]) -> None:
+        """Refuse files that are not what they were at the checkpoint of `step`.
+
+        Args:
+          found: `file_marks` at that checkpoint.
+        """
+        for name, now in self.file_marks().items():
+            if name in found and now != found[name]:
+                raise ValueError(
+                    f"{self.path / name} is not what it was at the checkpoint of step {step}: it "
+                    "was changed, or is that of another run; put the file back as it was"
+                )
+
+    def go_back(self, step: int, found: Mapping[str, marks.Mark]) -> None:
+        """Drop the metrics and samples that a checkpoint of `step` writes again.
+
+        Args:
+          found: `line_marks` at that checkpoint.
+
+        Raises:
+          ValueError: where what comes before them is not what was there then.
+        """
+        marks.go_back(self.metrics_path, found["metrics.jsonl"], step, every_step=True)
+        marks.go_back(self.samples_path, found["samples.jsonl"], step, every_step=False)
+
+    def begin_again(self) -> None:
+        """Drop what a run wrote that was killed before its first checkpoint.
+
+        Raises:
+          ValueError: where there are metrics that only a run with checkpoints has.
+        """
+        lines = records.read(self.metrics_path) if self.metrics_path.exists() else []
+        if lines and lines[-1]["step"] > 0:
+            raise ValueError(
+                f"{self.metrics_path} goes up to step {lines[-1]['step']} and there is no "
+                f"checkpoint in {self.checkpoints_path}: put the checkpoints back, or begin a new "
+                "run in another folder"
+            )
+        self.metrics_path.unlink(missing_ok=True)
+        self.samples_path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Release the lock. Calling it again does nothing."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _refuse_occupied(self) -> None:
+        if self.config_path.exists():
+            raise ValueError(
+                f"run folder {self.path} already holds a run: "
+                "continue it with --resume, or choose another --run-dir"
+            )
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"run folder {self.path} is a file: choose another --run-dir")
+        # A kill before config.json leaves these two, and only these.
+        ours = {LOCK, self.config_path.name + ".tmp"}
+        if self.path.is_dir() and {entry.name for entry in self.path.iterdir()} - ours:
+            raise ValueError(
+                f"run folder {self.path} holds files but no run: choose another --run-dir"
+            )
+
+    def _acquire(self) -> None:
+        lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(lock)
+            raise ValueError(
+                f"run folder {self.path} is being written by another process (pid {holder}): "
+                "wait for it, stop it, or choose another --run-dir"
+            ) from None
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+        self._lock = lock
+
+
+def _config_bytes(config: Mapping[str, Any]) -> bytes:
+    try:
+        text = json.dumps(config, indent=2, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"config cannot be written as JSON: {error}") from None
+    return (text + "\n").encode()

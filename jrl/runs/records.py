@@ -1,0 +1,176 @@
+"""Files of JSON lines that survive a kill: append and read; `jrl.runs.marks` goes back in them.
+
+Every line is one JSON object with an integer ``"step"``. Floats are written as the shortest decimal
+that reads back to the same bits. JSON has no NaN and no infinity, so they become the strings
+``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` (the spelling that Python's ``float`` and Protobuf's
+JSON read); `read_metrics` turns them back into floats.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, SupportsFloat
+
+
+class Appender:
+    """Appends records to a file, each flushed to the operating system before `append` returns.
+
+    A kill can therefore lose the line being written and no other.
+    """
+
+    def __init__(self, path: Path | str):
+        self.path = Path(path)
+        # A lone surrogate has no UTF-8, but its backslash escape is also the JSON escape.
+        self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
+
+    def append(self, step: int, record: Mapping[str, Any]) -> None:
+        """Write one line.
+
+        Args:
+          step: the step the record belongs to; several lines may share one.
+          record: JSON values and scalars of numpy or jax. It must not hold "step" itself.
+        """
+        if "step" in record:
+            raise ValueError('record holds "step", which is the first argument: leave it out')
+        line = json.dumps({"step": int(step), **plain(record)}, ensure_ascii=False, allow_nan=False)
+        self._file.write(line + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> "Appender":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def plain(value: Any) -> Any:
+    """Return `value` as JSON can hold it: numpy and jax scalars as numbers, NaN as a string."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if not isinstance(value, SupportsFloat):
+        raise ValueError(f"a record holds {value!r} of type {type(value).__name__}: JSON cannot")
+    number = float(value)
+    if math.isnan(number):
+        return "NaN"
+    if math.isinf(number):
+        return "Infinity" if number > 0 else "-Infinity"
+    return number
+
+
+def read(path: Path | str) -> list[dict[str, Any]]:
+    """Return the records of a file, without a last line that is still being written.
+
+    Raises:
+      ValueError: for any other line that is not a JSON object with an integer step.
+    """
+    path = Path(path)
+    *lines, last = path.read_bytes().split(b"\n")
+    if last and record_of(last) is not None:
+        # Killed between the record and its newline: nothing of it is missing.
+        lines.append(last)
+    found = []
+    for number, line in enumerate(lines, start=1):
+        record = record_of(line)
+        if record is None:
+            raise ValueError(
+                f"{path}:{number} is not a JSON object with an integer step: {line[:60]!r}; "
+                "put the file back as it was, or repair that line"
+            )
+        found.append(record)
+    return found
+
+
+def read_metrics(path: Path | str) -> list[dict[str, float | int]]:
+    """Return one dict per line with every value a number, NaN and infinities included.
+
+    Raises:
+      ValueError: as `read` does, and for a value that is no number.
+    """
+    metrics = []
+    for number, record in enumerate(read(path), start=1):
+        numbers = {name: _number(value) for name, value in record.items()}
+        for name, value in numbers.items():
+            if value is None:
+                raise ValueError(
+                    f"{path}:{number}: {name} is {_short(record[name])}, not a number: "
+                    "put the file back as it was, or repair that line"
+                )
+        metrics.append(numbers)
+    return metrics
+
+
+def read_samples(path: Path | str) -> list[dict[str, Any]]:
+    """Return the completions of a run: records with the texts "kind", "prompt" and "completion",
+    the number "score", and more.
+
+    Raises:
+      ValueError: as `read` does, and for a record without one of these.
+    """
+    samples = read(path)
+    for number, sample in enumerate(samples, start=1):
+        for name in ("kind", "prompt", "completion", "score"):
+            is_right = _number if name == "score" else _text
+            if is_right(sample.get(name)) is None:
+                found = f"has {name} {_short(sample[name])}" if name in sample else f"lacks {name}"
+                raise ValueError(
+                    f"{path}:{number}: the sample {found}: each has texts kind, prompt and "
+                    "completion and a number score; put the file back as it was, or delete that "
+                    "line"
+                )
+    return samples
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Give the file `path` new content so that a kill leaves the old or the new, never a part."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def record_of(line: bytes) -> dict[str, Any] | None:
+    """Return the record that a line holds, None where it is no JSON object with a step."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):  # not JSON, not UTF-8, or nested too deeply
+        return None
+    if isinstance(record, dict) and type(record.get("step")) is int and 0 <= record["step"] < 2**63:
+        return record
+    return None
+
+
+def _number(value: Any) -> float | int | None:
+    """Return the number that a record holds, None where it is none."""
+    if isinstance(value, str):
+        return float(value) if value in ("NaN", "Infinity", "-Infinity") else None
+    if isinstance(value, bool) or not isinstance(value, float | int):
+        return None
+    return value if abs(value) < 2**63 or isinstance(value, float) else None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

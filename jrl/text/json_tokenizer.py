@@ -1,0 +1,281 @@
+"""Text to token ids and back as a public checkpoint does it: `tokenizer.json`, or SentencePiece."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from jrl.text.chat import today
+from jrl.text.tokenizer import Tokenizer, Usage, checked_usage, usage_from, write_whole
+
+TOKENS = ("eos_token", "bos_token", "pad_token", "unk_token")
+
+
+class JsonTokenizer(Tokenizer):
+    """Maps text to token ids with the pipeline of a `tokenizer.json`.
+
+    Attributes as for `Tokenizer`; `vocab_size` is that of the network, which may have more ids than
+    the pipeline has tokens, and `unk_id` is -1 where nothing is unknown. Special tokens that are
+    written in a text become their ids in `encode` too, as the pipeline has it.
+    """
+
+    def __init__(self, content: Mapping[str, Any], usage: Usage | None = None):
+        """Makes the pipeline.
+
+        Args:
+          content: "pipeline", what tokenizer.json holds; "vocab_size"; the "eos_token",
+            "bos_token", "pad_token" and "unk_token", of which only the first must be there; and the
+            fields of a `Usage`. Without a beginning of sequence nothing comes before a prompt,
+            without padding the unknown or the end takes its place.
+          usage: in place of the one in `content`.
+
+        Raises:
+          ValueError: when a special token is not in the vocabulary, there is no end of sequence, or
+            the network has fewer ids than the pipeline.
+        """
+        self.usage = usage_from(content) if usage is None else usage
+        self._content = {**content, **asdict(self.usage)}
+        self._pipeline = _pipeline(content["pipeline"])
+        self.vocab_size = content["vocab_size"]
+        size = max(self._pipeline.get_vocab().values(), default=-1) + 1
+        if size > self.vocab_size:
+            raise ValueError(
+                f"tokenizer.json has ids up to {size - 1} and the network {self.vocab_size} ids: "
+                "they are not of one checkpoint."
+            )
+        checked_usage(self.usage, self.vocab_size)
+        eos = self._id("eos_token")
+        if eos is None:
+            raise ValueError(
+                "eos_token is not set, and responses could not end: name it in "
+                "tokenizer_config.json."
+            )
+        bos, pad, unk = (self._id(name) for name in ("bos_token", "pad_token", "unk_token"))
+        self.eos_id = eos
+        self.unk_id = -1 if unk is None else unk
+        self.bos_id = bos
+        self.pad_id = pad if pad is not None else eos if unk is None else unk
+
+    @cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        added = self._pipeline.get_added_tokens_decoder()
+        special = {token.content: identity for identity, token in added.items() if token.special}
+        named = {self._content[name]: self._id(name) for name in TOKENS if self._content.get(name)}
+        ends = {self._pipeline.id_to_token(i): i for i in self.usage.stop_ids}
+        return {text: i for text, i in (special | named | ends).items() if text and i is not None}
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        known = set(self._pipeline.get_vocab(with_added_tokens=True).values())
+        return super().special_ids | (set(range(self.vocab_size)) - known)
+
+    @property
+    def named_tokens(self) -> dict[str, str]:
+        return {name: self._content[name] for name in TOKENS if self._content.get(name)}
+
+    def encode(self, text: str) -> list[int]:
+        ids = self._pipeline.encode(text, add_special_tokens=False).ids
+        if self.unk_id in ids:
+            raise ValueError(
+                f"text {text!r} has a part that is not among the tokens of the checkpoint's "
+                "tokenizer: leave it out of the data."
+            )
+        return ids
+
+    def encode_special(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def save(self, path: str | Path) -> None:
+        """Writes one JSON file that `load_tokenizer` reads."""
+        write_whole(Path(path), json.dumps(self._content).encode())
+
+    def used(self, usage: Usage) -> "JsonTokenizer":
+        return JsonTokenizer(self._content, usage)
+
+    def _text(self, ids: list[int]) -> str:
+        return self._pipeline.decode(ids, skip_special_tokens=True)
+
+    def _id(self, name: str) -> int | None:
+        token = self._content.get(name)
+        if token is None:
+            return None
+        number = self._pipeline.token_to_id(token)
+        if number is None:
+            raise ValueError(f"{name}={token!r} is not in the vocabulary of tokenizer.json.")
+        return number
+
+
+def checkpoint_tokenizer(directory: str | Path, vocab_size: int) -> Tokenizer:
+    """The tokenizer of a checkpoint: its `tokenizer.json`, otherwise its `tokenizer.model`.
+
+    What else is read, each where it is there:
+
+    * special tokens: those that tokenizer_config.json names; an end of sequence that it does not
+      name is the first `eos_token_id` of generation_config.json or of config.json;
+    * what ends a completion: that end, and every `eos_token_id`, a number or a list, of
+      generation_config.json and config.json;
+    * what comes before a prompt that no template makes: the beginning of sequence if
+      `add_bos_token` says so, and where that says nothing, if the post-processor of tokenizer.json
+      puts it there or there is none;
+    * the chat template: chat_template.jinja, else `chat_template` of tokenizer_config.json, a text
+      or a list in which the one named "default" is taken, else that of chat_template.json.
+
+    Args:
+      vocab_size: ids of the network.
+
+    Raises:
+      ValueError: when there is neither file, or it does not go with the network.
+    """
+    directory = Path(directory)
+    path = directory / "tokenizer.json"
+    if path.exists():
+        return tokenizer_of(path, _read(path), vocab_size)
+    path = directory / "tokenizer.model"
+    if not path.exists():
+        raise ValueError(
+            f"{directory} has neither tokenizer.json nor tokenizer.model: copy the one of the "
+            "checkpoint there."
+        )
+    try:
+        tokenizer = Tokenizer(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}).") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if tokenizer.vocab_size != vocab_size:
+        raise ValueError(
+            f"{directory}/tokenizer.model has {tokenizer.vocab_size} ids and the network "
+            f"{vocab_size}: give the checkpoint's tokenizer.json, which may have fewer."
+        )
+    stated = _optional(directory / "tokenizer_config.json")
+    given = stated.get("add_bos_token")
+    begins = bool(stated.get("bos_token", True) if given is None else given)
+    return tokenizer.used(_usage(directory, stated, begins))
+
+
+def tokenizer_of(
+    path: Path, pipeline: Mapping[str, Any], vocab_size: int | None = None
+) -> JsonTokenizer:
+    """The tokenizer of a tokenizer.json, with what the files beside it say.
+
+    Args:
+      path: where it was read.
+      pipeline: what it holds.
+      vocab_size: ids of the network; None is as many as there are tokens.
+
+    Raises:
+      ValueError: when it is no tokenizer.json, or no file says what ends a sequence.
+    """
+    made = _pipeline(pipeline)
+    stated = _optional(path.parent / "tokenizer_config.json")
+    tokens = {name: _written(stated.get(name)) for name in TOKENS}
+    usage = _usage(path.parent, stated, _begins(made, pipeline, stated, tokens["bos_token"]))
+    size = max(made.get_vocab().values(), default=-1) + 1 if vocab_size is None else vocab_size
+    checked_usage(usage, size)
+    if tokens["eos_token"] is None and usage.stop_ids:
+        tokens["eos_token"] = made.id_to_token(usage.stop_ids[0])
+    return JsonTokenizer({"pipeline": pipeline, "vocab_size": size, **tokens}, usage)
+
+
+def _usage(directory: Path, stated: Mapping[str, Any], begins: bool) -> Usage:
+    template = _chat_template(directory, stated)
+    return Usage(_stop_ids(directory), begins, template, None if template is None else today())
+
+
+def _stop_ids(directory: Path) -> tuple[int, ...]:
+    ids: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        given = _optional(directory / name).get("eos_token_id")
+        several = given if isinstance(given, list) else [] if given is None else [given]
+        for token in several:
+            if type(token) is not int:
+                raise ValueError(
+                    f"{directory / name}: eos_token_id has {token!r}, not a number: take the file "
+                    "of the checkpoint."
+                )
+        ids += several
+    return tuple(dict.fromkeys(ids))
+
+
+def _begins(
+    made: tokenizers.Tokenizer,
+    pipeline: Mapping[str, Any],
+    stated: Mapping[str, Any],
+    bos: str | None,
+) -> bool:
+    """Whether the beginning of sequence comes before a text, as `checkpoint_tokenizer` says."""
+    given = stated.get("add_bos_token")
+    if bos is None or given is not None or pipeline.get("post_processor") is None:
+        return bool(given is None or given)
+    return made.encode("", add_special_tokens=True).tokens[:1] == [bos]
+
+
+def _chat_template(directory: Path, stated: Mapping[str, Any]) -> str | None:
+    own = directory / "chat_template.jinja"
+    if own.exists():
+        return _read_text(own)
+    named = stated.get("chat_template") is not None
+    place = directory / ("tokenizer_config.json" if named else "chat_template.json")
+    given = stated["chat_template"] if named else _optional(place).get("chat_template")
+    if isinstance(given, list):
+        by_name = {entry.get("name"): entry.get("template") for entry in given}
+        if "default" not in by_name:
+            raise ValueError(
+                f"{place}: chat_template has {', '.join(map(repr, by_name)) or 'no template'}, of "
+                "which none is called 'default': write one into a file and give --chat-template "
+                "FILE."
+            )
+        given = by_name["default"]
+    if given is not None and not isinstance(given, str):
+        raise ValueError(
+            f"{place}: chat_template is a {type(given).__name__}, not a text or a list of named "
+            "texts: take the file of the checkpoint."
+        )
+    return given
+
+
+def _pipeline(content: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(json.dumps(content))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises Exception itself, and panics past it
+        raise ValueError(
+            f"tokenizer.json is none that tokenizers can read ({error}): copy the checkpoint's own."
+        ) from error
+
+
+def _written(token: Any) -> str | None:
+    """A special token is written as its text, or as a record that has it."""
+    text = token.get("content") if isinstance(token, Mapping) else token
+    if token is not None and not isinstance(text, str):
+        raise ValueError(
+            f"tokenizer_config.json has the special token {token!r}, which is neither a text nor "
+            'an object with a text "content": take the file of the checkpoint.'
+        )
+    return text
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    return _read(path) if path.exists() else {}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}.") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{path} holds a {type(record).__name__}, not an object.")
+    return record
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}).") from error

@@ -1,0 +1,93 @@
+"""Between a task's text and the token arrays of a batch."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jrl.tasks import Example
+from jrl.text.prompt_format import PromptFormat
+from jrl.text.tokenizer import Tokenizer
+
+UNREADABLE = "\ufffd"
+"""Stands for a special token inside a completion, so that no verifier takes it for nothing."""
+
+
+def encode_prompts(
+    format: PromptFormat, examples: Sequence[Example], prompt_length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts as left-padded ids and their validity, ``[prompts, prompt_length]``.
+
+    Raises:
+      ValueError: for a prompt longer than the prompt length, and as for `PromptFormat.encode`.
+    """
+    shape = (len(examples), prompt_length)
+    tokens = np.full(shape, format.tokenizer.pad_id, np.int32)
+    valid = np.zeros(shape, bool)
+    for row, example in enumerate(examples):
+        ids = format.encode(example)
+        if len(ids) > prompt_length:
+            raise ValueError(
+                f"the prompt {example.prompt[:60]!r} has {len(ids)} tokens and "
+                f"prompt_length={prompt_length}: raise --prompt-length."
+            )
+        tokens[row, -len(ids) :] = ids
+        valid[row, -len(ids) :] = True
+    return tokens, valid
+
+
+def encode_answers(
+    tokenizer: Tokenizer, examples: Sequence[Example], response_length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Gold completions with their end, right-padded, ``[examples, response_length]``.
+
+    Raises:
+      ValueError: for an answer longer than the response length.
+    """
+    shape = (len(examples), response_length)
+    tokens = np.full(shape, tokenizer.pad_id, np.int32)
+    mask = np.zeros(shape, bool)
+    for row, example in enumerate(examples):
+        ids = [*tokenizer.encode(example.answer), tokenizer.eos_id]
+        if len(ids) > response_length:
+            raise ValueError(
+                f"the answer {example.answer[:60]!r} has {len(ids)} tokens and "
+                f"response_length={response_length}: raise --response-length."
+            )
+        tokens[row, : len(ids)] = ids
+        mask[row, : len(ids)] = True
+    return tokens, mask
+
+
+def decode_responses(
+    tokenizer: Tokenizer, tokens: np.ndarray, mask: np.ndarray, prompt_length: int
+) -> list[str]:
+    """The text of each completion, its end left out.
+
+    Args:
+      tokens: ``[batch, time]`` prompts and completions.
+      mask: ``[batch, time]`` what was sampled.
+      prompt_length: columns of the prompts.
+    """
+    return [
+        text_of(tokenizer, row[sampled])
+        for row, sampled in zip(tokens[:, prompt_length:], mask[:, prompt_length:], strict=True)
+    ]
+
+
+def text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:
+    """Text of sampled ids. What ended it, in last place, is left out; other special tokens show."""
+    written = list(map(int, ids))
+    if written and written[-1] in tokenizer.stop_ids:
+        written.pop()
+    runs: list[list[int]] = [[]]
+    for token in written:
+        if token in tokenizer.special_ids:
+            runs.append([])
+        else:
+            runs[-1].append(token)
+    return UNREADABLE.join(map(tokenizer.decode, runs))
+
+
+def conversation(tokenizer: Tokenizer, tokens: np.ndarray, valid: np.ndarray) -> str:
+    """What the network read and wrote in one row, special tokens written out."""
+    return tokenizer.decode_special(tokens[valid].tolist(), UNREADABLE)

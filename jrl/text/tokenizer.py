@@ -1,0 +1,329 @@
+"""Text to token ids and back, with SentencePiece.
+
+The built-in tasks train a character model from the characters they use, in milliseconds; a user's
+`.model` file (character, BPE or unigram) is loaded as it is. Beginning and end of sequence are
+never added here: whoever lays out a batch knows where they belong.
+"""
+
+import base64
+import io
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+
+# The ids of a character model; a user's file brings its own.
+PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
+
+# SentencePiece writes a space as this character, so a text that has both would come back changed.
+SPACE_PIECE = "\u2581"
+
+# What a trained model could not give back: the space as above, the mark of an unknown, the mark
+# between two training texts, the end of a C string. (Lone surrogates are no characters at all.)
+SPOILT = SPACE_PIECE + "\u2585\x1f\0"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How a tokenizer is used, as far as that is not in its vocabulary.
+
+    Attributes:
+      stop_ids: ids that end a completion besides the end of sequence.
+      begins: whether a prompt begins with the beginning of sequence, where there is one.
+      chat_template: Jinja source that makes one text of a conversation; None has none.
+      chat_date: the day that the template takes for today, as "2024-07-26".
+    """
+
+    stop_ids: tuple[int, ...] = ()
+    begins: bool = True
+    chat_template: str | None = None
+    chat_date: str | None = None
+
+
+class Tokenizer:
+    """Maps text to token ids with a SentencePiece model.
+
+    Attributes:
+      vocab_size: number of ids, special ones included.
+      pad_id: the id that fills unused positions.
+      bos_id: the id that begins a sequence, None where there is none.
+      eos_id: the id that ends a sequence.
+      unk_id: the id of what the model does not know; `encode` never returns it.
+      usage: what else there is to know.
+    """
+
+    vocab_size: int
+    pad_id: int
+    bos_id: int | None
+    eos_id: int
+    unk_id: int
+    usage: Usage
+
+    def __init__(self, model: bytes, usage: Usage | None = None):
+        """Loads a serialised SentencePiece model.
+
+        A model without a padding id pads with its unknown id: `encode` refuses what would become
+        unknown, so that id never occurs in a text. Where a model has no beginning of sequence,
+        nothing comes before a prompt.
+
+        Args:
+          model: the bytes of a `.model` file.
+          usage: how it is used; None is a plain model, whose only end is its own.
+
+        Raises:
+          ValueError: the bytes are no SentencePiece model, or it has no end of sequence.
+        """
+        processor = sentencepiece.SentencePieceProcessor()
+        try:
+            processor.LoadFromSerializedProto(model)
+        except RuntimeError as error:
+            raise ValueError(
+                f"model of {len(model)} bytes is not a SentencePiece model: "
+                "give the .model file that spm_train wrote"
+            ) from error
+        if processor.eos_id() < 0:
+            raise ValueError(
+                "model has no end-of-sequence id, and responses could not end: "
+                "train it with an eos_id of 0 or more"
+            )
+        self._model = model
+        self._processor = processor
+        self.vocab_size = processor.vocab_size()
+        self.unk_id = processor.unk_id()
+        self.eos_id = processor.eos_id()
+        self.bos_id = processor.bos_id() if processor.bos_id() >= 0 else None
+        self.pad_id = processor.pad_id() if processor.pad_id() >= 0 else self.unk_id
+        self.usage = checked_usage(Usage() if usage is None else usage, self.vocab_size)
+
+    @property
+    def prefix(self) -> list[int]:
+        """What comes before a prompt: the beginning of sequence, or nothing."""
+        return [self.bos_id] if self.bos_id is not None and self.usage.begins else []
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """What ends a completion, each id once, the end of sequence first."""
+        return tuple(dict.fromkeys((self.eos_id, *self.usage.stop_ids)))
+
+    @cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The ids that are no text, by how they are written."""
+        pieces = range(self.vocab_size)
+        control = [i for i in pieces if self._processor.IsControl(i) or i == self.unk_id]
+        return {self._processor.IdToPiece(i): i for i in control}
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that `decode` makes nothing of."""
+        own = {self.pad_id, self.bos_id, self.unk_id, *self.stop_ids} - {None}
+        return frozenset({*own, *self.special_tokens.values()})
+
+    @property
+    def named_tokens(self) -> dict[str, str]:
+        """The special tokens as a chat template calls them, "bos_token" for instance."""
+        ids = {"bos": self.bos_id, "eos": self.eos_id, "pad": self.pad_id, "unk": self.unk_id}
+        written = {identity: text for text, identity in self.special_tokens.items()}
+        return {f"{name}_token": written[i] for name, i in ids.items() if i in written}
+
+    @classmethod
+    def train_characters(cls, characters: str) -> "Tokenizer":
+        """Trains a model in which each character is one token and nothing is normalised.
+
+        Decoding an encoded text gives it back exactly, blanks and line ends included. The same
+        characters, in any order, give the same bytes.
+
+        Args:
+          characters: what the texts are made of; order and repetitions do not matter.
+
+        Returns:
+          A tokenizer with ids 0 to 3 for padding, beginning, end and unknown.
+
+        Raises:
+          ValueError: there is no character, nothing but line ends, or a character that
+            SentencePiece cannot give back.
+        """
+        alphabet = sorted(set(characters))
+        if not set(alphabet) - {"\n", "\r"}:
+            raise ValueError(
+                f"characters={characters!r} has nothing to train on: "
+                "give every character that the texts can contain"
+            )
+        for character in alphabet:
+            if character in SPOILT or "\ud800" <= character <= "\udfff":
+                raise _unfit(character)
+        sentence = "".join(alphabet + alphabet[::-1])  # twice: a line end at the end would be lost
+        output = io.BytesIO()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter([sentence]),
+            max_sentence_length=64 + 8 * len(alphabet),  # bytes; a longer one would be left out
+            model_writer=output,
+            model_type="char",
+            vocab_size=len(alphabet) + 4,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            character_coverage=1.0,
+            pad_id=PAD_ID,
+            bos_id=BOS_ID,
+            eos_id=EOS_ID,
+            unk_id=UNK_ID,
+            minloglevel=2,
+        )
+        tokenizer = cls(output.getvalue())
+        for character in alphabet:
+            ids = tokenizer.encode(character)
+            if len(ids) != 1 or tokenizer.decode(ids) != character:
+                raise _unfit(character)
+        return tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """Turns text into ids, without beginning or end of sequence.
+
+        Args:
+          text: any string over the model's characters.
+
+        Raises:
+          ValueError: the model has no piece for a character of `text`.
+        """
+        ids = self._processor.encode(text, out_type=int)
+        unknown = SPACE_PIECE if SPACE_PIECE in text else None
+        if unknown is None and self.unk_id in ids:
+            # An unknown piece is spelled as the text that it stands for.
+            unknown = self._processor.encode(text, out_type=str)[ids.index(self.unk_id)][0]
+        if unknown is not None:
+            raise ValueError(
+                f"text has the character {unknown!r} (U+{ord(unknown):04X}), which is not "
+                f"among the {self.vocab_size} pieces of the tokenizer: train it on "
+                "characters that include this one, or give a .model trained with byte_fallback"
+            )
+        return ids
+
+    def encode_special(self, text: str) -> list[int]:
+        """Turns text into ids, with the id of each special token that is written in it.
+
+        Raises:
+          ValueError: as for `encode`.
+        """
+        ids: list[int] = []
+        for part in re.split(f"({special_pattern(self.special_tokens)})", text):
+            if part in self.special_tokens:
+                ids.append(self.special_tokens[part])
+            elif part:
+                ids += self.encode(part)
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Turns ids into text; special ids give nothing, and none of them stops it.
+
+        Args:
+          ids: each in [0, vocab_size).
+
+        Raises:
+          ValueError: an id lies outside of the vocabulary.
+        """
+        return self._text([token for token in self._known(ids) if token not in self.special_ids])
+
+    def decode_special(self, ids: Iterable[int], unknown: str = "") -> str:
+        """Turns ids into text in which special tokens are written out.
+
+        Args:
+          ids: each in [0, vocab_size).
+          unknown: stands for an id that has no token.
+
+        Raises:
+          ValueError: an id lies outside of the vocabulary.
+        """
+        written = {identity: text for text, identity in self.special_tokens.items()}
+        parts: list[str] = []
+        run: list[int] = []
+        for token in self._known(ids):
+            if token not in self.special_ids:
+                run.append(token)
+                continue
+            parts += [self._text(run), written.get(token, unknown)]
+            run = []
+        return "".join([*parts, self._text(run)])
+
+    def save(self, path: str | Path) -> None:
+        """Writes what `load_tokenizer` reads, a plain model as its `.model` file; a reader sees the
+        old file or the whole new one.
+
+        Args:
+          path: where to write it; its folder must exist.
+        """
+        content = self._model
+        if self.usage != Usage():
+            model = base64.b64encode(self._model).decode()
+            content = json.dumps({"sentencepiece": model, **asdict(self.usage)}).encode()
+        write_whole(Path(path), content)
+
+    def used(self, usage: Usage) -> "Tokenizer":
+        """The same tokenizer, used in another way."""
+        return Tokenizer(self._model, usage)
+
+    def _text(self, ids: list[int]) -> str:
+        """The text of ids of which none is special."""
+        return self._processor.decode(ids)
+
+    def _known(self, ids: Iterable[int]) -> list[int]:
+        """The ids as they are, all of them looked over."""
+        ids = [int(token) for token in ids]
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(
+                    f"ids has {token}, outside of the vocabulary of {self.vocab_size}: "
+                    "decode with the tokenizer that the model was trained with"
+                )
+        return ids
+
+
+def special_pattern(tokens: Iterable[str]) -> str:
+    """A pattern for any of the special tokens, the longest that fits first; for none, a pattern
+    that fits nowhere."""
+    return "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)"
+
+
+def usage_from(content: Mapping[str, Any]) -> Usage:
+    """The `Usage` in what a tokenizer saved."""
+    given = {field.name: content[field.name] for field in fields(Usage) if field.name in content}
+    if isinstance(given.get("stop_ids"), list):
+        given["stop_ids"] = tuple(given["stop_ids"])
+    return Usage(**given)
+
+
+def checked_usage(usage: Usage, vocab_size: int) -> Usage:
+    for token in usage.stop_ids:
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"the stop ids (eos_token_id) have {token}, which is no id of a vocabulary of "
+                f"{vocab_size}: take the config.json and generation_config.json of the checkpoint."
+            )
+    return usage
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file so that a reader sees the old one or the whole new one."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _unfit(character: str) -> ValueError:
+    return ValueError(
+        f"characters has {character!r} (U+{ord(character):04X}), which SentencePiece uses itself "
+        "or cannot keep: replace it in the data"
+    )

@@ -1,0 +1,1 @@
+"""Feed-forward layers, and the products of rows with the matrix of their expert."""

@@ -1,0 +1,1 @@
+"""Tokens to the devices of their experts and back, one file for each way."""

@@ -1,0 +1,261 @@
+"""The head: what the last hidden states say about the next token.
+
+Its columns, one per token of the vocabulary, are spread over ``tp`` where they divide; where they
+do not, and where the head is the embedding, every rank holds them all and reads its part of them.
+Training reads them a chunk at a time; who draws tokens asks for all.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from moe.attention.layer import NOTHING
+from moe.config import ModelConfig
+from moe.weights import Transformer
+from sharding.collectives import Axes, gather_tokens, own_shard, swap_shards, vary, varying
+from sharding.folding import FoldedMesh
+
+Carry = TypeVar("Carry")
+
+
+def logits_of(
+    weights: Transformer[Array],
+    x: Float[Array, "local d_model"],
+    config: ModelConfig,
+    mesh: FoldedMesh,
+) -> Float[Array, "local vocab"]:
+    """Scores ``x W`` of the next token, float32, this rank's shard of the tokens.
+
+    Communication per device where the columns are spread over ``tp``: one `gather_tokens` of the
+    states, and one `swap_shards` that sends ``(tp - 1) / tp`` of ``tokens x vocab / tp`` scores, of
+    the tokens of a ``cp`` rank. Else none.
+
+    Raises:
+      ValueError: the network is a critic.
+    """
+    head = _head(weights, config)
+    if head.shape[1] == config.vocab_size:
+        return _dot(x, head.astype(x.dtype))
+    columns = _dot(gather_tokens(x, mesh.tp), head.astype(x.dtype))
+    return swap_shards(columns, mesh.tp, split=0, join=1)
+
+
+def logprobs_and_entropy(
+    weights: Transformer[Array],
+    x: Float[Array, "local d_model"],
+    tokens: Int[Array, "local"],
+    config: ModelConfig,
+    mesh: FoldedMesh,
+    temperature: float = 1.0,
+) -> tuple[Float[Array, "local"], Float[Array, "local"]]:
+    """``log p_a`` and ``H = -sum_v p_v log p_v`` of ``p = softmax(z)``, ``z = x W / temperature``.
+
+    Of the logits z a device has ``[tokens, chunk]`` at a time, forward and backward, of the tokens
+    of its ``cp`` rank and of `Execution.vocab_chunk` columns. Each ``tp`` rank reads its part of
+    the columns once for the maximum, ``sum exp z`` and ``sum z exp z``, and a second time for the
+    gradients
+
+    * ``d log p_a / d z_v = 1[v = a] - p_v``,
+    * ``d H / d z_v = -p_v (log p_v + H)``.
+
+    Where all columns are one chunk, its logits are kept for the gradients: they are as many as the
+    gradients themselves, which are made next when this is the end of a loss.
+
+    Products are summed, and all else is computed, in float32. The plain twin is `logits_of` and
+    what one makes of all logits.
+
+    Communication per device over ``tp``: forward one `gather_tokens` of the states, ``tokens x
+    d_model (tp - 1) / tp`` elements, and for each token its id, a maximum and a sum of three
+    numbers; backward one `scatter_tokens` as large as the first, and a sum of two numbers.
+
+    Args:
+      x: the normalised last residual stream, this rank's shard.
+      tokens: the ``a`` of each state, in ``[0, vocab)``.
+      temperature: positive.
+
+    Returns:
+      Log-probabilities and entropies, nats, float32.
+
+    Raises:
+      ValueError: the network is a critic.
+
+    References:
+      Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018 (the sums of chunks
+      joined). https://arxiv.org/abs/1805.02867
+    """
+    columns, start, skipped = _own_columns(_head(weights, config), config.vocab_size, mesh)
+    of_group = gather_tokens(x, mesh.tp), gather_tokens(tokens, mesh.tp)
+    given = vary((of_group[0], columns, of_group[1] - start, skipped), mesh.axes)
+    read: Any = _read(*given, _Reading(mesh.tp, config.execution.vocab_chunk, temperature))
+    own = own_shard(jnp.stack(read, axis=1), mesh.tp)
+    return own[:, 0], own[:, 1]
+
+
+def _head(weights: Transformer[Array], config: ModelConfig) -> Float[Array, "d_model columns"]:
+    """The matrix that makes logits, as this device holds it."""
+    if config.head == "value":
+        raise ValueError('head="value" has no logits: this is a critic; use `values`.')
+    return weights.embedding.T if weights.head is None else weights.head
+
+
+def _own_columns(
+    head: Float[Array, "d_model columns"], vocab_size: int, mesh: FoldedMesh
+) -> tuple[Float[Array, "d_model own"], Int[Array, ""], Int[Array, ""]]:
+    """The columns that this ``tp`` rank reads, as many as on every other.
+
+    Where they do not divide, the last ranks begin earlier and skip what others read.
+
+    Returns:
+      The columns, the token of the first of them, and how many of them to skip.
+    """
+    width = -(-vocab_size // mesh.size(mesh.tp))
+    first = lax.axis_index(mesh.tp) * width
+    start = jnp.minimum(first, vocab_size - width)
+    if head.shape[1] > width:
+        head = lax.dynamic_slice_in_dim(vary(head, mesh.tp), start, width, axis=1)
+    return head, start, first - start
+
+
+class _Reading(NamedTuple):
+    """How the columns are read: over which axes they are spread, how many at a time, and what
+    divides the logits."""
+
+    axes: Axes
+    chunk: int | None
+    temperature: float
+
+
+class _Chunk(NamedTuple):
+    """Columns read together.
+
+    Attributes:
+      start: the first of them.
+      matrix: ``[d_model, chunk]``.
+      logits: ``[token, chunk]``, `NOTHING` in columns that another chunk or rank counts.
+      chosen: ``[token, chunk]`` which of the others is the column of the token.
+    """
+
+    start: Array
+    matrix: Array
+    logits: Array
+    chosen: Array
+
+
+class _Sums(NamedTuple):
+    """Sums over columns, ``[token]`` each, m the maximum: ``sum exp(z - m)``, ``sum (z - m) exp(z -
+    m)``, and the logit of the token, 0 where its column is not among them."""
+
+    maximum: Array
+    total: Array
+    moment: Array
+    chosen: Array
+
+    def below(self, maximum: Array) -> "_Sums":
+        """The same sums with a larger maximum subtracted."""
+        down = self.maximum - maximum
+        scale = jnp.exp(down)
+        moment = (self.moment + down * self.total) * scale
+        return _Sums(maximum, self.total * scale, moment, self.chosen)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _read(x, columns, tokens, skipped, how):
+    return _forward(x, columns, tokens, skipped, how)[0]
+
+
+def _forward(x, columns, tokens, skipped, how):
+    kept = _logits(x, columns, how) if _number(columns, how) == 1 else None
+
+    def add(sums: _Sums, index) -> _Sums:
+        chunk = _chunk(x, columns, tokens, skipped, how, index, kept)
+        maximum = jnp.maximum(sums.maximum, jnp.max(chunk.logits, axis=1))
+        sums = sums.below(maximum)
+        shifted = chunk.logits - maximum[:, None]
+        weight = jnp.exp(shifted)
+        return _Sums(
+            maximum,
+            sums.total + jnp.sum(weight, axis=1),
+            sums.moment + jnp.sum(weight * shifted, axis=1),
+            sums.chosen + jnp.sum(chunk.logits, axis=1, where=chunk.chosen),
+        )
+
+    none = vary(jnp.zeros(tokens.shape, jnp.float32), tuple(varying(x)))
+    sums = _over_chunks(add, _Sums(none + NOTHING, none, none, none), columns, how)
+    maximum = lax.pmax(sums.maximum, how.axes)
+    total, moment, chosen = lax.psum(jnp.stack(sums.below(maximum)[1:]), how.axes)
+    log_total = jnp.log(total)
+    entropy = log_total - moment / total
+    # Differences first: maximum and logarithm together would round large logits.
+    logprob = chosen - maximum - log_total
+    return (logprob, entropy), (x, columns, tokens, skipped, kept, maximum, log_total, entropy)
+
+
+def _backward(how, residuals, gradients):
+    x, columns, tokens, skipped, kept, *rest = residuals
+    maximum, log_total, entropy = (number[:, None] for number in rest)
+    of_logprob, of_entropy = (gradient[:, None] for gradient in gradients)
+
+    def add(sums, index):
+        of_x, of_columns = sums
+        chunk = _chunk(x, columns, tokens, skipped, how, index, kept)
+        log_p = chunk.logits - maximum - log_total
+        p = jnp.exp(log_p)
+        of_logits = jnp.where(chunk.chosen, of_logprob, 0.0) - p * of_logprob
+        of_logits = of_logits - of_entropy * (p * (log_p + entropy))
+        of_logits = (of_logits / how.temperature).astype(x.dtype)
+        of_matrix = _dot(x.T, of_logits).astype(columns.dtype)
+        # Chunks overlap where they do not divide, and each gives 0 to what the other counts.
+        there = lax.dynamic_slice_in_dim(of_columns, chunk.start, of_matrix.shape[1], axis=1)
+        of_columns = lax.dynamic_update_slice(of_columns, there + of_matrix, (0, chunk.start))
+        return of_x + _dot(of_logits, chunk.matrix.T), of_columns
+
+    nothing = jnp.zeros(x.shape, jnp.float32), jnp.zeros(columns.shape, columns.dtype)
+    of_x, of_columns = _over_chunks(add, vary(nothing, tuple(varying(x))), columns, how)
+    return of_x.astype(x.dtype), of_columns, None, None
+
+
+_read.defvjp(_forward, _backward)
+
+
+def _chunk(x, columns, tokens, skipped, how: _Reading, index, kept: Array | None) -> _Chunk:
+    """Chunk `index`, whose logits may have been kept; the last begins earlier where chunks do not
+    divide."""
+    size = _size(columns, how)
+    start = jnp.minimum(index * size, columns.shape[1] - size)
+    matrix = lax.dynamic_slice_in_dim(columns, start, size, axis=1).astype(x.dtype)
+    logits = _logits(x, matrix, how) if kept is None else kept
+    column = (start + jnp.arange(size))[None]
+    counted = column >= jnp.maximum(index * size, skipped)
+    chosen = counted & (column == tokens[:, None])
+    return _Chunk(start, matrix, jnp.where(counted, logits, NOTHING), chosen)
+
+
+def _logits(x: Array, matrix: Array, how: _Reading) -> Array:
+    return _dot(x, matrix.astype(x.dtype)) / how.temperature
+
+
+def _over_chunks(
+    step: Callable[[Carry, int | Array], Carry], carry: Carry, columns: Array, how: _Reading
+) -> Carry:
+    """`step` with the number of each chunk in turn."""
+    number = _number(columns, how)
+    if number == 1:
+        return step(carry, 0)
+    return lax.scan(lambda carry, i: (step(carry, i), None), carry, jnp.arange(number))[0]
+
+
+def _number(columns: Array, how: _Reading) -> int:
+    return -(-columns.shape[1] // _size(columns, how))
+
+
+def _size(columns: Array, how: _Reading) -> int:
+    return columns.shape[1] if how.chunk is None else min(how.chunk, columns.shape[1])
+
+
+def _dot(x: Float[Array, "a b"], matrix: Float[Array, "b c"]) -> Float[Array, "a c"]:
+    return jnp.dot(x, matrix, preferred_element_type=jnp.float32)

@@ -1,0 +1,131 @@
+"""Experts that are full: which of a token's choices are dropped.
+
+A token that is generated is alone with those of other rows at its step; scored again, it shares its
+experts' room with all tokens of the batch. No capacity could drop the same choices in both, and so
+generation drops none. Where drops do happen, a policy scores its own samples with another
+probability than it drew them with, and importance ratios differ from 1 before any update:
+`can_drop` tells, and `jrl.trainer.setup.Setup` refuses such a network. Supervised training has no
+such ratio.
+
+The plain twin is a loop over experts (`tests/moe/router/test_capacity.py`).
+"""
+
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from moe.config import ModelConfig
+from moe.experts.feed_forward import positions_within
+from moe.router.routing import Routing
+from moe.tokens.zigzag import Order
+from sharding.collectives import gather_tokens, own_shard
+from sharding.folding import FoldedMesh
+
+
+def capacity_of(order: Order, config: ModelConfig, mesh: FoldedMesh) -> int | None:
+    """``C = min(T, ceil(capacity_factor T k / E))``: choices that one expert takes; None: any.
+
+    ``T`` are the places of `drop_scope`, padding included: those of one device, or those of the
+    rows that the devices of ``cp x tp`` hold together. What a stream adds to rows that ``cp`` does
+    not divide counts in the first and not in the second, which is the same for every ``cp``.
+
+    Args:
+      order: of the stream, the tokens of one sequence-parallel group.
+
+    References:
+      Liu et al., "MoE Parallel Folding", 2025, section 3.3 (sub-sequence and full-sequence
+      dropping). https://arxiv.org/abs/2504.14960
+    """
+    if config.capacity_factor is None:
+        return None
+    if config.drop_scope == "full_sequence":
+        scope = sum(rows * length for rows, length in order.sections)
+    else:
+        scope = order.num_tokens // mesh.size(mesh.sequence)
+    # A product that is whole but for its rounding is taken as whole.
+    share = config.capacity_factor * scope * config.experts_per_token / config.num_experts
+    return min(scope, math.ceil(round(share, 9)))
+
+
+def can_drop(config: ModelConfig) -> bool:
+    """Whether some routing overflows an expert: ``capacity_factor k / E < 1``.
+
+    From 1 on an expert has room for every token, as each chooses it at most once.
+    """
+    factor = config.capacity_factor
+    if not config.num_experts or factor is None:
+        return False
+    return round(factor * config.experts_per_token / config.num_experts, 9) < 1
+
+
+def drop(
+    routing: Routing, order: Order, config: ModelConfig, mesh: FoldedMesh
+) -> tuple[Routing, Array]:
+    """Leaves out the choices beyond an expert's capacity; the weights of the others stay.
+
+    With ``drop_policy="probs"`` an expert keeps its largest weights, equal ones by position; with
+    "position" those of the tokens that come first. With ``drop_scope="full_sequence"`` that is row
+    after row of each section, each from its start, wherever ``cp`` and ``tp`` hold the tokens: what
+    is dropped does not depend on them. With "sub_sequence" it is the order of the device's own
+    part.
+
+    Communication per device and layer: none, or with ``drop_scope="full_sequence"`` one
+    `gather_tokens` over ``cp x tp`` of the ids and, for "probs", one of the weights, ``T k
+    (n - 1)`` numbers each.
+
+    Args:
+      routing: of the tokens of this device.
+      order: of the stream.
+
+    Returns:
+      The routing that is left, and ``[token]`` how many choices of each token were dropped.
+    """
+    capacity = capacity_of(order, config, mesh)
+    if capacity is None:
+        return routing, jnp.zeros_like(routing.weights[:, 0])
+    if config.drop_scope == "full_sequence":
+        kept = _kept_in_rows(_gathered(routing, config, mesh), order, capacity, config)
+        kept = own_shard(kept, mesh.sequence)
+    else:
+        kept = _kept(routing, capacity, config)
+    dropped = ~kept & (routing.experts < config.num_experts)
+    return Routing(
+        jnp.where(kept, routing.experts, config.num_experts), jnp.where(kept, routing.weights, 0.0)
+    ), jnp.sum(dropped.astype(jnp.float32), axis=1)
+
+
+def _gathered(routing: Routing, config: ModelConfig, mesh: FoldedMesh) -> Routing:
+    """The routing of all tokens of the sequence-parallel group, for comparing only."""
+    experts = gather_tokens(routing.experts, mesh.sequence)
+    if config.drop_policy == "position":
+        return Routing(experts, jnp.zeros(experts.shape))
+    return Routing(experts, gather_tokens(lax.stop_gradient(routing.weights), mesh.sequence))
+
+
+def _kept_in_rows(
+    routing: Routing, order: Order, capacity: int, config: ModelConfig
+) -> Bool[Array, "token k"]:
+    """`_kept` of a whole stream, ranked in the order that its rows have on one device."""
+    plain = Order(order.sections, ranks=1)
+    in_rows = Routing(*(plain.flatten(*order.restore(x)) for x in routing))
+    return order.flatten(*plain.restore(_kept(in_rows, capacity, config)))
+
+
+def _kept(routing: Routing, capacity: int, config: ModelConfig) -> Bool[Array, "token k"]:
+    experts = routing.experts.reshape(-1)
+    if config.drop_policy == "position":
+        rank, _ = positions_within(experts, config.num_experts)
+    else:
+        rank = _rank_by_weight(experts, routing.weights.reshape(-1), config.num_experts)
+    return ((rank < capacity) & (experts < config.num_experts)).reshape(routing.experts.shape)
+
+
+def _rank_by_weight(
+    experts: Int[Array, "choice"], weights: Float[Array, "choice"], num_experts: int
+) -> Int[Array, "choice"]:
+    """The place of each choice among those of its expert, the largest weight first."""
+    order = jnp.argsort(-lax.stop_gradient(weights), stable=True)
+    position, _ = positions_within(experts[order], num_experts)
+    return jnp.zeros_like(position).at[order].set(position)

@@ -1,0 +1,135 @@
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jrl.config.command_line import exit_status, keep_compilations, start_jax
+from jrl.config.run import RunConfig
+from jrl.trainer.loop import NonFiniteRun
+from jrl.trainer.warm_start import WarmStartFailed
+
+
+def raising(error):
+    def command():
+        raise error
+
+    return command
+
+
+def setting(name):
+    return getattr(jax.config, name)
+
+
+def test_a_command_has_its_own_status():
+    assert exit_status(lambda: 3) == 3
+
+
+def test_what_our_code_says_is_one_line(capsys):
+    assert exit_status(lambda: RunConfig(steps=0) and 0) == 2
+    assert capsys.readouterr().err == "error: steps=0 must be at least 1.\n"
+
+
+def in_our_code(line):
+    """A command that executes a line of a module of ours."""
+    modules = {"jax": jax, "jnp": jnp, "json": json, "np": np}
+    return lambda: exec(line, {"__name__": "jrl.made_up", **modules})
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("int('three')", ValueError),
+        ("np.zeros(3).reshape(2)", ValueError),
+        ("json.loads('three')", ValueError),
+        ("jnp.concatenate([])", ValueError),
+        ("jax.jit(lambda x: jnp.concatenate([x, x[None]]))(jnp.zeros(3))", TypeError),
+        ("jax.jit(lambda x: x, donate_argnums=3)(jnp.zeros(3))", ValueError),
+        ("raise KeyError('three')", KeyError),
+        ("raise RuntimeError('three')", RuntimeError),
+    ],
+)
+def test_a_fault_keeps_its_traceback(line, error, capsys):
+    with pytest.raises(error):
+        exit_status(in_our_code(line))
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "raise ValueError('three is no number')",
+        "def f(x): raise ValueError('three is no number')\njax.jit(f)(jnp.zeros(3))",
+        "try: int('three')\nexcept ValueError: raise ValueError('three is no number') from None",
+    ],
+)
+def test_what_our_code_raises_is_one_line(line, capsys):
+    assert exit_status(in_our_code(line)) == 2
+    assert capsys.readouterr().err == "error: three is no number\n"
+
+
+def test_what_others_raise_is_their_own(capsys):
+    with pytest.raises(ValueError, match="three"):
+        exit_status(raising(ValueError("three")))
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (NonFiniteRun("step 3:\n  5 updates"), 1, "step 3: 5 updates"),
+        (WarmStartFailed("the loss is nan"), 1, "the loss is nan"),
+        (PermissionError(13, "Permission denied", "/runs"), 1, "/runs: Permission denied"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (
+            jax.errors.JaxRuntimeError(
+                "RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.\nbuf"
+            ),
+            1,
+            "RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.: lower --micro-batch; "
+            "--dry-run shows what needs the memory.",
+        ),
+    ],
+)
+def test_what_went_wrong_in_the_run_is_one_line(error, status, line, capsys):
+    assert exit_status(raising(error)) == status
+    assert capsys.readouterr().err == f"error: {line}\n"
+
+
+def test_devices_that_are_there_will_do():
+    start_jax(5)
+    with pytest.raises(ValueError, match=r"devices=17 comes too late: .* with 16 devices"):
+        start_jax(17)
+
+
+@pytest.fixture
+def no_cache():
+    """JAX without a folder for its cache, as a user's process starts."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: setting(name) for name in names}
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_compilations_are_kept_in_the_users_cache(no_cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keep_compilations()
+    assert setting("jax_compilation_cache_dir") == str(tmp_path / "jrl" / "compilations")
+    assert os.path.isdir(setting("jax_compilation_cache_dir"))
+
+
+def test_without_a_place_to_keep_them_nothing_is_kept(no_cache, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    keep_compilations()
+    assert setting("jax_compilation_cache_dir") is None
+
+
+def test_the_users_own_setting_stays():
+    before = setting("jax_compilation_cache_dir")
+    assert before is not None
+    keep_compilations()
+    assert setting("jax_compilation_cache_dir") == before

@@ -1,0 +1,108 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from jrl.config.files import check_resumable, from_json, to_json
+from jrl.config.run import RunConfig
+from jrl.recipes import RECIPES
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_is_written_is_read(name):
+    run = RunConfig(task="jsonl:a b.jsonl", steps=7, devices=3, log_to=("wandb", "tensorboard"))
+    recipe = replace(RECIPES[name](), clip_high=0.3, kl_coef=0.1, top_k=5)
+    stored = json.loads(json.dumps(to_json(run, recipe)))
+    assert from_json(stored, "config.json") == (run, recipe)
+
+
+def test_a_whole_number_will_do_for_a_float():
+    config = to_json(RunConfig(), RECIPES["grpo"]())
+    config["hyperparameters"] |= {"temperature": 1, "kl_coef": 2}
+    _, recipe = from_json(config, "config.json")
+    assert (recipe.temperature, recipe.kl_coef) == (1.0, 2.0)
+    assert type(recipe.temperature) is float and type(recipe.kl_coef) is float
+
+
+def changed(part, **values):
+    config = json.loads(json.dumps(to_json(RunConfig(), RECIPES["grpo"]())))
+    if part:
+        config[part] |= values
+        config[part] = {name: value for name, value in config[part].items() if value != "GONE"}
+    else:
+        config |= values
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (changed("run", colour="red"), "unknown run.colour"),
+        (changed("run", seed="GONE", steps="GONE"), "missing run.steps, run.seed"),
+        (changed("", notes=""), "unknown notes"),
+        (changed("", recipe="grop"), "recipe is 'grop', none of ppo, grpo"),
+        (changed("", recipe=["grpo"]), "recipe is .'grpo'., none of"),
+        (changed("", run=3), "run is 3, not an object"),
+        (
+            changed("", recipe="ppo"),
+            "unknown hyperparameters.scale_by_std; missing hyperparameters.",
+        ),
+        (changed("run", steps="7"), "run.steps is '7', not int"),
+        (changed("run", steps=7.0), "run.steps is 7.0, not int"),
+        (changed("run", steps=True), "run.steps is True, not int"),
+        (changed("run", shuffle_rewards=0), "run.shuffle_rewards is 0, not bool"),
+        (changed("run", devices="many"), r"run.devices is 'many', not int \| None"),
+        (changed("run", log_to=["paper"]), "run.log_to is .'paper'., not"),
+        (changed("run", log_to="wandb"), "run.log_to is 'wandb', not"),
+        (changed("hyperparameters", temperature=None), "temperature is None, not float"),
+        (changed("hyperparameters", temperature=False), "temperature is False, not float"),
+        (changed("hyperparameters", aggregation="mean"), "is 'mean', not 'token-mean' | "),
+        (changed("hyperparameters", mini_batch=7), "config.json: mini_batch=7 does not divide"),
+        (changed("run", warm_start_accuracy=10**400), "run.warm_start_accuracy is 1000"),
+    ],
+)
+def test_anything_else_is_refused_in_one_line(config, message):
+    with pytest.raises(ValueError, match=message) as error:
+        from_json(config, "run/config.json")
+    assert str(error.value).startswith("run/config.json") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "fits",
+    [
+        {"layout": "dp2"},
+        {"rollout_layout": "tp2"},
+        {"devices": 2},
+        {"remat": "full"},
+        {"remat": "full", "fsdp": True},
+    ],
+)
+def test_a_resumed_run_may_be_fitted_to_another_machine(fits):
+    run, recipe = RunConfig(), RECIPES["grpo"]()
+    check_resumable((run, recipe), (replace(run, **fits), replace(recipe, micro_batch=16)))
+
+
+def test_what_cannot_change_numbers_may_change_on_resuming():
+    run, recipe = RunConfig(), RECIPES["grpo"]()
+    check_resumable((run, recipe), (run, recipe))
+    other = replace(
+        run,
+        steps=run.steps + 1,
+        checkpoint_every=3,
+        keep_checkpoints=5,
+        samples_every=7,
+        max_nonfinite=11,
+        log_to=("tensorboard",),
+    )
+    check_resumable((run, recipe), (other, recipe))
+
+
+def test_everything_that_may_not_change_is_named_with_both_values():
+    run, recipe = RunConfig(steps=150, eval_every=10), RECIPES["grpo"]()
+    given = replace(run, steps=100, eval_every=3), replace(recipe, kl_coef=0.5)
+    with pytest.raises(ValueError) as error:
+        check_resumable((run, recipe), given)
+    message = str(error.value)
+    assert "--steps is 150 in the run and can be raised only, 100 was given; " in message
+    assert "--eval-every is 10 in the run, 3 was given; " in message
+    assert "--kl-coef is None in the run, 0.5 was given. Leave these flags out" in message

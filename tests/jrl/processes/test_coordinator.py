@@ -1,0 +1,88 @@
+import socket
+import time
+
+import pytest
+
+from jrl.config.command_line import start_jax
+from jrl.processes.coordinator import Processes, join
+
+
+def test_one_process_joins_nothing():
+    Processes().check()
+    assert Processes().share(None) is None
+    assert Processes().share(3) == 3
+    join(Processes())
+
+
+def test_devices_are_shared_evenly():
+    two = Processes("localhost:7733", num_processes=2, process_id=1)
+    two.check()
+    assert two.share(6) == 3
+    assert two.share(None) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_processes": 2}, r"num_processes=2, process_id=None need --coordinator HOST:PORT"),
+        ({"process_id": 0}, r"num_processes=None, process_id=0 need --coordinator HOST:PORT"),
+        ({"coordinator": "host"}, r"coordinator='host' must be HOST:PORT with a port in 1..65535"),
+        ({"coordinator": "host:"}, r"coordinator='host:' must be HOST:PORT"),
+        ({"coordinator": ":7733"}, r"coordinator=':7733' must be HOST:PORT"),
+        ({"coordinator": "host:65536"}, r"coordinator='host:65536' must be HOST:PORT"),
+        ({"coordinator": "host:0"}, r"coordinator='host:0' must be HOST:PORT"),
+        ({"coordinator": "host:7733"}, r"'host:7733' needs --num-processes and --process-id"),
+        (
+            {"coordinator": "host:7733", "num_processes": 2},
+            r"'host:7733' needs --num-processes and --process-id",
+        ),
+        (
+            {"coordinator": "host:7733", "num_processes": 0, "process_id": 0},
+            r"num_processes=0 must be at least 1",
+        ),
+        (
+            {"coordinator": "host:7733", "num_processes": 2, "process_id": 2},
+            r"process_id=2 must lie in 0\.\.1",
+        ),
+        (
+            {"coordinator": "host:7733", "num_processes": 2, "process_id": -1},
+            r"process_id=-1 must lie in 0\.\.1",
+        ),
+        (
+            {
+                "coordinator": "host:7733",
+                "num_processes": 2,
+                "process_id": 1,
+                "coordinator_timeout": 0,
+            },
+            r"coordinator_timeout=0 must be at least 1 second",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        start_jax(None, Processes(**settings))
+
+
+def test_devices_that_cannot_be_shared_are_refused():
+    three = Processes("localhost:7733", num_processes=3, process_id=0)
+    with pytest.raises(ValueError, match=r"devices=4 cannot be shared by num_processes=3"):
+        start_jax(4, three)
+    with pytest.raises(ValueError, match=r"devices=4 of several processes needs --num-processes"):
+        start_jax(4, Processes("auto"))
+
+
+def test_a_port_that_is_taken_is_refused():
+    with socket.create_server(("", 0)) as server:
+        address = f"localhost:{server.getsockname()[1]}"
+        with pytest.raises(ValueError, match=r"process 0 cannot listen there .*another port"):
+            join(Processes(address, num_processes=2, process_id=0))
+
+
+def test_a_coordinator_that_does_not_answer_is_given_up():
+    with socket.create_server(("", 0)) as server:
+        address = f"localhost:{server.getsockname()[1]}"
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match=r"does not answer within 1 s .*: start process 0"):
+        join(Processes(address, num_processes=2, process_id=1, coordinator_timeout=1))
+    assert 1 <= time.monotonic() - begun < 10

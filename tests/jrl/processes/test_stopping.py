@@ -1,0 +1,106 @@
+"""Signals: the first is a request, a second Ctrl-C an order."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from jrl.processes import stopping
+from jrl.processes.stopping import Stop
+
+
+def said(capfd, words):
+    """Waits for a line on standard error, which another thread writes."""
+    text, deadline = "", time.monotonic() + 10
+    while words not in text and time.monotonic() < deadline:
+        time.sleep(0.01)
+        text += capfd.readouterr().err
+    return text
+
+
+@pytest.mark.parametrize(
+    ("number", "line"),
+    [
+        (signal.SIGINT, "Ctrl-C: finishing step 3; Ctrl-C again ends at once\n"),
+        (signal.SIGTERM, "SIGTERM: finishing step 3; Ctrl-C ends at once\n"),
+    ],
+)
+def test_the_first_signal_is_a_request_and_says_what_happens(number, line, capfd):
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with Stop() as stop:
+        assert not stop
+        stop.doing = "finishing step 3"
+        os.kill(os.getpid(), number)
+        assert stop
+        assert said(capfd, "at once") == line
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_second_interrupt_is_an_exception():
+    with Stop() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop
+    with pytest.raises(KeyboardInterrupt), Stop():
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+    # The thread goes with the block.
+    deadline = time.monotonic() + 10
+    while any(thread.name == "jrl signals" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_what_is_ignored_stays_ignored(monkeypatch):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Stop() as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_another_thread_listens_to_nothing():
+    before, found = signal.getsignal(signal.SIGINT), []
+
+    def listen():
+        with Stop() as stop:
+            found.append((bool(stop), signal.getsignal(signal.SIGINT)))
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    thread.join()
+    assert found == [(False, before)]
+
+
+def test_a_second_interrupt_ends_a_process_that_is_in_a_long_call():
+    """Python runs no handler before the call of the library returns."""
+    program = (
+        "import hashlib, importlib.util, sys\n"
+        f"spec = importlib.util.spec_from_file_location('stopping', {stopping.__file__!r})\n"
+        "stopping = importlib.util.module_from_spec(spec); spec.loader.exec_module(stopping)\n"
+        "stopping.PATIENCE = 0.2\n"
+        "with stopping.Stop(lambda: print('closed', flush=True)):\n"
+        "    print('ready', flush=True)\n"
+        "    hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    try:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.readline().startswith("Ctrl-C: finishing what is under way; Ctrl-C a")
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, out) == (130, "closed\n")
+    assert errors == "ended at once; what has been saved is kept\n"

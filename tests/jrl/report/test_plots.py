@@ -1,0 +1,112 @@
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jrl.report import plots
+from jrl.runs import records
+
+
+def write_run(path, names, num_steps=30):
+    with records.Appender(path) as file:
+        for step in range(num_steps):
+            values = {name: 0.5 + 0.01 * step for name in names if not name.startswith("val/")}
+            if step % 10 == 0:
+                values |= {name: 0.1 * step / 10 for name in names if name.startswith("val/")}
+            file.append(step, values)
+    return path
+
+
+def names(paths):
+    return [path.name for path in paths]
+
+
+EVERY = [line.metric for panel in plots.PANELS for line in panel.lines]
+
+
+def test_only_panels_with_metrics_are_drawn(tmp_path):
+    metrics = write_run(tmp_path / "metrics.jsonl", ["critic/score/mean", "val/accuracy/greedy"])
+    paths = plots.plot_run(metrics, tmp_path / "a" / "plots", title="Sorting")
+    assert names(paths) == ["overview.png", "reward.png", "accuracy.png"]
+    assert sorted(names(paths)) == sorted(names((tmp_path / "a" / "plots").iterdir()))
+
+
+def test_every_panel_and_the_size_of_the_overview(tmp_path):
+    shown = [name for name in EVERY if name != "actor/kl_loss"]
+    metrics = write_run(tmp_path / "metrics.jsonl", shown)
+    paths = plots.plot_run(metrics, tmp_path)
+    files = [panel.file for panel in plots.PANELS if panel.file != "reference_kl"]
+    assert names(paths) == ["overview.png", *(f"{file}.png" for file in files)]
+    with Image.open(paths[0]) as picture:
+        assert picture.size == (3200, 1800)  # 1600 x 900 at 2x
+    for path in paths[1:]:
+        with Image.open(path) as picture:
+            assert picture.size == (1600, 900)
+
+
+def test_pictures_are_the_same_for_the_same_metrics(tmp_path):
+    metrics = write_run(tmp_path / "metrics.jsonl", ["actor/entropy"])
+    one = plots.plot_run(metrics, tmp_path / "one")[0].read_bytes()
+    assert plots.plot_run(metrics, tmp_path / "two")[0].read_bytes() == one
+
+
+def test_the_level_of_the_warm_start_is_drawn(tmp_path):
+    metrics = write_run(tmp_path / "metrics.jsonl", ["val/accuracy/sampled"])
+
+    def pixels(name, level):
+        paths = plots.plot_run(metrics, tmp_path / name, warm_start_accuracy=level)
+        with Image.open(paths[-1]) as picture:
+            return np.asarray(picture)
+
+    default = pixels("default", None)
+    assert np.array_equal(default, pixels("same", 0.0))  # the first accuracy logged
+    assert not np.array_equal(default, pixels("other", 0.7))
+
+
+def test_nothing_to_draw(tmp_path):
+    metrics = write_run(tmp_path / "metrics.jsonl", ["actor/lr"])
+    assert plots.plot_run(metrics, tmp_path / "plots") == []
+    assert not (tmp_path / "plots").exists()
+
+
+def test_one_step_constant_and_nonfinite_values_are_drawn(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with records.Appender(path) as file:
+        file.append(1, {"actor/entropy": math.nan, "critic/vf_explained_var": -1e9})
+        file.append(2, {"actor/entropy": 0.0, "actor/pg_clipfrac": math.inf})
+    shown = names(plots.plot_run(path, tmp_path / "plots"))
+    assert shown == ["overview.png", "entropy.png", "explained_variance.png"]
+
+
+def test_smoothing_keeps_constants_lines_and_length():
+    np.testing.assert_allclose(plots.smooth([2.0] * 11, width=3), 2.0, rtol=1e-12)
+    line = np.arange(40.0)
+    smoothed = plots.smooth(line.tolist(), width=3)
+    assert len(smoothed) == 40
+    # Symmetric weights leave a line where the whole window lies inside.
+    np.testing.assert_allclose(smoothed[6:-6], line[6:-6], rtol=1e-12)
+    noise = np.random.default_rng(0).normal(size=200)
+    assert np.std(plots.smooth(noise.tolist(), width=8)) < 0.5 * np.std(noise)
+
+
+def test_runs_laid_over_each_other(tmp_path):
+    runs = {
+        "ppo": write_run(tmp_path / "a.jsonl", ["critic/score/mean", "val/accuracy/sampled"]),
+        "grpo": write_run(tmp_path / "b.jsonl", ["critic/score/mean"], num_steps=12),
+    }
+    path = plots.plot_comparison(runs, tmp_path / "deep" / "recipes.png", title="Recipes")
+    assert path == tmp_path / "deep" / "recipes.png"
+    with Image.open(path) as picture:
+        assert picture.size[0] == 3200
+    with pytest.raises(ValueError, match=r"panels=\['speed'\] are unknown: choose among reward,"):
+        plots.plot_comparison(runs, path, panels=["speed"])
+    with pytest.raises(ValueError, match=r"runs=\['ppo', 'grpo'\] logged no metric"):
+        plots.plot_comparison(runs, path, panels=["entropy"])
+
+
+def test_the_module_loads_no_matplotlib():
+    program = "import sys, jrl.report.plots; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -1,0 +1,117 @@
+"""The policy on the layout that decodes: the same bits, moved once per change."""
+
+import jax
+import numpy as np
+import pytest
+from small_runs import small_model, small_run, small_setup
+from tiers import full_but
+
+from jrl.rollout import resharding
+from jrl.rollout.resharding import RolloutPolicy, reshard, rollout_layout, rollout_mesh
+from moe import weights as moe_weights
+from sharding.folding import Layout, fold
+
+
+def mesh_of(text):
+    layout = Layout.parse(text)
+    return fold(layout, jax.devices()[: layout.num_devices])
+
+
+def numbered(config, mesh):
+    """Weights of which no two numbers are the same, stored on `mesh`."""
+    start, leaves = 0, []
+    shapes, structure = jax.tree.flatten(moe_weights.shapes(config))
+    for shape in shapes:
+        numbers = np.arange(start, start + shape.size, dtype=np.float32)
+        leaves.append(numbers.reshape(shape.shape))
+        start += shape.size
+    weights = moe_weights.in_rounds(structure.unflatten(leaves), mesh)
+    return jax.device_put(weights, moe_weights.shardings(config, mesh))
+
+
+@pytest.mark.parametrize(
+    ("training", "rollout"),
+    [
+        ("tp2 dp2 / ep4", "tp2 dp2 / ep4"),
+        ("dp2 / etp2", "dp2 / etp2"),
+        ("tp2 dp2 cp2 / ep8", "tp2 dp4 / ep8"),
+        ("tp2 dp3 pp4 vpp2 / ep2 etp3", "tp2 dp12 / ep2 etp3"),
+    ],
+)
+def test_pp_and_cp_become_part_of_dp(training, rollout):
+    assert rollout_layout(Layout.parse(training)) == Layout.parse(rollout)
+
+
+@pytest.mark.parametrize(
+    ("training", "rollout"),
+    full_but(
+        [
+            ("pp2 vpp2 dp2 tp2 / ep4", None),
+            ("tp2 dp2 cp2 / ep4 etp2", None),
+            ("dp4 / ep4", "tp2 dp2 / ep2 etp2"),
+            ("pp4 dp2", "tp2 dp4 / ep4"),
+        ],
+        ("pp2 vpp2 dp2 tp2 / ep4", None),
+        ("dp4 / ep4", "tp2 dp2 / ep2 etp2"),
+    ),
+)
+def test_weights_arrive_whole_and_where_decoding_wants_them(training, rollout):
+    config = small_model(vocab_size=8, num_layers=4)
+    source = mesh_of(training)
+    target = rollout_mesh(rollout, source)
+    moved = reshard(numbered(config, source), config, source, target)
+    expected = moe_weights.shardings(config, target)
+    for leaf, sharding in zip(jax.tree.leaves(moved), jax.tree.leaves(expected), strict=True):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        jax.device_get(moved),
+        jax.device_get(numbered(config, mesh_of("dp1"))),
+    )
+
+
+def test_a_policy_moves_once_per_change(monkeypatch):
+    moves = []
+
+    def counted(weights, *meshes):
+        moves.append(weights)
+        return reshard(weights, *meshes)
+
+    monkeypatch.setattr(resharding, "reshard", counted)
+    config, mesh = small_model(vocab_size=8), mesh_of("dp2 cp2")
+    policy = RolloutPolicy(config, mesh, rollout_mesh(None, mesh))
+    first, second = numbered(config, mesh), numbered(config, mesh)
+    moved = policy.of(first)
+    assert policy.of(first) is moved and len(moves) == 1
+    assert policy.of(second) is not moved and len(moves) == 2
+    policy.release()
+    policy.of(second)
+    assert len(moves) == 3
+
+
+def test_where_training_can_decode_nothing_moves():
+    setup = small_setup(run=small_run(layout="tp2 dp2 / ep4"))
+    assert setup.rollout_mesh is setup.mesh
+    named = small_setup(run=small_run(layout="tp2 dp2 / ep4", rollout_layout="dp2 tp2 / ep4"))
+    assert named.rollout_mesh is named.mesh
+    weights = numbered(setup.model, setup.mesh)
+    assert setup.rollout_policy.of(weights) is weights
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ("pp2 dp2", r"'pp2 dp2': decoding needs all layers .* for example 'tp1 cp1 dp4 pp1 / "),
+        ("cp4", r"'cp4': decoding needs .* pp and cp must be 1"),
+        ("dp8", r"'dp8' needs 8 devices and the layout of training has 4"),
+        ("dq4", r"'dq4' is not an axis"),
+    ],
+)
+def test_what_cannot_decode_is_refused(rollout, message):
+    with pytest.raises(ValueError, match=message):
+        rollout_mesh(rollout, mesh_of("tp2 dp2"))
+
+
+def test_what_cannot_decode_is_refused_where_it_trains():
+    with pytest.raises(ValueError, match=r"'cp2': decoding needs"):
+        rollout_mesh("cp2", mesh_of("cp2"))

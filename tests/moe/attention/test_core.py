@@ -1,0 +1,108 @@
+"""The fused kernels read what the plain twin reads, and say so where they cannot."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from programs import jit
+
+from moe.attention.core import read
+
+BATCH, TIME, SOURCE, HEADS, KV_HEADS = 2, 5, 7, 6, 3
+
+
+def arrays(head_dim, value_dim, source, dtype=jnp.float32):
+    shapes = [
+        (BATCH, TIME, HEADS, head_dim),
+        (BATCH, source, KV_HEADS, head_dim),
+        (BATCH, source, KV_HEADS, value_dim),
+        (BATCH, TIME, HEADS, value_dim),
+    ]
+    draw = np.random.default_rng(0)
+    return [jnp.asarray(draw.normal(size=shape), dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(6, 10), (12, 4)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_xla_reads_what_plain_reads(head_dim, value_dim, causal):
+    """Odd places, heads of sizes that are no multiple of 8, a query that sees nothing."""
+    source = TIME if causal else SOURCE
+    visible = np.random.default_rng(1).random((BATCH, TIME, source)) < 0.7
+    visible[:, np.arange(TIME), np.arange(TIME)] = True
+    if causal:
+        visible &= np.tri(TIME, dtype=bool)
+    visible[1, 0] = False
+    *given, weight = arrays(head_dim, value_dim, source)
+    weight = weight.at[1, 0].set(0.0)  # what it reads is nobody's business
+
+    def run(implementation):
+        def total(query, key, value):
+            out = read(query, key, value, jnp.asarray(visible), causal, 0.3, implementation)
+            return jnp.sum(jnp.where(weight != 0, out * weight, 0.0)), out
+
+        (_, out), grads = jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(*given)
+        return out, grads
+
+    (out, grads), (expected, expected_grads) = run("xla"), run("plain")
+    assert out.shape == (BATCH, TIME, HEADS, value_dim)
+    assert np.all(np.isfinite(out))
+    # float32 sums of a dozen terms of order one.
+    seen = visible.any(axis=-1)
+    np.testing.assert_allclose(np.asarray(out)[seen], np.asarray(expected)[seen], atol=2e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-6), grads, expected_grads)
+
+
+def test_a_promise_that_is_kept_is_used():
+    """Where `visible` says too much, the promise that it does not is what counts."""
+    *given, _ = arrays(8, 8, TIME)
+    everything = jnp.ones((BATCH, TIME, TIME), bool)
+    narrowed = jnp.broadcast_to(jnp.tri(TIME, dtype=bool)[None], everything.shape)
+    np.testing.assert_allclose(
+        read(*given, everything, True, implementation="xla"),
+        read(*given, narrowed, implementation="plain"),
+        atol=2e-6,
+    )
+
+
+def test_none_is_plain_without_a_gpu():
+    *given, _ = arrays(6, 10, SOURCE)
+    visible = jnp.ones((BATCH, TIME, SOURCE), bool)
+    np.testing.assert_array_equal(
+        read(*given, visible), read(*given, visible, implementation="plain")
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("cudnn", r'attention="cudnn" cannot serve here: it runs on NVIDIA GPUs, not on \'cpu\''),
+        ("fast", r"attention='fast' is not known: choose among plain, blocked, xla, cudnn"),
+    ],
+)
+def test_what_cannot_serve_is_refused(name, message):
+    *given, _ = arrays(8, 8, SOURCE, jnp.bfloat16)
+    with pytest.raises(ValueError, match=message):
+        read(*given, jnp.ones((BATCH, TIME, SOURCE), bool), implementation=name)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "capability", "message"),
+    [
+        (jnp.float32, 8, "9.0", "it takes bfloat16 and float16, not float32"),
+        (jnp.bfloat16, 136, "8.0", "heads of 136 are wider than 128"),
+        (jnp.bfloat16, 264, "9.0", "heads of 264 are wider than 256"),
+    ],
+)
+def test_what_a_gpu_cannot_serve_is_refused(dtype, head_dim, capability, message, monkeypatch):
+    device = functools.partial(type, "Device", (), {"compute_capability": capability})
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [device()])
+    *given, _ = arrays(head_dim, 8, SOURCE, dtype)
+    visible = jnp.ones((BATCH, TIME, SOURCE), bool)
+    with pytest.raises(ValueError, match=message):
+        read(*given, visible, implementation="cudnn")
+    np.testing.assert_array_equal(
+        read(*given, visible), read(*given, visible, implementation="plain")
+    )

@@ -1,0 +1,387 @@
+"""Every way to the experts and back against the dense oracle, and what each moves."""
+
+import functools
+import math
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from programs import jit, mesh_of
+from tiers import full_but
+
+from moe.experts.dispatch import choice as dispatching
+from moe.experts.dispatch import ragged as exchange_ragged
+from moe.experts.dispatch.all_to_all import room
+from moe.experts.dispatch.choice import best, dispatch, rows_received
+from moe.experts.dispatch.ragged import ragged
+from moe.experts.feed_forward import every_expert, routed_experts
+from moe.router.routing import Routing
+from moe.weights import Experts
+from sharding.folding import Layout, fold_abstract
+
+# Sixteen tokens over the devices, of eight experts three for each.
+TOKENS, ROUTE, CHOSEN, D_MODEL, D_EXPERT = 16, 8, 3, 6, 10
+LAYOUTS = [
+    "dp1",
+    "dp8 / ep8",
+    "tp2 dp4 / ep4",
+    "tp2 / etp2",
+    "tp2 dp4 / ep2 etp2",
+    "dp8 / ep4 etp2",
+]
+
+
+def expert_weights():
+    draw = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(draw.normal(size=shape) / shape[-2] ** 0.5, jnp.float32)
+
+    return Experts(
+        router=normal(D_MODEL, ROUTE),
+        gate=normal(ROUTE, D_MODEL, D_EXPERT),
+        up=normal(ROUTE, D_MODEL, D_EXPERT),
+        down=normal(ROUTE, D_EXPERT, D_MODEL),
+    )
+
+
+def tokens():
+    return jnp.asarray(np.random.default_rng(1).normal(size=(TOKENS, D_MODEL)), jnp.float32)
+
+
+def routing_of(kind, num_devices=1, capacity=None):
+    """Choices of all tokens; with a capacity each device keeps that many of an expert, in order."""
+    draw = np.random.default_rng(7)
+    if kind == "one device gets all":
+        experts = np.tile([1, 0, 2], (TOKENS, 1))
+    else:
+        experts = np.stack([draw.permutation(ROUTE)[:CHOSEN] for _ in range(TOKENS)])
+    weights = draw.random((TOKENS, CHOSEN))
+    padding = draw.random(TOKENS) < 0.3
+    if kind == "a device of padding":
+        padding[:4] = True
+    experts[padding] = ROUTE
+    for own in np.split(np.arange(TOKENS), num_devices):
+        seen = np.zeros(ROUTE + 1, int)
+        for token in own:
+            for choice in range(CHOSEN):
+                expert = experts[token, choice]
+                seen[expert] += 1
+                if capacity is not None and seen[expert] > capacity:
+                    experts[token, choice] = ROUTE
+    weights[experts == ROUTE] = 0
+    return Routing(jnp.asarray(experts, jnp.int32), jnp.asarray(weights, jnp.float32))
+
+
+def on(mesh, function):
+    """`function(weights, x, routing)` inside the one `jax.shard_map`."""
+    inner = P(mesh.ep, None, mesh.etp)
+    spec = Experts(router=P(), gate=inner, up=inner, down=P(mesh.ep, mesh.etp))
+    return jax.shard_map(
+        function,
+        mesh=mesh.mesh,
+        in_specs=(spec, P(mesh.axes), P(mesh.axes)),
+        out_specs=P(mesh.axes),
+    )
+
+
+def pulled(function):
+    """Gradients by weights, tokens and the routing's weights, and the output."""
+
+    def inner(weights, x, scale, routing):
+        out = function(weights, x, routing._replace(weights=scale))
+        pull = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
+        return jnp.sum(out * pull), out
+
+    return jit(jax.grad(inner, argnums=(0, 1, 2), has_aux=True))
+
+
+@functools.cache
+def oracle():
+    def every(weights, x, routing):
+        outs = [
+            routing.weights[:, k, None] * every_expert(weights, x, routing.experts[:, k])
+            for k in range(CHOSEN)
+        ]
+        return outs[0] + outs[1] + outs[2]
+
+    return pulled(every)
+
+
+def agrees(program, routing, name):
+    weights, x = expert_weights(), tokens()
+    gradients, out = program(weights, x, routing.weights, routing)
+    expected_gradients, expected = oracle()(weights, x, routing.weights, routing)
+    # A dropped choice has weight 0 whatever it would have given: no gradient is asked of it.
+    sent = np.asarray(routing.experts) < ROUTE
+    # float32 sums of three experts' outputs, and of sixteen rows in the gradients.
+    np.testing.assert_allclose(out, expected, atol=3e-6, err_msg=name)
+    for a, b in zip(gradients[:2], expected_gradients[:2], strict=True):
+        jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-5, err_msg=name), a, b)
+    np.testing.assert_allclose(gradients[2][sent], expected_gradients[2][sent], atol=1e-5)
+    np.testing.assert_array_equal(np.asarray(out)[~sent.any(axis=1)], 0)
+
+
+@pytest.mark.parametrize("layout", full_but(LAYOUTS, "tp2 dp4 / ep2 etp2"))
+@pytest.mark.parametrize("name", ["all_to_all", "all_gather"])
+def test_dispatch_equals_the_dense_oracle(name, layout):
+    mesh = mesh_of(layout)
+    program = pulled(on(mesh, lambda *given: dispatch(*given, mesh, implementation=name)))
+    for kind in ("any", "one device gets all", "a device of padding"):
+        agrees(program, routing_of(kind), kind)
+
+
+@pytest.mark.parametrize("capacity", [1, 2])
+@pytest.mark.parametrize("name", ["all_to_all", "all_gather"])
+def test_smaller_buffers_hold_what_a_capacity_lets_through(name, capacity):
+    mesh = mesh_of("tp2 dp4 / ep2 etp2")
+    program = pulled(
+        on(mesh, lambda *given: dispatch(*given, mesh, capacity=capacity, implementation=name))
+    )
+    for kind in ("any", "one device gets all"):
+        routing = routing_of(kind, num_devices=8, capacity=capacity)
+        agrees(program, routing, kind)
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """CPU devices that have a ragged exchange."""
+    monkeypatch.setattr(exchange_ragged.lax, "ragged_all_to_all", ragged_by_gathering)
+    monkeypatch.setattr(dispatching, "_refuse_cpu", lambda mesh: None)
+
+
+def in_half_precision(function):
+    """`function(weights, x, routing)` of bfloat16 tokens, and the exact weighted sum of the rows
+    that their experts give."""
+    weights, x, routing = expert_weights(), tokens().astype(jnp.bfloat16), routing_of("any")
+
+    @jit
+    def rows(weights, x, experts):
+        columns = [routed_experts(weights, x, experts[:, k]) for k in range(CHOSEN)]
+        return jnp.stack(columns, axis=1)
+
+    given = rows(weights, x, routing.experts)
+    assert given.dtype == jnp.bfloat16
+    scale, given = (np.asarray(a, np.float64) for a in (routing.weights, given))
+    out = jit(function)(weights, x, routing)
+    assert out.dtype == jnp.bfloat16
+    return np.asarray(out, np.float64), np.sum(scale[..., None] * given, axis=1)
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "all_gather", "ragged"])
+def test_half_precision_is_rounded_once(name, emulated):
+    """Neither the weights nor what several devices add up are rounded before the sum is."""
+    mesh = mesh_of("dp4 / ep4")
+    out, exact = in_half_precision(on(mesh, partial(dispatch, mesh=mesh, implementation=name)))
+    # Half a unit of eight bits, and sums of float32 terms of order one.
+    half_unit = 2.0 ** (np.ceil(np.log2(np.abs(exact) + 1e-9)) - 9)
+    np.testing.assert_array_less(np.abs(out - exact), half_unit + 1e-6)
+
+
+def ragged_by_gathering(
+    operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name
+):
+    """`jax.lax.ragged_all_to_all` as its documentation states it, by gathering everything."""
+    me, num_peers = lax.axis_index(axis_name), lax.axis_size(axis_name)
+    everything = [
+        lax.all_gather(x, axis_name) for x in (operand, input_offsets, send_sizes, output_offsets)
+    ]
+    place = jnp.arange(output.shape[0])
+    for peer in range(num_peers):
+        sent, start, size, there = (x[peer] for x in everything)
+        start, size, there = start[me], size[me], there[me]
+        own = (place >= there) & (place < there + size)
+        rows = sent[jnp.clip(place - there + start, 0, sent.shape[0] - 1)]
+        # A peer's announcement and ours must agree, or rows are lost on real devices.
+        own = own & (size == recv_sizes[peer])
+        output = jnp.where(own[:, None], rows, output)
+    return output
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "all_gather", "ragged"])
+def test_an_expert_chosen_twice_counts_twice(name, emulated):
+    """As a replayed routing may have it: more choices than a parcel has room for, and none lost."""
+    mesh = mesh_of("dp4 / ep4")
+    experts = np.array(routing_of("any").experts)
+    # The last tokens of each device choose one expert of the first device again and again.
+    experts[np.arange(TOKENS) % 4 > 0] = [[0, 0, 0]]
+    experts[::4] = [3, 2, 3]
+    assert room(4, CHOSEN, 2, None) == 8 < 9
+    scale = np.random.default_rng(3).random(experts.shape)
+    routing = Routing(jnp.asarray(experts), jnp.asarray(scale, jnp.float32))
+    agrees(pulled(on(mesh, partial(dispatch, mesh=mesh, implementation=name))), routing, name)
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "all_gather", "ragged"])
+def test_more_than_the_capacity_promised_takes_nobodys_place(name, emulated):
+    """What has no room adds nothing, and rows for another device are not written over."""
+    mesh = mesh_of("dp4 / ep4")
+    experts = np.tile([0, 1, ROUTE], (TOKENS, 1))
+    experts[::4] = [4, ROUTE, ROUTE]
+    assert room(4, CHOSEN, 2, 1) == 2 < 6
+    scale = np.where(experts < ROUTE, 0.25, 0.0)
+    routing = Routing(jnp.asarray(experts), jnp.asarray(scale, jnp.float32))
+    given = {"mesh": mesh, "capacity": 1, "implementation": name}
+    program = jit(on(mesh, partial(dispatch, **given)))
+    out = program(expert_weights(), tokens(), routing)
+    _, expected = oracle()(expert_weights(), tokens(), routing.weights, routing)
+    assert np.all(np.isfinite(out))
+    np.testing.assert_allclose(out[::4], expected[::4], atol=3e-6)
+
+
+@pytest.mark.parametrize("layout", full_but(["dp1", "dp8 / ep4 etp2"], "dp8 / ep4 etp2"))
+def test_ragged_equals_the_dense_oracle_on_emulated_collectives(layout, monkeypatch):
+    monkeypatch.setattr(exchange_ragged.lax, "ragged_all_to_all", ragged_by_gathering)
+    mesh = mesh_of(layout)
+    program = pulled(on(mesh, lambda *given: ragged(*given, mesh)))
+    for kind in ("any", "one device gets all", "a device of padding"):
+        agrees(program, routing_of(kind), kind)
+
+
+def test_ragged_is_lowered_for_cuda_with_its_gradient():
+    mesh = fold_abstract(Layout.parse("dp8 / ep4 etp2"))
+    function = on(mesh, lambda *given: dispatch(*given, mesh, implementation="ragged"))
+    given = (expert_weights(), tokens(), routing_of("any"))
+
+    def total(weights, x, routing):
+        return jnp.sum(function(weights, x, routing))
+
+    exported = jax.export.export(
+        jax.jit(jax.value_and_grad(total, argnums=(0, 1))),
+        platforms=["cuda"],
+        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("ragged_all_to_all")],
+    )(*given)
+    text = exported.mlir_module()
+    # Rows and ids out, rows back; the gradient sends rows both ways again.
+    assert len(re.findall(r"custom_call @ragged_all_to_all", text)) == 5
+
+
+def test_what_cannot_be_had_is_refused():
+    mesh = mesh_of("dp2 / ep2")
+    for name, message in (
+        ("ragged", r'dispatch="ragged" needs jax.lax.ragged_all_to_all, which CPU devices do not'),
+        ("alltoall", r"dispatch='alltoall' is none of all_to_all, all_gather, ragged; None picks"),
+    ):
+        function = on(mesh, partial(_named, mesh, name))
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(function, expert_weights(), tokens(), routing_of("any"))
+
+
+def _named(mesh, name, *given):
+    return dispatch(*given, mesh, implementation=name)
+
+
+COLLECTIVE = r"= (.*?) (all-gather|reduce-scatter|all-to-all)\("
+ARRAY = r"(f32|s32)\[([\d,]*)\]"  # four bytes an element
+
+
+def received(text, mesh):
+    """Bytes one device receives in the collectives of a compiled program, per kind and type."""
+    total = {}
+    for result, name in re.findall(COLLECTIVE, text):
+        devices = mesh.size(mesh.etp) if name != "all-to-all" else mesh.size(mesh.ep)
+        share = devices - 1 if name == "reduce-scatter" else (devices - 1) / devices
+        # The result of an all-to-all may be one array or an array per peer.
+        for kind, shape in re.findall(ARRAY, result):
+            size = 4 * math.prod(int(n) for n in shape.split(","))
+            total[name, kind] = total.get((name, kind), 0) + size * share
+    return total
+
+
+@pytest.mark.parametrize("capacity", [None, 1])
+def test_volume_of_all_to_all_is_that_of_its_formula(capacity):
+    mesh = mesh_of("dp8 / ep4 etp2")
+    text = _compiled("all_to_all", capacity, mesh)
+    local, num_local = TOKENS // 8, ROUTE // 4
+    parcel = room(local, CHOSEN, num_local, capacity)
+    row, ep, etp = 4 * D_MODEL, 4, 2
+    moved = received(text, mesh)
+    assert moved == {
+        ("all-to-all", "f32"): 2 * parcel * (ep - 1) * row,
+        ("all-to-all", "s32"): parcel * (ep - 1) * 4,
+        ("all-gather", "f32"): parcel * ep * (etp - 1) * row,
+        ("all-gather", "s32"): parcel * ep * (etp - 1) * 4,
+        ("reduce-scatter", "f32"): parcel * ep * (etp - 1) * row,
+    }
+    rows = sum(size for (_, kind), size in moved.items() if kind == "f32") / row
+    assert rows == rows_received("all_to_all", local, CHOSEN, num_local, mesh, capacity)
+
+
+def test_volume_of_all_gather_is_that_of_its_formula():
+    mesh = mesh_of("dp8 / ep4 etp2")
+    text = _compiled("all_gather", None, mesh)
+    local, others, row = TOKENS // 8, 7, 4 * D_MODEL
+    shapes = [
+        (*array, name)
+        for result, name in re.findall(COLLECTIVE, text)
+        for array in re.findall(ARRAY, result)
+    ]
+    # Out tokens, weights and ids of all; back the sum of one's own.
+    assert sorted(shapes) == sorted(
+        [
+            ("f32", f"{TOKENS},{D_MODEL}", "all-gather"),
+            ("f32", f"{TOKENS},{CHOSEN}", "all-gather"),
+            ("s32", f"{TOKENS},{CHOSEN}", "all-gather"),
+            ("f32", f"{local},{D_MODEL}", "reduce-scatter"),
+        ]
+    )
+    rows = rows_received("all_gather", local, CHOSEN, ROUTE // 4, mesh)
+    assert rows * row == (TOKENS - local) * row + others * local * row
+
+
+def _compiled(name, capacity, mesh):
+    function = on(
+        mesh, lambda *given: dispatch(*given, mesh, capacity=capacity, implementation=name)
+    )
+    given = expert_weights(), tokens(), routing_of("any", 8, capacity)
+    return jit(function).lower(*given).compile().as_text()
+
+
+@pytest.mark.parametrize(
+    ("layout", "k", "num_local", "capacity", "expected"),
+    [
+        ("dp1", 4, 8, None, "all_to_all"),  # nothing moves
+        ("dp8 / ep8", 1, 4, None, "all_to_all"),  # a token has one choice
+        ("dp8 / ep8", 4, 1, None, "all_to_all"),  # a device has one expert
+        ("dp8 / ep8", 2, 2, None, "all_gather"),
+        ("dp8 / ep4 etp2", 2, 2, None, "all_gather"),
+        # A hundred tokens, 32 experts of four a device: capacity 13 = 1.0 x 100 x 4 / 32 and more.
+        ("dp8 / ep8", 4, 4, 13, "all_to_all"),
+        ("dp8 / ep8", 4, 4, 25, "all_to_all"),
+        ("dp8 / ep8", 4, 4, 26, "all_gather"),
+    ],
+)
+def test_none_picks_what_moves_less(layout, k, num_local, capacity, expected):
+    mesh = fold_abstract(Layout.parse(layout))
+    assert best(100, k, num_local, mesh, capacity) == expected
+    least = min(
+        rows_received(name, 100, k, num_local, mesh, capacity)
+        for name in ("all_to_all", "all_gather")
+    )
+    assert rows_received(expected, 100, k, num_local, mesh, capacity) == least
+    assert set(dispatching.IMPLEMENTATIONS) == {"all_to_all", "all_gather", "ragged"}
+
+
+@functools.cache
+def free_program(layout):
+    mesh = mesh_of(layout)
+    return jit(on(mesh, lambda *given: dispatch(*given, mesh)))
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.permutations(range(TOKENS)), st.sampled_from(["dp1", "dp8 / ep4 etp2"]))
+def test_tokens_in_another_order_give_outputs_in_that_order(order, layout):
+    weights, x, routing = expert_weights(), tokens(), routing_of("any")
+    order = jnp.asarray(order)
+    program = free_program(layout)
+    out = program(weights, x, routing)
+    moved = program(weights, x[order], jax.tree.map(lambda a: a[order], routing))
+    # The same products in blocks of other rows: a few units in the seventh digit.
+    np.testing.assert_allclose(moved, out[order], atol=3e-6)

@@ -1,0 +1,206 @@
+"""Each grouped product against the plain twin, and the plain twin against a loop over rows."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+from programs import jit, mesh_of
+
+from moe.experts.grouped import IMPLEMENTATIONS, block_size, blocks_of, grouped_dot
+
+# More rows than the larger tile, so that both are used; a group may be all of them or none.
+ROWS, GROUPS, INNER, OUTER = 300, 5, 6, 7
+SIZES = {
+    "uneven": [3, 0, 197, 40, 60],
+    "empty": [0, 0, 0, 0, 0],
+    "all in one": [0, 300, 0, 0, 0],
+    "all in the last": [0, 0, 0, 0, 300],
+    "rows of no group": [31, 33, 0, 1, 32],
+    "ends at tiles": [256, 32, 0, 12, 0],
+}
+NAMES = [None, *(name for name in IMPLEMENTATIONS if name != "every")]
+
+
+def operands(dtype=np.float32):
+    draw = np.random.default_rng(0)
+    shapes = {"rows": (ROWS, INNER), "weights": (GROUPS, INNER, OUTER), "pull": (ROWS, OUTER)}
+    return [jnp.asarray(draw.normal(size=shape), dtype) for shape in shapes.values()]
+
+
+@cache
+def compiled(name):
+    def run(rows, weights, pull, sizes):
+        out, back = jax.vjp(
+            lambda rows, weights: grouped_dot(rows, weights, sizes, implementation=name),
+            rows,
+            weights,
+        )
+        return out, *back(pull)
+
+    return jit(run)
+
+
+def product(name, rows, weights, pull, sizes):
+    return compiled(name)(rows, weights, pull, jnp.asarray(sizes, jnp.int32))
+
+
+def looped(rows, weights, pull, sizes):
+    """The product and its gradients, row by row in float64."""
+    rows, weights, pull = (np.asarray(x, np.float64) for x in (rows, weights, pull))
+    out, by_rows, by_weights = np.zeros_like(pull), np.zeros_like(rows), np.zeros_like(weights)
+    row = 0
+    for group, size in enumerate(sizes):
+        for _ in range(size):
+            out[row] = rows[row] @ weights[group]
+            by_rows[row] = weights[group] @ pull[row]
+            by_weights[group] += np.outer(rows[row], pull[row])
+            row += 1
+    return out, by_rows, by_weights
+
+
+def close(found, expected, rows=ROWS):
+    """float32 sums of up to seven products of order one, and of `rows` in the last."""
+    for x, y, terms in zip(found, expected, (INNER, OUTER, rows), strict=True):
+        np.testing.assert_allclose(x, y, atol=4e-7 * terms, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_plain_twin_equals_a_loop_over_rows(sizes):
+    close(product("every", *operands(), sizes), looped(*operands(), sizes))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_products_and_gradients_equal_the_plain_twin(name, sizes):
+    found = product(name, *operands(), sizes)
+    close(found, product("every", *operands(), sizes))
+    out, by_rows, by_weights = map(np.asarray, found)
+    assert not out[sum(sizes) :].any() and not by_rows[sum(sizes) :].any()
+    assert not by_weights[np.asarray(sizes) == 0].any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, ROWS), min_size=GROUPS, max_size=GROUPS))
+def test_products_equal_the_plain_twin_on_any_sizes(name, cuts):
+    sizes = np.diff(sorted(cuts), prepend=0)
+    close(product(name, *operands(), sizes), product("every", *operands(), sizes))
+
+
+@pytest.mark.parametrize("name", [*NAMES, "every"])
+def test_rows_of_no_group_reach_nothing(name):
+    rows, weights, pull = operands()
+    sizes = SIZES["rows of no group"]
+    known = sum(sizes)
+    finite = product(name, rows, weights, pull, sizes)
+    holes = product(
+        name, rows.at[known:].set(jnp.nan), weights, pull.at[known:].set(jnp.inf), sizes
+    )
+    jax.tree.map(np.testing.assert_array_equal, holes, finite)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "every"])
+def test_bfloat16_is_summed_in_float32(name):
+    rows, weights, pull = operands(jnp.bfloat16)
+    # Weights stay float32, their values ones that bfloat16 has, as do the sums' terms.
+    exact = [x.astype(jnp.float32) for x in (rows, weights, pull)]
+    sizes = SIZES["uneven"]
+    found = product(name, rows, exact[1], pull, sizes)
+    assert [x.dtype for x in found] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
+    out, by_rows, by_weights = product("every", *exact, sizes)
+    # Results over rows are rounded once, to eight bits; the sums over 197 rows are not.
+    for x, y in zip(found[:2], (out, by_rows), strict=True):
+        np.testing.assert_allclose(x.astype(jnp.float32), y, rtol=2**-8, atol=4e-6)
+    np.testing.assert_allclose(found[2], by_weights, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_device_multiplies_its_rows_by_its_matrices(name):
+    """On two by two devices, the matrices shared by the pairs that hold the same ones."""
+    mesh = mesh_of("dp4 / ep2")
+    draw = np.random.default_rng(1)
+    rows, pull = draw.normal(size=(4 * 40, INNER)), draw.normal(size=(4 * 40, OUTER))
+    weights = draw.normal(size=(2 * GROUPS, INNER, OUTER))
+    sizes = draw.integers(0, 8, (4, GROUPS))
+    arrays = [jnp.asarray(x, jnp.float32) for x in (rows, weights, pull)]
+
+    def pulled(rows, weights, pull, sizes):
+        out = grouped_dot(rows, weights, sizes[0], implementation=name)
+        return jax.lax.psum(jnp.sum(out * pull), mesh.axes)
+
+    sharded = jax.shard_map(
+        pulled,
+        mesh=mesh.mesh,
+        in_specs=(P(mesh.axes), P(mesh.ep), P(mesh.axes), P(mesh.axes)),
+        out_specs=P(),
+    )
+    by_rows, by_weights = jit(jax.grad(sharded, argnums=(0, 1)))(
+        *arrays, jnp.asarray(sizes, jnp.int32)
+    )
+    expected = np.zeros_like(weights)
+    for device in range(4):
+        mine = slice(40 * device, 40 * (device + 1))
+        # ep varies fastest: odd devices hold the second half of the matrices.
+        held = slice(GROUPS * (device % 2), GROUPS * (device % 2 + 1))
+        _, of_rows, of_weights = looped(rows[mine], weights[held], pull[mine], sizes[device])
+        np.testing.assert_allclose(by_rows[mine], of_rows, atol=4e-6)
+        expected[held] += of_weights
+    np.testing.assert_allclose(by_weights, expected, atol=2e-5)
+
+
+def test_fewer_rows_than_a_tile():
+    rows, weights, pull = operands()
+    arrays = rows[:5], weights, pull[:5]
+    for name in NAMES:
+        close(product(name, *arrays, [2, 0, 1, 1, 0]), looped(*arrays, [2, 0, 1, 1, 0]))
+
+
+def test_products_are_lowered_for_accelerators_without_one():
+    """What runs there is the batched product: no loop, and a copy of a matrix per block."""
+    arguments = [*operands(), jnp.asarray(SIZES["uneven"], jnp.int32)]
+    for platform in ("cuda", "tpu"):
+        best, blocks, tiles = (
+            jax.export.export(compiled(name), platforms=[platform])(*arguments).mlir_module()
+            for name in (None, "blocks", "tiles")
+        )
+        assert best.count("stablehlo.while") == blocks.count("stablehlo.while")
+        assert best.count("stablehlo.while") < tiles.count("stablehlo.while")
+        assert best.count("stablehlo.dot_general") == blocks.count("stablehlo.dot_general") == 3
+    on_cpu = jax.export.export(compiled(None), platforms=["cpu"])(*arguments).mlir_module()
+    assert on_cpu.count("stablehlo.while") > best.count("stablehlo.while")
+
+
+def test_unknown_implementations_are_refused():
+    with pytest.raises(
+        ValueError, match=r"implementation=.ragged. is no grouped product: .*'tiles'"
+    ):
+        product("ragged", *operands(), SIZES["uneven"])
+
+
+@given(st.lists(st.integers(0, ROWS), min_size=GROUPS, max_size=GROUPS))
+@settings(max_examples=25, deadline=None, derandomize=True)
+def test_rows_stand_in_blocks_of_their_group(cuts):
+    sizes = np.diff(sorted(cuts), prepend=0)
+    row, place, group = map(np.asarray, blocks_of(jnp.asarray(sizes, jnp.int32), ROWS))
+    of_row = np.repeat(np.arange(GROUPS), sizes)
+    for index, expected in enumerate(of_row):
+        assert row.reshape(-1)[place[index]] == index
+        assert group[place[index] // row.shape[1]] == expected
+    assert (place[len(of_row) :] == row.size).all()
+    assert sorted(row[row < ROWS]) == list(range(len(of_row)))
+    assert ((group >= 0) & (group < GROUPS)).all()
+
+
+@pytest.mark.parametrize("num_groups", [1, 3, 8, 128])
+def test_block_sizes_are_powers_of_two_in_bounds(num_groups):
+    sizes = [block_size(num_rows, num_groups) for num_rows in range(1, 200_000, 997)]
+    assert set(sizes) <= {8, 16, 32, 64, 128, 256}
+    assert sizes == sorted(sizes)
+    assert sizes[0] == 8
+    if num_groups < 128:
+        assert sizes[-1] == 256

@@ -1,0 +1,283 @@
+"""What is read off chunks of the head's columns against what is read off all logits."""
+
+import functools
+import math
+import re
+from collections import Counter
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from programs import jit, mesh_of, on_mesh, random_weights
+from tiers import full_but
+
+from moe.config import Head, ModelConfig
+from moe.execution import Execution
+from moe.head import logits_of, logprobs_and_entropy
+from moe.weights import specs
+from sharding.collectives import all_sum, vary
+
+TOKENS, D_MODEL = 24, 10
+COLLECTIVE = r" (all-gather|reduce-scatter|all-to-all|all-reduce|collective-permute)(?:-start)?\("
+
+
+def config_of(vocab_size, chunk=None, head: Head = "untied"):
+    """Only the ends of the network matter here."""
+    return ModelConfig(
+        vocab_size,
+        num_layers=2,
+        d_model=D_MODEL,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=6,
+        num_experts=0,
+        d_ff=12,
+        head=head,
+        execution=Execution(vocab_chunk=chunk),
+    )
+
+
+class Given(NamedTuple):
+    """States, the tokens that follow them, and what the loss makes of both numbers."""
+
+    x: jax.Array
+    tokens: jax.Array
+    of_logprob: jax.Array
+    of_entropy: jax.Array
+
+
+def given(vocab_size, dtype="float32", num_tokens=TOKENS):
+    draw = np.random.default_rng(3)
+    x = jnp.asarray(3 * draw.normal(size=(num_tokens, D_MODEL)), dtype)
+    tokens = draw.integers(0, vocab_size, num_tokens)
+    tokens[:2] = 0, vocab_size - 1
+    coefficients = jnp.asarray(draw.normal(size=(2, num_tokens)), jnp.float32)
+    return Given(x, jnp.asarray(tokens), *coefficients)
+
+
+def plain(weights, x, tokens, temperature):
+    """Both numbers from all logits, on one device."""
+    head = weights.embedding.T if weights.head is None else weights.head
+    logits = x.astype(jnp.float32) @ head.astype(x.dtype).astype(jnp.float32) / temperature
+    logprobs = jax.nn.log_softmax(logits)
+    chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
+    return chosen, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=1)
+
+
+@functools.partial(jit, static_argnums=2)
+def expected(weights, batch, temperature):
+    """Both numbers, and the gradient of a loss of both with respect to weights and states."""
+
+    def loss(weights, x):
+        both = plain(weights, x, batch.tokens, temperature)
+        return batch.of_logprob @ both[0] + batch.of_entropy @ both[1], both
+
+    (_, both), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(weights, batch.x)
+    return both, grads
+
+
+def chunked(weights, batch, config, layout, temperature):
+    """The same on a mesh, tokens over ``dp x cp x tp``, by the function that is tested."""
+    mesh = mesh_of(layout)
+
+    def local(weights, batch):
+        def loss(weights, x):
+            both = logprobs_and_entropy(weights, x, batch.tokens, config, mesh, temperature)
+            assert all(number.dtype == jnp.float32 for number in both)
+            own = batch.of_logprob @ both[0] + batch.of_entropy @ both[1]
+            # Stages hold the same tokens, which count once.
+            return all_sum(own, mesh.axes) / mesh.layout.pp, both
+
+        (_, both), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(weights, batch.x)
+        others = tuple(axis for axis in mesh.axes if axis not in (*mesh.dp, *mesh.sequence))
+        return jax.lax.pmax(both, others), grads
+
+    by_token = P((*mesh.dp, *mesh.sequence))
+    spec = specs(config, mesh)
+    step = on_mesh(local, mesh, (spec, by_token), ((by_token, by_token), (spec, by_token)))
+    return step(weights, batch)
+
+
+def assert_close(out, wanted, rtol, gradient_rtol=None):
+    """`rtol` is of the largest number of each array."""
+    (both, grads), (both_wanted, grads_wanted) = out, wanted
+    for tree, other, bound in (
+        (both, both_wanted, rtol),
+        (grads, grads_wanted, gradient_rtol or rtol),
+    ):
+        jax.tree.map(
+            lambda a, b, bound=bound: np.testing.assert_allclose(
+                np.asarray(a, np.float64),
+                np.asarray(b, np.float64),
+                atol=bound * max(float(jnp.max(jnp.abs(b))), 1e-30),
+                rtol=0,
+            ),
+            tree,
+            other,
+        )
+
+
+CASES = [
+    # One chunk; then chunks that divide the columns of a rank and chunks that do not.
+    ("dp1", 37, None, "untied", 0.7),
+    ("dp1", 37, 8192, "tied", 1.0),
+    ("cp2 dp2", 37, 11, "tied", 1.3),
+    ("tp2", 36, 5, "untied", 0.7),
+    ("tp4 cp2", 36, 3, "untied", 1.3),
+    ("dp2 tp2 pp2", 36, 7, "untied", 1.0),
+    # Columns that tp does not divide, or that every rank holds.
+    ("tp2", 37, None, "untied", 1.0),
+    ("tp4 cp2", 37, 4, "tied", 0.7),
+    ("dp2 tp2 pp2", 37, 19, "untied", 0.7),
+    # A rank that has no column of its own.
+    ("tp4", 5, 1, "untied", 0.7),
+]
+QUICK = CASES[1], CASES[4], CASES[7], CASES[9]
+
+
+@pytest.mark.parametrize(
+    ("layout", "vocab_size", "chunk", "head", "temperature"), full_but(CASES, *QUICK)
+)
+def test_equals_the_plain_twin(layout, vocab_size, chunk, head, temperature):
+    config = config_of(vocab_size, chunk, head)
+    weights, batch = random_weights(config, 0), given(vocab_size)
+    out = chunked(weights, batch, config, layout, temperature)
+    wanted = expected(weights, batch, temperature)
+    # float32 sums of a few dozen terms in another order.
+    assert_close(out, wanted, 3e-6)
+    matrix = wanted[1][0].embedding if head == "tied" else wanted[1][0].head
+    assert float(jnp.min(jnp.max(jnp.abs(matrix), axis=int(head == "tied")))) > 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "vocab_size"), full_but([("tp2", 36), ("tp2 cp2", 37)], ("tp2 cp2", 37))
+)
+def test_states_of_bfloat16_are_summed_in_float32(layout, vocab_size):
+    config = config_of(vocab_size, 5)
+    weights, batch = random_weights(config, 0), given(vocab_size, "bfloat16")
+    out = chunked(weights, batch, config, layout, 0.7)
+    wanted = expected(weights, batch, 0.7)
+    assert out[1][1].dtype == jnp.bfloat16
+    # The factors are the same bfloat16 numbers. A gradient's factor, and that of the states, are
+    # rounded to its 8 bits; tokens or columns are then summed.
+    assert_close(out, wanted, 3e-6, 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "vocab_size"),
+    full_but([("dp1", 36), ("tp2", 36), ("tp4 cp2", 37)], ("tp4 cp2", 37)),
+)
+def test_logits_of_ten_thousand(layout, vocab_size):
+    """Integers, so that logits are exact and the largest of a row may be several."""
+    config = config_of(vocab_size, 4)
+    draw = np.random.default_rng(5)
+    head = draw.integers(-300, 300, (D_MODEL, vocab_size))
+    head[:, -7:] = head[:, :7]  # ties on different ranks
+    x = draw.integers(-8, 8, (TOKENS, D_MODEL))
+    x[:3] = 0  # uniform
+    batch = given(vocab_size)
+    tokens = jnp.asarray((x @ head).argmax(axis=1)).at[::4].set(vocab_size - 1)
+    batch = batch._replace(x=jnp.asarray(x, jnp.float32), tokens=tokens)
+    weights = random_weights(config, 0).replace(head=jnp.asarray(head, jnp.float32))
+    out = chunked(weights, batch, config, layout, 0.5)
+    logits = (x @ head) / 0.5
+    assert logits.max() > 10_000 and logits.min() < -10_000
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    logprobs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    chosen = logprobs[np.arange(TOKENS), np.asarray(tokens)]
+    np.testing.assert_allclose(out[0][0], chosen, rtol=1e-6, atol=1e-6)
+    entropy = -(np.exp(logprobs) * logprobs).sum(axis=1)
+    np.testing.assert_allclose(out[0][1], entropy, atol=1e-6)
+    assert len(np.unique(entropy.round(3))) >= 3
+    assert_close(out, expected(weights, batch, 0.5), 1e-6)
+
+
+# Many tokens and few columns at a time: of all arrays the logits would be the largest.
+MANY, VOCAB, CHUNK, LAYOUT = 96, 160, 7, "tp4 cp2"
+
+
+@functools.cache
+def compiled(chunk, is_plain=False):
+    """Forward and backward of `MANY` tokens, gradients of each device left apart."""
+    config, mesh = config_of(VOCAB, chunk), mesh_of(LAYOUT)
+
+    def read(weights, x, tokens):
+        if not is_plain:
+            return logprobs_and_entropy(weights, x, tokens, config, mesh, 0.7)
+        logits = logits_of(weights, x, config, mesh) / 0.7
+        logprobs = jax.nn.log_softmax(logits)
+        chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
+        return chosen, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=1)
+
+    def local(weights, batch):
+        weights, batch = vary((weights, batch), mesh.axes)
+        both, pull = jax.vjp(
+            lambda head, x: read(weights.replace(head=head), x, batch.tokens), weights.head, batch.x
+        )
+        # As a loss's gradients do, these wait for the values.
+        return both, pull((batch.of_logprob * both[0], batch.of_entropy * both[1]))
+
+    by_token = P(mesh.axes)
+    step = on_mesh(
+        local,
+        mesh,
+        (specs(config, mesh), P(mesh.sequence)),
+        ((by_token, by_token), (P(mesh.axes), by_token)),
+    )
+    return step.lower(random_weights(config, 0), given(VOCAB, num_tokens=MANY)).compile()
+
+
+def largest_array(program):
+    """Elements of the largest array of the program of one device."""
+    shapes = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", program.as_text())
+    return max(math.prod(map(int, shape.split(","))) for shape in shapes)
+
+
+def test_there_are_never_all_logits():
+    """Neither of all columns and a device's tokens nor of its columns and all tokens of its group:
+    both are as large."""
+    of_group, columns = MANY // 2, VOCAB // 4
+    others = max(of_group, columns) * D_MODEL  # states, columns
+    assert of_group * CHUNK < others < of_group * columns
+    assert largest_array(compiled(CHUNK)) == others
+    for program in (compiled(None), compiled(None, is_plain=True)):
+        assert largest_array(program) == of_group * columns
+    small, large = (compiled(c).memory_analysis().temp_size_in_bytes for c in (CHUNK, None))
+    assert small < large / 2
+
+
+def test_collectives_are_those_claimed():
+    """Forward a maximum and sums, backward the gradients of what each rank has kept."""
+    counts = {"all-gather": 2, "all-reduce": 3, "reduce-scatter": 1}
+    assert Counter(re.findall(COLLECTIVE, compiled(CHUNK).as_text())) == counts
+    assert Counter(re.findall(COLLECTIVE, compiled(None).as_text())) == counts
+    # Whoever asks for all logits trades columns for tokens, and back.
+    counts = {"all-gather": 1, "all-to-all": 2, "reduce-scatter": 1}
+    assert Counter(re.findall(COLLECTIVE, compiled(None, True).as_text())) == counts
+
+
+@pytest.mark.parametrize("vocab_size", [36, 37])
+def test_all_logits_are_those_of_one_device(vocab_size):
+    config, mesh = config_of(vocab_size), mesh_of("tp2 cp2")
+    weights, x = random_weights(config, 0), given(vocab_size).x
+    by_token, spec = P(mesh.sequence), specs(config, mesh)
+
+    def local(weights, x):
+        return logits_of(weights, vary(x, mesh.axes), config, mesh)
+
+    step = on_mesh(local, mesh, (spec, by_token), P(mesh.axes))
+    np.testing.assert_allclose(step(weights, x), x @ weights.head, atol=1e-5)
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(ValueError, match=r"vocab_chunk=0 reads no column of the head: use 1 or"):
+        Execution(vocab_chunk=0)
+    config, mesh = config_of(36, head="value"), mesh_of("dp1")
+    weights, batch = random_weights(config, 0), given(36)
+    with pytest.raises(ValueError, match=r'head="value" has no logits: this is a critic'):
+        logprobs_and_entropy(weights, batch.x, batch.tokens, config, mesh)
+    with pytest.raises(ValueError, match=r'head="value" has no logits: this is a critic'):
+        logits_of(weights, batch.x, config, mesh)

@@ -1,0 +1,154 @@
+"""Prompts run once for the rows that share them give what whole rows give: the plain twin."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from tiers import full_but
+
+from moe import model
+from moe.config import ModelConfig
+from moe.head import logits_of
+from moe.tokens.packing import rows, shared_prompts
+from moe.weights import initialise, specs
+from sharding.collectives import all_sum, gather_tokens, own_shard
+from sharding.folding import Layout, fold
+
+PROMPT, RESPONSE, ROWS = 6, 5, 8
+CONFIG = ModelConfig(
+    vocab_size=11,
+    num_layers=2,
+    d_model=20,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    num_experts=8,
+    experts_per_token=3,
+    d_expert=14,
+    d_ff=12,
+    # Large enough that a router loss that is not the same shows in every gradient.
+    load_balance_coef=0.5,
+    router_z_coef=0.1,
+)
+
+
+def batch(copies):
+    """Prompts of one to six tokens padded on the left, responses of one to five on the right."""
+    tokens = jax.random.randint(jax.random.key(1), (ROWS, PROMPT + RESPONSE), 0, CONFIG.vocab_size)
+    prompts = jnp.repeat(tokens[::copies, :PROMPT], copies, axis=0)
+    lengths = jnp.repeat(jnp.arange(ROWS // copies) * 5 % PROMPT + 1, copies)
+    responses = jnp.arange(ROWS) * 3 % RESPONSE + 1
+    column = jnp.arange(PROMPT + RESPONSE)[None, :]
+    valid = (column >= PROMPT - lengths[:, None]) & (column < PROMPT + responses[:, None])
+    return jnp.concatenate([prompts, tokens[:, PROMPT:]], axis=1), valid
+
+
+def fast(weights, tokens, valid, copies, mesh):
+    return model.before_responses(weights, tokens, valid, PROMPT, copies, CONFIG, mesh)
+
+
+def plain(weights, tokens, valid, copies, mesh):
+    """`hidden` on whole rows; the state before a response token is that after the one before it."""
+    x, stats = model.hidden(weights, tokens, valid, CONFIG, mesh)
+    x = gather_tokens(x, mesh.tp).reshape(*tokens.shape, -1)
+    before = x[:, PROMPT - 1 : -1].reshape(-1, x.shape[-1])
+    return own_shard(before, mesh.tp), stats
+
+
+def loss(weights, tokens, valid, path, copies, mesh):
+    """A scalar that every weight reaches: a sum over response tokens and the router's losses."""
+    before, stats = path(weights, tokens, valid, copies, mesh)
+    logits = logits_of(weights, before, CONFIG, mesh)
+    targets = model.response_tokens(tokens, PROMPT, mesh)
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)[:, 0]
+    logprobs = model.on_responses(chosen, tokens.shape, PROMPT, mesh)
+    logprobs = jnp.where(valid & (jnp.arange(PROMPT + RESPONSE) >= PROMPT)[None, :], logprobs, 0.0)
+    num_tokens = all_sum(jnp.sum(valid.astype(jnp.int32)), mesh.dp)
+    own = -jnp.sum(logprobs) / (ROWS * RESPONSE) + model.router_loss(
+        stats, CONFIG, mesh, num_tokens
+    )
+    return all_sum(own, mesh.except_sequence), (logprobs, all_sum(stats, mesh.axes))
+
+
+@functools.cache
+def compiled(path, copies, layout):
+    parsed = Layout.parse(layout)
+    mesh = fold(parsed, jax.devices()[: parsed.num_devices])
+    spec = specs(CONFIG, mesh)
+
+    def local(weights, tokens, valid):
+        step = jax.value_and_grad(loss, has_aux=True)
+        (total, (logprobs, stats)), grads = step(weights, tokens, valid, path, copies, mesh)
+        # Typed as varying over size-1 axes that it does not use; a maximum over them is itself.
+        others = tuple(axis for axis in mesh.except_sequence if axis not in mesh.dp)
+        return total, jax.lax.pmax(logprobs, others), stats, grads
+
+    step = jax.shard_map(
+        local,
+        mesh=mesh.mesh,
+        in_specs=(spec, P(mesh.dp), P(mesh.dp)),
+        out_specs=(P(), P(mesh.dp), P(), spec),
+    )
+    # It runs a few times: compiling without optimisation takes half as long.
+    return jax.jit(step, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def run(path, copies, layout, rows):
+    """Loss, log-probabilities, router sums and gradients, of rows that share prompts so many
+    times."""
+    step = compiled(path, copies, layout)
+    return jax.device_get(step(initialise(CONFIG, jax.random.key(0)), *batch(rows)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "copies"),
+    full_but(
+        [
+            ("dp1", 1),
+            ("dp1", 2),
+            ("dp1", 4),
+            ("tp2 dp2 / ep4", 2),
+            ("tp2 dp2 / ep4", 4),
+            ("cp2 tp2", 2),
+            ("cp4 dp2 / ep2", 4),
+        ],
+        ("dp1", 2),
+        ("cp4 dp2 / ep2", 4),
+    ),
+)
+def test_equals_whole_rows(layout, copies):
+    total, logprobs, stats, grads = run(fast, copies, layout, copies)
+    plain_total, plain_logprobs, plain_stats, plain_grads = run(plain, 1, "dp1", copies)
+    # float32 sums of a few hundred terms in another order: a few units in the sixth digit.
+    np.testing.assert_allclose(total, plain_total, rtol=2e-6)
+    np.testing.assert_allclose(logprobs, plain_logprobs, rtol=2e-5, atol=2e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), grads, plain_grads
+    )
+    assert all(np.abs(gradient).max() > 0 for gradient in jax.tree.leaves(grads))
+    # Whole numbers in float32, so exact: each prompt counts once for every row that it begins.
+    np.testing.assert_array_equal(stats.load, plain_stats.load)
+    np.testing.assert_array_equal(stats.tokens, plain_stats.tokens)
+    np.testing.assert_array_equal(stats.tokens, CONFIG.num_layers * batch(copies)[1].sum())
+    for name in ("balance", "z", "entropy"):
+        np.testing.assert_allclose(getattr(stats, name), getattr(plain_stats, name), rtol=1e-5)
+
+
+@pytest.mark.parametrize("copies", [1, 2, 4])
+def test_what_the_stream_holds(copies):
+    tokens, valid = batch(copies)
+    mesh = fold(Layout(), jax.devices()[:1])
+    stream, whole = shared_prompts(tokens, valid, PROMPT, copies, mesh), rows(tokens, valid, mesh)
+    split = ROWS // copies * PROMPT
+    assert stream.tokens.shape == (split + ROWS * RESPONSE,)
+    np.testing.assert_array_equal(stream.weight.sum(), whole.weight.sum())
+    for part in ("tokens", "positions"):
+        flat, by_row = getattr(stream, part), getattr(whole, part).reshape(ROWS, -1)
+        np.testing.assert_array_equal(flat[:split], by_row[::copies, :PROMPT].reshape(-1))
+        np.testing.assert_array_equal(flat[split:], by_row[:, PROMPT:].reshape(-1))
+    # The first response token comes after its own prompt, however much padding there is.
+    lengths = valid[:, :PROMPT].sum(axis=1)
+    np.testing.assert_array_equal(stream.positions[split::RESPONSE], lengths)
