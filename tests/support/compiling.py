@@ -5,6 +5,7 @@ UNOPTIMISED = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
     "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,
 }
 """Options of `jax.jit`."""
 FLAGS = [f"--{option}={str(value).lower()}" for option, value in UNOPTIMISED.items()]

@@ -1,5 +1,7 @@
 """Coefficients that steer themselves, the bounded head, the overlong filter."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,7 +70,7 @@ def test_coefficients_carry_no_gradient():
             "floor=0.5 must not be positive",
         ),
         (
-            lambda: jrl.overlong_filter.__wrapped__(jnp.ones((2, 3)), jnp.ones(3)),
+            lambda: inspect.unwrap(jrl.overlong_filter)(jnp.ones((2, 3)), jnp.ones(3)),
             r"truncated has shape \(3,\)",
         ),
     ],
