@@ -25,6 +25,21 @@ COMPUTED = {Path("jrl/runs/loggers.py")}
 FORBIDDEN = {"experiments", "benchmarks", "tests", "notebooks"}
 """What no room imports, unless it is the room."""
 
+COMMANDS = ("jrl.train", "jrl.evaluate")
+LEARNS = ("jrl.trainer", "jrl.rollout")
+# What lies above a room of jrl, and what it may therefore not import.
+ABOVE = {
+    "jrl.trainer": COMMANDS,
+    "jrl.rollout": (*COMMANDS, "jrl.trainer"),
+    **dict.fromkeys(
+        (
+            *("jrl.recipes", "jrl.tasks", "jrl.text"),
+            *("jrl.runs", "jrl.report", "jrl.config", "jrl.processes", "jrl.faults"),
+        ),
+        (*COMMANDS, *LEARNS),
+    ),
+}
+
 
 def module_name(path: Path) -> tuple[str, bool]:
     """The dotted name of a file below the root, and whether it is a package."""
@@ -62,6 +77,10 @@ def inside(name: str, room: str) -> bool:
     return name == room or name.startswith(room + ".")
 
 
+def _above(name: str) -> tuple[str, ...]:
+    return next((above for room, above in ABOVE.items() if inside(name, room)), ())
+
+
 def violations(source: str, path: Path) -> list[str]:
     """The imports of a file that its room may not make."""
     name, _ = module_name(path)
@@ -70,7 +89,9 @@ def violations(source: str, path: Path) -> list[str]:
     wrong = []
     for imported in sorted(imports(source, path)):
         root = imported.partition(".")[0]
-        if root in FORBIDDEN and root != top:
+        if (root in FORBIDDEN and root != top) or any(
+            inside(imported, above) for above in _above(name)
+        ):
             wrong.append(imported)
         elif room is not None:
             allowed = root in ALLOWED[room] or root in sys.stdlib_module_names
@@ -121,6 +142,11 @@ def test_arrows_point_one_way(room):
         ("jrl/train.py", "__import__('tests.oracles')", "tests.oracles"),
         ("jrl/train.py", "from importlib import import_module as i, util\nutil.find_spec(x)", None),
         ("benchmarks/step.py", "from tests import oracles", "tests.oracles"),
+        ("jrl/runs/folder.py", "from jrl.trainer.setup import Setup", "jrl.trainer.setup.Setup"),
+        ("jrl/text/prompts.py", "from jrl import rollout", "jrl.rollout"),
+        ("jrl/faults/watch.py", "from jrl.trainer import loop", "jrl.trainer.loop"),
+        ("jrl/rollout/generate.py", "from ..trainer import loop", "jrl.trainer.loop"),
+        ("jrl/trainer/loop.py", "from jrl.train import main", "jrl.train.main"),
     ],
 )
 def test_a_forbidden_import_is_seen(path, line, imported):
@@ -149,6 +175,34 @@ def test_a_forbidden_import_is_seen(path, line, imported):
 )
 def test_an_allowed_import_is_let_through(path, line):
     assert violations(line, Path(path)) == []
+
+
+def circles(arrows: dict[str, set[str]]) -> list[set[str]]:
+    """Files that import each other, through others too: what each reaches that reaches it."""
+    reach = {name: set(targets) for name, targets in arrows.items()}
+    for through in arrows:
+        for targets in reach.values():
+            if through in targets:
+                targets |= reach[through]
+    rings = {frozenset(b for b in reach[a] if a in reach[b]) for a in reach if a in reach[a]}
+    return [set(ring) for ring in rings]
+
+
+def test_no_two_files_import_each_other():
+    sources = {module_name(path)[0]: path for room in PACKAGES for path in files(room)}
+    arrows = {}
+    for name, path in sources.items():
+        found = imports((ROOT / path).read_text(encoding="utf-8"), path)
+        # A name that is no file is something in the file before its last dot.
+        named = {i if i in sources else i.rpartition(".")[0] for i in found}
+        arrows[name] = (named & set(sources)) - {name}
+    assert len(arrows["jrl.trainer.loop"]) > 10, "the imports were not read"
+    assert circles(arrows) == []
+
+
+def test_a_circle_is_seen():
+    arrows = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
+    assert circles(arrows) == [{"b", "c"}]
 
 
 def test_importing_jrl_loads_nothing_heavier_than_jax():
