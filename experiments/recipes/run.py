@@ -44,7 +44,7 @@ def train(folder: Path, recipe: str, task: str, seed: int, shuffled: bool) -> No
         command[3:3] = [recipe]
         command += [
             "--steps",
-            "150",
+            "80",
             "--task",
             task,
             "--seed",
