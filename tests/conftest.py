@@ -3,6 +3,7 @@ device."""
 
 import gc
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -27,6 +28,11 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 # suite's time, and few of them are garbage.
 gc.freeze()
 gc.set_threshold(200_000, 50, 50)
+
+
+# A shell's background job ignores Ctrl-C, and so would the processes that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config):
