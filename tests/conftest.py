@@ -42,6 +42,12 @@ def pytest_configure(config):
         os.environ["XLA_FLAGS"] = " ".join([*FLAGS, *given])
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Whole runs come first: they share programs, which one process then traces once."""
+    items.sort(key=lambda item: item.path.parent.name not in ("jrl", "trainer"))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _sixteen_devices():
     assert jax.device_count() == 16, f"the suite needs 16 devices, found {jax.device_count()}"

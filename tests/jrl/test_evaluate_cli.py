@@ -83,6 +83,7 @@ def test_temperature_0_is_greedy(run, tmp_path):
     assert found["temperature"] == 0.0
 
 
+@pytest.mark.slow
 def test_batches_and_devices_change_no_prompt(run, tmp_path, monkeypatch):
     whole = results(run, tmp_path, *AS_TRAINED)
     monkeypatch.setattr(measure, "ROWS_AT_ONCE", 5)  # batches of 6 and, filled up, of 2

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 from small_runs import PROMPT_LENGTH, PROMPTS, small_batch, small_model, small_run, small_setup
 
 from jrl.rollout.generate import generate
@@ -31,7 +32,8 @@ def compiled(name, caplog, step, *arguments):
     return out, sum(message.startswith(f"Compiling jit({name})") for message in messages)
 
 
-def test_an_update_compiles_once(caplog):
+@pytest.mark.slow
+def test_an_update_through_a_pipeline_compiles_once(caplog):
     jax.clear_caches()
     setup = setup_on("pp2 tp2 dp2 / ep2 etp2")
     learner = start(setup.policy_optimiser, initial(setup), setup.model, setup.mesh)
@@ -53,13 +55,13 @@ def test_an_update_compiles_once(caplog):
     assert int(learner.updates) == 3
 
 
-def test_generation_compiles_once_for_weights_before_and_after_an_update(caplog):
+def test_generation_and_updates_compile_once(caplog):
     jax.clear_caches()
     setup = setup_on("tp2 dp2 / ep4")
     learner = start(setup.policy_optimiser, initial(setup), setup.model, setup.mesh)
     tokens = np.full((PROMPTS, PROMPT_LENGTH), 3, np.int32)
     prompts = jax.device_put((tokens, tokens == 3), setup.over_rows)
-    counts = []
+    counts, updates = [], []
     for step in range(3):
         key = setup.key("rollout", step)
         _, count = compiled(
@@ -72,7 +74,15 @@ def test_generation_compiles_once_for_weights_before_and_after_an_update(caplog)
             key,
         )
         counts.append(count)
-        learner, _ = update(
-            setup.policy_objective, setup.policy_optimiser, 2, learner, small_batch(setup, 8)
+        (learner, _), count = compiled(
+            "update",
+            caplog,
+            update,
+            setup.policy_objective,
+            setup.policy_optimiser,
+            2,
+            learner,
+            small_batch(setup, 8),
         )
-    assert counts == [1, 0, 0]
+        updates.append(count)
+    assert counts == updates == [1, 0, 0]

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from small_runs import small_batch, small_model, small_recipe, small_run, small_setup
+from tiers import full_but
 
 from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer.learner import start, update
@@ -18,6 +19,8 @@ from sharding import zero
 
 FAST_COMPILE: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
 ROWS = 16
+
+LAYOUTS = ["dp8", "dp4 tp2 / ep4 etp1"]
 
 
 @functools.cache
@@ -62,7 +65,7 @@ def results(text, collective):
     return [math.prod(int(n) for n in shape.split(",") if n) for shape in arrays]
 
 
-@pytest.mark.parametrize("layout", ["dp8", "dp4 tp2 / ep4 etp1"])
+@pytest.mark.parametrize("layout", full_but(LAYOUTS, LAYOUTS[1]))
 def test_gradients_are_summed_once_into_parts(layout):
     program, learner = compiled(layout)
     text, mesh = program.as_text(), setup_on(layout).mesh
@@ -84,7 +87,7 @@ def moments(learner):
     return next(leaf for leaf in leaves if hasattr(leaf, "mu"))
 
 
-@pytest.mark.parametrize("layout", ["dp8", "dp4 tp2 / ep4 etp1"])
+@pytest.mark.parametrize("layout", full_but(LAYOUTS, LAYOUTS[1]))
 def test_a_device_holds_its_part_before_and_after_a_step(layout):
     program, learner = compiled(layout)
     like = jax.tree.map(lambda leaf: leaf.sharding, learner)

@@ -115,7 +115,6 @@ def run(path, copies, layout, rows):
             ("cp2 tp2", 2),
             ("cp4 dp2 / ep2", 4),
         ],
-        ("dp1", 2),
         ("cp4 dp2 / ep2", 4),
     ),
 )
