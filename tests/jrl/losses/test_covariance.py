@@ -198,6 +198,7 @@ def test_a_choice_made_over_the_whole_lets_cuts_add_up():
     np.testing.assert_allclose(piece, whole_covariances[1:2], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_covariances_on_eight_devices_equal_those_of_one():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     mask = np.arange(6) < np.random.default_rng(0).integers(0, 7, (16, 1))

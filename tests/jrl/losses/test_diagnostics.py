@@ -152,8 +152,8 @@ def test_responses_in_several_axes_are_those_in_one(name):
     folded = [x.reshape(2, 2, 6) for x in arrays]
     jax.tree.map(
         lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6),
-        PER_RESPONSE[name](*folded),
-        PER_RESPONSE[name](*arrays),
+        jax.jit(PER_RESPONSE[name])(*folded),
+        jax.jit(PER_RESPONSE[name])(*arrays),
     )
 
 
@@ -368,6 +368,7 @@ def test_every_name_says_what_it_measures(name):
     assert ("**Concern**" in text and "**Reading it.**" in text) or name == "relative_position"
 
 
+@pytest.mark.slow
 def test_on_eight_devices():
     # A batch statistic is one program on arrays cut over devices: the compiler adds the sums.
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

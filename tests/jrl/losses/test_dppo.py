@@ -82,6 +82,7 @@ def test_without_bounds_it_has_the_gradient_of_importance_weighting(kind):
     np.testing.assert_allclose(slope, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 @kinds
 @given(st.integers(0, 2**31), st.sets(st.integers(1, BATCH - 1)))
 @few

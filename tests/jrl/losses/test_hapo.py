@@ -132,6 +132,7 @@ def test_gradients_by_finite_differences():
         check_grads(loss, (b["logprobs"],), 1)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**31), st.sets(st.integers(1, BATCH - 1)))
 @few
 def test_with_the_statistics_of_the_whole_any_cut_sums_to_it(seed, cuts):
@@ -156,6 +157,7 @@ def test_with_the_statistics_of_the_whole_any_cut_sums_to_it(seed, cuts):
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=5e-6, atol=2e-6), summed, whole)
 
 
+@pytest.mark.slow
 def test_eight_devices_equal_one():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     mask = np.arange(6) < np.random.default_rng(0).integers(0, 7, (16, 1))

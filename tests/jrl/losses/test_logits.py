@@ -249,6 +249,7 @@ def test_chunks_take_less_memory_than_one_more_array_of_logits(name, dtype, back
     assert temporary(chunk_size) < size
 
 
+@pytest.mark.slow
 def test_inside_shard_map():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     draw = np.random.default_rng(0)

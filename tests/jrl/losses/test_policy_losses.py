@@ -14,6 +14,7 @@ from batches import BATCH, MASK, batch, numpy_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
+from tiers import full_but
 
 import jrl
 
@@ -112,7 +113,7 @@ def test_gradients_by_finite_differences(mode):
         check_grads(loss, (b["logprobs"],), 1)
 
 
-@every_mode
+@pytest.mark.parametrize("mode", full_but(get_args(jrl.Aggregation), "token-mean"))
 @given(st.integers(0, 2**31), st.sets(st.integers(1, BATCH - 1)))
 @few
 def test_any_cut_sums_to_the_whole(mode, seed, cuts):

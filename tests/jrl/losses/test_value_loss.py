@@ -14,6 +14,7 @@ from batches import BATCH, MASK, batch, numpy_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
+from tiers import full_but
 
 import jrl
 
@@ -101,7 +102,7 @@ def test_at_the_old_values_the_clip_changes_no_gradient():
     np.testing.assert_array_equal(slope(0.0), slope(None))
 
 
-@every_mode
+@pytest.mark.parametrize("mode", full_but(get_args(jrl.Aggregation), "seq-mean-token-mean"))
 @given(st.integers(0, 2**31), st.sets(st.integers(1, BATCH - 1)))
 @few
 def test_any_cut_sums_to_the_whole(mode, seed, cuts):
