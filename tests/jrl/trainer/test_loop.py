@@ -145,7 +145,8 @@ def test_samples(finished):
     assert [line["prompt"] for line in samples[:4]] == [line["prompt"] for line in samples[8:]]
     for line in samples:
         assert line.keys() == {
-            "step", "kind", "prompt", "completion", "score", "reason", "length", "truncated",
+            "step", "kind", "prompt", "answer", "completion",
+            "score", "reason", "length", "truncated",
         }  # fmt: skip
 
 
@@ -322,7 +323,7 @@ def test_reinforcement_goes_on_after_the_prompts_that_were_imitated(task, tmp_pa
 
     monkeypatch.setattr(warming, "update", learn)
     monkeypatch.setattr(warming, "supervised_batch", lambda _, shown: imitated.extend(shown))
-    monkeypatch.setattr(warming, "sample", lambda *_: None)
+    monkeypatch.setattr(warming, "sample", lambda *_: SimpleNamespace(take=lambda rows: None))
     monkeypatch.setattr(warming, "full_marks", lambda _: 0.0)
     monkeypatch.setattr(loop, "evaluate", lambda *arguments: evaluated.append(arguments[-1]) or {})
     monkeypatch.setattr(loop, "_write_shown", lambda *_: None)
