@@ -9,6 +9,7 @@ import sys
 import typing
 
 import pytest
+from tiers import full_but
 
 import jrl
 import jrl.losses
@@ -60,7 +61,7 @@ def test_every_choice_of_a_string_is_in_a_table():
             assert f"``{choice}``" in (inspect.getdoc(function) or "")
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", full_but(MODULES, "jrl.losses.reduction", "jrl.losses.policy.ppo"))
 def test_examples_are_true(name):
     module = importlib.import_module(name)
     failed, tried = doctest.testmod(module)

@@ -131,6 +131,7 @@ def test_the_library_meets_the_vectors(name, number):
     meet(name, number, "float64")
 
 
+@pytest.mark.slow
 @cases("float32")
 def test_the_library_meets_the_vectors_in_single_precision(name, number):
     meet(name, number, "float32")
