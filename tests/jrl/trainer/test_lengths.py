@@ -10,7 +10,7 @@ from jrl.config.run import RunConfig
 from jrl.tasks import Example
 from jrl.tasks.finite import FiniteTask
 from jrl.tasks.load import BUILT_IN
-from jrl.tasks.process import Worker
+from jrl.tasks.pool import Pool
 from jrl.text.prompt_format import PromptFormat, prompt_format
 from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.lengths import (
@@ -25,7 +25,7 @@ EXAMPLES = [Example(question, str(answer)) for question, answer in QUESTIONS]
 CHECKPOINT = RunConfig(model="hf:DIR")
 
 
-class Unasked(Worker):
+class Unasked(Pool):
     def __init__(self):
         pass
 

@@ -25,6 +25,7 @@ from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import read_metrics
 from jrl.tasks.finite import FiniteTask
+from jrl.tasks.pool import Pool
 from jrl.tasks.process import Worker
 from jrl.tasks.task import Example
 from jrl.trainer import improve as improving
@@ -303,7 +304,7 @@ def listed_task():
     """What a list of twenty prompts makes: some held out, the others in an order for each pass."""
     words = ["".join(digits) for digits in itertools.product("012", repeat=3)][:20]
     examples = [Example(f"{word}=", max(word) + "=") for word in words]
-    nobody = Worker(["false"])
+    nobody = Pool(lambda: Worker(["false"]), 1)
     return FiniteTask("listed", examples, 0, nobody, lambda example, completion: {})
 
 
