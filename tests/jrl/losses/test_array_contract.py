@@ -271,7 +271,8 @@ def test_a_nan_that_counts_is_not_hidden(name):
 @everything
 def test_masks_of_any_dtype(name):
     found = outcome(name)
-    assert_same(found.other["mask"], found.plain["seed 1"], "another mask", tolerance=0)
+    # Two programs, which a compiler may fuse and so round differently.
+    assert_same(found.other["mask"], found.plain["seed 1"], "another mask")
 
 
 @everything
@@ -367,7 +368,8 @@ def test_half_precision_is_computed_in_float32(name):
 def test_mixed_precision_needs_no_cast(name):
     found = outcome(name)
     expected = found.plain["mixed precision, raised"]
-    assert_same(found.other["mixed precision"], expected, "mixed precision", tolerance=0)
+    # Two programs, as above: a cast that is missing is an error of 1e-3.
+    assert_same(found.other["mixed precision"], expected, "mixed precision")
 
 
 @everything
