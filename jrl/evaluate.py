@@ -120,7 +120,8 @@ def _evaluate(request: Request, folder: RunFolder) -> dict[str, Any]:
     check_same({flag(name): getattr(request, name) for name in names})
 
     # What builds and runs a network is imported once the flags are known to be right.
-    from jrl.trainer.measure import measure
+    from jrl.rollout.collect import sampling_of
+    from jrl.trainer.evaluate import evaluate
     from jrl.trainer.saved_policy import load_both, load_model, load_policy
     from jrl.trainer.setup import set_up
 
@@ -136,22 +137,22 @@ def _evaluate(request: Request, folder: RunFolder) -> dict[str, Any]:
     connect(setup.mesh)
     connect(setup.rollout_mesh)
     with closing(setup.task), EvaluationDisplay() as display:
-        critic = None
+        critic, sampler = None, setup.sampler()
         if request.diagnostics:
-            policy, critic, step = load_both(folder, setup)
+            policy, critic, step = load_both(folder, setup.networks)
         else:
-            policy, step = load_policy(folder, setup)
-        numbers = measure(
-            setup,
-            policy,
-            setup.sampling,
+            policy, step = load_policy(folder, setup.networks)
+        sampler.engine.load(policy, step)
+        numbers = evaluate(
+            sampler,
+            sampling_of(recipe),
             num_prompts=request.prompts,
             k=request.k,
             seed=request.seed,
             report=display.update,
         )
         if critic is not None:
-            numbers |= _diagnose(request, folder, setup, (policy, critic, step), display)
+            numbers |= _diagnose(request, folder, setup, sampler, (critic, step), display)
     about = {"run": str(folder.path), "recipe": recipe.name, "task": run.task, "step": step}
     how = {"k": request.k, "seed": request.seed}
     how |= {name: getattr(recipe, name) for name in given}
@@ -162,24 +163,29 @@ def _diagnose(
     request: Request,
     folder: RunFolder,
     setup: "Setup",
-    networks: "tuple[Transformer[Array], Transformer[Array], int]",
+    sampler: "Sampler",
+    critic: "tuple[Transformer[Array], int]",
     display: EvaluationDisplay,
 ) -> dict[str, float]:
     """Draws the picture and returns the numbers behind it.
 
     Args:
-      networks: policy and critic, and the step both are of.
+      sampler: with the policy loaded.
+      critic: its weights, and the step both are of.
     """
     from jrl.report.critic import critic_diagnostics
     from jrl.report.critic_plots import plot_diagnostics
+    from jrl.rollout.collect import sampling_of
     from jrl.trainer.critic_evaluation import evaluate_critic
 
-    policy, critic, step = networks
+    weights, step = critic
+    network = setup.networks.critic
+    assert network is not None
     rollout = evaluate_critic(
-        setup,
-        policy,
-        critic,
-        setup.sampling,
+        sampler,
+        network,
+        weights,
+        sampling_of(setup.recipe),
         num_prompts=request.prompts,
         k=request.k,
         seed=request.seed,

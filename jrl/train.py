@@ -170,7 +170,7 @@ def _given_weights(setup: "Setup") -> "Transformer[Array] | None":
 
     if setup.run.weights is None:
         return None if setup.run.checkpoint is None else _weights_of_checkpoint(setup)
-    weights, step = load_policy(RunFolder.read(setup.run.weights), setup)
+    weights, step = load_policy(RunFolder.read(setup.run.weights), setup.networks)
     print(f"starting from {setup.run.weights} after step {step}")
     return weights
 

@@ -1,25 +1,51 @@
 """One file per paper: its hyperparameter table as code, and what it does to a batch."""
 
 from jrl.recipes.actor_critic import ActorCritic
-from jrl.recipes.batch import Batch, Experience, Totals
+from jrl.recipes.batch import Batch, Targets, Totals
+from jrl.recipes.cispo import Cispo
 from jrl.recipes.dapo import Dapo
+from jrl.recipes.dr_grpo import DrGrpo
+from jrl.recipes.group_relative import GroupRelative
 from jrl.recipes.grpo import Grpo
+from jrl.recipes.gspo import Gspo
+from jrl.recipes.maxrl import Maxrl
 from jrl.recipes.ppo import Ppo
-from jrl.recipes.recipe import Recipe
+from jrl.recipes.recipe import Metrics, Recipe
+from jrl.recipes.reinforce_plus_plus import ReinforcePlusPlus
+from jrl.recipes.rloo import Rloo
 from jrl.recipes.vapo import Vapo
 
-RECIPES: dict[str, type[Recipe]] = {"ppo": Ppo, "grpo": Grpo, "dapo": Dapo, "vapo": Vapo}
+RECIPES: dict[str, type[Recipe]] = {
+    "ppo": Ppo,
+    "grpo": Grpo,
+    "dapo": Dapo,
+    "vapo": Vapo,
+    "dr_grpo": DrGrpo,
+    "rloo": Rloo,
+    "maxrl": Maxrl,
+    "gspo": Gspo,
+    "cispo": Cispo,
+    "reinforce_plus_plus": ReinforcePlusPlus,
+}
 """Recipes by the name they have on the command line."""
 
 __all__ = [
     "RECIPES",
     "ActorCritic",
     "Batch",
+    "Cispo",
     "Dapo",
-    "Experience",
+    "DrGrpo",
+    "GroupRelative",
     "Grpo",
+    "Gspo",
+    "Maxrl",
+    "Metrics",
     "Ppo",
     "Recipe",
+    "ReinforcePlusPlus",
+    "Rloo",
+    "Targets",
     "Totals",
     "Vapo",
 ]

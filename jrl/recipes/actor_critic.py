@@ -1,12 +1,13 @@
-"""Recipes with a critic: its optimiser, its loss and the advantages it gives."""
+"""Recipes with a critic: its optimizer, its loss and the lambdas of its advantages."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jrl.losses import ExplainedVariance, Mean, value_loss
-from jrl.recipes.batch import Batch, Totals
+from jrl.recipes.batch import Batch, Totals, given
+from jrl.recipes.optimizer import Optimizer
 from jrl.recipes.recipe import Recipe
 
 
@@ -29,23 +30,38 @@ class ActorCritic(Recipe):
     def value_pretraining_steps(self) -> int:
         return self.pretrain_critic
 
+    @property
+    def critic_optimizer(self) -> Optimizer:
+        return Optimizer(self.critic_learning_rate, 0, self.weight_decay, self.max_grad_norm)
+
+    @property
+    def length_adaptive_alpha(self) -> float | None:
+        """The alpha of a lambda that adapts to the length of a response; None where it does not."""
+        return None
+
+    def policy_lambda(self, lengths: Int[Array, "batch"]) -> float | Float[Array, "batch 1"]:
+        """The lambda behind the policy's advantages, one for all or one for each response.
+
+        Args:
+          lengths: sampled tokens of each response.
+        """
+        raise NotImplementedError
+
     def critic_loss(
         self,
         values: Float[Array, "batch time"],
         batch: Batch[Array],
         totals: Totals[Array],
+        response_length: int,
     ) -> tuple[Float[Array, ""], dict[str, Mean | ExplainedVariance]]:
-        """This piece's share of the critic's loss of a mini-batch, half the mean squared error."""
-        if batch.returns is None or batch.old_values is None:
-            raise ValueError("the critic's loss needs returns and old values in the batch.")
+        """Half the mean squared error of the values, aggregated as the policy's loss."""
         loss, metrics = value_loss(
             values,
-            batch.old_values,
-            batch.returns,
+            given(batch.old_values),
+            given(batch.returns),
             batch.mask,
             clip=self.value_clip,
             aggregation=self.aggregation,
-            num_tokens=totals.num_tokens,
-            num_sequences=totals.num_sequences,
+            **self.denominators(totals, response_length),
         )
         return loss, {f"critic/{name}": value for name, value in metrics.items()}

@@ -1,4 +1,4 @@
-"""What a recipe sees: a step's experience, and the pieces of it that the losses run on."""
+"""A step's completions on the mesh, from the end of the rollout to the last update."""
 
 from typing import Generic, TypeVar
 
@@ -8,60 +8,66 @@ Leaf = TypeVar("Leaf")
 
 
 @struct.dataclass
-class Experience(Generic[Leaf]):
-    """Everything known about a step's completions before the first update.
-
-    Attributes:
-      mask: ``[batch, time]`` sampled tokens.
-      rewards: ``[batch]`` one per completion.
-      groups: ``[batch]`` integers; completions of one prompt share one.
-      lengths: ``[batch]`` sampled tokens of each completion.
-      truncated: ``[batch]`` whether the length limit ended it.
-      values: ``[batch, time]`` of the critic, None without one.
-      old_logprobs: ``[batch, time]`` of the policy that sampled, nats: as the sampler gave them or
-        as the trainer computes them.
-      reference_logprobs: ``[batch, time]`` of the reference policy, None without one.
-    """
-
-    mask: Leaf
-    rewards: Leaf
-    groups: Leaf
-    lengths: Leaf
-    truncated: Leaf
-    values: Leaf | None
-    old_logprobs: Leaf
-    reference_logprobs: Leaf | None
-
-
-@struct.dataclass
 class Batch(Generic[Leaf]):
-    """Rows for an update; any selection of rows is a batch too.
+    """Completions as rows; any selection of rows is a batch too.
+
+    Every ``[batch, time]`` array is aligned to the token that it speaks about, log-probabilities
+    are in nats. What a recipe has no use for, and what is not known yet, is None.
 
     Attributes:
       tokens: ``[batch, time]`` ids of prompt and response.
       valid: ``[batch, time]`` what is not padding.
-      mask: ``[batch, time]`` sampled tokens that count: those that are not rejected.
-      old_logprobs: ``[batch, time]`` that ratios are taken against, as in `Experience`.
-      sampler_logprobs: ``[batch, time]`` in the distribution drawn from (top-k, top-p), nats.
-      advantages: ``[batch, time]``.
+      mask: ``[batch, time]`` sampled tokens that count.
+      behaviour_logprobs: ``[batch, time]`` in the distribution drawn from (top-k, top-p).
+      old_logprobs: ``[batch, time]`` that ratios are taken against: of the whole policy that
+        sampled, as the sampler gave them or as the trainer computes them.
+      truncated: ``[batch]`` whether the length limit ended the response.
+      groups: ``[batch]`` integers; completions of one prompt share one.
+      lengths: ``[batch]`` sampled tokens of each completion, whether or not they count.
+      rewards: ``[batch]`` one per completion.
       correct: ``[batch]`` whether the completion has full marks.
-      returns: ``[batch, time]`` targets of the critic, None without one.
-      old_values: ``[batch, time]`` of the critic before the update, None without one.
-      reference_logprobs: ``[batch, time]``, None without a reference policy.
-      importance_weights: ``[batch, time]`` factors on the policy's token losses, None without.
+      old_values: ``[batch, time]`` of the critic before the update.
+      reference_logprobs: ``[batch, time]`` of the reference policy.
+      advantages: ``[batch, time]``.
+      returns: ``[batch, time]`` targets of the critic.
+      critic_mask: ``[batch, time]`` tokens that count for the critic; None where they are those of
+        `mask`.
+      importance_weights: ``[batch, time]`` factors on the policy's token losses.
     """
 
     tokens: Leaf
     valid: Leaf
     mask: Leaf
-    old_logprobs: Leaf
-    sampler_logprobs: Leaf
-    advantages: Leaf
-    correct: Leaf
-    returns: Leaf | None = None
+    behaviour_logprobs: Leaf | None = None
+    old_logprobs: Leaf | None = None
+    truncated: Leaf | None = None
+    groups: Leaf | None = None
+    lengths: Leaf | None = None
+    rewards: Leaf | None = None
+    correct: Leaf | None = None
     old_values: Leaf | None = None
     reference_logprobs: Leaf | None = None
+    advantages: Leaf | None = None
+    returns: Leaf | None = None
+    critic_mask: Leaf | None = None
     importance_weights: Leaf | None = None
+
+
+@struct.dataclass
+class Targets(Generic[Leaf]):
+    """What a step learns from, ``[batch, time]``.
+
+    Attributes:
+      advantages: of the policy's tokens.
+      returns: what the critic's values should be; None without a critic.
+      mask: tokens whose advantages count; None where all that were sampled do.
+      critic_mask: tokens whose returns count; None where they are those of the policy.
+    """
+
+    advantages: Leaf
+    returns: Leaf | None = None
+    mask: Leaf | None = None
+    critic_mask: Leaf | None = None
 
 
 @struct.dataclass
@@ -69,9 +75,9 @@ class Totals(Generic[Leaf]):
     """Counts over a whole mini-batch: the denominators of its losses, scalars.
 
     Attributes:
-      num_tokens: sampled tokens.
-      num_sequences: rows with a sampled token.
-      num_correct_tokens: sampled tokens of correct rows.
+      num_tokens: sampled tokens that count.
+      num_sequences: rows with such a token.
+      num_correct_tokens: such tokens of correct rows.
       num_valid: tokens that are not padding.
     """
 

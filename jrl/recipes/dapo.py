@@ -10,13 +10,11 @@ from dataclasses import dataclass, replace
 from jaxtyping import Array, Float, Int
 
 from jrl.losses import Aggregation, overlong_penalty
-from jrl.recipes.batch import Experience
-from jrl.recipes.grpo import group_advantages
-from jrl.recipes.recipe import Recipe
+from jrl.recipes.group_relative import GroupRelative
 
 
 @dataclass(frozen=True)
-class Dapo(Recipe):
+class Dapo(GroupRelative):
     """DAPO; clipping, rewards and penalty as in the paper, sizes that fit a laptop."""
 
     clip_low: float = 0.2
@@ -30,23 +28,12 @@ class Dapo(Recipe):
     """Tokens below the length limit over which the penalty grows to 1; None is a fifth of the
     limit, the paper's share."""
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.group_size < 2:
-            raise ValueError(
-                f"group_size={self.group_size} leaves nothing to compare a completion with: "
-                "choose at least 2."
-            )
-
     def rewards(
         self, scores: Float[Array, "batch"], lengths: Int[Array, "batch"], response_length: int
     ) -> Float[Array, "batch"]:
         buffer = response_length // 5 if self.overlong_buffer is None else self.overlong_buffer
         penalty = overlong_penalty(lengths, max_length=response_length, buffer=buffer)
         return super().rewards(scores, lengths, response_length) + penalty
-
-    def advantages(self, experience: Experience[Array]) -> tuple[Float[Array, "batch time"], None]:
-        return group_advantages(experience), None
 
 
 def paper() -> Dapo:
@@ -58,7 +45,7 @@ def paper() -> Dapo:
         mini_batch=512,
         micro_batch=512,
         learning_rate=1e-6,
-        learning_rate_warmup=20 * 16,  # 20 rollouts of 16 optimiser steps
+        learning_rate_warmup=20 * 16,  # 20 rollouts of 16 optimizer steps
         weight_decay=0.1,
         max_grad_norm=1.0,
         overlong_buffer=4096,

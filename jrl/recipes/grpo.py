@@ -6,39 +6,23 @@ References:
 
 from dataclasses import dataclass, replace
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jrl.losses import grpo
-from jrl.recipes.batch import Experience
-from jrl.recipes.recipe import Recipe
+from jrl.losses import grpo_advantages
+from jrl.recipes.batch import Batch, given
+from jrl.recipes.group_relative import GroupRelative
 
 
 @dataclass(frozen=True)
-class Grpo(Recipe):
+class Grpo(GroupRelative):
     """GRPO with the token mean; the defaults fit a laptop."""
 
     scale_by_std: bool = True
     """Divide the advantages of a group by the standard deviation of its rewards."""
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.group_size < 2:
-            raise ValueError(
-                f"group_size={self.group_size} leaves nothing to compare a completion with: "
-                "choose at least 2."
-            )
-
-    def advantages(self, experience: Experience[Array]) -> tuple[Float[Array, "batch time"], None]:
-        return group_advantages(experience, scale_by_std=self.scale_by_std), None
-
-
-def group_advantages(
-    experience: Experience[Array], *, scale_by_std: bool = True
-) -> Float[Array, "batch time"]:
-    """The group-relative advantage of each completion, on each of its tokens."""
-    per_row = grpo(experience.rewards, experience.groups, scale="group" if scale_by_std else None)
-    return jnp.where(experience.mask, per_row[:, None], 0.0)
+    def row_advantages(self, batch: Batch[Array]) -> Float[Array, "batch"]:
+        scale = "group" if self.scale_by_std else None
+        return grpo_advantages(given(batch.rewards), given(batch.groups), scale=scale)
 
 
 def paper() -> Grpo:

@@ -8,12 +8,12 @@ References:
 
 from dataclasses import dataclass, replace
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Int
 
-from jrl.losses import gae, kl_estimate, whiten
+from jrl.losses import gae, whiten
 from jrl.recipes.actor_critic import ActorCritic
-from jrl.recipes.batch import Experience, given
-from jrl.recipes.recipe import terminal_rewards
+from jrl.recipes.batch import Batch, Targets, given
+from jrl.recipes.recipe import penalised_rewards
 
 
 @dataclass(frozen=True)
@@ -37,23 +37,18 @@ class Ppo(ActorCritic):
     def uses_reference(self) -> bool:
         return self.kl_coef is not None or self.kl_reward_coef is not None
 
-    def advantages(
-        self, experience: Experience[Array]
-    ) -> tuple[Float[Array, "batch time"], Float[Array, "batch time"]]:
-        rewards = terminal_rewards(experience.rewards, experience.mask)
-        if self.kl_reward_coef is not None:
-            rewards = rewards - self.kl_reward_coef * kl_estimate(
-                experience.old_logprobs,
-                given(experience.reference_logprobs),
-                experience.mask,
-                kind="k1",
-            )
+    def policy_lambda(self, lengths: Int[Array, "batch"]) -> float:
+        return self.lam
+
+    def targets(self, batch: Batch[Array]) -> Targets[Array]:
+        mask = batch.mask
+        rewards = penalised_rewards(batch, self.kl_reward_coef)
         advantages, returns = gae(
-            rewards, given(experience.values), experience.mask, gamma=self.gamma, lam=self.lam
+            rewards, given(batch.old_values), mask, gamma=self.gamma, lam=self.lam
         )
         if self.whiten_advantages:
-            advantages = whiten(advantages, experience.mask)
-        return advantages, returns
+            advantages = whiten(advantages, mask)
+        return Targets(advantages, returns)
 
 
 def paper() -> Ppo:

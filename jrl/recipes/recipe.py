@@ -1,28 +1,35 @@
-"""What every recipe has: batch arithmetic, optimiser, sampling, and the clipped policy loss.
+"""What every recipe has: batch arithmetic, optimizer, sampling, and the hooks of an algorithm.
 
-A recipe is a frozen record of hyperparameters with the few functions that say what the algorithm
-does to a batch. The trainer calls them and knows nothing else about the algorithm.
+A recipe is a frozen record of hyperparameters with a few hooks, each with a default. The trainer
+asks for the hooks and never for a class: what to collect (`collection`), the rewards (`rewards`),
+advantages and returns (`targets`), the loss of each token (`surrogate`), what it is divided by
+(`denominators`), and what else is to be minimised (`auxiliary_loss`). Entropy and KL terms,
+importance weights and rejection masks are the trainer's, for every recipe alike.
 """
 
 import math
+import re
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jrl.losses import (
     Aggregation,
+    Denominators,
+    ExplainedVariance,
     Mean,
     RejectionOver,
     WeightLevel,
     WeightMean,
-    aggregate,
     kl_estimate,
     ppo_loss,
 )
-from jrl.recipes.batch import Batch, Experience, Totals, given
+from jrl.recipes.batch import Batch, Targets, Totals, given
+from jrl.recipes.collection import Collection, DynamicSampling, OneRound
 from jrl.recipes.mismatch import Correction, OldLogprobs, Rejection, Weighting, checked
+from jrl.recipes.optimizer import Optimizer
 
 Metrics = dict[str, Mean | Array]
 """Means, and scalars that add up over pieces."""
@@ -128,7 +135,9 @@ class Recipe:
     """Reward of a completion with no marks; partial marks lie in between."""
 
     uses_critic: ClassVar[bool] = False
-    """Whether the recipe trains a value network."""
+    """Whether the recipe trains a value network: it is then an `ActorCritic`."""
+    uses_statistics: ClassVar[bool] = False
+    """Whether `surrogate` needs `statistics` of the whole mini-batch, which cost a forward pass."""
 
     def __post_init__(self):
         counts = ("prompts", "group_size", "mini_batch", "micro_batch", "epochs")
@@ -141,41 +150,36 @@ class Recipe:
                 "dynamic_sampling would drop them all: choose at least 2, or leave it off."
             )
         checked(self.correction, self.old_logprobs)
-        if self.aggregation == "seq-mean-token-sum-norm":
-            raise ValueError(
-                f"aggregation={self.aggregation!r} needs a constant length, which no recipe has: "
-                'choose "seq-mean-token-sum" and a learning rate that makes up for it.'
-            )
         if self.mini_batch is not None and self.completions % self.mini_batch:
             raise ValueError(
                 f"mini_batch={self.mini_batch} does not divide prompts x group_size = "
                 f"{self.prompts} x {self.group_size} = {self.completions} completions: "
                 "choose a divisor."
             )
-        if self.rows_per_update % self.piece:
+        if self.mini_batch_size % self.micro_batch_size:
             raise ValueError(
                 f"micro_batch={self.micro_batch} does not divide "
-                f"mini_batch={self.rows_per_update}: choose a divisor."
+                f"mini_batch={self.mini_batch_size}: choose a divisor."
             )
 
     @property
     def name(self) -> str:
-        """As it is called on the command line."""
-        return type(self).__name__.lower()
+        """As it is called on the command line: the words of the class, `DrGrpo` is dr_grpo."""
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
 
     @property
-    def rows_per_update(self) -> int:
+    def mini_batch_size(self) -> int:
         """Completions per optimiser step."""
         if self.mini_batch is None:
             return near_divisors(self.completions, MINI_BATCH)[0]
         return self.mini_batch
 
     @property
-    def piece(self) -> int:
+    def micro_batch_size(self) -> int:
         """Completions per forward and backward pass."""
         if self.micro_batch is None:
-            return near_divisors(self.rows_per_update, MICRO_BATCH)[0]
-        return min(self.micro_batch, self.rows_per_update)
+            return near_divisors(self.mini_batch_size, MICRO_BATCH)[0]
+        return min(self.micro_batch, self.mini_batch_size)
 
     def divided(self, ranks: int) -> "Recipe":
         """The recipe with a mini-batch that divides over `ranks` devices, unless it has one of its
@@ -221,6 +225,25 @@ class Recipe:
         """Steps at the start in which only the critic learns."""
         return 0
 
+    @property
+    def optimizer(self) -> Optimizer:
+        """Of the policy."""
+        return Optimizer(
+            self.learning_rate, self.learning_rate_warmup, self.weight_decay, self.max_grad_norm
+        )
+
+    @property
+    def critic_optimizer(self) -> Optimizer:
+        """Of the critic, where there is one."""
+        raise NotImplementedError
+
+    @property
+    def collection(self) -> Collection:
+        """What a step collects before it learns."""
+        if self.dynamic_sampling:
+            return DynamicSampling(self.max_generation_rounds)
+        return OneRound()
+
     def rewards(
         self, scores: Float[Array, "batch"], lengths: Int[Array, "batch"], response_length: int
     ) -> Float[Array, "batch"]:
@@ -233,61 +256,102 @@ class Recipe:
         """
         return self.reward_wrong + (self.reward_correct - self.reward_wrong) * scores
 
-    def advantages(
-        self, experience: Experience[Array]
-    ) -> tuple[Float[Array, "batch time"], Float[Array, "batch time"] | None]:
-        """Advantages for the policy and, with a critic, returns for the critic; over the whole
-        batch."""
+    def targets(self, batch: Batch[Array]) -> Targets[Array]:
+        """Advantages for the policy and, with a critic, returns for the critic.
+
+        Args:
+          batch: the whole batch of a step, with what sampler, verifier and networks say of it.
+        """
         raise NotImplementedError
 
-    def policy_loss(
+    def statistics(
         self,
         logprobs: Float[Array, "batch time"],
         entropy: Float[Array, "batch time"],
         batch: Batch[Array],
-        totals: Totals[Array],
-    ) -> tuple[Float[Array, ""], Metrics]:
-        """This piece's share of the policy loss of a mini-batch.
+    ) -> Any:
+        """What `surrogate` must know of a whole mini-batch, such as a quantile over its tokens.
+
+        Asked for before each update where `uses_statistics`, outside of the gradient.
 
         Args:
           logprobs: of the current policy.
           entropy: of the current policy's distribution over each token.
-          batch: any piece of the mini-batch, with the importance weights of its tokens, if any.
-          totals: counts over the whole mini-batch: the denominators.
+          batch: the mini-batch.
         """
-        loss, clipping = ppo_loss(
+        raise NotImplementedError
+
+    def surrogate(
+        self,
+        logprobs: Float[Array, "batch time"],
+        entropy: Float[Array, "batch time"],
+        batch: Batch[Array],
+        statistics: Any,
+    ) -> tuple[Float[Array, "batch time"], Metrics]:
+        """The loss of each token, and metrics; by default PPO's clipped surrogate.
+
+        Args:
+          logprobs: of the current policy.
+          entropy: of the current policy's distribution over each token.
+          batch: any piece of the mini-batch.
+          statistics: what `statistics` gave; None without.
+        """
+        return ppo_loss(
             logprobs,
-            batch.old_logprobs,
-            batch.advantages,
+            given(batch.old_logprobs),
+            given(batch.advantages),
             batch.mask,
             clip_low=self.clip_low,
             clip_high=self.clip_high,
             clip_dual=self.clip_dual,
-            importance_weights=batch.importance_weights,
-            aggregation=self.aggregation,
-            num_tokens=totals.num_tokens,
-            num_sequences=totals.num_sequences,
+            aggregation=None,
         )
-        metrics: Metrics = {f"actor/{name}": value for name, value in clipping.items()}
-        metrics["actor/pg_loss"] = loss
-        metrics["actor/entropy"] = Mean.of(entropy, batch.mask)
 
-        def reduced(per_token: Float[Array, "batch time"]) -> Float[Array, ""]:
-            return aggregate(
-                per_token,
-                batch.mask,
-                self.aggregation,
-                num_tokens=totals.num_tokens,
-                num_sequences=totals.num_sequences,
-            )
+    def denominators(self, totals: Totals[Array], response_length: int) -> Denominators:
+        """What `jrl.losses.aggregate` divides by, for the policy's loss and the critic's.
 
-        if self.entropy_coef is not None:
-            loss = loss - self.entropy_coef * reduced(entropy)
-        if self.kl_coef is not None:
-            kl = kl_estimate(logprobs, given(batch.reference_logprobs), batch.mask, kind="k3")
-            loss = loss + self.kl_coef * reduced(kl)
-            metrics["actor/kl_loss"] = Mean.of(kl, batch.mask)
-        return loss, metrics
+        Args:
+          totals: counts over the whole mini-batch.
+          response_length: the limit of a completion, in tokens.
+        """
+        return {
+            "num_tokens": totals.num_tokens,
+            "num_sequences": totals.num_sequences,
+            "max_length": response_length,
+        }
+
+    def auxiliary_loss(
+        self,
+        logprobs: Float[Array, "batch time"],
+        batch: Batch[Array],
+        totals: Totals[Array],
+    ) -> tuple[Float[Array, ""] | None, Metrics]:
+        """What is added to the policy's loss, this piece's share of it; None adds nothing."""
+        return None, {}
+
+    def critic_loss(
+        self,
+        values: Float[Array, "batch time"],
+        batch: Batch[Array],
+        totals: Totals[Array],
+        response_length: int,
+    ) -> tuple[Float[Array, ""], dict[str, Mean | ExplainedVariance]]:
+        """This piece's share of the critic's loss of a mini-batch."""
+        raise NotImplementedError
+
+
+def penalised_rewards(
+    batch: Batch[Array], kl_coef: float | None
+) -> Float[Array, "batch time"]:
+    """The reward of each token: that of the completion on its last one, and on every token
+    ``-kl_coef (old_logprobs - reference_logprobs)``, the k1 estimate of the KL divergence."""
+    rewards = terminal_rewards(given(batch.rewards), batch.mask)
+    if kl_coef is None:
+        return rewards
+    kl = kl_estimate(
+        given(batch.old_logprobs), given(batch.reference_logprobs), batch.mask, kind="k1"
+    )
+    return rewards - kl_coef * kl
 
 
 def terminal_rewards(

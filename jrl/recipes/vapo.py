@@ -9,11 +9,11 @@ References:
 
 from dataclasses import dataclass, replace
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jrl.losses import Aggregation, gae, length_adaptive_lambda, positive_example_loss, whiten
 from jrl.recipes.actor_critic import ActorCritic
-from jrl.recipes.batch import Batch, Experience, Totals, given
+from jrl.recipes.batch import Batch, Targets, Totals, given
 from jrl.recipes.recipe import Metrics, terminal_rewards
 
 
@@ -39,31 +39,34 @@ class Vapo(ActorCritic):
     whiten_advantages: bool = True
     """Shift and scale the advantages of a step to mean 0 and variance 1. The paper does not say."""
 
-    def advantages(
-        self, experience: Experience[Array]
-    ) -> tuple[Float[Array, "batch time"], Float[Array, "batch time"]]:
-        mask, values = experience.mask, given(experience.values)
-        rewards = terminal_rewards(experience.rewards, mask)
-        lam = length_adaptive_lambda(experience.lengths, alpha=self.lam_alpha)
-        advantages, _ = gae(rewards, values, mask, gamma=self.gamma, lam=lam[:, None])
+    @property
+    def length_adaptive_alpha(self) -> float:
+        return self.lam_alpha
+
+    def policy_lambda(self, lengths: Int[Array, "batch"]) -> Float[Array, "batch 1"]:
+        return length_adaptive_lambda(lengths, alpha=self.lam_alpha)[:, None]
+
+    def targets(self, batch: Batch[Array]) -> Targets[Array]:
+        mask, values = batch.mask, given(batch.old_values)
+        rewards = terminal_rewards(given(batch.rewards), mask)
+        lam = self.policy_lambda(given(batch.lengths))
+        advantages, _ = gae(rewards, values, mask, gamma=self.gamma, lam=lam)
         _, returns = gae(rewards, values, mask, gamma=self.gamma, lam=self.lam_critic)
         if self.whiten_advantages:
             advantages = whiten(advantages, mask)
-        return advantages, returns
+        return Targets(advantages, returns)
 
-    def policy_loss(
+    def auxiliary_loss(
         self,
         logprobs: Float[Array, "batch time"],
-        entropy: Float[Array, "batch time"],
         batch: Batch[Array],
         totals: Totals[Array],
     ) -> tuple[Float[Array, ""], Metrics]:
-        loss, metrics = super().policy_loss(logprobs, entropy, batch, totals)
+        """Imitation of the completions with full marks."""
         imitation, imitated = positive_example_loss(
-            logprobs, batch.correct, batch.mask, num_tokens=totals.num_correct_tokens
+            logprobs, given(batch.correct), batch.mask, num_tokens=totals.num_correct_tokens
         )
-        metrics["actor/positive_loss"] = imitated["positive_nll"]
-        return loss + self.positive_coef * imitation, metrics
+        return self.positive_coef * imitation, {"actor/positive_loss": imitated["positive_nll"]}
 
 
 def paper() -> Vapo:

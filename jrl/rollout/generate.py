@@ -5,14 +5,14 @@ once and its cache repeated for the completions of its group.
 """
 
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int
 
+from jrl.recipes.batch import Batch
 from jrl.rollout.sampling import Sampling, draw
 from moe.config import ModelConfig
 from moe.decoding import Cache, decode_step, extend, prefill
@@ -22,31 +22,6 @@ from moe.weights import Transformer, specs
 from sharding.collectives import all_sum, join_shards, own_shard, vary
 from sharding.folding import FoldedMesh
 
-Leaf = TypeVar("Leaf")
-
-
-@struct.dataclass
-class Rollout(Generic[Leaf]):
-    """Prompts with their completions, ``[batch, time]`` and aligned to the token spoken about.
-
-    Attributes:
-      tokens: prompt, response, padding on both sides.
-      valid: which tokens are not padding.
-      mask: which tokens the policy sampled, the one that ends the response included.
-      logprobs: log-probability in the distribution sampled from, nats; 0 outside the mask.
-      policy_logprobs: the same in the whole policy at the sampling temperature. The two differ only
-        under top-k and top-p.
-      truncated: ``[batch]`` whether the response met the length limit before its end.
-    """
-
-    tokens: Leaf
-    valid: Leaf
-    mask: Leaf
-    logprobs: Leaf
-    policy_logprobs: Leaf
-    truncated: Leaf
-
-
 class Decoder(NamedTuple):
     """What decoding needs to know at compile time.
 
@@ -55,7 +30,7 @@ class Decoder(NamedTuple):
       mesh: where it lives.
       prompt_length: tokens of a padded prompt.
       response_length: the limit of a response, in tokens, end-of-sequence included.
-      copies: completions per prompt.
+      num_samples: completions per prompt.
       pad_id: fills what is not a token.
       stop_ids: each of them ends a response, of which it is the last token.
       sampling: how tokens are drawn.
@@ -65,7 +40,7 @@ class Decoder(NamedTuple):
     mesh: FoldedMesh
     prompt_length: int
     response_length: int
-    copies: int
+    num_samples: int
     pad_id: int
     stop_ids: tuple[int, ...]
     sampling: Sampling
@@ -89,10 +64,13 @@ def generate(
     prompts: Int[Array, "prompts prompt_length"],
     valid: Bool[Array, "prompts prompt_length"],
     key: Array,
-) -> Rollout[Array]:
-    """Samples `decoder.copies` completions of every prompt, those of one prompt in a row.
+) -> Batch[Array]:
+    """Samples `decoder.num_samples` completions of every prompt, those of one prompt in a row.
 
     A row's tokens depend on its own prompt, its place in the batch and `key` only: not on the mesh.
+    What comes back are the columns of a batch that sampling knows: `tokens`, `valid`, `mask`,
+    `behaviour_logprobs`, `old_logprobs` (of the whole policy at the sampling temperature; the two
+    differ only under top-k and top-p) and `truncated`.
 
     Args:
       prompts: left-padded token ids.
@@ -105,7 +83,7 @@ def generate(
     mesh = decoder.mesh
     _check_divides(decoder, prompts.shape[0])
     batch = PartitionSpec(mesh.dp)
-    rows = jnp.arange(prompts.shape[0] * decoder.copies)
+    rows = jnp.arange(prompts.shape[0] * decoder.num_samples)
     local = jax.shard_map(
         partial(_generate_local, decoder),
         mesh=mesh.mesh,
@@ -123,10 +101,10 @@ def _check_divides(decoder: Decoder, num_prompts: int) -> None:
             "decode on a layout of its own."
         )
     dp, tp = mesh.size(mesh.dp), mesh.size(mesh.tp)
-    rows = num_prompts * decoder.copies
-    if num_prompts % dp or (num_prompts // dp * decoder.copies) % tp:
+    rows = num_prompts * decoder.num_samples
+    if num_prompts % dp or (num_prompts // dp * decoder.num_samples) % tp:
         raise ValueError(
-            f"{num_prompts} prompts x {decoder.copies} completions = {rows} rows cannot be decoded "
+            f"{num_prompts} prompts x {decoder.num_samples} completions = {rows} rows cannot be decoded "
             f"on layout {mesh.layout}: prompts must divide by dp={dp}, rows per rank by tp={tp}."
         )
 
@@ -138,7 +116,7 @@ def _generate_local(
     valid: Array,
     rows: Array,
     key: Array,
-) -> Rollout[Array]:
+) -> Batch[Array]:
     config, mesh = decoder.config, decoder.mesh
     weights = vary(weights, mesh.axes)
     prompts, valid, rows = vary((prompts, valid, rows), mesh.except_sequence)
@@ -152,13 +130,13 @@ def _generate_local(
 
     def record(loop: _Loop, picked) -> _Loop:
         """Writes what was picked for the rows still going, and sees which of them end."""
-        token, logprob, policy_logprob = picked
+        token, behaviour_logprob, old_logprob = picked
         token = jnp.where(loop.live, token, decoder.pad_id)
         columns = (
             token,
             loop.live,
-            jnp.where(loop.live, logprob, 0.0),
-            jnp.where(loop.live, policy_logprob, 0.0),
+            jnp.where(loop.live, behaviour_logprob, 0.0),
+            jnp.where(loop.live, old_logprob, 0.0),
         )
         written = tuple(
             jax.lax.dynamic_update_slice(into, column[:, None], (0, loop.step))
@@ -183,7 +161,7 @@ def _generate_local(
 
     hidden, cache = prefill(weights, prompts, valid, config, mesh)
     after_prompt = _last_of_each(hidden, prompts.shape, mesh)
-    after_prompt = own_shard(jnp.repeat(after_prompt, decoder.copies, axis=0), mesh.sequence)
+    after_prompt = own_shard(jnp.repeat(after_prompt, decoder.num_samples, axis=0), mesh.sequence)
     logits = logits_of(weights, after_prompt, config, mesh)
 
     shape = (rows.shape[0], decoder.response_length)
@@ -203,7 +181,7 @@ def _generate_local(
         live=live,
         token=vary(jnp.full(rows.shape, decoder.pad_id, prompts.dtype), mesh.except_sequence),
         # The last token is never appended, so it needs no room.
-        cache=extend(cache, decoder.response_length - 1, decoder.copies),
+        cache=extend(cache, decoder.response_length - 1, decoder.num_samples),
         written=empty,
     )
     loop = record(loop, pick(logits, loop.step))
@@ -211,19 +189,19 @@ def _generate_local(
         lambda loop: (loop.step < decoder.response_length) & (loop.num_live > 0), advance, loop
     )
 
-    response, mask, logprobs, policy_logprobs = loop.written
-    prompts, valid = (jnp.repeat(x, decoder.copies, axis=0) for x in (prompts, valid))
+    response, mask, behaviour_logprobs, old_logprobs = loop.written
+    prompts, valid = (jnp.repeat(x, decoder.num_samples, axis=0) for x in (prompts, valid))
     nothing = jnp.zeros(prompts.shape, jnp.float32)
-    rollout = Rollout(
+    batch = Batch(
         tokens=jnp.concatenate([prompts, response], axis=1),
         valid=jnp.concatenate([valid, mask], axis=1),
         mask=jnp.concatenate([jnp.zeros_like(valid), mask], axis=1),
-        logprobs=jnp.concatenate([nothing, logprobs], axis=1),
-        policy_logprobs=jnp.concatenate([nothing, policy_logprobs], axis=1),
+        behaviour_logprobs=jnp.concatenate([nothing, behaviour_logprobs], axis=1),
+        old_logprobs=jnp.concatenate([nothing, old_logprobs], axis=1),
         truncated=loop.live,
     )
     # Size-1 axes that attention does not use still mark the arrays as varying.
-    return settle(rollout, mesh)
+    return settle(batch, mesh)
 
 
 def settle(tree, mesh: FoldedMesh):

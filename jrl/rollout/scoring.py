@@ -18,16 +18,16 @@ from sharding.collectives import vary
 from sharding.folding import FoldedMesh
 
 
-class Rows(NamedTuple):
-    """How rows of tokens are laid out.
+class PromptLayout(NamedTuple):
+    """How prompts and responses lie in rows of tokens.
 
     Attributes:
       prompt_length: columns of the padded prompt.
-      copies: rows that share their prompt stand together in runs of this many.
+      group_size: rows that share their prompt stand together in runs of this many.
     """
 
     prompt_length: int
-    copies: int
+    group_size: int
 
 
 class Scores(NamedTuple):
@@ -35,14 +35,14 @@ class Scores(NamedTuple):
 
     Attributes:
       logprobs: ``[batch, time]`` in the whole policy at the sampling temperature, nats.
-      sampler_logprobs: ``[batch, time]`` in the distribution tokens are drawn from (top-k and top-p
+      behaviour_logprobs: ``[batch, time]`` in the distribution tokens are drawn from (top-k and top-p
         applied), nats, without gradient.
       entropy: ``[batch, time]`` of the policy's distribution over the token, nats.
       router: this device's router sums, None without experts.
     """
 
     logprobs: Array
-    sampler_logprobs: Array
+    behaviour_logprobs: Array
     entropy: Array
     router: RouterStatistics[Array] | None
 
@@ -51,48 +51,48 @@ def score(
     weights: Transformer[Array],
     tokens: Int[Array, "batch time"],
     valid: Bool[Array, "batch time"],
-    rows: Rows,
+    layout: PromptLayout,
     config: ModelConfig,
     sampling: Sampling,
     mesh: FoldedMesh,
 ) -> Scores:
     """One forward pass over whole sequences, inside the `jax.shard_map`.
 
-    On a pipeline, as many micro-batches as `num_pieces` says.
+    On a pipeline, as many micro-batches as `num_micro_batches` says.
     """
 
     def read(weights, x, tokens):
-        return scores_of(weights, x, tokens, rows, config, sampling, mesh)
+        return scores_of(weights, x, tokens, layout, config, sampling, mesh)
 
-    scores, router = _read_states(weights, tokens, valid, rows, read, config, mesh)
+    scores, router = _read_states(weights, tokens, valid, layout, read, config, mesh)
     return scores._replace(router=router)
 
 
 def stream(
     tokens: Int[Array, "batch time"],
     valid: Bool[Array, "batch time"],
-    rows: Rows,
+    layout: PromptLayout,
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> Stream:
     """The tokens as the network runs them."""
     model.check_window(tokens.shape[1], config)
-    return shared_prompts(tokens, valid, rows.prompt_length, rows.copies, mesh, config.execution)
+    return shared_prompts(tokens, valid, layout.prompt_length, layout.group_size, mesh, config.execution)
 
 
 def scores_of(
     weights: Transformer[Array],
     x: Float[Array, "local d_model"],
     tokens: Int[Array, "batch time"],
-    rows: Rows,
+    layout: PromptLayout,
     config: ModelConfig,
     sampling: Sampling,
     mesh: FoldedMesh,
 ) -> Scores:
     """The scores read off the last hidden states `x` of the `stream` of `tokens`, `router` left
     out."""
-    x = model.responses_of(x, tokens.shape, rows.prompt_length, rows.copies, mesh)
-    responses = vary(model.response_tokens(tokens, rows.prompt_length, mesh), mesh.axes)
+    x = model.responses_of(x, tokens.shape, layout.prompt_length, layout.group_size, mesh)
+    responses = vary(model.response_tokens(tokens, layout.prompt_length, mesh), mesh.axes)
     logprobs, entropy = logprobs_and_entropy(
         weights, x, responses, config, mesh, sampling.policy_temperature
     )
@@ -104,7 +104,7 @@ def scores_of(
         sampled = jax.lax.stop_gradient(logprobs)
 
     def aligned(before: Float[Array, "local"]) -> Float[Array, "batch time"]:
-        return model.on_responses(before, tokens.shape, rows.prompt_length, mesh)
+        return model.on_responses(before, tokens.shape, layout.prompt_length, mesh)
 
     return Scores(aligned(logprobs), aligned(sampled), aligned(entropy), None)
 
@@ -113,35 +113,35 @@ def value(
     critic: Transformer[Array],
     tokens: Int[Array, "batch time"],
     valid: Bool[Array, "batch time"],
-    rows: Rows,
+    layout: PromptLayout,
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> tuple[Float[Array, "batch time"], RouterStatistics[Array] | None]:
     """The critic's estimate of the state before each response token; prompts get 0."""
 
     def read(critic, x, tokens):
-        return values_of(critic, x, tokens, rows, config, mesh)
+        return values_of(critic, x, tokens, layout, config, mesh)
 
-    return _read_states(critic, tokens, valid, rows, read, config, mesh)
+    return _read_states(critic, tokens, valid, layout, read, config, mesh)
 
 
 def values_of(
     critic: Transformer[Array],
     x: Float[Array, "local d_model"],
     tokens: Int[Array, "batch time"],
-    rows: Rows,
+    layout: PromptLayout,
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> Float[Array, "batch time"]:
     """The values read off the last hidden states `x` of the `stream` of `tokens`."""
-    x = model.responses_of(x, tokens.shape, rows.prompt_length, rows.copies, mesh)
+    x = model.responses_of(x, tokens.shape, layout.prompt_length, layout.group_size, mesh)
     before = model.value_of(critic, x, config)
-    return model.on_responses(before, tokens.shape, rows.prompt_length, mesh)
+    return model.on_responses(before, tokens.shape, layout.prompt_length, mesh)
 
 
-def num_pieces(num_rows: int, time: int, rows: Rows, mesh: FoldedMesh) -> int:
+def num_micro_batches(num_rows: int, time: int, layout: PromptLayout, mesh: FoldedMesh) -> int:
     """Micro-batches that scoring cuts its rows into on a pipeline: at most four per stage, which
-    leaves it idle a fifth of the time, if groups of `Rows.copies` and tokens divide.
+    leaves it idle a fifth of the time, if groups of `PromptLayout.group_size` and tokens divide.
 
     Args:
       num_rows: on this device.
@@ -151,9 +151,9 @@ def num_pieces(num_rows: int, time: int, rows: Rows, mesh: FoldedMesh) -> int:
 
     def fits(number: int) -> bool:
         own = num_rows // number
-        sections = (own // rows.copies, rows.prompt_length), (own, time - rows.prompt_length)
+        sections = (own // layout.group_size, layout.prompt_length), (own, time - layout.prompt_length)
         divides = (Order((section,), cp).num_tokens % ranks == 0 for section in sections)
-        return num_rows % (number * rows.copies) == 0 and all(divides)
+        return num_rows % (number * layout.group_size) == 0 and all(divides)
 
     return max((n for n in range(1, 4 * mesh.layout.pp + 1) if fits(n)), default=1)
 
@@ -162,7 +162,7 @@ def _read_states(
     weights: Transformer[Array],
     tokens: Int[Array, "batch time"],
     valid: Bool[Array, "batch time"],
-    rows: Rows,
+    layout: PromptLayout,
     read: Callable[[Transformer[Array], Array, Array], Any],
     config: ModelConfig,
     mesh: FoldedMesh,
@@ -170,15 +170,15 @@ def _read_states(
     """What `read` makes of the last hidden states, rows in the order given, and the router's
     sums."""
     if mesh.layout.pp == 1:
-        x, router = model.run(weights, stream(tokens, valid, rows, config, mesh), config, mesh)
+        x, router = model.run(weights, stream(tokens, valid, layout, config, mesh), config, mesh)
         return read(weights, x, tokens), router
-    number = num_pieces(tokens.shape[0], tokens.shape[1], rows, mesh)
-    pieces = jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), (tokens, valid))
+    number = num_micro_batches(tokens.shape[0], tokens.shape[1], layout, mesh)
+    micro_batches = jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), (tokens, valid))
     outs, router = stages.scan_pieces(
         weights,
-        pieces,
-        lambda piece: stream(piece[0], piece[1], rows, config, mesh),
-        lambda weights, x, piece: read(weights, x, piece[0]),
+        micro_batches,
+        lambda micro_batch: stream(micro_batch[0], micro_batch[1], layout, config, mesh),
+        lambda weights, x, micro_batch: read(weights, x, micro_batch[0]),
         config,
         mesh,
     )

@@ -12,26 +12,30 @@ UNREADABLE = "\ufffd"
 """Stands for a special token inside a completion, so that no verifier takes it for nothing."""
 
 
-def encode_prompts(
-    format: PromptFormat, examples: Sequence[Example], prompt_length: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts as left-padded ids and their validity, ``[prompts, prompt_length]``.
+def encode_prompt(format: PromptFormat, example: Example, prompt_length: int) -> list[int]:
+    """The ids of a prompt.
 
     Raises:
       ValueError: for a prompt longer than the prompt length, and as for `PromptFormat.encode`.
     """
-    shape = (len(examples), prompt_length)
-    tokens = np.full(shape, format.tokenizer.pad_id, np.int32)
-    valid = np.zeros(shape, bool)
-    for row, example in enumerate(examples):
-        ids = format.encode(example)
-        if len(ids) > prompt_length:
-            raise ValueError(
-                f"the prompt {example.prompt[:60]!r} has {len(ids)} tokens and "
-                f"prompt_length={prompt_length}: raise --prompt-length."
-            )
-        tokens[row, -len(ids) :] = ids
-        valid[row, -len(ids) :] = True
+    ids = format.encode(example)
+    if len(ids) > prompt_length:
+        raise ValueError(
+            f"the prompt {example.prompt[:60]!r} has {len(ids)} tokens and "
+            f"prompt_length={prompt_length}: raise --prompt-length."
+        )
+    return ids
+
+
+def left_padded(
+    prompts: Sequence[Sequence[int]], width: int, pad_id: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids with padding before them and which of them are none, ``[prompts, width]``."""
+    tokens = np.full((len(prompts), width), pad_id, np.int32)
+    valid = np.zeros(tokens.shape, bool)
+    for row, ids in enumerate(prompts):
+        tokens[row, width - len(ids) :] = ids
+        valid[row, width - len(ids) :] = True
     return tokens, valid
 
 
@@ -58,22 +62,6 @@ def encode_answers(
     return tokens, mask
 
 
-def decode_responses(
-    tokenizer: Tokenizer, tokens: np.ndarray, mask: np.ndarray, prompt_length: int
-) -> list[str]:
-    """The text of each completion, its end left out.
-
-    Args:
-      tokens: ``[batch, time]`` prompts and completions.
-      mask: ``[batch, time]`` what was sampled.
-      prompt_length: columns of the prompts.
-    """
-    return [
-        text_of(tokenizer, row[sampled])
-        for row, sampled in zip(tokens[:, prompt_length:], mask[:, prompt_length:], strict=True)
-    ]
-
-
 def text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:
     """Text of sampled ids. What ended it, in last place, is left out; other special tokens show."""
     written = list(map(int, ids))
@@ -88,6 +76,6 @@ def text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:
     return UNREADABLE.join(map(tokenizer.decode, runs))
 
 
-def conversation(tokenizer: Tokenizer, tokens: np.ndarray, valid: np.ndarray) -> str:
+def conversation(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     """What the network read and wrote in one row, special tokens written out."""
-    return tokenizer.decode_special(tokens[valid].tolist(), UNREADABLE)
+    return tokenizer.decode_special(list(map(int, tokens)), UNREADABLE)

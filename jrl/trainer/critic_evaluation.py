@@ -9,28 +9,29 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jrl.losses import length_adaptive_lambda
-from jrl.processes.agreement import to_devices, to_host
-from jrl.recipes.actor_critic import ActorCritic
-from jrl.recipes.ppo import Ppo
+from jrl.processes.agreement import to_host
 from jrl.recipes.recipe import terminal_rewards
-from jrl.recipes.vapo import Vapo
 from jrl.report.critic import CriticRollout
+from jrl.rollout.batching import batch_of
+from jrl.rollout.collect import groups_of
+from jrl.rollout.engine import ranks
+from jrl.rollout.sampler import Sampler, lengths_of, scores_of
 from jrl.rollout.sampling import Sampling
-from jrl.rollout.scoring import Rows
-from jrl.trainer.collect import sample
-from jrl.trainer.evaluation import filled_up, heldout_examples
-from jrl.trainer.improve import values_of
-from jrl.trainer.setup import Setup
+from jrl.rollout.scoring import PromptLayout
+from jrl.trainer.heldout import filled_up, heldout_examples
+from jrl.trainer.networks import Network
+from jrl.trainer.objectives import CriticObjective
+from jrl.trainer.scoring import values_of
 from moe.weights import Transformer
+from sharding.folding import FoldedMesh
 
 ROWS_AT_ONCE = 1024
 """Completions decoded and valued in one call, about; it bounds the memory."""
 
 
 def evaluate_critic(
-    setup: Setup,
-    policy: Transformer[Array],
+    sampler: Sampler,
+    network: Network[CriticObjective],
     critic: Transformer[Array],
     sampling: Sampling,
     *,
@@ -42,60 +43,51 @@ def evaluate_critic(
     """Completions of held-out prompts, `k` of each, with the critic's values.
 
     Args:
+      sampler: with the policy loaded.
+      network: what the critic is.
+      critic: its weights.
       sampling: how completions are drawn.
       num_prompts: held-out prompts, or all there are if they are fewer.
       k: completions per prompt.
       seed: of sampling.
       report: called with "critic", the completions done and all there will be.
-
-    Raises:
-      ValueError: where the recipe trains no critic.
     """
-    recipe = setup.critic_objective.recipe
-    objective = replace(setup.critic_objective, rows=Rows(setup.prompt_length, copies=1))
-    decoder, key = setup.decoder(sampling, k), jax.random.key(seed)
-    examples = heldout_examples(setup, num_prompts)
+    recipe, objective = network.objective.recipe, network.objective
+    objective = replace(objective, layout=PromptLayout(sampler.prompt_length, group_size=1))
+    key, examples = jax.random.key(seed), heldout_examples(sampler.task, num_prompts)
     report("critic", 0, len(examples) * k)
-    pieces, size = [], _batch_size(setup, len(examples), k)
-    batches = filled_up(examples, size)
+    size = _batch_size(sampler, network.mesh, len(examples), k)
+    pieces, batches = [], filled_up(examples, size)
     for number, start in enumerate(range(0, len(batches), size)):
-        batch, own_key = batches[start : start + size], jax.random.fold_in(key, number)
-        drawn = sample(setup, decoder, policy, batch, own_key)
-        tokens, valid = to_devices((drawn.rollout.tokens, drawn.rollout.valid), setup.over_rows)
-        values = to_host(values_of(objective, critic, tokens, valid))
+        own_key = jax.random.fold_in(key, number)
+        some = batches[start : start + size]
+        drawn = sampler.sample(some, sampling, k, own_key, first=start)
+        everything = np.ones(len(drawn), bool)
+        batch = batch_of([c.trajectory for c in drawn], everything, network.mesh)
+        values = values_of(objective, critic, batch.tokens, batch.valid)
+        values, mask = to_host((values, batch.mask))
         # What fills up the last batch is left out again.
         rows = slice(min(size, len(examples) - start) * k)
-        columns = (values, drawn.rollout.mask, drawn.scores, drawn.groups + start, drawn.lengths)
+        columns = (values, mask, scores_of(drawn), groups_of(drawn), lengths_of(drawn))
         pieces.append([column[rows] for column in columns])
         report("critic", min(start + size, len(examples)) * k, len(examples) * k)
     values, mask, scores, groups, lengths = map(np.concatenate, zip(*pieces, strict=True))
-    rewards = recipe.rewards(jnp.asarray(scores), jnp.asarray(lengths), setup.response_length)
+    rewards = recipe.rewards(jnp.asarray(scores), jnp.asarray(lengths), sampler.response_length)
     return CriticRollout(
         values=values,
         rewards=np.asarray(terminal_rewards(rewards, jnp.asarray(mask))),
         mask=np.asarray(mask, bool),
         correct=scores == 1.0,
         groups=groups,
-        lam=_lam(recipe, lengths),
+        lam=np.asarray(recipe.policy_lambda(jnp.asarray(lengths))),
         gamma=recipe.gamma,
         low=recipe.reward_wrong,
         high=recipe.reward_correct,
-        alpha=recipe.lam_alpha if isinstance(recipe, Vapo) else None,
+        alpha=recipe.length_adaptive_alpha,
     )
 
 
-def _batch_size(setup: Setup, num_prompts: int, k: int) -> int:
+def _batch_size(sampler: Sampler, mesh: FoldedMesh, num_prompts: int, k: int) -> int:
     """Prompts that are decoded and valued at a time: they divide over the devices."""
-    mesh = setup.mesh
-    unit = math.lcm(setup.rollout_ranks, mesh.size((*mesh.dp, *mesh.tp)))
+    unit = math.lcm(ranks(sampler.engine.mesh), ranks(mesh))
     return min(num_prompts, max(1, ROWS_AT_ONCE // k)) // unit * unit or unit
-
-
-def _lam(recipe: ActorCritic, lengths: np.ndarray) -> float | np.ndarray:
-    """The lambda of the recipe's policy, for each response where it adapts."""
-    if isinstance(recipe, Vapo):
-        adapted = length_adaptive_lambda(jnp.asarray(lengths), alpha=recipe.lam_alpha)
-        return np.asarray(adapted)[:, None]
-    if isinstance(recipe, Ppo):
-        return recipe.lam
-    raise ValueError(f"recipe {recipe.name} does not say with which lambda it makes advantages.")

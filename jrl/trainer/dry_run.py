@@ -10,7 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jrl.rollout.scoring import num_pieces
+from jrl.rollout.collect import sampling_of
+from jrl.rollout.scoring import num_micro_batches
 from jrl.trainer.lengths import response_origin
 from jrl.trainer.setup import Setup
 from moe.config import ModelConfig
@@ -73,11 +74,11 @@ def axes(mesh: FoldedMesh) -> dict[str, str]:
 
 
 def batch_arithmetic(setup: Setup) -> dict[str, str]:
-    """From prompts to optimiser steps, one line each."""
+    """From prompts to optimizer steps, one line each."""
     run, recipe = setup.run, setup.recipe
-    mini = recipe.rows_per_update
+    mini = recipe.mini_batch_size
     num_mini = recipe.completions // mini
-    micro = mini // setup.num_micro
+    micro = mini // setup.geometry.num_micro_batches
     updates = recipe.epochs * num_mini
     pretraining = min(recipe.value_pretraining_steps, run.steps)
     time = setup.prompt_length + setup.response_length
@@ -92,23 +93,23 @@ def batch_arithmetic(setup: Setup) -> dict[str, str]:
         )
     rows |= {
         "mini-batches": f"{recipe.completions:,} / {mini:,} = {num_mini:,}",
-        "micro-batches per mini-batch": f"{mini:,} / {micro:,} = {setup.num_micro:,}",
-        "optimiser steps per step": f"{_count(num_mini, 'mini-batch', 'mini-batches')} x "
+        "micro-batches per mini-batch": f"{mini:,} / {micro:,} = {setup.geometry.num_micro_batches:,}",
+        "optimizer steps per step": f"{_count(num_mini, 'mini-batch', 'mini-batches')} x "
         f"{_count(recipe.epochs, 'epoch', 'epochs')} = {updates:,}",
         "steps": f"{run.steps:,}",
     }
     layout = setup.mesh.layout
     if layout.pp > 1:
-        bubble = Schedule(layout.pp, setup.num_micro, layout.vpp).bubble
+        bubble = Schedule(layout.pp, setup.geometry.num_micro_batches, layout.vpp).bubble
         rows["pipeline idle per time at work"] = f"{bubble:.1%}"
     if recipe.uses_critic:
         rows["of which train the critic alone"] = f"{pretraining:,}"
-        rows["optimiser steps of the critic"] = (
+        rows["optimizer steps of the critic"] = (
             f"{run.steps:,} x {updates:,} = {run.steps * updates:,}"
         )
     learning = run.steps - pretraining
     return rows | {
-        "optimiser steps of the policy": f"{learning:,} x {updates:,} = {learning * updates:,}",
+        "optimizer steps of the policy": f"{learning:,} x {updates:,} = {learning * updates:,}",
         "tokens per completion at most": f"{setup.prompt_length} prompt + "
         f"{setup.response_length} response = {time:,}",
         "limit of a response": response_origin(run, setup.response_length),
@@ -164,18 +165,18 @@ def memory(setup: Setup) -> dict[str, int]:
     moments, critic_moments = (*(2 * part_bytes(network, mesh) for network in networks), 0)[:2]
     gradients = max(gradient_bytes(network, mesh) for network in networks)
     gathered = max(weight_bytes(network, mesh) for network in networks)
-    forward = [recipe.rows_per_update // setup.num_micro]
+    forward = [recipe.mini_batch_size // setup.geometry.num_micro_batches]
     if run.weights is None and run.checkpoint is None and run.warm_start_steps:
-        forward.append(setup.warm_start_rows)
+        forward.append(setup.geometry.supervised_rows(run.warm_start_batch))
     if recipe.uses_reference or recipe.rescores:
         forward.append(recipe.completions // _num_scored(setup))
     apart = setup.rollout_mesh != mesh
     rows = {
         "weights": weights,
-        "gradients": gradients * (2 if setup.num_micro > 1 else 1),
-        "optimiser moments": moments,
+        "gradients": gradients * (2 if setup.geometry.num_micro_batches > 1 else 1),
+        "optimizer moments": moments,
         "critic": critic,
-        "critic's optimiser moments": critic_moments,
+        "critic's optimizer moments": critic_moments,
         "reference": weights if recipe.uses_reference else 0,
         "weights gathered to sample": gathered if setup.model.execution.fsdp else 0,
         "key/value cache": cache_bytes(setup, max(recipe.completions, run.eval_prompts)),
@@ -192,7 +193,7 @@ def weight_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
 
 
 def part_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
-    """Bytes of one device's parts of the weights, as the optimiser cuts them."""
+    """Bytes of one device's parts of the weights, as the optimizer cuts them."""
     return sum(jax.tree.leaves(_bytes_on_one(config, mesh, parts(config, mesh))))
 
 
@@ -240,18 +241,18 @@ def logits_bytes(setup: Setup, rows: int) -> int:
     tokens = Order((section,), mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.cp)
     width, chunk = -(-vocab_size // mesh.size(mesh.tp)), setup.model.execution.vocab_chunk
     numbers = tokens * (width if chunk is None else min(chunk, width))
-    if setup.sampling.truncates:
+    if sampling_of(setup.recipe).truncates:
         numbers = max(numbers, tokens // mesh.size(mesh.tp) * vocab_size)
     return 4 * numbers
 
 
 def kept_bytes(setup: Setup) -> int:
     """Bytes of the chunks' inputs that a pipeline stage keeps during an update."""
-    mesh, copies = setup.mesh, setup.rows.copies
-    rows = setup.recipe.piece // mesh.size(mesh.dp)
-    sections = (rows // copies, setup.prompt_length), (rows, setup.response_length)
+    mesh, group = setup.mesh, setup.geometry.prompt_layout.group_size
+    rows = setup.recipe.micro_batch_size // mesh.size(mesh.dp)
+    sections = (rows // group, setup.prompt_length), (rows, setup.response_length)
     tokens = Order(sections, mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.sequence)
-    kept = Schedule(mesh.layout.pp, setup.num_micro, mesh.layout.vpp).kept
+    kept = Schedule(mesh.layout.pp, setup.geometry.num_micro_batches, mesh.layout.vpp).kept
     return kept * tokens * setup.model.d_model * jax.numpy.dtype(setup.model.dtype).itemsize
 
 
@@ -261,7 +262,8 @@ def _num_scored(setup: Setup) -> int:
     if mesh.layout.pp == 1:
         return 1
     rows = setup.recipe.completions // mesh.size(mesh.dp)
-    return num_pieces(rows, setup.prompt_length + setup.response_length, setup.rows, mesh)
+    time = setup.prompt_length + setup.response_length
+    return num_micro_batches(rows, time, setup.geometry.prompt_layout, mesh)
 
 
 def _print_prompt(setup: Setup, console: Console) -> None:

@@ -5,7 +5,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -17,29 +17,23 @@ from jrl.faults.fleet import Alarm
 from jrl.faults.guard import LOOKS, Attachment, Guard, machine_name, metrics_of
 from jrl.faults.hook import Hook, command_hook
 from jrl.faults.outlier import OutlierDetector
-from jrl.processes.agreement import Together, any_of, is_first, to_devices, to_host
+from jrl.processes.agreement import Together, any_of, is_first, to_host
 from jrl.processes.stopping import Stop
-from jrl.recipes.batch import Experience
 from jrl.report.display import TrainingDisplay, WarmStartDisplay, print_samples
 from jrl.report.metrics import check_known
 from jrl.report.plots import plot_run
+from jrl.rollout.collect import sampling_of, shown
+from jrl.rollout.sampler import Completion, Sampler
 from jrl.runs import belongings, loggers
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import Appender, read_metrics, read_samples
 from jrl.tasks import Example
-from jrl.trainer.collect import Collected, collect, described, sample
-from jrl.trainer.evaluation import evaluate, filled_up, heldout_examples
-from jrl.trainer.improve import (
-    NonFinite,
-    count_updates,
-    experience_of,
-    improve,
-    sampling_difference,
-    summarise,
-)
+from jrl.text.prompt_format import PromptFormat
+from jrl.trainer.heldout import filled_up, heldout_examples, heldout_metrics
 from jrl.trainer.setup import Setup
-from jrl.trainer.state import TrainState, begin, initial_weights, restore, save
+from jrl.trainer.state import TrainState, init_state, init_weights, restore, save
+from jrl.trainer.step import NonFinite, train_step
 from jrl.trainer.warm_start import WarmStartStopped, prompts_imitated, shortfall, warm_start
 from moe.weights import Transformer
 
@@ -84,114 +78,58 @@ def train(
     Raises:
       NonFiniteRun: when updates keep being left out.
     """
-    run = setup.run
+    run, sampler, networks = setup.run, setup.sampler(), setup.networks
     checkpoints = Checkpoints(folder.checkpoints_path, run.keep_checkpoints)
     with ExitStack() as stack:
         stop = stack.enter_context(Stop(setup.task.close))
         guard = stack.enter_context(Guard(_attachment(setup.run, folder, on_fault)))
         try:
-            state, heldout = _first_state(setup, folder, checkpoints, weights, stop)
+            state, heldout = _first_state(setup, sampler, folder, checkpoints, weights, stop)
         except WarmStartStopped:
             return Outcome(0, stopped=True, saved=False)
         outputs = stack.enter_context(_outputs(setup, folder, int(state.step)))
         while int(state.step) < run.steps and not any_of(bool(stop)):
             stop.doing = f"finishing step {int(state.step) + 1} and saving it"
             started = time.perf_counter()
-            state, collected, metrics, nonfinite = train_step(setup, state)
-            step = int(state.step)
+            state, done = train_step(
+                sampler,
+                networks,
+                setup.recipe,
+                state,
+                setup.randomness,
+                shuffle_rewards=run.shuffle_rewards,
+            )
+            step, metrics = int(state.step), done.metrics
             seconds = time.perf_counter() - started  # evaluation comes on top
             metrics |= _speed(setup, metrics["training/tokens"], seconds)
             if step % run.eval_every == 0 or step == run.steps:
-                metrics |= evaluate(setup, state.policy.weights, step, heldout)
+                metrics |= _evaluated(setup, sampler, state, heldout)
             guard.step_ended(seconds)
             alarms = guard.alarms()
             metrics |= metrics_of(alarms)
             outputs.warn(alarms)
             if step % run.samples_every == 0:
-                outputs.write_samples(setup, step, collected)
+                outputs.write_samples(setup.format, step, done.collected.completions)
             outputs.log(step, metrics)
-            for number, left_out in enumerate(nonfinite):
+            for number, left_out in enumerate(done.nonfinite):
                 _save_nonfinite(folder, f"{step}-{number}-{left_out.network}", left_out)
             if step == run.steps:
-                _write_shown(setup, folder, state)
+                _write_shown(setup, sampler, folder, state)
             if step % run.checkpoint_every == 0 or step == run.steps:
-                save(checkpoints, setup, step, state, belongings.describe(setup.settings, folder))
-            _check_finite(setup, folder, state)
+                save(checkpoints, networks, state, belongings.describe(setup.settings, folder))
+            _check_finite(state, run.max_nonfinite, folder)
         step = int(state.step)
         if checkpoints.latest_step() != step:
-            save(checkpoints, setup, step, state, belongings.describe(setup.settings, folder))
+            save(checkpoints, networks, state, belongings.describe(setup.settings, folder))
         outputs.warn(guard.alarms())  # since the last step: shown, but no line of metrics is left
     if is_first():
         _finish(setup, folder, stopped=step < run.steps)
     return Outcome(step, stopped=step < run.steps)
 
 
-def train_step(
-    setup: Setup, state: TrainState[Array]
-) -> tuple[TrainState[Array], Collected, dict[str, float], list[NonFinite]]:
-    """Samples, scores and learns once."""
-    collected = collect(setup, state.policy.weights, int(state.step), int(state.cursor))
-    setup.rollout_policy.release()
-    experience, batch, prepared = experience_of(setup, state, collected.kept)
-    state, history, nonfinite, seconds = improve(setup, state, batch)
-    state = replace(
-        state,
-        step=state.step + 1,
-        cursor=to_devices(np.asarray(collected.cursor, np.int32), setup.whole),
-    )
-    metrics = {
-        **collected.metrics,
-        **describe(setup, collected, experience, to_host(batch.advantages)),
-        **summarise(history),
-        **count_updates(history),
-        **collected.seconds,
-        **prepared,
-        **seconds,
-    }
-    if int(state.step) <= setup.recipe.value_pretraining_steps:
-        metrics |= sampling_difference(setup, state, batch)
-    else:
-        metrics["actor/lr"] = setup.policy_optimiser.rate_at(int(state.policy.updates) - 1)
-    if state.critic is not None:
-        metrics["critic/lr"] = setup.critic_optimiser.rate_at(int(state.critic.updates) - 1)
-    return state, collected, metrics, nonfinite
-
-
-def describe(
-    setup: Setup, collected: Collected, experience: Experience[Array], advantages: np.ndarray
-) -> dict[str, float]:
-    """Metrics of the completions themselves: scores, rewards, lengths."""
-    kept = collected.kept
-    scores, lengths = kept.scores, kept.lengths
-    rewards, mask = to_host((experience.rewards, experience.mask))
-    grouped = scores.reshape(-1, setup.recipe.group_size)
-    counted = advantages[mask] if mask.any() else np.zeros(1)
-    metrics = {
-        "critic/score/mean": scores.mean(),
-        "critic/score/max": scores.max(),
-        "critic/score/min": scores.min(),
-        "critic/score/group_std": grouped.std(axis=1).mean(),
-        "critic/rewards/mean": rewards.mean(),
-        "critic/rewards/std": rewards.std(),
-        "critic/rewards/max": rewards.max(),
-        "critic/rewards/min": rewards.min(),
-        "critic/advantages/mean": counted.mean(),
-        "critic/advantages/max": counted.max(),
-        "critic/advantages/min": counted.min(),
-        "response_length/mean": lengths.mean(),
-        "response_length/max": lengths.max(),
-        "response_length/min": lengths.min(),
-        "response_length/clip_ratio": kept.rollout.truncated.mean(),
-        "training/tokens": kept.rollout.valid.sum(),
-    }
-    if setup.recipe.group_size > 1:
-        of_groups = rewards.reshape(grouped.shape)
-        metrics["frac_reward_zero_std"] = (np.ptp(of_groups, axis=1) == 0).mean()
-    return {name: float(value) for name, value in metrics.items()}
-
-
 def _first_state(
     setup: Setup,
+    sampler: Sampler,
     folder: RunFolder,
     checkpoints: Checkpoints,
     weights: Transformer[Array] | None,
@@ -202,50 +140,64 @@ def _first_state(
     A run killed before its first checkpoint starts again from the beginning, which gives the same
     run.
     """
-    heldout = heldout_examples(setup, setup.run.eval_prompts)
+    heldout = heldout_examples(setup.task, setup.run.eval_prompts)
     step = belongings.newest_whole(checkpoints)
     if step is not None:
-        state = restore(checkpoints, setup, step)
+        state = restore(checkpoints, setup.networks, step)
         belongings.go_back(setup.settings, folder, step, checkpoints.meta(step))
         return state, heldout
     with Together():
         if is_first():
             folder.begin_again()
     metrics: dict[str, float] = {}
-    cursor = 0
+    prompts_seen = 0
     if weights is None:
-        weights = initial_weights(setup, setup.model, "weights")
+        weights = init_weights(setup.model, setup.mesh, setup.randomness.key("weights", 0))
         if setup.run.warm_start_steps:
             target = setup.run.warm_start_accuracy
             stop.doing = "stopping the warm start, of which nothing is kept"
             with WarmStartDisplay(setup.run.warm_start_steps, target) as display:
                 weights, metrics = warm_start(
-                    setup, weights, display.update, lambda: any_of(bool(stop))
+                    setup, sampler, weights, display.update, lambda: any_of(bool(stop))
                 )
             if (line := shortfall(setup.run, metrics)) is not None:
                 print(line, flush=True)
-            cursor = prompts_imitated(setup, int(metrics["warm_start/steps"]))
+            prompts_seen = prompts_imitated(setup, int(metrics["warm_start/steps"]))
     stop.doing = "finishing the first evaluation and saving its checkpoint"
-    state = begin(setup, weights, cursor)
-    metrics |= evaluate(setup, state.policy.weights, 0, heldout)
+    critic_key = setup.randomness.key("critic", 0)
+    state = init_state(setup.networks, weights, critic_key, prompts_seen)
+    metrics |= _evaluated(setup, sampler, state, heldout)
     with _appender(folder.metrics_path) as appender:
         check_known(metrics)
         appender.append(0, metrics)
-    _write_shown(setup, folder, state)
-    save(checkpoints, setup, 0, state, belongings.describe(setup.settings, folder))
+    _write_shown(setup, sampler, folder, state)
+    save(checkpoints, setup.networks, state, belongings.describe(setup.settings, folder))
     return state, heldout
 
 
-def _write_shown(setup: Setup, folder: RunFolder, state: TrainState[Array]) -> None:
+def _evaluated(
+    setup: Setup, sampler: Sampler, state: TrainState[Array], heldout: list[Example]
+) -> dict[str, float]:
+    """Held-out metrics of the policy."""
+    step = int(state.step)
+    sampler.engine.load(state.policy.weights, step)
+    key = setup.randomness.key("evaluation", step)
+    return heldout_metrics(sampler, sampling_of(setup.recipe), heldout, key)
+
+
+def _write_shown(
+    setup: Setup, sampler: Sampler, folder: RunFolder, state: TrainState[Array]
+) -> None:
     """Completions of a few held-out prompts, into samples.jsonl."""
-    ranks = setup.rollout_ranks
-    examples = heldout_examples(setup, -(-SHOWN // ranks) * ranks)
-    key = setup.key("evaluation", 0, 1)
-    batch = filled_up(examples, ranks)
-    drawn = sample(setup, setup.sampled_decoder, state.policy.weights, batch, key)
+    ranks = setup.geometry.rollout_ranks
+    examples = heldout_examples(setup.task, -(-SHOWN // ranks) * ranks)
+    key = setup.randomness.key("evaluation", 0, 1)
+    sampler.engine.load(state.policy.weights, int(state.step))
+    drawn = sampler.sample(filled_up(examples, ranks), sampling_of(setup.recipe), 1, key)
     with _appender(folder.samples_path) as appender:
-        for row in range(min(SHOWN, len(examples))):
-            appender.append(int(state.step), {"kind": "heldout", **described(setup, drawn, row)})
+        for completion in drawn[: min(SHOWN, len(examples))]:
+            record = completion.record(setup.format)
+            appender.append(int(state.step), {"kind": "heldout", **record})
 
 
 def _appender(path: Path) -> Appender:
@@ -282,10 +234,11 @@ class _Outputs:
         for alarm in alarms:
             self.display.alarm(alarm.describe())
 
-    def write_samples(self, setup: Setup, step: int, collected: Collected) -> None:
-        for row in collected.kept.shown(SHOWN):
-            record = described(setup, collected.kept, row)
-            self.samples.append(step, {"kind": "training", **record})
+    def write_samples(
+        self, format: PromptFormat, step: int, completions: list[Completion]
+    ) -> None:
+        for completion in shown(completions, SHOWN):
+            self.samples.append(step, {"kind": "training", **completion.record(format)})
 
 
 @contextmanager
@@ -355,12 +308,12 @@ def _save_nonfinite(folder: RunFolder, name: str, left_out: NonFinite) -> Path:
     return path
 
 
-def _check_finite(setup: Setup, folder: RunFolder, state: TrainState[Array]) -> None:
+def _check_finite(state: TrainState[Array], max_nonfinite: int, folder: RunFolder) -> None:
     for network, learner in (("policy", state.policy), ("critic", state.critic)):
         if learner is None:
             continue
         skipped = int(learner.skipped_in_a_row)
-        if skipped >= setup.run.max_nonfinite:
+        if skipped >= max_nonfinite:
             raise NonFiniteRun(
                 f"step {int(state.step)}: {skipped} updates of the {network} in a row had a loss "
                 f"or gradient that is not finite; their batches are in "

@@ -1,19 +1,19 @@
-"""What is minimised: the recipe's policy loss, its critic's loss, and the warm start's."""
+"""What is minimised: the policy's loss, the critic's, and the warm start's."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
-from jrl.losses import Mean, aggregate
+from jrl.losses import Mean, aggregate, kl_estimate
 from jrl.recipes.actor_critic import ActorCritic
-from jrl.recipes.batch import Batch, Totals
-from jrl.recipes.recipe import Recipe
+from jrl.recipes.batch import Batch, Totals, given
+from jrl.recipes.recipe import Metrics, Recipe
 from jrl.rollout.sampling import Sampling
-from jrl.rollout.scoring import Rows, scores_of, stream, values_of
-from jrl.trainer.learner import Max
+from jrl.rollout.scoring import PromptLayout, scores_of, stream, values_of
+from jrl.trainer.update import Max
 from moe.config import ModelConfig
 from moe.router.routing import RouterStatistics
 from moe.tokens.packing import Stream
@@ -22,27 +22,85 @@ from sharding.collectives import all_sum
 from sharding.folding import FoldedMesh
 
 
+def policy_loss(
+    recipe: Recipe,
+    logprobs: Float[Array, "batch time"],
+    entropy: Float[Array, "batch time"],
+    batch: Batch[Array],
+    totals: Totals[Array],
+    response_length: int,
+    statistics: Any = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """This piece's share of the policy's loss of a mini-batch.
+
+    ``aggregate(w surrogate) - entropy_coef aggregate(entropy) + kl_coef aggregate(k3) + auxiliary``
+    with the recipe's surrogate, denominators and auxiliary loss, and importance weights w.
+
+    Args:
+      logprobs: of the current policy, nats.
+      entropy: of the current policy's distribution over each token, nats.
+      batch: any piece of the mini-batch.
+      totals: counts over the whole mini-batch.
+      response_length: the limit of a completion, in tokens.
+      statistics: what the recipe's `statistics` gave, None without.
+    """
+
+    def reduced(per_token: Float[Array, "batch time"]) -> Float[Array, ""]:
+        denominators = recipe.denominators(totals, response_length)
+        return aggregate(per_token, batch.mask, recipe.aggregation, **denominators)
+
+    surrogate, metrics = recipe.surrogate(logprobs, entropy, batch, statistics)
+    if batch.importance_weights is not None:
+        surrogate = surrogate * jax.lax.stop_gradient(batch.importance_weights)
+    loss = reduced(surrogate)
+    metrics = {f"actor/{name}": value for name, value in metrics.items()}
+    metrics["actor/pg_loss"] = loss
+    metrics["actor/entropy"] = Mean.of(entropy, batch.mask)
+    if recipe.entropy_coef is not None:
+        loss = loss - recipe.entropy_coef * reduced(entropy)
+    if recipe.kl_coef is not None:
+        kl = kl_estimate(logprobs, given(batch.reference_logprobs), batch.mask, kind="k3")
+        loss = loss + recipe.kl_coef * reduced(kl)
+        metrics["actor/kl_loss"] = Mean.of(kl, batch.mask)
+    auxiliary, of_auxiliary = recipe.auxiliary_loss(logprobs, batch, totals)
+    return loss if auxiliary is None else loss + auxiliary, metrics | of_auxiliary
+
+
 @dataclass(frozen=True)
 class PolicyObjective:
     """The recipe's policy loss plus the router's losses."""
 
     config: ModelConfig
     mesh: FoldedMesh
-    rows: Rows
+    layout: PromptLayout
     recipe: Recipe
     sampling: Sampling
+    response_length: int
 
     def stream(self, batch: Batch[Array]) -> Stream:
-        return stream(batch.tokens, batch.valid, self.rows, self.config, self.mesh)
+        return stream(batch.tokens, batch.valid, self.layout, self.config, self.mesh)
 
     def loss(
-        self, weights: Transformer[Array], x: Array, batch: Batch[Array], totals: Totals[Array]
+        self,
+        weights: Transformer[Array],
+        x: Array,
+        batch: Batch[Array],
+        totals: Totals[Array],
+        statistics: Any,
     ) -> tuple[Array, dict[str, Any]]:
         scores = scores_of(
-            weights, x, batch.tokens, self.rows, self.config, self.sampling, self.mesh
+            weights, x, batch.tokens, self.layout, self.config, self.sampling, self.mesh
         )
-        loss, metrics = self.recipe.policy_loss(scores.logprobs, scores.entropy, batch, totals)
-        difference = jnp.abs(scores.sampler_logprobs - batch.sampler_logprobs)
+        loss, metrics = policy_loss(
+            self.recipe,
+            scores.logprobs,
+            scores.entropy,
+            batch,
+            totals,
+            self.response_length,
+            statistics,
+        )
+        difference = jnp.abs(scores.behaviour_logprobs - given(batch.behaviour_logprobs))
         difference = jnp.where(batch.mask, difference, 0.0)
         return loss, {
             **metrics,
@@ -60,17 +118,23 @@ class CriticObjective:
 
     config: ModelConfig
     mesh: FoldedMesh
-    rows: Rows
+    layout: PromptLayout
     recipe: ActorCritic
+    response_length: int
 
     def stream(self, batch: Batch[Array]) -> Stream:
-        return stream(batch.tokens, batch.valid, self.rows, self.config, self.mesh)
+        return stream(batch.tokens, batch.valid, self.layout, self.config, self.mesh)
 
     def loss(
-        self, weights: Transformer[Array], x: Array, batch: Batch[Array], totals: Totals[Array]
+        self,
+        weights: Transformer[Array],
+        x: Array,
+        batch: Batch[Array],
+        totals: Totals[Array],
+        statistics: Any,
     ) -> tuple[Array, dict[str, Any]]:
-        values = values_of(weights, x, batch.tokens, self.rows, self.config, self.mesh)
-        loss, metrics = self.recipe.critic_loss(values, batch, totals)
+        values = values_of(weights, x, batch.tokens, self.layout, self.config, self.mesh)
+        loss, metrics = self.recipe.critic_loss(values, batch, totals, self.response_length)
         return loss, {**metrics, "critic/vf_loss": loss}
 
     def router_metrics(self, router: RouterStatistics[Array] | None) -> dict[str, Any]:
@@ -83,15 +147,22 @@ class SupervisedObjective:
 
     config: ModelConfig
     mesh: FoldedMesh
-    rows: Rows
+    layout: PromptLayout
 
     def stream(self, batch: Batch[Array]) -> Stream:
-        return stream(batch.tokens, batch.valid, self.rows, self.config, self.mesh)
+        return stream(batch.tokens, batch.valid, self.layout, self.config, self.mesh)
 
     def loss(
-        self, weights: Transformer[Array], x: Array, batch: Batch[Array], totals: Totals[Array]
+        self,
+        weights: Transformer[Array],
+        x: Array,
+        batch: Batch[Array],
+        totals: Totals[Array],
+        statistics: Any,
     ) -> tuple[Array, dict[str, Any]]:
-        scores = scores_of(weights, x, batch.tokens, self.rows, self.config, Sampling(), self.mesh)
+        scores = scores_of(
+            weights, x, batch.tokens, self.layout, self.config, Sampling(), self.mesh
+        )
         return aggregate(-scores.logprobs, batch.mask, num_tokens=totals.num_tokens), {}
 
     def router_metrics(self, router: RouterStatistics[Array] | None) -> dict[str, Any]:

@@ -13,27 +13,29 @@ from jrl.processes.agreement import any_of, is_first, several
 from jrl.runs.belongings import check_files
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
-from jrl.trainer.setup import Setup
+from jrl.trainer.networks import Networks
 from moe import weights as moe_weights
 from moe.config import ModelConfig
 from moe.weights import Transformer
+from sharding.folding import FoldedMesh
 
 
-def load_policy(folder: RunFolder, setup: Setup) -> tuple[Transformer[Array], int]:
+def load_policy(folder: RunFolder, networks: Networks) -> tuple[Transformer[Array], int]:
     """The policy of the newest whole checkpoint and the steps it has learned for.
 
     Args:
-      setup: whose model it must be, and on whose mesh it is laid out.
+      networks: whose policy it must be, and on whose mesh it is laid out.
 
     Raises:
       ValueError: where there is no checkpoint yet, all are damaged, or it is one of another model.
     """
-    (policy,), step = _load(folder, setup, {"policy/weights": setup.model})
+    models = {"policy/weights": networks.policy.config}
+    (policy,), step = _load(folder, models, networks.mesh)
     return policy, step
 
 
 def load_both(
-    folder: RunFolder, setup: Setup
+    folder: RunFolder, networks: Networks
 ) -> tuple[Transformer[Array], Transformer[Array], int]:
     """Policy and critic of one checkpoint, the newest whole one, and the steps they have learned
     for.
@@ -41,13 +43,18 @@ def load_both(
     Raises:
       ValueError: as for `load_policy`, and where the recipe trains no critic.
     """
-    models = {"policy/weights": setup.model, "critic/weights": setup.critic_objective.config}
-    (policy, critic), step = _load(folder, setup, models)
+    if networks.critic is None:
+        raise ValueError(f"run {folder.path} is one of a recipe that trains no critic.")
+    models = {
+        "policy/weights": networks.policy.config,
+        "critic/weights": networks.critic.config,
+    }
+    (policy, critic), step = _load(folder, models, networks.mesh)
     return policy, critic, step
 
 
 def _load(
-    folder: RunFolder, setup: Setup, models: Mapping[str, ModelConfig]
+    folder: RunFolder, models: Mapping[str, ModelConfig], mesh: FoldedMesh
 ) -> tuple[list[Transformer[Array]], int]:
     """Parts of the newest whole checkpoint, all of the same one, and its step.
 
@@ -55,7 +62,7 @@ def _load(
     in its place, everything is read again. Damaged ones are left where they lie.
     """
     checkpoints = Checkpoints(folder.checkpoints_path)
-    like = {part: _described(model, setup) for part, model in models.items()}
+    like = {part: _described(model, mesh) for part, model in models.items()}
     while True:
         step, damaged = checkpoints.newest_whole()
         if step is None:
@@ -75,12 +82,12 @@ def _load(
                 check_files(folder, step, read[0][1])
                 _warn(checkpoints, damaged, step)
                 found = zip(read, models.values(), strict=True)
-                return [_placed(weights, model, setup) for (weights, _), model in found], step
+                return [_placed(weights, model, mesh) for (weights, _), model in found], step
 
 
-def _described(model: ModelConfig, setup: Setup) -> Any:
+def _described(model: ModelConfig, mesh: FoldedMesh) -> Any:
     """Shapes and shardings of a network as a checkpoint holds it: the layers in order."""
-    plain = replace(setup.mesh, layout=replace(setup.mesh.layout, vpp=1))
+    plain = replace(mesh, layout=replace(mesh.layout, vpp=1))
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         moe_weights.shapes(model),
@@ -88,10 +95,12 @@ def _described(model: ModelConfig, setup: Setup) -> Any:
     )
 
 
-def _placed(weights: Transformer[Array], model: ModelConfig, setup: Setup) -> Transformer[Array]:
+def _placed(
+    weights: Transformer[Array], model: ModelConfig, mesh: FoldedMesh
+) -> Transformer[Array]:
     """The weights on the mesh of the run."""
-    weights = moe_weights.in_rounds(weights, setup.mesh)
-    return jax.device_put(weights, moe_weights.shardings(model, setup.mesh))
+    weights = moe_weights.in_rounds(weights, mesh)
+    return jax.device_put(weights, moe_weights.shardings(model, mesh))
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

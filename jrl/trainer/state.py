@@ -10,12 +10,15 @@ from flax import struct
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
+from jrl.rollout.batching import replicated
 from jrl.runs.checkpoints import Checkpoints
-from jrl.trainer.learner import Learner, start, state_shardings
-from jrl.trainer.setup import Setup
+from jrl.trainer.networks import Network, Networks
+from jrl.trainer.objectives import CriticObjective
+from jrl.trainer.update import Learner, state_shardings
 from moe import weights as moe_weights
 from moe.config import ModelConfig
 from moe.weights import Transformer
+from sharding.folding import FoldedMesh
 
 Leaf = TypeVar("Leaf")
 
@@ -28,111 +31,113 @@ class TrainState(Generic[Leaf]):
 
     Attributes:
       step: ``[]`` steps done.
-      cursor: ``[]`` training prompts drawn so far, those of the warm start included.
-      policy: the policy and its optimiser.
-      critic: the critic and its optimiser, None without one.
+      prompts_seen: ``[]`` training prompts drawn so far, those of the warm start included.
+      policy: the policy and its optimizer.
+      critic: the critic and its optimizer, None without one.
       reference: the policy that training started from, None unless a KL term needs it.
     """
 
     step: Leaf
-    cursor: Leaf
+    prompts_seen: Leaf
     policy: Learner[Leaf]
     critic: Learner[Leaf] | None
     reference: Transformer[Leaf] | None
 
 
-def initial_weights(setup: Setup, config: ModelConfig, stream: str) -> Transformer[Array]:
+def init_weights(config: ModelConfig, mesh: FoldedMesh, key: Array) -> Transformer[Array]:
     """Fresh weights, laid out on the mesh."""
     # As a list: JAX would fill the fields that are None with a marker, which no record can hold.
-    shardings, structure = jax.tree.flatten(moe_weights.shardings(config, setup.mesh))
+    shardings, structure = jax.tree.flatten(moe_weights.shardings(config, mesh))
     make = jax.jit(
         lambda key: jax.tree.leaves(
-            moe_weights.in_rounds(moe_weights.initialise(config, key), setup.mesh)
+            moe_weights.in_rounds(moe_weights.initialise(config, key), mesh)
         ),
         out_shardings=shardings,
     )
-    return structure.unflatten(make(setup.key(stream, 0)))
+    return structure.unflatten(make(key))
 
 
-def begin(setup: Setup, policy: Transformer[Array], cursor: int = 0) -> TrainState[Array]:
+def init_state(
+    networks: Networks, policy: Transformer[Array], critic_key: Array, prompts_seen: int = 0
+) -> TrainState[Array]:
     """The state before the first step.
 
     Args:
       policy: that training starts from.
-      cursor: training prompts drawn before, whose answers it imitated.
+      critic_key: randomness of the critic's weights, where there is a critic.
+      prompts_seen: training prompts drawn before, whose answers it imitated.
     """
     critic = None
-    if setup.recipe.uses_critic:
-        weights, config = critic_from(setup, policy), setup.critic_objective.config
-        critic = start(setup.critic_optimiser, weights, config, setup.mesh)
+    if networks.critic is not None:
+        critic = networks.critic.init(critic_from(networks.critic, policy, critic_key))
 
     def number(value: int) -> Array:
-        return jax.device_put(jnp.asarray(value, jnp.int32), setup.whole) + 0
+        return jax.device_put(jnp.asarray(value, jnp.int32), replicated(networks.mesh)) + 0
 
     return TrainState(
         step=number(0),
-        cursor=number(cursor),
-        policy=start(setup.policy_optimiser, policy, setup.model, setup.mesh),
+        prompts_seen=number(prompts_seen),
+        policy=networks.policy.init(policy),
         critic=critic,
-        reference=jax.tree.map(jnp.copy, policy) if setup.recipe.uses_reference else None,
+        reference=jax.tree.map(jnp.copy, policy) if networks.keeps_reference else None,
     )
 
 
-def critic_from(setup: Setup, policy: Transformer[Array]) -> Transformer[Array]:
+def critic_from(
+    critic: Network[CriticObjective], policy: Transformer[Array], key: Array
+) -> Transformer[Array]:
     """A critic that starts as the policy with a value head of zeros, so that values start at 0."""
-    fresh = initial_weights(setup, setup.critic_objective.config, "critic")
-    return replace(policy, head=fresh.head)
+    return replace(policy, head=init_weights(critic.config, critic.mesh, key).head)
 
 
-def abstract(setup: Setup) -> TrainState[Any]:
+def abstract(networks: Networks) -> TrainState[Any]:
     """Shapes, dtypes and shardings of the state, without making it: what a checkpoint is read
     into."""
+    policy, critic, mesh = networks.policy, networks.critic, networks.mesh
     state = jax.eval_shape(
-        lambda weights: begin(setup, moe_weights.in_rounds(weights, setup.mesh)),
-        moe_weights.shapes(setup.model),
+        lambda weights, key: init_state(networks, moe_weights.in_rounds(weights, mesh), key),
+        moe_weights.shapes(policy.config),
+        jax.eval_shape(lambda: jax.random.key(0)),
     )
-    policy = moe_weights.shardings(setup.model, setup.mesh)
-    critic = moe_weights.shardings(setup.model.as_critic(), setup.mesh)
+    weights = moe_weights.shardings(policy.config, mesh)
     return TrainState(
-        step=_laid_out(state.step, policy, setup),
-        cursor=_laid_out(state.cursor, policy, setup),
-        policy=_learner_laid_out(state.policy, policy, setup.model, setup),
-        critic=(
-            None
-            if state.critic is None
-            else _learner_laid_out(state.critic, critic, setup.model.as_critic(), setup)
-        ),
-        reference=_laid_out(state.reference, policy, setup),
+        step=_laid_out(state.step, weights, mesh),
+        prompts_seen=_laid_out(state.prompts_seen, weights, mesh),
+        policy=_learner_laid_out(state.policy, policy),
+        critic=None if critic is None else _learner_laid_out(state.critic, critic),
+        reference=_laid_out(state.reference, weights, mesh),
     )
 
 
 def save(
     checkpoints: Checkpoints,
-    setup: Setup,
-    step: int,
+    networks: Networks,
     state: TrainState[Array],
     meta: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a checkpoint, the layers in order whatever the layout of the run."""
-    checkpoints.save(step, _reshaped(setup, state, abstract(_in_order(setup))), meta)
+    stored = _reshaped(networks, state, abstract(_in_order(networks)))
+    checkpoints.save(int(state.step), stored, meta)
 
 
-def restore(checkpoints: Checkpoints, setup: Setup, step: int) -> TrainState[Array]:
-    """The state that `save` wrote, on the mesh of `setup`, which may be another."""
-    state = checkpoints.restore(step, abstract(_in_order(setup)))[0]
-    return _reshaped(setup, state, abstract(setup))
+def restore(checkpoints: Checkpoints, networks: Networks, step: int) -> TrainState[Array]:
+    """The state that `save` wrote, on the mesh of `networks`, which may be another."""
+    state = checkpoints.restore(step, abstract(_in_order(networks)))[0]
+    return _reshaped(networks, state, abstract(networks))
 
 
-def _in_order(setup: Setup) -> Setup:
-    """The setup without interleaved chunks: pipeline stages hold consecutive layers."""
-    layout = replace(setup.mesh.layout, vpp=1)
-    return replace(setup, mesh=replace(setup.mesh, layout=layout))
+def _in_order(networks: Networks) -> Networks:
+    """Without interleaved chunks: pipeline stages hold consecutive layers."""
+    mesh = networks.mesh
+    return networks.on(replace(mesh, layout=replace(mesh.layout, vpp=1)))
 
 
-def _reshaped(setup: Setup, state: TrainState[Array], like: TrainState[Any]) -> TrainState[Array]:
+def _reshaped(
+    networks: Networks, state: TrainState[Array], like: TrainState[Any]
+) -> TrainState[Array]:
     """The state in the shapes and on the shardings of `like`: `moe.weights.in_rounds` and
     `in_order` are reshapes of every leaf."""
-    if setup.mesh.layout.vpp == 1:
+    if networks.mesh.layout.vpp == 1:
         return state
     leaves, structure = jax.tree.flatten(state)
     wanted = jax.tree.leaves(like)
@@ -143,25 +148,21 @@ def _reshaped(setup: Setup, state: TrainState[Array], like: TrainState[Any]) -> 
     return structure.unflatten(reshape(leaves))
 
 
-def _learner_laid_out(
-    learner: Learner[Any],
-    shardings: Transformer[NamedSharding],
-    config: ModelConfig,
-    setup: Setup,
-) -> Learner[Any]:
-    """As `learner.start` and `learner.update` lay it out."""
-    whole = _laid_out(learner, shardings, setup)
-    of_state = state_shardings(learner.opt_state, config, setup.mesh)
+def _learner_laid_out(learner: Learner[Any], network: Network[Any]) -> Learner[Any]:
+    """As `update.init_learner` and `update.update` lay it out."""
+    config, mesh = network.config, network.mesh
+    whole = _laid_out(learner, moe_weights.shardings(config, mesh), mesh)
+    of_state = state_shardings(learner.opt_state, config, mesh)
     return replace(whole, opt_state=jax.tree.map(_with_sharding, learner.opt_state, of_state))
 
 
-def _laid_out(tree: Any, shardings: Transformer[NamedSharding], setup: Setup) -> Any:
+def _laid_out(tree: Any, shardings: Transformer[NamedSharding], mesh: FoldedMesh) -> Any:
     """Weights laid out by `shardings`, everything else whole on every device."""
 
     def place(node: Any) -> Any:
         if isinstance(node, Transformer):
             return jax.tree.map(_with_sharding, node, shardings)
-        return _with_sharding(node, setup.whole)
+        return _with_sharding(node, replicated(mesh))
 
     return jax.tree.map(place, tree, is_leaf=lambda node: isinstance(node, Transformer))
 

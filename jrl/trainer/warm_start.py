@@ -8,11 +8,12 @@ from jaxtyping import Array
 from jrl.config.run import RunConfig
 from jrl.processes.agreement import several, to_devices
 from jrl.recipes.batch import Batch
+from jrl.rollout.batching import over_rows
+from jrl.rollout.collect import sampling_of
+from jrl.rollout.sampler import Sampler, accuracy
 from jrl.tasks import Example
-from jrl.text.prompts import encode_answers, encode_prompts
-from jrl.trainer.collect import sample
-from jrl.trainer.evaluation import filled_up, full_marks
-from jrl.trainer.learner import start, update
+from jrl.text.prompts import encode_answers, encode_prompt, left_padded
+from jrl.trainer.heldout import filled_up
 from jrl.trainer.setup import Setup
 from moe.weights import Transformer
 
@@ -32,6 +33,7 @@ class WarmStartStopped(RuntimeError):
 
 def warm_start(
     setup: Setup,
+    sampler: Sampler,
     weights: Transformer[Array],
     report: Callable[[int, float, float | None], None],
     stop: Callable[[], bool] = lambda: False,
@@ -42,6 +44,7 @@ def warm_start(
     prompts have no say in when to stop.
 
     Args:
+      sampler: of training prompts, to measure the accuracy.
       weights: to start from.
       report: called with step, loss and, where it was measured, accuracy.
       stop: whether to end early; with several processes a collective, asked when the accuracy is
@@ -54,19 +57,14 @@ def warm_start(
       WarmStartFailed: when a loss or gradient was not finite.
       WarmStartStopped: when told to stop.
     """
-    run, accuracy = setup.run, 0.0
-    learner = start(setup.warm_start_optimiser, weights, setup.model, setup.mesh)
+    run, imitator, reached = setup.run, setup.imitator, 0.0
+    rows = setup.geometry.supervised_rows(run.warm_start_batch)
+    learner = imitator.init(weights)
     step = 0
     loss = float("nan")
     while step < run.warm_start_steps:
         examples = _training_examples(setup, step)
-        learner, metrics = update(
-            setup.supervised_objective,
-            setup.warm_start_optimiser,
-            1,
-            learner,
-            supervised_batch(setup, examples),
-        )
+        learner, metrics = imitator.update(learner, supervised_batch(setup, examples, rows))
         step += 1
         if (step % CHECK_EVERY == 0 or not several()) and stop():
             raise WarmStartStopped(f"stopped after {step} supervised steps")
@@ -81,16 +79,16 @@ def warm_start(
                 f"(now {run.warm_start_learning_rate})."
             )
         fresh = _training_examples(setup, step)
-        key = setup.key("warm start", step)
-        batch = filled_up(fresh, setup.warm_start_rows)
-        drawn = sample(setup, setup.sampled_decoder, learner.weights, batch, key)
-        accuracy = full_marks(drawn.take(np.arange(len(fresh))))
-        report(step, loss, accuracy)
-        if accuracy >= run.warm_start_accuracy:
+        key = setup.randomness.key("warm start", step)
+        sampler.engine.load(learner.weights, 0)
+        drawn = sampler.sample(filled_up(fresh, rows), sampling_of(setup.recipe), 1, key)
+        reached = accuracy(drawn[: len(fresh)])
+        report(step, loss, reached)
+        if reached >= run.warm_start_accuracy:
             break
     return learner.weights, {
         "warm_start/loss": loss,
-        "warm_start/accuracy": accuracy,
+        "warm_start/accuracy": reached,
         "warm_start/steps": float(step),
     }
 
@@ -120,28 +118,26 @@ def shortfall(run: RunConfig, metrics: Mapping[str, float]) -> str | None:
     )
 
 
-def supervised_batch(setup: Setup, examples: list[Example]) -> Batch[Array]:
+def supervised_batch(setup: Setup, examples: list[Example], rows: int) -> Batch[Array]:
     """Prompts with their gold completions; what is learned is the completion and its end.
 
-    Rows that fill up the batch to what divides over the devices are repetitions of which nothing is
-    learned.
+    Args:
+      rows: of the batch, which divide over the devices; those that fill it up are repetitions of
+        which nothing is learned.
     """
-    count, examples = len(examples), filled_up(examples, setup.warm_start_rows)
-    prompts, prompts_valid = encode_prompts(setup.format, examples, setup.prompt_length)
+    count, examples = len(examples), filled_up(examples, rows)
+    width, pad_id = setup.prompt_length, setup.tokenizer.pad_id
+    ids = [encode_prompt(setup.format, example, width) for example in examples]
+    prompts, prompts_valid = left_padded(ids, width, pad_id)
     answers, answers_mask = encode_answers(setup.tokenizer, examples, setup.response_length)
     mask = np.concatenate([np.zeros_like(prompts_valid), answers_mask], axis=1)
     mask[count:] = False
-    nothing = np.zeros(mask.shape, np.float32)
     batch = Batch(
         tokens=np.concatenate([prompts, answers], axis=1),
         valid=np.concatenate([prompts_valid, answers_mask], axis=1),
         mask=mask,
-        old_logprobs=nothing,
-        sampler_logprobs=nothing,
-        advantages=nothing,
-        correct=np.ones(len(examples), bool),
     )
-    return to_devices(batch, setup.over_rows)
+    return to_devices(batch, over_rows(setup.mesh))
 
 
 def _training_examples(setup: Setup, step: int) -> list[Example]:

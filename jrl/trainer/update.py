@@ -2,12 +2,12 @@
 
 Gradients are taken inside the `jax.shard_map`, micro-batch after micro-batch with the denominators
 of the whole mini-batch, summed over devices once, and applied outside it on global arrays. Devices
-that hold the same weights each keep a part of the gradient and of the optimiser state
+that hold the same weights each keep a part of the gradient and of the optimizer state
 (`sharding.zero`), step that part, and gather the new weights; under `Execution.fsdp` they keep a
 part of the weights too, and gather a layer when its turn has come.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jrl.recipes.batch import Batch, Totals
+from jrl.recipes.optimizer import Optimizer
 from moe import model, stages
 from moe import weights as moe_weights
 from moe.config import ModelConfig
@@ -33,43 +34,15 @@ from sharding.folding import FoldedMesh
 Leaf = TypeVar("Leaf")
 
 
-@dataclass(frozen=True)
-class Optimiser:
-    """AdamW behind a bound on the gradient's norm.
-
-    Args:
-      learning_rate: reached after the warm-up, constant from there.
-      warmup: steps of linear rise from 0.
-      weight_decay: decoupled.
-      max_grad_norm: larger gradients are scaled down to it.
-    """
-
-    learning_rate: float
-    warmup: int = 0
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-
-    def rate_at(self, count: Any) -> Any:
-        """The learning rate of step `count`, from 0. Step n of the warm-up runs at (n + 1) /
-        warmup."""
-        return self.learning_rate * jnp.minimum(1.0, (count + 1) / max(self.warmup, 1))
-
-    def transformation(self) -> optax.GradientTransformation:
-        return optax.chain(
-            optax.clip_by_global_norm(self.max_grad_norm),
-            optax.adamw(self.rate_at, weight_decay=self.weight_decay),
-        )
-
-
 @struct.dataclass
 class Learner(Generic[Leaf]):
-    """A network and its optimiser.
+    """A network and its optimizer.
 
     Attributes:
       weights: the network.
       opt_state: of optax.
-      updates: ``[]`` optimiser steps taken.
-      skipped: ``[]`` optimiser steps left out because loss or gradient was not finite.
+      updates: ``[]`` optimizer steps taken.
+      skipped: ``[]`` optimizer steps left out because loss or gradient was not finite.
       skipped_in_a_row: ``[]`` those since the last step taken.
     """
 
@@ -106,10 +79,20 @@ class Objective(Protocol):
         ...
 
     def loss(
-        self, weights: Transformer[Array], x: Array, batch: Batch[Array], totals: Totals[Array]
+        self,
+        weights: Transformer[Array],
+        x: Array,
+        batch: Batch[Array],
+        totals: Totals[Array],
+        statistics: Any,
     ) -> tuple[Array, dict[str, Any]]:
         """This piece's share of the loss and its metrics, equal on all ranks of ``cp`` and ``tp``,
-        from the last hidden states `x`. The routers' losses are added to it."""
+        from the last hidden states `x`. The routers' losses are added to it.
+
+        Args:
+          totals: counts over the whole mini-batch.
+          statistics: what else is known of the whole mini-batch, None without.
+        """
         ...
 
     def router_metrics(self, router: RouterStatistics[Array] | None) -> dict[str, Any]:
@@ -120,12 +103,12 @@ class Objective(Protocol):
         ...
 
 
-def start(
-    optimiser: Optimiser, weights: Transformer[Array], config: ModelConfig, mesh: FoldedMesh
+def init_learner(
+    optimizer: Optimizer, weights: Transformer[Array], config: ModelConfig, mesh: FoldedMesh
 ) -> Learner[Array]:
     """A learner at its first step. The weights are copied: updates give their buffers away."""
     own: Any = jax.tree.map(jnp.copy, weights)
-    init = optimiser.transformation().init
+    init = optimizer.transformation().init
     # As a list: JAX would fill the fields that are None with a marker, which no record can hold.
     shardings, structure = jax.tree.flatten(
         state_shardings(jax.eval_shape(init, own), config, mesh)
@@ -139,7 +122,7 @@ def start(
 
 
 def state_shardings(opt_state: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
-    """Where the optimiser state lives: moments in parts (`moe.weights.parts`), counters whole."""
+    """Where the optimizer state lives: moments in parts (`moe.weights.parts`), counters whole."""
     parts = jax.tree.map(
         lambda spec: NamedSharding(mesh.mesh, spec), moe_weights.parts(config, mesh)
     )
@@ -154,7 +137,7 @@ def state_shardings(opt_state: Any, config: ModelConfig, mesh: FoldedMesh) -> An
 def count(batch: Batch[Array]) -> Totals[Array]:
     """The denominators of a mini-batch."""
     mask = batch.mask
-    correct = mask & batch.correct[:, None]
+    correct = mask if batch.correct is None else mask & batch.correct[:, None]
     return Totals(
         num_tokens=jnp.sum(mask, dtype=jnp.int32),
         num_sequences=jnp.sum(jnp.any(mask, axis=1), dtype=jnp.int32),
@@ -166,12 +149,13 @@ def count(batch: Batch[Array]) -> Totals[Array]:
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
 def update(
     objective: Objective,
-    optimiser: Optimiser,
+    optimizer: Optimizer,
     num_micro: int,
     learner: Learner[Array],
     batch: Batch[Array],
+    statistics: Any = None,
 ) -> tuple[Learner[Array], dict[str, Any]]:
-    """One optimiser step on a mini-batch.
+    """One optimizer step on a mini-batch.
 
     Where the loss or the gradient's norm is not finite, nothing moves and the step is counted as
     skipped. Nothing moves either where no token of the mini-batch counts: momentum, weight decay
@@ -179,10 +163,11 @@ def update(
 
     Args:
       objective: the loss.
-      optimiser: how to step.
+      optimizer: how to step.
       num_micro: pieces the mini-batch is cut into on each device.
       learner: given up: its buffers are reused.
       batch: the mini-batch, rows over ``dp``.
+      statistics: what the loss must know of the whole mini-batch besides its counts.
 
     Returns:
       The learner, and metrics: `loss`, `grad_norm`, `finite`, `empty` and the objective's.
@@ -190,7 +175,9 @@ def update(
     config, mesh = objective.config, objective.mesh
     kept, parts = moe_weights.kept(config, mesh), moe_weights.parts(config, mesh)
     totals = count(batch)
-    loss, grads, metrics = _gradients(objective, num_micro, learner.weights, batch, totals)
+    loss, grads, metrics = _gradients(
+        objective, num_micro, learner.weights, batch, totals, statistics
+    )
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     empty = totals.num_tokens == 0
@@ -199,7 +186,7 @@ def update(
     learner = replace(learner, weights=weights)
     # Optax counts on the standard promotions, which a caller may have forbidden.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        steps, opt_state = optimiser.transformation().update(grads, learner.opt_state, weights)
+        steps, opt_state = optimizer.transformation().update(grads, learner.opt_state, weights)
     stepped: Any = optax.apply_updates(weights, steps)
     if config.selection_bias:
         stepped = rebalanced(weights, stepped, metrics["load"], config.bias_update_rate)
@@ -237,16 +224,17 @@ def _gradients(
     weights: Transformer[Array],
     batch: Batch[Array],
     totals: Totals[Array],
+    statistics: Any,
 ) -> tuple[Array, Any, dict[str, Any]]:
     """The loss of a mini-batch, its gradient in parts and its metrics, on global arrays."""
     config, mesh = objective.config, objective.mesh
     local = jax.shard_map(
         partial(_local_gradients, objective, num_micro),
         mesh=mesh.mesh,
-        in_specs=(moe_weights.kept(config, mesh), PartitionSpec(mesh.dp), PartitionSpec()),
+        in_specs=(moe_weights.kept(config, mesh), PartitionSpec(mesh.dp), PartitionSpec(), PartitionSpec()),
         out_specs=(PartitionSpec(), moe_weights.parts(config, mesh), PartitionSpec()),
     )
-    return local(weights, batch, totals)
+    return local(weights, batch, totals, statistics)
 
 
 def _local_gradients(
@@ -255,6 +243,7 @@ def _local_gradients(
     weights: Transformer[Array],
     batch: Batch[Array],
     totals: Totals[Array],
+    statistics: Any,
 ) -> tuple[Array, Transformer[Array], dict[str, Any]]:
     config, mesh = objective.config, objective.mesh
     specs, cuts = moe_weights.specs(config, mesh), moe_weights.cuts(config, mesh)
@@ -267,7 +256,9 @@ def _local_gradients(
         own = replace(zero.join(own, cuts), layers=own.layers)
     pieces = jax.tree.map(lambda x: x.reshape(num_micro, -1, *x.shape[1:]), batch)
     passes = _one_by_one if mesh.layout.pp == 1 else _through_stages
-    loss, grads, metrics = passes(objective, own, pieces, totals, cuts.layers if sharded else None)
+    loss, grads, metrics = passes(
+        objective, own, pieces, totals, statistics, cuts.layers if sharded else None
+    )
     in_parts = replace(
         jax.tree.map(lambda _: False, cuts), layers=jax.tree.map(lambda _: sharded, cuts.layers)
     )
@@ -291,6 +282,7 @@ def _one_by_one(
     own: Transformer[Array],
     pieces: Batch[Array],
     totals: Totals[Array],
+    statistics: Any,
     cuts: Layer[zero.Cut] | None,
 ) -> tuple[Array, Transformer[Array], dict[str, Any]]:
     """The loss, this device's gradient, and the metrics, where it holds all layers."""
@@ -299,7 +291,7 @@ def _one_by_one(
     def piece_loss(own, piece):
         piece = vary(piece, mesh.except_sequence)
         x, router = model.run(own, objective.stream(piece), config, mesh, cuts)
-        loss, metrics = objective.loss(own, x, piece, totals)
+        loss, metrics = objective.loss(own, x, piece, totals, statistics)
         loss = loss + model.router_loss(router, config, mesh, totals.num_valid)
         # Ranks of cp and tp hold the same loss, which counts once.
         return all_sum(loss, mesh.except_sequence), {**metrics, **objective.router_metrics(router)}
@@ -319,6 +311,7 @@ def _through_stages(
     own: Transformer[Array],
     pieces: Batch[Array],
     totals: Totals[Array],
+    statistics: Any,
     cuts: Layer[zero.Cut] | None,
 ) -> tuple[Array, Transformer[Array], dict[str, Any]]:
     """`_one_by_one` on a pipeline."""
@@ -327,7 +320,7 @@ def _through_stages(
         own,
         vary(pieces, mesh.except_sequence),
         objective.stream,
-        lambda weights, x, piece: objective.loss(weights, x, piece, totals),
+        lambda weights, x, piece: objective.loss(weights, x, piece, totals, statistics),
         totals.num_valid,
         config,
         mesh,

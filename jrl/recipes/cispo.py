@@ -1,0 +1,43 @@
+"""CISPO: the ratio is a weight, clipped and without a gradient, so that no token is left out.
+
+References:
+  MiniMax, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention", 2025,
+  eqs. 4 and 5. https://arxiv.org/abs/2506.13585
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from jrl.losses import cispo_loss
+from jrl.recipes.batch import Batch, given
+from jrl.recipes.group_relative import GroupRelative
+from jrl.recipes.recipe import Metrics
+
+
+@dataclass(frozen=True)
+class Cispo(GroupRelative):
+    """CISPO with an upper bound alone, as in the paper; the bound itself is verl's."""
+
+    clip_low: float | None = None
+    """How far the weight may fall below 1; None is without a bound."""
+    clip_high: float = 0.2
+    """How far the weight may rise above 1."""
+
+    def surrogate(
+        self,
+        logprobs: Float[Array, "batch time"],
+        entropy: Float[Array, "batch time"],
+        batch: Batch[Array],
+        statistics: Any,
+    ) -> tuple[Float[Array, "batch time"], Metrics]:
+        return cispo_loss(
+            logprobs,
+            given(batch.old_logprobs),
+            given(batch.advantages),
+            batch.mask,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            aggregation=None,
+        )

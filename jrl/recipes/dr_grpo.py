@@ -1,0 +1,24 @@
+"""Dr. GRPO: GRPO without its two divisions, by a group's deviation and by a response's length.
+
+References:
+  Liu et al., "Understanding R1-Zero-Like Training: A Critical Perspective", 2025.
+  https://arxiv.org/abs/2503.20783
+"""
+
+from dataclasses import dataclass
+
+from jaxtyping import Array, Float
+
+from jrl.losses import Aggregation, dr_grpo_advantages
+from jrl.recipes.batch import Batch, given
+from jrl.recipes.group_relative import GroupRelative
+
+
+@dataclass(frozen=True)
+class DrGrpo(GroupRelative):
+    """Dr. GRPO; what token losses are divided by is the length limit, the same in each step."""
+
+    aggregation: Aggregation = "seq-mean-token-sum-norm"
+
+    def row_advantages(self, batch: Batch[Array]) -> Float[Array, "batch"]:
+        return dr_grpo_advantages(given(batch.rewards), given(batch.groups))

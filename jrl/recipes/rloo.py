@@ -1,0 +1,23 @@
+"""RLOO: each completion against the mean reward of the others of its prompt.
+
+References:
+  Ahmadian et al., "Back to Basics: Revisiting REINFORCE-Style Optimization for Learning from Human
+  Feedback in LLMs", 2024, section 4. https://arxiv.org/abs/2402.14740
+"""
+
+from dataclasses import dataclass
+
+from jaxtyping import Array, Float
+
+from jrl.losses import rloo_advantages
+from jrl.recipes.batch import Batch, given
+from jrl.recipes.group_relative import GroupRelative
+
+
+@dataclass(frozen=True)
+class Rloo(GroupRelative):
+    """RLOO over tokens. In the first update of a step its gradient is that of REINFORCE; in later
+    ones the clipped ratio makes up for completions of an older policy."""
+
+    def row_advantages(self, batch: Batch[Array]) -> Float[Array, "batch"]:
+        return rloo_advantages(given(batch.rewards), given(batch.groups))

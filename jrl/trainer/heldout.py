@@ -1,0 +1,50 @@
+"""Accuracy on held-out prompts during training: sampled and greedy."""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Array
+
+from jrl.rollout.engine import ranks
+from jrl.rollout.sampler import Sampler, accuracy, lengths_of, scores_of
+from jrl.rollout.sampling import GREEDY, Sampling
+from jrl.tasks import Example, Task
+
+
+def heldout_examples(task: Task, number: int) -> list[Example]:
+    """The first held-out prompts: `number` of them, or all there are if they are fewer."""
+    size = task.heldout_size
+    number = number if size is None else min(number, size)
+    return [task.heldout(index) for index in range(number)]
+
+
+def filled_up(examples: Sequence[Example], unit: int) -> list[Example]:
+    """The examples, and the first of them again up to a multiple of `unit`: what divides over
+    devices. What is added does not count."""
+    return [examples[index % len(examples)] for index in range(-(-len(examples) // unit) * unit)]
+
+
+def heldout_metrics(
+    sampler: Sampler, sampling: Sampling, examples: Sequence[Example], key: Array
+) -> dict[str, float]:
+    """One sampled and one greedy completion per prompt.
+
+    Args:
+      sampler: with the policy loaded.
+      sampling: as in training.
+    """
+    begin = time.perf_counter()
+    batch = filled_up(examples, ranks(sampler.engine.mesh))
+    # The sampled completions are verified while the greedy ones are decoded.
+    both = [sampler.decode(batch, way, 1, key) for way in (sampling, GREEDY)]
+    sampled, greedy = (drawn.verified()[: len(examples)] for drawn in both)
+    return {
+        "val/accuracy/sampled": accuracy(sampled),
+        "val/accuracy/greedy": accuracy(greedy),
+        "val/score/sampled": float(np.mean(scores_of(sampled))),
+        "val/score/greedy": float(np.mean(scores_of(greedy))),
+        "val/response_length/mean": float(np.mean(lengths_of(sampled))),
+        "val/response_length/clip_ratio": float(np.mean([c.truncated for c in sampled])),
+        "timing_s/testing": time.perf_counter() - begin,
+    }

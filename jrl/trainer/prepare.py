@@ -1,0 +1,142 @@
+"""From completions to what the updates of a step learn from."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jrl.processes.agreement import to_devices, to_host
+from jrl.recipes.batch import Batch, Targets, given
+from jrl.recipes.mismatch import Corrected, Correction
+from jrl.recipes.recipe import Recipe
+from jrl.rollout.batching import over_rows
+from jrl.rollout.collect import groups_of
+from jrl.rollout.sampler import Completion, lengths_of
+from jrl.trainer.networks import Networks
+from jrl.trainer.scoring import logprobs_of, values_of
+from jrl.trainer.state import TrainState
+
+
+@partial(jax.jit, static_argnums=0)
+def targets_of(recipe: Recipe, batch: Batch[Array]) -> Targets[Array]:
+    """The recipe's advantages and returns over the whole batch."""
+    return recipe.targets(batch)
+
+
+@partial(jax.jit, static_argnums=0)
+def corrected(
+    correction: Correction, logprobs: Array, behaviour_logprobs: Array, mask: Array
+) -> Corrected:
+    """What a step learns from, by how far the sampler is from the trainer."""
+    return correction.correct(logprobs, behaviour_logprobs, mask)
+
+
+def prepare(
+    networks: Networks,
+    recipe: Recipe,
+    state: TrainState[Array],
+    completions: Sequence[Completion],
+    scores: np.ndarray,
+    batch: Batch[Array],
+    response_length: int,
+) -> tuple[Batch[Array], dict[str, float]]:
+    """The batch with everything that is known before the first update.
+
+    Advantages are those of completions as they were sampled; what is rejected after that counts in
+    no loss.
+
+    Args:
+      completions: the rows of `batch`.
+      scores: their verdicts, in [0, 1].
+      batch: as `collect` gives it, on the mesh of training.
+      response_length: the limit of a completion, in tokens.
+
+    Returns:
+      The batch, and metrics: the seconds of each phase and, where the trainer scores the
+      completions too, how far the sampler is from it.
+    """
+    seconds, rescored = dict[str, float](), None
+    batch = _verified(recipe, completions, scores, batch, response_length, networks)
+    rows = batch.tokens, batch.valid
+    if state.critic is not None:
+        assert networks.critic is not None
+        with _timed("timing_s/values", seconds):
+            values = values_of(networks.critic.objective, state.critic.weights, *rows)
+            batch = batch.replace(old_values=jax.block_until_ready(values))
+    if state.reference is not None:
+        with _timed("timing_s/ref", seconds):
+            scored = logprobs_of(networks.policy.objective, state.reference, *rows)
+            batch = batch.replace(reference_logprobs=jax.block_until_ready(scored)[0])
+    if recipe.rescores:
+        with _timed("timing_s/old_log_prob", seconds):
+            scored = logprobs_of(networks.policy.objective, state.policy.weights, *rows)
+            rescored = jax.block_until_ready(scored)[0]
+    with _timed("timing_s/adv", seconds):
+        batch, metrics = _with_targets(recipe, batch, rescored)
+        jax.block_until_ready(batch)
+        metrics = {name: float(value) for name, value in to_host(metrics).items()}
+    return batch, metrics | seconds
+
+
+def _verified(
+    recipe: Recipe,
+    completions: Sequence[Completion],
+    scores: np.ndarray,
+    batch: Batch[Array],
+    response_length: int,
+    networks: Networks,
+) -> Batch[Array]:
+    """With what the verifier says."""
+    lengths = lengths_of(completions)
+    rewards = recipe.rewards(jnp.asarray(scores), jnp.asarray(lengths), response_length)
+    columns = {
+        "rewards": rewards,
+        "correct": scores == 1.0,
+        "groups": groups_of(completions),
+        "lengths": lengths,
+    }
+    return batch.replace(**to_devices(columns, over_rows(networks.mesh)))
+
+
+def _with_targets(
+    recipe: Recipe, batch: Batch[Array], rescored: Array | None
+) -> tuple[Batch[Array], dict[str, Array]]:
+    """With what the recipe makes of it.
+
+    Args:
+      rescored: log-probabilities of the policy as the trainer computes them, None without.
+    """
+    sampled, sampler_logprobs = batch.mask, given(batch.old_logprobs)
+    if recipe.old_logprobs == "recompute":
+        batch = batch.replace(old_logprobs=given(rescored))
+    targets = targets_of(recipe, batch)
+    mask = sampled if targets.mask is None else targets.mask
+    learned = Corrected(mask, None, {})
+    if rescored is not None:
+        # In the whole policy: that top-k and top-p cut tokens away is no mismatch.
+        learned = corrected(recipe.correction, rescored, sampler_logprobs, mask)
+    critic_mask = targets.critic_mask
+    if critic_mask is not None:
+        # What is rejected counts for neither network.
+        critic_mask = critic_mask & (learned.mask | ~mask)
+    batch = batch.replace(
+        mask=learned.mask,
+        advantages=targets.advantages,
+        returns=targets.returns,
+        critic_mask=critic_mask,
+        importance_weights=learned.importance_weights,
+    )
+    return batch, learned.metrics
+
+
+@contextmanager
+def _timed(phase: str, seconds: dict[str, float]) -> Iterator[None]:
+    """Adds the time of its body, which waits for what it dispatches."""
+    begin = time.perf_counter()
+    yield
+    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - begin

@@ -1,0 +1,192 @@
+"""A training step: completions, what is known of them, optimizer steps."""
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array
+
+from jrl.processes.agreement import to_devices, to_host
+from jrl.recipes.batch import Batch, given
+from jrl.recipes.recipe import Recipe
+from jrl.rollout.batching import replicated, take_rows
+from jrl.rollout.collect import Collected, collect
+from jrl.rollout.sampler import Sampler, scores_of
+from jrl.trainer.networks import Networks
+from jrl.trainer.prepare import prepare
+from jrl.trainer.randomness import Randomness
+from jrl.trainer.scoring import logprobs_of, statistics_of
+from jrl.trainer.state import TrainState
+from jrl.trainer.summary import count_updates, describe, summarise
+from jrl.trainer.update import Learner
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """An update that was left out, with the rows it would have learned from."""
+
+    network: str
+    batch: Batch[Array]
+    loss: float
+    grad_norm: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step did.
+
+    Attributes:
+      collected: what it learned from.
+      metrics: of the step.
+      nonfinite: updates that were left out.
+    """
+
+    collected: Collected
+    metrics: dict[str, float]
+    nonfinite: list[NonFinite]
+
+
+def train_step(
+    sampler: Sampler,
+    networks: Networks,
+    recipe: Recipe,
+    state: TrainState[Array],
+    randomness: Randomness,
+    *,
+    shuffle_rewards: bool = False,
+) -> tuple[TrainState[Array], Step]:
+    """Samples, scores and learns once.
+
+    Args:
+      shuffle_rewards: whether scores are dealt out anew among the completions: nothing can be
+        learned then.
+    """
+    number = int(state.step)
+    sampler.engine.load(state.policy.weights, number)
+    collected = collect(
+        sampler,
+        recipe,
+        networks.mesh,
+        int(state.prompts_seen),
+        lambda round: randomness.key("rollout", number, round),
+    )
+    sampler.engine.release()
+    scores = scores_of(collected.completions)
+    if shuffle_rewards:
+        scores = randomness.shuffler(number, -1 % 2**32).permutation(scores)
+    batch, prepared = prepare(
+        networks,
+        recipe,
+        state,
+        collected.completions,
+        scores,
+        collected.batch,
+        sampler.response_length,
+    )
+    state, history, nonfinite, seconds = train_on_batch(networks, recipe, state, batch, randomness)
+    state = replace(
+        state,
+        step=state.step + 1,
+        prompts_seen=to_devices(
+            np.asarray(collected.prompts_seen, np.int32), replicated(networks.mesh)
+        ),
+    )
+    metrics = {
+        **collected.metrics,
+        **describe(collected.completions, batch, collected.batch.mask, recipe.group_size),
+        **summarise(history),
+        **count_updates(history),
+        **collected.seconds,
+        **prepared,
+        **seconds,
+    }
+    if int(state.step) <= recipe.value_pretraining_steps:
+        metrics |= sampling_difference(networks, state, batch)
+    else:
+        metrics["actor/lr"] = recipe.optimizer.rate_at(int(state.policy.updates) - 1)
+    if state.critic is not None:
+        metrics["critic/lr"] = recipe.critic_optimizer.rate_at(int(state.critic.updates) - 1)
+    return state, Step(collected, metrics, nonfinite)
+
+
+def train_on_batch(
+    networks: Networks,
+    recipe: Recipe,
+    state: TrainState[Array],
+    batch: Batch[Array],
+    randomness: Randomness,
+) -> tuple[TrainState[Array], list[dict[str, dict[str, Any]]], list[NonFinite], dict[str, float]]:
+    """All optimizer steps of one training step.
+
+    Returns:
+      The state, the metrics of each mini-batch under "actor" and "critic", the updates that were
+      left out because they were not finite, and the seconds spent.
+    """
+    pretraining = int(state.step) < recipe.value_pretraining_steps
+    history: list[dict[str, dict[str, Any]]] = []
+    nonfinite: list[NonFinite] = []
+    seconds = {"timing_s/update_actor": 0.0, "timing_s/update_critic": 0.0}
+
+    def learn(name: str, learner: Learner[Array], rows: Batch[Array]) -> Learner[Array]:
+        begin = time.perf_counter()
+        if name == "actor":
+            learner, metrics = _update_policy(networks, recipe, learner, rows)
+        else:
+            assert networks.critic is not None
+            if rows.critic_mask is not None:
+                rows = replace(rows, mask=rows.critic_mask)
+            learner, metrics = networks.critic.update(learner, rows)
+        history[-1][name] = metrics = to_host(metrics)
+        if not metrics["finite"]:
+            loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+            nonfinite.append(NonFinite(name, rows, loss, norm))
+        seconds[f"timing_s/update_{name}"] += time.perf_counter() - begin
+        return learner
+
+    for epoch in range(recipe.epochs):
+        for chosen in mini_batches(recipe, randomness.shuffler(int(state.step), epoch)):
+            rows = take_rows([batch], chosen, networks.mesh)
+            history.append({})
+            if state.critic is not None:
+                state = replace(state, critic=learn("critic", state.critic, rows))
+            if not pretraining:
+                state = replace(state, policy=learn("actor", state.policy, rows))
+    return state, history, nonfinite, seconds
+
+
+def _update_policy(
+    networks: Networks, recipe: Recipe, learner: Learner[Array], rows: Batch[Array]
+) -> tuple[Learner[Array], dict[str, Any]]:
+    policy, statistics = networks.policy, None
+    if recipe.uses_statistics:
+        statistics = statistics_of(policy.objective, learner.weights, rows)
+    return policy.update(learner, rows, statistics)
+
+
+def mini_batches(recipe: Recipe, shuffler: np.random.Generator) -> np.ndarray:
+    """The rows of each mini-batch of an epoch, ``[mini_batches, mini_batch]``.
+
+    Whole groups are shuffled where they fill mini-batches, so that completions can share their
+    prompt in a forward pass, and single rows where they do not. Neither the layout nor the
+    micro-batch has a say in it: a step is the same however it is cut.
+    """
+    together = 1 if recipe.mini_batch_size % recipe.group_size else recipe.group_size
+    groups = np.arange(recipe.completions).reshape(-1, together)
+    return shuffler.permutation(groups).reshape(-1, recipe.mini_batch_size)
+
+
+def sampling_difference(
+    networks: Networks, state: TrainState[Array], batch: Batch[Array]
+) -> dict[str, float]:
+    """How far sampler and trainer differ, where no update of the policy has measured it already."""
+    objective = networks.policy.objective
+    _, again = logprobs_of(objective, state.policy.weights, batch.tokens, batch.valid)
+    again, sampled, mask = to_host((again, given(batch.behaviour_logprobs), batch.mask))
+    if not mask.any():
+        return {}
+    difference = np.abs(again - sampled)[mask]
+    return {
+        "sampling/sampling_logp_difference/mean": float(difference.mean()),
+        "sampling/sampling_logp_difference/max": float(difference.max()),
+    }

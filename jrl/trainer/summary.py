@@ -1,0 +1,108 @@
+"""The metrics of a step: of its completions, and of its mini-batches."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array
+
+from jrl.losses import ExplainedVariance, Mean
+from jrl.processes.agreement import to_host
+from jrl.recipes.batch import Batch
+from jrl.rollout.sampler import Completion, lengths_of, scores_of
+
+
+def describe(
+    completions: Sequence[Completion], batch: Batch[Array], sampled: Array, group_size: int
+) -> dict[str, float]:
+    """Metrics of the completions themselves: scores, rewards, advantages, lengths.
+
+    Args:
+      batch: the completions with their rewards and advantages.
+      sampled: ``[batch, time]`` the mask before anything was rejected.
+    """
+    scores, lengths = scores_of(completions), lengths_of(completions)
+    rewards, advantages, mask, valid = to_host(
+        (batch.rewards, batch.advantages, sampled, batch.valid)
+    )
+    grouped = scores.reshape(-1, group_size)
+    counted = advantages[mask] if mask.any() else np.zeros(1)
+    metrics = {
+        "critic/score/mean": scores.mean(),
+        "critic/score/max": scores.max(),
+        "critic/score/min": scores.min(),
+        "critic/score/group_std": grouped.std(axis=1).mean(),
+        "critic/rewards/mean": rewards.mean(),
+        "critic/rewards/std": rewards.std(),
+        "critic/rewards/max": rewards.max(),
+        "critic/rewards/min": rewards.min(),
+        "critic/advantages/mean": counted.mean(),
+        "critic/advantages/max": counted.max(),
+        "critic/advantages/min": counted.min(),
+        "response_length/mean": lengths.mean(),
+        "response_length/max": lengths.max(),
+        "response_length/min": lengths.min(),
+        "response_length/clip_ratio": np.mean([completion.truncated for completion in completions]),
+        "training/tokens": valid.sum(),
+    }
+    if group_size > 1:
+        of_groups = rewards.reshape(grouped.shape)
+        metrics["frac_reward_zero_std"] = (np.ptp(of_groups, axis=1) == 0).mean()
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def summarise(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
+    """The metrics of a step from those of its mini-batches.
+
+    Means are means over all tokens of the step; losses and gradient norms are averaged over the
+    mini-batches in which a token counts, and without any there are none. The difference between
+    sampler and trainer is that of the first mini-batch, whose policy is still the one that sampled.
+    """
+    summary: dict[str, float] = {}
+    for network in ("actor", "critic"):
+        updates = [entry[network] for entry in history if network in entry]
+        updates = [metrics for metrics in updates if not metrics["empty"]]
+        if not updates:
+            continue
+        for name, first in updates[0].items():
+            every = [entry[name] for entry in updates]
+            if name.startswith("sampling/"):
+                summary[name] = float(first.value())
+            elif isinstance(first, Mean | ExplainedVariance):
+                summary[name] = float(sum(every[1:], first).value())
+            elif name == "load":
+                # The critic's experts are balanced too, and not plotted.
+                summary |= _load(np.sum(every, axis=0)) if network == "actor" else {}
+            elif name not in ("finite", "empty"):
+                own = f"{network}/{name}" if name in ("loss", "grad_norm") else name
+                summary[own] = float(np.mean(every))
+    return summary
+
+
+def count_updates(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
+    """How many updates of a step were made and left out."""
+    everything = [metrics for entry in history for metrics in entry.values()]
+    actor = [entry["actor"] for entry in history if "actor" in entry]
+    return {
+        "training/optimizer_steps": float(sum(_moved(metrics) for metrics in actor)),
+        "training/nonfinite_skipped": float(sum(not metrics["finite"] for metrics in everything)),
+        "training/empty_skipped": float(sum(_is_empty(metrics) for metrics in everything)),
+    }
+
+
+def _moved(metrics: dict[str, Any]) -> bool:
+    return bool(metrics["finite"]) and not metrics["empty"]
+
+
+def _is_empty(metrics: dict[str, Any]) -> bool:
+    """Whether an update was left out for want of tokens, and for nothing worse."""
+    return bool(metrics["finite"]) and bool(metrics["empty"])
+
+
+def _load(assignments: np.ndarray) -> dict[str, float]:
+    """How uneven the experts' load is, ``[layer, expert]``: 1 is even."""
+    share = assignments / np.maximum(assignments.mean(axis=1, keepdims=True), 1.0)
+    return {
+        "moe/max_load": float(share.max(axis=1).mean()),
+        "moe/min_load": float(share.min(axis=1).mean()),
+    }
