@@ -34,7 +34,7 @@ def as_floats(*arrays: Shaped[ArrayLike, "..."]) -> tuple[Float[Array, "..."], .
     return tuple(array.astype(jnp.float64 if double else jnp.float32) for array in given)
 
 
-def keep(x: Shaped[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Shaped[Array, "*shape"]:
+def zero_masked(x: Shaped[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Shaped[Array, "*shape"]:
     """`x` where the mask is true and zero elsewhere, whatever `x` holds there.
 
     Applied before any arithmetic, not after it: the derivative of a NaN is a NaN, and a zero
@@ -51,7 +51,7 @@ def zero_per_row(x: Float[Array, "*batch time"]) -> Float[Array, "*batch"]:
     return jnp.zeros_like(jnp.sum(x, axis=-1))
 
 
-def within(x: Float[Array, "*shape"], bound: int | float | Array) -> Float[Array, "*shape"]:
+def clip(x: Float[Array, "*shape"], bound: int | float | Array) -> Float[Array, "*shape"]:
     """`x` clamped to plus or minus `bound`.
 
     Beyond the bounds the derivative is 0, at them 1 (that of `jnp.clip` is a half there).
@@ -59,7 +59,7 @@ def within(x: Float[Array, "*shape"], bound: int | float | Array) -> Float[Array
     return jnp.where(x > bound, bound, jnp.where(x < -bound, -bound, x))
 
 
-def fit(
+def broadcastable(
     name: str, x: Shaped[ArrayLike, "..."], like: Float[Array, "*shape"]
 ) -> Float[Array, "..."]:
     """`x` in the dtype of `like`, a scalar or an array with as many axes that broadcasts to it.
@@ -80,11 +80,11 @@ def fit(
     return array.astype(like.dtype)
 
 
-def spread(
+def broadcast(
     name: str, x: Shaped[ArrayLike, "..."], like: Float[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
-    """`x` in the shape and dtype of `like`, by the rules of `fit`."""
-    return jnp.broadcast_to(fit(name, x, like), like.shape)
+    """`x` in the shape and dtype of `like`, by the rules of `broadcastable`."""
+    return jnp.broadcast_to(broadcastable(name, x, like), like.shape)
 
 
 def check_shapes(**arrays: Shaped[ArrayLike, "..."]) -> None:

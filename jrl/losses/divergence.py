@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, keep, within
+from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, clip, zero_masked
 
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
 
@@ -80,14 +80,14 @@ def kl_estimate(
     difference = logprobs - jax.lax.stop_gradient(ref_logprobs)
     if mask is not None:
         check_shapes(logprobs=logprobs, mask=mask)
-        difference = keep(difference, as_mask(mask))
-    bounded = difference if max_log_ratio is None else within(difference, max_log_ratio)
+        difference = zero_masked(difference, as_mask(mask))
+    bounded = difference if max_log_ratio is None else clip(difference, max_log_ratio)
     estimate = _estimate(bounded, kind.removesuffix("+"))
     if max_value is not None:
-        estimate = within(estimate, max_value)
+        estimate = clip(estimate, max_value)
     if kind.endswith("+"):
         # Zero in value. A token of probability 0 has no finite slope, and gets none.
-        slope = _estimate(keep(difference, jnp.isfinite(difference)), "k2")
+        slope = _estimate(zero_masked(difference, jnp.isfinite(difference)), "k2")
         estimate = slope - jax.lax.stop_gradient(slope) + jax.lax.stop_gradient(estimate)
     return estimate
 

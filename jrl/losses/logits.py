@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Integer, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import as_floats, as_mask, check_shapes, keep
+from jrl.losses.arrays import as_floats, as_mask, check_shapes, zero_masked
 
 KLDirection = Literal["policy||reference", "reference||policy"]
 
@@ -200,7 +200,9 @@ class _Normaliser(NamedTuple):
         possible = logits != -jnp.inf
         # Made finite before the arithmetic: 0 * -inf is a NaN in the value and in the derivative.
         logits = jnp.where(possible, logits, self.shift[..., None])
-        return keep(logits - self.shift[..., None] - self.log_sum[..., None], possible), possible
+        return zero_masked(
+            logits - self.shift[..., None] - self.log_sum[..., None], possible
+        ), possible
 
 
 def _chunk(
@@ -212,7 +214,7 @@ def _chunk(
     logits, first = jax.lax.optimization_barrier((logits, first))
     piece = jax.lax.dynamic_slice_in_dim(logits, first, size, axis=-1)
     (piece,) = as_floats(piece)
-    return keep(piece, jnp.broadcast_to(mask[..., None], piece.shape))
+    return zero_masked(piece, jnp.broadcast_to(mask[..., None], piece.shape))
 
 
 def _along(x: Shaped[Array, "size"], like: Shaped[Array, "*batch size"]) -> Shaped[Array, "..."]:
@@ -255,8 +257,8 @@ def _statistics(
         piece = jnp.where(_along(counts, piece), piece, jnp.asarray(-jnp.inf, piece.dtype))
         largest = jnp.max(piece, axis=-1)
         possible = piece != -jnp.inf
-        relative = keep(piece - largest[..., None], possible)
-        weights = keep(jnp.exp(relative), possible)
+        relative = zero_masked(piece - largest[..., None], possible)
+        weights = zero_masked(jnp.exp(relative), possible)
         return largest, jnp.sum(weights, axis=-1), jnp.sum(weights * relative, axis=-1)
 
     def moved(part: tuple[Array, Array, Array], largest: Array) -> tuple[Array, Array]:
@@ -293,7 +295,7 @@ def _normaliser_jvp(chunk_size, primals, tangents):
 
     def slope(logits: Array, normaliser: _Normaliser) -> Array:
         logprobs, possible = normaliser.logprobs(logits)
-        return keep(jnp.exp(logprobs), possible)
+        return zero_masked(jnp.exp(logprobs), possible)
 
     change = _contract(slope, tangents[0], mask, logits, normaliser)
     return normaliser, _Normaliser(jnp.zeros_like(normaliser.shift), change)
@@ -314,8 +316,8 @@ def _contract(
     def contract(tangent: Array, logits: Array, *constants: object) -> Array:
         rows = jnp.broadcast_to(mask[..., None], logits.shape)
         logits, _ = as_floats(logits, tangent)
-        weights = keep(slope(keep(logits, rows), *constants), rows)
-        return jnp.sum(weights * keep(tangent.astype(weights.dtype), rows), axis=-1)
+        weights = zero_masked(slope(zero_masked(logits, rows), *constants), rows)
+        return jnp.sum(weights * zero_masked(tangent.astype(weights.dtype), rows), axis=-1)
 
     # What the barriers of prevent_cse would prevent is that the slope joins the arithmetic around.
     return jax.checkpoint(contract, prevent_cse=False)(tangent, logits, *constants)
@@ -330,7 +332,7 @@ def _token_logprobs(
 ) -> Float[Array, "*batch"]:
     shift, log_sum = _normaliser(chunk_size, logits, mask)
     (chosen,) = as_floats(jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0])
-    return keep(chosen - shift - log_sum, mask)
+    return zero_masked(chosen - shift - log_sum, mask)
 
 
 @_token_logprobs.defjvp
@@ -342,7 +344,7 @@ def _token_logprobs_jvp(chunk_size, primals, tangents):
         logprobs, possible = normaliser.logprobs(logits)
         entries = jnp.arange(logits.shape[-1], dtype=tokens.dtype)
         chosen = _along(entries, logits) == tokens[..., None]
-        return keep(chosen.astype(logits.dtype) - jnp.exp(logprobs), possible)
+        return zero_masked(chosen.astype(logits.dtype) - jnp.exp(logprobs), possible)
 
     change = _contract(slope, tangents[0], mask, logits, normaliser)
     return _token_logprobs(chunk_size, logits, tokens, mask), change
@@ -352,7 +354,7 @@ def _token_logprobs_jvp(chunk_size, primals, tangents):
 def _entropy(
     chunk_size: int | None, logits: Float[Array, "*batch vocab"], mask: Bool[Array, "*batch"]
 ) -> Float[Array, "*batch"]:
-    return keep(_statistics(chunk_size, logits, mask)[1], mask)
+    return zero_masked(_statistics(chunk_size, logits, mask)[1], mask)
 
 
 @_entropy.defjvp
@@ -363,7 +365,7 @@ def _entropy_jvp(chunk_size, primals, tangents):
 
     def slope(logits: Array, normaliser: _Normaliser, entropy: Array) -> Array:
         logprobs, possible = normaliser.logprobs(logits)
-        return keep(-jnp.exp(logprobs) * (logprobs + entropy[..., None]), possible)
+        return zero_masked(-jnp.exp(logprobs) * (logprobs + entropy[..., None]), possible)
 
     return entropy, _contract(slope, tangents[0], mask, logits, normaliser, entropy)
 
@@ -402,7 +404,7 @@ def _terms(
         of_first.logprobs(first),
         of_second.logprobs(second),
     )
-    p, q = jnp.exp(log_p), keep(jnp.exp(log_q), q_possible)
+    p, q = jnp.exp(log_p), zero_masked(jnp.exp(log_q), q_possible)
     difference = log_p - log_q
     # Where p and q are close q - p has no digits left; where p is far below q expm1 overflows.
     close = p * (jnp.expm1(-difference) + difference)
@@ -430,10 +432,10 @@ def _divergence_jvp(settings, primals, tangents):
         logits, ref_logits = as_floats(logits, ref_logits)
         log_p, possible = normaliser.logprobs(logits)
         log_q, q_possible = of_reference.logprobs(ref_logits)
-        p, q = jnp.exp(log_p), keep(jnp.exp(log_q), q_possible)
+        p, q = jnp.exp(log_p), zero_masked(jnp.exp(log_q), q_possible)
         if direction == "reference||policy":
-            return keep(p - q, possible)
-        return keep(p * (log_p - log_q - divergence[..., None]), possible)
+            return zero_masked(p - q, possible)
+        return zero_masked(p * (log_p - log_q - divergence[..., None]), possible)
 
     change = _contract(
         slope, tangents[0], mask, logits, ref_logits, normaliser, of_reference, divergence

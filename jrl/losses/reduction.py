@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Real, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, keep
+from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, zero_masked
 
 Aggregation = Literal[
     "token-mean",
@@ -73,7 +73,7 @@ class Mean(Generic[Leaf]):
         """The mean of `x` where `mask` is true, without a gradient."""
         mask = as_mask(mask)
         (x,) = as_floats(jax.lax.stop_gradient(x))
-        return Mean(sum=jnp.sum(keep(x, mask)), count=jnp.sum(mask, dtype=jnp.int32))
+        return Mean(sum=jnp.sum(zero_masked(x, mask)), count=jnp.sum(mask, dtype=jnp.int32))
 
     def __add__(self, other: "Mean[Leaf]") -> "Mean[Leaf]":
         return jax.tree.map(operator.add, self, other)
@@ -106,7 +106,7 @@ def masked_mean(
     mask = as_mask(mask)
     (x,) = as_floats(x)
     count = jnp.sum(mask, axis=axis, dtype=jnp.int32).astype(x.dtype)
-    return jnp.sum(keep(x, mask), axis=axis) / jnp.maximum(count, 1)
+    return jnp.sum(zero_masked(x, mask), axis=axis) / jnp.maximum(count, 1)
 
 
 def aggregate(
@@ -187,7 +187,7 @@ def aggregate(
     num_sequences = settings.count("num_sequences", num_sequences, "sequences")
     mask = as_mask(mask)
     (per_token,) = as_floats(per_token)
-    per_token = keep(per_token, mask)
+    per_token = zero_masked(per_token, mask)
 
     if mode == "token-sum":
         return jnp.sum(per_token)

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, keep
+from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, zero_masked
 from jrl.losses.reduction import (
     Aggregation,
     Denominators,
@@ -114,7 +114,7 @@ def value_loss(
     check_shapes(values=values, old_values=old_values, returns=returns, mask=mask)
     mask = as_mask(mask)
     values, old_values, returns = as_floats(values, old_values, returns)
-    values = keep(values, mask)
+    values = zero_masked(values, mask)
     old_values, returns = jax.lax.stop_gradient((old_values, returns))
 
     errors = (values - returns) ** 2
@@ -174,9 +174,9 @@ class ExplainedVariance(Generic[Leaf]):
         """
         mask = as_mask(mask)
         values, returns = as_floats(*jax.lax.stop_gradient((values, returns)))
-        values, returns = keep(values, mask), keep(returns, mask)
+        values, returns = zero_masked(values, mask), zero_masked(returns, mask)
         error = returns - values
-        centred = keep(returns - jnp.asarray(centre, returns.dtype), mask)
+        centred = zero_masked(returns - jnp.asarray(centre, returns.dtype), mask)
         return ExplainedVariance(
             count=jnp.sum(mask, dtype=jnp.int32),
             error_sum=jnp.sum(error),

@@ -235,20 +235,8 @@ def over_rows(row_loss, arrays, mask, bounds, settings):
     return losses, slopes, metrics
 
 
-def policy_surrogate(row_loss, *, clip_low=None, clip_high=None):
-    """The oracle of a surrogate: its losses, and the derivatives of their sum."""
-    defaults = {"clip_low": clip_low, "clip_high": clip_high}
-
-    def oracle(*, mask, **arguments):
-        arrays, bounds, settings = _sorted(arguments, defaults)
-        losses, slopes, _ = over_rows(row_loss, arrays, mask, bounds, settings)
-        return {"surrogate": losses, "gradients": {"logprobs": slopes.sum(axis=1)}}
-
-    return oracle
-
-
 def policy_loss(row_loss, *, aggregation, clip_low=None, clip_high=None):
-    """The oracle of a loss: its value, its gradient and its metrics."""
+    """The oracle of a loss: its value (or that of each token), its gradient and its metrics."""
     defaults, usual = {"clip_low": clip_low, "clip_high": clip_high}, aggregation
 
     def oracle(*, mask, importance_weights=None, aggregation=usual, **arguments):
@@ -256,14 +244,16 @@ def policy_loss(row_loss, *, aggregation, clip_low=None, clip_high=None):
         denominators = {name: arguments.pop(name) for name in names if name in arguments}
         arrays, bounds, settings = _sorted(arguments, defaults)
         losses, slopes, metrics = over_rows(row_loss, arrays, mask, bounds, settings)
-        factors = token_weights(mask, aggregation, **denominators)
+        factors = np.ones(np.shape(mask))
+        if aggregation is not None:
+            factors = token_weights(mask, aggregation, **denominators)
         if importance_weights is not None:
             for i, times in enumerate(rows(mask)):
                 for t in times:
                     losses[i, t] *= _at(importance_weights, i, t)
                     factors[i, t] *= _at(importance_weights, i, t)
         return {
-            "loss": aggregate(losses, mask, aggregation, **denominators),
+            "loss": aggregate(losses, mask, aggregation, **denominators) if aggregation else losses,
             "metrics": {name: sum(values) / len(values) for name, values in metrics.items()},
             "gradients": {"logprobs": np.einsum("it,itu->iu", factors, slopes)},
         }

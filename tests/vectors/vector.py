@@ -24,6 +24,14 @@ class Case:
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
+def per_token(cases: Sequence[Case]) -> list[Case]:
+    """The cases of a loss, each asked for one loss per token."""
+    return [
+        Case(f"{case.name}, per token", case.inputs, {**case.parameters, "aggregation": None})
+        for case in cases
+    ]
+
+
 @dataclass(frozen=True)
 class Vector:
     """A function with its cases.

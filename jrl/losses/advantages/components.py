@@ -8,7 +8,7 @@ from jaxtyping import Float, Integer, Real
 
 from jrl.losses import settings
 from jrl.losses.advantages.group_relative import grpo
-from jrl.losses.arrays import Number, as_floats, check_responses, check_rows, spread
+from jrl.losses.arrays import Number, as_floats, broadcast, check_responses, check_rows
 from jrl.losses.groups import ratio_or_zero
 
 
@@ -73,13 +73,13 @@ def gdpo(
     check_rows("rewards", rewards, groups=groups)
     whiten_epsilon = settings.epsilon("whiten_epsilon", whiten_epsilon)
     like = jnp.zeros(rewards.shape[1:], rewards.dtype)
-    weights = spread("weights", 1.0 if weights is None else weights, like)
+    weights = broadcast("weights", 1.0 if weights is None else weights, like)
     weights = jax.lax.stop_gradient(weights)
     normalised = [grpo(component, groups, epsilon=epsilon) for component in rewards.T]
     total = jnp.sum(jnp.stack(normalised, axis=1) * weights[None, :], axis=1)
     if not whitened:
         return total
-    counts = spread("lengths", 1.0 if lengths is None else lengths, total)
+    counts = broadcast("lengths", 1.0 if lengths is None else lengths, total)
     counts = jax.lax.stop_gradient(counts)
     number = jnp.sum(counts)
     centred = total - jnp.sum(counts * total) / jnp.maximum(number, 1)

@@ -8,7 +8,7 @@ from jaxtyping import Float, Integer, Real, Shaped
 
 from jrl.losses import settings
 from jrl.losses.advantages.group_relative import grpo
-from jrl.losses.arrays import Number, as_floats, as_mask, check_responses, check_rows, keep
+from jrl.losses.arrays import Number, as_floats, as_mask, check_responses, check_rows, zero_masked
 from jrl.losses.groups import (
     group_max,
     group_min,
@@ -80,8 +80,8 @@ def token_level_group_average(
     tokens = jnp.maximum(group_sum(lengths, index), 1)
     centred = above_least - group_sum(lengths * above_least, index) / tokens
     deviation = jnp.sqrt(group_sum(lengths * centred**2, index) / tokens)
-    advantages = keep(ratio_or_zero(centred, deviation + epsilon), counts)
+    advantages = zero_masked(ratio_or_zero(centred, deviation + epsilon), counts)
     if fallback is not None:
         beyond = group_max(jnp.abs(advantages), index) >= fallback
         advantages = jnp.where(beyond, grpo(*set_apart(rewards, index, counts)), advantages)
-    return keep(jnp.broadcast_to(advantages[:, None], mask.shape), mask)
+    return zero_masked(jnp.broadcast_to(advantages[:, None], mask.shape), mask)

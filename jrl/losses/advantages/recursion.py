@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int, Shaped
 
-from jrl.losses.arrays import keep, zero_per_row
+from jrl.losses.arrays import zero_masked, zero_per_row
 
 Implementation = Literal["scan", "blocked"]
 
@@ -66,7 +66,7 @@ def _by_token(
     last_value: Float[Array, "*batch"],
 ) -> Float[Array, "*batch time"]:
     """From last token to first, past whatever the mask leaves out."""
-    rewards, values = keep(rewards, mask), keep(values, mask)
+    rewards, values = zero_masked(rewards, mask), zero_masked(values, mask)
 
     def step(following, token):
         advantage, value = following
@@ -81,7 +81,7 @@ def _by_token(
     nothing = zero_per_row(rewards + values)
     start = (nothing, nothing + last_value)
     _, advantages = jax.lax.scan(step, start, tuple(by_time), reverse=True)
-    return keep(jnp.moveaxis(advantages, 0, -1), mask)
+    return zero_masked(jnp.moveaxis(advantages, 0, -1), mask)
 
 
 def _in_blocks(
@@ -97,15 +97,15 @@ def _in_blocks(
     # All that can be is worked out inside the branches: what enters them is made in full.
     def sums(following: Float[Array, "*batch time"], holes: bool) -> Float[Array, "*batch time"]:
         decay = gamma * lam
-        errors = keep(rewards + gamma * following - values, mask)
+        errors = zero_masked(rewards + gamma * following - values, mask)
         if decay.size == 1 and not holes:
-            return keep(_triangular(errors, jnp.reshape(decay, ())), mask)
+            return zero_masked(_triangular(errors, jnp.reshape(decay, ())), mask)
         decays = jnp.where(mask, decay, 1)
-        return keep(_recurrence(errors, decays, jnp.zeros_like(last_value)), mask)
+        return zero_masked(_recurrence(errors, decays, jnp.zeros_like(last_value)), mask)
 
     def with_holes() -> Float[Array, "*batch time"]:
         skipped = (~mask).astype(values.dtype)
-        first_here_or_later = _recurrence(keep(values, mask), skipped, last_value)
+        first_here_or_later = _recurrence(zero_masked(values, mask), skipped, last_value)
         return sums(_next(first_here_or_later, last_value), holes=True)
 
     def without_holes() -> Float[Array, "*batch time"]:

@@ -15,12 +15,12 @@ from jrl.losses.arrays import (
     Scalar,
     as_floats,
     as_mask,
+    broadcast,
+    broadcastable,
     check_responses,
     check_rows,
     check_shapes,
-    fit,
-    keep,
-    spread,
+    zero_masked,
     zero_per_row,
 )
 from jrl.losses.groups import number_groups, ratio_or_zero, set_apart
@@ -33,7 +33,7 @@ def _rewards_to_go(
 ) -> Float[Array, "*batch time"]:
     """``G_t = r_t + gamma_t G_{t+1}`` over the true tokens; `rewards` are 0 elsewhere."""
     nothing = jnp.zeros_like(rewards)
-    discount, one = fit("gamma", gamma, rewards), jnp.ones((), rewards.dtype)
+    discount, one = broadcastable("gamma", gamma, rewards), jnp.ones((), rewards.dtype)
     # Without values, and with lam 1, the recursion of `gae` is that of the rewards to come.
     return discounted_errors(rewards, nothing, mask, discount, one, zero_per_row(rewards))
 
@@ -80,7 +80,7 @@ def reinforce_plus_plus(
     check_shapes(rewards=rewards, mask=mask)
     mask = as_mask(mask)
     (rewards,) = as_floats(rewards)
-    to_go = jax.lax.stop_gradient(_rewards_to_go(keep(rewards, mask), mask, gamma))
+    to_go = jax.lax.stop_gradient(_rewards_to_go(zero_masked(rewards, mask), mask, gamma))
     return whiten(to_go, mask) if whitened else to_go
 
 
@@ -164,8 +164,8 @@ def remax(
     check_shapes(rewards=rewards, mask=mask)
     rewards, greedy_rewards = as_floats(rewards, greedy_rewards)
     check_rows("rewards", rewards, greedy_rewards=greedy_rewards)
-    to_go = _rewards_to_go(keep(rewards, mask), mask, 1.0)
-    return jax.lax.stop_gradient(keep(to_go - greedy_rewards[..., None], mask))
+    to_go = _rewards_to_go(zero_masked(rewards, mask), mask, 1.0)
+    return jax.lax.stop_gradient(zero_masked(to_go - greedy_rewards[..., None], mask))
 
 
 def optimal_token_baseline(
@@ -222,15 +222,15 @@ def optimal_token_baseline(
     mask = as_mask(mask)
     weights = 1.0 if importance_weights is None else importance_weights
     floats = as_floats(*jax.lax.stop_gradient((rewards, logprobs, sum_squared_probs, weights)))
-    rewards, logprobs, squares = (keep(x, mask) for x in floats[:3])
-    weights = keep(spread("importance_weights", floats[3], rewards), mask)
+    rewards, logprobs, squares = (zero_masked(x, mask) for x in floats[:3])
+    weights = zero_masked(broadcast("importance_weights", floats[3], rewards), mask)
     check_responses(groups=groups)
     check_rows("rewards", rewards, groups=groups)
     epsilon = settings.epsilon("epsilon", epsilon)
 
     to_go = _rewards_to_go(rewards, mask, 1.0)
-    moved = keep((1 - 2 * jnp.exp(logprobs) + squares) * weights**2, mask)
-    path = keep(jnp.cumsum(moved, -1), mask)
+    moved = zero_masked((1 - 2 * jnp.exp(logprobs) + squares) * weights**2, mask)
+    path = zero_masked(jnp.cumsum(moved, -1), mask)
     time = rewards.shape[-1]
     position = jnp.maximum(jnp.cumsum(mask, -1, dtype=jnp.int32) - 1, 0)
     cell = number_groups(groups)[:, None].astype(position.dtype) * time + position
@@ -242,4 +242,4 @@ def optimal_token_baseline(
     if lone_tail:
         present = over_responses(mask.astype(rewards.dtype))
         baseline = jnp.where(present > 1, baseline, 0)
-    return keep(to_go - baseline, mask)
+    return zero_masked(to_go - baseline, mask)

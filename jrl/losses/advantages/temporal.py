@@ -13,10 +13,10 @@ from jrl.losses.arrays import (
     Scalar,
     as_floats,
     as_mask,
+    broadcast,
+    broadcastable,
     check_shapes,
-    fit,
-    keep,
-    spread,
+    zero_masked,
     zero_per_row,
 )
 
@@ -99,15 +99,17 @@ def gae(
         )
     mask = as_mask(mask)
     rewards, values = as_floats(rewards, values)
-    gamma, lam = fit("gamma", gamma, values), fit("lam", lam, values)
+    gamma, lam = broadcastable("gamma", gamma, values), broadcastable("lam", lam, values)
     ended = zero_per_row(values)
-    last = ended if bootstrap_value is None else spread("bootstrap_value", bootstrap_value, ended)
+    last = (
+        ended if bootstrap_value is None else broadcast("bootstrap_value", bootstrap_value, ended)
+    )
     if terminated is not None:
-        last = jnp.where(spread("terminated", as_mask(terminated), ended) != 0, ended, last)
+        last = jnp.where(broadcast("terminated", as_mask(terminated), ended) != 0, ended, last)
 
     advantages = discounted_errors(rewards, values, mask, gamma, lam, last, implementation)
     advantages = jax.lax.stop_gradient(advantages)
-    return advantages, jax.lax.stop_gradient(keep(advantages + values, mask))
+    return advantages, jax.lax.stop_gradient(zero_masked(advantages + values, mask))
 
 
 def decoupled_gae(

@@ -12,9 +12,9 @@ from jrl.losses.arrays import (
     Scalar,
     as_floats,
     as_mask,
+    broadcast,
     check_shapes,
-    keep,
-    spread,
+    zero_masked,
     zero_per_row,
 )
 
@@ -88,9 +88,9 @@ def extended_gae(
     # With how many true tokens, itself among them, the row ends; the last one has 1.
     remaining = jnp.flip(jnp.cumsum(jnp.flip(mask, -1), -1, dtype=jnp.int32), -1)
     nothing = zero_per_row(values)
-    truncated = spread("truncated", as_mask(truncated), nothing) != 0
+    truncated = broadcast("truncated", as_mask(truncated), nothing) != 0
     if bootstrap_value is None:
-        bootstrap_value = jnp.sum(keep(values, mask & (remaining == 1)), -1)
+        bootstrap_value = jnp.sum(zero_masked(values, mask & (remaining == 1)), -1)
     advantages, returns = gae(
         rewards,
         values,
@@ -101,7 +101,7 @@ def extended_gae(
         terminated=~truncated,
     )
     kept = mask & ~(truncated[..., None] & (remaining <= ignore_last))
-    return keep(advantages, kept), returns, kept
+    return zero_masked(advantages, kept), returns, kept
 
 
 def effective_length(

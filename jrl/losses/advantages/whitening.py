@@ -7,7 +7,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, keep
+from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, zero_masked
 from jrl.losses.groups import ratio_or_zero
 
 
@@ -61,12 +61,12 @@ def whiten(
     min_variance = settings.optional("min_variance", min_variance, rule, at_least=0)
     mask = as_mask(mask)
     (x,) = as_floats(jax.lax.stop_gradient(x))
-    x = keep(x, mask)
+    x = zero_masked(x, mask)
     count = jnp.sum(mask, dtype=jnp.int32).astype(x.dtype)
     mean = jnp.sum(x) / jnp.maximum(count, 1)
-    centred = keep(x - mean, mask)
+    centred = zero_masked(x - mean, mask)
     variance = jnp.sum(centred**2) / jnp.maximum(count - 1 if unbiased else count, 1)
     if min_variance is not None:
         variance = jnp.maximum(variance, min_variance)
     scaled = ratio_or_zero(centred, jnp.broadcast_to(jnp.sqrt(variance + epsilon), centred.shape))
-    return keep(scaled + mean, mask) if keep_mean else scaled
+    return zero_masked(scaled + mean, mask) if keep_mean else scaled

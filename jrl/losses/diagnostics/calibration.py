@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Int, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import Number, as_floats, check_shapes, spread
+from jrl.losses.arrays import Number, as_floats, broadcast, check_shapes
 from jrl.losses.diagnostics import tokens
 
 
@@ -83,7 +83,7 @@ def calibration(
     num_bins = settings.whole("num_bins", num_bins, "must be at least 1.", at_least=1)
     check_shapes(values=values, mask=mask)
     mask, (values,) = tokens.hidden(mask, values)
-    outcome = jax.lax.stop_gradient(spread("successes", successes, values))
+    outcome = jax.lax.stop_gradient(broadcast("successes", successes, values))
     p = jnp.clip((values - low) / (high - low), 0, 1)
     # A NaN has no bin; it shows in the scores, whichever bin it is put into.
     bins = jnp.clip(jnp.nan_to_num(p * num_bins).astype(jnp.int32), 0, num_bins - 1)

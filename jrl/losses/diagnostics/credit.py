@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Shaped
 
 from jrl.losses import settings
 from jrl.losses.advantages import gae
-from jrl.losses.arrays import Number, Scalar, check_shapes, keep
+from jrl.losses.arrays import Number, Scalar, check_shapes, zero_masked
 from jrl.losses.diagnostics import tokens
 
 
@@ -140,14 +140,16 @@ def td_concentration(
     ordered = jnp.sort(jnp.where(mask, jnp.abs(errors), jnp.inf), axis=-1)
     rank = jnp.broadcast_to(jnp.arange(1, mask.shape[-1] + 1, dtype=jnp.int32), mask.shape)
     true = rank <= length
-    ordered = keep(ordered, true)
+    ordered = zero_masked(ordered, true)
     count = jnp.maximum(length, 1).astype(errors.dtype)
     total = jnp.sum(ordered, axis=-1, keepdims=True)
     weighted = jnp.sum(ordered * rank.astype(errors.dtype), axis=-1, keepdims=True)
     gini = 2 * tokens.ratio(weighted, count * total) - (count + 1) / count
     # A little less before rounding up: 5 % of 20 tokens is one, whatever 0.05 is in binary.
     top = jnp.ceil(share * count * (1 - 1e-6)).astype(rank.dtype)
-    mass = tokens.ratio(jnp.sum(keep(ordered, rank > length - top), axis=-1, keepdims=True), total)
+    mass = tokens.ratio(
+        jnp.sum(zero_masked(ordered, rank > length - top), axis=-1, keepdims=True), total
+    )
 
     gap = jnp.abs(_discounted_sum(errors, mask, gamma) - _surprise(rewards, values, mask, gamma))
     nothing = total[..., 0] == 0
@@ -212,7 +214,7 @@ def _discounted_sum(
 ) -> Float[Array, "*batch"]:
     """``sum_t gamma^t x_t`` over the true tokens of each row."""
     weights = jnp.asarray(gamma, x.dtype) ** tokens.index(mask).astype(x.dtype)
-    return jnp.sum(keep(x * weights, mask), axis=-1)
+    return jnp.sum(zero_masked(x * weights, mask), axis=-1)
 
 
 def _surprise(
@@ -223,4 +225,4 @@ def _surprise(
 ) -> Float[Array, "*batch"]:
     """``R - V_0`` of each row."""
     first = mask & (tokens.index(mask) == 0)
-    return _discounted_sum(rewards, mask, gamma) - jnp.sum(keep(values, first), axis=-1)
+    return _discounted_sum(rewards, mask, gamma) - jnp.sum(zero_masked(values, first), axis=-1)

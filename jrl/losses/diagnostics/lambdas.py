@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int, Real, Shaped
 
 from jrl.losses import settings
 from jrl.losses.advantages import gae
-from jrl.losses.arrays import Number, Scalar, as_floats, check_shapes, keep, spread
+from jrl.losses.arrays import Number, Scalar, as_floats, broadcast, check_shapes, zero_masked
 from jrl.losses.diagnostics import tokens
 
 
@@ -55,7 +55,7 @@ def last_weight(
     mask.
     """
     decay = jnp.where(mask & ~tokens.last(mask), decay, jnp.ones_like(decay))
-    return keep(jax.lax.cumprod(decay, axis=decay.ndim - 1, reverse=True), mask)
+    return zero_masked(jax.lax.cumprod(decay, axis=decay.ndim - 1, reverse=True), mask)
 
 
 def terminal_reach(
@@ -98,7 +98,7 @@ def terminal_reach(
       (0.7, 2.0, 0.2)
     """
     mask, (shape,) = tokens.hidden(mask, jnp.zeros(jnp.shape(mask), jnp.result_type(lam, float)))
-    decay = spread("lam", lam, shape) * spread("gamma", gamma, shape)
+    decay = broadcast("lam", lam, shape) * broadcast("gamma", gamma, shape)
     decay = jax.lax.stop_gradient(decay)
     threshold = settings.distance("threshold", threshold)
     reached = last_weight(mask, decay) > threshold

@@ -8,7 +8,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int, Shaped
 
-from jrl.losses.arrays import as_floats, as_mask, keep
+from jrl.losses.arrays import as_floats, as_mask, zero_masked
 
 
 def hidden(
@@ -16,7 +16,7 @@ def hidden(
 ) -> tuple[Bool[Array, "*batch time"], tuple[Float[Array, "*batch time"], ...]]:
     """The mask as bool, and the arrays in one precision, 0 under it, without gradients."""
     mask = as_mask(mask)
-    return mask, tuple(keep(x, mask) for x in as_floats(*jax.lax.stop_gradient(arrays)))
+    return mask, tuple(zero_masked(x, mask) for x in as_floats(*jax.lax.stop_gradient(arrays)))
 
 
 def count(mask: Bool[Array, "*shape"], axis: int | None = None) -> Int[Array, "..."]:
@@ -46,12 +46,12 @@ def row_mean(
     x: Float[Array, "*batch time"], mask: Bool[Array, "*batch time"]
 ) -> Float[Array, "*batch"]:
     """The mean of each row over its true tokens, 0 where it has none."""
-    return jnp.sum(keep(x, mask), axis=-1) / jnp.maximum(count(mask, -1), 1).astype(x.dtype)
+    return jnp.sum(zero_masked(x, mask), axis=-1) / jnp.maximum(count(mask, -1), 1).astype(x.dtype)
 
 
 def mean(x: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
     """The mean over everything that is true, 0 where nothing is."""
-    return ratio(jnp.sum(keep(x, mask)), count(mask))
+    return ratio(jnp.sum(zero_masked(x, mask)), count(mask))
 
 
 def per_bin(
@@ -59,7 +59,7 @@ def per_bin(
 ) -> Float[Array, "bins"]:
     """The sum of `x` over what is true in each bin."""
     return jax.ops.segment_sum(
-        keep(x, mask).reshape(-1), keep(bins, mask).reshape(-1), num_segments=number
+        zero_masked(x, mask).reshape(-1), zero_masked(bins, mask).reshape(-1), num_segments=number
     )
 
 
@@ -68,7 +68,7 @@ def counts(
 ) -> Int[Array, "bins"]:
     """How many are true in each bin."""
     ones = mask.astype(jnp.int32).reshape(-1)
-    return jax.ops.segment_sum(ones, keep(bins, mask).reshape(-1), num_segments=number)
+    return jax.ops.segment_sum(ones, zero_masked(bins, mask).reshape(-1), num_segments=number)
 
 
 def buckets(lengths: Int[Array, "*batch"], edges: Sequence[int]) -> Int[Array, "*batch"]:

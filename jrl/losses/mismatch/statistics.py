@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, keep
+from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, zero_masked
 from jrl.losses.mismatch.weights import lengths, log_ratio
 from jrl.losses.reduction import Leaf, Mean, divide
 
@@ -48,7 +48,7 @@ class EffectiveSampleSize(Generic[Leaf]):
         check_shapes(weights=weights, mask=mask)
         mask = as_mask(mask)
         (weights,) = as_floats(jax.lax.stop_gradient(jnp.asarray(weights)))
-        weights = keep(weights, mask)
+        weights = zero_masked(weights, mask)
         return EffectiveSampleSize(
             count=jnp.sum(mask, dtype=jnp.int32),
             sum=jnp.sum(weights),

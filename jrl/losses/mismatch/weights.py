@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, keep
+from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, zero_masked
 from jrl.losses.reduction import divide
 
 WeightLevel = Literal["token", "sequence", "geometric"]
@@ -80,7 +80,7 @@ def mismatch_weights(
         log_weights = jnp.broadcast_to(log_weights, mask.shape)
     if max_log_weight is not None:
         log_weights = jnp.clip(log_weights, -max_log_weight, max_log_weight)
-    return keep(jnp.exp(log_weights), mask)
+    return zero_masked(jnp.exp(log_weights), mask)
 
 
 def truncated_weights(
@@ -121,7 +121,7 @@ def truncated_weights(
     weights, mask = _clean(weights, mask)
     if low is not None or high is not None:
         weights = jnp.clip(weights, low, high)
-    return keep(weights, mask)
+    return zero_masked(weights, mask)
 
 
 def icepop_weights(
@@ -164,7 +164,7 @@ def icepop_weights(
     """
     low, high = weight_range(low, high)
     weights, mask = _clean(weights, mask)
-    return keep(weights, mask & ~outside(weights, low, high))
+    return zero_masked(weights, mask & ~outside(weights, low, high))
 
 
 def normalized_weights(
@@ -265,7 +265,7 @@ def sequence_masked_weights(
     arrays = (logprobs, sampler_logprobs, mask)
     geometric = mismatch_weights(*arrays, level="geometric", max_log_weight=max_log_weight)
     weights = mismatch_weights(*arrays, max_log_weight=max_log_weight)
-    return keep(weights, as_mask(mask) & ~outside(geometric, low, high))
+    return zero_masked(weights, as_mask(mask) & ~outside(geometric, low, high))
 
 
 def log_ratio(
@@ -279,7 +279,7 @@ def log_ratio(
     logprobs, sampler_logprobs = as_floats(
         *jax.lax.stop_gradient((jnp.asarray(logprobs), jnp.asarray(sampler_logprobs)))
     )
-    return keep(logprobs, mask) - keep(sampler_logprobs, mask), mask
+    return zero_masked(logprobs, mask) - zero_masked(sampler_logprobs, mask), mask
 
 
 def lengths(
@@ -321,4 +321,4 @@ def _clean(
     check_shapes(weights=weights, mask=mask)
     mask = as_mask(mask)
     (weights,) = as_floats(jax.lax.stop_gradient(jnp.asarray(weights)))
-    return keep(weights, mask), mask
+    return zero_masked(weights, mask), mask

@@ -1,23 +1,22 @@
-"""Policy losses: a surrogate for each token, then one reduction.
+"""Policy losses: a loss for each token, then one reduction.
 
 Arguments come *current policy first, then old*; verl and its descendants have it the other way
 round. Only the current log-probabilities carry a gradient.
 """
 
-from jrl.losses.policy.covariance import (
+from jrl.losses.policy.covariance.clip_cov import clip_cov_loss
+from jrl.losses.policy.covariance.covariances import (
     CovarianceStatistics,
-    clip_cov_loss,
-    clip_cov_surrogate,
     covariance_statistics,
     covariances,
-    kl_cov_loss,
-    kl_cov_surrogate,
 )
-from jrl.losses.policy.dro import (
-    dro_loss,
-    dro_surrogate,
+from jrl.losses.policy.covariance.kl_cov import kl_cov_loss
+from jrl.losses.policy.entropy.hapo import (
+    asymmetric_clip_bounds,
+    hapo_loss,
+    redistributed_advantages,
 )
-from jrl.losses.policy.entropy import (
+from jrl.losses.policy.entropy.signal import (
     EntropySign,
     EntropyStatistics,
     adaptive_temperature,
@@ -25,69 +24,34 @@ from jrl.losses.policy.entropy import (
     entropy_statistics,
     standardized_entropy,
 )
-from jrl.losses.policy.hapo import (
-    asymmetric_clip_bounds,
-    hapo_loss,
-    hapo_surrogate,
-    redistributed_advantages,
-)
 from jrl.losses.policy.imitation import positive_example_loss
-from jrl.losses.policy.ppo import (
-    ppo_loss,
-    ppo_surrogate,
-)
-from jrl.losses.policy.reinforce import (
-    cispo_loss,
-    cispo_surrogate,
-    gpg_loss,
-    reinforce_loss,
-    reinforce_surrogate,
-    vespo_loss,
-    vespo_surrogate,
-)
+from jrl.losses.policy.reinforce.cispo import cispo_loss
+from jrl.losses.policy.reinforce.dro import dro_loss
+from jrl.losses.policy.reinforce.reinforce import gpg_loss, reinforce_loss
+from jrl.losses.policy.reinforce.vespo import vespo_loss
 from jrl.losses.policy.selection import (
     entropy_threshold,
     off_policy_sequence_mask,
     top_entropy_mask,
 )
-from jrl.losses.policy.sequence_ratio import (
-    gmpo_loss,
-    gmpo_surrogate,
-    gspo_loss,
-    gspo_surrogate,
-    luspo_loss,
-    luspo_surrogate,
-)
-from jrl.losses.policy.soft_gate import (
-    sapo_loss,
-    sapo_surrogate,
-)
-from jrl.losses.policy.trust_region import (
-    ProbabilityDistance,
-    dppo_loss,
-    dppo_surrogate,
-)
+from jrl.losses.policy.sequence_ratio.gmpo import gmpo_loss
+from jrl.losses.policy.sequence_ratio.gspo import gspo_loss
+from jrl.losses.policy.sequence_ratio.luspo import luspo_loss
+from jrl.losses.policy.token_ratio.dppo import ProbabilityDistance, dppo_loss
+from jrl.losses.policy.token_ratio.ppo import ppo_loss
+from jrl.losses.policy.token_ratio.sapo import sapo_loss
 
 __all__ = [  # noqa: RUF022 - in reading order
     "ppo_loss",
-    "ppo_surrogate",
     "reinforce_loss",
-    "reinforce_surrogate",
     "gpg_loss",
     "cispo_loss",
-    "cispo_surrogate",
     "vespo_loss",
-    "vespo_surrogate",
     "gspo_loss",
-    "gspo_surrogate",
     "luspo_loss",
-    "luspo_surrogate",
     "gmpo_loss",
-    "gmpo_surrogate",
     "sapo_loss",
-    "sapo_surrogate",
     "dro_loss",
-    "dro_surrogate",
     "entropy_statistics",
     "EntropyStatistics",
     "standardized_entropy",
@@ -96,17 +60,13 @@ __all__ = [  # noqa: RUF022 - in reading order
     "adaptive_temperature",
     "asymmetric_clip_bounds",
     "redistributed_advantages",
-    "hapo_surrogate",
     "hapo_loss",
-    "dppo_surrogate",
     "dppo_loss",
     "ProbabilityDistance",
     "covariances",
     "covariance_statistics",
     "CovarianceStatistics",
-    "clip_cov_surrogate",
     "clip_cov_loss",
-    "kl_cov_surrogate",
     "kl_cov_loss",
     "top_entropy_mask",
     "entropy_threshold",

@@ -15,23 +15,23 @@ from jaxtyping import Bool, Float, Int
 LARGEST_DENOMINATOR = 40_000
 
 
-def share(
-    fraction: int | float, count: Int[Array, ""]
+def floor_fraction(
+    fraction: int | float, total: Int[Array, ""]
 ) -> tuple[Int[Array, ""], Int[Array, ""], int]:
-    """``fraction * count`` as a whole number, a remainder and the denominator of the remainder.
+    """``fraction * total`` as a whole number, a remainder and the denominator of the remainder.
 
     The fraction, from 0 to 1, is read as the nearest ratio whose denominator is at most 40 000:
     0.2 is 1/5 and 2e-4 is 1/5000.
     """
     exact = Fraction(fraction).limit_denominator(LARGEST_DENOMINATOR)
     numerator, denominator = exact.numerator, exact.denominator
-    # count = wholes * denominator + rest, so that no product leaves int32.
-    wholes, rest = count // denominator, count % denominator
+    # total = wholes * denominator + rest, so that no product leaves int32.
+    wholes, rest = total // denominator, total % denominator
     product = rest * numerator
     return wholes * numerator + product // denominator, product % denominator, denominator
 
 
-def number(mask: Bool[Array, "*batch time"]) -> Int[Array, ""]:
+def count(mask: Bool[Array, "*batch time"]) -> Int[Array, ""]:
     """How many tokens are true."""
     return jnp.sum(mask, dtype=jnp.int32)
 
@@ -43,23 +43,23 @@ def ascending(
     return jnp.sort(jnp.where(mask, x, jnp.asarray(jnp.inf, x.dtype)).ravel())
 
 
-def at(ordered: Float[Array, "tokens"], index: Int[Array, ""]) -> Float[Array, ""]:
+def kth(ordered: Float[Array, "tokens"], index: Int[Array, ""]) -> Float[Array, ""]:
     """The element of `ordered` at `index`; 0 if the index is negative, as of an empty order."""
     if not ordered.size:
         return jnp.zeros((), ordered.dtype)
     return jnp.where(index < 0, jnp.zeros((), ordered.dtype), ordered[jnp.maximum(index, 0)])
 
 
-def first(
-    count: Int[Array, ""], among: Bool[Array, "*batch time"], *keys: Array
+def top_k_mask(
+    k: Int[Array, ""], among: Bool[Array, "*batch time"], *keys: Array
 ) -> Bool[Array, "*batch time"]:
-    """True on the `count` tokens of `among` that come first when ordered by increasing keys.
+    """True on the `k` tokens of `among` that come first when ordered by increasing keys.
 
     The first key decides; ties go to the next one, and at last to the earlier token.
     """
     flat = among.ravel()
     order = jnp.lexsort((*(key.ravel() for key in reversed(keys)), ~flat))
-    chosen = jnp.zeros_like(flat).at[order].set(jnp.arange(flat.size, dtype=jnp.int32) < count)
+    chosen = jnp.zeros_like(flat).at[order].set(jnp.arange(flat.size, dtype=jnp.int32) < k)
     return (chosen & flat).reshape(among.shape)
 
 

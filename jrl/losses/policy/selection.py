@@ -7,9 +7,9 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, keep
-from jrl.losses.policy.order import ascending, at, number, share
-from jrl.losses.policy.tokens import clean
+from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, zero_masked
+from jrl.losses.policy.order import ascending, count, floor_fraction, kth
+from jrl.losses.policy.tokens import prepare
 
 
 def entropy_threshold(
@@ -50,10 +50,10 @@ def entropy_threshold(
     check_shapes(entropy=entropy, mask=mask)
     mask = as_mask(mask)
     (entropy,) = as_floats(jax.lax.stop_gradient(jnp.asarray(entropy)))
-    entropy = keep(entropy, mask)
-    last = number(mask) - 1
-    whole, _, _ = share(fraction, jnp.maximum(last, 0))
-    threshold = at(ascending(entropy, mask), last - whole)
+    entropy = zero_masked(entropy, mask)
+    last = count(mask) - 1
+    whole, _, _ = floor_fraction(fraction, jnp.maximum(last, 0))
+    threshold = kth(ascending(entropy, mask), last - whole)
     # Sorting puts what is not a number last, where it would be overlooked.
     unknown = jnp.any(jnp.isnan(entropy))
     return jnp.where(unknown, jnp.asarray(jnp.nan, threshold.dtype), threshold)
@@ -143,9 +143,9 @@ def off_policy_sequence_mask(
       >>> off_policy_sequence_mask(logprobs, -ones, advantages, ones, max_divergence=0.5).tolist()
       [[True, True], [False, False]]
     """
-    tokens = clean(logprobs, behaviour_logprobs, advantages, mask)
+    tokens = prepare(logprobs, behaviour_logprobs, advantages, mask)
     max_divergence = settings.number("max_divergence", max_divergence)
-    count = jnp.sum(tokens.mask, axis=-1, keepdims=True, dtype=jnp.int32)
+    length = jnp.sum(tokens.mask, axis=-1, keepdims=True, dtype=jnp.int32)
     total = jnp.sum(tokens.old_logprobs - tokens.logprobs, axis=-1, keepdims=True)
-    far = total > max_divergence * jnp.maximum(count, 1).astype(total.dtype)
+    far = total > max_divergence * jnp.maximum(length, 1).astype(total.dtype)
     return tokens.mask & ~((tokens.advantages < 0) & far)

@@ -1,4 +1,4 @@
-"""What every policy loss begins and ends with: clean arrays, the ratio, and the reduction."""
+"""What every policy loss begins and ends with: prepared arrays, the ratio, and the reduction."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias, Unpack, get_args
@@ -11,12 +11,13 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, keep, spread, within
+from jrl.losses.arrays import Number, as_floats, as_mask, broadcast, check_shapes, clip, zero_masked
 from jrl.losses.reduction import Aggregation, Denominators, Mean, aggregate, check_denominators
 
 # How far a ratio may go: the same for all tokens, or an array with as many axes as the tokens have.
 Bound: TypeAlias = Number | Float[ArrayLike, "..."]
-
+# One number, or with ``aggregation=None`` one per token.
+Loss: TypeAlias = Float[Array, ""] | Float[Array, "*batch time"]
 
 # How the ratio is taken, and whose gradient the ratio of a whole row has.
 RatioLevel = Literal["token", "sequence"]
@@ -32,7 +33,7 @@ class Tokens(NamedTuple):
     mask: Bool[Array, "*batch time"]
 
 
-def clean(
+def prepare(
     logprobs: Float[ArrayLike, "*batch time"],
     old_logprobs: Float[ArrayLike, "*batch time"],
     advantages: Float[ArrayLike, "*#batch #time"],
@@ -46,11 +47,11 @@ def clean(
     check_shapes(logprobs=logprobs, old_logprobs=old_logprobs, mask=mask)
     mask = as_mask(mask)
     logprobs, old_logprobs, advantages = as_floats(logprobs, old_logprobs, advantages)
-    advantages = spread("advantages", advantages, logprobs)
+    advantages = broadcast("advantages", advantages, logprobs)
     return Tokens(
-        logprobs=keep(logprobs, mask),
-        old_logprobs=keep(jax.lax.stop_gradient(old_logprobs), mask),
-        advantages=keep(jax.lax.stop_gradient(advantages), mask),
+        logprobs=zero_masked(logprobs, mask),
+        old_logprobs=zero_masked(jax.lax.stop_gradient(old_logprobs), mask),
+        advantages=zero_masked(jax.lax.stop_gradient(advantages), mask),
         mask=mask,
     )
 
@@ -74,7 +75,7 @@ def clamped_log_ratio(
     beyond = jnp.zeros_like(tokens.mask)
     if max_log_ratio is not None:
         beyond = jnp.abs(log_ratio) > max_log_ratio
-        log_ratio = within(log_ratio, max_log_ratio)
+        log_ratio = clip(log_ratio, max_log_ratio)
     ratio = jnp.exp(log_ratio)
     return log_ratio, {
         "ppo_kl": -log_ratio,
@@ -130,7 +131,7 @@ def distance(name: str, bound: Bound, tokens: Tokens) -> Float[Array, "..."] | s
     """
     if not settings.is_array(bound) or jnp.ndim(bound) == 0:
         return settings.distance(name, bound)
-    bounds = keep(spread(name, bound, tokens.logprobs), tokens.mask)
+    bounds = zero_masked(broadcast(name, bound, tokens.logprobs), tokens.mask)
     if not isinstance(bounds, Tracer) and jnp.any(bounds < 0):
         settings.distance(name, jnp.min(bounds))
     return bounds
@@ -144,7 +145,9 @@ def lengths(tokens: Tokens) -> Float[Array, "*batch 1"]:
 
 def row_mean(x: Float[Array, "*batch time"], tokens: Tokens) -> Float[Array, "*batch 1"]:
     """The mean of each row's true tokens, and 0 for a row without one."""
-    return jnp.sum(keep(x, tokens.mask), axis=-1, keepdims=True) / jnp.maximum(lengths(tokens), 1)
+    return jnp.sum(zero_masked(x, tokens.mask), axis=-1, keepdims=True) / jnp.maximum(
+        lengths(tokens), 1
+    )
 
 
 def floored_logprobs(tokens: Tokens, max_log_ratio: Number | None) -> Float[Array, "*batch time"]:
@@ -165,21 +168,28 @@ def reduce_surrogate(
     surrogate: Float[Array, "*batch time"],
     statistics: dict[str, Float[Array, "*batch time"]],
     mask: Bool[Array, "*batch time"],
-    aggregation: Aggregation,
+    aggregation: Aggregation | None,
     importance_weights: Float[ArrayLike, "*#batch #time"] | None,
     **denominators: Unpack[Denominators],
-) -> tuple[Float[Array, ""], dict[str, Mean]]:
-    """Weigh the surrogate if asked, aggregate it, and make means of the statistics.
+) -> tuple[Loss, dict[str, Mean]]:
+    """Weigh the surrogate if asked, aggregate it unless that is None, and make the metrics.
 
-    Whatever the aggregation, the metrics are means over the true tokens.
+    Whatever the aggregation, the metrics are means of the statistics over the true tokens.
 
     Raises:
       TypeError: if a keyword is none of `loss_function`.
-      ValueError: as `aggregate`.
+      ValueError: as `aggregate`, or if a denominator is given where nothing is aggregated.
     """
     check_denominators(loss_function, denominators)
     if importance_weights is not None:
-        weights = spread("importance_weights", importance_weights, surrogate)
-        surrogate = surrogate * jax.lax.stop_gradient(keep(weights, mask))
-    loss = aggregate(surrogate, mask, aggregation, **denominators)
+        weights = broadcast("importance_weights", importance_weights, surrogate)
+        surrogate = surrogate * jax.lax.stop_gradient(zero_masked(weights, mask))
+    loss = surrogate
+    if aggregation is not None:
+        loss = aggregate(surrogate, mask, aggregation, **denominators)
+    elif given := [name for name, x in denominators.items() if x is not None]:
+        raise ValueError(
+            f"aggregation=None gives one loss per token and divides by nothing: leave out "
+            f"{', '.join(given)}, or choose an aggregation."
+        )
     return loss, {name: Mean.of(statistic, mask) for name, statistic in statistics.items()}

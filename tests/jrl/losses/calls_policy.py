@@ -17,17 +17,6 @@ def without_old(b):
     return b["logprobs"], b["advantages"], b["mask"]
 
 
-def _ppo_loss(mode):
-    return lambda b: jrl.ppo_loss(
-        *arrays(b),
-        clip_high=0.28,
-        clip_dual=1.5,
-        importance_weights=b["importance_weights"],
-        aggregation=mode,
-        max_length=9,
-    )
-
-
 # Bounds that bind on some of the rows and not on others.
 WIDE = {"clip_low": 0.1, "clip_high": 0.2}
 LOSSES = {
@@ -43,33 +32,51 @@ LOSSES = {
     "dro_loss": lambda b, **k: jrl.dro_loss(*arrays(b), beta=0.5, **k),
     "reinforce_loss": lambda b, **k: jrl.reinforce_loss(*without_old(b), **k),
 }
+
+
+def both(loss, **reduced):
+    """The losses of the tokens as they are, and reduced with weights."""
+
+    def call(b):
+        per_token, _ = loss(b, aggregation=None)
+        weights = b["importance_weights"]
+        return {"per token": per_token, "reduced": loss(b, importance_weights=weights, **reduced)}
+
+    return call
+
+
+def _ppo_loss(b, **settings):
+    return jrl.ppo_loss(*arrays(b), clip_high=0.28, clip_dual=1.5, **settings)
+
+
+def _every_mode(b):
+    """The losses of the tokens, and reduced in every way."""
+    weights = b["importance_weights"]
+    return {
+        "per token": _ppo_loss(b, aggregation=None)[0],
+        "reduced": {
+            mode: _ppo_loss(b, aggregation=mode, importance_weights=weights, max_length=9)
+            for mode in MODES
+        },
+    }
+
+
+# One result per token, of which each row depends on that row alone, and one per batch.
+BOTH = {"ppo_loss": _every_mode, **{name: both(loss) for name, loss in LOSSES.items()}}
 # One result per token, of which each row depends on that row alone.
 PER_TOKEN = {
-    "ppo_surrogate": lambda b: jrl.ppo_surrogate(*arrays(b), clip_high=0.28, clip_dual=1.5),
-    "gspo_surrogate token": lambda b: jrl.gspo_surrogate(*arrays(b), **WIDE),
-    "gspo_surrogate sequence": lambda b: jrl.gspo_surrogate(
-        *arrays(b), **WIDE, gradient="sequence"
-    ),
-    "gspo_surrogate dual clip": lambda b: jrl.gspo_surrogate(*arrays(b), **WIDE, clip_dual=1.1),
-    "luspo_surrogate": lambda b: jrl.luspo_surrogate(*arrays(b), **WIDE),
-    "gmpo_surrogate": lambda b: jrl.gmpo_surrogate(*arrays(b)),
-    "cispo_surrogate": lambda b: jrl.cispo_surrogate(*arrays(b), clip_low=0.3),
-    "cispo_surrogate sequence": lambda b: jrl.cispo_surrogate(*arrays(b), **WIDE, level="sequence"),
-    "vespo_surrogate": lambda b: jrl.vespo_surrogate(*arrays(b)),
-    "sapo_surrogate": lambda b: jrl.sapo_surrogate(*arrays(b)),
-    "sapo_surrogate sequence": lambda b: jrl.sapo_surrogate(*arrays(b), level="sequence"),
-    "dro_surrogate": lambda b: jrl.dro_surrogate(*arrays(b), beta=0.5),
-    "reinforce_surrogate": lambda b: jrl.reinforce_surrogate(*without_old(b)),
+    "gspo_loss dual clip": lambda b: jrl.gspo_loss(
+        *arrays(b), **WIDE, clip_dual=1.1, aggregation=None
+    )[0],
+    "cispo_loss sequence": lambda b: jrl.cispo_loss(
+        *arrays(b), **WIDE, level="sequence", aggregation=None
+    )[0],
+    "sapo_loss sequence": lambda b: jrl.sapo_loss(*arrays(b), level="sequence", aggregation=None)[
+        0
+    ],
 }
-# One result per token that depends on the whole batch.
-PER_BATCH = {}
 # One result per batch.
 SCALAR = {
-    **{f"ppo_loss {mode}": _ppo_loss(mode) for mode in MODES},
-    **{
-        name: lambda b, loss=loss: loss(b, importance_weights=b["importance_weights"])
-        for name, loss in LOSSES.items()
-    },
     "positive_example_loss": lambda b: jrl.positive_example_loss(
         b["logprobs"], b["correct"], b["mask"]
     ),

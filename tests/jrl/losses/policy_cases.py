@@ -22,11 +22,16 @@ def sequences(dtype=jnp.float32):
     return (*arrays, jnp.asarray(MASK_1))
 
 
-def value_and_slope(surrogate, arrays, **settings):
+def per_token(loss, *arrays, **settings):
+    """The losses of the tokens, without their metrics."""
+    return loss(*arrays, **settings, aggregation=None)[0]
+
+
+def value_and_slope(loss, arrays, **settings):
     """Losses of the tokens, and the gradient of their sum by the current log-probabilities."""
 
     def total(logprobs):
-        losses = surrogate(logprobs, *arrays[1:], **settings)
+        losses = per_token(loss, logprobs, *arrays[1:], **settings)
         return jnp.sum(losses), losses
 
     slope, losses = jax.grad(total, has_aux=True)(arrays[0])

@@ -43,7 +43,18 @@ PER_TOKEN = _collect("PER_TOKEN")
 PER_BATCH = _collect("PER_BATCH")
 # One result per batch.
 SCALAR = _collect("SCALAR")
-EVERYTHING = PER_TOKEN | PER_BATCH | SCALAR
+# One result per token and one per batch, as "per token" and "reduced"; of the first each row
+# depends on that row alone, of the second on the whole batch.
+BOTH, BOTH_OF_BATCH = _collect("BOTH"), _collect("BOTH_OF_BATCH")
+EVERYTHING = PER_TOKEN | PER_BATCH | SCALAR | BOTH | BOTH_OF_BATCH
+
+
+def part(which, name):
+    """The call, or of a call with two results the one wanted."""
+    call = EVERYTHING[name]
+    return (lambda b: call(b)[which]) if name in BOTH | BOTH_OF_BATCH else call
+
+
 DIFFERENTIABLE = ("per_token", "logprobs", "values", "logits")
 CONSTANTS = ("old_logprobs", "ref_logprobs", "advantages", "importance_weights", "old_values")
 CONSTANTS += ("returns", "rewards", "gamma", "lam")
@@ -204,12 +215,15 @@ def outcome(name) -> Outcome:
         ),
         "an extra leading axis": (call, stack([plain(8)])),
     }
-    if name in PER_TOKEN:
-        trials["rows by vmap"] = jax.vmap(call), plain(5)
-        trials["rows one by one"] = lambda b: jax.lax.map(call, b), plain(5)
-    if name in SCALAR:
-        trials["a row"] = call, row
-        trials["a batch of one row"] = call, {n: array[None] for n, array in row.items()}
+    if name in PER_TOKEN | BOTH:
+        rows = part("per token", name)
+        trials["rows by vmap"] = jax.vmap(rows), plain(5)
+        trials["rows one by one"] = lambda b: jax.lax.map(rows, b), plain(5)
+        trials["rows together"] = rows, plain(5)
+    if name in SCALAR | BOTH | BOTH_OF_BATCH:
+        reduced = part("reduced", name)
+        trials["a row"] = reduced, row
+        trials["a batch of one row"] = reduced, {n: array[None] for n, array in row.items()}
 
     def run(batches):
         return {trial: _traced(trial, trials[trial][0], b) for trial, b in batches.items()}
@@ -268,10 +282,16 @@ def test_nothing_under_a_false_mask_reaches_values_or_gradients(name, poison):
         assert not np.any(np.where(hidden, slope, 0)), f"a gradient by {array} under the mask"
 
 
+def each(result):
+    """The results of a call that has several, by name."""
+    return [x for one in result.values() for x in each(one)] if type(result) is dict else [result]
+
+
 @everything
 def test_a_nan_that_counts_is_not_hidden(name):
     result, _ = outcome(name).stacked["a NaN that counts"]
-    assert any(np.isnan(leaf).any() for leaf in jax.tree.leaves(result))
+    for one in each(result) if name in BOTH | BOTH_OF_BATCH else [result]:
+        assert any(np.isnan(leaf).any() for leaf in jax.tree.leaves(one))
 
 
 @everything
@@ -338,14 +358,14 @@ def test_jit(name):
     assert_same(result, EVERYTHING[name](batch(4)), "seed 4", tolerance=2e-6)
 
 
-@pytest.mark.parametrize("name", PER_TOKEN, scope="module")
+@pytest.mark.parametrize("name", PER_TOKEN | BOTH, scope="module")
 def test_vmap_and_a_single_row_equal_the_batch(name):
-    found = outcome(name)
-    assert_same(found.other["rows by vmap"], found.plain["seed 5"], "rows by vmap")
-    assert_same(found.other["rows one by one"], found.plain["seed 5"], "rows one by one")
+    found = outcome(name).other
+    assert_same(found["rows by vmap"], found["rows together"], "rows by vmap")
+    assert_same(found["rows one by one"], found["rows together"], "rows one by one")
 
 
-@pytest.mark.parametrize("name", SCALAR, scope="module")
+@pytest.mark.parametrize("name", SCALAR | BOTH | BOTH_OF_BATCH, scope="module")
 def test_vmap_over_batches_and_a_single_row(name):
     found = outcome(name)
     for seed in ("seed 6", "seed 7"):

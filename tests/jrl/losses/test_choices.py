@@ -14,7 +14,7 @@ import jrl
     ("choices", "function"),
     [
         (jrl.EntropySign, jrl.entropy_signal),
-        (jrl.ProbabilityDistance, jrl.dppo_surrogate),
+        (jrl.ProbabilityDistance, jrl.dppo_loss),
         (jrl.WeightLevel, jrl.mismatch_weights),
         (jrl.WeightMean, jrl.normalized_weights),
         (jrl.RejectionKind, jrl.divergence_rejection_mask),

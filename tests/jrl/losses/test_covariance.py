@@ -13,6 +13,7 @@ from batches import BATCH, MASK, batch, numpy_batch
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
+from policy_cases import per_token
 
 import jrl
 from jrl.losses.policy.order import random_bits
@@ -30,7 +31,7 @@ def test_vector_cov_1():
     np.testing.assert_allclose(covariances, expected, atol=1e-6)
     np.testing.assert_allclose(covariances.mean(), 0.395833, atol=1e-6)
     arrays = (LOGPROBS, LOGPROBS, A, ONES)
-    surrogate = jrl.clip_cov_surrogate(*arrays, fraction=1)
+    surrogate = per_token(jrl.clip_cov_loss, *arrays, fraction=1)
     np.testing.assert_allclose(surrogate, [0, 0, -0.5, 1.5, 0, 0])
     chosen = [_chosen(arrays, seed, low=1.0) for seed in range(20)]
     assert {int(np.sum(x)) for x in chosen} == {1}
@@ -44,7 +45,7 @@ def test_the_range_of_clip_cov_is_open_at_both_ends(low, high, inside):
     logprobs, advantages = jnp.array([-1.0, -3.0]), jnp.array([1.0, -1.0])
     assert jrl.covariances(logprobs, advantages, jnp.ones(2)).tolist() == [1, 1]
     arrays = (logprobs, logprobs, advantages, jnp.ones(2))
-    surrogate = jrl.clip_cov_surrogate(*arrays, fraction=1, low=low, high=high)
+    surrogate = per_token(jrl.clip_cov_loss, *arrays, fraction=1, low=low, high=high)
     assert surrogate.tolist() == ([0, 0] if inside else [-1, 1])
 
 
@@ -54,7 +55,7 @@ def _slope(seed, *arrays, fraction=2e-4, low=0.0):
         # Bounds that never bind, so that a gradient of 0 is a choice.
         wide = {"clip_low": float("inf"), "clip_high": float("inf")}
         settings = {"key": jax.random.key(seed), "fraction": fraction, "low": low, "high": 9.0}
-        return jnp.sum(jrl.clip_cov_surrogate(logprobs, *arrays[1:], **settings, **wide))
+        return jnp.sum(per_token(jrl.clip_cov_loss, logprobs, *arrays[1:], **settings, **wide))
 
     return jax.grad(loss)(arrays[0])
 
@@ -218,8 +219,14 @@ def test_covariances_on_eight_devices_equal_those_of_one():
                 logprobs, old, advantages, mask, **settings
             )
             # The devices choose for themselves, too, by the tokens that they have.
-            other = jrl.clip_cov_surrogate(
-                logprobs, old, advantages, mask, key=jax.random.key(0), fraction=0.5
+            other = per_token(
+                jrl.clip_cov_loss,
+                logprobs,
+                old,
+                advantages,
+                mask,
+                key=jax.random.key(0),
+                fraction=0.5,
             )
             return covariances, jax.lax.psum(part, "data"), slope, other
 
@@ -241,7 +248,7 @@ def test_covariances_on_eight_devices_equal_those_of_one():
         (lambda x: jrl.clip_cov_loss(x, x, x, x), "key=None leaves nothing to choose by"),
         (lambda x: jrl.clip_cov_loss(x, x, x, x, low=5, high=1), "low=5 must be below high=1"),
         (lambda x: jrl.kl_cov_loss(x, x, x, x, fraction=2), "fraction=2 is a share"),
-        (lambda x: jrl.kl_cov_surrogate(x, x, x, x, coefficient=-1), "coefficient=-1 is a penalty"),
+        (lambda x: jrl.kl_cov_loss(x, x, x, x, coefficient=-1), "coefficient=-1 is a penalty"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(call, message):

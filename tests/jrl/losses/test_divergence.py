@@ -118,7 +118,7 @@ def test_k3_is_never_negative_and_keeps_its_digits_near_zero():
 @pytest.mark.parametrize("kind", get_args(jrl.KLEstimator))
 def test_the_log_ratio_is_clamped_as_in_the_policy_losses(kind):
     default = inspect.signature(jrl.kl_estimate).parameters["max_log_ratio"].default
-    assert default == inspect.signature(jrl.ppo_surrogate).parameters["max_log_ratio"].default
+    assert default == inspect.signature(jrl.ppo_loss).parameters["max_log_ratio"].default
     far, near, zero = jnp.array([-100.0, 100.0]), jnp.array([-20.0, 20.0]), jnp.zeros(2)
     total = lambda x: (jnp.sum(y := jrl.kl_estimate(x, zero, kind=kind)), y)  # noqa: E731 - a sum and its terms
     slope, estimate = jax.grad(total, has_aux=True)(far)

@@ -123,7 +123,7 @@ def test_settings_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="max_divergence=-1 is a distance"):
         jrl.dppo_loss(one, one, one, one, kind="tv", max_divergence=-1)
     with pytest.raises(ValueError, match="max_ratio=1 must be above 1, such as 20; None is off"):
-        jrl.dppo_surrogate(one, one, one, one, kind="kl", max_divergence=1, max_ratio=1)
+        jrl.dppo_loss(one, one, one, one, kind="kl", max_divergence=1, max_ratio=1)
 
 
 @kinds

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from every_call import arguments, call, functions, numbers
+from policy_cases import per_token
 
 import jrl
 
@@ -38,8 +39,8 @@ def test_so_is_its_gradient(name):
         lambda x: jrl.gae(x, x, x, implementation="blocked")[0],
         lambda x: jrl.divergence_rejection_mask(x, x, x, over="max", bound=1.0),
         lambda x: jrl.mismatch_weights(x, x, x, level="geometric"),
-        lambda x: jrl.kl_cov_surrogate(x, x, x, x, fraction=1),
-        lambda x: jrl.clip_cov_surrogate(x, x, x, x, key=jax.random.key(0)),
+        lambda x: per_token(jrl.kl_cov_loss, x, x, x, x, fraction=1),
+        lambda x: per_token(jrl.clip_cov_loss, x, x, x, x, key=jax.random.key(0)),
         lambda x: jrl.pass_at_k_exact(x[:, 0], jnp.zeros(0, int), k=2),
     ],
 )

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import batch
+from policy_cases import per_token
 
 import jrl
 
@@ -22,7 +23,7 @@ NAMES = ("logprobs", "old_logprobs", "advantages", "mask")
 def test_vector_clip_1_delta(advantage, loss):
     ones = jnp.ones(7)
     arrays = (jnp.log(RATIOS), 0 * ones, advantage * ones, ones)
-    result = jrl.ppo_surrogate(*arrays, clip_high=0.28, guard=4)
+    result = per_token(jrl.ppo_loss, *arrays, clip_high=0.28, guard=4)
     np.testing.assert_allclose(result, loss, atol=1e-6)
 
 
@@ -42,7 +43,7 @@ def test_the_gradient_vanishes_beyond_it():
     ones = jnp.ones(7)
 
     def loss(logprobs):
-        return jnp.sum(jrl.ppo_surrogate(logprobs, 0 * ones, -ones, ones, guard=3))
+        return jnp.sum(per_token(jrl.ppo_loss, logprobs, 0 * ones, -ones, ones, guard=3))
 
     slope = jax.grad(loss)(jnp.log(RATIOS))
     assert (slope != 0).tolist() == [False, False, True, True, True, False, False]
@@ -73,7 +74,7 @@ def test_an_advantage_of_0_is_not_guarded():
 def test_bounds_given_as_arrays_are_not_checked_and_the_lower_acts():
     ones = jnp.ones(7)
     arrays = (jnp.log(RATIOS), 0 * ones, ones, ones)
-    result = jrl.ppo_surrogate(*arrays, clip_high=0.5 * ones, guard=1.28)
+    result = per_token(jrl.ppo_loss, *arrays, clip_high=0.5 * ones, guard=1.28)
     np.testing.assert_allclose(result, [-0.5, -0.79, -1, -1.25, -1.28, -1.28, -1.28], atol=1e-6)
 
 
@@ -83,4 +84,4 @@ def test_a_guard_that_would_clip_first_is_refused():
         with pytest.raises(ValueError, match=f"guard={guard} must be above 1 \\+ clip_high"):
             jrl.ppo_loss(one, one, one, one, guard=guard)
     with pytest.raises(ValueError, match=r"guard=0\.5 must be above 1"):
-        jrl.ppo_surrogate(one, one, one, one, clip_high=one, guard=0.5)
+        jrl.ppo_loss(one, one, one, one, clip_high=one, guard=0.5)

@@ -281,7 +281,7 @@ def test_a_scale_of_1_is_a_scale():
         (lambda x: jrl.adaptive_temperature(x, strength=1), "reaches a temperature of 0"),
         (lambda x: jrl.asymmetric_clip_bounds(x, clip_low=-1), "clip_low=-1 is a distance"),
         (lambda x: jrl.asymmetric_clip_bounds(x, strength=-1), "strength=-1 cannot be negative"),
-        (lambda x: jrl.hapo_surrogate(x, x, x, x, x, redistribution=2), "redistribution=2 must be"),
+        (lambda x: jrl.hapo_loss(x, x, x, x, x, redistribution=2), "redistribution=2 must be"),
         (lambda x: jrl.hapo_loss(x, x, x, x, x, clip_strength=-1), "clip_strength=-1 cannot be"),
         (lambda x: jrl.hapo_loss(x, x, x, x, x, clip_dual=1), "clip_dual=1 must be above 1"),
     ],

@@ -14,6 +14,7 @@ from batches import BATCH, MASK, batch, numpy_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
+from policy_cases import per_token
 from tiers import full_but
 
 import jrl
@@ -39,7 +40,7 @@ RATIOS = jnp.array([0.5, 0.79, 1, 1.25, 1.3, 4, 12])
 )
 def test_vector_clip_1(advantage, settings, loss):
     ones = jnp.ones(7)
-    result = jrl.ppo_surrogate(jnp.log(RATIOS), 0 * ones, advantage * ones, ones, **settings)
+    result = per_token(jrl.ppo_loss, jnp.log(RATIOS), 0 * ones, advantage * ones, ones, **settings)
     np.testing.assert_allclose(result, loss, atol=1e-6)
 
 
@@ -50,7 +51,7 @@ def test_vector_clip_1(advantage, settings, loss):
 def test_vector_ratio_1(log_ratio, ratio):
     one = jnp.ones(1)
     wide = {"clip_low": float("inf"), "clip_high": float("inf")}
-    result = jrl.ppo_surrogate(log_ratio * one - 2, -2 * one, -one, one, **wide)
+    result = per_token(jrl.ppo_loss, log_ratio * one - 2, -2 * one, -one, one, **wide)
     np.testing.assert_allclose(result, [ratio], atol=1e-6)
 
 
@@ -173,7 +174,7 @@ def test_the_gradient_vanishes_exactly_where_a_bound_binds():
 
     def loss(logprobs, advantage, clip_dual):
         arrays = (logprobs, 0 * ones, advantage * ones, ones)
-        return jnp.sum(jrl.ppo_surrogate(*arrays, clip_dual=clip_dual))
+        return jnp.sum(per_token(jrl.ppo_loss, *arrays, clip_dual=clip_dual))
 
     slope = jax.grad(loss)(jnp.log(RATIOS), 1.0, None)
     assert (slope != 0).tolist() == [True, True, True, False, False, False, False]
@@ -198,11 +199,11 @@ def test_ratios_of_zero_and_infinity_are_finite_and_counted(advantage):
 def test_the_clamp_of_the_log_ratio_is_an_argument():
     one = jnp.ones(1)
     arrays = (one, 0 * one, -one, one)
-    assert jrl.ppo_surrogate(*arrays, max_log_ratio=0.5)[0] == pytest.approx(np.exp(0.5))
-    assert jrl.ppo_surrogate(*arrays, max_log_ratio=None)[0] == pytest.approx(np.exp(1))
+    assert per_token(jrl.ppo_loss, *arrays, max_log_ratio=0.5)[0] == pytest.approx(np.exp(0.5))
+    assert per_token(jrl.ppo_loss, *arrays, max_log_ratio=None)[0] == pytest.approx(np.exp(1))
     _, metrics = jrl.ppo_loss(*arrays, max_log_ratio=0.5)
     assert metrics["ratio_clamped"].value() == 1
-    assert jrl.ppo_surrogate(25 * one, 0 * one, -one, one)[0] == pytest.approx(np.exp(20))
+    assert per_token(jrl.ppo_loss, 25 * one, 0 * one, -one, one)[0] == pytest.approx(np.exp(20))
 
 
 def test_advantages_per_row_spread_over_tokens():
@@ -220,7 +221,7 @@ def test_advantages_per_row_spread_over_tokens():
 def test_bounds_that_make_no_sense_are_refused():
     one = jnp.ones(1)
     with pytest.raises(ValueError, match=r"clip_low=-0.1 is a distance"):
-        jrl.ppo_surrogate(one, one, one, one, clip_low=-0.1)
+        jrl.ppo_loss(one, one, one, one, clip_low=-0.1)
     with pytest.raises(ValueError, match=r"clip_high=-0.3 is a distance"):
         jrl.ppo_loss(one, one, one, one, clip_high=-0.3)
     with pytest.raises(ValueError, match="clip_dual=1 must be above 1, such as 3; None is off"):
@@ -283,3 +284,26 @@ def test_the_gradient_of_positive_examples():
     np.testing.assert_allclose(slope, [[-0.25] * 3, [0] * 3, [-0.25, 0, 0]])
     assert not np.any(jax.grad(loss)(POSITIVE, 0 * correct))
     assert loss(POSITIVE, 0 * correct) == 0
+
+
+def test_without_an_aggregation_there_are_no_denominators():
+    b = batch(3)
+    arrays = b["logprobs"], b["old_logprobs"], b["advantages"], b["mask"]
+    given = {"num_tokens": 3, "num_sequences": None, "empty_rows": "count"}
+    for loss in (jrl.ppo_loss, jrl.gspo_loss):
+        with pytest.raises(ValueError, match=r"^aggregation=None .* num_tokens, empty_rows, or.*$"):
+            loss(*arrays, aggregation=None, **given)
+        # What was not given is no denominator.
+        losses, metrics = loss(*arrays, aggregation=None, num_tokens=None)
+        reduced, others = loss(*arrays, aggregation="token-sum")
+        assert losses.shape == MASK.shape and not np.any(np.asarray(losses)[~MASK])
+        np.testing.assert_allclose(jnp.sum(losses), reduced, rtol=1e-6)
+        jax.tree.map(np.testing.assert_array_equal, metrics, others)
+
+
+def test_weights_are_factors_of_the_losses_of_tokens():
+    b = batch(4)
+    arrays = b["logprobs"], b["old_logprobs"], b["advantages"], b["mask"]
+    weights = b["importance_weights"]
+    weighted = per_token(jrl.ppo_loss, *arrays, importance_weights=weights)
+    np.testing.assert_array_equal(weighted, per_token(jrl.ppo_loss, *arrays) * weights)

@@ -61,7 +61,9 @@ def test_every_choice_of_a_string_is_in_a_table():
             assert f"``{choice}``" in (inspect.getdoc(function) or "")
 
 
-@pytest.mark.parametrize("name", full_but(MODULES, "jrl.losses.reduction", "jrl.losses.policy.ppo"))
+@pytest.mark.parametrize(
+    "name", full_but(MODULES, "jrl.losses.reduction", "jrl.losses.policy.token_ratio.ppo")
+)
 def test_examples_are_true(name):
     module = importlib.import_module(name)
     failed, tried = doctest.testmod(module)
@@ -84,7 +86,7 @@ full, short, rows = jnp.ones((2, 3)), jnp.ones((2, 1)), jnp.ones(2)
 for call in (
     lambda: jrl.aggregate(full, short),
     lambda: jrl.aggregate(full, full, "mean"),
-    lambda: jrl.ppo_surrogate(full, short, full, full),
+    lambda: jrl.ppo_loss(full, short, full, full),
     lambda: jrl.value_loss(full, full, short, full),
     lambda: jrl.gae(full, short, full),
     lambda: jrl.gae(full, full, full, bootstrap_value=full),

@@ -202,7 +202,7 @@ def test_errors_name_what_is_wrong_without_the_help_of_run_time_types():
 import jax.numpy as jnp, jrl
 full, short = jnp.ones((2, 3)), jnp.ones((2, 1))
 for call in (
-    lambda: jrl.gspo_surrogate(full, full, full, full, gradient="row"),
+    lambda: jrl.gspo_loss(full, full, full, full, gradient="row"),
     lambda: jrl.luspo_loss(full, full, full, full, gradient="tokens"),
     lambda: jrl.reinforce_loss(full, full, short),
     lambda: jrl.cispo_loss(full, short, full, full),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from batches import MASK, batch
 from calls_policy import arrays, without_old
-from policy_cases import sequences, value_and_slope
+from policy_cases import per_token, sequences, value_and_slope
 
 import jrl
 
@@ -14,7 +14,7 @@ import jrl
 def test_reinforce_has_the_gradient_minus_the_advantage():
     b = batch(0)
     logprobs, advantages, mask = without_old(b)
-    losses, slope = value_and_slope(jrl.reinforce_surrogate, (logprobs, advantages, mask))
+    losses, slope = value_and_slope(jrl.reinforce_loss, (logprobs, advantages, mask))
     np.testing.assert_allclose(losses, np.where(MASK, -advantages * logprobs, 0), rtol=1e-6)
     np.testing.assert_allclose(slope, np.where(MASK, -advantages, 0), rtol=1e-6)
     loss, metrics = jrl.reinforce_loss(logprobs, advantages, mask)
@@ -27,7 +27,7 @@ def test_gpg_is_another_name():
 
 
 def test_vector_seq_1_cispo():
-    losses, slope = value_and_slope(jrl.cispo_surrogate, sequences())
+    losses, slope = value_and_slope(jrl.cispo_loss, sequences())
     expected = [[0.994654, 1.703882, 0.5], [-0.12, -0.552585, 0]]
     np.testing.assert_allclose(losses, expected, atol=1e-6)
     weights = [[1.105171, 0.740818, 1], [1.2, 1.105171, 0]]
@@ -65,12 +65,12 @@ def test_the_bounds_of_cispo_are_distances_from_one():
         (near, {"clip_low": 10}, np.exp(-5)),
         (near, {"clip_low": None}, np.exp(-5)),
     ):
-        _, slope = value_and_slope(jrl.cispo_surrogate, given, **settings)
+        _, slope = value_and_slope(jrl.cispo_loss, given, **settings)
         np.testing.assert_allclose(slope, [-weight], rtol=1e-5)
 
 
 def test_vector_seq_1_vespo():
-    losses, slope = value_and_slope(jrl.vespo_surrogate, sequences())
+    losses, slope = value_and_slope(jrl.vespo_loss, sequences())
     phi = np.array([[1.154662] * 3, [1.168549] * 2 + [0]])
     np.testing.assert_allclose(slope, phi * np.array([[-1], [0.5]]), atol=2e-6)
     expected = phi * [[0.9, 2.3, 0.5], [-0.1, -0.5, 0]]
@@ -106,13 +106,13 @@ def test_the_weight_of_vespo_vanishes_far_away(log_w, limit):
 def test_the_weight_of_vespo_vanishes_for_a_product_that_overflows_the_logarithm():
     one = jnp.ones((1, 2))
     given = (-one, jnp.array([[-jnp.inf, -1.0]]), one, one)
-    losses, slope = value_and_slope(jrl.vespo_surrogate, given, max_log_ratio=None)
+    losses, slope = value_and_slope(jrl.vespo_loss, given, max_log_ratio=None)
     assert not losses.any() and not slope.any()
 
 
 def test_vector_seq_1_sapo():
     arrays = sequences()
-    losses, slope = value_and_slope(jrl.sapo_surrogate, arrays)
+    losses, slope = value_and_slope(jrl.sapo_loss, arrays)
     advantages = np.array([[1], [-0.5]])
     gates = np.array([[2.105074, 1.742259, 2], [2.529512, 2.009826, 0]])
     np.testing.assert_allclose(losses, -advantages * gates, atol=1e-6)
@@ -125,7 +125,7 @@ def test_vector_seq_1_sapo():
 
 def test_the_value_of_sapo_at_equal_policies_is_two_over_tau():
     one = jnp.ones(2)
-    losses = jrl.sapo_surrogate(one, one, jnp.array([1.0, -1.0]), one, tau_negative=4)
+    losses = per_token(jrl.sapo_loss, one, one, jnp.array([1.0, -1.0]), one, tau_negative=4)
     np.testing.assert_allclose(losses, [-2, 0.5])
     # A token without an advantage takes the temperature of the negative ones.
     _, metrics = jrl.sapo_loss(2 * one, one, 0 * one, one, tau_negative=4)
@@ -137,13 +137,9 @@ def test_the_gradient_of_dro_vanishes_at_its_optimum():
     one = jnp.ones(3)
     advantages, beta = jnp.array([1.0, -0.5, 2.0]), 0.25
     at_optimum = -3 * one + advantages / beta
-    _, slope = value_and_slope(
-        jrl.dro_surrogate, (at_optimum, -3 * one, advantages, one), beta=beta
-    )
+    _, slope = value_and_slope(jrl.dro_loss, (at_optimum, -3 * one, advantages, one), beta=beta)
     np.testing.assert_allclose(slope, 0, atol=1e-6)
-    losses, slope = value_and_slope(
-        jrl.dro_surrogate, (-2 * one, -3 * one, advantages, one), beta=beta
-    )
+    losses, slope = value_and_slope(jrl.dro_loss, (-2 * one, -3 * one, advantages, one), beta=beta)
     np.testing.assert_allclose(losses, 2 * advantages + 0.5 * beta, rtol=1e-6)
     np.testing.assert_allclose(slope, -(advantages - beta), rtol=1e-6)
     _, metrics = jrl.dro_loss(-2 * one, -3 * one, advantages, one, beta=beta)

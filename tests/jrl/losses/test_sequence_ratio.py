@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from batches import MASK, batch
 from calls_policy import arrays
-from policy_cases import MASK_1, sequences, value_and_slope
+from policy_cases import MASK_1, per_token, sequences, value_and_slope
 
 import jrl
 
@@ -22,12 +22,12 @@ def per_row(b):
 @pytest.mark.parametrize("gradient", FORMS)
 def test_vector_seq_1_gspo(gradient):
     logprobs, old, advantages, mask = sequences()
-    losses, slope = value_and_slope(jrl.gspo_surrogate, sequences(), gradient=gradient)
+    losses, slope = value_and_slope(jrl.gspo_loss, sequences(), gradient=gradient)
     # Both signs are on the side that is not clipped.
     expected = [[-0.935507] * 3, [0.674929, 0.674929, 0]]
     np.testing.assert_allclose(losses, expected, atol=1e-6)
     np.testing.assert_allclose(slope, expected, atol=1e-6)
-    ratio = jrl.gspo_surrogate(logprobs, old, -jnp.ones_like(advantages), mask, **OFF)
+    ratio = per_token(jrl.gspo_loss, logprobs, old, -jnp.ones_like(advantages), mask, **OFF)
     np.testing.assert_allclose(ratio, [[0.935507] * 3, [1.349859] * 2 + [0]], atol=1e-6)
     loss, metrics = jrl.gspo_loss(*sequences(), gradient=gradient)
     np.testing.assert_allclose(loss, (0.674929 - 0.935507) / 2, atol=1e-6)
@@ -39,7 +39,7 @@ def test_vector_seq_1_gspo(gradient):
 def test_gspo_clips_on_the_side_where_an_advantage_acts(gradient):
     logprobs, old, advantages, mask = sequences()
     flipped = (logprobs, old, -advantages, mask)
-    losses, slope = value_and_slope(jrl.gspo_surrogate, flipped, gradient=gradient)
+    losses, slope = value_and_slope(jrl.gspo_loss, flipped, gradient=gradient)
     np.testing.assert_allclose(losses, [[0.9997] * 3, [-0.5002] * 2 + [0]], atol=1e-6)
     assert not slope.any()
     _, metrics = jrl.gspo_loss(*flipped, gradient=gradient)
@@ -71,8 +71,8 @@ def test_the_two_gradients_of_gspo_agree_for_one_advantage_per_row_and_differ_ot
 
 def test_the_sequence_gradient_gives_each_token_of_a_row_the_same():
     b = batch(1)
-    _, slope = value_and_slope(jrl.gspo_surrogate, arrays(b), gradient="sequence", **OFF)
-    _, own = value_and_slope(jrl.gspo_surrogate, arrays(b), gradient="token", **OFF)
+    _, slope = value_and_slope(jrl.gspo_loss, arrays(b), gradient="sequence", **OFF)
+    _, own = value_and_slope(jrl.gspo_loss, arrays(b), gradient="token", **OFF)
     for row, mask in zip(slope, MASK, strict=True):
         if mask.any():
             np.testing.assert_allclose(row[mask], row[mask][0], rtol=1e-6)
@@ -83,8 +83,8 @@ def test_the_sequence_gradient_gives_each_token_of_a_row_the_same():
 def test_luspo_is_gspo_times_the_length():
     b = batch(2)
     bounds = {"clip_low": 0.1, "clip_high": 0.2}
-    luspo = value_and_slope(jrl.luspo_surrogate, arrays(b), **bounds)
-    gspo = value_and_slope(jrl.gspo_surrogate, arrays(b), **bounds)
+    luspo = value_and_slope(jrl.luspo_loss, arrays(b), **bounds)
+    gspo = value_and_slope(jrl.gspo_loss, arrays(b), **bounds)
     length = MASK.sum(1, keepdims=True)
     for actual, base in zip(luspo, gspo, strict=True):
         np.testing.assert_allclose(actual, length * base, rtol=1e-6)
@@ -97,16 +97,16 @@ def test_luspo_is_gspo_times_the_length():
 def test_the_bounds_that_are_the_defaults():
     one = jnp.ones((1, 1))
     for surrogate, low, high in (
-        (jrl.gspo_surrogate, 1 - 3e-4, 1 + 4e-4),
-        (jrl.luspo_surrogate, 1 - 2e-3, 1 + 2.5e-3),
-        (jrl.gmpo_surrogate, np.exp(-0.4), np.exp(0.4)),
+        (jrl.gspo_loss, 1 - 3e-4, 1 + 4e-4),
+        (jrl.luspo_loss, 1 - 2e-3, 1 + 2.5e-3),
+        (jrl.gmpo_loss, np.exp(-0.4), np.exp(0.4)),
     ):
         np.testing.assert_allclose(surrogate(0 * one, one, -one, one), [[low]], rtol=1e-7)
         np.testing.assert_allclose(surrogate(one, 0 * one, one, one), [[-high]], rtol=1e-7)
 
 
 def test_vector_seq_1_gmpo():
-    losses, slope = value_and_slope(jrl.gmpo_surrogate, sequences())
+    losses, slope = value_and_slope(jrl.gmpo_loss, sequences())
     expected = [[-0.935507] * 3, [0.674929, 0.674929, 0]]
     np.testing.assert_allclose(losses, expected, atol=1e-6)
     # All tokens of a row have its loss, and each moves all of them by a share.
@@ -119,7 +119,7 @@ def test_vector_seq_1_gmpo():
 
 def test_gmpo_clips_tokens_by_the_sign_of_their_advantage():
     logprobs, old, advantages, mask = sequences()
-    losses, slope = value_and_slope(jrl.gmpo_surrogate, (logprobs, old, -advantages, mask))
+    losses, slope = value_and_slope(jrl.gmpo_loss, (logprobs, old, -advantages, mask))
     np.testing.assert_allclose(losses[1, :2], -0.5 * np.exp((0.4 + 0.1) / 2), rtol=1e-6)
     assert slope[1, 0] == 0 and slope[1, 1] == pytest.approx(losses[1, 0])
     _, metrics = jrl.gmpo_loss(logprobs, old, -advantages, mask)
@@ -129,12 +129,12 @@ def test_gmpo_clips_tokens_by_the_sign_of_their_advantage():
 def test_gmpo_of_advantages_per_token_is_weighted_by_their_mean():
     logprobs, old = jnp.array([[-1.0, -1.0, -1.0]]), jnp.array([[-2.0, -0.2, -1.5]])
     advantages, mask = jnp.array([[2.0, -0.5, 0.0]]), jnp.ones((1, 3))
-    losses, slope = value_and_slope(jrl.gmpo_surrogate, (logprobs, old, advantages, mask))
+    losses, slope = value_and_slope(jrl.gmpo_loss, (logprobs, old, advantages, mask))
     # Clipped above at 0.4, below at -0.4, and left out.
     np.testing.assert_allclose(losses, [[-0.5] * 3], rtol=1e-6)
     assert not slope.any()
     losses, slope = value_and_slope(
-        jrl.gmpo_surrogate, (logprobs, old, advantages, mask), clip_low=1.0, clip_high=2.0
+        jrl.gmpo_loss, (logprobs, old, advantages, mask), clip_low=1.0, clip_high=2.0
     )
     np.testing.assert_allclose(losses, [[-0.5 * np.exp((1 - 0.8) / 3)] * 3], rtol=1e-6)
     np.testing.assert_allclose(slope, [[losses[0, 0], losses[0, 0], 0]], rtol=1e-6)
@@ -142,8 +142,8 @@ def test_gmpo_of_advantages_per_token_is_weighted_by_their_mean():
 
 def test_without_bounds_gmpo_is_the_sequence_form_of_gspo():
     b = batch(3)
-    gmpo = value_and_slope(jrl.gmpo_surrogate, per_row(b), **OFF)
-    gspo = value_and_slope(jrl.gspo_surrogate, per_row(b), gradient="sequence", **OFF)
+    gmpo = value_and_slope(jrl.gmpo_loss, per_row(b), **OFF)
+    gspo = value_and_slope(jrl.gspo_loss, per_row(b), gradient="sequence", **OFF)
     for actual, expected in zip(gmpo, gspo, strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
@@ -166,5 +166,5 @@ def test_a_token_beyond_the_clamp_is_counted_where_it_is():
         _, metrics = loss(far, old, advantages, mask)
         np.testing.assert_allclose(metrics["ratio_clamped"].value(), 1 / 5)
     # One impossible token cannot carry the mean of the others beyond the clamp.
-    losses = jrl.gspo_surrogate(far, old, -advantages, mask, **OFF)
+    losses = per_token(jrl.gspo_loss, far, old, -advantages, mask, **OFF)
     np.testing.assert_allclose(losses[1, 0], -0.5 * np.exp((0.1 - 20) / 2), rtol=1e-5)

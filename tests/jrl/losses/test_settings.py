@@ -28,7 +28,6 @@ SIGNED = {
     "adaptive_entropy_coefficient": {"target", "low", "high"},
     "bounded_value": {"low", "high"},
     "clip_cov_loss": {"low", "high"},
-    "clip_cov_surrogate": {"low", "high"},
     "diagnostics.calibration": {"low", "high"},
     "gpg": {"alpha"},
     "off_policy_sequence_mask": {"max_divergence"},
@@ -135,11 +134,12 @@ def test_what_is_compiled_cannot_depend_on_a_traced_number(name):
 def test_bounds_of_tokens_are_not_negative_either():
     wrong = jnp.array([[0.25, -0.5, 0.25]] * 2)
     with pytest.raises(ValueError, match=r"clip_low=-0\.5 is a distance and cannot be negative"):
-        call("ppo_surrogate", clip_low=wrong)
+        call("ppo_loss", clip_low=wrong)
     # What lies under a false mask is not read.
-    kept = call("ppo_surrogate", clip_low=wrong, mask=wrong > 0)
-    np.testing.assert_array_equal(kept, call("ppo_surrogate", clip_low=0.25, mask=wrong > 0))
-    jax.eval_shape(lambda bound: call("ppo_surrogate", clip_low=bound), wrong)
+    hidden = {"mask": wrong > 0, "aggregation": None}
+    kept, _ = call("ppo_loss", clip_low=wrong, **hidden)
+    np.testing.assert_array_equal(kept, call("ppo_loss", clip_low=0.25, **hidden)[0])
+    jax.eval_shape(lambda bound: call("ppo_loss", clip_low=bound), wrong)
 
 
 @pytest.mark.parametrize("wrong", [(0.5, 0.25, 1.0), np.ones(3), np.ones((2, 2)), ()])

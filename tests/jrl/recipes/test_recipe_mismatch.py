@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrl.losses import ppo_surrogate
+from jrl.losses import ppo_loss
 from jrl.recipes import RECIPES, Batch, Grpo
 from jrl.recipes.mismatch import Correction
 from jrl.report.metrics import check_known
@@ -154,7 +154,7 @@ def test_every_recipe_weighs_its_policy_loss(name):
     batch = replace(batch, importance_weights=weights)
     weighted, found = recipe.policy_loss(logprobs, entropy, batch, count(batch))
     clips = {"clip_low": recipe.clip_low, "clip_high": recipe.clip_high}
-    surrogate = ppo_surrogate(logprobs, old_logprobs, advantages, MASK, **clips)
+    surrogate, _ = ppo_loss(logprobs, old_logprobs, advantages, MASK, aggregation=None, **clips)
     wanted = np.sum(np.asarray(weights * surrogate)[MASK]) / 7
     np.testing.assert_allclose(found["actor/pg_loss"], wanted, **FLOAT32)
     # The terms beside it have no ratio, and so no weight.

@@ -4,7 +4,7 @@ from math import log
 
 import oracles
 
-from vectors.vector import Case, Vector
+from vectors.vector import Case, Vector, per_token
 
 # SEQ-1: two responses of three and two tokens.
 OLD = [[-1.0, -2.0, -0.5], [-0.7, -1.1, None]]
@@ -67,67 +67,54 @@ def per_row(inputs):
     return {**inputs, "advantages": [[1.5], [-1.25], [9.0], [-2.0]]}
 
 
-def pair(name, row_loss, formula, source, cases, usual, bounds=None, weighted=None):
-    """Vectors of a surrogate and of its loss.
+def policy_loss(name, row_loss, formula, source, cases, usual, bounds=None, weighted=None):
+    """Vectors of a loss, reduced and per token.
 
-    `cases` are those of both; `weighted` are the settings under which the loss is tried with
+    `cases` are tried in both ways; `weighted` are the settings under which the loss is tried with
     weights, every aggregation and given denominators.
     """
     bounds, weighted = bounds or {}, weighted or {}
     first = cases[0].inputs
     uneven = {key: UNEVEN[key] for key in first}
-    return [
-        Vector(
-            function=f"{name}_surrogate",
-            formula=f"One loss per token, 0 under the mask: {formula}",
-            source=source,
-            outputs=["surrogate"],
-            oracle=oracles.policy_surrogate(row_loss, **bounds),
-            cases=cases,
+    return Vector(
+        function=f"{name}_loss",
+        formula=(
+            f"The losses of the tokens, times importance_weights if given, reduced by "
+            f"`aggregation` (default {usual}) as in aggregate, or as they are if it is null: "
+            f"{formula}"
         ),
-        Vector(
-            function=f"{name}_loss",
-            formula=(
-                f"The losses of the tokens, times importance_weights if given, reduced by "
-                f"`aggregation` (default {usual}) as in aggregate: {formula}"
+        source=source,
+        outputs=["loss", "metrics"],
+        oracle=oracles.policy_loss(row_loss, aggregation=usual, **bounds),
+        cases=[
+            *cases,
+            *(
+                Case(
+                    f"{mode or 'per token'}, importance weights",
+                    uneven,
+                    {**weighted, "aggregation": mode, "importance_weights": WEIGHTS, **settings},
+                )
+                for mode, settings in {**MODES, None: {}}.items()
             ),
-            source=source,
-            outputs=["loss", "metrics"],
-            oracle=oracles.policy_loss(row_loss, aggregation=usual, **bounds),
-            cases=[
-                *cases,
-                *(
-                    Case(
-                        f"{mode}, importance weights",
-                        uneven,
-                        {
-                            **weighted,
-                            "aggregation": mode,
-                            "importance_weights": WEIGHTS,
-                            **settings,
-                        },
-                    )
-                    for mode, settings in MODES.items()
-                ),
-                Case(
-                    "importance weights of rows",
-                    uneven,
-                    {**weighted, "importance_weights": ROW_WEIGHTS},
-                ),
-                Case(
-                    "given denominators",
-                    uneven,
-                    {**weighted, "num_tokens": 11, "num_sequences": 7},
-                ),
-                Case(
-                    "empty rows count",
-                    uneven,
-                    {**weighted, "aggregation": "seq-mean-token-mean", "empty_rows": "count"},
-                ),
-                Case("no token at all", {key: NOTHING[key] for key in first}, weighted),
-            ],
-        ),
-    ]
+            Case(
+                "importance weights of rows",
+                uneven,
+                {**weighted, "importance_weights": ROW_WEIGHTS},
+            ),
+            Case(
+                "given denominators",
+                uneven,
+                {**weighted, "num_tokens": 11, "num_sequences": 7},
+            ),
+            Case(
+                "empty rows count",
+                uneven,
+                {**weighted, "aggregation": "seq-mean-token-mean", "empty_rows": "count"},
+            ),
+            Case("no token at all", {key: NOTHING[key] for key in first}, weighted),
+            *per_token(cases),
+        ],
+    )
 
 
 def usual_cases(**settings):
@@ -228,7 +215,7 @@ REINFORCE_CASES = [
     Case("holes", without_old(UNEVEN)),
     Case("one advantage per row", without_old(per_row(UNEVEN))),
 ]
-REINFORCE = pair(
+REINFORCE = policy_loss(
     "reinforce",
     oracles.reinforce_row,
     "l = -A logp",
@@ -249,7 +236,7 @@ POSITIVE_HOLES = {
 }
 
 VECTORS = [
-    *pair(
+    policy_loss(
         "ppo",
         oracles.ppo_row,
         "with d = clip(logp - old, -max_log_ratio, max_log_ratio) and r = exp(d), "
@@ -261,16 +248,16 @@ VECTORS = [
         {"clip_low": 0.2, "clip_high": 0.2},
         {"clip_low": 0.2, "clip_high": 0.28, "clip_dual": 1.5},
     ),
-    *REINFORCE,
+    REINFORCE,
     Vector(
         function="gpg_loss",
         formula="l = -A logp, the loss of REINFORCE",
         source="GPG, arXiv 2504.02546",
-        outputs=REINFORCE[1].outputs,
-        oracle=REINFORCE[1].oracle,
+        outputs=REINFORCE.outputs,
+        oracle=REINFORCE.oracle,
         cases=REINFORCE_CASES,
     ),
-    *pair(
+    policy_loss(
         "cispo",
         oracles.cispo_row,
         "with d = clip(logp - old, -max_log_ratio, max_log_ratio), "
@@ -290,7 +277,7 @@ VECTORS = [
         {"clip_high": 0.2},
         {"clip_low": 0.2},
     ),
-    *pair(
+    policy_loss(
         "vespo",
         oracles.vespo_row,
         "with W the product of a row's ratios exp(clip(logp - old, -max_log_ratio, "
@@ -308,7 +295,7 @@ VECTORS = [
         ],
         "token-mean",
     ),
-    *pair(
+    policy_loss(
         "gspo",
         oracles.gspo_row,
         "with s_i = exp(mean of clip(logp - old, -max_log_ratio, max_log_ratio) over the row's "
@@ -321,17 +308,17 @@ VECTORS = [
         {"clip_low": 3e-4, "clip_high": 4e-4},
         {"clip_low": 0.1, "clip_high": 0.3, "gradient": "sequence"},
     ),
-    *pair(
+    policy_loss(
         "luspo",
         oracles.luspo_row,
-        "n_i times the loss of gspo_surrogate, n_i the row's true tokens",
+        "n_i times the loss of gspo_loss per token, n_i the row's true tokens",
         "LUSPO, arXiv 2602.05261; TRL",
         GSPO_CASES,
         "seq-mean-token-mean",
         {"clip_low": 2e-3, "clip_high": 2.5e-3},
         {"clip_low": 0.1, "clip_high": 0.3},
     ),
-    *pair(
+    policy_loss(
         "gmpo",
         oracles.gmpo_row,
         "with d = clip(logp - old, -max_log_ratio, max_log_ratio), c = min(d, clip_high) where "
@@ -347,7 +334,7 @@ VECTORS = [
         "seq-mean-token-mean",
         {"clip_low": 0.4, "clip_high": 0.4},
     ),
-    *pair(
+    policy_loss(
         "sapo",
         oracles.sapo_row,
         "with r = exp(clip(logp - old, -max_log_ratio, max_log_ratio)), "
@@ -361,7 +348,7 @@ VECTORS = [
         ],
         "seq-mean-token-mean",
     ),
-    *pair(
+    policy_loss(
         "dro",
         oracles.dro_row,
         "with d = clip(logp - old, -max_log_ratio, max_log_ratio), "

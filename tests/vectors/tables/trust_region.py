@@ -4,17 +4,18 @@ import numpy as np
 import oracles
 from oracles.rows import rows
 
-from vectors.vector import Case, Vector
+from vectors.vector import Case, Vector, per_token
 
 LOGPROBS = [[-0.5, -1.2, -0.1, -2.0], [-0.9, None, None, -0.3], [None, None, None, None]]
 OLD = [[-0.6, -0.8, -0.1, -3.5], [-1.9, None, None, -0.9], [None, None, None, None]]
 ADVANTAGES = [[1.0, -0.5, 2.0, -1.5], [0.75, None, None, -1.0], [None, None, None, None]]
 MASK = [[1, 1, 1, 1], [1, 0, 0, 1], [0, 0, 0, 0]]
 NOTHING = [[0, 0, 0, 0]] * 3
+REDUCED = " Then aggregate, by token-mean unless given, or one loss per token for null."
 TOKENS = {"logprobs": LOGPROBS, "old_logprobs": OLD, "advantages": ADVANTAGES, "mask": MASK}
 
 
-def per_token(function, mask, *arrays, **settings):
+def at_tokens(function, mask, *arrays, **settings):
     """A function of one token's numbers on every true token, 0 elsewhere."""
     out = np.zeros(np.shape(mask))
     for i, times in enumerate(rows(mask)):
@@ -24,15 +25,23 @@ def per_token(function, mask, *arrays, **settings):
 
 
 def _loss(losses, slopes, acts, mask, aggregation):
-    """What a loss returns, from the losses of its tokens and which bounds act on them."""
+    """What a loss returns, from the losses of its tokens and which bounds act on them.
+
+    Without an aggregation it is those losses as they are.
+    """
     tokens = max(int(np.sum(mask)), 1)
+    if aggregation is None:
+        reduced, factors = losses, 1.0
+    else:
+        reduced = oracles.aggregate(losses, mask, aggregation)
+        factors = oracles.token_weights(mask, aggregation)
     return {
-        "loss": oracles.aggregate(losses, mask, aggregation),
+        "loss": reduced,
         "metrics": {
             "pg_clipfrac": (acts == "clip").sum() / tokens,
             "pg_clipfrac_lower": (acts == "dual").sum() / tokens,
         },
-        "gradients": {"logprobs": slopes * oracles.token_weights(mask, aggregation)},
+        "gradients": {"logprobs": slopes * factors},
     }
 
 
@@ -70,12 +79,7 @@ def _redistributed(logprobs, old_logprobs, advantages, mask, signal, **settings)
         return oracles.redistributed_advantage(np.exp(logprob - old), advantage, h, **settings)
 
     arrays = (logprobs, old_logprobs, advantages, signal)
-    return {"advantages": per_token(one, mask, *arrays)}
-
-
-def _hapo_surrogate(logprobs, old_logprobs, advantages, mask, signal, **settings):
-    losses, slopes, _ = oracles.hapo(logprobs, old_logprobs, advantages, mask, signal, **settings)
-    return {"surrogate": losses, "gradients": {"logprobs": slopes}}
+    return {"advantages": at_tokens(one, mask, *arrays)}
 
 
 def _hapo_loss(
@@ -204,16 +208,8 @@ HAPO = [
         ],
     ),
     Vector(
-        function="hapo_surrogate",
-        formula=HAPO_FORMULA,
-        source=HAPO_SOURCE,
-        outputs=["surrogate"],
-        oracle=_hapo_surrogate,
-        cases=[Case("HAPO-2", HAPO2), *HAPO_CASES],
-    ),
-    Vector(
         function="hapo_loss",
-        formula=HAPO_FORMULA + " Then aggregate, by token-mean unless given.",
+        formula=HAPO_FORMULA + REDUCED,
         source=HAPO_SOURCE,
         outputs=["loss", "metrics"],
         oracle=_hapo_loss,
@@ -224,14 +220,10 @@ HAPO = [
                 {**TOKENS, "signal": SIGNAL},
                 {"aggregation": "seq-mean-token-mean"},
             ),
+            *per_token([Case("HAPO-2", HAPO2), *HAPO_CASES]),
         ],
     ),
 ]
-
-
-def _dppo_surrogate(logprobs, old_logprobs, advantages, mask, **settings):
-    losses, slopes, _ = oracles.dppo(logprobs, old_logprobs, advantages, mask, **settings)
-    return {"surrogate": losses, "gradients": {"logprobs": slopes}}
 
 
 def _dppo_loss(logprobs, old_logprobs, advantages, mask, aggregation="token-mean", **settings):
@@ -269,16 +261,8 @@ DPPO_CASES = [
 
 DPPO = [
     Vector(
-        function="dppo_surrogate",
-        formula=DPPO_FORMULA,
-        source=DPPO_SOURCE,
-        outputs=["surrogate"],
-        oracle=_dppo_surrogate,
-        cases=DPPO_CASES,
-    ),
-    Vector(
         function="dppo_loss",
-        formula=DPPO_FORMULA + " Then aggregate, by token-mean unless given.",
+        formula=DPPO_FORMULA + REDUCED,
         source=DPPO_SOURCE,
         outputs=["loss", "metrics"],
         oracle=_dppo_loss,
@@ -289,19 +273,10 @@ DPPO = [
                 TOKENS,
                 {"kind": "tv", "max_divergence": 0.15, "aggregation": "seq-mean-token-mean"},
             ),
+            *per_token(DPPO_CASES),
         ],
     ),
 ]
-
-
-def _clip_cov_surrogate(logprobs, old_logprobs, advantages, mask, fraction, **settings):
-    losses, slopes, _ = oracles.clip_cov(logprobs, old_logprobs, advantages, mask, **settings)
-    return {"surrogate": losses, "gradients": {"logprobs": slopes}}
-
-
-def _kl_cov_surrogate(logprobs, old_logprobs, advantages, mask, **settings):
-    losses, slopes, _ = oracles.kl_cov(logprobs, old_logprobs, advantages, mask, **settings)
-    return {"surrogate": losses, "gradients": {"logprobs": slopes}}
 
 
 def _cov_loss(losses, slopes, acts, mask, aggregation):
@@ -374,41 +349,27 @@ COVARIANCE = [
         ],
     ),
     Vector(
-        function="clip_cov_surrogate",
-        formula=CLIP_COV_FORMULA,
-        source=COV_SOURCE,
-        outputs=["surrogate"],
-        oracle=_clip_cov_surrogate,
-        cases=CLIP_COV_CASES,
-    ),
-    Vector(
         function="clip_cov_loss",
-        formula=CLIP_COV_FORMULA + " Then aggregate, by token-mean unless given.",
+        formula=CLIP_COV_FORMULA + REDUCED,
         source=COV_SOURCE,
         outputs=["loss", "metrics"],
         oracle=_clip_cov_loss,
         cases=[
             *CLIP_COV_CASES,
             Case("mean of sequences", TOKENS, {**ALL_OF_THEM, "low": 0.05, **MEAN_OF_SEQUENCES}),
+            *per_token(CLIP_COV_CASES),
         ],
     ),
     Vector(
-        function="kl_cov_surrogate",
-        formula=KL_COV_FORMULA,
-        source=COV_SOURCE,
-        outputs=["surrogate"],
-        oracle=_kl_cov_surrogate,
-        cases=KL_COV_CASES,
-    ),
-    Vector(
         function="kl_cov_loss",
-        formula=KL_COV_FORMULA + " Then aggregate, by token-mean unless given.",
+        formula=KL_COV_FORMULA + REDUCED,
         source=COV_SOURCE,
         outputs=["loss", "metrics"],
         oracle=_kl_cov_loss,
         cases=[
             *KL_COV_CASES,
             Case("mean of sequences", TOKENS, {"fraction": 0.4, **MEAN_OF_SEQUENCES}),
+            *per_token(KL_COV_CASES),
         ],
     ),
 ]

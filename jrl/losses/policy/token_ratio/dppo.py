@@ -10,13 +10,19 @@ from jaxtyping import Bool, Float, Shaped
 
 from jrl.losses import settings
 from jrl.losses.arrays import Number
-from jrl.losses.policy.tokens import Tokens, clamped_log_ratio, clean, reduce_surrogate
+from jrl.losses.policy.tokens import (
+    Loss,
+    Tokens,
+    clamped_log_ratio,
+    prepare,
+    reduce_surrogate,
+)
 from jrl.losses.reduction import Aggregation, Denominators, Mean
 
 ProbabilityDistance = Literal["tv", "kl"]
 
 
-def dppo_surrogate(
+def dppo_loss(
     logprobs: Float[ArrayLike, "*batch time"],
     old_logprobs: Float[ArrayLike, "*batch time"],
     advantages: Float[ArrayLike, "*#batch #time"],
@@ -26,8 +32,11 @@ def dppo_surrogate(
     max_divergence: settings.Sides,
     max_ratio: Number | None = 20.0,
     max_log_ratio: Number | None = 20.0,
-) -> Float[Array, "*batch time"]:
-    """Per-token policy loss of DPPO, to be minimised.
+    importance_weights: Float[ArrayLike, "*#batch #time"] | None = None,
+    aggregation: Aggregation | None = "token-mean",
+    **denominators: Unpack[Denominators],
+) -> tuple[Loss, dict[str, Mean]]:
+    """Policy loss of DPPO, to be minimised.
 
     With p and q the probabilities of a token under the current and the old policy, ``r = p / q``
     and sg the stop-gradient,
@@ -50,6 +59,8 @@ def dppo_surrogate(
     ``-A min(r, max_ratio)`` where kept, means something. In the paper the old policy is the sampler
     itself, so that the ratio corrects for the mismatch, too: weigh it no second time.
 
+    Dropped tokens have a loss of 0 and still count in the denominators.
+
     Args:
       logprobs: of the sampled tokens under the current policy, in nats.
       old_logprobs: the same under the policy that sampled them; no gradient.
@@ -63,13 +74,21 @@ def dppo_surrogate(
       max_ratio: the cap of the ratio, above one; None is off. 20 in verl (``clip_ratio_c``).
       max_log_ratio: the log-ratio is clamped to plus or minus this many nats before the
         exponential, and so is log p from below, where the gradient is then 0. None is off.
+      importance_weights: factors on the tokens' losses, of the shapes of `advantages`; no gradient.
+        None is off.
+      aggregation: how to weigh tokens and sequences, see `aggregate`; None reduces nothing, and
+        the loss is one per token.
+      denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
+        `sequence_lengths`, `empty_rows`; none of them beside ``aggregation=None``.
 
     Returns:
-      One loss per token, 0 where the mask is false or the token is dropped. Reduce it with
-      `aggregate`.
+      `(loss, metrics)`. The loss is one number, or one per token, 0 where the mask is false, with
+      ``aggregation=None``. The metrics are those of `ppo_loss`. ``pg_clipfrac`` is where a token
+      was dropped, ``pg_clipfrac_lower`` where the ratio was capped.
 
     Raises:
-      ValueError: if `kind` is unknown, `max_divergence` negative or `max_ratio` not above one.
+      ValueError: if `kind` or the aggregation is unknown, `max_divergence` negative or `max_ratio`
+        not above one, denominators stand beside ``aggregation=None``, or shapes do not agree.
 
     References:
       Qi et al., "Rethinking the trust region in LLM reinforcement learning", 2026.
@@ -80,68 +99,15 @@ def dppo_surrogate(
       >>> p, old, ones = jnp.array([0.03, 0.95]), jnp.array([0.01, 0.9]), jnp.ones(2)
       >>> def total(logprobs):
       ...     arrays = (logprobs, jnp.log(old), ones, ones)
-      ...     return jnp.sum(dppo_surrogate(*arrays, kind="tv", max_divergence=0.03))
-      >>> [round(float(slope), 4) for slope in -jax.grad(total)(jnp.log(p))]
-      [3.0, 0.0]
+      ...     losses, metrics = dppo_loss(
+      ...         *arrays, kind="tv", max_divergence=0.03, aggregation=None
+      ...     )
+      ...     return jnp.sum(losses), metrics
+      >>> slopes, metrics = jax.grad(total, has_aux=True)(jnp.log(p))
+      >>> [round(float(slope), 4) for slope in -slopes], float(metrics["pg_clipfrac"].value())
+      ([3.0, 0.0], 0.5)
     """
-    tokens = clean(logprobs, old_logprobs, advantages, mask)
-    surrogate, _ = _dppo(tokens, kind, max_divergence, max_ratio, max_log_ratio)
-    return surrogate
-
-
-def dppo_loss(
-    logprobs: Float[ArrayLike, "*batch time"],
-    old_logprobs: Float[ArrayLike, "*batch time"],
-    advantages: Float[ArrayLike, "*#batch #time"],
-    mask: Shaped[ArrayLike, "*batch time"],
-    *,
-    kind: ProbabilityDistance,
-    max_divergence: settings.Sides,
-    max_ratio: Number | None = 20.0,
-    max_log_ratio: Number | None = 20.0,
-    importance_weights: Float[ArrayLike, "*#batch #time"] | None = None,
-    aggregation: Aggregation = "token-mean",
-    **denominators: Unpack[Denominators],
-) -> tuple[Float[Array, ""], dict[str, Mean]]:
-    """Policy loss of DPPO: `dppo_surrogate`, weighted if asked, then `aggregate`.
-
-    Dropped tokens have a loss of 0 and still count in the denominators.
-
-    Args:
-      logprobs: of the sampled tokens under the current policy, in nats.
-      old_logprobs: the same under the policy that sampled them; no gradient.
-      advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
-      mask: true on sampled tokens.
-      kind: see `dppo_surrogate`, as are the settings up to `max_log_ratio`.
-      max_divergence: a probability for "tv", nats for "kl"; two are (down, up).
-      max_ratio: None is off.
-      max_log_ratio: None is off.
-      importance_weights: factors on the tokens' losses, of the shapes of `advantages`; no gradient.
-        None is off.
-      aggregation: how to weigh tokens and sequences, see `aggregate`.
-      denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
-        `sequence_lengths`, `empty_rows`.
-
-    Returns:
-      `(loss, metrics)`. The metrics are those of `ppo_loss`. ``pg_clipfrac`` is where a token was
-      dropped, ``pg_clipfrac_lower`` where the ratio was capped.
-
-    Raises:
-      ValueError: if a setting or the aggregation is not valid, or shapes do not agree.
-
-    References:
-      As for `dppo_surrogate`.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> p, old, ones = jnp.array([0.03, 0.95]), jnp.array([0.01, 0.9]), jnp.ones(2)
-      >>> _, metrics = dppo_loss(
-      ...     jnp.log(p), jnp.log(old), ones, ones, kind="tv", max_divergence=0.03
-      ... )
-      >>> float(metrics["pg_clipfrac"].value())
-      0.5
-    """
-    tokens = clean(logprobs, old_logprobs, advantages, mask)
+    tokens = prepare(logprobs, old_logprobs, advantages, mask)
     surrogate, statistics = _dppo(tokens, kind, max_divergence, max_ratio, max_log_ratio)
     return reduce_surrogate(
         dppo_loss,
@@ -161,7 +127,7 @@ def _dppo(
     max_ratio: Number | None,
     max_log_ratio: Number | None,
 ) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
-    """The surrogate of `dppo_surrogate`, and the statistics of `dppo_loss` for each token."""
+    """The surrogate of `dppo_loss`, and its statistics for each token."""
     if kind not in get_args(ProbabilityDistance):
         raise ValueError(f"kind={kind!r} is neither 'tv' nor 'kl'.")
     bounds = settings.sides("max_divergence", max_divergence)

@@ -11,16 +11,17 @@ from jrl.losses import settings
 from jrl.losses.arrays import Number
 from jrl.losses.policy.tokens import (
     Bound,
+    Loss,
     Tokens,
     clamped_log_ratio,
-    clean,
     distance,
+    prepare,
     reduce_surrogate,
 )
 from jrl.losses.reduction import Aggregation, Denominators, Mean
 
 
-def ppo_surrogate(
+def ppo_loss(
     logprobs: Float[ArrayLike, "*batch time"],
     old_logprobs: Float[ArrayLike, "*batch time"],
     advantages: Float[ArrayLike, "*#batch #time"],
@@ -31,8 +32,11 @@ def ppo_surrogate(
     clip_dual: Number | None = None,
     guard: Number | None = None,
     max_log_ratio: Number | None = 20.0,
-) -> Float[Array, "*batch time"]:
-    """Per-token clipped policy loss of PPO, to be minimised.
+    importance_weights: Float[ArrayLike, "*#batch #time"] | None = None,
+    aggregation: Aggregation | None = "token-mean",
+    **denominators: Unpack[Denominators],
+) -> tuple[Loss, dict[str, Mean]]:
+    """Clipped policy loss of PPO, to be minimised.
 
     With ``r = exp(logprobs - old_logprobs)``,
 
@@ -63,14 +67,30 @@ def ppo_surrogate(
         exponential, where the gradient is then 0; ``exp(20)`` is 5e8. Probabilities that vanish
         under one policy (a ratio of 0 or infinity) thereby give finite losses. None is off, and
         such ratios then give what IEEE arithmetic gives.
+      importance_weights: factors on the tokens' losses, of the shapes of `advantages`, such as
+        corrections for a sampler that differs from the old policy; no gradient. None is off.
+      aggregation: how to weigh tokens and sequences, see `aggregate`; None reduces nothing, and
+        the loss is one per token.
+      denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
+        `sequence_lengths`, `empty_rows`; none of them beside ``aggregation=None``.
 
     Returns:
-      One loss per token, 0 where the mask is false. Reduce it with `aggregate`.
+      `(loss, metrics)`. The loss is one number, or one per token, 0 where the mask is false, with
+      ``aggregation=None``. The metrics are means over the true tokens, whatever the aggregation,
+      kept as `Mean` so that they add up over micro-batches and devices:
+
+      * ``pg_clipfrac``: where a clip binds, that is, changes the loss;
+      * ``pg_clipfrac_lower``: where the dual clip or the guard does;
+      * ``ppo_kl``: ``old_logprobs - logprobs``, the k1 estimate of KL(old || current);
+      * ``ratio``, ``ratio_squared``: of the two policies; 1 each while they are equal. The
+        effective share of the sample is ``ratio^2 / ratio_squared``;
+      * ``ratio_clamped``: where `max_log_ratio` was exceeded.
 
     Raises:
       ValueError: if a bound is negative, `clip_dual` is not above one, or `guard` is not above
-        ``1 + clip_high``, since it would then bound positive advantages in its place. (Of a
-        `clip_high` given as an array that cannot be checked: a lower guard acts as said.)
+        ``1 + clip_high``, since it would then bound positive advantages in its place (of a
+        `clip_high` given as an array that cannot be checked: a lower guard acts as said); if the
+        aggregation is unknown or stands beside denominators as None; if shapes do not agree.
 
     References:
       Schulman et al., "Proximal policy optimization algorithms", 2017, eq. 7.
@@ -81,68 +101,11 @@ def ppo_surrogate(
       Prime Intellect, "INTELLECT-2", 2025 (guard). https://arxiv.org/abs/2505.07291
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> ratio, ones = jnp.array([0.5, 1.0, 1.25, 4.0]), jnp.ones(4)
-      >>> ppo_surrogate(jnp.log(ratio), 0 * ones, ones, ones, clip_high=0.25).tolist()
-      [-0.5, -1.0, -1.25, -1.25]
-    """
-    tokens = clean(logprobs, old_logprobs, advantages, mask)
-    surrogate, _ = clipped(tokens, clip_low, clip_high, clip_dual, max_log_ratio, guard)
-    return surrogate
-
-
-def ppo_loss(
-    logprobs: Float[ArrayLike, "*batch time"],
-    old_logprobs: Float[ArrayLike, "*batch time"],
-    advantages: Float[ArrayLike, "*#batch #time"],
-    mask: Shaped[ArrayLike, "*batch time"],
-    *,
-    clip_low: Bound = 0.2,
-    clip_high: Bound = 0.2,
-    clip_dual: Number | None = None,
-    guard: Number | None = None,
-    max_log_ratio: Number | None = 20.0,
-    importance_weights: Float[ArrayLike, "*#batch #time"] | None = None,
-    aggregation: Aggregation = "token-mean",
-    **denominators: Unpack[Denominators],
-) -> tuple[Float[Array, ""], dict[str, Mean]]:
-    """Clipped policy loss of PPO: `ppo_surrogate`, weighted if asked, then `aggregate`.
-
-    Args:
-      logprobs: of the sampled tokens under the current policy, in nats.
-      old_logprobs: the same under the policy that the ratio is taken against; no gradient.
-      advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
-      mask: true on sampled tokens.
-      clip_low: see `ppo_surrogate`, as are the settings up to `max_log_ratio`.
-      clip_high: 0.2 in PPO and GRPO, 0.28 in DAPO and VAPO.
-      clip_dual: None is off.
-      guard: None is off.
-      max_log_ratio: None is off.
-      importance_weights: factors on the tokens' losses, of the shapes of `advantages`, such as
-        corrections for a sampler that differs from the old policy; no gradient. None is off.
-      aggregation: how to weigh tokens and sequences, see `aggregate`.
-      denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
-        `sequence_lengths`, `empty_rows`.
-
-    Returns:
-      `(loss, metrics)`. The metrics are means over the true tokens, whatever the aggregation, kept
-      as `Mean` so that they add up over micro-batches and devices:
-
-      * ``pg_clipfrac``: where a clip binds, that is, changes the loss;
-      * ``pg_clipfrac_lower``: where the dual clip or the guard does;
-      * ``ppo_kl``: ``old_logprobs - logprobs``, the k1 estimate of KL(old || current);
-      * ``ratio``, ``ratio_squared``: of the two policies; 1 each while they are equal. The
-        effective share of the sample is ``ratio^2 / ratio_squared``;
-      * ``ratio_clamped``: where `max_log_ratio` was exceeded.
-
-    Raises:
-      ValueError: if a bound or the aggregation is not valid, or shapes do not agree.
-
-    References:
-      As for `ppo_surrogate`.
-
-    Examples:
       >>> import jax, jax.numpy as jnp
+      >>> ratio, ones = jnp.array([0.5, 1.0, 1.25, 4.0]), jnp.ones(4)
+      >>> arrays = jnp.log(ratio), 0 * ones, ones, ones
+      >>> ppo_loss(*arrays, clip_high=0.25, aggregation=None)[0].tolist()
+      [-0.5, -1.0, -1.25, -1.25]
       >>> old = jnp.log(jnp.array([[0.5, 0.5], [0.5, 0.25]]))
       >>> mask = jnp.array([[1, 1], [1, 0]])
       >>> advantages = jnp.array([[1.0], [-1.0]])
@@ -151,7 +114,7 @@ def ppo_loss(
       >>> gradient.round(3).tolist(), float(metrics["pg_clipfrac"].value())
       ([[-0.3330000042915344, -0.3330000042915344], [0.3330000042915344, 0.0]], 0.0)
     """
-    tokens = clean(logprobs, old_logprobs, advantages, mask)
+    tokens = prepare(logprobs, old_logprobs, advantages, mask)
     surrogate, statistics = clipped(tokens, clip_low, clip_high, clip_dual, max_log_ratio, guard)
     return reduce_surrogate(
         ppo_loss,
@@ -172,7 +135,7 @@ def clipped(
     max_log_ratio: Number | None,
     guard: Number | None = None,
 ) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
-    """The surrogate of `ppo_surrogate`, and the statistics of `ppo_loss` for each token."""
+    """The surrogate of `ppo_loss`, and its statistics for each token."""
     low, high = distance("clip_low", clip_low, tokens), distance("clip_high", clip_high, tokens)
     dual = settings.optional(
         "clip_dual", clip_dual, "must be above 1, such as 3; None is off.", above=1

@@ -9,14 +9,15 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import Number, as_floats, check_shapes, keep
-from jrl.losses.policy.entropy import check_strength
-from jrl.losses.policy.ppo import clipped
+from jrl.losses.arrays import Number, as_floats, check_shapes, zero_masked
+from jrl.losses.policy.entropy.signal import check_strength
+from jrl.losses.policy.token_ratio.ppo import clipped
 from jrl.losses.policy.tokens import (
     Bound,
+    Loss,
     Tokens,
-    clean,
     distance,
+    prepare,
     reduce_surrogate,
 )
 from jrl.losses.reduction import Aggregation, Denominators, Mean
@@ -43,7 +44,7 @@ def asymmetric_clip_bounds(
       strength: 0 leaves both bounds as they are; with 1 each may double.
 
     Returns:
-      `(clip_low, clip_high)`, one each per token, without a gradient, as `ppo_surrogate` takes
+      `(clip_low, clip_high)`, one each per token, without a gradient, as `ppo_loss` takes
       them.
 
     Raises:
@@ -116,81 +117,13 @@ def redistributed_advantages(
       >>> redistributed_advantages(jnp.log(ratio), 0 * ones, ones, ones, signal).tolist()
       [0.5, 1.0, 1.5, 1.0]
     """
-    tokens = clean(logprobs, old_logprobs, advantages, mask)
-    signal = _clean_signal(tokens, signal)
+    tokens = prepare(logprobs, old_logprobs, advantages, mask)
+    signal = _prepare_signal(tokens, signal)
     low, high = (
         distance(name, bound, tokens)
         for name, bound in (("clip_low", clip_low), ("clip_high", clip_high))
     )
     return _redistribute(tokens, signal, low, high, strength)
-
-
-def hapo_surrogate(
-    logprobs: Float[ArrayLike, "*batch time"],
-    old_logprobs: Float[ArrayLike, "*batch time"],
-    advantages: Float[ArrayLike, "*#batch #time"],
-    mask: Shaped[ArrayLike, "*batch time"],
-    signal: Float[ArrayLike, "*batch time"],
-    *,
-    clip_low: Number = 0.2,
-    clip_high: Number = 0.28,
-    clip_strength: Number = 1.0,
-    redistribution: Number = 1.0,
-    clip_dual: Number | None = 10.0,
-    max_log_ratio: Number | None = 20.0,
-) -> Float[Array, "*batch time"]:
-    """Per-token loss of HAPO, to be minimised: that of PPO with bounds and advantages of its own.
-
-    In the order of the released code: `asymmetric_clip_bounds` from the signal, then
-    `redistributed_advantages` with the zone of those bounds, then `ppo_surrogate` with both. No
-    gradient passes through the ratio of the redistribution. With ``clip_strength=0`` and
-    ``redistribution=0`` it is `ppo_surrogate` exactly.
-
-    Args:
-      logprobs: of the sampled tokens under the current policy, in nats.
-      old_logprobs: the same under the policy that the ratio is taken against; no gradient.
-      advantages: one per token, or ``[batch, 1]`` for one per row; no gradient. HAPO's are
-        normalised over the tokens of a group.
-      mask: true on sampled tokens.
-      signal: of `entropy_signal`, from the current policy's entropy and the statistics of the whole
-        batch; no gradient.
-      clip_low: how far the ratio may fall below one, before it is adapted.
-      clip_high: how far it may rise above one, before it is adapted: 0.28 in the paper, 0.2 in the
-        released scripts.
-      clip_strength: of `asymmetric_clip_bounds`; 0 is off.
-      redistribution: the strength of `redistributed_advantages`; 0 is off.
-      clip_dual: the ratio beyond which a negative advantage stops acting; None is off.
-      max_log_ratio: as in `ppo_surrogate`; None is off.
-
-    Returns:
-      One loss per token, 0 where the mask is false. Reduce it with `aggregate`.
-
-    Raises:
-      ValueError: if a bound or strength is out of its range, or shapes do not agree.
-
-    References:
-      "Heterogeneous adaptive policy optimization", 2025. https://arxiv.org/abs/2509.16591
-      https://github.com/starriver030515/HAPO
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> ratio, signal = jnp.array([1.0, 1.5, 1.5]), jnp.array([-0.5, 0.0, 1.0])
-      >>> ones = jnp.ones(3)
-      >>> hapo_surrogate(jnp.log(ratio), 0 * ones, ones, ones, signal, clip_high=0.25).tolist()
-      [-0.5, -1.25, -3.0]
-    """
-    tokens = clean(logprobs, old_logprobs, advantages, mask)
-    surrogate, _ = _hapo(
-        tokens,
-        _clean_signal(tokens, signal),
-        clip_low,
-        clip_high,
-        clip_strength,
-        redistribution,
-        clip_dual,
-        max_log_ratio,
-    )
-    return surrogate
 
 
 def hapo_loss(
@@ -207,51 +140,64 @@ def hapo_loss(
     clip_dual: Number | None = 10.0,
     max_log_ratio: Number | None = 20.0,
     importance_weights: Float[ArrayLike, "*#batch #time"] | None = None,
-    aggregation: Aggregation = "token-mean",
+    aggregation: Aggregation | None = "token-mean",
     **denominators: Unpack[Denominators],
-) -> tuple[Float[Array, ""], dict[str, Mean]]:
-    """Policy loss of HAPO: `hapo_surrogate`, weighted if asked, then `aggregate`.
+) -> tuple[Loss, dict[str, Mean]]:
+    """Policy loss of HAPO: that of PPO with bounds and advantages of its own.
+
+    In the order of the released code: `asymmetric_clip_bounds` from the signal, then
+    `redistributed_advantages` with the zone of those bounds, then `ppo_loss` with both. No
+    gradient passes through the ratio of the redistribution. With ``clip_strength=0`` and
+    ``redistribution=0`` it is `ppo_loss` exactly.
 
     Args:
       logprobs: of the sampled tokens under the current policy, in nats.
       old_logprobs: the same under the policy that the ratio is taken against; no gradient.
-      advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
+      advantages: one per token, or ``[batch, 1]`` for one per row; no gradient. HAPO's are
+        normalised over the tokens of a group.
       mask: true on sampled tokens.
-      signal: of `entropy_signal`; no gradient.
-      clip_low: see `hapo_surrogate`, as are the settings up to `max_log_ratio`.
-      clip_high: 0.28 in the paper, 0.2 in the released scripts.
-      clip_strength: 0 is off.
-      redistribution: 0 is off.
-      clip_dual: None is off.
-      max_log_ratio: None is off.
+      signal: of `entropy_signal`, from the current policy's entropy and the statistics of the whole
+        batch; no gradient.
+      clip_low: how far the ratio may fall below one, before it is adapted.
+      clip_high: how far it may rise above one, before it is adapted: 0.28 in the paper, 0.2 in the
+        released scripts.
+      clip_strength: of `asymmetric_clip_bounds`; 0 is off.
+      redistribution: the strength of `redistributed_advantages`; 0 is off.
+      clip_dual: the ratio beyond which a negative advantage stops acting; None is off.
+      max_log_ratio: as in `ppo_loss`; None is off.
       importance_weights: factors on the tokens' losses, of the shapes of `advantages`; no gradient.
         None is off.
-      aggregation: how to weigh tokens and sequences, see `aggregate`.
+      aggregation: how to weigh tokens and sequences, see `aggregate`; None reduces nothing, and
+        the loss is one per token.
       denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
-        `sequence_lengths`, `empty_rows`.
+        `sequence_lengths`, `empty_rows`; none of them beside ``aggregation=None``.
 
     Returns:
-      `(loss, metrics)`. The metrics are those of `ppo_loss`, and ``redistributed``, where an
+      `(loss, metrics)`. The loss is one number, or one per token, 0 where the mask is false, with
+      ``aggregation=None``. The metrics are those of `ppo_loss`, and ``redistributed``, where an
       advantage was amplified or damped.
 
     Raises:
-      ValueError: if a bound, a strength or the aggregation is not valid, or shapes do not agree.
+      ValueError: if a bound or strength is out of its range, the aggregation is unknown or stands
+        beside denominators as None, or shapes do not agree.
 
     References:
-      As for `hapo_surrogate`.
+      "Heterogeneous adaptive policy optimization", 2025. https://arxiv.org/abs/2509.16591
+      https://github.com/starriver030515/HAPO
 
     Examples:
       >>> import jax.numpy as jnp
       >>> ratio, signal = jnp.array([1.0, 1.5, 1.5]), jnp.array([-0.5, 0.0, 1.0])
       >>> ones = jnp.ones(3)
-      >>> loss, metrics = hapo_loss(jnp.log(ratio), 0 * ones, ones, ones, signal, clip_high=0.25)
-      >>> round(float(loss), 4), round(float(metrics["redistributed"].value()), 4)
-      (-1.5833, 0.6667)
+      >>> arrays = jnp.log(ratio), 0 * ones, ones, ones, signal
+      >>> losses, metrics = hapo_loss(*arrays, clip_high=0.25, aggregation=None)
+      >>> losses.tolist(), round(float(metrics["redistributed"].value()), 4)
+      ([-0.5, -1.25, -3.0], 0.6667)
     """
-    tokens = clean(logprobs, old_logprobs, advantages, mask)
+    tokens = prepare(logprobs, old_logprobs, advantages, mask)
     surrogate, statistics = _hapo(
         tokens,
-        _clean_signal(tokens, signal),
+        _prepare_signal(tokens, signal),
         clip_low,
         clip_high,
         clip_strength,
@@ -280,7 +226,7 @@ def _hapo(
     clip_dual: Number | None,
     max_log_ratio: Number | None,
 ) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
-    """The surrogate of `hapo_surrogate`, and the statistics of `hapo_loss` for each token."""
+    """The surrogate of `hapo_loss`, and its statistics for each token."""
     clip_strength = check_strength("clip_strength", clip_strength)
     low, high = asymmetric_clip_bounds(
         signal, clip_low=clip_low, clip_high=clip_high, strength=clip_strength
@@ -314,10 +260,10 @@ def _redistribute(
     return tokens.advantages * jnp.where(stays, jnp.ones_like(signal), 1 + strength * signal)
 
 
-def _clean_signal(
+def _prepare_signal(
     tokens: Tokens, signal: Float[ArrayLike, "*batch time"]
 ) -> Float[Array, "*batch time"]:
     """The signal in the precision of the tokens, 0 under the mask, without a gradient."""
     check_shapes(logprobs=tokens.logprobs, signal=signal)
     signal = jax.lax.stop_gradient(jnp.asarray(signal)).astype(tokens.logprobs.dtype)
-    return keep(signal, tokens.mask)
+    return zero_masked(signal, tokens.mask)

@@ -10,65 +10,15 @@ from jaxtyping import Float, Shaped
 
 from jrl.losses import settings
 from jrl.losses.arrays import Number
-from jrl.losses.policy.tokens import RatioLevel, Tokens, clean, log_ratio_at, reduce_surrogate
+from jrl.losses.policy.tokens import (
+    Loss,
+    RatioLevel,
+    Tokens,
+    log_ratio_at,
+    prepare,
+    reduce_surrogate,
+)
 from jrl.losses.reduction import Aggregation, Denominators, Mean
-
-
-def sapo_surrogate(
-    logprobs: Float[ArrayLike, "*batch time"],
-    old_logprobs: Float[ArrayLike, "*batch time"],
-    advantages: Float[ArrayLike, "*#batch #time"],
-    mask: Shaped[ArrayLike, "*batch time"],
-    *,
-    tau_positive: Number = 1.0,
-    tau_negative: Number = 1.05,
-    level: RatioLevel = "token",
-    max_log_ratio: Number | None = 20.0,
-) -> Float[Array, "*batch time"]:
-    """Per-token loss of SAPO, whose gate closes gradually as the ratio leaves one.
-
-    With ``r = exp(logprobs - old_logprobs)``, of the token or of its row, and
-    ``p = sigmoid(tau (r - 1))``,
-
-        l = -A (4 / tau) p          tau = tau_positive where A > 0, tau_negative where A <= 0
-
-    Its gradient is that of ``-A r`` times ``4 p (1 - p)``, which is 1 at r = 1, so the first
-    on-policy step is REINFORCE; far from 1 it fades instead of stopping. The loss *value* at r = 1
-    is ``-2 A / tau``, not ``-A``: only the gradient compares with other losses. The larger
-    temperature makes the gate close earlier for negative advantages.
-
-    Args:
-      logprobs: of the sampled tokens under the current policy, in nats.
-      old_logprobs: the same under the policy that the ratio is taken against; no gradient.
-      advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
-      mask: true on sampled tokens.
-      tau_positive: temperature where the advantage is positive; positive.
-      tau_negative: temperature where the advantage is negative or 0; positive.
-      level: over what the ratio is taken: "token", or "sequence" for the geometric mean of a row's
-        ratios, as in `gspo_surrogate`; a row must then be one whole response. (TRL:
-        ``importance_sampling_level``.)
-      max_log_ratio: the log-ratio is clamped to plus or minus this many nats before the
-        exponential, where the gradient is then 0; None is off. verl clamps at 20, TRL does not.
-
-    Returns:
-      One loss per token, 0 where the mask is false. Reduce it with `aggregate`.
-
-    Raises:
-      ValueError: if a temperature is not positive or `level` is unknown.
-
-    References:
-      Gao et al., "Soft adaptive policy optimization", 2025. https://arxiv.org/abs/2511.20347
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> ratio, ones = jnp.array([0.0, 1.0, 3.0]), jnp.ones(3)
-      >>> losses = sapo_surrogate(jnp.log(ratio), 0 * ones, ones, ones)
-      >>> [round(float(loss), 4) for loss in losses]
-      [-1.0758, -2.0, -3.5232]
-    """
-    tokens = clean(logprobs, old_logprobs, advantages, mask)
-    surrogate, _ = _gated(tokens, tau_positive, tau_negative, level, max_log_ratio)
-    return surrogate
 
 
 def sapo_loss(
@@ -82,10 +32,20 @@ def sapo_loss(
     level: RatioLevel = "token",
     max_log_ratio: Number | None = 20.0,
     importance_weights: Float[ArrayLike, "*#batch #time"] | None = None,
-    aggregation: Aggregation = "seq-mean-token-mean",
+    aggregation: Aggregation | None = "seq-mean-token-mean",
     **denominators: Unpack[Denominators],
-) -> tuple[Float[Array, ""], dict[str, Mean]]:
-    """Loss of SAPO: `sapo_surrogate`, weighted if asked, then `aggregate`.
+) -> tuple[Loss, dict[str, Mean]]:
+    """Loss of SAPO, whose gate closes gradually as the ratio leaves one.
+
+    With ``r = exp(logprobs - old_logprobs)``, of the token or of its row, and
+    ``p = sigmoid(tau (r - 1))``,
+
+        l = -A (4 / tau) p          tau = tau_positive where A > 0, tau_negative where A <= 0
+
+    Its gradient is that of ``-A r`` times ``4 p (1 - p)``, which is 1 at r = 1, so the first
+    on-policy step is REINFORCE; far from 1 it fades instead of stopping. The loss *value* at r = 1
+    is ``-2 A / tau``, not ``-A``: only the gradient compares with other losses. The larger
+    temperature makes the gate close earlier for negative advantages.
 
     verl takes `seq-mean-token-mean` whatever is configured; TRL takes the same and counts empty
     rows (``empty_rows="count"``).
@@ -95,37 +55,47 @@ def sapo_loss(
       old_logprobs: the same under the policy that the ratio is taken against; no gradient.
       advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
       mask: true on sampled tokens.
-      tau_positive: see `sapo_surrogate`, as are the settings up to `max_log_ratio`.
-      tau_negative: 1.05 in the paper.
-      level: "token" or "sequence".
-      max_log_ratio: None is off.
+      tau_positive: temperature where the advantage is positive; positive.
+      tau_negative: temperature where the advantage is negative or 0; positive.
+      level: over what the ratio is taken: "token", or "sequence" for the geometric mean of a row's
+        ratios, as in `gspo_loss`; a row must then be one whole response. (TRL:
+        ``importance_sampling_level``.)
+      max_log_ratio: the log-ratio is clamped to plus or minus this many nats before the
+        exponential, where the gradient is then 0; None is off. verl clamps at 20, TRL does not.
       importance_weights: factors on the tokens' losses, of the shapes of `advantages`; no
         gradient. None is off.
-      aggregation: how to weigh tokens and sequences, see `aggregate`.
+      aggregation: how to weigh tokens and sequences, see `aggregate`; None reduces nothing, and
+        the loss is one per token.
       denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
-        `sequence_lengths`, `empty_rows`.
+        `sequence_lengths`, `empty_rows`; none of them beside ``aggregation=None``.
 
     Returns:
-      `(loss, metrics)`. The metrics are means over the true tokens, kept as `Mean`.
+      `(loss, metrics)`. The loss is one number, or one per token, 0 where the mask is false, with
+      ``aggregation=None``. The metrics are means over the true tokens, kept as `Mean`.
 
       * ``gate``: ``4 p (1 - p)``, the share of the gradient that the gate lets through;
       * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: as in `ppo_loss`, or, at the
         level of sequences, as in `gspo_loss`.
 
     Raises:
-      ValueError: if a setting or the aggregation is not valid, or shapes do not agree.
+      ValueError: if a temperature is not positive, `level` or the aggregation is unknown,
+        denominators stand beside ``aggregation=None``, or shapes do not agree.
 
     References:
-      As for `sapo_surrogate`.
+      Gao et al., "Soft adaptive policy optimization", 2025. https://arxiv.org/abs/2511.20347
 
     Examples:
       >>> import jax.numpy as jnp
+      >>> ratio, ones = jnp.array([0.0, 1.0, 3.0]), jnp.ones(3)
+      >>> losses, _ = sapo_loss(jnp.log(ratio), 0 * ones, ones, ones, aggregation=None)
+      >>> [round(float(loss), 4) for loss in losses]
+      [-1.0758, -2.0, -3.5232]
       >>> ones = jnp.ones((1, 3))
       >>> loss, metrics = sapo_loss(-ones, -ones, ones, ones)
       >>> float(loss), float(metrics["gate"].value())
       (-2.0, 1.0)
     """
-    tokens = clean(logprobs, old_logprobs, advantages, mask)
+    tokens = prepare(logprobs, old_logprobs, advantages, mask)
     surrogate, statistics = _gated(tokens, tau_positive, tau_negative, level, max_log_ratio)
     return reduce_surrogate(
         sapo_loss,
@@ -145,7 +115,7 @@ def _gated(
     level: RatioLevel,
     max_log_ratio: Number | None,
 ) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
-    """The surrogate of `sapo_surrogate`, and the statistics of `sapo_loss` for each token."""
+    """The surrogate of `sapo_loss`, and its statistics for each token."""
     positive, negative = (
         settings.number(name, tau, "is a temperature and must be positive, such as 1.0.", above=0)
         for name, tau in (("tau_positive", tau_positive), ("tau_negative", tau_negative))

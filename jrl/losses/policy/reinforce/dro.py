@@ -9,16 +9,17 @@ from jaxtyping import Float, Shaped
 from jrl.losses import settings
 from jrl.losses.arrays import Number
 from jrl.losses.policy.tokens import (
+    Loss,
     Tokens,
     clamped_log_ratio,
-    clean,
     floored_logprobs,
+    prepare,
     reduce_surrogate,
 )
 from jrl.losses.reduction import Aggregation, Denominators, Mean
 
 
-def dro_surrogate(
+def dro_loss(
     logprobs: Float[ArrayLike, "*batch time"],
     old_logprobs: Float[ArrayLike, "*batch time"],
     advantages: Float[ArrayLike, "*#batch #time"],
@@ -26,8 +27,11 @@ def dro_surrogate(
     *,
     beta: Number,
     max_log_ratio: Number | None = 20.0,
-) -> Float[Array, "*batch time"]:
-    """Per-token loss of DRO, a policy gradient with a quadratic penalty instead of a clip.
+    importance_weights: Float[ArrayLike, "*#batch #time"] | None = None,
+    aggregation: Aggregation | None = "token-mean",
+    **denominators: Unpack[Denominators],
+) -> tuple[Loss, dict[str, Mean]]:
+    """Loss of DRO, a policy gradient with a quadratic penalty instead of a clip.
 
     ``l = -(A logprobs - (beta / 2) (logprobs - old_logprobs)^2)``. Its gradient,
     ``-(A - beta (logprobs - old_logprobs))``, is that of REINFORCE where the policies are equal and
@@ -47,12 +51,23 @@ def dro_surrogate(
       max_log_ratio: the log-ratio of the penalty is clamped to plus or minus this many nats, and
         the log-probability to no more than this below the old one, where the gradients are then 0;
         None is off.
+      importance_weights: factors on the tokens' losses, of the shapes of `advantages`; no
+        gradient. None is off.
+      aggregation: how to weigh tokens and sequences, see `aggregate`; None reduces nothing, and
+        the loss is one per token.
+      denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
+        `sequence_lengths`, `empty_rows`; none of them beside ``aggregation=None``.
 
     Returns:
-      One loss per token, 0 where the mask is false. Reduce it with `aggregate`.
+      `(loss, metrics)`. The loss is one number, or one per token, 0 where the mask is false, with
+      ``aggregation=None``. The metrics are means over the true tokens, kept as `Mean`.
+
+      * ``dro_penalty``: ``(beta / 2) (logprobs - old_logprobs)^2``;
+      * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: as in `ppo_loss`.
 
     Raises:
-      ValueError: if `beta` is negative.
+      ValueError: if `beta` is negative, the aggregation is unknown or stands beside denominators as
+        None, or shapes do not agree.
 
     References:
       Richemond et al., "Offline regularised reinforcement learning for large language models
@@ -61,61 +76,12 @@ def dro_surrogate(
     Examples:
       >>> import jax.numpy as jnp
       >>> ones = jnp.ones(2)
-      >>> dro_surrogate(jnp.array([-1.0, -3.0]), -ones, ones, ones, beta=0.5).tolist()
-      [1.0, 4.0]
+      >>> arrays = jnp.array([-1.0, -3.0]), -ones, ones, ones
+      >>> losses, _ = dro_loss(*arrays, beta=0.5, aggregation=None)
+      >>> losses.tolist(), float(dro_loss(*arrays, beta=0.5)[0])
+      ([1.0, 4.0], 2.5)
     """
-    tokens = clean(logprobs, old_logprobs, advantages, mask)
-    surrogate, _ = _penalised(tokens, beta, max_log_ratio)
-    return surrogate
-
-
-def dro_loss(
-    logprobs: Float[ArrayLike, "*batch time"],
-    old_logprobs: Float[ArrayLike, "*batch time"],
-    advantages: Float[ArrayLike, "*#batch #time"],
-    mask: Shaped[ArrayLike, "*batch time"],
-    *,
-    beta: Number,
-    max_log_ratio: Number | None = 20.0,
-    importance_weights: Float[ArrayLike, "*#batch #time"] | None = None,
-    aggregation: Aggregation = "token-mean",
-    **denominators: Unpack[Denominators],
-) -> tuple[Float[Array, ""], dict[str, Mean]]:
-    """Loss of DRO: `dro_surrogate`, weighted if asked, then `aggregate`.
-
-    Args:
-      logprobs: of the sampled tokens under the current policy, in nats.
-      old_logprobs: the same under the policy to stay near; no gradient.
-      advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
-      mask: true on sampled tokens.
-      beta: weight of the penalty; see `dro_surrogate`, as is `max_log_ratio`.
-      max_log_ratio: None is off.
-      importance_weights: factors on the tokens' losses, of the shapes of `advantages`; no
-        gradient. None is off.
-      aggregation: how to weigh tokens and sequences, see `aggregate`.
-      denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
-        `sequence_lengths`, `empty_rows`.
-
-    Returns:
-      `(loss, metrics)`. The metrics are means over the true tokens, kept as `Mean`.
-
-      * ``dro_penalty``: ``(beta / 2) (logprobs - old_logprobs)^2``;
-      * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: as in `ppo_loss`.
-
-    Raises:
-      ValueError: if `beta` or the aggregation is not valid, or shapes do not agree.
-
-    References:
-      As for `dro_surrogate`.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> ones = jnp.ones(2)
-      >>> loss, _ = dro_loss(jnp.array([-1.0, -3.0]), -ones, ones, ones, beta=0.5)
-      >>> float(loss)
-      2.5
-    """
-    tokens = clean(logprobs, old_logprobs, advantages, mask)
+    tokens = prepare(logprobs, old_logprobs, advantages, mask)
     surrogate, statistics = _penalised(tokens, beta, max_log_ratio)
     return reduce_surrogate(
         dro_loss,
@@ -131,7 +97,7 @@ def dro_loss(
 def _penalised(
     tokens: Tokens, beta: Number, max_log_ratio: Number | None
 ) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
-    """The surrogate of `dro_surrogate`, and the statistics of `dro_loss` for each token."""
+    """The surrogate of `dro_loss`, and its statistics for each token."""
     rule = "weighs a penalty and cannot be negative; 0 is off."
     beta = settings.number("beta", beta, rule, at_least=0)
     log_ratio, statistics = clamped_log_ratio(tokens, max_log_ratio)

@@ -10,8 +10,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, keep
-from jrl.losses.policy.order import ascending, at, number, share
+from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, zero_masked
+from jrl.losses.policy.order import ascending, count, floor_fraction, kth
 from jrl.losses.reduction import Leaf, divide
 
 EntropySign = Literal["intended", "release"]
@@ -84,19 +84,19 @@ def entropy_statistics(
         "quantile", settings.number("quantile", quantile, rule, at_least=0, at_most=1)
     )
     log_entropy, mask = _log_entropy(entropy, mask)
-    tokens = number(mask)
-    whole, rest, denominator = share(quantile, jnp.maximum(tokens - 1, 0))
+    tokens = count(mask)
+    whole, rest, denominator = floor_fraction(quantile, jnp.maximum(tokens - 1, 0))
     half_up = (2 * rest > denominator) | ((2 * rest == denominator) & (whole % 2 == 1))
     index = jnp.where(tokens == 0, -1, jnp.where(half_up, whole + 1, whole))
-    pivot = at(ascending(log_entropy, mask), index)
-    centred = keep(log_entropy - pivot, mask)
+    pivot = kth(ascending(log_entropy, mask), index)
+    centred = zero_masked(log_entropy - pivot, mask)
     scale = jnp.sqrt(divide(jnp.sum(centred**2), tokens))
     standardized = _standardize(log_entropy, mask, pivot, scale)
     infinity = jnp.asarray(jnp.inf, standardized.dtype)
     h_max = jnp.max(jnp.where(mask, standardized, -infinity), initial=-jnp.inf)
     h_min = jnp.min(jnp.where(mask, standardized, infinity), initial=jnp.inf)
     some = tokens > 0
-    return EntropyStatistics(pivot, scale, keep(h_max, some), keep(h_min, some))
+    return EntropyStatistics(pivot, scale, zero_masked(h_max, some), zero_masked(h_min, some))
 
 
 def standardized_entropy(
@@ -274,8 +274,8 @@ def _log_entropy(
     check_shapes(entropy=entropy, mask=mask)
     mask = as_mask(mask)
     (entropy,) = as_floats(jax.lax.stop_gradient(entropy))
-    floored = jnp.maximum(keep(entropy, mask), jnp.asarray(ENTROPY_FLOOR, entropy.dtype))
-    return keep(jnp.log(floored), mask), mask
+    floored = jnp.maximum(zero_masked(entropy, mask), jnp.asarray(ENTROPY_FLOOR, entropy.dtype))
+    return zero_masked(jnp.log(floored), mask), mask
 
 
 def _standardize(
@@ -285,5 +285,5 @@ def _standardize(
     scale: Float[Array, ""],
 ) -> Float[Array, "*batch time"]:
     """The distance from the pivot in scales; 0 where there is no scale."""
-    centred = keep(log_entropy - pivot, mask)
+    centred = zero_masked(log_entropy - pivot, mask)
     return jnp.where(scale == 0, jnp.zeros_like(centred), divide(centred, scale))

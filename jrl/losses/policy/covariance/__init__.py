@@ -1,0 +1,1 @@
+"""Losses that hold back the few tokens through which entropy collapses."""

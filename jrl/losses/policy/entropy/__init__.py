@@ -1,0 +1,1 @@
+"""HAPO: advantages and bounds by the entropy of each token."""

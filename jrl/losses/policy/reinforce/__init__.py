@@ -1,0 +1,1 @@
+"""Losses of the log-probability itself: REINFORCE, alone, with a weight or with a penalty."""

@@ -1,0 +1,1 @@
+"""Losses with a ratio for each token."""
