@@ -32,6 +32,7 @@ from jrl.runs.folder import RunFolder
 from jrl.text.load import load_tokenizer
 
 if TYPE_CHECKING:
+    from jrl.rollout.sampler import Sampler
     from jrl.trainer.setup import Setup
     from moe.weights import Transformer
 

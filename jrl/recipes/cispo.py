@@ -20,8 +20,8 @@ from jrl.recipes.recipe import Metrics
 class Cispo(GroupRelative):
     """CISPO with an upper bound alone, as in the paper; the bound itself is verl's."""
 
-    clip_low: float | None = None
-    """How far the weight may fall below 1; None is without a bound."""
+    clip_low: float = 1.0
+    """How far the weight may fall below 1; 1 is without a bound."""
     clip_high: float = 0.2
     """How far the weight may rise above 1."""
 

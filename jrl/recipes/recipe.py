@@ -9,6 +9,7 @@ importance weights and rejection masks are the trainer's, for every recipe alike
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -31,7 +32,7 @@ from jrl.recipes.collection import Collection, DynamicSampling, OneRound
 from jrl.recipes.mismatch import Correction, OldLogprobs, Rejection, Weighting, checked
 from jrl.recipes.optimizer import Optimizer
 
-Metrics = dict[str, Mean | Array]
+Metrics = Mapping[str, Mean | Array]
 """Means, and scalars that add up over pieces."""
 
 MINI_BATCH, MICRO_BATCH = 128, 64
@@ -340,9 +341,7 @@ class Recipe:
         raise NotImplementedError
 
 
-def penalised_rewards(
-    batch: Batch[Array], kl_coef: float | None
-) -> Float[Array, "batch time"]:
+def penalised_rewards(batch: Batch[Array], kl_coef: float | None) -> Float[Array, "batch time"]:
     """The reward of each token: that of the completion on its last one, and on every token
     ``-kl_coef (old_logprobs - reference_logprobs)``, the k1 estimate of the KL divergence."""
     rewards = terminal_rewards(given(batch.rewards), batch.mask)

@@ -1,6 +1,7 @@
 """Rows of batches on the mesh: where they live, and how some of them are taken."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -48,7 +49,7 @@ def batch_of(
     offsets = dict(zip(map(id, batches), np.cumsum([0, *sizes[:-1]]), strict=True))
     rows = np.array([offsets[id(t.batch)] + t.row for t in trajectories])
     batch = take_rows(batches, rows, mesh)
-    return batch if counts.all() else batch.replace(mask=_counted(batch.mask, counts))
+    return batch if counts.all() else replace(batch, mask=_counted(batch.mask, counts))
 
 
 @cache

@@ -111,7 +111,7 @@ class BatchEngine:
             raise ValueError("requests of one batch must ask for as many samples of each prompt.")
         if any(request.max_new_tokens != limit for request in requests):
             raise ValueError("requests of one batch must have the same max_new_tokens.")
-        first = [samples[0].tokens for samples in prompts]
+        first = [samples[0].tokens.tolist() for samples in prompts]
         tokens, valid = left_padded(first, self.prompt_length, self._pad_id)
         over_rows = NamedSharding(self.mesh.mesh, PartitionSpec(self.mesh.dp))
         tokens, valid = to_devices((tokens, valid), over_rows)

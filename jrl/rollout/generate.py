@@ -22,6 +22,7 @@ from moe.weights import Transformer, specs
 from sharding.collectives import all_sum, join_shards, own_shard, vary
 from sharding.folding import FoldedMesh
 
+
 class Decoder(NamedTuple):
     """What decoding needs to know at compile time.
 
@@ -104,8 +105,9 @@ def _check_divides(decoder: Decoder, num_prompts: int) -> None:
     rows = num_prompts * decoder.num_samples
     if num_prompts % dp or (num_prompts // dp * decoder.num_samples) % tp:
         raise ValueError(
-            f"{num_prompts} prompts x {decoder.num_samples} completions = {rows} rows cannot be decoded "
-            f"on layout {mesh.layout}: prompts must divide by dp={dp}, rows per rank by tp={tp}."
+            f"{num_prompts} prompts x {decoder.num_samples} completions = {rows} rows cannot be "
+            f"decoded on layout {mesh.layout}: prompts must divide by dp={dp}, rows per rank by "
+            f"tp={tp}."
         )
 
 

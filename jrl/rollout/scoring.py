@@ -35,8 +35,8 @@ class Scores(NamedTuple):
 
     Attributes:
       logprobs: ``[batch, time]`` in the whole policy at the sampling temperature, nats.
-      behaviour_logprobs: ``[batch, time]`` in the distribution tokens are drawn from (top-k and top-p
-        applied), nats, without gradient.
+      behaviour_logprobs: ``[batch, time]`` in the distribution tokens are drawn from (top-k and
+        top-p applied), nats, without gradient.
       entropy: ``[batch, time]`` of the policy's distribution over the token, nats.
       router: this device's router sums, None without experts.
     """
@@ -77,7 +77,9 @@ def stream(
 ) -> Stream:
     """The tokens as the network runs them."""
     model.check_window(tokens.shape[1], config)
-    return shared_prompts(tokens, valid, layout.prompt_length, layout.group_size, mesh, config.execution)
+    return shared_prompts(
+        tokens, valid, layout.prompt_length, layout.group_size, mesh, config.execution
+    )
 
 
 def scores_of(
@@ -151,7 +153,10 @@ def num_micro_batches(num_rows: int, time: int, layout: PromptLayout, mesh: Fold
 
     def fits(number: int) -> bool:
         own = num_rows // number
-        sections = (own // layout.group_size, layout.prompt_length), (own, time - layout.prompt_length)
+        sections = (
+            (own // layout.group_size, layout.prompt_length),
+            (own, time - layout.prompt_length),
+        )
         divides = (Order((section,), cp).num_tokens % ranks == 0 for section in sections)
         return num_rows % (number * layout.group_size) == 0 and all(divides)
 

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from jrl.losses import pass_at_k
 from jrl.rollout.engine import ranks
 from jrl.rollout.sampler import Completion, Sampler, Unverified, lengths_of
 from jrl.rollout.sampling import GREEDY, Sampling
@@ -62,7 +61,7 @@ def evaluate(
         "accuracy/greedy": (best == 1.0).mean(),
         "score/sampled": scores.mean(),
         "score/greedy": best.mean(),
-        **{f"pass@{n}": np.mean(pass_at_k(k, correct, n)) for n in _up_to(k)},
+        **{f"pass@{n}": np.mean([pass_at_k(k, int(c), n) for c in correct]) for n in _up_to(k)},
         "response_length/mean": lengths_of(sampled).mean(),
         "response_length/clip_ratio": np.mean([completion.truncated for completion in sampled]),
         **{f"verifier/{reason}": reasons[reason] for reason in REASONS},
@@ -114,3 +113,7 @@ def _up_to(k: int) -> Iterator[int]:
         yield power
         power *= 2
     yield k
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)

@@ -97,7 +97,9 @@ class Geometry:
         sizes = {"mini_batch": recipe.mini_batch_size, "micro_batch": recipe.micro_batch_size}
         _check_rows(sizes, dp, f"dp={dp} of layout {str(mesh.layout)!r}")
         rows, group = recipe.micro_batch_size // dp, self.prompt_layout.group_size
-        self._check_tokens("the prompts of a micro_batch", (rows // group, self.prompt_length), mesh)
+        self._check_tokens(
+            "the prompts of a micro_batch", (rows // group, self.prompt_length), mesh
+        )
         self._check_tokens("the responses of a micro_batch", (rows, self.response_length), mesh)
 
     def _check_rollout(self) -> None:

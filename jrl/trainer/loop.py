@@ -234,9 +234,7 @@ class _Outputs:
         for alarm in alarms:
             self.display.alarm(alarm.describe())
 
-    def write_samples(
-        self, format: PromptFormat, step: int, completions: list[Completion]
-    ) -> None:
+    def write_samples(self, format: PromptFormat, step: int, completions: list[Completion]) -> None:
         for completion in shown(completions, SHOWN):
             self.samples.append(step, {"kind": "training", **completion.record(format)})
 

@@ -63,7 +63,7 @@ def policy_loss(
         loss = loss + recipe.kl_coef * reduced(kl)
         metrics["actor/kl_loss"] = Mean.of(kl, batch.mask)
     auxiliary, of_auxiliary = recipe.auxiliary_loss(logprobs, batch, totals)
-    return loss if auxiliary is None else loss + auxiliary, metrics | of_auxiliary
+    return loss if auxiliary is None else loss + auxiliary, {**metrics, **of_auxiliary}
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -67,11 +68,11 @@ def prepare(
         assert networks.critic is not None
         with _timed("timing_s/values", seconds):
             values = values_of(networks.critic.objective, state.critic.weights, *rows)
-            batch = batch.replace(old_values=jax.block_until_ready(values))
+            batch = replace(batch, old_values=jax.block_until_ready(values))
     if state.reference is not None:
         with _timed("timing_s/ref", seconds):
             scored = logprobs_of(networks.policy.objective, state.reference, *rows)
-            batch = batch.replace(reference_logprobs=jax.block_until_ready(scored)[0])
+            batch = replace(batch, reference_logprobs=jax.block_until_ready(scored)[0])
     if recipe.rescores:
         with _timed("timing_s/old_log_prob", seconds):
             scored = logprobs_of(networks.policy.objective, state.policy.weights, *rows)
@@ -100,7 +101,7 @@ def _verified(
         "groups": groups_of(completions),
         "lengths": lengths,
     }
-    return batch.replace(**to_devices(columns, over_rows(networks.mesh)))
+    return replace(batch, **to_devices(columns, over_rows(networks.mesh)))
 
 
 def _with_targets(
@@ -113,7 +114,7 @@ def _with_targets(
     """
     sampled, sampler_logprobs = batch.mask, given(batch.old_logprobs)
     if recipe.old_logprobs == "recompute":
-        batch = batch.replace(old_logprobs=given(rescored))
+        batch = replace(batch, old_logprobs=given(rescored))
     targets = targets_of(recipe, batch)
     mask = sampled if targets.mask is None else targets.mask
     learned = Corrected(mask, None, {})
@@ -124,7 +125,8 @@ def _with_targets(
     if critic_mask is not None:
         # What is rejected counts for neither network.
         critic_mask = critic_mask & (learned.mask | ~mask)
-    batch = batch.replace(
+    batch = replace(
+        batch,
         mask=learned.mask,
         advantages=targets.advantages,
         returns=targets.returns,

@@ -57,7 +57,8 @@ def statistics_of(
         return settle((scores.logprobs, scores.entropy), mesh)
 
     scored = _over_rows(local, config, mesh)(policy, batch.tokens, batch.valid)
-    return jax.lax.stop_gradient(objective.recipe.statistics(*scored, batch))
+    logprobs, entropy = scored
+    return jax.lax.stop_gradient(objective.recipe.statistics(logprobs, entropy, batch))
 
 
 def _over_rows(local: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:

@@ -265,5 +265,3 @@ def _check_fits(setup: Setup) -> None:
             "or its tokenizer.json, which may have fewer tokens."
         )
     check_window(setup.prompt_length + setup.response_length, setup.model)
-
-

@@ -227,12 +227,12 @@ def _gradients(
     statistics: Any,
 ) -> tuple[Array, Any, dict[str, Any]]:
     """The loss of a mini-batch, its gradient in parts and its metrics, on global arrays."""
-    config, mesh = objective.config, objective.mesh
+    config, mesh, whole = objective.config, objective.mesh, PartitionSpec()
     local = jax.shard_map(
         partial(_local_gradients, objective, num_micro),
         mesh=mesh.mesh,
-        in_specs=(moe_weights.kept(config, mesh), PartitionSpec(mesh.dp), PartitionSpec(), PartitionSpec()),
-        out_specs=(PartitionSpec(), moe_weights.parts(config, mesh), PartitionSpec()),
+        in_specs=(moe_weights.kept(config, mesh), PartitionSpec(mesh.dp), whole, whole),
+        out_specs=(whole, moe_weights.parts(config, mesh), whole),
     )
     return local(weights, batch, totals, statistics)
 

@@ -5,7 +5,17 @@ import numpy as np
 import oracles
 import pytest
 
-from jrl.recipes import Dapo, Experience, Grpo, Ppo, Vapo
+from jrl.recipes import (
+    Batch,
+    Dapo,
+    DrGrpo,
+    Grpo,
+    Maxrl,
+    Ppo,
+    ReinforcePlusPlus,
+    Rloo,
+    Vapo,
+)
 from jrl.recipes.recipe import terminal_rewards
 
 PROMPT, TIME = 3, 10
@@ -14,7 +24,7 @@ GROUPS = np.array([5, 5, 5, 2, 2, 2], np.int32)
 REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 1.0, 0.25], np.float32)
 
 
-def experience(rewards=REWARDS, lengths=LENGTHS, groups=GROUPS, **given):
+def completions(rewards=REWARDS, lengths=LENGTHS, groups=GROUPS, **given):
     """Rows with `PROMPT` columns of prompt; what lies under the mask is never zero."""
     random = np.random.default_rng(0)
     shape = (len(lengths), TIME)
@@ -25,12 +35,14 @@ def experience(rewards=REWARDS, lengths=LENGTHS, groups=GROUPS, **given):
         "groups": groups,
         "lengths": lengths.astype(np.int32),
         "truncated": lengths == TIME - PROMPT,
-        "values": random.normal(size=shape).astype(np.float32),
+        "tokens": np.zeros(shape, np.int32),
+        "valid": np.ones(shape, bool),
+        "old_values": random.normal(size=shape).astype(np.float32),
         "old_logprobs": -random.random(shape).astype(np.float32),
         "reference_logprobs": -random.random(shape).astype(np.float32),
         **given,
     }
-    return Experience(**{name: jnp.asarray(array) for name, array in arrays.items()})
+    return Batch(**{name: jnp.asarray(array) for name, array in arrays.items()})
 
 
 def at_end(rewards, mask):
@@ -50,14 +62,14 @@ def test_terminal_rewards():
 
 @pytest.mark.parametrize("scaled", [True, False])
 def test_grpo(scaled):
-    given = experience()
-    advantages, returns = Grpo(scale_by_std=scaled).advantages(given)
+    given = completions()
+    targets = Grpo(scale_by_std=scaled).targets(given)
     per_row = oracles.grpo(REWARDS, GROUPS, scale="group" if scaled else None)
     # float32 against float64.
     np.testing.assert_allclose(
-        advantages, per_row[:, None] * np.asarray(given.mask), rtol=1e-5, atol=1e-6
+        targets.advantages, per_row[:, None] * np.asarray(given.mask), rtol=1e-5, atol=1e-6
     )
-    assert returns is None
+    assert targets.returns is None
 
 
 @pytest.mark.parametrize("recipe", [Grpo(), Dapo()])
@@ -65,8 +77,8 @@ def test_group_advantages_of_the_reference_table(recipe):
     rewards = np.array([1, 0, 0, 1, 1, 0, 0, 0], np.float32)
     lengths = np.array([4, 2, 6, 7, 3, 3, 6, 4])
     groups = np.repeat(np.arange(2, dtype=np.int32), 4)
-    given = experience(rewards, lengths, groups)
-    advantages, _ = recipe.advantages(given)
+    given = completions(rewards, lengths, groups)
+    advantages = recipe.targets(given).advantages
     expected = [0.866024, -0.866024, -0.866024, 0.866024, 1.499997, -0.499999, -0.499999, -0.499999]
     # The table has six decimals.
     np.testing.assert_allclose(advantages[:, PROMPT], expected, atol=1e-6)
@@ -76,13 +88,14 @@ def test_group_advantages_of_the_reference_table(recipe):
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 @pytest.mark.parametrize("whitened", [True, False])
 def test_vapo(gamma, whitened):
-    given = experience()
+    given = completions()
     recipe = Vapo(gamma=gamma, lam_alpha=0.5, whiten_advantages=whitened)
-    advantages, returns = recipe.advantages(given)
+    targets = recipe.targets(given)
+    advantages, returns = targets.advantages, targets.returns
     rewards = at_end(REWARDS, given.mask)
     lam = [oracles.length_adaptive_lambda(length, 0.5, 0.0) for length in LENGTHS]
     assert min(lam) == 0 and len(set(lam)) == 5  # the rows differ, and the floor acts
-    expected, _ = oracles.gae(rewards, given.values, given.mask, gamma, np.array(lam)[:, None])
+    expected, _ = oracles.gae(rewards, given.old_values, given.mask, gamma, np.array(lam)[:, None])
     if whitened:
         expected = oracles.whiten(expected, given.mask)
     # float32 against float64.
@@ -99,15 +112,16 @@ def test_vapo_by_hand():
     values = np.zeros((2, TIME), np.float32)
     values[0, PROMPT : PROMPT + 4] = [0.5, 0.6, 0.7, 0.8]
     values[1, PROMPT : PROMPT + 3] = [0.1, 0.0, 0.2]
-    given = experience(
+    given = completions(
         np.array([1.0, -1.0], np.float32),
         np.array([4, 3]),
         np.zeros(2, np.int32),
-        values=values,
+        old_values=values,
         truncated=np.zeros(2, bool),
     )
     recipe = Vapo(lam_alpha=0.5, whiten_advantages=False)
-    advantages, returns = recipe.advantages(given)
+    targets = recipe.targets(given)
+    advantages, returns = targets.advantages, targets.returns
     # Errors of the first row are 0.1, 0.1, 0.1, 0.2; of the second -0.1, 0.2, -1.2.
     first = [0.2, 0.2, 0.2, 0.2]
     second = [-1 / 6, -0.2, -1.2]
@@ -120,13 +134,14 @@ def test_vapo_by_hand():
 @pytest.mark.parametrize("kl", [None, 0.0, 0.5])
 @pytest.mark.parametrize("whitened", [True, False])
 def test_ppo(kl, whitened):
-    given = experience()
+    given = completions()
     recipe = Ppo(gamma=0.9, lam=0.8, kl_reward_coef=kl, whiten_advantages=whitened)
-    advantages, returns = recipe.advantages(given)
+    targets = recipe.targets(given)
+    advantages, returns = targets.advantages, targets.returns
     rewards = at_end(REWARDS, given.mask)
     if kl is not None:
         rewards = rewards - kl * np.asarray(given.old_logprobs - given.reference_logprobs)
-    expected, targets = oracles.gae(rewards, given.values, given.mask, 0.9, 0.8)
+    expected, targets = oracles.gae(rewards, given.old_values, given.mask, 0.9, 0.8)
     if whitened:
         expected = oracles.whiten(expected, given.mask)
     # float32 against float64.
@@ -135,5 +150,45 @@ def test_ppo(kl, whitened):
 
 
 def test_ppo_needs_no_reference_without_its_kl():
-    given = experience().replace(reference_logprobs=None)
-    assert Ppo().advantages(given)[0].shape == (6, TIME)
+    given = completions().replace(reference_logprobs=None)
+    assert Ppo().targets(given).advantages.shape == (6, TIME)
+
+
+# A group of three has the mean of the others, (n r - R) / 2, as its leave-one-out baseline.
+@pytest.mark.parametrize(
+    ("recipe", "formula"),
+    [
+        (DrGrpo(), lambda rewards: rewards - rewards.mean()),
+        (Rloo(), lambda rewards: rewards - (rewards.sum() - rewards) / 2),
+        (Maxrl(), lambda rewards: rewards / rewards.mean() - 1),
+    ],
+)
+def test_baselines_of_the_group(recipe, formula):
+    given = completions()
+    per_row = np.concatenate([formula(REWARDS[:3]), formula(REWARDS[3:])])
+    found = recipe.targets(given).advantages
+    np.testing.assert_allclose(found, per_row[:, None] * np.asarray(given.mask), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kl", [None, 0.5])
+def test_reinforce_plus_plus(kl):
+    given = completions()
+    rewards = at_end(REWARDS, given.mask)
+    if kl is not None:
+        rewards = rewards - kl * np.asarray(given.old_logprobs - given.reference_logprobs)
+    expected = np.zeros(rewards.shape)
+    for row, times in enumerate(oracles.rows(given.mask)):
+        to_go = 0.0
+        for t in reversed(times):
+            to_go = rewards[row, t] + 0.9 * to_go
+            expected[row, t] = to_go
+    targets = ReinforcePlusPlus(gamma=0.9, kl_reward_coef=kl).targets(given)
+    whitened = oracles.whiten(expected, given.mask)
+    # float32 against float64.
+    np.testing.assert_allclose(targets.advantages, whitened, rtol=1e-5, atol=1e-6)
+    assert targets.returns is None
+
+
+def test_maxrl_refuses_negative_rewards():
+    with pytest.raises(ValueError, match=r"reward_wrong=-1.0 .* rewards must not be negative"):
+        Maxrl(reward_wrong=-1.0)

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrl.losses import ppo_loss
+from jrl.losses import aggregate
 from jrl.recipes import RECIPES, Batch, Grpo
 from jrl.recipes.mismatch import Correction
 from jrl.report.metrics import check_known
-from jrl.trainer.learner import count
+from jrl.trainer.objectives import policy_loss
+from jrl.trainer.update import count
 
 # Three tokens and four; what lies under the mask is far off.
 LOG_W = np.array([[0.1, -0.2, 1.2, 0.0], [-0.5, -0.9, 0.3, 9.0]], np.float32)
@@ -144,18 +145,17 @@ def test_every_recipe_weighs_its_policy_loss(name):
         valid=jnp.asarray(MASK),
         mask=jnp.asarray(MASK),
         old_logprobs=old_logprobs,
-        sampler_logprobs=old_logprobs,
+        behaviour_logprobs=old_logprobs,
         advantages=advantages,
         correct=jnp.array([True, False]),
         reference_logprobs=reference,
     )
     entropy = jnp.ones((2, 4))
-    plain, expected = recipe.policy_loss(logprobs, entropy, batch, count(batch))
+    plain, expected = policy_loss(recipe, logprobs, entropy, batch, count(batch), 4)
     batch = replace(batch, importance_weights=weights)
-    weighted, found = recipe.policy_loss(logprobs, entropy, batch, count(batch))
-    clips = {"clip_low": recipe.clip_low, "clip_high": recipe.clip_high}
-    surrogate, _ = ppo_loss(logprobs, old_logprobs, advantages, MASK, aggregation=None, **clips)
-    wanted = np.sum(np.asarray(weights * surrogate)[MASK]) / 7
+    weighted, found = policy_loss(recipe, logprobs, entropy, batch, count(batch), 4)
+    surrogate, _ = recipe.surrogate(logprobs, entropy, batch, None)
+    wanted = aggregate(weights * surrogate, MASK, recipe.aggregation, max_length=4)
     np.testing.assert_allclose(found["actor/pg_loss"], wanted, **FLOAT32)
     # The terms beside it have no ratio, and so no weight.
     np.testing.assert_allclose(
