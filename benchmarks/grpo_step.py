@@ -1,7 +1,7 @@
 """Times one full GRPO step and decoding alone, and beside it the same step in TRL.
 
 The step is the trainer's own: 32 prompts of the sort task, 8 completions each of at most 10 tokens,
-verification, advantages and one optimiser step, float32, random weights of about 0.45 M parameters.
+verification, advantages and one optimizer step, float32, random weights of about 0.45 M parameters.
 Compilation is left out: the first two steps are not counted. With ``--peer PYTHON`` the
 interpreter of an environment with the `peer` extra runs `peer_trl.py` in turn with ours, on the
 same number of threads.
@@ -64,7 +64,7 @@ def measure(model: str, threads: int, steps: int) -> dict[str, float]:
     setup = set_up(
         RunConfig(task="sort", model=model, response_length=10), Grpo(prompts=32, mini_batch=256)
     )
-    state = begin(setup, initial_weights(setup, setup.model, "weights"))
+    state = fresh_state(setup, fresh_weights(setup))
     seconds: dict[str, list[float]] = {"step": [], "gen": [], "update": [], "decode": []}
     tokens = {"gen": 0.0, "update": 0.0}
     for number in range(steps + 2):
@@ -81,12 +81,12 @@ def measure(model: str, threads: int, steps: int) -> dict[str, float]:
 
     examples = [setup.task.train(i) for i in range(setup.recipe.prompts)]
     arrays = encode_prompts(setup.format, examples, setup.prompt_length)
-    prompts, valid = jax.device_put(arrays, setup.over_rows)
+    prompts, valid = jax.device_put(arrays, over_rows(setup.mesh))
     for number in range(steps):
         started = time.perf_counter()
-        key = setup.key("rollout", number)
+        key = setup.randomness.key("rollout", number)
         weights = state.policy.weights
-        jax.block_until_ready(generate(setup.training_decoder, weights, prompts, valid, key))
+        jax.block_until_ready(generate(decoder_of(setup), weights, prompts, valid, key))
         seconds["decode"].append(time.perf_counter() - started)
     median = {name: statistics.median(values) for name, values in seconds.items()}
     return {

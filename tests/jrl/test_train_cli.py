@@ -337,13 +337,13 @@ def test_a_dry_run_prints_and_makes_nothing(recipe_at, capsys):
     assert main([*words[:recipe_at], "dapo", *words[recipe_at:]]) == 0
     out = capsys.readouterr().out
     assert re.search(r"mini-batches\s+16 / 8 = 2", out)
-    assert re.search(r"optimiser steps of the policy\s+2 x 2 = 4", out)
+    assert re.search(r"optimizer steps of the policy\s+2 x 2 = 4", out)
     assert os.listdir() == []
 
 
 def test_a_dry_run_of_a_resumed_run_shows_its_settings(finished, capsys):
     assert main(["--resume", "--dry-run", "--run-dir", str(finished), "--steps", "9"]) == 0
-    assert re.search(r"optimiser steps of the policy\s+9 x 2 = 18", capsys.readouterr().out)
+    assert re.search(r"optimizer steps of the policy\s+9 x 2 = 18", capsys.readouterr().out)
 
 
 @pytest.mark.slow

@@ -13,6 +13,9 @@ import numpy as np
 
 from jrl.config.run import RunConfig
 from jrl.recipes import RECIPES, ActorCritic, Batch
+from jrl.rollout.batching import over_rows
+from jrl.rollout.collect import sampling_of
+from jrl.rollout.generate import Decoder
 from jrl.report.metrics import without_timings
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import read, read_metrics
@@ -21,7 +24,9 @@ from jrl.tasks.task import CORRECT, UNPARSABLE, WRONG, Example, Verdict
 from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.loop import Outcome, train
 from jrl.trainer.setup import Setup
+from jrl.trainer.state import TrainState, init_state, init_weights
 from moe.config import ModelConfig
+from moe.weights import Transformer
 from sharding.folding import Layout, fold
 
 PROMPT_LENGTH, RESPONSE_LENGTH = 6, 5
@@ -117,6 +122,24 @@ def small_setup(recipe=None, run: RunConfig | None = None, **changes) -> Setup:
     return replace(setup, **changes)
 
 
+def fresh_weights(setup: Setup) -> Transformer[jax.Array]:
+    """The policy that a run begins with."""
+    return init_weights(setup.model, setup.mesh, setup.randomness.key("weights", 0))
+
+
+def fresh_state(setup: Setup, weights: Transformer[jax.Array]) -> TrainState[jax.Array]:
+    """The state of a run before its first step, with these weights."""
+    return init_state(setup.networks, weights, setup.randomness.key("critic", 0))
+
+
+def decoder_of(setup: Setup) -> Decoder:
+    """Decoding as a training step does it."""
+    engine = setup.sampler().engine
+    return engine.decoder(
+        sampling_of(setup.recipe), setup.recipe.group_size, setup.response_length
+    )
+
+
 @dataclass(frozen=True)
 class Finished:
     """A run that has ended."""
@@ -178,10 +201,10 @@ def small_batch(setup: Setup, rows: int = 4) -> Batch[jax.Array]:
         valid=valid,
         mask=mask,
         old_logprobs=numbers(-3, -1),
-        sampler_logprobs=numbers(-3, -1),
+        behaviour_logprobs=numbers(-3, -1),
         advantages=numbers(-2, 2),
         correct=np.arange(rows) % 3 == 0,
         returns=numbers(-1, 1) if setup.recipe.uses_critic else None,
         old_values=numbers(-1, 1) if setup.recipe.uses_critic else None,
     )
-    return jax.device_put(batch, setup.over_rows)
+    return jax.device_put(batch, over_rows(setup.mesh))

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from small_runs import small_batch
 
-from jrl.trainer.learner import start, update
+from jrl.trainer.update import update
 from moe import weights as moe_weights
 
 # Without the code generator's optimisations a compilation takes half the time.
@@ -40,10 +40,10 @@ class Updates(NamedTuple):
 
 
 def three_updates(setup, rows, num_micro) -> Updates:
-    objective, optimiser = setup.policy_objective, setup.policy_optimiser
-    learner = start(optimiser, random_weights(setup, setup.model), setup.model, setup.mesh)
+    objective, optimizer = setup.networks.policy.objective, setup.networks.policy.optimizer
+    learner = setup.networks.policy.init(random_weights(setup, setup.model))
     batch = small_batch(setup, rows)
-    step = update.lower(objective, optimiser, num_micro, learner, batch).compile(FAST_COMPILE)
+    step = update.lower(objective, optimizer, num_micro, learner, batch).compile(FAST_COMPILE)
     history, gradient = [], None
     for _ in range(3):
         learner, metrics = step(learner, batch)

@@ -1,6 +1,6 @@
 """A loss of the whole network and its gradient on any mesh, a pipeline or not.
 
-What `jrl.trainer.learner` does, without an objective and an optimiser.
+What `jrl.trainer.update` does, without an objective and an optimizer.
 """
 
 import jax

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jrl.rollout.generate import Decoder, Rollout, generate, settle
 from jrl.rollout.sampling import Sampling
-from jrl.rollout.scoring import Rows, Scores, score
+from jrl.rollout.scoring import PromptLayout, Scores, score
 from moe.config import ModelConfig
 from moe.weights import Transformer, axis_sizes, shapes, specs, table
 from sharding.folding import Layout, fold
@@ -79,7 +79,7 @@ def decode(decoder: Decoder, seed: int = 0) -> Rollout[np.ndarray]:
 
 def scores(decoder: Decoder, weights, tokens, valid) -> Scores:
     """What scoring says, inside the `jax.shard_map`."""
-    rows = Rows(PROMPT, COPIES)
+    rows = PromptLayout(PROMPT, COPIES)
     return score(weights, tokens, valid, rows, decoder.config, decoder.sampling, decoder.mesh)
 
 
@@ -89,7 +89,7 @@ def scored(decoder: Decoder, rollout: Rollout[np.ndarray]) -> list[np.ndarray]:
 
     def local(*given):
         out = scores(decoder, *given)
-        return settle([out.logprobs, out.sampler_logprobs, out.entropy], mesh)
+        return settle([out.logprobs, out.behaviour_logprobs, out.entropy], mesh)
 
     rows = P(mesh.dp)
     step = jax.jit(

@@ -85,8 +85,8 @@ def test_greedy_rows_of_a_group_are_equal():
     rollout = decode(decoder_of(GREEDY))
     groups = rollout.tokens.reshape(NUM_PROMPTS, COPIES, -1)
     np.testing.assert_array_equal(groups, np.repeat(groups[:, :1], COPIES, axis=1))
-    np.testing.assert_array_equal(rollout.logprobs, 0)
-    assert np.all(rollout.policy_logprobs[rollout.mask] < 0)
+    np.testing.assert_array_equal(rollout.behaviour_logprobs, 0)
+    assert np.all(rollout.old_logprobs[rollout.mask] < 0)
 
 
 def test_stopping_early_changes_nothing(monkeypatch):

@@ -3,10 +3,19 @@
 import jax
 import numpy as np
 import pytest
-from small_runs import PROMPT_LENGTH, PROMPTS, small_batch, small_model, small_run, small_setup
+from small_runs import (
+    PROMPT_LENGTH,
+    PROMPTS,
+    decoder_of,
+    small_batch,
+    small_model,
+    small_run,
+    small_setup,
+)
 
+from jrl.rollout.batching import over_rows
 from jrl.rollout.generate import generate
-from jrl.trainer.learner import start, update
+from jrl.trainer.update import update
 from moe import weights as moe_weights
 
 
@@ -36,15 +45,15 @@ def compiled(name, caplog, step, *arguments):
 def test_an_update_through_a_pipeline_compiles_once(caplog):
     jax.clear_caches()
     setup = setup_on("pp2 tp2 dp2 / ep2 etp2")
-    learner = start(setup.policy_optimiser, initial(setup), setup.model, setup.mesh)
+    learner = setup.networks.policy.init(initial(setup))
     counts = []
     for _ in range(3):
         (learner, metrics), count = compiled(
             "update",
             caplog,
             update,
-            setup.policy_objective,
-            setup.policy_optimiser,
+            setup.networks.policy.objective,
+            setup.networks.policy.optimizer,
             2,
             learner,
             small_batch(setup, 8),
@@ -58,17 +67,17 @@ def test_an_update_through_a_pipeline_compiles_once(caplog):
 def test_generation_and_updates_compile_once(caplog):
     jax.clear_caches()
     setup = setup_on("tp2 dp2 / ep4")
-    learner = start(setup.policy_optimiser, initial(setup), setup.model, setup.mesh)
+    learner = setup.networks.policy.init(initial(setup))
     tokens = np.full((PROMPTS, PROMPT_LENGTH), 3, np.int32)
-    prompts = jax.device_put((tokens, tokens == 3), setup.over_rows)
+    prompts = jax.device_put((tokens, tokens == 3), over_rows(setup.mesh))
     counts, updates = [], []
     for step in range(3):
-        key = setup.key("rollout", step)
+        key = setup.randomness.key("rollout", step)
         _, count = compiled(
             "generate",
             caplog,
             generate,
-            setup.training_decoder,
+            decoder_of(setup),
             learner.weights,
             *prompts,
             key,
@@ -78,8 +87,8 @@ def test_generation_and_updates_compile_once(caplog):
             "update",
             caplog,
             update,
-            setup.policy_objective,
-            setup.policy_optimiser,
+            setup.networks.policy.objective,
+            setup.networks.policy.optimizer,
             2,
             learner,
             small_batch(setup, 8),

@@ -71,7 +71,7 @@ def tokens_of(rows, time):
 def with_everything():
     """A run that has a critic and a reference, with its first state."""
     setup = set_up(RunConfig(layout=LAYOUT), replace(Ppo(), kl_coef=0.1))
-    return setup, begin(setup, initial_weights(setup, setup.model, "weights"))
+    return setup, fresh_state(setup, fresh_weights(setup))
 
 
 def test_memory_of_the_state_is_what_the_state_takes(with_everything):
@@ -82,8 +82,8 @@ def test_memory_of_the_state_is_what_the_state_takes(with_everything):
     assert needs["critic"] == on_one_device(state.critic.weights)
     assert needs["reference"] == on_one_device(state.reference)
     # Beside the moments, optax keeps two step counters of 4 bytes.
-    assert needs["optimiser moments"] + 8 == on_one_device(state.policy.opt_state)
-    assert needs["critic's optimiser moments"] + 8 == on_one_device(state.critic.opt_state)
+    assert needs["optimizer moments"] + 8 == on_one_device(state.policy.opt_state)
+    assert needs["critic's optimizer moments"] + 8 == on_one_device(state.critic.opt_state)
 
 
 def test_memory_of_the_cache_is_what_decoding_carries():
@@ -154,10 +154,10 @@ def test_batch_arithmetic_follows_a_completion_to_its_last_update():
     assert rows["completions per step"] == "6 prompts x 4 = 24"
     assert rows["mini-batches"] == "24 / 12 = 2"
     assert rows["micro-batches per mini-batch"] == "12 / 4 = 3"
-    assert rows["optimiser steps per step"] == "2 mini-batches x 5 epochs = 10"
+    assert rows["optimizer steps per step"] == "2 mini-batches x 5 epochs = 10"
     assert rows["of which train the critic alone"] == "7"
-    assert rows["optimiser steps of the critic"] == "10 x 10 = 100"
-    assert rows["optimiser steps of the policy"] == "3 x 10 = 30"
+    assert rows["optimizer steps of the critic"] == "10 x 10 = 100"
+    assert rows["optimizer steps of the policy"] == "3 x 10 = 30"
     assert rows["tokens per step at most"] == "24 x 22 = 528"
 
 

@@ -11,5 +11,5 @@ from jrl.trainer.setup import set_up
 def test_remat(remat):
     setup = set_up(RunConfig(remat=remat), Grpo())
     assert setup.model.execution.remat == remat
-    assert setup.policy_objective.config.execution.remat == remat
+    assert setup.networks.policy.objective.config.execution.remat == remat
     setup.task.close()

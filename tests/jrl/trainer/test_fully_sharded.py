@@ -14,8 +14,8 @@ from jrl.rollout.generate import generate
 from jrl.rollout.resharding import reshard
 from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer.dry_run import memory
-from jrl.trainer.learner import start, update
-from jrl.trainer.state import abstract, begin, restore, save
+from jrl.trainer.update import update
+from jrl.trainer.state import abstract, restore, save
 from moe import weights as moe_weights
 from moe.execution import Execution
 from sharding.folding import Layout, fold
@@ -64,9 +64,7 @@ def elements_on_one(tree):
 
 def test_a_device_keeps_its_part_before_and_after_an_update():
     setup = setup_on("dp4", "selective")
-    before = start(
-        setup.policy_optimiser, random_weights(setup, setup.model), setup.model, setup.mesh
-    )
+    before = setup.networks.policy.init(random_weights(setup, setup.model))
     whole = sum(leaf.size for leaf in jax.tree.leaves(before.weights))
     # All but a weight or two divides by four.
     assert whole / 4 <= elements_on_one(before.weights) < 1.05 * whole / 4
@@ -77,9 +75,9 @@ def test_a_device_keeps_its_part_before_and_after_an_update():
 
 def test_each_layer_is_joined_forward_and_again_backward():
     setup = setup_on("dp4")
-    objective, optimiser = setup.policy_objective, setup.policy_optimiser
-    learner = start(optimiser, random_weights(setup, setup.model), setup.model, setup.mesh)
-    lowered = update.lower(objective, optimiser, 1, learner, small_batch(setup, ROWS)).as_text()
+    objective, optimizer = setup.networks.policy.objective, setup.networks.policy.optimizer
+    learner = setup.networks.policy.init(random_weights(setup, setup.model))
+    lowered = update.lower(objective, optimizer, 1, learner, small_batch(setup, ROWS)).as_text()
     cuts = moe_weights.cuts(setup.model, setup.mesh)
     of_a_layer, of_all = (
         sum(bool(cut.atoms) for cut in jax.tree.leaves(some)) for some in (cuts.layers, cuts)
@@ -98,7 +96,7 @@ def test_the_rollout_has_whole_weights_and_draws_the_same():
     batch = small_batch(setup, ROWS)
     prompts, valid = batch.tokens[:, : setup.prompt_length], batch.valid[:, : setup.prompt_length]
     drawn = [
-        generate(s.training_decoder, own, prompts, valid, setup.key("rollout", 0))
+        generate(decoder_of(s), own, prompts, valid, setup.randomness.key("rollout", 0))
         for s, own in ((setup, weights), (plain, same))
     ]
     jax.tree.map(np.testing.assert_array_equal, *jax.device_get(drawn))
@@ -110,11 +108,11 @@ def test_the_rollout_has_whole_weights_and_draws_the_same():
 
 def test_a_checkpoint_is_read_with_and_without(tmp_path):
     setup, plain = setup_on("dp4"), setup_on("dp2", fsdp=False)
-    state = begin(setup, random_weights(setup, setup.model))
+    state = fresh_state(setup, random_weights(setup, setup.model))
     checkpoints = Checkpoints(tmp_path)
-    save(checkpoints, setup, 0, state)
+    save(checkpoints, setup.networks, state)
     for reader in (setup, plain):
-        back, like = restore(checkpoints, reader, 0), abstract(reader)
+        back, like = restore(checkpoints, reader.networks, 0), abstract(reader.networks)
         same = jax.tree.map(lambda x, y: x.sharding == y.sharding, back, like)
         assert all(jax.tree.leaves(same))
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(back), jax.device_get(state))

@@ -152,7 +152,7 @@ def test_samples(finished):
 
 
 def test_learning_rate_and_counters(finished):
-    """Two optimiser steps per step, of which the third is the last of the warm-up."""
+    """Two optimizer steps per step, of which the third is the last of the warm-up."""
     rates = [line["actor/lr"] for line in read_metrics(finished("grpo").folder.metrics_path)[1:]]
     np.testing.assert_allclose(rates, np.array([2 / 3, 1, 1]) * 1e-2, rtol=1e-6)
 
@@ -189,7 +189,7 @@ def test_checkpoints_are_bounded(tmp_path):
 
 def test_given_weights_skip_the_warm_start(tmp_path):
     setup = small_setup(run=small_run(steps=1))
-    weights = initial_weights(setup, setup.model, "weights")
+    weights = fresh_weights(setup)
     with RunFolder.create(tmp_path / "run", {}) as folder:
         loop.train(setup, folder, weights)
     assert "warm_start/loss" not in metrics_of(tmp_path / "run")[0]
@@ -236,7 +236,7 @@ def test_warm_start_stops_at_its_target():
     """Where any accuracy will do, at the first measurement; else at the last step."""
     setup = small_setup(run=small_run(warm_start_steps=99, warm_start_accuracy=0.0))
     reports = []
-    weights = initial_weights(setup, setup.model, "weights")
+    weights = fresh_weights(setup)
     learned, metrics = warm_start(setup, weights, lambda *given: reports.append(given))
     assert metrics["warm_start/steps"] == CHECK_EVERY
     assert [step for step, _, _ in reports] == [CHECK_EVERY]
@@ -275,7 +275,7 @@ def test_a_warm_start_far_below_its_target_says_so():
 
 def test_warm_start_learns():
     setup = small_setup(run=small_run(warm_start_steps=150, warm_start_accuracy=0.6))
-    weights = initial_weights(setup, setup.model, "weights")
+    weights = fresh_weights(setup)
     losses = []
     _, metrics = warm_start(setup, weights, lambda step, loss, accuracy: losses.append(loss))
     assert losses[-1] < losses[0]
@@ -291,7 +291,7 @@ def test_warm_start_draws_no_heldout_prompt(monkeypatch):
         task, "train", lambda self, index: drawn.append(index) or train(self, index)
     )
     monkeypatch.setattr(task, "heldout", lambda self, index: pytest.fail("a held-out prompt"))
-    warm_start(setup, initial_weights(setup, setup.model, "weights"), lambda *given: None)
+    warm_start(setup, fresh_weights(setup), lambda *given: None)
     # Three batches, and one that was not learned from.
     assert drawn == list(range(4 * 8))
 
@@ -315,7 +315,7 @@ def test_reinforcement_goes_on_after_the_prompts_that_were_imitated(task, tmp_pa
     setup = setup if task is None else replace(setup, task=task)
     imitated, given, evaluated = [], [], []
 
-    def learn(objective, optimiser, num_micro, learner, batch):
+    def learn(objective, optimizer, num_micro, learner, batch):
         return learner, {"loss": 0.0, "grad_norm": 0.0}
 
     def first_step(setup, weights, step, cursor):
@@ -342,7 +342,7 @@ def test_reinforcement_goes_on_after_the_prompts_that_were_imitated(task, tmp_pa
 @pytest.mark.parametrize("spoilt", [np.nan, np.inf])
 def test_warm_start_fails_aloud(spoilt):
     setup = small_setup(run=small_run(warm_start_steps=2))
-    weights = initial_weights(setup, setup.model, "weights")
+    weights = fresh_weights(setup)
     weights = weights.replace(norm=weights.norm * np.float32(spoilt))
     with pytest.raises(WarmStartFailed, match=r"2 of 2 steps .* lower --warm-start-learning-rate"):
         warm_start(setup, jax.tree.map(lambda x: x, weights), lambda *given: None)
@@ -351,7 +351,7 @@ def test_warm_start_fails_aloud(spoilt):
 def test_pretraining_moves_the_critic_alone(tmp_path):
     """The first step of VAPO here: the policy is bit for bit what it was."""
     setup = small_setup(small_recipe("vapo", pretrain_critic=2), small_run(warm_start_steps=0))
-    state = loop.begin(setup, initial_weights(setup, setup.model, "weights"))
+    state = loop.begin(setup, fresh_weights(setup))
     policy, critic = jax.device_get((state.policy, state.critic))
     for _ in range(2):
         state, _, metrics, _ = loop.train_step(setup, state)
@@ -379,7 +379,7 @@ def test_a_step_without_tokens_learns_nothing(monkeypatch):
         return replace(collected, kept=replace(collected.kept, rollout=nothing))
 
     monkeypatch.setattr(loop, "collect", filtered)
-    state = loop.begin(setup, initial_weights(setup, setup.model, "weights"))
+    state = loop.begin(setup, fresh_weights(setup))
     before = jax.device_get((state.policy, state.critic))
     for updates in (2, 4):  # two mini-batches, for one network and then for two
         state, _, metrics, nonfinite = loop.train_step(setup, state)
@@ -406,7 +406,7 @@ def test_corrections_of_a_sampler_that_is_right_change_nothing():
     ):
         run = small_run(warm_start_steps=0, layout=layout)
         setup = small_setup(small_recipe("grpo", **settings), run)
-        state = loop.begin(setup, initial_weights(setup, setup.model, "weights"))
+        state = loop.begin(setup, fresh_weights(setup))
         state, _, metrics, _ = loop.train_step(setup, state)
         check_known(metrics)
         found.append((jax.device_get(state.policy.weights), without_timings(metrics)))
@@ -428,10 +428,10 @@ def test_sampler_and_trainer_agree_on_a_narrowed_distribution():
     """Temperature and top-p: what was sampled from is what the trainer reckons with."""
     recipe = small_recipe("grpo", temperature=0.8, top_p=0.9)
     setup = small_setup(recipe, small_run(warm_start_steps=0))
-    state = loop.begin(setup, initial_weights(setup, setup.model, "weights"))
+    state = loop.begin(setup, fresh_weights(setup))
     _, collected, metrics, _ = loop.train_step(setup, state)
     assert metrics["sampling/sampling_logp_difference/max"] < 1e-5
     rollout = collected.kept.rollout
     # The narrowed distribution gives its tokens more than the whole policy does.
-    assert (rollout.logprobs > rollout.policy_logprobs)[rollout.mask].mean() > 0.5
+    assert (rollout.behaviour_logprobs > rollout.old_logprobs)[rollout.mask].mean() > 0.5
     assert metrics["actor/ratio"] == pytest.approx(1.0, abs=0.2)

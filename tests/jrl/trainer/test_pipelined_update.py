@@ -24,11 +24,11 @@ from three_updates import (
 from tiers import full_but
 
 from jrl.rollout.generate import generate
-from jrl.rollout.scoring import Rows, num_pieces
+from jrl.rollout.scoring import PromptLayout, num_micro_batches
 from jrl.runs.checkpoints import Checkpoints
-from jrl.trainer.improve import logprobs_of, values_of
-from jrl.trainer.learner import start, update
-from jrl.trainer.state import abstract, begin, initial_weights, restore, save
+from jrl.trainer.scoring import logprobs_of, values_of
+from jrl.trainer.update import update
+from jrl.trainer.state import abstract, init_weights, restore, save
 from moe import weights as moe_weights
 from sharding.folding import Layout, fold_abstract
 
@@ -60,9 +60,9 @@ def test_updates_equal_those_of_one_device(layout, num_micro):
 
 def test_a_stage_sends_one_message_each_way():
     setup = setup_on("pp2 vpp2 tp2 / ep2")
-    objective, optimiser = setup.policy_objective, setup.policy_optimiser
-    learner = start(optimiser, random_weights(setup, setup.model), setup.model, setup.mesh)
-    lowered = update.lower(objective, optimiser, 4, learner, small_batch(setup, ROWS))
+    objective, optimizer = setup.networks.policy.objective, setup.networks.policy.optimizer
+    learner = setup.networks.policy.init(random_weights(setup, setup.model))
+    lowered = update.lower(objective, optimizer, 4, learner, small_batch(setup, ROWS))
     assert lowered.as_text().count('"stablehlo.collective_permute"') == 2
 
 
@@ -71,11 +71,11 @@ def test_scores_and_values_come_through_the_pipeline():
         setup = setup_on(layout)
         batch = small_batch(setup, ROWS)
         given = batch.tokens, batch.valid
-        critic = setup.critic_objective
+        critic = setup.networks.critic.objective
         return [
             function.lower(objective, weights, *given).compile(FAST_COMPILE)(weights, *given)
             for function, objective, weights in (
-                (logprobs_of, setup.policy_objective, random_weights(setup, setup.model)),
+                (logprobs_of, setup.networks.policy.objective, random_weights(setup, setup.model)),
                 (values_of, critic, random_weights(setup, critic.config)),
             )
         ]
@@ -102,7 +102,7 @@ def test_scores_and_values_come_through_the_pipeline():
 def test_scoring_is_cut_into_whole_groups(layout, num_rows, copies, number):
     mesh = fold_abstract(Layout.parse(layout))
     time = PROMPT_LENGTH + RESPONSE_LENGTH
-    assert num_pieces(num_rows, time, Rows(PROMPT_LENGTH, copies), mesh) == number
+    assert num_micro_batches(num_rows, time, PromptLayout(PROMPT_LENGTH, copies), mesh) == number
 
 
 def test_a_checkpoint_of_interleaved_stages_is_one_of_any_layout(tmp_path):
@@ -117,8 +117,8 @@ def test_a_checkpoint_of_interleaved_stages_is_one_of_any_layout(tmp_path):
     state = begin(interleaved, weights)
     checkpoints = Checkpoints(tmp_path)
     save(checkpoints, interleaved, 0, state)
-    elsewhere = restore(checkpoints, plain, 0)
-    back = restore(checkpoints, interleaved, 0)
+    elsewhere = restore(checkpoints, plain.networks, 0)
+    back = restore(checkpoints, interleaved.networks, 0)
     like = abstract(interleaved)
     same = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), back, like)
     assert all(jax.tree.leaves(same))
@@ -140,7 +140,7 @@ def test_a_pipeline_does_not_decode():
     prompts = np.zeros((4, PROMPT_LENGTH), np.int32)
     with pytest.raises(ValueError, match=r"pp2 .* cannot decode: .* pp must be 1"):
         generate(
-            setup.training_decoder._replace(mesh=setup.mesh),
+            decoder_of(setup)._replace(mesh=setup.mesh),
             random_weights(setup, setup.model),
             prompts,
             prompts == 0,

@@ -189,9 +189,9 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
 def test_on_many_devices(tmp_path):
     """A state that lies in pieces comes back in the same pieces, and the next step is the same."""
     setup = small_setup(small_recipe("vapo"), small_run(layout="tp2 dp2 / ep4"))
-    state = loop.begin(setup, initial_weights(setup, setup.model, "weights"))
+    state = loop.begin(setup, fresh_weights(setup))
     expected = jax.tree.leaves_with_path(state)
-    found = jax.tree.leaves_with_path(abstract(setup))
+    found = jax.tree.leaves_with_path(abstract(setup.networks))
     for (path, leaf), (other_path, other) in zip(expected, found, strict=True):
         assert path == other_path
         assert (leaf.shape, leaf.dtype) == (other.shape, other.dtype)
@@ -201,7 +201,7 @@ def test_on_many_devices(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, state)
     state, _, metrics, _ = loop.train_step(setup, state)
-    again, _ = checkpoints.restore(1, abstract(setup))
+    again, _ = checkpoints.restore(1, abstract(setup.networks))
     again, _, again_metrics, _ = loop.train_step(setup, again)
     assert without_timings(again_metrics) == without_timings(metrics)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), jax.device_get(state))

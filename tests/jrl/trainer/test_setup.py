@@ -83,8 +83,8 @@ def test_a_tokenizer_json_takes_the_place_of_a_character_model(tmp_path):
     setup = made(RunConfig(tokenizer=str(folder / "tokenizer.json")))
     assert setup.model.vocab_size == setup.tokenizer.vocab_size
     assert setup.format.template is not None
-    assert setup.training_decoder.stop_ids == setup.tokenizer.stop_ids
-    assert len(setup.training_decoder.stop_ids) == 2
+    assert decoder_of(setup).stop_ids == setup.tokenizer.stop_ids
+    assert len(decoder_of(setup).stop_ids) == 2
 
 
 def test_a_network_with_ids_that_the_tokenizer_cannot_decode_is_refused(tmp_path):

@@ -6,15 +6,15 @@ import pytest
 from jrl.config.run import RunConfig
 from jrl.recipes import Ppo
 from jrl.trainer.setup import set_up
-from jrl.trainer.state import abstract, begin, initial_weights
+from jrl.trainer.state import abstract
 
 
 @pytest.mark.parametrize("layout", ["dp1", "tp2 dp2 / ep4"])
 def test_a_checkpoint_is_read_into_the_place_that_the_state_has(layout):
     setup = set_up(RunConfig(layout=layout), replace(Ppo(), kl_coef=0.1))
-    state = begin(setup, initial_weights(setup, setup.model, "weights"))
+    state = fresh_state(setup, fresh_weights(setup))
     wanted = jax.tree.leaves_with_path(state)
-    found = jax.tree.leaves_with_path(abstract(setup))
+    found = jax.tree.leaves_with_path(abstract(setup.networks))
     for (name, real), (other, like) in zip(wanted, found, strict=True):
         assert name == other and real.shape == like.shape and real.dtype == like.dtype
         assert real.sharding.is_equivalent_to(like.sharding, real.ndim), jax.tree_util.keystr(name)

@@ -1,4 +1,4 @@
-"""The optimiser works on parts: less memory, one sum of the gradients, the same steps."""
+"""The optimizer works on parts: less memory, one sum of the gradients, the same steps."""
 
 import functools
 import math
@@ -13,8 +13,8 @@ from small_runs import small_batch, small_model, small_recipe, small_run, small_
 from tiers import full_but
 
 from jrl.runs.checkpoints import Checkpoints
-from jrl.trainer.learner import start, update
-from jrl.trainer.state import abstract, begin, initial_weights, restore, save
+from jrl.trainer.update import update
+from jrl.trainer.state import abstract, restore, save
 from sharding import zero
 
 FAST_COMPILE: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
@@ -36,9 +36,9 @@ def setup_on(layout):
 @functools.cache
 def compiled(layout):
     setup = setup_on(layout)
-    weights = initial_weights(setup, setup.model, "weights")
-    learner = start(setup.policy_optimiser, weights, setup.model, setup.mesh)
-    given = setup.policy_objective, setup.policy_optimiser, 1
+    weights = fresh_weights(setup)
+    learner = setup.networks.policy.init(weights)
+    given = setup.networks.policy.objective, setup.networks.policy.optimizer, 1
     return update.lower(*given, learner, small_batch(setup, ROWS)).compile(FAST_COMPILE), learner
 
 
@@ -104,7 +104,7 @@ def test_a_device_holds_its_part_before_and_after_a_step(layout):
 def test_parts_are_saved_and_read_elsewhere(tmp_path):
     def state_on(layout):
         setup = setup_on(layout)
-        return setup, begin(setup, initial_weights(setup, setup.model, "weights"))
+        return setup, fresh_state(setup, fresh_weights(setup))
 
     (setup, state), (other, _) = state_on("dp4 tp2 / ep4 etp1"), state_on("dp2")
     draw = np.random.default_rng(0)
@@ -115,9 +115,9 @@ def test_parts_are_saved_and_read_elsewhere(tmp_path):
     )
     state = replace(state, policy=replace(policy, opt_state=noise))
     checkpoints = Checkpoints(tmp_path)
-    save(checkpoints, setup, 0, state)
+    save(checkpoints, setup.networks, state)
     for reader in (setup, other):
-        back, like = restore(checkpoints, reader, 0), abstract(reader)
+        back, like = restore(checkpoints, reader.networks, 0), abstract(reader.networks)
         same = jax.tree.map(lambda x, y: x.sharding == y.sharding, back, like)
         assert all(jax.tree.leaves(same))
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(back), jax.device_get(state))

@@ -76,7 +76,7 @@ def test_special_tokens_inside_a_completion_show():
 def test_samples_of_the_policy():
     """One real call: what the arrays, the texts and the verdicts say is one thing."""
     setup = small_setup()
-    weights = initial_weights(setup, setup.model, "weights")
+    weights = fresh_weights(setup)
     collected = collect(setup, weights, step=3, cursor=8)
     kept = collected.kept
     assert collected.cursor == 8 + PROMPTS
@@ -142,7 +142,7 @@ GOOD, PARTIAL, ALL, NONE = (1.0, 0.0), (0.0, 0.5), (1.0, 1.0), (0.0, 0.0)
 def never_asked():
     """A policy whose completions are scripted."""
     setup = small_setup()
-    return initial_weights(setup, setup.model, "weights")
+    return fresh_weights(setup)
 
 
 def scripted(monkeypatch, scores, recipe):
@@ -274,7 +274,7 @@ def test_a_sample_of_a_chat_checkpoint_reads_as_a_conversation(monkeypatch, tmp_
 
 def test_sample_counts_its_time():
     setup = small_setup()
-    weights = initial_weights(setup, setup.model, "weights")
+    weights = fresh_weights(setup)
     examples = [setup.task.train(i) for i in range(PROMPTS)]
-    drawn = sample(setup, setup.training_decoder, weights, examples, setup.key("rollout", 0))
+    drawn = sample(setup, decoder_of(setup), weights, examples, setup.randomness.key("rollout", 0))
     assert len(drawn.texts) == PROMPTS * GROUP_SIZE

@@ -1,4 +1,4 @@
-"""From completions to optimiser steps: which rows are learned from when, and what is reported."""
+"""From completions to optimizer steps: which rows are learned from when, and what is reported."""
 
 import time
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ from jrl.trainer.improve import (
     mini_batches,
     summarise,
 )
-from jrl.trainer.learner import Max
+from jrl.trainer.update import Max
 from jrl.trainer.state import begin, initial_weights
 
 ROWS = 8
 
 
 def state_of(setup, step=0):
-    state = begin(setup, initial_weights(setup, setup.model, "weights"))
+    state = fresh_state(setup, fresh_weights(setup))
     return state.replace(step=state.step + step)
 
 
@@ -37,7 +37,7 @@ def learned_from(monkeypatch):
     """The rows of each update, told by the tokens they begin with; nothing is updated."""
     updates: list[tuple[str, list[int]]] = []
 
-    def record(objective, optimiser, num_micro, learner, batch):
+    def record(objective, optimizer, num_micro, learner, batch):
         network = "actor" if hasattr(objective, "sampling") else "critic"
         updates.append((network, np.asarray(batch.tokens)[:, 0].tolist()))
         return learner, {"loss": 0.0, "grad_norm": 0.0, "finite": True, "empty": False}
@@ -75,14 +75,14 @@ def test_order_is_a_function_of_seed_step_and_epoch(learned_from):
 
 def test_rows_that_share_a_prompt_stay_together(learned_from):
     setup = small_setup(small_recipe(epochs=4))
-    assert setup.rows.copies == GROUP_SIZE
+    assert setup.geometry.prompt_layout.group_size == GROUP_SIZE
     for rows in orders(learned_from, setup):
         assert all(a % 2 == 0 and b == a + 1 for a, b in zip(rows[::2], rows[1::2], strict=True))
 
 
 def test_rows_go_alone_where_a_mini_batch_holds_no_whole_groups(learned_from):
     setup = small_setup(small_recipe(epochs=4, group_size=4, prompts=2, mini_batch=2))
-    assert setup.rows.copies == 1
+    assert setup.geometry.prompt_layout.group_size == 1
     rows = orders(learned_from, setup)
     assert any(part[0] // 4 != part[1] // 4 for part in rows)
 
@@ -140,7 +140,7 @@ def test_critic_and_policy_take_turns_after_pretraining(learned_from, step):
 
 
 def test_what_was_left_out_is_handed_over(learned_from, monkeypatch):
-    def refuse(objective, optimiser, num_micro, learner, batch):
+    def refuse(objective, optimizer, num_micro, learner, batch):
         loss = np.float32(np.nan)
         return learner, {"loss": loss, "grad_norm": 2.0, "finite": False, "empty": False}
 
@@ -173,7 +173,7 @@ def test_a_critic_starts_as_the_policy_that_values_nothing():
 def sampled():
     """The completions of one step, with scores that differ between the groups."""
     setup = small_setup()
-    weights = initial_weights(setup, setup.model, "weights")
+    weights = fresh_weights(setup)
     kept = collect(setup, weights, step=0, cursor=0).kept
     scores = [0.0, 0.5, 1.0, 0.5, 0.0, 0.0, 1.0, 1.0]
     reasons = {1.0: "correct", 0.5: "partial", 0.0: "wrong"}
@@ -187,8 +187,8 @@ def test_experience(sampled):
     np.testing.assert_array_equal(experience.rewards, sampled.scores)
     np.testing.assert_array_equal(experience.lengths, sampled.rollout.mask.sum(axis=1))
     np.testing.assert_array_equal(batch.correct, sampled.scores == 1)
-    np.testing.assert_array_equal(batch.old_logprobs, sampled.rollout.policy_logprobs)
-    np.testing.assert_array_equal(batch.sampler_logprobs, sampled.rollout.logprobs)
+    np.testing.assert_array_equal(batch.old_logprobs, sampled.rollout.old_logprobs)
+    np.testing.assert_array_equal(batch.behaviour_logprobs, sampled.rollout.behaviour_logprobs)
     expected = setup.recipe.advantages(experience)[0]
     np.testing.assert_allclose(batch.advantages, expected, rtol=1e-6)  # jitted and not
     assert experience.values is None and experience.reference_logprobs is None
@@ -204,7 +204,7 @@ def test_the_reference_scores_as_the_policy_sampled(sampled):
     mask = sampled.rollout.mask
     # Decoding with a cache against one forward pass, float32.
     np.testing.assert_allclose(
-        np.asarray(batch.reference_logprobs)[mask], sampled.rollout.policy_logprobs[mask], atol=1e-5
+        np.asarray(batch.reference_logprobs)[mask], sampled.rollout.old_logprobs[mask], atol=1e-5
     )
     np.testing.assert_array_equal(experience.values, 0)
 
@@ -213,7 +213,7 @@ def test_the_reference_scores_as_the_policy_sampled(sampled):
 def scoring(monkeypatch, sampled):
     """Stands for the networks' passes over all completions: the policy's log-probabilities as the
     trainer has them, a tenth of a nat and more from the sampler's."""
-    there = sampled.rollout.policy_logprobs
+    there = sampled.rollout.old_logprobs
     random = np.random.default_rng(9).choice([-0.9, -0.1, 0.1, 0.9], there.shape)
     logprobs = jnp.asarray(there + random.astype(np.float32))
     monkeypatch.setattr(improving, "logprobs_of", lambda *_: (logprobs, logprobs))
@@ -240,7 +240,7 @@ def test_every_recipe_can_be_anchored_and_corrected(name, sampled, scoring):
     experience, batch, metrics = experience_of(small_setup(recipe), state, sampled)
     check_known(metrics)
     mask = sampled.rollout.mask
-    log_weights = np.where(mask, scoring - sampled.rollout.policy_logprobs, 0)
+    log_weights = np.where(mask, scoring - sampled.rollout.old_logprobs, 0)
     kept = mask & (log_weights**2 / 2 <= 0.1)
     assert 0 < kept.sum() < mask.sum()
     np.testing.assert_array_equal(batch.old_logprobs, scoring)
@@ -261,9 +261,9 @@ def test_the_sampler_stays_the_anchor_where_samples_are_rejected(sampled, scorin
     recipe = small_recipe(rejection="geometric", rejection_low=0.9, rejection_high=1.2)
     setup = small_setup(recipe)
     _, batch, metrics = experience_of(setup, state_of(setup), sampled)
-    np.testing.assert_array_equal(batch.old_logprobs, sampled.rollout.policy_logprobs)
+    np.testing.assert_array_equal(batch.old_logprobs, sampled.rollout.old_logprobs)
     mask = sampled.rollout.mask
-    log_weights = np.where(mask, scoring - sampled.rollout.policy_logprobs, 0)
+    log_weights = np.where(mask, scoring - sampled.rollout.old_logprobs, 0)
     means = np.exp(log_weights.sum(axis=1) / mask.sum(axis=1))
     stay = (means >= 0.9) & (means <= 1.2)
     assert 0 < stay.sum() < len(stay)

@@ -1,47 +1,45 @@
 """Accuracy on held-out prompts."""
 
-import itertools
 import threading
 
 import numpy as np
 import pytest
-from small_runs import small_recipe, small_run, small_setup
+from small_runs import fresh_state, fresh_weights, small_recipe, small_run, small_setup
 
 from jrl.report.metrics import without_timings
+from jrl.rollout.collect import sampling_of
+from jrl.rollout.sampler import Sampler
 from jrl.tasks import Example
 from jrl.tasks.procedural import ProceduralTask
-from jrl.trainer import evaluation
-from jrl.trainer.evaluation import evaluate, filled_up, heldout_examples, pass_at_k
-from jrl.trainer.loop import begin, train_step
-from jrl.trainer.state import initial_weights
+from jrl.trainer.heldout import filled_up, heldout_examples, heldout_metrics
+from jrl.trainer.step import train_step
 
 
-@pytest.mark.parametrize("num_samples", range(1, 7))
-def test_pass_at_k_is_the_share_of_draws_that_hold_a_correct_one(num_samples):
-    for correct, k in itertools.product(range(num_samples + 1), range(1, num_samples + 1)):
-        draws = list(itertools.combinations(range(num_samples), k))
-        hits = sum(any(sample < correct for sample in draw) for draw in draws)
-        # Two divisions of small whole numbers.
-        assert pass_at_k(num_samples, correct, k) == pytest.approx(hits / len(draws), abs=1e-12)
+def evaluate(setup, weights, step, examples):
+    sampler = setup.sampler()
+    sampler.engine.load(weights, step)
+    key = setup.randomness.key("evaluation", step)
+    found = heldout_metrics(sampler, sampling_of(setup.recipe), examples, key)
+    return without_timings(found)
 
 
-@pytest.mark.parametrize("k", [0, 5])
-def test_pass_at_k_needs_as_many_samples(k):
-    with pytest.raises(ValueError, match=rf"k={k} must lie in 1\.\.4, the samples per prompt"):
-        pass_at_k(4, 2, k)
+def step_of(setup, state):
+    """The texts that a training step samples."""
+    _, done = train_step(setup.sampler(), setup.networks, setup.recipe, state, setup.randomness)
+    return [completion.text for completion in done.collected.completions]
 
 
 def test_evaluation_is_deterministic_and_stands_aside():
     """The same twice, whatever was sampled in between, and no part in what is sampled then."""
     setup = small_setup(small_recipe())
-    state = begin(setup, initial_weights(setup, setup.model, "weights"))
-    examples = heldout_examples(setup, 8)
-    first = without_timings(evaluate(setup, state.policy.weights, 3, examples))
-    _, without, _, _ = train_step(setup, state)
-    state = begin(setup, initial_weights(setup, setup.model, "weights"))
-    again = without_timings(evaluate(setup, state.policy.weights, 3, examples))
+    state = fresh_state(setup, fresh_weights(setup))
+    examples = heldout_examples(setup.task, 8)
+    first = evaluate(setup, state.policy.weights, 3, examples)
+    without = step_of(setup, state)
+    state = fresh_state(setup, fresh_weights(setup))
+    again = evaluate(setup, state.policy.weights, 3, examples)
     assert again == first
-    assert train_step(setup, state)[1].kept.texts == without.kept.texts
+    assert step_of(setup, state) == without
     assert first.keys() == {
         "val/accuracy/sampled",
         "val/accuracy/greedy",
@@ -54,31 +52,31 @@ def test_evaluation_is_deterministic_and_stands_aside():
 
 def test_answers_are_verified_while_the_next_are_decoded(monkeypatch):
     setup = small_setup()
-    weights = initial_weights(setup, setup.model, "weights")
-    decoders, decode, verify = [], evaluation.decode, ProceduralTask.verify
+    weights = fresh_weights(setup)
+    calls, decode, verify = [], Sampler.decode, ProceduralTask.verify
     greedy_begun, met = threading.Event(), []
 
-    def decoded(setup, decoder, *arguments):
-        decoders.append(decoder)
-        if len(decoders) == 2:
+    def decoded(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
             greedy_begun.set()
-        return decode(setup, decoder, *arguments)
+        return decode(*arguments)
 
     def verified(*arguments):
         met.append(greedy_begun.wait(30))
         return verify(*arguments)
 
-    monkeypatch.setattr(evaluation, "decode", decoded)
+    monkeypatch.setattr(Sampler, "decode", decoded)
     monkeypatch.setattr(ProceduralTask, "verify", verified)
-    evaluate(setup, weights, 3, heldout_examples(setup, 8))
+    evaluate(setup, weights, 3, heldout_examples(setup.task, 8))
     assert met == [True, True]
 
 
 def test_evaluation_samples_anew_at_another_step():
     setup = small_setup()
-    weights = initial_weights(setup, setup.model, "weights")
-    examples = heldout_examples(setup, 8)
-    lines = [without_timings(evaluate(setup, weights, step, examples)) for step in range(4)]
+    weights = fresh_weights(setup)
+    examples = heldout_examples(setup.task, 8)
+    lines = [evaluate(setup, weights, step, examples) for step in range(4)]
     greedy = [(line["val/accuracy/greedy"], line["val/score/greedy"]) for line in lines]
     assert len(set(greedy)) == 1
     sampled = [(line["val/score/sampled"], line["val/response_length/mean"]) for line in lines]
@@ -103,7 +101,7 @@ class Finite:
 def test_no_heldout_prompt_is_left_out(layout, size, expected):
     setup = small_setup(run=small_run(layout=layout))
     object.__setattr__(setup, "task", Finite(size))
-    examples = heldout_examples(setup, 8)
+    examples = heldout_examples(setup.task, 8)
     assert [example.prompt for example in examples] == [f"{i}=" for i in range(expected)]
 
 
@@ -120,15 +118,15 @@ def test_what_fills_up_a_batch_does_not_count():
     found = []
     for layout in ("dp1", "dp4"):
         setup = small_setup(run=small_run(layout=layout))
-        weights = initial_weights(setup, setup.model, "weights")
-        found.append(without_timings(evaluate(setup, weights, 3, heldout_examples(setup, 5))))
+        weights = fresh_weights(setup)
+        found.append(evaluate(setup, weights, 3, heldout_examples(setup.task, 5)))
     assert found[0]["val/score/greedy"] == found[1]["val/score/greedy"]
     assert found[0]["val/accuracy/greedy"] * 5 == round(found[0]["val/accuracy/greedy"] * 5)
 
 
 def test_heldout_prompts_of_an_endless_task():
     setup = small_setup()
-    assert heldout_examples(setup, 3) == [setup.task.heldout(i) for i in range(3)]
+    assert heldout_examples(setup.task, 3) == [setup.task.heldout(i) for i in range(3)]
     trained = {setup.task.train(i).prompt for i in range(300)}
-    assert trained.isdisjoint(example.prompt for example in heldout_examples(setup, 300))
-    assert np.unique([example.prompt for example in heldout_examples(setup, 300)]).size > 3
+    assert trained.isdisjoint(example.prompt for example in heldout_examples(setup.task, 300))
+    assert np.unique([example.prompt for example in heldout_examples(setup.task, 300)]).size > 3

@@ -7,22 +7,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from small_runs import small_batch, small_recipe, small_run, small_setup
+from small_runs import fresh_weights, small_batch, small_recipe, small_run, small_setup
 from tiers import full_but
 
 from jrl.losses import ExplainedVariance, Mean
-from jrl.trainer.learner import Max, Optimiser, start, update
-from jrl.trainer.state import initial_weights
+from jrl.recipes.optimizer import Optimizer
+from jrl.rollout.batching import replicated
+from jrl.trainer.update import Max, init_learner, update
+from jrl.trainer.state import init_weights
 
 
 def networks(setup):
-    """What each network is updated with: objective, optimiser, and weights without a zero head."""
-    weights = initial_weights(setup, setup.model, "weights")
-    critic = initial_weights(setup, setup.critic_objective.config, "critic")
-    head = jax.device_put(jnp.linspace(-1.0, 1.0, setup.model.d_model), setup.whole)
+    """What each network is updated with: objective, optimizer, and weights without a zero head."""
+    policy, critic = setup.networks.policy, setup.networks.critic
+    random = init_weights(critic.config, setup.mesh, setup.randomness.key("critic", 0))
+    head = jax.device_put(jnp.linspace(-1.0, 1.0, setup.model.d_model), replicated(setup.mesh))
     return {
-        "policy": (setup.policy_objective, setup.policy_optimiser, weights),
-        "critic": (setup.critic_objective, setup.critic_optimiser, critic.replace(head=head)),
+        "policy": (policy.objective, policy.optimizer, fresh_weights(setup)),
+        "critic": (critic.objective, critic.optimizer, random.replace(head=head)),
     }
 
 
@@ -32,9 +34,9 @@ def setup_on(layout):
 
 def one_update(network, layout, num_micro, batch=small_batch):
     setup = setup_on(layout)
-    objective, optimiser, weights = networks(setup)[network]
-    learner = start(optimiser, weights, objective.config, setup.mesh)
-    return jax.device_get(update(objective, optimiser, num_micro, learner, batch(setup)))
+    objective, optimizer, weights = networks(setup)[network]
+    learner = init_learner(optimizer, weights, objective.config, setup.mesh)
+    return jax.device_get(update(objective, optimizer, num_micro, learner, batch(setup)))
 
 
 def moments(learner):
@@ -116,13 +118,13 @@ def test_selection_bias_is_moved_by_the_load_alone(network):
     recipe = small_recipe("vapo", weight_decay=0.5)
     setup = small_setup(recipe, small_run(layout="dp2 / etp2"))
     setup = replace(setup, model=replace(setup.model, selection_bias=True, router_scores="sigmoid"))
-    objective, optimiser, weights = networks(setup)[network]
+    objective, optimizer, weights = networks(setup)[network]
     experts = weights.layers.experts
     bias = jnp.linspace(-0.1, 0.1, experts.bias.size).reshape(experts.bias.shape)
-    bias = jax.device_put(bias, setup.whole)
+    bias = jax.device_put(bias, replicated(setup.mesh))
     layers = replace(weights.layers, experts=replace(experts, bias=bias))
-    learner = start(optimiser, replace(weights, layers=layers), objective.config, setup.mesh)
-    learner, metrics = jax.device_get(update(objective, optimiser, 1, learner, small_batch(setup)))
+    learner = init_learner(optimizer, replace(weights, layers=layers), objective.config, setup.mesh)
+    learner, metrics = jax.device_get(update(objective, optimizer, 1, learner, small_batch(setup)))
     load = metrics["load"]
     assert load.sum() == jax.device_get(small_batch(setup)).valid.sum() * 2 * setup.model.num_layers
     expected = np.asarray(bias) + 1e-3 * np.sign(load.mean(axis=1, keepdims=True) - load)
@@ -138,17 +140,17 @@ def test_what_is_not_finite_moves_nothing(bad):
         return batch.replace(advantages=batch.advantages.at[row, column].set(bad))
 
     setup = setup_on("dp1")
-    objective, optimiser, weights = networks(setup)["policy"]
+    objective, optimizer, weights = networks(setup)["policy"]
     learner, _ = update(
         objective,
-        optimiser,
+        optimizer,
         1,
-        start(optimiser, weights, objective.config, setup.mesh),
+        init_learner(optimizer, weights, objective.config, setup.mesh),
         small_batch(setup),
     )
     before = jax.device_get(learner)
     for times in (1, 2):
-        learner, metrics = update(objective, optimiser, 1, learner, spoilt(setup))
+        learner, metrics = update(objective, optimizer, 1, learner, spoilt(setup))
         assert not metrics["finite"]
         assert not np.isfinite(metrics["loss"]) or not np.isfinite(metrics["grad_norm"])
         after = jax.device_get(learner)
@@ -159,7 +161,7 @@ def test_what_is_not_finite_moves_nothing(bad):
             (before.weights, before.opt_state),
         )
         assert all(jax.tree.leaves(kept))
-    learner, metrics = update(objective, optimiser, 1, learner, small_batch(setup))
+    learner, metrics = update(objective, optimizer, 1, learner, small_batch(setup))
     assert metrics["finite"]
     counters = learner.updates, learner.skipped, learner.skipped_in_a_row
     assert tuple(int(counter) for counter in counters) == (2, 2, 0)
@@ -169,15 +171,15 @@ def test_what_is_not_finite_moves_nothing(bad):
 def test_a_mini_batch_without_tokens_moves_nothing(network):
     """Though there are momentum, a warm-up and the routers' losses."""
     setup = setup_on("dp1")
-    objective, optimiser, weights = networks(setup)[network]
-    learner = start(optimiser, weights, objective.config, setup.mesh)
-    learner, metrics = update(objective, optimiser, 1, learner, small_batch(setup))
+    objective, optimizer, weights = networks(setup)[network]
+    learner = init_learner(optimizer, weights, objective.config, setup.mesh)
+    learner, metrics = update(objective, optimizer, 1, learner, small_batch(setup))
     assert not metrics["empty"]
     before = jax.device_get(learner)
 
     batch = small_batch(setup)
     nothing = batch.replace(mask=jnp.zeros_like(batch.mask))
-    after, metrics = jax.device_get(update(objective, optimiser, 1, learner, nothing))
+    after, metrics = jax.device_get(update(objective, optimizer, 1, learner, nothing))
     assert metrics["empty"] and metrics["finite"] and metrics["grad_norm"] > 0
     kept = jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), after, before)
     assert all(jax.tree.leaves(kept))
@@ -199,11 +201,11 @@ def test_what_lies_under_the_mask_is_never_read():
 def test_callers_weights_survive():
     """`start` copies what it is given, and `update` reuses the buffers of what it is given."""
     setup = setup_on("dp1")
-    objective, optimiser, weights = networks(setup)["policy"]
+    objective, optimizer, weights = networks(setup)["policy"]
     before = jax.device_get(weights)
-    learner = start(optimiser, weights, objective.config, setup.mesh)
+    learner = init_learner(optimizer, weights, objective.config, setup.mesh)
     given_up = learner.weights.embedding
-    moved, _ = update(objective, optimiser, 1, learner, small_batch(setup))
+    moved, _ = update(objective, optimizer, 1, learner, small_batch(setup))
     assert given_up.is_deleted()
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(weights), before)
     assert not np.array_equal(moved.weights.embedding, before.embedding)
@@ -220,9 +222,9 @@ def test_gradients_are_scaled_down_to_the_bound():
 def test_warm_up():
     """The n-th step of the warm-up runs at n / warmup of the rate, and Adam's first step is
     that."""
-    optimiser = Optimiser(0.6, warmup=3)
-    np.testing.assert_allclose([optimiser.rate_at(n) for n in range(5)], [0.2, 0.4, 0.6, 0.6, 0.6])
-    np.testing.assert_allclose([Optimiser(0.6).rate_at(n) for n in range(2)], [0.6, 0.6])
+    optimizer = Optimizer(0.6, warmup=3)
+    np.testing.assert_allclose([optimizer.rate_at(n) for n in range(5)], [0.2, 0.4, 0.6, 0.6, 0.6])
+    np.testing.assert_allclose([Optimizer(0.6).rate_at(n) for n in range(2)], [0.6, 0.6])
     setup = setup_on("dp1")
     weights = jax.device_get(networks(setup)["policy"][2])
     learner, _ = one_update("policy", "dp1", 1)
