@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jrl.losses import grpo
+from jrl.losses import grpo_advantages
 from jrl.recipes.batch import Experience
 from jrl.recipes.recipe import Recipe
 
@@ -37,7 +37,9 @@ def group_advantages(
     experience: Experience[Array], *, scale_by_std: bool = True
 ) -> Float[Array, "batch time"]:
     """The group-relative advantage of each completion, on each of its tokens."""
-    per_row = grpo(experience.rewards, experience.groups, scale="group" if scale_by_std else None)
+    per_row = grpo_advantages(
+        experience.rewards, experience.groups, scale="group" if scale_by_std else None
+    )
     return jnp.where(experience.mask, per_row[:, None], 0.0)
 
 

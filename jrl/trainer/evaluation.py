@@ -1,6 +1,5 @@
-"""Accuracy on held-out prompts: sampled, greedy, pass@k."""
+"""Accuracy on held-out prompts: sampled and greedy."""
 
-import math
 import time
 from collections.abc import Sequence
 
@@ -54,20 +53,3 @@ def evaluate(
         "val/response_length/clip_ratio": float(np.mean(sampled.rollout.truncated)),
         "timing_s/testing": time.perf_counter() - begin,
     }
-
-
-def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """The chance that at least one of `k` samples is correct, without bias.
-
-    ``1 - C(n - c, k) / C(n, k)`` from ``n`` samples of which ``c`` are correct.
-
-    Raises:
-      ValueError: when `k` is more than the samples there are.
-
-    References:
-      Chen et al., "Evaluating Large Language Models Trained on Code", 2021, eq. 1.
-      https://arxiv.org/abs/2107.03374
-    """
-    if not 1 <= k <= num_samples:
-        raise ValueError(f"k={k} must lie in 1..{num_samples}, the samples per prompt.")
-    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)

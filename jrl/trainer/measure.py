@@ -9,11 +9,12 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+from jrl.losses import pass_at_k
 from jrl.rollout.generate import Decoder
 from jrl.rollout.sampling import GREEDY, Sampling
 from jrl.tasks import REASONS, Example, Verdict
 from jrl.trainer.collect import Completions, Unverified, decode
-from jrl.trainer.evaluation import filled_up, heldout_examples, pass_at_k
+from jrl.trainer.evaluation import filled_up, heldout_examples
 from jrl.trainer.setup import Setup
 from moe.weights import Transformer
 

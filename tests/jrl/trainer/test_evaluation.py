@@ -1,6 +1,5 @@
 """Accuracy on held-out prompts."""
 
-import itertools
 import threading
 
 import numpy as np
@@ -11,24 +10,9 @@ from jrl.report.metrics import without_timings
 from jrl.tasks import Example
 from jrl.tasks.procedural import ProceduralTask
 from jrl.trainer import evaluation
-from jrl.trainer.evaluation import evaluate, filled_up, heldout_examples, pass_at_k
+from jrl.trainer.evaluation import evaluate, filled_up, heldout_examples
 from jrl.trainer.loop import begin, train_step
 from jrl.trainer.state import initial_weights
-
-
-@pytest.mark.parametrize("num_samples", range(1, 7))
-def test_pass_at_k_is_the_share_of_draws_that_hold_a_correct_one(num_samples):
-    for correct, k in itertools.product(range(num_samples + 1), range(1, num_samples + 1)):
-        draws = list(itertools.combinations(range(num_samples), k))
-        hits = sum(any(sample < correct for sample in draw) for draw in draws)
-        # Two divisions of small whole numbers.
-        assert pass_at_k(num_samples, correct, k) == pytest.approx(hits / len(draws), abs=1e-12)
-
-
-@pytest.mark.parametrize("k", [0, 5])
-def test_pass_at_k_needs_as_many_samples(k):
-    with pytest.raises(ValueError, match=rf"k={k} must lie in 1\.\.4, the samples per prompt"):
-        pass_at_k(4, 2, k)
 
 
 def test_evaluation_is_deterministic_and_stands_aside():
