@@ -110,11 +110,11 @@ def _advantages() -> Iterator[Comparison]:
         return centred / (std + 1e-4)
 
     for scale in ("group", "batch", None):
-        settings = {**SETTINGS["grpo"], "scale": scale}
+        settings = {**SETTINGS["grpo_advantages"], "scale": scale}
         yield Comparison(
-            "grpo",
+            "grpo_advantages",
             f"scale_rewards={scale or 'none'}",
-            lambda b, s=settings: jrl.grpo(b.scores, b.groups, **s),
+            lambda b, s=settings: jrl.grpo_advantages(b.scores, b.groups, **s),
             lambda b, s=scale: theirs(b, s),
             # TRL's groups are three rows each by position, so none of them can be alone.
             degenerate=False,

@@ -55,27 +55,27 @@ def _advantages_of_rows() -> Iterator[Comparison]:
             function, f"{name}{label}", lambda b: ours(b)[:, None] * b.mask, theirs, **rest
         )
 
-    grpo = SETTINGS["grpo"]
+    grpo = SETTINGS["grpo_advantages"]
     yield case(
+        "grpo_advantages",
         "grpo",
-        "grpo",
-        lambda b: jrl.grpo(b.scores, b.groups, **grpo),
+        lambda b: jrl.grpo_advantages(b.scores, b.groups, **grpo),
         # Of equal scores it divides what rounding left by 1e-6; ours are 0.
         tolerance=COUNT_PLUS_EPSILON,
     )
     yield case(
-        "grpo, no scale",
+        "grpo_advantages, no scale",
         "grpo",
-        lambda b: jrl.grpo(b.scores, b.groups, **{**grpo, "scale": None}),
+        lambda b: jrl.grpo_advantages(b.scores, b.groups, **{**grpo, "scale": None}),
         norm_adv_by_std_in_grpo=False,
         label=", norm_adv_by_std_in_grpo=False",
     )
     # A response that is alone keeps its score in verl and has the advantage 0 here.
     lone: dict[str, Any] = {"degenerate": False}
     yield case(
-        "dr_grpo",
+        "dr_grpo_advantages",
         "grpo",
-        lambda b: jrl.dr_grpo(b.scores, b.groups),
+        lambda b: jrl.dr_grpo_advantages(b.scores, b.groups),
         norm_adv_by_std_in_grpo=False,
         label=", norm_adv_by_std_in_grpo=False",
         **lone,
@@ -83,31 +83,40 @@ def _advantages_of_rows() -> Iterator[Comparison]:
     for name in ("rloo", "rloo_vectorized"):
         # The second has the advantage 0 for a response that is alone, as ours.
         alone = lone if name == "rloo" else {}
-        yield case("rloo", name, lambda b: jrl.rloo(b.scores, b.groups), **alone)
-    yield case("opo", "opo", lambda b: jrl.opo(b.scores, b.groups, b.mask.sum(-1)), **lone)
-    gpg = SETTINGS["gpg"]
-    yield case("gpg", "gpg", lambda b: jrl.gpg(b.scores, b.groups, **gpg), **lone)
+        yield case(
+            "rloo_advantages", name, lambda b: jrl.rloo_advantages(b.scores, b.groups), **alone
+        )
+    yield case(
+        "opo_advantages",
+        "opo",
+        lambda b: jrl.opo_advantages(b.scores, b.groups, b.mask.sum(-1)),
+        **lone,
+    )
+    gpg = SETTINGS["gpg_advantages"]
+    yield case(
+        "gpg_advantages", "gpg", lambda b: jrl.gpg_advantages(b.scores, b.groups, **gpg), **lone
+    )
     for scale in ("group", None):
         yield case(
-            "pass_at_k",
+            "pass_at_k_advantages",
             "grpo_passk",
-            lambda b, s=scale: jrl.pass_at_k(
-                b.scores, b.groups, **{**SETTINGS["pass_at_k"], "scale": s}
+            lambda b, s=scale: jrl.pass_at_k_advantages(
+                b.scores, b.groups, **{**SETTINGS["pass_at_k_advantages"], "scale": s}
             ),
             config=AlgoConfig(norm_adv_by_std_in_grpo=scale is not None),
             label=f", norm_adv_by_std_in_grpo={scale is not None}",
             **lone,
         )
     yield Comparison(
-        "gdpo",
+        "gdpo_advantages",
         "gdpo",
         lambda b: (
-            jrl.gdpo(
+            jrl.gdpo_advantages(
                 b.components,
                 b.groups,
                 weights=np.array([0.7, 1.6]),
                 lengths=b.mask.sum(-1),
-                **SETTINGS["gdpo"],
+                **SETTINGS["gdpo_advantages"],
             )[:, None]
             * b.mask
         ),
@@ -146,28 +155,28 @@ def _advantages_of_tokens() -> Iterator[Comparison]:
     )
     yield Comparison("gae", "gae, returns", lambda b: gae(b)[1], lambda b: their_gae(b)[1] * b.mask)
     yield Comparison(
+        "reinforce_plus_plus_advantages",
         "reinforce_plus_plus",
-        "reinforce_plus_plus",
-        lambda b: jrl.reinforce_plus_plus(
-            b.rewards, b.mask, gamma=0.97, **SETTINGS["reinforce_plus_plus"]
+        lambda b: jrl.reinforce_plus_plus_advantages(
+            b.rewards, b.mask, gamma=0.97, **SETTINGS["reinforce_plus_plus_advantages"]
         ),
         lambda b: core_algos.compute_reinforce_plus_plus_outcome_advantage(
             b.rewards, b.mask, config=AlgoConfig(gamma=0.97)
         )[0],
     )
     yield Comparison(
+        "reinforce_plus_plus_baseline_advantages",
         "reinforce_plus_plus_baseline",
-        "reinforce_plus_plus_baseline",
-        lambda b: jrl.reinforce_plus_plus_baseline(b.scores, b.groups, b.mask),
+        lambda b: jrl.reinforce_plus_plus_baseline_advantages(b.scores, b.groups, b.mask),
         lambda b: core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage(
             on_last_token(b.scores, b.mask), b.mask, b.groups.numpy()
         )[0],
         degenerate=False,
     )
     yield Comparison(
+        "remax_advantages",
         "remax",
-        "remax",
-        lambda b: jrl.remax(b.rewards, b.greedy_scores, b.mask),
+        lambda b: jrl.remax_advantages(b.rewards, b.greedy_scores, b.mask),
         lambda b: (
             core_algos.compute_remax_outcome_advantage(b.rewards, b.greedy_scores, b.mask)[0]
             * b.mask

@@ -16,17 +16,17 @@ _CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 _VERL: dict[str, dict[str, Any]] = {
     "aggregate": {"mode": "token-mean", "empty_rows": "skip"},
     "gae": {},
-    "grpo": {"scale": "group", "unbiased": True, "epsilon": 1e-6, "singleton": "reward"},
-    "dr_grpo": {},
-    "rloo": {},
-    "opo": {},
+    "grpo_advantages": {"scale": "group", "unbiased": True, "epsilon": 1e-6, "singleton": "reward"},
+    "dr_grpo_advantages": {},
+    "rloo_advantages": {},
+    "opo_advantages": {},
     # Of the responses with a reward that is not 0, however the others of their group did.
-    "gpg": {"alpha": "nonzero"},
-    "pass_at_k": {"scale": "group", "epsilon": 1e-6},
-    "gdpo": {"whitened": True, "epsilon": 1e-6, "whiten_epsilon": 1e-8},
-    "reinforce_plus_plus": {"whitened": True},
-    "reinforce_plus_plus_baseline": {},
-    "remax": {},
+    "gpg_advantages": {"alpha": "nonzero"},
+    "pass_at_k_advantages": {"scale": "group", "epsilon": 1e-6},
+    "gdpo_advantages": {"whitened": True, "epsilon": 1e-6, "whiten_epsilon": 1e-8},
+    "reinforce_plus_plus_advantages": {"whitened": True},
+    "reinforce_plus_plus_baseline_advantages": {},
+    "remax_advantages": {},
     "optimal_token_baseline": {"epsilon": 1e-8, "lone_tail": True},
     "whiten": {"unbiased": True, "epsilon": 1e-8, "min_variance": None},
     "ppo_loss": {**_CLIP, "clip_dual": 3.0, "max_log_ratio": 20.0, **_TOKENS},
@@ -79,9 +79,9 @@ _VERL: dict[str, dict[str, Any]] = {
 
 _TRL: dict[str, dict[str, Any]] = {
     "aggregate": {"mode": "token-mean", "empty_rows": "count"},
-    "grpo": {"scale": "group", "unbiased": True, "epsilon": 1e-4, "singleton": "zero"},
-    "dr_grpo": {},
-    "gdpo": {"whitened": True, "epsilon": 1e-4, "whiten_epsilon": 0.0},
+    "grpo_advantages": {"scale": "group", "unbiased": True, "epsilon": 1e-4, "singleton": "zero"},
+    "dr_grpo_advantages": {},
+    "gdpo_advantages": {"whitened": True, "epsilon": 1e-4, "whiten_epsilon": 0.0},
     "ppo_loss": {**_CLIP, "clip_dual": None, "max_log_ratio": None, **_TRL_TOKENS},
     # epsilon_high is the cap itself there: 5, the value that it recommends, is 1 + 4.
     "cispo_loss": {
@@ -133,11 +133,11 @@ _TRL: dict[str, dict[str, Any]] = {
 _OPENRLHF: dict[str, dict[str, Any]] = {
     "aggregate": {"mode": "token-mean", "empty_rows": "skip"},
     "gae": {},
-    "grpo": {"scale": "group", "unbiased": True, "epsilon": 1e-9, "singleton": "zero"},
-    "dr_grpo": {},
-    "rloo": {},
+    "grpo_advantages": {"scale": "group", "unbiased": True, "epsilon": 1e-9, "singleton": "zero"},
+    "dr_grpo_advantages": {},
+    "rloo_advantages": {},
     # What it whitens by is `whiten` with the settings below.
-    "reinforce_plus_plus": {"whitened": False},
+    "reinforce_plus_plus_advantages": {"whitened": False},
     "whiten": {"unbiased": False, "epsilon": 0.0, "min_variance": 1e-8},
     "ppo_loss": {**_CLIP, "clip_dual": None, "max_log_ratio": 20.0, **_TOKENS},
     "gspo_loss": {
@@ -175,10 +175,10 @@ class Conventions(dict[str, dict[str, Any]]):
 def conventions(*, like: Library) -> Conventions:
     """Keyword arguments that make our functions follow another library, by function.
 
-    For people who compare curves: ``grpo(rewards, groups, **conventions(like="trl")["grpo"])``.
-    There is an entry for each advantage, loss, divergence and weight that the library has, under
-    our name, with its defaults: how the standard deviation of a group is taken and what is added to
-    it, whether rows without a true token count as sequences, what is clamped, and the bounds. An
+    For people who compare curves: ``ppo_loss(..., **conventions(like="trl")["ppo_loss"])``. There
+    is an entry for each advantage, loss, divergence and weight that the library has, under our
+    name, with its defaults: how the standard deviation of a group is taken and what is added to it,
+    whether rows without a true token count as sequences, what is clamped, and the bounds. An
     empty entry is a function without settings. What has no default there (`beta` of `dro_loss`,
     `kind` of `dppo_loss`) is yours to give, and single settings are replaced as in any dictionary:
     ``{**settings["ppo_loss"], "clip_high": 0.28}``.
@@ -198,8 +198,8 @@ def conventions(*, like: Library) -> Conventions:
       ValueError: if the library is another one.
 
     Examples:
-      >>> conventions(like="verl")["grpo"]["epsilon"], conventions(like="trl")["grpo"]["epsilon"]
-      (1e-06, 0.0001)
+      >>> [conventions(like=x)["grpo_advantages"]["epsilon"] for x in ("verl", "trl")]
+      [1e-06, 0.0001]
       >>> conventions(like="trl")["gspo_loss"]["gradient"], "gmpo_loss" in conventions(like="trl")
       ('sequence', False)
     """

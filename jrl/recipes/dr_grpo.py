@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from jaxtyping import Array, Float
 
-from jrl.losses import Aggregation, dr_grpo
+from jrl.losses import Aggregation, dr_grpo_advantages
 from jrl.recipes.batch import Batch, given
 from jrl.recipes.group_relative import GroupRelative
 
@@ -21,4 +21,4 @@ class DrGrpo(GroupRelative):
     aggregation: Aggregation = "seq-mean-token-sum-norm"
 
     def row_advantages(self, batch: Batch[Array]) -> Float[Array, "batch"]:
-        return dr_grpo(given(batch.rewards), given(batch.groups))
+        return dr_grpo_advantages(given(batch.rewards), given(batch.groups))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jrl.losses import grpo
+from jrl.losses import grpo_advantages
 from jrl.recipes.batch import Batch, Targets, given
 from jrl.recipes.recipe import Recipe
 
@@ -24,7 +24,7 @@ class GroupRelative(Recipe):
 
     def row_advantages(self, batch: Batch[Array]) -> Float[Array, "batch"]:
         """The advantage of each completion among those of its prompt."""
-        return grpo(given(batch.rewards), given(batch.groups))
+        return grpo_advantages(given(batch.rewards), given(batch.groups))
 
     def targets(self, batch: Batch[Array]) -> Targets[Array]:
         advantages = self.row_advantages(batch)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from jaxtyping import Array, Float
 
-from jrl.losses import grpo
+from jrl.losses import grpo_advantages
 from jrl.recipes.batch import Batch, given
 from jrl.recipes.group_relative import GroupRelative
 
@@ -22,7 +22,7 @@ class Grpo(GroupRelative):
 
     def row_advantages(self, batch: Batch[Array]) -> Float[Array, "batch"]:
         scale = "group" if self.scale_by_std else None
-        return grpo(given(batch.rewards), given(batch.groups), scale=scale)
+        return grpo_advantages(given(batch.rewards), given(batch.groups), scale=scale)
 
 
 def paper() -> Grpo:

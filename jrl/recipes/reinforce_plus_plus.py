@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from jaxtyping import Array
 
-from jrl.losses import reinforce_plus_plus
+from jrl.losses import reinforce_plus_plus_advantages
 from jrl.recipes.batch import Batch, Targets
 from jrl.recipes.recipe import Recipe, penalised_rewards
 
@@ -33,5 +33,5 @@ class ReinforcePlusPlus(Recipe):
 
     def targets(self, batch: Batch[Array]) -> Targets[Array]:
         rewards = penalised_rewards(batch, self.kl_reward_coef)
-        advantages = reinforce_plus_plus(rewards, batch.mask, gamma=self.gamma)
+        advantages = reinforce_plus_plus_advantages(rewards, batch.mask, gamma=self.gamma)
         return Targets(advantages)

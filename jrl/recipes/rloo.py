@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from jaxtyping import Array, Float
 
-from jrl.losses import rloo
+from jrl.losses import rloo_advantages
 from jrl.recipes.batch import Batch, given
 from jrl.recipes.group_relative import GroupRelative
 
@@ -20,4 +20,4 @@ class Rloo(GroupRelative):
     ones the clipped ratio makes up for completions of an older policy."""
 
     def row_advantages(self, batch: Batch[Array]) -> Float[Array, "batch"]:
-        return rloo(given(batch.rewards), given(batch.groups))
+        return rloo_advantages(given(batch.rewards), given(batch.groups))

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+from jrl.losses import pass_at_k
 from jrl.rollout.engine import ranks
 from jrl.rollout.sampler import Completion, Sampler, Unverified, lengths_of
 from jrl.rollout.sampling import GREEDY, Sampling
@@ -113,7 +114,3 @@ def _up_to(k: int) -> Iterator[int]:
         yield power
         power *= 2
     yield k
-
-
-def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)

@@ -47,6 +47,7 @@ from oracles.hapo import (
     redistributed_advantage,
     standardized_entropy,
 )
+from oracles.metrics import share_of_draws
 from oracles.mismatch import (
     divergence_rejection_mask,
     geometric_rejection_mask,
@@ -135,6 +136,7 @@ __all__ = [  # noqa: RUF022 - by file
     "asymmetric_clip_bounds",
     "redistributed_advantage",
     "hapo",
+    "share_of_draws",
     "mismatch_weights",
     "truncated_weight",
     "icepop_weight",

@@ -51,10 +51,10 @@ PER_TOKEN = {
     "extended_gae": lambda b: jrl.extended_gae(
         b["rewards"], b["values"], b["mask"], b["correct"] == 0, gamma=0.9, ignore_last=1
     ),
-    "reinforce_plus_plus, not whitened": lambda b: jrl.reinforce_plus_plus(
+    "reinforce_plus_plus_advantages, not whitened": lambda b: jrl.reinforce_plus_plus_advantages(
         b["rewards"], b["mask"], gamma=b["gamma"], whitened=False
     ),
-    "remax": lambda b: jrl.remax(b["rewards"], b["scores"], b["mask"]),
+    "remax_advantages": lambda b: jrl.remax_advantages(b["rewards"], b["scores"], b["mask"]),
 }
 # One result per token that depends on the whole batch.
 PER_BATCH = {
@@ -63,20 +63,28 @@ PER_BATCH = {
     "whiten, least variance": lambda b: jrl.whiten(
         b["advantages"], b["mask"], unbiased=False, epsilon=0.0, min_variance=1e-8
     ),
-    "reinforce_plus_plus": lambda b: jrl.reinforce_plus_plus(b["rewards"], b["mask"]),
-    "reinforce_plus_plus_baseline": grouped(
-        lambda b: jrl.reinforce_plus_plus_baseline(scores(b), b["groups"], b["mask"])
+    "reinforce_plus_plus_advantages": lambda b: jrl.reinforce_plus_plus_advantages(
+        b["rewards"], b["mask"]
     ),
-    "grpo": grouped(lambda b: jrl.grpo(scores(b), b["groups"], epsilon=1e-2)),
-    "dr_grpo": grouped(lambda b: jrl.dr_grpo(scores(b), b["groups"])),
-    "rloo": grouped(lambda b: jrl.rloo(scores(b), b["groups"])),
-    "maxrl": grouped(lambda b: jrl.maxrl(1 + jnp.abs(scores(b)), b["groups"])),
-    "opo": grouped(lambda b: jrl.opo(scores(b), b["groups"], lengths(b))),
-    "gpg": grouped(lambda b: jrl.gpg(scores(b), b["groups"], alpha=1.5)),
-    "pass_at_k": grouped(lambda b: jrl.pass_at_k(scores(b), b["groups"], epsilon=1e-2)),
-    "pass_at_k_exact": grouped(lambda b: jrl.pass_at_k_exact(scores(b), b["groups"], k=2)),
-    "gdpo": grouped(
-        lambda b: jrl.gdpo(
+    "reinforce_plus_plus_baseline_advantages": grouped(
+        lambda b: jrl.reinforce_plus_plus_baseline_advantages(scores(b), b["groups"], b["mask"])
+    ),
+    "grpo_advantages": grouped(lambda b: jrl.grpo_advantages(scores(b), b["groups"], epsilon=1e-2)),
+    "dr_grpo_advantages": grouped(lambda b: jrl.dr_grpo_advantages(scores(b), b["groups"])),
+    "rloo_advantages": grouped(lambda b: jrl.rloo_advantages(scores(b), b["groups"])),
+    "maxrl_advantages": grouped(
+        lambda b: jrl.maxrl_advantages(1 + jnp.abs(scores(b)), b["groups"])
+    ),
+    "opo_advantages": grouped(lambda b: jrl.opo_advantages(scores(b), b["groups"], lengths(b))),
+    "gpg_advantages": grouped(lambda b: jrl.gpg_advantages(scores(b), b["groups"], alpha=1.5)),
+    "pass_at_k_advantages": grouped(
+        lambda b: jrl.pass_at_k_advantages(scores(b), b["groups"], epsilon=1e-2)
+    ),
+    "pass_at_k_exact_advantages": grouped(
+        lambda b: jrl.pass_at_k_exact_advantages(scores(b), b["groups"], k=2)
+    ),
+    "gdpo_advantages": grouped(
+        lambda b: jrl.gdpo_advantages(
             jnp.stack([scores(b), scores(b) ** 2], -1),
             b["groups"],
             lengths=lengths(b),

@@ -12,7 +12,8 @@ import jrl
 
 # Settings without a default.
 REQUIRED = {
-    "pass_at_k_exact": {"k": 2},
+    "pass_at_k": {"k": 2},
+    "pass_at_k_exact_advantages": {"k": 2},
     "effective_length": {"window": 4},
     "dro_loss": {"beta": 0.5},
     "dppo_loss": {"kind": "tv", "max_divergence": 0.25},
@@ -31,10 +32,19 @@ REQUIRED = {
 }
 # Whose rewards are one per response.
 OF_RESPONSES = {
-    *("grpo", "dr_grpo", "rloo", "maxrl", "opo", "gpg", "pass_at_k", "pass_at_k_exact"),
-    *("token_level_group_average", "reinforce_plus_plus_baseline"),
+    *(
+        "grpo_advantages",
+        "dr_grpo_advantages",
+        "rloo_advantages",
+        "maxrl_advantages",
+        "opo_advantages",
+        "gpg_advantages",
+        "pass_at_k_advantages",
+        "pass_at_k_exact_advantages",
+    ),
+    *("token_level_group_average", "reinforce_plus_plus_baseline_advantages"),
 }
-PER_ROW = {"groups", "lengths", "scores", "correct", "truncated", "greedy_rewards"}
+PER_ROW = {"groups", "lengths", "scores", "correct", "truncated", "greedy_rewards", "num_correct"}
 NUMBERS = {"coefficient", "kl", "entropy"}
 
 
@@ -52,7 +62,8 @@ def arguments(name, rows=2, time=3):
     needed = [
         p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD and p.default is p.empty
     ]
-    return {p: _array(name, p, rows, time) for p in needed}
+    settings = REQUIRED.get(name, {})
+    return {p: _array(name, p, rows, time) for p in needed if p not in settings}
 
 
 def call(name, rows=2, time=3, **changes):
@@ -82,6 +93,8 @@ def _array(name, parameter, rows, time):
         return jnp.float32(0.25)
     if parameter == "lam":
         return jnp.float32(0.5)
+    if parameter == "num_samples":
+        return jnp.full(rows, 3)
     if parameter in PER_ROW or (parameter == "rewards" and name in OF_RESPONSES):
         whole = jnp.asarray(draw.integers(0, 2, rows))
         return whole if parameter in ("groups", "truncated") else whole.astype(jnp.float32)
@@ -91,7 +104,7 @@ def _array(name, parameter, rows, time):
         return jnp.asarray(draw.normal(size=(rows, time, 5)), jnp.float32)
     if parameter == "tokens":
         return jnp.zeros((rows, time), int)
-    if name == "gdpo" and parameter == "rewards":
+    if name == "gdpo_advantages" and parameter == "rewards":
         return jnp.asarray(draw.normal(size=(rows, 2)), jnp.float32)
     if parameter in ("entropy", "weights", "importance_weights"):
         return jnp.asarray(draw.uniform(0.5, 1.5, (rows, time)), jnp.float32)

@@ -203,12 +203,12 @@ GROUPS = jnp.array([0, 0, 0, 0, 1, 1, 1, 1])
 
 def test_vector_adv_1_grpo():
     expected = [0.866024, -0.866024, -0.866024, 0.866024, 1.499997, -0.499999, -0.499999, -0.499999]
-    np.testing.assert_allclose(jrl.grpo(SCORES, GROUPS), expected, atol=1e-6)
+    np.testing.assert_allclose(jrl.grpo_advantages(SCORES, GROUPS), expected, atol=1e-6)
 
 
 def test_vector_adv_1_without_the_scale():
     expected = [0.5, -0.5, -0.5, 0.5, 0.75, -0.25, -0.25, -0.25]
-    np.testing.assert_allclose(jrl.grpo(SCORES, GROUPS, scale=None), expected, atol=1e-6)
+    np.testing.assert_allclose(jrl.grpo_advantages(SCORES, GROUPS, scale=None), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("scale", ["group", None])
@@ -220,7 +220,7 @@ def test_grpo_oracle_for_groups_of_any_names_sizes_and_order(scale, seed):
     groups, rewards = draw.choice(names, 11), draw.normal(0, 1, 11)
     expected = oracles.grpo(rewards, groups, scale, epsilon=1e-3)
     with jax.enable_x64(True):
-        call = jax.jit(lambda r, g: jrl.grpo(r, g, scale=scale, epsilon=1e-3))
+        call = jax.jit(lambda r, g: jrl.grpo_advantages(r, g, scale=scale, epsilon=1e-3))
         result = call(jnp.asarray(rewards), jnp.asarray(groups))
         np.testing.assert_allclose(result, expected, rtol=1e-10, atol=1e-12)
 
@@ -232,7 +232,7 @@ def test_grpo_ignores_a_constant_and_follows_a_permutation(seed):
     groups, rewards = draw.integers(0, 3, 11), draw.normal(0, 1, 11)
     order = draw.permutation(11)
     with jax.enable_x64(True):
-        call = jax.jit(jrl.grpo)
+        call = jax.jit(jrl.grpo_advantages)
         result = call(jnp.asarray(rewards), jnp.asarray(groups))
         shifted = call(jnp.asarray(rewards + 5 * groups), jnp.asarray(groups))
         np.testing.assert_allclose(shifted, result, rtol=1e-9, atol=1e-12)
@@ -245,15 +245,19 @@ def test_a_group_without_variance_gets_exactly_zero(size):
     # 0.1 is not a float32: the rounding of a mean of seven of them, over 1e-6, would be visible.
     rewards = jnp.array([0.1] * size + [0.0, 1.0])
     groups = jnp.array([4] * size + [9, 9])
-    advantages = jrl.grpo(rewards, groups)
+    advantages = jrl.grpo_advantages(rewards, groups)
     assert not np.any(advantages[:size])
     assert np.all(advantages[size:] != 0)
 
 
 def test_grpo_of_integer_rewards_and_under_vmap():
-    stacked = jax.vmap(jrl.grpo)(jnp.stack([SCORES, SCORES[::-1]]), jnp.stack([GROUPS, GROUPS]))
-    np.testing.assert_allclose(stacked[0], jrl.grpo(SCORES.astype(int), GROUPS), atol=1e-6)
-    np.testing.assert_allclose(stacked[1], jrl.grpo(SCORES[::-1], GROUPS), atol=1e-6)
+    stacked = jax.vmap(jrl.grpo_advantages)(
+        jnp.stack([SCORES, SCORES[::-1]]), jnp.stack([GROUPS, GROUPS])
+    )
+    np.testing.assert_allclose(
+        stacked[0], jrl.grpo_advantages(SCORES.astype(int), GROUPS), atol=1e-6
+    )
+    np.testing.assert_allclose(stacked[1], jrl.grpo_advantages(SCORES[::-1], GROUPS), atol=1e-6)
 
 
 @pytest.mark.parametrize("unbiased", [True, False])

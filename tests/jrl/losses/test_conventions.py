@@ -75,7 +75,7 @@ def settings_of_the_page(like):
     ].split(", ")
     settings = {
         "aggregate": {"mode": reduction["aggregation"], "empty_rows": reduction["empty_rows"]},
-        "grpo": {
+        "grpo_advantages": {
             "scale": "group",
             "unbiased": {"n - 1": True, "n": False}[
                 cells["standard deviation of a group: degrees of freedom"]
@@ -149,9 +149,15 @@ def test_what_a_library_has_not_is_said_in_one_line(like):
 
 def test_what_was_asked_for_by_name_is_there():
     verl, trl, openrlhf = (jrl.conventions(like=like) for like in get_args(jrl.Library))
-    assert {"gpg", "gpg_loss", "gmpo_loss", "optimal_token_baseline", "dppo_loss"} <= set(verl)
+    assert {
+        "gpg_advantages",
+        "gpg_loss",
+        "gmpo_loss",
+        "optimal_token_baseline",
+        "dppo_loss",
+    } <= set(verl)
     assert {"gspo_loss", "luspo_loss", "sapo_loss", "cispo_loss", "vespo_loss"} <= set(trl)
-    assert {"gspo_loss", "rloo", "dr_grpo"} <= set(openrlhf)
+    assert {"gspo_loss", "rloo_advantages", "dr_grpo_advantages"} <= set(openrlhf)
 
 
 @pytest.mark.parametrize("like", get_args(jrl.Library))
@@ -166,7 +172,9 @@ def test_every_entry_is_taken(like):
 
 @pytest.mark.parametrize(("like", "epsilon"), [("verl", 1e-6), ("trl", 1e-4), ("openrlhf", 1e-9)])
 def test_the_standard_deviation_of_a_group(like, epsilon):
-    advantages = jrl.grpo(REWARDS, GROUPS, **jrl.conventions(like=like)["grpo"])
+    advantages = jrl.grpo_advantages(
+        REWARDS, GROUPS, **jrl.conventions(like=like)["grpo_advantages"]
+    )
     group = np.array([1.0, 0, 0, 1, 1])
     expected = (group - group.mean()) / (group.std(ddof=1) + epsilon)
     # Far below the differences between the three, the least of which is 1e-6.
@@ -176,7 +184,8 @@ def test_the_standard_deviation_of_a_group(like, epsilon):
 def test_a_group_of_one():
     rewards, groups = jnp.array([3.0, 1.0, 0.0]), jnp.array([4, 1, 1])
     verl, trl = (
-        jrl.grpo(rewards, groups, **jrl.conventions(like=x)["grpo"]) for x in ("verl", "trl")
+        jrl.grpo_advantages(rewards, groups, **jrl.conventions(like=x)["grpo_advantages"])
+        for x in ("verl", "trl")
     )
     np.testing.assert_allclose(verl[0], 3.0 / (1 + 1e-6), rtol=1e-6)
     assert trl[0] == 0
@@ -217,5 +226,5 @@ def test_clamps():
 
 
 def test_the_dictionary_is_the_callers():
-    jrl.conventions(like="trl")["grpo"]["epsilon"] = 1.0
-    assert jrl.conventions(like="trl")["grpo"]["epsilon"] == 1e-4
+    jrl.conventions(like="trl")["grpo_advantages"]["epsilon"] = 1.0
+    assert jrl.conventions(like="trl")["grpo_advantages"]["epsilon"] == 1e-4

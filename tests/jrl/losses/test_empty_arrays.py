@@ -12,7 +12,12 @@ import jrl
 # What is not about tokens or rows: its result does not vanish with them.
 OF_NUMBERS = {"adaptive_kl_coefficient", "adaptive_entropy_coefficient"}
 # What reads lengths or outcomes of rows, which may be there without a column.
-OF_LENGTHS = {"effective_length", "diagnostics.guard_rate", "diagnostics.group_degeneracy"}
+OF_LENGTHS = {
+    "effective_length",
+    "pass_at_k",
+    "diagnostics.guard_rate",
+    "diagnostics.group_degeneracy",
+}
 
 
 @pytest.mark.parametrize("name", functions())
@@ -35,13 +40,13 @@ def test_so_is_its_gradient(name):
 @pytest.mark.parametrize(
     "estimate",
     [
-        lambda x: jrl.grpo(x[:, 0], jnp.zeros(0, int), scale="batch"),
+        lambda x: jrl.grpo_advantages(x[:, 0], jnp.zeros(0, int), scale="batch"),
         lambda x: jrl.gae(x, x, x, implementation="blocked")[0],
         lambda x: jrl.divergence_rejection_mask(x, x, x, over="max", bound=1.0),
         lambda x: jrl.mismatch_weights(x, x, x, level="geometric"),
         lambda x: per_token(jrl.kl_cov_loss, x, x, x, x, fraction=1),
         lambda x: per_token(jrl.clip_cov_loss, x, x, x, x, key=jax.random.key(0)),
-        lambda x: jrl.pass_at_k_exact(x[:, 0], jnp.zeros(0, int), k=2),
+        lambda x: jrl.pass_at_k_exact_advantages(x[:, 0], jnp.zeros(0, int), k=2),
     ],
 )
 def test_other_ways_through_the_same_functions(estimate):

@@ -20,19 +20,21 @@ seeds = st.integers(0, 2**31)
 
 # From rewards, groups and a mask to one number per response or per token.
 CALLS = {
-    "grpo": lambda r, g, m: jrl.grpo(r, g, epsilon=1e-3),
-    "grpo, population": lambda r, g, m: jrl.grpo(r, g, unbiased=False),
-    "grpo, batch": lambda r, g, m: jrl.grpo(r, g, scale="batch"),
-    "dr_grpo": lambda r, g, m: jrl.dr_grpo(r, g),
-    "rloo": lambda r, g, m: jrl.rloo(r, g),
-    "maxrl": lambda r, g, m: jrl.maxrl(r, g),
-    "opo": lambda r, g, m: jrl.opo(r, g, m.sum(1)),
-    "gpg": lambda r, g, m: jrl.gpg(r, g),
-    "pass_at_k": lambda r, g, m: jrl.pass_at_k(r, g),
-    "pass_at_k_exact": lambda r, g, m: jrl.pass_at_k_exact(r, g, k=3),
-    "gdpo": lambda r, g, m: jrl.gdpo(jnp.stack([r, r**2], 1), g, lengths=m.sum(1)),
+    "grpo": lambda r, g, m: jrl.grpo_advantages(r, g, epsilon=1e-3),
+    "grpo, population": lambda r, g, m: jrl.grpo_advantages(r, g, unbiased=False),
+    "grpo, batch": lambda r, g, m: jrl.grpo_advantages(r, g, scale="batch"),
+    "dr_grpo": lambda r, g, m: jrl.dr_grpo_advantages(r, g),
+    "rloo": lambda r, g, m: jrl.rloo_advantages(r, g),
+    "maxrl": lambda r, g, m: jrl.maxrl_advantages(r, g),
+    "opo": lambda r, g, m: jrl.opo_advantages(r, g, m.sum(1)),
+    "gpg": lambda r, g, m: jrl.gpg_advantages(r, g),
+    "pass_at_k": lambda r, g, m: jrl.pass_at_k_advantages(r, g),
+    "pass_at_k_exact": lambda r, g, m: jrl.pass_at_k_exact_advantages(r, g, k=3),
+    "gdpo": lambda r, g, m: jrl.gdpo_advantages(jnp.stack([r, r**2], 1), g, lengths=m.sum(1)),
     "token_level_group_average": lambda r, g, m: jrl.token_level_group_average(r, g, m),
-    "reinforce_plus_plus_baseline": lambda r, g, m: jrl.reinforce_plus_plus_baseline(r, g, m),
+    "reinforce_plus_plus_baseline": lambda r, g, m: jrl.reinforce_plus_plus_baseline_advantages(
+        r, g, m
+    ),
 }
 ORACLES = {
     "grpo": lambda r, g, m: oracles.grpo(r, g, epsilon=1e-3),
@@ -166,10 +168,10 @@ def test_estimators_that_are_one_another(seed):
         same(run("rloo", rewards, groups, mask), plain * size / np.maximum(size - 1, 1))
         same(run("opo", rewards, groups, np.ones_like(mask)), plain)
         given = (jnp.asarray(rewards), jnp.asarray(groups))
-        same(jrl.gpg(*given, alpha=1), plain)
-        same(jrl.grpo(*given, scale=None), plain)
-        once = jrl.gdpo(given[0][:, None], given[1], whitened=False)
-        same(once, jrl.grpo(*given))
+        same(jrl.gpg_advantages(*given, alpha=1), plain)
+        same(jrl.grpo_advantages(*given, scale=None), plain)
+        once = jrl.gdpo_advantages(given[0][:, None], given[1], whitened=False)
+        same(once, jrl.grpo_advantages(*given))
         # With responses of one length, tokens are responses: only the deviation is another.
         tokens = run("token_level_group_average", rewards, groups, np.ones_like(mask))
         same(tokens[:, 0], run("grpo, population", rewards, groups, mask))
@@ -197,7 +199,9 @@ def test_pass_at_k_exact_is_the_gradient_of_the_best_of_k():
 
             @jax.jit
             def estimate(logits, k=k):
-                advantages = jrl.pass_at_k_exact(jnp.asarray(values)[answers.ravel()], names, k=k)
+                advantages = jrl.pass_at_k_exact_advantages(
+                    jnp.asarray(values)[answers.ravel()], names, k=k
+                )
                 p = jax.nn.softmax(logits)
                 score = jax.nn.one_hot(answers, 3, dtype=p.dtype) - p[None, None]
                 each = jnp.mean(advantages.reshape(-1, n)[..., None] * score, 1)
@@ -209,27 +213,29 @@ def test_pass_at_k_exact_is_the_gradient_of_the_best_of_k():
 def test_pass_at_k_exact_with_all_of_the_group_is_pass_at_k():
     rewards = jnp.array([1.0, 4.0, 2.5, 0.0, 3.0, 3.0, 1.0, 0.0])
     groups = jnp.array([0, 0, 0, 0, 1, 1, 1, 1])
-    exact = jrl.pass_at_k_exact(rewards, groups, k=4)
-    np.testing.assert_allclose(exact, 4 * jrl.pass_at_k(rewards, groups, scale=None), rtol=1e-6)
-    assert not np.any(jrl.pass_at_k_exact(rewards, groups, k=5))
+    exact = jrl.pass_at_k_exact_advantages(rewards, groups, k=4)
+    np.testing.assert_allclose(
+        exact, 4 * jrl.pass_at_k_advantages(rewards, groups, scale=None), rtol=1e-6
+    )
+    assert not np.any(jrl.pass_at_k_exact_advantages(rewards, groups, k=5))
 
 
 def test_maxrl_averages_the_score_function_over_the_successes():
     rewards = jnp.array([1.0, 0, 0, 1, 0, 0, 0, 0])
-    advantages = jrl.maxrl(rewards, jnp.zeros(8, int))
+    advantages = jrl.maxrl_advantages(rewards, jnp.zeros(8, int))
     score = jnp.arange(8.0) ** 2
     centred = score - score.mean()
     np.testing.assert_allclose((advantages * score).mean(), centred[jnp.array([0, 3])].mean())
 
 
 def test_a_negative_mean_turns_maxrl_around():
-    assert jrl.maxrl(jnp.array([-1.0, -3.0]), jnp.array([0, 0])).tolist() == [-0.5, 0.5]
+    assert jrl.maxrl_advantages(jnp.array([-1.0, -3.0]), jnp.array([0, 0])).tolist() == [-0.5, 0.5]
 
 
 def test_the_fallback_is_of_whole_groups_and_at_the_bound():
     mask = jnp.arange(9)[None] < jnp.array([1, 9, 9, 9, 9, 1, 1])[:, None]
     rewards, groups = jnp.array([1.0, 0, 0, 0, 0, 1, 0]), jnp.array([0, 0, 0, 0, 0, 1, 1])
-    plain = jrl.grpo(rewards, groups)
+    plain = jrl.grpo_advantages(rewards, groups)
     tokens = jrl.token_level_group_average(rewards, groups, mask, epsilon=0.0)
     # 36 tokens against one: exactly 6 deviations above the mean.
     np.testing.assert_allclose(tokens[0, 0], 6, rtol=1e-6)
@@ -246,7 +252,7 @@ def test_the_fallback_looks_at_what_is_below_too_and_its_bound_belongs_to_it():
     tokens = jrl.token_level_group_average(rewards, groups, mask, epsilon=0.0)
     lowest = float(tokens[0, 0])
     np.testing.assert_allclose(lowest, -6, rtol=1e-6)
-    plain = jnp.where(mask, jrl.grpo(rewards, groups)[:, None], 0)
+    plain = jnp.where(mask, jrl.grpo_advantages(rewards, groups)[:, None], 0)
     for fallback, expected in ((-lowest, plain), (-lowest * 1.001, tokens)):
         found = jrl.token_level_group_average(rewards, groups, mask, epsilon=0.0, fallback=fallback)
         np.testing.assert_array_equal(found, expected)
@@ -263,26 +269,26 @@ def test_advantages_have_no_gradient():
         "weights": jnp.asarray(draw.uniform(1, 2, 8), jnp.float32),
     }
     estimators = {
-        "grpo": lambda g: jrl.grpo(g["scores"], groups),
-        "grpo, batch": lambda g: jrl.grpo(g["scores"], groups, scale="batch"),
-        "dr_grpo": lambda g: jrl.dr_grpo(g["scores"], groups),
-        "rloo": lambda g: jrl.rloo(g["scores"], groups),
-        "maxrl": lambda g: jrl.maxrl(g["scores"], groups),
-        "opo": lambda g: jrl.opo(g["scores"], groups, g["lengths"]),
-        "gpg": lambda g: jrl.gpg(g["scores"], groups),
-        "pass_at_k": lambda g: jrl.pass_at_k(g["scores"], groups),
-        "pass_at_k_exact": lambda g: jrl.pass_at_k_exact(g["scores"], groups, k=2),
-        "gdpo": lambda g: jrl.gdpo(
+        "grpo": lambda g: jrl.grpo_advantages(g["scores"], groups),
+        "grpo, batch": lambda g: jrl.grpo_advantages(g["scores"], groups, scale="batch"),
+        "dr_grpo": lambda g: jrl.dr_grpo_advantages(g["scores"], groups),
+        "rloo": lambda g: jrl.rloo_advantages(g["scores"], groups),
+        "maxrl": lambda g: jrl.maxrl_advantages(g["scores"], groups),
+        "opo": lambda g: jrl.opo_advantages(g["scores"], groups, g["lengths"]),
+        "gpg": lambda g: jrl.gpg_advantages(g["scores"], groups),
+        "pass_at_k": lambda g: jrl.pass_at_k_advantages(g["scores"], groups),
+        "pass_at_k_exact": lambda g: jrl.pass_at_k_exact_advantages(g["scores"], groups, k=2),
+        "gdpo": lambda g: jrl.gdpo_advantages(
             jnp.stack([g["scores"], g["scores"] ** 2], -1), groups, weights=g["weights"][:2]
         ),
         "token_level_group_average": lambda g: jrl.token_level_group_average(
             g["scores"], groups, mask
         ),
-        "reinforce_plus_plus": lambda g: jrl.reinforce_plus_plus(g["per_token"], mask),
-        "reinforce_plus_plus_baseline": lambda g: jrl.reinforce_plus_plus_baseline(
+        "reinforce_plus_plus": lambda g: jrl.reinforce_plus_plus_advantages(g["per_token"], mask),
+        "reinforce_plus_plus_baseline": lambda g: jrl.reinforce_plus_plus_baseline_advantages(
             g["scores"], groups, mask
         ),
-        "remax": lambda g: jrl.remax(g["per_token"], g["scores"], mask),
+        "remax": lambda g: jrl.remax_advantages(g["per_token"], g["scores"], mask),
         "optimal_token_baseline": lambda g: jrl.optimal_token_baseline(
             g["per_token"],
             groups,
@@ -312,28 +318,36 @@ def test_a_response_without_tokens_does_not_count_among_the_tokens():
 def test_rewards_far_from_zero_keep_their_digits():
     # All of these are numbers of float32, whose spacing at 8192 is 1 / 1024.
     rewards = 8192 + jnp.array([0.0, 1.0, 2.0, 5.0]) / 1024
-    centred = jrl.dr_grpo(rewards, jnp.zeros(4, jnp.int32))
+    centred = jrl.dr_grpo_advantages(rewards, jnp.zeros(4, jnp.int32))
     np.testing.assert_array_equal(centred, np.array([-2, -1, 0, 3]) / 1024)
 
 
 def test_singletons_and_no_epsilon():
     rewards, groups = jnp.array([3.0, 1.0, 2.0]), jnp.array([5, 6, 6])
-    assert jrl.grpo(rewards, groups, scale=None, singleton="reward").tolist() == [3, -0.5, 0.5]
-    with_epsilon = jrl.grpo(rewards, groups, singleton="reward", epsilon=1.0)
+    assert jrl.grpo_advantages(rewards, groups, scale=None, singleton="reward").tolist() == [
+        3,
+        -0.5,
+        0.5,
+    ]
+    with_epsilon = jrl.grpo_advantages(rewards, groups, singleton="reward", epsilon=1.0)
     assert with_epsilon[0] == 1.5
-    assert jrl.grpo(rewards, groups, epsilon=0.0)[0] == 0
-    assert np.all(np.isnan(jrl.grpo(rewards.at[1].set(jnp.nan), groups)[1:]))
+    assert jrl.grpo_advantages(rewards, groups, epsilon=0.0)[0] == 0
+    assert np.all(np.isnan(jrl.grpo_advantages(rewards.at[1].set(jnp.nan), groups)[1:]))
 
 
 def test_gdpo_keeps_apart_what_a_sum_confuses():
     rewards, groups = jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0]]), jnp.zeros(4, int)
     np.testing.assert_allclose(
-        jrl.gdpo(10.0 * rewards, groups), jrl.gdpo(rewards, groups), rtol=1e-4, atol=1e-6
+        jrl.gdpo_advantages(10.0 * rewards, groups),
+        jrl.gdpo_advantages(rewards, groups),
+        rtol=1e-4,
+        atol=1e-6,
     )
-    heavy = jrl.gdpo(rewards, groups, weights=jnp.array([3.0, 1.0]))
+    heavy = jrl.gdpo_advantages(rewards, groups, weights=jnp.array([3.0, 1.0]))
     assert heavy[2] > heavy[0] > heavy[1] > heavy[3]
     np.testing.assert_allclose(
-        jrl.gdpo(rewards, groups, lengths=jnp.ones(4)), jrl.gdpo(rewards, groups)
+        jrl.gdpo_advantages(rewards, groups, lengths=jnp.ones(4)),
+        jrl.gdpo_advantages(rewards, groups),
     )
 
 
@@ -344,7 +358,7 @@ def test_gdpo_of_two_responses(lengths):
     settings |= {} if lengths is None else {"lengths": np.array(lengths)}
     expected = oracles.gdpo(rewards, groups, **settings)
     settings = {name: jnp.asarray(value) for name, value in settings.items()}
-    actual = jrl.gdpo(jnp.asarray(rewards), jnp.asarray(groups), **settings)
+    actual = jrl.gdpo_advantages(jnp.asarray(rewards), jnp.asarray(groups), **settings)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -353,7 +367,9 @@ def test_gdpo_is_a_constant_in_everything_it_is_given():
     rewards, lengths = (jnp.asarray(random.uniform(1, 3, shape)) for shape in ((4, 2), 4))
 
     def squared(rewards, weights, lengths):
-        return jnp.sum(jrl.gdpo(rewards, jnp.zeros(4, int), weights=weights, lengths=lengths) ** 3)
+        return jnp.sum(
+            jrl.gdpo_advantages(rewards, jnp.zeros(4, int), weights=weights, lengths=lengths) ** 3
+        )
 
     slopes = jax.grad(squared, argnums=(0, 1, 2))(rewards, jnp.array([3.0, 1.0]), lengths)
     assert not any(np.any(slope) for slope in slopes)
@@ -374,5 +390,7 @@ def test_groups_that_lie_on_one_device_each(name):
 
 
 def test_gpg_divides_by_one_rewarded_response():
-    advantages = jrl.gpg(jnp.array([1.0, 0.0, 0.0]), jnp.array([0, 0, 0]), alpha="nonzero")
+    advantages = jrl.gpg_advantages(
+        jnp.array([1.0, 0.0, 0.0]), jnp.array([0, 0, 0]), alpha="nonzero"
+    )
     np.testing.assert_allclose(advantages, [2.0, -1.0, -1.0], rtol=1e-6)

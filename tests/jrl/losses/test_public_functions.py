@@ -94,7 +94,7 @@ for call in (
     lambda: jrl.kl_estimate(full, short),
     lambda: jrl.kl_estimate(full, full, short),
     lambda: jrl.kl_estimate(full, full, kind="k4"),
-    lambda: jrl.grpo(rows, jnp.zeros(3, int)),
+    lambda: jrl.grpo_advantages(rows, jnp.zeros(3, int)),
     lambda: jrl.informative_groups(rows, jnp.zeros(3, int)),
     lambda: jrl.explained_variance(full, short, full),
     lambda: jrl.masked_mean(full, short),
@@ -138,7 +138,7 @@ import numpy as np, jrl
 x, mask = np.array([[0.5, -1.0, 2.0]], np.float64), np.array([[1, 0, 1]], np.int64)
 advantages, returns = jrl.gae(x, x, mask)
 loss, metrics = jrl.ppo_loss(x, x, advantages, mask, num_tokens=np.int64(2))
-jrl.value_loss(x, x, returns, mask, clip=0.5), jrl.grpo(x[0], np.array([3, 3, 3]))
+jrl.value_loss(x, x, returns, mask, clip=0.5), jrl.grpo_advantages(x[0], np.array([3, 3, 3]))
 print(loss.dtype, round(float(loss + advantages.sum() / 2), 6), metrics["ratio"].value())
 """
     assert run(program).strip() == "float32 0.0 1.0"

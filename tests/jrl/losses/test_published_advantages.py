@@ -20,36 +20,42 @@ def two_groups(half, right, wrong):
 
 
 ADV_1 = {
-    "grpo": (lambda: jrl.grpo(SCORES, GROUPS), two_groups(0.866024, 1.499997, -0.499999)),
+    "grpo": (
+        lambda: jrl.grpo_advantages(SCORES, GROUPS),
+        two_groups(0.866024, 1.499997, -0.499999),
+    ),
     "grpo, population": (
-        lambda: jrl.grpo(SCORES, GROUPS, unbiased=False),
+        lambda: jrl.grpo_advantages(SCORES, GROUPS, unbiased=False),
         two_groups(0.999998, 1.732047, -0.577349),
     ),
-    "dr_grpo": (lambda: jrl.dr_grpo(SCORES, GROUPS), two_groups(0.5, 0.75, -0.25)),
-    "rloo": (lambda: jrl.rloo(SCORES, GROUPS), two_groups(0.666667, 1, -0.333333)),
+    "dr_grpo": (lambda: jrl.dr_grpo_advantages(SCORES, GROUPS), two_groups(0.5, 0.75, -0.25)),
+    "rloo": (lambda: jrl.rloo_advantages(SCORES, GROUPS), two_groups(0.666667, 1, -0.333333)),
     "gpg, nonzero": (
-        lambda: jrl.gpg(SCORES, GROUPS, alpha="nonzero"),
+        lambda: jrl.gpg_advantages(SCORES, GROUPS, alpha="nonzero"),
         two_groups(1.333333, 2, -0.666667),
     ),
-    "gpg, informative": (lambda: jrl.gpg(SCORES, GROUPS), two_groups(0.5, 0.75, -0.25)),
+    "gpg, informative": (lambda: jrl.gpg_advantages(SCORES, GROUPS), two_groups(0.5, 0.75, -0.25)),
     "opo": (
-        lambda: jrl.opo(SCORES, GROUPS, LENGTHS),
+        lambda: jrl.opo_advantages(SCORES, GROUPS, LENGTHS),
         [0.4, -0.6, -0.6, 0.4, 0.8125, -0.1875, -0.1875, -0.1875],
     ),
     "grpo, batch": (
-        lambda: jrl.grpo(SCORES, GROUPS, scale="batch", epsilon=1e-4),
+        lambda: jrl.grpo_advantages(SCORES, GROUPS, scale="batch", epsilon=1e-4),
         two_groups(0.965905, 1.448858, -0.482953),
     ),
-    "maxrl": (lambda: jrl.maxrl(SCORES, GROUPS), two_groups(1, 3, -1)),
-    "pass_at_k": (lambda: jrl.pass_at_k(SCORES, GROUPS), [0, 0, 0, 0, 1.999996, 0, 0, 0]),
+    "maxrl": (lambda: jrl.maxrl_advantages(SCORES, GROUPS), two_groups(1, 3, -1)),
+    "pass_at_k": (
+        lambda: jrl.pass_at_k_advantages(SCORES, GROUPS),
+        [0, 0, 0, 0, 1.999996, 0, 0, 0],
+    ),
 }
 ADV_1_TOKENS = {
     "reinforce_plus_plus": (
-        lambda: jrl.reinforce_plus_plus(LAST, MASK),
+        lambda: jrl.reinforce_plus_plus_advantages(LAST, MASK),
         [1.166667, -0.833333, -0.833333, 1.166667, 1.166667, -0.833333, -0.833333, -0.833333],
     ),
     "reinforce_plus_plus_baseline": (
-        lambda: jrl.reinforce_plus_plus_baseline(SCORES, GROUPS, MASK),
+        lambda: jrl.reinforce_plus_plus_baseline_advantages(SCORES, GROUPS, MASK),
         [1.022011, -1.142248, -1.142248, 1.022011, 1.563076, -0.601183, -0.601183, -0.601183],
     ),
     "HAPO-3": (

@@ -67,7 +67,7 @@ def test_informative_means_that_group_relative_advantages_differ_from_zero(dtype
     groups = jnp.array([6, 6, 2, 2, 9, 4, 4])
     informative = jrl.informative_groups(scores, groups)
     assert informative.tolist() == [True, True, False, False, False, False, False]
-    advantages = jrl.grpo(scores.astype(jnp.float32), groups)
+    advantages = jrl.grpo_advantages(scores.astype(jnp.float32), groups)
     np.testing.assert_array_equal(advantages != 0, informative)
 
 

@@ -73,11 +73,11 @@ def test_extended_gae_ends_as_gae_and_leaves_out_the_last_sampled_tokens():
 
 def test_reinforce_plus_plus_is_gae_without_a_critic():
     b = batch(4)
-    plain = jrl.reinforce_plus_plus(b["rewards"], b["mask"], gamma=0.9, whitened=False)
+    plain = jrl.reinforce_plus_plus_advantages(b["rewards"], b["mask"], gamma=0.9, whitened=False)
     nothing = jnp.zeros_like(b["rewards"])
     expected, _ = jrl.gae(b["rewards"], nothing, b["mask"], gamma=0.9, lam=1.0)
     np.testing.assert_allclose(plain, expected, rtol=1e-6)
-    whitened = jrl.reinforce_plus_plus(b["rewards"], b["mask"], gamma=0.9)
+    whitened = jrl.reinforce_plus_plus_advantages(b["rewards"], b["mask"], gamma=0.9)
     np.testing.assert_allclose(whitened, jrl.whiten(plain, b["mask"]), rtol=1e-6)
 
 
@@ -117,8 +117,8 @@ def test_rows_on_eight_devices():
             jrl.gae(*arrays, **ends),
             jrl.decoupled_gae(*arrays, **ends),
             jrl.extended_gae(*arrays, ended, ignore_last=1),
-            jrl.reinforce_plus_plus(rewards, mask, whitened=False),
-            jrl.remax(rewards, bootstrap, mask),
+            jrl.reinforce_plus_plus_advantages(rewards, mask, whitened=False),
+            jrl.remax_advantages(rewards, bootstrap, mask),
         )
 
     arrays = (rewards, values, mask, ended, bootstrap)
@@ -181,21 +181,21 @@ def test_errors_name_what_is_wrong_without_the_help_of_run_time_types():
 import jax.numpy as jnp, jrl
 full, rows, groups = jnp.ones((2, 3)), jnp.ones(2), jnp.zeros(2, int)
 for call in (
-    lambda: jrl.grpo(rows, groups, scale="std"),
-    lambda: jrl.grpo(rows, groups, singleton="one"),
-    lambda: jrl.gpg(rows, groups, alpha="all"),
-    lambda: jrl.pass_at_k(rows, groups, scale="batch"),
-    lambda: jrl.pass_at_k_exact(rows, groups, k=1),
+    lambda: jrl.grpo_advantages(rows, groups, scale="std"),
+    lambda: jrl.grpo_advantages(rows, groups, singleton="one"),
+    lambda: jrl.gpg_advantages(rows, groups, alpha="all"),
+    lambda: jrl.pass_at_k_advantages(rows, groups, scale="batch"),
+    lambda: jrl.pass_at_k_exact_advantages(rows, groups, k=1),
     lambda: jrl.token_level_group_average(rows, groups, full, fallback=0),
     lambda: jrl.token_level_group_average(rows, groups, jnp.ones((3, 3))),
-    lambda: jrl.reinforce_plus_plus_baseline(rows, groups, jnp.ones((3, 3))),
-    lambda: jrl.remax(full, jnp.ones(3), full),
+    lambda: jrl.reinforce_plus_plus_baseline_advantages(rows, groups, jnp.ones((3, 3))),
+    lambda: jrl.remax_advantages(full, jnp.ones(3), full),
     lambda: jrl.extended_gae(full, full, full, rows, ignore_last=-1),
     lambda: jrl.effective_length(rows, rows, window=0),
     lambda: jrl.whiten(full, full, epsilon=-1.0),
     lambda: jrl.whiten(full, full, min_variance=-1.0),
-    lambda: jrl.gdpo(full, jnp.zeros(3, int)),
-    lambda: jrl.gdpo(full, groups, weights=rows),
+    lambda: jrl.gdpo_advantages(full, jnp.zeros(3, int)),
+    lambda: jrl.gdpo_advantages(full, groups, weights=rows),
     lambda: jrl.optimal_token_baseline(full, jnp.zeros(3, int), full, full, full),
 ):
     try:
@@ -233,8 +233,8 @@ for call in (
 def test_remax_is_zero_where_the_sample_does_as_well_as_the_greedy_response():
     b = batch(5)
     total = jnp.sum(jnp.where(b["mask"], b["rewards"], 0), 1)
-    advantages = jrl.remax(b["rewards"], total, b["mask"])
+    advantages = jrl.remax_advantages(b["rewards"], total, b["mask"])
     first = np.argmax(MASK, 1)
     np.testing.assert_allclose(advantages[np.arange(5), first], np.zeros(5), atol=1e-6)
-    better = jrl.remax(b["rewards"], total - 1, b["mask"])
+    better = jrl.remax_advantages(b["rewards"], total - 1, b["mask"])
     np.testing.assert_allclose(better, np.where(MASK, advantages + 1, 0), atol=1e-6)

@@ -23,7 +23,7 @@ PRESENT = np.array([0, 1, 3, 4, 5])
     [
         jrl.token_level_group_average,
         functools.partial(jrl.token_level_group_average, fallback=1.5),
-        jrl.reinforce_plus_plus_baseline,
+        jrl.reinforce_plus_plus_baseline_advantages,
     ],
     ids=["token_level_group_average", "with fallback", "reinforce_plus_plus_baseline"],
 )
@@ -48,7 +48,7 @@ def test_the_fallback_is_reached():
 @pytest.mark.parametrize("value", [7.0, jnp.nan])
 def test_a_response_of_length_0_reaches_no_other_in_opo(value):
     lengths = MASK.sum(-1)
-    opo = jax.jit(jrl.opo)
+    opo = jax.jit(jrl.opo_advantages)
     result = opo(REWARDS.at[2].set(value), GROUPS, lengths)
     expected = opo(REWARDS[PRESENT], GROUPS[PRESENT], lengths[PRESENT])
     np.testing.assert_allclose(result[PRESENT], expected, rtol=1e-6, atol=1e-6)
@@ -56,8 +56,8 @@ def test_a_response_of_length_0_reaches_no_other_in_opo(value):
 
 PER_RESPONSE = [
     *((name, argument) for name in sorted(OF_RESPONSES) for argument in ("rewards", "groups")),
-    ("opo", "lengths"),
-    ("gdpo", "groups"),
+    ("opo_advantages", "lengths"),
+    ("gdpo_advantages", "groups"),
     ("informative_groups", "scores"),
     ("informative_groups", "groups"),
     ("optimal_token_baseline", "groups"),
@@ -91,9 +91,9 @@ def test_a_single_number_is_not_a_batch(name):
     [
         ("positive_example_loss", "correct", "mask"),
         ("overlong_filter", "truncated", "mask"),
-        ("remax", "greedy_rewards", "rewards"),
+        ("remax_advantages", "greedy_rewards", "rewards"),
         ("token_level_group_average", "mask", "mask"),
-        ("reinforce_plus_plus_baseline", "mask", "mask"),
+        ("reinforce_plus_plus_baseline_advantages", "mask", "mask"),
     ],
 )
 def test_one_entry_per_row(name, argument, of):
@@ -108,6 +108,6 @@ def test_one_entry_per_row(name, argument, of):
 
 def test_several_rewards_are_columns():
     with pytest.raises(ValueError, match=r"rewards has shape \(4,\).*\[batch, component\]"):
-        call("gdpo", ROWS, TIME, rewards=jnp.ones(ROWS))
+        call("gdpo_advantages", ROWS, TIME, rewards=jnp.ones(ROWS))
     with pytest.raises(ValueError, match=r"groups has shape \(3,\).*each row of rewards \(4, 2\)"):
-        call("gdpo", ROWS, TIME, groups=jnp.zeros(3, int))
+        call("gdpo_advantages", ROWS, TIME, groups=jnp.zeros(3, int))

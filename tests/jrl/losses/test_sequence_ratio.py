@@ -96,13 +96,13 @@ def test_luspo_is_gspo_times_the_length():
 
 def test_the_bounds_that_are_the_defaults():
     one = jnp.ones((1, 1))
-    for surrogate, low, high in (
+    for loss, low, high in (
         (jrl.gspo_loss, 1 - 3e-4, 1 + 4e-4),
         (jrl.luspo_loss, 1 - 2e-3, 1 + 2.5e-3),
         (jrl.gmpo_loss, np.exp(-0.4), np.exp(0.4)),
     ):
-        np.testing.assert_allclose(surrogate(0 * one, one, -one, one), [[low]], rtol=1e-7)
-        np.testing.assert_allclose(surrogate(one, 0 * one, one, one), [[-high]], rtol=1e-7)
+        np.testing.assert_allclose(per_token(loss, 0 * one, one, -one, one), [[low]], rtol=1e-7)
+        np.testing.assert_allclose(per_token(loss, one, 0 * one, one, one), [[-high]], rtol=1e-7)
 
 
 def test_vector_seq_1_gmpo():

@@ -29,7 +29,7 @@ SIGNED = {
     "bounded_value": {"low", "high"},
     "clip_cov_loss": {"low", "high"},
     "diagnostics.calibration": {"low", "high"},
-    "gpg": {"alpha"},
+    "gpg_advantages": {"alpha"},
     "off_policy_sequence_mask": {"max_divergence"},
     "overlong_penalty": {"floor", "max_length"},
 }
@@ -56,7 +56,7 @@ def settings_of(name):
     for setting, default in keywords.items():
         value = REQUIRED.get(name, {}).get(setting, default)
         value = OPTIONAL.get(setting) if value is None else value
-        if setting == "alpha" and name == "gpg":
+        if setting == "alpha" and name == "gpg_advantages":
             value = 1.5
         if type(value) in (int, float) and setting not in MEASURED:
             found[setting] = value
@@ -174,7 +174,7 @@ def test_measured_numbers_have_no_axes(name, argument):
 def test_a_setting_that_must_be_whole():
     for wrong in (2.5, np.float32(2.5)):
         with pytest.raises(ValueError, match=r"k=2\.5 must be a whole number"):
-            call("pass_at_k_exact", k=wrong)
+            call("pass_at_k_exact_advantages", k=wrong)
 
 
 def test_the_loss_of_a_row_as_its_own_denominator_is_refused():

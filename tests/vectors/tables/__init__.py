@@ -4,6 +4,7 @@ from vectors.tables import (
     advantages,
     diagnostics,
     divergence,
+    metrics,
     mismatch,
     policy,
     reduction,
@@ -20,6 +21,7 @@ VECTORS = [
     *value.VECTORS,
     *divergence.VECTORS,
     *rewards.VECTORS,
+    *metrics.VECTORS,
     *mismatch.VECTORS,
     *diagnostics.VECTORS,
 ]

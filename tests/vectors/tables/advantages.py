@@ -310,7 +310,7 @@ VECTORS = [
         ],
     ),
     Vector(
-        function="grpo",
+        function="grpo_advantages",
         formula=(
             "A_i = (R_i - mean_g) / (std + epsilon), std that of the group (scale=group, with "
             "n - 1, or n if not unbiased), that of all rewards (batch), or no division (null). A "
@@ -337,7 +337,7 @@ VECTORS = [
         ],
     ),
     Vector(
-        function="dr_grpo",
+        function="dr_grpo_advantages",
         formula="A_i = R_i - mean_g",
         source=f"Dr. GRPO, arXiv 2503.20783; {GROUP_SOURCE}",
         outputs=["advantages"],
@@ -345,7 +345,7 @@ VECTORS = [
         cases=_group_cases(("", {})),
     ),
     Vector(
-        function="rloo",
+        function="rloo_advantages",
         formula="A_i = R_i - mean of the others of the group; a group of one gives 0",
         source=f"RLOO, arXiv 2402.14740; {GROUP_SOURCE}",
         outputs=["advantages"],
@@ -353,7 +353,7 @@ VECTORS = [
         cases=_group_cases(("", {})),
     ),
     Vector(
-        function="maxrl",
+        function="maxrl_advantages",
         formula="A_i = (R_i - mean_g) / mean_g, 0 where the mean is 0",
         source="MaxRL, arXiv 2602.02710",
         outputs=["advantages"],
@@ -361,7 +361,7 @@ VECTORS = [
         cases=[*_group_cases(("", {})), Case("a group with mean 0", POSITIVE)],
     ),
     Vector(
-        function="opo",
+        function="opo_advantages",
         formula=(
             "A_i = R_i - sum_j l_j R_j / sum_j l_j over the group; a group without tokens gives 0"
         ),
@@ -378,7 +378,7 @@ VECTORS = [
         ],
     ),
     Vector(
-        function="gpg",
+        function="gpg_advantages",
         formula=(
             "A_i = alpha (R_i - mean_g); alpha a number, or batch / the rows of groups with "
             "different rewards (informative), or batch / the rows with a reward other than 0 "
@@ -397,7 +397,7 @@ VECTORS = [
         ],
     ),
     Vector(
-        function="pass_at_k",
+        function="pass_at_k_advantages",
         formula=(
             "(best - second best) / (std_g + epsilon) for the best of the group, unbiased std or "
             "no division; 0 for the others, for ties and for a group of one"
@@ -408,7 +408,7 @@ VECTORS = [
         cases=_group_cases(("", {}), ("no scale", {"scale": None}), ("epsilon", {"epsilon": 0.1})),
     ),
     Vector(
-        function="pass_at_k_exact",
+        function="pass_at_k_exact_advantages",
         formula=(
             "A_i = k times the mean, over the sets J of k - 1 others of the group, of "
             "max(R_i - max_J R, 0); a group smaller than k gives 0"
@@ -419,7 +419,7 @@ VECTORS = [
         cases=_group_cases(*((f"k {k}", {"k": k}) for k in (2, 3, 4))),
     ),
     Vector(
-        function="gdpo",
+        function="gdpo_advantages",
         formula=(
             "S_i = sum_c w_c (R_ic - mean_gc) / (std_gc + epsilon); A_i = (S_i - mean) / "
             "sqrt(variance + whiten_epsilon) over the batch, each response counted once or, with "
@@ -456,7 +456,7 @@ VECTORS = [
         ],
     ),
     Vector(
-        function="reinforce_plus_plus",
+        function="reinforce_plus_plus_advantages",
         formula=(
             "G_t = r_t + gamma_t G_{t+1} over the true tokens; whitened: (G - mean) / "
             "sqrt(unbiased variance + 1e-8) over all true tokens of the batch"
@@ -476,7 +476,7 @@ VECTORS = [
         ],
     ),
     Vector(
-        function="reinforce_plus_plus_baseline",
+        function="reinforce_plus_plus_baseline_advantages",
         formula=(
             "R_i - mean_g on every true token, then (x - mean) / sqrt(unbiased variance + 1e-8) "
             "over all true tokens of the batch; responses without a true token are in no group"
@@ -490,7 +490,7 @@ VECTORS = [
         ],
     ),
     Vector(
-        function="remax",
+        function="remax_advantages",
         formula="A_t = the sum of the rewards from t on, minus the greedy response's reward",
         source="ReMax, arXiv 2310.10505",
         outputs=["advantages"],

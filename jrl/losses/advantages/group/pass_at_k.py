@@ -9,7 +9,11 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Integer, Real
 
 from jrl.losses import settings
-from jrl.losses.arrays import Number, as_floats, check_responses
+from jrl.losses.arrays import (
+    Number,
+    as_floats,
+    check_responses,
+)
 from jrl.losses.groups import (
     group_centred,
     group_max,
@@ -20,7 +24,7 @@ from jrl.losses.groups import (
 )
 
 
-def pass_at_k(
+def pass_at_k_advantages(
     rewards: Real[ArrayLike, "batch"],
     groups: Integer[ArrayLike, "batch"],
     *,
@@ -31,7 +35,7 @@ def pass_at_k(
 
     ``A_best = (R_best - R_second) / (std_g + epsilon)`` with the unbiased standard deviation, and 0
     for the others. ``R_best - R_second`` is what the maximum of the group would lose without its
-    best response, so k is the size of the group. See `pass_at_k_exact` for a smaller k.
+    best response, so k is the size of the group. See `pass_at_k_exact_advantages` for a smaller k.
 
     Where several responses share the best reward, none of them is missed if it is left out, and
     all get 0. So does a group of one, in which there is no second (verl raises an error).
@@ -55,7 +59,7 @@ def pass_at_k(
     Examples:
       >>> import jax.numpy as jnp
       >>> rewards, groups = jnp.array([1.0, 4.0, 2.0, 3.0, 3.0]), jnp.array([0, 0, 0, 1, 1])
-      >>> pass_at_k(rewards, groups, scale=None).tolist()
+      >>> pass_at_k_advantages(rewards, groups, scale=None).tolist()
       [0.0, 2.0, 0.0, 0.0, 0.0]
     """
     check_responses(rewards=rewards, groups=groups)
@@ -76,7 +80,7 @@ def pass_at_k(
     return ratio_or_zero(advantages, deviation + epsilon)
 
 
-def pass_at_k_exact(
+def pass_at_k_exact_advantages(
     rewards: Real[ArrayLike, "batch"], groups: Integer[ArrayLike, "batch"], *, k: SupportsIndex
 ) -> Float[Array, "batch"]:
     """The unbiased advantage of "best of k", from groups of at least k responses.
@@ -88,8 +92,8 @@ def pass_at_k_exact(
     The mean of ``A_i grad log pi_i`` over the group is an unbiased estimate of the gradient of
     ``E max(R_1, ..., R_k)``, which for rewards in {0, 1} is pass@k. There, a wrong response gets 0
     and each of c right ones ``k C(n - c, k - 1) / C(n - 1, k - 1)``: a prompt with many right
-    answers teaches nothing any more. With k the size of the group this is `pass_at_k` without the
-    scale, times k.
+    answers teaches nothing any more. With k the size of the group this is `pass_at_k_advantages`
+    without the scale, times k.
 
     It is n times the "leave one out minus one" reward of the paper, in which the sum over the
     group, not the mean, estimates the gradient. A group smaller than k gets 0.
@@ -97,7 +101,8 @@ def pass_at_k_exact(
     Args:
       rewards: one per response.
       groups: one integer per response, equal for those that share a prompt.
-      k: the number of responses of which the best counts, at least 2. (For k = 1 see `rloo`.)
+      k: the number of responses of which the best counts, at least 2. (For k = 1 see
+        `rloo_advantages`.)
 
     Returns:
       One advantage per response, at least 0 and without a gradient.
@@ -112,11 +117,12 @@ def pass_at_k_exact(
 
     Examples:
       >>> import jax.numpy as jnp
-      >>> pass_at_k_exact(jnp.array([1.0, 0.0, 0.0, 0.0, 1.0]), jnp.zeros(5, int), k=2).tolist()
+      >>> rewards, groups = jnp.array([1.0, 0.0, 0.0, 0.0, 1.0]), jnp.zeros(5, int)
+      >>> pass_at_k_exact_advantages(rewards, groups, k=2).tolist()
       [1.5, 0.0, 0.0, 0.0, 1.5]
     """
     check_responses(rewards=rewards, groups=groups)
-    rule = "must be at least 2: the best of one response is what rloo is for."
+    rule = "must be at least 2: the best of one response is what rloo_advantages is for."
     k = settings.whole("k", k, rule, at_least=2)
     (rewards,) = as_floats(jax.lax.stop_gradient(rewards))
     index = number_groups(groups)

@@ -7,8 +7,15 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Integer, Real, Shaped
 
 from jrl.losses import settings
-from jrl.losses.advantages.group_relative import grpo
-from jrl.losses.arrays import Number, as_floats, as_mask, check_responses, check_rows, zero_masked
+from jrl.losses.advantages.group.grpo import grpo_advantages
+from jrl.losses.arrays import (
+    Number,
+    as_floats,
+    as_mask,
+    check_responses,
+    check_rows,
+    zero_masked,
+)
 from jrl.losses.groups import (
     group_max,
     group_min,
@@ -44,8 +51,8 @@ def token_level_group_average(
       mask: true on sampled tokens; holes are legal, and responses without a token do not count.
       epsilon: added to the standard deviation.
       fallback: if a response of a group gets an advantage of this size or beyond, the whole group
-        gets those of `grpo` instead, as in HAPO's release with 5; then tokens no longer sum to 0.
-        None never falls back.
+        gets those of `grpo_advantages` instead, as in HAPO's release with 5; then tokens no longer
+        sum to 0. None never falls back.
 
     Returns:
       One advantage per token, 0 where the mask is false and without a gradient.
@@ -83,5 +90,7 @@ def token_level_group_average(
     advantages = zero_masked(ratio_or_zero(centred, deviation + epsilon), counts)
     if fallback is not None:
         beyond = group_max(jnp.abs(advantages), index) >= fallback
-        advantages = jnp.where(beyond, grpo(*set_apart(rewards, index, counts)), advantages)
+        advantages = jnp.where(
+            beyond, grpo_advantages(*set_apart(rewards, index, counts)), advantages
+        )
     return zero_masked(jnp.broadcast_to(advantages[:, None], mask.shape), mask)

@@ -1,4 +1,4 @@
-"""Advantages from several rewards at once."""
+"""GDPO: advantages from several rewards at once."""
 
 import jax
 import jax.numpy as jnp
@@ -7,12 +7,18 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Integer, Real
 
 from jrl.losses import settings
-from jrl.losses.advantages.group_relative import grpo
-from jrl.losses.arrays import Number, as_floats, broadcast, check_responses, check_rows
+from jrl.losses.advantages.group.grpo import grpo_advantages
+from jrl.losses.arrays import (
+    Number,
+    as_floats,
+    broadcast,
+    check_responses,
+    check_rows,
+)
 from jrl.losses.groups import ratio_or_zero
 
 
-def gdpo(
+def gdpo_advantages(
     rewards: Real[ArrayLike, "batch component"],
     groups: Integer[ArrayLike, "batch"],
     *,
@@ -59,7 +65,7 @@ def gdpo(
       >>> import jax.numpy as jnp
       >>> rewards = jnp.array([[1.0, 100.0], [0.0, 100.0], [1.0, 300.0], [0.0, 300.0]])
       >>> groups, weights = jnp.array([0, 0, 0, 0]), jnp.array([1.0, 0.5])
-      >>> result = gdpo(rewards, groups, weights=weights, whitened=False)
+      >>> result = gdpo_advantages(rewards, groups, weights=weights, whitened=False)
       >>> [round(x, 2) for x in result.tolist()]
       [0.43, -1.3, 1.3, -0.43]
     """
@@ -75,7 +81,7 @@ def gdpo(
     like = jnp.zeros(rewards.shape[1:], rewards.dtype)
     weights = broadcast("weights", 1.0 if weights is None else weights, like)
     weights = jax.lax.stop_gradient(weights)
-    normalised = [grpo(component, groups, epsilon=epsilon) for component in rewards.T]
+    normalised = [grpo_advantages(component, groups, epsilon=epsilon) for component in rewards.T]
     total = jnp.sum(jnp.stack(normalised, axis=1) * weights[None, :], axis=1)
     if not whitened:
         return total

@@ -6,7 +6,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Real, Shaped
 
 from jrl.losses import settings
-from jrl.losses.advantages.temporal import as_lengths, gae
+from jrl.losses.advantages.critic.gae import gae
+from jrl.losses.advantages.critic.lambdas import as_lengths
 from jrl.losses.arrays import (
     Number,
     Scalar,

@@ -1,0 +1,1 @@
+"""From a critic: generalised advantage estimation."""

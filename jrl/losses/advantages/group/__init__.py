@@ -1,0 +1,1 @@
+"""From a group: each response against the others that answer the same prompt."""

@@ -1,0 +1,1 @@
+"""From the rewards that follow each token, against a baseline."""

@@ -1,0 +1,158 @@
+"""How far logits are from others."""
+
+from functools import partial
+from typing import Literal, SupportsIndex, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Bool, Float, Shaped
+
+from jrl.losses.arrays import as_floats, check_shapes, zero_masked
+from jrl.losses.logits.vocabulary import (
+    Normaliser,
+    along,
+    checked_chunk_size,
+    chunk_of,
+    contracted,
+    log_normaliser,
+    over_chunks,
+    rows_of_logits,
+)
+
+KLDirection = Literal["policy||reference", "reference||policy"]
+
+
+def kl_from_logits(
+    logits: Float[ArrayLike, "*batch vocab"],
+    ref_logits: Float[ArrayLike, "*batch vocab"],
+    mask: Shaped[ArrayLike, "*batch"] | None = None,
+    *,
+    direction: KLDirection = "policy||reference",
+    chunk_size: SupportsIndex | None = None,
+) -> Float[Array, "*batch"]:
+    """Exact KL divergence between two policies at each position, summed over the vocabulary.
+
+    With ``p = softmax(logits)`` and ``q = softmax(ref_logits)``:
+
+    | direction | value | its gradient by ``logits[v]`` |
+    |---|---|---|
+    | ``policy||reference`` | ``sum_v p_v log p_v/q_v`` | ``p_v (log p_v/q_v - KL)`` |
+    | ``reference||policy`` | ``sum_v q_v log q_v/p_v`` | ``p_v - q_v`` |
+
+    The first is the mean over tokens sampled from the policy of the estimators k1 and k3 of
+    `kl_estimate`. It is summed as ``sum_v (q_v - p_v + p_v log p_v/q_v)``, of which no term is
+    negative, so that the result is not either, and near 0 it keeps its digits.
+
+    Args:
+      logits: of the policy, for every token of the vocabulary. -inf is a token of probability 0.
+      ref_logits: of the reference; no gradient.
+      mask: true where the divergence is wanted. If given, it is 0 elsewhere, and what lies there
+        reaches no gradient; None computes it everywhere.
+      direction: which of the two.
+      chunk_size: go through the vocabulary this many entries at a time, so that no further array of
+        the size of `logits` is made; any positive number, whether or not it divides the vocabulary.
+        The result is the same up to rounding. None takes all of it at once.
+
+    Returns:
+      The divergence in nats, with its gradient; infinite where the first policy allows a token that
+      the second does not.
+
+    Raises:
+      ValueError: if `direction` is unknown, `chunk_size` is not positive, or shapes do not agree.
+
+    References:
+      Schulman, "Approximating KL divergence", 2020. http://joschu.net/blog/kl-approx.html
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> even, certain = jnp.zeros(2), jnp.array([0.0, -jnp.inf])
+      >>> float(kl_from_logits(certain, even).round(4))
+      0.6930999755859375
+      >>> float(kl_from_logits(certain, even, direction="reference||policy"))
+      inf
+    """
+    if direction not in get_args(KLDirection):
+        choices = ", ".join(get_args(KLDirection))
+        raise ValueError(f"direction={direction!r} is unknown: choose one of {choices}.")
+    check_shapes(logits=logits, ref_logits=ref_logits)
+    chunk_size = checked_chunk_size(chunk_size)
+    logits, mask = rows_of_logits(logits, mask)
+    ref_logits = jax.lax.stop_gradient(jnp.asarray(ref_logits))
+    if jnp.float64 in (logits.dtype, ref_logits.dtype):
+        logits, ref_logits = as_floats(logits, ref_logits)
+    return _divergence((chunk_size, direction), logits, ref_logits, mask)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _divergence(
+    settings: tuple[int | None, KLDirection],
+    logits: Float[Array, "*batch vocab"],
+    ref_logits: Float[Array, "*batch vocab"],
+    mask: Bool[Array, "*batch"],
+) -> Float[Array, "*batch"]:
+    chunk_size, direction = settings
+    first, second = (
+        (logits, ref_logits) if direction == "policy||reference" else (ref_logits, logits)
+    )
+    of_first = log_normaliser(chunk_size, first, mask)
+    of_second = log_normaliser(chunk_size, second, mask)
+
+    def start(begin: Array, counts: Array) -> Array:
+        one, other = (chunk_of(x, mask, begin, counts.size) for x in (first, second))
+        terms = _terms(one, other, of_first, of_second)
+        return jnp.sum(jnp.where(along(counts, terms), terms, jnp.zeros_like(terms)), axis=-1)
+
+    # Rows that do not count are 0 in both, and so is their divergence.
+    return over_chunks(start, jnp.add, logits.shape[-1], chunk_size)
+
+
+def _terms(
+    first: Float[Array, "*batch vocab"],
+    second: Float[Array, "*batch vocab"],
+    of_first: Normaliser,
+    of_second: Normaliser,
+) -> Float[Array, "*batch vocab"]:
+    """``q - p + p log(p / q)`` for each entry, with p the first distribution and q the second."""
+    (log_p, p_possible), (log_q, q_possible) = (
+        of_first.logprobs(first),
+        of_second.logprobs(second),
+    )
+    p, q = jnp.exp(log_p), zero_masked(jnp.exp(log_q), q_possible)
+    difference = log_p - log_q
+    # Where p and q are close q - p has no digits left; where p is far below q expm1 overflows.
+    close = p * (jnp.expm1(-difference) + difference)
+    terms = jnp.where(difference > -1, close, q - p + p * difference)
+    terms = jnp.where(p_possible, terms, q)
+    impossible = p_possible & ~q_possible & (p > 0)
+    return jnp.where(impossible, jnp.full_like(terms, jnp.inf), terms)
+
+
+@_divergence.defjvp
+def _divergence_jvp(settings, primals, tangents):
+    logits, ref_logits, mask = primals
+    chunk_size, direction = settings
+    divergence = _divergence(settings, logits, ref_logits, mask)
+    normaliser = log_normaliser(chunk_size, logits, mask)
+    of_reference = log_normaliser(chunk_size, ref_logits, mask)
+
+    def slope(
+        logits: Array,
+        ref_logits: Array,
+        normaliser: Normaliser,
+        of_reference: Normaliser,
+        divergence: Array,
+    ) -> Array:
+        logits, ref_logits = as_floats(logits, ref_logits)
+        log_p, possible = normaliser.logprobs(logits)
+        log_q, q_possible = of_reference.logprobs(ref_logits)
+        p, q = jnp.exp(log_p), zero_masked(jnp.exp(log_q), q_possible)
+        if direction == "reference||policy":
+            return zero_masked(p - q, possible)
+        return zero_masked(p * (log_p - log_q - divergence[..., None]), possible)
+
+    change = contracted(
+        slope, tangents[0], mask, logits, ref_logits, normaliser, of_reference, divergence
+    )
+    return divergence, change
