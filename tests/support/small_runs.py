@@ -13,10 +13,10 @@ import numpy as np
 
 from jrl.config.run import RunConfig
 from jrl.recipes import RECIPES, ActorCritic, Batch
+from jrl.report.metrics import without_timings
 from jrl.rollout.batching import over_rows
 from jrl.rollout.collect import sampling_of
 from jrl.rollout.generate import Decoder
-from jrl.report.metrics import without_timings
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import read, read_metrics
 from jrl.tasks.procedural import ProceduralTask
@@ -135,9 +135,7 @@ def fresh_state(setup: Setup, weights: Transformer[jax.Array]) -> TrainState[jax
 def decoder_of(setup: Setup) -> Decoder:
     """Decoding as a training step does it."""
     engine = setup.sampler().engine
-    return engine.decoder(
-        sampling_of(setup.recipe), setup.recipe.group_size, setup.response_length
-    )
+    return engine.decoder(sampling_of(setup.recipe), setup.recipe.group_size, setup.response_length)
 
 
 @dataclass(frozen=True)

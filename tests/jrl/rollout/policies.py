@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jrl.rollout.generate import Decoder, Rollout, generate, settle
+from jrl.recipes.batch import Batch
+from jrl.rollout.generate import Decoder, generate, settle
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.scoring import PromptLayout, Scores, score
 from moe.config import ModelConfig
@@ -71,7 +72,7 @@ def compiled(decoder: Decoder):
 
 
 @functools.cache
-def decode(decoder: Decoder, seed: int = 0) -> Rollout[np.ndarray]:
+def decode(decoder: Decoder, seed: int = 0) -> Batch[np.ndarray]:
     step = compiled(decoder)
     given = (weights(decoder.config), *prompts(), jax.random.key(seed))
     return jax.tree.map(np.asarray, step(*given))
@@ -83,7 +84,7 @@ def scores(decoder: Decoder, weights, tokens, valid) -> Scores:
     return score(weights, tokens, valid, rows, decoder.config, decoder.sampling, decoder.mesh)
 
 
-def scored(decoder: Decoder, rollout: Rollout[np.ndarray]) -> list[np.ndarray]:
+def scored(decoder: Decoder, rollout: Batch[np.ndarray]) -> list[np.ndarray]:
     """Log-probabilities, those in the distribution drawn from, and entropies of the tokens."""
     mesh, config = decoder.mesh, decoder.config
 

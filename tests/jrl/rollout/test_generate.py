@@ -44,7 +44,7 @@ def test_a_response_ends_with_eos_or_is_truncated(seed):
         assert response[length:] == [PAD] * (7 - length)
         assert rollout.truncated[row] == (response[length - 1] != EOS)
         assert length == 7 or not rollout.truncated[row]
-        for name in ("logprobs", "policy_logprobs"):
+        for name in ("behaviour_logprobs", "old_logprobs"):
             logprobs = getattr(rollout, name)[row]
             assert np.all(logprobs[~rollout.mask[row]] == 0)
             assert np.all(logprobs[rollout.mask[row]] < 0)
@@ -62,7 +62,8 @@ def test_each_of_several_ends_ends_a_response():
         assert response[length:] == [PAD] * (7 - length)
         assert both.truncated[row] == (response[length - 1] not in other)
         np.testing.assert_array_equal(
-            both.logprobs[row, : PROMPT + length], one.logprobs[row, : PROMPT + length]
+            both.behaviour_logprobs[row, : PROMPT + length],
+            one.behaviour_logprobs[row, : PROMPT + length],
         )
         seen.add(response[length - 1])
     assert seen >= set(other), "the seed shows one of the two ends only"
@@ -78,7 +79,7 @@ def test_the_mesh_is_invisible():
     for name in ("tokens", "valid", "mask", "truncated"):
         np.testing.assert_array_equal(getattr(folded, name), getattr(one, name))
     # Sums over devices come in another order: a few units in the sixth digit.
-    np.testing.assert_allclose(folded.logprobs, one.logprobs, atol=1e-5)
+    np.testing.assert_allclose(folded.behaviour_logprobs, one.behaviour_logprobs, atol=1e-5)
 
 
 def test_greedy_rows_of_a_group_are_equal():
@@ -113,7 +114,9 @@ def test_stopping_early_changes_nothing(monkeypatch):
     np.testing.assert_array_equal(endless.tokens[stopped.valid], stopped.tokens[stopped.valid])
     # Rows that have ended no longer reach the experts, so the others are grouped in other blocks.
     np.testing.assert_allclose(
-        endless.logprobs[stopped.mask], stopped.logprobs[stopped.mask], atol=1e-5
+        endless.behaviour_logprobs[stopped.mask],
+        stopped.behaviour_logprobs[stopped.mask],
+        atol=1e-5,
     )
 
 

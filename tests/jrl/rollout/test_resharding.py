@@ -95,7 +95,8 @@ def test_where_training_can_decode_nothing_moves():
     named = small_setup(run=small_run(layout="tp2 dp2 / ep4", rollout_layout="dp2 tp2 / ep4"))
     assert named.rollout_mesh is named.mesh
     weights = numbered(setup.model, setup.mesh)
-    assert setup.rollout_policy.of(weights) is weights
+    own = RolloutPolicy(setup.model, setup.mesh, setup.rollout_mesh)
+    assert own.of(weights) is weights
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,10 @@ CLOSE = 1e-5
 def test_decoding_and_scoring_agree(sampling):
     decoder = decoder_of(sampling)
     rollout = decode(decoder)
-    logprobs, behaviour_logprobs, entropy = scored(decoder, rollout)
+    logprobs, behaviour, entropy = scored(decoder, rollout)
     drawn = rollout.mask
     np.testing.assert_allclose(logprobs[drawn], rollout.old_logprobs[drawn], atol=CLOSE)
-    np.testing.assert_allclose(behaviour_logprobs[drawn], rollout.behaviour_logprobs[drawn], atol=CLOSE)
+    np.testing.assert_allclose(behaviour[drawn], rollout.behaviour_logprobs[drawn], atol=CLOSE)
     assert np.all(entropy[drawn] > 0)
     assert np.all(entropy[drawn] <= np.log(CONFIG.vocab_size) + CLOSE)
     differ = np.abs(rollout.behaviour_logprobs - rollout.old_logprobs)[drawn].max()
@@ -45,10 +45,10 @@ def test_agreement_is_the_layout_s_too():
     config = replace(CONFIG, vocab_size=12)
     decoder = decoder_of(Sampling(top_k=5), "tp2 dp2 / ep4", config=config)
     rollout = decode(decoder)
-    logprobs, behaviour_logprobs, _ = scored(decoder, rollout)
+    logprobs, behaviour, _ = scored(decoder, rollout)
     drawn = rollout.mask
     np.testing.assert_allclose(logprobs[drawn], rollout.old_logprobs[drawn], atol=CLOSE)
-    np.testing.assert_allclose(behaviour_logprobs[drawn], rollout.behaviour_logprobs[drawn], atol=CLOSE)
+    np.testing.assert_allclose(behaviour[drawn], rollout.behaviour_logprobs[drawn], atol=CLOSE)
 
 
 def test_scores_are_those_of_the_token_they_stand_at():

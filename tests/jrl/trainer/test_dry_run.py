@@ -20,7 +20,6 @@ from jrl.trainer.dry_run import (
     readable_bytes,
 )
 from jrl.trainer.setup import set_up
-from jrl.trainer.state import begin, initial_weights
 from moe import decoding, model, weights
 from moe.head import logits_of
 

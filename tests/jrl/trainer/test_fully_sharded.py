@@ -6,7 +6,15 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from small_runs import small_batch, small_model, small_recipe, small_run, small_setup
+from small_runs import (
+    decoder_of,
+    fresh_state,
+    small_batch,
+    small_model,
+    small_recipe,
+    small_run,
+    small_setup,
+)
 from three_updates import assert_same_updates, random_weights, three_updates
 from tiers import full_but
 
@@ -14,8 +22,8 @@ from jrl.rollout.generate import generate
 from jrl.rollout.resharding import reshard
 from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer.dry_run import memory
-from jrl.trainer.update import update
 from jrl.trainer.state import abstract, restore, save
+from jrl.trainer.update import update
 from moe import weights as moe_weights
 from moe.execution import Execution
 from sharding.folding import Layout, fold

@@ -12,6 +12,7 @@ from small_runs import (
     PROMPTS,
     begin_or_go_on,
     finish,
+    fresh_weights,
     metrics_of,
     small_recipe,
     small_run,
@@ -32,7 +33,6 @@ from jrl.trainer import improve as improving
 from jrl.trainer import loop
 from jrl.trainer import warm_start as warming
 from jrl.trainer.loop import NonFiniteRun
-from jrl.trainer.state import initial_weights
 from jrl.trainer.warm_start import (
     CHECK_EVERY,
     WarmStartFailed,

@@ -9,12 +9,20 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from small_runs import small_batch, small_model, small_recipe, small_run, small_setup
+from small_runs import (
+    fresh_state,
+    fresh_weights,
+    small_batch,
+    small_model,
+    small_recipe,
+    small_run,
+    small_setup,
+)
 from tiers import full_but
 
 from jrl.runs.checkpoints import Checkpoints
-from jrl.trainer.update import update
 from jrl.trainer.state import abstract, restore, save
+from jrl.trainer.update import update
 from sharding import zero
 
 FAST_COMPILE: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}

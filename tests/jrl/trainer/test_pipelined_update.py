@@ -9,6 +9,7 @@ import pytest
 from small_runs import (
     PROMPT_LENGTH,
     RESPONSE_LENGTH,
+    decoder_of,
     small_batch,
     small_model,
     small_recipe,
@@ -27,8 +28,8 @@ from jrl.rollout.generate import generate
 from jrl.rollout.scoring import PromptLayout, num_micro_batches
 from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer.scoring import logprobs_of, values_of
+from jrl.trainer.state import abstract, restore, save
 from jrl.trainer.update import update
-from jrl.trainer.state import abstract, init_weights, restore, save
 from moe import weights as moe_weights
 from sharding.folding import Layout, fold_abstract
 

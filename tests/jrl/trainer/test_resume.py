@@ -14,6 +14,7 @@ import pytest
 from places import ROOT, SUPPORT
 from small_runs import (
     begin_or_go_on,
+    fresh_weights,
     metrics_of,
     small_model,
     small_recipe,
@@ -25,7 +26,7 @@ from jrl.report.metrics import without_timings
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.records import read
 from jrl.trainer import loop, warm_start
-from jrl.trainer.state import abstract, initial_weights
+from jrl.trainer.state import abstract
 
 
 def run_killed(path, recipe, *moment):

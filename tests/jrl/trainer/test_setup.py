@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from chat_checkpoint import chat_tokenizer, write_tokenizer
-from small_runs import small_model, small_recipe, small_setup
+from small_runs import decoder_of, small_model, small_recipe, small_setup
 
 from jrl.config.run import ROUTER_SETTINGS, RunConfig
 from jrl.recipes import Grpo

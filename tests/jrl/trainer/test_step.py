@@ -1,28 +1,27 @@
-"""From completions to optimizer steps: which rows are learned from when, and what is reported."""
+"""From a batch to optimizer steps: which rows are learned from when, and what meets the host."""
 
-import time
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_runs import GROUP_SIZE, small_batch, small_recipe, small_run, small_setup
-
-from jrl.losses import ExplainedVariance, Mean
-from jrl.recipes import RECIPES
-from jrl.report.metrics import check_known
-from jrl.trainer import improve as improving
-from jrl.trainer.collect import Completions, collect
-from jrl.trainer.improve import (
-    count_updates,
-    experience_of,
-    improve,
-    mini_batches,
-    summarise,
+from small_runs import (
+    GROUP_SIZE,
+    fresh_state,
+    fresh_weights,
+    small_batch,
+    small_recipe,
+    small_run,
+    small_setup,
 )
-from jrl.trainer.update import Max
-from jrl.trainer.state import begin, initial_weights
+
+from jrl.recipes import RECIPES
+from jrl.rollout.sampler import scores_of
+from jrl.trainer import networks
+from jrl.trainer import step as stepping
+from jrl.trainer.step import mini_batches, train_on_batch, train_step
+from jrl.trainer.summary import summarise
 
 ROWS = 8
 
@@ -32,17 +31,21 @@ def state_of(setup, step=0):
     return state.replace(step=state.step + step)
 
 
+def learn(setup, state, batch):
+    return train_on_batch(setup.networks, setup.recipe, state, batch, setup.randomness)
+
+
 @pytest.fixture
 def learned_from(monkeypatch):
     """The rows of each update, told by the tokens they begin with; nothing is updated."""
     updates: list[tuple[str, list[int]]] = []
 
-    def record(objective, optimizer, num_micro, learner, batch):
+    def record(objective, optimizer, num_micro, learner, batch, statistics):
         network = "actor" if hasattr(objective, "sampling") else "critic"
         updates.append((network, np.asarray(batch.tokens)[:, 0].tolist()))
         return learner, {"loss": 0.0, "grad_norm": 0.0, "finite": True, "empty": False}
 
-    monkeypatch.setattr(improving, "update", record)
+    monkeypatch.setattr(networks, "update", record)
     return updates
 
 
@@ -54,7 +57,7 @@ def numbered(setup):
 
 def orders(learned_from, setup, step=0) -> Sequence[list[int]]:
     learned_from.clear()
-    improve(setup, state_of(setup, step), numbered(setup))
+    learn(setup, state_of(setup, step), numbered(setup))
     return [rows for network, rows in learned_from if network == "actor"]
 
 
@@ -96,7 +99,7 @@ def test_micro_batches_have_no_say_in_the_mini_batches(learned_from):
             sizes = {"group_size": group_size, "prompts": ROWS // group_size, "epochs": 2}
             recipe = small_recipe(**sizes, mini_batch=mini_batch, micro_batch=piece)
             learned_from.clear()
-            improve(small_setup(recipe), state, batch)
+            learn(small_setup(recipe), state, batch)
             found.append([rows for _, rows in learned_from])
         assert [len(rows) for rows in found[0]] == [mini_batch] * (2 * ROWS // mini_batch)
         assert all(rows == found[0] for rows in found)
@@ -116,7 +119,7 @@ def test_micro_batches_have_no_say_in_what_is_learned():
     steps = []
     for piece in (4, 1):
         setup = small_setup(small_recipe(micro_batch=piece))
-        state, history, *_ = improve(setup, state_of(setup), small_batch(setup, ROWS))
+        state, history, *_ = learn(setup, state_of(setup), small_batch(setup, ROWS))
         steps.append((jax.device_get(state.policy.weights), summarise(history)))
     (weights, metrics), (other_weights, other_metrics) = steps
     # Float32 sums in another order, divided by their own size where Adam's gradients are small.
@@ -131,7 +134,7 @@ def test_micro_batches_have_no_say_in_what_is_learned():
 @pytest.mark.parametrize("step", [0, 1])
 def test_critic_and_policy_take_turns_after_pretraining(learned_from, step):
     setup = small_setup(small_recipe("vapo", pretrain_critic=1))
-    improve(setup, state_of(setup, step), numbered(setup))
+    learn(setup, state_of(setup, step), numbered(setup))
     networks = [network for network, _ in learned_from]
     assert networks == (["critic"] * 2 if step == 0 else ["critic", "actor"] * 2)
     critic = [rows for network, rows in learned_from if network == "critic"]
@@ -140,264 +143,73 @@ def test_critic_and_policy_take_turns_after_pretraining(learned_from, step):
 
 
 def test_what_was_left_out_is_handed_over(learned_from, monkeypatch):
-    def refuse(objective, optimizer, num_micro, learner, batch):
+    def refuse(*arguments):
         loss = np.float32(np.nan)
-        return learner, {"loss": loss, "grad_norm": 2.0, "finite": False, "empty": False}
+        return arguments[3], {"loss": loss, "grad_norm": 2.0, "finite": False, "empty": False}
 
-    monkeypatch.setattr(improving, "update", refuse)
+    monkeypatch.setattr(networks, "update", refuse)
     setup = small_setup(small_recipe("vapo", pretrain_critic=0))
-    _, history, nonfinite, _ = improve(setup, state_of(setup), numbered(setup))
+    _, history, nonfinite, _ = learn(setup, state_of(setup), numbered(setup))
     assert len(history) == 2
     assert [left_out.network for left_out in nonfinite] == ["critic", "actor"] * 2
     assert nonfinite[0].grad_norm == 2.0 and np.isnan(nonfinite[0].loss)
     assert nonfinite[0].batch.tokens.shape[0] == 4
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_reference_is_kept_only_where_it_is_needed(name):
-    assert state_of(small_setup(small_recipe(name))).reference is None
-    state = state_of(small_setup(small_recipe(name, kl_coef=0.1)))
-    jax.tree.map(np.testing.assert_array_equal, state.reference, state.policy.weights)
-    assert (state.critic is None) == (name in ("grpo", "dapo"))
-
-
-def test_a_critic_starts_as_the_policy_that_values_nothing():
-    state = state_of(small_setup(small_recipe("ppo")))
-    critic, policy = state.critic.weights, state.policy.weights
-    np.testing.assert_array_equal(critic.head, 0)
-    jax.tree.map(np.testing.assert_array_equal, critic.layers, policy.layers)
-    assert critic.embedding.unsafe_buffer_pointer() != policy.embedding.unsafe_buffer_pointer()
-
-
-@pytest.fixture(scope="module")
-def sampled():
-    """The completions of one step, with scores that differ between the groups."""
-    setup = small_setup()
-    weights = fresh_weights(setup)
-    kept = collect(setup, weights, step=0, cursor=0).kept
-    scores = [0.0, 0.5, 1.0, 0.5, 0.0, 0.0, 1.0, 1.0]
-    reasons = {1.0: "correct", 0.5: "partial", 0.0: "wrong"}
-    verdicts = [type(kept.verdicts[0])(score, reasons[score]) for score in scores]
-    return Completions(kept.rollout, kept.groups, kept.examples, kept.texts, verdicts, kept.lengths)
-
-
-def test_experience(sampled):
-    setup = small_setup()
-    experience, batch, _ = experience_of(setup, state_of(setup), sampled)
-    np.testing.assert_array_equal(experience.rewards, sampled.scores)
-    np.testing.assert_array_equal(experience.lengths, sampled.rollout.mask.sum(axis=1))
-    np.testing.assert_array_equal(batch.correct, sampled.scores == 1)
-    np.testing.assert_array_equal(batch.old_logprobs, sampled.rollout.old_logprobs)
-    np.testing.assert_array_equal(batch.behaviour_logprobs, sampled.rollout.behaviour_logprobs)
-    expected = setup.recipe.advantages(experience)[0]
-    np.testing.assert_allclose(batch.advantages, expected, rtol=1e-6)  # jitted and not
-    assert experience.values is None and experience.reference_logprobs is None
-    assert batch.returns is None and batch.old_values is None
-
-
-def test_the_reference_scores_as_the_policy_sampled(sampled):
-    """Before the first update both are one network: KL terms start at 0."""
-    setup = small_setup(small_recipe("ppo", kl_coef=0.1, old_logprobs="recompute"))
-    experience, batch, _ = experience_of(setup, state_of(setup), sampled)
-    # So does the policy itself, where the trainer computes what the sampler gave.
-    np.testing.assert_array_equal(batch.old_logprobs, batch.reference_logprobs)
-    mask = sampled.rollout.mask
-    # Decoding with a cache against one forward pass, float32.
-    np.testing.assert_allclose(
-        np.asarray(batch.reference_logprobs)[mask], sampled.rollout.old_logprobs[mask], atol=1e-5
-    )
-    np.testing.assert_array_equal(experience.values, 0)
-
-
 @pytest.fixture
-def scoring(monkeypatch, sampled):
-    """Stands for the networks' passes over all completions: the policy's log-probabilities as the
-    trainer has them, a tenth of a nat and more from the sampler's."""
-    there = sampled.rollout.old_logprobs
-    random = np.random.default_rng(9).choice([-0.9, -0.1, 0.1, 0.9], there.shape)
-    logprobs = jnp.asarray(there + random.astype(np.float32))
-    monkeypatch.setattr(improving, "logprobs_of", lambda *_: (logprobs, logprobs))
-    monkeypatch.setattr(improving, "values_of", lambda *_: jnp.zeros_like(logprobs))
-    return np.asarray(logprobs)
+def fetched(monkeypatch):
+    """Shape and kind of every array that is read on the host."""
+    shapes: list[tuple[tuple[int, ...], str]] = []
+    array = type(jnp.zeros(1))
+    read = array._value.fget
+
+    def recorded(self):
+        shapes.append((self.shape, self.dtype.kind))
+        return read(self)
+
+    monkeypatch.setattr(array, "_value", property(recorded))
+    return shapes
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_can_be_anchored_and_corrected(name, sampled, scoring):
-    """With the ratio against what the trainer computes, weights and a mask of its distance."""
-    plain = small_setup(small_recipe(name))
-    state = state_of(plain)
-    expected, untouched, quiet = experience_of(plain, state, sampled)
-    assert not plain.recipe.rescores and not [n for n in quiet if n.startswith("rollout_corr/")]
-    recipe = small_recipe(
-        name,
-        old_logprobs="recompute",
-        mismatch="truncated",
-        mismatch_high=1.5,
-        rejection="k2",
-        rejection_over="token",
-        rejection_high=0.1,
-    )
-    experience, batch, metrics = experience_of(small_setup(recipe), state, sampled)
-    check_known(metrics)
-    mask = sampled.rollout.mask
-    log_weights = np.where(mask, scoring - sampled.rollout.old_logprobs, 0)
-    kept = mask & (log_weights**2 / 2 <= 0.1)
-    assert 0 < kept.sum() < mask.sum()
-    np.testing.assert_array_equal(batch.old_logprobs, scoring)
-    np.testing.assert_array_equal(experience.old_logprobs, scoring)
-    np.testing.assert_array_equal(batch.mask, kept)
-    weights = np.where(kept, np.minimum(np.exp(log_weights), 1.5), 0)
-    np.testing.assert_allclose(batch.importance_weights, weights, rtol=1e-5)  # float32
-    lost = 1 - kept.sum() / mask.sum()
-    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(lost, rel=1e-5)
-    # Credit is given as if nothing had been rejected.
-    np.testing.assert_array_equal(experience.mask, mask)
-    np.testing.assert_array_equal(experience.rewards, expected.rewards)
-    np.testing.assert_array_equal(batch.advantages, untouched.advantages)
-    assert untouched.importance_weights is None
+@pytest.mark.parametrize("layout", ["dp1", pytest.param("tp2 dp2 / ep4", marks=pytest.mark.slow)])
+def test_a_dapo_step_crosses_for_texts_scores_and_reports_only(fetched, layout):
+    """Of what has a number for each token no log-probabilities, and nothing twice."""
+    recipe = small_recipe("dapo", max_generation_rounds=2)
+    setup = small_setup(recipe, small_run(layout=layout))
+    state, sampler = fresh_state(setup, fresh_weights(setup)), setup.sampler()
+    fetched.clear()
+    _, done = train_step(sampler, setup.networks, recipe, state, setup.randomness)
+    rounds = int(done.metrics["train/num_gen_batches"])
+    per_token = sorted(kind for shape, kind in fetched if len(shape) == 2 and shape[1] == 11)
+    texts = ["b", "i"] * rounds  # sampled tokens, and which they are
+    reports = ["b", "b", "f"]  # the mask, what is padding, and the advantages
+    assert per_token == sorted(texts + reports)
 
 
-def test_the_sampler_stays_the_anchor_where_samples_are_rejected(sampled, scoring):
-    recipe = small_recipe(rejection="geometric", rejection_low=0.9, rejection_high=1.2)
-    setup = small_setup(recipe)
-    _, batch, metrics = experience_of(setup, state_of(setup), sampled)
-    np.testing.assert_array_equal(batch.old_logprobs, sampled.rollout.old_logprobs)
-    mask = sampled.rollout.mask
-    log_weights = np.where(mask, scoring - sampled.rollout.old_logprobs, 0)
-    means = np.exp(log_weights.sum(axis=1) / mask.sum(axis=1))
-    stay = (means >= 0.9) & (means <= 1.2)
-    assert 0 < stay.sum() < len(stay)
-    np.testing.assert_array_equal(batch.mask, mask & stay[:, None])
-    kl = metrics["rollout_corr/kl"]
-    assert kl == pytest.approx(-log_weights[mask].mean(), rel=1e-4)
+class Handed(Exception):
+    """What `prepare` was given."""
 
 
-def test_phases_last_as_long_as_their_work(sampled, monkeypatch):
-    """Not as long as it takes to ask for it: what is asked for sleeps a quarter of a second."""
-    shape = jax.ShapeDtypeStruct(sampled.rollout.mask.shape, jnp.float32)
+def test_shuffled_rewards(monkeypatch):
+    """The same scores, dealt out by seed and step."""
 
-    def at_work(*_):
-        time.sleep(0.25)
-        return np.zeros(shape.shape, np.float32)
+    def hand_over(networks, recipe, state, completions, scores, *_):
+        raise Handed(scores_of(completions), scores)
 
-    @jax.jit
-    def slow(zero):
-        return jax.pure_callback(at_work, shape, zero)
+    monkeypatch.setattr(stepping, "prepare", hand_over)
+    setup = small_setup()
+    sampler = setup.sampler()
 
-    monkeypatch.setattr(improving, "logprobs_of", lambda *_: (slow(0.0), slow(0.0)))
-    monkeypatch.setattr(improving, "values_of", lambda *_: slow(0.0))
-    setup = small_setup(small_recipe("ppo", kl_coef=0.1, old_logprobs="recompute"))
-    monkeypatch.setattr(improving, "advantages_of", lambda *_: (slow(0.0), slow(0.0)))
-    seconds = experience_of(setup, state_of(setup), sampled)[2]
-    assert seconds["timing_s/values"] >= 0.25
-    assert seconds["timing_s/ref"] >= 0.5
-    assert seconds["timing_s/old_log_prob"] >= 0.5
-    assert seconds["timing_s/adv"] >= 0.5
+    def scores(step, shuffled):
+        state = state_of(setup, step)
+        fixed = (sampler, setup.networks, setup.recipe, state, setup.randomness)
+        with pytest.raises(Handed) as handed:
+            train_step(*fixed, shuffle_rewards=shuffled)
+        return handed.value.args
 
-
-def test_shuffled_rewards(sampled):
-    setup = small_setup(run=small_run(shuffle_rewards=True))
-    shuffled = [experience_of(setup, state_of(setup, step), sampled) for step in (0, 0, 1)]
-    rewards = [np.asarray(experience.rewards) for experience, *_ in shuffled]
-    np.testing.assert_array_equal(np.sort(rewards[0]), np.sort(sampled.scores))
-    assert not np.array_equal(rewards[0], sampled.scores)
-    np.testing.assert_array_equal(rewards[0], rewards[1])
-    assert not np.array_equal(rewards[0], rewards[2])
-    for reward, (_, batch, _) in zip(rewards, shuffled, strict=True):
-        np.testing.assert_array_equal(batch.correct, reward == 1)
-
-
-def test_summary_pools_means_over_tokens():
-    def explained(values, returns):
-        return ExplainedVariance.of(jnp.array(values), jnp.array(returns), jnp.ones(len(values)))
-
-    history = [
-        {
-            "critic": {
-                "loss": np.float32(3.0),
-                "grad_norm": np.float32(2.0),
-                "finite": np.True_,
-                "empty": np.False_,
-                "critic/vf_explained_var": explained([0.0, 1.0], [1.0, 1.0]),
-            }
-        },
-        {
-            "critic": {
-                "loss": np.float32(1.0),
-                "grad_norm": np.float32(4.0),
-                "finite": np.True_,
-                "empty": np.False_,
-                "critic/vf_explained_var": explained([2.0], [4.0]),
-            },
-            "actor": {
-                "loss": np.float32(8.0),
-                "empty": np.False_,
-                "actor/pg_loss": np.float32(6.0),
-                "actor/entropy": Mean(np.float32(6.0), np.int32(3)),
-                "sampling/sampling_logp_difference/mean": Mean(np.float32(2.0), np.int32(4)),
-                "sampling/sampling_logp_difference/max": Max(np.float32(0.5)),
-                "load": np.array([[1.0, 3.0], [2.0, 2.0]]),
-            },
-        },
-        {
-            "actor": {
-                "loss": np.float32(2.0),
-                "empty": np.False_,
-                "actor/pg_loss": np.float32(1.0),
-                "actor/entropy": Mean(np.float32(1.0), np.int32(1)),
-                "sampling/sampling_logp_difference/mean": Mean(np.float32(90.0), np.int32(4)),
-                "sampling/sampling_logp_difference/max": Max(np.float32(90.0)),
-                "load": np.array([[3.0, 1.0], [0.0, 4.0]]),
-            },
-        },
-        # No token counts in it, and so it counts in nothing.
-        {
-            "actor": {
-                "loss": np.float32(77.0),
-                "empty": np.True_,
-                "actor/pg_loss": np.float32(0.0),
-                "actor/entropy": Mean(np.float32(0.0), np.int32(0)),
-                "sampling/sampling_logp_difference/mean": Mean(np.float32(0.0), np.int32(0)),
-                "sampling/sampling_logp_difference/max": Max(np.float32(0.0)),
-                "load": np.array([[9.0, 0.0], [9.0, 0.0]]),
-            },
-        },
-    ]
-    values, returns = np.array([0.0, 1.0, 2.0]), np.array([1.0, 1.0, 4.0])
-    expected = {
-        "actor/loss": 5.0,
-        "actor/pg_loss": 3.5,
-        "actor/entropy": 7 / 4,  # over tokens: the mean of means would be 1.5
-        # The first mini-batch alone: after it the policy is no longer the one that sampled.
-        "sampling/sampling_logp_difference/mean": 0.5,
-        "sampling/sampling_logp_difference/max": 0.5,
-        # Over both mini-batches the first layer is even, and the second is 2 to 6.
-        "moe/max_load": (1.0 + 1.5) / 2,
-        "moe/min_load": (1.0 + 0.5) / 2,
-        "critic/loss": 2.0,
-        "critic/grad_norm": 3.0,
-        "critic/vf_explained_var": 1 - np.var(returns - values) / np.var(returns),
-    }
-    summary = summarise(history)
-    assert summary.keys() == expected.keys()
-    for name, value in expected.items():
-        assert summary[name] == pytest.approx(value, rel=1e-6), name  # float32
-    assert summarise([]) == {}
-    assert summarise(history[-1:]) == {}
-
-
-def test_updates_are_counted_by_what_came_of_them():
-    def one(finite, empty):
-        return {"finite": np.bool_(finite), "empty": np.bool_(empty)}
-
-    history = [
-        {"critic": one(True, False)},
-        {"critic": one(True, True), "actor": one(True, True)},
-        {"critic": one(False, True), "actor": one(False, False)},  # the worse of two reasons
-        {"critic": one(True, False), "actor": one(True, False)},
-    ]
-    assert count_updates(history) == {
-        "training/optimizer_steps": 1.0,
-        "training/nonfinite_skipped": 2.0,
-        "training/empty_skipped": 2.0,
-    }
+    true, plain = scores(0, False)
+    np.testing.assert_array_equal(plain, true)
+    (_, once), (_, again) = scores(0, True), scores(0, True)
+    np.testing.assert_array_equal(np.sort(once), np.sort(true))
+    assert not np.array_equal(once, true)
+    np.testing.assert_array_equal(once, again)

@@ -13,8 +13,8 @@ from tiers import full_but
 from jrl.losses import ExplainedVariance, Mean
 from jrl.recipes.optimizer import Optimizer
 from jrl.rollout.batching import replicated
-from jrl.trainer.update import Max, init_learner, update
 from jrl.trainer.state import init_weights
+from jrl.trainer.update import Max, init_learner, update
 
 
 def networks(setup):

@@ -1,0 +1,51 @@
+"""Texts as arrays: padding, ends, and special tokens in a completion."""
+
+import numpy as np
+import pytest
+from small_runs import small_setup
+
+from jrl.tasks import Example
+from jrl.text.prompts import UNREADABLE, encode_answers, encode_prompt, left_padded, text_of
+
+
+def test_prompts_are_padded_on_the_left():
+    setup = small_setup()
+    prompts = [encode_prompt(setup.format, Example(text, ""), 6) for text in ("2=", "0120=")]
+    tokens, valid = left_padded(prompts, setup.prompt_length, setup.tokenizer.pad_id)
+    begin = [setup.tokenizer.bos_id]
+    pad = setup.tokenizer.pad_id
+    ids = setup.tokenizer.encode
+    assert tokens.tolist() == [[pad] * 3 + begin + ids("2="), begin + ids("0120=")]
+    assert valid.tolist() == [[False] * 3 + [True] * 3, [True] * 6]
+    with pytest.raises(
+        ValueError, match=r"'01201=' has 7 tokens .*prompt_length=6: raise --prompt"
+    ):
+        encode_prompt(setup.format, Example("01201=", ""), setup.prompt_length)
+
+
+def test_answers_end():
+    setup = small_setup()
+    tokens, mask = encode_answers(
+        setup.tokenizer, [Example("", "2="), Example("", "0120")], setup.response_length
+    )
+    end = [setup.tokenizer.eos_id]
+    pad = setup.tokenizer.pad_id
+    ids = setup.tokenizer.encode
+    assert tokens.tolist() == [ids("2=") + end + [pad] * 2, ids("0120") + end]
+    assert mask.tolist() == [[True] * 3 + [False] * 2, [True] * 5]
+    with pytest.raises(ValueError, match=r"'01201' has 6 tokens .*response_length=5: raise --resp"):
+        encode_answers(setup.tokenizer, [Example("", "01201")], setup.response_length)
+
+
+def test_special_tokens_inside_a_completion_show():
+    tokenizer = small_setup().tokenizer
+    one, two = tokenizer.encode("12")
+    special = [tokenizer.pad_id, tokenizer.bos_id, tokenizer.unk_id]
+    for token in special:
+        assert text_of(tokenizer, np.array([one, token, two])) == f"1{UNREADABLE}2"
+        assert text_of(tokenizer, np.array([one, two, token])) == f"12{UNREADABLE}"
+    end = tokenizer.eos_id
+    assert text_of(tokenizer, np.array([one, two, end])) == "12"
+    assert text_of(tokenizer, np.array([one, end, end])) == f"1{UNREADABLE}"
+    assert text_of(tokenizer, np.array([end])) == ""
+    assert text_of(tokenizer, np.array([], int)) == ""

@@ -1,0 +1,193 @@
+"""From completions to what is learned from: targets, anchors, corrections, and their time."""
+
+import time
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_runs import fresh_state, fresh_weights, small_recipe, small_setup
+
+from jrl.recipes import RECIPES, Batch, Targets
+from jrl.report.metrics import check_known
+from jrl.rollout.collect import collect
+from jrl.rollout.sampler import Completion, scores_of
+from jrl.tasks import Verdict
+from jrl.trainer import prepare as preparing
+from jrl.trainer.prepare import prepare
+
+
+def state_of(setup):
+    return fresh_state(setup, fresh_weights(setup))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_reference_is_kept_only_where_it_is_needed(name):
+    assert state_of(small_setup(small_recipe(name))).reference is None
+    state = state_of(small_setup(small_recipe(name, kl_coef=0.1)))
+    jax.tree.map(np.testing.assert_array_equal, state.reference, state.policy.weights)
+    assert (state.critic is None) == (name not in ("ppo", "vapo"))
+
+
+def test_a_critic_starts_as_the_policy_that_values_nothing():
+    state = state_of(small_setup(small_recipe("ppo")))
+    critic, policy = state.critic.weights, state.policy.weights
+    np.testing.assert_array_equal(critic.head, 0)
+    jax.tree.map(np.testing.assert_array_equal, critic.layers, policy.layers)
+    assert critic.embedding.unsafe_buffer_pointer() != policy.embedding.unsafe_buffer_pointer()
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The completions of a step."""
+
+    completions: list[Completion]
+    batch: Batch[jax.Array]
+
+    @property
+    def rollout(self) -> Batch[np.ndarray]:
+        return jax.device_get(self.batch)
+
+    @property
+    def scores(self) -> np.ndarray:
+        return scores_of(self.completions)
+
+
+@pytest.fixture(scope="module")
+def sampled():
+    """The completions of one step, with scores that differ between the groups."""
+    setup = small_setup()
+    sampler = setup.sampler()
+    sampler.engine.load(fresh_weights(setup), 0)
+    key = setup.randomness.key("rollout", 0)
+    collected = collect(sampler, setup.recipe, setup.mesh, 0, lambda _: key)
+    scores = [0.0, 0.5, 1.0, 0.5, 0.0, 0.0, 1.0, 1.0]
+    reasons = {1.0: "correct", 0.5: "partial", 0.0: "wrong"}
+    rows = zip(collected.completions, scores, strict=True)
+    judged = [replace(row, verdict=Verdict(score, reasons[score])) for row, score in rows]
+    return Sampled(judged, collected.batch)
+
+
+def prepared(setup, state, sampled):
+    return prepare(
+        setup.networks,
+        setup.recipe,
+        state,
+        sampled.completions,
+        sampled.scores,
+        sampled.batch,
+        setup.response_length,
+    )
+
+
+def test_what_is_known_before_the_first_update(sampled):
+    setup = small_setup()
+    batch, _ = prepared(setup, state_of(setup), sampled)
+    np.testing.assert_array_equal(batch.rewards, sampled.scores)
+    np.testing.assert_array_equal(batch.lengths, sampled.rollout.mask.sum(axis=1))
+    np.testing.assert_array_equal(batch.correct, sampled.scores == 1)
+    np.testing.assert_array_equal(batch.old_logprobs, sampled.rollout.old_logprobs)
+    np.testing.assert_array_equal(batch.behaviour_logprobs, sampled.rollout.behaviour_logprobs)
+    expected = setup.recipe.targets(batch).advantages
+    np.testing.assert_allclose(batch.advantages, expected, rtol=1e-6)  # jitted and not
+    assert batch.old_values is None and batch.reference_logprobs is None
+    assert batch.returns is None and batch.critic_mask is None
+
+
+def test_the_reference_scores_as_the_policy_sampled(sampled):
+    """Before the first update both are one network: KL terms start at 0."""
+    setup = small_setup(small_recipe("ppo", kl_coef=0.1, old_logprobs="recompute"))
+    batch, _ = prepared(setup, state_of(setup), sampled)
+    # So does the policy itself, where the trainer computes what the sampler gave.
+    np.testing.assert_array_equal(batch.old_logprobs, batch.reference_logprobs)
+    mask = sampled.rollout.mask
+    # Decoding with a cache against one forward pass, float32.
+    np.testing.assert_allclose(
+        np.asarray(batch.reference_logprobs)[mask], sampled.rollout.old_logprobs[mask], atol=1e-5
+    )
+    np.testing.assert_array_equal(batch.old_values, 0)
+
+
+@pytest.fixture
+def scoring(monkeypatch, sampled):
+    """Stands for the networks' passes over all completions: the policy's log-probabilities as the
+    trainer has them, a tenth of a nat and more from the sampler's."""
+    there = sampled.rollout.old_logprobs
+    random = np.random.default_rng(9).choice([-0.9, -0.1, 0.1, 0.9], there.shape)
+    logprobs = jnp.asarray(there + random.astype(np.float32))
+    monkeypatch.setattr(preparing, "logprobs_of", lambda *_: (logprobs, logprobs))
+    monkeypatch.setattr(preparing, "values_of", lambda *_: jnp.zeros_like(logprobs))
+    return np.asarray(logprobs)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_can_be_anchored_and_corrected(name, sampled, scoring):
+    """With the ratio against what the trainer computes, weights and a mask of its distance."""
+    plain = small_setup(small_recipe(name))
+    state = state_of(plain)
+    untouched, quiet = prepared(plain, state, sampled)
+    assert not plain.recipe.rescores and not [n for n in quiet if n.startswith("rollout_corr/")]
+    recipe = small_recipe(
+        name,
+        old_logprobs="recompute",
+        mismatch="truncated",
+        mismatch_high=1.5,
+        rejection="k2",
+        rejection_over="token",
+        rejection_high=0.1,
+    )
+    batch, metrics = prepared(small_setup(recipe), state, sampled)
+    check_known(metrics)
+    mask = sampled.rollout.mask
+    log_weights = np.where(mask, scoring - sampled.rollout.old_logprobs, 0)
+    kept = mask & (log_weights**2 / 2 <= 0.1)
+    assert 0 < kept.sum() < mask.sum()
+    np.testing.assert_array_equal(batch.old_logprobs, scoring)
+    np.testing.assert_array_equal(batch.mask, kept)
+    weights = np.where(kept, np.minimum(np.exp(log_weights), 1.5), 0)
+    np.testing.assert_allclose(batch.importance_weights, weights, rtol=1e-5)  # float32
+    lost = 1 - kept.sum() / mask.sum()
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(lost, rel=1e-5)
+    # Credit is given as if nothing had been rejected.
+    np.testing.assert_array_equal(batch.rewards, untouched.rewards)
+    np.testing.assert_array_equal(batch.advantages, untouched.advantages)
+    assert untouched.importance_weights is None
+
+
+def test_the_sampler_stays_the_anchor_where_samples_are_rejected(sampled, scoring):
+    recipe = small_recipe(rejection="geometric", rejection_low=0.9, rejection_high=1.2)
+    setup = small_setup(recipe)
+    batch, metrics = prepared(setup, state_of(setup), sampled)
+    np.testing.assert_array_equal(batch.old_logprobs, sampled.rollout.old_logprobs)
+    mask = sampled.rollout.mask
+    log_weights = np.where(mask, scoring - sampled.rollout.old_logprobs, 0)
+    means = np.exp(log_weights.sum(axis=1) / mask.sum(axis=1))
+    stay = (means >= 0.9) & (means <= 1.2)
+    assert 0 < stay.sum() < len(stay)
+    np.testing.assert_array_equal(batch.mask, mask & stay[:, None])
+    kl = metrics["rollout_corr/kl"]
+    assert kl == pytest.approx(-log_weights[mask].mean(), rel=1e-4)
+
+
+def test_phases_last_as_long_as_their_work(sampled, monkeypatch):
+    """Not as long as it takes to ask for it: what is asked for sleeps a quarter of a second."""
+    shape = jax.ShapeDtypeStruct(sampled.rollout.mask.shape, jnp.float32)
+
+    def at_work(*_):
+        time.sleep(0.25)
+        return np.zeros(shape.shape, np.float32)
+
+    @jax.jit
+    def slow(zero):
+        return jax.pure_callback(at_work, shape, zero)
+
+    monkeypatch.setattr(preparing, "logprobs_of", lambda *_: (slow(0.0), slow(0.0)))
+    monkeypatch.setattr(preparing, "values_of", lambda *_: slow(0.0))
+    setup = small_setup(small_recipe("ppo", kl_coef=0.1, old_logprobs="recompute"))
+    monkeypatch.setattr(preparing, "targets_of", lambda *_: Targets(slow(0.0), slow(0.0)))
+    seconds = prepared(setup, state_of(setup), sampled)[1]
+    assert seconds["timing_s/values"] >= 0.25
+    assert seconds["timing_s/ref"] >= 0.5
+    assert seconds["timing_s/old_log_prob"] >= 0.5
+    assert seconds["timing_s/adv"] >= 0.5

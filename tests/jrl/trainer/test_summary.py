@@ -1,0 +1,105 @@
+"""What is reported of a step."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jrl.losses import ExplainedVariance, Mean
+from jrl.trainer.summary import count_updates, summarise
+from jrl.trainer.update import Max
+
+
+def test_summary_pools_means_over_tokens():
+    def explained(values, returns):
+        return ExplainedVariance.of(jnp.array(values), jnp.array(returns), jnp.ones(len(values)))
+
+    history = [
+        {
+            "critic": {
+                "loss": np.float32(3.0),
+                "grad_norm": np.float32(2.0),
+                "finite": np.True_,
+                "empty": np.False_,
+                "critic/vf_explained_var": explained([0.0, 1.0], [1.0, 1.0]),
+            }
+        },
+        {
+            "critic": {
+                "loss": np.float32(1.0),
+                "grad_norm": np.float32(4.0),
+                "finite": np.True_,
+                "empty": np.False_,
+                "critic/vf_explained_var": explained([2.0], [4.0]),
+            },
+            "actor": {
+                "loss": np.float32(8.0),
+                "empty": np.False_,
+                "actor/pg_loss": np.float32(6.0),
+                "actor/entropy": Mean(np.float32(6.0), np.int32(3)),
+                "sampling/sampling_logp_difference/mean": Mean(np.float32(2.0), np.int32(4)),
+                "sampling/sampling_logp_difference/max": Max(np.float32(0.5)),
+                "load": np.array([[1.0, 3.0], [2.0, 2.0]]),
+            },
+        },
+        {
+            "actor": {
+                "loss": np.float32(2.0),
+                "empty": np.False_,
+                "actor/pg_loss": np.float32(1.0),
+                "actor/entropy": Mean(np.float32(1.0), np.int32(1)),
+                "sampling/sampling_logp_difference/mean": Mean(np.float32(90.0), np.int32(4)),
+                "sampling/sampling_logp_difference/max": Max(np.float32(90.0)),
+                "load": np.array([[3.0, 1.0], [0.0, 4.0]]),
+            },
+        },
+        # No token counts in it, and so it counts in nothing.
+        {
+            "actor": {
+                "loss": np.float32(77.0),
+                "empty": np.True_,
+                "actor/pg_loss": np.float32(0.0),
+                "actor/entropy": Mean(np.float32(0.0), np.int32(0)),
+                "sampling/sampling_logp_difference/mean": Mean(np.float32(0.0), np.int32(0)),
+                "sampling/sampling_logp_difference/max": Max(np.float32(0.0)),
+                "load": np.array([[9.0, 0.0], [9.0, 0.0]]),
+            },
+        },
+    ]
+    values, returns = np.array([0.0, 1.0, 2.0]), np.array([1.0, 1.0, 4.0])
+    expected = {
+        "actor/loss": 5.0,
+        "actor/pg_loss": 3.5,
+        "actor/entropy": 7 / 4,  # over tokens: the mean of means would be 1.5
+        # The first mini-batch alone: after it the policy is no longer the one that sampled.
+        "sampling/sampling_logp_difference/mean": 0.5,
+        "sampling/sampling_logp_difference/max": 0.5,
+        # Over both mini-batches the first layer is even, and the second is 2 to 6.
+        "moe/max_load": (1.0 + 1.5) / 2,
+        "moe/min_load": (1.0 + 0.5) / 2,
+        "critic/loss": 2.0,
+        "critic/grad_norm": 3.0,
+        "critic/vf_explained_var": 1 - np.var(returns - values) / np.var(returns),
+    }
+    summary = summarise(history)
+    assert summary.keys() == expected.keys()
+    for name, value in expected.items():
+        assert summary[name] == pytest.approx(value, rel=1e-6), name  # float32
+    assert summarise([]) == {}
+    assert summarise(history[-1:]) == {}
+
+
+def test_updates_are_counted_by_what_came_of_them():
+    def one(finite, empty):
+        return {"finite": np.bool_(finite), "empty": np.bool_(empty)}
+
+    history = [
+        {"critic": one(True, False)},
+        {"critic": one(True, True), "actor": one(True, True)},
+        {"critic": one(False, True), "actor": one(False, False)},  # the worse of two reasons
+        {"critic": one(True, False), "actor": one(True, False)},
+    ]
+    assert count_updates(history) == {
+        "training/optimizer_steps": 1.0,
+        "training/nonfinite_skipped": 2.0,
+        "training/empty_skipped": 2.0,
+    }
