@@ -354,7 +354,7 @@ def decoding(arguments: argparse.Namespace) -> Iterator[Figures]:
             fold(Layout(), jax.devices()[:1]),
             prompt_length=prompt,
             response_length=response,
-            copies=1,
+            num_samples=1,
             pad_id=0,
             stop_ids=(config.vocab_size,),
             sampling=Sampling(),

@@ -54,39 +54,38 @@ def measure(model: str, threads: int, steps: int) -> dict[str, float]:
     jax.config.update("jax_platforms", "cpu")
     from jrl.config.run import RunConfig
     from jrl.recipes import Grpo
-    from jrl.rollout.generate import generate
-    from jrl.text.prompts import encode_prompts
     from jrl.trainer.loop import train_step
     from jrl.trainer.setup import set_up
-    from jrl.trainer.state import begin, initial_weights
     from moe.weights import num_active_parameters, num_parameters
 
     setup = set_up(
         RunConfig(task="sort", model=model, response_length=10), Grpo(prompts=32, mini_batch=256)
     )
-    state = fresh_state(setup, fresh_weights(setup))
+    weights = init_weights(setup.model, setup.mesh, setup.randomness.key("weights", 0))
+    state = init_state(setup.networks, weights, setup.randomness.key("critic", 0))
+    sampler = setup.sampler()
     seconds: dict[str, list[float]] = {"step": [], "gen": [], "update": [], "decode": []}
     tokens = {"gen": 0.0, "update": 0.0}
     for number in range(steps + 2):
         started = time.perf_counter()
-        state, collected, metrics, _ = train_step(setup, state)
+        state, done = train_step(sampler, setup.networks, setup.recipe, state, setup.randomness)
         jax.block_until_ready(state)
         if number < 2:
             continue
         seconds["step"].append(time.perf_counter() - started)
-        seconds["gen"].append(metrics["timing_s/gen"])
-        seconds["update"].append(metrics["timing_s/update_actor"])
-        tokens["gen"] += float(collected.kept.lengths.sum())
-        tokens["update"] += float(collected.kept.rollout.valid.sum())
+        seconds["gen"].append(done.metrics["timing_s/gen"])
+        seconds["update"].append(done.metrics["timing_s/update_actor"])
+        tokens["gen"] += float(lengths_of(done.collected.completions).sum())
+        tokens["update"] += done.metrics["training/tokens"]
 
     examples = [setup.task.train(i) for i in range(setup.recipe.prompts)]
-    arrays = encode_prompts(setup.format, examples, setup.prompt_length)
-    prompts, valid = jax.device_put(arrays, over_rows(setup.mesh))
     for number in range(steps):
-        started = time.perf_counter()
+        sampler.engine.load(state.policy.weights, number)
         key = setup.randomness.key("rollout", number)
-        weights = state.policy.weights
-        jax.block_until_ready(generate(decoder_of(setup), weights, prompts, valid, key))
+        requests = sampler.requests(examples, setup.recipe.group_size)
+        started = time.perf_counter()
+        sampler.engine.submit(requests, sampling_of(setup.recipe), key)
+        sampler.engine.poll()
         seconds["decode"].append(time.perf_counter() - started)
     median = {name: statistics.median(values) for name, values in seconds.items()}
     return {

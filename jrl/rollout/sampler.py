@@ -146,12 +146,7 @@ class Sampler:
         """
         seconds = {} if seconds is None else seconds
         begin = time.perf_counter()
-        requests = [
-            Request(first + number, sample, ids, self.response_length)
-            for number, ids in enumerate(map(self._encoded, examples))
-            for sample in range(num_samples)
-        ]
-        self.engine.submit(requests, sampling, key)
+        self.engine.submit(self.requests(examples, num_samples, first), sampling, key)
         trajectories = self.engine.poll()
         seconds["timing_s/gen"] = seconds.get("timing_s/gen", 0.0) + time.perf_counter() - begin
         texts = [text_of(self.format.tokenizer, t.tokens) for t in trajectories]
@@ -171,6 +166,16 @@ class Sampler:
         """`decode`, and waits for the verdicts."""
         drawn = self.decode(examples, sampling, num_samples, key, first=first, seconds=seconds)
         return drawn.verified()
+
+    def requests(
+        self, examples: Sequence[Example], num_samples: int, first: int = 0
+    ) -> list[Request]:
+        """What an engine is asked for, the samples of a prompt in a row."""
+        return [
+            Request(first + number, sample, ids, self.response_length)
+            for number, ids in enumerate(map(self._encoded, examples))
+            for sample in range(num_samples)
+        ]
 
     def _encoded(self, example: Example) -> np.ndarray:
         return np.array(encode_prompt(self.format, example, self.prompt_length), np.int32)

@@ -12,7 +12,8 @@ from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.tasks import Verdict
 from jrl.tasks.procedural import ProceduralTask
-from jrl.trainer import loop, measure
+from jrl.trainer import evaluate as evaluating
+from jrl.trainer import loop
 
 # Shapes that training has compiled already: one completion of each of its held-out prompts.
 AS_TRAINED = ["--k", "1", "--prompts", "8"]
@@ -86,16 +87,16 @@ def test_temperature_0_is_greedy(run, tmp_path):
 @pytest.mark.slow
 def test_batches_and_devices_change_no_prompt(run, tmp_path, monkeypatch):
     whole = results(run, tmp_path, *AS_TRAINED)
-    monkeypatch.setattr(measure, "ROWS_AT_ONCE", 5)  # batches of 6 and, filled up, of 2
+    monkeypatch.setattr(evaluating, "ROWS_AT_ONCE", 5)  # batches of 6 and, filled up, of 2
     parts = results(run, tmp_path, *AS_TRAINED, "--layout", "dp2")
     assert parts["accuracy/greedy"] == whole["accuracy/greedy"]
     assert sum(value for name, value in parts.items() if name.startswith("verifier/")) == 8
 
 
 def test_k_itself_is_always_among_the_ks():
-    assert list(measure._up_to(1)) == [1]
-    assert list(measure._up_to(6)) == [1, 2, 4, 6]
-    assert list(measure._up_to(8)) == [1, 2, 4, 8]
+    assert list(evaluating._up_to(1)) == [1]
+    assert list(evaluating._up_to(6)) == [1, 2, 4, 6]
+    assert list(evaluating._up_to(8)) == [1, 2, 4, 8]
 
 
 def test_pass_at_k_counts_by_prompt(run, tmp_path, monkeypatch):
@@ -177,7 +178,9 @@ def test_a_run_without_a_checkpoint_says_so(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_wrong_input_is_one_line_at_once(run, monkeypatch, capsys, flags, message):
-    monkeypatch.setattr(measure, "measure", lambda *_, **__: pytest.fail("something was evaluated"))
+    monkeypatch.setattr(
+        evaluating, "evaluate", lambda *_, **__: pytest.fail("something was evaluated")
+    )
     assert evaluate.main([str(run), *flags.split()]) in (1, 2)
     assert message in one_line(capsys.readouterr())
 

@@ -169,9 +169,9 @@ def test_a_resumed_run_keeps_its_recipe(finished, capsys):
 def test_a_terminated_run_goes_on_to_the_same_end(finished, tmp_path, monkeypatch, capsys):
     step = loop.train_step
 
-    def terminated(*arguments):
+    def terminated(*arguments, **options):
         os.kill(os.getpid(), signal.SIGTERM)
-        return step(*arguments)
+        return step(*arguments, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train_step", terminated)

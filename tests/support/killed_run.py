@@ -21,10 +21,10 @@ from small_runs import begin_or_go_on, small_recipe, small_run, small_setup  # n
 
 from jrl.runs.checkpoints import Checkpoints  # noqa: E402
 from jrl.runs.records import Appender  # noqa: E402
-from jrl.trainer import loop, warm_start  # noqa: E402
+from jrl.trainer import loop, networks  # noqa: E402
 
 MOMENTS = {
-    "warm start": (warm_start, "update"),
+    "warm start": (networks, "update"),
     "step": (loop, "train_step"),
     "line": (Appender, "append"),
     "checkpoint": (Checkpoints, "save"),

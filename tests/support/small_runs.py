@@ -25,6 +25,7 @@ from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.loop import Outcome, train
 from jrl.trainer.setup import Setup
 from jrl.trainer.state import TrainState, init_state, init_weights
+from jrl.trainer.step import Step, train_step
 from moe.config import ModelConfig
 from moe.weights import Transformer
 from sharding.folding import Layout, fold
@@ -130,6 +131,12 @@ def fresh_weights(setup: Setup) -> Transformer[jax.Array]:
 def fresh_state(setup: Setup, weights: Transformer[jax.Array]) -> TrainState[jax.Array]:
     """The state of a run before its first step, with these weights."""
     return init_state(setup.networks, weights, setup.randomness.key("critic", 0))
+
+
+def one_step(setup: Setup, state: TrainState[jax.Array]) -> tuple[TrainState[jax.Array], Step]:
+    """A training step, as a run takes it."""
+    fixed = (setup.sampler(), setup.networks, setup.recipe)
+    return train_step(*fixed, state, setup.randomness)
 
 
 def decoder_of(setup: Setup) -> Decoder:

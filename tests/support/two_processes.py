@@ -25,10 +25,10 @@ from jrl.trainer import loop
 train_step = loop.train_step
 
 
-def interrupted(setup, state):
+def interrupted(*arguments, **options):
     """A training step in which this process is asked to stop."""
     os.kill(os.getpid(), signal.SIGTERM)
-    return train_step(setup, state)
+    return train_step(*arguments, **options)
 
 
 class Commands:

@@ -70,7 +70,8 @@ def tokens_of(rows, time):
 def with_everything():
     """A run that has a critic and a reference, with its first state."""
     setup = set_up(RunConfig(layout=LAYOUT), replace(Ppo(), kl_coef=0.1))
-    return setup, fresh_state(setup, fresh_weights(setup))
+    weights = init_weights(setup.model, setup.mesh, setup.randomness.key("weights", 0))
+    return setup, init_state(setup.networks, weights, setup.randomness.key("critic", 0))
 
 
 def test_memory_of_the_state_is_what_the_state_takes(with_everything):

@@ -12,8 +12,10 @@ from small_runs import (
     PROMPTS,
     begin_or_go_on,
     finish,
+    fresh_state,
     fresh_weights,
     metrics_of,
+    one_step,
     small_recipe,
     small_run,
     small_setup,
@@ -22,6 +24,7 @@ from tiers import full_but
 
 from jrl.recipes import RECIPES
 from jrl.report.metrics import check_known, is_timing, without_timings
+from jrl.rollout.sampler import Sampler
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import read_metrics
@@ -29,8 +32,8 @@ from jrl.tasks.finite import FiniteTask
 from jrl.tasks.pool import Pool
 from jrl.tasks.process import Worker
 from jrl.tasks.task import Example
-from jrl.trainer import improve as improving
-from jrl.trainer import loop
+from jrl.trainer import loop, networks
+from jrl.trainer import step as stepping
 from jrl.trainer import warm_start as warming
 from jrl.trainer.loop import NonFiniteRun
 from jrl.trainer.warm_start import (
@@ -113,7 +116,7 @@ def test_what_a_run_leaves_behind(name, finished):
 
 def test_speed_leaves_evaluation_out(tmp_path, monkeypatch):
     """On a clock that says two seconds for a step and a thousand for an evaluation."""
-    now, step, evaluate = [0.0], loop.train_step, loop.evaluate
+    now, step, evaluate = [0.0], loop.train_step, loop.heldout_metrics
 
     def lasting(seconds, function):
         def lasts(*arguments):
@@ -124,7 +127,7 @@ def test_speed_leaves_evaluation_out(tmp_path, monkeypatch):
         return lasts
 
     monkeypatch.setattr(loop, "train_step", lasting(2.0, step))
-    monkeypatch.setattr(loop, "evaluate", lasting(1000.0, evaluate))
+    monkeypatch.setattr(loop, "heldout_metrics", lasting(1000.0, evaluate))
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     run = finish("grpo", tmp_path / "run", steps=2, eval_every=1, warm_start_steps=0)
     for line in read_metrics(run.folder.metrics_path)[1:]:
@@ -199,14 +202,13 @@ def test_given_weights_skip_the_warm_start(tmp_path):
 
 @pytest.fixture
 def advantages_are_nan(monkeypatch):
-    made = improving.experience_of
+    made = stepping.prepare
 
-    def spoilt(setup, state, completions):
-        experience, batch, prepared = made(setup, state, completions)
-        advantages = batch.advantages * np.float32(np.nan)
-        return experience, batch.replace(advantages=advantages), prepared
+    def spoilt(*arguments):
+        batch, prepared = made(*arguments)
+        return batch.replace(advantages=batch.advantages * np.float32(np.nan)), prepared
 
-    monkeypatch.setattr(loop, "experience_of", spoilt)
+    monkeypatch.setattr(stepping, "prepare", spoilt)
 
 
 def test_updates_that_are_not_finite_stop_a_run(tmp_path, advantages_are_nan):
@@ -237,11 +239,13 @@ def test_warm_start_stops_at_its_target():
     setup = small_setup(run=small_run(warm_start_steps=99, warm_start_accuracy=0.0))
     reports = []
     weights = fresh_weights(setup)
-    learned, metrics = warm_start(setup, weights, lambda *given: reports.append(given))
+    learned, metrics = warm_start(
+        setup, setup.sampler(), weights, lambda *given: reports.append(given)
+    )
     assert metrics["warm_start/steps"] == CHECK_EVERY
     assert [step for step, _, _ in reports] == [CHECK_EVERY]
     assert reports[0][1:] == (metrics["warm_start/loss"], metrics["warm_start/accuracy"])
-    _, again = warm_start(setup, weights, lambda *given: None)
+    _, again = warm_start(setup, setup.sampler(), weights, lambda *given: None)
     assert again == metrics
     assert np.isfinite(np.asarray(weights.embedding)).all()
     assert not np.array_equal(learned.embedding, weights.embedding)
@@ -277,7 +281,9 @@ def test_warm_start_learns():
     setup = small_setup(run=small_run(warm_start_steps=150, warm_start_accuracy=0.6))
     weights = fresh_weights(setup)
     losses = []
-    _, metrics = warm_start(setup, weights, lambda step, loss, accuracy: losses.append(loss))
+    _, metrics = warm_start(
+        setup, setup.sampler(), weights, lambda step, loss, accuracy: losses.append(loss)
+    )
     assert losses[-1] < losses[0]
     assert metrics["warm_start/accuracy"] >= 0.6
 
@@ -315,20 +321,24 @@ def test_reinforcement_goes_on_after_the_prompts_that_were_imitated(task, tmp_pa
     setup = setup if task is None else replace(setup, task=task)
     imitated, given, evaluated = [], [], []
 
-    def learn(objective, optimizer, num_micro, learner, batch):
+    def learn(objective, optimizer, num_micro, learner, batch, statistics):
         return learner, {"loss": 0.0, "grad_norm": 0.0}
 
-    def first_step(setup, weights, step, cursor):
-        given.extend(setup.task.train(cursor + i) for i in range(PROMPTS))
+    def first_step(sampler, recipe, mesh, prompts_seen, key):
+        given.extend(setup.task.train(prompts_seen + i) for i in range(PROMPTS))
         raise FirstStep
 
-    monkeypatch.setattr(warming, "update", learn)
-    monkeypatch.setattr(warming, "supervised_batch", lambda _, shown: imitated.extend(shown))
-    monkeypatch.setattr(warming, "sample", lambda *_: SimpleNamespace(take=lambda rows: None))
-    monkeypatch.setattr(warming, "full_marks", lambda _: 0.0)
-    monkeypatch.setattr(loop, "evaluate", lambda *arguments: evaluated.append(arguments[-1]) or {})
+    def measured(sampler, sampling, examples, key):
+        evaluated.append(examples)
+        return {}
+
+    monkeypatch.setattr(networks, "update", learn)
+    monkeypatch.setattr(warming, "supervised_batch", lambda _, shown, __: imitated.extend(shown))
+    monkeypatch.setattr(Sampler, "sample", lambda *_: [])
+    monkeypatch.setattr(warming, "accuracy", lambda _: 0.0)
+    monkeypatch.setattr(loop, "heldout_metrics", measured)
     monkeypatch.setattr(loop, "_write_shown", lambda *_: None)
-    monkeypatch.setattr(loop, "collect", first_step)
+    monkeypatch.setattr(stepping, "collect", first_step)
     for _ in range(2):  # at once, and resumed from the checkpoint
         with pytest.raises(FirstStep):
             begin_or_go_on(setup, tmp_path / "run")
@@ -351,10 +361,11 @@ def test_warm_start_fails_aloud(spoilt):
 def test_pretraining_moves_the_critic_alone(tmp_path):
     """The first step of VAPO here: the policy is bit for bit what it was."""
     setup = small_setup(small_recipe("vapo", pretrain_critic=2), small_run(warm_start_steps=0))
-    state = loop.begin(setup, fresh_weights(setup))
+    state = fresh_state(setup, fresh_weights(setup))
     policy, critic = jax.device_get((state.policy, state.critic))
     for _ in range(2):
-        state, _, metrics, _ = loop.train_step(setup, state)
+        state, done = one_step(setup, state)
+        metrics = done.metrics
         assert "actor/loss" not in metrics and "critic/vf_loss" in metrics
         # Sampler and trainer are compared in these steps too: float32 sums in another order.
         difference = metrics["sampling/sampling_logp_difference/max"]
@@ -362,7 +373,7 @@ def test_pretraining_moves_the_critic_alone(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.policy), policy)
     assert int(state.critic.updates) == 4
     assert not np.array_equal(state.critic.weights.embedding, critic.weights.embedding)
-    state, _, metrics, _ = loop.train_step(setup, state)
+    state, _ = one_step(setup, state)
     assert int(state.policy.updates) == 2
     assert not np.array_equal(state.policy.weights.embedding, policy.weights.embedding)
 
@@ -370,21 +381,21 @@ def test_pretraining_moves_the_critic_alone(tmp_path):
 def test_a_step_without_tokens_learns_nothing(monkeypatch):
     """Pretraining of the critic first, then both: everything that was sampled is filtered out."""
     setup = small_setup(small_recipe("vapo", pretrain_critic=1), small_run(warm_start_steps=0))
-    drawn = loop.collect
+    drawn = stepping.collect
 
     def filtered(*arguments):
         collected = drawn(*arguments)
-        rollout = collected.kept.rollout
-        nothing = rollout.replace(mask=np.zeros_like(rollout.mask))
-        return replace(collected, kept=replace(collected.kept, rollout=nothing))
+        nothing = jax.numpy.zeros_like(collected.batch.mask)
+        return replace(collected, batch=replace(collected.batch, mask=nothing))
 
-    monkeypatch.setattr(loop, "collect", filtered)
-    state = loop.begin(setup, fresh_weights(setup))
+    monkeypatch.setattr(stepping, "collect", filtered)
+    state = fresh_state(setup, fresh_weights(setup))
     before = jax.device_get((state.policy, state.critic))
     for updates in (2, 4):  # two mini-batches, for one network and then for two
-        state, _, metrics, nonfinite = loop.train_step(setup, state)
+        state, done = one_step(setup, state)
+        metrics = done.metrics
         assert metrics["training/empty_skipped"] == updates
-        assert metrics["training/optimizer_steps"] == len(nonfinite) == 0
+        assert metrics["training/optimizer_steps"] == len(done.nonfinite) == 0
         check_known(metrics)
         assert all(np.isfinite(value) for value in metrics.values())
         assert not {"actor/loss", "actor/entropy", "critic/vf_loss"} & metrics.keys()
@@ -406,10 +417,10 @@ def test_corrections_of_a_sampler_that_is_right_change_nothing():
     ):
         run = small_run(warm_start_steps=0, layout=layout)
         setup = small_setup(small_recipe("grpo", **settings), run)
-        state = loop.begin(setup, fresh_weights(setup))
-        state, _, metrics, _ = loop.train_step(setup, state)
-        check_known(metrics)
-        found.append((jax.device_get(state.policy.weights), without_timings(metrics)))
+        state = fresh_state(setup, fresh_weights(setup))
+        state, done = one_step(setup, state)
+        check_known(done.metrics)
+        found.append((jax.device_get(state.policy.weights), without_timings(done.metrics)))
     (plain, expected), (corrected, metrics) = found
     # Decoding with a cache against one forward pass, and sums over devices: float32.
     jax.tree.map(
@@ -428,10 +439,11 @@ def test_sampler_and_trainer_agree_on_a_narrowed_distribution():
     """Temperature and top-p: what was sampled from is what the trainer reckons with."""
     recipe = small_recipe("grpo", temperature=0.8, top_p=0.9)
     setup = small_setup(recipe, small_run(warm_start_steps=0))
-    state = loop.begin(setup, fresh_weights(setup))
-    _, collected, metrics, _ = loop.train_step(setup, state)
+    state = fresh_state(setup, fresh_weights(setup))
+    _, done = one_step(setup, state)
+    metrics = done.metrics
     assert metrics["sampling/sampling_logp_difference/max"] < 1e-5
-    rollout = collected.kept.rollout
+    rollout = jax.device_get(done.collected.batch)
     # The narrowed distribution gives its tokens more than the whole policy does.
     assert (rollout.behaviour_logprobs > rollout.old_logprobs)[rollout.mask].mean() > 0.5
     assert metrics["actor/ratio"] == pytest.approx(1.0, abs=0.2)

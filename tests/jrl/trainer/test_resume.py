@@ -14,8 +14,10 @@ import pytest
 from places import ROOT, SUPPORT
 from small_runs import (
     begin_or_go_on,
+    fresh_state,
     fresh_weights,
     metrics_of,
+    one_step,
     small_model,
     small_recipe,
     small_run,
@@ -84,10 +86,10 @@ def test_a_signal_finishes_the_step_and_saves(number, finished, tmp_path, monkey
     expected, path = finished("grpo"), tmp_path / "run"
     step = loop.train_step
 
-    def interrupted(setup, state):
+    def interrupted(sampler, networks, recipe, state, *rest, **options):
         if int(state.step) == 0:
             os.kill(os.getpid(), number)
-        return step(setup, state)
+        return step(sampler, networks, recipe, state, *rest, **options)
 
     before = signal.getsignal(number)
     with monkeypatch.context() as patch:
@@ -190,7 +192,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
 def test_on_many_devices(tmp_path):
     """A state that lies in pieces comes back in the same pieces, and the next step is the same."""
     setup = small_setup(small_recipe("vapo"), small_run(layout="tp2 dp2 / ep4"))
-    state = loop.begin(setup, fresh_weights(setup))
+    state = fresh_state(setup, fresh_weights(setup))
     expected = jax.tree.leaves_with_path(state)
     found = jax.tree.leaves_with_path(abstract(setup.networks))
     for (path, leaf), (other_path, other) in zip(expected, found, strict=True):
@@ -198,11 +200,11 @@ def test_on_many_devices(tmp_path):
         assert (leaf.shape, leaf.dtype) == (other.shape, other.dtype)
         assert leaf.sharding.is_equivalent_to(other.sharding, leaf.ndim), jax.tree_util.keystr(path)
 
-    state, *_ = loop.train_step(setup, state)
+    state, _ = one_step(setup, state)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, state)
-    state, _, metrics, _ = loop.train_step(setup, state)
+    state, done = one_step(setup, state)
     again, _ = checkpoints.restore(1, abstract(setup.networks))
-    again, _, again_metrics, _ = loop.train_step(setup, again)
-    assert without_timings(again_metrics) == without_timings(metrics)
+    again, done_again = one_step(setup, again)
+    assert without_timings(done_again.metrics) == without_timings(done.metrics)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), jax.device_get(state))

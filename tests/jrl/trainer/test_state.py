@@ -6,13 +6,14 @@ import pytest
 from jrl.config.run import RunConfig
 from jrl.recipes import Ppo
 from jrl.trainer.setup import set_up
-from jrl.trainer.state import abstract
+from jrl.trainer.state import abstract, init_state, init_weights
 
 
 @pytest.mark.parametrize("layout", ["dp1", "tp2 dp2 / ep4"])
 def test_a_checkpoint_is_read_into_the_place_that_the_state_has(layout):
     setup = set_up(RunConfig(layout=layout), replace(Ppo(), kl_coef=0.1))
-    state = fresh_state(setup, fresh_weights(setup))
+    weights = init_weights(setup.model, setup.mesh, setup.randomness.key("weights", 0))
+    state = init_state(setup.networks, weights, setup.randomness.key("critic", 0))
     wanted = jax.tree.leaves_with_path(state)
     found = jax.tree.leaves_with_path(abstract(setup.networks))
     for (name, real), (other, like) in zip(wanted, found, strict=True):
