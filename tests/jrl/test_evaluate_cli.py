@@ -178,9 +178,7 @@ def test_a_run_without_a_checkpoint_says_so(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_wrong_input_is_one_line_at_once(run, monkeypatch, capsys, flags, message):
-    monkeypatch.setattr(
-        evaluating, "evaluate", lambda *_, **__: pytest.fail("something was evaluated")
-    )
+    monkeypatch.setattr(evaluating, "evaluate", lambda *_, **__: pytest.fail("it was evaluated"))
     assert evaluate.main([str(run), *flags.split()]) in (1, 2)
     assert message in one_line(capsys.readouterr())
 

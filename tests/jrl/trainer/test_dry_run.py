@@ -20,6 +20,7 @@ from jrl.trainer.dry_run import (
     readable_bytes,
 )
 from jrl.trainer.setup import set_up
+from jrl.trainer.state import init_state, init_weights
 from moe import decoding, model, weights
 from moe.head import logits_of
 
@@ -226,7 +227,7 @@ def test_a_rollout_of_its_own_is_printed_and_takes_memory(apart):
     assert "Layout: pp2 cp2 tp2 / ep2 on" in text.getvalue()
     assert "Rollout layout: tp2 cp1 dp4 pp1 / ep2 etp1 edp4 on the same" in text.getvalue()
     needs = memory(apart)
-    policy = weights.initialise(apart.model, apart.key("weights", 0))
+    policy = weights.initialise(apart.model, apart.randomness.key("weights", 0))
     there = jax.device_put(policy, weights.shardings(apart.model, apart.rollout_mesh))
     assert needs["policy of the rollout"] == on_one_device(there)
     # The cache is that of dp 4 and tp 2.

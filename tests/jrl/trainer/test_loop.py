@@ -119,8 +119,8 @@ def test_speed_leaves_evaluation_out(tmp_path, monkeypatch):
     now, step, evaluate = [0.0], loop.train_step, loop.heldout_metrics
 
     def lasting(seconds, function):
-        def lasts(*arguments):
-            result = function(*arguments)
+        def lasts(*arguments, **options):
+            result = function(*arguments, **options)
             now[0] += seconds
             return result
 
@@ -252,7 +252,7 @@ def test_warm_start_stops_at_its_target():
 
     last = CHECK_EVERY + 2
     far = small_setup(run=small_run(warm_start_steps=last, warm_start_accuracy=1.0))
-    _, metrics = warm_start(far, weights, lambda *given: reports.append(given))
+    _, metrics = warm_start(far, far.sampler(), weights, lambda *given: reports.append(given))
     assert metrics["warm_start/steps"] == last
     assert [step for step, _, _ in reports] == [CHECK_EVERY, CHECK_EVERY, last]
 
@@ -260,8 +260,8 @@ def test_warm_start_stops_at_its_target():
 def test_a_supervised_batch_is_filled_up_with_rows_that_do_not_count():
     setup = small_setup(run=small_run(layout="dp3"))
     examples = [setup.task.train(index) for index in range(8)]
-    batch = jax.device_get(supervised_batch(setup, examples))
-    alone = jax.device_get(supervised_batch(small_setup(), examples))
+    batch = jax.device_get(supervised_batch(setup, examples, 9))
+    alone = jax.device_get(supervised_batch(small_setup(), examples, 8))
     assert (len(batch.mask), len(alone.mask)) == (9, 8)
     assert not batch.mask[8].any() and batch.valid[8].any()
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[:8], y), batch, alone)
@@ -297,7 +297,7 @@ def test_warm_start_draws_no_heldout_prompt(monkeypatch):
         task, "train", lambda self, index: drawn.append(index) or train(self, index)
     )
     monkeypatch.setattr(task, "heldout", lambda self, index: pytest.fail("a held-out prompt"))
-    warm_start(setup, fresh_weights(setup), lambda *given: None)
+    warm_start(setup, setup.sampler(), fresh_weights(setup), lambda *given: None)
     # Three batches, and one that was not learned from.
     assert drawn == list(range(4 * 8))
 
@@ -355,7 +355,7 @@ def test_warm_start_fails_aloud(spoilt):
     weights = fresh_weights(setup)
     weights = weights.replace(norm=weights.norm * np.float32(spoilt))
     with pytest.raises(WarmStartFailed, match=r"2 of 2 steps .* lower --warm-start-learning-rate"):
-        warm_start(setup, jax.tree.map(lambda x: x, weights), lambda *given: None)
+        warm_start(setup, setup.sampler(), jax.tree.map(lambda x: x, weights), lambda *given: None)
 
 
 def test_pretraining_moves_the_critic_alone(tmp_path):

@@ -10,6 +10,8 @@ from small_runs import (
     PROMPT_LENGTH,
     RESPONSE_LENGTH,
     decoder_of,
+    fresh_state,
+    fresh_weights,
     small_batch,
     small_model,
     small_recipe,
@@ -111,16 +113,16 @@ def test_a_checkpoint_of_interleaved_stages_is_one_of_any_layout(tmp_path):
         return replace(setup_on(layout), recipe=small_recipe("grpo"))
 
     interleaved, plain = without_critic("pp2 vpp2"), without_critic("dp1")
-    weights = initial_weights(interleaved, interleaved.model, "weights")
+    weights = fresh_weights(interleaved)
     query = weights.layers.attention.query
     assert query.shape[:2] == (2, 2)
     assert query.sharding.shard_shape(query.shape)[:2] == (2, 1)
-    state = begin(interleaved, weights)
+    state = fresh_state(interleaved, weights)
     checkpoints = Checkpoints(tmp_path)
-    save(checkpoints, interleaved, 0, state)
+    save(checkpoints, interleaved.networks, state)
     elsewhere = restore(checkpoints, plain.networks, 0)
     back = restore(checkpoints, interleaved.networks, 0)
-    like = abstract(interleaved)
+    like = abstract(interleaved.networks)
     same = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), back, like)
     assert all(jax.tree.leaves(same))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(back), jax.device_get(state))

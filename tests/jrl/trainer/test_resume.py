@@ -27,7 +27,7 @@ from small_runs import (
 from jrl.report.metrics import without_timings
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.records import read
-from jrl.trainer import loop, warm_start
+from jrl.trainer import loop, networks
 from jrl.trainer.state import abstract
 
 
@@ -111,7 +111,7 @@ def test_a_signal_finishes_the_step_and_saves(number, finished, tmp_path, monkey
 def test_a_signal_ends_the_warm_start(finished, tmp_path, monkeypatch):
     """There is nothing to save yet; the run begins again, and is the same run."""
     expected, path = finished("grpo"), tmp_path / "run"
-    update, calls = warm_start.update, []
+    update, calls = networks.update, []
 
     def interrupted(*arguments):
         calls.append(arguments)
@@ -119,7 +119,7 @@ def test_a_signal_ends_the_warm_start(finished, tmp_path, monkeypatch):
         return update(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(warm_start, "update", interrupted)
+        patch.setattr(networks, "update", interrupted)
         outcome = begin_or_go_on(expected.setup, path)
     assert outcome == loop.Outcome(step=0, stopped=True, saved=False)
     assert len(calls) == 1
@@ -130,14 +130,14 @@ def test_a_signal_ends_the_warm_start(finished, tmp_path, monkeypatch):
 
 def test_a_signal_in_the_first_evaluation_saves(finished, tmp_path, monkeypatch):
     expected, path = finished("grpo"), tmp_path / "run"
-    evaluate = loop.evaluate
+    evaluate = loop.heldout_metrics
 
     def interrupted(*arguments):
         os.kill(os.getpid(), signal.SIGINT)
         return evaluate(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "evaluate", interrupted)
+        patch.setattr(loop, "heldout_metrics", interrupted)
         outcome = begin_or_go_on(expected.setup, path)
     assert outcome == loop.Outcome(step=0, stopped=True)
     assert Checkpoints(path / "checkpoints").steps() == [0]
