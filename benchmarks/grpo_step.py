@@ -54,8 +54,11 @@ def measure(model: str, threads: int, steps: int) -> dict[str, float]:
     jax.config.update("jax_platforms", "cpu")
     from jrl.config.run import RunConfig
     from jrl.recipes import Grpo
-    from jrl.trainer.loop import train_step
+    from jrl.rollout.collect import sampling_of
+    from jrl.rollout.sampler import lengths_of
     from jrl.trainer.setup import set_up
+    from jrl.trainer.state import init_state, init_weights
+    from jrl.trainer.step import train_step
     from moe.weights import num_active_parameters, num_parameters
 
     setup = set_up(

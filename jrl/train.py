@@ -19,6 +19,7 @@ from jrl.config.files import flag, to_json
 from jrl.config.flags import PROGRAM, Request, parse
 from jrl.config.run import RunConfig
 from jrl.processes.agreement import Together, check_same, connect, from_first, is_first
+from jrl.recipes.load import source_of
 from jrl.runs import records
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import read_metrics
@@ -67,13 +68,16 @@ def _resume(request: Request) -> int:
     from jrl.runs.checkpoints import Checkpoints
 
     run, config = request.run, to_json(request.run, request.recipe)
+    name = request.recipe.name
     with _open(lambda: RunFolder.resume(request.command.run_dir or "")) as folder:
         checkpoints = Checkpoints(folder.checkpoints_path)
         step = checkpoints.latest_step()
         if step is not None and step >= run.steps and step == checkpoints.newest_whole()[0]:
             # It may have been killed between its last checkpoint and its end.
             if is_first() and not folder.plots_path.is_dir():
-                plot_run(folder.metrics_path, folder.plots_path, f"{run.task}, {config['recipe']}")
+                plot_run(
+                    folder.metrics_path, folder.plots_path, f"{run.task}, {request.recipe.name}"
+                )
             print(f"{folder.path} is finished after {step} steps; --steps may be raised.")
             return 0
         setup = _set_up_together(request, folder)
@@ -220,15 +224,15 @@ def _say_lengths(setup: "Setup") -> None:
 
 def _create(request: Request) -> RunFolder:
     """The folder asked for, or the next with a number: one above the highest there is."""
-    config = to_json(request.run, request.recipe)
+    config, source = to_json(request.run, request.recipe), source_of(request.recipe)
     if request.command.run_dir is not None:
-        return RunFolder.create(request.command.run_dir, config)
+        return RunFolder.create(request.command.run_dir, config, source)
     kind, _, rest = request.run.task.partition(":")
-    words = [config["recipe"], kind, *([Path(rest).stem] if rest else [])]
+    words = [request.recipe.name, kind, *([Path(rest).stem] if rest else [])]
     name = re.sub(r"[^a-z0-9]+", "-", "-".join(words).lower())
     taken = [re.fullmatch(rf"{name}-(\d+)", path.name) for path in RUNS.glob(f"{name}-*")]
     number = 1 + max((int(match[1]) for match in taken if match), default=0)
-    return RunFolder.create(RUNS / f"{name}-{number}", config)
+    return RunFolder.create(RUNS / f"{name}-{number}", config, source)
 
 
 def _train(setup: "Setup", folder: RunFolder, weights: "Transformer[Array] | None") -> int:

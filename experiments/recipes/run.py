@@ -18,6 +18,10 @@ RUNS = [
         for recipe in ("ppo", "dapo", "vapo")
         for task in ("sort", "addition")
     ),
+    *(
+        (recipe, "sort", 0, False)
+        for recipe in ("dr_grpo", "rloo", "maxrl", "gspo", "cispo", "reinforce_plus_plus")
+    ),
     ("grpo", "sort", 0, True),
 ]
 """Recipe, task, seed, and whether the rewards are shuffled over the batch."""

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from jrl.config.run import RunConfig
-from jrl.recipes import RECIPES, Recipe
+from jrl.recipes import Recipe
+from jrl.recipes.load import load_recipe, reference_of
 from jrl.runs.folder import RunFolder
 
 CHANGEABLE = (
@@ -42,24 +43,29 @@ Record = TypeVar("Record")
 
 def to_json(run: RunConfig, recipe: Recipe) -> dict[str, Any]:
     """What `from_json` makes the two of again."""
-    return {"recipe": recipe.name, "run": asdict(run), "hyperparameters": asdict(recipe)}
+    return {"recipe": reference_of(recipe), "run": asdict(run), "hyperparameters": asdict(recipe)}
 
 
 def from_json(config: Mapping[str, Any], place: Path | str) -> tuple[RunConfig, Recipe]:
     """The run and the recipe that `to_json` described.
 
     Args:
-      place: where the configuration was read, for the message.
+      place: the file that the configuration was read from; a recipe of the user's own lies beside
+        it.
 
     Raises:
       ValueError: for a field that is unknown, missing or of another type, or an unknown recipe.
     """
     _check_names(config, ("recipe", "run", "hyperparameters"), "", place)
     name = config["recipe"]
-    if not isinstance(name, str) or name not in RECIPES:
-        raise ValueError(f"{place}: recipe is {name!r}, none of {', '.join(RECIPES)}.")
+    if not isinstance(name, str):
+        raise ValueError(f"{place}: recipe is {name!r}, not the name of one.")
+    try:
+        kind = load_recipe(name, Path(place).parent)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
     run = _record(RunConfig, config["run"], "run", place)
-    return run, _record(RECIPES[name], config["hyperparameters"], "hyperparameters", place)
+    return run, _record(kind, config["hyperparameters"], "hyperparameters", place)
 
 
 def fixed_settings(run: RunConfig, recipe: Recipe) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The flags of ``python -m jrl.train``: what to do, the fields of the run, those of its recipe."""
 
 import argparse
-import difflib
 from dataclasses import dataclass, fields, make_dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar
@@ -12,6 +11,7 @@ from jrl.config.files import check_resumable, configuration_of
 from jrl.config.run import RunConfig
 from jrl.processes.coordinator import ALONE, Processes
 from jrl.recipes import RECIPES, Recipe
+from jrl.recipes.load import load_recipe
 from jrl.runs.folder import RunFolder
 from sharding.folding import Layout
 
@@ -53,17 +53,14 @@ def parse(arguments: list[str]) -> Request:
       ValueError: on an unknown recipe, on settings that cannot be, and on --resume on settings that
         differ from the run's.
     """
-    word = _recipe_word(arguments)
-    if word is not None and word not in RECIPES:
-        near = difflib.get_close_matches(word, RECIPES, n=2, cutoff=0.4)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ValueError(f"recipe {word!r} is unknown: {hint}The recipes are {', '.join(RECIPES)}.")
+    word, arguments = _recipe_word(arguments)
     stored = _stored(arguments)
     if stored is None:
-        run, recipe = RunConfig(), RECIPES[word or DEFAULT_RECIPE]()
+        run, recipe = RunConfig(), load_recipe(word or DEFAULT_RECIPE)()
     else:
         run, recipe = stored
-        if word not in (None, recipe.name):
+        # A recipe of one's own is known by its content: another version is another class.
+        if word is not None and load_recipe(word) is not type(recipe):
             raise ValueError(
                 f"a resumed run keeps its settings: the recipe is {recipe.name} in the run, "
                 f"{word} was given. Leave it out, or start a new run."
@@ -80,14 +77,24 @@ def parse(arguments: list[str]) -> Request:
     )
 
 
-def _recipe_word(arguments: list[str]) -> str | None:
-    """The word that names the recipe: the first one, or a recipe's name that is no flag's value."""
+def _recipe_word(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """The word that names the recipe, and the other arguments.
+
+    It is the value of ``--recipe``, the first word, or a recipe's name that is no flag's value.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--recipe")
+    if "--recipe" in arguments[-1:]:
+        raise ValueError("--recipe needs a name, or path/to/file.py:Name.")
+    known, others = parser.parse_known_args(arguments)
+    if known.recipe is not None:
+        return known.recipe, others
     if arguments and not arguments[0].startswith("-"):
-        return arguments[0]
-    for before, word in pairwise(arguments):
+        return arguments[0], arguments[1:]
+    for number, (before, word) in enumerate(pairwise(arguments)):
         if word in RECIPES and (not before.startswith("-") or "=" in before):
-            return word
-    return None
+            return word, [*arguments[: number + 1], *arguments[number + 2 :]]
+    return None, arguments
 
 
 def _stored(arguments: list[str]) -> tuple[RunConfig, Recipe] | None:
@@ -109,8 +116,12 @@ def _parse_flags(
 ) -> tuple[Command, Processes, RunConfig, Recipe]:
     """The flags, with `run` and `recipe` for those not given; these two come back unchecked."""
     run, recipe = _unchecked(run), _unchecked(recipe)
-    names = Literal[tuple(RECIPES)]  # pyright: ignore[reportInvalidTypeForm]
-    about = f"Comes first. Each recipe has flags of its own: {PROGRAM} dapo --help"
+    known = tuple(dict.fromkeys((*RECIPES, recipe.name)))
+    names = Literal[known]  # pyright: ignore[reportInvalidTypeForm]
+    about = (
+        "Comes first. One of your own is path/to/file.py:Name. Each recipe has flags of its own: "
+        f"{PROGRAM} dapo --help"
+    )
     name = tyro.conf.arg(name="recipe", help=about)
     flags = make_dataclass(
         "Flags",

@@ -137,10 +137,19 @@ class Recipe:
 
     uses_critic: ClassVar[bool] = False
     """Whether the recipe trains a value network: it is then an `ActorCritic`."""
+    metrics: ClassVar[Mapping[str, str]] = {}
+    """What metrics of the recipe's own mean, by their names, such as "actor/gate"."""
     uses_statistics: ClassVar[bool] = False
     """Whether `surrogate` needs `statistics` of the whole mini-batch, which cost a forward pass."""
 
     def __post_init__(self):
+        needed = ["targets", *(["statistics"] if self.uses_statistics else [])]
+        for hook in needed:
+            if getattr(type(self), hook) is getattr(Recipe, hook):
+                raise ValueError(
+                    f"{type(self).__name__} says nothing of its {hook}: write a method {hook}, as "
+                    "jrl.recipes.Recipe describes it."
+                )
         counts = ("prompts", "group_size", "mini_batch", "micro_batch", "epochs")
         for name in (*counts, "max_generation_rounds"):
             if getattr(self, name) is not None and getattr(self, name) < 1:

@@ -1,6 +1,7 @@
 """One folder per run: where each file lies, and who may write it.
 
-``runs/<name>/  config.json  tokenizer.model  metrics.jsonl  samples.jsonl  plots/  checkpoints/``.
+``runs/<name>/  config.json  tokenizer.model  metrics.jsonl  samples.jsonl  plots/  checkpoints/``,
+and ``recipe.py`` where the recipe is of the user's own.
 The process that writes a run holds a lock on it, which the kernel releases when the process ends,
 however it ends. A run begins to exist with its ``config.json``, the last thing `create` writes.
 """
@@ -30,6 +31,7 @@ class RunFolder:
         self.config_path = self.path / "config.json"
         self.tokenizer_path = self.path / "tokenizer.model"
         self.model_path = self.path / "model.json"
+        self.recipe_path = self.path / "recipe.py"
         self.metrics_path = self.path / "metrics.jsonl"
         self.samples_path = self.path / "samples.jsonl"
         self.plots_path = self.path / "plots"
@@ -38,12 +40,15 @@ class RunFolder:
         self._lock = lock
 
     @classmethod
-    def create(cls, path: Path | str, config: Mapping[str, Any]) -> "RunFolder":
+    def create(
+        cls, path: Path | str, config: Mapping[str, Any], recipe: bytes | None = None
+    ) -> "RunFolder":
         """Begin a run in a folder that is empty or does not exist.
 
         Args:
           path: the folder; its parents are made.
           config: everything needed to repeat the run, as JSON values.
+          recipe: the file that the recipe is from, None for one of the library's.
 
         Raises:
           ValueError: where a run or other files are already there, where another process is writing
@@ -56,6 +61,8 @@ class RunFolder:
         folder._acquire()
         try:
             folder._refuse_occupied()  # another process may have come first
+            if recipe is not None:
+                records.replace(folder.recipe_path, recipe)
             records.replace(folder.config_path, content)
         except BaseException:
             folder.close()
@@ -110,7 +117,8 @@ class RunFolder:
 
     def file_marks(self) -> dict[str, marks.Mark]:
         """Return what the files of the run hold that never change."""
-        return {path.name: marks.mark(path) for path in (self.tokenizer_path, self.model_path)}
+        kept = (self.recipe_path, self.tokenizer_path, self.model_path)
+        return {path.name: marks.mark(path) for path in kept}
 
     def check_files(self, step: int, found: Mapping[str, marks.Mark]) -> None:
         """Refuse files that are not what they were at the checkpoint of `step`.
@@ -178,8 +186,9 @@ class RunFolder:
             )
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"run folder {self.path} is a file: choose another --run-dir")
-        # A kill before config.json leaves these two, and only these.
-        ours = {LOCK, self.config_path.name + ".tmp"}
+        # A kill before config.json leaves these, and only these.
+        names = self.config_path.name, self.recipe_path.name
+        ours = {LOCK, self.recipe_path.name, *(name + ".tmp" for name in names)}
         if self.path.is_dir() and {entry.name for entry in self.path.iterdir()} - ours:
             raise ValueError(
                 f"run folder {self.path} holds files but no run: choose another --run-dir"

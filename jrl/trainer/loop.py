@@ -3,7 +3,7 @@
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,6 +213,7 @@ class _Outputs:
     samples: Appender
     loggers: list[loggers.Logger]
     display: TrainingDisplay
+    own_metrics: Mapping[str, str]
     total_tokens: float
     total_skipped: float
     total_empty: float
@@ -224,7 +225,7 @@ class _Outputs:
         metrics["training/total_tokens"] = self.total_tokens
         metrics["training/nonfinite_skipped_total"] = self.total_skipped
         metrics["training/empty_skipped_total"] = self.total_empty
-        check_known(metrics)
+        check_known(metrics, self.own_metrics)
         self.metrics.append(step, metrics)
         for logger in self.loggers:
             logger.log(step, metrics)
@@ -259,6 +260,7 @@ def _outputs(setup: Setup, folder: RunFolder, step: int) -> Iterator[_Outputs]:
             samples=stack.enter_context(_appender(folder.samples_path)),
             loggers=extra,
             display=stack.enter_context(TrainingDisplay(setup.run.steps, step, rewards)),
+            own_metrics=setup.recipe.metrics,
             total_tokens=last.get("training/total_tokens", 0.0),
             total_skipped=last.get("training/nonfinite_skipped_total", 0.0),
             total_empty=last.get("training/empty_skipped_total", 0.0),

@@ -49,6 +49,8 @@ def policy_loss(
         denominators = recipe.denominators(totals, response_length)
         return aggregate(per_token, batch.mask, recipe.aggregation, **denominators)
 
+    # A recipe need not guard its sums against what is not to be learned from.
+    logprobs, entropy = (jnp.where(batch.mask, x, 0.0) for x in (logprobs, entropy))
     surrogate, metrics = recipe.surrogate(logprobs, entropy, batch, statistics)
     if batch.importance_weights is not None:
         surrogate = surrogate * jax.lax.stop_gradient(batch.importance_weights)

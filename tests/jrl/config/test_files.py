@@ -40,8 +40,8 @@ def changed(part, **values):
         (changed("run", colour="red"), "unknown run.colour"),
         (changed("run", seed="GONE", steps="GONE"), "missing run.steps, run.seed"),
         (changed("", notes=""), "unknown notes"),
-        (changed("", recipe="grop"), "recipe is 'grop', none of ppo, grpo"),
-        (changed("", recipe=["grpo"]), "recipe is .'grpo'., none of"),
+        (changed("", recipe="grop"), "recipe 'grop' is unknown: did you mean"),
+        (changed("", recipe=["grpo"]), "recipe is .'grpo'., not the name of one"),
         (changed("", run=3), "run is 3, not an object"),
         (
             changed("", recipe="ppo"),

@@ -1,0 +1,398 @@
+"""What every metric means: one table, and nothing may be logged that is not in it.
+
+Names are verl's where verl has one, because dashboards already parse them; a second column holds
+TRL's name. Fractions and means state their denominator. "Token" alone means a token that the policy
+sampled (the mask of the batch), the end-of-sequence token included; "response" means one row of the
+batch; "step" means everything between two rollouts, all mini-batches included.
+
+To add a metric, add a line to `TABLE`. A name that ends in ``/*`` declares a family: every name
+that continues it with at least one character is known.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One line of the table.
+
+    Attributes:
+      name: verl's spelling, or ours where verl has none; ``family/*`` for a family.
+      definition: one sentence, with the denominator where there is one.
+      unit: "nats", "tokens", "fraction", "seconds", ...
+      trl: what TRL calls the same quantity, or None.
+    """
+
+    name: str
+    definition: str
+    unit: str
+    trl: str | None = None
+
+
+def _spread(name: str, what: str, unit: str, trl: Mapping[str, str] | None = None) -> list[Metric]:
+    """Return the mean, the smallest and the largest of one quantity as three metrics."""
+    words = {"mean": "Mean", "min": "Smallest", "max": "Largest"}
+    trl = trl or {}
+    return [
+        Metric(f"{name}/{part}", f"{word} {what}.", unit, trl.get(part))
+        for part, word in words.items()
+    ]
+
+
+TABLE: tuple[Metric, ...] = (
+    # Policy.
+    Metric(
+        "actor/loss",
+        "Everything the policy's gradient was taken of, mean over the optimizer steps of a step.",
+        "1",
+        "loss",
+    ),
+    Metric("actor/pg_loss", "Policy-gradient loss under the recipe's own denominator.", "1"),
+    Metric(
+        "actor/pg_clipfrac",
+        "Share of tokens where the clipped surrogate was the larger loss, over all tokens.",
+        "fraction",
+        "clip_ratio/region_mean",
+    ),
+    Metric(
+        "actor/pg_clipfrac_lower",
+        "Share of tokens stopped by the dual clip (negative advantage), over all tokens.",
+        "fraction",
+    ),
+    Metric(
+        "actor/ppo_kl",
+        "Mean over tokens of old minus current log-probability: how far a step moved.",
+        "nats",
+    ),
+    Metric("actor/ratio", "Mean over tokens of the probability ratio, new over old.", "1"),
+    Metric("actor/ratio_squared", "Mean over tokens of the squared probability ratio.", "1"),
+    Metric(
+        "actor/ratio_clamped",
+        "Share of tokens whose log-ratio met its numerical bound.",
+        "fraction",
+    ),
+    Metric("actor/nll", "Mean over tokens of the negative log-probability.", "nats"),
+    Metric(
+        "actor/gate",
+        "Share of the gradient that a smooth gate lets through (SAPO), mean over tokens.",
+        "fraction",
+    ),
+    Metric(
+        "actor/phi", "Mean over tokens of the weight of their response's gradient (VESPO).", "1"
+    ),
+    Metric(
+        "actor/dro_penalty",
+        "Mean over tokens of the quadratic penalty on the log-ratio (DRO).",
+        "1",
+    ),
+    Metric(
+        "actor/cov_frac",
+        "Share of tokens chosen by their covariance (Clip-Cov, KL-Cov), over all tokens.",
+        "fraction",
+    ),
+    Metric(
+        "actor/redistributed",
+        "Share of tokens whose advantage was redistributed by entropy (HAPO), over all tokens.",
+        "fraction",
+    ),
+    Metric("actor/entropy", "Mean over tokens of the policy's entropy.", "nats", "entropy"),
+    Metric(
+        "actor/kl_loss",
+        "Mean over tokens of the estimated divergence from the reference policy, unweighted.",
+        "nats",
+        "kl",
+    ),
+    Metric("actor/kl_coef", "Weight of the divergence from the reference policy.", "1"),
+    Metric(
+        "actor/positive_loss",
+        "Negative log-likelihood of the responses that scored full marks, mean over their tokens.",
+        "nats",
+    ),
+    Metric(
+        "actor/grad_norm",
+        "Global norm of the policy's gradient before clipping, mean over optimizer steps.",
+        "1",
+        "grad_norm",
+    ),
+    Metric(
+        "actor/lr", "Learning rate of the last optimizer step of the policy.", "1", "learning_rate"
+    ),
+    # Critic.
+    Metric(
+        "critic/loss",
+        "Everything the critic's gradient was taken of, mean over the optimizer steps of a step.",
+        "1",
+    ),
+    Metric("critic/vf_loss", "Value loss, half the squared error, mean over tokens.", "1"),
+    Metric(
+        "critic/vf_clipfrac",
+        "Share of tokens where the clipped value error was the larger, over all tokens.",
+        "fraction",
+    ),
+    Metric("critic/vpred_mean", "Mean over tokens of the value predicted in the update.", "reward"),
+    Metric(
+        "critic/vf_explained_var",
+        "One minus the variance of (returns - values) over that of the returns, over all tokens.",
+        "fraction",
+    ),
+    Metric("critic/grad_norm", "Global norm of the critic's gradient before clipping.", "1"),
+    Metric("critic/lr", "Learning rate of the last optimizer step of the critic.", "1"),
+    Metric("critic/pretrain_loss", "Value loss of the value pretraining, mean over tokens.", "1"),
+    *_spread("critic/values", "value over tokens, as predicted for the old policy", "reward"),
+    *_spread("critic/returns", "return over tokens", "reward"),
+    *_spread("critic/advantages", "advantage over tokens, as the policy loss sees it", "reward"),
+    # Reward. The score is the verifier's; the reward is what is optimised (penalties, shaping).
+    *_spread("critic/score", "verifier's score over responses", "score", {"mean": "reward"}),
+    Metric(
+        "critic/score/group_std",
+        "Standard deviation of the score within a group, mean over groups.",
+        "score",
+        "reward_std",
+    ),
+    *_spread("critic/rewards", "reward over responses, penalties included", "reward"),
+    Metric("critic/rewards/std", "Standard deviation of the reward over responses.", "reward"),
+    Metric(
+        "critic/overlong_penalty/mean",
+        "Mean over responses of the penalty for length; zero or negative.",
+        "reward",
+    ),
+    Metric(
+        "frac_reward_zero_std",
+        "Share of groups whose responses all got the same reward, over the groups of the batch.",
+        "fraction",
+        "frac_reward_zero_std",
+    ),
+    # Lengths.
+    *_spread(
+        "response_length",
+        "number of tokens over responses",
+        "tokens",
+        {
+            "mean": "completions/mean_length",
+            "min": "completions/min_length",
+            "max": "completions/max_length",
+        },
+    ),
+    Metric(
+        "response_length/clip_ratio",
+        "Share of responses cut at the length limit before they ended, over all responses.",
+        "fraction",
+        "completions/clipped_ratio",
+    ),
+    *_spread("prompt_length", "number of prompt tokens over rows, padding excluded", "tokens"),
+    *_spread("global_seqlen", "number of prompt and response tokens over data ranks", "tokens"),
+    # Progress.
+    Metric("training/epoch", "Passes over the task's training prompts; fractional.", "1", "epoch"),
+    Metric(
+        "training/tokens",
+        "Prompt and response tokens of the trained batch, padding excluded.",
+        "tokens",
+    ),
+    Metric(
+        "training/total_tokens",
+        "Prompt and response tokens trained on since the first step, padding excluded.",
+        "tokens",
+        "num_tokens",
+    ),
+    Metric(
+        "training/optimizer_steps",
+        "Optimiser steps of the policy applied in this step, skipped ones not counted.",
+        "count",
+    ),
+    Metric(
+        "training/nonfinite_skipped",
+        "Optimiser steps of this step skipped because a loss or a gradient was NaN or infinite.",
+        "count",
+    ),
+    Metric(
+        "training/nonfinite_skipped_total",
+        "Optimiser steps skipped for that reason since the first step.",
+        "count",
+    ),
+    Metric(
+        "training/empty_skipped",
+        "Optimiser steps of this step left out because no token of their mini-batch counted.",
+        "count",
+    ),
+    Metric(
+        "training/empty_skipped_total",
+        "Optimiser steps left out for that reason since the first step.",
+        "count",
+    ),
+    # Sampler against trainer.
+    Metric(
+        "sampling/sampling_logp_difference/mean",
+        "Mean over tokens of |log-probability when sampled - the same under the training code|.",
+        "nats",
+        "sampling/sampling_logp_difference/mean",
+    ),
+    Metric(
+        "sampling/sampling_logp_difference/max",
+        "Largest of those differences over tokens.",
+        "nats",
+        "sampling/sampling_logp_difference/max",
+    ),
+    # The same before the first update, in the whole policy, where the trainer scores completions
+    # then; w is trainer over sampler.
+    Metric("rollout_corr/kl", "Mean over tokens of -log w: k1 of KL(sampler, trainer).", "nats"),
+    Metric("rollout_corr/k3_kl", "Mean over tokens of w - 1 - log w: k3 of the same.", "nats"),
+    Metric(
+        "rollout_corr/log_ppl_diff",
+        "Log-perplexity under the trainer minus under the sampler, mean over sequences.",
+        "nats",
+    ),
+    Metric("rollout_corr/log_ppl_abs_diff", "Mean over sequences of that size.", "nats"),
+    Metric("rollout_corr/chi2_token", "Mean over tokens of w squared, less one.", "1"),
+    Metric(
+        "rollout_corr/chi2_seq",
+        "Mean over sequences of the squared product of their w, less one.",
+        "1",
+    ),
+    Metric(
+        "rollout_corr/rollout_is_mean",
+        "Mean of the importance weights as the loss gets them, over the tokens that count.",
+        "1",
+        "sampling/importance_sampling_ratio/mean",
+    ),
+    Metric(
+        "rollout_corr/rollout_is_min",
+        "Smallest of them.",
+        "1",
+        "sampling/importance_sampling_ratio/min",
+    ),
+    Metric(
+        "rollout_corr/rollout_is_max",
+        "Largest of them.",
+        "1",
+        "sampling/importance_sampling_ratio/max",
+    ),
+    Metric(
+        "rollout_corr/rollout_is_eff_sample_size",
+        "Effective sample size of those weights, over the tokens that count.",
+        "fraction",
+    ),
+    Metric(
+        "rollout_corr/rollout_is_ratio_fraction_high",
+        "Share of tokens whose weight was above the greatest allowed, over those that count.",
+        "fraction",
+    ),
+    Metric(
+        "rollout_corr/rollout_is_ratio_fraction_low",
+        "Share of tokens whose weight was below the least allowed, over those that count.",
+        "fraction",
+    ),
+    Metric(
+        "rollout_corr/rollout_rs_masked_fraction",
+        "Share of tokens that were rejected, over those sampled.",
+        "fraction",
+    ),
+    Metric(
+        "rollout_corr/rollout_rs_seq_masked_fraction",
+        "Share of sequences with a rejected token, over those with a token.",
+        "fraction",
+    ),
+    # Dynamic sampling.
+    Metric("train/num_gen_batches", "Rounds of generation that this step's batch needed.", "count"),
+    Metric("dynamic_sampling/prompts_generated", "Prompts generated over all rounds.", "count"),
+    Metric("dynamic_sampling/prompts_kept", "Prompts kept for the batch.", "count"),
+    Metric(
+        "dynamic_sampling/filtered",
+        "Share of prompts dropped because all their responses scored alike, over those generated.",
+        "fraction",
+    ),
+    Metric(
+        "dynamic_sampling/gave_up",
+        "One where the bound on rounds was met before the batch was full, else zero.",
+        "0 or 1",
+    ),
+    # Verifier: one count per reason, so that nothing is a silent zero.
+    Metric("verifier/*", "Responses whose verdict gave this reason, in this step.", "count"),
+    # Evaluation on held-out prompts.
+    Metric(
+        "val/accuracy/sampled",
+        "Share of held-out responses with full marks, sampled as in training, over all samples.",
+        "fraction",
+    ),
+    Metric(
+        "val/accuracy/greedy",
+        "Share of held-out prompts whose most likely response gets full marks, over prompts.",
+        "fraction",
+    ),
+    Metric(
+        "val/pass@k/*",
+        "Chance that one of K samples gets full marks (unbiased), mean over held-out prompts.",
+        "fraction",
+    ),
+    Metric("val/score/sampled", "Mean score of the sampled held-out responses.", "score"),
+    Metric("val/score/greedy", "Mean score of the greedy held-out responses.", "score"),
+    *_spread("val/response_length", "number of tokens over sampled held-out responses", "tokens"),
+    Metric(
+        "val/response_length/clip_ratio",
+        "Share of sampled held-out responses cut at the length limit, over all of them.",
+        "fraction",
+    ),
+    Metric("val/verifier/*", "Sampled held-out responses with this reason.", "count"),
+    # Warm start.
+    Metric("warm_start/loss", "Cross-entropy of the gold answers, mean over their tokens.", "nats"),
+    Metric(
+        "warm_start/accuracy",
+        "Share of sampled responses with full marks, over training prompts not learned from yet.",
+        "fraction",
+    ),
+    Metric("warm_start/steps", "Supervised steps taken before reinforcement.", "count"),
+    # Mixture of experts. Load is an expert's share of the routed tokens times the number of
+    # experts: one is even, zero is an expert without work.
+    Metric("moe/max_load", "Load of the busiest expert, mean over layers; one is even.", "1"),
+    Metric("moe/min_load", "Load of the idlest expert, mean over layers; one is even.", "1"),
+    Metric(
+        "moe/load_balancing_loss",
+        "Load-balancing loss before its weight, mean over layers; one is even.",
+        "1",
+        "aux_loss",
+    ),
+    Metric("moe/z_loss", "Router z-loss before its weight, mean over layers and tokens.", "1"),
+    Metric(
+        "moe/router_entropy",
+        "Entropy of the router's distribution, mean over layers and real tokens.",
+        "nats",
+    ),
+    Metric(
+        "moe/dropped_fraction",
+        "Share of (token, expert) choices beyond an expert's capacity, over all choices.",
+        "fraction",
+    ),
+    Metric(
+        "moe/padded_fraction",
+        "Share of padding among the places that the network runs, prompts that are shared once.",
+        "fraction",
+    ),
+    # Time: the only metrics that may differ between two runs of one seed.
+    Metric(
+        "perf/tokens_per_second",
+        "Prompt and response tokens of the step over its wall time, all devices together.",
+        "tokens/s",
+    ),
+    Metric("perf/throughput", "The same for each device.", "tokens/s"),
+    Metric(
+        "perf/time_per_step",
+        "Wall time of the step, evaluation and checkpoint left out.",
+        "seconds",
+        "step_time",
+    ),
+    Metric("perf/total_num_tokens", "Prompt and response tokens of the step.", "tokens"),
+    Metric("perf/*", "Other speeds and memory, named as in verl.", "as named"),
+    Metric("timing_s/gen", "Wall time of decoding completions, of all rounds.", "seconds"),
+    Metric("timing_s/reward", "Wall time of their verification, of all rounds.", "seconds"),
+    Metric("timing_s/values", "Wall time of the critic's values of all completions.", "seconds"),
+    Metric("timing_s/ref", "Wall time of scoring them by the reference policy.", "seconds"),
+    Metric("timing_s/old_log_prob", "Wall time of scoring them by the policy itself.", "seconds"),
+    Metric("timing_s/adv", "Wall time of rewards, advantages and corrections.", "seconds"),
+    Metric("timing_s/update_actor", "Wall time of the policy's optimizer steps.", "seconds"),
+    Metric("timing_s/update_critic", "Wall time of the critic's optimizer steps.", "seconds"),
+    Metric("timing_s/testing", "Wall time of an evaluation, on top of the step's.", "seconds"),
+    Metric("timing_s/*", "Wall time of another phase of the step.", "seconds"),
+    Metric("timing_per_token_ms/*", "Wall time of one phase over its tokens.", "milliseconds"),
+    # On the line of the step at which somebody was named; runs without an alarm have none of these.
+    Metric("faults/alarm/*", "When a machine (and a metric) began to stand out.", "Unix seconds"),
+)

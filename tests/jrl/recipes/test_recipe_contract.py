@@ -1,0 +1,208 @@
+"""What every recipe promises the trainer: those of the library, and two that are defined here."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Array, Float
+from small_runs import fresh_state, fresh_weights, one_step, small_batch, small_run, small_setup
+from three_updates import random_weights
+
+from jrl import Mean, sapo_loss
+from jrl.recipes import RECIPES, Batch, GroupRelative, Metrics, Recipe, Targets
+from jrl.report.metrics import check_known
+from jrl.trainer.objectives import policy_loss
+from jrl.trainer.scoring import statistics_of
+from jrl.trainer.update import count
+
+ROWS, PROMPT, TIME = 6, 2, 7
+LENGTHS = np.array([5, 1, 3, 0, 2, 4])
+COLUMNS = np.arange(TIME)[None, :]
+MASK = (COLUMNS >= PROMPT) & (PROMPT + LENGTHS[:, None] > COLUMNS)
+SIZES = {"prompts": 4, "group_size": 2, "mini_batch": 4, "learning_rate": 1e-2}
+
+
+@dataclass(frozen=True)
+class Sapo(GroupRelative):
+    """SAPO as its users would write it."""
+
+    tau_negative: float = 1.05
+    """Temperature where the advantage is negative."""
+
+    def surrogate(
+        self,
+        logprobs: Float[Array, "batch time"],
+        entropy: Float[Array, "batch time"],
+        batch: Batch[Array],
+        statistics: Any,
+    ) -> tuple[Float[Array, "batch time"], Metrics]:
+        return sapo_loss(
+            logprobs,
+            batch.old_logprobs,
+            batch.advantages,
+            batch.mask,
+            tau_negative=self.tau_negative,
+            aggregation=None,
+        )
+
+
+@dataclass(frozen=True)
+class Toy(Recipe):
+    """Every hook at once: masks of its own, statistics of the mini-batch, metrics of its own."""
+
+    uses_statistics: ClassVar[bool] = True
+    metrics: ClassVar = {"actor/mean_logprob": "Mean log-probability of the mini-batch, nats."}
+
+    def targets(self, batch: Batch[Array]) -> Targets[Array]:
+        advantages = jnp.where(batch.mask, batch.rewards[:, None] - 0.5, 0.0)
+        longest = jnp.max(batch.lengths)
+        return Targets(advantages, mask=batch.mask & (batch.lengths < longest)[:, None])
+
+    def statistics(self, logprobs, entropy, batch):
+        total = jnp.sum(jnp.where(batch.mask, logprobs, 0.0))
+        return total / jnp.maximum(jnp.sum(batch.mask.astype(jnp.float32)), 1)
+
+    def surrogate(self, logprobs, entropy, batch, statistics):
+        centred = jnp.where(batch.mask, logprobs - statistics, 0.0)
+        own = Mean.of(jnp.broadcast_to(statistics, batch.mask.shape), batch.mask)
+        return -batch.advantages * centred, {"mean_logprob": own}
+
+    def auxiliary_loss(self, logprobs, batch, totals):
+        squares = jnp.where(batch.mask, logprobs**2, 0.0)
+        return 0.01 * jnp.sum(squares) / totals.num_tokens.astype(jnp.float32), {}
+
+
+KINDS = {**RECIPES, "sapo": Sapo, "toy": Toy}
+every_recipe = pytest.mark.parametrize("name", KINDS)
+
+
+def batch(under_mask=0.0):
+    random = np.random.default_rng(3)
+
+    def numbers(low, high):
+        array = random.uniform(low, high, (ROWS, TIME)).astype(np.float32)
+        return jnp.asarray(np.where(MASK, array, under_mask))
+
+    return Batch(
+        tokens=jnp.zeros((ROWS, TIME), jnp.int32),
+        valid=jnp.asarray(MASK | (COLUMNS < PROMPT)),
+        mask=jnp.asarray(MASK),
+        behaviour_logprobs=numbers(-2, 0),
+        old_logprobs=numbers(-2, 0),
+        truncated=jnp.asarray(LENGTHS == 5),
+        groups=jnp.asarray([7, 7, 7, 3, 3, 3], jnp.int32),
+        lengths=jnp.asarray(LENGTHS, jnp.int32),
+        rewards=jnp.asarray([1.0, 0.0, 0.0, 1.0, 0.5, 0.0]),
+        correct=jnp.asarray([True, False, False, True, False, False]),
+        old_values=numbers(-1, 1),
+        reference_logprobs=numbers(-2, 0),
+    )
+
+
+@cache
+def with_targets(name, under_mask=0.0):
+    """The batch with what the recipe makes of it, and those targets."""
+    given = batch(under_mask)
+    targets = jax.jit(KINDS[name]().targets)(given)
+    mask = given.mask if targets.mask is None else targets.mask
+    known = {"advantages": targets.advantages, "returns": targets.returns}
+    return replace(given, mask=mask, critic_mask=targets.critic_mask, **known), targets
+
+
+def loss_of(recipe, given, logprobs, entropy, totals=None, statistics=None):
+    """The policy's loss, with the mini-batch's own statistics where there are none yet."""
+    totals = count(given) if totals is None else totals
+    if recipe.uses_statistics and statistics is None:
+        statistics = jax.lax.stop_gradient(recipe.statistics(logprobs, entropy, given))
+    return policy_loss(recipe, logprobs, entropy, given, totals, TIME - PROMPT, statistics)
+
+
+def scores():
+    random = np.random.default_rng(4)
+    return (
+        jnp.asarray(random.uniform(-2, 0, (ROWS, TIME)), jnp.float32),
+        jnp.asarray(random.uniform(0.1, 2, (ROWS, TIME)), jnp.float32),
+    )
+
+
+@every_recipe
+def test_targets_are_numbers_for_the_sampled_tokens(name):
+    given, targets = with_targets(name)
+    assert targets.advantages.shape == (ROWS, TIME)
+    assert not np.any(np.asarray(targets.advantages)[~MASK])
+    assert (targets.returns is None) == (not KINDS[name].uses_critic)
+    for mask in (targets.mask, targets.critic_mask):
+        assert mask is None or not np.any(np.asarray(mask) & ~MASK)
+    assert np.any(np.asarray(targets.advantages)[np.asarray(given.mask)])
+
+
+@every_recipe
+def test_what_is_under_the_mask_changes_nothing(name):
+    recipe, (logprobs, entropy) = KINDS[name](), scores()
+    found = []
+    for under_mask in (0.0, np.nan):
+        given, targets = with_targets(name, under_mask)
+        both = jax.value_and_grad(
+            lambda x, given=given: loss_of(recipe, given, x, entropy), has_aux=True
+        )
+        (loss, _), slope = both(jnp.where(MASK, logprobs, under_mask))
+        found.append((targets.advantages, loss, slope))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    assert not np.any(np.asarray(found[0][2])[~MASK])
+
+
+@every_recipe
+def test_a_loss_is_the_sum_over_its_pieces(name):
+    """With denominators and statistics of the whole mini-batch, however it is cut."""
+    recipe, (logprobs, entropy) = KINDS[name](), scores()
+    given, _ = with_targets(name)
+    totals, statistics = count(given), None
+    if recipe.uses_statistics:
+        statistics = recipe.statistics(logprobs, entropy, given)
+    whole, metrics = loss_of(recipe, given, logprobs, entropy)
+    parts = []
+    for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
+        piece = jax.tree.map(lambda x, rows=rows: x[rows], given)
+        parts.append(loss_of(recipe, piece, logprobs[rows], entropy[rows], totals, statistics))
+    # float32 sums of a few tens of terms, in another order.
+    np.testing.assert_allclose(sum(float(loss) for loss, _ in parts), whole, rtol=2e-5, atol=1e-6)
+    assert all(part.keys() == metrics.keys() for _, part in parts)
+    check_known(metrics, recipe.metrics)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Sapo, Toy])
+def test_a_recipe_of_ones_own_takes_a_step(kind):
+    """In pieces of four rows and of two: statistics are those of the mini-batch."""
+    found = []
+    for micro_batch in (4, 2):
+        recipe = kind(**SIZES, micro_batch=micro_batch)
+        setup = small_setup(recipe, small_run(warm_start_steps=0))
+        state = fresh_state(setup, fresh_weights(setup))
+        before = jax.device_get(state.policy.weights)
+        state, done = one_step(setup, state)
+        check_known(done.metrics, recipe.metrics)
+        assert int(state.policy.updates) == 2
+        assert not np.array_equal(before.embedding, state.policy.weights.embedding)
+        found.append((done.metrics["actor/loss"], done.metrics["actor/grad_norm"]))
+    # float32 sums in another order.
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_statistics_come_through_a_pipeline():
+    found = []
+    for layout in ("dp1", "pp2"):
+        setup = small_setup(Toy(**SIZES, micro_batch=2), small_run(layout=layout))
+        setup = replace(setup, model=replace(setup.model, num_layers=2))
+        batch, policy = small_batch(setup, 4), setup.networks.policy
+        weights = random_weights(setup, setup.model)
+        statistics = statistics_of(policy.objective, weights, batch)
+        _, metrics = policy.update(policy.init(weights), batch, statistics)
+        found.append((float(statistics), float(metrics["loss"]), float(metrics["grad_norm"])))
+    # float32 sums in another order.
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
