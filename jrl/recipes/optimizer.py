@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-import optax
 
 
 @dataclass(frozen=True)
@@ -27,9 +26,3 @@ class Optimizer:
         """The learning rate of step `count`, from 0. Step n of the warm-up runs at (n + 1) /
         warmup."""
         return self.learning_rate * jnp.minimum(1.0, (count + 1) / max(self.warmup, 1))
-
-    def transformation(self) -> optax.GradientTransformation:
-        return optax.chain(
-            optax.clip_by_global_norm(self.max_grad_norm),
-            optax.adamw(self.rate_at, weight_decay=self.weight_decay),
-        )

@@ -20,6 +20,7 @@ class Geometry:
       response_length: limit of a completion in tokens, end-of-sequence included.
       mesh: of training.
       rollout_mesh: of sampling.
+      layout, rollout_layout: what the two are called in a message.
     """
 
     recipe: Recipe
@@ -27,6 +28,8 @@ class Geometry:
     response_length: int
     mesh: FoldedMesh
     rollout_mesh: FoldedMesh
+    layout: str
+    rollout_layout: str
 
     @property
     def num_micro_batches(self) -> int:
@@ -95,7 +98,7 @@ class Geometry:
         recipe, mesh = self.recipe, self.mesh
         dp = mesh.size(mesh.dp)
         sizes = {"mini_batch": recipe.mini_batch_size, "micro_batch": recipe.micro_batch_size}
-        _check_rows(sizes, dp, f"dp={dp} of layout {str(mesh.layout)!r}")
+        _check_rows(sizes, dp, f"dp={dp} of {self.layout}")
         rows, group = recipe.micro_batch_size // dp, self.prompt_layout.group_size
         self._check_tokens(
             "the prompts of a micro_batch", (rows // group, self.prompt_length), mesh
@@ -104,8 +107,7 @@ class Geometry:
 
     def _check_rollout(self) -> None:
         recipe, mesh = self.recipe, self.rollout_mesh
-        kind = "layout" if mesh == self.mesh else "rollout layout"
-        layout = f"{kind} {str(mesh.layout)!r}"
+        layout = self.rollout_layout
         dp, ranks = mesh.size(mesh.dp), self.rollout_ranks
         # Supervised and held-out batches need not divide: they are filled up.
         _check_rows({"prompts": recipe.prompts}, dp, f"dp={dp} of {layout}")

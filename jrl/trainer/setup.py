@@ -100,9 +100,15 @@ class Setup:
     @property
     def geometry(self) -> Geometry:
         """How batches lie on the devices."""
-        return Geometry(
-            self.recipe, self.prompt_length, self.response_length, self.mesh, self.rollout_mesh
+        layout = rollout = f"layout {self.run.layout!r}"
+        if self.rollout_mesh != self.mesh:
+            own = self.run.rollout_layout or str(self.rollout_mesh.layout)
+            rollout = f"rollout layout {own!r}"
+        lengths, meshes = (
+            (self.prompt_length, self.response_length),
+            (self.mesh, self.rollout_mesh),
         )
+        return Geometry(self.recipe, *lengths, *meshes, layout, rollout)
 
     def sampler(self) -> Sampler:
         """A sampler of the task's completions, without weights yet."""

@@ -103,12 +103,20 @@ class Objective(Protocol):
         ...
 
 
+def transformation(optimizer: Optimizer) -> optax.GradientTransformation:
+    """The steps of an optimizer, as optax takes them."""
+    return optax.chain(
+        optax.clip_by_global_norm(optimizer.max_grad_norm),
+        optax.adamw(optimizer.rate_at, weight_decay=optimizer.weight_decay),
+    )
+
+
 def init_learner(
     optimizer: Optimizer, weights: Transformer[Array], config: ModelConfig, mesh: FoldedMesh
 ) -> Learner[Array]:
     """A learner at its first step. The weights are copied: updates give their buffers away."""
     own: Any = jax.tree.map(jnp.copy, weights)
-    init = optimizer.transformation().init
+    init = transformation(optimizer).init
     # As a list: JAX would fill the fields that are None with a marker, which no record can hold.
     shardings, structure = jax.tree.flatten(
         state_shardings(jax.eval_shape(init, own), config, mesh)
@@ -186,7 +194,7 @@ def update(
     learner = replace(learner, weights=weights)
     # Optax counts on the standard promotions, which a caller may have forbidden.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        steps, opt_state = optimizer.transformation().update(grads, learner.opt_state, weights)
+        steps, opt_state = transformation(optimizer).update(grads, learner.opt_state, weights)
     stepped: Any = optax.apply_updates(weights, steps)
     if config.selection_bias:
         stepped = rebalanced(weights, stepped, metrics["load"], config.bias_update_rate)

@@ -17,7 +17,7 @@ from jrl.config.run import RunConfig
 from jrl.recipes import RECIPES
 from jrl.runs.folder import RunFolder
 from jrl.train import main
-from jrl.trainer import loop, warm_start
+from jrl.trainer import loop, networks
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def test_help_has_a_flag_and_a_sentence_for_every_field(recipe, capsys):
         flag = "--" + field.name.replace("_", "-")
         own = [entry for entry in entries if re.match(rf"{flag}[ ,]|--no{flag[1:]} ", entry)]
         assert own and len(re.findall(r"[a-z]{2,}", own[0])) > 4, (flag, own)
-    assert "The recipes are ppo, grpo, dapo, vapo." in text
+    assert f"The recipes are {', '.join(RECIPES)}." in text
     assert "Completions sampled per prompt." in text  # said in the base class
 
 
@@ -185,13 +185,13 @@ def test_a_terminated_run_goes_on_to_the_same_end(finished, tmp_path, monkeypatc
 
 
 def test_a_run_stopped_in_its_warm_start_says_how_to_begin_again(monkeypatch, capsys):
-    update = warm_start.update
+    update = networks.update
 
     def interrupted(*arguments):
         os.kill(os.getpid(), signal.SIGINT)
         return update(*arguments)
 
-    monkeypatch.setattr(warm_start, "update", interrupted)
+    monkeypatch.setattr(networks, "update", interrupted)
     assert main([*FLAGS, "--run-dir", "run"]) == 0
     said = capsys.readouterr()
     assert "in the warm start, before the first checkpoint; begin again with: python -m" in said.out
