@@ -243,7 +243,7 @@ def peak_of(kind: str) -> float | None:
 
 
 def experts(arguments: argparse.Namespace) -> Iterator[Figures]:
-    """`moe.experts.grouped` and what it is measured by, on as many rows as the step has."""
+    """`moe.experts.grouped.dot` and what it is measured by, on as many rows as the step has."""
     import jax
     import jax.numpy as jnp
     from grouped import forms, group_sizes, with_gradient
@@ -277,7 +277,7 @@ def attention(arguments: argparse.Namespace) -> Iterator[Figures]:
     import jax.numpy as jnp
 
     from moe.attention.core import IMPLEMENTATIONS, read
-    from moe.attention.layer import causal
+    from moe.attention.plain import causal
 
     config = network(arguments)
     rows, length, width = max(arguments.rows // 4, 1), arguments.time, config.head_dim

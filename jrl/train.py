@@ -128,7 +128,7 @@ def _set_up(request: Request, folder: RunFolder | None = None) -> "Setup":
     from jrl.runs.loggers import check_installed
     from jrl.trainer.saved_policy import load_model
     from jrl.trainer.setup import set_up
-    from moe.weights import specs
+    from moe.placement import specs
 
     for destination in request.run.log_to:
         check_installed(destination)

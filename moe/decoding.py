@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from moe.attention.layer import read_values, rms_norm
+from moe.attention.plain import read_values
 from moe.config import ModelConfig
 from moe.head import logits_of
 from moe.model import block, check_window, embed, run
+from moe.precision import rms_norm
 from moe.tokens.packing import Stream, rows
 from moe.tokens.zigzag import Order
 from moe.weights import Layer, Transformer

@@ -13,7 +13,7 @@ class Execution:
       attention: how one device reads values: "plain", "blocked", "xla" or "cudnn"
         (`moe.attention.core`).
       context: how attention crosses the devices of ``cp``: "gather", "ring" or "ulysses"
-        (`moe.attention.context`).
+        (`moe.attention.context_parallel.choice`).
       dispatch: how tokens travel to the experts of other devices.
       experts: how rows are multiplied, each by its own expert's matrix.
       remat: what the backward pass computes again instead of keeping it: "none", "selective" or

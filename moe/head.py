@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from moe.attention.layer import NOTHING
 from moe.config import ModelConfig
+from moe.precision import NOTHING, float32_product
 from moe.weights import Transformer
 from sharding.collectives import Axes, gather_tokens, own_shard, swap_shards, vary, varying
 from sharding.folding import FoldedMesh
@@ -259,3 +259,12 @@ def _size(columns: Array, how: _Reading) -> int:
 
 def _dot(x: Float[Array, "a b"], matrix: Float[Array, "b c"]) -> Float[Array, "a c"]:
     return jnp.dot(x, matrix, preferred_element_type=jnp.float32)
+
+
+def value_of(
+    weights: Transformer[Array], x: Float[Array, "local d_model"], config: ModelConfig
+) -> Float[Array, "local"]:
+    """The value of each state, float32, in products that no device shortens."""
+    if config.head != "value" or weights.head is None:
+        raise ValueError(f'head={config.head!r} gives no values: the critic has head="value".')
+    return float32_product(x.astype(jnp.float32), weights.head)

@@ -12,20 +12,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from moe.attention.layer import Attend, attention, rms_norm
+from moe.attention.layer import Attend, attention
 from moe.config import ModelConfig
 from moe.experts.dispatch.choice import dispatch
 from moe.experts.feed_forward import dense
-from moe.head import logits_of
-from moe.precision import float32_product
+from moe.head import logits_of, value_of
+from moe.precision import rms_norm
 from moe.remat import rematerialised
-from moe.router.balance import shares
-from moe.router.capacity import capacity_of, drop
-from moe.router.routing import RouterStatistics, Routing, assignments, route, statistics
-from moe.tokens.packing import Stream, order_of_prompts, order_of_rows, rows, shared_prompts
-from moe.tokens.zigzag import Order
-from moe.weights import Experts, Layer, Transformer
-from sharding.collectives import all_sum, gather_tokens, join_shards, own_shard, vary
+from moe.router.capacity import capacity_of
+from moe.router.layer import choose
+from moe.router.statistics import RouterStatistics
+from moe.tokens.alignment import align_to_tokens, responses_of
+from moe.tokens.packing import Stream, rows, shared_prompts
+from moe.weights import Layer, Transformer
+from sharding.collectives import join_shards, own_shard, vary
 from sharding.folding import FoldedMesh
 from sharding.zero import Cut, join
 
@@ -76,27 +76,6 @@ def feed_forward(
             beside = beside * jax.nn.sigmoid(h @ layer.shared_gate.astype(h.dtype))[:, None]
         out = out + beside
     return out, stats
-
-
-def choose(
-    experts: Experts[Array],
-    h: Float[Array, "local d_model"],
-    stream: Stream,
-    config: ModelConfig,
-    mesh: FoldedMesh,
-) -> tuple[Routing, RouterStatistics[Array]]:
-    """Where each token goes, full experts left out, and what the router did."""
-    weight = vary(own_shard(stream.weight, mesh.sequence), mesh.axes)
-    replay = stream.replay if stream.replay is None else own_shard(stream.replay, mesh.sequence)
-    logits = float32_product(h.astype(jnp.float32), experts.router)
-    routing, probabilities = route(logits, weight > 0, config, bias=experts.bias, replay=replay)
-    counts = jax.lax.stop_gradient(assignments(routing.experts, config.num_experts))
-    share = own_shard(stream.share(gather_tokens(counts, mesh.sequence)), mesh.sequence)
-    compared = shares(share, float32_product(weight, counts), config, mesh)
-    stats = statistics(logits, probabilities, counts, compared, weight, config)
-    kept, dropped = drop(routing, stream.order, config, mesh)
-    choices = routing.experts if stream.record else None
-    return kept, replace(stats, dropped=float32_product(weight, dropped), choices=choices)
 
 
 def block(
@@ -276,49 +255,6 @@ def before_responses(
     return responses_of(x, tokens.shape, prompt_length, copies, mesh), stats
 
 
-def responses_of(
-    x: Float[Array, "local d_model"],
-    shape: tuple[int, ...],
-    prompt_length: int,
-    copies: int,
-    mesh: FoldedMesh,
-) -> Float[Array, "before d_model"]:
-    """Of the states at a stream of `shared_prompts`, the one each response token was predicted
-    from, in the order of `response_tokens`.
-
-    Args:
-      shape: ``[batch, time]`` of the rows.
-    """
-    order = order_of_prompts(shape, prompt_length, copies, mesh)
-    prompts, responses = order.split(gather_tokens(x, mesh.tp))
-    rank, place = order.place(0, prompt_length - 1)
-    last = gather_tokens(prompts[None, :, place], mesh.cp)[rank]
-    before = _shifted(responses, jnp.repeat(last, copies, axis=0), mesh)
-    return own_shard(before.reshape(-1, x.shape[-1]), mesh.tp)
-
-
-def _shifted(
-    x: Float[Array, "row local d_model"], first: Float[Array, "row d_model"], mesh: FoldedMesh
-) -> Float[Array, "row local d_model"]:
-    """This ``cp`` rank's part of rows in which each column holds what the one before it held.
-
-    Only the ends of the pieces travel: ``2 rows x d_model`` elements to every other rank.
-
-    Args:
-      x: this rank's part of the rows.
-      first: what the first column gets, the same on every rank.
-    """
-    ranks = mesh.size(mesh.cp)
-    pieces = Order(((x.shape[0], x.shape[1]),), ranks).pieces
-    ends = Order(((x.shape[0], ranks * pieces),), ranks)
-    x = x.reshape(x.shape[0], pieces, -1, x.shape[-1])
-    (last,) = ends.restore(gather_tokens(ends.join(x[:, :, -1]), mesh.cp))
-    before = jnp.concatenate([first[:, None], last[:, :-1]], axis=1)
-    (before,) = ends.split(own_shard(ends.flatten(before), mesh.cp))
-    shifted = jnp.concatenate([before[:, :, None], x[:, :, :-1]], axis=2)
-    return shifted.reshape(x.shape[0], -1, x.shape[-1])
-
-
 def layer_of(weights: Transformer[Array], index: int) -> Layer[Array]:
     """The weights of one layer out of its stack: the first dense ones, then all others."""
     stack, first = weights.layers, weights.first_layers
@@ -340,39 +276,6 @@ def next_token_logits(
     return logits_of(weights, x, config, mesh), stats
 
 
-def align_to_tokens(
-    after: Float[Array, "local"], shape: tuple[int, ...], mesh: FoldedMesh
-) -> Float[Array, "batch time"]:
-    """Numbers computed *after* each position, moved to the token they speak about.
-
-    What is computed at position ``t - 1`` speaks about token ``t``; the first token gets 0.
-    """
-    (whole,) = order_of_rows(shape, mesh).restore(join_shards(after, mesh.sequence))
-    return jnp.concatenate([jnp.zeros_like(whole[:, :1]), whole[:, :-1]], axis=1)
-
-
-def next_tokens(tokens: Tokens, mesh: FoldedMesh) -> Int[Array, "local"]:
-    """The token that follows each position, this rank's shard; the last position wraps to the
-    first."""
-    following = order_of_rows(tokens.shape, mesh).flatten(jnp.roll(tokens, -1, axis=1))
-    return own_shard(following, mesh.sequence)
-
-
-def response_tokens(tokens: Tokens, prompt_length: int, mesh: FoldedMesh) -> Int[Array, "local"]:
-    """The tokens after the prompts, this rank's shard of them."""
-    responses = tokens[:, prompt_length:]
-    return own_shard(order_of_rows(responses.shape, mesh).flatten(responses), mesh.sequence)
-
-
-def on_responses(
-    before: Float[Array, "local"], shape: tuple[int, ...], prompt_length: int, mesh: FoldedMesh
-) -> Float[Array, "batch time"]:
-    """Numbers about the `response_tokens`, put in their columns; prompts get 0."""
-    order = order_of_rows((shape[0], shape[1] - prompt_length), mesh)
-    (response,) = order.restore(join_shards(before, mesh.sequence))
-    return jnp.pad(response, ((0, 0), (prompt_length, 0)))
-
-
 def values(
     weights: Transformer[Array],
     tokens: Tokens,
@@ -383,41 +286,6 @@ def values(
     """The critic's estimate of the state before each token (0 before the first)."""
     x, stats = hidden(weights, tokens, valid, config, mesh)
     return align_to_tokens(value_of(weights, x, config), tokens.shape, mesh), stats
-
-
-def value_of(
-    weights: Transformer[Array], x: Float[Array, "local d_model"], config: ModelConfig
-) -> Float[Array, "local"]:
-    """The value of each state, float32, in products that no device shortens."""
-    if config.head != "value" or weights.head is None:
-        raise ValueError(f'head={config.head!r} gives no values: the critic has head="value".')
-    return float32_product(x.astype(jnp.float32), weights.head)
-
-
-def router_loss(
-    stats: RouterStatistics[Array] | None,
-    config: ModelConfig,
-    mesh: FoldedMesh,
-    num_tokens: Int[Array, ""],
-) -> Float[Array, ""]:
-    """The router's losses, each times its coefficient, of the tokens of this sequence-parallel
-    group: ``load_balance_coef balance + batch_balance_coef batch_balance + global_balance_coef
-    global_balance + router_z_coef z``.
-
-    Its sum over the other mesh axes and over micro-batches is the loss of the whole batch, a mean
-    over tokens and layers.
-
-    Args:
-      stats: this device's sums; None without experts, where the loss is 0.
-      num_tokens: valid tokens of the whole batch.
-    """
-    if stats is None:
-        return jnp.zeros((), jnp.float32)
-    weighted = config.load_balance_coef * stats.balance + config.router_z_coef * stats.z
-    weighted = weighted + config.batch_balance_coef * stats.batch_balance
-    weighted = weighted + config.global_balance_coef * stats.global_balance
-    tokens = jnp.maximum(num_tokens, 1).astype(jnp.float32)
-    return all_sum(weighted, mesh.sequence) / (tokens * config.num_expert_layers)
 
 
 def check_window(length: int, config: ModelConfig) -> None:

@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from moe import model
 from moe.config import ModelConfig
-from moe.router.routing import RouterStatistics
+from moe.router.balance import router_loss
+from moe.router.statistics import RouterStatistics
 from moe.tokens.packing import Stream
 from moe.weights import Layer, Transformer
 from sharding import pipeline
@@ -40,7 +41,7 @@ def scan_pieces(
     """The micro-batches forward through the stages.
 
     Args:
-      weights: of this device, as `moe.weights.in_rounds` stores them.
+      weights: of this device, as `moe.placement.in_rounds` stores them.
       pieces: micro-batches, equal on all stages.
       stream_of: the tokens of a piece.
       read: called on the last stage.
@@ -112,7 +113,7 @@ def _stages(
     def chunk(layers, x, piece, number):
         before = config.num_dense_layers + number * depth
         x, stats = model.blocks(layers, x, stream_of(piece), config, mesh, before, cuts)
-        return x, model.router_loss(stats, config, mesh, num_tokens), stats
+        return x, router_loss(stats, config, mesh, num_tokens), stats
 
     def last(ends, x, piece):
         whole = _with_ends(weights, ends)

@@ -18,7 +18,8 @@ from moe.config import ModelConfig
 from moe.decoding import Cache, decode_step, extend, prefill
 from moe.head import logits_of
 from moe.model import layer_of
-from moe.weights import Transformer, specs
+from moe.placement import specs
+from moe.weights import Transformer
 from sharding.collectives import all_sum, join_shards, own_shard, vary
 from sharding.folding import FoldedMesh
 

@@ -9,8 +9,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jrl.rollout.sampling import Sampling, logprobs_of, sampler_logits
 from moe import model, stages
 from moe.config import ModelConfig
-from moe.head import logits_of, logprobs_and_entropy
-from moe.router.routing import RouterStatistics
+from moe.head import logits_of, logprobs_and_entropy, value_of
+from moe.router.statistics import RouterStatistics
+from moe.tokens import alignment
 from moe.tokens.packing import Stream, shared_prompts
 from moe.tokens.zigzag import Order
 from moe.weights import Transformer
@@ -91,8 +92,8 @@ def scores_of(
 ) -> Scores:
     """The scores read off the last hidden states `x` of the `stream` of `tokens`, `router` left
     out."""
-    x = model.responses_of(x, tokens.shape, rows.prompt_length, rows.copies, mesh)
-    responses = vary(model.response_tokens(tokens, rows.prompt_length, mesh), mesh.axes)
+    x = alignment.responses_of(x, tokens.shape, rows.prompt_length, rows.copies, mesh)
+    responses = vary(alignment.response_tokens(tokens, rows.prompt_length, mesh), mesh.axes)
     logprobs, entropy = logprobs_and_entropy(
         weights, x, responses, config, mesh, sampling.policy_temperature
     )
@@ -104,7 +105,7 @@ def scores_of(
         sampled = jax.lax.stop_gradient(logprobs)
 
     def aligned(before: Float[Array, "local"]) -> Float[Array, "batch time"]:
-        return model.on_responses(before, tokens.shape, rows.prompt_length, mesh)
+        return alignment.on_responses(before, tokens.shape, rows.prompt_length, mesh)
 
     return Scores(aligned(logprobs), aligned(sampled), aligned(entropy), None)
 
@@ -134,9 +135,9 @@ def values_of(
     mesh: FoldedMesh,
 ) -> Float[Array, "batch time"]:
     """The values read off the last hidden states `x` of the `stream` of `tokens`."""
-    x = model.responses_of(x, tokens.shape, rows.prompt_length, rows.copies, mesh)
-    before = model.value_of(critic, x, config)
-    return model.on_responses(before, tokens.shape, rows.prompt_length, mesh)
+    x = alignment.responses_of(x, tokens.shape, rows.prompt_length, rows.copies, mesh)
+    before = value_of(critic, x, config)
+    return alignment.on_responses(before, tokens.shape, rows.prompt_length, mesh)
 
 
 def num_pieces(num_rows: int, time: int, rows: Rows, mesh: FoldedMesh) -> int:

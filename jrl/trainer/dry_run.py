@@ -14,17 +14,9 @@ from jrl.rollout.scoring import num_pieces
 from jrl.trainer.lengths import response_origin
 from jrl.trainer.setup import Setup
 from moe.config import ModelConfig
+from moe.placement import in_rounds, kept, parts, specs
 from moe.tokens.zigzag import Order
-from moe.weights import (
-    Transformer,
-    in_rounds,
-    kept,
-    num_active_parameters,
-    num_parameters,
-    parts,
-    shapes,
-    specs,
-)
+from moe.weights import Transformer, num_active_parameters, num_parameters, shapes
 from sharding.folding import FoldedMesh
 from sharding.schedule import Schedule
 

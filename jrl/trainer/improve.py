@@ -25,7 +25,7 @@ from jrl.trainer.learner import Learner, update
 from jrl.trainer.objectives import CriticObjective, PolicyObjective
 from jrl.trainer.setup import Setup
 from jrl.trainer.state import TrainState
-from moe import weights as moe_weights
+from moe import placement
 from moe.config import ModelConfig
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
@@ -74,7 +74,7 @@ def _over_rows(local: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
     return jax.shard_map(
         local,
         mesh=mesh.mesh,
-        in_specs=(moe_weights.specs(config, mesh), rows, rows),
+        in_specs=(placement.specs(config, mesh), rows, rows),
         out_specs=rows,
     )
 

@@ -19,11 +19,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jrl.recipes.batch import Batch, Totals
-from moe import model, stages
-from moe import weights as moe_weights
+from moe import model, placement, stages
 from moe.config import ModelConfig
-from moe.router.balance import rebalanced
-from moe.router.routing import RouterStatistics
+from moe.router.balance import router_loss
+from moe.router.bias import rebalanced
+from moe.router.statistics import RouterStatistics
 from moe.tokens.packing import Stream
 from moe.weights import Layer, Transformer
 from sharding import zero
@@ -139,10 +139,8 @@ def start(
 
 
 def state_shardings(opt_state: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
-    """Where the optimiser state lives: moments in parts (`moe.weights.parts`), counters whole."""
-    parts = jax.tree.map(
-        lambda spec: NamedSharding(mesh.mesh, spec), moe_weights.parts(config, mesh)
-    )
+    """Where the optimiser state lives: moments in parts (`moe.placement.parts`), counters whole."""
+    parts = jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), placement.parts(config, mesh))
 
     def place(node: Any) -> Any:
         whole = NamedSharding(mesh.mesh, PartitionSpec())
@@ -188,7 +186,7 @@ def update(
       The learner, and metrics: `loss`, `grad_norm`, `finite`, `empty` and the objective's.
     """
     config, mesh = objective.config, objective.mesh
-    kept, parts = moe_weights.kept(config, mesh), moe_weights.parts(config, mesh)
+    kept, parts = placement.kept(config, mesh), placement.parts(config, mesh)
     totals = count(batch)
     loss, grads, metrics = _gradients(objective, num_micro, learner.weights, batch, totals)
     grad_norm = optax.tree.norm(grads)
@@ -243,8 +241,8 @@ def _gradients(
     local = jax.shard_map(
         partial(_local_gradients, objective, num_micro),
         mesh=mesh.mesh,
-        in_specs=(moe_weights.kept(config, mesh), PartitionSpec(mesh.dp), PartitionSpec()),
-        out_specs=(PartitionSpec(), moe_weights.parts(config, mesh), PartitionSpec()),
+        in_specs=(placement.kept(config, mesh), PartitionSpec(mesh.dp), PartitionSpec()),
+        out_specs=(PartitionSpec(), placement.parts(config, mesh), PartitionSpec()),
     )
     return local(weights, batch, totals)
 
@@ -257,7 +255,7 @@ def _local_gradients(
     totals: Totals[Array],
 ) -> tuple[Array, Transformer[Array], dict[str, Any]]:
     config, mesh = objective.config, objective.mesh
-    specs, cuts = moe_weights.specs(config, mesh), moe_weights.cuts(config, mesh)
+    specs, cuts = placement.specs(config, mesh), placement.cuts(config, mesh)
     sharded = config.execution.fsdp
     # Copies that vary over every axis collect the gradient of this device alone; what is summed
     # over devices, once, is the sum over micro-batches.
@@ -300,7 +298,7 @@ def _one_by_one(
         piece = vary(piece, mesh.except_sequence)
         x, router = model.run(own, objective.stream(piece), config, mesh, cuts)
         loss, metrics = objective.loss(own, x, piece, totals)
-        loss = loss + model.router_loss(router, config, mesh, totals.num_valid)
+        loss = loss + router_loss(router, config, mesh, totals.num_valid)
         # Ranks of cp and tp hold the same loss, which counts once.
         return all_sum(loss, mesh.except_sequence), {**metrics, **objective.router_metrics(router)}
 

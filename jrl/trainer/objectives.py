@@ -15,7 +15,7 @@ from jrl.rollout.sampling import Sampling
 from jrl.rollout.scoring import Rows, scores_of, stream, values_of
 from jrl.trainer.learner import Max
 from moe.config import ModelConfig
-from moe.router.routing import RouterStatistics
+from moe.router.statistics import RouterStatistics
 from moe.tokens.packing import Stream
 from moe.weights import Transformer
 from sharding.collectives import all_sum

@@ -14,6 +14,7 @@ from jrl.runs.belongings import check_files
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.trainer.setup import Setup
+from moe import placement
 from moe import weights as moe_weights
 from moe.config import ModelConfig
 from moe.weights import Transformer
@@ -84,14 +85,14 @@ def _described(model: ModelConfig, setup: Setup) -> Any:
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         moe_weights.shapes(model),
-        moe_weights.shardings(model, plain),
+        placement.shardings(model, plain),
     )
 
 
 def _placed(weights: Transformer[Array], model: ModelConfig, setup: Setup) -> Transformer[Array]:
     """The weights on the mesh of the run."""
-    weights = moe_weights.in_rounds(weights, setup.mesh)
-    return jax.device_put(weights, moe_weights.shardings(model, setup.mesh))
+    weights = placement.in_rounds(weights, setup.mesh)
+    return jax.device_put(weights, placement.shardings(model, setup.mesh))
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -13,6 +13,7 @@ from jaxtyping import Array
 from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer.learner import Learner, start, state_shardings
 from jrl.trainer.setup import Setup
+from moe import placement
 from moe import weights as moe_weights
 from moe.config import ModelConfig
 from moe.weights import Transformer
@@ -44,10 +45,10 @@ class TrainState(Generic[Leaf]):
 def initial_weights(setup: Setup, config: ModelConfig, stream: str) -> Transformer[Array]:
     """Fresh weights, laid out on the mesh."""
     # As a list: JAX would fill the fields that are None with a marker, which no record can hold.
-    shardings, structure = jax.tree.flatten(moe_weights.shardings(config, setup.mesh))
+    shardings, structure = jax.tree.flatten(placement.shardings(config, setup.mesh))
     make = jax.jit(
         lambda key: jax.tree.leaves(
-            moe_weights.in_rounds(moe_weights.initialise(config, key), setup.mesh)
+            placement.in_rounds(moe_weights.initialise(config, key), setup.mesh)
         ),
         out_shardings=shardings,
     )
@@ -88,11 +89,11 @@ def abstract(setup: Setup) -> TrainState[Any]:
     """Shapes, dtypes and shardings of the state, without making it: what a checkpoint is read
     into."""
     state = jax.eval_shape(
-        lambda weights: begin(setup, moe_weights.in_rounds(weights, setup.mesh)),
+        lambda weights: begin(setup, placement.in_rounds(weights, setup.mesh)),
         moe_weights.shapes(setup.model),
     )
-    policy = moe_weights.shardings(setup.model, setup.mesh)
-    critic = moe_weights.shardings(setup.model.as_critic(), setup.mesh)
+    policy = placement.shardings(setup.model, setup.mesh)
+    critic = placement.shardings(setup.model.as_critic(), setup.mesh)
     return TrainState(
         step=_laid_out(state.step, policy, setup),
         cursor=_laid_out(state.cursor, policy, setup),
@@ -130,7 +131,7 @@ def _in_order(setup: Setup) -> Setup:
 
 
 def _reshaped(setup: Setup, state: TrainState[Array], like: TrainState[Any]) -> TrainState[Array]:
-    """The state in the shapes and on the shardings of `like`: `moe.weights.in_rounds` and
+    """The state in the shapes and on the shardings of `like`: `moe.placement.in_rounds` and
     `in_order` are reshapes of every leaf."""
     if setup.mesh.layout.vpp == 1:
         return state

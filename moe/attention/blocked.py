@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from moe.attention.layer import NOTHING
+from moe.precision import NOTHING
 
 QUERIES = 128
 """Queries of a block, at most. Fewer leave out more of what a causal mask hides, more make better

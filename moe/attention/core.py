@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from moe.attention.blocked import read_in_blocks
-from moe.attention.layer import read_values
+from moe.attention.plain import read_values
 
 IMPLEMENTATIONS = ("plain", "blocked", "xla", "cudnn")
 LARGEST_PLAIN = 2**21

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from moe.attention.rotary import rope
 from moe.config import ModelConfig
-from moe.norms import rms_norm
+from moe.precision import rms_norm
 from moe.weights import Attention, LatentAttention
 from sharding.collectives import all_sum
 from sharding.folding import FoldedMesh

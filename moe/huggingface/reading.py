@@ -15,9 +15,10 @@ from jaxtyping import Array
 
 from moe.config import ModelConfig
 from moe.huggingface.configuration import Dtype, described
-from moe.huggingface.families import Family
+from moe.huggingface.families.family import Family
 from moe.huggingface.tensors import Slices, Tensors, tensors_of
-from moe.weights import Transformer, shapes, shardings
+from moe.placement import shardings
+from moe.weights import Transformer, shapes
 from sharding.folding import FoldedMesh
 
 DTYPES = ("F32", "BF16", "F16")

@@ -16,7 +16,8 @@ import jax
 import numpy as np
 
 from moe.config import ModelConfig
-from moe.huggingface.families import COMMON_NAMES, Family
+from moe.huggingface.families.family import Family
+from moe.huggingface.families.tensor_names import COMMON_NAMES
 from moe.weights import Weight, axis_sizes, table
 
 STACKS = ("layer", "first_layer", "expert")

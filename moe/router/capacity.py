@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from moe.config import ModelConfig
-from moe.experts.feed_forward import positions_within
+from moe.experts.permutation import positions_within
 from moe.router.routing import Routing
 from moe.tokens.zigzag import Order
 from sharding.collectives import gather_tokens, own_shard

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from moe.attention.context import Reading, attend_across
+from moe.attention.context_parallel.choice import attend_across
+from moe.attention.context_parallel.mask import Reading
 from moe.attention.layer import Attend
 from moe.execution import Execution
-from moe.router.routing import sequence_share
+from moe.router.statistics import sequence_share
 from moe.tokens.zigzag import Order
 from sharding.folding import FoldedMesh
 

@@ -17,7 +17,7 @@ from tiers import full_but
 from moe.config import Head, ModelConfig
 from moe.execution import Execution
 from moe.head import logits_of, logprobs_and_entropy
-from moe.weights import specs
+from moe.placement import specs
 from sharding.collectives import all_sum, vary
 
 TOKENS, D_MODEL = 24, 10

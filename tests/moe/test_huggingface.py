@@ -25,8 +25,10 @@ from moe.config import ModelConfig, tiny
 from moe.decoding import decode_step, extend, prefill
 from moe.execution import Execution
 from moe.huggingface.configuration import UNBALANCED
-from moe.huggingface.families import FAMILIES
-from moe.weights import Transformer, specs
+from moe.huggingface.families.known import FAMILIES
+from moe.placement import specs
+from moe.tokens import alignment
+from moe.weights import Transformer
 from sharding.collectives import vary
 
 FIXTURES = Path(__file__).parent / "huggingface"
@@ -449,7 +451,7 @@ def gradients(name, layout) -> Transformer[np.ndarray]:
         def loss(weights):
             logits, _ = model.next_token_logits(weights, tokens, valid, config, mesh)
             own = jax.nn.logsumexp(logits, axis=-1) ** 2
-            per_token = model.align_to_tokens(own, tokens.shape, mesh)
+            per_token = alignment.align_to_tokens(own, tokens.shape, mesh)
             counted = valid & jnp.roll(valid, 1, axis=1)
             total = jnp.sum(per_token, where=counted)
             return jax.lax.psum(vary(total, mesh.except_sequence), mesh.except_sequence)

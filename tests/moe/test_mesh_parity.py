@@ -18,7 +18,8 @@ from whole_network import loss_and_gradient
 from moe import model
 from moe.config import ModelConfig
 from moe.execution import Execution
-from moe.weights import in_order, in_rounds, specs
+from moe.placement import in_order, in_rounds, specs
+from moe.router.balance import router_loss
 from sharding.collectives import all_sum
 from sharding.folding import Layout
 
@@ -233,7 +234,7 @@ def test_pieces_of_a_batch_add_up():
 
     def local(weights, tokens, valid):
         _, stats = model.hidden(weights, tokens, valid, MOE, mesh)
-        router = model.router_loss(stats, MOE, mesh, num_tokens)
+        router = router_loss(stats, MOE, mesh, num_tokens)
         return all_sum(router, mesh.except_sequence), all_sum(stats, mesh.axes)
 
     by_row = P(mesh.dp)

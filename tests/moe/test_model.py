@@ -13,13 +13,16 @@ from programs import jit, mesh_of, on_mesh, random_weights
 from tiers import full_but
 
 from moe import model
-from moe.attention.layer import rms_norm
 from moe.config import ModelConfig
 from moe.execution import Execution
-from moe.head import logits_of
-from moe.router.routing import RouterStatistics
+from moe.head import logits_of, value_of
+from moe.placement import specs
+from moe.precision import rms_norm
+from moe.router.balance import router_loss
+from moe.router.layer import choose
+from moe.router.statistics import RouterStatistics
+from moe.tokens import alignment
 from moe.tokens.packing import rows
-from moe.weights import specs
 from sharding.collectives import all_sum
 from sharding.folding import Layout, fold_abstract
 
@@ -149,8 +152,8 @@ def test_alignment_moves_each_number_to_its_token(layout):
     tokens = np.random.default_rng(0).integers(0, 9, shape)
 
     def local(tokens):
-        after = model.next_tokens(tokens, mesh).astype(jnp.float32)
-        return model.align_to_tokens(after, tokens.shape, mesh)[None]
+        after = alignment.next_tokens(tokens, mesh).astype(jnp.float32)
+        return alignment.align_to_tokens(after, tokens.shape, mesh)[None]
 
     rows = tuple(axis for axis in mesh.except_sequence if axis not in mesh.dp)
     aligned = on_mesh(local, mesh, P(mesh.dp), P(rows, mesh.dp))(jnp.asarray(tokens))[0]
@@ -244,7 +247,7 @@ def test_router_loss_is_a_mean_over_tokens_and_layers():
     )
 
     def loss(num_tokens, stats):
-        return on_mesh(lambda n: model.router_loss(stats, config, MESH, n), MESH, P(), P())(
+        return on_mesh(lambda n: router_loss(stats, config, MESH, n), MESH, P(), P())(
             jnp.asarray(num_tokens)
         )
 
@@ -334,12 +337,12 @@ def test_the_router_and_the_value_head_are_not_rounded_to_a_shorter_float(dtype)
 
     def routed(experts, x):
         stream = rows(jnp.zeros((2, 6), int), jnp.ones((2, 6), bool), MESH)
-        routing, stats = model.choose(experts, x, stream, config, MESH)
-        loss = model.router_loss(stats, config, MESH, jnp.asarray(12))
+        routing, stats = choose(experts, x, stream, config, MESH)
+        loss = router_loss(stats, config, MESH, jnp.asarray(12))
         return jnp.sum(routing.weights) + loss + stats.entropy
 
     def valued(weights, x):
-        return jnp.sum(model.value_of(weights, x, config))
+        return jnp.sum(value_of(weights, x, config))
 
     experts = model.layer_of(weights, 0).experts
     for function, given, least in ((routed, experts, 3), (valued, weights, 3)):

@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding
 from whole_network import loss_and_gradient
 
 from moe.config import ModelConfig
-from moe.weights import in_rounds, num_parameters, shapes, specs
+from moe.placement import in_rounds, specs
+from moe.weights import num_parameters, shapes
 from sharding.folding import Layout, fold_abstract
 
 MIXTRAL = ModelConfig(

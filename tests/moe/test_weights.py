@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from programs import jit
 
 from moe.config import ModelConfig
+from moe.placement import shardings, specs
 from moe.weights import (
     Weight,
     axis_sizes,
@@ -19,8 +20,6 @@ from moe.weights import (
     num_active_parameters,
     num_parameters,
     shapes,
-    shardings,
-    specs,
     table,
 )
 from sharding.folding import Layout, fold, fold_abstract

@@ -5,8 +5,8 @@ import pytest
 from matplotlib.image import imread
 
 from sharding.folding import Layout, fold_abstract
-from sharding.groups import describe, groups, roles
-from sharding.picture import draw
+from sharding.folding.groups import describe, groups, roles
+from sharding.folding.picture import draw
 
 SIXTEEN = Layout.parse("tp2 cp2 dp2 pp2 / ep4 etp1")
 

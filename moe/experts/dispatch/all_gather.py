@@ -5,7 +5,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from moe.experts.dispatch.all_to_all import room
-from moe.experts.feed_forward import inverse_places, routed_experts, spread_rows, take_rows
+from moe.experts.feed_forward import routed_experts
+from moe.experts.permutation import inverse_places, spread_rows, take_rows
 from moe.precision import weighted_sum
 from moe.router.routing import Routing
 from moe.weights import Experts

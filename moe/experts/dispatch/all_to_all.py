@@ -3,13 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe.experts.feed_forward import (
-    inverse_places,
-    positions_within,
-    routed_experts,
-    spread_rows,
-    take_rows,
-)
+from moe.experts.feed_forward import routed_experts
+from moe.experts.permutation import inverse_places, positions_within, spread_rows, take_rows
 from moe.precision import weighted_sum
 from moe.router.routing import Routing
 from moe.weights import Experts

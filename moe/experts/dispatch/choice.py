@@ -52,7 +52,7 @@ def dispatch(
         nothing was dropped. What it sends beyond the room for them adds nothing to the result.
       implementation: "all_to_all", "all_gather" or "ragged"; None takes the first unless the second
         moves less.
-      product: how the rows are multiplied, see `moe.experts.grouped.grouped_dot`.
+      product: how the rows are multiplied, see `moe.experts.grouped.dot.grouped_dot`.
 
     Raises:
       ValueError: on an unknown name, and for "ragged" on CPU devices.

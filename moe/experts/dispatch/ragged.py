@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from moe.experts.dispatch.all_to_all import room, whole_experts
-from moe.experts.feed_forward import inverse_places, spread_rows, take_rows
+from moe.experts.permutation import inverse_places, spread_rows, take_rows
 from moe.precision import weighted_sum
 from moe.router.routing import Routing
 from moe.weights import Experts

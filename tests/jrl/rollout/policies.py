@@ -12,7 +12,8 @@ from jrl.rollout.generate import Decoder, Rollout, generate, settle
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.scoring import Rows, Scores, score
 from moe.config import ModelConfig
-from moe.weights import Transformer, axis_sizes, shapes, specs, table
+from moe.placement import specs
+from moe.weights import Transformer, axis_sizes, shapes, table
 from sharding.folding import Layout, fold
 
 # Without the code generator's optimisations a compilation takes half the time.

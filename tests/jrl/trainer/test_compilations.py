@@ -7,6 +7,7 @@ from small_runs import PROMPT_LENGTH, PROMPTS, small_batch, small_model, small_r
 
 from jrl.rollout.generate import generate
 from jrl.trainer.learner import start, update
+from moe import placement
 from moe import weights as moe_weights
 
 
@@ -20,7 +21,7 @@ def setup_on(layout):
 
 def initial(setup):
     weights = moe_weights.initialise(setup.model, jax.random.key(0))
-    return jax.device_put(weights, moe_weights.shardings(setup.model, setup.mesh))
+    return jax.device_put(weights, placement.shardings(setup.model, setup.mesh))
 
 
 def compiled(name, caplog, step, *arguments):

@@ -21,7 +21,7 @@ from jrl.trainer.dry_run import (
 )
 from jrl.trainer.setup import set_up
 from jrl.trainer.state import begin, initial_weights
-from moe import decoding, model, weights
+from moe import decoding, model, placement, weights
 from moe.head import logits_of
 
 LAYOUT = "tp2 dp2 / ep4"
@@ -53,7 +53,7 @@ def local_bytes(setup, function, *arguments):
         jax.shard_map(
             local,
             mesh=mesh.mesh,
-            in_specs=(weights.specs(setup.model, mesh), rows, rows),
+            in_specs=(placement.specs(setup.model, mesh), rows, rows),
             out_specs=PartitionSpec(),
         ),
         weights.shapes(setup.model),

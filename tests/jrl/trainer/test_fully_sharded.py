@@ -16,7 +16,7 @@ from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer.dry_run import memory
 from jrl.trainer.learner import start, update
 from jrl.trainer.state import abstract, begin, restore, save
-from moe import weights as moe_weights
+from moe import placement
 from moe.execution import Execution
 from sharding.folding import Layout, fold
 
@@ -80,7 +80,7 @@ def test_each_layer_is_joined_forward_and_again_backward():
     objective, optimiser = setup.policy_objective, setup.policy_optimiser
     learner = start(optimiser, random_weights(setup, setup.model), setup.model, setup.mesh)
     lowered = update.lower(objective, optimiser, 1, learner, small_batch(setup, ROWS)).as_text()
-    cuts = moe_weights.cuts(setup.model, setup.mesh)
+    cuts = placement.cuts(setup.model, setup.mesh)
     of_a_layer, of_all = (
         sum(bool(cut.atoms) for cut in jax.tree.leaves(some)) for some in (cuts.layers, cuts)
     )

@@ -13,10 +13,11 @@ from programs import jit, mesh_of, on_mesh
 
 from moe.attention import core as flash
 from moe.attention.blocked import read_in_blocks
-from moe.attention.layer import attention, causal, read_values
+from moe.attention.layer import attention
+from moe.attention.plain import causal, read_values
 from moe.attention.rotary import YarnScaling, rope
 from moe.config import ModelConfig
-from moe.norms import rms_norm
+from moe.precision import rms_norm
 from moe.weights import Attention
 
 BATCH, TIME, HEADS, KV_HEADS, HEAD_DIM, D_MODEL = 3, 5, 6, 2, 4, 7

@@ -11,7 +11,7 @@ from programs import jit, mesh_of
 from moe.attention import blocked
 from moe.attention import core as flash
 from moe.attention.blocked import read_in_blocks
-from moe.attention.layer import read_values
+from moe.attention.plain import read_values
 
 BATCH, KV_HEADS, GROUP, HEAD_DIM, VALUE_DIM = 4, 3, 5, 6, 7
 

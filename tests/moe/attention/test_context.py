@@ -18,9 +18,10 @@ from moe import model
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.head import logits_of
+from moe.placement import specs
 from moe.remat import rematerialised
+from moe.router.balance import router_loss
 from moe.tokens.packing import packed, rows, shared_prompts
-from moe.weights import specs
 from sharding.collectives import all_sum, join_shards, own_shard
 from sharding.folding import Layout, fold_abstract
 
@@ -353,7 +354,7 @@ def trained(is_packed, layout, context=None):
         chosen = jnp.take_along_axis(logprobs, chosen[:, None], axis=1)[:, 0]
         used = own_shard(stream.order.flatten(counted), mesh.sequence)
         own = all_sum(-jnp.sum(jnp.where(used, chosen, 0.0)) / number, mesh.sequence)
-        router = model.router_loss(stats, config, mesh, jnp.asarray(number))
+        router = router_loss(stats, config, mesh, jnp.asarray(number))
         return all_sum(own + router, mesh.except_sequence), all_sum(stats, mesh.axes)
 
     spec = specs(config, mesh)

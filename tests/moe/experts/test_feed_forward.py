@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, on_mesh
 
-from moe.experts.feed_forward import (
-    dense,
-    every_expert,
+from moe.experts.feed_forward import dense, every_expert, routed_experts
+from moe.experts.permutation import (
     inverse_places,
     permute,
     positions_within,
-    routed_experts,
     sort_by_group,
     take_rows,
 )

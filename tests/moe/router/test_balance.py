@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 from programs import mesh_of, on_mesh
 
 from moe.config import ModelConfig
-from moe.router.balance import moved_bias, rebalanced, shares
+from moe.router.balance import shares
+from moe.router.bias import moved_bias, rebalanced
 from moe.weights import initialise
 
 ROUTE = 3

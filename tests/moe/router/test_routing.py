@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe.config import ModelConfig
-from moe.router.routing import Shares, assignments, route, sequence_share, statistics
+from moe.router.routing import assignments, route
+from moe.router.statistics import Shares, sequence_share, statistics
 
 CONFIG = ModelConfig(vocab_size=5, num_experts=7, experts_per_token=3)
 BATCH, TIME, EXPERTS = 2, 5, 7

@@ -12,8 +12,11 @@ from tiers import full_but
 from moe import model
 from moe.config import ModelConfig
 from moe.head import logits_of
+from moe.placement import specs
+from moe.router.balance import router_loss
+from moe.tokens import alignment
 from moe.tokens.packing import rows, shared_prompts
-from moe.weights import initialise, specs
+from moe.weights import initialise
 from sharding.collectives import all_sum, gather_tokens, own_shard
 from sharding.folding import Layout, fold
 
@@ -62,14 +65,12 @@ def loss(weights, tokens, valid, path, copies, mesh):
     """A scalar that every weight reaches: a sum over response tokens and the router's losses."""
     before, stats = path(weights, tokens, valid, copies, mesh)
     logits = logits_of(weights, before, CONFIG, mesh)
-    targets = model.response_tokens(tokens, PROMPT, mesh)
+    targets = alignment.response_tokens(tokens, PROMPT, mesh)
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)[:, 0]
-    logprobs = model.on_responses(chosen, tokens.shape, PROMPT, mesh)
+    logprobs = alignment.on_responses(chosen, tokens.shape, PROMPT, mesh)
     logprobs = jnp.where(valid & (jnp.arange(PROMPT + RESPONSE) >= PROMPT)[None, :], logprobs, 0.0)
     num_tokens = all_sum(jnp.sum(valid.astype(jnp.int32)), mesh.dp)
-    own = -jnp.sum(logprobs) / (ROWS * RESPONSE) + model.router_loss(
-        stats, CONFIG, mesh, num_tokens
-    )
+    own = -jnp.sum(logprobs) / (ROWS * RESPONSE) + router_loss(stats, CONFIG, mesh, num_tokens)
     return all_sum(own, mesh.except_sequence), (logprobs, all_sum(stats, mesh.axes))
 
 

@@ -1,0 +1,48 @@
+"""DeepSpeed Ulysses: all-to-alls trade tokens for heads, and back."""
+
+from moe.attention.context_parallel.mask import Key, Query, Read, Reading, Value, visible_keys
+from moe.attention.core import read
+from sharding.collectives import swap_shards
+from sharding.folding import FoldedMesh
+
+
+def ulysses(
+    query: Query,
+    key: Key,
+    value: Value,
+    reading: Reading,
+    attention: str | None,
+    mesh: FoldedMesh,
+    scale: float | None = None,
+) -> Read:
+    """Heads for tokens and back: each device reads whole sequences, for its part of the heads.
+
+    Communication per device and layer, forward: four all-to-alls that send ``2 T (H + K) D (cp - 1)
+    / cp^2`` elements together; backward as much.
+
+    Raises:
+      ValueError: when the key/value heads of a ``tp`` rank do not divide by ``cp``.
+
+    References:
+      Jacobs et al., "DeepSpeed Ulysses", 2023. https://arxiv.org/abs/2309.14509
+    """
+    ranks = mesh.size(mesh.cp)
+    if key.shape[1] % ranks:
+        raise ValueError(
+            f'execution.context="ulysses" splits the {key.shape[1]} key/value heads of a tp rank '
+            f"over cp={ranks}, which must divide them: choose a smaller tp or cp, or "
+            'context="gather".'
+        )
+    order = reading.order
+    queries, keys, values = (
+        order.restore(swap_shards(x, mesh.cp, split=1, join=0)) for x in (query, key, value)
+    )
+    column, segment = (order.restore(x) for x in (reading.column, reading.segment))
+    visible = visible_keys(column, segment, reading.sources(column), reading.sources(segment))
+    # A section reads either itself, place by place, or more than itself.
+    causal = [seen.shape[1] == seen.shape[2] for seen in visible]
+    given = zip(
+        queries, reading.sources(keys), reading.sources(values), visible, causal, strict=True
+    )
+    out = order.flatten(*(read(*each, scale, attention) for each in given))
+    return swap_shards(out, mesh.cp, split=0, join=1)

@@ -1,0 +1,131 @@
+"""What the router did: sums over tokens, for its losses and its metrics."""
+
+from typing import Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float
+
+from moe.config import ModelConfig
+from moe.precision import float32_product
+from moe.router.routing import log_scores
+
+Leaf = TypeVar("Leaf")
+
+
+class Shares(NamedTuple):
+    """The share of assignments that each expert got, ``[token, route]`` or ``[route]``.
+
+    Attributes:
+      sequence: among the tokens of the same sequence.
+      batch: among the tokens of the micro-batch in this sequence-parallel group; None where its
+        loss has no weight.
+      everywhere: among the tokens of the micro-batch on all devices; None likewise.
+    """
+
+    sequence: Array
+    batch: Array | None = None
+    everywhere: Array | None = None
+
+
+@struct.dataclass
+class RouterStatistics(Generic[Leaf]):
+    """Sums over tokens from which the router's losses and its load are computed.
+
+    Every field but `choices` adds up over micro-batches and devices.
+
+    Attributes:
+      load: ``[route]`` assignments that each expert was chosen for, dropped ones included;
+        ``[layer, route]`` for a whole network.
+      tokens: ``[]`` tokens routed.
+      balance: ``[]`` sum over sequences of the load-balancing loss times the tokens of the
+        sequence.
+      batch_balance: ``[]`` the same, taken over this group's micro-batch at once; 0 where its
+        coefficient is.
+      global_balance: ``[]`` the same, taken over the micro-batch of all devices at once; 0 where
+        its coefficient is.
+      z: ``[]`` sum over tokens of the squared logsumexp of the logits.
+      entropy: ``[]`` sum over tokens of the entropy of the router's distribution, in nats.
+      dropped: ``[]`` assignments left out because their expert was full.
+      places: ``[]`` places in the stream; a prompt that several rows share has them once.
+      padded: ``[]`` those without a token.
+      choices: ``[token, k]`` expert ids before dropping, ``[layer, token, k]`` for a whole network;
+        None where they were not asked for (`moe.model.routing_choices`).
+    """
+
+    load: Leaf
+    tokens: Leaf
+    balance: Leaf
+    batch_balance: Leaf
+    global_balance: Leaf
+    z: Leaf
+    entropy: Leaf
+    dropped: Leaf
+    places: Leaf
+    padded: Leaf
+    choices: Leaf | None = None
+
+
+def sequence_share(
+    counts: Float[Array, "batch time route"], valid: Bool[Array, "batch time"]
+) -> Float[Array, "batch route"]:
+    """The share of a sequence's assignments that each expert got; sums to 1 over experts.
+
+    A sequence without a valid token has shares of 0.
+    """
+    sent = jnp.sum(counts, axis=1, where=valid[..., None])
+    return sent / jnp.maximum(jnp.sum(sent, axis=-1, keepdims=True), 1.0)
+
+
+def statistics(
+    logits: Float[Array, "token route"],
+    probabilities: Float[Array, "token route"],
+    counts: Float[Array, "token route"],
+    shares: Shares,
+    weight: Float[Array, "token"],
+    config: ModelConfig,
+) -> RouterStatistics[Array]:
+    """Sums over tokens of what the router did, each token `weight` times (0 for padding).
+
+    The load-balancing loss of a set of tokens is ``E sum_e f_e P_e``, ``f_e`` the share of its
+    assignments that expert ``e`` got (`shares`, without gradient) and ``P_e`` the mean probability
+    of ``e`` over its tokens: 1 when even, at most ``E``. Weighted by the tokens of the set it is a
+    sum over tokens. Taken per sequence, it does not depend on how a batch is cut into
+    micro-batches or spread over devices; taken over a micro-batch, it does.
+
+    References:
+      DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, eq. 17 to 20. https://arxiv.org/abs/2412.19437
+      Fedus et al., "Switch Transformers", 2021, eq. 4. https://arxiv.org/abs/2101.03961
+      Qiu et al., "Demons in the Detail", 2025 (counts over all devices). https://arxiv.org/abs/2501.11873
+      Zoph et al., "ST-MoE", 2022, eq. 5 (z-loss). https://arxiv.org/abs/2202.08906
+    """
+    logits = logits.astype(jnp.float32)
+    log_total = jax.nn.logsumexp(logits, axis=-1)
+    scores = log_scores(logits, config)
+    log_scale = jax.nn.logsumexp(scores, axis=-1)
+    entropy = -jnp.sum(probabilities * (scores - log_scale[:, None]), axis=-1)
+
+    def total(per_token: Float[Array, "token *rest"]) -> Float[Array, "*rest"]:
+        # Padding may hold anything: it is left out before it is multiplied.
+        counted = (weight > 0).reshape(-1, *(1,) * (per_token.ndim - 1))
+        return float32_product(weight, jnp.where(counted, per_token, 0.0))
+
+    def balance(share: Array | None) -> Float[Array, ""]:
+        if share is None:
+            return jnp.zeros_like(weight, shape=())
+        share = jnp.broadcast_to(jax.lax.stop_gradient(share), probabilities.shape)
+        return total(probabilities.shape[-1] * jnp.sum(share * probabilities, -1))
+
+    return RouterStatistics(
+        load=total(counts),
+        tokens=jnp.sum(weight),
+        balance=balance(shares.sequence),
+        batch_balance=balance(shares.batch),
+        global_balance=balance(shares.everywhere),
+        z=total(jnp.square(log_total)),
+        entropy=total(entropy),
+        dropped=jnp.zeros_like(weight, shape=()),
+        places=jnp.sum(jnp.ones_like(weight)),
+        padded=jnp.sum((weight == 0).astype(jnp.float32)),
+    )
