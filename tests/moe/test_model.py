@@ -21,7 +21,6 @@ from moe.precision import rms_norm
 from moe.router.balance import router_loss
 from moe.router.layer import choose
 from moe.router.statistics import RouterStatistics
-from moe.tokens import alignment
 from moe.tokens.packing import rows
 from sharding.collectives import all_sum
 from sharding.folding import Layout, fold_abstract
@@ -125,41 +124,6 @@ def test_embedding_has_the_variance_of_one():
     )
     # 20 000 values: a standard error of 1 %.
     assert abs(float(jnp.var(embed(weights, jnp.arange(2000)))) - 1) < 0.05
-
-
-def test_values_speak_of_the_state_before_each_token():
-    config = CONFIG.as_critic()
-    weights = random_weights(config, 1)
-    tokens = jnp.asarray(np.stack([one_sequence(0), one_sequence(1)]))
-    valid = jnp.asarray([[True] * TIME, [False] * 2 + [True] * (TIME - 2)])
-    values = on_mesh(
-        lambda w, t, v: model.values(w, t, v, config, MESH)[0][None],
-        MESH,
-        (specs(config, MESH), P(), P()),
-        P(MESH.except_sequence),
-    )(weights, tokens, valid)[0]
-    states = np.asarray(hidden(config, weights, tokens, valid)) @ np.asarray(weights.head)
-    np.testing.assert_array_equal(values[:, 0], 0)
-    np.testing.assert_allclose(values[:, 1:], states[:, :-1], atol=5e-6)
-
-
-@pytest.mark.parametrize(
-    "layout", full_but(["dp1", "tp4", "tp2 dp2", "cp4", "cp2 tp2 dp2"], "dp1", "cp2 tp2 dp2")
-)
-def test_alignment_moves_each_number_to_its_token(layout):
-    mesh = mesh_of(layout)
-    shape = (4, 2 * TIME)
-    tokens = np.random.default_rng(0).integers(0, 9, shape)
-
-    def local(tokens):
-        after = alignment.next_tokens(tokens, mesh).astype(jnp.float32)
-        return alignment.align_to_tokens(after, tokens.shape, mesh)[None]
-
-    rows = tuple(axis for axis in mesh.except_sequence if axis not in mesh.dp)
-    aligned = on_mesh(local, mesh, P(mesh.dp), P(rows, mesh.dp))(jnp.asarray(tokens))[0]
-    # Position t - 1 is asked for the token that follows it, which is token t.
-    np.testing.assert_array_equal(aligned[:, 1:], tokens[:, 1:])
-    np.testing.assert_array_equal(aligned[:, 0], 0)
 
 
 def test_network_is_pre_norm_blocks_between_embedding_and_norm():

@@ -4,25 +4,19 @@ import functools
 import math
 import re
 from collections import Counter
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from programs import mesh_of, on_mesh, random_weights
+from programs import mesh_of, on_mesh
 from tiers import full_but
 
-from moe import model
-from moe.config import ModelConfig
 from moe.execution import Execution
-from moe.head import logits_of
-from moe.placement import specs
 from moe.remat import rematerialised
-from moe.router.balance import router_loss
 from moe.tokens.packing import packed, rows, shared_prompts
-from sharding.collectives import all_sum, join_shards, own_shard
+from sharding.collectives import join_shards, own_shard
 from sharding.folding import Layout, fold_abstract
 
 # A distinct size for each axis; lengths that neither 4 nor 8 divides.
@@ -287,111 +281,3 @@ def test_what_cannot_serve_is_refused(execution, message):
     step = jax.shard_map(local, mesh=mesh.mesh, in_specs=P(mesh.cp), out_specs=P(mesh.cp))
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(step, jnp.zeros((8, 4, 6)), jnp.zeros((8, 2, 6)))
-
-
-CONFIG = ModelConfig(
-    vocab_size=11,
-    num_layers=2,
-    d_model=10,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=6,
-    num_experts=4,
-    experts_per_token=2,
-    d_expert=7,
-    # Large enough that a router loss that is not the same shows in every gradient.
-    load_balance_coef=0.5,
-    router_z_coef=0.1,
-)
-
-
-def unpacked():
-    """Each sequence in a row of its own, and where its tokens stand among the packed ones."""
-    ids = segments()
-    places = [
-        (row, np.flatnonzero(ids[row] == number))
-        for row in range(BATCH)
-        for number in np.unique(ids[row])
-        if number
-    ]
-    index = np.zeros((len(places), TIME), int)
-    valid = np.zeros(index.shape, bool)
-    for n, (row, columns) in enumerate(places):
-        index[n, : len(columns)] = row * TIME + columns
-        valid[n, : len(columns)] = True
-    return index, valid
-
-
-@functools.cache
-def trained(is_packed, layout, context=None):
-    """Loss, log-probability of the following token, router sums and gradients."""
-    config = replace(CONFIG, execution=Execution(context=context))
-    mesh = mesh_of(layout)
-    tokens = np.random.default_rng(2).integers(0, CONFIG.vocab_size, (BATCH, TIME))
-    index, valid = unpacked()
-    follows = np.zeros(BATCH * TIME, int)
-    counted = np.zeros(BATCH * TIME, bool)
-    for row, some in zip(index, valid, strict=True):
-        columns = row[some]
-        follows[columns[:-1]] = tokens.reshape(-1)[columns[1:]]
-        counted[columns[:-1]] = True
-    if not is_packed:
-        tokens, follows = tokens.reshape(-1)[index], follows[index]
-        counted = counted[index] & valid
-    tokens, follows, counted = (
-        jnp.asarray(np.reshape(x, tokens.shape)) for x in (tokens, follows, counted)
-    )
-    number = int(valid.sum())
-
-    def loss(weights):
-        if is_packed:
-            stream = packed(tokens, jnp.asarray(segments()), mesh, config.execution)
-        else:
-            stream = rows(tokens, jnp.asarray(valid), mesh, config.execution)
-        x, stats = model.run(weights, stream, config, mesh)
-        logprobs = jax.nn.log_softmax(logits_of(weights, x, config, mesh))
-        chosen = own_shard(stream.order.flatten(follows), mesh.sequence)
-        chosen = jnp.take_along_axis(logprobs, chosen[:, None], axis=1)[:, 0]
-        used = own_shard(stream.order.flatten(counted), mesh.sequence)
-        own = all_sum(-jnp.sum(jnp.where(used, chosen, 0.0)) / number, mesh.sequence)
-        router = router_loss(stats, config, mesh, jnp.asarray(number))
-        return all_sum(own + router, mesh.except_sequence), all_sum(stats, mesh.axes)
-
-    spec = specs(config, mesh)
-    step = on_mesh(jax.value_and_grad(loss, has_aux=True), mesh, (spec,), ((P(), P()), spec))
-    return jax.device_get(step(random_weights(config, 0)))
-
-
-@pytest.mark.parametrize(
-    ("layout", "context"),
-    full_but(
-        [("dp1", None), ("cp2 tp2", "ring"), ("cp2 / ep2", "ulysses")], ("cp2 / ep2", "ulysses")
-    ),
-)
-def test_packed_sequences_are_rows_of_their_own(layout, context):
-    (value, stats), grads = trained(True, layout, context)
-    (expected, expected_stats), expected_grads = trained(False, "dp1")
-    np.testing.assert_allclose(value, expected, rtol=2e-6)
-    # float32 sums of a few hundred terms in another order: a few units in the sixth digit.
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6 * np.max(np.abs(b))),
-        grads,
-        expected_grads,
-    )
-    assert all(float(np.max(np.abs(g))) > 0 for g in jax.tree.leaves(grads))
-    np.testing.assert_array_equal(stats.load, expected_stats.load)
-    np.testing.assert_array_equal(stats.tokens, CONFIG.num_layers * unpacked()[1].sum())
-    for name in ("balance", "z", "entropy"):
-        np.testing.assert_allclose(getattr(stats, name), getattr(expected_stats, name), rtol=1e-5)
-
-
-def test_positions_restart_with_every_sequence():
-    tokens = jnp.zeros((2, 7), int)
-    ids = jnp.asarray([[2, 2, 1, 1, 1, 0, 3], [0, 5, 5, 0, 5, 7, 7]])
-    stream = packed(tokens, ids, mesh_of("dp1"))
-    expected = [[0, 1, 0, 1, 2, None, 0], [None, 0, 1, None, 2, 0, 1]]
-    positions = stream.positions.reshape(2, 7)
-    for row in range(2):
-        for column, place in enumerate(expected[row]):
-            assert place is None or int(positions[row, column]) == place
-    np.testing.assert_array_equal(stream.weight.reshape(2, 7), ids > 0)
