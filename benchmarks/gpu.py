@@ -276,20 +276,20 @@ def attention(arguments: argparse.Namespace) -> Iterator[Figures]:
     import jax
     import jax.numpy as jnp
 
-    from moe.attention.core import IMPLEMENTATIONS, read
-    from moe.attention.plain import causal
+    from moe.attention.core import IMPLEMENTATIONS, core_attention
+    from moe.attention.plain import causal_mask
 
     config = network(arguments)
     rows, length, width = max(arguments.rows // 4, 1), arguments.time, config.head_dim
     query = random((rows, length, config.num_heads, width))
     key, value = (random((rows, length, config.num_kv_heads, width), seed) for seed in (1, 2))
-    visible = causal(jnp.ones((rows, length), bool))
+    visible = causal_mask(jnp.ones((rows, length), bool))
     # Queries with keys and weights with values, half of them visible.
     flops = 2 * rows * length**2 * config.num_heads * width
     for name in IMPLEMENTATIONS:
 
         def value_of(query, key, value, name=name):
-            return read(query, key, value, visible, causal=True, implementation=name)
+            return core_attention(query, key, value, visible, causal=True, implementation=name)
 
         def both(query, key, value, value_of=value_of):
             out, back = jax.vjp(value_of, query, key, value)

@@ -10,21 +10,23 @@ Head = Literal["tied", "untied", "value"]
 
 
 @dataclass(frozen=True)
-class LatentHeads:
-    """Multi-head latent attention: keys and values come from one narrow vector per token.
+class MultiHeadLatentAttention:
+    """Multi-head latent attention (MLA): keys and values come from one narrow vector per token.
+
+    Fields have the names of DeepSeek's config.json.
 
     Args:
-      rank: width of the vector that keys and values are expanded from.
-      query_rank: width of the one that queries are expanded from; None makes queries directly.
-      rope_dim: elements of a query and of a key that are rotated, even, part of `head_dim`; those
-        of the key are the same for all heads.
-      value_dim: width of a value head.
+      kv_lora_rank: width of the vector that keys and values are expanded from.
+      q_lora_rank: width of the one that queries are expanded from; None makes queries directly.
+      qk_rope_head_dim: elements of a query and of a key that are rotated, even, part of `head_dim`;
+        those of the key are the same for all heads.
+      v_head_dim: width of a value head.
     """
 
-    rank: int
-    query_rank: int | None
-    rope_dim: int
-    value_dim: int
+    kv_lora_rank: int
+    q_lora_rank: int | None
+    qk_rope_head_dim: int
+    v_head_dim: int
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,8 @@ class ModelConfig:
       d_model: width of the residual stream.
       num_heads: query heads.
       num_kv_heads: key and value heads; a divisor of `num_heads` (grouped-query attention).
-      head_dim: width of a head, even; under `latent` that of queries and keys.
-      latent: makes attention multi-head latent attention; None is grouped-query attention.
+      head_dim: width of a head, even; under `mla` that of queries and keys (``qk_head_dim``).
+      mla: makes attention multi-head latent attention; None is grouped-query attention.
       qkv_bias: queries, keys and values have biases.
       query_key_norm: RMSNorm of queries and keys before rotation: of each "head", of the whole
         "projection" (all heads together), or None.
@@ -51,11 +53,11 @@ class ModelConfig:
         each token has for it.
       num_dense_layers: how many of the `num_layers` blocks, the first ones, have a dense layer in
         place of experts.
-      d_first: hidden width of those dense layers.
-      embedding_scale: factor on embeddings where the stream starts; None is ``sqrt(d_model)``.
+      dense_d_ff: hidden width of those dense layers.
+      embedding_scale: factor on embeddings where the residual stream starts; None is
+        ``sqrt(d_model)``.
       head: "tied" (logits from the embedding), "untied" (their own matrix) or "value" (one number
-        per
-        position: the critic).
+        per position: the critic).
       rope_base: base of the rotary wavelengths.
       rope_scaling: how the wavelengths are stretched for a longer context, None for not at all.
       rope_interleaved: rotary pairs are neighbours, not halves apart.
@@ -79,7 +81,7 @@ class ModelConfig:
         of their best `experts_per_token / expert_groups_per_token` scores.
       selection_bias: each expert has a bias that is added to its score to select it and never to
         weigh it, moved by how loaded it is (`moe.router.bias.moved_bias`) and by nothing else.
-      bias_update_rate: how far a selection bias moves in one optimiser step.
+      bias_update_rate: how far a selection bias moves in one optimizer step.
       capacity_factor: experts take at most ``ceil(capacity_factor tokens k / num_experts)`` tokens
         of `drop_scope` while learning and when scoring; None drops nothing. Generation never drops,
         and so reinforcement learning refuses a capacity that drops
@@ -103,7 +105,7 @@ class ModelConfig:
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 24
-    latent: LatentHeads | None = None
+    mla: MultiHeadLatentAttention | None = None
     qkv_bias: bool = False
     query_key_norm: Literal["head", "projection"] | None = None
     num_experts: int = 8
@@ -112,7 +114,7 @@ class ModelConfig:
     d_ff: int = 0
     shared_expert_gate: bool = False
     num_dense_layers: int = 0
-    d_first: int = 0
+    dense_d_ff: int = 0
     embedding_scale: float | None = None
     head: Head = "untied"
     rope_base: float = 10_000.0
@@ -154,7 +156,7 @@ class ModelConfig:
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads="
                 f"{self.num_kv_heads}: each key/value head serves the same number of query heads."
             )
-        if self.head_dim % 2 and self.latent is None:
+        if self.head_dim % 2 and self.mla is None:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary pairs its halves.")
         if self.num_experts == 0 and self.d_ff == 0:
             raise ValueError(
@@ -175,9 +177,9 @@ class ModelConfig:
         return self.num_layers - self.num_dense_layers if self.num_experts else 0
 
     @property
-    def value_dim(self) -> int:
+    def v_head_dim(self) -> int:
         """Width of a value head."""
-        return self.head_dim if self.latent is None else self.latent.value_dim
+        return self.head_dim if self.mla is None else self.mla.v_head_dim
 
     def as_critic(self) -> "ModelConfig":
         """The same network with a value head."""
@@ -193,16 +195,16 @@ def _check_attention(config: ModelConfig) -> None:
         limit = getattr(config, name)
         if limit is not None and limit < 1:
             raise ValueError(f"{name}={limit} must be at least 1; None is no limit.")
-    latent = config.latent
-    if latent is None:
+    mla = config.mla
+    if mla is None:
         return
-    for name in ("rank", "query_rank", "rope_dim", "value_dim"):
-        size = getattr(latent, name)
+    for name in ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim"):
+        size = getattr(mla, name)
         if size is not None and size < 1:
-            raise ValueError(f"latent.{name}={size} must be at least 1.")
-    if latent.rope_dim % 2 or latent.rope_dim >= config.head_dim:
+            raise ValueError(f"mla.{name}={size} must be at least 1.")
+    if mla.qk_rope_head_dim % 2 or mla.qk_rope_head_dim >= config.head_dim:
         raise ValueError(
-            f"latent.rope_dim={latent.rope_dim} must be even and below head_dim="
+            f"mla.qk_rope_head_dim={mla.qk_rope_head_dim} must be even and below head_dim="
             f"{config.head_dim}, of which it is a part."
         )
     if config.num_kv_heads != config.num_heads:
@@ -216,11 +218,13 @@ def _check_attention(config: ModelConfig) -> None:
 
 def _check_first_layers(config: ModelConfig) -> None:
     first = config.num_dense_layers
-    if first and not (config.num_experts and 0 < first < config.num_layers and config.d_first > 0):
+    if first and not (
+        config.num_experts and 0 < first < config.num_layers and config.dense_d_ff > 0
+    ):
         raise ValueError(
             f"num_dense_layers={first} needs experts in the layers after it (num_experts="
-            f"{config.num_experts}, num_layers={config.num_layers}) and a width, d_first="
-            f"{config.d_first}: set 0 where all layers are alike."
+            f"{config.num_experts}, num_layers={config.num_layers}) and a width, dense_d_ff="
+            f"{config.dense_d_ff}: set 0 where all layers are alike."
         )
     if config.shared_expert_gate and not (config.num_experts and config.d_ff):
         raise ValueError(
@@ -261,10 +265,10 @@ def _check_routing(config: ModelConfig) -> None:
 
 
 def _check_groups(config: ModelConfig) -> None:
-    groups, kept = config.num_expert_groups, config.expert_groups_per_token
-    if not 1 <= kept <= groups:
+    groups, topk = config.num_expert_groups, config.expert_groups_per_token
+    if not 1 <= topk <= groups:
         raise ValueError(
-            f"expert_groups_per_token={kept} must lie in 1..num_expert_groups={groups}."
+            f"expert_groups_per_token={topk} must lie in 1..num_expert_groups={groups}."
         )
     if groups == 1:
         return
@@ -273,16 +277,16 @@ def _check_groups(config: ModelConfig) -> None:
             f"num_expert_groups={groups} does not divide num_experts={config.num_experts}: "
             "groups are of equal size."
         )
-    if config.experts_per_token % kept:
+    if config.experts_per_token % topk:
         raise ValueError(
-            f"expert_groups_per_token={kept} does not divide experts_per_token="
+            f"expert_groups_per_token={topk} does not divide experts_per_token="
             f"{config.experts_per_token}: a group is judged by its best "
             "experts_per_token / expert_groups_per_token scores."
         )
-    if config.experts_per_token // kept > config.num_experts // groups:
+    if config.experts_per_token // topk > config.num_experts // groups:
         raise ValueError(
             f"experts_per_token={config.experts_per_token} are more than expert_groups_per_token="
-            f"{kept} groups of {config.num_experts // groups} experts hold: keep more groups."
+            f"{topk} groups of {config.num_experts // groups} experts hold: allow more groups."
         )
 
 

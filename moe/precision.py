@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-NOTHING = -1e30
+MASK_VALUE = -1e30
 """Score of what is not visible or not counted. The lowest float would make rows without anything
 visible NaN after the subtraction of their maximum in lower precisions; a large finite number never
 does."""

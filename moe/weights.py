@@ -4,11 +4,10 @@ A record holds one leaf per weight and is generic in what the leaf is: the table
 arrays, their PartitionSpecs. Each of those is a `jax.tree.map` over the table.
 
 Axes: ``layer vocab d_model head kv_head head_dim d_ff route expert d_expert``; of latent attention
-``latent query_latent`` and widths made of theirs; of the dense layers that come before those with
-experts ``first_layer d_first``. ``route`` and
-``expert`` have the same size and different roles: the router's outputs stay whole on every device
-while the experts are spread over them. So have ``vocab``, the rows of the embedding, and ``logit``,
-the columns of the head.
+``kv_lora q_lora`` and widths made of theirs; of the dense layers that come before those with
+experts ``first_layer dense_d_ff``. ``route`` and ``expert`` have the same size and different roles:
+the router's outputs stay whole on every device while the experts are spread over them. So have
+``vocab``, the rows of the embedding, and ``logit``, the columns of the head.
 """
 
 import math
@@ -156,18 +155,18 @@ def _attention(
     config: ModelConfig, out_scale: float
 ) -> Attention[Weight] | LatentAttention[Weight]:
     norm, inward = Weight("layer d_model"), "d_model"
-    if config.latent is not None:
-        narrow = "d_model" if config.latent.query_rank is None else "query_latent"
-        has_query_latent = config.latent.query_rank is not None
+    if config.mla is not None:
+        narrow = "d_model" if config.mla.q_lora_rank is None else "q_lora"
+        has_q_lora = config.mla.q_lora_rank is not None
         return LatentAttention(
             norm=norm,
-            query_down=Weight("layer d_model query_latent", inward) if has_query_latent else None,
-            query_norm=Weight("layer query_latent") if has_query_latent else None,
+            query_down=Weight("layer d_model q_lora", inward) if has_q_lora else None,
+            query_norm=Weight("layer q_lora") if has_q_lora else None,
             query=Weight(f"layer {narrow} head head_dim", narrow),
-            down=Weight("layer d_model latent_and_rope", inward),
-            down_norm=Weight("layer latent"),
-            up=Weight("layer latent head key_and_value", "latent"),
-            out=Weight("layer head value_dim d_model", "head value_dim", out_scale),
+            down=Weight("layer d_model kv_lora_and_rope", inward),
+            down_norm=Weight("layer kv_lora"),
+            up=Weight("layer kv_lora head key_and_value", "kv_lora"),
+            out=Weight("layer head v_head_dim d_model", "head v_head_dim", out_scale),
         )
     queries, keys = "layer head head_dim", "layer kv_head head_dim"
     biases = {}
@@ -195,7 +194,7 @@ def _attention(
 
 def _in_first_layers(layer: Layer[Weight]) -> Layer[Weight]:
     """The same weights, stacked over the first layers and as wide as their dense layers are."""
-    names = {"layer": "first_layer", "d_ff": "d_first"}
+    names = {"layer": "first_layer", "d_ff": "dense_d_ff"}
 
     def renamed(axes: str) -> str:
         return " ".join(names.get(axis, axis) for axis in axes.split())
@@ -208,16 +207,16 @@ def _in_first_layers(layer: Layer[Weight]) -> Layer[Weight]:
 
 def axis_sizes(config: ModelConfig) -> dict[str, int]:
     """The size of each named axis."""
-    latent = config.latent
+    mla = config.mla
     latents = (
         {}
-        if latent is None
+        if mla is None
         else {
-            "latent": latent.rank,
-            "query_latent": latent.query_rank or 0,
-            "latent_and_rope": latent.rank + latent.rope_dim,
-            "key_and_value": config.head_dim - latent.rope_dim + latent.value_dim,
-            "value_dim": latent.value_dim,
+            "kv_lora": mla.kv_lora_rank,
+            "q_lora": mla.q_lora_rank or 0,
+            "kv_lora_and_rope": mla.kv_lora_rank + mla.qk_rope_head_dim,
+            "key_and_value": config.head_dim - mla.qk_rope_head_dim + mla.v_head_dim,
+            "v_head_dim": mla.v_head_dim,
         }
     )
     return {
@@ -233,7 +232,7 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
         "route": config.num_experts,
         "expert": config.num_experts,
         "d_expert": config.d_expert,
-        "d_first": config.d_first,
+        "dense_d_ff": config.dense_d_ff,
         **latents,
     }
 

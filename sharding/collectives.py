@@ -135,7 +135,7 @@ def join_shards(x: Shaped[Array, "local *rest"], axes: Axes) -> Shaped[Array, "a
     return _named(lax.psum(whole, axes))
 
 
-def exchange(x: Shaped[Array, "peers *rest"], axes: Axes) -> Shaped[Array, "peers *rest"]:
+def all_to_all(x: Shaped[Array, "peers *rest"], axes: Axes) -> Shaped[Array, "peers *rest"]:
     """Row ``i`` goes to device ``i`` along `axes`; row ``j`` of the result came from device ``j``.
 
     Volume sent: (n-1)/n of the array. It is its own reverse.

@@ -71,7 +71,7 @@ class RolloutPolicy:
         self._resharded: Transformer[Array] | None = None
 
     def of(self, weights: Transformer[Array]) -> Transformer[Array]:
-        """The policy `weights`, stored on the rollout's mesh as `moe.placement.in_rounds` says."""
+        """The policy `weights`, stored on the rollout's mesh as `moe.placement.in_chunks` says."""
         _, training, rollout = self._meshes
         if rollout == training:
             return weights
@@ -109,7 +109,7 @@ def _resharding(
     shardings, structure = jax.tree.flatten(placement.shardings(whole, target))
 
     def move(leaves: list[Array]) -> list[Array]:
-        in_order = placement.in_order(structure.unflatten(leaves), source)
-        return jax.tree.leaves(placement.in_rounds(in_order, target))
+        in_order = placement.in_layer_order(structure.unflatten(leaves), source)
+        return jax.tree.leaves(placement.in_chunks(in_order, target))
 
     return jax.jit(move, out_shardings=shardings)

@@ -12,8 +12,8 @@ from moe.config import ModelConfig
 from moe.head import logits_of, logprobs_and_entropy, value_of
 from moe.router.statistics import RouterStatistics
 from moe.tokens import alignment
-from moe.tokens.packing import Stream, shared_prompts
-from moe.tokens.zigzag import Order
+from moe.tokens.packing import PackedBatch, pack_shared_prompts
+from moe.tokens.zigzag import ZigzagLayout
 from moe.weights import Transformer
 from sharding.collectives import vary
 from sharding.folding import FoldedMesh
@@ -75,10 +75,12 @@ def stream(
     rows: Rows,
     config: ModelConfig,
     mesh: FoldedMesh,
-) -> Stream:
+) -> PackedBatch:
     """The tokens as the network runs them."""
     model.check_window(tokens.shape[1], config)
-    return shared_prompts(tokens, valid, rows.prompt_length, rows.copies, mesh, config.execution)
+    return pack_shared_prompts(
+        tokens, valid, rows.prompt_length, rows.copies, mesh, config.execution
+    )
 
 
 def scores_of(
@@ -153,7 +155,7 @@ def num_pieces(num_rows: int, time: int, rows: Rows, mesh: FoldedMesh) -> int:
     def fits(number: int) -> bool:
         own = num_rows // number
         sections = (own // rows.copies, rows.prompt_length), (own, time - rows.prompt_length)
-        divides = (Order((section,), cp).num_tokens % ranks == 0 for section in sections)
+        divides = (ZigzagLayout((section,), cp).num_tokens % ranks == 0 for section in sections)
         return num_rows % (number * rows.copies) == 0 and all(divides)
 
     return max((n for n in range(1, 4 * mesh.layout.pp + 1) if fits(n)), default=1)
@@ -175,7 +177,7 @@ def _read_states(
         return read(weights, x, tokens), router
     number = num_pieces(tokens.shape[0], tokens.shape[1], rows, mesh)
     pieces = jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), (tokens, valid))
-    outs, router = stages.scan_pieces(
+    outs, router = stages.scan_micro_batches(
         weights,
         pieces,
         lambda piece: stream(piece[0], piece[1], rows, config, mesh),

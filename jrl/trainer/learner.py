@@ -22,9 +22,9 @@ from jrl.recipes.batch import Batch, Totals
 from moe import model, placement, stages
 from moe.config import ModelConfig
 from moe.router.balance import router_loss
-from moe.router.bias import rebalanced
+from moe.router.bias import with_updated_bias
 from moe.router.statistics import RouterStatistics
-from moe.tokens.packing import Stream
+from moe.tokens.packing import PackedBatch
 from moe.weights import Layer, Transformer
 from sharding import zero
 from sharding.collectives import all_sum, vary
@@ -101,7 +101,7 @@ class Objective(Protocol):
     @property
     def mesh(self) -> FoldedMesh: ...
 
-    def stream(self, batch: Batch[Array]) -> Stream:
+    def stream(self, batch: Batch[Array]) -> PackedBatch:
         """This piece's tokens as the network runs them."""
         ...
 
@@ -139,8 +139,11 @@ def start(
 
 
 def state_shardings(opt_state: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
-    """Where the optimiser state lives: moments in parts (`moe.placement.parts`), counters whole."""
-    parts = jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), placement.parts(config, mesh))
+    """Where the optimiser state lives: moments in parts (`moe.placement.shard_specs`), counters
+    whole."""
+    parts = jax.tree.map(
+        lambda spec: NamedSharding(mesh.mesh, spec), placement.shard_specs(config, mesh)
+    )
 
     def place(node: Any) -> Any:
         whole = NamedSharding(mesh.mesh, PartitionSpec())
@@ -186,7 +189,7 @@ def update(
       The learner, and metrics: `loss`, `grad_norm`, `finite`, `empty` and the objective's.
     """
     config, mesh = objective.config, objective.mesh
-    kept, parts = placement.kept(config, mesh), placement.parts(config, mesh)
+    kept, parts = placement.stored_specs(config, mesh), placement.shard_specs(config, mesh)
     totals = count(batch)
     loss, grads, metrics = _gradients(objective, num_micro, learner.weights, batch, totals)
     grad_norm = optax.tree.norm(grads)
@@ -200,7 +203,7 @@ def update(
         steps, opt_state = optimiser.transformation().update(grads, learner.opt_state, weights)
     stepped: Any = optax.apply_updates(weights, steps)
     if config.selection_bias:
-        stepped = rebalanced(weights, stepped, metrics["load"], config.bias_update_rate)
+        stepped = with_updated_bias(weights, stepped, metrics["load"], config.bias_update_rate)
     moved = replace(
         learner,
         weights=stepped,
@@ -241,8 +244,8 @@ def _gradients(
     local = jax.shard_map(
         partial(_local_gradients, objective, num_micro),
         mesh=mesh.mesh,
-        in_specs=(placement.kept(config, mesh), PartitionSpec(mesh.dp), PartitionSpec()),
-        out_specs=(PartitionSpec(), placement.parts(config, mesh), PartitionSpec()),
+        in_specs=(placement.stored_specs(config, mesh), PartitionSpec(mesh.dp), PartitionSpec()),
+        out_specs=(PartitionSpec(), placement.shard_specs(config, mesh), PartitionSpec()),
     )
     return local(weights, batch, totals)
 
@@ -255,21 +258,21 @@ def _local_gradients(
     totals: Totals[Array],
 ) -> tuple[Array, Transformer[Array], dict[str, Any]]:
     config, mesh = objective.config, objective.mesh
-    specs, cuts = placement.specs(config, mesh), placement.cuts(config, mesh)
+    specs, cuts = placement.specs(config, mesh), placement.shard_dims(config, mesh)
     sharded = config.execution.fsdp
     # Copies that vary over every axis collect the gradient of this device alone; what is summed
     # over devices, once, is the sum over micro-batches.
     own = vary(weights, mesh.axes)
     if sharded:
         # The layers stay in parts until it is their turn, and their gradients are summed there.
-        own = replace(zero.join(own, cuts), layers=own.layers)
+        own = replace(zero.unshard(own, cuts), layers=own.layers)
     pieces = jax.tree.map(lambda x: x.reshape(num_micro, -1, *x.shape[1:]), batch)
     passes = _one_by_one if mesh.layout.pp == 1 else _through_stages
     loss, grads, metrics = passes(objective, own, pieces, totals, cuts.layers if sharded else None)
     in_parts = replace(
         jax.tree.map(lambda _: False, cuts), layers=jax.tree.map(lambda _: sharded, cuts.layers)
     )
-    to_parts = partial(zero.sum_to_parts, mesh)
+    to_parts = partial(zero.reduce_scatter, mesh)
     return loss, jax.tree.map(to_parts, specs, cuts, grads, in_parts), metrics
 
 
@@ -289,7 +292,7 @@ def _one_by_one(
     own: Transformer[Array],
     pieces: Batch[Array],
     totals: Totals[Array],
-    cuts: Layer[zero.Cut] | None,
+    cuts: Layer[zero.ShardDim] | None,
 ) -> tuple[Array, Transformer[Array], dict[str, Any]]:
     """The loss, this device's gradient, and the metrics, where it holds all layers."""
     config, mesh = objective.config, objective.mesh
@@ -317,7 +320,7 @@ def _through_stages(
     own: Transformer[Array],
     pieces: Batch[Array],
     totals: Totals[Array],
-    cuts: Layer[zero.Cut] | None,
+    cuts: Layer[zero.ShardDim] | None,
 ) -> tuple[Array, Transformer[Array], dict[str, Any]]:
     """`_one_by_one` on a pipeline."""
     config, mesh = objective.config, objective.mesh

@@ -16,7 +16,7 @@ from jrl.rollout.scoring import Rows, scores_of, stream, values_of
 from jrl.trainer.learner import Max
 from moe.config import ModelConfig
 from moe.router.statistics import RouterStatistics
-from moe.tokens.packing import Stream
+from moe.tokens.packing import PackedBatch
 from moe.weights import Transformer
 from sharding.collectives import all_sum
 from sharding.folding import FoldedMesh
@@ -32,7 +32,7 @@ class PolicyObjective:
     recipe: Recipe
     sampling: Sampling
 
-    def stream(self, batch: Batch[Array]) -> Stream:
+    def stream(self, batch: Batch[Array]) -> PackedBatch:
         return stream(batch.tokens, batch.valid, self.rows, self.config, self.mesh)
 
     def loss(
@@ -63,7 +63,7 @@ class CriticObjective:
     rows: Rows
     recipe: ActorCritic
 
-    def stream(self, batch: Batch[Array]) -> Stream:
+    def stream(self, batch: Batch[Array]) -> PackedBatch:
         return stream(batch.tokens, batch.valid, self.rows, self.config, self.mesh)
 
     def loss(
@@ -85,7 +85,7 @@ class SupervisedObjective:
     mesh: FoldedMesh
     rows: Rows
 
-    def stream(self, batch: Batch[Array]) -> Stream:
+    def stream(self, batch: Batch[Array]) -> PackedBatch:
         return stream(batch.tokens, batch.valid, self.rows, self.config, self.mesh)
 
     def loss(

@@ -91,7 +91,7 @@ def _described(model: ModelConfig, setup: Setup) -> Any:
 
 def _placed(weights: Transformer[Array], model: ModelConfig, setup: Setup) -> Transformer[Array]:
     """The weights on the mesh of the run."""
-    weights = placement.in_rounds(weights, setup.mesh)
+    weights = placement.in_chunks(weights, setup.mesh)
     return jax.device_put(weights, placement.shardings(model, setup.mesh))
 
 

@@ -38,7 +38,7 @@ from jrl.trainer.objectives import CriticObjective, PolicyObjective, SupervisedO
 from moe.config import PRESETS, ModelConfig
 from moe.model import check_window
 from moe.router.capacity import can_drop
-from moe.tokens.zigzag import Order
+from moe.tokens.zigzag import ZigzagLayout
 from sharding.folding import FoldedMesh, Layout, fold
 
 
@@ -185,7 +185,7 @@ class Setup:
         mesh = self.mesh
         cp, ranks = mesh.size(mesh.cp), mesh.size(mesh.sequence)
         lengths = self.prompt_length, self.response_length
-        return all(Order(((rows, time),), cp).num_tokens % ranks == 0 for time in lengths)
+        return all(ZigzagLayout(((rows, time),), cp).num_tokens % ranks == 0 for time in lengths)
 
     @property
     def rows(self) -> Rows:
@@ -418,7 +418,7 @@ def _check_tokens(setup: Setup, sections: dict[str, tuple[int, int]], mesh: Fold
     into equal parts. The padding that context parallelism adds counts."""
     cp, ranks = mesh.size(mesh.cp), mesh.size(mesh.sequence)
     for name, section in sections.items():
-        number = Order((section,), cp).num_tokens
+        number = ZigzagLayout((section,), cp).num_tokens
         if number % ranks:
             raise ValueError(
                 f"{name} have {number} tokens per data-parallel rank, which do not divide over "

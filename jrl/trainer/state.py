@@ -48,7 +48,7 @@ def initial_weights(setup: Setup, config: ModelConfig, stream: str) -> Transform
     shardings, structure = jax.tree.flatten(placement.shardings(config, setup.mesh))
     make = jax.jit(
         lambda key: jax.tree.leaves(
-            placement.in_rounds(moe_weights.initialise(config, key), setup.mesh)
+            placement.in_chunks(moe_weights.initialise(config, key), setup.mesh)
         ),
         out_shardings=shardings,
     )
@@ -89,7 +89,7 @@ def abstract(setup: Setup) -> TrainState[Any]:
     """Shapes, dtypes and shardings of the state, without making it: what a checkpoint is read
     into."""
     state = jax.eval_shape(
-        lambda weights: begin(setup, placement.in_rounds(weights, setup.mesh)),
+        lambda weights: begin(setup, placement.in_chunks(weights, setup.mesh)),
         moe_weights.shapes(setup.model),
     )
     policy = placement.shardings(setup.model, setup.mesh)
@@ -131,8 +131,8 @@ def _in_order(setup: Setup) -> Setup:
 
 
 def _reshaped(setup: Setup, state: TrainState[Array], like: TrainState[Any]) -> TrainState[Array]:
-    """The state in the shapes and on the shardings of `like`: `moe.placement.in_rounds` and
-    `in_order` are reshapes of every leaf."""
+    """The state in the shapes and on the shardings of `like`: `moe.placement.in_chunks` and
+    `in_layer_order` are reshapes of every leaf."""
     if setup.mesh.layout.vpp == 1:
         return state
     leaves, structure = jax.tree.flatten(state)

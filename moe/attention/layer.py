@@ -2,8 +2,8 @@
 
 The residual stream is a shard of the flattened tokens on each ``tp`` rank; the layer gathers the
 tokens, works on its own heads and scatters the sum back. What lies between keys and queries is
-passed in as `attend`, so that training (all positions at once, spread over ``cp``) and decoding (a
-cache) are one layer.
+passed in as `core_attention` (Megatron's word), so that training (all positions at once, spread
+over ``cp``) and decoding (a cache) are one layer.
 """
 
 from typing import Protocol, runtime_checkable
@@ -20,8 +20,8 @@ from sharding.folding import FoldedMesh
 
 
 @runtime_checkable
-class Attend(Protocol):
-    """(queries, keys, values) of the gathered tokens -> what each query reads.
+class CoreAttention(Protocol):
+    """(queries, keys, values) of the gathered tokens -> what each query gets of the values.
 
     Values may be narrower or wider than keys; `scale` multiplies the scores, None is
     ``head_dim**-0.5``.
@@ -36,24 +36,25 @@ def attention(
     weights: Attention[Array] | LatentAttention[Array],
     x: Float[Array, "local d_model"],
     positions: Int[Array, "token"],
-    attend: Attend,
+    core_attention: CoreAttention,
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> Float[Array, "local d_model"]:
     """The attention term of a block, for this rank's shard of the tokens.
 
     Communication per device: one `gather_tokens` and one `scatter_tokens` over ``tp``, each of
-    ``tokens x d_model (tp - 1) / tp`` elements, of the tokens of a ``cp`` rank; `attend` adds what
-    `moe.attention.context_parallel.choice` says.
+    ``tokens x d_model (tp - 1) / tp`` elements, of the tokens of a ``cp`` rank; `core_attention`
+    adds what `moe.attention.context_parallel.choice` says.
 
     Args:
       x: the residual stream, sharded over ``cp`` and ``tp`` along the flattened tokens.
       positions: place in its own sequence of each gathered token, from 0 (the tokens of this
         ``cp`` rank).
-      attend: reads the values; sees the heads of this rank only.
+      core_attention: what lies between the projections; sees the heads of this rank only.
     """
     h = rms_norm(x, weights.norm, config.norm_epsilon)
+    # Norm before gather: each rank normalises its own tokens (sequence parallelism).
     h = gather_tokens(h, mesh.tp)
-    read = attend(*queries_keys_values(weights, h, positions, config, mesh))
-    out = jnp.einsum("nhk,hkd->nd", read, weights.out.astype(h.dtype))
+    out = core_attention(*queries_keys_values(weights, h, positions, config, mesh))
+    out = jnp.einsum("nhk,hkd->nd", out, weights.out.astype(h.dtype))
     return scatter_tokens(out, mesh.tp)

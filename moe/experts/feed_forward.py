@@ -1,7 +1,7 @@
 """Feed-forward layers: the dense one, and many experts each on its own rows.
 
-Rows are sorted by expert, multiplied by `grouped_dot` and put back. `every_expert` is the
-plain twin.
+Rows are sorted by expert, multiplied by `grouped_dot` and put back. `dense_reference` is the plain
+twin.
 """
 
 import jax
@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moe.experts.grouped.dot import grouped_dot
-from moe.experts.permutation import inverse_places, permute, sort_by_group
+from moe.experts.permutation import inverse_slots, permute, sort_by_group
 from moe.remat import PRODUCT
 from moe.weights import Dense, Experts
 from sharding.collectives import gather_tokens, scatter_tokens
@@ -48,7 +48,7 @@ def routed_experts(
       implementation: of the products, see `moe.experts.grouped.dot.grouped_dot`.
     """
     order, sizes = sort_by_group(experts, weights.gate.shape[0])
-    inverse = inverse_places(order, order.shape[0])
+    inverse = inverse_slots(order, order.shape[0])
 
     def product(rows, matrices):
         out = grouped_dot(rows, matrices, sizes=sizes, implementation=implementation)
@@ -60,14 +60,14 @@ def routed_experts(
     return permute(product(jax.nn.silu(gate) * up, weights.down), inverse, order)
 
 
-def every_expert(
+def dense_reference(
     weights: Experts[Array],
     rows: Float[Array, "row d_model"],
     experts: Int[Array, "row"],
 ) -> Float[Array, "row d_model"]:
-    """The plain twin of `routed_experts`: every row through every expert, one of them kept."""
+    """The plain twin of `routed_experts`: every row through every expert, one of them chosen."""
     gate = jax.nn.silu(jnp.einsum("nd,edf->nef", rows, weights.gate.astype(rows.dtype)))
     hidden = gate * jnp.einsum("nd,edf->nef", rows, weights.up.astype(rows.dtype))
     out = jnp.einsum("nef,efd->ned", hidden, weights.down.astype(rows.dtype))
-    kept = jax.nn.one_hot(experts, weights.gate.shape[0], dtype=rows.dtype)
-    return jnp.einsum("ne,ned->nd", kept, out)
+    chosen = jax.nn.one_hot(experts, weights.gate.shape[0], dtype=rows.dtype)
+    return jnp.einsum("ne,ned->nd", chosen, out)

@@ -25,31 +25,31 @@ def sort_by_group(groups: Int[Array, "row"], num_groups: int) -> tuple[Array, Ar
 
 
 def positions_within(groups: Int[Array, "row"], num_groups: int) -> tuple[Array, Array]:
-    """The place of each row among the rows of its group, in order, and the size of each group.
+    """The position of each row among the rows of its group, in order, and the size of each group.
 
-    Rows whose group is out of range have no meaningful place and are counted nowhere.
+    Rows whose group is out of range have no meaningful position and are counted nowhere.
     """
     order, sizes = sort_by_group(groups, num_groups)
     start = take_rows(jnp.cumsum(sizes) - sizes, groups)
-    return inverse_places(order, groups.shape[0]) - start, sizes
+    return inverse_slots(order, groups.shape[0]) - start, sizes
 
 
-def inverse_places(places: Int[Array, "row"], num_places: int) -> Int[Array, "place"]:
-    """Which row is in each place; one past the last row where there is none."""
-    empty = jnp.full((num_places,), places.shape[0], jnp.int32)
-    return empty.at[places].set(jnp.arange(places.shape[0], dtype=jnp.int32), mode="drop")
+def inverse_slots(slots: Int[Array, "row"], num_slots: int) -> Int[Array, "slot"]:
+    """Which row is in each slot; one past the last row where there is none."""
+    empty = jnp.full((num_slots,), slots.shape[0], jnp.int32)
+    return empty.at[slots].set(jnp.arange(slots.shape[0], dtype=jnp.int32), mode="drop")
 
 
 def take_rows(
-    x: Shaped[Array, "row *rest"], rows: Int[Array, "place"]
-) -> Shaped[Array, "place *rest"]:
+    x: Shaped[Array, "row *rest"], rows: Int[Array, "slot"]
+) -> Shaped[Array, "slot *rest"]:
     """`x[rows]`, with zeros where the index is past the end."""
     return x.at[rows].get(mode="fill", fill_value=0)
 
 
 def spread_rows(
-    x: Shaped[Array, "row *rest"], rows: Int[Array, "place"], dtype: jnp.dtype
-) -> Shaped[Array, "place *rest"]:
+    x: Shaped[Array, "row *rest"], rows: Int[Array, "slot"], dtype: jnp.dtype
+) -> Shaped[Array, "slot *rest"]:
     """`take_rows` in `dtype`, whose gradient is summed in float32: a row may be taken often."""
     return take_rows(x.astype(jnp.float32), rows).astype(dtype)
 

@@ -142,7 +142,7 @@ def _needless(name: str, config: ModelConfig) -> bool:
     return (
         (name == "lm_head.weight" and config.head == "tied")
         or name.endswith(".rotary_emb.inv_freq")
-        or (config.latent is not None and layer is not None and int(layer[1]) >= config.num_layers)
+        or (config.mla is not None and layer is not None and int(layer[1]) >= config.num_layers)
     )
 
 

@@ -133,7 +133,7 @@ def _name(path: str, config: ModelConfig, family: Family) -> str:
     names = {**COMMON_NAMES, **family.names}
     plain = own.startswith("dense.") and (stack == "first_layers" or not config.num_experts)
     without_latent = own == "attention.query" and (
-        config.latent is None or config.latent.query_rank is None
+        config.mla is None or config.mla.q_lora_rank is None
     )
     if plain or without_latent:
         names = COMMON_NAMES

@@ -1,48 +1,48 @@
-"""How even the experts' load is made: what the losses compare with, and the bias of selection."""
+"""The load-balancing losses: the fractions of load that they compare with, and their sum."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe.config import ModelConfig
-from moe.router.statistics import RouterStatistics, Shares
+from moe.router.statistics import LoadFractions, RouterStatistics
 from sharding.collectives import all_sum
 from sharding.folding import FoldedMesh
 
 
-def shares(
+def load_fractions(
     sequence: Float[Array, "token route"],
     load: Float[Array, "route"],
     config: ModelConfig,
     mesh: FoldedMesh,
-) -> Shares:
-    """The shares that the load-balancing losses with a weight call for.
+) -> LoadFractions:
+    """The load fractions (``f_e`` of the papers) that the losses with a coefficient call for.
 
     What is counted are choices before dropping, padding left out, a prompt that several rows share
     once for each of them:
 
-    * `Shares.sequence`: those of the token's own sequence;
-    * `Shares.batch`: those of one micro-batch in one sequence-parallel group (``cp x tp``), the
-      rows that one ``dp`` rank holds;
-    * `Shares.everywhere`: those of the same micro-batch on all devices (``dp x cp x tp``), which is
-      the whole mini-batch when it is not cut into micro-batches. Micro-batches that went before do
-      not enter.
+    * `LoadFractions.sequence`: those of the token's own sequence;
+    * `LoadFractions.batch`: those of one micro-batch in one sequence-parallel group (``cp x tp``),
+      the rows that one ``dp`` rank holds;
+    * `LoadFractions.everywhere`: those of the same micro-batch on all devices (``dp x cp x tp``),
+      which is the whole mini-batch when it is not cut into micro-batches. Micro-batches that went
+      before do not enter.
 
     Communication per device and layer: one `all_sum` of ``[route]`` numbers for each of the last
-    two that has a weight.
+    two that has a coefficient.
 
     Args:
-      sequence: the share within each token's sequence.
+      sequence: the fractions within each token's sequence.
       load: choices of each expert by this device's tokens.
     """
     everyone = (*mesh.dp, *mesh.sequence)
-    return Shares(
+    return LoadFractions(
         sequence,
-        _share(all_sum(load, mesh.sequence)) if config.batch_balance_coef else None,
-        _share(all_sum(load, everyone)) if config.global_balance_coef else None,
+        _fractions(all_sum(load, mesh.sequence)) if config.batch_balance_coef else None,
+        _fractions(all_sum(load, everyone)) if config.global_balance_coef else None,
     )
 
 
-def _share(load: Float[Array, "route"]) -> Float[Array, "route"]:
+def _fractions(load: Float[Array, "route"]) -> Float[Array, "route"]:
     return load / jnp.maximum(jnp.sum(load), 1.0)
 
 

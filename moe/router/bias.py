@@ -8,14 +8,14 @@ from jaxtyping import Array, Float
 from moe.weights import Transformer
 
 
-def moved_bias(
+def updated_bias(
     bias: Float[Array, "layer route"], load: Float[Array, "layer route"], rate: float
 ) -> Float[Array, "layer route"]:
     """``b_e + rate sign(mean_e load - load_e)``: an idle expert is selected more, a busy one less.
 
     Args:
       bias: of each expert's selection.
-      load: choices of each expert in the whole batch of an optimiser step, all devices and
+      load: choices of each expert in the whole batch of an optimizer step, all devices and
         micro-batches, dropped ones included.
       rate: of the step, in units of the score.
 
@@ -26,22 +26,22 @@ def moved_bias(
     return bias + rate * jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
 
 
-def rebalanced(
+def with_updated_bias(
     before: Transformer[Array],
     after: Transformer[Array],
     load: Float[Array, "layer route"],
     rate: float,
 ) -> Transformer[Array]:
-    """The weights after an optimiser step, their selection bias as `moved_bias` moves it.
+    """The weights after an optimizer step, their selection bias as `updated_bias` moves it.
 
     Args:
-      before: the weights before the step, whose bias counts: the optimiser has no say in it.
+      before: the weights before the step, whose bias counts: the optimizer has no say in it.
       after: the weights after the step.
-      load: as for `moved_bias`.
+      load: as for `updated_bias`.
       rate: of the step.
     """
     old, new = before.layers.experts, after.layers.experts
     if old is None or new is None or old.bias is None:
         raise ValueError("selection_bias=False has no bias to move: set it in the configuration.")
-    experts = replace(new, bias=moved_bias(old.bias, load, rate))
+    experts = replace(new, bias=updated_bias(old.bias, load, rate))
     return replace(after, layers=replace(after.layers, experts=experts))

@@ -1,4 +1,4 @@
-"""The router: which experts each token is sent to, with which weights, and how even that is."""
+"""Scores and choice: which experts each token is sent to, and with which probs."""
 
 from typing import NamedTuple
 
@@ -15,15 +15,15 @@ class Routing(NamedTuple):
     Attributes:
       experts: ``[token, k]`` expert ids; `num_experts` (one past the last) for a token that is
         padding, and for a choice that was dropped.
-      weights: ``[token, k]`` weights of the experts' outputs, float32; 0 for padding and for what
-        was dropped.
+      probs: ``[token, k]`` what the experts' outputs are multiplied by (Megatron's probs, DeepEP's
+        ``topk_weights``), float32; 0 for padding and for what was dropped.
     """
 
     experts: Array
-    weights: Array
+    probs: Array
 
 
-def route(
+def topk_routing(
     logits: Float[Array, "token route"],
     valid: Bool[Array, "token"],
     config: ModelConfig,
@@ -35,7 +35,7 @@ def route(
 
     Scores, in float32, are ``softmax(logits)`` or ``sigmoid(logits)``. The experts chosen are those
     with the largest ``score + bias`` (of the groups chosen first, where experts are grouped); their
-    weights are the scores without the bias, divided by their sum over the chosen if `renormalise`,
+    probs are the scores without the bias, divided by their sum over the chosen if `renormalise`,
     times `routed_scaling`. Padding is sent nowhere.
 
     Args:
@@ -57,6 +57,7 @@ def route(
     probabilities = jax.nn.softmax(log_scores(logits, config), axis=-1)
     scores = probabilities if config.router_scores == "softmax" else jax.nn.sigmoid(logits)
     wanted = jax.lax.stop_gradient(logits if config.softmax_after_topk else scores)
+    # The bias selects and has no say in the probs: it balances without a gradient of its own.
     if bias is not None:
         wanted = wanted + jax.lax.stop_gradient(bias)[None, :]
     if config.num_expert_groups > 1:
@@ -65,9 +66,9 @@ def route(
     if replay is not None:
         known = jnp.all((replay >= 0) & (replay < config.num_experts), axis=-1, keepdims=True)
         experts = jnp.where(known, replay.astype(experts.dtype), experts)
-    weights = _weights_of(experts, scores, logits, config)
+    probs = _probs_of(experts, scores, logits, config)
     experts = jnp.where(valid[:, None], experts, config.num_experts)
-    return Routing(experts, jnp.where(valid[:, None], weights, 0.0)), probabilities
+    return Routing(experts, jnp.where(valid[:, None], probs, 0.0)), probabilities
 
 
 def log_scores(
@@ -81,35 +82,35 @@ def _open_groups(
     wanted: Float[Array, "token route"], config: ModelConfig
 ) -> Bool[Array, "token route"]:
     """Which experts lie in the groups that a token may use."""
-    groups, kept = config.num_expert_groups, config.expert_groups_per_token
+    groups, topk_groups = config.num_expert_groups, config.expert_groups_per_token
     within = wanted.reshape(wanted.shape[0], groups, -1)
-    best, _ = jax.lax.top_k(within, config.experts_per_token // kept)
-    _, chosen = jax.lax.top_k(jnp.sum(best, axis=-1), kept)
+    best, _ = jax.lax.top_k(within, config.experts_per_token // topk_groups)
+    _, chosen = jax.lax.top_k(jnp.sum(best, axis=-1), topk_groups)
     return jnp.repeat(assignments(chosen, groups) > 0, within.shape[-1], axis=1)
 
 
-def _weights_of(
+def _probs_of(
     experts: Int[Array, "token k"],
     scores: Float[Array, "token route"],
     logits: Float[Array, "token route"],
     config: ModelConfig,
 ) -> Float[Array, "token k"]:
     if config.softmax_after_topk:
-        weights = jax.nn.softmax(jnp.take_along_axis(logits, experts, axis=-1), axis=-1)
+        probs = jax.nn.softmax(jnp.take_along_axis(logits, experts, axis=-1), axis=-1)
     elif not config.renormalise:
-        weights = jnp.take_along_axis(scores, experts, axis=-1)
+        probs = jnp.take_along_axis(scores, experts, axis=-1)
     elif config.router_scores == "sigmoid":
         # The softmax of their logarithms: scores that underflow still have a sum.
         chosen = jnp.take_along_axis(log_scores(logits, config), experts, axis=-1)
-        weights = jax.nn.softmax(chosen, axis=-1)
+        probs = jax.nn.softmax(chosen, axis=-1)
     else:
         chosen = jnp.take_along_axis(scores, experts, axis=-1)
-        weights = chosen / jnp.sum(chosen, axis=-1, keepdims=True)
-    return weights * config.routed_scaling
+        probs = chosen / jnp.sum(chosen, axis=-1, keepdims=True)
+    return probs * config.routed_scaling
 
 
 def without_repeats(routing: Routing, num_experts: int) -> Routing:
-    """The same routing with each expert of a token once, weighing what its repeats weigh together.
+    """The same routing with each expert of a token once, its prob what its repeats have together.
 
     A router never repeats an expert; choices that were recorded elsewhere and are replayed may.
     """
@@ -118,8 +119,8 @@ def without_repeats(routing: Routing, num_experts: int) -> Routing:
     column = jnp.arange(first.shape[1])
     # [token, column, repeat]: an only choice is added to nothing but zeros and keeps its bits.
     of_column = first[:, None, :] == column[None, :, None]
-    weights = jnp.sum(routing.weights[:, None, :], axis=2, where=of_column)
-    return Routing(jnp.where(first == column[None], routing.experts, num_experts), weights)
+    probs = jnp.sum(routing.probs[:, None, :], axis=2, where=of_column)
+    return Routing(jnp.where(first == column[None], routing.experts, num_experts), probs)
 
 
 def assignments(experts: Int[Array, "token k"], num_experts: int) -> Float[Array, "token expert"]:

@@ -14,13 +14,14 @@ from moe.router.routing import log_scores
 Leaf = TypeVar("Leaf")
 
 
-class Shares(NamedTuple):
-    """The share of assignments that each expert got, ``[token, route]`` or ``[route]``.
+class LoadFractions(NamedTuple):
+    """The fraction of assignments that each expert got (``f_e``), ``[token, route]`` or
+    ``[route]``.
 
     Attributes:
       sequence: among the tokens of the same sequence.
       batch: among the tokens of the micro-batch in this sequence-parallel group; None where its
-        loss has no weight.
+        loss has no coefficient.
       everywhere: among the tokens of the micro-batch on all devices; None likewise.
     """
 
@@ -48,7 +49,7 @@ class RouterStatistics(Generic[Leaf]):
       z: ``[]`` sum over tokens of the squared logsumexp of the logits.
       entropy: ``[]`` sum over tokens of the entropy of the router's distribution, in nats.
       dropped: ``[]`` assignments left out because their expert was full.
-      places: ``[]`` places in the stream; a prompt that several rows share has them once.
+      places: ``[]`` places in the packed batch; a prompt that several rows share has them once.
       padded: ``[]`` those without a token.
       choices: ``[token, k]`` expert ids before dropping, ``[layer, token, k]`` for a whole network;
         None where they were not asked for (`moe.model.routing_choices`).
@@ -67,12 +68,12 @@ class RouterStatistics(Generic[Leaf]):
     choices: Leaf | None = None
 
 
-def sequence_share(
+def sequence_load_fractions(
     counts: Float[Array, "batch time route"], valid: Bool[Array, "batch time"]
 ) -> Float[Array, "batch route"]:
-    """The share of a sequence's assignments that each expert got; sums to 1 over experts.
+    """The fraction of a sequence's assignments that each expert got; sums to 1 over experts.
 
-    A sequence without a valid token has shares of 0.
+    A sequence without a valid token has fractions of 0.
     """
     sent = jnp.sum(counts, axis=1, where=valid[..., None])
     return sent / jnp.maximum(jnp.sum(sent, axis=-1, keepdims=True), 1.0)
@@ -82,16 +83,16 @@ def statistics(
     logits: Float[Array, "token route"],
     probabilities: Float[Array, "token route"],
     counts: Float[Array, "token route"],
-    shares: Shares,
-    weight: Float[Array, "token"],
+    fractions: LoadFractions,
+    multiplicity: Float[Array, "token"],
     config: ModelConfig,
 ) -> RouterStatistics[Array]:
-    """Sums over tokens of what the router did, each token `weight` times (0 for padding).
+    """Sums over tokens of what the router did, each token `multiplicity` times (0 for padding).
 
     The load-balancing loss of a set of tokens is ``E sum_e f_e P_e``, ``f_e`` the share of its
-    assignments that expert ``e`` got (`shares`, without gradient) and ``P_e`` the mean probability
-    of ``e`` over its tokens: 1 when even, at most ``E``. Weighted by the tokens of the set it is a
-    sum over tokens. Taken per sequence, it does not depend on how a batch is cut into
+    assignments that expert ``e`` got (`fractions`, without gradient) and ``P_e`` the mean
+    probability of ``e`` over its tokens: 1 when even, at most ``E``. Weighted by the tokens of the
+    set it is a sum over tokens. Taken per sequence, it does not depend on how a batch is cut into
     micro-batches or spread over devices; taken over a micro-batch, it does.
 
     References:
@@ -108,24 +109,24 @@ def statistics(
 
     def total(per_token: Float[Array, "token *rest"]) -> Float[Array, "*rest"]:
         # Padding may hold anything: it is left out before it is multiplied.
-        counted = (weight > 0).reshape(-1, *(1,) * (per_token.ndim - 1))
-        return float32_product(weight, jnp.where(counted, per_token, 0.0))
+        counted = (multiplicity > 0).reshape(-1, *(1,) * (per_token.ndim - 1))
+        return float32_product(multiplicity, jnp.where(counted, per_token, 0.0))
 
-    def balance(share: Array | None) -> Float[Array, ""]:
-        if share is None:
-            return jnp.zeros_like(weight, shape=())
-        share = jnp.broadcast_to(jax.lax.stop_gradient(share), probabilities.shape)
-        return total(probabilities.shape[-1] * jnp.sum(share * probabilities, -1))
+    def balance(fraction: Array | None) -> Float[Array, ""]:
+        if fraction is None:
+            return jnp.zeros_like(multiplicity, shape=())
+        fraction = jnp.broadcast_to(jax.lax.stop_gradient(fraction), probabilities.shape)
+        return total(probabilities.shape[-1] * jnp.sum(fraction * probabilities, -1))
 
     return RouterStatistics(
         load=total(counts),
-        tokens=jnp.sum(weight),
-        balance=balance(shares.sequence),
-        batch_balance=balance(shares.batch),
-        global_balance=balance(shares.everywhere),
+        tokens=jnp.sum(multiplicity),
+        balance=balance(fractions.sequence),
+        batch_balance=balance(fractions.batch),
+        global_balance=balance(fractions.everywhere),
         z=total(jnp.square(log_total)),
         entropy=total(entropy),
-        dropped=jnp.zeros_like(weight, shape=()),
-        places=jnp.sum(jnp.ones_like(weight)),
-        padded=jnp.sum((weight == 0).astype(jnp.float32)),
+        dropped=jnp.zeros_like(multiplicity, shape=()),
+        places=jnp.sum(jnp.ones_like(multiplicity)),
+        padded=jnp.sum((multiplicity == 0).astype(jnp.float32)),
     )

@@ -18,7 +18,7 @@ from whole_network import loss_and_gradient
 from moe import model
 from moe.config import ModelConfig
 from moe.execution import Execution
-from moe.placement import in_order, in_rounds, specs
+from moe.placement import in_chunks, in_layer_order, specs
 from moe.router.balance import router_loss
 from sharding.collectives import all_sum
 from sharding.folding import Layout
@@ -129,9 +129,9 @@ def batch():
 def run(name, layout):
     config, mesh = CONFIGS[name], mesh_of(layout)
     step = jit(loss_and_gradient(config, mesh))
-    weights = in_rounds(random_weights(config, 0), mesh)
+    weights = in_chunks(random_weights(config, 0), mesh)
     out, grads = jax.device_get(step(weights, batch()))
-    return out, in_order(grads, mesh)
+    return out, in_layer_order(grads, mesh)
 
 
 def test_the_table_has_every_axis_and_every_pair():
@@ -196,8 +196,8 @@ HALF = [
 def run_in_half_precision(name, layout):
     config, mesh = replace(CONFIGS[name], dtype="bfloat16"), mesh_of(layout)
     step = jit(loss_and_gradient(config, mesh))
-    out, grads = jax.device_get(step(in_rounds(random_weights(config, 0), mesh), batch()))
-    return out, in_order(grads, mesh)
+    out, grads = jax.device_get(step(in_chunks(random_weights(config, 0), mesh), batch()))
+    return out, in_layer_order(grads, mesh)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from moe.precision import rms_norm
 from moe.router.balance import router_loss
 from moe.router.layer import choose
 from moe.router.statistics import RouterStatistics
-from moe.tokens.packing import rows
+from moe.tokens.packing import pack_rows
 from sharding.collectives import all_sum
 from sharding.folding import Layout, fold_abstract
 
@@ -143,8 +143,8 @@ def test_network_is_pre_norm_blocks_between_embedding_and_norm():
     )
     tokens = one_sequence()
     out = hidden(CONFIG, silent, jnp.asarray(tokens[None]), jnp.ones((1, TIME), bool))[0]
-    stream = weights.embedding[tokens] * CONFIG.d_model**0.5
-    expected = rms_norm(stream, weights.norm, CONFIG.norm_epsilon)
+    packed = weights.embedding[tokens] * CONFIG.d_model**0.5
+    expected = rms_norm(packed, weights.norm, CONFIG.norm_epsilon)
     np.testing.assert_allclose(out, expected, rtol=1e-6)
 
 
@@ -300,8 +300,8 @@ def test_the_router_and_the_value_head_are_not_rounded_to_a_shorter_float(dtype)
     x = jnp.ones((12, config.d_model), config.dtype)
 
     def routed(experts, x):
-        stream = rows(jnp.zeros((2, 6), int), jnp.ones((2, 6), bool), MESH)
-        routing, stats = choose(experts, x, stream, config, MESH)
+        packed = pack_rows(jnp.zeros((2, 6), int), jnp.ones((2, 6), bool), MESH)
+        routing, stats = choose(experts, x, packed, config, MESH)
         loss = router_loss(stats, config, MESH, jnp.asarray(12))
         return jnp.sum(routing.weights) + loss + stats.entropy
 

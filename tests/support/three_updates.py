@@ -21,7 +21,7 @@ def random_weights(setup, config):
         lambda shape: draw.normal(size=shape.shape).astype(np.float32) * 0.3,
         moe_weights.shapes(config),
     )
-    weights = placement.in_rounds(weights, setup.mesh)
+    weights = placement.in_chunks(weights, setup.mesh)
     return jax.device_put(weights, placement.shardings(config, setup.mesh))
 
 
@@ -29,7 +29,7 @@ def gradient_of(learner, mesh):
     """A tenth of the clipped gradient: the first moment after one step, its layers in order."""
     leaves = jax.tree.leaves(learner.opt_state, is_leaf=lambda x: hasattr(x, "mu"))
     (moments,) = (leaf.mu for leaf in leaves if hasattr(leaf, "mu"))
-    return placement.in_order(jax.device_get(moments), mesh)
+    return placement.in_layer_order(jax.device_get(moments), mesh)
 
 
 class Updates(NamedTuple):

@@ -12,14 +12,14 @@ from moe.head import logprobs_and_entropy, value_of
 from moe.placement import specs
 from moe.router.balance import router_loss
 from moe.tokens import alignment
-from moe.tokens.packing import rows
+from moe.tokens.packing import pack_rows
 from sharding.collectives import all_sum, vary, varying
 
 
 def loss_and_gradient(config, mesh):
     """(weights, (tokens, valid)) -> ((loss, router's sums), gradient), on global arrays.
 
-    The weights are stored as `moe.placement.in_rounds` does. Through a pipeline, the rows of each
+    The weights are stored as `moe.placement.in_chunks` does. Through a pipeline, the rows of each
     device go in two micro-batches.
     """
     spec = specs(config, mesh)
@@ -69,7 +69,7 @@ def through_stages(weights, piece, config, mesh):
     value, grads, _, stats = stages.gradients(
         vary(weights, mesh.axes),
         vary(pieces, mesh.except_sequence),
-        lambda piece: rows(*piece, mesh, config.execution),
+        lambda piece: pack_rows(*piece, mesh, config.execution),
         lambda weights, x, piece: (
             token_loss(weights, x, piece, num_tokens, config, mesh),
             {},

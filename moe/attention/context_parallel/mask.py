@@ -5,35 +5,38 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float
 
-from moe.tokens.zigzag import Order
+from moe.tokens.zigzag import ZigzagLayout
 
 Query = Float[Array, "token heads head_dim"]
 Key = Float[Array, "token kv_heads head_dim"]
-Value = Float[Array, "token kv_heads value_dim"]
-Read = Float[Array, "token heads value_dim"]
+Value = Float[Array, "token kv_heads v_head_dim"]
+Output = Float[Array, "token heads v_head_dim"]
 Sections = tuple[Array, ...]
 
 
-class Reading(NamedTuple):
-    """Who may read whom in a stream: earlier or equal columns of the own segment.
+class SegmentMask(NamedTuple):
+    """The mask of a packed batch, causal within segments, as marks of its tokens (segment ids, in
+    MaxText's words): no array of queries times keys is made before it is known which of them meet.
 
     Attributes:
-      order: of the stream.
+      zigzag: where the batch's tokens stand.
       column: ``[token]`` place in the row.
-      segment: ``[token]`` id of the sequence within the row; 0 for padding, which nobody reads.
-      sources: from something per token, by section, to what the queries of each section read of it.
+      segment: ``[token]`` id of the sequence within the row; 0 for padding, which nobody attends
+        to.
+      key_sections: from something per token, by section, to that of the keys which each section's
+        queries may attend to: their own section, or the shared prompt before it too.
     """
 
-    order: Order
+    zigzag: ZigzagLayout
     column: Array
     segment: Array
-    sources: Callable[[Sections], Sections]
+    key_sections: Callable[[Sections], Sections]
 
 
 def visible_keys(
     column: Sections, segment: Sections, source_column: Sections, source_segment: Sections
 ) -> Sections:
-    """Per section ``[row, time, source]``: which keys each query may read."""
+    """Per section ``[row, time, source]``: which keys each query may attend to."""
     return tuple(
         (q_column[:, :, None] >= k_column[:, None, :])
         & (q_segment[:, :, None] == k_segment[:, None, :])

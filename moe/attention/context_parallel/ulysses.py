@@ -1,7 +1,7 @@
 """DeepSpeed Ulysses: all-to-alls trade tokens for heads, and back."""
 
-from moe.attention.context_parallel.mask import Key, Query, Read, Reading, Value, visible_keys
-from moe.attention.core import read
+from moe.attention.context_parallel.mask import Key, Output, Query, SegmentMask, Value, visible_keys
+from moe.attention.core import core_attention
 from sharding.collectives import swap_shards
 from sharding.folding import FoldedMesh
 
@@ -10,12 +10,12 @@ def ulysses(
     query: Query,
     key: Key,
     value: Value,
-    reading: Reading,
+    mask: SegmentMask,
     attention: str | None,
     mesh: FoldedMesh,
     scale: float | None = None,
-) -> Read:
-    """Heads for tokens and back: each device reads whole sequences, for its part of the heads.
+) -> Output:
+    """Heads for tokens and back: each device has whole sequences, for its part of the heads.
 
     Communication per device and layer, forward: four all-to-alls that send ``2 T (H + K) D (cp - 1)
     / cp^2`` elements together; backward as much.
@@ -33,16 +33,17 @@ def ulysses(
             f"over cp={ranks}, which must divide them: choose a smaller tp or cp, or "
             'context="gather".'
         )
-    order = reading.order
+    zigzag = mask.zigzag
     queries, keys, values = (
-        order.restore(swap_shards(x, mesh.cp, split=1, join=0)) for x in (query, key, value)
+        zigzag.restore(swap_shards(x, mesh.cp, split=1, join=0)) for x in (query, key, value)
     )
-    column, segment = (order.restore(x) for x in (reading.column, reading.segment))
-    visible = visible_keys(column, segment, reading.sources(column), reading.sources(segment))
-    # A section reads either itself, place by place, or more than itself.
+    column, segment = (zigzag.restore(x) for x in (mask.column, mask.segment))
+    visible = visible_keys(column, segment, mask.key_sections(column), mask.key_sections(segment))
+    # A section attends to itself, column by column, or to a prompt before it too: the first is what
+    # kernels call causal.
     causal = [seen.shape[1] == seen.shape[2] for seen in visible]
     given = zip(
-        queries, reading.sources(keys), reading.sources(values), visible, causal, strict=True
+        queries, mask.key_sections(keys), mask.key_sections(values), visible, causal, strict=True
     )
-    out = order.flatten(*(read(*each, scale, attention) for each in given))
+    out = zigzag.flatten(*(core_attention(*each, scale, attention) for each in given))
     return swap_shards(out, mesh.cp, split=0, join=1)

@@ -22,13 +22,13 @@ class Blocks(NamedTuple):
     """Where rows stand when each group starts at a block.
 
     Attributes:
-      row: ``[block, place]`` the row in each place; one past the last where there is none.
-      place: ``[row]`` the place of each row over all blocks; one past the last for a row of none.
+      row: ``[block, position]`` the row in each slot; one past the last where there is none.
+      slot: ``[row]`` the slot of each row over all blocks; one past the last for a row of none.
       group: ``[block]`` the group of each block.
     """
 
     row: Array
-    place: Array
+    slot: Array
     group: Array
 
 
@@ -45,10 +45,10 @@ def blocks_of(sizes: Int[Array, "group"], num_rows: int) -> Blocks:
     row = jnp.where(within < sizes[group, None], start[group, None] + within, num_rows)
     of_row = jnp.minimum(group_of_rows(sizes, num_rows), num_groups - 1)
     index = jnp.arange(num_rows)
-    place = jnp.where(
+    slot = jnp.where(
         index < jnp.sum(sizes), first[of_row] * size + index - start[of_row], num_blocks * size
     )
-    return Blocks(row, place, group)
+    return Blocks(row, slot, group)
 
 
 def _in_blocks(x: Array, blocks: Blocks) -> Array:
@@ -64,7 +64,7 @@ def blocks_each(side, rows, weights, sizes):
         weights[blocks.group],
         preferred_element_type=jnp.float32,
     ).astype(rows.dtype)
-    return out.reshape(-1, out.shape[-1]).at[blocks.place].get(mode="fill", fill_value=0)
+    return out.reshape(-1, out.shape[-1]).at[blocks.slot].get(mode="fill", fill_value=0)
 
 
 def blocks_summed(rows, others, sizes):

@@ -1,4 +1,5 @@
-"""Products of rows with the matrix of their group, at the cost of the rows there are.
+"""Products of rows with the matrix of their group (grouped GEMM), at the cost of the rows there
+are.
 
 Rows arrive sorted by group. `jax.lax.ragged_dot` means the same, but where XLA has no kernel for
 it every row meets every matrix. Each implementation is a forward product, the same with the
@@ -40,7 +41,7 @@ def grouped_dot(
       sizes: rows of each group; none negative, together at most the number of rows.
       implementation: "tiles" loops over the rows there are, in tiles that each meet one matrix;
         "blocks" pads groups to whole blocks and copies a matrix for each, one batched product that
-        suits accelerators; "ragged_dot" is XLA's; "every" is the plain twin, each row times each
+        suits accelerators; "ragged_dot" is XLA's; "plain" is the plain twin, each row times each
         matrix. None is "tiles" on a CPU and "blocks" elsewhere.
 
     Raises:
@@ -85,7 +86,7 @@ IMPLEMENTATIONS = {
     "tiles": Implementation(tiles_each, tiles_summed),
     "blocks": Implementation(blocks_each, blocks_summed),
     "ragged_dot": Implementation(ragged_each, ragged_summed),
-    "every": Implementation(plain_each, plain_summed),
+    "plain": Implementation(plain_each, plain_summed),
 }
 
 

@@ -71,12 +71,12 @@ def read_dense_layers(options: Options, fields: Fields) -> Fields:
     if sorted(layers) != list(range(len(layers))):
         raise options.unsupported("mlp_only_layers", layers, "dense layers before all others only")
     width = options.take("intermediate_size")
-    return {"num_dense_layers": len(layers), "d_first": width if layers else 0}
+    return {"num_dense_layers": len(layers), "dense_d_ff": width if layers else 0}
 
 
 def written_dense_layers(config: ModelConfig) -> dict[str, Any]:
     return {
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(range(config.num_dense_layers)),
-        "intermediate_size": config.d_first or config.d_expert,
+        "intermediate_size": config.dense_d_ff or config.d_expert,
     }

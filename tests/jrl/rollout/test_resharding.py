@@ -26,7 +26,7 @@ def numbered(config, mesh):
         numbers = np.arange(start, start + shape.size, dtype=np.float32)
         leaves.append(numbers.reshape(shape.shape))
         start += shape.size
-    weights = placement.in_rounds(structure.unflatten(leaves), mesh)
+    weights = placement.in_chunks(structure.unflatten(leaves), mesh)
     return jax.device_put(weights, placement.shardings(config, mesh))
 
 

@@ -231,7 +231,7 @@ def test_a_rollout_of_its_own_is_printed_and_takes_memory(apart):
     assert needs["policy of the rollout"] == on_one_device(there)
     # The cache is that of dp 4 and tp 2.
     positions = 256 // 4 * (apart.prompt_length + apart.response_length - 1)
-    width = apart.model.num_kv_heads // 2 * (apart.model.head_dim + apart.model.value_dim) * 4
+    width = apart.model.num_kv_heads // 2 * (apart.model.head_dim + apart.model.v_head_dim) * 4
     assert needs["key/value cache"] == positions * (1 + apart.model.num_layers * width)
     assert "policy of the rollout" not in memory(set_up(RunConfig(layout=LAYOUT), Grpo()))
 

@@ -123,7 +123,7 @@ def test_a_checkpoint_of_interleaved_stages_is_one_of_any_layout(tmp_path):
     same = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), back, like)
     assert all(jax.tree.leaves(same))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(back), jax.device_get(state))
-    in_order = placement.in_order(jax.device_get(weights), interleaved.mesh)
+    in_order = placement.in_layer_order(jax.device_get(weights), interleaved.mesh)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(elsewhere.policy.weights), in_order)
 
 

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from programs import mesh_of, on_mesh
 
 from moe.attention.layer import attention
-from moe.attention.plain import causal, read_values
+from moe.attention.plain import causal_mask, plain_attention
 from moe.config import ModelConfig
 from moe.weights import Attention
 
@@ -72,7 +72,9 @@ def test_the_whole_layer(layout):
         def attend(query, key, value):
             shape = (2, TIME, -1, HEAD_DIM)
             key, value = key.reshape(shape), value.reshape(shape)
-            read = read_values(query.reshape(shape), key, value, causal(jnp.asarray(valid)))
+            read = plain_attention(
+                query.reshape(shape), key, value, causal_mask(jnp.asarray(valid))
+            )
             return read.reshape(query.shape)
 
         return attention(weights, x, jnp.asarray(positions), attend, config, mesh)

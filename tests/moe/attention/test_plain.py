@@ -9,8 +9,8 @@ import pytest
 from programs import jit
 
 from moe.attention import core as flash
-from moe.attention.blocked import read_in_blocks
-from moe.attention.plain import causal, read_values
+from moe.attention.blocked import blocked_attention
+from moe.attention.plain import causal_mask, plain_attention
 
 BATCH, TIME, HEADS, KV_HEADS, HEAD_DIM, D_MODEL = 3, 5, 6, 2, 4, 7
 VALID = np.arange(TIME)[None, :] >= np.array([0, 2, 5])[:, None]
@@ -32,7 +32,7 @@ def oracle_read(query, key, value, visible):
 
 
 def test_causal_sees_earlier_tokens_that_are_not_padding():
-    visible = np.asarray(causal(jnp.asarray(VALID)))
+    visible = np.asarray(causal_mask(jnp.asarray(VALID)))
     for row in range(BATCH):
         for t in range(TIME):
             expected = [VALID[row, s] and s <= t for s in range(TIME)]
@@ -42,8 +42,8 @@ def test_causal_sees_earlier_tokens_that_are_not_padding():
 def test_read_values_reads_grouped_heads():
     query = normal(0, BATCH, TIME, HEADS, HEAD_DIM)
     key, value = (normal(seed, BATCH, TIME, KV_HEADS, HEAD_DIM) for seed in (1, 2))
-    visible = causal(jnp.asarray(VALID))
-    read = read_values(jnp.asarray(query), jnp.asarray(key), jnp.asarray(value), visible)
+    visible = causal_mask(jnp.asarray(VALID))
+    read = plain_attention(jnp.asarray(query), jnp.asarray(key), jnp.asarray(value), visible)
     out = np.asarray(read)
     for row in range(BATCH):
         for t in range(TIME):
@@ -65,7 +65,7 @@ def test_read_values_has_finite_gradients_at_padding():
     key, value = (jnp.asarray(normal(n, BATCH, TIME, KV_HEADS, HEAD_DIM)) for n in (1, 2))
 
     def total(query, key, value):
-        read = read_values(query, key, value, causal(jnp.asarray(VALID)))
+        read = plain_attention(query, key, value, causal_mask(jnp.asarray(VALID)))
         return jnp.sum(jnp.where(jnp.asarray(VALID)[..., None, None], read, 0.0))
 
     gradients = jit(jax.grad(total, argnums=(0, 1, 2)))(query, key, value)
@@ -80,7 +80,7 @@ def test_read_values_for_one_query_against_a_longer_cache():
     query = normal(0, BATCH, 1, HEADS, HEAD_DIM)
     key, value = (normal(seed, BATCH, 9, KV_HEADS, HEAD_DIM) for seed in (1, 2))
     visible = np.random.default_rng(3).random((BATCH, 1, 9)) < 0.5
-    out = read_values(*map(jnp.asarray, (query, key, value, visible)))
+    out = plain_attention(*map(jnp.asarray, (query, key, value, visible)))
     for row in range(BATCH):
         for head in range(HEADS):
             kv = head // (HEADS // KV_HEADS)
@@ -136,7 +136,7 @@ def test_half_precision_errs_as_little_as_in_blocks(name):
             ]
         )
 
-    own = read_values if time == 1 else partial(flash.read, implementation=name)
+    own = plain_attention if time == 1 else partial(flash.read, implementation=name)
     # Both round weights and results once, but blocks round them before they are normalised, when
     # the largest is 1 and has no error. Of the gradients a fifth more or less is chance.
-    assert np.all(errors(own) < [1.8, 1.2, 1.2, 1.2] * errors(read_in_blocks))
+    assert np.all(errors(own) < [1.8, 1.2, 1.2, 1.2] * errors(blocked_attention))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, on_mesh
 
-from moe.experts.feed_forward import dense, every_expert, routed_experts
+from moe.experts.feed_forward import dense, dense_reference, routed_experts
 from moe.weights import Dense, Experts
 
 NUM_EXPERTS, D_MODEL, D_EXPERT = 5, 6, 7
@@ -62,7 +62,7 @@ def output_and_gradients(function, weights, rows, experts):
 
 def agree(weights, rows, experts):
     out, gradients = output_and_gradients(routed_experts, weights, rows, experts)
-    twin, twin_gradients = output_and_gradients(every_expert, weights, rows, experts)
+    twin, twin_gradients = output_and_gradients(dense_reference, weights, rows, experts)
     # float32 sums of up to seven products, and of up to forty rows in the gradients.
     np.testing.assert_allclose(out, twin, atol=2e-6)
     jax.tree.map(
@@ -76,7 +76,7 @@ def agree(weights, rows, experts):
 def test_plain_twin_is_swiglu():
     weights, rows = expert_weights(), rows_of(7)
     ids = [4, 0, 5, 2, 2, 9, 3]
-    out = every_expert(weights, rows, jnp.asarray(ids))
+    out = dense_reference(weights, rows, jnp.asarray(ids))
     for row, expert in enumerate(ids):
         expected = swiglu(weights, expert, rows[row]) if expert < NUM_EXPERTS else np.zeros(D_MODEL)
         np.testing.assert_allclose(out[row], expected, atol=1e-6)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe.experts.permutation import (
-    inverse_places,
+    inverse_slots,
     permute,
     positions_within,
     sort_by_group,
@@ -45,11 +45,11 @@ def test_positions_within_count_each_group(ids):
 
 @exactly
 @given(st.data())
-def test_inverse_places_undo_places(data):
+def test_inverse_slots_undo_slots(data):
     num_places = data.draw(st.sampled_from([1, 4, 11]))
     # Places past the end stand for rows that have none.
     places = data.draw(st.permutations(range(num_places + 4)))[: data.draw(st.sampled_from([1, 4]))]
-    rows = inverse_places(jnp.asarray(places), num_places).tolist()
+    rows = inverse_slots(jnp.asarray(places), num_places).tolist()
     for place in range(num_places):
         assert rows[place] == (places.index(place) if place in places else len(places))
 

@@ -20,7 +20,7 @@ from moe import huggingface
         ("llama", "rope_parameters", [1], "rope_parameters=.* is not supported"),
         ("llama", "rope_parameters", {"rope_theta": "x"}, "rope_base would be 'x'"),
         ("llama", "rope_parameters", {"rope_type": {}}, "rope_type={} is not supported"),
-        ("deepseek_v3", "kv_lora_rank", "3", "latent would be LatentHeads"),
+        ("deepseek_v3", "kv_lora_rank", "3", "mla would be MultiHeadLatentAttention"),
     ],
 )
 def test_an_option_of_another_type_is_one_line(tmp_path, name, option, value, message):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moe.config import ModelConfig
-from moe.router.bias import moved_bias, rebalanced
+from moe.router.bias import updated_bias, with_updated_bias
 from moe.weights import initialise
 
 ROUTE = 3
@@ -18,11 +18,11 @@ CONFIG = ModelConfig(vocab_size=5, num_experts=ROUTE, experts_per_token=1)
 def test_bias_moves_by_the_sign_of_what_is_missing():
     bias = jnp.asarray([[0.5, 0.0, -0.5], [0.0, 0.0, 0.0]])
     load = jnp.asarray([[9.0, 1.0, 5.0], [4.0, 4.0, 4.0]])
-    moved = moved_bias(bias, load, 0.25)
+    moved = updated_bias(bias, load, 0.25)
     np.testing.assert_allclose(moved, [[0.25, 0.25, -0.5], [0.0, 0.0, 0.0]], rtol=1e-7)
 
 
 def test_no_bias_to_move_is_an_error():
     weights = initialise(replace(CONFIG, num_layers=1), jax.random.key(0))
     with pytest.raises(ValueError, match="selection_bias=False has no bias to move"):
-        rebalanced(weights, weights, jnp.ones((1, ROUTE)), 1e-3)
+        with_updated_bias(weights, weights, jnp.ones((1, ROUTE)), 1e-3)

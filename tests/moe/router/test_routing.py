@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moe.config import ModelConfig
-from moe.router.routing import assignments, route
+from moe.router.routing import assignments, topk_routing
 
 CONFIG = ModelConfig(vocab_size=5, num_experts=7, experts_per_token=3)
 BATCH, TIME, EXPERTS = 2, 5, 7
@@ -30,29 +30,29 @@ def softmax(logits):
 @pytest.mark.parametrize("scale", [2.0, 40.0])
 def test_route_takes_the_likeliest_and_renormalises(scale):
     logits, valid = tokens(0, scale)
-    routing, probabilities = route(jnp.asarray(logits), jnp.asarray(valid), CONFIG)
-    assert routing.weights.dtype == probabilities.dtype == jnp.float32
+    routing, probabilities = topk_routing(jnp.asarray(logits), jnp.asarray(valid), CONFIG)
+    assert routing.probs.dtype == probabilities.dtype == jnp.float32
     for token, row in enumerate(logits):
         expected = softmax(row)
         # float32 exponentials: a few units in the seventh digit.
         np.testing.assert_allclose(probabilities[token], expected, rtol=2e-5, atol=1e-30)
         if not valid[token]:
             assert routing.experts[token].tolist() == [EXPERTS] * 3
-            assert routing.weights[token].tolist() == [0.0] * 3
+            assert routing.probs[token].tolist() == [0.0] * 3
             continue
         best = sorted(range(EXPERTS), key=lambda expert: -expected[expert])[:3]
         assert routing.experts[token].tolist() == best
         total = sum(expected[best])
         np.testing.assert_allclose(
-            routing.weights[token], expected[best] / total, rtol=2e-5, atol=1e-30
+            routing.probs[token], expected[best] / total, rtol=2e-5, atol=1e-30
         )
 
 
 def test_route_in_half_precision_is_computed_in_float32():
     logits, valid = tokens(1)
     half = jnp.asarray(logits, jnp.bfloat16)
-    routing, probabilities = route(half, jnp.asarray(valid), CONFIG)
-    expected, _ = route(half.astype(jnp.float32), jnp.asarray(valid), CONFIG)
+    routing, probabilities = topk_routing(half, jnp.asarray(valid), CONFIG)
+    expected, _ = topk_routing(half.astype(jnp.float32), jnp.asarray(valid), CONFIG)
     assert probabilities.dtype == jnp.float32
     jax.tree.map(np.testing.assert_array_equal, routing, expected)
 
@@ -62,10 +62,10 @@ def test_weights_carry_gradient_to_the_chosen_logits_only():
     pull = jnp.arange(3.0)
 
     def output(logits):
-        return jnp.sum(route(logits, valid, CONFIG)[0].weights * pull[None, :])
+        return jnp.sum(topk_routing(logits, valid, CONFIG)[0].probs * pull[None, :])
 
     gradient = np.asarray(jax.grad(output)(logits))
-    chosen = np.asarray(assignments(route(logits, valid, CONFIG)[0].experts, EXPERTS)) > 0
+    chosen = np.asarray(assignments(topk_routing(logits, valid, CONFIG)[0].experts, EXPERTS)) > 0
     np.testing.assert_allclose(gradient[~chosen], 0.0, atol=1e-6)
     assert np.all(np.abs(gradient[chosen]) > 0)
 
@@ -120,13 +120,15 @@ def test_routers_of_public_models(name):
     # Large enough that it changes most choices.
     bias = draw.normal(size=8).astype(np.float32) if config.selection_bias else np.zeros(8)
     given = jnp.asarray(bias) if config.selection_bias else None
-    routing, probabilities = route(jnp.asarray(logits), jnp.ones(40, bool), config, bias=given)
+    routing, probabilities = topk_routing(
+        jnp.asarray(logits), jnp.ones(40, bool), config, bias=given
+    )
     changed = 0
     for token, row in enumerate(logits):
         chosen, weights = routed_by_hand(row, bias, config)
         assert routing.experts[token].tolist() == chosen
         # float32 exponentials: a few units in the seventh digit.
-        np.testing.assert_allclose(routing.weights[token], weights, rtol=1e-5)
+        np.testing.assert_allclose(routing.probs[token], weights, rtol=1e-5)
         changed += chosen != routed_by_hand(row, np.zeros(8), EIGHT)[0]
     np.testing.assert_allclose(probabilities.sum(axis=1), 1, rtol=1e-6)
     if config.num_expert_groups > 1:
@@ -136,8 +138,8 @@ def test_routers_of_public_models(name):
 def test_sigmoid_scores_that_vanish_still_have_weights():
     config = replace(ROUTERS["DeepSeek-V3"], selection_bias=False)
     logits = jnp.asarray([[-200.0, -201.0, -202.0, -203.0, -300.0, -301.0, -302.0, -303.0]])
-    routing, _ = route(logits, jnp.ones(1, bool), config)
-    np.testing.assert_allclose(routing.weights.sum(), 2.5, rtol=1e-6)
+    routing, _ = topk_routing(logits, jnp.ones(1, bool), config)
+    np.testing.assert_allclose(routing.probs.sum(), 2.5, rtol=1e-6)
 
 
 def test_bias_moves_choices_and_has_no_gradient():
@@ -145,11 +147,11 @@ def test_bias_moves_choices_and_has_no_gradient():
     logits = jnp.asarray(np.random.default_rng(9).normal(size=(6, 8)), jnp.float32)
 
     def output(bias):
-        weights = route(logits, jnp.ones(6, bool), config, bias=bias)[0].weights
+        weights = topk_routing(logits, jnp.ones(6, bool), config, bias=bias)[0].probs
         return jnp.sum(weights * jnp.arange(4.0)[None, :])
 
     bias = jnp.asarray([9.0] + 7 * [0.0])
-    routing, _ = route(logits, jnp.ones(6, bool), config, bias=bias)
+    routing, _ = topk_routing(logits, jnp.ones(6, bool), config, bias=bias)
     assert np.all(np.asarray(routing.experts)[:, 0] == 0)
     np.testing.assert_array_equal(jax.grad(output)(bias), 0)
 
@@ -159,11 +161,11 @@ def test_replayed_choices_have_current_scores(name):
     config, draw = ROUTERS[name], np.random.default_rng(10)
     old, new = (jnp.asarray(draw.normal(size=(12, 8)), jnp.float32) for _ in range(2))
     valid = jnp.arange(12) != 5
-    recorded = route(old, valid, config)[0].experts
-    own, _ = route(new, valid, config)
-    again, _ = route(new, valid, config, replay=own.experts)
+    recorded = topk_routing(old, valid, config)[0].experts
+    own, _ = topk_routing(new, valid, config)
+    again, _ = topk_routing(new, valid, config, replay=own.experts)
     jax.tree.map(np.testing.assert_array_equal, again, own)
-    replayed, _ = route(new, valid, config, replay=recorded)
+    replayed, _ = topk_routing(new, valid, config, replay=recorded)
     np.testing.assert_array_equal(replayed.experts, recorded)
     assert np.any(np.asarray(recorded) != np.asarray(own.experts))
     for token in np.flatnonzero(valid):
@@ -171,13 +173,15 @@ def test_replayed_choices_have_current_scores(name):
         every = softmax(row) if config.router_scores == "softmax" else 1 / (1 + np.exp(-row))
         expected = every[chosen] / (every[chosen].sum() if config.renormalise else 1)
         np.testing.assert_allclose(
-            replayed.weights[token], expected * config.routed_scaling, rtol=1e-5
+            replayed.probs[token], expected * config.routed_scaling, rtol=1e-5
         )
     # What was padding when it was recorded chooses for itself.
-    late, _ = route(new, jnp.ones(12, bool), config, replay=recorded)
-    alone, _ = route(new, jnp.ones(12, bool), config)
+    late, _ = topk_routing(new, jnp.ones(12, bool), config, replay=recorded)
+    alone, _ = topk_routing(new, jnp.ones(12, bool), config)
     np.testing.assert_array_equal(late.experts[5], alone.experts[5])
     # The gradient passes through the scores of the recorded experts.
-    gradient = jax.grad(lambda x: route(x, valid, config, replay=recorded)[0].weights[0, 0])(new)
+    gradient = jax.grad(lambda x: topk_routing(x, valid, config, replay=recorded)[0].probs[0, 0])(
+        new
+    )
     assert float(jnp.abs(gradient[0, recorded[0, 0]])) > 0
     np.testing.assert_array_equal(gradient[1:], 0)

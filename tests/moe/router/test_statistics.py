@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe.config import ModelConfig
-from moe.router.routing import assignments, route
-from moe.router.statistics import Shares, sequence_share, statistics
+from moe.router.routing import assignments, topk_routing
+from moe.router.statistics import LoadFractions, sequence_load_fractions, statistics
 
 CONFIG = ModelConfig(vocab_size=5, num_experts=7, experts_per_token=3)
 BATCH, TIME, EXPERTS = 2, 5, 7
@@ -25,7 +25,7 @@ def tokens(seed, scale=2.0):
 
 def sums(logits, probabilities, counts, share, valid, config=CONFIG):
     weight = jnp.asarray(valid, jnp.float32)
-    return statistics(logits, probabilities, counts, Shares(share), weight, config)
+    return statistics(logits, probabilities, counts, LoadFractions(share), weight, config)
 
 
 def softmax(logits):
@@ -36,7 +36,7 @@ def softmax(logits):
 
 def test_padding_is_counted_nowhere():
     logits, valid = tokens(2)
-    routing, _ = route(jnp.asarray(logits), jnp.asarray(valid), CONFIG)
+    routing, _ = topk_routing(jnp.asarray(logits), jnp.asarray(valid), CONFIG)
     counts = np.asarray(assignments(routing.experts, EXPERTS))
     for token in range(len(logits)):
         expected = [float(expert in routing.experts[token].tolist()) for expert in range(EXPERTS)]
@@ -50,7 +50,7 @@ def test_sequence_share_is_the_share_of_each_row(seed):
     draw = np.random.default_rng(seed)
     counts = draw.integers(0, 2, (BATCH, TIME, EXPERTS)).astype(np.float32)
     valid = draw.random((BATCH, TIME)) < draw.choice([0.0, 0.5, 1.0])
-    share = np.asarray(sequence_share(jnp.asarray(counts), jnp.asarray(valid)))
+    share = np.asarray(sequence_load_fractions(jnp.asarray(counts), jnp.asarray(valid)))
     for row in range(BATCH):
         sent = np.zeros(EXPERTS)
         for time in range(TIME):
@@ -64,7 +64,7 @@ def test_statistics_are_sums_over_valid_tokens():
     logits, valid = tokens(3)
     draw = np.random.default_rng(4)
     share = draw.random((BATCH * TIME, EXPERTS)).astype(np.float32)
-    routing, probabilities = route(jnp.asarray(logits), jnp.asarray(valid), CONFIG)
+    routing, probabilities = topk_routing(jnp.asarray(logits), jnp.asarray(valid), CONFIG)
     counts = assignments(routing.experts, EXPERTS)
     stats = sums(jnp.asarray(logits), probabilities, counts, jnp.asarray(share), valid)
     load, balance, z, entropy = np.zeros(EXPERTS), 0.0, 0.0, 0.0
@@ -84,9 +84,11 @@ def test_statistics_are_sums_over_valid_tokens():
 
 def whole(logits, valid):
     """Statistics of a batch with the shares that the network computes."""
-    routing, probabilities = route(logits, valid, CONFIG)
+    routing, probabilities = topk_routing(logits, valid, CONFIG)
     counts = assignments(routing.experts, EXPERTS)
-    share = sequence_share(counts.reshape(BATCH, TIME, EXPERTS), valid.reshape(BATCH, TIME))
+    share = sequence_load_fractions(
+        counts.reshape(BATCH, TIME, EXPERTS), valid.reshape(BATCH, TIME)
+    )
     share = jnp.repeat(share, TIME, axis=0)
     return sums(logits, probabilities, counts, share, valid), share
 
@@ -133,7 +135,7 @@ EIGHT = replace(CONFIG, num_experts=8, experts_per_token=4)
 def test_sigmoid_statistics_are_those_of_scores_that_sum_to_one():
     config = replace(EIGHT, router_scores="sigmoid")
     logits = np.random.default_rng(11).normal(size=(5, 8)).astype(np.float32)
-    routing, probabilities = route(jnp.asarray(logits), jnp.ones(5, bool), config)
+    routing, probabilities = topk_routing(jnp.asarray(logits), jnp.ones(5, bool), config)
     counts = assignments(routing.experts, 8)
     share = jnp.full((5, 8), 0.125)
     stats = sums(jnp.asarray(logits), probabilities, counts, share, np.ones(5), config)
@@ -149,11 +151,11 @@ def test_sigmoid_statistics_are_those_of_scores_that_sum_to_one():
 
 def test_losses_of_a_batch_and_of_everything_use_their_own_shares():
     logits, valid = (jnp.asarray(x) for x in tokens(12))
-    routing, probabilities = route(logits, valid, CONFIG)
+    routing, probabilities = topk_routing(logits, valid, CONFIG)
     counts, draw = assignments(routing.experts, EXPERTS), np.random.default_rng(13)
     batch, everywhere = (jnp.asarray(draw.random(EXPERTS), jnp.float32) for _ in range(2))
     weight = valid.astype(jnp.float32)
-    given = Shares(jnp.zeros_like(probabilities), batch, everywhere)
+    given = LoadFractions(jnp.zeros_like(probabilities), batch, everywhere)
     stats = statistics(logits, probabilities, counts, given, weight, CONFIG)
     mass = np.asarray(probabilities)[np.asarray(valid)].sum(axis=0)
     np.testing.assert_allclose(stats.batch_balance, EXPERTS * mass @ batch, rtol=1e-5)

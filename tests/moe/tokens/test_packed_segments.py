@@ -17,12 +17,12 @@ from moe.execution import Execution
 from moe.head import logits_of
 from moe.placement import specs
 from moe.router.balance import router_loss
-from moe.tokens.packing import packed, rows
+from moe.tokens.packing import pack_rows, pack_segments
 from sharding.collectives import all_sum, own_shard
 
 # A distinct size for each axis; lengths that neither 4 nor 8 divides.
 BATCH, PROMPT, RESPONSE, COPIES = 6, 7, 5, 3
-TIME, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = PROMPT + RESPONSE, 16, 4, 10, 14
+TIME, HEADS, KV_HEADS, HEAD_DIM, V_HEAD_DIM = PROMPT + RESPONSE, 16, 4, 10, 14
 
 
 def segments():
@@ -93,14 +93,14 @@ def trained(is_packed, layout, context=None):
 
     def loss(weights):
         if is_packed:
-            stream = packed(tokens, jnp.asarray(segments()), mesh, config.execution)
+            packed = pack_segments(tokens, jnp.asarray(segments()), mesh, config.execution)
         else:
-            stream = rows(tokens, jnp.asarray(valid), mesh, config.execution)
-        x, stats = model.run(weights, stream, config, mesh)
+            packed = pack_rows(tokens, jnp.asarray(valid), mesh, config.execution)
+        x, stats = model.run(weights, packed, config, mesh)
         logprobs = jax.nn.log_softmax(logits_of(weights, x, config, mesh))
-        chosen = own_shard(stream.order.flatten(follows), mesh.sequence)
+        chosen = own_shard(packed.zigzag.flatten(follows), mesh.sequence)
         chosen = jnp.take_along_axis(logprobs, chosen[:, None], axis=1)[:, 0]
-        used = own_shard(stream.order.flatten(counted), mesh.sequence)
+        used = own_shard(packed.zigzag.flatten(counted), mesh.sequence)
         own = all_sum(-jnp.sum(jnp.where(used, chosen, 0.0)) / number, mesh.sequence)
         router = router_loss(stats, config, mesh, jnp.asarray(number))
         return all_sum(own + router, mesh.except_sequence), all_sum(stats, mesh.axes)
@@ -136,10 +136,10 @@ def test_packed_sequences_are_rows_of_their_own(layout, context):
 def test_positions_restart_with_every_sequence():
     tokens = jnp.zeros((2, 7), int)
     ids = jnp.asarray([[2, 2, 1, 1, 1, 0, 3], [0, 5, 5, 0, 5, 7, 7]])
-    stream = packed(tokens, ids, mesh_of("dp1"))
+    packed = pack_segments(tokens, ids, mesh_of("dp1"))
     expected = [[0, 1, 0, 1, 2, None, 0], [None, 0, 1, None, 2, 0, 1]]
-    positions = stream.positions.reshape(2, 7)
+    positions = packed.positions.reshape(2, 7)
     for row in range(2):
         for column, place in enumerate(expected[row]):
             assert place is None or int(positions[row, column]) == place
-    np.testing.assert_array_equal(stream.weight.reshape(2, 7), ids > 0)
+    np.testing.assert_array_equal(packed.multiplicity.reshape(2, 7), ids > 0)

@@ -15,7 +15,7 @@ from moe.head import logits_of
 from moe.placement import specs
 from moe.router.balance import router_loss
 from moe.tokens import alignment
-from moe.tokens.packing import rows, shared_prompts
+from moe.tokens.packing import pack_rows, pack_shared_prompts
 from moe.weights import initialise
 from sharding.collectives import all_sum, gather_tokens, own_shard
 from sharding.folding import Layout, fold
@@ -141,14 +141,17 @@ def test_equals_whole_rows(layout, copies):
 def test_what_the_stream_holds(copies):
     tokens, valid = batch(copies)
     mesh = fold(Layout(), jax.devices()[:1])
-    stream, whole = shared_prompts(tokens, valid, PROMPT, copies, mesh), rows(tokens, valid, mesh)
+    packed, whole = (
+        pack_shared_prompts(tokens, valid, PROMPT, copies, mesh),
+        pack_rows(tokens, valid, mesh),
+    )
     split = ROWS // copies * PROMPT
-    assert stream.tokens.shape == (split + ROWS * RESPONSE,)
-    np.testing.assert_array_equal(stream.weight.sum(), whole.weight.sum())
+    assert packed.tokens.shape == (split + ROWS * RESPONSE,)
+    np.testing.assert_array_equal(packed.multiplicity.sum(), whole.weight.sum())
     for part in ("tokens", "positions"):
-        flat, by_row = getattr(stream, part), getattr(whole, part).reshape(ROWS, -1)
+        flat, by_row = getattr(packed, part), getattr(whole, part).reshape(ROWS, -1)
         np.testing.assert_array_equal(flat[:split], by_row[::copies, :PROMPT].reshape(-1))
         np.testing.assert_array_equal(flat[split:], by_row[:, PROMPT:].reshape(-1))
     # The first response token comes after its own prompt, however much padding there is.
     lengths = valid[:, :PROMPT].sum(axis=1)
-    np.testing.assert_array_equal(stream.positions[split::RESPONSE], lengths)
+    np.testing.assert_array_equal(packed.positions[split::RESPONSE], lengths)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe.tokens.zigzag import Order
+from moe.tokens.zigzag import ZigzagLayout
 
 SECTIONS = ((2, 5), (3, 9))
 
@@ -22,7 +22,7 @@ def sections(*rest):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("rest", [(), (7,)])
 def test_the_stream_holds_every_token_once(ranks, rest):
-    order, given = Order(SECTIONS, ranks), sections(*rest)
+    order, given = ZigzagLayout(SECTIONS, ranks), sections(*rest)
     stream = order.flatten(*given)
     assert stream.shape == (order.num_tokens, *rest)
     for back, x in zip(order.restore(stream), given, strict=True):
@@ -39,7 +39,7 @@ def test_the_stream_holds_every_token_once(ranks, rest):
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_each_rank_has_a_piece_from_either_end(ranks):
     length = 2 * ranks * 3
-    order = Order(((2, length),), ranks)
+    order = ZigzagLayout(((2, length),), ranks)
     rows = jnp.arange(2 * length).reshape(2, length)
     for rank, part in enumerate(order.flatten(rows).reshape(ranks, -1)):
         (own,) = order.split(part)
@@ -50,13 +50,13 @@ def test_each_rank_has_a_piece_from_either_end(ranks):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_place_finds_every_column(ranks):
-    order = Order(SECTIONS, ranks)
+    order = ZigzagLayout(SECTIONS, ranks)
     columns = [jnp.tile(jnp.arange(length)[None], (rows, 1)) for rows, length in SECTIONS]
     parts = [order.split(part) for part in order.flatten(*columns).reshape(ranks, -1)]
     for section, (_, length) in enumerate(SECTIONS):
         for column in range(length):
-            rank, place = order.place(section, column)
-            np.testing.assert_array_equal(parts[rank][section][:, place], column)
+            rank, locate = order.locate(section, column)
+            np.testing.assert_array_equal(parts[rank][section][:, locate], column)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -64,14 +64,14 @@ def test_place_finds_every_column(ranks):
 def test_every_rank_reads_as_much(ranks, chunk):
     """Visible pairs under the causal mask, exactly equal where the length divides."""
     length = 2 * ranks * chunk
-    order = Order(((1, length),), ranks)
+    order = ZigzagLayout(((1, length),), ranks)
     columns = order.flatten(jnp.arange(length)[None]).reshape(ranks, -1)
     pairs = (np.asarray(columns) + 1).sum(axis=1)
     assert set(pairs) == {length * (length + 1) // 2 // ranks}
 
 
 def test_one_rank_moves_nothing():
-    order = Order(SECTIONS, 1)
+    order = ZigzagLayout(SECTIONS, 1)
     there = jax.make_jaxpr(order.flatten)(*sections())
     back = jax.make_jaxpr(order.restore)(order.flatten(*sections()))
     used = {str(equation.primitive) for jaxpr in (there, back) for equation in jaxpr.eqns}

@@ -15,13 +15,13 @@ from tiers import full_but
 
 from moe.execution import Execution
 from moe.remat import rematerialised
-from moe.tokens.packing import packed, rows, shared_prompts
+from moe.tokens.packing import pack_rows, pack_segments, pack_shared_prompts
 from sharding.collectives import join_shards, own_shard
 from sharding.folding import Layout, fold_abstract
 
 # A distinct size for each axis; lengths that neither 4 nor 8 divides.
 BATCH, PROMPT, RESPONSE, COPIES = 6, 7, 5, 3
-TIME, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = PROMPT + RESPONSE, 16, 4, 10, 14
+TIME, HEADS, KV_HEADS, HEAD_DIM, V_HEAD_DIM = PROMPT + RESPONSE, 16, 4, 10, 14
 SCALE = 0.2
 
 
@@ -48,21 +48,21 @@ def segments():
 def streams(mesh, execution=None):
     tokens, valid = jnp.zeros((BATCH, TIME), int), jnp.asarray(valid_rows())
     return {
-        "rows": rows(tokens, valid, mesh, execution),
-        "shared prompts": shared_prompts(tokens, valid, PROMPT, COPIES, mesh, execution),
-        "packed": packed(tokens, jnp.asarray(segments()), mesh, execution),
+        "rows": pack_rows(tokens, valid, mesh, execution),
+        "shared prompts": pack_shared_prompts(tokens, valid, PROMPT, COPIES, mesh, execution),
+        "packed": pack_segments(tokens, jnp.asarray(segments()), mesh, execution),
     }
 
 
 def by_section(kind, x):
-    """Whole rows as the sections of that stream."""
+    """Whole rows as the sections of that packed."""
     return (x[::COPIES, :PROMPT], x[:, PROMPT:]) if kind == "shared prompts" else (x,)
 
 
 def arrays(kind):
     """Queries, keys, values and what the sum weighs each element read by, 0 at padding."""
     draw = np.random.default_rng(0)
-    sizes = [(HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, VALUE_DIM), (HEADS, VALUE_DIM)]
+    sizes = [(HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, V_HEAD_DIM), (HEADS, V_HEAD_DIM)]
     whole = [draw.normal(size=(BATCH, TIME, *size)).astype(np.float32) for size in sizes]
     for x in whole[:3]:
         x[:, :PROMPT] = np.repeat(x[::COPIES, :PROMPT], COPIES, axis=0)
@@ -72,9 +72,9 @@ def arrays(kind):
 
 @functools.cache
 def run(context, layout):
-    """By stream: what is read and the gradients, in rows, and the collectives of both."""
+    """By packed: what is read and the gradients, in rows, and the collectives of both."""
     mesh = mesh_of(layout)
-    orders = {kind: stream.order for kind, stream in streams(mesh).items()}
+    orders = {kind: packed.zigzag for kind, packed in streams(mesh).items()}
     given = {
         kind: [order.flatten(*by_section(kind, jnp.asarray(x))) for x in arrays(kind)]
         for kind, order in orders.items()
@@ -83,9 +83,9 @@ def run(context, layout):
 
     def local(given):
         results = {}
-        for kind, stream in streams(mesh, Execution(context=context)).items():
+        for kind, packed in streams(mesh, Execution(context=context)).items():
             *inputs, weight = given[kind]
-            attend = functools.partial(stream.attend_in_layer(0), scale=SCALE)
+            attend = functools.partial(packed.core_attention_of_layer(0), scale=SCALE)
             out, back = jax.vjp(attend, *inputs)
             results[kind] = (out, *back(weight))
         return results
@@ -139,10 +139,12 @@ def test_a_ring_in_half_precision_errs_as_little_as_blocks():
         mesh = mesh_of(layout)
 
         def local(*given):
-            stream = rows(jnp.zeros((BATCH, TIME), int), jnp.asarray(valid_rows()), mesh, execution)
-            own = (own_shard(stream.order.flatten(x), mesh.cp) for x in given)
-            read = stream.attend_in_layer(0)(*own, scale=SCALE)
-            return stream.order.restore(join_shards(read, mesh.cp))[0]
+            packed = pack_rows(
+                jnp.zeros((BATCH, TIME), int), jnp.asarray(valid_rows()), mesh, execution
+            )
+            own = (own_shard(packed.zigzag.flatten(x), mesh.cp) for x in given)
+            read = packed.core_attention_of_layer(0)(*own, scale=SCALE)
+            return packed.zigzag.restore(join_shards(read, mesh.cp))[0]
 
         out = on_mesh(local, mesh, (P(), P(), P()), P())(query, key, value)
         assert out.dtype == jnp.bfloat16
@@ -203,8 +205,8 @@ def test_sends_what_the_docstring_says(context, layout):
         "collective-permute": 1,
     }
     total = sum(elements(shapes) * sent[op] for shapes, op in ops)
-    tokens = sum(stream.order.num_tokens for stream in streams(mesh_of(layout)).values())
-    keys, queries = (heads // tp * (HEAD_DIM + VALUE_DIM) for heads in (KV_HEADS, HEADS))
+    tokens = sum(packed.zigzag.num_tokens for packed in streams(mesh_of(layout)).values())
+    keys, queries = (heads // tp * (HEAD_DIM + V_HEAD_DIM) for heads in (KV_HEADS, HEADS))
     forward = tokens * (cp - 1) / cp * ((queries + keys) / cp if context == "ulysses" else keys)
     assert total == 2 * forward
 
@@ -217,8 +219,8 @@ def test_a_ring_in_training_keeps_the_keys_of_every_hop(remat):
     def kept(context):
         def local(query, key, value):
             execution = Execution(context=context, attention="plain")
-            stream = rows(jnp.zeros((1, 16), int), jnp.ones((1, 16), bool), mesh, execution)
-            attend = rematerialised(stream.attend_in_layer(0), remat)
+            packed = pack_rows(jnp.zeros((1, 16), int), jnp.ones((1, 16), bool), mesh, execution)
+            attend = rematerialised(packed.core_attention_of_layer(0), remat)
             out, pull = jax.vjp(attend, query, key, value)
             # Of heads 10 and 14 wide, keys and values; queries are 6 heads, these are 3.
             sizes[context] = sum(
@@ -251,8 +253,8 @@ def test_none_sends_least(cp, heads, kv_heads, used):
     mesh = fold_abstract(Layout(cp=cp))
 
     def local(query, key):
-        stream = rows(jnp.zeros((1, 16), int), jnp.ones((1, 16), bool), mesh)
-        return stream.attend_in_layer(0)(query, key, key)
+        packed = pack_rows(jnp.zeros((1, 16), int), jnp.ones((1, 16), bool), mesh)
+        return packed.core_attention_of_layer(0)(query, key, key)
 
     step = jax.shard_map(local, mesh=mesh.mesh, in_specs=P(mesh.cp), out_specs=P(mesh.cp))
     trace = jax.jit(step).trace(jnp.zeros((16, heads, 4)), jnp.zeros((16, kv_heads, 4)))
@@ -275,8 +277,8 @@ def test_what_cannot_serve_is_refused(execution, message):
     mesh = fold_abstract(Layout(cp=4))
 
     def local(query, key):
-        stream = rows(jnp.zeros((1, 8), int), jnp.ones((1, 8), bool), mesh, execution)
-        return stream.attend_in_layer(0)(query, key, key)
+        packed = pack_rows(jnp.zeros((1, 8), int), jnp.ones((1, 8), bool), mesh, execution)
+        return packed.core_attention_of_layer(0)(query, key, key)
 
     step = jax.shard_map(local, mesh=mesh.mesh, in_specs=P(mesh.cp), out_specs=P(mesh.cp))
     with pytest.raises(ValueError, match=message):
