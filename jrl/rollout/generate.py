@@ -224,10 +224,10 @@ def _generate_local(
         truncated=loop.live,
     )
     # Size-1 axes that attention does not use still mark the arrays as varying.
-    return settle(rollout, mesh)
+    return mark_replicated(rollout, mesh)
 
 
-def settle(tree, mesh: FoldedMesh):
+def mark_replicated(tree, mesh: FoldedMesh):
     """`tree` typed as varying over ``dp`` only: a maximum over the other axes, whose ranks
     agree."""
     others = tuple(axis for axis in mesh.except_sequence if axis not in mesh.dp)

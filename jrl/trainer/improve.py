@@ -18,7 +18,7 @@ from jrl.processes.agreement import to_devices, to_host
 from jrl.recipes.batch import Batch, Experience, given
 from jrl.recipes.mismatch import Corrected, Correction
 from jrl.recipes.recipe import Recipe
-from jrl.rollout.generate import Rollout, settle
+from jrl.rollout.generate import Rollout, mark_replicated
 from jrl.rollout.scoring import score, value
 from jrl.trainer.collect import Completions
 from jrl.trainer.learner import Learner, update
@@ -49,7 +49,7 @@ def values_of(
     config, mesh = objective.config, objective.mesh
 
     def local(critic, tokens, valid):
-        return settle(value(critic, tokens, valid, objective.rows, config, mesh)[0], mesh)
+        return mark_replicated(value(critic, tokens, valid, objective.rows, config, mesh)[0], mesh)
 
     return _over_rows(local, config, mesh)(critic, tokens, valid)
 
@@ -64,7 +64,7 @@ def logprobs_of(
 
     def local(policy, tokens, valid):
         scores = score(policy, tokens, valid, objective.rows, config, objective.sampling, mesh)
-        return settle((scores.logprobs, scores.sampler_logprobs), mesh)
+        return mark_replicated((scores.logprobs, scores.sampler_logprobs), mesh)
 
     return _over_rows(local, config, mesh)(policy, tokens, valid)
 

@@ -37,11 +37,12 @@ def with_updated_bias(
     Args:
       before: the weights before the step, whose bias counts: the optimizer has no say in it.
       after: the weights after the step.
-      load: as for `updated_bias`.
+      load: as for `updated_bias`, in the order of the layers.
       rate: of the step.
     """
     old, new = before.layers.experts, after.layers.experts
     if old is None or new is None or old.bias is None:
         raise ValueError("selection_bias=False has no bias to move: set it in the configuration.")
-    experts = replace(new, bias=updated_bias(old.bias, load, rate))
+    # Chunks of interleaved stages are stored apart (`moe.placement.in_chunks`), in the same order.
+    experts = replace(new, bias=updated_bias(old.bias, load.reshape(old.bias.shape), rate))
     return replace(after, layers=replace(after.layers, experts=experts))

@@ -226,7 +226,7 @@ def test_equals_one_device_in_half_precision(name, layout):
         jax.tree.map(within(1e-6), (own.experts, own.norm), (other.experts, other.norm))
 
 
-def test_pieces_of_a_batch_add_up():
+def test_micro_batches_of_a_batch_add_up():
     """Router losses and sums of micro-batches, with the token count of the whole, add up to it."""
     mesh = mesh_of("tp2 dp2 / ep4")
     tokens, valid = batch()
@@ -241,11 +241,13 @@ def test_pieces_of_a_batch_add_up():
     step = on_mesh(local, mesh, (specs(MOE, mesh), by_row, by_row), (P(), P()))
     weights = random_weights(MOE, 0)
     whole, whole_stats = step(weights, tokens, valid)
-    # The pieces are the short rows and the long ones, so that they differ in tokens.
+    # The micro-batches are the short rows and the long ones, so that they differ in tokens.
     order = np.argsort(np.asarray(valid).sum(axis=1), kind="stable")
-    pieces = [order[:4], order[4:]]
-    assert len({int(valid[piece].sum()) for piece in pieces}) == 2
-    parts, part_stats = zip(*(step(weights, tokens[p], valid[p]) for p in pieces), strict=True)
+    micro_batches = [order[:4], order[4:]]
+    assert len({int(valid[micro_batch].sum()) for micro_batch in micro_batches}) == 2
+    parts, part_stats = zip(
+        *(step(weights, tokens[p], valid[p]) for p in micro_batches), strict=True
+    )
     np.testing.assert_allclose(sum(map(float, parts)), whole, rtol=2e-6)
     jax.tree.map(
         lambda a, b, c: np.testing.assert_allclose(a + b, c, rtol=1e-5),

@@ -19,7 +19,7 @@ from moe.head import logits_of, value_of
 from moe.placement import specs
 from moe.precision import rms_norm
 from moe.router.balance import router_loss
-from moe.router.layer import choose
+from moe.router.layer import route
 from moe.router.statistics import RouterStatistics
 from moe.tokens.packing import pack_rows
 from sharding.collectives import all_sum
@@ -301,9 +301,9 @@ def test_the_router_and_the_value_head_are_not_rounded_to_a_shorter_float(dtype)
 
     def routed(experts, x):
         packed = pack_rows(jnp.zeros((2, 6), int), jnp.ones((2, 6), bool), MESH)
-        routing, stats = choose(experts, x, packed, config, MESH)
+        routing, stats = route(experts, x, packed, config, MESH)
         loss = router_loss(stats, config, MESH, jnp.asarray(12))
-        return jnp.sum(routing.weights) + loss + stats.entropy
+        return jnp.sum(routing.probs) + loss + stats.entropy
 
     def valued(weights, x):
         return jnp.sum(value_of(weights, x, config))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jrl.rollout.generate import Decoder, Rollout, generate, settle
+from jrl.rollout.generate import Decoder, Rollout, generate, mark_replicated
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.scoring import Rows, Scores, score
 from moe.config import ModelConfig
@@ -90,7 +90,7 @@ def scored(decoder: Decoder, rollout: Rollout[np.ndarray]) -> list[np.ndarray]:
 
     def local(*given):
         out = scores(decoder, *given)
-        return settle([out.logprobs, out.sampler_logprobs, out.entropy], mesh)
+        return mark_replicated([out.logprobs, out.sampler_logprobs, out.entropy], mesh)
 
     rows = P(mesh.dp)
     step = jax.jit(

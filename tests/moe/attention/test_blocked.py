@@ -8,8 +8,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of
 
-from moe.attention import blocked
-from moe.attention import core as flash
+from moe.attention import blocked, core
 from moe.attention.blocked import blocked_attention
 from moe.attention.plain import plain_attention
 
@@ -142,7 +141,7 @@ def test_inside_a_shard_map():
     mesh = mesh_of("dp2")
 
     def own(query, key, value, visible):
-        return flash.read(query, key, value, visible, True, implementation="blocked")
+        return core.core_attention(query, key, value, visible, True, implementation="blocked")
 
     spec = P(mesh.dp)
     over_two = jax.shard_map(own, mesh=mesh.mesh, in_specs=spec, out_specs=spec)
@@ -152,13 +151,15 @@ def test_inside_a_shard_map():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), mine, plain)
 
 
-def test_many_scores_on_a_cpu_are_read_in_blocks(monkeypatch):
+def test_many_scores_on_a_cpu_are_computed_in_blocks(monkeypatch):
     *given, _ = arrays(19, 19)
     visible = visible_of(19, 19, True)
 
     def scans():
-        return str(jax.make_jaxpr(lambda *x: flash.read(*x, visible, True))(*given)).count("scan")
+        return str(jax.make_jaxpr(lambda *x: core.core_attention(*x, visible, True))(*given)).count(
+            "scan"
+        )
 
     assert scans() == 0
-    monkeypatch.setattr(flash, "LARGEST_PLAIN", BATCH * KV_HEADS * GROUP * 19 * 19 - 1)
+    monkeypatch.setattr(core, "LARGEST_PLAIN", BATCH * KV_HEADS * GROUP * 19 * 19 - 1)
     assert scans() > 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from programs import jit
 
-from moe.attention import core as flash
+from moe.attention import core
 from moe.attention.blocked import blocked_attention
 from moe.attention.plain import causal_mask, plain_attention
 
@@ -39,7 +39,7 @@ def test_causal_sees_earlier_tokens_that_are_not_padding():
             assert visible[row, t].tolist() == expected
 
 
-def test_read_values_reads_grouped_heads():
+def test_plain_attention_groups_heads():
     query = normal(0, BATCH, TIME, HEADS, HEAD_DIM)
     key, value = (normal(seed, BATCH, TIME, KV_HEADS, HEAD_DIM) for seed in (1, 2))
     visible = causal_mask(jnp.asarray(VALID))
@@ -60,7 +60,7 @@ def test_read_values_reads_grouped_heads():
                 np.testing.assert_allclose(read, expected, atol=2e-6)
 
 
-def test_read_values_has_finite_gradients_at_padding():
+def test_plain_attention_has_finite_gradients_at_padding():
     query = jnp.asarray(normal(0, BATCH, TIME, HEADS, HEAD_DIM))
     key, value = (jnp.asarray(normal(n, BATCH, TIME, KV_HEADS, HEAD_DIM)) for n in (1, 2))
 
@@ -75,7 +75,7 @@ def test_read_values_has_finite_gradients_at_padding():
         np.testing.assert_array_equal(np.asarray(gradient)[padding], 0)
 
 
-def test_read_values_for_one_query_against_a_longer_cache():
+def test_plain_attention_for_one_query_against_a_longer_cache():
     """Decoding: one query a row, more keys than queries, holes where nothing is written yet."""
     query = normal(0, BATCH, 1, HEADS, HEAD_DIM)
     key, value = (normal(seed, BATCH, 9, KV_HEADS, HEAD_DIM) for seed in (1, 2))
@@ -136,7 +136,7 @@ def test_half_precision_errs_as_little_as_in_blocks(name):
             ]
         )
 
-    own = plain_attention if time == 1 else partial(flash.read, implementation=name)
+    own = plain_attention if time == 1 else partial(core.core_attention, implementation=name)
     # Both round weights and results once, but blocks round them before they are normalised, when
     # the largest is 1 and has no error. Of the gradients a fifth more or less is chance.
     assert np.all(errors(own) < [1.8, 1.2, 1.2, 1.2] * errors(blocked_attention))

@@ -46,12 +46,12 @@ def test_positions_within_count_each_group(ids):
 @exactly
 @given(st.data())
 def test_inverse_slots_undo_slots(data):
-    num_places = data.draw(st.sampled_from([1, 4, 11]))
+    num_slots = data.draw(st.sampled_from([1, 4, 11]))
     # Places past the end stand for rows that have none.
-    places = data.draw(st.permutations(range(num_places + 4)))[: data.draw(st.sampled_from([1, 4]))]
-    rows = inverse_slots(jnp.asarray(places), num_places).tolist()
-    for place in range(num_places):
-        assert rows[place] == (places.index(place) if place in places else len(places))
+    slots = data.draw(st.permutations(range(num_slots + 4)))[: data.draw(st.sampled_from([1, 4]))]
+    rows = inverse_slots(jnp.asarray(slots), num_slots).tolist()
+    for slot in range(num_slots):
+        assert rows[slot] == (slots.index(slot) if slot in slots else len(slots))
 
 
 def test_take_rows_gives_zeros_past_the_end():

@@ -83,7 +83,7 @@ def test_statistics_are_sums_over_valid_tokens():
 
 
 def whole(logits, valid):
-    """Statistics of a batch with the shares that the network computes."""
+    """Statistics of a batch with the load fractions that the network computes."""
     routing, probabilities = topk_routing(logits, valid, CONFIG)
     counts = assignments(routing.experts, EXPERTS)
     share = sequence_load_fractions(
@@ -100,7 +100,7 @@ def test_balance_is_one_when_even_and_grows_to_experts_over_k():
     np.testing.assert_allclose(even.balance / even.tokens, 1.0, rtol=1e-6)
     np.testing.assert_allclose(even.entropy / even.tokens, np.log(EXPERTS), rtol=1e-6)
     np.testing.assert_allclose(even.z / even.tokens, np.log(EXPERTS) ** 2, rtol=1e-6)
-    # All tokens on the same three experts: shares 1/3 where all probability is.
+    # All tokens on the same three experts: fractions 1/3 where all probability is.
     one_sided = jnp.where(jnp.arange(EXPERTS) < 3, 30.0, -30.0)
     packed, _ = whole(jnp.tile(one_sided, (BATCH * TIME, 1)), valid)
     np.testing.assert_allclose(packed.balance / packed.tokens, EXPERTS / 3, rtol=1e-6)

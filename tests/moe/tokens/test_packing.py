@@ -138,7 +138,7 @@ def test_equals_whole_rows(layout, copies):
 
 
 @pytest.mark.parametrize("copies", [1, 2, 4])
-def test_what_the_stream_holds(copies):
+def test_what_the_packed_batch_holds(copies):
     tokens, valid = batch(copies)
     mesh = fold(Layout(), jax.devices()[:1])
     packed, whole = (
@@ -147,7 +147,7 @@ def test_what_the_stream_holds(copies):
     )
     split = ROWS // copies * PROMPT
     assert packed.tokens.shape == (split + ROWS * RESPONSE,)
-    np.testing.assert_array_equal(packed.multiplicity.sum(), whole.weight.sum())
+    np.testing.assert_array_equal(packed.multiplicity.sum(), whole.multiplicity.sum())
     for part in ("tokens", "positions"):
         flat, by_row = getattr(packed, part), getattr(whole, part).reshape(ROWS, -1)
         np.testing.assert_array_equal(flat[:split], by_row[::copies, :PROMPT].reshape(-1))

@@ -45,7 +45,7 @@ def segments():
     return ids
 
 
-def streams(mesh, execution=None):
+def batches(mesh, execution=None):
     tokens, valid = jnp.zeros((BATCH, TIME), int), jnp.asarray(valid_rows())
     return {
         "rows": pack_rows(tokens, valid, mesh, execution),
@@ -74,16 +74,16 @@ def arrays(kind):
 def run(context, layout):
     """By packed: what is read and the gradients, in rows, and the collectives of both."""
     mesh = mesh_of(layout)
-    orders = {kind: packed.zigzag for kind, packed in streams(mesh).items()}
+    zigzags = {kind: packed.zigzag for kind, packed in batches(mesh).items()}
     given = {
-        kind: [order.flatten(*by_section(kind, jnp.asarray(x))) for x in arrays(kind)]
-        for kind, order in orders.items()
+        kind: [zigzag.flatten(*by_section(kind, jnp.asarray(x))) for x in arrays(kind)]
+        for kind, zigzag in zigzags.items()
     }
     spec = P(mesh.cp, mesh.tp)
 
     def local(given):
         results = {}
-        for kind, packed in streams(mesh, Execution(context=context)).items():
+        for kind, packed in batches(mesh, Execution(context=context)).items():
             *inputs, weight = given[kind]
             attend = functools.partial(packed.core_attention_of_layer(0), scale=SCALE)
             out, back = jax.vjp(attend, *inputs)
@@ -92,7 +92,7 @@ def run(context, layout):
 
     step = on_mesh(local, mesh, (spec,), spec).lower(given).compile()
     results = {
-        kind: [orders[kind].restore(jnp.asarray(jax.device_get(x))) for x in result]
+        kind: [zigzags[kind].restore(jnp.asarray(jax.device_get(x))) for x in result]
         for kind, result in step(given).items()
     }
     return jax.tree.map(np.asarray, results), step.as_text()
@@ -188,7 +188,7 @@ def elements(shapes):
 @pytest.mark.parametrize("layout", full_but(LAYOUTS, "tp2 cp2"))
 @pytest.mark.parametrize("context", ["gather", "ring", "ulysses"])
 def test_sends_what_the_docstring_says(context, layout):
-    """Forward and backward of the three streams: kinds of collectives, and elements sent."""
+    """Forward and backward of the three batches: kinds of collectives, and elements sent."""
     ops = COLLECTIVE.findall(run(context, layout)[1])
     cp, tp = (getattr(Layout.parse(layout), axis) for axis in ("cp", "tp"))
     kinds = {
@@ -197,7 +197,7 @@ def test_sends_what_the_docstring_says(context, layout):
         "ulysses": {"all-to-all": 8},
     }
     assert Counter(op for _, op in ops) == {op: 3 * n for op, n in kinds[context].items()}
-    # A gather's result is the whole, a scatter's a part, an exchange's as large as its argument.
+    # A gather's result is the whole, a scatter's a part, an all-to-all's as large as its argument.
     sent = {
         "all-gather": (cp - 1) / cp,
         "reduce-scatter": cp - 1,
@@ -205,7 +205,7 @@ def test_sends_what_the_docstring_says(context, layout):
         "collective-permute": 1,
     }
     total = sum(elements(shapes) * sent[op] for shapes, op in ops)
-    tokens = sum(packed.zigzag.num_tokens for packed in streams(mesh_of(layout)).values())
+    tokens = sum(packed.zigzag.num_tokens for packed in batches(mesh_of(layout)).values())
     keys, queries = (heads // tp * (HEAD_DIM + V_HEAD_DIM) for heads in (KV_HEADS, HEADS))
     forward = tokens * (cp - 1) / cp * ((queries + keys) / cp if context == "ulysses" else keys)
     assert total == 2 * forward

@@ -96,7 +96,7 @@ def pulled(function):
     """Gradients by weights, tokens and the routing's weights, and the output."""
 
     def inner(weights, x, scale, routing):
-        out = function(weights, x, routing._replace(weights=scale))
+        out = function(weights, x, routing._replace(probs=scale))
         pull = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
         return jnp.sum(out * pull), out
 
@@ -152,7 +152,7 @@ def test_smaller_buffers_hold_what_a_capacity_lets_through(name, capacity):
 
 @pytest.fixture
 def emulated(monkeypatch):
-    """CPU devices that have a ragged exchange."""
+    """CPU devices that have a ragged all-to-all."""
     monkeypatch.setattr(ragged_dispatcher.lax, "ragged_all_to_all", ragged_by_gathering)
     monkeypatch.setattr(dispatching, "_refuse_cpu", lambda mesh: None)
 
@@ -195,10 +195,10 @@ def ragged_by_gathering(
     ]
     place = jnp.arange(output.shape[0])
     for peer in range(num_peers):
-        sent, start, size, there = (x[peer] for x in everything)
-        start, size, there = start[me], size[me], there[me]
-        own = (place >= there) & (place < there + size)
-        rows = sent[jnp.clip(place - there + start, 0, sent.shape[0] - 1)]
+        sent, start, size, offset = (x[peer] for x in everything)
+        start, size, offset = start[me], size[me], offset[me]
+        own = (place >= offset) & (place < offset + size)
+        rows = sent[jnp.clip(place - offset + start, 0, sent.shape[0] - 1)]
         # A peer's announcement and ours must agree, or rows are lost on real devices.
         own = own & (size == recv_sizes[peer])
         output = jnp.where(own[:, None], rows, output)
@@ -207,7 +207,7 @@ def ragged_by_gathering(
 
 @pytest.mark.parametrize("name", ["all_to_all", "all_gather", "ragged"])
 def test_an_expert_chosen_twice_counts_twice(name, emulated):
-    """As a replayed routing may have it: more choices than a parcel has room for, and none lost."""
+    """As a replayed routing may have it: more choices than a peer has slots for, and none lost."""
     mesh = mesh_of("dp4 / ep4")
     experts = np.array(routing_of("any").experts)
     # The last tokens of each device choose one expert of the first device again and again.
@@ -221,7 +221,7 @@ def test_an_expert_chosen_twice_counts_twice(name, emulated):
 
 @pytest.mark.parametrize("name", ["all_to_all", "all_gather", "ragged"])
 def test_more_than_the_capacity_promised_takes_nobodys_place(name, emulated):
-    """What has no room adds nothing, and rows for another device are not written over."""
+    """What has no slot adds nothing, and rows for another device are not written over."""
     mesh = mesh_of("dp4 / ep4")
     experts = np.tile([0, 1, ROUTE], (TOKENS, 1))
     experts[::4] = [4, ROUTE, ROUTE]
@@ -300,15 +300,15 @@ def test_volume_of_all_to_all_is_that_of_its_formula(capacity):
     mesh = mesh_of("dp8 / ep4 etp2")
     text = _compiled("all_to_all", capacity, mesh)
     local, num_local = TOKENS // 8, ROUTE // 4
-    parcel = peer_capacity(local, CHOSEN, num_local, capacity)
+    per_peer = peer_capacity(local, CHOSEN, num_local, capacity)
     row, ep, etp = 4 * D_MODEL, 4, 2
     moved = received(text, mesh)
     assert moved == {
-        ("all-to-all", "f32"): 2 * parcel * (ep - 1) * row,
-        ("all-to-all", "s32"): parcel * (ep - 1) * 4,
-        ("all-gather", "f32"): parcel * ep * (etp - 1) * row,
-        ("all-gather", "s32"): parcel * ep * (etp - 1) * 4,
-        ("reduce-scatter", "f32"): parcel * ep * (etp - 1) * row,
+        ("all-to-all", "f32"): 2 * per_peer * (ep - 1) * row,
+        ("all-to-all", "s32"): per_peer * (ep - 1) * 4,
+        ("all-gather", "f32"): per_peer * ep * (etp - 1) * row,
+        ("all-gather", "s32"): per_peer * ep * (etp - 1) * 4,
+        ("reduce-scatter", "f32"): per_peer * ep * (etp - 1) * row,
     }
     rows = sum(size for (_, kind), size in moved.items() if kind == "f32") / row
     assert rows == rows_received("all_to_all", local, CHOSEN, num_local, mesh, capacity)

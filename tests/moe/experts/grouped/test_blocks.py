@@ -16,12 +16,12 @@ ROWS, GROUPS, INNER, OUTER = 300, 5, 6, 7
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_rows_stand_in_blocks_of_their_group(cuts):
     sizes = np.diff(sorted(cuts), prepend=0)
-    row, place, group = map(np.asarray, blocks_of(jnp.asarray(sizes, jnp.int32), ROWS))
+    row, slot, group = map(np.asarray, blocks_of(jnp.asarray(sizes, jnp.int32), ROWS))
     of_row = np.repeat(np.arange(GROUPS), sizes)
     for index, expected in enumerate(of_row):
-        assert row.reshape(-1)[place[index]] == index
-        assert group[place[index] // row.shape[1]] == expected
-    assert (place[len(of_row) :] == row.size).all()
+        assert row.reshape(-1)[slot[index]] == index
+        assert group[slot[index] // row.shape[1]] == expected
+    assert (slot[len(of_row) :] == row.size).all()
     assert sorted(row[row < ROWS]) == list(range(len(of_row)))
     assert ((group >= 0) & (group < GROUPS)).all()
 
