@@ -121,7 +121,7 @@ def decode_step(
       live: rows that are still going; the others append padding.
 
     Returns:
-      Logits of this ``tp`` rank's share of the rows, and the cache.
+      Logits of this ``tp`` rank's shard of the rows, and the cache.
     """
     config = _dropless(config)
     check_window(cache.valid.shape[1], config)

@@ -90,6 +90,7 @@ def logprobs_and_entropy(
       joined). https://arxiv.org/abs/1805.02867
     """
     columns, start, skipped = _own_columns(_head(weights, config), config.vocab_size, mesh)
+    # Every rank needs all tokens of the tp group: it has columns of its own, for each of them.
     of_group = gather_tokens(x, mesh.tp), gather_tokens(tokens, mesh.tp)
     given = vary((of_group[0], columns, of_group[1] - start, skipped), mesh.axes)
     scores: Any = _scores(*given, _Chunking(mesh.tp, config.execution.vocab_chunk, temperature))
@@ -221,6 +222,7 @@ def _backward(chunking, residuals, gradients):
         p = jnp.exp(log_p)
         of_logits = jnp.where(chunk.chosen, of_logprob, 0.0) - p * of_logprob
         of_logits = of_logits - of_entropy * (p * (log_p + entropy))
+        # Rounded to the dtype of the states: two products of that dtype follow.
         of_logits = (of_logits / chunking.temperature).astype(x.dtype)
         of_matrix = _dot(x.T, of_logits).astype(columns.dtype)
         # Chunks overlap where they do not divide, and each gives 0 to what the other counts.

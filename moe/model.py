@@ -59,6 +59,8 @@ def feed_forward(
       packed: all the gathered tokens; padding is never routed and never counted.
     """
     h = rms_norm(x, layer.norm, config.norm_epsilon)
+    # Experts take the shards as they are: between attention's tp and the experts' ep nothing moves
+    # (MoE parallel folding).
     out, stats = jnp.zeros_like(h), None
     if layer.experts is not None:
         routing, stats = route(layer.experts, h, packed, config, mesh)
@@ -158,6 +160,7 @@ def blocks(
         layer = layer if shard_dims is None else unshard(layer, shard_dims)
         return block(layer, x, own, core_attention, config, mesh)
 
+    # A Python loop: `moe.decoding.prefill` captures keys and values by the number of the layer.
     collected = []
     for index in range(jax.tree.leaves(layers)[0].shape[0]):
         layer = jax.tree.map(lambda stacked, index=index: stacked[index], layers)

@@ -22,6 +22,7 @@ def specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
       ValueError: when an axis does not divide by the devices it is spread over.
     """
     rules, sizes, num_chunks = dict(weight_rules(mesh)), axis_sizes(config), mesh.layout.vpp
+    # The only axis that may stay whole: a vocabulary is given, every other size can be chosen.
     if sizes["logit"] % mesh.size(mesh.tp):
         del rules["logit"]
     if sizes["layer"] % (mesh.size(mesh.pp) * num_chunks):
@@ -71,6 +72,8 @@ def _each_weight(
     """`of` the place of each weight, its shape as it is stored, and how many dimensions in front
     stay whole: those of the stack of layers where layers are unsharded one by one."""
     stored = jax.eval_shape(lambda weights: in_chunks(weights, mesh), shapes(config))
+    # Cut along the stack, whole layers would lie on one device each: no layer could be joined
+    # alone.
     stacked = (1 if mesh.layout.vpp == 1 else 2) if config.execution.fsdp else 0
     first = replace(
         jax.tree.map(lambda _: 0, stored), layers=jax.tree.map(lambda _: stacked, stored.layers)

@@ -23,11 +23,11 @@ def float32_product(
 
 
 def weighted_sum(
-    weights: Float[Array, "token k"], rows: Float[Array, "token k width"]
+    probs: Float[Array, "token k"], rows: Float[Array, "token k width"]
 ) -> Float[Array, "token width"]:
-    """``sum_k w_k rows_k``, float32 from the weights to the sum, which the caller rounds."""
+    """``sum_k p_k rows_k``, float32 from the probs to the sum, which the caller rounds."""
     rows = rows.astype(jnp.float32)
-    return jnp.einsum("nk,nkd->nd", weights, rows, precision=jax.lax.Precision.HIGHEST)
+    return jnp.einsum("nk,nkd->nd", probs, rows, precision=jax.lax.Precision.HIGHEST)
 
 
 def rms_norm(

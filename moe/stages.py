@@ -87,6 +87,7 @@ def gradients(
     sums = pipeline.gradients(
         stages, _ends(weights), _chunks_of(weights, mesh), micro_batches, _pipeline(mesh)
     )
+    # One chunk per stage was given a dimension of its own (`_chunks_of`), which goes again.
     layers = jax.tree.map(lambda x, like: x.reshape(like.shape), sums.layers, weights.layers)
     grads = replace(_with_ends(weights, sums.ends), layers=layers)
     return sums.loss, grads, sums.metrics, _joined(sums.statistics, mesh)
@@ -106,12 +107,14 @@ def _stages(
     depth = stacked // (mesh.layout.pp * mesh.layout.vpp)
 
     def first(ends, micro_batch):
+        # Gradients are taken with respect to `ends`: these, not those of `weights`, must be used.
         packed, whole = pack(micro_batch), _with_ends(weights, ends)
         model.check_runs(packed.tokens.shape[0], mesh)
         x = model.embed(whole, packed.tokens, config, mesh)
         return model.first_blocks(whole, x, packed, config, mesh)
 
     def chunk(layers, x, micro_batch, number):
+        # Traced: a stage learns only at run time which model chunk, and so which layers, it runs.
         before = config.num_dense_layers + number * depth
         x, stats = model.blocks(layers, x, pack(micro_batch), config, mesh, before, shard_dims)
         return x, router_loss(stats, config, mesh, num_tokens), stats

@@ -149,6 +149,7 @@ def gradients(
             sums,
             saved,
         )
+        # Outside of all conditions: a permute is a collective of all stages, whoever has work.
         return (run.send(after, 1), run.send(grad, -1), saved, sums), None
 
     nothing = Sums(
@@ -244,8 +245,9 @@ class _Run:
         )
 
     def send(self, x: Array, step: int) -> Array:
-        """`x` to the stage `step` further on; around the end only where there are more rounds."""
+        """`x` to the stage `step` further on; around the end only where there are more chunks."""
         n = self.schedule.stages
+        # Without more chunks the last stage has nothing for the first, and nothing is sent.
         pairs = [
             (i, (i + step) % n)
             for i in range(n)
@@ -270,6 +272,7 @@ class _Run:
 
         # `jax.vjp` runs the chunk forward here: nothing of it was kept but its input.
         (after, loss), pull, statistics = jax.vjp(through, self.layers_of(work), x, has_aux=True)
+        # The gradient of a chunk's output: made here after the last chunk, else sent by the next.
         grad, sums = lax.cond(
             self.leaves(work),
             lambda sums, after: self._leave(work, after, sums),
@@ -311,6 +314,7 @@ class _Run:
 
     def _enter(self, work: Work, grad: Array, ends: Tree) -> Tree:
         """The gradient of `ends` with that of `Stages.first` added."""
+        # `Stages.first` runs again, as chunks do: nothing of it was saved but what it gave.
         _, pull = jax.vjp(lambda ends: self.first(ends, work), self.ends)
         return jax.tree.map(jnp.add, ends, pull(grad)[0])
 

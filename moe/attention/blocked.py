@@ -50,6 +50,7 @@ def blocked_attention(
     batch, time, heads, head_dim = query.shape
     kv_heads = key.shape[2]
     blocking = _blocking(time, key.shape[1], causal)
+    # Padded queries see nothing, and their results are cut off.
     missing = blocking.num_blocks * blocking.queries - time
     query = jnp.pad(query, ((0, 0), (0, missing), (0, 0), (0, 0)))
     query = query.reshape(batch, -1, kv_heads, heads // kv_heads, head_dim)
@@ -174,6 +175,7 @@ def _row(
         out = _product("vgts,vsd->vgtd", powers.astype(value.dtype), value)
         return (out / total[..., None]).astype(value.dtype), top + jnp.log(total)
 
+    # One compiled loop per span; the lambda's default binds this span's keys, not the last one's.
     parts = []
     for span in blocking.spans:
         blocks = _blocks(query, span, blocking), _of_blocks(visible, span, blocking)
@@ -203,7 +205,7 @@ def _row_gradient(
         scores = jnp.where(seen_by[None, :, None], scores, MASK_VALUE)
         probs = jnp.exp(scores - log_sum[:, None])
         through = _product("vsd,vgtd->vsgt", value, out_gradient) - mean[:, None]
-        # Without what is not visible: where a query sees nothing its weights are not 0.
+        # Without what is not visible: where a query sees nothing its probs are not 0.
         slopes = jnp.where(seen_by[None, :, None], probs * through * scale, 0).astype(dtype)
         return (
             jnp.moveaxis(_product("vsd,vsgt->vdgt", key, slopes), 1, 3).astype(dtype),
@@ -220,6 +222,7 @@ def _row_gradient(
         )
         known = key[:, : span.sources], value[:, : span.sources]
         of_span = lax.map(lambda own, known=known: block(*own, *known), own)
+        # A query is in one block; a key is met by many, whose gradients add up.
         queries.append(of_span[0])
         beyond = ((0, 0), (0, key.shape[1] - span.sources), (0, 0))
         keys.append(jnp.pad(jnp.sum(of_span[1], axis=0), beyond))

@@ -1,4 +1,5 @@
-"""What lies between the normalised stream and queries, keys and values: two kinds of attention."""
+"""What lies between the normalised residual stream and queries, keys and values: two kinds of
+attention."""
 
 import jax
 import jax.numpy as jnp

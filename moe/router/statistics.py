@@ -89,7 +89,7 @@ def statistics(
 ) -> RouterStatistics[Array]:
     """Sums over tokens of what the router did, each token `multiplicity` times (0 for padding).
 
-    The load-balancing loss of a set of tokens is ``E sum_e f_e P_e``, ``f_e`` the share of its
+    The load-balancing loss of a set of tokens is ``E sum_e f_e P_e``, ``f_e`` the fraction of its
     assignments that expert ``e`` got (`fractions`, without gradient) and ``P_e`` the mean
     probability of ``e`` over its tokens: 1 when even, at most ``E``. Weighted by the tokens of the
     set it is a sum over tokens. Taken per sequence, it does not depend on how a batch is cut into

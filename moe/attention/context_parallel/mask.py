@@ -37,6 +37,7 @@ def visible_keys(
     column: Sections, segment: Sections, source_column: Sections, source_segment: Sections
 ) -> Sections:
     """Per section ``[row, time, source]``: which keys each query may attend to."""
+    # Columns, not positions: padding and earlier segments of the row keep their columns.
     return tuple(
         (q_column[:, :, None] >= k_column[:, None, :])
         & (q_segment[:, :, None] == k_segment[:, None, :])

@@ -41,6 +41,7 @@ def ring(
     queries = zigzag.split(query)
     softmaxes: list[_Softmax] | None = None
     for hop in range(ranks):
+        # XLA may start the next permute while this hop is computed: nothing orders the two.
         if hop:
             key, value = shift(key, mesh.cp), shift(value, mesh.cp)
         # The marks of `mask` are whole on every device: those of the keys' rank need not travel.
@@ -55,6 +56,7 @@ def ring(
             else [_merge(*pair) for pair in zip(softmaxes, softmaxes_here, strict=True)]
         )
     assert softmaxes is not None
+    # Divided once, at the end: the hops add numerators and denominators.
     return zigzag.join(*(_result(softmax, query.dtype) for softmax in softmaxes))
 
 

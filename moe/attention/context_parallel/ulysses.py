@@ -34,6 +34,7 @@ def ulysses(
             'context="gather".'
         )
     zigzag = mask.zigzag
+    # Split over heads (dimension 1), joined over tokens (dimension 0).
     queries, keys, values = (
         zigzag.restore(swap_shards(x, mesh.cp, split=1, join=0)) for x in (query, key, value)
     )

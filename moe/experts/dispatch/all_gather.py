@@ -36,6 +36,7 @@ def all_gather_dispatch(
     group, num_local = (*mesh.ep, *mesh.etp), weights.gate.shape[0]
     num_tokens, k = routing.experts.shape
     buffer_rows = mesh.size(group) * peer_capacity(num_tokens, k, num_local, capacity)
+    # In float32 from here: a token's gradient is a sum over devices, rounded once at its own.
     dtype, x = x.dtype, gather_and_widen(x, group)
     experts, probs = (gather_tokens(array, group) for array in routing)
 

@@ -65,6 +65,7 @@ def dispatch(
         raise ValueError(f"dispatch={name!r} is none of {', '.join(IMPLEMENTATIONS)}; None picks.")
     if name == "ragged":
         _refuse_cpu(mesh)
+    # `peer_capacity` counts on it; a replayed routing may name an expert twice.
     routing = without_repeats(routing, weights.gate.shape[0] * mesh.size(mesh.ep))
     return IMPLEMENTATIONS[name](weights, x, routing, mesh, capacity, product)
 
@@ -114,6 +115,7 @@ def rows_received(
 
 
 def _refuse_cpu(mesh: FoldedMesh) -> None:
+    # An abstract mesh may stand for any platform: it is lowered without asking.
     real = mesh.mesh.devices.flat if isinstance(mesh.mesh, jax.sharding.Mesh) else ()
     if any(device.platform == "cpu" for device in real):
         raise ValueError(

@@ -59,6 +59,7 @@ def ragged_dispatch(
 
     num_slots = num_peers * per_peer
     rows = send(spread_rows(x, order // k, x.dtype), outward, homeward, num_slots, 0, mesh)
+    # Ids in a transfer of their own: rows may be half precision, and ids must not be.
     ids = (experts % num_local)[order][:, None].astype(jnp.int32)
     ids = send(ids, outward, homeward, num_slots, num_local, mesh)[:, 0]
 

@@ -36,6 +36,7 @@ def blocks_of(sizes: Int[Array, "group"], num_rows: int) -> Blocks:
     """The blocks of rows sorted by group."""
     num_groups = sizes.shape[0]
     size = block_size(num_rows, num_groups)
+    # Each group may leave one block unfilled: enough for any sizes, known when compiling.
     num_blocks = -(-num_rows // size) + num_groups
     start, blocks = jnp.cumsum(sizes) - sizes, -(-sizes // size)
     first = jnp.cumsum(blocks) - blocks

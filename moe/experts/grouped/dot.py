@@ -71,6 +71,7 @@ def _forward(rows, weights, sizes, implementation):
 
 def _backward(implementation, residuals, out_gradient):
     rows, weights, sizes = residuals
+    # Both gradients are grouped products again; sizes are integers and have none.
     product, matrices = _named(implementation), weights.astype(rows.dtype)
     return (
         product.each(1, out_gradient, matrices, sizes),
