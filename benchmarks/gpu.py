@@ -243,7 +243,7 @@ def peak_of(kind: str) -> float | None:
 
 
 def experts(arguments: argparse.Namespace) -> Iterator[Figures]:
-    """`moe.experts.grouped` and what it is measured by, on as many rows as the step has."""
+    """`moe.experts.grouped.dot` and what it is measured by, on as many rows as the step has."""
     import jax
     import jax.numpy as jnp
     from grouped import forms, group_sizes, with_gradient
@@ -276,20 +276,20 @@ def attention(arguments: argparse.Namespace) -> Iterator[Figures]:
     import jax
     import jax.numpy as jnp
 
-    from moe.attention.core import IMPLEMENTATIONS, read
-    from moe.attention.layer import causal
+    from moe.attention.core import IMPLEMENTATIONS, core_attention
+    from moe.attention.plain import causal_mask
 
     config = network(arguments)
     rows, length, width = max(arguments.rows // 4, 1), arguments.time, config.head_dim
     query = random((rows, length, config.num_heads, width))
     key, value = (random((rows, length, config.num_kv_heads, width), seed) for seed in (1, 2))
-    visible = causal(jnp.ones((rows, length), bool))
+    visible = causal_mask(jnp.ones((rows, length), bool))
     # Queries with keys and weights with values, half of them visible.
     flops = 2 * rows * length**2 * config.num_heads * width
     for name in IMPLEMENTATIONS:
 
         def value_of(query, key, value, name=name):
-            return read(query, key, value, visible, causal=True, implementation=name)
+            return core_attention(query, key, value, visible, causal=True, implementation=name)
 
         def both(query, key, value, value_of=value_of):
             out, back = jax.vjp(value_of, query, key, value)

@@ -121,8 +121,10 @@ def program(config: Any) -> tuple[Any, Any]:
     from jax.sharding import PartitionSpec as P
 
     from moe.head import logprobs_and_entropy
-    from moe.model import align_to_tokens, hidden, next_tokens, router_loss
-    from moe.weights import specs
+    from moe.model import hidden
+    from moe.placement import specs
+    from moe.router.balance import router_loss
+    from moe.tokens.alignment import align_to_tokens, next_tokens
     from sharding.collectives import varying
     from sharding.folding import Layout, fold
 

@@ -68,7 +68,6 @@ def _resume(request: Request) -> int:
     from jrl.runs.checkpoints import Checkpoints
 
     run, config = request.run, to_json(request.run, request.recipe)
-    name = request.recipe.name
     with _open(lambda: RunFolder.resume(request.command.run_dir or "")) as folder:
         checkpoints = Checkpoints(folder.checkpoints_path)
         step = checkpoints.latest_step()
@@ -76,7 +75,9 @@ def _resume(request: Request) -> int:
             # It may have been killed between its last checkpoint and its end.
             if is_first() and not folder.plots_path.is_dir():
                 plot_run(
-                    folder.metrics_path, folder.plots_path, f"{run.task}, {request.recipe.name}"
+                    folder.metrics_path,
+                    folder.plots_path,
+                    f"{run.task}, {request.recipe.name}",
                 )
             print(f"{folder.path} is finished after {step} steps; --steps may be raised.")
             return 0
@@ -132,7 +133,7 @@ def _set_up(request: Request, folder: RunFolder | None = None) -> "Setup":
     from jrl.runs.loggers import check_installed
     from jrl.trainer.saved_policy import load_model
     from jrl.trainer.setup import set_up
-    from moe.weights import specs
+    from moe.placement import specs
 
     for destination in request.run.log_to:
         check_installed(destination)

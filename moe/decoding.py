@@ -12,12 +12,13 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from moe.attention.layer import read_values, rms_norm
+from moe.attention.plain import plain_attention
 from moe.config import ModelConfig
 from moe.head import logits_of
 from moe.model import block, check_window, embed, run
-from moe.tokens.packing import Stream, rows
-from moe.tokens.zigzag import Order
+from moe.precision import rms_norm
+from moe.tokens.packing import PackedBatch, pack_rows
+from moe.tokens.zigzag import ZigzagLayout
 from moe.weights import Layer, Transformer
 from sharding.folding import FoldedMesh
 
@@ -32,7 +33,7 @@ class Cache(Generic[Leaf]):
       keys: per layer ``[batch, kv_head, length, head_dim]``, rotated. A head's positions lie
         together, as the products of a decoding step want them: in another order each step would
         copy the buffer.
-      values: the same shape, `value_dim` wide. Latent attention keeps what it expands.
+      values: the same shape, `v_head_dim` wide. Latent attention keeps what it expands.
       valid: ``[batch, length]`` which columns hold a token.
     """
 
@@ -62,33 +63,36 @@ def prefill(
             f"layout {mesh.layout}: a cache of keys and values holds whole rows, so decoding runs "
             "without context parallelism; cp must be 1."
         )
-    # No backward pass follows, and what is kept here would not leave a rematerialised layer.
+    # No backward pass follows, and what is captured here would not leave a rematerialised layer.
     execution = replace(config.execution, remat="none", fsdp=False)
     config = replace(_dropless(config), execution=execution)
     check_window(tokens.shape[1], config)
-    kept: dict[int, tuple[Array, ...]] = {}
-    stream = rows(tokens, valid, mesh, config.execution)
+    captured: dict[int, tuple[Array, ...]] = {}
+    packed = pack_rows(tokens, valid, mesh, config.execution)
 
-    def attend_in_layer(index):
-        def attend(query, key, value, scale=None):
-            kept[index] = tuple(
+    def core_attention_of_layer(index):
+        def core_attention(query, key, value, scale=None):
+            captured[index] = tuple(
                 _by_head(x.reshape(*valid.shape, *x.shape[1:])) for x in (key, value)
             )
-            return stream.attend_in_layer(index)(query, key, value, scale)
+            return packed.core_attention_of_layer(index)(query, key, value, scale)
 
-        return attend
+        return core_attention
 
-    x, _ = run(weights, stream._replace(attend_in_layer=attend_in_layer), config, mesh)
-    keys, values = zip(*(kept[index] for index in range(config.num_layers)), strict=True)
+    x, _ = run(
+        weights, packed._replace(core_attention_of_layer=core_attention_of_layer), config, mesh
+    )
+    keys, values = zip(*(captured[index] for index in range(config.num_layers)), strict=True)
     return x, Cache(keys, values, valid)
 
 
-def extend(cache: Cache[Array], length: int, copies: int) -> Cache[Array]:
-    """A cache with room for `length` more columns, each row repeated `copies` times in a row."""
+def extend(cache: Cache[Array], length: int, num_samples: int) -> Cache[Array]:
+    """A cache with room for `length` more columns, each row repeated `num_samples` times in a
+    row."""
 
     def grow(buffer, axis):
-        room = [(0, length if n == axis else 0) for n in range(buffer.ndim)]
-        return jnp.pad(jnp.repeat(buffer, copies, axis=0), room)
+        padding = [(0, length if n == axis else 0) for n in range(buffer.ndim)]
+        return jnp.pad(jnp.repeat(buffer, num_samples, axis=0), padding)
 
     return Cache(
         keys=tuple(grow(keys, axis=2) for keys in cache.keys),
@@ -117,36 +121,38 @@ def decode_step(
       live: rows that are still going; the others append padding.
 
     Returns:
-      Logits of this ``tp`` rank's share of the rows, and the cache.
+      Logits of this ``tp`` rank's shard of the rows, and the cache.
     """
     config = _dropless(config)
     check_window(cache.valid.shape[1], config)
+    # Prompts are padded on the left, so a token's position is the count of valid ones before it.
     valid = jax.lax.dynamic_update_slice(cache.valid, live[:, None], (0, column))
     positions = jnp.maximum(jnp.sum(valid.astype(jnp.int32), axis=1) - 1, 0)
     visible = valid[:, None, :]
     keys, values = list(cache.keys), list(cache.values)
 
-    def attend_in_layer(index):
-        def attend(query, key, value, scale=None):
+    def core_attention_of_layer(index):
+        def core_attention(query, key, value, scale=None):
             start = (0, 0, column, 0)
             keys[index] = jax.lax.dynamic_update_slice(keys[index], key[:, :, None], start)
             values[index] = jax.lax.dynamic_update_slice(values[index], value[:, :, None], start)
             key, value = _by_position(keys[index]), _by_position(values[index])
-            return read_values(query[:, None], key, value, visible, scale)[:, 0]
+            return plain_attention(query[:, None], key, value, visible, scale)[:, 0]
 
-        return attend
+        return core_attention
 
-    stream = Stream(
+    packed = PackedBatch(
         tokens=tokens,
         positions=positions,
-        weight=live.astype(jnp.float32),
-        attend_in_layer=attend_in_layer,
-        share=lambda counts: counts,  # nothing is learned here
-        order=Order(((tokens.shape[0], 1),), ranks=1),
+        multiplicity=live.astype(jnp.float32),
+        core_attention_of_layer=core_attention_of_layer,
+        sequence_fractions=lambda counts: counts,  # nothing is learned here
+        zigzag=ZigzagLayout(((tokens.shape[0], 1),), ranks=1),
     )
+    # No loop over stacked layers: each one's cache is a buffer of its own, written in place.
     x = embed(weights, tokens, config, mesh)
     for index, layer in enumerate(layers):
-        x, _ = block(layer, x, stream, attend_in_layer(index), config, mesh)
+        x, _ = block(layer, x, packed, core_attention_of_layer(index), config, mesh)
     x = rms_norm(x, weights.norm, config.norm_epsilon)
     return logits_of(weights, x, config, mesh), Cache(tuple(keys), tuple(values), valid)
 

@@ -10,17 +10,17 @@ class Execution:
     A name demands that implementation and raises where it cannot serve.
 
     Args:
-      attention: how one device reads values: "plain", "blocked", "xla" or "cudnn"
+      attention: core attention on one device: "plain", "blocked", "xla" or "cudnn"
         (`moe.attention.core`).
       context: how attention crosses the devices of ``cp``: "gather", "ring" or "ulysses"
-        (`moe.attention.context`).
+        (`moe.attention.context_parallel.choice`).
       dispatch: how tokens travel to the experts of other devices.
       experts: how rows are multiplied, each by its own expert's matrix.
       remat: what the backward pass computes again instead of keeping it: "none", "selective" or
         "full" (`moe.remat`).
-      fsdp: weights are kept in parts, each on one of the devices that would hold the same, and the
-        layers joined one after the other when an update runs them (`sharding.zero.join`), forward
-        (twice in a pipeline) and again backward. Needs a `remat` that does not keep them.
+      fsdp: weights are kept in shards, each on one of the devices that would hold the same, and the
+        layers joined one after the other when an update runs them (`sharding.zero.unshard`),
+        forward (twice in a pipeline) and again backward. Needs a `remat` that does not keep them.
       vocab_chunk: columns of the head whose logits are there at a time in training, on each ``tp``
         rank; None is all of them (`moe.head`).
     """
@@ -41,6 +41,6 @@ class Execution:
             )
         if self.vocab_chunk is not None and self.vocab_chunk < 1:
             raise ValueError(
-                f"vocab_chunk={self.vocab_chunk} reads no column of the head: use 1 or more, or "
+                f"vocab_chunk={self.vocab_chunk} takes no column of the head: use 1 or more, or "
                 "None for all at once."
             )

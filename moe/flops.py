@@ -13,7 +13,7 @@ def training_flops(config: ModelConfig, time: int) -> float:
     that a token meets, the shared one included, or of the dense layer, V the vocabulary.
 
     What is computed again, padded or thrown away does not count, nor do norms, the embedding, the
-    router (less than a hundredth) and the optimiser: this is the work that the model needs, the
+    router (less than a hundredth) and the optimizer: this is the work that the model needs, the
     numerator of model FLOPs utilisation, ``tokens per second x this / peak``.
 
     Raises:
@@ -29,12 +29,12 @@ def training_flops(config: ModelConfig, time: int) -> float:
       ...     head_dim=10, num_experts=0, d_ff=20), time=8)
       12480.0
     """
-    if config.latent is not None:
+    if config.mla is not None:
         raise ValueError("training_flops counts grouped-query attention, not latent attention.")
     queries = config.num_heads * config.head_dim
     keys = config.num_kv_heads * config.head_dim
     attention = config.num_layers * config.d_model * (2 * queries + 2 * keys)
-    width = config.num_dense_layers * config.d_first
+    width = config.num_dense_layers * config.dense_d_ff
     width += (config.num_layers - config.num_dense_layers) * (
         config.experts_per_token * config.d_expert * (config.num_experts > 0) + config.d_ff
     )

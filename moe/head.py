@@ -1,8 +1,9 @@
 """The head: what the last hidden states say about the next token.
 
 Its columns, one per token of the vocabulary, are spread over ``tp`` where they divide; where they
-do not, and where the head is the embedding, every rank holds them all and reads its part of them.
-Training reads them a chunk at a time; who draws tokens asks for all.
+do not, and where the head is the embedding, every rank holds them all and computes its part of
+them. Training computes them a chunk at a time (a fused linear cross-entropy, in Liger's words); who
+draws tokens asks for all.
 """
 
 from collections.abc import Callable
@@ -14,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from moe.attention.layer import NOTHING
 from moe.config import ModelConfig
+from moe.precision import MASK_VALUE, float32_product
 from moe.weights import Transformer
 from sharding.collectives import Axes, gather_tokens, own_shard, swap_shards, vary, varying
 from sharding.folding import FoldedMesh
@@ -56,14 +57,14 @@ def logprobs_and_entropy(
     """``log p_a`` and ``H = -sum_v p_v log p_v`` of ``p = softmax(z)``, ``z = x W / temperature``.
 
     Of the logits z a device has ``[tokens, chunk]`` at a time, forward and backward, of the tokens
-    of its ``cp`` rank and of `Execution.vocab_chunk` columns. Each ``tp`` rank reads its part of
+    of its ``cp`` rank and of `Execution.vocab_chunk` columns. Each ``tp`` rank passes its part of
     the columns once for the maximum, ``sum exp z`` and ``sum z exp z``, and a second time for the
     gradients
 
     * ``d log p_a / d z_v = 1[v = a] - p_v``,
     * ``d H / d z_v = -p_v (log p_v + H)``.
 
-    Where all columns are one chunk, its logits are kept for the gradients: they are as many as the
+    Where all columns are one chunk, its logits are saved for the gradients: they are as many as the
     gradients themselves, which are made next when this is the end of a loss.
 
     Products are summed, and all else is computed, in float32. The plain twin is `logits_of` and
@@ -89,10 +90,11 @@ def logprobs_and_entropy(
       joined). https://arxiv.org/abs/1805.02867
     """
     columns, start, skipped = _own_columns(_head(weights, config), config.vocab_size, mesh)
+    # Every rank needs all tokens of the tp group: it has columns of its own, for each of them.
     of_group = gather_tokens(x, mesh.tp), gather_tokens(tokens, mesh.tp)
     given = vary((of_group[0], columns, of_group[1] - start, skipped), mesh.axes)
-    read: Any = _read(*given, _Reading(mesh.tp, config.execution.vocab_chunk, temperature))
-    own = own_shard(jnp.stack(read, axis=1), mesh.tp)
+    scores: Any = _scores(*given, _Chunking(mesh.tp, config.execution.vocab_chunk, temperature))
+    own = own_shard(jnp.stack(scores, axis=1), mesh.tp)
     return own[:, 0], own[:, 1]
 
 
@@ -106,9 +108,9 @@ def _head(weights: Transformer[Array], config: ModelConfig) -> Float[Array, "d_m
 def _own_columns(
     head: Float[Array, "d_model columns"], vocab_size: int, mesh: FoldedMesh
 ) -> tuple[Float[Array, "d_model own"], Int[Array, ""], Int[Array, ""]]:
-    """The columns that this ``tp`` rank reads, as many as on every other.
+    """The columns that this ``tp`` rank computes, as many as on every other.
 
-    Where they do not divide, the last ranks begin earlier and skip what others read.
+    Where they do not divide, the last ranks begin earlier and skip what others compute.
 
     Returns:
       The columns, the token of the first of them, and how many of them to skip.
@@ -121,8 +123,8 @@ def _own_columns(
     return head, start, first - start
 
 
-class _Reading(NamedTuple):
-    """How the columns are read: over which axes they are spread, how many at a time, and what
+class _Chunking(NamedTuple):
+    """How the columns are cut: over which axes they are spread, how many at a time; and what
     divides the logits."""
 
     axes: Axes
@@ -131,12 +133,12 @@ class _Reading(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Columns read together.
+    """Columns computed together.
 
     Attributes:
       start: the first of them.
       matrix: ``[d_model, chunk]``.
-      logits: ``[token, chunk]``, `NOTHING` in columns that another chunk or rank counts.
+      logits: ``[token, chunk]``, `MASK_VALUE` in columns that another chunk or rank counts.
       chosen: ``[token, chunk]`` which of the others is the column of the token.
     """
 
@@ -164,98 +166,123 @@ class _Sums(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _read(x, columns, tokens, skipped, how):
-    return _forward(x, columns, tokens, skipped, how)[0]
+def _scores(x, columns, tokens, skipped, chunking):
+    return _forward(x, columns, tokens, skipped, chunking)[0]
 
 
-def _forward(x, columns, tokens, skipped, how):
-    kept = _logits(x, columns, how) if _number(columns, how) == 1 else None
+def _forward(x, columns, tokens, skipped, chunking):
+    saved_logits = _logits(x, columns, chunking) if _number(columns, chunking) == 1 else None
 
+    # The online softmax: a chunk may raise the maximum, and sums so far are taken below the new
+    # one.
     def add(sums: _Sums, index) -> _Sums:
-        chunk = _chunk(x, columns, tokens, skipped, how, index, kept)
+        chunk = _chunk(x, columns, tokens, skipped, chunking, index, saved_logits)
         maximum = jnp.maximum(sums.maximum, jnp.max(chunk.logits, axis=1))
         sums = sums.below(maximum)
         shifted = chunk.logits - maximum[:, None]
-        weight = jnp.exp(shifted)
+        power = jnp.exp(shifted)
         return _Sums(
             maximum,
-            sums.total + jnp.sum(weight, axis=1),
-            sums.moment + jnp.sum(weight * shifted, axis=1),
+            sums.total + jnp.sum(power, axis=1),
+            sums.moment + jnp.sum(power * shifted, axis=1),
             sums.chosen + jnp.sum(chunk.logits, axis=1, where=chunk.chosen),
         )
 
     none = vary(jnp.zeros(tokens.shape, jnp.float32), tuple(varying(x)))
-    sums = _over_chunks(add, _Sums(none + NOTHING, none, none, none), columns, how)
-    maximum = lax.pmax(sums.maximum, how.axes)
-    total, moment, chosen = lax.psum(jnp.stack(sums.below(maximum)[1:]), how.axes)
+    sums = _over_chunks(add, _Sums(none + MASK_VALUE, none, none, none), columns, chunking)
+    # Ranks join as chunks do: each takes its sums below the maximum of all.
+    maximum = lax.pmax(sums.maximum, chunking.axes)
+    total, moment, chosen = lax.psum(jnp.stack(sums.below(maximum)[1:]), chunking.axes)
     log_total = jnp.log(total)
     entropy = log_total - moment / total
     # Differences first: maximum and logarithm together would round large logits.
     logprob = chosen - maximum - log_total
-    return (logprob, entropy), (x, columns, tokens, skipped, kept, maximum, log_total, entropy)
+    return (logprob, entropy), (
+        x,
+        columns,
+        tokens,
+        skipped,
+        saved_logits,
+        maximum,
+        log_total,
+        entropy,
+    )
 
 
-def _backward(how, residuals, gradients):
-    x, columns, tokens, skipped, kept, *rest = residuals
+def _backward(chunking, residuals, gradients):
+    x, columns, tokens, skipped, saved_logits, *rest = residuals
     maximum, log_total, entropy = (number[:, None] for number in rest)
     of_logprob, of_entropy = (gradient[:, None] for gradient in gradients)
 
+    # Logits are made a second time: what was saved of them is a maximum and two sums per token.
     def add(sums, index):
         of_x, of_columns = sums
-        chunk = _chunk(x, columns, tokens, skipped, how, index, kept)
+        chunk = _chunk(x, columns, tokens, skipped, chunking, index, saved_logits)
         log_p = chunk.logits - maximum - log_total
         p = jnp.exp(log_p)
         of_logits = jnp.where(chunk.chosen, of_logprob, 0.0) - p * of_logprob
         of_logits = of_logits - of_entropy * (p * (log_p + entropy))
-        of_logits = (of_logits / how.temperature).astype(x.dtype)
+        # Rounded to the dtype of the states: two products of that dtype follow.
+        of_logits = (of_logits / chunking.temperature).astype(x.dtype)
         of_matrix = _dot(x.T, of_logits).astype(columns.dtype)
         # Chunks overlap where they do not divide, and each gives 0 to what the other counts.
-        there = lax.dynamic_slice_in_dim(of_columns, chunk.start, of_matrix.shape[1], axis=1)
-        of_columns = lax.dynamic_update_slice(of_columns, there + of_matrix, (0, chunk.start))
+        so_far = lax.dynamic_slice_in_dim(of_columns, chunk.start, of_matrix.shape[1], axis=1)
+        of_columns = lax.dynamic_update_slice(of_columns, so_far + of_matrix, (0, chunk.start))
         return of_x + _dot(of_logits, chunk.matrix.T), of_columns
 
     nothing = jnp.zeros(x.shape, jnp.float32), jnp.zeros(columns.shape, columns.dtype)
-    of_x, of_columns = _over_chunks(add, vary(nothing, tuple(varying(x))), columns, how)
+    of_x, of_columns = _over_chunks(add, vary(nothing, tuple(varying(x))), columns, chunking)
     return of_x.astype(x.dtype), of_columns, None, None
 
 
-_read.defvjp(_forward, _backward)
+_scores.defvjp(_forward, _backward)
 
 
-def _chunk(x, columns, tokens, skipped, how: _Reading, index, kept: Array | None) -> _Chunk:
-    """Chunk `index`, whose logits may have been kept; the last begins earlier where chunks do not
+def _chunk(
+    x, columns, tokens, skipped, chunking: _Chunking, index, saved_logits: Array | None
+) -> _Chunk:
+    """Chunk `index`, whose logits may have been saved; the last begins earlier where chunks do not
     divide."""
-    size = _size(columns, how)
+    size = _size(columns, chunking)
     start = jnp.minimum(index * size, columns.shape[1] - size)
     matrix = lax.dynamic_slice_in_dim(columns, start, size, axis=1).astype(x.dtype)
-    logits = _logits(x, matrix, how) if kept is None else kept
+    logits = _logits(x, matrix, chunking) if saved_logits is None else saved_logits
     column = (start + jnp.arange(size))[None]
     counted = column >= jnp.maximum(index * size, skipped)
     chosen = counted & (column == tokens[:, None])
-    return _Chunk(start, matrix, jnp.where(counted, logits, NOTHING), chosen)
+    return _Chunk(start, matrix, jnp.where(counted, logits, MASK_VALUE), chosen)
 
 
-def _logits(x: Array, matrix: Array, how: _Reading) -> Array:
-    return _dot(x, matrix.astype(x.dtype)) / how.temperature
+def _logits(x: Array, matrix: Array, chunking: _Chunking) -> Array:
+    return _dot(x, matrix.astype(x.dtype)) / chunking.temperature
 
 
 def _over_chunks(
-    step: Callable[[Carry, int | Array], Carry], carry: Carry, columns: Array, how: _Reading
+    step: Callable[[Carry, int | Array], Carry], carry: Carry, columns: Array, chunking: _Chunking
 ) -> Carry:
     """`step` with the number of each chunk in turn."""
-    number = _number(columns, how)
+    number = _number(columns, chunking)
     if number == 1:
         return step(carry, 0)
     return lax.scan(lambda carry, i: (step(carry, i), None), carry, jnp.arange(number))[0]
 
 
-def _number(columns: Array, how: _Reading) -> int:
-    return -(-columns.shape[1] // _size(columns, how))
+def _number(columns: Array, chunking: _Chunking) -> int:
+    return -(-columns.shape[1] // _size(columns, chunking))
 
 
-def _size(columns: Array, how: _Reading) -> int:
-    return columns.shape[1] if how.chunk is None else min(how.chunk, columns.shape[1])
+def _size(columns: Array, chunking: _Chunking) -> int:
+    return columns.shape[1] if chunking.chunk is None else min(chunking.chunk, columns.shape[1])
 
 
 def _dot(x: Float[Array, "a b"], matrix: Float[Array, "b c"]) -> Float[Array, "a c"]:
     return jnp.dot(x, matrix, preferred_element_type=jnp.float32)
+
+
+def value_of(
+    weights: Transformer[Array], x: Float[Array, "local d_model"], config: ModelConfig
+) -> Float[Array, "local"]:
+    """The value of each state, float32, in products that no device shortens."""
+    if config.head != "value" or weights.head is None:
+        raise ValueError(f'head={config.head!r} gives no values: the critic has head="value".')
+    return float32_product(x.astype(jnp.float32), weights.head)

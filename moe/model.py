@@ -1,8 +1,8 @@
 """The forward pass: functions over the weight records, run inside one `jax.shard_map`.
 
 Sequences are spread over ``dp``; within a sequence-parallel group the flattened tokens are spread
-over ``cp`` and ``tp`` (`FoldedMesh.sequence`), in the order of the stream. The same block serves
-training and decoding: they differ in `attend`.
+over ``cp`` and ``tp`` (`FoldedMesh.sequence`), in the order of a `PackedBatch`. The same block
+serves training and decoding: they differ in `core_attention`.
 """
 
 from dataclasses import replace
@@ -12,22 +12,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from moe.attention.layer import Attend, attention, rms_norm
+from moe.attention.layer import CoreAttention, attention
 from moe.config import ModelConfig
 from moe.experts.dispatch.choice import dispatch
 from moe.experts.feed_forward import dense
-from moe.head import logits_of
-from moe.precision import float32_product
+from moe.head import logits_of, value_of
+from moe.precision import rms_norm
 from moe.remat import rematerialised
-from moe.router.balance import shares
-from moe.router.capacity import capacity_of, drop
-from moe.router.routing import RouterStatistics, Routing, assignments, route, statistics
-from moe.tokens.packing import Stream, order_of_prompts, order_of_rows, rows, shared_prompts
-from moe.tokens.zigzag import Order
-from moe.weights import Experts, Layer, Transformer
-from sharding.collectives import all_sum, gather_tokens, join_shards, own_shard, vary
+from moe.router.capacity import capacity_of
+from moe.router.layer import route
+from moe.router.statistics import RouterStatistics
+from moe.tokens.alignment import align_to_tokens, responses_of
+from moe.tokens.packing import PackedBatch, pack_rows, pack_shared_prompts
+from moe.weights import Layer, Transformer
+from sharding.collectives import join_shards, own_shard, vary
 from sharding.folding import FoldedMesh
-from sharding.zero import Cut, join
+from sharding.zero import ShardDim, unshard
 
 Tokens = Int[Array, "batch time"]
 Valid = Bool[Array, "batch time"]
@@ -39,7 +39,8 @@ def embed(
 ) -> Float[Array, "local d_model"]:
     """The residual stream at its start, this rank's shard of the flattened tokens."""
     tokens = vary(own_shard(tokens, mesh.sequence), mesh.axes)
-    # The table starts with variance 1 / d_model, right for a tied head; the stream starts with 1.
+    # The table starts with variance 1 / d_model, right for a tied head; the residual stream
+    # starts with 1.
     scale = config.d_model**0.5 if config.embedding_scale is None else config.embedding_scale
     return (weights.embedding[tokens] * scale).astype(config.dtype)
 
@@ -47,7 +48,7 @@ def embed(
 def feed_forward(
     layer: Layer[Array],
     x: Float[Array, "local d_model"],
-    stream: Stream,
+    packed: PackedBatch,
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
@@ -55,22 +56,25 @@ def feed_forward(
 
     Args:
       x: the residual stream, this rank's shard.
-      stream: all the gathered tokens; padding is never routed and never counted.
+      packed: all the gathered tokens; padding is never routed and never counted.
     """
     h = rms_norm(x, layer.norm, config.norm_epsilon)
+    # Experts take the shards as they are: between attention's tp and the experts' ep nothing moves
+    # (MoE parallel folding).
     out, stats = jnp.zeros_like(h), None
     if layer.experts is not None:
-        routing, stats = choose(layer.experts, h, stream, config, mesh)
+        routing, stats = route(layer.experts, h, packed, config, mesh)
         out = out + dispatch(
             layer.experts,
             h,
             routing,
             mesh,
-            capacity=capacity_of(stream.order, config, mesh),
+            capacity=capacity_of(packed.zigzag, config, mesh),
             implementation=config.execution.dispatch,
             product=config.execution.experts,
         )
     if layer.dense is not None:
+        # Beside routed experts this is the shared expert, which every token passes.
         beside = dense(layer.dense, h, mesh)
         if layer.shared_gate is not None:
             beside = beside * jax.nn.sigmoid(h @ layer.shared_gate.astype(h.dtype))[:, None]
@@ -78,89 +82,68 @@ def feed_forward(
     return out, stats
 
 
-def choose(
-    experts: Experts[Array],
-    h: Float[Array, "local d_model"],
-    stream: Stream,
-    config: ModelConfig,
-    mesh: FoldedMesh,
-) -> tuple[Routing, RouterStatistics[Array]]:
-    """Where each token goes, full experts left out, and what the router did."""
-    weight = vary(own_shard(stream.weight, mesh.sequence), mesh.axes)
-    replay = stream.replay if stream.replay is None else own_shard(stream.replay, mesh.sequence)
-    logits = float32_product(h.astype(jnp.float32), experts.router)
-    routing, probabilities = route(logits, weight > 0, config, bias=experts.bias, replay=replay)
-    counts = jax.lax.stop_gradient(assignments(routing.experts, config.num_experts))
-    share = own_shard(stream.share(gather_tokens(counts, mesh.sequence)), mesh.sequence)
-    compared = shares(share, float32_product(weight, counts), config, mesh)
-    stats = statistics(logits, probabilities, counts, compared, weight, config)
-    kept, dropped = drop(routing, stream.order, config, mesh)
-    choices = routing.experts if stream.record else None
-    return kept, replace(stats, dropped=float32_product(weight, dropped), choices=choices)
-
-
 def block(
     layer: Layer[Array],
     x: Float[Array, "local d_model"],
-    stream: Stream,
-    attend: Attend,
+    packed: PackedBatch,
+    core_attention: CoreAttention,
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
     """One pre-norm block."""
-    positions = own_shard(stream.positions, mesh.cp)
-    x = x + attention(layer.attention, x, positions, attend, config, mesh)
-    out, stats = feed_forward(layer, x, stream, config, mesh)
+    positions = own_shard(packed.positions, mesh.cp)
+    x = x + attention(layer.attention, x, positions, core_attention, config, mesh)
+    out, stats = feed_forward(layer, x, packed, config, mesh)
     return x + out, stats
 
 
 def run(
     weights: Transformer[Array],
-    stream: Stream,
+    packed: PackedBatch,
     config: ModelConfig,
     mesh: FoldedMesh,
-    cuts: Layer[Cut] | None = None,
+    shard_dims: Layer[ShardDim] | None = None,
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
     """The normalised last residual stream at every token, this rank's shard.
 
     All layers are on this device; `moe.stages` runs those of a pipeline.
 
     Args:
-      cuts: of the layers, where the device has parts of them; as in `blocks`.
+      shard_dims: of the layers, where the device has shards of them; as in `blocks`.
 
     Returns:
       The hidden states and, with experts, the router's sums over layers on this device, `load`
       with a row per layer that has them.
     """
     _check_whole(mesh)
-    check_runs(stream.tokens.shape[0], mesh)
-    x = embed(weights, stream.tokens, config, mesh)
-    x = first_blocks(weights, x, stream, config, mesh)
-    x, stats = blocks(weights.layers, x, stream, config, mesh, config.num_dense_layers, cuts)
+    check_runs(packed.tokens.shape[0], mesh)
+    x = embed(weights, packed.tokens, config, mesh)
+    x = first_blocks(weights, x, packed, config, mesh)
+    x, stats = blocks(weights.layers, x, packed, config, mesh, config.num_dense_layers, shard_dims)
     return last_norm(weights, x, config), stats
 
 
 def first_blocks(
     weights: Transformer[Array],
     x: Float[Array, "local d_model"],
-    stream: Stream,
+    packed: PackedBatch,
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> Float[Array, "local d_model"]:
     """The residual stream after the dense layers that some networks begin with."""
     if weights.first_layers is None:
         return x
-    return blocks(weights.first_layers, x, stream, config, mesh)[0]
+    return blocks(weights.first_layers, x, packed, config, mesh)[0]
 
 
 def blocks(
     layers: Layer[Array],
     x: Float[Array, "local d_model"],
-    stream: Stream,
+    packed: PackedBatch,
     config: ModelConfig,
     mesh: FoldedMesh,
     first: int | Int[Array, ""] = 0,
-    cuts: Layer[Cut] | None = None,
+    shard_dims: Layer[ShardDim] | None = None,
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
     """The residual stream after a stack of layers, and the router's sums over them, `load` with a
     row per layer.
@@ -168,22 +151,24 @@ def blocks(
     Args:
       layers: any number of consecutive layers.
       first: the number of the first of them in the network.
-      cuts: how each layer is cut into the parts that devices have, which are joined when it is its
-        turn; None where they have it whole.
+      shard_dims: how each layer is cut into the shards that devices have, which are joined when it
+        is its turn (FSDP); None where they have it whole.
     """
 
-    def run_layer(own: Stream, attend: Attend, layer: Layer[Array], x: Array):
-        layer = layer if cuts is None else join(layer, cuts)
-        return block(layer, x, own, attend, config, mesh)
+    def run_layer(own: PackedBatch, core_attention: CoreAttention, layer: Layer[Array], x: Array):
+        # Inside what is rematerialised: the whole layer lives while it runs, forward and backward.
+        layer = layer if shard_dims is None else unshard(layer, shard_dims)
+        return block(layer, x, own, core_attention, config, mesh)
 
+    # A Python loop: `moe.decoding.prefill` captures keys and values by the number of the layer.
     collected = []
     for index in range(jax.tree.leaves(layers)[0].shape[0]):
         layer = jax.tree.map(lambda stacked, index=index: stacked[index], layers)
         number = first + index
         # Choices are recorded for the layers that have experts.
-        own = stream.of_layer(number - config.num_dense_layers)
-        attend = stream.attend_in_layer(number)
-        run_block = rematerialised(partial(run_layer, own, attend), config.execution.remat)
+        own = packed.of_layer(number - config.num_dense_layers)
+        core_attention = packed.core_attention_of_layer(number)
+        run_block = rematerialised(partial(run_layer, own, core_attention), config.execution.remat)
         x, stats = run_block(layer, x)
         if stats is not None:
             collected.append(stats)
@@ -199,7 +184,7 @@ def blocks(
 def last_norm(
     weights: Transformer[Array], x: Float[Array, "local d_model"], config: ModelConfig
 ) -> Float[Array, "local d_model"]:
-    """The normalised residual stream, as the heads read it."""
+    """The normalised residual stream, as the heads take it."""
     return rms_norm(x, weights.norm, config.norm_epsilon)
 
 
@@ -220,7 +205,7 @@ def hidden(
         token whose ids are out of range chooses anew.
     """
     check_window(tokens.shape[1], config)
-    return run(weights, rows(tokens, valid, mesh, config.execution, replay), config, mesh)
+    return run(weights, pack_rows(tokens, valid, mesh, config.execution, replay), config, mesh)
 
 
 def routing_choices(
@@ -236,12 +221,13 @@ def routing_choices(
     """
     if config.num_experts == 0:
         raise ValueError("num_experts=0 has no router: there are no choices to give.")
-    stream = rows(tokens, valid, mesh, config.execution)
-    _, stats = run(weights, stream._replace(record=True), config, mesh)
+    packed = pack_rows(tokens, valid, mesh, config.execution)
+    _, stats = run(weights, packed._replace(record_choices=True), config, mesh)
     assert stats is not None
     assert stats.choices is not None
+    # Out of the zig-zag: tokens in front, so that shards lie end to end.
     by_token = join_shards(jnp.moveaxis(stats.choices, 0, 1), mesh.sequence)
-    (choices,) = stream.order.restore(by_token)
+    (choices,) = packed.zigzag.restore(by_token)
     return jnp.moveaxis(choices, 2, 0)
 
 
@@ -250,7 +236,7 @@ def before_responses(
     tokens: Tokens,
     valid: Valid,
     prompt_length: int,
-    copies: int,
+    num_samples: int,
     config: ModelConfig,
     mesh: FoldedMesh,
     replay: Choices | None = None,
@@ -261,7 +247,7 @@ def before_responses(
     The plain twin is `hidden`, shifted by one.
 
     Args:
-      tokens: ids; each run of `copies` rows has the same prompt.
+      tokens: ids; each run of `num_samples` rows has the same prompt.
       valid: which of them are not padding.
       prompt_length: columns of the prompt.
       replay: as for `hidden`; of rows that share a prompt, its choices are those of the first.
@@ -271,52 +257,11 @@ def before_responses(
       the router's sums.
     """
     check_window(tokens.shape[1], config)
-    stream = shared_prompts(tokens, valid, prompt_length, copies, mesh, config.execution, replay)
-    x, stats = run(weights, stream, config, mesh)
-    return responses_of(x, tokens.shape, prompt_length, copies, mesh), stats
-
-
-def responses_of(
-    x: Float[Array, "local d_model"],
-    shape: tuple[int, ...],
-    prompt_length: int,
-    copies: int,
-    mesh: FoldedMesh,
-) -> Float[Array, "before d_model"]:
-    """Of the states at a stream of `shared_prompts`, the one each response token was predicted
-    from, in the order of `response_tokens`.
-
-    Args:
-      shape: ``[batch, time]`` of the rows.
-    """
-    order = order_of_prompts(shape, prompt_length, copies, mesh)
-    prompts, responses = order.split(gather_tokens(x, mesh.tp))
-    rank, place = order.place(0, prompt_length - 1)
-    last = gather_tokens(prompts[None, :, place], mesh.cp)[rank]
-    before = _shifted(responses, jnp.repeat(last, copies, axis=0), mesh)
-    return own_shard(before.reshape(-1, x.shape[-1]), mesh.tp)
-
-
-def _shifted(
-    x: Float[Array, "row local d_model"], first: Float[Array, "row d_model"], mesh: FoldedMesh
-) -> Float[Array, "row local d_model"]:
-    """This ``cp`` rank's part of rows in which each column holds what the one before it held.
-
-    Only the ends of the pieces travel: ``2 rows x d_model`` elements to every other rank.
-
-    Args:
-      x: this rank's part of the rows.
-      first: what the first column gets, the same on every rank.
-    """
-    ranks = mesh.size(mesh.cp)
-    pieces = Order(((x.shape[0], x.shape[1]),), ranks).pieces
-    ends = Order(((x.shape[0], ranks * pieces),), ranks)
-    x = x.reshape(x.shape[0], pieces, -1, x.shape[-1])
-    (last,) = ends.restore(gather_tokens(ends.join(x[:, :, -1]), mesh.cp))
-    before = jnp.concatenate([first[:, None], last[:, :-1]], axis=1)
-    (before,) = ends.split(own_shard(ends.flatten(before), mesh.cp))
-    shifted = jnp.concatenate([before[:, :, None], x[:, :, :-1]], axis=2)
-    return shifted.reshape(x.shape[0], -1, x.shape[-1])
+    packed = pack_shared_prompts(
+        tokens, valid, prompt_length, num_samples, mesh, config.execution, replay
+    )
+    x, stats = run(weights, packed, config, mesh)
+    return responses_of(x, tokens.shape, prompt_length, num_samples, mesh), stats
 
 
 def layer_of(weights: Transformer[Array], index: int) -> Layer[Array]:
@@ -340,39 +285,6 @@ def next_token_logits(
     return logits_of(weights, x, config, mesh), stats
 
 
-def align_to_tokens(
-    after: Float[Array, "local"], shape: tuple[int, ...], mesh: FoldedMesh
-) -> Float[Array, "batch time"]:
-    """Numbers computed *after* each position, moved to the token they speak about.
-
-    What is computed at position ``t - 1`` speaks about token ``t``; the first token gets 0.
-    """
-    (whole,) = order_of_rows(shape, mesh).restore(join_shards(after, mesh.sequence))
-    return jnp.concatenate([jnp.zeros_like(whole[:, :1]), whole[:, :-1]], axis=1)
-
-
-def next_tokens(tokens: Tokens, mesh: FoldedMesh) -> Int[Array, "local"]:
-    """The token that follows each position, this rank's shard; the last position wraps to the
-    first."""
-    following = order_of_rows(tokens.shape, mesh).flatten(jnp.roll(tokens, -1, axis=1))
-    return own_shard(following, mesh.sequence)
-
-
-def response_tokens(tokens: Tokens, prompt_length: int, mesh: FoldedMesh) -> Int[Array, "local"]:
-    """The tokens after the prompts, this rank's shard of them."""
-    responses = tokens[:, prompt_length:]
-    return own_shard(order_of_rows(responses.shape, mesh).flatten(responses), mesh.sequence)
-
-
-def on_responses(
-    before: Float[Array, "local"], shape: tuple[int, ...], prompt_length: int, mesh: FoldedMesh
-) -> Float[Array, "batch time"]:
-    """Numbers about the `response_tokens`, put in their columns; prompts get 0."""
-    order = order_of_rows((shape[0], shape[1] - prompt_length), mesh)
-    (response,) = order.restore(join_shards(before, mesh.sequence))
-    return jnp.pad(response, ((0, 0), (prompt_length, 0)))
-
-
 def values(
     weights: Transformer[Array],
     tokens: Tokens,
@@ -383,41 +295,6 @@ def values(
     """The critic's estimate of the state before each token (0 before the first)."""
     x, stats = hidden(weights, tokens, valid, config, mesh)
     return align_to_tokens(value_of(weights, x, config), tokens.shape, mesh), stats
-
-
-def value_of(
-    weights: Transformer[Array], x: Float[Array, "local d_model"], config: ModelConfig
-) -> Float[Array, "local"]:
-    """The value of each state, float32, in products that no device shortens."""
-    if config.head != "value" or weights.head is None:
-        raise ValueError(f'head={config.head!r} gives no values: the critic has head="value".')
-    return float32_product(x.astype(jnp.float32), weights.head)
-
-
-def router_loss(
-    stats: RouterStatistics[Array] | None,
-    config: ModelConfig,
-    mesh: FoldedMesh,
-    num_tokens: Int[Array, ""],
-) -> Float[Array, ""]:
-    """The router's losses, each times its coefficient, of the tokens of this sequence-parallel
-    group: ``load_balance_coef balance + batch_balance_coef batch_balance + global_balance_coef
-    global_balance + router_z_coef z``.
-
-    Its sum over the other mesh axes and over micro-batches is the loss of the whole batch, a mean
-    over tokens and layers.
-
-    Args:
-      stats: this device's sums; None without experts, where the loss is 0.
-      num_tokens: valid tokens of the whole batch.
-    """
-    if stats is None:
-        return jnp.zeros((), jnp.float32)
-    weighted = config.load_balance_coef * stats.balance + config.router_z_coef * stats.z
-    weighted = weighted + config.batch_balance_coef * stats.batch_balance
-    weighted = weighted + config.global_balance_coef * stats.global_balance
-    tokens = jnp.maximum(num_tokens, 1).astype(jnp.float32)
-    return all_sum(weighted, mesh.sequence) / (tokens * config.num_expert_layers)
 
 
 def check_window(length: int, config: ModelConfig) -> None:

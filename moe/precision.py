@@ -1,4 +1,5 @@
-"""Products that are float32 on every device, forward and backward.
+"""What is computed in float32 whatever the device and the dtype of activations: norms, and products
+on which a choice of experts or a value hangs.
 
 By default a GPU or a TPU shortens the float32 factors of a product (to TF32, to bfloat16): enough
 to change which experts a token takes, and what its value is.
@@ -7,6 +8,11 @@ to change which experts a token takes, and what its value is.
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+MASK_VALUE = -1e30
+"""Score of what is not visible or not counted. The lowest float would make rows without anything
+visible NaN after the subtraction of their maximum in lower precisions; a large finite number never
+does."""
 
 
 def float32_product(
@@ -17,8 +23,22 @@ def float32_product(
 
 
 def weighted_sum(
-    weights: Float[Array, "token k"], rows: Float[Array, "token k width"]
+    probs: Float[Array, "token k"], rows: Float[Array, "token k width"]
 ) -> Float[Array, "token width"]:
-    """``sum_k w_k rows_k``, float32 from the weights to the sum, which the caller rounds."""
+    """``sum_k p_k rows_k``, float32 from the probs to the sum, which the caller rounds."""
     rows = rows.astype(jnp.float32)
-    return jnp.einsum("nk,nkd->nd", weights, rows, precision=jax.lax.Precision.HIGHEST)
+    return jnp.einsum("nk,nkd->nd", probs, rows, precision=jax.lax.Precision.HIGHEST)
+
+
+def rms_norm(
+    x: Float[Array, "token width"], scale: Float[Array, "width"], epsilon: float
+) -> Float[Array, "token width"]:
+    """``x / sqrt(mean(x^2) + epsilon) * scale``, in float32, returned in the dtype of `x`.
+
+    References:
+      Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+      https://arxiv.org/abs/1910.07467
+    """
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean_square + epsilon) * scale[None, :]).astype(x.dtype)

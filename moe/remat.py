@@ -2,7 +2,7 @@
 
 Results of collectives over tokens are kept by every policy, so that none of them is repeated: what
 the backward pass communicates does not depend on what is computed again. Weights that are kept in
-parts (`Execution.fsdp`) are the exception: a layer is joined again. Beside the results a block
+shards (`Execution.fsdp`) are the exception: a layer is joined again. Beside the results a block
 keeps
 
 * "none": everything that a gradient needs;

@@ -1,7 +1,7 @@
 """The network as the stages of a pipeline: embedding, chunks of layers, last norm and head.
 
-`scan_pieces` runs micro-batches forward and `gradients` forward and backward. What is read off the
-last hidden states is the caller's. The plain twin of both is `moe.model.run`.
+`scan_micro_batches` runs micro-batches forward and `gradients` forward and backward. What is made
+of the last hidden states is the caller's. The plain twin of both is `moe.model.run`.
 """
 
 from collections.abc import Callable
@@ -14,78 +14,80 @@ from jaxtyping import Array, Float, Int
 
 from moe import model
 from moe.config import ModelConfig
-from moe.router.routing import RouterStatistics
-from moe.tokens.packing import Stream
+from moe.router.balance import router_loss
+from moe.router.statistics import RouterStatistics
+from moe.tokens.packing import PackedBatch
 from moe.weights import Layer, Transformer
 from sharding import pipeline
 from sharding.collectives import all_sum, join_shards
 from sharding.folding import FoldedMesh
 from sharding.pipeline import Pipeline, Stages
-from sharding.zero import Cut
+from sharding.zero import ShardDim
 
-Piece = Any
-"""A pytree of one micro-batch's arrays; `pieces` have another dimension in front."""
-Read = Callable[[Transformer[Array], Array, Piece], Any]
-"""(weights, last hidden states, piece) -> what a head makes of them."""
+MicroBatch = Any
+"""A pytree of one micro-batch's arrays; `micro_batches` have another dimension in front."""
+ApplyHead = Callable[[Transformer[Array], Array, MicroBatch], Any]
+"""(weights, last hidden states, micro_batch) -> what a head makes of them."""
 
 
-def scan_pieces(
+def scan_micro_batches(
     weights: Transformer[Array],
-    pieces: Piece,
-    stream_of: Callable[[Piece], Stream],
-    read: Read,
+    micro_batches: MicroBatch,
+    pack: Callable[[MicroBatch], PackedBatch],
+    apply_head: ApplyHead,
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> tuple[Any, RouterStatistics[Array] | None]:
     """The micro-batches forward through the stages.
 
     Args:
-      weights: of this device, as `moe.weights.in_rounds` stores them.
-      pieces: micro-batches, equal on all stages.
-      stream_of: the tokens of a piece.
-      read: called on the last stage.
+      weights: of this device, as `moe.placement.in_chunks` stores them.
+      micro_batches: micro-batches, equal on all stages.
+      pack: the tokens of a micro-batch.
+      apply_head: called on the last stage.
 
     Returns:
-      What `read` gives, ``[micro, ...]``, equal on all stages; and the router's sums over pieces
-      and layers on this device, as `moe.model.run` gives them.
+      What `apply_head` gives, ``[micro_batch, ...]``, equal on all stages; and the router's sums
+      over micro-batches and layers on this device, as `moe.model.run` gives them.
     """
     num_tokens = jnp.zeros((), jnp.int32)  # the losses of the routers are not asked for
-    stages = _stages(weights, stream_of, read, num_tokens, config, mesh)
+    stages = _stages(weights, pack, apply_head, num_tokens, config, mesh)
     outs, stats = pipeline.apply(
-        stages, _ends(weights), _rounds(weights, mesh), pieces, _pipeline(mesh)
+        stages, _ends(weights), _chunks_of(weights, mesh), micro_batches, _pipeline(mesh)
     )
     return outs, _joined(stats, mesh)
 
 
 def gradients(
     weights: Transformer[Array],
-    pieces: Piece,
-    stream_of: Callable[[Piece], Stream],
-    read: Read,
+    micro_batches: MicroBatch,
+    pack: Callable[[MicroBatch], PackedBatch],
+    apply_head: ApplyHead,
     num_tokens: Int[Array, ""],
     config: ModelConfig,
     mesh: FoldedMesh,
-    cuts: Layer[Cut] | None = None,
+    shard_dims: Layer[ShardDim] | None = None,
 ) -> tuple[Float[Array, ""], Transformer[Array], dict[str, Any], RouterStatistics[Array] | None]:
     """The loss of the micro-batches, the routers' included, and its gradient.
 
     Args:
-      weights: as in `scan_pieces`, varying over all mesh axes.
-      pieces: as in `scan_pieces`.
-      stream_of: as in `scan_pieces`.
-      read: gives a loss and metrics.
+      weights: as in `scan_micro_batches`, varying over all mesh axes.
+      micro_batches: as in `scan_micro_batches`.
+      pack: as in `scan_micro_batches`.
+      apply_head: gives a loss and metrics.
       num_tokens: valid tokens of the whole batch, for the routers' losses.
-      cuts: of the layers, as in `moe.model.blocks`.
+      shard_dims: of the layers, as in `moe.model.blocks`.
 
     Returns:
       The loss of this device, which adds up over stages; its gradient with respect to `weights`,
-      zero where another stage uses them; the metrics ``[micro, ...]``, equal on all stages; and the
-      router's sums, as in `scan_pieces`.
+      zero where another stage uses them; the metrics ``[micro_batch, ...]``, equal on all stages;
+      and the router's sums, as in `scan_micro_batches`.
     """
-    stages = _stages(weights, stream_of, read, num_tokens, config, mesh, cuts)
+    stages = _stages(weights, pack, apply_head, num_tokens, config, mesh, shard_dims)
     sums = pipeline.gradients(
-        stages, _ends(weights), _rounds(weights, mesh), pieces, _pipeline(mesh)
+        stages, _ends(weights), _chunks_of(weights, mesh), micro_batches, _pipeline(mesh)
     )
+    # One chunk per stage was given a dimension of its own (`_chunks_of`), which goes again.
     layers = jax.tree.map(lambda x, like: x.reshape(like.shape), sums.layers, weights.layers)
     grads = replace(_with_ends(weights, sums.ends), layers=layers)
     return sums.loss, grads, sums.metrics, _joined(sums.statistics, mesh)
@@ -93,30 +95,33 @@ def gradients(
 
 def _stages(
     weights: Transformer[Array],
-    stream_of: Callable[[Piece], Stream],
-    read: Read,
+    pack: Callable[[MicroBatch], PackedBatch],
+    apply_head: ApplyHead,
     num_tokens: Int[Array, ""],
     config: ModelConfig,
     mesh: FoldedMesh,
-    cuts: Layer[Cut] | None = None,
+    shard_dims: Layer[ShardDim] | None = None,
 ) -> Stages:
+    # The dense first layers run with the embedding: a pipeline needs chunks of equal depth.
     stacked = config.num_layers - config.num_dense_layers
     depth = stacked // (mesh.layout.pp * mesh.layout.vpp)
 
-    def first(ends, piece):
-        stream, whole = stream_of(piece), _with_ends(weights, ends)
-        model.check_runs(stream.tokens.shape[0], mesh)
-        x = model.embed(whole, stream.tokens, config, mesh)
-        return model.first_blocks(whole, x, stream, config, mesh)
+    def first(ends, micro_batch):
+        # Gradients are taken with respect to `ends`: these, not those of `weights`, must be used.
+        packed, whole = pack(micro_batch), _with_ends(weights, ends)
+        model.check_runs(packed.tokens.shape[0], mesh)
+        x = model.embed(whole, packed.tokens, config, mesh)
+        return model.first_blocks(whole, x, packed, config, mesh)
 
-    def chunk(layers, x, piece, number):
+    def chunk(layers, x, micro_batch, number):
+        # Traced: a stage learns only at run time which model chunk, and so which layers, it runs.
         before = config.num_dense_layers + number * depth
-        x, stats = model.blocks(layers, x, stream_of(piece), config, mesh, before, cuts)
-        return x, model.router_loss(stats, config, mesh, num_tokens), stats
+        x, stats = model.blocks(layers, x, pack(micro_batch), config, mesh, before, shard_dims)
+        return x, router_loss(stats, config, mesh, num_tokens), stats
 
-    def last(ends, x, piece):
+    def last(ends, x, micro_batch):
         whole = _with_ends(weights, ends)
-        return read(whole, model.last_norm(whole, x, config), piece)
+        return apply_head(whole, model.last_norm(whole, x, config), micro_batch)
 
     return Stages(first, chunk, last)
 
@@ -126,7 +131,8 @@ def _pipeline(mesh: FoldedMesh) -> Pipeline:
 
 
 def _ends(weights: Transformer[Array]) -> dict[str, Any]:
-    """The weights outside the stack of layers. A tied embedding is used at both ends."""
+    """The weights outside the stack of layers, on every stage."""
+    # Together, because a tied embedding is used at both ends: its gradients meet in one leaf.
     names = ("embedding", "first_layers", "norm", "head")
     return {name: getattr(weights, name) for name in names}
 
@@ -135,8 +141,8 @@ def _with_ends(weights: Transformer[Array], ends: dict[str, Any]) -> Transformer
     return replace(weights, **ends)
 
 
-def _rounds(weights: Transformer[Array], mesh: FoldedMesh) -> Any:
-    """The layers of this stage, ``[round, layer, ...]``."""
+def _chunks_of(weights: Transformer[Array], mesh: FoldedMesh) -> Any:
+    """The layers of this stage, ``[chunk, layer, ...]``."""
     if mesh.layout.vpp > 1:
         return weights.layers
     return jax.tree.map(lambda x: x[None], weights.layers)
@@ -145,10 +151,11 @@ def _rounds(weights: Transformer[Array], mesh: FoldedMesh) -> Any:
 def _joined(
     stats: RouterStatistics[Array] | None, mesh: FoldedMesh
 ) -> RouterStatistics[Array] | None:
-    """The sums over all layers, from those of each round: `load` in the order of the layers."""
+    """The sums over all layers, from those of each chunk: `load` in the order of the layers."""
     if stats is None:
         return None
     total = all_sum(jax.tree.map(lambda x: jnp.sum(x, axis=0), stats), mesh.pp)
-    load = join_shards(stats.load[None], mesh.pp)  # [stage, round, layer, route]
+    load = join_shards(stats.load[None], mesh.pp)  # [stage, chunk, layer, route]
+    # Model chunk c lies on stage c % stages, so that chunks in order alternate between stages.
     load = jnp.swapaxes(load, 0, 1).reshape(-1, load.shape[-1])
     return replace(total, load=load)

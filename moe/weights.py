@@ -4,27 +4,21 @@ A record holds one leaf per weight and is generic in what the leaf is: the table
 arrays, their PartitionSpecs. Each of those is a `jax.tree.map` over the table.
 
 Axes: ``layer vocab d_model head kv_head head_dim d_ff route expert d_expert``; of latent attention
-``latent query_latent`` and widths made of theirs; of the dense layers that come before those with
-experts ``first_layer d_first``. ``route`` and
-``expert`` have the same size and different roles: the router's outputs stay whole on every device
-while the experts are spread over them. So have ``vocab``, the rows of the embedding, and ``logit``,
-the columns of the head.
+``kv_lora q_lora`` and widths made of theirs; of the dense layers that come before those with
+experts ``first_layer dense_d_ff``. ``route`` and ``expert`` have the same size and different roles:
+the router's outputs stay whole on every device while the experts are spread over them. So have
+``vocab``, the rows of the embedding, and ``logit``, the columns of the head.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import NamedSharding, PartitionSpec
 
 from moe.config import ModelConfig
-from sharding import zero
-from sharding.folding import FoldedMesh
-from sharding.rules import partition_spec, weight_rules
 
 Leaf = TypeVar("Leaf")
 
@@ -161,18 +155,18 @@ def _attention(
     config: ModelConfig, out_scale: float
 ) -> Attention[Weight] | LatentAttention[Weight]:
     norm, inward = Weight("layer d_model"), "d_model"
-    if config.latent is not None:
-        narrow = "d_model" if config.latent.query_rank is None else "query_latent"
-        has_query_latent = config.latent.query_rank is not None
+    if config.mla is not None:
+        narrow = "d_model" if config.mla.q_lora_rank is None else "q_lora"
+        has_q_lora = config.mla.q_lora_rank is not None
         return LatentAttention(
             norm=norm,
-            query_down=Weight("layer d_model query_latent", inward) if has_query_latent else None,
-            query_norm=Weight("layer query_latent") if has_query_latent else None,
+            query_down=Weight("layer d_model q_lora", inward) if has_q_lora else None,
+            query_norm=Weight("layer q_lora") if has_q_lora else None,
             query=Weight(f"layer {narrow} head head_dim", narrow),
-            down=Weight("layer d_model latent_and_rope", inward),
-            down_norm=Weight("layer latent"),
-            up=Weight("layer latent head key_and_value", "latent"),
-            out=Weight("layer head value_dim d_model", "head value_dim", out_scale),
+            down=Weight("layer d_model kv_lora_and_rope", inward),
+            down_norm=Weight("layer kv_lora"),
+            up=Weight("layer kv_lora head key_and_value", "kv_lora"),
+            out=Weight("layer head v_head_dim d_model", "head v_head_dim", out_scale),
         )
     queries, keys = "layer head head_dim", "layer kv_head head_dim"
     biases = {}
@@ -200,7 +194,7 @@ def _attention(
 
 def _in_first_layers(layer: Layer[Weight]) -> Layer[Weight]:
     """The same weights, stacked over the first layers and as wide as their dense layers are."""
-    names = {"layer": "first_layer", "d_ff": "d_first"}
+    names = {"layer": "first_layer", "d_ff": "dense_d_ff"}
 
     def renamed(axes: str) -> str:
         return " ".join(names.get(axis, axis) for axis in axes.split())
@@ -213,16 +207,16 @@ def _in_first_layers(layer: Layer[Weight]) -> Layer[Weight]:
 
 def axis_sizes(config: ModelConfig) -> dict[str, int]:
     """The size of each named axis."""
-    latent = config.latent
+    mla = config.mla
     latents = (
         {}
-        if latent is None
+        if mla is None
         else {
-            "latent": latent.rank,
-            "query_latent": latent.query_rank or 0,
-            "latent_and_rope": latent.rank + latent.rope_dim,
-            "key_and_value": config.head_dim - latent.rope_dim + latent.value_dim,
-            "value_dim": latent.value_dim,
+            "kv_lora": mla.kv_lora_rank,
+            "q_lora": mla.q_lora_rank or 0,
+            "kv_lora_and_rope": mla.kv_lora_rank + mla.qk_rope_head_dim,
+            "key_and_value": config.head_dim - mla.qk_rope_head_dim + mla.v_head_dim,
+            "v_head_dim": mla.v_head_dim,
         }
     )
     return {
@@ -238,7 +232,7 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
         "route": config.num_experts,
         "expert": config.num_experts,
         "d_expert": config.d_expert,
-        "d_first": config.d_first,
+        "dense_d_ff": config.dense_d_ff,
         **latents,
     }
 
@@ -259,104 +253,6 @@ def _initial(weight: Weight, sizes: dict[str, int], key: jax.Array) -> jax.Array
     # The cut takes away part of the variance of the normal that is cut.
     deviation = weight.scale / math.sqrt(fan_in) / TRUNCATED_DEVIATION
     return deviation * jax.random.truncated_normal(key, -2, 2, shape, jnp.float32)
-
-
-def specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
-    """Where each weight lives on `mesh`, stored as `in_rounds` says.
-
-    A head whose columns do not divide by ``tp`` stays whole: no layout can choose the vocabulary.
-
-    Raises:
-      ValueError: when an axis does not divide by the devices it is spread over.
-    """
-    rules, sizes, rounds = dict(weight_rules(mesh)), axis_sizes(config), mesh.layout.vpp
-    if sizes["logit"] % mesh.size(mesh.tp):
-        del rules["logit"]
-    if sizes["layer"] % (mesh.size(mesh.pp) * rounds):
-        raise ValueError(
-            f"num_layers={sizes['layer']} cannot be cut into {mesh.size(mesh.pp)} pipeline stages "
-            f"x {rounds} chunks (layout {mesh.layout}): choose a pp and a vpp whose product "
-            "divides it."
-        )
-    for axis, atoms in rules.items():
-        if sizes[axis] % mesh.size(atoms):
-            raise ValueError(
-                f"the axis {axis!r} of size {sizes[axis]} cannot be split over {mesh.size(atoms)} "
-                f"devices (layout {mesh.layout}): choose a layout whose size divides it."
-            )
-
-    def place(weight: Weight) -> PartitionSpec:
-        stacked = rounds > 1 and weight.axes.startswith("layer ")
-        return partition_spec(f"round {weight.axes}" if stacked else weight.axes, rules)
-
-    return jax.tree.map(place, table(config))
-
-
-def parts(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
-    """Where the optimiser state of each weight lives, and under `Execution.fsdp` the weight."""
-
-    def place(spec: PartitionSpec, shape: jax.ShapeDtypeStruct, first: int) -> PartitionSpec:
-        return zero.parts(spec, shape.shape, mesh, first)
-
-    return _each_cut(place, config, mesh)
-
-
-def cuts(config: ModelConfig, mesh: FoldedMesh) -> Transformer[zero.Cut]:
-    """How each weight is cut into the parts of `parts`."""
-
-    def cut(spec: PartitionSpec, shape: jax.ShapeDtypeStruct, first: int) -> zero.Cut:
-        return zero.cut_of(spec, shape.shape, mesh, first)
-
-    return _each_cut(cut, config, mesh)
-
-
-def _each_cut(
-    of: Callable[[PartitionSpec, jax.ShapeDtypeStruct, int], Leaf],
-    config: ModelConfig,
-    mesh: FoldedMesh,
-) -> Transformer[Leaf]:
-    """`of` the place of each weight, its shape as it is stored, and how many dimensions in front
-    stay whole: those of the stack of layers where layers are joined one by one."""
-    stored = jax.eval_shape(lambda weights: in_rounds(weights, mesh), shapes(config))
-    stacked = (1 if mesh.layout.vpp == 1 else 2) if config.execution.fsdp else 0
-    first = replace(
-        jax.tree.map(lambda _: 0, stored), layers=jax.tree.map(lambda _: stacked, stored.layers)
-    )
-    return jax.tree.map(of, specs(config, mesh), stored, first)
-
-
-def in_rounds(weights: Transformer[jax.Array], mesh: FoldedMesh) -> Transformer[jax.Array]:
-    """Weights as they are stored on `mesh`: ``[layer, ...]`` or, where its pipeline stages have
-    several chunks, ``[round, layer / vpp, ...]``.
-
-    The chunks of a stage are not neighbours; spread along the second axis, they lie together on it.
-    Made of reshapes, inverted by `in_order`.
-    """
-    rounds = mesh.layout.vpp
-    if rounds == 1:
-        return weights
-    layers = jax.tree.map(lambda x: x.reshape(rounds, -1, *x.shape[1:]), weights.layers)
-    return replace(weights, layers=layers)
-
-
-def in_order(weights: Transformer[jax.Array], mesh: FoldedMesh) -> Transformer[jax.Array]:
-    """Weights stored on `mesh` with all layers in one axis, as every other layout knows them."""
-    if mesh.layout.vpp == 1:
-        return weights
-    layers = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), weights.layers)
-    return replace(weights, layers=layers)
-
-
-def kept(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
-    """Where weights are between updates: by `specs`, under `Execution.fsdp` by `parts`."""
-    return (parts if config.execution.fsdp else specs)(config, mesh)
-
-
-def shardings(config: ModelConfig, mesh: FoldedMesh) -> Transformer[NamedSharding]:
-    """`kept` on the devices of `mesh`."""
-    if not isinstance(mesh.mesh, jax.sharding.Mesh):
-        raise ValueError("shardings need real devices: fold the layout over some.")
-    return jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), kept(config, mesh))
 
 
 def shapes(config: ModelConfig) -> Transformer[jax.ShapeDtypeStruct]:

@@ -43,19 +43,24 @@ def vary(tree: Tree, axes: Axes) -> Tree:
 
 
 def all_sum(tree: Tree, axes: Axes) -> Tree:
-    """The sum over `axes`, the same on every device along them. Volume: 2 (n-1)/n of the array."""
+    """All-reduce: the sum over `axes`, the same on every device along them. Volume: 2 (n-1)/n of
+    the array."""
     return jax.tree.map(lambda leaf: _named(lax.psum(vary(leaf, axes), axes)), tree)
 
 
 def gather_tokens(x: Shaped[Array, "local *rest"], axes: Axes) -> Shaped[Array, "all *rest"]:
-    """Shards ``[tokens / n, ...]`` laid end to end. Volume received: (n-1) shards."""
+    """All-gather: shards ``[tokens / n, ...]`` laid end to end.
+
+    Volume received: (n-1) shards.
+    """
     x = vary(x, axes)
     # The compiler would keep the gather of one shard, which is a copy.
     return x if lax.axis_size(axes) == 1 else _named(lax.all_gather(x, axes, axis=0, tiled=True))
 
 
 def scatter_tokens(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "local *rest"]:
-    """The sum over `axes`, of which each device keeps its shard of the first dimension.
+    """Reduce-scatter: the sum over `axes`, of which each device keeps its shard of the first
+    dimension.
 
     The reverse of `gather_tokens`, and its gradient. Volume sent: (n-1)/n of the array.
     """
@@ -135,7 +140,7 @@ def join_shards(x: Shaped[Array, "local *rest"], axes: Axes) -> Shaped[Array, "a
     return _named(lax.psum(whole, axes))
 
 
-def exchange(x: Shaped[Array, "peers *rest"], axes: Axes) -> Shaped[Array, "peers *rest"]:
+def all_to_all(x: Shaped[Array, "peers *rest"], axes: Axes) -> Shaped[Array, "peers *rest"]:
     """Row ``i`` goes to device ``i`` along `axes`; row ``j`` of the result came from device ``j``.
 
     Volume sent: (n-1)/n of the array. It is its own reverse.
@@ -146,7 +151,7 @@ def exchange(x: Shaped[Array, "peers *rest"], axes: Axes) -> Shaped[Array, "peer
 def swap_shards(
     x: Shaped[Array, "a b *rest"], axes: Axes, split: int, join: int
 ) -> Shaped[Array, "c d *rest"]:
-    """From shards of the dimension `join` to shards of the dimension `split`.
+    """All-to-all from shards of the dimension `join` to shards of the dimension `split`.
 
     Volume sent: (n-1)/n of the array. Its reverse swaps the two dimensions.
     """
@@ -157,7 +162,8 @@ def swap_shards(
 
 
 def shift(x: Shaped[Array, "*shape"], axes: Axes) -> Shaped[Array, "*shape"]:
-    """What the device before this one along `axes` holds; the first gets the last's.
+    """One step around a ring: what the device before this one along `axes` holds; the first gets
+    the last's.
 
     Volume sent: the array.
     """

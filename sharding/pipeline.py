@@ -26,10 +26,10 @@ class Stages(NamedTuple):
     """What a pipeline runs.
 
     Attributes:
-      first: ``(ends, piece) -> x``, the input of the first chunk.
-      chunk: ``(layers, x, piece, number) -> (x, loss, statistics)``, chunk `number` of them all;
-        its own part of the loss, and sums over the piece.
-      last: ``(ends, x, piece) -> (loss, metrics)``, from the output of the last chunk.
+      first: ``(ends, micro_batch) -> x``, the input of the first chunk.
+      chunk: ``(layers, x, micro_batch, number) -> (x, loss, statistics)``, model chunk `number` of
+        them all; its own part of the loss, and sums over the micro-batch.
+      last: ``(ends, x, micro_batch) -> (loss, metrics)``, from the output of the last chunk.
     """
 
     first: Callable[[Tree, Tree], Array]
@@ -43,16 +43,16 @@ class Pipeline(NamedTuple):
     Attributes:
       stage: the mesh axis of the stages, as a tuple.
       everywhere: all mesh axes.
-      rounds: chunks of each stage.
+      num_chunks: model chunks of each stage (virtual pipeline stages).
     """
 
     stage: tuple[str, ...]
     everywhere: tuple[str, ...]
-    rounds: int = 1
+    num_chunks: int = 1
 
 
 def apply(
-    stages: Stages, ends: Tree, layers: Tree, pieces: Tree, pipeline: Pipeline
+    stages: Stages, ends: Tree, layers: Tree, micro_batches: Tree, pipeline: Pipeline
 ) -> tuple[Tree, Tree]:
     """Every micro-batch forward.
 
@@ -61,14 +61,14 @@ def apply(
     Args:
       stages: the network; the loss and metrics of `last` may be anything.
       ends: weights of `first` and `last`, on every stage.
-      layers: weights of this stage's chunks, ``[round, ...]``.
-      pieces: inputs ``[micro, ...]``, on every stage.
+      layers: weights of this stage's chunks, ``[chunk, ...]``.
+      micro_batches: inputs ``[micro_batch, ...]``, on every stage.
 
     Returns:
-      What `stages.last` gives, ``[micro, ...]``, equal on all stages; and the statistics of this
-      stage's chunks, ``[round, ...]``.
+      What `stages.last` gives, ``[micro_batch, ...]``, equal on all stages; and the statistics of
+      this stage's chunks, ``[chunk, ...]``.
     """
-    run = _Run.of(stages, ends, layers, pieces, pipeline)
+    run = _Run.of(stages, ends, layers, micro_batches, pipeline)
 
     def tick(carry, now):
         arrived, outs, sums = carry
@@ -76,18 +76,19 @@ def apply(
         x = run.entering(work, arrived)
 
         def leave(outs, x):
-            return _put(outs, work.micro, stages.last(ends, x, run.piece(work)))
+            return _put(outs, work.micro_batch, stages.last(ends, x, run.micro_batch(work)))
 
         def go(outs, sums):
             after, _, statistics = run.chunk(run.layers_of(work), x, work)
             outs = lax.cond(run.leaves(work), leave, lambda outs, _: outs, outs, after)
-            return after, outs, _add(sums, work.round, statistics)
+            return after, outs, _add(sums, work.chunk, statistics)
 
         after, outs, sums = lax.cond(work.active, go, lambda *rest: (run.no_x, *rest), outs, sums)
         return (run.send(after, 1), outs, sums), None
 
-    begin = (run.no_x, _repeat(run.no_out, run.schedule.num_micro), run.no_statistics)
+    begin = (run.no_x, _repeat(run.no_out, run.schedule.num_micro_batches), run.no_statistics)
     (_, outs, sums), _ = lax.scan(tick, begin, jnp.arange(run.schedule.forward_ticks))
+    # All stages but the last hold zeros: the sum hands its results to everybody.
     return all_sum(outs, pipeline.stage), sums
 
 
@@ -97,9 +98,9 @@ class Sums(NamedTuple):
     Attributes:
       loss: of this stage's chunks and, on the last stage, of `Stages.last`.
       ends: this stage's part of the gradient of `ends`.
-      layers: the gradient of this stage's layers, ``[round, ...]``.
-      metrics: of `Stages.last`, ``[micro, ...]``, equal on all stages.
-      statistics: of this stage's chunks, ``[round, ...]``.
+      layers: the gradient of this stage's layers, ``[chunk, ...]``.
+      metrics: of `Stages.last`, ``[micro_batch, ...]``, equal on all stages.
+      statistics: of this stage's chunks, ``[chunk, ...]``.
     """
 
     loss: Array
@@ -109,49 +110,56 @@ class Sums(NamedTuple):
     statistics: Tree
 
 
-def gradients(stages: Stages, ends: Tree, layers: Tree, pieces: Tree, pipeline: Pipeline) -> Sums:
+def gradients(
+    stages: Stages, ends: Tree, layers: Tree, micro_batches: Tree, pipeline: Pipeline
+) -> Sums:
     """The loss of all micro-batches and its gradient.
 
-    A stage keeps the inputs of its chunks, `Schedule.kept` of them, and runs each chunk again when
-    it goes backward; the last chunk of all goes forward only then.
+    A stage saves the inputs of its chunks, `Schedule.num_saved` of them, and runs each chunk again
+    when it goes backward (full recomputation, in Megatron's words); the last chunk of all goes
+    forward only then.
 
     Communication per tick: one activation to the next stage, one gradient to the one before.
 
     Args: as `apply`. Weights must vary over all mesh axes: a gradient is then this device's own.
     """
-    run = _Run.of(stages, ends, layers, pieces, pipeline)
+    run = _Run.of(stages, ends, layers, micro_batches, pipeline)
     schedule = run.schedule
 
     def tick(carry, now):
-        arrived, arrived_grad, kept, sums = carry
+        arrived, arrived_grad, saved, sums = carry
         work = schedule.forward(now, run.stage)
         x = run.entering(work, arrived)
-        slot = jnp.where(work.active, schedule.slot(work), schedule.kept)
-        kept = kept.at[slot].set(x, mode="drop")
+        # Past the end is nowhere: without work nothing is saved over what is still needed.
+        slot = jnp.where(work.active, schedule.slot(work), schedule.num_saved)
+        saved = saved.at[slot].set(x, mode="drop")
+        # The last chunk's output is wanted by its own backward pass alone, which makes it again.
         after = lax.cond(
             work.active & ~run.leaves(work),
             lambda x: run.chunk(run.layers_of(work), x, work)[0],
             lambda x: run.no_x,
             x,
         )
+        # Forward before backward: the last stage goes backward in the tick in which its input came.
         back = schedule.backward(now, run.stage)
         grad, sums = lax.cond(
             back.active,
-            lambda sums, kept: run.backward(back, kept[schedule.slot(back)], arrived_grad, sums),
-            lambda sums, kept: (run.no_x, sums),
+            lambda sums, saved: run.backward(back, saved[schedule.slot(back)], arrived_grad, sums),
+            lambda sums, saved: (run.no_x, sums),
             sums,
-            kept,
+            saved,
         )
-        return (run.send(after, 1), run.send(grad, -1), kept, sums), None
+        # Outside of all conditions: a permute is a collective of all stages, whoever has work.
+        return (run.send(after, 1), run.send(grad, -1), saved, sums), None
 
     nothing = Sums(
         loss=run.no_loss,
         ends=run.nothing_like(ends),
         layers=run.nothing_like(layers),
-        metrics=_repeat(run.no_out[1], schedule.num_micro),
+        metrics=_repeat(run.no_out[1], schedule.num_micro_batches),
         statistics=run.no_statistics,
     )
-    begin = (run.no_x, run.no_x, _repeat(run.no_x, schedule.kept), nothing)
+    begin = (run.no_x, run.no_x, _repeat(run.no_x, schedule.num_saved), nothing)
     (*_, sums), _ = lax.scan(tick, begin, jnp.arange(schedule.ticks))
     return sums._replace(metrics=all_sum(sums.metrics, pipeline.stage))
 
@@ -159,12 +167,12 @@ def gradients(stages: Stages, ends: Tree, layers: Tree, pieces: Tree, pipeline: 
 @dataclass(frozen=True)
 class _Run:
     """A pipeline on one stage. The fields `no_...` are zeros of the types that come up: the other
-    branch of a condition."""
+    branch of a condition, which must have the same type, `vma` included."""
 
     stages: Stages
     ends: Tree
     layers: Tree
-    pieces: Tree
+    micro_batches: Tree
     pipeline: Pipeline
     schedule: Schedule
     stage: Array
@@ -175,51 +183,56 @@ class _Run:
 
     @classmethod
     def of(
-        cls, stages: Stages, ends: Tree, layers: Tree, pieces: Tree, pipeline: Pipeline
+        cls, stages: Stages, ends: Tree, layers: Tree, micro_batches: Tree, pipeline: Pipeline
     ) -> "_Run":
-        num_micro = jax.tree.leaves(pieces)[0].shape[0]
-        piece = _at(pieces, 0)
-        no_x = _zeros(pipeline, lambda: vary(stages.first(ends, piece), pipeline.everywhere))
+        num_micro_batches = jax.tree.leaves(micro_batches)[0].shape[0]
+        micro_batch = _at(micro_batches, 0)
+        no_x = _zeros(pipeline, lambda: vary(stages.first(ends, micro_batch), pipeline.everywhere))
         stage = lax.axis_index(pipeline.stage)
         _, chunk_loss, statistics = _zeros(
-            pipeline, lambda: stages.chunk(_at(layers, 0), no_x, piece, stage)
+            pipeline, lambda: stages.chunk(_at(layers, 0), no_x, micro_batch, stage)
         )
-        no_out = _zeros(pipeline, lambda: stages.last(ends, no_x, piece))
+        no_out = _zeros(pipeline, lambda: stages.last(ends, no_x, micro_batch))
         return cls(
             stages=stages,
             ends=ends,
             layers=layers,
-            pieces=pieces,
+            micro_batches=micro_batches,
             pipeline=pipeline,
-            schedule=Schedule(lax.axis_size(pipeline.stage), num_micro, pipeline.rounds),
+            schedule=Schedule(
+                lax.axis_size(pipeline.stage), num_micro_batches, pipeline.num_chunks
+            ),
             stage=stage,
             no_x=no_x,
             no_loss=_typed(chunk_loss, no_out[0]),
             no_out=no_out,
-            no_statistics=_repeat(statistics, pipeline.rounds),
+            no_statistics=_repeat(statistics, pipeline.num_chunks),
         )
 
     def nothing_like(self, weights: Tree) -> Tree:
         return vary(jax.tree.map(jnp.zeros_like, weights), self.pipeline.everywhere)
 
-    def piece(self, work: Work) -> Tree:
-        return _at(self.pieces, work.micro)
+    def micro_batch(self, work: Work) -> Tree:
+        return _at(self.micro_batches, work.micro_batch)
 
     def layers_of(self, work: Work) -> Tree:
-        return _at(self.layers, work.round if self.pipeline.rounds > 1 else 0)
+        # A constant index where there is one chunk: its layers are then a view and not a gather.
+        return _at(self.layers, work.chunk if self.pipeline.num_chunks > 1 else 0)
 
     def enters(self, work: Work) -> Array:
-        return (self.stage == 0) & (work.round == 0)
+        return (self.stage == 0) & (work.chunk == 0)
 
     def leaves(self, work: Work) -> Array:
-        return (self.stage == self.schedule.stages - 1) & (work.round == self.pipeline.rounds - 1)
+        return (self.stage == self.schedule.stages - 1) & (
+            work.chunk == self.pipeline.num_chunks - 1
+        )
 
     def first(self, ends: Tree, work: Work) -> Array:
-        return vary(self.stages.first(ends, self.piece(work)), self.pipeline.everywhere)
+        return vary(self.stages.first(ends, self.micro_batch(work)), self.pipeline.everywhere)
 
     def chunk(self, layers: Tree, x: Array, work: Work) -> tuple[Array, Array, Tree]:
-        number = work.round * self.schedule.stages + self.stage
-        x, loss, statistics = self.stages.chunk(layers, x, self.piece(work), number)
+        number = work.chunk * self.schedule.stages + self.stage
+        x, loss, statistics = self.stages.chunk(layers, x, self.micro_batch(work), number)
         return vary(x, self.pipeline.everywhere), loss, statistics
 
     def entering(self, work: Work, arrived: Array) -> Array:
@@ -232,10 +245,13 @@ class _Run:
         )
 
     def send(self, x: Array, step: int) -> Array:
-        """`x` to the stage `step` further on; around the end only where there are more rounds."""
+        """`x` to the stage `step` further on; around the end only where there are more chunks."""
         n = self.schedule.stages
+        # Without more chunks the last stage has nothing for the first, and nothing is sent.
         pairs = [
-            (i, (i + step) % n) for i in range(n) if self.pipeline.rounds > 1 or 0 <= i + step < n
+            (i, (i + step) % n)
+            for i in range(n)
+            if self.pipeline.num_chunks > 1 or 0 <= i + step < n
         ]
         return lax.ppermute(x, self.pipeline.stage, pairs)
 
@@ -254,7 +270,9 @@ class _Run:
             x, loss, statistics = self.chunk(layers, x, work)
             return (x, loss), statistics
 
+        # `jax.vjp` runs the chunk forward here: nothing of it was kept but its input.
         (after, loss), pull, statistics = jax.vjp(through, self.layers_of(work), x, has_aux=True)
+        # The gradient of a chunk's output: made here after the last chunk, else sent by the next.
         grad, sums = lax.cond(
             self.leaves(work),
             lambda sums, after: self._leave(work, after, sums),
@@ -262,6 +280,8 @@ class _Run:
             sums,
             after,
         )
+        # Each chunk has its own part of the loss (the router's), hence a cotangent of one beside
+        # the gradient that arrived.
         layers, grad = pull((grad, _one(loss)))
         ends = lax.cond(
             self.enters(work),
@@ -273,24 +293,28 @@ class _Run:
         return grad, sums._replace(
             loss=sums.loss + _typed(loss, sums.loss),
             ends=ends,
-            layers=_add(sums.layers, work.round, layers),
-            statistics=_add(sums.statistics, work.round, statistics),
+            layers=_add(sums.layers, work.chunk, layers),
+            statistics=_add(sums.statistics, work.chunk, statistics),
         )
 
     def _leave(self, work: Work, x: Array, sums: Sums) -> tuple[Array, Sums]:
         """`Stages.last`: the gradient of the last chunk's output `x`, and the sums."""
         loss, pull, metrics = jax.vjp(
-            lambda ends, x: self.stages.last(ends, x, self.piece(work)), self.ends, x, has_aux=True
+            lambda ends, x: self.stages.last(ends, x, self.micro_batch(work)),
+            self.ends,
+            x,
+            has_aux=True,
         )
         ends, grad = pull(_one(loss))
         return grad, sums._replace(
             loss=sums.loss + _typed(loss, sums.loss),
             ends=jax.tree.map(jnp.add, sums.ends, ends),
-            metrics=_put(sums.metrics, work.micro, metrics),
+            metrics=_put(sums.metrics, work.micro_batch, metrics),
         )
 
     def _enter(self, work: Work, grad: Array, ends: Tree) -> Tree:
         """The gradient of `ends` with that of `Stages.first` added."""
+        # `Stages.first` runs again, as chunks do: nothing of it was saved but what it gave.
         _, pull = jax.vjp(lambda ends: self.first(ends, work), self.ends)
         return jax.tree.map(jnp.add, ends, pull(grad)[0])
 

@@ -20,7 +20,7 @@ def weight_rules(mesh: FoldedMesh) -> Rules:
         "head": mesh.tp,
         "kv_head": mesh.tp,
         "d_ff": mesh.tp,
-        "d_first": mesh.tp,
+        "dense_d_ff": mesh.tp,
         "logit": mesh.tp,
         "expert": mesh.ep,
         "d_expert": mesh.etp,

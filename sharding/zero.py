@@ -1,9 +1,9 @@
 """ZeRO: what belongs to a weight is spread over the devices that hold the same weight.
 
-Stage 1: the gradients of those devices are summed, and each of them needs its part of the sum
-alone: one reduce-scatter, a step of the optimiser on the parts, and an all-gather of the new
-weights. Stage 3 (fully sharded data parallelism) leaves the weights in parts too, and joins them
-where they are used.
+Stage 1: the gradients of those devices are summed, and each of them needs its shard of the sum
+alone: one reduce-scatter, a step of the optimizer on the shards, and an all-gather of the new
+weights. Stage 3 (fully sharded data parallelism, FSDP) leaves the weights in shards too, and
+unshards them where they are used.
 
 References:
   Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
@@ -27,19 +27,19 @@ Tree = TypeVar("Tree")
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How a weight is cut into parts.
+class ShardDim:
+    """How a weight is cut into shards.
 
     Attributes:
-      axis: the dimension, counted from the end, so that it is the same for one of a stack.
+      dim: the dimension, counted from the end, so that it is the same for one of a stack.
       atoms: the mesh axes over which; none if it stays whole.
     """
 
-    axis: int
+    dim: int
     atoms: Axes
 
 
-def copies(spec: PartitionSpec, mesh: FoldedMesh) -> Axes:
+def replica_axes(spec: PartitionSpec, mesh: FoldedMesh) -> Axes:
     """The atoms along which devices hold the same part of a weight, slowest first.
 
     Of a weight of attention these are ``dp x cp``, and ``tp`` too where ``tp`` does not split it;
@@ -51,12 +51,14 @@ def copies(spec: PartitionSpec, mesh: FoldedMesh) -> Axes:
     return tuple(atom for atom in mesh.axes if atom not in spread)
 
 
-def cut_of(spec: PartitionSpec, shape: tuple[int, ...], mesh: FoldedMesh, first: int = 0) -> Cut:
-    """The dimension of a weight that its optimiser state is cut along, and over which of `copies`.
+def shard_dim(
+    spec: PartitionSpec, shape: tuple[int, ...], mesh: FoldedMesh, first: int = 0
+) -> ShardDim:
+    """The dimension of a weight that its optimizer state is cut along, over which `replica_axes`.
 
     It is the dimension, whole in the weight, that can be cut over the most devices, the first of
-    equals. No atoms are left over where it divides by all the copies; those that it does not divide
-    by hold the same parts.
+    equals. No atoms are left over where it divides by all the replicas; those that it does not
+    divide by hold the same shards.
 
     Args:
       spec: where the weight lives.
@@ -64,61 +66,64 @@ def cut_of(spec: PartitionSpec, shape: tuple[int, ...], mesh: FoldedMesh, first:
       first: dimensions in front that are not to be cut.
     """
     spec = PartitionSpec(*spec, *[None] * (len(shape) - len(spec)))
-    whole = [axis for axis, entry in enumerate(spec) if entry is None and axis >= first]
-    cuts = {axis: _atoms_that_divide(shape[axis], copies(spec, mesh), mesh) for axis in whole}
-    best = max(whole, key=lambda axis: mesh.size(cuts[axis]), default=None)
-    return Cut(-1, ()) if best is None else Cut(best - len(shape), cuts[best])
+    # A dimension that tp, ep or pp splits already could be split further only by moving elements.
+    whole = [dim for dim, entry in enumerate(spec) if entry is None and dim >= first]
+    atoms = {dim: _atoms_that_divide(shape[dim], replica_axes(spec, mesh), mesh) for dim in whole}
+    best = max(whole, key=lambda dim: mesh.size(atoms[dim]), default=None)
+    return ShardDim(-1, ()) if best is None else ShardDim(best - len(shape), atoms[best])
 
 
-def parts(
+def shard_spec(
     spec: PartitionSpec, shape: tuple[int, ...], mesh: FoldedMesh, first: int = 0
 ) -> PartitionSpec:
-    """Where the optimiser state of a weight lives: `spec` with the cut of `cut_of`."""
-    cut = cut_of(spec, shape, mesh, first)
+    """Where the optimizer state of a weight lives: `spec`, cut along its `shard_dim` too."""
+    cut = shard_dim(spec, shape, mesh, first)
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     if cut.atoms:
-        entries[cut.axis] = cut.atoms
+        entries[cut.dim] = cut.atoms
     return PartitionSpec(*entries)
 
 
-def sum_to_parts(
-    mesh: FoldedMesh, spec: PartitionSpec, cut: Cut, gradient: Array, in_parts: bool = False
+def reduce_scatter(
+    mesh: FoldedMesh, spec: PartitionSpec, cut: ShardDim, gradient: Array, is_sharded: bool = False
 ) -> Array:
-    """The gradient summed over all `copies`, of which each device keeps its part.
+    """The gradient summed over all `replica_axes`, of which each device keeps its shard.
 
-    Runs inside the `jax.shard_map`; the result lives where `parts` says. Volume sent, of a gradient
-    of G numbers and n copies: ``G (n-1)/n``, half of what the sum on every device takes.
+    Runs inside the `jax.shard_map`; the result lives where `shard_spec` says. Volume sent, of a
+    gradient of G numbers and n replicas: ``G (n-1)/n``, half of what the sum on every device takes.
 
     Args:
       spec: where the weight lives.
       cut: how it is cut.
       gradient: of this device alone, varying over every axis.
-      in_parts: the gradient is that of parts, which the transpose of `join` has summed over the
-        devices of the cut.
+      is_sharded: the gradient is that of shards, which the transpose of `unshard` has summed over
+        the devices of the cut.
     """
-    if cut.atoms and not in_parts:
-        axis = gradient.ndim + cut.axis
-        gradient = lax.psum_scatter(gradient, cut.atoms, scatter_dimension=axis, tiled=True)
-    return lax.psum(gradient, tuple(a for a in copies(spec, mesh) if a not in cut.atoms))
+    if cut.atoms and not is_sharded:
+        dim = gradient.ndim + cut.dim
+        gradient = lax.psum_scatter(gradient, cut.atoms, scatter_dimension=dim, tiled=True)
+    # Replicas that no dimension divides by keep the whole sum.
+    return lax.psum(gradient, tuple(a for a in replica_axes(spec, mesh) if a not in cut.atoms))
 
 
-def join(weights: Tree, cuts: Any) -> Tree:
-    """Whole weights from the parts that the devices of each cut hold; `cuts` has a `Cut` for each.
+def unshard(shards: Tree, shard_dims: Any) -> Tree:
+    """Whole weights from the shards that devices hold; `shard_dims` has a `ShardDim` for each.
 
-    Runs inside the `jax.shard_map`; its transpose sums the gradients of those devices into parts.
-    Volume sent, of a weight of W numbers in n parts: ``W (n-1)/n``, and as much by the transpose.
+    Runs inside the `jax.shard_map`; its transpose, a reduce-scatter, sums the gradients of those
+    devices into shards: so FSDP needs no backward pass of its own. Volume sent, of a weight of W
+    numbers in n shards: ``W (n-1)/n``, and as much by the transpose.
     """
 
-    def whole(part: Array, cut: Cut) -> Array:
+    def whole(shard: Array, cut: ShardDim) -> Array:
         if not cut.atoms:
-            return part
-        return lax.all_gather(part, cut.atoms, axis=part.ndim + cut.axis, tiled=True)
+            return shard
+        return lax.all_gather(shard, cut.atoms, axis=shard.ndim + cut.dim, tiled=True)
 
-    return jax.tree.map(whole, weights, cuts)
+    return jax.tree.map(whole, shards, shard_dims)
 
 
 def _atoms_that_divide(size: int, atoms: Axes, mesh: FoldedMesh) -> Axes:
-    """Those of the atoms over which `size` can be cut into the most parts."""
+    """Those of the atoms over which `size` can be cut into the most shards."""
     atoms = tuple(atom for atom in atoms if mesh.size((atom,)) > 1)
     choices = (some for n in range(len(atoms) + 1) for some in itertools.combinations(atoms, n))
     return max((some for some in choices if size % mesh.size(some) == 0), key=mesh.size)

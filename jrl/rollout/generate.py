@@ -18,7 +18,8 @@ from moe.config import ModelConfig
 from moe.decoding import Cache, decode_step, extend, prefill
 from moe.head import logits_of
 from moe.model import layer_of
-from moe.weights import Transformer, specs
+from moe.placement import specs
+from moe.weights import Transformer
 from sharding.collectives import all_sum, join_shards, own_shard, vary
 from sharding.folding import FoldedMesh
 
@@ -203,10 +204,10 @@ def _generate_local(
         truncated=loop.live,
     )
     # Size-1 axes that attention does not use still mark the arrays as varying.
-    return settle(batch, mesh)
+    return mark_replicated(batch, mesh)
 
 
-def settle(tree, mesh: FoldedMesh):
+def mark_replicated(tree, mesh: FoldedMesh):
     """`tree` typed as varying over ``dp`` only: a maximum over the other axes, whose ranks
     agree."""
     others = tuple(axis for axis in mesh.except_sequence if axis not in mesh.dp)

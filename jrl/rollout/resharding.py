@@ -8,7 +8,7 @@ from weakref import ref
 import jax
 from jaxtyping import Array
 
-from moe import weights as moe_weights
+from moe import placement
 from moe.config import ModelConfig
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh, Layout, fold
@@ -71,7 +71,7 @@ class RolloutPolicy:
         self._resharded: Transformer[Array] | None = None
 
     def of(self, weights: Transformer[Array]) -> Transformer[Array]:
-        """The policy `weights`, stored on the rollout's mesh as `moe.weights.in_rounds` says."""
+        """The policy `weights`, stored on the rollout's mesh as `moe.placement.in_chunks` says."""
         _, training, rollout = self._meshes
         if rollout == training:
             return weights
@@ -106,10 +106,10 @@ def _resharding(
     """One program for all weights, which XLA moves by collectives between the devices."""
     # Whole where they are sampled from: every decoding step reads them all.
     whole = replace(config, execution=replace(config.execution, fsdp=False))
-    shardings, structure = jax.tree.flatten(moe_weights.shardings(whole, target))
+    shardings, structure = jax.tree.flatten(placement.shardings(whole, target))
 
     def move(leaves: list[Array]) -> list[Array]:
-        in_order = moe_weights.in_order(structure.unflatten(leaves), source)
-        return jax.tree.leaves(moe_weights.in_rounds(in_order, target))
+        in_order = placement.in_layer_order(structure.unflatten(leaves), source)
+        return jax.tree.leaves(placement.in_chunks(in_order, target))
 
     return jax.jit(move, out_shardings=shardings)

@@ -9,10 +9,11 @@ from jaxtyping import Array, Bool, Float, Int
 from jrl.rollout.sampling import Sampling, logprobs_of, sampler_logits
 from moe import model, stages
 from moe.config import ModelConfig
-from moe.head import logits_of, logprobs_and_entropy
-from moe.router.routing import RouterStatistics
-from moe.tokens.packing import Stream, shared_prompts
-from moe.tokens.zigzag import Order
+from moe.head import logits_of, logprobs_and_entropy, value_of
+from moe.router.statistics import RouterStatistics
+from moe.tokens import alignment
+from moe.tokens.packing import PackedBatch, pack_shared_prompts
+from moe.tokens.zigzag import ZigzagLayout
 from moe.weights import Transformer
 from sharding.collectives import vary
 from sharding.folding import FoldedMesh
@@ -74,10 +75,10 @@ def stream(
     layout: PromptLayout,
     config: ModelConfig,
     mesh: FoldedMesh,
-) -> Stream:
+) -> PackedBatch:
     """The tokens as the network runs them."""
     model.check_window(tokens.shape[1], config)
-    return shared_prompts(
+    return pack_shared_prompts(
         tokens, valid, layout.prompt_length, layout.group_size, mesh, config.execution
     )
 
@@ -93,8 +94,8 @@ def scores_of(
 ) -> Scores:
     """The scores read off the last hidden states `x` of the `stream` of `tokens`, `router` left
     out."""
-    x = model.responses_of(x, tokens.shape, layout.prompt_length, layout.group_size, mesh)
-    responses = vary(model.response_tokens(tokens, layout.prompt_length, mesh), mesh.axes)
+    x = alignment.responses_of(x, tokens.shape, layout.prompt_length, layout.group_size, mesh)
+    responses = vary(alignment.response_tokens(tokens, layout.prompt_length, mesh), mesh.axes)
     logprobs, entropy = logprobs_and_entropy(
         weights, x, responses, config, mesh, sampling.policy_temperature
     )
@@ -106,7 +107,7 @@ def scores_of(
         sampled = jax.lax.stop_gradient(logprobs)
 
     def aligned(before: Float[Array, "local"]) -> Float[Array, "batch time"]:
-        return model.on_responses(before, tokens.shape, layout.prompt_length, mesh)
+        return alignment.on_responses(before, tokens.shape, layout.prompt_length, mesh)
 
     return Scores(aligned(logprobs), aligned(sampled), aligned(entropy), None)
 
@@ -136,9 +137,9 @@ def values_of(
     mesh: FoldedMesh,
 ) -> Float[Array, "batch time"]:
     """The values read off the last hidden states `x` of the `stream` of `tokens`."""
-    x = model.responses_of(x, tokens.shape, layout.prompt_length, layout.group_size, mesh)
-    before = model.value_of(critic, x, config)
-    return model.on_responses(before, tokens.shape, layout.prompt_length, mesh)
+    x = alignment.responses_of(x, tokens.shape, layout.prompt_length, layout.group_size, mesh)
+    before = value_of(critic, x, config)
+    return alignment.on_responses(before, tokens.shape, layout.prompt_length, mesh)
 
 
 def num_micro_batches(num_rows: int, time: int, layout: PromptLayout, mesh: FoldedMesh) -> int:
@@ -157,7 +158,7 @@ def num_micro_batches(num_rows: int, time: int, layout: PromptLayout, mesh: Fold
             (own // layout.group_size, layout.prompt_length),
             (own, time - layout.prompt_length),
         )
-        divides = (Order((section,), cp).num_tokens % ranks == 0 for section in sections)
+        divides = (ZigzagLayout((section,), cp).num_tokens % ranks == 0 for section in sections)
         return num_rows % (number * layout.group_size) == 0 and all(divides)
 
     return max((n for n in range(1, 4 * mesh.layout.pp + 1) if fits(n)), default=1)
@@ -179,7 +180,7 @@ def _read_states(
         return read(weights, x, tokens), router
     number = num_micro_batches(tokens.shape[0], tokens.shape[1], layout, mesh)
     micro_batches = jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), (tokens, valid))
-    outs, router = stages.scan_pieces(
+    outs, router = stages.scan_micro_batches(
         weights,
         micro_batches,
         lambda micro_batch: stream(micro_batch[0], micro_batch[1], layout, config, mesh),

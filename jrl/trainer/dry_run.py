@@ -15,17 +15,9 @@ from jrl.rollout.scoring import num_micro_batches
 from jrl.trainer.lengths import response_origin
 from jrl.trainer.setup import Setup
 from moe.config import ModelConfig
-from moe.tokens.zigzag import Order
-from moe.weights import (
-    Transformer,
-    in_rounds,
-    kept,
-    num_active_parameters,
-    num_parameters,
-    parts,
-    shapes,
-    specs,
-)
+from moe.placement import in_chunks, shard_specs, specs, stored_specs
+from moe.tokens.zigzag import ZigzagLayout
+from moe.weights import Transformer, num_active_parameters, num_parameters, shapes
 from sharding.folding import FoldedMesh
 from sharding.schedule import Schedule
 
@@ -195,14 +187,14 @@ def weight_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
 
 def part_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
     """Bytes of one device's parts of the weights, as the optimizer cuts them."""
-    return sum(jax.tree.leaves(_bytes_on_one(config, mesh, parts(config, mesh))))
+    return sum(jax.tree.leaves(_bytes_on_one(config, mesh, shard_specs(config, mesh))))
 
 
 def gradient_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
     """Bytes of the sum of gradients on one device: those of layers that are joined one by one are
     summed in parts."""
     whole = _bytes_on_one(config, mesh, specs(config, mesh))
-    layers = _bytes_on_one(config, mesh, kept(config, mesh)).layers
+    layers = _bytes_on_one(config, mesh, stored_specs(config, mesh)).layers
     return sum(jax.tree.leaves(replace(whole, layers=layers)))
 
 
@@ -215,7 +207,7 @@ def _bytes_on_one(
         sharding = NamedSharding(mesh.mesh, spec)
         return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
-    stored = jax.eval_shape(lambda weights: in_rounds(weights, mesh), shapes(config))
+    stored = jax.eval_shape(lambda weights: in_chunks(weights, mesh), shapes(config))
     return jax.tree.map(on_one, stored, places)
 
 
@@ -226,7 +218,7 @@ def cache_bytes(setup: Setup, rows: int) -> int:
     columns = setup.prompt_length + setup.response_length - 1
     positions = -(-rows // mesh.size(mesh.dp)) * columns
     heads = model.num_kv_heads // mesh.size(mesh.tp)
-    widths = model.head_dim + model.value_dim
+    widths = model.head_dim + model.v_head_dim
     itemsize = jax.numpy.dtype(model.dtype).itemsize
     return positions * (1 + model.num_layers * heads * widths * itemsize)
 
@@ -239,7 +231,7 @@ def logits_bytes(setup: Setup, rows: int) -> int:
     """
     mesh, vocab_size = setup.mesh, setup.model.vocab_size
     section = -(-rows // mesh.size(mesh.dp)), setup.response_length
-    tokens = Order((section,), mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.cp)
+    tokens = ZigzagLayout((section,), mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.cp)
     width, chunk = -(-vocab_size // mesh.size(mesh.tp)), setup.model.execution.vocab_chunk
     numbers = tokens * (width if chunk is None else min(chunk, width))
     if sampling_of(setup.recipe).truncates:
@@ -252,8 +244,8 @@ def kept_bytes(setup: Setup) -> int:
     mesh, group = setup.mesh, setup.geometry.prompt_layout.group_size
     rows = setup.recipe.micro_batch_size // mesh.size(mesh.dp)
     sections = (rows // group, setup.prompt_length), (rows, setup.response_length)
-    tokens = Order(sections, mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.sequence)
-    kept = Schedule(mesh.layout.pp, setup.geometry.num_micro_batches, mesh.layout.vpp).kept
+    tokens = ZigzagLayout(sections, mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.sequence)
+    kept = Schedule(mesh.layout.pp, setup.geometry.num_micro_batches, mesh.layout.vpp).num_saved
     return kept * tokens * setup.model.d_model * jax.numpy.dtype(setup.model.dtype).itemsize
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from jrl.recipes.recipe import MICRO_BATCH, Recipe, near_divisors
 from jrl.rollout.engine import ranks
 from jrl.rollout.scoring import PromptLayout
-from moe.tokens.zigzag import Order
+from moe.tokens.zigzag import ZigzagLayout
 from sharding.folding import FoldedMesh
 
 
@@ -69,7 +69,7 @@ class Geometry:
         mesh = self.mesh
         cp, ranks = mesh.size(mesh.cp), mesh.size(mesh.sequence)
         lengths = self.prompt_length, self.response_length
-        return all(Order(((rows, time),), cp).num_tokens % ranks == 0 for time in lengths)
+        return all(ZigzagLayout(((rows, time),), cp).num_tokens % ranks == 0 for time in lengths)
 
     def with_micro_batch(self) -> "Geometry":
         """With a micro-batch that divides over the devices, where the recipe leaves the choice and
@@ -121,7 +121,7 @@ class Geometry:
         """A section of a stream, the rows on a data-parallel rank and their length, must be cut
         into equal parts. The padding that context parallelism adds counts."""
         cp, ranks = mesh.size(mesh.cp), mesh.size(mesh.sequence)
-        number = Order((section,), cp).num_tokens
+        number = ZigzagLayout((section,), cp).num_tokens
         if number % ranks:
             raise ValueError(
                 f"{name} have {number} tokens per data-parallel rank, which do not divide over "

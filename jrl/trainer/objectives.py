@@ -15,8 +15,8 @@ from jrl.rollout.sampling import Sampling
 from jrl.rollout.scoring import PromptLayout, scores_of, stream, values_of
 from jrl.trainer.update import Max
 from moe.config import ModelConfig
-from moe.router.routing import RouterStatistics
-from moe.tokens.packing import Stream
+from moe.router.statistics import RouterStatistics
+from moe.tokens.packing import PackedBatch
 from moe.weights import Transformer
 from sharding.collectives import all_sum
 from sharding.folding import FoldedMesh
@@ -79,7 +79,7 @@ class PolicyObjective:
     sampling: Sampling
     response_length: int
 
-    def stream(self, batch: Batch[Array]) -> Stream:
+    def stream(self, batch: Batch[Array]) -> PackedBatch:
         return stream(batch.tokens, batch.valid, self.layout, self.config, self.mesh)
 
     def loss(
@@ -124,7 +124,7 @@ class CriticObjective:
     recipe: ActorCritic
     response_length: int
 
-    def stream(self, batch: Batch[Array]) -> Stream:
+    def stream(self, batch: Batch[Array]) -> PackedBatch:
         return stream(batch.tokens, batch.valid, self.layout, self.config, self.mesh)
 
     def loss(
@@ -151,7 +151,7 @@ class SupervisedObjective:
     mesh: FoldedMesh
     layout: PromptLayout
 
-    def stream(self, batch: Batch[Array]) -> Stream:
+    def stream(self, batch: Batch[Array]) -> PackedBatch:
         return stream(batch.tokens, batch.valid, self.layout, self.config, self.mesh)
 
     def loss(

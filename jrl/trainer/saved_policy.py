@@ -14,6 +14,7 @@ from jrl.runs.belongings import check_files
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.trainer.networks import Networks
+from moe import placement
 from moe import weights as moe_weights
 from moe.config import ModelConfig
 from moe.weights import Transformer
@@ -91,7 +92,7 @@ def _described(model: ModelConfig, mesh: FoldedMesh) -> Any:
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         moe_weights.shapes(model),
-        moe_weights.shardings(model, plain),
+        placement.shardings(model, plain),
     )
 
 
@@ -99,8 +100,8 @@ def _placed(
     weights: Transformer[Array], model: ModelConfig, mesh: FoldedMesh
 ) -> Transformer[Array]:
     """The weights on the mesh of the run."""
-    weights = moe_weights.in_rounds(weights, mesh)
-    return jax.device_put(weights, moe_weights.shardings(model, mesh))
+    weights = placement.in_chunks(weights, mesh)
+    return jax.device_put(weights, placement.shardings(model, mesh))
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

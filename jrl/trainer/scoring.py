@@ -8,10 +8,10 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jrl.recipes.batch import Batch
-from jrl.rollout.generate import settle
+from jrl.rollout.generate import mark_replicated
 from jrl.rollout.scoring import score, value
 from jrl.trainer.objectives import CriticObjective, PolicyObjective
-from moe import weights as moe_weights
+from moe import placement
 from moe.config import ModelConfig
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
@@ -25,7 +25,9 @@ def values_of(
     config, mesh = objective.config, objective.mesh
 
     def local(critic, tokens, valid):
-        return settle(value(critic, tokens, valid, objective.layout, config, mesh)[0], mesh)
+        return mark_replicated(
+            value(critic, tokens, valid, objective.layout, config, mesh)[0], mesh
+        )
 
     return _over_rows(local, config, mesh)(critic, tokens, valid)
 
@@ -40,7 +42,7 @@ def logprobs_of(
 
     def local(policy, tokens, valid):
         scores = score(policy, tokens, valid, objective.layout, config, objective.sampling, mesh)
-        return settle((scores.logprobs, scores.behaviour_logprobs), mesh)
+        return mark_replicated((scores.logprobs, scores.behaviour_logprobs), mesh)
 
     return _over_rows(local, config, mesh)(policy, tokens, valid)
 
@@ -54,7 +56,7 @@ def statistics_of(
 
     def local(policy, tokens, valid):
         scores = score(policy, tokens, valid, objective.layout, config, objective.sampling, mesh)
-        return settle((scores.logprobs, scores.entropy), mesh)
+        return mark_replicated((scores.logprobs, scores.entropy), mesh)
 
     scored = _over_rows(local, config, mesh)(policy, batch.tokens, batch.valid)
     logprobs, entropy = scored
@@ -66,6 +68,6 @@ def _over_rows(local: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
     return jax.shard_map(
         local,
         mesh=mesh.mesh,
-        in_specs=(moe_weights.specs(config, mesh), rows, rows),
+        in_specs=(placement.specs(config, mesh), rows, rows),
         out_specs=rows,
     )

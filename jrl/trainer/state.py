@@ -15,6 +15,7 @@ from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer.networks import Network, Networks
 from jrl.trainer.objectives import CriticObjective
 from jrl.trainer.update import Learner, state_shardings
+from moe import placement
 from moe import weights as moe_weights
 from moe.config import ModelConfig
 from moe.weights import Transformer
@@ -47,11 +48,9 @@ class TrainState(Generic[Leaf]):
 def init_weights(config: ModelConfig, mesh: FoldedMesh, key: Array) -> Transformer[Array]:
     """Fresh weights, laid out on the mesh."""
     # As a list: JAX would fill the fields that are None with a marker, which no record can hold.
-    shardings, structure = jax.tree.flatten(moe_weights.shardings(config, mesh))
+    shardings, structure = jax.tree.flatten(placement.shardings(config, mesh))
     make = jax.jit(
-        lambda key: jax.tree.leaves(
-            moe_weights.in_rounds(moe_weights.initialise(config, key), mesh)
-        ),
+        lambda key: jax.tree.leaves(placement.in_chunks(moe_weights.initialise(config, key), mesh)),
         out_shardings=shardings,
     )
     return structure.unflatten(make(key))
@@ -95,11 +94,11 @@ def abstract(networks: Networks) -> TrainState[Any]:
     into."""
     policy, critic, mesh = networks.policy, networks.critic, networks.mesh
     state = jax.eval_shape(
-        lambda weights, key: init_state(networks, moe_weights.in_rounds(weights, mesh), key),
+        lambda weights, key: init_state(networks, placement.in_chunks(weights, mesh), key),
         moe_weights.shapes(policy.config),
         jax.eval_shape(lambda: jax.random.key(0)),
     )
-    weights = moe_weights.shardings(policy.config, mesh)
+    weights = placement.shardings(policy.config, mesh)
     return TrainState(
         step=_laid_out(state.step, weights, mesh),
         prompts_seen=_laid_out(state.prompts_seen, weights, mesh),
@@ -135,7 +134,7 @@ def _in_order(networks: Networks) -> Networks:
 def _reshaped(
     networks: Networks, state: TrainState[Array], like: TrainState[Any]
 ) -> TrainState[Array]:
-    """The state in the shapes and on the shardings of `like`: `moe.weights.in_rounds` and
+    """The state in the shapes and on the shardings of `like`: `moe.placement.in_chunks` and
     `in_order` are reshapes of every leaf."""
     if networks.mesh.layout.vpp == 1:
         return state
@@ -151,7 +150,7 @@ def _reshaped(
 def _learner_laid_out(learner: Learner[Any], network: Network[Any]) -> Learner[Any]:
     """As `update.init_learner` and `update.update` lay it out."""
     config, mesh = network.config, network.mesh
-    whole = _laid_out(learner, moe_weights.shardings(config, mesh), mesh)
+    whole = _laid_out(learner, placement.shardings(config, mesh), mesh)
     of_state = state_shardings(learner.opt_state, config, mesh)
     return replace(whole, opt_state=jax.tree.map(_with_sharding, learner.opt_state, of_state))
 

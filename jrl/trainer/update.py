@@ -20,12 +20,12 @@ from jaxtyping import Array
 
 from jrl.recipes.batch import Batch, Totals
 from jrl.recipes.optimizer import Optimizer
-from moe import model, stages
-from moe import weights as moe_weights
+from moe import model, placement, stages
 from moe.config import ModelConfig
-from moe.router.balance import rebalanced
-from moe.router.routing import RouterStatistics
-from moe.tokens.packing import Stream
+from moe.router.balance import router_loss
+from moe.router.bias import with_updated_bias
+from moe.router.statistics import RouterStatistics
+from moe.tokens.packing import PackedBatch
 from moe.weights import Layer, Transformer
 from sharding import zero
 from sharding.collectives import all_sum, vary
@@ -74,7 +74,7 @@ class Objective(Protocol):
     @property
     def mesh(self) -> FoldedMesh: ...
 
-    def stream(self, batch: Batch[Array]) -> Stream:
+    def stream(self, batch: Batch[Array]) -> PackedBatch:
         """This piece's tokens as the network runs them."""
         ...
 
@@ -130,9 +130,10 @@ def init_learner(
 
 
 def state_shardings(opt_state: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
-    """Where the optimizer state lives: moments in parts (`moe.weights.parts`), counters whole."""
+    """Where the optimizer state lives: moments in parts (`moe.placement.shard_specs`), counters
+    whole."""
     parts = jax.tree.map(
-        lambda spec: NamedSharding(mesh.mesh, spec), moe_weights.parts(config, mesh)
+        lambda spec: NamedSharding(mesh.mesh, spec), placement.shard_specs(config, mesh)
     )
 
     def place(node: Any) -> Any:
@@ -181,7 +182,7 @@ def update(
       The learner, and metrics: `loss`, `grad_norm`, `finite`, `empty` and the objective's.
     """
     config, mesh = objective.config, objective.mesh
-    kept, parts = moe_weights.kept(config, mesh), moe_weights.parts(config, mesh)
+    kept, parts = placement.stored_specs(config, mesh), placement.shard_specs(config, mesh)
     totals = count(batch)
     loss, grads, metrics = _gradients(
         objective, num_micro, learner.weights, batch, totals, statistics
@@ -197,7 +198,7 @@ def update(
         steps, opt_state = transformation(optimizer).update(grads, learner.opt_state, weights)
     stepped: Any = optax.apply_updates(weights, steps)
     if config.selection_bias:
-        stepped = rebalanced(weights, stepped, metrics["load"], config.bias_update_rate)
+        stepped = with_updated_bias(weights, stepped, metrics["load"], config.bias_update_rate)
     moved = replace(
         learner,
         weights=stepped,
@@ -239,8 +240,8 @@ def _gradients(
     local = jax.shard_map(
         partial(_local_gradients, objective, num_micro),
         mesh=mesh.mesh,
-        in_specs=(moe_weights.kept(config, mesh), PartitionSpec(mesh.dp), whole, whole),
-        out_specs=(whole, moe_weights.parts(config, mesh), whole),
+        in_specs=(placement.stored_specs(config, mesh), PartitionSpec(mesh.dp), whole, whole),
+        out_specs=(whole, placement.shard_specs(config, mesh), whole),
     )
     return local(weights, batch, totals, statistics)
 
@@ -254,14 +255,14 @@ def _local_gradients(
     statistics: Any,
 ) -> tuple[Array, Transformer[Array], dict[str, Any]]:
     config, mesh = objective.config, objective.mesh
-    specs, cuts = moe_weights.specs(config, mesh), moe_weights.cuts(config, mesh)
+    specs, cuts = placement.specs(config, mesh), placement.shard_dims(config, mesh)
     sharded = config.execution.fsdp
     # Copies that vary over every axis collect the gradient of this device alone; what is summed
     # over devices, once, is the sum over micro-batches.
     own = vary(weights, mesh.axes)
     if sharded:
         # The layers stay in parts until it is their turn, and their gradients are summed there.
-        own = replace(zero.join(own, cuts), layers=own.layers)
+        own = replace(zero.unshard(own, cuts), layers=own.layers)
     pieces = jax.tree.map(lambda x: x.reshape(num_micro, -1, *x.shape[1:]), batch)
     passes = _one_by_one if mesh.layout.pp == 1 else _through_stages
     loss, grads, metrics = passes(
@@ -270,7 +271,7 @@ def _local_gradients(
     in_parts = replace(
         jax.tree.map(lambda _: False, cuts), layers=jax.tree.map(lambda _: sharded, cuts.layers)
     )
-    to_parts = partial(zero.sum_to_parts, mesh)
+    to_parts = partial(zero.reduce_scatter, mesh)
     return loss, jax.tree.map(to_parts, specs, cuts, grads, in_parts), metrics
 
 
@@ -291,7 +292,7 @@ def _one_by_one(
     pieces: Batch[Array],
     totals: Totals[Array],
     statistics: Any,
-    cuts: Layer[zero.Cut] | None,
+    cuts: Layer[zero.ShardDim] | None,
 ) -> tuple[Array, Transformer[Array], dict[str, Any]]:
     """The loss, this device's gradient, and the metrics, where it holds all layers."""
     config, mesh = objective.config, objective.mesh
@@ -300,7 +301,7 @@ def _one_by_one(
         piece = vary(piece, mesh.except_sequence)
         x, router = model.run(own, objective.stream(piece), config, mesh, cuts)
         loss, metrics = objective.loss(own, x, piece, totals, statistics)
-        loss = loss + model.router_loss(router, config, mesh, totals.num_valid)
+        loss = loss + router_loss(router, config, mesh, totals.num_valid)
         # Ranks of cp and tp hold the same loss, which counts once.
         return all_sum(loss, mesh.except_sequence), {**metrics, **objective.router_metrics(router)}
 
@@ -320,7 +321,7 @@ def _through_stages(
     pieces: Batch[Array],
     totals: Totals[Array],
     statistics: Any,
-    cuts: Layer[zero.Cut] | None,
+    cuts: Layer[zero.ShardDim] | None,
 ) -> tuple[Array, Transformer[Array], dict[str, Any]]:
     """`_one_by_one` on a pipeline."""
     config, mesh = objective.config, objective.mesh

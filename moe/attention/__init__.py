@@ -1,1 +1,2 @@
-"""Attention: the layer, its projections, and the ways to read values, across ``cp`` too."""
+"""Attention: the layer, its projections, core attention in several implementations, and context
+parallelism."""

@@ -1,4 +1,6 @@
-"""Attention block by block: no more than a block's scores exist at a time, forward or backward."""
+"""Attention block by block (FlashAttention, in plain JAX): no more than a block's scores exist at a
+time, forward or backward.
+"""
 
 from functools import partial
 from typing import NamedTuple
@@ -8,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from moe.attention.layer import NOTHING
+from moe.precision import MASK_VALUE
 
 QUERIES = 128
 """Queries of a block, at most. Fewer leave out more of what a causal mask hides, more make better
@@ -19,15 +21,15 @@ SCORES = 2**18
 """Scores of a block of several short rows, at most: about what a core's cache holds."""
 
 
-def read_in_blocks(
+def blocked_attention(
     query: Float[Array, "batch time heads head_dim"],
     key: Float[Array, "batch source kv_heads head_dim"],
-    value: Float[Array, "batch source kv_heads value_dim"],
+    value: Float[Array, "batch source kv_heads v_head_dim"],
     visible: Bool[Array, "batch time source"],
     causal: bool = False,
     scale: float | None = None,
-) -> Float[Array, "batch time heads value_dim"]:
-    """``softmax(scale q k) v`` over the visible positions: `read_values` with its own gradient,
+) -> Float[Array, "batch time heads v_head_dim"]:
+    """``softmax(scale q k) v`` over the visible positions: `plain_attention` with its own gradient,
     which keeps the result and a number per query instead of all scores.
 
     With ``p = exp(s - L)``, ``L`` the log-sum of exponentials of the scores ``s``, ``o`` the result
@@ -35,7 +37,7 @@ def read_in_blocks(
 
         dv = p^T do      ds = p (do v^T - sum(o do))      dq = scale ds k      dk = scale ds^T q
 
-    A query that sees nothing reads a mean of values, and its scores have no gradient.
+    A query that sees nothing gets a mean of values, and its scores have no gradient.
 
     Args:
       causal: promises that `visible` leaves out every key at a later place than the query's: about
@@ -47,16 +49,17 @@ def read_in_blocks(
     """
     batch, time, heads, head_dim = query.shape
     kv_heads = key.shape[2]
-    cut = _cut(time, key.shape[1], causal)
-    missing = cut.num_blocks * cut.queries - time
+    blocking = _blocking(time, key.shape[1], causal)
+    # Padded queries see nothing, and their results are cut off.
+    missing = blocking.num_blocks * blocking.queries - time
     query = jnp.pad(query, ((0, 0), (0, missing), (0, 0), (0, 0)))
     query = query.reshape(batch, -1, kv_heads, heads // kv_heads, head_dim)
-    out: Array = _read(
+    out: Array = _attend(
         jnp.moveaxis(query, 1, 3),
         jnp.moveaxis(key, 1, 2),
         jnp.moveaxis(value, 1, 2),
         jnp.pad(visible, ((0, 0), (0, missing), (0, 0))),
-        cut,
+        blocking,
         head_dim**-0.5 if scale is None else scale,
     )
     return jnp.moveaxis(out, 3, 1).reshape(batch, -1, heads, value.shape[-1])[:, :time]
@@ -75,8 +78,8 @@ class _Span(NamedTuple):
     sources: int
 
 
-class _Cut(NamedTuple):
-    """How a row is cut.
+class _Blocking(NamedTuple):
+    """How a row is cut into blocks.
 
     Attributes:
       queries: of a block.
@@ -89,83 +92,93 @@ class _Cut(NamedTuple):
     spans: tuple[_Span, ...]
 
 
-def _cut(time: int, source: int, causal: bool) -> _Cut:
+def _blocking(time: int, source: int, causal: bool) -> _Blocking:
     """Blocks of equal size, in spans of equally many."""
     num_blocks = -(-time // QUERIES)
     of_span = -(-num_blocks // SPANS) if causal else num_blocks
     num_spans = -(-num_blocks // of_span)
     queries = -(-time // (num_spans * of_span))
+    # Each span is a loop of its own length in keys: shapes are static, so a causal row's blocks
+    # cannot each have their own.
     width = of_span * queries
     ends = [(number + 1) * width for number in range(num_spans)]
     spans = tuple(_Span(end - width, end, min(end, source) if causal else source) for end in ends)
-    return _Cut(queries, num_spans * of_span, spans)
+    return _Blocking(queries, num_spans * of_span, spans)
 
 
 Query = Float[Array, "kv_head group time head_dim"]
 Key = Float[Array, "kv_head source head_dim"]
-Value = Float[Array, "kv_head source value_dim"]
-Read = Float[Array, "kv_head group time value_dim"]
+Value = Float[Array, "kv_head source v_head_dim"]
+Output = Float[Array, "kv_head group time v_head_dim"]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _read(query: Array, key: Array, value: Array, visible: Array, cut: _Cut, scale: float) -> Array:
-    return _forward(query, key, value, visible, cut, scale)[0]
+def _attend(
+    query: Array, key: Array, value: Array, visible: Array, blocking: _Blocking, scale: float
+) -> Array:
+    return _forward(query, key, value, visible, blocking, scale)[0]
 
 
-def _forward(query, key, value, visible, cut, scale):
+def _forward(query, key, value, visible, blocking, scale):
     def row(given):
-        return _row(cut, scale, *given)
+        return _row(blocking, scale, *given)
 
-    out, log_sum = lax.map(row, (query, key, value, visible), batch_size=_rows(query, key, cut))
+    out, log_sum = lax.map(
+        row, (query, key, value, visible), batch_size=_rows(query, key, blocking)
+    )
     return out, (query, key, value, visible, out, log_sum)
 
 
-def _backward(cut, scale, residuals, out_gradient):
+def _backward(blocking, scale, residuals, out_gradient):
     query, key, value, visible, out, log_sum = residuals
+    # FlashAttention-2's D = rowsum(do o): what the softmax takes off every score's gradient.
     mean = _product("bvgtd,bvgtd->bvgt", out, out_gradient)
     # Before the rows: within them XLA would read the mask across, element by element.
     seen_by = jnp.swapaxes(visible, 1, 2)
 
     def row(given):
-        return _row_gradient(cut, scale, *given)
+        return _row_gradient(blocking, scale, *given)
 
-    rows = _rows(query, key, cut)
+    rows = _rows(query, key, blocking)
     given = query, key, value, seen_by, log_sum, mean, out_gradient
     return *lax.map(row, given, batch_size=rows), None
 
 
-_read.defvjp(_forward, _backward)
+_attend.defvjp(_forward, _backward)
 
 
-def _rows(query: Array, key: Array, cut: _Cut) -> int:
+def _rows(query: Array, key: Array, blocking: _Blocking) -> int:
     """How many rows are worked on at a time: a divisor, so that one program serves them all."""
     batch, kv_heads, group = query.shape[:3]
-    most = max(SCORES // (kv_heads * group * cut.queries * key.shape[2]), 1)
+    most = max(SCORES // (kv_heads * group * blocking.queries * key.shape[2]), 1)
     return max(rows for rows in range(1, min(most, batch) + 1) if batch % rows == 0)
 
 
 def _row(
-    cut: _Cut,
+    blocking: _Blocking,
     scale: float,
     query: Query,
     key: Key,
     value: Value,
     visible: Bool[Array, "time source"],
-) -> tuple[Read, Float[Array, "kv_head group time"]]:
-    """What the queries of one row read, and the log-sum of their scores' exponentials."""
+) -> tuple[Output, Float[Array, "kv_head group time"]]:
+    """What the queries of one row get, and the log-sum of their scores' exponentials."""
 
     def block(query, visible, key, value):
         scores = _product("vgtd,vsd->vgts", query, key) * scale
-        scores = jnp.where(visible[None, None], scores, NOTHING)
+        scores = jnp.where(visible[None, None], scores, MASK_VALUE)
+        # All keys of a query are in its block: no online softmax is needed, only its log-sum is
+        # kept.
         top = jnp.max(scores, axis=-1)
         powers = jnp.exp(scores - top[..., None])
         total = jnp.sum(powers, axis=-1)
-        read = _product("vgts,vsd->vgtd", powers.astype(value.dtype), value)
-        return (read / total[..., None]).astype(value.dtype), top + jnp.log(total)
+        out = _product("vgts,vsd->vgtd", powers.astype(value.dtype), value)
+        return (out / total[..., None]).astype(value.dtype), top + jnp.log(total)
 
+    # One compiled loop per span; the lambda's default binds this span's keys, not the last one's.
     parts = []
-    for span in cut.spans:
-        blocks = _blocks(query, span, cut), _of_blocks(visible, span, cut)
+    for span in blocking.spans:
+        blocks = _blocks(query, span, blocking), _of_blocks(visible, span, blocking)
         known = key[:, : span.sources], value[:, : span.sources]
         parts.append(lax.map(lambda own, known=known: block(*own, *known), blocks))
     out, log_sum = (jnp.concatenate(part) for part in zip(*parts, strict=True))
@@ -173,7 +186,7 @@ def _row(
 
 
 def _row_gradient(
-    cut: _Cut,
+    blocking: _Blocking,
     scale: float,
     query: Query,
     key: Key,
@@ -181,7 +194,7 @@ def _row_gradient(
     seen_by: Bool[Array, "source time"],
     log_sum: Float[Array, "kv_head group time"],
     mean: Float[Array, "kv_head group time"],
-    out_gradient: Read,
+    out_gradient: Output,
 ) -> tuple[Query, Key, Value]:
     """The gradients of one row's queries, keys and values."""
     dtype = query.dtype
@@ -189,26 +202,27 @@ def _row_gradient(
     def block(query, seen_by, log_sum, mean, out_gradient, key, value):
         # Keys before queries: no product that follows needs a transposed copy of all scores.
         scores = _product("vsd,vgtd->vsgt", key, query) * scale
-        scores = jnp.where(seen_by[None, :, None], scores, NOTHING)
-        weights = jnp.exp(scores - log_sum[:, None])
+        scores = jnp.where(seen_by[None, :, None], scores, MASK_VALUE)
+        probs = jnp.exp(scores - log_sum[:, None])
         through = _product("vsd,vgtd->vsgt", value, out_gradient) - mean[:, None]
-        # Without what is not visible: where a query sees nothing its weights are not 0.
-        slopes = jnp.where(seen_by[None, :, None], weights * through * scale, 0).astype(dtype)
+        # Without what is not visible: where a query sees nothing its probs are not 0.
+        slopes = jnp.where(seen_by[None, :, None], probs * through * scale, 0).astype(dtype)
         return (
             jnp.moveaxis(_product("vsd,vsgt->vdgt", key, slopes), 1, 3).astype(dtype),
             _product("vsgt,vgtd->vsd", slopes, query),
-            _product("vsgt,vgtd->vsd", weights.astype(dtype), out_gradient),
+            _product("vsgt,vgtd->vsd", probs.astype(dtype), out_gradient),
         )
 
     queries, keys, values = [], [], []
-    for span in cut.spans:
+    for span in blocking.spans:
         own = (
-            _blocks(query, span, cut),
-            _columns(seen_by, span, cut),
-            *(_blocks(x, span, cut) for x in (log_sum, mean, out_gradient)),
+            _blocks(query, span, blocking),
+            _columns(seen_by, span, blocking),
+            *(_blocks(x, span, blocking) for x in (log_sum, mean, out_gradient)),
         )
         known = key[:, : span.sources], value[:, : span.sources]
         of_span = lax.map(lambda own, known=known: block(*own, *known), own)
+        # A query is in one block; a key is met by many, whose gradients add up.
         queries.append(of_span[0])
         beyond = ((0, 0), (0, key.shape[1] - span.sources), (0, 0))
         keys.append(jnp.pad(jnp.sum(of_span[1], axis=0), beyond))
@@ -225,23 +239,23 @@ def _product(formula: str, a: Array, b: Array) -> Array:
     return jnp.einsum(formula, a.astype(jnp.float32), b.astype(jnp.float32))
 
 
-def _blocks(x: Array, span: _Span, cut: _Cut) -> Array:
+def _blocks(x: Array, span: _Span, blocking: _Blocking) -> Array:
     """``[kv_head, group, time, ...]`` to ``[block, kv_head, group, query, ...]`` of a span."""
     x = x[:, :, span.first : span.stop]
-    x = x.reshape(*x.shape[:2], -1, cut.queries, *x.shape[3:])
+    x = x.reshape(*x.shape[:2], -1, blocking.queries, *x.shape[3:])
     return jnp.moveaxis(x, 2, 0)
 
 
-def _of_blocks(visible: Bool[Array, "time source"], span: _Span, cut: _Cut) -> Array:
+def _of_blocks(visible: Bool[Array, "time source"], span: _Span, blocking: _Blocking) -> Array:
     """``[block, query, source]`` of a span."""
     visible = visible[span.first : span.stop, : span.sources]
-    return visible.reshape(-1, cut.queries, span.sources)
+    return visible.reshape(-1, blocking.queries, span.sources)
 
 
-def _columns(seen_by: Bool[Array, "source time"], span: _Span, cut: _Cut) -> Array:
+def _columns(seen_by: Bool[Array, "source time"], span: _Span, blocking: _Blocking) -> Array:
     """``[block, source, query]`` of a span."""
     seen_by = seen_by[: span.sources, span.first : span.stop]
-    return jnp.moveaxis(seen_by.reshape(span.sources, -1, cut.queries), 1, 0)
+    return jnp.moveaxis(seen_by.reshape(span.sources, -1, blocking.queries), 1, 0)
 
 
 def _joined(x: Array) -> Array:

@@ -1,33 +1,33 @@
-"""How one device reads values: the plain twin, or an implementation that keeps no scores."""
+"""Core attention on one device: the plain twin, or an implementation that keeps no scores."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from moe.attention.blocked import read_in_blocks
-from moe.attention.layer import read_values
+from moe.attention.blocked import blocked_attention
+from moe.attention.plain import plain_attention
 
 IMPLEMENTATIONS = ("plain", "blocked", "xla", "cudnn")
 LARGEST_PLAIN = 2**21
 """Scores up to which a CPU is quicker with all of them at once: about what its caches hold."""
 
 
-def read(
+def core_attention(
     query: Float[Array, "batch time heads head_dim"],
     key: Float[Array, "batch source kv_heads head_dim"],
-    value: Float[Array, "batch source kv_heads value_dim"],
+    value: Float[Array, "batch source kv_heads v_head_dim"],
     visible: Bool[Array, "batch time source"],
     causal: bool = False,
     scale: float | None = None,
     implementation: str | None = None,
-) -> Float[Array, "batch time heads value_dim"]:
+) -> Float[Array, "batch time heads v_head_dim"]:
     """``softmax(scale q k) v`` over the visible positions, by the implementation of that name.
 
-    "plain" is `read_values`; "blocked" is `moe.attention.blocked`, the same block by block with a
-    gradient of its own. "xla" and "cudnn" are those of `jax.nn.dot_product_attention`; the second
+    "plain" is `plain_attention`; "blocked" is `moe.attention.blocked`, the same block by block with
+    a gradient of its own. "xla" and "cudnn" are those of `jax.nn.dot_product_attention`; the second
     is FlashAttention on an NVIDIA GPU: scores and their gradients stay on the chip, and what it
     reads from memory beside queries, keys and values is `visible`, one number for all heads.
-    What a query reads that sees nothing differs between them; it is finite and used by nobody.
+    What a query gets that sees nothing differs between them; it is finite and used by nobody.
 
     Args:
       causal: promises that `visible` leaves out every key at a later place than the query's, so
@@ -51,9 +51,9 @@ def read(
             f"choose among {', '.join(IMPLEMENTATIONS)}, or None for the best that applies."
         )
     if implementation == "plain":
-        return read_values(query, key, value, visible, scale)
+        return plain_attention(query, key, value, visible, scale)
     if implementation == "blocked":
-        return read_in_blocks(query, key, value, visible, causal, scale)
+        return blocked_attention(query, key, value, visible, causal, scale)
     reason = _why_not_cudnn(query.dtype, size) if implementation == "cudnn" else None
     if reason is not None:
         raise ValueError(f'execution.attention="cudnn" cannot serve here: {reason}.')

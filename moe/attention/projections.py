@@ -1,4 +1,5 @@
-"""What lies between the normalised stream and queries, keys and values: two kinds of attention."""
+"""What lies between the normalised residual stream and queries, keys and values: two kinds of
+attention."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from moe.attention.rotary import rope
 from moe.config import ModelConfig
-from moe.norms import rms_norm
+from moe.precision import rms_norm
 from moe.weights import Attention, LatentAttention
 from sharding.collectives import all_sum
 from sharding.folding import FoldedMesh
@@ -69,22 +70,22 @@ def _latent(
     References:
       DeepSeek-AI, "DeepSeek-V2", 2024, eq. 37 to 47. https://arxiv.org/abs/2405.04434
     """
-    latent = config.latent
-    assert latent is not None  # the table gives these weights only with it
+    mla = config.mla
+    assert mla is not None  # the table gives these weights only with it
     narrow = h
     if weights.query_down is not None and weights.query_norm is not None:
         narrow = h @ weights.query_down.astype(h.dtype)
         narrow = rms_norm(narrow, weights.query_norm, config.norm_epsilon)
-    content_dim = config.head_dim - latent.rope_dim
+    content_dim = config.head_dim - mla.qk_rope_head_dim
     query = _heads(narrow, weights.query, None)
     query = jnp.concatenate(
         [query[..., :content_dim], _rotated(query[..., content_dim:], positions, config)], axis=-1
     )
     down = h @ weights.down.astype(h.dtype)
-    shared = _rotated(down[:, None, latent.rank :], positions, config)
-    content = rms_norm(down[:, : latent.rank], weights.down_norm, config.norm_epsilon)
+    shared = _rotated(down[:, None, mla.kv_lora_rank :], positions, config)
+    content = rms_norm(down[:, : mla.kv_lora_rank], weights.down_norm, config.norm_epsilon)
     expanded = _heads(content, weights.up, None)
-    shared = jnp.broadcast_to(shared, (*expanded.shape[:2], latent.rope_dim))
+    shared = jnp.broadcast_to(shared, (*expanded.shape[:2], mla.qk_rope_head_dim))
     key = jnp.concatenate([expanded[..., :content_dim], shared], axis=-1)
     return _sharpened(query, config), key, expanded[..., content_dim:]
 

@@ -43,8 +43,8 @@ class LlamaScaling:
     def stretched(self, frequencies: np.ndarray, base: float) -> np.ndarray:
         rotations = self.original_context * frequencies / (2 * math.pi)
         width = self.high_frequency_factor - self.low_frequency_factor
-        kept = np.clip((rotations - self.low_frequency_factor) / width, 0, 1)
-        return frequencies * (kept + (1 - kept) / self.factor)
+        unscaled = np.clip((rotations - self.low_frequency_factor) / width, 0, 1)
+        return frequencies * (unscaled + (1 - unscaled) / self.factor)
 
     @property
     def amplitude(self) -> float:
@@ -112,8 +112,8 @@ class YarnScaling:
         wavelength = self.original_context / (2 * math.pi * turns)
         return frequencies.size * math.log(wavelength) / math.log(base)
 
-    def _temperature(self, weight: float) -> float:
-        return 0.1 * weight * math.log(self.factor) + 1.0
+    def _temperature(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0
 
     @property
     def amplitude(self) -> float:

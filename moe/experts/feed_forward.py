@@ -1,15 +1,16 @@
 """Feed-forward layers: the dense one, and many experts each on its own rows.
 
-Rows are sorted by expert, multiplied by `grouped_dot` and put back. `every_expert` is the
-plain twin.
+Rows are sorted by expert, multiplied by `grouped_dot` and put back. `dense_reference` is the plain
+twin.
 """
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
-from moe.experts.grouped import grouped_dot
+from moe.experts.grouped.dot import grouped_dot
+from moe.experts.permutation import inverse_slots, permute, sort_by_group
 from moe.remat import PRODUCT
 from moe.weights import Dense, Experts
 from sharding.collectives import gather_tokens, scatter_tokens
@@ -32,78 +33,6 @@ def dense(
     return scatter_tokens(hidden @ weights.down.astype(x.dtype), mesh.tp)
 
 
-def sort_by_group(groups: Int[Array, "row"], num_groups: int) -> tuple[Array, Array]:
-    """The rows in the order of their groups, each group's in their own order, and its sizes.
-
-    Rows whose group is `num_groups` or more come last and are counted nowhere.
-    """
-    num_rows = groups.shape[0]
-    if (num_groups + 1) * num_rows > jnp.iinfo(groups.dtype).max:
-        raise ValueError(
-            f"{num_rows} rows of {num_groups} groups have more (group, row) pairs than "
-            f"{groups.dtype} counts: route fewer rows at a time."
-        )
-    # One sort of distinct keys: several times as fast as a stable sort of pairs, and as a running
-    # count per group where there are many groups.
-    keys = jnp.minimum(groups, num_groups) * num_rows + jnp.arange(num_rows, dtype=groups.dtype)
-    keys = jnp.sort(keys)
-    stop = jnp.searchsorted(keys, jnp.arange(1, num_groups + 1, dtype=keys.dtype) * num_rows)
-    return keys % num_rows, jnp.diff(stop, prepend=0)
-
-
-def positions_within(groups: Int[Array, "row"], num_groups: int) -> tuple[Array, Array]:
-    """The place of each row among the rows of its group, in order, and the size of each group.
-
-    Rows whose group is out of range have no meaningful place and are counted nowhere.
-    """
-    order, sizes = sort_by_group(groups, num_groups)
-    start = take_rows(jnp.cumsum(sizes) - sizes, groups)
-    return inverse_places(order, groups.shape[0]) - start, sizes
-
-
-def inverse_places(places: Int[Array, "row"], num_places: int) -> Int[Array, "place"]:
-    """Which row is in each place; one past the last row where there is none."""
-    empty = jnp.full((num_places,), places.shape[0], jnp.int32)
-    return empty.at[places].set(jnp.arange(places.shape[0], dtype=jnp.int32), mode="drop")
-
-
-def take_rows(
-    x: Shaped[Array, "row *rest"], rows: Int[Array, "place"]
-) -> Shaped[Array, "place *rest"]:
-    """`x[rows]`, with zeros where the index is past the end."""
-    return x.at[rows].get(mode="fill", fill_value=0)
-
-
-def spread_rows(
-    x: Shaped[Array, "row *rest"], rows: Int[Array, "place"], dtype: jnp.dtype
-) -> Shaped[Array, "place *rest"]:
-    """`take_rows` in `dtype`, whose gradient is summed in float32: a row may be taken often."""
-    return take_rows(x.astype(jnp.float32), rows).astype(dtype)
-
-
-@jax.custom_vjp
-def permute(
-    x: Shaped[Array, "row *rest"], order: Int[Array, "row"], inverse: Int[Array, "row"]
-) -> Shaped[Array, "row *rest"]:
-    """``x[order]``, of which the gradient is a gather too, by the `inverse` of the permutation.
-
-    XLA would scatter and add, not knowing that no row is taken twice.
-    """
-    return x[order]
-
-
-def _permute_forward(x, order, inverse):
-    return x[order], (order, inverse)
-
-
-def _permute_backward(permutation, gradient):
-    _, inverse = permutation
-    return gradient[inverse], None, None
-
-
-permute.defvjp(_permute_forward, _permute_backward)
-
-
 def routed_experts(
     weights: Experts[Array],
     rows: Float[Array, "row d_model"],
@@ -116,10 +45,10 @@ def routed_experts(
       weights: the experts.
       rows: in any order.
       experts: the expert of each row; one past the last, or more, for none.
-      implementation: of the products, see `moe.experts.grouped.grouped_dot`.
+      implementation: of the products, see `moe.experts.grouped.dot.grouped_dot`.
     """
     order, sizes = sort_by_group(experts, weights.gate.shape[0])
-    inverse = inverse_places(order, order.shape[0])
+    inverse = inverse_slots(order, order.shape[0])
 
     def product(rows, matrices):
         out = grouped_dot(rows, matrices, sizes=sizes, implementation=implementation)
@@ -131,14 +60,14 @@ def routed_experts(
     return permute(product(jax.nn.silu(gate) * up, weights.down), inverse, order)
 
 
-def every_expert(
+def dense_reference(
     weights: Experts[Array],
     rows: Float[Array, "row d_model"],
     experts: Int[Array, "row"],
 ) -> Float[Array, "row d_model"]:
-    """The plain twin of `routed_experts`: every row through every expert, one of them kept."""
+    """The plain twin of `routed_experts`: every row through every expert, one of them chosen."""
     gate = jax.nn.silu(jnp.einsum("nd,edf->nef", rows, weights.gate.astype(rows.dtype)))
     hidden = gate * jnp.einsum("nd,edf->nef", rows, weights.up.astype(rows.dtype))
     out = jnp.einsum("nef,efd->ned", hidden, weights.down.astype(rows.dtype))
-    kept = jax.nn.one_hot(experts, weights.gate.shape[0], dtype=rows.dtype)
-    return jnp.einsum("ne,ned->nd", kept, out)
+    chosen = jax.nn.one_hot(experts, weights.gate.shape[0], dtype=rows.dtype)
+    return jnp.einsum("ne,ned->nd", chosen, out)

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from moe.config import ModelConfig
-from moe.huggingface.families import FAMILIES, Family, common_fields, common_options
+from moe.huggingface.families.family import Family
+from moe.huggingface.families.known import FAMILIES
+from moe.huggingface.families.shared_options import common_fields, common_options
 from moe.huggingface.options import Options
 
 Dtype = Literal["float32", "bfloat16"]

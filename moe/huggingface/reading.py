@@ -15,9 +15,10 @@ from jaxtyping import Array
 
 from moe.config import ModelConfig
 from moe.huggingface.configuration import Dtype, described
-from moe.huggingface.families import Family
+from moe.huggingface.families.family import Family
 from moe.huggingface.tensors import Slices, Tensors, tensors_of
-from moe.weights import Transformer, shapes, shardings
+from moe.placement import shardings
+from moe.weights import Transformer, shapes
 from sharding.folding import FoldedMesh
 
 DTYPES = ("F32", "BF16", "F16")
@@ -141,7 +142,7 @@ def _needless(name: str, config: ModelConfig) -> bool:
     return (
         (name == "lm_head.weight" and config.head == "tied")
         or name.endswith(".rotary_emb.inv_freq")
-        or (config.latent is not None and layer is not None and int(layer[1]) >= config.num_layers)
+        or (config.mla is not None and layer is not None and int(layer[1]) >= config.num_layers)
     )
 
 

@@ -16,7 +16,8 @@ import jax
 import numpy as np
 
 from moe.config import ModelConfig
-from moe.huggingface.families import COMMON_NAMES, Family
+from moe.huggingface.families.family import Family
+from moe.huggingface.families.tensor_names import COMMON_NAMES
 from moe.weights import Weight, axis_sizes, table
 
 STACKS = ("layer", "first_layer", "expert")
@@ -132,7 +133,7 @@ def _name(path: str, config: ModelConfig, family: Family) -> str:
     names = {**COMMON_NAMES, **family.names}
     plain = own.startswith("dense.") and (stack == "first_layers" or not config.num_experts)
     without_latent = own == "attention.query" and (
-        config.latent is None or config.latent.query_rank is None
+        config.mla is None or config.mla.q_lora_rank is None
     )
     if plain or without_latent:
         names = COMMON_NAMES

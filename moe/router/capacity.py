@@ -17,22 +17,22 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from moe.config import ModelConfig
-from moe.experts.feed_forward import positions_within
+from moe.experts.permutation import positions_within
 from moe.router.routing import Routing
-from moe.tokens.zigzag import Order
+from moe.tokens.zigzag import ZigzagLayout
 from sharding.collectives import gather_tokens, own_shard
 from sharding.folding import FoldedMesh
 
 
-def capacity_of(order: Order, config: ModelConfig, mesh: FoldedMesh) -> int | None:
+def capacity_of(zigzag: ZigzagLayout, config: ModelConfig, mesh: FoldedMesh) -> int | None:
     """``C = min(T, ceil(capacity_factor T k / E))``: choices that one expert takes; None: any.
 
     ``T`` are the places of `drop_scope`, padding included: those of one device, or those of the
-    rows that the devices of ``cp x tp`` hold together. What a stream adds to rows that ``cp`` does
+    rows that the devices of ``cp x tp`` hold together. What packing adds to rows that ``cp`` does
     not divide counts in the first and not in the second, which is the same for every ``cp``.
 
     Args:
-      order: of the stream, the tokens of one sequence-parallel group.
+      zigzag: where the tokens of one sequence-parallel group stand.
 
     References:
       Liu et al., "MoE Parallel Folding", 2025, section 3.3 (sub-sequence and full-sequence
@@ -41,12 +41,12 @@ def capacity_of(order: Order, config: ModelConfig, mesh: FoldedMesh) -> int | No
     if config.capacity_factor is None:
         return None
     if config.drop_scope == "full_sequence":
-        scope = sum(rows * length for rows, length in order.sections)
+        scope = sum(rows * length for rows, length in zigzag.sections)
     else:
-        scope = order.num_tokens // mesh.size(mesh.sequence)
+        scope = zigzag.num_tokens // mesh.size(mesh.sequence)
     # A product that is whole but for its rounding is taken as whole.
-    share = config.capacity_factor * scope * config.experts_per_token / config.num_experts
-    return min(scope, math.ceil(round(share, 9)))
+    average = config.capacity_factor * scope * config.experts_per_token / config.num_experts
+    return min(scope, math.ceil(round(average, 9)))
 
 
 def can_drop(config: ModelConfig) -> bool:
@@ -61,38 +61,38 @@ def can_drop(config: ModelConfig) -> bool:
 
 
 def drop(
-    routing: Routing, order: Order, config: ModelConfig, mesh: FoldedMesh
+    routing: Routing, zigzag: ZigzagLayout, config: ModelConfig, mesh: FoldedMesh
 ) -> tuple[Routing, Array]:
-    """Leaves out the choices beyond an expert's capacity; the weights of the others stay.
+    """Leaves out the choices beyond an expert's capacity; the probs of the others stay.
 
-    With ``drop_policy="probs"`` an expert keeps its largest weights, equal ones by position; with
+    With ``drop_policy="probs"`` an expert keeps its largest probs, equal ones by position; with
     "position" those of the tokens that come first. With ``drop_scope="full_sequence"`` that is row
     after row of each section, each from its start, wherever ``cp`` and ``tp`` hold the tokens: what
     is dropped does not depend on them. With "sub_sequence" it is the order of the device's own
     part.
 
     Communication per device and layer: none, or with ``drop_scope="full_sequence"`` one
-    `gather_tokens` over ``cp x tp`` of the ids and, for "probs", one of the weights, ``T k
+    `gather_tokens` over ``cp x tp`` of the ids and, for "probs", one of the probs, ``T k
     (n - 1)`` numbers each.
 
     Args:
       routing: of the tokens of this device.
-      order: of the stream.
+      zigzag: where the tokens of the batch stand.
 
     Returns:
       The routing that is left, and ``[token]`` how many choices of each token were dropped.
     """
-    capacity = capacity_of(order, config, mesh)
+    capacity = capacity_of(zigzag, config, mesh)
     if capacity is None:
-        return routing, jnp.zeros_like(routing.weights[:, 0])
+        return routing, jnp.zeros_like(routing.probs[:, 0])
     if config.drop_scope == "full_sequence":
-        kept = _kept_in_rows(_gathered(routing, config, mesh), order, capacity, config)
+        kept = _kept_in_rows(_gathered(routing, config, mesh), zigzag, capacity, config)
         kept = own_shard(kept, mesh.sequence)
     else:
         kept = _kept(routing, capacity, config)
     dropped = ~kept & (routing.experts < config.num_experts)
     return Routing(
-        jnp.where(kept, routing.experts, config.num_experts), jnp.where(kept, routing.weights, 0.0)
+        jnp.where(kept, routing.experts, config.num_experts), jnp.where(kept, routing.probs, 0.0)
     ), jnp.sum(dropped.astype(jnp.float32), axis=1)
 
 
@@ -101,16 +101,16 @@ def _gathered(routing: Routing, config: ModelConfig, mesh: FoldedMesh) -> Routin
     experts = gather_tokens(routing.experts, mesh.sequence)
     if config.drop_policy == "position":
         return Routing(experts, jnp.zeros(experts.shape))
-    return Routing(experts, gather_tokens(lax.stop_gradient(routing.weights), mesh.sequence))
+    return Routing(experts, gather_tokens(lax.stop_gradient(routing.probs), mesh.sequence))
 
 
 def _kept_in_rows(
-    routing: Routing, order: Order, capacity: int, config: ModelConfig
+    routing: Routing, zigzag: ZigzagLayout, capacity: int, config: ModelConfig
 ) -> Bool[Array, "token k"]:
-    """`_kept` of a whole stream, ranked in the order that its rows have on one device."""
-    plain = Order(order.sections, ranks=1)
-    in_rows = Routing(*(plain.flatten(*order.restore(x)) for x in routing))
-    return order.flatten(*plain.restore(_kept(in_rows, capacity, config)))
+    """`_kept` of a whole packed batch, ranked in the order that its rows have on one device."""
+    plain = ZigzagLayout(zigzag.sections, ranks=1)
+    in_rows = Routing(*(plain.flatten(*zigzag.restore(x)) for x in routing))
+    return zigzag.flatten(*plain.restore(_kept(in_rows, capacity, config)))
 
 
 def _kept(routing: Routing, capacity: int, config: ModelConfig) -> Bool[Array, "token k"]:
@@ -118,14 +118,14 @@ def _kept(routing: Routing, capacity: int, config: ModelConfig) -> Bool[Array, "
     if config.drop_policy == "position":
         rank, _ = positions_within(experts, config.num_experts)
     else:
-        rank = _rank_by_weight(experts, routing.weights.reshape(-1), config.num_experts)
+        rank = _rank_by_prob(experts, routing.probs.reshape(-1), config.num_experts)
     return ((rank < capacity) & (experts < config.num_experts)).reshape(routing.experts.shape)
 
 
-def _rank_by_weight(
-    experts: Int[Array, "choice"], weights: Float[Array, "choice"], num_experts: int
+def _rank_by_prob(
+    experts: Int[Array, "choice"], probs: Float[Array, "choice"], num_experts: int
 ) -> Int[Array, "choice"]:
-    """The place of each choice among those of its expert, the largest weight first."""
-    order = jnp.argsort(-lax.stop_gradient(weights), stable=True)
+    """The place of each choice among those of its expert, the largest prob first."""
+    order = jnp.argsort(-lax.stop_gradient(probs), stable=True)
     position, _ = positions_within(experts[order], num_experts)
     return jnp.zeros_like(position).at[order].set(position)

@@ -1,1 +1,1 @@
-"""A batch as the network runs it: one flat stream, in an order whose shards are fair."""
+"""A batch as the network runs it: packed, in zig-zag order, and aligned to the tokens again."""

@@ -1,9 +1,9 @@
-"""Where the tokens of rows stand in the flat stream, so that shards of it are fair shares of work.
+"""Where the tokens of rows stand in the flat batch, so that its shards are fair shares of work.
 
-Under the causal mask late tokens read more than early ones. Each rank of ``cp`` therefore gets an
-early and a late piece of every row (zig-zag): rows are cut into ``2 cp`` chunks and rank ``r`` has
-the chunks ``r`` and ``2 cp - 1 - r``. The stream is laid out rank after rank. On one rank that is
-row after row, and nothing moves.
+Under the causal mask late tokens attend to more than early ones. Each rank of ``cp`` therefore gets
+an early and a late chunk of every row (zig-zag, Megatron's order for context parallelism): rows are
+cut into ``2 cp`` chunks and rank ``r`` has the chunks ``r`` and ``2 cp - 1 - r``. The batch is laid
+out rank after rank. On one rank that is row after row, and nothing moves.
 """
 
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from jaxtyping import Array, Shaped
 
 
 @dataclass(frozen=True)
-class Order:
-    """The order of a stream made of sections, each some rows of one length.
+class ZigzagLayout:
+    """The order of a packed batch made of sections, each some rows of one length.
 
-    A rank's part of the stream is its part of the first section, row after row, then of the next.
-    Rows whose length does not divide are padded at their end, inside the stream only.
+    A rank's part of the batch is its part of the first section, row after row, then of the next.
+    Rows whose length does not divide are padded at their end, inside the batch only.
 
     Args:
       sections: ``(rows, length)`` of each.
@@ -32,48 +32,48 @@ class Order:
     ranks: int
 
     @property
-    def pieces(self) -> int:
-        """Pieces of a row on each rank: one from either end, or the whole row on one rank."""
+    def chunks_per_rank(self) -> int:
+        """Chunks of a row on each rank: one from either end, or the whole row on one rank."""
         return 1 if self.ranks == 1 else 2
 
     def padded(self, length: int) -> int:
         """The next length that can be cut."""
-        unit = self.ranks * self.pieces
+        unit = self.ranks * self.chunks_per_rank
         return -(-length // unit) * unit
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the stream, padding included."""
+        """Tokens of the packed batch, padding included."""
         return sum(rows * self.padded(length) for rows, length in self.sections)
 
     def flatten(self, *sections: Shaped[Array, "_row _length *_"]) -> Shaped[Array, "token *_"]:
-        """The stream of all ranks; padding that it adds is 0."""
+        """The packed batch of all ranks; padding that it adds is 0."""
         parts = [self._by_rank(x) for x in sections]
         return _joined(parts, axis=1).reshape(-1, *parts[0].shape[2:])
 
     def restore(
-        self, stream: Shaped[Array, "token *_"]
+        self, packed: Shaped[Array, "token *_"]
     ) -> tuple[Shaped[Array, "_row _length *_"], ...]:
-        """The sections of a stream, without the padding: the reverse of `flatten`."""
-        whole = stream.reshape(self.ranks, -1, *stream.shape[1:])
-        parts = _cut(whole, self._sizes(), axis=1)
+        """The sections of a packed batch, without the padding: the reverse of `flatten`."""
+        whole = packed.reshape(self.ranks, -1, *packed.shape[1:])
+        parts = _split_at(whole, self._sizes(), axis=1)
         return tuple(self._by_row(x, *s) for x, s in zip(parts, self.sections, strict=True))
 
-    def split(self, part: Shaped[Array, "token *_"]) -> tuple[Shaped[Array, "_row _piece *_"], ...]:
-        """One rank's part of the stream by section, padding included."""
-        parts = _cut(part, self._sizes(), axis=0)
+    def split(self, part: Shaped[Array, "token *_"]) -> tuple[Shaped[Array, "_row _part *_"], ...]:
+        """One rank's part of the batch by section, padding included."""
+        parts = _split_at(part, self._sizes(), axis=0)
         return tuple(
             x.reshape(rows, -1, *x.shape[1:])
             for x, (rows, _) in zip(parts, self.sections, strict=True)
         )
 
-    def join(self, *parts: Shaped[Array, "_row _piece *_"]) -> Shaped[Array, "token *_"]:
+    def join(self, *parts: Shaped[Array, "_row _part *_"]) -> Shaped[Array, "token *_"]:
         """The reverse of `split`."""
         return _joined([x.reshape(-1, *x.shape[2:]) for x in parts], axis=0)
 
-    def place(self, section: int, column: int) -> tuple[int, int]:
+    def locate(self, section: int, column: int) -> tuple[int, int]:
         """The rank that has a column of a section, and the column's place in its part of a row."""
-        chunk_size = self.padded(self.sections[section][1]) // (self.ranks * self.pieces)
+        chunk_size = self.padded(self.sections[section][1]) // (self.ranks * self.chunks_per_rank)
         chunk, within = divmod(column, chunk_size)
         if chunk < self.ranks:
             return chunk, within
@@ -87,8 +87,8 @@ class Order:
         rows, length, *rest = x.shape
         if self.ranks == 1:
             return x.reshape(1, rows * length, *rest)
-        room = self.padded(length) - length
-        x = jnp.pad(x, ((0, 0), (0, room), *((0, 0) for _ in rest)))
+        padding = self.padded(length) - length
+        x = jnp.pad(x, ((0, 0), (0, padding), *((0, 0) for _ in rest)))
         x = _zigzag(x.reshape(rows, 2, self.ranks, -1, *rest))
         return jnp.moveaxis(x, 2, 0).reshape(self.ranks, -1, *rest)
 
@@ -109,7 +109,7 @@ def _joined(parts: list[Array], axis: int) -> Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
 
 
-def _cut(x: Array, sizes: list[int], axis: int) -> list[Array]:
-    """`x` in pieces of these sizes along `axis`."""
+def _split_at(x: Array, sizes: list[int], axis: int) -> list[Array]:
+    """`x` in parts of these sizes along `axis`."""
     starts = [sum(sizes[:n]) for n in range(1, len(sizes))]
     return jnp.split(x, starts, axis) if starts else [x]

@@ -4,8 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from sharding.folding.groups import describe
 from sharding.folding.layout import Layout
-from sharding.groups import describe
 
 PARSER = argparse.ArgumentParser(
     prog="python -m sharding.folding",
@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
         layout = Layout.parse(given.layout)
         print(describe(layout))
         if given.picture is not None:
-            from sharding.picture import draw  # matplotlib takes longer to load than all the rest
+            from sharding.folding.picture import draw
 
             draw(layout, given.picture)
     except (ValueError, OSError) as reason:

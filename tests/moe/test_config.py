@@ -94,3 +94,17 @@ def test_presets_have_their_documented_sizes(vocab_size):
     assert small(vocab_size).d_ff > 0
     named = {"tiny": tiny, "tiny-dense": tiny_dense, "small": small}
     assert {name: PRESETS[name] for name in named} == named
+
+
+def test_a_configuration_says_what_is_wrong_with_it():
+    for changed, message in (
+        ({"sliding_window": 0}, "sliding_window=0 must be at least 1"),
+        (
+            {"num_dense_layers": 3, "dense_d_ff": 4},
+            "num_dense_layers=3 needs experts in the layers",
+        ),
+        ({"num_dense_layers": 1}, "a width, dense_d_ff=0"),
+        ({"shared_expert_gate": True}, "needs a shared expert"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ModelConfig(13, **changed)

@@ -13,7 +13,7 @@ from tiers import full_but
 from moe import model
 from moe.config import ModelConfig
 from moe.decoding import Cache, decode_step, extend, prefill
-from moe.weights import specs
+from moe.placement import specs
 from sharding.collectives import vary
 from sharding.folding import Layout, fold_abstract
 

@@ -3,7 +3,7 @@ import doctest
 import pytest
 
 import moe.flops
-from moe.config import LatentHeads, ModelConfig
+from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.flops import training_flops
 
 
@@ -47,7 +47,7 @@ def test_dense_layers_count_their_own_width():
     experts = {"num_experts": 8, "experts_per_token": 2, "d_expert": 6, "d_ff": 0}
     all_moe = training_flops(ModelConfig(50, **same, **experts), 16)
     two_dense = training_flops(
-        ModelConfig(50, **same, **experts, num_dense_layers=2, d_first=7), 16
+        ModelConfig(50, **same, **experts, num_dense_layers=2, dense_d_ff=7), 16
     )
     assert two_dense - all_moe == 6 * 3 * 12 * 2 * (7 - 2 * 6)
     dense = training_flops(ModelConfig(50, **same, num_experts=0, d_ff=12), 16)
@@ -63,9 +63,11 @@ def test_a_critic_has_one_column():
 
 
 def test_latent_attention_is_refused():
-    latent = LatentHeads(rank=8, query_rank=None, rope_dim=4, value_dim=6)
+    mla = MultiHeadLatentAttention(
+        kv_lora_rank=8, q_lora_rank=None, qk_rope_head_dim=4, v_head_dim=6
+    )
     with pytest.raises(ValueError, match="latent"):
-        training_flops(ModelConfig(50, latent=latent), 16)
+        training_flops(ModelConfig(50, mla=mla), 16)
 
 
 def test_the_example():

@@ -17,7 +17,7 @@ from tiers import full_but
 from moe.config import Head, ModelConfig
 from moe.execution import Execution
 from moe.head import logits_of, logprobs_and_entropy
-from moe.weights import specs
+from moe.placement import specs
 from sharding.collectives import all_sum, vary
 
 TOKENS, D_MODEL = 24, 10
@@ -273,7 +273,7 @@ def test_all_logits_are_those_of_one_device(vocab_size):
 
 
 def test_bad_input_is_refused():
-    with pytest.raises(ValueError, match=r"vocab_chunk=0 reads no column of the head: use 1 or"):
+    with pytest.raises(ValueError, match=r"vocab_chunk=0 takes no column of the head: use 1 or"):
         Execution(vocab_chunk=0)
     config, mesh = config_of(36, head="value"), mesh_of("dp1")
     weights, batch = random_weights(config, 0), given(36)

@@ -18,7 +18,8 @@ from whole_network import loss_and_gradient
 from moe import model
 from moe.config import ModelConfig
 from moe.execution import Execution
-from moe.weights import in_order, in_rounds, specs
+from moe.placement import in_chunks, in_layer_order, specs
+from moe.router.balance import router_loss
 from sharding.collectives import all_sum
 from sharding.folding import Layout
 
@@ -128,9 +129,9 @@ def batch():
 def run(name, layout):
     config, mesh = CONFIGS[name], mesh_of(layout)
     step = jit(loss_and_gradient(config, mesh))
-    weights = in_rounds(random_weights(config, 0), mesh)
+    weights = in_chunks(random_weights(config, 0), mesh)
     out, grads = jax.device_get(step(weights, batch()))
-    return out, in_order(grads, mesh)
+    return out, in_layer_order(grads, mesh)
 
 
 def test_the_table_has_every_axis_and_every_pair():
@@ -195,8 +196,8 @@ HALF = [
 def run_in_half_precision(name, layout):
     config, mesh = replace(CONFIGS[name], dtype="bfloat16"), mesh_of(layout)
     step = jit(loss_and_gradient(config, mesh))
-    out, grads = jax.device_get(step(in_rounds(random_weights(config, 0), mesh), batch()))
-    return out, in_order(grads, mesh)
+    out, grads = jax.device_get(step(in_chunks(random_weights(config, 0), mesh), batch()))
+    return out, in_layer_order(grads, mesh)
 
 
 @pytest.mark.slow
@@ -225,7 +226,7 @@ def test_equals_one_device_in_half_precision(name, layout):
         jax.tree.map(within(1e-6), (own.experts, own.norm), (other.experts, other.norm))
 
 
-def test_pieces_of_a_batch_add_up():
+def test_micro_batches_of_a_batch_add_up():
     """Router losses and sums of micro-batches, with the token count of the whole, add up to it."""
     mesh = mesh_of("tp2 dp2 / ep4")
     tokens, valid = batch()
@@ -233,18 +234,20 @@ def test_pieces_of_a_batch_add_up():
 
     def local(weights, tokens, valid):
         _, stats = model.hidden(weights, tokens, valid, MOE, mesh)
-        router = model.router_loss(stats, MOE, mesh, num_tokens)
+        router = router_loss(stats, MOE, mesh, num_tokens)
         return all_sum(router, mesh.except_sequence), all_sum(stats, mesh.axes)
 
     by_row = P(mesh.dp)
     step = on_mesh(local, mesh, (specs(MOE, mesh), by_row, by_row), (P(), P()))
     weights = random_weights(MOE, 0)
     whole, whole_stats = step(weights, tokens, valid)
-    # The pieces are the short rows and the long ones, so that they differ in tokens.
+    # The micro-batches are the short rows and the long ones, so that they differ in tokens.
     order = np.argsort(np.asarray(valid).sum(axis=1), kind="stable")
-    pieces = [order[:4], order[4:]]
-    assert len({int(valid[piece].sum()) for piece in pieces}) == 2
-    parts, part_stats = zip(*(step(weights, tokens[p], valid[p]) for p in pieces), strict=True)
+    micro_batches = [order[:4], order[4:]]
+    assert len({int(valid[micro_batch].sum()) for micro_batch in micro_batches}) == 2
+    parts, part_stats = zip(
+        *(step(weights, tokens[p], valid[p]) for p in micro_batches), strict=True
+    )
     np.testing.assert_allclose(sum(map(float, parts)), whole, rtol=2e-6)
     jax.tree.map(
         lambda a, b, c: np.testing.assert_allclose(a + b, c, rtol=1e-5),

@@ -13,13 +13,15 @@ from programs import jit, mesh_of, on_mesh, random_weights
 from tiers import full_but
 
 from moe import model
-from moe.attention.layer import rms_norm
 from moe.config import ModelConfig
 from moe.execution import Execution
-from moe.head import logits_of
-from moe.router.routing import RouterStatistics
-from moe.tokens.packing import rows
-from moe.weights import specs
+from moe.head import logits_of, value_of
+from moe.placement import specs
+from moe.precision import rms_norm
+from moe.router.balance import router_loss
+from moe.router.layer import route
+from moe.router.statistics import RouterStatistics
+from moe.tokens.packing import pack_rows
 from sharding.collectives import all_sum
 from sharding.folding import Layout, fold_abstract
 
@@ -124,41 +126,6 @@ def test_embedding_has_the_variance_of_one():
     assert abs(float(jnp.var(embed(weights, jnp.arange(2000)))) - 1) < 0.05
 
 
-def test_values_speak_of_the_state_before_each_token():
-    config = CONFIG.as_critic()
-    weights = random_weights(config, 1)
-    tokens = jnp.asarray(np.stack([one_sequence(0), one_sequence(1)]))
-    valid = jnp.asarray([[True] * TIME, [False] * 2 + [True] * (TIME - 2)])
-    values = on_mesh(
-        lambda w, t, v: model.values(w, t, v, config, MESH)[0][None],
-        MESH,
-        (specs(config, MESH), P(), P()),
-        P(MESH.except_sequence),
-    )(weights, tokens, valid)[0]
-    states = np.asarray(hidden(config, weights, tokens, valid)) @ np.asarray(weights.head)
-    np.testing.assert_array_equal(values[:, 0], 0)
-    np.testing.assert_allclose(values[:, 1:], states[:, :-1], atol=5e-6)
-
-
-@pytest.mark.parametrize(
-    "layout", full_but(["dp1", "tp4", "tp2 dp2", "cp4", "cp2 tp2 dp2"], "dp1", "cp2 tp2 dp2")
-)
-def test_alignment_moves_each_number_to_its_token(layout):
-    mesh = mesh_of(layout)
-    shape = (4, 2 * TIME)
-    tokens = np.random.default_rng(0).integers(0, 9, shape)
-
-    def local(tokens):
-        after = model.next_tokens(tokens, mesh).astype(jnp.float32)
-        return model.align_to_tokens(after, tokens.shape, mesh)[None]
-
-    rows = tuple(axis for axis in mesh.except_sequence if axis not in mesh.dp)
-    aligned = on_mesh(local, mesh, P(mesh.dp), P(rows, mesh.dp))(jnp.asarray(tokens))[0]
-    # Position t - 1 is asked for the token that follows it, which is token t.
-    np.testing.assert_array_equal(aligned[:, 1:], tokens[:, 1:])
-    np.testing.assert_array_equal(aligned[:, 0], 0)
-
-
 def test_network_is_pre_norm_blocks_between_embedding_and_norm():
     """With the last factor of every term at zero the blocks add nothing."""
     weights = random_weights(CONFIG, 1)
@@ -176,8 +143,8 @@ def test_network_is_pre_norm_blocks_between_embedding_and_norm():
     )
     tokens = one_sequence()
     out = hidden(CONFIG, silent, jnp.asarray(tokens[None]), jnp.ones((1, TIME), bool))[0]
-    stream = weights.embedding[tokens] * CONFIG.d_model**0.5
-    expected = rms_norm(stream, weights.norm, CONFIG.norm_epsilon)
+    packed = weights.embedding[tokens] * CONFIG.d_model**0.5
+    expected = rms_norm(packed, weights.norm, CONFIG.norm_epsilon)
     np.testing.assert_allclose(out, expected, rtol=1e-6)
 
 
@@ -244,7 +211,7 @@ def test_router_loss_is_a_mean_over_tokens_and_layers():
     )
 
     def loss(num_tokens, stats):
-        return on_mesh(lambda n: model.router_loss(stats, config, MESH, n), MESH, P(), P())(
+        return on_mesh(lambda n: router_loss(stats, config, MESH, n), MESH, P(), P())(
             jnp.asarray(num_tokens)
         )
 
@@ -333,13 +300,13 @@ def test_the_router_and_the_value_head_are_not_rounded_to_a_shorter_float(dtype)
     x = jnp.ones((12, config.d_model), config.dtype)
 
     def routed(experts, x):
-        stream = rows(jnp.zeros((2, 6), int), jnp.ones((2, 6), bool), MESH)
-        routing, stats = model.choose(experts, x, stream, config, MESH)
-        loss = model.router_loss(stats, config, MESH, jnp.asarray(12))
-        return jnp.sum(routing.weights) + loss + stats.entropy
+        packed = pack_rows(jnp.zeros((2, 6), int), jnp.ones((2, 6), bool), MESH)
+        routing, stats = route(experts, x, packed, config, MESH)
+        loss = router_loss(stats, config, MESH, jnp.asarray(12))
+        return jnp.sum(routing.probs) + loss + stats.entropy
 
     def valued(weights, x):
-        return jnp.sum(model.value_of(weights, x, config))
+        return jnp.sum(value_of(weights, x, config))
 
     experts = model.layer_of(weights, 0).experts
     for function, given, least in ((routed, experts, 3), (valued, weights, 3)):

@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding
 from whole_network import loss_and_gradient
 
 from moe.config import ModelConfig
-from moe.weights import in_rounds, num_parameters, shapes, specs
+from moe.placement import in_chunks, specs
+from moe.weights import num_parameters, shapes
 from sharding.folding import Layout, fold_abstract
 
 MIXTRAL = ModelConfig(
@@ -147,7 +148,7 @@ def sent(model, layout):
     config = replace(MODELS[model], num_layers=mesh.layout.pp)
     batch = 2 * mesh.layout.dp, TIME
     piece = jax.ShapeDtypeStruct(batch, jnp.int32), jax.ShapeDtypeStruct(batch, jnp.bool_)
-    weights = jax.eval_shape(lambda weights: in_rounds(weights, mesh), shapes(config))
+    weights = jax.eval_shape(lambda weights: in_chunks(weights, mesh), shapes(config))
     traced = jax.make_jaxpr(loss_and_gradient(config, mesh))(weights, piece)
     found = {}
     for equation in equations(traced.jaxpr):

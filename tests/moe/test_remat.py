@@ -16,8 +16,9 @@ from whole_network import loss_and_gradient
 from moe import model
 from moe.config import ModelConfig
 from moe.execution import Execution
+from moe.placement import in_chunks, specs
 from moe.remat import POLICIES
-from moe.weights import in_rounds, specs
+from moe.router.balance import router_loss
 from sharding.collectives import all_sum
 
 COLLECTIVE = r" (all-gather|reduce-scatter|all-to-all|all-reduce|collective-permute)(?:-start)?\("
@@ -44,7 +45,7 @@ def loss(weights, tokens, config, mesh):
     """A scalar that every weight reaches."""
     valid = jnp.ones(tokens.shape, bool)
     logits, stats = model.next_token_logits(weights, tokens, valid, config, mesh)
-    router = model.router_loss(stats, config, mesh, jnp.asarray(BATCH * TIME))
+    router = router_loss(stats, config, mesh, jnp.asarray(BATCH * TIME))
     own = all_sum(jnp.sum(jax.nn.log_softmax(logits)[:, 0]), mesh.sequence)
     return all_sum(own / (BATCH * TIME) + router, mesh.except_sequence)
 
@@ -142,7 +143,7 @@ def test_a_pipeline_goes_forward_twice_with_its_collectives(layout, passes, rema
         config = replace(CONFIG, num_layers=num_layers, num_experts=0, query_key_norm=None)
         config = replace(config, execution=Execution(remat=remat))
         tokens = jnp.zeros((BATCH, 4), int)
-        weights = in_rounds(random_weights(config, 0), mesh)
+        weights = in_chunks(random_weights(config, 0), mesh)
         program = jax.make_jaxpr(loss_and_gradient(config, mesh))(weights, (tokens, tokens == 0))
         return len(re.findall(r"= all_gather\[", str(program)))
 

@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from programs import jit
 
 from moe.config import ModelConfig
+from moe.placement import shardings
 from moe.weights import (
     Weight,
     axis_sizes,
@@ -19,11 +18,9 @@ from moe.weights import (
     num_active_parameters,
     num_parameters,
     shapes,
-    shardings,
-    specs,
     table,
 )
-from sharding.folding import Layout, fold, fold_abstract
+from sharding.folding import Layout, fold
 
 # A distinct size for each axis; products are distinct enough to tell two weights apart.
 ROUTED = ModelConfig(
@@ -174,52 +171,3 @@ def test_numbers_of_parameters():
     for config in CONFIGS.values():
         arrays = jax.tree.leaves(initial(config, jax.random.key(0)))
         assert num_parameters(config) == sum(array.size for array in arrays)
-
-
-def test_specs_follow_the_rules():
-    mesh = fold_abstract(Layout.parse("tp2 dp4 / ep4"))
-    placed = specs(CONFIGS["shared"], mesh)
-    assert placed.embedding == P(None, None)
-    assert placed.layers.attention.query == P(mesh.pp, None, mesh.tp, None)
-    assert placed.layers.attention.key == P(mesh.pp, None, mesh.tp, None)
-    assert placed.layers.attention.out == P(mesh.pp, mesh.tp, None, None)
-    assert placed.layers.experts is not None
-    assert placed.layers.experts.router == P(mesh.pp, None, None)
-    assert placed.layers.experts.down == P(mesh.pp, mesh.ep, mesh.etp, None)
-    assert placed.layers.dense is not None
-    assert placed.layers.dense.down == P(mesh.pp, mesh.tp, None)
-    assert placed.head is None
-    assert specs(CONFIGS["critic"], mesh).head == P(None)
-
-
-def test_the_columns_of_a_head_are_spread_where_they_divide():
-    odd, even = ROUTED, replace(ROUTED, vocab_size=18)
-    for layout in ("tp2 dp4 / ep4", "tp2 pp3 / ep2"):
-        mesh = fold_abstract(Layout.parse(layout))
-        assert specs(odd, mesh).head == P(None, None)
-        assert specs(even, mesh).head == P(None, mesh.tp)
-        assert specs(even, mesh).embedding == P(None, None)
-
-
-def test_shardings_split_the_experts():
-    mesh = fold(Layout.parse("tp2 dp4 / ep8"), jax.devices()[:8])
-    placed = shardings(ROUTED, mesh).layers.experts
-    assert placed is not None
-    assert isinstance(placed.gate, NamedSharding)
-    assert placed.gate.shard_shape((3, 16, 20, 14)) == (3, 2, 20, 14)
-    assert placed.router.is_fully_replicated
-    with pytest.raises(ValueError, match="shardings need real devices: fold the layout"):
-        shardings(ROUTED, fold_abstract(Layout.parse("tp2 dp4 / ep8")))
-
-
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        (Layout(tp=8), r"axis 'kv_head' of size 4 cannot be split over 8 devices \(layout tp8"),
-        (Layout(dp=3, ep=3), r"axis 'expert' of size 16 cannot be split over 3 devices"),
-        (Layout(tp=16, ep=16), r"axis 'head' of size 8 cannot be split over 16 devices"),
-    ],
-)
-def test_specs_refuse_what_does_not_divide(layout, message):
-    with pytest.raises(ValueError, match=message):
-        specs(ROUTED, fold_abstract(layout))

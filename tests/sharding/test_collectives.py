@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from sharding.collectives import (
     all_sum,
-    exchange,
+    all_to_all,
     gather_and_widen,
     gather_tokens,
     join_shards,
@@ -139,14 +139,14 @@ def test_sums_of_half_precision_are_rounded_once():
 
 
 @pytest.mark.parametrize("name", AXES)
-def test_exchange_is_its_own_reverse(name):
+def test_all_to_all_is_its_own_reverse(name):
     axes, n = getattr(MESH, name), len(GROUPS[name][0])
     x, cotangent = numbers(1, 8, n, 5, WIDTH), numbers(2, 8, n, 5, WIDTH)
 
     def swapped(rows, place):
         return rows[:, place]
 
-    out, gradient = value_and_gradient(each_device(exchange, axes), x, cotangent)
+    out, gradient = value_and_gradient(each_device(all_to_all, axes), x, cotangent)
     np.testing.assert_array_equal(out, expect_each(name, x, swapped))
     np.testing.assert_array_equal(gradient, expect_each(name, cotangent, swapped))
     back = expect_each(name, out, swapped)

@@ -28,63 +28,63 @@ def blocks(layers, x):
     return x, loss, jnp.stack(sums)
 
 
-def first(ends, piece):
-    return jnp.sin(ends["table"][piece["tokens"]])
+def first(ends, micro_batch):
+    return jnp.sin(ends["table"][micro_batch["tokens"]])
 
 
-def last(ends, x, piece):
+def last(ends, x, micro_batch):
     """Uses the weights that `first` uses, too."""
-    error = x @ ends["table"].T - piece["target"]
+    error = x @ ends["table"].T - micro_batch["target"]
     return jnp.sum(jnp.square(error)), {"largest": jnp.max(error)}
 
 
-STAGES = Stages(first, lambda layers, x, piece, number: blocks(layers, x), last)
+STAGES = Stages(first, lambda layers, x, micro_batch, number: blocks(layers, x), last)
 
 
-def network(num_micro):
+def network(num_micro_batches):
     draw = np.random.default_rng(0)
 
     def normal(*shape):
         return jnp.asarray(draw.normal(size=shape) / 2, jnp.float32)
 
-    pieces = {
-        "tokens": jnp.asarray(draw.integers(0, VOCAB, (num_micro, TOKENS))),
-        "target": normal(num_micro, TOKENS, VOCAB),
+    micro_batches = {
+        "tokens": jnp.asarray(draw.integers(0, VOCAB, (num_micro_batches, TOKENS))),
+        "target": normal(num_micro_batches, TOKENS, VOCAB),
     }
-    return {"table": normal(VOCAB, WIDTH)}, normal(LAYERS, WIDTH, WIDTH), pieces
+    return {"table": normal(VOCAB, WIDTH)}, normal(LAYERS, WIDTH, WIDTH), micro_batches
 
 
-def plain(ends, layers, pieces):
+def plain(ends, layers, micro_batches):
     """The loss of all pieces; per piece the last loss and metrics, and the layers' sums."""
 
-    def one(piece):
-        x, loss, sums = blocks(layers, first(ends, piece))
-        last_loss, metrics = last(ends, x, piece)
+    def one(micro_batch):
+        x, loss, sums = blocks(layers, first(ends, micro_batch))
+        last_loss, metrics = last(ends, x, micro_batch)
         return loss + last_loss, (last_loss, metrics, sums)
 
-    losses, (last_losses, metrics, sums) = jax.vmap(one)(pieces)
+    losses, (last_losses, metrics, sums) = jax.vmap(one)(micro_batches)
     return jnp.sum(losses), (last_losses, metrics, jnp.sum(sums, axis=0))
 
 
 @functools.cache
-def program(layout, num_micro, rounds, forward_only=False):
+def program(layout, num_micro_batches, num_chunks, forward_only=False):
     """The compiled pipeline, and what it is called with."""
     parsed = Layout.parse(layout)
     mesh = fold(parsed, jax.devices()[: parsed.num_devices])
     others = tuple(axis for axis in mesh.axes if axis not in mesh.pp)
 
-    def local(ends, layers, pieces):
+    def local(ends, layers, micro_batches):
         ends, layers = vary((ends, layers), mesh.axes)
-        pieces = vary(pieces, mesh.axes)
-        where = Pipeline(mesh.pp, mesh.axes, rounds)
+        micro_batches = vary(micro_batches, mesh.axes)
+        where = Pipeline(mesh.pp, mesh.axes, num_chunks)
 
         def settled(tree):
             return jax.tree.map(lambda x: jax.lax.psum(x, others), tree)
 
         if forward_only:
-            outs, sums = pipeline.apply(STAGES, ends, layers, pieces, where)
+            outs, sums = pipeline.apply(STAGES, ends, layers, micro_batches, where)
             return settled(outs), settled(sums)
-        sums = pipeline.gradients(STAGES, ends, layers, pieces, where)
+        sums = pipeline.gradients(STAGES, ends, layers, micro_batches, where)
         return (
             all_sum(sums.loss, mesh.axes),
             all_sum(sums.ends, mesh.axes),
@@ -101,8 +101,8 @@ def program(layout, num_micro, rounds, forward_only=False):
         ),
         compiler_options={"xla_backend_optimization_level": "0"},
     )
-    ends, layers, pieces = network(num_micro)
-    given = ends, layers.reshape(rounds, -1, WIDTH, WIDTH), pieces
+    ends, layers, micro_batches = network(num_micro_batches)
+    given = ends, layers.reshape(num_chunks, -1, WIDTH, WIDTH), micro_batches
     return step.lower(*given).compile(), given
 
 
@@ -123,16 +123,16 @@ CLOSE = {"rtol": 2e-5, "atol": 2e-5}
 
 
 @pytest.mark.parametrize(
-    ("layout", "num_micro", "rounds"),
+    ("layout", "num_micro_batches", "num_chunks"),
     full_but(CASES, ("dp1", 3, 1), ("pp2", 4, 2), ("pp4", 6, 1), ("pp4", 5, 2)),
 )
-def test_values_and_gradients_are_those_of_a_loop(layout, num_micro, rounds):
-    step, given = program(layout, num_micro, rounds)
+def test_values_and_gradients_are_those_of_a_loop(layout, num_micro_batches, num_chunks):
+    step, given = program(layout, num_micro_batches, num_chunks)
     loss, ends_grad, layers_grad, metrics, sums = step(*given)
-    ends, layers, pieces = network(num_micro)
+    ends, layers, micro_batches = network(num_micro_batches)
     (expected, (_, expected_metrics, expected_sums)), expected_grads = jax.value_and_grad(
         plain, argnums=(0, 1), has_aux=True
-    )(ends, layers, pieces)
+    )(ends, layers, micro_batches)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     grads = ends_grad["table"], layers_grad.reshape(layers.shape)
     for grad, wanted in zip(grads, (expected_grads[0]["table"], expected_grads[1]), strict=True):
@@ -141,11 +141,13 @@ def test_values_and_gradients_are_those_of_a_loop(layout, num_micro, rounds):
     np.testing.assert_allclose(sums.reshape(-1), expected_sums, **CLOSE)
 
 
-@pytest.mark.parametrize(("layout", "num_micro", "rounds"), [("pp4", 6, 1), ("pp2", 3, 2)])
-def test_forward_alone_is_that_of_a_loop(layout, num_micro, rounds):
-    step, given = program(layout, num_micro, rounds, forward_only=True)
+@pytest.mark.parametrize(
+    ("layout", "num_micro_batches", "num_chunks"), [("pp4", 6, 1), ("pp2", 3, 2)]
+)
+def test_forward_alone_is_that_of_a_loop(layout, num_micro_batches, num_chunks):
+    step, given = program(layout, num_micro_batches, num_chunks, forward_only=True)
     (losses, metrics), sums = step(*given)
-    _, (expected, expected_metrics, expected_sums) = plain(*network(num_micro))
+    _, (expected, expected_metrics, expected_sums) = plain(*network(num_micro_batches))
     np.testing.assert_allclose(losses, expected, **CLOSE)
     np.testing.assert_allclose(metrics["largest"], expected_metrics["largest"], **CLOSE)
     np.testing.assert_allclose(sums.reshape(-1), expected_sums, **CLOSE)
@@ -161,25 +163,25 @@ def permutes(step):
 
 
 @pytest.mark.parametrize(
-    ("layout", "num_micro", "rounds", "forward_only", "expected"),
+    ("layout", "num_micro_batches", "num_chunks", "forward_only", "expected"),
     [
         ("pp4", 6, 1, False, [["0,1", "1,2", "2,3"], ["1,0", "2,1", "3,2"]]),
         ("pp2", 4, 2, False, [["0,1", "1,0"], ["0,1", "1,0"]]),
         ("pp4", 6, 1, True, [["0,1", "1,2", "2,3"]]),
     ],
 )
-def test_messages_go_to_neighbours(layout, num_micro, rounds, forward_only, expected):
+def test_messages_go_to_neighbours(layout, num_micro_batches, num_chunks, forward_only, expected):
     """One message each way per tick, around the end only where micro-batches come round again."""
-    assert permutes(program(layout, num_micro, rounds, forward_only)[0]) == expected
+    assert permutes(program(layout, num_micro_batches, num_chunks, forward_only)[0]) == expected
 
 
 @pytest.mark.parametrize(
-    ("layout", "rounds", "numbers"), [("pp2", 1, (4, 64)), ("pp2", 2, (8, 64))]
+    ("layout", "num_chunks", "numbers"), [("pp2", 1, (4, 64)), ("pp2", 2, (8, 64))]
 )
-def test_more_micro_batches_take_no_more_memory(layout, rounds, numbers):
+def test_more_micro_batches_take_no_more_memory(layout, num_chunks, numbers):
     """But for the metrics of each, a number apiece in two buffers."""
     few, many = (
-        program(layout, number, rounds)[0].memory_analysis().temp_size_in_bytes
+        program(layout, number, num_chunks)[0].memory_analysis().temp_size_in_bytes
         for number in numbers
     )
     assert many - few <= 3 * 4 * (numbers[1] - numbers[0])

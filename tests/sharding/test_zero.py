@@ -1,4 +1,4 @@
-"""Which dimension of a weight its optimiser state is cut along, and over which devices."""
+"""Which dimension of a weight its optimizer state is cut along, and over which devices."""
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,8 @@ def sizes(layout, spec, shape):
     """The dimension, and over how many devices it is cut."""
     mesh = fold_abstract(Layout.parse(layout))
     place = P(*(getattr(mesh, axis) if axis else None for axis in spec))
-    cut = zero.cut_of(place, shape, mesh)
-    return cut.axis + len(shape) if cut.atoms else 0, mesh.size(cut.atoms)
+    dim = zero.shard_dim(place, shape, mesh)
+    return dim.dim + len(shape) if dim.atoms else 0, mesh.size(dim.atoms)
 
 
 @pytest.mark.parametrize(
@@ -48,10 +48,10 @@ def test_the_cut(layout, spec, shape, expected):
 def test_parts_name_the_atoms():
     mesh = fold_abstract(Layout.parse("dp2 tp2 / ep2"))
     dense, expert = P(mesh.pp, None, mesh.tp), P(mesh.pp, mesh.ep, None, mesh.etp)
-    assert zero.parts(dense, (3, 8, 6), mesh) == P(mesh.pp, mesh.dp, mesh.tp)
-    assert zero.parts(expert, (3, 4, 8, 6), mesh) == P(mesh.pp, mesh.ep, mesh.edp, mesh.etp)
-    assert zero.parts(P(), (8, 3), mesh) == P((*mesh.dp, *mesh.tp), None)
-    assert zero.parts(dense, (3, 7, 6), mesh) == dense
+    assert zero.shard_spec(dense, (3, 8, 6), mesh) == P(mesh.pp, mesh.dp, mesh.tp)
+    assert zero.shard_spec(expert, (3, 4, 8, 6), mesh) == P(mesh.pp, mesh.ep, mesh.edp, mesh.etp)
+    assert zero.shard_spec(P(), (8, 3), mesh) == P((*mesh.dp, *mesh.tp), None)
+    assert zero.shard_spec(dense, (3, 7, 6), mesh) == dense
 
 
 @pytest.mark.parametrize("shape", [(16, 3), (3, 12), (3, 5)])
@@ -60,9 +60,9 @@ def test_parts_of_the_sum(shape):
     layout = Layout.parse("dp2 cp2 tp2 / ep4")
     mesh = fold(layout, jax.devices()[: layout.num_devices])
     own = np.random.default_rng(0).normal(size=(8, *shape)).astype(np.float32)
-    parts, cut = zero.parts(P(), shape, mesh), zero.cut_of(P(), shape, mesh)
+    parts, dim = zero.shard_spec(P(), shape, mesh), zero.shard_dim(P(), shape, mesh)
     local = jax.shard_map(
-        lambda own: zero.sum_to_parts(mesh, P(), cut, own[0]),
+        lambda own: zero.reduce_scatter(mesh, P(), dim, own[0]),
         mesh=mesh.mesh,
         in_specs=P(mesh.axes),
         out_specs=parts,
@@ -75,34 +75,34 @@ def test_parts_of_the_sum(shape):
 
 def test_a_stack_is_not_cut_across():
     mesh = fold_abstract(Layout.parse("dp4"))
-    assert zero.cut_of(P(), (16, 12), mesh) == zero.Cut(-2, mesh.dp)
-    assert zero.cut_of(P(), (16, 12), mesh, first=1) == zero.Cut(-1, mesh.dp)
-    assert zero.parts(P(), (16, 12), mesh, first=1) == P(None, mesh.dp)
-    assert zero.cut_of(P(), (16, 7), mesh, first=1).atoms == ()
-    assert zero.parts(P(), (16,), mesh, first=1) == P(None)
+    assert zero.shard_dim(P(), (16, 12), mesh) == zero.ShardDim(-2, mesh.dp)
+    assert zero.shard_dim(P(), (16, 12), mesh, first=1) == zero.ShardDim(-1, mesh.dp)
+    assert zero.shard_spec(P(), (16, 12), mesh, first=1) == P(None, mesh.dp)
+    assert zero.shard_dim(P(), (16, 7), mesh, first=1).atoms == ()
+    assert zero.shard_spec(P(), (16,), mesh, first=1) == P(None)
 
 
 def test_joined_parts_are_the_whole_and_their_gradients_are_summed():
     layout = Layout.parse("dp2 cp2 tp2 / ep4")
     mesh = fold(layout, jax.devices()[: layout.num_devices])
     shape, spec = (3, 8, 6), P(None, None, mesh.tp)
-    cut = zero.cut_of(spec, shape, mesh, first=1)
+    dim = zero.shard_dim(spec, shape, mesh, first=1)
     draw = np.random.default_rng(0)
     weight, factors = draw.normal(size=shape), draw.normal(size=(4, *shape))
     weight, factors = weight.astype(np.float32), factors.astype(np.float32)
 
     def local(part, factor):
         def loss(part):
-            joined = zero.join({"weight": part}, {"weight": cut})["weight"]
+            joined = zero.unshard({"weight": part}, {"weight": dim})["weight"]
             assert joined.shape == (3, 8, 3)
             return jnp.sum(joined * factor[0])
 
         part = vary(part, mesh.axes)
         loss_here, gradient = jax.value_and_grad(loss)(part)
-        summed = zero.sum_to_parts(mesh, spec, cut, gradient, in_parts=True)
+        summed = zero.reduce_scatter(mesh, spec, dim, gradient, is_sharded=True)
         return jax.lax.psum(loss_here, mesh.axes), summed
 
-    parts = zero.parts(spec, shape, mesh, first=1)
+    parts = zero.shard_spec(spec, shape, mesh, first=1)
     # Each device weighs its columns by numbers of its own.
     others = tuple(atom for atom in mesh.axes if atom not in mesh.tp)
     given = P(others, None, None, mesh.tp)

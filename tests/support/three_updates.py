@@ -7,6 +7,7 @@ import numpy as np
 from small_runs import small_batch
 
 from jrl.trainer.update import update
+from moe import placement
 from moe import weights as moe_weights
 
 # Without the code generator's optimisations a compilation takes half the time.
@@ -20,15 +21,15 @@ def random_weights(setup, config):
         lambda shape: draw.normal(size=shape.shape).astype(np.float32) * 0.3,
         moe_weights.shapes(config),
     )
-    weights = moe_weights.in_rounds(weights, setup.mesh)
-    return jax.device_put(weights, moe_weights.shardings(config, setup.mesh))
+    weights = placement.in_chunks(weights, setup.mesh)
+    return jax.device_put(weights, placement.shardings(config, setup.mesh))
 
 
 def gradient_of(learner, mesh):
     """A tenth of the clipped gradient: the first moment after one step, its layers in order."""
     leaves = jax.tree.leaves(learner.opt_state, is_leaf=lambda x: hasattr(x, "mu"))
     (moments,) = (leaf.mu for leaf in leaves if hasattr(leaf, "mu"))
-    return moe_weights.in_order(jax.device_get(moments), mesh)
+    return placement.in_layer_order(jax.device_get(moments), mesh)
 
 
 class Updates(NamedTuple):

@@ -8,16 +8,18 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from moe import model, stages
-from moe.head import logprobs_and_entropy
-from moe.tokens.packing import rows
-from moe.weights import specs
+from moe.head import logprobs_and_entropy, value_of
+from moe.placement import specs
+from moe.router.balance import router_loss
+from moe.tokens import alignment
+from moe.tokens.packing import pack_rows
 from sharding.collectives import all_sum, vary, varying
 
 
 def loss_and_gradient(config, mesh):
     """(weights, (tokens, valid)) -> ((loss, router's sums), gradient), on global arrays.
 
-    The weights are stored as `moe.weights.in_rounds` does. Through a pipeline, the rows of each
+    The weights are stored as `moe.placement.in_chunks` does. Through a pipeline, the rows of each
     device go in two micro-batches.
     """
     spec = specs(config, mesh)
@@ -34,12 +36,12 @@ def token_loss(weights, x, piece, num_tokens, config, mesh):
     """The part of the loss that the tokens of `piece` have, from the last hidden states."""
     tokens, valid = piece
     if config.head == "value":
-        after = jnp.square(model.value_of(weights, x, config) - 1.0)
+        after = jnp.square(value_of(weights, x, config) - 1.0)
     else:
-        following = model.next_tokens(tokens, mesh)
+        following = alignment.next_tokens(tokens, mesh)
         logprobs, entropy = logprobs_and_entropy(weights, x, following, config, mesh)
         after = 0.1 * entropy - logprobs
-    per_token = model.align_to_tokens(after, tokens.shape, mesh)
+    per_token = alignment.align_to_tokens(after, tokens.shape, mesh)
     # A padded first token carries nothing.
     counted = valid & (jnp.arange(tokens.shape[1]) > 0)[None, :]
     return jnp.sum(per_token, where=counted) / num_tokens.astype(jnp.float32)
@@ -50,7 +52,7 @@ def loss(weights, piece, config, mesh):
     num_tokens = all_sum(jnp.sum(piece[1].astype(jnp.int32)), mesh.dp)
     x, stats = model.hidden(weights, *piece, config, mesh)
     own = token_loss(weights, x, piece, num_tokens, config, mesh)
-    total = all_sum(own + model.router_loss(stats, config, mesh, num_tokens), mesh.except_sequence)
+    total = all_sum(own + router_loss(stats, config, mesh, num_tokens), mesh.except_sequence)
     return total, None if stats is None else all_sum(stats, mesh.axes)
 
 
@@ -67,7 +69,7 @@ def through_stages(weights, piece, config, mesh):
     value, grads, _, stats = stages.gradients(
         vary(weights, mesh.axes),
         vary(pieces, mesh.except_sequence),
-        lambda piece: rows(*piece, mesh, config.execution),
+        lambda piece: pack_rows(*piece, mesh, config.execution),
         lambda weights, x, piece: (
             token_loss(weights, x, piece, num_tokens, config, mesh),
             {},

@@ -1,11 +1,14 @@
-"""All tokens go to every device that shares experts; each computes its own experts' part."""
+"""The all-gather dispatcher: all tokens go to every device that shares experts; each computes its
+own experts' part.
+"""
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from moe.experts.dispatch.all_to_all import room
-from moe.experts.feed_forward import inverse_places, routed_experts, spread_rows, take_rows
+from moe.experts.dispatch.all_to_all import peer_capacity
+from moe.experts.feed_forward import routed_experts
+from moe.experts.permutation import inverse_slots, spread_rows, take_rows
 from moe.precision import weighted_sum
 from moe.router.routing import Routing
 from moe.weights import Experts
@@ -13,7 +16,7 @@ from sharding.collectives import gather_and_widen, gather_tokens, scatter_and_ro
 from sharding.folding import FoldedMesh
 
 
-def all_gather(
+def all_gather_dispatch(
     weights: Experts[Array],
     x: Float[Array, "local d_model"],
     routing: Routing,
@@ -32,25 +35,27 @@ def all_gather(
     """
     group, num_local = (*mesh.ep, *mesh.etp), weights.gate.shape[0]
     num_tokens, k = routing.experts.shape
-    room_of_all = mesh.size(group) * room(num_tokens, k, num_local, capacity)
+    buffer_rows = mesh.size(group) * peer_capacity(num_tokens, k, num_local, capacity)
+    # In float32 from here: a token's gradient is a sum over devices, rounded once at its own.
     dtype, x = x.dtype, gather_and_widen(x, group)
-    experts, scale = (gather_tokens(array, group) for array in routing)
+    experts, probs = (gather_tokens(array, group) for array in routing)
 
     local = experts - lax.axis_index(mesh.ep) * num_local
     own = (local >= 0) & (local < num_local)
     # A token has few experts here: its own choices come first and the columns of others go.
     columns = _first(own, min(experts.shape[1], num_local))
-    own, local, scale = (jnp.take_along_axis(a, columns, axis=1) for a in (own, local, scale))
+    own, local, probs = (jnp.take_along_axis(a, columns, axis=1) for a in (own, local, probs))
 
+    # What is computed is bounded by what the all-to-all could send here: both have the same buffer.
     num_tokens, k = own.shape
-    place = jnp.where(own.reshape(-1), jnp.cumsum(own.reshape(-1)) - 1, room_of_all)
-    choice = inverse_places(place, room_of_all)
+    slot = jnp.where(own.reshape(-1), jnp.cumsum(own.reshape(-1)) - 1, buffer_rows)
+    choice = inverse_slots(slot, buffer_rows)
     token = jnp.where(choice < num_tokens * k, choice // k, num_tokens)
     rows = spread_rows(x, token, dtype)
     ids = jnp.where(choice < num_tokens * k, take_rows(local.reshape(-1), choice), num_local)
 
-    out = take_rows(routed_experts(weights, rows, ids, product), place).reshape(num_tokens, k, -1)
-    return scatter_and_round(weighted_sum(scale, out), group, dtype)
+    out = take_rows(routed_experts(weights, rows, ids, product), slot).reshape(num_tokens, k, -1)
+    return scatter_and_round(weighted_sum(probs, out), group, dtype)
 
 
 def _first(own: Bool[Array, "token k"], columns: int) -> Array:

@@ -1,4 +1,7 @@
-"""Rows go to the devices of their experts in pieces as long as they are; not on CPU."""
+"""The ragged dispatcher: rows go to the devices of their experts in slices as long as they are.
+
+It is built on `jax.lax.ragged_all_to_all`, whose words it uses; CPU devices do not have it.
+"""
 
 from typing import NamedTuple
 
@@ -6,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from moe.experts.dispatch.all_to_all import room, whole_experts
-from moe.experts.feed_forward import inverse_places, spread_rows, take_rows
+from moe.experts.dispatch.all_to_all import peer_capacity, whole_experts
+from moe.experts.permutation import inverse_slots, spread_rows, take_rows
 from moe.precision import weighted_sum
 from moe.router.routing import Routing
 from moe.weights import Experts
@@ -15,21 +18,21 @@ from sharding.collectives import gather_tokens, vary, varying
 from sharding.folding import FoldedMesh
 
 
-class Pieces(NamedTuple):
-    """One side of a ragged exchange, an entry per peer along ``ep``.
+class PeerSlices(NamedTuple):
+    """One side of a ragged all-to-all, an entry per peer along ``ep``.
 
     Attributes:
-      start: first row of the piece for each peer in the own buffer.
-      size: its rows.
-      there: where it goes in the peer's buffer.
+      input_offsets: first row of the slice for each peer in the own buffer.
+      sizes: its rows.
+      output_offsets: where it goes in the peer's buffer.
     """
 
-    start: Array
-    size: Array
-    there: Array
+    input_offsets: Array
+    sizes: Array
+    output_offsets: Array
 
 
-def ragged(
+def ragged_dispatch(
     weights: Experts[Array],
     x: Float[Array, "local d_model"],
     routing: Routing,
@@ -37,11 +40,13 @@ def ragged(
     capacity: int | None = None,
     product: str | None = None,
 ) -> Float[Array, "local d_model"]:
-    """As `moe.experts.dispatch.all_to_all.all_to_all`, with nothing but chosen rows on the wire.
+    """As `moe.experts.dispatch.all_to_all.all_to_all_dispatch`, with nothing but chosen rows on the
+    wire.
 
     Communication per device and layer, forward: the rows chosen elsewhere out and back, with even
     routing ``2 T k (ep - 1) / ep``, their ids (one int32 a row) out, and an all-gather of ``ep``
-    counts. Over ``etp`` whole buffers travel, ``2 R ep (etp - 1)`` rows with the room R of `room`.
+    counts. Over ``etp`` whole buffers travel, ``2 R ep (etp - 1)`` rows with R from
+    `peer_capacity`.
     """
     num_local, num_peers = weights.gate.shape[0], mesh.size(mesh.ep)
     num_tokens, k = routing.experts.shape
@@ -49,52 +54,56 @@ def ragged(
     # Grouped by expert and so by peer; what goes nowhere has the largest id and comes last.
     order = jnp.argsort(experts, stable=True)
     sizes = jnp.sum((experts // num_local)[:, None] == jnp.arange(num_peers)[None, :], axis=0)
-    parcel = room(num_tokens, k, num_local, capacity)
-    outward, homeward = pieces(sizes, parcel, mesh)
+    per_peer = peer_capacity(num_tokens, k, num_local, capacity)
+    outward, homeward = peer_slices(sizes, per_peer, mesh)
 
-    buffer = num_peers * parcel
-    rows = send(spread_rows(x, order // k, x.dtype), outward, homeward, buffer, 0, mesh)
+    num_slots = num_peers * per_peer
+    rows = send(spread_rows(x, order // k, x.dtype), outward, homeward, num_slots, 0, mesh)
+    # Ids in a transfer of their own: rows may be half precision, and ids must not be.
     ids = (experts % num_local)[order][:, None].astype(jnp.int32)
-    ids = send(ids, outward, homeward, buffer, num_local, mesh)[:, 0]
+    ids = send(ids, outward, homeward, num_slots, num_local, mesh)[:, 0]
 
     done = whole_experts(weights, rows, ids, mesh, product)
 
-    back = send(done, homeward, outward, num_tokens * k, 0, mesh)
-    out = take_rows(back, inverse_places(order, num_tokens * k)).reshape(num_tokens, k, -1)
-    return weighted_sum(routing.weights, out).astype(out.dtype)
+    returned = send(done, homeward, outward, num_tokens * k, 0, mesh)
+    out = take_rows(returned, inverse_slots(order, num_tokens * k)).reshape(num_tokens, k, -1)
+    return weighted_sum(routing.probs, out).astype(out.dtype)
 
 
-def pieces(sizes: Int[Array, "peer"], room: int, mesh: FoldedMesh) -> tuple[Pieces, Pieces]:
+def peer_slices(
+    sizes: Int[Array, "peer"], peer_capacity: int, mesh: FoldedMesh
+) -> tuple[PeerSlices, PeerSlices]:
     """What is sent to each peer, and what is sent back.
 
     Args:
-      sizes: rows for each peer, which stand one peer after the other.
-      room: rows of them that are sent at most, the first ones.
+      sizes: rows for each peer, which stand one peer after the other in the send buffer.
+      peer_capacity: rows of them that are sent at most, the first ones.
     """
     # Rows from each device (first axis) to each device (second axis).
     counts = gather_tokens(sizes.astype(jnp.int32)[None], mesh.ep)
-    # In the sender's buffer pieces stand by receiver, in the receiver's by sender.
+    # In the sender's buffer slices stand by receiver, in the receiver's by sender.
     at_sender = jnp.cumsum(counts, axis=1) - counts
-    counts = jnp.minimum(counts, room)
+    # Receivers leave `peer_capacity` rows for each sender: what is beyond stays where it is.
+    counts = jnp.minimum(counts, peer_capacity)
     at_receiver = jnp.cumsum(counts, axis=0) - counts
     own = lax.axis_index(mesh.ep)
     return (
-        Pieces(at_sender[own], counts[own], at_receiver[own]),
-        Pieces(at_receiver[:, own], counts[:, own], at_sender[:, own]),
+        PeerSlices(at_sender[own], counts[own], at_receiver[own]),
+        PeerSlices(at_receiver[:, own], counts[:, own], at_sender[:, own]),
     )
 
 
 def send(
     rows: Shaped[Array, "row width"],
-    sent: Pieces,
-    received: Pieces,
-    buffer: int,
+    sent: PeerSlices,
+    received: PeerSlices,
+    num_slots: int,
     empty: int,
     mesh: FoldedMesh,
-) -> Shaped[Array, "place width"]:
-    """The rows that peers sent here, in a buffer of `buffer` places filled up with `empty`."""
+) -> Shaped[Array, "slot width"]:
+    """The rows that peers sent here, in a buffer of `num_slots` rows filled up with `empty`."""
     rows = vary(rows, mesh.ep)
-    output = jnp.full((buffer, rows.shape[1]), empty, rows.dtype)
+    output = jnp.full((num_slots, rows.shape[1]), empty, rows.dtype)
     output = vary(output, tuple(varying(rows)))
-    sizes = (sent.start, sent.size, sent.there, received.size)
+    sizes = (sent.input_offsets, sent.sizes, sent.output_offsets, received.sizes)
     return lax.ragged_all_to_all(rows, output, *sizes, axis_name=mesh.ep)

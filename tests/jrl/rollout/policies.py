@@ -9,11 +9,12 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jrl.recipes.batch import Batch
-from jrl.rollout.generate import Decoder, generate, settle
+from jrl.rollout.generate import Decoder, generate, mark_replicated
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.scoring import PromptLayout, Scores, score
 from moe.config import ModelConfig
-from moe.weights import Transformer, axis_sizes, shapes, specs, table
+from moe.placement import specs
+from moe.weights import Transformer, axis_sizes, shapes, table
 from sharding.folding import Layout, fold
 
 # Without the code generator's optimisations a compilation takes half the time.
@@ -90,7 +91,7 @@ def scored(decoder: Decoder, rollout: Batch[np.ndarray]) -> list[np.ndarray]:
 
     def local(*given):
         out = scores(decoder, *given)
-        return settle([out.logprobs, out.behaviour_logprobs, out.entropy], mesh)
+        return mark_replicated([out.logprobs, out.behaviour_logprobs, out.entropy], mesh)
 
     rows = P(mesh.dp)
     step = jax.jit(

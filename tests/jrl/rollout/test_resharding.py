@@ -8,6 +8,7 @@ from tiers import full_but
 
 from jrl.rollout import resharding
 from jrl.rollout.resharding import RolloutPolicy, reshard, rollout_layout, rollout_mesh
+from moe import placement
 from moe import weights as moe_weights
 from sharding.folding import Layout, fold
 
@@ -25,8 +26,8 @@ def numbered(config, mesh):
         numbers = np.arange(start, start + shape.size, dtype=np.float32)
         leaves.append(numbers.reshape(shape.shape))
         start += shape.size
-    weights = moe_weights.in_rounds(structure.unflatten(leaves), mesh)
-    return jax.device_put(weights, moe_weights.shardings(config, mesh))
+    weights = placement.in_chunks(structure.unflatten(leaves), mesh)
+    return jax.device_put(weights, placement.shardings(config, mesh))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_weights_arrive_whole_and_where_decoding_wants_them(training, rollout):
     source = mesh_of(training)
     target = rollout_mesh(rollout, source)
     moved = reshard(numbered(config, source), config, source, target)
-    expected = moe_weights.shardings(config, target)
+    expected = placement.shardings(config, target)
     for leaf, sharding in zip(jax.tree.leaves(moved), jax.tree.leaves(expected), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
     jax.tree.map(

@@ -11,7 +11,7 @@ from policies import CONFIG, FAST_COMPILE, PROMPT, decode, decoder_of, scored, s
 
 from jrl.rollout.sampling import GREEDY, Sampling
 from moe import model
-from moe.weights import specs
+from moe.placement import specs
 
 # float32: the same sums, in blocks of other sizes.
 CLOSE = 1e-5

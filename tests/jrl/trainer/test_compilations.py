@@ -16,6 +16,7 @@ from small_runs import (
 from jrl.rollout.batching import over_rows
 from jrl.rollout.generate import generate
 from jrl.trainer.update import update
+from moe import placement
 from moe import weights as moe_weights
 
 
@@ -29,7 +30,7 @@ def setup_on(layout):
 
 def initial(setup):
     weights = moe_weights.initialise(setup.model, jax.random.key(0))
-    return jax.device_put(weights, moe_weights.shardings(setup.model, setup.mesh))
+    return jax.device_put(weights, placement.shardings(setup.model, setup.mesh))
 
 
 def compiled(name, caplog, step, *arguments):

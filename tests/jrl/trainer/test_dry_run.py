@@ -21,7 +21,7 @@ from jrl.trainer.dry_run import (
 )
 from jrl.trainer.setup import set_up
 from jrl.trainer.state import init_state, init_weights
-from moe import decoding, model, weights
+from moe import decoding, weights
 from moe.head import logits_of
 
 LAYOUT = "tp2 dp2 / ep4"
@@ -104,7 +104,7 @@ def test_memory_of_all_logits_is_what_a_sampler_that_truncates_asks_for():
     setup = replace(setup, model=replace(setup.model, execution=execution))
 
     def score(weights, tokens, valid):
-        x, _ = model.before_responses(
+        x, _ = alignment.before_responses(
             weights, tokens, valid, setup.prompt_length, 1, setup.model, setup.mesh
         )
         return logits_of(weights, x, setup.model, setup.mesh)
@@ -232,7 +232,7 @@ def test_a_rollout_of_its_own_is_printed_and_takes_memory(apart):
     assert needs["policy of the rollout"] == on_one_device(there)
     # The cache is that of dp 4 and tp 2.
     positions = 256 // 4 * (apart.prompt_length + apart.response_length - 1)
-    width = apart.model.num_kv_heads // 2 * (apart.model.head_dim + apart.model.value_dim) * 4
+    width = apart.model.num_kv_heads // 2 * (apart.model.head_dim + apart.model.v_head_dim) * 4
     assert needs["key/value cache"] == positions * (1 + apart.model.num_layers * width)
     assert "policy of the rollout" not in memory(set_up(RunConfig(layout=LAYOUT), Grpo()))
 

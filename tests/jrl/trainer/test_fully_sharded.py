@@ -24,12 +24,12 @@ from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer.dry_run import memory
 from jrl.trainer.state import abstract, restore, save
 from jrl.trainer.update import update
-from moe import weights as moe_weights
+from moe import placement
 from moe.execution import Execution
 from sharding.folding import Layout, fold
 
 ROWS = 8
-PIPELINED = {"num_layers": 4, "num_dense_layers": 0, "d_first": 0}
+PIPELINED = {"num_layers": 4, "num_dense_layers": 0, "dense_d_ff": 0}
 LAYOUTS = [
     ("dp4", "selective", 2),
     ("tp2 dp2 cp2 / ep4", "full", 1),
@@ -42,7 +42,9 @@ def setup_on(layout, remat="full", fsdp=True, recipe="grpo"):
     """A tied embedding; where a device has all layers, the first of the three is dense."""
     setup = small_setup(small_recipe(recipe), small_run(layout=layout))
     execution = Execution(remat=remat, fsdp=fsdp)
-    sizes = PIPELINED if "pp" in layout else {"num_layers": 3, "num_dense_layers": 1, "d_first": 24}
+    sizes = (
+        PIPELINED if "pp" in layout else {"num_layers": 3, "num_dense_layers": 1, "dense_d_ff": 24}
+    )
     vocab = setup.tokenizer.vocab_size
     return replace(setup, model=small_model(vocab, **sizes, head="tied", execution=execution))
 
@@ -86,7 +88,7 @@ def test_each_layer_is_joined_forward_and_again_backward():
     objective, optimizer = setup.networks.policy.objective, setup.networks.policy.optimizer
     learner = setup.networks.policy.init(random_weights(setup, setup.model))
     lowered = update.lower(objective, optimizer, 1, learner, small_batch(setup, ROWS)).as_text()
-    cuts = moe_weights.cuts(setup.model, setup.mesh)
+    cuts = placement.shard_dims(setup.model, setup.mesh)
     of_a_layer, of_all = (
         sum(bool(cut.atoms) for cut in jax.tree.leaves(some)) for some in (cuts.layers, cuts)
     )

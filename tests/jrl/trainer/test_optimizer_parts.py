@@ -83,7 +83,7 @@ def test_gradients_are_summed_once_into_parts(layout):
     assert results(text, "all-reduce")
     assert not set(results(text, "all-reduce")) & set(held)
     # What a device holds of a weight, over as many as hold the same: 2 for an expert's.
-    copies = [mesh.size(zero.copies(leaf.sharding.spec, mesh)) for leaf in leaves]
+    copies = [mesh.size(zero.replica_axes(leaf.sharding.spec, mesh)) for leaf in leaves]
     assert set(copies) == ({8} if layout == "dp8" else {8, 4, 2})
     scattered = Counter(results(text, "reduce-scatter"))
     parts = Counter(size // number for size, number in zip(held, copies, strict=True))

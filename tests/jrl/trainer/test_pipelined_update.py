@@ -32,7 +32,7 @@ from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer.scoring import logprobs_of, values_of
 from jrl.trainer.state import abstract, restore, save
 from jrl.trainer.update import update
-from moe import weights as moe_weights
+from moe import placement
 from sharding.folding import Layout, fold_abstract
 
 ROWS = 8
@@ -126,16 +126,16 @@ def test_a_checkpoint_of_interleaved_stages_is_one_of_any_layout(tmp_path):
     same = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), back, like)
     assert all(jax.tree.leaves(same))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(back), jax.device_get(state))
-    in_order = moe_weights.in_order(jax.device_get(weights), interleaved.mesh)
+    in_order = placement.in_layer_order(jax.device_get(weights), interleaved.mesh)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(elsewhere.policy.weights), in_order)
 
 
 def test_layers_must_divide():
     setup = setup_on("dp1")
     with pytest.raises(ValueError, match=r"num_layers=4 cannot be cut into 3 pipeline stages x 1"):
-        moe_weights.specs(setup.model, fold_abstract(Layout(pp=3)))
+        placement.specs(setup.model, fold_abstract(Layout(pp=3)))
     with pytest.raises(ValueError, match=r"num_layers=4 .* 2 pipeline stages x 3 chunks"):
-        moe_weights.specs(setup.model, fold_abstract(Layout(pp=2, vpp=3)))
+        placement.specs(setup.model, fold_abstract(Layout(pp=2, vpp=3)))
 
 
 def test_a_pipeline_does_not_decode():

@@ -8,12 +8,11 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of
 
-from moe.attention import blocked
-from moe.attention import core as flash
-from moe.attention.blocked import read_in_blocks
-from moe.attention.layer import read_values
+from moe.attention import blocked, core
+from moe.attention.blocked import blocked_attention
+from moe.attention.plain import plain_attention
 
-BATCH, KV_HEADS, GROUP, HEAD_DIM, VALUE_DIM = 4, 3, 5, 6, 7
+BATCH, KV_HEADS, GROUP, HEAD_DIM, V_HEAD_DIM = 4, 3, 5, 6, 7
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +27,8 @@ def arrays(time, source, dtype=jnp.float32):
     shapes = [
         (BATCH, time, KV_HEADS * GROUP, HEAD_DIM),
         (BATCH, source, KV_HEADS, HEAD_DIM),
-        (BATCH, source, KV_HEADS, VALUE_DIM),
-        (BATCH, time, KV_HEADS * GROUP, VALUE_DIM),
+        (BATCH, source, KV_HEADS, V_HEAD_DIM),
+        (BATCH, time, KV_HEADS * GROUP, V_HEAD_DIM),
     ]
     draw = np.random.default_rng(0)
     return [jnp.asarray(draw.normal(size=shape), dtype) for shape in shapes]
@@ -66,15 +65,15 @@ def test_values_and_gradients_are_those_of_all_scores_at_once(time, source, caus
     weight = jnp.where(visible.any(axis=-1)[..., None, None], weight, 0.0)
 
     def in_blocks(query, key, value):
-        return read_in_blocks(query, key, value, visible, causal, 0.7)
+        return blocked_attention(query, key, value, visible, causal, 0.7)
 
     def at_once(query, key, value):
-        return read_values(query, key, value, visible, 0.7)
+        return plain_attention(query, key, value, visible, 0.7)
 
     (out, gradients), (expected, expected_gradients) = (
         outcome(function, given, weight) for function in (in_blocks, at_once)
     )
-    assert out.shape == (BATCH, time, KV_HEADS * GROUP, VALUE_DIM)
+    assert out.shape == (BATCH, time, KV_HEADS * GROUP, V_HEAD_DIM)
     assert np.all(np.isfinite(out))
     seen = np.asarray(visible.any(axis=-1))
     # float32 sums of at most 19 terms of order one.
@@ -87,9 +86,9 @@ def test_values_and_gradients_are_those_of_all_scores_at_once(time, source, caus
 def test_half_precision_sums_in_float32():
     given = arrays(19, 19, jnp.bfloat16)[:3]
     weight, visible = arrays(19, 19)[3], visible_of(19, 19, True).at[0, 0, 0].set(True)
-    out, gradients = outcome(lambda *x: read_in_blocks(*x, visible, True), given, weight)
+    out, gradients = outcome(lambda *x: blocked_attention(*x, visible, True), given, weight)
     wide = [x.astype(jnp.float32) for x in given]
-    expected, expected_gradients = outcome(lambda *x: read_values(*x, visible), wide, weight)
+    expected, expected_gradients = outcome(lambda *x: plain_attention(*x, visible), wide, weight)
     assert out.dtype == jnp.bfloat16
     # A few roundings to 8 bits of numbers of order one; gradients sum 19 x 5 of them.
     np.testing.assert_allclose(out.astype(jnp.float32), expected, atol=2e-2)
@@ -102,7 +101,7 @@ def test_extreme_scores_stay_finite():
     query, key, value, weight = arrays(19, 19)
     visible = visible_of(19, 19, True)
     out, gradients = outcome(
-        lambda *x: read_in_blocks(*x, visible, True), (query * 1e4, key * 1e4, value), weight
+        lambda *x: blocked_attention(*x, visible, True), (query * 1e4, key * 1e4, value), weight
     )
     assert all(np.all(np.isfinite(x)) for x in (out, *gradients))
     # The query that sees nothing.
@@ -130,9 +129,9 @@ def test_no_array_holds_all_scores():
         program = jax.make_jaxpr(jax.value_and_grad(total, (0, 1, 2)))(*given)
         return max(sizes(program.jaxpr))
 
-    assert largest(lambda *x: read_values(*x, visible)) == scores
+    assert largest(lambda *x: plain_attention(*x, visible)) == scores
     # Queries, values and `visible` are the largest that is left.
-    assert largest(lambda *x: read_in_blocks(*x, visible, True)) < scores / 10
+    assert largest(lambda *x: blocked_attention(*x, visible, True)) < scores / 10
 
 
 def test_inside_a_shard_map():
@@ -142,23 +141,25 @@ def test_inside_a_shard_map():
     mesh = mesh_of("dp2")
 
     def own(query, key, value, visible):
-        return flash.read(query, key, value, visible, True, implementation="blocked")
+        return core.core_attention(query, key, value, visible, True, implementation="blocked")
 
     spec = P(mesh.dp)
     over_two = jax.shard_map(own, mesh=mesh.mesh, in_specs=spec, out_specs=spec)
     given = query, key, value
     mine = outcome(lambda *x: over_two(*x, visible), given, weight)
-    plain = outcome(lambda *x: read_values(*x, visible), given, weight)
+    plain = outcome(lambda *x: plain_attention(*x, visible), given, weight)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), mine, plain)
 
 
-def test_many_scores_on_a_cpu_are_read_in_blocks(monkeypatch):
+def test_many_scores_on_a_cpu_are_computed_in_blocks(monkeypatch):
     *given, _ = arrays(19, 19)
     visible = visible_of(19, 19, True)
 
     def scans():
-        return str(jax.make_jaxpr(lambda *x: flash.read(*x, visible, True))(*given)).count("scan")
+        return str(jax.make_jaxpr(lambda *x: core.core_attention(*x, visible, True))(*given)).count(
+            "scan"
+        )
 
     assert scans() == 0
-    monkeypatch.setattr(flash, "LARGEST_PLAIN", BATCH * KV_HEADS * GROUP * 19 * 19 - 1)
+    monkeypatch.setattr(core, "LARGEST_PLAIN", BATCH * KV_HEADS * GROUP * 19 * 19 - 1)
     assert scans() > 0

@@ -8,25 +8,25 @@ import numpy as np
 import pytest
 from programs import jit
 
-from moe.attention.core import read
+from moe.attention.core import core_attention
 
 BATCH, TIME, SOURCE, HEADS, KV_HEADS = 2, 5, 7, 6, 3
 
 
-def arrays(head_dim, value_dim, source, dtype=jnp.float32):
+def arrays(head_dim, v_head_dim, source, dtype=jnp.float32):
     shapes = [
         (BATCH, TIME, HEADS, head_dim),
         (BATCH, source, KV_HEADS, head_dim),
-        (BATCH, source, KV_HEADS, value_dim),
-        (BATCH, TIME, HEADS, value_dim),
+        (BATCH, source, KV_HEADS, v_head_dim),
+        (BATCH, TIME, HEADS, v_head_dim),
     ]
     draw = np.random.default_rng(0)
     return [jnp.asarray(draw.normal(size=shape), dtype) for shape in shapes]
 
 
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(6, 10), (12, 4)])
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(6, 10), (12, 4)])
 @pytest.mark.parametrize("causal", [True, False])
-def test_xla_reads_what_plain_reads(head_dim, value_dim, causal):
+def test_xla_reads_what_plain_reads(head_dim, v_head_dim, causal):
     """Odd places, heads of sizes that are no multiple of 8, a query that sees nothing."""
     source = TIME if causal else SOURCE
     visible = np.random.default_rng(1).random((BATCH, TIME, source)) < 0.7
@@ -34,19 +34,21 @@ def test_xla_reads_what_plain_reads(head_dim, value_dim, causal):
     if causal:
         visible &= np.tri(TIME, dtype=bool)
     visible[1, 0] = False
-    *given, weight = arrays(head_dim, value_dim, source)
+    *given, weight = arrays(head_dim, v_head_dim, source)
     weight = weight.at[1, 0].set(0.0)  # what it reads is nobody's business
 
     def run(implementation):
         def total(query, key, value):
-            out = read(query, key, value, jnp.asarray(visible), causal, 0.3, implementation)
+            out = core_attention(
+                query, key, value, jnp.asarray(visible), causal, 0.3, implementation
+            )
             return jnp.sum(jnp.where(weight != 0, out * weight, 0.0)), out
 
         (_, out), grads = jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(*given)
         return out, grads
 
     (out, grads), (expected, expected_grads) = run("xla"), run("plain")
-    assert out.shape == (BATCH, TIME, HEADS, value_dim)
+    assert out.shape == (BATCH, TIME, HEADS, v_head_dim)
     assert np.all(np.isfinite(out))
     # float32 sums of a dozen terms of order one.
     seen = visible.any(axis=-1)
@@ -60,8 +62,8 @@ def test_a_promise_that_is_kept_is_used():
     everything = jnp.ones((BATCH, TIME, TIME), bool)
     narrowed = jnp.broadcast_to(jnp.tri(TIME, dtype=bool)[None], everything.shape)
     np.testing.assert_allclose(
-        read(*given, everything, True, implementation="xla"),
-        read(*given, narrowed, implementation="plain"),
+        core_attention(*given, everything, True, implementation="xla"),
+        core_attention(*given, narrowed, implementation="plain"),
         atol=2e-6,
     )
 
@@ -70,7 +72,7 @@ def test_none_is_plain_without_a_gpu():
     *given, _ = arrays(6, 10, SOURCE)
     visible = jnp.ones((BATCH, TIME, SOURCE), bool)
     np.testing.assert_array_equal(
-        read(*given, visible), read(*given, visible, implementation="plain")
+        core_attention(*given, visible), core_attention(*given, visible, implementation="plain")
     )
 
 
@@ -84,7 +86,7 @@ def test_none_is_plain_without_a_gpu():
 def test_what_cannot_serve_is_refused(name, message):
     *given, _ = arrays(8, 8, SOURCE, jnp.bfloat16)
     with pytest.raises(ValueError, match=message):
-        read(*given, jnp.ones((BATCH, TIME, SOURCE), bool), implementation=name)
+        core_attention(*given, jnp.ones((BATCH, TIME, SOURCE), bool), implementation=name)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ def test_what_a_gpu_cannot_serve_is_refused(dtype, head_dim, capability, message
     *given, _ = arrays(head_dim, 8, SOURCE, dtype)
     visible = jnp.ones((BATCH, TIME, SOURCE), bool)
     with pytest.raises(ValueError, match=message):
-        read(*given, visible, implementation="cudnn")
+        core_attention(*given, visible, implementation="cudnn")
     np.testing.assert_array_equal(
-        read(*given, visible), read(*given, visible, implementation="plain")
+        core_attention(*given, visible), core_attention(*given, visible, implementation="plain")
     )

@@ -14,7 +14,7 @@ from programs import mesh_of, on_mesh
 from moe.config import ModelConfig
 from moe.router.capacity import can_drop, capacity_of, drop
 from moe.router.routing import Routing
-from moe.tokens.zigzag import Order
+from moe.tokens.zigzag import ZigzagLayout
 from sharding.folding import Layout, fold_abstract
 
 ROUTE, CHOSEN, TOKENS = 5, 2, 24
@@ -44,15 +44,15 @@ def kept_by_loops(experts, weights, capacity, policy):
     return kept
 
 
-def order_of(mesh):
+def zigzag_of(mesh):
     """All tokens of a sequence-parallel group in one row."""
-    return Order(((1, TOKENS // mesh.size(mesh.dp)),), mesh.size(mesh.cp))
+    return ZigzagLayout(((1, TOKENS // mesh.size(mesh.dp)),), mesh.size(mesh.cp))
 
 
-def dropping(config, layout, order=None):
+def dropping(config, layout, zigzag=None):
     mesh = mesh_of(layout)
-    order, spec = order or order_of(mesh), P(mesh.axes)
-    return on_mesh(lambda routing: drop(routing, order, config, mesh), mesh, (spec,), (spec, spec))
+    zigzag, spec = zigzag or zigzag_of(mesh), P(mesh.axes)
+    return on_mesh(lambda routing: drop(routing, zigzag, config, mesh), mesh, (spec,), (spec, spec))
 
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
@@ -70,7 +70,7 @@ def test_drops_what_the_loops_drop(policy, layout, scope, groups):
     # Tokens of a scope, times 2 of 5, times 1.25.
     capacity = {24: 12, 3: 2, 6: 3}[TOKENS // groups]
     mesh = mesh_of(layout)
-    assert capacity_of(order_of(mesh), config, mesh) == capacity
+    assert capacity_of(zigzag_of(mesh), config, mesh) == capacity
     total = 0
     for seed in range(4):
         routing = routing_of(seed)
@@ -83,7 +83,7 @@ def test_drops_what_the_loops_drop(policy, layout, scope, groups):
             ]
         )
         np.testing.assert_array_equal(out.experts, np.where(kept, experts, ROUTE))
-        np.testing.assert_array_equal(out.weights, np.where(kept, weights, 0))
+        np.testing.assert_array_equal(out.probs, np.where(kept, weights, 0))
         np.testing.assert_array_equal(dropped, ((experts < ROUTE) & ~kept).sum(axis=1))
         total += int(dropped.sum())
     assert total > 0
@@ -95,16 +95,16 @@ def test_what_a_full_sequence_drops_does_not_depend_on_who_holds_it(layout, poli
     """Two sections whose rows ``cp`` cuts and pads: the same drops as on one device."""
     config = replace(CONFIG, capacity_factor=0.8, drop_policy=policy, drop_scope="full_sequence")
     sections = ((2, 3), (4, 5))
-    one, order = (Order(sections, mesh_of(x).size(mesh_of(x).cp)) for x in ("dp1", layout))
+    one, zigzag = (ZigzagLayout(sections, mesh_of(x).size(mesh_of(x).cp)) for x in ("dp1", layout))
     routing = routing_of(4, one.num_tokens)
-    # Places that only the stream has are nobody's: their id is past the last.
+    # Places that only the packed batch has are nobody's: their id is past the last.
     spread = Routing(
-        order.flatten(*one.restore(routing.experts - ROUTE)) + ROUTE,
-        order.flatten(*one.restore(routing.weights)),
+        zigzag.flatten(*one.restore(routing.experts - ROUTE)) + ROUTE,
+        zigzag.flatten(*one.restore(routing.probs)),
     )
     assert spread.experts.shape[0] > routing.experts.shape[0]
-    out = jax.device_get(dropping(config, layout, order)(spread))
-    whole = [one.flatten(*order.restore(jnp.asarray(x))) for x in jax.tree.leaves(out)]
+    out = jax.device_get(dropping(config, layout, zigzag)(spread))
+    whole = [one.flatten(*zigzag.restore(jnp.asarray(x))) for x in jax.tree.leaves(out)]
     experts, weights = (np.asarray(x) for x in routing)
     kept = kept_by_loops(experts, weights, 9, policy)  # 0.8 x 26 x 2 / 5, rounded up
     np.testing.assert_array_equal(whole[0], np.where(kept, experts, ROUTE))
@@ -117,7 +117,7 @@ def test_no_capacity_drops_nothing():
     routing = routing_of(0)
     out, dropped = dropping(CONFIG, "dp1")(routing)
     np.testing.assert_array_equal(out.experts, routing.experts)
-    np.testing.assert_array_equal(out.weights, routing.weights)
+    np.testing.assert_array_equal(out.probs, routing.probs)
     assert float(dropped.sum()) == 0
 
 
@@ -137,7 +137,7 @@ def test_no_choice_is_lost(seed, factor, policy):
     kept = np.asarray(out.experts) < ROUTE
     assert kept.sum() + int(dropped.sum()) == valid.sum() * CHOSEN
     load = [int((np.asarray(out.experts) == expert).sum()) for expert in range(ROUTE)]
-    assert max(load) <= capacity_of(order_of(mesh), config, mesh)
+    assert max(load) <= capacity_of(zigzag_of(mesh), config, mesh)
 
 
 _DROPS = {}
@@ -159,9 +159,9 @@ def test_capacities(factor, scope, expected):
     mesh = fold_abstract(Layout.parse("tp2 cp2 dp2"))
     config = replace(CONFIG, capacity_factor=factor, drop_scope=scope)
     # Rows of 10 that cp pads to 12.
-    order = Order(((4, 10),), ranks=2)
-    assert capacity_of(order, config, mesh) == expected
-    assert capacity_of(order, CONFIG, mesh) is None
+    zigzag = ZigzagLayout(((4, 10),), ranks=2)
+    assert capacity_of(zigzag, config, mesh) == expected
+    assert capacity_of(zigzag, CONFIG, mesh) is None
 
 
 @pytest.mark.parametrize(
@@ -171,5 +171,5 @@ def test_capacities(factor, scope, expected):
 def test_a_capacity_from_which_on_nothing_can_drop(factor, per_token, drops):
     config = ModelConfig(5, num_experts=4, experts_per_token=per_token, capacity_factor=factor)
     assert can_drop(config) == drops
-    capacity = capacity_of(Order(((1, 4096),), ranks=1), config, mesh_of("dp1"))
+    capacity = capacity_of(ZigzagLayout(((1, 4096),), ranks=1), config, mesh_of("dp1"))
     assert (capacity is not None and capacity < 4096) == drops

@@ -6,11 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from moe.config import ModelConfig
-from moe.router.routing import Shares, assignments, route, sequence_share, statistics
+from moe.router.routing import assignments, topk_routing
 
 CONFIG = ModelConfig(vocab_size=5, num_experts=7, experts_per_token=3)
 BATCH, TIME, EXPERTS = 2, 5, 7
@@ -23,11 +21,6 @@ def tokens(seed, scale=2.0):
     return logits, valid
 
 
-def sums(logits, probabilities, counts, share, valid, config=CONFIG):
-    weight = jnp.asarray(valid, jnp.float32)
-    return statistics(logits, probabilities, counts, Shares(share), weight, config)
-
-
 def softmax(logits):
     logits = np.asarray(logits, np.float64)
     powers = np.exp(logits - logits.max())
@@ -37,124 +30,31 @@ def softmax(logits):
 @pytest.mark.parametrize("scale", [2.0, 40.0])
 def test_route_takes_the_likeliest_and_renormalises(scale):
     logits, valid = tokens(0, scale)
-    routing, probabilities = route(jnp.asarray(logits), jnp.asarray(valid), CONFIG)
-    assert routing.weights.dtype == probabilities.dtype == jnp.float32
+    routing, probabilities = topk_routing(jnp.asarray(logits), jnp.asarray(valid), CONFIG)
+    assert routing.probs.dtype == probabilities.dtype == jnp.float32
     for token, row in enumerate(logits):
         expected = softmax(row)
         # float32 exponentials: a few units in the seventh digit.
         np.testing.assert_allclose(probabilities[token], expected, rtol=2e-5, atol=1e-30)
         if not valid[token]:
             assert routing.experts[token].tolist() == [EXPERTS] * 3
-            assert routing.weights[token].tolist() == [0.0] * 3
+            assert routing.probs[token].tolist() == [0.0] * 3
             continue
         best = sorted(range(EXPERTS), key=lambda expert: -expected[expert])[:3]
         assert routing.experts[token].tolist() == best
         total = sum(expected[best])
         np.testing.assert_allclose(
-            routing.weights[token], expected[best] / total, rtol=2e-5, atol=1e-30
+            routing.probs[token], expected[best] / total, rtol=2e-5, atol=1e-30
         )
 
 
 def test_route_in_half_precision_is_computed_in_float32():
     logits, valid = tokens(1)
     half = jnp.asarray(logits, jnp.bfloat16)
-    routing, probabilities = route(half, jnp.asarray(valid), CONFIG)
-    expected, _ = route(half.astype(jnp.float32), jnp.asarray(valid), CONFIG)
+    routing, probabilities = topk_routing(half, jnp.asarray(valid), CONFIG)
+    expected, _ = topk_routing(half.astype(jnp.float32), jnp.asarray(valid), CONFIG)
     assert probabilities.dtype == jnp.float32
     jax.tree.map(np.testing.assert_array_equal, routing, expected)
-
-
-def test_padding_is_counted_nowhere():
-    logits, valid = tokens(2)
-    routing, _ = route(jnp.asarray(logits), jnp.asarray(valid), CONFIG)
-    counts = np.asarray(assignments(routing.experts, EXPERTS))
-    for token in range(len(logits)):
-        expected = [float(expert in routing.experts[token].tolist()) for expert in range(EXPERTS)]
-        assert counts[token].tolist() == expected
-        assert counts[token].sum() == (3 if valid[token] else 0)
-
-
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(st.integers(0, 10_000))
-def test_sequence_share_is_the_share_of_each_row(seed):
-    draw = np.random.default_rng(seed)
-    counts = draw.integers(0, 2, (BATCH, TIME, EXPERTS)).astype(np.float32)
-    valid = draw.random((BATCH, TIME)) < draw.choice([0.0, 0.5, 1.0])
-    share = np.asarray(sequence_share(jnp.asarray(counts), jnp.asarray(valid)))
-    for row in range(BATCH):
-        sent = np.zeros(EXPERTS)
-        for time in range(TIME):
-            if valid[row, time]:
-                sent += counts[row, time]
-        expected = sent / sent.sum() if sent.sum() else sent
-        np.testing.assert_allclose(share[row], expected, rtol=1e-6)
-
-
-def test_statistics_are_sums_over_valid_tokens():
-    logits, valid = tokens(3)
-    draw = np.random.default_rng(4)
-    share = draw.random((BATCH * TIME, EXPERTS)).astype(np.float32)
-    routing, probabilities = route(jnp.asarray(logits), jnp.asarray(valid), CONFIG)
-    counts = assignments(routing.experts, EXPERTS)
-    stats = sums(jnp.asarray(logits), probabilities, counts, jnp.asarray(share), valid)
-    load, balance, z, entropy = np.zeros(EXPERTS), 0.0, 0.0, 0.0
-    for token in np.flatnonzero(valid):
-        p = softmax(logits[token])
-        load[np.argsort(-p)[:3]] += 1
-        balance += EXPERTS * float(np.sum(share[token] * p))
-        z += float(np.log(np.sum(np.exp(logits[token].astype(np.float64))))) ** 2
-        entropy -= float(np.sum(p * np.log(p)))
-    assert float(stats.tokens) == valid.sum()
-    np.testing.assert_array_equal(stats.load, load)
-    # Sums of ten float32 terms.
-    np.testing.assert_allclose(stats.balance, balance, rtol=1e-5)
-    np.testing.assert_allclose(stats.z, z, rtol=1e-5)
-    np.testing.assert_allclose(stats.entropy, entropy, rtol=1e-5)
-
-
-def whole(logits, valid):
-    """Statistics of a batch with the shares that the network computes."""
-    routing, probabilities = route(logits, valid, CONFIG)
-    counts = assignments(routing.experts, EXPERTS)
-    share = sequence_share(counts.reshape(BATCH, TIME, EXPERTS), valid.reshape(BATCH, TIME))
-    share = jnp.repeat(share, TIME, axis=0)
-    return sums(logits, probabilities, counts, share, valid), share
-
-
-def test_balance_is_one_when_even_and_grows_to_experts_over_k():
-    valid = jnp.arange(BATCH * TIME) % 5 != 2
-    # Even probabilities give a loss of 1 a token wherever the tokens are sent.
-    even, _ = whole(jnp.zeros((BATCH * TIME, EXPERTS)), valid)
-    np.testing.assert_allclose(even.balance / even.tokens, 1.0, rtol=1e-6)
-    np.testing.assert_allclose(even.entropy / even.tokens, np.log(EXPERTS), rtol=1e-6)
-    np.testing.assert_allclose(even.z / even.tokens, np.log(EXPERTS) ** 2, rtol=1e-6)
-    # All tokens on the same three experts: shares 1/3 where all probability is.
-    one_sided = jnp.where(jnp.arange(EXPERTS) < 3, 30.0, -30.0)
-    packed, _ = whole(jnp.tile(one_sided, (BATCH * TIME, 1)), valid)
-    np.testing.assert_allclose(packed.balance / packed.tokens, EXPERTS / 3, rtol=1e-6)
-    np.testing.assert_array_equal(packed.load, [8, 8, 8, 0, 0, 0, 0])
-    np.testing.assert_allclose(packed.entropy / packed.tokens, np.log(3), rtol=1e-6)
-
-
-def test_gradient_flows_through_probabilities_and_not_through_shares():
-    logits, valid = (jnp.asarray(x) for x in tokens(5))
-    _, share = whole(logits, valid)
-
-    def balance(logits, share):
-        probabilities = jax.nn.softmax(logits, axis=-1)
-        counts = jnp.zeros_like(probabilities)
-        return sums(logits, probabilities, counts, share, valid).balance
-
-    by_logits, by_share = jax.grad(balance, argnums=(0, 1))(logits, share)
-    np.testing.assert_array_equal(by_share, 0.0)
-    for token in range(BATCH * TIME):
-        p = softmax(logits[token])
-        pull = np.asarray(share[token], np.float64)
-        expected = EXPERTS * p * (pull - p @ pull) if valid[token] else np.zeros(EXPERTS)
-        np.testing.assert_allclose(by_logits[token], expected, atol=2e-6)
-    # Through the whole of it the gradient is the same: counting has none.
-    through = jax.grad(lambda logits: whole(logits, valid)[0].balance)(logits)
-    np.testing.assert_allclose(through, by_logits, atol=2e-6)
 
 
 def test_weights_carry_gradient_to_the_chosen_logits_only():
@@ -162,10 +62,10 @@ def test_weights_carry_gradient_to_the_chosen_logits_only():
     pull = jnp.arange(3.0)
 
     def output(logits):
-        return jnp.sum(route(logits, valid, CONFIG)[0].weights * pull[None, :])
+        return jnp.sum(topk_routing(logits, valid, CONFIG)[0].probs * pull[None, :])
 
     gradient = np.asarray(jax.grad(output)(logits))
-    chosen = np.asarray(assignments(route(logits, valid, CONFIG)[0].experts, EXPERTS)) > 0
+    chosen = np.asarray(assignments(topk_routing(logits, valid, CONFIG)[0].experts, EXPERTS)) > 0
     np.testing.assert_allclose(gradient[~chosen], 0.0, atol=1e-6)
     assert np.all(np.abs(gradient[chosen]) > 0)
 
@@ -220,13 +120,15 @@ def test_routers_of_public_models(name):
     # Large enough that it changes most choices.
     bias = draw.normal(size=8).astype(np.float32) if config.selection_bias else np.zeros(8)
     given = jnp.asarray(bias) if config.selection_bias else None
-    routing, probabilities = route(jnp.asarray(logits), jnp.ones(40, bool), config, bias=given)
+    routing, probabilities = topk_routing(
+        jnp.asarray(logits), jnp.ones(40, bool), config, bias=given
+    )
     changed = 0
     for token, row in enumerate(logits):
         chosen, weights = routed_by_hand(row, bias, config)
         assert routing.experts[token].tolist() == chosen
         # float32 exponentials: a few units in the seventh digit.
-        np.testing.assert_allclose(routing.weights[token], weights, rtol=1e-5)
+        np.testing.assert_allclose(routing.probs[token], weights, rtol=1e-5)
         changed += chosen != routed_by_hand(row, np.zeros(8), EIGHT)[0]
     np.testing.assert_allclose(probabilities.sum(axis=1), 1, rtol=1e-6)
     if config.num_expert_groups > 1:
@@ -236,8 +138,8 @@ def test_routers_of_public_models(name):
 def test_sigmoid_scores_that_vanish_still_have_weights():
     config = replace(ROUTERS["DeepSeek-V3"], selection_bias=False)
     logits = jnp.asarray([[-200.0, -201.0, -202.0, -203.0, -300.0, -301.0, -302.0, -303.0]])
-    routing, _ = route(logits, jnp.ones(1, bool), config)
-    np.testing.assert_allclose(routing.weights.sum(), 2.5, rtol=1e-6)
+    routing, _ = topk_routing(logits, jnp.ones(1, bool), config)
+    np.testing.assert_allclose(routing.probs.sum(), 2.5, rtol=1e-6)
 
 
 def test_bias_moves_choices_and_has_no_gradient():
@@ -245,11 +147,11 @@ def test_bias_moves_choices_and_has_no_gradient():
     logits = jnp.asarray(np.random.default_rng(9).normal(size=(6, 8)), jnp.float32)
 
     def output(bias):
-        weights = route(logits, jnp.ones(6, bool), config, bias=bias)[0].weights
+        weights = topk_routing(logits, jnp.ones(6, bool), config, bias=bias)[0].probs
         return jnp.sum(weights * jnp.arange(4.0)[None, :])
 
     bias = jnp.asarray([9.0] + 7 * [0.0])
-    routing, _ = route(logits, jnp.ones(6, bool), config, bias=bias)
+    routing, _ = topk_routing(logits, jnp.ones(6, bool), config, bias=bias)
     assert np.all(np.asarray(routing.experts)[:, 0] == 0)
     np.testing.assert_array_equal(jax.grad(output)(bias), 0)
 
@@ -259,11 +161,11 @@ def test_replayed_choices_have_current_scores(name):
     config, draw = ROUTERS[name], np.random.default_rng(10)
     old, new = (jnp.asarray(draw.normal(size=(12, 8)), jnp.float32) for _ in range(2))
     valid = jnp.arange(12) != 5
-    recorded = route(old, valid, config)[0].experts
-    own, _ = route(new, valid, config)
-    again, _ = route(new, valid, config, replay=own.experts)
+    recorded = topk_routing(old, valid, config)[0].experts
+    own, _ = topk_routing(new, valid, config)
+    again, _ = topk_routing(new, valid, config, replay=own.experts)
     jax.tree.map(np.testing.assert_array_equal, again, own)
-    replayed, _ = route(new, valid, config, replay=recorded)
+    replayed, _ = topk_routing(new, valid, config, replay=recorded)
     np.testing.assert_array_equal(replayed.experts, recorded)
     assert np.any(np.asarray(recorded) != np.asarray(own.experts))
     for token in np.flatnonzero(valid):
@@ -271,45 +173,15 @@ def test_replayed_choices_have_current_scores(name):
         every = softmax(row) if config.router_scores == "softmax" else 1 / (1 + np.exp(-row))
         expected = every[chosen] / (every[chosen].sum() if config.renormalise else 1)
         np.testing.assert_allclose(
-            replayed.weights[token], expected * config.routed_scaling, rtol=1e-5
+            replayed.probs[token], expected * config.routed_scaling, rtol=1e-5
         )
     # What was padding when it was recorded chooses for itself.
-    late, _ = route(new, jnp.ones(12, bool), config, replay=recorded)
-    alone, _ = route(new, jnp.ones(12, bool), config)
+    late, _ = topk_routing(new, jnp.ones(12, bool), config, replay=recorded)
+    alone, _ = topk_routing(new, jnp.ones(12, bool), config)
     np.testing.assert_array_equal(late.experts[5], alone.experts[5])
     # The gradient passes through the scores of the recorded experts.
-    gradient = jax.grad(lambda x: route(x, valid, config, replay=recorded)[0].weights[0, 0])(new)
+    gradient = jax.grad(lambda x: topk_routing(x, valid, config, replay=recorded)[0].probs[0, 0])(
+        new
+    )
     assert float(jnp.abs(gradient[0, recorded[0, 0]])) > 0
     np.testing.assert_array_equal(gradient[1:], 0)
-
-
-def test_sigmoid_statistics_are_those_of_scores_that_sum_to_one():
-    config = replace(EIGHT, router_scores="sigmoid")
-    logits = np.random.default_rng(11).normal(size=(5, 8)).astype(np.float32)
-    routing, probabilities = route(jnp.asarray(logits), jnp.ones(5, bool), config)
-    counts = assignments(routing.experts, 8)
-    share = jnp.full((5, 8), 0.125)
-    stats = sums(jnp.asarray(logits), probabilities, counts, share, np.ones(5), config)
-    scores = 1 / (1 + np.exp(-logits.astype(np.float64)))
-    p = scores / scores.sum(axis=1, keepdims=True)
-    np.testing.assert_allclose(probabilities, p, rtol=1e-5)
-    np.testing.assert_allclose(stats.entropy, -np.sum(p * np.log(p)), rtol=1e-5)
-    np.testing.assert_allclose(stats.balance, 5.0, rtol=1e-6)
-    # The z-loss is of the logits themselves.
-    totals = np.exp(logits.astype(np.float64)).sum(axis=1)
-    np.testing.assert_allclose(stats.z, np.sum(np.log(totals) ** 2), rtol=1e-5)
-
-
-def test_losses_of_a_batch_and_of_everything_use_their_own_shares():
-    logits, valid = (jnp.asarray(x) for x in tokens(12))
-    routing, probabilities = route(logits, valid, CONFIG)
-    counts, draw = assignments(routing.experts, EXPERTS), np.random.default_rng(13)
-    batch, everywhere = (jnp.asarray(draw.random(EXPERTS), jnp.float32) for _ in range(2))
-    weight = valid.astype(jnp.float32)
-    given = Shares(jnp.zeros_like(probabilities), batch, everywhere)
-    stats = statistics(logits, probabilities, counts, given, weight, CONFIG)
-    mass = np.asarray(probabilities)[np.asarray(valid)].sum(axis=0)
-    np.testing.assert_allclose(stats.batch_balance, EXPERTS * mass @ batch, rtol=1e-5)
-    np.testing.assert_allclose(stats.global_balance, EXPERTS * mass @ everywhere, rtol=1e-5)
-    assert float(stats.padded) == BATCH * TIME - int(valid.sum())
-    assert float(stats.balance) == float(stats.dropped) == 0

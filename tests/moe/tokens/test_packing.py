@@ -12,8 +12,11 @@ from tiers import full_but
 from moe import model
 from moe.config import ModelConfig
 from moe.head import logits_of
-from moe.tokens.packing import rows, shared_prompts
-from moe.weights import initialise, specs
+from moe.placement import specs
+from moe.router.balance import router_loss
+from moe.tokens import alignment
+from moe.tokens.packing import pack_rows, pack_shared_prompts
+from moe.weights import initialise
 from sharding.collectives import all_sum, gather_tokens, own_shard
 from sharding.folding import Layout, fold
 
@@ -62,14 +65,12 @@ def loss(weights, tokens, valid, path, copies, mesh):
     """A scalar that every weight reaches: a sum over response tokens and the router's losses."""
     before, stats = path(weights, tokens, valid, copies, mesh)
     logits = logits_of(weights, before, CONFIG, mesh)
-    targets = model.response_tokens(tokens, PROMPT, mesh)
+    targets = alignment.response_tokens(tokens, PROMPT, mesh)
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)[:, 0]
-    logprobs = model.on_responses(chosen, tokens.shape, PROMPT, mesh)
+    logprobs = alignment.on_responses(chosen, tokens.shape, PROMPT, mesh)
     logprobs = jnp.where(valid & (jnp.arange(PROMPT + RESPONSE) >= PROMPT)[None, :], logprobs, 0.0)
     num_tokens = all_sum(jnp.sum(valid.astype(jnp.int32)), mesh.dp)
-    own = -jnp.sum(logprobs) / (ROWS * RESPONSE) + model.router_loss(
-        stats, CONFIG, mesh, num_tokens
-    )
+    own = -jnp.sum(logprobs) / (ROWS * RESPONSE) + router_loss(stats, CONFIG, mesh, num_tokens)
     return all_sum(own, mesh.except_sequence), (logprobs, all_sum(stats, mesh.axes))
 
 
@@ -137,17 +138,20 @@ def test_equals_whole_rows(layout, copies):
 
 
 @pytest.mark.parametrize("copies", [1, 2, 4])
-def test_what_the_stream_holds(copies):
+def test_what_the_packed_batch_holds(copies):
     tokens, valid = batch(copies)
     mesh = fold(Layout(), jax.devices()[:1])
-    stream, whole = shared_prompts(tokens, valid, PROMPT, copies, mesh), rows(tokens, valid, mesh)
+    packed, whole = (
+        pack_shared_prompts(tokens, valid, PROMPT, copies, mesh),
+        pack_rows(tokens, valid, mesh),
+    )
     split = ROWS // copies * PROMPT
-    assert stream.tokens.shape == (split + ROWS * RESPONSE,)
-    np.testing.assert_array_equal(stream.weight.sum(), whole.weight.sum())
+    assert packed.tokens.shape == (split + ROWS * RESPONSE,)
+    np.testing.assert_array_equal(packed.multiplicity.sum(), whole.multiplicity.sum())
     for part in ("tokens", "positions"):
-        flat, by_row = getattr(stream, part), getattr(whole, part).reshape(ROWS, -1)
+        flat, by_row = getattr(packed, part), getattr(whole, part).reshape(ROWS, -1)
         np.testing.assert_array_equal(flat[:split], by_row[::copies, :PROMPT].reshape(-1))
         np.testing.assert_array_equal(flat[split:], by_row[:, PROMPT:].reshape(-1))
     # The first response token comes after its own prompt, however much padding there is.
     lengths = valid[:, :PROMPT].sum(axis=1)
-    np.testing.assert_array_equal(stream.positions[split::RESPONSE], lengths)
+    np.testing.assert_array_equal(packed.positions[split::RESPONSE], lengths)

@@ -1,11 +1,11 @@
-"""The order of the stream: a bijection with rows, fair to every rank, and free on one of them."""
+"""The zig-zag layout: a bijection with rows, fair to every rank, and free on one of them."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe.tokens.zigzag import Order
+from moe.tokens.zigzag import ZigzagLayout
 
 SECTIONS = ((2, 5), (3, 9))
 
@@ -22,27 +22,27 @@ def sections(*rest):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("rest", [(), (7,)])
 def test_the_stream_holds_every_token_once(ranks, rest):
-    order, given = Order(SECTIONS, ranks), sections(*rest)
-    stream = order.flatten(*given)
-    assert stream.shape == (order.num_tokens, *rest)
-    for back, x in zip(order.restore(stream), given, strict=True):
+    zigzag, given = ZigzagLayout(SECTIONS, ranks), sections(*rest)
+    packed = zigzag.flatten(*given)
+    assert packed.shape == (zigzag.num_tokens, *rest)
+    for back, x in zip(zigzag.restore(packed), given, strict=True):
         np.testing.assert_array_equal(back, x)
-    numbers = np.sort(np.asarray(stream).reshape(-1))
+    numbers = np.sort(np.asarray(packed).reshape(-1))
     np.testing.assert_array_equal(numbers[numbers > 0], np.concatenate([x.ravel() for x in given]))
     # A rank's part, taken apart by section and put together again.
-    for part in stream.reshape(ranks, -1, *rest):
-        split = order.split(part)
+    for part in packed.reshape(ranks, -1, *rest):
+        split = zigzag.split(part)
         assert [x.shape[0] for x in split] == [2, 3]
-        np.testing.assert_array_equal(order.join(*split), part)
+        np.testing.assert_array_equal(zigzag.join(*split), part)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_each_rank_has_a_piece_from_either_end(ranks):
     length = 2 * ranks * 3
-    order = Order(((2, length),), ranks)
+    zigzag = ZigzagLayout(((2, length),), ranks)
     rows = jnp.arange(2 * length).reshape(2, length)
-    for rank, part in enumerate(order.flatten(rows).reshape(ranks, -1)):
-        (own,) = order.split(part)
+    for rank, part in enumerate(zigzag.flatten(rows).reshape(ranks, -1)):
+        (own,) = zigzag.split(part)
         early, late = 3 * rank, 3 * (2 * ranks - 1 - rank)
         columns = [*range(early, early + 3), *range(late, late + 3)]
         np.testing.assert_array_equal(own, rows[:, np.array(columns)])
@@ -50,13 +50,13 @@ def test_each_rank_has_a_piece_from_either_end(ranks):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_place_finds_every_column(ranks):
-    order = Order(SECTIONS, ranks)
+    zigzag = ZigzagLayout(SECTIONS, ranks)
     columns = [jnp.tile(jnp.arange(length)[None], (rows, 1)) for rows, length in SECTIONS]
-    parts = [order.split(part) for part in order.flatten(*columns).reshape(ranks, -1)]
+    parts = [zigzag.split(part) for part in zigzag.flatten(*columns).reshape(ranks, -1)]
     for section, (_, length) in enumerate(SECTIONS):
         for column in range(length):
-            rank, place = order.place(section, column)
-            np.testing.assert_array_equal(parts[rank][section][:, place], column)
+            rank, offset = zigzag.locate(section, column)
+            np.testing.assert_array_equal(parts[rank][section][:, offset], column)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -64,16 +64,16 @@ def test_place_finds_every_column(ranks):
 def test_every_rank_reads_as_much(ranks, chunk):
     """Visible pairs under the causal mask, exactly equal where the length divides."""
     length = 2 * ranks * chunk
-    order = Order(((1, length),), ranks)
-    columns = order.flatten(jnp.arange(length)[None]).reshape(ranks, -1)
+    zigzag = ZigzagLayout(((1, length),), ranks)
+    columns = zigzag.flatten(jnp.arange(length)[None]).reshape(ranks, -1)
     pairs = (np.asarray(columns) + 1).sum(axis=1)
     assert set(pairs) == {length * (length + 1) // 2 // ranks}
 
 
 def test_one_rank_moves_nothing():
-    order = Order(SECTIONS, 1)
-    there = jax.make_jaxpr(order.flatten)(*sections())
-    back = jax.make_jaxpr(order.restore)(order.flatten(*sections()))
-    used = {str(equation.primitive) for jaxpr in (there, back) for equation in jaxpr.eqns}
+    zigzag = ZigzagLayout(SECTIONS, 1)
+    laid_out = jax.make_jaxpr(zigzag.flatten)(*sections())
+    back = jax.make_jaxpr(zigzag.restore)(zigzag.flatten(*sections()))
+    used = {str(equation.primitive) for jaxpr in (laid_out, back) for equation in jaxpr.eqns}
     assert used <= {"reshape", "concatenate", "split", "slice"}
-    np.testing.assert_array_equal(order.flatten(*sections()), np.arange(1, order.num_tokens + 1))
+    np.testing.assert_array_equal(zigzag.flatten(*sections()), np.arange(1, zigzag.num_tokens + 1))

@@ -17,11 +17,11 @@ from programs import jit, mesh_of
 from tiers import full_but
 
 from moe.experts.dispatch import choice as dispatching
-from moe.experts.dispatch import ragged as exchange_ragged
-from moe.experts.dispatch.all_to_all import room
+from moe.experts.dispatch import ragged as ragged_dispatcher
+from moe.experts.dispatch.all_to_all import peer_capacity
 from moe.experts.dispatch.choice import best, dispatch, rows_received
-from moe.experts.dispatch.ragged import ragged
-from moe.experts.feed_forward import every_expert, routed_experts
+from moe.experts.dispatch.ragged import ragged_dispatch
+from moe.experts.feed_forward import dense_reference, routed_experts
 from moe.router.routing import Routing
 from moe.weights import Experts
 from sharding.folding import Layout, fold_abstract
@@ -96,7 +96,7 @@ def pulled(function):
     """Gradients by weights, tokens and the routing's weights, and the output."""
 
     def inner(weights, x, scale, routing):
-        out = function(weights, x, routing._replace(weights=scale))
+        out = function(weights, x, routing._replace(probs=scale))
         pull = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
         return jnp.sum(out * pull), out
 
@@ -107,7 +107,7 @@ def pulled(function):
 def oracle():
     def every(weights, x, routing):
         outs = [
-            routing.weights[:, k, None] * every_expert(weights, x, routing.experts[:, k])
+            routing.probs[:, k, None] * dense_reference(weights, x, routing.experts[:, k])
             for k in range(CHOSEN)
         ]
         return outs[0] + outs[1] + outs[2]
@@ -117,8 +117,8 @@ def oracle():
 
 def agrees(program, routing, name):
     weights, x = expert_weights(), tokens()
-    gradients, out = program(weights, x, routing.weights, routing)
-    expected_gradients, expected = oracle()(weights, x, routing.weights, routing)
+    gradients, out = program(weights, x, routing.probs, routing)
+    expected_gradients, expected = oracle()(weights, x, routing.probs, routing)
     # A dropped choice has weight 0 whatever it would have given: no gradient is asked of it.
     sent = np.asarray(routing.experts) < ROUTE
     # float32 sums of three experts' outputs, and of sixteen rows in the gradients.
@@ -152,8 +152,8 @@ def test_smaller_buffers_hold_what_a_capacity_lets_through(name, capacity):
 
 @pytest.fixture
 def emulated(monkeypatch):
-    """CPU devices that have a ragged exchange."""
-    monkeypatch.setattr(exchange_ragged.lax, "ragged_all_to_all", ragged_by_gathering)
+    """CPU devices that have a ragged all-to-all."""
+    monkeypatch.setattr(ragged_dispatcher.lax, "ragged_all_to_all", ragged_by_gathering)
     monkeypatch.setattr(dispatching, "_refuse_cpu", lambda mesh: None)
 
 
@@ -169,7 +169,7 @@ def in_half_precision(function):
 
     given = rows(weights, x, routing.experts)
     assert given.dtype == jnp.bfloat16
-    scale, given = (np.asarray(a, np.float64) for a in (routing.weights, given))
+    scale, given = (np.asarray(a, np.float64) for a in (routing.probs, given))
     out = jit(function)(weights, x, routing)
     assert out.dtype == jnp.bfloat16
     return np.asarray(out, np.float64), np.sum(scale[..., None] * given, axis=1)
@@ -195,10 +195,10 @@ def ragged_by_gathering(
     ]
     place = jnp.arange(output.shape[0])
     for peer in range(num_peers):
-        sent, start, size, there = (x[peer] for x in everything)
-        start, size, there = start[me], size[me], there[me]
-        own = (place >= there) & (place < there + size)
-        rows = sent[jnp.clip(place - there + start, 0, sent.shape[0] - 1)]
+        sent, start, size, offset = (x[peer] for x in everything)
+        start, size, offset = start[me], size[me], offset[me]
+        own = (place >= offset) & (place < offset + size)
+        rows = sent[jnp.clip(place - offset + start, 0, sent.shape[0] - 1)]
         # A peer's announcement and ours must agree, or rows are lost on real devices.
         own = own & (size == recv_sizes[peer])
         output = jnp.where(own[:, None], rows, output)
@@ -207,13 +207,13 @@ def ragged_by_gathering(
 
 @pytest.mark.parametrize("name", ["all_to_all", "all_gather", "ragged"])
 def test_an_expert_chosen_twice_counts_twice(name, emulated):
-    """As a replayed routing may have it: more choices than a parcel has room for, and none lost."""
+    """As a replayed routing may have it: more choices than a peer has slots for, and none lost."""
     mesh = mesh_of("dp4 / ep4")
     experts = np.array(routing_of("any").experts)
     # The last tokens of each device choose one expert of the first device again and again.
     experts[np.arange(TOKENS) % 4 > 0] = [[0, 0, 0]]
     experts[::4] = [3, 2, 3]
-    assert room(4, CHOSEN, 2, None) == 8 < 9
+    assert peer_capacity(4, CHOSEN, 2, None) == 8 < 9
     scale = np.random.default_rng(3).random(experts.shape)
     routing = Routing(jnp.asarray(experts), jnp.asarray(scale, jnp.float32))
     agrees(pulled(on(mesh, partial(dispatch, mesh=mesh, implementation=name))), routing, name)
@@ -221,26 +221,26 @@ def test_an_expert_chosen_twice_counts_twice(name, emulated):
 
 @pytest.mark.parametrize("name", ["all_to_all", "all_gather", "ragged"])
 def test_more_than_the_capacity_promised_takes_nobodys_place(name, emulated):
-    """What has no room adds nothing, and rows for another device are not written over."""
+    """What has no slot adds nothing, and rows for another device are not written over."""
     mesh = mesh_of("dp4 / ep4")
     experts = np.tile([0, 1, ROUTE], (TOKENS, 1))
     experts[::4] = [4, ROUTE, ROUTE]
-    assert room(4, CHOSEN, 2, 1) == 2 < 6
+    assert peer_capacity(4, CHOSEN, 2, 1) == 2 < 6
     scale = np.where(experts < ROUTE, 0.25, 0.0)
     routing = Routing(jnp.asarray(experts), jnp.asarray(scale, jnp.float32))
     given = {"mesh": mesh, "capacity": 1, "implementation": name}
     program = jit(on(mesh, partial(dispatch, **given)))
     out = program(expert_weights(), tokens(), routing)
-    _, expected = oracle()(expert_weights(), tokens(), routing.weights, routing)
+    _, expected = oracle()(expert_weights(), tokens(), routing.probs, routing)
     assert np.all(np.isfinite(out))
     np.testing.assert_allclose(out[::4], expected[::4], atol=3e-6)
 
 
 @pytest.mark.parametrize("layout", full_but(["dp1", "dp8 / ep4 etp2"], "dp8 / ep4 etp2"))
 def test_ragged_equals_the_dense_oracle_on_emulated_collectives(layout, monkeypatch):
-    monkeypatch.setattr(exchange_ragged.lax, "ragged_all_to_all", ragged_by_gathering)
+    monkeypatch.setattr(ragged_dispatcher.lax, "ragged_all_to_all", ragged_by_gathering)
     mesh = mesh_of(layout)
-    program = pulled(on(mesh, lambda *given: ragged(*given, mesh)))
+    program = pulled(on(mesh, lambda *given: ragged_dispatch(*given, mesh)))
     for kind in ("any", "one device gets all", "a device of padding"):
         agrees(program, routing_of(kind), kind)
 
@@ -300,15 +300,15 @@ def test_volume_of_all_to_all_is_that_of_its_formula(capacity):
     mesh = mesh_of("dp8 / ep4 etp2")
     text = _compiled("all_to_all", capacity, mesh)
     local, num_local = TOKENS // 8, ROUTE // 4
-    parcel = room(local, CHOSEN, num_local, capacity)
+    per_peer = peer_capacity(local, CHOSEN, num_local, capacity)
     row, ep, etp = 4 * D_MODEL, 4, 2
     moved = received(text, mesh)
     assert moved == {
-        ("all-to-all", "f32"): 2 * parcel * (ep - 1) * row,
-        ("all-to-all", "s32"): parcel * (ep - 1) * 4,
-        ("all-gather", "f32"): parcel * ep * (etp - 1) * row,
-        ("all-gather", "s32"): parcel * ep * (etp - 1) * 4,
-        ("reduce-scatter", "f32"): parcel * ep * (etp - 1) * row,
+        ("all-to-all", "f32"): 2 * per_peer * (ep - 1) * row,
+        ("all-to-all", "s32"): per_peer * (ep - 1) * 4,
+        ("all-gather", "f32"): per_peer * ep * (etp - 1) * row,
+        ("all-gather", "s32"): per_peer * ep * (etp - 1) * 4,
+        ("reduce-scatter", "f32"): per_peer * ep * (etp - 1) * row,
     }
     rows = sum(size for (_, kind), size in moved.items() if kind == "f32") / row
     assert rows == rows_received("all_to_all", local, CHOSEN, num_local, mesh, capacity)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of
 
-from moe.experts.grouped import IMPLEMENTATIONS, block_size, blocks_of, grouped_dot
+from moe.experts.grouped.dot import IMPLEMENTATIONS, grouped_dot
 
 # More rows than the larger tile, so that both are used; a group may be all of them or none.
 ROWS, GROUPS, INNER, OUTER = 300, 5, 6, 7
@@ -23,7 +23,7 @@ SIZES = {
     "rows of no group": [31, 33, 0, 1, 32],
     "ends at tiles": [256, 32, 0, 12, 0],
 }
-NAMES = [None, *(name for name in IMPLEMENTATIONS if name != "every")]
+NAMES = [None, *(name for name in IMPLEMENTATIONS if name != "plain")]
 
 
 def operands(dtype=np.float32):
@@ -71,14 +71,14 @@ def close(found, expected, rows=ROWS):
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_plain_twin_equals_a_loop_over_rows(sizes):
-    close(product("every", *operands(), sizes), looped(*operands(), sizes))
+    close(product("plain", *operands(), sizes), looped(*operands(), sizes))
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_products_and_gradients_equal_the_plain_twin(name, sizes):
     found = product(name, *operands(), sizes)
-    close(found, product("every", *operands(), sizes))
+    close(found, product("plain", *operands(), sizes))
     out, by_rows, by_weights = map(np.asarray, found)
     assert not out[sum(sizes) :].any() and not by_rows[sum(sizes) :].any()
     assert not by_weights[np.asarray(sizes) == 0].any()
@@ -89,10 +89,10 @@ def test_products_and_gradients_equal_the_plain_twin(name, sizes):
 @given(st.lists(st.integers(0, ROWS), min_size=GROUPS, max_size=GROUPS))
 def test_products_equal_the_plain_twin_on_any_sizes(name, cuts):
     sizes = np.diff(sorted(cuts), prepend=0)
-    close(product(name, *operands(), sizes), product("every", *operands(), sizes))
+    close(product(name, *operands(), sizes), product("plain", *operands(), sizes))
 
 
-@pytest.mark.parametrize("name", [*NAMES, "every"])
+@pytest.mark.parametrize("name", [*NAMES, "plain"])
 def test_rows_of_no_group_reach_nothing(name):
     rows, weights, pull = operands()
     sizes = SIZES["rows of no group"]
@@ -104,7 +104,7 @@ def test_rows_of_no_group_reach_nothing(name):
     jax.tree.map(np.testing.assert_array_equal, holes, finite)
 
 
-@pytest.mark.parametrize("name", [*NAMES, "every"])
+@pytest.mark.parametrize("name", [*NAMES, "plain"])
 def test_bfloat16_is_summed_in_float32(name):
     rows, weights, pull = operands(jnp.bfloat16)
     # Weights stay float32, their values ones that bfloat16 has, as do the sums' terms.
@@ -112,7 +112,7 @@ def test_bfloat16_is_summed_in_float32(name):
     sizes = SIZES["uneven"]
     found = product(name, rows, exact[1], pull, sizes)
     assert [x.dtype for x in found] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
-    out, by_rows, by_weights = product("every", *exact, sizes)
+    out, by_rows, by_weights = product("plain", *exact, sizes)
     # Results over rows are rounded once, to eight bits; the sums over 197 rows are not.
     for x, y in zip(found[:2], (out, by_rows), strict=True):
         np.testing.assert_allclose(x.astype(jnp.float32), y, rtol=2**-8, atol=4e-6)
@@ -180,27 +180,3 @@ def test_unknown_implementations_are_refused():
         ValueError, match=r"implementation=.ragged. is no grouped product: .*'tiles'"
     ):
         product("ragged", *operands(), SIZES["uneven"])
-
-
-@given(st.lists(st.integers(0, ROWS), min_size=GROUPS, max_size=GROUPS))
-@settings(max_examples=25, deadline=None, derandomize=True)
-def test_rows_stand_in_blocks_of_their_group(cuts):
-    sizes = np.diff(sorted(cuts), prepend=0)
-    row, place, group = map(np.asarray, blocks_of(jnp.asarray(sizes, jnp.int32), ROWS))
-    of_row = np.repeat(np.arange(GROUPS), sizes)
-    for index, expected in enumerate(of_row):
-        assert row.reshape(-1)[place[index]] == index
-        assert group[place[index] // row.shape[1]] == expected
-    assert (place[len(of_row) :] == row.size).all()
-    assert sorted(row[row < ROWS]) == list(range(len(of_row)))
-    assert ((group >= 0) & (group < GROUPS)).all()
-
-
-@pytest.mark.parametrize("num_groups", [1, 3, 8, 128])
-def test_block_sizes_are_powers_of_two_in_bounds(num_groups):
-    sizes = [block_size(num_rows, num_groups) for num_rows in range(1, 200_000, 997)]
-    assert set(sizes) <= {8, 16, 32, 64, 128, 256}
-    assert sizes == sorted(sizes)
-    assert sizes[0] == 8
-    if num_groups < 128:
-        assert sizes[-1] == 256

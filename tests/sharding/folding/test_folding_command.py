@@ -11,9 +11,9 @@ from matplotlib.image import imread
 
 from sharding.folding import Layout
 from sharding.folding.__main__ import main
-from sharding.groups import describe
+from sharding.folding.groups import describe
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SIXTEEN = "tp2 cp2 dp2 pp2 / ep4 etp1"
 
 

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from sharding.folding import ATTENTION, EXPERT, Layout, fold, fold_abstract
-from sharding.groups import groups
+from sharding.folding.groups import groups
 
 LOGICAL = ("pp", *ATTENTION, *EXPERT)
 

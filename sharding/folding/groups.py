@@ -29,8 +29,8 @@ def roles(mesh: FoldedMesh, axis: str) -> list[int]:
     """The index of each rank along a logical axis."""
     index = [0] * mesh.size(mesh.axes)
     for group in groups(mesh, getattr(mesh, axis)):
-        for place, rank in enumerate(group):
-            index[rank] = place
+        for position, rank in enumerate(group):
+            index[rank] = position
     return index
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from sharding.folding import FoldedMesh, Layout, fold_abstract
-from sharding.groups import roles
+from sharding.folding.groups import roles
 
 SIDES = {"attention": ("pp", "dp", "cp", "tp"), "experts": ("pp", "edp", "ep", "etp")}
 

@@ -4,29 +4,24 @@ import functools
 import math
 import re
 from collections import Counter
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from programs import mesh_of, on_mesh, random_weights
+from programs import mesh_of, on_mesh
 from tiers import full_but
 
-from moe import model
-from moe.config import ModelConfig
 from moe.execution import Execution
-from moe.head import logits_of
 from moe.remat import rematerialised
-from moe.tokens.packing import packed, rows, shared_prompts
-from moe.weights import specs
-from sharding.collectives import all_sum, join_shards, own_shard
+from moe.tokens.packing import pack_rows, pack_segments, pack_shared_prompts
+from sharding.collectives import join_shards, own_shard
 from sharding.folding import Layout, fold_abstract
 
 # A distinct size for each axis; lengths that neither 4 nor 8 divides.
 BATCH, PROMPT, RESPONSE, COPIES = 6, 7, 5, 3
-TIME, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = PROMPT + RESPONSE, 16, 4, 10, 14
+TIME, HEADS, KV_HEADS, HEAD_DIM, V_HEAD_DIM = PROMPT + RESPONSE, 16, 4, 10, 14
 SCALE = 0.2
 
 
@@ -50,24 +45,24 @@ def segments():
     return ids
 
 
-def streams(mesh, execution=None):
+def batches(mesh, execution=None):
     tokens, valid = jnp.zeros((BATCH, TIME), int), jnp.asarray(valid_rows())
     return {
-        "rows": rows(tokens, valid, mesh, execution),
-        "shared prompts": shared_prompts(tokens, valid, PROMPT, COPIES, mesh, execution),
-        "packed": packed(tokens, jnp.asarray(segments()), mesh, execution),
+        "rows": pack_rows(tokens, valid, mesh, execution),
+        "shared prompts": pack_shared_prompts(tokens, valid, PROMPT, COPIES, mesh, execution),
+        "packed": pack_segments(tokens, jnp.asarray(segments()), mesh, execution),
     }
 
 
 def by_section(kind, x):
-    """Whole rows as the sections of that stream."""
+    """Whole rows as the sections of that packed."""
     return (x[::COPIES, :PROMPT], x[:, PROMPT:]) if kind == "shared prompts" else (x,)
 
 
 def arrays(kind):
     """Queries, keys, values and what the sum weighs each element read by, 0 at padding."""
     draw = np.random.default_rng(0)
-    sizes = [(HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, VALUE_DIM), (HEADS, VALUE_DIM)]
+    sizes = [(HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, V_HEAD_DIM), (HEADS, V_HEAD_DIM)]
     whole = [draw.normal(size=(BATCH, TIME, *size)).astype(np.float32) for size in sizes]
     for x in whole[:3]:
         x[:, :PROMPT] = np.repeat(x[::COPIES, :PROMPT], COPIES, axis=0)
@@ -77,27 +72,27 @@ def arrays(kind):
 
 @functools.cache
 def run(context, layout):
-    """By stream: what is read and the gradients, in rows, and the collectives of both."""
+    """By packed: what is read and the gradients, in rows, and the collectives of both."""
     mesh = mesh_of(layout)
-    orders = {kind: stream.order for kind, stream in streams(mesh).items()}
+    zigzags = {kind: packed.zigzag for kind, packed in batches(mesh).items()}
     given = {
-        kind: [order.flatten(*by_section(kind, jnp.asarray(x))) for x in arrays(kind)]
-        for kind, order in orders.items()
+        kind: [zigzag.flatten(*by_section(kind, jnp.asarray(x))) for x in arrays(kind)]
+        for kind, zigzag in zigzags.items()
     }
     spec = P(mesh.cp, mesh.tp)
 
     def local(given):
         results = {}
-        for kind, stream in streams(mesh, Execution(context=context)).items():
+        for kind, packed in batches(mesh, Execution(context=context)).items():
             *inputs, weight = given[kind]
-            attend = functools.partial(stream.attend_in_layer(0), scale=SCALE)
+            attend = functools.partial(packed.core_attention_of_layer(0), scale=SCALE)
             out, back = jax.vjp(attend, *inputs)
             results[kind] = (out, *back(weight))
         return results
 
     step = on_mesh(local, mesh, (spec,), spec).lower(given).compile()
     results = {
-        kind: [orders[kind].restore(jnp.asarray(jax.device_get(x))) for x in result]
+        kind: [zigzags[kind].restore(jnp.asarray(jax.device_get(x))) for x in result]
         for kind, result in step(given).items()
     }
     return jax.tree.map(np.asarray, results), step.as_text()
@@ -144,10 +139,12 @@ def test_a_ring_in_half_precision_errs_as_little_as_blocks():
         mesh = mesh_of(layout)
 
         def local(*given):
-            stream = rows(jnp.zeros((BATCH, TIME), int), jnp.asarray(valid_rows()), mesh, execution)
-            own = (own_shard(stream.order.flatten(x), mesh.cp) for x in given)
-            read = stream.attend_in_layer(0)(*own, scale=SCALE)
-            return stream.order.restore(join_shards(read, mesh.cp))[0]
+            packed = pack_rows(
+                jnp.zeros((BATCH, TIME), int), jnp.asarray(valid_rows()), mesh, execution
+            )
+            own = (own_shard(packed.zigzag.flatten(x), mesh.cp) for x in given)
+            read = packed.core_attention_of_layer(0)(*own, scale=SCALE)
+            return packed.zigzag.restore(join_shards(read, mesh.cp))[0]
 
         out = on_mesh(local, mesh, (P(), P(), P()), P())(query, key, value)
         assert out.dtype == jnp.bfloat16
@@ -191,7 +188,7 @@ def elements(shapes):
 @pytest.mark.parametrize("layout", full_but(LAYOUTS, "tp2 cp2"))
 @pytest.mark.parametrize("context", ["gather", "ring", "ulysses"])
 def test_sends_what_the_docstring_says(context, layout):
-    """Forward and backward of the three streams: kinds of collectives, and elements sent."""
+    """Forward and backward of the three batches: kinds of collectives, and elements sent."""
     ops = COLLECTIVE.findall(run(context, layout)[1])
     cp, tp = (getattr(Layout.parse(layout), axis) for axis in ("cp", "tp"))
     kinds = {
@@ -200,7 +197,7 @@ def test_sends_what_the_docstring_says(context, layout):
         "ulysses": {"all-to-all": 8},
     }
     assert Counter(op for _, op in ops) == {op: 3 * n for op, n in kinds[context].items()}
-    # A gather's result is the whole, a scatter's a part, an exchange's as large as its argument.
+    # A gather's result is the whole, a scatter's a part, an all-to-all's as large as its argument.
     sent = {
         "all-gather": (cp - 1) / cp,
         "reduce-scatter": cp - 1,
@@ -208,8 +205,8 @@ def test_sends_what_the_docstring_says(context, layout):
         "collective-permute": 1,
     }
     total = sum(elements(shapes) * sent[op] for shapes, op in ops)
-    tokens = sum(stream.order.num_tokens for stream in streams(mesh_of(layout)).values())
-    keys, queries = (heads // tp * (HEAD_DIM + VALUE_DIM) for heads in (KV_HEADS, HEADS))
+    tokens = sum(packed.zigzag.num_tokens for packed in batches(mesh_of(layout)).values())
+    keys, queries = (heads // tp * (HEAD_DIM + V_HEAD_DIM) for heads in (KV_HEADS, HEADS))
     forward = tokens * (cp - 1) / cp * ((queries + keys) / cp if context == "ulysses" else keys)
     assert total == 2 * forward
 
@@ -222,8 +219,8 @@ def test_a_ring_in_training_keeps_the_keys_of_every_hop(remat):
     def kept(context):
         def local(query, key, value):
             execution = Execution(context=context, attention="plain")
-            stream = rows(jnp.zeros((1, 16), int), jnp.ones((1, 16), bool), mesh, execution)
-            attend = rematerialised(stream.attend_in_layer(0), remat)
+            packed = pack_rows(jnp.zeros((1, 16), int), jnp.ones((1, 16), bool), mesh, execution)
+            attend = rematerialised(packed.core_attention_of_layer(0), remat)
             out, pull = jax.vjp(attend, query, key, value)
             # Of heads 10 and 14 wide, keys and values; queries are 6 heads, these are 3.
             sizes[context] = sum(
@@ -256,8 +253,8 @@ def test_none_sends_least(cp, heads, kv_heads, used):
     mesh = fold_abstract(Layout(cp=cp))
 
     def local(query, key):
-        stream = rows(jnp.zeros((1, 16), int), jnp.ones((1, 16), bool), mesh)
-        return stream.attend_in_layer(0)(query, key, key)
+        packed = pack_rows(jnp.zeros((1, 16), int), jnp.ones((1, 16), bool), mesh)
+        return packed.core_attention_of_layer(0)(query, key, key)
 
     step = jax.shard_map(local, mesh=mesh.mesh, in_specs=P(mesh.cp), out_specs=P(mesh.cp))
     trace = jax.jit(step).trace(jnp.zeros((16, heads, 4)), jnp.zeros((16, kv_heads, 4)))
@@ -280,117 +277,9 @@ def test_what_cannot_serve_is_refused(execution, message):
     mesh = fold_abstract(Layout(cp=4))
 
     def local(query, key):
-        stream = rows(jnp.zeros((1, 8), int), jnp.ones((1, 8), bool), mesh, execution)
-        return stream.attend_in_layer(0)(query, key, key)
+        packed = pack_rows(jnp.zeros((1, 8), int), jnp.ones((1, 8), bool), mesh, execution)
+        return packed.core_attention_of_layer(0)(query, key, key)
 
     step = jax.shard_map(local, mesh=mesh.mesh, in_specs=P(mesh.cp), out_specs=P(mesh.cp))
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(step, jnp.zeros((8, 4, 6)), jnp.zeros((8, 2, 6)))
-
-
-CONFIG = ModelConfig(
-    vocab_size=11,
-    num_layers=2,
-    d_model=10,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=6,
-    num_experts=4,
-    experts_per_token=2,
-    d_expert=7,
-    # Large enough that a router loss that is not the same shows in every gradient.
-    load_balance_coef=0.5,
-    router_z_coef=0.1,
-)
-
-
-def unpacked():
-    """Each sequence in a row of its own, and where its tokens stand among the packed ones."""
-    ids = segments()
-    places = [
-        (row, np.flatnonzero(ids[row] == number))
-        for row in range(BATCH)
-        for number in np.unique(ids[row])
-        if number
-    ]
-    index = np.zeros((len(places), TIME), int)
-    valid = np.zeros(index.shape, bool)
-    for n, (row, columns) in enumerate(places):
-        index[n, : len(columns)] = row * TIME + columns
-        valid[n, : len(columns)] = True
-    return index, valid
-
-
-@functools.cache
-def trained(is_packed, layout, context=None):
-    """Loss, log-probability of the following token, router sums and gradients."""
-    config = replace(CONFIG, execution=Execution(context=context))
-    mesh = mesh_of(layout)
-    tokens = np.random.default_rng(2).integers(0, CONFIG.vocab_size, (BATCH, TIME))
-    index, valid = unpacked()
-    follows = np.zeros(BATCH * TIME, int)
-    counted = np.zeros(BATCH * TIME, bool)
-    for row, some in zip(index, valid, strict=True):
-        columns = row[some]
-        follows[columns[:-1]] = tokens.reshape(-1)[columns[1:]]
-        counted[columns[:-1]] = True
-    if not is_packed:
-        tokens, follows = tokens.reshape(-1)[index], follows[index]
-        counted = counted[index] & valid
-    tokens, follows, counted = (
-        jnp.asarray(np.reshape(x, tokens.shape)) for x in (tokens, follows, counted)
-    )
-    number = int(valid.sum())
-
-    def loss(weights):
-        if is_packed:
-            stream = packed(tokens, jnp.asarray(segments()), mesh, config.execution)
-        else:
-            stream = rows(tokens, jnp.asarray(valid), mesh, config.execution)
-        x, stats = model.run(weights, stream, config, mesh)
-        logprobs = jax.nn.log_softmax(logits_of(weights, x, config, mesh))
-        chosen = own_shard(stream.order.flatten(follows), mesh.sequence)
-        chosen = jnp.take_along_axis(logprobs, chosen[:, None], axis=1)[:, 0]
-        used = own_shard(stream.order.flatten(counted), mesh.sequence)
-        own = all_sum(-jnp.sum(jnp.where(used, chosen, 0.0)) / number, mesh.sequence)
-        router = model.router_loss(stats, config, mesh, jnp.asarray(number))
-        return all_sum(own + router, mesh.except_sequence), all_sum(stats, mesh.axes)
-
-    spec = specs(config, mesh)
-    step = on_mesh(jax.value_and_grad(loss, has_aux=True), mesh, (spec,), ((P(), P()), spec))
-    return jax.device_get(step(random_weights(config, 0)))
-
-
-@pytest.mark.parametrize(
-    ("layout", "context"),
-    full_but(
-        [("dp1", None), ("cp2 tp2", "ring"), ("cp2 / ep2", "ulysses")], ("cp2 / ep2", "ulysses")
-    ),
-)
-def test_packed_sequences_are_rows_of_their_own(layout, context):
-    (value, stats), grads = trained(True, layout, context)
-    (expected, expected_stats), expected_grads = trained(False, "dp1")
-    np.testing.assert_allclose(value, expected, rtol=2e-6)
-    # float32 sums of a few hundred terms in another order: a few units in the sixth digit.
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6 * np.max(np.abs(b))),
-        grads,
-        expected_grads,
-    )
-    assert all(float(np.max(np.abs(g))) > 0 for g in jax.tree.leaves(grads))
-    np.testing.assert_array_equal(stats.load, expected_stats.load)
-    np.testing.assert_array_equal(stats.tokens, CONFIG.num_layers * unpacked()[1].sum())
-    for name in ("balance", "z", "entropy"):
-        np.testing.assert_allclose(getattr(stats, name), getattr(expected_stats, name), rtol=1e-5)
-
-
-def test_positions_restart_with_every_sequence():
-    tokens = jnp.zeros((2, 7), int)
-    ids = jnp.asarray([[2, 2, 1, 1, 1, 0, 3], [0, 5, 5, 0, 5, 7, 7]])
-    stream = packed(tokens, ids, mesh_of("dp1"))
-    expected = [[0, 1, 0, 1, 2, None, 0], [None, 0, 1, None, 2, 0, 1]]
-    positions = stream.positions.reshape(2, 7)
-    for row in range(2):
-        for column, place in enumerate(expected[row]):
-            assert place is None or int(positions[row, column]) == place
-    np.testing.assert_array_equal(stream.weight.reshape(2, 7), ids > 0)

@@ -1,0 +1,1 @@
+"""Attention across ``cp``: gather, ring or Ulysses, and the choice between them."""

@@ -1,0 +1,40 @@
+"""Context parallelism by all-gathering keys and values (Llama 3)."""
+
+from moe.attention.context_parallel.mask import Key, Output, Query, SegmentMask, Value, visible_keys
+from moe.attention.core import core_attention
+from sharding.collectives import gather_tokens, own_shard
+from sharding.folding import FoldedMesh
+
+
+def gather(
+    query: Query,
+    key: Key,
+    value: Value,
+    mask: SegmentMask,
+    attention: str | None,
+    mesh: FoldedMesh,
+    scale: float | None = None,
+) -> Output:
+    """All keys and values on every device, for the queries of its own tokens.
+
+    Communication per device and layer, forward: two all-gathers that receive ``2 T K D (cp - 1) /
+    cp`` elements together; backward as much, by reduce-scatter.
+
+    References:
+      Meta, "The Llama 3 Herd of Models", 2024, section 3.3.2. https://arxiv.org/abs/2407.21783
+    """
+    zigzag = mask.zigzag
+    # Ranks hold zig-zag chunks: `restore` puts the gathered keys back into columns.
+    keys, values = (
+        mask.key_sections(zigzag.restore(gather_tokens(x, mesh.cp))) for x in (key, value)
+    )
+    visible = visible_keys(
+        *(zigzag.split(own_shard(x, mesh.cp)) for x in (mask.column, mask.segment)),
+        *(mask.key_sections(zigzag.restore(x)) for x in (mask.column, mask.segment)),
+    )
+    return zigzag.join(
+        *(
+            core_attention(*given, scale=scale, implementation=attention)
+            for given in zip(zigzag.split(query), keys, values, visible, strict=True)
+        )
+    )

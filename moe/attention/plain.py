@@ -1,0 +1,55 @@
+"""Attention with all scores at once: what the faster implementations are compared with."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from moe.precision import MASK_VALUE
+
+
+def plain_attention(
+    query: Float[Array, "batch time heads head_dim"],
+    key: Float[Array, "batch source kv_heads head_dim"],
+    value: Float[Array, "batch source kv_heads v_head_dim"],
+    visible: Bool[Array, "batch time source"],
+    scale: float | None = None,
+) -> Float[Array, "batch time heads v_head_dim"]:
+    """``softmax(scale q k) v`` over the visible positions.
+
+    Scores, softmax and both sums are float32 whatever the arrays are; its weights, and the result,
+    are rounded to the dtype of `value`.
+
+    Query head ``h`` attends to key/value head ``h // (heads / kv_heads)``. A query that sees
+    nothing (padding) gets the plain mean: finite, and used by nobody.
+
+    Args:
+      scale: multiplies the scores; None is ``head_dim**-0.5``.
+    """
+    batch, time, heads, _ = query.shape
+    scores = scaled_scores(query, key, scale)
+    scores = jnp.where(visible[:, None, None], scores, MASK_VALUE)
+    probs = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    out = jnp.einsum("bvgts,bsvk->btvgk", probs, value, preferred_element_type=jnp.float32).astype(
+        value.dtype
+    )
+    return out.reshape(batch, time, heads, value.shape[-1])
+
+
+def scaled_scores(
+    query: Float[Array, "batch time heads head_dim"],
+    key: Float[Array, "batch source kv_heads head_dim"],
+    scale: float | None,
+) -> Float[Array, "batch kv_heads group time source"]:
+    """``scale q k`` summed in float32 and never rounded, the query heads of a key/value head
+    together."""
+    batch, time, _, head_dim = query.shape
+    query = query.reshape(batch, time, key.shape[2], -1, head_dim)
+    scores = jnp.einsum("btvgk,bsvk->bvgts", query, key, preferred_element_type=jnp.float32)
+    return scores * (head_dim**-0.5 if scale is None else scale)
+
+
+def causal_mask(valid: Bool[Array, "batch time"]) -> Bool[Array, "batch time time"]:
+    """Which earlier or equal positions each position may attend to: those that are not padding."""
+    time = valid.shape[1]
+    order = jnp.arange(time)
+    return valid[:, None, :] & (order[:, None] >= order[None, :])[None]

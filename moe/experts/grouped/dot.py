@@ -1,0 +1,109 @@
+"""Products of rows with the matrix of their group (grouped GEMM), at the cost of the rows there
+are.
+
+Rows arrive sorted by group. `jax.lax.ragged_dot` means the same, but where XLA has no kernel for
+it every row meets every matrix. Each implementation is a forward product, the same with the
+matrices transposed, and the product that sums over the rows of a group; `grouped_dot` makes one
+differentiable function of them.
+"""
+
+from functools import partial
+
+import jax
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from moe.experts.grouped.blocks import blocks_each, blocks_summed
+from moe.experts.grouped.groups import Implementation
+from moe.experts.grouped.plain import plain_each, plain_summed
+from moe.experts.grouped.ragged import ragged_each, ragged_summed
+from moe.experts.grouped.tiles import tiles_each, tiles_summed
+from sharding.collectives import vary, varying
+
+
+def grouped_dot(
+    rows: Float[Array, "row inner"],
+    weights: Float[Array, "group inner outer"],
+    sizes: Int[Array, "group"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "row outer"]:
+    """``out[r] = rows[r] @ weights[g]``, ``g`` the group of row ``r``.
+
+    The first ``sizes[0]`` rows belong to group 0, the next ``sizes[1]`` to group 1, and so on. Rows
+    past the sum of `sizes` belong to none: their result is 0, and whatever they hold reaches
+    neither a result nor a gradient. Matrices are cast to the dtype of the rows where they are used.
+    Products are summed in float32, those of the matrices' gradient over all rows of a group.
+
+    Args:
+      rows: sorted by group.
+      weights: one matrix per group.
+      sizes: rows of each group; none negative, together at most the number of rows.
+      implementation: "tiles" loops over the rows there are, in tiles that each meet one matrix;
+        "blocks" pads groups to whole blocks and copies a matrix for each, one batched product that
+        suits accelerators; "ragged_dot" is XLA's; "plain" is the plain twin, each row times each
+        matrix. None is "tiles" on a CPU and "blocks" elsewhere.
+
+    Raises:
+      ValueError: `implementation` is none of these.
+
+    References:
+      Gale et al., "MegaBlocks", 2022 (rows in blocks of one expert). https://arxiv.org/abs/2211.15841
+    """
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation={implementation!r} is no grouped product: use one of "
+            f"{', '.join(map(repr, IMPLEMENTATIONS))}, or None for the best that applies."
+        )
+    # The loops carry sums of products, which differ over every axis that an operand differs over.
+    axes = tuple(varying(rows) | varying(weights) | varying(sizes))
+    return _grouped_dot(*vary((rows, weights, sizes), axes), implementation)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _grouped_dot(rows, weights, sizes, implementation):
+    return _named(implementation).each(0, rows, weights.astype(rows.dtype), sizes)
+
+
+def _forward(rows, weights, sizes, implementation):
+    return _grouped_dot(rows, weights, sizes, implementation), (rows, weights, sizes)
+
+
+def _backward(implementation, residuals, out_gradient):
+    rows, weights, sizes = residuals
+    # Both gradients are grouped products again; sizes are integers and have none.
+    product, matrices = _named(implementation), weights.astype(rows.dtype)
+    return (
+        product.each(1, out_gradient, matrices, sizes),
+        product.summed(rows, out_gradient, sizes).astype(weights.dtype),
+        None,
+    )
+
+
+_grouped_dot.defvjp(_forward, _backward)
+
+
+IMPLEMENTATIONS = {
+    "tiles": Implementation(tiles_each, tiles_summed),
+    "blocks": Implementation(blocks_each, blocks_summed),
+    "ragged_dot": Implementation(ragged_each, ragged_summed),
+    "plain": Implementation(plain_each, plain_summed),
+}
+
+
+def _best_each(side, *operands):
+    """A loop whose length is known at run time makes a GPU wait for its host at every turn."""
+    by_platform = {
+        "cpu": partial(tiles_each, side),
+        "default": partial(blocks_each, side),
+    }
+    return lax.platform_dependent(*operands, **by_platform)
+
+
+def _best_summed(*operands):
+    return lax.platform_dependent(*operands, cpu=tiles_summed, default=blocks_summed)
+
+
+def _named(name: str | None) -> Implementation:
+    """The implementation of that name; for None, the best of each platform."""
+    return Implementation(_best_each, _best_summed) if name is None else IMPLEMENTATIONS[name]

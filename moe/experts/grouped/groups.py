@@ -1,0 +1,33 @@
+"""What an implementation of the grouped product is, and which group a row belongs to."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+
+class Implementation(NamedTuple):
+    """The two products that a grouped product and its gradient are made of.
+
+    Attributes:
+      each: ``(side, rows, weights, sizes)``, each row times the matrix of its group, of which it
+        meets dimension `side`: 0 is the product, 1 the one with the matrices transposed.
+      summed: ``(rows [row inner], others [row outer], sizes) -> [group inner outer]``, the sum of
+        ``rows[r]^T others[r]`` over the rows of a group, float32.
+    """
+
+    each: Callable[..., Any]
+    summed: Callable[..., Any]
+
+
+def dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+    """`a` times `b` over one dimension of each, summed and returned in float32."""
+    dimensions = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
+
+
+def group_of_rows(sizes: Array, num_rows: int) -> Array:
+    """The group of each row, one past the last for a row of none."""
+    return jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(num_rows, dtype=sizes.dtype), "right")

@@ -1,0 +1,21 @@
+"""Every row times every matrix: the twin that the others are compared with ("plain")."""
+
+import jax
+import jax.numpy as jnp
+
+from moe.experts.grouped.groups import group_of_rows
+
+
+def plain_each(side, rows, weights, sizes):
+    mine = jax.nn.one_hot(group_of_rows(sizes, rows.shape[0]), weights.shape[0], dtype=bool)
+    # Cut off before multiplying: zero times what a row of no group may hold need not be zero.
+    rows = jnp.where(mine.any(axis=1)[:, None], rows, 0)
+    formula = ("ri,gio->rgo", "ro,gio->rgi")[side]
+    products = jnp.einsum(formula, rows, weights, preferred_element_type=jnp.float32)
+    return jnp.sum(products, axis=1, where=mine[:, :, None]).astype(rows.dtype)
+
+
+def plain_summed(rows, others, sizes):
+    mine = jax.nn.one_hot(group_of_rows(sizes, rows.shape[0]), sizes.shape[0], dtype=bool)
+    rows, others = (jnp.where(mine.T[:, :, None], x[None], 0) for x in (rows, others))
+    return jnp.einsum("gri,gro->gio", rows, others, preferred_element_type=jnp.float32)

@@ -1,0 +1,1 @@
+"""The architectures of `transformers` that can be read and written."""

@@ -1,0 +1,76 @@
+"""Options of DeepSeek-V3: latent attention, grouped sigmoid routing, dense first layers."""
+
+from typing import Any
+
+from moe.config import ModelConfig, MultiHeadLatentAttention
+from moe.huggingface.families.family import Fields
+from moe.huggingface.families.shared_options import demand_no_biases
+from moe.huggingface.options import Options
+from moe.huggingface.rotary_options import read_rotary, written_rotary
+
+
+def read_deepseek(options: Options, fields: Fields) -> Fields:
+    demand_no_biases(options, "attention_bias")
+    options.demand("scoring_func", "sigmoid", default="sigmoid")
+    options.demand("topk_method", "noaux_tc", default="noaux_tc")
+    options.demand("moe_layer_freq", 1, default=1)
+    options.take("head_dim", default=None)  # of the rotated part, as the next but two
+    d_expert = options.take("moe_intermediate_size")
+    qk_rope_head_dim = options.take("qk_rope_head_dim")
+    groups, topk = options.take("n_group"), options.take("topk_group")
+    k = options.take("num_experts_per_tok")
+    if groups > 1 and k != 2 * topk:
+        # There a group is judged by its best two, here by its best k / topk_group.
+        raise options.unsupported("num_experts_per_tok", k, f"2 x topk_group = {2 * topk}")
+    first = options.take("first_k_dense_replace", default=0)
+    width = options.take("intermediate_size")
+    return {
+        "head_dim": options.take("qk_nope_head_dim") + qk_rope_head_dim,
+        "mla": MultiHeadLatentAttention(
+            kv_lora_rank=options.take("kv_lora_rank"),
+            q_lora_rank=options.take("q_lora_rank"),
+            qk_rope_head_dim=qk_rope_head_dim,
+            v_head_dim=options.take("v_head_dim"),
+        ),
+        "rope_interleaved": options.take("rope_interleave", default=True),
+        "num_experts": options.take("n_routed_experts", "num_local_experts"),
+        "experts_per_token": k,
+        "d_expert": d_expert,
+        "d_ff": options.take("n_shared_experts") * d_expert,
+        "num_dense_layers": first,
+        "dense_d_ff": width if first else 0,
+        "router_scores": "sigmoid",
+        "selection_bias": True,
+        "renormalise": options.take("norm_topk_prob"),
+        "routed_scaling": options.take("routed_scaling_factor"),
+        "num_expert_groups": groups,
+        "expert_groups_per_token": topk,
+        **read_rotary(options, temperatures=True),
+    }
+
+
+def written_deepseek(config: ModelConfig) -> dict[str, Any]:
+    mla = config.mla
+    if mla is None:
+        return {}
+    return {
+        "attention_bias": False,
+        "qk_nope_head_dim": config.head_dim - mla.qk_rope_head_dim,
+        "qk_rope_head_dim": mla.qk_rope_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "q_lora_rank": mla.q_lora_rank,
+        "rope_interleave": config.rope_interleaved,
+        "n_routed_experts": config.num_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "moe_intermediate_size": config.d_expert,
+        "n_shared_experts": config.d_ff // max(config.d_expert, 1),
+        "first_k_dense_replace": config.num_dense_layers,
+        "intermediate_size": config.dense_d_ff or config.d_expert,
+        "num_nextn_predict_layers": 0,
+        "norm_topk_prob": config.renormalise,
+        "routed_scaling_factor": config.routed_scaling,
+        "n_group": config.num_expert_groups,
+        "topk_group": config.expert_groups_per_token,
+        **written_rotary(config),
+    }

@@ -1,0 +1,29 @@
+"""What it takes to describe one architecture, in both directions."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe.config import ModelConfig
+from moe.huggingface.options import Options
+
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture.
+
+    Args:
+      architecture: its class in `transformers`.
+      model_type: its name in config.json.
+      read: fields of `ModelConfig` out of the options that are its own.
+      written: the same options from a configuration.
+      names: of the tensors of a layer that are its own, by the path of the weight in `Layer`.
+    """
+
+    architecture: str
+    model_type: str
+    read: Callable[[Options, Fields], Fields]
+    written: Callable[[ModelConfig], dict[str, Any]]
+    names: Mapping[str, str]

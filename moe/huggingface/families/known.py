@@ -1,0 +1,84 @@
+"""What each architecture of `transformers` is in our terms: its options and its tensors' names.
+
+An architecture is described in both directions. What a configuration cannot say in one of them is
+found by writing it and reading it back.
+"""
+
+from moe.huggingface.families.deepseek import read_deepseek, written_deepseek
+from moe.huggingface.families.dense import (
+    read_llama,
+    read_mistral,
+    read_qwen2,
+    read_qwen3,
+    written_llama,
+    written_mistral,
+    written_qwen2,
+    written_qwen3,
+)
+from moe.huggingface.families.family import Family
+from moe.huggingface.families.mixtures import (
+    read_mixtral,
+    read_olmoe,
+    read_qwen2_moe,
+    read_qwen3_moe,
+    written_mixtral,
+    written_olmoe,
+    written_qwen2_moe,
+    written_qwen3_moe,
+)
+from moe.huggingface.families.tensor_names import (
+    LATENT_ATTENTION,
+    PROJECTED_EXPERTS,
+    QKV_BIASES,
+    QUERY_KEY_NORMS,
+    dense_names,
+    expert_names,
+)
+
+FAMILIES = (
+    Family("LlamaForCausalLM", "llama", read_llama, written_llama, {}),
+    Family("MistralForCausalLM", "mistral", read_mistral, written_mistral, {}),
+    Family("Qwen2ForCausalLM", "qwen2", read_qwen2, written_qwen2, QKV_BIASES),
+    Family("Qwen3ForCausalLM", "qwen3", read_qwen3, written_qwen3, QUERY_KEY_NORMS),
+    Family(
+        "MixtralForCausalLM",
+        "mixtral",
+        read_mixtral,
+        written_mixtral,
+        expert_names("block_sparse_moe", "w1", "w3", "w2"),
+    ),
+    Family(
+        "Qwen2MoeForCausalLM",
+        "qwen2_moe",
+        read_qwen2_moe,
+        written_qwen2_moe,
+        {
+            **QKV_BIASES,
+            **PROJECTED_EXPERTS,
+            **dense_names("mlp.shared_expert"),
+            "shared_gate": "mlp.shared_expert_gate.weight",
+        },
+    ),
+    Family(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        read_qwen3_moe,
+        written_qwen3_moe,
+        {**QUERY_KEY_NORMS, **PROJECTED_EXPERTS},
+    ),
+    Family(
+        "OlmoeForCausalLM",
+        "olmoe",
+        read_olmoe,
+        written_olmoe,
+        {**QUERY_KEY_NORMS, **PROJECTED_EXPERTS},
+    ),
+    Family(
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        read_deepseek,
+        written_deepseek,
+        {**LATENT_ATTENTION, **PROJECTED_EXPERTS, **dense_names("mlp.shared_experts")},
+    ),
+)
+"""All that are supported. A network that several can express is written as the first of them."""

@@ -1,0 +1,124 @@
+"""Options of architectures with experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE."""
+
+from typing import Any
+
+from moe.config import ModelConfig
+from moe.huggingface.families.family import Fields
+from moe.huggingface.families.shared_options import (
+    demand_full_attention,
+    demand_no_biases,
+    head_dim_of,
+    read_dense_layers,
+    written_dense_layers,
+)
+from moe.huggingface.options import Options
+from moe.huggingface.rotary_options import read_rotary, written_rotary
+
+
+def read_mixtral(options: Options, fields: Fields) -> Fields:
+    return {
+        "head_dim": head_dim_of(options, fields),
+        "num_experts": options.take("num_local_experts"),
+        "experts_per_token": options.take("num_experts_per_tok"),
+        "d_expert": options.take("intermediate_size"),
+        "sliding_window": options.take("sliding_window", default=None),
+        **read_rotary(options, default_base=1e6),
+    }
+
+
+def written_mixtral(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "head_dim": config.head_dim,
+        "num_local_experts": config.num_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "intermediate_size": config.d_expert,
+        "sliding_window": config.sliding_window,
+        **written_rotary(config),
+    }
+
+
+def read_qwen2_moe(options: Options, fields: Fields) -> Fields:
+    demand_full_attention(options)
+    options.demand("head_dim", None, fields["d_model"] // fields["num_heads"])
+    return {
+        "head_dim": fields["d_model"] // fields["num_heads"],
+        "qkv_bias": options.take("qkv_bias", default=True),
+        "num_experts": options.take("num_experts", "num_local_experts"),
+        "experts_per_token": options.take("num_experts_per_tok"),
+        "d_expert": options.take("moe_intermediate_size"),
+        "d_ff": options.take("shared_expert_intermediate_size"),
+        "shared_expert_gate": True,
+        "renormalise": options.take("norm_topk_prob", default=False),
+        **read_dense_layers(options, fields),
+        **read_rotary(options),
+    }
+
+
+def written_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "use_sliding_window": False,
+        "qkv_bias": config.qkv_bias,
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "moe_intermediate_size": config.d_expert,
+        "shared_expert_intermediate_size": config.d_ff,
+        "norm_topk_prob": config.renormalise,
+        **written_dense_layers(config),
+        **written_rotary(config),
+    }
+
+
+def read_qwen3_moe(options: Options, fields: Fields) -> Fields:
+    demand_full_attention(options)
+    demand_no_biases(options, "attention_bias")
+    return {
+        "head_dim": head_dim_of(options, fields),
+        "query_key_norm": "head",
+        "num_experts": options.take("num_experts", "num_local_experts"),
+        "experts_per_token": options.take("num_experts_per_tok"),
+        "d_expert": options.take("moe_intermediate_size"),
+        "renormalise": options.take("norm_topk_prob", default=False),
+        **read_dense_layers(options, fields),
+        **read_rotary(options),
+    }
+
+
+def written_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "use_sliding_window": False,
+        "attention_bias": False,
+        "head_dim": config.head_dim,
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "moe_intermediate_size": config.d_expert,
+        "norm_topk_prob": config.renormalise,
+        **written_dense_layers(config),
+        **written_rotary(config),
+    }
+
+
+def read_olmoe(options: Options, fields: Fields) -> Fields:
+    demand_no_biases(options, "attention_bias")
+    options.demand("clip_qkv", None)
+    options.demand("head_dim", None, fields["d_model"] // fields["num_heads"])
+    return {
+        "head_dim": fields["d_model"] // fields["num_heads"],
+        "query_key_norm": "projection",
+        "num_experts": options.take("num_experts", "num_local_experts"),
+        "experts_per_token": options.take("num_experts_per_tok"),
+        "d_expert": options.take("intermediate_size"),
+        "renormalise": options.take("norm_topk_prob", default=False),
+        **read_rotary(options),
+    }
+
+
+def written_olmoe(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "attention_bias": False,
+        "clip_qkv": None,
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "intermediate_size": config.d_expert,
+        "norm_topk_prob": config.renormalise,
+        **written_rotary(config),
+    }

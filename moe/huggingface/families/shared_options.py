@@ -1,0 +1,82 @@
+"""Options that several architectures have under the same names."""
+
+from typing import Any
+
+from moe.config import ModelConfig
+from moe.huggingface.families.family import Fields
+from moe.huggingface.options import Options
+
+
+def common_fields(options: Options) -> Fields:
+    """Fields that every architecture has under the same names."""
+    options.demand("hidden_act", "silu", default="silu")
+    options.demand("quantization_config", None)
+    num_heads, d_model = options.take("num_attention_heads"), options.take("hidden_size")
+    return {
+        "vocab_size": options.take("vocab_size"),
+        "num_layers": options.take("num_hidden_layers"),
+        "d_model": d_model,
+        "num_heads": num_heads,
+        "num_kv_heads": options.take("num_key_value_heads", default=num_heads),
+        "norm_epsilon": options.take("rms_norm_eps"),
+        "head": "tied" if options.take("tie_word_embeddings", default=False) else "untied",
+        "embedding_scale": 1.0,
+        "num_experts": 0,
+        "max_positions": options.take("max_position_embeddings", default=None),
+    }
+
+
+def common_options(config: ModelConfig) -> dict[str, Any]:
+    """The options that `common_fields` reads."""
+    return {
+        "hidden_act": "silu",
+        "vocab_size": config.vocab_size,
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.d_model,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "rms_norm_eps": config.norm_epsilon,
+        "tie_word_embeddings": config.head == "tied",
+        **(
+            {}
+            if config.max_positions is None
+            else {"max_position_embeddings": config.max_positions}
+        ),
+    }
+
+
+def head_dim_of(options: Options, fields: Fields) -> int:
+    given = options.take("head_dim", default=None)
+    return fields["d_model"] // fields["num_heads"] if given is None else given
+
+
+def demand_no_biases(options: Options, *names: str) -> None:
+    for name in names:
+        options.demand(name, False, default=False)
+
+
+def demand_full_attention(options: Options) -> None:
+    """Qwen's windows, which only some layers have: refused where they are in use."""
+    options.demand("use_sliding_window", False, default=False)
+    options.take("sliding_window", default=None)
+    kinds = options.take("layer_types", default=None) or []
+    if set(kinds) - {"full_attention"}:
+        raise options.unsupported("layer_types", kinds, "full_attention in every layer")
+
+
+def read_dense_layers(options: Options, fields: Fields) -> Fields:
+    """Qwen's dense layers among those with experts: supported where they come first."""
+    options.demand("decoder_sparse_step", 1, default=1)
+    layers = options.take("mlp_only_layers", default=None) or []
+    if sorted(layers) != list(range(len(layers))):
+        raise options.unsupported("mlp_only_layers", layers, "dense layers before all others only")
+    width = options.take("intermediate_size")
+    return {"num_dense_layers": len(layers), "dense_d_ff": width if layers else 0}
+
+
+def written_dense_layers(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(range(config.num_dense_layers)),
+        "intermediate_size": config.dense_d_ff or config.d_expert,
+    }

@@ -1,0 +1,48 @@
+"""Balance without a loss: a bias that selects idle experts more often."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from moe.weights import Transformer
+
+
+def updated_bias(
+    bias: Float[Array, "layer route"], load: Float[Array, "layer route"], rate: float
+) -> Float[Array, "layer route"]:
+    """``b_e + rate sign(mean_e load - load_e)``: an idle expert is selected more, a busy one less.
+
+    Args:
+      bias: of each expert's selection.
+      load: choices of each expert in the whole batch of an optimizer step, all devices and
+        micro-batches, dropped ones included.
+      rate: of the step, in units of the score.
+
+    References:
+      Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024,
+      algorithm 1. https://arxiv.org/abs/2408.15664
+    """
+    return bias + rate * jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
+
+
+def with_updated_bias(
+    before: Transformer[Array],
+    after: Transformer[Array],
+    load: Float[Array, "layer route"],
+    rate: float,
+) -> Transformer[Array]:
+    """The weights after an optimizer step, their selection bias as `updated_bias` moves it.
+
+    Args:
+      before: the weights before the step, whose bias counts: the optimizer has no say in it.
+      after: the weights after the step.
+      load: as for `updated_bias`, in the order of the layers.
+      rate: of the step.
+    """
+    old, new = before.layers.experts, after.layers.experts
+    if old is None or new is None or old.bias is None:
+        raise ValueError("selection_bias=False has no bias to move: set it in the configuration.")
+    # Chunks of interleaved stages are stored apart (`moe.placement.in_chunks`), in the same order.
+    experts = replace(new, bias=updated_bias(old.bias, load.reshape(old.bias.shape), rate))
+    return replace(after, layers=replace(after.layers, experts=experts))

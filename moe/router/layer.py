@@ -1,0 +1,43 @@
+"""The router of a layer: where its tokens go, what is dropped, and the statistics of both."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from moe.config import ModelConfig
+from moe.precision import float32_product
+from moe.router.balance import load_fractions
+from moe.router.capacity import drop
+from moe.router.routing import Routing, assignments, topk_routing
+from moe.router.statistics import RouterStatistics, statistics
+from moe.tokens.packing import PackedBatch
+from moe.weights import Experts
+from sharding.collectives import gather_tokens, own_shard, vary
+from sharding.folding import FoldedMesh
+
+
+def route(
+    experts: Experts[Array],
+    h: Float[Array, "local d_model"],
+    packed: PackedBatch,
+    config: ModelConfig,
+    mesh: FoldedMesh,
+) -> tuple[Routing, RouterStatistics[Array]]:
+    """Where each token goes, full experts left out, and what the router did."""
+    multiplicity = vary(own_shard(packed.multiplicity, mesh.sequence), mesh.axes)
+    replay = packed.replay if packed.replay is None else own_shard(packed.replay, mesh.sequence)
+    logits = float32_product(h.astype(jnp.float32), experts.router)
+    routing, probabilities = topk_routing(
+        logits, multiplicity > 0, config, bias=experts.bias, replay=replay
+    )
+    counts = jax.lax.stop_gradient(assignments(routing.experts, config.num_experts))
+    fractions = own_shard(
+        packed.sequence_fractions(gather_tokens(counts, mesh.sequence)), mesh.sequence
+    )
+    compared = load_fractions(fractions, float32_product(multiplicity, counts), config, mesh)
+    stats = statistics(logits, probabilities, counts, compared, multiplicity, config)
+    kept, dropped = drop(routing, packed.zigzag, config, mesh)
+    choices = routing.experts if packed.record_choices else None
+    return kept, replace(stats, dropped=float32_product(multiplicity, dropped), choices=choices)

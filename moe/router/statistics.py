@@ -1,0 +1,132 @@
+"""What the router did: sums over tokens, for its losses and its metrics."""
+
+from typing import Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float
+
+from moe.config import ModelConfig
+from moe.precision import float32_product
+from moe.router.routing import log_scores
+
+Leaf = TypeVar("Leaf")
+
+
+class LoadFractions(NamedTuple):
+    """The fraction of assignments that each expert got (``f_e``), ``[token, route]`` or
+    ``[route]``.
+
+    Attributes:
+      sequence: among the tokens of the same sequence.
+      batch: among the tokens of the micro-batch in this sequence-parallel group; None where its
+        loss has no coefficient.
+      everywhere: among the tokens of the micro-batch on all devices; None likewise.
+    """
+
+    sequence: Array
+    batch: Array | None = None
+    everywhere: Array | None = None
+
+
+@struct.dataclass
+class RouterStatistics(Generic[Leaf]):
+    """Sums over tokens from which the router's losses and its load are computed.
+
+    Every field but `choices` adds up over micro-batches and devices.
+
+    Attributes:
+      load: ``[route]`` assignments that each expert was chosen for, dropped ones included;
+        ``[layer, route]`` for a whole network.
+      tokens: ``[]`` tokens routed.
+      balance: ``[]`` sum over sequences of the load-balancing loss times the tokens of the
+        sequence.
+      batch_balance: ``[]`` the same, taken over this group's micro-batch at once; 0 where its
+        coefficient is.
+      global_balance: ``[]`` the same, taken over the micro-batch of all devices at once; 0 where
+        its coefficient is.
+      z: ``[]`` sum over tokens of the squared logsumexp of the logits.
+      entropy: ``[]`` sum over tokens of the entropy of the router's distribution, in nats.
+      dropped: ``[]`` assignments left out because their expert was full.
+      places: ``[]`` places in the packed batch; a prompt that several rows share has them once.
+      padded: ``[]`` those without a token.
+      choices: ``[token, k]`` expert ids before dropping, ``[layer, token, k]`` for a whole network;
+        None where they were not asked for (`moe.model.routing_choices`).
+    """
+
+    load: Leaf
+    tokens: Leaf
+    balance: Leaf
+    batch_balance: Leaf
+    global_balance: Leaf
+    z: Leaf
+    entropy: Leaf
+    dropped: Leaf
+    places: Leaf
+    padded: Leaf
+    choices: Leaf | None = None
+
+
+def sequence_load_fractions(
+    counts: Float[Array, "batch time route"], valid: Bool[Array, "batch time"]
+) -> Float[Array, "batch route"]:
+    """The fraction of a sequence's assignments that each expert got; sums to 1 over experts.
+
+    A sequence without a valid token has fractions of 0.
+    """
+    sent = jnp.sum(counts, axis=1, where=valid[..., None])
+    return sent / jnp.maximum(jnp.sum(sent, axis=-1, keepdims=True), 1.0)
+
+
+def statistics(
+    logits: Float[Array, "token route"],
+    probabilities: Float[Array, "token route"],
+    counts: Float[Array, "token route"],
+    fractions: LoadFractions,
+    multiplicity: Float[Array, "token"],
+    config: ModelConfig,
+) -> RouterStatistics[Array]:
+    """Sums over tokens of what the router did, each token `multiplicity` times (0 for padding).
+
+    The load-balancing loss of a set of tokens is ``E sum_e f_e P_e``, ``f_e`` the fraction of its
+    assignments that expert ``e`` got (`fractions`, without gradient) and ``P_e`` the mean
+    probability of ``e`` over its tokens: 1 when even, at most ``E``. Weighted by the tokens of the
+    set it is a sum over tokens. Taken per sequence, it does not depend on how a batch is cut into
+    micro-batches or spread over devices; taken over a micro-batch, it does.
+
+    References:
+      DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, eq. 17 to 20. https://arxiv.org/abs/2412.19437
+      Fedus et al., "Switch Transformers", 2021, eq. 4. https://arxiv.org/abs/2101.03961
+      Qiu et al., "Demons in the Detail", 2025 (counts over all devices). https://arxiv.org/abs/2501.11873
+      Zoph et al., "ST-MoE", 2022, eq. 5 (z-loss). https://arxiv.org/abs/2202.08906
+    """
+    logits = logits.astype(jnp.float32)
+    log_total = jax.nn.logsumexp(logits, axis=-1)
+    scores = log_scores(logits, config)
+    log_scale = jax.nn.logsumexp(scores, axis=-1)
+    entropy = -jnp.sum(probabilities * (scores - log_scale[:, None]), axis=-1)
+
+    def total(per_token: Float[Array, "token *rest"]) -> Float[Array, "*rest"]:
+        # Padding may hold anything: it is left out before it is multiplied.
+        counted = (multiplicity > 0).reshape(-1, *(1,) * (per_token.ndim - 1))
+        return float32_product(multiplicity, jnp.where(counted, per_token, 0.0))
+
+    def balance(fraction: Array | None) -> Float[Array, ""]:
+        if fraction is None:
+            return jnp.zeros_like(multiplicity, shape=())
+        fraction = jnp.broadcast_to(jax.lax.stop_gradient(fraction), probabilities.shape)
+        return total(probabilities.shape[-1] * jnp.sum(fraction * probabilities, -1))
+
+    return RouterStatistics(
+        load=total(counts),
+        tokens=jnp.sum(multiplicity),
+        balance=balance(fractions.sequence),
+        batch_balance=balance(fractions.batch),
+        global_balance=balance(fractions.everywhere),
+        z=total(jnp.square(log_total)),
+        entropy=total(entropy),
+        dropped=jnp.zeros_like(multiplicity, shape=()),
+        places=jnp.sum(jnp.ones_like(multiplicity)),
+        padded=jnp.sum((multiplicity == 0).astype(jnp.float32)),
+    )

@@ -1,0 +1,89 @@
+"""From the position that computed a number to the token that it speaks about."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from moe.tokens.packing import zigzag_of_prompts, zigzag_of_rows
+from moe.tokens.zigzag import ZigzagLayout
+from sharding.collectives import gather_tokens, join_shards, own_shard
+from sharding.folding import FoldedMesh
+
+
+def responses_of(
+    x: Float[Array, "local d_model"],
+    shape: tuple[int, ...],
+    prompt_length: int,
+    num_samples: int,
+    mesh: FoldedMesh,
+) -> Float[Array, "before d_model"]:
+    """Of the states of a `pack_shared_prompts` batch, the one each response token was predicted
+    from, in the order of `response_tokens`.
+
+    Args:
+      shape: ``[batch, time]`` of the rows.
+    """
+    zigzag = zigzag_of_prompts(shape, prompt_length, num_samples, mesh)
+    prompts, responses = zigzag.split(gather_tokens(x, mesh.tp))
+    # The first response token was predicted from the prompt's last, which one rank holds.
+    rank, column = zigzag.locate(0, prompt_length - 1)
+    last = gather_tokens(prompts[None, :, column], mesh.cp)[rank]
+    before = _shifted(responses, jnp.repeat(last, num_samples, axis=0), mesh)
+    return own_shard(before.reshape(-1, x.shape[-1]), mesh.tp)
+
+
+def _shifted(
+    x: Float[Array, "row local d_model"], first: Float[Array, "row d_model"], mesh: FoldedMesh
+) -> Float[Array, "row local d_model"]:
+    """This ``cp`` rank's part of rows in which each column holds what the one before it held.
+
+    Only the ends of the zig-zag chunks travel: ``2 rows x d_model`` elements to every other rank.
+
+    Args:
+      x: this rank's part of the rows.
+      first: what the first column gets, the same on every rank.
+    """
+    ranks = mesh.size(mesh.cp)
+    chunks_per_rank = ZigzagLayout(((x.shape[0], x.shape[1]),), ranks).chunks_per_rank
+    # One column per chunk: the layout of the chunks' ends among themselves.
+    ends = ZigzagLayout(((x.shape[0], ranks * chunks_per_rank),), ranks)
+    x = x.reshape(x.shape[0], chunks_per_rank, -1, x.shape[-1])
+    (last,) = ends.restore(gather_tokens(ends.join(x[:, :, -1]), mesh.cp))
+    before = jnp.concatenate([first[:, None], last[:, :-1]], axis=1)
+    (before,) = ends.split(own_shard(ends.flatten(before), mesh.cp))
+    shifted = jnp.concatenate([before[:, :, None], x[:, :, :-1]], axis=2)
+    return shifted.reshape(x.shape[0], -1, x.shape[-1])
+
+
+def align_to_tokens(
+    after: Float[Array, "local"], shape: tuple[int, ...], mesh: FoldedMesh
+) -> Float[Array, "batch time"]:
+    """Numbers computed *after* each position, moved to the token they speak about.
+
+    What is computed at position ``t - 1`` speaks about token ``t``; the first token gets 0.
+    """
+    (whole,) = zigzag_of_rows(shape, mesh).restore(join_shards(after, mesh.sequence))
+    return jnp.concatenate([jnp.zeros_like(whole[:, :1]), whole[:, :-1]], axis=1)
+
+
+def next_tokens(tokens: Int[Array, "batch time"], mesh: FoldedMesh) -> Int[Array, "local"]:
+    """The token that follows each position, this rank's shard; the last position wraps to the
+    first."""
+    following = zigzag_of_rows(tokens.shape, mesh).flatten(jnp.roll(tokens, -1, axis=1))
+    return own_shard(following, mesh.sequence)
+
+
+def response_tokens(
+    tokens: Int[Array, "batch time"], prompt_length: int, mesh: FoldedMesh
+) -> Int[Array, "local"]:
+    """The tokens after the prompts, this rank's shard of them."""
+    responses = tokens[:, prompt_length:]
+    return own_shard(zigzag_of_rows(responses.shape, mesh).flatten(responses), mesh.sequence)
+
+
+def on_responses(
+    before: Float[Array, "local"], shape: tuple[int, ...], prompt_length: int, mesh: FoldedMesh
+) -> Float[Array, "batch time"]:
+    """Numbers about the `response_tokens`, put in their columns; prompts get 0."""
+    zigzag = zigzag_of_rows((shape[0], shape[1] - prompt_length), mesh)
+    (response,) = zigzag.restore(join_shards(before, mesh.sequence))
+    return jnp.pad(response, ((0, 0), (prompt_length, 0)))

@@ -1,0 +1,48 @@
+"""Small checkpoints of public architectures, made by make_fixtures.py, and copies to spoil."""
+
+import functools
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+from programs import mesh_of
+from safetensors.numpy import load_file
+
+from moe import huggingface
+
+FIXTURES = Path(__file__).parent
+NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/config.json"))
+# A layout that splits heads, dense hidden units, experts and rows.
+MESH = "tp2 dp2 / ep4"
+
+
+@functools.cache
+def golden(name):
+    with np.load(FIXTURES / name / "golden.npz") as file:
+        return {key: file[key] for key in file}
+
+
+@functools.cache
+def loaded(name, layout="dp1"):
+    return huggingface.load(FIXTURES / name, mesh_of(layout), dtype="float32")
+
+
+def tensors(folder):
+    return {key: value for file in folder.glob("*.safetensors") for key, value in _read(file)}
+
+
+def _read(file):
+    return load_file(file).items()
+
+
+def copy_of(name, path):
+    """A checkpoint that a test may spoil."""
+    shutil.copytree(FIXTURES / name, path)
+    return path
+
+
+def change_options(folder, **changed):
+    options = json.loads((folder / "config.json").read_text()) | changed
+    kept = {name: value for name, value in options.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(kept))

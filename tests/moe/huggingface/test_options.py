@@ -1,0 +1,97 @@
+"""The options of a config.json: what is read, and what is refused by name."""
+
+import json
+
+import pytest
+from public_checkpoints import FIXTURES, change_options, copy_of, loaded
+
+from moe import huggingface
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value", "message"),
+    [
+        ("qwen3_moe", "num_experts", "four", "num_experts would be 'four'"),
+        ("qwen3_moe", "hidden_size", 10**400, "d_model would be 1000"),
+        ("qwen2", "hidden_size", None, "one of its options is of another type"),
+        ("qwen2", "num_attention_heads", 0, "one of its options is of another type"),
+        ("qwen3_moe", "vocab_size", 37.0, r"vocab_size would be 37\.0"),
+        ("qwen3_moe", "norm_topk_prob", 1, "renormalise would be 1"),
+        ("llama", "rope_parameters", [1], "rope_parameters=.* is not supported"),
+        ("llama", "rope_parameters", {"rope_theta": "x"}, "rope_base would be 'x'"),
+        ("llama", "rope_parameters", {"rope_type": {}}, "rope_type={} is not supported"),
+        ("deepseek_v3", "kv_lora_rank", "3", "mla would be MultiHeadLatentAttention"),
+    ],
+)
+def test_an_option_of_another_type_is_one_line(tmp_path, name, option, value, message):
+    options = json.loads((FIXTURES / name / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**options, option: value}))
+    with pytest.raises(ValueError, match=message) as caught:
+        huggingface.config_from(tmp_path)
+    assert str(caught.value).startswith(str(tmp_path))
+
+
+def test_a_configuration_nested_too_deeply_is_one_line(tmp_path):
+    (tmp_path / "config.json").write_text('{"a":' * 100_000)
+    with pytest.raises(ValueError, match=r"config\.json is not JSON: maximum recursion"):
+        huggingface.config_from(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("llama", {"model_type": "gpt2"}, r"model_type='gpt2' is not supported.*qwen3_moe"),
+        ("llama", {"hidden_act": "gelu"}, r"hidden_act='gelu' is not supported"),
+        ("llama", {"attention_bias": True}, r"attention_bias=True is not supported"),
+        ("llama", {"logit_softcap": 30.0}, r"not supported: logit_softcap=30.0"),
+        ("llama", {"quantization_config": {"bits": 4}}, r"quantization_config="),
+        ("llama", {"rms_norm_eps": ...}, r"has no option rms_norm_eps"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
+            r"rope_type='longrope' is not supported; the network here has default, llama3 and yarn",
+        ),
+        (
+            "qwen2",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}},
+            r"original_max_position_embeddings too",
+        ),
+        ("qwen2", {"use_sliding_window": True}, r"use_sliding_window=True is not supported"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 2}, r"full_attention in every layer"),
+        ("qwen2_moe", {"mlp_only_layers": [1]}, r"dense layers before all others only"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, r"decoder_sparse_step=2 is not supported"),
+        ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv=8.0 is not supported"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, r"scoring_func='softmax' is not supported"),
+        ("deepseek_v3", {"num_experts_per_tok": 3}, r"2 x topk_group = 2"),
+    ],
+)
+def test_options_that_are_not_supported_are_named(name, changed, message, tmp_path):
+    folder = copy_of(name, tmp_path / "changed")
+    change_options(folder, **changed)
+    with pytest.raises(ValueError, match=message):
+        huggingface.config_from(folder)
+
+
+def test_options_as_older_files_have_them(tmp_path):
+    scaling = {
+        "type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 4.0,
+        "beta_slow": 0.5,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+    }
+    folder = copy_of("deepseek_v3", tmp_path / "old")
+    change_options(folder, rope_parameters=..., rope_theta=50, rope_scaling=scaling)
+    assert huggingface.config_from(folder) == huggingface.config_from(FIXTURES / "deepseek_v3")
+
+
+def test_routers_come_without_losses_and_biases_that_stay(tmp_path):
+    folder = copy_of("deepseek_v3", tmp_path / "trained")
+    change_options(folder, router_aux_loss_coef=0.02, aux_loss_alpha=0.001)
+    for config in (huggingface.config_from(folder), loaded("qwen3_moe")[0]):
+        names = ("load_balance_coef", "router_z_coef", "batch_balance_coef", "global_balance_coef")
+        assert [getattr(config, name) for name in names] == [0.0] * 4
+        assert config.bias_update_rate == 0.0
+    assert huggingface.config_from(folder).selection_bias

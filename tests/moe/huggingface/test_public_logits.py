@@ -1,0 +1,130 @@
+"""Checkpoints written by `transformers` give its logits here, on any mesh and step by step."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from programs import mesh_of, on_mesh
+from public_checkpoints import MESH, NAMES, golden, loaded
+from tiers import full_but
+
+from moe import model
+from moe.decoding import decode_step, extend, prefill
+from moe.placement import specs
+from moe.tokens import alignment
+from moe.weights import Transformer
+from sharding.collectives import vary
+
+
+@functools.cache
+def logits_of(name, layout):
+    (config, weights), mesh = loaded(name, layout), mesh_of(layout)
+    rows = P(mesh.dp)
+    run = on_mesh(
+        lambda w, t, v: model.next_token_logits(w, t, v, config, mesh)[0][None],
+        mesh,
+        (specs(config, mesh), rows, rows),
+        P(tuple(a for a in mesh.axes if a not in mesh.dp + mesh.tp), mesh.dp + mesh.tp),
+    )
+    tokens, valid = (jnp.asarray(golden(name)[key]) for key in ("tokens", "valid"))
+    return np.asarray(run(weights, tokens, valid)[0]).reshape(*valid.shape, -1)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    full_but(
+        [*((name, "dp1") for name in NAMES), ("mixtral", MESH), ("deepseek_v3", MESH)],
+        *((name, "dp1") for name in NAMES),
+    ),
+)
+def test_logits_are_those_of_transformers(name, layout):
+    valid, expected = golden(name)["valid"], golden(name)["logits"]
+    assert np.std(expected[valid]) > 0.3  # else equality would say little
+    # float32 through three layers, in another order of sums.
+    np.testing.assert_allclose(logits_of(name, layout)[valid], expected[valid], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", full_but(["qwen2", "qwen3", "olmoe", "qwen2_moe", "deepseek_v3"], "deepseek_v3")
+)
+def test_decoding_gives_the_logits_of_the_whole_sequence(name):
+    prompt, layout = 8, MESH
+    (config, weights), mesh = loaded(name, layout), mesh_of(layout)
+
+    def local(weights, tokens, valid):
+        weights = vary(weights, mesh.axes)
+        tokens, valid = vary((tokens, valid), mesh.except_sequence)
+        _, cache = prefill(weights, tokens[:, :prompt], valid[:, :prompt], config, mesh)
+        cache = extend(cache, tokens.shape[1] - prompt, 1)
+        layers = tuple(model.layer_of(weights, index) for index in range(config.num_layers))
+
+        def step(cache, column):
+            token, live = (
+                jax.lax.dynamic_index_in_dim(x, column, axis=1, keepdims=False)
+                for x in (tokens, valid)
+            )
+            logits, cache = decode_step(layers, weights, cache, token, column, live, config, mesh)
+            return cache, logits
+
+        return jax.lax.scan(step, cache, jnp.arange(prompt, tokens.shape[1]))[1][None]
+
+    rows = P(mesh.dp)
+    others = tuple(axis for axis in mesh.axes if axis not in mesh.dp + mesh.tp)
+    run = on_mesh(
+        local, mesh, (specs(config, mesh), rows, rows), P(others, None, mesh.dp + mesh.tp)
+    )
+    tokens, valid = (jnp.asarray(golden(name)[key]) for key in ("tokens", "valid"))
+    steps = np.swapaxes(np.asarray(run(weights, tokens, valid))[0], 0, 1)
+    assert steps.shape == golden(name)["logits"][:, prompt:].shape
+    np.testing.assert_allclose(steps, golden(name)["logits"][:, prompt:], atol=1e-5)
+
+
+def test_a_sequence_longer_than_the_window_is_refused():
+    config, weights = loaded("mistral")
+    assert config.sliding_window == 12
+    mesh = mesh_of("dp1")
+    long = jnp.zeros((1, 13), jnp.int32), jnp.ones((1, 13), bool)
+    for call in (
+        lambda: model.hidden(weights, *long, config, mesh),
+        lambda: model.before_responses(weights, *long, 6, 1, config, mesh),
+        lambda: prefill(weights, *long, config, mesh),
+    ):
+        with pytest.raises(ValueError, match="13 tokens are longer than sliding_window=12"):
+            call()
+
+
+@pytest.mark.slow
+def test_gradients_reach_every_weight_alike_on_a_mesh():
+    """The features of attention that training on a mesh could get wrong: latent vectors and norms
+    of whole projections, whose gradients are sums over ``tp``."""
+    for name in ("deepseek_v3", "olmoe"):
+        one, many = (gradients(name, layout) for layout in ("dp1", "tp2 dp2 / ep4"))
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=5e-6 * np.abs(b).max()),
+            many,
+            one,
+        )
+
+
+def gradients(name, layout) -> Transformer[np.ndarray]:
+    (config, weights), mesh = loaded(name, layout), mesh_of(layout)
+
+    def local(weights, tokens, valid):
+        def loss(weights):
+            logits, _ = model.next_token_logits(weights, tokens, valid, config, mesh)
+            own = jax.nn.logsumexp(logits, axis=-1) ** 2
+            per_token = alignment.align_to_tokens(own, tokens.shape, mesh)
+            counted = valid & jnp.roll(valid, 1, axis=1)
+            total = jnp.sum(per_token, where=counted)
+            return jax.lax.psum(vary(total, mesh.except_sequence), mesh.except_sequence)
+
+        return jax.grad(loss)(weights)
+
+    rows, spec = P(mesh.dp), specs(config, mesh)
+    run = on_mesh(local, mesh, (spec, rows, rows), spec)
+    return jax.device_get(
+        run(weights, *(jnp.asarray(golden(name)[k]) for k in ("tokens", "valid")))
+    )

@@ -1,0 +1,115 @@
+"""Tensors of checkpoints written by `transformers` into weights: what is read, what is refused."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from programs import mesh_of
+from public_checkpoints import FIXTURES, MESH, NAMES, copy_of, loaded
+from safetensors.numpy import load_file, save_file
+
+from moe import huggingface
+from moe.execution import Execution
+from moe.huggingface.families.known import FAMILIES
+
+
+def test_every_architecture_has_a_fixture():
+    kinds = {json.loads((FIXTURES / n / "config.json").read_text())["model_type"] for n in NAMES}
+    assert kinds == {family.model_type for family in FAMILIES}
+
+
+# Decoding (test_public_logits.py) runs the other features on the mesh.
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_weights_are_read_into_their_parts(name):
+    config, weights = loaded(name)
+    execution = Execution(remat="full", fsdp=True)
+    sharded = replace(config, execution=execution)
+    parts = huggingface.load_weights(FIXTURES / name, sharded, mesh_of("dp4"))
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((parts, weights)))
+    own = sum(leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(parts))
+    assert own < 0.31 * sum(leaf.size for leaf in jax.tree.leaves(parts))
+
+
+def test_a_shard_is_read_without_the_rest_of_its_tensor(monkeypatch):
+    """What a process reads is what its devices hold, each distinct piece once."""
+    from moe.huggingface import reading
+
+    read = []
+    shard = reading._shard
+
+    def counted(files, plan, index):
+        out = shard(files, plan, index)
+        read.append((plan.name, out.size))
+        return out
+
+    monkeypatch.setattr(reading, "_shard", counted)
+    _, weights = huggingface.load(FIXTURES / "qwen3_moe", mesh_of(MESH))
+    assert sum(size for _, size in read) == sum(x.size for x in jax.tree.leaves(weights))
+    experts = weights.layers.experts
+    assert experts is not None
+    gate = [size for name, size in read if "gate_proj" in name]
+    assert gate == [experts.gate.size // 4] * 4
+    queries = [size for name, size in read if "q_proj" in name]
+    assert queries == [weights.layers.attention.query.size // 2] * 2
+
+
+def test_differing_tensors_are_all_listed(tmp_path):
+    folder = copy_of("llama", tmp_path / "spoilt")
+    held = load_file(folder / "model.safetensors")
+    del held["model.norm.weight"]
+    held["model.layers.1.self_attn.q_proj.weight"] = np.zeros((48, 21), np.float32)
+    held["model.layers.0.self_attn.sinks"] = np.zeros(4, np.float32)
+    held["lm_head.weight"] = held["lm_head.weight"].astype(np.int32)
+    save_file(held, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"tensors of this LlamaForCausalLM \(4 differ\)") as error:
+        huggingface.load(folder, mesh_of("dp1"))
+    for part in (
+        "missing model.norm.weight (20,)",
+        "model.layers.1.self_attn.q_proj.weight is (48, 21), not (48, 20)",
+        "unknown model.layers.0.self_attn.sinks (4,)",
+        "lm_head.weight is of type I32",
+    ):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "null", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "[" * 100_000, "\ud800"],
+    ids=lambda content: content[:20].encode("ascii", "replace").decode(),
+)
+def test_an_index_that_is_none_is_one_line(tmp_path, content):
+    path = tmp_path / "copy"
+    shutil.copytree(FIXTURES / "llama", path)
+    index = path / "model.safetensors.index.json"
+    index.write_bytes(content.encode("utf-8", "surrogatepass"))
+    with pytest.raises(ValueError, match=r"index\.json (is not JSON|has no \"weight_map\")"):
+        huggingface.load(path, mesh_of("dp1"))
+
+
+def test_a_missing_file_or_a_broken_one_is_named(tmp_path):
+    folder = copy_of("mixtral", tmp_path / "spoilt")
+    (folder / "model-00002-of-00002.safetensors").write_bytes(b"short")
+    with pytest.raises(ValueError, match=r"00002.safetensors cannot be read as safetensors"):
+        huggingface.load(folder, mesh_of("dp1"))
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"00002.safetensors cannot be read as safetensors"):
+        huggingface.load(folder, mesh_of("dp1"))
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"has no .safetensors file"):
+        huggingface.load(folder, mesh_of("dp1"))
+    with pytest.raises(ValueError, match=r"config.json cannot be read \(No such file"):
+        huggingface.config_from(tmp_path)
+
+
+def test_tensors_that_say_nothing_are_let_through(tmp_path):
+    folder = copy_of("qwen3", tmp_path / "more")
+    held = load_file(folder / "model.safetensors")
+    held["lm_head.weight"] = held["model.embed_tokens.weight"].copy()
+    held["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(3, np.float32)
+    save_file(held, folder / "model.safetensors")
+    _, weights = huggingface.load(folder, mesh_of("dp1"))
+    assert weights.head is None

@@ -1,0 +1,42 @@
+"""The selection bias moves towards idle experts."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moe.config import ModelConfig
+from moe.placement import in_chunks, in_layer_order
+from moe.router.bias import updated_bias, with_updated_bias
+from moe.weights import initialise
+from sharding.folding import Layout, fold_abstract
+
+ROUTE = 3
+CONFIG = ModelConfig(vocab_size=5, num_experts=ROUTE, experts_per_token=1)
+
+
+def test_bias_moves_by_the_sign_of_what_is_missing():
+    bias = jnp.asarray([[0.5, 0.0, -0.5], [0.0, 0.0, 0.0]])
+    load = jnp.asarray([[9.0, 1.0, 5.0], [4.0, 4.0, 4.0]])
+    moved = updated_bias(bias, load, 0.25)
+    np.testing.assert_allclose(moved, [[0.25, 0.25, -0.5], [0.0, 0.0, 0.0]], rtol=1e-7)
+
+
+def test_no_bias_to_move_is_an_error():
+    weights = initialise(replace(CONFIG, num_layers=1), jax.random.key(0))
+    with pytest.raises(ValueError, match="selection_bias=False has no bias to move"):
+        with_updated_bias(weights, weights, jnp.ones((1, ROUTE)), 1e-3)
+
+
+def test_the_bias_of_interleaved_chunks_is_that_of_its_layers():
+    """Loads come in the order of the layers, weights as the stages of a pipeline store them."""
+    config = replace(CONFIG, num_layers=4, selection_bias=True)
+    mesh = fold_abstract(Layout(pp=2, vpp=2))
+    load = jnp.asarray(np.random.default_rng(0).integers(0, 9, (4, ROUTE)), jnp.float32)
+    weights = initialise(config, jax.random.key(0))
+    stored = in_chunks(weights, mesh)
+    expected = with_updated_bias(weights, weights, load, 1e-3)
+    found = in_layer_order(with_updated_bias(stored, stored, load, 1e-3), mesh)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

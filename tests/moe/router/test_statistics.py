@@ -1,0 +1,164 @@
+"""The router's sums: balance, z-loss, entropy, what is counted and what is not."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe.config import ModelConfig
+from moe.router.routing import assignments, topk_routing
+from moe.router.statistics import LoadFractions, sequence_load_fractions, statistics
+
+CONFIG = ModelConfig(vocab_size=5, num_experts=7, experts_per_token=3)
+BATCH, TIME, EXPERTS = 2, 5, 7
+
+
+def tokens(seed, scale=2.0):
+    draw = np.random.default_rng(seed)
+    logits = (scale * draw.normal(size=(BATCH * TIME, EXPERTS))).astype(np.float32)
+    valid = draw.random(BATCH * TIME) < 0.7
+    return logits, valid
+
+
+def sums(logits, probabilities, counts, share, valid, config=CONFIG):
+    weight = jnp.asarray(valid, jnp.float32)
+    return statistics(logits, probabilities, counts, LoadFractions(share), weight, config)
+
+
+def softmax(logits):
+    logits = np.asarray(logits, np.float64)
+    powers = np.exp(logits - logits.max())
+    return powers / powers.sum()
+
+
+def test_padding_is_counted_nowhere():
+    logits, valid = tokens(2)
+    routing, _ = topk_routing(jnp.asarray(logits), jnp.asarray(valid), CONFIG)
+    counts = np.asarray(assignments(routing.experts, EXPERTS))
+    for token in range(len(logits)):
+        expected = [float(expert in routing.experts[token].tolist()) for expert in range(EXPERTS)]
+        assert counts[token].tolist() == expected
+        assert counts[token].sum() == (3 if valid[token] else 0)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.integers(0, 10_000))
+def test_sequence_share_is_the_share_of_each_row(seed):
+    draw = np.random.default_rng(seed)
+    counts = draw.integers(0, 2, (BATCH, TIME, EXPERTS)).astype(np.float32)
+    valid = draw.random((BATCH, TIME)) < draw.choice([0.0, 0.5, 1.0])
+    share = np.asarray(sequence_load_fractions(jnp.asarray(counts), jnp.asarray(valid)))
+    for row in range(BATCH):
+        sent = np.zeros(EXPERTS)
+        for time in range(TIME):
+            if valid[row, time]:
+                sent += counts[row, time]
+        expected = sent / sent.sum() if sent.sum() else sent
+        np.testing.assert_allclose(share[row], expected, rtol=1e-6)
+
+
+def test_statistics_are_sums_over_valid_tokens():
+    logits, valid = tokens(3)
+    draw = np.random.default_rng(4)
+    share = draw.random((BATCH * TIME, EXPERTS)).astype(np.float32)
+    routing, probabilities = topk_routing(jnp.asarray(logits), jnp.asarray(valid), CONFIG)
+    counts = assignments(routing.experts, EXPERTS)
+    stats = sums(jnp.asarray(logits), probabilities, counts, jnp.asarray(share), valid)
+    load, balance, z, entropy = np.zeros(EXPERTS), 0.0, 0.0, 0.0
+    for token in np.flatnonzero(valid):
+        p = softmax(logits[token])
+        load[np.argsort(-p)[:3]] += 1
+        balance += EXPERTS * float(np.sum(share[token] * p))
+        z += float(np.log(np.sum(np.exp(logits[token].astype(np.float64))))) ** 2
+        entropy -= float(np.sum(p * np.log(p)))
+    assert float(stats.tokens) == valid.sum()
+    np.testing.assert_array_equal(stats.load, load)
+    # Sums of ten float32 terms.
+    np.testing.assert_allclose(stats.balance, balance, rtol=1e-5)
+    np.testing.assert_allclose(stats.z, z, rtol=1e-5)
+    np.testing.assert_allclose(stats.entropy, entropy, rtol=1e-5)
+
+
+def whole(logits, valid):
+    """Statistics of a batch with the load fractions that the network computes."""
+    routing, probabilities = topk_routing(logits, valid, CONFIG)
+    counts = assignments(routing.experts, EXPERTS)
+    share = sequence_load_fractions(
+        counts.reshape(BATCH, TIME, EXPERTS), valid.reshape(BATCH, TIME)
+    )
+    share = jnp.repeat(share, TIME, axis=0)
+    return sums(logits, probabilities, counts, share, valid), share
+
+
+def test_balance_is_one_when_even_and_grows_to_experts_over_k():
+    valid = jnp.arange(BATCH * TIME) % 5 != 2
+    # Even probabilities give a loss of 1 a token wherever the tokens are sent.
+    even, _ = whole(jnp.zeros((BATCH * TIME, EXPERTS)), valid)
+    np.testing.assert_allclose(even.balance / even.tokens, 1.0, rtol=1e-6)
+    np.testing.assert_allclose(even.entropy / even.tokens, np.log(EXPERTS), rtol=1e-6)
+    np.testing.assert_allclose(even.z / even.tokens, np.log(EXPERTS) ** 2, rtol=1e-6)
+    # All tokens on the same three experts: fractions 1/3 where all probability is.
+    one_sided = jnp.where(jnp.arange(EXPERTS) < 3, 30.0, -30.0)
+    packed, _ = whole(jnp.tile(one_sided, (BATCH * TIME, 1)), valid)
+    np.testing.assert_allclose(packed.balance / packed.tokens, EXPERTS / 3, rtol=1e-6)
+    np.testing.assert_array_equal(packed.load, [8, 8, 8, 0, 0, 0, 0])
+    np.testing.assert_allclose(packed.entropy / packed.tokens, np.log(3), rtol=1e-6)
+
+
+def test_gradient_flows_through_probabilities_and_not_through_shares():
+    logits, valid = (jnp.asarray(x) for x in tokens(5))
+    _, share = whole(logits, valid)
+
+    def balance(logits, share):
+        probabilities = jax.nn.softmax(logits, axis=-1)
+        counts = jnp.zeros_like(probabilities)
+        return sums(logits, probabilities, counts, share, valid).balance
+
+    by_logits, by_share = jax.grad(balance, argnums=(0, 1))(logits, share)
+    np.testing.assert_array_equal(by_share, 0.0)
+    for token in range(BATCH * TIME):
+        p = softmax(logits[token])
+        pull = np.asarray(share[token], np.float64)
+        expected = EXPERTS * p * (pull - p @ pull) if valid[token] else np.zeros(EXPERTS)
+        np.testing.assert_allclose(by_logits[token], expected, atol=2e-6)
+    # Through the whole of it the gradient is the same: counting has none.
+    through = jax.grad(lambda logits: whole(logits, valid)[0].balance)(logits)
+    np.testing.assert_allclose(through, by_logits, atol=2e-6)
+
+
+EIGHT = replace(CONFIG, num_experts=8, experts_per_token=4)
+
+
+def test_sigmoid_statistics_are_those_of_scores_that_sum_to_one():
+    config = replace(EIGHT, router_scores="sigmoid")
+    logits = np.random.default_rng(11).normal(size=(5, 8)).astype(np.float32)
+    routing, probabilities = topk_routing(jnp.asarray(logits), jnp.ones(5, bool), config)
+    counts = assignments(routing.experts, 8)
+    share = jnp.full((5, 8), 0.125)
+    stats = sums(jnp.asarray(logits), probabilities, counts, share, np.ones(5), config)
+    scores = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    p = scores / scores.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(probabilities, p, rtol=1e-5)
+    np.testing.assert_allclose(stats.entropy, -np.sum(p * np.log(p)), rtol=1e-5)
+    np.testing.assert_allclose(stats.balance, 5.0, rtol=1e-6)
+    # The z-loss is of the logits themselves.
+    totals = np.exp(logits.astype(np.float64)).sum(axis=1)
+    np.testing.assert_allclose(stats.z, np.sum(np.log(totals) ** 2), rtol=1e-5)
+
+
+def test_losses_of_a_batch_and_of_everything_use_their_own_shares():
+    logits, valid = (jnp.asarray(x) for x in tokens(12))
+    routing, probabilities = topk_routing(logits, valid, CONFIG)
+    counts, draw = assignments(routing.experts, EXPERTS), np.random.default_rng(13)
+    batch, everywhere = (jnp.asarray(draw.random(EXPERTS), jnp.float32) for _ in range(2))
+    weight = valid.astype(jnp.float32)
+    given = LoadFractions(jnp.zeros_like(probabilities), batch, everywhere)
+    stats = statistics(logits, probabilities, counts, given, weight, CONFIG)
+    mass = np.asarray(probabilities)[np.asarray(valid)].sum(axis=0)
+    np.testing.assert_allclose(stats.batch_balance, EXPERTS * mass @ batch, rtol=1e-5)
+    np.testing.assert_allclose(stats.global_balance, EXPERTS * mass @ everywhere, rtol=1e-5)
+    assert float(stats.padded) == BATCH * TIME - int(valid.sum())
+    assert float(stats.balance) == float(stats.dropped) == 0

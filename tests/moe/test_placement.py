@@ -1,0 +1,81 @@
+"""Where each weight lives on a mesh."""
+
+from dataclasses import replace
+
+import jax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moe.config import ModelConfig
+from moe.placement import shardings, specs
+from sharding.folding import Layout, fold, fold_abstract
+
+# A distinct size for each axis; products are distinct enough to tell two weights apart.
+ROUTED = ModelConfig(
+    vocab_size=17,
+    num_layers=3,
+    d_model=20,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=6,
+    num_experts=16,
+    experts_per_token=5,
+    d_expert=14,
+)
+
+CONFIGS = {
+    "routed": ROUTED,
+    "shared": replace(ROUTED, d_ff=12, head="tied"),
+    "dense": replace(ROUTED, num_experts=0, d_ff=28),
+    "critic": replace(ROUTED, head="value"),
+}
+
+
+def test_specs_follow_the_rules():
+    mesh = fold_abstract(Layout.parse("tp2 dp4 / ep4"))
+    placed = specs(CONFIGS["shared"], mesh)
+    assert placed.embedding == P(None, None)
+    assert placed.layers.attention.query == P(mesh.pp, None, mesh.tp, None)
+    assert placed.layers.attention.key == P(mesh.pp, None, mesh.tp, None)
+    assert placed.layers.attention.out == P(mesh.pp, mesh.tp, None, None)
+    assert placed.layers.experts is not None
+    assert placed.layers.experts.router == P(mesh.pp, None, None)
+    assert placed.layers.experts.down == P(mesh.pp, mesh.ep, mesh.etp, None)
+    assert placed.layers.dense is not None
+    assert placed.layers.dense.down == P(mesh.pp, mesh.tp, None)
+    assert placed.head is None
+    assert specs(CONFIGS["critic"], mesh).head == P(None)
+
+
+def test_the_columns_of_a_head_are_spread_where_they_divide():
+    odd, even = ROUTED, replace(ROUTED, vocab_size=18)
+    for layout in ("tp2 dp4 / ep4", "tp2 pp3 / ep2"):
+        mesh = fold_abstract(Layout.parse(layout))
+        assert specs(odd, mesh).head == P(None, None)
+        assert specs(even, mesh).head == P(None, mesh.tp)
+        assert specs(even, mesh).embedding == P(None, None)
+
+
+def test_shardings_split_the_experts():
+    mesh = fold(Layout.parse("tp2 dp4 / ep8"), jax.devices()[:8])
+    placed = shardings(ROUTED, mesh).layers.experts
+    assert placed is not None
+    assert isinstance(placed.gate, NamedSharding)
+    assert placed.gate.shard_shape((3, 16, 20, 14)) == (3, 2, 20, 14)
+    assert placed.router.is_fully_replicated
+    with pytest.raises(ValueError, match="shardings need real devices: fold the layout"):
+        shardings(ROUTED, fold_abstract(Layout.parse("tp2 dp4 / ep8")))
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (Layout(tp=8), r"axis 'kv_head' of size 4 cannot be split over 8 devices \(layout tp8"),
+        (Layout(dp=3, ep=3), r"axis 'expert' of size 16 cannot be split over 3 devices"),
+        (Layout(tp=16, ep=16), r"axis 'head' of size 8 cannot be split over 16 devices"),
+    ],
+)
+def test_specs_refuse_what_does_not_divide(layout, message):
+    with pytest.raises(ValueError, match=message):
+        specs(ROUTED, fold_abstract(layout))

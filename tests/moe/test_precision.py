@@ -1,0 +1,34 @@
+"""Norms against numpy, and in half precision."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from moe.precision import rms_norm
+
+BATCH, TIME, HEADS, KV_HEADS, HEAD_DIM, D_MODEL = 3, 5, 6, 2, 4, 7
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def oracle_norm(row, scale, epsilon):
+    row = np.asarray(row, np.float64)
+    return row / np.sqrt(np.mean(row**2) + epsilon) * scale
+
+
+def test_rms_norm():
+    x, scale = normal(0, 3, D_MODEL), normal(1, D_MODEL)
+    out = rms_norm(jnp.asarray(x), jnp.asarray(scale), 0.5)
+    for row in range(3):
+        np.testing.assert_allclose(out[row], oracle_norm(x[row], scale, 0.5), rtol=2e-6, atol=1e-7)
+
+
+def test_rms_norm_of_half_precision_is_taken_in_float32():
+    x = jnp.asarray(300 * normal(0, 3, D_MODEL), jnp.bfloat16)
+    scale = jnp.asarray(normal(1, D_MODEL))
+    out = rms_norm(x, scale, 1e-6)
+    assert out.dtype == jnp.bfloat16
+    wide = rms_norm(x.astype(jnp.float32), scale, 1e-6)
+    np.testing.assert_array_equal(out, wide.astype(jnp.bfloat16))
+    assert np.all(np.isfinite(rms_norm(jnp.zeros((1, D_MODEL)), scale, 1e-6)))
