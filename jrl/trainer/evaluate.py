@@ -53,6 +53,7 @@ def evaluate(
     scores = np.array([completion.verdict.score for completion in sampled])
     best = np.array([completion.verdict.score for completion in greedy])
     correct = (scores == 1.0).reshape(-1, k).sum(axis=1)
+    counts: list[int] = correct.tolist()
     reasons = Counter(completion.verdict.reason for completion in sampled)
     results = {
         "prompts": len(examples),
@@ -63,7 +64,7 @@ def evaluate(
         "score/sampled": scores.mean(),
         "score/greedy": best.mean(),
         **{
-            f"pass@{n}": np.mean([float(pass_at_k(k, int(c), n)) for c in correct])
+            f"pass@{n}": np.mean([float(pass_at_k(k, c, n)) for c in counts])
             for n in _up_to(k)
         },
         "response_length/mean": lengths_of(sampled).mean(),

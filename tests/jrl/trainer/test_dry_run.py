@@ -21,7 +21,7 @@ from jrl.trainer.dry_run import (
 )
 from jrl.trainer.setup import set_up
 from jrl.trainer.state import init_state, init_weights
-from moe import decoding, weights
+from moe import decoding, model, placement, weights
 from moe.head import logits_of
 
 LAYOUT = "tp2 dp2 / ep4"
@@ -53,7 +53,7 @@ def local_bytes(setup, function, *arguments):
         jax.shard_map(
             local,
             mesh=mesh.mesh,
-            in_specs=(weights.specs(setup.model, mesh), rows, rows),
+            in_specs=(placement.specs(setup.model, mesh), rows, rows),
             out_specs=PartitionSpec(),
         ),
         weights.shapes(setup.model),
@@ -92,7 +92,7 @@ def test_memory_of_the_cache_is_what_decoding_carries():
 
     def decode(weights, tokens, valid):
         _, cache = decoding.prefill(weights, tokens, valid, setup.model, setup.mesh)
-        return decoding.extend(cache, setup.response_length - 1, copies=4)
+        return decoding.extend(cache, setup.response_length - 1, num_samples=4)
 
     traced = local_bytes(setup, decode, *tokens_of(6, setup.prompt_length))
     assert cache_bytes(setup, rows=24) == traced
@@ -104,7 +104,7 @@ def test_memory_of_all_logits_is_what_a_sampler_that_truncates_asks_for():
     setup = replace(setup, model=replace(setup.model, execution=execution))
 
     def score(weights, tokens, valid):
-        x, _ = alignment.before_responses(
+        x, _ = model.before_responses(
             weights, tokens, valid, setup.prompt_length, 1, setup.model, setup.mesh
         )
         return logits_of(weights, x, setup.model, setup.mesh)
@@ -228,7 +228,7 @@ def test_a_rollout_of_its_own_is_printed_and_takes_memory(apart):
     assert "Rollout layout: tp2 cp1 dp4 pp1 / ep2 etp1 edp4 on the same" in text.getvalue()
     needs = memory(apart)
     policy = weights.initialise(apart.model, apart.randomness.key("weights", 0))
-    there = jax.device_put(policy, weights.shardings(apart.model, apart.rollout_mesh))
+    there = jax.device_put(policy, placement.shardings(apart.model, apart.rollout_mesh))
     assert needs["policy of the rollout"] == on_one_device(there)
     # The cache is that of dp 4 and tp 2.
     positions = 256 // 4 * (apart.prompt_length + apart.response_length - 1)
