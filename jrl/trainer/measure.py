@@ -68,7 +68,10 @@ def measure(
         "accuracy/greedy": (best == 1.0).mean(),
         "score/sampled": scores.mean(),
         "score/greedy": best.mean(),
-        **{f"pass@{n}": np.mean([pass_at_k(k, int(c), n) for c in correct]) for n in _up_to(k)},
+        **{
+            f"pass@{n}": np.mean([float(pass_at_k(k, int(c), n)) for c in correct])
+            for n in _up_to(k)
+        },
         "response_length/mean": lengths.mean(),
         "response_length/clip_ratio": truncated.mean(),
         **{f"verifier/{reason}": reasons[reason] for reason in REASONS},
