@@ -23,7 +23,9 @@ def prepared(row, call):
         wanted = [call.arrays.get(name, name) for name in names]
         arrays = [b[x] if isinstance(x, str) else x(b) for x in wanted]
         settings = {name: x(b) if callable(x) else x for name, x in call.settings.items()}
-        return with_numbers(function(*arrays, **settings, **more), b)
+        result = function(*arrays, **settings, **more)
+        as_they_are = {**settings, **more}.get("aggregation", "reduced") is None
+        return with_numbers(result[0] if as_they_are else result, b)
 
     return run
 
@@ -58,7 +60,7 @@ def both(loss, aggregations):
             mode: loss(b, aggregation=mode, importance_weights=weights, max_length=9)
             for mode in aggregations
         } or loss(b, importance_weights=weights)
-        return {"per token": loss(b, aggregation=None)[0], "reduced": reduced}
+        return {"per token": loss(b, aggregation=None), "reduced": reduced}
 
     return call
 

@@ -5,7 +5,7 @@ import oracles
 from oracles.rows import rows
 
 import jrl
-from vectors.call import batch, loss, loss_of_batch, token
+from vectors.call import batch, loss_of_batch, token
 from vectors.objective import Case, Objective, per_token
 from vectors.tables.policy.other_batches import (
     ALL,
@@ -236,7 +236,7 @@ ROWS = [
             "": loss_of_batch(
                 {"signal": lambda b: jrl.entropy_signal(b["entropy"], b["mask"])}, clip_dual=1.5
             ),
-            "of a given signal": loss(ENTROPY_AS_SIGNAL),
+            "of a given signal": token(ENTROPY_AS_SIGNAL, aggregation=None),
         },
     ),
 ]

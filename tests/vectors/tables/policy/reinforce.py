@@ -2,7 +2,7 @@
 
 import oracles
 
-from vectors.call import loss
+from vectors.call import loss, token
 from vectors.objective import Case, Objective
 from vectors.tables.policy.batches import (
     EXTREME,
@@ -79,7 +79,7 @@ ROWS = [
         },
         calls={
             "": loss(clip_low=0.3),
-            "sequence": loss(clip_low=0.1, clip_high=0.2, level="sequence"),
+            "sequence": token(clip_low=0.1, clip_high=0.2, level="sequence", aggregation=None),
         },
     ),
     policy_loss(

@@ -2,7 +2,7 @@
 
 import oracles
 
-from vectors.call import loss
+from vectors.call import loss, token
 from vectors.objective import Case
 from vectors.tables.policy.batches import (
     HIGH,
@@ -54,7 +54,7 @@ ROWS = [
         calls={
             "token": loss(clip_low=0.1, clip_high=0.2),
             "sequence": loss(clip_low=0.1, clip_high=0.2, gradient="sequence"),
-            "dual clip": loss(clip_low=0.1, clip_high=0.2, clip_dual=1.1),
+            "dual clip": token(clip_low=0.1, clip_high=0.2, clip_dual=1.1, aggregation=None),
         },
     ),
     policy_loss(

@@ -5,7 +5,7 @@ from math import log
 import numpy as np
 import oracles
 
-from vectors.call import loss
+from vectors.call import loss, token
 from vectors.objective import Case, Objective, per_token
 from vectors.tables.policy.batches import (
     HIGH,
@@ -130,7 +130,7 @@ ROWS = [
         },
         calls={
             "": loss(clip_high=0.28, clip_dual=1.5, aggregations=list(MODES)),
-            "with a guard": loss(guard=1.5),
+            "with a guard": token(guard=1.5, aggregation=None),
         },
     ),
     policy_loss(
@@ -153,7 +153,7 @@ ROWS = [
             "max_log_ratio": 20.0,
             "aggregation": "seq-mean-token-mean",
         },
-        calls={"": loss(), "sequence": loss(level="sequence")},
+        calls={"": loss(), "sequence": token(level="sequence", aggregation=None)},
     ),
     Objective(
         function="dppo_loss",
@@ -175,7 +175,9 @@ ROWS = [
         calls={
             "tv": loss(POSSIBLE, kind="tv", max_divergence=0.1, max_ratio=1.5),
             "kl": loss(POSSIBLE, kind="kl", max_divergence=0.05, max_ratio=1.5),
-            "tv, two bounds": loss(POSSIBLE, kind="tv", max_divergence=(0.05, 0.2), max_ratio=1.5),
+            "tv, two bounds": token(
+                POSSIBLE, kind="tv", max_divergence=(0.05, 0.2), max_ratio=1.5, aggregation=None
+            ),
         },
     ),
 ]
