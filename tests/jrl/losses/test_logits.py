@@ -175,12 +175,14 @@ def test_tokens_that_only_one_policy_allows(chunk_size):
         reverse = functools.partial(forward, direction="reference||policy")
         of_token = jax.value_and_grad(lambda z, token: jrl.logprobs_from_logits(z, token, **given))
         return {
-            "finite": [jax.value_and_grad(f)(*a) for f, a in (
-                (forward, (one, both)), (reverse, (both, one)))],
+            "finite": (
+                jax.value_and_grad(forward)(one, both),
+                jax.value_and_grad(reverse)(both, one),
+            ),
             "infinite": (forward(both, one), reverse(one, both)),
             "impossible": of_token(one, jnp.array(2))[0],
             "possible": of_token(one, jnp.array(0))[1],
-        }  # fmt: skip
+        }
 
     found = everything(one, both)
     for (p, q, direction), (value, slope) in zip(finite, found["finite"], strict=True):
