@@ -70,7 +70,8 @@ def pass_at_k(
     drawn = jnp.arange(k, dtype=correct.dtype).reshape(*(1,) * correct.ndim, k)
     # Above 1 where fewer than k are wrong: every choice has a correct one.
     share = correct[..., None] / jnp.maximum(samples[..., None] - drawn, 1)
-    return -jnp.expm1(jnp.sum(jnp.log1p(-jnp.minimum(share, 1)), axis=-1))
+    # Its size, as the negative of 0 would be -0.
+    return jnp.abs(jnp.expm1(jnp.sum(jnp.log1p(-jnp.minimum(share, 1)), axis=-1)))
 
 
 def _check(num_samples: int, num_correct: int, k: int) -> None:
