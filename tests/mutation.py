@@ -261,7 +261,7 @@ def stages(mutant: Mutant, items: list[pytest.Item]) -> tuple[list[pytest.Item],
     collected = [item for item in items if any(name in item.name for name in nearest)]
     mentioning = [
         str(file)
-        for file in sorted((ROOT / HERE).glob("test_*.py"))
+        for file in sorted((ROOT / HERE).rglob("test_*.py"))
         if file.name not in (*COLLECTED, "test_public_functions.py")
         and any(re.search(rf"\b{name}\b", file.read_text()) for name in public)
     ]
@@ -377,7 +377,7 @@ def work(chosen: list[Mutant], limit: float, tasks: Queue, results: Queue) -> No
     """The life of a worker, which is told numbers of mutants until it is told None."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
-    files = [f"{HERE}/{name}" for name in COLLECTED]
+    files = [f"{HERE}/rules/{name}" for name in COLLECTED]
     status = pytest.main([*OPTIONS, *files], plugins=[Trials(chosen, limit, tasks, results)])
     if status != 0:
         results.put(f"a worker's pytest ended with {status!r}")

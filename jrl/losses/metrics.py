@@ -1,7 +1,7 @@
 """What a number of sampled responses says about a policy."""
 
 from math import comb
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import jax.numpy as jnp
 from jax import Array
@@ -36,7 +36,7 @@ def pass_at_k(
       k: how many are drawn, from 1 to n.
 
     Returns:
-      A chance from 0 to 1: a float from two numbers, otherwise an array, in float32 (float64 where
+      A chance from 0 to 1, a float from two numbers, otherwise an array in float32 (float64 where
       JAX has it).
 
     Raises:
@@ -55,9 +55,10 @@ def pass_at_k(
       [0.0, 0.5, 1.0]
     """
     k = settings.whole("k", k, "must lie in 1..num_samples, the samples per prompt.", at_least=1)
-    if not any(isinstance(x, Tracer) or jnp.ndim(x) for x in (num_samples, num_correct)):
-        n = settings.whole("num_samples", num_samples, "counts responses.", at_least=0)
-        c = settings.whole("num_correct", num_correct, "counts responses.", at_least=0)
+    given: dict[str, Any] = {"num_samples": num_samples, "num_correct": num_correct}
+    if not any(isinstance(x, Tracer) or jnp.ndim(x) for x in given.values()):
+        rule = "counts responses and cannot be negative."
+        n, c = (settings.whole(name, x, rule, at_least=0) for name, x in given.items())
         _check(n, c, k)
         return 1.0 - comb(n - c, k) / comb(n, k)
     (correct,) = as_floats(num_correct)
@@ -66,10 +67,11 @@ def pass_at_k(
         wrong = jnp.argmin(jnp.minimum(correct, samples - correct))
         _check(int(samples.ravel()[wrong]), int(correct.ravel()[wrong]), 1)
         _check(int(samples.min()), 0, k)
-    drawn = jnp.arange(k, dtype=correct.dtype)
+    drawn = jnp.arange(k, dtype=correct.dtype).reshape(*(1,) * correct.ndim, k)
     # Above 1 where fewer than k are wrong: every choice has a correct one.
     share = correct[..., None] / jnp.maximum(samples[..., None] - drawn, 1)
-    return -jnp.expm1(jnp.sum(jnp.log1p(-jnp.minimum(share, 1)), axis=-1))
+    # Its size, as the negative of 0 would be -0.
+    return jnp.abs(jnp.expm1(jnp.sum(jnp.log1p(-jnp.minimum(share, 1)), axis=-1)))
 
 
 def _check(num_samples: int, num_correct: int, k: int) -> None:

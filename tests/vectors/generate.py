@@ -9,12 +9,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from vectors.tables import VECTORS
-from vectors.vector import text
+from vectors.objective import text
+from vectors.tables import ROWS
 
 
 def main() -> None:
-    for vector in VECTORS:
+    for vector in ROWS:
         vector.path.write_text(text(vector.document()))
         print(f"{vector.path.name}: {len(vector.cases)} cases")
 

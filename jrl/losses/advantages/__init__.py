@@ -8,15 +8,15 @@ from jrl.losses.advantages.critic.decoupled_gae import decoupled_gae
 from jrl.losses.advantages.critic.extended_gae import effective_length, extended_gae
 from jrl.losses.advantages.critic.gae import gae
 from jrl.losses.advantages.critic.lambdas import length_adaptive_lambda
+from jrl.losses.advantages.group.best_of_k import (
+    pass_at_k_advantages,
+    pass_at_k_exact_advantages,
+)
 from jrl.losses.advantages.group.gdpo import gdpo_advantages
 from jrl.losses.advantages.group.gpg import gpg_advantages
 from jrl.losses.advantages.group.grpo import dr_grpo_advantages, grpo_advantages
 from jrl.losses.advantages.group.maxrl import maxrl_advantages
 from jrl.losses.advantages.group.opo import opo_advantages
-from jrl.losses.advantages.group.pass_at_k import (
-    pass_at_k_advantages,
-    pass_at_k_exact_advantages,
-)
 from jrl.losses.advantages.group.rloo import rloo_advantages
 from jrl.losses.advantages.group.token_level_group_average import token_level_group_average
 from jrl.losses.advantages.rewards_to_go.optimal_token_baseline import optimal_token_baseline

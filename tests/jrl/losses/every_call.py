@@ -7,42 +7,17 @@ import jax
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
+from contract_calls import public
+from vectors.tables import ROWS
 
-import jrl
-
-# Settings without a default.
-REQUIRED = {
-    "pass_at_k": {"k": 2},
-    "pass_at_k_exact_advantages": {"k": 2},
-    "effective_length": {"window": 4},
-    "dro_loss": {"beta": 0.5},
-    "dppo_loss": {"kind": "tv", "max_divergence": 0.25},
-    "clip_cov_loss": {"fraction": 1},
-    "off_policy_sequence_mask": {"max_divergence": 0.5},
-    "bounded_value": {"low": -1.0, "high": 1.0},
-    "adaptive_kl_coefficient": {"target": 0.5, "num_samples": 8, "horizon": 16},
-    "overlong_penalty": {"max_length": 4, "buffer": 2},
-    "geometric_rejection_mask": {"low": 0.5, "high": 2.0},
-    "sequence_masked_weights": {"low": 0.5, "high": 2.0},
-    "divergence_rejection_mask": {"bound": 0.25},
-    "diagnostics.terminal_reach": {"lam": 0.5},
-    "diagnostics.lambda_sensitivity": {"lam": 0.5},
-    "diagnostics.guard_rate": {"alpha": 0.25},
-    "diagnostics.length_share": {"edges": (2,)},
-}
+# Settings for a usual call.
+REQUIRED = {row.function: row.required for row in ROWS if row.required}
 # Whose rewards are one per response.
 OF_RESPONSES = {
-    *(
-        "grpo_advantages",
-        "dr_grpo_advantages",
-        "rloo_advantages",
-        "maxrl_advantages",
-        "opo_advantages",
-        "gpg_advantages",
-        "pass_at_k_advantages",
-        "pass_at_k_exact_advantages",
-    ),
-    *("token_level_group_average", "reinforce_plus_plus_baseline_advantages"),
+    row.function
+    for row in ROWS
+    if {"rewards", "groups"} <= row.cases[0].inputs.keys()
+    and not isinstance(row.cases[0].inputs["rewards"][0], list)
 }
 PER_ROW = {"groups", "lengths", "scores", "correct", "truncated", "greedy_rewards", "num_correct"}
 NUMBERS = {"coefficient", "kl", "entropy"}
@@ -50,10 +25,7 @@ NUMBERS = {"coefficient", "kl", "entropy"}
 
 def functions():
     """All that compute something, by the name under which `jrl` has them."""
-    found = {name: getattr(jrl, name) for name in jrl.__all__ if name != "conventions"}
-    for name in jrl.diagnostics.__all__:
-        found[f"diagnostics.{name}"] = getattr(jrl.diagnostics, name)
-    return {name: thing for name, thing in found.items() if inspect.isfunction(thing)}
+    return {row.function: public(row.function) for row in ROWS}
 
 
 def arguments(name, rows=2, time=3):

@@ -16,6 +16,16 @@ NEW_1 = np.array([[-0.9, -2.3, -0.5], [-0.2, -1, np.inf]])
 ADVANTAGES_1 = np.array([[1], [-0.5]])
 
 
+def arrays(b):
+    """The arrays of every policy loss, from a batch."""
+    return b["logprobs"], b["old_logprobs"], b["advantages"], b["mask"]
+
+
+def without_old(b):
+    """The arrays of a loss without a ratio."""
+    return b["logprobs"], b["advantages"], b["mask"]
+
+
 def sequences(dtype=jnp.float32):
     """SEQ-1 in the order of a loss's arguments."""
     arrays = (jnp.asarray(x, dtype) for x in (NEW_1, OLD_1, ADVANTAGES_1))

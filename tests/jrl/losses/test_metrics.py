@@ -58,7 +58,7 @@ def test_one_number_of_samples_serves_all_prompts():
         ((4, 2, 0), "k=0 must lie in 1..num_samples, the samples per prompt."),
         ((4, 2, 5), "k=5 must lie in 1..4, the samples per prompt."),
         ((4, 5, 1), "num_correct=5 must lie in 0..4, the samples."),
-        ((4, -1, 1), "num_correct=-1 must lie in 0..4, the samples."),
+        ((4, -1, 1), "num_correct=-1 counts responses and cannot be negative."),
         ((np.array([4, 3]), np.array([4, 2]), 4), "k=4 must lie in 1..3, the samples per prompt."),
         ((np.array([4, 3]), np.array([4, 4]), 2), "num_correct=4 must lie in 0..3, the samples."),
         ((4, np.array([4, -2]), 2), "num_correct=-2 must lie in 0..4, the samples."),

@@ -1,27 +1,25 @@
-"""Which functions have vectors, and on which inputs."""
+"""A row for each objective, from which its vectors, the rules for arrays and more are taken."""
 
 from vectors.tables import (
     advantages,
     diagnostics,
     divergence,
-    metrics,
     mismatch,
     policy,
     reduction,
     rewards,
-    trust_region,
     value,
 )
 
-VECTORS = [
-    *reduction.VECTORS,
-    *advantages.VECTORS,
-    *policy.VECTORS,
-    *trust_region.VECTORS,
-    *value.VECTORS,
-    *divergence.VECTORS,
-    *rewards.VECTORS,
-    *metrics.VECTORS,
-    *mismatch.VECTORS,
-    *diagnostics.VECTORS,
+ROWS = [
+    *reduction.ROWS,
+    *advantages.ROWS,
+    *policy.ROWS,
+    *value.ROWS,
+    *divergence.ROWS,
+    *rewards.ROWS,
+    *mismatch.ROWS,
+    *diagnostics.ROWS,
 ]
+# By the name under which `jrl` has them.
+OBJECTIVES = {row.function: row for row in ROWS}

@@ -1,19 +1,31 @@
-"""Vectors of divergences, entropies and log-probabilities."""
+"""Rows of jrl/losses/divergence.py and jrl/losses/logits."""
 
+import jax.numpy as jnp
 import numpy as np
 import oracles
 
-from vectors.vector import Case, Vector
+from vectors.call import of, token
+from vectors.objective import Case, Objective
 
 LOGPROBS, REFERENCE = [-1.0, -2.0, -0.5, -3.0], [-1.2, -1.5, -0.5, -2.0]
+
+
 KINDS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+")
+
+
 HOLES = [[1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 1]]
+
+
 FAR = {
     "logprobs": [[-0.1, None, -31.0, -4.0], [None] * 4, [None, -0.7, None, -6.0]],
     "ref_logprobs": [[-27.0, None, -0.25, -1.5], [None] * 4, [None, -0.6, None, -0.5]],
     "mask": HOLES,
 }
+
+
 NONE = [None] * 5
+
+
 LOGITS = [
     [
         [0.3, -1.2, 2.0, 0.0, 0.7],
@@ -24,17 +36,23 @@ LOGITS = [
     [NONE, NONE, NONE, NONE],
     [NONE, [0.0, 0.0, 0.0, 0.0, 0.0], NONE, [700.0, 701.0, "-inf", 650.0, 699.5]],
 ]
+
+
 REF_LOGITS = [
     [[0.0, -1.0, 1.5, 0.5, 0.5], NONE, [0.7, "-inf", 0.1, 0.0, 2.0], [1.0, 4.5, 0.3, -0.1, 0.0]],
     [NONE, NONE, NONE, NONE],
     [NONE, [0.0, 1.0, 2.0, 3.0, 4.0], NONE, [-700.0, -701.0, "-inf", -699.0, -698.5]],
 ]
+
+
 # The policy may not lack a token that the reference allows, or this divergence is infinite.
 SHARED_SUPPORT = [
     [REF_LOGITS[0][0], NONE, [0.7, "-inf", 0.1, 0.0, "-inf"], REF_LOGITS[0][3]],
     REF_LOGITS[1],
     REF_LOGITS[2],
 ]
+
+
 TOKENS = [[2, 99, 3, 2], [0, 0, -7, 0], [0, 4, 0, 0]]
 
 
@@ -95,10 +113,22 @@ def _logprobs(logits, tokens, mask, chunk_size=None):
 
 
 CHUNKS = (None, 1, 2, 5)
+
+
 CLAMPS = {"max_log_ratio": 20.0, "max_value": 10.0}
 
-VECTORS = [
-    Vector(
+
+# Other logits than the policy's.
+OTHER_LOGITS = {"ref_logits": lambda b: b["logits"][..., ::-1] / 2}
+
+
+def some_tokens(b):
+    """Some token of the vocabulary of three."""
+    return (b["rewards"] > 0).astype(jnp.int32) + (b["returns"] > 0.5).astype(jnp.int32)
+
+
+ROWS = [
+    Objective(
         function="kl_estimate",
         formula=(
             "With d = logprobs - ref_logprobs, clamped to +-max_log_ratio: k1 = d; k2 = d^2/2; "
@@ -137,8 +167,10 @@ VECTORS = [
             Case("the usual clamp k3", FAR),
             Case("no clamp k3", FAR, {"max_log_ratio": None}),
         ],
+        defaults={"kind": "k3", "max_log_ratio": 20.0},
+        calls={kind: token(kind=kind, mask=of("mask")) for kind in KINDS if kind != "k1+"},
     ),
-    Vector(
+    Objective(
         function="kl_from_logits",
         formula=(
             "p = softmax(logits), q = softmax(ref_logits). policy||reference: "
@@ -161,8 +193,14 @@ VECTORS = [
             )
             for chunk in CHUNKS
         ],
+        defaults={"direction": "policy||reference"},
+        calls={
+            "": token(OTHER_LOGITS),
+            "in chunks": token(OTHER_LOGITS, chunk_size=2),
+            "reverse in chunks": token(OTHER_LOGITS, direction="reference||policy", chunk_size=2),
+        },
     ),
-    Vector(
+    Objective(
         function="entropy_from_logits",
         formula=(
             "H = -sum_v p_v log p_v with p = softmax(logits); derivative by logits_v: "
@@ -175,8 +213,9 @@ VECTORS = [
             Case(f"chunk {chunk}", {"logits": LOGITS, "mask": HOLES}, {"chunk_size": chunk})
             for chunk in CHUNKS
         ],
+        calls={"": token(), "in chunks": token(chunk_size=2)},
     ),
-    Vector(
+    Objective(
         function="logprobs_from_logits",
         formula=(
             "logits_token - log sum_v exp(logits_v); derivative by logits_v: [v = token] - p_v. "
@@ -193,5 +232,6 @@ VECTORS = [
             )
             for chunk in CHUNKS
         ],
+        calls={"": token({"tokens": some_tokens}, chunk_size=2)},
     ),
 ]

@@ -1,23 +1,34 @@
-"""Vectors of jrl/losses/mismatch."""
+"""Rows of jrl/losses/mismatch."""
 
 import numpy as np
 import oracles
 
-from vectors.vector import Case, Vector
+from vectors.call import batch, token
+from vectors.objective import Case, Objective
 
 MASK = [[1, 1, 1, 1], [1, 1, 1, 0]]
+
+
 LOG_WEIGHTS = [[0.1, -0.2, 1.2, 0.0], [-0.5, -0.9, 0.3, None]]
+
+
 CORR = {
     "logprobs": LOG_WEIGHTS,
     "sampler_logprobs": [[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, None]],
     "mask": MASK,
 }
+
+
 HOLES = {
     "logprobs": [[None, -1.0, None, -0.5], [-2.0, None, -0.3, -0.1], [None] * 4],
     "sampler_logprobs": [[None, -1.3, None, -0.45], [-0.9, None, -0.35, -0.1], [None] * 4],
     "mask": [[0, 1, 0, 1], [1, 0, 1, 1], [0, 0, 0, 0]],
 }
+
+
 NOTHING = {**HOLES, "mask": [[0] * 4] * 3}
+
+
 FAR = {"logprobs": [[-0.1, -30.0]], "sampler_logprobs": [[-30.0, -0.1]], "mask": [[1, 1]]}
 
 
@@ -47,10 +58,15 @@ def _named(name, oracle):
 
 
 VERL = "verl, rollout correction"
+
+
 BOTH = "trainer over sampler, w = exp(logprobs - sampler_logprobs)"
 
-VECTORS = [
-    Vector(
+
+WEIGHTS = {"weights": "importance_weights"}
+
+ROWS = [
+    Objective(
         function="mismatch_weights",
         formula=(
             f"With {BOTH}: level=token w_t; sequence prod_t w_t on the whole row; geometric "
@@ -67,8 +83,10 @@ VECTORS = [
             Case("unclamped", FAR, {"max_log_weight": None}),
             Case("no token at all", NOTHING),
         ],
+        defaults={"level": "token", "max_log_weight": 20.0},
+        calls={level: token(level=level) for level in ("token", "sequence", "geometric")},
     ),
-    Vector(
+    Objective(
         function="truncated_weights",
         formula="min(w, high), then max with low if it is set; null is off.",
         source="truncated importance sampling, " + VERL,
@@ -80,8 +98,10 @@ VECTORS = [
             Case("holes", _weights("token", HOLES), {"high": 1.2, "low": 0.5}),
             Case("off", _weights("token", CORR), {"high": None}),
         ],
+        defaults={"high": 2.0},
+        calls={"": token(WEIGHTS, high=1.5, low=0.8)},
     ),
-    Vector(
+    Objective(
         function="icepop_weights",
         formula="w where low <= w <= high, 0 elsewhere; null is off.",
         source="IcePop, arXiv 2510.18855; sequence MIS on weights of sequences",
@@ -93,8 +113,10 @@ VECTORS = [
             Case("holes", _weights("token", HOLES)),
             Case("off", _weights("token", CORR), {"low": None, "high": None}),
         ],
+        defaults={"low": 0.5, "high": 5.0},
+        calls={"": token(WEIGHTS, low=0.8, high=1.5)},
     ),
-    Vector(
+    Objective(
         function="normalized_weights",
         formula=(
             "w / mean: over=token the mean over true tokens, over=sequence over sequences of their "
@@ -111,8 +133,10 @@ VECTORS = [
             ),
             Case("all 0", {"weights": [[0.0, 0.0]], "mask": [[1, 1]]}),
         ],
+        defaults={"over": "token"},
+        calls={over: batch(WEIGHTS, over=over) for over in ("token", "sequence")},
     ),
-    Vector(
+    Objective(
         function="sequence_masked_weights",
         formula=f"With {BOTH}: w_t where low <= exp(mean_t log w_t) <= high, 0 on other rows.",
         source="seq-mask-TIS of OpenRLHF and NeMo-RL",
@@ -123,8 +147,11 @@ VECTORS = [
             Case("CORR-1 second stays", CORR, {"low": 0.6, "high": 1.3}),
             Case("holes", HOLES, {"low": None, "high": 1.0}),
         ],
+        defaults={"max_log_weight": 20.0},
+        required={"low": 0.5, "high": 2.0},
+        calls={"": token(low=0.8, high=1.5)},
     ),
-    Vector(
+    Objective(
         function="geometric_rejection_mask",
         formula=f"With {BOTH}: a row stays if low <= exp(mean_t log w_t) <= high.",
         source=VERL + ", with thresholds on w instead of 1/w",
@@ -136,8 +163,10 @@ VECTORS = [
             Case("CORR-1 both stay", CORR, {"low": 0.69, "high": 1.32}),
             Case("holes", HOLES, {"low": 0.9, "high": 1.5}),
         ],
+        required={"low": 0.5, "high": 2.0},
+        calls={"": token(low=0.8, high=1.5)},
     ),
-    Vector(
+    Objective(
         function="divergence_rejection_mask",
         formula=(
             f"With {BOTH}: kind=k2 log(w)^2 / 2, k3 w - 1 - log w; kept while over=token the value "
@@ -155,5 +184,8 @@ VECTORS = [
             Case("holes", HOLES, {"bound": 0.05}),
             Case("holes token", HOLES, {"over": "token", "bound": 0.05}),
         ],
+        defaults={"kind": "k3", "over": "mean", "max_log_weight": 20.0},
+        required={"bound": 0.25},
+        calls={over: token(over=over, bound=0.2) for over in ("token", "sum", "mean", "max")},
     ),
 ]

@@ -1,12 +1,19 @@
-"""Vectors of the reductions."""
+"""Rows of jrl/losses/reduction.py."""
 
 import oracles
 
-from vectors.vector import Case, Vector
+from vectors.call import scalar
+from vectors.objective import Case, Objective
 
 PER_TOKEN = [[1.0, 2.0, 3.0, 4.0], [10.0, 20.0, None, None], [None, None, None, None]]
+
+
 MASK = [[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]]
+
+
 HOLES = [[0, 1, 1, 0], [1, 0, 0, 1], [0, 0, 1, 0]]
+
+
 UNEVEN = [[None, 0.5, -2.0, None], [1.25, None, None, -0.75], [None, None, 3.5, None]]
 
 
@@ -26,8 +33,8 @@ MODES = {
     "seq-mean-token-sum-norm": {"max_length": 4},
 }
 
-VECTORS = [
-    Vector(
+ROWS = [
+    Objective(
         function="aggregate",
         formula=(
             "With l the loss of a token, n_i the true tokens of row i, N those of the batch, S the "
@@ -74,5 +81,7 @@ VECTORS = [
             ),
             Case("no token at all", {"per_token": PER_TOKEN, "mask": [[0] * 4] * 3}),
         ],
+        defaults={"mode": "token-mean", "empty_rows": "skip"},
+        calls={mode: scalar(mode=mode, max_length=9) for mode in MODES},
     ),
 ]

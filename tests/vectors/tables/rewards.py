@@ -1,14 +1,30 @@
-"""Vectors of what is done to scores, of coefficients, and of the mean."""
+"""Rows of jrl/losses/rewards.py, coefficients.py and metrics.py, and the mean of a mask."""
 
 import math
 
 import oracles
 
-from vectors.vector import Case, Vector
+from vectors.call import scalar
+from vectors.objective import Case, Objective
+
+
+def _pass_at_k(num_samples, num_correct, k):
+    pairs = zip(num_samples, num_correct, strict=True)
+    return {"chance": [oracles.share_of_draws(n, c, k) for n, c in pairs]}
+
+
+COUNTS = {"num_samples": [4, 4, 4, 4, 4, 9, 12], "num_correct": [0, 1, 2, 3, 4, 2, 1]}
+
 
 LENGTHS = [16384, 16385, 17408, 18432, 20479, 20480, 20481, 22528]
+
+
 PAPER = {"max_length": 20480, "buffer": 4096}
+
+
 X = [[1.0, None, -2.5, 4.0], [None, 0.5, None, 7.25], [None] * 4]
+
+
 MASK = [[1, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 0]]
 
 
@@ -54,8 +70,22 @@ def _sequence():
         coefficient = oracles.adaptive_kl_coefficient(coefficient, kl, **settings)
 
 
-VECTORS = [
-    Vector(
+ROWS = [
+    Objective(
+        function="masked_mean",
+        formula="sum(mask x) / sum(mask), over everything or along an axis; 0 if none is true.",
+        source="definition",
+        outputs=["mean"],
+        oracle=_masked_mean,
+        cases=[
+            Case("everything", {"x": X, "mask": MASK}),
+            Case("along time", {"x": X, "mask": MASK}, {"axis": 1}),
+            Case("along rows", {"x": X, "mask": MASK}, {"axis": 0}),
+            Case("nothing", {"x": [[None] * 2], "mask": [[0, 0]]}),
+        ],
+        calls={"": scalar({"x": "per_token"})},
+    ),
+    Objective(
         function="overlong_penalty",
         formula=(
             "0 up to max_length - buffer, then (max_length - buffer - length) / buffer, and no "
@@ -74,8 +104,10 @@ VECTORS = [
                 {"max_length": 8, "buffer": 2, "floor": -1.5},
             ),
         ],
+        defaults={"floor": -1.0},
+        required={"max_length": 4, "buffer": 2},
     ),
-    Vector(
+    Objective(
         function="overlong_filter",
         formula="mask and not truncated, row by row.",
         source="DAPO, arXiv 2503.14476, section 3.4",
@@ -86,7 +118,7 @@ VECTORS = [
             Case("none", {"mask": MASK, "truncated": [False, False, False]}),
         ],
     ),
-    Vector(
+    Objective(
         function="informative_groups",
         formula="True for the rows whose group holds two different scores.",
         source="DAPO, arXiv 2503.14476, eq. 11",
@@ -103,20 +135,7 @@ VECTORS = [
             ),
         ],
     ),
-    Vector(
-        function="masked_mean",
-        formula="sum(mask x) / sum(mask), over everything or along an axis; 0 if none is true.",
-        source="definition",
-        outputs=["mean"],
-        oracle=_masked_mean,
-        cases=[
-            Case("everything", {"x": X, "mask": MASK}),
-            Case("along time", {"x": X, "mask": MASK}, {"axis": 1}),
-            Case("along rows", {"x": X, "mask": MASK}, {"axis": 0}),
-            Case("nothing", {"x": [[None] * 2], "mask": [[0, 0]]}),
-        ],
-    ),
-    Vector(
+    Objective(
         function="adaptive_kl_coefficient",
         formula="coefficient (1 + clip(kl / target - 1, -0.2, 0.2) num_samples / horizon)",
         source="Ziegler et al., arXiv 1909.08593, section 2.2",
@@ -130,8 +149,9 @@ VECTORS = [
                 {"target": 0.01, "num_samples": 512, "horizon": 2000.0},
             ),
         ],
+        required={"target": 0.5, "num_samples": 8, "horizon": 16},
     ),
-    Vector(
+    Objective(
         function="adaptive_entropy_coefficient",
         formula=(
             "If entropy <= target: coefficient + step, applied; if not, coefficient - step, and 0 "
@@ -150,5 +170,15 @@ VECTORS = [
             ),
             Case("a lower end above zero", {"coefficient": 0.1, "entropy": 1.0}, {"low": 0.1}),
         ],
+        defaults={"target": 0.2, "step": 0.005, "low": 0.0, "high": 1.0},
+    ),
+    Objective(
+        function="pass_at_k",
+        formula="1 - C(n - c, k) / C(n, k), n samples of which c are correct",
+        source="Chen et al., arXiv 2107.03374, eq. 1",
+        outputs=["chance"],
+        oracle=_pass_at_k,
+        cases=[Case(f"k {k}", COUNTS, {"k": k}) for k in (1, 2, 4)],
+        required={"k": 2},
     ),
 ]

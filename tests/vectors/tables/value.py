@@ -1,12 +1,17 @@
-"""Vectors of the critic: its head, its loss, what it explains."""
+"""Rows of jrl/losses/value.py."""
 
 import numpy as np
 import oracles
 
-from vectors.vector import Case, Vector
+from vectors.call import scalar
+from vectors.objective import Case, Objective
 
 VALUES, OLD, RETURNS = [[0.9, 0.2, 1.5, 0.0]], [[0.5] * 4], [[1.0, 1.0, 0.0, 0.0]]
+
+
 HOLES = [[1, 0, 1, 1, 0], [0, 1, 0, 0, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]
+
+
 UNEVEN = {
     "values": [
         [0.8, None, -0.3, 0.1, None],
@@ -28,6 +33,8 @@ UNEVEN = {
     ],
     "mask": HOLES,
 }
+
+
 EMPTY = {name: [[None, None]] * 2 for name in ("values", "old_values", "returns")} | {
     "mask": [[0, 0]] * 2
 }
@@ -68,6 +75,8 @@ def _bounded_value(x, low, high):
 
 
 SQUARE = {"values": VALUES, "old_values": OLD, "returns": RETURNS, "mask": [[1] * 4]}
+
+
 MODES = {
     "token-mean": {},
     "token-sum": {},
@@ -76,8 +85,8 @@ MODES = {
     "seq-mean-token-sum-norm": {"max_length": 5},
 }
 
-VECTORS = [
-    Vector(
+ROWS = [
+    Objective(
         function="value_loss",
         formula=(
             "With V' = clip(V, V_old - down, V_old + up), clip one distance or the pair "
@@ -105,8 +114,10 @@ VECTORS = [
             Case("given denominators", UNEVEN, {"clip": 0.2, "num_tokens": 23, "num_sequences": 7}),
             Case("no token at all", EMPTY, {"clip": 0.2}),
         ],
+        defaults={"aggregation": "token-mean"},
+        calls={"": scalar(), "clipped": scalar(clip=(0.2, 0.3))},
     ),
-    Vector(
+    Objective(
         function="explained_variance",
         formula="1 - Var(G - V) / Var(G) over the true tokens; 0 where G does not vary.",
         source="Schulman et al., baselines, explained_variance",
@@ -132,8 +143,9 @@ VECTORS = [
             ),
             Case("no token at all", {name: EMPTY[name] for name in ("values", "returns", "mask")}),
         ],
+        calls={"": scalar()},
     ),
-    Vector(
+    Objective(
         function="bounded_value",
         formula="low + (high - low) (1/2 + atan(x) / pi); slope (high - low) / (pi (1 + x^2)).",
         source="BPCO, arXiv 2608.23566",
@@ -152,5 +164,6 @@ VECTORS = [
             ),
             Case("overlong penalty on top", {"x": [[0.5, -0.5]]}, {"low": -2.0, "high": 1.0}),
         ],
+        required={"low": -1.0, "high": 1.0},
     ),
 ]

@@ -58,6 +58,9 @@ def covariance_statistics(
     Returns:
       The record, which adds up over pieces.
 
+    References:
+      As for `covariances`.
+
     Examples:
       >>> import jax.numpy as jnp
       >>> statistics = covariance_statistics(

@@ -1,4 +1,4 @@
-"""What a file of vectors holds: one function, its formula, and inputs with their outputs."""
+"""The row of an objective: all that the tests know about it, and what its file of vectors holds."""
 
 import json
 import math
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from vectors.call import Call
 
 FOLDER = Path(__file__).parent
 
@@ -33,8 +35,8 @@ def per_token(cases: Sequence[Case]) -> list[Case]:
 
 
 @dataclass(frozen=True)
-class Vector:
-    """A function with its cases.
+class Objective:
+    """A function with its cases, its defaults and the calls on which the rules are tried.
 
     Attributes:
       function: its public name in `jrl`.
@@ -44,7 +46,11 @@ class Vector:
       oracle: from the inputs, as lists of floats, and the settings to a mapping that has each
         output, and under "gradients" the derivatives of the first output (of its sum, if it is an
         array) by the inputs that carry them.
-      cases: the calls.
+      cases: the calls whose numbers are published.
+      defaults: those of its settings, but for None, which is "off" or "counted here".
+      required: settings for a usual call: those without a default, and those that replace one which
+        small arrays cannot have.
+      calls: those on which the rules for arrays are tried, by what is special about them.
     """
 
     function: str
@@ -53,6 +59,9 @@ class Vector:
     outputs: Sequence[str]
     oracle: Callable[..., Mapping[str, Any]]
     cases: Sequence[Case]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    required: Mapping[str, Any] = field(default_factory=dict)
+    calls: Mapping[str, Call] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:

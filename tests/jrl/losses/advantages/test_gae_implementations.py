@@ -9,10 +9,10 @@ import oracles
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from jrl.losses.advantages.recursion import SHORTEST_BLOCKED, Implementation
 from tiers import full_but
 
 import jrl
+from jrl.losses.advantages.critic.recursion import SHORTEST_BLOCKED, Implementation
 
 ROWS = 4
 # Shorter than a block, a token more than the blocks hold, and whole blocks.

@@ -18,6 +18,7 @@ seeds = st.integers(0, 2**31)
 REWARDS = jnp.array([[0.0, 0, 0, 1], [0, 0, -1, 0]])
 VALUES = jnp.array([[0.5, 0.6, 0.7, 0.8], [0.4, 0.3, 0.2, 9]])
 ONES = jnp.array([[1, 1, 1, 1], [1, 1, 1, 0]])
+GAE = jax.jit(jrl.gae)
 
 
 @pytest.mark.parametrize(
@@ -113,13 +114,14 @@ def test_a_scalar_bootstrap_and_zero_mean_different_things_from_none_and_off():
 @few
 def test_undiscounted_errors_sum_to_return_minus_value(seed):
     b = batch(seed)
-    advantages, returns = jrl.gae(b["rewards"], b["values"], b["mask"], lam=1.0)
-    errors, _ = jrl.gae(b["rewards"], b["values"], b["mask"], lam=0.0)
+    advantages, returns = GAE(b["rewards"], b["values"], b["mask"], lam=1.0)
+    errors, _ = GAE(b["rewards"], b["values"], b["mask"], lam=0.0)
+    rewards, values, errors = (np.asarray(x) for x in (b["rewards"], b["values"], errors))
     for row in range(BATCH):
         if MASK[row].any():
             first = np.argmax(MASK[row])
-            total = np.asarray(b["rewards"])[row][MASK[row]].sum()
-            value = b["values"][row, first]
+            total = rewards[row][MASK[row]].sum()
+            value = values[row, first]
             np.testing.assert_allclose(errors[row].sum(), total - value, atol=1e-5)
             np.testing.assert_allclose(advantages[row, first], total - value, atol=1e-5)
             np.testing.assert_allclose(returns[row, first], total, atol=1e-5)
@@ -245,19 +247,21 @@ def test_a_group_without_variance_gets_exactly_zero(size):
     # 0.1 is not a float32: the rounding of a mean of seven of them, over 1e-6, would be visible.
     rewards = jnp.array([0.1] * size + [0.0, 1.0])
     groups = jnp.array([4] * size + [9, 9])
-    advantages = jrl.grpo_advantages(rewards, groups)
+    advantages = np.asarray(jax.jit(jrl.grpo_advantages)(rewards, groups))
     assert not np.any(advantages[:size])
     assert np.all(advantages[size:] != 0)
 
 
 def test_grpo_of_integer_rewards_and_under_vmap():
-    stacked = jax.vmap(jrl.grpo_advantages)(
-        jnp.stack([SCORES, SCORES[::-1]]), jnp.stack([GROUPS, GROUPS])
-    )
-    np.testing.assert_allclose(
-        stacked[0], jrl.grpo_advantages(SCORES.astype(int), GROUPS), atol=1e-6
-    )
-    np.testing.assert_allclose(stacked[1], jrl.grpo_advantages(SCORES[::-1], GROUPS), atol=1e-6)
+    def both_ways(scores, groups):
+        stacked = jnp.stack([scores, scores[::-1]])
+        return jax.vmap(jrl.grpo_advantages)(stacked, jnp.stack([groups, groups])), (
+            jrl.grpo_advantages(scores.astype(int), groups),
+            jrl.grpo_advantages(scores[::-1], groups),
+        )
+
+    stacked, alone = jax.jit(both_ways)(SCORES, GROUPS)
+    np.testing.assert_allclose(stacked, alone, atol=1e-6)
 
 
 @pytest.mark.parametrize("unbiased", [True, False])

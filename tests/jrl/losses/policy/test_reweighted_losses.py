@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import MASK, batch
-from calls_policy import arrays, without_old
-from policy_cases import per_token, sequences, value_and_slope
+from policy_cases import arrays, per_token, sequences, value_and_slope, without_old
 
 import jrl
 

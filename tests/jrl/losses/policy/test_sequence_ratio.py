@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import MASK, batch
-from calls_policy import arrays
-from policy_cases import MASK_1, per_token, sequences, value_and_slope
+from policy_cases import MASK_1, arrays, per_token, sequences, value_and_slope
 
 import jrl
 

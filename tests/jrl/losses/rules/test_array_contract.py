@@ -1,58 +1,36 @@
 """What every objective promises about arrays: masks, poison, padding, holes, dtypes, jit and vmap.
 
-The calls are listed in the files `calls_*.py`. A call is compiled once, with the batches of all
-promises (the scenarios) stacked on a leading axis; here each promise is looked up in the outcome.
+The calls are listed with the objectives in `tests/vectors/tables`. A call is compiled once, with
+the batches of all promises (the scenarios) stacked on a leading axis; here each promise is looked
+up in the outcome.
 """
 
 import functools
 from dataclasses import dataclass
 from typing import Any
 
-import calls_advantages
-import calls_mismatch
-import calls_policy
-import calls_reduction
-import calls_trust_region
-import calls_value
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import BATCH, MASK, TIME, batch, numpy_batch
 from compiling import UNOPTIMISED
-
-import jrl
-
-MODULES = (
-    calls_reduction,
-    calls_advantages,
-    calls_policy,
-    calls_trust_region,
-    calls_value,
-    calls_mismatch,
+from contract_calls import (
+    EVERYTHING,
+    FACTS,
+    LOSSES,
+    PER_TOKEN,
+    SCALAR,
+    WITH_BOTH,
 )
 
-
-def _collect(table: str) -> dict:
-    return {name: call for m in MODULES for name, call in getattr(m, table, {}).items()}
-
-
-# One result per token, of which each row depends on that row alone.
-PER_TOKEN = _collect("PER_TOKEN")
-# One result per token that depends on the whole batch.
-PER_BATCH = _collect("PER_BATCH")
-# One result per batch.
-SCALAR = _collect("SCALAR")
-# One result per token and one per batch, as "per token" and "reduced"; of the first each row
-# depends on that row alone, of the second on the whole batch.
-BOTH, BOTH_OF_BATCH = _collect("BOTH"), _collect("BOTH_OF_BATCH")
-EVERYTHING = PER_TOKEN | PER_BATCH | SCALAR | BOTH | BOTH_OF_BATCH
+import jrl
 
 
 def part(which, name):
     """The call, or of a call with two results the one wanted."""
     call = EVERYTHING[name]
-    return (lambda b: call(b)[which]) if name in BOTH | BOTH_OF_BATCH else call
+    return (lambda b: call(b)[which]) if name in WITH_BOTH else call
 
 
 DIFFERENTIABLE = ("per_token", "logprobs", "values", "logits")
@@ -215,12 +193,11 @@ def outcome(name) -> Outcome:
         ),
         "an extra leading axis": (call, stack([plain(8)])),
     }
-    if name in PER_TOKEN | BOTH:
+    if name in PER_TOKEN | LOSSES:
         rows = part("per token", name)
         trials["rows by vmap"] = jax.vmap(rows), plain(5)
         trials["rows one by one"] = lambda b: jax.lax.map(rows, b), plain(5)
-        trials["rows together"] = rows, plain(5)
-    if name in SCALAR | BOTH | BOTH_OF_BATCH:
+    if name in SCALAR | WITH_BOTH:
         reduced = part("reduced", name)
         trials["a row"] = reduced, row
         trials["a batch of one row"] = reduced, {n: array[None] for n, array in row.items()}
@@ -290,7 +267,7 @@ def each(result):
 @everything
 def test_a_nan_that_counts_is_not_hidden(name):
     result, _ = outcome(name).stacked["a NaN that counts"]
-    for one in each(result) if name in BOTH | BOTH_OF_BATCH else [result]:
+    for one in each(result) if name in WITH_BOTH else [result]:
         assert any(np.isnan(leaf).any() for leaf in jax.tree.leaves(one))
 
 
@@ -358,14 +335,16 @@ def test_jit(name):
     assert_same(result, EVERYTHING[name](batch(4)), "seed 4", tolerance=2e-6)
 
 
-@pytest.mark.parametrize("name", PER_TOKEN | BOTH, scope="module")
+@pytest.mark.parametrize("name", PER_TOKEN | LOSSES, scope="module")
 def test_vmap_and_a_single_row_equal_the_batch(name):
-    found = outcome(name).other
-    assert_same(found["rows by vmap"], found["rows together"], "rows by vmap")
-    assert_same(found["rows one by one"], found["rows together"], "rows one by one")
+    found, expected = outcome(name).other, outcome(name).plain["seed 5"]
+    if name in WITH_BOTH:
+        expected = expected["per token"]
+    assert_same(found["rows by vmap"], expected, "rows by vmap")
+    assert_same(found["rows one by one"], expected, "rows one by one")
 
 
-@pytest.mark.parametrize("name", SCALAR | BOTH | BOTH_OF_BATCH, scope="module")
+@pytest.mark.parametrize("name", SCALAR | WITH_BOTH, scope="module")
 def test_vmap_over_batches_and_a_single_row(name):
     found = outcome(name)
     for seed in ("seed 6", "seed 7"):
@@ -406,8 +385,7 @@ def test_float64_stays_float64(name):
 @everything
 def test_only_current_quantities_carry_gradients(name):
     constants = CONSTANTS
-    if EVERYTHING[name] in calls_advantages.EVERYTHING:
-        # An advantage is a fact: the critic does not learn through its own targets.
+    if name in FACTS:
         constants += ("values", "logprobs")
     _, slopes = outcome(name).stacked["seed 12"]
     assert not [constant for constant in constants if np.any(slopes[constant])]
