@@ -91,7 +91,7 @@ def test_memory_of_the_cache_is_what_decoding_carries():
 
     def decode(weights, tokens, valid):
         _, cache = decoding.prefill(weights, tokens, valid, setup.model, setup.mesh)
-        return decoding.extend(cache, setup.response_length - 1, copies=4)
+        return decoding.extend(cache, setup.response_length - 1, num_samples=4)
 
     traced = local_bytes(setup, decode, *tokens_of(6, setup.prompt_length))
     assert cache_bytes(setup, rows=24) == traced
@@ -227,7 +227,7 @@ def test_a_rollout_of_its_own_is_printed_and_takes_memory(apart):
     assert "Rollout layout: tp2 cp1 dp4 pp1 / ep2 etp1 edp4 on the same" in text.getvalue()
     needs = memory(apart)
     policy = weights.initialise(apart.model, apart.key("weights", 0))
-    there = jax.device_put(policy, weights.shardings(apart.model, apart.rollout_mesh))
+    there = jax.device_put(policy, placement.shardings(apart.model, apart.rollout_mesh))
     assert needs["policy of the rollout"] == on_one_device(there)
     # The cache is that of dp 4 and tp 2.
     positions = 256 // 4 * (apart.prompt_length + apart.response_length - 1)
