@@ -137,7 +137,7 @@ def memory(setup: Setup) -> dict[str, int]:
       divides (`sharding.zero`): ``2 W / G`` with G copies of everything, and ``2 V / G``;
     * gradients ``max(W, V)``, twice that where micro-batches are summed, in which the layers count
       by their parts under `Execution.fsdp`;
-    * cache ``layers x rows x (prompt + response - 1) x kv_heads / tp x (head_dim + value_dim) x
+    * cache ``layers x rows x (prompt + response - 1) x kv_heads / tp x (head_dim + v_head_dim) x
       itemsize`` and a byte per position, with the rows per device of a step's completions or of an
       evaluation, whichever are more;
     * logits ``4 x rows x response / cp x min(chunk, vocab / tp)`` of a chunk of columns, or

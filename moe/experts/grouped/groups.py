@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array
 
 
@@ -20,12 +19,6 @@ class Implementation(NamedTuple):
 
     each: Callable[..., Any]
     summed: Callable[..., Any]
-
-
-def dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    """`a` times `b` over one dimension of each, summed and returned in float32."""
-    dimensions = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
 
 
 def group_of_rows(sizes: Array, num_rows: int) -> Array:

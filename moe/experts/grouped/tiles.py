@@ -8,12 +8,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from moe.experts.grouped.groups import dot
 from sharding.collectives import vary, varying
 
 TILES = (256, 32)
 """Rows of the tiles that cover a group in the loop of "tiles", larger ones first. Large tiles make
 better products, small ones waste less on the end of a group and on short groups."""
+
+
+def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+    """`a` times `b` over one dimension of each, summed and returned in float32."""
+    dimensions = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
 
 
 def _cover(
@@ -55,7 +60,7 @@ def tiles_each(side, rows, weights, sizes):
         matrix = lax.dynamic_index_in_dim(weights, group, keepdims=False)
 
         def tile(first, own, height, out):
-            product = dot(lax.dynamic_slice_in_dim(rows, first, height), matrix, (1, side))
+            product = _dot(lax.dynamic_slice_in_dim(rows, first, height), matrix, (1, side))
             before = lax.dynamic_slice_in_dim(out, first, height)
             after = jnp.where(own[:, None], product.astype(out.dtype), before)
             return lax.dynamic_update_slice_in_dim(out, after, first, axis=0)
@@ -76,7 +81,7 @@ def tiles_summed(rows, others, sizes):
                 jnp.where(own[:, None], lax.dynamic_slice_in_dim(side, first, height), 0)
                 for side in (rows, others)
             )
-            return out + dot(x, y, (0, 0))
+            return out + _dot(x, y, (0, 0))
 
         out = _zeros((rows.shape[1], others.shape[1]), jnp.float32, rows)
         return _cover(tile, stop[group] - sizes[group], stop[group], rows.shape[0], out)
