@@ -20,12 +20,11 @@ CLOSE = 1e-5
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(temperature=0.7),
-        Sampling(temperature=1.3, top_k=3),
-        Sampling(top_p=0.8),
-        GREEDY,
+        pytest.param(Sampling(temperature=0.7), id="temperature"),
+        pytest.param(Sampling(temperature=1.3, top_k=3), id="top-k", marks=pytest.mark.slow),
+        pytest.param(Sampling(top_p=0.8), id="top-p"),
+        pytest.param(GREEDY, id="greedy"),
     ],
-    ids=["temperature", "top-k", "top-p", "greedy"],
 )
 def test_decoding_and_scoring_agree(sampling):
     decoder = decoder_of(sampling)

@@ -66,6 +66,7 @@ def test_a_stage_sends_one_message_each_way():
     assert lowered.as_text().count('"stablehlo.collective_permute"') == 2
 
 
+@pytest.mark.slow
 def test_scores_and_values_come_through_the_pipeline():
     def on(layout):
         setup = setup_on(layout)

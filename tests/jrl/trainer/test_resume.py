@@ -20,6 +20,7 @@ from small_runs import (
     small_run,
     small_setup,
 )
+from tiers import full_but
 
 from jrl.report.metrics import without_timings
 from jrl.runs.checkpoints import Checkpoints
@@ -78,7 +79,7 @@ def test_killed_again_and_again(recipe, finished, tmp_path):
     assert Checkpoints(path / "checkpoints").steps() == [2, 3]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", full_but([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
 def test_a_signal_finishes_the_step_and_saves(number, finished, tmp_path, monkeypatch):
     expected, path = finished("grpo"), tmp_path / "run"
     step = loop.train_step

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import full_but
 
 from moe.tokens.zigzag import Order
 
@@ -19,7 +20,7 @@ def sections(*rest):
     )
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", full_but([1, 2, 3, 4], 1, 3))
 @pytest.mark.parametrize("rest", [(), (7,)])
 def test_the_stream_holds_every_token_once(ranks, rest):
     order, given = Order(SECTIONS, ranks), sections(*rest)
