@@ -298,7 +298,7 @@ def test_training_learns_and_repeats():
     for name, weights in models.items():
         for key, value in weights.items():
             np.testing.assert_array_equal(value, again[name][key])
-    _, late = train_models(records, replace(training, steps=400))
+    _, late = train_models(records, replace(training, steps=150))
     for name in PRODUCTION[:2]:
         assert late[name] < 0.6 * early[name]
 

@@ -39,6 +39,7 @@ def test_decoding_and_scoring_agree(sampling):
     assert (differ > 0.01) == sampling.truncates
 
 
+@pytest.mark.slow
 def test_agreement_is_the_layout_s_too():
     """Here each ``tp`` rank has its columns of the head."""
     config = replace(CONFIG, vocab_size=12)
