@@ -143,8 +143,8 @@ def test_the_table_has_every_axis_and_every_pair():
     assert any(all(getattr(layout, axis) > 1 for axis in names) for layout in table)
 
 
-# All axes at once but the pipeline's, which `tests/jrl/trainer/test_pipelined_update.py` has.
-QUICK = [("routed", "tp2 cp2 dp4 / ep8 etp2"), ("dense", "tp2 dp4")]
+# All axes at once, and a pipeline.
+QUICK = [("routed", "tp2 cp2 dp4 / ep8 etp2"), ("two", "pp2")]
 
 
 @pytest.mark.parametrize(("name", "layout"), full_but([*CASES, *FULL], *QUICK))
