@@ -23,6 +23,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 CACHE = Path(tempfile.gettempdir()) / f"jrl-test-compilations-{jax.__version__}"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
