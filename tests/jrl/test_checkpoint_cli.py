@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import tokenizers
@@ -15,8 +16,9 @@ from jrl.text.json_tokenizer import JsonTokenizer, checkpoint_tokenizer
 from jrl.text.load import load_tokenizer
 from jrl.text.tokenizer import Tokenizer
 from jrl.train import main
+from jrl.trainer import loop
 from jrl.trainer.saved_policy import load_model
-from moe.huggingface import config_from
+from moe.huggingface import config_from, load
 
 FIXTURE = Path(__file__).parents[1] / "moe" / "huggingface" / "qwen3_moe"
 CHARACTERS = "0123456789+="
@@ -80,12 +82,38 @@ def test_sentencepiece_and_what_does_not_go_with_the_network(checkpoint, tmp_pat
         checkpoint_tokenizer(tmp_path, 37)
 
 
-def test_training_begins_from_a_checkpoint_and_goes_on_without_it(checkpoint, tmp_path, capsys):
+@pytest.fixture
+def data(tmp_path):
+    lines = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(3)]
+    path = tmp_path / "sums.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_training_is_given_the_weights_of_the_checkpoint(checkpoint, data, tmp_path, monkeypatch):
+    given = []
+
+    def stopped(setup, folder, weights, **options):
+        given.extend((setup, weights))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "train", stopped)
+    flags = ["--prompts=2", "--group-size=2", "--mini-batch=4", "--eval-prompts=2"]
+    names = [f"--model=hf:{checkpoint}", f"--task=jsonl:{data}", f"--run-dir={tmp_path / 'run'}"]
+    assert main([*names, *flags, "--response-length=4"]) == 130
+    setup, weights = given
+    assert setup.model == config_from(FIXTURE)
+    assert setup.tokenizer.encode("112=") == [4, 15, 14]
+    _, expected = load(FIXTURE, setup.mesh)
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((weights, expected)))
+
+
+@pytest.mark.slow
+def test_training_begins_from_a_checkpoint_and_goes_on_without_it(
+    checkpoint, data, tmp_path, capsys
+):
     moved = tmp_path / "model"
     shutil.copytree(checkpoint, moved)
-    lines = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(3)]
-    data = tmp_path / "sums.jsonl"
-    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     flags = ["--prompts=2", "--group-size=2", "--mini-batch=4", "--eval-prompts=2"]
     flags.append("--response-length=4")
     given = [f"--model=hf:{moved}", f"--task=jsonl:{data}", f"--run-dir={tmp_path / 'run'}"]

@@ -27,16 +27,17 @@ def verify_by_chance(task, examples, completions):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _verifier():
+def _verifier(grpo_run):  # which is made before
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ProceduralTask, "verify", verify_by_chance)
         yield
 
 
 @pytest.fixture(scope="module")
-def run(_verifier, tmp_path_factory):
-    path = tmp_path_factory.mktemp("evaluated") / "run"
-    assert train.main([*FLAGS, "--run-dir", str(path)]) == 0
+def run(_verifier, grpo_run, tmp_path_factory):
+    """A run of two steps, and a third whose evaluation is by chance."""
+    path = shutil.copytree(grpo_run, tmp_path_factory.mktemp("evaluated") / "run")
+    assert train.main(["--resume", "--run-dir", str(path), "--steps", "3"]) == 0
     return path
 
 
@@ -47,7 +48,7 @@ def results(run, tmp_path, *flags):
 
 def test_numbers_fit_together_and_are_printed(run, tmp_path, capsys):
     found = results(run, tmp_path, *FOUR)
-    assert (found["step"], found["prompts"], found["k"], found["task"]) == (2, 5, 4, "sort")
+    assert (found["step"], found["prompts"], found["k"], found["task"]) == (3, 5, 4, "sort")
     assert [name for name in found if name.startswith("pass@")] == ["pass@1", "pass@2", "pass@4"]
     assert found["pass@1"] == pytest.approx(found["accuracy/sampled"], abs=1e-12)
     assert 0 < found["pass@1"] < found["pass@2"] < found["pass@4"] <= 1
@@ -57,7 +58,7 @@ def test_numbers_fit_together_and_are_printed(run, tmp_path, capsys):
     assert 1 <= found["response_length/mean"] <= 12
     out = capsys.readouterr().out
     assert re.search(r"^sampled: 20/20 completions, .* s\ngreedy: 5/5 completions, ", out)
-    assert "grpo on sort, step 2" in out and "5 held-out prompts, 4 completions each" in out
+    assert "grpo on sort, step 3" in out and "5 held-out prompts, 4 completions each" in out
     assert re.search(rf"greedy accuracy +{found['accuracy/greedy']:.3f}", out)
     assert re.search(r"pass@4 +[01]\.\d{3}", out)
 
@@ -125,27 +126,27 @@ def test_nothing_is_written_into_the_run(run):
 
 def test_a_run_that_is_being_written_can_be_evaluated(run, tmp_path):
     with RunFolder.resume(run):
-        assert results(run, tmp_path, *AS_TRAINED)["step"] == 2
+        assert results(run, tmp_path, *AS_TRAINED)["step"] == 3
 
 
 def test_a_checkpoint_that_goes_while_it_is_read_gives_way_to_the_next(run, tmp_path, monkeypatch):
     copy = shutil.copytree(run, tmp_path / "copy")
 
     def copy_to(step):
-        folder = shutil.copytree(copy / "checkpoints" / "2", copy / "checkpoints" / str(step))
+        folder = shutil.copytree(copy / "checkpoints" / "3", copy / "checkpoints" / str(step))
         manifest.write(folder, step)
 
-    copy_to(3)
+    copy_to(4)
     restore = Checkpoints.restore
 
     def late(self, step, *arguments, **options):
-        if step == 3:
-            shutil.rmtree(copy / "checkpoints" / "3")
-            copy_to(4)
+        if step == 4:
+            shutil.rmtree(copy / "checkpoints" / "4")
+            copy_to(5)
         return restore(self, step, *arguments, **options)
 
     monkeypatch.setattr(Checkpoints, "restore", late)
-    assert results(copy, tmp_path, *AS_TRAINED)["step"] == 4
+    assert results(copy, tmp_path, *AS_TRAINED)["step"] == 5
 
 
 def test_a_run_without_a_checkpoint_says_so(tmp_path, monkeypatch, capsys):

@@ -166,6 +166,7 @@ def test_a_resumed_run_keeps_its_recipe(finished, capsys):
     assert "the recipe is grpo in the run, dapo was given" in one_line(capsys.readouterr())
 
 
+@pytest.mark.slow
 def test_a_terminated_run_goes_on_to_the_same_end(finished, tmp_path, monkeypatch, capsys):
     step = loop.train_step
 

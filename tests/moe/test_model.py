@@ -27,7 +27,7 @@ from sharding.folding import Layout, fold_abstract
 
 CONFIG = ModelConfig(
     vocab_size=11,
-    num_layers=2,
+    num_layers=1,
     d_model=10,
     num_heads=4,
     num_kv_heads=2,
@@ -37,6 +37,7 @@ CONFIG = ModelConfig(
     d_expert=7,
     d_ff=3,
 )
+TWO = replace(CONFIG, num_layers=2)
 MESH = mesh_of("dp1")
 TIME = 6
 
@@ -203,7 +204,7 @@ def test_router_loss_is_a_mean_over_tokens_and_layers():
         padded=jnp.asarray(2.0),
     )
     config = replace(
-        CONFIG,
+        TWO,
         load_balance_coef=0.5,
         router_z_coef=0.25,
         batch_balance_coef=2.0,
@@ -224,7 +225,7 @@ def test_router_loss_is_a_mean_over_tokens_and_layers():
 
 @pytest.mark.parametrize("layout", full_but(["dp1", "tp2 dp2 / ep2 etp2"], "tp2 dp2 / ep2 etp2"))
 def test_replayed_choices_are_used_with_current_scores(layout):
-    mesh, config = mesh_of(layout), replace(CONFIG, num_experts=6, d_expert=8, d_ff=4)
+    mesh, config = mesh_of(layout), replace(TWO, num_experts=6, d_expert=8, d_ff=4)
     tokens = jnp.asarray(np.stack([one_sequence(seed) for seed in range(4)]))
     valid = jnp.ones((4, TIME), bool).at[1, 0].set(False)
     rows, by_layer = P(mesh.dp), P(None, mesh.dp)
@@ -257,7 +258,7 @@ def test_replayed_choices_are_used_with_current_scores(layout):
 
 
 def test_dropped_choices_are_counted_and_the_network_goes_on():
-    config = replace(CONFIG, capacity_factor=0.5)
+    config = replace(TWO, capacity_factor=0.5)
     tokens = jnp.asarray(np.stack([one_sequence(seed) for seed in range(2)]))
     valid = jnp.ones((2, TIME), bool)
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from programs import mesh_of, on_mesh, random_weights
+from tiers import full_but
 from whole_network import loss_and_gradient
 
 from moe import model
@@ -82,6 +83,9 @@ def gradient(remat):
     return jax.device_get(compiled(remat)(*given(CONFIG)))
 
 
+# The quick tier has a whole update with and without, in
+# `tests/jrl/trainer/test_fully_sharded.py`.
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["selective", "full"])
 def test_values_and_gradients_are_the_same(remat):
     (value, grads), (expected, expected_grads) = gradient(remat), gradient("none")
@@ -95,17 +99,23 @@ def test_values_and_gradients_are_the_same(remat):
     assert all(float(np.max(np.abs(g))) > 0 for g in jax.tree.leaves(grads))
 
 
+KINDS = {"all-gather", "reduce-scatter", "all-to-all", "collective-permute", "all-reduce"}
+
+
+@pytest.mark.slow
 def test_no_collective_is_repeated():
-    """Neither by the compiled program nor by what it is compiled from, which has no doubles
-    merged."""
     counts = [Counter(re.findall(COLLECTIVE, compiled(r).as_text())) for r in POLICIES]
     assert counts[0] == counts[1] == counts[2]
-    kinds = {"all-gather", "reduce-scatter", "all-to-all", "collective-permute", "all-reduce"}
-    assert counts[0].keys() == kinds
+    assert counts[0].keys() == KINDS
+
+
+@pytest.mark.parametrize("remat", full_but(["selective", "full"], "full"))
+def test_no_collective_is_written_twice(remat):
+    """In what programs are compiled from, which has no doubles merged."""
     written = r"stablehlo\.(all_gather|reduce_scatter|all_to_all|collective_permute|all_reduce)\b"
-    counts = [Counter(re.findall(written, lowered(r).as_text())) for r in POLICIES]
-    assert counts[0] == counts[1] == counts[2]
-    assert len(counts[0]) == len(kinds)
+    once, again = (Counter(re.findall(written, lowered(r).as_text())) for r in ("none", remat))
+    assert once == again
+    assert len(once) == len(KINDS)
 
 
 def kept_bytes(remat):
@@ -133,8 +143,10 @@ def test_less_is_kept():
     assert 0.9 * selective > full
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.parametrize(("layout", "passes"), [("tp2", 2), ("pp2 tp2", 3)])
+FORWARDS = [("tp2", 2, "none"), ("pp2 tp2", 3, "full"), ("tp2", 2, "full"), ("pp2 tp2", 3, "none")]
+
+
+@pytest.mark.parametrize(("layout", "passes", "remat"), full_but(FORWARDS, *FORWARDS[:2]))
 def test_a_pipeline_goes_forward_twice_with_its_collectives(layout, passes, remat):
     """The gathers of a layer over tp, by tracing: attention's and the dense layer's, each pass."""
     mesh = mesh_of(layout)

@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 
 jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_num_cpu_devices", 16)  # as the tests have: what they compile is the same
 
 from small_runs import begin_or_go_on, small_recipe, small_run, small_setup  # noqa: E402
 

@@ -108,6 +108,7 @@ def test_a_small_run_finds_most_and_alarms_little(tmp_path):
     assert run(hard)["detectors"]["Minder"]["f1"][0] < 0.4
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_short_goes_on(tmp_path, monkeypatch):
     request = BenchmarkRequest(
         incidents=2, clean=1, machines=4, seconds=300, only=("Minder",), out=str(tmp_path)

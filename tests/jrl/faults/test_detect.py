@@ -289,18 +289,17 @@ def test_the_models_denoise():
 
 
 def test_training_learns_and_repeats():
-    fleets = [simulate(Settings(machines=4, seconds=60, metrics=PRODUCTION[:2], faulty=False), 1)]
+    fleets = [simulate(Settings(machines=4, seconds=60, metrics=PRODUCTION[:1], faulty=False), 1)]
     training = Training(windows=400, steps=20, batch=64)
     records = [one.fleet for one in fleets]
     models, early = train_models(records, training)
     again, _ = train_models(records, training)
-    assert set(models) == {*PRODUCTION[:2], ANY}
+    assert set(models) == {PRODUCTION[0], ANY}
     for name, weights in models.items():
         for key, value in weights.items():
             np.testing.assert_array_equal(value, again[name][key])
-    _, late = train_models(records, replace(training, steps=400))
-    for name in PRODUCTION[:2]:
-        assert late[name] < 0.6 * early[name]
+    _, late = train_models(records, replace(training, steps=150))
+    assert late[PRODUCTION[0]] < 0.6 * early[PRODUCTION[0]]
 
 
 def test_saved_models_are_read_back(tmp_path):

@@ -20,12 +20,11 @@ CLOSE = 1e-5
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(temperature=0.7),
-        Sampling(temperature=1.3, top_k=3),
-        Sampling(top_p=0.8),
-        GREEDY,
+        pytest.param(Sampling(temperature=0.7), id="temperature"),
+        pytest.param(Sampling(temperature=1.3, top_k=3), id="top-k", marks=pytest.mark.slow),
+        pytest.param(Sampling(top_p=0.8), id="top-p"),
+        pytest.param(GREEDY, id="greedy"),
     ],
-    ids=["temperature", "top-k", "top-p", "greedy"],
 )
 def test_decoding_and_scoring_agree(sampling):
     decoder = decoder_of(sampling)
@@ -40,6 +39,7 @@ def test_decoding_and_scoring_agree(sampling):
     assert (differ > 0.01) == sampling.truncates
 
 
+@pytest.mark.slow
 def test_agreement_is_the_layout_s_too():
     """Here each ``tp`` rank has its columns of the head."""
     config = replace(CONFIG, vocab_size=12)

@@ -1,6 +1,7 @@
 """Generators of reasoning-gym: those that can be used, those that are refused, and their scores."""
 
 import pytest
+from tiers import full_but
 
 from jrl.tasks import Verdict, load_task
 from jrl.tasks.gym import gym
@@ -8,7 +9,8 @@ from jrl.tasks.pool import default_workers
 from jrl.tasks.process import Worker
 from jrl.tasks.task import Example
 
-NAMES = ["spell_backward", "basic_arithmetic"]
+# The library in a process of its own takes most of a second.
+NAMES = full_but(["spell_backward", "basic_arithmetic"], "spell_backward")
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -43,20 +45,23 @@ def test_split_lengths_and_characters(task):
     assert seen == set(task.characters)
 
 
-def test_seed_and_index_decide():
-    tasks = [gym("coin_flip", seed, size=20) for seed in (3, 3, 400)]
-    streams = [[task.train(index) for index in range(10)] for task in tasks]
-    for task in tasks:
-        task.close()
+def test_seed_and_index_decide(task):
+    name = task.name.removeprefix("gym:")
+    others = [gym(name, seed, size=200) for seed in (3, 400)]
+    streams = [[made.train(index) for index in range(10)] for made in (task, *others)]
+    for other in others:
+        other.close()
     assert streams[0] == streams[1] != streams[2]
 
 
+@pytest.mark.slow
 def test_load_task():
     task = load_task("gym:gcd", 0)
     assert task.name == "gym:gcd"
     task.close()
 
 
+@pytest.mark.slow
 def test_partial_credit_is_named():
     task = gym("fraction_simplification", 0, size=8)  # its scorer gives a hundredth for anything
     assert scores(task, task.train(0), "zzz") == [Verdict(0.01, "partial")]
@@ -72,7 +77,10 @@ def test_what_a_scorer_raises_is_an_error():
 
 
 # Their scorers give the completion to `eval`, or to sympy's parser, which does.
-@pytest.mark.parametrize("name", ["spiral_matrix", "n_queens", "countdown", "simple_integration"])
+@pytest.mark.parametrize(
+    "name",
+    full_but(["spiral_matrix", "n_queens", "countdown", "simple_integration"], "spiral_matrix"),
+)
 def test_nothing_is_executed(tmp_path, name):
     trace = tmp_path / "trace"
     attack = f"__import__('pathlib').Path('{trace}').touch()"
@@ -88,20 +96,21 @@ def test_nothing_is_executed(tmp_path, name):
     task.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("basic_arithmetc", r"is no generator of reasoning-gym: did you mean basic_arithmetic or "),
-        ("qqqqqq", r"is no generator of reasoning-gym: see reasoning_gym\.factory\.DATASETS"),
-        ("boxnet", r"row 0 has answer=None, and a text is needed"),
-        ("list_functions", r"row 0 is not the same twice for one seed"),
-    ],
-)
+REFUSED = [
+    ("basic_arithmetc", r"is no generator of reasoning-gym: did you mean basic_arithmetic or "),
+    ("qqqqqq", r"is no generator of reasoning-gym: see reasoning_gym\.factory\.DATASETS"),
+    ("boxnet", r"row 0 has answer=None, and a text is needed"),
+    ("list_functions", r"row 0 is not the same twice for one seed"),
+]
+
+
+@pytest.mark.parametrize(("name", "message"), full_but(REFUSED, REFUSED[0], REFUSED[3]))
 def test_generators_that_are_refused(name, message):
     with pytest.raises(ValueError, match=rf"task=gym:{name} .*{message}"):
         gym(name, 0, size=8)
 
 
+@pytest.mark.slow
 def test_a_slow_generator_is_refused():
     with pytest.raises(ValueError, match=r"gave 0 of 64 prompts within 1 seconds: choose a faster"):
         gym("knight_swap", 0, size=64, load_seconds=1.0)

@@ -103,6 +103,8 @@ def test_gold_that_cannot_be_read_never_scores(task):
     assert reasons(task, "Paris", "Paris", "42", "") == ["error", "error", "unparsable"]
 
 
+# `test_worker_process.py` has the time of an answer, and a line that takes longer is refused below.
+@pytest.mark.slow
 def test_a_power_tower_times_out_off_the_main_thread(task):
     found = []
 

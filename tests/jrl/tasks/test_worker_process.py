@@ -76,8 +76,10 @@ def test_a_timeout_off_the_main_thread(worker, question):
     assert not runs(pid)
 
 
-def test_a_question_may_have_its_own_limit(worker):
-    assert worker.ask({"sleep": 1.5}, seconds=30.0)["sleep"] == 1.5
+def test_a_question_may_have_its_own_limit():
+    worker = Worker(COMMAND, seconds=0.1)
+    assert worker.ask({"sleep": 0.4}, seconds=30.0)["sleep"] == 0.4
+    worker.close()
 
 
 def test_a_process_that_dies(worker):

@@ -221,6 +221,7 @@ def apart():
     return set_up(run, recipe)
 
 
+@pytest.mark.slow
 def test_a_rollout_of_its_own_is_printed_and_takes_memory(apart):
     text = io.StringIO()
     print_dry_run(apart, Console(file=text, width=100))

@@ -3,7 +3,6 @@
 import shutil
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
 from small_runs import begin_or_go_on, small_model, small_recipe, small_run, small_setup
@@ -17,14 +16,6 @@ ELSEWHERE = "pp2 cp2 tp2 / ep4"
 RTOL, ATOL = 1e-4, 1e-5
 OF_THE_LAYOUT = ("moe/padded_fraction",)
 """Metrics that say how the devices shared the work, not what came of it."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fast_compile():
-    """Without the code generator's optimisations a compilation takes half the time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def setup_on(layout, recipe, **changes):

@@ -109,6 +109,7 @@ def test_a_device_holds_its_part_before_and_after_a_step(layout):
     assert all(jax.tree.leaves(same))
 
 
+@pytest.mark.slow
 def test_parts_are_saved_and_read_elsewhere(tmp_path):
     def state_on(layout):
         setup = setup_on(layout)

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import jax
 import pytest
+from tiers import full_but
 
 from jrl.config.run import RunConfig
 from jrl.recipes import Ppo
@@ -9,7 +10,7 @@ from jrl.trainer.setup import set_up
 from jrl.trainer.state import abstract, init_state, init_weights
 
 
-@pytest.mark.parametrize("layout", ["dp1", "tp2 dp2 / ep4"])
+@pytest.mark.parametrize("layout", full_but(["dp1", "tp2 dp2 / ep4"], "tp2 dp2 / ep4"))
 def test_a_checkpoint_is_read_into_the_place_that_the_state_has(layout):
     setup = set_up(RunConfig(layout=layout), replace(Ppo(), kl_coef=0.1))
     weights = init_weights(setup.model, setup.mesh, setup.randomness.key("weights", 0))

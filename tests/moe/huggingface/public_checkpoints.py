@@ -13,6 +13,8 @@ from moe import huggingface
 
 FIXTURES = Path(__file__).parent
 NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/config.json"))
+# Without experts, with them, and with latent heads, shared experts and groups.
+QUICK = ["llama", "qwen3_moe", "deepseek_v3"]
 # A layout that splits heads, dense hidden units, experts and rows.
 MESH = "tp2 dp2 / ep4"
 

@@ -8,15 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from programs import mesh_of, random_weights
-from public_checkpoints import FIXTURES, MESH, NAMES, change_options, loaded, tensors
+from public_checkpoints import FIXTURES, MESH, NAMES, QUICK, change_options, loaded, tensors
 from safetensors import safe_open
+from tiers import full_but
 
 from moe import huggingface
 from moe.config import tiny
 from moe.huggingface.configuration import UNBALANCED
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", full_but(NAMES, *QUICK))
 def test_an_export_holds_the_tensors_that_were_imported(name, tmp_path):
     config, weights = loaded(name, MESH)
     kind = json.loads((FIXTURES / name / "config.json").read_text())["architectures"][0]

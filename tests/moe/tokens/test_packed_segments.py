@@ -39,7 +39,7 @@ def segments():
 
 CONFIG = ModelConfig(
     vocab_size=11,
-    num_layers=2,
+    num_layers=1,
     d_model=10,
     num_heads=4,
     num_kv_heads=2,
