@@ -56,7 +56,7 @@ def measure(model: str, threads: int, steps: int) -> dict[str, float]:
     from jrl.recipes import Grpo
     from jrl.rollout.collect import sampling_of
     from jrl.rollout.sampler import lengths_of
-    from jrl.trainer.setup import set_up
+    from jrl.trainer.setup.setup import set_up
     from jrl.trainer.state import init_state, init_weights
     from jrl.trainer.step import train_step
     from moe.weights import num_active_parameters, num_parameters

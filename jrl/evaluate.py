@@ -33,7 +33,7 @@ from jrl.text.load import load_tokenizer
 
 if TYPE_CHECKING:
     from jrl.rollout.sampler import Sampler
-    from jrl.trainer.setup import Setup
+    from jrl.trainer.setup.setup import Setup
     from moe.weights import Transformer
 
 
@@ -122,9 +122,9 @@ def _evaluate(request: Request, folder: RunFolder) -> dict[str, Any]:
 
     # What builds and runs a network is imported once the flags are known to be right.
     from jrl.rollout.collect import sampling_of
-    from jrl.trainer.evaluate import evaluate
-    from jrl.trainer.saved_policy import load_both, load_model, load_policy
-    from jrl.trainer.setup import set_up
+    from jrl.trainer.evaluation.evaluate import evaluate
+    from jrl.trainer.evaluation.saved_policy import load_both, load_model, load_policy
+    from jrl.trainer.setup.setup import set_up
 
     if request.diagnostics and not recipe.uses_critic:
         raise ValueError(
@@ -177,7 +177,7 @@ def _diagnose(
     from jrl.report.critic import critic_diagnostics
     from jrl.report.critic_plots import plot_diagnostics
     from jrl.rollout.collect import sampling_of
-    from jrl.trainer.critic_evaluation import evaluate_critic
+    from jrl.trainer.evaluation.critic import evaluate_critic
 
     weights, step = critic
     network = setup.networks.critic

@@ -28,7 +28,7 @@ from jrl.text.tokenizer import Tokenizer
 
 # What builds and runs a network is imported in the functions, once the flags are known to be right.
 if TYPE_CHECKING:
-    from jrl.trainer.setup import Setup
+    from jrl.trainer.setup.setup import Setup
     from moe.weights import Transformer
 
 RUNS = Path("runs")
@@ -103,7 +103,7 @@ def _settings(request: Request) -> dict[str, Any]:
 
 
 def _show(request: Request) -> int:
-    from jrl.trainer.dry_run import print_dry_run
+    from jrl.trainer.setup.dry_run import print_dry_run
 
     resumed = request.command.resume
     folder = RunFolder.read(request.command.run_dir or "") if resumed else None
@@ -128,11 +128,11 @@ def _set_up(request: Request, folder: RunFolder | None = None) -> "Setup":
     Args:
       folder: of the run that is being resumed.
     """
-    from jrl.faults.prometheus import import_client
-    from jrl.faults.sources import import_psutil
+    from jrl.faults.collect.prometheus import import_client
+    from jrl.faults.collect.sources import import_psutil
     from jrl.runs.loggers import check_installed
-    from jrl.trainer.saved_policy import load_model
-    from jrl.trainer.setup import set_up
+    from jrl.trainer.evaluation.saved_policy import load_model
+    from jrl.trainer.setup.setup import set_up
     from moe.placement import specs
 
     for destination in request.run.log_to:
@@ -171,7 +171,7 @@ def _tokenizer(run: RunConfig, folder: RunFolder | None) -> Tokenizer | None:
 
 def _given_weights(setup: "Setup") -> "Transformer[Array] | None":
     """The policy that --weights asks for, or that of a public checkpoint; None without."""
-    from jrl.trainer.saved_policy import load_policy
+    from jrl.trainer.evaluation.saved_policy import load_policy
 
     if setup.run.weights is None:
         return None if setup.run.checkpoint is None else _weights_of_checkpoint(setup)
@@ -215,7 +215,7 @@ def _keep_with_run(setup: "Setup", folder: RunFolder) -> None:
 def _say_lengths(setup: "Setup") -> None:
     """The limit of completions, where nobody gave it and answers do not tell how long reasoning
     is."""
-    from jrl.trainer.lengths import response_origin
+    from jrl.trainer.setup.lengths import response_origin
 
     run, length = setup.run, setup.response_length
     answers_are_results = run.checkpoint is not None or run.task.startswith("jsonl:")

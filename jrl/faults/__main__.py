@@ -8,21 +8,21 @@ from jrl.config.command_line import exit_status
 
 def watch(arguments: list[str]) -> int:
     """look at runs that are going on, and name the process that stands out"""
-    from jrl.faults.watch import main
+    from jrl.faults.live.watch import main
 
     return main(arguments)
 
 
 def replay(arguments: list[str]) -> int:
     """look at a recorded fleet: table, picture of the machine that stands out, alarm"""
-    from jrl.faults.replay import main
+    from jrl.faults.live.replay import main
 
     return main(arguments)
 
 
 def benchmark(arguments: list[str]) -> int:
     """measure how often the detector, a baseline and ablations name the right machine"""
-    from jrl.faults.benchmark import main
+    from jrl.faults.assess.benchmark import main
 
     return main(arguments)
 
@@ -36,7 +36,7 @@ def simulate(arguments: list[str]) -> int:
 
 def train(arguments: list[str]) -> int:
     """train the denoising models on healthy records"""
-    from jrl.faults.train import main
+    from jrl.faults.minder.train import main
 
     return main(arguments)
 

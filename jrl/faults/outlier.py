@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
+from jrl.faults.collect.vocabulary import STEP_TIME, recorded_as
 from jrl.faults.fleet import Alarm, Fleet
-from jrl.faults.vocabulary import STEP_TIME, recorded_as
 
 MAD_TO_STD = 1.4826
 """Standard deviations in a median absolute deviation, for a normal distribution."""
@@ -27,8 +27,8 @@ class OutlierDetector:
     order, and the first that names somebody ends the search, as in Minder (NSDI 2025, section 4.4).
 
     Attributes:
-      metrics: positive quantities, by any name of `jrl.faults.vocabulary`; those that were not
-        recorded are passed over.
+      metrics: positive quantities, by any name of `jrl.faults.collect.vocabulary`; those that
+        were not recorded are passed over.
       window: seconds of a window. A gap that is longer leaves a machine out of the comparison.
       continuity: seconds for which a machine has to stay candidate; the paper's is 240.
       threshold: in spreads. Four times the resolution is a factor of 2.2.

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jrl.faults.detect import Report
 from jrl.faults.fleet import Fleet
+from jrl.faults.minder.detect import Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

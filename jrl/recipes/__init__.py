@@ -1,16 +1,16 @@
 """One file per paper: its hyperparameter table as code, and what it does to a batch."""
 
-from jrl.recipes.actor_critic import ActorCritic
-from jrl.recipes.batch import Batch, Targets, Totals
+from jrl.recipes.base.actor_critic import ActorCritic
+from jrl.recipes.base.batch import Batch, Targets, Totals
+from jrl.recipes.base.group_relative import GroupRelative
+from jrl.recipes.base.recipe import Metrics, Recipe
 from jrl.recipes.cispo import Cispo
 from jrl.recipes.dapo import Dapo
 from jrl.recipes.dr_grpo import DrGrpo
-from jrl.recipes.group_relative import GroupRelative
 from jrl.recipes.grpo import Grpo
 from jrl.recipes.gspo import Gspo
 from jrl.recipes.maxrl import Maxrl
 from jrl.recipes.ppo import Ppo
-from jrl.recipes.recipe import Metrics, Recipe
 from jrl.recipes.reinforce_plus_plus import ReinforcePlusPlus
 from jrl.recipes.rloo import Rloo
 from jrl.recipes.vapo import Vapo

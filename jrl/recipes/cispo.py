@@ -11,9 +11,9 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jrl.losses import cispo_loss
-from jrl.recipes.batch import Batch, given
-from jrl.recipes.group_relative import GroupRelative
-from jrl.recipes.recipe import Metrics
+from jrl.recipes.base.batch import Batch, given
+from jrl.recipes.base.group_relative import GroupRelative
+from jrl.recipes.base.recipe import Metrics
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from jaxtyping import Array, Float, Int
 
 from jrl.losses import Aggregation, overlong_penalty
-from jrl.recipes.group_relative import GroupRelative
+from jrl.recipes.base.group_relative import GroupRelative
 
 
 @dataclass(frozen=True)

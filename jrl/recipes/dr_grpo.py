@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from jaxtyping import Array, Float
 
 from jrl.losses import Aggregation, dr_grpo_advantages
-from jrl.recipes.batch import Batch, given
-from jrl.recipes.group_relative import GroupRelative
+from jrl.recipes.base.batch import Batch, given
+from jrl.recipes.base.group_relative import GroupRelative
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from jaxtyping import Array, Float
 
 from jrl.losses import grpo_advantages
-from jrl.recipes.batch import Batch, given
-from jrl.recipes.group_relative import GroupRelative
+from jrl.recipes.base.batch import Batch, given
+from jrl.recipes.base.group_relative import GroupRelative
 
 
 @dataclass(frozen=True)

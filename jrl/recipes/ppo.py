@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from jaxtyping import Array, Int
 
 from jrl.losses import gae, whiten
-from jrl.recipes.actor_critic import ActorCritic
-from jrl.recipes.batch import Batch, Targets, given
-from jrl.recipes.recipe import penalised_rewards
+from jrl.recipes.base.actor_critic import ActorCritic
+from jrl.recipes.base.batch import Batch, Targets, given
+from jrl.recipes.base.recipe import penalised_rewards
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from jaxtyping import Array, Float, Int
 
 from jrl.losses import Aggregation, gae, length_adaptive_lambda, positive_example_loss, whiten
-from jrl.recipes.actor_critic import ActorCritic
-from jrl.recipes.batch import Batch, Targets, Totals, given
-from jrl.recipes.recipe import Metrics, terminal_rewards
+from jrl.recipes.base.actor_critic import ActorCritic
+from jrl.recipes.base.batch import Batch, Targets, Totals, given
+from jrl.recipes.base.recipe import Metrics, terminal_rewards
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jrl.recipes.batch import Batch
+from jrl.recipes.base.batch import Batch
 from jrl.rollout.requests import Trajectory
 from sharding.folding import FoldedMesh
 

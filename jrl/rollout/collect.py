@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.losses import informative_groups
-from jrl.recipes.batch import Batch
-from jrl.recipes.collection import DynamicSampling
-from jrl.recipes.recipe import Recipe
+from jrl.recipes.base.batch import Batch
+from jrl.recipes.base.collection import DynamicSampling
+from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import batch_of
 from jrl.rollout.sampler import Completion, Sampler, scores_of
 from jrl.rollout.sampling import Sampling

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int
 
-from jrl.recipes.batch import Batch
+from jrl.recipes.base.batch import Batch
 from jrl.rollout.sampling import Sampling, draw
 from moe.config import ModelConfig
 from moe.decoding import Cache, decode_step, extend, prefill

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_host
-from jrl.recipes.batch import Batch
+from jrl.recipes.base.batch import Batch
 
 Finish = Literal["stop", "length"]
 """What ended a response: a stop token, or the limit of its length."""

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-from jrl.tasks.pool import Pool
-from jrl.tasks.process import Message
 from jrl.tasks.split import generator, is_heldout, position
 from jrl.tasks.task import ERROR, TIMEOUT, UNPARSABLE, Example, Verdict, check_index, check_pairs
+from jrl.tasks.workers.pool import Pool
+from jrl.tasks.workers.process import Message
 
 
 class FiniteTask:

@@ -11,11 +11,11 @@ import sys
 import time
 from importlib.util import find_spec
 
-from jrl.tasks import worker as worker_program
 from jrl.tasks.finite import FiniteTask
-from jrl.tasks.pool import Pool
-from jrl.tasks.process import Message, Worker, WorkerEnded
 from jrl.tasks.task import Example
+from jrl.tasks.workers import worker as worker_program
+from jrl.tasks.workers.pool import Pool
+from jrl.tasks.workers.process import Message, Worker, WorkerEnded
 
 # Prompts are fetched in chunks, so that a slow generator is told from one that hangs.
 CHUNK = 64

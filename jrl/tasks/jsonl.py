@@ -3,7 +3,8 @@
 Each line is an object with the texts "prompt" and "answer" (a number will do as an answer), or with
 "messages" in place of the prompt, the turns of a conversation that a chat template makes the prompt
 of: ``[{"role": "user", "content": "..."}]``. The three may have other names; other fields are not
-read, and blank lines are skipped. How answers are compared is written in `jrl.tasks.worker`.
+read, and blank lines are skipped. How answers are compared is written in
+`jrl.tasks.workers.worker`.
 """
 
 import json
@@ -15,11 +16,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from jrl.tasks import worker as worker_program
 from jrl.tasks.finite import FiniteTask
-from jrl.tasks.pool import Pool
-from jrl.tasks.process import Worker
 from jrl.tasks.task import Example
+from jrl.tasks.workers import worker as worker_program
+from jrl.tasks.workers.pool import Pool
+from jrl.tasks.workers.process import Worker
 
 # How many answers of a file are tried out when it is loaded; one that cannot be read and lies
 # further down gives verdicts with the reason "error".

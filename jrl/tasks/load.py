@@ -3,13 +3,13 @@
 import difflib
 from collections.abc import Callable
 
-from jrl.tasks.addition import addition
-from jrl.tasks.countdown import countdown
+from jrl.tasks.builtin.addition import addition
+from jrl.tasks.builtin.countdown import countdown
+from jrl.tasks.builtin.progression import progression
+from jrl.tasks.builtin.scratchpad import scratchpad
+from jrl.tasks.builtin.sort import sort
 from jrl.tasks.gym import gym
 from jrl.tasks.jsonl import Fields, jsonl
-from jrl.tasks.progression import progression
-from jrl.tasks.scratchpad import scratchpad
-from jrl.tasks.sort import sort
 from jrl.tasks.task import Task
 
 BUILT_IN: dict[str, Callable[[int], Task]] = {

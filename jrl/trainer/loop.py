@@ -14,8 +14,8 @@ from jaxtyping import Array
 
 from jrl.config.run import RunConfig
 from jrl.faults.fleet import Alarm
-from jrl.faults.guard import LOOKS, Attachment, Guard, machine_name, metrics_of
-from jrl.faults.hook import Hook, command_hook
+from jrl.faults.live.guard import LOOKS, Attachment, Guard, machine_name, metrics_of
+from jrl.faults.live.hook import Hook, command_hook
 from jrl.faults.outlier import OutlierDetector
 from jrl.processes.agreement import Together, any_of, is_first, to_host
 from jrl.processes.stopping import Stop
@@ -30,8 +30,8 @@ from jrl.runs.folder import RunFolder
 from jrl.runs.records import Appender, read_metrics, read_samples
 from jrl.tasks import Example
 from jrl.text.prompt_format import PromptFormat
-from jrl.trainer.heldout import filled_up, heldout_examples, heldout_metrics
-from jrl.trainer.setup import Setup
+from jrl.trainer.evaluation.heldout import filled_up, heldout_examples, heldout_metrics
+from jrl.trainer.setup.setup import Setup
 from jrl.trainer.state import TrainState, init_state, init_weights, restore, save
 from jrl.trainer.step import NonFinite, train_step
 from jrl.trainer.warm_start import WarmStartStopped, prompts_imitated, shortfall, warm_start

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jrl.losses import Mean, aggregate, kl_estimate
-from jrl.recipes.actor_critic import ActorCritic
-from jrl.recipes.batch import Batch, Totals, given
-from jrl.recipes.recipe import Metrics, Recipe
+from jrl.recipes.base.actor_critic import ActorCritic
+from jrl.recipes.base.batch import Batch, Totals, given
+from jrl.recipes.base.recipe import Metrics, Recipe
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.scoring import PromptLayout, scores_of, stream, values_of
 from jrl.trainer.update import Max

@@ -12,14 +12,14 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_devices, to_host
-from jrl.recipes.batch import Batch, Targets, given
-from jrl.recipes.mismatch import Corrected, Correction
-from jrl.recipes.recipe import Recipe
+from jrl.recipes.base.batch import Batch, Targets, given
+from jrl.recipes.base.mismatch import Corrected, Correction
+from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import over_rows
 from jrl.rollout.collect import groups_of
 from jrl.rollout.sampler import Completion, lengths_of
-from jrl.trainer.networks import Networks
 from jrl.trainer.scoring import logprobs_of, values_of
+from jrl.trainer.setup.networks import Networks
 from jrl.trainer.state import TrainState
 
 

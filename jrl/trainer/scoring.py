@@ -7,7 +7,7 @@ import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from jrl.recipes.batch import Batch
+from jrl.recipes.base.batch import Batch
 from jrl.rollout.generate import mark_replicated
 from jrl.rollout.scoring import score, value
 from jrl.trainer.objectives import CriticObjective, PolicyObjective

@@ -12,8 +12,8 @@ from jaxtyping import Array
 
 from jrl.rollout.batching import replicated
 from jrl.runs.checkpoints import Checkpoints
-from jrl.trainer.networks import Network, Networks
 from jrl.trainer.objectives import CriticObjective
+from jrl.trainer.setup.networks import Network, Networks
 from jrl.trainer.update import Learner, state_shardings
 from moe import placement
 from moe import weights as moe_weights

@@ -8,15 +8,15 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_devices, to_host
-from jrl.recipes.batch import Batch, given
-from jrl.recipes.recipe import Recipe
+from jrl.recipes.base.batch import Batch, given
+from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import replicated, take_rows
 from jrl.rollout.collect import Collected, collect
 from jrl.rollout.sampler import Sampler, scores_of
-from jrl.trainer.networks import Networks
 from jrl.trainer.prepare import prepare
-from jrl.trainer.randomness import Randomness
 from jrl.trainer.scoring import logprobs_of, statistics_of
+from jrl.trainer.setup.networks import Networks
+from jrl.trainer.setup.randomness import Randomness
 from jrl.trainer.state import TrainState
 from jrl.trainer.summary import count_updates, describe, summarise
 from jrl.trainer.update import Learner

@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from jrl.losses import ExplainedVariance, Mean
 from jrl.processes.agreement import to_host
-from jrl.recipes.batch import Batch
+from jrl.recipes.base.batch import Batch
 from jrl.rollout.sampler import Completion, lengths_of, scores_of
 
 

@@ -18,8 +18,8 @@ from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jrl.recipes.batch import Batch, Totals
-from jrl.recipes.optimizer import Optimizer
+from jrl.recipes.base.batch import Batch, Totals
+from jrl.recipes.base.optimizer import Optimizer
 from moe import model, placement, stages
 from moe.config import ModelConfig
 from moe.router.balance import router_loss

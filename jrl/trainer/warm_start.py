@@ -7,14 +7,14 @@ from jaxtyping import Array
 
 from jrl.config.run import RunConfig
 from jrl.processes.agreement import several, to_devices
-from jrl.recipes.batch import Batch
+from jrl.recipes.base.batch import Batch
 from jrl.rollout.batching import over_rows
 from jrl.rollout.collect import sampling_of
 from jrl.rollout.sampler import Sampler, accuracy
 from jrl.tasks import Example
 from jrl.text.prompts import encode_answers, encode_prompt, left_padded
-from jrl.trainer.heldout import filled_up
-from jrl.trainer.setup import Setup
+from jrl.trainer.evaluation.heldout import filled_up
+from jrl.trainer.setup.setup import Setup
 from moe.weights import Transformer
 
 CHECK_EVERY = 10

@@ -4,8 +4,8 @@ A token that is generated is alone with those of other rows at its step; scored 
 experts' room with all tokens of the batch. No capacity could drop the same choices in both, and so
 generation drops none. Where drops do happen, a policy scores its own samples with another
 probability than it drew them with, and importance ratios differ from 1 before any update:
-`can_drop` tells, and `jrl.trainer.setup.Setup` refuses such a network. Supervised training has no
-such ratio.
+`can_drop` tells, and `jrl.trainer.setup.setup.Setup` refuses such a network. Supervised training
+has no such ratio.
 
 The plain twin is a loop over experts (`tests/moe/router/test_capacity.py`).
 """

@@ -17,7 +17,7 @@ from jrl.text.load import load_tokenizer
 from jrl.text.tokenizer import Tokenizer
 from jrl.train import main
 from jrl.trainer import loop
-from jrl.trainer.saved_policy import load_model
+from jrl.trainer.evaluation.saved_policy import load_model
 from moe.huggingface import config_from, load
 
 FIXTURE = Path(__file__).parents[1] / "moe" / "huggingface" / "qwen3_moe"

@@ -12,8 +12,8 @@ from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.tasks import Verdict
 from jrl.tasks.procedural import ProceduralTask
-from jrl.trainer import evaluate as evaluating
 from jrl.trainer import loop
+from jrl.trainer.evaluation import evaluate as evaluating
 
 # Shapes that training has compiled already: one completion of each of its held-out prompts.
 AS_TRAINED = ["--k", "1", "--prompts", "8"]

@@ -17,7 +17,8 @@ from jrl.config.run import RunConfig
 from jrl.recipes import RECIPES
 from jrl.runs.folder import RunFolder
 from jrl.train import main
-from jrl.trainer import loop, networks
+from jrl.trainer import loop
+from jrl.trainer.setup import networks
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +75,7 @@ def test_help_comes_before_anything_heavy():
     )
     code, *modules = alone.stdout.splitlines()[-1].split()
     assert code == "0"
-    assert not {"orbax", "optax", "matplotlib", "jrl.trainer.setup"} & set(modules)
+    assert not {"orbax", "optax", "matplotlib", "jrl.trainer.setup.setup"} & set(modules)
 
 
 def test_a_run_leaves_everything_behind_and_says_where(finished, capsys):

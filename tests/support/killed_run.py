@@ -21,7 +21,8 @@ from small_runs import begin_or_go_on, small_recipe, small_run, small_setup  # n
 
 from jrl.runs.checkpoints import Checkpoints  # noqa: E402
 from jrl.runs.records import Appender  # noqa: E402
-from jrl.trainer import loop, networks  # noqa: E402
+from jrl.trainer import loop  # noqa: E402
+from jrl.trainer.setup import networks  # noqa: E402
 
 MOMENTS = {
     "warm start": (networks, "update"),

@@ -23,7 +23,7 @@ from jrl.tasks.procedural import ProceduralTask
 from jrl.tasks.task import CORRECT, UNPARSABLE, WRONG, Example, Verdict
 from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.loop import Outcome, train
-from jrl.trainer.setup import Setup
+from jrl.trainer.setup.setup import Setup
 from jrl.trainer.state import TrainState, init_state, init_weights
 from jrl.trainer.step import Step, train_step
 from moe.config import ModelConfig

@@ -9,7 +9,7 @@ import pytest
 
 from jrl.losses import aggregate
 from jrl.recipes import RECIPES, Batch, Grpo
-from jrl.recipes.mismatch import Correction
+from jrl.recipes.base.mismatch import Correction
 from jrl.report.metrics import check_known
 from jrl.trainer.objectives import policy_loss
 from jrl.trainer.update import count

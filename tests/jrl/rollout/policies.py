@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jrl.recipes.batch import Batch
+from jrl.recipes.base.batch import Batch
 from jrl.rollout.generate import Decoder, generate, mark_replicated
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.scoring import PromptLayout, Scores, score

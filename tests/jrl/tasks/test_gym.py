@@ -5,9 +5,9 @@ from tiers import full_but
 
 from jrl.tasks import Verdict, load_task
 from jrl.tasks.gym import gym
-from jrl.tasks.pool import default_workers
-from jrl.tasks.process import Worker
 from jrl.tasks.task import Example
+from jrl.tasks.workers.pool import default_workers
+from jrl.tasks.workers.process import Worker
 
 # The library in a process of its own takes most of a second.
 NAMES = full_but(["spell_backward", "basic_arithmetic"], "spell_backward")

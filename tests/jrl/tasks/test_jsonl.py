@@ -10,12 +10,12 @@ import threading
 import pytest
 
 from jrl.tasks import load_task
-from jrl.tasks import worker as worker_program
 from jrl.tasks.finite import FiniteTask
 from jrl.tasks.jsonl import Fields, _examples, jsonl
-from jrl.tasks.pool import Pool
-from jrl.tasks.process import Worker
 from jrl.tasks.task import Example
+from jrl.tasks.workers import worker as worker_program
+from jrl.tasks.workers.pool import Pool
+from jrl.tasks.workers.process import Worker
 
 GOLD = [
     *("42", "3/4", r"\frac{1}{2}", "x^2+1", "1,000", "(1,2)", "[0,5)", "12%", "-3.50", "3 cm"),

@@ -5,7 +5,7 @@ import sympy
 
 from jrl.tasks import Task, load_task
 from jrl.tasks.load import BUILT_IN
-from jrl.tasks.worker import final_answer, parse_expr
+from jrl.tasks.workers.worker import final_answer, parse_expr
 
 
 @pytest.mark.parametrize("name", list(BUILT_IN))

@@ -10,7 +10,7 @@ import warnings
 
 import pytest
 
-from jrl.tasks.process import Worker, WorkerEnded
+from jrl.tasks.workers.process import Worker, WorkerEnded
 
 # Echoes, and does on demand what third-party code may do.
 PROGRAM = """
@@ -142,7 +142,7 @@ def test_a_forgotten_worker_is_ended():
 
 def test_the_worker_ends_with_a_killed_parent(tmp_path):
     parent = (
-        "import os, signal, sys; from jrl.tasks.process import Worker\n"
+        "import os, signal, sys; from jrl.tasks.workers.process import Worker\n"
         f"print(Worker({COMMAND!r}).ask({{}})['pid'], flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -4,7 +4,7 @@ import pytest
 
 from jrl.config.run import RunConfig
 from jrl.recipes import Grpo
-from jrl.trainer.setup import set_up
+from jrl.trainer.setup.setup import set_up
 
 
 @pytest.mark.parametrize("remat", ["none", "selective", "full"])

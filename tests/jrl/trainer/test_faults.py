@@ -11,9 +11,9 @@ import pytest
 from small_runs import metrics_of, small_recipe, small_run, small_setup
 
 from jrl.config.run import RunConfig
-from jrl.faults.align import read_folder
-from jrl.faults.guard import machine_name
-from jrl.faults.record import Writer
+from jrl.faults.collect.align import read_folder
+from jrl.faults.collect.record import Writer
+from jrl.faults.live.guard import machine_name
 from jrl.report.metrics import check_known
 from jrl.runs.folder import RunFolder
 from jrl.trainer import loop

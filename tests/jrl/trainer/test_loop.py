@@ -29,13 +29,14 @@ from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import read_metrics
 from jrl.tasks.finite import FiniteTask
-from jrl.tasks.pool import Pool
-from jrl.tasks.process import Worker
 from jrl.tasks.task import Example
-from jrl.trainer import loop, networks
+from jrl.tasks.workers.pool import Pool
+from jrl.tasks.workers.process import Worker
+from jrl.trainer import loop
 from jrl.trainer import step as stepping
 from jrl.trainer import warm_start as warming
 from jrl.trainer.loop import NonFiniteRun
+from jrl.trainer.setup import networks
 from jrl.trainer.warm_start import (
     CHECK_EVERY,
     WarmStartFailed,

@@ -28,7 +28,8 @@ from tiers import full_but
 from jrl.report.metrics import without_timings
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.records import read
-from jrl.trainer import loop, networks
+from jrl.trainer import loop
+from jrl.trainer.setup import networks
 from jrl.trainer.state import abstract
 
 

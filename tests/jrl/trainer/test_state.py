@@ -6,7 +6,7 @@ from tiers import full_but
 
 from jrl.config.run import RunConfig
 from jrl.recipes import Ppo
-from jrl.trainer.setup import set_up
+from jrl.trainer.setup.setup import set_up
 from jrl.trainer.state import abstract, init_state, init_weights
 
 

@@ -18,8 +18,8 @@ from small_runs import (
 
 from jrl.recipes import RECIPES
 from jrl.rollout.sampler import scores_of
-from jrl.trainer import networks
 from jrl.trainer import step as stepping
+from jrl.trainer.setup import networks
 from jrl.trainer.step import mini_batches, train_on_batch, train_step
 from jrl.trainer.summary import summarise
 

@@ -11,7 +11,7 @@ from small_runs import fresh_weights, small_batch, small_recipe, small_run, smal
 from tiers import full_but
 
 from jrl.losses import ExplainedVariance, Mean
-from jrl.recipes.optimizer import Optimizer
+from jrl.recipes.base.optimizer import Optimizer
 from jrl.rollout.batching import replicated
 from jrl.trainer.state import init_weights
 from jrl.trainer.update import Max, init_learner, update

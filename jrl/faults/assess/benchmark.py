@@ -1,0 +1,261 @@
+"""``python -m jrl.faults benchmark``: how often Minder names the right machine, at what cost.
+
+The detector, the baseline and the ablations look at the same held-out incidents, simulated in the
+published mix of faults, and at clean records. ``--scale`` measures the cost of a call instead.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.table import Table
+
+from jrl.config.seeds import check_seed
+from jrl.faults.assess.baselines import CONTESTANTS
+from jrl.faults.assess.outcomes import FOUND, SILENT, WRONG, false_alarm_rate, figures, outcome
+from jrl.faults.minder.detect import Minder
+from jrl.faults.minder.workers import side_by_side
+from jrl.faults.simulate import PRODUCTION, Settings, simulate
+
+TEST_SEED, CLEAN_SEED = 1_000_000, 2_000_000
+"""Where held-out seeds begin; thresholds are chosen from 100,000 on, models from 10,000,000 on."""
+SIZES = ((2, 16), (17, 128), (129, 10**9))
+"""Fleets that are told apart in the results; each holds about a third of 4 to 1,500."""
+PAPER = {"Minder": (0.904, 0.883, 0.893), "Mahalanobis": (0.788, 0.767, 0.777)}
+"""Precision, recall and F1 on 150 faults of production."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure, and on what."""
+
+    incidents: int = 300
+    """Records with one fault each."""
+    clean: int = 100
+    """Records without a fault, of 15 minutes each."""
+    machines: int | None = None
+    """Machines of each fleet; None draws 4 to 1,500."""
+    clean_machines: int | None = None
+    """Machines of each fleet without a fault, where it is to be another number."""
+    seconds: int = 900
+    """Length of each record."""
+    metrics: tuple[str, ...] = PRODUCTION
+    """Metrics that are recorded."""
+    difficulty: float = 1.0
+    """Divides how far faults move the metrics."""
+    seed: int = 0
+    """Added to the seeds of all records."""
+    only: tuple[str, ...] = ()
+    """Names of the detectors to run; all by default."""
+    processes: int | None = None
+    """Records that are looked at at a time; None takes one per core."""
+    scale: bool = False
+    """Measure the cost of one call as the fleet grows from 4 to 1,500 machines instead."""
+    calibrate: bool = False
+    """Choose thresholds on --incidents records of other seeds instead, and print them."""
+    out: str = "runs/faults"
+    """Folder for the results (JSON) and the plot."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    request = tyro.cli(Request, prog="python -m jrl.faults benchmark", args=arguments)
+    check_seed(request.seed)
+    if request.incidents < 1 or request.clean < 0:
+        raise ValueError(
+            f"incidents={request.incidents} must be at least 1 and clean={request.clean} 0."
+        )
+    out = Path(request.out)
+    if request.scale or request.calibrate:
+        out.mkdir(parents=True, exist_ok=True)
+    if request.scale:
+        from jrl.faults.assess.scale import measure_scale
+
+        return measure_scale(out)
+    if request.calibrate:
+        from jrl.faults.assess.calibrate import calibrate
+
+        settings = Settings(metrics=request.metrics, machines=request.machines)
+        return calibrate(settings, request.incidents, request.seed, request.processes)
+    results = run(request)
+    _print(results)
+    path = out / "benchmark.json"
+    path.write_text(json.dumps(results, indent=2) + "\n")
+    from jrl.faults.plots import plot_benchmark
+
+    plot_benchmark(results, out / "benchmark.png")
+    print(f"\n{path} and {out / 'benchmark.png'} hold the same.")
+    return 0
+
+
+def contestants(only: Sequence[str]) -> dict[str, Minder]:
+    """Detectors by name, in the order of the table."""
+    names = [contestant.name for contestant in CONTESTANTS]
+    unknown = [name for name in only if name not in names]
+    if unknown:
+        raise ValueError(f"only={unknown[0]!r} is unknown: choose among {', '.join(names)}.")
+    return {c.name: c.detector for c in CONTESTANTS if not only or c.name in only}
+
+
+def run(request: Request) -> dict[str, Any]:
+    """Measures, with a progress bar, and returns the results as they are written.
+
+    Records go to ``records.jsonl`` as they come, and a run that was cut short goes on from there,
+    also to more records than it was to have.
+    """
+    Path(request.out).mkdir(parents=True, exist_ok=True)
+    detectors = contestants(request.only)
+    jobs = [(CLEAN_SEED + request.seed + i, False) for i in range(request.clean)]
+    jobs += [(TEST_SEED + request.seed + i, True) for i in range(request.incidents)]
+    path = Path(request.out) / "records.jsonl"
+    seen = {row["seed"]: row for row in _read_records(path, _made_with(request, detectors))}
+    due = [job for job in jobs if job[0] not in seen]
+    with path.open("a") as file:
+        for row in _with_progress(request, detectors, due):
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            seen[row["seed"]] = row
+    records = [seen[seed] for seed, _ in jobs]
+    faulty = [row for row in records if row["fault"] is not None]
+    clean = [row for row in records if row["fault"] is None]
+    return {
+        "settings": {k: v for k, v in asdict(request).items() if k != "out"},
+        "thresholds": {name: detector.threshold for name, detector in detectors.items()},
+        "detectors": {name: _summary(name, faulty, clean, request) for name in detectors},
+        "records": records,
+    }
+
+
+def _read_records(path: Path, made_with: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a run that was cut short has seen already; a new file begins with `made_with`."""
+    content = path.read_text() if path.exists() else ""
+    first, *rows = content.splitlines() or [json.dumps(made_with)]
+    if json.loads(first) != made_with:
+        raise ValueError(
+            f"{path} belongs to other settings or thresholds: give another --out, or delete it."
+        )
+    whole = rows if content.endswith("\n") else rows[:-1]
+    path.write_text("\n".join([first, *whole]) + "\n")  # without what a kill has torn
+    return [json.loads(row) for row in whole]
+
+
+def _made_with(request: Request, detectors: dict[str, Minder]) -> dict[str, Any]:
+    """What the outcome of a record depends on besides its seed, as JSON keeps it."""
+    settings = asdict(request)
+    for name in ("processes", "out", "incidents", "clean"):
+        del settings[name]
+    settings["thresholds"] = {name: detector.threshold for name, detector in detectors.items()}
+    return json.loads(json.dumps(settings))
+
+
+def _with_progress(
+    request: Request, detectors: dict[str, Minder], jobs: list[tuple[int, bool]]
+) -> Iterator[dict[str, Any]]:
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    # What is wrong with a request shows before any process starts.
+    settings = {faulty: _settings(request, faulty) for faulty in (True, False)}
+    with Progress(*columns) as progress:
+        task = progress.add_task("records", total=len(jobs))
+        for row in side_by_side(partial(_look, detectors, settings), jobs, request.processes):
+            progress.advance(task)
+            yield row
+
+
+def _settings(request: Request, faulty: bool) -> Settings:
+    return Settings(
+        machines=request.machines if faulty else request.clean_machines or request.machines,
+        seconds=request.seconds,
+        metrics=request.metrics,
+        difficulty=request.difficulty,
+        faulty=faulty,
+    )
+
+
+def _look(
+    detectors: dict[str, Minder], settings: dict[bool, Settings], job: tuple[int, bool]
+) -> dict[str, Any]:
+    seed, faulty = job
+    incident = simulate(settings[faulty], seed)
+    record = next(iter(detectors.values())).ready(incident.fleet)
+    alarms = {name: detector.judge(record).alarms for name, detector in detectors.items()}
+    return {
+        "seed": seed,
+        "machines": len(incident.fleet.machines),
+        "fault": incident.fault,
+        "outcomes": {name: outcome(incident, found) for name, found in alarms.items()},
+    }
+
+
+def _summary(
+    name: str, faulty: list[dict[str, Any]], clean: list[dict[str, Any]], request: Request
+) -> dict[str, Any]:
+    outcomes = [row["outcomes"][name] for row in faulty]
+    counts = Counter(outcomes)
+    false = sum(row["outcomes"][name] != SILENT for row in clean)
+    days = len(clean) * request.seconds / 86400
+    kinds = sorted({row["fault"] for row in faulty})
+    recall = {
+        kind: [sum(row["outcomes"][name] == FOUND for row in of), len(of)]
+        for kind in kinds
+        if (of := [row for row in faulty if row["fault"] == kind])
+    }
+    return {
+        **asdict(figures(outcomes)),
+        "counts": {kind: counts[kind] for kind in (FOUND, WRONG, SILENT)},
+        "recall_by_fault": recall,
+        "f1_by_machines": _by_machines(name, faulty),
+        "false_alarms": false,
+        "false_alarms_per_fleet_day": false_alarm_rate(false, days) if clean else None,
+        "paper": PAPER.get(name),
+    }
+
+
+def _by_machines(name: str, faulty: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """F1 and its interval, and the number of incidents, by the size of the fleet."""
+    out = {}
+    for least, most in SIZES:
+        of = [row for row in faulty if least <= row["machines"] <= most]
+        if of:
+            sizes = sorted(row["machines"] for row in of)
+            f1 = figures([row["outcomes"][name] for row in of]).f1
+            out[f"{sizes[0]} to {sizes[-1]}"] = {"f1": f1, "incidents": len(of)}
+    return out
+
+
+def _print(results: dict[str, Any]) -> None:
+    settings = results["settings"]
+    print(
+        f"{settings['incidents']} incidents and {settings['clean']} clean records of "
+        f"{settings['seconds']} s, difficulty {settings['difficulty']}; 95 % intervals\n"
+    )
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column("detector")
+    for name in ("precision", "recall", "F1", "paper's F1", "false alarms a day, clean"):
+        table.add_column(name, justify="right")
+    for name, row in results["detectors"].items():
+        cells = [_interval(row[figure]) for figure in ("precision", "recall", "f1")]
+        paper = f"{row['paper'][2]:.3f}" if row["paper"] else ""
+        rate = row["false_alarms_per_fleet_day"]
+        table.add_row(name, *cells, paper, _interval(rate, 1) if rate else "not measured")
+    Console(width=110).print(table)
+    print("F1 by machines of the fleet:")
+    for name, row in results["detectors"].items():
+        sizes = row["f1_by_machines"].items()
+        cells = (f"{size} {_interval(of['f1'])} of {of['incidents']}" for size, of in sizes)
+        print(f"  {name}: {', '.join(cells)}")
+    first = next(iter(results["detectors"]))
+    kinds = results["detectors"][first]["recall_by_fault"]
+    print(f"found by {first}: " + ", ".join(f"{k} {a}/{n}" for k, (a, n) in kinds.items()))
+
+
+def _interval(triple: Sequence[float], digits: int = 3) -> str:
+    value, low, high = triple
+    return f"{value:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"

@@ -1,0 +1,1 @@
+"""From processes and hosts to records: samples, their files, their names, their clocks."""

@@ -1,0 +1,175 @@
+"""Records of several processes, each on its own clock, as one fleet on one.
+
+A sample belongs to the tick nearest to its time, whatever the order they were written in; of
+several at one tick the last written counts. A tick without a sample is NaN: filling gaps is the
+detector's business. What cannot take part is left out and said.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jrl.faults.collect.record import SUFFIX, Record, read
+from jrl.faults.fleet import Fleet
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process at a glance.
+
+    Attributes:
+      machine: its name.
+      host: where it runs.
+      state: "running", "silent" (no new sample, or a clock that is behind), "ended", "no data" or
+        "clock ahead"; only the running are compared.
+      age: seconds from its newest sample to the end of the fleet; negative for a clock that is
+        ahead, NaN without a sample.
+      damaged: rows its files lost to a wrong checksum.
+      torn: bytes at the end of its files that are no whole row.
+      future: samples left out because they lie ahead of the fleet's clock.
+    """
+
+    machine: str
+    host: str
+    state: str
+    age: float | int
+    damaged: int
+    torn: int
+    future: int
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """Records brought together.
+
+    Attributes:
+      fleet: the processes that are running, on one clock.
+      processes: all of them, in the order of their names.
+    """
+
+    fleet: Fleet
+    processes: tuple[Process, ...]
+
+
+def read_folder(folder: Path | str, last: int | None = None) -> tuple[list[Record], list[str]]:
+    """All records of a folder, and one line for each file that cannot be read.
+
+    Args:
+      last: rows at most of each file, the newest.
+    """
+    records, unreadable = [], []
+    for path in sorted(Path(folder).glob(f"*{SUFFIX}")):
+        try:
+            records.append(read(path, last))
+        except ValueError as error:
+            unreadable.append(str(error))
+    return records, unreadable
+
+
+def align(
+    records: Iterable[Record],
+    *,
+    now: float | int | None = None,
+    seconds: float | int = 900.0,
+    period: float | int = 1.0,
+    silence: float | int = 10.0,
+    ahead: float | int = 5.0,
+) -> Aligned:
+    """Brings records together on one clock.
+
+    Args:
+      records: several of one machine are the lives of a process that was started again.
+      now: Unix time of the end; None takes the median of the machines' newest samples, which no
+        single wrong clock can move far.
+      seconds: how far back to look.
+      period: seconds between two ticks.
+      silence: a machine without a sample for so many seconds is not compared.
+      ahead: samples more than so many seconds after `now` are a wrong clock, and left out.
+
+    Returns:
+      The fleet of the running machines. Its metrics are those that any of them has.
+
+    Raises:
+      ValueError: where a length of time cannot be.
+    """
+    for name, value in (("seconds", seconds), ("period", period), ("silence", silence)):
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{name}={value} must be a finite number of seconds above 0.")
+    lives: defaultdict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        lives[record.machine].append(record)
+    newest = {name: _newest(of) for name, of in sorted(lives.items())}
+    if now is None:
+        times = [time for time in newest.values() if math.isfinite(time)]
+        now = float(np.median(times)) if times else 0.0
+    # The grid ends at the tick nearest to the latest sample that counts.
+    start = (math.floor(now / period) - math.ceil(seconds / period) + 1) * period
+    processes = tuple(_glance(lives[name], newest[name], now, silence, ahead) for name in newest)
+    running = [process.machine for process in processes if process.state == "running"]
+    metrics = sorted({name for of in running for life in lives[of] for name in life.columns})
+    length = math.ceil(seconds / period) + math.ceil(ahead / period)
+    values = np.full((len(running), len(metrics), length), np.nan, np.float32)
+    for row, name in enumerate(running):
+        for life in sorted(lives[name], key=lambda life: life.begun):
+            _place(values[row], life, metrics, start, period)
+    values = values[:, :, : _used(values)]
+    return Aligned(Fleet(tuple(running), tuple(metrics), start, period, values), processes)
+
+
+def _newest(lives: Sequence[Record]) -> float:
+    """Unix time of the newest sample, NaN without one."""
+    return max((float(life.times.max()) for life in lives if len(life.times)), default=math.nan)
+
+
+def _glance(
+    lives: Sequence[Record],
+    newest: float,
+    now: float | int,
+    silence: float | int,
+    ahead: float | int,
+) -> Process:
+    last = max(lives, key=lambda life: life.begun)
+    times = np.concatenate([life.times for life in lives])
+    future = int((times > now + ahead).sum())
+    within = times[times <= now + ahead]
+    age = now - newest
+    if len(times) == 0:
+        state = "no data"
+    elif future and (len(within) == 0 or now - within.max() > silence):
+        state = "clock ahead"
+    elif last.ended:
+        state = "ended"
+    else:
+        state = "silent" if now - within.max() > silence else "running"
+    return Process(
+        machine=last.machine,
+        host=last.host,
+        state=state,
+        age=age,
+        damaged=sum(life.damaged for life in lives),
+        torn=sum(life.torn for life in lives),
+        future=future,
+    )
+
+
+def _place(
+    into: np.ndarray, life: Record, metrics: Sequence[str], start: float, period: float | int
+) -> None:
+    """Writes the samples of one life at their ticks, the later written over the earlier."""
+    ticks = np.floor((life.times - start) / period + 0.5)
+    inside = np.flatnonzero((ticks >= 0) & (ticks < into.shape[1]))[::-1]
+    at, last = np.unique(ticks[inside].astype(int), return_index=True)
+    columns = np.array([metrics.index(name) for name in life.columns], int)
+    samples = life.values[inside[last]]
+    # Infinity is no measurement.
+    into[np.ix_(columns, at)] = np.where(np.isfinite(samples), samples, np.nan).T
+
+
+def _used(values: np.ndarray) -> int:
+    """Ticks up to the last at which any machine has a sample."""
+    some = np.isfinite(values).any(axis=(0, 1))
+    return int(np.flatnonzero(some)[-1]) + 1 if some.any() else 0

@@ -1,0 +1,220 @@
+"""Prometheus, the usual source of such metrics: its answers as fleets, and samples for it to fetch.
+
+The answer to ``GET /api/v1/query_range`` is a matrix: one series of ``[Unix time, "value"]`` for
+each set of labels. https://prometheus.io/docs/prometheus/latest/querying/api/#range-queries
+"""
+
+import json
+import math
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from jrl.faults.collect.vocabulary import exported_name
+from jrl.faults.fleet import Fleet
+
+Latest = Callable[[], tuple[float, Mapping[str, float]]]
+"""Unix time and metrics of the newest sample; time 0 where there is none yet."""
+
+
+def read_answers(
+    answers: Sequence[str | bytes],
+    *,
+    machine: str = "machine",
+    metric: str = "__name__",
+    period: float | int = 1.0,
+) -> Fleet:
+    """Range-query answers, one or several, as one fleet.
+
+    Args:
+      answers: the JSON as the server sent it; several are laid side by side.
+      machine: the label whose value is the machine's name, often "instance".
+      metric: the label whose value is the metric's name. A function in the query, such as ``rate``,
+        removes ``__name__``: put the name under another label there (``label_replace``).
+      period: the ``step`` of the query, in seconds.
+
+    Raises:
+      ValueError: where an answer is no JSON, cut short, an error or no matrix; where a series lacks
+        one of the labels, or two have the same; where a value is no number.
+    """
+    if not (math.isfinite(period) and period > 0):
+        raise ValueError(f"period={period} must be a finite number of seconds above 0.")
+    series: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for answer in answers:
+        for labels, samples in _matrix(answer):
+            for name in (machine, metric):
+                if name not in labels:
+                    raise ValueError(
+                        f"a series of the answer has no label {name!r}: it has "
+                        f"{', '.join(labels) or 'none'}; choose another, or keep it in the query."
+                    )
+            key = (labels[machine], labels[metric])
+            if key in series:
+                raise ValueError(
+                    f"two series are {key[1]} of {key[0]}: aggregate them in the query, for "
+                    f"example sum by ({machine}) (...)."
+                )
+            series[key] = samples
+    times = [time for samples in series.values() for time, _ in samples]
+    start = min(times, default=0.0)
+    length = _tick(max(times) - start, period) + 1 if times else 0
+    machines, metrics = (sorted({key[part] for key in series}) for part in (0, 1))
+    _check_size(len(machines) * len(metrics) * length, length, period)
+    values = np.full((len(machines), len(metrics), length), np.nan, np.float32)
+    for (row, column), samples in series.items():
+        at = values[machines.index(row), metrics.index(column)]
+        for time, value in samples:
+            at[_tick(time - start, period)] = value
+    return Fleet(tuple(machines), tuple(metrics), start, period, values)
+
+
+def query_range(
+    server: str,
+    query: str,
+    start: float | int,
+    end: float | int,
+    period: float | int = 1.0,
+    timeout: float | int = 30.0,
+) -> bytes:
+    """Asks a Prometheus server for the values of a query between two Unix times.
+
+    Args:
+      server: its address, such as ``http://localhost:9090``.
+
+    Raises:
+      ValueError: where it cannot be reached or refuses.
+    """
+    fields = urllib.parse.urlencode({"query": query, "start": start, "end": end, "step": period})
+    if not server.startswith(("http://", "https://")):
+        raise ValueError(f"server={server!r} must begin with http:// or https://.")
+    address = f"{server.rstrip('/')}/api/v1/query_range?{fields}"
+    try:
+        with urllib.request.urlopen(address, timeout=timeout) as response:
+            return response.read()
+    except urllib.error.HTTPError as error:  # a refusal has the reason in its body
+        reason = error.read().decode(errors="replace")[:200]
+        raise ValueError(f"{server} refused the query {query!r}: {reason}") from None
+    except (urllib.error.URLError, TimeoutError) as error:
+        raise ValueError(f"{server} cannot be reached: {error}") from None
+
+
+class Exporter:
+    """Serves the newest sample of a process to Prometheus, on ``http://HOST:PORT/metrics``.
+
+    A metric such as ``step/time`` is called ``jrl_step_time`` there and has the label ``machine``.
+    A server that fetches once a second has what the record has.
+
+    Args:
+      latest: `Sampler.latest` as a function.
+      machine: the value of the label.
+      port: 0 takes any that is free.
+      address: of the interface to listen on; this host alone by default.
+
+    Attributes:
+      port: where it listens.
+
+    Raises:
+      ValueError: where prometheus-client is not installed, or the port cannot be had.
+    """
+
+    def __init__(self, latest: Latest, machine: str, port: int, address: str = "127.0.0.1"):
+        module = import_client()
+        registry = module.CollectorRegistry()
+        registry.register(_Collector(module, latest, machine))
+        try:
+            self._server, self._thread = module.start_http_server(port, address, registry)
+        except (OSError, OverflowError) as error:
+            raise ValueError(f"port={port} on {address} cannot be had: {error}") from None
+        self.port: int = self._server.server_port
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> "Exporter":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class _Collector:
+    """What prometheus-client asks at each fetch."""
+
+    def __init__(self, module: ModuleType, latest: Latest, machine: str):
+        self._module, self._latest, self._machine = module, latest, machine
+
+    def collect(self) -> Iterator[Any]:
+        _, values = self._latest()
+        for name, value in values.items():
+            gauge = self._module.core.GaugeMetricFamily(
+                exported_name(name), f"{name} of a training process", labels=["machine"]
+            )
+            gauge.add_metric([self._machine], value)
+            yield gauge
+
+
+def import_client() -> ModuleType:
+    """The package that serves metrics.
+
+    Raises:
+      ValueError: where it is not installed.
+    """
+    try:
+        import prometheus_client.core
+    except ModuleNotFoundError as error:
+        if error.name != "prometheus_client":
+            raise
+        raise ValueError(
+            'an exporter needs the package prometheus-client: pip install -e ".[faults]".'
+        ) from None
+    return prometheus_client
+
+
+def _matrix(answer: str | bytes) -> Iterator[tuple[dict[str, str], list[tuple[float, float]]]]:
+    """Labels and samples of each series."""
+    try:
+        content = json.loads(answer)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the answer is not JSON, or cut short: {error}") from None
+    content = content if isinstance(content, dict) else {}
+    if content.get("status") == "error":
+        raise ValueError(f"Prometheus answered {content.get('errorType')}: {content.get('error')}")
+    data = content.get("data")
+    if not isinstance(data, dict) or data.get("resultType") != "matrix":
+        kind = data.get("resultType") if isinstance(data, dict) else None
+        raise ValueError(f"the answer is a {kind}, not a matrix: ask /api/v1/query_range.")
+    if not isinstance(data.get("result"), list):
+        raise ValueError("the answer has no list of series: it is not as Prometheus writes it.")
+    for entry in data["result"]:
+        try:
+            samples = [(float(time), float(value)) for time, value in entry["values"]]
+            labels = {str(name): str(value) for name, value in entry["metric"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ValueError(
+                f"a series of the answer is not as Prometheus writes it: {error!r}"
+            ) from None
+        if not all(math.isfinite(time) for time, _ in samples):
+            raise ValueError(f"a series of the answer has a time that is no number: {labels}")
+        # Prometheus writes "NaN", "+Inf" and "-Inf"; none is a measurement.
+        yield labels, [(t, v if math.isfinite(v) else math.nan) for t, v in samples]
+
+
+def _tick(seconds: float, period: float | int) -> int:
+    """The number of the tick that is nearest."""
+    return math.floor(seconds / period + 0.5)
+
+
+def _check_size(numbers: int, length: int, period: float | int) -> None:
+    """A wrong clock or a wrong period would ask for more memory than there is."""
+    if numbers > 2**31:
+        raise ValueError(
+            f"the answer spans {length} ticks of {period} s: one of its times is wrong, or the "
+            "period is not the query's step."
+        )

@@ -1,0 +1,143 @@
+"""The sampler of a training process: once a second, what it and its host are doing.
+
+It is a thread of the process itself, not another process: it dies with what it watches, leaves no
+orphan, shares the step clock without messages, and a wait in XLA or in a collective, which holds no
+interpreter lock, does not keep it from its work. A process that is stopped (SIGSTOP) stops its
+sampler too: that shows as missing samples, and in the first sample after, whose rates and step time
+cover the whole pause.
+"""
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from jrl.faults.collect.record import Writer
+from jrl.faults.collect.sources import Source, sources
+from jrl.faults.collect.vocabulary import STEP_TIME
+
+
+class StepClock:
+    """What the training loop says about itself; every method costs some microseconds.
+
+    ``step/time`` is the mean duration of the steps that ended since the last sample, in seconds,
+    or the age of the step under way where that is longer, so that a step that hangs is seen while
+    it hangs. It has no value before the first step has ended.
+
+    There is no time of waiting in collectives: a step is one program, and how long its result is
+    waited for is how long the device works on it, waiting for other devices included.
+    """
+
+    columns = (STEP_TIME,)
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._begun: float | None = None
+        self._durations: list[float] = []
+        self._last = 0.0
+        self._steps = 0
+
+    def step(self, seconds: float | None = None) -> None:
+        """Says that a step has ended and the next begins.
+
+        Args:
+          seconds: how long the step took; None counts from the last call.
+        """
+        now = time.monotonic()
+        with self._lock:
+            if seconds is None and self._begun is not None:
+                seconds = now - self._begun
+            if seconds is not None:
+                self._durations.append(seconds)
+                self._steps += 1
+            self._begun = now
+
+    def read(self, now: float) -> Mapping[str, float]:
+        with self._lock:
+            if not self._steps or self._begun is None:
+                return {}
+            if self._durations:
+                self._last = sum(self._durations) / len(self._durations)
+                self._durations.clear()
+            return {STEP_TIME: max(self._last, now - self._begun)}
+
+
+class Sampler:
+    """Writes a sample every `period` seconds until it is closed.
+
+    Args:
+      folder: where the record goes.
+      machine: the name under which this process is compared with others.
+      period: seconds between two samples. Ticks that were missed are left out, not made up for.
+      read: the sources; the host and its GPUs by default.
+
+    Attributes:
+      clock: for the training loop to report to.
+
+    Raises:
+      ValueError: where psutil is missing, or on a period that cannot be.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        machine: str,
+        *,
+        period: float | int = 1.0,
+        read: Sequence[Source] | None = None,
+    ):
+        if not 0.01 <= period <= 3600:
+            raise ValueError(f"period={period} must lie in 0.01..3600 seconds.")
+        self.clock = StepClock()
+        self._sources = [*(sources() if read is None else read), self.clock]
+        self._period = float(period)
+        self._stop = threading.Event()
+        self._latest: tuple[float, dict[str, float]] = (0.0, {})
+        columns = [name for source in self._sources for name in source.columns]
+        self.writer = Writer(folder, machine, columns, begun=time.time())
+        self._read()  # rates need a reading to start from
+        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+
+    @property
+    def latest(self) -> tuple[float, dict[str, float]]:
+        """Unix time and metrics of the newest sample."""
+        return self._latest
+
+    def sample(self) -> dict[str, float]:
+        """Takes one sample and writes it."""
+        values = self._read()
+        now = time.time()
+        self.writer.append(now, values)
+        self._latest = (now, values)
+        return values
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops, and says in the record that the process is through."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self.writer.close(time.time())
+
+    def __enter__(self) -> "Sampler":
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        due = time.monotonic()
+        while not self._stop.wait(max(0.0, due - time.monotonic())):
+            self.sample()
+            missed = max(0.0, time.monotonic() - due) // self._period
+            due += (1 + missed) * self._period
+
+    def _read(self) -> dict[str, float]:
+        return {
+            name: value
+            for source in self._sources
+            for name, value in source.read(time.monotonic()).items()
+        }

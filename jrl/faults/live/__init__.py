@@ -1,0 +1,1 @@
+"""Looking at runs: attached to training, from outside, and afterwards."""

@@ -1,0 +1,120 @@
+"""Minder attached to a training loop: a sampler in every process, a watcher in the first.
+
+Neither touches the numbers of the training: the loop says when a step has ended and asks whether
+somebody has been named.
+"""
+
+import queue
+import re
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from jrl.faults.collect.prometheus import Exporter
+from jrl.faults.collect.sampler import Sampler
+from jrl.faults.fleet import Alarm, Detector
+from jrl.faults.live.hook import Hook
+from jrl.faults.live.watcher import Watcher
+
+LOOKS = 10.0
+"""Seconds between two looks of the watcher. The paper looks every 8 minutes."""
+
+PATIENCE = 2.0
+"""Seconds that the end of a training waits for its watcher."""
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """How a training process is watched.
+
+    Attributes:
+      folder: of the run; samples go to ``faults/`` in it.
+      machine: this process's name among the others.
+      watches: whether this process compares all of them; one of them should.
+      detector: names who stands out.
+      hooks: what is done about an alarm, in the watcher's thread and in this order.
+      port: where Prometheus may fetch the newest sample; None nowhere.
+      period: seconds between two samples.
+      looks: seconds between two looks of the watcher.
+    """
+
+    folder: Path
+    machine: str
+    watches: bool
+    detector: Detector
+    hooks: tuple[Hook, ...] = ()
+    port: int | None = None
+    period: float | int = 1.0
+    looks: float | int = LOOKS
+
+
+class Guard:
+    """Watches a training from inside, from `__enter__` to `__exit__`.
+
+    Args:
+      attachment: how; None watches nothing, and every method does nothing.
+
+    Raises:
+      ValueError: where psutil or, for a port, prometheus-client is not installed.
+    """
+
+    def __init__(self, attachment: Attachment | None):
+        self._attachment = attachment
+        self._stack = ExitStack()
+        self._sampler: Sampler | None = None
+        self._raised: queue.SimpleQueue[Alarm] = queue.SimpleQueue()
+        self._stop = threading.Event()
+
+    def step_ended(self, seconds: float) -> None:
+        """Says that a training step has ended, and how long it took."""
+        if self._sampler is not None:
+            self._sampler.clock.step(seconds)
+
+    def alarms(self) -> list[Alarm]:
+        """The alarms raised since the last call."""
+        return [self._raised.get() for _ in range(self._raised.qsize())]
+
+    def __enter__(self) -> "Guard":
+        if self._attachment is None:
+            return self
+        how = self._attachment
+        with ExitStack() as stack:  # what has begun ends if the rest cannot begin
+            sampler = Sampler(how.folder / "faults", how.machine, period=how.period)
+            self._sampler = stack.enter_context(sampler)
+            if how.port is not None:
+                stack.enter_context(Exporter(lambda: sampler.latest, how.machine, how.port))
+            if how.watches:
+                thread = threading.Thread(target=self._watch, args=(how,), name="watcher")
+                thread.daemon = True
+                thread.start()
+                # A hook may wait for this process to end: nobody waits long for it.
+                stack.callback(thread.join, PATIENCE)
+                stack.callback(self._stop.set)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _watch(self, how: Attachment) -> None:
+        watcher = Watcher({"": how.folder / "faults"}, how.detector)
+        while not self._stop.wait(how.looks):
+            for alarm in watcher.look().raised:
+                self._raised.put(alarm)
+                for hook in how.hooks:
+                    hook(alarm)
+
+
+def machine_name(host: str, number: int) -> str:
+    """The name of the process with this number on this host, as a file can be called."""
+    return re.sub(r"[^a-zA-Z0-9_-]", "-", host).strip("-") + f"-{number}"
+
+
+def metrics_of(alarms: list[Alarm]) -> dict[str, float]:
+    """Alarms as metrics: the Unix time since which a machine stands out, machine in the name.
+
+    They go into the line of the step in which they were raised. What is raised after the last step,
+    while its checkpoint is written, is shown and reaches the hooks, but has no line.
+    """
+    return {f"faults/alarm/{alarm.machine}/{alarm.metric}": float(alarm.start) for alarm in alarms}

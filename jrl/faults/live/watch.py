@@ -1,0 +1,217 @@
+"""``python -m jrl.faults watch RUN``: a live table of a run's processes, and who stands out.
+
+Several runs can be watched as one fleet, when each is one process of equals. Nothing is written
+into their folders.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import tyro
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from jrl.faults.collect.vocabulary import PRIORITY, recorded_as
+from jrl.faults.fleet import Detector
+from jrl.faults.live.hook import command_hook
+from jrl.faults.live.watcher import Look, Watcher
+from jrl.faults.outlier import OutlierDetector
+from jrl.report.display import visible
+from jrl.runs.folder import RunFolder
+
+ALARMED = 3
+"""Exit status where somebody was named; 1 and 2 are taken by failures and wrong input."""
+MOST_SHOWN = 3
+"""Metrics in the table, the one of an alarm first."""
+STYLES = {"running": "green", "ended": "dim", "no data": "yellow"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to watch, and how."""
+
+    run: tyro.conf.Positional[tuple[str, ...]]
+    """Folders of runs that were started with --faults."""
+    once: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Look once and stop."""
+    until_fault: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Stop at the first alarm."""
+    seconds: float = 900.0
+    """How far back each look goes."""
+    detector: Literal["outlier", "minder"] = "outlier"
+    """What names the process: outlier sees what is off by a factor and needs no training, minder
+    what is subtler, with models of each metric."""
+    window: float = 8.0
+    """Seconds of samples that are taken together; minder's are 8 samples."""
+    continuity: float = 240.0
+    """Seconds for which one process has to stand out before it is named."""
+    threshold: float | None = None
+    """How far it has to be away; the detector's own by default. For outlier in spreads of the
+    others (4 is a factor of at least 2.2), for minder in their distances from each other."""
+    metrics: tuple[str, ...] = ()
+    """What to compare, the most telling first; the first that names somebody ends the search. By
+    default step/time and cpu/process for outlier, and those of production too for minder."""
+    silence: float = 60.0
+    """Seconds without a sample after which a process is named that did not say it was through."""
+    interval: float = 1.0
+    """Seconds between two looks."""
+    on_fault: str | None = None
+    """A shell command for each alarm; its environment has JRL_FAULT_MACHINE, JRL_FAULT_METRIC,
+    JRL_FAULT_START, JRL_FAULT_END (Unix times) and JRL_FAULT_LINE."""
+    save: str | None = None
+    """An .npz file that the fleet of the last look is written to, for replay."""
+
+
+def main(arguments: list[str]) -> int:
+    """Watches until all processes have ended, and returns the exit status: 3 after an alarm."""
+    request = tyro.cli(
+        Annotated[Request, tyro.conf.arg(name="")],
+        prog="python -m jrl.faults watch",
+        description="Shows what each process of a run is doing, and names the one that stands out.",
+        args=arguments,
+    )
+    if not request.run:
+        raise ValueError("give the folder of a run: python -m jrl.faults watch RUN")
+    if not request.interval > 0:
+        raise ValueError(f"interval={request.interval} must be above 0 seconds.")
+    watcher = _watcher(request)
+    hooks = [] if request.on_fault is None else [command_hook(request.on_fault)]
+    alarmed = False
+    with _screen(Console(), live=not request.once) as show:
+        while True:
+            look = watcher.look()
+            show(look, request)
+            alarmed = alarmed or bool(look.raised)
+            for alarm in look.raised:
+                for hook in hooks:
+                    hook(alarm)
+            if request.once or look.ended or (alarmed and request.until_fault):
+                break
+            time.sleep(request.interval)
+    if request.save is not None:
+        look.fleet.save(request.save)
+    return ALARMED if alarmed else 0
+
+
+def _watcher(request: Request) -> Watcher:
+    folders = {}
+    for path in map(Path, request.run):
+        folder = path / "faults"
+        if not folder.is_dir():
+            folder = RunFolder.read(path).path / "faults"
+        if request.once and not folder.is_dir():
+            raise ValueError(f"{path} holds no samples: start the run with --faults.")
+        name = path.resolve().name if len(request.run) > 1 else ""
+        if name in folders:
+            raise ValueError(f"two of the runs are called {name!r}: give one of them another name.")
+        folders[name] = folder
+    return Watcher(folders, _detector(request), seconds=request.seconds, mourning=request.silence)
+
+
+def _metrics(request: Request) -> tuple[str, ...]:
+    """What is compared, by any of its names."""
+    default = PRIORITY if request.detector == "minder" else OutlierDetector.metrics
+    return request.metrics or default
+
+
+def _detector(request: Request) -> Detector:
+    metrics, threshold = _metrics(request), request.threshold
+    if request.detector == "outlier":
+        threshold = OutlierDetector.threshold if threshold is None else threshold
+        return OutlierDetector(metrics, request.window, request.continuity, threshold)
+    from jrl.faults.minder.detect import (
+        Minder,  # with JAX and the models, which take seconds to load
+    )
+
+    minder = Minder(
+        threshold=Minder.threshold if threshold is None else threshold,
+        continuity=request.continuity,
+        priority=metrics,
+    )
+    return lambda fleet: minder(fleet.select(recorded_as(metrics, fleet.metrics)))
+
+
+@contextmanager
+def _screen(console: Console, live: bool) -> Iterator:
+    """A function that shows a look: a table that changes in place, or lines of what is new."""
+    if live and console.is_terminal:
+        with Live(console=console, auto_refresh=False) as screen:
+            yield lambda look, request: screen.update(render(look, request), refresh=True)
+        return
+    if not live:
+        yield lambda look, request: console.print(render(look, request))
+        return
+    states: dict[str, str] = {}
+
+    def lines(look: Look, request: Request) -> None:
+        for each in look.processes:
+            if states.get(each.machine) != each.state:
+                states[each.machine] = each.state
+                print(f"{visible(each.machine)}: {each.state}", flush=True)
+        for alarm in look.raised:
+            print(f"ALARM: {visible(alarm.describe())}", flush=True)
+
+    yield lines
+
+
+def render(look: Look, request: Request) -> RenderableType:
+    """The table of all processes, what cannot be read, and the verdict."""
+    table = Table(box=box.ROUNDED, title=f"{len(look.processes)} processes")
+    for heading in ("process", "host", "state", "last sample", "samples lost"):
+        table.add_column(heading, overflow="fold", no_wrap=heading == "state")
+    alarms = [alarm.metric for alarm in look.alarms]
+    shown = list(recorded_as([*alarms, *_metrics(request)], look.fleet.metrics))[:MOST_SHOWN]
+    for name in shown:
+        table.add_column(f"{name} (x median)", justify="right")
+    recent = _recent(look, shown, request.window)
+    alarmed = {alarm.machine for alarm in look.alarms}
+    for each in look.processes:
+        style = "bold red" if each.machine in alarmed else STYLES.get(each.state, "red")
+        lost = each.damaged + each.future + (each.torn > 0)
+        cells = [
+            Text(visible(each.machine), style="bold red" if each.machine in alarmed else ""),
+            Text(visible(each.host)),
+            Text(each.state, style=style),
+            _ago(each.age),
+            str(lost) if lost else "",
+        ]
+        table.add_row(*cells, *recent.get(each.machine, [""] * len(shown)))
+    lines: list[RenderableType] = [table]
+    lines += [Text(visible(line), style="yellow") for line in look.unreadable]
+    if len(look.fleet.machines) < 3:
+        lines.append(Text("fewer than three processes are running: nobody can be compared"))
+    lines += [Text(f"ALARM: {visible(alarm.describe())}", "bold red") for alarm in look.alarms]
+    if not look.alarms:
+        lines.append(Text("nobody stands out", style="green"))
+    return Group(*lines)
+
+
+def _ago(seconds: float) -> str:
+    if np.isnan(seconds):
+        return "-"
+    return f"{abs(seconds):.0f} s {'ago' if seconds >= -1 else 'ahead'}"
+
+
+def _recent(look: Look, metrics: list[str], window: float) -> dict[str, list[str]]:
+    """What each machine's metrics were over the last window, and how many times the median."""
+    values = look.fleet.select(metrics).last(window).values
+    found = {machine: ["" for _ in metrics] for machine in look.fleet.machines}
+    for column in range(len(metrics)):
+        means = {
+            machine: float(samples[np.isfinite(samples)].mean())
+            for machine, samples in zip(look.fleet.machines, values[:, column], strict=True)
+            if np.isfinite(samples).any()
+        }
+        typical = float(np.median(list(means.values()))) if means else 0.0
+        for machine, mean in means.items():
+            times = f" ({mean / typical:.1f})" if typical > 0 else ""
+            found[machine][column] = f"{mean:.3g}{times}"
+    return found

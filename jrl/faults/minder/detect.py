@@ -1,0 +1,346 @@
+"""Minder: which machine stands out from the others, in which metric, since when.
+
+Every metric is denoised window by window; in each window the machine farthest from all others is a
+candidate if it is far enough; the machine that stays the candidate for minutes is the alarm.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from jrl.faults.collect.vocabulary import PRIORITY, meaning, searched
+from jrl.faults.fleet import Alarm, Fleet
+from jrl.faults.minder import vae
+from jrl.faults.minder.continuity import NOBODY, UNSEEN, Span, find_span, look_where_needed
+from jrl.faults.minder.distances import BLOCK, distance_sums, normal_score
+from jrl.faults.minder.embedding import Method, View, denoised, gather
+from jrl.faults.minder.prepare import Prepared, prepare
+from jrl.faults.minder.train import ANY, SHIPPED
+
+AT_ONCE = 2**14
+"""Machines times windows that are embedded in one program: it bounds the memory of a call."""
+ONE_AT_A_TIME = threading.Lock()
+"""Programs started from more threads than the CPU backend has can wait for each other for ever."""
+MOST_WINDOWS = 64
+"""Windows that are embedded in one program, however few the machines are."""
+
+
+@cache
+def shipped_models() -> dict[str, vae.Weights]:
+    """The models that come with the package, by metric."""
+    return vae.load(SHIPPED)
+
+
+def per_metric(metrics: tuple[str, ...]) -> list[View]:
+    """Minder's method with the models of the package; `ANY` serves metrics that have none."""
+    models = shipped_models()
+    return [
+        View(name, (channel,), denoised(models.get(meaning(name), models[ANY])))
+        for channel, name in enumerate(metrics)
+    ]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a look at a fleet found.
+
+    Attributes:
+      alarms: none or one.
+      notes: what could not be compared and why, one line each.
+      prepared: what was compared.
+      views: names of the views that were looked at (metrics, for Minder), in order.
+      named: by view, which row of `prepared` each window names, or `NOBODY`, or `UNSEEN`.
+      scores: by view, the greatest score of each window; NaN where unseen.
+    """
+
+    alarms: list[Alarm]
+    notes: tuple[str, ...]
+    prepared: Prepared
+    views: tuple[str, ...] = ()
+    named: tuple[np.ndarray, ...] = ()
+    scores: tuple[np.ndarray, ...] = ()
+
+
+@dataclass(frozen=True)
+class Minder:
+    """The detector: called with a fleet it returns its alarms, `examine` tells how it came to them.
+
+    Attributes:
+      threshold: score from which a machine is a candidate, above 1. The paper's is not known; this
+        one was chosen on simulated fleets by ``python -m jrl.faults benchmark --calibrate``.
+      continuity: seconds for which the same machine must be the candidate; the paper's 4 minutes.
+      share: of the windows in that time that must name it. The paper's 1 lets one noisy window in
+        233 hide a fault.
+      floor: distance, in ranges of a metric, below which machines count as equal. Without it the
+        farthest of four machines that agree to a thousandth would stand out.
+      priority: metrics in the order in which they are searched, by any name of
+        `jrl.faults.collect.vocabulary`; others follow in the fleet's order,
+        but for what a process holds in memory.
+      roles: one label per machine of the fleet; machines are compared within their role only.
+        Under expert parallelism the load of experts differs: take (pipeline stage, expert rank).
+      tokens: ``[machine, time]`` tokens that a machine received; metrics in `per_token` are divided
+        by them, as another way to compare ranks of unequal load.
+      per_token: the metrics that grow with the tokens a machine receives.
+      norm: of the distance; see `distance_sums`.
+      method: what distances are measured in; see `jrl.faults.assess.baselines`.
+      least_share: see `prepare`.
+      max_lag: see `prepare`.
+      now: see `prepare`.
+    """
+
+    threshold: float | int = 3.08
+    continuity: float | int = 240
+    share: float | int = 0.85
+    floor: float | int = 0.02
+    priority: Sequence[str] = PRIORITY
+    roles: Sequence[str] | None = None
+    tokens: np.ndarray | None = None
+    per_token: Sequence[str] = ()
+    norm: str = "euclidean"
+    method: Method = per_metric
+    least_share: float | int = 0.5
+    max_lag: int = 2
+    now: float | None = None
+
+    def __call__(self, fleet: Fleet) -> list[Alarm]:
+        """The alarms of a fleet: none, or the machine that stands out."""
+        return self.examine(fleet).alarms
+
+    def examine(self, fleet: Fleet) -> Report:
+        """Looks at one metric after the other until one raises an alarm."""
+        return self.judge(self.ready(fleet))
+
+    def judge(self, record: "Record") -> Report:
+        """`examine` for a record that is ready, and may have been looked at by other detectors."""
+        prepared = record.prepared
+        if record.refused:
+            return Report([], (*prepared.notes, *record.refused), prepared)
+        num_windows = prepared.values.shape[2] - vae.WINDOW + 1
+        length = self._length(prepared.period)
+        views, named_by, scores_by, alarms = [], [], [], []
+        for view in self.method(prepared.metrics):
+            looker = record.looker(view, self)
+            look = partial(looker.named, threshold=self.threshold)
+            named = look_where_needed(look, num_windows, length=length, share=self.share)
+            views.append(view.name)
+            named_by.append(named)
+            scores_by.append(np.where(named == UNSEEN, np.nan, looker.scores))
+            span = find_span(named, length=length, share=self.share)
+            if span is not None:
+                alarms.append(self._alarm(prepared, view.name, span, scores_by[-1]))
+                break
+        found = tuple(views), tuple(named_by), tuple(scores_by)
+        return Report(alarms, prepared.notes, prepared, *found)
+
+    def _length(self, period: float | int) -> int:
+        return max(1, round(self.continuity / period) - vae.WINDOW + 1)
+
+    def ready(self, fleet: Fleet) -> "Record":
+        """The prepared fleet, role numbers, and reasons why nothing can be said."""
+        if self.tokens is not None:
+            fleet = divide_by_tokens(fleet, self.tokens, self.per_token)
+        prepared = prepare(
+            fleet.select(searched(self.priority, fleet.metrics)),
+            least_share=self.least_share,
+            max_lag=self.max_lag,
+            now=self.now,
+        )
+        roles = role_numbers(fleet, self.roles)[prepared.rows]
+        sizes = np.bincount(roles) if roles.size else np.zeros(1, int)
+        refused = []
+        if not prepared.metrics:
+            refused.append("no metric can be compared: nothing is said.")
+        if sizes.max() < 3:
+            refused.append(
+                f"{len(prepared.machines)} machines, at most {sizes.max()} of one role: between "
+                "two nothing tells which one is off. Compare at least 3."
+            )
+        seconds = prepared.values.shape[2] * fleet.period
+        if seconds < self.continuity:
+            refused.append(
+                f"the record holds {seconds:.0f} s, less than the {self.continuity:.0f} s for "
+                "which a machine must stand out: nothing is said."
+            )
+        return Record(prepared, roles, tuple(refused))
+
+    def _alarm(self, prepared: Prepared, metric: str, span: Span, scores: np.ndarray) -> Alarm:
+        within = scores[span.first : span.last + 1]
+        evidence = {
+            "score": float(np.nanmedian(within)),
+            "threshold": float(self.threshold),
+            "windows": span.hits,
+            "machines": len(prepared.machines),
+            "scores": scores,
+        }
+        # A window stands out as soon as its last samples do.
+        start = prepared.start + (span.first + vae.WINDOW - 1) * prepared.period
+        end = prepared.start + (span.last + vae.WINDOW) * prepared.period
+        return Alarm(prepared.machines[span.machine], metric, start, end, evidence)
+
+
+def role_numbers(fleet: Fleet, roles: Sequence[str] | None) -> Int[np.ndarray, " machine"]:
+    """Numbers of the roles, one per machine; all machines have the same where none are given."""
+    if roles is None:
+        return np.zeros(len(fleet.machines), int)
+    if len(roles) != len(fleet.machines):
+        raise ValueError(
+            f"roles has {len(roles)} labels for {len(fleet.machines)} machines: give one each."
+        )
+    return np.unique(np.array(roles, np.str_), return_inverse=True)[1]
+
+
+def divide_by_tokens(fleet: Fleet, tokens: np.ndarray, metrics: Sequence[str]) -> Fleet:
+    """The fleet with `metrics` per token received, times the fleet's mean number of tokens.
+
+    Args:
+      tokens: ``[machine, time]`` received in each second; no token leaves no sample.
+    """
+    expected = (len(fleet.machines), fleet.num_samples)
+    if tokens.shape != expected:
+        raise ValueError(f"tokens has shape {tokens.shape}, which must be {expected}.")
+    unknown = [name for name in metrics if name not in fleet.metrics]
+    if unknown:
+        raise ValueError(f"per_token names {unknown[0]!r}, which was not recorded.")
+    some = np.where(tokens > 0, tokens, np.nan).astype(np.float32)
+    relative = some / np.nanmean(some)
+    values = fleet.values.copy()
+    for name in metrics:
+        values[:, fleet.metrics.index(name)] /= relative
+    return Fleet(fleet.machines, fleet.metrics, fleet.start, fleet.period, values)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A prepared fleet and all that was found out about it, for several detectors to share.
+
+    Attributes:
+      prepared: what is compared.
+      roles: number of the role of each machine in it.
+      refused: reasons why nothing can be said, one line each.
+      lookers: by method, view, floor and norm: scores do not depend on anything else.
+    """
+
+    prepared: Prepared
+    roles: Int[np.ndarray, " machine"]
+    refused: tuple[str, ...] = ()
+    lookers: dict[tuple, "Looker"] = field(default_factory=dict)
+
+    def looker(self, view: View, minder: Minder) -> "Looker":
+        """The one that remembers what was seen of a view."""
+        key = (minder.method, view.name, minder.floor, minder.norm)
+        if key not in self.lookers:
+            self.lookers[key] = Looker(self.prepared, self.roles, view, minder.floor, minder.norm)
+        return self.lookers[key]
+
+
+class Looker:
+    """Finds and remembers which machine is farthest in each window of one view."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        roles: np.ndarray,
+        view: View,
+        floor: float | int = 0.0,
+        norm: str = "euclidean",
+    ):
+        channels = list(view.channels)
+        whole = channels == list(range(len(prepared.metrics)))
+        values = prepared.values if whole else prepared.values[channels]
+        # Windows that are wider begin earlier: the first sample stands for what came before it.
+        early = view.width - vae.WINDOW
+        values = np.pad(values, ((0, 0), (0, 0), (early, 0)), mode="edge")
+        num_windows = values.shape[2] - view.width + 1
+        self.floor, self.norm, self.view = floor, norm, view
+        self.members = [
+            rows for role in np.unique(roles) if (rows := np.flatnonzero(roles == role)).size > 2
+        ]
+        self.values = [
+            values[:, rows] if rows.size < values.shape[1] else values for rows in self.members
+        ]
+        if view.summary is not None:
+            self.view = replace(view, width=1)
+            self.values = [view.summary(part, view.width) for part in self.values]
+        self.machine = np.full(num_windows, UNSEEN)
+        self.scores = np.full(num_windows, -np.inf, np.float32)
+
+    def look(self, starts: Int[np.ndarray, " some"]) -> None:
+        """Fills in `machine` and `scores` of the windows at `starts`: the farthest of any role."""
+        starts = starts[self.machine[starts] == UNSEEN]
+        for rows, values in zip(self.members, self.values, strict=True):
+            for part in _parts(starts, rows.size):
+                machine, score = farthest(values, part, self.view, self.floor, self.norm)
+                better = score > self.scores[part]
+                self.machine[part] = np.where(better, rows[machine], self.machine[part])
+                self.scores[part] = np.where(better, score, self.scores[part])
+
+    def named(
+        self, starts: Int[np.ndarray, " some"], threshold: float | int
+    ) -> Int[np.ndarray, " some"]:
+        """Which machine the windows at `starts` name."""
+        self.look(starts)
+        return np.where(self.scores[starts] > threshold, self.machine[starts], NOBODY)
+
+
+def _padded(num_machines: int) -> int:
+    """Few sizes, so that few programs are compiled: 16, 32, 48, 64, 96, 128, 192, 256, ..."""
+    size = BLOCK
+    while size < num_machines:
+        size = size * 3 // 2 if size & (size - 1) == 0 and size > BLOCK else _next_power(size)
+    return size
+
+
+def _next_power(size: int) -> int:
+    return 1 << size.bit_length()
+
+
+def _parts(starts: np.ndarray, num_machines: int) -> list[np.ndarray]:
+    """The starts in pieces that keep to `AT_ONCE`."""
+    size = max(1, min(MOST_WINDOWS, AT_ONCE // _padded(num_machines)))
+    return [starts[i : i + size] for i in range(0, len(starts), size)]
+
+
+def farthest(
+    values: Float[np.ndarray, "channel machine time"],
+    starts: Int[np.ndarray, " window"],
+    view: View,
+    floor: float | int = 0.0,
+    norm: str = "euclidean",
+) -> tuple[Int[np.ndarray, " window"], Float[np.ndarray, " window"]]:
+    """The machine with the greatest score in each window, and that score.
+
+    Args:
+      values: scaled, without gaps; at least 3 machines.
+      starts: where the windows begin, in samples.
+      view: what distances are measured in.
+      floor: see `Minder`.
+      norm: see `distance_sums`.
+    """
+    num_machines = values.shape[1]
+    size = _padded(num_machines)
+    # The last piece is filled up with its first window, so that one program serves all pieces.
+    full = max(len(starts), len(_parts(np.arange(MOST_WINDOWS), num_machines)[0]))
+    windows = gather(values, np.r_[starts, np.repeat(starts[:1], full - len(starts))], view.width)
+    windows = np.pad(windows, ((0, 0), (0, 0), (0, size - num_machines), (0, 0)))
+    counted = jnp.asarray(np.arange(size) < num_machines)
+    with ONE_AT_A_TIME:
+        points = view.embed(jnp.asarray(windows), counted)
+        machine, score = _farthest(points, counted, float(floor) * vae.WINDOW**0.5, norm)
+        return np.asarray(machine)[: len(starts)], np.asarray(score)[: len(starts)]
+
+
+@partial(jax.jit, static_argnames="norm")
+def _farthest(
+    points: Float[jax.Array, "window dim machine"],
+    counted: Bool[jax.Array, " machine"],
+    floor: float | jax.Array,
+    norm: str,
+) -> tuple[jax.Array, jax.Array]:
+    scores = normal_score(distance_sums(points, counted, norm=norm), counted, floor=floor)
+    return scores.argmax(-1), scores.max(-1)

@@ -1,0 +1,157 @@
+"""What the distance between two machines is measured in: windows, denoised or not.
+
+A view takes some of the metrics and embeds their windows ``[channel, window, machine, sample]`` as
+points ``[window, dim, machine]``. Minder has one view per metric; its ablations have one of all, or
+leave the denoising out. An embedding's second argument tells machines from padding, for those that
+look at all machines together.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32
+
+from jrl.faults.minder import vae
+
+Record = Float[np.ndarray, "channel machine time"]
+Windows = Float[Array, "channel window machine time"]
+Points = Float[Array, "window dim machine"]
+Counted = Bool[Array, " machine"]
+Embedding = Callable[[Windows, Counted], Points]
+
+
+@dataclass(frozen=True)
+class View:
+    """One way to look at a fleet.
+
+    Attributes:
+      name: how an alarm calls it: a metric, or what stands for several.
+      channels: which metrics of the prepared fleet it takes.
+      embed: from their windows to points.
+      width: samples of a window; those before the detector's own 8 come on top.
+      summary: from the channels of a whole record and the width to what is seen of each window,
+        ``[dim, machine, window]``, which then goes through `embed` as windows of one sample; None
+        embeds the windows themselves.
+    """
+
+    name: str
+    channels: tuple[int, ...]
+    embed: Embedding
+    width: int = vae.WINDOW
+    summary: Callable[[np.ndarray, int], np.ndarray] | None = None
+
+
+Method = Callable[[tuple[str, ...]], list[View]]
+"""From the metrics of a prepared fleet to its views, in the order in which they are searched."""
+
+
+def gather(
+    values: Float[np.ndarray, "metric machine time"], starts: np.ndarray, width: int = vae.WINDOW
+) -> np.ndarray:
+    """Windows of `width` samples that begin at `starts`: ``[metric, window, machine, time]``."""
+    view = np.lib.stride_tricks.sliding_window_view(values, width, axis=2)
+    return np.ascontiguousarray(np.moveaxis(view[:, :, starts], 2, 1))
+
+
+def denoised(weights: vae.Weights) -> Embedding:
+    """The windows as a model gives them back; one of all channels joins them (ablation INT)."""
+    return partial(_denoised, weights)
+
+
+@jax.jit
+def _denoised(weights: vae.Weights, windows: Windows, counted: Counted) -> Points:
+    del counted  # each machine is denoised by itself
+    channels, count, machines, width = windows.shape
+    flat = windows.reshape(channels, count * machines, width)
+    rebuilt = vae.reconstruct(weights, jnp.transpose(flat, (2, 0, 1)))
+    points = rebuilt.reshape(width * channels, count, machines)
+    return jnp.swapaxes(points, 0, 1)
+
+
+def side_by_side(each: Sequence[vae.Weights]) -> Embedding:
+    """Every channel through a model of its own, then all as one point (ablation CON)."""
+    stacked = {name: jnp.stack([weights[name] for weights in each]) for name in each[0]}
+    return partial(_side_by_side, stacked)
+
+
+@jax.jit
+def _side_by_side(weights: vae.Weights, windows: Windows, counted: Counted) -> Points:
+    points = jax.vmap(_denoised, in_axes=(0, 0, None))(weights, windows[:, None], counted)
+    return jnp.moveaxis(points, 0, 1).reshape(points.shape[1], -1, points.shape[3])
+
+
+@jax.jit
+def raw(windows: Windows, counted: Counted) -> Points:
+    """The windows of one metric as they are (ablation RAW)."""
+    del counted
+    return jnp.swapaxes(windows[0], 1, 2)
+
+
+@jax.jit
+def as_points(windows: Windows, counted: Counted) -> Points:
+    """Windows of one sample as points whose dimensions are the channels."""
+    del counted
+    return jnp.swapaxes(windows[..., 0], 0, 1)
+
+
+def whitened_moments(values: Record, width: int) -> Float32[np.ndarray, "dim machine window"]:
+    """The baseline's points: four moments of each metric, whitened, as one record has them.
+
+    Mean, deviation, skewness and kurtosis over the window; principal components that hold 95 % of
+    the variance, each scaled to variance 1. The Euclidean distance of two such points is the
+    Mahalanobis distance of the machines. (The paper describes its baseline in these words only.)
+
+    The covariance is that of machines around the median of their fleet, over the whole record: the
+    machines of one window are fewer than their 28 features in a small fleet, and points whitened by
+    themselves are then equally far from each other. As in robust covariances, it is that of the
+    half nearest to the median: a machine that fails for minutes is no part of what is usual.
+    """
+    features = np.concatenate([four_moments(channel, width) for channel in values])
+    matrix = whitening(features[:, :, :: max(1, width // 4)], 0.95)
+    points = matrix @ features.reshape(len(features), -1)
+    return points.reshape(features.shape)
+
+
+def four_moments(
+    values: Float[np.ndarray, "machine time"], width: int
+) -> Float32[np.ndarray, "4 machine window"]:
+    """Mean, deviation, skewness and kurtosis of each window, from running sums of powers."""
+    wide = values.astype(np.float64)
+    power, means = np.ones_like(wide), []
+    for _ in range(4):
+        power *= wide
+        total = np.cumsum(power, 1)
+        total[:, width:] -= total[:, :-width].copy()
+        means.append(total[:, width - 1 :] / width)
+    m, m2, m3, m4 = means
+    variance = np.maximum(m2 - m**2, 1e-6)  # a thousandth of the range, far above the rounding
+    third = m3 - 3 * m * m2 + 2 * m**3
+    fourth = m4 - 4 * m * m3 + 6 * m**2 * m2 - 3 * m**4
+    each = (m, np.sqrt(variance), third / variance**1.5, fourth / variance**2)
+    return np.stack(each).astype(np.float32)
+
+
+def whitening(
+    features: Float[np.ndarray, "feature machine window"], share: float
+) -> Float32[np.ndarray, "feature feature"]:
+    """The matrix that makes usual features uncorrelated with variance 1; rows left out are 0.
+
+    Components are kept, the largest first, until they hold `share` of the variance.
+    """
+    centred = features - np.median(features, 1, keepdims=True)
+    rows = centred.reshape(len(features), -1).T.astype(np.float64)
+    size = np.maximum(np.sqrt((rows**2).mean(0)), 1e-6)
+    rows = rows / size
+    far = (rows**2).sum(1)
+    usual = rows[far <= np.median(far)]
+    spread = np.maximum(np.sqrt((usual**2).mean(0)), 1e-6)
+    usual, size = usual / spread, size * spread
+    power, axes = np.linalg.eigh(usual.T @ usual / len(usual))
+    larger = np.cumsum(power[::-1])[::-1] - power
+    kept = (larger < share * power.sum()) & (power > 1e-6 * power.sum())
+    inverse = np.where(kept, 1 / np.sqrt(np.where(kept, power, 1)), 0)
+    return ((axes * inverse).T / size).astype(np.float32)

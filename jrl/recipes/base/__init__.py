@@ -1,0 +1,1 @@
+"""What recipes are made of: hyperparameters, hooks, batches, corrections."""

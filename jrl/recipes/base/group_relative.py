@@ -1,0 +1,31 @@
+"""Recipes without a critic that compare the completions of a prompt with each other."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jrl.losses import grpo_advantages
+from jrl.recipes.base.batch import Batch, Targets, given
+from jrl.recipes.base.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class GroupRelative(Recipe):
+    """One advantage per completion, on each of its tokens; by default GRPO's."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.group_size < 2:
+            raise ValueError(
+                f"group_size={self.group_size} leaves nothing to compare a completion with: "
+                "choose at least 2."
+            )
+
+    def row_advantages(self, batch: Batch[Array]) -> Float[Array, "batch"]:
+        """The advantage of each completion among those of its prompt."""
+        return grpo_advantages(given(batch.rewards), given(batch.groups))
+
+    def targets(self, batch: Batch[Array]) -> Targets[Array]:
+        advantages = self.row_advantages(batch)
+        return Targets(jnp.where(batch.mask, advantages[:, None], 0.0))

@@ -1,0 +1,371 @@
+"""What every recipe has: batch arithmetic, optimizer, sampling, and the hooks of an algorithm.
+
+A recipe is a frozen record of hyperparameters with a few hooks, each with a default. The trainer
+asks for the hooks and never for a class: what to collect (`collection`), the rewards (`rewards`),
+advantages and returns (`targets`), the loss of each token (`surrogate`), what it is divided by
+(`denominators`), and what else is to be minimised (`auxiliary_loss`). Entropy and KL terms,
+importance weights and rejection masks are the trainer's, for every recipe alike.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jrl.losses import (
+    Aggregation,
+    Denominators,
+    ExplainedVariance,
+    Mean,
+    RejectionOver,
+    WeightLevel,
+    WeightMean,
+    kl_estimate,
+    ppo_loss,
+)
+from jrl.recipes.base.batch import Batch, Targets, Totals, given
+from jrl.recipes.base.collection import Collection, DynamicSampling, OneRound
+from jrl.recipes.base.mismatch import Correction, OldLogprobs, Rejection, Weighting, checked
+from jrl.recipes.base.optimizer import Optimizer
+
+Metrics = Mapping[str, Mean | Array]
+"""Means, and scalars that add up over pieces."""
+
+MINI_BATCH, MICRO_BATCH = 128, 64
+"""What mini-batches and micro-batches are near to where nobody chose their size."""
+
+
+def near_divisors(number: int, aim: int) -> list[int]:
+    """All divisors of `number`, those nearest to `aim` in ratio first; of two, the smaller.
+
+    Examples:
+      >>> near_divisors(80, 64)[:3]
+      [80, 40, 20]
+    """
+    divisors = [size for size in range(1, number + 1) if number % size == 0]
+    return sorted(divisors, key=lambda size: (abs(math.log(size / aim)), size))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Hyperparameters shared by all recipes."""
+
+    prompts: int = 64
+    """Prompts per step."""
+    group_size: int = 8
+    """Completions sampled per prompt."""
+    mini_batch: int | None = None
+    """Completions per optimiser step; divides prompts x group_size. None takes the divisor nearest
+    to 128."""
+    micro_batch: int | None = None
+    """Completions per forward and backward pass at most; divides the mini-batch. None takes the
+    divisor nearest to 64. Changes memory and speed (small pieces stay in a CPU's cache), not the
+    result: sums are in another order, which shows in the last digits."""
+    epochs: int = 1
+    """Passes over the completions of a step."""
+
+    learning_rate: float = 2e-4
+    """Of AdamW, for the policy."""
+    learning_rate_warmup: int = 0
+    """Optimiser steps over which the learning rate rises linearly from 0."""
+    weight_decay: float = 0.0
+    """Decoupled, of AdamW."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm."""
+
+    temperature: float = 1.0
+    """Of sampling. The losses use log-probabilities at the same temperature."""
+    top_k: int | None = None
+    """Sample among this many likeliest tokens; None is off."""
+    top_p: float | None = None
+    """Sample from the smallest set of likeliest tokens with this probability; None is off."""
+
+    dynamic_sampling: bool = False
+    """Replace groups whose completions all score alike by groups of further prompts."""
+    max_generation_rounds: int = 10
+    """Batches of prompts sampled at most to fill a step with groups of unequal scores, where
+    sampling is dynamic."""
+
+    old_logprobs: OldLogprobs = "sampler"
+    """Log-probabilities that ratios are taken against: as the sampler gave them, or computed again
+    by the trainer before its first update."""
+    mismatch: Weighting | None = None
+    """Importance weights on the tokens' losses, of the trainer's policy over the sampler's, which
+    should agree and may not quite: clamped to a range ("truncated"), 0 outside of it ("icepop"), or
+    0 on sequences whose mean is outside of it ("sequence-masked"); None is off."""
+    mismatch_level: WeightLevel = "token"
+    """Whether weights are of each token, of its whole sequence, or a geometric mean over that."""
+    mismatch_low: float | None = None
+    """The least weight; 0 is no bound, None is 0 if truncated and 0.5 otherwise."""
+    mismatch_high: float | None = None
+    """The greatest weight; None is 2 if truncated and 5 otherwise."""
+    mismatch_mean: WeightMean | None = None
+    """Divide the weights by their mean over the step's tokens or over its sequences; None is
+    off."""
+    rejection: Rejection | None = None
+    """Leave out what the sampler drew too far from the trainer's policy, by the geometric mean of a
+    sequence's weights or by a divergence estimated with k2 or k3; None is off."""
+    rejection_over: RejectionOver = "mean"
+    """What a divergence is bounded of: each token, or the sum, mean or maximum over a sequence."""
+    rejection_low: float | None = None
+    """The least geometric mean that is kept; None is 0.999."""
+    rejection_high: float | None = None
+    """The greatest that is kept; None is 1.001 of a geometric mean, 0.01 nats of a divergence."""
+
+    clip_low: float = 0.2
+    """How far the probability ratio may fall below 1."""
+    clip_high: float = 0.2
+    """How far it may rise above 1."""
+    clip_dual: float | None = None
+    """Bound of the loss at negative advantages, in ratios (above 1); None is off."""
+    aggregation: Aggregation = "token-mean"
+    """How token losses become one loss."""
+    entropy_coef: float | None = None
+    """Weight of the entropy bonus; None is off."""
+    kl_coef: float | None = None
+    """Weight of the KL loss towards the policy that training started from (k3 estimator); None is
+    off."""
+
+    reward_correct: float = 1.0
+    """Reward of a completion with full marks."""
+    reward_wrong: float = 0.0
+    """Reward of a completion with no marks; partial marks lie in between."""
+
+    uses_critic: ClassVar[bool] = False
+    """Whether the recipe trains a value network: it is then an `ActorCritic`."""
+    metrics: ClassVar[Mapping[str, str]] = {}
+    """What metrics of the recipe's own mean, by their names, such as "actor/gate"."""
+    uses_statistics: ClassVar[bool] = False
+    """Whether `surrogate` needs `statistics` of the whole mini-batch, which cost a forward pass."""
+
+    def __post_init__(self):
+        needed = ["targets", *(["statistics"] if self.uses_statistics else [])]
+        for hook in needed:
+            if getattr(type(self), hook) is getattr(Recipe, hook):
+                raise ValueError(
+                    f"{type(self).__name__} says nothing of its {hook}: write a method {hook}, as "
+                    "jrl.recipes.Recipe describes it."
+                )
+        counts = ("prompts", "group_size", "mini_batch", "micro_batch", "epochs")
+        for name in (*counts, "max_generation_rounds"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.dynamic_sampling and self.group_size < 2:
+            raise ValueError(
+                f"group_size={self.group_size} leaves nothing to compare a completion with, and "
+                "dynamic_sampling would drop them all: choose at least 2, or leave it off."
+            )
+        checked(self.correction, self.old_logprobs)
+        if self.mini_batch is not None and self.completions % self.mini_batch:
+            raise ValueError(
+                f"mini_batch={self.mini_batch} does not divide prompts x group_size = "
+                f"{self.prompts} x {self.group_size} = {self.completions} completions: "
+                "choose a divisor."
+            )
+        if self.mini_batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"micro_batch={self.micro_batch} does not divide "
+                f"mini_batch={self.mini_batch_size}: choose a divisor."
+            )
+
+    @property
+    def name(self) -> str:
+        """As it is called on the command line: the words of the class, `DrGrpo` is dr_grpo."""
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
+
+    @property
+    def mini_batch_size(self) -> int:
+        """Completions per optimiser step."""
+        if self.mini_batch is None:
+            return near_divisors(self.completions, MINI_BATCH)[0]
+        return self.mini_batch
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Completions per forward and backward pass."""
+        if self.micro_batch is None:
+            return near_divisors(self.mini_batch_size, MICRO_BATCH)[0]
+        return min(self.micro_batch, self.mini_batch_size)
+
+    def divided(self, ranks: int) -> "Recipe":
+        """The recipe with a mini-batch that divides over `ranks` devices, unless it has one of its
+        own or none does: what a run keeps when it goes on with another number of them."""
+        if self.mini_batch is not None:
+            return self
+        near = near_divisors(self.completions, MINI_BATCH)
+        mini_batch = next((size for size in near if size % ranks == 0), near[0])
+        return replace(self, mini_batch=mini_batch)
+
+    @property
+    def completions(self) -> int:
+        """Completions per step."""
+        return self.prompts * self.group_size
+
+    @property
+    def correction(self) -> Correction:
+        """Of the mismatch between sampler and trainer."""
+        return Correction(
+            weighting=self.mismatch,
+            level=self.mismatch_level,
+            low=self.mismatch_low,
+            high=self.mismatch_high,
+            mean=self.mismatch_mean,
+            rejection=self.rejection,
+            over=self.rejection_over,
+            reject_below=self.rejection_low,
+            reject_above=self.rejection_high,
+        )
+
+    @property
+    def rescores(self) -> bool:
+        """Whether the trainer scores the completions by its policy before the first update."""
+        return self.old_logprobs == "recompute" or self.correction.on
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the policy at the start of training is kept for a KL term."""
+        return self.kl_coef is not None
+
+    @property
+    def value_pretraining_steps(self) -> int:
+        """Steps at the start in which only the critic learns."""
+        return 0
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Of the policy."""
+        return Optimizer(
+            self.learning_rate, self.learning_rate_warmup, self.weight_decay, self.max_grad_norm
+        )
+
+    @property
+    def critic_optimizer(self) -> Optimizer:
+        """Of the critic, where there is one."""
+        raise NotImplementedError
+
+    @property
+    def collection(self) -> Collection:
+        """What a step collects before it learns."""
+        if self.dynamic_sampling:
+            return DynamicSampling(self.max_generation_rounds)
+        return OneRound()
+
+    def rewards(
+        self, scores: Float[Array, "batch"], lengths: Int[Array, "batch"], response_length: int
+    ) -> Float[Array, "batch"]:
+        """The reward of each completion.
+
+        Args:
+          scores: from the verifier, in [0, 1].
+          lengths: sampled tokens of each completion, end-of-sequence included.
+          response_length: the limit of a completion, in tokens.
+        """
+        return self.reward_wrong + (self.reward_correct - self.reward_wrong) * scores
+
+    def targets(self, batch: Batch[Array]) -> Targets[Array]:
+        """Advantages for the policy and, with a critic, returns for the critic.
+
+        Args:
+          batch: the whole batch of a step, with what sampler, verifier and networks say of it.
+        """
+        raise NotImplementedError
+
+    def statistics(
+        self,
+        logprobs: Float[Array, "batch time"],
+        entropy: Float[Array, "batch time"],
+        batch: Batch[Array],
+    ) -> Any:
+        """What `surrogate` must know of a whole mini-batch, such as a quantile over its tokens.
+
+        Asked for before each update where `uses_statistics`, outside of the gradient.
+
+        Args:
+          logprobs: of the current policy.
+          entropy: of the current policy's distribution over each token.
+          batch: the mini-batch.
+        """
+        raise NotImplementedError
+
+    def surrogate(
+        self,
+        logprobs: Float[Array, "batch time"],
+        entropy: Float[Array, "batch time"],
+        batch: Batch[Array],
+        statistics: Any,
+    ) -> tuple[Float[Array, "batch time"], Metrics]:
+        """The loss of each token, and metrics; by default PPO's clipped surrogate.
+
+        Args:
+          logprobs: of the current policy.
+          entropy: of the current policy's distribution over each token.
+          batch: any piece of the mini-batch.
+          statistics: what `statistics` gave; None without.
+        """
+        return ppo_loss(
+            logprobs,
+            given(batch.old_logprobs),
+            given(batch.advantages),
+            batch.mask,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            clip_dual=self.clip_dual,
+            aggregation=None,
+        )
+
+    def denominators(self, totals: Totals[Array], response_length: int) -> Denominators:
+        """What `jrl.losses.aggregate` divides by, for the policy's loss and the critic's.
+
+        Args:
+          totals: counts over the whole mini-batch.
+          response_length: the limit of a completion, in tokens.
+        """
+        return {
+            "num_tokens": totals.num_tokens,
+            "num_sequences": totals.num_sequences,
+            "max_length": response_length,
+        }
+
+    def auxiliary_loss(
+        self,
+        logprobs: Float[Array, "batch time"],
+        batch: Batch[Array],
+        totals: Totals[Array],
+    ) -> tuple[Float[Array, ""] | None, Metrics]:
+        """What is added to the policy's loss, this piece's share of it; None adds nothing."""
+        return None, {}
+
+    def critic_loss(
+        self,
+        values: Float[Array, "batch time"],
+        batch: Batch[Array],
+        totals: Totals[Array],
+        response_length: int,
+    ) -> tuple[Float[Array, ""], dict[str, Mean | ExplainedVariance]]:
+        """This piece's share of the critic's loss of a mini-batch."""
+        raise NotImplementedError
+
+
+def penalised_rewards(batch: Batch[Array], kl_coef: float | None) -> Float[Array, "batch time"]:
+    """The reward of each token: that of the completion on its last one, and on every token
+    ``-kl_coef (old_logprobs - reference_logprobs)``, the k1 estimate of the KL divergence."""
+    rewards = terminal_rewards(given(batch.rewards), batch.mask)
+    if kl_coef is None:
+        return rewards
+    kl = kl_estimate(
+        given(batch.old_logprobs), given(batch.reference_logprobs), batch.mask, kind="k1"
+    )
+    return rewards - kl_coef * kl
+
+
+def terminal_rewards(
+    rewards: Float[Array, "batch"], mask: Bool[Array, "batch time"]
+) -> Float[Array, "batch time"]:
+    """Each row's reward on its last sampled token, 0 elsewhere."""
+    order = jnp.arange(mask.shape[1])
+    last = jnp.max(jnp.where(mask, order[None, :], -1), axis=1)
+    return jnp.where(order[None, :] == last[:, None], rewards[:, None], 0.0)

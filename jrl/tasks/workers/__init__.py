@@ -1,0 +1,1 @@
+"""Processes that check answers, and are killed where they take too long."""

@@ -1,0 +1,131 @@
+"""Workers that share the questions of a step, each answer with a time limit of its own."""
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from jrl.tasks.workers.process import Message, Worker, WorkerEnded
+
+MOST = 8
+"""Workers at most where nobody chose their number: each takes some 150 MB."""
+EACH = 4
+"""Questions that are worth another worker: its start takes as long as many answers."""
+
+
+def default_workers() -> int:
+    """As many as the processor cores of this process, up to `MOST`."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    return max(1, min(MOST, cores))
+
+
+class Pool:
+    """Workers that all run the same program, started as they are needed.
+
+    The answers come in the order of the questions, whoever gave them. A worker that does not answer
+    in time is killed and started again while the others go on. It may be shared between threads.
+
+    Args:
+      make: makes a worker.
+      size: how many there are; None is `default_workers`.
+      prepare: what a worker is asked before a question, without that the answer's time runs: what
+        it has to know first. None is nothing.
+      prepare_seconds: how long that may take.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Worker],
+        size: int | None = None,
+        *,
+        prepare: Callable[[Message], Message] | None = None,
+        prepare_seconds: float = 60.0,
+    ):
+        size = default_workers() if size is None else size
+        if size < 1:
+            raise ValueError(f"verifiers={size} must be at least 1.")
+        self._workers = [make() for _ in range(size)]
+        # The last that was used comes first: few questions start few workers.
+        self._idle: queue.LifoQueue[Worker] = queue.LifoQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._prepare = prepare
+        self._prepare_seconds = prepare_seconds
+
+    def ask(self, question: Message, *, seconds: float | None = None) -> Message:
+        """One question, answered in this thread by a worker that is idle; as `Worker.ask`.
+
+        With a time limit of its own nothing is prepared.
+        """
+        worker = self._idle.get()
+        try:
+            if self._prepare is not None and seconds is None:
+                prepared = worker.ask(self._prepare(question), seconds=self._prepare_seconds)
+                if "error" in prepared:
+                    return prepared
+            return worker.ask(question, seconds=seconds)
+        finally:
+            self._idle.put(worker)
+
+    def ask_all(self, questions: Sequence[Message]) -> list[Message | Exception]:
+        """All questions, spread over the workers.
+
+        Returns:
+          For each its answer, or the TimeoutError or WorkerEnded that came in its place.
+
+        Raises:
+          ValueError: the pool was closed.
+        """
+        answers: list[Message | Exception] = [{} for _ in questions]
+        numbered = _Shared(enumerate(questions))
+
+        def answer() -> None:
+            for number, question in numbered:
+                try:
+                    answers[number] = self.ask(question)
+                except Exception as error:
+                    answers[number] = error
+
+        number = min(len(self._workers), -(-len(questions) // EACH))
+        threads = [
+            threading.Thread(target=answer, name="jrl pool", daemon=True) for _ in range(number)
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            numbered.stop()  # where the wait was interrupted, nobody begins another
+        for found in answers:
+            if isinstance(found, Exception) and not isinstance(found, TimeoutError | WorkerEnded):
+                raise found
+        return answers
+
+    def close(self) -> None:
+        """Ends all processes, at work or not; more than once does no harm."""
+        for worker in self._workers:
+            worker.close()
+
+
+class _Shared:
+    """An iterator that several threads take from."""
+
+    def __init__(self, items: Iterator[tuple[int, Message]]):
+        self._items = items
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    def __iter__(self) -> "_Shared":
+        return self
+
+    def __next__(self) -> tuple[int, Message]:
+        with self._lock:
+            if self._stopped:
+                raise StopIteration
+            return next(self._items)
+
+    def stop(self) -> None:
+        self._stopped = True

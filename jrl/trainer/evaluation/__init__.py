@@ -1,0 +1,1 @@
+"""A policy or a critic on held-out prompts."""

@@ -1,0 +1,93 @@
+"""A critic tried on held-out prompts: completions of the policy with the critic's values."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jrl.processes.agreement import to_host
+from jrl.recipes.base.recipe import terminal_rewards
+from jrl.report.critic import CriticRollout
+from jrl.rollout.batching import batch_of
+from jrl.rollout.collect import groups_of
+from jrl.rollout.engine import ranks
+from jrl.rollout.sampler import Sampler, lengths_of, scores_of
+from jrl.rollout.sampling import Sampling
+from jrl.rollout.scoring import PromptLayout
+from jrl.trainer.evaluation.heldout import filled_up, heldout_examples
+from jrl.trainer.objectives import CriticObjective
+from jrl.trainer.scoring import values_of
+from jrl.trainer.setup.networks import Network
+from moe.weights import Transformer
+from sharding.folding import FoldedMesh
+
+ROWS_AT_ONCE = 1024
+"""Completions decoded and valued in one call, about; it bounds the memory."""
+
+
+def evaluate_critic(
+    sampler: Sampler,
+    network: Network[CriticObjective],
+    critic: Transformer[Array],
+    sampling: Sampling,
+    *,
+    num_prompts: int,
+    k: int,
+    seed: int,
+    report: Callable[[str, int, int], None] = lambda phase, done, total: None,
+) -> CriticRollout:
+    """Completions of held-out prompts, `k` of each, with the critic's values.
+
+    Args:
+      sampler: with the policy loaded.
+      network: what the critic is.
+      critic: its weights.
+      sampling: how completions are drawn.
+      num_prompts: held-out prompts, or all there are if they are fewer.
+      k: completions per prompt.
+      seed: of sampling.
+      report: called with "critic", the completions done and all there will be.
+    """
+    recipe, objective = network.objective.recipe, network.objective
+    objective = replace(objective, layout=PromptLayout(sampler.prompt_length, group_size=1))
+    key, examples = jax.random.key(seed), heldout_examples(sampler.task, num_prompts)
+    report("critic", 0, len(examples) * k)
+    size = _batch_size(sampler, network.mesh, len(examples), k)
+    pieces, batches = [], filled_up(examples, size)
+    for number, start in enumerate(range(0, len(batches), size)):
+        own_key = jax.random.fold_in(key, number)
+        some = batches[start : start + size]
+        drawn = sampler.sample(some, sampling, k, own_key, first=start)
+        everything = np.ones(len(drawn), bool)
+        batch = batch_of([c.trajectory for c in drawn], everything, network.mesh)
+        values = values_of(objective, critic, batch.tokens, batch.valid)
+        values, mask = to_host((values, batch.mask))
+        # What fills up the last batch is left out again.
+        rows = slice(min(size, len(examples) - start) * k)
+        columns = (values, mask, scores_of(drawn), groups_of(drawn), lengths_of(drawn))
+        pieces.append([column[rows] for column in columns])
+        report("critic", min(start + size, len(examples)) * k, len(examples) * k)
+    values, mask, scores, groups, lengths = map(np.concatenate, zip(*pieces, strict=True))
+    rewards = recipe.rewards(jnp.asarray(scores), jnp.asarray(lengths), sampler.response_length)
+    return CriticRollout(
+        values=values,
+        rewards=np.asarray(terminal_rewards(rewards, jnp.asarray(mask))),
+        mask=np.asarray(mask, bool),
+        correct=scores == 1.0,
+        groups=groups,
+        lam=np.asarray(recipe.policy_lambda(jnp.asarray(lengths))),
+        gamma=recipe.gamma,
+        low=recipe.reward_wrong,
+        high=recipe.reward_correct,
+        alpha=recipe.length_adaptive_alpha,
+    )
+
+
+def _batch_size(sampler: Sampler, mesh: FoldedMesh, num_prompts: int, k: int) -> int:
+    """Prompts that are decoded and valued at a time: they divide over the devices."""
+    unit = math.lcm(ranks(sampler.engine.mesh), ranks(mesh))
+    return min(num_prompts, max(1, ROWS_AT_ONCE // k)) // unit * unit or unit

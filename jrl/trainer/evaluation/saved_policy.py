@@ -1,0 +1,133 @@
+"""The networks of a run on disk: their newest weights."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from jaxtyping import Array
+
+from jrl.processes.agreement import any_of, is_first, several
+from jrl.runs.belongings import check_files
+from jrl.runs.checkpoints import Checkpoints
+from jrl.runs.folder import RunFolder
+from jrl.trainer.setup.networks import Networks
+from moe import placement
+from moe import weights as moe_weights
+from moe.config import ModelConfig
+from moe.weights import Transformer
+from sharding.folding import FoldedMesh
+
+
+def load_policy(folder: RunFolder, networks: Networks) -> tuple[Transformer[Array], int]:
+    """The policy of the newest whole checkpoint and the steps it has learned for.
+
+    Args:
+      networks: whose policy it must be, and on whose mesh it is laid out.
+
+    Raises:
+      ValueError: where there is no checkpoint yet, all are damaged, or it is one of another model.
+    """
+    models = {"policy/weights": networks.policy.config}
+    (policy,), step = _load(folder, models, networks.mesh)
+    return policy, step
+
+
+def load_both(
+    folder: RunFolder, networks: Networks
+) -> tuple[Transformer[Array], Transformer[Array], int]:
+    """Policy and critic of one checkpoint, the newest whole one, and the steps they have learned
+    for.
+
+    Raises:
+      ValueError: as for `load_policy`, and where the recipe trains no critic.
+    """
+    if networks.critic is None:
+        raise ValueError(f"run {folder.path} is one of a recipe that trains no critic.")
+    models = {
+        "policy/weights": networks.policy.config,
+        "critic/weights": networks.critic.config,
+    }
+    (policy, critic), step = _load(folder, models, networks.mesh)
+    return policy, critic, step
+
+
+def _load(
+    folder: RunFolder, models: Mapping[str, ModelConfig], mesh: FoldedMesh
+) -> tuple[list[Transformer[Array]], int]:
+    """Parts of the newest whole checkpoint, all of the same one, and its step.
+
+    The run may still be written: where its writer drops the checkpoint being read or puts another
+    in its place, everything is read again. Damaged ones are left where they lie.
+    """
+    checkpoints = Checkpoints(folder.checkpoints_path)
+    like = {part: _described(model, mesh) for part, model in models.items()}
+    while True:
+        step, damaged = checkpoints.newest_whole()
+        if step is None:
+            raise ValueError(
+                f"run {folder.path} has no checkpoint yet: the first comes after its warm start."
+            )
+        place = checkpoints.directory / str(step)
+        before = _identity(place)
+        try:
+            read = [checkpoints.restore(step, like[part], part=part) for part in models]
+        except (ValueError, OSError):
+            # Of several processes the others may have read it: they would not try again with this.
+            if several() or (before is not None and _identity(place) == before):
+                raise
+        else:
+            if not any_of(_identity(place) != before):
+                check_files(folder, step, read[0][1])
+                _warn(checkpoints, damaged, step)
+                found = zip(read, models.values(), strict=True)
+                return [_placed(weights, model, mesh) for (weights, _), model in found], step
+
+
+def _described(model: ModelConfig, mesh: FoldedMesh) -> Any:
+    """Shapes and shardings of a network as a checkpoint holds it: the layers in order."""
+    plain = replace(mesh, layout=replace(mesh.layout, vpp=1))
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        moe_weights.shapes(model),
+        placement.shardings(model, plain),
+    )
+
+
+def _placed(
+    weights: Transformer[Array], model: ModelConfig, mesh: FoldedMesh
+) -> Transformer[Array]:
+    """The weights on the mesh of the run."""
+    weights = placement.in_chunks(weights, mesh)
+    return jax.device_put(weights, placement.shardings(model, mesh))
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What tells a folder from another that takes its place; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _warn(checkpoints: Checkpoints, damaged: Mapping[int, str], step: int) -> None:
+    """Says that an older checkpoint was taken."""
+    for later, why in damaged.items():
+        if is_first():
+            print(
+                f"warning: checkpoint {checkpoints.directory / str(later)} is damaged ({why}); "
+                f"taking the one of step {step}",
+                file=sys.stderr,
+            )
+
+
+def load_model(folder: RunFolder) -> ModelConfig | None:
+    """The network of a run that began from a public checkpoint, None for one of a preset."""
+    if not folder.model_path.exists():
+        return None
+    from moe.huggingface import config_from  # needs an extra
+
+    return config_from(folder.model_path)

@@ -1,0 +1,1 @@
+"""What is fixed in a run: made from its configuration, checked, shown."""

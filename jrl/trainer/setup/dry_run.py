@@ -1,0 +1,289 @@
+"""What a run would do and need, without doing it: batch arithmetic, parameters, memory, layout."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from jrl.rollout.collect import sampling_of
+from jrl.rollout.scoring import num_micro_batches
+from jrl.trainer.setup.lengths import response_origin
+from jrl.trainer.setup.setup import Setup
+from moe.config import ModelConfig
+from moe.placement import in_chunks, shard_specs, specs, stored_specs
+from moe.tokens.zigzag import ZigzagLayout
+from moe.weights import Transformer, num_active_parameters, num_parameters, shapes
+from sharding.folding import FoldedMesh
+from sharding.schedule import Schedule
+
+AXES = {
+    "dp": "data: each rank has its own sequences",
+    "tp": "tensor: attention heads, dense hidden units, the head's columns; between layers, tokens",
+    "cp": "context: the positions of a sequence",
+    "pp": "pipeline: the layers, and micro-batches on their way through them",
+    "ep": "experts: each rank holds some of them, tokens travel",
+    "etp": "tensor inside an expert",
+    "edp": "data of the experts: ranks that hold the same ones",
+}
+"""What is spread over each axis of a layout."""
+
+
+def print_dry_run(setup: Setup, console: Console | None = None) -> None:
+    """Prints the four tables, and one more where sampling has a layout of its own."""
+    console = console or Console()
+    size = setup.mesh.layout.num_devices
+    described = f"{setup.recipe.name} on {setup.run.task}"
+    _print(console, f"Batch: {described}", batch_arithmetic(setup))
+    _print(console, f"Parameters: {setup.run.model}", parameters(setup))
+    needs = memory(setup)
+    rows = {name: readable_bytes(number) for name, number in needs.items()}
+    rows["together, without activations"] = readable_bytes(sum(needs.values()))
+    _print(console, "Memory per device", rows)
+    devices = f"{_count(size, 'device', 'devices')} ({jax.devices()[0].device_kind})"
+    _print(console, f"Layout: {setup.run.layout} on {devices}", axes(setup.mesh))
+    if setup.rollout_mesh != setup.mesh:
+        title = f"Rollout layout: {setup.rollout_mesh.layout} on the same"
+        _print(console, title, axes(setup.rollout_mesh))
+    if setup.format.template is not None:
+        _print_prompt(setup, console)
+    recipe, steps = setup.recipe, setup.run.steps
+    if recipe.value_pretraining_steps >= steps:
+        console.print(
+            f"The policy does not learn: all {steps} steps train the critic alone "
+            f"(--pretrain-critic {recipe.value_pretraining_steps}).",
+            style="bold red",
+        )
+
+
+def axes(mesh: FoldedMesh) -> dict[str, str]:
+    """Size and meaning of each axis."""
+    return {f"{axis} {mesh.size(getattr(mesh, axis))}": AXES[axis] for axis in AXES}
+
+
+def batch_arithmetic(setup: Setup) -> dict[str, str]:
+    """From prompts to optimizer steps, one line each."""
+    run, recipe = setup.run, setup.recipe
+    mini = recipe.mini_batch_size
+    num_mini = recipe.completions // mini
+    pieces = setup.geometry.num_micro_batches
+    micro = mini // pieces
+    updates = recipe.epochs * num_mini
+    pretraining = min(recipe.value_pretraining_steps, run.steps)
+    time = setup.prompt_length + setup.response_length
+    rows = {
+        "completions per step": f"{recipe.prompts} prompts x {recipe.group_size} "
+        f"= {recipe.completions:,}"
+    }
+    if recipe.dynamic_sampling:
+        most = recipe.max_generation_rounds * recipe.completions
+        rows["sampled per step at most"] = (
+            f"{recipe.max_generation_rounds} rounds x {recipe.completions:,} = {most:,}"
+        )
+    rows |= {
+        "mini-batches": f"{recipe.completions:,} / {mini:,} = {num_mini:,}",
+        "micro-batches per mini-batch": f"{mini:,} / {micro:,} = {pieces:,}",
+        "optimizer steps per step": f"{_count(num_mini, 'mini-batch', 'mini-batches')} x "
+        f"{_count(recipe.epochs, 'epoch', 'epochs')} = {updates:,}",
+        "steps": f"{run.steps:,}",
+    }
+    layout = setup.mesh.layout
+    if layout.pp > 1:
+        bubble = Schedule(layout.pp, pieces, layout.vpp).bubble
+        rows["pipeline idle per time at work"] = f"{bubble:.1%}"
+    if recipe.uses_critic:
+        rows["of which train the critic alone"] = f"{pretraining:,}"
+        rows["optimizer steps of the critic"] = (
+            f"{run.steps:,} x {updates:,} = {run.steps * updates:,}"
+        )
+    learning = run.steps - pretraining
+    return rows | {
+        "optimizer steps of the policy": f"{learning:,} x {updates:,} = {learning * updates:,}",
+        "tokens per completion at most": f"{setup.prompt_length} prompt + "
+        f"{setup.response_length} response = {time:,}",
+        "limit of a response": response_origin(run, setup.response_length),
+        "tokens per step at most": f"{recipe.completions:,} x {time:,} "
+        f"= {recipe.completions * time:,}",
+    }
+
+
+def parameters(setup: Setup) -> dict[str, str]:
+    """Sizes of the networks."""
+    rows = {
+        "policy": f"{num_parameters(setup.model):,}",
+        "of which a token passes": f"{num_active_parameters(setup.model):,}",
+    }
+    if setup.recipe.uses_critic:
+        rows["critic"] = f"{num_parameters(setup.model.as_critic()):,}"
+    if setup.recipe.uses_reference:
+        rows["reference"] = f"{num_parameters(setup.model):,}"
+    return rows
+
+
+def memory(setup: Setup) -> dict[str, int]:
+    """Bytes on each device, in the order they are needed.
+
+    With ``W`` the bytes of the policy's weights on one device, ``4 x elements / devices it is split
+    over`` for each of them, and ``V`` those of the critic's:
+
+    * weights ``W``, reference ``W``, critic ``V``, under `Execution.fsdp` their parts alone and
+      ``W`` again where they are gathered to sample and to score; while it samples on a layout of
+      its own, the policy as that spreads it;
+    * Adam's two moments, those of each weight cut over the devices that hold it where a dimension
+      divides (`sharding.zero`): ``2 W / G`` with G copies of everything, and ``2 V / G``;
+    * gradients ``max(W, V)``, twice that where micro-batches are summed, in which the layers count
+      by their parts under `Execution.fsdp`;
+    * cache ``layers x rows x (prompt + response - 1) x kv_heads / tp x (head_dim + v_head_dim) x
+      itemsize`` and a byte per position, with the rows per device of a step's completions or of an
+      evaluation, whichever are more;
+    * logits ``4 x rows x response / cp x min(chunk, vocab / tp)`` of a chunk of columns, or
+      ``4 x rows x response / (cp tp) x vocab`` where the sampler truncates and that is more, with
+      the rows per device of the largest forward pass: a micro-batch, a warm start's batch, or all
+      completions where they are scored before the first update;
+    * on a pipeline, the inputs of layers that a stage keeps until they go backward.
+
+    Per parameter these are ``8 + 8 / G`` bytes for weight, gradient and moments, all float32.
+    Megatron-Core's ``6 + 12 / G`` counts a bfloat16 weight and keeps its float32 master in parts.
+
+    What lies between the layers (activations) and what the compiler adds come on top.
+    """
+    run, recipe, mesh = setup.run, setup.recipe, setup.mesh
+    networks = [setup.model, *([setup.model.as_critic()] if recipe.uses_critic else [])]
+    held = part_bytes if setup.model.execution.fsdp else weight_bytes
+    weights, critic = (*(held(network, mesh) for network in networks), 0)[:2]
+    moments, critic_moments = (*(2 * part_bytes(network, mesh) for network in networks), 0)[:2]
+    gradients = max(gradient_bytes(network, mesh) for network in networks)
+    gathered = max(weight_bytes(network, mesh) for network in networks)
+    forward = [recipe.mini_batch_size // setup.geometry.num_micro_batches]
+    if run.weights is None and run.checkpoint is None and run.warm_start_steps:
+        forward.append(setup.geometry.supervised_rows(run.warm_start_batch))
+    if recipe.uses_reference or recipe.rescores:
+        forward.append(recipe.completions // _num_scored(setup))
+    apart = setup.rollout_mesh != mesh
+    rows = {
+        "weights": weights,
+        "gradients": gradients * (2 if setup.geometry.num_micro_batches > 1 else 1),
+        "optimizer moments": moments,
+        "critic": critic,
+        "critic's optimizer moments": critic_moments,
+        "reference": weights if recipe.uses_reference else 0,
+        "weights gathered to sample": gathered if setup.model.execution.fsdp else 0,
+        "key/value cache": cache_bytes(setup, max(recipe.completions, run.eval_prompts)),
+        "logits of a forward pass": logits_bytes(setup, max(forward)),
+        "policy of the rollout": weight_bytes(setup.model, setup.rollout_mesh) if apart else 0,
+        "inputs kept by a stage": kept_bytes(setup) if mesh.layout.pp > 1 else 0,
+    }
+    return {name: number for name, number in rows.items() if number}
+
+
+def weight_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
+    """Bytes of a network's weights on one device where they are used."""
+    return sum(jax.tree.leaves(_bytes_on_one(config, mesh, specs(config, mesh))))
+
+
+def part_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
+    """Bytes of one device's parts of the weights, as the optimizer cuts them."""
+    return sum(jax.tree.leaves(_bytes_on_one(config, mesh, shard_specs(config, mesh))))
+
+
+def gradient_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
+    """Bytes of the sum of gradients on one device: those of layers that are joined one by one are
+    summed in parts."""
+    whole = _bytes_on_one(config, mesh, specs(config, mesh))
+    layers = _bytes_on_one(config, mesh, stored_specs(config, mesh)).layers
+    return sum(jax.tree.leaves(replace(whole, layers=layers)))
+
+
+def _bytes_on_one(
+    config: ModelConfig, mesh: FoldedMesh, places: Transformer[PartitionSpec]
+) -> Transformer[int]:
+    """Bytes of each weight."""
+
+    def on_one(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
+        sharding = NamedSharding(mesh.mesh, spec)
+        return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+    stored = jax.eval_shape(lambda weights: in_chunks(weights, mesh), shapes(config))
+    return jax.tree.map(on_one, stored, places)
+
+
+def cache_bytes(setup: Setup, rows: int) -> int:
+    """Bytes of the key/value cache on one device while `rows` sequences are decoded at once."""
+    model, mesh = setup.model, setup.rollout_mesh
+    # The last token sampled is never appended.
+    columns = setup.prompt_length + setup.response_length - 1
+    positions = -(-rows // mesh.size(mesh.dp)) * columns
+    heads = model.num_kv_heads // mesh.size(mesh.tp)
+    widths = model.head_dim + model.v_head_dim
+    itemsize = jax.numpy.dtype(model.dtype).itemsize
+    return positions * (1 + model.num_layers * heads * widths * itemsize)
+
+
+def logits_bytes(setup: Setup, rows: int) -> int:
+    """Bytes of the float32 logits on one device while `rows` responses are scored at once.
+
+    They are those of a chunk of columns or, of this device's tokens, those of the whole vocabulary,
+    by which top-k and top-p know what to cut away.
+    """
+    mesh, vocab_size = setup.mesh, setup.model.vocab_size
+    section = -(-rows // mesh.size(mesh.dp)), setup.response_length
+    tokens = ZigzagLayout((section,), mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.cp)
+    width, chunk = -(-vocab_size // mesh.size(mesh.tp)), setup.model.execution.vocab_chunk
+    numbers = tokens * (width if chunk is None else min(chunk, width))
+    if sampling_of(setup.recipe).truncates:
+        numbers = max(numbers, tokens // mesh.size(mesh.tp) * vocab_size)
+    return 4 * numbers
+
+
+def kept_bytes(setup: Setup) -> int:
+    """Bytes of the chunks' inputs that a pipeline stage keeps during an update."""
+    mesh, group = setup.mesh, setup.geometry.prompt_layout.group_size
+    rows = setup.recipe.micro_batch_size // mesh.size(mesh.dp)
+    sections = (rows // group, setup.prompt_length), (rows, setup.response_length)
+    tokens = ZigzagLayout(sections, mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.sequence)
+    kept = Schedule(mesh.layout.pp, setup.geometry.num_micro_batches, mesh.layout.vpp).num_saved
+    return kept * tokens * setup.model.d_model * jax.numpy.dtype(setup.model.dtype).itemsize
+
+
+def _num_scored(setup: Setup) -> int:
+    """Pieces that all completions are scored in."""
+    mesh = setup.mesh
+    if mesh.layout.pp == 1:
+        return 1
+    rows = setup.recipe.completions // mesh.size(mesh.dp)
+    time = setup.prompt_length + setup.response_length
+    return num_micro_batches(rows, time, setup.geometry.prompt_layout, mesh)
+
+
+def _print_prompt(setup: Setup, console: Console) -> None:
+    """The first prompt of training through the chat template."""
+    ids = setup.format.encode(setup.task.train(0))
+    console.print("The first prompt as the network reads it", style="bold")
+    written = setup.tokenizer.decode_special(ids)
+    console.print(written, markup=False, highlight=False, soft_wrap=True)
+
+
+def _count(number: int, one: str, several: str) -> str:
+    return f"{number:,} {one if number == 1 else several}"
+
+
+def readable_bytes(number: int) -> str:
+    """With three digits and a binary unit."""
+    size, unit = float(number), 0
+    while size >= 1000 and unit < 4:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
+
+
+def _print(console: Console, title: str, rows: dict[str, Any]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
+    table.add_column(style="dim")
+    table.add_column()
+    table.show_header = False
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console.print(table)

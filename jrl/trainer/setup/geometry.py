@@ -1,0 +1,140 @@
+"""How the rows and tokens of a run's batches lie on its devices, and whether they divide."""
+
+import math
+from dataclasses import dataclass, replace
+
+from jrl.recipes.base.recipe import MICRO_BATCH, Recipe, near_divisors
+from jrl.rollout.engine import ranks
+from jrl.rollout.scoring import PromptLayout
+from moe.tokens.zigzag import ZigzagLayout
+from sharding.folding import FoldedMesh
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of batches, and the meshes that they are spread over.
+
+    Attributes:
+      recipe: rows: prompts, completions, mini-batches, micro-batches.
+      prompt_length: tokens that prompts are padded to.
+      response_length: limit of a completion in tokens, end-of-sequence included.
+      mesh: of training.
+      rollout_mesh: of sampling.
+      layout, rollout_layout: what the two are called in a message.
+    """
+
+    recipe: Recipe
+    prompt_length: int
+    response_length: int
+    mesh: FoldedMesh
+    rollout_mesh: FoldedMesh
+    layout: str
+    rollout_layout: str
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Pieces of a mini-batch on each device."""
+        return self.recipe.mini_batch_size // self.recipe.micro_batch_size
+
+    @property
+    def prompt_layout(self) -> PromptLayout:
+        """Completions of a prompt share it in a forward pass if every device gets whole groups."""
+        group, dp = self.recipe.group_size, self.mesh.size(self.mesh.dp)
+        whole = self.recipe.micro_batch_size // dp % group == 0
+        return PromptLayout(self.prompt_length, group if whole else 1)
+
+    @property
+    def alone(self) -> PromptLayout:
+        """Rows that share nothing."""
+        return PromptLayout(self.prompt_length, group_size=1)
+
+    @property
+    def rollout_ranks(self) -> int:
+        """Ranks that share the rows to decode, which must divide over them."""
+        return ranks(self.rollout_mesh)
+
+    def supervised_rows(self, wanted: int) -> int:
+        """Rows of a supervised batch: those `wanted`, and as many that do not count as it takes to
+        divide over the devices."""
+        mesh = self.mesh
+        unit = math.lcm(self.rollout_ranks, mesh.size(mesh.dp))
+        rows = -(-wanted // unit) * unit
+        # In tokens they do at the latest where the rows of a rank do.
+        while not self._divides_in_tokens(rows // mesh.size(mesh.dp)):
+            rows += unit
+        return rows
+
+    def _divides_in_tokens(self, rows: int) -> bool:
+        """Whether rows of a data-parallel rank divide over cp x tp, prompts and responses each."""
+        mesh = self.mesh
+        cp, ranks = mesh.size(mesh.cp), mesh.size(mesh.sequence)
+        lengths = self.prompt_length, self.response_length
+        return all(ZigzagLayout(((rows, time),), cp).num_tokens % ranks == 0 for time in lengths)
+
+    def with_micro_batch(self) -> "Geometry":
+        """With a micro-batch that divides over the devices, where the recipe leaves the choice and
+        there is one."""
+        if self.recipe.micro_batch is not None:
+            return self
+        for size in near_divisors(self.recipe.mini_batch_size, MICRO_BATCH):
+            chosen = replace(self, recipe=replace(self.recipe, micro_batch=size))
+            try:
+                chosen._check_training()
+            except ValueError:
+                continue
+            return chosen
+        return self
+
+    def check(self) -> None:
+        """Batches must divide over the devices, and micro-batches with them, in rows and in tokens.
+
+        Raises:
+          ValueError: naming what does not.
+        """
+        self._check_rollout()
+        self._check_training()
+
+    def _check_training(self) -> None:
+        recipe, mesh = self.recipe, self.mesh
+        dp = mesh.size(mesh.dp)
+        sizes = {"mini_batch": recipe.mini_batch_size, "micro_batch": recipe.micro_batch_size}
+        _check_rows(sizes, dp, f"dp={dp} of {self.layout}")
+        rows, group = recipe.micro_batch_size // dp, self.prompt_layout.group_size
+        self._check_tokens(
+            "the prompts of a micro_batch", (rows // group, self.prompt_length), mesh
+        )
+        self._check_tokens("the responses of a micro_batch", (rows, self.response_length), mesh)
+
+    def _check_rollout(self) -> None:
+        recipe, mesh = self.recipe, self.rollout_mesh
+        layout = self.rollout_layout
+        dp, ranks = mesh.size(mesh.dp), self.rollout_ranks
+        # Supervised and held-out batches need not divide: they are filled up.
+        _check_rows({"prompts": recipe.prompts}, dp, f"dp={dp} of {layout}")
+        rows = {"prompts x group_size": recipe.completions}
+        _check_rows(rows, ranks, f"dp x tp = {ranks} of {layout}")
+        self._check_tokens(
+            "the prompts of a step", (recipe.prompts // dp, self.prompt_length), mesh
+        )
+
+    def _check_tokens(self, name: str, section: tuple[int, int], mesh: FoldedMesh) -> None:
+        """A section of a stream, the rows on a data-parallel rank and their length, must be cut
+        into equal parts. The padding that context parallelism adds counts."""
+        cp, ranks = mesh.size(mesh.cp), mesh.size(mesh.sequence)
+        number = ZigzagLayout((section,), cp).num_tokens
+        if number % ranks:
+            raise ValueError(
+                f"{name} have {number} tokens per data-parallel rank, which do not divide over "
+                f"cp x tp = {ranks}: choose prompts and micro_batch, or "
+                f"prompt_length={self.prompt_length} and response_length="
+                f"{self.response_length}, in multiples of {ranks}."
+            )
+
+
+def _check_rows(rows: dict[str, int], ranks: int, over: str) -> None:
+    for name, number in rows.items():
+        if number % ranks:
+            raise ValueError(
+                f"{name}={number} does not divide over {over}: choose a multiple of {ranks}, or "
+                "another --layout or --rollout-layout."
+            )

@@ -1,0 +1,273 @@
+"""The fixed parts of a run, made from its configuration: task, tokeniser, network, mesh,
+decoders."""
+
+import difflib
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+
+from jrl.config.files import fixed_settings
+from jrl.config.run import ROUTER_SETTINGS, RunConfig
+from jrl.processes.agreement import several
+from jrl.recipes.base.actor_critic import ActorCritic
+from jrl.recipes.base.optimizer import Optimizer
+from jrl.recipes.base.recipe import Recipe
+from jrl.rollout.collect import sampling_of
+from jrl.rollout.engine import BatchEngine
+from jrl.rollout.resharding import rollout_mesh
+from jrl.rollout.sampler import Sampler
+from jrl.tasks import Task, load_task
+from jrl.tasks.jsonl import Fields
+from jrl.text.load import load_tokenizer
+from jrl.text.prompt_format import (
+    NONE,
+    OF_CHECKPOINT,
+    PromptFormat,
+    prompt_format,
+    with_template,
+)
+from jrl.text.tokenizer import Tokenizer
+from jrl.trainer.objectives import CriticObjective, PolicyObjective, SupervisedObjective
+from jrl.trainer.setup.geometry import Geometry
+from jrl.trainer.setup.lengths import prompt_length, response_length
+from jrl.trainer.setup.networks import Network, Networks
+from jrl.trainer.setup.randomness import Randomness
+from moe.config import PRESETS, ModelConfig
+from moe.model import check_window
+from moe.router.capacity import can_drop
+from sharding.folding import FoldedMesh, Layout, fold
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What does not change during a run.
+
+    Attributes:
+      run: its configuration.
+      recipe: its algorithm.
+      task: prompts and verifier.
+      tokenizer: between text and tokens.
+      model: the policy network.
+      mesh: where everything lives but what samples completions, which is on `rollout_mesh`.
+      prompt_length: tokens that prompts are padded to.
+      response_length: limit of a completion in tokens, end-of-sequence included.
+
+    Raises:
+      ValueError: for a network whose experts drop choices, see `moe.router.capacity`.
+    """
+
+    run: RunConfig
+    recipe: Recipe
+    task: Task
+    tokenizer: Tokenizer
+    model: ModelConfig
+    mesh: FoldedMesh
+    prompt_length: int
+    response_length: int
+
+    def __post_init__(self):
+        if can_drop(self.model):
+            raise ValueError(
+                f"capacity_factor={self.model.capacity_factor} drops choices of experts where the "
+                "policy is scored and none where it samples, so that importance ratios differ from "
+                "1 before any update: set it to None, or to num_experts / experts_per_token = "
+                f"{self.model.num_experts / self.model.experts_per_token:g} or more."
+            )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those that a run keeps to its end, as JSON values."""
+        return fixed_settings(self.run, self.recipe)
+
+    @property
+    def format(self) -> PromptFormat:
+        """How prompts become tokens."""
+        return prompt_format(self.run, self.tokenizer)
+
+    @property
+    def randomness(self) -> Randomness:
+        return Randomness(self.run.seed)
+
+    @cached_property
+    def rollout_mesh(self) -> FoldedMesh:
+        """Where completions are sampled: `mesh` itself unless that cannot decode or the run has a
+        rollout layout."""
+        return rollout_mesh(self.run.rollout_layout, self.mesh)
+
+    @property
+    def geometry(self) -> Geometry:
+        """How batches lie on the devices."""
+        layout = rollout = f"layout {self.run.layout!r}"
+        if self.rollout_mesh != self.mesh:
+            own = self.run.rollout_layout or str(self.rollout_mesh.layout)
+            rollout = f"rollout layout {own!r}"
+        lengths, meshes = (
+            (self.prompt_length, self.response_length),
+            (self.mesh, self.rollout_mesh),
+        )
+        return Geometry(self.recipe, *lengths, *meshes, layout, rollout)
+
+    def sampler(self) -> Sampler:
+        """A sampler of the task's completions, without weights yet."""
+        engine = BatchEngine(
+            self.model,
+            self.mesh,
+            self.rollout_mesh,
+            prompt_length=self.prompt_length,
+            pad_id=self.tokenizer.pad_id,
+            stop_ids=self.tokenizer.stop_ids,
+        )
+        return Sampler(engine, self.task, self.format, self.prompt_length, self.response_length)
+
+    @property
+    def networks(self) -> Networks:
+        """What learns."""
+        recipe, layout = self.recipe, self.geometry.prompt_layout
+        pieces, response = self.geometry.num_micro_batches, self.response_length
+        of_policy = PolicyObjective(
+            self.model, self.mesh, layout, recipe, sampling_of(recipe), response
+        )
+        critic = None
+        if isinstance(recipe, ActorCritic):
+            of_critic = CriticObjective(self.model.as_critic(), self.mesh, layout, recipe, response)
+            critic = Network(of_critic, recipe.critic_optimizer, pieces)
+        policy = Network(of_policy, recipe.optimizer, pieces)
+        return Networks(policy, critic, keeps_reference=recipe.uses_reference)
+
+    @property
+    def imitator(self) -> Network[SupervisedObjective]:
+        """The policy in its warm start."""
+        objective = SupervisedObjective(self.model, self.mesh, self.geometry.alone)
+        return Network(objective, Optimizer(self.run.warm_start_learning_rate), 1)
+
+
+def set_up(
+    run: RunConfig,
+    recipe: Recipe,
+    tokenizer: Tokenizer | None = None,
+    model: ModelConfig | None = None,
+) -> Setup:
+    """Makes the fixed parts of a run. Starts a task's worker processes: close the task at the end.
+
+    Args:
+      tokenizer: of a run that is being resumed or evaluated; None makes it as configured.
+      model: the same, for a run that began from a public checkpoint.
+
+    Raises:
+      ValueError: on anything in the configuration that cannot be had.
+    """
+    layout = Layout.parse(run.layout)
+    devices = jax.devices()
+    if len(devices) < layout.num_devices:
+        raise ValueError(
+            f"layout {run.layout!r} needs {layout.num_devices} devices and there are "
+            f"{len(devices)}: choose another layout, or --devices {layout.num_devices} "
+            "to make believe on a CPU."
+        )
+    if several() and len(devices) > layout.num_devices:
+        raise ValueError(
+            f"layout {run.layout!r} takes {layout.num_devices} devices, and the processes of the "
+            f"run have {len(devices)}: each must have its part, so choose a layout of all."
+        )
+    if run.checkpoint is not None and model is None:
+        model = _of_checkpoint(run.checkpoint)
+    elif run.checkpoint is None and run.model not in PRESETS:
+        near = difflib.get_close_matches(run.model, PRESETS) or list(PRESETS)
+        raise ValueError(f"model={run.model!r} is no preset; near: {', '.join(near)}.")
+    task = load_task(run.task, run.seed, _fields(run), run.verifiers)
+    try:
+        if tokenizer is None:
+            tokenizer = _tokenizer(run, task, model)
+        network = _trained(
+            PRESETS[run.model](tokenizer.vocab_size) if model is None else model, run
+        )
+        format = prompt_format(run, tokenizer)
+        prompt = prompt_length(run, task, format)
+        setup = Setup(
+            run=run,
+            recipe=recipe,
+            task=task,
+            tokenizer=tokenizer,
+            model=network,
+            mesh=fold(layout, devices[: layout.num_devices]),
+            prompt_length=prompt,
+            response_length=response_length(run, task, tokenizer, network, prompt),
+        )
+        setup = replace(setup, recipe=setup.geometry.with_micro_batch().recipe)
+        setup.geometry.check()
+        _check_fits(setup)
+    except BaseException:
+        task.close()
+        raise
+    return setup
+
+
+def _fields(run: RunConfig) -> Fields:
+    return Fields(run.prompt_field, run.answer_field, run.messages_field)
+
+
+def _tokenizer(run: RunConfig, task: Task, model: ModelConfig | None) -> Tokenizer:
+    """The tokenizer of a new run.
+
+    Args:
+      model: of a checkpoint, None for a preset.
+    """
+    if run.tokenizer is not None:
+        size = None if model is None else model.vocab_size
+        return with_template(run, load_tokenizer(run.tokenizer, size))
+    if run.checkpoint is not None and model is not None:
+        from jrl.text.json_tokenizer import checkpoint_tokenizer  # needs an extra
+
+        return with_template(run, checkpoint_tokenizer(run.checkpoint, model.vocab_size))
+    if run.chat_template not in (OF_CHECKPOINT, NONE):
+        raise ValueError(
+            f"chat_template={run.chat_template!r} needs a tokenizer that its special tokens are "
+            "in: give --tokenizer or a checkpoint as --model."
+        )
+    return Tokenizer.train_characters(task.characters)
+
+
+def _trained(model: ModelConfig, run: RunConfig) -> ModelConfig:
+    """The network, computed and its routers balanced as the run says."""
+    given = {name: getattr(run, name) for name in ROUTER_SETTINGS}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name, value in given.items():
+        needs = "selection_bias" if name == "bias_update_rate" else "num_experts"
+        if value and not getattr(model, needs):
+            raise ValueError(
+                f"{name}={value} changes nothing: the network of {run.model} has no "
+                f"{'selection bias' if needs == 'selection_bias' else 'experts'}. Leave out "
+                f"--{name.replace('_', '-')}."
+            )
+    execution = replace(model.execution, remat=run.remat, fsdp=run.fsdp)
+    return replace(model, **given, execution=execution)
+
+
+def _of_checkpoint(directory: str) -> ModelConfig:
+    if find_spec("safetensors") is None or find_spec("tokenizers") is None:
+        raise ValueError(
+            f"model=hf:{directory} needs safetensors and tokenizers, of which one is not "
+            'installed: run pip install -e ".[hf]"'
+        )
+    from moe.huggingface import config_from  # needs an extra
+
+    return config_from(directory)
+
+
+def _check_fits(setup: Setup) -> None:
+    """The network must have every id of the tokenizer, and look back over a whole sequence."""
+    if setup.tokenizer.vocab_size > setup.model.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {setup.tokenizer.vocab_size} ids and the model only "
+            f"{setup.model.vocab_size}: take the tokenizer of the checkpoint."
+        )
+    if setup.tokenizer.vocab_size < setup.model.vocab_size:
+        raise ValueError(
+            f"the model has {setup.model.vocab_size} ids, which it may all sample, and the "
+            f"tokenizer only {setup.tokenizer.vocab_size}: take the tokenizer of the checkpoint, "
+            "or its tokenizer.json, which may have fewer tokens."
+        )
+    check_window(setup.prompt_length + setup.response_length, setup.model)

@@ -1,0 +1,165 @@
+"""How outcomes are counted, the tree that orders metrics, and a small run of the benchmark."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jrl.faults.__main__ import main as faults_main
+from jrl.faults.assess import benchmark
+from jrl.faults.assess.benchmark import Request as BenchmarkRequest
+from jrl.faults.assess.benchmark import main, run
+from jrl.faults.assess.outcomes import false_alarm_rate, figures, outcome
+from jrl.faults.fleet import Alarm
+from jrl.faults.minder.priority import greatest_z_scores, grow, learn_order, order_of
+from jrl.faults.minder.workers import side_by_side
+from jrl.faults.simulate import Settings, simulate
+
+
+def test_outcomes():
+    incident = simulate(Settings(machines=4, seconds=300), 0)
+    name, start, end = incident.machine, incident.start, incident.end
+    other = next(machine for machine in incident.fleet.machines if machine != name)
+    assert outcome(incident, []) == "silent"
+    assert outcome(incident, [Alarm(name, "m", start, end)]) == "found"
+    assert outcome(incident, [Alarm(other, "m", start, end)]) == "wrong"
+    assert outcome(incident, [Alarm(name, "m", start - 20, start - 10)]) == "wrong"
+    clean = simulate(Settings(machines=4, seconds=60, faulty=False), 0)
+    assert outcome(clean, [Alarm("machine-0000", "m", 0, 1)]) == "wrong"
+
+
+def test_figures_against_their_definition():
+    found = figures(["found"] * 60 + ["wrong"] * 15 + ["silent"] * 25)
+    assert found.precision[0] == pytest.approx(60 / 75)
+    assert found.recall[0] == pytest.approx(0.6)
+    assert found.f1[0] == pytest.approx(2 * 0.8 * 0.6 / 1.4)
+    for value, low, high in (found.precision, found.recall, found.f1):
+        # The normal interval of a share near 0.6 to 0.8 of 100 or 75 is 0.09 to 0.10 either way.
+        assert 0.05 < value - low < 0.13
+        assert 0.05 < high - value < 0.13
+    assert figures(["silent"]).f1[0] == 0
+    with pytest.raises(ValueError, match="outcomes is empty"):
+        figures([])
+
+
+def test_rates_of_false_alarms():
+    # Exact Poisson limits: none seen 0 to 3.69, four seen 1.09 to 10.24; Byar's are close.
+    assert false_alarm_rate(0, 1.0) == pytest.approx((0, 0, 3.69), abs=0.12)
+    assert false_alarm_rate(4, 2.0) == pytest.approx((2, 1.09 / 2, 10.24 / 2), abs=0.06)
+
+
+def test_the_tree_asks_for_what_tells_most():
+    random = np.random.default_rng(0)
+    features = random.normal(size=(600, 3))
+    fault = features[:, 2] > 0.3
+    fault |= features[:, 0] > 1.5
+    tree = grow(features, fault)
+    assert tree.feature == 2
+    assert tree.threshold == pytest.approx(0.3, abs=0.1)
+    assert order_of(tree, ("a", "b", "c"))[:2] == ("c", "a")
+    leaf = grow(features, np.zeros(600, bool))
+    assert leaf.feature == -1
+    assert order_of(leaf, ("a", "b", "c")) == ("a", "b", "c")
+
+
+def test_the_best_split_against_trying_all():
+    random = np.random.default_rng(1)
+    features, fault = random.integers(0, 6, size=(40, 2)).astype(float), random.random(40) < 0.4
+    tree = grow(features, fault, depth=1, least_rows=4)
+
+    def impurity(column, threshold):
+        yes = features[:, column] <= threshold
+        parts = [fault[yes], fault[~yes]]
+        if min(len(part) for part in parts) < 4:
+            return 1.0
+        return sum(len(p) * 2 * p.mean() * (1 - p.mean()) for p in parts) / 40
+
+    best = min(impurity(c, t + 0.5) for c in (0, 1) for t in range(5))
+    assert impurity(tree.feature, tree.threshold) == pytest.approx(best)
+
+
+def test_the_metric_that_shows_the_fault_comes_first():
+    settings = Settings(
+        machines=6,
+        seconds=400,
+        metrics=("tcp_throughput", "gpu_temperature", "cpu_usage"),
+        fault="HDFS error",
+        difficulty=0.5,
+    )
+    incidents = [one for s in range(6) if (one := simulate(settings, s)).shown == ("cpu_usage",)]
+    features, truth = greatest_z_scores(incidents[0])
+    assert features.shape == (50, 3)
+    assert truth.any()
+    assert learn_order(incidents, depth=3)[0] == "cpu_usage"
+
+
+def test_a_small_run_finds_most_and_alarms_little(tmp_path):
+    """Conservative: the full benchmark's F1 is far above and a broken detector's near 0."""
+    request = BenchmarkRequest(
+        incidents=14, clean=4, machines=12, only=("Minder",), processes=1, out=str(tmp_path)
+    )
+    row = run(request)["detectors"]["Minder"]
+    assert row["f1"][0] > 0.7
+    assert row["counts"]["wrong"] <= 2
+    assert row["false_alarms"] <= 1
+    assert row["f1_by_machines"] == {"12 to 12": {"f1": row["f1"], "incidents": 14}}
+    hard = replace(request, incidents=6, clean=0, difficulty=50.0, out=str(tmp_path / "hard"))
+    assert run(hard)["detectors"]["Minder"]["f1"][0] < 0.4
+
+
+@pytest.mark.slow
+def test_a_run_that_was_cut_short_goes_on(tmp_path, monkeypatch):
+    request = BenchmarkRequest(
+        incidents=2, clean=1, machines=4, seconds=300, only=("Minder",), out=str(tmp_path)
+    )
+    request = replace(request, processes=2)
+    whole = run(request)
+    records = tmp_path / "records.jsonl"
+    lines = records.read_text().splitlines(keepends=True)
+    records.write_text("".join(lines[:-1]) + lines[-1][:9])
+    looked = []
+    look = benchmark._look
+    monkeypatch.setattr(benchmark, "_look", lambda *a: looked.append(a[2]) or look(*a))
+    again = run(replace(request, processes=1))
+    # What was looked at by two processes is kept, the torn record looked at again, alike.
+    assert [again[key] for key in ("detectors", "records")] == [
+        whole[key] for key in ("detectors", "records")
+    ]
+    assert looked == [(benchmark.TEST_SEED + 1, True)]
+    # Fewer records are a part of them, and more go on from there.
+    assert run(replace(request, incidents=1, processes=1))["records"] == whole["records"][:2]
+    assert len(looked) == 1
+    with pytest.raises(ValueError, match="belongs to other settings"):
+        run(replace(request, difficulty=2.0))
+
+
+def test_jobs_keep_their_order_and_their_number_is_checked():
+    assert list(side_by_side(str, [3, 1, 2], 1)) == ["3", "1", "2"]
+    with pytest.raises(ValueError, match="processes=0 must be at least 1"):
+        list(side_by_side(str, [1], 0))
+
+
+def test_the_command_writes_what_it_prints(tmp_path, capsys):
+    flags = "--incidents 3 --clean 1 --machines 5 --only Minder --only Mahalanobis --processes 1"
+    flags = flags.replace("--only Minder --only Mahalanobis", "--only Minder Mahalanobis")
+    assert main([*flags.split(), "--out", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "benchmark.json").read_text())
+    assert set(results["detectors"]) == {"Minder", "Mahalanobis"}
+    assert len(results["records"]) == 4
+    assert (tmp_path / "benchmark.png").stat().st_size > 5000
+    printed = capsys.readouterr().out
+    assert "Mahalanobis" in printed
+    assert "0.777" in printed
+    with pytest.raises(ValueError, match="only='Max' is unknown"):
+        main(["--only", "Max", "--out", str(tmp_path / "max")])
+    with pytest.raises(ValueError, match="incidents=0 must be at least 1"):
+        main(["--incidents", "0", "--out", str(tmp_path)])
+
+
+@pytest.mark.parametrize("command", ["benchmark", "simulate fleet.npz", "train --out models.npz"])
+def test_a_seed_that_is_none_is_refused(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert faults_main([*command.split(), "--seed", "-1"]) == 2
+    assert capsys.readouterr().err == "error: seed=-1 must lie in 0..4294967295.\n"
+    assert not list(tmp_path.iterdir())

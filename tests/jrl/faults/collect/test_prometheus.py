@@ -1,0 +1,140 @@
+"""Prometheus' own answers become fleets, wrong ones one clear line, and our samples are exported.
+
+``recorded/query_range.json`` is what a Prometheus 2.42 server answered that fetched once a second
+from three of our exporters, to the query
+``{__name__=~"jrl_(step_time|cpu_process|memory_process)"}``.
+"""
+
+import json
+import threading
+import urllib.request
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jrl.faults.collect.prometheus import Exporter, exported_name, query_range, read_answers
+
+RECORDED = (Path(__file__).parents[1] / "recorded" / "query_range.json").read_bytes()
+
+
+def answer(*series):
+    """A matrix of (labels, samples)."""
+    result = [{"metric": labels, "values": values} for labels, values in series]
+    data = {"resultType": "matrix", "result": result}
+    return json.dumps({"status": "success", "data": data})
+
+
+def test_the_recorded_answer_is_the_fleet_it_came_from():
+    fleet = read_answers([RECORDED])
+    assert fleet.machines == ("host-0", "host-1", "host-2")
+    assert fleet.metrics == ("jrl_cpu_process", "jrl_memory_process", "jrl_step_time")
+    assert (fleet.start, fleet.period, fleet.num_samples) == (1795266106.0, 1.0, 7)
+    for entry in json.loads(RECORDED)["data"]["result"]:
+        row = fleet.machines.index(entry["metric"]["machine"])
+        samples = fleet.values[row, fleet.metrics.index(entry["metric"]["__name__"])]
+        found = {fleet.times[at]: samples[at] for at in np.flatnonzero(np.isfinite(samples))}
+        assert found == {time: np.float32(value) for time, value in entry["values"]}
+
+
+def test_other_labels_serve_as_names_too():
+    fleet = read_answers([RECORDED], machine="instance")
+    assert fleet.machines == tuple(f"127.0.0.1:1930{number}" for number in range(3))
+
+
+def test_several_answers_with_gaps_and_without_order_are_one_fleet():
+    first = answer(({"machine": "b", "__name__": "x"}, [[7, "1.5"], [5, "NaN"], [4, "2"]]))
+    second = answer(({"machine": "a", "__name__": "y"}, [[6, "+Inf"], [7, "3"]]))
+    fleet = read_answers([first, second])
+    nan = np.nan
+    assert (fleet.machines, fleet.metrics, fleet.start) == (("a", "b"), ("x", "y"), 4.0)
+    np.testing.assert_array_equal(fleet.values[1, 0], [2, nan, nan, 1.5])
+    np.testing.assert_array_equal(fleet.values[0, 1], [nan, nan, nan, 3])
+
+
+ONE = ({"machine": "a", "__name__": "x"}, [[1, "2"]])
+
+
+def test_times_between_two_ticks_have_a_place():
+    fleet = read_answers([answer((ONE[0], [[-1.5, "1"], [1, "2"]]))])
+    np.testing.assert_array_equal(fleet.values[0, 0], [1, np.nan, np.nan, 2])
+
+
+def test_an_answer_without_series_is_an_empty_fleet():
+    assert read_answers([answer()]).values.shape == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (RECORDED[:-40], "not JSON, or cut short"),
+        (b"\xff\xfe", "not JSON"),
+        ('{"status":"error","errorType":"bad_data","error":"parse error"}', "bad_data: parse err"),
+        ('{"status":"success","data":{"resultType":"vector","result":[]}}', "is a vector, not a"),
+        ("[1]", "is a None, not a matrix"),
+        ("[" * 100_000, "not JSON, or cut short"),
+        ('{"data":{"resultType":"matrix"}}', "has no list of series"),
+        ('{"data":{"resultType":"matrix","result":{"a":1}}}', "has no list of series"),
+        ('{"data":{"resultType":"matrix","result":[{"metric":[],"values":[]}]}}', "not as Prom"),
+        (answer((ONE[0], [[10**400, "1"]])), "not as Prometheus writes it"),
+        (answer(({"__name__": "x"}, [[1, "2"]])), "no label 'machine': it has __name__"),
+        (answer(ONE, ({**ONE[0], "gpu": "1"}, [[1, "2"]])), "two series are x of a: aggregate"),
+        (answer((ONE[0], [[1, "two"]])), "not as Prometheus writes it"),
+        (answer((ONE[0], [[1]])), "not as Prometheus writes it"),
+        (answer((ONE[0], [["NaN", "1"]])), "a time that is no number"),
+        (answer((ONE[0], [[1, "1"], [4e12, "1"]])), "spans 4000000000000 ticks of 1.0 s"),
+    ],
+)
+def test_a_wrong_answer_is_one_clear_line(content, message):
+    with pytest.raises(ValueError, match=message) as error:
+        read_answers([content])
+    assert "\n" not in str(error.value)
+
+
+def test_the_exporter_serves_the_newest_sample():
+    samples = {"step/time": 0.25, "gpu0/power": 300.0}
+    with Exporter(lambda: (1.0, samples), "host-0", 0) as exporter:
+        address = f"http://127.0.0.1:{exporter.port}/metrics"
+        first = urllib.request.urlopen(address, timeout=10).read().decode()
+        samples["step/time"] = 0.5
+        second = urllib.request.urlopen(address, timeout=10).read().decode()
+        with pytest.raises(ValueError, match=rf"port={exporter.port} on 127\.0\.0\.1 cannot be"):
+            Exporter(lambda: (0.0, {}), "host-1", exporter.port)
+    assert 'jrl_step_time{machine="host-0"} 0.25\n' in first
+    assert 'jrl_step_time{machine="host-0"} 0.5\n' in second
+    assert 'jrl_gpu0_power{machine="host-0"} 300.0\n' in second
+    assert exported_name("pcie/in.x") == "jrl_pcie_in_x"
+
+
+class Server(BaseHTTPRequestHandler):
+    """Answers as Prometheus does: the recorded answer, or a refusal."""
+
+    asked: list[str]
+
+    def do_GET(self):
+        self.asked.append(self.path)
+        refused = "bad" in self.path
+        self.send_response(400 if refused else 200)
+        self.end_headers()
+        self.wfile.write(b'{"status":"error","error":"parse error"}' if refused else RECORDED)
+
+    def log_message(self, *args):
+        pass
+
+
+def test_a_server_is_asked_as_its_interface_says():
+    Server.asked = []
+    with HTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        assert query_range(f"{address}/", "x{a='b'}", 5, 9.5) == RECORDED
+        with pytest.raises(ValueError, match=r"refused the query 'bad': .*parse error"):
+            query_range(address, "bad", 0, 1)
+        server.shutdown()
+    path = "/api/v1/query_range?query=x%7Ba%3D%27b%27%7D&start=5&end=9.5&step=1.0"
+    assert Server.asked[0] == path
+    with pytest.raises(ValueError, match="cannot be reached"):
+        query_range(address, "x", 0, 1, timeout=1)
+    with pytest.raises(ValueError, match="must begin with http"):
+        query_range("file:///etc", "x", 0, 1)

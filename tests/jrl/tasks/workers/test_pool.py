@@ -1,0 +1,150 @@
+"""Workers that share questions: in order, each with its own time, and none left behind."""
+
+import os
+import sys
+import threading
+import time
+
+import pytest
+
+from jrl.tasks.workers.pool import EACH, MOST, Pool, default_workers
+from jrl.tasks.workers.process import Worker, WorkerEnded
+
+# Answers with its process and how often it was asked; does on demand what third-party code may do.
+PROGRAM = """
+import json, os, sys, time
+print("{}", flush=True)
+asked, ready = 0, set()
+for line in sys.stdin:
+    question = json.loads(line)
+    if "prepare" in question:
+        time.sleep(question["prepare"] / 1000)
+        ready.add(question["prepare"])
+        print("{}", flush=True)
+        continue
+    asked += 1
+    time.sleep(question.get("sleep", 0))
+    if "exit" in question:
+        os._exit(question["exit"])
+    answer = {"pid": os.getpid(), "asked": asked, "ready": sorted(ready)}
+    print(json.dumps(question | answer), flush=True)
+"""
+COMMAND = [sys.executable, "-S", "-c", PROGRAM]
+
+
+@pytest.fixture
+def make():
+    """Makes pools, and ends them."""
+    made = []
+
+    def pool(size, seconds=20.0, **options):
+        made.append(Pool(lambda: Worker(COMMAND, seconds=seconds), size, **options))
+        return made[-1]
+
+    yield pool
+    for one in made:
+        one.close()
+
+
+def runs(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_answers_come_in_order_from_several_workers(make):
+    # The first of each worker's is slow, so that all are at work when it ends.
+    questions = [{"n": n, "sleep": 0.3 * (n < 3)} for n in range(40)]
+    answers = make(3).ask_all(questions)
+    assert [answer["n"] for answer in answers] == list(range(40))
+    assert len({answer["pid"] for answer in answers}) == 3
+    assert len({answer["pid"] for answer in answers[:3]}) == 3
+
+
+def test_a_worker_that_hangs_holds_up_no_other(make):
+    """Each answer has its own time; what hangs is killed, and its worker goes on."""
+    pool = make(2, seconds=1.0)
+    pids = {answer["pid"] for answer in pool.ask_all([{"sleep": 0.2}] * 2 * EACH)}
+    assert len(pids) == 2
+    questions = [{"n": n, **({"sleep": 600} if n in (0, 5) else {})} for n in range(4 * EACH)]
+    begin = time.monotonic()
+    answers = pool.ask_all(questions)
+    for n, answer in enumerate(answers):
+        if n in (0, 5):
+            assert isinstance(answer, TimeoutError)
+        else:
+            assert answer["n"] == n
+    # Both at the same time or one after the other, and the time of a start; not one per question.
+    assert time.monotonic() - begin < 10
+    after = {answer["pid"] for answer in pool.ask_all([{"sleep": 0.2}] * 2 * EACH)}
+    gone = [pid for pid in pids if not runs(pid)]
+    assert gone and len(after) == 2 and not after & set(gone)
+
+
+def test_a_worker_that_dies_costs_its_answer(make):
+    answers = make(2).ask_all([{"n": n, **({"exit": 3} if n == 4 else {})} for n in range(9)])
+    assert isinstance(answers[4], WorkerEnded)
+    assert [answer["n"] for answer in answers if not isinstance(answer, Exception)] == [
+        *range(4),
+        *range(5, 9),
+    ]
+
+
+def test_few_questions_start_few_workers(make):
+    pool = make(4)
+    assert [pool.ask({})["asked"] for _ in range(3)] == [1, 2, 3]
+    assert {answer["pid"] for answer in pool.ask_all([{}] * EACH)} == {pool.ask({})["pid"]}
+    assert pool.ask_all([]) == []
+
+
+def test_what_is_prepared_takes_none_of_the_time_of_an_answer(make):
+    pool = make(1, seconds=0.5, prepare=lambda question: {"prepare": question["n"]})
+    assert pool.ask_all([{"n": 900}])[0]["ready"] == [900]
+    assert pool.ask({"n": 5}, seconds=20.0)["ready"] == [900]
+    slow = make(1, prepare=lambda question: {"prepare": question["n"]}, prepare_seconds=0.3)
+    assert isinstance(slow.ask_all([{"n": 60_000}])[0], TimeoutError)
+
+
+def test_close_ends_workers_that_are_at_work(make):
+    pool = make(2, seconds=600.0)
+    pids = {answer["pid"] for answer in pool.ask_all([{"sleep": 0.2}] * 2 * EACH)}
+    ended = []
+
+    def ask():
+        with pytest.raises(ValueError, match="worker is closed"):
+            pool.ask_all([{"sleep": 600}] * 2 * EACH)
+        ended.append(True)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    time.sleep(0.2)
+    begin = time.monotonic()
+    pool.close()
+    thread.join(20)
+    assert ended and time.monotonic() - begin < 20
+    assert len(pids) == 2 and not any(map(runs, pids))
+    pool.close()
+
+
+def test_threads_share_a_pool(make):
+    pool, found = make(2), {}
+    threads = [
+        threading.Thread(
+            target=lambda k=k: found.update({k: pool.ask_all([{"n": (k, n)} for n in range(20)])})
+        )
+        for k in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for k in range(3):
+        assert [answer["n"] for answer in found[k]] == [[k, n] for n in range(20)]
+
+
+def test_sizes():
+    assert 1 <= default_workers() <= MOST
+    with pytest.raises(ValueError, match="verifiers=0 must be at least 1"):
+        Pool(lambda: Worker(COMMAND), 0)

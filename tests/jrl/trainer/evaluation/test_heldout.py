@@ -1,0 +1,132 @@
+"""Accuracy on held-out prompts."""
+
+import threading
+
+import numpy as np
+import pytest
+from small_runs import fresh_state, fresh_weights, small_recipe, small_run, small_setup
+
+from jrl.report.metrics import without_timings
+from jrl.rollout.collect import sampling_of
+from jrl.rollout.sampler import Sampler
+from jrl.tasks import Example
+from jrl.tasks.procedural import ProceduralTask
+from jrl.trainer.evaluation.heldout import filled_up, heldout_examples, heldout_metrics
+from jrl.trainer.step import train_step
+
+
+def evaluate(setup, weights, step, examples):
+    sampler = setup.sampler()
+    sampler.engine.load(weights, step)
+    key = setup.randomness.key("evaluation", step)
+    found = heldout_metrics(sampler, sampling_of(setup.recipe), examples, key)
+    return without_timings(found)
+
+
+def step_of(setup, state):
+    """The texts that a training step samples."""
+    _, done = train_step(setup.sampler(), setup.networks, setup.recipe, state, setup.randomness)
+    return [completion.text for completion in done.collected.completions]
+
+
+def test_evaluation_is_deterministic_and_stands_aside():
+    """The same twice, whatever was sampled in between, and no part in what is sampled then."""
+    setup = small_setup(small_recipe())
+    state = fresh_state(setup, fresh_weights(setup))
+    examples = heldout_examples(setup.task, 8)
+    first = evaluate(setup, state.policy.weights, 3, examples)
+    without = step_of(setup, state)
+    state = fresh_state(setup, fresh_weights(setup))
+    again = evaluate(setup, state.policy.weights, 3, examples)
+    assert again == first
+    assert step_of(setup, state) == without
+    assert first.keys() == {
+        "val/accuracy/sampled",
+        "val/accuracy/greedy",
+        "val/score/sampled",
+        "val/score/greedy",
+        "val/response_length/mean",
+        "val/response_length/clip_ratio",
+    }
+
+
+def test_answers_are_verified_while_the_next_are_decoded(monkeypatch):
+    setup = small_setup()
+    weights = fresh_weights(setup)
+    calls, decode, verify = [], Sampler.decode, ProceduralTask.verify
+    greedy_begun, met = threading.Event(), []
+
+    def decoded(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            greedy_begun.set()
+        return decode(*arguments)
+
+    def verified(*arguments):
+        met.append(greedy_begun.wait(30))
+        return verify(*arguments)
+
+    monkeypatch.setattr(Sampler, "decode", decoded)
+    monkeypatch.setattr(ProceduralTask, "verify", verified)
+    evaluate(setup, weights, 3, heldout_examples(setup.task, 8))
+    assert met == [True, True]
+
+
+def test_evaluation_samples_anew_at_another_step():
+    setup = small_setup()
+    weights = fresh_weights(setup)
+    examples = heldout_examples(setup.task, 8)
+    lines = [evaluate(setup, weights, step, examples) for step in range(4)]
+    greedy = [(line["val/accuracy/greedy"], line["val/score/greedy"]) for line in lines]
+    assert len(set(greedy)) == 1
+    sampled = [(line["val/score/sampled"], line["val/response_length/mean"]) for line in lines]
+    assert len(set(sampled)) > 1
+
+
+class Finite:
+    """A task with few held-out prompts."""
+
+    name = "finite"
+
+    def __init__(self, size):
+        self.heldout_size = size
+
+    def heldout(self, index):
+        assert 0 <= index < self.heldout_size
+        return Example(f"{index}=", "0")
+
+
+@pytest.mark.parametrize("layout", ["dp1", "dp2", "tp2 dp2 / ep4"])
+@pytest.mark.parametrize(("size", "expected"), [(1, 1), (5, 5), (90, 8)])
+def test_no_heldout_prompt_is_left_out(layout, size, expected):
+    setup = small_setup(run=small_run(layout=layout))
+    object.__setattr__(setup, "task", Finite(size))
+    examples = heldout_examples(setup.task, 8)
+    assert [example.prompt for example in examples] == [f"{i}=" for i in range(expected)]
+
+
+def test_what_fills_up_a_batch():
+    one, two, three = (Example(f"{i}=", "0") for i in range(3))
+    assert filled_up([one, two, three], 4) == [one, two, three, one]
+    assert filled_up([one, two], 5) == [one, two, one, two, one]
+    assert filled_up([one, two, three], 3) == [one, two, three]
+
+
+@pytest.mark.slow
+def test_what_fills_up_a_batch_does_not_count():
+    """Five prompts on four devices are the five on one."""
+    found = []
+    for layout in ("dp1", "dp4"):
+        setup = small_setup(run=small_run(layout=layout))
+        weights = fresh_weights(setup)
+        found.append(evaluate(setup, weights, 3, heldout_examples(setup.task, 5)))
+    assert found[0]["val/score/greedy"] == found[1]["val/score/greedy"]
+    assert found[0]["val/accuracy/greedy"] * 5 == round(found[0]["val/accuracy/greedy"] * 5)
+
+
+def test_heldout_prompts_of_an_endless_task():
+    setup = small_setup()
+    assert heldout_examples(setup.task, 3) == [setup.task.heldout(i) for i in range(3)]
+    trained = {setup.task.train(i).prompt for i in range(300)}
+    assert trained.isdisjoint(example.prompt for example in heldout_examples(setup.task, 300))
+    assert np.unique([example.prompt for example in heldout_examples(setup.task, 300)]).size > 3

@@ -1,0 +1,249 @@
+import io
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+from rich.console import Console
+
+from jrl.config.run import RunConfig
+from jrl.recipes import Dapo, Grpo, Ppo, Vapo
+from jrl.trainer.setup.dry_run import (
+    batch_arithmetic,
+    cache_bytes,
+    logits_bytes,
+    memory,
+    parameters,
+    print_dry_run,
+    readable_bytes,
+)
+from jrl.trainer.setup.setup import set_up
+from jrl.trainer.state import init_state, init_weights
+from moe import decoding, model, placement, weights
+from moe.head import logits_of
+
+LAYOUT = "tp2 dp2 / ep4"
+
+
+def on_one_device(tree):
+    """Bytes that the first device holds of a tree of arrays."""
+    device = jax.devices()[0]
+    return sum(
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(tree)
+        for shard in leaf.addressable_shards
+        if shard.device == device
+    )
+
+
+def local_bytes(setup, function, *arguments):
+    """Bytes on each device of what `function` gives inside the `jax.shard_map`, by tracing it."""
+    mesh = setup.mesh
+    sizes = []
+
+    def local(weights, tokens, valid):
+        out = function(weights, tokens, valid)
+        sizes.append(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(out)))
+        return jnp.zeros(())
+
+    rows = PartitionSpec(mesh.dp)
+    jax.eval_shape(
+        jax.shard_map(
+            local,
+            mesh=mesh.mesh,
+            in_specs=(placement.specs(setup.model, mesh), rows, rows),
+            out_specs=PartitionSpec(),
+        ),
+        weights.shapes(setup.model),
+        *arguments,
+    )
+    return sizes[-1]
+
+
+def tokens_of(rows, time):
+    shape = (rows, time)
+    return jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.bool_)
+
+
+@pytest.fixture(scope="module")
+def with_everything():
+    """A run that has a critic and a reference, with its first state."""
+    setup = set_up(RunConfig(layout=LAYOUT), replace(Ppo(), kl_coef=0.1))
+    weights = init_weights(setup.model, setup.mesh, setup.randomness.key("weights", 0))
+    return setup, init_state(setup.networks, weights, setup.randomness.key("critic", 0))
+
+
+def test_memory_of_the_state_is_what_the_state_takes(with_everything):
+    setup, state = with_everything
+    needs = memory(setup)
+    assert state.critic is not None
+    assert needs["weights"] == on_one_device(state.policy.weights)
+    assert needs["critic"] == on_one_device(state.critic.weights)
+    assert needs["reference"] == on_one_device(state.reference)
+    # Beside the moments, optax keeps two step counters of 4 bytes.
+    assert needs["optimizer moments"] + 8 == on_one_device(state.policy.opt_state)
+    assert needs["critic's optimizer moments"] + 8 == on_one_device(state.critic.opt_state)
+
+
+def test_memory_of_the_cache_is_what_decoding_carries():
+    setup = set_up(RunConfig(layout=LAYOUT), replace(Grpo(), prompts=6, group_size=4, mini_batch=8))
+
+    def decode(weights, tokens, valid):
+        _, cache = decoding.prefill(weights, tokens, valid, setup.model, setup.mesh)
+        return decoding.extend(cache, setup.response_length - 1, num_samples=4)
+
+    traced = local_bytes(setup, decode, *tokens_of(6, setup.prompt_length))
+    assert cache_bytes(setup, rows=24) == traced
+
+
+def test_memory_of_all_logits_is_what_a_sampler_that_truncates_asks_for():
+    setup = set_up(RunConfig(layout=LAYOUT), replace(Grpo(), top_k=5))
+    execution = replace(setup.model.execution, vocab_chunk=7)
+    setup = replace(setup, model=replace(setup.model, execution=execution))
+
+    def score(weights, tokens, valid):
+        x, _ = model.before_responses(
+            weights, tokens, valid, setup.prompt_length, 1, setup.model, setup.mesh
+        )
+        return logits_of(weights, x, setup.model, setup.mesh)
+
+    time = setup.prompt_length + setup.response_length
+    assert logits_bytes(setup, rows=6) == local_bytes(setup, score, *tokens_of(6, time))
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "chunk", "columns"), [(39, 7, 7), (38, 99, 19), (39, None, 20)]
+)
+def test_memory_of_logits_is_that_of_a_chunk_of_columns(vocab_size, chunk, columns):
+    setup = set_up(RunConfig(layout=LAYOUT), Grpo())
+    execution = replace(setup.model.execution, vocab_chunk=chunk)
+    config = replace(setup.model, vocab_size=vocab_size, execution=execution)
+    # 6 rows over dp 2; the tp ranks read their own columns for the tokens of both.
+    bytes_of_chunk = 4 * 3 * setup.response_length * columns
+    assert logits_bytes(replace(setup, model=config), rows=6) == bytes_of_chunk
+
+
+def test_memory_counts_the_largest_of_what_takes_turns():
+    recipe = replace(Grpo(), prompts=8, group_size=4, mini_batch=16, micro_batch=8)
+    run = RunConfig(eval_prompts=24, warm_start_batch=12)
+    needs = memory(setup := set_up(run, recipe))
+    assert needs["gradients"] == 2 * needs["weights"]  # a sum and a summand
+    assert needs["key/value cache"] == cache_bytes(setup, rows=32)
+    assert needs["logits of a forward pass"] == logits_bytes(setup, rows=12)
+    assert "critic" not in needs and "reference" not in needs
+
+    needs = memory(set_up(replace(run, eval_prompts=40, warm_start_steps=0), recipe))
+    assert needs["key/value cache"] == cache_bytes(setup, rows=40)
+    assert needs["logits of a forward pass"] == logits_bytes(setup, rows=8)
+
+    needs = memory(set_up(run, replace(recipe, micro_batch=None, kl_coef=0.1)))
+    assert needs["gradients"] == needs["weights"]
+    assert needs["logits of a forward pass"] == logits_bytes(setup, rows=32)
+    for first in ({"old_logprobs": "recompute"}, {"rejection": "geometric"}):
+        needs = memory(set_up(run, replace(recipe, **first)))
+        assert needs["logits of a forward pass"] == logits_bytes(setup, rows=32)
+        assert "reference" not in needs
+
+
+def test_batch_arithmetic_follows_a_completion_to_its_last_update():
+    recipe = replace(
+        Vapo(), prompts=6, group_size=4, mini_batch=12, micro_batch=4, epochs=5, pretrain_critic=7
+    )
+    rows = batch_arithmetic(set_up(RunConfig(steps=10), recipe))
+    assert rows["completions per step"] == "6 prompts x 4 = 24"
+    assert rows["mini-batches"] == "24 / 12 = 2"
+    assert rows["micro-batches per mini-batch"] == "12 / 4 = 3"
+    assert rows["optimizer steps per step"] == "2 mini-batches x 5 epochs = 10"
+    assert rows["of which train the critic alone"] == "7"
+    assert rows["optimizer steps of the critic"] == "10 x 10 = 100"
+    assert rows["optimizer steps of the policy"] == "3 x 10 = 30"
+    assert rows["tokens per step at most"] == "24 x 22 = 528"
+
+
+def test_batch_arithmetic_of_dynamic_sampling_has_its_bound():
+    recipe = replace(Dapo(), prompts=6, group_size=4, mini_batch=24, max_generation_rounds=3)
+    rows = batch_arithmetic(set_up(RunConfig(), recipe))
+    assert rows["sampled per step at most"] == "3 rounds x 24 = 72"
+    always = batch_arithmetic(set_up(RunConfig(), replace(recipe, dynamic_sampling=False)))
+    assert "sampled per step at most" not in always
+    rows = batch_arithmetic(set_up(RunConfig(), Grpo(dynamic_sampling=True)))
+    assert rows["sampled per step at most"] == "10 rounds x 512 = 5,120"
+
+
+def test_parameters_are_those_of_the_networks_in_use(with_everything):
+    assert list(parameters(set_up(RunConfig(), Grpo()))) == ["policy", "of which a token passes"]
+    setup, state = with_everything
+    rows = parameters(setup)
+
+    def numbers(tree):
+        return f"{sum(leaf.size for leaf in jax.tree.leaves(tree)):,}"
+
+    assert rows["policy"] == rows["reference"] == numbers(state.policy.weights)
+    assert rows["critic"] == numbers(state.critic.weights)
+
+
+def test_everything_is_printed_and_a_policy_that_never_learns_is_pointed_out():
+    text = io.StringIO()
+    print_dry_run(set_up(RunConfig(steps=20, layout=LAYOUT), Vapo()), Console(file=text, width=100))
+    text = text.getvalue()
+    for title in (
+        "Batch: vapo on sort",
+        "Parameters: tiny",
+        "Memory per device",
+        f"Layout: {LAYOUT}",
+    ):
+        assert title in text
+    assert re.search(r"ep 4 +experts", text) and re.search(r"cp 1 +context", text)
+    assert "The policy does not learn: all 20 steps train the critic alone" in text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "0.977 KiB"),
+        (3 * 2**20, "3 MiB"),
+        (5 * 2**50, "5.12e+03 TiB"),
+    ],
+)
+def test_bytes_are_readable(number, text):
+    assert readable_bytes(number) == text
+
+
+@pytest.fixture(scope="module")
+def apart():
+    """Training on a pipeline with context parallelism, sampling on neither."""
+    recipe = replace(Grpo(), prompts=16, group_size=4, mini_batch=32, micro_batch=16, kl_coef=0.1)
+    run = RunConfig(model="small", layout="pp2 cp2 tp2 / ep2", warm_start_batch=64)
+    return set_up(run, recipe)
+
+
+@pytest.mark.slow
+def test_a_rollout_of_its_own_is_printed_and_takes_memory(apart):
+    text = io.StringIO()
+    print_dry_run(apart, Console(file=text, width=100))
+    assert "Layout: pp2 cp2 tp2 / ep2 on" in text.getvalue()
+    assert "Rollout layout: tp2 cp1 dp4 pp1 / ep2 etp1 edp4 on the same" in text.getvalue()
+    needs = memory(apart)
+    policy = weights.initialise(apart.model, apart.randomness.key("weights", 0))
+    there = jax.device_put(policy, placement.shardings(apart.model, apart.rollout_mesh))
+    assert needs["policy of the rollout"] == on_one_device(there)
+    # The cache is that of dp 4 and tp 2.
+    positions = 256 // 4 * (apart.prompt_length + apart.response_length - 1)
+    width = apart.model.num_kv_heads // 2 * (apart.model.head_dim + apart.model.v_head_dim) * 4
+    assert needs["key/value cache"] == positions * (1 + apart.model.num_layers * width)
+    assert "policy of the rollout" not in memory(set_up(RunConfig(layout=LAYOUT), Grpo()))
+
+
+def test_memory_of_a_stage_counts_the_padding_of_context_parallelism(apart):
+    def padded(length):
+        return -(-length // 4) * 4
+
+    # 16 rows in 4 groups, over cp 2 x tp 2; two micro-batches leave two inputs to keep.
+    tokens = 4 * padded(apart.prompt_length) + 16 * padded(apart.response_length)
+    assert memory(apart)["inputs kept by a stage"] == 2 * tokens // 4 * apart.model.d_model * 4
+    columns = -(-apart.model.vocab_size // 2)
+    assert logits_bytes(apart, rows=16) == 4 * 16 * padded(apart.response_length) // 2 * columns

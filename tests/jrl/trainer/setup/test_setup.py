@@ -1,0 +1,105 @@
+"""What a run is made of: settings that reach the network, and those that cannot be."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from chat_checkpoint import chat_tokenizer, write_tokenizer
+from small_runs import decoder_of, small_model, small_recipe, small_setup
+
+from jrl.config.run import ROUTER_SETTINGS, RunConfig
+from jrl.recipes import Grpo
+from jrl.trainer.setup.setup import Setup, set_up
+from moe.config import tiny
+
+RATES = {name: 0.5**n for n, name in enumerate(ROUTER_SETTINGS)}
+
+
+def made(run: RunConfig, **given) -> Setup:
+    setup = set_up(run, Grpo(), **given)
+    setup.task.close()
+    return setup
+
+
+def test_a_preset_keeps_the_losses_of_its_routers_unless_told():
+    config = made(RunConfig()).model
+    own = tiny(config.vocab_size)
+    assert [getattr(config, name) for name in ROUTER_SETTINGS] == [
+        getattr(own, name) for name in ROUTER_SETTINGS
+    ]
+    told = made(RunConfig(load_balance_coef=0.0, router_z_coef=0.25)).model
+    assert (told.load_balance_coef, told.router_z_coef) == (0.0, 0.25)
+    assert replace(told, load_balance_coef=0.01, router_z_coef=0.001) == config
+
+
+def test_a_network_from_elsewhere_gets_the_losses_that_are_asked_for():
+    vocab_size = made(RunConfig()).tokenizer.vocab_size
+    model = small_model(vocab_size, selection_bias=True, **dict.fromkeys(ROUTER_SETTINGS, 0.0))
+    asked = made(RunConfig(**RATES), model=model).model
+    assert {name: getattr(asked, name) for name in ROUTER_SETTINGS} == RATES
+    left = made(RunConfig(), model=model).model
+    assert {getattr(left, name) for name in ROUTER_SETTINGS} == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ({"load_balance_coef": 0.1, "model": "tiny-dense"}, r"load_balance_coef=0\.1 changes noth"),
+        ({"bias_update_rate": 0.1}, r"bias_update_rate=0\.1 changes.*no selection bias.*--bias-up"),
+        ({"chat_template": "own.jinja"}, r"chat_template='own\.jinja' needs a tokenizer"),
+        ({"system_prompt": "Be."}, r"system_prompt='Be\.' needs a chat template"),
+        ({"tokenizer": __file__}, r"test_setup\.py: model of \d+ bytes is not a SentencePiece"),
+    ],
+)
+def test_settings_that_cannot_be_had(run, message):
+    with pytest.raises(ValueError, match=message):
+        made(RunConfig(**run))
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ({"router_z_coef": -1.0}, r"router_z_coef=-1\.0 must not be negative"),
+        ({"answer_field": "gold"}, r"answer_field='gold' needs --task jsonl:FILE, not 'sort'"),
+        ({"messages_field": "turns"}, r"messages_field='turns' needs --task jsonl:FILE"),
+    ],
+)
+def test_settings_that_are_wrong_by_themselves(run, message):
+    with pytest.raises(ValueError, match=message):
+        RunConfig(**run)
+
+
+def test_experts_that_drop_what_sampling_does_not_are_refused():
+    setup = small_setup()
+    vocab_size = setup.tokenizer.vocab_size
+    with pytest.raises(ValueError, match=r"capacity_factor=1\.25 drops.*experts_per_token = 2 or"):
+        replace(setup, model=small_model(vocab_size, capacity_factor=1.25))
+    roomy = small_model(vocab_size, capacity_factor=2.0)
+    assert replace(setup, model=roomy).model.capacity_factor == 2.0
+
+
+def test_a_tokenizer_json_takes_the_place_of_a_character_model(tmp_path):
+    folder = write_tokenizer(tmp_path)
+    setup = made(RunConfig(tokenizer=str(folder / "tokenizer.json")))
+    assert setup.model.vocab_size == setup.tokenizer.vocab_size
+    assert setup.format.template is not None
+    assert decoder_of(setup).stop_ids == setup.tokenizer.stop_ids
+    assert len(decoder_of(setup).stop_ids) == 2
+
+
+def test_a_network_with_ids_that_the_tokenizer_cannot_decode_is_refused(tmp_path):
+    tokenizer = chat_tokenizer(tmp_path)
+    model = tiny(tokenizer.vocab_size + 1)
+    with pytest.raises(ValueError, match=r"has 311 ids, which it may all sample.* 310"):
+        made(RunConfig(), tokenizer=tokenizer, model=model)
+
+
+def test_the_fields_of_a_file_have_their_flags(tmp_path):
+    rows = [{"q": f"{n}?", "gold": n, "turns": [{"role": "user", "content": "x"}]} for n in (1, 2)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    run = RunConfig(task=f"jsonl:{path}", prompt_field="q", answer_field="gold")
+    recipe = small_recipe()
+    setup = set_up(run, recipe)
+    assert {setup.task.train(0).prompt, setup.task.heldout(0).prompt} == {"1?", "2?"}
+    setup.task.close()
