@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from places import ROOT, SUPPORT
 
 MACHINES = tuple(f"host-{number}" for number in range(4))
 ALARM_WITHIN = 12.0
