@@ -65,6 +65,11 @@ def both(loss, aggregations):
     return call
 
 
+def each(result):
+    """The results of a call that has several, by name."""
+    return [x for one in result.values() for x in each(one)] if type(result) is dict else [result]
+
+
 def together(calls):
     """Several calls in one program."""
     return lambda b: {name: call(b) for name, call in calls.items()}

@@ -22,6 +22,7 @@ from contract_calls import (
     PER_TOKEN,
     SCALAR,
     WITH_BOTH,
+    each,
 )
 
 import jrl
@@ -259,11 +260,6 @@ def test_nothing_under_a_false_mask_reaches_values_or_gradients(name, poison):
         assert not np.any(np.where(hidden, slope, 0)), f"a gradient by {array} under the mask"
 
 
-def each(result):
-    """The results of a call that has several, by name."""
-    return [x for one in result.values() for x in each(one)] if type(result) is dict else [result]
-
-
 @everything
 def test_a_nan_that_counts_is_not_hidden(name):
     result, _ = outcome(name).stacked["a NaN that counts"]
@@ -384,9 +380,7 @@ def test_float64_stays_float64(name):
 
 @everything
 def test_only_current_quantities_carry_gradients(name):
-    constants = CONSTANTS
-    if name in FACTS:
-        constants += ("values", "logprobs")
+    constants = CONSTANTS + (("values", "logprobs") if name in FACTS else ())
     _, slopes = outcome(name).stacked["seed 12"]
     assert not [constant for constant in constants if np.any(slopes[constant])]
 
