@@ -21,7 +21,7 @@ class Batch:
 
     Attributes:
       logprobs: of the current policy, [rows, time]; the gradients are taken by them.
-      old_logprobs, sampler_logprobs: of other policies.
+      old_logprobs, behaviour_logprobs: of other policies.
       ref_logprobs: of the reference; some are far away, beyond every clamp.
       advantages: one per token.
       row_advantages: one per response, [rows]; one of them is 0.
@@ -40,7 +40,7 @@ class Batch:
     logprobs: Any
     old_logprobs: Any
     ref_logprobs: Any
-    sampler_logprobs: Any
+    behaviour_logprobs: Any
     advantages: Any
     row_advantages: Any
     rewards: Any
@@ -99,7 +99,7 @@ def draw(seed: int, dtype: type, degenerate: bool = False) -> Batch:
         logprobs=logprobs,
         old_logprobs=old,
         ref_logprobs=reference,
-        sampler_logprobs=sampler,
+        behaviour_logprobs=sampler,
         advantages=normal(ROWS, TIME),
         row_advantages=row_advantages,
         rewards=normal(ROWS, TIME) * mask,

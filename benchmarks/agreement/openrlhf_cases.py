@@ -77,7 +77,7 @@ def _case(
         function,
         f"PolicyLoss, {label}",
         lambda b: ours(b)[0],
-        lambda b: module(*_arrays(b), b.sampler_logprobs)[0],
+        lambda b: module(*_arrays(b), b.behaviour_logprobs)[0],
         by="logprobs",
         tolerance=tolerance,
     )
@@ -121,7 +121,7 @@ def _corrected_losses() -> Iterator[Comparison]:
     for mode, bounded in (("clip", jrl.truncated_weights), ("mask", jrl.icepop_weights)):
 
         def of_tokens(b: Batch, bounded: Callable[..., Any] = bounded) -> Any:
-            policies = b.old_logprobs, b.sampler_logprobs
+            policies = b.old_logprobs, b.behaviour_logprobs
             weights = jrl.mismatch_weights(*policies, b.mask, max_log_weight=None)
             return bounded(weights, b.mask, low=0.7, high=1.5)
 
@@ -136,7 +136,7 @@ def _corrected_losses() -> Iterator[Comparison]:
 
     def of_sequences(b: Batch) -> Any:
         bounds = {"low": 0.95, "high": 1.05}
-        policies = b.old_logprobs, b.sampler_logprobs
+        policies = b.old_logprobs, b.behaviour_logprobs
         return jrl.sequence_masked_weights(*policies, b.mask, **bounds, max_log_weight=None)
 
     yield _case(

@@ -79,7 +79,7 @@ def trainer_loss(
         "advantages": batch.row_advantages,
         "old_per_token_logps": batch.old_logprobs,
         "ref_per_token_logps": batch.ref_logprobs,
-        "sampling_per_token_logps": batch.sampler_logprobs,
+        "sampling_per_token_logps": batch.behaviour_logprobs,
         "importance_sampling_ratio": importance_weights,
         "num_items_in_batch": batch.mask.sum(),
     }
@@ -199,7 +199,7 @@ def _losses() -> Iterator[Comparison]:
 
     def near_policy(b: Batch) -> tuple[Any, Any]:
         kept = jrl.off_policy_sequence_mask(
-            b.logprobs, b.sampler_logprobs, b.row_advantages[:, None], b.mask, max_divergence=0.0
+            b.logprobs, b.behaviour_logprobs, b.row_advantages[:, None], b.mask, max_divergence=0.0
         )
         return jrl.ppo_loss(*arrays(b)[:3], kept, **ppo, num_tokens=b.mask.sum())
 

@@ -393,14 +393,14 @@ def _value_and_divergence() -> Iterator[Comparison]:
 
 def _importance_weights() -> Iterator[Comparison]:
     def ours(b: Batch, *, level: Any, bounds: dict[str, float], normalized: bool) -> Any:
-        weights = jrl.mismatch_weights(b.logprobs, b.sampler_logprobs, b.mask, level=level)
+        weights = jrl.mismatch_weights(b.logprobs, b.behaviour_logprobs, b.mask, level=level)
         bounded = jrl.icepop_weights if "low" in bounds else jrl.truncated_weights
         weights = bounded(weights, b.mask, **bounds)
         return jrl.normalized_weights(weights, b.mask, over=level) if normalized else weights
 
     def theirs(b: Batch, *, level: str, threshold: str, normalized: bool) -> torch.Tensor:
         return rollout_corr_helper.compute_rollout_correction_weights(
-            b.logprobs - b.sampler_logprobs, b.mask, level, threshold, normalized
+            b.logprobs - b.behaviour_logprobs, b.mask, level, threshold, normalized
         )[0]
 
     for bounds in ({"high": 1.3}, {"low": 0.8, "high": 1.3}):
@@ -420,7 +420,7 @@ def _importance_weights() -> Iterator[Comparison]:
 def _rejection() -> Iterator[Comparison]:
     def theirs(b: Batch, *, option: str, threshold: str) -> torch.Tensor:
         return rollout_corr_helper.compute_rollout_rejection_mask(
-            b.logprobs - b.sampler_logprobs, b.mask, option, threshold
+            b.logprobs - b.behaviour_logprobs, b.mask, option, threshold
         )[0]
 
     for kind in ("k2", "k3"):
@@ -431,7 +431,7 @@ def _rejection() -> Iterator[Comparison]:
                 "divergence_rejection_mask",
                 f"rejection, {option}",
                 lambda b, settings=settings: jrl.divergence_rejection_mask(
-                    b.logprobs, b.sampler_logprobs, b.mask, **settings
+                    b.logprobs, b.behaviour_logprobs, b.mask, **settings
                 ),
                 partial(theirs, option=option, threshold=str(bound)),
             )
@@ -440,7 +440,7 @@ def _rejection() -> Iterator[Comparison]:
         "geometric_rejection_mask",
         "rejection, seq_mean_k1",
         lambda b: jrl.geometric_rejection_mask(
-            b.logprobs, b.sampler_logprobs, b.mask, low=1 / 1.01, high=1 / 0.99
+            b.logprobs, b.behaviour_logprobs, b.mask, low=1 / 1.01, high=1 / 0.99
         ),
         partial(theirs, option="seq_mean_k1", threshold="0.99_1.01"),
     )
@@ -449,7 +449,7 @@ def _rejection() -> Iterator[Comparison]:
 def _mismatch_statistics() -> Iterator[Comparison]:
     def theirs(b: Batch, *, name: str) -> torch.Tensor:
         found = rollout_corr_helper.compute_offpolicy_metrics(
-            b.logprobs, b.sampler_logprobs, b.mask
+            b.logprobs, b.behaviour_logprobs, b.mask
         )
         return torch.tensor(found[name], dtype=torch.float64)
 
@@ -457,7 +457,7 @@ def _mismatch_statistics() -> Iterator[Comparison]:
         yield Comparison(
             "mismatch_statistics",
             f"compute_offpolicy_metrics, {name}",
-            lambda b, name=name: jrl.mismatch_statistics(b.logprobs, b.sampler_logprobs, b.mask)[
+            lambda b, name=name: jrl.mismatch_statistics(b.logprobs, b.behaviour_logprobs, b.mask)[
                 name
             ].value(),
             partial(theirs, name=name),

@@ -112,7 +112,7 @@ def _with_targets(
     Args:
       rescored: log-probabilities of the policy as the trainer computes them, None without.
     """
-    sampled, sampler_logprobs = batch.mask, given(batch.old_logprobs)
+    sampled, as_sampled = batch.mask, given(batch.old_logprobs)
     if recipe.old_logprobs == "recompute":
         batch = replace(batch, old_logprobs=given(rescored))
     targets = targets_of(recipe, batch)
@@ -120,7 +120,7 @@ def _with_targets(
     learned = Corrected(mask, None, {})
     if rescored is not None:
         # In the whole policy: that top-k and top-p cut tokens away is no mismatch.
-        learned = corrected(recipe.correction, rescored, sampler_logprobs, mask)
+        learned = corrected(recipe.correction, rescored, as_sampled, mask)
     critic_mask = targets.critic_mask
     if critic_mask is not None:
         # What is rejected counts for neither network.

@@ -7,10 +7,10 @@ import numpy as np
 from oracles.rows import rows
 
 
-def log_weights(logprobs, sampler_logprobs, mask):
+def log_weights(logprobs, behaviour_logprobs, mask):
     """For each row the log-weights of its true tokens, trainer over sampler."""
     return [
-        [float(logprobs[i][t]) - float(sampler_logprobs[i][t]) for t in times]
+        [float(logprobs[i][t]) - float(behaviour_logprobs[i][t]) for t in times]
         for i, times in enumerate(rows(mask))
     ]
 
@@ -24,9 +24,9 @@ def spread_rows(values, mask, dtype=float):
     return out
 
 
-def mismatch_weights(logprobs, sampler_logprobs, mask, level="token", max_log_weight=20.0):
+def mismatch_weights(logprobs, behaviour_logprobs, mask, level="token", max_log_weight=20.0):
     out = []
-    for row in log_weights(logprobs, sampler_logprobs, mask):
+    for row in log_weights(logprobs, behaviour_logprobs, mask):
         logs = {
             "token": row,
             "sequence": [math.fsum(row)] * len(row),
@@ -61,25 +61,25 @@ def normalized_weights(weights, mask, over="token"):
     return spread_rows([[w / mean if mean else w for w in row] for row in kept], mask)
 
 
-def sequence_masked_weights(logprobs, sampler_logprobs, mask, low, high):
+def sequence_masked_weights(logprobs, behaviour_logprobs, mask, low, high):
     out = []
-    for row in log_weights(logprobs, sampler_logprobs, mask):
+    for row in log_weights(logprobs, behaviour_logprobs, mask):
         stays = bool(row) and inside(math.exp(math.fsum(row) / len(row)), low, high)
         out.append([math.exp(x) if stays else 0.0 for x in row])
     return spread_rows(out, mask)
 
 
-def geometric_rejection_mask(logprobs, sampler_logprobs, mask, low, high):
+def geometric_rejection_mask(logprobs, behaviour_logprobs, mask, low, high):
     out = []
-    for row in log_weights(logprobs, sampler_logprobs, mask):
+    for row in log_weights(logprobs, behaviour_logprobs, mask):
         stays = bool(row) and inside(math.exp(math.fsum(row) / len(row)), low, high)
         out.append([stays] * len(row))
     return spread_rows(out, mask, bool)
 
 
-def divergence_rejection_mask(logprobs, sampler_logprobs, mask, bound, kind="k3", over="mean"):
+def divergence_rejection_mask(logprobs, behaviour_logprobs, mask, bound, kind="k3", over="mean"):
     out = []
-    for row in log_weights(logprobs, sampler_logprobs, mask):
+    for row in log_weights(logprobs, behaviour_logprobs, mask):
         each = [x * x / 2 if kind == "k2" else math.exp(x) - 1 - x for x in row]
         if over == "token":
             out.append([x <= bound for x in each])
@@ -91,14 +91,14 @@ def divergence_rejection_mask(logprobs, sampler_logprobs, mask, bound, kind="k3"
     return spread_rows(out, mask, bool)
 
 
-def mismatch_statistics(logprobs, sampler_logprobs, mask):
+def mismatch_statistics(logprobs, behaviour_logprobs, mask):
     """Each diagnostic as a number."""
 
     def mean(values):
         values = list(values)
         return math.fsum(values) / len(values)
 
-    sequences = [row for row in log_weights(logprobs, sampler_logprobs, mask) if row]
+    sequences = [row for row in log_weights(logprobs, behaviour_logprobs, mask) if row]
     tokens = [x for row in sequences for x in row]
     weight = mean(math.exp(x) for x in tokens)
     return {

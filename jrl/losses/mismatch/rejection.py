@@ -17,7 +17,7 @@ RejectionOver = Literal["token", "sum", "mean", "max"]
 
 def geometric_rejection_mask(
     logprobs: Float[ArrayLike, "*batch time"],
-    sampler_logprobs: Float[ArrayLike, "*batch time"],
+    behaviour_logprobs: Float[ArrayLike, "*batch time"],
     mask: Shaped[ArrayLike, "*batch time"],
     *,
     low: Number | None,
@@ -35,7 +35,7 @@ def geometric_rejection_mask(
 
     Args:
       logprobs: of the sampled tokens as the trainer computes them, in nats; no gradient.
-      sampler_logprobs: the same as the sampler gave them; no gradient.
+      behaviour_logprobs: the same as the sampler gave them; no gradient.
       mask: true on sampled tokens. A row is one sequence.
       low: the least geometric mean that is kept; None is off.
       high: the greatest; None is off.
@@ -59,15 +59,15 @@ def geometric_rejection_mask(
     """
     low, high = weight_range(low, high)
     geometric = mismatch_weights(
-        logprobs, sampler_logprobs, mask, level="geometric", max_log_weight=None
+        logprobs, behaviour_logprobs, mask, level="geometric", max_log_weight=None
     )
-    _, mask = log_ratio(logprobs, sampler_logprobs, mask)
+    _, mask = log_ratio(logprobs, behaviour_logprobs, mask)
     return mask & ~outside(geometric, low, high)
 
 
 def divergence_rejection_mask(
     logprobs: Float[ArrayLike, "*batch time"],
-    sampler_logprobs: Float[ArrayLike, "*batch time"],
+    behaviour_logprobs: Float[ArrayLike, "*batch time"],
     mask: Shaped[ArrayLike, "*batch time"],
     *,
     kind: RejectionKind = "k3",
@@ -89,7 +89,7 @@ def divergence_rejection_mask(
 
     Args:
       logprobs: of the sampled tokens as the trainer computes them, in nats; no gradient.
-      sampler_logprobs: the same as the sampler gave them; no gradient.
+      behaviour_logprobs: the same as the sampler gave them; no gradient.
       mask: true on sampled tokens. A row is one sequence.
       kind: the estimator.
       over: what is bounded.
@@ -122,7 +122,7 @@ def divergence_rejection_mask(
         raise ValueError(f"over={over!r} is not what a divergence can bound: choose {choices}.")
     bound = settings.number("bound", bound, "is a divergence and cannot be negative.", at_least=0)
     max_log_weight = settings.optional_distance("max_log_weight", max_log_weight)
-    log_weights, mask = log_ratio(logprobs, sampler_logprobs, mask)
+    log_weights, mask = log_ratio(logprobs, behaviour_logprobs, mask)
     if max_log_weight is not None:
         log_weights = jnp.clip(log_weights, -max_log_weight, max_log_weight)
     # 0 where the mask is false, as the log-weights are.

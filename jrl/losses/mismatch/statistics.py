@@ -66,7 +66,7 @@ class EffectiveSampleSize(Generic[Leaf]):
 
 def mismatch_statistics(
     logprobs: Float[ArrayLike, "*batch time"],
-    sampler_logprobs: Float[ArrayLike, "*batch time"],
+    behaviour_logprobs: Float[ArrayLike, "*batch time"],
     mask: Shaped[ArrayLike, "*batch time"],
     *,
     max_log_weight: Number | None = 20.0,
@@ -75,7 +75,7 @@ def mismatch_statistics(
 
     Args:
       logprobs: of the sampled tokens as the trainer computes them, in nats; no gradient.
-      sampler_logprobs: the same as the sampler gave them; no gradient.
+      behaviour_logprobs: the same as the sampler gave them; no gradient.
       mask: true on sampled tokens. A row is one sequence.
       max_log_weight: log-weights, of tokens and of sequences, are clamped to plus or minus this
         in everything but ``kl`` and ``log_ppl_diff``; None is off.
@@ -107,7 +107,7 @@ def mismatch_statistics(
       (-0.125, 0.6624)
     """
     max_log_weight = settings.optional_distance("max_log_weight", max_log_weight)
-    log_weights, mask = log_ratio(logprobs, sampler_logprobs, mask)
+    log_weights, mask = log_ratio(logprobs, behaviour_logprobs, mask)
     sequences = jnp.any(mask, axis=-1)
     total = jnp.sum(log_weights, axis=-1)
     gap = -total / lengths(mask, log_weights)[..., 0]

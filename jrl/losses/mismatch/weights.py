@@ -18,7 +18,7 @@ WeightMean = Literal["token", "sequence"]
 
 def mismatch_weights(
     logprobs: Float[ArrayLike, "*batch time"],
-    sampler_logprobs: Float[ArrayLike, "*batch time"],
+    behaviour_logprobs: Float[ArrayLike, "*batch time"],
     mask: Shaped[ArrayLike, "*batch time"],
     *,
     level: WeightLevel = "token",
@@ -26,7 +26,7 @@ def mismatch_weights(
 ) -> Float[Array, "*batch time"]:
     """Importance weights of samples whose sampler is not quite the trainer's policy.
 
-    With ``log w_t = logprobs - sampler_logprobs``, trainer over sampler,
+    With ``log w_t = logprobs - behaviour_logprobs``, trainer over sampler,
 
     | level | weight of each token | what it corrects |
     |---|---|---|
@@ -46,7 +46,7 @@ def mismatch_weights(
 
     Args:
       logprobs: of the sampled tokens as the trainer computes them, in nats; no gradient.
-      sampler_logprobs: the same as the sampler gave them, at its temperature; no gradient.
+      behaviour_logprobs: the same as the sampler gave them, at its temperature; no gradient.
       mask: true on sampled tokens. A row is one sequence.
       level: over what the ratio is taken.
       max_log_weight: the logarithm of a weight is clamped to plus or minus this; None is off.
@@ -72,7 +72,7 @@ def mismatch_weights(
         choices = ", ".join(get_args(WeightLevel))
         raise ValueError(f"level={level!r} is not a level of weights: choose one of {choices}.")
     max_log_weight = settings.optional_distance("max_log_weight", max_log_weight)
-    log_weights, mask = log_ratio(logprobs, sampler_logprobs, mask)
+    log_weights, mask = log_ratio(logprobs, behaviour_logprobs, mask)
     if level != "token":
         log_weights = jnp.sum(log_weights, axis=-1, keepdims=True)
         if level == "geometric":
@@ -224,7 +224,7 @@ def normalized_weights(
 
 def sequence_masked_weights(
     logprobs: Float[ArrayLike, "*batch time"],
-    sampler_logprobs: Float[ArrayLike, "*batch time"],
+    behaviour_logprobs: Float[ArrayLike, "*batch time"],
     mask: Shaped[ArrayLike, "*batch time"],
     *,
     low: Number | None,
@@ -240,7 +240,7 @@ def sequence_masked_weights(
 
     Args:
       logprobs: as for `mismatch_weights`; no gradient.
-      sampler_logprobs: likewise.
+      behaviour_logprobs: likewise.
       mask: true on sampled tokens. A row is one sequence.
       low: the least geometric mean that is kept, trainer over sampler; None is off.
       high: the greatest; None is off.
@@ -262,7 +262,7 @@ def sequence_masked_weights(
       [[0.0, 0.0], [0.5, 4.0]]
     """
     low, high = weight_range(low, high)
-    arrays = (logprobs, sampler_logprobs, mask)
+    arrays = (logprobs, behaviour_logprobs, mask)
     geometric = mismatch_weights(*arrays, level="geometric", max_log_weight=max_log_weight)
     weights = mismatch_weights(*arrays, max_log_weight=max_log_weight)
     return zero_masked(weights, as_mask(mask) & ~outside(geometric, low, high))
@@ -270,16 +270,16 @@ def sequence_masked_weights(
 
 def log_ratio(
     logprobs: Float[ArrayLike, "*batch time"],
-    sampler_logprobs: Float[ArrayLike, "*batch time"],
+    behaviour_logprobs: Float[ArrayLike, "*batch time"],
     mask: Shaped[ArrayLike, "*batch time"],
 ) -> tuple[Float[Array, "*batch time"], Bool[Array, "*batch time"]]:
     """``log w``, trainer over sampler, without a gradient and 0 under the mask; and the mask."""
-    check_shapes(logprobs=logprobs, sampler_logprobs=sampler_logprobs, mask=mask)
+    check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, mask=mask)
     mask = as_mask(mask)
-    logprobs, sampler_logprobs = as_floats(
-        *jax.lax.stop_gradient((jnp.asarray(logprobs), jnp.asarray(sampler_logprobs)))
+    logprobs, behaviour_logprobs = as_floats(
+        *jax.lax.stop_gradient((jnp.asarray(logprobs), jnp.asarray(behaviour_logprobs)))
     )
-    return zero_masked(logprobs, mask) - zero_masked(sampler_logprobs, mask), mask
+    return zero_masked(logprobs, mask) - zero_masked(behaviour_logprobs, mask), mask
 
 
 def lengths(

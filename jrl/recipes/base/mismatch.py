@@ -111,17 +111,17 @@ class Correction:
     def correct(
         self,
         logprobs: Float[Array, "batch time"],
-        sampler_logprobs: Float[Array, "batch time"],
+        behaviour_logprobs: Float[Array, "batch time"],
         mask: Bool[Array, "batch time"],
     ) -> Corrected:
         """The corrections of a whole step, before its first update.
 
         Args:
           logprobs: of the policy as the trainer computes them, in nats.
-          sampler_logprobs: of the same policy as the sampler gave them.
+          behaviour_logprobs: of the same policy as the sampler gave them.
           mask: sampled tokens that count.
         """
-        arrays = (logprobs, sampler_logprobs, mask)
+        arrays = (logprobs, behaviour_logprobs, mask)
         statistics = mismatch_statistics(*arrays)
         # What a weighting does about the weights is said of the weights.
         del statistics["weight"], statistics["eff_sample_size"]
@@ -135,18 +135,18 @@ class Correction:
         weights, of_weights = self._weights(*arrays, mask)
         return Corrected(mask, weights, metrics | of_weights)
 
-    def _not_rejected(self, logprobs: Array, sampler_logprobs: Array, mask: Array) -> Array:
-        arrays, (low, high) = (logprobs, sampler_logprobs, mask), self.kept
+    def _not_rejected(self, logprobs: Array, behaviour_logprobs: Array, mask: Array) -> Array:
+        arrays, (low, high) = (logprobs, behaviour_logprobs, mask), self.kept
         if self.rejection == "geometric":
             return geometric_rejection_mask(*arrays, low=low, high=high)
         assert self.rejection is not None
         return divergence_rejection_mask(*arrays, kind=self.rejection, over=self.over, bound=high)
 
     def _weights(
-        self, logprobs: Array, sampler_logprobs: Array, mask: Array, kept: Array
+        self, logprobs: Array, behaviour_logprobs: Array, mask: Array, kept: Array
     ) -> tuple[Array, dict[str, Array]]:
         """The weights of the tokens that are `kept`, and what there is to say about them."""
-        arrays, (low, high) = (logprobs, sampler_logprobs, mask), self.bounds
+        arrays, (low, high) = (logprobs, behaviour_logprobs, mask), self.bounds
         level = "geometric" if self.weighting == "sequence-masked" else self.level
         bounded = mismatch_weights(*arrays, level=level)
         if self.weighting == "sequence-masked":

@@ -28,7 +28,7 @@ def numpy_batch(seed: int, mask: np.ndarray = MASK) -> dict[str, np.ndarray]:
         "per_token": draw.normal(1.0, 2.0, shape),
         "logprobs": logprobs,
         "old_logprobs": logprobs + draw.normal(0, 0.6, shape),
-        "sampler_logprobs": logprobs + draw.normal(0, 0.6, shape),
+        "behaviour_logprobs": logprobs + draw.normal(0, 0.6, shape),
         "entropy": draw.exponential(0.7, shape),
         "ref_logprobs": logprobs + draw.normal(0, 0.6, shape),
         "advantages": draw.normal(0, 1, shape),

@@ -14,14 +14,14 @@ LOG_WEIGHTS = [[0.1, -0.2, 1.2, 0.0], [-0.5, -0.9, 0.3, None]]
 
 CORR = {
     "logprobs": LOG_WEIGHTS,
-    "sampler_logprobs": [[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, None]],
+    "behaviour_logprobs": [[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, None]],
     "mask": MASK,
 }
 
 
 HOLES = {
     "logprobs": [[None, -1.0, None, -0.5], [-2.0, None, -0.3, -0.1], [None] * 4],
-    "sampler_logprobs": [[None, -1.3, None, -0.45], [-0.9, None, -0.35, -0.1], [None] * 4],
+    "behaviour_logprobs": [[None, -1.3, None, -0.45], [-0.9, None, -0.35, -0.1], [None] * 4],
     "mask": [[0, 1, 0, 1], [1, 0, 1, 1], [0, 0, 0, 0]],
 }
 
@@ -29,7 +29,7 @@ HOLES = {
 NOTHING = {**HOLES, "mask": [[0] * 4] * 3}
 
 
-FAR = {"logprobs": [[-0.1, -30.0]], "sampler_logprobs": [[-30.0, -0.1]], "mask": [[1, 1]]}
+FAR = {"logprobs": [[-0.1, -30.0]], "behaviour_logprobs": [[-30.0, -0.1]], "mask": [[1, 1]]}
 
 
 def _weights(level, arrays):
@@ -60,7 +60,7 @@ def _named(name, oracle):
 VERL = "verl, rollout correction"
 
 
-BOTH = "trainer over sampler, w = exp(logprobs - sampler_logprobs)"
+BOTH = "trainer over sampler, w = exp(logprobs - behaviour_logprobs)"
 
 
 WEIGHTS = {"weights": "importance_weights"}

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jrl
 
 few = settings(max_examples=8, deadline=None, derandomize=True, database=None)
-NAMES = ("logprobs", "sampler_logprobs", "mask")
+NAMES = ("logprobs", "behaviour_logprobs", "mask")
 
 LOG = jnp.array([[0.1, -0.2, 1.2, 0.0], [-0.5, -0.9, 0.3, jnp.nan]])
 ZERO = jnp.zeros_like(LOG)
@@ -159,8 +159,8 @@ def test_statistics_on_eight_devices_equal_those_of_one():
 def test_nothing_has_a_gradient():
     b = batch(4)
 
-    def total(logprobs, sampler_logprobs, weights):
-        arrays = (logprobs, sampler_logprobs, b["mask"])
+    def total(logprobs, behaviour_logprobs, weights):
+        arrays = (logprobs, behaviour_logprobs, b["mask"])
         outputs = (
             jrl.mismatch_weights(*arrays),
             jrl.sequence_masked_weights(*arrays, low=None, high=None),
@@ -173,7 +173,7 @@ def test_nothing_has_a_gradient():
         )
         return sum(jnp.sum(x) for x in outputs)
 
-    arrays = (b["logprobs"], b["sampler_logprobs"], b["importance_weights"])
+    arrays = (b["logprobs"], b["behaviour_logprobs"], b["importance_weights"])
     for slope in jax.grad(total, argnums=(0, 1, 2))(*arrays):
         assert not np.any(slope)
 

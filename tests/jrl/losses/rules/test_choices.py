@@ -71,7 +71,7 @@ for call in (
         "entropy (2, 3), mask (2, 1)",
         "logprobs (2, 3), old_logprobs (2, 1), mask (2, 3)",
         "weights (2, 3), mask (2, 1)",
-        "logprobs (2, 3), sampler_logprobs (2, 1), mask (2, 3)",
+        "logprobs (2, 3), behaviour_logprobs (2, 1), mask (2, 3)",
     ]
     messages = finished.stdout.splitlines()
     assert len(messages) == len(expected)

@@ -63,7 +63,7 @@ ROWS = [
     Objective(
         function="mismatch_statistics",
         formula=(
-            "With x = logprobs - sampler_logprobs over the true tokens: mean(-x), "
+            "With x = logprobs - behaviour_logprobs over the true tokens: mean(-x), "
             "mean(e^x - 1 - x), over sequences the mean of -mean(x) and of |mean(x)|, "
             "mean(e^2x) - 1 over tokens and over sequences of sum(x), mean(e^x), and "
             "1 / mean((e^x / mean(e^x))^2)"
@@ -72,8 +72,8 @@ ROWS = [
         outputs=STATISTICS,
         oracle=oracles.mismatch_statistics,
         cases=[
-            Case("holes", {"logprobs": LOGPROBS, "sampler_logprobs": SAMPLER, "mask": MASK}),
-            Case("equal", {"logprobs": SAMPLER, "sampler_logprobs": SAMPLER, "mask": MASK}),
+            Case("holes", {"logprobs": LOGPROBS, "behaviour_logprobs": SAMPLER, "mask": MASK}),
+            Case("equal", {"logprobs": SAMPLER, "behaviour_logprobs": SAMPLER, "mask": MASK}),
         ],
         defaults={"max_log_weight": 20.0},
         calls={"": scalar()},

@@ -72,7 +72,7 @@ ROWS = [
             ),
         ],
         required={"max_divergence": 0.5},
-        calls={"": token({"behaviour_logprobs": "sampler_logprobs"}, max_divergence=0.1)},
+        calls={"": token({"behaviour_logprobs": "behaviour_logprobs"}, max_divergence=0.1)},
     ),
     Objective(
         function="positive_example_loss",
