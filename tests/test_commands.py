@@ -89,8 +89,16 @@ def test_there_are_commands():
     assert programs == tested | {"pytest"}
 
 
+OWN_RECIPE = re.findall(
+    r'(?ms)^```python title="(.*?)"\n(.*?)^```', (ROOT / "docs" / "recipes.md").read_text()
+)
+
+
 @pytest.mark.parametrize("command", given("jrl.train"))
-def test_train_reads(command, monkeypatch):
+def test_train_reads(command, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name, source in OWN_RECIPE:
+        (tmp_path / name).write_text(source)
     # What a resumed run was started with: any run will do.
     monkeypatch.setattr(flags, "configuration_of", lambda folder: (RunConfig(), RECIPES["grpo"]()))
     monkeypatch.setattr(flags.RunFolder, "read", lambda path: path)
