@@ -56,12 +56,12 @@ def measure(model: str, threads: int, steps: int) -> dict[str, float]:
     from jrl.recipes import Grpo
     from jrl.rollout.collect import sampling_of
     from jrl.rollout.sampler import lengths_of
-    from jrl.trainer.setup.setup import set_up
+    from jrl.trainer.setup.setup import build_setup
     from jrl.trainer.state import init_state, init_weights
     from jrl.trainer.step import train_step
     from moe.weights import num_active_parameters, num_parameters
 
-    setup = set_up(
+    setup = build_setup(
         RunConfig(task="sort", model=model, response_length=10), Grpo(prompts=32, mini_batch=256)
     )
     weights = init_weights(setup.model, setup.mesh, setup.randomness.key("weights", 0))

@@ -142,17 +142,17 @@ def program(config: Any) -> tuple[Any, Any]:
     loss = jax.shard_map(
         loss_of, mesh=mesh.mesh, in_specs=(specs(config, mesh), P()), out_specs=P()
     )
-    optimiser = optax.adamw(1e-3)
+    optimizer = optax.adamw(1e-3)
     # Stated, or the second step would be compiled anew for arrays that the first one laid out.
     here = NamedSharding(mesh.mesh, P())
 
     def start(weights):
-        return jax.device_put((weights, optimiser.init(weights)), here)
+        return jax.device_put((weights, optimizer.init(weights)), here)
 
     def step(state, tokens):
         weights, moments = state
         value, gradients = jax.value_and_grad(loss)(weights, tokens)
-        updates, moments = optimiser.update(gradients, moments, weights)
+        updates, moments = optimizer.update(gradients, moments, weights)
         return (optax.apply_updates(weights, updates), moments), value
 
     return start, jax.jit(step, donate_argnums=0, out_shardings=here)

@@ -53,15 +53,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
     model = random_model(options.model, options.experts, options.time).train()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-4, fused=True)
     seconds, loss = [], torch.zeros(())
     for _ in range(options.steps + 2):
         tokens = torch.randint(0, COMMON["vocab_size"], (options.batch, options.time))
         began = time.perf_counter()
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
         seconds.append(time.perf_counter() - began)
     parameters = sum(weight.numel() for weight in model.parameters())
     return {"seconds": seconds[2:], "parameters": parameters, "loss": float(loss)}

@@ -1,12 +1,12 @@
 """Times one full GRPO step of TRL's `GRPOTrainer` on a CPU, as the peer of this library's step.
 
-A step is everything from the end of one optimiser update to the end of the next: 32 prompts of
+A step is everything from the end of one optimizer update to the end of the next: 32 prompts of
 the task "sort 8 digits", 8 completions of at most 10 tokens for each, a dense reward in Python,
 group advantages, forward, backward, clipping at norm 1 and AdamW at 1e-3, in float32. The model is
 a Llama of 0.45 M random weights and the tokenizer is made here; nothing is downloaded or logged.
 
 Three phases add up to the step: *generation* (tokenise, `generate`, decode), *scoring* (rewards,
-advantages, padding) and *update* (the rest: forward, backward, optimiser, the trainer's own loop).
+advantages, padding) and *update* (the rest: forward, backward, optimizer, the trainer's own loop).
 The first step also pays for lazy initialisation and stands apart from the medians.
 
 Tokens are counted without padding: *generated* ones up to and including the end of sequence,
@@ -89,7 +89,7 @@ def measure(steps: int) -> dict[str, Any]:
     ends, rollout, generation, generated, trained, rewards = [], [], [], [], [], []
 
     class StepClock(TrainerCallback):
-        """Notes when training begins and when each optimiser step ends."""
+        """Notes when training begins and when each optimizer step ends."""
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             ends.append(time.perf_counter())
@@ -110,7 +110,7 @@ def measure(steps: int) -> dict[str, Any]:
         settings = GRPOConfig(
             output_dir=folder,
             max_steps=steps,
-            per_device_train_batch_size=PROMPTS * SAMPLES,  # one generation, one optimiser step
+            per_device_train_batch_size=PROMPTS * SAMPLES,  # one generation, one optimizer step
             num_generations=SAMPLES,
             max_completion_length=MAX_NEW_TOKENS,
             learning_rate=1e-3,

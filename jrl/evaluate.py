@@ -24,7 +24,7 @@ from rich.table import Table
 from jrl.config.command_line import exit_status, start_jax
 from jrl.config.files import configuration_of, flag
 from jrl.config.seeds import check_seed
-from jrl.processes.agreement import Together, check_same, connect, is_first
+from jrl.processes.agreement import FailTogether, check_same, connect, is_main_process
 from jrl.processes.coordinator import ALONE, Processes
 from jrl.report.evaluation_display import EvaluationDisplay
 from jrl.rollout.sampling import Sampling
@@ -61,7 +61,7 @@ class Request:
     rollout_layout: str | None = None
     """How they are laid out to sample completions; None derives it from --layout, if given."""
     devices: int | None = None
-    """Number of CPU devices to make believe; None does as the run did."""
+    """Number of fake CPU devices; None does as the run did."""
     diagnostics: bool = False
     """Measure the critic of the run as well, and draw plots/value_diagnostics.png in its folder."""
     json: str | None = None
@@ -84,7 +84,7 @@ def _main(arguments: list[str]) -> int:
     _check(request)
     results = _evaluate(request, RunFolder.read(request.run))
     _print(results)
-    if request.json is not None and is_first():
+    if request.json is not None and is_main_process():
         Path(request.json).write_text(json.dumps(results, indent=2, allow_nan=False) + "\n")
     return 0
 
@@ -124,7 +124,7 @@ def _evaluate(request: Request, folder: RunFolder) -> dict[str, Any]:
     from jrl.rollout.collect import sampling_of
     from jrl.trainer.evaluation.evaluate import evaluate
     from jrl.trainer.evaluation.saved_policy import load_both, load_model, load_policy
-    from jrl.trainer.setup.setup import set_up
+    from jrl.trainer.setup.setup import build_setup
 
     if request.diagnostics and not recipe.uses_critic:
         raise ValueError(
@@ -132,9 +132,9 @@ def _evaluate(request: Request, folder: RunFolder) -> dict[str, Any]:
             "--diagnostics needs one, as ppo and vapo have it."
         )
 
-    with Together():
+    with FailTogether():
         tokenizer = load_tokenizer(folder.tokenizer_path)
-        setup = set_up(run, recipe, tokenizer, load_model(folder))
+        setup = build_setup(run, recipe, tokenizer, load_model(folder))
     connect(setup.mesh)
     connect(setup.rollout_mesh)
     with closing(setup.task), EvaluationDisplay() as display:
@@ -196,7 +196,7 @@ def _diagnose(
     title = (
         f"{folder.path.name}: the critic of {setup.recipe.name} on {setup.run.task}, step {step}"
     )
-    if is_first():
+    if is_main_process():
         plot_diagnostics(rollout, folder.plots_path / "value_diagnostics.png", title, report)
     return {f"critic/{name}": value for name, value in report.summary().items()}
 

@@ -18,7 +18,13 @@ from jrl.config.command_line import exit_status, start_jax
 from jrl.config.files import flag, to_json
 from jrl.config.flags import PROGRAM, Request, parse
 from jrl.config.run import RunConfig
-from jrl.processes.agreement import Together, check_same, connect, from_first, is_first
+from jrl.processes.agreement import (
+    FailTogether,
+    broadcast_from_main,
+    check_same,
+    connect,
+    is_main_process,
+)
 from jrl.recipes.load import source_of
 from jrl.runs import records
 from jrl.runs.folder import RunFolder
@@ -53,7 +59,7 @@ def _main(arguments: list[str]) -> int:
 
 def _begin(request: Request) -> int:
     """A new run. Its folder is made when all that can be seen to be wrong has been looked at."""
-    setup = _set_up_together(request)
+    setup = _build_together(request)
     with closing(setup.task):
         weights = _given_weights(setup)
         with _open(lambda: _create(request)) as folder:
@@ -73,7 +79,7 @@ def _resume(request: Request) -> int:
         step = checkpoints.latest_step()
         if step is not None and step >= run.steps and step == checkpoints.newest_whole()[0]:
             # It may have been killed between its last checkpoint and its end.
-            if is_first() and not folder.plots_path.is_dir():
+            if is_main_process() and not folder.plots_path.is_dir():
                 plot_run(
                     folder.metrics_path,
                     folder.plots_path,
@@ -81,9 +87,9 @@ def _resume(request: Request) -> int:
                 )
             print(f"{folder.path} is finished after {step} steps; --steps may be raised.")
             return 0
-        setup = _set_up_together(request, folder)
+        setup = _build_together(request, folder)
         with closing(setup.task):
-            if is_first() and folder.config() != config:
+            if is_main_process() and folder.config() != config:
                 folder.change_config(config)
             _keep_with_run(setup, folder)
             return _train(setup, folder, _given_weights(setup) if step is None else None)
@@ -107,22 +113,22 @@ def _show(request: Request) -> int:
 
     resumed = request.command.resume
     folder = RunFolder.read(request.command.run_dir or "") if resumed else None
-    setup = _set_up_together(request, folder)
+    setup = _build_together(request, folder)
     with closing(setup.task):
         print_dry_run(setup)
     return 0
 
 
-def _set_up_together(request: Request, folder: RunFolder | None = None) -> "Setup":
-    """`_set_up` in all processes or in none, which are then connected."""
-    with Together():
-        setup = _set_up(request, folder)
+def _build_together(request: Request, folder: RunFolder | None = None) -> "Setup":
+    """`_build` in all processes or in none, which are then connected."""
+    with FailTogether():
+        setup = _build(request, folder)
     connect(setup.mesh)
     connect(setup.rollout_mesh)
     return setup
 
 
-def _set_up(request: Request, folder: RunFolder | None = None) -> "Setup":
+def _build(request: Request, folder: RunFolder | None = None) -> "Setup":
     """The fixed parts of the run, looked over. Close its task at the end.
 
     Args:
@@ -132,7 +138,7 @@ def _set_up(request: Request, folder: RunFolder | None = None) -> "Setup":
     from jrl.faults.collect.sources import import_psutil
     from jrl.runs.loggers import check_installed
     from jrl.trainer.evaluation.saved_policy import load_model
-    from jrl.trainer.setup.setup import set_up
+    from jrl.trainer.setup.setup import build_setup
     from moe.placement import specs
 
     for destination in request.run.log_to:
@@ -142,7 +148,7 @@ def _set_up(request: Request, folder: RunFolder | None = None) -> "Setup":
     if request.run.faults_port is not None:
         import_client()
     model = None if folder is None else load_model(folder)
-    setup = set_up(request.run, request.recipe, _tokenizer(request.run, folder), model)
+    setup = build_setup(request.run, request.recipe, _tokenizer(request.run, folder), model)
     try:
         setup.tokenizer.encode(setup.task.characters)
         specs(setup.model, setup.mesh)
@@ -193,18 +199,18 @@ def _weights_of_checkpoint(setup: "Setup") -> "Transformer[Array]":
 def _open(make: Callable[[], RunFolder]) -> RunFolder:
     """The folder of the run, made and locked by the first process; the others only read it."""
     folder = None
-    with Together():
-        if is_first():
+    with FailTogether():
+        if is_main_process():
             folder = make()
-    path = from_first(None if folder is None else str(folder.path.absolute()))
+    path = broadcast_from_main(None if folder is None else str(folder.path.absolute()))
     return RunFolder(path) if folder is None else folder
 
 
 def _keep_with_run(setup: "Setup", folder: RunFolder) -> None:
     """Saves the tokenizer, and copies what a checkpoint says of its network: the run goes on where
     that has been moved."""
-    with Together():
-        if not is_first():
+    with FailTogether():
+        if not is_main_process():
             return
         checkpoint = setup.run.checkpoint
         if checkpoint is not None and not folder.model_path.exists():
@@ -219,7 +225,7 @@ def _say_lengths(setup: "Setup") -> None:
 
     run, length = setup.run, setup.response_length
     answers_are_results = run.checkpoint is not None or run.task.startswith("jsonl:")
-    if run.response_length is None and answers_are_results and is_first():
+    if run.response_length is None and answers_are_results and is_main_process():
         print(f"completions of at most {length:,} tokens: {response_origin(run, length)}")
 
 
@@ -250,7 +256,7 @@ def _train(setup: "Setup", folder: RunFolder, weights: "Transformer[Array] | Non
         print(f"stopped in the warm start, before the first checkpoint; begin again with: {resume}")
     elif outcome.stopped:
         print(f"stopped after step {outcome.step} of {setup.run.steps}; go on with: {resume}")
-    elif is_first():
+    elif is_main_process():
         _conclude(folder)
     return 0
 

@@ -65,7 +65,7 @@ def start_jax(devices: int | None, processes: Processes = ALONE) -> None:
     """Chooses the devices before JAX touches any, and keeps what it compiles.
 
     Args:
-      devices: number of CPU devices to make believe, of all processes together; None takes the
+      devices: number of fake CPU devices, of all processes together; None takes the
         real ones.
       processes: those of the run; this one waits until all are there.
 
@@ -76,7 +76,7 @@ def start_jax(devices: int | None, processes: Processes = ALONE) -> None:
     processes.check()
     share = processes.share(devices)
     if share is not None:
-        _make_believe(share)
+        _fake_devices(share)
     keep_compilations()
     has_joined = join(processes)
     try:
@@ -107,7 +107,7 @@ def keep_compilations() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def _make_believe(devices: int) -> None:
+def _fake_devices(devices: int) -> None:
     if devices < 1:
         raise ValueError(f"devices={devices} must be at least 1.")
     try:

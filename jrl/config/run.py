@@ -54,7 +54,7 @@ class RunConfig:
     """How the same devices are laid out to sample completions, without pp and cp; None is the
     layout of training, its pp and cp made part of dp. The weights are moved between the two."""
     devices: int | None = None
-    """Number of CPU devices to make believe, in all processes together; None takes the real
+    """Number of fake CPU devices, in all processes together; None takes the real
     ones."""
     remat: Literal["none", "selective", "full"] = "none"
     """What the backward pass of a layer computes again instead of keeping it in memory."""
@@ -77,7 +77,7 @@ class RunConfig:
     router_z_coef: float | None = None
     """Weight of the router z-loss; None is the preset's, 0 for hf:DIR."""
     bias_update_rate: float | None = None
-    """How far a bias that experts are selected by (DeepSeek-V3) moves in an optimiser step; None
+    """How far a bias that experts are selected by (DeepSeek-V3) moves in an optimizer step; None
     leaves it where the checkpoint has it."""
 
     warm_start_accuracy: float = 0.3

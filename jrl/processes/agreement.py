@@ -5,8 +5,8 @@ same order. What could differ between them (a verdict that timed out, a signal, 
 decided by one of them, or by all together, through the functions of this file. In a run of one
 process they hand back what they were given.
 
-All of them but `is_first`, `several` and `to_devices` are collectives: every process has to call
-them, in the same order.
+All of them but `is_main_process`, `is_multiprocess` and `to_devices` are collectives: every process
+has to call them, in the same order.
 """
 
 import json
@@ -25,12 +25,12 @@ from sharding.collectives import all_sum, vary
 from sharding.folding import FoldedMesh
 
 
-def several() -> bool:
+def is_multiprocess() -> bool:
     """Whether the run has more than one process."""
     return jax.process_count() > 1
 
 
-def is_first() -> bool:
+def is_main_process() -> bool:
     """Whether this process is the one that writes, and speaks to the user."""
     return jax.process_index() == 0
 
@@ -41,7 +41,7 @@ def connect(mesh: FoldedMesh) -> None:
     Gloo gives a process that is new in a group 30 seconds to come, and the processes of a run may
     differ by more where they compile their first programs. Here they come at the same time.
     """
-    if not several():
+    if not is_multiprocess():
         return
     any_of(False)  # nobody waits for one that is still compiling what came before
     numbers = to_devices(np.ones(mesh.layout.num_devices, np.float32), _over_all(mesh))
@@ -104,20 +104,20 @@ def to_devices(tree: Any, sharding: NamedSharding) -> Any:
 
 def any_of(flag: bool) -> bool:
     """Whether the flag is set in one process or more."""
-    if not several():
+    if not is_multiprocess():
         return flag
     return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
 
 
-def from_first(value: Any) -> Any:
+def broadcast_from_main(value: Any) -> Any:
     """The first process's value, in all of them.
 
     Args:
       value: what JSON can hold; that of the other processes does not count.
     """
-    if not several():
+    if not is_multiprocess():
         return value
-    content = _encoded(value if is_first() else None)
+    content = _encoded(value if is_main_process() else None)
     size = int(multihost_utils.broadcast_one_to_all(np.asarray(content.size, np.int32)))
     sent = multihost_utils.broadcast_one_to_all(_padded(content, size))
     return _decoded(sent, size)
@@ -129,7 +129,7 @@ def gather(value: Any) -> list[Any]:
     Args:
       value: what JSON can hold.
     """
-    if not several():
+    if not is_multiprocess():
         return [value]
     content = _encoded(value)
     sizes = multihost_utils.process_allgather(np.asarray(content.size, np.int32))
@@ -157,7 +157,7 @@ def check_same(settings: Mapping[str, Any]) -> None:
             )
 
 
-class Together:
+class FailTogether:
     """A block that fails in every process where it fails in one, so that none waits for another.
 
     No collective may be called in it: the process that failed would not take part.
@@ -176,7 +176,7 @@ class Together:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if not several():
+        if not is_multiprocess():
             return
         messages = gather(None if error is None else str(error) or type(error).__name__)
         if isinstance(error, OSError) and error.filename is not None:

@@ -63,7 +63,7 @@ class Processes:
             )
 
     def share(self, devices: int | None) -> int | None:
-        """How many of the devices to make believe are this process's.
+        """How many of the fake devices are this process's.
 
         Raises:
           ValueError: where the processes cannot have as many each.

@@ -197,27 +197,27 @@ TABLE: tuple[Metric, ...] = (
     ),
     Metric(
         "training/optimizer_steps",
-        "Optimiser steps of the policy applied in this step, skipped ones not counted.",
+        "Optimizer steps of the policy applied in this step, skipped ones not counted.",
         "count",
     ),
     Metric(
         "training/nonfinite_skipped",
-        "Optimiser steps of this step skipped because a loss or a gradient was NaN or infinite.",
+        "Optimizer steps of this step skipped because a loss or a gradient was NaN or infinite.",
         "count",
     ),
     Metric(
         "training/nonfinite_skipped_total",
-        "Optimiser steps skipped for that reason since the first step.",
+        "Optimizer steps skipped for that reason since the first step.",
         "count",
     ),
     Metric(
         "training/empty_skipped",
-        "Optimiser steps of this step left out because no token of their mini-batch counted.",
+        "Optimizer steps of this step skipped because no token of their mini-batch counted.",
         "count",
     ),
     Metric(
         "training/empty_skipped_total",
-        "Optimiser steps left out for that reason since the first step.",
+        "Optimizer steps skipped for that reason since the first step.",
         "count",
     ),
     # Sampler against trainer.

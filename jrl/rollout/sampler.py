@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array
 
-from jrl.processes.agreement import from_first, is_first, several
+from jrl.processes.agreement import broadcast_from_main, is_main_process, is_multiprocess
 from jrl.rollout.engine import RolloutEngine
 from jrl.rollout.requests import Request, Trajectory
 from jrl.rollout.sampling import Sampling
@@ -94,7 +94,7 @@ class Unverified:
     ):
         self._columns, self._seconds = (trajectories, examples, texts), seconds
         # By the first process: an answer that timed out there did so for all.
-        self._verdicts = _in_background(task.verify, examples, texts) if is_first() else None
+        self._verdicts = _in_background(task.verify, examples, texts) if is_main_process() else None
 
     def verified(self) -> list[Completion]:
         """The completions with their verdicts; with several processes a collective."""
@@ -183,9 +183,9 @@ class Sampler:
 
 def _shared(given: list[Verdict]) -> list[Verdict]:
     """The first process's verdicts, in all of them."""
-    if not several():
+    if not is_multiprocess():
         return given
-    sent = from_first([[float(verdict.score), verdict.reason] for verdict in given])
+    sent = broadcast_from_main([[float(verdict.score), verdict.reason] for verdict in given])
     return [Verdict(score, reason) for score, reason in sent]
 
 

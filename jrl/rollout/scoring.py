@@ -69,7 +69,7 @@ def score(
     return scores._replace(router=router)
 
 
-def stream(
+def pack(
     tokens: Int[Array, "batch time"],
     valid: Bool[Array, "batch time"],
     layout: PromptLayout,
@@ -92,7 +92,7 @@ def scores_of(
     sampling: Sampling,
     mesh: FoldedMesh,
 ) -> Scores:
-    """The scores read off the last hidden states `x` of the `stream` of `tokens`, `router` left
+    """The scores read off the last hidden states `x` of the packed `tokens`, `router` left
     out."""
     x = alignment.responses_of(x, tokens.shape, layout.prompt_length, layout.group_size, mesh)
     responses = vary(alignment.response_tokens(tokens, layout.prompt_length, mesh), mesh.axes)
@@ -136,7 +136,7 @@ def values_of(
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> Float[Array, "batch time"]:
-    """The values read off the last hidden states `x` of the `stream` of `tokens`."""
+    """The values read off the last hidden states `x` of the packed `tokens`."""
     x = alignment.responses_of(x, tokens.shape, layout.prompt_length, layout.group_size, mesh)
     before = value_of(critic, x, config)
     return alignment.on_responses(before, tokens.shape, layout.prompt_length, mesh)
@@ -176,14 +176,14 @@ def _read_states(
     """What `read` makes of the last hidden states, rows in the order given, and the router's
     sums."""
     if mesh.layout.pp == 1:
-        x, router = model.run(weights, stream(tokens, valid, layout, config, mesh), config, mesh)
+        x, router = model.run(weights, pack(tokens, valid, layout, config, mesh), config, mesh)
         return read(weights, x, tokens), router
     number = num_micro_batches(tokens.shape[0], tokens.shape[1], layout, mesh)
     micro_batches = jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), (tokens, valid))
     outs, router = stages.scan_micro_batches(
         weights,
         micro_batches,
-        lambda micro_batch: stream(micro_batch[0], micro_batch[1], layout, config, mesh),
+        lambda micro_batch: pack(micro_batch[0], micro_batch[1], layout, config, mesh),
         lambda weights, x, micro_batch: read(weights, x, micro_batch[0]),
         config,
         mesh,

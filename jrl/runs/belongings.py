@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jrl.config.files import flag
-from jrl.processes.agreement import Together, is_first
+from jrl.processes.agreement import FailTogether, is_main_process
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 
@@ -21,7 +21,7 @@ def describe(settings: Mapping[str, Any], folder: RunFolder) -> dict[str, Any]:
     Args:
       settings: those that a run keeps (`jrl.config.files.fixed_settings`).
     """
-    if not is_first():  # only the first process writes it
+    if not is_main_process():  # only the first process writes it
         return {}
     return {
         "settings": dict(settings),
@@ -40,7 +40,7 @@ def newest_whole(checkpoints: Checkpoints) -> int | None:
     step, damaged = checkpoints.newest_whole()
     for later, why in damaged.items():
         path = checkpoints.set_aside(later)
-        if is_first():
+        if is_main_process():
             print(
                 f"warning: the checkpoint of step {later} is damaged ({why}) and now lies in "
                 f"{path}; going on from step {step}",
@@ -61,8 +61,8 @@ def go_back(
     Raises:
       ValueError: where the run beside it is not what it was then; nothing is dropped.
     """
-    with Together():
-        if is_first():
+    with FailTogether():
+        if is_main_process():
             _check_settings(settings, folder, step, found["settings"])
             folder.check_files(step, found["files"])
             folder.go_back(step, found["lines"])
@@ -70,8 +70,8 @@ def go_back(
 
 def check_files(folder: RunFolder, step: int, found: Mapping[str, Any]) -> None:
     """Refuses a policy whose tokenizer or network description is not what was saved with it."""
-    with Together():
-        if is_first() and "files" in found:
+    with FailTogether():
+        if is_main_process() and "files" in found:
             folder.check_files(step, found["files"])
 
 

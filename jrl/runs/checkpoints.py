@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jrl.processes.agreement import Together, from_first, is_first
+from jrl.processes.agreement import FailTogether, broadcast_from_main, is_main_process
 from jrl.runs import manifest
 
 TEMPORARY = re.compile(r"\d+\.(writing.*|deleting)")
@@ -53,7 +53,7 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Return the steps of which a checkpoint was completed, oldest first: what the first
         process sees, in all of them."""
-        return from_first(self._steps() if is_first() else [])
+        return broadcast_from_main(self._steps() if is_main_process() else [])
 
     def _steps(self) -> list[int]:
         if not self.directory.is_dir():
@@ -94,14 +94,14 @@ class Checkpoints:
         Only the writer of the run may call this.
         """
         path = self.directory / f"{step}.damaged"
-        with Together():
-            if is_first():
+        with FailTogether():
+            if is_main_process():
                 number = 2
                 while path.exists():
                     path = self.directory / f"{step}.damaged-{number}"
                     number += 1
                 (self.directory / str(step)).rename(path)
-        return Path(from_first(str(path)))
+        return Path(broadcast_from_main(str(path)))
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint and return when it is on disk, then drop those beyond `keep`.
@@ -141,7 +141,7 @@ class Checkpoints:
             ),
         )
         manifest.write(path, step)
-        if is_first():
+        if is_main_process():
             path.rename(self.directory / str(step))
         self._delete(self.steps()[: -self.keep])
 
@@ -222,7 +222,7 @@ class Checkpoints:
         return why
 
     def _delete(self, steps: Iterable[int]) -> None:
-        if not is_first():
+        if not is_main_process():
             return
         for step in steps:
             # Renamed first: a kill while files go must not leave half a checkpoint under its name.
@@ -232,7 +232,7 @@ class Checkpoints:
 
     def _remove_leftovers(self) -> None:
         """Remove what a killed writer left. Readers never call this: they could hit a live one."""
-        if not is_first() or not self.directory.is_dir():
+        if not is_main_process() or not self.directory.is_dir():
             return
         for entry in self.directory.iterdir():
             if TEMPORARY.fullmatch(entry.name):

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jrl.processes.agreement import from_first, gather, is_first
+from jrl.processes.agreement import broadcast_from_main, gather, is_main_process
 from jrl.runs import records
 
 NAME = "manifest.json"
@@ -31,9 +31,9 @@ def write(folder: Path, step: int) -> None:
       folder: what another writer of the same processes has completed.
       step: what the folder is of, so that one under the name of another step is noticed.
     """
-    names = from_first(_files(folder) if is_first() else None)
+    names = broadcast_from_main(_files(folder) if is_main_process() else None)
     parts = gather(dict(_each(_own(names), lambda name: _measure(folder / name))))
-    if is_first():
+    if is_main_process():
         files = {name: found for part in parts for name, found in part.items()}
         content = {"step": step, "files": dict(sorted(files.items()))}
         content["sha256"] = _own_hash(content)
@@ -44,7 +44,7 @@ def write(folder: Path, step: int) -> None:
 def damage(folder: Path, step: int) -> str | None:
     """Why the folder is not what was written, None where every byte is. Files that the manifest
     does not name are not looked at."""
-    files = from_first(_read(folder, step) if is_first() else None)
+    files = broadcast_from_main(_read(folder, step) if is_main_process() else None)
     if isinstance(files, str):
         return files
     complaints = _each(_own(files), lambda name: _complaint(folder / name, files[name]))

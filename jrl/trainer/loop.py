@@ -17,7 +17,7 @@ from jrl.faults.fleet import Alarm
 from jrl.faults.live.guard import LOOKS, Attachment, Guard, machine_name, metrics_of
 from jrl.faults.live.hook import Hook, command_hook
 from jrl.faults.outlier import OutlierDetector
-from jrl.processes.agreement import Together, any_of, is_first, to_host
+from jrl.processes.agreement import FailTogether, any_of, is_main_process, to_host
 from jrl.processes.stopping import Stop
 from jrl.report.display import TrainingDisplay, WarmStartDisplay, print_samples
 from jrl.report.metrics import check_known
@@ -76,7 +76,7 @@ def train(
         run's own command.
 
     Raises:
-      NonFiniteRun: when updates keep being left out.
+      NonFiniteRun: when updates keep being skipped.
     """
     run, sampler, networks = setup.run, setup.sampler(), setup.networks
     checkpoints = Checkpoints(folder.checkpoints_path, run.keep_checkpoints)
@@ -111,8 +111,8 @@ def train(
             if step % run.samples_every == 0:
                 outputs.write_samples(setup.format, step, done.collected.completions)
             outputs.log(step, metrics)
-            for number, left_out in enumerate(done.nonfinite):
-                _save_nonfinite(folder, f"{step}-{number}-{left_out.network}", left_out)
+            for number, skipped_update in enumerate(done.nonfinite):
+                _save_nonfinite(folder, f"{step}-{number}-{skipped_update.network}", skipped_update)
             if step == run.steps:
                 _write_shown(setup, sampler, folder, state)
             if step % run.checkpoint_every == 0 or step == run.steps:
@@ -122,7 +122,7 @@ def train(
         if checkpoints.latest_step() != step:
             save(checkpoints, networks, state, belongings.describe(setup.settings, folder))
         outputs.warn(guard.alarms())  # since the last step: shown, but no line of metrics is left
-    if is_first():
+    if is_main_process():
         _finish(setup, folder, stopped=step < run.steps)
     return Outcome(step, stopped=step < run.steps)
 
@@ -146,8 +146,8 @@ def _first_state(
         state = restore(checkpoints, setup.networks, step)
         belongings.go_back(setup.settings, folder, step, checkpoints.meta(step))
         return state, heldout
-    with Together():
-        if is_first():
+    with FailTogether():
+        if is_main_process():
             folder.begin_again()
     metrics: dict[str, float] = {}
     prompts_seen = 0
@@ -202,7 +202,7 @@ def _write_shown(
 
 def _appender(path: Path) -> Appender:
     """Lines for a file of the run, which the first process writes; those of others go nowhere."""
-    return Appender(path if is_first() else os.devnull)
+    return Appender(path if is_main_process() else os.devnull)
 
 
 @dataclass
@@ -242,12 +242,12 @@ class _Outputs:
 
 @contextmanager
 def _outputs(setup: Setup, folder: RunFolder, step: int) -> Iterator[_Outputs]:
-    history = read_metrics(folder.metrics_path) if is_first() else []
+    history = read_metrics(folder.metrics_path) if is_main_process() else []
     rewards = [line["critic/score/mean"] for line in history if "critic/score/mean" in line]
     last = history[-1] if history else {}
     with ExitStack() as stack:
         extra: list[loggers.Logger] = []
-        for name in setup.run.log_to if is_first() else ():
+        for name in setup.run.log_to if is_main_process() else ():
             if name == "tensorboard":
                 resumed = folder.tensorboard_path.is_dir()
                 logger = loggers.TensorBoard(folder.tensorboard_path, step if resumed else None)
@@ -296,13 +296,16 @@ def _speed(setup: Setup, tokens: float, seconds: float) -> dict[str, float]:
     }
 
 
-def _save_nonfinite(folder: RunFolder, name: str, left_out: NonFinite) -> Path:
-    """The batch of an update that was left out, as plain arrays in an .npz file."""
+def _save_nonfinite(folder: RunFolder, name: str, skipped: NonFinite) -> Path:
+    """The batch of an update that was skipped, as plain arrays in an .npz file."""
     path = folder.path / "nonfinite" / f"{name}.npz"
-    batch = to_host(left_out.batch)
+    batch = to_host(skipped.batch)
     arrays = {name: value for name, value in vars(batch).items() if value is not None}
-    arrays |= {"loss": np.asarray(left_out.loss), "grad_norm": np.asarray(left_out.grad_norm)}
-    if is_first():
+    arrays |= {
+        "loss": np.asarray(skipped.loss),
+        "grad_norm": np.asarray(skipped.grad_norm),
+    }
+    if is_main_process():
         path.parent.mkdir(exist_ok=True)
         np.savez(path, allow_pickle=False, **arrays)
     return path

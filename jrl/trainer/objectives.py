@@ -12,7 +12,7 @@ from jrl.recipes.base.actor_critic import ActorCritic
 from jrl.recipes.base.batch import Batch, Totals, given
 from jrl.recipes.base.recipe import Metrics, Recipe
 from jrl.rollout.sampling import Sampling
-from jrl.rollout.scoring import PromptLayout, scores_of, stream, values_of
+from jrl.rollout.scoring import PromptLayout, pack, scores_of, values_of
 from jrl.trainer.update import Max
 from moe.config import ModelConfig
 from moe.router.statistics import RouterStatistics
@@ -79,8 +79,8 @@ class PolicyObjective:
     sampling: Sampling
     response_length: int
 
-    def stream(self, batch: Batch[Array]) -> PackedBatch:
-        return stream(batch.tokens, batch.valid, self.layout, self.config, self.mesh)
+    def pack(self, batch: Batch[Array]) -> PackedBatch:
+        return pack(batch.tokens, batch.valid, self.layout, self.config, self.mesh)
 
     def loss(
         self,
@@ -124,8 +124,8 @@ class CriticObjective:
     recipe: ActorCritic
     response_length: int
 
-    def stream(self, batch: Batch[Array]) -> PackedBatch:
-        return stream(batch.tokens, batch.valid, self.layout, self.config, self.mesh)
+    def pack(self, batch: Batch[Array]) -> PackedBatch:
+        return pack(batch.tokens, batch.valid, self.layout, self.config, self.mesh)
 
     def loss(
         self,
@@ -151,8 +151,8 @@ class SupervisedObjective:
     mesh: FoldedMesh
     layout: PromptLayout
 
-    def stream(self, batch: Batch[Array]) -> PackedBatch:
-        return stream(batch.tokens, batch.valid, self.layout, self.config, self.mesh)
+    def pack(self, batch: Batch[Array]) -> PackedBatch:
+        return pack(batch.tokens, batch.valid, self.layout, self.config, self.mesh)
 
     def loss(
         self,

@@ -24,7 +24,7 @@ from jrl.trainer.update import Learner
 
 @dataclass(frozen=True)
 class NonFinite:
-    """An update that was left out, with the rows it would have learned from."""
+    """An update that was skipped, with the rows it would have learned from."""
 
     network: str
     batch: Batch[Array]
@@ -39,7 +39,7 @@ class Step:
     Attributes:
       collected: what it learned from.
       metrics: of the step.
-      nonfinite: updates that were left out.
+      nonfinite: updates that were skipped.
     """
 
     collected: Collected
@@ -121,7 +121,7 @@ def train_on_batch(
 
     Returns:
       The state, the metrics of each mini-batch under "actor" and "critic", the updates that were
-      left out because they were not finite, and the seconds spent.
+      skipped because they were not finite, and the seconds spent.
     """
     pretraining = int(state.step) < recipe.value_pretraining_steps
     history: list[dict[str, dict[str, Any]]] = []

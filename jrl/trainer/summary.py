@@ -80,7 +80,7 @@ def summarise(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
 
 
 def count_updates(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
-    """How many updates of a step were made and left out."""
+    """How many updates of a step were made and skipped."""
     everything = [metrics for entry in history for metrics in entry.values()]
     actor = [entry["actor"] for entry in history if "actor" in entry]
     return {
@@ -95,7 +95,7 @@ def _moved(metrics: dict[str, Any]) -> bool:
 
 
 def _is_empty(metrics: dict[str, Any]) -> bool:
-    """Whether an update was left out for want of tokens, and for nothing worse."""
+    """Whether an update was skipped for want of tokens, and for nothing worse."""
     return bool(metrics["finite"]) and bool(metrics["empty"])
 
 

@@ -55,7 +55,7 @@ class Learner(Generic[Leaf]):
 
 @struct.dataclass
 class Max(Generic[Leaf]):
-    """A metric that is a maximum over pieces, as `jrl.losses.Mean` is a mean."""
+    """A metric that is a maximum over micro-batches, as `jrl.losses.Mean` is a mean."""
 
     maximum: Leaf
 
@@ -65,7 +65,7 @@ class Max(Generic[Leaf]):
 
 @runtime_checkable
 class Objective(Protocol):
-    """A loss on a piece of a batch, run inside the `jax.shard_map`. Hashable: compiled once
+    """A loss on a micro-batch, run inside the `jax.shard_map`. Hashable: compiled once
     each."""
 
     @property
@@ -74,8 +74,8 @@ class Objective(Protocol):
     @property
     def mesh(self) -> FoldedMesh: ...
 
-    def stream(self, batch: Batch[Array]) -> PackedBatch:
-        """This piece's tokens as the network runs them."""
+    def pack(self, batch: Batch[Array]) -> PackedBatch:
+        """Its tokens as the network runs them."""
         ...
 
     def loss(
@@ -86,7 +86,7 @@ class Objective(Protocol):
         totals: Totals[Array],
         statistics: Any,
     ) -> tuple[Array, dict[str, Any]]:
-        """This piece's share of the loss and its metrics, equal on all ranks of ``cp`` and ``tp``,
+        """Its share of the loss and its metrics, equal on all ranks of ``cp`` and ``tp``,
         from the last hidden states `x`. The routers' losses are added to it.
 
         Args:
@@ -132,13 +132,13 @@ def init_learner(
 def state_shardings(opt_state: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
     """Where the optimizer state lives: moments in parts (`moe.placement.shard_specs`), counters
     whole."""
-    parts = jax.tree.map(
+    shards = jax.tree.map(
         lambda spec: NamedSharding(mesh.mesh, spec), placement.shard_specs(config, mesh)
     )
 
     def place(node: Any) -> Any:
         whole = NamedSharding(mesh.mesh, PartitionSpec())
-        return parts if isinstance(node, Transformer) else whole
+        return shards if isinstance(node, Transformer) else whole
 
     return jax.tree.map(place, opt_state, is_leaf=lambda node: isinstance(node, Transformer))
 
@@ -159,7 +159,7 @@ def count(batch: Batch[Array]) -> Totals[Array]:
 def update(
     objective: Objective,
     optimizer: Optimizer,
-    num_micro: int,
+    num_micro_batches: int,
     learner: Learner[Array],
     batch: Batch[Array],
     statistics: Any = None,
@@ -173,7 +173,7 @@ def update(
     Args:
       objective: the loss.
       optimizer: how to step.
-      num_micro: pieces the mini-batch is cut into on each device.
+      num_micro_batches: micro-batches the mini-batch is cut into on each device.
       learner: given up: its buffers are reused.
       batch: the mini-batch, rows over ``dp``.
       statistics: what the loss must know of the whole mini-batch besides its counts.
@@ -182,16 +182,16 @@ def update(
       The learner, and metrics: `loss`, `grad_norm`, `finite`, `empty` and the objective's.
     """
     config, mesh = objective.config, objective.mesh
-    kept, parts = placement.stored_specs(config, mesh), placement.shard_specs(config, mesh)
+    stored, shards = placement.stored_specs(config, mesh), placement.shard_specs(config, mesh)
     totals = count(batch)
     loss, grads, metrics = _gradients(
-        objective, num_micro, learner.weights, batch, totals, statistics
+        objective, num_micro_batches, learner.weights, batch, totals, statistics
     )
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     empty = totals.num_tokens == 0
     # optax's types know no records
-    weights: Any = _laid_out(learner.weights, parts, mesh)
+    weights: Any = _laid_out(learner.weights, shards, mesh)
     learner = replace(learner, weights=weights)
     # Optax counts on the standard promotions, which a caller may have forbidden.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -216,7 +216,7 @@ def update(
     learner = jax.tree.map(lambda new, old: jnp.where(moves, new, old), moved, stayed)
     learner = replace(
         learner,
-        weights=_laid_out(learner.weights, kept, mesh),
+        weights=_laid_out(learner.weights, stored, mesh),
         opt_state=jax.tree.map(
             jax.lax.with_sharding_constraint,
             learner.opt_state,
@@ -229,7 +229,7 @@ def update(
 
 def _gradients(
     objective: Objective,
-    num_micro: int,
+    num_micro_batches: int,
     weights: Transformer[Array],
     batch: Batch[Array],
     totals: Totals[Array],
@@ -238,7 +238,7 @@ def _gradients(
     """The loss of a mini-batch, its gradient in parts and its metrics, on global arrays."""
     config, mesh, whole = objective.config, objective.mesh, PartitionSpec()
     local = jax.shard_map(
-        partial(_local_gradients, objective, num_micro),
+        partial(_local_gradients, objective, num_micro_batches),
         mesh=mesh.mesh,
         in_specs=(placement.stored_specs(config, mesh), PartitionSpec(mesh.dp), whole, whole),
         out_specs=(whole, placement.shard_specs(config, mesh), whole),
@@ -248,31 +248,32 @@ def _gradients(
 
 def _local_gradients(
     objective: Objective,
-    num_micro: int,
+    num_micro_batches: int,
     weights: Transformer[Array],
     batch: Batch[Array],
     totals: Totals[Array],
     statistics: Any,
 ) -> tuple[Array, Transformer[Array], dict[str, Any]]:
     config, mesh = objective.config, objective.mesh
-    specs, cuts = placement.specs(config, mesh), placement.shard_dims(config, mesh)
+    specs, shard_dims = placement.specs(config, mesh), placement.shard_dims(config, mesh)
     sharded = config.execution.fsdp
     # Copies that vary over every axis collect the gradient of this device alone; what is summed
     # over devices, once, is the sum over micro-batches.
     own = vary(weights, mesh.axes)
     if sharded:
         # The layers stay in parts until it is their turn, and their gradients are summed there.
-        own = replace(zero.unshard(own, cuts), layers=own.layers)
-    pieces = jax.tree.map(lambda x: x.reshape(num_micro, -1, *x.shape[1:]), batch)
+        own = replace(zero.unshard(own, shard_dims), layers=own.layers)
+    micro_batches = jax.tree.map(lambda x: x.reshape(num_micro_batches, -1, *x.shape[1:]), batch)
     passes = _one_by_one if mesh.layout.pp == 1 else _through_stages
     loss, grads, metrics = passes(
-        objective, own, pieces, totals, statistics, cuts.layers if sharded else None
+        objective, own, micro_batches, totals, statistics, shard_dims.layers if sharded else None
     )
-    in_parts = replace(
-        jax.tree.map(lambda _: False, cuts), layers=jax.tree.map(lambda _: sharded, cuts.layers)
+    is_sharded = replace(
+        jax.tree.map(lambda _: False, shard_dims),
+        layers=jax.tree.map(lambda _: sharded, shard_dims.layers),
     )
-    to_parts = partial(zero.reduce_scatter, mesh)
-    return loss, jax.tree.map(to_parts, specs, cuts, grads, in_parts), metrics
+    reduce_scatter = partial(zero.reduce_scatter, mesh)
+    return loss, jax.tree.map(reduce_scatter, specs, shard_dims, grads, is_sharded), metrics
 
 
 def _laid_out(
@@ -289,28 +290,30 @@ def _laid_out(
 def _one_by_one(
     objective: Objective,
     own: Transformer[Array],
-    pieces: Batch[Array],
+    micro_batches: Batch[Array],
     totals: Totals[Array],
     statistics: Any,
-    cuts: Layer[zero.ShardDim] | None,
+    shard_dims: Layer[zero.ShardDim] | None,
 ) -> tuple[Array, Transformer[Array], dict[str, Any]]:
     """The loss, this device's gradient, and the metrics, where it holds all layers."""
     config, mesh = objective.config, objective.mesh
 
-    def piece_loss(own, piece):
-        piece = vary(piece, mesh.except_sequence)
-        x, router = model.run(own, objective.stream(piece), config, mesh, cuts)
-        loss, metrics = objective.loss(own, x, piece, totals, statistics)
+    def micro_batch_loss(own, micro_batch):
+        micro_batch = vary(micro_batch, mesh.except_sequence)
+        x, router = model.run(own, objective.pack(micro_batch), config, mesh, shard_dims)
+        loss, metrics = objective.loss(own, x, micro_batch, totals, statistics)
         loss = loss + router_loss(router, config, mesh, totals.num_valid)
         # Ranks of cp and tp hold the same loss, which counts once.
         return all_sum(loss, mesh.except_sequence), {**metrics, **objective.router_metrics(router)}
 
-    def add_piece(total, piece):
-        (loss, metrics), grads = jax.value_and_grad(piece_loss, has_aux=True)(own, piece)
+    def add_micro_batch(total, micro_batch):
+        (loss, metrics), grads = jax.value_and_grad(micro_batch_loss, has_aux=True)(
+            own, micro_batch
+        )
         return jax.tree.map(jnp.add, total, (loss, grads)), metrics
 
     nothing = (jnp.zeros((), jnp.float32), vary(jax.tree.map(jnp.zeros_like, own), mesh.axes))
-    (loss, grads), metrics = jax.lax.scan(add_piece, nothing, pieces)
+    (loss, grads), metrics = jax.lax.scan(add_micro_batch, nothing, micro_batches)
     metrics = {name: _join(metric, mesh.except_sequence) for name, metric in metrics.items()}
     return loss, grads, metrics
 
@@ -318,22 +321,22 @@ def _one_by_one(
 def _through_stages(
     objective: Objective,
     own: Transformer[Array],
-    pieces: Batch[Array],
+    micro_batches: Batch[Array],
     totals: Totals[Array],
     statistics: Any,
-    cuts: Layer[zero.ShardDim] | None,
+    shard_dims: Layer[zero.ShardDim] | None,
 ) -> tuple[Array, Transformer[Array], dict[str, Any]]:
     """`_one_by_one` on a pipeline."""
     config, mesh = objective.config, objective.mesh
     loss, grads, metrics, router = stages.gradients(
         own,
-        vary(pieces, mesh.except_sequence),
-        objective.stream,
-        lambda weights, x, piece: objective.loss(weights, x, piece, totals, statistics),
+        vary(micro_batches, mesh.except_sequence),
+        objective.pack,
+        lambda weights, x, micro_batch: objective.loss(weights, x, micro_batch, totals, statistics),
         totals.num_valid,
         config,
         mesh,
-        cuts,
+        shard_dims,
     )
     # Sums that are already over micro-batches, as a stack of one.
     of_router = jax.tree.map(lambda x: x[None], objective.router_metrics(router))

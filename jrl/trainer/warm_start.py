@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.config.run import RunConfig
-from jrl.processes.agreement import several, to_devices
+from jrl.processes.agreement import is_multiprocess, to_devices
 from jrl.recipes.base.batch import Batch
 from jrl.rollout.batching import over_rows
 from jrl.rollout.collect import sampling_of
@@ -66,7 +66,7 @@ def warm_start(
         examples = _training_examples(setup, step)
         learner, metrics = imitator.update(learner, supervised_batch(setup, examples, rows))
         step += 1
-        if (step % CHECK_EVERY == 0 or not several()) and stop():
+        if (step % CHECK_EVERY == 0 or not is_multiprocess()) and stop():
             raise WarmStartStopped(f"stopped after {step} supervised steps")
         if step % CHECK_EVERY and step < run.warm_start_steps:
             continue

@@ -13,13 +13,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jrl.config.command_line import start_jax
 from jrl.processes.agreement import (
-    Together,
     any_of,
+    broadcast_from_main,
     check_same,
     connect,
-    from_first,
     gather,
-    is_first,
+    is_main_process,
     to_devices,
     to_host,
 )
@@ -39,7 +38,7 @@ def said(function) -> str:
 
 
 def fail(numbers: tuple[int, ...]) -> None:
-    with Together():
+    with FailTogether():
         if jax.process_index() in numbers:
             raise ValueError(f"it went wrong in {jax.process_index()}")
 
@@ -58,13 +57,13 @@ def main(port: int, number: int, file: str) -> None:
     }
     found = to_host(tree)
     results = {
-        "first": is_first(),
+        "first": is_main_process(),
         "held": sum(shard.data.size for shard in tree["spread"].addressable_shards),
         "spread": bool(np.array_equal(found["spread"], rows)),
         "whole": bool(np.array_equal(found["whole"], rows[:2] + 1)),
         "own": found["own"].tolist() + found["host"].tolist(),
         "numpy": all(isinstance(leaf, np.ndarray) for leaf in found.values()),
-        "from first": from_first({"number": number, "text": "é" * (3 + 50 * number)}),
+        "from first": broadcast_from_main({"number": number, "text": "é" * (3 + 50 * number)}),
         "gathered": gather(["x"] * 20 * number),
         "any": [any_of(False), any_of(number == 1), any_of(number == 0), any_of(True)],
         "same": said(lambda: check_same({"--steps": 3})),

@@ -19,7 +19,7 @@ from pathlib import Path
 import command_runs  # noqa: F401, the micro model
 
 from jrl import evaluate, train
-from jrl.processes.agreement import any_of, is_first
+from jrl.processes.agreement import any_of, is_main_process
 from jrl.trainer import loop
 
 train_step = loop.train_step
@@ -63,7 +63,7 @@ def two(run: Commands, number: str, flags: list[str]) -> None:
         loop.train_step = interrupted
     run("stopped", train, *begin)
     loop.train_step = train_step
-    if is_first():
+    if is_main_process():
         shutil.copytree(run.folder / "two", run.folder / "stopped")
     any_of(False)  # until it has been copied
     run.resume("resumed", "two", "--faults")

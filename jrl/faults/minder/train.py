@@ -144,7 +144,7 @@ def fit(
     num_metrics, _, num_channels, num_windows = data.shape
     key = jax.random.key(training.seed)
     weights = jax.vmap(lambda k: vae.init(k, num_channels))(jax.random.split(key, num_metrics))
-    optimiser = optax.adam(optax.cosine_decay_schedule(training.rate, training.steps))
+    optimizer = optax.adam(optax.cosine_decay_schedule(training.rate, training.steps))
 
     def step(state: tuple, key: Array) -> tuple[tuple, Array]:
         weights, moments = state
@@ -155,11 +155,11 @@ def fit(
             weights, jnp.take(on_device, chosen, axis=-1), jax.random.normal(noise, shape), training
         )
         with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer power
-            updates, moments = optimiser.update(gradient, moments, weights)
+            updates, moments = optimizer.update(gradient, moments, weights)
         return (optax.apply_updates(weights, updates), moments), errors
 
     on_device = jnp.asarray(data)
-    state, errors = (weights, optimiser.init(weights)), jnp.zeros(())
+    state, errors = (weights, optimizer.init(weights)), jnp.zeros(())
     run = jax.jit(partial(jax.lax.scan, step))
     parts = 10
     for part in range(parts):

@@ -59,7 +59,7 @@ class Recipe:
     group_size: int = 8
     """Completions sampled per prompt."""
     mini_batch: int | None = None
-    """Completions per optimiser step; divides prompts x group_size. None takes the divisor nearest
+    """Completions per optimizer step; divides prompts x group_size. None takes the divisor nearest
     to 128."""
     micro_batch: int | None = None
     """Completions per forward and backward pass at most; divides the mini-batch. None takes the
@@ -71,7 +71,7 @@ class Recipe:
     learning_rate: float = 2e-4
     """Of AdamW, for the policy."""
     learning_rate_warmup: int = 0
-    """Optimiser steps over which the learning rate rises linearly from 0."""
+    """Optimizer steps over which the learning rate rises linearly from 0."""
     weight_decay: float = 0.0
     """Decoupled, of AdamW."""
     max_grad_norm: float = 1.0
@@ -179,7 +179,7 @@ class Recipe:
 
     @property
     def mini_batch_size(self) -> int:
-        """Completions per optimiser step."""
+        """Completions per optimizer step."""
         if self.mini_batch is None:
             return near_divisors(self.completions, MINI_BATCH)[0]
         return self.mini_batch

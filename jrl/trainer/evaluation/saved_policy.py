@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from jrl.processes.agreement import any_of, is_first, several
+from jrl.processes.agreement import any_of, is_main_process, is_multiprocess
 from jrl.runs.belongings import check_files
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
@@ -76,7 +76,7 @@ def _load(
             read = [checkpoints.restore(step, like[part], part=part) for part in models]
         except (ValueError, OSError):
             # Of several processes the others may have read it: they would not try again with this.
-            if several() or (before is not None and _identity(place) == before):
+            if is_multiprocess() or (before is not None and _identity(place) == before):
                 raise
         else:
             if not any_of(_identity(place) != before):
@@ -116,7 +116,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 def _warn(checkpoints: Checkpoints, damaged: Mapping[int, str], step: int) -> None:
     """Says that an older checkpoint was taken."""
     for later, why in damaged.items():
-        if is_first():
+        if is_main_process():
             print(
                 f"warning: checkpoint {checkpoints.directory / str(later)} is damaged ({why}); "
                 f"taking the one of step {step}",

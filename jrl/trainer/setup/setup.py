@@ -11,7 +11,7 @@ import jax
 
 from jrl.config.files import fixed_settings
 from jrl.config.run import ROUTER_SETTINGS, RunConfig
-from jrl.processes.agreement import several
+from jrl.processes.agreement import is_multiprocess
 from jrl.recipes.base.actor_critic import ActorCritic
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.recipe import Recipe
@@ -144,7 +144,7 @@ class Setup:
         return Network(objective, Optimizer(self.run.warm_start_learning_rate), 1)
 
 
-def set_up(
+def build_setup(
     run: RunConfig,
     recipe: Recipe,
     tokenizer: Tokenizer | None = None,
@@ -165,9 +165,9 @@ def set_up(
         raise ValueError(
             f"layout {run.layout!r} needs {layout.num_devices} devices and there are "
             f"{len(devices)}: choose another layout, or --devices {layout.num_devices} "
-            "to make believe on a CPU."
+            "to have as many fake ones on a CPU."
         )
-    if several() and len(devices) > layout.num_devices:
+    if is_multiprocess() and len(devices) > layout.num_devices:
         raise ValueError(
             f"layout {run.layout!r} takes {layout.num_devices} devices, and the processes of the "
             f"run have {len(devices)}: each must have its part, so choose a layout of all."

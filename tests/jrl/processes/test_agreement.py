@@ -12,13 +12,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from places import ROOT, SUPPORT
 
 from jrl.processes.agreement import (
-    Together,
     any_of,
+    broadcast_from_main,
     check_same,
-    from_first,
     gather,
-    is_first,
-    several,
+    is_main_process,
+    is_multiprocess,
     to_devices,
     to_host,
 )
@@ -85,13 +84,13 @@ def test_what_fails_in_one_fails_in_both(agreed):
 
 
 def test_one_process_gives_back_what_it_was_given():
-    assert is_first() and not several()
+    assert is_main_process() and not is_multiprocess()
     value = {"a": (1, 2)}
-    assert from_first(value) is value
+    assert broadcast_from_main(value) is value
     assert gather(value)[0] is value
     assert (any_of(False), any_of(True)) == (False, True)
     check_same({"--steps": object()})
-    with pytest.raises(KeyError, match="a"), Together():
+    with pytest.raises(KeyError, match="a"), FailTogether():
         raise KeyError("a")
 
 

@@ -28,7 +28,7 @@ def make_state(seed=0):
         "policy": {"w": jnp.asarray(words.view(np.float32)), "b/c": jnp.ones((2, 3), jnp.bfloat16)},
         "half": jnp.asarray([1 / 3, -0.0, jnp.inf, 1e-40], jnp.bfloat16),
         "special": jnp.asarray([jnp.nan, -0.0, -jnp.inf, 1e-45, 1 / 3], jnp.float32),
-        "optimiser": (Moments(jnp.full((2,), 0.1), jnp.int32(-7)), None, ()),
+        "optimizer": (Moments(jnp.full((2,), 0.1), jnp.int32(-7)), None, ()),
         "key": jax.random.key(seed),
         "keys": jax.random.split(jax.random.key(1, impl="rbg"), 3),
         "raw_key": jax.random.PRNGKey(5),

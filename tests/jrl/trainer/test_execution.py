@@ -4,12 +4,12 @@ import pytest
 
 from jrl.config.run import RunConfig
 from jrl.recipes import Grpo
-from jrl.trainer.setup.setup import set_up
+from jrl.trainer.setup.setup import build_setup
 
 
 @pytest.mark.parametrize("remat", ["none", "selective", "full"])
 def test_remat(remat):
-    setup = set_up(RunConfig(remat=remat), Grpo())
+    setup = build_setup(RunConfig(remat=remat), Grpo())
     assert setup.model.execution.remat == remat
     assert setup.networks.policy.objective.config.execution.remat == remat
     setup.task.close()

@@ -6,13 +6,13 @@ from tiers import full_but
 
 from jrl.config.run import RunConfig
 from jrl.recipes import Ppo
-from jrl.trainer.setup.setup import set_up
+from jrl.trainer.setup.setup import build_setup
 from jrl.trainer.state import abstract, init_state, init_weights
 
 
 @pytest.mark.parametrize("layout", full_but(["dp1", "tp2 dp2 / ep4"], "tp2 dp2 / ep4"))
 def test_a_checkpoint_is_read_into_the_place_that_the_state_has(layout):
-    setup = set_up(RunConfig(layout=layout), replace(Ppo(), kl_coef=0.1))
+    setup = build_setup(RunConfig(layout=layout), replace(Ppo(), kl_coef=0.1))
     weights = init_weights(setup.model, setup.mesh, setup.randomness.key("weights", 0))
     state = init_state(setup.networks, weights, setup.randomness.key("critic", 0))
     wanted = jax.tree.leaves_with_path(state)

@@ -19,7 +19,7 @@ from jrl.trainer.setup.dry_run import (
     print_dry_run,
     readable_bytes,
 )
-from jrl.trainer.setup.setup import set_up
+from jrl.trainer.setup.setup import build_setup
 from jrl.trainer.state import init_state, init_weights
 from moe import decoding, model, placement, weights
 from moe.head import logits_of
@@ -70,7 +70,7 @@ def tokens_of(rows, time):
 @pytest.fixture(scope="module")
 def with_everything():
     """A run that has a critic and a reference, with its first state."""
-    setup = set_up(RunConfig(layout=LAYOUT), replace(Ppo(), kl_coef=0.1))
+    setup = build_setup(RunConfig(layout=LAYOUT), replace(Ppo(), kl_coef=0.1))
     weights = init_weights(setup.model, setup.mesh, setup.randomness.key("weights", 0))
     return setup, init_state(setup.networks, weights, setup.randomness.key("critic", 0))
 
@@ -88,7 +88,9 @@ def test_memory_of_the_state_is_what_the_state_takes(with_everything):
 
 
 def test_memory_of_the_cache_is_what_decoding_carries():
-    setup = set_up(RunConfig(layout=LAYOUT), replace(Grpo(), prompts=6, group_size=4, mini_batch=8))
+    setup = build_setup(
+        RunConfig(layout=LAYOUT), replace(Grpo(), prompts=6, group_size=4, mini_batch=8)
+    )
 
     def decode(weights, tokens, valid):
         _, cache = decoding.prefill(weights, tokens, valid, setup.model, setup.mesh)
@@ -99,7 +101,7 @@ def test_memory_of_the_cache_is_what_decoding_carries():
 
 
 def test_memory_of_all_logits_is_what_a_sampler_that_truncates_asks_for():
-    setup = set_up(RunConfig(layout=LAYOUT), replace(Grpo(), top_k=5))
+    setup = build_setup(RunConfig(layout=LAYOUT), replace(Grpo(), top_k=5))
     execution = replace(setup.model.execution, vocab_chunk=7)
     setup = replace(setup, model=replace(setup.model, execution=execution))
 
@@ -117,7 +119,7 @@ def test_memory_of_all_logits_is_what_a_sampler_that_truncates_asks_for():
     ("vocab_size", "chunk", "columns"), [(39, 7, 7), (38, 99, 19), (39, None, 20)]
 )
 def test_memory_of_logits_is_that_of_a_chunk_of_columns(vocab_size, chunk, columns):
-    setup = set_up(RunConfig(layout=LAYOUT), Grpo())
+    setup = build_setup(RunConfig(layout=LAYOUT), Grpo())
     execution = replace(setup.model.execution, vocab_chunk=chunk)
     config = replace(setup.model, vocab_size=vocab_size, execution=execution)
     # 6 rows over dp 2; the tp ranks read their own columns for the tokens of both.
@@ -128,21 +130,21 @@ def test_memory_of_logits_is_that_of_a_chunk_of_columns(vocab_size, chunk, colum
 def test_memory_counts_the_largest_of_what_takes_turns():
     recipe = replace(Grpo(), prompts=8, group_size=4, mini_batch=16, micro_batch=8)
     run = RunConfig(eval_prompts=24, warm_start_batch=12)
-    needs = memory(setup := set_up(run, recipe))
+    needs = memory(setup := build_setup(run, recipe))
     assert needs["gradients"] == 2 * needs["weights"]  # a sum and a summand
     assert needs["key/value cache"] == cache_bytes(setup, rows=32)
     assert needs["logits of a forward pass"] == logits_bytes(setup, rows=12)
     assert "critic" not in needs and "reference" not in needs
 
-    needs = memory(set_up(replace(run, eval_prompts=40, warm_start_steps=0), recipe))
+    needs = memory(build_setup(replace(run, eval_prompts=40, warm_start_steps=0), recipe))
     assert needs["key/value cache"] == cache_bytes(setup, rows=40)
     assert needs["logits of a forward pass"] == logits_bytes(setup, rows=8)
 
-    needs = memory(set_up(run, replace(recipe, micro_batch=None, kl_coef=0.1)))
+    needs = memory(build_setup(run, replace(recipe, micro_batch=None, kl_coef=0.1)))
     assert needs["gradients"] == needs["weights"]
     assert needs["logits of a forward pass"] == logits_bytes(setup, rows=32)
     for first in ({"old_logprobs": "recompute"}, {"rejection": "geometric"}):
-        needs = memory(set_up(run, replace(recipe, **first)))
+        needs = memory(build_setup(run, replace(recipe, **first)))
         assert needs["logits of a forward pass"] == logits_bytes(setup, rows=32)
         assert "reference" not in needs
 
@@ -151,7 +153,7 @@ def test_batch_arithmetic_follows_a_completion_to_its_last_update():
     recipe = replace(
         Vapo(), prompts=6, group_size=4, mini_batch=12, micro_batch=4, epochs=5, pretrain_critic=7
     )
-    rows = batch_arithmetic(set_up(RunConfig(steps=10), recipe))
+    rows = batch_arithmetic(build_setup(RunConfig(steps=10), recipe))
     assert rows["completions per step"] == "6 prompts x 4 = 24"
     assert rows["mini-batches"] == "24 / 12 = 2"
     assert rows["micro-batches per mini-batch"] == "12 / 4 = 3"
@@ -164,16 +166,19 @@ def test_batch_arithmetic_follows_a_completion_to_its_last_update():
 
 def test_batch_arithmetic_of_dynamic_sampling_has_its_bound():
     recipe = replace(Dapo(), prompts=6, group_size=4, mini_batch=24, max_generation_rounds=3)
-    rows = batch_arithmetic(set_up(RunConfig(), recipe))
+    rows = batch_arithmetic(build_setup(RunConfig(), recipe))
     assert rows["sampled per step at most"] == "3 rounds x 24 = 72"
-    always = batch_arithmetic(set_up(RunConfig(), replace(recipe, dynamic_sampling=False)))
+    always = batch_arithmetic(build_setup(RunConfig(), replace(recipe, dynamic_sampling=False)))
     assert "sampled per step at most" not in always
-    rows = batch_arithmetic(set_up(RunConfig(), Grpo(dynamic_sampling=True)))
+    rows = batch_arithmetic(build_setup(RunConfig(), Grpo(dynamic_sampling=True)))
     assert rows["sampled per step at most"] == "10 rounds x 512 = 5,120"
 
 
 def test_parameters_are_those_of_the_networks_in_use(with_everything):
-    assert list(parameters(set_up(RunConfig(), Grpo()))) == ["policy", "of which a token passes"]
+    assert list(parameters(build_setup(RunConfig(), Grpo()))) == [
+        "policy",
+        "of which a token passes",
+    ]
     setup, state = with_everything
     rows = parameters(setup)
 
@@ -186,7 +191,9 @@ def test_parameters_are_those_of_the_networks_in_use(with_everything):
 
 def test_everything_is_printed_and_a_policy_that_never_learns_is_pointed_out():
     text = io.StringIO()
-    print_dry_run(set_up(RunConfig(steps=20, layout=LAYOUT), Vapo()), Console(file=text, width=100))
+    print_dry_run(
+        build_setup(RunConfig(steps=20, layout=LAYOUT), Vapo()), Console(file=text, width=100)
+    )
     text = text.getvalue()
     for title in (
         "Batch: vapo on sort",
@@ -218,7 +225,7 @@ def apart():
     """Training on a pipeline with context parallelism, sampling on neither."""
     recipe = replace(Grpo(), prompts=16, group_size=4, mini_batch=32, micro_batch=16, kl_coef=0.1)
     run = RunConfig(model="small", layout="pp2 cp2 tp2 / ep2", warm_start_batch=64)
-    return set_up(run, recipe)
+    return build_setup(run, recipe)
 
 
 @pytest.mark.slow
@@ -235,7 +242,7 @@ def test_a_rollout_of_its_own_is_printed_and_takes_memory(apart):
     positions = 256 // 4 * (apart.prompt_length + apart.response_length - 1)
     width = apart.model.num_kv_heads // 2 * (apart.model.head_dim + apart.model.v_head_dim) * 4
     assert needs["key/value cache"] == positions * (1 + apart.model.num_layers * width)
-    assert "policy of the rollout" not in memory(set_up(RunConfig(layout=LAYOUT), Grpo()))
+    assert "policy of the rollout" not in memory(build_setup(RunConfig(layout=LAYOUT), Grpo()))
 
 
 def test_memory_of_a_stage_counts_the_padding_of_context_parallelism(apart):

@@ -9,14 +9,14 @@ from small_runs import decoder_of, small_model, small_recipe, small_setup
 
 from jrl.config.run import ROUTER_SETTINGS, RunConfig
 from jrl.recipes import Grpo
-from jrl.trainer.setup.setup import Setup, set_up
+from jrl.trainer.setup.setup import Setup, build_setup
 from moe.config import tiny
 
 RATES = {name: 0.5**n for n, name in enumerate(ROUTER_SETTINGS)}
 
 
 def made(run: RunConfig, **given) -> Setup:
-    setup = set_up(run, Grpo(), **given)
+    setup = build_setup(run, Grpo(), **given)
     setup.task.close()
     return setup
 
@@ -100,6 +100,6 @@ def test_the_fields_of_a_file_have_their_flags(tmp_path):
     path.write_text("\n".join(map(json.dumps, rows)))
     run = RunConfig(task=f"jsonl:{path}", prompt_field="q", answer_field="gold")
     recipe = small_recipe()
-    setup = set_up(run, recipe)
+    setup = build_setup(run, recipe)
     assert {setup.task.train(0).prompt, setup.task.heldout(0).prompt} == {"1?", "2?"}
     setup.task.close()
