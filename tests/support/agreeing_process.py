@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jrl.config.command_line import start_jax
 from jrl.processes.agreement import (
+    FailTogether,
     any_of,
     broadcast_from_main,
     check_same,

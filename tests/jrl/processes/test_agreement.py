@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from places import ROOT, SUPPORT
 
 from jrl.processes.agreement import (
+    FailTogether,
     any_of,
     broadcast_from_main,
     check_same,
