@@ -13,6 +13,8 @@ from jrl.train import main
 PAGE = (ROOT / "docs" / "recipes.md").read_text()
 SOURCE = re.findall(r'(?ms)^```python title="soft.py"\n(.*?)^```', PAGE)[0]
 COMMAND = re.findall(r"(?m)^python -m jrl.train (.*)$", PAGE)[0].split()
+# The last step is evaluated always: so is every one, that a run in parts is the whole.
+EACH = ["--eval-every", "1"]
 
 
 @pytest.fixture(autouse=True)
@@ -37,14 +39,14 @@ def test_its_flags_are_listed(capsys):
 
 @pytest.mark.slow
 def test_it_trains_goes_on_and_is_evaluated(tmp_path, capsys):
-    assert main([*COMMAND, *FLAGS, "--run-dir", "whole"]) == 0
+    assert main([*COMMAND, *FLAGS, *EACH, "--run-dir", "whole"]) == 0
     config = json.loads((tmp_path / "whole" / "config.json").read_text())
     assert (config["recipe"], config["hyperparameters"]["tau_negative"]) == ("recipe.py:Sapo", 1.2)
     assert (tmp_path / "whole" / "recipe.py").read_text() == SOURCE
     lines = metrics(tmp_path / "whole")
     assert all("actor/gate" in line for line in lines[1:])
     # A run that has begun keeps to its copy.
-    assert main([*COMMAND, *FLAGS, "--steps", "1", "--run-dir", "parts"]) == 0
+    assert main([*COMMAND, *FLAGS, *EACH, "--steps", "1", "--run-dir", "parts"]) == 0
     (tmp_path / "soft.py").write_text(SOURCE.replace("aggregation=None", "aggregation=1 / 0"))
     assert main(["--resume", "--run-dir", "parts", "--steps", "2"]) == 0
     assert metrics(tmp_path / "parts") == lines
