@@ -26,10 +26,6 @@ from oracles.advantages import (
     token_level_group_average,
     whiten,
 )
-from oracles.coefficients import (
-    adaptive_entropy_coefficient,
-    adaptive_kl_coefficient,
-)
 from oracles.divergence import (
     entropy,
     entropy_slopes,
@@ -47,7 +43,6 @@ from oracles.hapo import (
     redistributed_advantage,
     standardized_entropy,
 )
-from oracles.metrics import share_of_draws
 from oracles.mismatch import (
     divergence_rejection_mask,
     geometric_rejection_mask,
@@ -79,13 +74,16 @@ from oracles.reduction import (
     aggregate,
     token_weights,
 )
-from oracles.rewards import (
+from oracles.rows import (
+    rows,
+)
+from oracles.scalars import (
+    adaptive_entropy_coefficient,
+    adaptive_kl_coefficient,
     informative,
     overlong_filter,
     overlong_penalty,
-)
-from oracles.rows import (
-    rows,
+    share_of_draws,
 )
 from oracles.trust_region import (
     clip_cov,
