@@ -31,6 +31,7 @@ class Dapo(GroupRelative):
     def rewards(
         self, scores: Float[Array, "batch"], lengths: Int[Array, "batch"], response_length: int
     ) -> Float[Array, "batch"]:
+        # 4,096 of 20,480 tokens in the paper.
         buffer = response_length // 5 if self.overlong_buffer is None else self.overlong_buffer
         penalty = overlong_penalty(lengths, max_length=response_length, buffer=buffer)
         return super().rewards(scores, lengths, response_length) + penalty

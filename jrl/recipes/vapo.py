@@ -50,6 +50,7 @@ class Vapo(ActorCritic):
         mask, values = batch.mask, given(batch.old_values)
         rewards = terminal_rewards(given(batch.rewards), mask)
         lam = self.policy_lambda(given(batch.lengths))
+        # Decoupled GAE (VC-PPO): the policy trades bias for variance, the critic must not.
         advantages, _ = gae(rewards, values, mask, gamma=self.gamma, lam=lam)
         _, returns = gae(rewards, values, mask, gamma=self.gamma, lam=self.lam_critic)
         if self.whiten_advantages:

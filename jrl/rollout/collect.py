@@ -64,6 +64,7 @@ def collect(
     drawn: list[Completion] = []
     informative = np.zeros(0, bool)
     sampling, rounds = sampling_of(recipe), 0
+    # A round is a whole batch; what it has too much is sampled in vain, the price of one program.
     while rounds < max_rounds and informative.sum() < recipe.completions:
         examples = [sampler.task.train(prompts_seen + i) for i in range(recipe.prompts)]
         more = sampler.sample(
@@ -78,6 +79,7 @@ def collect(
         drawn += more
         found = informative_groups(jnp.asarray(scores_of(more)), jnp.asarray(groups_of(more)))
         informative = np.concatenate([informative, np.asarray(found)])
+    # Of everything that was sampled: the verifier's work does not end where groups are dropped.
     reasons = Counter(completion.verdict.reason for completion in drawn)
     metrics = {f"verifier/{reason}": float(reasons[reason]) for reason in REASONS}
     counts = np.ones(recipe.completions, bool)

@@ -115,9 +115,11 @@ class BatchEngine:
         tokens, valid = left_padded(first, self.prompt_length, self._pad_id)
         over_rows = NamedSharding(self.mesh.mesh, PartitionSpec(self.mesh.dp))
         tokens, valid = to_devices((tokens, valid), over_rows)
+        # Moved once per policy, however many batches it samples.
         policy = self._resharding.of(self._weights)
         decoder = self.decoder(sampling, num_samples, limit)
         batch = generate(decoder, policy, tokens, valid, key)
+        # Dispatched, not waited for: `poll` does that when it reads the tokens.
         self._under_way.append((list(requests), self._version, batch))
 
     def decoder(self, sampling: Sampling, num_samples: int, max_new_tokens: int) -> Decoder:

@@ -124,6 +124,7 @@ def _generate_local(
     weights = vary(weights, mesh.axes)
     prompts, valid, rows = vary((prompts, valid, rows), mesh.except_sequence)
     layers = tuple(layer_of(weights, index) for index in range(config.num_layers))
+    # A key per row, by its number in the whole batch: the layout has no say in what is drawn.
     row_keys = jax.vmap(partial(jax.random.fold_in, key))(own_shard(rows, mesh.sequence))
 
     def pick(logits, step):
@@ -134,6 +135,7 @@ def _generate_local(
     def record(loop: _Loop, picked) -> _Loop:
         """Writes what was picked for the rows still going, and sees which of them end."""
         token, behaviour_logprob, old_logprob = picked
+        # Rows that have ended go through the network too, as padding that no one attends to.
         token = jnp.where(loop.live, token, decoder.pad_id)
         columns = (
             token,
@@ -145,6 +147,7 @@ def _generate_local(
             jax.lax.dynamic_update_slice(into, column[:, None], (0, loop.step))
             for into, column in zip(loop.written, columns, strict=True)
         )
+        # The token that ends a response is part of it, and of the mask: it was sampled.
         live = loop.live
         for stop in decoder.stop_ids:
             live = live & (token != stop)
@@ -162,6 +165,7 @@ def _generate_local(
         )
         return record(loop._replace(cache=cache), pick(logits, loop.step))
 
+    # The prompt of a group runs once; its cache is repeated for the samples.
     hidden, cache = prefill(weights, prompts, valid, config, mesh)
     after_prompt = _last_of_each(hidden, prompts.shape, mesh)
     after_prompt = own_shard(jnp.repeat(after_prompt, decoder.num_samples, axis=0), mesh.sequence)
@@ -187,6 +191,7 @@ def _generate_local(
         cache=extend(cache, decoder.response_length - 1, decoder.num_samples),
         written=empty,
     )
+    # The first token comes from the prompt's own logits, every other from a step of the network.
     loop = record(loop, pick(logits, loop.step))
     loop = jax.lax.while_loop(
         lambda loop: (loop.step < decoder.response_length) & (loop.num_live > 0), advance, loop

@@ -104,6 +104,7 @@ def draw(
       The tokens, their log-probabilities in the distribution drawn from, and in the whole policy.
     """
     narrowed = sampler_logits(logits, sampling)
+    # Gumbel-max: the argmax of logits plus this noise is a draw from their softmax.
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], logits.dtype))(keys)
     tokens = jnp.argmax(narrowed + noise, axis=-1)
     return (

@@ -89,6 +89,7 @@ def train(
             return Outcome(0, stopped=True, saved=False)
         outputs = stack.enter_context(_outputs(setup, folder, int(state.step)))
         while int(state.step) < run.steps and not any_of(bool(stop)):
+            # A signal ends the run after this step, never in the midst of an update.
             stop.doing = f"finishing step {int(state.step) + 1} and saving it"
             started = time.perf_counter()
             state, done = train_step(
@@ -110,6 +111,8 @@ def train(
             outputs.warn(alarms)
             if step % run.samples_every == 0:
                 outputs.write_samples(setup.format, step, done.collected.completions)
+            # Lines come before the checkpoint that counts them: after a kill in between, resuming
+            # drops them and writes them again, equal to the bit.
             outputs.log(step, metrics)
             for number, skipped_update in enumerate(done.nonfinite):
                 _save_nonfinite(folder, f"{step}-{number}-{skipped_update.network}", skipped_update)
@@ -117,6 +120,7 @@ def train(
                 _write_shown(setup, sampler, folder, state)
             if step % run.checkpoint_every == 0 or step == run.steps:
                 save(checkpoints, networks, state, belongings.describe(setup.settings, folder))
+            # After the checkpoint: who raises --max-nonfinite goes on from here.
             _check_finite(state, run.max_nonfinite, folder)
         step = int(state.step)
         if checkpoints.latest_step() != step:
@@ -151,6 +155,7 @@ def _first_state(
             folder.begin_again()
     metrics: dict[str, float] = {}
     prompts_seen = 0
+    # A laptop has no pretrained checkpoint: imitation makes a policy that is sometimes right.
     if weights is None:
         weights = init_weights(setup.model, setup.mesh, setup.randomness.key("weights", 0))
         if setup.run.warm_start_steps:
@@ -162,6 +167,7 @@ def _first_state(
                 )
             if (line := shortfall(setup.run, metrics)) is not None:
                 print(line, flush=True)
+            # Reinforcement on prompts whose answers were imitated would reward remembering.
             prompts_seen = prompts_imitated(setup, int(metrics["warm_start/steps"]))
     stop.doing = "finishing the first evaluation and saving its checkpoint"
     critic_key = setup.randomness.key("critic", 0)

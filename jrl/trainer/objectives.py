@@ -54,6 +54,8 @@ def policy_loss(
     surrogate, metrics = recipe.surrogate(logprobs, entropy, batch, statistics)
     if batch.importance_weights is not None:
         surrogate = surrogate * jax.lax.stop_gradient(batch.importance_weights)
+    # Denominators are those of the mini-batch, so this is a share, and shares add up over pieces,
+    # rows of `dp` and micro-batches alike.
     loss = reduced(surrogate)
     metrics = {f"actor/{name}": value for name, value in metrics.items()}
     metrics["actor/pg_loss"] = loss
@@ -102,6 +104,8 @@ class PolicyObjective:
             self.response_length,
             statistics,
         )
+        # Zero in exact arithmetic before the first update: what is left is decoding with a cache
+        # against one pass, the mismatch that corrections are for.
         difference = jnp.abs(scores.behaviour_logprobs - given(batch.behaviour_logprobs))
         difference = jnp.where(batch.mask, difference, 0.0)
         return loss, {

@@ -63,6 +63,7 @@ def prepare(
     """
     seconds, rescored = dict[str, float](), None
     batch = _verified(recipe, completions, scores, batch, response_length, networks)
+    # Forward passes of networks as they are before the first update: none is repeated per epoch.
     rows = batch.tokens, batch.valid
     if state.critic is not None:
         assert networks.critic is not None
@@ -73,6 +74,7 @@ def prepare(
         with _timed("timing_s/ref", seconds):
             scored = logprobs_of(networks.policy.objective, state.reference, *rows)
             batch = replace(batch, reference_logprobs=jax.block_until_ready(scored)[0])
+    # The sampler's own log-probabilities serve as old ones unless asked otherwise: a pass less.
     if recipe.rescores:
         with _timed("timing_s/old_log_prob", seconds):
             scored = logprobs_of(networks.policy.objective, state.policy.weights, *rows)
@@ -115,7 +117,9 @@ def _with_targets(
     sampled, as_sampled = batch.mask, given(batch.old_logprobs)
     if recipe.old_logprobs == "recompute":
         batch = replace(batch, old_logprobs=given(rescored))
+    # Over the whole batch: baselines need their group, whitening needs every token.
     targets = targets_of(recipe, batch)
+    # Rejection comes after credit is given, so that what is rejected is still part of baselines.
     mask = sampled if targets.mask is None else targets.mask
     learned = Corrected(mask, None, {})
     if rescored is not None:

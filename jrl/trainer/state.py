@@ -78,6 +78,7 @@ def init_state(
         prompts_seen=number(prompts_seen),
         policy=networks.policy.init(policy),
         critic=critic,
+        # A copy: updates give the policy's buffers away.
         reference=jax.tree.map(jnp.copy, policy) if networks.keeps_reference else None,
     )
 
@@ -115,6 +116,7 @@ def save(
     meta: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a checkpoint, the layers in order whatever the layout of the run."""
+    # Interleaved stages (vpp) hold layers out of order; a reader with another layout must not care.
     stored = _reshaped(networks, state, abstract(_in_order(networks)))
     checkpoints.save(int(state.step), stored, meta)
 

@@ -62,6 +62,7 @@ def train_step(
       shuffle_rewards: whether scores are dealt out anew among the completions: nothing can be
         learned then.
     """
+    # Collect: the policy is frozen while it samples, so all completions of a step are on-policy.
     number = int(state.step)
     sampler.engine.load(state.policy.weights, number)
     collected = collect(
@@ -71,9 +72,11 @@ def train_step(
         int(state.prompts_seen),
         lambda round: randomness.key("rollout", number, round),
     )
+    # Where the rollout has a layout of its own, its copy of the weights makes room for the updates.
     sampler.engine.release()
     scores = scores_of(collected.completions)
     if shuffle_rewards:
+        # A control: an epoch that no shuffle of rows can have, so that no randomness is used twice.
         scores = randomness.shuffler(number, -1 % 2**32).permutation(scores)
     batch, prepared = prepare(
         networks,
@@ -101,6 +104,7 @@ def train_step(
         **prepared,
         **seconds,
     }
+    # The sampler is compared with the trainer in the first update of the policy; without one, here.
     if int(state.step) <= recipe.value_pretraining_steps:
         metrics |= sampling_difference(networks, state, batch)
     else:
@@ -134,9 +138,11 @@ def train_on_batch(
             learner, metrics = _update_policy(networks, recipe, learner, rows)
         else:
             assert networks.critic is not None
+            # What the critic learns from may be more (T-PPO) or less than what the policy does.
             if rows.critic_mask is not None:
                 rows = replace(rows, mask=rows.critic_mask)
             learner, metrics = networks.critic.update(learner, rows)
+        # Scalars; reading them waits for the update, which makes the timing one of work done.
         history[-1][name] = metrics = to_host(metrics)
         if not metrics["finite"]:
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
@@ -146,8 +152,10 @@ def train_on_batch(
 
     for epoch in range(recipe.epochs):
         for chosen in mini_batches(recipe, randomness.shuffler(int(state.step), epoch)):
+            # A gather on the mesh: the batch itself never leaves it.
             rows = take_rows([batch], chosen, networks.mesh)
             history.append({})
+            # The critic comes first; neither sees in this step what the other has learned.
             if state.critic is not None:
                 state = replace(state, critic=learn("critic", state.critic, rows))
             if not pretraining:
@@ -160,6 +168,7 @@ def _update_policy(
 ) -> tuple[Learner[Array], dict[str, Any]]:
     policy, statistics = networks.policy, None
     if recipe.uses_statistics:
+        # By the policy as it is now: a quantile over the mini-batch moves with every update.
         statistics = statistics_of(policy.objective, learner.weights, rows)
     return policy.update(learner, rows, statistics)
 

@@ -183,20 +183,24 @@ def update(
     """
     config, mesh = objective.config, objective.mesh
     stored, shards = placement.stored_specs(config, mesh), placement.shard_specs(config, mesh)
+    # Denominators of the whole mini-batch, known before it is cut: micro-batches then add up.
     totals = count(batch)
     loss, grads, metrics = _gradients(
         objective, num_micro_batches, learner.weights, batch, totals, statistics
     )
+    # Of global arrays, so it is the global norm, whatever the layout (clipping depends on it).
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     empty = totals.num_tokens == 0
     # optax's types know no records
+    # ZeRO-1: each device steps the shard whose moments it keeps; the all-gather comes after.
     weights: Any = _laid_out(learner.weights, shards, mesh)
     learner = replace(learner, weights=weights)
     # Optax counts on the standard promotions, which a caller may have forbidden.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         steps, opt_state = transformation(optimizer).update(grads, learner.opt_state, weights)
     stepped: Any = optax.apply_updates(weights, steps)
+    # DeepSeek-V3's balancing without a loss: the bias is no parameter of the optimizer.
     if config.selection_bias:
         stepped = with_updated_bias(weights, stepped, metrics["load"], config.bias_update_rate)
     moved = replace(
@@ -212,6 +216,7 @@ def update(
         skipped=learner.skipped + skipped,
         skipped_in_a_row=learner.skipped_in_a_row + skipped,
     )
+    # Chosen on the device: the host need not wait to know whether a step counts.
     moves = finite & ~empty
     learner = jax.tree.map(lambda new, old: jnp.where(moves, new, old), moved, stayed)
     learner = replace(
@@ -264,6 +269,7 @@ def _local_gradients(
         # The layers stay in parts until it is their turn, and their gradients are summed there.
         own = replace(zero.unshard(own, shard_dims), layers=own.layers)
     micro_batches = jax.tree.map(lambda x: x.reshape(num_micro_batches, -1, *x.shape[1:]), batch)
+    # A scan holds the activations of one micro-batch; a pipeline interleaves several.
     passes = _one_by_one if mesh.layout.pp == 1 else _through_stages
     loss, grads, metrics = passes(
         objective, own, micro_batches, totals, statistics, shard_dims.layers if sharded else None
@@ -312,6 +318,7 @@ def _one_by_one(
         )
         return jax.tree.map(jnp.add, total, (loss, grads)), metrics
 
+    # The carry varies over every axis, as gradients do: a scan keeps the types of its carry.
     nothing = (jnp.zeros((), jnp.float32), vary(jax.tree.map(jnp.zeros_like, own), mesh.axes))
     (loss, grads), metrics = jax.lax.scan(add_micro_batch, nothing, micro_batches)
     metrics = {name: _join(metric, mesh.except_sequence) for name, metric in metrics.items()}

@@ -181,6 +181,7 @@ class Recipe:
     def mini_batch_size(self) -> int:
         """Completions per optimizer step."""
         if self.mini_batch is None:
+            # Four updates a step at the defaults: enough for the clip to matter.
             return near_divisors(self.completions, MINI_BATCH)[0]
         return self.mini_batch
 
@@ -367,5 +368,6 @@ def terminal_rewards(
 ) -> Float[Array, "batch time"]:
     """Each row's reward on its last sampled token, 0 elsewhere."""
     order = jnp.arange(mask.shape[1])
+    # Masks may have holes, so the last token is the last true column and not the length.
     last = jnp.max(jnp.where(mask, order[None, :], -1), axis=1)
     return jnp.where(order[None, :] == last[:, None], rewards[:, None], 0.0)
