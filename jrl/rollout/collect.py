@@ -98,6 +98,8 @@ def collect(
             "dynamic_sampling/gave_up": float(counts.sum() < recipe.completions),
         }
     batch = batch_of([completion.trajectory for completion in completions], counts, mesh)
+    # Each points at its row of this batch: what was sampled in vain gives its memory back.
+    completions = [completion.at(batch, row) for row, completion in enumerate(completions)]
     return Collected(completions, batch, prompts_seen, metrics, seconds)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
@@ -18,6 +18,7 @@ from moe.weights import Transformer
 from sharding.folding import FoldedMesh
 
 
+@runtime_checkable
 class RolloutEngine(Protocol):
     """Weights and requests in, trajectories out."""
 

@@ -32,7 +32,8 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A response, on the host; what the losses need of it stays on the mesh.
+    """A response, on the host; what the losses need of it stays on the mesh, and asking for it here
+    is a collective where there are several processes.
 
     Attributes:
       request: what was asked for.
@@ -62,5 +63,5 @@ class Trajectory:
 
     def _fetched(self, column: Array | None) -> np.ndarray:
         assert column is not None
-        row, mask = to_host((column, self.batch.mask))
-        return row[self.row][mask[self.row]]
+        begin = column.shape[1] - self.request.max_new_tokens
+        return to_host(column)[self.row, begin : begin + len(self.tokens)]

@@ -4,13 +4,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from jaxtyping import Array
 
 from jrl.processes.agreement import broadcast_from_main, is_main_process, is_multiprocess
+from jrl.recipes.base.batch import Batch
 from jrl.rollout.engine import RolloutEngine
 from jrl.rollout.requests import Request, Trajectory
 from jrl.rollout.sampling import Sampling
@@ -44,6 +45,10 @@ class Completion:
     def truncated(self) -> bool:
         """Whether the limit of its length ended it."""
         return self.trajectory.finish == "length"
+
+    def at(self, batch: Batch[Array], row: int) -> "Completion":
+        """The completion as a row of another batch."""
+        return replace(self, trajectory=replace(self.trajectory, batch=batch, row=row))
 
     def record(self, format: PromptFormat) -> dict[str, Any]:
         """As samples.jsonl holds it; where a chat template made the prompt, with the whole

@@ -79,6 +79,18 @@ class ScriptedEngine:
     def __init__(self, mesh):
         self.mesh, self.prompts, self.keys, self._asked = mesh, [], [], []
 
+    def load(self, weights, version):
+        pass
+
+    def release(self):
+        pass
+
+    def pending(self):
+        return ()
+
+    def restore(self, pending):
+        pass
+
     def submit(self, requests, sampling, key):
         self.prompts += [request.prompt for request in requests if request.sample == 0]
         self.keys.append(np.asarray(jax.random.key_data(key)).tobytes())
@@ -140,6 +152,9 @@ def test_dynamic_sampling_refills(name):
     # The rows on the mesh are those of the list: each has the number of its prompt in it.
     assert collected.batch.tokens[:, 0].tolist() == groups_of(kept).tolist()
     assert collected.batch.mask.sum() == 8 * 3
+    # Each points at its row of this batch, and keeps none of the rounds alive.
+    assert all(c.trajectory.batch is collected.batch for c in kept)
+    assert [c.trajectory.row for c in kept] == list(range(8))
     expected = {
         "train/num_gen_batches": 3,
         "dynamic_sampling/prompts_generated": 12,

@@ -73,6 +73,7 @@ def test_a_watched_run_has_the_same_numbers_and_shows_who_stands_out(
     assert np.nanmax(mine.values[:, mine.columns.index("step/time")]) > 0
 
 
+@pytest.mark.slow
 def test_a_run_that_is_not_watched_leaves_no_samples(finished):
     folder = finished("grpo").folder
     assert not (folder.path / "faults").exists()

@@ -219,6 +219,7 @@ def test_updates_that_are_not_finite_stop_a_run(tmp_path, advantages_are_nan):
         assert np.isfinite(batch["old_logprobs"]).all()
 
 
+@pytest.mark.slow
 def test_pretraining_moves_the_critic_alone(tmp_path):
     """The first step of VAPO here: the policy is bit for bit what it was."""
     setup = small_setup(small_recipe("vapo", pretrain_critic=2), small_run(warm_start_steps=0))

@@ -288,6 +288,7 @@ def test_the_models_denoise():
         assert error < 0.6 * 0.08**2, name
 
 
+@pytest.mark.slow
 def test_training_learns_and_repeats():
     fleets = [simulate(Settings(machines=4, seconds=60, metrics=PRODUCTION[:1], faulty=False), 1)]
     training = Training(windows=400, steps=20, batch=64)

@@ -176,6 +176,7 @@ def test_lambda_has_no_gradient_in_the_length():
     assert not np.any(slope(jnp.array([30.0, 400.0])))
 
 
+@pytest.mark.slow
 def test_errors_name_what_is_wrong_without_the_help_of_run_time_types():
     program = """
 import jax.numpy as jnp, jrl

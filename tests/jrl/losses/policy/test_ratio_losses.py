@@ -205,6 +205,7 @@ def test_eight_devices_with_rows_of_their_own_equal_one(loss):
         assert whole[1][0] != 0
 
 
+@pytest.mark.slow
 def test_errors_name_what_is_wrong_without_the_help_of_run_time_types():
     program = """
 import jax.numpy as jnp, jrl

@@ -24,6 +24,7 @@ from contract_calls import (
     WITH_BOTH,
     each,
 )
+from tiers import full_but
 
 import jrl
 
@@ -46,7 +47,12 @@ MIXED = ("logprobs", "values", "advantages")
 # Every call with one other dtype of mask, every dtype with a fourth of the calls.
 MASK_DTYPES = (jnp.int32, jnp.uint8, jnp.float32, jnp.bfloat16)
 # The scope puts the tests of a call next to each other, so that one process compiles it.
-everything = pytest.mark.parametrize("name", EVERYTHING, scope="module")
+everything = pytest.mark.parametrize(
+    # All diagnostics are one call, and the longest to compile by far.
+    "name",
+    full_but(EVERYTHING, *(name for name in EVERYTHING if name != "diagnostics")),
+    scope="module",
+)
 
 
 def plain(seed, mask=MASK, dtype=np.float32):

@@ -26,6 +26,7 @@ def test_every_choice_is_in_the_docstring(choices, function):
         assert f"``{choice}``" in (inspect.getdoc(function) or "")
 
 
+@pytest.mark.slow
 def test_other_choices_and_shapes_are_refused_without_the_help_of_run_time_types():
     program = """
 import jax.numpy as jnp, jrl

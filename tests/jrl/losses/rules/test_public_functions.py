@@ -79,6 +79,7 @@ def public(module):
     return [n for n in jrl.__all__ if getattr(getattr(jrl, n), "__module__", "") == module.__name__]
 
 
+@pytest.mark.slow
 def test_errors_name_what_is_wrong_without_the_help_of_run_time_types():
     program = """
 import jax.numpy as jnp, jrl
@@ -132,6 +133,7 @@ for call in (
         assert part in message
 
 
+@pytest.mark.slow
 def test_numpy_arrays_and_default_promotion_serve_as_well():
     program = """
 import numpy as np, jrl

@@ -29,6 +29,7 @@ def step_of(setup, state):
     return [completion.text for completion in done.collected.completions]
 
 
+@pytest.mark.slow
 def test_evaluation_is_deterministic_and_stands_aside():
     """The same twice, whatever was sampled in between, and no part in what is sampled then."""
     setup = small_setup(small_recipe())

@@ -65,6 +65,7 @@ def test_an_update_through_a_pipeline_compiles_once(caplog):
     assert int(learner.updates) == 3
 
 
+@pytest.mark.slow
 def test_generation_and_updates_compile_once(caplog):
     setup = setup_on("tp2 dp2 / ep4")
     learner = setup.networks.policy.init(initial(setup))

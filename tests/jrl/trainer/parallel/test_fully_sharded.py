@@ -100,6 +100,7 @@ def test_each_layer_is_joined_forward_and_again_backward():
     assert scatters == ends + 2 * of_a_layer
 
 
+@pytest.mark.slow
 def test_the_rollout_has_whole_weights_and_draws_the_same():
     setup, plain = setup_on("dp4"), setup_on("dp4", fsdp=False)
     weights, same = (random_weights(s, s.model) for s in (setup, plain))

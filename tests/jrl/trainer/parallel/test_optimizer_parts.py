@@ -73,6 +73,7 @@ def results(text, collective):
     return [math.prod(int(n) for n in shape.split(",") if n) for shape in arrays]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", full_but(LAYOUTS, LAYOUTS[1]))
 def test_gradients_are_summed_once_into_parts(layout):
     program, learner = compiled(layout)
