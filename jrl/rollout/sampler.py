@@ -63,7 +63,7 @@ class Completion:
             "truncated": self.truncated,
         }
         if format.template is not None:
-            ids = [*self.trajectory.request.tokens, *self.trajectory.tokens]
+            ids = [*map(int, self.trajectory.request.tokens), *map(int, self.trajectory.tokens)]
             record["conversation"] = conversation(format.tokenizer, ids)
         return record
 

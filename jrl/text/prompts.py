@@ -78,4 +78,4 @@ def text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:
 
 def conversation(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     """What the network read and wrote in one row, special tokens written out."""
-    return tokenizer.decode_special(list(map(int, tokens)), UNREADABLE)
+    return tokenizer.decode_special(list(tokens), UNREADABLE)

@@ -1,6 +1,6 @@
 """A step's completions: prompts in, text out, verdicts counted, groups filtered."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jrl.rollout.collect import collect, groups_of, shown
 from jrl.rollout.requests import Request, Trajectory
 from jrl.rollout.sampler import Completion, Sampler, lengths_of, scores_of
 from jrl.tasks import REASONS, Example, Verdict
+from jrl.tasks.procedural import ProceduralTask
 from jrl.tasks.task import CORRECT
 from jrl.text.chat import ChatTemplate
 from jrl.text.prompt_format import PromptFormat
@@ -110,18 +111,17 @@ class ScriptedEngine:
         ]
 
 
-class ScriptedTask:
-    """A task of which the n-th prompt drawn from the hundredth on gets the n-th pair of scores."""
+class ScriptedTask(ProceduralTask):
+    """A task of which the n-th prompt that is verified gets the n-th pair of scores."""
 
     def __init__(self, task, scores):
-        self.task, self.scores = task, iter([score for pair in scores for score in pair])
+        super().__init__(**{field.name: getattr(task, field.name) for field in fields(task)})
+        given = iter([score for pair in scores for score in pair])
+        object.__setattr__(self, "given", given)
 
-    def train(self, index):
-        return self.task.train(index)
-
-    def verify(self, examples, texts):
+    def verify(self, examples, completions):
         reasons = {1.0: "correct", 0.5: "partial", 0.0: "wrong"}
-        scores = [next(self.scores) for _ in texts]
+        scores = [next(self.given) for _ in completions]
         return [Verdict(score, reasons[score]) for score in scores]
 
 
