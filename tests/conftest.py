@@ -38,11 +38,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_xdist_auto_num_workers():
-    """One worker more than there are processors (`-n auto`): some tests wait for other processes."""
-    return len(os.sched_getaffinity(0)) + 1
-
-
 def pytest_addoption(parser):
     parser.addoption(
         "--optimised", action="store_true", help="compile programs as users do, which takes longer"
