@@ -200,6 +200,7 @@ def test_a_run_stopped_in_its_warm_start_says_how_to_begin_again(monkeypatch, ca
     assert "--resume --run-dir run" in said.out
 
 
+@pytest.mark.slow
 def test_weights_of_another_run_take_the_place_of_the_warm_start(finished, tmp_path, capsys):
     start = ["--weights", str(finished), "--run-dir", "on", "--steps", "1"]
     assert main([*FLAGS, *start]) == 0

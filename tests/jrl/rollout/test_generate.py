@@ -90,6 +90,7 @@ def test_greedy_rows_of_a_group_are_equal():
     assert np.all(rollout.old_logprobs[rollout.mask] < 0)
 
 
+@pytest.mark.slow
 def test_stopping_early_changes_nothing(monkeypatch):
     """All rows end before the limit. With an end that never comes, what precedes it is the same."""
     steps = []
@@ -189,6 +190,7 @@ def test_the_cache_is_not_copied_per_token():
     assert large_copies_in_loops(program.as_text(), CACHE_ELEMENTS) == []
 
 
+@pytest.mark.slow
 def test_a_step_that_keeps_the_old_cache_is_seen_to_copy_it(monkeypatch):
     step = module.decode_step
 

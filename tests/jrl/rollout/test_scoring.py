@@ -22,7 +22,7 @@ CLOSE = 1e-5
     [
         pytest.param(Sampling(temperature=0.7), id="temperature"),
         pytest.param(Sampling(temperature=1.3, top_k=3), id="top-k", marks=pytest.mark.slow),
-        pytest.param(Sampling(top_p=0.8), id="top-p"),
+        pytest.param(Sampling(top_p=0.8), id="top-p", marks=pytest.mark.slow),
         pytest.param(GREEDY, id="greedy"),
     ],
 )

@@ -240,6 +240,7 @@ def test_pretraining_moves_the_critic_alone(tmp_path):
     assert not np.array_equal(state.policy.weights.embedding, policy.weights.embedding)
 
 
+@pytest.mark.slow
 def test_a_step_without_tokens_learns_nothing(monkeypatch):
     """Pretraining of the critic first, then both: everything that was sampled is filtered out."""
     setup = small_setup(small_recipe("vapo", pretrain_critic=1), small_run(warm_start_steps=0))

@@ -171,6 +171,7 @@ def test_the_sampler_stays_the_anchor_where_samples_are_rejected(sampled, scorin
     assert kl == pytest.approx(-log_weights[mask].mean(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_phases_last_as_long_as_their_work(sampled, monkeypatch):
     """Not as long as it takes to ask for it: what is asked for sleeps a quarter of a second."""
     shape = jax.ShapeDtypeStruct(sampled.rollout.mask.shape, jnp.float32)

@@ -47,6 +47,7 @@ def test_logits_are_those_of_transformers(name, layout):
     np.testing.assert_allclose(logits_of(name, layout)[valid], expected[valid], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", full_but(["qwen2", "qwen3", "olmoe", "qwen2_moe", "deepseek_v3"], "deepseek_v3")
 )

@@ -110,6 +110,7 @@ def trained(is_packed, layout, context=None):
     return jax.device_get(step(random_weights(config, 0)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "context"),
     full_but(

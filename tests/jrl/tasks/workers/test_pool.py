@@ -63,6 +63,7 @@ def test_answers_come_in_order_from_several_workers(make):
     assert len({answer["pid"] for answer in answers[:3]}) == 3
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_holds_up_no_other(make):
     """Each answer has its own time; what hangs is killed, and its worker goes on."""
     pool = make(2, seconds=1.0)

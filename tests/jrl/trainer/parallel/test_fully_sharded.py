@@ -61,6 +61,7 @@ def updates_on(layout, remat, num_micro):
     return three_updates(setup_on(layout, remat), ROWS, num_micro)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "remat", "num_micro"), full_but(LAYOUTS, LAYOUTS[0]))
 def test_updates_equal_those_of_one_device(layout, remat, num_micro):
     found = updates_on(layout, remat, num_micro)

@@ -96,6 +96,7 @@ def moments(learner):
     return next(leaf for leaf in leaves if hasattr(leaf, "mu"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", full_but(LAYOUTS, LAYOUTS[1]))
 def test_a_device_holds_its_part_before_and_after_a_step(layout):
     program, learner = compiled(layout)
