@@ -22,9 +22,9 @@ from contract_calls import (
     PER_TOKEN,
     SCALAR,
     WITH_BOTH,
+    but_diagnostics,
     each,
 )
-from tiers import full_but
 
 import jrl
 
@@ -47,12 +47,7 @@ MIXED = ("logprobs", "values", "advantages")
 # Every call with one other dtype of mask, every dtype with a fourth of the calls.
 MASK_DTYPES = (jnp.int32, jnp.uint8, jnp.float32, jnp.bfloat16)
 # The scope puts the tests of a call next to each other, so that one process compiles it.
-everything = pytest.mark.parametrize(
-    # All diagnostics are one call, and the longest to compile by far.
-    "name",
-    full_but(EVERYTHING, *(name for name in EVERYTHING if name != "diagnostics")),
-    scope="module",
-)
+everything = pytest.mark.parametrize("name", but_diagnostics(EVERYTHING), scope="module")
 
 
 def plain(seed, mask=MASK, dtype=np.float32):
@@ -346,7 +341,7 @@ def test_vmap_and_a_single_row_equal_the_batch(name):
     assert_same(found["rows one by one"], expected, "rows one by one")
 
 
-@pytest.mark.parametrize("name", SCALAR | WITH_BOTH, scope="module")
+@pytest.mark.parametrize("name", but_diagnostics(SCALAR | WITH_BOTH), scope="module")
 def test_vmap_over_batches_and_a_single_row(name):
     found = outcome(name)
     for seed in ("seed 6", "seed 7"):
