@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from jrl.processes.agreement import to_devices
 from jrl.recipes.base.batch import Batch
 from jrl.rollout.requests import Trajectory
 from sharding.folding import FoldedMesh
@@ -33,7 +34,10 @@ def take_rows(batches: Sequence[Batch[Array]], rows: np.ndarray, mesh: FoldedMes
       batches: on any mesh over the devices of `mesh`, in their order.
       rows: numbers of rows, counted through all batches.
     """
-    return _taking(over_rows(mesh))(tuple(batches), rows.astype(np.int32))
+    # Without a place of its own XLA would choose one for them, which JAX then looks for on the mesh
+    # of the batches, where it need not be.
+    chosen = to_devices(rows.astype(np.int32), replicated(mesh))
+    return _taking(over_rows(mesh))(tuple(batches), chosen)
 
 
 def batch_of(
@@ -53,7 +57,7 @@ def batch_of(
 
 
 @cache
-def _taking(sharding: NamedSharding) -> Callable[[tuple[Any, ...], np.ndarray], Any]:
+def _taking(sharding: NamedSharding) -> Callable[[tuple[Any, ...], Array], Any]:
     def take(batches: tuple[Any, ...], rows: Array) -> Any:
         joined = jax.tree.map(lambda *columns: jnp.concatenate(columns), *batches)
         return jax.tree.map(lambda column: jnp.take(column, rows, axis=0), joined)
