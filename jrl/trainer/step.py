@@ -108,9 +108,10 @@ def train_step(
     if int(state.step) <= recipe.value_pretraining_steps:
         metrics |= sampling_difference(networks, state, batch)
     else:
-        metrics["actor/lr"] = recipe.optimizer.rate_at(int(state.policy.updates) - 1)
+        metrics["actor/lr"] = networks.policy.optimizer.rate_at(int(state.policy.updates) - 1)
     if state.critic is not None:
-        metrics["critic/lr"] = recipe.critic_optimizer.rate_at(int(state.critic.updates) - 1)
+        assert networks.critic is not None
+        metrics["critic/lr"] = networks.critic.optimizer.rate_at(int(state.critic.updates) - 1)
     return state, Step(collected, metrics, nonfinite)
 
 

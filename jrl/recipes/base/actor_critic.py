@@ -32,6 +32,7 @@ class ActorCritic(Recipe):
 
     @property
     def critic_optimizer(self) -> Optimizer:
+        """Of the critic."""
         return Optimizer(self.critic_learning_rate, 0, self.weight_decay, self.max_grad_norm)
 
     @property
@@ -44,8 +45,14 @@ class ActorCritic(Recipe):
 
         Args:
           lengths: sampled tokens of each response.
+
+        Raises:
+          ValueError: where the recipe does not say.
         """
-        raise NotImplementedError
+        raise ValueError(
+            f"recipe {self.name} does not say with which lambda it makes advantages: write a "
+            "method policy_lambda, as jrl.recipes.ActorCritic describes it."
+        )
 
     def critic_loss(
         self,

@@ -19,7 +19,6 @@ from jaxtyping import Array, Bool, Float, Int
 from jrl.losses import (
     Aggregation,
     Denominators,
-    ExplainedVariance,
     Mean,
     RejectionOver,
     WeightLevel,
@@ -244,11 +243,6 @@ class Recipe:
         )
 
     @property
-    def critic_optimizer(self) -> Optimizer:
-        """Of the critic, where there is one."""
-        raise NotImplementedError
-
-    @property
     def collection(self) -> Collection:
         """What a step collects before it learns."""
         if self.dynamic_sampling:
@@ -339,16 +333,6 @@ class Recipe:
     ) -> tuple[Float[Array, ""] | None, Metrics]:
         """What is added to the policy's loss, this piece's share of it; None adds nothing."""
         return None, {}
-
-    def critic_loss(
-        self,
-        values: Float[Array, "batch time"],
-        batch: Batch[Array],
-        totals: Totals[Array],
-        response_length: int,
-    ) -> tuple[Float[Array, ""], dict[str, Mean | ExplainedVariance]]:
-        """This piece's share of the critic's loss of a mini-batch."""
-        raise NotImplementedError
 
 
 def penalised_rewards(batch: Batch[Array], kl_coef: float | None) -> Float[Array, "batch time"]:

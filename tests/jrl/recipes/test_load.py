@@ -3,11 +3,12 @@
 import dataclasses
 import sys
 
+import numpy as np
 import pytest
 
 from jrl.config.files import from_json, to_json
 from jrl.config.run import RunConfig
-from jrl.recipes import RECIPES, Grpo, Recipe
+from jrl.recipes import RECIPES, ActorCritic, Grpo, Recipe
 from jrl.recipes.load import load_recipe, reference_of, source_of
 
 OWN = """
@@ -77,3 +78,15 @@ def test_hooks_that_are_missing_are_named():
 
     with pytest.raises(ValueError, match="Empty says nothing of its targets: write a method"):
         Empty()
+
+
+def test_a_critic_without_a_lambda_says_so():
+    @dataclasses.dataclass(frozen=True)
+    class Silent(ActorCritic):
+        """A recipe with a critic whose diagnostics cannot be drawn."""
+
+        def targets(self, batch):
+            raise AssertionError
+
+    with pytest.raises(ValueError, match="recipe silent does not say with which lambda"):
+        Silent().policy_lambda(np.ones(2, int))
