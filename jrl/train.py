@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,10 +99,11 @@ def _resume(request: Request) -> int:
 def _settings(request: Request) -> dict[str, Any]:
     """What all processes of a run must have been started with."""
     command = {"--resume": request.command.resume, "--dry-run": request.command.dry_run}
-    config = to_json(request.run, request.recipe)
+    config, source = to_json(request.run, request.recipe), source_of(request.recipe)
     fields = {**config["run"], **config["hyperparameters"]}
     return {
         "the recipe": config["recipe"],
+        "the recipe's file": None if source is None else sha256(source).hexdigest()[:12],
         "the version of JAX": jax.__version__,
         **command,
         **{flag(name): value for name, value in fields.items()},

@@ -56,11 +56,11 @@ class RunFolder:
         """
         content = _config_bytes(config)
         folder = cls(path)
-        folder._refuse_occupied()
+        folder._refuse_occupied(recipe)
         folder.path.mkdir(parents=True, exist_ok=True)
         folder._acquire()
         try:
-            folder._refuse_occupied()  # another process may have come first
+            folder._refuse_occupied(recipe)  # another process may have come first
             if recipe is not None:
                 records.replace(folder.recipe_path, recipe)
             records.replace(folder.config_path, content)
@@ -178,7 +178,7 @@ class RunFolder:
     ) -> None:
         self.close()
 
-    def _refuse_occupied(self) -> None:
+    def _refuse_occupied(self, recipe: bytes | None) -> None:
         if self.config_path.exists():
             raise ValueError(
                 f"run folder {self.path} already holds a run: "
@@ -188,7 +188,11 @@ class RunFolder:
             raise ValueError(f"run folder {self.path} is a file: choose another --run-dir")
         # A kill before config.json leaves these, and only these.
         names = self.config_path.name, self.recipe_path.name
-        ours = {LOCK, self.recipe_path.name, *(name + ".tmp" for name in names)}
+        ours = {LOCK, *(name + ".tmp" for name in names)}
+        # A recipe is ours if it is the one to be written; any other is the user's.
+        if recipe is not None and self.recipe_path.is_file():
+            if self.recipe_path.read_bytes() == recipe:
+                ours.add(self.recipe_path.name)
         if self.path.is_dir() and {entry.name for entry in self.path.iterdir()} - ours:
             raise ValueError(
                 f"run folder {self.path} holds files but no run: choose another --run-dir"

@@ -7,7 +7,8 @@ import pytest
 from command_runs import FLAGS, metrics, one_line
 from places import ROOT
 
-from jrl import evaluate
+from jrl import evaluate, train
+from jrl.config.flags import parse
 from jrl.train import main
 
 PAGE = (ROOT / "docs" / "recipes.md").read_text()
@@ -54,3 +55,12 @@ def test_it_trains_goes_on_and_is_evaluated(tmp_path, capsys):
     assert "the recipe is sapo in the run, soft.py:Sapo was given" in capsys.readouterr().err
     assert evaluate.main(["parts", "--k", "1", "--prompts", "4", "--json", "numbers.json"]) == 0
     assert json.loads((tmp_path / "numbers.json").read_text())["recipe"] == "sapo"
+
+
+def test_processes_must_have_the_same_file(tmp_path):
+    (tmp_path / "other.py").write_text(SOURCE.replace("1.05", "1.25"))
+    said = [
+        train._settings(parse([f"{name}.py:Sapo", "--tau-negative=2"]))
+        for name in ("soft", "other")
+    ]
+    assert {name for name in said[0] if said[0][name] != said[1][name]} == {"the recipe's file"}

@@ -146,3 +146,14 @@ def test_the_lock_ends_with_a_killed_process(path):
         finally:
             writer.send_signal(signal.SIGKILL)
     RunFolder.resume(path).close()
+
+
+def test_the_recipe_of_a_user_is_never_written_over(tmp_path):
+    (tmp_path / "recipe.py").write_bytes(b"mine")
+    for recipe in (None, b"another"):
+        with pytest.raises(ValueError, match="holds files but no run"):
+            RunFolder.create(tmp_path, {}, recipe)
+    assert (tmp_path / "recipe.py").read_bytes() == b"mine"
+    # What a kill before config.json leaves is the very recipe that is to be written.
+    with RunFolder.create(tmp_path, {}, b"mine") as folder:
+        assert folder.recipe_path.read_bytes() == b"mine"
