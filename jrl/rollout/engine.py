@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, Protocol, runtime_checkable
 
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_devices, to_host
+from jrl.rollout.batching import over_rows
 from jrl.rollout.generate import Decoder, generate
 from jrl.rollout.requests import Request, Trajectory
 from jrl.rollout.resharding import RolloutPolicy
@@ -114,8 +114,7 @@ class BatchEngine:
             raise ValueError("requests of one batch must have the same max_new_tokens.")
         first = [samples[0].tokens.tolist() for samples in prompts]
         tokens, valid = left_padded(first, self.prompt_length, self._pad_id)
-        over_rows = NamedSharding(self.mesh.mesh, PartitionSpec(self.mesh.dp))
-        tokens, valid = to_devices((tokens, valid), over_rows)
+        tokens, valid = to_devices((tokens, valid), over_rows(self.mesh))
         # Moved once per policy, however many batches it samples.
         policy = self._resharding.of(self._weights)
         decoder = self.decoder(sampling, num_samples, limit)

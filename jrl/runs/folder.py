@@ -190,9 +190,8 @@ class RunFolder:
         names = self.config_path.name, self.recipe_path.name
         ours = {LOCK, *(name + ".tmp" for name in names)}
         # A recipe is ours if it is the one to be written; any other is the user's.
-        if recipe is not None and self.recipe_path.is_file():
-            if self.recipe_path.read_bytes() == recipe:
-                ours.add(self.recipe_path.name)
+        if self.recipe_path.is_file() and self.recipe_path.read_bytes() == recipe:
+            ours.add(self.recipe_path.name)
         if self.path.is_dir() and {entry.name for entry in self.path.iterdir()} - ours:
             raise ValueError(
                 f"run folder {self.path} holds files but no run: choose another --run-dir"

@@ -350,7 +350,7 @@ def test_a_dry_run_of_a_resumed_run_shows_its_settings(finished, capsys):
 
 
 @pytest.mark.slow
-def test_devices_to_fake_devices(tmp_path):
+def test_fake_devices(tmp_path):
     layout = ["--devices", "4", "--layout", "tp2 dp2 / ep4"]
     sizes = ["--warm-start-steps", "0", "--group-size", "2"]
     alone = run_alone(*FLAGS, *layout, *sizes, "--run-dir", "four")

@@ -156,6 +156,24 @@ def test_every_recipe_can_be_anchored_and_corrected(name, sampled, scoring):
     assert untouched.importance_weights is None
 
 
+def test_masks_of_targets_and_rejection(sampled, scoring, monkeypatch):
+    """What is rejected counts for neither network; the critic keeps what is not the policy's."""
+    recipe = small_recipe("ppo", rejection="k2", rejection_over="token", rejection_high=0.1)
+    setup = small_setup(recipe)
+    made, mask = preparing.targets_of, sampled.rollout.mask
+    own = mask & (np.arange(mask.shape[1]) % 2 == 0)
+
+    def masked(recipe, batch):
+        return made(recipe, batch).replace(mask=jnp.asarray(own), critic_mask=jnp.asarray(mask))
+
+    monkeypatch.setattr(preparing, "targets_of", masked)
+    batch, _ = prepared(setup, state_of(setup), sampled)
+    near = (scoring - sampled.rollout.old_logprobs) ** 2 / 2 <= 0.1
+    assert (own & ~near).any() and (mask & ~own).any()
+    np.testing.assert_array_equal(batch.mask, own & near)
+    np.testing.assert_array_equal(batch.critic_mask, mask & (near | ~own))
+
+
 def test_the_sampler_stays_the_anchor_where_samples_are_rejected(sampled, scoring):
     recipe = small_recipe(rejection="geometric", rejection_low=0.9, rejection_high=1.2)
     setup = small_setup(recipe)

@@ -142,6 +142,23 @@ def test_critic_and_policy_take_turns_after_pretraining(learned_from, step):
     assert not actor or actor == critic
 
 
+def test_critic_and_policy_have_masks_of_their_own(monkeypatch):
+    """Each network's update is given the tokens that count for it."""
+    seen = {}
+
+    def record(objective, optimizer, num_micro, learner, batch, statistics):
+        seen.setdefault(hasattr(objective, "sampling"), []).append(np.asarray(batch.mask))
+        return learner, {"loss": 0.0, "grad_norm": 0.0, "finite": True, "empty": False}
+
+    monkeypatch.setattr(networks, "update", record)
+    setup = small_setup(small_recipe("ppo"))
+    batch = small_batch(setup, ROWS)
+    learn(setup, state_of(setup), batch.replace(critic_mask=~batch.mask))
+    of_policy, of_critic = (np.concatenate(seen[sampling]) for sampling in (True, False))
+    assert of_policy.any() and not of_policy.all()
+    np.testing.assert_array_equal(of_critic, ~of_policy)
+
+
 def test_what_was_left_out_is_handed_over(learned_from, monkeypatch):
     def refuse(*arguments):
         loss = np.float32(np.nan)
