@@ -138,7 +138,7 @@ def _evaluate(request: Request, folder: RunFolder) -> dict[str, Any]:
     connect(setup.mesh)
     connect(setup.rollout_mesh)
     with closing(setup.task), EvaluationDisplay() as display:
-        critic, sampler = None, setup.sampler()
+        critic, sampler = None, setup.sampler(request.seed)
         if request.diagnostics:
             policy, critic, step = load_both(folder, setup.networks)
         else:
@@ -149,7 +149,6 @@ def _evaluate(request: Request, folder: RunFolder) -> dict[str, Any]:
             sampling_of(recipe),
             num_prompts=request.prompts,
             k=request.k,
-            seed=request.seed,
             report=display.update,
         )
         if critic is not None:
@@ -189,7 +188,6 @@ def _diagnose(
         sampling_of(setup.recipe),
         num_prompts=request.prompts,
         k=request.k,
-        seed=request.seed,
         report=display.update,
     )
     report = critic_diagnostics(rollout)

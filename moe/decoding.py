@@ -1,13 +1,13 @@
 """The key/value cache and the one-token step.
 
-The cache is one buffer per layer, key and value, written in place: a loop that carries it never
-copies it. Rows are right-aligned prompts, so every row writes the same column at the same time.
+A row's token at position p has its keys and values in column p, whatever the other rows do: rows
+stand at different positions, and what a row computes does not depend on when it came. The cache is
+one buffer per layer, key and value, written in place: a loop that carries it never copies it.
 """
 
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
@@ -20,6 +20,7 @@ from moe.precision import rms_norm
 from moe.tokens.packing import PackedBatch, pack_rows
 from moe.tokens.zigzag import ZigzagLayout
 from moe.weights import Layer, Transformer
+from sharding.collectives import join_shards
 from sharding.folding import FoldedMesh
 
 Leaf = TypeVar("Leaf")
@@ -27,33 +28,54 @@ Leaf = TypeVar("Leaf")
 
 @struct.dataclass
 class Cache(Generic[Leaf]):
-    """Keys and values of the positions so far, a buffer per layer.
+    """Keys and values of the tokens so far, a buffer per layer.
 
     Attributes:
-      keys: per layer ``[batch, kv_head, length, head_dim]``, rotated. A head's positions lie
+      keys: per layer ``[row, kv_head, column, head_dim]``, rotated. A head's positions lie
         together, as the products of a decoding step want them: in another order each step would
         copy the buffer.
       values: the same shape, `v_head_dim` wide. Latent attention keeps what it expands.
-      valid: ``[batch, length]`` which columns hold a token.
     """
 
     keys: tuple[Leaf, ...]
     values: tuple[Leaf, ...]
-    valid: Leaf
+
+    @property
+    def columns(self) -> int:
+        """Tokens that a row has room for."""
+        return self.keys[0].shape[2]  # type: ignore[attr-defined]
+
+
+class Prefilled(NamedTuple):
+    """What running rows of tokens leaves behind.
+
+    Attributes:
+      cache: as long as the rows, with rubbish in the columns after each row's tokens.
+      states: ``[row, d_model]`` the last hidden state of each row's last token, the same on every
+        rank of ``tp``.
+      choices: ``[row, column, layer, k]`` the experts that each token chose, `num_experts` after
+        each row's tokens; None where they were not asked for.
+    """
+
+    cache: Cache[Array]
+    states: Array
+    choices: Array | None
 
 
 def prefill(
     weights: Transformer[Array],
-    tokens: Int[Array, "batch prompt"],
-    valid: Bool[Array, "batch prompt"],
+    tokens: Int[Array, "row column"],
+    lengths: Int[Array, "row"],
     config: ModelConfig,
     mesh: FoldedMesh,
-) -> tuple[Float[Array, "local d_model"], Cache[Array]]:
-    """Runs the prompts and keeps their keys and values.
+    record_choices: bool = False,
+) -> Prefilled:
+    """Runs rows of tokens and keeps their keys and values.
 
-    Returns:
-      The hidden states of this rank's shard of the flattened prompt tokens, and a cache as long as
-      the prompt.
+    Args:
+      tokens: a row's begin in its first column; what follows them is not looked at.
+      lengths: tokens of each row.
+      record_choices: whether to give the experts that each token chose.
 
     Raises:
       ValueError: on a layout with ``cp``: a cache holds whole rows.
@@ -67,6 +89,7 @@ def prefill(
     execution = replace(config.execution, remat="none", fsdp=False)
     config = replace(_dropless(config), execution=execution)
     check_window(tokens.shape[1], config)
+    valid = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
     captured: dict[int, tuple[Array, ...]] = {}
     packed = pack_rows(tokens, valid, mesh, config.execution)
 
@@ -79,63 +102,65 @@ def prefill(
 
         return core_attention
 
-    x, _ = run(
-        weights, packed._replace(core_attention_of_layer=core_attention_of_layer), config, mesh
+    watched = packed._replace(
+        core_attention_of_layer=core_attention_of_layer, record_choices=record_choices
     )
+    x, router = run(weights, watched, config, mesh)
     keys, values = zip(*(captured[index] for index in range(config.num_layers)), strict=True)
-    return x, Cache(keys, values, valid)
-
-
-def extend(cache: Cache[Array], length: int, num_samples: int) -> Cache[Array]:
-    """A cache with room for `length` more columns, each row repeated `num_samples` times in a
-    row."""
-
-    def grow(buffer, axis):
-        padding = [(0, length if n == axis else 0) for n in range(buffer.ndim)]
-        return jnp.pad(jnp.repeat(buffer, num_samples, axis=0), padding)
-
-    return Cache(
-        keys=tuple(grow(keys, axis=2) for keys in cache.keys),
-        values=tuple(grow(values, axis=2) for values in cache.values),
-        valid=grow(cache.valid, axis=1),
-    )
+    (by_row,) = packed.zigzag.restore(join_shards(x, mesh.sequence))
+    last = jnp.maximum(lengths - 1, 0)[:, None, None]
+    states, choices = jnp.take_along_axis(by_row, last, axis=1)[:, 0], None
+    if record_choices:
+        assert router is not None
+        assert router.choices is not None
+        by_token = join_shards(jnp.moveaxis(router.choices, 0, 1), mesh.sequence)
+        (choices,) = packed.zigzag.restore(by_token)
+    return Prefilled(Cache(keys, values), states, choices)
 
 
 def decode_step(
     layers: tuple[Layer[Array], ...],
     weights: Transformer[Array],
     cache: Cache[Array],
-    tokens: Int[Array, "batch"],
-    column: Int[Array, ""],
-    live: Bool[Array, "batch"],
+    tokens: Int[Array, "row"],
+    positions: Int[Array, "row"],
+    live: Bool[Array, "row"],
     config: ModelConfig,
     mesh: FoldedMesh,
-) -> tuple[Float[Array, "local vocab"], Cache[Array]]:
-    """Appends one token to every row and scores the next.
+    record_choices: bool = False,
+) -> tuple[Float[Array, "local vocab"], Cache[Array], Int[Array, "row layer k"] | None]:
+    """Appends one token to every live row and scores the next.
 
     Args:
       layers: the layers of `weights`, taken apart once outside the loop.
-      cache: written at `column`, in place when the caller gives it up.
+      cache: of live rows written at `positions`, in place when the caller gives it up; other rows
+        stay as they are.
       tokens: the tokens to append.
-      column: where they go, the same for all rows.
-      live: rows that are still going; the others append padding.
+      positions: where in its row each token stands, from 0; less than the cache's columns.
+      live: rows that are going; what is computed for the others is rubbish.
+      record_choices: whether to give the experts that each token chose.
 
     Returns:
-      Logits of this ``tp`` rank's shard of the rows, and the cache.
+      Logits of this ``tp`` rank's shard of the rows, the cache, and the choices, `num_experts`
+      where a row is not live; None where they were not asked for.
     """
     config = _dropless(config)
-    check_window(cache.valid.shape[1], config)
-    # Prompts are padded on the left, so a token's position is the count of valid ones before it.
-    valid = jax.lax.dynamic_update_slice(cache.valid, live[:, None], (0, column))
-    positions = jnp.maximum(jnp.sum(valid.astype(jnp.int32), axis=1) - 1, 0)
-    visible = valid[:, None, :]
+    check_window(cache.columns, config)
+    columns = jnp.arange(cache.columns)
+    visible = (columns[None] <= positions[:, None])[:, None]
+    # Past the end, where writing does nothing: a row that waits keeps what it has.
+    written = jnp.where(live, positions, cache.columns)
+    rows = jnp.arange(tokens.shape[0])
     keys, values = list(cache.keys), list(cache.values)
+
+    def write(buffer: Array, new: Array) -> Array:
+        return buffer.at[rows, :, written].set(
+            new, mode="drop", unique_indices=True, indices_are_sorted=True
+        )
 
     def core_attention_of_layer(index):
         def core_attention(query, key, value, scale=None):
-            start = (0, 0, column, 0)
-            keys[index] = jax.lax.dynamic_update_slice(keys[index], key[:, :, None], start)
-            values[index] = jax.lax.dynamic_update_slice(values[index], value[:, :, None], start)
+            keys[index], values[index] = write(keys[index], key), write(values[index], value)
             key, value = _by_position(keys[index]), _by_position(values[index])
             return plain_attention(query[:, None], key, value, visible, scale)[:, 0]
 
@@ -148,13 +173,17 @@ def decode_step(
         core_attention_of_layer=core_attention_of_layer,
         sequence_fractions=lambda counts: counts,  # nothing is learned here
         zigzag=ZigzagLayout(((tokens.shape[0], 1),), ranks=1),
+        record_choices=record_choices,
     )
     # No loop over stacked layers: each one's cache is a buffer of its own, written in place.
-    x = embed(weights, tokens, config, mesh)
+    x, choices = embed(weights, tokens, config, mesh), []
     for index, layer in enumerate(layers):
-        x, _ = block(layer, x, packed, core_attention_of_layer(index), config, mesh)
+        x, router = block(layer, x, packed, core_attention_of_layer(index), config, mesh)
+        if router is not None and router.choices is not None:
+            choices.append(router.choices)
     x = rms_norm(x, weights.norm, config.norm_epsilon)
-    return logits_of(weights, x, config, mesh), Cache(tuple(keys), tuple(values), valid)
+    chosen = join_shards(jnp.stack(choices, axis=1), mesh.sequence) if record_choices else None
+    return logits_of(weights, x, config, mesh), Cache(tuple(keys), tuple(values)), chosen
 
 
 def _dropless(config: ModelConfig) -> ModelConfig:
@@ -163,12 +192,12 @@ def _dropless(config: ModelConfig) -> ModelConfig:
 
 
 def _by_head(
-    x: Float[Array, "batch length kv_head head_dim"],
-) -> Float[Array, "batch kv_head length head_dim"]:
+    x: Float[Array, "row column kv_head head_dim"],
+) -> Float[Array, "row kv_head column head_dim"]:
     return jnp.swapaxes(x, 1, 2)
 
 
 def _by_position(
-    x: Float[Array, "batch kv_head length head_dim"],
-) -> Float[Array, "batch length kv_head head_dim"]:
+    x: Float[Array, "row kv_head column head_dim"],
+) -> Float[Array, "row column kv_head head_dim"]:
     return jnp.swapaxes(x, 1, 2)

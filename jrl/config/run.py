@@ -53,6 +53,9 @@ class RunConfig:
     rollout_layout: str | None = None
     """How the same devices are laid out to sample completions, without pp and cp; None is the
     layout of training, its pp and cp made part of dp. The weights are moved between the two."""
+    slots: int | None = None
+    """Responses that are decoded at a time, a multiple of dp x tp of the layout that decodes: where
+    one ends, the next takes its place. None takes those of a step, 512 at most."""
     devices: int | None = None
     """Number of fake CPU devices, in all processes together; None takes the real
     ones."""

@@ -1,9 +1,8 @@
 """Rows of batches on the mesh: where they live, and how some of them are taken."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from jaxtyping import Array
 from jrl.processes.agreement import to_devices
 from jrl.recipes.base.batch import Batch
 from jrl.rollout.requests import Trajectory
+from jrl.rollout.slots import Rows
 from sharding.folding import FoldedMesh
 
 
@@ -27,44 +27,110 @@ def replicated(mesh: FoldedMesh) -> NamedSharding:
     return NamedSharding(mesh.mesh, PartitionSpec())
 
 
-def take_rows(batches: Sequence[Batch[Array]], rows: np.ndarray, mesh: FoldedMesh) -> Batch[Array]:
-    """Rows of the batches one after the other, on `mesh`: one program, nothing meets the host.
+def take_rows(batch: Batch[Array], rows: np.ndarray, mesh: FoldedMesh) -> Batch[Array]:
+    """Some rows of a batch: one program, nothing meets the host.
 
     Args:
-      batches: on any mesh over the devices of `mesh`, in their order.
-      rows: numbers of rows, counted through all batches.
+      rows: their numbers.
     """
-    # Without a place of its own XLA would choose one for them, which JAX then looks for on the mesh
-    # of the batches, where it need not be.
     chosen = to_devices(rows.astype(np.int32), replicated(mesh))
-    return _taking(over_rows(mesh))(tuple(batches), chosen)
-
-
-def batch_of(
-    trajectories: Sequence[Trajectory], counts: np.ndarray, mesh: FoldedMesh
-) -> Batch[Array]:
-    """The trajectories as rows, in their order.
-
-    Args:
-      counts: ``[trajectories]`` bool; the mask of the others is false throughout.
-    """
-    batches = list({id(t.batch): t.batch for t in trajectories}.values())
-    sizes = [batch.tokens.shape[0] for batch in batches]
-    offsets = dict(zip(map(id, batches), np.cumsum([0, *sizes[:-1]]), strict=True))
-    rows = np.array([offsets[id(t.batch)] + t.row for t in trajectories])
-    batch = take_rows(batches, rows, mesh)
-    return batch if counts.all() else replace(batch, mask=_counted(batch.mask, counts))
+    return _taking(over_rows(mesh))(batch, chosen)
 
 
 @cache
-def _taking(sharding: NamedSharding) -> Callable[[tuple[Any, ...], Array], Any]:
-    def take(batches: tuple[Any, ...], rows: Array) -> Any:
-        joined = jax.tree.map(lambda *columns: jnp.concatenate(columns), *batches)
-        return jax.tree.map(lambda column: jnp.take(column, rows, axis=0), joined)
+def _taking(sharding: NamedSharding) -> Callable[[Any, Array], Any]:
+    def take(batch: Any, rows: Array) -> Any:
+        return jax.tree.map(lambda column: jnp.take(column, rows, axis=0), batch)
 
     return jax.jit(take, out_shardings=sharding)
 
 
-@jax.jit
-def _counted(mask: Array, counts: Array) -> Array:
-    return mask & counts[:, None]
+def batch_of(
+    trajectories: Sequence[Trajectory],
+    counts: np.ndarray,
+    mesh: FoldedMesh,
+    prompt_length: int,
+    response_length: int,
+) -> Batch[Array]:
+    """The trajectories as rows, in their order: one program, no token of them meets the host.
+
+    Args:
+      counts: ``[trajectories]`` bool; the mask of the others is false throughout.
+      mesh: of training, over the devices that decoded.
+      prompt_length: columns that prompts are padded to, on their left.
+      response_length: columns of the responses after them.
+    """
+    shelves = list({id(t.shelf): t.shelf for t in trajectories}.values())
+    offsets = dict(zip(map(id, shelves), np.cumsum([0, *map(len, shelves)]), strict=False))
+    given = {
+        "rows": [offsets[id(t.shelf)] + t.row for t in trajectories],
+        "prompts": [len(t.request.tokens) for t in trajectories],
+        "truncated": [t.finish == "length" for t in trajectories],
+        "finished": [t.finish != "window" for t in trajectories],
+        "counts": counts,
+    }
+    windows = any(t.request.window is not None for t in trajectories)
+    # Without a place of its own XLA would choose one for them, which JAX then looks for on the mesh
+    # that decoded, where it need not be.
+    columns = {
+        name: np.asarray(values, bool if name in ("truncated", "finished", "counts") else np.int32)
+        for name, values in given.items()
+    }
+    whole = to_devices(columns, replicated(mesh))
+    decoder = shelves[0].decoder
+    layout = _Layout(
+        prompt_length, response_length, decoder.pad_id, decoder.config.num_experts, windows
+    )
+    making = _making(over_rows(mesh), layout)
+    return making(tuple(shelf.rows for shelf in shelves), whole)
+
+
+class _Layout(NamedTuple):
+    """The columns of a batch, and what stands in them where no token is."""
+
+    prompt_length: int
+    response_length: int
+    pad_id: int
+    no_expert: int
+    windows: bool
+
+
+@cache
+def _making(
+    sharding: NamedSharding, layout: _Layout
+) -> Callable[[tuple[Rows[Array], ...], dict[str, Array]], Batch[Array]]:
+    def make(shelves: tuple[Rows[Array], ...], given: dict[str, Array]) -> Batch[Array]:
+        rows = jax.tree.map(
+            lambda *columns: jnp.take(jnp.concatenate(columns), given["rows"], axis=0), *shelves
+        )
+        return _as_batch(rows, given, layout)
+
+    return jax.jit(make, out_shardings=sharding)
+
+
+def _as_batch(rows: Rows[Array], given: dict[str, Array], layout: _Layout) -> Batch[Array]:
+    """Rows that begin in their first column, with prompts that end where responses begin."""
+    prompts, lengths = given["prompts"][:, None], rows.lengths[:, None]
+    # The column that each token of the batch has in its row; before the prompt it is negative.
+    columns = jnp.arange(layout.prompt_length + layout.response_length)[None]
+    column = columns - (layout.prompt_length - prompts)
+    valid = (column >= 0) & (column < lengths)
+    sampled = valid & (column >= rows.starts[:, None])
+    place = jnp.clip(column, 0, rows.tokens.shape[1] - 1)
+
+    def moved(x: Array, where: Array, otherwise: float | int) -> Array:
+        at = place.reshape(*place.shape, *[1] * (x.ndim - 2))
+        where = where.reshape(at.shape)
+        return jnp.where(where, jnp.take_along_axis(x, at, axis=1), jnp.asarray(otherwise, x.dtype))
+
+    choices = rows.choices
+    return Batch(
+        tokens=moved(rows.tokens, valid, layout.pad_id),
+        valid=valid,
+        mask=sampled & given["counts"][:, None],
+        behaviour_logprobs=moved(rows.behaviour_logprobs, sampled, 0.0),
+        old_logprobs=moved(rows.old_logprobs, sampled, 0.0),
+        truncated=given["truncated"],
+        finished=given["finished"] if layout.windows else None,
+        choices=None if choices is None else moved(choices, valid, layout.no_expert),
+    )

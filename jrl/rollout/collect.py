@@ -1,21 +1,21 @@
-"""What a step learns from: completions sampled, verified and, where sampling is dynamic,
-filtered."""
+"""What a step learns from: completions sampled, verified and, as the recipe asks, filtered or
+written on for a window."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jrl.losses import informative_groups
 from jrl.recipes.base.batch import Batch
-from jrl.recipes.base.collection import DynamicSampling
+from jrl.recipes.base.collection import DynamicSampling, Windows
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import batch_of
-from jrl.rollout.sampler import Completion, Sampler, scores_of
+from jrl.rollout.dynamic_sampling import DynamicSampler
+from jrl.rollout.sampler import Completion, Sampler, in_order, numbered
 from jrl.rollout.sampling import Sampling
+from jrl.rollout.windows import Unfinished, write_windows
 from jrl.tasks import REASONS
 from sharding.folding import FoldedMesh
 
@@ -28,6 +28,7 @@ class Collected:
       completions: those to learn from, on the host; samples of one prompt stand together.
       batch: the same on the mesh of training.
       prompts_seen: training prompts drawn so far, this step's included.
+      unfinished: responses that the next step goes on with; None where a step leaves none.
       metrics: of sampling and verification.
       seconds: spent in decoding and in verification.
     """
@@ -35,8 +36,9 @@ class Collected:
     completions: list[Completion]
     batch: Batch[Array]
     prompts_seen: int
-    metrics: dict[str, float] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+    unfinished: Unfinished[np.ndarray] | None
+    metrics: dict[str, float]
+    seconds: dict[str, float]
 
 
 def collect(
@@ -44,63 +46,79 @@ def collect(
     recipe: Recipe,
     mesh: FoldedMesh,
     prompts_seen: int,
-    key: Callable[[int], Array],
+    unfinished: Unfinished[np.ndarray] | None = None,
 ) -> Collected:
     """Completions for one step, as the recipe's `collection` says.
 
     With dynamic sampling, groups whose scores are all equal teach nothing and are replaced by
-    groups of further prompts, for at most `max_rounds` rounds. What is still missing then is filled
-    with uninformative groups whose tokens do not count, and the metrics say so.
+    groups of further prompts, as long as there are no more than `max_rounds` times those of a step.
+    What is still missing then is filled with uninformative groups whose tokens do not count, and
+    the metrics say so.
 
     Args:
       sampler: with the policy loaded.
       mesh: of training.
       prompts_seen: training prompts drawn before.
-      key: the randomness of a round, by its number.
+      unfinished: responses to go on with, where the recipe writes windows.
     """
-    collection, seconds = recipe.collection, dict[str, float]()
-    filtered = isinstance(collection, DynamicSampling)
-    max_rounds = collection.max_rounds if filtered else 1
-    drawn: list[Completion] = []
-    informative = np.zeros(0, bool)
-    sampling, rounds = sampling_of(recipe), 0
-    # A round is a whole batch; what it has too much is sampled in vain, the price of one program.
-    while rounds < max_rounds and informative.sum() < recipe.completions:
-        examples = [sampler.task.train(prompts_seen + i) for i in range(recipe.prompts)]
-        more = sampler.sample(
-            examples,
+    collection, sampling, seconds = recipe.collection, sampling_of(recipe), dict[str, float]()
+    counts, own = np.ones(recipe.completions, bool), dict[str, float]()
+    used = sampler.engine.usage
+    before = used.slot_steps, used.row_steps
+    if isinstance(collection, DynamicSampling):
+        finder = DynamicSampler(
+            sampler,
+            recipe,
             sampling,
-            recipe.group_size,
-            key(rounds),
             first=prompts_seen,
+            most=collection.max_rounds * recipe.prompts,
             seconds=seconds,
         )
-        rounds, prompts_seen = rounds + 1, prompts_seen + recipe.prompts
-        drawn += more
-        found = informative_groups(jnp.asarray(scores_of(more)), jnp.asarray(groups_of(more)))
-        informative = np.concatenate([informative, np.asarray(found)])
-    # Of everything that was sampled: the verifier's work does not end where groups are dropped.
-    reasons = Counter(completion.verdict.reason for completion in drawn)
-    metrics = {f"verifier/{reason}": float(reasons[reason]) for reason in REASONS}
-    counts = np.ones(recipe.completions, bool)
-    completions = drawn
-    if filtered:
-        # Stable, so groups stay together and come in the order they were drawn.
+        found = finder.find()
+        prompts_seen += len(found.informative)
+        drawn, completions = found.completions, list[Completion]()
+        informative = np.repeat(found.informative, recipe.group_size)
+        # Stable, so groups stay together and come in the order of their prompts.
         order = np.argsort(~informative, kind="stable")[: recipe.completions]
         completions, counts = [drawn[row] for row in order], informative[order]
-        generated = rounds * recipe.prompts
-        metrics |= {
-            "train/num_gen_batches": float(rounds),
+        generated = len(found.informative)
+        own = {
+            "train/num_gen_batches": generated / recipe.prompts,
             "dynamic_sampling/prompts_generated": float(generated),
-            "dynamic_sampling/prompts_kept": int(counts.sum()) / recipe.group_size,
-            "dynamic_sampling/filtered": 1
-            - int(informative.sum()) // recipe.group_size / generated,
-            "dynamic_sampling/gave_up": float(counts.sum() < recipe.completions),
+            "dynamic_sampling/prompts_kept": float(counts.sum() / recipe.group_size),
+            "dynamic_sampling/filtered": 1 - int(found.informative.sum()) / generated,
+            "dynamic_sampling/gave_up": float(not counts.all()),
         }
-    batch = batch_of([completion.trajectory for completion in completions], counts, mesh)
-    # Each points at its row of this batch: what was sampled in vain gives its memory back.
-    completions = [completion.at(batch, row) for row, completion in enumerate(completions)]
-    return Collected(completions, batch, prompts_seen, metrics, seconds)
+    elif isinstance(collection, Windows):
+        assert unfinished is not None
+        written, prompts_seen, unfinished = write_windows(
+            sampler, recipe, collection.window, sampling, prompts_seen, unfinished, seconds
+        )
+        drawn = completions = in_order(written)
+    else:
+        examples = [sampler.task.train(prompts_seen + n) for n in range(recipe.prompts)]
+        prompts_seen += recipe.prompts
+        asked = numbered(examples, prompts_seen - recipe.prompts)
+        drawn = completions = sampler.sample(asked, sampling, recipe.group_size, seconds=seconds)
+    # Of everything that was verified: the verifier's work does not end where groups are dropped.
+    reasons = Counter(each.verdict.reason for each in drawn if each.verdict is not None)
+    slot_steps, row_steps = (
+        now - then for now, then in zip((used.slot_steps, used.row_steps), before, strict=True)
+    )
+    return Collected(
+        completions=completions,
+        batch=batch_of(
+            [completion.trajectory for completion in completions],
+            counts,
+            mesh,
+            sampler.prompt_length,
+            sampler.response_length,
+        ),
+        prompts_seen=prompts_seen,
+        unfinished=unfinished,
+        metrics={f"verifier/{reason}": float(reasons[reason]) for reason in REASONS} | own,
+        seconds=seconds | {"perf/slot_utilisation": row_steps / max(slot_steps, 1)},
+    )
 
 
 def sampling_of(recipe: Recipe) -> Sampling:

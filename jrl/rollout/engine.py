@@ -1,21 +1,67 @@
 """Engines answer requests with trajectories; which one does it is nobody else's concern."""
 
 from collections.abc import Sequence
-from itertools import groupby
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_devices, to_host
-from jrl.rollout.batching import over_rows
-from jrl.rollout.generate import Decoder, generate
-from jrl.rollout.requests import Request, Trajectory
+from jrl.rollout.batching import replicated
+from jrl.rollout.requests import Finish, Request, Shelf, Trajectory
 from jrl.rollout.resharding import RolloutPolicy
 from jrl.rollout.sampling import Sampling
-from jrl.text.prompts import left_padded
+from jrl.rollout.seating import Arriving, Seating, bucket
+from jrl.rollout.slots import (
+    Arrivals,
+    Decoder,
+    Draws,
+    Policy,
+    Pool,
+    admit,
+    advance,
+    empty_pool,
+    empty_shelf,
+    halt,
+    over_slots,
+    policy_of,
+    shelve,
+)
 from moe.config import ModelConfig
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
+
+MOST_TOKENS = 2**15
+"""Prompt tokens that a rank runs at once, about; it bounds the memory of an admission."""
+WINDOW = 64
+"""Tokens of a row between two looks of the host: finished rows are verified meanwhile."""
+NARROWEST = 64
+"""Columns of the cache that attention reads at least, if there are so many."""
+REFILL = 16
+"""Slots are filled again when one in so many is free: each time costs two programs."""
+
+
+@dataclass
+class Usage:
+    """What decoding did.
+
+    Attributes:
+      slot_steps: tokens that there was room for: slots times steps.
+      row_steps: tokens that were sampled.
+      prefilled: tokens of prompts, and of responses gone on with, that were run.
+    """
+
+    slot_steps: int = 0
+    row_steps: int = 0
+    prefilled: int = 0
+
+    @property
+    def utilisation(self) -> float:
+        """The share of the room that was used; 1 where there was none."""
+        return self.row_steps / self.slot_steps if self.slot_steps else 1.0
 
 
 @runtime_checkable
@@ -27,12 +73,22 @@ class RolloutEngine(Protocol):
         """Where it samples."""
         ...
 
+    @property
+    def num_idle(self) -> int:
+        """Rows that could be decoded beside those that are asked for."""
+        ...
+
+    @property
+    def usage(self) -> Usage:
+        """What it has done so far."""
+        ...
+
     def load(self, weights: Transformer[Array], version: int) -> None:
         """The policy to sample with from here on.
 
         Args:
           weights: on the mesh of training.
-          version: that the trajectories will carry.
+          version: that tokens sampled with them will carry.
         """
         ...
 
@@ -40,12 +96,11 @@ class RolloutEngine(Protocol):
         """Gives up the memory that is not needed between rollouts."""
         ...
 
-    def submit(self, requests: Sequence[Request], sampling: Sampling, key: Array) -> None:
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Asks for responses.
 
         Args:
-          sampling: how their tokens are drawn.
-          key: their randomness.
+          sampling: how their tokens are drawn; the same for all that are under way.
 
         Raises:
           ValueError: for requests that this engine cannot serve.
@@ -53,31 +108,31 @@ class RolloutEngine(Protocol):
         ...
 
     def poll(self) -> list[Trajectory]:
-        """What has come of the requests since the last call; waits where something is under way."""
+        """Responses that came to their end since the last call: at least one if any is under
+        way."""
         ...
 
-    def pending(self) -> Any:
-        """What is under way, as a pytree that a checkpoint can hold."""
-        ...
-
-    def restore(self, pending: Any) -> None:
-        """Goes on with what `pending` gave."""
+    def cancel(self, prompts: Sequence[int]) -> None:
+        """Drops what is under way for these prompts."""
         ...
 
 
-class BatchEngine:
-    """Decodes requests as they are submitted, in one batch that waits for its longest row.
+class SlotEngine:
+    """A pool of decoding slots that is kept full: where a row ends, the next begins.
 
-    Prompts are left-padded to one width. A row's randomness is of the key and of its place in the
-    submission, in which all samples of a prompt stand together and are as many for each.
+    A row's tokens depend on the weights, the seed, the numbers of its prompt and sample, and the
+    tokens so far: neither on its slot nor on what else is decoded, nor on the mesh.
 
     Args:
       config: the policy network.
       training: the mesh that weights come from.
       rollout: the mesh that decodes, over the same devices in the same order.
-      prompt_length: tokens that prompts are padded to.
+      slots: rows that are decoded at a time; a multiple of the ranks that share them.
+      columns: tokens of the longest row, prompt and response.
       pad_id: fills what is not a token.
       stop_ids: each of them ends a response.
+      key: from which all that is drawn comes.
+      records_choices: whether the experts of each token are kept (router replay).
     """
 
     def __init__(
@@ -86,83 +141,207 @@ class BatchEngine:
         training: FoldedMesh,
         rollout: FoldedMesh,
         *,
-        prompt_length: int,
+        slots: int,
+        columns: int,
         pad_id: int,
         stop_ids: tuple[int, ...],
+        key: Array,
+        records_choices: bool = False,
     ):
-        self.config, self.mesh, self.prompt_length = config, rollout, prompt_length
-        self._pad_id, self._stop_ids = pad_id, stop_ids
+        _check(rollout, slots)
+        self.mesh, self.slots, self.columns = rollout, slots, columns
+        self.decoder = Decoder(config, rollout, pad_id, stop_ids, records_choices)
+        self._usage = Usage()
         self._resharding = RolloutPolicy(config, training, rollout)
+        self._key = to_devices(jax.random.key_data(key), replicated(rollout))
+        self._seating = Seating(slots, rollout.size(rollout.dp), MOST_TOKENS)
         self._weights: Transformer[Array] | None = None
+        self._policy: Policy[Array] | None = None
         self._version = 0
-        self._under_way: list[tuple[list[Request], int, Any]] = []
+        self._sampling = Sampling()
+        self._pool: Pool[Array] | None = None
+        self._lengths = np.zeros(slots, np.int32)
+        self._shelf: Shelf | None = None
+
+    @property
+    def usage(self) -> Usage:
+        return self._usage
+
+    @property
+    def num_idle(self) -> int:
+        return max(0, self._seating.num_free - len(self._seating.waiting))
 
     def load(self, weights: Transformer[Array], version: int) -> None:
+        if weights is not self._weights:
+            self._seating.forget()
+            self._policy = None
         self._weights, self._version = weights, version
 
     def release(self) -> None:
+        assert not self._seating.sitting, "rows are under way"
         self._resharding.release()
-        self._weights = None
+        self._seating.forget()
+        self._weights = self._policy = self._pool = self._shelf = None
 
-    def submit(self, requests: Sequence[Request], sampling: Sampling, key: Array) -> None:
-        assert self._weights is not None, "no weights were loaded"
-        prompts = [list(samples) for _, samples in groupby(requests, lambda r: r.prompt)]
-        num_samples, limit = len(prompts[0]), requests[0].max_new_tokens
-        if any(len(samples) != num_samples for samples in prompts):
-            raise ValueError("requests of one batch must ask for as many samples of each prompt.")
-        if any(request.max_new_tokens != limit for request in requests):
-            raise ValueError("requests of one batch must have the same max_new_tokens.")
-        first = [samples[0].tokens.tolist() for samples in prompts]
-        tokens, valid = left_padded(first, self.prompt_length, self._pad_id)
-        tokens, valid = to_devices((tokens, valid), over_rows(self.mesh))
-        # Moved once per policy, however many batches it samples.
-        policy = self._resharding.of(self._weights)
-        decoder = self.decoder(sampling, num_samples, limit)
-        batch = generate(decoder, policy, tokens, valid, key)
-        # Dispatched, not waited for: `poll` does that when it reads the tokens.
-        self._under_way.append((list(requests), self._version, batch))
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        seating = self._seating
+        if (seating.sitting or seating.waiting) and sampling != self._sampling:
+            raise ValueError(
+                f"requests for {sampling} cannot be served while others for {self._sampling} are "
+                "under way: poll until nothing is."
+            )
+        for request in requests:
+            if request.limit > self.columns:
+                raise ValueError(
+                    f"a row of {request.limit} tokens has no room in slots of {self.columns}: "
+                    "make an engine with more columns."
+                )
+        self._sampling = sampling
+        seating.waiting.extend(requests)
 
-    def decoder(self, sampling: Sampling, num_samples: int, max_new_tokens: int) -> Decoder:
-        """What the decoding program is compiled for."""
-        return Decoder(
-            config=self.config,
-            mesh=self.mesh,
-            prompt_length=self.prompt_length,
-            response_length=max_new_tokens,
-            num_samples=num_samples,
-            pad_id=self._pad_id,
-            stop_ids=self._stop_ids,
-            sampling=sampling,
-        )
+    def cancel(self, prompts: Sequence[int]) -> None:
+        dropped = set(prompts)
+        seating = self._seating
+        kept = [request for request in seating.waiting if request.prompt not in dropped]
+        seating.waiting.clear()
+        seating.waiting.extend(kept)
+        slots = [slot for slot, row in seating.sitting.items() if row.prompt in dropped]
+        if slots and self._pool is not None:
+            goes_on = np.ones(self.slots, bool)
+            goes_on[slots] = False
+            self._pool = halt(self._pool, self._over_slots(goes_on))
+        for slot in slots:
+            seating.leave(slot)
 
     def poll(self) -> list[Trajectory]:
-        under_way, self._under_way = self._under_way, []
-        done: list[Trajectory] = []
-        for requests, version, batch in under_way:
-            # Texts are made of tokens; what the losses need stays where it is.
-            tokens, mask, truncated = to_host((batch.tokens, batch.mask, batch.truncated))
-            done += [
-                Trajectory(
-                    request,
-                    tokens[row][mask[row]],
-                    version,
-                    "length" if truncated[row] else "stop",
-                    batch,
-                    row,
-                )
-                for row, request in enumerate(requests)
-            ]
+        seating, done = self._seating, list[Trajectory]()
+        while not done and (seating.waiting or seating.sitting):
+            if not seating.sitting or seating.num_free * REFILL >= self.slots:
+                for arriving in seating.arrivals():
+                    self._admit(arriving)
+            done = self._advance()
         return done
 
-    def pending(self) -> tuple[()]:
-        """Nothing: between two calls of `poll` no response is half done."""
-        assert not self._under_way, "responses were not polled"
-        return ()
+    def _admit(self, arriving: Arriving) -> None:
+        """Puts rows into slots."""
+        pool = self._there()
+        ranks, per_rank = self._seating.ranks, self._seating.per_rank
+        width = bucket(arriving.width, self.columns)
+        most = max(map(len, arriving.runs))
+        number = bucket(most, most * 2, least=1) if most else 0
+        tokens = np.full((ranks, number, width), self.decoder.pad_id, np.int32)
+        lengths = np.zeros((ranks, number), np.int32)
+        for rank, runs in enumerate(arriving.runs):
+            for place, ids in enumerate(runs):
+                tokens[rank, place, : len(ids)], lengths[rank, place] = ids, len(ids)
+        self._usage.prefilled += int(lengths.sum())
+        nothing = np.zeros(self.slots, np.int32)
+        columns = Arrivals(
+            sources=nothing - 1,
+            tokens=np.full((self.slots, width), self.decoder.pad_id, np.int32),
+            lengths=nothing.copy(),
+            limits=nothing.copy(),
+            responses=nothing.copy(),
+            prompts=nothing.copy(),
+            samples=nothing.copy(),
+        )
+        for slot, request, source in arriving.seats:
+            ids = request.ids
+            columns.sources[slot] = source if source >= 0 else number + ~source % per_rank
+            columns.tokens[slot, : len(ids)] = ids
+            columns.lengths[slot], columns.limits[slot] = len(ids), request.limit
+            columns.responses[slot] = len(request.tokens)
+            columns.prompts[slot], columns.samples[slot] = request.prompt, request.sample
+            self._lengths[slot] = len(ids)
+        given = self._over_slots((tokens.reshape(-1, width), lengths.reshape(-1), columns))
+        weights = self._resharding.of(self._loaded())
+        self._pool = admit(self.decoder, self._sampling, weights, pool, *given, self._draws())
 
-    def restore(self, pending: tuple[()]) -> None:
-        self._under_way = []
+    def _advance(self) -> list[Trajectory]:
+        """Samples until the host has something to do, and gives what ended."""
+        pool, seating = self._there(), self._seating
+        sitting = sorted(seating.sitting)
+        # While others wait, a few free slots are reason to stop; else only the end of all rows.
+        live = len(sitting) - max(1, self.slots // REFILL) if seating.waiting else 0
+        longest = max(
+            min(int(self._lengths[slot]) + 1 + WINDOW, seating.sitting[slot].limit)
+            for slot in sitting
+        )
+        columns = bucket(longest, self.columns, least=NARROWEST)
+        if self._policy is None:
+            self._policy = policy_of(self.decoder, self._resharding.of(self._loaded()))
+        limits = self._everywhere((np.int32(WINDOW), np.int32(max(live, 0))))
+        pool, advanced = advance(
+            self.decoder, self._sampling, columns, self._policy, pool, self._draws(), *limits
+        )
+        self._pool = pool
+        seen = pool.rows.lengths, pool.live, advanced
+        lengths, still, (steps, row_steps) = to_host(seen)
+        self._lengths = np.array(lengths)
+        self._usage.slot_steps += int(steps) * self.slots
+        self._usage.row_steps += int(row_steps)
+        return self._shelved([slot for slot in sitting if not still[slot]])
+
+    def _shelved(self, slots: Sequence[int]) -> list[Trajectory]:
+        """What stands in these slots, which are free from here on."""
+        if not slots:
+            return []
+        assert self._pool is not None
+        seating, shelf = self._seating, self._shelf
+        if shelf is None or shelf.taken + len(slots) > len(shelf):
+            # Room for all that is under way: a step's batch is made of one or two shelves.
+            under_way = len(seating.sitting) + len(seating.waiting)
+            size = bucket(under_way, self.slots * under_way, least=self.slots)
+            shelf = Shelf(self.decoder, empty_shelf(self._pool.rows, size, self.mesh))
+        self._shelf = shelf
+        places = np.full(self.slots, len(shelf), np.int32)
+        places[slots] = shelf.taken + np.arange(len(slots))
+        shelf.rows = shelve(shelf.rows, self._pool.rows, self._over_slots(places), self.mesh)
+        tokens, done = to_host(self._pool.rows.tokens), list[Trajectory]()
+        for slot in slots:
+            request, row = seating.leave(slot), shelf.taken
+            ids = tokens[slot, len(request.ids) : self._lengths[slot]]
+            done.append(Trajectory(request, ids, self._finish(request, ids), shelf, row))
+            shelf.taken += 1
+        return done
+
+    def _finish(self, request: Request, ids: np.ndarray) -> Finish:
+        if ids[-1] in self.decoder.stop_ids:
+            return "stop"
+        whole = len(request.response) + len(ids) == request.max_new_tokens
+        return "length" if whole else "window"
+
+    def _over_slots(self, tree: Any) -> Any:
+        return to_devices(tree, NamedSharding(self.mesh.mesh, over_slots(self.mesh)))
+
+    def _there(self) -> Pool[Array]:
+        if self._pool is None:
+            self._pool = empty_pool(self.decoder, self.slots, self.columns)
+        return self._pool
+
+    def _loaded(self) -> Transformer[Array]:
+        assert self._weights is not None, "no weights were loaded"
+        return self._weights
+
+    def _draws(self) -> Draws:
+        return Draws(self._key, self._everywhere(np.int32(self._version)))
+
+    def _everywhere(self, tree: Any) -> Any:
+        return to_devices(tree, replicated(self.mesh))
 
 
 def ranks(mesh: FoldedMesh) -> int:
     """Ranks that share the rows to decode, which must divide over them."""
     return mesh.size((*mesh.dp, *mesh.tp))
+
+
+def _check(mesh: FoldedMesh, slots: int) -> None:
+    if mesh.layout.pp > 1:
+        raise ValueError(
+            f"layout {mesh.layout} cannot decode: every device needs all layers, so pp must be 1; "
+            "decode on a layout of its own."
+        )
+    if slots < 1 or slots % ranks(mesh):
+        raise ValueError(
+            f"slots={slots} must be a multiple of dp x tp = {ranks(mesh)} of layout {mesh.layout}."
+        )

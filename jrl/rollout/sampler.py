@@ -2,16 +2,14 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Array
 
 from jrl.processes.agreement import broadcast_from_main, is_main_process, is_multiprocess
-from jrl.recipes.base.batch import Batch
 from jrl.rollout.engine import RolloutEngine
 from jrl.rollout.requests import Request, Trajectory
 from jrl.rollout.sampling import Sampling
@@ -28,27 +26,28 @@ class Completion:
       trajectory: what was sampled.
       example: the prompt and its answer.
       text: of the response, its end left out.
-      verdict: of the task's verifier.
+      verdict: of the task's verifier; None where the response goes on in another step.
     """
 
     trajectory: Trajectory
     example: Example
     text: str
-    verdict: Verdict
+    verdict: Verdict | None
+
+    @property
+    def score(self) -> float:
+        """Of the verdict; 0 without one."""
+        return 0.0 if self.verdict is None else self.verdict.score
 
     @property
     def length(self) -> int:
-        """Sampled tokens."""
-        return len(self.trajectory.tokens)
+        """Tokens of the response so far."""
+        return len(self.trajectory.response)
 
     @property
     def truncated(self) -> bool:
         """Whether the limit of its length ended it."""
         return self.trajectory.finish == "length"
-
-    def at(self, batch: Batch[Array], row: int) -> "Completion":
-        """The completion as a row of another batch."""
-        return replace(self, trajectory=replace(self.trajectory, batch=batch, row=row))
 
     def record(self, format: PromptFormat) -> dict[str, Any]:
         """As samples.jsonl holds it; where a chat template made the prompt, with the whole
@@ -57,20 +56,20 @@ class Completion:
             "prompt": self.example.prompt,
             "answer": self.example.answer,
             "completion": self.text,
-            "score": self.verdict.score,
-            "reason": self.verdict.reason,
+            "score": self.score,
+            "reason": "unfinished" if self.verdict is None else self.verdict.reason,
             "length": self.length,
             "truncated": self.truncated,
         }
         if format.template is not None:
-            ids = [*map(int, self.trajectory.request.tokens), *map(int, self.trajectory.tokens)]
+            ids = [*map(int, self.trajectory.request.tokens), *map(int, self.trajectory.response)]
             record["conversation"] = conversation(format.tokenizer, ids)
         return record
 
 
 def scores_of(completions: Sequence[Completion]) -> np.ndarray:
     """``[completions]`` of the verifier."""
-    return np.array([completion.verdict.score for completion in completions], np.float32)
+    return np.array([completion.score for completion in completions], np.float32)
 
 
 def lengths_of(completions: Sequence[Completion]) -> np.ndarray:
@@ -84,30 +83,61 @@ def accuracy(completions: Sequence[Completion]) -> float:
 
 
 class Unverified:
-    """Completions whose verdicts are being made, in the background.
+    """Completions whose verdicts are being made, in the background, while others are decoded.
 
-    The time that decoding took is known; that of verification is what `verified` waits for.
+    Args:
+      task: whose verifier judges.
+      seconds: where the time is added that is spent in waiting for verdicts.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        trajectories: list[Trajectory],
-        examples: list[Example],
-        texts: list[str],
-        seconds: dict[str, float],
-    ):
-        self._columns, self._seconds = (trajectories, examples, texts), seconds
+    def __init__(self, task: Task, seconds: dict[str, float]):
+        self._task, self._seconds = task, seconds
+        self._pending: list[
+            tuple[list[Trajectory], list[Example], list[str], Future[list[Verdict]] | None]
+        ] = []
+
+    def add(
+        self, trajectories: list[Trajectory], examples: list[Example], texts: list[str]
+    ) -> None:
+        """More of them; nothing is asked about those that are not finished."""
+        ended = [place for place, t in enumerate(trajectories) if t.finish != "window"]
+        verdicts = None
         # By the first process: an answer that timed out there did so for all.
-        self._verdicts = _in_background(task.verify, examples, texts) if is_main_process() else None
+        if is_main_process():
+            asked = [examples[place] for place in ended]
+            given = [texts[place] for place in ended]
+            verdicts = _in_background(self._task.verify, asked, given)
+        self._pending.append((trajectories, examples, texts, verdicts))
+
+    def ready(self) -> list[Completion]:
+        """Those whose verdicts came since the last call; with several processes a collective."""
+        done = 0
+        while done < len(self._pending):
+            verdicts = self._pending[done][3]
+            if verdicts is None or not verdicts.done():
+                break
+            done += 1
+        return self._take(int(broadcast_from_main(done)))
 
     def verified(self) -> list[Completion]:
-        """The completions with their verdicts; with several processes a collective."""
+        """All that `ready` has not given yet; with several processes a collective."""
         begin = time.perf_counter()
-        verdicts = _shared([] if self._verdicts is None else self._verdicts.result())
+        completions = self._take(len(self._pending))
         waited = time.perf_counter() - begin
         self._seconds["timing_s/reward"] = self._seconds.get("timing_s/reward", 0.0) + waited
-        return [Completion(*row) for row in zip(*self._columns, verdicts, strict=True)]
+        return completions
+
+    def _take(self, number: int) -> list[Completion]:
+        """Waits for the verdicts of the first so many additions."""
+        taken, self._pending = self._pending[:number], self._pending[number:]
+        futures = [future for *_, future in taken if future is not None]
+        given = [verdict for future in futures for verdict in future.result()]
+        verdicts = iter(_shared(given) if taken else [])
+        return [
+            Completion(*row, None if row[0].finish == "window" else next(verdicts))
+            for trajectories, examples, texts, _ in taken
+            for row in zip(trajectories, examples, texts, strict=True)
+        ]
 
 
 class Sampler:
@@ -115,10 +145,10 @@ class Sampler:
 
     Args:
       engine: what samples.
-      task: prompts and verifier.
+      task: where examples and verdicts come from.
       format: how prompts become tokens.
-      prompt_length: tokens that a prompt may have.
-      response_length: the limit of a completion in tokens, end-of-sequence included.
+      prompt_length: tokens of a prompt at most.
+      response_length: tokens of a response at most.
     """
 
     def __init__(
@@ -134,56 +164,96 @@ class Sampler:
 
     def decode(
         self,
-        examples: Sequence[Example],
+        requests: Sequence[Request],
+        examples: Mapping[int, Example],
         sampling: Sampling,
-        num_samples: int,
-        key: Array,
         *,
-        first: int = 0,
         seconds: dict[str, float] | None = None,
+        report: Callable[[int], None] = lambda done: None,
     ) -> Unverified:
-        """Completes each prompt `num_samples` times with the weights that the engine has, and
-        begins to have the completions verified: the next may be decoded meanwhile.
+        """Serves the requests with the weights that the engine has, and has what is finished
+        verified meanwhile: others may be decoded before the last verdict.
 
         Args:
-          first: number of the first prompt, those of the others follow.
+          examples: by the numbers of prompts.
           seconds: the time taken is added here, if given.
+          report: called with the number of completions that are decoded.
         """
-        seconds = {} if seconds is None else seconds
+        seconds, done = {} if seconds is None else seconds, 0
+        drawn = Unverified(self.task, seconds)
         begin = time.perf_counter()
-        self.engine.submit(self.requests(examples, num_samples, first), sampling, key)
-        trajectories = self.engine.poll()
+        self.engine.submit(requests, sampling)
+        while trajectories := self.engine.poll():
+            self.judge(drawn, trajectories, examples)
+            done += len(trajectories)
+            report(done)
         seconds["timing_s/gen"] = seconds.get("timing_s/gen", 0.0) + time.perf_counter() - begin
-        texts = [text_of(self.format.tokenizer, t.tokens) for t in trajectories]
-        answered = [examples[t.request.prompt - first] for t in trajectories]
-        return Unverified(self.task, trajectories, answered, texts, seconds)
+        return drawn
 
     def sample(
         self,
-        examples: Sequence[Example],
+        examples: Mapping[int, Example],
         sampling: Sampling,
         num_samples: int,
-        key: Array,
         *,
-        first: int = 0,
         seconds: dict[str, float] | None = None,
+        report: Callable[[int], None] = lambda done: None,
     ) -> list[Completion]:
-        """`decode`, and waits for the verdicts."""
-        drawn = self.decode(examples, sampling, num_samples, key, first=first, seconds=seconds)
-        return drawn.verified()
+        """Completes each prompt `num_samples` times and waits for the verdicts.
 
-    def requests(
-        self, examples: Sequence[Example], num_samples: int, first: int = 0
-    ) -> list[Request]:
+        Args:
+          examples: by the number of the prompt, which with that of the sample decides what is
+            drawn.
+
+        Returns:
+          The samples of a prompt together, prompts in the order given.
+        """
+        requests = self.requests(examples, num_samples)
+        drawn = self.decode(requests, examples, sampling, seconds=seconds, report=report)
+        return in_order(drawn.verified(), examples)
+
+    def judge(
+        self, drawn: Unverified, trajectories: list[Trajectory], examples: Mapping[int, Example]
+    ) -> None:
+        """Begins to have trajectories verified, those that are finished."""
+        texts = [text_of(self.format.tokenizer, t.response) for t in trajectories]
+        drawn.add(trajectories, [examples[t.request.prompt] for t in trajectories], texts)
+
+    def requests(self, examples: Mapping[int, Example], num_samples: int) -> list[Request]:
         """What an engine is asked for, the samples of a prompt in a row."""
         return [
-            Request(first + number, sample, ids, self.response_length)
-            for number, ids in enumerate(map(self._encoded, examples))
+            Request(number, sample, ids, self.response_length)
+            for number, ids in ((n, self.encoded(example)) for n, example in examples.items())
             for sample in range(num_samples)
         ]
 
-    def _encoded(self, example: Example) -> np.ndarray:
+    def encoded(self, example: Example) -> np.ndarray:
+        """The ids of its prompt."""
         return np.array(encode_prompt(self.format, example, self.prompt_length), np.int32)
+
+
+def in_order(
+    completions: Sequence[Completion], examples: Mapping[int, Example] | None = None
+) -> list[Completion]:
+    """The samples of a prompt together, in their order, and prompts in the order of `examples`, or
+    without those of their numbers."""
+    place = {number: index for index, number in enumerate(examples or ())}
+
+    def rank(completion: Completion) -> tuple[int, int]:
+        request = completion.trajectory.request
+        return place.get(request.prompt, request.prompt), request.sample
+
+    return sorted(completions, key=rank)
+
+
+def numbered(examples: Sequence[Example], first: int = 0) -> dict[int, Example]:
+    """Training prompts by their numbers."""
+    return dict(enumerate(examples, first))
+
+
+def numbered_heldout(examples: Sequence[Example]) -> dict[int, Example]:
+    """Held-out prompts by numbers that no training prompt has: below zero."""
+    return {-1 - index: example for index, example in enumerate(examples)}
 
 
 def _shared(given: list[Verdict]) -> list[Verdict]:

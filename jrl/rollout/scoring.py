@@ -69,6 +69,20 @@ def score(
     return scores._replace(router=router)
 
 
+def mark_replicated(tree, mesh: FoldedMesh):
+    """`tree` typed as varying over ``dp`` only: a maximum over the other axes, whose ranks
+    agree."""
+    others = tuple(axis for axis in mesh.except_sequence if axis not in mesh.dp)
+    return jax.tree.map(
+        lambda x: (
+            jax.lax.pmax(x.astype(jnp.int8), others).astype(bool)
+            if x.dtype == bool
+            else jax.lax.pmax(x, others)
+        ),
+        tree,
+    )
+
+
 def pack(
     tokens: Int[Array, "batch time"],
     valid: Bool[Array, "batch time"],

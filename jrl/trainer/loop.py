@@ -23,14 +23,14 @@ from jrl.report.display import TrainingDisplay, WarmStartDisplay, print_samples
 from jrl.report.metrics import check_known
 from jrl.report.plots import plot_run
 from jrl.rollout.collect import sampling_of, shown
-from jrl.rollout.sampler import Completion, Sampler
+from jrl.rollout.sampler import Completion, Sampler, numbered_heldout
 from jrl.runs import belongings, loggers
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import Appender, read_metrics, read_samples
 from jrl.tasks import Example
 from jrl.text.prompt_format import PromptFormat
-from jrl.trainer.evaluation.heldout import filled_up, heldout_examples, heldout_metrics
+from jrl.trainer.evaluation.heldout import heldout_examples, heldout_metrics
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.state import TrainState, init_state, init_weights, restore, save
 from jrl.trainer.step import NonFinite, train_step
@@ -157,7 +157,7 @@ def _first_state(
     prompts_seen = 0
     # A laptop has no pretrained checkpoint: imitation makes a policy that is sometimes right.
     if weights is None:
-        weights = init_weights(setup.model, setup.mesh, setup.randomness.key("weights", 0))
+        weights = init_weights(setup.model, setup.mesh, setup.randomness.key("weights"))
         if setup.run.warm_start_steps:
             target = setup.run.warm_start_accuracy
             stop.doing = "stopping the warm start, of which nothing is kept"
@@ -170,7 +170,7 @@ def _first_state(
             # Reinforcement on prompts whose answers were imitated would reward remembering.
             prompts_seen = prompts_imitated(setup, int(metrics["warm_start/steps"]))
     stop.doing = "finishing the first evaluation and saving its checkpoint"
-    critic_key = setup.randomness.key("critic", 0)
+    critic_key = setup.randomness.key("critic")
     state = init_state(setup.networks, weights, critic_key, prompts_seen)
     metrics |= _evaluated(setup, sampler, state, heldout)
     with _appender(folder.metrics_path) as appender:
@@ -187,21 +187,18 @@ def _evaluated(
     """Held-out metrics of the policy."""
     step = int(state.step)
     sampler.engine.load(state.policy.weights, step)
-    key = setup.randomness.key("evaluation", step)
-    return heldout_metrics(sampler, sampling_of(setup.recipe), heldout, key)
+    return heldout_metrics(sampler, sampling_of(setup.recipe), heldout)
 
 
 def _write_shown(
     setup: Setup, sampler: Sampler, folder: RunFolder, state: TrainState[Array]
 ) -> None:
     """Completions of a few held-out prompts, into samples.jsonl."""
-    ranks = setup.geometry.rollout_ranks
-    examples = heldout_examples(setup.task, -(-SHOWN // ranks) * ranks)
-    key = setup.randomness.key("evaluation", 0, 1)
+    examples = numbered_heldout(heldout_examples(setup.task, SHOWN))
     sampler.engine.load(state.policy.weights, int(state.step))
-    drawn = sampler.sample(filled_up(examples, ranks), sampling_of(setup.recipe), 1, key)
+    drawn = sampler.sample(examples, sampling_of(setup.recipe), 1)
     with _appender(folder.samples_path) as appender:
-        for completion in drawn[: min(SHOWN, len(examples))]:
+        for completion in drawn:
             record = completion.record(setup.format)
             appender.append(int(state.step), {"kind": "heldout", **record})
 

@@ -8,8 +8,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jrl.recipes.base.batch import Batch
-from jrl.rollout.generate import mark_replicated
-from jrl.rollout.scoring import score, value
+from jrl.rollout.scoring import mark_replicated, score, value
 from jrl.trainer.objectives import CriticObjective, PolicyObjective
 from moe import placement
 from moe.config import ModelConfig

@@ -10,7 +10,10 @@ from flax import struct
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
+from jrl.processes.agreement import to_devices
+from jrl.recipes.base.collection import Windows
 from jrl.rollout.batching import replicated
+from jrl.rollout.windows import Unfinished, none_unfinished
 from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer.objectives import CriticObjective
 from jrl.trainer.setup.networks import Network, Networks
@@ -36,6 +39,7 @@ class TrainState(Generic[Leaf]):
       policy: the policy and its optimizer.
       critic: the critic and its optimizer, None without one.
       reference: the policy that training started from, None unless a KL term needs it.
+      unfinished: responses that the next step goes on with, None unless the recipe writes windows.
     """
 
     step: Leaf
@@ -43,6 +47,7 @@ class TrainState(Generic[Leaf]):
     policy: Learner[Leaf]
     critic: Learner[Leaf] | None
     reference: Transformer[Leaf] | None
+    unfinished: Unfinished[Leaf] | None = None
 
 
 def init_weights(config: ModelConfig, mesh: FoldedMesh, key: Array) -> Transformer[Array]:
@@ -80,7 +85,16 @@ def init_state(
         critic=critic,
         # A copy: updates give the policy's buffers away.
         reference=jax.tree.map(jnp.copy, policy) if networks.keeps_reference else None,
+        unfinished=_unfinished(networks),
     )
+
+
+def _unfinished(networks: Networks) -> Unfinished[Array] | None:
+    objective = networks.policy.objective
+    if not isinstance(objective.recipe.collection, Windows):
+        return None
+    nothing = none_unfinished(objective.recipe, objective.response_length)
+    return to_devices(nothing, replicated(networks.mesh))
 
 
 def critic_from(
@@ -106,6 +120,7 @@ def abstract(networks: Networks) -> TrainState[Any]:
         policy=_learner_laid_out(state.policy, policy),
         critic=None if critic is None else _learner_laid_out(state.critic, critic),
         reference=_laid_out(state.reference, weights, mesh),
+        unfinished=_laid_out(state.unfinished, weights, mesh),
     )
 
 

@@ -70,7 +70,7 @@ def train_step(
         recipe,
         networks.mesh,
         int(state.prompts_seen),
-        lambda round: randomness.key("rollout", number, round),
+        None if state.unfinished is None else to_host(state.unfinished),
     )
     # Where the rollout has a layout of its own, its copy of the weights makes room for the updates.
     sampler.engine.release()
@@ -94,6 +94,9 @@ def train_step(
         prompts_seen=to_devices(
             np.asarray(collected.prompts_seen, np.int32), replicated(networks.mesh)
         ),
+        unfinished=None
+        if collected.unfinished is None
+        else to_devices(collected.unfinished, replicated(networks.mesh)),
     )
     metrics = {
         **collected.metrics,
@@ -154,7 +157,7 @@ def train_on_batch(
     for epoch in range(recipe.epochs):
         for chosen in mini_batches(recipe, randomness.shuffler(int(state.step), epoch)):
             # A gather on the mesh: the batch itself never leaves it.
-            rows = take_rows([batch], chosen, networks.mesh)
+            rows = take_rows(batch, chosen, networks.mesh)
             history.append({})
             # The critic comes first; neither sees in this step what the other has learned.
             if state.critic is not None:

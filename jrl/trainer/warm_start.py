@@ -10,7 +10,7 @@ from jrl.processes.agreement import is_multiprocess, to_devices
 from jrl.recipes.base.batch import Batch
 from jrl.rollout.batching import over_rows
 from jrl.rollout.collect import sampling_of
-from jrl.rollout.sampler import Sampler, accuracy
+from jrl.rollout.sampler import Sampler, accuracy, numbered
 from jrl.tasks import Example
 from jrl.text.prompts import encode_answers, encode_prompt, left_padded
 from jrl.trainer.evaluation.heldout import filled_up
@@ -78,11 +78,9 @@ def warm_start(
                 "last): lower --warm-start-learning-rate "
                 f"(now {run.warm_start_learning_rate})."
             )
-        fresh = _training_examples(setup, step)
-        key = setup.randomness.key("warm start", step)
+        fresh = numbered(_training_examples(setup, step), prompts_imitated(setup, step))
         sampler.engine.load(learner.weights, 0)
-        drawn = sampler.sample(filled_up(fresh, rows), sampling_of(setup.recipe), 1, key)
-        reached = accuracy(drawn[: len(fresh)])
+        reached = accuracy(sampler.sample(fresh, sampling_of(setup.recipe), 1))
         report(step, loss, reached)
         if reached >= run.warm_start_accuracy:
             break

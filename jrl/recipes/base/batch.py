@@ -22,6 +22,9 @@ class Batch(Generic[Leaf]):
       old_logprobs: ``[batch, time]`` that ratios are taken against: of the whole policy that
         sampled, as the sampler gave them or as the trainer computes them.
       truncated: ``[batch]`` whether the length limit ended the response.
+      finished: ``[batch]`` whether the response is at its end, by a stop token or the length limit.
+      choices: ``[batch, time, layer, k]`` experts that each token chose when it was run; as many as
+        there are experts where none is known.
       groups: ``[batch]`` integers; completions of one prompt share one.
       lengths: ``[batch]`` sampled tokens of each completion, whether or not they count.
       rewards: ``[batch]`` one per completion.
@@ -41,6 +44,8 @@ class Batch(Generic[Leaf]):
     behaviour_logprobs: Leaf | None = None
     old_logprobs: Leaf | None = None
     truncated: Leaf | None = None
+    finished: Leaf | None = None
+    choices: Leaf | None = None
     groups: Leaf | None = None
     lengths: Leaf | None = None
     rewards: Leaf | None = None

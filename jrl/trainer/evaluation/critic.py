@@ -1,10 +1,8 @@
 """A critic tried on held-out prompts: completions of the policy with the critic's values."""
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -15,7 +13,7 @@ from jrl.report.critic import CriticRollout
 from jrl.rollout.batching import batch_of
 from jrl.rollout.collect import groups_of
 from jrl.rollout.engine import ranks
-from jrl.rollout.sampler import Sampler, lengths_of, scores_of
+from jrl.rollout.sampler import Sampler, lengths_of, numbered_heldout, scores_of
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.scoring import PromptLayout
 from jrl.trainer.evaluation.heldout import filled_up, heldout_examples
@@ -37,7 +35,6 @@ def evaluate_critic(
     *,
     num_prompts: int,
     k: int,
-    seed: int,
     report: Callable[[str, int, int], None] = lambda phase, done, total: None,
 ) -> CriticRollout:
     """Completions of held-out prompts, `k` of each, with the critic's values.
@@ -49,27 +46,26 @@ def evaluate_critic(
       sampling: how completions are drawn.
       num_prompts: held-out prompts, or all there are if they are fewer.
       k: completions per prompt.
-      seed: of sampling.
       report: called with "critic", the completions done and all there will be.
     """
     recipe, objective = network.objective.recipe, network.objective
     objective = replace(objective, layout=PromptLayout(sampler.prompt_length, group_size=1))
-    key, examples = jax.random.key(seed), heldout_examples(sampler.task, num_prompts)
+    examples = numbered_heldout(heldout_examples(sampler.task, num_prompts))
     report("critic", 0, len(examples) * k)
-    size = _batch_size(sampler, network.mesh, len(examples), k)
-    pieces, batches = [], filled_up(examples, size)
-    for number, start in enumerate(range(0, len(batches), size)):
-        own_key = jax.random.fold_in(key, number)
-        some = batches[start : start + size]
-        drawn = sampler.sample(some, sampling, k, own_key, first=start)
-        everything = np.ones(len(drawn), bool)
-        batch = batch_of([c.trajectory for c in drawn], everything, network.mesh)
+    size = _batch_size(network.mesh, len(examples), k)
+    pieces, numbers = [], list(examples)
+    for start in range(0, len(numbers), size):
+        some = {number: examples[number] for number in numbers[start : start + size]}
+        drawn = sampler.sample(some, sampling, k)
+        # What fills up the last batch, which must divide over the devices, is left out again.
+        rows = filled_up(drawn, size * k)
+        lengths = sampler.prompt_length, sampler.response_length
+        everything = np.ones(len(rows), bool)
+        batch = batch_of([c.trajectory for c in rows], everything, network.mesh, *lengths)
         values = values_of(objective, critic, batch.tokens, batch.valid)
         values, mask = to_host((values, batch.mask))
-        # What fills up the last batch is left out again.
-        rows = slice(min(size, len(examples) - start) * k)
         columns = (values, mask, scores_of(drawn), groups_of(drawn), lengths_of(drawn))
-        pieces.append([column[rows] for column in columns])
+        pieces.append([column[: len(drawn)] for column in columns])
         report("critic", min(start + size, len(examples)) * k, len(examples) * k)
     values, mask, scores, groups, lengths = map(np.concatenate, zip(*pieces, strict=True))
     rewards = recipe.rewards(jnp.asarray(scores), jnp.asarray(lengths), sampler.response_length)
@@ -87,7 +83,7 @@ def evaluate_critic(
     )
 
 
-def _batch_size(sampler: Sampler, mesh: FoldedMesh, num_prompts: int, k: int) -> int:
+def _batch_size(mesh: FoldedMesh, num_prompts: int, k: int) -> int:
     """Prompts that are decoded and valued at a time: they divide over the devices."""
-    unit = math.lcm(ranks(sampler.engine.mesh), ranks(mesh))
+    unit = ranks(mesh)
     return min(num_prompts, max(1, ROWS_AT_ONCE // k)) // unit * unit or unit

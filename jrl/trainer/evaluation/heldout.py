@@ -2,12 +2,11 @@
 
 import time
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
-from jaxtyping import Array
 
-from jrl.rollout.engine import ranks
-from jrl.rollout.sampler import Sampler, accuracy, lengths_of, scores_of
+from jrl.rollout.sampler import Sampler, accuracy, lengths_of, numbered_heldout, scores_of
 from jrl.rollout.sampling import GREEDY, Sampling
 from jrl.tasks import Example, Task
 
@@ -19,14 +18,17 @@ def heldout_examples(task: Task, number: int) -> list[Example]:
     return [task.heldout(index) for index in range(number)]
 
 
-def filled_up(examples: Sequence[Example], unit: int) -> list[Example]:
+Row = TypeVar("Row")
+
+
+def filled_up(examples: Sequence[Row], unit: int) -> list[Row]:
     """The examples, and the first of them again up to a multiple of `unit`: what divides over
     devices. What is added does not count."""
     return [examples[index % len(examples)] for index in range(-(-len(examples) // unit) * unit)]
 
 
 def heldout_metrics(
-    sampler: Sampler, sampling: Sampling, examples: Sequence[Example], key: Array
+    sampler: Sampler, sampling: Sampling, examples: Sequence[Example]
 ) -> dict[str, float]:
     """One sampled and one greedy completion per prompt.
 
@@ -35,10 +37,11 @@ def heldout_metrics(
       sampling: as in training.
     """
     begin = time.perf_counter()
-    batch = filled_up(examples, ranks(sampler.engine.mesh))
+    asked = numbered_heldout(examples)
+    requests = sampler.requests(asked, 1)
     # The sampled completions are verified while the greedy ones are decoded.
-    both = [sampler.decode(batch, way, 1, key) for way in (sampling, GREEDY)]
-    sampled, greedy = (drawn.verified()[: len(examples)] for drawn in both)
+    both = [sampler.decode(requests, asked, way) for way in (sampling, GREEDY)]
+    sampled, greedy = (drawn.verified() for drawn in both)
     return {
         "val/accuracy/sampled": accuracy(sampled),
         "val/accuracy/greedy": accuracy(greedy),

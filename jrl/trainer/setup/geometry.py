@@ -1,6 +1,5 @@
 """How the rows and tokens of a run's batches lie on its devices, and whether they divide."""
 
-import math
 from dataclasses import dataclass, replace
 
 from jrl.recipes.base.recipe import MICRO_BATCH, Recipe, near_divisors
@@ -8,6 +7,9 @@ from jrl.rollout.engine import ranks
 from jrl.rollout.scoring import PromptLayout
 from moe.tokens.zigzag import ZigzagLayout
 from sharding.folding import FoldedMesh
+
+MOST_SLOTS = 512
+"""Rows that are decoded at a time where nobody chose their number, at most."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,30 @@ class Geometry:
         """Ranks that share the rows to decode, which must divide over them."""
         return ranks(self.rollout_mesh)
 
+    def slots(self, wanted: int | None) -> int:
+        """Rows that are decoded at a time.
+
+        Args:
+          wanted: None takes those of a step, `MOST_SLOTS` at most.
+
+        Raises:
+          ValueError: for a number that does not divide over the devices.
+        """
+        ranks = self.rollout_ranks
+        if wanted is None:
+            return -(-min(self.recipe.completions, MOST_SLOTS) // ranks) * ranks
+        if wanted < 1 or wanted % ranks:
+            raise ValueError(
+                f"slots={wanted} does not divide over dp x tp = {ranks} of {self.rollout_layout}: "
+                f"choose a multiple of {ranks}, or another --rollout-layout."
+            )
+        return wanted
+
     def supervised_rows(self, wanted: int) -> int:
         """Rows of a supervised batch: those `wanted`, and as many that do not count as it takes to
         divide over the devices."""
         mesh = self.mesh
-        unit = math.lcm(self.rollout_ranks, mesh.size(mesh.dp))
+        unit = mesh.size(mesh.dp)
         rows = -(-wanted // unit) * unit
         # In tokens they do at the latest where the rows of a rank do.
         while not self._divides_in_tokens(rows // mesh.size(mesh.dp)):
@@ -91,7 +112,6 @@ class Geometry:
         Raises:
           ValueError: naming what does not.
         """
-        self._check_rollout()
         self._check_training()
 
     def _check_training(self) -> None:
@@ -104,18 +124,6 @@ class Geometry:
             "the prompts of a micro_batch", (rows // group, self.prompt_length), mesh
         )
         self._check_tokens("the responses of a micro_batch", (rows, self.response_length), mesh)
-
-    def _check_rollout(self) -> None:
-        recipe, mesh = self.recipe, self.rollout_mesh
-        layout = self.rollout_layout
-        dp, ranks = mesh.size(mesh.dp), self.rollout_ranks
-        # Supervised and held-out batches need not divide: they are filled up.
-        _check_rows({"prompts": recipe.prompts}, dp, f"dp={dp} of {layout}")
-        rows = {"prompts x group_size": recipe.completions}
-        _check_rows(rows, ranks, f"dp x tp = {ranks} of {layout}")
-        self._check_tokens(
-            "the prompts of a step", (recipe.prompts // dp, self.prompt_length), mesh
-        )
 
     def _check_tokens(self, name: str, section: tuple[int, int], mesh: FoldedMesh) -> None:
         """A section of a stream, the rows on a data-parallel rank and their length, must be cut

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import jax
 import numpy as np
 
-Purpose = Literal["weights", "critic", "rollout", "evaluation", "warm start"]
+Purpose = Literal["weights", "critic", "rollout"]
 
 
 @dataclass(frozen=True)
@@ -15,12 +15,10 @@ class Randomness:
 
     seed: int
 
-    def key(self, purpose: Purpose, step: int, round: int = 0) -> jax.Array:
-        """Randomness for one purpose at one step; no two purposes share any."""
-        key = jax.random.key(self.seed)
-        for part in (get_args(Purpose).index(purpose), step, round):
-            key = jax.random.fold_in(key, part)
-        return key
+    def key(self, purpose: Purpose) -> jax.Array:
+        """Randomness for one purpose; no two purposes share any. What is sampled in a rollout is
+        told apart by the numbers of prompts, samples and tokens."""
+        return jax.random.fold_in(jax.random.key(self.seed), get_args(Purpose).index(purpose))
 
     def shuffler(self, step: int, epoch: int) -> np.random.Generator:
         """Randomness of the order of rows."""

@@ -16,7 +16,7 @@ from jrl.recipes.base.actor_critic import ActorCritic
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.collect import sampling_of
-from jrl.rollout.engine import BatchEngine
+from jrl.rollout.engine import SlotEngine
 from jrl.rollout.resharding import rollout_mesh
 from jrl.rollout.sampler import Sampler
 from jrl.tasks import Task, load_task
@@ -110,15 +110,22 @@ class Setup:
         )
         return Geometry(self.recipe, *lengths, *meshes, layout, rollout)
 
-    def sampler(self) -> Sampler:
-        """A sampler of the task's completions, without weights yet."""
-        engine = BatchEngine(
+    def sampler(self, seed: int | None = None) -> Sampler:
+        """A sampler of the task's completions, without weights yet.
+
+        Args:
+          seed: of what is drawn; None is that of the run.
+        """
+        randomness = self.randomness if seed is None else Randomness(seed)
+        engine = SlotEngine(
             self.model,
             self.mesh,
             self.rollout_mesh,
-            prompt_length=self.prompt_length,
+            slots=self.geometry.slots(self.run.slots),
+            columns=self.prompt_length + self.response_length,
             pad_id=self.tokenizer.pad_id,
             stop_ids=self.tokenizer.stop_ids,
+            key=randomness.key("rollout"),
         )
         return Sampler(engine, self.task, self.format, self.prompt_length, self.response_length)
 

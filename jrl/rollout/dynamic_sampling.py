@@ -1,0 +1,118 @@
+"""Groups until enough of them have completions that do not all score alike."""
+
+import math
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from jrl.losses import informative_groups
+from jrl.recipes.base.recipe import Recipe
+from jrl.rollout.sampler import Completion, Sampler, Unverified, in_order, scores_of
+from jrl.rollout.sampling import Sampling
+from jrl.tasks import Example
+
+
+@dataclass(frozen=True)
+class Found:
+    """What dynamic sampling gives, the same whatever the order in which responses ended.
+
+    Attributes:
+      completions: of all prompts that were needed, in their order.
+      informative: ``[prompts]`` which of those groups have scores that differ.
+    """
+
+    completions: list[Completion]
+    informative: np.ndarray
+
+
+class DynamicSampler:
+    """Asks for prompts one by one until enough of them are known to be informative.
+
+    The prompts that count are the first ones, up to the last that is needed. Where slots would be
+    idle, prompts beyond those are begun in advance, as many as the share of informative ones lets
+    expect; what turns out to be too much is dropped, and drawn again in the next step.
+
+    Args:
+      sampler: with the policy loaded.
+      recipe: how many groups of which size.
+      sampling: how tokens are drawn.
+      first: number of the first prompt.
+      most: prompts asked for at most.
+      seconds: where the time taken is added.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        recipe: Recipe,
+        sampling: Sampling,
+        *,
+        first: int,
+        most: int,
+        seconds: dict[str, float],
+    ):
+        self._sampler, self._recipe, self._sampling = sampler, recipe, sampling
+        self._first, self._most, self._seconds = first, most, seconds
+        self._drawn = Unverified(sampler.task, seconds)
+        self._examples: dict[int, Example] = {}
+        self._groups: defaultdict[int, list[Completion]] = defaultdict(list)
+        self._informative: dict[int, bool] = {}
+
+    def find(self) -> Found:
+        """All that a step needs, or all there is after the most prompts."""
+        engine = self._sampler.engine
+        while (needed := self._needed()) is None:
+            self._ask()
+            begin = time.perf_counter()
+            trajectories = engine.poll()
+            spent = time.perf_counter() - begin
+            self._seconds["timing_s/gen"] = self._seconds.get("timing_s/gen", 0.0) + spent
+            if trajectories:
+                self._sampler.judge(self._drawn, trajectories, self._examples)
+                self._learn(self._drawn.ready())
+            else:
+                # Nothing is under way: what is missing are verdicts.
+                self._learn(self._drawn.verified())
+        engine.cancel([number for number in self._examples if number not in needed])
+        examples = {number: self._examples[number] for number in needed}
+        completions = [each for number in needed for each in self._groups[number]]
+        informative = np.array([self._informative[number] for number in needed])
+        return Found(in_order(completions, examples), informative)
+
+    def _needed(self) -> range | None:
+        """The prompts that count, once it is known which those are."""
+        found = 0
+        for number in range(self._first, self._first + self._most):
+            if number not in self._informative:
+                return None
+            found += self._informative[number]
+            if found == self._recipe.prompts:
+                return range(self._first, number + 1)
+        return range(self._first, self._first + self._most)
+
+    def _ask(self) -> None:
+        """For as many prompts as are surely needed, and into idle slots for those likely to be."""
+        known, asked = len(self._informative), len(self._examples)
+        found, undecided = sum(self._informative.values()), asked - known
+        missing = self._recipe.prompts - found - undecided
+        likely = (found + 1) / (known + 1)
+        expected = math.ceil((self._recipe.prompts - found - undecided * likely) / likely)
+        room = self._sampler.engine.num_idle // self._recipe.group_size
+        more = max(missing, min(expected, room))
+        numbers = range(self._first + asked, self._first + min(asked + max(more, 0), self._most))
+        if numbers:
+            fresh = {number: self._sampler.task.train(number) for number in numbers}
+            self._examples |= fresh
+            requests = self._sampler.requests(fresh, self._recipe.group_size)
+            self._sampler.engine.submit(requests, self._sampling)
+
+    def _learn(self, completions: list[Completion]) -> None:
+        for completion in completions:
+            self._groups[completion.trajectory.request.prompt].append(completion)
+        for number in {completion.trajectory.request.prompt for completion in completions}:
+            group = self._groups[number]
+            if len(group) == self._recipe.group_size:
+                alike = informative_groups(scores_of(group), np.zeros(len(group), np.int32))
+                self._informative[number] = bool(np.asarray(alike)[0])

@@ -1,0 +1,131 @@
+"""Who sits where: requests, and the slots of the ranks that decode them, on the host."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jrl.rollout.requests import Request
+
+SMALLEST = 16
+"""Columns of the narrowest program: below it a wider one costs nothing."""
+
+
+def bucket(size: int, most: int, least: int = SMALLEST) -> int:
+    """The size of a program for `size`: `least` times a power of two, but no more than `most`.
+
+    Few sizes are few programs to compile.
+    """
+    while least < size:
+        least *= 2
+    return min(least, most)
+
+
+@dataclass
+class Arriving:
+    """Requests that come into slots in one program.
+
+    Attributes:
+      seats: slot, request and the source of each: a number of `runs` on the slot's rank, or
+        ``~slot`` of another slot of the rank, which begins with the same tokens.
+      runs: tokens to run on each rank.
+    """
+
+    runs: list[list[np.ndarray]]
+    seats: list[tuple[int, Request, int]] = field(default_factory=list)
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest."""
+        return max(len(request.ids) for _, request, _ in self.seats)
+
+
+class Seating:
+    """Slots, rank after rank, the requests in them and those before the door.
+
+    Args:
+      slots: in all.
+      ranks: that have an equal part of the slots each.
+      most_tokens: to be run on a rank in one program, about.
+    """
+
+    def __init__(self, slots: int, ranks: int, most_tokens: int):
+        self.per_rank, self.ranks, self._most_tokens = slots // ranks, ranks, most_tokens
+        self.sitting: dict[int, Request] = {}
+        self.waiting: deque[Request] = deque()
+        self._free = [
+            deque(range(rank * self.per_rank, (rank + 1) * self.per_rank)) for rank in range(ranks)
+        ]
+        # Of a rank and a prompt, a slot that begins with it, as the loaded weights ran it.
+        self._begins: dict[tuple[int, int], int] = {}
+
+    @property
+    def num_free(self) -> int:
+        return sum(map(len, self._free))
+
+    def leave(self, slot: int) -> Request:
+        """The request of a slot, which is free from here on."""
+        self._free[slot // self.per_rank].append(slot)
+        return self.sitting.pop(slot)
+
+    def forget(self) -> None:
+        """What stands in the slots was made by other weights than the next rows are."""
+        self._begins.clear()
+
+    def arrivals(self) -> list[Arriving]:
+        """Seats those who wait, first come first served, as far as there are free slots.
+
+        Samples of a prompt sit on one rank if they can, and the prompt is run once for all of them.
+
+        Returns:
+          Programs, to be run in this order.
+        """
+        # Copies come first: the slot that is copied may be taken by another row in this call.
+        copies = Arriving([[] for _ in range(self.ranks)])
+        programs: dict[int, list[Arriving]] = {}
+        begun: dict[tuple[int, int], tuple[Arriving, int]] = {}
+        taken: dict[int, Request] = {}
+        while self.waiting and self.num_free:
+            request = self.waiting.popleft()
+            alike = None if len(request.response) else request.prompt
+            rank = self._rank_for(alike, begun)
+            slot = self._free[rank].popleft()
+            taken[slot] = request
+            if alike is not None and (rank, alike) in self._begins:
+                copies.seats.append((slot, request, ~self._begins[rank, alike]))
+                continue
+            if alike is not None and (rank, alike) in begun:
+                program, number = begun[rank, alike]
+            else:
+                program = self._with_room(programs, rank, len(request.ids))
+                number = len(program.runs[rank])
+                program.runs[rank].append(request.ids)
+                if alike is not None:
+                    begun[rank, alike] = program, number
+            program.seats.append((slot, request, number))
+        self.sitting |= taken
+        self._begins = {key: slot for key, slot in self._begins.items() if slot not in taken} | {
+            (slot // self.per_rank, request.prompt): slot
+            for slot, request in taken.items()
+            if not len(request.response)
+        }
+        of_width = [program for _, several in sorted(programs.items()) for program in several]
+        return [copies] * bool(copies.seats) + of_width
+
+    def _rank_for(
+        self, alike: int | None, begun: dict[tuple[int, int], tuple[Arriving, int]]
+    ) -> int:
+        free = [len(slots) for slots in self._free]
+        if alike is not None:
+            for rank in range(self.ranks):
+                if free[rank] and ((rank, alike) in self._begins or (rank, alike) in begun):
+                    return rank
+        return int(np.argmax(free))
+
+    def _with_room(self, programs: dict[int, list[Arriving]], rank: int, length: int) -> Arriving:
+        """The program for a row of this length: the longest decides what all rows of one cost."""
+        width = bucket(length, max(length, SMALLEST))
+        several = programs.setdefault(width, [])
+        if not several or (len(several[-1].runs[rank]) + 1) * width > self._most_tokens:
+            several.append(Arriving([[] for _ in range(self.ranks)]))
+        return several[-1]

@@ -1,0 +1,107 @@
+"""Responses that are written in windows, and those that are under way between two steps."""
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+from flax import struct
+
+from jrl.recipes.base.recipe import Recipe
+from jrl.rollout.requests import NOTHING, Request
+from jrl.rollout.sampler import Completion, Sampler
+from jrl.rollout.sampling import Sampling
+
+Leaf = TypeVar("Leaf")
+
+
+@struct.dataclass
+class Unfinished(Generic[Leaf]):
+    """Responses that a step goes on with, in their order; a part of the state of a run.
+
+    Attributes:
+      prompts: ``[place]`` number of the prompt.
+      samples: ``[place]`` which of its responses it is.
+      lengths: ``[place]`` tokens so far, 0 where it was not begun; -1 where the place is empty.
+      tokens: ``[place, response]`` ids, 0 after those.
+    """
+
+    prompts: Leaf
+    samples: Leaf
+    lengths: Leaf
+    tokens: Leaf
+
+
+def none_unfinished(recipe: Recipe, response_length: int) -> Unfinished[np.ndarray]:
+    """Before the first step."""
+    # A step's responses, and those of a group of which the step had no room for all.
+    places = recipe.completions + recipe.group_size
+    nothing = np.zeros(places, np.int32)
+    tokens = np.zeros((places, response_length), np.int32)
+    return Unfinished(nothing, nothing.copy(), nothing - 1, tokens)
+
+
+def write_windows(
+    sampler: Sampler,
+    recipe: Recipe,
+    window: int,
+    sampling: Sampling,
+    prompts_seen: int,
+    unfinished: Unfinished[np.ndarray],
+    seconds: dict[str, float],
+) -> tuple[list[Completion], int, Unfinished[np.ndarray]]:
+    """Writes as many responses on as a step has: those under way, then fresh ones.
+
+    Returns:
+      The responses, of which the unfinished have no verdict; the training prompts drawn so far; and
+      what is under way now.
+    """
+    asked: list[tuple[int, int, np.ndarray]] = [
+        (int(prompt), int(sample), tokens[:length])
+        for prompt, sample, length, tokens in zip(
+            unfinished.prompts,
+            unfinished.samples,
+            unfinished.lengths,
+            unfinished.tokens,
+            strict=True,
+        )
+        if length >= 0
+    ]
+    while len(asked) < recipe.completions:
+        asked += [(prompts_seen, sample, NOTHING) for sample in range(recipe.group_size)]
+        prompts_seen += 1
+    # A group may be cut: the rest of its responses begin in the next step.
+    now, later = asked[: recipe.completions], asked[recipe.completions :]
+    examples = {prompt: sampler.task.train(prompt) for prompt in sorted({row[0] for row in now})}
+    ids = {prompt: sampler.encoded(example) for prompt, example in examples.items()}
+    requests = [
+        Request(prompt, sample, ids[prompt], sampler.response_length, tokens, window)
+        for prompt, sample, tokens in now
+    ]
+    written = sampler.decode(requests, examples, sampling, seconds=seconds).verified()
+    going_on = [
+        (completion.trajectory.request.prompt, completion.trajectory.request.sample, tokens)
+        for completion in written
+        if completion.trajectory.finish == "window"
+        for tokens in [completion.trajectory.response]
+    ]
+    return written, prompts_seen, _stored(sorted(going_on, key=_place) + later, unfinished)
+
+
+def _place(row: tuple[int, int, np.ndarray]) -> tuple[int, int]:
+    return row[:2]
+
+
+def _stored(
+    rows: Sequence[tuple[int, int, np.ndarray]], like: Unfinished[np.ndarray]
+) -> Unfinished[np.ndarray]:
+    stored = Unfinished(
+        np.zeros_like(like.prompts),
+        np.zeros_like(like.samples),
+        np.full_like(like.lengths, -1),
+        np.zeros_like(like.tokens),
+    )
+    for place, (prompt, sample, tokens) in enumerate(rows):
+        stored.prompts[place], stored.samples[place] = prompt, sample
+        stored.lengths[place] = len(tokens)
+        stored.tokens[place, : len(tokens)] = tokens
+    return stored
