@@ -61,7 +61,8 @@ def collect(
       prompts_seen: training prompts drawn before.
       unfinished: responses to go on with, where the recipe writes windows.
     """
-    collection, sampling, seconds = recipe.collection, sampling_of(recipe), dict[str, float]()
+    collection, sampling = recipe.collection, sampling_of(recipe)
+    seconds = {"timing_s/gen": 0.0, "timing_s/reward": 0.0}
     counts, own = np.ones(recipe.completions, bool), dict[str, float]()
     used = sampler.engine.usage
     before = used.slot_steps, used.row_steps

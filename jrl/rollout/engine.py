@@ -149,7 +149,10 @@ class SlotEngine:
         records_choices: bool = False,
     ):
         _check(rollout, slots)
-        self.mesh, self.slots, self.columns = rollout, slots, columns
+        self.mesh, self.slots = rollout, slots
+        # Tokens that run together are spread over ``tp``.
+        self._unit = rollout.size(rollout.tp)
+        self.columns = -(-columns // self._unit) * self._unit
         self.decoder = Decoder(config, rollout, pad_id, stop_ids, records_choices)
         self._usage = Usage()
         self._resharding = RolloutPolicy(config, training, rollout)
@@ -226,7 +229,7 @@ class SlotEngine:
         """Puts rows into slots."""
         pool = self._there()
         ranks, per_rank = self._seating.ranks, self._seating.per_rank
-        width = bucket(arriving.width, self.columns)
+        width = -(-bucket(arriving.width, self.columns) // self._unit) * self._unit
         most = max(map(len, arriving.runs))
         number = bucket(most, most * 2, least=1) if most else 0
         tokens = np.full((ranks, number, width), self.decoder.pad_id, np.int32)

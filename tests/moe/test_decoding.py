@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from programs import jit, mesh_of, on_mesh, random_weights
+from programs import mesh_of, on_mesh, random_weights, with_room
 from tiers import full_but
 
 from moe import model
 from moe.config import ModelConfig
-from moe.decoding import Cache, decode_step, extend, prefill
+from moe.decoding import decode_step, prefill
 from moe.placement import specs
 from sharding.collectives import vary
 from sharding.folding import Layout, fold_abstract
@@ -28,55 +28,48 @@ CONFIG = ModelConfig(
     experts_per_token=3,
     d_expert=14,
 )
-PROMPTS, COPIES, PROMPT, RESPONSE = 2, 2, 4, 3
-ROWS = PROMPTS * COPIES
+ROWS, PROMPT, RESPONSE, STEPS = 4, 4, 3, 3
 
 
 def batch():
-    """Rows of two prompts, one of them padded, and the lengths at which the rows end."""
-    draw = np.random.default_rng(3)
-    tokens = draw.integers(0, CONFIG.vocab_size, (ROWS, PROMPT + RESPONSE))
-    tokens[:, :PROMPT] = np.repeat(tokens[::COPIES, :PROMPT], COPIES, axis=0)
-    valid = np.ones(tokens.shape, bool)
-    valid[COPIES:, :2] = False
-    # The second row ends after one token of its response.
-    valid[1, PROMPT + 1 :] = False
-    return jnp.asarray(tokens), jnp.asarray(valid)
+    """Rows of prompts of two lengths, which end at lengths of their own."""
+    tokens = np.random.default_rng(3).integers(0, CONFIG.vocab_size, (ROWS, PROMPT + RESPONSE))
+    prompts = np.array([PROMPT, PROMPT - 2, PROMPT, PROMPT - 1], np.int32)
+    ends = np.array([PROMPT + RESPONSE, PROMPT, PROMPT + 1, PROMPT + 2], np.int32)
+    return jnp.asarray(tokens), jnp.asarray(prompts), jnp.asarray(ends)
 
 
 def stepwise(config, mesh):
-    """Logits ``[step, row, vocab]`` after each token of the response, from the cache."""
+    """Logits ``[step, row, vocab]`` of rows that go on one token a step, each from its prompt's
+    end, and the cache's keys of the first layer before and after."""
 
-    def local(weights, tokens, valid):
+    def local(weights, tokens, prompts, ends):
         weights = vary(weights, mesh.axes)
-        tokens, valid = vary((tokens, valid), mesh.except_sequence)
-        prompts = tokens[::COPIES, :PROMPT], valid[::COPIES, :PROMPT]
-        _, cache = prefill(weights, *prompts, config, mesh)
-        cache = extend(cache, RESPONSE, COPIES)
+        tokens, prompts, ends = vary((tokens, prompts, ends), mesh.except_sequence)
+        ran = prefill(weights, tokens[:, :PROMPT], prompts, config, mesh)
+        cache = with_room(ran.cache, RESPONSE)
         layers = tuple(model.layer_of(weights, index) for index in range(config.num_layers))
+        rows = jnp.arange(tokens.shape[0])
 
-        def step(cache, column):
-            logits, cache = decode_step(
-                layers,
-                weights,
-                cache,
-                jax.lax.dynamic_index_in_dim(tokens, column, axis=1, keepdims=False),
-                column,
-                jax.lax.dynamic_index_in_dim(valid, column, axis=1, keepdims=False),
-                config,
-                mesh,
+        def step(cache, number):
+            place = prompts + number
+            token = tokens[rows, jnp.minimum(place, tokens.shape[1] - 1)]
+            logits, cache, _ = decode_step(
+                layers, weights, cache, token, place, place < ends, config, mesh
             )
             return cache, logits
 
-        return jax.lax.scan(step, cache, jnp.arange(PROMPT, PROMPT + RESPONSE))[1]
+        after, logits = jax.lax.scan(step, cache, jnp.arange(STEPS))
+        return logits, cache.keys[0], after.keys[0]
 
     rows = P(mesh.dp)
-    logits = tuple(axis for axis in mesh.axes if axis not in mesh.dp + mesh.tp)
+    others = tuple(axis for axis in mesh.axes if axis not in mesh.dp + mesh.tp)
+    heads = P(others, mesh.dp, mesh.tp)
     return on_mesh(
-        lambda *given: local(*given)[None],
+        lambda *given: jax.tree.map(lambda x: x[None], local(*given)),
         mesh,
-        (specs(config, mesh), rows, rows),
-        P(logits, None, mesh.dp + mesh.tp),
+        (specs(config, mesh), rows, rows, rows),
+        (P(others, None, mesh.dp + mesh.tp), heads, heads),
     )
 
 
@@ -91,59 +84,51 @@ def stepwise(config, mesh):
 def test_steps_equal_the_whole_sequence(kind, layout):
     config = CONFIG if kind == "routed" else replace(CONFIG, num_experts=0, d_ff=12, head="tied")
     one, weights = mesh_of("dp1"), random_weights(config, 0)
-    tokens, valid = batch()
+    tokens, prompts, ends = batch()
     whole = on_mesh(
         lambda w, t, v: model.next_token_logits(w, t, v, config, one)[0],
         one,
         (specs(config, one), P(), P()),
         P(one.axes),
-    )(weights, tokens, valid).reshape(ROWS, PROMPT + RESPONSE, -1)
-    steps = np.asarray(stepwise(config, mesh_of(layout))(weights, tokens, valid))[0]
-    assert steps.shape == (RESPONSE, ROWS, CONFIG.vocab_size)
-    for step in range(RESPONSE):
-        going = np.asarray(valid[:, PROMPT + step])
+    )(weights, tokens, jnp.ones(tokens.shape, bool)).reshape(ROWS, PROMPT + RESPONSE, -1)
+    steps, before, after = (
+        np.asarray(x)[0] for x in stepwise(config, mesh_of(layout))(weights, *batch())
+    )
+    assert steps.shape == (STEPS, ROWS, CONFIG.vocab_size)
+    for row, (prompt, end) in enumerate(zip(prompts, ends, strict=True)):
+        going = end - prompt
+        assert 0 < going <= STEPS
         # float32: the same sums, in blocks of other sizes.
-        np.testing.assert_allclose(
-            steps[step][going], whole[:, PROMPT + step][going], atol=1e-5, err_msg=f"step {step}"
-        )
-        assert np.all(np.isfinite(steps[step]))
+        np.testing.assert_allclose(steps[:going, row], whole[row, prompt:end], atol=1e-5)
+        # Its own columns are written, one a step, and none when it has ended.
+        np.testing.assert_array_equal(after[row][:, :prompt], before[row][:, :prompt])
+        assert np.all(np.any(after[row][:, prompt:end] != before[row][:, prompt:end], axis=(0, 2)))
+        np.testing.assert_array_equal(after[row][:, end:], before[row][:, end:])
+    assert np.all(np.isfinite(steps))
 
 
 def test_prefill_equals_the_forward_pass_and_keeps_every_column():
     mesh, weights = mesh_of("dp1"), random_weights(CONFIG, 0)
-    tokens, valid = (x[::COPIES, :PROMPT] for x in batch())
+    tokens, lengths, _ = batch()
+    tokens = tokens[:, :PROMPT]
 
-    def local(weights, tokens, valid):
-        x, cache = prefill(weights, tokens, valid, CONFIG, mesh)
+    def local(weights, tokens, lengths):
+        ran = prefill(weights, tokens, lengths, CONFIG, mesh)
+        valid = jnp.arange(PROMPT)[None] < lengths[:, None]
         expected, _ = model.hidden(weights, tokens, valid, CONFIG, mesh)
-        sizes = [buffer.size for buffer in (*cache.keys, *cache.values)]
-        assert sizes == [PROMPTS * PROMPT * 4 * 6] * 4
-        return x, expected, cache.valid
+        sizes = [buffer.size for buffer in (*ran.cache.keys, *ran.cache.values)]
+        assert sizes == [ROWS * PROMPT * 4 * 6] * 4
+        return ran.states, expected
 
-    x, expected, kept = on_mesh(local, mesh, (specs(CONFIG, mesh), P(), P()), P(mesh.axes))(
-        weights, tokens, valid
+    states, expected = on_mesh(local, mesh, (specs(CONFIG, mesh), P(), P()), P(mesh.axes))(
+        weights, tokens, lengths
     )
-    np.testing.assert_allclose(x, expected, rtol=1e-6)
-    np.testing.assert_array_equal(kept, valid)
-
-
-def test_extend_repeats_rows_and_makes_room():
-    draw = np.random.default_rng(0)
-    keys, values = (jnp.asarray(draw.normal(size=(2, 3, 5, 7))) for _ in range(2))
-    cache = Cache((keys,), (values,), jnp.asarray(draw.random((2, 5)) < 0.5))
-    longer = jit(lambda cache: extend(cache, 4, 3))(cache)
-    order = [0, 0, 0, 1, 1, 1]
-    for before, after in ((keys, longer.keys[0]), (values, longer.values[0])):
-        assert after.shape == (6, 3, 9, 7)
-        np.testing.assert_array_equal(after[:, :, :5], before[np.array(order)])
-        np.testing.assert_array_equal(after[:, :, 5:], 0)
-    assert longer.valid.shape == (6, 9)
-    np.testing.assert_array_equal(longer.valid[:, :5], cache.valid[np.array(order)])
-    assert not longer.valid[:, 5:].any()
+    last = np.asarray(expected).reshape(ROWS, PROMPT, -1)[np.arange(ROWS), lengths - 1]
+    np.testing.assert_allclose(states, last, rtol=1e-6)
 
 
 def test_a_cache_holds_whole_rows():
     mesh = fold_abstract(Layout(cp=2))
-    tokens, valid = (x[::COPIES, :PROMPT] for x in batch())
+    tokens, lengths, _ = batch()
     with pytest.raises(ValueError, match=r"decoding runs without context parallelism; cp must be"):
-        prefill(random_weights(CONFIG, 0), tokens, valid, CONFIG, mesh)
+        prefill(random_weights(CONFIG, 0), tokens, lengths, CONFIG, mesh)

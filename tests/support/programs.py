@@ -46,3 +46,8 @@ def on_mesh(function: Callable[..., Any], mesh: FoldedMesh, in_specs: Any, out_s
     return jit(
         jax.shard_map(function, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs),
     )
+
+
+def with_room(cache, more):
+    """A cache with so many columns more."""
+    return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, more), (0, 0))), cache)

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 
 from jrl.config.run import RunConfig
+from jrl.processes.agreement import to_host
 from jrl.recipes import RECIPES, ActorCritic, Batch
 from jrl.report.metrics import without_timings
 from jrl.rollout.batching import over_rows
-from jrl.rollout.collect import sampling_of
-from jrl.rollout.generate import Decoder
+from jrl.rollout.collect import collect
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import read, read_metrics
 from jrl.tasks.procedural import ProceduralTask
@@ -125,12 +125,12 @@ def small_setup(recipe=None, run: RunConfig | None = None, **changes) -> Setup:
 
 def fresh_weights(setup: Setup) -> Transformer[jax.Array]:
     """The policy that a run begins with."""
-    return init_weights(setup.model, setup.mesh, setup.randomness.key("weights", 0))
+    return init_weights(setup.model, setup.mesh, setup.randomness.key("weights"))
 
 
 def fresh_state(setup: Setup, weights: Transformer[jax.Array]) -> TrainState[jax.Array]:
     """The state of a run before its first step, with these weights."""
-    return init_state(setup.networks, weights, setup.randomness.key("critic", 0))
+    return init_state(setup.networks, weights, setup.randomness.key("critic"))
 
 
 def one_step(setup: Setup, state: TrainState[jax.Array]) -> tuple[TrainState[jax.Array], Step]:
@@ -139,10 +139,12 @@ def one_step(setup: Setup, state: TrainState[jax.Array]) -> tuple[TrainState[jax
     return train_step(*fixed, state, setup.randomness)
 
 
-def decoder_of(setup: Setup) -> Decoder:
-    """Decoding as a training step does it."""
-    engine = setup.sampler().engine
-    return engine.decoder(sampling_of(setup.recipe), setup.recipe.group_size, setup.response_length)
+def sampled(setup: Setup, weights: Transformer[jax.Array], first: int = 0) -> Batch[np.ndarray]:
+    """Completions of a step's prompts as a run samples them, on the host."""
+    sampler = setup.sampler()
+    sampler.engine.load(weights, 0)
+    collected = collect(sampler, setup.recipe, setup.mesh, first)
+    return to_host(collected.batch)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 import functools
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +11,15 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jrl.recipes.base.batch import Batch
-from jrl.rollout.generate import Decoder, generate, mark_replicated
+from jrl.rollout.batching import batch_of
+from jrl.rollout.engine import SlotEngine
+from jrl.rollout.requests import Request, Trajectory
 from jrl.rollout.sampling import Sampling
-from jrl.rollout.scoring import PromptLayout, Scores, score
+from jrl.rollout.scoring import PromptLayout, Scores, mark_replicated, score
 from moe.config import ModelConfig
 from moe.placement import specs
 from moe.weights import Transformer, axis_sizes, shapes, table
-from sharding.folding import Layout, fold
+from sharding.folding import FoldedMesh, Layout, fold
 
 # Without the code generator's optimisations a compilation takes half the time.
 FAST_COMPILE: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
@@ -53,39 +57,77 @@ def prompts() -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(tokens), jnp.asarray(np.arange(PROMPT)[None] >= PROMPT - length[:, None])
 
 
-def decoder_of(
-    sampling: Sampling,
-    layout: str = "dp1",
-    *,
-    response: int = 7,
-    eos: int | tuple[int, ...] = EOS,
-    config: ModelConfig = CONFIG,
-) -> Decoder:
-    parsed = Layout.parse(layout)
-    mesh = fold(parsed, jax.devices()[: parsed.num_devices])
-    stops = (eos,) if isinstance(eos, int) else eos
-    return Decoder(config, mesh, PROMPT, response, COPIES, PAD, stops, sampling)
+@dataclass(frozen=True)
+class Asked:
+    """What the prompts are completed with."""
+
+    sampling: Sampling
+    layout: str = "dp1"
+    response: int = 7
+    stops: tuple[int, ...] = (EOS,)
+    config: ModelConfig = CONFIG
+    slots: int = NUM_PROMPTS * COPIES
+    seed: int = 0
+    records_choices: bool = False
+
+    @property
+    def mesh(self) -> FoldedMesh:
+        layout = Layout.parse(self.layout)
+        return fold(layout, jax.devices()[: layout.num_devices])
+
+    @property
+    def requests(self) -> list[Request]:
+        tokens, valid = prompts()
+        return [
+            Request(number, sample, np.asarray(ids[there], np.int32), self.response)
+            for number, (ids, there) in enumerate(zip(tokens, valid, strict=True))
+            for sample in range(COPIES)
+        ]
+
+    def engine(self) -> SlotEngine:
+        engine = SlotEngine(
+            self.config,
+            self.mesh,
+            self.mesh,
+            slots=self.slots,
+            columns=PROMPT + self.response,
+            pad_id=PAD,
+            stop_ids=self.stops,
+            key=jax.random.key(self.seed),
+            records_choices=self.records_choices,
+        )
+        engine.load(weights(self.config), 5)
+        return engine
 
 
-def compiled(decoder: Decoder):
-    given = (weights(decoder.config), *prompts(), jax.random.key(0))
-    return generate.lower(decoder, *given).compile(FAST_COMPILE)
+def answers(
+    engine: SlotEngine, requests: Sequence[Request], sampling: Sampling
+) -> list[Trajectory]:
+    """Trajectories in the order of the requests."""
+    engine.submit(requests, sampling)
+    done = {}
+    while trajectories := engine.poll():
+        done |= {(t.request.prompt, t.request.sample): t for t in trajectories}
+    assert len(done) == len(requests)
+    return [done[request.prompt, request.sample] for request in requests]
 
 
 @functools.cache
-def decode(decoder: Decoder, seed: int = 0) -> Batch[np.ndarray]:
-    step = compiled(decoder)
-    given = (weights(decoder.config), *prompts(), jax.random.key(seed))
-    return jax.tree.map(np.asarray, step(*given))
+def decode(asked: Asked) -> Batch[np.ndarray]:
+    """The completions of a prompt in a row, as a batch."""
+    given = answers(asked.engine(), asked.requests, asked.sampling)
+    everything = np.ones(len(given), bool)
+    batch = batch_of(given, everything, asked.mesh, PROMPT, asked.response)
+    return jax.tree.map(np.asarray, batch)
 
 
-def scores(decoder: Decoder, weights, tokens, valid) -> Scores:
+def scores(decoder: Asked, weights, tokens, valid) -> Scores:
     """What scoring says, inside the `jax.shard_map`."""
     rows = PromptLayout(PROMPT, COPIES)
     return score(weights, tokens, valid, rows, decoder.config, decoder.sampling, decoder.mesh)
 
 
-def scored(decoder: Decoder, rollout: Batch[np.ndarray]) -> list[np.ndarray]:
+def scored(decoder: Asked, rollout: Batch[np.ndarray]) -> list[np.ndarray]:
     """Log-probabilities, those in the distribution drawn from, and entropies of the tokens."""
     mesh, config = decoder.mesh, decoder.config
 

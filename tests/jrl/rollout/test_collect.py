@@ -17,10 +17,13 @@ from small_runs import (
     small_setup,
 )
 
-from jrl.recipes import RECIPES, Batch
+from jrl.recipes import RECIPES
+from jrl.rollout.batching import over_rows
 from jrl.rollout.collect import collect, groups_of, shown
-from jrl.rollout.requests import Request, Trajectory
+from jrl.rollout.engine import Usage
+from jrl.rollout.requests import Request, Shelf, Trajectory
 from jrl.rollout.sampler import Completion, Sampler, lengths_of, scores_of
+from jrl.rollout.slots import Rows
 from jrl.tasks import REASONS, Example, Verdict
 from jrl.tasks.procedural import ProceduralTask
 from jrl.tasks.task import CORRECT
@@ -28,13 +31,11 @@ from jrl.text.chat import ChatTemplate
 from jrl.text.prompt_format import PromptFormat
 
 TIME = PROMPT_LENGTH + RESPONSE_LENGTH
+TIMES = {"timing_s/gen", "timing_s/reward", "perf/slot_utilisation"}
 
 
-def collected_by(setup, sampler, step, prompts_seen):
-    def key(round):
-        return setup.randomness.key("rollout", step, round)
-
-    return collect(sampler, setup.recipe, setup.mesh, prompts_seen, key)
+def collected_by(setup, sampler, prompts_seen):
+    return collect(sampler, setup.recipe, setup.mesh, prompts_seen)
 
 
 def test_samples_of_the_policy():
@@ -42,7 +43,7 @@ def test_samples_of_the_policy():
     setup = small_setup()
     sampler = setup.sampler()
     sampler.engine.load(fresh_weights(setup), version=3)
-    collected = collected_by(setup, sampler, 3, 8)
+    collected = collected_by(setup, sampler, 8)
     kept, batch = collected.completions, jax.device_get(collected.batch)
     assert collected.prompts_seen == 8 + PROMPTS
     assert groups_of(kept).tolist() == [8, 8, 9, 9, 10, 10, 11, 11]
@@ -62,23 +63,28 @@ def test_samples_of_the_policy():
         ended = ids[-1] == setup.tokenizer.eos_id
         assert ended != batch.truncated[row] == completion.truncated
         assert len(completion.text) == len(ids) - int(ended)
-        assert (trajectory.version, trajectory.request.sample) == (3, row % GROUP_SIZE)
+        np.testing.assert_array_equal(trajectory.versions, np.full(len(ids), 3))
+        assert trajectory.request.sample == row % GROUP_SIZE
     verdicts = setup.task.verify(expected, [completion.text for completion in kept])
     assert [completion.verdict for completion in kept] == verdicts
     assert sum(collected.metrics[f"verifier/{reason}"] for reason in REASONS) == 8
-    assert collected.seconds.keys() == {"timing_s/gen", "timing_s/reward"}
-    again = collected_by(setup, sampler, 3, 8)
+    assert collected.seconds.keys() == TIMES
+    again = collected_by(setup, sampler, 8)
     jax.tree.map(np.testing.assert_array_equal, again.batch, collected.batch)
-    other = collected_by(setup, sampler, 4, 8)
+    elsewhere = setup.sampler(seed=1)
+    elsewhere.engine.load(fresh_weights(setup), version=3)
+    other = collected_by(setup, elsewhere, 8)
     assert [c.text for c in other.completions] != [c.text for c in kept]
 
 
 class ScriptedEngine:
     """An engine without a network: three tokens to every request; a row begins with the number of
-    its prompt."""
+    its prompt. Requests end in an order of their own, a few at a time."""
 
-    def __init__(self, mesh):
-        self.mesh, self.prompts, self.keys, self._asked = mesh, [], [], []
+    def __init__(self, setup, order):
+        self.mesh, self.prompts, self.usage = setup.mesh, [], Usage()
+        self.cancelled, self.num_idle, self._asked, self._order = [], 0, [], order
+        self._decoder = setup.sampler().engine.decoder
 
     def load(self, weights, version):
         pass
@@ -86,91 +92,109 @@ class ScriptedEngine:
     def release(self):
         pass
 
-    def pending(self):
-        return ()
-
-    def restore(self, pending):
-        pass
-
-    def submit(self, requests, sampling, key):
+    def submit(self, requests, sampling):
         self.prompts += [request.prompt for request in requests if request.sample == 0]
-        self.keys.append(np.asarray(jax.random.key_data(key)).tobytes())
-        self._asked = list(requests)
+        self._asked += requests
+
+    def cancel(self, prompts):
+        self.cancelled += prompts
+        self._asked = [request for request in self._asked if request.prompt not in prompts]
 
     def poll(self):
-        rows = len(self._asked)
-        tokens = jnp.zeros((rows, TIME), jnp.int32)
-        tokens = tokens.at[:, 0].set(jnp.array([request.prompt for request in self._asked]))
-        mask = jnp.zeros((rows, TIME), bool).at[:, PROMPT_LENGTH : PROMPT_LENGTH + 3].set(True)
-        numbers = jnp.zeros((rows, TIME), jnp.float32)
-        batch = Batch(tokens, mask, mask, numbers, numbers, jnp.zeros(rows, bool))
+        self._order.shuffle(self._asked)
+        ended, self._asked = self._asked[:3], self._asked[3:]
+        if not ended:
+            return []
+        size = len(ended)
+        tokens = jnp.zeros((size, TIME), jnp.int32)
+        tokens = tokens.at[:, 0].set(jnp.array([request.prompt for request in ended]))
+        begins = jnp.array([len(request.tokens) for request in ended])
+        numbers = jnp.zeros((size, TIME), jnp.float32)
+        rows = Rows(begins + 3, begins, tokens, numbers, numbers, tokens, None)
+        shelf = Shelf(self._decoder, jax.device_put(rows, over_rows(self.mesh)))
         ids = np.zeros(3, np.int32)
-        return [
-            Trajectory(request, ids, 0, "stop", batch, row)
-            for row, request in enumerate(self._asked)
-        ]
+        return [Trajectory(request, ids, "stop", shelf, row) for row, request in enumerate(ended)]
 
 
 class ScriptedTask(ProceduralTask):
-    """A task of which the n-th prompt that is verified gets the n-th pair of scores."""
+    """A task of which the n-th prompt from the hundredth on gets the n-th pair of scores; which of
+    its samples gets which is left to the order in which they are verified."""
 
     def __init__(self, task, scores):
         super().__init__(**{field.name: getattr(task, field.name) for field in fields(task)})
-        given = iter([score for pair in scores for score in pair])
-        object.__setattr__(self, "given", given)
+        pairs = {100 + number: list(pair) for number, pair in enumerate(scores)}
+        object.__setattr__(self, "pairs", pairs)
+
+    def train(self, index):
+        return replace(super().train(index), answer=str(index))
 
     def verify(self, examples, completions):
         reasons = {1.0: "correct", 0.5: "partial", 0.0: "wrong"}
-        scores = [next(self.given) for _ in completions]
+        scores = [self.pairs[int(example.answer)].pop(0) for example in examples]
         return [Verdict(score, reasons[score]) for score in scores]
 
 
 GOOD, PARTIAL, ALL, NONE = (1.0, 0.0), (0.0, 0.5), (1.0, 1.0), (0.0, 0.0)
 
 
-def scripted(scores, recipe):
+def scripted(scores, recipe, idle=0):
     setup = small_setup(recipe)
-    engine = ScriptedEngine(setup.mesh)
+    engine = ScriptedEngine(setup, np.random.default_rng(len(scores)))
+    engine.num_idle = idle
     task = ScriptedTask(setup.task, scores)
     sampler = Sampler(engine, task, setup.format, setup.prompt_length, setup.response_length)
-    return setup, engine, collected_by(setup, sampler, 2, 100)
+    return setup, engine, collected_by(setup, sampler, 100)
+
+
+def first_tokens(batch):
+    """What the scripted engine wrote into the first column of each row."""
+    begins = np.argmax(np.asarray(batch.valid), axis=1)
+    return np.asarray(batch.tokens)[np.arange(len(begins)), begins].tolist()
+
+
+@pytest.mark.parametrize("idle", [0, 6])
+def test_what_is_begun_in_advance_has_no_say(idle):
+    """With idle slots, prompts are asked for that may turn out to be too many, and are dropped."""
+    scores = [NONE, GOOD, ALL, PARTIAL, NONE, NONE, GOOD, ALL, GOOD, GOOD, GOOD, NONE]
+    _, engine, collected = scripted(scores, small_recipe("dapo"), idle)
+    assert collected.prompts_seen == 109
+    assert groups_of(collected.completions[::2]).tolist() == [101, 103, 106, 108]
+    assert len(engine.prompts) == len(set(engine.prompts))
+    assert engine.cancelled == [number for number in engine.prompts if number >= 109]
+    assert bool(engine.cancelled) == bool(idle)
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_dynamic_sampling_refills(name):
     scores = [NONE, GOOD, ALL, PARTIAL, NONE, NONE, GOOD, ALL, GOOD, GOOD, GOOD, NONE]
     recipe = small_recipe(name, dynamic_sampling=True)
-    setup, engine, collected = scripted(scores, recipe)
-    # Three rounds of four prompts, of which the informative ones come first, in order.
-    assert collected.prompts_seen == 100 + 12
-    assert engine.prompts == [*range(100, 112)]
-    assert len(set(engine.keys)) == 3
+    _, engine, collected = scripted(scores, recipe)
+    # The fourth informative one is the ninth: no prompt after it is asked for.
+    assert collected.prompts_seen == 100 + 9
+    assert engine.prompts == [*range(100, 109)]
     kept = collected.completions
-    assert [c.example for c in kept[::2]] == [setup.task.train(100 + i) for i in (1, 3, 6, 8)]
-    assert scores_of(kept).tolist() == [1, 0, 0, 0.5, 1, 0, 1, 0]
+    assert [c.example.answer for c in kept[::2]] == ["101", "103", "106", "108"]
+    assert np.sort(scores_of(kept).reshape(4, 2)).tolist() == [[0, 1], [0, 0.5], [0, 1], [0, 1]]
     assert groups_of(kept).tolist() == [101, 101, 103, 103, 106, 106, 108, 108]
     # The rows on the mesh are those of the list: each has the number of its prompt in it.
-    assert collected.batch.tokens[:, 0].tolist() == groups_of(kept).tolist()
+    assert first_tokens(collected.batch) == groups_of(kept).tolist()
     assert collected.batch.mask.sum() == 8 * 3
-    # Each points at its row of this batch, and keeps none of the rounds alive.
-    assert all(c.trajectory.batch is collected.batch for c in kept)
-    assert [c.trajectory.row for c in kept] == list(range(8))
     expected = {
-        "train/num_gen_batches": 3,
-        "dynamic_sampling/prompts_generated": 12,
+        "train/num_gen_batches": 9 / 4,
+        "dynamic_sampling/prompts_generated": 9,
         "dynamic_sampling/prompts_kept": 4,
-        "dynamic_sampling/filtered": 0.5,
+        "dynamic_sampling/filtered": 5 / 9,
         "dynamic_sampling/gave_up": 0,
         # Of everything that was generated, not of what was kept.
-        "verifier/correct": 5 + 2 * 2,
+        "verifier/correct": 3 + 2 * 2,
         "verifier/partial": 1,
-        "verifier/wrong": 14,
+        "verifier/wrong": 10,
         "verifier/unparsable": 0,
         "verifier/timeout": 0,
         "verifier/error": 0,
     }
     assert collected.metrics == expected
-    assert collected.seconds.keys() == {"timing_s/gen", "timing_s/reward"}
+    assert collected.seconds.keys() == TIMES
 
 
 def test_dynamic_sampling_stops_when_it_has_enough():
@@ -191,7 +215,7 @@ def test_dynamic_sampling_gives_up():
     assert collected.metrics["dynamic_sampling/filtered"] == 0.75
     kept, batch = collected.completions, collected.batch
     assert groups_of(kept).tolist() == [101, 101, 107, 107, 100, 100, 102, 102]
-    assert batch.tokens[:, 0].tolist() == groups_of(kept).tolist()
+    assert first_tokens(batch) == groups_of(kept).tolist()
     # What fills up the batch does not count, though it has been written and scored.
     assert batch.mask.any(axis=1).tolist() == [True] * 4 + [False] * 4
     assert lengths_of(kept).tolist() == [3] * 8
@@ -218,7 +242,7 @@ def test_without_it_recipes_take_what_comes(name):
 
 def completion(prompt, sample=0, text="1"):
     request = Request(prompt, sample, np.zeros(1, np.int32), RESPONSE_LENGTH)
-    trajectory = Trajectory(request, np.zeros(2, np.int32), 0, "stop", Batch(0, 0, 0), sample)
+    trajectory = Trajectory(request, np.zeros(2, np.int32), "stop", Shelf(None, None), sample)
     return Completion(trajectory, Example(f"{prompt}=", "1"), text, CORRECT)
 
 

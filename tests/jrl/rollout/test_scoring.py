@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from policies import CONFIG, FAST_COMPILE, PROMPT, decode, decoder_of, scored, scores, weights
+from policies import CONFIG, FAST_COMPILE, PROMPT, Asked, decode, scored, scores, weights
 
 from jrl.rollout.sampling import GREEDY, Sampling
 from moe import model
@@ -27,7 +27,7 @@ CLOSE = 1e-5
     ],
 )
 def test_decoding_and_scoring_agree(sampling):
-    decoder = decoder_of(sampling)
+    decoder = Asked(sampling)
     rollout = decode(decoder)
     logprobs, behaviour, entropy = scored(decoder, rollout)
     drawn = rollout.mask
@@ -43,7 +43,7 @@ def test_decoding_and_scoring_agree(sampling):
 def test_agreement_is_the_layout_s_too():
     """Here each ``tp`` rank has its columns of the head."""
     config = replace(CONFIG, vocab_size=12)
-    decoder = decoder_of(Sampling(top_k=5), "tp2 dp2 / ep4", config=config)
+    decoder = Asked(Sampling(top_k=5), "tp2 dp2 / ep4", config=config)
     rollout = decode(decoder)
     logprobs, behaviour, _ = scored(decoder, rollout)
     drawn = rollout.mask
@@ -52,7 +52,7 @@ def test_agreement_is_the_layout_s_too():
 
 
 def test_scores_are_those_of_the_token_they_stand_at():
-    decoder = decoder_of(Sampling(temperature=0.7))
+    decoder = Asked(Sampling(temperature=0.7))
     rollout, mesh = decode(decoder), decoder.mesh
     logprobs, _, entropy = scored(decoder, rollout)
     step = jax.jit(
@@ -77,8 +77,8 @@ def test_scores_are_those_of_the_token_they_stand_at():
 
 
 def test_the_sampler_s_logprobs_carry_no_gradient():
-    decoder = decoder_of(Sampling(top_k=3))
-    mesh, rollout = decoder.mesh, decode(decoder_of(Sampling(temperature=0.7)))
+    decoder = Asked(Sampling(top_k=3))
+    mesh, rollout = decoder.mesh, decode(Asked(Sampling(temperature=0.7)))
 
     def total(of):
         def local(weights, tokens, valid):

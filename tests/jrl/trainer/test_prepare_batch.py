@@ -61,8 +61,7 @@ def sampled():
     setup = small_setup()
     sampler = setup.sampler()
     sampler.engine.load(fresh_weights(setup), 0)
-    key = setup.randomness.key("rollout", 0)
-    collected = collect(sampler, setup.recipe, setup.mesh, 0, lambda _: key)
+    collected = collect(sampler, setup.recipe, setup.mesh, 0)
     scores = [0.0, 0.5, 1.0, 0.5, 0.0, 0.0, 1.0, 1.0]
     reasons = {1.0: "correct", 0.5: "partial", 0.0: "wrong"}
     rows = zip(collected.completions, scores, strict=True)

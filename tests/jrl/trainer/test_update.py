@@ -20,7 +20,7 @@ from jrl.trainer.update import Max, init_learner, update
 def networks(setup):
     """What each network is updated with: objective, optimizer, and weights without a zero head."""
     policy, critic = setup.networks.policy, setup.networks.critic
-    random = init_weights(critic.config, setup.mesh, setup.randomness.key("critic", 0))
+    random = init_weights(critic.config, setup.mesh, setup.randomness.key("critic"))
     head = jax.device_put(jnp.linspace(-1.0, 1.0, setup.model.d_model), replicated(setup.mesh))
     return {
         "policy": (policy.objective, policy.optimizer, fresh_weights(setup)),

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from programs import mesh_of, on_mesh
+from programs import mesh_of, on_mesh, with_room
 from public_checkpoints import MESH, NAMES, QUICK, golden, loaded
 from tiers import full_but
 
 from moe import model
-from moe.decoding import decode_step, extend, prefill
+from moe.decoding import decode_step, prefill
 from moe.placement import specs
 from moe.tokens import alignment
 from moe.weights import Transformer
@@ -58,8 +58,12 @@ def test_decoding_gives_the_logits_of_the_whole_sequence(name):
     def local(weights, tokens, valid):
         weights = vary(weights, mesh.axes)
         tokens, valid = vary((tokens, valid), mesh.except_sequence)
-        _, cache = prefill(weights, tokens[:, :prompt], valid[:, :prompt], config, mesh)
-        cache = extend(cache, tokens.shape[1] - prompt, 1)
+        # The rows are padded on their left, and in the cache they begin in the first column.
+        padding = jnp.sum(~valid, axis=1, dtype=jnp.int32)
+        column = jnp.arange(prompt)[None] + padding[:, None]
+        begins = jnp.take_along_axis(tokens, jnp.minimum(column, prompt - 1), axis=1)
+        ran = prefill(weights, begins, prompt - padding, config, mesh)
+        cache = with_room(ran.cache, tokens.shape[1] - prompt)
         layers = tuple(model.layer_of(weights, index) for index in range(config.num_layers))
 
         def step(cache, column):
@@ -67,7 +71,9 @@ def test_decoding_gives_the_logits_of_the_whole_sequence(name):
                 jax.lax.dynamic_index_in_dim(x, column, axis=1, keepdims=False)
                 for x in (tokens, valid)
             )
-            logits, cache = decode_step(layers, weights, cache, token, column, live, config, mesh)
+            logits, cache, _ = decode_step(
+                layers, weights, cache, token, column - padding, live, config, mesh
+            )
             return cache, logits
 
         return jax.lax.scan(step, cache, jnp.arange(prompt, tokens.shape[1]))[1][None]

@@ -18,8 +18,7 @@ from jrl.trainer.step import train_step
 def evaluate(setup, weights, step, examples):
     sampler = setup.sampler()
     sampler.engine.load(weights, step)
-    key = setup.randomness.key("evaluation", step)
-    found = heldout_metrics(sampler, sampling_of(setup.recipe), examples, key)
+    found = heldout_metrics(sampler, sampling_of(setup.recipe), examples)
     return without_timings(found)
 
 

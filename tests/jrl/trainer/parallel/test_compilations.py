@@ -1,22 +1,18 @@
 """A step compiles once: what it returns is laid out as what it was given."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
-import numpy as np
 import pytest
 from small_runs import (
-    PROMPT_LENGTH,
-    PROMPTS,
-    decoder_of,
     small_batch,
     small_model,
     small_run,
     small_setup,
 )
 
-from jrl.rollout.batching import over_rows
-from jrl.rollout.generate import generate
+from jrl.rollout.collect import collect
 from jrl.trainer.update import update
 from moe import placement
 from moe import weights as moe_weights
@@ -69,20 +65,13 @@ def test_an_update_through_a_pipeline_compiles_once(caplog):
 def test_generation_and_updates_compile_once(caplog):
     setup = setup_on("tp2 dp2 / ep4")
     learner = setup.networks.policy.init(initial(setup))
-    tokens = np.full((PROMPTS, PROMPT_LENGTH), 3, np.int32)
-    prompts = jax.device_put((tokens, tokens == 3), over_rows(setup.mesh))
+    sampler = setup.sampler()
     counts, updates = [], []
     for step in range(3):
-        key = setup.randomness.key("rollout", step)
-        _, count = compiled(
-            "generate",
-            caplog,
-            generate,
-            decoder_of(setup),
-            learner.weights,
-            *prompts,
-            key,
-        )
+        sampler.engine.load(learner.weights, step)
+        collected = partial(collect, sampler, setup.recipe, setup.mesh, 4 * step)
+        _, count = compiled("advance", caplog, collected)
+        sampler.engine.release()
         counts.append(count)
         (learner, _), count = compiled(
             "update",

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 from small_runs import (
-    decoder_of,
     fresh_state,
     small_batch,
     small_model,
@@ -18,7 +17,6 @@ from small_runs import (
 from three_updates import assert_same_updates, random_weights, three_updates
 from tiers import full_but
 
-from jrl.rollout.generate import generate
 from jrl.rollout.resharding import reshard
 from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer.setup.dry_run import memory
@@ -105,13 +103,8 @@ def test_each_layer_is_joined_forward_and_again_backward():
 def test_the_rollout_has_whole_weights_and_draws_the_same():
     setup, plain = setup_on("dp4"), setup_on("dp4", fsdp=False)
     weights, same = (random_weights(s, s.model) for s in (setup, plain))
-    batch = small_batch(setup, ROWS)
-    prompts, valid = batch.tokens[:, : setup.prompt_length], batch.valid[:, : setup.prompt_length]
-    drawn = [
-        generate(decoder_of(s), own, prompts, valid, setup.randomness.key("rollout", 0))
-        for s, own in ((setup, weights), (plain, same))
-    ]
-    jax.tree.map(np.testing.assert_array_equal, *jax.device_get(drawn))
+    drawn = [sampled(s, own) for s, own in ((setup, weights), (plain, same))]
+    jax.tree.map(np.testing.assert_array_equal, *drawn)
     apart = fold(Layout(tp=2, dp=2), jax.devices()[:4])
     moved = reshard(weights, setup.model, setup.mesh, apart)
     assert elements_on_one(moved) == elements_on_one(reshard(same, plain.model, plain.mesh, apart))

@@ -9,7 +9,6 @@ import pytest
 from small_runs import (
     PROMPT_LENGTH,
     RESPONSE_LENGTH,
-    decoder_of,
     fresh_state,
     fresh_weights,
     small_batch,
@@ -25,7 +24,6 @@ from three_updates import (
     three_updates,
 )
 
-from jrl.rollout.generate import generate
 from jrl.rollout.scoring import PromptLayout, num_micro_batches
 from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer.scoring import logprobs_of, values_of
@@ -135,16 +133,3 @@ def test_layers_must_divide():
         placement.specs(setup.model, fold_abstract(Layout(pp=3)))
     with pytest.raises(ValueError, match=r"num_layers=4 .* 2 pipeline stages x 3 chunks"):
         placement.specs(setup.model, fold_abstract(Layout(pp=2, vpp=3)))
-
-
-def test_a_pipeline_does_not_decode():
-    setup = setup_on("pp2")
-    prompts = np.zeros((4, PROMPT_LENGTH), np.int32)
-    with pytest.raises(ValueError, match=r"pp2 .* cannot decode: .* pp must be 1"):
-        generate(
-            decoder_of(setup)._replace(mesh=setup.mesh),
-            random_weights(setup, setup.model),
-            prompts,
-            prompts == 0,
-            jax.random.key(0),
-        )

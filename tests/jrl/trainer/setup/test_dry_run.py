@@ -71,8 +71,8 @@ def tokens_of(rows, time):
 def with_everything():
     """A run that has a critic and a reference, with its first state."""
     setup = build_setup(RunConfig(layout=LAYOUT), replace(Ppo(), kl_coef=0.1))
-    weights = init_weights(setup.model, setup.mesh, setup.randomness.key("weights", 0))
-    return setup, init_state(setup.networks, weights, setup.randomness.key("critic", 0))
+    weights = init_weights(setup.model, setup.mesh, setup.randomness.key("weights"))
+    return setup, init_state(setup.networks, weights, setup.randomness.key("critic"))
 
 
 def test_memory_of_the_state_is_what_the_state_takes(with_everything):
@@ -235,7 +235,7 @@ def test_a_rollout_of_its_own_is_printed_and_takes_memory(apart):
     assert "Layout: pp2 cp2 tp2 / ep2 on" in text.getvalue()
     assert "Rollout layout: tp2 cp1 dp4 pp1 / ep2 etp1 edp4 on the same" in text.getvalue()
     needs = memory(apart)
-    policy = weights.initialise(apart.model, apart.randomness.key("weights", 0))
+    policy = weights.initialise(apart.model, apart.randomness.key("weights"))
     there = jax.device_put(policy, placement.shardings(apart.model, apart.rollout_mesh))
     assert needs["policy of the rollout"] == on_one_device(there)
     # The cache is that of dp 4 and tp 2.

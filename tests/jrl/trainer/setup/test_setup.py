@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from chat_checkpoint import chat_tokenizer, write_tokenizer
-from small_runs import decoder_of, small_model, small_recipe, small_setup
+from small_runs import small_model, small_recipe, small_setup
 
 from jrl.config.run import ROUTER_SETTINGS, RunConfig
 from jrl.recipes import Grpo
@@ -83,8 +83,8 @@ def test_a_tokenizer_json_takes_the_place_of_a_character_model(tmp_path):
     setup = made(RunConfig(tokenizer=str(folder / "tokenizer.json")))
     assert setup.model.vocab_size == setup.tokenizer.vocab_size
     assert setup.format.template is not None
-    assert decoder_of(setup).stop_ids == setup.tokenizer.stop_ids
-    assert len(decoder_of(setup).stop_ids) == 2
+    assert setup.sampler().engine.decoder.stop_ids == setup.tokenizer.stop_ids
+    assert len(setup.sampler().engine.decoder.stop_ids) == 2
 
 
 def test_a_network_with_ids_that_the_tokenizer_cannot_decode_is_refused(tmp_path):

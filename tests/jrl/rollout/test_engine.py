@@ -1,0 +1,278 @@
+"""Decoding slots: what a rollout holds, when it stops, and that nothing else has a say in it."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from policies import (
+    CONFIG,
+    COPIES,
+    EOS,
+    NUM_PROMPTS,
+    PAD,
+    PROMPT,
+    Asked,
+    answers,
+    decode,
+    prompts,
+    weights,
+)
+
+from jrl.rollout.requests import Request
+from jrl.rollout.sampling import GREEDY, Sampling
+from sharding.folding import Layout, fold
+
+ROWS = NUM_PROMPTS * COPIES
+DENSE = replace(CONFIG, num_experts=0, d_ff=16)
+CLOSE = 1e-5
+"""float32: the same sums, in blocks of other sizes."""
+
+
+def lengths(rollout):
+    return rollout.mask.sum(axis=1)
+
+
+def test_rows_of_a_group_share_their_prompt():
+    rollout = decode(Asked(Sampling()))
+    tokens, valid = (np.repeat(np.asarray(x), COPIES, axis=0) for x in prompts())
+    assert rollout.tokens.shape == rollout.mask.shape == (ROWS, PROMPT + 7)
+    np.testing.assert_array_equal(rollout.tokens[:, :PROMPT][valid], tokens[valid])
+    np.testing.assert_array_equal(rollout.tokens[:, :PROMPT][~valid], PAD)
+    np.testing.assert_array_equal(rollout.valid[:, :PROMPT], valid)
+    assert not rollout.mask[:, :PROMPT].any()
+    np.testing.assert_array_equal(rollout.valid[:, PROMPT:], rollout.mask[:, PROMPT:])
+    # They differ in what follows.
+    responses = rollout.tokens[:, PROMPT:].reshape(NUM_PROMPTS, COPIES, -1)
+    assert all(len({tuple(row) for row in group}) > 1 for group in responses.tolist())
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_response_ends_with_eos_or_is_truncated(seed):
+    rollout = decode(Asked(Sampling(), seed=seed))
+    assert 0 < rollout.truncated.sum() < ROWS, "the seed shows one of the two cases only"
+    for row in range(ROWS):
+        response, length = rollout.tokens[row, PROMPT:].tolist(), int(lengths(rollout)[row])
+        mask = rollout.mask[row, PROMPT:].tolist()
+        assert mask == [True] * length + [False] * (7 - length)
+        assert EOS not in response[: length - 1]
+        assert response[length:] == [PAD] * (7 - length)
+        assert rollout.truncated[row] == (response[length - 1] != EOS)
+        assert length == 7 or not rollout.truncated[row]
+        for name in ("behaviour_logprobs", "old_logprobs"):
+            logprobs = getattr(rollout, name)[row]
+            assert np.all(logprobs[~rollout.mask[row]] == 0)
+            assert np.all(logprobs[rollout.mask[row]] < 0)
+
+
+def test_each_of_several_ends_ends_a_response():
+    """Where rows may end with two tokens in place of one, they are the same up to the first."""
+    one, other = decode(Asked(Sampling())), (EOS, 5)
+    both = decode(Asked(Sampling(), stops=other))
+    seen = set()
+    for row in range(ROWS):
+        response, length = both.tokens[row, PROMPT:].tolist(), int(lengths(both)[row])
+        assert response[:length] == one.tokens[row, PROMPT : PROMPT + length].tolist()
+        assert not set(response[: length - 1]) & set(other)
+        assert both.truncated[row] == (response[length - 1] not in other)
+        np.testing.assert_allclose(
+            both.behaviour_logprobs[row, : PROMPT + length],
+            one.behaviour_logprobs[row, : PROMPT + length],
+            atol=CLOSE,
+        )
+        seen.add(response[length - 1])
+    assert seen >= set(other), "the seed shows one of the two ends only"
+
+
+def test_the_key_decides():
+    assert not np.array_equal(
+        decode(Asked(Sampling())).tokens, decode(Asked(Sampling(), seed=1)).tokens
+    )
+
+
+@pytest.mark.parametrize(
+    "layout", ["tp2 dp2 / ep4", pytest.param("dp4 / ep2", marks=pytest.mark.slow)]
+)
+def test_the_mesh_is_invisible(layout):
+    one, folded = decode(Asked(Sampling())), decode(Asked(Sampling(), layout))
+    for name in ("tokens", "valid", "mask", "truncated"):
+        np.testing.assert_array_equal(getattr(folded, name), getattr(one, name))
+    # Sums over devices come in another order: a few units in the sixth digit.
+    np.testing.assert_allclose(folded.behaviour_logprobs, one.behaviour_logprobs, atol=CLOSE)
+
+
+def test_greedy_rows_of_a_group_are_equal():
+    rollout = decode(Asked(GREEDY))
+    groups = rollout.tokens.reshape(NUM_PROMPTS, COPIES, -1)
+    np.testing.assert_array_equal(groups, np.repeat(groups[:, :1], COPIES, axis=1))
+    np.testing.assert_array_equal(rollout.behaviour_logprobs, 0)
+    assert np.all(rollout.old_logprobs[rollout.mask] < 0)
+
+
+def test_a_response_of_one_token():
+    longer, single = (decode(Asked(Sampling(), response=n)) for n in (7, 1))
+    assert single.tokens.shape == (ROWS, PROMPT + 1)
+    np.testing.assert_array_equal(single.tokens, longer.tokens[:, : PROMPT + 1])
+    assert single.mask[:, PROMPT].all()
+    np.testing.assert_array_equal(single.truncated, single.tokens[:, PROMPT] != EOS)
+
+
+def drawn(asked, requests, window=None):
+    """Tokens and log-probabilities by request, written on until nothing is unfinished."""
+    engine, found = asked.engine(), {}
+    pending = [request._replace(window=window) for request in requests]
+    while pending:
+        given, pending = answers(engine, pending, asked.sampling), []
+        for t in given:
+            key = (t.request.prompt, t.request.sample)
+            before = found.get(key, (np.zeros(0, np.int32), np.zeros(0, np.float32)))
+            new = (t.tokens, t.behaviour_logprobs)
+            found[key] = tuple(np.concatenate(x) for x in zip(before, new, strict=True))
+            if t.finish == "window":
+                assert len(t.tokens) == window
+                pending.append(t.request._replace(response=t.response))
+        # Where weights change between windows, nothing that they made may be used again.
+        engine.release()
+        engine.load(weights(asked.config), 5)
+    return found, engine
+
+
+def same(found, expected, close):
+    assert found.keys() == expected.keys()
+    for key, (tokens, logprobs) in expected.items():
+        np.testing.assert_array_equal(found[key][0], tokens)
+        np.testing.assert_allclose(found[key][1], logprobs, atol=close, rtol=0)
+
+
+LONG = Asked(Sampling(temperature=1.5), response=23)
+
+
+@pytest.mark.parametrize("config", [CONFIG, DENSE], ids=["routed", "dense"])
+def test_the_order_of_arrival_has_no_say_in_any_bit(config):
+    asked = replace(LONG, config=config)
+    expected, _ = drawn(asked, asked.requests)
+    assert len({len(tokens) for tokens, _ in expected.values()}) > 4, "all are of one length"
+    shuffled = [asked.requests[n] for n in np.random.default_rng(0).permutation(ROWS)]
+    same(drawn(asked, shuffled)[0], expected, 0)
+
+
+# Of other sizes, products are summed in other blocks: the tokens are the same, the last digit not.
+@pytest.mark.parametrize(
+    ("slots", "window"),
+    [
+        (5, 6),
+        pytest.param(ROWS, 4, marks=pytest.mark.slow),
+        pytest.param(1, None, marks=pytest.mark.slow),
+    ],
+)
+def test_neither_slots_nor_windows_have_a_say(slots, window):
+    expected, _ = drawn(LONG, LONG.requests)
+    found, _ = drawn(replace(LONG, slots=slots), LONG.requests, window)
+    same(found, expected, CLOSE)
+
+
+def test_a_prompt_runs_once_for_all_that_share_it():
+    engine = replace(LONG, slots=ROWS).engine()
+    answers(engine, LONG.requests, LONG.sampling)
+    assert engine.usage.prefilled == sum({1, 3, 5, 6})
+    # Also where its samples come one after the other, as long as a slot still begins with it.
+    engine = replace(LONG, slots=2).engine()
+    requests = [request for request in LONG.requests if request.prompt == 3]
+    expected, _ = drawn(LONG, LONG.requests)
+    for t in answers(engine, requests, LONG.sampling):
+        tokens, logprobs = expected[3, t.request.sample]
+        np.testing.assert_array_equal(t.tokens, tokens)
+        np.testing.assert_allclose(t.behaviour_logprobs, logprobs, atol=CLOSE)
+    assert engine.usage.prefilled == 6
+
+
+def test_rows_have_limits_of_their_own():
+    requests = [r._replace(max_new_tokens=1 + n % 5) for n, r in enumerate(LONG.requests)]
+    endless = replace(LONG, stops=(99,), slots=4)
+    for t in answers(endless.engine(), requests, LONG.sampling):
+        assert len(t.tokens) == t.request.max_new_tokens
+        assert t.finish == "length"
+
+
+def test_what_is_cancelled_gives_its_slots_back():
+    endless = replace(LONG, stops=(99,), slots=6)
+    engine, short = endless.engine(), endless.requests[0]._replace(max_new_tokens=2)
+    others = [r for r in endless.requests if r.prompt != 0]
+    engine.submit([short, *others], LONG.sampling)
+    assert [t.request.prompt for t in engine.poll()] == [0]
+    assert engine.num_idle == 0
+    engine.cancel([1, 2, 3])
+    assert engine.num_idle == 6
+    assert engine.poll() == []
+    (again,) = answers(engine, [short], LONG.sampling)
+    assert len(again.tokens) == 2
+
+
+def test_tokens_carry_the_version_of_their_weights():
+    (t,) = answers(LONG.engine(), LONG.requests[:1], LONG.sampling)
+    np.testing.assert_array_equal(t.versions, np.full(len(t.tokens), 5))
+
+
+def test_other_sampling_waits_for_what_is_under_way():
+    engine = LONG.engine()
+    engine.submit(LONG.requests, LONG.sampling)
+    with pytest.raises(ValueError, match="under way: poll until nothing is"):
+        engine.submit(LONG.requests, GREEDY)
+
+
+def test_a_row_must_fit():
+    request = Request(0, 0, np.ones(PROMPT, np.int32), 24)
+    with pytest.raises(ValueError, match="a row of 30 tokens has no room in slots of 29"):
+        LONG.engine().submit([request], LONG.sampling)
+
+
+@pytest.mark.parametrize(
+    ("layout", "slots", "message"),
+    [
+        ("tp2 dp2 / ep4", 6, "slots=6 must be a multiple of dp x tp = 4"),
+        ("dp1", 0, "slots=0 must be a multiple"),
+        ("pp2", 4, "pp2 .*cannot decode: .* pp must be 1"),
+    ],
+)
+def test_layouts_and_slots_that_do_not_fit(layout, slots, message):
+    with pytest.raises(ValueError, match=message):
+        replace(LONG, layout=layout, slots=slots).engine()
+
+
+@pytest.mark.parametrize("layout", ["dp1", pytest.param("tp2 dp2 / ep4", marks=pytest.mark.slow)])
+def test_choices_are_those_of_the_whole_sequence(layout):
+    """Experts are recorded where a token was run; the last one of a row was not."""
+    asked = Asked(Sampling(), layout, slots=4, records_choices=True)
+    rollout = decode(asked)
+    experts = CONFIG.num_experts
+    assert rollout.choices.shape == (ROWS, PROMPT + 7, 1, CONFIG.experts_per_token)
+    last = np.zeros_like(rollout.valid)
+    ends = rollout.valid.shape[1] - 1 - np.argmax(rollout.valid[:, ::-1], axis=1)
+    last[np.arange(ROWS), ends] = True
+    run = rollout.valid & ~last
+    assert np.all(rollout.choices[~run] == experts)
+    assert np.all(rollout.choices[run] < experts)
+    expected = chosen(rollout)
+    np.testing.assert_array_equal(
+        np.sort(rollout.choices[run], axis=-1), np.sort(expected[run], axis=-1)
+    )
+
+
+def chosen(rollout):
+    from jax.sharding import PartitionSpec as P
+
+    from moe.model import routing_choices
+    from moe.placement import specs
+
+    mesh = fold(Layout(), jax.devices()[:1])
+    step = jax.jit(
+        jax.shard_map(
+            lambda w, t, v: routing_choices(w, t, v, CONFIG, mesh),
+            mesh=mesh.mesh,
+            in_specs=(specs(CONFIG, mesh), P(), P()),
+            out_specs=P(),
+            check_vma=False,
+        )
+    )
+    found = step(weights(), rollout.tokens, rollout.valid)
+    return np.moveaxis(np.asarray(found), 0, 2)
