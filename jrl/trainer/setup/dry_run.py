@@ -131,15 +131,14 @@ def memory(setup: Setup) -> dict[str, int]:
     over`` for each of them, and ``V`` those of the critic's:
 
     * weights ``W``, reference ``W``, critic ``V``, under `Execution.fsdp` their parts alone and
-      ``W`` again where they are gathered to sample and to score; while it samples on a layout of
-      its own, the policy as that spreads it;
+      ``W`` again where they are gathered to score; while it samples, the policy layer by layer, and
+      on a layout of its own as that spreads it;
     * Adam's two moments, those of each weight cut over the devices that hold it where a dimension
       divides (`sharding.zero`): ``2 W / G`` with G copies of everything, and ``2 V / G``;
     * gradients ``max(W, V)``, twice that where micro-batches are summed, in which the layers count
       by their parts under `Execution.fsdp`;
-    * cache ``layers x rows x (prompt + response - 1) x kv_heads / tp x (head_dim + v_head_dim) x
-      itemsize`` and a byte per position, with the rows per device of a step's completions or of an
-      evaluation, whichever are more;
+    * cache ``layers x slots x (prompt + response) x kv_heads / tp x (head_dim + v_head_dim) x
+      itemsize``, with the slots per device;
     * logits ``4 x rows x response / cp x min(chunk, vocab / tp)`` of a chunk of columns, or
       ``4 x rows x response / (cp tp) x vocab`` where the sampler truncates and that is more, with
       the rows per device of the largest forward pass: a micro-batch, a warm start's batch, or all
@@ -171,8 +170,9 @@ def memory(setup: Setup) -> dict[str, int]:
         "critic": critic,
         "critic's optimizer moments": critic_moments,
         "reference": weights if recipe.uses_reference else 0,
-        "weights gathered to sample": gathered if setup.model.execution.fsdp else 0,
-        "key/value cache": cache_bytes(setup, max(recipe.completions, run.eval_prompts)),
+        "weights gathered to score": gathered if setup.model.execution.fsdp else 0,
+        "weights apart to sample": weight_bytes(setup.model, setup.rollout_mesh),
+        "key/value cache": cache_bytes(setup),
         "logits of a forward pass": logits_bytes(setup, max(forward)),
         "policy of the rollout": weight_bytes(setup.model, setup.rollout_mesh) if apart else 0,
         "inputs kept by a stage": kept_bytes(setup) if mesh.layout.pp > 1 else 0,
@@ -211,16 +211,16 @@ def _bytes_on_one(
     return jax.tree.map(on_one, stored, places)
 
 
-def cache_bytes(setup: Setup, rows: int) -> int:
-    """Bytes of the key/value cache on one device while `rows` sequences are decoded at once."""
+def cache_bytes(setup: Setup) -> int:
+    """Bytes of the key/value cache on one device."""
     model, mesh = setup.model, setup.rollout_mesh
-    # The last token sampled is never appended.
-    columns = setup.prompt_length + setup.response_length - 1
-    positions = -(-rows // mesh.size(mesh.dp)) * columns
+    tp = mesh.size(mesh.tp)
+    columns = -(-(setup.prompt_length + setup.response_length) // tp) * tp
+    positions = setup.geometry.slots(setup.run.slots) // mesh.size(mesh.dp) * columns
     heads = model.num_kv_heads // mesh.size(mesh.tp)
     widths = model.head_dim + model.v_head_dim
     itemsize = jax.numpy.dtype(model.dtype).itemsize
-    return positions * (1 + model.num_layers * heads * widths * itemsize)
+    return positions * model.num_layers * heads * widths * itemsize
 
 
 def logits_bytes(setup: Setup, rows: int) -> int:

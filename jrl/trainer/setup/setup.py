@@ -205,6 +205,7 @@ def build_setup(
         )
         setup = replace(setup, recipe=setup.geometry.with_micro_batch().recipe)
         setup.geometry.check()
+        setup.geometry.slots(run.slots)
         _check_fits(setup)
     except BaseException:
         task.close()

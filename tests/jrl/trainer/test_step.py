@@ -17,7 +17,7 @@ from small_runs import (
 )
 
 from jrl.recipes import RECIPES
-from jrl.rollout.sampler import scores_of
+from jrl.rollout import engine
 from jrl.trainer import step as stepping
 from jrl.trainer.setup import networks
 from jrl.trainer.step import mini_batches, train_on_batch, train_step
@@ -189,16 +189,24 @@ def fetched(monkeypatch):
 
 
 @pytest.mark.parametrize("layout", ["dp1", pytest.param("tp2 dp2 / ep4", marks=pytest.mark.slow)])
-def test_a_dapo_step_crosses_for_texts_scores_and_reports_only(fetched, layout):
+def test_a_dapo_step_crosses_for_texts_scores_and_reports_only(fetched, layout, monkeypatch):
     """Of what has a number for each token no log-probabilities, and nothing twice."""
     recipe = small_recipe("dapo", max_generation_rounds=2)
     setup = small_setup(recipe, small_run(layout=layout))
     state, sampler = fresh_state(setup, fresh_weights(setup)), setup.sampler()
+    looks, shelved = 0, engine.shelve
+
+    def counted(*arguments):
+        nonlocal looks
+        looks += 1
+        return shelved(*arguments)
+
+    monkeypatch.setattr(engine, "shelve", counted)
     fetched.clear()
     _, done = train_step(sampler, setup.networks, recipe, state, setup.randomness)
-    rounds = int(done.metrics["train/num_gen_batches"])
-    per_token = sorted(kind for shape, kind in fetched if len(shape) == 2 and shape[1] == 11)
-    texts = ["b", "i"] * rounds  # sampled tokens, and which they are
+    assert done.metrics["dynamic_sampling/prompts_generated"] >= 4
+    per_token = sorted(kind for shape, kind in fetched if len(shape) == 2 and shape[1] >= 11)
+    texts = ["i"] * looks  # sampled tokens, whenever rows have ended
     reports = ["b", "b", "f"]  # the mask, what is padding, and the advantages
     assert per_token == sorted(texts + reports)
 
@@ -211,9 +219,10 @@ def test_shuffled_rewards(monkeypatch):
     """The same scores, dealt out by seed and step."""
 
     def hand_over(networks, recipe, state, completions, scores, *_):
-        raise Handed(scores_of(completions), scores)
+        raise Handed(np.arange(8) / 8, scores)
 
     monkeypatch.setattr(stepping, "prepare", hand_over)
+    monkeypatch.setattr(stepping, "scores_of", lambda _: np.arange(8) / 8)
     setup = small_setup()
     sampler = setup.sampler()
 

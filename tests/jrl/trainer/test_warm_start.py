@@ -122,11 +122,11 @@ def test_reinforcement_goes_on_after_the_prompts_that_were_imitated(task, tmp_pa
     def learn(objective, optimizer, num_micro, learner, batch, statistics):
         return learner, {"loss": 0.0, "grad_norm": 0.0}
 
-    def first_step(sampler, recipe, mesh, prompts_seen, key):
+    def first_step(sampler, recipe, mesh, prompts_seen, unfinished):
         given.extend(setup.task.train(prompts_seen + i) for i in range(PROMPTS))
         raise FirstStep
 
-    def measured(sampler, sampling, examples, key):
+    def measured(sampler, sampling, examples):
         evaluated.append(examples)
         return {}
 

@@ -72,15 +72,13 @@ def test_answers_are_verified_while_the_next_are_decoded(monkeypatch):
     assert met == [True, True]
 
 
-def test_evaluation_samples_anew_at_another_step():
+def test_evaluations_are_paired():
+    """What is drawn is of the prompt alone: another step with the same weights gives the same."""
     setup = small_setup()
     weights = fresh_weights(setup)
     examples = heldout_examples(setup.task, 8)
-    lines = [evaluate(setup, weights, step, examples) for step in range(4)]
-    greedy = [(line["val/accuracy/greedy"], line["val/score/greedy"]) for line in lines]
-    assert len(set(greedy)) == 1
-    sampled = [(line["val/score/sampled"], line["val/response_length/mean"]) for line in lines]
-    assert len(set(sampled)) > 1
+    one, other = (evaluate(setup, weights, step, examples) for step in (0, 3))
+    assert one == other
 
 
 class Finite:

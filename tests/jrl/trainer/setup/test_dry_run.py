@@ -10,6 +10,7 @@ from rich.console import Console
 
 from jrl.config.run import RunConfig
 from jrl.recipes import Dapo, Grpo, Ppo, Vapo
+from jrl.rollout.slots import empty_pool
 from jrl.trainer.setup.dry_run import (
     batch_arithmetic,
     cache_bytes,
@@ -21,7 +22,7 @@ from jrl.trainer.setup.dry_run import (
 )
 from jrl.trainer.setup.setup import build_setup
 from jrl.trainer.state import init_state, init_weights
-from moe import decoding, model, placement, weights
+from moe import model, placement, weights
 from moe.head import logits_of
 
 LAYOUT = "tp2 dp2 / ep4"
@@ -92,12 +93,10 @@ def test_memory_of_the_cache_is_what_decoding_carries():
         RunConfig(layout=LAYOUT), replace(Grpo(), prompts=6, group_size=4, mini_batch=8)
     )
 
-    def decode(weights, tokens, valid):
-        _, cache = decoding.prefill(weights, tokens, valid, setup.model, setup.mesh)
-        return decoding.extend(cache, setup.response_length - 1, num_samples=4)
-
-    traced = local_bytes(setup, decode, *tokens_of(6, setup.prompt_length))
-    assert cache_bytes(setup, rows=24) == traced
+    engine = setup.sampler().engine
+    pool = empty_pool(engine.decoder, engine.slots, engine.columns)
+    assert engine.slots == 24
+    assert cache_bytes(setup) == on_one_device(pool.cache)
 
 
 def test_memory_of_all_logits_is_what_a_sampler_that_truncates_asks_for():
@@ -132,12 +131,12 @@ def test_memory_counts_the_largest_of_what_takes_turns():
     run = RunConfig(eval_prompts=24, warm_start_batch=12)
     needs = memory(setup := build_setup(run, recipe))
     assert needs["gradients"] == 2 * needs["weights"]  # a sum and a summand
-    assert needs["key/value cache"] == cache_bytes(setup, rows=32)
+    assert needs["key/value cache"] == cache_bytes(setup)
     assert needs["logits of a forward pass"] == logits_bytes(setup, rows=12)
     assert "critic" not in needs and "reference" not in needs
 
     needs = memory(build_setup(replace(run, eval_prompts=40, warm_start_steps=0), recipe))
-    assert needs["key/value cache"] == cache_bytes(setup, rows=40)
+    assert needs["key/value cache"] == cache_bytes(setup)
     assert needs["logits of a forward pass"] == logits_bytes(setup, rows=8)
 
     needs = memory(build_setup(run, replace(recipe, micro_batch=None, kl_coef=0.1)))
@@ -239,9 +238,9 @@ def test_a_rollout_of_its_own_is_printed_and_takes_memory(apart):
     there = jax.device_put(policy, placement.shardings(apart.model, apart.rollout_mesh))
     assert needs["policy of the rollout"] == on_one_device(there)
     # The cache is that of dp 4 and tp 2.
-    positions = 256 // 4 * (apart.prompt_length + apart.response_length - 1)
+    positions = apart.recipe.completions // 4 * (apart.prompt_length + apart.response_length)
     width = apart.model.num_kv_heads // 2 * (apart.model.head_dim + apart.model.v_head_dim) * 4
-    assert needs["key/value cache"] == positions * (1 + apart.model.num_layers * width)
+    assert needs["key/value cache"] == positions * apart.model.num_layers * width
     assert "policy of the rollout" not in memory(build_setup(RunConfig(layout=LAYOUT), Grpo()))
 
 
