@@ -233,6 +233,13 @@ TABLE: tuple[Metric, ...] = (
         "nats",
         "sampling/sampling_logp_difference/max",
     ),
+    Metric("sampling/k3_kl", "Mean over tokens of w - 1 - log w, w trainer over sampler.", "nats"),
+    Metric("sampling/drift_alarm", "One where that is above --drift-alarm, else zero.", "0 or 1"),
+    Metric(
+        "sampling/routing_agreement",
+        "Of the first update alone, moe/replay_agreement with what was chosen while sampling.",
+        "fraction",
+    ),
     # The same before the first update, in the whole policy, where the trainer scores completions
     # then; w is trainer over sampler.
     Metric("rollout_corr/kl", "Mean over tokens of -log w: k1 of KL(sampler, trainer).", "nats"),
@@ -365,6 +372,11 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         "moe/padded_fraction",
         "Share of padding among the places that the network runs, prompts that are shared once.",
+        "fraction",
+    ),
+    Metric(
+        "moe/replay_agreement",
+        "Share of the experts replayed that the router would choose, over tokens and layers.",
         "fraction",
     ),
     # Time: the only metrics that may differ between two runs of one seed.

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from moe.config import ModelConfig
+from moe.router.replay import is_recorded
 
 
 class Routing(NamedTuple):
@@ -64,7 +65,7 @@ def topk_routing(
         wanted = jnp.where(_open_groups(wanted, config), wanted, -jnp.inf)
     _, experts = jax.lax.top_k(wanted, config.experts_per_token)
     if replay is not None:
-        known = jnp.all((replay >= 0) & (replay < config.num_experts), axis=-1, keepdims=True)
+        known = is_recorded(replay, config.num_experts)[:, None]
         experts = jnp.where(known, replay.astype(experts.dtype), experts)
     probs = _probs_of(experts, scores, logits, config)
     experts = jnp.where(valid[:, None], experts, config.num_experts)

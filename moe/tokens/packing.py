@@ -89,6 +89,7 @@ def pack_segments(
     segments: Int[Array, "batch time"],
     mesh: FoldedMesh,
     execution: Execution | None = None,
+    replay: Int[Array, "layer batch time k"] | None = None,
 ) -> PackedBatch:
     """Several sequences in each row, which never attend to each other.
 
@@ -122,6 +123,7 @@ def pack_segments(
         core_attention_of_layer=_causal(zigzag, [segments], lambda x: x, mesh, execution),
         sequence_fractions=sequence_fractions,
         zigzag=zigzag,
+        replay=_replayed(replay, lambda layer: zigzag.flatten(layer)),
     )
 
 

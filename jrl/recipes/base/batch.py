@@ -33,6 +33,10 @@ class Batch(Generic[Leaf]):
       critic_mask: ``[batch, time]`` tokens that count for the critic; None where they are those of
         `mask`.
       importance_weights: ``[batch, time]`` factors on the policy's token losses.
+      choices: ``[batch, time, layer, k]`` integers: the experts that the policy's routers sent each
+        token to when it was read, while decoding or in the trainer's own pass, for the layers that
+        have experts; `num_experts` where there is no record (padding, and of a rollout the last
+        token sampled, which was never read). None where nothing is replayed.
     """
 
     tokens: Leaf
@@ -51,6 +55,7 @@ class Batch(Generic[Leaf]):
     returns: Leaf | None = None
     critic_mask: Leaf | None = None
     importance_weights: Leaf | None = None
+    choices: Leaf | None = None
 
 
 @struct.dataclass
