@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jrl.rollout.sampling import Sampling, logprobs_of, sampler_logits
 from moe import model, stages
@@ -21,7 +21,7 @@ from moe.weights import Transformer
 from sharding.collectives import join_shards, vary
 from sharding.folding import FoldedMesh
 
-Choices = Int[Array, "batch time layer k"]
+Choices = Integer[Array, "batch time layer k"]
 
 
 class PromptLayout(NamedTuple):

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe.precision import float32_product
 
@@ -12,14 +12,14 @@ def choices_dtype(num_experts: int) -> np.dtype:
     return np.min_scalar_type(num_experts)
 
 
-def is_recorded(replay: Int[Array, "token k"], num_experts: int) -> Bool[Array, "token"]:
+def is_recorded(replay: Integer[Array, "token k"], num_experts: int) -> Bool[Array, "token"]:
     """Whether there are choices of a token: all its ids are those of experts."""
     return jnp.all((replay >= 0) & (replay < num_experts), axis=-1)
 
 
 def agreement(
     own: Int[Array, "token k"],
-    replay: Int[Array, "token k"],
+    replay: Integer[Array, "token k"],
     multiplicity: Float[Array, "token"],
     num_experts: int,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:

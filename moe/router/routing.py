@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe.config import ModelConfig
 from moe.router.replay import is_recorded
@@ -30,7 +30,7 @@ def topk_routing(
     config: ModelConfig,
     *,
     bias: Float[Array, "route"] | None = None,
-    replay: Int[Array, "token k"] | None = None,
+    replay: Integer[Array, "token k"] | None = None,
 ) -> tuple[Routing, Float[Array, "token route"]]:
     """Sends each token to `experts_per_token` experts.
 
