@@ -10,24 +10,8 @@ that continues it with at least one character is known.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Metric:
-    """One line of the table.
-
-    Attributes:
-      name: verl's spelling, or ours where verl has none; ``family/*`` for a family.
-      definition: one sentence, with the denominator where there is one.
-      unit: "nats", "tokens", "fraction", "seconds", ...
-      trl: what TRL calls the same quantity, or None.
-    """
-
-    name: str
-    definition: str
-    unit: str
-    trl: str | None = None
+from jrl.report.metric import Metric
 
 
 def _spread(name: str, what: str, unit: str, trl: Mapping[str, str] | None = None) -> list[Metric]:
