@@ -10,7 +10,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe.attention.layer import CoreAttention, attention
 from moe.config import ModelConfig
@@ -31,7 +31,7 @@ from sharding.zero import ShardDim, unshard
 
 Tokens = Int[Array, "batch time"]
 Valid = Bool[Array, "batch time"]
-Choices = Int[Array, "layer batch time k"]
+Choices = Integer[Array, "layer batch time k"]
 
 
 def embed(

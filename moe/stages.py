@@ -48,12 +48,15 @@ def scan_micro_batches(
 
     Returns:
       What `apply_head` gives, ``[micro_batch, ...]``, equal on all stages; and the router's sums
-      over micro-batches and layers on this device, as `moe.model.run` gives them.
+      over micro-batches and layers on this device, as `moe.model.run` gives them, with `choices`
+      that were asked for as ``[layer, micro_batch, token, k]``.
     """
     num_tokens = jnp.zeros((), jnp.int32)  # the losses of the routers are not asked for
-    stages = _stages(weights, pack, apply_head, num_tokens, config, mesh)
+    number = jax.tree.leaves(micro_batches)[0].shape[0]
+    stages = _apart(_stages(weights, pack, apply_head, num_tokens, config, mesh), number)
+    numbered = jnp.arange(number), micro_batches
     outs, stats = pipeline.apply(
-        stages, _ends(weights), _chunks_of(weights, mesh), micro_batches, _pipeline(mesh)
+        stages, _ends(weights), _chunks_of(weights, mesh), numbered, _pipeline(mesh)
     )
     return outs, _joined(stats, mesh)
 
@@ -126,6 +129,25 @@ def _stages(
     return Stages(first, chunk, last)
 
 
+def _apart(stages: Stages, num_micro_batches: int) -> Stages:
+    """The same of micro-batches that know their number: what the routers chose in each stays apart
+    where sums are taken."""
+
+    def chunk(layers, x, micro_batch, number):
+        own, given = micro_batch
+        x, loss, stats = stages.chunk(layers, x, given, number)
+        if stats is None or stats.choices is None:
+            return x, loss, stats
+        place = (jnp.arange(num_micro_batches) == own).reshape(-1, *(1,) * stats.choices.ndim)
+        return x, loss, replace(stats, choices=jnp.where(place, stats.choices[None], 0))
+
+    return Stages(
+        lambda ends, micro_batch: stages.first(ends, micro_batch[1]),
+        chunk,
+        lambda ends, x, micro_batch: stages.last(ends, x, micro_batch[1]),
+    )
+
+
 def _pipeline(mesh: FoldedMesh) -> Pipeline:
     return Pipeline(mesh.pp, mesh.axes, mesh.layout.vpp)
 
@@ -151,11 +173,18 @@ def _chunks_of(weights: Transformer[Array], mesh: FoldedMesh) -> Any:
 def _joined(
     stats: RouterStatistics[Array] | None, mesh: FoldedMesh
 ) -> RouterStatistics[Array] | None:
-    """The sums over all layers, from those of each chunk: `load` in the order of the layers."""
+    """The sums over all layers, from those of each chunk: what is by layer in their order."""
     if stats is None:
         return None
-    total = all_sum(jax.tree.map(lambda x: jnp.sum(x, axis=0), stats), mesh.pp)
-    load = join_shards(stats.load[None], mesh.pp)  # [stage, chunk, layer, route]
-    # Model chunk c lies on stage c % stages, so that chunks in order alternate between stages.
-    load = jnp.swapaxes(load, 0, 1).reshape(-1, load.shape[-1])
-    return replace(total, load=load)
+    sums = replace(stats, choices=None)
+    total = all_sum(jax.tree.map(lambda x: jnp.sum(x, axis=0), sums), mesh.pp)
+
+    def by_layer(x: Array) -> Array:
+        x = join_shards(x[None], mesh.pp)  # [stage, chunk, layer, ...]
+        # Model chunk c lies on stage c % stages, so that chunks in order alternate between stages.
+        return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[3:])
+
+    choices = stats.choices
+    if choices is not None:  # [chunk, micro_batch, layer, token, k]
+        choices = by_layer(jnp.swapaxes(choices, 1, 2))
+    return replace(total, load=by_layer(stats.load), choices=choices)

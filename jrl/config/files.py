@@ -28,6 +28,7 @@ CHANGEABLE = (
     "keep_checkpoints",
     "samples_every",
     "max_nonfinite",
+    "drift_alarm",
     "verifiers",
     "log_to",
     "faults",

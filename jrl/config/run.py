@@ -106,6 +106,10 @@ class RunConfig:
     """Steps between completions written to samples.jsonl."""
     max_nonfinite: int = 5
     """Updates in a row that may be skipped for a loss or gradient that is not finite."""
+    drift_alarm: float | None = 0.01
+    """Raise an alarm (sampling/drift_alarm) at a step whose sampler has drifted from the trainer by
+    more than this: the mean over the tokens of the first update of the k3 estimate of the KL
+    divergence, in nats; None is off."""
     shuffle_rewards: bool = False
     """Control experiment: rewards are permuted over the batch, so that they carry no
     information."""
@@ -146,6 +150,8 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value} must not be negative: 0 is none.")
+        if self.drift_alarm is not None and not 0 < self.drift_alarm < math.inf:
+            raise ValueError(f"drift_alarm={self.drift_alarm} must be above 0 nats; None is off.")
         if not self.task.startswith("jsonl:"):
             for name, usual in (("prompt", "prompt"), ("answer", "answer"), ("messages", None)):
                 if getattr(self, f"{name}_field") != usual:

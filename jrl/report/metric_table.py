@@ -10,24 +10,8 @@ that continues it with at least one character is known.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Metric:
-    """One line of the table.
-
-    Attributes:
-      name: verl's spelling, or ours where verl has none; ``family/*`` for a family.
-      definition: one sentence, with the denominator where there is one.
-      unit: "nats", "tokens", "fraction", "seconds", ...
-      trl: what TRL calls the same quantity, or None.
-    """
-
-    name: str
-    definition: str
-    unit: str
-    trl: str | None = None
+from jrl.report.metric import Metric
 
 
 def _spread(name: str, what: str, unit: str, trl: Mapping[str, str] | None = None) -> list[Metric]:
@@ -233,6 +217,13 @@ TABLE: tuple[Metric, ...] = (
         "nats",
         "sampling/sampling_logp_difference/max",
     ),
+    Metric("sampling/k3_kl", "Mean over tokens of w - 1 - log w, w trainer over sampler.", "nats"),
+    Metric("sampling/drift_alarm", "One where that is above --drift-alarm, else zero.", "0 or 1"),
+    Metric(
+        "sampling/routing_agreement",
+        "Of the first update alone, moe/replay_agreement with what was chosen while sampling.",
+        "fraction",
+    ),
     # The same before the first update, in the whole policy, where the trainer scores completions
     # then; w is trainer over sampler.
     Metric("rollout_corr/kl", "Mean over tokens of -log w: k1 of KL(sampler, trainer).", "nats"),
@@ -365,6 +356,11 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         "moe/padded_fraction",
         "Share of padding among the places that the network runs, prompts that are shared once.",
+        "fraction",
+    ),
+    Metric(
+        "moe/replay_agreement",
+        "Share of the experts replayed that the router would choose, over tokens and layers.",
         "fraction",
     ),
     # Time: the only metrics that may differ between two runs of one seed.

@@ -3,7 +3,8 @@
 import difflib
 from collections.abc import Collection, Iterable, Mapping
 
-from jrl.report.metric_table import TABLE, Metric
+from jrl.report.metric import Metric
+from jrl.report.metric_table import TABLE
 
 EXACT = {metric.name: metric for metric in TABLE if not metric.name.endswith("/*")}
 FAMILIES = {metric.name.removesuffix("*"): metric for metric in TABLE if metric.name.endswith("/*")}

@@ -1,22 +1,27 @@
 """The training side of a rollout: the log-probabilities of tokens that are already there."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import Array, Bool, Float, Int
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jrl.rollout.sampling import Sampling, logprobs_of, sampler_logits
 from moe import model, stages
 from moe.config import ModelConfig
 from moe.head import logits_of, logprobs_and_entropy, value_of
+from moe.router.replay import choices_dtype
 from moe.router.statistics import RouterStatistics
 from moe.tokens import alignment
 from moe.tokens.packing import PackedBatch, pack_shared_prompts
 from moe.tokens.zigzag import ZigzagLayout
 from moe.weights import Transformer
-from sharding.collectives import vary
+from sharding.collectives import join_shards, vary
 from sharding.folding import FoldedMesh
+
+Choices = Integer[Array, "batch time layer k"]
 
 
 class PromptLayout(NamedTuple):
@@ -40,12 +45,15 @@ class Scores(NamedTuple):
         top-p applied), nats, without gradient.
       entropy: ``[batch, time]`` of the policy's distribution over the token, nats.
       router: this device's router sums, None without experts.
+      choices: ``[batch, time, layer, k]`` the experts that each token was sent to, prompts too, as
+        `jrl.recipes.base.batch.Batch` has them; None where they were not asked for.
     """
 
     logprobs: Array
     behaviour_logprobs: Array
     entropy: Array
     router: RouterStatistics[Array] | None
+    choices: Array | None = None
 
 
 def score(
@@ -56,17 +64,28 @@ def score(
     config: ModelConfig,
     sampling: Sampling,
     mesh: FoldedMesh,
+    choices: Choices | None = None,
+    *,
+    record_choices: bool = False,
 ) -> Scores:
     """One forward pass over whole sequences, inside the `jax.shard_map`.
 
     On a pipeline, as many micro-batches as `num_micro_batches` says.
+
+    Args:
+      choices: experts to send tokens to again, see `pack`.
+      record_choices: whether to give those of this pass.
     """
 
     def read(weights, x, tokens):
         return scores_of(weights, x, tokens, layout, config, sampling, mesh)
 
-    scores, router = _read_states(weights, tokens, valid, layout, read, config, mesh)
-    return scores._replace(router=router)
+    given = tokens, valid, choices
+    scores, router = _read_states(weights, given, layout, read, config, mesh, record_choices)
+    if router is None or router.choices is None:
+        return scores._replace(router=router)
+    chosen = _in_rows(router.choices, tokens.shape, layout, config, mesh)
+    return scores._replace(router=replace(router, choices=None), choices=chosen)
 
 
 def mark_replicated(tree, mesh: FoldedMesh):
@@ -89,11 +108,18 @@ def pack(
     layout: PromptLayout,
     config: ModelConfig,
     mesh: FoldedMesh,
+    choices: Choices | None = None,
 ) -> PackedBatch:
-    """The tokens as the network runs them."""
+    """The tokens as the network runs them.
+
+    Args:
+      choices: experts to send tokens to again; those of a prompt are taken from the first of the
+        rows that share it, and tokens without a record choose by themselves.
+    """
     model.check_window(tokens.shape[1], config)
+    replay = None if choices is None else jnp.moveaxis(choices, 2, 0)
     return pack_shared_prompts(
-        tokens, valid, layout.prompt_length, layout.group_size, mesh, config.execution
+        tokens, valid, layout.prompt_length, layout.group_size, mesh, config.execution, replay
     )
 
 
@@ -139,7 +165,7 @@ def value(
     def read(critic, x, tokens):
         return values_of(critic, x, tokens, layout, config, mesh)
 
-    return _read_states(critic, tokens, valid, layout, read, config, mesh)
+    return _read_states(critic, (tokens, valid, None), layout, read, config, mesh)
 
 
 def values_of(
@@ -180,24 +206,36 @@ def num_micro_batches(num_rows: int, time: int, layout: PromptLayout, mesh: Fold
 
 def _read_states(
     weights: Transformer[Array],
-    tokens: Int[Array, "batch time"],
-    valid: Bool[Array, "batch time"],
+    given: tuple[Array, Array, Array | None],
     layout: PromptLayout,
     read: Callable[[Transformer[Array], Array, Array], Any],
     config: ModelConfig,
     mesh: FoldedMesh,
+    record_choices: bool = False,
 ) -> tuple[Any, RouterStatistics[Array] | None]:
     """What `read` makes of the last hidden states, rows in the order given, and the router's
-    sums."""
+    sums.
+
+    Args:
+      given: tokens, which of them are valid, and choices to replay.
+      record_choices: whether the sums hold `choices`, ``[layer, token, k]`` or, of a pipeline's
+        micro-batches, ``[layer, micro_batch, token, k]``.
+    """
+
+    def packed(tokens, valid, choices):
+        batch = pack(tokens, valid, layout, config, mesh, choices)
+        return batch._replace(record_choices=record_choices)
+
     if mesh.layout.pp == 1:
-        x, router = model.run(weights, pack(tokens, valid, layout, config, mesh), config, mesh)
-        return read(weights, x, tokens), router
-    number = num_micro_batches(tokens.shape[0], tokens.shape[1], layout, mesh)
-    micro_batches = jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), (tokens, valid))
+        x, router = model.run(weights, packed(*given), config, mesh)
+        return read(weights, x, given[0]), router
+    rows, time = given[0].shape
+    number = num_micro_batches(rows, time, layout, mesh)
+    micro_batches = jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), given)
     outs, router = stages.scan_micro_batches(
         weights,
         micro_batches,
-        lambda micro_batch: pack(micro_batch[0], micro_batch[1], layout, config, mesh),
+        lambda micro_batch: packed(*micro_batch),
         lambda weights, x, micro_batch: read(weights, x, micro_batch[0]),
         config,
         mesh,
@@ -205,3 +243,24 @@ def _read_states(
     # The stages agree; without a pipeline a size-1 axis would still mark the result as varying.
     outs = vary(outs, mesh.pp)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outs), router
+
+
+def _in_rows(
+    choices: Int[Array, "layer *micro_batch token k"],
+    shape: tuple[int, ...],
+    layout: PromptLayout,
+    config: ModelConfig,
+    mesh: FoldedMesh,
+) -> Choices:
+    """Choices of this device's tokens, as `_read_states` gives them, in the rows of all of them."""
+    # [token, micro_batch, layer, k]: shards of tokens lie end to end.
+    by_token = choices.reshape(choices.shape[0], -1, *choices.shape[-2:]).transpose(2, 1, 0, 3)
+    by_token = join_shards(by_token, mesh.sequence)
+    number = by_token.shape[1]
+    own = shape[0] // number, shape[1]
+    rows = [
+        alignment.in_rows(by_token[:, n], own, layout.prompt_length, layout.group_size, mesh)
+        for n in range(number)
+    ]
+    # As what is read off the states of a pipeline: typed like that of a single stage.
+    return vary(jnp.concatenate(rows).astype(choices_dtype(config.num_experts)), mesh.pp)

@@ -34,6 +34,7 @@ from jrl.trainer.evaluation.heldout import heldout_examples, heldout_metrics
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.state import TrainState, init_state, init_weights, restore, save
 from jrl.trainer.step import NonFinite, train_step
+from jrl.trainer.summary import drift_alarm
 from jrl.trainer.warm_start import WarmStartStopped, prompts_imitated, shortfall, warm_start
 from moe.weights import Transformer
 
@@ -107,8 +108,9 @@ def train(
                 metrics |= _evaluated(setup, sampler, state, heldout)
             guard.step_ended(seconds)
             alarms = guard.alarms()
-            metrics |= metrics_of(alarms)
+            metrics |= metrics_of(alarms) | drift_alarm(metrics, run.drift_alarm)
             outputs.warn(alarms)
+            outputs.warn_of_drift(step, metrics)
             if step % run.samples_every == 0:
                 outputs.write_samples(setup.format, step, done.collected.completions)
             # Lines come before the checkpoint that counts them: after a kill in between, resuming
@@ -220,6 +222,7 @@ class _Outputs:
     total_tokens: float
     total_skipped: float
     total_empty: float
+    drifted: bool
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.total_tokens += metrics["training/tokens"]
@@ -237,6 +240,18 @@ class _Outputs:
     def warn(self, alarms: list[Alarm]) -> None:
         for alarm in alarms:
             self.display.alarm(alarm.describe())
+
+    def warn_of_drift(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows where a drift of the sampler from the trainer begins."""
+        if "sampling/drift_alarm" not in metrics:
+            return
+        before, self.drifted = self.drifted, metrics["sampling/drift_alarm"] > 0
+        if self.drifted and not before:
+            kl = metrics["sampling/k3_kl"]
+            self.display.alarm(
+                f"step {step}: the sampler has drifted from the trainer: sampling/k3_kl is "
+                f"{kl:.3g} nats, more than --drift-alarm allows"
+            )
 
     def write_samples(self, format: PromptFormat, step: int, completions: list[Completion]) -> None:
         for completion in shown(completions, SHOWN):
@@ -267,6 +282,7 @@ def _outputs(setup: Setup, folder: RunFolder, step: int) -> Iterator[_Outputs]:
             total_tokens=last.get("training/total_tokens", 0.0),
             total_skipped=last.get("training/nonfinite_skipped_total", 0.0),
             total_empty=last.get("training/empty_skipped_total", 0.0),
+            drifted=last.get("sampling/drift_alarm", 0.0) > 0,
         )
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from jrl.losses import Mean, aggregate, kl_estimate
+from jrl.losses import Mean, aggregate, kl_estimate, mismatch_statistics
 from jrl.recipes.base.actor_critic import ActorCritic
 from jrl.recipes.base.batch import Batch, Totals, given
 from jrl.recipes.base.recipe import Metrics, Recipe
@@ -81,8 +81,14 @@ class PolicyObjective:
     sampling: Sampling
     response_length: int
 
+    def replayed(self, batch: Batch[Array]) -> Array | None:
+        """The choices of experts that each pass over `batch` uses again, None where the routers
+        choose by themselves."""
+        return None if self.recipe.router_replay is None else given(batch.choices)
+
     def pack(self, batch: Batch[Array]) -> PackedBatch:
-        return pack(batch.tokens, batch.valid, self.layout, self.config, self.mesh)
+        replayed = self.replayed(batch)
+        return pack(batch.tokens, batch.valid, self.layout, self.config, self.mesh, replayed)
 
     def loss(
         self,
@@ -104,18 +110,38 @@ class PolicyObjective:
             self.response_length,
             statistics,
         )
-        # Zero in exact arithmetic before the first update: what is left is decoding with a cache
-        # against one pass, the mismatch that corrections are for.
-        difference = jnp.abs(scores.behaviour_logprobs - given(batch.behaviour_logprobs))
-        difference = jnp.where(batch.mask, difference, 0.0)
-        return loss, {
-            **metrics,
-            "sampling/sampling_logp_difference/mean": Mean.of(difference, batch.mask),
-            "sampling/sampling_logp_difference/max": Max(jnp.max(difference)),
-        }
+        sampled = given(batch.behaviour_logprobs)
+        differences = sampling_differences(scores.behaviour_logprobs, sampled, batch.mask)
+        return loss, {**metrics, **differences}
 
     def router_metrics(self, router: RouterStatistics[Array] | None) -> dict[str, Any]:
-        return _router_metrics(router, self.config, self.mesh)
+        metrics = _router_metrics(router, self.config, self.mesh)
+        if self.recipe.router_replay == "R3":
+            metrics["sampling/routing_agreement"] = metrics["moe/replay_agreement"]
+        return metrics
+
+
+def sampling_differences(
+    logprobs: Float[Array, "batch time"],
+    sampled: Float[Array, "batch time"],
+    mask: Bool[Array, "batch time"],
+) -> dict[str, Any]:
+    """How far the trainer is from what sampled, in the distribution that was drawn from.
+
+    Zero in exact arithmetic before the first update: what is left is decoding with a cache against
+    one pass, the mismatch that corrections are for.
+
+    Args:
+      logprobs: of the tokens as the trainer computes them, nats.
+      sampled: the same as the sampler gave them.
+      mask: sampled tokens that count.
+    """
+    difference = jnp.where(mask, jnp.abs(logprobs - sampled), 0.0)
+    return {
+        "sampling/sampling_logp_difference/mean": Mean.of(difference, mask),
+        "sampling/sampling_logp_difference/max": Max(jnp.max(difference)),
+        "sampling/k3_kl": mismatch_statistics(logprobs, sampled, mask)["k3_kl"],
+    }
 
 
 @dataclass(frozen=True)
@@ -184,7 +210,7 @@ def _router_metrics(
         return {}
     router = jax.lax.stop_gradient(router)
     router = all_sum(router, mesh.sequence)
-    return {
+    metrics = {
         "moe/load_balancing_loss": Mean(router.balance, router.tokens),
         "moe/z_loss": Mean(router.z, router.tokens),
         "moe/router_entropy": Mean(router.entropy, router.tokens),
@@ -192,6 +218,9 @@ def _router_metrics(
         "moe/padded_fraction": Mean(router.padded, router.places),
         "load": router.load,
     }
+    if router.agreed is not None and router.replayed is not None:
+        metrics["moe/replay_agreement"] = Mean(router.agreed, router.replayed)
+    return metrics
 
 
 def _router_load(router: RouterStatistics[Array] | None, mesh: FoldedMesh) -> dict[str, Any]:

@@ -18,9 +18,10 @@ from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import over_rows
 from jrl.rollout.collect import groups_of
 from jrl.rollout.sampler import Completion, lengths_of
-from jrl.trainer.scoring import logprobs_of, values_of
+from jrl.trainer.scoring import logprobs_and_choices_of, logprobs_of, values_of
 from jrl.trainer.setup.networks import Networks
 from jrl.trainer.state import TrainState
+from moe.config import ModelConfig
 
 
 @partial(jax.jit, static_argnums=0)
@@ -72,13 +73,15 @@ def prepare(
             batch = replace(batch, old_values=jax.block_until_ready(values))
     if state.reference is not None:
         with _timed("timing_s/ref", seconds):
+            # Another network, whose routers have their own say: nothing is replayed.
             scored = logprobs_of(networks.policy.objective, state.reference, *rows)
             batch = replace(batch, reference_logprobs=jax.block_until_ready(scored)[0])
     # The sampler's own log-probabilities serve as old ones unless asked otherwise: a pass less.
+    if recipe.router_replay == "R3":
+        _check_recorded(batch, networks.policy.config)
     if recipe.rescores:
         with _timed("timing_s/old_log_prob", seconds):
-            scored = logprobs_of(networks.policy.objective, state.policy.weights, *rows)
-            rescored = jax.block_until_ready(scored)[0]
+            batch, rescored = _rescored(networks, recipe, state, batch)
     with _timed("timing_s/adv", seconds):
         batch, metrics = _with_targets(recipe, batch, rescored)
         jax.block_until_ready(batch)
@@ -104,6 +107,34 @@ def _verified(
         "lengths": lengths,
     }
     return replace(batch, **to_devices(columns, over_rows(networks.mesh)))
+
+
+def _check_recorded(batch: Batch[Array], config: ModelConfig) -> None:
+    """The rollout must have recorded choices of experts, for the layers that have them."""
+    expected = (*batch.tokens.shape, config.num_expert_layers, config.experts_per_token)
+    found = None if batch.choices is None else batch.choices.shape
+    if found != expected:
+        raise ValueError(
+            "router_replay='R3' replays the experts that the sampler chose, "
+            f"{list(expected)} numbers (batch, time, layers with experts, experts per token), and "
+            f"the rollout gave {'none' if found is None else list(found)}: sample with an engine "
+            "that records them, or choose R2."
+        )
+
+
+def _rescored(
+    networks: Networks, recipe: Recipe, state: TrainState[Array], batch: Batch[Array]
+) -> tuple[Batch[Array], Array]:
+    """The batch, under R2 with the experts that the policy chose, and the policy's
+    log-probabilities."""
+    objective, weights = networks.policy.objective, state.policy.weights
+    if recipe.router_replay == "R2":
+        rescored, choices = jax.block_until_ready(
+            logprobs_and_choices_of(objective, weights, batch.tokens, batch.valid)
+        )
+        return replace(batch, choices=choices), rescored
+    scored = logprobs_of(objective, weights, batch.tokens, batch.valid, objective.replayed(batch))
+    return batch, jax.block_until_ready(scored)[0]
 
 
 def _with_targets(

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jrl.recipes.base.batch import Batch
-from jrl.rollout.scoring import mark_replicated, score, value
+from jrl.rollout.scoring import Scores, mark_replicated, score, value
 from jrl.trainer.objectives import CriticObjective, PolicyObjective
 from moe import placement
 from moe.config import ModelConfig
@@ -33,15 +33,38 @@ def values_of(
 
 @partial(jax.jit, static_argnums=0)
 def logprobs_of(
-    objective: PolicyObjective, policy: Transformer[Array], tokens: Array, valid: Array
+    objective: PolicyObjective,
+    policy: Transformer[Array],
+    tokens: Array,
+    valid: Array,
+    choices: Array | None = None,
 ) -> tuple[Array, Array]:
     """A policy's log-probabilities of all response tokens: in the whole policy, and in the
-    distribution that tokens are drawn from."""
+    distribution that tokens are drawn from.
+
+    Args:
+      choices: experts that its routers send the tokens to again; None lets them choose.
+    """
+    config, mesh = objective.config, objective.mesh
+
+    def local(policy, *given):
+        scores = _score(objective, policy, *given)
+        return mark_replicated((scores.logprobs, scores.behaviour_logprobs), mesh)
+
+    return _over_rows(local, config, mesh)(policy, tokens, valid, choices)
+
+
+@partial(jax.jit, static_argnums=0)
+def logprobs_and_choices_of(
+    objective: PolicyObjective, policy: Transformer[Array], tokens: Array, valid: Array
+) -> tuple[Array, Array]:
+    """A policy's log-probabilities of all response tokens, and the experts that its routers chose
+    for them, ``[batch, time, layer, k]`` as in `Batch.choices`."""
     config, mesh = objective.config, objective.mesh
 
     def local(policy, tokens, valid):
-        scores = score(policy, tokens, valid, objective.layout, config, objective.sampling, mesh)
-        return mark_replicated((scores.logprobs, scores.behaviour_logprobs), mesh)
+        scores = _score(objective, policy, tokens, valid, record_choices=True)
+        return mark_replicated((scores.logprobs, scores.choices), mesh)
 
     return _over_rows(local, config, mesh)(policy, tokens, valid)
 
@@ -53,20 +76,38 @@ def statistics_of(
     """What the recipe's surrogate must know of a whole mini-batch, without a gradient."""
     config, mesh = objective.config, objective.mesh
 
-    def local(policy, tokens, valid):
-        scores = score(policy, tokens, valid, objective.layout, config, objective.sampling, mesh)
+    def local(policy, *given):
+        scores = _score(objective, policy, *given)
         return mark_replicated((scores.logprobs, scores.entropy), mesh)
 
-    scored = _over_rows(local, config, mesh)(policy, batch.tokens, batch.valid)
-    logprobs, entropy = scored
+    given = batch.tokens, batch.valid, objective.replayed(batch)
+    logprobs, entropy = _over_rows(local, config, mesh)(policy, *given)
     return jax.lax.stop_gradient(objective.recipe.statistics(logprobs, entropy, batch))
 
 
+def _score(
+    objective: PolicyObjective,
+    policy: Transformer[Array],
+    tokens: Array,
+    valid: Array,
+    choices: Array | None = None,
+    *,
+    record_choices: bool = False,
+) -> Scores:
+    fixed = objective.layout, objective.config, objective.sampling, objective.mesh
+    return score(policy, tokens, valid, *fixed, choices, record_choices=record_choices)
+
+
 def _over_rows(local: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
+    """`local`, of the policy and arrays with a row per sequence, on global arrays."""
     rows = PartitionSpec(mesh.dp)
-    return jax.shard_map(
-        local,
-        mesh=mesh.mesh,
-        in_specs=(placement.specs(config, mesh), rows, rows),
-        out_specs=rows,
-    )
+
+    def everywhere(policy: Transformer[Array], *given: Array | None) -> Any:
+        return jax.shard_map(
+            local,
+            mesh=mesh.mesh,
+            in_specs=(placement.specs(config, mesh), *(rows for _ in given)),
+            out_specs=rows,
+        )(policy, *given)
+
+    return everywhere

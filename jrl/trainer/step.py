@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -13,6 +14,7 @@ from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import replicated, take_rows
 from jrl.rollout.collect import Collected, collect
 from jrl.rollout.sampler import Sampler, scores_of
+from jrl.trainer.objectives import sampling_differences
 from jrl.trainer.prepare import prepare
 from jrl.trainer.scoring import logprobs_of, statistics_of
 from jrl.trainer.setup.networks import Networks
@@ -193,13 +195,10 @@ def sampling_difference(
     networks: Networks, state: TrainState[Array], batch: Batch[Array]
 ) -> dict[str, float]:
     """How far sampler and trainer differ, where no update of the policy has measured it already."""
-    objective = networks.policy.objective
-    _, again = logprobs_of(objective, state.policy.weights, batch.tokens, batch.valid)
+    objective, rows = networks.policy.objective, (batch.tokens, batch.valid)
+    _, again = logprobs_of(objective, state.policy.weights, *rows, objective.replayed(batch))
     again, sampled, mask = to_host((again, given(batch.behaviour_logprobs), batch.mask))
     if not mask.any():
         return {}
-    difference = np.abs(again - sampled)[mask]
-    return {
-        "sampling/sampling_logp_difference/mean": float(difference.mean()),
-        "sampling/sampling_logp_difference/max": float(difference.max()),
-    }
+    differences = sampling_differences(*map(jnp.asarray, (again, sampled, mask)))
+    return {name: float(difference.value()) for name, difference in differences.items()}

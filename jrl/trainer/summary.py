@@ -1,6 +1,6 @@
 """The metrics of a step: of its completions, and of its mini-batches."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,6 +88,14 @@ def count_updates(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
         "training/nonfinite_skipped": float(sum(not metrics["finite"] for metrics in everything)),
         "training/empty_skipped": float(sum(_is_empty(metrics) for metrics in everything)),
     }
+
+
+def drift_alarm(metrics: Mapping[str, float], bound: float | None) -> dict[str, float]:
+    """Whether the sampler has drifted from the trainer, as a metric: 1 where ``sampling/k3_kl`` is
+    above `bound` or not a number. None where it was not measured, or without a bound."""
+    if bound is None or "sampling/k3_kl" not in metrics:
+        return {}
+    return {"sampling/drift_alarm": float(not metrics["sampling/k3_kl"] <= bound)}
 
 
 def _moved(metrics: dict[str, Any]) -> bool:

@@ -10,6 +10,7 @@ from moe.config import ModelConfig
 from moe.precision import float32_product
 from moe.router.balance import load_fractions
 from moe.router.capacity import drop
+from moe.router.replay import agreement
 from moe.router.routing import Routing, assignments, topk_routing
 from moe.router.statistics import RouterStatistics, statistics
 from moe.tokens.packing import PackedBatch
@@ -27,11 +28,15 @@ def route(
 ) -> tuple[Routing, RouterStatistics[Array]]:
     """Where each token goes, full experts left out, and what the router did."""
     multiplicity = vary(own_shard(packed.multiplicity, mesh.sequence), mesh.axes)
-    replay = packed.replay if packed.replay is None else own_shard(packed.replay, mesh.sequence)
     logits = float32_product(h.astype(jnp.float32), experts.router)
-    routing, probabilities = topk_routing(
-        logits, multiplicity > 0, config, bias=experts.bias, replay=replay
-    )
+    routing, probabilities = topk_routing(logits, multiplicity > 0, config, bias=experts.bias)
+    agreed = replayed = None
+    if packed.replay is not None:
+        replay = own_shard(packed.replay, mesh.sequence).astype(jnp.int32)
+        agreed, replayed = agreement(routing.experts, replay, multiplicity, config.num_experts)
+        routing, probabilities = topk_routing(
+            logits, multiplicity > 0, config, bias=experts.bias, replay=replay
+        )
     counts = jax.lax.stop_gradient(assignments(routing.experts, config.num_experts))
     fractions = own_shard(
         packed.sequence_fractions(gather_tokens(counts, mesh.sequence)), mesh.sequence
@@ -40,4 +45,10 @@ def route(
     stats = statistics(logits, probabilities, counts, compared, multiplicity, config)
     kept, dropped = drop(routing, packed.zigzag, config, mesh)
     choices = routing.experts if packed.record_choices else None
-    return kept, replace(stats, dropped=float32_product(multiplicity, dropped), choices=choices)
+    return kept, replace(
+        stats,
+        dropped=float32_product(multiplicity, dropped),
+        agreed=agreed,
+        replayed=replayed,
+        choices=choices,
+    )

@@ -4,9 +4,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe.config import ModelConfig
+from moe.router.replay import is_recorded
 
 
 class Routing(NamedTuple):
@@ -29,7 +30,7 @@ def topk_routing(
     config: ModelConfig,
     *,
     bias: Float[Array, "route"] | None = None,
-    replay: Int[Array, "token k"] | None = None,
+    replay: Integer[Array, "token k"] | None = None,
 ) -> tuple[Routing, Float[Array, "token route"]]:
     """Sends each token to `experts_per_token` experts.
 
@@ -64,7 +65,7 @@ def topk_routing(
         wanted = jnp.where(_open_groups(wanted, config), wanted, -jnp.inf)
     _, experts = jax.lax.top_k(wanted, config.experts_per_token)
     if replay is not None:
-        known = jnp.all((replay >= 0) & (replay < config.num_experts), axis=-1, keepdims=True)
+        known = is_recorded(replay, config.num_experts)[:, None]
         experts = jnp.where(known, replay.astype(experts.dtype), experts)
     probs = _probs_of(experts, scores, logits, config)
     experts = jnp.where(valid[:, None], experts, config.num_experts)

@@ -51,6 +51,9 @@ class RouterStatistics(Generic[Leaf]):
       dropped: ``[]`` assignments left out because their expert was full.
       places: ``[]`` places in the packed batch; a prompt that several rows share has them once.
       padded: ``[]`` those without a token.
+      agreed: ``[]`` sum over tokens with choices on record of the share that the router would
+        choose itself (`moe.router.replay.agreement`); None where nothing is replayed.
+      replayed: ``[]`` those tokens; None likewise.
       choices: ``[token, k]`` expert ids before dropping, ``[layer, token, k]`` for a whole network;
         None where they were not asked for (`moe.model.routing_choices`).
     """
@@ -65,6 +68,8 @@ class RouterStatistics(Generic[Leaf]):
     dropped: Leaf
     places: Leaf
     padded: Leaf
+    agreed: Leaf | None = None
+    replayed: Leaf | None = None
     choices: Leaf | None = None
 
 

@@ -1,7 +1,7 @@
 """From the position that computed a number to the token that it speaks about."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from moe.tokens.packing import zigzag_of_prompts, zigzag_of_rows
 from moe.tokens.zigzag import ZigzagLayout
@@ -87,3 +87,20 @@ def on_responses(
     zigzag = zigzag_of_rows((shape[0], shape[1] - prompt_length), mesh)
     (response,) = zigzag.restore(join_shards(before, mesh.sequence))
     return jnp.pad(response, ((0, 0), (prompt_length, 0)))
+
+
+def in_rows(
+    x: Shaped[Array, "token *rest"],
+    shape: tuple[int, ...],
+    prompt_length: int,
+    num_samples: int,
+    mesh: FoldedMesh,
+) -> Shaped[Array, "batch time *rest"]:
+    """What belongs to the tokens of a `pack_shared_prompts` batch, all of its shards, in the rows
+    of the tokens; what belongs to a prompt stands in each of its rows.
+
+    Args:
+      shape: ``[batch, time]`` of the rows.
+    """
+    prompts, responses = zigzag_of_prompts(shape, prompt_length, num_samples, mesh).restore(x)
+    return jnp.concatenate([jnp.repeat(prompts, num_samples, axis=0), responses], axis=1)

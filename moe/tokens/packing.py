@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe.attention.context_parallel.choice import context_parallel_attention
 from moe.attention.context_parallel.mask import SegmentMask
@@ -62,7 +62,7 @@ def pack_rows(
     valid: Bool[Array, "batch time"],
     mesh: FoldedMesh,
     execution: Execution | None = None,
-    replay: Int[Array, "layer batch time k"] | None = None,
+    replay: Integer[Array, "layer batch time k"] | None = None,
 ) -> PackedBatch:
     """Row after row, each its own sequence."""
     zigzag = zigzag_of_rows(tokens.shape, mesh)
@@ -89,6 +89,7 @@ def pack_segments(
     segments: Int[Array, "batch time"],
     mesh: FoldedMesh,
     execution: Execution | None = None,
+    replay: Integer[Array, "layer batch time k"] | None = None,
 ) -> PackedBatch:
     """Several sequences in each row, which never attend to each other.
 
@@ -122,6 +123,7 @@ def pack_segments(
         core_attention_of_layer=_causal(zigzag, [segments], lambda x: x, mesh, execution),
         sequence_fractions=sequence_fractions,
         zigzag=zigzag,
+        replay=_replayed(replay, lambda layer: zigzag.flatten(layer)),
     )
 
 
@@ -132,7 +134,7 @@ def pack_shared_prompts(
     num_samples: int,
     mesh: FoldedMesh,
     execution: Execution | None = None,
-    replay: Int[Array, "layer batch time k"] | None = None,
+    replay: Integer[Array, "layer batch time k"] | None = None,
 ) -> PackedBatch:
     """All prompts, each once, and then all responses.
 
@@ -220,7 +222,7 @@ def _causal(
 
 
 def _replayed(
-    replay: Int[Array, "layer batch time k"] | None, lay_out: Callable[[Array], Array]
-) -> Int[Array, "layer token k"] | None:
+    replay: Integer[Array, "layer batch time k"] | None, lay_out: Callable[[Array], Array]
+) -> Integer[Array, "layer token k"] | None:
     """Recorded choices in the order of the packed batch."""
     return None if replay is None else jnp.stack([lay_out(layer) for layer in replay])

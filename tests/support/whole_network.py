@@ -19,6 +19,7 @@ from sharding.collectives import all_sum, vary, varying
 def loss_and_gradient(config, mesh):
     """(weights, (tokens, valid)) -> ((loss, router's sums), gradient), on global arrays.
 
+    A third array of the piece are choices of experts to replay, ``[batch, time, layer, k]``.
     The weights are stored as `moe.placement.in_chunks` does. Through a pipeline, the rows of each
     device go in two micro-batches.
     """
@@ -34,7 +35,7 @@ def loss_and_gradient(config, mesh):
 
 def token_loss(weights, x, piece, num_tokens, config, mesh):
     """The part of the loss that the tokens of `piece` have, from the last hidden states."""
-    tokens, valid = piece
+    tokens, valid = piece[:2]
     if config.head == "value":
         after = jnp.square(value_of(weights, x, config) - 1.0)
     else:
@@ -47,10 +48,15 @@ def token_loss(weights, x, piece, num_tokens, config, mesh):
     return jnp.sum(per_token, where=counted) / num_tokens.astype(jnp.float32)
 
 
+def replay_of(piece):
+    """Choices of experts as the network takes them, None without."""
+    return jnp.moveaxis(piece[2], 2, 0) if len(piece) == 3 else None
+
+
 def loss(weights, piece, config, mesh):
     """A scalar that every weight reaches: sums over tokens, plus the router's losses."""
     num_tokens = all_sum(jnp.sum(piece[1].astype(jnp.int32)), mesh.dp)
-    x, stats = model.hidden(weights, *piece, config, mesh)
+    x, stats = model.hidden(weights, *piece[:2], config, mesh, replay_of(piece))
     own = token_loss(weights, x, piece, num_tokens, config, mesh)
     total = all_sum(own + router_loss(stats, config, mesh, num_tokens), mesh.except_sequence)
     return total, None if stats is None else all_sum(stats, mesh.axes)
@@ -69,7 +75,7 @@ def through_stages(weights, piece, config, mesh):
     value, grads, _, stats = stages.gradients(
         vary(weights, mesh.axes),
         vary(pieces, mesh.except_sequence),
-        lambda piece: pack_rows(*piece, mesh, config.execution),
+        lambda piece: pack_rows(*piece[:2], mesh, config.execution, replay_of(piece)),
         lambda weights, x, piece: (
             token_loss(weights, x, piece, num_tokens, config, mesh),
             {},

@@ -23,8 +23,6 @@ class Batch(Generic[Leaf]):
         sampled, as the sampler gave them or as the trainer computes them.
       truncated: ``[batch]`` whether the length limit ended the response.
       finished: ``[batch]`` whether the response is at its end, by a stop token or the length limit.
-      choices: ``[batch, time, layer, k]`` experts that each token chose when it was run; as many as
-        there are experts where none is known.
       groups: ``[batch]`` integers; completions of one prompt share one.
       lengths: ``[batch]`` sampled tokens of each completion, whether or not they count.
       rewards: ``[batch]`` one per completion.
@@ -36,6 +34,10 @@ class Batch(Generic[Leaf]):
       critic_mask: ``[batch, time]`` tokens that count for the critic; None where they are those of
         `mask`.
       importance_weights: ``[batch, time]`` factors on the policy's token losses.
+      choices: ``[batch, time, layer, k]`` integers: the experts that the policy's routers sent each
+        token to when it was read, while decoding or in the trainer's own pass, for the layers that
+        have experts; `num_experts` where there is no record (padding, and of a rollout the last
+        token sampled, which was never read). None where nothing is replayed.
     """
 
     tokens: Leaf
@@ -45,7 +47,6 @@ class Batch(Generic[Leaf]):
     old_logprobs: Leaf | None = None
     truncated: Leaf | None = None
     finished: Leaf | None = None
-    choices: Leaf | None = None
     groups: Leaf | None = None
     lengths: Leaf | None = None
     rewards: Leaf | None = None
@@ -56,6 +57,7 @@ class Batch(Generic[Leaf]):
     returns: Leaf | None = None
     critic_mask: Leaf | None = None
     importance_weights: Leaf | None = None
+    choices: Leaf | None = None
 
 
 @struct.dataclass

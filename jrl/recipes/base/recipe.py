@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -33,6 +33,9 @@ from jrl.recipes.base.optimizer import Optimizer
 
 Metrics = Mapping[str, Mean | Array]
 """Means, and scalars that add up over pieces."""
+
+RouterReplay = Literal["R2", "R3"]
+"""Whose choices of experts are replayed."""
 
 MINI_BATCH, MICRO_BATCH = 128, 64
 """What mini-batches and micro-batches are near to where nobody chose their size."""
@@ -115,6 +118,12 @@ class Recipe:
     rejection_high: float | None = None
     """The greatest that is kept; None is 1.001 of a geometric mean, 0.01 nats of a divergence."""
 
+    router_replay: RouterReplay | None = None
+    """Send each token to the same experts in every pass of the policy that a step learns from, with
+    the router's current scores: "R2" to those that the trainer chose before its first update, which
+    takes a pass over the completions, "R3" to those that the sampler chose. None chooses anew in
+    each pass. For policies with experts."""
+
     clip_low: float = 0.2
     """How far the probability ratio may fall below 1."""
     clip_high: float = 0.2
@@ -159,6 +168,11 @@ class Recipe:
                 "dynamic_sampling would drop them all: choose at least 2, or leave it off."
             )
         checked(self.correction, self.old_logprobs)
+        if self.router_replay not in (None, *get_args(RouterReplay)):
+            raise ValueError(
+                f"router_replay={self.router_replay!r} is neither R2 (what the trainer chose) nor "
+                "R3 (what the sampler chose): choose one, or None."
+            )
         if self.mini_batch is not None and self.completions % self.mini_batch:
             raise ValueError(
                 f"mini_batch={self.mini_batch} does not divide prompts x group_size = "
@@ -223,7 +237,8 @@ class Recipe:
     @property
     def rescores(self) -> bool:
         """Whether the trainer scores the completions by its policy before the first update."""
-        return self.old_logprobs == "recompute" or self.correction.on
+        recorded = self.router_replay == "R2"
+        return self.old_logprobs == "recompute" or self.correction.on or recorded
 
     @property
     def uses_reference(self) -> bool:

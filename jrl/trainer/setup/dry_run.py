@@ -16,6 +16,7 @@ from jrl.trainer.setup.lengths import response_origin
 from jrl.trainer.setup.setup import Setup
 from moe.config import ModelConfig
 from moe.placement import in_chunks, shard_specs, specs, stored_specs
+from moe.router.replay import choices_dtype
 from moe.tokens.zigzag import ZigzagLayout
 from moe.weights import Transformer, num_active_parameters, num_parameters, shapes
 from sharding.folding import FoldedMesh
@@ -143,6 +144,7 @@ def memory(setup: Setup) -> dict[str, int]:
       ``4 x rows x response / (cp tp) x vocab`` where the sampler truncates and that is more, with
       the rows per device of the largest forward pass: a micro-batch, a warm start's batch, or all
       completions where they are scored before the first update;
+    * under `Recipe.router_replay` the experts of each token and layer, a byte or two each;
     * on a pipeline, the inputs of layers that a stage keeps until they go backward.
 
     Per parameter these are ``8 + 8 / G`` bytes for weight, gradient and moments, all float32.
@@ -174,6 +176,7 @@ def memory(setup: Setup) -> dict[str, int]:
         "weights apart to sample": weight_bytes(setup.model, setup.rollout_mesh),
         "key/value cache": cache_bytes(setup),
         "logits of a forward pass": logits_bytes(setup, max(forward)),
+        "choices of experts": choices_bytes(setup) if recipe.router_replay is not None else 0,
         "policy of the rollout": weight_bytes(setup.model, setup.rollout_mesh) if apart else 0,
         "inputs kept by a stage": kept_bytes(setup) if mesh.layout.pp > 1 else 0,
     }
@@ -239,6 +242,14 @@ def logits_bytes(setup: Setup, rows: int) -> int:
     return 4 * numbers
 
 
+def choices_bytes(setup: Setup) -> int:
+    """Bytes of a step's choices of experts on one device."""
+    model, mesh = setup.model, setup.mesh
+    tokens = setup.recipe.completions // mesh.size(mesh.dp) * _time(setup)
+    numbers = tokens * model.num_expert_layers * model.experts_per_token
+    return numbers * choices_dtype(model.num_experts).itemsize
+
+
 def kept_bytes(setup: Setup) -> int:
     """Bytes of the chunks' inputs that a pipeline stage keeps during an update."""
     mesh, group = setup.mesh, setup.geometry.prompt_layout.group_size
@@ -255,8 +266,12 @@ def _num_scored(setup: Setup) -> int:
     if mesh.layout.pp == 1:
         return 1
     rows = setup.recipe.completions // mesh.size(mesh.dp)
-    time = setup.prompt_length + setup.response_length
-    return num_micro_batches(rows, time, setup.geometry.prompt_layout, mesh)
+    return num_micro_batches(rows, _time(setup), setup.geometry.prompt_layout, mesh)
+
+
+def _time(setup: Setup) -> int:
+    """Columns of a completion with its prompt."""
+    return setup.prompt_length + setup.response_length
 
 
 def _print_prompt(setup: Setup, console: Console) -> None:

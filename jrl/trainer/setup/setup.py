@@ -56,7 +56,8 @@ class Setup:
       response_length: limit of a completion in tokens, end-of-sequence included.
 
     Raises:
-      ValueError: for a network whose experts drop choices, see `moe.router.capacity`.
+      ValueError: for a network whose experts drop choices, see `moe.router.capacity`, and for one
+        without experts whose choices of them are to be replayed.
     """
 
     run: RunConfig
@@ -75,6 +76,11 @@ class Setup:
                 "policy is scored and none where it samples, so that importance ratios differ from "
                 "1 before any update: set it to None, or to num_experts / experts_per_token = "
                 f"{self.model.num_experts / self.model.experts_per_token:g} or more."
+            )
+        if self.recipe.router_replay is not None and not self.model.num_experts:
+            raise ValueError(
+                f"router_replay={self.recipe.router_replay!r} has nothing to replay: the network "
+                f"of {self.run.model} has no experts. Leave out --router-replay."
             )
 
     @property
@@ -126,6 +132,7 @@ class Setup:
             pad_id=self.tokenizer.pad_id,
             stop_ids=self.tokenizer.stop_ids,
             key=randomness.key("rollout"),
+            records_choices=self.recipe.router_replay == "R3",
         )
         return Sampler(engine, self.task, self.format, self.prompt_length, self.response_length)
 

@@ -92,6 +92,7 @@ def test_what_cannot_change_numbers_may_change_on_resuming():
         keep_checkpoints=5,
         samples_every=7,
         max_nonfinite=11,
+        drift_alarm=0.5,
         log_to=("tensorboard",),
     )
     check_resumable((run, recipe), (other, recipe))

@@ -211,3 +211,5 @@ def test_when_the_trainer_scores_first():
     assert not any(kind().rescores for kind in RECIPES.values())
     assert Grpo(old_logprobs="recompute").rescores
     assert Grpo(rejection="geometric").rescores
+    # R2 records in that pass, R3 has the record of the sampler.
+    assert Grpo(router_replay="R2").rescores and not Grpo(router_replay="R3").rescores

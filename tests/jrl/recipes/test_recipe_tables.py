@@ -1,6 +1,7 @@
 """The papers' tables, what a recipe refuses, and the rewards it makes of scores."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -116,6 +117,13 @@ def test_batch_arithmetic_is_checked(kind):
     for name in ("prompts", "group_size", "mini_batch", "micro_batch", "epochs"):
         with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
             kind(**{name: 0})
+
+
+def test_choices_of_experts_are_replayed_from_one_of_two_places():
+    unknown: Any = "R1"
+    with pytest.raises(ValueError, match=r"router_replay='R1' is neither R2 .* nor R3"):
+        Grpo(router_replay=unknown)
+    assert all(kind().router_replay is None for kind in RECIPES.values())
 
 
 def test_micro_batch_is_a_bound():

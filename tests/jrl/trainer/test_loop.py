@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -58,6 +59,8 @@ OF_POLICY = {
     "moe/router_entropy",
     "sampling/sampling_logp_difference/mean",
     "sampling/sampling_logp_difference/max",
+    "sampling/k3_kl",
+    "sampling/drift_alarm",
 }
 OF_CRITIC = {
     "critic/loss",
@@ -90,6 +93,8 @@ def test_what_a_run_leaves_behind(name, finished):
         assert line["training/optimizer_steps"] == 2 * learned
         if learned:
             assert line["sampling/sampling_logp_difference/max"] < 1e-5
+            assert abs(line["sampling/k3_kl"]) < 1e-6  # of log-ratios rounded at 1e-7
+            assert line["sampling/drift_alarm"] == 0
             assert line["actor/grad_norm"] > 0
         assert any(is_timing(metric) for metric in line)
         assert all(np.isfinite(value) for value in line.values())
@@ -97,6 +102,20 @@ def test_what_a_run_leaves_behind(name, finished):
     assert lines[-1]["training/total_tokens"] == total
     assert Checkpoints(run.folder.checkpoints_path).steps() == [2, 3]
     assert list(run.folder.plots_path.glob("*.png"))
+
+
+def test_a_drift_of_the_sampler_is_shown_where_it_begins():
+    shown = []
+    display: Any = SimpleNamespace(alarm=shown.append)
+    nothing: Any = None
+    outputs = loop._Outputs(nothing, nothing, [], display, {}, 0, 0, 0, drifted=False)
+    for step, (kl, alarm) in enumerate([(0.001, 0.0), (0.5, 1.0), (0.6, 1.0), (0.0, 0.0)]):
+        outputs.warn_of_drift(step, {"sampling/k3_kl": kl, "sampling/drift_alarm": alarm})
+    outputs.warn_of_drift(4, {})
+    outputs.warn_of_drift(5, {"sampling/k3_kl": 0.25, "sampling/drift_alarm": 1.0})
+    began = [line.split(":")[0] for line in shown]
+    assert began == ["step 1", "step 5"]
+    assert "sampling/k3_kl is 0.5 nats" in shown[0]
 
 
 def test_speed_leaves_evaluation_out(tmp_path, monkeypatch):

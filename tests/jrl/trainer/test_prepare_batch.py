@@ -155,6 +155,57 @@ def test_every_recipe_can_be_anchored_and_corrected(name, sampled, scoring):
     assert untouched.importance_weights is None
 
 
+def test_r2_records_in_the_pass_before_the_first_update(sampled, scoring, monkeypatch):
+    """The reference, whose routers are its own, replays nothing."""
+    setup = small_setup(small_recipe(router_replay="R2", kl_coef=0.1))
+    state, asked = state_of(setup), []
+    shape = (*sampled.rollout.tokens.shape, setup.model.num_layers, 2)
+    record = jnp.ones(shape, jnp.uint8)
+
+    def recording(objective, weights, tokens, valid):
+        assert weights is state.policy.weights
+        return jnp.asarray(scoring), record
+
+    def scored(objective, weights, tokens, valid, choices=None):
+        asked.append((weights is state.reference, choices))
+        return jnp.asarray(scoring), jnp.asarray(scoring)
+
+    monkeypatch.setattr(preparing, "logprobs_and_choices_of", recording)
+    monkeypatch.setattr(preparing, "logprobs_of", scored)
+    batch, metrics = prepared(setup, state, sampled)
+    assert asked == [(True, None)]
+    assert batch.choices is record
+    # Without more being asked for, ratios stay those against the sampler.
+    np.testing.assert_array_equal(batch.old_logprobs, sampled.rollout.old_logprobs)
+    np.testing.assert_array_equal(batch.mask, sampled.rollout.mask)
+    assert batch.importance_weights is None and "timing_s/old_log_prob" in metrics
+
+
+def test_r3_replays_what_the_sampler_chose(sampled, scoring, monkeypatch):
+    recipe = small_recipe(router_replay="R3", old_logprobs="recompute", kl_coef=0.1)
+    setup = small_setup(recipe)
+    state, asked = state_of(setup), []
+    record = jnp.ones((*sampled.rollout.tokens.shape, setup.model.num_layers, 2), jnp.uint8)
+
+    def scored(objective, weights, tokens, valid, choices=None):
+        asked.append((weights is state.reference, choices))
+        return jnp.asarray(scoring), jnp.asarray(scoring)
+
+    monkeypatch.setattr(preparing, "logprobs_of", scored)
+    given = replace(sampled, batch=sampled.batch.replace(choices=record))
+    batch, _ = prepared(setup, state, given)
+    assert [(reference, choices is None) for reference, choices in asked] == [
+        (True, True),
+        (False, False),
+    ]
+    assert batch.choices is asked[1][1] is record
+    with pytest.raises(ValueError, match=r"'R3' replays.* the rollout gave none: .* or choose R2"):
+        prepared(setup, state, sampled)
+    short = replace(sampled, batch=sampled.batch.replace(choices=record[..., :1]))
+    with pytest.raises(ValueError, match=r"\[8, 11, 1, 2\] numbers .* gave \[8, 11, 1, 1\]"):
+        prepared(setup, state, short)
+
+
 def test_masks_of_targets_and_rejection(sampled, scoring, monkeypatch):
     """What is rejected counts for neither network; the critic keeps what is not the policy's."""
     recipe = small_recipe("ppo", rejection="k2", rejection_over="token", rejection_high=0.1)

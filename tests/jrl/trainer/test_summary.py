@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jrl.losses import ExplainedVariance, Mean
-from jrl.trainer.summary import count_updates, summarise
+from jrl.trainer.summary import count_updates, drift_alarm, summarise
 from jrl.trainer.update import Max
 
 
@@ -103,3 +103,15 @@ def test_updates_are_counted_by_what_came_of_them():
         "training/nonfinite_skipped": 2.0,
         "training/empty_skipped": 2.0,
     }
+
+
+@pytest.mark.parametrize(
+    ("kl", "bound", "alarm"),
+    [(0.02, 0.01, 1.0), (0.01, 0.01, 0.0), (np.nan, 0.01, 1.0), (np.inf, 0.01, 1.0)],
+)
+def test_a_drift_of_the_sampler_is_told(kl, bound, alarm):
+    assert drift_alarm({"sampling/k3_kl": kl}, bound) == {"sampling/drift_alarm": alarm}
+
+
+def test_without_a_measurement_or_a_bound_there_is_no_alarm():
+    assert drift_alarm({}, 0.01) == drift_alarm({"sampling/k3_kl": 1.0}, None) == {}

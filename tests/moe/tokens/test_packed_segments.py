@@ -144,3 +144,12 @@ def test_positions_restart_with_every_sequence():
         for column, place in enumerate(expected[row]):
             assert place is None or int(positions[row, column]) == place
     np.testing.assert_array_equal(packed.multiplicity.reshape(2, 7), ids > 0)
+
+
+def test_choices_to_replay_stand_with_their_tokens():
+    choices = np.random.default_rng(3).integers(0, 4, (2, BATCH, TIME, 3)).astype(np.uint8)
+    tokens, ids = jnp.zeros((BATCH, TIME), int), jnp.asarray(segments())
+    packed = pack_segments(tokens, ids, mesh_of("cp2"), replay=jnp.asarray(choices))
+    for layer, expected in enumerate(choices):
+        of_layer = packed.of_layer(layer).replay
+        np.testing.assert_array_equal(packed.zigzag.restore(of_layer)[0], expected)

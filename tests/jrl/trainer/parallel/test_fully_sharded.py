@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from small_runs import (
     fresh_state,
+    sampled,
     small_batch,
     small_model,
     small_recipe,

@@ -1,6 +1,7 @@
 import io
 import re
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from rich.console import Console
 from jrl.config.run import RunConfig
 from jrl.recipes import Dapo, Grpo, Ppo, Vapo
 from jrl.rollout.slots import empty_pool
+from jrl.trainer.scoring import logprobs_and_choices_of
 from jrl.trainer.setup.dry_run import (
     batch_arithmetic,
     cache_bytes,
@@ -146,6 +148,18 @@ def test_memory_counts_the_largest_of_what_takes_turns():
         needs = memory(build_setup(run, replace(recipe, **first)))
         assert needs["logits of a forward pass"] == logits_bytes(setup, rows=32)
         assert "reference" not in needs
+
+
+def test_memory_of_choices_of_experts_is_that_of_their_column():
+    recipe = replace(Grpo(), prompts=8, group_size=4, mini_batch=16, router_replay="R2")
+    setup = build_setup(RunConfig(layout=LAYOUT), recipe)
+    record = partial(logprobs_and_choices_of, setup.networks.policy.objective)
+    given = tokens_of(32, setup.prompt_length + setup.response_length)
+    _, choices = jax.eval_shape(record, weights.shapes(setup.model), *given)
+    on_one = choices.size * choices.dtype.itemsize // setup.mesh.layout.dp
+    assert memory(setup)["choices of experts"] == on_one
+    free = build_setup(RunConfig(), replace(recipe, router_replay=None))
+    assert "choices of experts" not in memory(free)
 
 
 def test_batch_arithmetic_follows_a_completion_to_its_last_update():

@@ -60,6 +60,7 @@ def test_settings_that_cannot_be_had(run, message):
     ("run", "message"),
     [
         ({"router_z_coef": -1.0}, r"router_z_coef=-1\.0 must not be negative"),
+        ({"drift_alarm": 0.0}, r"drift_alarm=0\.0 must be above 0 nats; None is off"),
         ({"answer_field": "gold"}, r"answer_field='gold' needs --task jsonl:FILE, not 'sort'"),
         ({"messages_field": "turns"}, r"messages_field='turns' needs --task jsonl:FILE"),
     ],
@@ -76,6 +77,14 @@ def test_experts_that_drop_what_sampling_does_not_are_refused():
         replace(setup, model=small_model(vocab_size, capacity_factor=1.25))
     roomy = small_model(vocab_size, capacity_factor=2.0)
     assert replace(setup, model=roomy).model.capacity_factor == 2.0
+
+
+def test_a_network_without_experts_has_nothing_to_replay():
+    setup = small_setup()
+    dense = small_model(setup.tokenizer.vocab_size, num_experts=0, d_ff=8)
+    with pytest.raises(ValueError, match=r"router_replay='R2' has nothing.*no experts\. Leave out"):
+        replace(setup, model=dense, recipe=small_recipe(router_replay="R2"))
+    assert replace(setup, model=dense).recipe.router_replay is None
 
 
 def test_a_tokenizer_json_takes_the_place_of_a_character_model(tmp_path):

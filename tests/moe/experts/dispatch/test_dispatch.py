@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax import lax
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of
+from ragged import ragged_by_gathering
 from tiers import full_but
 
 from moe.experts.dispatch import choice as dispatching
@@ -183,26 +183,6 @@ def test_half_precision_is_rounded_once(name, emulated):
     # Half a unit of eight bits, and sums of float32 terms of order one.
     half_unit = 2.0 ** (np.ceil(np.log2(np.abs(exact) + 1e-9)) - 9)
     np.testing.assert_array_less(np.abs(out - exact), half_unit + 1e-6)
-
-
-def ragged_by_gathering(
-    operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name
-):
-    """`jax.lax.ragged_all_to_all` as its documentation states it, by gathering everything."""
-    me, num_peers = lax.axis_index(axis_name), lax.axis_size(axis_name)
-    everything = [
-        lax.all_gather(x, axis_name) for x in (operand, input_offsets, send_sizes, output_offsets)
-    ]
-    place = jnp.arange(output.shape[0])
-    for peer in range(num_peers):
-        sent, start, size, offset = (x[peer] for x in everything)
-        start, size, offset = start[me], size[me], offset[me]
-        own = (place >= offset) & (place < offset + size)
-        rows = sent[jnp.clip(place - offset + start, 0, sent.shape[0] - 1)]
-        # A peer's announcement and ours must agree, or rows are lost on real devices.
-        own = own & (size == recv_sizes[peer])
-        output = jnp.where(own[:, None], rows, output)
-    return output
 
 
 @pytest.mark.parametrize("name", full_but(["all_to_all", "all_gather", "ragged"], "all_to_all"))

@@ -1,0 +1,129 @@
+"""Replayed choices of experts, under every dispatch and on folded meshes: values, gradients,
+router sums."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from programs import jit, mesh_of, random_weights
+from ragged import ragged_by_gathering
+from tiers import full_but
+from whole_network import loss_and_gradient
+
+from moe.config import ModelConfig
+from moe.execution import Execution
+from moe.experts.dispatch import choice as dispatching
+from moe.experts.dispatch import ragged as ragged_dispatcher
+from moe.placement import in_chunks, in_layer_order
+
+MOE = ModelConfig(
+    vocab_size=11,
+    num_layers=2,
+    d_model=10,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=6,
+    num_experts=8,
+    experts_per_token=3,
+    d_expert=14,
+    # Two layers more on the stages of a pipeline that has two chunks each; the first one is dense.
+    num_dense_layers=1,
+    dense_d_ff=12,
+)
+BATCH, TIME = 8, 5
+UNRECORDED = (3, 2)
+CASES = [
+    ("all_to_all", "tp2 cp2 dp2 / ep4 etp2"),
+    ("all_gather", "tp2 dp2 / ep4"),
+    ("all_to_all", "dp4 / ep4"),
+    ("all_gather", "cp2 dp2 / ep2 etp2"),
+    ("ragged", "tp2 dp2 / ep2 etp2"),
+    ("all_to_all", "pp2 dp2 / ep2"),
+    ("all_gather", "pp2 vpp2 tp2 / ep2"),
+]
+
+
+def sized(layout):
+    """The network, with a layer of experts for each chunk of the layout."""
+    chunks = 4 if "vpp2" in layout else 2
+    return replace(MOE, num_layers=MOE.num_dense_layers + chunks)
+
+
+def batch():
+    draw = np.random.default_rng(1)
+    tokens = draw.integers(0, MOE.vocab_size, (BATCH, TIME))
+    length = np.arange(BATCH) % (TIME - 1) + 2
+    valid = np.arange(TIME)[None, :] >= TIME - length[:, None]
+    return jnp.asarray(tokens), jnp.asarray(valid)
+
+
+def choices(config):
+    """Any experts, a token's all different, for the layers that have them; one token has none."""
+    draw = np.random.default_rng(2)
+    shape = BATCH, TIME, config.num_expert_layers, config.num_experts
+    chosen = np.argsort(draw.random(shape), axis=-1)[..., : config.experts_per_token]
+    chosen[UNRECORDED] = config.num_experts
+    assert batch()[1][UNRECORDED]
+    return jnp.asarray(chosen, jnp.uint8)
+
+
+@functools.cache
+def run(config, dispatch, layout, replayed=True):
+    mesh = mesh_of(layout)
+    config = replace(config, execution=Execution(dispatch=dispatch))
+    piece = (*batch(), choices(config)) if replayed else batch()
+    step = jit(loss_and_gradient(config, mesh))
+    out, grads = jax.device_get(step(in_chunks(random_weights(config, 0), mesh), piece))
+    return out, in_layer_order(grads, mesh)
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """CPU devices that have a ragged all-to-all."""
+    monkeypatch.setattr(ragged_dispatcher.lax, "ragged_all_to_all", ragged_by_gathering)
+    monkeypatch.setattr(dispatching, "_refuse_cpu", lambda mesh: None)
+
+
+@pytest.mark.parametrize(("dispatch", "layout"), full_but(CASES, CASES[0]))
+def test_equals_one_device(dispatch, layout, emulated):
+    config = sized(layout)
+    (value, stats), grads = run(config, dispatch, layout)
+    (expected, expected_stats), expected_grads = run(config, "all_to_all", "dp1")
+    # float32 sums of a few hundred terms in another order: a few units in the sixth digit.
+    np.testing.assert_allclose(value, expected, rtol=2e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6 * np.max(np.abs(b))),
+        grads,
+        expected_grads,
+    )
+    np.testing.assert_array_equal(stats.load, expected_stats.load)
+    np.testing.assert_array_equal(stats.replayed, expected_stats.replayed)
+    np.testing.assert_allclose(stats.agreed, expected_stats.agreed, rtol=1e-6)
+    # The routers learn although their choices are not theirs.
+    assert all(float(np.max(np.abs(g))) > 0 for g in jax.tree.leaves(grads))
+
+
+def test_the_experts_on_record_get_the_tokens():
+    config = sized("dp1")
+    (value, stats), grads = run(config, "all_to_all", "dp1")
+    valid, chosen = np.asarray(batch()[1]).copy(), np.asarray(choices(config))
+    valid[UNRECORDED] = False
+    on_record = [
+        np.bincount(layer[valid].ravel(), minlength=8) for layer in np.moveaxis(chosen, 2, 0)
+    ]
+    own = stats.load - np.stack(on_record)
+    # The token without a record chose three experts in each layer.
+    assert own.min() == 0 and own.max() == 1
+    np.testing.assert_array_equal(own.sum(axis=1), 3)
+    layers = config.num_expert_layers
+    assert float(stats.replayed) == valid.sum() * layers
+    # Three of eight at random agree in three eighths.
+    assert 0.25 < float(stats.agreed / stats.replayed) < 0.5
+    (free, of_free), free_grads = run(config, "all_to_all", "dp1", replayed=False)
+    assert of_free.agreed is None and of_free.replayed is None
+    assert abs(value - free) > 1e-4
+    router, free_router = grads.layers.experts.router, free_grads.layers.experts.router
+    assert float(np.max(np.abs(router - free_router))) > 1e-4
