@@ -4,6 +4,7 @@ from jrl.recipes.base.actor_critic import ActorCritic
 from jrl.recipes.base.batch import Batch, Targets, Totals
 from jrl.recipes.base.group_relative import GroupRelative
 from jrl.recipes.base.recipe import Metrics, Recipe
+from jrl.recipes.base.temperature import AdaptiveTemperature
 from jrl.recipes.cispo import Cispo
 from jrl.recipes.dapo import Dapo
 from jrl.recipes.dr_grpo import DrGrpo
@@ -32,6 +33,7 @@ RECIPES: dict[str, type[Recipe]] = {
 __all__ = [
     "RECIPES",
     "ActorCritic",
+    "AdaptiveTemperature",
     "Batch",
     "Cispo",
     "Dapo",
