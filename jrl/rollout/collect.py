@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jrl.losses import informative_groups
+from jrl.losses import EntropyStatistics, informative_groups
 from jrl.recipes.base.batch import Batch
 from jrl.recipes.base.collection import DynamicSampling
 from jrl.recipes.base.recipe import Recipe
@@ -45,6 +45,7 @@ def collect(
     mesh: FoldedMesh,
     prompts_seen: int,
     key: Callable[[int], Array],
+    entropy: EntropyStatistics[Array] | None = None,
 ) -> Collected:
     """Completions for one step, as the recipe's `collection` says.
 
@@ -57,6 +58,7 @@ def collect(
       mesh: of training.
       prompts_seen: training prompts drawn before.
       key: the randomness of a round, by its number.
+      entropy: statistics of the step before, for a temperature that adapts.
     """
     collection, seconds = recipe.collection, dict[str, float]()
     filtered = isinstance(collection, DynamicSampling)
@@ -74,6 +76,7 @@ def collect(
             key(rounds),
             first=prompts_seen,
             seconds=seconds,
+            entropy=entropy,
         )
         rounds, prompts_seen = rounds + 1, prompts_seen + recipe.prompts
         drawn += more

@@ -6,8 +6,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array
 
+from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import to_devices, to_host
-from jrl.rollout.batching import over_rows
+from jrl.rollout.batching import over_rows, replicated
 from jrl.rollout.generate import Decoder, generate
 from jrl.rollout.requests import Request, Trajectory
 from jrl.rollout.resharding import RolloutPolicy
@@ -40,12 +41,20 @@ class RolloutEngine(Protocol):
         """Gives up the memory that is not needed between rollouts."""
         ...
 
-    def submit(self, requests: Sequence[Request], sampling: Sampling, key: Array) -> None:
+    def submit(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        key: Array,
+        entropy: EntropyStatistics[Array] | None = None,
+    ) -> None:
         """Asks for responses.
 
         Args:
           sampling: how their tokens are drawn.
           key: their randomness.
+          entropy: for a temperature that adapts (`jrl.rollout.sampling.draw`), on the mesh of
+            training; None samples at the base temperature.
 
         Raises:
           ValueError: for requests that this engine cannot serve.
@@ -104,7 +113,13 @@ class BatchEngine:
         self._resharding.release()
         self._weights = None
 
-    def submit(self, requests: Sequence[Request], sampling: Sampling, key: Array) -> None:
+    def submit(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        key: Array,
+        entropy: EntropyStatistics[Array] | None = None,
+    ) -> None:
         assert self._weights is not None, "no weights were loaded"
         prompts = [list(samples) for _, samples in groupby(requests, lambda r: r.prompt)]
         num_samples, limit = len(prompts[0]), requests[0].max_new_tokens
@@ -118,7 +133,9 @@ class BatchEngine:
         # Moved once per policy, however many batches it samples.
         policy = self._resharding.of(self._weights)
         decoder = self.decoder(sampling, num_samples, limit)
-        batch = generate(decoder, policy, tokens, valid, key)
+        # Four numbers, on the mesh that samples.
+        entropy = to_devices(to_host(entropy), replicated(self.mesh))
+        batch = generate(decoder, policy, tokens, valid, key, entropy)
         # Dispatched, not waited for: `poll` does that when it reads the tokens.
         self._under_way.append((list(requests), self._version, batch))
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int
 
+from jrl.losses import EntropyStatistics
 from jrl.recipes.base.batch import Batch
 from jrl.rollout.sampling import Sampling, draw
 from moe.config import ModelConfig
@@ -66,18 +67,20 @@ def generate(
     prompts: Int[Array, "prompts prompt_length"],
     valid: Bool[Array, "prompts prompt_length"],
     key: Array,
+    entropy: EntropyStatistics[Array] | None = None,
 ) -> Batch[Array]:
     """Samples `decoder.num_samples` completions of every prompt, those of one prompt in a row.
 
     A row's tokens depend on its own prompt, its place in the batch and `key` only: not on the mesh.
     What comes back are the columns of a batch that sampling knows: `tokens`, `valid`, `mask`,
-    `behaviour_logprobs`, `old_logprobs` (of the whole policy at the sampling temperature; the two
-    differ only under top-k and top-p) and `truncated`.
+    `behaviour_logprobs`, `old_logprobs` (of the whole policy at the base temperature; the two
+    differ only under top-k, top-p and a temperature that adapts) and `truncated`.
 
     Args:
       prompts: left-padded token ids.
       valid: which of them are not padding.
       key: randomness of this batch.
+      entropy: for a temperature that adapts, see `jrl.rollout.sampling.draw`.
 
     Raises:
       ValueError: when prompts or rows do not divide over the devices.
@@ -89,10 +92,13 @@ def generate(
     local = jax.shard_map(
         partial(_generate_local, decoder),
         mesh=mesh.mesh,
-        in_specs=(specs(decoder.config, mesh), batch, batch, batch, PartitionSpec()),
+        in_specs=(
+            *(specs(decoder.config, mesh), batch, batch, batch),
+            *(PartitionSpec(), PartitionSpec()),
+        ),
         out_specs=batch,
     )
-    return local(weights, prompts, valid, rows, key)
+    return local(weights, prompts, valid, rows, key, entropy)
 
 
 def _check_divides(decoder: Decoder, num_prompts: int) -> None:
@@ -119,9 +125,10 @@ def _generate_local(
     valid: Array,
     rows: Array,
     key: Array,
+    entropy: EntropyStatistics[Array] | None,
 ) -> Batch[Array]:
     config, mesh = decoder.config, decoder.mesh
-    weights = vary(weights, mesh.axes)
+    weights, entropy = vary((weights, entropy), mesh.axes)
     prompts, valid, rows = vary((prompts, valid, rows), mesh.except_sequence)
     layers = tuple(layer_of(weights, index) for index in range(config.num_layers))
     # A key per row, by its number in the whole batch: the layout has no say in what is drawn.
@@ -130,7 +137,8 @@ def _generate_local(
     def pick(logits, step):
         """One token per row and its log-probabilities, the same on every ``tp`` rank."""
         keys = jax.vmap(lambda row_key: jax.random.fold_in(row_key, step))(row_keys)
-        return tuple(join_shards(x, mesh.sequence) for x in draw(logits, decoder.sampling, keys))
+        drawn = draw(logits, decoder.sampling, keys, entropy)
+        return tuple(join_shards(x, mesh.sequence) for x in drawn)
 
     def record(loop: _Loop, picked) -> _Loop:
         """Writes what was picked for the rows still going, and sees which of them end."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array
 
+from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import broadcast_from_main, is_main_process, is_multiprocess
 from jrl.recipes.base.batch import Batch
 from jrl.rollout.engine import RolloutEngine
@@ -141,6 +142,7 @@ class Sampler:
         *,
         first: int = 0,
         seconds: dict[str, float] | None = None,
+        entropy: EntropyStatistics[Array] | None = None,
     ) -> Unverified:
         """Completes each prompt `num_samples` times with the weights that the engine has, and
         begins to have the completions verified: the next may be decoded meanwhile.
@@ -148,10 +150,12 @@ class Sampler:
         Args:
           first: number of the first prompt, those of the others follow.
           seconds: the time taken is added here, if given.
+          entropy: statistics by which a temperature that adapts follows the policy; None samples at
+            the base temperature.
         """
         seconds = {} if seconds is None else seconds
         begin = time.perf_counter()
-        self.engine.submit(self.requests(examples, num_samples, first), sampling, key)
+        self.engine.submit(self.requests(examples, num_samples, first), sampling, key, entropy)
         trajectories = self.engine.poll()
         seconds["timing_s/gen"] = seconds.get("timing_s/gen", 0.0) + time.perf_counter() - begin
         texts = [text_of(self.format.tokenizer, t.tokens) for t in trajectories]
@@ -167,9 +171,12 @@ class Sampler:
         *,
         first: int = 0,
         seconds: dict[str, float] | None = None,
+        entropy: EntropyStatistics[Array] | None = None,
     ) -> list[Completion]:
         """`decode`, and waits for the verdicts."""
-        drawn = self.decode(examples, sampling, num_samples, key, first=first, seconds=seconds)
+        drawn = self.decode(
+            examples, sampling, num_samples, key, first=first, seconds=seconds, entropy=entropy
+        )
         return drawn.verified()
 
     def requests(

@@ -92,7 +92,7 @@ class ScriptedEngine:
     def restore(self, pending):
         pass
 
-    def submit(self, requests, sampling, key):
+    def submit(self, requests, sampling, key, entropy=None):
         self.prompts += [request.prompt for request in requests if request.sample == 0]
         self.keys.append(np.asarray(jax.random.key_data(key)).tobytes())
         self._asked = list(requests)
