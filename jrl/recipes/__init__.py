@@ -10,6 +10,7 @@ from jrl.recipes.dapo import Dapo
 from jrl.recipes.dr_grpo import DrGrpo
 from jrl.recipes.grpo import Grpo
 from jrl.recipes.gspo import Gspo
+from jrl.recipes.hapo import Hapo
 from jrl.recipes.maxrl import Maxrl
 from jrl.recipes.ppo import Ppo
 from jrl.recipes.reinforce_plus_plus import ReinforcePlusPlus
@@ -21,6 +22,7 @@ RECIPES: dict[str, type[Recipe]] = {
     "grpo": Grpo,
     "dapo": Dapo,
     "vapo": Vapo,
+    "hapo": Hapo,
     "dr_grpo": DrGrpo,
     "rloo": Rloo,
     "maxrl": Maxrl,
@@ -41,6 +43,7 @@ __all__ = [
     "GroupRelative",
     "Grpo",
     "Gspo",
+    "Hapo",
     "Maxrl",
     "Metrics",
     "Ppo",

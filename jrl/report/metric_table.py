@@ -233,6 +233,9 @@ TABLE: tuple[Metric, ...] = (
         "nats",
         "sampling/sampling_logp_difference/max",
     ),
+    *_spread(
+        "sampling/temperature", "temperature over tokens, where it follows the entropy (HAPO)", "1"
+    ),
     # The same before the first update, in the whole policy, where the trainer scores completions
     # then; w is trainer over sampler.
     Metric("rollout_corr/kl", "Mean over tokens of -log w: k1 of KL(sampler, trainer).", "nats"),

@@ -48,18 +48,26 @@ def logprobs_of(
 
 
 @partial(jax.jit, static_argnums=0)
-def statistics_of(
-    objective: PolicyObjective, policy: Transformer[Array], batch: Batch[Array]
-) -> Any:
-    """What the recipe's surrogate must know of a whole mini-batch, without a gradient."""
+def logprobs_and_entropy_of(
+    objective: PolicyObjective, policy: Transformer[Array], tokens: Array, valid: Array
+) -> tuple[Array, Array]:
+    """A policy's log-probabilities of all response tokens, and its entropy before each of them,
+    both in the whole policy at the base temperature."""
     config, mesh = objective.config, objective.mesh
 
     def local(policy, tokens, valid):
         scores = score(policy, tokens, valid, objective.layout, config, objective.sampling, mesh)
         return mark_replicated((scores.logprobs, scores.entropy), mesh)
 
-    scored = _over_rows(local, config, mesh)(policy, batch.tokens, batch.valid)
-    logprobs, entropy = scored
+    return _over_rows(local, config, mesh)(policy, tokens, valid)
+
+
+@partial(jax.jit, static_argnums=0)
+def statistics_of(
+    objective: PolicyObjective, policy: Transformer[Array], batch: Batch[Array]
+) -> Any:
+    """What the recipe's surrogate must know of a whole mini-batch, without a gradient."""
+    logprobs, entropy = logprobs_and_entropy_of(objective, policy, batch.tokens, batch.valid)
     return jax.lax.stop_gradient(objective.recipe.statistics(logprobs, entropy, batch))
 
 

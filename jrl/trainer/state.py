@@ -10,8 +10,10 @@ from flax import struct
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
+from jrl.losses import EntropyStatistics
 from jrl.rollout.batching import replicated
 from jrl.runs.checkpoints import Checkpoints
+from jrl.trainer.kept import first_kept
 from jrl.trainer.objectives import CriticObjective
 from jrl.trainer.setup.networks import Network, Networks
 from jrl.trainer.update import Learner, state_shardings
@@ -36,6 +38,8 @@ class TrainState(Generic[Leaf]):
       policy: the policy and its optimizer.
       critic: the critic and its optimizer, None without one.
       reference: the policy that training started from, None unless a KL term needs it.
+      kept: of the step before, for the sampler of the next (`jrl.recipes.Recipe.kept`): scalars,
+        None where the temperature of sampling is constant.
     """
 
     step: Leaf
@@ -43,6 +47,7 @@ class TrainState(Generic[Leaf]):
     policy: Learner[Leaf]
     critic: Learner[Leaf] | None
     reference: Transformer[Leaf] | None
+    kept: EntropyStatistics[Leaf] | None = None
 
 
 def init_weights(config: ModelConfig, mesh: FoldedMesh, key: Array) -> Transformer[Array]:
@@ -80,6 +85,7 @@ def init_state(
         critic=critic,
         # A copy: updates give the policy's buffers away.
         reference=jax.tree.map(jnp.copy, policy) if networks.keeps_reference else None,
+        kept=first_kept(networks.policy.objective.sampling, networks.mesh),
     )
 
 
@@ -106,6 +112,7 @@ def abstract(networks: Networks) -> TrainState[Any]:
         policy=_learner_laid_out(state.policy, policy),
         critic=None if critic is None else _learner_laid_out(state.critic, critic),
         reference=_laid_out(state.reference, weights, mesh),
+        kept=_laid_out(state.kept, weights, mesh),
     )
 
 

@@ -13,6 +13,7 @@ from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import replicated, take_rows
 from jrl.rollout.collect import Collected, collect
 from jrl.rollout.sampler import Sampler, scores_of
+from jrl.trainer.kept import kept_of, temperatures
 from jrl.trainer.prepare import prepare
 from jrl.trainer.scoring import logprobs_of, statistics_of
 from jrl.trainer.setup.networks import Networks
@@ -71,6 +72,7 @@ def train_step(
         networks.mesh,
         int(state.prompts_seen),
         lambda round: randomness.key("rollout", number, round),
+        state.kept,
     )
     # Where the rollout has a layout of its own, its copy of the weights makes room for the updates.
     sampler.engine.release()
@@ -87,9 +89,16 @@ def train_step(
         collected.batch,
         sampler.response_length,
     )
+    sampled, sampling = collected.batch.mask, networks.policy.objective.sampling
+    if state.kept is not None:
+        found = to_host(temperatures(sampling, batch, sampled, state.kept))
+        prepared |= {name: float(value) for name, value in found.items()}
+    # By the policy that sampled: before the updates, for the sampler of the next step.
+    kept = kept_of(recipe, batch, sampled, networks.mesh)
     state, history, nonfinite, seconds = train_on_batch(networks, recipe, state, batch, randomness)
     state = replace(
         state,
+        kept=kept,
         step=state.step + 1,
         prompts_seen=to_devices(
             np.asarray(collected.prompts_seen, np.int32), replicated(networks.mesh)
@@ -97,7 +106,7 @@ def train_step(
     )
     metrics = {
         **collected.metrics,
-        **describe(collected.completions, batch, collected.batch.mask, recipe.group_size),
+        **describe(collected.completions, batch, sampled, recipe.group_size),
         **summarise(history),
         **count_updates(history),
         **collected.seconds,
@@ -189,8 +198,11 @@ def mini_batches(recipe: Recipe, shuffler: np.random.Generator) -> np.ndarray:
 def sampling_difference(
     networks: Networks, state: TrainState[Array], batch: Batch[Array]
 ) -> dict[str, float]:
-    """How far sampler and trainer differ, where no update of the policy has measured it already."""
+    """How far sampler and trainer differ, where neither an update of the policy has measured it
+    already nor, for a temperature that adapts, `prepare`."""
     objective = networks.policy.objective
+    if objective.sampling.adaptive is not None:
+        return {}
     _, again = logprobs_of(objective, state.policy.weights, batch.tokens, batch.valid)
     again, sampled, mask = to_host((again, given(batch.behaviour_logprobs), batch.mask))
     if not mask.any():
