@@ -107,7 +107,7 @@ class PolicyObjective:
         if self.sampling.adaptive is not None:
             # Of a distribution at a temperature that adapts a pass over the tokens knows nothing:
             # `prepare` has compared the whole policy.
-            return loss, metrics
+            return loss, dict(metrics)
         # Zero in exact arithmetic before the first update: what is left is decoding with a cache
         # against one pass, the mismatch that corrections are for.
         difference = jnp.abs(scores.behaviour_logprobs - given(batch.behaviour_logprobs))

@@ -224,10 +224,11 @@ class Recipe:
     @property
     def correction(self) -> Correction:
         """Of the mismatch between sampler and trainer."""
+        own = None if self.mismatch is None else self.default_denominator
         return Correction(
             weighting=self.mismatch,
             level=self.mismatch_level,
-            denominator=self._denominator(),
+            denominator=self.mismatch_denominator or own,
             low=self.mismatch_low,
             high=self.mismatch_high,
             mean=self.mismatch_mean,
@@ -237,12 +238,6 @@ class Recipe:
             reject_above=self.rejection_high,
         )
 
-    def _denominator(self) -> Denominator | None:
-        """What is chosen; where there are weights and nothing is, the recipe's own."""
-        if self.mismatch is None or self.mismatch_denominator is not None:
-            return self.mismatch_denominator
-        return self.default_denominator
-
     @property
     def default_denominator(self) -> Denominator:
         """What weights divide by where nobody chose it, see `mismatch_denominator`."""
@@ -251,11 +246,8 @@ class Recipe:
     @property
     def rescores(self) -> bool:
         """Whether the trainer scores the completions by its policy before the first update."""
-        return (
-            self.old_logprobs == "recompute"
-            or self.correction.compares
-            or self.temperature_rule is not None
-        )
+        needed = self.correction.compares or self.temperature_rule is not None
+        return needed or self.old_logprobs == "recompute"
 
     @property
     def temperature_rule(self) -> AdaptiveTemperature | None:
@@ -300,13 +292,11 @@ class Recipe:
         return self.reward_wrong + (self.reward_correct - self.reward_wrong) * scores
 
     def kept(self, batch: Batch[Array]) -> EntropyStatistics[Array] | None:
-        """What is kept from this step to the next, in checkpoints too: what the sampler of the next
-        step reads where there is a `temperature_rule`, by default the statistics of the policy's
-        entropy over all sampled tokens that count; None without a rule.
+        """What is kept from this step to the next, in checkpoints too, for the sampler to read:
+        entropy statistics over all sampled tokens that count; None without a `temperature_rule`.
 
         Args:
-          batch: the whole batch of a step before its first update, with `old_entropy`, and with
-            nothing rejected.
+          batch: of a whole step before its updates, with `old_entropy`, nothing rejected.
         """
         if self.temperature_rule is None:
             return None
