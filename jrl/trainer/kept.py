@@ -29,22 +29,31 @@ def first_kept(sampling: Sampling, mesh: FoldedMesh) -> EntropyStatistics[Array]
 
 
 def kept_of(
-    recipe: Recipe, batch: Batch[Array], sampled: Array, mesh: FoldedMesh
+    recipe: Recipe,
+    batch: Batch[Array],
+    sampled: Array,
+    before: EntropyStatistics[Array] | None,
+    mesh: FoldedMesh,
 ) -> EntropyStatistics[Array] | None:
-    """What the recipe keeps of a step, whole on every device.
+    """What the recipe keeps of a step, whole on every device; where no token of it counts, what
+    was kept `before`.
 
     Args:
       batch: as `prepare` gives it.
       sampled: ``[batch, time]`` the mask before anything was rejected.
     """
-    if recipe.temperature_rule is None:
+    if before is None:
         return None
-    return _keeping(recipe, replicated(mesh))(replace(batch, mask=sampled))
+    return _keeping(recipe, replicated(mesh))(replace(batch, mask=sampled), before)
 
 
 @cache
-def _keeping(recipe: Recipe, place: NamedSharding) -> Callable[[Batch[Array]], Any]:
-    return jax.jit(recipe.kept, out_shardings=place)
+def _keeping(recipe: Recipe, place: NamedSharding) -> Callable[..., Any]:
+    def keep(batch: Batch[Array], before: EntropyStatistics[Array]) -> Any:
+        some = jnp.any(batch.mask)
+        return jax.tree.map(lambda new, old: jnp.where(some, new, old), recipe.kept(batch), before)
+
+    return jax.jit(keep, out_shardings=place)
 
 
 @partial(jax.jit, static_argnums=0)

@@ -94,7 +94,7 @@ def train_step(
         found = to_host(temperatures(sampling, batch, sampled, state.kept))
         prepared |= {name: float(value) for name, value in found.items()}
     # By the policy that sampled: before the updates, for the sampler of the next step.
-    kept = kept_of(recipe, batch, sampled, networks.mesh)
+    kept = kept_of(recipe, batch, sampled, state.kept, networks.mesh)
     state, history, nonfinite, seconds = train_on_batch(networks, recipe, state, batch, randomness)
     state = replace(
         state,

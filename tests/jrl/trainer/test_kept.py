@@ -1,12 +1,14 @@
 """What HAPO keeps from step to step: by whom it is read, and that it comes back."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_runs import (
     fresh_state,
     fresh_weights,
     one_step,
+    small_batch,
     small_recipe,
     small_run,
     small_setup,
@@ -17,6 +19,7 @@ from jrl.losses import EntropyStatistics, entropy_statistics
 from jrl.report.metrics import check_known, without_timings
 from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer import step as stepping
+from jrl.trainer.kept import kept_of
 from jrl.trainer.scoring import logprobs_and_entropy_of
 from jrl.trainer.state import restore, save
 
@@ -87,6 +90,22 @@ def test_a_step_is_sampled_by_the_entropies_of_the_step_before(layout, tmp_path,
 def test_other_recipes_keep_nothing():
     setup = small_setup(small_recipe("dapo"))
     assert fresh_state(setup, fresh_weights(setup)).kept is None
+    batch = small_batch(setup)
+    assert kept_of(setup.recipe, batch, batch.mask, None, setup.mesh) is None
+
+
+def test_a_step_without_a_token_that_counts_leaves_what_was_kept():
+    setup = small_setup(recipe_of())
+    batch = small_batch(setup)
+    batch = batch.replace(old_entropy=-batch.old_logprobs)
+    before = EntropyStatistics(*(jnp.float32(x) for x in (-1.5, 2.0, 1.0, -3.0)))
+
+    def kept(sampled):
+        return kept_of(setup.recipe, batch, sampled, before, setup.mesh)
+
+    jax.tree.map(np.testing.assert_array_equal, kept(jnp.zeros_like(batch.mask)), before)
+    expected = entropy_statistics(batch.old_entropy, batch.mask, quantile=0.8)
+    jax.tree.map(np.testing.assert_array_equal, kept(batch.mask), expected)
 
 
 @pytest.mark.slow
