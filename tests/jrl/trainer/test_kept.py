@@ -22,6 +22,7 @@ from jrl.trainer import step as stepping
 from jrl.trainer.kept import kept_of
 from jrl.trainer.scoring import logprobs_and_entropy_of
 from jrl.trainer.state import restore, save
+from jrl.trainer.step import sampling_difference
 
 
 def recipe_of(**changes):
@@ -44,6 +45,8 @@ def test_a_step_is_sampled_by_the_entropies_of_the_step_before(layout, tmp_path,
         batches.append(jax.device_get(prepared[0]))
         return prepared
 
+    histories, summarise = [], stepping.summarise
+    monkeypatch.setattr(stepping, "summarise", lambda h: (histories.append(h), summarise(h))[1])
     monkeypatch.setattr(stepping, "prepare", recorded)
     second, done = one_step(setup, first)
     check_known(done.metrics)
@@ -80,6 +83,9 @@ def test_a_step_is_sampled_by_the_entropies_of_the_step_before(layout, tmp_path,
     # Like is compared with like, at every temperature.
     assert 0 <= done.metrics["sampling/sampling_logp_difference/max"] < 1e-5
     assert abs(done.metrics["rollout_corr/kl"]) < 1e-5
+    # An update, which knows no temperature of a token, has nothing to compare.
+    assert not any(name.startswith("sampling/") for name in histories[1][0]["actor"])
+    assert sampling_difference(setup.networks, second, batch) == {}
 
     monkeypatch.undo()
     resumed, done_again = one_step(setup, again)
