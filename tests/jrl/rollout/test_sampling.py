@@ -318,9 +318,14 @@ def test_greedy_ignores_a_temperature_that_adapts():
             r"tau=0.2 must be from 0, which is off, to below 0.2 with temp.*='standardized'",
         ),
         ({"entropy_quantile": 1.5}, r"entropy_quantile=1.5 must be from 0 to 1"),
-        ({"temperature_signal": "h"}, r"temperature_signal='h' is neither bounded nor stand"),
     ],
 )
 def test_adaptive_temperature_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
         AdaptiveTemperature(**arguments)
+
+
+def test_a_temperature_follows_one_of_two_signals():
+    # A TypeError where annotations are checked.
+    with pytest.raises((ValueError, TypeError), match="temperature_signal"):
+        AdaptiveTemperature(temperature_signal="h")  # pyright: ignore[reportArgumentType]

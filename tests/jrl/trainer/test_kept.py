@@ -67,10 +67,10 @@ def test_a_step_is_sampled_by_the_entropies_of_the_step_before(layout, tmp_path,
     # The second step, of which the first token of a row is drawn by its entropy.
     third, done = one_step(setup, second)
     logprobs, entropy, batch = before[1]
-    kept, mask = jax.device_get(again.kept), batch.mask
+    kept, mask = again.kept, batch.mask
     assert mask.any()
     rule = setup.recipe.temperature_rule
-    temperature = np.asarray(rule.at(entropy, mask, kept, 1.0))
+    temperature = np.asarray(rule.at(jnp.asarray(entropy), jnp.asarray(mask), kept, 1.0))
     assert np.ptp(temperature[mask]) > 0.1
     assert done.metrics["sampling/temperature/max"] == pytest.approx(temperature[mask].max())
     assert done.metrics["sampling/temperature/min"] == pytest.approx(temperature[mask].min())
