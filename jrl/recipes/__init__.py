@@ -4,11 +4,13 @@ from jrl.recipes.base.actor_critic import ActorCritic
 from jrl.recipes.base.batch import Batch, Targets, Totals
 from jrl.recipes.base.group_relative import GroupRelative
 from jrl.recipes.base.recipe import Metrics, Recipe
+from jrl.recipes.base.temperature import AdaptiveTemperature
 from jrl.recipes.cispo import Cispo
 from jrl.recipes.dapo import Dapo
 from jrl.recipes.dr_grpo import DrGrpo
 from jrl.recipes.grpo import Grpo
 from jrl.recipes.gspo import Gspo
+from jrl.recipes.hapo import Hapo
 from jrl.recipes.maxrl import Maxrl
 from jrl.recipes.ppo import Ppo
 from jrl.recipes.reinforce_plus_plus import ReinforcePlusPlus
@@ -20,6 +22,7 @@ RECIPES: dict[str, type[Recipe]] = {
     "grpo": Grpo,
     "dapo": Dapo,
     "vapo": Vapo,
+    "hapo": Hapo,
     "dr_grpo": DrGrpo,
     "rloo": Rloo,
     "maxrl": Maxrl,
@@ -32,6 +35,7 @@ RECIPES: dict[str, type[Recipe]] = {
 __all__ = [
     "RECIPES",
     "ActorCritic",
+    "AdaptiveTemperature",
     "Batch",
     "Cispo",
     "Dapo",
@@ -39,6 +43,7 @@ __all__ = [
     "GroupRelative",
     "Grpo",
     "Gspo",
+    "Hapo",
     "Maxrl",
     "Metrics",
     "Ppo",

@@ -224,6 +224,9 @@ TABLE: tuple[Metric, ...] = (
         "Of the first update alone, moe/replay_agreement with what was chosen while sampling.",
         "fraction",
     ),
+    *_spread(
+        "sampling/temperature", "temperature over tokens, where it follows the entropy (HAPO)", "1"
+    ),
     # The same before the first update, in the whole policy, where the trainer scores completions
     # then; w is trainer over sampler.
     Metric("rollout_corr/kl", "Mean over tokens of -log w: k1 of KL(sampler, trainer).", "nats"),

@@ -124,7 +124,7 @@ def collect(
 
 def sampling_of(recipe: Recipe) -> Sampling:
     """How the completions that are learned from are drawn."""
-    return Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
+    return Sampling(recipe.temperature, recipe.top_k, recipe.top_p, recipe.temperature_rule)
 
 
 def groups_of(completions: Sequence[Completion]) -> np.ndarray:

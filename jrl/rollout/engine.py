@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
+from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import to_devices, to_host
 from jrl.rollout.batching import replicated
 from jrl.rollout.requests import Finish, Request, Shelf, Trajectory
@@ -83,12 +84,19 @@ class RolloutEngine(Protocol):
         """What it has done so far."""
         ...
 
-    def load(self, weights: Transformer[Array], version: int) -> None:
+    def load(
+        self,
+        weights: Transformer[Array],
+        version: int,
+        entropy: EntropyStatistics[Array] | None = None,
+    ) -> None:
         """The policy to sample with from here on.
 
         Args:
           weights: on the mesh of training.
           version: that tokens sampled with them will carry.
+          entropy: of the step before, by which a temperature that adapts follows the policy; None
+            samples at the base temperature.
         """
         ...
 
@@ -160,7 +168,7 @@ class SlotEngine:
         self._seating = Seating(slots, rollout.size(rollout.dp), MOST_TOKENS)
         self._weights: Transformer[Array] | None = None
         self._policy: Policy[Array] | None = None
-        self._version = 0
+        self._version, self._entropy = 0, None
         self._sampling = Sampling()
         self._pool: Pool[Array] | None = None
         self._lengths = np.zeros(slots, np.int32)
@@ -174,11 +182,19 @@ class SlotEngine:
     def num_idle(self) -> int:
         return max(0, self._seating.num_free - len(self._seating.waiting))
 
-    def load(self, weights: Transformer[Array], version: int) -> None:
+    def load(
+        self,
+        weights: Transformer[Array],
+        version: int,
+        entropy: EntropyStatistics[Array] | None = None,
+    ) -> None:
         if weights is not self._weights:
             self._seating.forget()
             self._policy = None
         self._weights, self._version = weights, version
+        given = EntropyStatistics.neutral() if entropy is None else entropy
+        # From its own mesh to that which decodes: four numbers.
+        self._entropy = self._everywhere(to_host(given))
 
     def release(self) -> None:
         assert not self._seating.sitting, "rows are under way"
@@ -327,7 +343,9 @@ class SlotEngine:
         return self._weights
 
     def _draws(self) -> Draws:
-        return Draws(self._key, self._everywhere(np.int32(self._version)))
+        adapts = self._sampling.adaptive is not None
+        entropy = self._entropy if adapts else None
+        return Draws(self._key, self._everywhere(np.int32(self._version)), entropy)
 
     def _everywhere(self, tree: Any) -> Any:
         return to_devices(tree, replicated(self.mesh))

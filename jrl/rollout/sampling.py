@@ -1,11 +1,20 @@
 """From logits to a token: temperature, top-k, top-p, greedy, and the probability it was drawn
-with."""
+with.
+
+Two distributions are told apart throughout. That of the *policy* is the softmax of the logits over
+the base temperature, every token included: what the losses differentiate. That *drawn from* has
+the temperature of its row, which may follow the policy's entropy, and then the cuts of top-k and
+top-p. Where the temperature is constant and nothing is cut the two are one, bit for bit.
+"""
 
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from jrl.losses import EntropyStatistics, entropy_from_logits
+from jrl.recipes.base.temperature import AdaptiveTemperature
 
 
 @dataclass(frozen=True)
@@ -18,11 +27,14 @@ class Sampling:
         keeps all.
       top_p: keep the smallest set of likeliest tokens whose probability reaches this, in (0, 1];
         None keeps all. Ties with the last one stay. Applied after `top_k`, to what it leaves.
+      adaptive: how the temperature of a row follows the policy's entropy, with `temperature` for
+        its base; None is constant. Greedy decoding has no use for it.
     """
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
+    adaptive: AdaptiveTemperature | None = None
 
     def __post_init__(self):
         if self.temperature < 0:
@@ -54,17 +66,39 @@ GREEDY = Sampling(temperature=0.0)
 def policy_logits(
     logits: Float[Array, "row vocab"], sampling: Sampling
 ) -> Float[Array, "row vocab"]:
-    """Logits of the policy at the sampling temperature, every token included.
+    """Logits of the policy at the base temperature, every token included.
 
     This is the distribution whose log-probabilities the losses differentiate.
     """
     return logits / sampling.policy_temperature
 
 
+def row_temperatures(
+    logits: Float[Array, "row vocab"],
+    sampling: Sampling,
+    adaptive: AdaptiveTemperature,
+    entropy: EntropyStatistics[Array],
+) -> Float[Array, "row"]:
+    """The temperature of each row, by the entropy of the policy's distribution over its token.
+
+    Args:
+      adaptive: how it follows that entropy.
+      entropy: statistics of the step before.
+    """
+    of_rows = entropy_from_logits(policy_logits(logits, sampling))
+    everywhere = jnp.ones_like(of_rows, bool)
+    return adaptive.at(of_rows, everywhere, entropy, sampling.temperature)
+
+
 def sampler_logits(
-    logits: Float[Array, "row vocab"], sampling: Sampling
+    logits: Float[Array, "row vocab"],
+    sampling: Sampling,
+    entropy: EntropyStatistics[Array] | None = None,
 ) -> Float[Array, "row vocab"]:
     """Logits of the distribution that tokens are drawn from: -inf for what is cut away.
+
+    Args:
+      entropy: see `draw`.
 
     References:
       Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019 (top-p).
@@ -73,7 +107,10 @@ def sampler_logits(
     if sampling.greedy:
         best = jnp.argmax(logits, axis=-1)
         return jnp.where(jnp.arange(logits.shape[-1])[None] == best[:, None], 0.0, -jnp.inf)
-    logits = policy_logits(logits, sampling)
+    if sampling.adaptive is None or entropy is None:
+        logits = policy_logits(logits, sampling)
+    else:
+        logits = logits / row_temperatures(logits, sampling, sampling.adaptive, entropy)[:, None]
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         lowest = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
         logits = jnp.where(logits >= lowest, logits, -jnp.inf)
@@ -96,14 +133,23 @@ def logprobs_of(
 
 
 def draw(
-    logits: Float[Array, "row vocab"], sampling: Sampling, keys: Array
+    logits: Float[Array, "row vocab"],
+    sampling: Sampling,
+    keys: Array,
+    entropy: EntropyStatistics[Array] | None = None,
 ) -> tuple[Int[Array, "row"], Float[Array, "row"], Float[Array, "row"]]:
     """Draws one token per row, each with its own key, so that rows may live anywhere.
 
+    Args:
+      entropy: statistics of the step before, by which a temperature that is `Sampling.adaptive`
+        follows the entropy of each row. None draws at the base temperature, and so do
+        `EntropyStatistics.neutral`, with which the program is the same as with any others.
+
     Returns:
-      The tokens, their log-probabilities in the distribution drawn from, and in the whole policy.
+      The tokens, their log-probabilities in the distribution drawn from (at the temperature of the
+      row, after the cuts), and in the whole policy at the base temperature.
     """
-    narrowed = sampler_logits(logits, sampling)
+    narrowed = sampler_logits(logits, sampling, entropy)
     # Gumbel-max: the argmax of logits plus this noise is a draw from their softmax.
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], logits.dtype))(keys)
     tokens = jnp.argmax(narrowed + noise, axis=-1)

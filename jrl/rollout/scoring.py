@@ -41,8 +41,9 @@ class Scores(NamedTuple):
 
     Attributes:
       logprobs: ``[batch, time]`` in the whole policy at the sampling temperature, nats.
-      behaviour_logprobs: ``[batch, time]`` in the distribution tokens are drawn from (top-k and
-        top-p applied), nats, without gradient.
+      behaviour_logprobs: ``[batch, time]`` in the distribution tokens are drawn from at the base
+        temperature (top-k and top-p applied), nats, without gradient: not that of a temperature
+        that adapts.
       entropy: ``[batch, time]`` of the policy's distribution over the token, nats.
       router: this device's router sums, None without experts.
       choices: ``[batch, time, layer, k]`` the experts that each token was sent to, prompts too, as

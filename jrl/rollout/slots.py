@@ -17,6 +17,7 @@ from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int
 
+from jrl.losses import EntropyStatistics
 from jrl.rollout.sampling import Sampling, draw
 from moe.config import ModelConfig
 from moe.decoding import Cache, Prefilled, decode_step, prefill
@@ -250,10 +251,12 @@ class Draws(NamedTuple):
     Attributes:
       key: data of the key from which every token's randomness comes.
       version: of the weights.
+      entropy: of the step before, where a temperature adapts.
     """
 
     key: Array
     version: Array
+    entropy: EntropyStatistics[Array] | None = None
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
@@ -526,7 +529,8 @@ def _drawn(
 
     numbers = pool.prompts, pool.samples, rows.lengths - pool.responses
     keys = jax.vmap(own_key)(*(own_shard(x, axes) for x in numbers))
-    token, behaviour, old = draw(logits, sampling, keys)
+    entropy = vary(draws.entropy, decoder.mesh.axes)
+    token, behaviour, old = draw(logits, sampling, keys, entropy)
     return join_shards(token, axes), join_shards(behaviour, axes), join_shards(old, axes)
 
 

@@ -110,6 +110,10 @@ class PolicyObjective:
             self.response_length,
             statistics,
         )
+        if self.sampling.adaptive is not None:
+            # Of a distribution at a temperature that adapts a pass over the tokens knows nothing:
+            # `prepare` has compared the whole policy.
+            return loss, dict(metrics)
         sampled = given(batch.behaviour_logprobs)
         differences = sampling_differences(scores.behaviour_logprobs, sampled, batch.mask)
         return loss, {**metrics, **differences}

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jrl.losses import Mean
 from jrl.processes.agreement import to_devices, to_host
 from jrl.recipes.base.batch import Batch, Targets, given
 from jrl.recipes.base.mismatch import Corrected, Correction
@@ -18,7 +19,12 @@ from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import over_rows
 from jrl.rollout.collect import groups_of
 from jrl.rollout.sampler import Completion, lengths_of
-from jrl.trainer.scoring import logprobs_and_choices_of, logprobs_of, values_of
+from jrl.trainer.scoring import (
+    logprobs_and_choices_of,
+    logprobs_and_entropy_of,
+    logprobs_of,
+    values_of,
+)
 from jrl.trainer.setup.networks import Networks
 from jrl.trainer.state import TrainState
 from moe.config import ModelConfig
@@ -32,10 +38,27 @@ def targets_of(recipe: Recipe, batch: Batch[Array]) -> Targets[Array]:
 
 @partial(jax.jit, static_argnums=0)
 def corrected(
-    correction: Correction, logprobs: Array, behaviour_logprobs: Array, mask: Array
+    correction: Correction,
+    logprobs: Array | None,
+    sampler_logprobs: Array,
+    mask: Array,
+    old_logprobs: Array,
+    drawn_logprobs: Array,
 ) -> Corrected:
     """What a step learns from, by how far the sampler is from the trainer."""
-    return correction.correct(logprobs, behaviour_logprobs, mask)
+    return correction.correct(
+        logprobs, sampler_logprobs, mask, old_logprobs=old_logprobs, drawn_logprobs=drawn_logprobs
+    )
+
+
+@jax.jit
+def difference(logprobs: Array, sampler_logprobs: Array, mask: Array) -> dict[str, Array]:
+    """How far the trainer is from the sampler, the whole policy on both sides."""
+    distance = jnp.where(mask, jnp.abs(logprobs - sampler_logprobs), 0.0)
+    return {
+        "sampling/sampling_logp_difference/mean": Mean.of(distance, mask).value(),
+        "sampling/sampling_logp_difference/max": jnp.max(distance),
+    }
 
 
 def prepare(
@@ -125,16 +148,20 @@ def _check_recorded(batch: Batch[Array], config: ModelConfig) -> None:
 def _rescored(
     networks: Networks, recipe: Recipe, state: TrainState[Array], batch: Batch[Array]
 ) -> tuple[Batch[Array], Array]:
-    """The batch, under R2 with the experts that the policy chose, and the policy's
-    log-probabilities."""
-    objective, weights = networks.policy.objective, state.policy.weights
+    """The batch, under R2 with the experts that the policy chose and, where the temperature
+    follows it, with the policy's entropy; and the policy's log-probabilities."""
+    policy = networks.policy.objective, state.policy.weights, batch.tokens, batch.valid
     if recipe.router_replay == "R2":
-        rescored, choices = jax.block_until_ready(
-            logprobs_and_choices_of(objective, weights, batch.tokens, batch.valid)
-        )
-        return replace(batch, choices=choices), rescored
-    scored = logprobs_of(objective, weights, batch.tokens, batch.valid, objective.replayed(batch))
-    return batch, jax.block_until_ready(scored)[0]
+        rescored, choices = jax.block_until_ready(logprobs_and_choices_of(*policy))
+        batch = replace(batch, choices=choices)
+        if recipe.temperature_rule is None:
+            return batch, rescored
+    replayed = networks.policy.objective.replayed(batch)
+    if recipe.temperature_rule is None:
+        return batch, jax.block_until_ready(logprobs_of(*policy, replayed))[0]
+    scored = logprobs_and_entropy_of(*policy, replayed)
+    rescored, entropy = jax.block_until_ready(scored)
+    return replace(batch, old_entropy=entropy), rescored
 
 
 def _with_targets(
@@ -153,13 +180,25 @@ def _with_targets(
     # Rejection comes after credit is given, so that what is rejected is still part of baselines.
     mask = sampled if targets.mask is None else targets.mask
     learned = Corrected(mask, None, {})
-    if rescored is not None:
-        # In the whole policy: that top-k and top-p cut tokens away is no mismatch.
-        learned = corrected(recipe.correction, rescored, as_sampled, mask)
+    if rescored is not None or recipe.correction.on:
+        # Compared in the whole policy: neither what top-k and top-p cut away nor a temperature that
+        # adapts is a mismatch. What weights divide by is the correction's to choose.
+        learned = corrected(
+            recipe.correction,
+            rescored,
+            as_sampled,
+            mask,
+            given(batch.old_logprobs),
+            given(batch.behaviour_logprobs),
+        )
     critic_mask = targets.critic_mask
     if critic_mask is not None:
         # What is rejected counts for neither network.
         critic_mask = critic_mask & (learned.mask | ~mask)
+    metrics = learned.metrics
+    if recipe.temperature_rule is not None:
+        # An update computes no log-probabilities at a temperature that adapts (`PolicyObjective`).
+        metrics = metrics | difference(given(rescored), as_sampled, sampled)
     batch = replace(
         batch,
         mask=learned.mask,
@@ -168,7 +207,7 @@ def _with_targets(
         critic_mask=critic_mask,
         importance_weights=learned.importance_weights,
     )
-    return batch, learned.metrics
+    return batch, metrics
 
 
 @contextmanager

@@ -70,18 +70,35 @@ def logprobs_and_choices_of(
 
 
 @partial(jax.jit, static_argnums=0)
-def statistics_of(
-    objective: PolicyObjective, policy: Transformer[Array], batch: Batch[Array]
-) -> Any:
-    """What the recipe's surrogate must know of a whole mini-batch, without a gradient."""
+def logprobs_and_entropy_of(
+    objective: PolicyObjective,
+    policy: Transformer[Array],
+    tokens: Array,
+    valid: Array,
+    choices: Array | None = None,
+) -> tuple[Array, Array]:
+    """A policy's log-probabilities of all response tokens, and its entropy before each of them,
+    both in the whole policy at the base temperature.
+
+    Args:
+      choices: as for `logprobs_of`.
+    """
     config, mesh = objective.config, objective.mesh
 
     def local(policy, *given):
         scores = _score(objective, policy, *given)
         return mark_replicated((scores.logprobs, scores.entropy), mesh)
 
+    return _over_rows(local, config, mesh)(policy, tokens, valid, choices)
+
+
+@partial(jax.jit, static_argnums=0)
+def statistics_of(
+    objective: PolicyObjective, policy: Transformer[Array], batch: Batch[Array]
+) -> Any:
+    """What the recipe's surrogate must know of a whole mini-batch, without a gradient."""
     given = batch.tokens, batch.valid, objective.replayed(batch)
-    logprobs, entropy = _over_rows(local, config, mesh)(policy, *given)
+    logprobs, entropy = logprobs_and_entropy_of(objective, policy, *given)
     return jax.lax.stop_gradient(objective.recipe.statistics(logprobs, entropy, batch))
 
 

@@ -10,11 +10,13 @@ from flax import struct
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
+from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import to_devices
 from jrl.recipes.base.collection import Windows
 from jrl.rollout.batching import replicated
 from jrl.rollout.windows import Unfinished, none_unfinished
 from jrl.runs.checkpoints import Checkpoints
+from jrl.trainer.kept import first_kept
 from jrl.trainer.objectives import CriticObjective
 from jrl.trainer.setup.networks import Network, Networks
 from jrl.trainer.update import Learner, state_shardings
@@ -40,6 +42,8 @@ class TrainState(Generic[Leaf]):
       critic: the critic and its optimizer, None without one.
       reference: the policy that training started from, None unless a KL term needs it.
       unfinished: responses that the next step goes on with, None unless the recipe writes windows.
+      kept: of the step before, for the sampler of the next (`jrl.recipes.Recipe.kept`): scalars,
+        None where the temperature of sampling is constant.
     """
 
     step: Leaf
@@ -48,6 +52,7 @@ class TrainState(Generic[Leaf]):
     critic: Learner[Leaf] | None
     reference: Transformer[Leaf] | None
     unfinished: Unfinished[Leaf] | None = None
+    kept: EntropyStatistics[Leaf] | None = None
 
 
 def init_weights(config: ModelConfig, mesh: FoldedMesh, key: Array) -> Transformer[Array]:
@@ -86,6 +91,7 @@ def init_state(
         # A copy: updates give the policy's buffers away.
         reference=jax.tree.map(jnp.copy, policy) if networks.keeps_reference else None,
         unfinished=_unfinished(networks),
+        kept=first_kept(networks.policy.objective.sampling, networks.mesh),
     )
 
 
@@ -121,6 +127,7 @@ def abstract(networks: Networks) -> TrainState[Any]:
         critic=None if critic is None else _learner_laid_out(state.critic, critic),
         reference=_laid_out(state.reference, weights, mesh),
         unfinished=_laid_out(state.unfinished, weights, mesh),
+        kept=_laid_out(state.kept, weights, mesh),
     )
 
 

@@ -14,6 +14,7 @@ from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import replicated, take_rows
 from jrl.rollout.collect import Collected, collect
 from jrl.rollout.sampler import Sampler, scores_of
+from jrl.trainer.kept import kept_of, temperatures
 from jrl.trainer.objectives import sampling_differences
 from jrl.trainer.prepare import prepare
 from jrl.trainer.scoring import logprobs_of, statistics_of
@@ -66,7 +67,7 @@ def train_step(
     """
     # Collect: the policy is frozen while it samples, so all completions of a step are on-policy.
     number = int(state.step)
-    sampler.engine.load(state.policy.weights, number)
+    sampler.engine.load(state.policy.weights, number, state.kept)
     collected = collect(
         sampler,
         recipe,
@@ -89,9 +90,16 @@ def train_step(
         collected.batch,
         sampler.response_length,
     )
+    sampled, sampling = collected.batch.mask, networks.policy.objective.sampling
+    if state.kept is not None:
+        found = to_host(temperatures(sampling, batch, sampled, state.kept))
+        prepared |= {name: float(value) for name, value in found.items()}
+    # By the policy that sampled: before the updates, for the sampler of the next step.
+    kept = kept_of(recipe, batch, sampled, state.kept, networks.mesh)
     state, history, nonfinite, seconds = train_on_batch(networks, recipe, state, batch, randomness)
     state = replace(
         state,
+        kept=kept,
         step=state.step + 1,
         prompts_seen=to_devices(
             np.asarray(collected.prompts_seen, np.int32), replicated(networks.mesh)
@@ -102,7 +110,7 @@ def train_step(
     )
     metrics = {
         **collected.metrics,
-        **describe(collected.completions, batch, collected.batch.mask, recipe.group_size),
+        **describe(collected.completions, batch, sampled, recipe.group_size),
         **summarise(history),
         **count_updates(history),
         **collected.seconds,
@@ -194,8 +202,11 @@ def mini_batches(recipe: Recipe, shuffler: np.random.Generator) -> np.ndarray:
 def sampling_difference(
     networks: Networks, state: TrainState[Array], batch: Batch[Array]
 ) -> dict[str, float]:
-    """How far sampler and trainer differ, where no update of the policy has measured it already."""
+    """How far sampler and trainer differ, where no update of the policy has measured it
+    already nor, for a temperature that adapts, `prepare`."""
     objective, rows = networks.policy.objective, (batch.tokens, batch.valid)
+    if objective.sampling.adaptive is not None:
+        return {}
     _, again = logprobs_of(objective, state.policy.weights, *rows, objective.replayed(batch))
     again, sampled, mask = to_host((again, given(batch.behaviour_logprobs), batch.mask))
     if not mask.any():

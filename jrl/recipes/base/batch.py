@@ -18,9 +18,11 @@ class Batch(Generic[Leaf]):
       tokens: ``[batch, time]`` ids of prompt and response.
       valid: ``[batch, time]`` what is not padding.
       mask: ``[batch, time]`` sampled tokens that count.
-      behaviour_logprobs: ``[batch, time]`` in the distribution drawn from (top-k, top-p).
+      behaviour_logprobs: ``[batch, time]`` in the distribution drawn from: at the temperature of
+        that token, which may follow its entropy, and after top-k and top-p.
       old_logprobs: ``[batch, time]`` that ratios are taken against: of the whole policy that
-        sampled, as the sampler gave them or as the trainer computes them.
+        sampled, at the base temperature, as the sampler gave them or as the trainer computes them.
+      old_entropy: ``[batch, time]`` of that policy before each token, at the base temperature.
       truncated: ``[batch]`` whether the length limit ended the response.
       finished: ``[batch]`` whether the response is at its end, by a stop token or the length limit.
       groups: ``[batch]`` integers; completions of one prompt share one.
@@ -45,6 +47,7 @@ class Batch(Generic[Leaf]):
     mask: Leaf
     behaviour_logprobs: Leaf | None = None
     old_logprobs: Leaf | None = None
+    old_entropy: Leaf | None = None
     truncated: Leaf | None = None
     finished: Leaf | None = None
     groups: Leaf | None = None

@@ -24,6 +24,7 @@ from jrl.losses import (
 from jrl.losses.mismatch import EffectiveSampleSize
 
 OldLogprobs = Literal["sampler", "recompute"]
+Denominator = Literal["policy", "drawn"]
 Weighting = Literal["truncated", "icepop", "sequence-masked"]
 Rejection = Literal["geometric", "k2", "k3"]
 
@@ -63,8 +64,21 @@ class Correction:
     Everything is of ``w``, trainer over sampler (`jrl.losses.mismatch_weights`). First the samples
     are rejected, then the weights of what is left are normalised.
 
+    What is rejected and reported is of the whole policy at the base temperature on both sides. The
+    weights divide by one of two:
+
+    | denominator | w | with the ratio of the loss |
+    |---|---|---|
+    | ``policy`` | trainer's policy / sampler's policy | current / sampler's policy |
+    | ``drawn`` | `old_logprobs` / distribution drawn from | current / distribution drawn from |
+
+    The second corrects for a temperature that adapts, at every temperature exactly, and for top-k
+    and top-p as far as that can be: what they cut away is never seen. There `old_logprobs` may be
+    the sampler's own, and no forward pass is needed.
+
     Args:
       weighting: `truncated_weights`, `icepop_weights` or `sequence_masked_weights`; None is off.
+      denominator: which of the sampler's probabilities weights divide by; None is "policy".
       level: over what the weights' ratio is taken.
       low: the least weight; None is that of `RANGES`, 0 no bound.
       high: the greatest weight; None is that of `RANGES`.
@@ -78,6 +92,7 @@ class Correction:
 
     weighting: Weighting | None = None
     level: WeightLevel = "token"
+    denominator: Denominator | None = None
     low: float | None = None
     high: float | None = None
     mean: WeightMean | None = None
@@ -90,6 +105,12 @@ class Correction:
     def on(self) -> bool:
         """Whether anything is corrected."""
         return self.weighting is not None or self.rejection is not None
+
+    @property
+    def compares(self) -> bool:
+        """Whether it needs the policy's log-probabilities as the trainer computes them."""
+        weighs = self.weighting is not None and self.denominator != "drawn"
+        return weighs or self.rejection is not None
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -110,30 +131,42 @@ class Correction:
 
     def correct(
         self,
-        logprobs: Float[Array, "batch time"],
-        behaviour_logprobs: Float[Array, "batch time"],
+        logprobs: Float[Array, "batch time"] | None,
+        sampler_logprobs: Float[Array, "batch time"],
         mask: Bool[Array, "batch time"],
+        *,
+        old_logprobs: Float[Array, "batch time"] | None = None,
+        drawn_logprobs: Float[Array, "batch time"] | None = None,
     ) -> Corrected:
         """The corrections of a whole step, before its first update.
 
         Args:
-          logprobs: of the policy as the trainer computes them, in nats.
-          behaviour_logprobs: of the same policy as the sampler gave them.
+          logprobs: of the policy as the trainer computes them, in nats; None where it does not,
+            and then nothing `compares`.
+          sampler_logprobs: of the same policy as the sampler gave them.
           mask: sampled tokens that count.
+          old_logprobs: that the ratio of the loss is taken against: one of the first two. Asked for
+            where weights divide by what was drawn from, as is the next.
+          drawn_logprobs: in the distribution drawn from.
         """
-        arrays = (logprobs, behaviour_logprobs, mask)
-        statistics = mismatch_statistics(*arrays)
-        # What a weighting does about the weights is said of the weights.
-        del statistics["weight"], statistics["eff_sample_size"]
-        metrics = {f"rollout_corr/{name}": value.value() for name, value in statistics.items()}
-        if self.rejection is not None:
-            kept = self._not_rejected(*arrays)
-            metrics |= _rejected(mask, kept)
-            mask = kept
+        metrics, kept = dict[str, Array](), mask
+        if logprobs is not None:
+            arrays = (logprobs, sampler_logprobs, mask)
+            statistics = mismatch_statistics(*arrays)
+            # What a weighting does about the weights is said of the weights.
+            del statistics["weight"], statistics["eff_sample_size"]
+            metrics = {f"rollout_corr/{name}": value.value() for name, value in statistics.items()}
+            if self.rejection is not None:
+                kept = self._not_rejected(*arrays)
+                metrics |= _rejected(mask, kept)
         if self.weighting is None:
-            return Corrected(mask, None, metrics)
-        weights, of_weights = self._weights(*arrays, mask)
-        return Corrected(mask, weights, metrics | of_weights)
+            return Corrected(kept, None, metrics)
+        numerator, denominator = logprobs, sampler_logprobs
+        if self.denominator == "drawn":
+            numerator, denominator = old_logprobs, drawn_logprobs
+        assert numerator is not None and denominator is not None, "weights are a ratio of two"
+        weights, of_weights = self._weights(numerator, denominator, mask, kept)
+        return Corrected(kept, weights, metrics | of_weights)
 
     def _not_rejected(self, logprobs: Array, behaviour_logprobs: Array, mask: Array) -> Array:
         arrays, (low, high) = (logprobs, behaviour_logprobs, mask), self.kept
@@ -177,13 +210,14 @@ def checked(correction: Correction, old_logprobs: OldLogprobs) -> Correction:
       ValueError: naming the setting of a recipe that contradicts another.
     """
     c = correction
-    if c.weighting is not None and old_logprobs == "sampler":
+    if c.weighting is not None and c.denominator != "drawn" and old_logprobs == "sampler":
         raise ValueError(
             f"mismatch={c.weighting!r} goes with old_logprobs='recompute': a ratio that is taken "
-            "against the sampler corrects it already, and would do so twice. Set that, or use a "
-            "rejection."
+            "against the sampler corrects it already, and would do so twice. Set that, divide by "
+            "what was drawn from (mismatch_denominator='drawn'), or use a rejection."
         )
     given: dict[str, float | str | None] = {
+        "mismatch_denominator": c.denominator,
         "mismatch_level": None if c.level == "token" else c.level,
         "mismatch_low": c.low,
         "mismatch_high": c.high,

@@ -3,8 +3,10 @@
 A recipe is a frozen record of hyperparameters with a few hooks, each with a default. The trainer
 asks for the hooks and never for a class: what to collect (`collection`), the rewards (`rewards`),
 advantages and returns (`targets`), the loss of each token (`surrogate`), what it is divided by
-(`denominators`), and what else is to be minimised (`auxiliary_loss`). Entropy and KL terms,
-importance weights and rejection masks are the trainer's, for every recipe alike.
+(`denominators`), what else is to be minimised (`auxiliary_loss`), how the temperature of sampling
+follows the policy (`temperature_rule`), and what is kept for that from one step to the next
+(`kept`). Entropy and KL terms, importance weights and rejection masks are the trainer's, for every
+recipe alike.
 """
 
 import math
@@ -19,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jrl.losses import (
     Aggregation,
     Denominators,
+    EntropyStatistics,
     Mean,
     RejectionOver,
     WeightLevel,
@@ -28,8 +31,16 @@ from jrl.losses import (
 )
 from jrl.recipes.base.batch import Batch, Targets, Totals, given
 from jrl.recipes.base.collection import Collection, DynamicSampling, OneRound
-from jrl.recipes.base.mismatch import Correction, OldLogprobs, Rejection, Weighting, checked
+from jrl.recipes.base.mismatch import (
+    Correction,
+    Denominator,
+    OldLogprobs,
+    Rejection,
+    Weighting,
+    checked,
+)
 from jrl.recipes.base.optimizer import Optimizer
+from jrl.recipes.base.temperature import AdaptiveTemperature
 
 Metrics = Mapping[str, Mean | Array]
 """Means, and scalars that add up over pieces."""
@@ -99,6 +110,11 @@ class Recipe:
     """Importance weights on the tokens' losses, of the trainer's policy over the sampler's, which
     should agree and may not quite: clamped to a range ("truncated"), 0 outside of it ("icepop"), or
     0 on sequences whose mean is outside of it ("sequence-masked"); None is off."""
+    mismatch_denominator: Denominator | None = None
+    """Which of the sampler's probabilities weights divide by: of its whole policy at the base
+    temperature ("policy"), or of the distribution that the token was drawn from, after top-k and
+    top-p and at a temperature that adapts ("drawn"). None is "drawn" in recipes whose temperature
+    adapts and "policy" in others."""
     mismatch_level: WeightLevel = "token"
     """Whether weights are of each token, of its whole sequence, or a geometric mean over that."""
     mismatch_low: float | None = None
@@ -222,9 +238,11 @@ class Recipe:
     @property
     def correction(self) -> Correction:
         """Of the mismatch between sampler and trainer."""
+        own = None if self.mismatch is None else self.default_denominator
         return Correction(
             weighting=self.mismatch,
             level=self.mismatch_level,
+            denominator=self.mismatch_denominator or own,
             low=self.mismatch_low,
             high=self.mismatch_high,
             mean=self.mismatch_mean,
@@ -235,10 +253,21 @@ class Recipe:
         )
 
     @property
+    def default_denominator(self) -> Denominator:
+        """What weights divide by where nobody chose it, see `mismatch_denominator`."""
+        return "policy" if self.temperature_rule is None else "drawn"
+
+    @property
     def rescores(self) -> bool:
         """Whether the trainer scores the completions by its policy before the first update."""
-        recorded = self.router_replay == "R2"
-        return self.old_logprobs == "recompute" or self.correction.on or recorded
+        needed = self.correction.compares or self.temperature_rule is not None
+        return needed or self.old_logprobs == "recompute" or self.router_replay == "R2"
+
+    @property
+    def temperature_rule(self) -> AdaptiveTemperature | None:
+        """How the temperature of sampling follows the entropy of the policy, with `temperature` for
+        its base; None leaves it there. A recipe with a rule is asked for what is `kept`."""
+        return None
 
     @property
     def uses_reference(self) -> bool:
@@ -275,6 +304,17 @@ class Recipe:
           response_length: the limit of a completion, in tokens.
         """
         return self.reward_wrong + (self.reward_correct - self.reward_wrong) * scores
+
+    def kept(self, batch: Batch[Array]) -> EntropyStatistics[Array] | None:
+        """What is kept from this step to the next, in checkpoints too, for the sampler to read:
+        entropy statistics over all sampled tokens that count; None without a `temperature_rule`.
+
+        Args:
+          batch: of a whole step before its updates, with `old_entropy`, nothing rejected.
+        """
+        if self.temperature_rule is None:
+            return None
+        return self.temperature_rule.statistics(given(batch.old_entropy), batch.mask)
 
     def targets(self, batch: Batch[Array]) -> Targets[Array]:
         """Advantages for the policy and, with a critic, returns for the critic.

@@ -64,18 +64,27 @@ def label(recipe):
     return recipe.name + ("" if recipe.kl_coef is None else " with every term")
 
 
+def statistics_of(recipe, logprobs, entropy):
+    """Of the mini-batch, where the recipe asks for them."""
+    if not recipe.uses_statistics:
+        return None
+    return jax.lax.stop_gradient(recipe.statistics(logprobs, entropy, batch()))
+
+
 def whole(recipe, logprobs, entropy):
-    given = batch()
-    return policy_loss(recipe, logprobs, entropy, given, count(given), LIMIT)
+    given, statistics = batch(), statistics_of(recipe, logprobs, entropy)
+    return policy_loss(recipe, logprobs, entropy, given, count(given), LIMIT, statistics)
 
 
 def in_pieces(recipe, logprobs, entropy):
     """The sum over pieces of the loss, and of each metric."""
     given = batch()
     totals, losses, metrics = count(given), [], []
+    statistics = statistics_of(recipe, logprobs, entropy)
     for piece in PIECES:
         rows = jax.tree.map(lambda x, piece=piece: x[piece], given)
-        loss, metric = policy_loss(recipe, logprobs[piece], entropy[piece], rows, totals, LIMIT)
+        own = logprobs[piece], entropy[piece]
+        loss, metric = policy_loss(recipe, *own, rows, totals, LIMIT, statistics)
         losses.append(loss)
         metrics.append(metric)
     return sum(losses[1:], losses[0]), jax.tree.map(lambda *xs: sum(xs[1:], xs[0]), *metrics)

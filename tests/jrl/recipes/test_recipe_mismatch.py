@@ -151,10 +151,13 @@ def test_every_recipe_weighs_its_policy_loss(name):
         reference_logprobs=reference,
     )
     entropy = jnp.ones((2, 4))
-    plain, expected = policy_loss(recipe, logprobs, entropy, batch, count(batch), 4)
+    statistics = None
+    if recipe.uses_statistics:
+        statistics = recipe.statistics(logprobs, entropy, batch)
+    plain, expected = policy_loss(recipe, logprobs, entropy, batch, count(batch), 4, statistics)
     batch = replace(batch, importance_weights=weights)
-    weighted, found = policy_loss(recipe, logprobs, entropy, batch, count(batch), 4)
-    surrogate, _ = recipe.surrogate(logprobs, entropy, batch, None)
+    weighted, found = policy_loss(recipe, logprobs, entropy, batch, count(batch), 4, statistics)
+    surrogate, _ = recipe.surrogate(logprobs, entropy, batch, statistics)
     wanted = aggregate(weights * surrogate, MASK, recipe.aggregation, max_length=4)
     np.testing.assert_allclose(found["actor/pg_loss"], wanted, **FLOAT32)
     # The terms beside it have no ratio, and so no weight.
@@ -203,12 +206,17 @@ RECOMPUTE = {"old_logprobs": "recompute"}
 )
 def test_settings_that_contradict_each_other(settings, message):
     for kind in RECIPES.values():
+        # One recipe has weights of its own, and they divide by what was drawn from.
+        plain = {"mismatch": None, "mismatch_denominator": None}
+        if "mismatch" in settings:
+            plain["mismatch_denominator"] = "policy"
         with pytest.raises(ValueError, match=re.escape(message)):
-            kind(**settings)
+            kind(**{**plain, **settings})
 
 
 def test_when_the_trainer_scores_first():
-    assert not any(kind().rescores for kind in RECIPES.values())
+    # HAPO for the entropies that the next step is sampled by.
+    assert [name for name, kind in RECIPES.items() if kind().rescores] == ["hapo"]
     assert Grpo(old_logprobs="recompute").rescores
     assert Grpo(rejection="geometric").rescores
     # R2 records in that pass, R3 has the record of the sampler.

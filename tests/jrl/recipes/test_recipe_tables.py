@@ -18,6 +18,7 @@ from jrl.recipes import (
     Vapo,
     dapo,
     grpo,
+    hapo,
     ppo,
     vapo,
 )
@@ -45,6 +46,36 @@ TABLES = {
         "overlong_buffer": 4096,
         "dynamic_sampling": True,
         "max_generation_rounds": 10,
+    },
+    # The paper's four components; sizes, quantile and strengths of the released scripts.
+    hapo: {
+        **COMMON,
+        "prompts": 512,
+        "group_size": 16,
+        "mini_batch": 512,
+        "learning_rate": 1e-6,
+        "learning_rate_warmup": 160,
+        "weight_decay": 0.1,
+        "max_grad_norm": 1.0,
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "kl_coef": None,
+        "aggregation": "token-mean",
+        "reward_correct": 1.0,
+        "reward_wrong": -1.0,
+        "overlong_buffer": 4096,
+        "dynamic_sampling": True,
+        "max_generation_rounds": 16,
+        "adaptive_temperature": True,
+        "token_level_group_average": True,
+        "differential_redistribution": True,
+        "asymmetric_clipping": True,
+        "entropy_quantile": 0.8,
+        "tau": 0.1,
+        "temperature_signal": "standardized",
+        "redistribution_strength": 1.0,
+        "clip_strength": 1.0,
+        "group_average_fallback": None,
     },
     vapo: {
         **COMMON,
@@ -182,7 +213,9 @@ def test_dapo_paper_rewards():
 
 def test_which_recipes_use_what():
     assert [name for name in RECIPES if RECIPES[name]().uses_critic] == ["ppo", "vapo"]
-    assert [name for name in RECIPES if RECIPES[name]().dynamic_sampling] == ["dapo"]
+    assert [name for name in RECIPES if RECIPES[name]().dynamic_sampling] == ["dapo", "hapo"]
+    adaptive = [name for name in RECIPES if RECIPES[name]().temperature_rule is not None]
+    assert adaptive == ["hapo"]
     assert not any(kind().uses_reference for kind in RECIPES.values())
     assert all(kind(kl_coef=0.0).uses_reference for kind in RECIPES.values())
     assert Ppo(kl_reward_coef=0.0).uses_reference

@@ -9,12 +9,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from jrl.losses import EntropyStatistics, entropy_statistics
+from jrl.recipes import AdaptiveTemperature
 from jrl.rollout.sampling import (
     GREEDY,
     Sampling,
     draw,
     logprobs_of,
     policy_logits,
+    row_temperatures,
     sampler_logits,
 )
 
@@ -190,3 +193,139 @@ def test_which_samplings_leave_tokens_without_probability():
     assert Sampling(top_p=0.5).truncates
     assert GREEDY.greedy
     assert GREEDY.truncates
+
+
+# The example of the reference: entropies of eight tokens, and the temperatures that follow.
+ENTROPIES = [0.02, 0.05, 0.1, 0.3, 0.6, 0.9, 1.2, 2.0]
+BOUNDED = [0.95, 0.96119, 0.969654, 0.983071, 0.991535, 0.996487, 1, 1.05]
+STANDARDIZED = [0.80641, 0.849734, 0.882508, 0.934453, 0.967226, 0.986398, 1, 1.024153]
+
+
+def with_entropy(entropy, size=11):
+    """Logits, one above the others, of a distribution with this entropy."""
+    low, high = 0.0, 50.0
+    for _ in range(80):
+        height = (low + high) / 2
+        p = np.array(softmax([height] + [0.0] * (size - 1)))
+        low, high = (height, high) if -(p * np.log(p)).sum() > entropy else (low, height)
+    return [low] + [0.0] * (size - 1)
+
+
+def undecided_rows():
+    rows = [with_entropy(entropy) for entropy in ENTROPIES]
+    return jnp.asarray(rows, jnp.float32), statistics_of(ENTROPIES)
+
+
+def statistics_of(entropies):
+    return entropy_statistics(jnp.asarray(entropies, jnp.float32), jnp.ones(len(entropies)))
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (AdaptiveTemperature(), BOUNDED),
+        (AdaptiveTemperature(tau=0.1, temperature_signal="standardized"), STANDARDIZED),
+    ],
+)
+@pytest.mark.parametrize("base", [1.0, 0.5])
+def test_temperatures_follow_the_policy_s_entropy(rule, expected, base):
+    """Which is its entropy at the base temperature."""
+    logits, statistics = undecided_rows()
+    sampling = Sampling(temperature=base, adaptive=rule)
+    found = row_temperatures(logits * base, sampling, rule, statistics)
+    # Six digits in the table; logits and entropies in float32.
+    np.testing.assert_allclose(found, base * np.array(expected), atol=3e-6)
+    _, drawn_from, policy = draw(
+        logits * base, sampling, jax.random.split(jax.random.key(1), 8), statistics
+    )
+    narrowed = sampler_logits(logits * base, sampling, statistics)
+    np.testing.assert_allclose(narrowed, logits / np.array(expected)[:, None], atol=2e-4)
+    assert np.abs(np.asarray(drawn_from - policy))[[0, 7]].max() > 1e-4
+
+
+def test_beyond_the_extremes_a_temperature_is_bounded():
+    rule, statistics = AdaptiveTemperature(tau=0.3), statistics_of([0.4, 0.5, 0.6])
+    logits = jnp.asarray([with_entropy(0.001), with_entropy(2.3)], jnp.float32)
+    found = row_temperatures(logits, Sampling(adaptive=rule), rule, statistics)
+    np.testing.assert_allclose(found, [0.7, 1.3], rtol=1e-6)
+
+
+@pytest.mark.parametrize("narrow", [{}, {"top_k": 3}, {"top_p": 0.75}])
+def test_frequencies_at_a_temperature_that_adapts(narrow):
+    """Tokens come as often as the recorded probabilities say, which are of the row's temperature;
+    beside them are those of the policy at the base temperature."""
+    base, tau, num_draws = 0.8, 0.6, 6000
+    logits = [1.0, 0.0, -1.0, 0.5, -3.0]
+    sampling = Sampling(temperature=base, **narrow, adaptive=AdaptiveTemperature(tau=tau))
+    policy = softmax([z / base for z in logits])
+    own = -sum(p * math.log(p) for p in policy)
+    # The row lies a quarter of the way to the most undecided token: T = base (1 + tau / 4).
+    statistics = EntropyStatistics(
+        *(jnp.float32(x) for x in (math.log(own) - 0.25 * 2.0, 2.0, 1.0, -1.0))
+    )
+    keys = jax.random.split(jax.random.key(12), num_draws)
+    batch = jnp.tile(jnp.asarray([logits]), (num_draws, 1))
+    tokens, drawn_from, whole = map(np.asarray, draw(batch, sampling, keys, statistics))
+    scaled = [z / (base * (1 + tau / 4)) for z in logits]
+    among = kept_by_top_k(scaled, sampling.top_k or len(logits))
+    if sampling.top_p is not None:
+        among, _ = kept_by_top_p(scaled, sampling.top_p, among)
+    hotter = softmax(scaled)
+    total = sum(hotter[v] for v in among)
+    counts = np.bincount(tokens, minlength=len(logits))
+    assert set(np.flatnonzero(counts)) <= among
+    expected = {v: num_draws * hotter[v] / total for v in among}
+    chi_square = sum((counts[v] - expected[v]) ** 2 / expected[v] for v in among)
+    assert chi_square < 23.5  # the 0.9999 quantile for at most four degrees of freedom
+    for v in among:
+        np.testing.assert_allclose(drawn_from[tokens == v], math.log(hotter[v] / total), atol=1e-5)
+        np.testing.assert_allclose(whole[tokens == v], math.log(policy[v]), atol=1e-5)
+
+
+def test_the_first_step_draws_at_the_base_temperature_in_the_same_program():
+    logits, statistics = undecided_rows()
+    keys = jax.random.split(jax.random.key(4), len(ENTROPIES))
+    sampling = Sampling(temperature=0.7, top_k=4, adaptive=AdaptiveTemperature(tau=0.9))
+    step = jax.jit(draw, static_argnums=1)
+    neutral = step(logits, sampling, keys, EntropyStatistics.neutral())
+    adapted = step(logits, sampling, keys, statistics)
+    assert step._cache_size() == 1
+    without = step(logits, sampling, keys)
+    constant = step(logits, Sampling(temperature=0.7, top_k=4), keys)
+    for one, other, plain in zip(neutral, without, constant, strict=True):
+        np.testing.assert_array_equal(one, plain)
+        np.testing.assert_array_equal(other, plain)
+    assert not np.array_equal(adapted[1], neutral[1])
+
+
+def test_greedy_ignores_a_temperature_that_adapts():
+    logits, statistics = undecided_rows()
+    keys = jax.random.split(jax.random.key(4), len(ENTROPIES))
+    greedy = Sampling(temperature=0.0, adaptive=AdaptiveTemperature(tau=0.9))
+    for one, other in zip(
+        draw(logits, greedy, keys, statistics), draw(logits, GREEDY, keys), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tau": -0.1}, r"tau=-0.1 must be from 0, which is off, to below 1 with"),
+        ({"tau": 1.0}, r"tau=1.0 must be from 0, which is off, to below 1 with"),
+        (
+            {"tau": 0.2, "temperature_signal": "standardized"},
+            r"tau=0.2 must be from 0, which is off, to below 0.2 with temp.*='standardized'",
+        ),
+        ({"entropy_quantile": 1.5}, r"entropy_quantile=1.5 must be from 0 to 1"),
+    ],
+)
+def test_adaptive_temperature_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        AdaptiveTemperature(**arguments)
+
+
+def test_a_temperature_follows_one_of_two_signals():
+    # A TypeError where annotations are checked.
+    with pytest.raises((ValueError, TypeError), match="temperature_signal"):
+        AdaptiveTemperature(temperature_signal="h")  # pyright: ignore[reportArgumentType]

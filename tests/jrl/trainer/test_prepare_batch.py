@@ -117,6 +117,8 @@ def scoring(monkeypatch, sampled):
     random = np.random.default_rng(9).choice([-0.9, -0.1, 0.1, 0.9], there.shape)
     logprobs = jnp.asarray(there + random.astype(np.float32))
     monkeypatch.setattr(preparing, "logprobs_of", lambda *_: (logprobs, logprobs))
+    entropy = jnp.asarray(np.random.default_rng(10).uniform(0, 1, there.shape), jnp.float32)
+    monkeypatch.setattr(preparing, "logprobs_and_entropy_of", lambda *_: (logprobs, entropy))
     monkeypatch.setattr(preparing, "values_of", lambda *_: jnp.zeros_like(logprobs))
     return np.asarray(logprobs)
 
@@ -127,7 +129,11 @@ def test_every_recipe_can_be_anchored_and_corrected(name, sampled, scoring):
     plain = small_setup(small_recipe(name))
     state = state_of(plain)
     untouched, quiet = prepared(plain, state, sampled)
-    assert not plain.recipe.rescores and not [n for n in quiet if n.startswith("rollout_corr/")]
+    # HAPO scores the completions for their entropies, and weighs them.
+    rescores = plain.recipe.temperature_rule is not None
+    assert plain.recipe.rescores == rescores
+    assert any(name.startswith("rollout_corr/") for name in quiet) == rescores
+    assert (untouched.old_entropy is not None) == rescores
     recipe = small_recipe(
         name,
         old_logprobs="recompute",
@@ -152,7 +158,7 @@ def test_every_recipe_can_be_anchored_and_corrected(name, sampled, scoring):
     # Credit is given as if nothing had been rejected.
     np.testing.assert_array_equal(batch.rewards, untouched.rewards)
     np.testing.assert_array_equal(batch.advantages, untouched.advantages)
-    assert untouched.importance_weights is None
+    assert (untouched.importance_weights is not None) == rescores
 
 
 def test_r2_records_in_the_pass_before_the_first_update(sampled, scoring, monkeypatch):

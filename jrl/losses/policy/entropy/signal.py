@@ -39,6 +39,12 @@ class EntropyStatistics(Generic[Leaf]):
     h_max: Leaf
     h_min: Leaf
 
+    @classmethod
+    def neutral(cls) -> "EntropyStatistics[Array]":
+        """Those of no token at all, float32: the signal is 0 whatever the entropy, and so the
+        temperature of a sampler is its base."""
+        return EntropyStatistics(*(jnp.zeros((), jnp.float32) for _ in range(4)))
+
 
 def entropy_statistics(
     entropy: Float[ArrayLike, "*batch time"],

@@ -1,0 +1,100 @@
+"""A temperature of sampling that follows how undecided the policy is."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from jaxtyping import Array, Bool, Float
+
+from jrl.losses import (
+    EntropyStatistics,
+    adaptive_temperature,
+    entropy_signal,
+    entropy_statistics,
+    standardized_entropy,
+)
+
+TemperatureSignal = Literal["bounded", "standardized"]
+
+LARGEST: dict[TemperatureSignal, float] = {"bounded": 1.0, "standardized": 5.0}
+"""The size that a signal is clipped to. h has no bound of its own, and a temperature must stay
+above 0; five scales from the pivot leave what the paper's tables need as it is."""
+
+
+@dataclass(frozen=True)
+class AdaptiveTemperature:
+    """HAPO's temperature: hotter where the policy is more undecided than it mostly was.
+
+    With the entropy H of the policy before a token, at the base temperature, and the statistics of
+    the step before,
+
+        T = base (1 + tau clip(s, -L, L))
+
+    where s is `jrl.losses.entropy_signal` and L is 1 ("bounded", the released code's form), or s is
+    `jrl.losses.standardized_entropy` and L is 5 ("standardized", the paper's, which has no L).
+
+    Args:
+      tau: how much a signal of 1 adds, as a share of the base; 0 is a constant temperature.
+      entropy_quantile: of the log-entropies, where the signal is 0.
+      temperature_signal: which of the two.
+
+    Raises:
+      ValueError: if `temperature_signal` is unknown, `entropy_quantile` is not in [0, 1], or `tau`
+        is negative or would allow a temperature of 0.
+
+    References:
+      "Heterogeneous adaptive policy optimization", 2025; adaptive temperature sampling.
+      https://arxiv.org/abs/2509.16591
+    """
+
+    tau: float = 0.05
+    entropy_quantile: float = 0.8
+    temperature_signal: TemperatureSignal = "bounded"
+
+    def __post_init__(self):
+        signal = self.temperature_signal
+        if signal not in get_args(TemperatureSignal):
+            raise ValueError(f"temperature_signal={signal!r} is neither bounded nor standardized.")
+        if not 0 <= self.entropy_quantile <= 1:
+            raise ValueError(
+                f"entropy_quantile={self.entropy_quantile} must be from 0 to 1, such as 0.8."
+            )
+        if not 0 <= self.tau * LARGEST[signal] < 1:
+            raise ValueError(
+                f"tau={self.tau} must be from 0, which is off, to below {1 / LARGEST[signal]:g} "
+                f"with temperature_signal={signal!r}: from there on a temperature would reach 0."
+            )
+
+    def statistics(
+        self, entropy: Float[Array, "batch time"], mask: Bool[Array, "batch time"]
+    ) -> EntropyStatistics[Array]:
+        """What the sampler of the next step needs to know of this one.
+
+        Args:
+          entropy: of the policy before each token, in nats.
+          mask: true on sampled tokens.
+        """
+        return entropy_statistics(entropy, mask, quantile=self.entropy_quantile)
+
+    def at(
+        self,
+        entropy: Float[Array, "*shape"],
+        mask: Bool[Array, "*shape"],
+        statistics: EntropyStatistics[Array],
+        base: float,
+    ) -> Float[Array, "*shape"]:
+        """The temperature of each token.
+
+        Args:
+          entropy: of the policy before it at temperature `base`, in nats.
+          mask: where a temperature is wanted; elsewhere it is `base`.
+          statistics: of the step before; the neutral ones give `base`.
+          base: where the signal is 0.
+        """
+        bounded = self.temperature_signal == "bounded"
+        signal = entropy_signal if bounded else standardized_entropy
+        return adaptive_temperature(
+            signal(entropy, mask, statistics=statistics),
+            base=base,
+            strength=self.tau,
+            max_signal=LARGEST[self.temperature_signal],
+        )

@@ -1,0 +1,195 @@
+"""HAPO: DAPO in which each token is treated by how undecided the policy was there.
+
+Four components, each with a switch, on top of DAPO; with all four off it is DAPO. With the
+log-entropy of a token, standardised over its batch and scaled to a signal from -1 to 1
+(`jrl.losses.entropy_signal`),
+
+| switch | component | what it does |
+|---|---|---|
+| `adaptive_temperature` | adaptive temperature sampling | samples hotter at undecided tokens |
+| `token_level_group_average` | token-level group average | a group's mean is over its tokens |
+| `differential_redistribution` | differential advantage redistribution | amplifies or damps |
+| `asymmetric_clipping` | asymmetric adaptive clipping | widens one bound of the clip |
+
+Whose statistics: the loss's are of the whole mini-batch under the current policy, whatever the
+micro-batch; the sampler's are those of the step before, over all its sampled tokens that count,
+under the policy that sampled them. The trainer computes that policy's entropies before the first
+update, in the pass that gives old log-probabilities, and keeps four numbers (`Recipe.kept`). The
+first step samples at the base temperature.
+
+What is corrected: a token is drawn from a distribution b at its own temperature (after top-k and
+top-p), while the loss is of the policy pi at the base temperature. The sampler records both
+log-probabilities, `Batch.behaviour_logprobs` of b and `Batch.old_logprobs` of pi, and the loss of a
+token is weighted by ``min(pi_old / b, 2)``, which together with its ratio ``pi / pi_old`` makes
+``pi / b``. ``--mismatch None`` leaves the weights out, as the released code does, and
+``--old-logprobs recompute`` takes pi_old from the trainer.
+
+Where paper and released code differ, and where neither is followed:
+
+| | here | paper | code |
+|---|---|---|---|
+| signal of decided tokens | negative | so its text, not its Eq. 6 | positive: they never act |
+| `clip_high` | 0.28 | 0.28 | 0.2 |
+| `tau`, with `temperature_signal` | 0.05, bounded | 0.1, standardized | 0.05, bounded |
+| statistics in the loss | of a mini-batch | | of a micro-batch |
+| weights for the temperature | on | | none |
+| `clip_dual` | None | | 10 |
+| `group_average_fallback` | None | | 5 |
+| dynamic sampling | on | on | asked for by the scripts, read by nothing |
+
+References:
+  "Heterogeneous Adaptive Policy Optimization", 2025. https://arxiv.org/abs/2509.16591
+  https://github.com/starriver030515/HAPO
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from jrl.losses import (
+    EntropyStatistics,
+    entropy_signal,
+    entropy_statistics,
+    hapo_loss,
+    token_level_group_average,
+)
+from jrl.recipes.base.batch import Batch, Targets, given
+from jrl.recipes.base.mismatch import Denominator, Weighting
+from jrl.recipes.base.recipe import Metrics
+from jrl.recipes.base.temperature import AdaptiveTemperature, TemperatureSignal
+from jrl.recipes.dapo import Dapo
+
+
+@dataclass(frozen=True)
+class Hapo(Dapo):
+    """HAPO; DAPO's settings, the four components, sizes that fit a laptop."""
+
+    adaptive_temperature: bool = True
+    """Sample each token at a temperature that follows the policy's entropy, by the statistics of
+    the step before."""
+    token_level_group_average: bool = True
+    """Compare a completion with the mean over the tokens of its group, not over its completions."""
+    differential_redistribution: bool = True
+    """Amplify the advantages of undecided tokens that move, and damp those of decided tokens that
+    do not."""
+    asymmetric_clipping: bool = True
+    """Let undecided tokens rise further before the clip, and decided ones fall further."""
+
+    entropy_quantile: float = 0.8
+    """Tokens above this quantile of the log-entropies count as undecided: rho in the paper."""
+    tau: float = 0.05
+    """How far the temperature follows the signal, as a share of itself: that of the released code,
+    whose signal is bounded. The paper has 0.1 with a signal that is not."""
+    temperature_signal: TemperatureSignal = "bounded"
+    """What the temperature follows: a signal from -1 to 1 as in the released code ("bounded"), or
+    the log-entropy in scales of its batch as in the paper ("standardized")."""
+    redistribution_strength: float = 1.0
+    """From 0, which is off, to 1, at which the most decided token has no advantage: adv_beta of the
+    released code."""
+    clip_strength: float = 1.0
+    """At 1 a bound of the clip may double, 0 is off: clip_alpha of the released code."""
+    group_average_fallback: float | None = None
+    """A group with an advantage of this size or beyond gets DAPO's advantages, 5 in the released
+    code; None is never."""
+
+    mismatch: Weighting | None = "truncated"
+    """Importance weights on the tokens' losses, of the policy over the distribution that was drawn
+    from at its own temperature: clamped to a range ("truncated"), 0 outside of it ("icepop"), or 0
+    on sequences whose mean is outside of it ("sequence-masked"); None is off."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        AdaptiveTemperature(self.tau, self.entropy_quantile, self.temperature_signal)
+        if not 0 <= self.redistribution_strength <= 1:
+            raise ValueError(
+                f"redistribution_strength={self.redistribution_strength} must be from 0, which is "
+                "off, to 1: beyond that advantages would change their sign."
+            )
+        if self.clip_strength < 0:
+            raise ValueError(f"clip_strength={self.clip_strength} cannot be negative; 0 is off.")
+        if self.group_average_fallback is not None and self.group_average_fallback <= 0:
+            raise ValueError(
+                f"group_average_fallback={self.group_average_fallback} must be positive: the "
+                "released code has 5, None is off."
+            )
+
+    @property
+    def temperature_rule(self) -> AdaptiveTemperature | None:
+        # Greedy decoding has no temperature to adapt.
+        if not self.adaptive_temperature or self.temperature == 0:
+            return None
+        return AdaptiveTemperature(self.tau, self.entropy_quantile, self.temperature_signal)
+
+    @property
+    def default_denominator(self) -> Denominator:
+        return "drawn"
+
+    @property
+    def uses_statistics(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.differential_redistribution or self.asymmetric_clipping
+
+    def targets(self, batch: Batch[Array]) -> Targets[Array]:
+        if not self.token_level_group_average:
+            return super().targets(batch)
+        return Targets(
+            token_level_group_average(
+                given(batch.rewards),
+                given(batch.groups),
+                batch.mask,
+                fallback=self.group_average_fallback,
+            )
+        )
+
+    def statistics(
+        self,
+        logprobs: Float[Array, "batch time"],
+        entropy: Float[Array, "batch time"],
+        batch: Batch[Array],
+    ) -> EntropyStatistics[Array]:
+        return entropy_statistics(entropy, batch.mask, quantile=self.entropy_quantile)
+
+    def surrogate(
+        self,
+        logprobs: Float[Array, "batch time"],
+        entropy: Float[Array, "batch time"],
+        batch: Batch[Array],
+        statistics: Any,
+    ) -> tuple[Float[Array, "batch time"], Metrics]:
+        if not self.uses_statistics:
+            return super().surrogate(logprobs, entropy, batch, statistics)
+        return hapo_loss(
+            logprobs,
+            given(batch.old_logprobs),
+            given(batch.advantages),
+            batch.mask,
+            entropy_signal(entropy, batch.mask, statistics=given(statistics)),
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            clip_strength=self.clip_strength if self.asymmetric_clipping else 0.0,
+            redistribution=self.redistribution_strength
+            if self.differential_redistribution
+            else 0.0,
+            clip_dual=self.clip_dual,
+            aggregation=None,
+        )
+
+
+def paper() -> Hapo:
+    """The paper's components and the released scripts' sizes: 512 prompts x 16, mini-batches of 512
+    responses, 10,240 tokens of which the last 4,096 are punished."""
+    return replace(
+        Hapo(),
+        prompts=512,
+        group_size=16,
+        mini_batch=512,
+        micro_batch=512,
+        learning_rate=1e-6,
+        learning_rate_warmup=10 * 16,  # 10 rollouts of 16 optimizer steps
+        weight_decay=0.1,
+        max_grad_norm=1.0,
+        overlong_buffer=4096,
+        max_generation_rounds=16,
+        tau=0.1,
+        temperature_signal="standardized",
+    )

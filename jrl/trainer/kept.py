@@ -1,0 +1,77 @@
+"""What one step leaves to the sampler of the next, and the temperatures that came of it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jaxtyping import Array
+
+from jrl.losses import EntropyStatistics, Mean
+from jrl.recipes.base.batch import Batch, given
+from jrl.recipes.base.recipe import Recipe
+from jrl.rollout.batching import replicated
+from jrl.rollout.sampling import Sampling
+from sharding.folding import FoldedMesh
+
+
+def first_kept(sampling: Sampling, mesh: FoldedMesh) -> EntropyStatistics[Array] | None:
+    """What the sampler of the first step finds: statistics by which it draws at the base
+    temperature; None where that is constant."""
+    if sampling.adaptive is None:
+        return None
+    # Distinct buffers, as everywhere in the state.
+    place = replicated(mesh)
+    return jax.tree.map(lambda x: jax.device_put(x, place) + 0, EntropyStatistics.neutral())
+
+
+def kept_of(
+    recipe: Recipe,
+    batch: Batch[Array],
+    sampled: Array,
+    before: EntropyStatistics[Array] | None,
+    mesh: FoldedMesh,
+) -> EntropyStatistics[Array] | None:
+    """What the recipe keeps of a step, whole on every device; where no token of it counts, what
+    was kept `before`.
+
+    Args:
+      batch: as `prepare` gives it.
+      sampled: ``[batch, time]`` the mask before anything was rejected.
+    """
+    if before is None:
+        return None
+    return _keeping(recipe, replicated(mesh))(replace(batch, mask=sampled), before)
+
+
+@cache
+def _keeping(recipe: Recipe, place: NamedSharding) -> Callable[..., Any]:
+    def keep(batch: Batch[Array], before: EntropyStatistics[Array]) -> Any:
+        some = jnp.any(batch.mask)
+        return jax.tree.map(lambda new, old: jnp.where(some, new, old), recipe.kept(batch), before)
+
+    return jax.jit(keep, out_shardings=place)
+
+
+@partial(jax.jit, static_argnums=0)
+def temperatures(
+    sampling: Sampling, batch: Batch[Array], sampled: Array, kept: EntropyStatistics[Array]
+) -> dict[str, Array]:
+    """The temperatures that the tokens were drawn at, by the entropy that the trainer computes.
+
+    Args:
+      batch: as `prepare` gives it.
+      sampled: ``[batch, time]`` the mask before anything was rejected.
+      kept: of the step before this one.
+    """
+    assert sampling.adaptive is not None
+    entropy, base = given(batch.old_entropy), sampling.temperature
+    at = sampling.adaptive.at(entropy, sampled, kept, base)
+    outside = jnp.asarray(base, at.dtype)  # where no token counts, that of any other
+    low, high = jnp.min(jnp.where(sampled, at, jnp.inf)), jnp.max(jnp.where(sampled, at, -jnp.inf))
+    some = jnp.any(sampled)
+    spread = {"mean": Mean.of(at, sampled).value(), "min": low, "max": high}
+    return {f"sampling/temperature/{n}": jnp.where(some, x, outside) for n, x in spread.items()}

@@ -1,0 +1,125 @@
+"""What HAPO keeps from step to step: by whom it is read, and that it comes back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_runs import (
+    fresh_state,
+    fresh_weights,
+    one_step,
+    small_batch,
+    small_recipe,
+    small_run,
+    small_setup,
+)
+from tiers import full_but
+
+from jrl.losses import EntropyStatistics, entropy_statistics
+from jrl.report.metrics import check_known, without_timings
+from jrl.runs.checkpoints import Checkpoints
+from jrl.trainer import step as stepping
+from jrl.trainer.kept import kept_of
+from jrl.trainer.scoring import logprobs_and_entropy_of
+from jrl.trainer.state import restore, save
+from jrl.trainer.step import sampling_difference
+
+
+def recipe_of(**changes):
+    """Temperatures far enough from the base to be seen."""
+    return small_recipe("hapo", tau=0.8, max_generation_rounds=2, **changes)
+
+
+@pytest.mark.parametrize("layout", full_but(["dp1", "tp2 dp2 / ep4"], "dp1"))
+def test_a_step_is_sampled_by_the_entropies_of_the_step_before(layout, tmp_path, monkeypatch):
+    setup = small_setup(recipe_of(), small_run(layout=layout))
+    first = fresh_state(setup, fresh_weights(setup))
+    jax.tree.map(np.testing.assert_array_equal, first.kept, EntropyStatistics.neutral())
+    prepare, batches, before = stepping.prepare, [], []
+
+    def recorded(networks, recipe, state, completions, scores, batch, *rest):
+        rows = batch.tokens, batch.valid
+        objective, weights = networks.policy.objective, state.policy.weights
+        before.append(jax.device_get((*logprobs_and_entropy_of(objective, weights, *rows), batch)))
+        prepared = prepare(networks, recipe, state, completions, scores, batch, *rest)
+        batches.append(jax.device_get(prepared[0]))
+        return prepared
+
+    histories, summarise = [], stepping.summarise
+    monkeypatch.setattr(stepping, "summarise", lambda h: (histories.append(h), summarise(h))[1])
+    monkeypatch.setattr(stepping, "prepare", recorded)
+    second, done = one_step(setup, first)
+    check_known(done.metrics)
+    _, entropy, batch = before[0]
+    expected = entropy_statistics(entropy, batch.mask, quantile=setup.recipe.entropy_quantile)
+    # Sums over devices in another order.
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), second.kept, expected)
+    # There was nothing to follow yet: drawn from the policy itself, and not corrected.
+    np.testing.assert_array_equal(batch.behaviour_logprobs, batch.old_logprobs)
+    np.testing.assert_array_equal(batches[0].importance_weights, batch.mask.astype(np.float32))
+    assert done.metrics["sampling/temperature/min"] == done.metrics["sampling/temperature/max"] == 1
+
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, setup.networks, second)
+    again = restore(checkpoints, setup.networks, 1)
+    jax.tree.map(np.testing.assert_array_equal, again.kept, second.kept)
+
+    # The second step, of which the first token of a row is drawn by its entropy.
+    third, done = one_step(setup, second)
+    logprobs, entropy, batch = before[1]
+    kept, mask = again.kept, batch.mask
+    assert mask.any()
+    rule = setup.recipe.temperature_rule
+    temperature = np.asarray(rule.at(jnp.asarray(entropy), jnp.asarray(mask), kept, 1.0))
+    assert np.ptp(temperature[mask]) > 0.1
+    assert done.metrics["sampling/temperature/max"] == pytest.approx(temperature[mask].max())
+    assert done.metrics["sampling/temperature/min"] == pytest.approx(temperature[mask].min())
+    np.testing.assert_allclose(batch.old_logprobs[mask], logprobs[mask], atol=1e-5)
+    moved = batch.behaviour_logprobs[mask] - batch.old_logprobs[mask]
+    assert np.abs(moved).max() > 0.01
+    # What the temperature made likelier counts for less, and the other way round.
+    weights = np.where(mask, np.exp(batch.old_logprobs - batch.behaviour_logprobs), 0)
+    np.testing.assert_allclose(batches[1].importance_weights, np.minimum(weights, 2), rtol=1e-5)
+    # Like is compared with like, at every temperature.
+    assert 0 <= done.metrics["sampling/sampling_logp_difference/max"] < 1e-5
+    assert abs(done.metrics["rollout_corr/kl"]) < 1e-5
+    # An update, which knows no temperature of a token, has nothing to compare.
+    assert not any(name.startswith("sampling/") for name in histories[1][0]["actor"])
+    assert sampling_difference(setup.networks, second, batch) == {}
+
+    monkeypatch.undo()
+    resumed, done_again = one_step(setup, again)
+    assert without_timings(done_again.metrics) == without_timings(done.metrics)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(resumed), jax.device_get(third))
+
+
+def test_other_recipes_keep_nothing():
+    setup = small_setup(small_recipe("dapo"))
+    assert fresh_state(setup, fresh_weights(setup)).kept is None
+    batch = small_batch(setup)
+    assert kept_of(setup.recipe, batch, batch.mask, None, setup.mesh) is None
+
+
+def test_a_step_without_a_token_that_counts_leaves_what_was_kept():
+    setup = small_setup(recipe_of())
+    batch = small_batch(setup)
+    batch = batch.replace(old_entropy=-batch.old_logprobs)
+    before = EntropyStatistics(*(jnp.float32(x) for x in (-1.5, 2.0, 1.0, -3.0)))
+
+    def kept(sampled):
+        return kept_of(setup.recipe, batch, sampled, before, setup.mesh)
+
+    jax.tree.map(np.testing.assert_array_equal, kept(jnp.zeros_like(batch.mask)), before)
+    expected = entropy_statistics(batch.old_entropy, batch.mask, quantile=0.8)
+    jax.tree.map(np.testing.assert_array_equal, kept(batch.mask), expected)
+
+
+@pytest.mark.slow
+def test_statistics_of_the_loss_are_those_of_the_mini_batch():
+    """In pieces of four rows and of two the step is the same, up to the order of sums."""
+    found = []
+    for micro_batch in (4, 2):
+        setup = small_setup(recipe_of(micro_batch=micro_batch))
+        _, done = one_step(setup, fresh_state(setup, fresh_weights(setup)))
+        found.append((done.metrics["actor/loss"], done.metrics["actor/grad_norm"]))
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
