@@ -28,8 +28,8 @@ def load_task(
     """Makes the task that `spec` asks for.
 
     Args:
-      spec: ``sort``, ``addition``, ``scratchpad``, ``countdown``, ``progression``, ``jsonl:PATH``
-        or ``gym:NAME``.
+      spec: ``sort``, ``addition``, ``scratchpad``, ``scratchpad:DIGITS`` (operands up to so long),
+        ``countdown``, ``progression``, ``jsonl:PATH`` or ``gym:NAME``.
       seed: picks the stream of training prompts.
       fields: names of the fields of a file's lines; None is `Fields()`. Other tasks have none.
       workers: processes that check answers, where the task has some; None is one per processor
@@ -44,6 +44,8 @@ def load_task(
     if spec in BUILT_IN:
         return BUILT_IN[spec](seed)
     kind, _, rest = spec.partition(":")
+    if kind == "scratchpad" and rest.isdecimal():
+        return scratchpad(seed, int(rest))
     if kind == "jsonl" and rest:
         return jsonl(rest, seed, fields=fields, workers=workers)
     if kind == "gym" and rest:
@@ -52,5 +54,5 @@ def load_task(
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise ValueError(
         f"task={spec!r} is unknown: {hint}The tasks are {', '.join(BUILT_IN)}, "
-        "jsonl:PATH and gym:NAME"
+        "scratchpad:DIGITS, jsonl:PATH and gym:NAME"
     )

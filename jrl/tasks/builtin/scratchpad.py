@@ -1,10 +1,11 @@
-"""Add two numbers of two to five digits, thinking aloud, digit by digit from the right.
+"""Add two numbers of two to five digits or more, thinking aloud, digit by digit from the right.
 
 ``47+385=`` may be answered by ``7+5+0=12,4+8+1=13,0+3+1=04#432``: digit, digit and carry, their sum
 as carry and digit, and after the marker the result. The result alone is scored, so that whatever is
 written before the marker is the policy's own chain of thought; its length grows with the operands.
 """
 
+from functools import partial
 from random import Random
 
 from jrl.tasks.procedural import ProceduralTask, exact
@@ -12,33 +13,54 @@ from jrl.tasks.task import Example, Verdict
 
 MARKER = "#"
 MIN_DIGITS, MAX_DIGITS = 2, 5
+MOST_DIGITS = 64
+TAIL = 1.5
+"""Exponent of the lengths of long operands: a share ``(2 / n) ** TAIL`` has n digits or more."""
 
 
-def scratchpad(seed: int) -> ProceduralTask:
-    """Prompts of two numbers of two to five digits, answered by the steps and then the sum.
+def scratchpad(seed: int, digits: int | None = None) -> ProceduralTask:
+    """Prompts of two numbers, answered by the steps and then the sum.
 
     Args:
       seed: picks the stream of prompts.
+      digits: the longest operand; the lengths of both are then one, with a heavy tail. None draws
+        each of two to five digits, all lengths alike.
+
+    Raises:
+      ValueError: for operands shorter than two digits or longer than `MOST_DIGITS`.
     """
-    steps = MAX_DIGITS * len("9+9+1=19,") - 1
+    if digits is not None and not MIN_DIGITS <= digits <= MOST_DIGITS:
+        raise ValueError(
+            f"task='scratchpad:{digits}': operands have {MIN_DIGITS} to {MOST_DIGITS} digits."
+        )
+    most = MAX_DIGITS if digits is None else digits
+    steps = most * len("9+9+1=19,") - 1
     return ProceduralTask(
-        name="scratchpad",
+        name="scratchpad" if digits is None else f"scratchpad:{digits}",
         seed=seed,
-        max_prompt_length=2 * MAX_DIGITS + len("+="),
-        max_response_length=steps + len(MARKER) + MAX_DIGITS + 1,
+        max_prompt_length=2 * most + len("+="),
+        max_response_length=steps + len(MARKER) + most + 1,
         characters="#+,0123456789=",
-        draw=_draw,
+        draw=_draw if digits is None else partial(_draw_long, digits),
         score=_score,
     )
 
 
 def _draw(random: Random) -> Example:
-    left, right = _number(random), _number(random)
+    return _example(*(_number(random, random.randrange(MIN_DIGITS, MAX_DIGITS + 1)) for _ in range(2)))
+
+
+def _draw_long(most: int, random: Random) -> Example:
+    # A Pareto variable from MIN_DIGITS on, rounded down.
+    length = int(MIN_DIGITS * (1 - random.random()) ** (-1 / TAIL))
+    return _example(*(_number(random, min(length, most)) for _ in range(2)))
+
+
+def _example(left: int, right: int) -> Example:
     return Example(f"{left}+{right}=", f"{','.join(_steps(left, right))}{MARKER}{left + right}")
 
 
-def _number(random: Random) -> int:
-    num_digits = random.randrange(MIN_DIGITS, MAX_DIGITS + 1)
+def _number(random: Random, num_digits: int) -> int:
     return random.randrange(10 ** (num_digits - 1), 10**num_digits)
 
 
