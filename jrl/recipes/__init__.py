@@ -13,6 +13,7 @@ from jrl.recipes.maxrl import Maxrl
 from jrl.recipes.ppo import Ppo
 from jrl.recipes.reinforce_plus_plus import ReinforcePlusPlus
 from jrl.recipes.rloo import Rloo
+from jrl.recipes.tppo import Tppo
 from jrl.recipes.vapo import Vapo
 
 RECIPES: dict[str, type[Recipe]] = {
@@ -20,6 +21,7 @@ RECIPES: dict[str, type[Recipe]] = {
     "grpo": Grpo,
     "dapo": Dapo,
     "vapo": Vapo,
+    "tppo": Tppo,
     "dr_grpo": DrGrpo,
     "rloo": Rloo,
     "maxrl": Maxrl,
@@ -47,5 +49,6 @@ __all__ = [
     "Rloo",
     "Targets",
     "Totals",
+    "Tppo",
     "Vapo",
 ]

@@ -12,15 +12,17 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_devices, to_host
-from jrl.recipes.base.batch import Batch, Targets, given
+from jrl.recipes.base.batch import Batch, Targets, given, responses_of
 from jrl.recipes.base.mismatch import Corrected, Correction
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import over_rows
 from jrl.rollout.collect import groups_of
 from jrl.rollout.sampler import Completion, lengths_of
-from jrl.trainer.scoring import logprobs_of, values_of
+from jrl.trainer.objectives import CriticObjective
+from jrl.trainer.scoring import logprobs_of, packed_logprobs, packed_values, values_of
 from jrl.trainer.setup.networks import Networks
 from jrl.trainer.state import TrainState
+from moe.weights import Transformer
 
 
 @partial(jax.jit, static_argnums=0)
@@ -64,26 +66,55 @@ def prepare(
     seconds, rescored = dict[str, float](), None
     batch = _verified(recipe, completions, scores, batch, response_length, networks)
     # Forward passes of networks as they are before the first update: none is repeated per epoch.
-    rows = batch.tokens, batch.valid
     if state.critic is not None:
         assert networks.critic is not None
         with _timed("timing_s/values", seconds):
-            values = values_of(networks.critic.objective, state.critic.weights, *rows)
+            values = _values(networks, networks.critic.objective, state.critic.weights, batch)
             batch = replace(batch, old_values=jax.block_until_ready(values))
     if state.reference is not None:
         with _timed("timing_s/ref", seconds):
-            scored = logprobs_of(networks.policy.objective, state.reference, *rows)
+            scored = _logprobs(networks, state.reference, batch)
             batch = replace(batch, reference_logprobs=jax.block_until_ready(scored)[0])
     # The sampler's own log-probabilities serve as old ones unless asked otherwise: a pass less.
     if recipe.rescores:
         with _timed("timing_s/old_log_prob", seconds):
-            scored = logprobs_of(networks.policy.objective, state.policy.weights, *rows)
+            scored = _logprobs(networks, state.policy.weights, batch)
             rescored = jax.block_until_ready(scored)[0]
     with _timed("timing_s/adv", seconds):
         batch, metrics = _with_targets(recipe, batch, rescored)
         jax.block_until_ready(batch)
         metrics = {name: float(value) for name, value in to_host(metrics).items()}
     return batch, metrics | seconds
+
+
+def _values(
+    networks: Networks,
+    objective: CriticObjective,
+    critic: Transformer[Array],
+    batch: Batch[Array],
+) -> Array:
+    """Of the window's tokens, which advantages are made from, and of finished responses, which the
+    critic learns from."""
+    if not _packs(networks):
+        return values_of(objective, critic, batch.tokens, batch.valid)
+    if batch.finished is not None:
+        mask = batch.mask | (responses_of(batch) & batch.finished[:, None])
+        batch = replace(batch, mask=mask)
+    return packed_values(objective, critic, batch)
+
+
+def _logprobs(
+    networks: Networks, policy: Transformer[Array], batch: Batch[Array]
+) -> tuple[Array, Array]:
+    objective = networks.policy.objective
+    if not _packs(networks):
+        return logprobs_of(objective, policy, batch.tokens, batch.valid)
+    return packed_logprobs(objective, policy, batch)
+
+
+def _packs(networks: Networks) -> bool:
+    """Whether scoring packs rows. On a pipeline, which needs micro-batches, it does not."""
+    return networks.packs and networks.mesh.layout.pp == 1
 
 
 def _verified(
@@ -103,7 +134,15 @@ def _verified(
         "groups": groups_of(completions),
         "lengths": lengths,
     }
-    return replace(batch, **to_devices(columns, over_rows(networks.mesh)))
+    batch = replace(batch, **to_devices(columns, over_rows(networks.mesh)))
+    return batch if batch.finished is None else _only_finished(batch, batch.finished)
+
+
+@jax.jit
+def _only_finished(batch: Batch[Array], finished: Array) -> Batch[Array]:
+    """Nothing has been verified of responses that go on."""
+    rewards = jnp.where(finished, given(batch.rewards), 0.0)
+    return replace(batch, rewards=rewards, correct=given(batch.correct) & finished)
 
 
 def _with_targets(

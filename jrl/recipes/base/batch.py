@@ -2,7 +2,9 @@
 
 from typing import Generic, TypeVar
 
+import jax.numpy as jnp
 from flax import struct
+from jaxtyping import Array, Bool
 
 Leaf = TypeVar("Leaf")
 
@@ -22,10 +24,12 @@ class Batch(Generic[Leaf]):
       old_logprobs: ``[batch, time]`` that ratios are taken against: of the whole policy that
         sampled, as the sampler gave them or as the trainer computes them.
       truncated: ``[batch]`` whether the length limit ended the response.
+      finished: ``[batch]`` whether a stop token or the length limit ended the response; false where
+        only the window did and it goes on in another step. None where all are finished.
       groups: ``[batch]`` integers; completions of one prompt share one.
       lengths: ``[batch]`` sampled tokens of each completion, whether or not they count.
-      rewards: ``[batch]`` one per completion.
-      correct: ``[batch]`` whether the completion has full marks.
+      rewards: ``[batch]`` one per completion; 0 where it is not finished.
+      correct: ``[batch]`` whether the completion is finished and has full marks.
       old_values: ``[batch, time]`` of the critic before the update.
       reference_logprobs: ``[batch, time]`` of the reference policy.
       advantages: ``[batch, time]``.
@@ -33,6 +37,7 @@ class Batch(Generic[Leaf]):
       critic_mask: ``[batch, time]`` tokens that count for the critic; None where they are those of
         `mask`.
       importance_weights: ``[batch, time]`` factors on the policy's token losses.
+      starts: ``[batch]`` where rows lie in a packed pass (`jrl.rollout.packing`).
     """
 
     tokens: Leaf
@@ -41,6 +46,7 @@ class Batch(Generic[Leaf]):
     behaviour_logprobs: Leaf | None = None
     old_logprobs: Leaf | None = None
     truncated: Leaf | None = None
+    finished: Leaf | None = None
     groups: Leaf | None = None
     lengths: Leaf | None = None
     rewards: Leaf | None = None
@@ -51,6 +57,7 @@ class Batch(Generic[Leaf]):
     returns: Leaf | None = None
     critic_mask: Leaf | None = None
     importance_weights: Leaf | None = None
+    starts: Leaf | None = None
 
 
 @struct.dataclass
@@ -91,3 +98,10 @@ def given(leaf: Leaf | None) -> Leaf:
     """`leaf`, which a recipe that asks for it always gets."""
     assert leaf is not None, "the trainer left out what the recipe needs"
     return leaf
+
+
+def responses_of(batch: Batch[Array]) -> Bool[Array, "batch time"]:
+    """All sampled tokens, those of earlier windows too: the last `Batch.lengths` of each row that
+    are no padding."""
+    remaining = jnp.flip(jnp.cumsum(jnp.flip(batch.valid, 1), 1, dtype=jnp.int32), 1)
+    return batch.valid & (remaining <= given(batch.lengths)[:, None])

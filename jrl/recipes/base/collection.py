@@ -23,4 +23,22 @@ class DynamicSampling:
     max_rounds: int
 
 
-Collection = OneRound | DynamicSampling
+@dataclass(frozen=True)
+class Windows:
+    """`Recipe.completions` responses, each written on for a window: those that the step before left
+    unfinished, and then fresh prompts, each `Recipe.group_size` times.
+
+    A response is finished when a stop token or the length limit ends it; its group may finish in
+    other steps.
+
+    Args:
+      window: tokens that are sampled of a response in a step, at most.
+
+    References:
+      Fan et al., "Truncated proximal policy optimization", 2025. https://arxiv.org/abs/2506.15050
+    """
+
+    window: int
+
+
+Collection = OneRound | DynamicSampling | Windows

@@ -41,7 +41,7 @@ class Geometry:
         """Completions of a prompt share it in a forward pass if every device gets whole groups."""
         group, dp = self.recipe.group_size, self.mesh.size(self.mesh.dp)
         whole = self.recipe.micro_batch_size // dp % group == 0
-        return PromptLayout(self.prompt_length, group if whole else 1)
+        return PromptLayout(self.prompt_length, group if whole and self.recipe.whole_groups else 1)
 
     @property
     def alone(self) -> PromptLayout:

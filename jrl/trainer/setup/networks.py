@@ -63,11 +63,13 @@ class Networks:
       policy: what samples.
       critic: what values states, None without one.
       keeps_reference: whether the policy at the start of training is kept.
+      packs: whether updates run packed rows (`jrl.trainer.packing`).
     """
 
     policy: Network[PolicyObjective]
     critic: Network[CriticObjective] | None
     keeps_reference: bool
+    packs: bool = False
 
     @property
     def mesh(self) -> FoldedMesh:

@@ -13,6 +13,7 @@ from jrl.config.files import fixed_settings
 from jrl.config.run import ROUTER_SETTINGS, RunConfig
 from jrl.processes.agreement import is_multiprocess
 from jrl.recipes.base.actor_critic import ActorCritic
+from jrl.recipes.base.collection import Windows
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.collect import sampling_of
@@ -135,7 +136,10 @@ class Setup:
             of_critic = CriticObjective(self.model.as_critic(), self.mesh, layout, recipe, response)
             critic = Network(of_critic, recipe.critic_optimizer, pieces)
         policy = Network(of_policy, recipe.optimizer, pieces)
-        return Networks(policy, critic, keeps_reference=recipe.uses_reference)
+        packs = self.run.packing
+        # Where windows are written on, most tokens of a step are there for attention only.
+        packs = isinstance(recipe.collection, Windows) if packs is None else packs
+        return Networks(policy, critic, keeps_reference=recipe.uses_reference, packs=packs)
 
     @property
     def imitator(self) -> Network[SupervisedObjective]:
@@ -271,3 +275,9 @@ def _check_fits(setup: Setup) -> None:
             "or its tokenizer.json, which may have fewer tokens."
         )
     check_window(setup.prompt_length + setup.response_length, setup.model)
+    collection = setup.recipe.collection
+    if isinstance(collection, Windows) and collection.window >= setup.response_length:
+        raise ValueError(
+            f"window={collection.window} cuts no response of at most {setup.response_length} "
+            "tokens: choose a smaller --window, or a larger --response-length."
+        )
