@@ -87,13 +87,12 @@ def test_the_head_sees_the_window_alone():
     head as well."""
     short = flops("actor", 8, 16, 8)  # 32 tokens a row, two in a bin
     long = flops("actor", 16, 40, 8)  # 64 tokens a row
-    # What is neither a product with weights nor of attention (norms, softmax, masks) is less than a
-    # third as much at these widths.
+    # What is no product (norms, softmax, masks, rotations) is about a tenth as much at this width.
     more = (long - short) / (4 * TIME)
-    assert OF_A_TOKEN < more < 1.35 * OF_A_TOKEN < OF_A_PLACE
+    assert OF_A_TOKEN < more < 1.2 * OF_A_TOKEN
     wide = flops("actor", 8, 8, 16)  # 32 tokens a row again
     more = (wide - short) / (8 * ROWS)
-    np.testing.assert_allclose(more, OF_A_PLACE, rtol=0.05)
+    assert OF_A_PLACE < more < 1.2 * OF_A_PLACE
 
 
 def test_the_policy_pays_for_packed_tokens():
@@ -108,4 +107,4 @@ def test_the_critic_pays_for_finished_responses_alone():
     all_rows, half, quarter = (flops("critic", 16, 40, 8, n) for n in (ROWS, 4, 2))
     np.testing.assert_allclose(all_rows - half, 2 * (half - quarter), rtol=0.02)
     of_row = (all_rows - half) / 4
-    assert OF_A_TOKEN * TIME < of_row < 1.35 * OF_A_TOKEN * TIME
+    assert OF_A_TOKEN < of_row / TIME < 1.2 * OF_A_TOKEN

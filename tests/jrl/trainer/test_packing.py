@@ -134,7 +134,7 @@ def one_update(network, layout, num_micro, packed, **sizes):
             ("actor", "tp2 dp2 / ep4", 1, 1),
             ("critic", "cp2 dp2 / ep2", 2, 1),
             ("actor", "cp2 tp2", 1, 1),
-            ("actor", "pp2 dp2", 2, 2),
+            ("actor", "pp2", 2, 2),
         ],
         ("actor", "dp1", 2, 1),
         ("critic", "dp1", 1, 1),
