@@ -64,8 +64,8 @@ class RunConfig:
 
     packing: bool | None = None
     """Whether updates lay the tokens of completions end to end, so that no padding is computed and
-    the head sees only what is learned from; a prompt is then computed for each completion. None
-    packs where a recipe writes responses in windows (tppo)."""
+    the head sees only what is learned from; a prompt is then computed for each completion. Not on
+    a pipeline. None packs where a recipe writes responses in windows (tppo)."""
 
     prompt_length: int | None = None
     """Tokens that prompts are padded to; None fits the task's longest."""

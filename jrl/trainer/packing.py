@@ -1,9 +1,8 @@
 """Which row of a mini-batch goes where, so that no device runs more than it must.
 
-A mini-batch is cut into pieces, one for each data-parallel rank and micro-batch. Here, on the host,
-rows are dealt out to the pieces and within them to bins, by what is counted of each (`Counts`); the
-sizes that a program is compiled for are rounded up, so that few programs are compiled. It is
-decided by those counts alone, which all processes have.
+Here, on the host, the rows of a mini-batch are dealt out to data-parallel ranks, micro-batches and
+bins by what is counted of each (`Counts`), which all processes have. How many micro-batches that
+takes is a number of run time (`jrl.trainer.passes`), so that one program serves every mini-batch.
 """
 
 from dataclasses import replace
@@ -16,10 +15,13 @@ from jaxtyping import Array
 
 from jrl.processes.agreement import to_devices, to_host
 from jrl.recipes.base.batch import Batch
-from jrl.rollout.batching import over_rows
+from jrl.rollout.batching import over_rows, take_rows
 from jrl.rollout.packing import PackedSizes
 from moe.tokens.zigzag import ZigzagLayout
 from sharding.folding import FoldedMesh
+
+ROWS_OF_A_BIN = 4
+"""Rows in a bin, at most: slots for more would be copies of what is known of every token."""
 
 
 class Counts(NamedTuple):
@@ -47,18 +49,30 @@ class Counts(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How the rows of a mini-batch are packed.
+    """How the rows of a mini-batch are packed: in slots, a run of them for each micro-batch, those
+    of a data-parallel rank one after the other.
 
     Attributes:
-      order: ``[rows]`` rows of the mini-batch, so that each piece has a run of them.
-      starts: ``[rows]`` in that order: where the row begins, counted through the bins of its piece;
-        -1 is in none.
-      sizes: of every piece.
+      rows: ``[slot]`` the row in each; any, where the slot is empty.
+      starts: ``[slot]`` where the row begins, counted through the bins of its micro-batch; -1 in an
+        empty slot.
+      num_micro_batches: on each rank.
+      passes: how many of them have rows, on the rank that has most.
+      sizes: of each micro-batch.
     """
 
-    order: np.ndarray
+    rows: np.ndarray
     starts: np.ndarray
+    num_micro_batches: int
+    passes: int
     sizes: PackedSizes
+
+    def slots(self, num_rows: int) -> np.ndarray:
+        """``[num_rows]`` where each row is; an empty slot for those that are nowhere."""
+        filled = np.flatnonzero(self.starts >= 0)
+        slots = np.full(num_rows, np.argmin(self.starts))
+        slots[self.rows[filled]] = filled
+        return slots
 
 
 def counts_of(batch: Batch[Array]) -> Counts:
@@ -66,42 +80,53 @@ def counts_of(batch: Batch[Array]) -> Counts:
     return Counts(*to_host(_counts(batch)))
 
 
-def plan(
-    tokens: np.ndarray, counted: np.ndarray, time: int, num_pieces: int, mesh: FoldedMesh
-) -> Plan:
-    """Deals out rows to pieces of equally many rows and to bins: the longest first, each to the
-    piece with the fewest tokens that has room, and there to the first bin that has (first fit
-    decreasing).
+def plan(tokens: np.ndarray, counted: np.ndarray, time: int, bins: int, mesh: FoldedMesh) -> Plan:
+    """Deals out rows to ranks, bins and micro-batches: the longest row first, to the rank with the
+    fewest tokens and there to the first bin that has room (first fit decreasing); then the bins
+    with most that is counted first, to the micro-batch with the least.
+
+    The shapes of a program depend on the number of rows and, rounded up, on how much of a
+    micro-batch is counted; how many micro-batches have rows does not enter.
 
     Args:
       tokens: ``[rows]`` that are not padding; rows without any are in no bin.
       counted: ``[rows]`` of them that the head speaks about.
       time: tokens of a row at most.
-      num_pieces: data-parallel ranks times micro-batches.
+      bins: of a micro-batch.
 
     References:
       Johnson et al., "Worst-case performance bounds for simple one-dimensional packing algorithms",
       1974 (first fit decreasing takes 11/9 of the bins that are needed, at most and nearly).
     """
-    room = len(tokens) // num_pieces
-    length = bin_length(time, mesh)
-    pieces: list[list[int]] = [[] for _ in range(num_pieces)]
-    loads = np.zeros(num_pieces, np.int64)
+    length, ranks = bin_length(time, mesh), mesh.size(mesh.dp)
+    of_ranks: list[list[int]] = [[] for _ in range(ranks)]
+    loads = np.zeros(ranks, np.int64)
     for row in np.argsort(-tokens, kind="stable"):
-        # Those that are full are out of the question; of equal ones the first.
-        full = np.array([len(piece) == room for piece in pieces])
-        piece = int(np.argmin(np.where(full, np.iinfo(np.int64).max, loads)))
-        pieces[piece].append(int(row))
-        loads[piece] += tokens[row]
-    starts, bins = zip(*(_first_fit(tokens[piece], length) for piece in pieces), strict=True)
-    most = max(int(counted[piece].sum()) for piece in pieces)
-    ranks = mesh.size(mesh.sequence)
-    sizes = PackedSizes(
-        bins=min(rounded_up(max(bins)), room),
-        length=length,
-        places=-(-rounded_up(most) // ranks) * ranks,
-    )
-    return Plan(np.concatenate(pieces).astype(np.int64), np.concatenate(starts), sizes)
+        if tokens[row]:
+            rank = int(np.argmin(loads))
+            of_ranks[rank].append(int(row))
+            loads[rank] += tokens[row]
+    filled = [_first_fit(rows, tokens, length) for rows in of_ranks]
+    passes = max(-(-max(map(len, filled)) // bins), 1)
+    dealt = [_dealt_out(of_rank, counted, passes, bins) for of_rank in filled]
+    # At most one row in each bin, where all have their full length.
+    number = max(passes, -(-len(tokens) // (ranks * bins)))
+    rows = np.zeros((ranks, number, bins * ROWS_OF_A_BIN), np.int64)
+    starts, most = np.full(rows.shape, -1, np.int64), 1
+    for rank, of_rank in enumerate(dealt):
+        for piece, of_piece in enumerate(of_rank):
+            inside = [row for own in of_piece for row in own]
+            rows[rank, piece, : len(inside)] = inside
+            places = [
+                bin * length + int(tokens[own[:n]].sum())
+                for bin, own in enumerate(of_piece)
+                for n in range(len(own))
+            ]
+            starts[rank, piece, : len(inside)] = places
+            most = max(most, int(counted[inside].sum()))
+    shards = mesh.size(mesh.sequence)
+    sizes = PackedSizes(bins, length, -(-rounded_up(most) // shards) * shards)
+    return Plan(rows.reshape(-1), starts.reshape(-1), number, passes, sizes)
 
 
 def bin_length(time: int, mesh: FoldedMesh) -> int:
@@ -118,9 +143,10 @@ def rounded_up(number: int) -> int:
     return 3 * power // 4 if power >= 4 and number <= 3 * power // 4 else power
 
 
-def place_rows(rows: Batch[Array], starts: np.ndarray, mesh: FoldedMesh) -> Batch[Array]:
-    """The rows with their places in the bins."""
-    return replace(rows, starts=to_devices(starts.astype(np.int32), over_rows(mesh)))
+def place_rows(batch: Batch[Array], packed: Plan, mesh: FoldedMesh) -> Batch[Array]:
+    """The rows in their slots; in those that are empty nothing is valid and nothing counts."""
+    starts = to_devices(packed.starts.astype(np.int32), over_rows(mesh))
+    return _placed(take_rows([batch], packed.rows, mesh), starts)
 
 
 @jax.jit
@@ -130,23 +156,43 @@ def without_idle(rows: Batch[Array]) -> Batch[Array]:
     return replace(rows, valid=rows.valid & jnp.any(rows.mask, axis=1, keepdims=True))
 
 
-def _first_fit(tokens: np.ndarray, length: int) -> tuple[np.ndarray, int]:
-    """Where each row begins, -1 for those without tokens, and how many bins there are.
+def _first_fit(rows: list[int], tokens: np.ndarray, length: int) -> list[list[int]]:
+    """The rows of each bin.
 
     Args:
-      tokens: of each row, the longest first.
+      rows: the longest first.
     """
-    filled: list[int] = []
-    starts = np.full(len(tokens), -1, np.int64)
-    for row, number in enumerate(map(int, tokens)):
-        if not number:
-            continue
-        bin = next((b for b, used in enumerate(filled) if used + number <= length), len(filled))
-        if bin == len(filled):
-            filled.append(0)
-        starts[row] = bin * length + filled[bin]
-        filled[bin] += number
-    return starts, len(filled)
+    bins: list[list[int]] = []
+    left: list[int] = []
+    for row in rows:
+        number = int(tokens[row])
+        fits = (n for n, own in enumerate(bins) if left[n] >= number and len(own) < ROWS_OF_A_BIN)
+        bin = next(fits, len(bins))
+        if bin == len(bins):
+            bins.append([])
+            left.append(length)
+        bins[bin].append(row)
+        left[bin] -= number
+    return bins
+
+
+def _dealt_out(
+    bins: list[list[int]], counted: np.ndarray, passes: int, most: int
+) -> list[list[list[int]]]:
+    """The bins of each micro-batch, at most so many.
+
+    Args:
+      bins: the rows of each.
+    """
+    pieces: list[list[list[int]]] = [[] for _ in range(passes)]
+    loads = np.zeros(passes, np.int64)
+    of_bins = np.array([counted[own].sum() for own in bins], np.int64)
+    for bin in np.argsort(-of_bins, kind="stable"):
+        open_ = [n for n, piece in enumerate(pieces) if len(piece) < most]
+        piece = min(open_, key=lambda n: loads[n])
+        pieces[piece].append(bins[bin])
+        loads[piece] += of_bins[bin]
+    return pieces
 
 
 @jax.jit
@@ -155,3 +201,9 @@ def _counts(batch: Batch[Array]) -> tuple[Array, Array, Array]:
     masks = batch.valid, batch.mask, critic
     of_rows = [jnp.sum(mask, axis=1, dtype=jnp.int32) for mask in masks]
     return of_rows[0], of_rows[1], of_rows[2]
+
+
+@jax.jit
+def _placed(rows: Batch[Array], starts: Array) -> Batch[Array]:
+    filled = (starts >= 0)[:, None]
+    return replace(rows, starts=starts, valid=rows.valid & filled, mask=rows.mask & filled)

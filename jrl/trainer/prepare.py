@@ -20,7 +20,7 @@ from jrl.rollout.collect import groups_of
 from jrl.rollout.sampler import Completion, lengths_of
 from jrl.trainer.objectives import CriticObjective
 from jrl.trainer.scoring import logprobs_of, packed_logprobs, packed_values, values_of
-from jrl.trainer.setup.networks import Networks
+from jrl.trainer.setup.networks import Network, Networks
 from jrl.trainer.state import TrainState
 from moe.weights import Transformer
 
@@ -69,7 +69,7 @@ def prepare(
     if state.critic is not None:
         assert networks.critic is not None
         with _timed("timing_s/values", seconds):
-            values = _values(networks, networks.critic.objective, state.critic.weights, batch)
+            values = _values(networks, networks.critic, state.critic.weights, batch)
             batch = replace(batch, old_values=jax.block_until_ready(values))
     if state.reference is not None:
         with _timed("timing_s/ref", seconds):
@@ -89,32 +89,27 @@ def prepare(
 
 def _values(
     networks: Networks,
-    objective: CriticObjective,
+    network: Network[CriticObjective],
     critic: Transformer[Array],
     batch: Batch[Array],
 ) -> Array:
     """Of the window's tokens, which advantages are made from, and of finished responses, which the
     critic learns from."""
-    if not _packs(networks):
-        return values_of(objective, critic, batch.tokens, batch.valid)
+    if not networks.packs:
+        return values_of(network.objective, critic, batch.tokens, batch.valid)
     if batch.finished is not None:
         mask = batch.mask | (responses_of(batch) & batch.finished[:, None])
         batch = replace(batch, mask=mask)
-    return packed_values(objective, critic, batch)
+    return packed_values(network.objective, critic, batch, network.bins)
 
 
 def _logprobs(
     networks: Networks, policy: Transformer[Array], batch: Batch[Array]
 ) -> tuple[Array, Array]:
     objective = networks.policy.objective
-    if not _packs(networks):
+    if not networks.packs:
         return logprobs_of(objective, policy, batch.tokens, batch.valid)
-    return packed_logprobs(objective, policy, batch)
-
-
-def _packs(networks: Networks) -> bool:
-    """Whether scoring packs rows. On a pipeline, which needs micro-batches, it does not."""
-    return networks.packs and networks.mesh.layout.pp == 1
+    return packed_logprobs(objective, policy, batch, networks.policy.bins)
 
 
 def _verified(

@@ -211,11 +211,14 @@ def _update(
         # Known to all processes alike; the update would find it out, and move nothing.
         return learner, {"finite": np.True_, "empty": np.True_}
     mesh = network.mesh
-    pieces = mesh.size(mesh.dp) * network.num_micro_batches
-    packed = plan(tokens, counted, rows.tokens.shape[1], pieces, mesh)
-    rows = place_rows(take_rows([rows], packed.order, mesh), packed.starts, mesh)
-    objective = replace(network.objective, packed=packed.sizes)
-    return replace(network, objective=objective).update(learner, rows, statistics)
+    packed = plan(tokens, counted, rows.tokens.shape[1], network.bins, mesh)
+    network = replace(
+        network,
+        objective=replace(network.objective, packed=packed.sizes),
+        num_micro_batches=packed.num_micro_batches,
+    )
+    passes = to_devices(np.int32(packed.passes), replicated(mesh))
+    return network.update(learner, place_rows(rows, packed, mesh), statistics, passes)
 
 
 def mini_batches(recipe: Recipe, shuffler: np.random.Generator) -> np.ndarray:

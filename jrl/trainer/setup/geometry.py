@@ -37,6 +37,12 @@ class Geometry:
         return self.recipe.mini_batch_size // self.recipe.micro_batch_size
 
     @property
+    def bins(self) -> int:
+        """Of a packed micro-batch on a device: as long as rows, and a quarter as many, so that the
+        last micro-batch, which is seldom full, wastes little."""
+        return max(self.recipe.micro_batch_size // self.mesh.size(self.mesh.dp) // 4, 1)
+
+    @property
     def prompt_layout(self) -> PromptLayout:
         """Completions of a prompt share it in a forward pass if every device gets whole groups."""
         group, dp = self.recipe.group_size, self.mesh.size(self.mesh.dp)

@@ -134,11 +134,12 @@ class Setup:
         critic = None
         if isinstance(recipe, ActorCritic):
             of_critic = CriticObjective(self.model.as_critic(), self.mesh, layout, recipe, response)
-            critic = Network(of_critic, recipe.critic_optimizer, pieces)
-        policy = Network(of_policy, recipe.optimizer, pieces)
+            critic = Network(of_critic, recipe.critic_optimizer, pieces, self.geometry.bins)
+        policy = Network(of_policy, recipe.optimizer, pieces, self.geometry.bins)
         packs = self.run.packing
-        # Where windows are written on, most tokens of a step are there for attention only.
-        packs = isinstance(recipe.collection, Windows) if packs is None else packs
+        if packs is None:
+            # Where windows are written on, most tokens of a step are there for attention only.
+            packs = isinstance(recipe.collection, Windows) and self.mesh.layout.pp == 1
         return Networks(policy, critic, keeps_reference=recipe.uses_reference, packs=packs)
 
     @property
@@ -275,6 +276,12 @@ def _check_fits(setup: Setup) -> None:
             "or its tokenizer.json, which may have fewer tokens."
         )
     check_window(setup.prompt_length + setup.response_length, setup.model)
+    if setup.run.packing and setup.mesh.layout.pp > 1:
+        raise ValueError(
+            f"packing=True cannot be had with pp={setup.mesh.layout.pp} of layout "
+            f"{setup.run.layout!r}, which runs a fixed number of micro-batches: leave out "
+            "--packing, or choose a layout without pp."
+        )
     collection = setup.recipe.collection
     if isinstance(collection, Windows) and collection.window >= setup.response_length:
         raise ValueError(

@@ -21,8 +21,9 @@ from three_updates import FAST_COMPILE, gradient_of, random_weights
 from tiers import full_but
 
 from jrl.losses import ExplainedVariance, Mean
+from jrl.processes.agreement import to_devices
 from jrl.recipes import Tppo
-from jrl.rollout.batching import take_rows
+from jrl.rollout.batching import replicated
 from jrl.trainer.objectives import CriticObjective, PolicyObjective
 from jrl.trainer.packing import bin_length, counts_of, place_rows, plan, rounded_up, without_idle
 from jrl.trainer.prepare import targets_of
@@ -39,37 +40,58 @@ ALONE = fold_abstract(Layout.parse("dp1"))
 @pytest.mark.parametrize("seed", range(20))
 def test_every_row_has_a_place_of_its_own(seed):
     random = np.random.default_rng(seed)
-    pieces, room, time = random.integers(1, 5), random.integers(1, 9), 11
-    tokens = random.integers(0, time + 1, pieces * room)
+    number, bins, time = 2 * random.integers(1, 20), random.integers(1, 4), 11
+    tokens = random.integers(0, time + 1, number)
     counted = random.integers(0, tokens + 1)
-    mesh = fold_abstract(Layout.parse("cp2 tp2"))
-    packed = plan(tokens, counted, time, pieces, mesh)
-    again = plan(tokens, counted, time, pieces, mesh)
-    assert packed.sizes == again.sizes and (packed.order == again.order).all()
-    assert sorted(packed.order) == list(range(len(tokens)))
+    mesh = fold_abstract(Layout.parse("dp2 cp2 tp2"))
+    packed = plan(tokens, counted, time, bins, mesh)
+    again = plan(tokens, counted, time, bins, mesh)
+    assert packed.sizes == again.sizes and packed.passes == again.passes
+    assert (packed.rows == again.rows).all() and (packed.starts == again.starts).all()
     sizes = packed.sizes
-    assert sizes.length >= time and sizes.length % 4 == 0 and sizes.places % 4 == 0
-    assert sizes.bins <= room
-    for piece, begins in zip(
-        packed.order.reshape(pieces, room), packed.starts.reshape(pieces, room), strict=True
-    ):
-        assert counted[piece].sum() <= sizes.places
+    assert sizes.bins == bins and sizes.length == 12 and sizes.places % 4 == 0
+    filled = packed.starts >= 0
+    assert sorted(packed.rows[filled]) == np.flatnonzero(tokens).tolist()
+    slots = packed.slots(number)
+    np.testing.assert_array_equal(packed.rows[slots][tokens > 0], np.flatnonzero(tokens))
+    assert (packed.starts[slots[tokens == 0]] < 0).all()
+    pieces = 2, packed.num_micro_batches, -1
+    rows, starts = packed.rows.reshape(pieces), packed.starts.reshape(pieces)
+    assert (starts[:, packed.passes :] < 0).all()
+    by_piece = (x.reshape(-1, rows.shape[2]) for x in (rows, starts))
+    for piece, begins in zip(*by_piece, strict=True):
+        inside = piece[begins >= 0]
+        assert counted[inside].sum() <= sizes.places
         taken = np.zeros(sizes.bins * sizes.length, int)
-        for row, start in zip(piece, begins, strict=True):
-            assert (start < 0) == (tokens[row] == 0)
-            if start >= 0:
-                assert start // sizes.length == (start + tokens[row] - 1) // sizes.length
-                taken[start : start + tokens[row]] += 1
-        assert taken.max() <= 1 and taken.sum() == tokens[piece].sum()
+        for row, start in zip(inside, begins[begins >= 0], strict=True):
+            assert start // sizes.length == (start + tokens[row] - 1) // sizes.length
+            taken[start : start + tokens[row]] += 1
+        assert taken.max() <= 1 and taken.sum() == tokens[inside].sum()
 
 
 def test_rows_are_dealt_out_evenly():
-    """The longest first, to the piece with the fewest tokens and the first bin with room."""
+    """The longest first, to the rank with the fewest tokens and the first bin with room; then bins,
+    those with most that counts first."""
     tokens, counted = np.array([3, 9, 4, 0, 8, 2, 6, 1]), np.array([1, 2, 3, 0, 1, 1, 2, 1])
-    packed = plan(tokens, counted, 10, 2, ALONE)
-    np.testing.assert_array_equal(packed.order, [1, 2, 0, 7, 4, 6, 5, 3])
-    np.testing.assert_array_equal(packed.starts, [0, 10, 14, 9, 0, 10, 8, -1])
-    assert packed.sizes == (2, 10, 8)
+    packed = plan(tokens, counted, 10, 1, fold_abstract(Layout.parse("dp2")))
+    assert packed.sizes == (1, 10, 4) and (packed.num_micro_batches, packed.passes) == (4, 2)
+    rows, starts = packed.rows.reshape(2, 4, 4), packed.starts.reshape(2, 4, 4)
+    empty = [-1] * 4
+    assert starts[0].tolist() == [[0, 4, -1, -1], [0, 9, -1, -1], empty, empty]
+    assert starts[1].tolist() == [[0, 8, -1, -1], [0, -1, -1, -1], empty, empty]
+    assert rows[0, 0, :2].tolist() == [2, 0] and rows[0, 1, :2].tolist() == [1, 7]
+    assert rows[1, 0, :2].tolist() == [4, 5] and rows[1, 1, 0] == 6
+
+
+def test_how_many_passes_there_are_is_no_shape():
+    """From no row to all of them at full length: the same program."""
+    shapes = set()
+    for number in range(9):
+        tokens = np.where(np.arange(8) < number, TIME, 0)
+        packed = plan(tokens, np.minimum(tokens, 4), TIME, 2, ALONE)
+        assert packed.passes == max(-(-number // 2), 1)
+        shapes.add((packed.rows.shape, packed.num_micro_batches, packed.sizes._replace(places=0)))
+    assert len(shapes) == 1
 
 
 def test_sizes_are_rounded_up_to_few():
@@ -108,44 +130,44 @@ def learned_from(setup, network):
 
 
 @functools.cache
-def one_update(network, layout, num_micro, packed, **sizes):
-    setup = setup_on(layout, **sizes)
+def one_update(network, layout, bins, packed):
+    setup = setup_on(layout)
     mesh = setup.mesh
     rows, of_rows = learned_from(setup, network)
     of = setup.networks.critic if network == "critic" else setup.networks.policy
     learner = of.init(random_weights(setup, of.config))
     objective: PolicyObjective | CriticObjective = of.objective
-    laid = None
+    laid, num_micro, passes = None, 1, None
     if packed:
-        laid = plan(*of_rows, TIME, mesh.size(mesh.dp) * num_micro, mesh)
-        rows = place_rows(take_rows([rows], laid.order, mesh), laid.starts, mesh)
-        objective = replace(objective, packed=laid.sizes)
-    step = update.lower(objective, of.optimizer, num_micro, learner, rows).compile(FAST_COMPILE)
-    learner, metrics = step(learner, rows)
+        laid = plan(*of_rows, TIME, bins, mesh)
+        rows = place_rows(rows, laid, mesh)
+        objective, num_micro = replace(objective, packed=laid.sizes), laid.num_micro_batches
+        passes = to_devices(np.int32(laid.passes), replicated(mesh))
+    given = learner, rows, None, passes
+    step = update.lower(objective, of.optimizer, num_micro, *given).compile(FAST_COMPILE)
+    learner, metrics = step(*given)
     return gradient_of(learner, mesh), jax.device_get(metrics), laid
 
 
 @pytest.mark.parametrize(
-    ("network", "layout", "num_micro", "pp"),
+    ("network", "layout", "bins"),
     full_but(
         [
-            ("actor", "dp1", 2, 1),
-            ("critic", "dp1", 1, 1),
-            ("actor", "tp2 dp2 / ep4", 1, 1),
-            ("critic", "cp2 dp2 / ep2", 2, 1),
-            ("actor", "cp2 tp2", 1, 1),
-            ("actor", "pp2", 2, 2),
+            ("actor", "dp1", 2),
+            ("critic", "dp1", 4),
+            ("actor", "tp2 dp2 / ep4", 2),
+            ("critic", "cp2 dp2 / ep2", 1),
+            ("actor", "cp2 tp2", 3),
         ],
-        ("actor", "dp1", 2, 1),
+        ("actor", "dp1", 2),
     ),
 )
-def test_packed_updates_are_padded_ones(network, layout, num_micro, pp):
+def test_packed_updates_are_padded_ones(network, layout, bins):
     """Loss, gradients and metrics, router sums included, of the rows as they stand on one
     device."""
-    sizes = {"num_layers": pp}
-    gradient, metrics, laid = one_update(network, layout, num_micro, True, **sizes)
-    expected, same, _ = one_update(network, "dp1", 1, False, **sizes)
-    assert laid.sizes.bins < 8 // num_micro
+    gradient, metrics, laid = one_update(network, layout, bins, True)
+    expected, same, _ = one_update(network, "dp1", 1, False)
+    assert laid.passes < laid.num_micro_batches
     # float32 sums of a few hundred terms in another order; an element near zero is a difference of
     # terms as large as its neighbours, with their error.
     jax.tree.map(
@@ -265,7 +287,7 @@ def test_packed_scores_are_padded_ones(layout, top_k):
     policy, critic = networks.policy.objective, networks.critic.objective
     given, mask = (batch.tokens, batch.valid), np.asarray(batch.mask)
     weights = random_weights(setup, setup.model)
-    found = packed_logprobs(policy, weights, batch)
+    found = packed_logprobs(policy, weights, batch, bins=1)
     for one, other in zip(found, logprobs_of(policy, weights, *given), strict=True):
         # float32; what top-k cuts away is minus infinity in both.
         np.testing.assert_allclose(
@@ -273,7 +295,7 @@ def test_packed_scores_are_padded_ones(layout, top_k):
         )
         assert not np.asarray(one)[~mask].any()
     weights = random_weights(setup, critic.config)
-    found = np.asarray(packed_values(critic, weights, batch))
+    found = np.asarray(packed_values(critic, weights, batch, bins=2))
     expected = np.asarray(values_of(critic, weights, *given))
     np.testing.assert_allclose(found[mask], expected[mask], rtol=2e-5, atol=2e-5)
     assert not found[~mask].any() and expected[mask].std() > 0.01
