@@ -85,8 +85,8 @@ def plan(tokens: np.ndarray, counted: np.ndarray, time: int, bins: int, mesh: Fo
     fewest tokens and there to the first bin that has room (first fit decreasing); then the bins
     with most that is counted first, to the micro-batch with the least.
 
-    The shapes of a program depend on the number of rows and, rounded up, on how much of a
-    micro-batch is counted; how many micro-batches have rows does not enter.
+    The shapes of a program depend on the number of rows and, rounded up, on how many tokens of a
+    full micro-batch are counted; how many micro-batches have rows does not enter.
 
     Args:
       tokens: ``[rows]`` that are not padding; rows without any are in no bin.
@@ -112,7 +112,10 @@ def plan(tokens: np.ndarray, counted: np.ndarray, time: int, bins: int, mesh: Fo
     # At most one row in each bin, where all have their full length.
     number = max(passes, -(-len(tokens) // (ranks * bins)))
     rows = np.zeros((ranks, number, bins * ROWS_OF_A_BIN), np.int64)
-    starts, most = np.full(rows.shape, -1, np.int64), 1
+    starts = np.full(rows.shape, -1, np.int64)
+    # Few rows must not make another program of a micro-batch that they do not fill.
+    num_bins = max(sum(map(len, filled)), 1)
+    most = -(-int(counted[tokens > 0].sum()) * bins // num_bins)
     for rank, of_rank in enumerate(dealt):
         for piece, of_piece in enumerate(of_rank):
             inside = [row for own in of_piece for row in own]

@@ -40,7 +40,7 @@ ALONE = fold_abstract(Layout.parse("dp1"))
 @pytest.mark.parametrize("seed", range(20))
 def test_every_row_has_a_place_of_its_own(seed):
     random = np.random.default_rng(seed)
-    number, bins, time = 2 * random.integers(1, 20), random.integers(1, 4), 11
+    number, bins, time = 2 * int(random.integers(1, 20)), int(random.integers(1, 4)), 11
     tokens = random.integers(0, time + 1, number)
     counted = random.integers(0, tokens + 1)
     mesh = fold_abstract(Layout.parse("dp2 cp2 tp2"))
@@ -84,14 +84,15 @@ def test_rows_are_dealt_out_evenly():
 
 
 def test_how_many_passes_there_are_is_no_shape():
-    """From no row to all of them at full length: the same program."""
+    """From a row to all of them at full length: the same program."""
     shapes = set()
     for number in range(9):
         tokens = np.where(np.arange(8) < number, TIME, 0)
         packed = plan(tokens, np.minimum(tokens, 4), TIME, 2, ALONE)
         assert packed.passes == max(-(-number // 2), 1)
-        shapes.add((packed.rows.shape, packed.num_micro_batches, packed.sizes._replace(places=0)))
-    assert len(shapes) == 1
+        if number:
+            shapes.add((packed.rows.shape, packed.num_micro_batches, packed.sizes))
+    assert shapes == {((32,), 4, (2, TIME, 8))}
 
 
 def test_sizes_are_rounded_up_to_few():
