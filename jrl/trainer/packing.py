@@ -99,14 +99,7 @@ def plan(tokens: np.ndarray, counted: np.ndarray, time: int, bins: int, mesh: Fo
       1974 (first fit decreasing takes 11/9 of the bins that are needed, at most and nearly).
     """
     length, ranks = bin_length(time, mesh), mesh.size(mesh.dp)
-    of_ranks: list[list[int]] = [[] for _ in range(ranks)]
-    loads = np.zeros(ranks, np.int64)
-    for row in np.argsort(-tokens, kind="stable"):
-        if tokens[row]:
-            rank = int(np.argmin(loads))
-            of_ranks[rank].append(int(row))
-            loads[rank] += tokens[row]
-    filled = [_first_fit(rows, tokens, length) for rows in of_ranks]
+    filled = [_first_fit(rows, tokens, length) for rows in _of_ranks(tokens, ranks)]
     passes = max(-(-max(map(len, filled)) // bins), 1)
     dealt = [_dealt_out(of_rank, counted, passes, bins) for of_rank in filled]
     # At most one row in each bin, where all have their full length.
@@ -120,12 +113,11 @@ def plan(tokens: np.ndarray, counted: np.ndarray, time: int, bins: int, mesh: Fo
         for piece, of_piece in enumerate(of_rank):
             inside = [row for own in of_piece for row in own]
             rows[rank, piece, : len(inside)] = inside
-            places = [
+            starts[rank, piece, : len(inside)] = [
                 bin * length + int(tokens[own[:n]].sum())
                 for bin, own in enumerate(of_piece)
                 for n in range(len(own))
             ]
-            starts[rank, piece, : len(inside)] = places
             most = max(most, int(counted[inside].sum()))
     shards = mesh.size(mesh.sequence)
     sizes = PackedSizes(bins, length, -(-rounded_up(most) // shards) * shards)
@@ -157,6 +149,18 @@ def without_idle(rows: Batch[Array]) -> Batch[Array]:
     """The rows, those that have no token under the mask without a valid one: they are not to be
     run, nor to count for the routers."""
     return replace(rows, valid=rows.valid & jnp.any(rows.mask, axis=1, keepdims=True))
+
+
+def _of_ranks(tokens: np.ndarray, ranks: int) -> list[list[int]]:
+    """The rows of each rank that have tokens, the longest first."""
+    of_ranks: list[list[int]] = [[] for _ in range(ranks)]
+    loads = np.zeros(ranks, np.int64)
+    for row in np.argsort(-tokens, kind="stable"):
+        if tokens[row]:
+            rank = int(np.argmin(loads))
+            of_ranks[rank].append(int(row))
+            loads[rank] += tokens[row]
+    return of_ranks
 
 
 def _first_fit(rows: list[int], tokens: np.ndarray, length: int) -> list[list[int]]:

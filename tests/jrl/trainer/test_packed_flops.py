@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from small_runs import small_recipe, small_run, small_setup
 from three_updates import FAST_COMPILE, random_weights
 
@@ -111,6 +112,7 @@ def test_the_head_sees_the_window_alone():
         assert OF_A_PLACE < of_a_place < 1.2 * OF_A_PLACE
 
 
+@pytest.mark.slow
 def test_the_policy_pays_for_packed_tokens():
     two, four = (compiled("actor", 16, 40, 8, bins=bins) for bins in (2, 4))
     assert [p.passes * p.sizes.bins * p.sizes.length for p in (two, four)] == [ROWS * TIME] * 2

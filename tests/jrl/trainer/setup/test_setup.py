@@ -77,6 +77,15 @@ def test_windows_that_cut_nothing_are_refused():
     setup.task.close()
 
 
+def test_packing_on_a_pipeline_is_refused():
+    layout = {"layout": "pp2", "model": "small"}
+    with pytest.raises(ValueError, match=r"packing=True cannot be had with pp=2 of layout 'pp2'"):
+        build_setup(RunConfig(packing=True, **layout), Tppo())
+    setup = build_setup(RunConfig(**layout), Tppo())
+    setup.task.close()
+    assert not setup.networks.packs
+
+
 def test_experts_that_drop_what_sampling_does_not_are_refused():
     setup = small_setup()
     vocab_size = setup.tokenizer.vocab_size
