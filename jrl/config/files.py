@@ -24,6 +24,7 @@ CHANGEABLE = (
     "micro_batch",
     "remat",
     "fsdp",
+    "packing",
     "checkpoint_every",
     "keep_checkpoints",
     "samples_every",

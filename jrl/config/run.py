@@ -65,6 +65,11 @@ class RunConfig:
     """Keep weights in parts on the devices that would all hold the same (fully sharded data
     parallelism) and join them where they are used. Needs a remat of selective or full."""
 
+    packing: bool | None = None
+    """Whether updates lay the tokens of completions end to end, so that no padding is computed and
+    the head sees only what is learned from; a prompt is then computed for each completion. Not on
+    a pipeline. None packs where a recipe writes responses in windows (tppo)."""
+
     prompt_length: int | None = None
     """Tokens that prompts are padded to; None fits the task's longest."""
     response_length: int | None = None

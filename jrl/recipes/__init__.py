@@ -15,6 +15,7 @@ from jrl.recipes.maxrl import Maxrl
 from jrl.recipes.ppo import Ppo
 from jrl.recipes.reinforce_plus_plus import ReinforcePlusPlus
 from jrl.recipes.rloo import Rloo
+from jrl.recipes.tppo import Tppo
 from jrl.recipes.vapo import Vapo
 
 RECIPES: dict[str, type[Recipe]] = {
@@ -23,6 +24,7 @@ RECIPES: dict[str, type[Recipe]] = {
     "dapo": Dapo,
     "vapo": Vapo,
     "hapo": Hapo,
+    "tppo": Tppo,
     "dr_grpo": DrGrpo,
     "rloo": Rloo,
     "maxrl": Maxrl,
@@ -52,5 +54,6 @@ __all__ = [
     "Rloo",
     "Targets",
     "Totals",
+    "Tppo",
     "Vapo",
 ]

@@ -137,20 +137,35 @@ def scores_of(
     out."""
     x = alignment.responses_of(x, tokens.shape, layout.prompt_length, layout.group_size, mesh)
     responses = vary(alignment.response_tokens(tokens, layout.prompt_length, mesh), mesh.axes)
-    logprobs, entropy = logprobs_and_entropy(
-        weights, x, responses, config, mesh, sampling.policy_temperature
-    )
-    if sampling.truncates:
-        # What is cut away is known from all logits; without a gradient none of them is kept.
-        logits = logits_of(*jax.lax.stop_gradient((weights, x)), config, mesh)
-        sampled = logprobs_of(sampler_logits(logits, sampling), responses)
-    else:
-        sampled = jax.lax.stop_gradient(logprobs)
+    logprobs, sampled, entropy = token_scores(weights, x, responses, config, sampling, mesh)
 
     def aligned(before: Float[Array, "local"]) -> Float[Array, "batch time"]:
         return alignment.on_responses(before, tokens.shape, layout.prompt_length, mesh)
 
     return Scores(aligned(logprobs), aligned(sampled), aligned(entropy), None)
+
+
+def token_scores(
+    weights: Transformer[Array],
+    x: Float[Array, "local d_model"],
+    tokens: Int[Array, "local"],
+    config: ModelConfig,
+    sampling: Sampling,
+    mesh: FoldedMesh,
+) -> tuple[Float[Array, "local"], Float[Array, "local"], Float[Array, "local"]]:
+    """`Scores.logprobs`, `Scores.behaviour_logprobs` and `Scores.entropy` of tokens.
+
+    Args:
+      x: the last hidden state that each of them was predicted from, this rank's shard.
+    """
+    logprobs, entropy = logprobs_and_entropy(
+        weights, x, tokens, config, mesh, sampling.policy_temperature
+    )
+    if not sampling.truncates:
+        return logprobs, jax.lax.stop_gradient(logprobs), entropy
+    # What is cut away is known from all logits; without a gradient none of them is kept.
+    logits = logits_of(*jax.lax.stop_gradient((weights, x)), config, mesh)
+    return logprobs, logprobs_of(sampler_logits(logits, sampling), tokens), entropy
 
 
 def value(

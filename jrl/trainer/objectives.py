@@ -11,8 +11,10 @@ from jrl.losses import Mean, aggregate, kl_estimate, mismatch_statistics
 from jrl.recipes.base.actor_critic import ActorCritic
 from jrl.recipes.base.batch import Batch, Totals, given
 from jrl.recipes.base.recipe import Metrics, Recipe
+from jrl.rollout import packing
+from jrl.rollout.packing import PackedSizes
 from jrl.rollout.sampling import Sampling
-from jrl.rollout.scoring import PromptLayout, pack, scores_of, values_of
+from jrl.rollout.scoring import PromptLayout, Scores, pack, scores_of, values_of
 from jrl.trainer.update import Max
 from moe.config import ModelConfig
 from moe.router.statistics import RouterStatistics
@@ -72,7 +74,11 @@ def policy_loss(
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """The recipe's policy loss plus the router's losses."""
+    """The recipe's policy loss plus the router's losses.
+
+    Attributes:
+      packed: sizes of a micro-batch whose rows lie in bins; None runs rows as they stand.
+    """
 
     config: ModelConfig
     mesh: FoldedMesh
@@ -80,6 +86,7 @@ class PolicyObjective:
     recipe: Recipe
     sampling: Sampling
     response_length: int
+    packed: PackedSizes | None = None
 
     def replayed(self, batch: Batch[Array]) -> Array | None:
         """The choices of experts that each pass over `batch` uses again, None where the routers
@@ -87,8 +94,14 @@ class PolicyObjective:
         return None if self.recipe.router_replay is None else given(batch.choices)
 
     def pack(self, batch: Batch[Array]) -> PackedBatch:
-        replayed = self.replayed(batch)
-        return pack(batch.tokens, batch.valid, self.layout, self.config, self.mesh, replayed)
+        return _pack(self, batch, self.replayed(batch))
+
+    def scores(self, weights: Transformer[Array], x: Array, batch: Batch[Array]) -> Scores:
+        """What the policy says of the tokens under the mask, from the last hidden states."""
+        config, sampling, mesh = self.config, self.sampling, self.mesh
+        if self.packed is None:
+            return scores_of(weights, x, batch.tokens, self.layout, config, sampling, mesh)
+        return packing.scores_of(weights, x, _rows(batch), self.packed, config, sampling, mesh)
 
     def loss(
         self,
@@ -98,9 +111,7 @@ class PolicyObjective:
         totals: Totals[Array],
         statistics: Any,
     ) -> tuple[Array, dict[str, Any]]:
-        scores = scores_of(
-            weights, x, batch.tokens, self.layout, self.config, self.sampling, self.mesh
-        )
+        scores = self.scores(weights, x, batch)
         loss, metrics = policy_loss(
             self.recipe,
             scores.logprobs,
@@ -150,16 +161,27 @@ def sampling_differences(
 
 @dataclass(frozen=True)
 class CriticObjective:
-    """The recipe's loss of the critic plus the loss of the critic's routers."""
+    """The recipe's loss of the critic plus the loss of the critic's routers.
+
+    Attributes:
+      packed: as of `PolicyObjective`.
+    """
 
     config: ModelConfig
     mesh: FoldedMesh
     layout: PromptLayout
     recipe: ActorCritic
     response_length: int
+    packed: PackedSizes | None = None
 
     def pack(self, batch: Batch[Array]) -> PackedBatch:
-        return pack(batch.tokens, batch.valid, self.layout, self.config, self.mesh)
+        return _pack(self, batch)
+
+    def values(self, weights: Transformer[Array], x: Array, batch: Batch[Array]) -> Array:
+        """Of the states before the tokens under the mask, from the last hidden states."""
+        if self.packed is None:
+            return values_of(weights, x, batch.tokens, self.layout, self.config, self.mesh)
+        return packing.values_of(weights, x, _rows(batch), self.packed, self.config, self.mesh)
 
     def loss(
         self,
@@ -169,7 +191,7 @@ class CriticObjective:
         totals: Totals[Array],
         statistics: Any,
     ) -> tuple[Array, dict[str, Any]]:
-        values = values_of(weights, x, batch.tokens, self.layout, self.config, self.mesh)
+        values = self.values(weights, x, batch)
         loss, metrics = self.recipe.critic_loss(values, batch, totals, self.response_length)
         return loss, {**metrics, "critic/vf_loss": loss}
 
@@ -203,6 +225,22 @@ class SupervisedObjective:
 
     def router_metrics(self, router: RouterStatistics[Array] | None) -> dict[str, Any]:
         return _router_load(router, self.mesh)
+
+
+def _pack(
+    objective: PolicyObjective | CriticObjective,
+    batch: Batch[Array],
+    replayed: Array | None = None,
+) -> PackedBatch:
+    """The rows as they stand, or in the bins that they were dealt out to."""
+    config, mesh = objective.config, objective.mesh
+    if objective.packed is None:
+        return pack(batch.tokens, batch.valid, objective.layout, config, mesh, replayed)
+    return packing.pack(_rows(batch), objective.packed, config, mesh, replayed)
+
+
+def _rows(batch: Batch[Array]) -> packing.Rows:
+    return packing.Rows(batch.tokens, batch.valid, batch.mask, given(batch.starts))
 
 
 def _router_metrics(

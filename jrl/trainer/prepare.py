@@ -13,21 +13,24 @@ from jaxtyping import Array
 
 from jrl.losses import Mean
 from jrl.processes.agreement import to_devices, to_host
-from jrl.recipes.base.batch import Batch, Targets, given
+from jrl.recipes.base.batch import Batch, Targets, given, responses_of
 from jrl.recipes.base.mismatch import Corrected, Correction
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import over_rows
 from jrl.rollout.collect import groups_of
 from jrl.rollout.sampler import Completion, lengths_of
+from jrl.trainer.objectives import CriticObjective
+from jrl.trainer.packed_scoring import packed_logprobs, packed_values
 from jrl.trainer.scoring import (
     logprobs_and_choices_of,
     logprobs_and_entropy_of,
     logprobs_of,
     values_of,
 )
-from jrl.trainer.setup.networks import Networks
+from jrl.trainer.setup.networks import Network, Networks
 from jrl.trainer.state import TrainState
 from moe.config import ModelConfig
+from moe.weights import Transformer
 
 
 @partial(jax.jit, static_argnums=0)
@@ -88,16 +91,15 @@ def prepare(
     seconds, rescored = dict[str, float](), None
     batch = _verified(recipe, completions, scores, batch, response_length, networks)
     # Forward passes of networks as they are before the first update: none is repeated per epoch.
-    rows = batch.tokens, batch.valid
     if state.critic is not None:
         assert networks.critic is not None
         with _timed("timing_s/values", seconds):
-            values = values_of(networks.critic.objective, state.critic.weights, *rows)
+            values = _values(networks, networks.critic, state.critic.weights, batch)
             batch = replace(batch, old_values=jax.block_until_ready(values))
     if state.reference is not None:
         with _timed("timing_s/ref", seconds):
             # Another network, whose routers have their own say: nothing is replayed.
-            scored = logprobs_of(networks.policy.objective, state.reference, *rows)
+            scored = _logprobs(networks, state.reference, batch, replays=False)
             batch = replace(batch, reference_logprobs=jax.block_until_ready(scored)[0])
     # The sampler's own log-probabilities serve as old ones unless asked otherwise: a pass less.
     if recipe.router_replay == "R3":
@@ -110,6 +112,33 @@ def prepare(
         jax.block_until_ready(batch)
         metrics = {name: float(value) for name, value in to_host(metrics).items()}
     return batch, metrics | seconds
+
+
+def _values(
+    networks: Networks,
+    network: Network[CriticObjective],
+    critic: Transformer[Array],
+    batch: Batch[Array],
+) -> Array:
+    """Of the window's tokens, which advantages are made from, and of finished responses, which the
+    critic learns from."""
+    if not networks.packs:
+        return values_of(network.objective, critic, batch.tokens, batch.valid)
+    if batch.finished is not None:
+        mask = batch.mask | (responses_of(batch) & batch.finished[:, None])
+        batch = replace(batch, mask=mask)
+    return packed_values(network.objective, critic, batch, network.bins)
+
+
+def _logprobs(
+    networks: Networks, policy: Transformer[Array], batch: Batch[Array], replays: bool
+) -> tuple[Array, Array]:
+    objective = networks.policy.objective
+    replayed = objective.replayed(batch) if replays else None
+    # A packed pass replays what there is on record.
+    if networks.packs and (replays or objective.recipe.router_replay is None):
+        return packed_logprobs(objective, policy, batch, networks.policy.bins)
+    return logprobs_of(objective, policy, batch.tokens, batch.valid, replayed)
 
 
 def _verified(
@@ -129,7 +158,15 @@ def _verified(
         "groups": groups_of(completions),
         "lengths": lengths,
     }
-    return replace(batch, **to_devices(columns, over_rows(networks.mesh)))
+    batch = replace(batch, **to_devices(columns, over_rows(networks.mesh)))
+    return batch if batch.finished is None else _only_finished(batch, batch.finished)
+
+
+@jax.jit
+def _only_finished(batch: Batch[Array], finished: Array) -> Batch[Array]:
+    """Nothing has been verified of responses that go on."""
+    rewards = jnp.where(finished, given(batch.rewards), 0.0)
+    return replace(batch, rewards=rewards, correct=given(batch.correct) & finished)
 
 
 def _check_recorded(batch: Batch[Array], config: ModelConfig) -> None:
@@ -156,10 +193,10 @@ def _rescored(
         batch = replace(batch, choices=choices)
         if recipe.temperature_rule is None:
             return batch, rescored
-    replayed = networks.policy.objective.replayed(batch)
     if recipe.temperature_rule is None:
-        return batch, jax.block_until_ready(logprobs_of(*policy, replayed))[0]
-    scored = logprobs_and_entropy_of(*policy, replayed)
+        scored = _logprobs(networks, state.policy.weights, batch, replays=True)
+        return batch, jax.block_until_ready(scored)[0]
+    scored = logprobs_and_entropy_of(*policy, networks.policy.objective.replayed(batch))
     rescored, entropy = jax.block_until_ready(scored)
     return replace(batch, old_entropy=entropy), rescored
 

@@ -15,10 +15,11 @@ from jrl.rollout.batching import replicated, take_rows
 from jrl.rollout.collect import Collected, collect
 from jrl.rollout.sampler import Sampler, scores_of
 from jrl.trainer.kept import kept_of, temperatures
-from jrl.trainer.objectives import sampling_differences
+from jrl.trainer.objectives import CriticObjective, PolicyObjective, sampling_differences
+from jrl.trainer.packing import counts_of, place_rows, plan, without_idle
 from jrl.trainer.prepare import prepare
 from jrl.trainer.scoring import logprobs_of, statistics_of
-from jrl.trainer.setup.networks import Networks
+from jrl.trainer.setup.networks import Network, Networks
 from jrl.trainer.setup.randomness import Randomness
 from jrl.trainer.state import TrainState
 from jrl.trainer.summary import count_updates, describe, summarise
@@ -110,7 +111,12 @@ def train_step(
     )
     metrics = {
         **collected.metrics,
-        **describe(collected.completions, batch, sampled, recipe.group_size),
+        **describe(
+            collected.completions,
+            batch,
+            sampled,
+            recipe.group_size if recipe.whole_groups else None,
+        ),
         **summarise(history),
         **count_updates(history),
         **collected.seconds,
@@ -145,17 +151,23 @@ def train_on_batch(
     history: list[dict[str, dict[str, Any]]] = []
     nonfinite: list[NonFinite] = []
     seconds = {"timing_s/update_actor": 0.0, "timing_s/update_critic": 0.0}
+    counts = counts_of(batch) if networks.packs else None
 
-    def learn(name: str, learner: Learner[Array], rows: Batch[Array]) -> Learner[Array]:
+    def learn(
+        name: str, learner: Learner[Array], rows: Batch[Array], chosen: np.ndarray
+    ) -> Learner[Array]:
         begin = time.perf_counter()
+        # What the critic learns from may be more (T-PPO) or less than what the policy does.
+        if name == "critic" and rows.critic_mask is not None:
+            rows = replace(rows, mask=rows.critic_mask)
+        if not recipe.whole_groups:
+            rows = without_idle(rows)
+        of_rows = None if counts is None else counts.of(name, chosen, recipe.whole_groups)
         if name == "actor":
-            learner, metrics = _update_policy(networks, recipe, learner, rows)
+            learner, metrics = _update_policy(networks, recipe, learner, rows, of_rows)
         else:
             assert networks.critic is not None
-            # What the critic learns from may be more (T-PPO) or less than what the policy does.
-            if rows.critic_mask is not None:
-                rows = replace(rows, mask=rows.critic_mask)
-            learner, metrics = networks.critic.update(learner, rows)
+            learner, metrics = _update(networks.critic, learner, rows, of_rows)
         # Scalars; reading them waits for the update, which makes the timing one of work done.
         history[-1][name] = metrics = to_host(metrics)
         if not metrics["finite"]:
@@ -171,20 +183,54 @@ def train_on_batch(
             history.append({})
             # The critic comes first; neither sees in this step what the other has learned.
             if state.critic is not None:
-                state = replace(state, critic=learn("critic", state.critic, rows))
+                state = replace(state, critic=learn("critic", state.critic, rows, chosen))
             if not pretraining:
-                state = replace(state, policy=learn("actor", state.policy, rows))
+                state = replace(state, policy=learn("actor", state.policy, rows, chosen))
     return state, history, nonfinite, seconds
 
 
 def _update_policy(
-    networks: Networks, recipe: Recipe, learner: Learner[Array], rows: Batch[Array]
+    networks: Networks,
+    recipe: Recipe,
+    learner: Learner[Array],
+    rows: Batch[Array],
+    of_rows: tuple[np.ndarray, np.ndarray] | None,
 ) -> tuple[Learner[Array], dict[str, Any]]:
     policy, statistics = networks.policy, None
     if recipe.uses_statistics:
         # By the policy as it is now: a quantile over the mini-batch moves with every update.
         statistics = statistics_of(policy.objective, learner.weights, rows)
-    return policy.update(learner, rows, statistics)
+    return _update(policy, learner, rows, of_rows, statistics)
+
+
+def _update(
+    network: Network[PolicyObjective] | Network[CriticObjective],
+    learner: Learner[Array],
+    rows: Batch[Array],
+    of_rows: tuple[np.ndarray, np.ndarray] | None,
+    statistics: Any = None,
+) -> tuple[Learner[Array], dict[str, Any]]:
+    """One optimizer step on a mini-batch.
+
+    Args:
+      of_rows: tokens of each row and those of them that count, by which rows are packed; None runs
+        them as they stand.
+    """
+    if of_rows is None:
+        return network.update(learner, rows, statistics)
+    tokens, counted = of_rows
+    if not counted.any():
+        # Known to all processes alike; the update would find it out, and move nothing.
+        return learner, {"finite": np.True_, "empty": np.True_}
+    mesh = network.mesh
+    packed = plan(tokens, counted, rows.tokens.shape[1], network.bins, mesh)
+    network = replace(
+        network,
+        objective=replace(network.objective, packed=packed.sizes),
+        num_micro_batches=packed.num_micro_batches,
+    )
+    passes = to_devices(np.int32(packed.passes), replicated(mesh))
+    return network.update(learner, place_rows(rows, packed, mesh), statistics, passes)
 
 
 def mini_batches(recipe: Recipe, shuffler: np.random.Generator) -> np.ndarray:
@@ -194,7 +240,8 @@ def mini_batches(recipe: Recipe, shuffler: np.random.Generator) -> np.ndarray:
     prompt in a forward pass, and single rows where they do not. Neither the layout nor the
     micro-batch has a say in it: a step is the same however it is cut.
     """
-    together = 1 if recipe.mini_batch_size % recipe.group_size else recipe.group_size
+    together = recipe.group_size if recipe.whole_groups else 1
+    together = 1 if recipe.mini_batch_size % together else together
     groups = np.arange(recipe.completions).reshape(-1, together)
     return shuffler.permutation(groups).reshape(-1, recipe.mini_batch_size)
 

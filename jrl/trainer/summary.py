@@ -13,42 +13,68 @@ from jrl.rollout.sampler import Completion, lengths_of, scores_of
 
 
 def describe(
-    completions: Sequence[Completion], batch: Batch[Array], sampled: Array, group_size: int
+    completions: Sequence[Completion],
+    batch: Batch[Array],
+    sampled: Array,
+    group_size: int | None,
 ) -> dict[str, float]:
     """Metrics of the completions themselves: scores, rewards, advantages, lengths.
+
+    Scores, rewards and lengths are those of finished responses; where there is none, there are no
+    such metrics.
 
     Args:
       batch: the completions with their rewards and advantages.
       sampled: ``[batch, time]`` the mask before anything was rejected.
+      group_size: rows in a run that share their prompt; None where they stand in no such order.
     """
     scores, lengths = scores_of(completions), lengths_of(completions)
-    rewards, advantages, mask, valid = to_host(
-        (batch.rewards, batch.advantages, sampled, batch.valid)
+    rewards, advantages, mask, valid, finished = to_host(
+        (batch.rewards, batch.advantages, sampled, batch.valid, batch.finished)
     )
-    grouped = scores.reshape(-1, group_size)
     counted = advantages[mask] if mask.any() else np.zeros(1)
+    truncated = np.array([completion.truncated for completion in completions])
+    metrics = {
+        "critic/advantages/mean": counted.mean(),
+        "critic/advantages/max": counted.max(),
+        "critic/advantages/min": counted.min(),
+        "training/tokens": valid.sum(),
+    }
+    if finished is not None:
+        scores, lengths, rewards, truncated = (
+            x[finished] for x in (scores, lengths, rewards, truncated)
+        )
+    if len(scores):
+        metrics |= _of_finished(scores, lengths, rewards, truncated, group_size)
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _of_finished(
+    scores: np.ndarray,
+    lengths: np.ndarray,
+    rewards: np.ndarray,
+    truncated: np.ndarray,
+    group_size: int | None,
+) -> dict[str, Any]:
     metrics = {
         "critic/score/mean": scores.mean(),
         "critic/score/max": scores.max(),
         "critic/score/min": scores.min(),
-        "critic/score/group_std": grouped.std(axis=1).mean(),
         "critic/rewards/mean": rewards.mean(),
         "critic/rewards/std": rewards.std(),
         "critic/rewards/max": rewards.max(),
         "critic/rewards/min": rewards.min(),
-        "critic/advantages/mean": counted.mean(),
-        "critic/advantages/max": counted.max(),
-        "critic/advantages/min": counted.min(),
         "response_length/mean": lengths.mean(),
         "response_length/max": lengths.max(),
         "response_length/min": lengths.min(),
-        "response_length/clip_ratio": np.mean([completion.truncated for completion in completions]),
-        "training/tokens": valid.sum(),
+        "response_length/clip_ratio": truncated.mean(),
     }
-    if group_size > 1:
-        of_groups = rewards.reshape(grouped.shape)
+    if group_size is not None:
+        metrics["critic/score/group_std"] = scores.reshape(-1, group_size).std(axis=1).mean()
+    if group_size is not None and group_size > 1:
+        of_groups = rewards.reshape(-1, group_size)
         metrics["frac_reward_zero_std"] = (np.ptp(of_groups, axis=1) == 0).mean()
-    return {name: float(value) for name, value in metrics.items()}
+    return metrics
 
 
 def summarise(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:

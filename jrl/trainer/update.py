@@ -20,6 +20,7 @@ from jaxtyping import Array
 
 from jrl.recipes.base.batch import Batch, Totals
 from jrl.recipes.base.optimizer import Optimizer
+from jrl.trainer.passes import scan_first
 from moe import model, placement, stages
 from moe.config import ModelConfig
 from moe.router.balance import router_loss
@@ -163,6 +164,7 @@ def update(
     learner: Learner[Array],
     batch: Batch[Array],
     statistics: Any = None,
+    passes: Array | None = None,
 ) -> tuple[Learner[Array], dict[str, Any]]:
     """One optimizer step on a mini-batch.
 
@@ -177,6 +179,8 @@ def update(
       learner: given up: its buffers are reused.
       batch: the mini-batch, rows over ``dp``.
       statistics: what the loss must know of the whole mini-batch besides its counts.
+      passes: ``[]`` how many of the micro-batches are run, the first ones; the others have no
+        tokens. None runs all.
 
     Returns:
       The learner, and metrics: `loss`, `grad_norm`, `finite`, `empty` and the objective's.
@@ -186,7 +190,7 @@ def update(
     # Denominators of the whole mini-batch, known before it is cut: micro-batches then add up.
     totals = count(batch)
     loss, grads, metrics = _gradients(
-        objective, num_micro_batches, learner.weights, batch, totals, statistics
+        objective, num_micro_batches, learner.weights, batch, totals, statistics, passes
     )
     # Of global arrays, so it is the global norm, whatever the layout (clipping depends on it).
     grad_norm = optax.tree.norm(grads)
@@ -239,16 +243,17 @@ def _gradients(
     batch: Batch[Array],
     totals: Totals[Array],
     statistics: Any,
+    passes: Array | None,
 ) -> tuple[Array, Any, dict[str, Any]]:
     """The loss of a mini-batch, its gradient in parts and its metrics, on global arrays."""
     config, mesh, whole = objective.config, objective.mesh, PartitionSpec()
     local = jax.shard_map(
         partial(_local_gradients, objective, num_micro_batches),
         mesh=mesh.mesh,
-        in_specs=(placement.stored_specs(config, mesh), PartitionSpec(mesh.dp), whole, whole),
+        in_specs=(placement.stored_specs(config, mesh), PartitionSpec(mesh.dp), *[whole] * 3),
         out_specs=(whole, placement.shard_specs(config, mesh), whole),
     )
-    return local(weights, batch, totals, statistics)
+    return local(weights, batch, totals, statistics, passes)
 
 
 def _local_gradients(
@@ -258,6 +263,7 @@ def _local_gradients(
     batch: Batch[Array],
     totals: Totals[Array],
     statistics: Any,
+    passes: Array | None,
 ) -> tuple[Array, Transformer[Array], dict[str, Any]]:
     config, mesh = objective.config, objective.mesh
     specs, shard_dims = placement.specs(config, mesh), placement.shard_dims(config, mesh)
@@ -269,11 +275,14 @@ def _local_gradients(
         # The layers stay in parts until it is their turn, and their gradients are summed there.
         own = replace(zero.unshard(own, shard_dims), layers=own.layers)
     micro_batches = jax.tree.map(lambda x: x.reshape(num_micro_batches, -1, *x.shape[1:]), batch)
+    given = objective, own, micro_batches, totals, statistics
+    of_layers = shard_dims.layers if sharded else None
     # A scan holds the activations of one micro-batch; a pipeline interleaves several.
-    passes = _one_by_one if mesh.layout.pp == 1 else _through_stages
-    loss, grads, metrics = passes(
-        objective, own, micro_batches, totals, statistics, shard_dims.layers if sharded else None
-    )
+    if mesh.layout.pp == 1:
+        loss, grads, metrics = _one_by_one(*given, of_layers, passes)
+    else:
+        assert passes is None, "a pipeline runs all micro-batches"
+        loss, grads, metrics = _through_stages(*given, of_layers)
     is_sharded = replace(
         jax.tree.map(lambda _: False, shard_dims),
         layers=jax.tree.map(lambda _: sharded, shard_dims.layers),
@@ -300,6 +309,7 @@ def _one_by_one(
     totals: Totals[Array],
     statistics: Any,
     shard_dims: Layer[zero.ShardDim] | None,
+    passes: Array | None,
 ) -> tuple[Array, Transformer[Array], dict[str, Any]]:
     """The loss, this device's gradient, and the metrics, where it holds all layers."""
     config, mesh = objective.config, objective.mesh
@@ -320,7 +330,7 @@ def _one_by_one(
 
     # The carry varies over every axis, as gradients do: a scan keeps the types of its carry.
     nothing = (jnp.zeros((), jnp.float32), vary(jax.tree.map(jnp.zeros_like, own), mesh.axes))
-    (loss, grads), metrics = jax.lax.scan(add_micro_batch, nothing, micro_batches)
+    (loss, grads), metrics = scan_first(add_micro_batch, nothing, micro_batches, passes)
     metrics = {name: _join(metric, mesh.except_sequence) for name, metric in metrics.items()}
     return loss, grads, metrics
 

@@ -89,6 +89,8 @@ def small_recipe(name: str = "grpo", **changes):
     }
     if issubclass(kind, ActorCritic):
         settings["pretrain_critic"] = 1 if name == "vapo" else 0
+    if name == "tppo":
+        settings["window"] = 3
     return kind(**{**settings, **changes})
 
 
@@ -185,6 +187,36 @@ def finish(name: str, path: Path, **changes) -> Finished:
     setup = small_setup(small_recipe(name), small_run(**changes))
     outcome = begin_or_go_on(setup, path)
     return Finished(setup, RunFolder.read(path), outcome)
+
+
+def windows_batch(setup: Setup, rows: int = PROMPTS * GROUP_SIZE) -> Batch[jax.Array]:
+    """Responses written on for three tokens at most, some unfinished, of prompts that nobody
+    shares; as a step has them before its first update."""
+    random = np.random.default_rng(7)
+    time = np.arange(PROMPT_LENGTH + RESPONSE_LENGTH)[None, :]
+    shape = (rows, time.shape[1])
+    number = np.arange(rows)
+    prompts, lengths = number * 5 % PROMPT_LENGTH + 1, number * 2 % RESPONSE_LENGTH + 1
+    valid = (time >= PROMPT_LENGTH - prompts[:, None]) & (time < PROMPT_LENGTH + lengths[:, None])
+    earlier = np.where(lengths > 3, 3, 0)
+    finished = number % 3 != 1
+
+    def numbers(low, high):
+        return random.uniform(low, high, shape).astype(np.float32)
+
+    batch = Batch(
+        tokens=random.integers(0, setup.tokenizer.vocab_size, shape).astype(np.int32),
+        valid=valid,
+        mask=valid & (time >= PROMPT_LENGTH + earlier[:, None]),
+        old_logprobs=numbers(-3, -1),
+        behaviour_logprobs=numbers(-3, -1),
+        finished=finished,
+        lengths=lengths.astype(np.int32),
+        rewards=np.where(finished, np.where(number % 2, 1.0, -1.0), 0.0).astype(np.float32),
+        correct=finished & (number % 2 == 1),
+        old_values=numbers(-1, 1),
+    )
+    return jax.device_put(batch, over_rows(setup.mesh))
 
 
 def small_batch(setup: Setup, rows: int = 4) -> Batch[jax.Array]:

@@ -6,6 +6,7 @@ from typing import ClassVar
 from jaxtyping import Array, Float, Int
 
 from jrl.losses import ExplainedVariance, Mean, value_loss
+from jrl.losses.settings import Sides
 from jrl.recipes.base.batch import Batch, Totals, given
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.recipe import Recipe
@@ -34,6 +35,11 @@ class ActorCritic(Recipe):
     def critic_optimizer(self) -> Optimizer:
         """Of the critic."""
         return Optimizer(self.critic_learning_rate, 0, self.weight_decay, self.max_grad_norm)
+
+    @property
+    def value_clip_sides(self) -> Sides | None:
+        """What bounds the move of a value: one distance, or one down and one up; None is off."""
+        return self.value_clip
 
     @property
     def length_adaptive_alpha(self) -> float | None:
@@ -67,7 +73,7 @@ class ActorCritic(Recipe):
             given(batch.old_values),
             given(batch.returns),
             batch.mask,
-            clip=self.value_clip,
+            clip=self.value_clip_sides,
             aggregation=self.aggregation,
             **self.denominators(totals, response_length),
         )

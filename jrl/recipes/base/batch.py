@@ -2,7 +2,9 @@
 
 from typing import Generic, TypeVar
 
+import jax.numpy as jnp
 from flax import struct
+from jaxtyping import Array, Bool
 
 Leaf = TypeVar("Leaf")
 
@@ -24,11 +26,12 @@ class Batch(Generic[Leaf]):
         sampled, at the base temperature, as the sampler gave them or as the trainer computes them.
       old_entropy: ``[batch, time]`` of that policy before each token, at the base temperature.
       truncated: ``[batch]`` whether the length limit ended the response.
-      finished: ``[batch]`` whether the response is at its end, by a stop token or the length limit.
+      finished: ``[batch]`` whether a stop token or the length limit ended the response; false where
+        only the window did and it goes on in another step. None where all are finished.
       groups: ``[batch]`` integers; completions of one prompt share one.
       lengths: ``[batch]`` sampled tokens of each completion, whether or not they count.
-      rewards: ``[batch]`` one per completion.
-      correct: ``[batch]`` whether the completion has full marks.
+      rewards: ``[batch]`` one per completion; 0 where it is not finished.
+      correct: ``[batch]`` whether the completion is finished and has full marks.
       old_values: ``[batch, time]`` of the critic before the update.
       reference_logprobs: ``[batch, time]`` of the reference policy.
       advantages: ``[batch, time]``.
@@ -40,6 +43,7 @@ class Batch(Generic[Leaf]):
         token to when it was read, while decoding or in the trainer's own pass, for the layers that
         have experts; `num_experts` where there is no record (padding, and of a rollout the last
         token sampled, which was never read). None where nothing is replayed.
+      starts: ``[batch]`` where rows lie in a packed pass (`jrl.rollout.packing`).
     """
 
     tokens: Leaf
@@ -61,6 +65,7 @@ class Batch(Generic[Leaf]):
     critic_mask: Leaf | None = None
     importance_weights: Leaf | None = None
     choices: Leaf | None = None
+    starts: Leaf | None = None
 
 
 @struct.dataclass
@@ -101,3 +106,10 @@ def given(leaf: Leaf | None) -> Leaf:
     """`leaf`, which a recipe that asks for it always gets."""
     assert leaf is not None, "the trainer left out what the recipe needs"
     return leaf
+
+
+def responses_of(batch: Batch[Array]) -> Bool[Array, "batch time"]:
+    """All sampled tokens, those of earlier windows too: the last `Batch.lengths` of each row that
+    are no padding."""
+    remaining = jnp.flip(jnp.cumsum(jnp.flip(batch.valid, 1), 1, dtype=jnp.int32), 1)
+    return batch.valid & (remaining <= given(batch.lengths)[:, None])

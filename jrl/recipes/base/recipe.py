@@ -30,7 +30,7 @@ from jrl.losses import (
     ppo_loss,
 )
 from jrl.recipes.base.batch import Batch, Targets, Totals, given
-from jrl.recipes.base.collection import Collection, DynamicSampling, OneRound
+from jrl.recipes.base.collection import Collection, DynamicSampling, OneRound, Windows
 from jrl.recipes.base.mismatch import (
     Correction,
     Denominator,
@@ -292,6 +292,12 @@ class Recipe:
         if self.dynamic_sampling:
             return DynamicSampling(self.max_generation_rounds)
         return OneRound()
+
+    @property
+    def whole_groups(self) -> bool:
+        """Whether the completions of a step are whole groups, one after the other; those written in
+        windows finish when they do."""
+        return not isinstance(self.collection, Windows)
 
     def rewards(
         self, scores: Float[Array, "batch"], lengths: Int[Array, "batch"], response_length: int

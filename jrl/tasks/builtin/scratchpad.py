@@ -47,7 +47,8 @@ def scratchpad(seed: int, digits: int | None = None) -> ProceduralTask:
 
 
 def _draw(random: Random) -> Example:
-    return _example(*(_number(random, random.randrange(MIN_DIGITS, MAX_DIGITS + 1)) for _ in range(2)))
+    lengths = MIN_DIGITS, MAX_DIGITS + 1
+    return _example(*(_number(random, random.randrange(*lengths)) for _ in range(2)))
 
 
 def _draw_long(most: int, random: Random) -> Example:

@@ -39,11 +39,17 @@ class Geometry:
         return self.recipe.mini_batch_size // self.recipe.micro_batch_size
 
     @property
+    def bins(self) -> int:
+        """Of a packed micro-batch on a device: as long as rows, and a quarter as many, so that the
+        last micro-batch, which is seldom full, wastes little."""
+        return max(self.recipe.micro_batch_size // self.mesh.size(self.mesh.dp) // 4, 1)
+
+    @property
     def prompt_layout(self) -> PromptLayout:
         """Completions of a prompt share it in a forward pass if every device gets whole groups."""
         group, dp = self.recipe.group_size, self.mesh.size(self.mesh.dp)
         whole = self.recipe.micro_batch_size // dp % group == 0
-        return PromptLayout(self.prompt_length, group if whole else 1)
+        return PromptLayout(self.prompt_length, group if whole and self.recipe.whole_groups else 1)
 
     @property
     def alone(self) -> PromptLayout:

@@ -24,11 +24,13 @@ class Network(Generic[Kind]):
       objective: what it minimises, and with that its configuration and its mesh.
       optimizer: how it steps.
       num_micro_batches: pieces that a mini-batch is cut into on each device.
+      bins: of a micro-batch, where rows are packed.
     """
 
     objective: Kind
     optimizer: Optimizer
     num_micro_batches: int
+    bins: int = 1
 
     @property
     def config(self) -> ModelConfig:
@@ -43,12 +45,15 @@ class Network(Generic[Kind]):
         return init_learner(self.optimizer, weights, self.config, self.mesh)
 
     def update(
-        self, learner: Learner[Array], batch: Batch[Array], statistics: Any = None
+        self,
+        learner: Learner[Array],
+        batch: Batch[Array],
+        statistics: Any = None,
+        passes: Array | None = None,
     ) -> tuple[Learner[Array], dict[str, Any]]:
         """One optimizer step, see `jrl.trainer.update.update`."""
-        return update(
-            self.objective, self.optimizer, self.num_micro_batches, learner, batch, statistics
-        )
+        pieces = self.num_micro_batches
+        return update(self.objective, self.optimizer, pieces, learner, batch, statistics, passes)
 
     def on(self, mesh: FoldedMesh) -> "Network[Kind]":
         """The same on another mesh."""
@@ -63,11 +68,13 @@ class Networks:
       policy: what samples.
       critic: what values states, None without one.
       keeps_reference: whether the policy at the start of training is kept.
+      packs: whether updates run packed rows (`jrl.trainer.packing`).
     """
 
     policy: Network[PolicyObjective]
     critic: Network[CriticObjective] | None
     keeps_reference: bool
+    packs: bool = False
 
     @property
     def mesh(self) -> FoldedMesh:

@@ -13,6 +13,7 @@ from jrl.config.files import fixed_settings
 from jrl.config.run import ROUTER_SETTINGS, RunConfig
 from jrl.processes.agreement import is_multiprocess
 from jrl.recipes.base.actor_critic import ActorCritic
+from jrl.recipes.base.collection import Windows
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.collect import sampling_of
@@ -147,9 +148,13 @@ class Setup:
         critic = None
         if isinstance(recipe, ActorCritic):
             of_critic = CriticObjective(self.model.as_critic(), self.mesh, layout, recipe, response)
-            critic = Network(of_critic, recipe.critic_optimizer, pieces)
-        policy = Network(of_policy, recipe.optimizer, pieces)
-        return Networks(policy, critic, keeps_reference=recipe.uses_reference)
+            critic = Network(of_critic, recipe.critic_optimizer, pieces, self.geometry.bins)
+        policy = Network(of_policy, recipe.optimizer, pieces, self.geometry.bins)
+        packs = self.run.packing
+        if packs is None:
+            # Where windows are written on, most tokens of a step are there for attention only.
+            packs = isinstance(recipe.collection, Windows) and self.mesh.layout.pp == 1
+        return Networks(policy, critic, keeps_reference=recipe.uses_reference, packs=packs)
 
     @property
     def imitator(self) -> Network[SupervisedObjective]:
@@ -286,3 +291,15 @@ def _check_fits(setup: Setup) -> None:
             "or its tokenizer.json, which may have fewer tokens."
         )
     check_window(setup.prompt_length + setup.response_length, setup.model)
+    if setup.run.packing and setup.mesh.layout.pp > 1:
+        raise ValueError(
+            f"packing=True cannot be had with pp={setup.mesh.layout.pp} of layout "
+            f"{setup.run.layout!r}, which runs a fixed number of micro-batches: leave out "
+            "--packing, or choose a layout without pp."
+        )
+    collection = setup.recipe.collection
+    if isinstance(collection, Windows) and collection.window >= setup.response_length:
+        raise ValueError(
+            f"window={collection.window} cuts no response of at most {setup.response_length} "
+            "tokens: choose a smaller --window, or a larger --response-length."
+        )

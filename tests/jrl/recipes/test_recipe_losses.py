@@ -9,7 +9,19 @@ import oracles
 import pytest
 
 from jrl import aggregate, cispo_loss, gspo_loss
-from jrl.recipes import RECIPES, ActorCritic, Batch, Cispo, Dapo, Grpo, Gspo, Ppo, Recipe, Vapo
+from jrl.recipes import (
+    RECIPES,
+    ActorCritic,
+    Batch,
+    Cispo,
+    Dapo,
+    Grpo,
+    Gspo,
+    Ppo,
+    Recipe,
+    Tppo,
+    Vapo,
+)
 from jrl.trainer.objectives import policy_loss
 from jrl.trainer.update import count
 
@@ -143,7 +155,7 @@ def test_against_oracles(recipe):
                 k3[row, t], _ = oracles.kl_token(log_ratio, "k3")
         expected += recipe.kl_coef * oracles.aggregate(k3, MASK, mode, **length)
         np.testing.assert_allclose(metrics["actor/kl_loss"].value(), k3[MASK].mean(), rtol=1e-5)
-    if isinstance(recipe, Vapo):
+    if isinstance(recipe, Tppo | Vapo):
         imitated = MASK & CORRECT[:, None]
         # A mean over the tokens of correct rows, whatever the aggregation of the rest.
         likelihood = -LOGPROBS[imitated].mean()

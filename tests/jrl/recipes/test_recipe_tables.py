@@ -212,7 +212,7 @@ def test_dapo_paper_rewards():
 
 
 def test_which_recipes_use_what():
-    assert [name for name in RECIPES if RECIPES[name]().uses_critic] == ["ppo", "vapo"]
+    assert [name for name in RECIPES if RECIPES[name]().uses_critic] == ["ppo", "vapo", "tppo"]
     assert [name for name in RECIPES if RECIPES[name]().dynamic_sampling] == ["dapo", "hapo"]
     adaptive = [name for name in RECIPES if RECIPES[name]().temperature_rule is not None]
     assert adaptive == ["hapo"]
@@ -221,7 +221,7 @@ def test_which_recipes_use_what():
     assert Ppo(kl_reward_coef=0.0).uses_reference
     assert ReinforcePlusPlus(kl_reward_coef=0.0).uses_reference
     steps = {name: kind().value_pretraining_steps for name, kind in RECIPES.items()}
-    assert {name: n for name, n in steps.items() if n} == {"vapo": 20}
+    assert {name: n for name, n in steps.items() if n} == {"vapo": 20, "tppo": 20}
     assert Ppo(pretrain_critic=3).value_pretraining_steps == 3
 
 

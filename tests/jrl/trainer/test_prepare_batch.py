@@ -28,7 +28,7 @@ def test_a_reference_is_kept_only_where_it_is_needed(name):
     assert state_of(small_setup(small_recipe(name))).reference is None
     state = state_of(small_setup(small_recipe(name, kl_coef=0.1)))
     jax.tree.map(np.testing.assert_array_equal, state.reference, state.policy.weights)
-    assert (state.critic is None) == (name not in ("ppo", "vapo"))
+    assert (state.critic is None) == (name not in ("ppo", "vapo", "tppo"))
 
 
 def test_a_critic_starts_as_the_policy_that_values_nothing():
@@ -93,6 +93,20 @@ def test_what_is_known_before_the_first_update(sampled):
     np.testing.assert_allclose(batch.advantages, expected, rtol=1e-6)  # jitted and not
     assert batch.old_values is None and batch.reference_logprobs is None
     assert batch.returns is None and batch.critic_mask is None
+
+
+def test_nothing_is_known_of_responses_that_go_on(sampled):
+    setup = small_setup(small_recipe("tppo"))
+    finished = np.arange(8) % 4 != 2
+    given = replace(sampled, batch=sampled.batch.replace(finished=jnp.asarray(finished)))
+    batch, _ = prepared(setup, state_of(setup), given)
+    expected = np.where(finished, 2 * sampled.scores - 1, 0)
+    np.testing.assert_array_equal(batch.rewards, expected)
+    np.testing.assert_array_equal(batch.correct, finished & (sampled.scores == 1))
+    assert (~finished & (sampled.scores == 1)).any()
+    np.testing.assert_array_equal(
+        np.asarray(batch.critic_mask).any(axis=1), finished & sampled.rollout.mask.any(axis=1)
+    )
 
 
 def test_the_reference_scores_as_the_policy_sampled(sampled):

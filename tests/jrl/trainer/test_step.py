@@ -40,7 +40,7 @@ def learned_from(monkeypatch):
     """The rows of each update, told by the tokens they begin with; nothing is updated."""
     updates: list[tuple[str, list[int]]] = []
 
-    def record(objective, optimizer, num_micro, learner, batch, statistics):
+    def record(objective, optimizer, num_micro, learner, batch, statistics, passes=None):
         network = "actor" if hasattr(objective, "sampling") else "critic"
         updates.append((network, np.asarray(batch.tokens)[:, 0].tolist()))
         return learner, {"loss": 0.0, "grad_norm": 0.0, "finite": True, "empty": False}
@@ -146,7 +146,7 @@ def test_critic_and_policy_have_masks_of_their_own(monkeypatch):
     """Each network's update is given the tokens that count for it."""
     seen = {}
 
-    def record(objective, optimizer, num_micro, learner, batch, statistics):
+    def record(objective, optimizer, num_micro, learner, batch, statistics, passes=None):
         seen.setdefault(hasattr(objective, "sampling"), []).append(np.asarray(batch.mask))
         return learner, {"loss": 0.0, "grad_norm": 0.0, "finite": True, "empty": False}
 

@@ -1,11 +1,15 @@
 """What is reported of a step."""
 
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jrl.losses import ExplainedVariance, Mean
-from jrl.trainer.summary import count_updates, drift_alarm, summarise
+from jrl.recipes import Batch
+from jrl.report.metrics import check_known
+from jrl.trainer.summary import count_updates, describe, drift_alarm, summarise
 from jrl.trainer.update import Max
 
 
@@ -115,3 +119,36 @@ def test_a_drift_of_the_sampler_is_told(kl, bound, alarm):
 
 def test_without_a_measurement_or_a_bound_there_is_no_alarm():
     assert drift_alarm({}, 0.01) == drift_alarm({"sampling/k3_kl": 1.0}, None) == {}
+
+
+def test_scores_are_those_of_finished_responses():
+    """Rows stand in no groups: nothing is said of them."""
+    scores, lengths, cut = [1.0, 0.0, 0.5, 0.0], [4, 3, 5, 3], [False, False, True, False]
+    completions = [
+        SimpleNamespace(score=score, length=length, truncated=truncated)
+        for score, length, truncated in zip(scores, lengths, cut, strict=True)
+    ]
+    valid = jnp.arange(7)[None, :] < jnp.array(lengths)[:, None] + 1
+    batch = Batch(
+        tokens=jnp.zeros((4, 7), int),
+        valid=valid,
+        mask=valid,
+        rewards=jnp.array([1.0, 0.0, 0.5, 0.0]),
+        advantages=jnp.where(valid, 2.0, 9.0),
+        finished=jnp.array([True, False, True, False]),
+    )
+    metrics = describe(completions, batch, batch.mask, None)
+    check_known(metrics)
+    assert metrics["critic/score/mean"] == 0.75 and metrics["critic/rewards/min"] == 0.5
+    assert metrics["response_length/mean"] == 4.5
+    assert metrics["response_length/clip_ratio"] == 0.5
+    assert metrics["critic/advantages/mean"] == 2 and metrics["training/tokens"] == 19
+    assert not {"critic/score/group_std", "frac_reward_zero_std"} & metrics.keys()
+    none = batch.replace(finished=jnp.zeros(4, bool))
+    metrics = describe(completions, none, batch.mask, None)
+    assert metrics.keys() == {
+        "critic/advantages/mean",
+        "critic/advantages/max",
+        "critic/advantages/min",
+        "training/tokens",
+    }

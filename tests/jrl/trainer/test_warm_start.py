@@ -119,7 +119,7 @@ def test_reinforcement_goes_on_after_the_prompts_that_were_imitated(task, tmp_pa
     setup = setup if task is None else replace(setup, task=task)
     imitated, given, evaluated = [], [], []
 
-    def learn(objective, optimizer, num_micro, learner, batch, statistics):
+    def learn(objective, optimizer, num_micro, learner, batch, *_):
         return learner, {"loss": 0.0, "grad_norm": 0.0}
 
     def first_step(sampler, recipe, mesh, prompts_seen, unfinished):

@@ -8,7 +8,7 @@ from chat_checkpoint import chat_tokenizer, write_tokenizer
 from small_runs import small_model, small_recipe, small_setup
 
 from jrl.config.run import ROUTER_SETTINGS, RunConfig
-from jrl.recipes import Grpo
+from jrl.recipes import Grpo, Tppo
 from jrl.trainer.setup.setup import Setup, build_setup
 from moe.config import tiny
 
@@ -68,6 +68,23 @@ def test_settings_that_cannot_be_had(run, message):
 def test_settings_that_are_wrong_by_themselves(run, message):
     with pytest.raises(ValueError, match=message):
         RunConfig(**run)
+
+
+def test_windows_that_cut_nothing_are_refused():
+    limit = made(RunConfig()).response_length
+    with pytest.raises(ValueError, match=rf"window={limit} cuts no response of at most {limit} to"):
+        build_setup(RunConfig(), Tppo(window=limit))
+    setup = build_setup(RunConfig(), Tppo(window=limit - 1))
+    setup.task.close()
+
+
+def test_packing_on_a_pipeline_is_refused():
+    layout = {"layout": "pp2", "model": "small"}
+    with pytest.raises(ValueError, match=r"packing=True cannot be had with pp=2 of layout 'pp2'"):
+        build_setup(RunConfig(packing=True, **layout), Tppo())
+    setup = build_setup(RunConfig(**layout), Tppo())
+    setup.task.close()
+    assert not setup.networks.packs
 
 
 def test_experts_that_drop_what_sampling_does_not_are_refused():

@@ -1,0 +1,176 @@
+"""T-PPO: responses are written in windows, and the policy learns from each window as it comes.
+
+A step writes every response on for a window of tokens; those that are not finished go on in the
+next. The policy learns from the tokens of the window alone, by an advantage that needs no end of
+the response (extended GAE), so that no step waits for the longest. The critic learns from finished
+responses alone, all their tokens, by Monte-Carlo returns.
+
+References:
+  Fan et al., "Truncated Proximal Policy Optimization", 2025. https://arxiv.org/abs/2506.15050
+  The authors' implementation, a pull request to verl: the length-adaptive lam with its floor, the
+  tokens that are ignored, whitening, clamp and value clip. https://github.com/verl-project/verl/pull/3728
+"""
+
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jrl.losses import (
+    Aggregation,
+    effective_length,
+    extended_gae,
+    gae,
+    length_adaptive_lambda,
+    positive_example_loss,
+    whiten,
+)
+from jrl.losses.settings import Sides
+from jrl.recipes.base.actor_critic import ActorCritic
+from jrl.recipes.base.batch import Batch, Targets, Totals, given, responses_of
+from jrl.recipes.base.collection import Windows
+from jrl.recipes.base.recipe import Metrics, terminal_rewards
+
+
+@dataclass(frozen=True)
+class Tppo(ActorCritic):
+    """T-PPO; rules of the paper and its implementation, sizes that fit a laptop."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    aggregation: Aggregation = "token-mean"
+    reward_correct: float = 1.0
+    reward_wrong: float = -1.0
+    value_clip: float | None = 0.5
+    """How far a value may fall below its old one before its gradient stops; None is off."""
+    value_clip_up: float | None = 0.6
+    """How far it may rise above; None is as far as it may fall."""
+    pretrain_critic: int = 20
+    """Steps at the start in which only the critic learns, on returns of the fixed policy."""
+
+    window: int = 4
+    """Tokens of a response that a step samples at most; below the limit of a response. The paper
+    has 8192 of 24576."""
+    ignore_last: int = 8
+    """Tokens at the end of the window of an unfinished response that the policy does not learn
+    from, a quarter of the window at most: they depend most on what the critic thinks of the cut."""
+    lam_alpha: float = 0.05
+    """The policy's lam is 1 - 1 / (lam_alpha x response length), the length of an unfinished one
+    taken for half a window more."""
+    lam_floor: float = 0.95
+    """The least lam: with lam_alpha 0.05 it holds up to 400 tokens."""
+    lam_critic: float = 1.0
+    """Of the returns that the critic learns from; 1 makes them Monte-Carlo returns."""
+    whiten_advantages: bool = True
+    """Shift and scale the advantages of a step to mean 0 and variance 1."""
+    advantage_clip: float | None = 10.0
+    """Bound of advantages either way, after whitening; None is off."""
+    positive_coef: float = 0.1
+    """Weight of the negative log-likelihood of correct responses, on the tokens of the window in
+    which they were finished."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.window < 1:
+            raise ValueError(f"window={self.window} must be at least 1.")
+        if self.ignore_last < 0:
+            raise ValueError(f"ignore_last={self.ignore_last} must not be negative: 0 keeps all.")
+        if not self.lam_alpha > 0:
+            raise ValueError(f"lam_alpha={self.lam_alpha} must be positive: the paper has 0.05.")
+        if not 0 <= self.lam_floor <= 1:
+            raise ValueError(f"lam_floor={self.lam_floor} must lie in 0..1.")
+        if self.advantage_clip is not None and not self.advantage_clip > 0:
+            raise ValueError(f"advantage_clip={self.advantage_clip} must be positive: None is off.")
+        if self.dynamic_sampling:
+            raise ValueError(
+                "dynamic_sampling=True needs whole groups in a step, and in windows completions of "
+                "a group finish in different ones: leave it off."
+            )
+
+    @property
+    def collection(self) -> Windows:
+        return Windows(self.window)
+
+    @property
+    def value_clip_sides(self) -> Sides | None:
+        if self.value_clip is None:
+            return None
+        up = self.value_clip if self.value_clip_up is None else self.value_clip_up
+        return self.value_clip, up
+
+    @property
+    def length_adaptive_alpha(self) -> float:
+        return self.lam_alpha
+
+    @property
+    def num_ignored(self) -> int:
+        """Tokens at the end of an unfinished window that are left out."""
+        return min(self.ignore_last, self.window // 4)
+
+    def policy_lambda(self, lengths: Int[Array, "batch"]) -> Float[Array, "batch 1"]:
+        return self._lambda(lengths, jnp.zeros_like(lengths, bool))
+
+    def targets(self, batch: Batch[Array]) -> Targets[Array]:
+        values, lengths = given(batch.old_values), given(batch.lengths)
+        rewards, unfinished = given(batch.rewards), _unfinished(batch)
+        advantages, _, kept = extended_gae(
+            terminal_rewards(rewards, batch.mask),
+            values,
+            batch.mask,
+            unfinished,
+            gamma=self.gamma,
+            lam=self._lambda(lengths, unfinished),
+            ignore_last=self.num_ignored,
+        )
+        if self.whiten_advantages:
+            advantages = whiten(advantages, kept)
+        if self.advantage_clip is not None:
+            advantages = jnp.clip(advantages, -self.advantage_clip, self.advantage_clip)
+        # The whole response, those of its tokens included that other steps sampled.
+        critic_mask = responses_of(batch) & ~unfinished[:, None]
+        rewards = terminal_rewards(rewards, critic_mask)
+        _, returns = gae(rewards, values, critic_mask, gamma=self.gamma, lam=self.lam_critic)
+        return Targets(advantages, returns, mask=kept, critic_mask=critic_mask)
+
+    def auxiliary_loss(
+        self,
+        logprobs: Float[Array, "batch time"],
+        batch: Batch[Array],
+        totals: Totals[Array],
+    ) -> tuple[Float[Array, ""], Metrics]:
+        """Imitation of the responses with full marks."""
+        imitation, imitated = positive_example_loss(
+            logprobs, given(batch.correct), batch.mask, num_tokens=totals.num_correct_tokens
+        )
+        return self.positive_coef * imitation, {"actor/positive_loss": imitated["positive_nll"]}
+
+    def _lambda(
+        self, lengths: Int[Array, "batch"], unfinished: Bool[Array, "batch"]
+    ) -> Float[Array, "batch 1"]:
+        expected = effective_length(lengths, unfinished, window=self.window)
+        return length_adaptive_lambda(expected, alpha=self.lam_alpha, floor=self.lam_floor)[:, None]
+
+
+def _unfinished(batch: Batch[Array]) -> Bool[Array, "batch"]:
+    """Which responses go on in another step."""
+    if batch.finished is None:
+        return jnp.zeros_like(given(batch.lengths), bool)
+    return ~batch.finished
+
+
+def paper() -> Tppo:
+    """512 prompts x 16 in mini-batches of 512, windows of 8k tokens out of 24k."""
+    return replace(
+        Tppo(),
+        prompts=512,
+        group_size=16,
+        mini_batch=512,
+        micro_batch=512,
+        learning_rate=1e-6,
+        critic_learning_rate=2e-6,
+        pretrain_critic=10,
+        window=8192,
+        lam_alpha=0.05,
+        lam_floor=0.95,
+        positive_coef=0.1,
+    )

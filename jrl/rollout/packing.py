@@ -1,0 +1,156 @@
+"""Passes over packed rows: what is not used is not computed.
+
+The valid tokens of rows are laid end to end into bins of one length (`moe.tokens.packing.
+pack_segments`), so that padding costs next to nothing; rows that take no part in a pass are in no
+bin. The head runs on the states alone that predict a token under the mask: prompts, and responses
+that are there for attention only, never reach it. What it says goes back to ``[batch, time]``, and
+losses see no difference. The plain twin is `jrl.rollout.scoring`.
+
+Shapes are static: who lays the rows out (`jrl.trainer.packing`) counts what a device needs.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jrl.rollout.sampling import Sampling
+from jrl.rollout.scoring import Choices, Scores, token_scores
+from moe import model
+from moe.config import ModelConfig
+from moe.head import value_of
+from moe.tokens.packing import PackedBatch, pack_segments, positions_of, zigzag_of_rows
+from moe.weights import Transformer
+from sharding.collectives import gather_tokens, join_shards, own_shard, vary
+from sharding.folding import FoldedMesh
+
+
+class PackedSizes(NamedTuple):
+    """The static sizes of a packed micro-batch on one data-parallel rank.
+
+    Attributes:
+      bins: rows of the packed batch.
+      length: of a bin, in tokens.
+      places: tokens that the head speaks about, at most.
+    """
+
+    bins: int
+    length: int
+    places: int
+
+
+class Rows(NamedTuple):
+    """Rows, and where they lie in the bins.
+
+    Attributes:
+      tokens: ``[batch, time]`` ids.
+      valid: ``[batch, time]`` what is not padding.
+      mask: ``[batch, time]`` the tokens that the head speaks about; each is valid, its row lies in
+        a bin, and a valid token of its row comes before it.
+      starts: ``[batch]`` the place of each row's first valid token, counted through all bins; -1 is
+        in none.
+    """
+
+    tokens: Int[Array, "batch time"]
+    valid: Bool[Array, "batch time"]
+    mask: Bool[Array, "batch time"]
+    starts: Int[Array, "batch"]
+
+
+def pack(
+    rows: Rows,
+    sizes: PackedSizes,
+    config: ModelConfig,
+    mesh: FoldedMesh,
+    choices: Choices | None = None,
+) -> PackedBatch:
+    """The rows in their bins, as the network runs them.
+
+    Args:
+      choices: experts to send tokens to again, see `jrl.rollout.scoring.pack`.
+    """
+    model.check_window(rows.tokens.shape[1], config)
+    places = _places(rows, sizes)
+    # A row's offset in its bin tells it from the others there; 0 is left to padding.
+    own = jnp.broadcast_to(rows.starts[:, None] % sizes.length + 1, places.shape)
+
+    def laid(x: Int[Array, "batch time *_"]) -> Int[Array, "bin length *_"]:
+        flat = jnp.zeros_like(x, shape=(sizes.bins * sizes.length, *x.shape[2:]))
+        laid_out = flat.at[places].set(x, mode="drop")
+        return laid_out.reshape(sizes.bins, sizes.length, *x.shape[2:])
+
+    replay = None if choices is None else jnp.moveaxis(laid(choices), 2, 0)
+    packed = pack_segments(laid(rows.tokens), laid(own), mesh, config.execution, replay)
+    # Known here; to count them anew would compare every two places of a bin.
+    return packed._replace(positions=packed.zigzag.flatten(laid(positions_of(rows.valid))))
+
+
+def scores_of(
+    weights: Transformer[Array],
+    x: Float[Array, "local d_model"],
+    rows: Rows,
+    sizes: PackedSizes,
+    config: ModelConfig,
+    sampling: Sampling,
+    mesh: FoldedMesh,
+) -> Scores:
+    """`jrl.rollout.scoring.scores_of` of the tokens under the mask; all others get 0.
+
+    Communication per device: that of `_predicting` and of the head.
+    """
+    x, index = _predicting(x, rows, sizes, mesh)
+    tokens = rows.tokens.reshape(-1).at[index].get(mode="fill", fill_value=0)
+    tokens = own_shard(vary(tokens, mesh.axes), mesh.sequence)
+    scores = token_scores(weights, x, tokens, config, sampling, mesh)
+    return Scores(*(_aligned(own, rows, index, mesh) for own in scores), router=None)
+
+
+def values_of(
+    critic: Transformer[Array],
+    x: Float[Array, "local d_model"],
+    rows: Rows,
+    sizes: PackedSizes,
+    config: ModelConfig,
+    mesh: FoldedMesh,
+) -> Float[Array, "batch time"]:
+    """The critic's estimate of the state before each token under the mask; all others get 0."""
+    x, index = _predicting(x, rows, sizes, mesh)
+    return _aligned(value_of(critic, x, config), rows, index, mesh)
+
+
+def _places(rows: Rows, sizes: PackedSizes) -> Int[Array, "batch time"]:
+    """Where each token lies, counted through all bins; beyond the last place if in none."""
+    lies = rows.valid & (rows.starts >= 0)[:, None]
+    place = rows.starts[:, None] + positions_of(rows.valid)
+    return jnp.where(lies, place, sizes.bins * sizes.length)
+
+
+def _predicting(
+    x: Float[Array, "local d_model"], rows: Rows, sizes: PackedSizes, mesh: FoldedMesh
+) -> tuple[Float[Array, "own d_model"], Int[Array, "place"]]:
+    """Of the states of a packed batch, those that tokens under the mask were predicted from, this
+    rank's shard; and which tokens these are, counted through all rows, on every rank.
+
+    The places that are left over have some state, and a token beyond the last.
+
+    Communication per device over ``cp x tp``: one `gather_tokens` of the states, ``tokens x d_model
+    (n - 1) / n`` elements; backward one `scatter_tokens` as large.
+    """
+    counted = rows.mask.reshape(-1)
+    (index,) = jnp.nonzero(counted, size=sizes.places, fill_value=counted.size)
+    before = _places(rows, sizes).reshape(-1) - 1
+    source = jnp.maximum(before.at[index].get(mode="fill", fill_value=0), 0)
+    # Bins are cut into zig-zag chunks over `cp`: where in the gathered batch is a place?
+    zigzag = zigzag_of_rows((sizes.bins, sizes.length), mesh)
+    (order,) = zigzag.restore(jnp.arange(zigzag.num_tokens, dtype=jnp.int32))
+    source = vary(order.reshape(-1)[source], mesh.axes)
+    return gather_tokens(x, mesh.sequence)[own_shard(source, mesh.sequence)], index
+
+
+def _aligned(
+    own: Float[Array, "own"], rows: Rows, index: Int[Array, "place"], mesh: FoldedMesh
+) -> Float[Array, "batch time"]:
+    """Numbers about the tokens `index`, put where the tokens are."""
+    whole = join_shards(own, mesh.sequence)
+    flat = jnp.zeros_like(whole, shape=rows.tokens.size)
+    return flat.at[index].set(whole, mode="drop").reshape(rows.tokens.shape)

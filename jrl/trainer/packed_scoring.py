@@ -1,0 +1,124 @@
+"""Scoring passes over packed rows: what `jrl.trainer.scoring` says, of the tokens under the mask
+alone."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+from jrl.processes.agreement import to_devices
+from jrl.recipes.base.batch import Batch, given
+from jrl.rollout.batching import replicated, take_rows
+from jrl.rollout.scoring import mark_replicated
+from jrl.trainer.objectives import CriticObjective, PolicyObjective
+from jrl.trainer.packing import counts_of, place_rows, plan
+from jrl.trainer.passes import scan_first
+from moe import model, placement
+from moe.weights import Transformer
+
+
+def packed_values(
+    objective: CriticObjective, critic: Transformer[Array], batch: Batch[Array], bins: int
+) -> Array:
+    """`values_of` of the tokens under the mask, by passes over packed rows; all others get 0.
+
+    Args:
+      bins: of a pass.
+    """
+    return _in_bins(_packed_values, objective, critic, batch, bins)[0]
+
+
+def packed_logprobs(
+    objective: PolicyObjective, policy: Transformer[Array], batch: Batch[Array], bins: int
+) -> tuple[Array, Array]:
+    """`logprobs_of` of the tokens under the mask, by passes over packed rows; all others get 0.
+
+    Args:
+      bins: of a pass.
+    """
+    logprobs, sampled = _in_bins(_packed_logprobs, objective, policy, batch, bins)
+    return logprobs, sampled
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _packed_values(
+    objective: CriticObjective,
+    pieces: int,
+    critic: Transformer[Array],
+    rows: Batch[Array],
+    passes: Array,
+) -> tuple[Array, ...]:
+    def read(critic: Transformer[Array], x: Array, rows: Batch[Array]) -> tuple[Array, ...]:
+        return (objective.values(critic, x, rows),)
+
+    return _run_packed(objective, pieces, read, critic, rows, passes)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _packed_logprobs(
+    objective: PolicyObjective,
+    pieces: int,
+    policy: Transformer[Array],
+    rows: Batch[Array],
+    passes: Array,
+) -> tuple[Array, ...]:
+    def read(policy: Transformer[Array], x: Array, rows: Batch[Array]) -> tuple[Array, ...]:
+        scores = objective.scores(policy, x, rows)
+        return scores.logprobs, scores.behaviour_logprobs
+
+    return _run_packed(objective, pieces, read, policy, rows, passes)
+
+
+def _run_packed(
+    objective: CriticObjective | PolicyObjective,
+    pieces: int,
+    read: Callable[[Transformer[Array], Array, Batch[Array]], tuple[Array, ...]],
+    weights: Transformer[Array],
+    rows: Batch[Array],
+    passes: Array,
+) -> tuple[Array, ...]:
+    config, mesh = objective.config, objective.mesh
+
+    def local(weights, rows, passes):
+        def one(_, piece):
+            x, _ = model.run(weights, objective.pack(piece), config, mesh)
+            return (), mark_replicated(read(weights, x, piece), mesh)
+
+        cut = jax.tree.map(lambda x: x.reshape(pieces, -1, *x.shape[1:]), rows)
+        _, found = scan_first(one, (), cut, passes)
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
+
+    of_rows = PartitionSpec(mesh.dp)
+    return jax.shard_map(
+        local,
+        mesh=mesh.mesh,
+        in_specs=(placement.specs(config, mesh), of_rows, PartitionSpec()),
+        out_specs=of_rows,
+    )(weights, rows, passes)
+
+
+def _in_bins(
+    program: Callable[..., tuple[Array, ...]],
+    objective: CriticObjective | PolicyObjective,
+    weights: Transformer[Array],
+    batch: Batch[Array],
+    bins: int,
+) -> list[Array]:
+    """What `program` says of rows dealt out to bins, in the order of the batch."""
+    mesh = objective.mesh
+    batch = Batch(batch.tokens, batch.valid, batch.mask, choices=batch.choices)
+    num_rows, time = batch.tokens.shape
+    tokens, counted = counts_of(batch).of("actor", np.arange(num_rows), idle=False)
+    packed = plan(tokens, counted, time, bins, mesh)
+    rows = place_rows(batch, packed, mesh)
+    objective = replace(objective, packed=packed.sizes)
+    passes = to_devices(np.int32(packed.passes), replicated(mesh))
+    found = program(objective, packed.num_micro_batches, weights, rows, passes)
+    # Any column carries them back.
+    back = packed.slots(num_rows)
+    columns = [take_rows(replace(rows, old_values=x), back, mesh).old_values for x in found]
+    return [given(column) for column in columns]
