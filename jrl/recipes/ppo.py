@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 from jrl.losses import gae, whiten
 from jrl.recipes.base.actor_critic import ActorCritic
 from jrl.recipes.base.batch import Batch, Targets, given
-from jrl.recipes.base.recipe import penalised_rewards
+from jrl.recipes.base.token_rewards import penalised_rewards
 
 
 @dataclass(frozen=True)

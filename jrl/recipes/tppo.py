@@ -29,7 +29,8 @@ from jrl.losses.settings import Sides
 from jrl.recipes.base.actor_critic import ActorCritic
 from jrl.recipes.base.batch import Batch, Targets, Totals, given, responses_of
 from jrl.recipes.base.collection import Windows
-from jrl.recipes.base.recipe import Metrics, terminal_rewards
+from jrl.recipes.base.recipe import Metrics
+from jrl.recipes.base.token_rewards import terminal_rewards
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,9 @@ class Tppo(ActorCritic):
     pretrain_critic: int = 20
     """Steps at the start in which only the critic learns, on returns of the fixed policy."""
 
-    window: int = 4
-    """Tokens of a response that a step samples at most; below the limit of a response. The paper
-    has 8192 of 24576."""
+    window: int | None = None
+    """Tokens of a response that a step samples at most; below the limit of a response. None is a
+    third of that, as the paper has 8192 of 24576."""
     ignore_last: int = 8
     """Tokens at the end of the window of an unfinished response that the policy does not learn
     from, a quarter of the window at most: they depend most on what the critic thinks of the cut."""
@@ -71,7 +72,7 @@ class Tppo(ActorCritic):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.window < 1:
+        if self.window is not None and self.window < 1:
             raise ValueError(f"window={self.window} must be at least 1.")
         if self.ignore_last < 0:
             raise ValueError(f"ignore_last={self.ignore_last} must not be negative: 0 keeps all.")
@@ -91,6 +92,9 @@ class Tppo(ActorCritic):
     def collection(self) -> Windows:
         return Windows(self.window)
 
+    def fitted(self, response_length: int) -> "Tppo":
+        return self if self.window else replace(self, window=-(-response_length // 3))
+
     @property
     def value_clip_sides(self) -> Sides | None:
         if self.value_clip is None:
@@ -105,7 +109,7 @@ class Tppo(ActorCritic):
     @property
     def num_ignored(self) -> int:
         """Tokens at the end of an unfinished window that are left out."""
-        return min(self.ignore_last, self.window // 4)
+        return min(self.ignore_last, given(self.window) // 4)
 
     def policy_lambda(self, lengths: Int[Array, "batch"]) -> Float[Array, "batch 1"]:
         return self._lambda(lengths, jnp.zeros_like(lengths, bool))
@@ -147,7 +151,7 @@ class Tppo(ActorCritic):
     def _lambda(
         self, lengths: Int[Array, "batch"], unfinished: Bool[Array, "batch"]
     ) -> Float[Array, "batch 1"]:
-        expected = effective_length(lengths, unfinished, window=self.window)
+        expected = effective_length(lengths, unfinished, window=given(self.window))
         return length_adaptive_lambda(expected, alpha=self.lam_alpha, floor=self.lam_floor)[:, None]
 
 

@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Int
 from jrl.losses import Aggregation, gae, length_adaptive_lambda, positive_example_loss, whiten
 from jrl.recipes.base.actor_critic import ActorCritic
 from jrl.recipes.base.batch import Batch, Targets, Totals, given
-from jrl.recipes.base.recipe import Metrics, terminal_rewards
+from jrl.recipes.base.recipe import Metrics
+from jrl.recipes.base.token_rewards import terminal_rewards
 
 
 @dataclass(frozen=True)

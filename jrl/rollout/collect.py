@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Array
 
-from jrl.recipes.base.batch import Batch
+from jrl.recipes.base.batch import Batch, given
 from jrl.recipes.base.collection import DynamicSampling, Windows
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import batch_of
@@ -93,7 +93,7 @@ def collect(
     elif isinstance(collection, Windows):
         assert unfinished is not None
         written, prompts_seen, unfinished = write_windows(
-            sampler, recipe, collection.window, sampling, prompts_seen, unfinished, seconds
+            sampler, recipe, given(collection.window), sampling, prompts_seen, unfinished, seconds
         )
         drawn = completions = in_order(written)
     else:

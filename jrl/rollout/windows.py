@@ -73,9 +73,14 @@ def write_windows(
     now, later = asked[: recipe.completions], asked[recipe.completions :]
     examples = {prompt: sampler.task.train(prompt) for prompt in sorted({row[0] for row in now})}
     ids = {prompt: sampler.encoded(example) for prompt, example in examples.items()}
+    # In the first step, where all begin at once, some are written on further than others, so that
+    # about as many come to their end in each step after it.
+    stages = -(-sampler.response_length // window) if np.all(unfinished.lengths < 0) else 1
     requests = [
-        Request(prompt, sample, ids[prompt], sampler.response_length, tokens, window)
-        for prompt, sample, tokens in now
+        Request(
+            prompt, sample, ids[prompt], sampler.response_length, tokens, window * (1 + n % stages)
+        )
+        for n, (prompt, sample, tokens) in enumerate(now)
     ]
     written = sampler.decode(requests, examples, sampling, seconds=seconds).verified()
     going_on = [

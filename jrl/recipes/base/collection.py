@@ -32,13 +32,14 @@ class Windows:
     other steps.
 
     Args:
-      window: tokens that are sampled of a response in a step, at most.
+      window: tokens that are sampled of a response in a step, at most; None where a recipe has yet
+        to be fitted to the limit of responses.
 
     References:
       Fan et al., "Truncated proximal policy optimization", 2025. https://arxiv.org/abs/2506.15050
     """
 
-    window: int
+    window: int | None
 
 
 Collection = OneRound | DynamicSampling | Windows

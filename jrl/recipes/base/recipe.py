@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jrl.losses import (
     Aggregation,
@@ -26,7 +25,6 @@ from jrl.losses import (
     RejectionOver,
     WeightLevel,
     WeightMean,
-    kl_estimate,
     ppo_loss,
 )
 from jrl.recipes.base.batch import Batch, Targets, Totals, given
@@ -286,6 +284,11 @@ class Recipe:
             self.learning_rate, self.learning_rate_warmup, self.weight_decay, self.max_grad_norm
         )
 
+    def fitted(self, response_length: int) -> "Recipe":
+        """The recipe with what depends on the limit of a completion, in tokens, where nobody
+        chose it."""
+        return self
+
     @property
     def collection(self) -> Collection:
         """What a step collects before it learns."""
@@ -394,25 +397,3 @@ class Recipe:
     ) -> tuple[Float[Array, ""] | None, Metrics]:
         """What is added to the policy's loss, this piece's share of it; None adds nothing."""
         return None, {}
-
-
-def penalised_rewards(batch: Batch[Array], kl_coef: float | None) -> Float[Array, "batch time"]:
-    """The reward of each token: that of the completion on its last one, and on every token
-    ``-kl_coef (old_logprobs - reference_logprobs)``, the k1 estimate of the KL divergence."""
-    rewards = terminal_rewards(given(batch.rewards), batch.mask)
-    if kl_coef is None:
-        return rewards
-    kl = kl_estimate(
-        given(batch.old_logprobs), given(batch.reference_logprobs), batch.mask, kind="k1"
-    )
-    return rewards - kl_coef * kl
-
-
-def terminal_rewards(
-    rewards: Float[Array, "batch"], mask: Bool[Array, "batch time"]
-) -> Float[Array, "batch time"]:
-    """Each row's reward on its last sampled token, 0 elsewhere."""
-    order = jnp.arange(mask.shape[1])
-    # Masks may have holes, so the last token is the last true column and not the length.
-    last = jnp.max(jnp.where(mask, order[None, :], -1), axis=1)
-    return jnp.where(order[None, :] == last[:, None], rewards[:, None], 0.0)

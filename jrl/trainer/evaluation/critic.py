@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_host
-from jrl.recipes.base.recipe import terminal_rewards
+from jrl.recipes.base.token_rewards import terminal_rewards
 from jrl.report.critic import CriticRollout
 from jrl.rollout.batching import batch_of
 from jrl.rollout.collect import groups_of

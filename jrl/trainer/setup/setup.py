@@ -13,6 +13,7 @@ from jrl.config.files import fixed_settings
 from jrl.config.run import ROUTER_SETTINGS, RunConfig
 from jrl.processes.agreement import is_multiprocess
 from jrl.recipes.base.actor_critic import ActorCritic
+from jrl.recipes.base.batch import given
 from jrl.recipes.base.collection import Windows
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.recipe import Recipe
@@ -215,6 +216,7 @@ def build_setup(
             prompt_length=prompt,
             response_length=response_length(run, task, tokenizer, network, prompt),
         )
+        setup = replace(setup, recipe=recipe.fitted(setup.response_length))
         setup = replace(setup, recipe=setup.geometry.with_micro_batch().recipe)
         setup.geometry.check()
         setup.geometry.slots(run.slots)
@@ -298,7 +300,7 @@ def _check_fits(setup: Setup) -> None:
             "--packing, or choose a layout without pp."
         )
     collection = setup.recipe.collection
-    if isinstance(collection, Windows) and collection.window >= setup.response_length:
+    if isinstance(collection, Windows) and given(collection.window) >= setup.response_length:
         raise ValueError(
             f"window={collection.window} cuts no response of at most {setup.response_length} "
             "tokens: choose a smaller --window, or a larger --response-length."
