@@ -353,7 +353,8 @@ def decoding(arguments: argparse.Namespace) -> Iterator[Figures]:
         form = f"{slots} rows, {prompt} + {response} tokens"
         yield measured(form, build, arguments.calls)
     slots = 2 if arguments.smoke else 128
-    # Half of them are shorter than half a response, and the longest tenth hold a third of all tokens.
+    # Half the rows are shorter than half a response, and the longest tenth hold a third of all
+    # tokens.
     tail = response / 2 * np.random.default_rng(5).lognormal(sigma=1.0, size=4 * slots)
     limits = np.clip(tail, 1, 4 * response).astype(int).tolist()
     build = partial(rollout, config, weights, slots, prompt, limits)
