@@ -333,14 +333,14 @@ def head(arguments: argparse.Namespace) -> Iterator[Figures]:
 
 
 def decoding(arguments: argparse.Namespace) -> Iterator[Figures]:
-    """Completions of equal length, none of which ends before its limit."""
+    """Responses in decoding slots: one for each slot and all of one length, and four for each slot
+    whose lengths have a long tail."""
     import jax
     import jax.numpy as jnp
+    import numpy as np
+    from decoding import rollout
 
-    from jrl.rollout.generate import Decoder, generate
-    from jrl.rollout.sampling import Sampling
     from moe.weights import initialise
-    from sharding.folding import Layout, fold
 
     config = network(arguments)
     weights = jax.jit(partial(initialise, config))(jax.random.key(0))
@@ -348,25 +348,18 @@ def decoding(arguments: argparse.Namespace) -> Iterator[Figures]:
         # Reading the matrices is what a decoding step waits for; a server keeps them halved.
         weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights)
     prompt, response = (4, 4) if arguments.smoke else (256, 256)
-    for rows in (2,) if arguments.smoke else (64, 512):
-        decoder = Decoder(
-            config,
-            fold(Layout(), jax.devices()[:1]),
-            prompt_length=prompt,
-            response_length=response,
-            num_samples=1,
-            pad_id=0,
-            stop_ids=(config.vocab_size,),
-            sampling=Sampling(),
-        )
-        prompts = jax.random.randint(jax.random.key(3), (rows, prompt), 0, config.vocab_size)
-
-        def build(decoder=decoder, prompts=prompts):
-            valid = jnp.ones(prompts.shape, bool)
-            call = partial(generate, decoder, weights, prompts, valid, jax.random.key(4))
-            return call, lambda s: {"tokens_per_s": prompts.shape[0] * response / s}
-
-        yield measured(f"{rows} rows, {prompt} + {response} tokens", build, arguments.calls)
+    for slots in (2,) if arguments.smoke else (64, 512):
+        build = partial(rollout, config, weights, slots, prompt, [response] * slots)
+        form = f"{slots} rows, {prompt} + {response} tokens"
+        yield measured(form, build, arguments.calls)
+    slots = 2 if arguments.smoke else 128
+    # Half the rows are shorter than half a response, and the longest tenth hold a third of all
+    # tokens.
+    tail = response / 2 * np.random.default_rng(5).lognormal(sigma=1.0, size=4 * slots)
+    limits = np.clip(tail, 1, 4 * response).astype(int).tolist()
+    build = partial(rollout, config, weights, slots, prompt, limits)
+    form = f"{slots} slots, {len(limits)} rows of 1 to {max(limits)}"
+    yield measured(form, build, arguments.calls)
 
 
 PARTS = {

@@ -55,7 +55,7 @@ def measure(model: str, threads: int, steps: int) -> dict[str, float]:
     from jrl.config.run import RunConfig
     from jrl.recipes import Grpo
     from jrl.rollout.collect import sampling_of
-    from jrl.rollout.sampler import lengths_of
+    from jrl.rollout.sampler import lengths_of, numbered
     from jrl.trainer.setup.setup import build_setup
     from jrl.trainer.state import init_state, init_weights
     from jrl.trainer.step import train_step
@@ -64,8 +64,8 @@ def measure(model: str, threads: int, steps: int) -> dict[str, float]:
     setup = build_setup(
         RunConfig(task="sort", model=model, response_length=10), Grpo(prompts=32, mini_batch=256)
     )
-    weights = init_weights(setup.model, setup.mesh, setup.randomness.key("weights", 0))
-    state = init_state(setup.networks, weights, setup.randomness.key("critic", 0))
+    weights = init_weights(setup.model, setup.mesh, setup.randomness.key("weights"))
+    state = init_state(setup.networks, weights, setup.randomness.key("critic"))
     sampler = setup.sampler()
     seconds: dict[str, list[float]] = {"step": [], "gen": [], "update": [], "decode": []}
     tokens = {"gen": 0.0, "update": 0.0}
@@ -81,14 +81,17 @@ def measure(model: str, threads: int, steps: int) -> dict[str, float]:
         tokens["gen"] += float(lengths_of(done.collected.completions).sum())
         tokens["update"] += done.metrics["training/tokens"]
 
-    examples = [setup.task.train(i) for i in range(setup.recipe.prompts)]
+    prompts = setup.recipe.prompts
+    sampler.engine.load(state.policy.weights, int(state.step))
     for number in range(steps):
-        sampler.engine.load(state.policy.weights, number)
-        key = setup.randomness.key("rollout", number)
+        # Other prompts each time: the slots still hold those that were run before.
+        first = number * prompts
+        examples = numbered([setup.task.train(first + i) for i in range(prompts)], first)
         requests = sampler.requests(examples, setup.recipe.group_size)
         started = time.perf_counter()
-        sampler.engine.submit(requests, sampling_of(setup.recipe), key)
-        sampler.engine.poll()
+        sampler.engine.submit(requests, sampling_of(setup.recipe))
+        while sampler.engine.poll():
+            pass
         seconds["decode"].append(time.perf_counter() - started)
     median = {name: statistics.median(values) for name, values in seconds.items()}
     return {

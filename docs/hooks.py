@@ -7,13 +7,14 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 VECTORS = ROOT / "tests" / "vectors"
-NOTEBOOK = "notebooks/losses.ipynb"
+NOTEBOOKS = ROOT / "notebooks"
 
 
 def on_files(files: Files, config) -> Files:
     for path in sorted(VECTORS.glob("*.json")):
         files.append(File.generated(config, f"vectors/{path.name}", abs_src_path=str(path)))
-    files.append(File.generated(config, NOTEBOOK, abs_src_path=str(ROOT / NOTEBOOK)))
+    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+        files.append(File.generated(config, f"notebooks/{path.name}", abs_src_path=str(path)))
     return files
 
 

@@ -44,6 +44,7 @@ LINE = (
     ("entropy", "actor/entropy", "{:.3f}"),
     ("kl", "actor/ppo_kl", "{:.2e}"),
     ("clip fraction", "actor/pg_clipfrac", "{:.4f}"),
+    ("slots used", "perf/slot_utilisation", "{:.2f}"),
 )
 
 

@@ -286,18 +286,19 @@ TABLE: tuple[Metric, ...] = (
         "Share of sequences with a rejected token, over those with a token.",
         "fraction",
     ),
-    # Dynamic sampling.
-    Metric("train/num_gen_batches", "Rounds of generation that this step's batch needed.", "count"),
-    Metric("dynamic_sampling/prompts_generated", "Prompts generated over all rounds.", "count"),
-    Metric("dynamic_sampling/prompts_kept", "Prompts kept for the batch.", "count"),
+    # Dynamic sampling. What is generated are the prompts up to the last that a step's batch needs:
+    # those that were begun ahead and turn out to be too many count nowhere.
+    Metric("train/num_gen_batches", "Prompts generated for the step, in batches.", "batches"),
+    Metric("dynamic_sampling/prompts_generated", "Prompts generated for the step.", "count"),
+    Metric("dynamic_sampling/prompts_kept", "Prompts of the batch that count.", "count"),
     Metric(
         "dynamic_sampling/filtered",
-        "Share of prompts dropped because all their responses scored alike, over those generated.",
+        "Share of prompts whose responses all scored alike, over those generated.",
         "fraction",
     ),
     Metric(
         "dynamic_sampling/gave_up",
-        "One where the bound on rounds was met before the batch was full, else zero.",
+        "One where --max-generation-rounds batches were not enough to fill this one, else zero.",
         "0 or 1",
     ),
     # Verifier: one count per reason, so that nothing is a silent zero.
@@ -380,9 +381,10 @@ TABLE: tuple[Metric, ...] = (
         "step_time",
     ),
     Metric("perf/total_num_tokens", "Prompt and response tokens of the step.", "tokens"),
+    Metric("perf/slot_utilisation", "Tokens sampled over slots times decoding steps.", "fraction"),
     Metric("perf/*", "Other speeds and memory, named as in verl.", "as named"),
-    Metric("timing_s/gen", "Wall time of decoding completions, of all rounds.", "seconds"),
-    Metric("timing_s/reward", "Wall time of their verification, of all rounds.", "seconds"),
+    Metric("timing_s/gen", "Wall time of decoding completions.", "seconds"),
+    Metric("timing_s/reward", "Wall time of waiting for their verdicts.", "seconds"),
     Metric("timing_s/values", "Wall time of the critic's values of all completions.", "seconds"),
     Metric("timing_s/ref", "Wall time of scoring them by the reference policy.", "seconds"),
     Metric("timing_s/old_log_prob", "Wall time of scoring them by the policy itself.", "seconds"),

@@ -3,7 +3,7 @@
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,8 @@ from jrl.trainer.summary import drift_alarm
 from jrl.trainer.warm_start import WarmStartStopped, prompts_imitated, shortfall, warm_start
 from moe.weights import Transformer
 
+OnStep = Callable[[int, Mapping[str, float]], None]
+"""What is told a step and its metrics."""
 SHOWN = 4
 """Held-out prompts shown before and after, and completions per step in samples.jsonl."""
 
@@ -66,6 +68,7 @@ def train(
     folder: RunFolder,
     weights: Transformer[Array] | None = None,
     on_fault: Hook | None = None,
+    on_step: OnStep = lambda step, metrics: None,
 ) -> Outcome:
     """Runs from the last checkpoint in `folder`, or from the beginning where there is none.
 
@@ -75,6 +78,8 @@ def train(
       weights: a policy to start from; None starts fresh, with the warm start.
       on_fault: called with each alarm of a run with `faults`, in the watcher's thread, before the
         run's own command.
+      on_step: called with each step and its metrics when they are written, in the first process;
+        of a run from the beginning also with step 0, the warm start and the first evaluation.
 
     Raises:
       NonFiniteRun: when updates keep being skipped.
@@ -85,7 +90,9 @@ def train(
         stop = stack.enter_context(Stop(setup.task.close))
         guard = stack.enter_context(Guard(_attachment(setup.run, folder, on_fault)))
         try:
-            state, heldout = _first_state(setup, sampler, folder, checkpoints, weights, stop)
+            state, heldout = _first_state(
+                setup, sampler, folder, checkpoints, weights, stop, on_step
+            )
         except WarmStartStopped:
             return Outcome(0, stopped=True, saved=False)
         outputs = stack.enter_context(_outputs(setup, folder, int(state.step)))
@@ -116,6 +123,8 @@ def train(
             # Lines come before the checkpoint that counts them: after a kill in between, resuming
             # drops them and writes them again, equal to the bit.
             outputs.log(step, metrics)
+            if is_main_process():
+                on_step(step, metrics)
             for number, skipped_update in enumerate(done.nonfinite):
                 _save_nonfinite(folder, f"{step}-{number}-{skipped_update.network}", skipped_update)
             if step == run.steps:
@@ -140,6 +149,7 @@ def _first_state(
     checkpoints: Checkpoints,
     weights: Transformer[Array] | None,
     stop: Stop,
+    on_step: OnStep,
 ) -> tuple[TrainState[Array], list[Example]]:
     """The state to go on from, and the held-out prompts.
 
@@ -178,6 +188,8 @@ def _first_state(
     with _appender(folder.metrics_path) as appender:
         check_known(metrics)
         appender.append(0, metrics)
+    if is_main_process():
+        on_step(0, metrics)
     _write_shown(setup, sampler, folder, state)
     save(checkpoints, setup.networks, state, belongings.describe(setup.settings, folder))
     return state, heldout

@@ -14,7 +14,12 @@ ROOT = Path(__file__).parents[2]
 
 def smoke(name: str, figures: Path) -> str:
     """What the benchmark prints."""
-    command = [sys.executable, f"benchmarks/{name}.py", "--smoke", "--json", str(figures)]
+    return printed(f"benchmarks/{name}.py", "--smoke", "--json", str(figures))
+
+
+def printed(*arguments: str) -> str:
+    """What Python prints, which must succeed."""
+    command = [sys.executable, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
@@ -39,3 +44,13 @@ def test_every_part_of_the_benchmark_for_accelerators_measures_something(tmp_pat
     # cuDNN is on no CPU, and that is said; nothing else may fail.
     failed = {one["form"].split(",")[0]: one["failed"] for one in figures if "failed" in one}
     assert failed.keys() == {"cudnn"} and "NVIDIA" in failed["cudnn"]
+    decoded = [one for one in figures if one["part"] == "decoding"]
+    assert [one["slot_utilisation"] for one in decoded] == [1.0, pytest.approx(0.8, abs=0.1)]
+
+
+@pytest.mark.slow
+def test_a_step_and_decoding_alone_are_timed():
+    one = ("--one", "tiny-dense", "--threads", "1", "--steps", "1")
+    figures = json.loads(printed("benchmarks/grpo_step.py", *one))
+    assert figures["decode"] > 0 and 0 < figures["gen"] < figures["step"]
+    assert figures["active_parameters"] == figures["parameters"] > 400_000

@@ -10,10 +10,11 @@ class OneRound:
 
 @dataclass(frozen=True)
 class DynamicSampling:
-    """Rounds of prompts until enough groups have completions that do not all score alike.
+    """Prompts until enough groups have completions that do not all score alike.
 
     Args:
-      max_rounds: after so many, what is missing is filled up with groups that do not count.
+      max_rounds: after so many times the prompts of a step, what is missing is filled up with
+        groups that do not count.
 
     References:
       Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", 2025, section

@@ -77,6 +77,11 @@ def test_a_pipe_gets_one_plain_line_every_few_steps():
     assert "\x1b" not in written(console)
 
 
+def test_a_line_says_how_full_the_slots_were():
+    line = display.training_line(1, 2, METRICS | {"perf/slot_utilisation": 0.8765})
+    assert line.endswith(", clip fraction: 0.0123, slots used: 0.88")
+
+
 def test_a_run_that_stops_early_prints_its_last_step_once():
     console = pipe()
     with display.TrainingDisplay(100, first_step=40, console=console, every=10) as shown:

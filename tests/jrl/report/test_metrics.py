@@ -57,6 +57,11 @@ def test_unknown_names_are_refused_with_the_nearest():
 def test_names_are_described_by_their_own_line_before_their_family():
     described = metrics.describe("val/verifier/timeout")
     assert described is not None and described.name == "val/verifier/*"
+    described = metrics.describe("perf/slot_utilisation")
+    assert described is not None and (described.name, described.unit) == (
+        "perf/slot_utilisation",
+        "fraction",
+    )
     described = metrics.describe("perf/throughput")
     assert described is not None and described.unit == "tokens/s"
 

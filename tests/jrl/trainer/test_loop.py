@@ -194,6 +194,21 @@ def test_checkpoints_are_bounded(tmp_path):
     assert "warm_start/loss" not in run.metrics[0]
 
 
+def test_who_asks_is_told_each_step_as_it_is_written(tmp_path):
+    setup, told = small_setup(), []
+    with RunFolder.create(tmp_path / "run", {}) as folder:
+
+        def on_step(step, metrics):
+            assert read_metrics(folder.metrics_path)[-1] == {"step": step, **metrics}
+            told.append(step)
+
+        loop.train(setup, folder, on_step=on_step)
+        assert told == [0, 1, 2, 3]
+        # A run that goes on tells what is new: all is done here.
+        loop.train(setup, folder, on_step=on_step)
+    assert told == [0, 1, 2, 3]
+
+
 def test_given_weights_skip_the_warm_start(tmp_path):
     setup = small_setup(run=small_run(steps=1))
     weights = fresh_weights(setup)
