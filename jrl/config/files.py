@@ -21,6 +21,7 @@ CHANGEABLE = (
     "layout",
     "rollout_layout",
     "devices",
+    "slots",
     "micro_batch",
     "remat",
     "fsdp",
