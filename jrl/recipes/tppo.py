@@ -50,8 +50,9 @@ class Tppo(ActorCritic):
     """Steps at the start in which only the critic learns, on returns of the fixed policy."""
 
     window: int | None = None
-    """Tokens of a response that a step samples at most; below the limit of a response. None is a
-    third of that, as the paper has 8192 of 24576."""
+    """Tokens of a response that a step samples at most; below the limit of a response. None is three
+    quarters of that: of a response that goes on, what was sampled before the last window is judged
+    by the critic alone, so most should end in their first. The paper has 8192 of 24576."""
     ignore_last: int = 8
     """Tokens at the end of the window of an unfinished response that the policy does not learn
     from, a quarter of the window at most: they depend most on what the critic thinks of the cut."""
@@ -93,7 +94,7 @@ class Tppo(ActorCritic):
         return Windows(self.window)
 
     def fitted(self, response_length: int) -> "Tppo":
-        return self if self.window else replace(self, window=-(-response_length // 3))
+        return self if self.window else replace(self, window=3 * response_length // 4)
 
     @property
     def value_clip_sides(self) -> Sides | None:
