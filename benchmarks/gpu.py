@@ -336,35 +336,49 @@ def decoding(arguments: argparse.Namespace) -> Iterator[Figures]:
     """Completions of equal length, none of which ends before its limit."""
     import jax
     import jax.numpy as jnp
+    import numpy as np
 
-    from jrl.rollout.generate import Decoder, generate
+    from jrl.rollout.engine import SlotEngine
+    from jrl.rollout.requests import Request
     from jrl.rollout.sampling import Sampling
     from moe.weights import initialise
     from sharding.folding import Layout, fold
 
     config = network(arguments)
+    mesh = fold(Layout(), jax.devices()[:1])
     weights = jax.jit(partial(initialise, config))(jax.random.key(0))
     if config.dtype == "bfloat16":
         # Reading the matrices is what a decoding step waits for; a server keeps them halved.
         weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights)
     prompt, response = (4, 4) if arguments.smoke else (256, 256)
     for rows in (2,) if arguments.smoke else (64, 512):
-        decoder = Decoder(
-            config,
-            fold(Layout(), jax.devices()[:1]),
-            prompt_length=prompt,
-            response_length=response,
-            num_samples=1,
-            pad_id=0,
-            stop_ids=(config.vocab_size,),
-            sampling=Sampling(),
-        )
-        prompts = jax.random.randint(jax.random.key(3), (rows, prompt), 0, config.vocab_size)
+        prompts = np.random.default_rng(3).integers(0, config.vocab_size, (rows, prompt))
 
-        def build(decoder=decoder, prompts=prompts):
-            valid = jnp.ones(prompts.shape, bool)
-            call = partial(generate, decoder, weights, prompts, valid, jax.random.key(4))
-            return call, lambda s: {"tokens_per_s": prompts.shape[0] * response / s}
+        def build(rows=rows, prompts=prompts):
+            engine = SlotEngine(
+                config,
+                mesh,
+                mesh,
+                slots=rows,
+                columns=prompt + response,
+                pad_id=0,
+                stop_ids=(config.vocab_size,),
+                key=jax.random.key(4),
+            )
+            requests = [
+                Request(number, 0, ids.astype(np.int32), response)
+                for number, ids in enumerate(prompts)
+            ]
+
+            def call():
+                engine.load(weights, 0)
+                engine.submit(requests, Sampling())
+                while engine.poll():
+                    pass
+                # Prompts are run anew in every call.
+                engine.release()
+
+            return call, lambda s: {"tokens_per_s": rows * response / s}
 
         yield measured(f"{rows} rows, {prompt} + {response} tokens", build, arguments.calls)
 

@@ -55,7 +55,7 @@ def measure(model: str, threads: int, steps: int) -> dict[str, float]:
     from jrl.config.run import RunConfig
     from jrl.recipes import Grpo
     from jrl.rollout.collect import sampling_of
-    from jrl.rollout.sampler import lengths_of
+    from jrl.rollout.sampler import lengths_of, numbered
     from jrl.trainer.setup.setup import build_setup
     from jrl.trainer.state import init_state, init_weights
     from jrl.trainer.step import train_step
@@ -81,15 +81,17 @@ def measure(model: str, threads: int, steps: int) -> dict[str, float]:
         tokens["gen"] += float(lengths_of(done.collected.completions).sum())
         tokens["update"] += done.metrics["training/tokens"]
 
-    examples = [setup.task.train(i) for i in range(setup.recipe.prompts)]
+    examples = numbered([setup.task.train(i) for i in range(setup.recipe.prompts)])
+    requests = sampler.requests(examples, setup.recipe.group_size)
     for number in range(steps):
         sampler.engine.load(state.policy.weights, number)
-        key = setup.randomness.key("rollout", number)
-        requests = sampler.requests(examples, setup.recipe.group_size)
         started = time.perf_counter()
-        sampler.engine.submit(requests, sampling_of(setup.recipe), key)
-        sampler.engine.poll()
+        sampler.engine.submit(requests, sampling_of(setup.recipe))
+        while sampler.engine.poll():
+            pass
         seconds["decode"].append(time.perf_counter() - started)
+        # Prompts are run anew in every rollout.
+        sampler.engine.release()
     median = {name: statistics.median(values) for name, values in seconds.items()}
     return {
         **median,
