@@ -169,6 +169,7 @@ class SlotEngine:
         self._weights: Transformer[Array] | None = None
         self._policy: Policy[Array] | None = None
         self._version, self._entropy = 0, None
+        self._placed_draws: Draws | None = None
         self._sampling = Sampling()
         self._pool: Pool[Array] | None = None
         self._lengths = np.zeros(slots, np.int32)
@@ -192,9 +193,8 @@ class SlotEngine:
             self._seating.forget()
             self._policy = None
         self._weights, self._version = weights, version
-        given = EntropyStatistics.neutral() if entropy is None else entropy
-        # From its own mesh to that which decodes: four numbers.
-        self._entropy = self._everywhere(to_host(given))
+        # From its own mesh to that which decodes: four numbers, where they are asked for.
+        self._entropy, self._placed_draws = to_host(entropy), None
 
     def release(self) -> None:
         assert not self._seating.sitting, "rows are under way"
@@ -246,6 +246,7 @@ class SlotEngine:
         pool = self._there()
         ranks, per_rank = self._seating.ranks, self._seating.per_rank
         width = -(-bucket(arriving.width, self.columns) // self._unit) * self._unit
+        taken, numbers = list[int](), list[tuple[int, ...]]()
         most = max(map(len, arriving.runs))
         number = bucket(most, most * 2, least=1) if most else 0
         tokens = np.full((ranks, number, width), self.decoder.pad_id, np.int32)
@@ -266,12 +267,16 @@ class SlotEngine:
         )
         for slot, request, source in arriving.seats:
             ids = request.ids
-            columns.sources[slot] = source if source >= 0 else number + ~source % per_rank
             columns.tokens[slot, : len(ids)] = ids
-            columns.lengths[slot], columns.limits[slot] = len(ids), request.limit
-            columns.responses[slot] = len(request.tokens)
-            columns.prompts[slot], columns.samples[slot] = request.prompt, request.sample
-            self._lengths[slot] = len(ids)
+            taken.append(slot)
+            source = source if source >= 0 else ~source % per_rank
+            numbers.append((source, len(ids), request.limit, len(request.tokens), *request[:2]))
+        # All at once: one by one they take longer than the program.
+        written = columns.sources, columns.lengths, columns.limits
+        written += columns.responses, columns.prompts, columns.samples
+        for column, values in zip(written, np.array(numbers, np.int32).T, strict=True):
+            column[taken] = values
+        self._lengths[taken] = columns.lengths[taken]
         given = self._over_slots((tokens.reshape(-1, width), lengths.reshape(-1), columns))
         weights = self._resharding.of(self._loaded())
         self._pool = admit(self.decoder, self._sampling, weights, pool, *given, self._draws())
@@ -343,9 +348,14 @@ class SlotEngine:
         return self._weights
 
     def _draws(self) -> Draws:
-        adapts = self._sampling.adaptive is not None
-        entropy = self._entropy if adapts else None
-        return Draws(self._key, self._everywhere(np.int32(self._version)), entropy)
+        adapts, placed = self._sampling.adaptive is not None, self._placed_draws
+        if placed is None or (placed.entropy is not None) != adapts:
+            entropy = None
+            if adapts:
+                entropy = EntropyStatistics.neutral() if self._entropy is None else self._entropy
+            version, entropy = self._everywhere((np.int32(self._version), to_host(entropy)))
+            placed = self._placed_draws = Draws(self._key, version, entropy)
+        return placed
 
     def _everywhere(self, tree: Any) -> Any:
         return to_devices(tree, replicated(self.mesh))

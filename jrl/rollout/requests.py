@@ -38,6 +38,8 @@ class Request(NamedTuple):
     @property
     def ids(self) -> np.ndarray:
         """What there is already, prompt and response."""
+        if not len(self.response):
+            return self.tokens
         return np.concatenate([self.tokens, self.response])
 
     @property

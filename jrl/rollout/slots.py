@@ -104,9 +104,9 @@ class Arrivals(Generic[Leaf]):
     """Rows that come into slots, an entry per slot.
 
     Attributes:
-      sources: ``[slot]`` whose keys and values the row begins with: a number of one of the rows
-        that are run now on the slot's rank, or the count of those plus the number of another of
-        its slots, which begins with the same tokens; -1 where nothing arrives.
+      sources: ``[slot]`` whose keys and values the row begins with: the number of one of the rows
+        that are run now on the slot's rank or, where none are run, that of another of its slots,
+        which begins with the same tokens; -1 where nothing arrives.
       tokens: ``[slot, width]`` ids of prompt and response so far.
       lengths: ``[slot]`` how many they are.
       limits, responses, prompts, samples: as in `Pool`.
@@ -335,7 +335,7 @@ def _placed(
     def begun(own: Array, ran: Array | None, axis: int) -> Array:
         """`own` where nothing arrives, else the first columns of what the row begins with."""
         there = jax.lax.slice_in_dim(own, 0, width, axis=axis)
-        known = there if ran is None else jnp.concatenate([ran.astype(own.dtype), there])
+        known = there if ran is None else ran
         new = where_arriving(jnp.take(known, source, axis=0), there)
         return jax.lax.dynamic_update_slice_in_dim(own, new, 0, axis=axis)
 
@@ -349,7 +349,7 @@ def _placed(
         later = jnp.arange(written.shape[1])[None] >= arrivals.lengths[:, None]
         none = jnp.asarray(decoder.config.num_experts, known.dtype)
         choices = jnp.where((arrives[:, None] & later)[..., None, None], none, known)
-    states = pool.states if ran is None else jnp.concatenate([ran.states, pool.states])
+    states = pool.states if ran is None else ran.states
     return Pool(
         rows=Rows(
             lengths=where_arriving(arrivals.lengths, rows.lengths),
