@@ -50,9 +50,9 @@ class Tppo(ActorCritic):
     """Steps at the start in which only the critic learns, on returns of the fixed policy."""
 
     window: int | None = None
-    """Tokens of a response that a step samples at most; below the limit of a response. None is three
-    quarters of that: of a response that goes on, what was sampled before the last window is judged
-    by the critic alone, so most should end in their first. The paper has 8192 of 24576."""
+    """Tokens of a response that a step samples at most; below the limit of a response. None is
+    three quarters of that: of a response that goes on, what was sampled before the last window is
+    judged by the critic alone, so most should end in their first. The paper has 8192 of 24576."""
     ignore_last: int = 8
     """Tokens at the end of the window of an unfinished response that the policy does not learn
     from, a quarter of the window at most: they depend most on what the critic thinks of the cut."""
