@@ -107,7 +107,7 @@ def batch(under_mask=0.0):
 def with_targets(name, under_mask=0.0):
     """The batch with what the recipe makes of it, and those targets."""
     given = batch(under_mask)
-    targets = jax.jit(KINDS[name]().targets)(given)
+    targets = jax.jit(KINDS[name]().fitted(TIME - PROMPT).targets)(given)
     mask = given.mask if targets.mask is None else targets.mask
     known = {"advantages": targets.advantages, "returns": targets.returns}
     return replace(given, mask=mask, critic_mask=targets.critic_mask, **known), targets
@@ -142,7 +142,7 @@ def test_targets_are_numbers_for_the_sampled_tokens(name):
 
 @every_recipe
 def test_what_is_under_the_mask_changes_nothing(name):
-    recipe, (logprobs, entropy) = KINDS[name](), scores()
+    recipe, (logprobs, entropy) = KINDS[name]().fitted(TIME - PROMPT), scores()
     found = []
     for under_mask in (0.0, np.nan):
         given, targets = with_targets(name, under_mask)
@@ -158,7 +158,7 @@ def test_what_is_under_the_mask_changes_nothing(name):
 @every_recipe
 def test_a_loss_is_the_sum_over_its_pieces(name):
     """With denominators and statistics of the whole mini-batch, however it is cut."""
-    recipe, (logprobs, entropy) = KINDS[name](), scores()
+    recipe, (logprobs, entropy) = KINDS[name]().fitted(TIME - PROMPT), scores()
     given, _ = with_targets(name)
     totals, statistics = count(given), None
     if recipe.uses_statistics:

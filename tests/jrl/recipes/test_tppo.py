@@ -98,7 +98,7 @@ def test_masks():
 def test_the_critic_learns_from_monte_carlo_returns(gamma):
     """Of all windows, whatever the critic said."""
     given = windows([7, 5, 2], [4, 4, 0], [True, False, True], [1.0, 0.0, -1.0])
-    targets = Tppo(gamma=gamma).targets(given)
+    targets = Tppo(window=4, gamma=gamma).targets(given)
     for number, length, reward in ((0, 7, 1.0), (2, 2, -1.0)):
         expected = reward * gamma ** np.arange(length)[::-1]
         found = targets.returns[number, PROMPT : PROMPT + length]
@@ -107,12 +107,12 @@ def test_the_critic_learns_from_monte_carlo_returns(gamma):
 
 def test_advantages_are_whitened_over_what_is_kept_and_then_bounded():
     given = windows([7, 7, 6, 2], [4, 0, 3, 0], [True, False, False, True], [1, 0, 0, -1])
-    plain = Tppo(**PLAIN).targets(given)
+    plain = Tppo(window=4, **PLAIN).targets(given)
     kept = np.asarray(plain.mask)
     assert (np.asarray(given.mask) & ~kept).any()
     whitened = oracles.whiten(np.asarray(plain.advantages, np.float64), kept)
     for bound in (None, 0.8):
-        recipe = Tppo(whiten_advantages=True, advantage_clip=bound)
+        recipe = Tppo(window=4, whiten_advantages=True, advantage_clip=bound)
         expected = whitened if bound is None else np.clip(whitened, -bound, bound)
         # float32 against float64.
         np.testing.assert_allclose(recipe.targets(given).advantages, expected, rtol=1e-4, atol=1e-6)
@@ -136,14 +136,15 @@ def test_the_ratio_is_that_of_the_probabilities():
 
 def test_without_windows_every_response_is_finished():
     given = windows([7, 5], [0, 0], [True, True], [1, -1])
-    expected = Tppo().targets(given)
-    found = Tppo().targets(given.replace(finished=None))
+    expected = Tppo(window=4).targets(given)
+    found = Tppo(window=4).targets(given.replace(finished=None))
     for name in ("advantages", "returns", "mask", "critic_mask"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
 
 
 def test_what_is_collected():
-    assert Tppo(window=5).collection == Windows(5)
+    assert Tppo(window=5).collection == Tppo(window=5).fitted(99).collection == Windows(5)
+    assert Tppo().fitted(12).collection == Windows(9)
     assert not Tppo().whole_groups
     assert Tppo().value_clip_sides == (0.5, 0.6)
     assert Tppo(value_clip=None).value_clip_sides is None
