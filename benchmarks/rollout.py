@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="rounds, all sides in turn")
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--requests", type=int, default=2048)
-    parser.add_argument("--median", type=int, default=16, help="tokens of a response")
+    parser.add_argument("--median", type=int, default=32, help="tokens of a response")
     parser.add_argument("--model", default="tiny", help="preset that lengths are measured with")
     parser.add_argument("--peer", help="Python of an environment with torch and transformers")
     parser.add_argument("--peer-models", nargs="+", choices=list(DENSE), default=list(DENSE))

@@ -292,6 +292,8 @@ class SlotEngine:
             for slot in sitting
         )
         columns = bucket(longest, self.columns, least=NARROWEST)
+        # A part of the cache is copied, there and back; all of it is not.
+        columns = columns if columns * 2 <= self.columns else self.columns
         if self._policy is None:
             self._policy = policy_of(self.decoder, self._resharding.of(self._loaded()))
         limits = self._everywhere((np.int32(WINDOW), np.int32(max(live, 0))))

@@ -491,7 +491,7 @@ def _advance_local(
         row_steps = loop.row_steps + loop.num_live
         return _Loop(loop.steps + 1, count(live), row_steps, rows, live, cache)
 
-    # Copied once, so that no step reads what no row has reached.
+    # A part is copied once, so that no step reads what no row has reached; the whole is not copied.
     read = jax.tree.map(lambda x: x[:, :, :columns], pool.cache)
     nothing = jnp.zeros((), jnp.int32)
     rows, live = vary((pool.rows, pool.live), mesh.except_sequence)
