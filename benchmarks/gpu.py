@@ -336,8 +336,8 @@ def decoding(arguments: argparse.Namespace) -> Iterator[Figures]:
     """Completions of equal length, none of which ends before its limit."""
     import jax
     import jax.numpy as jnp
-
     from jrl.rollout.generate import Decoder, generate
+
     from jrl.rollout.sampling import Sampling
     from moe.weights import initialise
     from sharding.folding import Layout, fold

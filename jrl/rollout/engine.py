@@ -12,8 +12,9 @@ from jaxtyping import Array
 from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import to_devices, to_host
 from jrl.rollout.batching import replicated
-from jrl.rollout.requests import Finish, Request, Shelf, Trajectory
-from jrl.rollout.resharding import RolloutPolicy
+from jrl.rollout.carried import carried_by
+from jrl.rollout.requests import Finish, Request, Shelf, Trajectory, sampled_in
+from jrl.rollout.resharding import RolloutPolicy, apart
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.seating import Arriving, Seating, bucket
 from jrl.rollout.slots import (
@@ -124,6 +125,11 @@ class RolloutEngine(Protocol):
         """Drops what is under way for these prompts."""
         ...
 
+    def suspend(self) -> list[Request]:
+        """Takes back all that is under way: requests which go on where they stood when they are
+        submitted again, whatever the weights are then. With several processes a collective."""
+        ...
+
 
 class SlotEngine:
     """A pool of decoding slots that is kept full: where a row ends, the next begins.
@@ -134,7 +140,7 @@ class SlotEngine:
     Args:
       config: the policy network.
       training: the mesh that weights come from.
-      rollout: the mesh that decodes, over the same devices in the same order.
+      rollout: the mesh that decodes, over the same devices in the same order or over others.
       slots: rows that are decoded at a time; a multiple of the ranks that share them.
       columns: tokens of the longest row, prompt and response.
       pad_id: fills what is not a token.
@@ -157,7 +163,7 @@ class SlotEngine:
         records_choices: bool = False,
     ):
         _check(rollout, slots)
-        self.mesh, self.slots = rollout, slots
+        self.mesh, self.slots, self._training = rollout, slots, training
         # Tokens that run together are spread over ``tp``.
         self._unit = rollout.size(rollout.tp)
         self.columns = -(-columns // self._unit) * self._unit
@@ -192,6 +198,9 @@ class SlotEngine:
             self._seating.forget()
             self._policy = None
         self._weights, self._version = weights, version
+        if apart(self._training, self.mesh):
+            # At once: training gives its buffers away while this engine samples.
+            self._resharding.of(weights)
         given = EntropyStatistics.neutral() if entropy is None else entropy
         # From its own mesh to that which decodes: four numbers.
         self._entropy = self._everywhere(to_host(given))
@@ -232,6 +241,19 @@ class SlotEngine:
         for slot in slots:
             seating.leave(slot)
 
+    def suspend(self) -> list[Request]:
+        seating, begun = self._seating, list[Request]()
+        if seating.sitting:
+            assert self._pool is not None
+            rows = to_host(self._pool.rows)
+            self._pool = halt(self._pool, self._over_slots(np.zeros(self.slots, bool)))
+            for slot in sorted(seating.sitting):
+                request = seating.leave(slot)
+                begun.append(request._replace(sampled=sampled_in(rows, slot, request)))
+        waiting = list(seating.waiting)
+        seating.waiting.clear()
+        return begun + waiting
+
     def poll(self) -> list[Trajectory]:
         seating, done = self._seating, list[Trajectory]()
         while not done and (seating.waiting or seating.sitting):
@@ -263,6 +285,7 @@ class SlotEngine:
             responses=nothing.copy(),
             prompts=nothing.copy(),
             samples=nothing.copy(),
+            carried=carried_by(arriving, self.slots, width, self.decoder),
         )
         for slot, request, source in arriving.seats:
             ids = request.ids
@@ -319,7 +342,7 @@ class SlotEngine:
         tokens, done = to_host(self._pool.rows.tokens), list[Trajectory]()
         for slot in slots:
             request, row = seating.leave(slot), shelf.taken
-            ids = tokens[slot, len(request.ids) : self._lengths[slot]]
+            ids = tokens[slot, request.start : self._lengths[slot]]
             done.append(Trajectory(request, ids, self._finish(request, ids), shelf, row))
             shelf.taken += 1
         return done

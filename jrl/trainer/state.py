@@ -13,6 +13,7 @@ from jaxtyping import Array
 from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import to_devices
 from jrl.recipes.base.collection import Windows
+from jrl.rollout.ahead import Ahead
 from jrl.rollout.batching import replicated
 from jrl.rollout.windows import Unfinished, none_unfinished
 from jrl.runs.checkpoints import Checkpoints
@@ -44,6 +45,7 @@ class TrainState(Generic[Leaf]):
       unfinished: responses that the next step goes on with, None unless the recipe writes windows.
       kept: of the step before, for the sampler of the next (`jrl.recipes.Recipe.kept`): scalars,
         None where the temperature of sampling is constant.
+      ahead: what was sampled for the steps to come, None where steps learn from their own policy.
     """
 
     step: Leaf
@@ -53,6 +55,7 @@ class TrainState(Generic[Leaf]):
     reference: Transformer[Leaf] | None
     unfinished: Unfinished[Leaf] | None = None
     kept: EntropyStatistics[Leaf] | None = None
+    ahead: Ahead[Leaf] | None = None
 
 
 def init_weights(config: ModelConfig, mesh: FoldedMesh, key: Array) -> Transformer[Array]:
@@ -92,6 +95,9 @@ def init_state(
         reference=jax.tree.map(jnp.copy, policy) if networks.keeps_reference else None,
         unfinished=_unfinished(networks),
         kept=first_kept(networks.policy.objective.sampling, networks.mesh),
+        ahead=None
+        if networks.room is None
+        else to_devices(networks.room.empty(), replicated(networks.mesh)),
     )
 
 
@@ -128,6 +134,7 @@ def abstract(networks: Networks) -> TrainState[Any]:
         reference=_laid_out(state.reference, weights, mesh),
         unfinished=_laid_out(state.unfinished, weights, mesh),
         kept=_laid_out(state.kept, weights, mesh),
+        ahead=_laid_out(state.ahead, weights, mesh),
     )
 
 

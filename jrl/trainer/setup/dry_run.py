@@ -48,7 +48,8 @@ def print_dry_run(setup: Setup, console: Console | None = None) -> None:
     devices = f"{_count(size, 'device', 'devices')} ({jax.devices()[0].device_kind})"
     _print(console, f"Layout: {setup.run.layout} on {devices}", axes(setup.mesh))
     if setup.rollout_mesh != setup.mesh:
-        title = f"Rollout layout: {setup.rollout_mesh.layout} on the same"
+        where = "the same" if setup.run.rollout_devices is None else "devices of their own"
+        title = f"Rollout layout: {setup.rollout_mesh.layout} on {where}"
         _print(console, title, axes(setup.rollout_mesh))
     if setup.format.template is not None:
         _print_prompt(setup, console)

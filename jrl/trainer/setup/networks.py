@@ -7,6 +7,7 @@ from jaxtyping import Array
 
 from jrl.recipes.base.batch import Batch
 from jrl.recipes.base.optimizer import Optimizer
+from jrl.rollout.ahead import Room
 from jrl.trainer.objectives import CriticObjective, PolicyObjective, SupervisedObjective
 from jrl.trainer.update import Learner, init_learner, update
 from moe.config import ModelConfig
@@ -63,15 +64,31 @@ class Networks:
       policy: what samples.
       critic: what values states, None without one.
       keeps_reference: whether the policy at the start of training is kept.
+      max_staleness: versions of the policy that what it learns from may be behind it.
     """
 
     policy: Network[PolicyObjective]
     critic: Network[CriticObjective] | None
     keeps_reference: bool
+    max_staleness: int = 0
 
     @property
     def mesh(self) -> FoldedMesh:
         return self.policy.mesh
+
+    @property
+    def room(self) -> Room | None:
+        """For what is sampled ahead; None where nothing is."""
+        if not self.max_staleness:
+            return None
+        policy = self.policy.objective
+        return Room(
+            policy.recipe,
+            self.max_staleness,
+            policy.layout.prompt_length,
+            policy.response_length,
+            policy.config if policy.recipe.router_replay == "R3" else None,
+        )
 
     def on(self, mesh: FoldedMesh) -> "Networks":
         """The same on another mesh."""

@@ -13,11 +13,12 @@ from jrl.config.files import fixed_settings
 from jrl.config.run import ROUTER_SETTINGS, RunConfig
 from jrl.processes.agreement import is_multiprocess
 from jrl.recipes.base.actor_critic import ActorCritic
+from jrl.recipes.base.collection import Windows
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.collect import sampling_of
 from jrl.rollout.engine import SlotEngine
-from jrl.rollout.resharding import rollout_mesh
+from jrl.rollout.resharding import mesh_apart, rollout_mesh
 from jrl.rollout.sampler import Sampler
 from jrl.tasks import Task, load_task
 from jrl.tasks.jsonl import Fields
@@ -82,6 +83,8 @@ class Setup:
                 f"router_replay={self.recipe.router_replay!r} has nothing to replay: the network "
                 f"of {self.run.model} has no experts. Leave out --router-replay."
             )
+        if self.run.max_staleness:
+            _check_may_be_stale(self.recipe, self.run.max_staleness)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -100,7 +103,9 @@ class Setup:
     @cached_property
     def rollout_mesh(self) -> FoldedMesh:
         """Where completions are sampled: `mesh` itself unless that cannot decode or the run has a
-        rollout layout."""
+        rollout layout, or devices for it."""
+        if self.run.rollout_devices is not None:
+            return mesh_apart(self.run.rollout_layout, self.run.rollout_devices, self.mesh)
         return rollout_mesh(self.run.rollout_layout, self.mesh)
 
     @property
@@ -149,7 +154,7 @@ class Setup:
             of_critic = CriticObjective(self.model.as_critic(), self.mesh, layout, recipe, response)
             critic = Network(of_critic, recipe.critic_optimizer, pieces)
         policy = Network(of_policy, recipe.optimizer, pieces)
-        return Networks(policy, critic, keeps_reference=recipe.uses_reference)
+        return Networks(policy, critic, recipe.uses_reference, self.run.max_staleness)
 
     @property
     def imitator(self) -> Network[SupervisedObjective]:
@@ -270,6 +275,21 @@ def _of_checkpoint(directory: str) -> ModelConfig:
     from moe.huggingface import config_from  # needs an extra
 
     return config_from(directory)
+
+
+def _check_may_be_stale(recipe: Recipe, max_staleness: int) -> None:
+    """Refuses recipes whose steps must know what the step before has learned."""
+    if isinstance(recipe.collection, Windows):
+        raise ValueError(
+            f"max_staleness={max_staleness}: {recipe.name} goes on in each step with the responses "
+            "that the step before left unfinished, and learns from them in between: leave out "
+            "--max-staleness."
+        )
+    if recipe.temperature_rule is not None:
+        raise ValueError(
+            f"max_staleness={max_staleness}: in {recipe.name} the temperature of sampling follows "
+            "what the step before has learned: leave out --max-staleness, or choose another recipe."
+        )
 
 
 def _check_fits(setup: Setup) -> None:
