@@ -29,9 +29,10 @@ class Command:
     """Folder of the run, new but for --resume; None takes the next runs/RECIPE-TASK-NUMBER."""
     resume: tyro.conf.FlagCreatePairsOff[bool] = False
     """Go on with the run in --run-dir from its last checkpoint, with its own settings. Only --steps
-    (upwards), what fits it to the machine (--layout, --rollout-layout, --devices, --micro-batch,
-    --remat, --fsdp, --verifiers), --checkpoint-every, --keep-checkpoints, --samples-every,
-    --max-nonfinite, --drift-alarm, --log-to and what is about faults may change."""
+    (upwards), what fits it to the machine (--layout, --rollout-layout, --rollout-devices,
+    --devices, --micro-batch, --remat, --fsdp, --verifiers), --checkpoint-every, --keep-checkpoints,
+    --samples-every, --max-nonfinite, --drift-alarm, --log-to and what is about faults may
+    change."""
     dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print batch arithmetic, parameters, memory and layout, and stop."""
 

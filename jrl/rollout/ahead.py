@@ -150,7 +150,8 @@ class Room(NamedTuple):
         """What `packed` was given; None where nothing was sampled yet."""
         if ahead.lengths[0] < 0:
             return None
-        rows = [_read(ahead, place, sampler) for place in np.flatnonzero(ahead.lengths >= 0)]
+        places = np.flatnonzero(ahead.lengths >= 0).tolist()
+        rows = [_read(ahead, place, sampler) for place in places]
         ready = [row for row in rows[: self.recipe.completions] if isinstance(row, Completion)]
         numbers = dict(zip(METRICS, _whole(ahead.metrics).tolist(), strict=True))
         return Drawn(
@@ -214,9 +215,15 @@ def _write(into: Ahead[np.ndarray], place: int, row: Completion | Request) -> No
 def _read(ahead: Ahead[np.ndarray], place: int, sampler: Sampler) -> Completion | Request:
     example = sampler.task.train(int(ahead.prompts[place]))
     ids, length = sampler.encoded(example), int(ahead.lengths[place])
-    columns = ahead.tokens, ahead.behaviour_logprobs, ahead.old_logprobs, ahead.versions
-    choices = None if ahead.choices is None else ahead.choices[place, : len(ids) + length]
-    sampled = Sampled(*(column[place, :length] for column in columns), choices) if length else None
+    sampled = None
+    if length:
+        sampled = Sampled(
+            ahead.tokens[place, :length],
+            ahead.behaviour_logprobs[place, :length],
+            ahead.old_logprobs[place, :length],
+            ahead.versions[place, :length],
+            None if ahead.choices is None else ahead.choices[place, : len(ids) + length],
+        )
     number = int(ahead.prompts[place]), int(ahead.samples[place])
     request = Request(*number, ids, sampler.response_length, sampled=sampled)
     if ahead.finishes[place] < 0 or sampled is None:

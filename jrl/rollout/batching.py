@@ -104,25 +104,27 @@ def batch_from_host(
     choices = trajectories[0].sampled.choices
     if choices is not None:
         choices = np.full((*shape, *choices.shape[1:]), no_expert, choices.dtype)
-    batch = Batch(
-        tokens=np.full(shape, pad_id, np.int32),
-        valid=np.zeros(shape, bool),
-        mask=np.zeros(shape, bool),
-        behaviour_logprobs=np.zeros(shape, np.float32),
-        old_logprobs=np.zeros(shape, np.float32),
-        truncated=np.array([t.finish == "length" for t in trajectories]),
-        choices=choices,
-    )
+    tokens = np.full(shape, pad_id, np.int32)
+    valid, mask = np.zeros(shape, bool), np.zeros(shape, bool)
+    behaviour_logprobs, old_logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     for row, trajectory in enumerate(trajectories):
         request, sampled = trajectory.request, trajectory.sampled
         begin, end = prompt_length - len(request.tokens), prompt_length + len(sampled.tokens)
-        batch.tokens[row, begin:end] = request.ids
-        batch.valid[row, begin:end] = True
-        batch.mask[row, prompt_length:end] = counts[row]
-        batch.behaviour_logprobs[row, prompt_length:end] = sampled.behaviour_logprobs
-        batch.old_logprobs[row, prompt_length:end] = sampled.old_logprobs
+        tokens[row, begin:end], valid[row, begin:end] = request.ids, True
+        mask[row, prompt_length:end] = counts[row]
+        behaviour_logprobs[row, prompt_length:end] = sampled.behaviour_logprobs
+        old_logprobs[row, prompt_length:end] = sampled.old_logprobs
         if choices is not None:
             choices[row, begin:end] = sampled.choices
+    batch = Batch(
+        tokens=tokens,
+        valid=valid,
+        mask=mask,
+        behaviour_logprobs=behaviour_logprobs,
+        old_logprobs=old_logprobs,
+        truncated=np.array([t.finish == "length" for t in trajectories]),
+        choices=choices,
+    )
     return to_devices(batch, over_rows(mesh))
 
 

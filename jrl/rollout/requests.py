@@ -163,10 +163,18 @@ def sampled_in(rows: Rows[np.ndarray], row: int, request: Request) -> Sampled:
       rows: on the host.
       row: which of them is the request's.
     """
-    begin, end = request.start, int(rows.lengths[row])
-    kept = (rows.tokens, rows.behaviour_logprobs, rows.old_logprobs, rows.versions)
-    choices = None if rows.choices is None else np.array(rows.choices[row, :end])
-    return Sampled(*(np.array(column[row, begin:end]) for column in kept), choices)
+    end = int(rows.lengths[row])
+
+    def column(whole: np.ndarray) -> np.ndarray:
+        return np.array(whole[row, request.start : end])
+
+    return Sampled(
+        column(rows.tokens),
+        column(rows.behaviour_logprobs),
+        column(rows.old_logprobs),
+        column(rows.versions),
+        None if rows.choices is None else np.array(rows.choices[row, :end]),
+    )
 
 
 def taken_off(trajectories: Sequence[Trajectory]) -> list[Trajectory]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 from weakref import ref
 
 import jax
@@ -90,7 +91,7 @@ def apart(training: FoldedMesh, rollout: FoldedMesh) -> bool:
     return _devices(training).isdisjoint(_devices(rollout))
 
 
-def _devices(mesh: FoldedMesh) -> set[jax.Device]:
+def _devices(mesh: FoldedMesh) -> set[Any]:
     assert isinstance(mesh.mesh, jax.sharding.Mesh)
     return set(mesh.mesh.devices.flat)
 
