@@ -53,6 +53,7 @@ class Ahead(Generic[Leaf]):
       samples: ``[place]`` which of its responses it is.
       lengths: ``[place]`` tokens so far, 0 where it was not begun; -1 where the place is empty.
       finishes: ``[place]`` number of what ended it in `FINISHES`; -1 where nothing did.
+      slots: ``[place]`` the slot that a row in flight keeps; -1 where it keeps none.
       reasons: ``[place]`` number of the verdict's reason; -1 without a verdict.
       scores: ``[place, 2]`` of the verdict, as `metrics` are kept.
       counts: ``[place]`` whether its tokens count.
@@ -68,6 +69,7 @@ class Ahead(Generic[Leaf]):
     samples: Leaf
     lengths: Leaf
     finishes: Leaf
+    slots: Leaf
     reasons: Leaf
     scores: Leaf
     counts: Leaf
@@ -118,6 +120,7 @@ class Room(NamedTuple):
             samples=filled(0, places),
             lengths=filled(-1, places),
             finishes=filled(-1, places),
+            slots=filled(-1, places),
             reasons=filled(-1, places),
             scores=_halves(np.zeros(places)),
             counts=np.zeros(places, bool),
@@ -201,6 +204,8 @@ def _write(into: Ahead[np.ndarray], place: int, row: Completion | Request) -> No
         assert row.verdict is not None
         into.finishes[place] = FINISHES.index(row.trajectory.finish)
         into.reasons[place] = REASONS.index(row.verdict.reason)
+    if request.slot is not None:
+        into.slots[place] = request.slot
     if sampled is None:
         return
     length = into.lengths[place] = len(sampled.tokens)
@@ -227,7 +232,8 @@ def _read(ahead: Ahead[np.ndarray], place: int, sampler: Sampler) -> Completion 
     number = int(ahead.prompts[place]), int(ahead.samples[place])
     request = Request(*number, ids, sampler.response_length, sampled=sampled)
     if ahead.finishes[place] < 0 or sampled is None:
-        return request
+        slot = int(ahead.slots[place])
+        return request._replace(slot=None if slot < 0 else slot)
     finish = FINISHES[ahead.finishes[place]]
     trajectory = Trajectory(request, sampled.tokens, finish, shelf=None, row=0)
     text = text_of(sampler.format.tokenizer, sampled.tokens)

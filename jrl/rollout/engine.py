@@ -1,7 +1,6 @@
 """Engines answer requests with trajectories; which one does it is nobody else's concern."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -32,6 +31,7 @@ from jrl.rollout.slots import (
     policy_of,
     shelve,
 )
+from jrl.rollout.usage import Usage
 from moe.config import ModelConfig
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
@@ -44,26 +44,6 @@ NARROWEST = 64
 """Columns of the cache that attention reads at least, if there are so many."""
 REFILL = 16
 """Slots are filled again when one in so many is free: each time costs two programs."""
-
-
-@dataclass
-class Usage:
-    """What decoding did.
-
-    Attributes:
-      slot_steps: tokens that there was room for: slots times steps.
-      row_steps: tokens that were sampled.
-      prefilled: tokens of prompts, and of responses gone on with, that were run.
-    """
-
-    slot_steps: int = 0
-    row_steps: int = 0
-    prefilled: int = 0
-
-    @property
-    def utilisation(self) -> float:
-        """The share of the room that was used; 1 where there was none."""
-        return self.row_steps / self.slot_steps if self.slot_steps else 1.0
 
 
 @runtime_checkable
@@ -125,9 +105,22 @@ class RolloutEngine(Protocol):
         """Drops what is under way for these prompts."""
         ...
 
-    def suspend(self) -> list[Request]:
+    def suspend(self, keep_pool: bool = False) -> list[Request]:
         """Takes back all that is under way: requests which go on where they stood when they are
-        submitted again, whatever the weights are then. With several processes a collective."""
+        submitted again, whatever the weights are then. With several processes a collective.
+
+        Args:
+          keep_pool: whether rows go on with the keys and values that they have; the engine must
+            have its pool again when they are submitted.
+        """
+        ...
+
+    def take_pool(self) -> Pool[Array]:
+        """What stands in the slots, which the engine has no more."""
+        ...
+
+    def give_pool(self, pool: Pool[Array]) -> None:
+        """Gives back what `take_pool` gave, to an engine that has nothing under way."""
         ...
 
 
@@ -225,7 +218,12 @@ class SlotEngine:
                     "make an engine with more columns."
                 )
         self._sampling = sampling
-        seating.waiting.extend(requests)
+        for request in requests:
+            if request.slot is None:
+                seating.waiting.append(request)
+            else:
+                seating.stay(request.slot, request)
+                self._lengths[request.slot] = len(request.ids)
 
     def cancel(self, prompts: Sequence[int]) -> None:
         dropped = set(prompts)
@@ -241,18 +239,26 @@ class SlotEngine:
         for slot in slots:
             seating.leave(slot)
 
-    def suspend(self) -> list[Request]:
+    def suspend(self, keep_pool: bool = False) -> list[Request]:
         seating, begun = self._seating, list[Request]()
         if seating.sitting:
-            assert self._pool is not None
-            rows = to_host(self._pool.rows)
-            self._pool = halt(self._pool, self._over_slots(np.zeros(self.slots, bool)))
+            rows = to_host(self._there().rows)
+            if not keep_pool:
+                self._pool = halt(self._there(), self._over_slots(np.zeros(self.slots, bool)))
             for slot in sorted(seating.sitting):
-                request = seating.leave(slot)
-                begun.append(request._replace(sampled=sampled_in(rows, slot, request)))
+                request, kept = seating.leave(slot), slot if keep_pool else None
+                sampled = sampled_in(rows, slot, request)
+                begun.append(request._replace(sampled=sampled, slot=kept))
         waiting = list(seating.waiting)
         seating.waiting.clear()
         return begun + waiting
+
+    def take_pool(self) -> Pool[Array]:
+        pool, self._pool = self._there(), None
+        return pool
+
+    def give_pool(self, pool: Pool[Array]) -> None:
+        self._pool = pool
 
     def poll(self) -> list[Trajectory]:
         seating, done = self._seating, list[Trajectory]()

@@ -31,6 +31,7 @@ class LookAhead:
       recipe: how many groups of which size.
       batches: that may be under way, the next one included.
       first: number of the first prompt of the next batch.
+      keep_pool: whether rows in flight keep their keys and values.
       seconds: where the time taken is added.
     """
 
@@ -41,10 +42,12 @@ class LookAhead:
         *,
         batches: int,
         first: int,
+        keep_pool: bool = False,
         seconds: dict[str, float],
     ):
         self._sampler, self._recipe, self._sampling = sampler, recipe, sampling_of(recipe)
         self._first, self._asked, self._seconds = first, first, seconds
+        self._keep_pool = keep_pool
         self._beyond = (batches - 1) * recipe.prompts
         collection = recipe.collection
         self._dynamic = isinstance(collection, DynamicSampling)
@@ -80,7 +83,7 @@ class LookAhead:
                 self._learn(before.verified())
             self._ask()
         self._learn(self._drawn.verified())
-        return self._divided(self._sampler.engine.suspend())
+        return self._divided(self._sampler.engine.suspend(self._keep_pool))
 
     def _go_on(self, pending: list[Completion | Request]) -> None:
         """Takes up what was left."""

@@ -48,6 +48,7 @@ class Request(NamedTuple):
       window: tokens to be sampled at most before it is handed back unfinished; None is no limit.
       sampled: what was sampled after `response` before the request was taken back; the trajectory
         holds it as if it had been sampled now. None where it was not begun.
+      slot: where its row still stands, keys and values too, in a pool that was kept; else None.
     """
 
     prompt: int
@@ -57,6 +58,7 @@ class Request(NamedTuple):
     response: np.ndarray = NOTHING
     window: int | None = None
     sampled: Sampled | None = None
+    slot: int | None = None
 
     @property
     def ids(self) -> np.ndarray:

@@ -65,6 +65,11 @@ class Seating:
     def num_free(self) -> int:
         return sum(map(len, self._free))
 
+    def stay(self, slot: int, request: Request) -> None:
+        """A request keeps the slot that it had, which must be free."""
+        self._free[slot // self.per_rank].remove(slot)
+        self.sitting[slot] = request
+
     def leave(self, slot: int) -> Request:
         """The request of a slot, which is free from here on."""
         self._free[slot // self.per_rank].append(slot)

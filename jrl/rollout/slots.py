@@ -213,11 +213,16 @@ def empty_pool(decoder: Decoder, slots: int, columns: int) -> Pool[Array]:
     Args:
       columns: tokens that a row has room for.
     """
-    return _making(decoder, slots, columns)()
+    return _making(decoder, slots, columns)[0]()
+
+
+def abstract_pool(decoder: Decoder, slots: int, columns: int) -> Pool[Any]:
+    """Shapes, dtypes and shardings of `empty_pool`, without making it."""
+    return _making(decoder, slots, columns)[1]
 
 
 @remembered
-def _making(decoder: Decoder, slots: int, columns: int) -> Any:
+def _making(decoder: Decoder, slots: int, columns: int) -> tuple[Any, Pool[Any]]:
     config, mesh = decoder.config, decoder.mesh
     like = jax.eval_shape(
         partial(_prefilled, decoder),
@@ -253,7 +258,12 @@ def _making(decoder: Decoder, slots: int, columns: int) -> Any:
     placed = jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), _pool_specs(mesh, abstract))
     leaves, structure = jax.tree.flatten(placed)
     made = jax.jit(lambda: jax.tree.leaves(make()), out_shardings=leaves)
-    return lambda: structure.unflatten(made())
+    described = jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        abstract,
+        placed,
+    )
+    return lambda: structure.unflatten(made()), described
 
 
 def _pool_specs(mesh: FoldedMesh, pool: Pool[Any]) -> Pool[PartitionSpec]:

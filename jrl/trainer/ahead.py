@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from jaxtyping import Array
 
@@ -15,8 +16,22 @@ from jrl.rollout.collect import Collected
 from jrl.rollout.lookahead import LookAhead
 from jrl.rollout.resharding import apart
 from jrl.rollout.sampler import Sampler
+from jrl.rollout.slots import Pool
 from jrl.trainer.setup.networks import Networks
 from jrl.trainer.state import TrainState
+
+
+class Stored(NamedTuple):
+    """What a step leaves to those after it.
+
+    Attributes:
+      ahead, pool: of the state.
+      seconds: spent in sampling.
+    """
+
+    ahead: Ahead[Array]
+    pool: Pool[Array] | None
+    seconds: dict[str, float]
 
 
 class AheadOfStep:
@@ -43,6 +58,8 @@ class AheadOfStep:
         # As an engine that has just been made, which it is after a restart.
         sampler.engine.release()
         sampler.engine.load(state.policy.weights, version, state.kept)
+        if state.pool is not None:
+            sampler.engine.give_pool(state.pool)
         room = networks.room
         assert room is not None and state.ahead is not None
         self._room: Room = room
@@ -74,12 +91,12 @@ class AheadOfStep:
         return Collected(drawn.ready, batch, drawn.prompts_seen, None, metrics, {})
 
     @contextmanager
-    def sampling(self) -> Iterator[Callable[[], tuple[Ahead[Array], dict[str, float]]]]:
+    def sampling(self) -> Iterator[Callable[[], Stored]]:
         """A block in which the step learns.
 
         Yields:
-          What gives what is ahead after the step, and the seconds spent; it waits for the sampler,
-          as the end of the block does.
+          What gives what is ahead after the step; it waits for the sampler, as the end of the block
+          does.
         """
         drawn, engine = self._drawn, self._sampler.engine
 
@@ -87,14 +104,14 @@ class AheadOfStep:
             return self._draw(drawn.prompts_seen, drawn)
 
         if not apart(self._networks.mesh, engine.mesh):
-            after = draw()
+            stored = self._stored(draw(), 0.0)
             engine.release()  # room for the updates
-            yield lambda: self._stored(after, 0.0)
+            yield lambda: stored
             return
         with ThreadPoolExecutor(1, "jrl rollout") as thread:
             future = thread.submit(draw)
 
-            def waited() -> tuple[Ahead[Array], dict[str, float]]:
+            def waited() -> Stored:
                 begin = time.perf_counter()
                 after = future.result()
                 return self._stored(after, time.perf_counter() - begin)
@@ -107,15 +124,18 @@ class AheadOfStep:
             self._recipe,
             batches=self._networks.max_staleness,
             first=first,
+            keep_pool=self._networks.kept_pool is not None,
             seconds=self._seconds,
         )
         return ahead.draw([] if behind is None else behind.pending)
 
-    def _stored(self, drawn: Drawn, waited: float) -> tuple[Ahead[Array], dict[str, float]]:
+    def _stored(self, drawn: Drawn, waited: float) -> Stored:
         used, before = self._sampler.engine.usage, self._before
         slot_steps, row_steps = used.slot_steps - before[0], used.row_steps - before[1]
         seconds = self._seconds | {
             "timing_s/wait_for_rollout": waited,
             "perf/slot_utilisation": row_steps / max(slot_steps, 1),
         }
-        return to_devices(self._room.packed(drawn), replicated(self._networks.mesh)), seconds
+        ahead = to_devices(self._room.packed(drawn), replicated(self._networks.mesh))
+        kept = self._networks.kept_pool is not None
+        return Stored(ahead, self._sampler.engine.take_pool() if kept else None, seconds)

@@ -72,8 +72,9 @@ def train_step(
         ahead = AheadOfStep(sampler, networks, recipe, state)
         with ahead.sampling() as sampled:
             state, done = _learned(*fixed, state, ahead.collected())
-            stored, seconds = sampled()
-        return replace(state, ahead=stored), replace(done, metrics=done.metrics | seconds)
+            stored = sampled()
+        done = replace(done, metrics=done.metrics | stored.seconds)
+        return replace(state, ahead=stored.ahead, pool=stored.pool), done
     # Collect: the policy is frozen while it samples, so all completions of a step are on-policy.
     sampler.engine.load(state.policy.weights, int(state.step), state.kept)
     collected = collect(

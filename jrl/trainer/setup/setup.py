@@ -34,7 +34,7 @@ from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.objectives import CriticObjective, PolicyObjective, SupervisedObjective
 from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.lengths import prompt_length, response_length
-from jrl.trainer.setup.networks import Network, Networks
+from jrl.trainer.setup.networks import KeptPool, Network, Networks
 from jrl.trainer.setup.randomness import Randomness
 from moe.config import PRESETS, ModelConfig
 from moe.model import check_window
@@ -128,7 +128,11 @@ class Setup:
           seed: of what is drawn; None is that of the run.
         """
         randomness = self.randomness if seed is None else Randomness(seed)
-        engine = SlotEngine(
+        engine = self._engine(randomness)
+        return Sampler(engine, self.task, self.format, self.prompt_length, self.response_length)
+
+    def _engine(self, randomness: Randomness) -> SlotEngine:
+        return SlotEngine(
             self.model,
             self.mesh,
             self.rollout_mesh,
@@ -139,7 +143,6 @@ class Setup:
             key=randomness.key("rollout"),
             records_choices=self.recipe.router_replay == "R3",
         )
-        return Sampler(engine, self.task, self.format, self.prompt_length, self.response_length)
 
     @property
     def networks(self) -> Networks:
@@ -154,7 +157,11 @@ class Setup:
             of_critic = CriticObjective(self.model.as_critic(), self.mesh, layout, recipe, response)
             critic = Network(of_critic, recipe.critic_optimizer, pieces)
         policy = Network(of_policy, recipe.optimizer, pieces)
-        return Networks(policy, critic, recipe.uses_reference, self.run.max_staleness)
+        kept = None
+        if self.run.stale_cache:
+            engine = self._engine(self.randomness)
+            kept = KeptPool(engine.decoder, engine.slots, engine.columns)
+        return Networks(policy, critic, recipe.uses_reference, self.run.max_staleness, kept)
 
     @property
     def imitator(self) -> Network[SupervisedObjective]:

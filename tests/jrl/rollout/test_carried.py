@@ -18,19 +18,27 @@ def other_weights():
     return jax.tree.map(lambda x: x * 1.1, weights())
 
 
-def interrupted(asked, again):
+def interrupted(asked, again, keep_pool=False):
     """Answers of an engine that hands its rows back once, after its first poll, and what had been
     sampled by then of the rows that it handed back."""
     engine = asked.engine()
     engine.submit(asked.requests, asked.sampling)
     done = {(t.request.prompt, t.request.sample): t for t in engine.poll()}
-    suspended = engine.suspend()
+    suspended = engine.suspend(keep_pool)
     assert engine.num_idle == engine.slots and engine.poll() == []
+    pool, prefilled = engine.take_pool() if keep_pool else None, engine.usage.prefilled
     engine.release()
     engine.load(again, 6)
+    if keep_pool:
+        engine.give_pool(pool)
     engine.submit(suspended, asked.sampling)
     while trajectories := engine.poll():
         done |= {(t.request.prompt, t.request.sample): t for t in trajectories}
+    # With a pool that is kept, only rows that were not begun are run.
+    fresh = {request.prompt: len(request.tokens) for request in suspended if not request.begun}
+    begun = sum(len(request.ids) for request in suspended if request.begun)
+    run = engine.usage.prefilled - prefilled
+    assert run == sum(fresh.values()) + (0 if keep_pool else begun)
     before = {
         (request.prompt, request.sample): request.sampled
         for request in suspended
@@ -97,6 +105,31 @@ def test_the_weights_of_the_moment_go_on():
         np.testing.assert_array_equal(moved.sampled.choices[run:], anew.sampled.choices[run:])
         changed.append((moved.sampled.choices[:run] != anew.sampled.choices[:run]).any())
     assert any(changed)
+
+
+def test_a_cache_that_is_kept():
+    """The same weights change no bit; others read what the first ones wrote."""
+    asked = Asked(SAMPLING, slots=5, records_choices=True)
+    engine = asked.engine()
+    expected = {
+        (t.request.prompt, t.request.sample): t for t in answers(engine, asked.requests, SAMPLING)
+    }
+    done, before = interrupted(asked, weights(), keep_pool=True)
+    assert len(before) > 1
+    for number in expected:
+        np.testing.assert_array_equal(done[number].tokens, expected[number].tokens)
+        found, wanted = done[number].old_logprobs, expected[number].old_logprobs
+        np.testing.assert_array_equal(found, wanted)
+    stale, _ = interrupted(asked, other_weights(), keep_pool=True)
+    rebuilt, _ = interrupted(asked, other_weights())
+    differences = []
+    for number, earlier in before.items():
+        length = len(earlier.tokens)
+        versions = stale[number].versions
+        np.testing.assert_array_equal(versions, np.where(np.arange(len(versions)) < length, 5, 6))
+        first = stale[number].old_logprobs[length] - rebuilt[number].old_logprobs[length]
+        differences.append(abs(first))
+    assert max(differences) > 1e-3
 
 
 def test_a_batch_from_the_host_is_that_of_the_mesh():

@@ -27,12 +27,13 @@ class Kill(BaseException):
     """Ends a run at once, as a kill would."""
 
 
-def stale_setup(name="grpo", bound=3, slots=8, steps=6, **changes):
+def stale_setup(name="grpo", bound=3, slots=8, stale_cache=False, steps=6, **changes):
     run = small_run(
         warm_start_steps=0,
         steps=steps,
         max_staleness=bound,
         slots=slots,
+        stale_cache=stale_cache,
         drift_alarm=None,
         **changes,
     )
@@ -104,7 +105,7 @@ def uninterrupted(tmp_path_factory):
 
 
 def test_the_sampler_is_ahead(uninterrupted):
-    run = uninterrupted("grpo", 3, 8)
+    run = uninterrupted("grpo", 3, 8, False)
     ages, spans = checked(run, steps=6, bound=3)
     # Rows that were in flight at a push have tokens of several policies.
     assert max(spans) > 1
@@ -130,10 +131,11 @@ def test_the_first_step_is_that_of_a_run_by_turns(tmp_path):
 
 
 @pytest.mark.slow
-def test_devices_of_its_own_change_nothing(uninterrupted, tmp_path, monkeypatch):
+@pytest.mark.parametrize("stale_cache", [False, True])
+def test_devices_of_its_own_change_nothing(stale_cache, uninterrupted, tmp_path, monkeypatch):
     """By turns on one device, and at the same time on two."""
-    expected = uninterrupted("grpo", 3, 8)
-    setup = stale_setup(rollout_devices=1)
+    expected = uninterrupted("grpo", 3, 8, stale_cache)
+    setup = stale_setup(rollout_devices=1, stale_cache=stale_cache)
     assert apart(setup.mesh, setup.rollout_mesh)
     run = Watched(setup, tmp_path / "run", monkeypatch)
     run.go_on()
@@ -142,9 +144,17 @@ def test_devices_of_its_own_change_nothing(uninterrupted, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
+def test_a_cache_that_is_kept_is_another_run(uninterrupted):
+    rebuilt, kept = uninterrupted("grpo", 3, 8, False), uninterrupted("grpo", 3, 8, True)
+    # Nothing is in flight before the first push.
+    assert rebuilt.lines[0][:2] == kept.lines[0][:2]
+    assert rebuilt.lines[0] != kept.lines[0]
+
+
+@pytest.mark.slow
 def test_devices_of_its_own_in_another_layout(uninterrupted, tmp_path, monkeypatch):
     """The weights are cut in one way where they learn and in another where they sample."""
-    expected = uninterrupted("grpo", 3, 8)
+    expected = uninterrupted("grpo", 3, 8, False)
     setup = stale_setup(layout="tp2 dp2 / ep4", rollout_devices=2, rollout_layout="dp2 / ep2")
     run = Watched(setup, tmp_path / "run", monkeypatch)
     run.go_on()
@@ -179,15 +189,22 @@ def killed_after(events, patch):
         patch.setattr(owner, name, counted(getattr(owner, name)))
 
 
-CASES = [("grpo", 1, 8), ("grpo", 2, 6), ("grpo", 3, 8), ("dapo", 1, 8), ("dapo", 2, 6)]
+CASES = [
+    ("grpo", 1, 8, False),
+    ("grpo", 2, 6, False),
+    ("grpo", 3, 8, False),
+    ("grpo", 3, 8, True),
+    ("dapo", 1, 8, False),
+    ("dapo", 2, 6, False),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "bound", "slots"), CASES)
-def test_killed_ten_times(name, bound, slots, uninterrupted, tmp_path, monkeypatch):
-    expected = uninterrupted(name, bound, slots)
+@pytest.mark.parametrize("case", CASES)
+def test_killed_ten_times(case, uninterrupted, tmp_path, monkeypatch):
+    expected = uninterrupted(*case)
     run = Watched(expected.setup, tmp_path / "run", monkeypatch)
-    random = np.random.default_rng(bound)
+    random = np.random.default_rng(case[1])
     for _ in range(10):
         with monkeypatch.context() as patch, pytest.raises(Kill):
             killed_after(int(random.integers(1, 16)), patch)
@@ -195,4 +212,4 @@ def test_killed_ten_times(name, bound, slots, uninterrupted, tmp_path, monkeypat
     run.go_on()
     assert run.lines == expected.lines
     assert run.batches == expected.batches
-    checked(run, 6, bound)
+    checked(run, 6, case[1])

@@ -63,6 +63,10 @@ def test_settings_that_cannot_be_had(run, message):
         ({"router_z_coef": -1.0}, r"router_z_coef=-1\.0 must not be negative"),
         ({"drift_alarm": 0.0}, r"drift_alarm=0\.0 must be above 0 nats; None is off"),
         ({"max_staleness": -1}, r"max_staleness=-1 must not be negative: 0 is none"),
+        (
+            {"stale_cache": True, "max_staleness": 1},
+            r"stale_cache changes nothing at max_staleness=1",
+        ),
         ({"rollout_devices": 0}, r"rollout_devices=0 must be at least 1"),
         ({"rollout_devices": 2}, r"rollout_devices=2 would wait.* give --max-staleness 1 or more"),
         ({"answer_field": "gold"}, r"answer_field='gold' needs --task jsonl:FILE, not 'sort'"),
