@@ -109,6 +109,9 @@ def _evaluate(request: Request, folder: RunFolder) -> dict[str, Any]:
     run, recipe = configuration_of(folder)
     if request.devices is not None:
         run = replace(run, devices=request.devices)
+    if run.rollout_devices is not None:
+        # Nothing learns here: the layout's own devices sample.
+        run = replace(run, rollout_devices=None, rollout_layout=None)
     if request.layout is not None:
         run = replace(run, layout=request.layout, rollout_layout=None)
     if request.rollout_layout is not None:

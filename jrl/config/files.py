@@ -20,6 +20,7 @@ CHANGEABLE = (
     "steps",
     "layout",
     "rollout_layout",
+    "rollout_devices",
     "devices",
     "slots",
     "micro_batch",

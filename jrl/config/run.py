@@ -56,6 +56,17 @@ class RunConfig:
     slots: int | None = None
     """Responses that are decoded at a time, a multiple of dp x tp of the layout that decodes: where
     one ends, the next takes its place. None takes those of a step, 512 at most."""
+    max_staleness: int = 0
+    """Steps that the policy which samples may be behind the one that learns. 0 samples and learns
+    by turns; N samples a batch while the one before is learned from, and begins rows of up to N
+    batches, whose tokens are at most N versions old."""
+    stale_cache: bool = False
+    """Rows in flight keep the keys and values that older weights computed, instead of having them
+    computed again when weights change; they are part of the checkpoint then. Needs a max_staleness
+    of 2 or more: with less, no row is in flight between two steps."""
+    rollout_devices: int | None = None
+    """So many further devices, after those of the layout, sample completions while those of the
+    layout learn; needs a max_staleness. None is the devices of the layout, by turns."""
     devices: int | None = None
     """Number of fake CPU devices, in all processes together; None takes the real
     ones."""
@@ -155,6 +166,21 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value} must not be negative: 0 is none.")
+        if self.max_staleness < 0:
+            raise ValueError(f"max_staleness={self.max_staleness} must not be negative: 0 is none.")
+        if self.stale_cache and self.max_staleness < 2:
+            raise ValueError(
+                f"stale_cache changes nothing at max_staleness={self.max_staleness}: no row is in "
+                "flight between two steps. Give --max-staleness 2 or more, or leave it out."
+            )
+        if self.rollout_devices is not None:
+            if self.rollout_devices < 1:
+                raise ValueError(f"rollout_devices={self.rollout_devices} must be at least 1.")
+            if not self.max_staleness:
+                raise ValueError(
+                    f"rollout_devices={self.rollout_devices} would wait for the devices that "
+                    "learn, and those for them: give --max-staleness 1 or more, or leave it out."
+                )
         if self.drift_alarm is not None and not 0 < self.drift_alarm < math.inf:
             raise ValueError(f"drift_alarm={self.drift_alarm} must be above 0 nats; None is off.")
         if not self.task.startswith("jsonl:"):

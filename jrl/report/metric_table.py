@@ -218,6 +218,13 @@ TABLE: tuple[Metric, ...] = (
         "sampling/sampling_logp_difference/max",
     ),
     Metric("sampling/k3_kl", "Mean over tokens of w - 1 - log w, w trainer over sampler.", "nats"),
+    Metric(
+        "staleness/mean",
+        "Mean over tokens of the steps between the policy that sampled it and the one that learns "
+        "from it; runs with --max-staleness 0 have none.",
+        "steps",
+    ),
+    Metric("staleness/max", "The largest of them; --max-staleness at most.", "steps"),
     Metric("sampling/drift_alarm", "One where that is above --drift-alarm, else zero.", "0 or 1"),
     Metric(
         "sampling/routing_agreement",
@@ -392,6 +399,11 @@ TABLE: tuple[Metric, ...] = (
     Metric("timing_s/update_actor", "Wall time of the policy's optimizer steps.", "seconds"),
     Metric("timing_s/update_critic", "Wall time of the critic's optimizer steps.", "seconds"),
     Metric("timing_s/testing", "Wall time of an evaluation, on top of the step's.", "seconds"),
+    Metric(
+        "timing_s/wait_for_rollout",
+        "Wall time for which a step that had learned waited for the sampler.",
+        "seconds",
+    ),
     Metric("timing_s/*", "Wall time of another phase of the step.", "seconds"),
     Metric("timing_per_token_ms/*", "Wall time of one phase over its tokens.", "milliseconds"),
     # On the line of the step at which somebody was named; runs without an alarm have none of these.

@@ -60,7 +60,7 @@ def batch_of(
       prompt_length: columns that prompts are padded to, on their left.
       response_length: columns of the responses after them.
     """
-    shelves = list({id(t.shelf): t.shelf for t in trajectories}.values())
+    shelves = list({id(t.shelf): t.shelf for t in trajectories if t.shelf is not None}.values())
     offsets = dict(zip(map(id, shelves), np.cumsum([0, *map(len, shelves)]), strict=False))
     given = {
         "rows": [offsets[id(t.shelf)] + t.row for t in trajectories],
@@ -83,6 +83,49 @@ def batch_of(
     )
     making = _making(over_rows(mesh), layout)
     return making(tuple(shelf.rows for shelf in shelves), whole)
+
+
+def batch_from_host(
+    trajectories: Sequence[Trajectory],
+    counts: np.ndarray,
+    mesh: FoldedMesh,
+    prompt_length: int,
+    response_length: int,
+    pad_id: int,
+    no_expert: int,
+) -> Batch[Array]:
+    """`batch_of` for trajectories that were taken off the mesh, bit for bit the same.
+
+    Args:
+      pad_id: fills what is not a token.
+      no_expert: stands where no choice of experts is recorded.
+    """
+    shape = len(trajectories), prompt_length + response_length
+    choices = trajectories[0].sampled.choices
+    if choices is not None:
+        choices = np.full((*shape, *choices.shape[1:]), no_expert, choices.dtype)
+    tokens = np.full(shape, pad_id, np.int32)
+    valid, mask = np.zeros(shape, bool), np.zeros(shape, bool)
+    behaviour_logprobs, old_logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    for row, trajectory in enumerate(trajectories):
+        request, sampled = trajectory.request, trajectory.sampled
+        begin, end = prompt_length - len(request.tokens), prompt_length + len(sampled.tokens)
+        tokens[row, begin:end], valid[row, begin:end] = request.ids, True
+        mask[row, prompt_length:end] = counts[row]
+        behaviour_logprobs[row, prompt_length:end] = sampled.behaviour_logprobs
+        old_logprobs[row, prompt_length:end] = sampled.old_logprobs
+        if choices is not None:
+            choices[row, begin:end] = sampled.choices
+    batch = Batch(
+        tokens=tokens,
+        valid=valid,
+        mask=mask,
+        behaviour_logprobs=behaviour_logprobs,
+        old_logprobs=old_logprobs,
+        truncated=np.array([t.finish == "length" for t in trajectories]),
+        choices=choices,
+    )
+    return to_devices(batch, over_rows(mesh))
 
 
 class _Layout(NamedTuple):

@@ -19,6 +19,16 @@ from jrl.rollout.windows import Unfinished, write_windows
 from jrl.tasks import REASONS
 from sharding.folding import FoldedMesh
 
+GENERATION = (
+    "train/num_gen_batches",
+    "dynamic_sampling/prompts_generated",
+    "dynamic_sampling/prompts_kept",
+    "dynamic_sampling/filtered",
+    "dynamic_sampling/gave_up",
+)
+METRICS = (*(f"verifier/{reason}" for reason in REASONS), *GENERATION)
+"""What sampling says of itself but for times; the last ones with dynamic sampling alone."""
+
 
 @dataclass
 class Collected:
@@ -77,19 +87,9 @@ def collect(
         )
         found = finder.find()
         prompts_seen += len(found.informative)
-        drawn, completions = found.completions, list[Completion]()
-        informative = np.repeat(found.informative, recipe.group_size)
-        # Stable, so groups stay together and come in the order of their prompts.
-        order = np.argsort(~informative, kind="stable")[: recipe.completions]
-        completions, counts = [drawn[row] for row in order], informative[order]
-        generated = len(found.informative)
-        own = {
-            "train/num_gen_batches": generated / recipe.prompts,
-            "dynamic_sampling/prompts_generated": float(generated),
-            "dynamic_sampling/prompts_kept": float(counts.sum() / recipe.group_size),
-            "dynamic_sampling/filtered": 1 - int(found.informative.sum()) / generated,
-            "dynamic_sampling/gave_up": float(not counts.all()),
-        }
+        drawn = found.completions
+        completions, counts = chosen_of(recipe, drawn, found.informative)
+        own = generation_metrics(recipe, found.informative, counts)
     elif isinstance(collection, Windows):
         assert unfinished is not None
         written, prompts_seen, unfinished = write_windows(
@@ -101,8 +101,6 @@ def collect(
         prompts_seen += recipe.prompts
         asked = numbered(examples, prompts_seen - recipe.prompts)
         drawn = completions = sampler.sample(asked, sampling, recipe.group_size, seconds=seconds)
-    # Of everything that was verified: the verifier's work does not end where groups are dropped.
-    reasons = Counter(each.verdict.reason for each in drawn if each.verdict is not None)
     slot_steps, row_steps = (
         now - then for now, then in zip((used.slot_steps, used.row_steps), before, strict=True)
     )
@@ -117,9 +115,51 @@ def collect(
         ),
         prompts_seen=prompts_seen,
         unfinished=unfinished,
-        metrics={f"verifier/{reason}": float(reasons[reason]) for reason in REASONS} | own,
+        metrics=verifier_counts(drawn) | own,
         seconds=seconds | {"perf/slot_utilisation": row_steps / max(slot_steps, 1)},
     )
+
+
+def chosen_of(
+    recipe: Recipe, drawn: list[Completion], informative: np.ndarray
+) -> tuple[list[Completion], np.ndarray]:
+    """A step's completions, and which of them count.
+
+    Args:
+      drawn: whole groups.
+      informative: ``[group]`` which of them have scores that differ.
+    """
+    of_row = np.repeat(informative, recipe.group_size)
+    # Stable, so groups stay together and come in the order of their prompts.
+    order = np.argsort(~of_row, kind="stable")[: recipe.completions]
+    return [drawn[row] for row in order], of_row[order]
+
+
+def generation_metrics(
+    recipe: Recipe, informative: np.ndarray, counts: np.ndarray
+) -> dict[str, float]:
+    """How dynamic sampling went.
+
+    Args:
+      informative: ``[group]`` of all that were drawn.
+      counts: ``[completions]`` of those that are learned from.
+    """
+    generated = len(informative)
+    values = (
+        generated / recipe.prompts,
+        float(generated),
+        float(counts.sum() / recipe.group_size),
+        1 - int(informative.sum()) / generated,
+        float(not counts.all()),
+    )
+    return dict(zip(GENERATION, values, strict=True))
+
+
+def verifier_counts(drawn: Sequence[Completion]) -> dict[str, float]:
+    """Verdicts by their reasons, of everything that was verified: the verifier's work does not end
+    where groups are dropped."""
+    reasons = Counter(each.verdict.reason for each in drawn if each.verdict is not None)
+    return {f"verifier/{reason}": float(reasons[reason]) for reason in REASONS}
 
 
 def sampling_of(recipe: Recipe) -> Sampling:

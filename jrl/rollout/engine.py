@@ -1,7 +1,6 @@
 """Engines answer requests with trajectories; which one does it is nobody else's concern."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -12,8 +11,9 @@ from jaxtyping import Array
 from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import to_devices, to_host
 from jrl.rollout.batching import replicated
-from jrl.rollout.requests import Finish, Request, Shelf, Trajectory
-from jrl.rollout.resharding import RolloutPolicy
+from jrl.rollout.carried import carried_by
+from jrl.rollout.requests import Finish, Request, Shelf, Trajectory, sampled_in
+from jrl.rollout.resharding import RolloutPolicy, apart
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.seating import Arriving, Seating, bucket
 from jrl.rollout.slots import (
@@ -31,6 +31,7 @@ from jrl.rollout.slots import (
     policy_of,
     shelve,
 )
+from jrl.rollout.usage import Usage
 from moe.config import ModelConfig
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
@@ -43,26 +44,6 @@ NARROWEST = 64
 """Columns of the cache that attention reads at least, if there are so many."""
 REFILL = 16
 """Slots are filled again when one in so many is free: each time costs two programs."""
-
-
-@dataclass
-class Usage:
-    """What decoding did.
-
-    Attributes:
-      slot_steps: tokens that there was room for: slots times steps.
-      row_steps: tokens that were sampled.
-      prefilled: tokens of prompts, and of responses gone on with, that were run.
-    """
-
-    slot_steps: int = 0
-    row_steps: int = 0
-    prefilled: int = 0
-
-    @property
-    def utilisation(self) -> float:
-        """The share of the room that was used; 1 where there was none."""
-        return self.row_steps / self.slot_steps if self.slot_steps else 1.0
 
 
 @runtime_checkable
@@ -124,6 +105,24 @@ class RolloutEngine(Protocol):
         """Drops what is under way for these prompts."""
         ...
 
+    def suspend(self, keep_pool: bool = False) -> list[Request]:
+        """Takes back all that is under way: requests which go on where they stood when they are
+        submitted again, whatever the weights are then. With several processes a collective.
+
+        Args:
+          keep_pool: whether rows go on with the keys and values that they have; the engine must
+            have its pool again when they are submitted.
+        """
+        ...
+
+    def take_pool(self) -> Pool[Array]:
+        """What stands in the slots, which the engine has no more."""
+        ...
+
+    def give_pool(self, pool: Pool[Array]) -> None:
+        """Gives back what `take_pool` gave, to an engine that has nothing under way."""
+        ...
+
 
 class SlotEngine:
     """A pool of decoding slots that is kept full: where a row ends, the next begins.
@@ -134,7 +133,7 @@ class SlotEngine:
     Args:
       config: the policy network.
       training: the mesh that weights come from.
-      rollout: the mesh that decodes, over the same devices in the same order.
+      rollout: the mesh that decodes, over the same devices in the same order or over others.
       slots: rows that are decoded at a time; a multiple of the ranks that share them.
       columns: tokens of the longest row, prompt and response.
       pad_id: fills what is not a token.
@@ -157,7 +156,7 @@ class SlotEngine:
         records_choices: bool = False,
     ):
         _check(rollout, slots)
-        self.mesh, self.slots = rollout, slots
+        self.mesh, self.slots, self._training = rollout, slots, training
         # Tokens that run together are spread over ``tp``.
         self._unit = rollout.size(rollout.tp)
         self.columns = -(-columns // self._unit) * self._unit
@@ -193,6 +192,9 @@ class SlotEngine:
             self._seating.forget()
             self._policy = None
         self._weights, self._version = weights, version
+        if apart(self._training, self.mesh):
+            # At once: training gives its buffers away while this engine samples.
+            self._resharding.of(weights)
         # From its own mesh to that which decodes: four numbers, where they are asked for.
         self._entropy, self._placed_draws = to_host(entropy), None
 
@@ -216,7 +218,12 @@ class SlotEngine:
                     "make an engine with more columns."
                 )
         self._sampling = sampling
-        seating.waiting.extend(requests)
+        for request in requests:
+            if request.slot is None:
+                seating.waiting.append(request)
+            else:
+                seating.stay(request.slot, request)
+                self._lengths[request.slot] = len(request.ids)
 
     def cancel(self, prompts: Sequence[int]) -> None:
         dropped = set(prompts)
@@ -231,6 +238,27 @@ class SlotEngine:
             self._pool = halt(self._pool, self._over_slots(goes_on))
         for slot in slots:
             seating.leave(slot)
+
+    def suspend(self, keep_pool: bool = False) -> list[Request]:
+        seating, begun = self._seating, list[Request]()
+        if seating.sitting:
+            rows = to_host(self._there().rows)
+            if not keep_pool:
+                self._pool = halt(self._there(), self._over_slots(np.zeros(self.slots, bool)))
+            for slot in sorted(seating.sitting):
+                request, kept = seating.leave(slot), slot if keep_pool else None
+                sampled = sampled_in(rows, slot, request)
+                begun.append(request._replace(sampled=sampled, slot=kept))
+        waiting = list(seating.waiting)
+        seating.waiting.clear()
+        return begun + waiting
+
+    def take_pool(self) -> Pool[Array]:
+        pool, self._pool = self._there(), None
+        return pool
+
+    def give_pool(self, pool: Pool[Array]) -> None:
+        self._pool = pool
 
     def poll(self) -> list[Trajectory]:
         seating, done = self._seating, list[Trajectory]()
@@ -264,6 +292,7 @@ class SlotEngine:
             responses=nothing.copy(),
             prompts=nothing.copy(),
             samples=nothing.copy(),
+            carried=carried_by(arriving, self.slots, width, self.decoder),
         )
         for slot, request, source in arriving.seats:
             ids = request.ids
@@ -326,7 +355,7 @@ class SlotEngine:
         tokens, done = to_host(self._pool.rows.tokens), list[Trajectory]()
         for slot in slots:
             request, row = seating.leave(slot), shelf.taken
-            ids = tokens[slot, len(request.ids) : self._lengths[slot]]
+            ids = tokens[slot, request.start : self._lengths[slot]]
             done.append(Trajectory(request, ids, self._finish(request, ids), shelf, row))
             shelf.taken += 1
         return done

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 from weakref import ref
 
 import jax
@@ -51,6 +52,50 @@ def rollout_mesh(text: str | None, training: FoldedMesh) -> FoldedMesh:
     return fold(layout, list(training.mesh.devices.flat))
 
 
+def mesh_apart(text: str | None, number: int, training: FoldedMesh) -> FoldedMesh:
+    """The mesh that completions are sampled on, over devices of this process after those of
+    `training`.
+
+    Args:
+      text: the layout asked for; None decodes rows apart on each device.
+      number: of devices.
+
+    Raises:
+      ValueError: for a layout that cannot decode, or one of another number of devices, and where
+        there are not so many.
+    """
+    layout = Layout.parse(f"dp{number}" if text is None else text)
+    if layout.pp > 1 or layout.cp > 1 or layout.num_devices != number:
+        raise ValueError(
+            f"rollout layout {text!r} cannot be that of rollout_devices={number}: its sizes must "
+            f"have that product, without pp and cp, for example 'dp{number}'."
+        )
+    learning, devices = training.layout.num_devices, jax.devices()
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"rollout_devices={number} are devices of one process, and the run has "
+            f"{jax.process_count()}: leave it out, to sample and learn by turns."
+        )
+    if len(devices) < learning + number:
+        raise ValueError(
+            f"rollout_devices={number} beside the {learning} of layout "
+            f"{str(training.layout)!r} are {learning + number} devices and there are "
+            f"{len(devices)}: choose fewer, or --devices {learning + number} to have as many fake "
+            "ones on a CPU."
+        )
+    return fold(layout, devices[learning : learning + number])
+
+
+def apart(training: FoldedMesh, rollout: FoldedMesh) -> bool:
+    """Whether the two have devices of their own."""
+    return _devices(training).isdisjoint(_devices(rollout))
+
+
+def _devices(mesh: FoldedMesh) -> set[Any]:
+    assert isinstance(mesh.mesh, jax.sharding.Mesh)
+    return set(mesh.mesh.devices.flat)
+
+
 class RolloutPolicy:
     """The policy on the mesh that decodes, made anew when it has changed.
 
@@ -61,7 +106,7 @@ class RolloutPolicy:
     Args:
       config: the policy network.
       training: the mesh whose weights `of` is given.
-      rollout: the mesh that decodes, over the same devices in the same order.
+      rollout: the mesh that decodes, over the same devices in the same order or over others.
     """
 
     def __init__(self, config: ModelConfig, training: FoldedMesh, rollout: FoldedMesh):
@@ -93,10 +138,16 @@ def reshard(
     """Weights stored on `source` as they are stored on `target`, bit for bit.
 
     Args:
-      target: over the devices of `source`, in the same order.
+      target: over the devices of `source`, in the same order, or over other devices of the
+        process.
     """
     leaves, structure = jax.tree.flatten(weights)
-    return structure.unflatten(_resharding(config, source, target)(leaves))
+    if not apart(source, target):
+        return structure.unflatten(_resharding(config, source, target)(leaves))
+    in_order = placement.in_layer_order(weights, source)
+    whole = placement.shardings(_whole(config), target)
+    # Waited for: updates give away the buffers that are being read.
+    return jax.block_until_ready(jax.device_put(in_order, whole))
 
 
 @cache
@@ -104,12 +155,15 @@ def _resharding(
     config: ModelConfig, source: FoldedMesh, target: FoldedMesh
 ) -> Callable[[list[Array]], list[Array]]:
     """One program for all weights, which XLA moves by collectives between the devices."""
-    # Whole where they are sampled from: every decoding step reads them all.
-    whole = replace(config, execution=replace(config.execution, fsdp=False))
-    shardings, structure = jax.tree.flatten(placement.shardings(whole, target))
+    shardings, structure = jax.tree.flatten(placement.shardings(_whole(config), target))
 
     def move(leaves: list[Array]) -> list[Array]:
         in_order = placement.in_layer_order(structure.unflatten(leaves), source)
         return jax.tree.leaves(placement.in_chunks(in_order, target))
 
     return jax.jit(move, out_shardings=shardings)
+
+
+def _whole(config: ModelConfig) -> ModelConfig:
+    """Without parts where they are sampled from: every decoding step reads all weights."""
+    return replace(config, execution=replace(config.execution, fsdp=False))

@@ -53,15 +53,22 @@ class Seating:
         self.per_rank, self.ranks, self._most_tokens = slots // ranks, ranks, most_tokens
         self.sitting: dict[int, Request] = {}
         self.waiting: deque[Request] = deque()
-        self._free = [
-            deque(range(rank * self.per_rank, (rank + 1) * self.per_rank)) for rank in range(ranks)
-        ]
+        self._free = self._all_free()
         # Of a rank and a prompt, a slot that begins with it, as the loaded weights ran it.
         self._begins: dict[tuple[int, int], int] = {}
+
+    def _all_free(self) -> list[deque[int]]:
+        per_rank = self.per_rank
+        return [deque(range(r * per_rank, (r + 1) * per_rank)) for r in range(self.ranks)]
 
     @property
     def num_free(self) -> int:
         return sum(map(len, self._free))
+
+    def stay(self, slot: int, request: Request) -> None:
+        """A request keeps the slot that it had, which must be free."""
+        self._free[slot // self.per_rank].remove(slot)
+        self.sitting[slot] = request
 
     def leave(self, slot: int) -> Request:
         """The request of a slot, which is free from here on."""
@@ -71,6 +78,9 @@ class Seating:
     def forget(self) -> None:
         """What stands in the slots was made by other weights than the next rows are."""
         self._begins.clear()
+        if not self.sitting:
+            # Who comes next sits as in an engine that has just been made.
+            self._free = self._all_free()
 
     def arrivals(self) -> list[Arriving]:
         """Seats those who wait, first come first served, as far as there are free slots.
@@ -87,7 +97,7 @@ class Seating:
         taken: dict[int, Request] = {}
         while self.waiting and self.num_free:
             request = self.waiting.popleft()
-            alike = None if len(request.response) else request.prompt
+            alike = None if request.begun else request.prompt
             rank = self._rank_for(alike, begun)
             slot = self._free[rank].popleft()
             taken[slot] = request
@@ -107,7 +117,7 @@ class Seating:
         self._begins = {key: slot for key, slot in self._begins.items() if slot not in taken} | {
             (slot // self.per_rank, request.prompt): slot
             for slot, request in taken.items()
-            if not len(request.response)
+            if not request.begun
         }
         of_width = [program for _, several in sorted(programs.items()) for program in several]
         return [copies] * bool(copies.seats) + of_width

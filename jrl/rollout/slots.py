@@ -100,6 +100,23 @@ class Pool(Generic[Leaf]):
 
 
 @struct.dataclass
+class Carried(Generic[Leaf]):
+    """What arriving rows hold of the samplers that they had before, as in `Rows`.
+
+    Attributes:
+      starts: ``[slot]``.
+      behaviour_logprobs, old_logprobs, versions: ``[slot, width]``.
+      choices: ``[slot, width, layer, k]`` or None; `num_experts` takes what the row's run chooses.
+    """
+
+    starts: Leaf
+    behaviour_logprobs: Leaf
+    old_logprobs: Leaf
+    versions: Leaf
+    choices: Leaf | None
+
+
+@struct.dataclass
 class Arrivals(Generic[Leaf]):
     """Rows that come into slots, an entry per slot.
 
@@ -110,6 +127,7 @@ class Arrivals(Generic[Leaf]):
       tokens: ``[slot, width]`` ids of prompt and response so far.
       lengths: ``[slot]`` how many they are.
       limits, responses, prompts, samples: as in `Pool`.
+      carried: None where nothing was sampled of any of them.
     """
 
     sources: Leaf
@@ -119,6 +137,7 @@ class Arrivals(Generic[Leaf]):
     responses: Leaf
     prompts: Leaf
     samples: Leaf
+    carried: Carried[Leaf] | None = None
 
 
 class Advanced(NamedTuple):
@@ -194,11 +213,16 @@ def empty_pool(decoder: Decoder, slots: int, columns: int) -> Pool[Array]:
     Args:
       columns: tokens that a row has room for.
     """
-    return _making(decoder, slots, columns)()
+    return _making(decoder, slots, columns)[0]()
+
+
+def abstract_pool(decoder: Decoder, slots: int, columns: int) -> Pool[Any]:
+    """Shapes, dtypes and shardings of `empty_pool`, without making it."""
+    return _making(decoder, slots, columns)[1]
 
 
 @remembered
-def _making(decoder: Decoder, slots: int, columns: int) -> Any:
+def _making(decoder: Decoder, slots: int, columns: int) -> tuple[Any, Pool[Any]]:
     config, mesh = decoder.config, decoder.mesh
     like = jax.eval_shape(
         partial(_prefilled, decoder),
@@ -234,7 +258,12 @@ def _making(decoder: Decoder, slots: int, columns: int) -> Any:
     placed = jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), _pool_specs(mesh, abstract))
     leaves, structure = jax.tree.flatten(placed)
     made = jax.jit(lambda: jax.tree.leaves(make()), out_shardings=leaves)
-    return lambda: structure.unflatten(made())
+    described = jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        abstract,
+        placed,
+    )
+    return lambda: structure.unflatten(made()), described
 
 
 def _pool_specs(mesh: FoldedMesh, pool: Pool[Any]) -> Pool[PartitionSpec]:
@@ -348,16 +377,25 @@ def _placed(
         # What the other row went on with is none of this one's.
         later = jnp.arange(written.shape[1])[None] >= arrivals.lengths[:, None]
         none = jnp.asarray(decoder.config.num_experts, known.dtype)
+        if arrivals.carried is not None and arrivals.carried.choices is not None:
+            before = _widened(arrivals.carried.choices, known.shape[1], none)
+            known = jnp.where(arrives[:, None, None, None] & (before != none), before, known)
         choices = jnp.where((arrives[:, None] & later)[..., None, None], none, known)
     states = pool.states if ran is None else ran.states
+    starts, columns = arrivals.lengths, (0.0, 0.0, 0)
+    if arrivals.carried is not None:
+        starts, own = arrivals.carried.starts, arrivals.carried
+        given = own.behaviour_logprobs, own.old_logprobs, own.versions
+        columns = tuple(_widened(column, written.shape[1], 0) for column in given)
+    behaviour_logprobs, old_logprobs, versions = columns
     return Pool(
         rows=Rows(
             lengths=where_arriving(arrivals.lengths, rows.lengths),
-            starts=where_arriving(arrivals.lengths, rows.starts),
+            starts=where_arriving(starts, rows.starts),
             tokens=where_arriving(written, rows.tokens),
-            behaviour_logprobs=where_arriving(0.0, rows.behaviour_logprobs),
-            old_logprobs=where_arriving(0.0, rows.old_logprobs),
-            versions=where_arriving(0, rows.versions),
+            behaviour_logprobs=where_arriving(behaviour_logprobs, rows.behaviour_logprobs),
+            old_logprobs=where_arriving(old_logprobs, rows.old_logprobs),
+            versions=where_arriving(versions, rows.versions),
             choices=choices,
         ),
         cache=jax.tree.map(lambda own, new: begun(own, new, 2), pool.cache, ran.cache)
@@ -370,6 +408,12 @@ def _placed(
         prompts=where_arriving(arrivals.prompts, pool.prompts),
         samples=where_arriving(arrivals.samples, pool.samples),
     )
+
+
+def _widened(x: Array, width: int, otherwise: Array | float) -> Array:
+    """`x` with columns of `otherwise` after its own."""
+    room = [(0, 0), (0, width - x.shape[1]), *[(0, 0)] * (x.ndim - 2)]
+    return jnp.pad(x, room, constant_values=otherwise)
 
 
 def _prefilled(

@@ -13,7 +13,9 @@ from jaxtyping import Array
 from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import to_devices
 from jrl.recipes.base.collection import Windows
+from jrl.rollout.ahead import Ahead
 from jrl.rollout.batching import replicated
+from jrl.rollout.slots import Pool
 from jrl.rollout.windows import Unfinished, none_unfinished
 from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer.kept import first_kept
@@ -44,6 +46,9 @@ class TrainState(Generic[Leaf]):
       unfinished: responses that the next step goes on with, None unless the recipe writes windows.
       kept: of the step before, for the sampler of the next (`jrl.recipes.Recipe.kept`): scalars,
         None where the temperature of sampling is constant.
+      ahead: what was sampled for the steps to come, None where steps learn from their own policy.
+      pool: the slots of the engine, where rows in flight keep their keys and values; else None.
+        A step gives it up.
     """
 
     step: Leaf
@@ -53,6 +58,8 @@ class TrainState(Generic[Leaf]):
     reference: Transformer[Leaf] | None
     unfinished: Unfinished[Leaf] | None = None
     kept: EntropyStatistics[Leaf] | None = None
+    ahead: Ahead[Leaf] | None = None
+    pool: Pool[Leaf] | None = None
 
 
 def init_weights(config: ModelConfig, mesh: FoldedMesh, key: Array) -> Transformer[Array]:
@@ -92,6 +99,10 @@ def init_state(
         reference=jax.tree.map(jnp.copy, policy) if networks.keeps_reference else None,
         unfinished=_unfinished(networks),
         kept=first_kept(networks.policy.objective.sampling, networks.mesh),
+        ahead=None
+        if networks.room is None
+        else to_devices(networks.room.empty(), replicated(networks.mesh)),
+        pool=None if networks.kept_pool is None else networks.kept_pool.empty(),
     )
 
 
@@ -128,6 +139,8 @@ def abstract(networks: Networks) -> TrainState[Any]:
         reference=_laid_out(state.reference, weights, mesh),
         unfinished=_laid_out(state.unfinished, weights, mesh),
         kept=_laid_out(state.kept, weights, mesh),
+        ahead=_laid_out(state.ahead, weights, mesh),
+        pool=None if networks.kept_pool is None else networks.kept_pool.abstract(),
     )
 
 
@@ -162,13 +175,14 @@ def _reshaped(
     `in_order` are reshapes of every leaf."""
     if networks.mesh.layout.vpp == 1:
         return state
-    leaves, structure = jax.tree.flatten(state)
-    wanted = jax.tree.leaves(like)
+    # The slots have no layers in one array, and may lie on other devices.
+    leaves, structure = jax.tree.flatten(replace(state, pool=None))
+    wanted = jax.tree.leaves(replace(like, pool=None))
     reshape = jax.jit(
         lambda leaves: [x.reshape(y.shape) for x, y in zip(leaves, wanted, strict=True)],
         out_shardings=[y.sharding for y in wanted],
     )
-    return structure.unflatten(reshape(leaves))
+    return replace(structure.unflatten(reshape(leaves)), pool=state.pool)
 
 
 def _learner_laid_out(learner: Learner[Any], network: Network[Any]) -> Learner[Any]:

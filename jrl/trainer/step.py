@@ -14,6 +14,7 @@ from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import replicated, take_rows
 from jrl.rollout.collect import Collected, collect
 from jrl.rollout.sampler import Sampler, scores_of
+from jrl.trainer.ahead import AheadOfStep
 from jrl.trainer.kept import kept_of, temperatures
 from jrl.trainer.objectives import CriticObjective, PolicyObjective, sampling_differences
 from jrl.trainer.packing import counts_of, place_rows, plan, without_idle
@@ -60,15 +61,23 @@ def train_step(
     *,
     shuffle_rewards: bool = False,
 ) -> tuple[TrainState[Array], Step]:
-    """Samples, scores and learns once.
+    """Samples, scores and learns once. Where the sampler may be ahead (`Networks.max_staleness`),
+    what is learned from is there already, and what is sampled is for the steps after this one.
 
     Args:
       shuffle_rewards: whether scores are dealt out anew among the completions: nothing can be
         learned then.
     """
+    fixed = networks, recipe, sampler.response_length, randomness, shuffle_rewards
+    if networks.max_staleness:
+        ahead = AheadOfStep(sampler, networks, recipe, state)
+        with ahead.sampling() as sampled:
+            state, done = _learned(*fixed, state, ahead.collected())
+            stored = sampled()
+        done = replace(done, metrics=done.metrics | stored.seconds)
+        return replace(state, ahead=stored.ahead, pool=stored.pool), done
     # Collect: the policy is frozen while it samples, so all completions of a step are on-policy.
-    number = int(state.step)
-    sampler.engine.load(state.policy.weights, number, state.kept)
+    sampler.engine.load(state.policy.weights, int(state.step), state.kept)
     collected = collect(
         sampler,
         recipe,
@@ -78,7 +87,20 @@ def train_step(
     )
     # Where the rollout has a layout of its own, its copy of the weights makes room for the updates.
     sampler.engine.release()
-    scores = scores_of(collected.completions)
+    return _learned(*fixed, state, collected)
+
+
+def _learned(
+    networks: Networks,
+    recipe: Recipe,
+    response_length: int,
+    randomness: Randomness,
+    shuffle_rewards: bool,
+    state: TrainState[Array],
+    collected: Collected,
+) -> tuple[TrainState[Array], Step]:
+    """The step after its completions were collected."""
+    number, scores = int(state.step), scores_of(collected.completions)
     if shuffle_rewards:
         # A control: an epoch that no shuffle of rows can have, so that no randomness is used twice.
         scores = randomness.shuffler(number, -1 % 2**32).permutation(scores)
@@ -89,7 +111,7 @@ def train_step(
         collected.completions,
         scores,
         collected.batch,
-        sampler.response_length,
+        response_length,
     )
     sampled, sampling = collected.batch.mask, networks.policy.objective.sampling
     if state.kept is not None:

@@ -1,6 +1,6 @@
 """Trains in a folder, and kills itself with SIGKILL at a moment that is asked for.
 
-    python killed_run.py FOLDER RECIPE [MOMENT NUMBER DELAY]
+    python killed_run.py FOLDER RECIPE[:MAX_STALENESS] [MOMENT NUMBER DELAY]
 
 MOMENT is what happens for the NUMBER-th time, and DELAY the seconds from there to the kill: 0
 kills on the spot, more kills from another thread while the run goes on.
@@ -19,6 +19,7 @@ jax.config.update("jax_num_cpu_devices", 16)  # as the tests have: what they com
 
 from small_runs import begin_or_go_on, small_recipe, small_run, small_setup  # noqa: E402
 
+from jrl.rollout.engine import SlotEngine  # noqa: E402
 from jrl.runs.checkpoints import Checkpoints  # noqa: E402
 from jrl.runs.records import Appender  # noqa: E402
 from jrl.trainer import loop  # noqa: E402
@@ -27,6 +28,7 @@ from jrl.trainer.setup import networks  # noqa: E402
 MOMENTS = {
     "warm start": (networks, "update"),
     "step": (loop, "train_step"),
+    "window": (SlotEngine, "poll"),
     "line": (Appender, "append"),
     "checkpoint": (Checkpoints, "save"),
 }
@@ -55,4 +57,6 @@ if __name__ == "__main__":
     folder, recipe, *rest = sys.argv[1:]
     if rest:
         kill_at(rest[0], int(rest[1]), float(rest[2]))
-    begin_or_go_on(small_setup(small_recipe(recipe), small_run()), Path(folder))
+    recipe, _, bound = recipe.partition(":")
+    run = small_run(max_staleness=int(bound), slots=6) if bound else small_run()
+    begin_or_go_on(small_setup(small_recipe(recipe), run), Path(folder))

@@ -45,10 +45,14 @@ def print_dry_run(setup: Setup, console: Console | None = None) -> None:
     rows = {name: readable_bytes(number) for name, number in needs.items()}
     rows["together, without activations"] = readable_bytes(sum(needs.values()))
     _print(console, "Memory per device", rows)
+    if setup.run.rollout_devices is not None:
+        own = {name: readable_bytes(number) for name, number in rollout_memory(setup).items()}
+        _print(console, "Memory per device that samples", own)
     devices = f"{_count(size, 'device', 'devices')} ({jax.devices()[0].device_kind})"
     _print(console, f"Layout: {setup.run.layout} on {devices}", axes(setup.mesh))
     if setup.rollout_mesh != setup.mesh:
-        title = f"Rollout layout: {setup.rollout_mesh.layout} on the same"
+        where = "the same" if setup.run.rollout_devices is None else "devices of their own"
+        title = f"Rollout layout: {setup.rollout_mesh.layout} on {where}"
         _print(console, title, axes(setup.rollout_mesh))
     if setup.format.template is not None:
         _print_prompt(setup, console)
@@ -164,7 +168,7 @@ def memory(setup: Setup) -> dict[str, int]:
         forward.append(setup.geometry.supervised_rows(run.warm_start_batch))
     if recipe.uses_reference or recipe.rescores:
         forward.append(recipe.completions // _num_scored(setup))
-    apart = setup.rollout_mesh != mesh
+    rollout = rollout_memory(setup) if run.rollout_devices is None else {}
     rows = {
         "weights": weights,
         "gradients": gradients * (2 if setup.geometry.num_micro_batches > 1 else 1),
@@ -173,14 +177,24 @@ def memory(setup: Setup) -> dict[str, int]:
         "critic's optimizer moments": critic_moments,
         "reference": weights if recipe.uses_reference else 0,
         "weights gathered to score": gathered if setup.model.execution.fsdp else 0,
-        "weights apart to sample": weight_bytes(setup.model, setup.rollout_mesh),
-        "key/value cache": cache_bytes(setup),
+        "weights apart to sample": rollout.get("weights apart to sample", 0),
+        "key/value cache": rollout.get("key/value cache", 0),
         "logits of a forward pass": logits_bytes(setup, max(forward)),
         "choices of experts": choices_bytes(setup) if recipe.router_replay is not None else 0,
-        "policy of the rollout": weight_bytes(setup.model, setup.rollout_mesh) if apart else 0,
+        "policy of the rollout": rollout.get("policy of the rollout", 0),
         "inputs kept by a stage": kept_bytes(setup) if mesh.layout.pp > 1 else 0,
     }
     return {name: number for name, number in rows.items() if number}
+
+
+def rollout_memory(setup: Setup) -> dict[str, int]:
+    """Bytes that sampling needs on one of its devices."""
+    weights = weight_bytes(setup.model, setup.rollout_mesh)
+    return {
+        "weights apart to sample": weights,
+        "key/value cache": cache_bytes(setup),
+        "policy of the rollout": weights if setup.rollout_mesh != setup.mesh else 0,
+    }
 
 
 def weight_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:

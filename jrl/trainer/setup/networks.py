@@ -1,12 +1,14 @@
 """The networks that learn, each with what it minimises and how it steps."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from jaxtyping import Array
 
 from jrl.recipes.base.batch import Batch
 from jrl.recipes.base.optimizer import Optimizer
+from jrl.rollout.ahead import Room
+from jrl.rollout.slots import Decoder, Pool, abstract_pool, empty_pool
 from jrl.trainer.objectives import CriticObjective, PolicyObjective, SupervisedObjective
 from jrl.trainer.update import Learner, init_learner, update
 from moe.config import ModelConfig
@@ -60,6 +62,28 @@ class Network(Generic[Kind]):
         return replace(self, objective=replace(self.objective, mesh=mesh))
 
 
+class KeptPool(NamedTuple):
+    """The slots of an engine, as a part of the state of a run.
+
+    Attributes:
+      decoder: what they are decoded by.
+      slots: rows.
+      columns: tokens of a row.
+    """
+
+    decoder: Decoder
+    slots: int
+    columns: int
+
+    def empty(self) -> Pool[Array]:
+        """Without a row."""
+        return empty_pool(*self)
+
+    def abstract(self) -> Pool[Any]:
+        """Shapes, dtypes and shardings."""
+        return abstract_pool(*self)
+
+
 @dataclass(frozen=True)
 class Networks:
     """All that a recipe trains.
@@ -69,16 +93,35 @@ class Networks:
       critic: what values states, None without one.
       keeps_reference: whether the policy at the start of training is kept.
       packs: whether updates run packed rows (`jrl.trainer.packing`).
+      max_staleness: versions of the policy that what it learns from may be behind it.
+      kept_pool: that of an engine whose rows in flight keep their keys and values, None where those
+        are computed again.
     """
 
     policy: Network[PolicyObjective]
     critic: Network[CriticObjective] | None
     keeps_reference: bool
     packs: bool = False
+    max_staleness: int = 0
+    kept_pool: KeptPool | None = None
 
     @property
     def mesh(self) -> FoldedMesh:
         return self.policy.mesh
+
+    @property
+    def room(self) -> Room | None:
+        """For what is sampled ahead; None where nothing is."""
+        if not self.max_staleness:
+            return None
+        policy = self.policy.objective
+        return Room(
+            policy.recipe,
+            self.max_staleness,
+            policy.layout.prompt_length,
+            policy.response_length,
+            policy.config if policy.recipe.router_replay == "R3" else None,
+        )
 
     def on(self, mesh: FoldedMesh) -> "Networks":
         """The same on another mesh."""

@@ -19,7 +19,7 @@ from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.collect import sampling_of
 from jrl.rollout.engine import SlotEngine
-from jrl.rollout.resharding import rollout_mesh
+from jrl.rollout.resharding import mesh_apart, rollout_mesh
 from jrl.rollout.sampler import Sampler
 from jrl.tasks import Task, load_task
 from jrl.tasks.jsonl import Fields
@@ -35,7 +35,7 @@ from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.objectives import CriticObjective, PolicyObjective, SupervisedObjective
 from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.lengths import prompt_length, response_length
-from jrl.trainer.setup.networks import Network, Networks
+from jrl.trainer.setup.networks import KeptPool, Network, Networks
 from jrl.trainer.setup.randomness import Randomness
 from moe.config import PRESETS, ModelConfig
 from moe.model import check_window
@@ -84,6 +84,8 @@ class Setup:
                 f"router_replay={self.recipe.router_replay!r} has nothing to replay: the network "
                 f"of {self.run.model} has no experts. Leave out --router-replay."
             )
+        if self.run.max_staleness:
+            _check_may_be_stale(self.recipe, self.run.max_staleness)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -102,7 +104,9 @@ class Setup:
     @cached_property
     def rollout_mesh(self) -> FoldedMesh:
         """Where completions are sampled: `mesh` itself unless that cannot decode or the run has a
-        rollout layout."""
+        rollout layout, or devices for it."""
+        if self.run.rollout_devices is not None:
+            return mesh_apart(self.run.rollout_layout, self.run.rollout_devices, self.mesh)
         return rollout_mesh(self.run.rollout_layout, self.mesh)
 
     @property
@@ -125,7 +129,11 @@ class Setup:
           seed: of what is drawn; None is that of the run.
         """
         randomness = self.randomness if seed is None else Randomness(seed)
-        engine = SlotEngine(
+        engine = self._engine(randomness)
+        return Sampler(engine, self.task, self.format, self.prompt_length, self.response_length)
+
+    def _engine(self, randomness: Randomness) -> SlotEngine:
+        return SlotEngine(
             self.model,
             self.mesh,
             self.rollout_mesh,
@@ -136,7 +144,6 @@ class Setup:
             key=randomness.key("rollout"),
             records_choices=self.recipe.router_replay == "R3",
         )
-        return Sampler(engine, self.task, self.format, self.prompt_length, self.response_length)
 
     @property
     def networks(self) -> Networks:
@@ -155,7 +162,12 @@ class Setup:
         if packs is None:
             # Where windows are written on, most tokens of a step are there for attention only.
             packs = isinstance(recipe.collection, Windows) and self.mesh.layout.pp == 1
-        return Networks(policy, critic, keeps_reference=recipe.uses_reference, packs=packs)
+        kept = None
+        if self.run.stale_cache:
+            engine = self._engine(self.randomness)
+            kept = KeptPool(engine.decoder, engine.slots, engine.columns)
+        staleness = self.run.max_staleness
+        return Networks(policy, critic, recipe.uses_reference, packs, staleness, kept)
 
     @property
     def imitator(self) -> Network[SupervisedObjective]:
@@ -277,6 +289,21 @@ def _of_checkpoint(directory: str) -> ModelConfig:
     from moe.huggingface import config_from  # needs an extra
 
     return config_from(directory)
+
+
+def _check_may_be_stale(recipe: Recipe, max_staleness: int) -> None:
+    """Refuses recipes whose steps must know what the step before has learned."""
+    if isinstance(recipe.collection, Windows):
+        raise ValueError(
+            f"max_staleness={max_staleness}: {recipe.name} goes on in each step with the responses "
+            "that the step before left unfinished, and learns from them in between: leave out "
+            "--max-staleness."
+        )
+    if recipe.temperature_rule is not None:
+        raise ValueError(
+            f"max_staleness={max_staleness}: in {recipe.name} the temperature of sampling follows "
+            "what the step before has learned: leave out --max-staleness, or choose another recipe."
+        )
 
 
 def _check_fits(setup: Setup) -> None:

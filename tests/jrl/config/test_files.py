@@ -72,13 +72,14 @@ def test_anything_else_is_refused_in_one_line(config, message):
     [
         {"layout": "dp2"},
         {"rollout_layout": "tp2"},
+        {"max_staleness": 1, "rollout_devices": 2},
         {"devices": 2},
         {"remat": "full"},
         {"remat": "full", "fsdp": True},
     ],
 )
 def test_a_resumed_run_may_be_fitted_to_another_machine(fits):
-    run, recipe = RunConfig(), RECIPES["grpo"]()
+    run, recipe = RunConfig(max_staleness=fits.get("max_staleness", 0)), RECIPES["grpo"]()
     check_resumable((run, recipe), (replace(run, **fits), replace(recipe, micro_batch=16)))
 
 

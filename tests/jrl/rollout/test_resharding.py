@@ -7,7 +7,14 @@ from small_runs import small_model, small_run, small_setup
 from tiers import full_but
 
 from jrl.rollout import resharding
-from jrl.rollout.resharding import RolloutPolicy, reshard, rollout_layout, rollout_mesh
+from jrl.rollout.resharding import (
+    RolloutPolicy,
+    apart,
+    mesh_apart,
+    reshard,
+    rollout_layout,
+    rollout_mesh,
+)
 from moe import placement
 from moe import weights as moe_weights
 from sharding.folding import Layout, fold
@@ -112,6 +119,35 @@ def test_where_training_can_decode_nothing_moves():
 def test_what_cannot_decode_is_refused(rollout, message):
     with pytest.raises(ValueError, match=message):
         rollout_mesh(rollout, mesh_of("tp2 dp2"))
+
+
+@pytest.mark.parametrize(
+    ("training", "rollout"), [("tp2 dp2 / ep4", "tp2 / ep2"), ("pp2 vpp2", "dp2")]
+)
+def test_weights_move_to_devices_of_their_own(training, rollout):
+    config, training = small_model(vocab_size=8, num_layers=4), mesh_of(training)
+    beside = mesh_apart(rollout, 2, training)
+    assert apart(training, beside) and not apart(training, rollout_mesh(None, training))
+    weights = numbered(config, training)
+    moved = RolloutPolicy(config, training, beside).of(weights)
+    expected = placement.shardings(config, beside)
+    for leaf, sharding in zip(jax.tree.leaves(moved), jax.tree.leaves(expected), strict=True):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    whole = numbered(config, mesh_of("dp1"))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(moved), jax.device_get(whole))
+
+
+@pytest.mark.parametrize(
+    ("rollout", "number", "message"),
+    [
+        ("pp2", 2, r"layout 'pp2' cannot be that of rollout_devices=2.* for example 'dp2'"),
+        ("dp4", 2, r"layout 'dp4' cannot be that of rollout_devices=2"),
+        (None, 13, r"rollout_devices=13 beside the 4 of .* are 17 devices and there are 16: "),
+    ],
+)
+def test_devices_that_are_not_there_are_refused(rollout, number, message):
+    with pytest.raises(ValueError, match=message):
+        mesh_apart(rollout, number, mesh_of("tp2 dp2"))
 
 
 def test_what_cannot_decode_is_refused_where_it_trains():

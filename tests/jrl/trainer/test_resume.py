@@ -14,6 +14,7 @@ import pytest
 from places import ROOT, SUPPORT
 from small_runs import (
     begin_or_go_on,
+    finish,
     fresh_state,
     fresh_weights,
     metrics_of,
@@ -72,6 +73,19 @@ def test_killed_again_and_again(finished, tmp_path):
     assert metrics_of(path) == expected.metrics
     assert read(path / "samples.jsonl") == expected.samples
     assert Checkpoints(path / "checkpoints").steps() == [2, 3]
+
+
+@pytest.mark.slow
+def test_killed_with_rows_in_flight(tmp_path):
+    expected = finish("grpo", tmp_path / "whole", max_staleness=2, slots=6)
+    path = tmp_path / "run"
+    for moment in [("window", 24, 0), ("step", 2, 0.01), ("window", 5, 0.002)]:
+        killed = run_killed(path, "grpo:2", *moment)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+    done = run_killed(path, "grpo:2")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert metrics_of(path) == expected.metrics
+    assert read(path / "samples.jsonl") == expected.samples
 
 
 @pytest.mark.parametrize("number", full_but([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))

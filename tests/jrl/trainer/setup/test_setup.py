@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 from chat_checkpoint import chat_tokenizer, write_tokenizer
-from small_runs import small_model, small_recipe, small_setup
+from small_runs import small_model, small_recipe, small_run, small_setup
 
 from jrl.config.run import ROUTER_SETTINGS, RunConfig
 from jrl.recipes import Grpo, Tppo
+from jrl.recipes.base.collection import Windows
 from jrl.trainer.setup.setup import Setup, build_setup
 from moe.config import tiny
 
@@ -61,6 +62,13 @@ def test_settings_that_cannot_be_had(run, message):
     [
         ({"router_z_coef": -1.0}, r"router_z_coef=-1\.0 must not be negative"),
         ({"drift_alarm": 0.0}, r"drift_alarm=0\.0 must be above 0 nats; None is off"),
+        ({"max_staleness": -1}, r"max_staleness=-1 must not be negative: 0 is none"),
+        (
+            {"stale_cache": True, "max_staleness": 1},
+            r"stale_cache changes nothing at max_staleness=1",
+        ),
+        ({"rollout_devices": 0}, r"rollout_devices=0 must be at least 1"),
+        ({"rollout_devices": 2}, r"rollout_devices=2 would wait.* give --max-staleness 1 or more"),
         ({"answer_field": "gold"}, r"answer_field='gold' needs --task jsonl:FILE, not 'sort'"),
         ({"messages_field": "turns"}, r"messages_field='turns' needs --task jsonl:FILE"),
     ],
@@ -85,6 +93,18 @@ def test_packing_on_a_pipeline_is_refused():
     setup = build_setup(RunConfig(**layout), Tppo())
     setup.task.close()
     assert not setup.networks.packs
+
+
+def test_steps_that_need_the_one_before_are_not_sampled_ahead():
+    setup = small_setup(run=small_run(max_staleness=1))
+    with pytest.raises(ValueError, match=r"max_staleness=1: in hapo the temperature of sampling"):
+        replace(setup, recipe=small_recipe("hapo"))
+
+    class InWindows(Grpo):
+        collection = Windows(3)
+
+    with pytest.raises(ValueError, match=r"max_staleness=1: in_windows goes on in each step with"):
+        replace(setup, recipe=InWindows())
 
 
 def test_experts_that_drop_what_sampling_does_not_are_refused():

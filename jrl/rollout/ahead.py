@@ -1,0 +1,253 @@
+"""What was sampled ahead of training, on the host and as a part of the state of a run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+from flax import struct
+
+from jrl.recipes.base.recipe import Recipe
+from jrl.rollout.collect import METRICS
+from jrl.rollout.requests import Finish, Request, Sampled, Trajectory
+from jrl.rollout.sampler import Completion, Sampler
+from jrl.tasks import REASONS, Verdict
+from jrl.text.prompts import text_of
+from moe.config import ModelConfig
+
+Leaf = TypeVar("Leaf")
+FINISHES: tuple[Finish, ...] = ("stop", "length")
+"""What ends a response, by number."""
+
+
+@dataclass
+class Drawn:
+    """What was sampled ahead: the whole of the next batch, and rows of those after it.
+
+    Attributes:
+      ready: the completions that the next step learns from, none of them on the mesh.
+      counts: ``[ready]`` bool; whether their tokens count.
+      prompts_seen: training prompts drawn with them.
+      metrics: of their sampling and verification.
+      pending: rows of prompts after those, in the order of prompts and samples: completions, and
+        requests that are not finished.
+    """
+
+    ready: list[Completion]
+    counts: np.ndarray
+    prompts_seen: int
+    metrics: dict[str, float]
+    pending: list[Completion | Request]
+
+
+@struct.dataclass
+class Ahead(Generic[Leaf]):
+    """`Drawn` in arrays of one size: a place for each completion of the next step, then those of
+    the pending rows.
+
+    Attributes:
+      prompts_seen: ``[]`` as in `Drawn`.
+      metrics: ``[metric, 2]`` those of `jrl.rollout.collect.METRICS`, NaN where there is none.
+        Numbers of the host are kept whole, as the two halves of their 64 bits.
+      prompts: ``[place]`` number of the prompt.
+      samples: ``[place]`` which of its responses it is.
+      lengths: ``[place]`` tokens so far, 0 where it was not begun; -1 where the place is empty.
+      finishes: ``[place]`` number of what ended it in `FINISHES`; -1 where nothing did.
+      slots: ``[place]`` the slot that a row in flight keeps; -1 where it keeps none.
+      reasons: ``[place]`` number of the verdict's reason; -1 without a verdict.
+      scores: ``[place, 2]`` of the verdict, as `metrics` are kept.
+      counts: ``[place]`` whether its tokens count.
+      tokens, behaviour_logprobs, old_logprobs, versions: ``[place, response]`` as in
+        `jrl.rollout.requests.Sampled`, 0 after its tokens.
+      choices: ``[place, column, layer, k]`` likewise, `num_experts` where there is none; None where
+        they are not recorded.
+    """
+
+    prompts_seen: Leaf
+    metrics: Leaf
+    prompts: Leaf
+    samples: Leaf
+    lengths: Leaf
+    finishes: Leaf
+    slots: Leaf
+    reasons: Leaf
+    scores: Leaf
+    counts: Leaf
+    tokens: Leaf
+    behaviour_logprobs: Leaf
+    old_logprobs: Leaf
+    versions: Leaf
+    choices: Leaf | None
+
+
+class Room(NamedTuple):
+    """What `Ahead` has room for.
+
+    Attributes:
+      recipe: rows of a batch.
+      batches: that are sampled ahead at most.
+      prompt_length, response_length: tokens of a row at most.
+      config: the policy network, where choices of experts are recorded.
+    """
+
+    recipe: Recipe
+    batches: int
+    prompt_length: int
+    response_length: int
+    config: ModelConfig | None
+
+    @property
+    def places(self) -> int:
+        return self.batches * self.recipe.completions
+
+    def empty(self) -> Ahead[np.ndarray]:
+        """Before anything was sampled."""
+        places, response = self.places, self.response_length
+
+        def filled(value: int, *shape: int) -> np.ndarray:
+            return np.full(shape, value, np.int32)
+
+        choices = None
+        if (config := self.config) is not None:
+            columns = self.prompt_length + response
+            shape = (places, columns, config.num_expert_layers, config.experts_per_token)
+            kind = np.min_scalar_type(config.num_experts)
+            choices = np.full(shape, config.num_experts, kind)
+        return Ahead(
+            prompts_seen=np.zeros((), np.int32),
+            metrics=_halves(np.full(len(METRICS), np.nan)),
+            prompts=filled(0, places),
+            samples=filled(0, places),
+            lengths=filled(-1, places),
+            finishes=filled(-1, places),
+            slots=filled(-1, places),
+            reasons=filled(-1, places),
+            scores=_halves(np.zeros(places)),
+            counts=np.zeros(places, bool),
+            tokens=filled(0, places, response),
+            behaviour_logprobs=np.zeros((places, response), np.float32),
+            old_logprobs=np.zeros((places, response), np.float32),
+            versions=filled(0, places, response),
+            choices=choices,
+        )
+
+    def packed(self, drawn: Drawn) -> Ahead[np.ndarray]:
+        """What was sampled, as arrays."""
+        packed, rows = self.empty(), [*drawn.ready, *drawn.pending]
+        assert len(rows) <= self.places, f"{len(rows)} rows ahead and {self.places} places"
+        metrics = np.array([drawn.metrics.get(name, np.nan) for name in METRICS])
+        packed = replace(
+            packed,
+            prompts_seen=np.asarray(drawn.prompts_seen, np.int32),
+            metrics=_halves(metrics),
+            scores=_halves(np.array([_score(row) for row in rows] + [0.0] * self.places))[
+                : self.places
+            ],
+        )
+        packed.counts[: len(drawn.counts)] = drawn.counts
+        for place, row in enumerate(rows):
+            _write(packed, place, row)
+        return packed
+
+    def unpacked(self, ahead: Ahead[np.ndarray], sampler: Sampler) -> Drawn | None:
+        """What `packed` was given; None where nothing was sampled yet."""
+        if ahead.lengths[0] < 0:
+            return None
+        places = np.flatnonzero(ahead.lengths >= 0).tolist()
+        rows = [_read(ahead, place, sampler) for place in places]
+        ready = [row for row in rows[: self.recipe.completions] if isinstance(row, Completion)]
+        numbers = dict(zip(METRICS, _whole(ahead.metrics).tolist(), strict=True))
+        return Drawn(
+            ready=ready,
+            counts=ahead.counts[: len(ready)],
+            prompts_seen=int(ahead.prompts_seen),
+            metrics={name: number for name, number in numbers.items() if number == number},
+            pending=rows[self.recipe.completions :],
+        )
+
+
+def row_of(row: Completion | Request) -> Request:
+    """The request of a row, be it finished or not."""
+    return row if isinstance(row, Request) else row.trajectory.request
+
+
+def check_staleness(completions: Sequence[Completion], version: int, bound: int) -> np.ndarray:
+    """How many versions of the weights behind each token is, over all of them.
+
+    Args:
+      completions: that the weights of `version` are about to learn from.
+      bound: how many there may be.
+
+    Raises:
+      RuntimeError: where a token is further behind, or was sampled by weights to come.
+    """
+    sampled = [completion.trajectory.versions for completion in completions]
+    staleness = version - np.concatenate(sampled)
+    if staleness.min() < 0 or staleness.max() > bound:
+        raise RuntimeError(
+            f"step {version + 1} was to learn from tokens that are {staleness.min()} to "
+            f"{staleness.max()} versions behind, and max_staleness={bound} allows 0 to {bound}: "
+            "the checkpoint is not of this run, or the rollout engine mixes up its versions."
+        )
+    return staleness
+
+
+def _score(row: Completion | Request) -> float:
+    return 0.0 if isinstance(row, Request) else row.score
+
+
+def _write(into: Ahead[np.ndarray], place: int, row: Completion | Request) -> None:
+    request = row_of(row)
+    into.prompts[place], into.samples[place] = request.prompt, request.sample
+    into.lengths[place], sampled = 0, request.sampled
+    if isinstance(row, Completion):
+        assert row.verdict is not None
+        into.finishes[place] = FINISHES.index(row.trajectory.finish)
+        into.reasons[place] = REASONS.index(row.verdict.reason)
+    if request.slot is not None:
+        into.slots[place] = request.slot
+    if sampled is None:
+        return
+    length = into.lengths[place] = len(sampled.tokens)
+    into.tokens[place, :length] = sampled.tokens
+    into.behaviour_logprobs[place, :length] = sampled.behaviour_logprobs
+    into.old_logprobs[place, :length] = sampled.old_logprobs
+    into.versions[place, :length] = sampled.versions
+    if into.choices is not None and sampled.choices is not None:
+        into.choices[place, : len(sampled.choices)] = sampled.choices
+
+
+def _read(ahead: Ahead[np.ndarray], place: int, sampler: Sampler) -> Completion | Request:
+    example = sampler.task.train(int(ahead.prompts[place]))
+    ids, length = sampler.encoded(example), int(ahead.lengths[place])
+    sampled = None
+    if length:
+        sampled = Sampled(
+            ahead.tokens[place, :length],
+            ahead.behaviour_logprobs[place, :length],
+            ahead.old_logprobs[place, :length],
+            ahead.versions[place, :length],
+            None if ahead.choices is None else ahead.choices[place, : len(ids) + length],
+        )
+    number = int(ahead.prompts[place]), int(ahead.samples[place])
+    request = Request(*number, ids, sampler.response_length, sampled=sampled)
+    if ahead.finishes[place] < 0 or sampled is None:
+        slot = int(ahead.slots[place])
+        return request._replace(slot=None if slot < 0 else slot)
+    finish = FINISHES[ahead.finishes[place]]
+    trajectory = Trajectory(request, sampled.tokens, finish, shelf=None, row=0)
+    text = text_of(sampler.format.tokenizer, sampled.tokens)
+    score = float(_whole(ahead.scores[place]))
+    verdict = Verdict(score, REASONS[ahead.reasons[place]])
+    return Completion(trajectory, example, text, verdict)
+
+
+def _halves(numbers: np.ndarray) -> np.ndarray:
+    """64-bit numbers as pairs of integers, which no device rounds."""
+    return numbers.astype(np.float64).view(np.int32).reshape(*numbers.shape, 2)
+
+
+def _whole(halves: np.ndarray) -> np.ndarray:
+    """What `_halves` was given."""
+    whole = np.ascontiguousarray(halves, np.int32).view(np.float64)
+    return whole.reshape(halves.shape[:-1])

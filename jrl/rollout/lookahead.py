@@ -1,0 +1,167 @@
+"""Sampling ahead of training: the next batch is finished while rows of later ones are begun.
+
+What is sampled when is decided by counts and never by the clock: a run is the same whether it
+samples and learns by turns or at the same time, and when it goes on after a kill.
+"""
+
+import time
+from collections import Counter, defaultdict
+
+import numpy as np
+
+from jrl.losses import informative_groups
+from jrl.recipes.base.collection import DynamicSampling
+from jrl.recipes.base.recipe import Recipe
+from jrl.rollout.ahead import Drawn, row_of
+from jrl.rollout.collect import chosen_of, generation_metrics, sampling_of, verifier_counts
+from jrl.rollout.requests import Request, taken_off
+from jrl.rollout.sampler import Completion, Sampler, Unverified, in_order, scores_of
+from jrl.tasks import Example
+
+
+class LookAhead:
+    """Samples until the next batch is whole, and meanwhile what may be sampled of later ones.
+
+    Prompts are begun in their order. Those of the next batch are begun for sure; beyond the first
+    that the batch can end with, so many prompts are begun as the batches have that may be under
+    way: whatever the verdicts are, none of them belongs to a later batch.
+
+    Args:
+      sampler: with the policy loaded.
+      recipe: how many groups of which size.
+      batches: that may be under way, the next one included.
+      first: number of the first prompt of the next batch.
+      keep_pool: whether rows in flight keep their keys and values.
+      seconds: where the time taken is added.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        recipe: Recipe,
+        *,
+        batches: int,
+        first: int,
+        keep_pool: bool = False,
+        seconds: dict[str, float],
+    ):
+        self._sampler, self._recipe, self._sampling = sampler, recipe, sampling_of(recipe)
+        self._first, self._asked, self._seconds = first, first, seconds
+        self._keep_pool = keep_pool
+        self._beyond = (batches - 1) * recipe.prompts
+        collection = recipe.collection
+        self._dynamic = isinstance(collection, DynamicSampling)
+        rounds = collection.max_rounds if isinstance(collection, DynamicSampling) else 1
+        self._last = first + rounds * recipe.prompts
+        self._drawn = Unverified(sampler.task, seconds)
+        self._examples: dict[int, Example] = {}
+        self._ended = Counter[int]()
+        self._groups: defaultdict[int, list[Completion]] = defaultdict(list)
+        self._informative: dict[int, bool] = {}
+
+    def draw(self, pending: list[Completion | Request]) -> Drawn:
+        """The next batch.
+
+        Args:
+          pending: what an earlier call left of its prompts and those after them.
+        """
+        self._go_on(pending)
+        self._ask()
+        while not self._whole():
+            begin = time.perf_counter()
+            trajectories = self._sampler.engine.poll()
+            self._spent(time.perf_counter() - begin)
+            before = self._drawn
+            if trajectories and self._dynamic:
+                self._drawn = Unverified(self._sampler.task, self._seconds)
+            if trajectories:
+                self._sampler.judge(self._drawn, trajectories, self._examples)
+                self._ended.update(t.request.prompt for t in trajectories)
+            if self._dynamic:
+                # Verdicts of one poll are waited for after the next: made meanwhile, and looked at
+                # neither sooner nor later where the verifier is fast or slow.
+                self._learn(before.verified())
+            self._ask()
+        self._learn(self._drawn.verified())
+        return self._divided(self._sampler.engine.suspend(self._keep_pool))
+
+    def _go_on(self, pending: list[Completion | Request]) -> None:
+        """Takes up what was left."""
+        for row in pending:
+            number = row_of(row).prompt
+            self._examples[number] = self._sampler.task.train(number)
+            self._asked = max(self._asked, number + 1)
+        done = [row for row in pending if isinstance(row, Completion)]
+        self._ended.update(row_of(row).prompt for row in done)
+        self._learn(done)
+        requests = [row for row in pending if isinstance(row, Request)]
+        self._sampler.engine.submit(requests, self._sampling)
+
+    def _end(self) -> int:
+        """The prompt after the next batch's, if all are informative of which it is not known."""
+        found = 0
+        for number in range(self._first, self._last):
+            found += self._informative.get(number, True)
+            if found == self._recipe.prompts:
+                return number + 1
+        return self._last
+
+    def _ask(self) -> None:
+        """For the prompts that may be begun."""
+        numbers = range(self._asked, self._end() + self._beyond)
+        if numbers:
+            fresh = {number: self._sampler.task.train(number) for number in numbers}
+            self._examples |= fresh
+            requests = self._sampler.requests(fresh, self._recipe.group_size)
+            self._sampler.engine.submit(requests, self._sampling)
+            self._asked = numbers.stop
+
+    def _whole(self) -> bool:
+        """Whether the next batch is: what it ends with is then known."""
+        numbers = range(self._first, self._end())
+        if self._dynamic:
+            return all(number in self._informative for number in numbers)
+        return all(self._ended[number] == self._recipe.group_size for number in numbers)
+
+    def _learn(self, completions: list[Completion]) -> None:
+        for completion in completions:
+            self._groups[row_of(completion).prompt].append(completion)
+        if not self._dynamic:
+            return
+        for number in {row_of(completion).prompt for completion in completions}:
+            group = self._groups[number]
+            if len(group) == self._recipe.group_size:
+                alike = informative_groups(scores_of(group), np.zeros(len(group), np.int32))
+                self._informative[number] = bool(np.asarray(alike)[0])
+
+    def _divided(self, suspended: list[Request]) -> Drawn:
+        """The next batch, and the rest.
+
+        Args:
+          suspended: rows that are not finished.
+        """
+        end = self._end()
+        assert all(request.prompt >= end for request in suspended), "a batch lacks rows"
+        numbers = range(self._first, end)
+        drawn = in_order([each for number in numbers for each in self._groups[number]])
+        informative = np.array([self._informative.get(number, True) for number in numbers])
+        ready, counts = chosen_of(self._recipe, drawn, informative)
+        metrics = verifier_counts(drawn)
+        if self._dynamic:
+            metrics |= generation_metrics(self._recipe, informative, counts)
+        later = [each for number in self._groups if number >= end for each in self._groups[number]]
+        kept = _off_the_mesh([*ready, *later])
+        pending: list[Completion | Request] = [*kept[len(ready) :], *suspended]
+        pending.sort(key=lambda row: (row_of(row).prompt, row_of(row).sample))
+        return Drawn(kept[: len(ready)], counts, end, metrics, pending)
+
+    def _spent(self, seconds: float) -> None:
+        self._seconds["timing_s/gen"] = self._seconds.get("timing_s/gen", 0.0) + seconds
+
+
+def _off_the_mesh(completions: list[Completion]) -> list[Completion]:
+    moved = taken_off([completion.trajectory for completion in completions])
+    return [
+        Completion(trajectory, each.example, each.text, each.verdict)
+        for trajectory, each in zip(moved, completions, strict=True)
+    ]

@@ -1,0 +1,141 @@
+"""Steps whose sampler is ahead: it finishes the next batch while this one is learned from."""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from jaxtyping import Array
+
+from jrl.processes.agreement import to_devices, to_host
+from jrl.recipes.base.recipe import Recipe
+from jrl.rollout.ahead import Ahead, Drawn, Room, check_staleness
+from jrl.rollout.batching import batch_from_host, replicated
+from jrl.rollout.collect import Collected
+from jrl.rollout.lookahead import LookAhead
+from jrl.rollout.resharding import apart
+from jrl.rollout.sampler import Sampler
+from jrl.rollout.slots import Pool
+from jrl.trainer.setup.networks import Networks
+from jrl.trainer.state import TrainState
+
+
+class Stored(NamedTuple):
+    """What a step leaves to those after it.
+
+    Attributes:
+      ahead, pool: of the state.
+      seconds: spent in sampling.
+    """
+
+    ahead: Ahead[Array]
+    pool: Pool[Array] | None
+    seconds: dict[str, float]
+
+
+class AheadOfStep:
+    """A step's completions, which are there, and those of the next, which are being sampled.
+
+    On devices of its own the sampler works at the same time as the updates, else before them, with
+    the same weights and so with the same result.
+
+    Args:
+      sampler: whose engine gets the weights; nothing is under way in it.
+      networks: that are about to learn.
+      recipe: what a step collects.
+      state: before the step.
+    """
+
+    def __init__(
+        self, sampler: Sampler, networks: Networks, recipe: Recipe, state: TrainState[Array]
+    ):
+        self._sampler, self._networks, self._recipe = sampler, networks, recipe
+        self._seconds = {"timing_s/gen": 0.0, "timing_s/reward": 0.0}
+        version, bound = int(state.step), networks.max_staleness
+        used = sampler.engine.usage
+        self._before = used.slot_steps, used.row_steps
+        # As an engine that has just been made, which it is after a restart.
+        sampler.engine.release()
+        sampler.engine.load(state.policy.weights, version, state.kept)
+        if state.pool is not None:
+            sampler.engine.give_pool(state.pool)
+        room = networks.room
+        assert room is not None and state.ahead is not None
+        self._room: Room = room
+        drawn = room.unpacked(to_host(state.ahead), sampler)
+        if drawn is None:
+            drawn = self._draw(int(state.prompts_seen))
+        staleness = check_staleness(drawn.ready, version, bound)
+        self._drawn, self._metrics = (
+            drawn,
+            {
+                "staleness/mean": float(staleness.mean()),
+                "staleness/max": float(staleness.max()),
+            },
+        )
+
+    def collected(self) -> Collected:
+        """What the step learns from."""
+        drawn, networks, sampler = self._drawn, self._networks, self._sampler
+        batch = batch_from_host(
+            [completion.trajectory for completion in drawn.ready],
+            drawn.counts,
+            networks.mesh,
+            sampler.prompt_length,
+            sampler.response_length,
+            sampler.format.tokenizer.pad_id,
+            networks.policy.config.num_experts,
+        )
+        metrics = drawn.metrics | self._metrics
+        return Collected(drawn.ready, batch, drawn.prompts_seen, None, metrics, {})
+
+    @contextmanager
+    def sampling(self) -> Iterator[Callable[[], Stored]]:
+        """A block in which the step learns.
+
+        Yields:
+          What gives what is ahead after the step; it waits for the sampler, as the end of the block
+          does.
+        """
+        drawn, engine = self._drawn, self._sampler.engine
+
+        def draw() -> Drawn:
+            return self._draw(drawn.prompts_seen, drawn)
+
+        if not apart(self._networks.mesh, engine.mesh):
+            stored = self._stored(draw(), 0.0)
+            engine.release()  # room for the updates
+            yield lambda: stored
+            return
+        with ThreadPoolExecutor(1, "jrl rollout") as thread:
+            future = thread.submit(draw)
+
+            def waited() -> Stored:
+                begin = time.perf_counter()
+                after = future.result()
+                return self._stored(after, time.perf_counter() - begin)
+
+            yield waited
+
+    def _draw(self, first: int, behind: Drawn | None = None) -> Drawn:
+        ahead = LookAhead(
+            self._sampler,
+            self._recipe,
+            batches=self._networks.max_staleness,
+            first=first,
+            keep_pool=self._networks.kept_pool is not None,
+            seconds=self._seconds,
+        )
+        return ahead.draw([] if behind is None else behind.pending)
+
+    def _stored(self, drawn: Drawn, waited: float) -> Stored:
+        used, before = self._sampler.engine.usage, self._before
+        slot_steps, row_steps = used.slot_steps - before[0], used.row_steps - before[1]
+        seconds = self._seconds | {
+            "timing_s/wait_for_rollout": waited,
+            "perf/slot_utilisation": row_steps / max(slot_steps, 1),
+        }
+        ahead = to_devices(self._room.packed(drawn), replicated(self._networks.mesh))
+        kept = self._networks.kept_pool is not None
+        return Stored(ahead, self._sampler.engine.take_pool() if kept else None, seconds)

@@ -1,0 +1,215 @@
+"""Runs whose sampler is ahead of the updates."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from small_runs import (
+    GROUP_SIZE,
+    PROMPTS,
+    begin_or_go_on,
+    metrics_of,
+    small_recipe,
+    small_run,
+    small_setup,
+)
+
+from jrl.rollout.engine import SlotEngine
+from jrl.rollout.resharding import apart
+from jrl.runs.checkpoints import Checkpoints
+from jrl.runs.records import Appender, read
+from jrl.trainer import loop
+from jrl.trainer.setup import networks
+
+
+class Kill(BaseException):
+    """Ends a run at once, as a kill would."""
+
+
+def stale_setup(name="grpo", bound=3, slots=8, stale_cache=False, steps=6, **changes):
+    run = small_run(
+        warm_start_steps=0,
+        steps=steps,
+        max_staleness=bound,
+        slots=slots,
+        stale_cache=stale_cache,
+        drift_alarm=None,
+        **changes,
+    )
+    return small_setup(small_recipe(name), run)
+
+
+class Watched:
+    """A run of which it is written down what its steps learned from.
+
+    Attributes:
+      batches: by step, of each completion its prompt, its sample and the versions of its tokens.
+    """
+
+    def __init__(self, setup, path, monkeypatch):
+        self.setup, self.path, self.batches = setup, path, {}
+        step = loop.train_step
+
+        def watched(sampler, networks, recipe, state, *rest, **options):
+            number = int(state.step)
+            after, done = step(sampler, networks, recipe, state, *rest, **options)
+            rows = [completion.trajectory for completion in done.collected.completions]
+            found = [(t.request.prompt, t.request.sample, t.versions.tolist()) for t in rows]
+            # What is done again after a kill is done as before.
+            assert self.batches.setdefault(number, found) == found
+            return after, done
+
+        monkeypatch.setattr(loop, "train_step", watched)
+
+    def go_on(self):
+        return begin_or_go_on(self.setup, self.path)
+
+    @property
+    def lines(self):
+        return metrics_of(self.path), read(self.path / "samples.jsonl")
+
+
+def checked(run, steps, bound):
+    """No prompt is lost or doubled, and no token too old; gives the ages of tokens, and how many
+    policies each row is of."""
+    batches = run.batches
+    assert sorted(batches) == list(range(steps))
+    rows = Counter((p, s) for batch in batches.values() for p, s, _ in batch)
+    assert set(rows.values()) == {1}
+    prompts = {p for p, _ in rows}
+    assert rows.keys() == {(p, s) for p in prompts for s in range(GROUP_SIZE)}
+    if not run.setup.recipe.dynamic_sampling:
+        assert prompts == set(range(steps * PROMPTS))
+    ages = [step - v for step, batch in batches.items() for *_, vs in batch for v in vs]
+    assert min(ages) >= 0 and max(ages) == bound
+    spans = [len(set(versions)) for batch in batches.values() for *_, versions in batch]
+    return ages, spans
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Lines and batches of runs that nobody disturbed."""
+    made = {}
+
+    def of(*case):
+        if case not in made:
+            path = tmp_path_factory.mktemp("ahead") / "run"
+            with pytest.MonkeyPatch.context() as patch:
+                run = Watched(stale_setup(*case), path, patch)
+                run.go_on()
+            made[case] = run
+        return made[case]
+
+    return of
+
+
+def test_the_sampler_is_ahead(uninterrupted):
+    run = uninterrupted("grpo", 3, 8, False)
+    ages, spans = checked(run, steps=6, bound=3)
+    # Rows that were in flight at a push have tokens of several policies.
+    assert max(spans) > 1
+    lines, _ = run.lines
+    means = [float(line["staleness/mean"]) for line in lines[1:]]
+    counts = [sum(len(vs) for *_, vs in run.batches[step]) for step in range(6)]
+    assert np.dot(means, counts) == pytest.approx(sum(ages))
+    assert [line["staleness/max"] for line in lines[1:4]] == ["0.0", "1.0", "2.0"]
+
+
+@pytest.mark.slow
+def test_the_first_step_is_that_of_a_run_by_turns(tmp_path):
+    """Nothing can be stale yet, and the batch is the same."""
+    ahead = stale_setup(bound=1, steps=1)
+    by_turns = replace(ahead, run=replace(ahead.run, max_staleness=0))
+    found = []
+    for number, setup in enumerate([ahead, by_turns]):
+        begin_or_go_on(setup, tmp_path / str(number))
+        found.append(metrics_of(tmp_path / str(number)))
+    for name in ("staleness/mean", "staleness/max"):
+        assert found[0][1].pop(name) == "0.0"
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stale_cache", [False, True])
+def test_devices_of_its_own_change_nothing(stale_cache, uninterrupted, tmp_path, monkeypatch):
+    """By turns on one device, and at the same time on two."""
+    expected = uninterrupted("grpo", 3, 8, stale_cache)
+    setup = stale_setup(rollout_devices=1, stale_cache=stale_cache)
+    assert apart(setup.mesh, setup.rollout_mesh)
+    run = Watched(setup, tmp_path / "run", monkeypatch)
+    run.go_on()
+    assert run.batches == expected.batches
+    assert run.lines == expected.lines
+
+
+@pytest.mark.slow
+def test_a_cache_that_is_kept_is_another_run(uninterrupted):
+    rebuilt, kept = uninterrupted("grpo", 3, 8, False), uninterrupted("grpo", 3, 8, True)
+    # Nothing is in flight before the first push.
+    assert rebuilt.lines[0][:2] == kept.lines[0][:2]
+    assert rebuilt.lines[0] != kept.lines[0]
+
+
+@pytest.mark.slow
+def test_devices_of_its_own_in_another_layout(uninterrupted, tmp_path, monkeypatch):
+    """The weights are cut in one way where they learn and in another where they sample."""
+    expected = uninterrupted("grpo", 3, 8, False)
+    setup = stale_setup(layout="tp2 dp2 / ep4", rollout_devices=2, rollout_layout="dp2 / ep2")
+    run = Watched(setup, tmp_path / "run", monkeypatch)
+    run.go_on()
+    assert run.batches == expected.batches
+    for line, other in zip(run.lines[0], expected.lines[0], strict=True):
+        for name in line:
+            assert float(line[name]) == pytest.approx(
+                float(other[name]), rel=1e-3, abs=1e-5, nan_ok=True
+            ), name
+
+
+def killed_after(events, patch):
+    """Raises `Kill` at one of the events of a run: a window of the engine, an update, a line, a
+    checkpoint."""
+    left = iter(range(events, 0, -1))
+    places = [
+        (SlotEngine, "_advance"),
+        (networks, "update"),
+        (Appender, "append"),
+        (Checkpoints, "save"),
+    ]
+
+    def counted(function):
+        def call(*arguments, **options):
+            if next(left) == 1:
+                raise Kill
+            return function(*arguments, **options)
+
+        return call
+
+    for owner, name in places:
+        patch.setattr(owner, name, counted(getattr(owner, name)))
+
+
+CASES = [
+    ("grpo", 1, 8, False),
+    ("grpo", 2, 6, False),
+    ("grpo", 3, 8, False),
+    ("grpo", 3, 8, True),
+    ("dapo", 1, 8, False),
+    ("dapo", 2, 6, False),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_killed_ten_times(case, uninterrupted, tmp_path, monkeypatch):
+    expected = uninterrupted(*case)
+    run = Watched(expected.setup, tmp_path / "run", monkeypatch)
+    random = np.random.default_rng(case[1])
+    for _ in range(10):
+        with monkeypatch.context() as patch, pytest.raises(Kill):
+            killed_after(int(random.integers(1, 16)), patch)
+            run.go_on()
+    run.go_on()
+    assert run.lines == expected.lines
+    assert run.batches == expected.batches
+    checked(run, 6, case[1])
