@@ -64,8 +64,8 @@ def measure(model: str, threads: int, steps: int) -> dict[str, float]:
     setup = build_setup(
         RunConfig(task="sort", model=model, response_length=10), Grpo(prompts=32, mini_batch=256)
     )
-    weights = init_weights(setup.model, setup.mesh, setup.randomness.key("weights", 0))
-    state = init_state(setup.networks, weights, setup.randomness.key("critic", 0))
+    weights = init_weights(setup.model, setup.mesh, setup.randomness.key("weights"))
+    state = init_state(setup.networks, weights, setup.randomness.key("critic"))
     sampler = setup.sampler()
     seconds: dict[str, list[float]] = {"step": [], "gen": [], "update": [], "decode": []}
     tokens = {"gen": 0.0, "update": 0.0}
