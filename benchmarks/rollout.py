@@ -208,7 +208,7 @@ def dense(model: str, rows: list[int]) -> dict[str, Any]:
     return {"seconds": seconds, "parameters": num_parameters(config)}
 
 
-def timed(call: Callable[[], Any], calls: int = 4) -> list[float]:
+def timed(call: Callable[[], Any], calls: int = 3) -> list[float]:
     """Seconds of calls after the first, which compiles."""
     call()
     seconds = []

@@ -36,6 +36,15 @@ def test_a_benchmark_compares_and_writes_its_figures(name, tmp_path):
 
 
 @pytest.mark.slow
+def test_rollouts_are_measured_with_slots_kept_full_and_in_batches(tmp_path):
+    figures = tmp_path / "rollout.json"
+    assert "kept full" in smoke("rollout", figures)
+    heavy = json.loads(figures.read_text())["heavy tail"]
+    used = heavy["utilisation"]
+    assert used["kept full"] >= 0.9 > 0.5 > used["fixed"]
+
+
+@pytest.mark.slow
 def test_every_part_of_the_benchmark_for_accelerators_measures_something(tmp_path):
     smoke("gpu", tmp_path / "gpu.json")
     figures = json.loads((tmp_path / "gpu.json").read_text())
