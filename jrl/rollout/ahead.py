@@ -1,6 +1,7 @@
 """What was sampled ahead of training, on the host and as a part of the state of a run."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
@@ -11,7 +12,7 @@ from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.collect import METRICS
 from jrl.rollout.requests import Finish, Request, Sampled, Trajectory
 from jrl.rollout.sampler import Completion, Sampler
-from jrl.tasks import REASONS, Verdict
+from jrl.tasks import REASONS, Example, Verdict
 from jrl.text.prompts import text_of
 from moe.config import ModelConfig
 
@@ -135,14 +136,13 @@ class Room(NamedTuple):
         """What was sampled, as arrays."""
         packed, rows = self.empty(), [*drawn.ready, *drawn.pending]
         assert len(rows) <= self.places, f"{len(rows)} rows ahead and {self.places} places"
-        metrics = np.array([drawn.metrics.get(name, np.nan) for name in METRICS])
+        scores = np.zeros(self.places)
+        scores[: len(rows)] = [_score(row) for row in rows]
         packed = replace(
             packed,
             prompts_seen=np.asarray(drawn.prompts_seen, np.int32),
-            metrics=_halves(metrics),
-            scores=_halves(np.array([_score(row) for row in rows] + [0.0] * self.places))[
-                : self.places
-            ],
+            metrics=_halves(np.array([drawn.metrics.get(name, np.nan) for name in METRICS])),
+            scores=_halves(scores),
         )
         packed.counts[: len(drawn.counts)] = drawn.counts
         for place, row in enumerate(rows):
@@ -154,14 +154,17 @@ class Room(NamedTuple):
         if ahead.lengths[0] < 0:
             return None
         places = np.flatnonzero(ahead.lengths >= 0).tolist()
-        rows = [_read(ahead, place, sampler) for place in places]
+        numbers = {int(number) for number in ahead.prompts[places]}
+        examples = {number: sampler.task.train(number) for number in sorted(numbers)}
+        ids = {number: sampler.encoded(example) for number, example in examples.items()}
+        rows = [_read(ahead, place, sampler, examples, ids) for place in places]
         ready = [row for row in rows[: self.recipe.completions] if isinstance(row, Completion)]
-        numbers = dict(zip(METRICS, _whole(ahead.metrics).tolist(), strict=True))
+        metrics = dict(zip(METRICS, _whole(ahead.metrics).tolist(), strict=True))
         return Drawn(
             ready=ready,
             counts=ahead.counts[: len(ready)],
             prompts_seen=int(ahead.prompts_seen),
-            metrics={name: number for name, number in numbers.items() if number == number},
+            metrics={name: value for name, value in metrics.items() if not math.isnan(value)},
             pending=rows[self.recipe.completions :],
         )
 
@@ -217,9 +220,20 @@ def _write(into: Ahead[np.ndarray], place: int, row: Completion | Request) -> No
         into.choices[place, : len(sampled.choices)] = sampled.choices
 
 
-def _read(ahead: Ahead[np.ndarray], place: int, sampler: Sampler) -> Completion | Request:
-    example = sampler.task.train(int(ahead.prompts[place]))
-    ids, length = sampler.encoded(example), int(ahead.lengths[place])
+def _read(
+    ahead: Ahead[np.ndarray],
+    place: int,
+    sampler: Sampler,
+    examples: Mapping[int, Example],
+    prompts: Mapping[int, np.ndarray],
+) -> Completion | Request:
+    """The row of a place.
+
+    Args:
+      examples, prompts: by the numbers of prompts; those as ids.
+    """
+    prompt, sample = int(ahead.prompts[place]), int(ahead.samples[place])
+    ids, length = prompts[prompt], int(ahead.lengths[place])
     sampled = None
     if length:
         sampled = Sampled(
@@ -229,8 +243,7 @@ def _read(ahead: Ahead[np.ndarray], place: int, sampler: Sampler) -> Completion 
             ahead.versions[place, :length],
             None if ahead.choices is None else ahead.choices[place, : len(ids) + length],
         )
-    number = int(ahead.prompts[place]), int(ahead.samples[place])
-    request = Request(*number, ids, sampler.response_length, sampled=sampled)
+    request = Request(prompt, sample, ids, sampler.response_length, sampled=sampled)
     if ahead.finishes[place] < 0 or sampled is None:
         slot = int(ahead.slots[place])
         return request._replace(slot=None if slot < 0 else slot)
@@ -239,7 +252,7 @@ def _read(ahead: Ahead[np.ndarray], place: int, sampler: Sampler) -> Completion 
     text = text_of(sampler.format.tokenizer, sampled.tokens)
     score = float(_whole(ahead.scores[place]))
     verdict = Verdict(score, REASONS[ahead.reasons[place]])
-    return Completion(trajectory, example, text, verdict)
+    return Completion(trajectory, examples[prompt], text, verdict)
 
 
 def _halves(numbers: np.ndarray) -> np.ndarray:

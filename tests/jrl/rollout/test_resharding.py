@@ -150,6 +150,13 @@ def test_devices_that_are_not_there_are_refused(rollout, number, message):
         mesh_apart(rollout, number, mesh_of("tp2 dp2"))
 
 
+def test_devices_of_several_processes_are_refused(monkeypatch):
+    training = mesh_of("dp2")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"rollout_devices=2 are devices of one process, and the"):
+        mesh_apart(None, 2, training)
+
+
 def test_what_cannot_decode_is_refused_where_it_trains():
     with pytest.raises(ValueError, match=r"'cp2': decoding needs"):
         rollout_mesh("cp2", mesh_of("cp2"))

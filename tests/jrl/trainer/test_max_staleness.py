@@ -27,17 +27,16 @@ class Kill(BaseException):
     """Ends a run at once, as a kill would."""
 
 
-def stale_setup(name="grpo", bound=3, slots=8, stale_cache=False, steps=6, **changes):
+def stale_setup(name="grpo", bound=3, slots=8, stale_cache=False, replay=None, **changes):
     run = small_run(
         warm_start_steps=0,
-        steps=steps,
+        **{"steps": 6, **changes},
         max_staleness=bound,
         slots=slots,
         stale_cache=stale_cache,
         drift_alarm=None,
-        **changes,
     )
-    return small_setup(small_recipe(name), run)
+    return small_setup(small_recipe(name, router_replay=replay), run)
 
 
 class Watched:
@@ -194,6 +193,8 @@ CASES = [
     ("grpo", 2, 6, False),
     ("grpo", 3, 8, False),
     ("grpo", 3, 8, True),
+    ("grpo", 3, 8, False, "R3"),
+    ("ppo", 2, 6, False),
     ("dapo", 1, 8, False),
     ("dapo", 2, 6, False),
 ]
