@@ -15,7 +15,7 @@ RUNS = [
     ("grpo", "addition", 0, False),
     *(
         (recipe, task, 0, False)
-        for recipe in ("ppo", "dapo", "vapo", "hapo")
+        for recipe in ("ppo", "dapo", "vapo", "tppo", "hapo")
         for task in ("sort", "addition")
     ),
     *(
