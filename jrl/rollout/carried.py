@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from jrl.rollout.admission import Carried
 from jrl.rollout.seating import Arriving
-from jrl.rollout.slots import Carried, Decoder
+from jrl.rollout.slots import Decoder
 
 
 def carried_by(

@@ -1,7 +1,7 @@
-"""Engines answer requests with trajectories; which one does it is nobody else's concern."""
+"""The engine that keeps its slots full: where a row ends, the next begins."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,27 +10,17 @@ from jaxtyping import Array
 
 from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import to_devices, to_host
+from jrl.rollout.admission import Arrivals, admit
+from jrl.rollout.advance import Policy, advance, policy_of
 from jrl.rollout.batching import replicated
 from jrl.rollout.carried import carried_by
 from jrl.rollout.requests import Finish, Request, Shelf, Trajectory, sampled_in
 from jrl.rollout.resharding import RolloutPolicy, apart
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.seating import Arriving, Seating, bucket
-from jrl.rollout.slots import (
-    Arrivals,
-    Decoder,
-    Draws,
-    Policy,
-    Pool,
-    admit,
-    advance,
-    empty_pool,
-    empty_shelf,
-    halt,
-    over_slots,
-    policy_of,
-    shelve,
-)
+from jrl.rollout.shelves import empty_shelf, shelve
+from jrl.rollout.slots import Decoder, Pool, empty_pool, halt, over_slots
+from jrl.rollout.tokens import Draws
 from jrl.rollout.usage import Usage
 from moe.config import ModelConfig
 from moe.weights import Transformer
@@ -44,84 +34,6 @@ NARROWEST = 64
 """Columns of the cache that attention reads at least, if there are so many."""
 REFILL = 16
 """Slots are filled again when one in so many is free: each time costs two programs."""
-
-
-@runtime_checkable
-class RolloutEngine(Protocol):
-    """Weights and requests in, trajectories out."""
-
-    @property
-    def mesh(self) -> FoldedMesh:
-        """Where it samples."""
-        ...
-
-    @property
-    def num_idle(self) -> int:
-        """Rows that could be decoded beside those that are asked for."""
-        ...
-
-    @property
-    def usage(self) -> Usage:
-        """What it has done so far."""
-        ...
-
-    def load(
-        self,
-        weights: Transformer[Array],
-        version: int,
-        entropy: EntropyStatistics[Array] | None = None,
-    ) -> None:
-        """The policy to sample with from here on.
-
-        Args:
-          weights: on the mesh of training.
-          version: that tokens sampled with them will carry.
-          entropy: of the step before, by which a temperature that adapts follows the policy; None
-            samples at the base temperature.
-        """
-        ...
-
-    def release(self) -> None:
-        """Gives up the memory that is not needed between rollouts."""
-        ...
-
-    def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Asks for responses.
-
-        Args:
-          sampling: how their tokens are drawn; the same for all that are under way.
-
-        Raises:
-          ValueError: for requests that this engine cannot serve.
-        """
-        ...
-
-    def poll(self) -> list[Trajectory]:
-        """Responses that came to their end since the last call: at least one if any is under
-        way."""
-        ...
-
-    def cancel(self, prompts: Sequence[int]) -> None:
-        """Drops what is under way for these prompts."""
-        ...
-
-    def suspend(self, keep_pool: bool = False) -> list[Request]:
-        """Takes back all that is under way: requests which go on where they stood when they are
-        submitted again, whatever the weights are then. With several processes a collective.
-
-        Args:
-          keep_pool: whether rows go on with the keys and values that they have; the engine must
-            have its pool again when they are submitted.
-        """
-        ...
-
-    def take_pool(self) -> Pool[Array]:
-        """What stands in the slots, which the engine has no more."""
-        ...
-
-    def give_pool(self, pool: Pool[Array]) -> None:
-        """Gives back what `take_pool` gave, to an engine that has nothing under way."""
-        ...
 
 
 class SlotEngine:

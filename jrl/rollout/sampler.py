@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jrl.processes.agreement import broadcast_from_main, is_main_process, is_multiprocess
-from jrl.rollout.engine import RolloutEngine
+from jrl.rollout.protocol import RolloutEngine
 from jrl.rollout.requests import Request, Trajectory
 from jrl.rollout.sampling import Sampling
 from jrl.tasks import Example, Task, Verdict

@@ -7,10 +7,10 @@ import pytest
 from small_runs import GROUP_SIZE, PROMPTS, small_recipe, small_run, small_setup
 
 from jrl.rollout.ahead import check_staleness, row_of
-from jrl.rollout.engine import Usage
 from jrl.rollout.lookahead import LookAhead
 from jrl.rollout.requests import Request, Sampled, Trajectory
 from jrl.rollout.sampler import Sampler
+from jrl.rollout.usage import Usage
 from jrl.tasks import Verdict
 from jrl.tasks.procedural import ProceduralTask
 

@@ -1,0 +1,190 @@
+"""Rows that come into slots: their tokens are run, and the first that follows is sampled."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Int
+
+from jrl.rollout.sampling import Sampling
+from jrl.rollout.slots import Decoder, Pool, Rows, over_slots, pool_specs, prefilled_local
+from jrl.rollout.tokens import Draws, appended, drawn_tokens
+from moe.head import logits_of
+from moe.placement import specs
+from moe.weights import Transformer
+from sharding.collectives import own_shard, vary
+
+Leaf = TypeVar("Leaf")
+
+
+@struct.dataclass
+class Carried(Generic[Leaf]):
+    """What arriving rows hold of the samplers that they had before, as in `Rows`.
+
+    Attributes:
+      starts: ``[slot]``.
+      behaviour_logprobs, old_logprobs, versions: ``[slot, width]``.
+      choices: ``[slot, width, layer, k]`` or None; `num_experts` takes what the row's run chooses.
+    """
+
+    starts: Leaf
+    behaviour_logprobs: Leaf
+    old_logprobs: Leaf
+    versions: Leaf
+    choices: Leaf | None
+
+
+@struct.dataclass
+class Arrivals(Generic[Leaf]):
+    """Rows that come into slots, an entry per slot.
+
+    Attributes:
+      sources: ``[slot]`` whose keys and values the row begins with: the number of one of the rows
+        that are run now on the slot's rank or, where none are run, that of another of its slots,
+        which begins with the same tokens; -1 where nothing arrives.
+      tokens: ``[slot, width]`` ids of prompt and response so far.
+      lengths: ``[slot]`` how many they are.
+      limits, responses, prompts, samples: as in `Pool`.
+      carried: None where nothing was sampled of any of them.
+    """
+
+    sources: Leaf
+    tokens: Leaf
+    lengths: Leaf
+    limits: Leaf
+    responses: Leaf
+    prompts: Leaf
+    samples: Leaf
+    carried: Carried[Leaf] | None = None
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def admit(
+    decoder: Decoder,
+    sampling: Sampling,
+    weights: Transformer[Array],
+    pool: Pool[Array],
+    tokens: Int[Array, "rows width"],
+    lengths: Int[Array, "rows"],
+    arrivals: Arrivals[Array],
+    draws: Draws,
+) -> Pool[Array]:
+    """Runs rows of tokens, puts them into slots and samples the next token of each: a row that
+    several slots begin with runs once.
+
+    Args:
+      pool: given up.
+      tokens: rows to run, as many on each ``dp`` rank; 0 where all that arrives begins as a row
+        that is there.
+      lengths: tokens of each.
+      arrivals: which slots begin with which.
+    """
+    mesh, whole = decoder.mesh, PartitionSpec()
+    rows, pools = over_slots(mesh), pool_specs(mesh, pool)
+    local = jax.shard_map(
+        partial(_admit_local, decoder, sampling),
+        mesh=mesh.mesh,
+        in_specs=(specs(decoder.config, mesh), pools, rows, rows, rows, whole),
+        out_specs=pools,
+    )
+    return local(weights, pool, tokens, lengths, arrivals, draws)
+
+
+def _admit_local(
+    decoder: Decoder,
+    sampling: Sampling,
+    weights: Transformer[Array],
+    pool: Pool[Array],
+    tokens: Array,
+    lengths: Array,
+    arrivals: Arrivals[Array],
+    draws: Draws,
+) -> Pool[Array]:
+    mesh = decoder.mesh
+    weights = vary(weights, mesh.axes)
+    pool = _placed(decoder, weights, pool, tokens, lengths, arrivals)
+    # The first token comes from the state of the last that the row came with, every other from a
+    # step of the network.
+    states = own_shard(pool.states, mesh.sequence)
+    logits = logits_of(weights, states, decoder.config, mesh)
+    drawn = drawn_tokens(decoder, sampling, logits, pool, pool.rows, draws)
+    rows, going = appended(decoder, pool, pool.rows, arrivals.sources >= 0, drawn, draws.version)
+    return replace(pool, rows=rows, live=pool.live | going)
+
+
+def _placed(
+    decoder: Decoder,
+    weights: Transformer[Array],
+    pool: Pool[Array],
+    tokens: Array,
+    lengths: Array,
+    arrivals: Arrivals[Array],
+) -> Pool[Array]:
+    """The pool with what arrives, not live yet."""
+    width, ran = tokens.shape[1], None
+    if tokens.shape[0]:
+        ran = prefilled_local(decoder, weights, tokens, lengths)
+    arrives = arrivals.sources >= 0
+    source = jnp.maximum(arrivals.sources, 0)
+
+    def where_arriving(new: Array | float, own: Array) -> Array:
+        there = arrives.reshape(-1, *[1] * (own.ndim - 1))
+        return jnp.where(there, jnp.asarray(new, own.dtype), own)
+
+    def begun(own: Array, ran: Array | None, axis: int) -> Array:
+        """`own` where nothing arrives, else the first columns of what the row begins with."""
+        there = jax.lax.slice_in_dim(own, 0, width, axis=axis)
+        known = there if ran is None else ran
+        new = where_arriving(jnp.take(known, source, axis=0), there)
+        return jax.lax.dynamic_update_slice_in_dim(own, new, 0, axis=axis)
+
+    rows = pool.rows
+    room = rows.tokens.shape[1] - width
+    written = jnp.pad(arrivals.tokens, ((0, 0), (0, room)), constant_values=decoder.pad_id)
+    choices = rows.choices
+    if choices is not None:
+        known = begun(choices, None if ran is None else ran.choices, 1)
+        # What the other row went on with is none of this one's.
+        later = jnp.arange(written.shape[1])[None] >= arrivals.lengths[:, None]
+        none = jnp.asarray(decoder.config.num_experts, known.dtype)
+        if arrivals.carried is not None and arrivals.carried.choices is not None:
+            before = _widened(arrivals.carried.choices, known.shape[1], none)
+            known = jnp.where(arrives[:, None, None, None] & (before != none), before, known)
+        choices = jnp.where((arrives[:, None] & later)[..., None, None], none, known)
+    states = pool.states if ran is None else ran.states
+    starts, columns = arrivals.lengths, (0.0, 0.0, 0)
+    if arrivals.carried is not None:
+        starts, own = arrivals.carried.starts, arrivals.carried
+        given = own.behaviour_logprobs, own.old_logprobs, own.versions
+        columns = tuple(_widened(column, written.shape[1], 0) for column in given)
+    behaviour_logprobs, old_logprobs, versions = columns
+    return Pool(
+        rows=Rows(
+            lengths=where_arriving(arrivals.lengths, rows.lengths),
+            starts=where_arriving(starts, rows.starts),
+            tokens=where_arriving(written, rows.tokens),
+            behaviour_logprobs=where_arriving(behaviour_logprobs, rows.behaviour_logprobs),
+            old_logprobs=where_arriving(old_logprobs, rows.old_logprobs),
+            versions=where_arriving(versions, rows.versions),
+            choices=choices,
+        ),
+        cache=jax.tree.map(lambda own, new: begun(own, new, 2), pool.cache, ran.cache)
+        if ran is not None
+        else jax.tree.map(lambda own: begun(own, None, 2), pool.cache),
+        states=where_arriving(jnp.take(states, source, axis=0), pool.states),
+        live=pool.live,
+        limits=where_arriving(arrivals.limits, pool.limits),
+        responses=where_arriving(arrivals.responses, pool.responses),
+        prompts=where_arriving(arrivals.prompts, pool.prompts),
+        samples=where_arriving(arrivals.samples, pool.samples),
+    )
+
+
+def _widened(x: Array, width: int, otherwise: Array | float) -> Array:
+    """`x` with columns of `otherwise` after its own."""
+    room = [(0, 0), (0, width - x.shape[1]), *[(0, 0)] * (x.ndim - 2)]
+    return jnp.pad(x, room, constant_values=otherwise)
