@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from jrl.rollout.engine import SlotEngine
-from jrl.rollout.requests import Request
+from jrl.rollout.decoding.engine import SlotEngine
+from jrl.rollout.decoding.requests import Request
 from jrl.rollout.sampling import Sampling
 from moe.config import ModelConfig
 from moe.weights import Transformer

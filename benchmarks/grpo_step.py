@@ -54,7 +54,7 @@ def measure(model: str, threads: int, steps: int) -> dict[str, float]:
     jax.config.update("jax_platforms", "cpu")
     from jrl.config.run import RunConfig
     from jrl.recipes import Grpo
-    from jrl.rollout.collect import sampling_of
+    from jrl.rollout.collection.collect import sampling_of
     from jrl.rollout.sampler import lengths_of, numbered
     from jrl.trainer.setup.setup import build_setup
     from jrl.trainer.state import init_state, init_weights

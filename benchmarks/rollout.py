@@ -155,8 +155,8 @@ def engine_of(model: str | Any, slots: int, columns: int) -> tuple[Any, Any]:
     import jax
     import numpy as np
 
-    from jrl.rollout.engine import SlotEngine
-    from jrl.rollout.requests import Request
+    from jrl.rollout.decoding.engine import SlotEngine
+    from jrl.rollout.decoding.requests import Request
     from jrl.rollout.sampling import Sampling
     from moe.config import PRESETS
     from moe.weights import initialise

@@ -124,7 +124,7 @@ def _evaluate(request: Request, folder: RunFolder) -> dict[str, Any]:
     check_same({flag(name): getattr(request, name) for name in names})
 
     # What builds and runs a network is imported once the flags are known to be right.
-    from jrl.rollout.collect import sampling_of
+    from jrl.rollout.collection.collect import sampling_of
     from jrl.trainer.evaluation.evaluate import evaluate
     from jrl.trainer.evaluation.saved_policy import load_both, load_model, load_policy
     from jrl.trainer.setup.setup import build_setup
@@ -178,7 +178,7 @@ def _diagnose(
     """
     from jrl.report.critic import critic_diagnostics
     from jrl.report.critic_plots import plot_diagnostics
-    from jrl.rollout.collect import sampling_of
+    from jrl.rollout.collection.collect import sampling_of
     from jrl.trainer.evaluation.critic import evaluate_critic
 
     weights, step = critic

@@ -149,7 +149,7 @@ def test_arrows_point_one_way(room):
         ),
         ("jrl/text/prompts.py", "from jrl import rollout", "jrl.rollout"),
         ("jrl/faults/live/watch.py", "from jrl.trainer import loop", "jrl.trainer.loop"),
-        ("jrl/rollout/slots.py", "from ..trainer import loop", "jrl.trainer.loop"),
+        ("jrl/rollout/sampler.py", "from ..trainer import loop", "jrl.trainer.loop"),
         ("jrl/trainer/loop.py", "from jrl.train import main", "jrl.train.main"),
     ],
 )

@@ -6,7 +6,7 @@ bin. The head runs on the states alone that predict a token under the mask: prom
 that are there for attention only, never reach it. What it says goes back to ``[batch, time]``, and
 losses see no difference. The plain twin is `jrl.rollout.scoring`.
 
-Shapes are static: who lays the rows out (`jrl.trainer.packing`) counts what a device needs.
+Shapes are static: who lays the rows out (`jrl.trainer.packed.plan`) counts what a device needs.
 """
 
 from typing import NamedTuple

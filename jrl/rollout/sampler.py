@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from jrl.processes.agreement import broadcast_from_main, is_main_process, is_multiprocess
-from jrl.rollout.protocol import RolloutEngine
-from jrl.rollout.requests import Request, Trajectory
+from jrl.rollout.decoding.protocol import RolloutEngine
+from jrl.rollout.decoding.requests import Request, Trajectory
 from jrl.rollout.sampling import Sampling
 from jrl.tasks import Example, Task, Verdict
 from jrl.text.prompt_format import PromptFormat

@@ -10,13 +10,13 @@ from jaxtyping import Array
 
 from jrl.processes.agreement import to_devices, to_host
 from jrl.recipes.base.recipe import Recipe
-from jrl.rollout.ahead import Ahead, Drawn, Room, check_staleness
 from jrl.rollout.batching import batch_from_host, replicated
-from jrl.rollout.collect import Collected
-from jrl.rollout.lookahead import LookAhead
+from jrl.rollout.collection.ahead import Ahead, Drawn, Room, check_staleness
+from jrl.rollout.collection.collect import Collected
+from jrl.rollout.collection.lookahead import LookAhead
+from jrl.rollout.decoding.slots import Pool
 from jrl.rollout.resharding import apart
 from jrl.rollout.sampler import Sampler
-from jrl.rollout.slots import Pool
 from jrl.trainer.setup.networks import Networks
 from jrl.trainer.state import TrainState
 

@@ -22,7 +22,7 @@ from jrl.processes.stopping import Stop
 from jrl.report.display import TrainingDisplay, WarmStartDisplay, print_samples
 from jrl.report.metrics import check_known
 from jrl.report.plots import plot_run
-from jrl.rollout.collect import sampling_of, shown
+from jrl.rollout.collection.collect import sampling_of, shown
 from jrl.rollout.sampler import Completion, Sampler, numbered_heldout
 from jrl.runs import belongings, loggers
 from jrl.runs.checkpoints import Checkpoints

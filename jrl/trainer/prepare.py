@@ -17,10 +17,10 @@ from jrl.recipes.base.batch import Batch, Targets, given, responses_of
 from jrl.recipes.base.mismatch import Corrected, Correction
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import over_rows
-from jrl.rollout.collect import groups_of
+from jrl.rollout.collection.collect import groups_of
 from jrl.rollout.sampler import Completion, lengths_of
 from jrl.trainer.objectives import CriticObjective
-from jrl.trainer.packed_scoring import packed_logprobs, packed_values
+from jrl.trainer.packed.scoring import packed_logprobs, packed_values
 from jrl.trainer.scoring import (
     logprobs_and_choices_of,
     logprobs_and_entropy_of,

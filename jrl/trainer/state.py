@@ -13,10 +13,10 @@ from jaxtyping import Array
 from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import to_devices
 from jrl.recipes.base.collection import Windows
-from jrl.rollout.ahead import Ahead
 from jrl.rollout.batching import replicated
-from jrl.rollout.slots import Pool
-from jrl.rollout.windows import Unfinished, none_unfinished
+from jrl.rollout.collection.ahead import Ahead
+from jrl.rollout.collection.windows import Unfinished, none_unfinished
+from jrl.rollout.decoding.slots import Pool
 from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer.kept import first_kept
 from jrl.trainer.objectives import CriticObjective

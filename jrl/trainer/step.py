@@ -12,12 +12,12 @@ from jrl.processes.agreement import to_devices, to_host
 from jrl.recipes.base.batch import Batch, given
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import replicated, take_rows
-from jrl.rollout.collect import Collected, collect
+from jrl.rollout.collection.collect import Collected, collect
 from jrl.rollout.sampler import Sampler, scores_of
 from jrl.trainer.ahead import AheadOfStep
 from jrl.trainer.kept import kept_of, temperatures
 from jrl.trainer.objectives import CriticObjective, PolicyObjective, sampling_differences
-from jrl.trainer.packing import counts_of, place_rows, plan, without_idle
+from jrl.trainer.packed.plan import counts_of, place_rows, plan, without_idle
 from jrl.trainer.prepare import prepare
 from jrl.trainer.scoring import logprobs_of, statistics_of
 from jrl.trainer.setup.networks import Network, Networks

@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from jrl.recipes.base.batch import Batch, Totals
 from jrl.recipes.base.optimizer import Optimizer
-from jrl.trainer.passes import scan_first
+from jrl.trainer.packed.passes import scan_first
 from moe import model, placement, stages
 from moe.config import ModelConfig
 from moe.router.balance import router_loss

@@ -16,7 +16,7 @@ from jrl.processes.agreement import to_host
 from jrl.recipes import RECIPES, ActorCritic, Batch
 from jrl.report.metrics import without_timings
 from jrl.rollout.batching import over_rows
-from jrl.rollout.collect import collect
+from jrl.rollout.collection.collect import collect
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import read, read_metrics
 from jrl.tasks.procedural import ProceduralTask

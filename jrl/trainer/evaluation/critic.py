@@ -11,8 +11,8 @@ from jrl.processes.agreement import to_host
 from jrl.recipes.base.token_rewards import terminal_rewards
 from jrl.report.critic import CriticRollout
 from jrl.rollout.batching import batch_of
-from jrl.rollout.collect import groups_of
-from jrl.rollout.engine import ranks
+from jrl.rollout.collection.collect import groups_of
+from jrl.rollout.decoding.engine import ranks
 from jrl.rollout.sampler import Sampler, lengths_of, numbered_heldout, scores_of
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.scoring import PromptLayout

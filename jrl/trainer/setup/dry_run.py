@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jrl.rollout.collect import sampling_of
+from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.scoring import num_micro_batches
 from jrl.trainer.setup.lengths import response_origin
 from jrl.trainer.setup.setup import Setup

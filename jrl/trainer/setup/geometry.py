@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from jrl.recipes.base.recipe import MICRO_BATCH, Recipe, near_divisors
-from jrl.rollout.engine import ranks
+from jrl.rollout.decoding.engine import ranks
 from jrl.rollout.scoring import PromptLayout
 from moe.tokens.zigzag import ZigzagLayout
 from sharding.folding import FoldedMesh

@@ -7,8 +7,8 @@ from jaxtyping import Array
 
 from jrl.recipes.base.batch import Batch
 from jrl.recipes.base.optimizer import Optimizer
-from jrl.rollout.ahead import Room
-from jrl.rollout.slots import Decoder, Pool, abstract_pool, empty_pool
+from jrl.rollout.collection.ahead import Room
+from jrl.rollout.decoding.slots import Decoder, Pool, abstract_pool, empty_pool
 from jrl.trainer.objectives import CriticObjective, PolicyObjective, SupervisedObjective
 from jrl.trainer.update import Learner, init_learner, update
 from moe.config import ModelConfig
@@ -92,7 +92,7 @@ class Networks:
       policy: what samples.
       critic: what values states, None without one.
       keeps_reference: whether the policy at the start of training is kept.
-      packs: whether updates run packed rows (`jrl.trainer.packing`).
+      packs: whether updates run packed rows (`jrl.trainer.packed.plan`).
       max_staleness: versions of the policy that what it learns from may be behind it.
       kept_pool: that of an engine whose rows in flight keep their keys and values, None where those
         are computed again.

@@ -17,8 +17,8 @@ from jrl.recipes.base.batch import given
 from jrl.recipes.base.collection import Windows
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.recipe import Recipe
-from jrl.rollout.collect import sampling_of
-from jrl.rollout.engine import SlotEngine
+from jrl.rollout.collection.collect import sampling_of
+from jrl.rollout.decoding.engine import SlotEngine
 from jrl.rollout.resharding import mesh_apart, rollout_mesh
 from jrl.rollout.sampler import Sampler
 from jrl.tasks import Task, load_task

@@ -15,7 +15,7 @@ from small_runs import (
     small_setup,
 )
 
-from jrl.rollout.engine import SlotEngine
+from jrl.rollout.decoding.engine import SlotEngine
 from jrl.rollout.resharding import apart
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.records import Appender, read

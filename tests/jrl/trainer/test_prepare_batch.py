@@ -12,7 +12,7 @@ from tiers import full_but
 
 from jrl.recipes import RECIPES, Batch, Targets
 from jrl.report.metrics import check_known
-from jrl.rollout.collect import collect
+from jrl.rollout.collection.collect import collect
 from jrl.rollout.sampler import Completion, scores_of
 from jrl.tasks import Verdict
 from jrl.trainer import prepare as preparing

@@ -17,7 +17,7 @@ from small_runs import (
 )
 
 from jrl.recipes import RECIPES
-from jrl.rollout import engine
+from jrl.rollout.decoding import engine
 from jrl.trainer import step as stepping
 from jrl.trainer.setup import networks
 from jrl.trainer.step import mini_batches, train_on_batch, train_step

@@ -7,7 +7,7 @@ import pytest
 from small_runs import fresh_state, fresh_weights, small_recipe, small_run, small_setup
 
 from jrl.report.metrics import without_timings
-from jrl.rollout.collect import sampling_of
+from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.sampler import Sampler
 from jrl.tasks import Example
 from jrl.tasks.procedural import ProceduralTask

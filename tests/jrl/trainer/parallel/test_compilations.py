@@ -12,7 +12,7 @@ from small_runs import (
     small_setup,
 )
 
-from jrl.rollout.collect import collect
+from jrl.rollout.collection.collect import collect
 from jrl.trainer.update import update
 from moe import placement
 from moe import weights as moe_weights

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from jrl.config.run import RunConfig
 from jrl.recipes import Dapo, Grpo, Ppo, Vapo
-from jrl.rollout.slots import empty_pool
+from jrl.rollout.decoding.slots import empty_pool
 from jrl.trainer.scoring import logprobs_and_choices_of
 from jrl.trainer.setup.dry_run import (
     batch_arithmetic,

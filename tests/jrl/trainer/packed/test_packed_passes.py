@@ -25,8 +25,15 @@ from jrl.processes.agreement import to_devices
 from jrl.recipes import Tppo
 from jrl.rollout.batching import replicated
 from jrl.trainer.objectives import CriticObjective, PolicyObjective
-from jrl.trainer.packed_scoring import packed_logprobs, packed_values
-from jrl.trainer.packing import bin_length, counts_of, place_rows, plan, rounded_up, without_idle
+from jrl.trainer.packed.plan import (
+    bin_length,
+    counts_of,
+    place_rows,
+    plan,
+    rounded_up,
+    without_idle,
+)
+from jrl.trainer.packed.scoring import packed_logprobs, packed_values
 from jrl.trainer.prepare import targets_of
 from jrl.trainer.scoring import logprobs_of, values_of
 from jrl.trainer.state import init_state

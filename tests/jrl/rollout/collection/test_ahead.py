@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from small_runs import GROUP_SIZE, PROMPTS, fresh_weights, small_recipe, small_run, small_setup
 
-from jrl.rollout.ahead import check_staleness, row_of
-from jrl.rollout.collect import METRICS
-from jrl.rollout.lookahead import LookAhead
+from jrl.rollout.collection.ahead import check_staleness, row_of
+from jrl.rollout.collection.collect import METRICS
+from jrl.rollout.collection.lookahead import LookAhead
 from jrl.rollout.sampler import Completion
 from jrl.tasks import Verdict
 

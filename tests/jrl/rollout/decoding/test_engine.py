@@ -19,7 +19,7 @@ from policies import (
     weights,
 )
 
-from jrl.rollout.requests import Request
+from jrl.rollout.decoding.requests import Request
 from jrl.rollout.sampling import GREEDY, Sampling
 from sharding.folding import Layout, fold
 

@@ -12,9 +12,14 @@ import numpy as np
 from jrl.losses import informative_groups
 from jrl.recipes.base.collection import DynamicSampling
 from jrl.recipes.base.recipe import Recipe
-from jrl.rollout.ahead import Drawn, row_of
-from jrl.rollout.collect import chosen_of, generation_metrics, sampling_of, verifier_counts
-from jrl.rollout.requests import Request, taken_off
+from jrl.rollout.collection.ahead import Drawn, row_of
+from jrl.rollout.collection.collect import (
+    chosen_of,
+    generation_metrics,
+    sampling_of,
+    verifier_counts,
+)
+from jrl.rollout.decoding.requests import Request, taken_off
 from jrl.rollout.sampler import Completion, Sampler, Unverified, in_order, scores_of
 from jrl.tasks import Example
 

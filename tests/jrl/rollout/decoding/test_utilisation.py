@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from policies import CONFIG, PROMPT, Asked, answers
 
-from jrl.rollout.requests import Request
+from jrl.rollout.decoding.requests import Request
 from jrl.rollout.sampling import Sampling
 
 SLOTS, MEDIAN, NUMBER = 4, 4, 192

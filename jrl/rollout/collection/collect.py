@@ -12,10 +12,10 @@ from jrl.recipes.base.batch import Batch, given
 from jrl.recipes.base.collection import DynamicSampling, Windows
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import batch_of
-from jrl.rollout.dynamic_sampling import DynamicSampler
+from jrl.rollout.collection.dynamic_sampling import DynamicSampler
+from jrl.rollout.collection.windows import Unfinished, write_windows
 from jrl.rollout.sampler import Completion, Sampler, in_order, numbered
 from jrl.rollout.sampling import Sampling
-from jrl.rollout.windows import Unfinished, write_windows
 from jrl.tasks import REASONS
 from sharding.folding import FoldedMesh
 

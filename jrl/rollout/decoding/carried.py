@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from jrl.rollout.admission import Carried
-from jrl.rollout.seating import Arriving
-from jrl.rollout.slots import Decoder
+from jrl.rollout.decoding.admission import Carried
+from jrl.rollout.decoding.seating import Arriving
+from jrl.rollout.decoding.slots import Decoder
 
 
 def carried_by(

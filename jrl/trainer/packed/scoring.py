@@ -15,8 +15,8 @@ from jrl.recipes.base.batch import Batch, given
 from jrl.rollout.batching import replicated, take_rows
 from jrl.rollout.scoring import mark_replicated
 from jrl.trainer.objectives import CriticObjective, PolicyObjective
-from jrl.trainer.packing import counts_of, place_rows, plan
-from jrl.trainer.passes import scan_first
+from jrl.trainer.packed.passes import scan_first
+from jrl.trainer.packed.plan import counts_of, place_rows, plan
 from moe import model, placement
 from moe.weights import Transformer
 

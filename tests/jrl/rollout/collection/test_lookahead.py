@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from small_runs import GROUP_SIZE, PROMPTS, small_recipe, small_run, small_setup
 
-from jrl.rollout.ahead import check_staleness, row_of
-from jrl.rollout.lookahead import LookAhead
-from jrl.rollout.requests import Request, Sampled, Trajectory
+from jrl.rollout.collection.ahead import check_staleness, row_of
+from jrl.rollout.collection.lookahead import LookAhead
+from jrl.rollout.decoding.requests import Request, Sampled, Trajectory
+from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.sampler import Sampler
-from jrl.rollout.usage import Usage
 from jrl.tasks import Verdict
 from jrl.tasks.procedural import ProceduralTask
 

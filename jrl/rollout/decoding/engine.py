@@ -10,18 +10,18 @@ from jaxtyping import Array
 
 from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import to_devices, to_host
-from jrl.rollout.admission import Arrivals, admit
-from jrl.rollout.advance import Policy, advance, policy_of
 from jrl.rollout.batching import replicated
-from jrl.rollout.carried import carried_by
-from jrl.rollout.requests import Finish, Request, Shelf, Trajectory, sampled_in
+from jrl.rollout.decoding.admission import Arrivals, admit
+from jrl.rollout.decoding.advance import Policy, advance, policy_of
+from jrl.rollout.decoding.carried import carried_by
+from jrl.rollout.decoding.requests import Finish, Request, Shelf, Trajectory, sampled_in
+from jrl.rollout.decoding.seating import Arriving, Seating, bucket
+from jrl.rollout.decoding.shelves import empty_shelf, shelve
+from jrl.rollout.decoding.slots import Decoder, Pool, empty_pool, halt, over_slots
+from jrl.rollout.decoding.tokens import Draws
+from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.resharding import RolloutPolicy, apart
 from jrl.rollout.sampling import Sampling
-from jrl.rollout.seating import Arriving, Seating, bucket
-from jrl.rollout.shelves import empty_shelf, shelve
-from jrl.rollout.slots import Decoder, Pool, empty_pool, halt, over_slots
-from jrl.rollout.tokens import Draws
-from jrl.rollout.usage import Usage
 from moe.config import ModelConfig
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh

@@ -7,7 +7,7 @@ import numpy as np
 from flax import struct
 
 from jrl.recipes.base.recipe import Recipe
-from jrl.rollout.requests import NOTHING, Request
+from jrl.rollout.decoding.requests import NOTHING, Request
 from jrl.rollout.sampler import Completion, Sampler
 from jrl.rollout.sampling import Sampling
 

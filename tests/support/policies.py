@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from jrl.recipes.base.batch import Batch
 from jrl.rollout.batching import batch_of
-from jrl.rollout.engine import SlotEngine
-from jrl.rollout.requests import Request, Trajectory
+from jrl.rollout.decoding.engine import SlotEngine
+from jrl.rollout.decoding.requests import Request, Trajectory
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.scoring import PromptLayout, Scores, mark_replicated, score
 from moe.config import ModelConfig

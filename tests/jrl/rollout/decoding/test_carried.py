@@ -7,7 +7,7 @@ from policies import EOS, PROMPT, Asked, answers, weights
 from tiers import full_but
 
 from jrl.rollout.batching import batch_from_host, batch_of
-from jrl.rollout.requests import taken_off
+from jrl.rollout.decoding.requests import taken_off
 from jrl.rollout.sampling import Sampling
 
 PAD = 0

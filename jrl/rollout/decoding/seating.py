@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jrl.rollout.requests import Request
+from jrl.rollout.decoding.requests import Request
 
 SMALLEST = 16
 """Columns of the narrowest program: below it a wider one costs nothing."""

@@ -6,10 +6,10 @@ from typing import Protocol, runtime_checkable
 from jaxtyping import Array
 
 from jrl.losses import EntropyStatistics
-from jrl.rollout.requests import Request, Trajectory
+from jrl.rollout.decoding.requests import Request, Trajectory
+from jrl.rollout.decoding.slots import Pool
+from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.sampling import Sampling
-from jrl.rollout.slots import Pool
-from jrl.rollout.usage import Usage
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
 

@@ -11,9 +11,9 @@ from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from jrl.rollout.decoding.slots import Decoder, Pool, Rows, pool_specs
+from jrl.rollout.decoding.tokens import Draws, appended, drawn_tokens, written
 from jrl.rollout.sampling import Sampling
-from jrl.rollout.slots import Decoder, Pool, Rows, pool_specs
-from jrl.rollout.tokens import Draws, appended, drawn_tokens, written
 from moe.decoding import Cache, decode_step
 from moe.model import layer_of
 from moe.placement import specs

@@ -10,9 +10,9 @@ from flax import struct
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
+from jrl.rollout.decoding.slots import Decoder, Pool, Rows, over_slots, pool_specs, prefilled_local
+from jrl.rollout.decoding.tokens import Draws, appended, drawn_tokens
 from jrl.rollout.sampling import Sampling
-from jrl.rollout.slots import Decoder, Pool, Rows, over_slots, pool_specs, prefilled_local
-from jrl.rollout.tokens import Draws, appended, drawn_tokens
 from moe.head import logits_of
 from moe.placement import specs
 from moe.weights import Transformer

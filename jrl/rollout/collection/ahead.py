@@ -9,8 +9,8 @@ import numpy as np
 from flax import struct
 
 from jrl.recipes.base.recipe import Recipe
-from jrl.rollout.collect import METRICS
-from jrl.rollout.requests import Finish, Request, Sampled, Trajectory
+from jrl.rollout.collection.collect import METRICS
+from jrl.rollout.decoding.requests import Finish, Request, Sampled, Trajectory
 from jrl.rollout.sampler import Completion, Sampler
 from jrl.tasks import REASONS, Example, Verdict
 from jrl.text.prompts import text_of
@@ -48,8 +48,8 @@ class Ahead(Generic[Leaf]):
 
     Attributes:
       prompts_seen: ``[]`` as in `Drawn`.
-      metrics: ``[metric, 2]`` those of `jrl.rollout.collect.METRICS`, NaN where there is none.
-        Numbers of the host are kept whole, as the two halves of their 64 bits.
+      metrics: ``[metric, 2]`` those of `jrl.rollout.collection.collect.METRICS`, NaN where there is
+        none. Numbers of the host are kept whole, as the two halves of their 64 bits.
       prompts: ``[place]`` number of the prompt.
       samples: ``[place]`` which of its responses it is.
       lengths: ``[place]`` tokens so far, 0 where it was not begun; -1 where the place is empty.
@@ -59,7 +59,7 @@ class Ahead(Generic[Leaf]):
       scores: ``[place, 2]`` of the verdict, as `metrics` are kept.
       counts: ``[place]`` whether its tokens count.
       tokens, behaviour_logprobs, old_logprobs, versions: ``[place, response]`` as in
-        `jrl.rollout.requests.Sampled`, 0 after its tokens.
+        `jrl.rollout.decoding.requests.Sampled`, 0 after its tokens.
       choices: ``[place, column, layer, k]`` likewise, `num_experts` where there is none; None where
         they are not recorded.
     """

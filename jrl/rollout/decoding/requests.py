@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_host
-from jrl.rollout.slots import Decoder, Rows
+from jrl.rollout.decoding.slots import Decoder, Rows
 
 Finish = Literal["stop", "length", "window"]
 """What ended a response: a stop token, the limit of its length, or for now the tokens that were

@@ -19,11 +19,11 @@ from small_runs import (
 
 from jrl.recipes import RECIPES
 from jrl.rollout.batching import over_rows
-from jrl.rollout.collect import collect, groups_of, shown
-from jrl.rollout.requests import Request, Shelf, Trajectory
+from jrl.rollout.collection.collect import collect, groups_of, shown
+from jrl.rollout.decoding.requests import Request, Shelf, Trajectory
+from jrl.rollout.decoding.slots import Rows
+from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.sampler import Completion, Sampler, lengths_of, scores_of
-from jrl.rollout.slots import Rows
-from jrl.rollout.usage import Usage
 from jrl.tasks import REASONS, Example, Verdict
 from jrl.tasks.procedural import ProceduralTask
 from jrl.tasks.task import CORRECT

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from small_runs import fresh_weights, small_recipe, small_run, small_setup
 
-from jrl.rollout.collect import collect, sampling_of
-from jrl.rollout.windows import none_unfinished
+from jrl.rollout.collection.collect import collect, sampling_of
+from jrl.rollout.collection.windows import none_unfinished
 
 WINDOW = 2
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jrl.losses import EntropyStatistics
+from jrl.rollout.decoding.slots import Decoder, Pool, Rows
 from jrl.rollout.sampling import Sampling, draw
-from jrl.rollout.slots import Decoder, Pool, Rows
 from sharding.collectives import join_shards, own_shard, vary
 
 

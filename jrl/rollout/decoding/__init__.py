@@ -1,0 +1,1 @@
+"""Decoding slots that are kept full: requests in, trajectories out."""

@@ -1,0 +1,1 @@
+"""Passes over packed rows: what goes where, how many passes, and scores from them."""
