@@ -1,5 +1,6 @@
-"""One line of the table of metrics."""
+"""The lines of the table of metrics."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -18,3 +19,13 @@ class Metric:
     definition: str
     unit: str
     trl: str | None = None
+
+
+def spread(name: str, what: str, unit: str, trl: Mapping[str, str] | None = None) -> list[Metric]:
+    """Return the mean, the smallest and the largest of one quantity as three metrics."""
+    words = {"mean": "Mean", "min": "Smallest", "max": "Largest"}
+    trl = trl or {}
+    return [
+        Metric(f"{name}/{part}", f"{word} {what}.", unit, trl.get(part))
+        for part, word in words.items()
+    ]

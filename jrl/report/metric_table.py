@@ -9,20 +9,7 @@ To add a metric, add a line to `TABLE`. A name that ends in ``/*`` declares a fa
 that continues it with at least one character is known.
 """
 
-from collections.abc import Mapping
-
-from jrl.report.metric import Metric
-
-
-def _spread(name: str, what: str, unit: str, trl: Mapping[str, str] | None = None) -> list[Metric]:
-    """Return the mean, the smallest and the largest of one quantity as three metrics."""
-    words = {"mean": "Mean", "min": "Smallest", "max": "Largest"}
-    trl = trl or {}
-    return [
-        Metric(f"{name}/{part}", f"{word} {what}.", unit, trl.get(part))
-        for part, word in words.items()
-    ]
-
+from jrl.report.metric import Metric, spread
 
 TABLE: tuple[Metric, ...] = (
     # Policy.
@@ -123,18 +110,18 @@ TABLE: tuple[Metric, ...] = (
     Metric("critic/grad_norm", "Global norm of the critic's gradient before clipping.", "1"),
     Metric("critic/lr", "Learning rate of the last optimizer step of the critic.", "1"),
     Metric("critic/pretrain_loss", "Value loss of the value pretraining, mean over tokens.", "1"),
-    *_spread("critic/values", "value over tokens, as predicted for the old policy", "reward"),
-    *_spread("critic/returns", "return over tokens", "reward"),
-    *_spread("critic/advantages", "advantage over tokens, as the policy loss sees it", "reward"),
+    *spread("critic/values", "value over tokens, as predicted for the old policy", "reward"),
+    *spread("critic/returns", "return over tokens", "reward"),
+    *spread("critic/advantages", "advantage over tokens, as the policy loss sees it", "reward"),
     # Reward. The score is the verifier's; the reward is what is optimised (penalties, shaping).
-    *_spread("critic/score", "verifier's score over responses", "score", {"mean": "reward"}),
+    *spread("critic/score", "verifier's score over responses", "score", {"mean": "reward"}),
     Metric(
         "critic/score/group_std",
         "Standard deviation of the score within a group, mean over groups.",
         "score",
         "reward_std",
     ),
-    *_spread("critic/rewards", "reward over responses, penalties included", "reward"),
+    *spread("critic/rewards", "reward over responses, penalties included", "reward"),
     Metric("critic/rewards/std", "Standard deviation of the reward over responses.", "reward"),
     Metric(
         "critic/overlong_penalty/mean",
@@ -148,7 +135,7 @@ TABLE: tuple[Metric, ...] = (
         "frac_reward_zero_std",
     ),
     # Lengths.
-    *_spread(
+    *spread(
         "response_length",
         "number of tokens over responses",
         "tokens",
@@ -164,8 +151,8 @@ TABLE: tuple[Metric, ...] = (
         "fraction",
         "completions/clipped_ratio",
     ),
-    *_spread("prompt_length", "number of prompt tokens over rows, padding excluded", "tokens"),
-    *_spread("global_seqlen", "number of prompt and response tokens over data ranks", "tokens"),
+    *spread("prompt_length", "number of prompt tokens over rows, padding excluded", "tokens"),
+    *spread("global_seqlen", "number of prompt and response tokens over data ranks", "tokens"),
     # Progress.
     Metric("training/epoch", "Passes over the task's training prompts; fractional.", "1", "epoch"),
     Metric(
@@ -231,7 +218,7 @@ TABLE: tuple[Metric, ...] = (
         "Of the first update alone, moe/replay_agreement with what was chosen while sampling.",
         "fraction",
     ),
-    *_spread(
+    *spread(
         "sampling/temperature", "temperature over tokens, where it follows the entropy (HAPO)", "1"
     ),
     # The same before the first update, in the whole policy, where the trainer scores completions
@@ -328,7 +315,7 @@ TABLE: tuple[Metric, ...] = (
     ),
     Metric("val/score/sampled", "Mean score of the sampled held-out responses.", "score"),
     Metric("val/score/greedy", "Mean score of the greedy held-out responses.", "score"),
-    *_spread("val/response_length", "number of tokens over sampled held-out responses", "tokens"),
+    *spread("val/response_length", "number of tokens over sampled held-out responses", "tokens"),
     Metric(
         "val/response_length/clip_ratio",
         "Share of sampled held-out responses cut at the length limit, over all of them.",
