@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jrl.losses import Mean
 from jrl.processes.agreement import to_devices, to_host
 from jrl.recipes.base.batch import Batch, Targets, given, responses_of
 from jrl.recipes.base.mismatch import Corrected, Correction
@@ -19,7 +18,7 @@ from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import over_rows
 from jrl.rollout.collection.collect import groups_of
 from jrl.rollout.sampler import Completion, lengths_of
-from jrl.trainer.objectives import CriticObjective
+from jrl.trainer.objectives import CriticObjective, sampling_differences
 from jrl.trainer.packed.scoring import packed_logprobs, packed_values
 from jrl.trainer.scoring import (
     logprobs_and_choices_of,
@@ -57,11 +56,8 @@ def corrected(
 @jax.jit
 def difference(logprobs: Array, sampler_logprobs: Array, mask: Array) -> dict[str, Array]:
     """How far the trainer is from the sampler, the whole policy on both sides."""
-    distance = jnp.where(mask, jnp.abs(logprobs - sampler_logprobs), 0.0)
-    return {
-        "sampling/sampling_logp_difference/mean": Mean.of(distance, mask).value(),
-        "sampling/sampling_logp_difference/max": jnp.max(distance),
-    }
+    differences = sampling_differences(logprobs, sampler_logprobs, mask)
+    return {name: metric.value() for name, metric in differences.items()}
 
 
 def prepare(

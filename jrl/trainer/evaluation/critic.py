@@ -74,7 +74,7 @@ def evaluate_critic(
         rewards=np.asarray(terminal_rewards(rewards, jnp.asarray(mask))),
         mask=np.asarray(mask, bool),
         correct=scores == 1.0,
-        groups=groups,
+        groups=-1 - groups,  # numbers of held-out prompts count down from -1
         lam=np.asarray(recipe.policy_lambda(jnp.asarray(lengths))),
         gamma=recipe.gamma,
         low=recipe.reward_wrong,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_runs import fresh_state, fresh_weights, small_recipe, small_setup
+from small_runs import fresh_state, fresh_weights, small_recipe, small_run, small_setup
 from tiers import full_but
 
 from jrl.recipes import RECIPES, Batch, Targets
@@ -140,7 +140,9 @@ def scoring(monkeypatch, sampled):
 @pytest.mark.parametrize("name", full_but(RECIPES, "dapo", "vapo"))
 def test_every_recipe_can_be_anchored_and_corrected(name, sampled, scoring):
     """With the ratio against what the trainer computes, weights and a mask of its distance."""
-    plain = small_setup(small_recipe(name))
+    # As rows stand: `scoring` stands for the pass that scores them so.
+    unpacked = small_run(packing=False)
+    plain = small_setup(small_recipe(name), unpacked)
     state = state_of(plain)
     untouched, quiet = prepared(plain, state, sampled)
     # HAPO scores the completions for their entropies, and weighs them.
@@ -157,7 +159,7 @@ def test_every_recipe_can_be_anchored_and_corrected(name, sampled, scoring):
         rejection_over="token",
         rejection_high=0.1,
     )
-    batch, metrics = prepared(small_setup(recipe), state, sampled)
+    batch, metrics = prepared(small_setup(recipe, unpacked), state, sampled)
     check_known(metrics)
     mask = sampled.rollout.mask
     log_weights = np.where(mask, scoring - sampled.rollout.old_logprobs, 0)

@@ -176,7 +176,8 @@ def test_packed_updates_are_padded_ones(network, layout, bins):
     device."""
     gradient, metrics, laid = one_update(network, layout, bins, True)
     expected, same, _ = one_update(network, "dp1", 1, False)
-    assert laid.passes < laid.num_micro_batches
+    # A rank that has half the rows may need as many passes as there are micro-batches.
+    assert laid.passes < laid.num_micro_batches + ("dp2" in layout)
     # float32 sums of a few hundred terms in another order; an element near zero is a difference of
     # terms as large as its neighbours, with their error.
     jax.tree.map(
@@ -195,7 +196,7 @@ def test_packed_updates_are_padded_ones(network, layout, bins):
         )
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6, err_msg=name)
     np.testing.assert_array_equal(metrics["load"], same["load"])
-    if network == "actor":
+    if network == "actor" and "dp2" not in layout:  # bins that two ranks do not fill are padding
         padded = (float(m["moe/padded_fraction"].value()) for m in (metrics, same))
         assert next(padded) < next(padded)
 
