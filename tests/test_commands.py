@@ -85,8 +85,9 @@ def read_by(main, command, monkeypatch):
 def test_there_are_commands():
     assert len(FOUND) > 30
     programs = {words_of(command)[1] for command in FOUND if words_of(command)[0] == "-m"}
-    tested = {"benchmarks.agreement", "jrl.evaluate", "jrl.faults", "jrl.train", "sharding.folding"}
-    assert programs == tested | {"pytest"}
+    benchmarks = {"benchmarks.agreement", "benchmarks.rollout"}
+    tested = {"jrl.evaluate", "jrl.faults", "jrl.train", "sharding.folding"}
+    assert programs == benchmarks | tested | {"pytest"}
 
 
 OWN_RECIPE = re.findall(
@@ -130,7 +131,11 @@ def test_folding_reads(command):
     FOLDING.parse_args(words_of(command)[2:])
 
 
-SCRIPTS = [c for c in FOUND if words_of(c)[0].endswith(".py")] + given("benchmarks.agreement")
+SCRIPTS = [
+    *(command for command in FOUND if words_of(command)[0].endswith(".py")),
+    *given("benchmarks.agreement"),
+    *given("benchmarks.rollout"),
+]
 
 
 @pytest.mark.parametrize("command", SCRIPTS)
@@ -138,7 +143,9 @@ def test_scripts_exist_and_have_the_flags(command):
     """Some of them need packages that the tests do not have, so they are not loaded."""
     words = words_of(command)
     if words[0] == "-m":
-        words = [words[1].replace(".", "/") + "/__main__.py", *words[2:]]
+        module = words[1].replace(".", "/")
+        package = (ROOT / module).is_dir()
+        words = [module + ("/__main__.py" if package else ".py"), *words[2:]]
     program = (ROOT / words[0]).read_text()
     for flag in (word for word in words if word.startswith("--")):
         assert f'"{flag}"' in program, flag
