@@ -131,7 +131,7 @@ def _placed(
     arrives = arrivals.sources >= 0
     source = jnp.maximum(arrivals.sources, 0)
 
-    def where_arriving(new: Array | float, own: Array) -> Array:
+    def where_arriving(new: Array | float | int, own: Array) -> Array:
         there = arrives.reshape(-1, *[1] * (own.ndim - 1))
         return jnp.where(there, jnp.asarray(new, own.dtype), own)
 
@@ -184,7 +184,7 @@ def _placed(
     )
 
 
-def _widened(x: Array, width: int, otherwise: Array | float) -> Array:
+def _widened(x: Array, width: int, otherwise: Array | float | int) -> Array:
     """`x` with columns of `otherwise` after its own."""
     room = [(0, 0), (0, width - x.shape[1]), *[(0, 0)] * (x.ndim - 2)]
     return jnp.pad(x, room, constant_values=otherwise)

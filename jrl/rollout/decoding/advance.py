@@ -81,7 +81,7 @@ def _policy_specs(decoder: Decoder) -> Policy[PartitionSpec]:
 
 
 def _without_layers(weights: Transformer[Leaf]) -> Transformer[Leaf]:
-    nothing: Any = None
+    nothing: Any = jax.tree.map(lambda _: None, weights.layers)
     return replace(weights, layers=nothing, first_layers=None)
 
 

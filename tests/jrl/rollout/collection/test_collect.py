@@ -97,6 +97,11 @@ class ScriptedEngine:
         self.prompts += [request.prompt for request in requests if request.sample == 0]
         self._asked += requests
 
+    def suspend(self, keep_pool=False):
+        raise NotImplementedError
+
+    take_pool = give_pool = suspend
+
     def cancel(self, prompts):
         self.cancelled += prompts
         self._asked = [request for request in self._asked if request.prompt not in prompts]
@@ -243,7 +248,7 @@ def test_without_it_recipes_take_what_comes(name):
 
 def completion(prompt, sample=0, text="1"):
     request = Request(prompt, sample, np.zeros(1, np.int32), RESPONSE_LENGTH)
-    trajectory = Trajectory(request, np.zeros(2, np.int32), "stop", Shelf(None, None), sample)
+    trajectory = Trajectory(request, np.zeros(2, np.int32), "stop", object.__new__(Shelf), sample)
     return Completion(trajectory, Example(f"{prompt}=", "1"), text, CORRECT)
 
 

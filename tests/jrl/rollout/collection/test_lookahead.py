@@ -35,11 +35,19 @@ class CountingEngine:
             self._rows[: self._slots] = grown
             done = [request for request in grown if self._is_whole(request)]
             self._rows = [request for request in self._rows if not self._is_whole(request)]
-        return [Trajectory(request, request.sampled.tokens, "stop", None, 0) for request in done]
+        return [
+            Trajectory(request, request.sampled.tokens, "stop", None, 0)
+            for request in done
+        ]
 
     def suspend(self, keep_pool):
         rows, self._rows = self._rows, []
         return rows
+
+    def load(self, weights, version, entropy=None):
+        raise NotImplementedError
+
+    num_idle, release, cancel, take_pool, give_pool = 0, load, load, load, load
 
     def _longer(self, request: Request):
         ids = np.zeros(0, np.int32) if request.sampled is None else request.sampled.tokens
