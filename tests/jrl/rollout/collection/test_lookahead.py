@@ -35,10 +35,7 @@ class CountingEngine:
             self._rows[: self._slots] = grown
             done = [request for request in grown if self._is_whole(request)]
             self._rows = [request for request in self._rows if not self._is_whole(request)]
-        return [
-            Trajectory(request, request.sampled.tokens, "stop", None, 0)
-            for request in done
-        ]
+        return [Trajectory(request, request.sampled.tokens, "stop", None, 0) for request in done]
 
     def suspend(self, keep_pool):
         rows, self._rows = self._rows, []
