@@ -40,11 +40,6 @@ class Cache(Generic[Leaf]):
     keys: tuple[Leaf, ...]
     values: tuple[Leaf, ...]
 
-    @property
-    def columns(self) -> int:
-        """Tokens that a row has room for."""
-        return self.keys[0].shape[2]  # type: ignore[attr-defined]
-
 
 class Prefilled(NamedTuple):
     """What running rows of tokens leaves behind.
@@ -145,11 +140,12 @@ def decode_step(
       where a row is not live; None where they were not asked for.
     """
     config = _dropless(config)
-    check_window(cache.columns, config)
-    columns = jnp.arange(cache.columns)
+    room = cache.keys[0].shape[2]
+    check_window(room, config)
+    columns = jnp.arange(room)
     visible = (columns[None] <= positions[:, None])[:, None]
     # Past the end, where writing does nothing: a row that waits keeps what it has.
-    written = jnp.where(live, positions, cache.columns)
+    written = jnp.where(live, positions, room)
     rows = jnp.arange(tokens.shape[0])
     keys, values = list(cache.keys), list(cache.values)
 

@@ -22,13 +22,13 @@ from jrl.losses import (
     extended_gae,
     gae,
     length_adaptive_lambda,
-    positive_example_loss,
     whiten,
 )
 from jrl.losses.settings import Sides
 from jrl.recipes.base.actor_critic import ActorCritic
 from jrl.recipes.base.batch import Batch, Targets, Totals, given, responses_of
 from jrl.recipes.base.collection import Windows
+from jrl.recipes.base.imitation import imitation_of_correct
 from jrl.recipes.base.recipe import Metrics
 from jrl.recipes.base.token_rewards import terminal_rewards
 
@@ -144,10 +144,7 @@ class Tppo(ActorCritic):
         totals: Totals[Array],
     ) -> tuple[Float[Array, ""], Metrics]:
         """Imitation of the responses with full marks."""
-        imitation, imitated = positive_example_loss(
-            logprobs, given(batch.correct), batch.mask, num_tokens=totals.num_correct_tokens
-        )
-        return self.positive_coef * imitation, {"actor/positive_loss": imitated["positive_nll"]}
+        return imitation_of_correct(logprobs, batch, totals, self.positive_coef)
 
     def _lambda(
         self, lengths: Int[Array, "batch"], unfinished: Bool[Array, "batch"]

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 from jaxtyping import Array, Float, Int
 
-from jrl.losses import Aggregation, gae, length_adaptive_lambda, positive_example_loss, whiten
+from jrl.losses import Aggregation, gae, length_adaptive_lambda, whiten
 from jrl.recipes.base.actor_critic import ActorCritic
 from jrl.recipes.base.batch import Batch, Targets, Totals, given
+from jrl.recipes.base.imitation import imitation_of_correct
 from jrl.recipes.base.recipe import Metrics
 from jrl.recipes.base.token_rewards import terminal_rewards
 
@@ -65,10 +66,7 @@ class Vapo(ActorCritic):
         totals: Totals[Array],
     ) -> tuple[Float[Array, ""], Metrics]:
         """Imitation of the completions with full marks."""
-        imitation, imitated = positive_example_loss(
-            logprobs, given(batch.correct), batch.mask, num_tokens=totals.num_correct_tokens
-        )
-        return self.positive_coef * imitation, {"actor/positive_loss": imitated["positive_nll"]}
+        return imitation_of_correct(logprobs, batch, totals, self.positive_coef)
 
 
 def paper() -> Vapo:

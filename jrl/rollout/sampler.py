@@ -42,7 +42,7 @@ class Completion:
     @property
     def length(self) -> int:
         """Tokens of the response so far."""
-        return len(self.trajectory.response)
+        return self.trajectory.length
 
     @property
     def truncated(self) -> bool:

@@ -53,8 +53,7 @@ class AheadOfStep:
         self._sampler, self._networks, self._recipe = sampler, networks, recipe
         self._seconds = {"timing_s/gen": 0.0, "timing_s/reward": 0.0}
         version, bound = int(state.step), networks.max_staleness
-        used = sampler.engine.usage
-        self._before = used.slot_steps, used.row_steps
+        self._before = sampler.engine.usage.copy()
         # As an engine that has just been made, which it is after a restart.
         sampler.engine.release()
         sampler.engine.load(state.policy.weights, version, state.kept)
@@ -130,11 +129,9 @@ class AheadOfStep:
         return ahead.draw([] if behind is None else behind.pending)
 
     def _stored(self, drawn: Drawn, waited: float) -> Stored:
-        used, before = self._sampler.engine.usage, self._before
-        slot_steps, row_steps = used.slot_steps - before[0], used.row_steps - before[1]
         seconds = self._seconds | {
             "timing_s/wait_for_rollout": waited,
-            "perf/slot_utilisation": row_steps / max(slot_steps, 1),
+            "perf/slot_utilisation": self._sampler.engine.usage.since(self._before).utilisation,
         }
         ahead = to_devices(self._room.packed(drawn), replicated(self._networks.mesh))
         kept = self._networks.kept_pool is not None

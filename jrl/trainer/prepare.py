@@ -97,9 +97,9 @@ def prepare(
             # Another network, whose routers have their own say: nothing is replayed.
             scored = _logprobs(networks, state.reference, batch, replays=False)
             batch = replace(batch, reference_logprobs=jax.block_until_ready(scored)[0])
-    # The sampler's own log-probabilities serve as old ones unless asked otherwise: a pass less.
     if recipe.router_replay == "R3":
         _check_recorded(batch, networks.policy.config)
+    # The sampler's own log-probabilities serve as old ones unless asked otherwise: a pass less.
     if recipe.rescores:
         with _timed("timing_s/old_log_prob", seconds):
             batch, rescored = _rescored(networks, recipe, state, batch)

@@ -15,6 +15,7 @@ from jrl.rollout.sampler import Completion, Sampler
 from jrl.tasks import REASONS, Example, Verdict
 from jrl.text.prompts import text_of
 from moe.config import ModelConfig
+from moe.router.replay import choices_dtype
 
 Leaf = TypeVar("Leaf")
 FINISHES: tuple[Finish, ...] = ("stop", "length")
@@ -112,8 +113,7 @@ class Room(NamedTuple):
         if (config := self.config) is not None:
             columns = self.prompt_length + response
             shape = (places, columns, config.num_expert_layers, config.experts_per_token)
-            kind = np.min_scalar_type(config.num_experts)
-            choices = np.full(shape, config.num_experts, kind)
+            choices = np.full(shape, config.num_experts, choices_dtype(config.num_experts))
         return Ahead(
             prompts_seen=np.zeros((), np.int32),
             metrics=_halves(np.full(len(METRICS), np.nan)),

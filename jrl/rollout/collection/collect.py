@@ -14,7 +14,7 @@ from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import batch_of
 from jrl.rollout.collection.dynamic_sampling import DynamicSampler
 from jrl.rollout.collection.windows import Unfinished, write_windows
-from jrl.rollout.sampler import Completion, Sampler, in_order, numbered
+from jrl.rollout.sampler import Completion, Sampler, in_order
 from jrl.rollout.sampling import Sampling
 from jrl.tasks import REASONS
 from sharding.folding import FoldedMesh
@@ -74,8 +74,7 @@ def collect(
     collection, sampling = recipe.collection, sampling_of(recipe)
     seconds = {"timing_s/gen": 0.0, "timing_s/reward": 0.0}
     counts, own = np.ones(recipe.completions, bool), dict[str, float]()
-    used = sampler.engine.usage
-    before = used.slot_steps, used.row_steps
+    before = sampler.engine.usage.copy()
     if isinstance(collection, DynamicSampling):
         finder = DynamicSampler(
             sampler,
@@ -97,13 +96,11 @@ def collect(
         )
         drawn = completions = in_order(written)
     else:
-        examples = [sampler.task.train(prompts_seen + n) for n in range(recipe.prompts)]
-        prompts_seen += recipe.prompts
-        asked = numbered(examples, prompts_seen - recipe.prompts)
+        numbers = range(prompts_seen, prompts_seen + recipe.prompts)
+        asked = {number: sampler.task.train(number) for number in numbers}
         drawn = completions = sampler.sample(asked, sampling, recipe.group_size, seconds=seconds)
-    slot_steps, row_steps = (
-        now - then for now, then in zip((used.slot_steps, used.row_steps), before, strict=True)
-    )
+        prompts_seen = numbers.stop
+    utilisation = sampler.engine.usage.since(before).utilisation
     return Collected(
         completions=completions,
         batch=batch_of(
@@ -116,7 +113,7 @@ def collect(
         prompts_seen=prompts_seen,
         unfinished=unfinished,
         metrics=verifier_counts(drawn) | own,
-        seconds=seconds | {"perf/slot_utilisation": row_steps / max(slot_steps, 1)},
+        seconds=seconds | {"perf/slot_utilisation": utilisation},
     )
 
 

@@ -3,6 +3,7 @@
 import math
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,5 +115,10 @@ class DynamicSampler:
         for number in {completion.trajectory.request.prompt for completion in completions}:
             group = self._groups[number]
             if len(group) == self._recipe.group_size:
-                alike = informative_groups(scores_of(group), np.zeros(len(group), np.int32))
-                self._informative[number] = bool(np.asarray(alike)[0])
+                self._informative[number] = is_informative(group)
+
+
+def is_informative(group: Sequence[Completion]) -> bool:
+    """Whether the completions of a prompt have scores that differ."""
+    one_group = np.zeros(len(group), np.int32)
+    return bool(np.asarray(informative_groups(scores_of(group), one_group))[0])

@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 
 import numpy as np
 
-from jrl.losses import informative_groups
 from jrl.recipes.base.collection import DynamicSampling
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.collection.ahead import Drawn, row_of
@@ -19,8 +18,9 @@ from jrl.rollout.collection.collect import (
     sampling_of,
     verifier_counts,
 )
+from jrl.rollout.collection.dynamic_sampling import is_informative
 from jrl.rollout.decoding.requests import Request, taken_off
-from jrl.rollout.sampler import Completion, Sampler, Unverified, in_order, scores_of
+from jrl.rollout.sampler import Completion, Sampler, Unverified, in_order
 from jrl.tasks import Example
 
 
@@ -136,8 +136,7 @@ class LookAhead:
         for number in {row_of(completion).prompt for completion in completions}:
             group = self._groups[number]
             if len(group) == self._recipe.group_size:
-                alike = informative_groups(scores_of(group), np.zeros(len(group), np.int32))
-                self._informative[number] = bool(np.asarray(alike)[0])
+                self._informative[number] = is_informative(group)
 
     def _divided(self, suspended: list[Request]) -> Drawn:
         """The next batch, and the rest.

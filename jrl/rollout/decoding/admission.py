@@ -13,6 +13,7 @@ from jaxtyping import Array, Int
 from jrl.rollout.decoding.slots import Decoder, Pool, Rows, over_slots, pool_specs, prefilled_local
 from jrl.rollout.decoding.tokens import Draws, appended, drawn_tokens
 from jrl.rollout.sampling import Sampling
+from moe.decoding import Prefilled
 from moe.head import logits_of
 from moe.placement import specs
 from moe.weights import Transformer
@@ -125,9 +126,11 @@ def _placed(
     arrivals: Arrivals[Array],
 ) -> Pool[Array]:
     """The pool with what arrives, not live yet."""
-    width, ran = tokens.shape[1], None
+    rows, width = pool.rows, tokens.shape[1]
+    # Where nothing is run, all that arrives begins as a row that is there.
+    known = Prefilled(pool.cache, pool.states, rows.choices)
     if tokens.shape[0]:
-        ran = prefilled_local(decoder, weights, tokens, lengths)
+        known = prefilled_local(decoder, weights, tokens, lengths)
     arrives = arrivals.sources >= 0
     source = jnp.maximum(arrivals.sources, 0)
 
@@ -135,27 +138,25 @@ def _placed(
         there = arrives.reshape(-1, *[1] * (own.ndim - 1))
         return jnp.where(there, jnp.asarray(new, own.dtype), own)
 
-    def begun(own: Array, ran: Array | None, axis: int) -> Array:
+    def begun(own: Array, known: Array, axis: int) -> Array:
         """`own` where nothing arrives, else the first columns of what the row begins with."""
-        there = jax.lax.slice_in_dim(own, 0, width, axis=axis)
-        known = there if ran is None else ran
+        there, known = (jax.lax.slice_in_dim(x, 0, width, axis=axis) for x in (own, known))
         new = where_arriving(jnp.take(known, source, axis=0), there)
         return jax.lax.dynamic_update_slice_in_dim(own, new, 0, axis=axis)
 
-    rows = pool.rows
     room = rows.tokens.shape[1] - width
     written = jnp.pad(arrivals.tokens, ((0, 0), (0, room)), constant_values=decoder.pad_id)
     choices = rows.choices
     if choices is not None:
-        known = begun(choices, None if ran is None else ran.choices, 1)
+        assert known.choices is not None
+        choices = begun(choices, known.choices, 1)
         # What the other row went on with is none of this one's.
         later = jnp.arange(written.shape[1])[None] >= arrivals.lengths[:, None]
-        none = jnp.asarray(decoder.config.num_experts, known.dtype)
+        none = jnp.asarray(decoder.config.num_experts, choices.dtype)
         if arrivals.carried is not None and arrivals.carried.choices is not None:
-            before = _widened(arrivals.carried.choices, known.shape[1], none)
-            known = jnp.where(arrives[:, None, None, None] & (before != none), before, known)
-        choices = jnp.where((arrives[:, None] & later)[..., None, None], none, known)
-    states = pool.states if ran is None else ran.states
+            before = _widened(arrivals.carried.choices, choices.shape[1], none)
+            choices = jnp.where(arrives[:, None, None, None] & (before != none), before, choices)
+        choices = jnp.where((arrives[:, None] & later)[..., None, None], none, choices)
     starts, columns = arrivals.lengths, (0.0, 0.0, 0)
     if arrivals.carried is not None:
         starts, own = arrivals.carried.starts, arrivals.carried
@@ -172,10 +173,8 @@ def _placed(
             versions=where_arriving(versions, rows.versions),
             choices=choices,
         ),
-        cache=jax.tree.map(lambda own, new: begun(own, new, 2), pool.cache, ran.cache)
-        if ran is not None
-        else jax.tree.map(lambda own: begun(own, None, 2), pool.cache),
-        states=where_arriving(jnp.take(states, source, axis=0), pool.states),
+        cache=jax.tree.map(lambda own, new: begun(own, new, 2), pool.cache, known.cache),
+        states=where_arriving(jnp.take(known.states, source, axis=0), pool.states),
         live=pool.live,
         limits=where_arriving(arrivals.limits, pool.limits),
         responses=where_arriving(arrivals.responses, pool.responses),

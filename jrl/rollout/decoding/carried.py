@@ -5,6 +5,7 @@ import numpy as np
 from jrl.rollout.decoding.admission import Carried
 from jrl.rollout.decoding.seating import Arriving
 from jrl.rollout.decoding.slots import Decoder
+from moe.router.replay import choices_dtype
 
 
 def carried_by(
@@ -44,4 +45,4 @@ def _no_choices(slots: int, width: int, decoder: Decoder) -> np.ndarray | None:
         return None
     config = decoder.config
     shape = (slots, width, config.num_expert_layers, config.experts_per_token)
-    return np.full(shape, config.num_experts, np.min_scalar_type(config.num_experts))
+    return np.full(shape, config.num_experts, choices_dtype(config.num_experts))

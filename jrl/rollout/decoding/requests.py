@@ -84,7 +84,7 @@ class Request(NamedTuple):
         whole = len(self.tokens) + self.max_new_tokens
         if self.window is None:
             return whole
-        return min(whole, len(self.tokens) + len(self.response) + self.window)
+        return min(whole, self.start + self.window)
 
 
 @dataclass
@@ -129,6 +129,11 @@ class Trajectory:
     def response(self) -> np.ndarray:
         """``[response]`` ids, those that were there before included."""
         return np.concatenate([self.request.response, self.tokens])
+
+    @property
+    def length(self) -> int:
+        """Tokens of `response`."""
+        return len(self.request.response) + len(self.tokens)
 
     @property
     def sampled(self) -> Sampled:

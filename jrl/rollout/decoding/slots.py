@@ -11,7 +11,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool
@@ -19,6 +18,7 @@ from jaxtyping import Array, Bool
 from moe.config import ModelConfig
 from moe.decoding import Cache, Prefilled, prefill
 from moe.placement import specs
+from moe.router.replay import choices_dtype
 from moe.weights import Transformer, shapes
 from sharding.collectives import vary
 from sharding.folding import FoldedMesh
@@ -199,10 +199,5 @@ def prefilled_local(
     ran = prefill(weights, tokens, lengths, config, mesh, decoder.records_choices)
     choices = ran.choices
     if choices is not None:
-        choices = choices.astype(_choice_dtype(config))
+        choices = choices.astype(choices_dtype(config.num_experts))
     return ran._replace(cache=vary(ran.cache, mesh.axes), choices=choices)
-
-
-def _choice_dtype(config: ModelConfig) -> Any:
-    """The smallest integers that hold the experts and one number more."""
-    return np.min_scalar_type(config.num_experts)

@@ -1,6 +1,6 @@
 """How much of an engine's room was used."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass
@@ -16,6 +16,18 @@ class Usage:
     slot_steps: int = 0
     row_steps: int = 0
     prefilled: int = 0
+
+    def copy(self) -> "Usage":
+        """It as it stands, which goes on changing in an engine."""
+        return replace(self)
+
+    def since(self, before: "Usage") -> "Usage":
+        """What was done after `before`."""
+        return Usage(
+            self.slot_steps - before.slot_steps,
+            self.row_steps - before.row_steps,
+            self.prefilled - before.prefilled,
+        )
 
     @property
     def utilisation(self) -> float:
