@@ -116,12 +116,11 @@ def over_lengths(arguments: argparse.Namespace) -> dict[str, Any]:
         utilisation = {}
         for _ in range(arguments.rounds):
             for name, side in sides.items():
-                before = engine.usage.slot_steps, engine.usage.row_steps
+                before = engine.usage.copy()
                 began = time.perf_counter()
                 side()
                 seconds[name].append(time.perf_counter() - began)
-                steps = engine.usage.slot_steps - before[0]
-                utilisation[name] = (engine.usage.row_steps - before[1]) / steps
+                utilisation[name] = engine.usage.since(before).utilisation
         for name, taken in seconds.items():
             ratios = [a / b for a, b in zip(seconds["fixed"], taken, strict=True)]
             median = statistics.median(taken)

@@ -23,7 +23,8 @@ class RunConfig:
     task: str = "sort"
     """A built-in task, "jsonl:PATH" or "gym:NAME"."""
     steps: int = 200
-    """Training steps; each samples completions once and learns from them."""
+    """Training steps; each samples completions once and learns from them. 0 is the warm start
+    alone, for others to begin with by --weights."""
     seed: int = 0
     """Of everything random. The same seed on the same kind of machine gives the same run."""
 
@@ -156,10 +157,10 @@ class RunConfig:
         check_seed(self.seed)
         if self.devices is not None and self.devices < 1:
             raise ValueError(f"devices={self.devices} must be at least 1.")
-        for name in ("steps", "warm_start_batch", "eval_every", "eval_prompts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
-        for name in ("checkpoint_every", "keep_checkpoints", "samples_every", "max_nonfinite"):
+        if self.steps < 0:
+            raise ValueError(f"steps={self.steps} must not be negative: 0 is the warm start alone.")
+        counts = ("warm_start_batch", "eval_every", "eval_prompts", "checkpoint_every")
+        for name in (*counts, "keep_checkpoints", "samples_every", "max_nonfinite"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
         for name in ROUTER_SETTINGS:

@@ -26,7 +26,7 @@ class Dapo(GroupRelative):
 
     overlong_buffer: int | None = None
     """Tokens below the length limit over which the penalty grows to 1; None is a fifth of the
-    limit, the paper's share."""
+    limit, the paper's share, and 0 is no penalty."""
 
     def rewards(
         self, scores: Float[Array, "batch"], lengths: Int[Array, "batch"], response_length: int

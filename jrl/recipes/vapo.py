@@ -33,19 +33,23 @@ class Vapo(ActorCritic):
     """Steps at the start in which only the critic learns, on returns of the fixed policy."""
     lam_critic: float = 1.0
     """Of the GAE behind the critic's targets; 1 makes them Monte-Carlo returns."""
-    lam_alpha: float = 1.5
+    lam_alpha: float | None = 1.5
     """The policy's lam is 1 - 1 / (lam_alpha x response length). The paper's 0.05 suits lengths in
-    the thousands: below 20 tokens it means lam = 0."""
+    the thousands: below 20 tokens it means lam = 0. None is `lam`, whatever the length."""
+    lam: float = 0.95
+    """The policy's lam where it does not adapt to the length."""
     positive_coef: float = 0.1
     """Weight of the negative log-likelihood of correct completions."""
     whiten_advantages: bool = True
     """Shift and scale the advantages of a step to mean 0 and variance 1. The paper does not say."""
 
     @property
-    def length_adaptive_alpha(self) -> float:
+    def length_adaptive_alpha(self) -> float | None:
         return self.lam_alpha
 
-    def policy_lambda(self, lengths: Int[Array, "batch"]) -> Float[Array, "batch 1"]:
+    def policy_lambda(self, lengths: Int[Array, "batch"]) -> float | Float[Array, "batch 1"]:
+        if self.lam_alpha is None:
+            return self.lam
         return length_adaptive_lambda(lengths, alpha=self.lam_alpha)[:, None]
 
     def targets(self, batch: Batch[Array]) -> Targets[Array]:

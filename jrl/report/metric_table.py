@@ -376,6 +376,8 @@ TABLE: tuple[Metric, ...] = (
     ),
     Metric("perf/total_num_tokens", "Prompt and response tokens of the step.", "tokens"),
     Metric("perf/slot_utilisation", "Tokens sampled over slots times decoding steps.", "fraction"),
+    Metric("perf/decode_steps", "Steps of decoding, each a token for every live row.", "count"),
+    Metric("perf/sampled_tokens", "Tokens sampled, those of dropped groups too.", "tokens"),
     Metric("perf/*", "Other speeds and memory, named as in verl.", "as named"),
     Metric("timing_s/gen", "Wall time of decoding completions.", "seconds"),
     Metric("timing_s/reward", "Wall time of waiting for their verdicts.", "seconds"),

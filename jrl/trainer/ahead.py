@@ -131,7 +131,7 @@ class AheadOfStep:
     def _stored(self, drawn: Drawn, waited: float) -> Stored:
         seconds = self._seconds | {
             "timing_s/wait_for_rollout": waited,
-            "perf/slot_utilisation": self._sampler.engine.usage.since(self._before).utilisation,
+            **self._sampler.engine.usage.since(self._before).metrics(),
         }
         ahead = to_devices(self._room.packed(drawn), replicated(self._networks.mesh))
         kept = self._networks.kept_pool is not None

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jrl.losses import overlong_filter
 from jrl.processes.agreement import to_devices, to_host
 from jrl.recipes.base.batch import Batch, Targets, given, responses_of
 from jrl.recipes.base.mismatch import Corrected, Correction
@@ -212,6 +213,10 @@ def _with_targets(
     targets = targets_of(recipe, batch)
     # Rejection comes after credit is given, so that what is rejected is still part of baselines.
     mask = sampled if targets.mask is None else targets.mask
+    critic_mask = targets.critic_mask
+    if recipe.overlong_filter:
+        critic_mask = mask if critic_mask is None and targets.returns is not None else critic_mask
+        mask = overlong_filter(mask, given(batch.truncated))
     learned = Corrected(mask, None, {})
     if rescored is not None or recipe.correction.on:
         # Compared in the whole policy: neither what top-k and top-p cut away nor a temperature that
@@ -224,7 +229,6 @@ def _with_targets(
             given(batch.old_logprobs),
             given(batch.behaviour_logprobs),
         )
-    critic_mask = targets.critic_mask
     if critic_mask is not None:
         # What is rejected counts for neither network.
         critic_mask = critic_mask & (learned.mask | ~mask)

@@ -251,7 +251,7 @@ def test_a_line_that_does_not_parse_is_named_with_its_file(tmp_path, capsys):
         ("--model tinny", "model='tinny' is no preset; near: tiny"),
         ("--prompts 3", r"mini_batch=8 does not divide prompts x group_size = 3 x 4 = 12 compl"),
         ("--micro-batch 3", "micro_batch=3 does not divide mini_batch=8"),
-        ("--steps 0", "steps=0 must be at least 1"),
+        ("--steps -1", "steps=-1 must not be negative"),
         ("--layout dp32", "layout 'dp32' needs 32 devices and there are 16: .* --devices 32"),
         ("--layout dq2", "layout 'dq2': 'dq2' is not an axis and a size"),
         ("--layout dp2 --slots 5", "slots=5 does not divide over dp x tp = 2 of layout 'dp2'"),

@@ -104,6 +104,10 @@ class Recipe:
     old_logprobs: OldLogprobs = "sampler"
     """Log-probabilities that ratios are taken against: as the sampler gave them, or computed again
     by the trainer before its first update."""
+    overlong_filter: bool = False
+    """Leave completions that the length limit ended out of the policy's loss: they were interrupted
+    and not judged. Their rewards stay in their group's baseline, and a critic learns from them."""
+
     mismatch: Weighting | None = None
     """Importance weights on the tokens' losses, of the trainer's policy over the sampler's, which
     should agree and may not quite: clamped to a range ("truncated"), 0 outside of it ("icepop"), or

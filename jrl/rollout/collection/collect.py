@@ -100,7 +100,7 @@ def collect(
         asked = {number: sampler.task.train(number) for number in numbers}
         drawn = completions = sampler.sample(asked, sampling, recipe.group_size, seconds=seconds)
         prompts_seen = numbers.stop
-    utilisation = sampler.engine.usage.since(before).utilisation
+    used = sampler.engine.usage.since(before)
     return Collected(
         completions=completions,
         batch=batch_of(
@@ -113,7 +113,7 @@ def collect(
         prompts_seen=prompts_seen,
         unfinished=unfinished,
         metrics=verifier_counts(drawn) | own,
-        seconds=seconds | {"perf/slot_utilisation": utilisation},
+        seconds=seconds | used.metrics(),
     )
 
 

@@ -195,6 +195,7 @@ class SlotEngine:
             for place, ids in enumerate(runs):
                 tokens[rank, place, : len(ids)], lengths[rank, place] = ids, len(ids)
         self._usage.prefilled += int(lengths.sum())
+        self._usage.admitted += len(arriving.seats)
         nothing = np.zeros(self.slots, np.int32)
         columns = Arrivals(
             sources=nothing - 1,
@@ -245,6 +246,7 @@ class SlotEngine:
         seen = pool.rows.lengths, pool.live, advanced
         lengths, still, (steps, row_steps) = to_host(seen)
         self._lengths = np.array(lengths)
+        self._usage.steps += int(steps)
         self._usage.slot_steps += int(steps) * self.slots
         self._usage.row_steps += int(row_steps)
         return self._shelved([slot for slot in sitting if not still[slot]])

@@ -1,6 +1,6 @@
 """How much of an engine's room was used."""
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 
 @dataclass
@@ -8,13 +8,17 @@ class Usage:
     """What decoding did.
 
     Attributes:
+      steps: of decoding; each gives every live row a token.
       slot_steps: tokens that there was room for: slots times steps.
-      row_steps: tokens that were sampled.
+      row_steps: tokens that were sampled in them.
+      admitted: rows that came into slots; each got a token then, without a step.
       prefilled: tokens of prompts, and of responses gone on with, that were run.
     """
 
+    steps: int = 0
     slot_steps: int = 0
     row_steps: int = 0
+    admitted: int = 0
     prefilled: int = 0
 
     def copy(self) -> "Usage":
@@ -24,12 +28,18 @@ class Usage:
     def since(self, before: "Usage") -> "Usage":
         """What was done after `before`."""
         return Usage(
-            self.slot_steps - before.slot_steps,
-            self.row_steps - before.row_steps,
-            self.prefilled - before.prefilled,
+            *(now - then for now, then in zip(astuple(self), astuple(before), strict=True))
         )
 
     @property
     def utilisation(self) -> float:
         """The share of the room that was used; 1 where there was none."""
         return self.row_steps / self.slot_steps if self.slot_steps else 1.0
+
+    def metrics(self) -> dict[str, float]:
+        """As they are logged; tokens of groups that were dropped are among those sampled."""
+        return {
+            "perf/slot_utilisation": self.utilisation,
+            "perf/decode_steps": float(self.steps),
+            "perf/sampled_tokens": float(self.row_steps + self.admitted),
+        }

@@ -15,33 +15,37 @@ MARKER = "#"
 MIN_DIGITS, MAX_DIGITS = 2, 5
 MOST_DIGITS = 64
 TAIL = 1.5
-"""Exponent of the lengths of long operands: a share ``(2 / n) ** TAIL`` has n digits or more."""
+"""Exponent of the lengths of long operands: of those that have MIN digits or more a share
+``(MIN / n) ** TAIL`` has n or more."""
 
 
-def scratchpad(seed: int, digits: int | None = None) -> ProceduralTask:
+def scratchpad(seed: int, digits: tuple[int, int] | None = None) -> ProceduralTask:
     """Prompts of two numbers, answered by the steps and then the sum.
 
     Args:
       seed: picks the stream of prompts.
-      digits: the longest operand; the lengths of both are then one, with a heavy tail. None draws
-        each of two to five digits, all lengths alike.
+      digits: the shortest and the longest operand; the lengths of both are then one, with a heavy
+        tail. None draws each of two to five digits, all lengths alike.
 
     Raises:
       ValueError: for operands shorter than two digits or longer than `MOST_DIGITS`.
     """
-    if digits is not None and not MIN_DIGITS <= digits <= MOST_DIGITS:
+    least, most = (MIN_DIGITS, MAX_DIGITS) if digits is None else digits
+    span = f"{most}" if least == MIN_DIGITS else f"{least}-{most}"
+    name = "scratchpad" if digits is None else f"scratchpad:{span}"
+    if not MIN_DIGITS <= least <= most <= MOST_DIGITS:
         raise ValueError(
-            f"task='scratchpad:{digits}': operands have {MIN_DIGITS} to {MOST_DIGITS} digits."
+            f"task={name!r}: operands have {MIN_DIGITS} to {MOST_DIGITS} digits, "
+            "the shortest no more than the longest."
         )
-    most = MAX_DIGITS if digits is None else digits
     steps = most * len("9+9+1=19,") - 1
     return ProceduralTask(
-        name="scratchpad" if digits is None else f"scratchpad:{digits}",
+        name=name,
         seed=seed,
         max_prompt_length=2 * most + len("+="),
         max_response_length=steps + len(MARKER) + most + 1,
         characters="#+,0123456789=",
-        draw=_draw if digits is None else partial(_draw_long, digits),
+        draw=_draw if digits is None else partial(_draw_long, least, most),
         score=_score,
     )
 
@@ -51,9 +55,9 @@ def _draw(random: Random) -> Example:
     return _example(*(_number(random, random.randrange(*lengths)) for _ in range(2)))
 
 
-def _draw_long(most: int, random: Random) -> Example:
-    # A Pareto variable from MIN_DIGITS on, rounded down.
-    length = int(MIN_DIGITS * (1 - random.random()) ** (-1 / TAIL))
+def _draw_long(least: int, most: int, random: Random) -> Example:
+    # A Pareto variable from the shortest on, rounded down.
+    length = int(least * (1 - random.random()) ** (-1 / TAIL))
     return _example(*(_number(random, min(length, most)) for _ in range(2)))
 
 

@@ -28,8 +28,10 @@ def test_a_command_has_its_own_status():
 
 
 def test_what_our_code_says_is_one_line(capsys):
-    assert exit_status(lambda: RunConfig(steps=0) and 0) == 2
-    assert capsys.readouterr().err == "error: steps=0 must be at least 1.\n"
+    assert exit_status(lambda: RunConfig(steps=-1) and 0) == 2
+    assert capsys.readouterr().err == (
+        "error: steps=-1 must not be negative: 0 is the warm start alone.\n"
+    )
 
 
 def in_our_code(line):

@@ -107,6 +107,15 @@ def test_vapo(gamma, whitened):
             np.testing.assert_allclose(returns[row, t], discounted, rtol=1e-5, atol=1e-6)
 
 
+def test_vapo_with_one_lambda_for_all():
+    given = completions()
+    targets = Vapo(lam_alpha=None, lam=0.7, whiten_advantages=False).targets(given)
+    rewards = at_end(REWARDS, given.mask)
+    expected, _ = oracles.gae(rewards, given.old_values, given.mask, 1.0, 0.7)
+    # float32 against float64.
+    np.testing.assert_allclose(targets.advantages, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_vapo_by_hand():
     """Two rows of 4 and 3 tokens with alpha = 0.5: lam is 1/2 and 1/3."""
     values = np.zeros((2, TIME), np.float32)

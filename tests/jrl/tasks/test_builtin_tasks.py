@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jrl.tasks.load import BUILT_IN
+from jrl.tasks.load import BUILT_IN, load_task
 from jrl.tasks.task import Example, Task, Verdict
 from jrl.text.tokenizer import Tokenizer
 
@@ -210,16 +210,37 @@ def test_scratchpad(completion, reason):
 
 def test_scratchpad_steps_are_true_and_vary_in_length():
     task = BUILT_IN["scratchpad"](0)
-    lengths = set()
-    for index in range(300):
-        example = task.train(index)
-        left, right = map(int, example.prompt.removesuffix("=").split("+"))
-        steps, _, result = example.answer.partition("#")
-        assert int(result) == left + right
-        totals = [step.split("=") for step in steps.split(",")]
-        assert all(sum(map(int, terms.split("+"))) == int(total) for terms, total in totals)
-        lengths.add(len(example.answer))
+    lengths = {len(check_steps(task.train(index)).answer) for index in range(300)}
     assert min(lengths) < 25 < 45 < max(lengths)
+
+
+def check_steps(example):
+    """The example, whose steps are true."""
+    left, right = map(int, example.prompt.removesuffix("=").split("+"))
+    steps, _, result = example.answer.partition("#")
+    assert int(result) == left + right
+    totals = [step.split("=") for step in steps.split(",")]
+    assert all(sum(map(int, terms.split("+"))) == int(total) for terms, total in totals)
+    return example
+
+
+@pytest.mark.parametrize(("spec", "least", "most"), [("24", 2, 24), ("5-22", 5, 22), ("7-7", 7, 7)])
+def test_long_operands_have_a_heavy_tail(spec, least, most):
+    task = load_task(f"scratchpad:{spec}", 0)
+    examples = [check_steps(task.train(index)) for index in range(400)]
+    digits = [len(example.prompt.split("+")[0]) for example in examples]
+    assert all(2 * length + 2 == len(e.prompt) for length, e in zip(digits, examples, strict=True))
+    assert min(digits) == least and max(digits) == most
+    for length in range(least + 1, most + 1):
+        # A Pareto variable of exponent 3/2: the share of 400 draws is within four deviations.
+        share = (least / length) ** 1.5
+        found = sum(each >= length for each in digits) / len(digits)
+        assert abs(found - share) < 4 * (share * (1 - share) / len(digits)) ** 0.5
+    longest = max(examples, key=lambda example: len(example.answer))
+    assert len(longest.answer) < task.max_response_length and len(longest.prompt) <= (
+        task.max_prompt_length
+    )
+    assert task.name == f"scratchpad:{spec}"
 
 
 @pytest.mark.parametrize(

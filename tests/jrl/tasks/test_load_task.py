@@ -24,6 +24,10 @@ def test_built_in_tasks_by_name(name):
         ("json:a.jsonl", r"task='json:a\.jsonl' is unknown: did you mean jsonl or "),
         ("jsonl", r"task='jsonl' is unknown: did you mean jsonl\?"),
         ("gym:", r"task='gym:' is unknown: did you mean gym\?"),
+        ("scratchpad:1", r"task='scratchpad:1': operands have 2 to 64 digits"),
+        ("scratchpad:65", r"task='scratchpad:65': operands have 2 to 64 digits"),
+        ("scratchpad:9-5", r"task='scratchpad:9-5': .* the shortest no more than the longest"),
+        ("scratchpad:-5", r"task='scratchpad:-5' is unknown"),
     ],
 )
 def test_unknown_names(spec, message):

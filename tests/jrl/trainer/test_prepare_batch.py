@@ -246,6 +246,25 @@ def test_masks_of_targets_and_rejection(sampled, scoring, monkeypatch):
     np.testing.assert_array_equal(batch.critic_mask, mask & (near | ~own))
 
 
+@pytest.mark.parametrize("name", ["grpo", "ppo", "tppo"])
+def test_truncated_responses_are_filtered(name, sampled):
+    """From the policy's loss alone: baselines and the critic have them."""
+    truncated = np.arange(8) % 3 == 0
+    given = replace(sampled, batch=sampled.batch.replace(truncated=jnp.asarray(truncated)))
+    plain, filtered = (small_setup(small_recipe(name, overlong_filter=on)) for on in (False, True))
+    expected, _ = prepared(plain, state_of(plain), given)
+    batch, _ = prepared(filtered, state_of(filtered), given)
+    assert np.asarray(expected.mask)[truncated].any()
+    np.testing.assert_array_equal(batch.mask, np.asarray(expected.mask) & ~truncated[:, None])
+    np.testing.assert_array_equal(batch.advantages, expected.advantages)
+    if name == "grpo":
+        assert batch.critic_mask is None
+    else:
+        learned = expected.mask if expected.critic_mask is None else expected.critic_mask
+        np.testing.assert_array_equal(batch.critic_mask, learned)
+        np.testing.assert_array_equal(batch.returns, expected.returns)
+
+
 def test_the_sampler_stays_the_anchor_where_samples_are_rejected(sampled, scoring):
     recipe = small_recipe(rejection="geometric", rejection_low=0.9, rejection_high=1.2)
     setup = small_setup(recipe)

@@ -88,6 +88,19 @@ def test_killed_with_rows_in_flight(tmp_path):
     assert read(path / "samples.jsonl") == expected.samples
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tppo", "hapo"])
+def test_killed_in_mid_rollout(recipe, finished, tmp_path):
+    """With responses that go on between steps, and with entropy that the next step samples by."""
+    expected, path = finished(recipe), tmp_path / "run"
+    killed = run_killed(path, recipe, "step", 3, 0.02)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+    assert len(metrics_of(path)) == 3
+    assert begin_or_go_on(expected.setup, path) == loop.Outcome(step=3, stopped=False)
+    assert metrics_of(path) == expected.metrics
+    assert read(path / "samples.jsonl") == expected.samples
+
+
 @pytest.mark.parametrize("number", full_but([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
 def test_a_signal_finishes_the_step_and_saves(number, finished, tmp_path, monkeypatch):
     expected, path = finished("grpo"), tmp_path / "run"

@@ -1,0 +1,1 @@
+"""One folder per question: the command, the result, the verdict."""

@@ -1,0 +1,77 @@
+"""Alpha of VAPO's length-adaptive lambda against the reach of the outcome that it predicts.
+
+python -m experiments.length_adaptive_lambda.run
+"""
+
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from experiments.figures import by_variant, markdown, plain, save, spread
+from experiments.study import TASK, Curve, Study, command_line
+from jrl.losses import length_adaptive_lambda
+from jrl.losses.diagnostics import terminal_reach
+from jrl.tasks import load_task
+
+FOLDER = Path(__file__).parent
+ALPHAS = (0.05, 0.15, 0.5, 1.5, 5.0)
+FIXED = "0.95 for all"
+STUDY = Study(
+    FOLDER,
+    {
+        **{f"alpha {alpha:g}": f"vapo --lam-alpha {alpha:g}" for alpha in ALPHAS},
+        FIXED: "vapo --lam-alpha None",
+    },
+    metrics=("critic/score/mean", "critic/vf_explained_var", "actor/grad_norm"),
+)
+
+
+def reaches() -> dict[str, float]:
+    """The share of tokens that the outcome reaches, by the lengths of the task's own answers."""
+    task = load_task(TASK, seed=0)
+    lengths = np.array([len(task.train(number).answer) + 1 for number in range(512)])
+    mask = np.arange(lengths.max()) < lengths[:, None]
+    adaptive = {
+        f"alpha {alpha:g}": length_adaptive_lambda(lengths, alpha=alpha)[:, None]
+        for alpha in ALPHAS
+    }
+    shares = {
+        variant: terminal_reach(mask, lam=lam).share
+        for variant, lam in [*adaptive.items(), (FIXED, 0.95)]
+    }
+    return {variant: float(share) for variant, share in shares.items()}
+
+
+def table(curves: list[Curve], reach: dict[str, float]) -> str:
+    rows = []
+    for variant, runs in by_variant(curves).items():
+        explained = [run.numbers["critic/vf_explained_var"][-1] for run in runs]
+        finals = [run.final for run in runs]
+        rows.append([variant, f"{reach[variant]:.2f}", spread(finals), spread(explained, 2)])
+    return markdown(
+        ["lambda", "tokens in reach", "accuracy at the end", "explained variance"], rows
+    )
+
+
+def draw(curves: list[Curve], reach: dict[str, float]) -> None:
+    figure, axis = plt.subplots(figsize=(5.6, 3.9))
+    for variant, runs in by_variant(curves).items():
+        finals = [run.final for run in runs]
+        axis.plot([reach[variant]] * len(finals), finals, "o", ms=4, alpha=0.5)
+        axis.plot(reach[variant], np.mean(finals), "_", ms=18, mew=2, color="black")
+        axis.annotate(variant, (reach[variant], max(finals)), fontsize=8, rotation=20)
+    axis.set_xlabel("share of tokens that the outcome reaches (predicted)")
+    axis.set_ylabel("held-out accuracy at the end")
+    plain(axis)
+    save(figure, FOLDER / "plot.png", "Reach of the outcome and what is learned")
+
+
+def main() -> None:
+    curves, reach = command_line(STUDY), reaches()
+    print(table(curves, reach))
+    draw(curves, reach)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""Variants of a training command over seeds, from warm starts that they share.
+
+A study runs ``python -m jrl.train`` for every variant and seed, a process each, and keeps one line
+per evaluation in ``results.csv`` beside it. A run that is there already is gone on with, so a study
+that was interrupted is completed by the same command.
+"""
+
+import argparse
+import csv
+import hashlib
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+
+from jrl.runs.records import read_metrics
+
+TASK = "scratchpad:5-22"
+"""Additions written digit by digit: responses of some 55 to 250 tokens with a heavy tail of
+lengths, and no mark but for the right sum."""
+WARM_START = "--warm-start-accuracy 0.3 --eval-prompts 64"
+COMMON = "--prompts 16 --group-size 8 --mini-batch 32 --eval-every 20 --eval-prompts 256"
+"""128 completions a step and four updates; an evaluation costs as much as some steps."""
+ACCURACY = "val/accuracy/sampled"
+
+
+@dataclass(frozen=True)
+class Study:
+    """One question.
+
+    Args:
+      folder: where its results lie.
+      variants: command lines after ``python -m jrl.train``, by the names of the variants; the
+        recipe comes first.
+      steps: of training, where a variant does not say.
+      common: what all variants share.
+      metrics: kept beside accuracy, each a mean over the steps since the evaluation before.
+      seeds: of the runs, and each of a warm start.
+    """
+
+    folder: Path
+    variants: Mapping[str, str]
+    steps: int = 60
+    common: str = COMMON
+    metrics: Sequence[str] = ("critic/score/mean", "actor/entropy", "response_length/mean")
+    seeds: Sequence[int] = (0, 1, 2)
+
+    @property
+    def results(self) -> Path:
+        return self.folder / "results.csv"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return ("variant", "seed", *FIXED, *self.metrics)
+
+
+FIXED = ("step", "sampled_tokens", "decode_steps", "seconds", "accuracy")
+"""Numbers of every line: the first four are totals since the warm start, without evaluations."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One run as its evaluations saw it.
+
+    Attributes:
+      variant, seed: which it is.
+      numbers: by their names in ``results.csv``, a value per evaluation.
+    """
+
+    variant: str
+    seed: int
+    numbers: Mapping[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def accuracy(self) -> list[float]:
+        return self.numbers["accuracy"]
+
+    @property
+    def final(self) -> float:
+        """Held-out accuracy at the end: a mean over the last two evaluations."""
+        return sum(self.accuracy[-2:]) / 2
+
+    def at(self, quantity: str, budget: float) -> float:
+        """Accuracy when so much was spent, on the line between two evaluations."""
+        spent = self.numbers[quantity]
+        for place in range(1, len(spent)):
+            if spent[place] >= budget:
+                part = (budget - spent[place - 1]) / (spent[place] - spent[place - 1])
+                before, after = self.accuracy[place - 1 : place + 1]
+                return before + part * (after - before)
+        return self.accuracy[-1]
+
+    def until(self, accuracy: float, quantity: str) -> float | None:
+        """What was spent until the accuracy was reached, on the line between two evaluations; None
+        where it never was."""
+        spent = self.numbers[quantity]
+        for place in range(1, len(spent)):
+            before, after = self.accuracy[place - 1 : place + 1]
+            if after >= accuracy:
+                part = 0.0 if after == before else max(0.0, (accuracy - before) / (after - before))
+                return spent[place - 1] + part * (spent[place] - spent[place - 1])
+        return None
+
+
+def command_line(study: Study) -> list[Curve]:
+    """Runs what a study lacks, writes its results and gives them: the main function of each."""
+    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
+    parser.add_argument("--runs", type=Path, default=Path("runs/experiments"))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time")
+    parser.add_argument("--only", nargs="*", help="variants to run; the table has what there is")
+    parser.add_argument("--drawn", action="store_true", help="read results.csv and run nothing")
+    arguments = parser.parse_args()
+    if not arguments.drawn:
+        wanted = [name for name in study.variants if not arguments.only or name in arguments.only]
+        train(study, wanted, arguments.runs, arguments.jobs)
+        write(study, arguments.runs)
+    return read(study)
+
+
+def train(study: Study, variants: Sequence[str], runs: Path, jobs: int) -> None:
+    """Runs variants over all seeds, each process on a core of its own."""
+    cores: SimpleQueue[int] = SimpleQueue()
+    for core in range(jobs):
+        cores.put(core)
+
+    def on_a_core(command: list[str]) -> None:
+        core = cores.get()
+        try:
+            _run(command, core)
+        finally:
+            cores.put(core)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(on_a_core, [_warm_start(runs, seed) for seed in study.seeds]))
+        pending = [
+            _variant(study, variant, runs, seed) for seed in study.seeds for variant in variants
+        ]
+        list(pool.map(on_a_core, pending))
+
+
+def _warm_start(runs: Path, seed: int) -> list[str]:
+    # Another stream of prompts than that of the runs that begin with its weights.
+    line = f"grpo --task {TASK} --steps 0 --seed {1000 + seed} {WARM_START}"
+    return [*shlex.split(line), "--run-dir", str(_warm_folder(runs, seed))]
+
+
+def _variant(study: Study, variant: str, runs: Path, seed: int) -> list[str]:
+    recipe, *own = shlex.split(study.variants[variant])
+    line = f"{recipe} --task {TASK} --seed {seed} --steps {study.steps} {study.common}"
+    weights = ["--weights", str(_warm_folder(runs, seed)), "--checkpoint-every", "1000"]
+    folder = ["--run-dir", str(_folder(study, variant, runs, seed))]
+    # The last of two equal flags counts: a variant's own comes after what all share.
+    return [*shlex.split(line), *weights, *own, *folder]
+
+
+def _warm_folder(runs: Path, seed: int) -> Path:
+    return runs / f"warm-start-{seed}"
+
+
+def _folder(study: Study, variant: str, runs: Path, seed: int) -> Path:
+    # By what is run: studies that ask for the same share it.
+    line = f"{study.variants[variant]} {study.common} --steps {study.steps}"
+    digest = hashlib.sha256(line.encode()).hexdigest()[:8]
+    return runs / f"{line.split()[0]}-{digest}-{seed}"
+
+
+def _run(arguments: list[str], core: int) -> None:
+    """One process of training, unless it has come to its end before."""
+    folder = Path(arguments[arguments.index("--run-dir") + 1])
+    if (folder / "plots").exists():
+        return
+    if folder.exists():
+        arguments = ["--run-dir", str(folder), "--resume"]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    pin = [] if sys.platform != "linux" else ["taskset", "-c", str(core)]
+    with Path(f"{folder}.log").open("a", encoding="utf-8") as log:
+        command = [*pin, sys.executable, "-m", "jrl.train", *arguments]
+        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)
+    if done.returncode:
+        raise SystemExit(f"{shlex.join(command)} failed: see {folder}.log")
+
+
+def write(study: Study, runs: Path) -> None:
+    """``results.csv`` from the runs that came to their ends."""
+    with study.results.open("w", encoding="utf-8", newline="") as file:
+        lines = csv.writer(file)
+        lines.writerow(study.columns)
+        for variant in study.variants:
+            for seed in study.seeds:
+                folder = _folder(study, variant, runs, seed)
+                if (folder / "plots").exists():
+                    for row in _evaluations(study, folder):
+                        lines.writerow([variant, seed, *(f"{number:.6g}" for number in row)])
+
+
+def _evaluations(study: Study, folder: Path) -> list[list[float]]:
+    """A line of numbers for each evaluation of a run."""
+    totals = {"perf/sampled_tokens": 0.0, "perf/decode_steps": 0.0, "perf/time_per_step": 0.0}
+    since, rows = list[Mapping[str, float]](), list[list[float]]()
+    for metrics in read_metrics(folder / "metrics.jsonl"):
+        if metrics["step"]:
+            since.append(metrics)
+        for name in totals:
+            totals[name] += metrics.get(name, 0.0)
+        if ACCURACY in metrics:
+            means = [
+                _mean([step[name] for step in since if name in step]) for name in study.metrics
+            ]
+            rows.append([metrics["step"], *totals.values(), metrics[ACCURACY], *means])
+            since = []
+    return rows
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
+
+
+def read(study: Study) -> list[Curve]:
+    """The curves of ``results.csv``, in the order of the variants."""
+    curves: dict[tuple[str, int], Curve] = {}
+    with study.results.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            key = row["variant"], int(row["seed"])
+            curve = curves.setdefault(key, Curve(*key, {name: [] for name in study.columns[2:]}))
+            for name, values in curve.numbers.items():
+                values.append(float(row[name]))
+    order = {variant: place for place, variant in enumerate(study.variants)}
+    return sorted(curves.values(), key=lambda curve: (order[curve.variant], curve.seed))
