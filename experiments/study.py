@@ -20,12 +20,13 @@ from queue import SimpleQueue
 
 from jrl.runs.records import read_metrics
 
-TASK = "scratchpad:5-22"
-"""Additions written digit by digit: responses of some 55 to 250 tokens with a heavy tail of
-lengths, and no mark but for the right sum."""
-WARM_START = "--warm-start-accuracy 0.3 --eval-prompts 64"
-COMMON = "--prompts 16 --group-size 8 --mini-batch 32 --eval-every 20 --eval-prompts 256"
-"""128 completions a step and four updates; an evaluation costs as much as some steps."""
+TASK = "scratchpad:4-20"
+"""Additions written digit by digit: responses of 44 to 222 tokens, 90 on average, with a
+heavy tail of lengths, and no mark but for the right sum."""
+LENGTH = "--response-length 224"
+WARM_START = f"--warm-start-accuracy 0.3 --eval-prompts 64 {LENGTH}"
+COMMON = f"--prompts 16 --group-size 8 --eval-every 20 --eval-prompts 256 --packing True {LENGTH}"
+"""128 completions a step; an evaluation costs as much as some steps."""
 ACCURACY = "val/accuracy/sampled"
 
 
