@@ -47,14 +47,12 @@ class Arrivals(Generic[Leaf]):
       sources: ``[slot]`` whose keys and values the row begins with: the number of one of the rows
         that are run now on the slot's rank or, where none are run, that of another of its slots,
         which begins with the same tokens; -1 where nothing arrives.
-      tokens: ``[slot, width]`` ids of prompt and response so far.
-      lengths: ``[slot]`` how many they are.
+      lengths: ``[slot]`` tokens of prompt and response so far, with which that row begins.
       limits, responses, prompts, samples: as in `Pool`.
       carried: None where nothing was sampled of any of them.
     """
 
     sources: Leaf
-    tokens: Leaf
     lengths: Leaf
     limits: Leaf
     responses: Leaf
@@ -128,9 +126,9 @@ def _placed(
     """The pool with what arrives, not live yet."""
     rows, width = pool.rows, tokens.shape[1]
     # Where nothing is run, all that arrives begins as a row that is there.
-    known = Prefilled(pool.cache, pool.states, rows.choices)
+    known, known_tokens = Prefilled(pool.cache, pool.states, rows.choices), rows.tokens
     if tokens.shape[0]:
-        known = prefilled_local(decoder, weights, tokens, lengths)
+        known, known_tokens = prefilled_local(decoder, weights, tokens, lengths), tokens
     arrives = arrivals.sources >= 0
     source = jnp.maximum(arrivals.sources, 0)
 
@@ -144,30 +142,29 @@ def _placed(
         new = where_arriving(jnp.take(known, source, axis=0), there)
         return jax.lax.dynamic_update_slice_in_dim(own, new, 0, axis=axis)
 
-    room = rows.tokens.shape[1] - width
-    written = jnp.pad(arrivals.tokens, ((0, 0), (0, room)), constant_values=decoder.pad_id)
+    # What the other row went on with is none of this one's.
+    later = arrives[:, None] & (jnp.arange(rows.tokens.shape[1])[None] >= arrivals.lengths[:, None])
+    ids = jnp.where(later, decoder.pad_id, begun(rows.tokens, known_tokens, 1))
     choices = rows.choices
     if choices is not None:
         assert known.choices is not None
         choices = begun(choices, known.choices, 1)
-        # What the other row went on with is none of this one's.
-        later = jnp.arange(written.shape[1])[None] >= arrivals.lengths[:, None]
         none = jnp.asarray(decoder.config.num_experts, choices.dtype)
         if arrivals.carried is not None and arrivals.carried.choices is not None:
             before = _widened(arrivals.carried.choices, choices.shape[1], none)
             choices = jnp.where(arrives[:, None, None, None] & (before != none), before, choices)
-        choices = jnp.where((arrives[:, None] & later)[..., None, None], none, choices)
+        choices = jnp.where(later[..., None, None], none, choices)
     starts, columns = arrivals.lengths, (0.0, 0.0, 0)
     if arrivals.carried is not None:
         starts, own = arrivals.carried.starts, arrivals.carried
         given = own.behaviour_logprobs, own.old_logprobs, own.versions
-        columns = tuple(_widened(column, written.shape[1], 0) for column in given)
+        columns = tuple(_widened(column, ids.shape[1], 0) for column in given)
     behaviour_logprobs, old_logprobs, versions = columns
     return Pool(
         rows=Rows(
             lengths=where_arriving(arrivals.lengths, rows.lengths),
             starts=where_arriving(starts, rows.starts),
-            tokens=where_arriving(written, rows.tokens),
+            tokens=ids,
             behaviour_logprobs=where_arriving(behaviour_logprobs, rows.behaviour_logprobs),
             old_logprobs=where_arriving(old_logprobs, rows.old_logprobs),
             versions=where_arriving(versions, rows.versions),

@@ -84,6 +84,7 @@ class SlotEngine:
         self._sampling = Sampling()
         self._pool: Pool[Array] | None = None
         self._lengths = np.zeros(slots, np.int32)
+        self._limits = np.zeros(slots, np.int32)
         self._shelf: Shelf | None = None
 
     @property
@@ -135,7 +136,8 @@ class SlotEngine:
                 seating.waiting.append(request)
             else:
                 seating.stay(request.slot, request)
-                self._lengths[request.slot] = len(request.ids)
+                self._lengths[request.slot] = request.length
+                self._limits[request.slot] = request.limit
 
     def cancel(self, prompts: Sequence[int]) -> None:
         dropped = set(prompts)
@@ -199,7 +201,6 @@ class SlotEngine:
         nothing = np.zeros(self.slots, np.int32)
         columns = Arrivals(
             sources=nothing - 1,
-            tokens=np.full((self.slots, width), self.decoder.pad_id, np.int32),
             lengths=nothing.copy(),
             limits=nothing.copy(),
             responses=nothing.copy(),
@@ -208,17 +209,16 @@ class SlotEngine:
             carried=carried_by(arriving, self.slots, width, self.decoder),
         )
         for slot, request, source in arriving.seats:
-            ids = request.ids
-            columns.tokens[slot, : len(ids)] = ids
             taken.append(slot)
             source = source if source >= 0 else ~source % per_rank
-            numbers.append((source, len(ids), request.limit, len(request.tokens), *request[:2]))
+            length, begin = request.length, len(request.tokens)
+            numbers.append((source, length, request.limit, begin, request.prompt, request.sample))
         # All at once: one by one they take longer than the program.
         written = columns.sources, columns.lengths, columns.limits
         written += columns.responses, columns.prompts, columns.samples
         for column, values in zip(written, np.array(numbers, np.int32).T, strict=True):
             column[taken] = values
-        self._lengths[taken] = columns.lengths[taken]
+        self._lengths[taken], self._limits[taken] = columns.lengths[taken], columns.limits[taken]
         given = self._over_slots((tokens.reshape(-1, width), lengths.reshape(-1), columns))
         weights = self._resharding.of(self._loaded())
         self._pool = admit(self.decoder, self._sampling, weights, pool, *given, self._draws())
@@ -229,11 +229,8 @@ class SlotEngine:
         sitting = sorted(seating.sitting)
         # While others wait, a few free slots are reason to stop; else only the end of all rows.
         live = len(sitting) - max(1, self.slots // REFILL) if seating.waiting else 0
-        longest = max(
-            min(int(self._lengths[slot]) + 1 + WINDOW, seating.sitting[slot].limit)
-            for slot in sitting
-        )
-        columns = bucket(longest, self.columns, least=NARROWEST)
+        ends = np.minimum(self._lengths[sitting] + 1 + WINDOW, self._limits[sitting])
+        columns = bucket(int(ends.max()), self.columns, least=NARROWEST)
         # A part of the cache is copied, there and back; all of it is not.
         columns = columns if columns * 2 <= self.columns else self.columns
         if self._policy is None:

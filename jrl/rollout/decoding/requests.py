@@ -69,6 +69,11 @@ class Request(NamedTuple):
         return np.concatenate([self.tokens, self.response, before])
 
     @property
+    def length(self) -> int:
+        """Tokens of `ids`."""
+        return self.start + (0 if self.sampled is None else len(self.sampled.tokens))
+
+    @property
     def start(self) -> int:
         """The place, in prompt and response, of the first token that the request asks for."""
         return len(self.tokens) + len(self.response)

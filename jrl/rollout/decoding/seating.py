@@ -37,7 +37,7 @@ class Arriving:
     @property
     def width(self) -> int:
         """Tokens of the longest."""
-        return max(len(request.ids) for _, request, _ in self.seats)
+        return max(request.length for _, request, _ in self.seats)
 
 
 class Seating:
@@ -107,7 +107,7 @@ class Seating:
             if alike is not None and (rank, alike) in begun:
                 program, number = begun[rank, alike]
             else:
-                program = self._with_room(programs, rank, len(request.ids))
+                program = self._with_room(programs, rank, request.length)
                 number = len(program.runs[rank])
                 program.runs[rank].append(request.ids)
                 if alike is not None:
@@ -125,6 +125,8 @@ class Seating:
     def _rank_for(
         self, alike: int | None, begun: dict[tuple[int, int], tuple[Arriving, int]]
     ) -> int:
+        if self.ranks == 1:
+            return 0
         free = [len(slots) for slots in self._free]
         if alike is not None:
             for rank in range(self.ranks):
