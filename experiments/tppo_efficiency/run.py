@@ -13,11 +13,11 @@ COMPLETE = "complete rollouts"
 STUDY = Study(
     FOLDER,
     {
-        # A window of the limit itself, and what T-PPO learns from is whole responses.
-        COMPLETE: "vapo --lam-alpha None --value-clip 0.5",
+        # A token less than the limit: what the policy learns from is whole responses.
+        COMPLETE: "tppo --window 223",
         "window 3/4 of the limit": "tppo",
-        "window 1/2": "tppo --window 128",
-        "window 1/4": "tppo --window 64",
+        "window 1/2": "tppo --window 112",
+        "window 1/4": "tppo --window 56",
     },
 )
 

@@ -98,7 +98,7 @@ class ScriptedEngine:
         self._asked += requests
 
     def suspend(self, keep_pool=False):
-        raise NotImplementedError
+        raise NotImplementedError  # rows are taken back by `LookAhead` alone
 
     take_pool = give_pool = suspend
 
@@ -248,7 +248,7 @@ def test_without_it_recipes_take_what_comes(name):
 
 def completion(prompt, sample=0, text="1"):
     request = Request(prompt, sample, np.zeros(1, np.int32), RESPONSE_LENGTH)
-    trajectory = Trajectory(request, np.zeros(2, np.int32), "stop", object.__new__(Shelf), sample)
+    trajectory = Trajectory(request, np.zeros(2, np.int32), "stop", None, sample)
     return Completion(trajectory, Example(f"{prompt}=", "1"), text, CORRECT)
 
 

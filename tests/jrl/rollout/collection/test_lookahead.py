@@ -42,7 +42,7 @@ class CountingEngine:
         return rows
 
     def load(self, weights, version, entropy=None):
-        raise NotImplementedError
+        raise NotImplementedError  # the step's business, not that of `LookAhead`
 
     num_idle, release, cancel, take_pool, give_pool = 0, load, load, load, load
 

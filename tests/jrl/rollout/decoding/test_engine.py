@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 from policies import (
     CONFIG,
     COPIES,
@@ -21,6 +22,8 @@ from policies import (
 
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.sampling import GREEDY, Sampling
+from moe.model import routing_choices
+from moe.placement import specs
 from sharding.folding import Layout, fold
 
 ROWS = NUM_PROMPTS * COPIES
@@ -259,19 +262,13 @@ def test_choices_are_those_of_the_whole_sequence(layout):
 
 
 def chosen(rollout):
-    from jax.sharding import PartitionSpec as P
-
-    from moe.model import routing_choices
-    from moe.placement import specs
-
     mesh = fold(Layout(), jax.devices()[:1])
     step = jax.jit(
         jax.shard_map(
             lambda w, t, v: routing_choices(w, t, v, CONFIG, mesh),
             mesh=mesh.mesh,
-            in_specs=(specs(CONFIG, mesh), P(), P()),
-            out_specs=P(),
-            check_vma=False,
+            in_specs=(specs(CONFIG, mesh), PartitionSpec(mesh.axes), PartitionSpec(mesh.axes)),
+            out_specs=PartitionSpec(None, mesh.axes),
         )
     )
     found = step(weights(), rollout.tokens, rollout.valid)
