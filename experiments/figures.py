@@ -97,7 +97,7 @@ def draw_finals(curves: Sequence[Curve], to: Path, title: str) -> None:
         finals = [run.final for run in runs]
         axis.barh(place, np.mean(finals), height=0.62, color=COMPARED[0], alpha=0.75)
         axis.plot(finals, [place] * len(finals), "o", color=INK, ms=4)
-    start = np.mean([run.accuracy[0] for run in curves])
+    start = float(np.mean([run.accuracy[0] for run in curves]))
     axis.axvline(start, color=MUTED, lw=1, ls="--")
     axis.set_yticks(range(len(grouped)), list(grouped))
     axis.invert_yaxis()

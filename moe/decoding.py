@@ -5,6 +5,7 @@ stand at different positions, and what a row computes does not depend on when it
 one buffer per layer, key and value, written in place: a loop that carries it never copies it.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Generic, NamedTuple, TypeVar
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from moe.attention.plain import plain_attention
+from moe.attention.cached import cached_attention
 from moe.config import ModelConfig
 from moe.head import logits_of
 from moe.model import block, check_window, embed, run
@@ -31,14 +32,29 @@ class Cache(Generic[Leaf]):
     """Keys and values of the tokens so far, a buffer per layer.
 
     Attributes:
-      keys: per layer ``[row, kv_head, column, head_dim]``, rotated. A head's positions lie
-        together, as the products of a decoding step want them: in another order each step would
-        copy the buffer.
-      values: the same shape, `v_head_dim` wide. Latent attention keeps what it expands.
+      keys: per layer ``[row, kv_head, head_dim, column]``, rotated; values: ``[row, kv_head,
+        column, v_head_dim]``. So the products of a decoding step want them: in another order each
+        step would copy the buffers, or read them piece by piece. Latent attention keeps what it
+        expands.
     """
 
     keys: tuple[Leaf, ...]
     values: tuple[Leaf, ...]
+
+
+KEY_COLUMN, VALUE_COLUMN = 3, 2
+"""Which axis of keys and of values the columns are."""
+
+
+def over_columns(function: Callable[..., Leaf], *caches: Cache[Leaf]) -> Cache[Leaf]:
+    """`function` of each buffer, or of those in the same place of several caches, and of the axis
+    that its columns are."""
+    keys = zip(*(cache.keys for cache in caches), strict=True)
+    values = zip(*(cache.values for cache in caches), strict=True)
+    return Cache(
+        tuple(function(*buffers, KEY_COLUMN) for buffers in keys),
+        tuple(function(*buffers, VALUE_COLUMN) for buffers in values),
+    )
 
 
 class Prefilled(NamedTuple):
@@ -91,7 +107,8 @@ def prefill(
     def core_attention_of_layer(index):
         def core_attention(query, key, value, scale=None):
             captured[index] = tuple(
-                _by_head(x.reshape(*valid.shape, *x.shape[1:])) for x in (key, value)
+                jnp.moveaxis(x.reshape(*valid.shape, *x.shape[1:]), 1, column)
+                for x, column in ((key, KEY_COLUMN), (value, VALUE_COLUMN))
             )
             return packed.core_attention_of_layer(index)(query, key, value, scale)
 
@@ -140,25 +157,24 @@ def decode_step(
       where a row is not live; None where they were not asked for.
     """
     config = _dropless(config)
-    room = cache.keys[0].shape[2]
+    room = cache.keys[0].shape[KEY_COLUMN]
     check_window(room, config)
     columns = jnp.arange(room)
-    visible = (columns[None] <= positions[:, None])[:, None]
+    visible = columns[None] <= positions[:, None]
     # Past the end, where writing does nothing: a row that waits keeps what it has.
     written = jnp.where(live, positions, room)
     rows = jnp.arange(tokens.shape[0])
     keys, values = list(cache.keys), list(cache.values)
 
-    def write(buffer: Array, new: Array) -> Array:
-        return buffer.at[rows, :, written].set(
-            new, mode="drop", unique_indices=True, indices_are_sorted=True
-        )
+    def write(buffer: Array, new: Array, column: int) -> Array:
+        there = (rows, *[slice(None)] * (column - 1), written)
+        return buffer.at[there].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
 
     def core_attention_of_layer(index):
         def core_attention(query, key, value, scale=None):
-            keys[index], values[index] = write(keys[index], key), write(values[index], value)
-            key, value = _by_position(keys[index]), _by_position(values[index])
-            return plain_attention(query[:, None], key, value, visible, scale)[:, 0]
+            keys[index] = write(keys[index], key, KEY_COLUMN)
+            values[index] = write(values[index], value, VALUE_COLUMN)
+            return cached_attention(query, keys[index], values[index], visible, scale)
 
         return core_attention
 
@@ -185,15 +201,3 @@ def decode_step(
 def _dropless(config: ModelConfig) -> ModelConfig:
     """Which tokens are dropped depends on what else is in the batch; generation drops none."""
     return replace(config, capacity_factor=None)
-
-
-def _by_head(
-    x: Float[Array, "row column kv_head head_dim"],
-) -> Float[Array, "row kv_head column head_dim"]:
-    return jnp.swapaxes(x, 1, 2)
-
-
-def _by_position(
-    x: Float[Array, "row kv_head column head_dim"],
-) -> Float[Array, "row column kv_head head_dim"]:
-    return jnp.swapaxes(x, 1, 2)

@@ -12,7 +12,7 @@ from tiers import full_but
 
 from moe import model
 from moe.config import ModelConfig
-from moe.decoding import decode_step, prefill
+from moe.decoding import KEY_COLUMN, decode_step, prefill
 from moe.placement import specs
 from sharding.collectives import vary
 from sharding.folding import Layout, fold_abstract
@@ -91,9 +91,8 @@ def test_steps_equal_the_whole_sequence(kind, layout):
         (specs(config, one), P(), P()),
         P(one.axes),
     )(weights, tokens, jnp.ones(tokens.shape, bool)).reshape(ROWS, PROMPT + RESPONSE, -1)
-    steps, before, after = (
-        np.asarray(x)[0] for x in stepwise(config, mesh_of(layout))(weights, *batch())
-    )
+    steps, *keys = (np.asarray(x)[0] for x in stepwise(config, mesh_of(layout))(weights, *batch()))
+    before, after = (np.moveaxis(each, KEY_COLUMN, 2) for each in keys)
     assert steps.shape == (STEPS, ROWS, CONFIG.vocab_size)
     for row, (prompt, end) in enumerate(zip(prompts, ends, strict=True)):
         going = end - prompt

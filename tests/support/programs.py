@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe.config import ModelConfig
+from moe.decoding import over_columns
 from moe.weights import Transformer, axis_sizes, shapes, table
 from sharding.folding import FoldedMesh, Layout, fold
 
@@ -50,4 +51,8 @@ def on_mesh(function: Callable[..., Any], mesh: FoldedMesh, in_specs: Any, out_s
 
 def with_room(cache, more):
     """A cache with so many columns more."""
-    return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, more), (0, 0))), cache)
+
+    def wider(buffer, column):
+        return jnp.pad(buffer, [(0, more * (axis == column)) for axis in range(buffer.ndim)])
+
+    return over_columns(wider, cache)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 from jrl.rollout.decoding.slots import Decoder, Pool, Rows, over_slots, pool_specs, prefilled_local
 from jrl.rollout.decoding.tokens import Draws, appended, drawn_tokens
 from jrl.rollout.sampling import Sampling
-from moe.decoding import Prefilled
+from moe.decoding import Prefilled, over_columns
 from moe.head import logits_of
 from moe.placement import specs
 from moe.weights import Transformer
@@ -170,7 +170,7 @@ def _placed(
             versions=where_arriving(versions, rows.versions),
             choices=choices,
         ),
-        cache=jax.tree.map(lambda own, new: begun(own, new, 2), pool.cache, known.cache),
+        cache=over_columns(begun, pool.cache, known.cache),
         states=where_arriving(jnp.take(known.states, source, axis=0), pool.states),
         live=pool.live,
         limits=where_arriving(arrivals.limits, pool.limits),

@@ -14,7 +14,7 @@ from jaxtyping import Array
 from jrl.rollout.decoding.slots import Decoder, Pool, Rows, pool_specs
 from jrl.rollout.decoding.tokens import Draws, appended, drawn_tokens, written
 from jrl.rollout.sampling import Sampling
-from moe.decoding import Cache, decode_step
+from moe.decoding import Cache, decode_step, over_columns
 from moe.model import layer_of
 from moe.placement import specs
 from moe.weights import Layer, Transformer
@@ -169,17 +169,21 @@ def _advance_local(
         return _Loop(loop.steps + 1, count(live), row_steps, rows, live, cache)
 
     # A part is copied once, so that no step reads what no row has reached; the whole is not copied.
-    read = jax.tree.map(lambda x: x[:, :, :columns], pool.cache)
+    read = over_columns(partial(_first, columns), pool.cache)
     nothing = jnp.zeros((), jnp.int32)
     rows, live = vary((pool.rows, pool.live), mesh.except_sequence)
     loop = _Loop(nothing, count(live), nothing, rows, live, vary(read, mesh.axes))
     loop = jax.lax.while_loop(
         lambda loop: (loop.steps < max_steps) & (loop.num_live > min_live), step, loop
     )
-    cache = jax.tree.map(
-        lambda own, new: jax.lax.dynamic_update_slice_in_dim(own, new, 0, axis=2),
-        pool.cache,
-        loop.cache,
-    )
+    cache = over_columns(_with_first, pool.cache, loop.cache)
     pool = replace(pool, rows=loop.rows, live=loop.live, cache=cache)
     return pool, Advanced(loop.steps, loop.row_steps)
+
+
+def _first(columns: int, buffer: Array, axis: int) -> Array:
+    return jax.lax.slice_in_dim(buffer, 0, columns, axis=axis)
+
+
+def _with_first(buffer: Array, columns: Array, axis: int) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(buffer, columns, 0, axis=axis)

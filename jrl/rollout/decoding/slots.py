@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool
 
 from moe.config import ModelConfig
-from moe.decoding import Cache, Prefilled, prefill
+from moe.decoding import Cache, Prefilled, over_columns, prefill
 from moe.placement import specs
 from moe.router.replay import choices_dtype
 from moe.weights import Transformer, shapes
@@ -128,9 +128,12 @@ def _making(decoder: Decoder, slots: int, columns: int) -> tuple[Any, Pool[Any]]
         if like.choices is not None:
             _, _, layers, k = like.choices.shape
             choices = jnp.full((slots, columns, layers, k), config.num_experts, like.choices.dtype)
-        cache = jax.tree.map(
-            lambda x: jnp.zeros((slots, x.shape[1], columns, x.shape[3]), x.dtype), like.cache
-        )
+
+        def empty(x: Any, column: int) -> Array:
+            shape = (slots, *x.shape[1:column], columns, *x.shape[column + 1 :])
+            return jnp.zeros(shape, x.dtype)
+
+        cache = over_columns(empty, like.cache)
         nothing = jnp.zeros(slots, jnp.int32)
         of_columns = jnp.zeros((slots, columns), jnp.float32)
         rows = Rows(
