@@ -9,7 +9,7 @@ from experiments.figures import draw_curves, final_table
 from experiments.study import Study, command_line
 
 FOLDER = Path(__file__).parent
-OFF_POLICY = "grpo --mini-batch 16 --epochs 2 --learning-rate 5e-4"
+OFF_POLICY = "grpo --mini-batch 16 --epochs 2"
 STUDY = Study(
     FOLDER,
     {
