@@ -143,7 +143,7 @@ def train(study: Study, variants: Sequence[str], runs: Path, jobs: int) -> None:
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(on_a_core, [_warm_start(runs, seed) for seed in study.seeds]))
         pending = [
-            _variant(study, variant, runs, seed) for seed in study.seeds for variant in variants
+            arguments_of(study, variant, runs, seed) for seed in study.seeds for variant in variants
         ]
         list(pool.map(on_a_core, pending))
 
@@ -154,11 +154,11 @@ def _warm_start(runs: Path, seed: int) -> list[str]:
     return [*shlex.split(line), "--run-dir", str(_warm_folder(runs, seed))]
 
 
-def _variant(study: Study, variant: str, runs: Path, seed: int) -> list[str]:
+def arguments_of(study: Study, variant: str, runs: Path, seed: int) -> list[str]:
     recipe, *own = shlex.split(study.variants[variant])
     line = f"{recipe} --task {TASK} --seed {seed} --steps {study.steps} {study.common}"
     weights = ["--weights", str(_warm_folder(runs, seed)), "--checkpoint-every", "1000"]
-    folder = ["--run-dir", str(_folder(study, variant, runs, seed))]
+    folder = ["--run-dir", str(folder_of(study, variant, runs, seed))]
     # The last of two equal flags counts: a variant's own comes after what all share.
     return [*shlex.split(line), *weights, *own, *folder]
 
@@ -167,7 +167,7 @@ def _warm_folder(runs: Path, seed: int) -> Path:
     return runs / f"warm-start-{seed}"
 
 
-def _folder(study: Study, variant: str, runs: Path, seed: int) -> Path:
+def folder_of(study: Study, variant: str, runs: Path, seed: int) -> Path:
     # By what is run: studies that ask for the same share it.
     line = f"{study.variants[variant]} {study.common} --steps {study.steps}"
     digest = hashlib.sha256(line.encode()).hexdigest()[:8]
@@ -197,7 +197,7 @@ def write(study: Study, runs: Path) -> None:
         lines.writerow(study.columns)
         for variant in study.variants:
             for seed in study.seeds:
-                folder = _folder(study, variant, runs, seed)
+                folder = folder_of(study, variant, runs, seed)
                 if (folder / "plots").exists():
                     for row in _evaluations(study, folder):
                         lines.writerow([variant, seed, *(f"{number:.6g}" for number in row)])

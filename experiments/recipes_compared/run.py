@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent
 STUDY = Study(
     FOLDER,
     {
-        "PPO": "ppo --prompts 128",
+        "PPO": "ppo --prompts 128 --group-size 1",
         "GRPO": "grpo",
         "DAPO": "dapo",
         "VAPO": "vapo",

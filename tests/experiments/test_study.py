@@ -1,0 +1,91 @@
+"""Studies: what is run, what is read of it, and the numbers between two evaluations."""
+
+import importlib
+import json
+import math
+
+import pytest
+from places import ROOT
+
+from experiments.figures import draw_curves, draw_finals, final_table, spread
+from experiments.study import Curve, Study, arguments_of, folder_of, read, write
+from jrl.config.flags import parse
+
+FOLDERS = sorted(path.parent.name for path in ROOT.glob("experiments/*/run.py"))
+
+
+def curve(seed=0, accuracy=(0.2, 0.4, 0.3, 0.6)):
+    spent = [0.0, 10.0, 20.0, 40.0]
+    numbers = {name: spent for name in ("step", "sampled_tokens", "decode_steps", "seconds")}
+    return Curve("a", seed, {**numbers, "accuracy": list(accuracy), "actor/entropy": spent})
+
+
+def test_numbers_between_evaluations():
+    one = curve()
+    assert one.final == pytest.approx(0.45)
+    assert [one.at("seconds", x) for x in (0, 5, 10, 30, 99)] == pytest.approx(
+        [0.2, 0.3, 0.4, 0.45, 0.6]
+    )
+    assert one.until(0.3, "seconds") == pytest.approx(5)
+    assert one.until(0.45, "seconds") == pytest.approx(30)
+    assert one.until(0.1, "seconds") == 0
+    assert one.until(0.7, "seconds") is None
+
+
+def ended(folder, lines):
+    (folder / "plots").mkdir(parents=True)
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(text, encoding="utf-8")
+
+
+def test_results_are_totals_since_the_warm_start_and_means_since_the_last_evaluation(tmp_path):
+    study = Study(tmp_path, {"b": "grpo", "a": "ppo"}, metrics=["actor/entropy"], seeds=[0])
+    step = {"perf/sampled_tokens": 5.0, "perf/decode_steps": 3.0, "perf/time_per_step": 0.5}
+    lines = [
+        {"step": 0, "val/accuracy/sampled": 0.25, "actor/entropy": 9.0},
+        {"step": 1, **step, "actor/entropy": 1.0},
+        {"step": 2, **step, "actor/entropy": 2.0, "val/accuracy/sampled": 0.5},
+        {"step": 3, **step, "val/accuracy/sampled": 0.75},
+    ]
+    ended(folder_of(study, "a", tmp_path, 0), lines)
+    ended(folder_of(study, "b", tmp_path, 0), lines[:3])
+    unfinished = folder_of(study, "a", tmp_path, 1)
+    unfinished.mkdir()
+    write(study, tmp_path)
+    first, second = read(study)
+    assert [first.variant, second.variant] == ["b", "a"] and len(first.accuracy) == 2
+    assert second.numbers["step"] == [0, 2, 3] and second.accuracy == [0.25, 0.5, 0.75]
+    assert second.numbers["sampled_tokens"] == [0, 10, 15]
+    assert second.numbers["decode_steps"] == [0, 6, 9]
+    assert second.numbers["seconds"] == [0, 1, 1.5]
+    entropy = second.numbers["actor/entropy"]
+    assert entropy[1] == 1.5 and math.isnan(entropy[0]) and math.isnan(entropy[2])
+
+
+@pytest.mark.parametrize("folder", [name for name in FOLDERS if name != "recipes"])
+def test_every_variant_is_a_command_that_training_takes(folder, tmp_path):
+    study = importlib.import_module(f"experiments.{folder}.run").STUDY
+    assert study.folder == ROOT / "experiments" / folder
+    assert len(set(study.variants.values())) == len(study.variants) >= 3
+    for variant, line in study.variants.items():
+        request = parse(arguments_of(study, variant, tmp_path, 2))
+        assert request.recipe.name == line.split()[0]
+        assert request.run.seed == 2 and request.recipe.completions == 128
+
+
+def test_equal_commands_share_a_run(tmp_path):
+    one, other = (Study(tmp_path / name, {name: "dapo"}) for name in "ab")
+    assert folder_of(one, "a", tmp_path, 0) == folder_of(other, "b", tmp_path, 0)
+    longer = Study(tmp_path, {"a": "dapo"}, steps=61)
+    assert folder_of(one, "a", tmp_path, 0) != folder_of(longer, "a", tmp_path, 0)
+
+
+def test_tables_and_pictures(tmp_path):
+    curves = [curve(seed, (0.2, 0.4, 0.3, 0.5 + seed / 10)) for seed in range(3)]
+    assert spread([0.1, 0.2, 0.6]) == "0.300 (0.100 to 0.600)"
+    assert spread([math.nan, 1.0]) == "-"
+    row = final_table(curves, {"actor/entropy": "entropy"}).splitlines()[-1]
+    assert row == "| a | 0.200 | 0.450 (0.400 to 0.500) | 30.000 (30.000 to 30.000) | 0.7 |"
+    draw_curves(curves, tmp_path / "curves.png", ["step", "seconds"], "title")
+    draw_finals(curves, tmp_path / "finals.png", "title")
+    assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in ("curves", "finals"))
