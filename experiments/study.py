@@ -10,6 +10,7 @@ import csv
 import hashlib
 import os
 import shlex
+import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -65,7 +66,8 @@ class Study:
 
 
 FIXED = ("step", "sampled_tokens", "decode_steps", "seconds", "accuracy")
-"""Numbers of every line: the first four are totals since the warm start, without evaluations."""
+"""Numbers of every line: the first four are totals since the warm start, without evaluations
+and without compilation."""
 
 
 @dataclass(frozen=True)
@@ -205,19 +207,23 @@ def write(study: Study, runs: Path) -> None:
 
 def _evaluations(study: Study, folder: Path) -> list[list[float]]:
     """A line of numbers for each evaluation of a run."""
-    totals = {"perf/sampled_tokens": 0.0, "perf/decode_steps": 0.0, "perf/time_per_step": 0.0}
-    since, rows = list[Mapping[str, float]](), list[list[float]]()
+    totals = {"perf/sampled_tokens": 0.0, "perf/decode_steps": 0.0}
+    seconds, since, rows = 0.0, list[Mapping[str, float]](), list[list[float]]()
     for metrics in read_metrics(folder / "metrics.jsonl"):
         if metrics["step"]:
             since.append(metrics)
         for name in totals:
             totals[name] += metrics.get(name, 0.0)
-        if ACCURACY in metrics:
-            means = [
-                _mean([step[name] for step in since if name in step]) for name in study.metrics
-            ]
-            rows.append([metrics["step"], *totals.values(), metrics[ACCURACY], *means])
-            since = []
+        if ACCURACY not in metrics:
+            continue
+        # A step that compiles a program takes as long as twenty others: of those between two
+        # evaluations each counts as their median.
+        if since:
+            times = [step["perf/time_per_step"] for step in since]
+            seconds += statistics.median(times) * len(times)
+        means = (_mean([step[name] for step in since if name in step]) for name in study.metrics)
+        rows.append([metrics["step"], *totals.values(), seconds, metrics[ACCURACY], *means])
+        since = []
     return rows
 
 
