@@ -64,7 +64,7 @@ def feed_forward(
     out, stats = jnp.zeros_like(h), None
     if layer.experts is not None:
         routing, stats = route(layer.experts, h, packed, config, mesh)
-        out = out + dispatch(
+        routed, _ = dispatch(
             layer.experts,
             h,
             routing,
@@ -73,6 +73,7 @@ def feed_forward(
             implementation=config.execution.dispatch,
             product=config.execution.experts,
         )
+        out = out + routed
     if layer.dense is not None:
         # Beside routed experts this is the shared expert, which every token passes.
         beside = dense(layer.dense, h, mesh)
