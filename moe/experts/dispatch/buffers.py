@@ -4,8 +4,8 @@ import math
 
 from sharding.folding import FoldedMesh
 
-ROW_TILE = 128
-"""Rows that budgets are rounded up to, a tile of the grouped products."""
+ROW_TILE = 32
+"""Rows that budgets are rounded up to: the smaller tile of the grouped product "tiles"."""
 
 
 def peer_choices(num_tokens: int, k: int, num_local: int, capacity: int | None) -> int:

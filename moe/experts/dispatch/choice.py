@@ -19,7 +19,6 @@ way back and add them up in float32 again. The whole is rounded once. What ``etp
 way are parts of one product, of the dtype of the tokens as over ``tp``.
 """
 
-import jax
 from jaxtyping import Array, Float, Int
 
 from moe.experts.dispatch.all_gather import all_gather_dispatch
@@ -60,8 +59,7 @@ def dispatch(
         has twice is sent one row, with the sum of the probs.
       capacity: choices that `routing` sends from one device to one expert at most; None when
         nothing was dropped. What it sends beyond that adds nothing to the result.
-      implementation: "all_to_all", "all_gather" or "ragged"; None takes the first unless the second
-        moves no more.
+      implementation: "all_to_all", "all_gather" or "ragged"; None takes `best`.
       product: how the rows are multiplied, see `moe.experts.grouped.dot.grouped_dot`.
       buffer_factor: rows that a device computes at most, as a multiple of those of even routing
         (`moe.experts.dispatch.buffers.buffer_rows`); None is room for any routing.
@@ -95,7 +93,8 @@ def best(
     capacity: int | None = None,
     buffer_factor: float | None = None,
 ) -> str:
-    """The implementation that moves less by `rows_received`: "all_gather" unless "all_to_all" does.
+    """On GPUs "ragged", which moves what is there and nothing else; elsewhere the implementation
+    that moves less by `rows_received`: "all_gather" unless "all_to_all" does.
 
     Buffers for any routing must have room for all tokens of all devices, as those of "all_gather"
     do, which are filled without a permutation. It moves more where a capacity or a budget makes
@@ -104,6 +103,8 @@ def best(
     References:
       Jin et al., "MegaScale-MoE", 2025, section 3.2 (large k gathers). https://arxiv.org/abs/2505.11432
     """
+    if mesh.platform == "gpu" and mesh.size(mesh.ep) > 1:
+        return "ragged"
     sizes = num_tokens, k, num_local, mesh, capacity, buffer_factor
     gathered, exchanged = (rows_received(name, *sizes) for name in ("all_gather", "all_to_all"))
     return "all_to_all" if exchanged < gathered else "all_gather"
@@ -141,9 +142,8 @@ def rows_received(
 
 
 def _refuse_cpu(mesh: FoldedMesh) -> None:
-    # An abstract mesh may stand for any platform: it is lowered without asking.
-    real = mesh.mesh.devices.flat if isinstance(mesh.mesh, jax.sharding.Mesh) else ()
-    if any(device.platform == "cpu" for device in real):
+    # A mesh of absent devices may stand for any platform: it is lowered without asking.
+    if mesh.platform == "cpu":
         raise ValueError(
             'dispatch="ragged" needs jax.lax.ragged_all_to_all, which CPU devices do not have: '
             'use "all_to_all", "all_gather" or None.'
