@@ -40,8 +40,8 @@ def grouped_dot(
       weights: one matrix per group.
       sizes: rows of each group; none negative, together at most the number of rows.
       implementation: "tiles" loops over the rows there are, in tiles that each meet one matrix;
-        "blocks" pads groups to whole blocks and copies a matrix for each, one batched product that
-        suits accelerators; "ragged_dot" is XLA's; "plain" is the plain twin, each row times each
+        "blocks" loops over whole blocks, of a number known when compiling, which suits
+        accelerators; "ragged_dot" is XLA's; "plain" is the plain twin, each row times each
         matrix. None is "tiles" on a CPU and "blocks" elsewhere.
 
     Raises:
