@@ -53,7 +53,7 @@ class Exact:
         self.roomy = jax.jit(lambda *given: program(*given)[0], static_argnums=static)
         self.__doc__ = program.__doc__
 
-    def __call__(self, objective: PolicyObjective | CriticObjective, *given: Any) -> Any:
+    def __call__(self, objective: Kind, *given: Any) -> Any:
         if objective.config.execution.buffer_factor is None:
             return self.roomy(objective, *given)
         found, overflow = self.counted(objective, *given)
@@ -61,7 +61,7 @@ class Exact:
             return found
         return self.roomy(for_any_routing(objective), *given)
 
-    def lower(self, objective: PolicyObjective | CriticObjective, *given: Any) -> Any:
+    def lower(self, objective: Kind, *given: Any) -> Any:
         """The program with room for any routing, lowered."""
         return self.roomy.lower(for_any_routing(objective), *given)
 

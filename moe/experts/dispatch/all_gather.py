@@ -33,7 +33,7 @@ def all_gather_dispatch(
       Jin et al., "MegaScale-MoE", 2025, section 3.2. https://arxiv.org/abs/2505.11432
     """
     group, num_local = (*mesh.ep, *mesh.etp), weights.gate.shape[0]
-    sizes = *routing.experts.shape, num_local, mesh, capacity, buffer_factor
+    num_tokens, k = routing.experts.shape
     # In float32 from here: a token's gradient is a sum over devices, rounded once at its own.
     dtype, x = x.dtype, gather_and_widen(x, group, DISPATCHED)
     experts, probs = (gather_tokens(array, group) for array in routing)
@@ -41,7 +41,7 @@ def all_gather_dispatch(
         weights,
         x,
         *own_choices(experts, probs, num_local, mesh),
-        num_rows=buffer_rows(*sizes),
+        num_rows=buffer_rows(num_tokens, k, num_local, mesh, capacity, buffer_factor),
         dtype=dtype,
         implementation=product,
     )
