@@ -79,7 +79,7 @@ def routed_experts(
     token, places = choice // columns, place.reshape(experts.shape)
 
     # One product for both: wider products are faster than two narrow ones.
-    matrices = jnp.concatenate([weights.gate, weights.up], axis=-1)
+    matrices = weights.gate, weights.up
     rows = spread_rows(x, token, places, dtype)
     inward = grouped_dot(rows, matrices, sizes=sizes, implementation=implementation)
     of_rows = spread_rows(probs.reshape(-1), choice, place[:, None])

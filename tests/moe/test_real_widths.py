@@ -87,3 +87,11 @@ def test_a_layer_with_a_budget_keeps_less_than_120_mib(dispatch):
     """1.5 times the 8,192 rows of even routing: 72 MiB of their first products."""
     found = mib_per_layer(remat="selective", dispatch=dispatch, buffer_factor=1.5)
     assert 72 + 30 < found < 120
+
+
+@pytest.mark.slow
+def test_without_rematerialisation_no_joined_matrices_are_kept():
+    """768 MiB of a layer are gate and up side by side in float32, beside those that are stored."""
+    assert not [
+        shape for shape, _ in kept(2, Execution()) if shape[-1:] == (3072,) and len(shape) == 3
+    ]

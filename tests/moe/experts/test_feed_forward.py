@@ -173,6 +173,9 @@ def test_the_second_product_is_nobodys_residual():
     kept = [shape for shape, dtype in sizes if dtype == jnp.bfloat16 and shape[:1] == (33,)]
     # The rows of both products and the result of the first.
     assert sorted(kept) == [(33, D_MODEL), (33, D_EXPERT), (33, 2 * D_EXPERT)]
+    # The matrices as they are stored, not the joined ones.
+    assert not [shape for shape, _ in sizes if shape[-1:] == (2 * D_EXPERT,) and len(shape) == 3]
+    assert (weights.gate.shape, weights.gate.dtype) in sizes
 
 
 def test_dense_layer_is_swiglu_on_any_number_of_ranks():

@@ -155,6 +155,26 @@ def test_each_device_multiplies_its_rows_by_its_matrices(name):
     np.testing.assert_allclose(by_weights, expected, atol=2e-5)
 
 
+def test_matrices_given_in_parts_stand_side_by_side():
+    """Bit for bit the product with them joined; gradients go to the parts, in their dtypes."""
+    rows, weights, pull = operands(jnp.bfloat16)
+    sizes = jnp.asarray(SIZES["uneven"], jnp.int32)
+    parts = weights[..., :3].astype(jnp.float32), weights[..., 3:5], weights[..., 5:]
+
+    @jit
+    def run(rows, weights):
+        out, back = jax.vjp(lambda *given: grouped_dot(*given, sizes), rows, weights)
+        return out, *back(pull)
+
+    out, by_rows, by_parts = run(rows, parts)
+    expected = product(None, rows, weights.astype(jnp.float32), pull, sizes)
+    np.testing.assert_array_equal(out, expected[0])
+    np.testing.assert_array_equal(by_rows, expected[1])
+    assert [by.dtype for by in by_parts] == [part.dtype for part in parts]
+    for by, columns in zip(by_parts, np.split(expected[2], [3, 5], axis=-1), strict=True):
+        np.testing.assert_array_equal(by, columns.astype(by.dtype))
+
+
 def test_fewer_rows_than_a_tile():
     rows, weights, pull = operands()
     arrays = rows[:5], weights, pull[:5]
