@@ -187,6 +187,10 @@ class ModelConfig:
         """The same network with a value head."""
         return replace(self, head="value")
 
+    def for_any_routing(self) -> "ModelConfig":
+        """The same network with room for any routing, see `Execution.buffer_factor`."""
+        return replace(self, execution=replace(self.execution, buffer_factor=None))
+
 
 def _check_attention(config: ModelConfig) -> None:
     if config.query_key_norm not in (None, "head", "projection"):

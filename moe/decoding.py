@@ -97,8 +97,9 @@ def prefill(
             "without context parallelism; cp must be 1."
         )
     # No backward pass follows, and what is captured here would not leave a rematerialised layer.
+    config = _dropless(config)
     execution = replace(config.execution, remat="none", fsdp=False)
-    config = replace(_dropless(config), execution=execution)
+    config = replace(config, execution=execution)
     check_window(tokens.shape[1], config)
     valid = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
     captured: dict[int, tuple[Array, ...]] = {}
@@ -199,5 +200,6 @@ def decode_step(
 
 
 def _dropless(config: ModelConfig) -> ModelConfig:
-    """Which tokens are dropped depends on what else is in the batch; generation drops none."""
-    return replace(config, capacity_factor=None)
+    """Which tokens are dropped depends on what else is in the batch; generation drops none, and
+    nobody could run a step again in which buffers were too small."""
+    return replace(config.for_any_routing(), capacity_factor=None)

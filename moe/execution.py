@@ -1,5 +1,6 @@
 """How the network is computed, apart from what it is: choices of time and memory, not of values."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -21,6 +22,10 @@ class Execution:
       fsdp: weights are kept in shards, each on one of the devices that would hold the same, and the
         layers joined one after the other when an update runs them (`sharding.zero.unshard`),
         forward (twice in a pipeline) and again backward. Needs a `remat` that does not keep them.
+      buffer_factor: room for the tokens that come to the experts of a device, as a multiple of what
+        even routing sends (`moe.experts.dispatch.buffers`); None is room for any routing. What
+        finds none is counted in `RouterStatistics.overflow`, and a pass in which that is not 0 has
+        to be run again without this: `jrl.trainer` does so.
       vocab_chunk: columns of the head whose logits are there at a time in training, on each ``tp``
         rank; None is all of them (`moe.head`).
     """
@@ -31,6 +36,7 @@ class Execution:
     experts: str | None = None
     remat: str = "none"
     fsdp: bool = False
+    buffer_factor: float | None = None
     vocab_chunk: int | None = 8192
 
     def __post_init__(self):
@@ -38,6 +44,11 @@ class Execution:
             raise ValueError(
                 'fsdp with remat="none" keeps every layer that it joined until the backward pass: '
                 'choose remat="selective" or "full".'
+            )
+        if self.buffer_factor is not None and not 0 < self.buffer_factor < math.inf:
+            raise ValueError(
+                f"buffer_factor={self.buffer_factor} must be above 0: 1 is room for even routing, "
+                "1.5 is usual, and None is room for any."
             )
         if self.vocab_chunk is not None and self.vocab_chunk < 1:
             raise ValueError(

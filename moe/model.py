@@ -64,7 +64,8 @@ def feed_forward(
     out, stats = jnp.zeros_like(h), None
     if layer.experts is not None:
         routing, stats = route(layer.experts, h, packed, config, mesh)
-        out = out + dispatch(
+        buffer_factor = config.execution.buffer_factor
+        routed, overflow = dispatch(
             layer.experts,
             h,
             routing,
@@ -72,7 +73,11 @@ def feed_forward(
             capacity=capacity_of(packed.zigzag, config, mesh),
             implementation=config.execution.dispatch,
             product=config.execution.experts,
+            buffer_factor=buffer_factor,
         )
+        if buffer_factor is not None:
+            stats = replace(stats, overflow=vary(overflow.astype(jnp.float32), mesh.axes))
+        out = out + routed
     if layer.dense is not None:
         # Beside routed experts this is the shared expert, which every token passes.
         beside = dense(layer.dense, h, mesh)
@@ -221,6 +226,7 @@ def routing_choices(
     """
     if config.num_experts == 0:
         raise ValueError("num_experts=0 has no router: there are no choices to give.")
+    config = config.for_any_routing()
     packed = pack_rows(tokens, valid, mesh, config.execution)
     _, stats = run(weights, packed._replace(record_choices=True), config, mesh)
     assert stats is not None

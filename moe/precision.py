@@ -22,14 +22,6 @@ def float32_product(
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-def weighted_sum(
-    probs: Float[Array, "token k"], rows: Float[Array, "token k width"]
-) -> Float[Array, "token width"]:
-    """``sum_k p_k rows_k``, float32 from the probs to the sum, which the caller rounds."""
-    rows = rows.astype(jnp.float32)
-    return jnp.einsum("nk,nkd->nd", probs, rows, precision=jax.lax.Precision.HIGHEST)
-
-
 def rms_norm(
     x: Float[Array, "token width"], scale: Float[Array, "width"], epsilon: float
 ) -> Float[Array, "token width"]:

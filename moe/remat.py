@@ -1,13 +1,14 @@
 """Rematerialisation: what the backward pass of a block computes again instead of keeping it.
 
-Results of collectives over tokens are kept by every policy, so that none of them is repeated: what
-the backward pass communicates does not depend on what is computed again. Weights that are kept in
-shards (`Execution.fsdp`) are the exception: a layer is joined again. Beside the results a block
-keeps
+Results of collectives over tokens are kept, so that none of them is repeated, with two exceptions:
+weights that are kept in shards (`Execution.fsdp`) are joined again by a layer's backward pass, and
+"selective" sends tokens to the experts again. Beside the results a block keeps
 
 * "none": everything that a gradient needs;
 * "selective": its input and the results of products with weights, not attention's scores and
-  softmax, norms, activations and permuted rows. Costs little time;
+  softmax, norms, activations, permuted rows, nor tokens that came from other devices to the experts
+  of this one: where experts are many these are more than all else together. Costs little time and
+  half of the experts' forward communication;
 * "full": its input. Costs one more forward pass without its communication.
 
 In a pipeline all this is said of one chunk of layers while it goes backward. Between its way
@@ -19,6 +20,8 @@ layers of one chunk and one micro-batch need, so that "full" is the third time a
 References:
   Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
   https://arxiv.org/abs/2205.05198
+  Jin et al., "MegaScale-MoE", 2025 (tokens are gathered again).
+  https://arxiv.org/abs/2505.11432
 """
 
 from collections.abc import Callable
@@ -31,6 +34,9 @@ from sharding.collectives import COLLECTIVE
 PRODUCT = "product"
 """The name of the experts' matrix products, which policies know by no other mark."""
 
+DISPATCHED = "dispatched"
+"""The name of tokens that came from other devices to the experts of this one."""
+
 _policies = jax.checkpoint_policies
 POLICIES: dict[str, Callable[..., Any] | None] = {
     "none": None,
@@ -39,7 +45,7 @@ POLICIES: dict[str, Callable[..., Any] | None] = {
         _policies.dots_with_no_batch_dims_saveable,
         _policies.save_only_these_names(COLLECTIVE, PRODUCT),
     ),
-    "full": _policies.save_only_these_names(COLLECTIVE),
+    "full": _policies.save_only_these_names(COLLECTIVE, DISPATCHED),
 }
 
 

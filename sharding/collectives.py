@@ -3,8 +3,8 @@
 They run inside the one `jax.shard_map`. Arrays there are typed by the axes they vary over; a
 collective over axes the array does not vary over yet is preceded by `vary`.
 
-Their results have the name `COLLECTIVE`: what is computed again in the backward pass
-(`moe.remat`) starts from them and communicates nothing.
+Their results have the name `COLLECTIVE`, or the one that a caller gives: by it `moe.remat` keeps
+them for the backward pass, so that what is computed again there starts from them.
 """
 
 from functools import partial
@@ -23,8 +23,8 @@ COLLECTIVE = "collective"
 """The name of what a collective gives, for policies of `jax.checkpoint`."""
 
 
-def _named(x: Array) -> Array:
-    return checkpoint_name(x, COLLECTIVE)
+def _named(x: Array, name: str = COLLECTIVE) -> Array:
+    return checkpoint_name(x, name)
 
 
 def varying(x: Array) -> frozenset[str]:
@@ -48,14 +48,18 @@ def all_sum(tree: Tree, axes: Axes) -> Tree:
     return jax.tree.map(lambda leaf: _named(lax.psum(vary(leaf, axes), axes)), tree)
 
 
-def gather_tokens(x: Shaped[Array, "local *rest"], axes: Axes) -> Shaped[Array, "all *rest"]:
+def gather_tokens(
+    x: Shaped[Array, "local *rest"], axes: Axes, name: str = COLLECTIVE
+) -> Shaped[Array, "all *rest"]:
     """All-gather: shards ``[tokens / n, ...]`` laid end to end.
 
     Volume received: (n-1) shards.
     """
     x = vary(x, axes)
     # The compiler would keep the gather of one shard, which is a copy.
-    return x if lax.axis_size(axes) == 1 else _named(lax.all_gather(x, axes, axis=0, tiled=True))
+    if lax.axis_size(axes) == 1:
+        return x
+    return _named(lax.all_gather(x, axes, axis=0, tiled=True), name)
 
 
 def scatter_tokens(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "local *rest"]:
@@ -70,25 +74,28 @@ def scatter_tokens(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "
     return _named(lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True))
 
 
-def gather_and_widen(x: Shaped[Array, "local *rest"], axes: Axes) -> Shaped[Array, "all *rest"]:
+def gather_and_widen(
+    x: Shaped[Array, "local *rest"], axes: Axes, name: str = COLLECTIVE
+) -> Shaped[Array, "all *rest"]:
     """`gather_tokens` in the dtype of `x`, returned as float32: its gradient is summed in float32
     and rounded once.
 
     Volume received: (n-1) shards; by the gradient as many elements, of float32.
     """
-    return _gather_and_widen(vary(x, axes), axes, x.dtype)
+    return _gather_and_widen(vary(x, axes), axes, x.dtype, name)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather_and_widen(x: Array, axes: Axes, dtype: Any) -> Array:
-    return gather_tokens(x, axes).astype(jnp.float32)
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather_and_widen(x: Array, axes: Axes, dtype: Any, name: str) -> Array:
+    return gather_tokens(x, axes, name).astype(jnp.float32)
 
 
-def _gather_forward(x: Array, axes: Axes, dtype: Any) -> tuple[Array, None]:
-    return _gather_and_widen(x, axes, dtype), None
+def _gather_forward(x: Array, axes: Axes, dtype: Any, name: str) -> tuple[Array, None]:
+    # Not by calling the function above, which would hide the name of what is gathered.
+    return gather_tokens(x, axes, name).astype(jnp.float32), None
 
 
-def _gather_backward(axes: Axes, dtype: Any, _: None, gradient: Array) -> tuple[Array]:
+def _gather_backward(axes: Axes, dtype: Any, name: str, _: None, gradient: Array) -> tuple[Array]:
     return (scatter_tokens(gradient, axes).astype(dtype),)
 
 
@@ -111,7 +118,7 @@ def _scatter_and_round(x: Array, axes: Axes, dtype: Any) -> Array:
 
 
 def _scatter_forward(x: Array, axes: Axes, dtype: Any) -> tuple[Array, None]:
-    return _scatter_and_round(x, axes, dtype), None
+    return scatter_tokens(x, axes).astype(dtype), None
 
 
 def _scatter_backward(axes: Axes, dtype: Any, _: None, gradient: Array) -> tuple[Array]:
@@ -140,12 +147,15 @@ def join_shards(x: Shaped[Array, "local *rest"], axes: Axes) -> Shaped[Array, "a
     return _named(lax.psum(whole, axes))
 
 
-def all_to_all(x: Shaped[Array, "peers *rest"], axes: Axes) -> Shaped[Array, "peers *rest"]:
+def all_to_all(
+    x: Shaped[Array, "peers *rest"], axes: Axes, name: str = COLLECTIVE
+) -> Shaped[Array, "peers *rest"]:
     """Row ``i`` goes to device ``i`` along `axes`; row ``j`` of the result came from device ``j``.
 
     Volume sent: (n-1)/n of the array. It is its own reverse.
     """
-    return _named(lax.all_to_all(vary(x, axes), axes, split_axis=0, concat_axis=0, tiled=True))
+    x = lax.all_to_all(vary(x, axes), axes, split_axis=0, concat_axis=0, tiled=True)
+    return _named(x, name)
 
 
 def swap_shards(

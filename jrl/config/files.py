@@ -26,6 +26,7 @@ CHANGEABLE = (
     "micro_batch",
     "remat",
     "fsdp",
+    "buffer_factor",
     "packing",
     "checkpoint_every",
     "keep_checkpoints",

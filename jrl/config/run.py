@@ -76,6 +76,10 @@ class RunConfig:
     fsdp: bool = False
     """Keep weights in parts on the devices that would all hold the same (fully sharded data
     parallelism) and join them where they are used. Needs a remat of selective or full."""
+    buffer_factor: float | None = None
+    """Room for what routers send to the experts of a device, as a multiple of what even routing
+    sends; 1.5 is usual. An update or a scoring pass that needs more is not used and run again with
+    room for any routing, so that numbers do not depend on it. None is room for any routing."""
 
     packing: bool | None = None
     """Whether updates lay the tokens of completions end to end, so that no padding is computed and

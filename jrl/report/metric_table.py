@@ -186,11 +186,8 @@ TABLE: tuple[Metric, ...] = (
         "Optimizer steps of this step skipped because no token of their mini-batch counted.",
         "count",
     ),
-    Metric(
-        "training/empty_skipped_total",
-        "Optimizer steps skipped for that reason since the first step.",
-        "count",
-    ),
+    Metric("training/empty_skipped_total", "The same since the first step.", "count"),
+    Metric("training/overflow_repeated", "Steps made again (--buffer-factor).", "count"),
     # Sampler against trainer.
     Metric(
         "sampling/sampling_logp_difference/mean",
@@ -351,6 +348,7 @@ TABLE: tuple[Metric, ...] = (
         "Share of (token, expert) choices beyond an expert's capacity, over all choices.",
         "fraction",
     ),
+    Metric("moe/overflow", "Choices that their first attempt had no room for.", "count"),
     Metric(
         "moe/padded_fraction",
         "Share of padding among the places that the network runs, prompts that are shared once.",

@@ -1,6 +1,9 @@
-"""Scoring passes: what policy, reference and critic say of completions, on global arrays."""
+"""Scoring passes: what policy, reference and critic say of completions, on global arrays.
 
-from functools import partial
+Each gives what it found beside what it had no room for; called, the first with room for everything
+(`jrl.trainer.room.Exact`).
+"""
+
 from typing import Any
 
 import jax
@@ -10,35 +13,35 @@ from jaxtyping import Array
 from jrl.recipes.base.batch import Batch
 from jrl.rollout.scoring import Scores, mark_replicated, score, value
 from jrl.trainer.objectives import CriticObjective, PolicyObjective
+from jrl.trainer.room import exact, overflow_of
 from moe import placement
 from moe.config import ModelConfig
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
 
 
-@partial(jax.jit, static_argnums=0)
+@exact()
 def values_of(
     objective: CriticObjective, critic: Transformer[Array], tokens: Array, valid: Array
-) -> Array:
+) -> tuple[Array, Array | None]:
     """The critic's values of all response tokens."""
     config, mesh = objective.config, objective.mesh
 
     def local(critic, tokens, valid):
-        return mark_replicated(
-            value(critic, tokens, valid, objective.layout, config, mesh)[0], mesh
-        )
+        values, router = value(critic, tokens, valid, objective.layout, config, mesh)
+        return mark_replicated(values, mesh), overflow_of(router, config)
 
     return _over_rows(local, config, mesh)(critic, tokens, valid)
 
 
-@partial(jax.jit, static_argnums=0)
+@exact()
 def logprobs_of(
     objective: PolicyObjective,
     policy: Transformer[Array],
     tokens: Array,
     valid: Array,
     choices: Array | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[tuple[Array, Array], Array | None]:
     """A policy's log-probabilities of all response tokens: in the whole policy, and in the
     distribution that tokens are drawn from.
 
@@ -49,34 +52,36 @@ def logprobs_of(
 
     def local(policy, *given):
         scores = _score(objective, policy, *given)
-        return mark_replicated((scores.logprobs, scores.behaviour_logprobs), mesh)
+        found = scores.logprobs, scores.behaviour_logprobs
+        return mark_replicated(found, mesh), overflow_of(scores.router, config)
 
     return _over_rows(local, config, mesh)(policy, tokens, valid, choices)
 
 
-@partial(jax.jit, static_argnums=0)
+@exact()
 def logprobs_and_choices_of(
     objective: PolicyObjective, policy: Transformer[Array], tokens: Array, valid: Array
-) -> tuple[Array, Array]:
+) -> tuple[tuple[Array, Array], Array | None]:
     """A policy's log-probabilities of all response tokens, and the experts that its routers chose
     for them, ``[batch, time, layer, k]`` as in `Batch.choices`."""
     config, mesh = objective.config, objective.mesh
 
     def local(policy, tokens, valid):
         scores = _score(objective, policy, tokens, valid, record_choices=True)
-        return mark_replicated((scores.logprobs, scores.choices), mesh)
+        found = scores.logprobs, scores.choices
+        return mark_replicated(found, mesh), overflow_of(scores.router, config)
 
     return _over_rows(local, config, mesh)(policy, tokens, valid)
 
 
-@partial(jax.jit, static_argnums=0)
+@exact()
 def logprobs_and_entropy_of(
     objective: PolicyObjective,
     policy: Transformer[Array],
     tokens: Array,
     valid: Array,
     choices: Array | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[tuple[Array, Array], Array | None]:
     """A policy's log-probabilities of all response tokens, and its entropy before each of them,
     both in the whole policy at the base temperature.
 
@@ -87,19 +92,21 @@ def logprobs_and_entropy_of(
 
     def local(policy, *given):
         scores = _score(objective, policy, *given)
-        return mark_replicated((scores.logprobs, scores.entropy), mesh)
+        found = scores.logprobs, scores.entropy
+        return mark_replicated(found, mesh), overflow_of(scores.router, config)
 
     return _over_rows(local, config, mesh)(policy, tokens, valid, choices)
 
 
-@partial(jax.jit, static_argnums=0)
+@exact()
 def statistics_of(
     objective: PolicyObjective, policy: Transformer[Array], batch: Batch[Array]
-) -> Any:
+) -> tuple[Any, Array | None]:
     """What the recipe's surrogate must know of a whole mini-batch, without a gradient."""
     given = batch.tokens, batch.valid, objective.replayed(batch)
-    logprobs, entropy = logprobs_and_entropy_of(objective, policy, *given)
-    return jax.lax.stop_gradient(objective.recipe.statistics(logprobs, entropy, batch))
+    (logprobs, entropy), overflow = logprobs_and_entropy_of.counted(objective, policy, *given)
+    statistics = objective.recipe.statistics(logprobs, entropy, batch)
+    return jax.lax.stop_gradient(statistics), overflow
 
 
 def _score(
@@ -116,7 +123,8 @@ def _score(
 
 
 def _over_rows(local: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
-    """`local`, of the policy and arrays with a row per sequence, on global arrays."""
+    """`local`, of the policy and arrays with a row per sequence, on global arrays, which gives such
+    arrays and what there was no room for."""
     rows = PartitionSpec(mesh.dp)
 
     def everywhere(policy: Transformer[Array], *given: Array | None) -> Any:
@@ -124,7 +132,7 @@ def _over_rows(local: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
             local,
             mesh=mesh.mesh,
             in_specs=(placement.specs(config, mesh), *(rows for _ in given)),
-            out_specs=rows,
+            out_specs=(rows, PartitionSpec()),
         )(policy, *given)
 
     return everywhere

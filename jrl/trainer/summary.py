@@ -99,21 +99,26 @@ def summarise(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
             elif name == "load":
                 # The critic's experts are balanced too, and not plotted.
                 summary |= _load(np.sum(every, axis=0)) if network == "actor" else {}
-            elif name not in ("finite", "empty"):
+            elif name not in ("finite", "empty", "overflow"):
                 own = f"{network}/{name}" if name in ("loss", "grad_norm") else name
                 summary[own] = float(np.mean(every))
     return summary
 
 
 def count_updates(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
-    """How many updates of a step were made and skipped."""
+    """How many updates of a step were made and skipped and, under a `buffer_factor`, repeated."""
     everything = [metrics for entry in history for metrics in entry.values()]
     actor = [entry["actor"] for entry in history if "actor" in entry]
-    return {
+    overflows = [metrics["overflow"] for metrics in everything if "overflow" in metrics]
+    counts = {
         "training/optimizer_steps": float(sum(_moved(metrics) for metrics in actor)),
         "training/nonfinite_skipped": float(sum(not metrics["finite"] for metrics in everything)),
         "training/empty_skipped": float(sum(_is_empty(metrics) for metrics in everything)),
     }
+    if overflows:
+        counts["training/overflow_repeated"] = float(np.count_nonzero(overflows))
+        counts["moe/overflow"] = float(np.sum(overflows))
+    return counts
 
 
 def drift_alarm(metrics: Mapping[str, float], bound: float | None) -> dict[str, float]:

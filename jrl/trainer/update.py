@@ -170,7 +170,9 @@ def update(
 
     Where the loss or the gradient's norm is not finite, nothing moves and the step is counted as
     skipped. Nothing moves either where no token of the mini-batch counts: momentum, weight decay
-    and the routers' losses would act on nothing that was learned.
+    and the routers' losses would act on nothing that was learned. Nor does anything move, and
+    nothing is counted as skipped, where there was no room for all that the routers chose
+    (`Execution.buffer_factor`): who asked for less has to update again with room for any routing.
 
     Args:
       objective: the loss.
@@ -183,7 +185,8 @@ def update(
         tokens. None runs all.
 
     Returns:
-      The learner, and metrics: `loss`, `grad_norm`, `finite`, `empty` and the objective's.
+      The learner, and metrics: `loss`, `grad_norm`, `finite`, `empty` and the objective's; and
+      under a `buffer_factor` `overflow`, the choices that there was no room for.
     """
     config, mesh = objective.config, objective.mesh
     stored, shards = placement.stored_specs(config, mesh), placement.shard_specs(config, mesh)
@@ -214,14 +217,15 @@ def update(
         updates=learner.updates + 1,
         skipped_in_a_row=jnp.zeros_like(learner.skipped_in_a_row),
     )
-    skipped = (~finite).astype(learner.skipped.dtype)
+    fits = metrics["overflow"] == 0 if "overflow" in metrics else jnp.ones((), bool)
+    skipped = (~finite & fits).astype(learner.skipped.dtype)
     stayed = replace(
         learner,
         skipped=learner.skipped + skipped,
         skipped_in_a_row=learner.skipped_in_a_row + skipped,
     )
     # Chosen on the device: the host need not wait to know whether a step counts.
-    moves = finite & ~empty
+    moves = finite & ~empty & fits
     learner = jax.tree.map(lambda new, old: jnp.where(moves, new, old), moved, stayed)
     learner = replace(
         learner,
@@ -320,7 +324,8 @@ def _one_by_one(
         loss, metrics = objective.loss(own, x, micro_batch, totals, statistics)
         loss = loss + router_loss(router, config, mesh, totals.num_valid)
         # Ranks of cp and tp hold the same loss, which counts once.
-        return all_sum(loss, mesh.except_sequence), {**metrics, **objective.router_metrics(router)}
+        metrics = {**metrics, **_of_router(objective, router)}
+        return all_sum(loss, mesh.except_sequence), metrics
 
     def add_micro_batch(total, micro_batch):
         (loss, metrics), grads = jax.value_and_grad(micro_batch_loss, has_aux=True)(
@@ -356,11 +361,18 @@ def _through_stages(
         shard_dims,
     )
     # Sums that are already over micro-batches, as a stack of one.
-    of_router = jax.tree.map(lambda x: x[None], objective.router_metrics(router))
+    of_router = jax.tree.map(lambda x: x[None], _of_router(objective, router))
     # The stages hold the same metrics, which count once, and each its own part of the loss.
     others = tuple(axis for axis in mesh.except_sequence if axis not in mesh.pp)
     joined = {name: _join(m, others) for name, m in {**metrics, **of_router}.items()}
     return all_sum(loss, mesh.except_sequence), grads, joined
+
+
+def _of_router(objective: Objective, router: RouterStatistics[Array] | None) -> dict[str, Any]:
+    metrics = objective.router_metrics(router)
+    if router is None or router.overflow is None:
+        return metrics
+    return metrics | {"overflow": all_sum(router.overflow, objective.mesh.sequence)}
 
 
 def _join(metric: Any, axes: tuple[str, ...]) -> Any:

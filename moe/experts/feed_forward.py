@@ -1,16 +1,19 @@
-"""Feed-forward layers: the dense one, and many experts each on its own rows.
+"""Feed-forward layers: the dense one, and many experts each on the tokens that chose it.
 
-Rows are sorted by expert, multiplied by `grouped_dot` and put back. `dense_reference` is the plain
-twin.
+Choices are sorted by expert, their rows multiplied by `grouped_dot`, and the results of each token
+added up. `dense_reference` is the plain twin.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from moe.experts.gated import gated
 from moe.experts.grouped.dot import grouped_dot
-from moe.experts.permutation import inverse_slots, permute, sort_by_group
+from moe.experts.permutation import inverse_slots, sort_by_group, spread_rows, sum_rows
 from moe.remat import PRODUCT
 from moe.weights import Dense, Experts
 from sharding.collectives import gather_tokens, scatter_tokens
@@ -35,39 +38,67 @@ def dense(
 
 def routed_experts(
     weights: Experts[Array],
-    rows: Float[Array, "row d_model"],
-    experts: Int[Array, "row"],
+    x: Float[Array, "token d_model"],
+    experts: Int[Array, "token k"],
+    probs: Float[Array, "token k"],
+    *,
+    num_rows: int | None = None,
+    dtype: Any = None,
     implementation: str | None = None,
-) -> Float[Array, "row d_model"]:
-    """SwiGLU of each row by its expert; rows of no expert give 0.
+) -> tuple[Float[Array, "token d_model"], Int[Array, ""]]:
+    """``sum_k ((silu(x G) * x U) p_k) D`` over the choices of each token, float32.
+
+    A choice is a row of the two products. The prob multiplies before the second one, whose result
+    is then nobody's residual; that is rounded to the dtype of the rows, and added up in float32.
 
     Args:
       weights: the experts.
-      rows: in any order.
-      experts: the expert of each row; one past the last, or more, for none.
+      x: tokens.
+      experts: the experts that each chose, one past the last, or more, for none.
+      probs: what their outputs count by, float32.
+      num_rows: rows that there is room for; None is room for every choice.
+      dtype: of the rows, in which the products are computed; None is that of `x`.
       implementation: of the products, see `moe.experts.grouped.dot.grouped_dot`.
-    """
-    order, sizes = sort_by_group(experts, weights.gate.shape[0])
-    inverse = inverse_slots(order, order.shape[0])
 
-    def product(rows, matrices):
-        out = grouped_dot(rows, matrices, sizes=sizes, implementation=implementation)
-        return checkpoint_name(out, PRODUCT)
+    Returns:
+      The sums, and how many choices found no room: the sums are without them.
+    """
+    num_tokens, columns = experts.shape
+    num_choices = num_tokens * columns
+    num_rows = num_choices if num_rows is None else min(num_rows, num_choices)
+    order, sizes = sort_by_group(experts.reshape(-1), weights.gate.shape[0])
+    # In the order of experts what is nobody's comes last, and what finds no room before it.
+    stop = jnp.minimum(jnp.cumsum(sizes), num_rows)
+    overflow, used = jnp.sum(sizes) - stop[-1], stop[-1]
+    sizes = jnp.diff(stop, prepend=0)
+    order = order[:num_rows]
+    choice = jnp.where(jnp.arange(num_rows) < used, order, num_choices)
+    place = inverse_slots(order, num_choices)
+    place = jnp.where(place < used, place, num_rows)
+    # One past the last choice is one of one past the last token.
+    token, places = choice // columns, place.reshape(experts.shape)
 
     # One product for both: wider products are faster than two narrow ones.
-    inward = jnp.concatenate([weights.gate, weights.up], axis=-1)
-    gate, up = jnp.split(product(permute(rows, order, inverse), inward), 2, axis=-1)
-    return permute(product(jax.nn.silu(gate) * up, weights.down), inverse, order)
+    matrices = weights.gate, weights.up
+    rows = spread_rows(x, token, places, dtype)
+    inward = grouped_dot(rows, matrices, sizes=sizes, implementation=implementation)
+    of_rows = spread_rows(probs.reshape(-1), choice, place[:, None])
+    hidden = gated(checkpoint_name(inward, PRODUCT), of_rows)
+    out = grouped_dot(hidden, weights.down, sizes=sizes, implementation=implementation)
+    return sum_rows(out, places, token), overflow
 
 
 def dense_reference(
     weights: Experts[Array],
-    rows: Float[Array, "row d_model"],
-    experts: Int[Array, "row"],
-) -> Float[Array, "row d_model"]:
-    """The plain twin of `routed_experts`: every row through every expert, one of them chosen."""
-    gate = jax.nn.silu(jnp.einsum("nd,edf->nef", rows, weights.gate.astype(rows.dtype)))
-    hidden = gate * jnp.einsum("nd,edf->nef", rows, weights.up.astype(rows.dtype))
-    out = jnp.einsum("nef,efd->ned", hidden, weights.down.astype(rows.dtype))
-    chosen = jax.nn.one_hot(experts, weights.gate.shape[0], dtype=rows.dtype)
-    return jnp.einsum("ne,ned->nd", chosen, out)
+    x: Float[Array, "token d_model"],
+    experts: Int[Array, "token k"],
+    probs: Float[Array, "token k"],
+) -> Float[Array, "token d_model"]:
+    """The plain twin of `routed_experts`: every token through every expert, some of them chosen,
+    and the outputs weighted."""
+    gate = jax.nn.silu(jnp.einsum("nd,edf->nef", x, weights.gate.astype(x.dtype)))
+    hidden = gate * jnp.einsum("nd,edf->nef", x, weights.up.astype(x.dtype))
+    out = jnp.einsum("nef,efd->ned", hidden, weights.down.astype(x.dtype))
+    chosen = jax.nn.one_hot(experts, weights.gate.shape[0], dtype=jnp.float32)
+    chosen = jnp.einsum("nke,nk->ne", chosen, probs)
+    return jnp.einsum("ne,ned->nd", chosen, out.astype(jnp.float32))

@@ -1,8 +1,13 @@
 """Rows in the order of their groups and back: sorts, slots and gathers without a scatter."""
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
+
+from sharding.collectives import vary, varying
 
 
 def sort_by_group(groups: Int[Array, "row"], num_groups: int) -> tuple[Array, Array]:
@@ -48,30 +53,69 @@ def take_rows(
 
 
 def spread_rows(
-    x: Shaped[Array, "row *rest"], rows: Int[Array, "slot"], dtype: jnp.dtype
+    x: Shaped[Array, "row *rest"],
+    source: Int[Array, "slot"],
+    places: Int[Array, "row copies"],
+    dtype: Any = None,
 ) -> Shaped[Array, "slot *rest"]:
-    """`take_rows` in `dtype`, whose gradient is summed in float32: a row may be taken often."""
-    return take_rows(x.astype(jnp.float32), rows).astype(dtype)
+    """``x[source]``, zeros where the index is past the end, in `dtype` (None: that of `x`).
 
+    The gradient of a row is the sum over its copies, in float32, by a gather: XLA would scatter and
+    add, in whatever order.
 
-@jax.custom_vjp
-def permute(
-    x: Shaped[Array, "row *rest"], order: Int[Array, "row"], inverse: Int[Array, "row"]
-) -> Shaped[Array, "row *rest"]:
-    """``x[order]``, of which the gradient is a gather too, by the `inverse` of the permutation.
-
-    XLA would scatter and add, not knowing that no row is taken twice.
+    Args:
+      x: the rows.
+      source: the row in each slot.
+      places: the slots of each row, past the end for none. Says the same as `source`.
     """
-    return x[order]
+    axes = tuple(varying(x) | varying(source) | varying(places))
+    return _spread(*vary((x, source, places), axes), x.dtype, x.dtype if dtype is None else dtype)
 
 
-def _permute_forward(x, order, inverse):
-    return x[order], (order, inverse)
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _spread(x, source, places, given, dtype):
+    return take_rows(x.astype(dtype), source)
 
 
-def _permute_backward(permutation, gradient):
-    _, inverse = permutation
-    return gradient[inverse], None, None
+def _spread_forward(x, source, places, given, dtype):
+    return take_rows(x.astype(dtype), source), places
 
 
-permute.defvjp(_permute_forward, _permute_backward)
+def _spread_backward(given, dtype, places, gradient):
+    return _summed(gradient, places).astype(given), None, None
+
+
+_spread.defvjp(_spread_forward, _spread_backward)
+
+
+def sum_rows(
+    x: Float[Array, "slot *rest"],
+    places: Int[Array, "row copies"],
+    source: Int[Array, "slot"],
+) -> Float[Array, "row *rest"]:
+    """For each row the sum of what stands in its slots, float32, in the order of `places`.
+
+    The reverse of `spread_rows`, and its gradient; arguments as there.
+    """
+    axes = tuple(varying(x) | varying(source) | varying(places))
+    return _sum(*vary((x, places, source), axes), x.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _sum(x, places, source, given):
+    return _summed(x, places)
+
+
+def _sum_forward(x, places, source, given):
+    return _summed(x, places), source
+
+
+def _sum_backward(given, source, gradient):
+    return take_rows(gradient.astype(given), source), None, None
+
+
+_sum.defvjp(_sum_forward, _sum_backward)
+
+
+def _summed(x: Array, places: Array) -> Array:
+    return jnp.sum(take_rows(x, places).astype(jnp.float32), axis=1)

@@ -51,6 +51,9 @@ class RouterStatistics(Generic[Leaf]):
       dropped: ``[]`` assignments left out because their expert was full.
       places: ``[]`` places in the packed batch; a prompt that several rows share has them once.
       padded: ``[]`` those without a token.
+      overflow: ``[]`` choices for which there was no room at the devices of their experts, without
+        which everything that was computed is; None where there is room for any
+        (`Execution.buffer_factor`).
       agreed: ``[]`` sum over tokens with choices on record of the share that the router would
         choose itself (`moe.router.replay.agreement`); None where nothing is replayed.
       replayed: ``[]`` those tokens; None likewise.
@@ -68,6 +71,7 @@ class RouterStatistics(Generic[Leaf]):
     dropped: Leaf
     places: Leaf
     padded: Leaf
+    overflow: Leaf | None = None
     agreed: Leaf | None = None
     replayed: Leaf | None = None
     choices: Leaf | None = None

@@ -28,6 +28,8 @@ class FoldedMesh:
     ep: tuple[str, ...]
     etp: tuple[str, ...]
     edp: tuple[str, ...]
+    platform: str | None = None
+    """Of the devices ("cpu", "gpu", "tpu"); None for ones that need not exist."""
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -71,27 +73,32 @@ def fold(layout: Layout, devices: Sequence[Any] | None = None) -> FoldedMesh:
         tuple(atom.name for atom in atoms),
         axis_types=(jax.sharding.AxisType.Auto,) * len(atoms),
     )
-    return _folded(layout, mesh, atoms)
+    return _folded(layout, mesh, atoms, devices[0].platform)
 
 
-def fold_abstract(layout: Layout) -> FoldedMesh:
-    """The mesh of `layout` over devices that need not exist, for tracing and for shardings."""
+def fold_abstract(layout: Layout, platform: str | None = None) -> FoldedMesh:
+    """The mesh of `layout` over devices that need not exist, for tracing and for shardings.
+
+    Args:
+      platform: the kind of devices to choose implementations for.
+    """
     atoms = atoms_of(layout)
     mesh = jax.sharding.AbstractMesh(
         tuple(atom.size for atom in atoms),
         tuple(atom.name for atom in atoms),
         axis_types=(jax.sharding.AxisType.Auto,) * len(atoms),
     )
-    return _folded(layout, mesh, atoms)
+    return _folded(layout, mesh, atoms, platform)
 
 
 def _folded(
     layout: Layout,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     atoms: list[Atom],
+    platform: str | None,
 ) -> FoldedMesh:
     logical = {
         axis: tuple(atom.name for atom in atoms if axis in atom.owners)
         for axis in ("pp", *ATTENTION, *EXPERT)
     }
-    return FoldedMesh(layout, mesh, **logical)
+    return FoldedMesh(layout, mesh, **logical, platform=platform)

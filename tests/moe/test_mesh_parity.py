@@ -255,27 +255,27 @@ COLLECTIVE = r" (all-gather|reduce-scatter|all-to-all|all-reduce|collective-perm
 
 
 CLAIMS = [
-    # Attention gathers and scatters once over tp; the router gathers its counts; rows and ids
-    # go to the experts and rows come back.
+    # Attention gathers and scatters once over tp; the router gathers its counts; tokens, ids
+    # and probs go to the experts and sums come back.
     (
         "routed",
         "all_to_all",
         "tp2 dp4 / ep8",
-        {"all-gather": 2, "reduce-scatter": 1, "all-to-all": 3},
+        {"all-gather": 2, "reduce-scatter": 1, "all-to-all": 4},
     ),
-    # Over etp rows and ids are gathered and rows scattered.
+    # Over etp tokens, ids and probs are gathered and sums scattered.
     (
         "routed",
         "all_to_all",
         "tp2 dp4 / ep4 etp2",
-        {"all-gather": 4, "reduce-scatter": 2, "all-to-all": 3},
+        {"all-gather": 5, "reduce-scatter": 2, "all-to-all": 4},
     ),
     # Over cp attention gathers keys and values; the counts of a sequence come from both axes.
     (
         "routed",
         "all_to_all",
         "tp2 cp2 dp2 / ep4",
-        {"all-gather": 4, "reduce-scatter": 1, "all-to-all": 3},
+        {"all-gather": 4, "reduce-scatter": 1, "all-to-all": 4},
     ),
     # Tokens, ids and weights are gathered, sums scattered.
     ("routed", "all_gather", "tp2 dp4 / ep8", {"all-gather": 5, "reduce-scatter": 2}),
@@ -284,7 +284,7 @@ CLAIMS = [
         "shared",
         "all_to_all",
         "tp2 dp4 / ep8",
-        {"all-gather": 3, "reduce-scatter": 2, "all-to-all": 3},
+        {"all-gather": 3, "reduce-scatter": 2, "all-to-all": 4},
     ),
     ("dense", None, "tp2 dp4 / ep8", {"all-gather": 2, "reduce-scatter": 2}),
 ]

@@ -3,9 +3,9 @@ alone."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
@@ -17,6 +17,7 @@ from jrl.rollout.scoring import mark_replicated
 from jrl.trainer.objectives import CriticObjective, PolicyObjective
 from jrl.trainer.packed.passes import scan_first
 from jrl.trainer.packed.plan import counts_of, place_rows, plan
+from jrl.trainer.room import Exact, exact, overflow_of
 from moe import model, placement
 from moe.weights import Transformer
 
@@ -44,28 +45,28 @@ def packed_logprobs(
     return logprobs, sampled
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@exact(num_static=2)
 def _packed_values(
     objective: CriticObjective,
     pieces: int,
     critic: Transformer[Array],
     rows: Batch[Array],
     passes: Array,
-) -> tuple[Array, ...]:
+) -> tuple[tuple[Array, ...], Array | None]:
     def read(critic: Transformer[Array], x: Array, rows: Batch[Array]) -> tuple[Array, ...]:
         return (objective.values(critic, x, rows),)
 
     return _run_packed(objective, pieces, read, critic, rows, passes)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@exact(num_static=2)
 def _packed_logprobs(
     objective: PolicyObjective,
     pieces: int,
     policy: Transformer[Array],
     rows: Batch[Array],
     passes: Array,
-) -> tuple[Array, ...]:
+) -> tuple[tuple[Array, ...], Array | None]:
     def read(policy: Transformer[Array], x: Array, rows: Batch[Array]) -> tuple[Array, ...]:
         scores = objective.scores(policy, x, rows)
         return scores.logprobs, scores.behaviour_logprobs
@@ -80,29 +81,30 @@ def _run_packed(
     weights: Transformer[Array],
     rows: Batch[Array],
     passes: Array,
-) -> tuple[Array, ...]:
+) -> tuple[tuple[Array, ...], Array | None]:
     config, mesh = objective.config, objective.mesh
 
     def local(weights, rows, passes):
         def one(_, piece):
-            x, _ = model.run(weights, objective.pack(piece), config, mesh)
-            return (), mark_replicated(read(weights, x, piece), mesh)
+            x, router = model.run(weights, objective.pack(piece), config, mesh)
+            return (), (mark_replicated(read(weights, x, piece), mesh), overflow_of(router, config))
 
         cut = jax.tree.map(lambda x: x.reshape(pieces, -1, *x.shape[1:]), rows)
-        _, found = scan_first(one, (), cut, passes)
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
+        _, (found, overflow) = scan_first(one, (), cut, passes)
+        in_rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
+        return in_rows, None if overflow is None else jnp.sum(overflow)
 
     of_rows = PartitionSpec(mesh.dp)
     return jax.shard_map(
         local,
         mesh=mesh.mesh,
         in_specs=(placement.specs(config, mesh), of_rows, PartitionSpec()),
-        out_specs=of_rows,
+        out_specs=(of_rows, PartitionSpec()),
     )(weights, rows, passes)
 
 
 def _in_bins(
-    program: Callable[..., tuple[Array, ...]],
+    program: Exact,
     objective: CriticObjective | PolicyObjective,
     weights: Transformer[Array],
     batch: Batch[Array],

@@ -10,6 +10,7 @@ from jrl.recipes.base.optimizer import Optimizer
 from jrl.rollout.collection.ahead import Room
 from jrl.rollout.decoding.slots import Decoder, Pool, abstract_pool, empty_pool
 from jrl.trainer.objectives import CriticObjective, PolicyObjective, SupervisedObjective
+from jrl.trainer.room import for_any_routing
 from jrl.trainer.update import Learner, init_learner, update
 from moe.config import ModelConfig
 from moe.weights import Transformer
@@ -53,9 +54,16 @@ class Network(Generic[Kind]):
         statistics: Any = None,
         passes: Array | None = None,
     ) -> tuple[Learner[Array], dict[str, Any]]:
-        """One optimizer step, see `jrl.trainer.update.update`."""
-        pieces = self.num_micro_batches
-        return update(self.objective, self.optimizer, pieces, learner, batch, statistics, passes)
+        """One optimizer step, see `jrl.trainer.update.update`; where there was no room for all that
+        the routers chose it is taken again with room for any routing (`jrl.trainer.room`)."""
+        how, given = (self.optimizer, self.num_micro_batches), (batch, statistics, passes)
+        learner, metrics = update(self.objective, *how, learner, *given)
+        overflow = metrics.get("overflow", 0)
+        # Without a buffer factor nothing is asked, and the host need not wait for the device.
+        if "overflow" in metrics and int(overflow):
+            learner, metrics = update(for_any_routing(self.objective), *how, learner, *given)
+            metrics["overflow"] = overflow
+        return learner, metrics
 
     def on(self, mesh: FoldedMesh) -> "Network[Kind]":
         """The same on another mesh."""

@@ -276,7 +276,14 @@ def _trained(model: ModelConfig, run: RunConfig) -> ModelConfig:
                 f"{'selection bias' if needs == 'selection_bias' else 'experts'}. Leave out "
                 f"--{name.replace('_', '-')}."
             )
-    execution = replace(model.execution, remat=run.remat, fsdp=run.fsdp)
+    if run.buffer_factor is not None and not model.num_experts:
+        raise ValueError(
+            f"buffer_factor={run.buffer_factor} changes nothing: the network of {run.model} has no "
+            "experts. Leave out --buffer-factor."
+        )
+    execution = replace(
+        model.execution, remat=run.remat, fsdp=run.fsdp, buffer_factor=run.buffer_factor
+    )
     return replace(model, **given, execution=execution)
 
 

@@ -1,30 +1,22 @@
-"""The all-to-all dispatcher: rows go to the devices of their experts, as many to each peer.
+"""The all-to-all dispatcher: tokens go to the devices of their experts, as many to each peer.
 
 DeepEP and Megatron's ``MoEAlltoAllTokenDispatcher`` split a send buffer by counts known at run
-time; XLA's all-to-all has equal splits, so each peer has `peer_capacity` slots of the buffer, some
+time; XLA's all-to-all has equal splits, so each peer has `peer_tokens` slots of the buffer, some
 empty.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from moe.experts.dispatch.buffers import buffer_rows, peer_tokens
+from moe.experts.dispatch.own import has_experts_at, own_choices, slots_of
 from moe.experts.feed_forward import routed_experts
-from moe.experts.permutation import inverse_slots, positions_within, spread_rows, take_rows
-from moe.precision import weighted_sum
+from moe.experts.permutation import spread_rows, sum_rows, take_rows
+from moe.remat import DISPATCHED
 from moe.router.routing import Routing
 from moe.weights import Experts
 from sharding.collectives import all_to_all, gather_tokens, scatter_tokens
 from sharding.folding import FoldedMesh
-
-
-def peer_capacity(num_tokens: int, k: int, num_local: int, capacity: int | None) -> int:
-    """Rows of the send buffer for one peer: ``min(T min(k, L), C L)``.
-
-    A token has an expert once (`without_repeats` sees to it), so that it has at most ``min(k, L)``
-    choices among L experts.
-    """
-    most = num_tokens * min(k, num_local)
-    return most if capacity is None else min(most, capacity * num_local)
 
 
 def all_to_all_dispatch(
@@ -34,58 +26,72 @@ def all_to_all_dispatch(
     mesh: FoldedMesh,
     capacity: int | None = None,
     product: str | None = None,
-) -> Float[Array, "local d_model"]:
+    buffer_factor: float | None = None,
+) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
     """Permute, all-to-all over ``ep``, all-gather over ``etp``, experts, and the way back.
 
-    Communication per device and layer, forward, with R from `peer_capacity`: an all-to-all of ``R
-    ep`` rows out and one back, an all-gather of them over ``etp`` and a reduce-scatter back; the
-    rows' expert ids go out with them, one int32 each.
+    A token goes once to each device that has experts of its choice, with all its choices and probs,
+    and one sum of what they give comes back.
+
+    Communication per device and layer, forward, with R from `peer_tokens`: an all-to-all of ``R
+    ep`` tokens out and one back, an all-gather of them over ``etp`` and a reduce-scatter back; ``2
+    k`` numbers of routing go out with each token.
 
     References:
       Liu et al., "MoE Parallel Folding", 2025, figure 2. https://arxiv.org/abs/2504.14960
     """
     num_local, num_peers = weights.gate.shape[0], mesh.size(mesh.ep)
     num_tokens, k = routing.experts.shape
-    per_peer = peer_capacity(num_tokens, k, num_local, capacity)
+    sizes = num_tokens, k, num_local, mesh, capacity, buffer_factor
+    per_peer = peer_tokens(*sizes)
     num_slots = num_peers * per_peer
 
-    experts = routing.experts.reshape(-1)
-    peer = experts // num_local
-    position, _ = positions_within(peer, num_peers)
-    # Padding has an expert id past the last and so a peer past the last: it has no slot, and what
-    # is more than the capacity promised must not take that of another peer.
-    fits = (peer < num_peers) & (position < per_peer)
-    slot = jnp.where(fits, peer * per_peer + position, num_slots)
-    assignment = inverse_slots(slot, num_slots)
+    goes = has_experts_at(routing.experts, num_local, num_peers)
+    position = jnp.cumsum(goes, axis=0) - 1
+    # What is more than there is room for must not take the slot of another peer.
+    fits = goes & (position < per_peer)
+    slot = jnp.where(fits, jnp.arange(num_peers)[None] * per_peer + position, num_slots)
+    token, places = slots_of(slot, num_slots, k)
 
-    token = jnp.where(assignment < num_tokens * k, assignment // k, num_tokens)
-    send_buffer = spread_rows(x, token, x.dtype)
-    # In an empty slot the id is one past the last local expert: the row is nobody's.
-    ids = jnp.where(
-        assignment < num_tokens * k, take_rows(experts % num_local, assignment), num_local
+    def exchange(rows: Array, name: str | None = None) -> Array:
+        named = () if name is None else (name,)
+        rows = all_to_all(rows.reshape(num_peers, per_peer, -1), mesh.ep, *named)
+        return rows.reshape(num_slots, -1)
+
+    # In an empty slot every id is past the last expert: the token is nobody's.
+    nobodys = num_peers * num_local
+    ids = jnp.where(token[:, None] < num_tokens, take_rows(routing.experts, token), nobodys)
+    rows = exchange(spread_rows(x, token, places), DISPATCHED)
+    experts, probs = exchange(ids), exchange(spread_rows(routing.probs, token, places))
+
+    done, overflow = whole_experts(
+        weights, rows, experts, probs, mesh, buffer_rows(*sizes), product
     )
-    rows = all_to_all(send_buffer.reshape(num_peers, per_peer, -1), mesh.ep)
-    ids = all_to_all(ids.reshape(num_peers, per_peer), mesh.ep)
 
-    done = whole_experts(weights, rows.reshape(num_slots, -1), ids.reshape(-1), mesh, product)
-
-    # The all-to-all is its own reverse: a row comes back to the slot it was sent from.
-    returned = all_to_all(done.reshape(num_peers, per_peer, -1), mesh.ep)
-    out = take_rows(returned.reshape(num_slots, -1), slot).reshape(num_tokens, k, -1)
-    return weighted_sum(routing.probs, out).astype(out.dtype)
+    # The all-to-all is its own reverse: a sum comes back to the slot its token was sent from.
+    out = sum_rows(exchange(done), places, token).astype(x.dtype)
+    return out, overflow + jnp.sum(goes & ~fits)
 
 
 def whole_experts(
     weights: Experts[Array],
     rows: Float[Array, "row d_model"],
-    ids: Int[Array, "row"],
+    experts: Int[Array, "row k"],
+    probs: Float[Array, "row k"],
     mesh: FoldedMesh,
+    num_rows: int,
     product: str | None = None,
-) -> Float[Array, "row d_model"]:
-    """`routed_experts` whose hidden units are spread over ``etp``.
+) -> tuple[Float[Array, "row d_model"], Int[Array, ""]]:
+    """`routed_experts` whose hidden units are spread over ``etp``, and which are those of ``ep``.
 
-    Each device computes its hidden units' part for the rows of all ``etp`` ranks; the parts add up.
+    Each device computes its hidden units' part for the tokens of all ``etp`` ranks; the parts add
+    up.
+
+    Args:
+      experts: ids over the experts of all devices.
     """
-    rows, ids = (gather_tokens(array, mesh.etp) for array in (rows, ids))
-    done = routed_experts(weights, rows, ids, product)
-    return scatter_tokens(done, mesh.etp)
+    dtype, rows = rows.dtype, gather_tokens(rows, mesh.etp, DISPATCHED)
+    experts, probs = (gather_tokens(array, mesh.etp) for array in (experts, probs))
+    own = own_choices(experts, probs, weights.gate.shape[0], mesh)
+    done, overflow = routed_experts(weights, rows, *own, num_rows=num_rows, implementation=product)
+    return scatter_tokens(done.astype(dtype), mesh.etp), overflow

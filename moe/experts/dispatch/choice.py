@@ -1,21 +1,29 @@
 """Tokens travel to the devices that hold their experts, and back.
 
 Experts are spread over ``ep`` and the hidden units of each over ``etp``; a device's tokens are its
-own whatever attention made of them. Three dispatchers, one file each: `all_to_all` (rows go where
-their experts are), `all_gather` (all tokens go everywhere) and `ragged` (rows go in slices as long
-as they are; no CPU). Buffers have static shapes: without a capacity they hold any routing, so the
-result never depends on how even it is (Megatron's dropless); with one they shrink.
+own whatever attention made of them. Three dispatchers, one file each: `all_to_all` (tokens go where
+their experts are), `all_gather` (all tokens go everywhere) and `ragged` (tokens go in slices as
+long as they are; no CPU). A token goes to a device once, however many of its experts are there, and
+one sum comes back.
 
-The probs of the experts' outputs and the sum over them are float32, on however many devices its
-terms are, and the sum is rounded to the dtype of the tokens once. What ``etp`` adds up before that
-are parts of one product, of that dtype as over ``tp``.
+Buffers have static shapes: by default they hold any routing, so that the result never depends on
+how even it is (Megatron's dropless); with a capacity they shrink to what it lets through. With a
+`buffer_factor` they hold that many times what even routing sends. What finds no room adds nothing
+and is counted: the sum over devices and layers tells whether a result is that of the routing, and
+who asks for smaller buffers must look at it and compute again where it is not 0.
+
+What is rounded to the dtype of the tokens: a row after each of its two products, its hidden units
+after they were multiplied by the prob in float32. The rows of a token on one device are added up in
+float32. Between devices "all_gather" adds up these float32 sums; the others round them once for the
+way back and add them up in float32 again. The whole is rounded once. What ``etp`` adds up on the
+way are parts of one product, of the dtype of the tokens as over ``tp``.
 """
 
-import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from moe.experts.dispatch.all_gather import all_gather_dispatch
-from moe.experts.dispatch.all_to_all import all_to_all_dispatch, peer_capacity
+from moe.experts.dispatch.all_to_all import all_to_all_dispatch
+from moe.experts.dispatch.buffers import peer_tokens
 from moe.experts.dispatch.ragged import ragged_dispatch
 from moe.router.routing import Routing, without_repeats
 from moe.weights import Experts
@@ -37,7 +45,8 @@ def dispatch(
     capacity: int | None = None,
     implementation: str | None = None,
     product: str | None = None,
-) -> Float[Array, "local d_model"]:
+    buffer_factor: float | None = None,
+) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
     """``sum_k p_k expert_k(x)`` for this device's tokens.
 
     Communication: `rows_received`, times ``d_model``, and the small arrays that each implementation
@@ -50,9 +59,15 @@ def dispatch(
         has twice is sent one row, with the sum of the probs.
       capacity: choices that `routing` sends from one device to one expert at most; None when
         nothing was dropped. What it sends beyond that adds nothing to the result.
-      implementation: "all_to_all", "all_gather" or "ragged"; None takes the first unless the second
-        moves less.
+      implementation: "all_to_all", "all_gather" or "ragged"; None takes `best`.
       product: how the rows are multiplied, see `moe.experts.grouped.dot.grouped_dot`.
+      buffer_factor: rows that a device computes at most, as a multiple of those of even routing
+        (`moe.experts.dispatch.buffers.buffer_rows`); None is room for any routing.
+
+    Returns:
+      The sums, and how many choices found no room at this device, as sender or as receiver; 0
+      without a `buffer_factor`, as long as `capacity` tells the truth. With any at some device the
+      sums are not those of the routing.
 
     Raises:
       ValueError: on an unknown name, and for "ragged" on CPU devices.
@@ -60,31 +75,39 @@ def dispatch(
     name = implementation
     if name is None:
         num_tokens, k = routing.experts.shape
-        name = best(num_tokens, k, weights.gate.shape[0], mesh, capacity)
+        name = best(num_tokens, k, weights.gate.shape[0], mesh, capacity, buffer_factor)
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"dispatch={name!r} is none of {', '.join(IMPLEMENTATIONS)}; None picks.")
     if name == "ragged":
         _refuse_cpu(mesh)
-    # `peer_capacity` counts on it; a replayed routing may name an expert twice.
+    # Buffers count on it; a replayed routing may name an expert twice.
     routing = without_repeats(routing, weights.gate.shape[0] * mesh.size(mesh.ep))
-    return IMPLEMENTATIONS[name](weights, x, routing, mesh, capacity, product)
+    return IMPLEMENTATIONS[name](weights, x, routing, mesh, capacity, product, buffer_factor)
 
 
 def best(
-    num_tokens: int, k: int, num_local: int, mesh: FoldedMesh, capacity: int | None = None
+    num_tokens: int,
+    k: int,
+    num_local: int,
+    mesh: FoldedMesh,
+    capacity: int | None = None,
+    buffer_factor: float | None = None,
 ) -> str:
-    """The implementation that moves less: "all_gather" where `rows_received` says so.
+    """On GPUs "ragged", which moves what is there and nothing else; elsewhere the implementation
+    that moves less by `rows_received`: "all_gather" unless "all_to_all" does.
 
-    With more than one device that is where ``R > T``: without a capacity as soon as ``min(k,
-    experts per device) > 1``, because a buffer for any routing is larger than the tokens
-    themselves; with one where ``capacity_factor k > ep``.
+    Buffers for any routing must have room for all tokens of all devices, as those of "all_gather"
+    do, which are filled without a permutation. It moves more where a capacity or a budget makes
+    them smaller: ``capacity_factor k < ep`` or ``buffer_factor k < ep``.
 
     References:
       Jin et al., "MegaScale-MoE", 2025, section 3.2 (large k gathers). https://arxiv.org/abs/2505.11432
     """
-    sizes = num_tokens, k, num_local, mesh, capacity
+    if mesh.platform == "gpu" and mesh.size(mesh.ep) > 1:
+        return "ragged"
+    sizes = num_tokens, k, num_local, mesh, capacity, buffer_factor
     gathered, exchanged = (rows_received(name, *sizes) for name in ("all_gather", "all_to_all"))
-    return "all_gather" if gathered < exchanged else "all_to_all"
+    return "all_to_all" if exchanged < gathered else "all_gather"
 
 
 def rows_received(
@@ -94,30 +117,33 @@ def rows_received(
     num_local: int,
     mesh: FoldedMesh,
     capacity: int | None = None,
+    buffer_factor: float | None = None,
 ) -> int:
     """Rows of ``d_model`` numbers that one device receives per layer in the forward pass.
 
-    With ``n = ep etp`` devices that share experts, T local tokens and a `peer_capacity` of ``R =
-    min(T min(k, experts per device), C experts per device)`` choices from one device to another:
+    With ``n = ep etp`` devices that share experts, T local tokens and `peer_tokens` R from one
+    device to another:
 
     * "all_to_all": ``2 R (ep - 1)`` over ``ep`` and ``2 R ep (etp - 1)`` over ``etp``, together
       ``2 R (n - 1)``;
     * "all_gather": ``2 T (n - 1)``, whatever k is;
-    * "ragged": at most as much as "all_to_all" and with even routing ``2 T k (ep - 1) / ep`` over
-      ``ep``; over ``etp`` it is the same. What is given here is the bound.
+    * "ragged": at most as much as "all_to_all" and with even routing ``2 T k (ep - 1) / ep`` or
+      less over ``ep``; over ``etp`` it is the same. What is given here is the bound.
 
-    The backward pass moves as much again. In half precision the sums of "all_gather", forward and
-    backward, travel as float32, twice as wide as what is counted here.
+    The backward pass moves as much again, and half of that once more where tokens are not kept for
+    it (`moe.remat`). In half precision the sums of "all_gather", forward and backward, travel as
+    float32, twice as wide as what is counted here.
     """
     devices = mesh.size(mesh.ep) * mesh.size(mesh.etp)
-    rows = peer_capacity(num_tokens, k, num_local, capacity)
-    return 2 * (devices - 1) * (num_tokens if implementation == "all_gather" else rows)
+    if implementation == "all_gather":
+        return 2 * (devices - 1) * num_tokens
+    sizes = num_tokens, k, num_local, mesh, capacity, buffer_factor
+    return 2 * (devices - 1) * peer_tokens(*sizes)
 
 
 def _refuse_cpu(mesh: FoldedMesh) -> None:
-    # An abstract mesh may stand for any platform: it is lowered without asking.
-    real = mesh.mesh.devices.flat if isinstance(mesh.mesh, jax.sharding.Mesh) else ()
-    if any(device.platform == "cpu" for device in real):
+    # A mesh of absent devices may stand for any platform: it is lowered without asking.
+    if mesh.platform == "cpu":
         raise ValueError(
             'dispatch="ragged" needs jax.lax.ragged_all_to_all, which CPU devices do not have: '
             'use "all_to_all", "all_gather" or None.'

@@ -1,4 +1,4 @@
-"""The ragged dispatcher: rows go to the devices of their experts in slices as long as they are.
+"""The ragged dispatcher: tokens go to the devices of their experts in slices as long as they are.
 
 It is built on `jax.lax.ragged_all_to_all`, whose words it uses; CPU devices do not have it.
 """
@@ -7,14 +7,17 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Shaped
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
 
-from moe.experts.dispatch.all_to_all import peer_capacity, whole_experts
-from moe.experts.permutation import inverse_slots, spread_rows, take_rows
-from moe.precision import weighted_sum
+from moe.experts.dispatch.all_to_all import whole_experts
+from moe.experts.dispatch.buffers import buffer_rows, peer_tokens
+from moe.experts.dispatch.own import has_experts_at, slots_of
+from moe.experts.permutation import inverse_slots, spread_rows, sum_rows, take_rows
+from moe.remat import DISPATCHED
 from moe.router.routing import Routing
 from moe.weights import Experts
-from sharding.collectives import gather_tokens, vary, varying
+from sharding.collectives import COLLECTIVE, gather_tokens, vary, varying
 from sharding.folding import FoldedMesh
 
 
@@ -39,53 +42,65 @@ def ragged_dispatch(
     mesh: FoldedMesh,
     capacity: int | None = None,
     product: str | None = None,
-) -> Float[Array, "local d_model"]:
-    """As `moe.experts.dispatch.all_to_all.all_to_all_dispatch`, with nothing but chosen rows on the
-    wire.
+    buffer_factor: float | None = None,
+) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
+    """As `moe.experts.dispatch.all_to_all.all_to_all_dispatch`, with nothing but tokens that are
+    there on the wire.
 
-    Communication per device and layer, forward: the rows chosen elsewhere out and back, with even
-    routing ``2 T k (ep - 1) / ep``, their ids (one int32 a row) out, and an all-gather of ``ep``
-    counts. Over ``etp`` whole buffers travel, ``2 R ep (etp - 1)`` rows with R from
-    `peer_capacity`.
+    The routing goes first, from which each device knows what it will be sent.
+
+    Communication per device and layer, forward: an all-gather of the routing over ``ep``, ``2 T k
+    (ep - 1)`` numbers; each token once to each other device with experts of its choice and back,
+    with even routing at most ``2 T k (ep - 1) / ep`` of them. Over ``etp`` whole buffers travel,
+    ``2 B (etp - 1)`` tokens with ``B = ep`` times `peer_tokens`.
     """
     num_local, num_peers = weights.gate.shape[0], mesh.size(mesh.ep)
     num_tokens, k = routing.experts.shape
-    experts = routing.experts.reshape(-1)
-    # Grouped by expert and so by peer; what goes nowhere has the largest id and comes last.
-    order = jnp.argsort(experts, stable=True)
-    sizes = jnp.sum((experts // num_local)[:, None] == jnp.arange(num_peers)[None, :], axis=0)
-    per_peer = peer_capacity(num_tokens, k, num_local, capacity)
-    outward, homeward = peer_slices(sizes, per_peer, mesh)
+    sizes = num_tokens, k, num_local, mesh, capacity, buffer_factor
+    # One buffer for all senders: what one leaves free another may use.
+    num_slots = num_peers * peer_tokens(*sizes)
 
-    num_slots = num_peers * per_peer
-    rows = send(spread_rows(x, order // k, x.dtype), outward, homeward, num_slots, 0, mesh)
-    # Ids in a transfer of their own: rows may be half precision, and ids must not be.
-    ids = (experts % num_local)[order][:, None].astype(jnp.int32)
-    ids = send(ids, outward, homeward, num_slots, num_local, mesh)[:, 0]
+    experts, probs = (gather_tokens(array, mesh.ep) for array in routing)
+    goes = has_experts_at(experts, num_local, num_peers)
+    # Tokens from each device (first axis) to each device (second axis).
+    counts = jnp.sum(goes.reshape(num_peers, num_tokens, num_peers), axis=1, dtype=jnp.int32)
+    outward, homeward = peer_slices(counts, num_slots, mesh)
 
-    done = whole_experts(weights, rows, ids, mesh, product)
+    # One peer after the other, each one's tokens in their own order.
+    goes_from_here = has_experts_at(routing.experts, num_local, num_peers)
+    position = outward.input_offsets[None] + jnp.cumsum(goes_from_here, axis=0) - 1
+    most = num_tokens * min(k, num_peers)
+    token, places = slots_of(jnp.where(goes_from_here, position, most), most, k)
+    rows = send(spread_rows(x, token, places), outward, homeward, num_slots, DISPATCHED, mesh)
 
-    returned = send(done, homeward, outward, num_tokens * k, 0, mesh)
-    out = take_rows(returned, inverse_slots(order, num_tokens * k)).reshape(num_tokens, k, -1)
-    return weighted_sum(routing.probs, out).astype(out.dtype)
+    # The slots of the tokens that come here, in the order in which their senders have them.
+    comes = goes[:, lax.axis_index(mesh.ep)]
+    slot = jnp.where(comes, jnp.cumsum(comes) - 1, num_slots)
+    comer = inverse_slots(slot, num_slots)
+    nobodys = num_peers * num_local
+    ids = jnp.where(comer[:, None] < experts.shape[0], take_rows(experts, comer), nobodys)
+    probs = spread_rows(probs, comer, slot[:, None])
+    done, overflow = whole_experts(weights, rows, ids, probs, mesh, buffer_rows(*sizes), product)
+
+    returned = send(done, homeward, outward, most, COLLECTIVE, mesh)
+    out = sum_rows(returned, places, token).astype(x.dtype)
+    return out, overflow + jnp.maximum(jnp.sum(comes) - num_slots, 0)
 
 
 def peer_slices(
-    sizes: Int[Array, "peer"], peer_capacity: int, mesh: FoldedMesh
+    counts: Int[Array, "peer peer"], num_slots: int, mesh: FoldedMesh
 ) -> tuple[PeerSlices, PeerSlices]:
     """What is sent to each peer, and what is sent back.
 
     Args:
-      sizes: rows for each peer, which stand one peer after the other in the send buffer.
-      peer_capacity: rows of them that are sent at most, the first ones.
+      counts: rows from each device (first axis) to each (second axis), which stand one receiver
+        after the other in the sender's buffer.
+      num_slots: rows that a receiver has room for; the senders come one after the other.
     """
-    # Rows from each device (first axis) to each device (second axis).
-    counts = gather_tokens(sizes.astype(jnp.int32)[None], mesh.ep)
-    # In the sender's buffer slices stand by receiver, in the receiver's by sender.
     at_sender = jnp.cumsum(counts, axis=1) - counts
-    # Receivers leave `peer_capacity` rows for each sender: what is beyond stays where it is.
-    counts = jnp.minimum(counts, peer_capacity)
-    at_receiver = jnp.cumsum(counts, axis=0) - counts
+    at_receiver = jnp.minimum(jnp.cumsum(counts, axis=0) - counts, num_slots)
+    # What there is no room for stays where it is: the slices in the sender's buffer do not move.
+    counts = jnp.minimum(counts, num_slots - at_receiver)
     own = lax.axis_index(mesh.ep)
     return (
         PeerSlices(at_sender[own], counts[own], at_receiver[own]),
@@ -94,16 +109,21 @@ def peer_slices(
 
 
 def send(
-    rows: Shaped[Array, "row width"],
+    rows: Float[Array, "row width"],
     sent: PeerSlices,
     received: PeerSlices,
     num_slots: int,
-    empty: int,
+    name: str,
     mesh: FoldedMesh,
-) -> Shaped[Array, "slot width"]:
-    """The rows that peers sent here, in a buffer of `num_slots` rows filled up with `empty`."""
+) -> Float[Array, "slot width"]:
+    """The rows that peers sent here, in a buffer of `num_slots` rows filled up with zeros.
+
+    Args:
+      name: of the result, for `moe.remat`.
+    """
     rows = vary(rows, mesh.ep)
-    output = jnp.full((num_slots, rows.shape[1]), empty, rows.dtype)
+    output = jnp.zeros((num_slots, rows.shape[1]), rows.dtype)
     output = vary(output, tuple(varying(rows)))
     sizes = (sent.input_offsets, sent.sizes, sent.output_offsets, received.sizes)
-    return lax.ragged_all_to_all(rows, output, *sizes, axis_name=mesh.ep)
+    received_rows = lax.ragged_all_to_all(rows, output, *sizes, axis_name=mesh.ep)
+    return checkpoint_name(received_rows, name)

@@ -7,9 +7,12 @@ matrices transposed, and the product that sums over the rows of a group; `groupe
 differentiable function of them.
 """
 
+import itertools
 from functools import partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -23,7 +26,7 @@ from sharding.collectives import vary, varying
 
 def grouped_dot(
     rows: Float[Array, "row inner"],
-    weights: Float[Array, "group inner outer"],
+    weights: Float[Array, "group inner outer"] | tuple[Float[Array, "group inner part"], ...],
     sizes: Int[Array, "group"],
     *,
     implementation: str | None = None,
@@ -37,11 +40,12 @@ def grouped_dot(
 
     Args:
       rows: sorted by group.
-      weights: one matrix per group.
+      weights: one matrix per group, or matrices whose columns are to stand side by side: they are
+        joined where they are used, and neither kept nor joined in their own dtype.
       sizes: rows of each group; none negative, together at most the number of rows.
       implementation: "tiles" loops over the rows there are, in tiles that each meet one matrix;
-        "blocks" pads groups to whole blocks and copies a matrix for each, one batched product that
-        suits accelerators; "ragged_dot" is XLA's; "plain" is the plain twin, each row times each
+        "blocks" loops over whole blocks, of a number known when compiling, which suits
+        accelerators; "ragged_dot" is XLA's; "plain" is the plain twin, each row times each
         matrix. None is "tiles" on a CPU and "blocks" elsewhere.
 
     Raises:
@@ -56,13 +60,19 @@ def grouped_dot(
             f"{', '.join(map(repr, IMPLEMENTATIONS))}, or None for the best that applies."
         )
     # The loops carry sums of products, which differ over every axis that an operand differs over.
-    axes = tuple(varying(rows) | varying(weights) | varying(sizes))
-    return _grouped_dot(*vary((rows, weights, sizes), axes), implementation)
+    operands = rows, weights if isinstance(weights, tuple) else (weights,), sizes
+    axes = tuple(frozenset.union(*map(varying, jax.tree.leaves(operands))))
+    return _grouped_dot(*vary(operands, axes), implementation)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _grouped_dot(rows, weights, sizes, implementation):
-    return _named(implementation).each(0, rows, weights.astype(rows.dtype), sizes)
+    return _named(implementation).each(0, rows, _joined(weights, rows.dtype), sizes)
+
+
+def _joined(weights: tuple[Array, ...], dtype: Any) -> Array:
+    parts = [part.astype(dtype) for part in weights]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
 
 
 def _forward(rows, weights, sizes, implementation):
@@ -72,10 +82,13 @@ def _forward(rows, weights, sizes, implementation):
 def _backward(implementation, residuals, out_gradient):
     rows, weights, sizes = residuals
     # Both gradients are grouped products again; sizes are integers and have none.
-    product, matrices = _named(implementation), weights.astype(rows.dtype)
+    product, matrices = _named(implementation), _joined(weights, rows.dtype)
+    by_weights = product.summed(rows, out_gradient, sizes)
+    starts = itertools.accumulate(part.shape[-1] for part in weights[:-1])
+    by_parts = jnp.split(by_weights, list(starts), axis=-1)
     return (
         product.each(1, out_gradient, matrices, sizes),
-        product.summed(rows, out_gradient, sizes).astype(weights.dtype),
+        tuple(by.astype(part.dtype) for by, part in zip(by_parts, weights, strict=True)),
         None,
     )
 

@@ -76,6 +76,7 @@ def test_anything_else_is_refused_in_one_line(config, message):
         {"devices": 2},
         {"remat": "full"},
         {"remat": "full", "fsdp": True},
+        {"buffer_factor": 1.5},
     ],
 )
 def test_a_resumed_run_may_be_fitted_to_another_machine(fits):

@@ -48,37 +48,51 @@ def swiglu(weights, expert, row):
 
 
 @partial(jit, static_argnums=0)
-def output_and_gradients(function, weights, rows, experts):
+def output_and_gradients(function, weights, rows, experts, probs):
     """What `function` gives, and the gradient of its product with an uneven pattern."""
 
-    def inner(weights, rows):
-        out = function(weights, rows, experts)
+    def inner(weights, rows, probs):
+        out = function(weights, rows, experts, probs)
         pull = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
         return jnp.sum(out * pull), out
 
-    (_, out), gradients = jax.value_and_grad(inner, argnums=(0, 1), has_aux=True)(weights, rows)
+    gradient = jax.value_and_grad(inner, argnums=(0, 1, 2), has_aux=True)
+    (_, out), gradients = gradient(weights, rows, probs)
     return out, gradients
 
 
-def agree(weights, rows, experts):
-    out, gradients = output_and_gradients(routed_experts, weights, rows, experts)
-    twin, twin_gradients = output_and_gradients(dense_reference, weights, rows, experts)
+def with_room(weights, rows, experts, probs):
+    out, overflow = routed_experts(weights, rows, experts, probs)
+    return out + jnp.where(overflow == 0, 0.0, jnp.nan)
+
+
+def agree(weights, rows, experts, probs=None):
+    experts = jnp.reshape(experts, (len(rows), -1))
+    probs = jnp.ones(experts.shape) if probs is None else jnp.asarray(probs, jnp.float32)
+    given = weights, rows, experts, probs
+    out, gradients = output_and_gradients(with_room, *given)
+    twin, twin_gradients = output_and_gradients(dense_reference, *given)
     # float32 sums of up to seven products, and of up to forty rows in the gradients.
-    np.testing.assert_allclose(out, twin, atol=2e-6)
+    np.testing.assert_allclose(out, twin, atol=2e-6 * experts.shape[1])
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=5e-6),
         gradients,
         twin_gradients,
     )
-    return out, gradients
+    return out, gradients[:2]
 
 
-def test_plain_twin_is_swiglu():
-    weights, rows = expert_weights(), rows_of(7)
-    ids = [4, 0, 5, 2, 2, 9, 3]
-    out = dense_reference(weights, rows, jnp.asarray(ids))
-    for row, expert in enumerate(ids):
-        expected = swiglu(weights, expert, rows[row]) if expert < NUM_EXPERTS else np.zeros(D_MODEL)
+def test_plain_twin_is_weighted_swiglu():
+    weights, rows = expert_weights(), rows_of(4)
+    ids = np.asarray([[4, 0], [5, 2], [2, 9], [3, 1]])
+    probs = np.random.default_rng(3).random((4, 2))
+    out = dense_reference(weights, rows, jnp.asarray(ids), jnp.asarray(probs, jnp.float32))
+    for row in range(4):
+        expected = sum(
+            prob * swiglu(weights, expert, rows[row])
+            for expert, prob in zip(ids[row], probs[row], strict=True)
+            if expert < NUM_EXPERTS
+        )
         np.testing.assert_allclose(out[row], expected, atol=1e-6)
 
 
@@ -110,6 +124,58 @@ def test_grouped_experts_equal_the_plain_twin_on_any_assignment(num_rows, seed, 
     draw = np.random.default_rng(seed)
     ids = draw.integers(first, NUM_EXPERTS + 1, num_rows)
     agree(expert_weights(), rows_of(num_rows, seed), jnp.asarray(ids))
+
+
+def choices_of(num_tokens, k):
+    """Distinct experts of each token, some of them nobody's, and probs."""
+    draw = np.random.default_rng(4)
+    ids = np.stack([draw.permutation(NUM_EXPERTS + 1)[:k] for _ in range(num_tokens)])
+    return jnp.asarray(ids, jnp.int32), draw.normal(size=(num_tokens, k))
+
+
+def test_the_experts_of_a_token_are_weighted_and_added_up():
+    ids, probs = choices_of(11, 3)
+    agree(expert_weights(), rows_of(11), ids, probs)
+
+
+def test_what_finds_no_room_is_counted_and_adds_nothing():
+    weights, rows = expert_weights(), rows_of(11)
+    ids, probs = choices_of(11, 3)
+    probs = jnp.asarray(probs, jnp.float32)
+    known = int(jnp.sum(ids < NUM_EXPERTS))
+    whole = dense_reference(weights, rows, ids, probs)
+    for num_rows in (known, known - 1, 7):
+        out, overflow = jit(partial(routed_experts, num_rows=num_rows))(weights, rows, ids, probs)
+        assert int(overflow) == known - num_rows
+        # In the order of experts, and within one of tokens, the first ones find room.
+        flat = np.asarray(ids).reshape(-1)
+        kept = np.zeros(flat.shape, bool)
+        kept[np.argsort(flat, kind="stable")[:num_rows]] = True
+        fewer = dense_reference(weights, rows, ids, jnp.where(kept.reshape(ids.shape), probs, 0.0))
+        np.testing.assert_allclose(out, fewer, atol=4e-6)
+    assert not np.allclose(fewer, whole, atol=1e-2)
+
+
+def test_the_second_product_is_nobodys_residual():
+    """By tracing: what the backward pass is given has a first product and no second one."""
+    weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), expert_weights())
+    rows, (ids, probs) = rows_of(11).astype(jnp.bfloat16), choices_of(11, 3)
+    sizes = []
+
+    def loss(weights, rows, probs):
+        out, pull = jax.vjp(
+            lambda *given: routed_experts(*given[:2], ids, given[2])[0], weights, rows, probs
+        )
+        sizes.extend((x.shape, x.dtype) for x in jax.tree.leaves(pull))
+        return out
+
+    jax.eval_shape(loss, weights, rows, jnp.asarray(probs, jnp.float32))
+    kept = [shape for shape, dtype in sizes if dtype == jnp.bfloat16 and shape[:1] == (33,)]
+    # The rows of both products and the result of the first.
+    assert sorted(kept) == [(33, D_MODEL), (33, D_EXPERT), (33, 2 * D_EXPERT)]
+    # The matrices as they are stored, not the joined ones.
+    assert not [shape for shape, _ in sizes if shape[-1:] == (2 * D_EXPERT,) and len(shape) == 3]
+    assert (weights.gate.shape, weights.gate.dtype) in sizes
 
 
 def test_dense_layer_is_swiglu_on_any_number_of_ranks():

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from moe.experts.permutation import (
     inverse_slots,
-    permute,
     positions_within,
     sort_by_group,
+    spread_rows,
+    sum_rows,
     take_rows,
 )
 
@@ -75,9 +76,43 @@ def test_more_pairs_of_group_and_row_than_integers_are_refused():
         jax.eval_shape(lambda x: sort_by_group(x, 256), jax.ShapeDtypeStruct((2**23,), jnp.int32))
 
 
-def test_permute_has_the_gradient_of_indexing():
-    order = jnp.asarray([2, 0, 3, 1])
-    x, pull = rows_of(4), rows_of(4, seed=2)
-    out, back = jax.vjp(lambda x: permute(x, order, jnp.argsort(order)), x)
-    np.testing.assert_array_equal(out, x[order])
-    np.testing.assert_array_equal(back(pull)[0], jax.vjp(lambda x: x[order], x)[1](pull)[0])
+# Four rows, of which the second has no slot, and five slots, of which the third is empty.
+SOURCE, PLACES = [2, 0, 4, 3, 2], [[1, 5], [5, 5], [4, 0], [5, 3]]
+
+
+def test_rows_are_spread_with_the_gradient_of_indexing():
+    source, places = jnp.asarray(SOURCE), jnp.asarray(PLACES)
+    x, pull = rows_of(4), rows_of(5, seed=2)
+    out, back = jax.vjp(lambda x: spread_rows(x, source, places), x)
+    expected, by_indexing = jax.vjp(lambda x: take_rows(x, source), x)
+    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_array_equal(back(pull)[0], by_indexing(pull)[0])
+
+
+def test_rows_are_summed_with_the_gradient_of_indexing():
+    source, places = jnp.asarray(SOURCE), jnp.asarray(PLACES)
+    x, pull = rows_of(5), rows_of(4, seed=2)
+    out, back = jax.vjp(lambda x: sum_rows(x, places, source), x)
+    expected, by_indexing = jax.vjp(lambda x: jnp.sum(take_rows(x, places), axis=1), x)
+    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_array_equal(back(pull)[0], by_indexing(pull)[0])
+
+
+def test_half_precision_is_summed_in_float32():
+    """Sixty-five terms, 1 and then such that bfloat16 would lose each of them."""
+    x = jnp.concatenate([jnp.ones((1, 2)), jnp.full((64, 2), 2.0**-9)]).astype(jnp.bfloat16)
+    source, places = jnp.zeros(65, jnp.int32), jnp.arange(65)[None]
+    out = sum_rows(x, places, source)
+    assert out.dtype == jnp.float32
+    np.testing.assert_array_equal(out, np.full((1, 2), 1.125))
+    (by_row,) = jax.vjp(lambda row: spread_rows(row, source, places), x[:1])[1](x)
+    np.testing.assert_array_equal(by_row, jnp.full((1, 2), 1.125, jnp.bfloat16))
+
+
+def test_spread_rows_are_made_in_another_dtype_with_a_wide_gradient():
+    x, source, places = rows_of(1), jnp.zeros(3, jnp.int32), jnp.arange(3)[None]
+    out, back = jax.vjp(lambda x: spread_rows(x, source, places, jnp.bfloat16), x)
+    assert out.dtype == jnp.bfloat16
+    pull = jnp.asarray([1.0, 2.0**-9, 2.0**-9], jnp.bfloat16)[:, None] * jnp.ones_like(out)
+    (by_row,) = back(pull)
+    np.testing.assert_array_equal(by_row, np.full((1, D_MODEL), 1 + 2.0**-8, np.float32))

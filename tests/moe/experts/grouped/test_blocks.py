@@ -29,8 +29,8 @@ def test_rows_stand_in_blocks_of_their_group(cuts):
 @pytest.mark.parametrize("num_groups", [1, 3, 8, 128])
 def test_block_sizes_are_powers_of_two_in_bounds(num_groups):
     sizes = [block_size(num_rows, num_groups) for num_rows in range(1, 200_000, 997)]
-    assert set(sizes) <= {8, 16, 32, 64, 128, 256}
+    assert set(sizes) <= {8, 16, 32, 64, 128, 256, 512}
     assert sizes == sorted(sizes)
     assert sizes[0] == 8
     if num_groups < 128:
-        assert sizes[-1] == 256
+        assert sizes[-1] == 512

@@ -1,0 +1,61 @@
+"""How large the buffers are that tokens travel in, and that their rows are computed in."""
+
+import math
+
+from sharding.folding import FoldedMesh
+
+ROW_TILE = 32
+"""Rows that budgets are rounded up to: the smaller tile of the grouped product "tiles"."""
+
+
+def peer_choices(num_tokens: int, k: int, num_local: int, capacity: int | None) -> int:
+    """Choices that one device may send to another: ``min(T min(k, L), C L)``.
+
+    A token has an expert once (`without_repeats` sees to it), so that it has at most ``min(k, L)``
+    choices among L experts.
+    """
+    most = num_tokens * min(k, num_local)
+    return most if capacity is None else min(most, capacity * num_local)
+
+
+def buffer_rows(
+    num_tokens: int,
+    k: int,
+    num_local: int,
+    mesh: FoldedMesh,
+    capacity: int | None = None,
+    buffer_factor: float | None = None,
+) -> int:
+    """Rows that the experts of one device compute at most, whatever the routing.
+
+    With ``n = ep etp`` devices that share experts these are the `peer_choices` of each, or with a
+    `buffer_factor` F and if that is less ``F T k etp``, as even routing gives with F = 1, rounded
+    up to whole tiles that the n devices can share.
+    """
+    devices = mesh.size(mesh.ep) * mesh.size(mesh.etp)
+    most = devices * peer_choices(num_tokens, k, num_local, capacity)
+    if buffer_factor is None:
+        return most
+    unit = math.lcm(ROW_TILE, devices)
+    # A product that is whole but for its rounding is taken as whole.
+    even = round(buffer_factor * num_tokens * k * mesh.size(mesh.etp), 9)
+    return min(most, math.ceil(even / unit) * unit)
+
+
+def peer_tokens(
+    num_tokens: int,
+    k: int,
+    num_local: int,
+    mesh: FoldedMesh,
+    capacity: int | None = None,
+    buffer_factor: float | None = None,
+) -> int:
+    """Tokens that one device may send to another where all get buffers of one size.
+
+    A token goes to a device once, however many of its experts are there: these are ``min(T, C L)``,
+    and no more than a device's share of `buffer_rows`.
+    """
+    devices = mesh.size(mesh.ep) * mesh.size(mesh.etp)
+    most = num_tokens if capacity is None else min(num_tokens, capacity * num_local)
+    rows = buffer_rows(num_tokens, k, num_local, mesh, capacity, buffer_factor)
+    return min(most, -(-rows // devices))

@@ -1,0 +1,59 @@
+"""Which choices of a token lie with which device."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from moe.experts.permutation import inverse_slots
+from sharding.folding import FoldedMesh
+
+
+def own_choices(
+    experts: Int[Array, "token k"],
+    probs: Float[Array, "token k"],
+    num_local: int,
+    mesh: FoldedMesh,
+) -> tuple[Int[Array, "token columns"], Float[Array, "token columns"]]:
+    """The choices among the experts of this device, numbered from 0, and their probs.
+
+    A token has at most ``min(k, L)`` of them, which are the columns; `num_local` where it has
+    fewer.
+    """
+    local = experts - lax.axis_index(mesh.ep) * num_local
+    own = (local >= 0) & (local < num_local)
+    local = jnp.where(own, local, num_local)
+    if num_local >= experts.shape[1]:
+        return local, probs
+    columns = _first(own, num_local)
+    return jnp.take_along_axis(local, columns, axis=1), jnp.take_along_axis(probs, columns, axis=1)
+
+
+def has_experts_at(
+    experts: Int[Array, "token k"], num_local: int, num_peers: int
+) -> Bool[Array, "token peer"]:
+    """Whether a token has chosen an expert of each device along ``ep``."""
+    # Padding has an expert id past the last and so a peer past the last.
+    peer = experts // num_local
+    return jnp.any(peer[:, :, None] == jnp.arange(num_peers)[None, None, :], axis=1)
+
+
+def slots_of(
+    slot: Int[Array, "token peer"], num_slots: int, k: int
+) -> tuple[Int[Array, "slot"], Int[Array, "token copies"]]:
+    """The token in each slot, one past the last for none, and the slots of each token.
+
+    Args:
+      slot: where a token stands for each peer, `num_slots` for nowhere.
+      num_slots: of all peers.
+      k: choices of a token, and so peers that it goes to at most.
+    """
+    num_peers = slot.shape[1]
+    token = inverse_slots(slot.reshape(-1), num_slots) // num_peers
+    if num_peers > k:
+        slot = jnp.take_along_axis(slot, _first(slot < num_slots, k), axis=1)
+    return token, slot
+
+
+def _first(which: Bool[Array, "token column"], columns: int) -> Int[Array, "token columns"]:
+    """For each token the `columns` columns of which all that are true come first, in order."""
+    return jnp.argsort(~which, axis=1, stable=True)[:, :columns]
