@@ -88,12 +88,12 @@ def prefill(
     captured: dict[int, tuple[Array, ...]] = {}
     packed = pack_rows(tokens, valid, mesh, config.execution)
 
-    def core_attention_of_layer(index):
+    def core_attention_of_layer(index, window=None):
         def core_attention(query, key, value, scale=None):
             captured[index] = tuple(
                 _by_head(x.reshape(*valid.shape, *x.shape[1:])) for x in (key, value)
             )
-            return packed.core_attention_of_layer(index)(query, key, value, scale)
+            return packed.core_attention_of_layer(index, window)(query, key, value, scale)
 
         return core_attention
 
@@ -154,7 +154,7 @@ def decode_step(
             new, mode="drop", unique_indices=True, indices_are_sorted=True
         )
 
-    def core_attention_of_layer(index):
+    def core_attention_of_layer(index, window=None):
         def core_attention(query, key, value, scale=None):
             keys[index], values[index] = write(keys[index], key), write(values[index], value)
             key, value = _by_position(keys[index]), _by_position(values[index])

@@ -2,22 +2,24 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from moe.attention.blocked import blocked_attention
+from moe.attention.mask import Mask, visible
 from moe.attention.plain import plain_attention
 
 IMPLEMENTATIONS = ("plain", "blocked", "xla", "cudnn")
 LARGEST_PLAIN = 2**21
 """Scores up to which a CPU is quicker with all of them at once: about what its caches hold."""
+LARGEST_KEPT = 2**28
+"""Scores up to which another device has all of them at once: 1 GiB of float32, in a layer."""
 
 
 def core_attention(
     query: Float[Array, "batch time heads head_dim"],
     key: Float[Array, "batch source kv_heads head_dim"],
     value: Float[Array, "batch source kv_heads v_head_dim"],
-    visible: Bool[Array, "batch time source"],
-    causal: bool = False,
+    mask: Mask,
     scale: float | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "batch time heads v_head_dim"]:
@@ -26,15 +28,13 @@ def core_attention(
     "plain" is `plain_attention`; "blocked" is `moe.attention.blocked`, the same block by block with
     a gradient of its own. "xla" and "cudnn" are those of `jax.nn.dot_product_attention`; the second
     is FlashAttention on an NVIDIA GPU: scores and their gradients stay on the chip, and what it
-    reads from memory beside queries, keys and values is `visible`, one number for all heads.
+    reads from memory beside queries, keys and values is the mask, one number for all heads.
     What a query gets that sees nothing differs between them; it is finite and used by nobody.
 
     Args:
-      causal: promises that `visible` leaves out every key at a later place than the query's, so
-        that a kernel need not look at them.
       scale: multiplies the scores; None is ``head_dim**-0.5``.
-      implementation: None is "cudnn" where it applies; else, on a CPU, "blocked" where there are
-        many scores; else "plain".
+      implementation: None is "cudnn" where it applies; else "blocked" where there are more scores
+        than `LARGEST_PLAIN` on a CPU or `LARGEST_KEPT` elsewhere; else "plain".
 
     Raises:
       ValueError: on an unknown name, and where "cudnn" is demanded and cannot serve.
@@ -51,16 +51,16 @@ def core_attention(
             f"choose among {', '.join(IMPLEMENTATIONS)}, or None for the best that applies."
         )
     if implementation == "plain":
-        return plain_attention(query, key, value, visible, scale)
+        return plain_attention(query, key, value, visible(mask.query, mask.key, mask.window), scale)
     if implementation == "blocked":
-        return blocked_attention(query, key, value, visible, causal, scale)
+        return blocked_attention(query, key, value, mask, scale)
     reason = _why_not_cudnn(query.dtype, size) if implementation == "cudnn" else None
     if reason is not None:
         raise ValueError(f'execution.attention="cudnn" cannot serve here: {reason}.')
     out = jax.nn.dot_product_attention(
         *(_padded(x, size) for x in (query, key, value)),
-        mask=_even(_even(visible, 1), 2)[:, None],
-        is_causal=causal,
+        mask=_even(_even(visible(mask.query, mask.key, mask.window), 1), 2)[:, None],
+        is_causal=mask.causal and query.shape[1] == key.shape[1],
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
         implementation=implementation,
     )
@@ -72,8 +72,8 @@ def _best(query: Array, key: Array, head_size: int) -> str:
     if _why_not_cudnn(query.dtype, head_size) is None:
         return "cudnn"
     batch, time, heads, _ = query.shape
-    many = batch * heads * time * key.shape[1] > LARGEST_PLAIN
-    return "blocked" if many and jax.default_backend() == "cpu" else "plain"
+    most = LARGEST_PLAIN if jax.default_backend() == "cpu" else LARGEST_KEPT
+    return "blocked" if batch * heads * time * key.shape[1] > most else "plain"
 
 
 def _head_size(query: Array, value: Array) -> int:

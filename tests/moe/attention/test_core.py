@@ -9,6 +9,7 @@ import pytest
 from programs import jit
 
 from moe.attention.core import core_attention
+from moe.attention.mask import Marks, Mask, visible
 
 BATCH, TIME, SOURCE, HEADS, KV_HEADS = 2, 5, 7, 6, 3
 
@@ -24,24 +25,36 @@ def arrays(head_dim, v_head_dim, source, dtype=jnp.float32):
     return [jnp.asarray(draw.normal(size=shape), dtype) for shape in shapes]
 
 
+def mask_of(time, source, single, window=None):
+    """Queries in the last places of rows; padding before, after and between the tokens."""
+    segments = np.ones((BATCH, source), np.int32)
+    segments[0, [0, source - time + 1]] = 0
+    segments[1, -1] = 0
+    if not single:
+        segments[1, 1:4] *= 2
+    column = np.broadcast_to(np.arange(source), segments.shape)
+    same = (segments[:, :, None] == segments[:, None, :]) & np.tri(source, k=-1, dtype=bool)
+    keys = Marks(*(jnp.asarray(x, jnp.int32) for x in (column, same.sum(axis=2), segments)))
+    queries = Marks(*(x[:, source - time :] for x in keys))
+    return Mask(queries, keys, window, causal=True, single=single)
+
+
 @pytest.mark.parametrize(("head_dim", "v_head_dim"), [(6, 10), (12, 4)])
-@pytest.mark.parametrize("causal", [True, False])
-def test_xla_reads_what_plain_reads(head_dim, v_head_dim, causal):
+@pytest.mark.parametrize(
+    ("source", "single", "window"),
+    [(TIME, True, None), (SOURCE, True, 2), (SOURCE, False, None), (TIME, False, 2)],
+)
+def test_xla_reads_what_plain_reads(head_dim, v_head_dim, source, single, window):
     """Odd places, heads of sizes that are no multiple of 8, a query that sees nothing."""
-    source = TIME if causal else SOURCE
-    visible = np.random.default_rng(1).random((BATCH, TIME, source)) < 0.7
-    visible[:, np.arange(TIME), np.arange(TIME)] = True
-    if causal:
-        visible &= np.tri(TIME, dtype=bool)
-    visible[1, 0] = False
+    mask = mask_of(TIME, source, single, window)
+    seen = np.asarray(visible(mask.query, mask.key, window).any(axis=-1))
+    assert not seen.all()
     *given, weight = arrays(head_dim, v_head_dim, source)
-    weight = weight.at[1, 0].set(0.0)  # what it reads is nobody's business
+    weight = jnp.where(seen[..., None, None], weight, 0)  # what others read is nobody's business
 
     def run(implementation):
         def total(query, key, value):
-            out = core_attention(
-                query, key, value, jnp.asarray(visible), causal, 0.3, implementation
-            )
+            out = core_attention(query, key, value, mask, 0.3, implementation)
             return jnp.sum(jnp.where(weight != 0, out * weight, 0.0)), out
 
         (_, out), grads = jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(*given)
@@ -51,28 +64,15 @@ def test_xla_reads_what_plain_reads(head_dim, v_head_dim, causal):
     assert out.shape == (BATCH, TIME, HEADS, v_head_dim)
     assert np.all(np.isfinite(out))
     # float32 sums of a dozen terms of order one.
-    seen = visible.any(axis=-1)
     np.testing.assert_allclose(np.asarray(out)[seen], np.asarray(expected)[seen], atol=2e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-6), grads, expected_grads)
 
 
-def test_a_promise_that_is_kept_is_used():
-    """Where `visible` says too much, the promise that it does not is what counts."""
-    *given, _ = arrays(8, 8, TIME)
-    everything = jnp.ones((BATCH, TIME, TIME), bool)
-    narrowed = jnp.broadcast_to(jnp.tri(TIME, dtype=bool)[None], everything.shape)
-    np.testing.assert_allclose(
-        core_attention(*given, everything, True, implementation="xla"),
-        core_attention(*given, narrowed, implementation="plain"),
-        atol=2e-6,
-    )
-
-
 def test_none_is_plain_without_a_gpu():
     *given, _ = arrays(6, 10, SOURCE)
-    visible = jnp.ones((BATCH, TIME, SOURCE), bool)
+    mask = mask_of(TIME, SOURCE, True)
     np.testing.assert_array_equal(
-        core_attention(*given, visible), core_attention(*given, visible, implementation="plain")
+        core_attention(*given, mask), core_attention(*given, mask, implementation="plain")
     )
 
 
@@ -86,7 +86,7 @@ def test_none_is_plain_without_a_gpu():
 def test_what_cannot_serve_is_refused(name, message):
     *given, _ = arrays(8, 8, SOURCE, jnp.bfloat16)
     with pytest.raises(ValueError, match=message):
-        core_attention(*given, jnp.ones((BATCH, TIME, SOURCE), bool), implementation=name)
+        core_attention(*given, mask_of(TIME, SOURCE, True), implementation=name)
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def test_what_a_gpu_cannot_serve_is_refused(dtype, head_dim, capability, message
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [device()])
     *given, _ = arrays(head_dim, 8, SOURCE, dtype)
-    visible = jnp.ones((BATCH, TIME, SOURCE), bool)
+    mask = mask_of(TIME, SOURCE, True)
     with pytest.raises(ValueError, match=message):
-        core_attention(*given, visible, implementation="cudnn")
+        core_attention(*given, mask, implementation="cudnn")
     np.testing.assert_array_equal(
-        core_attention(*given, visible), core_attention(*given, visible, implementation="plain")
+        core_attention(*given, mask), core_attention(*given, mask, implementation="plain")
     )
