@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from moe.attention.mask import window_of_layer
 from moe.attention.plain import plain_attention
 from moe.config import ModelConfig
 from moe.head import logits_of
-from moe.model import block, check_window, embed, run
+from moe.model import block, embed, run
 from moe.precision import rms_norm
 from moe.tokens.packing import PackedBatch, pack_rows
 from moe.tokens.zigzag import ZigzagLayout
@@ -83,7 +84,6 @@ def prefill(
     # No backward pass follows, and what is captured here would not leave a rematerialised layer.
     execution = replace(config.execution, remat="none", fsdp=False)
     config = replace(_dropless(config), execution=execution)
-    check_window(tokens.shape[1], config)
     valid = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
     captured: dict[int, tuple[Array, ...]] = {}
     packed = pack_rows(tokens, valid, mesh, config.execution)
@@ -141,9 +141,7 @@ def decode_step(
     """
     config = _dropless(config)
     room = cache.keys[0].shape[2]
-    check_window(room, config)
-    columns = jnp.arange(room)
-    visible = (columns[None] <= positions[:, None])[:, None]
+    columns = jnp.arange(room)[None]
     # Past the end, where writing does nothing: a row that waits keeps what it has.
     written = jnp.where(live, positions, room)
     rows = jnp.arange(tokens.shape[0])
@@ -155,10 +153,14 @@ def decode_step(
         )
 
     def core_attention_of_layer(index, window=None):
+        visible = columns <= positions[:, None]
+        if window is not None:
+            visible &= columns > positions[:, None] - window
+
         def core_attention(query, key, value, scale=None):
             keys[index], values[index] = write(keys[index], key), write(values[index], value)
             key, value = _by_position(keys[index]), _by_position(values[index])
-            return plain_attention(query[:, None], key, value, visible, scale)[:, 0]
+            return plain_attention(query[:, None], key, value, visible[:, None], scale)[:, 0]
 
         return core_attention
 
@@ -174,7 +176,8 @@ def decode_step(
     # No loop over stacked layers: each one's cache is a buffer of its own, written in place.
     x, choices = embed(weights, tokens, config, mesh), []
     for index, layer in enumerate(layers):
-        x, router = block(layer, x, packed, core_attention_of_layer(index), config, mesh)
+        core_attention = core_attention_of_layer(index, window_of_layer(config, index))
+        x, router = block(layer, x, packed, core_attention, config, mesh)
         if router is not None and router.choices is not None:
             choices.append(router.choices)
     x = rms_norm(x, weights.norm, config.norm_epsilon)

@@ -10,7 +10,10 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-LARGEST = jnp.iinfo(jnp.int32).max
+from moe.config import ModelConfig
+
+LARGEST = 2**30
+"""More than any mark is."""
 
 Window = int | Int[Array, ""] | None
 """How many positions a query may look back, itself included; None is no limit."""
@@ -70,8 +73,19 @@ def may_meet(query: Marks, key: Marks, window: Window = None) -> Bool[Array, ""]
     if window is not None:
         first = jnp.min(_tokens(query, query.position, LARGEST), axis=-1)
         last = jnp.max(_tokens(key, key.position, -1), axis=-1)
-        meet &= first < last + window
+        meet &= first - last < window
     return jnp.any(meet)
+
+
+def window_of_layer(config: ModelConfig, number: int | Int[Array, ""]) -> Window:
+    """That of a layer, whose number a stage of a pipeline knows at run time only."""
+    window, full = config.sliding_window, config.full_attention_layers
+    if window is None or not full:
+        return window
+    if isinstance(number, int):
+        return None if number in full else window
+    every = [LARGEST if layer in full else window for layer in range(config.num_layers)]
+    return jnp.asarray(every, jnp.int32)[number]
 
 
 def _tokens(marks: Marks, x: Array, instead: int) -> Array:

@@ -71,8 +71,15 @@ def arrays(kind):
     return whole
 
 
+WINDOWS = {
+    "tp2 cp2": {"rows": None, "shared prompts": 6, "packed": 2},
+    "cp4": {"rows": 4, "shared prompts": None, "packed": None},
+}
+"""What is covered by a layout has a window in one of the two."""
+
+
 @functools.cache
-def run(context, layout):
+def run(context, layout, windows="tp2 cp2"):
     """By packed: what is read and the gradients, in rows; and the program of both, compiled and
     traced."""
     mesh = mesh_of(layout)
@@ -87,7 +94,8 @@ def run(context, layout):
         results = {}
         for kind, packed in batches(mesh, Execution(context=context)).items():
             *inputs, weight = given[kind]
-            attend = functools.partial(packed.core_attention_of_layer(0), scale=SCALE)
+            window = WINDOWS[windows][kind]
+            attend = functools.partial(packed.core_attention_of_layer(0, window), scale=SCALE)
             out, back = jax.vjp(attend, *inputs)
             results[kind] = (out, *back(weight))
         return results
@@ -101,25 +109,29 @@ def run(context, layout):
     return jax.tree.map(np.asarray, results), step.as_text(), traced.jaxpr.jaxpr
 
 
-def visible_pairs(kind):
+def visible_pairs(kind, window=None):
     """``[row, time, time]``, by definition."""
     ids = segments() if kind == "packed" else valid_rows().astype(int)
     same = (ids[:, :, None] == ids[:, None, :]) & (ids[:, None, :] > 0)
-    return same & np.tri(TIME, dtype=bool)
+    earlier = same & np.tri(TIME, dtype=bool)
+    # Keys of the own sequence from each on to the query, both included.
+    until = np.cumsum(earlier[:, :, ::-1], axis=2)[:, :, ::-1]
+    return earlier & (until <= (window or TIME))
 
 
 @pytest.mark.parametrize("kind", ["rows", "shared prompts", "packed"])
-def test_one_device_reads_what_it_may(kind):
+@pytest.mark.parametrize("windows", full_but(WINDOWS, "tp2 cp2"))
+def test_one_device_reads_what_it_may(kind, windows):
     """Against a softmax in float64 over the pairs that the definition allows."""
     query, key, value, weight = (x.astype(np.float64) for x in arrays(kind))
     key, value = (np.repeat(x, HEADS // KV_HEADS, axis=2) for x in (key, value))
-    visible = visible_pairs(kind)
+    visible = visible_pairs(kind, WINDOWS[windows][kind])
     scores = np.einsum("bthk,bshk->bhts", query, key) * SCALE
     powers = np.where(visible[:, None], np.exp(scores), 0.0)
     total = np.maximum(powers.sum(axis=-1, keepdims=True), 1e-9)
     expected = np.einsum("bhts,bshk->bthk", powers / total, value)
     counted = np.any(weight != 0, axis=(2, 3))
-    out = run(None, "dp1")[0][kind][0]
+    out = run(None, "dp1", windows)[0][kind][0]
     for got, wanted, some in zip(
         out, by_section(kind, expected), by_section(kind, counted), strict=True
     ):
@@ -166,8 +178,8 @@ LAYOUTS = ["cp4", "tp2 cp2"]
 @pytest.mark.parametrize("layout", full_but(LAYOUTS, "tp2 cp2"))
 @pytest.mark.parametrize("context", ["gather", "ring", "ulysses"])
 def test_equals_one_device(context, layout, kind):
-    out, *grads = run(context, layout)[0][kind]
-    expected, *expected_grads = run(None, "dp1")[0][kind]
+    out, *grads = run(context, layout, layout)[0][kind]
+    expected, *expected_grads = run(None, "dp1", layout)[0][kind]
     counted = by_section(kind, np.any(arrays(kind)[3] != 0, axis=(2, 3)))
     for got, wanted, some in zip(out, expected, counted, strict=True):
         np.testing.assert_allclose(got[some], wanted[some], atol=2e-6)
@@ -204,7 +216,7 @@ def elements(shapes):
 @pytest.mark.parametrize("context", ["gather", "ring", "ulysses"])
 def test_sends_what_the_docstring_says(context, layout):
     """Forward and backward of the three batches: kinds of collectives, and elements sent."""
-    _, program, traced = run(context, layout)
+    _, program, traced = run(context, layout, layout)
     ops = COLLECTIVE.findall(program)
     if context == "ring":
         ops = [(f"f32[{size}]", "collective-permute") for size in permuted(traced)]
@@ -277,7 +289,7 @@ def test_a_ring_leaves_out_what_is_hidden():
     assert finite_chunks(3, [2, 5]) == {0, 1, 7}
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", full_but(["none", "full"], "none"))
 def test_what_a_ring_keeps_is_linear_in_tokens(remat):
     """Its own part of everything, whatever the number of ranks, and no score."""
 
