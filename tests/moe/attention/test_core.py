@@ -1,13 +1,16 @@
 """The fused kernels read what the plain twin reads, and say so where they cannot."""
 
 import functools
+import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from programs import jit
 
+from moe.attention import core
 from moe.attention.core import core_attention
 from moe.attention.mask import Marks, Mask, visible
 
@@ -108,3 +111,84 @@ def test_what_a_gpu_cannot_serve_is_refused(dtype, head_dim, capability, message
     np.testing.assert_array_equal(
         core_attention(*given, mask), core_attention(*given, mask, implementation="plain")
     )
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A machine that says it has one."""
+    device = functools.partial(type, "Device", (), {"compute_capability": "9.0"})
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [device()])
+    monkeypatch.setattr(
+        "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000
+    )
+
+
+def rows_of(batch, time, source, window=None, causal=True, single=True):
+    """The shapes of a mask, and no numbers."""
+    query, key = (
+        Marks(*[jax.ShapeDtypeStruct((batch, size), jnp.int32)] * 3) for size in (time, source)
+    )
+    return Mask(query, key, window, causal, single)
+
+
+@pytest.mark.parametrize(
+    ("mask", "chosen"),
+    [
+        (rows_of(1, 2**17, 2**17), "cudnn"),
+        (rows_of(1, 2**16, 2**17, window=4096), "cudnn"),
+        # Parts of rows and packed ones, whose masks are small enough, or not.
+        (rows_of(1, 2**13, 2**13, single=False), "cudnn"),
+        (rows_of(1, 2**14, 2**14, single=False), "blocked"),
+        (rows_of(1, 2**12, 2**14, causal=False), "cudnn"),
+        (rows_of(8, 2**12, 2**14, causal=False), "blocked"),
+        (rows_of(1, 64, 64, jax.ShapeDtypeStruct((), jnp.int32)), "cudnn"),
+        # Few queries: a mask is less than computing all the others would be.
+        (rows_of(1, 2**14, 2**16), "cudnn"),
+    ],
+)
+def test_none_on_a_gpu_is_what_fits(mask, chosen, hopper):
+    (batch, time), (_, source) = mask.query.column.shape, mask.key.column.shape
+    query, value = (
+        jax.ShapeDtypeStruct((batch, size, 4, 64), jnp.bfloat16) for size in (time, source)
+    )
+    assert core._best(query, value, value, mask) == chosen
+
+
+def test_a_mask_that_is_too_large_is_refused(hopper):
+    def read(query, key, mask):
+        return core_attention(query, key, key, mask, implementation="cudnn")
+
+    shape = jax.ShapeDtypeStruct((1, 2**14, 4, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"a mask of 268435456 numbers.*choose \"blocked\""):
+        jax.eval_shape(read, shape, shape, rows_of(1, 2**14, 2**14, single=False))
+
+
+@pytest.mark.parametrize(("single", "window"), [(True, 48), (True, None), (False, 48)])
+def test_lengths_need_no_mask_on_cuda(single, window, hopper):
+    """By lowering: the kernels of both passes, and what they are given."""
+    time, kernels = 96, ["__cudnn$fmha" + name for name in ("Softmax", "ScaleBiasSoftmax")]
+
+    def step(query, key, value, mask):
+        def total(*given):
+            return jnp.sum(core_attention(*given, mask).astype(jnp.float32))
+
+        return jax.grad(total, (0, 1, 2))(query, key, value)
+
+    shapes = [jax.ShapeDtypeStruct((2, time, n, 64), jnp.bfloat16) for n in (8, 4, 4)]
+    mask = rows_of(2, time, time, window, single=single)
+    calls = [
+        jax.export.DisabledSafetyCheck.custom_call(k + b) for k in kernels for b in ("", "Backward")
+    ]
+    program = jax.export.export(
+        jax.jit(lambda *given: step(*given[:3], mask.replace(query=given[3], key=given[4]))),
+        platforms=["cuda"],
+        disabled_checks=calls,
+    )(*shapes, mask.query, mask.key).mlir_module()
+    kernel = kernels[0 if single else 1]
+    used = re.findall(r"@(__cudnn\$\w+)", program)
+    assert sorted(used) == [kernel, kernel + "Backward"]
+    # Nothing is as large as queries times keys, but with a mask.
+    assert (f"{time}x{time}x" not in program) == single
+    given = re.findall(r"sliding_window_length\D*22: (\d+)", program)
+    assert given == [str(window if single and window else 0)] * 2
