@@ -277,19 +277,21 @@ def attention(arguments: argparse.Namespace) -> Iterator[Figures]:
     import jax.numpy as jnp
 
     from moe.attention.core import IMPLEMENTATIONS, core_attention
-    from moe.attention.plain import causal_mask
+    from moe.attention.mask import Marks, Mask
 
     config = network(arguments)
     rows, length, width = max(arguments.rows // 4, 1), arguments.time, config.head_dim
     query = random((rows, length, config.num_heads, width))
     key, value = (random((rows, length, config.num_kv_heads, width), seed) for seed in (1, 2))
-    visible = causal_mask(jnp.ones((rows, length), bool))
+    column = jnp.broadcast_to(jnp.arange(length)[None], (rows, length))
+    marks = Marks(column, column, jnp.ones_like(column))
+    mask = Mask(marks, marks, causal=True, single=True)
     # Queries with keys and weights with values, half of them visible.
     flops = 2 * rows * length**2 * config.num_heads * width
     for name in IMPLEMENTATIONS:
 
         def value_of(query, key, value, name=name):
-            return core_attention(query, key, value, visible, causal=True, implementation=name)
+            return core_attention(query, key, value, mask, implementation=name)
 
         def both(query, key, value, value_of=value_of):
             out, back = jax.vjp(value_of, query, key, value)

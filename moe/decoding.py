@@ -14,9 +14,10 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from moe.attention.cached import cached_attention
+from moe.attention.mask import window_of_layer
 from moe.config import ModelConfig
 from moe.head import logits_of
-from moe.model import block, check_window, embed, run
+from moe.model import block, embed, run
 from moe.precision import rms_norm
 from moe.tokens.packing import PackedBatch, pack_rows
 from moe.tokens.zigzag import ZigzagLayout
@@ -100,18 +101,17 @@ def prefill(
     config = _dropless(config)
     execution = replace(config.execution, remat="none", fsdp=False)
     config = replace(config, execution=execution)
-    check_window(tokens.shape[1], config)
     valid = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
     captured: dict[int, tuple[Array, ...]] = {}
     packed = pack_rows(tokens, valid, mesh, config.execution)
 
-    def core_attention_of_layer(index):
+    def core_attention_of_layer(index, window=None):
         def core_attention(query, key, value, scale=None):
             captured[index] = tuple(
                 jnp.moveaxis(x.reshape(*valid.shape, *x.shape[1:]), 1, column)
                 for x, column in ((key, KEY_COLUMN), (value, VALUE_COLUMN))
             )
-            return packed.core_attention_of_layer(index)(query, key, value, scale)
+            return packed.core_attention_of_layer(index, window)(query, key, value, scale)
 
         return core_attention
 
@@ -159,9 +159,7 @@ def decode_step(
     """
     config = _dropless(config)
     room = cache.keys[0].shape[KEY_COLUMN]
-    check_window(room, config)
-    columns = jnp.arange(room)
-    visible = columns[None] <= positions[:, None]
+    columns = jnp.arange(room)[None]
     # Past the end, where writing does nothing: a row that waits keeps what it has.
     written = jnp.where(live, positions, room)
     rows = jnp.arange(tokens.shape[0])
@@ -171,7 +169,11 @@ def decode_step(
         there = (rows, *[slice(None)] * (column - 1), written)
         return buffer.at[there].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
 
-    def core_attention_of_layer(index):
+    def core_attention_of_layer(index, window=None):
+        visible = columns <= positions[:, None]
+        if window is not None:
+            visible &= columns > positions[:, None] - window
+
         def core_attention(query, key, value, scale=None):
             keys[index] = write(keys[index], key, KEY_COLUMN)
             values[index] = write(values[index], value, VALUE_COLUMN)
@@ -191,7 +193,8 @@ def decode_step(
     # No loop over stacked layers: each one's cache is a buffer of its own, written in place.
     x, choices = embed(weights, tokens, config, mesh), []
     for index, layer in enumerate(layers):
-        x, router = block(layer, x, packed, core_attention_of_layer(index), config, mesh)
+        core_attention = core_attention_of_layer(index, window_of_layer(config, index))
+        x, router = block(layer, x, packed, core_attention, config, mesh)
         if router is not None and router.choices is not None:
             choices.append(router.choices)
     x = rms_norm(x, weights.norm, config.norm_epsilon)

@@ -8,9 +8,10 @@ def training_flops(config: ModelConfig, time: int) -> float:
 
     ``6 (L (h (q + 2 kv) + q h) + sum_layers 3 h f + h V) + 6 L q time``: a multiplication and an
     addition for each weight that the token meets, forward and twice backward, and the products of
-    queries with keys and of weights with values, of which a causal mask leaves half. h is
-    `d_model`, q and kv the widths of all query and key heads, f the hidden width of all the experts
-    that a token meets, the shared one included, or of the dense layer, V the vocabulary.
+    queries with keys and of weights with values, of which a causal mask leaves half. In a layer
+    with a window of w tokens ``w (2 - w / time)`` stands for the last `time`. h is `d_model`, q and
+    kv the widths of all query and key heads, f the hidden width of all the experts that a token
+    meets, the shared one included, or of the dense layer, V the vocabulary.
 
     What is computed again, padded or thrown away does not count, nor do norms, the embedding, the
     router (less than a hundredth) and the optimizer: this is the work that the model needs, the
@@ -40,4 +41,11 @@ def training_flops(config: ModelConfig, time: int) -> float:
     )
     columns = 1 if config.head == "value" else config.vocab_size
     weights = attention + 3 * config.d_model * width + config.d_model * columns
-    return 6.0 * (weights + config.num_layers * queries * time)
+    window, full = config.sliding_window, config.num_layers
+    if window is not None and window < time:
+        full = len(config.full_attention_layers)
+    else:
+        window = time
+    # Twice the mean number of keys that a query sees, summed over layers.
+    seen = full * time + (config.num_layers - full) * window * (2 - window / time)
+    return 6.0 * (weights + queries * seen)

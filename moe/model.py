@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe.attention.layer import CoreAttention, attention
+from moe.attention.mask import window_of_layer
 from moe.config import ModelConfig
 from moe.experts.dispatch.choice import dispatch
 from moe.experts.feed_forward import dense
@@ -172,7 +173,7 @@ def blocks(
         number = first + index
         # Choices are recorded for the layers that have experts.
         own = packed.of_layer(number - config.num_dense_layers)
-        core_attention = packed.core_attention_of_layer(number)
+        core_attention = packed.core_attention_of_layer(number, window_of_layer(config, number))
         run_block = rematerialised(partial(run_layer, own, core_attention), config.execution.remat)
         x, stats = run_block(layer, x)
         if stats is not None:
@@ -209,7 +210,6 @@ def hidden(
       replay: experts that `routing_choices` gave before, used again with the current scores; a
         token whose ids are out of range chooses anew.
     """
-    check_window(tokens.shape[1], config)
     return run(weights, pack_rows(tokens, valid, mesh, config.execution, replay), config, mesh)
 
 
@@ -262,7 +262,6 @@ def before_responses(
       States of the flattened ``[batch, response]`` tokens in the order of `response_tokens`, and
       the router's sums.
     """
-    check_window(tokens.shape[1], config)
     packed = pack_shared_prompts(
         tokens, valid, prompt_length, num_samples, mesh, config.execution, replay
     )
@@ -301,16 +300,6 @@ def values(
     """The critic's estimate of the state before each token (0 before the first)."""
     x, stats = hidden(weights, tokens, valid, config, mesh)
     return align_to_tokens(value_of(weights, x, config), tokens.shape, mesh), stats
-
-
-def check_window(length: int, config: ModelConfig) -> None:
-    """Refuses sequences in which attention would have to be cut to the sliding window."""
-    window = config.sliding_window
-    if window is not None and length > window:
-        raise ValueError(
-            f"sequences of {length} tokens are longer than sliding_window={window}, beyond which "
-            "this network would not look back: use shorter ones."
-        )
 
 
 def check_runs(num_tokens: int, mesh: FoldedMesh) -> None:

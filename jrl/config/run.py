@@ -90,7 +90,7 @@ class RunConfig:
     """Tokens that prompts are padded to; None fits the task's longest."""
     response_length: int | None = None
     """Limit of a completion in tokens; None is a quarter above the task's longest answer, and for
-    hf:DIR 1024 or what the checkpoint's window leaves."""
+    hf:DIR 1024 or what the checkpoint's positions leave."""
 
     load_balance_coef: float | None = None
     """Weight of the load-balancing loss of each sequence; None is the preset's, 0 for hf:DIR."""

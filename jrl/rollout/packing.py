@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.scoring import Choices, Scores, token_scores
-from moe import model
 from moe.config import ModelConfig
 from moe.head import value_of
 from moe.tokens.packing import PackedBatch, pack_segments, positions_of, zigzag_of_rows
@@ -69,7 +68,6 @@ def pack(
     Args:
       choices: experts to send tokens to again, see `jrl.rollout.scoring.pack`.
     """
-    model.check_window(rows.tokens.shape[1], config)
     places = _places(rows, sizes)
     # A row's offset in its bin tells it from the others there; 0 is left to padding.
     own = jnp.broadcast_to(rows.starts[:, None] % sizes.length + 1, places.shape)

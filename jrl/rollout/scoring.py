@@ -117,7 +117,6 @@ def pack(
       choices: experts to send tokens to again; those of a prompt are taken from the first of the
         rows that share it, and tokens without a record choose by themselves.
     """
-    model.check_window(tokens.shape[1], config)
     replay = None if choices is None else jnp.moveaxis(choices, 2, 0)
     return pack_shared_prompts(
         tokens, valid, layout.prompt_length, layout.group_size, mesh, config.execution, replay

@@ -1,5 +1,8 @@
 """Attention block by block (FlashAttention, in plain JAX): no more than a block's scores exist at a
-time, forward or backward.
+time, forward or backward, and blocks that a mask hides whole are left out.
+
+`attend` and `attend_gradient` speak about some of the keys: a ring (`context_parallel.ring`) merges
+what it learns from one rank after the other.
 """
 
 from functools import partial
@@ -10,23 +13,35 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from moe.attention.blocking import (
+    Blocking,
+    Span,
+    blocking_of,
+    blocks_of,
+    chunk_of,
+    joined,
+    keys_of,
+    lengthened,
+)
+from moe.attention.mask import Marks, Mask, Window, may_meet, visible
 from moe.precision import MASK_VALUE
+from sharding.collectives import vary, varying
 
-QUERIES = 128
-"""Queries of a block, at most. Fewer leave out more of what a causal mask hides, more make better
-products."""
-SPANS = 8
-"""Stretches of queries that are compiled apart, at most, each with keys up to its own end."""
 SCORES = 2**18
 """Scores of a block of several short rows, at most: about what a core's cache holds."""
+
+Query = Float[Array, "*batch kv_head group time head_dim"]
+Key = Float[Array, "*batch kv_head source head_dim"]
+Value = Float[Array, "*batch kv_head source v_head_dim"]
+Output = Float[Array, "*batch kv_head group time v_head_dim"]
+PerQuery = Float[Array, "*batch kv_head group time"]
 
 
 def blocked_attention(
     query: Float[Array, "batch time heads head_dim"],
     key: Float[Array, "batch source kv_heads head_dim"],
     value: Float[Array, "batch source kv_heads v_head_dim"],
-    visible: Bool[Array, "batch time source"],
-    causal: bool = False,
+    mask: Mask,
     scale: float | None = None,
 ) -> Float[Array, "batch time heads v_head_dim"]:
     """``softmax(scale q k) v`` over the visible positions: `plain_attention` with its own gradient,
@@ -37,228 +52,294 @@ def blocked_attention(
 
         dv = p^T do      ds = p (do v^T - sum(o do))      dq = scale ds k      dk = scale ds^T q
 
-    A query that sees nothing gets a mean of values, and its scores have no gradient.
+    A query that sees nothing gets something finite, without a gradient.
 
     Args:
-      causal: promises that `visible` leaves out every key at a later place than the query's: about
-        half of the work is left out.
+      mask: where it is `causal`, about half of the work is left out; of rows with more than `KEYS`
+        keys, each block that the ranges of its marks tell to be hidden, by a window, say.
       scale: multiplies the scores; None is ``head_dim**-0.5``.
 
     References:
       Dao, "FlashAttention-2", 2023, algorithms 1 and 2. https://arxiv.org/abs/2307.08691
     """
-    batch, time, heads, head_dim = query.shape
-    kv_heads = key.shape[2]
-    blocking = _blocking(time, key.shape[1], causal)
-    # Padded queries see nothing, and their results are cut off.
-    missing = blocking.num_blocks * blocking.queries - time
-    query = jnp.pad(query, ((0, 0), (0, missing), (0, 0), (0, 0)))
-    query = query.reshape(batch, -1, kv_heads, heads // kv_heads, head_dim)
-    out: Array = _attend(
-        jnp.moveaxis(query, 1, 3),
-        jnp.moveaxis(key, 1, 2),
-        jnp.moveaxis(value, 1, 2),
-        jnp.pad(visible, ((0, 0), (0, missing), (0, 0))),
-        blocking,
-        head_dim**-0.5 if scale is None else scale,
-    )
-    return jnp.moveaxis(out, 3, 1).reshape(batch, -1, heads, value.shape[-1])[:, :time]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    grouped = in_groups(query, key.shape[2]), by_head(key), by_head(value)
+    return in_heads(_attend(*alike(grouped, mask), mask, scale))
 
 
-class _Span(NamedTuple):
-    """Consecutive blocks of queries that meet the same keys, the first ones of the row.
-
-    Attributes:
-      first, stop: queries.
-      sources: how many keys.
-    """
-
-    first: int
-    stop: int
-    sources: int
+def in_groups(
+    x: Float[Array, "batch time heads width"], kv_heads: int
+) -> Float[Array, "batch kv_head group time width"]:
+    """Of queries, or of what they get: those of a key/value head together."""
+    return jnp.moveaxis(x.reshape(*x.shape[:2], kv_heads, -1, x.shape[-1]), 1, 3)
 
 
-class _Blocking(NamedTuple):
-    """How a row is cut into blocks.
-
-    Attributes:
-      queries: of a block.
-      num_blocks: of the row.
-      spans: of blocks.
-    """
-
-    queries: int
-    num_blocks: int
-    spans: tuple[_Span, ...]
+def in_heads(
+    x: Float[Array, "batch kv_head group time width"],
+) -> Float[Array, "batch time heads width"]:
+    """The reverse of `in_groups`."""
+    x = jnp.moveaxis(x, 3, 1)
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
-def _blocking(time: int, source: int, causal: bool) -> _Blocking:
-    """Blocks of equal size, in spans of equally many."""
-    num_blocks = -(-time // QUERIES)
-    of_span = -(-num_blocks // SPANS) if causal else num_blocks
-    num_spans = -(-num_blocks // of_span)
-    queries = -(-time // (num_spans * of_span))
-    # Each span is a loop of its own length in keys: shapes are static, so a causal row's blocks
-    # cannot each have their own.
-    width = of_span * queries
-    ends = [(number + 1) * width for number in range(num_spans)]
-    spans = tuple(_Span(end - width, end, min(end, source) if causal else source) for end in ends)
-    return _Blocking(queries, num_spans * of_span, spans)
+def by_head(
+    x: Float[Array, "batch time kv_heads width"],
+) -> Float[Array, "batch kv_head time width"]:
+    """Of keys and values; its own reverse on what it gives."""
+    return jnp.swapaxes(x, 1, 2)
 
 
-Query = Float[Array, "kv_head group time head_dim"]
-Key = Float[Array, "kv_head source head_dim"]
-Value = Float[Array, "kv_head source v_head_dim"]
-Output = Float[Array, "kv_head group time v_head_dim"]
+def alike(arrays: tuple[Array, ...], *others: object) -> tuple[Array, ...]:
+    """`arrays` typed as varying over every mesh axis that one of them, or of `others`, varies over:
+    what loops carry and what branches give must be of one type."""
+    leaves = [x for x in jax.tree.leaves((arrays, others)) if isinstance(x, jax.Array)]
+    axes = frozenset[str]().union(*(varying(x) for x in leaves))
+    return vary(arrays, tuple(sorted(axes)))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attend(
-    query: Array, key: Array, value: Array, visible: Array, blocking: _Blocking, scale: float
-) -> Array:
-    return _forward(query, key, value, visible, blocking, scale)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(query: Array, key: Array, value: Array, mask: Mask, scale: float) -> Array:
+    return _forward(query, key, value, mask, scale)[0]
 
 
-def _forward(query, key, value, visible, blocking, scale):
-    def row(given):
-        return _row(blocking, scale, *given)
-
-    out, log_sum = lax.map(
-        row, (query, key, value, visible), batch_size=_rows(query, key, blocking)
-    )
-    return out, (query, key, value, visible, out, log_sum)
+def _forward(query, key, value, mask, scale):
+    out, log_sum = attend(query, key, value, mask, scale)
+    out = out.astype(value.dtype)
+    return out, (query, key, value, mask, out, log_sum)
 
 
-def _backward(blocking, scale, residuals, out_gradient):
-    query, key, value, visible, out, log_sum = residuals
-    # FlashAttention-2's D = rowsum(do o): what the softmax takes off every score's gradient.
-    mean = _product("bvgtd,bvgtd->bvgt", out, out_gradient)
-    # Before the rows: within them XLA would read the mask across, element by element.
-    seen_by = jnp.swapaxes(visible, 1, 2)
-
-    def row(given):
-        return _row_gradient(blocking, scale, *given)
-
-    rows = _rows(query, key, blocking)
-    given = query, key, value, seen_by, log_sum, mean, out_gradient
-    return *lax.map(row, given, batch_size=rows), None
+def _backward(scale, residuals, out_gradient):
+    query, key, value, mask, out, log_sum = residuals
+    mean = slope_mean(out, out_gradient)
+    grads = attend_gradient(query, key, value, mask, log_sum, mean, out_gradient, scale)
+    given = zip(grads, (query, key, value), strict=True)
+    return *(gradient.astype(x.dtype) for gradient, x in given), None
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _rows(query: Array, key: Array, blocking: _Blocking) -> int:
+def slope_mean(out: Output, out_gradient: Output) -> PerQuery:
+    """FlashAttention-2's ``D = rowsum(do o)``: what the softmax takes off every score's
+    gradient."""
+    return _product("...td,...td->...t", out, out_gradient)
+
+
+def attend(
+    query: Query, key: Key, value: Value, mask: Mask, scale: float
+) -> tuple[Output, PerQuery]:
+    """What the queries get of these keys, float32 and not rounded, and the log-sum of their scores'
+    exponentials: `MASK_VALUE`, or little more, where a query sees none of them.
+
+    Args:
+      query, key, value: with one dimension in front, all `alike`.
+    """
+    time, blocking = query.shape[-2], blocking_of(query.shape[-2], key.shape[-2], mask.causal)
+    # Padded queries see nothing, and their results are cut off.
+    marks = Marks(*(lengthened(x, blocking, -1) for x in mask.query))
+    given = lengthened(query, blocking, -2), key, value, marks, mask.key
+    out, log_sum = _over_rows(
+        partial(_row, blocking, scale, mask.window), given, _rows(query, key, blocking)
+    )
+    return out[..., :time, :], log_sum[..., :time]
+
+
+def attend_gradient(
+    query: Query,
+    key: Key,
+    value: Value,
+    mask: Mask,
+    log_sum: PerQuery,
+    mean: PerQuery,
+    out_gradient: Output,
+    scale: float,
+) -> tuple[Query, Key, Value]:
+    """The gradients of queries, keys and values that come through these keys, in float32.
+
+    Args:
+      log_sum: over all the keys that the softmax is taken of.
+      mean: `slope_mean` of the whole result.
+    """
+    time, blocking = query.shape[-2], blocking_of(query.shape[-2], key.shape[-2], mask.causal)
+    marks = Marks(*(lengthened(x, blocking, -1) for x in mask.query))
+    query, out_gradient = (lengthened(x, blocking, -2) for x in (query, out_gradient))
+    log_sum, mean = (lengthened(x, blocking, -1) for x in (log_sum, mean))
+    given = query, key, value, marks, mask.key, log_sum, mean, out_gradient
+    grads = _over_rows(
+        partial(_row_gradient, blocking, scale, mask.window), given, _rows(query, key, blocking)
+    )
+    return grads[0][..., :time, :], grads[1], grads[2]
+
+
+def _rows(query: Array, key: Array, blocking: Blocking) -> int:
     """How many rows are worked on at a time: a divisor, so that one program serves them all."""
     batch, kv_heads, group = query.shape[:3]
     most = max(SCORES // (kv_heads * group * blocking.queries * key.shape[2]), 1)
     return max(rows for rows in range(1, min(most, batch) + 1) if batch % rows == 0)
 
 
+def _over_rows(function, given, rows: int):
+    # One row at a time is no batch of one: a branch of a batch computes both sides.
+    return lax.map(lambda x: function(*x), given, batch_size=rows if rows > 1 else None)
+
+
+class _Softmax(NamedTuple):
+    """An online softmax over some of the keys: ``out / total`` is their result, powers over ``exp
+    top``."""
+
+    top: Array
+    total: Array
+    out: Array
+
+
 def _row(
-    blocking: _Blocking,
+    blocking: Blocking,
     scale: float,
+    window: Window,
     query: Query,
     key: Key,
     value: Value,
-    visible: Bool[Array, "time source"],
-) -> tuple[Output, Float[Array, "kv_head group time"]]:
+    marks: Marks,
+    source_marks: Marks,
+) -> tuple[Output, PerQuery]:
     """What the queries of one row get, and the log-sum of their scores' exponentials."""
 
-    def block(query, visible, key, value):
+    def softmax(query: Query, key: Key, value: Value, seen: Bool[Array, "time source"]) -> _Softmax:
         scores = _product("vgtd,vsd->vgts", query, key) * scale
-        scores = jnp.where(visible[None, None], scores, MASK_VALUE)
-        # All keys of a query are in its block: no online softmax is needed, only its log-sum is
-        # kept.
+        scores = jnp.where(seen[None, None], scores, MASK_VALUE)
         top = jnp.max(scores, axis=-1)
         powers = jnp.exp(scores - top[..., None])
         total = jnp.sum(powers, axis=-1)
-        out = _product("vgts,vsd->vgtd", powers.astype(value.dtype), value)
-        return (out / total[..., None]).astype(value.dtype), top + jnp.log(total)
+        return _Softmax(top, total, _product("vgts,vsd->vgtd", powers.astype(value.dtype), value))
 
-    # One compiled loop per span; the lambda's default binds this span's keys, not the last one's.
+    def block(span: Span, key: Key, value: Value, sources: Marks, query: Query, marks: Marks):
+        if span.num_chunks == 1:
+            found = softmax(query, key, value, visible(marks, sources, window))
+            return found.out / found.total[..., None], found.top + jnp.log(found.total)
+
+        def add(number: Array, found: _Softmax) -> _Softmax:
+            of_chunk = Marks(*(chunk_of(x, number, span, -1) for x in sources))
+
+            def met(found: _Softmax) -> _Softmax:
+                keys, values = (chunk_of(x, number, span, -2) for x in (key, value))
+                seen = visible(marks, of_chunk, window)
+                return _merged(found, softmax(query, keys, values, seen))
+
+            return lax.cond(may_meet(marks, of_chunk, window), met, lambda x: x, found)
+
+        nothing = jnp.zeros((*query.shape[:-1], value.shape[-1]), jnp.float32)
+        start = _Softmax(nothing[..., 0] + MASK_VALUE, nothing[..., 0], nothing)
+        start = vary(start, tuple(varying(query)))
+        found = lax.fori_loop(0, span.num_chunks, add, start)
+        total = jnp.where(found.total == 0, 1, found.total)
+        return found.out / total[..., None], found.top + jnp.log(total)
+
+    # One compiled loop per span; what it knows is bound to this span, not to the last one.
     parts = []
     for span in blocking.spans:
-        blocks = _blocks(query, span, blocking), _of_blocks(visible, span, blocking)
-        known = key[:, : span.sources], value[:, : span.sources]
-        parts.append(lax.map(lambda own, known=known: block(*own, *known), blocks))
+        own = (
+            blocks_of(query, span, blocking, 2),
+            Marks(*(blocks_of(x, span, blocking, 0) for x in marks)),
+        )
+        known = keys_of(span, key, value, source_marks)
+        parts.append(lax.map(lambda own, span=span, known=known: block(span, *known, *own), own))
     out, log_sum = (jnp.concatenate(part) for part in zip(*parts, strict=True))
-    return _joined(out), _joined(log_sum)
+    return joined(out), joined(log_sum)
+
+
+def _merged(a: _Softmax, b: _Softmax) -> _Softmax:
+    """The softmax over the keys of both."""
+    top = jnp.maximum(a.top, b.top)
+    of_a, of_b = jnp.exp(a.top - top), jnp.exp(b.top - top)
+    return _Softmax(
+        top,
+        a.total * of_a + b.total * of_b,
+        a.out * of_a[..., None] + b.out * of_b[..., None],
+    )
 
 
 def _row_gradient(
-    blocking: _Blocking,
+    blocking: Blocking,
     scale: float,
+    window: Window,
     query: Query,
     key: Key,
     value: Value,
-    seen_by: Bool[Array, "source time"],
-    log_sum: Float[Array, "kv_head group time"],
-    mean: Float[Array, "kv_head group time"],
+    marks: Marks,
+    source_marks: Marks,
+    log_sum: PerQuery,
+    mean: PerQuery,
     out_gradient: Output,
 ) -> tuple[Query, Key, Value]:
     """The gradients of one row's queries, keys and values."""
     dtype = query.dtype
 
-    def block(query, seen_by, log_sum, mean, out_gradient, key, value):
+    def slopes(own, key: Key, value: Value, sources: Marks) -> tuple[Array, Array, Array]:
+        query, marks, log_sum, mean, out_gradient = own
         # Keys before queries: no product that follows needs a transposed copy of all scores.
+        seen = jnp.swapaxes(visible(marks, sources, window), 0, 1)[None, :, None]
         scores = _product("vsd,vgtd->vsgt", key, query) * scale
-        scores = jnp.where(seen_by[None, :, None], scores, MASK_VALUE)
-        probs = jnp.exp(scores - log_sum[:, None])
+        probs = jnp.where(seen, jnp.exp(scores - log_sum[:, None]), 0)
         through = _product("vsd,vgtd->vsgt", value, out_gradient) - mean[:, None]
-        # Without what is not visible: where a query sees nothing its probs are not 0.
-        slopes = jnp.where(seen_by[None, :, None], probs * through * scale, 0).astype(dtype)
+        slopes = (probs * through * scale).astype(dtype)
         return (
-            jnp.moveaxis(_product("vsd,vsgt->vdgt", key, slopes), 1, 3).astype(dtype),
+            jnp.moveaxis(_product("vsd,vsgt->vdgt", key, slopes), 1, 3),
             _product("vsgt,vgtd->vsd", slopes, query),
             _product("vsgt,vgtd->vsd", probs.astype(dtype), out_gradient),
         )
 
-    queries, keys, values = [], [], []
+    def block(span: Span, key: Key, value: Value, sources: Marks, sums, own):
+        if span.num_chunks == 1:
+            of_query, *of_keys = slopes(own, key, value, sources)
+            return tuple(a + b for a, b in zip(sums, of_keys, strict=True)), of_query
+
+        def add(number: Array, sums):
+            of_chunk = Marks(*(chunk_of(x, number, span, -1) for x in sources))
+            keys, values = (chunk_of(x, number, span, -2) for x in (key, value))
+
+            def hidden():
+                shapes = own[0].shape, keys.shape, values.shape
+                nothing = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
+                return vary(nothing, tuple(varying(own[0])))
+
+            meet = may_meet(own[1], of_chunk, window)
+            of_query, *of_keys = lax.cond(meet, lambda: slopes(own, keys, values, of_chunk), hidden)
+            added = (
+                lax.dynamic_update_slice_in_dim(
+                    whole, chunk_of(whole, number, span, -2) + part, number * span.chunk, axis=-2
+                )
+                for whole, part in zip(sums[1:], of_keys, strict=True)
+            )
+            return sums[0] + of_query, *added
+
+        of_query = vary(jnp.zeros(own[0].shape, jnp.float32), tuple(varying(own[0])))
+        of_query, *sums = lax.fori_loop(0, span.num_chunks, add, (of_query, *sums))
+        return tuple(sums), of_query
+
+    # A query is in one block; a key is met by many, whose gradients add up.
+    queries = []
+    sums = [vary(jnp.zeros(x.shape, jnp.float32), tuple(varying(x))) for x in (key, value)]
     for span in blocking.spans:
         own = (
-            _blocks(query, span, blocking),
-            _columns(seen_by, span, blocking),
-            *(_blocks(x, span, blocking) for x in (log_sum, mean, out_gradient)),
+            blocks_of(query, span, blocking, 2),
+            Marks(*(blocks_of(x, span, blocking, 0) for x in marks)),
+            *(blocks_of(x, span, blocking, 2) for x in (log_sum, mean, out_gradient)),
         )
-        known = key[:, : span.sources], value[:, : span.sources]
-        of_span = lax.map(lambda own, known=known: block(*own, *known), own)
-        # A query is in one block; a key is met by many, whose gradients add up.
-        queries.append(of_span[0])
-        beyond = ((0, 0), (0, key.shape[1] - span.sources), (0, 0))
-        keys.append(jnp.pad(jnp.sum(of_span[1], axis=0), beyond))
-        values.append(jnp.pad(jnp.sum(of_span[2], axis=0), beyond))
-    return (
-        _joined(jnp.concatenate(queries)),
-        sum(keys[1:], keys[0]).astype(dtype),
-        sum(values[1:], values[0]).astype(value.dtype),
-    )
+        known = keys_of(span, key, value, source_marks)
+        so_far = keys_of(span, sums[0], sums[1], source_marks)[:2]
+        of_keys, of_query = lax.scan(
+            lambda sums, own, span=span, known=known: block(span, *known, sums, own), so_far, own
+        )
+        queries.append(of_query)
+        sums = [
+            whole.at[:, : span.sources].set(part[:, : span.sources])
+            for whole, part in zip(sums, of_keys, strict=True)
+        ]
+    return joined(jnp.concatenate(queries)), sums[0], sums[1]
 
 
 def _product(formula: str, a: Array, b: Array) -> Array:
-    # Raised first: XLA's CPU back end has no batched product of half precision summed in float32.
-    return jnp.einsum(formula, a.astype(jnp.float32), b.astype(jnp.float32))
-
-
-def _blocks(x: Array, span: _Span, blocking: _Blocking) -> Array:
-    """``[kv_head, group, time, ...]`` to ``[block, kv_head, group, query, ...]`` of a span."""
-    x = x[:, :, span.first : span.stop]
-    x = x.reshape(*x.shape[:2], -1, blocking.queries, *x.shape[3:])
-    return jnp.moveaxis(x, 2, 0)
-
-
-def _of_blocks(visible: Bool[Array, "time source"], span: _Span, blocking: _Blocking) -> Array:
-    """``[block, query, source]`` of a span."""
-    visible = visible[span.first : span.stop, : span.sources]
-    return visible.reshape(-1, blocking.queries, span.sources)
-
-
-def _columns(seen_by: Bool[Array, "source time"], span: _Span, blocking: _Blocking) -> Array:
-    """``[block, source, query]`` of a span."""
-    seen_by = seen_by[: span.sources, span.first : span.stop]
-    return jnp.moveaxis(seen_by.reshape(span.sources, -1, blocking.queries), 1, 0)
-
-
-def _joined(x: Array) -> Array:
-    """``[block, kv_head, group, query, ...]`` to ``[kv_head, group, time, ...]``."""
-    x = jnp.moveaxis(x, 0, 2)
-    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+    if jax.default_backend() == "cpu":
+        # XLA's CPU back end has no batched product of half precision summed in float32.
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return jnp.einsum(formula, a, b, preferred_element_type=jnp.float32)

@@ -151,6 +151,8 @@ def _fits(value: Any, annotation: Any) -> bool:
         return type(value) in (int, float) and -math.inf < value < math.inf
     if annotation is int:
         return type(value) is int and 0 <= value < 2**31
+    if get_origin(annotation) is tuple:
+        return isinstance(value, tuple) and all(_fits(x, options[0]) for x in value)
     if type(value) is not annotation:
         return False
     hints = get_type_hints(annotation) if is_dataclass(annotation) else {}

@@ -8,18 +8,26 @@ be cut over ``cp`` and ``tp``.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe.attention.context_parallel.choice import context_parallel_attention
-from moe.attention.context_parallel.mask import SegmentMask
+from moe.attention.context_parallel.mask import SegmentMask, Source
 from moe.attention.layer import CoreAttention
+from moe.attention.mask import Marks, Window
 from moe.execution import Execution
 from moe.router.statistics import sequence_load_fractions
 from moe.tokens.zigzag import ZigzagLayout
 from sharding.folding import FoldedMesh
+
+
+class CoreAttentionOfLayer(Protocol):
+    """(number of the layer, its window) -> its core attention."""
+
+    def __call__(self, index: int | Array, window: Window = None) -> CoreAttention: ...
 
 
 class PackedBatch(NamedTuple):
@@ -29,8 +37,8 @@ class PackedBatch(NamedTuple):
       tokens: ``[token]`` ids.
       positions: ``[token]`` place of each in its own sequence, from 0.
       multiplicity: ``[token]`` in how many sequences it stands, float32; 0 for padding.
-      core_attention_of_layer: from the number of a layer to its core attention; a stage of a
-        pipeline knows the number at run time only.
+      core_attention_of_layer: from the number of a layer, and from how many positions it may look
+        back, to its core attention; a stage of a pipeline knows both at run time only.
       sequence_fractions: from assignments ``[token, route]`` to each expert's fraction of those in
         the token's sequence (the mean over sequences where it stands in several).
       zigzag: where the tokens of rows stand in it.
@@ -41,7 +49,7 @@ class PackedBatch(NamedTuple):
     tokens: Array
     positions: Array
     multiplicity: Array
-    core_attention_of_layer: Callable[[int | Array], CoreAttention]
+    core_attention_of_layer: CoreAttentionOfLayer
     sequence_fractions: Callable[[Array], Array]
     zigzag: ZigzagLayout
     replay: Array | None = None
@@ -71,12 +79,13 @@ def pack_rows(
         own = sequence_load_fractions(zigzag.restore(counts)[0], valid)
         return zigzag.flatten(jnp.repeat(own[:, None], valid.shape[1], axis=1))
 
+    positions, segments = positions_of(valid), valid.astype(jnp.int32)
     return PackedBatch(
         tokens=zigzag.flatten(tokens),
-        positions=zigzag.flatten(positions_of(valid)),
+        positions=zigzag.flatten(positions),
         multiplicity=zigzag.flatten(valid.astype(jnp.float32)),
         core_attention_of_layer=_causal(
-            zigzag, [valid.astype(jnp.int32)], lambda x: x, mesh, execution
+            zigzag, [positions], [segments], OWN_ROWS, True, mesh, execution
         ),
         sequence_fractions=sequence_fractions,
         zigzag=zigzag,
@@ -103,9 +112,7 @@ def pack_segments(
         The tokens of a sequence are in order; where they stand in the row does not matter.
     """
     zigzag, time = zigzag_of_rows(tokens.shape, mesh), tokens.shape[1]
-    valid, same = segments > 0, segments[:, :, None] == segments[:, None, :]
-    earlier = jnp.arange(time)[:, None] > jnp.arange(time)[None, :]
-    positions = jnp.sum(same & earlier[None], axis=-1, dtype=jnp.int32)
+    valid, positions = segments > 0, _places(segments)
     row = jnp.arange(tokens.shape[0])[:, None]
 
     def sequence_fractions(counts: Float[Array, "token route"]) -> Float[Array, "token route"]:
@@ -120,7 +127,9 @@ def pack_segments(
         tokens=zigzag.flatten(tokens),
         positions=zigzag.flatten(positions),
         multiplicity=zigzag.flatten(valid.astype(jnp.float32)),
-        core_attention_of_layer=_causal(zigzag, [segments], lambda x: x, mesh, execution),
+        core_attention_of_layer=_causal(
+            zigzag, [positions], [segments], OWN_ROWS, False, mesh, execution
+        ),
         sequence_fractions=sequence_fractions,
         zigzag=zigzag,
         replay=_replayed(replay, lambda layer: zigzag.flatten(layer)),
@@ -166,16 +175,18 @@ def pack_shared_prompts(
             jnp.repeat(own[:, None], response_length, axis=1),
         )
 
-    multiplicity = valid.astype(jnp.float32)
+    positions, multiplicity = split(positions_of(valid)), valid.astype(jnp.float32)
     of_prompts, of_responses = split(multiplicity)
     return PackedBatch(
         tokens=zigzag.flatten(*split(tokens)),
-        positions=zigzag.flatten(*split(positions_of(valid))),
+        positions=zigzag.flatten(*positions),
         multiplicity=zigzag.flatten(of_prompts * num_samples, of_responses),
         core_attention_of_layer=_causal(
             zigzag,
+            positions,
             split(valid.astype(jnp.int32)),
-            lambda x: (x[0], whole_rows(x)),
+            ((Source(0, 1),), (Source(0, num_samples), Source(1, 1))),
+            True,
             mesh,
             execution,
         ),
@@ -198,13 +209,32 @@ def zigzag_of_prompts(
     return ZigzagLayout((prompts, (shape[0], shape[1] - prompt_length)), mesh.size(mesh.cp))
 
 
+OWN_ROWS = ((Source(0, 1),),)
+"""One section, whose queries attend to their own rows."""
+
+
+def _places(segments: Int[Array, "batch time"]) -> Int[Array, "batch time"]:
+    """How many tokens of its own segment stand before each in its row."""
+    time = segments.shape[1]
+    # In the order of segments, and of columns within them: a place is what lies behind the first.
+    order = jnp.argsort(segments, axis=1, stable=True)
+    ids = jnp.take_along_axis(segments, order, axis=1)
+    place = jnp.broadcast_to(jnp.arange(time, dtype=jnp.int32)[None], ids.shape)
+    begins = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    first = lax.cummax(jnp.where(begins, place, 0), axis=1)
+    row = jnp.arange(segments.shape[0])[:, None]
+    return jnp.zeros_like(place).at[row, order].set(place - first)
+
+
 def _causal(
     zigzag: ZigzagLayout,
+    positions: Sequence[Array],
     segments: Sequence[Array],
-    key_sections: Callable[[tuple[Array, ...]], tuple[Array, ...]],
+    sources: tuple[tuple[Source, ...], ...],
+    single: bool,
     mesh: FoldedMesh,
     execution: Execution | None,
-) -> Callable[[int | Array], CoreAttention]:
+) -> CoreAttentionOfLayer:
     """Every layer attends to earlier columns of the own segment; a section's columns follow those
     of the section before."""
     columns, start = [], 0
@@ -212,13 +242,19 @@ def _causal(
         column = start + jnp.arange(length, dtype=jnp.int32)
         columns.append(jnp.broadcast_to(column[None], (num_rows, length)))
         start += length
-    mask = SegmentMask(zigzag, zigzag.flatten(*columns), zigzag.flatten(*segments), key_sections)
+    marks = Marks(*(zigzag.flatten(*x) for x in (columns, positions, segments)))
+    mask = SegmentMask(zigzag, marks, sources, single)
     chosen = Execution() if execution is None else execution
 
-    def core_attention(query: Array, key: Array, value: Array, scale: float | None = None) -> Array:
-        return context_parallel_attention(query, key, value, mask, chosen, mesh, scale)
+    def core_attention_of_layer(index: int | Array, window: Window = None) -> CoreAttention:
+        def core_attention(
+            query: Array, key: Array, value: Array, scale: float | None = None
+        ) -> Array:
+            return context_parallel_attention(query, key, value, mask, chosen, mesh, scale, window)
 
-    return lambda index: core_attention
+        return core_attention
+
+    return core_attention_of_layer
 
 
 def _replayed(

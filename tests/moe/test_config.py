@@ -100,6 +100,12 @@ def test_a_configuration_says_what_is_wrong_with_it():
     for changed, message in (
         ({"sliding_window": 0}, "sliding_window=0 must be at least 1"),
         (
+            {"full_attention_layers": (1,)},
+            r"layers=\(1,\) must be some .* with sliding_window=None",
+        ),
+        ({"full_attention_layers": (3,), "sliding_window": 4}, r"some of the layers 0 to 2 beside"),
+        ({"full_attention_layers": (0, 1, 2), "sliding_window": 4}, r"leave both out where all"),
+        (
             {"num_dense_layers": 3, "dense_d_ff": 4},
             "num_dense_layers=3 needs experts in the layers",
         ),

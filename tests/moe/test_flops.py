@@ -1,5 +1,7 @@
 import doctest
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import moe.flops
@@ -72,3 +74,20 @@ def test_latent_attention_is_refused():
 
 def test_the_example():
     assert doctest.testmod(moe.flops).failed == 0
+
+
+def test_windows_leave_out_what_lies_before_them():
+    """Against the keys that each query sees, counted; the formula takes T + 1 for T."""
+    config, time = sized(3, 20, 2, 1, 10, 7, 2, 4, 11), 400
+
+    def attention(window, full=()):
+        own = replace(config, sliding_window=window, full_attention_layers=full)
+        weights = training_flops(config, 1) - 6 * 3 * 2 * 10
+        return (training_flops(own, time) - weights) / (12 * 2 * 10)
+
+    def seen(window):
+        return sum(min(place + 1, window) for place in range(time)) / time
+
+    assert attention(None) == attention(time) == attention(1000) == 3 * time / 2
+    np.testing.assert_allclose(attention(30), 3 * seen(30), rtol=0.02)
+    np.testing.assert_allclose(attention(30, (1,)), 2 * seen(30) + seen(time), rtol=0.02)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 
 from moe.config import ModelConfig
 from moe.decoding import over_columns
@@ -47,6 +48,14 @@ def on_mesh(function: Callable[..., Any], mesh: FoldedMesh, in_specs: Any, out_s
     return jit(
         jax.shard_map(function, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs),
     )
+
+
+def array_sizes(jaxpr):
+    """The number of elements of every array that is computed, in inner programs too."""
+    for equation in jaxpr.eqns:
+        yield from (v.aval.size for v in equation.outvars)
+        for inner in jaxprs_in_params(equation.params):
+            yield from array_sizes(inner)
 
 
 def with_room(cache, more):

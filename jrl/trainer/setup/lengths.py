@@ -64,8 +64,8 @@ def response_length(
 ) -> int:
     """The limit of a completion in tokens, its end included.
 
-    What the run asks for. Otherwise a checkpoint gets `CHECKPOINT_RESPONSE`, or what its window
-    leaves after a prompt: gold answers are results, and say nothing of how long it reasons. A
+    What the run asks for. Otherwise a checkpoint gets `CHECKPOINT_RESPONSE`, or what its positions
+    leave after a prompt: gold answers are results, and say nothing of how long it reasons. A
     policy that first learns the gold completions gets a quarter more than the longest of them.
 
     Args:
@@ -82,11 +82,12 @@ def response_length(
         return run.response_length
     if run.checkpoint is None:
         return -(-5 * longest_answer(task, tokenizer) // 4)
-    left = min(limit - prompt for limit in (*_limits(model), prompt + CHECKPOINT_RESPONSE))
+    longest = model.max_positions
+    left = CHECKPOINT_RESPONSE if longest is None else min(longest - prompt, CHECKPOINT_RESPONSE)
     if left < 1:
         raise ValueError(
             f"prompts of {prompt} tokens leave no room for a completion: the network of "
-            f"{run.model} was made for sequences of {min(_limits(model))} tokens. Leave out the "
+            f"{run.model} was made for sequences of {longest} tokens. Leave out the "
             "longest prompts, or say --response-length."
         )
     return left
@@ -98,9 +99,5 @@ def response_origin(run: RunConfig, length: int) -> str:
         return "--response-length"
     if run.checkpoint is None:
         return "a quarter above the task's longest answer; --response-length sets it"
-    why = "" if length == CHECKPOINT_RESPONSE else ", cut to the checkpoint's window"
+    why = "" if length == CHECKPOINT_RESPONSE else ", cut to the checkpoint's positions"
     return f"the default of a checkpoint{why}; --response-length sets it"
-
-
-def _limits(model: ModelConfig) -> tuple[int, ...]:
-    return tuple(n for n in (model.sliding_window, model.max_positions) if n is not None)

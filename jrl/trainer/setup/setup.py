@@ -38,7 +38,6 @@ from jrl.trainer.setup.lengths import prompt_length, response_length
 from jrl.trainer.setup.networks import KeptPool, Network, Networks
 from jrl.trainer.setup.randomness import Randomness
 from moe.config import PRESETS, ModelConfig
-from moe.model import check_window
 from moe.router.capacity import can_drop
 from sharding.folding import FoldedMesh, Layout, fold
 
@@ -326,7 +325,6 @@ def _check_fits(setup: Setup) -> None:
             f"tokenizer only {setup.tokenizer.vocab_size}: take the tokenizer of the checkpoint, "
             "or its tokenizer.json, which may have fewer tokens."
         )
-    check_window(setup.prompt_length + setup.response_length, setup.model)
     if setup.run.packing and setup.mesh.layout.pp > 1:
         raise ValueError(
             f"packing=True cannot be had with pp={setup.mesh.layout.pp} of layout "

@@ -1,7 +1,8 @@
 """Context parallelism by all-gathering keys and values (Llama 3)."""
 
-from moe.attention.context_parallel.mask import Key, Output, Query, SegmentMask, Value, visible_keys
+from moe.attention.context_parallel.mask import Key, Output, Query, SegmentMask, Value
 from moe.attention.core import core_attention
+from moe.attention.mask import Marks, Mask, Window
 from sharding.collectives import gather_tokens, own_shard
 from sharding.folding import FoldedMesh
 
@@ -14,6 +15,7 @@ def gather(
     attention: str | None,
     mesh: FoldedMesh,
     scale: float | None = None,
+    window: Window = None,
 ) -> Output:
     """All keys and values on every device, for the queries of its own tokens.
 
@@ -28,13 +30,10 @@ def gather(
     keys, values = (
         mask.key_sections(zigzag.restore(gather_tokens(x, mesh.cp))) for x in (key, value)
     )
-    visible = visible_keys(
-        *(zigzag.split(own_shard(x, mesh.cp)) for x in (mask.column, mask.segment)),
-        *(mask.key_sections(zigzag.restore(x)) for x in (mask.column, mask.segment)),
+    own = mask.marks_of(Marks(*(own_shard(x, mesh.cp) for x in mask.marks)))
+    masks = (
+        Mask(*marks, window, single=mask.single)
+        for marks in zip(own, mask.key_marks(mask.whole_marks()), strict=True)
     )
-    return zigzag.join(
-        *(
-            core_attention(*given, scale=scale, implementation=attention)
-            for given in zip(zigzag.split(query), keys, values, visible, strict=True)
-        )
-    )
+    given = zip(zigzag.split(query), keys, values, masks, strict=True)
+    return zigzag.join(*(core_attention(*each, scale, attention) for each in given))

@@ -1,10 +1,11 @@
-"""Which keys a query may attend to: earlier or equal columns of its own segment."""
+"""The mask of a packed batch, whose tokens lie on the devices of ``cp``."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
 
+from moe.attention.mask import Marks
 from moe.tokens.zigzag import ZigzagLayout
 
 Query = Float[Array, "token heads head_dim"]
@@ -14,35 +15,67 @@ Output = Float[Array, "token heads v_head_dim"]
 Sections = tuple[Array, ...]
 
 
+class Source(NamedTuple):
+    """A section whose keys the queries of a section may attend to.
+
+    Attributes:
+      section: its number.
+      copies: how many rows of queries in a row share one of its rows.
+    """
+
+    section: int
+    copies: int
+
+    def rows(self, x: Shaped[Array, "row *rest"]) -> Shaped[Array, "_row *rest"]:
+        """The row of each row of queries."""
+        return x if self.copies == 1 else jnp.repeat(x, self.copies, axis=0)
+
+    def sums(self, x: Shaped[Array, "_row *rest"]) -> Shaped[Array, "row *rest"]:
+        """The gradient of `rows`."""
+        return jnp.sum(x.reshape(-1, self.copies, *x.shape[1:]), axis=1)
+
+
 class SegmentMask(NamedTuple):
     """The mask of a packed batch, causal within segments, as marks of its tokens (segment ids, in
     MaxText's words): no array of queries times keys is made before it is known which of them meet.
 
     Attributes:
       zigzag: where the batch's tokens stand.
-      column: ``[token]`` place in the row.
-      segment: ``[token]`` id of the sequence within the row; 0 for padding, which nobody attends
-        to.
-      key_sections: from something per token, by section, to that of the keys which each section's
-        queries may attend to: their own section, or the shared prompt before it too.
+      marks: ``[token]`` each.
+      sources: by section, those that its queries may attend to, the last of them itself: the
+        columns of a section follow those of the sections before it.
+      single: a row has no segments but 1 and padding.
     """
 
     zigzag: ZigzagLayout
-    column: Array
-    segment: Array
-    key_sections: Callable[[Sections], Sections]
+    marks: Marks
+    sources: tuple[tuple[Source, ...], ...]
+    single: bool
 
+    def key_sections(self, sections: Sections) -> Sections:
+        """From something per token, by section, to that of the keys of each section's queries."""
 
-def visible_keys(
-    column: Sections, segment: Sections, source_column: Sections, source_segment: Sections
-) -> Sections:
-    """Per section ``[row, time, source]``: which keys each query may attend to."""
-    # Columns, not positions: padding and earlier segments of the row keep their columns.
-    return tuple(
-        (q_column[:, :, None] >= k_column[:, None, :])
-        & (q_segment[:, :, None] == k_segment[:, None, :])
-        & (k_segment > 0)[:, None, :]
-        for q_column, q_segment, k_column, k_segment in zip(
-            column, segment, source_column, source_segment, strict=True
+        def joined(parts: list[Array]) -> Array:
+            return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+        return tuple(
+            joined([source.rows(sections[source.section]) for source in sources])
+            for sources in self.sources
         )
-    )
+
+    def marks_of(self, by_token: Marks) -> tuple[Marks, ...]:
+        """By section, of one rank's part of the tokens."""
+        return _marks(self.zigzag.split(x) for x in by_token)
+
+    def whole_marks(self) -> tuple[Marks, ...]:
+        """By section, of all ranks, in the order of columns."""
+        return _marks(self.zigzag.restore(x) for x in self.marks)
+
+    def key_marks(self, sections: tuple[Marks, ...]) -> tuple[Marks, ...]:
+        """`key_sections` of marks."""
+        return _marks(self.key_sections(x) for x in zip(*sections, strict=True))
+
+
+def _marks(by_kind) -> tuple[Marks, ...]:
+    """By kind and section to by section and kind."""
+    return tuple(Marks(*own) for own in zip(*by_kind, strict=True))

@@ -1,16 +1,44 @@
-"""Ring attention: keys and values go round the devices of ``cp``, the softmax is online."""
+"""Ring attention: keys and values go round the devices of ``cp``, forward and once more backward.
 
-from typing import NamedTuple
+A device merges what its queries get of one rank's keys after the other (`attend`), and keeps the
+result and a number per query, as `moe.attention.blocked` does on one device.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array
 
-from moe.attention.context_parallel.mask import Key, Output, Query, SegmentMask, Value, visible_keys
-from moe.attention.plain import scaled_scores
+from moe.attention.blocked import (
+    alike,
+    attend,
+    attend_gradient,
+    by_head,
+    in_groups,
+    in_heads,
+    slope_mean,
+)
+from moe.attention.context_parallel.mask import (
+    Key,
+    Output,
+    Query,
+    SegmentMask,
+    Source,
+    Value,
+)
+from moe.attention.context_parallel.pairs import Pair, pairs_of
+from moe.attention.mask import Marks, Window
 from moe.precision import MASK_VALUE
-from sharding.collectives import own_shard, shift
+from moe.tokens.zigzag import ZigzagLayout
+from sharding.collectives import COLLECTIVE, Axes, shift, vary, varying
 from sharding.folding import FoldedMesh
+
+Result = TypeVar("Result")
 
 
 def ring(
@@ -20,98 +48,258 @@ def ring(
     mask: SegmentMask,
     mesh: FoldedMesh,
     scale: float | None = None,
+    window: Window = None,
 ) -> Output:
     """Keys and values go round, one device further at each of ``cp - 1`` hops; the softmax is
-    online.
+    online, block by block.
 
-    Where no gradient is asked for (scoring), no device needs the keys and values of more than two
-    ranks at a time. In training it keeps those of every hop for the backward pass, together as many
-    as "gather" does, and so does every policy of `moe.remat`; "none" keeps the scores of every hop
-    too, ``T^2 / cp`` for each query head and row of T tokens.
+    No device needs the keys and values of more than two ranks at a time. In training it keeps its
+    own queries, keys, values, result and a float32 number per query and head, whatever the number
+    of ranks; by policies of `moe.remat`, which repeat no communication, the result and that number.
+
+    A hop computes the half of the scores that the order of tokens leaves (`pairs`), the same amount
+    on every device, and nothing where marks tell that nothing is visible, as beyond a window.
 
     Communication per device and layer, forward: ``2 (cp - 1)`` permutes that send ``2 T K D (cp -
-    1) / cp`` elements together, none of which waits for what is computed; backward as much.
+    1) / cp`` elements together, none of which waits for what is computed; backward twice as much:
+    they go round again, and the gradients of keys and values with them, in float32.
 
     References:
       Liu et al., "Ring Attention with Blockwise Transformers", 2023. https://arxiv.org/abs/2310.01889
+      Brandon et al., "Striped Attention", 2023, for the imbalance of a causal ring.
+      https://arxiv.org/abs/2311.09431
     """
-    zigzag, ranks = mask.zigzag, mesh.size(mesh.cp)
-    marks = mask.column, mask.segment
-    own_marks = tuple(zigzag.split(own_shard(x, mesh.cp)) for x in marks)
-    queries = zigzag.split(query)
-    softmaxes: list[_Softmax] | None = None
-    for hop in range(ranks):
-        # XLA may start the next permute while this hop is computed: nothing orders the two.
-        if hop:
-            key, value = shift(key, mesh.cp), shift(value, mesh.cp)
-        # The marks of `mask` are whole on every device: those of the keys' rank need not travel.
-        source = (jax.lax.axis_index(mesh.cp) - hop) % ranks
-        their_marks = (mask.key_sections(zigzag.split(_part(x, source, ranks))) for x in marks)
-        keys, values = (mask.key_sections(zigzag.split(x)) for x in (key, value))
-        given = zip(queries, keys, values, visible_keys(*own_marks, *their_marks), strict=True)
-        softmaxes_here = [_softmax(*each, scale) for each in given]
-        softmaxes = (
-            softmaxes_here
-            if softmaxes is None
-            else [_merge(*pair) for pair in zip(softmaxes, softmaxes_here, strict=True)]
-        )
-    assert softmaxes is not None
-    # Divided once, at the end: the hops add numerators and denominators.
-    return zigzag.join(*(_result(softmax, query.dtype) for softmax in softmaxes))
+    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
+    # The rank, of which the masks are made, varies over cp.
+    query = vary(query, mesh.cp)
+    query, key, value = alike((query, key, value), mask.marks, window)
+    plan = _Plan(mask.zigzag, mask.sources, mesh.cp, mesh.size(mesh.cp), scale)
+    return _ring(query, key, value, mask.marks, window, plan)
+
+
+class _Plan(NamedTuple):
+    """What is known of a ring before it runs.
+
+    Attributes:
+      zigzag, sources: of the mask.
+      axes: of the ring.
+      ranks: devices on it.
+      scale: multiplies the scores.
+    """
+
+    zigzag: ZigzagLayout
+    sources: tuple[tuple[Source, ...], ...]
+    axes: Axes
+    ranks: int
+    scale: float
+
+    def mask(self, marks: Marks) -> SegmentMask:
+        return SegmentMask(self.zigzag, marks, self.sources, single=False)
+
+    def split(self, x: Array) -> tuple[Array, ...]:
+        """Keys or values of a rank by section."""
+        return tuple(by_head(part) for part in self.zigzag.split(x))
+
+    def join(self, parts: list[Array]) -> Array:
+        """The reverse of `split`."""
+        return self.zigzag.join(*(by_head(part) for part in parts))
 
 
 class _Softmax(NamedTuple):
-    """An online softmax over some of the keys: ``out / total`` is their result, powers over ``exp
-    top``.
+    """What queries get of some of the keys, float32, and the log-sum of their scores'
+    exponentials."""
 
-    Arrays ``[batch, kv_head, group, time]``, `out` with the value's dimension last; float32.
-    """
-
-    top: Array
-    total: Array
     out: Array
+    log_sum: Array
 
 
-def _softmax(
-    query: Float[Array, "batch time heads head_dim"],
-    key: Float[Array, "batch source kv_heads head_dim"],
-    value: Float[Array, "batch source kv_heads v_head_dim"],
-    visible: Bool[Array, "batch time source"],
-    scale: float | None,
-) -> _Softmax:
-    # Large and finite, as in `plain_attention`: what sees nothing here loses all weight in
-    # `_merge`.
-    scores = jnp.where(visible[:, None, None], scaled_scores(query, key, scale), MASK_VALUE)
-    # The result does not depend on it, so it carries no gradient.
-    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1))
-    powers = jnp.exp(scores - top[..., None])
-    out = jnp.einsum(
-        "bvgts,bsvk->bvgtk",
-        powers.astype(value.dtype),
-        value,
-        preferred_element_type=jnp.float32,
+class _Gradients(NamedTuple):
+    """Of queries, keys and values, in float32."""
+
+    query: Array
+    key: Array
+    value: Array
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _ring(
+    query: Array, key: Array, value: Array, marks: Marks, window: Window, plan: _Plan
+) -> Array:
+    return _forward(query, key, value, marks, window, plan)[0]
+
+
+def _forward(query, key, value, marks, window, plan):
+    rank, mask = lax.axis_index(plan.axes), plan.mask(marks)
+    queries = [in_groups(x, key.shape[1]) for x in plan.zigzag.split(query)]
+
+    def visit(found: list[_Softmax], key: Array, value: Array, source: Array, own: bool):
+        """What is `found` so far, and what the keys of a rank add."""
+        keys, values, found = plan.split(key), plan.split(value), list(found)
+        for pair in pairs_of(mask, window, rank, source, own):
+            key, value = (pair.source.rows(x[pair.source.section]) for x in (keys, values))
+            added = _softmax(pair, queries[pair.section], key, value, plan.scale)
+            found[pair.section] = _merged(found[pair.section], added)
+        return found
+
+    nothing = [_nothing(x, value.shape[-1]) for x in queries]
+    found = visit(nothing, key, value, rank, own=True)
+    if plan.ranks > 1:
+        carry = found, shift(key, plan.axes), shift(value, plan.axes)
+
+        def hop(carry, number):
+            found, key, value = carry
+            # XLA may start the next permutes while this hop is computed: nothing orders them.
+            following = shift(key, plan.axes), shift(value, plan.axes)
+            return (visit(found, key, value, (rank - number) % plan.ranks, False), *following), None
+
+        if plan.ranks > 2:
+            carry, _ = lax.scan(hop, carry, jnp.arange(1, plan.ranks - 1))
+        found = visit(*carry, (rank + 1) % plan.ranks, own=False)
+    out = plan.zigzag.join(*(in_heads(x.out.astype(value.dtype)) for x in found))
+    # Made of what others sent, and kept like it by every policy.
+    out = checkpoint_name(out, COLLECTIVE)
+    log_sums = [checkpoint_name(x.log_sum, COLLECTIVE) for x in found]
+    return out, (query, key, value, marks, window, out, log_sums)
+
+
+def _backward(plan, residuals, out_gradient):
+    query, key, value, marks, window, out, log_sums = residuals
+    rank, mask = lax.axis_index(plan.axes), plan.mask(marks)
+    queries, outs, slopes = (
+        [in_groups(part, key.shape[1]) for part in plan.zigzag.split(x)]
+        for x in (query, out, out_gradient)
     )
-    return _Softmax(top, jnp.sum(powers, axis=-1), out)
+    means = [slope_mean(*pair) for pair in zip(outs, slopes, strict=True)]
+
+    def visit(key, value, source, own: bool):
+        """The gradients that come through the keys of a rank: of all queries, and of the keys and
+        values."""
+        keys, values = plan.split(key), plan.split(value)
+        grads = [[jnp.zeros(x.shape, jnp.float32) for x in xs] for xs in (queries, keys, values)]
+        for pair in pairs_of(mask, window, rank, source, own):
+            section, theirs = pair.section, pair.source.section
+            found = _gradients(
+                pair,
+                queries[section],
+                pair.source.rows(keys[theirs]),
+                pair.source.rows(values[theirs]),
+                log_sums[section],
+                means[section],
+                slopes[section],
+                plan.scale,
+            )
+            grads[0][section] += found.query
+            grads[1][theirs] += pair.source.sums(found.key)
+            grads[2][theirs] += pair.source.sums(found.value)
+        return grads[0], plan.join(grads[1]), plan.join(grads[2])
+
+    # Else a compiler would see that the same was sent before, and keep it.
+    key, value, queries = lax.optimization_barrier((key, value, queries))
+    of_queries, *of_own = visit(key, value, rank, own=True)
+    if plan.ranks > 1:
+        key, value = shift(key, plan.axes), shift(value, plan.axes)
+
+        def hop(carry, number):
+            of_queries, of_keys, key, value = carry
+            following = shift(key, plan.axes), shift(value, plan.axes)
+            added, *more = visit(key, value, (rank - number) % plan.ranks, own=False)
+            # They go with the keys that they are of, one hop behind them.
+            of_keys = [shift(a + b, plan.axes) for a, b in zip(of_keys, more, strict=True)]
+            added = [a + b for a, b in zip(of_queries, added, strict=True)]
+            return (added, of_keys, *following), None
+
+        nothing = [jnp.zeros_like(x) for x in of_own]
+        carry = of_queries, nothing, key, value
+        if plan.ranks > 2:
+            carry, _ = lax.scan(hop, carry, jnp.arange(1, plan.ranks - 1))
+        of_queries, of_keys, key, value = carry
+        added, *more = visit(key, value, (rank + 1) % plan.ranks, own=False)
+        of_queries = [a + b for a, b in zip(of_queries, added, strict=True)]
+        # And home.
+        of_keys = [shift(a + b, plan.axes) for a, b in zip(of_keys, more, strict=True)]
+        of_own = [a + b for a, b in zip(of_own, of_keys, strict=True)]
+    of_query = plan.zigzag.join(*(in_heads(x) for x in of_queries))
+    return (
+        of_query.astype(query.dtype),
+        of_own[0].astype(key.dtype),
+        of_own[1].astype(value.dtype),
+        None,
+        None,
+    )
 
 
-def _merge(a: _Softmax, b: _Softmax) -> _Softmax:
-    """The softmax over the keys of both."""
-    top = jnp.maximum(a.top, b.top)
-    of_a, of_b = jnp.exp(a.top - top), jnp.exp(b.top - top)
+_ring.defvjp(_forward, _backward)
+
+
+def _softmax(pair: Pair, query: Array, key: Array, value: Array, scale: float) -> _Softmax:
+    """What the queries of a pair get of its keys."""
+    query = pair.query_pieces(query, -2)
+    key, value = (pair.key_pieces(x, -2) for x in (key, value))
+
+    def met() -> _Softmax:
+        return _Softmax(*attend(query, key, value, pair.mask, scale))
+
+    found = _if_met(pair, met, _nothing(query, value.shape[-1]))
+    if pair.before is None:
+        return found
+    # Where the keys come before, each piece is one of the chunks of queries; else both are of the
+    # late one, which sees the keys of both.
+    (one, other), (log_sum, other_log_sum) = (jnp.split(x, 2) for x in found)
+    one, other = _Softmax(one, log_sum), _Softmax(other, other_log_sum)
+    none = _nothing(one.out, one.out.shape[-1])
+    late = _merged(_chosen(pair.before, none, one), other)
+    early = _chosen(pair.before, one, none)
     return _Softmax(
-        top,
-        a.total * of_a + b.total * of_b,
-        a.out * of_a[..., None] + b.out * of_b[..., None],
+        jnp.concatenate([early.out, late.out], -2),
+        jnp.concatenate([early.log_sum, late.log_sum], -1),
     )
 
 
-def _result(softmax: _Softmax, dtype: jnp.dtype) -> Float[Array, "batch time heads v_head_dim"]:
-    out = (softmax.out / softmax.total[..., None]).astype(dtype)
-    batch, _, _, time, v_head_dim = out.shape
-    return jnp.moveaxis(out, 3, 1).reshape(batch, time, -1, v_head_dim)
+def _chosen(condition: Array, a: _Softmax, b: _Softmax) -> _Softmax:
+    return _Softmax(*(jnp.where(condition, x, y) for x, y in zip(a, b, strict=True)))
 
 
-def _part(x: Int[Array, "token"], rank: Int[Array, ""], ranks: int) -> Int[Array, "part"]:
-    """The part of an array whole on every device that belongs to a rank."""
-    size = x.shape[0] // ranks
-    return jax.lax.dynamic_slice_in_dim(x, rank * size, size)
+def _gradients(
+    pair: Pair,
+    query: Array,
+    key: Array,
+    value: Array,
+    log_sum: Array,
+    mean: Array,
+    out_gradient: Array,
+    scale: float,
+) -> _Gradients:
+    """The gradients of the queries and keys of a pair that come through each other."""
+    query, out_gradient = (pair.query_pieces(x, -2) for x in (query, out_gradient))
+    log_sum, mean = (pair.query_pieces(x, -1) for x in (log_sum, mean))
+    key, value = (pair.key_pieces(x, -2) for x in (key, value))
+
+    def met() -> _Gradients:
+        given = query, key, value, pair.mask, log_sum, mean, out_gradient
+        return _Gradients(*attend_gradient(*given, scale))
+
+    nothing = (jnp.zeros(x.shape, jnp.float32) for x in (query, key, value))
+    found = _if_met(pair, met, _Gradients(*vary(tuple(nothing), tuple(varying(query)))))
+    return _Gradients(
+        pair.query_sums(found.query, -2),
+        pair.key_sums(found.key, -2),
+        pair.key_sums(found.value, -2),
+    )
+
+
+def _if_met(pair: Pair, met: Callable[[], Result], nothing: Result) -> Result:
+    # No collective is in a branch: every device goes its own way.
+    return met() if pair.meets is None else lax.cond(pair.meets, met, lambda: nothing)
+
+
+def _nothing(query: Array, width: int) -> _Softmax:
+    """What queries get of no keys."""
+    out = vary(jnp.zeros((*query.shape[:-1], width), jnp.float32), tuple(varying(query)))
+    return _Softmax(out, out[..., 0] + MASK_VALUE)
+
+
+def _merged(a: _Softmax, b: _Softmax) -> _Softmax:
+    """What queries get of the keys of both."""
+    log_sum = jnp.logaddexp(a.log_sum, b.log_sum)
+    of_a, of_b = (jnp.exp(x.log_sum - log_sum)[..., None] for x in (a, b))
+    return _Softmax(a.out * of_a + b.out * of_b, log_sum)

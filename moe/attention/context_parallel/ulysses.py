@@ -1,7 +1,8 @@
 """DeepSpeed Ulysses: all-to-alls trade tokens for heads, and back."""
 
-from moe.attention.context_parallel.mask import Key, Output, Query, SegmentMask, Value, visible_keys
+from moe.attention.context_parallel.mask import Key, Output, Query, SegmentMask, Value
 from moe.attention.core import core_attention
+from moe.attention.mask import Mask, Window
 from sharding.collectives import swap_shards
 from sharding.folding import FoldedMesh
 
@@ -14,6 +15,7 @@ def ulysses(
     attention: str | None,
     mesh: FoldedMesh,
     scale: float | None = None,
+    window: Window = None,
 ) -> Output:
     """Heads for tokens and back: each device has whole sequences, for its part of the heads.
 
@@ -38,13 +40,12 @@ def ulysses(
     queries, keys, values = (
         zigzag.restore(swap_shards(x, mesh.cp, split=1, join=0)) for x in (query, key, value)
     )
-    column, segment = (zigzag.restore(x) for x in (mask.column, mask.segment))
-    visible = visible_keys(column, segment, mask.key_sections(column), mask.key_sections(segment))
-    # A section attends to itself, column by column, or to a prompt before it too: the first is what
-    # kernels call causal.
-    causal = [seen.shape[1] == seen.shape[2] for seen in visible]
-    given = zip(
-        queries, mask.key_sections(keys), mask.key_sections(values), visible, causal, strict=True
+    marks = mask.whole_marks()
+    # Whole rows, and a section's own come last among its keys: what kernels call causal.
+    masks = (
+        Mask(*own, window, causal=True, single=mask.single)
+        for own in zip(marks, mask.key_marks(marks), strict=True)
     )
+    given = zip(queries, mask.key_sections(keys), mask.key_sections(values), masks, strict=True)
     out = zigzag.flatten(*(core_attention(*each, scale, attention) for each in given))
     return swap_shards(out, mesh.cp, split=0, join=1)

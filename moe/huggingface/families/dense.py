@@ -5,10 +5,10 @@ from typing import Any
 from moe.config import ModelConfig
 from moe.huggingface.families.family import Fields
 from moe.huggingface.families.shared_options import (
-    demand_full_attention,
     demand_no_biases,
     head_dim_of,
 )
+from moe.huggingface.families.windows import read_windows, slides_last, written_windows
 from moe.huggingface.options import Options
 from moe.huggingface.rotary_options import read_rotary, written_rotary
 
@@ -52,38 +52,38 @@ def written_mistral(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_qwen2(options: Options, fields: Fields) -> Fields:
-    demand_full_attention(options)
     options.demand("head_dim", None, fields["d_model"] // fields["num_heads"])
     return {
         "d_ff": options.take("intermediate_size"),
         "head_dim": fields["d_model"] // fields["num_heads"],
         "qkv_bias": True,
+        **read_windows(options, fields, slides_last),
         **read_rotary(options),
     }
 
 
 def written_qwen2(config: ModelConfig) -> dict[str, Any]:
     return {
-        "use_sliding_window": False,
+        **written_windows(config),
         "intermediate_size": config.d_ff,
         **written_rotary(config),
     }
 
 
 def read_qwen3(options: Options, fields: Fields) -> Fields:
-    demand_full_attention(options)
     demand_no_biases(options, "attention_bias")
     return {
         "d_ff": options.take("intermediate_size"),
         "head_dim": options.take("head_dim", default=128),
         "query_key_norm": "head",
+        **read_windows(options, fields, slides_last),
         **read_rotary(options),
     }
 
 
 def written_qwen3(config: ModelConfig) -> dict[str, Any]:
     return {
-        "use_sliding_window": False,
+        **written_windows(config),
         "attention_bias": False,
         "intermediate_size": config.d_ff,
         "head_dim": config.head_dim,

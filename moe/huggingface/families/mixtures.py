@@ -5,12 +5,12 @@ from typing import Any
 from moe.config import ModelConfig
 from moe.huggingface.families.family import Fields
 from moe.huggingface.families.shared_options import (
-    demand_full_attention,
     demand_no_biases,
     head_dim_of,
     read_dense_layers,
     written_dense_layers,
 )
+from moe.huggingface.families.windows import read_windows, slides_alternately, written_windows
 from moe.huggingface.options import Options
 from moe.huggingface.rotary_options import read_rotary, written_rotary
 
@@ -38,7 +38,6 @@ def written_mixtral(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_qwen2_moe(options: Options, fields: Fields) -> Fields:
-    demand_full_attention(options)
     options.demand("head_dim", None, fields["d_model"] // fields["num_heads"])
     return {
         "head_dim": fields["d_model"] // fields["num_heads"],
@@ -48,6 +47,7 @@ def read_qwen2_moe(options: Options, fields: Fields) -> Fields:
         "d_expert": options.take("moe_intermediate_size"),
         "d_ff": options.take("shared_expert_intermediate_size"),
         "shared_expert_gate": True,
+        **read_windows(options, fields, slides_alternately),
         "renormalise": options.take("norm_topk_prob", default=False),
         **read_dense_layers(options, fields),
         **read_rotary(options),
@@ -56,7 +56,7 @@ def read_qwen2_moe(options: Options, fields: Fields) -> Fields:
 
 def written_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
     return {
-        "use_sliding_window": False,
+        **written_windows(config),
         "qkv_bias": config.qkv_bias,
         "num_experts": config.num_experts,
         "num_experts_per_tok": config.experts_per_token,
@@ -69,11 +69,11 @@ def written_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_qwen3_moe(options: Options, fields: Fields) -> Fields:
-    demand_full_attention(options)
     demand_no_biases(options, "attention_bias")
     return {
         "head_dim": head_dim_of(options, fields),
         "query_key_norm": "head",
+        **read_windows(options, fields, None),
         "num_experts": options.take("num_experts", "num_local_experts"),
         "experts_per_token": options.take("num_experts_per_tok"),
         "d_expert": options.take("moe_intermediate_size"),
@@ -85,7 +85,7 @@ def read_qwen3_moe(options: Options, fields: Fields) -> Fields:
 
 def written_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
     return {
-        "use_sliding_window": False,
+        **written_windows(config, listed=False),
         "attention_bias": False,
         "head_dim": config.head_dim,
         "num_experts": config.num_experts,

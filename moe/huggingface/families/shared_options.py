@@ -55,15 +55,6 @@ def demand_no_biases(options: Options, *names: str) -> None:
         options.demand(name, False, default=False)
 
 
-def demand_full_attention(options: Options) -> None:
-    """Qwen's windows, which only some layers have: refused where they are in use."""
-    options.demand("use_sliding_window", False, default=False)
-    options.take("sliding_window", default=None)
-    kinds = options.take("layer_types", default=None) or []
-    if set(kinds) - {"full_attention"}:
-        raise options.unsupported("layer_types", kinds, "full_attention in every layer")
-
-
 def read_dense_layers(options: Options, fields: Fields) -> Fields:
     """Qwen's dense layers among those with experts: supported where they come first."""
     options.demand("decoder_sparse_step", 1, default=1)

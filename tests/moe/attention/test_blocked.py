@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
-from programs import jit, mesh_of
+from programs import array_sizes, jit, mesh_of
 
-from moe.attention import blocked, core
+from moe.attention import blocked, blocking, core
 from moe.attention.blocked import blocked_attention
+from moe.attention.mask import Marks, Mask, visible
 from moe.attention.plain import plain_attention
 
 BATCH, KV_HEADS, GROUP, HEAD_DIM, V_HEAD_DIM = 4, 3, 5, 6, 7
@@ -18,8 +18,8 @@ BATCH, KV_HEADS, GROUP, HEAD_DIM, V_HEAD_DIM = 4, 3, 5, 6, 7
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Several blocks to a span and several spans to a row, two rows at a time."""
-    monkeypatch.setattr(blocked, "QUERIES", 5)
-    monkeypatch.setattr(blocked, "SPANS", 2)
+    monkeypatch.setattr(blocking, "QUERIES", 5)
+    monkeypatch.setattr(blocking, "SPANS", 2)
     monkeypatch.setattr(blocked, "SCORES", 2 * KV_HEADS * GROUP * 5 * 19)
 
 
@@ -34,14 +34,30 @@ def arrays(time, source, dtype=jnp.float32):
     return [jnp.asarray(draw.normal(size=shape), dtype) for shape in shapes]
 
 
-def visible_of(time, source, causal):
-    """At random; the first row's first query sees nothing."""
-    visible = np.random.default_rng(1).random((BATCH, time, source)) < 0.7
-    visible[:, np.arange(time), np.minimum(np.arange(time), source - 1)] = True
-    if causal:
-        visible &= np.tri(time, source, dtype=bool)
-    visible[0, 0] = False
-    return jnp.asarray(visible)
+def mask_of(time, source, causal, window=None):
+    """Segments of uneven lengths, some padding between them; the first row's first query sees
+    nothing."""
+    draw = np.random.default_rng(1)
+    segments = np.sort(draw.integers(1, 4, (BATCH, source)), axis=1)
+    segments[draw.random(segments.shape) < 0.1] = 0
+    segments[0, source - time if causal else 0] = 0
+    column = np.broadcast_to(np.arange(source), segments.shape)
+    same = (segments[:, :, None] == segments[:, None, :]) & np.tri(source, k=-1, dtype=bool)
+    keys = Marks(*(jnp.asarray(x, jnp.int32) for x in (column, same.sum(axis=2), segments)))
+    own = slice(source - time, None)
+    if not causal:
+        own = np.arange(time) % source
+    return Mask(Marks(*(x[:, own] for x in keys)), keys, window, causal)
+
+
+def at_once(mask, scale=None):
+    """The twin."""
+    seen = visible(mask.query, mask.key, mask.window)
+    return lambda query, key, value: plain_attention(query, key, value, seen, scale)
+
+
+def seen_of(mask):
+    return visible(mask.query, mask.key, mask.window).any(axis=-1)
 
 
 def outcome(function, given, weight):
@@ -56,26 +72,36 @@ def outcome(function, given, weight):
 
 
 @pytest.mark.parametrize(
-    ("time", "source", "causal"),
-    [(19, 19, True), (3, 3, True), (18, 8, False)],
+    ("time", "source", "causal", "window", "keys"),
+    [
+        (19, 19, True, None, 2048),
+        (3, 3, True, None, 2048),
+        (8, 19, True, None, 2048),
+        (18, 8, False, None, 2048),
+        (19, 19, True, 4, 2048),
+        # Several blocks of keys.
+        (19, 19, True, None, 4),
+        (19, 19, True, 4, 4),
+        (8, 19, True, 5, 6),
+        (18, 8, False, 3, 3),
+    ],
 )
-def test_values_and_gradients_are_those_of_all_scores_at_once(time, source, causal):
+def test_values_and_gradients_are_those_of_all_scores_at_once(
+    time, source, causal, window, keys, monkeypatch
+):
+    monkeypatch.setattr(blocking, "KEYS", keys)
     *given, weight = arrays(time, source)
-    visible = visible_of(time, source, causal)
-    weight = jnp.where(visible.any(axis=-1)[..., None, None], weight, 0.0)
-
-    def in_blocks(query, key, value):
-        return blocked_attention(query, key, value, visible, causal, 0.7)
-
-    def at_once(query, key, value):
-        return plain_attention(query, key, value, visible, 0.7)
-
+    mask = mask_of(time, source, causal, window)
+    seen = np.asarray(seen_of(mask))
+    assert not seen.all()
+    assert seen.sum() > 0.7 * seen.size
+    weight = jnp.where(seen[..., None, None], weight, 0.0)
     (out, gradients), (expected, expected_gradients) = (
-        outcome(function, given, weight) for function in (in_blocks, at_once)
+        outcome(function, given, weight)
+        for function in (lambda *x: blocked_attention(*x, mask, 0.7), at_once(mask, 0.7))
     )
     assert out.shape == (BATCH, time, KV_HEADS * GROUP, V_HEAD_DIM)
     assert np.all(np.isfinite(out))
-    seen = np.asarray(visible.any(axis=-1))
     # float32 sums of at most 19 terms of order one.
     np.testing.assert_allclose(np.asarray(out)[seen], np.asarray(expected)[seen], atol=2e-6)
     for own, other in zip(gradients, expected_gradients, strict=True):
@@ -83,15 +109,46 @@ def test_values_and_gradients_are_those_of_all_scores_at_once(time, source, caus
         np.testing.assert_allclose(own, other, atol=1e-5)
 
 
+def test_a_window_known_at_run_time_is_the_same():
+    *given, _ = arrays(19, 19)
+    mask = mask_of(19, 19, True, 4)
+    whole = jit(lambda window, *x: blocked_attention(*x, mask.replace(window=window)))
+    np.testing.assert_array_equal(
+        whole(jnp.asarray(4), *given), jit(lambda *x: blocked_attention(*x, mask))(*given)
+    )
+
+
+def test_hidden_blocks_are_not_computed(monkeypatch):
+    """What is hidden whole may hold anything, NaN too: nothing looks at it."""
+    monkeypatch.setattr(blocking, "KEYS", 4)
+    monkeypatch.setattr(blocked, "SCORES", 1)
+    time = 40
+    query, key, value, _ = arrays(time, time)
+    column = jnp.broadcast_to(jnp.arange(time)[None], (BATCH, time))
+    marks = Marks(column, column, jnp.ones_like(column))
+
+    def read(window, poisoned):
+        """What the last block of queries gets."""
+        spoilt = [jnp.where((column < poisoned)[..., None, None], jnp.nan, x) for x in (key, value)]
+        mask = Mask(marks, marks, window, causal=True)
+        return jit(lambda *x: blocked_attention(*x, mask)[:, -5:])(query, *spoilt)
+
+    # Queries 35 to 39 look back to 28, the first of a block of keys.
+    assert np.all(np.isfinite(read(8, 28)))
+    assert np.all(np.isnan(read(9, 28)))
+
+
 def test_half_precision_sums_in_float32():
     given = arrays(19, 19, jnp.bfloat16)[:3]
-    weight, visible = arrays(19, 19)[3], visible_of(19, 19, True).at[0, 0, 0].set(True)
-    out, gradients = outcome(lambda *x: blocked_attention(*x, visible, True), given, weight)
+    weight, mask = arrays(19, 19)[3], mask_of(19, 19, True)
+    weight = jnp.where(seen_of(mask)[..., None, None], weight, 0.0)
+    out, gradients = outcome(lambda *x: blocked_attention(*x, mask), given, weight)
     wide = [x.astype(jnp.float32) for x in given]
-    expected, expected_gradients = outcome(lambda *x: plain_attention(*x, visible), wide, weight)
+    expected, expected_gradients = outcome(at_once(mask), wide, weight)
     assert out.dtype == jnp.bfloat16
     # A few roundings to 8 bits of numbers of order one; gradients sum 19 x 5 of them.
-    np.testing.assert_allclose(out.astype(jnp.float32), expected, atol=2e-2)
+    seen = np.asarray(seen_of(mask))
+    np.testing.assert_allclose(out.astype(jnp.float32)[seen], expected[seen], atol=2e-2)
     for own, other in zip(gradients, expected_gradients, strict=True):
         assert own.dtype == jnp.bfloat16
         np.testing.assert_allclose(own.astype(jnp.float32), other, atol=0.1)
@@ -99,27 +156,23 @@ def test_half_precision_sums_in_float32():
 
 def test_extreme_scores_stay_finite():
     query, key, value, weight = arrays(19, 19)
-    visible = visible_of(19, 19, True)
+    mask = mask_of(19, 19, True)
     out, gradients = outcome(
-        lambda *x: blocked_attention(*x, visible, True), (query * 1e4, key * 1e4, value), weight
+        lambda *x: blocked_attention(*x, mask), (query * 1e4, key * 1e4, value), weight
     )
     assert all(np.all(np.isfinite(x)) for x in (out, *gradients))
     # The query that sees nothing.
     assert not np.any(gradients[0][0, 0])
 
 
-def sizes(jaxpr):
-    """The number of elements of every array that is computed, in inner programs too."""
-    for equation in jaxpr.eqns:
-        yield from (v.aval.size for v in equation.outvars)
-        for inner in jaxprs_in_params(equation.params):
-            yield from sizes(inner)
+def query_size(time):
+    return BATCH * time * KV_HEADS * GROUP * V_HEAD_DIM
 
 
 def test_no_array_holds_all_scores():
     time = 96
     *given, weight = arrays(time, time)
-    visible = jnp.ones((BATCH, time, time), bool)
+    mask = mask_of(time, time, True)
     scores = BATCH * KV_HEADS * GROUP * time * time
 
     def largest(function):
@@ -127,38 +180,38 @@ def test_no_array_holds_all_scores():
             return jnp.sum(function(*given) * weight)
 
         program = jax.make_jaxpr(jax.value_and_grad(total, (0, 1, 2)))(*given)
-        return max(sizes(program.jaxpr))
+        return max(array_sizes(program.jaxpr))
 
-    assert largest(lambda *x: plain_attention(*x, visible)) == scores
-    # Queries, values and `visible` are the largest that is left.
-    assert largest(lambda *x: blocked_attention(*x, visible, True)) < scores / 10
+    assert largest(at_once(mask)) == scores
+    # Queries are the largest that is left, padded to whole blocks.
+    assert largest(lambda *x: blocked_attention(*x, mask)) == query_size(100)
 
 
 def test_inside_a_shard_map():
     """Rows over two devices, with the types of varying axes checked."""
     query, key, value, weight = (x[:2] for x in arrays(19, 19))
-    visible = visible_of(19, 19, True)[:2].at[0, 0, 0].set(True)
+    mask = jax.tree.map(lambda x: x[:2], mask_of(19, 19, True))
+    weight = jnp.where(seen_of(mask)[..., None, None], weight, 0.0)
     mesh = mesh_of("dp2")
 
-    def own(query, key, value, visible):
-        return core.core_attention(query, key, value, visible, True, implementation="blocked")
+    def own(query, key, value, mask):
+        return core.core_attention(query, key, value, mask, implementation="blocked")
 
     spec = P(mesh.dp)
     over_two = jax.shard_map(own, mesh=mesh.mesh, in_specs=spec, out_specs=spec)
     given = query, key, value
-    mine = outcome(lambda *x: over_two(*x, visible), given, weight)
-    plain = outcome(lambda *x: plain_attention(*x, visible), given, weight)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), mine, plain)
+    mine = outcome(lambda *x: over_two(*x, mask), given, weight)
+    plain = outcome(at_once(mask), given, weight)
+    assert np.all(np.isfinite(mine[0]))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), mine[1], plain[1])
 
 
 def test_many_scores_on_a_cpu_are_computed_in_blocks(monkeypatch):
     *given, _ = arrays(19, 19)
-    visible = visible_of(19, 19, True)
+    mask = mask_of(19, 19, True)
 
     def scans():
-        return str(jax.make_jaxpr(lambda *x: core.core_attention(*x, visible, True))(*given)).count(
-            "scan"
-        )
+        return str(jax.make_jaxpr(lambda *x: core.core_attention(*x, mask))(*given)).count("scan")
 
     assert scans() == 0
     monkeypatch.setattr(core, "LARGEST_PLAIN", BATCH * KV_HEADS * GROUP * 19 * 19 - 1)

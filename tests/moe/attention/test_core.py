@@ -1,14 +1,18 @@
 """The fused kernels read what the plain twin reads, and say so where they cannot."""
 
 import functools
+import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from programs import jit
 
+from moe.attention import core
 from moe.attention.core import core_attention
+from moe.attention.mask import Marks, Mask, visible
 
 BATCH, TIME, SOURCE, HEADS, KV_HEADS = 2, 5, 7, 6, 3
 
@@ -24,24 +28,36 @@ def arrays(head_dim, v_head_dim, source, dtype=jnp.float32):
     return [jnp.asarray(draw.normal(size=shape), dtype) for shape in shapes]
 
 
+def mask_of(time, source, single, window=None):
+    """Queries in the last places of rows; padding before, after and between the tokens."""
+    segments = np.ones((BATCH, source), np.int32)
+    segments[0, [0, source - time + 1]] = 0
+    segments[1, -1] = 0
+    if not single:
+        segments[1, 1:4] *= 2
+    column = np.broadcast_to(np.arange(source), segments.shape)
+    same = (segments[:, :, None] == segments[:, None, :]) & np.tri(source, k=-1, dtype=bool)
+    keys = Marks(*(jnp.asarray(x, jnp.int32) for x in (column, same.sum(axis=2), segments)))
+    queries = Marks(*(x[:, source - time :] for x in keys))
+    return Mask(queries, keys, window, causal=True, single=single)
+
+
 @pytest.mark.parametrize(("head_dim", "v_head_dim"), [(6, 10), (12, 4)])
-@pytest.mark.parametrize("causal", [True, False])
-def test_xla_reads_what_plain_reads(head_dim, v_head_dim, causal):
+@pytest.mark.parametrize(
+    ("source", "single", "window"),
+    [(TIME, True, None), (SOURCE, True, 2), (SOURCE, False, None), (TIME, False, 2)],
+)
+def test_xla_reads_what_plain_reads(head_dim, v_head_dim, source, single, window):
     """Odd places, heads of sizes that are no multiple of 8, a query that sees nothing."""
-    source = TIME if causal else SOURCE
-    visible = np.random.default_rng(1).random((BATCH, TIME, source)) < 0.7
-    visible[:, np.arange(TIME), np.arange(TIME)] = True
-    if causal:
-        visible &= np.tri(TIME, dtype=bool)
-    visible[1, 0] = False
+    mask = mask_of(TIME, source, single, window)
+    seen = np.asarray(visible(mask.query, mask.key, window).any(axis=-1))
+    assert not seen.all()
     *given, weight = arrays(head_dim, v_head_dim, source)
-    weight = weight.at[1, 0].set(0.0)  # what it reads is nobody's business
+    weight = jnp.where(seen[..., None, None], weight, 0)  # what others read is nobody's business
 
     def run(implementation):
         def total(query, key, value):
-            out = core_attention(
-                query, key, value, jnp.asarray(visible), causal, 0.3, implementation
-            )
+            out = core_attention(query, key, value, mask, 0.3, implementation)
             return jnp.sum(jnp.where(weight != 0, out * weight, 0.0)), out
 
         (_, out), grads = jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(*given)
@@ -51,28 +67,15 @@ def test_xla_reads_what_plain_reads(head_dim, v_head_dim, causal):
     assert out.shape == (BATCH, TIME, HEADS, v_head_dim)
     assert np.all(np.isfinite(out))
     # float32 sums of a dozen terms of order one.
-    seen = visible.any(axis=-1)
     np.testing.assert_allclose(np.asarray(out)[seen], np.asarray(expected)[seen], atol=2e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-6), grads, expected_grads)
 
 
-def test_a_promise_that_is_kept_is_used():
-    """Where `visible` says too much, the promise that it does not is what counts."""
-    *given, _ = arrays(8, 8, TIME)
-    everything = jnp.ones((BATCH, TIME, TIME), bool)
-    narrowed = jnp.broadcast_to(jnp.tri(TIME, dtype=bool)[None], everything.shape)
-    np.testing.assert_allclose(
-        core_attention(*given, everything, True, implementation="xla"),
-        core_attention(*given, narrowed, implementation="plain"),
-        atol=2e-6,
-    )
-
-
 def test_none_is_plain_without_a_gpu():
     *given, _ = arrays(6, 10, SOURCE)
-    visible = jnp.ones((BATCH, TIME, SOURCE), bool)
+    mask = mask_of(TIME, SOURCE, True)
     np.testing.assert_array_equal(
-        core_attention(*given, visible), core_attention(*given, visible, implementation="plain")
+        core_attention(*given, mask), core_attention(*given, mask, implementation="plain")
     )
 
 
@@ -86,7 +89,7 @@ def test_none_is_plain_without_a_gpu():
 def test_what_cannot_serve_is_refused(name, message):
     *given, _ = arrays(8, 8, SOURCE, jnp.bfloat16)
     with pytest.raises(ValueError, match=message):
-        core_attention(*given, jnp.ones((BATCH, TIME, SOURCE), bool), implementation=name)
+        core_attention(*given, mask_of(TIME, SOURCE, True), implementation=name)
 
 
 @pytest.mark.parametrize(
@@ -102,9 +105,90 @@ def test_what_a_gpu_cannot_serve_is_refused(dtype, head_dim, capability, message
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [device()])
     *given, _ = arrays(head_dim, 8, SOURCE, dtype)
-    visible = jnp.ones((BATCH, TIME, SOURCE), bool)
+    mask = mask_of(TIME, SOURCE, True)
     with pytest.raises(ValueError, match=message):
-        core_attention(*given, visible, implementation="cudnn")
+        core_attention(*given, mask, implementation="cudnn")
     np.testing.assert_array_equal(
-        core_attention(*given, visible), core_attention(*given, visible, implementation="plain")
+        core_attention(*given, mask), core_attention(*given, mask, implementation="plain")
     )
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A machine that says it has one."""
+    device = functools.partial(type, "Device", (), {"compute_capability": "9.0"})
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [device()])
+    monkeypatch.setattr(
+        "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000
+    )
+
+
+def rows_of(batch, time, source, window=None, causal=True, single=True):
+    """The shapes of a mask, and no numbers."""
+    query, key = (
+        Marks(*[jax.ShapeDtypeStruct((batch, size), jnp.int32)] * 3) for size in (time, source)
+    )
+    return Mask(query, key, window, causal, single)
+
+
+@pytest.mark.parametrize(
+    ("mask", "chosen"),
+    [
+        (rows_of(1, 2**17, 2**17), "cudnn"),
+        (rows_of(1, 2**16, 2**17, window=4096), "cudnn"),
+        # Parts of rows and packed ones, whose masks are small enough, or not.
+        (rows_of(1, 2**13, 2**13, single=False), "cudnn"),
+        (rows_of(1, 2**14, 2**14, single=False), "blocked"),
+        (rows_of(1, 2**12, 2**14, causal=False), "cudnn"),
+        (rows_of(8, 2**12, 2**14, causal=False), "blocked"),
+        (rows_of(1, 64, 64, jax.ShapeDtypeStruct((), jnp.int32)), "cudnn"),
+        # Few queries: a mask is less than computing all the others would be.
+        (rows_of(1, 2**14, 2**16), "cudnn"),
+    ],
+)
+def test_none_on_a_gpu_is_what_fits(mask, chosen, hopper):
+    (batch, time), (_, source) = mask.query.column.shape, mask.key.column.shape
+    query, value = (
+        jax.ShapeDtypeStruct((batch, size, 4, 64), jnp.bfloat16) for size in (time, source)
+    )
+    assert core._best(query, value, value, mask) == chosen
+
+
+def test_a_mask_that_is_too_large_is_refused(hopper):
+    def read(query, key, mask):
+        return core_attention(query, key, key, mask, implementation="cudnn")
+
+    shape = jax.ShapeDtypeStruct((1, 2**14, 4, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"a mask of 268435456 numbers.*choose \"blocked\""):
+        jax.eval_shape(read, shape, shape, rows_of(1, 2**14, 2**14, single=False))
+
+
+@pytest.mark.parametrize(("single", "window"), [(True, 48), (True, None), (False, 48)])
+def test_lengths_need_no_mask_on_cuda(single, window, hopper):
+    """By lowering: the kernels of both passes, and what they are given."""
+    time, kernels = 96, ["__cudnn$fmha" + name for name in ("Softmax", "ScaleBiasSoftmax")]
+
+    def step(query, key, value, mask):
+        def total(*given):
+            return jnp.sum(core_attention(*given, mask).astype(jnp.float32))
+
+        return jax.grad(total, (0, 1, 2))(query, key, value)
+
+    shapes = [jax.ShapeDtypeStruct((2, time, n, 64), jnp.bfloat16) for n in (8, 4, 4)]
+    mask = rows_of(2, time, time, window, single=single)
+    calls = [
+        jax.export.DisabledSafetyCheck.custom_call(k + b) for k in kernels for b in ("", "Backward")
+    ]
+    program = jax.export.export(
+        jax.jit(lambda *given: step(*given[:3], mask.replace(query=given[3], key=given[4]))),
+        platforms=["cuda"],
+        disabled_checks=calls,
+    )(*shapes, mask.query, mask.key).mlir_module()
+    kernel = kernels[0 if single else 1]
+    used = re.findall(r"@(__cudnn\$\w+)", program)
+    assert sorted(used) == [kernel, kernel + "Backward"]
+    # Nothing is as large as queries times keys, but with a mask.
+    assert (f"{time}x{time}x" not in program) == single
+    given = re.findall(r"sliding_window_length\D*22: (\d+)", program)
+    assert given == [str(window if single and window else 0)] * 2

@@ -10,6 +10,7 @@ from programs import jit
 
 from moe.attention import core
 from moe.attention.blocked import blocked_attention
+from moe.attention.mask import Marks, Mask
 from moe.attention.plain import causal_mask, plain_attention
 
 BATCH, TIME, HEADS, KV_HEADS, HEAD_DIM, D_MODEL = 3, 5, 6, 2, 4, 7
@@ -118,11 +119,14 @@ def test_half_precision_errs_as_little_as_in_blocks(name):
     )
     visible = np.tri(source, dtype=bool)[None, -time:].repeat(BATCH, axis=0)
     expected = attention_in_float64(*given, visible, pull)
+    column = jnp.broadcast_to(jnp.arange(source)[None], (BATCH, source))
+    keys = Marks(column, column, jnp.ones_like(column))
+    mask = Mask(Marks(*(x[:, -time:] for x in keys)), keys, causal=True)
 
     def errors(read):
         @jit
         def all_of(*given):
-            out, back = jax.vjp(lambda *given: read(*given, jnp.asarray(visible)), *given)
+            out, back = jax.vjp(lambda *given: read(*given, mask), *given)
             return out, *back(pull)
 
         # JAX's own implementation promotes its weights.
@@ -136,7 +140,7 @@ def test_half_precision_errs_as_little_as_in_blocks(name):
             ]
         )
 
-    own = plain_attention if time == 1 else partial(core.core_attention, implementation=name)
+    own = partial(core.core_attention, implementation="plain" if time == 1 else name)
     # Both round weights and results once, but blocks round them before they are normalised, when
     # the largest is 1 and has no error. Of the gradients a fifth more or less is chance.
     assert np.all(errors(own) < [1.8, 1.2, 1.2, 1.2] * errors(blocked_attention))

@@ -1,6 +1,6 @@
 """Small random checkpoints of every supported architecture, and what `transformers` makes of them.
 
-    python tests/moe/huggingface/make_fixtures.py            writes the fixtures anew
+    python tests/moe/huggingface/make_fixtures.py [NAME...]  writes fixtures anew
     python tests/moe/huggingface/make_fixtures.py --check    what we export loads in `transformers`
 
 Needs torch, transformers and this repository on the path. Each folder holds a checkpoint as
@@ -53,9 +53,19 @@ YARN = {
 }
 MODELS = {
     "llama": ("Llama", {**SIZES, "head_dim": 12, "rope_parameters": LLAMA3}),
-    "mistral": ("Mistral", {**SIZES, "head_dim": 6, "sliding_window": 12}),
+    "mistral": ("Mistral", {**SIZES, "head_dim": 6, "sliding_window": 5}),
     "qwen2": ("Qwen2", {**NARROW, "rope_parameters": YARN}),
-    "qwen3": ("Qwen3", {**SIZES, "head_dim": 6, "tie_word_embeddings": True}),
+    "qwen3": (
+        "Qwen3",
+        {
+            **SIZES,
+            "head_dim": 6,
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 3,
+            "max_window_layers": 1,
+        },
+    ),
     "mixtral": (
         "Mixtral",
         {
@@ -72,6 +82,8 @@ MODELS = {
             **NARROW,
             "num_hidden_layers": 3,
             "mlp_only_layers": [0],
+            "use_sliding_window": True,
+            "sliding_window": 4,
             "num_experts": 8,
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 10,
@@ -229,9 +241,12 @@ def check(name):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
-    if parser.parse_args().check:
-        sys.exit(0 if all([check(name) for name in MODELS]) else 1)
-    for name in MODELS:
+    parser.add_argument("names", nargs="*", help="fixtures; all by default")
+    arguments = parser.parse_args()
+    names = arguments.names or list(MODELS)
+    if arguments.check:
+        sys.exit(0 if all([check(name) for name in names]) else 1)
+    for name in names:
         make(name)
 
 

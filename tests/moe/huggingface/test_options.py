@@ -56,8 +56,21 @@ def test_a_configuration_nested_too_deeply_is_one_line(tmp_path):
             {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}},
             r"original_max_position_embeddings too",
         ),
-        ("qwen2", {"use_sliding_window": True}, r"use_sliding_window=True is not supported"),
-        ("qwen2", {"layer_types": ["sliding_attention"] * 2}, r"full_attention in every layer"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 2}, r"with use_sliding_window=true"),
+        (
+            "qwen2",
+            {"layer_types": ["linear_attention"] * 2},
+            r"full_attention or sliding_attention",
+        ),
+        (
+            "qwen3_moe",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 3,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+            r"the same window in every layer",
+        ),
         ("qwen2_moe", {"mlp_only_layers": [1]}, r"dense layers before all others only"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, r"decoder_sparse_step=2 is not supported"),
         ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv=8.0 is not supported"),
@@ -70,6 +83,20 @@ def test_options_that_are_not_supported_are_named(name, changed, message, tmp_pa
     change_options(folder, **changed)
     with pytest.raises(ValueError, match=message):
         huggingface.config_from(folder)
+
+
+def test_windows_that_a_file_does_not_list_are_those_of_its_architecture(tmp_path):
+    asked = {"use_sliding_window": True, "sliding_window": ..., "layer_types": ...}
+    for name, last, window, full in (
+        ("qwen2", 1, 4096, (0,)),
+        ("qwen2", 2, None, ()),
+        ("qwen2_moe", 1, 4096, (1, 2)),
+        ("qwen3_moe", 1, 4096, ()),
+    ):
+        folder = copy_of(name, tmp_path / f"{name}{last}")
+        change_options(folder, **asked, max_window_layers=last)
+        config = huggingface.config_from(folder)
+        assert (config.sliding_window, config.full_attention_layers) == (window, full)
 
 
 def test_options_as_older_files_have_them(tmp_path):

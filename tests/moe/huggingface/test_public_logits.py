@@ -1,6 +1,7 @@
 """Checkpoints written by `transformers` give its logits here, on any mesh and step by step."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ def logits_of(name, layout):
     ("name", "layout"),
     full_but(
         [*((name, "dp1") for name in NAMES), ("mixtral", MESH), ("deepseek_v3", MESH)],
-        *((name, "dp1") for name in QUICK),
+        *((name, "dp1") for name in (*QUICK, "qwen3")),
     ),
 )
 def test_logits_are_those_of_transformers(name, layout):
@@ -89,18 +90,26 @@ def test_decoding_gives_the_logits_of_the_whole_sequence(name):
     np.testing.assert_allclose(steps, golden(name)["logits"][:, prompt:], atol=1e-5)
 
 
-def test_a_sequence_longer_than_the_window_is_refused():
-    config, weights = loaded("mistral")
-    assert config.sliding_window == 12
-    mesh = mesh_of("dp1")
-    long = jnp.zeros((1, 13), jnp.int32), jnp.ones((1, 13), bool)
-    for call in (
-        lambda: model.hidden(weights, *long, config, mesh),
-        lambda: model.before_responses(weights, *long, 6, 1, config, mesh),
-        lambda: prefill(weights, *long, config, mesh),
-    ):
-        with pytest.raises(ValueError, match="13 tokens are longer than sliding_window=12"):
-            call()
+@pytest.mark.parametrize(
+    ("name", "window", "full"),
+    [("mistral", 5, ()), ("qwen3", 3, (0,)), ("qwen2_moe", 4, (1,))],
+)
+def test_windows_are_those_of_the_file(name, window, full):
+    config, _ = loaded(name)
+    assert (config.sliding_window, config.full_attention_layers) == (window, full)
+    assert golden(name)["valid"].sum(axis=1).max() > window + 2
+
+
+@pytest.mark.parametrize("name", full_but(["mistral", "qwen3", "qwen2_moe"], "qwen3"))
+def test_a_window_changes_the_logits_beyond_it_alone(name, monkeypatch):
+    valid, expected = (golden(name)[key] for key in ("valid", "logits"))
+    config, weights = loaded(name)
+    without = replace(config, sliding_window=None, full_attention_layers=())
+    monkeypatch.setitem(globals(), "loaded", lambda *_: (without, weights))
+    found = logits_of.__wrapped__(name, "dp1")
+    within = valid & (np.cumsum(valid, axis=1) <= config.sliding_window)
+    np.testing.assert_allclose(found[within], expected[within], atol=1e-5)
+    assert np.abs(found - expected)[valid & ~within].max() > 0.1
 
 
 @pytest.mark.slow

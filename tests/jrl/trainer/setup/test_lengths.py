@@ -90,8 +90,9 @@ def test_a_bound_holds_for_whatever_a_generator_makes(tokenizer):
     ("limits", "prompt", "length", "said"),
     [
         ({}, 200, 1024, "the default of a checkpoint;"),
-        ({"max_positions": 64}, 20, 44, "the default of a checkpoint, cut to the checkpoint's w"),
-        ({"max_positions": 4000, "sliding_window": 300}, 20, 280, "cut to"),
+        ({"max_positions": 64}, 20, 44, "the default of a checkpoint, cut to the checkpoint's p"),
+        # Beyond its window a network goes on, and looks back no further.
+        ({"max_positions": 4000, "sliding_window": 300}, 20, 1024, "the default of a checkpoint;"),
     ],
 )
 def test_a_checkpoint_has_room_to_reason(tokenizer, limits, prompt, length, said):

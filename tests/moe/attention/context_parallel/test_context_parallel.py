@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
-from programs import mesh_of, on_mesh
+from programs import array_sizes, mesh_of, on_mesh
 from tiers import full_but
 
 from moe.execution import Execution
@@ -70,9 +71,17 @@ def arrays(kind):
     return whole
 
 
+WINDOWS = {
+    "tp2 cp2": {"rows": None, "shared prompts": 6, "packed": 2},
+    "cp4": {"rows": 4, "shared prompts": None, "packed": None},
+}
+"""What is covered by a layout has a window in one of the two."""
+
+
 @functools.cache
-def run(context, layout):
-    """By packed: what is read and the gradients, in rows, and the collectives of both."""
+def run(context, layout, windows="tp2 cp2"):
+    """By packed: what is read and the gradients, in rows; and the program of both, compiled and
+    traced."""
     mesh = mesh_of(layout)
     zigzags = {kind: packed.zigzag for kind, packed in batches(mesh).items()}
     given = {
@@ -85,38 +94,44 @@ def run(context, layout):
         results = {}
         for kind, packed in batches(mesh, Execution(context=context)).items():
             *inputs, weight = given[kind]
-            attend = functools.partial(packed.core_attention_of_layer(0), scale=SCALE)
+            window = WINDOWS[windows][kind]
+            attend = functools.partial(packed.core_attention_of_layer(0, window), scale=SCALE)
             out, back = jax.vjp(attend, *inputs)
             results[kind] = (out, *back(weight))
         return results
 
-    step = on_mesh(local, mesh, (spec,), spec).lower(given).compile()
+    traced = on_mesh(local, mesh, (spec,), spec).trace(given)
+    step = traced.lower().compile()
     results = {
         kind: [zigzags[kind].restore(jnp.asarray(jax.device_get(x))) for x in result]
         for kind, result in step(given).items()
     }
-    return jax.tree.map(np.asarray, results), step.as_text()
+    return jax.tree.map(np.asarray, results), step.as_text(), traced.jaxpr.jaxpr
 
 
-def visible_pairs(kind):
+def visible_pairs(kind, window=None):
     """``[row, time, time]``, by definition."""
     ids = segments() if kind == "packed" else valid_rows().astype(int)
     same = (ids[:, :, None] == ids[:, None, :]) & (ids[:, None, :] > 0)
-    return same & np.tri(TIME, dtype=bool)
+    earlier = same & np.tri(TIME, dtype=bool)
+    # Keys of the own sequence from each on to the query, both included.
+    until = np.cumsum(earlier[:, :, ::-1], axis=2)[:, :, ::-1]
+    return earlier & (until <= (window or TIME))
 
 
 @pytest.mark.parametrize("kind", ["rows", "shared prompts", "packed"])
-def test_one_device_reads_what_it_may(kind):
+@pytest.mark.parametrize("windows", full_but(WINDOWS, "tp2 cp2"))
+def test_one_device_reads_what_it_may(kind, windows):
     """Against a softmax in float64 over the pairs that the definition allows."""
     query, key, value, weight = (x.astype(np.float64) for x in arrays(kind))
     key, value = (np.repeat(x, HEADS // KV_HEADS, axis=2) for x in (key, value))
-    visible = visible_pairs(kind)
+    visible = visible_pairs(kind, WINDOWS[windows][kind])
     scores = np.einsum("bthk,bshk->bhts", query, key) * SCALE
     powers = np.where(visible[:, None], np.exp(scores), 0.0)
     total = np.maximum(powers.sum(axis=-1, keepdims=True), 1e-9)
     expected = np.einsum("bhts,bshk->bthk", powers / total, value)
     counted = np.any(weight != 0, axis=(2, 3))
-    out = run(None, "dp1")[0][kind][0]
+    out = run(None, "dp1", windows)[0][kind][0]
     for got, wanted, some in zip(
         out, by_section(kind, expected), by_section(kind, counted), strict=True
     ):
@@ -163,8 +178,8 @@ LAYOUTS = ["cp4", "tp2 cp2"]
 @pytest.mark.parametrize("layout", full_but(LAYOUTS, "tp2 cp2"))
 @pytest.mark.parametrize("context", ["gather", "ring", "ulysses"])
 def test_equals_one_device(context, layout, kind):
-    out, *grads = run(context, layout)[0][kind]
-    expected, *expected_grads = run(None, "dp1")[0][kind]
+    out, *grads = run(context, layout, layout)[0][kind]
+    expected, *expected_grads = run(None, "dp1", layout)[0][kind]
     counted = by_section(kind, np.any(arrays(kind)[3] != 0, axis=(2, 3)))
     for got, wanted, some in zip(out, expected, counted, strict=True):
         np.testing.assert_allclose(got[some], wanted[some], atol=2e-6)
@@ -178,6 +193,18 @@ COLLECTIVE = re.compile(
 )
 
 
+def permuted(jaxpr):
+    """The number of elements of every permute of a traced program, in loops as often as they run:
+    the CPU compiler sends but once what both passes send, which other devices would have to
+    keep."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "ppermute":
+            yield equation.outvars[0].aval.size
+        times = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for inner in jaxprs_in_params(equation.params):
+            yield from list(permuted(inner)) * times
+
+
 def elements(shapes):
     return sum(
         math.prod(int(size) for size in shape.split(",") if size)
@@ -189,11 +216,14 @@ def elements(shapes):
 @pytest.mark.parametrize("context", ["gather", "ring", "ulysses"])
 def test_sends_what_the_docstring_says(context, layout):
     """Forward and backward of the three batches: kinds of collectives, and elements sent."""
-    ops = COLLECTIVE.findall(run(context, layout)[1])
+    _, program, traced = run(context, layout, layout)
+    ops = COLLECTIVE.findall(program)
+    if context == "ring":
+        ops = [(f"f32[{size}]", "collective-permute") for size in permuted(traced)]
     cp, tp = (getattr(Layout.parse(layout), axis) for axis in ("cp", "tp"))
     kinds = {
         "gather": {"all-gather": 2, "reduce-scatter": 2},
-        "ring": {"collective-permute": 4 * (cp - 1)},
+        "ring": {"collective-permute": 6 * (cp - 1)},
         "ulysses": {"all-to-all": 8},
     }
     assert Counter(op for _, op in ops) == {op: 3 * n for op, n in kinds[context].items()}
@@ -208,35 +238,79 @@ def test_sends_what_the_docstring_says(context, layout):
     tokens = sum(packed.zigzag.num_tokens for packed in batches(mesh_of(layout)).values())
     keys, queries = (heads // tp * (HEAD_DIM + V_HEAD_DIM) for heads in (KV_HEADS, HEADS))
     forward = tokens * (cp - 1) / cp * ((queries + keys) / cp if context == "ulysses" else keys)
-    assert total == 2 * forward
+    # A ring's keys and values go round twice, and their gradients once.
+    assert total == (3 if context == "ring" else 2) * forward
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_a_ring_in_training_keeps_the_keys_of_every_hop(remat):
-    """Between its passes a device has as many keys and values as if it had gathered them."""
-    mesh, sizes = fold_abstract(Layout(cp=4)), {}
+def traced_cost(context, ranks, time, heads, dtype, remat="none", window=None):
+    """Elements of the largest array that a device computes in a forward and backward pass over one
+    row, and the bytes it keeps between them. `heads`: of queries, of keys, width."""
+    mesh, kept = fold_abstract(Layout(cp=ranks)), []
+    num_heads, kv_heads, width = heads
 
-    def kept(context):
-        def local(query, key, value):
-            execution = Execution(context=context, attention="plain")
-            packed = pack_rows(jnp.zeros((1, 16), int), jnp.ones((1, 16), bool), mesh, execution)
-            attend = rematerialised(packed.core_attention_of_layer(0), remat)
-            out, pull = jax.vjp(attend, query, key, value)
-            # Of heads 10 and 14 wide, keys and values; queries are 6 heads, these are 3.
-            sizes[context] = sum(
-                x.size
-                for x in jax.tree.leaves(pull)
-                if x.shape[-1:] in [(10,), (14,)] and 3 in x.shape
-            )
-            return out
+    def local(query, key, value):
+        execution = Execution(context=context)
+        packed = pack_rows(jnp.zeros((1, time), int), jnp.ones((1, time), bool), mesh, execution)
+        attend = rematerialised(packed.core_attention_of_layer(0, window), remat)
+        out, pull = jax.vjp(attend, query, key, value)
+        kept.append(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pull)))
+        return pull(out)
 
-        step = jax.shard_map(local, mesh=mesh.mesh, in_specs=P(mesh.cp), out_specs=P(mesh.cp))
-        shapes = [(16, 6, 10), (16, 3, 10), (16, 3, 14)]
-        jax.eval_shape(step, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+    step = jax.shard_map(local, mesh=mesh.mesh, in_specs=P(mesh.cp), out_specs=P(mesh.cp))
+    shapes = [(time, n, width) for n in (num_heads, kv_heads, kv_heads)]
+    arrays = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    program = jax.jit(step).trace(*arrays).jaxpr.jaxpr
+    (body,) = (eqn.params["jaxpr"] for eqn in program.eqns if eqn.primitive.name == "shard_map")
+    return max(array_sizes(body)), kept[0]
 
-    kept("ring")
-    kept("gather")
-    assert sizes["ring"] >= sizes["gather"] >= 16 * 3 * (10 + 14)
+
+def test_a_ring_leaves_out_what_is_hidden():
+    """Keys and values that are NaN reach whoever computes with them, masked or not."""
+    mesh, chunk, time = mesh_of("cp4"), 4, 32
+    draw = np.random.default_rng(0)
+    given = [jnp.asarray(draw.normal(size=(time, n, 6)), jnp.float32) for n in (4, 2, 2)]
+
+    def finite_chunks(window, poisoned):
+        """The chunks, in the order of columns, whose queries get something finite."""
+        packed = pack_rows(
+            jnp.zeros((1, time), int), jnp.ones((1, time), bool), mesh, Execution(context="ring")
+        )
+        bad = np.isin(np.arange(time) // chunk, poisoned)[:, None, None]
+        query, *sources = given
+        whole = [query, *(jnp.where(bad, jnp.nan, x) for x in sources)]
+        read = on_mesh(packed.core_attention_of_layer(0, window), mesh, P(mesh.cp), P(mesh.cp))
+        (out,) = packed.zigzag.restore(read(*(packed.zigzag.flatten(x[None]) for x in whole)))
+        finite = np.isfinite(np.asarray(out)).all(axis=(0, 2, 3)).reshape(-1, chunk)
+        return set(np.flatnonzero(finite.all(axis=1)))
+
+    # A rank has a chunk from either end: chunk 6 is on the rank of chunk 1, which is its own.
+    assert finite_chunks(None, [6]) == {0, 2, 3, 4, 5}
+    # Chunk 4 meets the keys of its rank's other chunk, 3, which looks back to 2; 1 and 7 meet none.
+    assert finite_chunks(3, [2, 5]) == {0, 1, 7}
+
+
+@pytest.mark.parametrize("remat", full_but(["none", "full"], "none"))
+def test_what_a_ring_keeps_is_linear_in_tokens(remat):
+    """Its own part of everything, whatever the number of ranks, and no score."""
+
+    def kept(time, ranks=4):
+        return traced_cost("ring", ranks, time, (6, 3, 10), jnp.float32, remat)[1]
+
+    # A rank's queries, keys, values and results, a number per query and the marks of all tokens.
+    assert kept(64) == 16 * 4 * ((6 + 3 + 3 + 6) * 10 + 6) + 64 * 3 * 4
+    assert kept(128) == 2 * kept(64)
+    assert kept(128, ranks=8) == kept(64) + 64 * 3 * 4
+
+
+def test_128k_tokens_fit_on_eight_devices():
+    """Attention of Qwen3-235B-A22B: 64 heads, 4 of keys and values, 128 wide, in bfloat16."""
+    largest, kept = traced_cost("ring", 8, 131072, (64, 4, 128), jnp.bfloat16, "full")
+    own = 131072 // 8
+    # 256 MiB each of queries and results, 32 of keys and values, 4 of log-sums, 1.5 of marks.
+    assert kept == own * (2 * (64 + 4 + 4 + 64) * 128 + 4 * 64) + 131072 * 12
+    assert kept < 550 * 2**20
+    # Blocks of scores are smaller than the queries.
+    assert largest == own * 64 * 128
 
 
 @pytest.mark.parametrize(
@@ -268,7 +342,7 @@ def test_none_sends_least(cp, heads, kv_heads, used):
         (Execution(context="star"), r"context='star' is not known: choose among gather, ring, uly"),
         (
             Execution(context="ring", attention="xla"),
-            r"cannot use execution.attention='xla': choose context=\"gather\"",
+            r"ring\" works in blocks and cannot use execution.attention='xla': choose context=",
         ),
         (Execution(context="gather", attention="cudnn"), r"it runs on NVIDIA GPUs"),
     ],

@@ -1,0 +1,135 @@
+"""The fused kernels of `jax.nn.dot_product_attention`, which know rows by their lengths.
+
+A row of one sequence is moved to the front of its columns, in order: then its length is all of its
+mask that a causal kernel needs, and no array of queries times keys exists. Rows of several
+sequences need a mask, one number for all heads.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from moe.attention.blocked import alike
+from moe.attention.mask import Mask, visible
+
+Kernel = Literal["xla", "cudnn"]
+
+LARGEST_MASK = 2**27
+"""Numbers of a mask: 256 MiB of half precision, and as much again for the gradient that the kernel
+gives them."""
+
+
+def fused_attention(
+    query: Float[Array, "batch time heads head_dim"],
+    key: Float[Array, "batch source kv_heads head_dim"],
+    value: Float[Array, "batch source kv_heads v_head_dim"],
+    mask: Mask,
+    scale: float | None,
+    implementation: Kernel,
+) -> Float[Array, "batch time heads v_head_dim"]:
+    """``softmax(scale q k) v`` over the visible positions, by a kernel of that name.
+
+    By lengths where the rows are of one sequence each and queries stand in the last places of the
+    keys. Queries are then computed for all places of the keys, those before the first one of zeros;
+    where that would be most of them, a mask that is small enough is taken instead.
+    """
+    size, width = head_size(query, value), value.shape[-1]
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    query, key, value = alike(tuple(_widened(x, size) for x in (query, key, value)), mask)
+    attend = _by_lengths if takes_lengths(mask) else _by_mask
+    return attend(query, key, value, mask, factor, implementation)[..., :width]
+
+
+def takes_lengths(mask: Mask) -> bool:
+    """Whether lengths stand for the mask."""
+    time, source = mask.query.column.shape[1], mask.key.column.shape[1]
+    static = mask.window is None or isinstance(mask.window, int)
+    few = 2 * time < source and mask_size(mask) <= LARGEST_MASK
+    return mask.causal and mask.single and static and not few
+
+
+def mask_size(mask: Mask) -> int:
+    """Numbers of a mask of queries times keys."""
+    return mask.query.column.size * mask.key.column.shape[1]
+
+
+def head_size(query: Array, value: Array) -> int:
+    """The kernels take heads of one size, a multiple of 8: the zeros added change no score."""
+    return -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
+
+
+def _by_mask(
+    query: Array, key: Array, value: Array, mask: Mask, scale: float, implementation: Kernel
+) -> Array:
+    time, source = query.shape[1], key.shape[1]
+    seen = visible(mask.query, mask.key, mask.window)
+    out = jax.nn.dot_product_attention(
+        *(_even(x, 1) for x in (query, key, value)),
+        mask=_even(_even(seen, 1), 2)[:, None],
+        is_causal=mask.causal and time == source,
+        scale=scale,
+        implementation=implementation,
+    )
+    return out[:, :time]
+
+
+def _by_lengths(
+    query: Array, key: Array, value: Array, mask: Mask, scale: float, implementation: Kernel
+) -> Array:
+    time, source = query.shape[1], key.shape[1]
+    tokens = mask.key.segment > 0
+    # Tokens to the front, padding behind them, both in the order of columns.
+    order = jnp.argsort(~tokens, axis=1, stable=True)
+    back = jnp.argsort(order, axis=1)
+    lengths = jnp.sum(tokens, axis=1, dtype=jnp.int32)
+    within = (jnp.arange(source)[None] < lengths[:, None])[..., None, None]
+    query = jnp.pad(query, ((0, 0), (source - time, 0), (0, 0), (0, 0)))
+    # Zeros behind them: whatever a kernel writes there, forward or backward, is not looked at.
+    query, key, value = (jnp.where(within, _moved(x, order, back), 0) for x in (query, key, value))
+    out = jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        is_causal=True,
+        scale=scale,
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        local_window_size=None if mask.window is None else (int(mask.window) - 1, 0),
+        implementation=implementation,
+    )
+    return _moved(jnp.where(within, out, 0), back, order)[:, source - time :]
+
+
+@jax.custom_vjp
+def _moved(
+    x: Shaped[Array, "batch time *rest"],
+    order: Int[Array, "batch time"],
+    back: Int[Array, "batch time"],
+) -> Shaped[Array, "batch time *rest"]:
+    """Rows in another order. Its gradient is moved `back`: a gather too, which adds nothing."""
+    rest = (1,) * (x.ndim - 2)
+    return jnp.take_along_axis(x, order.reshape(*order.shape, *rest), axis=1)
+
+
+def _moved_forward(x, order, back):
+    return _moved(x, order, back), (order, back)
+
+
+def _moved_backward(orders, gradient):
+    order, back = orders
+    return _moved(gradient, back, order), None, None
+
+
+_moved.defvjp(_moved_forward, _moved_backward)
+
+
+def _widened(x: Array, size: int) -> Array:
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, size - x.shape[-1])))
+
+
+def _even(x: Array, axis: int) -> Array:
+    """`x` with a zero after an odd number of places, which is what the gradient's kernel takes with
+    a mask."""
+    return jnp.pad(x, [(0, x.shape[axis] % 2 if n == axis else 0) for n in range(x.ndim)])

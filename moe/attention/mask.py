@@ -1,0 +1,97 @@
+"""Which keys a query may attend to: earlier or equal columns of its own segment, inside a window.
+
+A mask is made of a few numbers per token. No array of queries times keys exists before it is known
+which of them meet, and then of one block.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Int
+
+from moe.config import ModelConfig
+
+LARGEST = 2**30
+"""More than any mark is."""
+
+Window = int | Int[Array, ""] | None
+"""How many positions a query may look back, itself included; None is no limit."""
+
+
+class Marks(NamedTuple):
+    """What a mask needs to know of tokens; arrays ``[*batch, time]``.
+
+    Attributes:
+      column: place in the row.
+      position: place in the own sequence.
+      segment: id of the sequence within the row; 0 for padding, which nobody attends to.
+    """
+
+    column: Array
+    position: Array
+    segment: Array
+
+
+@struct.dataclass
+class Mask:
+    """The mask of rows of queries and keys.
+
+    Attributes:
+      query: ``[batch, time]`` each.
+      key: ``[batch, source]`` each.
+      window: see `Window`; a number that is known only at run time is an array.
+      causal: promises that the queries stand in the last places of the keys, in their order, and
+        that both are in the order of columns: most of what is not visible need not be looked at.
+      single: promises that a row has no segments but 1 and padding.
+    """
+
+    query: Marks
+    key: Marks
+    window: Window = None
+    causal: bool = struct.field(pytree_node=False, default=False)
+    single: bool = struct.field(pytree_node=False, default=False)
+
+
+def visible(query: Marks, key: Marks, window: Window = None) -> Bool[Array, "*batch time source"]:
+    """Which keys each query may attend to."""
+    q, k = (Marks(*(x[..., :, None] for x in query)), Marks(*(x[..., None, :] for x in key)))
+    # Columns, not positions: padding and earlier segments of the row keep their columns.
+    seen = (q.column >= k.column) & (q.segment == k.segment) & (k.segment > 0)
+    # Positions, not columns: padding between two tokens of a sequence is no distance.
+    return seen if window is None else seen & (q.position - k.position < window)
+
+
+def may_meet(query: Marks, key: Marks, window: Window = None) -> Bool[Array, ""]:
+    """Whether any of the keys may be visible to any of the queries, as far as the ranges of their
+    marks tell: False is certain."""
+    last = jnp.max(_tokens(query, query.column, -1), axis=-1)
+    first = jnp.min(_tokens(key, key.column, LARGEST), axis=-1)
+    meet = last >= first
+    (low, high), (key_low, key_high) = (_segments(marks) for marks in (query, key))
+    meet &= jnp.maximum(low, key_low) <= jnp.minimum(high, key_high)
+    if window is not None:
+        first = jnp.min(_tokens(query, query.position, LARGEST), axis=-1)
+        last = jnp.max(_tokens(key, key.position, -1), axis=-1)
+        meet &= first - last < window
+    return jnp.any(meet)
+
+
+def window_of_layer(config: ModelConfig, number: int | Int[Array, ""]) -> Window:
+    """That of a layer, whose number a stage of a pipeline knows at run time only."""
+    window, full = config.sliding_window, config.full_attention_layers
+    if window is None or not full:
+        return window
+    if isinstance(number, int):
+        return None if number in full else window
+    every = [LARGEST if layer in full else window for layer in range(config.num_layers)]
+    return jnp.asarray(every, jnp.int32)[number]
+
+
+def _tokens(marks: Marks, x: Array, instead: int) -> Array:
+    return jnp.where(marks.segment > 0, x, instead)
+
+
+def _segments(marks: Marks) -> tuple[Array, Array]:
+    low = jnp.min(_tokens(marks, marks.segment, LARGEST), axis=-1)
+    return low, jnp.max(marks.segment, axis=-1)

@@ -1,0 +1,67 @@
+"""Qwen's sliding windows, which only some layers have."""
+
+from collections.abc import Callable
+from typing import Any
+
+from moe.config import ModelConfig
+from moe.huggingface.families.family import Fields
+from moe.huggingface.options import Options
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def read_windows(
+    options: Options, fields: Fields, slides: Callable[[int, int], bool] | None
+) -> Fields:
+    """The window, and the layers that have none.
+
+    Args:
+      slides: (number of a layer, max_window_layers) -> whether it has a window where the file does
+        not list them; None where all have, and no file can say otherwise.
+    """
+    window = options.take("sliding_window", default=4096)
+    if not options.take("use_sliding_window", default=False):
+        window = None
+    last = options.take("max_window_layers", default=28)
+    kinds = options.take("layer_types", default=None)
+    layers = range(fields["num_layers"])
+    default = [SLIDING if slides is None or slides(layer, last) else FULL for layer in layers]
+    if window is None:
+        default = [FULL for _ in layers]
+    given = default if kinds is None else kinds
+    if len(given) != len(layers) or set(given) - {FULL, SLIDING}:
+        raise options.unsupported("layer_types", kinds, f"{FULL} or {SLIDING} for each layer")
+    if given != default and (slides is None or window is None):
+        why = "use_sliding_window=true" if window is None else "the same window in every layer"
+        raise options.unsupported("layer_types", kinds, f"{SLIDING} with {why}")
+    full = tuple(layer for layer, kind in zip(layers, given, strict=True) if kind == FULL)
+    if len(full) == len(layers):
+        return {}
+    return {"sliding_window": window, "full_attention_layers": full}
+
+
+def written_windows(config: ModelConfig, listed: bool = True) -> dict[str, Any]:
+    """The options that `read_windows` reads.
+
+    Args:
+      listed: the file may say which layers have windows.
+    """
+    if config.sliding_window is None:
+        return {"use_sliding_window": False}
+    full, layers = config.full_attention_layers, range(config.num_layers)
+    kinds = [FULL if layer in full else SLIDING for layer in layers]
+    return {
+        "use_sliding_window": True,
+        "sliding_window": config.sliding_window,
+        **({"layer_types": kinds} if listed else {}),
+    }
+
+
+def slides_last(layer: int, max_window_layers: int) -> bool:
+    """Qwen2 and Qwen3: the first layers have no window."""
+    return layer >= max_window_layers
+
+
+def slides_alternately(layer: int, max_window_layers: int) -> bool:
+    """Qwen2-MoE: every other of the first layers has one."""
+    return layer % 2 == 0 and layer < max_window_layers
