@@ -98,9 +98,8 @@ def prefill(
             "without context parallelism; cp must be 1."
         )
     # No backward pass follows, and what is captured here would not leave a rematerialised layer.
-    config = _dropless(config)
-    execution = replace(config.execution, remat="none", fsdp=False)
-    config = replace(config, execution=execution)
+    execution = replace(config.execution, remat="none", fsdp=False, buffer_factor=None)
+    config = replace(_dropless(config), execution=execution)
     valid = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
     captured: dict[int, tuple[Array, ...]] = {}
     packed = pack_rows(tokens, valid, mesh, config.execution)

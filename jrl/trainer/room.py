@@ -20,7 +20,7 @@ from moe.config import ModelConfig
 from moe.router.statistics import RouterStatistics
 from sharding.collectives import all_sum, varying
 
-Kind = TypeVar("Kind", PolicyObjective, CriticObjective, SupervisedObjective)
+Kind = TypeVar("Kind", bound=PolicyObjective | CriticObjective | SupervisedObjective)
 
 
 def for_any_routing(objective: Kind) -> Kind:

@@ -13,6 +13,7 @@ from tiers import full_but
 from moe import model
 from moe.config import ModelConfig
 from moe.decoding import KEY_COLUMN, decode_step, prefill
+from moe.execution import Execution
 from moe.placement import specs
 from sharding.collectives import vary
 from sharding.folding import Layout, fold_abstract
@@ -135,3 +136,13 @@ def test_a_cache_holds_whole_rows():
     tokens, lengths, _ = batch()
     with pytest.raises(ValueError, match=r"decoding runs without context parallelism; cp must be"):
         prefill(random_weights(CONFIG, 0), tokens, lengths, CONFIG, mesh)
+
+
+@pytest.mark.slow
+def test_decoding_has_room_for_any_routing():
+    """Nobody would run a step again: the programs are the same, with little room and with any."""
+    mesh = mesh_of("dp1")
+    given = random_weights(CONFIG, 0), *batch()
+    little = replace(CONFIG, execution=Execution(buffer_factor=0.1))
+    texts = {stepwise(c, mesh).lower(*given).as_text() for c in (CONFIG, little)}
+    assert len(texts) == 1

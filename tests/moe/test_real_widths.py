@@ -89,6 +89,14 @@ def test_a_layer_with_a_budget_keeps_less_than_120_mib(dispatch):
     assert 72 + 30 < found < 120
 
 
+def test_full_keeps_the_tokens_that_came_to_the_experts():
+    """64 MiB of all devices' tokens, by a name that a gather with a gradient of its own shows:
+    nothing is sent twice."""
+    of_layer = kept(2, Execution(remat="full")) - kept(1, Execution(remat="full"))
+    assert of_layer[(8192, 4096), jnp.dtype(jnp.bfloat16)] == 1
+    assert 72 < mib_per_layer(remat="full") < 80
+
+
 @pytest.mark.slow
 def test_without_rematerialisation_no_joined_matrices_are_kept():
     """768 MiB of a layer are gate and up side by side in float32, beside those that are stored."""
