@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from moe.attention.latent import LatentCore, absorbed, expanded, keeps_narrow, released
 from moe.attention.mask import window_of_layer
 from moe.attention.plain import plain_attention
 from moe.config import ModelConfig
@@ -35,7 +36,9 @@ class Cache(Generic[Leaf]):
       keys: per layer ``[row, kv_head, column, head_dim]``, rotated. A head's positions lie
         together, as the products of a decoding step want them: in another order each step would
         copy the buffer.
-      values: the same shape, `v_head_dim` wide. Latent attention keeps what it expands.
+      values: the same shape, `v_head_dim` wide. Latent attention has none: its keys are the narrow
+        vectors of all heads together, on each rank of ``tp``, unless `Execution.latent` is
+        "expanded".
     """
 
     keys: tuple[Leaf, ...]
@@ -89,19 +92,27 @@ def prefill(
     packed = pack_rows(tokens, valid, mesh, config.execution)
 
     def core_attention_of_layer(index, window=None):
-        def core_attention(query, key, value, scale=None):
-            captured[index] = tuple(
-                _by_head(x.reshape(*valid.shape, *x.shape[1:])) for x in (key, value)
-            )
-            return packed.core_attention_of_layer(index, window)(query, key, value, scale)
+        inner = packed.core_attention_of_layer(index, window)
+        assert not isinstance(inner, LatentCore)
 
-        return core_attention
+        def keep(*arrays: Array) -> None:
+            captured[index] = tuple(_by_head(x.reshape(*valid.shape, *x.shape[1:])) for x in arrays)
+
+        def core_attention(query, key, value, scale=None):
+            keep(key, value)
+            return inner(query, key, value, scale)
+
+        def of_narrow(query, narrow, up):
+            keep(narrow[:, None])
+            return inner(query, *expanded(narrow, up, config))
+
+        return LatentCore(of_narrow) if keeps_narrow(config) else core_attention
 
     watched = packed._replace(
         core_attention_of_layer=core_attention_of_layer, record_choices=record_choices
     )
     x, router = run(weights, watched, config, mesh)
-    keys, values = zip(*(captured[index] for index in range(config.num_layers)), strict=True)
+    keys, *values = zip(*(captured[index] for index in range(config.num_layers)), strict=True)
     (by_row,) = packed.zigzag.restore(join_shards(x, mesh.sequence))
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
     states, choices = jnp.take_along_axis(by_row, last, axis=1)[:, 0], None
@@ -110,7 +121,7 @@ def prefill(
         assert router.choices is not None
         by_token = join_shards(jnp.moveaxis(router.choices, 0, 1), mesh.sequence)
         (choices,) = packed.zigzag.restore(by_token)
-    return Prefilled(Cache(keys, values), states, choices)
+    return Prefilled(Cache(keys, values[0] if values else ()), states, choices)
 
 
 def decode_step(
@@ -162,7 +173,14 @@ def decode_step(
             key, value = _by_position(keys[index]), _by_position(values[index])
             return plain_attention(query[:, None], key, value, visible[:, None], scale)[:, 0]
 
-        return core_attention
+        def of_narrow(query, narrow, up):
+            keys[index] = write(keys[index], narrow[:, None])
+            key, query = _by_position(keys[index]), absorbed(query, up, config)[:, None]
+            value = key[..., : up.shape[0]]
+            read = plain_attention(query, key, value, visible[:, None], config.head_dim**-0.5)
+            return released(read[:, 0], up, config)
+
+        return LatentCore(of_narrow) if keeps_narrow(config) else core_attention
 
     packed = PackedBatch(
         tokens=tokens,
