@@ -14,6 +14,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from moe.attention.cached import cached_attention
+from moe.attention.latent import LatentCore, absorbed, expanded, keeps_narrow, released
 from moe.attention.mask import window_of_layer
 from moe.config import ModelConfig
 from moe.head import logits_of
@@ -35,8 +36,9 @@ class Cache(Generic[Leaf]):
     Attributes:
       keys: per layer ``[row, kv_head, head_dim, column]``, rotated; values: ``[row, kv_head,
         column, v_head_dim]``. So the products of a decoding step want them: in another order each
-        step would copy the buffers, or read them piece by piece. Latent attention keeps what it
-        expands.
+        step would copy the buffers, or read them piece by piece. Latent attention has no values:
+        its keys are the narrow vectors of all heads together, on each rank of ``tp``, unless
+        `Execution.latent` is "expanded".
     """
 
     keys: tuple[Leaf, ...]
@@ -105,20 +107,30 @@ def prefill(
     packed = pack_rows(tokens, valid, mesh, config.execution)
 
     def core_attention_of_layer(index, window=None):
-        def core_attention(query, key, value, scale=None):
+        inner = packed.core_attention_of_layer(index, window)
+        assert not isinstance(inner, LatentCore)
+
+        def keep(*arrays: Array) -> None:
             captured[index] = tuple(
                 jnp.moveaxis(x.reshape(*valid.shape, *x.shape[1:]), 1, column)
-                for x, column in ((key, KEY_COLUMN), (value, VALUE_COLUMN))
+                for x, column in zip(arrays, (KEY_COLUMN, VALUE_COLUMN), strict=False)
             )
-            return packed.core_attention_of_layer(index, window)(query, key, value, scale)
 
-        return core_attention
+        def core_attention(query, key, value, scale=None):
+            keep(key, value)
+            return inner(query, key, value, scale)
+
+        def of_narrow(query, narrow, up):
+            keep(narrow[:, None])
+            return inner(query, *expanded(narrow, up, config))
+
+        return LatentCore(of_narrow) if keeps_narrow(config) else core_attention
 
     watched = packed._replace(
         core_attention_of_layer=core_attention_of_layer, record_choices=record_choices
     )
     x, router = run(weights, watched, config, mesh)
-    keys, values = zip(*(captured[index] for index in range(config.num_layers)), strict=True)
+    keys, *values = zip(*(captured[index] for index in range(config.num_layers)), strict=True)
     (by_row,) = packed.zigzag.restore(join_shards(x, mesh.sequence))
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
     states, choices = jnp.take_along_axis(by_row, last, axis=1)[:, 0], None
@@ -127,7 +139,7 @@ def prefill(
         assert router.choices is not None
         by_token = join_shards(jnp.moveaxis(router.choices, 0, 1), mesh.sequence)
         (choices,) = packed.zigzag.restore(by_token)
-    return Prefilled(Cache(keys, values), states, choices)
+    return Prefilled(Cache(keys, values[0] if values else ()), states, choices)
 
 
 def decode_step(
@@ -178,7 +190,13 @@ def decode_step(
             values[index] = write(values[index], value, VALUE_COLUMN)
             return cached_attention(query, keys[index], values[index], visible, scale)
 
-        return core_attention
+        def of_narrow(query, narrow, up):
+            vectors = keys[index] = write(keys[index], narrow[:, None], KEY_COLUMN)
+            read = jnp.swapaxes(vectors[:, :, : up.shape[0]], 2, 3)
+            query, scale = absorbed(query, up, config), config.head_dim**-0.5
+            return released(cached_attention(query, vectors, read, visible, scale), up, config)
+
+        return LatentCore(of_narrow) if keeps_narrow(config) else core_attention
 
     packed = PackedBatch(
         tokens=tokens,

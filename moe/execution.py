@@ -15,6 +15,8 @@ class Execution:
         (`moe.attention.core`).
       context: how attention crosses the devices of ``cp``: "gather", "ring" or "ulysses"
         (`moe.attention.context_parallel.choice`).
+      latent: what decoding keeps of latent attention: "absorbed", the narrow vectors that keys and
+        values come from, or "expanded", those keys and values (`moe.attention.latent`).
       dispatch: how tokens travel to the experts of other devices.
       experts: how rows are multiplied, each by its own expert's matrix.
       remat: what the backward pass computes again instead of keeping it: "none", "selective" or
@@ -32,6 +34,7 @@ class Execution:
 
     attention: str | None = None
     context: str | None = None
+    latent: str | None = None
     dispatch: str | None = None
     experts: str | None = None
     remat: str = "none"

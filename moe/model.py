@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer
 
+from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention, attention
 from moe.attention.mask import window_of_layer
 from moe.config import ModelConfig
@@ -92,7 +93,7 @@ def block(
     layer: Layer[Array],
     x: Float[Array, "local d_model"],
     packed: PackedBatch,
-    core_attention: CoreAttention,
+    core_attention: CoreAttention | LatentCore,
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
@@ -161,7 +162,9 @@ def blocks(
         is its turn (FSDP); None where they have it whole.
     """
 
-    def run_layer(own: PackedBatch, core_attention: CoreAttention, layer: Layer[Array], x: Array):
+    def run_layer(
+        own: PackedBatch, core_attention: CoreAttention | LatentCore, layer: Layer[Array], x: Array
+    ):
         # Inside what is rematerialised: the whole layer lives while it runs, forward and backward.
         layer = layer if shard_dims is None else unshard(layer, shard_dims)
         return block(layer, x, own, core_attention, config, mesh)

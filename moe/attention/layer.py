@@ -11,6 +11,8 @@ from typing import Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from moe.attention import latent
+from moe.attention.latent import LatentCore
 from moe.attention.projections import queries_keys_values
 from moe.config import ModelConfig
 from moe.precision import rms_norm
@@ -36,7 +38,7 @@ def attention(
     weights: Attention[Array] | LatentAttention[Array],
     x: Float[Array, "local d_model"],
     positions: Int[Array, "token"],
-    core_attention: CoreAttention,
+    core_attention: CoreAttention | LatentCore,
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> Float[Array, "local d_model"]:
@@ -55,6 +57,15 @@ def attention(
     h = rms_norm(x, weights.norm, config.norm_epsilon)
     # Norm before gather: each rank normalises its own tokens (sequence parallelism).
     h = gather_tokens(h, mesh.tp)
-    out = core_attention(*queries_keys_values(weights, h, positions, config, mesh))
+    if isinstance(weights, LatentAttention):
+        query = latent.queries(weights, h, positions, config)
+        narrow = latent.narrow_vectors(weights, h, positions, config)
+        if isinstance(core_attention, LatentCore):
+            out = core_attention.attend(query, narrow, weights.up)
+        else:
+            out = core_attention(query, *latent.expanded(narrow, weights.up, config))
+    else:
+        assert not isinstance(core_attention, LatentCore)
+        out = core_attention(*queries_keys_values(weights, h, positions, config, mesh))
     out = jnp.einsum("nhk,hkd->nd", out, weights.out.astype(h.dtype))
     return scatter_tokens(out, mesh.tp)

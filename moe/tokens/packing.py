@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe.attention.context_parallel.choice import context_parallel_attention
 from moe.attention.context_parallel.mask import SegmentMask, Source
+from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention
 from moe.attention.mask import Marks, Window
 from moe.execution import Execution
@@ -27,7 +28,7 @@ from sharding.folding import FoldedMesh
 class CoreAttentionOfLayer(Protocol):
     """(number of the layer, its window) -> its core attention."""
 
-    def __call__(self, index: int | Array, window: Window = None) -> CoreAttention: ...
+    def __call__(self, index: int | Array, window: Window = None) -> CoreAttention | LatentCore: ...
 
 
 class PackedBatch(NamedTuple):

@@ -11,10 +11,13 @@ from programs import mesh_of, on_mesh, random_weights, with_room
 from tiers import full_but
 
 from moe import model
-from moe.config import ModelConfig
+from moe.attention.latent import keeps_narrow
+from moe.attention.rotary import YarnScaling
+from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.decoding import KEY_COLUMN, decode_step, prefill
 from moe.execution import Execution
 from moe.placement import specs
+from moe.weights import shapes
 from sharding.collectives import vary
 from sharding.folding import Layout, fold_abstract
 
@@ -28,6 +31,15 @@ CONFIG = ModelConfig(
     num_experts=8,
     experts_per_token=3,
     d_expert=14,
+)
+LATENT = replace(
+    CONFIG,
+    num_experts=0,
+    d_ff=12,
+    num_kv_heads=8,
+    head_dim=9,
+    mla=MultiHeadLatentAttention(kv_lora_rank=5, q_lora_rank=7, qk_rope_head_dim=4, v_head_dim=3),
+    rope_scaling=YarnScaling(4.0, 2, score_temperature=1.0),
 )
 ROWS, PROMPT, RESPONSE, STEPS = 4, 4, 3, 3
 
@@ -77,9 +89,16 @@ def stepwise(config, mesh):
 @pytest.mark.parametrize(
     ("kind", "layout"),
     full_but(
-        [("routed", "dp1"), ("routed", "tp2 dp2 / ep2 etp2"), ("dense", "tp2")],
+        [
+            ("routed", "dp1"),
+            ("routed", "tp2 dp2 / ep2 etp2"),
+            ("dense", "tp2"),
+            ("latent", "tp2"),
+            ("expanded", "tp2"),
+        ],
         ("routed", "tp2 dp2 / ep2 etp2"),
         ("dense", "tp2"),
+        ("latent", "tp2"),
     ),
 )
 def test_steps_equal_the_whole_sequence(kind, layout):
@@ -88,6 +107,8 @@ def test_steps_equal_the_whole_sequence(kind, layout):
     if kind == "dense":
         config = replace(CONFIG, num_experts=0, d_ff=12, head="tied")
         config = replace(config, sliding_window=3, full_attention_layers=(0,))
+    if kind in ("latent", "expanded"):
+        config = replace(LATENT, execution=Execution(latent=None if kind == "latent" else kind))
     one, weights = mesh_of("dp1"), random_weights(config, 0)
     tokens, prompts, ends = batch()
     whole = on_mesh(
@@ -129,6 +150,29 @@ def test_prefill_equals_the_forward_pass_and_keeps_every_column():
     )
     last = np.asarray(expected).reshape(ROWS, PROMPT, -1)[np.arange(ROWS), lengths - 1]
     np.testing.assert_allclose(states, last, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("latent", "keys", "values"),
+    [(None, [5 + 4] * 2, []), ("absorbed", [5 + 4] * 2, []), ("expanded", [72] * 2, [24] * 2)],
+)
+def test_a_latent_cache_holds_narrow_vectors(latent, keys, values):
+    """Numbers per token and layer: of DeepSeek-V3 they would be 512 + 64, and 128 (192 + 128)."""
+    config, mesh = replace(LATENT, execution=Execution(latent=latent)), mesh_of("dp1")
+
+    def local(weights, tokens, lengths):
+        cache = prefill(weights, tokens, lengths, config, mesh).cache
+        found = ([x.size // (ROWS * PROMPT) for x in each] for each in (cache.keys, cache.values))
+        assert list(found) == [keys, values]
+        return lengths
+
+    step = jax.shard_map(local, mesh=mesh.mesh, in_specs=P(), out_specs=P())
+    jax.eval_shape(step, shapes(config), jnp.zeros((ROWS, PROMPT), int), jnp.ones(ROWS, int))
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(ValueError, match=r"execution.latent='wide' is not known: choose among abs"):
+        keeps_narrow(replace(CONFIG, execution=Execution(latent="wide")))
 
 
 def test_a_cache_holds_whole_rows():

@@ -38,8 +38,16 @@ MOE = ModelConfig(
 CONFIGS = {
     "routed": MOE,
     # A head that tp divides; of the others every rank reads its part. Both in chunks.
-    "two": replace(MOE, num_layers=2, vocab_size=12, execution=Execution(vocab_chunk=5)),
-    "four": replace(MOE, num_layers=4),
+    # A stage of a pipeline learns at run time whether its layer has a window.
+    "two": replace(
+        MOE,
+        num_layers=2,
+        vocab_size=12,
+        sliding_window=2,
+        full_attention_layers=(1,),
+        execution=Execution(vocab_chunk=5),
+    ),
+    "four": replace(MOE, num_layers=4, sliding_window=3, full_attention_layers=(0, 3)),
     "dense": replace(
         MOE,
         num_layers=2,

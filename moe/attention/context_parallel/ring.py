@@ -61,8 +61,8 @@ def ring(
     on every device, and nothing where marks tell that nothing is visible, as beyond a window.
 
     Communication per device and layer, forward: ``2 (cp - 1)`` permutes that send ``2 T K D (cp -
-    1) / cp`` elements together, none of which waits for what is computed; backward twice as much:
-    they go round again, and the gradients of keys and values with them, in float32.
+    1) / cp`` elements together, none of which waits for what is computed; backward as many permutes
+    that send twice as much: keys and values once more, and with them their gradients, in float32.
 
     References:
       Liu et al., "Ring Attention with Blockwise Transformers", 2023. https://arxiv.org/abs/2310.01889
@@ -193,36 +193,39 @@ def _backward(plan, residuals, out_gradient):
             grads[2][theirs] += pair.source.sums(found.value)
         return grads[0], plan.join(grads[1]), plan.join(grads[2])
 
-    # Else a compiler would see that the same was sent before, and keep it.
-    key, value, queries = lax.optimization_barrier((key, value, queries))
+    def apart(both: Array) -> tuple[Array, Array]:
+        return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
+
     of_queries, *of_own = visit(key, value, rank, own=True)
+    of_own = jnp.concatenate(of_own, axis=-1)
     if plan.ranks > 1:
-        key, value = shift(key, plan.axes), shift(value, plan.axes)
+        # Keys and values in one: a compiler that finds the permutes of the forward pass here would
+        # not send them again but keep what came.
+        theirs = shift(jnp.concatenate([key, value], axis=-1), plan.axes)
 
         def hop(carry, number):
-            of_queries, of_keys, key, value = carry
-            following = shift(key, plan.axes), shift(value, plan.axes)
-            added, *more = visit(key, value, (rank - number) % plan.ranks, own=False)
+            of_queries, of_theirs, theirs = carry
+            following = shift(theirs, plan.axes)
+            added, *more = visit(*apart(theirs), (rank - number) % plan.ranks, own=False)
             # They go with the keys that they are of, one hop behind them.
-            of_keys = [shift(a + b, plan.axes) for a, b in zip(of_keys, more, strict=True)]
+            of_theirs = shift(of_theirs + jnp.concatenate(more, axis=-1), plan.axes)
             added = [a + b for a, b in zip(of_queries, added, strict=True)]
-            return (added, of_keys, *following), None
+            return (added, of_theirs, following), None
 
-        nothing = [jnp.zeros_like(x) for x in of_own]
-        carry = of_queries, nothing, key, value
+        carry = of_queries, jnp.zeros_like(of_own), theirs
         if plan.ranks > 2:
             carry, _ = lax.scan(hop, carry, jnp.arange(1, plan.ranks - 1))
-        of_queries, of_keys, key, value = carry
-        added, *more = visit(key, value, (rank + 1) % plan.ranks, own=False)
+        of_queries, of_theirs, theirs = carry
+        added, *more = visit(*apart(theirs), (rank + 1) % plan.ranks, own=False)
         of_queries = [a + b for a, b in zip(of_queries, added, strict=True)]
         # And home.
-        of_keys = [shift(a + b, plan.axes) for a, b in zip(of_keys, more, strict=True)]
-        of_own = [a + b for a, b in zip(of_own, of_keys, strict=True)]
+        of_own += shift(of_theirs + jnp.concatenate(more, axis=-1), plan.axes)
+    of_key, of_value = apart(of_own)
     of_query = plan.zigzag.join(*(in_heads(x) for x in of_queries))
     return (
         of_query.astype(query.dtype),
-        of_own[0].astype(key.dtype),
-        of_own[1].astype(value.dtype),
+        of_key.astype(key.dtype),
+        of_value.astype(value.dtype),
         None,
         None,
     )

@@ -1,0 +1,116 @@
+"""Multi-head latent attention: keys and values come from one narrow vector per token.
+
+``c = norm(h W_c)``, ``[k_h ; v_h] = c W_h``; the part of a key that knows its position,
+``r = rope(h W_r)``, is one for all heads and laid beside each ``k_h``. Queries may come from a
+narrow vector of their own. The vectors are computed on every ``tp`` rank, without communication.
+
+Training expands them. Decoding need not: with ``W_h = [K_h V_h]`` a score is
+``q_h (c K_h)^T = (q_h K_h^T) c^T``, and what a query gets is ``sum p (c V_h) = (sum p c) V_h``. So
+the matrices are absorbed by the query and by what it gets, a cache holds ``[c ; r]`` alone, and all
+heads attend to it as to one head.
+
+References:
+  DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1.2, eq. 37 to 47. https://arxiv.org/abs/2405.04434
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from moe.attention.projections import Heads, heads, rotated, sharpened
+from moe.config import ModelConfig, MultiHeadLatentAttention
+from moe.precision import rms_norm
+from moe.weights import LatentAttention
+
+Narrow = Float[Array, "token narrow"]
+Up = Float[Array, "rank heads width"]
+
+IMPLEMENTATIONS = ("absorbed", "expanded")
+
+
+@dataclass(frozen=True)
+class LatentCore:
+    """Core attention that is handed narrow vectors and what expands them.
+
+    Args:
+      attend: (queries, ``[c ; r]`` of the tokens, `up` of the weights) -> what each query gets.
+    """
+
+    attend: Callable[[Heads, Narrow, Up], Heads]
+
+
+def keeps_narrow(config: ModelConfig) -> bool:
+    """Whether a cache holds narrow vectors.
+
+    Raises:
+      ValueError: on an unknown name.
+    """
+    name = config.execution.latent
+    if name not in (None, *IMPLEMENTATIONS):
+        raise ValueError(
+            f"execution.latent={name!r} is not known: choose among {', '.join(IMPLEMENTATIONS)}, "
+            "or None for the best that applies."
+        )
+    return config.mla is not None and name != "expanded"
+
+
+def queries(
+    weights: LatentAttention[Array],
+    h: Float[Array, "token d_model"],
+    positions: Int[Array, "token"],
+    config: ModelConfig,
+) -> Heads:
+    """For the heads of this ``tp`` rank, their last part rotated."""
+    narrow = h
+    if weights.query_down is not None and weights.query_norm is not None:
+        narrow = h @ weights.query_down.astype(h.dtype)
+        narrow = rms_norm(narrow, weights.query_norm, config.norm_epsilon)
+    query, content = heads(narrow, weights.query), _content_dim(config)
+    turned = rotated(query[..., content:], positions, config)
+    return sharpened(jnp.concatenate([query[..., :content], turned], axis=-1), config)
+
+
+def narrow_vectors(
+    weights: LatentAttention[Array],
+    h: Float[Array, "token d_model"],
+    positions: Int[Array, "token"],
+    config: ModelConfig,
+) -> Narrow:
+    """``[c ; r]`` of each token."""
+    rank, down = _mla(config).kv_lora_rank, h @ weights.down.astype(h.dtype)
+    shared = rotated(down[:, None, rank:], positions, config)[:, 0]
+    content = rms_norm(down[:, :rank], weights.down_norm, config.norm_epsilon)
+    return jnp.concatenate([content, shared], axis=-1)
+
+
+def expanded(narrow: Narrow, up: Up, config: ModelConfig) -> tuple[Heads, Heads]:
+    """Keys and values."""
+    rank, content = _mla(config).kv_lora_rank, _content_dim(config)
+    both, shared = heads(narrow[:, :rank], up), narrow[:, None, rank:]
+    shared = jnp.broadcast_to(shared, (*both.shape[:2], shared.shape[-1]))
+    return jnp.concatenate([both[..., :content], shared], axis=-1), both[..., content:]
+
+
+def absorbed(query: Heads, up: Up, config: ModelConfig) -> Heads:
+    """Queries whose products with narrow vectors are those of `query` with keys."""
+    content = _content_dim(config)
+    matrix = up[..., :content].astype(query.dtype)
+    own = jnp.einsum("nhk,rhk->nhr", query[..., :content], matrix)
+    return jnp.concatenate([own, query[..., content:]], axis=-1)
+
+
+def released(read: Float[Array, "token heads rank"], up: Up, config: ModelConfig) -> Heads:
+    """What queries get of values, of what they get of narrow vectors."""
+    matrix = up[..., _content_dim(config) :].astype(read.dtype)
+    return jnp.einsum("nhr,rhk->nhk", read, matrix)
+
+
+def _mla(config: ModelConfig) -> MultiHeadLatentAttention:
+    assert config.mla is not None  # the table gives these weights only with it
+    return config.mla
+
+
+def _content_dim(config: ModelConfig) -> int:
+    return config.head_dim - _mla(config).qk_rope_head_dim
