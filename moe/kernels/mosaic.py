@@ -1,0 +1,159 @@
+"""What is written differently for Mosaic GPU in different versions of JAX, and how a kernel starts.
+
+A kernel's body is written once, in terms of a `Target`: on a GPU that places numbers in registers,
+in Pallas' plain interpreter, which runs anywhere, it does nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from sharding.collectives import vary, varying
+
+LANES = 128
+"""Threads of a warpgroup, which runs one program."""
+TILE = plgpu.Layout.WGMMA
+"""How a warpgroup holds a matrix of ``[64 m, 8 n]`` numbers."""
+TOGETHER = 4
+"""Parts of a row that each thread has on their way at a time."""
+# jax 0.10 takes an index beside the reference that is read, later ones an indexed reference alone;
+# a store that need not be a wide one has a name from 0.12 on and needs none before.
+_STORES = hasattr(plgpu, "store")
+
+
+class Target:
+    """What a body asks of the machine, here the interpreter, where no number has a place."""
+
+    def strided(self, value: jax.Array) -> jax.Array:
+        """The same, neighbouring numbers spread over neighbouring threads."""
+        return value
+
+    def tiled(self, value: jax.Array) -> jax.Array:
+        """The same: a matrix as `TILE` has it, or a vector for each of its rows."""
+        return value
+
+    def load(self, ref: Any, dimension: int) -> jax.Array:
+        """A vector along that dimension of a matrix as `TILE` has it."""
+        return ref[...]
+
+    def store(self, ref: Any, value: jax.Array) -> None:
+        """The reverse of `load`."""
+        ref[...] = value
+
+
+class Gpu(Target):
+    def strided(self, value: jax.Array) -> jax.Array:
+        width = value.shape[0] // LANES
+        layout = plgpu.Layout.WG_STRIDED(value.shape, vec_size=width)  # pyright: ignore
+        return plgpu.layout_cast(value, layout)
+
+    def tiled(self, value: jax.Array) -> jax.Array:
+        return plgpu.layout_cast(value, TILE if value.ndim == 2 else TILE.reduce(1))
+
+    def load(self, ref: Any, dimension: int) -> jax.Array:
+        index = () if _STORES else ((),)
+        layout = TILE.reduce(1 - dimension)
+        return plgpu.load(ref, *index, layout=layout, optimized=False)  # pyright: ignore
+
+    def store(self, ref: Any, value: jax.Array) -> None:
+        if _STORES:
+            plgpu.store(ref, value, optimized=False)  # pyright: ignore
+        else:
+            ref[...] = value
+
+
+def along(width: int, bits: int, body: Callable[..., Any], carry: Any = None) -> Any:
+    """``carry = body(parts, carry)`` along a row of `width` numbers, some parts of it at a time.
+
+    A part is ``(first, length)``; it is as long as the threads of a warpgroup move with one
+    instruction of 16 bytes each, near the end `LANES` times a smaller power of two.
+    """
+    length = LANES * 128 // bits
+    stride = length * TOGETHER
+
+    def step(index, carry):
+        return body([(index * stride + n * length, length) for n in range(TOGETHER)], carry)
+
+    strides, first, parts = width // stride, width - width % stride, []
+    if strides:
+        carry = lax.fori_loop(0, strides, step, carry)
+    while first < width:
+        while length > width - first:
+            length //= 2
+        parts.append((first, length))
+        first += length
+    return body(parts, carry) if parts else carry
+
+
+def launch(
+    body: Callable[..., None],
+    programs: int,
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    operands: Sequence[jax.Array],
+    *,
+    operation: str,
+    interpreted: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Runs ``body(target, program, *operands, *outputs)`` for each of that many programs.
+
+    Args:
+      body: reads and writes references to device memory.
+      outputs: what the programs write, every element by one of them.
+      operation: named in the error.
+      interpreted: by Pallas' plain interpreter, slow and on any device.
+
+    Raises:
+      ValueError: when it is lowered for anything but CUDA and not interpreted.
+    """
+    if interpreted:
+        call = pl.pallas_call(
+            lambda *refs: body(Target(), pl.program_id(0), *refs),
+            out_shape=tuple(outputs),
+            grid=(programs,),
+            interpret=True,
+        )
+        return call(*operands)
+    axes = tuple(frozenset().union(*map(varying, operands)))
+    first, *others = vary(tuple(operands), axes)
+    kernel = plgpu.kernel(
+        lambda *refs: body(Gpu(), lax.axis_index("program"), *refs),
+        out_type=tuple(outputs),
+        grid=(programs,),
+        grid_names=("program",),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        ),
+    )
+    return vary(tuple(kernel(needs_cuda(first, operation), *others)), axes)
+
+
+def needs_cuda(x: jax.Array, operation: str) -> jax.Array:
+    """`x`, which raises where it is lowered for another platform."""
+    return _needs_cuda.bind(x, operation=operation)
+
+
+def _refuse(context, x, *, operation):
+    platforms = ", ".join(context.module_context.platforms)
+    raise ValueError(
+        f'implementation="mosaic" of {operation} runs on NVIDIA GPUs from Hopper on, and this is '
+        f'lowered for {platforms}: use "plain", or None for the best that applies.'
+    )
+
+
+_needs_cuda = Primitive("needs_cuda")
+_needs_cuda.def_abstract_eval(lambda x, *, operation: x)
+_needs_cuda.def_impl(lambda x, *, operation: jax.jit(needs_cuda, static_argnums=1)(x, operation))
+mlir.register_lowering(_needs_cuda, _refuse)
+mlir.register_lowering(_needs_cuda, lambda context, x, *, operation: [x], platform="cuda")
+
+
+def flag(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A scalar condition for each element: a warpgroup selects by vectors alone."""
+    return jnp.broadcast_to(value, shape)
