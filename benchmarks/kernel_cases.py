@@ -36,6 +36,24 @@ CASES = {
 }
 
 
+class Product(NamedTuple):
+    """A grouped product: rows of each group, and the rows that belong to none after them."""
+
+    sizes: tuple[int, ...]
+    inner: int
+    outer: int
+    rest: int = 0
+
+
+PRODUCTS = {
+    "uneven, some empty": Product((100, 0, 20, 128, 0), inner=128, outer=192, rest=52),
+    "fewer rows than a tile": Product((0, 3, 1), inner=64, outer=64),
+    "all in one": Product((0, 0, 264, 0), inner=192, outer=128),
+    "none at all": Product((0, 0), inner=64, outer=128, rest=130),
+    "ends at tiles": Product((128, 128, 64), inner=64, outer=64),
+}
+
+
 def choices(case: Case, seed: int = 0) -> np.ndarray:
     """``[tokens, k]`` expert ids, none twice in a token; past the last for none."""
     draw = np.random.default_rng(seed)

@@ -47,6 +47,10 @@ class Target:
         """The reverse of `load`."""
         ref[...] = value
 
+    def transposed(self, ref: Any) -> Any:
+        """A matrix in shared memory, read along its columns."""
+        return ref.transpose((1, 0)) if _STORES else plgpu.transpose_ref(ref, (1, 0))
+
 
 class Gpu(Target):
     def strided(self, value: jax.Array) -> jax.Array:
@@ -100,6 +104,7 @@ def launch(
     *,
     operation: str,
     interpreted: bool = False,
+    simulated: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Runs ``body(target, program, *operands, *outputs)`` for each of that many programs.
 
@@ -108,6 +113,8 @@ def launch(
       outputs: what the programs write, every element by one of them.
       operation: named in the error.
       interpreted: by Pallas' plain interpreter, slow and on any device.
+      simulated: by the interpreter that knows a GPU's memories, barriers and matrix units; slower
+        still. That of jax 0.10 knows no transposed reference.
 
     Raises:
       ValueError: when it is lowered for anything but CUDA and not interpreted.
@@ -122,16 +129,30 @@ def launch(
         return call(*operands)
     axes = tuple(frozenset().union(*map(varying, operands)))
     first, *others = vary(tuple(operands), axes)
+    target = Target() if simulated else Gpu()
     kernel = plgpu.kernel(
-        lambda *refs: body(Gpu(), lax.axis_index("program"), *refs),
+        lambda *refs: body(target, lax.axis_index("program"), *refs),
         out_type=tuple(outputs),
         grid=(programs,),
         grid_names=("program",),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
+        interpret=_simulator() if simulated else None,
     )
-    return vary(tuple(kernel(needs_cuda(first, operation), *others)), axes)
+    first = first if simulated else needs_cuda(first, operation)
+    return vary(tuple(kernel(first, *others)), axes)
+
+
+def _simulator() -> Any:
+    # Copies from past the end of an array are NaN here; a GPU's copy engine fills in zeros.
+    beyond = {"out_of_bounds_reads": "uninitialized"}
+    # It has a public name from jax 0.12 on.
+    if hasattr(plgpu, "InterpretGPUParams"):
+        return plgpu.InterpretGPUParams(**beyond)  # pyright: ignore
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    return InterpretGPUParams(**beyond)  # pyright: ignore
 
 
 def needs_cuda(x: jax.Array, operation: str) -> jax.Array:
