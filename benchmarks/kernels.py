@@ -66,10 +66,11 @@ def timed(program: Callable[..., Any], operands: Sequence[Any]) -> tuple[Any, fl
 
 
 def dispatch(arguments: argparse.Namespace) -> Iterator[Figures]:
-    """`moe.kernels`: the layout, permute and unpermute, forward and backward."""
+    """`moe.kernels`: the router's choice, the layout, permute and unpermute with gradients."""
     by_copy, _ = ceilings(arguments)
     yield {"form": "a large copy", "gigabytes_per_s": by_copy / 1e9}
     for shape in SMALL_DISPATCHES if arguments.smoke else DISPATCHES:
+        yield from _choosing(arguments, *shape[:3], by_copy)
         yield from _layouts(arguments, *shape[:3])
         for name, build in _moves(arguments, *shape, by_copy).items():
             yield measured(name, build, arguments.calls)
@@ -85,6 +86,48 @@ def _choices(tokens: int, k: int, experts: int) -> Any:
 
     scores = jax.random.uniform(jax.random.key(5), (tokens, experts))
     return jax.lax.top_k(scores, k)[1]
+
+
+def _choosing(
+    arguments: argparse.Namespace, tokens: int, k: int, experts: int, by_copy: float
+) -> Iterator[Figures]:
+    """The router after its product: logits read once, probabilities written once."""
+    import jax
+    import jax.numpy as jnp
+
+    from moe.kernels.routing import Rule, route
+
+    # The kernel takes a multiple of 8.
+    experts = -(-experts // 8) * 8
+    operands = random((tokens, experts), dtype="float32"), jnp.zeros(experts), jnp.ones(tokens)
+
+    def build(name: str):
+        compiled, plain = (
+            jax.jit(partial(route, rule=Rule(k=k), implementation=which))
+            for which in (name, "plain")
+        )
+        found, compiling = timed(compiled, operands)
+        expected = plain(*operands)
+        # Two numbers a rounding apart may change places, and few are.
+        if not (found.experts != expected.experts).mean() < 1e-4:
+            raise ValueError("chooses other experts than the plain twin")
+        error = max(map(difference, found[1:], expected[1:]))
+        moved_bytes = 8 * tokens * experts
+
+        def meaning(seconds: float) -> Figures:
+            rate = moved_bytes / seconds
+            return {
+                "gigabytes_per_s": rate / 1e9,
+                "of_a_copy": rate / by_copy,
+                "difference": error,
+                "compiling_s": compiling,
+            }
+
+        return partial(compiled, *operands), meaning
+
+    for name in kernel_names(arguments):
+        form = f"router, {tokens} x {k} among {experts}, {name}"
+        yield measured(form, partial(build, name), arguments.calls)
 
 
 def _layouts(arguments: argparse.Namespace, tokens: int, k: int, experts: int) -> Iterator[Figures]:

@@ -35,12 +35,12 @@ class Target:
         """The same, neighbouring numbers spread over neighbouring threads."""
         return value
 
-    def tiled(self, value: jax.Array) -> jax.Array:
-        """The same: a matrix as `TILE` has it, or a vector for each of its rows."""
+    def tiled(self, value: jax.Array, dimension: int = 0) -> jax.Array:
+        """The same: a matrix as `TILE` has it, or a vector along a dimension of one."""
         return value
 
-    def load(self, ref: Any, dimension: int) -> jax.Array:
-        """A vector along that dimension of a matrix as `TILE` has it."""
+    def load(self, ref: Any, dimension: int | None = None) -> jax.Array:
+        """A matrix as `TILE` has it, or a vector along that dimension of one."""
         return ref[...]
 
     def store(self, ref: Any, value: jax.Array) -> None:
@@ -58,12 +58,12 @@ class Gpu(Target):
         layout = plgpu.Layout.WG_STRIDED(value.shape, vec_size=width)  # pyright: ignore
         return plgpu.layout_cast(value, layout)
 
-    def tiled(self, value: jax.Array) -> jax.Array:
-        return plgpu.layout_cast(value, TILE if value.ndim == 2 else TILE.reduce(1))
+    def tiled(self, value: jax.Array, dimension: int = 0) -> jax.Array:
+        return plgpu.layout_cast(value, TILE if value.ndim == 2 else TILE.reduce(1 - dimension))
 
-    def load(self, ref: Any, dimension: int) -> jax.Array:
+    def load(self, ref: Any, dimension: int | None = None) -> jax.Array:
         index = () if _STORES else ((),)
-        layout = TILE.reduce(1 - dimension)
+        layout = TILE if dimension is None else TILE.reduce(1 - dimension)
         return plgpu.load(ref, *index, layout=layout, optimized=False)  # pyright: ignore
 
     def store(self, ref: Any, value: jax.Array) -> None:
