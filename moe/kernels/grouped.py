@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from moe.kernels.mosaic import Target, launch
+from moe.kernels.mosaic import Target, launch, mosaic_gpu
 
 
 class Tiling(NamedTuple):
@@ -40,15 +39,6 @@ class Tiling(NamedTuple):
 
 
 TILING = Tiling()
-
-
-def obstacle(*dimensions: int, dtype) -> str | None:
-    """What keeps the kernels from multiplying matrices of these dimensions, and the usual fix."""
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"rows of {jnp.dtype(dtype)}, and the matrix units take bfloat16 or float16 alone"
-    if any(dimension % 64 or not dimension for dimension in dimensions):
-        return f"matrices of {' x '.join(map(str, dimensions))}, and each must be a multiple of 64"
-    return None
 
 
 class Tiles(NamedTuple):
@@ -105,7 +95,9 @@ def each(
     down, across = tiles.group.shape[0], width // columns
 
     def body(target: Target, program, group, block, first, size, rows, weights, out):
-        tile, column = plgpu.planar_snake(program, (down, across), 1, min(tiling.wide, across))
+        tile, column = mosaic_gpu().planar_snake(
+            program, (down, across), 1, min(tiling.wide, across)
+        )
 
         @pl.when(size[tile] > 0)
         def _():
@@ -143,25 +135,27 @@ def _product(target, side, shape, depth, group, block, column, num_groups, rows,
 
     def accumulate(total):
         def multiply(_, left, right):
-            plgpu.wgmma(total, left, target.transposed(right) if side else right)
+            mosaic_gpu().wgmma(total, left, target.transposed(right) if side else right)
 
         @pl.when(group < num_groups)
         def _():
-            plgpu.emit_pipeline(
+            mosaic_gpu().emit_pipeline(
                 multiply,
                 grid=(depth // step,),
                 in_specs=[
-                    plgpu.BlockSpec((height, step), lambda k: (block, k), delay_release=1),
-                    plgpu.BlockSpec((columns, step), lambda k: (column, k), delay_release=1)
+                    mosaic_gpu().BlockSpec((height, step), lambda k: (block, k), delay_release=1),
+                    mosaic_gpu().BlockSpec((columns, step), lambda k: (column, k), delay_release=1)
                     if side
-                    else plgpu.BlockSpec((step, columns), lambda k: (k, column), delay_release=1),
+                    else mosaic_gpu().BlockSpec(
+                        (step, columns), lambda k: (k, column), delay_release=1
+                    ),
                 ],
                 max_concurrent_steps=tiling.stages,
             )(rows, weights.at[jnp.minimum(group, num_groups - 1)])
 
         return total[...]
 
-    return pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((height, columns)))
+    return pl.run_scoped(accumulate, mosaic_gpu().WGMMAAccumulatorRef((height, columns)))
 
 
 def _store_rows(tile, first, size, start, column, out):
@@ -170,22 +164,22 @@ def _store_rows(tile, first, size, start, column, out):
 
     def store(staged):
         staged[...] = tile.astype(out.dtype)
-        plgpu.commit_smem()
+        mosaic_gpu().commit_smem()
         # How many rows a copy moves is fixed: one copy for each power of two in their number.
         at = first
         for length in (1 << bit for bit in reversed(range(height.bit_length()))):
 
             @pl.when(size & length != 0)
             def _(at=at, length=length):
-                plgpu.copy_smem_to_gmem(
+                mosaic_gpu().copy_smem_to_gmem(
                     staged.at[pl.ds(at, length)],
                     out.at[pl.ds(start + at, length), pl.ds(column * columns, columns)],
                 )
 
             at += size & length
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        mosaic_gpu().wait_smem_to_gmem(0, wait_read_only=True)
 
-    pl.run_scoped(store, plgpu.SMEM((height, columns), out.dtype))
+    pl.run_scoped(store, mosaic_gpu().SMEM((height, columns), out.dtype))
 
 
 def summed(
@@ -208,7 +202,7 @@ def summed(
     def body(target: Target, program, start, stop, rows, others, out):
         group = lax.div(program, jnp.int32(down * across))
         within = lax.rem(program, jnp.int32(down * across))
-        i, j = plgpu.planar_snake(within, (down, across), 1, min(tiling.wide, across))
+        i, j = mosaic_gpu().planar_snake(within, (down, across), 1, min(tiling.wide, across))
         first, last = start[group], stop[group]
         block = lax.div(first, jnp.int32(step))
         blocks = lax.div(last + step - 1, jnp.int32(step)) - block
@@ -222,34 +216,38 @@ def summed(
                 def _():
                     for part in (left, right):
                         _keep(target, part, first - at, last - at)
-                    plgpu.commit_smem()
+                    mosaic_gpu().commit_smem()
 
-                plgpu.wgmma(total, target.transposed(left), right)
+                mosaic_gpu().wgmma(total, target.transposed(left), right)
 
             @pl.when(last > first)
             def _():
-                plgpu.emit_pipeline(
+                mosaic_gpu().emit_pipeline(
                     multiply,
                     grid=(blocks,),
                     in_specs=[
-                        plgpu.BlockSpec((step, height), lambda k: (block + k, i), delay_release=1),
-                        plgpu.BlockSpec((step, width), lambda k: (block + k, j), delay_release=1),
+                        mosaic_gpu().BlockSpec(
+                            (step, height), lambda k: (block + k, i), delay_release=1
+                        ),
+                        mosaic_gpu().BlockSpec(
+                            (step, width), lambda k: (block + k, j), delay_release=1
+                        ),
                     ],
                     max_concurrent_steps=tiling.stages,
                 )(rows, others)
 
             return total[...]
 
-        found = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((height, width)))
+        found = pl.run_scoped(accumulate, mosaic_gpu().WGMMAAccumulatorRef((height, width)))
 
         def store(staged):
             staged[...] = found
-            plgpu.commit_smem()
+            mosaic_gpu().commit_smem()
             here = group, pl.ds(i * height, height), pl.ds(j * width, width)
-            plgpu.copy_smem_to_gmem(staged, out.at[here])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            mosaic_gpu().copy_smem_to_gmem(staged, out.at[here])
+            mosaic_gpu().wait_smem_to_gmem(0, wait_read_only=True)
 
-        pl.run_scoped(store, plgpu.SMEM((height, width), jnp.float32))
+        pl.run_scoped(store, mosaic_gpu().SMEM((height, width), jnp.float32))
 
     return launch(
         body,

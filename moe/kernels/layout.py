@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
+from moe.experts.permutation import inverse_slots, sort_by_group, take_rows
 from moe.kernels.choice import by_name
 from moe.kernels.mosaic import Target, launch
 
@@ -74,8 +75,8 @@ def sorted_layout(
         num_slots = slots_needed(num_choices, num_experts, tile)
     ids = experts.reshape(-1).astype(jnp.int32)
     ids = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts)
-    options = {"num_experts": num_experts, "tile": tile}
-    places, sizes = by_name(
+    options = {"num_experts": num_experts, "tile": tile, "num_slots": num_slots}
+    choices, places, sizes = by_name(
         implementation,
         partial(_plain, **options),
         partial(_kernel, **options),
@@ -83,12 +84,31 @@ def sorted_layout(
         operation="sorted_layout",
         obstacle=None if num_choices else "there are no choices; use None.",
     )
-    places = jnp.where(ids < num_experts, jnp.minimum(places, num_slots), num_slots)
-    # No place is taken twice, so that this scatter needs no atomics either.
-    empty = jnp.full((num_slots,), num_choices, jnp.int32)
-    index = jnp.arange(num_choices, dtype=jnp.int32)
-    choices = empty.at[places].set(index, mode="drop")
     return SortedLayout(choices, places.reshape(experts.shape), sizes)
+
+
+def _plain(ids: Array, *, num_experts: int, tile: int, num_slots: int) -> tuple[Array, ...]:
+    num_choices = ids.shape[0]
+    order, sizes = sort_by_group(ids, num_experts)
+    rank = inverse_slots(order, num_choices)
+    if tile > 1:
+        # Choices of no expert come last; what is read for them is not used.
+        shift = _starts(sizes, tile) - _starts(sizes, 1)
+        places = rank + take_rows(shift, ids)
+        return *_with_choices(ids, places, num_experts, num_slots), sizes
+    used = jnp.minimum(jnp.sum(sizes), num_slots)
+    order = jnp.pad(order, (0, max(num_slots - num_choices, 0)))[:num_slots]
+    choices = jnp.where(jnp.arange(num_slots) < used, order, num_choices)
+    return choices, jnp.where(rank < used, rank, num_slots), sizes
+
+
+def _with_choices(
+    ids: Array, places: Array, num_experts: int, num_slots: int
+) -> tuple[Array, Array]:
+    """The choice in each slot and the places, those without a slot in the one past the last."""
+    places = jnp.where(ids < num_experts, jnp.minimum(places, num_slots), num_slots)
+    # No place is taken twice, so that this scatter needs no atomics.
+    return inverse_slots(places, num_slots), places
 
 
 def _starts(sizes: Array, tile: int) -> Array:
@@ -96,32 +116,26 @@ def _starts(sizes: Array, tile: int) -> Array:
     return jnp.cumsum(padded) - padded
 
 
-def _plain(ids: Array, *, num_experts: int, tile: int) -> tuple[Array, Array]:
-    order = jnp.argsort(ids, stable=True)
-    rank = jnp.zeros_like(ids).at[order].set(jnp.arange(ids.shape[0], dtype=jnp.int32))
-    sizes = jnp.sum(ids[:, None] == jnp.arange(num_experts)[None, :], axis=0, dtype=jnp.int32)
-    # Rows of no expert come last; what is read for them is not used.
-    shift = _starts(sizes, tile) - _starts(sizes, 1)
-    return rank + shift.at[ids].get(mode="fill", fill_value=0), sizes
-
-
-def _kernel(ids: Array, *, num_experts: int, tile: int, interpreted: bool) -> tuple[Array, Array]:
+def _kernel(
+    ids: Array, *, num_experts: int, tile: int, num_slots: int, interpreted: bool
+) -> tuple[Array, ...]:
     num_choices = ids.shape[0]
     blocks, width = -(-num_choices // BLOCK), -(-num_experts // SIDE) * SIDE
     # What fills up a block, and choices of no expert, are equal to no column.
-    ids = jnp.where(ids < num_experts, ids, width)
-    ids = jnp.pad(ids, (0, blocks * BLOCK - num_choices), constant_values=width)
+    filled = jnp.where(ids < num_experts, ids, width)
+    filled = jnp.pad(filled, (0, blocks * BLOCK - num_choices), constant_values=width)
     run = partial(launch, operation="sorted_layout", interpreted=interpreted)
     counted = jax.ShapeDtypeStruct((blocks * width,), jnp.int32)
-    (counts,) = run(partial(_count, width), blocks, [counted], [ids])
+    (counts,) = run(partial(_count, width), blocks, [counted], [filled])
     counts = counts.reshape(blocks, width)
     sizes = jnp.sum(counts, axis=0)
     before = jnp.cumsum(counts, axis=0) - counts + _starts(sizes, tile)[None]
-    placed = jax.ShapeDtypeStruct(ids.shape, jnp.int32)
+    placed = jax.ShapeDtypeStruct(filled.shape, jnp.int32)
     # The ids are an operand for each dimension that they are compared along: read twice from one,
     # they would be taken for one value, which cannot lie along both.
-    (places,) = run(partial(_place, width), blocks, [placed], [ids, ids, before.reshape(-1)])
-    return places[:num_choices], sizes[:num_experts]
+    operands = [filled, filled, before.reshape(-1)]
+    (places,) = run(partial(_place, width), blocks, [placed], operands)
+    return *_with_choices(ids, places[:num_choices], num_experts, num_slots), sizes[:num_experts]
 
 
 def _spread(target: Target, vector: Array, dimension: int) -> Array:

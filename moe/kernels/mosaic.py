@@ -5,13 +5,13 @@ in Pallas' plain interpreter, which runs anywhere, it does nothing.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -19,13 +19,22 @@ from sharding.collectives import vary, varying
 
 LANES = 128
 """Threads of a warpgroup, which runs one program."""
-TILE = plgpu.Layout.WGMMA
-"""How a warpgroup holds a matrix of ``[64 m, 8 n]`` numbers."""
 TOGETHER = 4
 """Parts of a row that each thread has on their way at a time."""
-# jax 0.10 takes an index beside the reference that is read, later ones an indexed reference alone;
-# a store that need not be a wide one has a name from 0.12 on and needs none before.
-_STORES = hasattr(plgpu, "store")
+
+
+@cache
+def mosaic_gpu() -> Any:
+    """The back end, imported when it is first used: that takes longer than all else on a CPU."""
+    from jax.experimental.pallas import mosaic_gpu
+
+    return mosaic_gpu
+
+
+def _stores_by_name() -> bool:
+    """Whether a store that need not be a wide one has a name, and a load takes no index beside the
+    reference: so from jax 0.12 on."""
+    return hasattr(mosaic_gpu(), "store")
 
 
 class Target:
@@ -36,11 +45,12 @@ class Target:
         return value
 
     def tiled(self, value: jax.Array, dimension: int = 0) -> jax.Array:
-        """The same: a matrix as `TILE` has it, or a vector along a dimension of one."""
+        """The same: a matrix as the matrix units hold it, ``[64 m, 8 n]``, or a vector along a
+        dimension of one."""
         return value
 
     def load(self, ref: Any, dimension: int | None = None) -> jax.Array:
-        """A matrix as `TILE` has it, or a vector along that dimension of one."""
+        """A matrix as in `tiled`, or a vector along that dimension of one."""
         return ref[...]
 
     def store(self, ref: Any, value: jax.Array) -> None:
@@ -49,28 +59,33 @@ class Target:
 
     def transposed(self, ref: Any) -> Any:
         """A matrix in shared memory, read along its columns."""
-        return ref.transpose((1, 0)) if _STORES else plgpu.transpose_ref(ref, (1, 0))
+        if _stores_by_name():
+            return ref.transpose((1, 0))
+        return mosaic_gpu().transpose_ref(ref, (1, 0))
 
 
 class Gpu(Target):
     def strided(self, value: jax.Array) -> jax.Array:
-        width = value.shape[0] // LANES
-        layout = plgpu.Layout.WG_STRIDED(value.shape, vec_size=width)  # pyright: ignore
-        return plgpu.layout_cast(value, layout)
+        layout = mosaic_gpu().Layout.WG_STRIDED(value.shape, vec_size=value.shape[0] // LANES)
+        return mosaic_gpu().layout_cast(value, layout)
 
     def tiled(self, value: jax.Array, dimension: int = 0) -> jax.Array:
-        return plgpu.layout_cast(value, TILE if value.ndim == 2 else TILE.reduce(1 - dimension))
+        return mosaic_gpu().layout_cast(value, _tile(None if value.ndim == 2 else dimension))
 
     def load(self, ref: Any, dimension: int | None = None) -> jax.Array:
-        index = () if _STORES else ((),)
-        layout = TILE if dimension is None else TILE.reduce(1 - dimension)
-        return plgpu.load(ref, *index, layout=layout, optimized=False)  # pyright: ignore
+        index = () if _stores_by_name() else ((),)
+        return mosaic_gpu().load(ref, *index, layout=_tile(dimension), optimized=False)
 
     def store(self, ref: Any, value: jax.Array) -> None:
-        if _STORES:
-            plgpu.store(ref, value, optimized=False)  # pyright: ignore
+        if _stores_by_name():
+            mosaic_gpu().store(ref, value, optimized=False)
         else:
             ref[...] = value
+
+
+def _tile(dimension: int | None) -> Any:
+    tile = mosaic_gpu().Layout.WGMMA
+    return tile if dimension is None else tile.reduce(1 - dimension)
 
 
 def along(width: int, bits: int, body: Callable[..., Any], carry: Any = None) -> Any:
@@ -130,6 +145,7 @@ def launch(
     axes = tuple(frozenset().union(*map(varying, operands)))
     first, *others = vary(tuple(operands), axes)
     target = Target() if simulated else Gpu()
+    plgpu = mosaic_gpu()
     kernel = plgpu.kernel(
         lambda *refs: body(target, lax.axis_index("program"), *refs),
         out_type=tuple(outputs),
@@ -148,8 +164,8 @@ def _simulator() -> Any:
     # Copies from past the end of an array are NaN here; a GPU's copy engine fills in zeros.
     beyond = {"out_of_bounds_reads": "uninitialized"}
     # It has a public name from jax 0.12 on.
-    if hasattr(plgpu, "InterpretGPUParams"):
-        return plgpu.InterpretGPUParams(**beyond)  # pyright: ignore
+    if hasattr(mosaic_gpu(), "InterpretGPUParams"):
+        return mosaic_gpu().InterpretGPUParams(**beyond)
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
     return InterpretGPUParams(**beyond)  # pyright: ignore

@@ -1,5 +1,6 @@
 """Kernels for NVIDIA's Hopper ("mosaic")."""
 
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from moe.kernels import grouped
@@ -11,7 +12,11 @@ def obstacle(rows: Array, width: int) -> str | None:
     # Without a GPU it is lowered for one that is elsewhere.
     if capability() and not on_hopper():
         return f"GPUs of capability {capability()}, and it is written for Hopper's, 9.0"
-    return grouped.obstacle(rows.shape[1], width, dtype=rows.dtype)
+    if rows.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"rows of {rows.dtype}, and the matrix units take bfloat16 or float16 alone"
+    if any(dimension % 64 or not dimension for dimension in (rows.shape[1], width)):
+        return f"matrices of {rows.shape[1]} x {width}, and each must be a multiple of 64"
+    return None
 
 
 def on_hopper() -> bool:
