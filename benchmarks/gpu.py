@@ -6,6 +6,7 @@ Each part runs in a process of its own, which has the device's memory to itself:
 * step: a training step of a mixture of experts that fills the device, its tokens per second and
   model FLOPs utilisation (`moe.flops.training_flops` over the peak);
 * experts: rows times the matrix of their group, each implementation, forward and with gradient;
+* dispatch, products: the kernels and their alternatives, compared and timed (`kernels.py`);
 * attention: each implementation, forward and with gradient;
 * head: log-probabilities and entropies, from all logits and in chunks;
 * decoding: drawing tokens after prompts.
@@ -364,10 +365,26 @@ def decoding(arguments: argparse.Namespace) -> Iterator[Figures]:
     yield measured(form, build, arguments.calls)
 
 
+def dispatch(arguments: argparse.Namespace) -> Iterator[Figures]:
+    """Layouts, permute and unpermute."""
+    from kernels import dispatch
+
+    yield from dispatch(arguments)
+
+
+def products(arguments: argparse.Namespace) -> Iterator[Figures]:
+    """The grouped product at published shapes."""
+    from kernels import products
+
+    yield from products(arguments)
+
+
 PARTS = {
     "ceilings": ceilings,
     "step": step,
     "experts": experts,
+    "dispatch": dispatch,
+    "products": products,
     "attention": attention,
     "head": head,
     "decoding": decoding,

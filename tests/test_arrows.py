@@ -181,6 +181,16 @@ def test_an_allowed_import_is_let_through(path, line):
     assert violations(line, Path(path)) == []
 
 
+def test_pallas_is_imported_in_one_room():
+    found = {
+        path
+        for path in files("moe") + files("jrl") + files("sharding")
+        if any("pallas" in name for name in imports((ROOT / path).read_text("utf-8"), path))
+    }
+    assert found, "no file imports it: the test looks for the wrong name"
+    assert {path.parent for path in found} == {Path("moe/kernels")}
+
+
 def circles(arrows: dict[str, set[str]]) -> list[set[str]]:
     """Files that import each other, through others too: what each reaches that reaches it."""
     reach = {name: set(targets) for name, targets in arrows.items()}

@@ -13,7 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from moe.experts.gated import gated
 from moe.experts.grouped.dot import grouped_dot
-from moe.experts.permutation import inverse_slots, sort_by_group, spread_rows, sum_rows
+from moe.experts.permutation import spread_rows, sum_rows
+from moe.kernels.layout import sorted_layout
 from moe.remat import PRODUCT
 from moe.weights import Dense, Experts
 from sharding.collectives import gather_tokens, scatter_tokens
@@ -63,26 +64,19 @@ def routed_experts(
     Returns:
       The sums, and how many choices found no room: the sums are without them.
     """
-    num_tokens, columns = experts.shape
-    num_choices = num_tokens * columns
-    num_rows = num_choices if num_rows is None else min(num_rows, num_choices)
-    order, sizes = sort_by_group(experts.reshape(-1), weights.gate.shape[0])
-    # In the order of experts what is nobody's comes last, and what finds no room before it.
-    stop = jnp.minimum(jnp.cumsum(sizes), num_rows)
-    overflow, used = jnp.sum(sizes) - stop[-1], stop[-1]
+    num_rows = experts.size if num_rows is None else min(num_rows, experts.size)
+    layout = sorted_layout(experts, weights.gate.shape[0], num_slots=num_rows)
+    # In the order of experts what finds no room comes last.
+    stop = jnp.minimum(jnp.cumsum(layout.sizes), num_rows)
+    overflow = jnp.sum(layout.sizes) - stop[-1]
     sizes = jnp.diff(stop, prepend=0)
-    order = order[:num_rows]
-    choice = jnp.where(jnp.arange(num_rows) < used, order, num_choices)
-    place = inverse_slots(order, num_choices)
-    place = jnp.where(place < used, place, num_rows)
-    # One past the last choice is one of one past the last token.
-    token, places = choice // columns, place.reshape(experts.shape)
+    token, places = layout.tokens, layout.places
 
     # One product for both: wider products are faster than two narrow ones.
     matrices = weights.gate, weights.up
     rows = spread_rows(x, token, places, dtype)
     inward = grouped_dot(rows, matrices, sizes=sizes, implementation=implementation)
-    of_rows = spread_rows(probs.reshape(-1), choice, place[:, None])
+    of_rows = spread_rows(probs.reshape(-1), layout.choices, places.reshape(-1, 1))
     hidden = gated(checkpoint_name(inward, PRODUCT), of_rows)
     out = grouped_dot(hidden, weights.down, sizes=sizes, implementation=implementation)
     return sum_rows(out, places, token), overflow

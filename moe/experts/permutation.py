@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from moe.kernels.rows import combine, take
 from sharding.collectives import vary, varying
 
 
@@ -57,6 +58,7 @@ def spread_rows(
     source: Int[Array, "slot"],
     places: Int[Array, "row copies"],
     dtype: Any = None,
+    implementation: str | None = None,
 ) -> Shaped[Array, "slot *rest"]:
     """``x[source]``, zeros where the index is past the end, in `dtype` (None: that of `x`).
 
@@ -67,22 +69,26 @@ def spread_rows(
       x: the rows.
       source: the row in each slot.
       places: the slots of each row, past the end for none. Says the same as `source`.
+      dtype: of the result.
+      implementation: of both ways, see `moe.kernels.rows`: None is "plain" on a CPU and for
+        single numbers.
     """
     axes = tuple(varying(x) | varying(source) | varying(places))
-    return _spread(*vary((x, source, places), axes), x.dtype, x.dtype if dtype is None else dtype)
+    dtype = x.dtype if dtype is None else dtype
+    return _spread(*vary((x, source, places), axes), x.dtype, dtype, implementation)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _spread(x, source, places, given, dtype):
-    return take_rows(x.astype(dtype), source)
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _spread(x, source, places, given, dtype, implementation):
+    return take(x.astype(dtype), source, implementation=implementation)
 
 
-def _spread_forward(x, source, places, given, dtype):
-    return take_rows(x.astype(dtype), source), places
+def _spread_forward(x, source, places, given, dtype, implementation):
+    return _spread(x, source, places, given, dtype, implementation), places
 
 
-def _spread_backward(given, dtype, places, gradient):
-    return _summed(gradient, places).astype(given), None, None
+def _spread_backward(given, dtype, implementation, places, gradient):
+    return combine(gradient, places, dtype=given, implementation=implementation), None, None
 
 
 _spread.defvjp(_spread_forward, _spread_backward)
@@ -92,30 +98,27 @@ def sum_rows(
     x: Float[Array, "slot *rest"],
     places: Int[Array, "row copies"],
     source: Int[Array, "slot"],
+    implementation: str | None = None,
 ) -> Float[Array, "row *rest"]:
     """For each row the sum of what stands in its slots, float32, in the order of `places`.
 
     The reverse of `spread_rows`, and its gradient; arguments as there.
     """
     axes = tuple(varying(x) | varying(source) | varying(places))
-    return _sum(*vary((x, places, source), axes), x.dtype)
+    return _sum(*vary((x, places, source), axes), x.dtype, implementation)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _sum(x, places, source, given):
-    return _summed(x, places)
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _sum(x, places, source, given, implementation):
+    return combine(x, places, implementation=implementation)
 
 
-def _sum_forward(x, places, source, given):
-    return _summed(x, places), source
+def _sum_forward(x, places, source, given, implementation):
+    return _sum(x, places, source, given, implementation), source
 
 
-def _sum_backward(given, source, gradient):
-    return take_rows(gradient.astype(given), source), None, None
+def _sum_backward(given, implementation, source, gradient):
+    return take(gradient.astype(given), source, implementation=implementation), None, None
 
 
 _sum.defvjp(_sum_forward, _sum_backward)
-
-
-def _summed(x: Array, places: Array) -> Array:
-    return jnp.sum(take_rows(x, places).astype(jnp.float32), axis=1)

@@ -28,7 +28,7 @@ CONFIG = ModelConfig(
 @pytest.mark.parametrize(
     ("latent", "keys", "values"),
     # Each rank of tp has the narrow vectors of its rows, and of the heads its own.
-    [(None, [(6, 2, 7, 9)] * 2, []), ("expanded", [(6, 4, 7, 9)] * 2, [(6, 4, 7, 3)] * 2)],
+    [(None, [(6, 2, 9, 7)] * 2, []), ("expanded", [(6, 4, 9, 7)] * 2, [(6, 4, 7, 3)] * 2)],
 )
 def test_a_pool_holds_narrow_vectors_on_each_rank_of_tp(latent, keys, values):
     mesh = mesh_of("tp2 dp2")

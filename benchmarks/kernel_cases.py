@@ -1,0 +1,68 @@
+"""Sizes at which the kernels are checked: by the tests, interpreted, and by `gpu.py` on a GPU."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Case(NamedTuple):
+    """Tokens that choose experts.
+
+    Attributes:
+      spread: how they choose: "even" (at random), "one" (all take the same first expert), "gaps"
+        (only every third expert is taken), "nobody" (some choices are of no expert).
+      tile: slots to which those of an expert are filled up.
+      room: share of the slots that any choices would need.
+    """
+
+    tokens: int
+    k: int
+    experts: int
+    width: int
+    spread: str = "even"
+    tile: int = 1
+    room: float = 1.0
+
+
+CASES = {
+    "even": Case(tokens=70, k=3, experts=5, width=128),
+    "one choice": Case(tokens=37, k=1, experts=3, width=256),
+    "all to one expert": Case(tokens=40, k=2, experts=70, width=128, spread="one"),
+    "empty experts": Case(tokens=64, k=2, experts=9, width=384, spread="gaps"),
+    "of no expert": Case(tokens=45, k=4, experts=6, width=128, spread="nobody"),
+    "tiles": Case(tokens=33, k=2, experts=4, width=640, spread="nobody", tile=16),
+    "little room": Case(tokens=50, k=2, experts=4, width=128, tile=8, room=0.5),
+    "one token": Case(tokens=1, k=2, experts=2, width=1152),
+}
+
+
+class Product(NamedTuple):
+    """A grouped product: rows of each group, and the rows that belong to none after them."""
+
+    sizes: tuple[int, ...]
+    inner: int
+    outer: int
+    rest: int = 0
+
+
+PRODUCTS = {
+    "uneven, some empty": Product((100, 0, 20, 128, 0), inner=128, outer=192, rest=52),
+    "fewer rows than a tile": Product((0, 3, 1), inner=64, outer=64),
+    "all in one": Product((0, 0, 264, 0), inner=192, outer=128),
+    "none at all": Product((0, 0), inner=64, outer=128, rest=130),
+    "ends at tiles": Product((128, 128, 64), inner=64, outer=64),
+}
+
+
+def choices(case: Case, seed: int = 0) -> np.ndarray:
+    """``[tokens, k]`` expert ids, none twice in a token; past the last for none."""
+    draw = np.random.default_rng(seed)
+    order = draw.random((case.tokens, case.experts))
+    if case.spread == "one":
+        order[:, case.experts // 2] = -1
+    if case.spread == "gaps":
+        order[:, np.arange(case.experts) % 3 > 0] += 1
+    ids = np.argsort(order, axis=1)[:, : case.k]
+    if case.spread == "nobody":
+        ids = np.where(draw.random(ids.shape) < 0.3, case.experts + 2, ids)
+    return ids.astype(np.int32)

@@ -1,0 +1,267 @@
+"""Rows times the matrix of their group on Hopper's matrix units, and the sums over a group's rows.
+
+JAX ships reference kernels of both (`jax.experimental.pallas.ops.gpu.ragged_dot_mgpu` and
+`transposed_ragged_dot_mgpu`). These follow them and differ where a mixture of experts needs it:
+which group a tile belongs to is worked out before the kernel and not by every tile from a list of
+all groups, which is unrolled there; tiles of nothing are left out; rows of no group give zeros and
+what they hold reaches no sum, where there rows stay unwritten and are multiplied by zero; the sums
+are returned in float32; and both are lowered without a device.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from moe.kernels.mosaic import Target, launch, mosaic_gpu
+
+
+class Tiling(NamedTuple):
+    """How a product is cut.
+
+    Attributes:
+      rows, columns: of the tile of the result that a program computes.
+      depth: of the slices that it multiplies at a time.
+      stages: slices in shared memory at a time. Three of the others' defaults leave room for two
+        programs on a multiprocessor, of which one multiplies while the other writes.
+      wide: tiles side by side that are computed before the next ones below.
+    """
+
+    rows: int = 128
+    columns: int = 128
+    depth: int = 64
+    stages: int = 3
+    wide: int = 8
+
+
+TILING = Tiling()
+
+
+class Tiles(NamedTuple):
+    """The tiles of rows, an entry each; more than there are, the last of no rows.
+
+    Attributes:
+      group: whose rows they are; one past the last for rows of no group.
+      block: which block of so many rows they are in.
+      first: the first of its own rows within the block.
+      size: own rows; the others of the block are another group's.
+    """
+
+    group: Array
+    block: Array
+    first: Array
+    size: Array
+
+
+def tiles_of(sizes: Int[Array, "group"], num_rows: int, height: int) -> Tiles:
+    """The tiles of rows sorted by group: a block for each group that has rows in it."""
+    sizes = sizes.astype(jnp.int32)
+    sizes = jnp.append(sizes, num_rows - jnp.sum(sizes))
+    stop = jnp.cumsum(sizes)
+    start = stop - sizes
+    count = jnp.where(sizes > 0, (stop - 1) // height - start // height + 1, 0)
+    last = jnp.cumsum(count)
+    # Every block starts one tile, and every group that starts within a block one more.
+    tile = jnp.arange(-(-num_rows // height) + sizes.shape[0] - 1, dtype=jnp.int32)
+    group = jnp.sum(tile[:, None] >= last[None, :], axis=1, dtype=jnp.int32)
+    used = group < sizes.shape[0]
+    group = jnp.minimum(group, sizes.shape[0] - 1)
+    block = jnp.where(used, start[group] // height + tile - (last - count)[group], 0)
+    first = jnp.maximum(start[group], block * height)
+    size = jnp.minimum(stop[group], (block + 1) * height) - first
+    return Tiles(group, block, first - block * height, jnp.where(used, size, 0))
+
+
+def each(
+    side: int,
+    rows: Float[Array, "row inner"],
+    weights: Float[Array, "group inner outer"],
+    sizes: Int[Array, "group"],
+    *,
+    tiling: Tiling = TILING,
+    simulated: bool = False,
+) -> Float[Array, "row outer"]:
+    """``rows[r] @ weights[g]``, with `side` 1 its transpose; zeros for rows of no group."""
+    (num_rows, depth), num_groups = rows.shape, weights.shape[0]
+    width = weights.shape[2 - side]
+    height = tiling.rows
+    padded = _filled_up(rows, height)
+    tiles = tiles_of(sizes, padded.shape[0], height)
+    columns = _fitting(width, tiling.columns)
+    down, across = tiles.group.shape[0], width // columns
+
+    def body(target: Target, program, group, block, first, size, rows, weights, out):
+        tile, column = mosaic_gpu().planar_snake(
+            program, (down, across), 1, min(tiling.wide, across)
+        )
+
+        @pl.when(size[tile] > 0)
+        def _():
+            product = partial(_product, target, side, (height, columns, tiling), depth)
+            found = product(group[tile], block[tile], column, num_groups, rows, weights)
+            _store_rows(found, first[tile], size[tile], block[tile] * height, column, out)
+
+    (out,) = launch(
+        body,
+        down * across,
+        [jax.ShapeDtypeStruct((padded.shape[0], width), rows.dtype)],
+        [*tiles, padded, weights],
+        operation="grouped_dot",
+        simulated=simulated,
+    )
+    return out[:num_rows]
+
+
+def _filled_up(rows: Array, height: int) -> Array:
+    """With as many rows as a tile and a multiple of 8, as they lie in shared memory: a copy of a
+    tile is no larger than the array. Nothing is copied where there are."""
+    missing = max(height, -(-rows.shape[0] // 8) * 8) - rows.shape[0]
+    return jnp.pad(rows, ((0, missing), (0, 0))) if missing else rows
+
+
+def _fitting(dimension: int, most: int) -> int:
+    """The width of tiles that divide a dimension, a multiple of 64."""
+    return next(width for width in range(most, 0, -64) if dimension % width == 0)
+
+
+def _product(target, side, shape, depth, group, block, column, num_groups, rows, weights):
+    """A tile of the result in registers, zeros where the group is none."""
+    height, columns, tiling = shape
+    step = _fitting(depth, tiling.depth)
+
+    def accumulate(total):
+        def multiply(_, left, right):
+            mosaic_gpu().wgmma(total, left, target.transposed(right) if side else right)
+
+        @pl.when(group < num_groups)
+        def _():
+            mosaic_gpu().emit_pipeline(
+                multiply,
+                grid=(depth // step,),
+                in_specs=[
+                    mosaic_gpu().BlockSpec((height, step), lambda k: (block, k), delay_release=1),
+                    mosaic_gpu().BlockSpec((columns, step), lambda k: (column, k), delay_release=1)
+                    if side
+                    else mosaic_gpu().BlockSpec(
+                        (step, columns), lambda k: (k, column), delay_release=1
+                    ),
+                ],
+                max_concurrent_steps=tiling.stages,
+            )(rows, weights.at[jnp.minimum(group, num_groups - 1)])
+
+        return total[...]
+
+    return pl.run_scoped(accumulate, mosaic_gpu().WGMMAAccumulatorRef((height, columns)))
+
+
+def _store_rows(tile, first, size, start, column, out):
+    """Writes `size` rows of a tile from `first` on, and no others: they are another group's."""
+    height, columns = tile.shape
+
+    def store(staged):
+        staged[...] = tile.astype(out.dtype)
+        mosaic_gpu().commit_smem()
+        # How many rows a copy moves is fixed: one copy for each power of two in their number.
+        at = first
+        for length in (1 << bit for bit in reversed(range(height.bit_length()))):
+
+            @pl.when(size & length != 0)
+            def _(at=at, length=length):
+                mosaic_gpu().copy_smem_to_gmem(
+                    staged.at[pl.ds(at, length)],
+                    out.at[pl.ds(start + at, length), pl.ds(column * columns, columns)],
+                )
+
+            at += size & length
+        mosaic_gpu().wait_smem_to_gmem(0, wait_read_only=True)
+
+    pl.run_scoped(store, mosaic_gpu().SMEM((height, columns), out.dtype))
+
+
+def summed(
+    rows: Float[Array, "row inner"],
+    others: Float[Array, "row outer"],
+    sizes: Int[Array, "group"],
+    *,
+    tiling: Tiling = TILING,
+    simulated: bool = False,
+) -> Float[Array, "group inner outer"]:
+    """The sum of ``rows[r]^T others[r]`` over the rows of each group, float32."""
+    num_groups, (inner, outer) = sizes.shape[0], (rows.shape[1], others.shape[1])
+    step = tiling.depth
+    rows, others = _filled_up(rows, step), _filled_up(others, step)
+    stop = jnp.cumsum(sizes.astype(jnp.int32))
+    start = stop - sizes.astype(jnp.int32)
+    height, width = _fitting(inner, tiling.rows), _fitting(outer, tiling.columns)
+    down, across = inner // height, outer // width
+
+    def body(target: Target, program, start, stop, rows, others, out):
+        group = lax.div(program, jnp.int32(down * across))
+        within = lax.rem(program, jnp.int32(down * across))
+        i, j = mosaic_gpu().planar_snake(within, (down, across), 1, min(tiling.wide, across))
+        first, last = start[group], stop[group]
+        block = lax.div(first, jnp.int32(step))
+        blocks = lax.div(last + step - 1, jnp.int32(step)) - block
+
+        def accumulate(total):
+            def multiply(indices, left, right):
+                at = (block + indices[0]) * step
+
+                # Rows of others are selected against: zero times what they hold need not be zero.
+                @pl.when((at < first) | (at + step > last))
+                def _():
+                    for part in (left, right):
+                        _keep(target, part, first - at, last - at)
+                    mosaic_gpu().commit_smem()
+
+                mosaic_gpu().wgmma(total, target.transposed(left), right)
+
+            @pl.when(last > first)
+            def _():
+                mosaic_gpu().emit_pipeline(
+                    multiply,
+                    grid=(blocks,),
+                    in_specs=[
+                        mosaic_gpu().BlockSpec(
+                            (step, height), lambda k: (block + k, i), delay_release=1
+                        ),
+                        mosaic_gpu().BlockSpec(
+                            (step, width), lambda k: (block + k, j), delay_release=1
+                        ),
+                    ],
+                    max_concurrent_steps=tiling.stages,
+                )(rows, others)
+
+            return total[...]
+
+        found = pl.run_scoped(accumulate, mosaic_gpu().WGMMAAccumulatorRef((height, width)))
+
+        def store(staged):
+            staged[...] = found
+            mosaic_gpu().commit_smem()
+            here = group, pl.ds(i * height, height), pl.ds(j * width, width)
+            mosaic_gpu().copy_smem_to_gmem(staged, out.at[here])
+            mosaic_gpu().wait_smem_to_gmem(0, wait_read_only=True)
+
+        pl.run_scoped(store, mosaic_gpu().SMEM((height, width), jnp.float32))
+
+    return launch(
+        body,
+        num_groups * down * across,
+        [jax.ShapeDtypeStruct((num_groups, inner, outer), jnp.float32)],
+        [start, stop, rows, others],
+        operation="grouped_dot",
+        simulated=simulated,
+    )[0]
+
+
+def _keep(target: Target, part, first, last):
+    """Zeros in the rows of a slice before `first` and from `last` on."""
+    row = target.tiled(lax.broadcasted_iota(jnp.int32, part.shape, 0))
+    kept = ((row >= first).astype(jnp.int32) * (row < last).astype(jnp.int32)) > 0
+    nothing = target.tiled(jnp.zeros(part.shape, part.dtype))
+    part[...] = jnp.where(kept, target.tiled(part[...]), nothing)

@@ -1,0 +1,196 @@
+"""What is written differently for Mosaic GPU in different versions of JAX, and how a kernel starts.
+
+A kernel's body is written once, in terms of a `Target`: on a GPU that places numbers in registers,
+in Pallas' plain interpreter, which runs anywhere, it does nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from sharding.collectives import vary, varying
+
+LANES = 128
+"""Threads of a warpgroup, which runs one program."""
+TOGETHER = 4
+"""Parts of a row that each thread has on their way at a time."""
+
+
+@cache
+def mosaic_gpu() -> Any:
+    """The back end, imported when it is first used: that takes longer than all else on a CPU."""
+    from jax.experimental.pallas import mosaic_gpu
+
+    return mosaic_gpu
+
+
+def _stores_by_name() -> bool:
+    """Whether a store that need not be a wide one has a name, and a load takes no index beside the
+    reference: so from jax 0.12 on."""
+    return hasattr(mosaic_gpu(), "store")
+
+
+class Target:
+    """What a body asks of the machine, here the interpreter, where no number has a place."""
+
+    def strided(self, value: jax.Array) -> jax.Array:
+        """The same, neighbouring numbers spread over neighbouring threads."""
+        return value
+
+    def tiled(self, value: jax.Array, dimension: int = 0) -> jax.Array:
+        """The same: a matrix as the matrix units hold it, ``[64 m, 8 n]``, or a vector along a
+        dimension of one."""
+        return value
+
+    def load(self, ref: Any, dimension: int | None = None) -> jax.Array:
+        """A matrix as in `tiled`, or a vector along that dimension of one."""
+        return ref[...]
+
+    def store(self, ref: Any, value: jax.Array) -> None:
+        """The reverse of `load`."""
+        ref[...] = value
+
+    def transposed(self, ref: Any) -> Any:
+        """A matrix in shared memory, read along its columns."""
+        if _stores_by_name():
+            return ref.transpose((1, 0))
+        return mosaic_gpu().transpose_ref(ref, (1, 0))
+
+
+class Gpu(Target):
+    def strided(self, value: jax.Array) -> jax.Array:
+        layout = mosaic_gpu().Layout.WG_STRIDED(value.shape, vec_size=value.shape[0] // LANES)
+        return mosaic_gpu().layout_cast(value, layout)
+
+    def tiled(self, value: jax.Array, dimension: int = 0) -> jax.Array:
+        return mosaic_gpu().layout_cast(value, _tile(None if value.ndim == 2 else dimension))
+
+    def load(self, ref: Any, dimension: int | None = None) -> jax.Array:
+        index = () if _stores_by_name() else ((),)
+        return mosaic_gpu().load(ref, *index, layout=_tile(dimension), optimized=False)
+
+    def store(self, ref: Any, value: jax.Array) -> None:
+        if _stores_by_name():
+            mosaic_gpu().store(ref, value, optimized=False)
+        else:
+            ref[...] = value
+
+
+def _tile(dimension: int | None) -> Any:
+    tile = mosaic_gpu().Layout.WGMMA
+    return tile if dimension is None else tile.reduce(1 - dimension)
+
+
+def along(width: int, bits: int, body: Callable[..., Any], carry: Any = None) -> Any:
+    """``carry = body(parts, carry)`` along a row of `width` numbers, some parts of it at a time.
+
+    A part is ``(first, length)``; it is as long as the threads of a warpgroup move with one
+    instruction of 16 bytes each, near the end `LANES` times a smaller power of two.
+    """
+    length = LANES * 128 // bits
+    stride = length * TOGETHER
+
+    def step(index, carry):
+        return body([(index * stride + n * length, length) for n in range(TOGETHER)], carry)
+
+    strides, first, parts = width // stride, width - width % stride, []
+    if strides:
+        carry = lax.fori_loop(0, strides, step, carry)
+    while first < width:
+        while length > width - first:
+            length //= 2
+        parts.append((first, length))
+        first += length
+    return body(parts, carry) if parts else carry
+
+
+def launch(
+    body: Callable[..., None],
+    programs: int,
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    operands: Sequence[jax.Array],
+    *,
+    operation: str,
+    interpreted: bool = False,
+    simulated: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Runs ``body(target, program, *operands, *outputs)`` for each of that many programs.
+
+    Args:
+      body: reads and writes references to device memory.
+      outputs: what the programs write, every element by one of them.
+      operation: named in the error.
+      interpreted: by Pallas' plain interpreter, slow and on any device.
+      simulated: by the interpreter that knows a GPU's memories, barriers and matrix units; slower
+        still. That of jax 0.10 knows no transposed reference.
+
+    Raises:
+      ValueError: when it is lowered for anything but CUDA and not interpreted.
+    """
+    if interpreted:
+        call = pl.pallas_call(
+            lambda *refs: body(Target(), pl.program_id(0), *refs),
+            out_shape=tuple(outputs),
+            grid=(programs,),
+            interpret=True,
+        )
+        return call(*operands)
+    axes = tuple(frozenset().union(*map(varying, operands)))
+    first, *others = vary(tuple(operands), axes)
+    target = Target() if simulated else Gpu()
+    plgpu = mosaic_gpu()
+    kernel = plgpu.kernel(
+        lambda *refs: body(target, lax.axis_index("program"), *refs),
+        out_type=tuple(outputs),
+        grid=(programs,),
+        grid_names=("program",),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        ),
+        interpret=_simulator() if simulated else None,
+    )
+    first = first if simulated else needs_cuda(first, operation)
+    return vary(tuple(kernel(first, *others)), axes)
+
+
+def _simulator() -> Any:
+    # Copies from past the end of an array are NaN here; a GPU's copy engine fills in zeros.
+    beyond = {"out_of_bounds_reads": "uninitialized"}
+    # It has a public name from jax 0.12 on.
+    if hasattr(mosaic_gpu(), "InterpretGPUParams"):
+        return mosaic_gpu().InterpretGPUParams(**beyond)
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    return InterpretGPUParams(**beyond)  # pyright: ignore
+
+
+def needs_cuda(x: jax.Array, operation: str) -> jax.Array:
+    """`x`, which raises where it is lowered for another platform."""
+    return _needs_cuda.bind(x, operation=operation)
+
+
+def _refuse(context, x, *, operation):
+    platforms = ", ".join(context.module_context.platforms)
+    raise ValueError(
+        f'implementation="mosaic" of {operation} runs on NVIDIA GPUs from Hopper on, and this is '
+        f'lowered for {platforms}: use "plain", or None for the best that applies.'
+    )
+
+
+_needs_cuda = Primitive("needs_cuda")
+_needs_cuda.def_abstract_eval(lambda x, *, operation: x)
+_needs_cuda.def_impl(lambda x, *, operation: jax.jit(needs_cuda, static_argnums=1)(x, operation))
+mlir.register_lowering(_needs_cuda, _refuse)
+mlir.register_lowering(_needs_cuda, lambda context, x, *, operation: [x], platform="cuda")
+
+
+def flag(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A scalar condition for each element: a warpgroup selects by vectors alone."""
+    return jnp.broadcast_to(value, shape)

@@ -1,0 +1,119 @@
+"""Tokens into the order of experts and back, with gradients ("permute" and "unpermute").
+
+What one does forward the other does backward: a gather into slots, and a sum over the slots of a
+token. Neither scatters and neither adds in an order that varies.
+"""
+
+from functools import partial
+
+import jax
+from jaxtyping import Array, Float
+
+from moe.kernels.layout import SortedLayout
+from moe.kernels.rows import combine, combine_gradients, take
+from sharding.collectives import vary, varying
+
+
+def permute(
+    x: Float[Array, "token width"], layout: SortedLayout, *, implementation: str | None = None
+) -> Float[Array, "slot width"]:
+    """The token in each slot of the layout, zeros in empty slots.
+
+    The gradient of a token is the sum over its slots, float32, in the order of its choices.
+
+    Args:
+      x: tokens.
+      layout: of their choices.
+      implementation: "mosaic", "plain" or "interpreted", see `moe.kernels.choice`.
+
+    Raises:
+      ValueError: on another implementation, and where "mosaic" cannot serve: away from CUDA, and
+        for rows that are no multiple of 128 numbers.
+    """
+    x, layout = _together(x, layout)
+    return _permute(x, layout, x.dtype, implementation)
+
+
+def unpermute(
+    rows: Float[Array, "slot width"],
+    layout: SortedLayout,
+    probs: Float[Array, "token k"] | None = None,
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "token width"]:
+    """``sum_k probs_k rows[place_k]`` of each token, float32, rounded once to the rows' dtype.
+
+    The reverse of `permute`, and its gradient where there are no probs. A choice without a slot
+    adds nothing.
+
+    Args:
+      rows: in the slots of the layout; what is in empty ones reaches nothing.
+      layout: of the tokens' choices.
+      probs: what each choice counts by; None is 1.
+      implementation: as in `permute`, with its errors.
+    """
+    if probs is None:
+        rows, layout = _together(rows, layout)
+        return _sum(rows, layout, rows.dtype, implementation)
+    rows, layout, probs = _together(rows, layout, probs)
+    return _weighted(rows, layout, probs, implementation)
+
+
+def _together(*operands):
+    """What differs over some axis of a mesh differs over it everywhere: gradients are then added
+    where the operands are spread."""
+    axes = frozenset().union(*(varying(leaf) for leaf in jax.tree.leaves(operands)))
+    return vary(operands, tuple(axes))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _permute(x, layout, dtype, implementation):
+    return take(x, layout.tokens, implementation=implementation)
+
+
+def _permute_forward(x, layout, dtype, implementation):
+    return _permute(x, layout, dtype, implementation), layout
+
+
+def _permute_backward(dtype, implementation, layout, gradient):
+    summed = combine(gradient, layout.places, dtype=dtype, implementation=implementation)
+    return summed, None
+
+
+_permute.defvjp(_permute_forward, _permute_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _sum(rows, layout, dtype, implementation):
+    return combine(rows, layout.places, dtype=dtype, implementation=implementation)
+
+
+def _sum_forward(rows, layout, dtype, implementation):
+    return _sum(rows, layout, dtype, implementation), layout
+
+
+def _sum_backward(dtype, implementation, layout, gradient):
+    return take(gradient, layout.tokens, implementation=implementation), None
+
+
+_sum.defvjp(_sum_forward, _sum_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _weighted(rows, layout, probs, implementation):
+    return combine(rows, layout.places, probs, dtype=rows.dtype, implementation=implementation)
+
+
+def _weighted_forward(rows, layout, probs, implementation):
+    return _weighted(rows, layout, probs, implementation), (rows, layout, probs)
+
+
+def _weighted_backward(implementation, residuals, gradient):
+    rows, layout, probs = residuals
+    of_rows, of_probs = combine_gradients(
+        rows, gradient, layout.places, layout.choices, probs, implementation=implementation
+    )
+    return of_rows, None, of_probs.astype(probs.dtype)
+
+
+_weighted.defvjp(_weighted_forward, _weighted_backward)

@@ -1,0 +1,241 @@
+"""The router after its product: scores, choice, probs and counts, read and written once.
+
+A program has 64 tokens and all experts in registers and looks for the largest k times over; XLA
+sorts every row of a choice this small.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from moe.kernels.choice import by_name
+from moe.kernels.mosaic import Target, launch
+from sharding.collectives import vary, varying
+
+TOKENS = 64
+"""Tokens of one program."""
+MOST_EXPERTS = 256
+"""More would not stay in registers."""
+
+
+class Rule(NamedTuple):
+    """How a token chooses.
+
+    Attributes:
+      k: experts that it takes.
+      sigmoid: scores are ``sigmoid(logits)``; otherwise ``softmax(logits)``.
+      after_topk: logits select, and the probs are the softmax of those chosen.
+      renormalise: the chosen scores are divided by their sum.
+      scaling: what the probs are multiplied by.
+    """
+
+    k: int
+    sigmoid: bool = False
+    after_topk: bool = False
+    renormalise: bool = True
+    scaling: float = 1.0
+
+
+class Chosen(NamedTuple):
+    """What a router decides.
+
+    Attributes:
+      experts: ``[token, k]`` the experts with the largest scores, the largest first and among equal
+        ones the first.
+      probs: ``[token, k]`` what they count by, float32.
+      probabilities: ``[token, expert]`` scores that sum to 1, float32.
+      counts: ``[expert]`` the weights of the tokens that chose it, added up; no gradient.
+    """
+
+    experts: Array
+    probs: Array
+    probabilities: Array
+    counts: Array
+
+
+def route(
+    logits: Float[Array, "token expert"],
+    bias: Float[Array, "expert"],
+    weights: Float[Array, "token"],
+    rule: Rule,
+    *,
+    implementation: str | None = None,
+) -> Chosen:
+    """Scores, the choice by ``score + bias``, the probs of the chosen, and counts, in float32.
+
+    Args:
+      logits: of the router.
+      bias: of each expert's selection; it has no say in the probs, and no gradient.
+      weights: how much each token counts by; 0 for padding, which chooses as any other does.
+      rule: how they choose.
+      implementation: "mosaic", "plain" or "interpreted", see `moe.kernels.choice`.
+
+    Raises:
+      ValueError: on another implementation, and where "mosaic" cannot serve: away from CUDA, for
+        more than 256 experts, and for a number of them that is no multiple of 8.
+    """
+    operands = [x.astype(jnp.float32) for x in (logits, bias, weights)]
+    axes = tuple(frozenset().union(*map(varying, operands)))
+    chosen: Any = _route(*vary(tuple(operands), axes), rule, implementation)
+    return Chosen(*chosen)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _route(logits, bias, weights, rule, implementation):
+    return by_name(
+        implementation,
+        partial(_plain, rule),
+        partial(_kernel, rule),
+        (logits, bias, weights),
+        operation="route",
+        obstacle=_obstacle(logits),
+    )
+
+
+def _forward(logits, bias, weights, rule, implementation):
+    chosen: Any = _route(logits, bias, weights, rule, implementation)
+    return chosen, (logits, chosen[0])
+
+
+def _backward(rule, implementation, residuals, gradients):
+    logits, experts = residuals
+    _, of_probs, of_probabilities, _ = gradients
+    _, back = jax.vjp(partial(_of_chosen, rule, experts), logits)
+    return *back((of_probs, of_probabilities)), None, None
+
+
+_route.defvjp(_forward, _backward)
+
+
+def _obstacle(logits: Array) -> str | None:
+    tokens, experts = logits.shape
+    if tokens and experts % 8 == 0 and 8 <= experts <= MOST_EXPERTS:
+        return None
+    return (
+        f"{tokens} tokens that choose among {experts} experts, where it takes one or more and a "
+        f"multiple of 8 up to {MOST_EXPERTS}; use None."
+    )
+
+
+def _log_scores(rule: Rule, logits: Array) -> Array:
+    return jax.nn.log_sigmoid(logits) if rule.sigmoid else logits
+
+
+def _of_chosen(rule: Rule, experts: Array, logits: Array) -> tuple[Array, Array]:
+    """The probs of choices that are made, and the probabilities of all."""
+    probabilities = jax.nn.softmax(_log_scores(rule, logits), axis=-1)
+    if rule.after_topk or rule.renormalise:
+        among = logits if rule.after_topk else _log_scores(rule, logits)
+        probs = jax.nn.softmax(jnp.take_along_axis(among, experts, axis=-1), axis=-1)
+    else:
+        scores = jax.nn.sigmoid(logits) if rule.sigmoid else probabilities
+        probs = jnp.take_along_axis(scores, experts, axis=-1)
+    return probs * rule.scaling, probabilities
+
+
+def _plain(rule: Rule, logits: Array, bias: Array, weights: Array) -> tuple[Any, ...]:
+    if rule.after_topk:
+        wanted = logits
+    else:
+        wanted = jax.nn.sigmoid(logits) if rule.sigmoid else jax.nn.softmax(logits, axis=-1)
+    _, experts = lax.top_k(wanted + bias[None, :], rule.k)
+    chosen = jax.nn.one_hot(experts, logits.shape[1], dtype=jnp.float32)
+    counts = jnp.einsum("t,tke->e", weights, chosen, precision=lax.Precision.HIGHEST)
+    return experts, *_of_chosen(rule, experts, logits), counts
+
+
+def _kernel(
+    rule: Rule, logits: Array, bias: Array, weights: Array, *, interpreted: bool
+) -> tuple[Any, ...]:
+    tokens, experts = logits.shape
+    blocks = -(-tokens // TOKENS)
+    padded, missing = blocks * TOKENS, blocks * TOKENS - tokens
+    of_choices = (rule.k * padded,)
+    outputs = [
+        jax.ShapeDtypeStruct(of_choices, jnp.int32),
+        jax.ShapeDtypeStruct(of_choices, jnp.float32),
+        jax.ShapeDtypeStruct((padded, experts), jnp.float32),
+        jax.ShapeDtypeStruct((blocks * experts,), jnp.float32),
+    ]
+    operands = [jnp.pad(logits, ((0, missing), (0, 0))), bias, jnp.pad(weights, (0, missing))]
+    chosen, probs, probabilities, counts = launch(
+        partial(_body, rule, padded, experts),
+        blocks,
+        outputs,
+        operands,
+        operation="route",
+        interpreted=interpreted,
+    )
+    # [column, token] in the kernel, where a warpgroup writes a column at once.
+    chosen, probs = (array.reshape(rule.k, padded).T[:tokens] for array in (chosen, probs))
+    return chosen, probs, probabilities[:tokens], counts.reshape(blocks, experts).sum(axis=0)
+
+
+def _body(
+    rule: Rule,
+    padded: int,
+    experts: int,
+    target: Target,
+    block,
+    logits,
+    bias,
+    weights,
+    chosen,
+    probs,
+    probabilities,
+    counts,
+):
+    shape = (TOKENS, experts)
+
+    def spread(vector, dimension=0):
+        return target.tiled(lax.broadcast_in_dim(vector, shape, (dimension,)))
+
+    def filled(value, dtype=jnp.float32):
+        return target.tiled(jnp.full(shape, value, dtype))
+
+    def of_rows(reduce, matrix):
+        return target.tiled(reduce(matrix, axis=1))
+
+    here = pl.ds(block * TOKENS, TOKENS)
+    given = target.load(logits.at[here])
+    logs = given
+    if rule.sigmoid:
+        # log sigmoid(x) = min(x, 0) - log(1 + e^-|x|)
+        logs = jnp.minimum(given, filled(0)) - jnp.log(1 + jnp.exp(-jnp.abs(given)))
+    powers = jnp.exp(logs - spread(of_rows(jnp.max, logs)))
+    shares = target.tiled(powers / spread(of_rows(jnp.sum, powers)))
+    target.store(probabilities.at[here], shares)
+
+    scores = target.tiled(jnp.exp(logs)) if rule.sigmoid else shares
+    wanted = (given if rule.after_topk else scores) + spread(target.load(bias, 1), 1)
+    read = given if rule.after_topk else logs if rule.renormalise else scores
+    column = target.tiled(lax.broadcasted_iota(jnp.int32, shape, 1))
+    taken, found = filled(0), []
+    for number in range(rule.k):
+        largest = wanted == spread(of_rows(jnp.max, wanted))
+        first = of_rows(jnp.min, jnp.where(largest, column, filled(experts, jnp.int32)))
+        hit = column == spread(first)
+        target.store(chosen.at[pl.ds(number * padded + block * TOKENS, TOKENS)], first)
+        found.append(of_rows(jnp.sum, jnp.where(hit, read, filled(0))))
+        taken = taken + hit.astype(jnp.float32)
+        wanted = jnp.where(hit, filled(-jnp.inf), wanted)
+
+    if rule.after_topk or rule.renormalise:
+        most = found[0]
+        for one in found[1:]:
+            most = jnp.maximum(most, one)
+        found = [jnp.exp(one - most) for one in found]
+        total = sum(found[1:], found[0])
+        found = [one / total for one in found]
+    for number, one in enumerate(found):
+        place = pl.ds(number * padded + block * TOKENS, TOKENS)
+        target.store(probs.at[place], target.tiled(one * rule.scaling))
+
+    weighed = taken * spread(target.load(weights.at[here], 0))
+    total = target.tiled(jnp.sum(weighed, axis=0), 1)
+    target.store(counts.at[pl.ds(block * experts, experts)], total)

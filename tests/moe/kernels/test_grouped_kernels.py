@@ -1,0 +1,195 @@
+"""The grouped product's kernels, simulated, against a product in float64."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+from programs import jit, mesh_of
+from tiers import full_but
+
+from benchmarks.kernel_cases import PRODUCTS
+from moe.experts.grouped import dot, mosaic
+from moe.experts.grouped.dot import grouped_dot
+from moe.kernels import grouped
+from moe.kernels.grouped import Tiling, tiles_of
+
+KERNEL = "custom_call @mosaic_gpu_v2"
+SMALL = Tiling(rows=64, columns=64, depth=64, stages=2, wide=2)
+TRANSPOSES = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12)
+simulates_transposes = pytest.mark.skipif(
+    not TRANSPOSES, reason="the simulator of jax 0.10 knows no transposed reference"
+)
+
+
+def operands(product, dtype=jnp.bfloat16):
+    """Rows, matrices and what pulls at the results; NaN in rows of no group."""
+    draw = np.random.default_rng(0)
+    known, groups = sum(product.sizes), len(product.sizes)
+    rows, pull = (
+        draw.normal(size=(known + product.rest, width)) for width in (product.inner, product.outer)
+    )
+    rows[known:], pull[known:] = np.nan, np.nan
+    weights = draw.normal(size=(groups, product.inner, product.outer))
+    sizes = jnp.asarray(product.sizes, jnp.int32)
+    return *(jnp.asarray(x, dtype) for x in (rows, weights, pull)), sizes
+
+
+def looped(rows, weights, pull, sizes):
+    """The product, the gradient of its rows, and that of its matrices, in float64."""
+    rows, weights, pull = (np.asarray(x, np.float64) for x in (rows, weights, pull))
+    out, by_rows = np.zeros(pull.shape), np.zeros(rows.shape)
+    by_weights, start = np.zeros(weights.shape), 0
+    for group, size in enumerate(sizes.tolist()):
+        mine = slice(start, start + size)
+        out[mine], by_rows[mine] = rows[mine] @ weights[group], pull[mine] @ weights[group].T
+        by_weights[group] = rows[mine].T @ pull[mine]
+        start += size
+    return out, by_rows, by_weights
+
+
+def close(found, expected, dtype):
+    """Sums of a few hundred products of order one, then rounded to the dtype's bits."""
+    rounding = {jnp.bfloat16: 2**-8, jnp.float16: 2**-11}.get(dtype, 1e-6)
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=rounding, atol=3e-4)
+
+
+@pytest.mark.parametrize("dtype", full_but([jnp.bfloat16, jnp.float16], jnp.bfloat16))
+@pytest.mark.parametrize("name", full_but(PRODUCTS, "fewer rows than a tile"))
+def test_products_equal_float64(name, dtype):
+    rows, weights, pull, sizes = operands(PRODUCTS[name], dtype)
+    tiling = SMALL if sum(PRODUCTS[name].sizes) < 64 else Tiling()
+    out = grouped.each(0, rows, weights, sizes, tiling=tiling, simulated=True)
+    close(out, looped(rows, weights, pull, sizes)[0], dtype)
+
+
+@simulates_transposes
+@pytest.mark.parametrize("name", full_but(PRODUCTS, "fewer rows than a tile"))
+def test_both_gradients_equal_float64(name):
+    rows, weights, pull, sizes = operands(PRODUCTS[name])
+    options = {"tiling": SMALL, "simulated": True}
+    _, by_rows, by_weights = looped(rows, weights, pull, sizes)
+    close(grouped.each(1, pull, weights, sizes, **options), by_rows, jnp.bfloat16)
+    found = grouped.summed(rows, pull, sizes, **options)
+    assert found.dtype == jnp.float32
+    close(found, by_weights, jnp.float32)
+
+
+compiled_tiles = jit(tiles_of, static_argnums=(1, 2))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 90), min_size=5, max_size=5))
+def test_tiles_cover_each_row_once_with_its_own_group(cuts):
+    num_rows, height = 90, 16
+    sizes = np.diff(sorted(cuts), prepend=0).tolist()
+    tiles = compiled_tiles(jnp.asarray(sizes, jnp.int32), num_rows, height)
+    found = [None] * num_rows
+    for group, block, first, size in zip(*(x.tolist() for x in tiles), strict=True):
+        assert not size or (first >= 0 and first + size <= height)
+        for row in range(block * height + first, block * height + first + size):
+            assert found[row] is None
+            found[row] = group
+    expected = [group for group, size in enumerate(sizes) for _ in range(size)]
+    assert found == expected + [len(sizes)] * (num_rows - sum(sizes))
+
+
+def exported(function, *arguments):
+    return jax.export.export(jax.jit(function), platforms=["cuda"])(*arguments).mlir_module()
+
+
+def shaped(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def with_gradients(rows, weights, pull, sizes, implementation="mosaic"):
+    out, back = jax.vjp(
+        lambda *of: grouped_dot(*of, sizes, implementation=implementation), rows, weights
+    )
+    return out, *back(pull)
+
+
+SHAPES = {
+    "small": (300, 128, 192, 5),
+    "Qwen3-30B-A3B": (262144, 2048, 768, 128),
+    "DeepSeek-V3": (131072, 7168, 1024, 256),
+    "Mixtral-like": (8192, 4096, 14336, 8),
+}
+
+
+@pytest.mark.parametrize("name", full_but(SHAPES, "small"))
+def test_the_product_and_both_gradients_are_kernels_on_cuda(name):
+    rows, inner, outer, groups = SHAPES[name]
+    text = exported(
+        with_gradients,
+        shaped(rows, inner),
+        shaped(groups, inner, outer, dtype=jnp.float32),
+        shaped(rows, outer),
+        shaped(groups, dtype=jnp.int32),
+    )
+    assert text.count(KERNEL) == 3
+    assert "stablehlo.dot_general" not in text
+    # No matrix is copied for a block of rows.
+    assert f"tensor<{groups}x{inner}x{outer}xbf16>" in text
+    copies = [line for line in text.splitlines() if "stablehlo.gather" in line]
+    assert not any("bf16" in line for line in copies)
+
+
+def test_kernels_are_lowered_inside_a_mesh_and_gradients_are_summed_over_it():
+    mesh = mesh_of("dp4 / ep2")
+
+    def pulled(rows, weights, sizes):
+        out = grouped_dot(rows, weights, sizes, implementation="mosaic")
+        return jax.lax.psum(jnp.sum(out.astype(jnp.float32)), mesh.axes)
+
+    specs = (P(mesh.axes), P(mesh.ep), P(mesh.axes))
+    sharded = jax.shard_map(pulled, mesh=mesh.mesh, in_specs=specs, out_specs=P())
+    text = exported(
+        jax.grad(sharded, argnums=(0, 1)),
+        shaped(4 * 128, 64),
+        shaped(2 * 3, 64, 128),
+        shaped(4 * 3, dtype=jnp.int32),
+    )
+    # Neither gradient needs the product itself. The matrices' is summed over those that share them.
+    assert text.count(KERNEL) == 2
+    assert "stablehlo.all_reduce" in text
+
+
+def test_none_is_the_kernel_on_hopper_where_it_can_serve(monkeypatch):
+    def kernels(inner, dtype=jnp.bfloat16):
+        of = shaped(72, inner, dtype=dtype), shaped(2, inner, 64), shaped(2, dtype=jnp.int32)
+        return exported(lambda *of: grouped_dot(*of), *of).count(KERNEL)
+
+    assert kernels(64) == 0
+    for capability, served in ((9.0, 1), (8.0, 0), (10.0, 0)):
+        monkeypatch.setattr(mosaic, "capability", lambda capability=capability: capability)
+        assert kernels(64) == served
+    monkeypatch.setattr(mosaic, "capability", lambda: 9.0)
+    assert kernels(96) == kernels(64, dtype=jnp.float32) == 0
+
+
+def test_what_the_kernels_cannot_serve_is_refused():
+    def product(rows, weights):
+        return grouped_dot(rows, weights, jnp.ones(2, jnp.int32), implementation="mosaic")
+
+    half = partial(jnp.ones, dtype=jnp.bfloat16)
+    for rows, weights, message in (
+        (jnp.ones((8, 64)), half((2, 64, 64)), r"rows of float32, .* bfloat16 or float16 alone"),
+        (half((8, 96)), half((2, 96, 64)), r"matrices of 96 x 64, and each must be a multiple of"),
+        (half((8, 64)), half((2, 64, 100)), r"matrices of 64 x 100"),
+        (half((8, 64)), half((2, 64, 64)), r"runs on NVIDIA GPUs .* lowered for cpu"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            product(rows, weights)
+
+
+def test_other_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(mosaic, "capability", lambda: 8.0)
+    with pytest.raises(ValueError, match=r"cannot serve GPUs of capability 8.0, .* Hopper"):
+        dot.IMPLEMENTATIONS["mosaic"].each(
+            0, shaped(8, 64), shaped(2, 64, 64), shaped(2, dtype=jnp.int32)
+        )

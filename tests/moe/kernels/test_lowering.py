@@ -1,0 +1,101 @@
+"""Kernels are lowered for CUDA on a machine without a GPU: what cannot be, fails here."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+from programs import mesh_of
+from tiers import full_but
+
+from moe.kernels import choice
+from moe.kernels.layout import SortedLayout, sorted_layout
+from moe.kernels.permute import permute, unpermute
+
+KERNEL = "custom_call @mosaic_gpu_v2"
+
+
+def module(function, *arguments):
+    return jax.export.export(jax.jit(function), platforms=["cuda"])(*arguments).mlir_module()
+
+
+def shaped(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def layout_of(tokens, k, slots, experts=4):
+    integers = [shaped(*shape, dtype=jnp.int32) for shape in ((slots,), (tokens, k), (experts,))]
+    return SortedLayout(*integers)
+
+
+SIZES = [(70, 3, 5), (512, 8, 256)]
+
+
+@pytest.mark.parametrize(("tokens", "k", "experts"), full_but(SIZES, SIZES[0]))
+def test_the_layout_is_two_kernels(tokens, k, experts):
+    def run(ids):
+        return sorted_layout(ids, experts, tile=16, implementation="mosaic")
+
+    text = module(run, shaped(tokens, k, dtype=jnp.int32))
+    assert text.count(KERNEL) == 2
+    assert "stablehlo.sort" not in text
+
+
+WIDTHS = [128, 384, 2048, 7168]
+
+
+@pytest.mark.parametrize("dtype", full_but([jnp.bfloat16, jnp.float32], jnp.bfloat16))
+@pytest.mark.parametrize("width", full_but(WIDTHS, 384))
+def test_permute_and_unpermute_are_kernels_forward_and_backward(width, dtype):
+    tokens, k, slots = 70, 8, 600
+    x, rows = shaped(tokens, width, dtype=dtype), shaped(slots, width, dtype=dtype)
+    probs = shaped(tokens, k, dtype=jnp.float32)
+    layout = layout_of(tokens, k, slots)
+
+    def run(x, rows, probs, layout):
+        named = {"implementation": "mosaic"}
+        there, back_there = jax.vjp(lambda x: permute(x, layout, **named), x)
+        home, back_home = jax.vjp(lambda *of: unpermute(of[0], layout, of[1], **named), rows, probs)
+        return there, *back_there(rows), home, *back_home(x)
+
+    text = module(run, x, rows, probs, layout)
+    # Each way forward and backward; the last gives the gradients of rows and probs at once.
+    assert text.count(KERNEL) == 4
+    assert "stablehlo.scatter" not in text and "stablehlo.gather" not in text
+
+
+def test_none_is_the_kernel_on_cuda_where_this_process_has_gpus_for_it(monkeypatch):
+    operands = shaped(16, 128), layout_of(16, 2, 40)
+
+    def lowered(platform, *operands):
+        program = jax.jit(lambda x, layout: permute(x, layout))
+        return jax.export.export(program, platforms=[platform])(*operands).mlir_module()
+
+    assert KERNEL not in lowered("cuda", *operands)
+    monkeypatch.setattr(choice, "has_hopper", lambda: True)
+    assert lowered("cuda", *operands).count(KERNEL) == 1
+    on_cpu = lowered("cpu", *operands)
+    assert KERNEL not in on_cpu and "stablehlo.gather" in on_cpu
+    assert KERNEL not in lowered("cuda", shaped(16, 96), operands[1])
+
+
+def test_kernels_are_lowered_inside_a_mesh_and_gradients_are_summed_over_it():
+    """What is the same on all devices has the sum of their gradients."""
+    mesh = mesh_of("dp4 / ep2")
+    tokens, k, slots = 16, 2, 40
+    layout = jax.tree.map(
+        lambda x: shaped(4 * x.shape[0], *x.shape[1:], dtype=x.dtype), layout_of(tokens, k, slots)
+    )
+
+    def pulled(x, layout):
+        rows = permute(x, layout, implementation="mosaic")
+        back = unpermute(rows, layout, implementation="mosaic")
+        return jax.lax.psum(jnp.sum(back.astype(jnp.float32)), mesh.axes)
+
+    sharded = jax.shard_map(pulled, mesh=mesh.mesh, in_specs=(P(), P(mesh.axes)), out_specs=P())
+    exported = jax.export.export(jax.jit(jax.grad(sharded)), platforms=["cuda"])(
+        shaped(tokens, 128), layout
+    )
+    text = exported.mlir_module()
+    # The value itself is not wanted: what is computed are the gradients, from the layout alone.
+    assert text.count(KERNEL) >= 2
+    assert "stablehlo.all_reduce" in text

@@ -1,0 +1,120 @@
+"""The router's choice: the kernel against its plain twin, and that against the router."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from programs import jit
+from tiers import full_but
+
+from moe.config import ModelConfig
+from moe.kernels.routing import Rule, route
+from moe.router.routing import topk_routing
+
+TOKENS, EXPERTS = 70, 16
+RULES = {
+    "softmax": Rule(k=3),
+    "softmax as it is": Rule(k=2, renormalise=False, scaling=2.5),
+    "softmax of the chosen": Rule(k=4, after_topk=True),
+    "sigmoid": Rule(k=3, sigmoid=True, scaling=1.5),
+    "sigmoid as it is": Rule(k=1, sigmoid=True, renormalise=False),
+}
+
+
+def operands(experts=EXPERTS):
+    draw = np.random.default_rng(0)
+    logits, bias = 3 * draw.normal(size=(TOKENS, experts)), 0.1 * draw.normal(size=experts)
+    # Two columns alike: among equals the first is chosen.
+    logits[:, 5] = logits[:, 2]
+    bias[5] = bias[2]
+    weights = draw.integers(0, 3, TOKENS)
+    return tuple(jnp.asarray(x, jnp.float32) for x in (logits, bias, weights))
+
+
+def pulled(experts, k):
+    draw = np.random.default_rng(1)
+    shapes = (TOKENS, k), (TOKENS, experts)
+    return tuple(jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in shapes)
+
+
+def with_gradient(implementation, rule, experts=EXPERTS):
+    logits, bias, weights = operands(experts)
+
+    def run(logits):
+        chosen = route(logits, bias, weights, rule, implementation=implementation)
+        return (chosen.probs, chosen.probabilities), (chosen.experts, chosen.counts)
+
+    @jit
+    def both(logits):
+        out, back, rest = jax.vjp(run, logits, has_aux=True)
+        return *out, *rest, *back(pulled(experts, rule.k))
+
+    return both(logits)
+
+
+@pytest.mark.parametrize("name", full_but(RULES, "softmax of the chosen", "sigmoid"))
+def test_the_plain_twin_is_the_router(name):
+    rule = RULES[name]
+    config = ModelConfig(
+        vocab_size=8,
+        num_layers=1,
+        d_model=8,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        num_experts=EXPERTS,
+        d_expert=8,
+        experts_per_token=rule.k,
+        router_scores="sigmoid" if rule.sigmoid else "softmax",
+        softmax_after_topk=rule.after_topk,
+        renormalise=rule.renormalise,
+        routed_scaling=rule.scaling,
+    )
+    logits, bias, weights = operands()
+
+    def router(logits):
+        routing, probabilities = topk_routing(logits, jnp.ones(TOKENS, bool), config, bias=bias)
+        return (routing.probs, probabilities), routing.experts
+
+    out, back, experts = jax.vjp(router, logits, has_aux=True)
+    expected = (*out, experts, *back(pulled(EXPERTS, rule.k)))
+    probs, probabilities, chosen, counts, gradient = with_gradient("plain", rule)
+    for a, b in zip((probs, probabilities, chosen, gradient), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    counted = np.zeros(EXPERTS)
+    for token, row in enumerate(np.asarray(experts)):
+        counted[row] += weights[token]
+    np.testing.assert_array_equal(counts, counted)
+
+
+@pytest.mark.parametrize("experts", full_but([EXPERTS, 200], EXPERTS))
+@pytest.mark.parametrize("name", full_but(RULES, "softmax", "sigmoid"))
+def test_the_kernel_equals_the_plain_twin(name, experts):
+    found, expected = (
+        with_gradient(implementation, RULES[name], experts)
+        for implementation in ("interpreted", "plain")
+    )
+    for index, (a, b) in enumerate(zip(found, expected, strict=True)):
+        # Choices and counts are equal, what is computed to a few roundings of float32.
+        exact = index in (2, 3)
+        np.testing.assert_allclose(a, b, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-6)
+
+
+@pytest.mark.parametrize("experts", full_but([16, 128, 256], 16))
+@pytest.mark.parametrize("name", full_but(RULES, "sigmoid"))
+def test_it_is_one_kernel_on_cuda(name, experts):
+    def run(logits, bias, weights):
+        return route(logits, bias, weights, RULES[name], implementation="mosaic")
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands(experts)]
+    text = jax.export.export(jax.jit(run), platforms=["cuda"])(*shapes).mlir_module()
+    assert text.count("custom_call @mosaic_gpu_v2") == 1
+    assert "stablehlo.sort" not in text and "top_k" not in text
+
+
+def test_what_the_kernel_cannot_serve_is_refused():
+    for experts in (12, 512):
+        with pytest.raises(ValueError, match=rf"route cannot serve: .* among {experts} experts"):
+            route(*operands(experts), RULES["softmax"], implementation="mosaic")
+    with pytest.raises(ValueError, match=r"route runs on NVIDIA GPUs .* lowered for cpu"):
+        route(*operands(), RULES["softmax"], implementation="mosaic")
