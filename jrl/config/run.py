@@ -23,8 +23,8 @@ class RunConfig:
     task: str = "sort"
     """A built-in task, "jsonl:PATH" or "gym:NAME"."""
     steps: int = 200
-    """Training steps; each samples completions once and learns from them. 0 is the warm start
-    alone, for others to begin with by --weights."""
+    """Training steps; each samples completions once and learns from them. 0 ends after the warm
+    start, from whose weights other runs can begin."""
     seed: int = 0
     """Of everything random. The same seed on the same kind of machine gives the same run."""
 
