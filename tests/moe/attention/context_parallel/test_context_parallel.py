@@ -88,11 +88,12 @@ def run(context, layout, windows="tp2 cp2"):
         kind: [zigzag.flatten(*by_section(kind, jnp.asarray(x))) for x in arrays(kind)]
         for kind, zigzag in zigzags.items()
     }
-    spec = P(mesh.cp, mesh.tp)
+    spec, (way, _, attention) = P(mesh.cp, mesh.tp), (context or "").partition(" ")
+    execution = Execution(context=way or None, attention=attention or None)
 
     def local(given):
         results = {}
-        for kind, packed in batches(mesh, Execution(context=context)).items():
+        for kind, packed in batches(mesh, execution).items():
             *inputs, weight = given[kind]
             window = WINDOWS[windows][kind]
             attend = functools.partial(packed.core_attention_of_layer(0, window), scale=SCALE)
@@ -172,11 +173,13 @@ def test_a_ring_in_half_precision_errs_as_little_as_blocks():
 
 
 LAYOUTS = ["cp4", "tp2 cp2"]
+CONTEXTS = ["gather", "ring", "ulysses"]
+KERNELS = ["gather blocked", "gather xla", "ulysses blocked", "ulysses xla"]
 
 
 @pytest.mark.parametrize("kind", ["rows", "shared prompts", "packed"])
 @pytest.mark.parametrize("layout", full_but(LAYOUTS, "tp2 cp2"))
-@pytest.mark.parametrize("context", ["gather", "ring", "ulysses"])
+@pytest.mark.parametrize("context", full_but([*CONTEXTS, *KERNELS], *CONTEXTS))
 def test_equals_one_device(context, layout, kind):
     out, *grads = run(context, layout, layout)[0][kind]
     expected, *expected_grads = run(None, "dp1", layout)[0][kind]
@@ -211,7 +214,7 @@ def elements(shapes):
 
 
 @pytest.mark.parametrize("layout", full_but(LAYOUTS, "tp2 cp2"))
-@pytest.mark.parametrize("context", ["gather", "ring", "ulysses"])
+@pytest.mark.parametrize("context", CONTEXTS)
 def test_sends_what_the_docstring_says(context, layout):
     """Forward and backward of the three batches: kinds of collectives, and elements sent."""
     _, program, traced = run(context, layout, layout)
