@@ -82,12 +82,19 @@ def read_by(main, command, monkeypatch):
         main(words_of(command)[2:])
 
 
+STUDIES = [
+    f"experiments.{path.parent.name}.run"
+    for path in sorted((ROOT / "experiments").glob("*/run.py"))
+    if path.parent.name != "recipes"  # a script, by its path
+]
+
+
 def test_there_are_commands():
     assert len(FOUND) > 30
     programs = {words_of(command)[1] for command in FOUND if words_of(command)[0] == "-m"}
     benchmarks = {"benchmarks.agreement", "benchmarks.rollout"}
     tested = {"jrl.evaluate", "jrl.faults", "jrl.train", "sharding.folding"}
-    assert programs == benchmarks | tested | {"pytest"}
+    assert programs == benchmarks | tested | set(STUDIES) | {"pytest"}
 
 
 OWN_RECIPE = re.findall(
@@ -135,6 +142,7 @@ SCRIPTS = [
     *(command for command in FOUND if words_of(command)[0].endswith(".py")),
     *given("benchmarks.agreement"),
     *given("benchmarks.rollout"),
+    *(command for program in STUDIES for command in given(program)),
 ]
 
 
@@ -160,7 +168,7 @@ def test_a_line_without_mutants_is_said_in_one_line(monkeypatch):
 def test_flags_named_in_the_prose_exist():
     programs = "\n".join(
         path.read_text()
-        for folder in ("jrl", "sharding", "benchmarks", "tests")
+        for folder in ("jrl", "sharding", "benchmarks", "experiments", "tests")
         for path in (ROOT / folder).rglob("*.py")
     )
     named = {flag for page in TEXTS for flag in re.findall(r"`(--[a-z][a-z-]+)", prose(page))}
