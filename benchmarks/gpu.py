@@ -6,7 +6,7 @@ Each part runs in a process of its own, which has the device's memory to itself:
 * step: a training step of a mixture of experts that fills the device, its tokens per second and
   model FLOPs utilisation (`moe.flops.training_flops` over the peak);
 * experts: rows times the matrix of their group, each implementation, forward and with gradient;
-* dispatch, products, tilings: kernels beside their alternatives, compared first (`kernels.py`);
+* dispatch, products, tilings: kernels beside their alternatives (`kernels.py`);
 * attention: each implementation, forward and with gradient;
 * head: log-probabilities and entropies, from all logits and in chunks;
 * decoding: drawing tokens after prompts.
@@ -365,9 +365,15 @@ def decoding(arguments: argparse.Namespace) -> Iterator[Figures]:
 
 def of_kernels(part: str, arguments: argparse.Namespace) -> Iterator[Figures]:
     """A part that is in a file of its own."""
+    import kernel_products
     import kernels
 
-    yield from getattr(kernels, part)(arguments)
+    parts = {
+        "dispatch": kernels.dispatch,
+        "products": kernel_products.products,
+        "tilings": kernel_products.tilings,
+    }
+    yield from parts[part](arguments)
 
 
 PARTS = {
