@@ -6,7 +6,7 @@ Each part runs in a process of its own, which has the device's memory to itself:
 * step: a training step of a mixture of experts that fills the device, its tokens per second and
   model FLOPs utilisation (`moe.flops.training_flops` over the peak);
 * experts: rows times the matrix of their group, each implementation, forward and with gradient;
-* dispatch, products: the kernels and their alternatives, compared and timed (`kernels.py`);
+* dispatch, products, tilings: kernels beside their alternatives (`kernels.py`);
 * attention: each implementation, forward and with gradient;
 * head: log-probabilities and entropies, from all logits and in chunks;
 * decoding: drawing tokens after prompts.
@@ -31,7 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# Dense bfloat16 operations per second, by datasheet, of chips whose name contains the key.
+# Dense bfloat16 operations per second, by datasheet, of chips with the key in their name.
 PEAKS = {"B200": 2250e12, "H200": 989.5e12, "H100": 989.5e12, "A100": 312e12, "T4": 65e12}
 # 3.6 billion parameters, of which a token meets 0.6.
 NETWORK: dict[str, Any] = {
@@ -365,26 +365,26 @@ def decoding(arguments: argparse.Namespace) -> Iterator[Figures]:
     yield measured(form, build, arguments.calls)
 
 
-def dispatch(arguments: argparse.Namespace) -> Iterator[Figures]:
-    """Layouts, permute and unpermute."""
-    from kernels import dispatch
+def of_kernels(part: str, arguments: argparse.Namespace) -> Iterator[Figures]:
+    """A part that is in a file of its own."""
+    import kernel_products
+    import kernels
 
-    yield from dispatch(arguments)
-
-
-def products(arguments: argparse.Namespace) -> Iterator[Figures]:
-    """The grouped product at published shapes."""
-    from kernels import products
-
-    yield from products(arguments)
+    parts = {
+        "dispatch": kernels.dispatch,
+        "products": kernel_products.products,
+        "tilings": kernel_products.tilings,
+    }
+    yield from parts[part](arguments)
 
 
 PARTS = {
     "ceilings": ceilings,
     "step": step,
     "experts": experts,
-    "dispatch": dispatch,
-    "products": products,
+    "dispatch": partial(of_kernels, "dispatch"),
+    "products": partial(of_kernels, "products"),
+    "tilings": partial(of_kernels, "tilings"),
     "attention": attention,
     "head": head,
     "decoding": decoding,

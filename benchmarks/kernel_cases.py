@@ -54,6 +54,18 @@ PRODUCTS = {
 }
 
 
+TILINGS: tuple[dict[str, int], ...] = (
+    {},
+    {"stages": 2},
+    {"stages": 4},
+    {"columns": 192, "stages": 4},
+    {"rows": 64, "stages": 4},
+    {"wide": 1},
+    {"wide": 16},
+)
+"""What `moe.kernels.grouped.Tiling` is compared with: its fields that differ."""
+
+
 def choices(case: Case, seed: int = 0) -> np.ndarray:
     """``[tokens, k]`` expert ids, none twice in a token; past the last for none."""
     draw = np.random.default_rng(seed)

@@ -1,8 +1,8 @@
-"""Parts of `gpu.py`: the kernels of token dispatch and the grouped product, beside alternatives.
+"""A part of `gpu.py`: the kernels of token dispatch beside their alternatives.
 
 Each form is compared with float32 on fresh numbers before it is timed, as
 ``||out - reference|| / ||reference||``, and one that differs is a line that says by how much. Rates
-stand beside what this device does with a large copy or a large product, measured here.
+stand beside what this device does with a large copy, measured here.
 
 Bytes are those of the rows that are read and written: a gather reads a token for each of its slots,
 a sum reads every slot and writes every token once.
@@ -18,9 +18,7 @@ from gpu import Figures, measured, random
 
 # Tokens, choices of each, experts, width: Qwen3-30B-A3B and DeepSeek-V3, a few thousand tokens.
 DISPATCHES = ((32768, 8, 128, 2048), (8192, 8, 256, 7168))
-# Rows, inner, outer and groups: DeepSeek-V3's first product, Mixtral's, Qwen3-30B-A3B's.
-PRODUCTS = ((131072, 7168, 1024, 256), (8192, 4096, 14336, 8), (262144, 2048, 768, 128))
-SMALL_DISPATCHES, SMALL_PRODUCTS = ((48, 2, 4, 128),), ((96, 64, 128, 3),)
+SMALL_DISPATCHES = ((48, 2, 4, 128),)
 WORST = 1e-2
 """Relative difference from float32: half precision rounds to 4e-3."""
 
@@ -247,103 +245,3 @@ def _moves(
         for what in moved
         for name, programs in forms.items()
     }
-
-
-def products(arguments: argparse.Namespace) -> Iterator[Figures]:
-    """The grouped product at published shapes: forward, gradient of the rows, of the matrices."""
-    import jax.numpy as jnp
-    from grouped import group_sizes
-
-    _, by_product = ceilings(arguments)
-    yield {"form": "a large product", "teraflops": by_product / 1e12}
-    for rows, inner, outer, groups in SMALL_PRODUCTS if arguments.smoke else PRODUCTS:
-        for spread in ("balanced",) if arguments.smoke else ("balanced", "Zipf"):
-            sizes = jnp.asarray(group_sizes(spread, rows, groups), jnp.int32)
-            operands = (
-                random((rows, inner)),
-                random((groups, inner, outer), 1),
-                random((rows, outer), 2),
-                sizes,
-            )
-            for name, form in product_forms().items():
-                for part, build in _product_parts(form, operands, by_product).items():
-                    label = f"{name}, {rows} x {inner} x {outer} / {groups}, {spread}, {part}"
-                    yield measured(label, build, arguments.calls)
-            del operands
-
-
-def product_forms() -> dict[str, Callable[..., Any]]:
-    """Grouped products of rows, matrices and sizes; of other libraries those that are installed."""
-    import jax
-
-    from moe.experts.grouped.dot import grouped_dot
-
-    forms: dict[str, Callable[..., Any]] = {
-        name: partial(grouped_dot, implementation=name)
-        for name in ("mosaic", "ragged_dot", "blocks")
-    }
-    forms["jax.lax.ragged_dot"] = jax.lax.ragged_dot
-    try:
-        import tokamax  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        return forms
-    return forms | {"tokamax": tokamax.ragged_dot}
-
-
-def _product_parts(
-    form: Callable[..., Any], operands: tuple[Any, ...], by_product: float
-) -> dict[str, Callable[[], Any]]:
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    x, weights, pull, sizes = operands
-    (rows, inner), outer = x.shape, weights.shape[2]
-    flops = 2 * rows * inner * outer
-    # Rows from everywhere, and one group: a reference of all would not fit.
-    some = np.sort(np.random.default_rng().choice(rows, min(rows, 64), replace=False))
-    stop = np.cumsum(sizes)
-    group = np.searchsorted(stop, some, "right")
-    largest = int(np.argmax(sizes))
-    mine = slice(int(stop[largest] - sizes[largest]), int(stop[largest]))
-    exact = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-
-    def wide(array):
-        return array.astype(jnp.float32)
-
-    def forward(x, weights, pull, sizes):
-        return form(x, weights, sizes)
-
-    def of_rows(x, weights, pull, sizes):
-        return jax.vjp(lambda x: form(x, weights, sizes), x)[1](pull)[0]
-
-    def of_matrices(x, weights, pull, sizes):
-        return jax.vjp(lambda weights: form(x, weights, sizes), weights)[1](pull)[0]
-
-    def expected(part):
-        if part == "matrices":
-            return exact("ri,ro->io", wide(x[mine]), wide(pull[mine]))
-        given, formula = (x, "ri,rio->ro") if part == "forward" else (pull, "ro,rio->ri")
-        few = [wide(given[some[at : at + 8]]) for at in range(0, len(some), 8)]
-        of = [wide(weights[group[at : at + 8]]) for at in range(0, len(some), 8)]
-        return jnp.concatenate([exact(formula, *both) for both in zip(few, of, strict=True)])
-
-    def build(part, program):
-        compiled = jax.jit(program)
-        found, compiling = timed(compiled, operands)
-        error = difference(found[largest if part == "matrices" else some], expected(part))
-        del found
-
-        def meaning(seconds: float) -> Figures:
-            rate = flops / seconds
-            return {
-                "teraflops": rate / 1e12,
-                "of_a_product": rate / by_product,
-                "difference": error,
-                "compiling_s": compiling,
-            }
-
-        return partial(compiled, *operands), meaning
-
-    parts = {"forward": forward, "rows": of_rows, "matrices": of_matrices}
-    return {part: partial(build, part, program) for part, program in parts.items()}

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of
 from tiers import full_but
 
-from benchmarks.kernel_cases import PRODUCTS
+from benchmarks.kernel_cases import PRODUCTS, TILINGS
 from moe.experts.grouped import dot, mosaic
 from moe.experts.grouped.dot import grouped_dot
 from moe.kernels import grouped
@@ -137,6 +137,23 @@ def test_the_product_and_both_gradients_are_kernels_on_cuda(name):
     assert f"tensor<{groups}x{inner}x{outer}xbf16>" in text
     copies = [line for line in text.splitlines() if "stablehlo.gather" in line]
     assert not any("bf16" in line for line in copies)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changed", TILINGS, ids=str)
+def test_every_tiling_that_is_compared_is_lowered(changed):
+    options = {"tiling": Tiling()._replace(**changed)}
+    rows, inner, outer, groups = SHAPES["Qwen3-30B-A3B"]
+    x, pull, sizes = shaped(rows, inner), shaped(rows, outer), shaped(groups, dtype=jnp.int32)
+
+    def run(x, weights, pull, sizes):
+        return (
+            grouped.each(0, x, weights, sizes, **options),
+            grouped.each(1, pull, weights, sizes, **options),
+            grouped.summed(x, pull, sizes, **options),
+        )
+
+    assert exported(run, x, shaped(groups, inner, outer), pull, sizes).count(KERNEL) == 3
 
 
 def test_kernels_are_lowered_inside_a_mesh_and_gradients_are_summed_over_it():
