@@ -59,13 +59,17 @@ def routed_experts(
       probs: what their outputs count by, float32.
       num_rows: rows that there is room for; None is room for every choice.
       dtype: of the rows, in which the products are computed; None is that of `x`.
-      implementation: of the products, see `moe.experts.grouped.dot.grouped_dot`.
+      implementation: of the products, see `moe.experts.grouped.dot.grouped_dot`. With "mosaic" the
+        rows are laid out, spread and summed by kernels too.
 
     Returns:
       The sums, and how many choices found no room: the sums are without them.
     """
     num_rows = experts.size if num_rows is None else min(num_rows, experts.size)
-    layout = sorted_layout(experts, weights.gate.shape[0], num_slots=num_rows)
+    kernels = "mosaic" if implementation == "mosaic" else None
+    layout = sorted_layout(
+        experts, weights.gate.shape[0], num_slots=num_rows, implementation=kernels
+    )
     # In the order of experts what finds no room comes last.
     stop = jnp.minimum(jnp.cumsum(layout.sizes), num_rows)
     overflow = jnp.sum(layout.sizes) - stop[-1]
@@ -74,12 +78,12 @@ def routed_experts(
 
     # One product for both: wider products are faster than two narrow ones.
     matrices = weights.gate, weights.up
-    rows = spread_rows(x, token, places, dtype)
+    rows = spread_rows(x, token, places, dtype, kernels)
     inward = grouped_dot(rows, matrices, sizes=sizes, implementation=implementation)
     of_rows = spread_rows(probs.reshape(-1), layout.choices, places.reshape(-1, 1))
     hidden = gated(checkpoint_name(inward, PRODUCT), of_rows)
     out = grouped_dot(hidden, weights.down, sizes=sizes, implementation=implementation)
-    return sum_rows(out, places, token), overflow
+    return sum_rows(out, places, token, kernels), overflow
 
 
 def dense_reference(

@@ -70,8 +70,7 @@ def spread_rows(
       source: the row in each slot.
       places: the slots of each row, past the end for none. Says the same as `source`.
       dtype: of the result.
-      implementation: of both ways, see `moe.kernels.rows`: None is "plain" on a CPU and for
-        single numbers.
+      implementation: of both ways, see `moe.kernels.choice`; single numbers are "plain".
     """
     axes = tuple(varying(x) | varying(source) | varying(places))
     dtype = x.dtype if dtype is None else dtype

@@ -1,11 +1,10 @@
 """Which implementation of an operation runs."""
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
-from jax import lax
 
 NAMES = ("mosaic", "plain", "interpreted")
 
@@ -23,35 +22,23 @@ def by_name(
 
     Args:
       name: "plain"; "mosaic", the kernel on a GPU; "interpreted", the kernel step by step on any
-        device, for tests. None is the kernel on CUDA devices where this process has GPUs that it is
-        written for and nothing is in its way, else "plain".
+        device, for tests. None is "plain": a kernel is asked for by its name.
       operation: named in the error.
       obstacle: what keeps the kernel from serving these operands, and the usual fix.
 
     Raises:
       ValueError: on another name, and on a kernel that is asked for and cannot serve.
     """
-    if name is None and (obstacle is not None or not has_hopper()):
-        name = "plain"
-    if name is None:
-        on_cuda = partial(kernel, interpreted=False)
-        return lax.platform_dependent(*operands, cuda=on_cuda, default=plain)
-    if name not in NAMES:
+    if name is not None and name not in NAMES:
         raise ValueError(
             f"implementation={name!r} of {operation} is none of {', '.join(map(repr, NAMES))}; "
-            "None picks."
+            'None is "plain".'
         )
-    if name == "plain":
+    if name is None or name == "plain":
         return plain(*operands)
     if obstacle is not None:
         raise ValueError(f"implementation={name!r} of {operation} cannot serve: {obstacle}")
     return kernel(*operands, interpreted=name == "interpreted")
-
-
-@cache
-def has_hopper() -> bool:
-    """Whether this process has GPUs and all are NVIDIA's Hopper or later (capability 9.0)."""
-    return capability() >= 9.0
 
 
 @cache

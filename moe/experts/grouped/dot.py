@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from moe.experts.grouped.blocks import blocks_each, blocks_summed
 from moe.experts.grouped.groups import Implementation
-from moe.experts.grouped.mosaic import mosaic_each, mosaic_summed, obstacle, on_hopper
+from moe.experts.grouped.mosaic import mosaic_each, mosaic_summed
 from moe.experts.grouped.plain import plain_each, plain_summed
 from moe.experts.grouped.ragged import ragged_each, ragged_summed
 from moe.experts.grouped.tiles import tiles_each, tiles_summed
@@ -48,8 +48,7 @@ def grouped_dot(
         "blocks" loops over whole blocks, of a number known when compiling, which suits
         accelerators; "mosaic" are kernels for NVIDIA's Hopper, rows in half precision and
         dimensions that are multiples of 64; "ragged_dot" is XLA's; "plain" is the plain twin, each
-        row times each matrix. None is "tiles" on a CPU, "mosaic" on Hopper where it can serve, and
-        "blocks" elsewhere.
+        row times each matrix. None is "tiles" on a CPU and "blocks" elsewhere.
 
     Raises:
       ValueError: `implementation` is none of these, or "mosaic" and cannot serve.
@@ -110,22 +109,13 @@ IMPLEMENTATIONS = {
 
 def _best_each(side, *operands):
     """A loop whose length is known at run time makes a GPU wait for its host at every turn."""
-    rows, weights, _ = operands
-    by_platform = {
-        "cpu": partial(tiles_each, side),
-        "default": partial(blocks_each, side),
-    }
-    if on_hopper() and obstacle(rows, weights.shape[2 - side]) is None:
-        by_platform["cuda"] = partial(mosaic_each, side)
-    return lax.platform_dependent(*operands, **by_platform)
+    return lax.platform_dependent(
+        *operands, cpu=partial(tiles_each, side), default=partial(blocks_each, side)
+    )
 
 
 def _best_summed(*operands):
-    rows, others, _ = operands
-    by_platform = {"cpu": tiles_summed, "default": blocks_summed}
-    if on_hopper() and obstacle(rows, others.shape[1]) is None:
-        by_platform["cuda"] = mosaic_summed
-    return lax.platform_dependent(*operands, **by_platform)
+    return lax.platform_dependent(*operands, cpu=tiles_summed, default=blocks_summed)
 
 
 def _named(name: str | None) -> Implementation:

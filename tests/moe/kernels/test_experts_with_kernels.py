@@ -9,9 +9,7 @@ from programs import jit
 
 from moe.experts.dispatch.choice import dispatch
 from moe.experts.feed_forward import routed_experts
-from moe.experts.grouped import mosaic
 from moe.experts.permutation import spread_rows, sum_rows
-from moe.kernels import choice
 from moe.kernels.layout import sorted_layout
 from moe.router.routing import Routing
 from moe.weights import Experts
@@ -20,7 +18,7 @@ from sharding.folding import Layout, fold_abstract
 
 
 @pytest.mark.slow
-def test_everything_between_tokens_and_their_sums_is_a_kernel_on_hopper(monkeypatch):
+def test_everything_between_tokens_and_their_sums_is_a_kernel():
     tokens, k, num_experts, d_model, d_expert = 24, 2, 4, 128, 64
 
     def shaped(*shape, dtype=jnp.bfloat16):
@@ -37,13 +35,11 @@ def test_everything_between_tokens_and_their_sums_is_a_kernel_on_hopper(monkeypa
 
     def run(weights, x, ids, probs):
         def layer(weights, x, probs):
-            return routed_experts(weights, x, ids, probs)[0]
+            return routed_experts(weights, x, ids, probs, implementation="mosaic")[0]
 
         out, back = jax.vjp(layer, weights, x, probs)
         return out, *back(out)
 
-    monkeypatch.setattr(choice, "has_hopper", lambda: True)
-    monkeypatch.setattr(mosaic, "capability", lambda: 9.0)
     # Forward the layout (two), permute, two products and unpermute; backward the reverse of each
     # move, and two products for each.
     exported = jax.export.export(jax.jit(run), platforms=["cuda"])
@@ -54,9 +50,7 @@ def test_everything_between_tokens_and_their_sums_is_a_kernel_on_hopper(monkeypa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["all_to_all", "all_gather", "ragged"])
-def test_dispatch_over_a_mesh_is_lowered_with_kernels_and_its_gradient(name, monkeypatch):
-    monkeypatch.setattr(choice, "has_hopper", lambda: True)
-    monkeypatch.setattr(mosaic, "capability", lambda: 9.0)
+def test_dispatch_over_a_mesh_is_lowered_with_kernels_and_its_gradient(name):
     mesh = fold_abstract(Layout.parse("tp2 dp4 / ep4 etp2"))
     tokens, k, num_experts, d_model, d_expert = 32, 2, 8, 128, 128
 
@@ -73,7 +67,7 @@ def test_dispatch_over_a_mesh_is_lowered_with_kernels_and_its_gradient(name, mon
     routing = Routing(shaped(tokens, k, dtype=jnp.int32), shaped(tokens, k, dtype=jnp.float32))
 
     def total(weights, x, routing):
-        out, _ = dispatch(weights, x, routing, mesh, implementation=name)
+        out, _ = dispatch(weights, x, routing, mesh, implementation=name, product="mosaic")
         return all_sum(jnp.sum(out.astype(jnp.float32)), mesh.axes)
 
     sharded = jax.shard_map(

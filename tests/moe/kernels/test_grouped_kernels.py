@@ -176,17 +176,19 @@ def test_kernels_are_lowered_inside_a_mesh_and_gradients_are_summed_over_it():
     assert "stablehlo.all_reduce" in text
 
 
-def test_none_is_the_kernel_on_hopper_where_it_can_serve(monkeypatch):
-    def kernels(inner, dtype=jnp.bfloat16):
-        of = shaped(72, inner, dtype=dtype), shaped(2, inner, 64), shaped(2, dtype=jnp.int32)
-        return exported(lambda *of: grouped_dot(*of), *of).count(KERNEL)
+def test_the_kernel_is_asked_for_by_name_and_serves_hopper_alone(monkeypatch):
+    of = shaped(72, 64), shaped(2, 64, 64), shaped(2, dtype=jnp.int32)
 
-    assert kernels(64) == 0
-    for capability, served in ((9.0, 1), (8.0, 0), (10.0, 0)):
+    def kernels(name):
+        return exported(lambda *of: grouped_dot(*of, implementation=name), *of).count(KERNEL)
+
+    for capability in (0.0, 9.0):
         monkeypatch.setattr(mosaic, "capability", lambda capability=capability: capability)
-        assert kernels(64) == served
-    monkeypatch.setattr(mosaic, "capability", lambda: 9.0)
-    assert kernels(96) == kernels(64, dtype=jnp.float32) == 0
+        assert (kernels(None), kernels("mosaic")) == (0, 1)
+    for capability in (8.0, 10.0):
+        monkeypatch.setattr(mosaic, "capability", lambda capability=capability: capability)
+        with pytest.raises(ValueError, match=f"capability {capability}, .* written for Hopper's"):
+            kernels("mosaic")
 
 
 def test_what_the_kernels_cannot_serve_is_refused():

@@ -7,7 +7,6 @@ from jax.sharding import PartitionSpec as P
 from programs import mesh_of
 from tiers import full_but
 
-from moe.kernels import choice
 from moe.kernels.layout import SortedLayout, sorted_layout
 from moe.kernels.permute import permute, unpermute
 
@@ -63,19 +62,15 @@ def test_permute_and_unpermute_are_kernels_forward_and_backward(width, dtype):
     assert "stablehlo.scatter" not in text and "stablehlo.gather" not in text
 
 
-def test_none_is_the_kernel_on_cuda_where_this_process_has_gpus_for_it(monkeypatch):
+def test_the_kernel_is_asked_for_by_name():
     operands = shaped(16, 128), layout_of(16, 2, 40)
 
-    def lowered(platform, *operands):
-        program = jax.jit(lambda x, layout: permute(x, layout))
-        return jax.export.export(program, platforms=[platform])(*operands).mlir_module()
+    def lowered(name):
+        program = jax.jit(lambda x, layout: permute(x, layout, implementation=name))
+        return jax.export.export(program, platforms=["cuda"])(*operands).mlir_module()
 
-    assert KERNEL not in lowered("cuda", *operands)
-    monkeypatch.setattr(choice, "has_hopper", lambda: True)
-    assert lowered("cuda", *operands).count(KERNEL) == 1
-    on_cpu = lowered("cpu", *operands)
-    assert KERNEL not in on_cpu and "stablehlo.gather" in on_cpu
-    assert KERNEL not in lowered("cuda", shaped(16, 96), operands[1])
+    assert lowered("mosaic").count(KERNEL) == 1
+    assert KERNEL not in lowered(None) and "stablehlo.gather" in lowered(None)
 
 
 def test_kernels_are_lowered_inside_a_mesh_and_gradients_are_summed_over_it():
