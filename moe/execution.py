@@ -21,6 +21,8 @@ class Execution:
       fsdp: weights are kept in shards, each on one of the devices that would hold the same, and the
         layers joined one after the other when an update runs them (`sharding.zero.unshard`),
         forward (twice in a pipeline) and again backward. Needs a `remat` that does not keep them.
+      scan_layers: one program for all equal layers (`moe.depth`), whose compilation does not take
+        longer the more they are, in place of one for each; None where there are more than a few.
       vocab_chunk: columns of the head whose logits are there at a time in training, on each ``tp``
         rank; None is all of them (`moe.head`).
     """
@@ -31,6 +33,7 @@ class Execution:
     experts: str | None = None
     remat: str = "none"
     fsdp: bool = False
+    scan_layers: bool | None = None
     vocab_chunk: int | None = 8192
 
     def __post_init__(self):

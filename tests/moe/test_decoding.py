@@ -13,6 +13,7 @@ from tiers import full_but
 from moe import model
 from moe.config import ModelConfig
 from moe.decoding import KEY_COLUMN, decode_step, prefill
+from moe.depth import parts_of
 from moe.placement import specs
 from sharding.collectives import vary
 from sharding.folding import Layout, fold_abstract
@@ -48,7 +49,7 @@ def stepwise(config, mesh):
         tokens, prompts, ends = vary((tokens, prompts, ends), mesh.except_sequence)
         ran = prefill(weights, tokens[:, :PROMPT], prompts, config, mesh)
         cache = with_room(ran.cache, RESPONSE)
-        layers = tuple(model.layer_of(weights, index) for index in range(config.num_layers))
+        layers = parts_of(weights, config)
         rows = jnp.arange(tokens.shape[0])
 
         def step(cache, number):
