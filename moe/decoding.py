@@ -190,18 +190,19 @@ def decode_step(
             nonlocal keys, values
             keys = write(keys, key, KEY_COLUMN, place)
             values = write(values, value, VALUE_COLUMN, place)
-            own = keys, values
-            if place:
-                own = (lax.dynamic_index_in_dim(x, *place, keepdims=False) for x in own)
-            return cached_attention(query, *own, visible, scale)
+            own_keys, own_values = (
+                lax.dynamic_index_in_dim(x, *place, keepdims=False) if place else x
+                for x in (keys, values)
+            )
+            return cached_attention(query, own_keys, own_values, visible, scale)
 
         packed = packed_with(core_attention_of_layer=lambda number: core_attention)
         x, router = block(layer, x, packed, core_attention, config, mesh)
         return (x, keys, values), None if router is None else router.choices
 
     x, choices, after = embed(weights, tokens, config, mesh), [], []
-    for layer, *buffers in zip(layers, cache.keys, cache.values, strict=True):
-        carry = (x, *buffers)
+    for layer, keys, values in zip(layers, cache.keys, cache.values, strict=True):
+        carry = x, keys, values
         if is_stack(layer):
             # The buffers are carried, and a layer writes its part of them: as what a scan takes
             # layer by layer and gives back, all that they hold would be copied.

@@ -29,7 +29,7 @@ def is_scanned(depth: int, execution: Execution) -> bool:
     """Whether a stack of so many layers is run as one program for all."""
     if execution.scan_layers is None:
         return depth > MOST_UNROLLED
-    return execution.scan_layers and depth > 0
+    return execution.scan_layers
 
 
 def over_layers(
@@ -61,13 +61,18 @@ def over_layers(
     return carry, outs
 
 
-def parts_of(
+def parts_of(weights: Transformer[Array], config: ModelConfig) -> tuple[Layer[Array], ...]:
+    """All layers in the parts that `over_layers` has an entry for: each layer by itself, and a
+    stack that is scanned as it is."""
+    return mapped_parts(weights, config, lambda stacked, number: stacked[number])
+
+
+def mapped_parts(
     weights: Transformer[Leaf],
     config: ModelConfig,
-    layer_of: Callable[[Leaf, int], Leaf] = lambda stacked, number: stacked[number],
+    layer_of: Callable[[Leaf, int], Leaf],
 ) -> tuple[Layer[Leaf], ...]:
-    """All layers in the parts that `over_layers` has an entry for: each layer by itself, and a
-    stack that is scanned as it is.
+    """`parts_of` records of other leaves than arrays.
 
     Args:
       layer_of: (leaf of a stack, number) -> that of the layer.

@@ -213,7 +213,7 @@ def blocks(
 def _over_layers(
     collected: list[RouterStatistics[Array] | None], scanned: bool
 ) -> RouterStatistics[Array] | None:
-    """The router's sums over layers, from those of each or, of a scanned stack, from all at once."""
+    """The router's sums over layers, from those of each or, of a scanned stack, of all at once."""
     # What a layer says of each expert or token is not summed over layers.
     present = [stats for stats in collected if stats is not None]
     if not present:

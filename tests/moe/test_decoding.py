@@ -14,6 +14,7 @@ from moe import model
 from moe.config import ModelConfig
 from moe.decoding import KEY_COLUMN, decode_step, prefill
 from moe.depth import parts_of
+from moe.execution import Execution
 from moe.placement import specs
 from sharding.collectives import vary
 from sharding.folding import Layout, fold_abstract
@@ -29,6 +30,14 @@ CONFIG = ModelConfig(
     experts_per_token=3,
     d_expert=14,
 )
+SCANNED = replace(CONFIG, execution=Execution(scan_layers=True))
+CONFIGS = {
+    "routed": CONFIG,
+    "dense": replace(CONFIG, num_experts=0, d_ff=12, head="tied"),
+    "scanned": SCANNED,
+    # A stack of one layer and one of two.
+    "dense first": replace(SCANNED, num_layers=3, num_dense_layers=1, dense_d_ff=12),
+}
 ROWS, PROMPT, RESPONSE, STEPS = 4, 4, 3, 3
 
 
@@ -42,7 +51,10 @@ def batch():
 
 def stepwise(config, mesh):
     """Logits ``[step, row, vocab]`` of rows that go on one token a step, each from its prompt's
-    end, and the cache's keys of the first layer before and after."""
+    end, and the cache's keys of the last layer before and after."""
+
+    def of_last_layer(cache):
+        return cache.keys[-1][-1] if cache.keys[-1].ndim > 4 else cache.keys[-1]
 
     def local(weights, tokens, prompts, ends):
         weights = vary(weights, mesh.axes)
@@ -61,7 +73,7 @@ def stepwise(config, mesh):
             return cache, logits
 
         after, logits = jax.lax.scan(step, cache, jnp.arange(STEPS))
-        return logits, cache.keys[0], after.keys[0]
+        return logits, of_last_layer(cache), of_last_layer(after)
 
     rows = P(mesh.dp)
     others = tuple(axis for axis in mesh.axes if axis not in mesh.dp + mesh.tp)
@@ -77,13 +89,21 @@ def stepwise(config, mesh):
 @pytest.mark.parametrize(
     ("kind", "layout"),
     full_but(
-        [("routed", "dp1"), ("routed", "tp2 dp2 / ep2 etp2"), ("dense", "tp2")],
+        [
+            ("routed", "dp1"),
+            ("routed", "tp2 dp2 / ep2 etp2"),
+            ("dense", "tp2"),
+            ("scanned", "dp1"),
+            ("scanned", "tp2 dp2 / ep2 etp2"),
+            ("dense first", "tp2"),
+        ],
         ("routed", "tp2 dp2 / ep2 etp2"),
         ("dense", "tp2"),
+        ("dense first", "tp2"),
     ),
 )
 def test_steps_equal_the_whole_sequence(kind, layout):
-    config = CONFIG if kind == "routed" else replace(CONFIG, num_experts=0, d_ff=12, head="tied")
+    config = CONFIGS[kind]
     one, weights = mesh_of("dp1"), random_weights(config, 0)
     tokens, prompts, ends = batch()
     whole = on_mesh(

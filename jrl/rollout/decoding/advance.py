@@ -15,7 +15,7 @@ from jrl.rollout.decoding.slots import Decoder, Pool, Rows, pool_specs
 from jrl.rollout.decoding.tokens import Draws, appended, drawn_tokens, written
 from jrl.rollout.sampling import Sampling
 from moe.decoding import Cache, decode_step, over_columns
-from moe.depth import parts_of
+from moe.depth import mapped_parts, parts_of
 from moe.placement import specs
 from moe.weights import Layer, Transformer
 from sharding.collectives import all_sum, vary
@@ -69,7 +69,7 @@ def _taking_apart(decoder: Decoder) -> Any:
 
 def _policy_specs(decoder: Decoder) -> Policy[PartitionSpec]:
     stacked = specs(decoder.config, decoder.mesh)
-    layers = parts_of(stacked, decoder.config, lambda spec, number: PartitionSpec(*spec[1:]))
+    layers = mapped_parts(stacked, decoder.config, lambda spec, number: PartitionSpec(*spec[1:]))
     return Policy(layers, _without_layers(stacked))
 
 

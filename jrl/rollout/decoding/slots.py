@@ -20,7 +20,7 @@ from moe.decoding import ROW, Cache, Prefilled, over_columns, prefill
 from moe.depth import is_stack, parts_of
 from moe.placement import specs
 from moe.router.replay import choices_dtype
-from moe.weights import Transformer, shapes
+from moe.weights import Transformer, initialise, shapes
 from sharding.collectives import vary
 from sharding.folding import FoldedMesh
 
@@ -173,9 +173,7 @@ def pool_specs(mesh: FoldedMesh, pool: Pool[Any]) -> Pool[PartitionSpec]:
 def _cache_specs(decoder: Decoder) -> Cache[PartitionSpec]:
     """Where the cache of a pool lives."""
     config = decoder.config
-    parts = parts_of(
-        shapes(config), config, lambda stacked, number: jax.eval_shape(lambda x: x[number], stacked)
-    )
+    parts = jax.eval_shape(lambda: parts_of(initialise(config, jax.random.key(0)), config))
     heads = tuple(_over_heads(is_stack(part) - ROW, decoder.mesh) for part in parts)
     return Cache(heads, heads)
 

@@ -276,7 +276,9 @@ def _trained(model: ModelConfig, run: RunConfig) -> ModelConfig:
                 f"{'selection bias' if needs == 'selection_bias' else 'experts'}. Leave out "
                 f"--{name.replace('_', '-')}."
             )
-    execution = replace(model.execution, remat=run.remat, fsdp=run.fsdp)
+    execution = replace(
+        model.execution, remat=run.remat, fsdp=run.fsdp, scan_layers=run.scan_layers
+    )
     return replace(model, **given, execution=execution)
 
 
