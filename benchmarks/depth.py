@@ -2,10 +2,10 @@
 
 Small mixtures of experts, as deep as `--depths` says, float32. "train" is the training step of
 `moe_step.py` on 4 sequences of 64 tokens, "decode" the program that gives each of 8 rows one token
-after another from a cache of 256 columns, all read. Seconds are processor time of tracing and of XLA, in
-which nothing that was compiled before helps; milliseconds are the least of a training step and the
-mean of a decoding step in the quickest of `--rounds`. With a wide `--d-model` they show what the
-loop over layers costs.
+after another from a cache of 256 columns, all read. Times are processor time, on which other work
+of the machine has little say: of tracing, of XLA, in which nothing that was compiled before helps,
+and of a step, the least of `--rounds`. With a wide `--d-model` they show what the loop over layers
+costs.
 
     python benchmarks/depth.py --threads 1 --depths 4 48 --unrolled 4
     python benchmarks/depth.py --threads 1 --depths 12 --unrolled 12 --d-model 256 --rounds 5

@@ -1,9 +1,10 @@
 """Depth: the layers of a stack one after the other, as one program for all of them or unrolled.
 
 The layers of a stack differ in their weights alone. Scanned, they are one program that runs once a
-layer, so that what is traced and compiled does not grow with depth. Unrolled, each is a program
-of its own, fitted to what comes before and after it: a step is quicker by what the loop costs,
-which is a copy of what is cut out of the stack. The values are the same.
+layer, so that what is traced and compiled does not grow with depth. Unrolled, each is a program of
+its own, which the compiler fits to what comes before and after it; no layer is cut out of its stack
+while the program runs. The values are the same, but for the last digits of sums that are fused in
+another way.
 """
 
 from collections.abc import Callable

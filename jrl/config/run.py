@@ -77,8 +77,8 @@ class RunConfig:
     """Keep weights in parts on the devices that would all hold the same (fully sharded data
     parallelism) and join them where they are used. Needs a remat of selective or full."""
     scan_layers: bool | None = None
-    """Compile one program for all equal layers in place of one for each: compilation does not take
-    longer the more they are, and a step a little. None does where there are more than a few."""
+    """Compile one program for all equal layers in place of one for each, so that compilation does
+    not take longer the more they are. None does where there are more than eight."""
 
     packing: bool | None = None
     """Whether updates lay the tokens of completions end to end, so that no padding is computed and
