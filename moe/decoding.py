@@ -2,23 +2,27 @@
 
 A row's token at position p has its keys and values in column p, whatever the other rows do: rows
 stand at different positions, and what a row computes does not depend on when it came. The cache is
-one buffer per layer, key and value, written in place: a loop that carries it never copies it.
+one buffer per layer, key and value, or one for all layers of a stack that is scanned (`moe.depth`),
+written in place: a loop that carries it never copies it.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from moe.attention.cached import cached_attention
-from moe.attention.latent import LatentCore, absorbed, expanded, keeps_narrow, released
+from moe.attention.latent import LatentCore, absorbed, keeps_narrow, released
 from moe.attention.mask import window_of_layer
 from moe.config import ModelConfig
+from moe.depth import is_stack
 from moe.head import logits_of
-from moe.model import block, embed, run
+from moe.model import block, embed, run_keeping
 from moe.precision import rms_norm
 from moe.tokens.packing import PackedBatch, pack_rows
 from moe.tokens.zigzag import ZigzagLayout
@@ -31,22 +35,24 @@ Leaf = TypeVar("Leaf")
 
 @struct.dataclass
 class Cache(Generic[Leaf]):
-    """Keys and values of the tokens so far, a buffer per layer.
+    """Keys and values of the tokens so far, a buffer for each of `moe.depth.parts_of`.
 
     Attributes:
       keys: per layer ``[row, kv_head, head_dim, column]``, rotated; values: ``[row, kv_head,
         column, v_head_dim]``. So the products of a decoding step want them: in another order each
         step would copy the buffers, or read them piece by piece. Latent attention has no values:
         its keys are the narrow vectors of all heads together, on each rank of ``tp``, unless
-        `Execution.latent` is "expanded".
+        `Execution.latent` is "expanded". A stack that is scanned has its layers in front, ``[layer,
+        row, ...]``.
     """
 
     keys: tuple[Leaf, ...]
     values: tuple[Leaf, ...]
 
 
-KEY_COLUMN, VALUE_COLUMN = 3, 2
-"""Which axis of keys and of values the columns are."""
+ROW, KEY_COLUMN, VALUE_COLUMN = -4, -1, -2
+"""Which axis of a buffer the rows are, and which of keys and of values the columns: from the end,
+for layers may lie in front."""
 
 
 def over_columns(function: Callable[..., Leaf], *caches: Cache[Leaf]) -> Cache[Leaf]:
@@ -99,38 +105,21 @@ def prefill(
             f"layout {mesh.layout}: a cache of keys and values holds whole rows, so decoding runs "
             "without context parallelism; cp must be 1."
         )
-    # No backward pass follows, and what is captured here would not leave a rematerialised layer.
+    # No backward pass follows.
     execution = replace(config.execution, remat="none", fsdp=False, buffer_factor=None)
     config = replace(_dropless(config), execution=execution)
     valid = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
-    captured: dict[int, tuple[Array, ...]] = {}
     packed = pack_rows(tokens, valid, mesh, config.execution)
+    packed = packed._replace(record_choices=record_choices)
 
-    def core_attention_of_layer(index, window=None):
-        inner = packed.core_attention_of_layer(index, window)
-        assert not isinstance(inner, LatentCore)
+    def keep(*arrays: Array) -> tuple[Array, ...]:
+        return tuple(
+            jnp.moveaxis(x.reshape(*valid.shape, *x.shape[1:]), 1, column)
+            for x, column in zip(arrays, (KEY_COLUMN, VALUE_COLUMN), strict=False)
+        )
 
-        def keep(*arrays: Array) -> None:
-            captured[index] = tuple(
-                jnp.moveaxis(x.reshape(*valid.shape, *x.shape[1:]), 1, column)
-                for x, column in zip(arrays, (KEY_COLUMN, VALUE_COLUMN), strict=False)
-            )
-
-        def core_attention(query, key, value, scale=None):
-            keep(key, value)
-            return inner(query, key, value, scale)
-
-        def of_narrow(query, narrow, up):
-            keep(narrow[:, None])
-            return inner(query, *expanded(narrow, up, config))
-
-        return LatentCore(of_narrow) if keeps_narrow(config) else core_attention
-
-    watched = packed._replace(
-        core_attention_of_layer=core_attention_of_layer, record_choices=record_choices
-    )
-    x, router = run(weights, watched, config, mesh)
-    keys, *values = zip(*(captured[index] for index in range(config.num_layers)), strict=True)
+    x, router, kept = run_keeping(keep, weights, packed, config, mesh)
+    keys, *values = zip(*kept, strict=True)
     (by_row,) = packed.zigzag.restore(join_shards(x, mesh.sequence))
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
     states, choices = jnp.take_along_axis(by_row, last, axis=1)[:, 0], None
@@ -156,7 +145,8 @@ def decode_step(
     """Appends one token to every live row and scores the next.
 
     Args:
-      layers: the layers of `weights`, taken apart once outside the loop.
+      layers: the layers of `weights` in the parts of `moe.depth.parts_of`, taken apart once outside
+        the loop.
       cache: of live rows written at `positions`, in place when the caller gives it up; other rows
         stay as they are.
       tokens: the tokens to append.
@@ -173,50 +163,89 @@ def decode_step(
     columns = jnp.arange(room)[None]
     # Past the end, where writing does nothing: a row that waits keeps what it has.
     written = jnp.where(live, positions, room)
-    rows = jnp.arange(tokens.shape[0])
-    keys, values = list(cache.keys), list(cache.values)
+    rows, narrow_cache = jnp.arange(tokens.shape[0]), keeps_narrow(config)
 
-    def write(buffer: Array, new: Array, column: int) -> Array:
-        there = (rows, *[slice(None)] * (column - 1), written)
+    def write(buffer: Array, new: Array, column: int, layer: tuple[Array, ...]) -> Array:
+        there = (*layer, rows, *[slice(None)] * (column - ROW - 1), written)
         return buffer.at[there].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
 
-    def core_attention_of_layer(index, window=None):
-        visible = columns <= positions[:, None]
-        if window is not None:
-            visible &= columns > positions[:, None] - window
-
-        def core_attention(query, key, value, scale=None):
-            keys[index] = write(keys[index], key, KEY_COLUMN)
-            values[index] = write(values[index], value, VALUE_COLUMN)
-            return cached_attention(query, keys[index], values[index], visible, scale)
-
-        def of_narrow(query, narrow, up):
-            vectors = keys[index] = write(keys[index], narrow[:, None], KEY_COLUMN)
-            read = jnp.swapaxes(vectors[:, :, : up.shape[0]], 2, 3)
-            query, scale = absorbed(query, up, config), config.head_dim**-0.5
-            return released(cached_attention(query, vectors, read, visible, scale), up, config)
-
-        return LatentCore(of_narrow) if keeps_narrow(config) else core_attention
-
-    packed = PackedBatch(
+    packed_with = partial(
+        PackedBatch,
         tokens=tokens,
         positions=positions,
         multiplicity=live.astype(jnp.float32),
-        core_attention_of_layer=core_attention_of_layer,
         sequence_fractions=lambda counts: counts,  # nothing is learned here
         zigzag=ZigzagLayout(((tokens.shape[0], 1),), ranks=1),
         record_choices=record_choices,
     )
-    # No loop over stacked layers: each one's cache is a buffer of its own, written in place.
-    x, choices = embed(weights, tokens, config, mesh), []
-    for index, layer in enumerate(layers):
-        core_attention = core_attention_of_layer(index, window_of_layer(config, index))
-        x, router = block(layer, x, packed, core_attention, config, mesh)
-        if router is not None and router.choices is not None:
-            choices.append(router.choices)
+
+    def run_layer(
+        number: int | Array,
+        place: tuple[Array, ...],
+        layer: Layer[Array],
+        carry: tuple[Array, Array, Array | None],
+    ) -> tuple[tuple[Array, Array, Array | None], Array | None]:
+        """A layer of the network, and where its keys and values lie in their buffers."""
+        x, keys, values = carry
+        visible, window = columns <= positions[:, None], window_of_layer(config, number)
+        if window is not None:
+            visible &= columns > positions[:, None] - window
+
+        def own(buffer: Array) -> Array:
+            return lax.dynamic_index_in_dim(buffer, *place, keepdims=False) if place else buffer
+
+        def core_attention(
+            query: Array, key: Array, value: Array, scale: float | None = None
+        ) -> Array:
+            nonlocal keys, values
+            assert values is not None
+            keys = write(keys, key, KEY_COLUMN, place)
+            values = write(values, value, VALUE_COLUMN, place)
+            return cached_attention(query, own(keys), own(values), visible, scale)
+
+        def of_narrow(query: Array, narrow: Array, up: Array) -> Array:
+            nonlocal keys
+            keys = write(keys, narrow[:, None], KEY_COLUMN, place)
+            vectors = own(keys)
+            read = jnp.swapaxes(vectors[:, :, : up.shape[0]], 2, 3)
+            query, scale = absorbed(query, up, config), config.head_dim**-0.5
+            return released(cached_attention(query, vectors, read, visible, scale), up, config)
+
+        attend = LatentCore(of_narrow) if narrow_cache else core_attention
+        packed = packed_with(core_attention_of_layer=lambda number, window=None: attend)
+        x, router = block(layer, x, packed, attend, config, mesh)
+        return (x, keys, values), None if router is None else router.choices
+
+    x, choices, after, first = embed(weights, tokens, config, mesh), [], [], 0
+    values_of_parts = [None] * len(layers) if narrow_cache else cache.values
+    for layer, keys, values in zip(layers, cache.keys, values_of_parts, strict=True):
+        carry, depth = (x, keys, values), 1
+        if is_stack(layer):
+            depth = layer.norm.shape[0]
+            # The buffers are carried, and a layer writes its part of them: as what a scan takes
+            # layer by layer and gives back, all that they hold would be copied.
+            carry, chosen = lax.scan(
+                lambda carry, given, first=first: run_layer(
+                    first + given[0], (given[0],), given[1], carry
+                ),
+                carry,
+                (jnp.arange(depth), layer),
+            )
+        else:
+            carry, chosen = run_layer(first, (), layer, carry)
+            chosen = None if chosen is None else chosen[None]
+        first += depth
+        x, *buffers = carry
+        after.append(buffers)
+        if chosen is not None:
+            choices.append(chosen)
     x = rms_norm(x, weights.norm, config.norm_epsilon)
-    chosen = join_shards(jnp.stack(choices, axis=1), mesh.sequence) if record_choices else None
-    return logits_of(weights, x, config, mesh), Cache(tuple(keys), tuple(values)), chosen
+    chosen = None
+    if record_choices:
+        chosen = join_shards(jnp.moveaxis(jnp.concatenate(choices), 0, 1), mesh.sequence)
+    keys, values = zip(*after, strict=True)
+    after_step = Cache(keys, () if narrow_cache else values)
+    return logits_of(weights, x, config, mesh), after_step, chosen
 
 
 def _dropless(config: ModelConfig) -> ModelConfig:

@@ -28,6 +28,8 @@ class Execution:
         even routing sends (`moe.experts.dispatch.buffers`); None is room for any routing. What
         finds none is counted in `RouterStatistics.overflow`, and a pass in which that is not 0 has
         to be run again without this: `jrl.trainer` does so.
+      scan_layers: one program for all equal layers (`moe.depth`), whose compilation does not take
+        longer the more they are, in place of one for each; None where there are more than a few.
       vocab_chunk: columns of the head whose logits are there at a time in training, on each ``tp``
         rank; None is all of them (`moe.head`).
     """
@@ -40,6 +42,7 @@ class Execution:
     remat: str = "none"
     fsdp: bool = False
     buffer_factor: float | None = None
+    scan_layers: bool | None = None
     vocab_chunk: int | None = 8192
 
     def __post_init__(self):

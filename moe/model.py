@@ -5,17 +5,20 @@ over ``cp`` and ``tp`` (`FoldedMesh.sequence`), in the order of a `PackedBatch`.
 serves training and decoding: they differ in `core_attention`.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from moe.attention.latent import LatentCore
+from moe.attention.latent import LatentCore, expanded, keeps_narrow
 from moe.attention.layer import CoreAttention, attention
 from moe.attention.mask import window_of_layer
 from moe.config import ModelConfig
+from moe.depth import is_scanned, over_layers
 from moe.experts.dispatch.choice import dispatch
 from moe.experts.feed_forward import dense
 from moe.head import logits_of, value_of
@@ -34,6 +37,9 @@ from sharding.zero import ShardDim, unshard
 Tokens = Int[Array, "batch time"]
 Valid = Bool[Array, "batch time"]
 Choices = Integer[Array, "layer batch time k"]
+Keep = Callable[..., Any]
+"""Keys and values of a layer's tokens, or the narrow vectors that a cache of latent attention holds
+-> what is kept of them."""
 
 
 def embed(
@@ -122,12 +128,27 @@ def run(
       The hidden states and, with experts, the router's sums over layers on this device, `load`
       with a row per layer that has them.
     """
+    x, stats, _ = run_keeping(None, weights, packed, config, mesh, shard_dims)
+    return x, stats
+
+
+def run_keeping(
+    keep: Keep | None,
+    weights: Transformer[Array],
+    packed: PackedBatch,
+    config: ModelConfig,
+    mesh: FoldedMesh,
+    shard_dims: Layer[ShardDim] | None = None,
+) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None, list[Any]]:
+    """`run`, and what is kept of the keys and values of all layers: an entry for each of
+    `moe.depth.parts_of`."""
     _check_whole(mesh)
     check_runs(packed.tokens.shape[0], mesh)
     x = embed(weights, packed.tokens, config, mesh)
-    x = first_blocks(weights, x, packed, config, mesh)
-    x, stats = blocks(weights.layers, x, packed, config, mesh, config.num_dense_layers, shard_dims)
-    return last_norm(weights, x, config), stats
+    x, first_kept = first_blocks(weights, x, packed, config, mesh, keep)
+    first = config.num_dense_layers
+    x, stats, kept = blocks(weights.layers, x, packed, config, mesh, first, shard_dims, keep)
+    return last_norm(weights, x, config), stats, first_kept + kept
 
 
 def first_blocks(
@@ -136,11 +157,14 @@ def first_blocks(
     packed: PackedBatch,
     config: ModelConfig,
     mesh: FoldedMesh,
-) -> Float[Array, "local d_model"]:
-    """The residual stream after the dense layers that some networks begin with."""
+    keep: Keep | None = None,
+) -> tuple[Float[Array, "local d_model"], list[Any]]:
+    """The residual stream after the dense layers that some networks begin with, and what is kept
+    of them."""
     if weights.first_layers is None:
-        return x
-    return blocks(weights.first_layers, x, packed, config, mesh)[0]
+        return x, []
+    x, _, kept = blocks(weights.first_layers, x, packed, config, mesh, keep=keep)
+    return x, kept
 
 
 def blocks(
@@ -151,43 +175,81 @@ def blocks(
     mesh: FoldedMesh,
     first: int | Int[Array, ""] = 0,
     shard_dims: Layer[ShardDim] | None = None,
-) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
-    """The residual stream after a stack of layers, and the router's sums over them, `load` with a
-    row per layer.
+    keep: Keep | None = None,
+) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None, list[Any]]:
+    """The residual stream after a stack of layers, the router's sums over them, `load` with a row
+    per layer, and what is kept of their keys and values.
 
     Args:
-      layers: any number of consecutive layers.
+      layers: any number of consecutive layers, which are equal but for their weights.
       first: the number of the first of them in the network.
       shard_dims: how each layer is cut into the shards that devices have, which are joined when it
         is its turn (FSDP); None where they have it whole.
+      keep: what comes out of each layer's keys and values, in the entries of `over_layers`; None
+        is nothing.
     """
+    execution = config.execution
+    scanned = is_scanned(layers.norm.shape[0], execution)
 
     def run_layer(
         own: PackedBatch, core_attention: CoreAttention | LatentCore, layer: Layer[Array], x: Array
     ):
         # Inside what is rematerialised: the whole layer lives while it runs, forward and backward.
         layer = layer if shard_dims is None else unshard(layer, shard_dims)
-        return block(layer, x, own, core_attention, config, mesh)
+        if keep is None:
+            x, stats = block(layer, x, own, core_attention, config, mesh)
+            return x, (stats, None)
+        assert not isinstance(core_attention, LatentCore)
+        kept: list[Any] = []
+        watched = _watched(core_attention, keep, kept, config)
+        x, stats = block(layer, x, own, watched, config, mesh)
+        return x, (stats, kept[0])
 
-    # A Python loop: `moe.decoding.prefill` captures keys and values by the number of the layer.
-    collected = []
-    for index in range(jax.tree.leaves(layers)[0].shape[0]):
-        layer = jax.tree.map(lambda stacked, index=index: stacked[index], layers)
+    def run_numbered(index: int | Int[Array, ""], layer: Layer[Array], x: Array):
         number = first + index
         # Choices are recorded for the layers that have experts.
         own = packed.of_layer(number - config.num_dense_layers)
-        core_attention = packed.core_attention_of_layer(number, window_of_layer(config, number))
-        run_block = rematerialised(partial(run_layer, own, core_attention), config.execution.remat)
-        x, stats = run_block(layer, x)
-        if stats is not None:
-            collected.append(stats)
-    if not collected:
-        return x, None
-    total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *collected)
+        window = window_of_layer(config, number)
+        run_one = partial(run_layer, own, packed.core_attention_of_layer(number, window))
+        return rematerialised(run_one, execution.remat, in_scan=scanned)(layer, x)
+
+    x, outs = over_layers(run_numbered, layers, x, execution)
+    collected, kept = ([out[place] for out in outs] for place in range(2))
+    return x, _over_layers(collected, scanned), kept
+
+
+def _watched(
+    core_attention: CoreAttention, keep: Keep, kept: list[Any], config: ModelConfig
+) -> CoreAttention | LatentCore:
+    """The same attention, which puts what is kept of the layer into `kept`."""
+
+    def of_heads(query: Array, key: Array, value: Array, scale: float | None = None) -> Array:
+        kept.append(keep(key, value))
+        return core_attention(query, key, value, scale)
+
+    def of_narrow(query: Array, narrow: Array, up: Array) -> Array:
+        kept.append(keep(narrow[:, None]))
+        return core_attention(query, *expanded(narrow, up, config))
+
+    return LatentCore(of_narrow) if keeps_narrow(config) else of_heads
+
+
+def _over_layers(
+    collected: list[RouterStatistics[Array] | None], scanned: bool
+) -> RouterStatistics[Array] | None:
+    """The router's sums over layers, from those of each or, of a scanned stack, of all at once."""
     # What a layer says of each expert or token is not summed over layers.
-    by_layer = [(stats.load, stats.choices) for stats in collected]
+    present = [stats for stats in collected if stats is not None]
+    if not present:
+        return None
+    if scanned:
+        (stats,) = present
+        total = jax.tree.map(lambda x: jnp.sum(x, axis=0), replace(stats, choices=None))
+        return replace(total, load=stats.load, choices=stats.choices)
+    total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *present)
+    by_layer = [(stats.load, stats.choices) for stats in present]
     load, choices = jax.tree.map(lambda *layers: jnp.stack(layers), *by_layer)
-    return x, replace(total, load=load, choices=choices)
+    return replace(total, load=load, choices=choices)
 
 
 def last_norm(
@@ -270,15 +332,6 @@ def before_responses(
     )
     x, stats = run(weights, packed, config, mesh)
     return responses_of(x, tokens.shape, prompt_length, num_samples, mesh), stats
-
-
-def layer_of(weights: Transformer[Array], index: int) -> Layer[Array]:
-    """The weights of one layer out of its stack: the first dense ones, then all others."""
-    stack, first = weights.layers, weights.first_layers
-    if first is not None:
-        num_first = first.norm.shape[0]
-        stack, index = (first, index) if index < num_first else (stack, index - num_first)
-    return jax.tree.map(lambda stacked: stacked[index], stack)
 
 
 def next_token_logits(

@@ -49,8 +49,14 @@ POLICIES: dict[str, Callable[..., Any] | None] = {
 }
 
 
-def rematerialised(function: Callable[..., Any], policy: str) -> Callable[..., Any]:
+def rematerialised(
+    function: Callable[..., Any], policy: str, in_scan: bool = False
+) -> Callable[..., Any]:
     """`function` with the same values and gradients, keeping what the policy says.
+
+    Args:
+      in_scan: it is the body of a scan, whose loops forward and backward keep apart by themselves
+        what the compiler would otherwise have to be stopped from computing only once.
 
     Raises:
       ValueError: on an unknown policy.
@@ -59,4 +65,4 @@ def rematerialised(function: Callable[..., Any], policy: str) -> Callable[..., A
         raise ValueError(f"execution.remat={policy!r} is not known: use {', '.join(POLICIES)}.")
     if policy == "none":
         return function
-    return jax.checkpoint(function, policy=POLICIES[policy])
+    return jax.checkpoint(function, policy=POLICIES[policy], prevent_cse=not in_scan)

@@ -114,12 +114,12 @@ def _stages(
         packed, whole = pack(micro_batch), _with_ends(weights, ends)
         model.check_runs(packed.tokens.shape[0], mesh)
         x = model.embed(whole, packed.tokens, config, mesh)
-        return model.first_blocks(whole, x, packed, config, mesh)
+        return model.first_blocks(whole, x, packed, config, mesh)[0]
 
     def chunk(layers, x, micro_batch, number):
         # Traced: a stage learns only at run time which model chunk, and so which layers, it runs.
         before = config.num_dense_layers + number * depth
-        x, stats = model.blocks(layers, x, pack(micro_batch), config, mesh, before, shard_dims)
+        x, stats, _ = model.blocks(layers, x, pack(micro_batch), config, mesh, before, shard_dims)
         return x, router_loss(stats, config, mesh, num_tokens), stats
 
     def last(ends, x, micro_batch):

@@ -27,6 +27,7 @@ CHANGEABLE = (
     "remat",
     "fsdp",
     "buffer_factor",
+    "scan_layers",
     "packing",
     "checkpoint_every",
     "keep_checkpoints",
@@ -108,12 +109,14 @@ def flag(field: str) -> str:
 def _differences(
     stored: tuple[RunConfig, Recipe], given: tuple[RunConfig, Recipe]
 ) -> Iterator[str]:
+    # Checkpoints have the cache as the layers read it.
+    kept = ("scan_layers",) if stored[0].stale_cache else ()
     for before, after in zip(stored, given, strict=True):
         for field in fields(before):
             old, new = getattr(before, field.name), getattr(after, field.name)
             if field.name == "steps" and new < old:
                 yield f"--steps is {old} in the run and can be raised only, {new} was given"
-            elif old != new and field.name not in CHANGEABLE:
+            elif old != new and (field.name not in CHANGEABLE or field.name in kept):
                 yield f"{flag(field.name)} is {old} in the run, {new} was given"
 
 

@@ -10,6 +10,7 @@ be cut over ``cp`` and ``tp``.
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
@@ -262,4 +263,4 @@ def _replayed(
     replay: Integer[Array, "layer batch time k"] | None, lay_out: Callable[[Array], Array]
 ) -> Integer[Array, "layer token k"] | None:
     """Recorded choices in the order of the packed batch."""
-    return None if replay is None else jnp.stack([lay_out(layer) for layer in replay])
+    return None if replay is None else jax.vmap(lay_out)(replay)

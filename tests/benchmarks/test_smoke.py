@@ -28,7 +28,7 @@ def printed(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", full_but(["grouped", "vocabulary"], "vocabulary"))
+@pytest.mark.parametrize("name", full_but(["depth", "grouped", "vocabulary"], "vocabulary"))
 def test_a_benchmark_compares_and_writes_its_figures(name, tmp_path):
     figures = tmp_path / "figures.json"
     assert "ms" in smoke(name, figures)

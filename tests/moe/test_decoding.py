@@ -15,6 +15,7 @@ from moe.attention.latent import keeps_narrow
 from moe.attention.rotary import YarnScaling
 from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.decoding import KEY_COLUMN, decode_step, prefill
+from moe.depth import parts_of
 from moe.execution import Execution
 from moe.placement import specs
 from moe.weights import shapes
@@ -41,6 +42,21 @@ LATENT = replace(
     mla=MultiHeadLatentAttention(kv_lora_rank=5, q_lora_rank=7, qk_rope_head_dim=4, v_head_dim=3),
     rope_scaling=YarnScaling(4.0, 2, score_temperature=1.0),
 )
+SCANNED = replace(CONFIG, execution=Execution(scan_layers=True))
+# Dense ones look back no further than two tokens, but in the first layer.
+DENSE = replace(CONFIG, num_experts=0, d_ff=12, head="tied")
+DENSE = replace(DENSE, sliding_window=3, full_attention_layers=(0,))
+CONFIGS = {
+    "routed": CONFIG,
+    "dense": DENSE,
+    "latent": LATENT,
+    "expanded": replace(LATENT, execution=Execution(latent="expanded")),
+    "scanned": SCANNED,
+    "scanned windows": replace(DENSE, execution=Execution(scan_layers=True)),
+    "scanned latent": replace(LATENT, execution=Execution(scan_layers=True)),
+    # A stack of one layer and one of two.
+    "dense first": replace(SCANNED, num_layers=3, num_dense_layers=1, dense_d_ff=12),
+}
 ROWS, PROMPT, RESPONSE, STEPS = 4, 4, 3, 3
 
 
@@ -54,14 +70,17 @@ def batch():
 
 def stepwise(config, mesh):
     """Logits ``[step, row, vocab]`` of rows that go on one token a step, each from its prompt's
-    end, and the cache's keys of the first layer before and after."""
+    end, and the cache's keys of the last layer before and after."""
+
+    def of_last_layer(cache):
+        return cache.keys[-1][-1] if cache.keys[-1].ndim > 4 else cache.keys[-1]
 
     def local(weights, tokens, prompts, ends):
         weights = vary(weights, mesh.axes)
         tokens, prompts, ends = vary((tokens, prompts, ends), mesh.except_sequence)
         ran = prefill(weights, tokens[:, :PROMPT], prompts, config, mesh)
         cache = with_room(ran.cache, RESPONSE)
-        layers = tuple(model.layer_of(weights, index) for index in range(config.num_layers))
+        layers = parts_of(weights, config)
         rows = jnp.arange(tokens.shape[0])
 
         def step(cache, number):
@@ -73,7 +92,7 @@ def stepwise(config, mesh):
             return cache, logits
 
         after, logits = jax.lax.scan(step, cache, jnp.arange(STEPS))
-        return logits, cache.keys[0], after.keys[0]
+        return logits, of_last_layer(cache), of_last_layer(after)
 
     rows = P(mesh.dp)
     others = tuple(axis for axis in mesh.axes if axis not in mesh.dp + mesh.tp)
@@ -95,20 +114,20 @@ def stepwise(config, mesh):
             ("dense", "tp2"),
             ("latent", "tp2"),
             ("expanded", "tp2"),
+            ("scanned", "dp1"),
+            ("scanned", "tp2 dp2 / ep2 etp2"),
+            ("scanned windows", "tp2"),
+            ("scanned latent", "tp2"),
+            ("dense first", "tp2"),
         ],
         ("routed", "tp2 dp2 / ep2 etp2"),
         ("dense", "tp2"),
         ("latent", "tp2"),
+        ("dense first", "tp2"),
     ),
 )
 def test_steps_equal_the_whole_sequence(kind, layout):
-    """Dense ones look back no further than two tokens, but in the first layer."""
-    config = CONFIG
-    if kind == "dense":
-        config = replace(CONFIG, num_experts=0, d_ff=12, head="tied")
-        config = replace(config, sliding_window=3, full_attention_layers=(0,))
-    if kind in ("latent", "expanded"):
-        config = replace(LATENT, execution=Execution(latent=None if kind == "latent" else kind))
+    config = CONFIGS[kind]
     one, weights = mesh_of("dp1"), random_weights(config, 0)
     tokens, prompts, ends = batch()
     whole = on_mesh(

@@ -14,6 +14,7 @@ from tiers import full_but
 
 from moe import model
 from moe.config import ModelConfig
+from moe.depth import parts_of
 from moe.execution import Execution
 from moe.head import logits_of, value_of
 from moe.placement import specs
@@ -309,7 +310,7 @@ def test_the_router_and_the_value_head_are_not_rounded_to_a_shorter_float(dtype)
     def valued(weights, x):
         return jnp.sum(value_of(weights, x, config))
 
-    experts = model.layer_of(weights, 0).experts
+    experts = parts_of(weights, config)[0].experts
     for function, given, least in ((routed, experts, 3), (valued, weights, 3)):
 
         def gradients(given, x, function=function):

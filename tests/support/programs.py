@@ -62,6 +62,8 @@ def with_room(cache, more):
     """A cache with so many columns more."""
 
     def wider(buffer, column):
-        return jnp.pad(buffer, [(0, more * (axis == column)) for axis in range(buffer.ndim)])
+        return jnp.pad(
+            buffer, [(0, more * (axis == column % buffer.ndim)) for axis in range(buffer.ndim)]
+        )
 
     return over_columns(wider, cache)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 from jrl.rollout.decoding.slots import Decoder, Pool, Rows, over_slots, pool_specs, prefilled_local
 from jrl.rollout.decoding.tokens import Draws, appended, drawn_tokens
 from jrl.rollout.sampling import Sampling
-from moe.decoding import Prefilled, over_columns
+from moe.decoding import ROW, Prefilled, over_columns
 from moe.head import logits_of
 from moe.placement import specs
 from moe.weights import Transformer
@@ -132,14 +132,14 @@ def _placed(
     arrives = arrivals.sources >= 0
     source = jnp.maximum(arrivals.sources, 0)
 
-    def where_arriving(new: Array | float | int, own: Array) -> Array:
-        there = arrives.reshape(-1, *[1] * (own.ndim - 1))
+    def where_arriving(new: Array | float | int, own: Array, row: int = 0) -> Array:
+        there = arrives.reshape([-1 if axis == row % own.ndim else 1 for axis in range(own.ndim)])
         return jnp.where(there, jnp.asarray(new, own.dtype), own)
 
-    def begun(own: Array, known: Array, axis: int) -> Array:
+    def begun(own: Array, known: Array, axis: int, row: int = 0) -> Array:
         """`own` where nothing arrives, else the first columns of what the row begins with."""
         there, known = (jax.lax.slice_in_dim(x, 0, width, axis=axis) for x in (own, known))
-        new = where_arriving(jnp.take(known, source, axis=0), there)
+        new = where_arriving(jnp.take(known, source, axis=row), there, row)
         return jax.lax.dynamic_update_slice_in_dim(own, new, 0, axis=axis)
 
     # What the other row went on with is none of this one's.
@@ -170,7 +170,7 @@ def _placed(
             versions=where_arriving(versions, rows.versions),
             choices=choices,
         ),
-        cache=over_columns(begun, pool.cache, known.cache),
+        cache=over_columns(partial(begun, row=ROW), pool.cache, known.cache),
         states=where_arriving(jnp.take(known.states, source, axis=0), pool.states),
         live=pool.live,
         limits=where_arriving(arrivals.limits, pool.limits),

@@ -15,7 +15,7 @@ from jrl.rollout.decoding.slots import Decoder, Pool, Rows, pool_specs
 from jrl.rollout.decoding.tokens import Draws, appended, drawn_tokens, written
 from jrl.rollout.sampling import Sampling
 from moe.decoding import Cache, decode_step, over_columns
-from moe.model import layer_of
+from moe.depth import mapped_parts, parts_of
 from moe.placement import specs
 from moe.weights import Layer, Transformer
 from sharding.collectives import all_sum, vary
@@ -40,7 +40,7 @@ class Policy(Generic[Leaf]):
     """Weights as decoding reads them: every step reads all of them, so each layer's lie together.
 
     Attributes:
-      layers: a record per layer.
+      layers: the parts of `moe.depth.parts_of`: a record per layer, or per stack that is scanned.
       rest: everything else, without layers.
     """
 
@@ -60,7 +60,7 @@ def _taking_apart(decoder: Decoder) -> Any:
     placed = [NamedSharding(mesh.mesh, spec) for spec in leaves]
 
     def take_apart(weights: Transformer[Array]) -> list[Array]:
-        layers = tuple(layer_of(weights, index) for index in range(config.num_layers))
+        layers = parts_of(weights, config)
         return jax.tree.leaves(Policy(layers, _without_layers(weights)))
 
     apart = jax.jit(take_apart, out_shardings=placed)
@@ -69,14 +69,7 @@ def _taking_apart(decoder: Decoder) -> Any:
 
 def _policy_specs(decoder: Decoder) -> Policy[PartitionSpec]:
     stacked = specs(decoder.config, decoder.mesh)
-
-    def of_layer(index: int) -> Layer[PartitionSpec]:
-        first = stacked.first_layers
-        dense = 0 if first is None else decoder.config.num_dense_layers
-        stack = stacked.layers if first is None or index >= dense else first
-        return jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), stack)
-
-    layers = tuple(of_layer(index) for index in range(decoder.config.num_layers))
+    layers = mapped_parts(stacked, decoder.config, lambda spec, number: PartitionSpec(*spec[1:]))
     return Policy(layers, _without_layers(stacked))
 
 

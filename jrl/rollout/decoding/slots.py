@@ -15,11 +15,13 @@ from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool
 
+from moe.attention.latent import keeps_narrow
 from moe.config import ModelConfig
-from moe.decoding import Cache, Prefilled, over_columns, prefill
+from moe.decoding import ROW, Cache, Prefilled, over_columns, prefill
+from moe.depth import is_stack, parts_of
 from moe.placement import specs
 from moe.router.replay import choices_dtype
-from moe.weights import Transformer, shapes
+from moe.weights import Transformer, initialise, shapes
 from sharding.collectives import vary
 from sharding.folding import FoldedMesh
 
@@ -130,7 +132,8 @@ def _making(decoder: Decoder, slots: int, columns: int) -> tuple[Any, Pool[Any]]
             choices = jnp.full((slots, columns, layers, k), config.num_experts, like.choices.dtype)
 
         def empty(x: Any, column: int) -> Array:
-            shape = (slots, *x.shape[1:column], columns, *x.shape[column + 1 :])
+            shape = list(x.shape)
+            shape[ROW], shape[column] = slots, columns
             return jnp.zeros(shape, x.dtype)
 
         cache = over_columns(empty, like.cache)
@@ -165,8 +168,20 @@ def pool_specs(mesh: FoldedMesh, pool: Pool[Any]) -> Pool[PartitionSpec]:
     """Where a pool lives: slots over ``dp``, heads over ``tp``."""
     rows = over_slots(mesh)
     whole = jax.tree.map(lambda _: rows, pool)
-    heads = PartitionSpec(mesh.except_sequence, mesh.sequence)
-    return replace(whole, cache=jax.tree.map(lambda _: heads, pool.cache))
+    return replace(whole, cache=jax.tree.map(lambda x: _over_heads(x.ndim, mesh), pool.cache))
+
+
+def _cache_specs(decoder: Decoder) -> Cache[PartitionSpec]:
+    """Where the cache of a pool lives."""
+    config = decoder.config
+    parts = jax.eval_shape(lambda: parts_of(initialise(config, jax.random.key(0)), config))
+    heads = tuple(_over_heads(is_stack(part) - ROW, decoder.mesh) for part in parts)
+    return Cache(heads, () if keeps_narrow(config) else heads)
+
+
+def _over_heads(ndim: int, mesh: FoldedMesh) -> PartitionSpec:
+    """Where keys or values live; layers may lie in front."""
+    return PartitionSpec(*[None] * (ndim + ROW), mesh.except_sequence, mesh.sequence)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -181,7 +196,7 @@ def _prefilled(
     """`moe.decoding.prefill` on global arrays."""
     mesh = decoder.mesh
     rows = over_slots(mesh)
-    heads: Any = PartitionSpec(mesh.except_sequence, mesh.sequence)
+    heads: Any = _cache_specs(decoder)
     spread: Any = rows
 
     def local(weights: Transformer[Array], tokens: Array, lengths: Array) -> Prefilled:

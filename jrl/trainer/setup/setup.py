@@ -281,7 +281,11 @@ def _trained(model: ModelConfig, run: RunConfig) -> ModelConfig:
             "experts. Leave out --buffer-factor."
         )
     execution = replace(
-        model.execution, remat=run.remat, fsdp=run.fsdp, buffer_factor=run.buffer_factor
+        model.execution,
+        remat=run.remat,
+        fsdp=run.fsdp,
+        buffer_factor=run.buffer_factor,
+        scan_layers=run.scan_layers,
     )
     return replace(model, **given, execution=execution)
 

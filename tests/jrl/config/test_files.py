@@ -77,11 +77,18 @@ def test_anything_else_is_refused_in_one_line(config, message):
         {"remat": "full"},
         {"remat": "full", "fsdp": True},
         {"buffer_factor": 1.5},
+        {"scan_layers": True},
     ],
 )
 def test_a_resumed_run_may_be_fitted_to_another_machine(fits):
     run, recipe = RunConfig(max_staleness=fits.get("max_staleness", 0)), RECIPES["grpo"]()
     check_resumable((run, recipe), (replace(run, **fits), replace(recipe, micro_batch=16)))
+
+
+def test_layers_stay_as_the_cache_in_a_checkpoint_was_laid_out_for_them():
+    run, recipe = RunConfig(max_staleness=2, stale_cache=True), RECIPES["grpo"]()
+    with pytest.raises(ValueError, match=r"--scan-layers is None in the run, False was given"):
+        check_resumable((run, recipe), (replace(run, scan_layers=False), recipe))
 
 
 def test_what_cannot_change_numbers_may_change_on_resuming():

@@ -14,6 +14,7 @@ from tiers import full_but
 
 from moe import model
 from moe.decoding import decode_step, prefill
+from moe.depth import parts_of
 from moe.placement import specs
 from moe.tokens import alignment
 from moe.weights import Transformer
@@ -65,7 +66,7 @@ def test_decoding_gives_the_logits_of_the_whole_sequence(name):
         begins = jnp.take_along_axis(tokens, jnp.minimum(column, prompt - 1), axis=1)
         ran = prefill(weights, begins, prompt - padding, config, mesh)
         cache = with_room(ran.cache, tokens.shape[1] - prompt)
-        layers = tuple(model.layer_of(weights, index) for index in range(config.num_layers))
+        layers = parts_of(weights, config)
 
         def step(cache, column):
             token, live = (

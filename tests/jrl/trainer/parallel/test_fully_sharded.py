@@ -67,6 +67,15 @@ def test_updates_equal_those_of_one_device(layout, remat, num_micro):
     assert_same_updates(found, on_one_device("pp" in layout))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "remat", "num_micro"), LAYOUTS[::2])
+def test_updates_of_scanned_layers_equal_those_of_one_device(layout, remat, num_micro):
+    setup = setup_on(layout, remat)
+    execution = replace(setup.model.execution, scan_layers=True)
+    setup = replace(setup, model=replace(setup.model, execution=execution))
+    assert_same_updates(three_updates(setup, ROWS, num_micro), on_one_device("pp" in layout))
+
+
 def elements_on_one(tree):
     return sum(leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(tree))
 
@@ -82,9 +91,12 @@ def test_a_device_keeps_its_part_before_and_after_an_update():
     assert all(jax.tree.leaves(same))
 
 
-def test_each_layer_is_joined_forward_and_again_backward():
+@pytest.mark.parametrize(("scanned", "programs"), full_but([(False, 2), (True, 1)], (False, 2)))
+def test_each_layer_is_joined_forward_and_again_backward(scanned, programs):
+    """Two layers, of a program each or of one for both."""
     setup = setup_on("dp4")
-    setup = replace(setup, model=replace(setup.model, num_layers=3))
+    execution = replace(setup.model.execution, scan_layers=scanned)
+    setup = replace(setup, model=replace(setup.model, num_layers=3, execution=execution))
     objective, optimizer = setup.networks.policy.objective, setup.networks.policy.optimizer
     learner = setup.networks.policy.init(random_weights(setup, setup.model))
     lowered = update.lower(objective, optimizer, 1, learner, small_batch(setup, ROWS)).as_text()
@@ -96,8 +108,8 @@ def test_each_layer_is_joined_forward_and_again_backward():
     assert of_a_layer >= 8 and ends >= 2
     gathers = lowered.count('"stablehlo.all_gather"')
     scatters = lowered.count('"stablehlo.reduce_scatter"')
-    assert gathers == ends + 2 * 2 * of_a_layer
-    assert scatters == ends + 2 * of_a_layer
+    assert gathers == ends + 2 * programs * of_a_layer
+    assert scatters == ends + programs * of_a_layer
 
 
 @pytest.mark.slow

@@ -33,6 +33,11 @@ def test_a_preset_keeps_the_losses_of_its_routers_unless_told():
     assert replace(told, load_balance_coef=0.01, router_z_coef=0.001) == config
 
 
+def test_a_network_is_computed_as_the_run_says():
+    execution = made(RunConfig(remat="full", fsdp=True, scan_layers=True)).model.execution
+    assert (execution.remat, execution.fsdp, execution.scan_layers) == ("full", True, True)
+
+
 def test_a_network_from_elsewhere_gets_the_losses_that_are_asked_for():
     vocab_size = made(RunConfig()).tokenizer.vocab_size
     model = small_model(vocab_size, selection_bias=True, **dict.fromkeys(ROUTER_SETTINGS, 0.0))
