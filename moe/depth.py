@@ -54,9 +54,12 @@ def over_layers(
         numbered = jnp.arange(depth, dtype=jnp.int32), layers
         carry, out = lax.scan(lambda carry, given: run_layer(*given, carry), carry, numbered)
         return carry, [out]
-    outs = []
-    for number in range(depth):
-        layer = jax.tree.map(lambda stacked, number=number: stacked[number], layers)
+    # Cut at once: the gradient of the stack is then that of its layers put together, and not the
+    # sum over layers of stacks that are zero in all others.
+    leaves, structure = jax.tree.flatten(layers)
+    cut, outs = [lax.split(leaf, [1] * depth) for leaf in leaves], []
+    for number, parts in enumerate(zip(*cut, strict=True)):
+        layer = structure.unflatten([lax.squeeze(part, [0]) for part in parts])
         carry, out = run_layer(number, layer, carry)
         outs.append(out)
     return carry, outs

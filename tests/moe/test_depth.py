@@ -15,7 +15,7 @@ from whole_network import loss_and_gradient
 
 from moe import model
 from moe.config import ModelConfig
-from moe.depth import MOST_UNROLLED, is_scanned, parts_of
+from moe.depth import MOST_UNROLLED, is_scanned, over_layers, parts_of
 from moe.execution import Execution
 from moe.placement import in_chunks, in_layer_order, specs
 from moe.weights import shapes
@@ -133,6 +133,18 @@ def test_a_program_does_not_grow_with_depth(program, layout):
 
     # None scans where there are more than a few.
     assert sized(MOST_UNROLLED + 1, None) == sized(48, None) < sized(3, False)
+
+
+def test_the_gradient_of_an_unrolled_stack_is_put_together_once():
+    def last(layers):
+        def run_layer(number, layer, x):
+            return x @ layer, None
+
+        return jnp.sum(over_layers(run_layer, layers, jnp.ones(2), Execution())[0])
+
+    written = str(jax.make_jaxpr(jax.grad(last))(jnp.ones((3, 2, 2))))
+    assert written.count("concatenate") == 1
+    assert "pad" not in written and "add_any" not in written
 
 
 def test_a_few_layers_are_unrolled_unless_a_flag_says_otherwise():
