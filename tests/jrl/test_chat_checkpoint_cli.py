@@ -76,7 +76,7 @@ def test_ten_steps_on_word_problems(given, tmp_path, monkeypatch, capsys):
     model, run = tmp_path / "model", tmp_path / "run"
     assert main([*flags, f"--run-dir={run}", "--steps=10"]) == 0
     out = capsys.readouterr().out
-    assert "completions of at most" in out and "cut to the checkpoint's window" in out
+    assert "completions of at most" in out and "cut to the checkpoint's positions" in out
     lines = [json.loads(line) for line in RunFolder.read(run).metrics_path.read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(11))
     learned = [line for line in lines if "sampling/sampling_logp_difference/max" in line]

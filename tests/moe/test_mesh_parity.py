@@ -182,11 +182,12 @@ def test_equals_one_device(name, layout):
     assert all(float(np.max(np.abs(g))) > 0 for g in jax.tree.leaves(grads))
 
 
-# Rows of experts that travel or are gathered, alone: nothing is rounded on the way that is not on
-# one device. Elsewhere parts of a product are, to 8 bits, before they are added up over the axis.
-EXACT_IN_HALF = [("routed", "dp4 / ep4"), ("sigmoid", "dp4 / ep4")]
+# Tokens that are gathered, alone: nothing is rounded on the way that is not on one device. Elsewhere
+# sums of some experts or parts of a product are, to 8 bits, before they are added up over the axis.
+EXACT_IN_HALF = [("routed", "dp4 / ep4")]
 HALF = [
     *EXACT_IN_HALF,
+    ("sigmoid", "dp4 / ep4"),
     ("routed", "cp2"),
     ("routed", "dp2 / etp2"),
     ("dense", "tp2"),
