@@ -8,7 +8,7 @@ be cut over ``cp`` and ``tp``.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from moe.tokens.zigzag import ZigzagLayout
 from sharding.folding import FoldedMesh
 
 
+@runtime_checkable
 class CoreAttentionOfLayer(Protocol):
     """(number of the layer, its window) -> its core attention."""
 
