@@ -79,7 +79,7 @@ def tiles_of(sizes: Int[Array, "group"], num_rows: int, height: int) -> Tiles:
 def each(
     side: int,
     rows: Float[Array, "row inner"],
-    weights: Float[Array, "group inner outer"],
+    weights: Float[Array, "group deep wide"],
     sizes: Int[Array, "group"],
     *,
     tiling: Tiling = TILING,
