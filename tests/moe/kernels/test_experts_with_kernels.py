@@ -24,11 +24,9 @@ def test_everything_between_tokens_and_their_sums_is_a_kernel():
     def shaped(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    inward = shaped(num_experts, d_model, d_expert)
     weights = Experts(
         router=shaped(d_model, num_experts),
-        gate=inward,
-        up=inward,
+        gate_up=shaped(num_experts, d_model, 2, d_expert),
         down=shaped(num_experts, d_expert, d_model),
     )
     ids, probs = shaped(tokens, k, dtype=jnp.int32), shaped(tokens, k, dtype=jnp.float32)
@@ -57,11 +55,10 @@ def test_dispatch_over_a_mesh_is_lowered_with_kernels_and_its_gradient(name):
     def shaped(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    spread = P(mesh.ep, None, mesh.etp)
+    spread = P(mesh.ep, None, None, mesh.etp)
     weights = Experts(
         router=shaped(d_model, num_experts),
-        gate=shaped(num_experts, d_model, d_expert),
-        up=shaped(num_experts, d_model, d_expert),
+        gate_up=shaped(num_experts, d_model, 2, d_expert),
         down=shaped(num_experts, d_expert, d_model),
     )
     routing = Routing(shaped(tokens, k, dtype=jnp.int32), shaped(tokens, k, dtype=jnp.float32))
@@ -73,7 +70,7 @@ def test_dispatch_over_a_mesh_is_lowered_with_kernels_and_its_gradient(name):
     sharded = jax.shard_map(
         total,
         mesh=mesh.mesh,
-        in_specs=(Experts(P(), spread, spread, P(mesh.ep, mesh.etp)), P(mesh.axes), P(mesh.axes)),
+        in_specs=(Experts(P(), spread, P(mesh.ep, mesh.etp)), P(mesh.axes), P(mesh.axes)),
         out_specs=P(),
     )
     program = jax.jit(jax.grad(sharded, argnums=(0, 1), allow_int=True))
