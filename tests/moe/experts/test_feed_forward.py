@@ -177,6 +177,13 @@ def test_the_second_product_is_nobodys_residual():
     assert (weights.gate_up.shape, weights.gate_up.dtype) in sizes
 
 
+def test_an_unknown_implementation_is_refused():
+    weights, rows = expert_weights(), rows_of(4)
+    ids, probs = choices_of(4, 2)
+    with pytest.raises(ValueError, match=r"experts='tile' is none of .*, mosaic_fused; None"):
+        routed_experts(weights, rows, ids, probs, implementation="tile")
+
+
 def test_dense_layer_is_swiglu_on_any_number_of_ranks():
     experts = expert_weights(1)
     # An even number of hidden units, split over two ranks.
