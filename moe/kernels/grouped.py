@@ -234,7 +234,7 @@ def summed(
                 @pl.when((at < first) | (at + step > last))
                 def _():
                     for part in (left, right):
-                        _keep(target, part, first - at, last - at)
+                        keep_rows(target, part, first - at, last - at)
                     mosaic_gpu().commit_smem()
 
                 mosaic_gpu().wgmma(total, target.transposed(left), right)
@@ -279,7 +279,7 @@ def summed(
     )[0]
 
 
-def _keep(target: Target, part, first, last):
+def keep_rows(target: Target, part, first, last):
     """Zeros in the rows of a slice before `first` and from `last` on."""
     row = target.tiled(lax.broadcasted_iota(jnp.int32, part.shape, 0))
     kept = ((row >= first).astype(jnp.int32) * (row < last).astype(jnp.int32)) > 0
