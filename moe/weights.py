@@ -7,10 +7,13 @@ Axes: ``layer vocab d_model head kv_head head_dim d_ff route expert d_expert``; 
 ``kv_lora q_lora`` and widths made of theirs; of the dense layers that come before those with
 experts ``first_layer dense_d_ff``. ``route`` and ``expert`` have the same size and different roles:
 the router's outputs stay whole on every device while the experts are spread over them. So have
-``vocab``, the rows of the embedding, and ``logit``, the columns of the head.
+``vocab``, the rows of the embedding, and ``logit``, the columns of the head. ``half`` is 0 for gate
+and 1 for up: the two lie side by side in one weight, so that one product makes both, and what
+splits the hidden units splits those of both alike.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -35,11 +38,14 @@ class Weight:
       fan_in: the axes summed over where the weight is used; values start normal, cut at two
         standard deviations, with variance ``scale^2 / fan-in``. Empty: all values start at `scale`.
       scale: see `fan_in`.
+      drawn_along: an axis whose entries are drawn each with a key of their own, as weights that
+        stand apart are.
     """
 
     axes: str
     fan_in: str = ""
     scale: float = 1.0
+    drawn_along: str | None = None
 
 
 @struct.dataclass
@@ -72,16 +78,14 @@ class LatentAttention(Generic[Leaf]):
 
 @struct.dataclass
 class Dense(Generic[Leaf]):
-    gate: Leaf
-    up: Leaf
+    gate_up: Leaf
     down: Leaf
 
 
 @struct.dataclass
 class Experts(Generic[Leaf]):
     router: Leaf
-    gate: Leaf
-    up: Leaf
+    gate_up: Leaf
     down: Leaf
     bias: Leaf | None = None
     """Added to scores to select experts; moved by the balancing rule alone."""
@@ -115,14 +119,12 @@ def table(config: ModelConfig) -> Transformer[Weight]:
     inward = "d_model"
     experts = Experts(
         router=Weight("layer d_model route", inward),
-        gate=Weight("layer expert d_model d_expert", inward),
-        up=Weight("layer expert d_model d_expert", inward),
+        gate_up=Weight("layer expert d_model half d_expert", inward, drawn_along="half"),
         down=Weight("layer expert d_expert d_model", "d_expert", out_scale),
         bias=Weight("layer route", scale=0.0) if config.selection_bias else None,
     )
     dense = Dense(
-        gate=Weight("layer d_model d_ff", inward),
-        up=Weight("layer d_model d_ff", inward),
+        gate_up=Weight("layer d_model half d_ff", inward, drawn_along="half"),
         down=Weight("layer d_ff d_model", "d_ff", out_scale),
     )
     heads = {
@@ -231,6 +233,7 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
         "d_ff": config.d_ff,
         "route": config.num_experts,
         "expert": config.num_experts,
+        "half": 2,
         "d_expert": config.d_expert,
         "dense_d_ff": config.dense_d_ff,
         **latents,
@@ -241,18 +244,30 @@ def initialise(config: ModelConfig, key: jax.Array) -> Transformer[jax.Array]:
     """Initial weights, float32. Equal for equal keys, whatever the mesh they are laid on."""
     weights, treedef = jax.tree.flatten(table(config))
     sizes = axis_sizes(config)
-    keys = jax.random.split(key, len(weights))
-    return treedef.unflatten([_initial(w, sizes, k) for w, k in zip(weights, keys, strict=True)])
+    draws = [sizes[w.drawn_along] if w.drawn_along else 1 for w in weights]
+    keys = iter(jax.random.split(key, sum(draws)))
+    return treedef.unflatten(
+        [
+            _initial(weight, sizes, [next(keys) for _ in range(number)])
+            for weight, number in zip(weights, draws, strict=True)
+        ]
+    )
 
 
-def _initial(weight: Weight, sizes: dict[str, int], key: jax.Array) -> jax.Array:
-    shape = tuple(sizes[axis] for axis in weight.axes.split())
+def _initial(weight: Weight, sizes: dict[str, int], keys: Sequence[jax.Array]) -> jax.Array:
+    axes = weight.axes.split()
+    if weight.drawn_along is not None:
+        rest = " ".join(axis for axis in axes if axis != weight.drawn_along)
+        apart = replace(weight, axes=rest, drawn_along=None)
+        drawn = [_initial(apart, sizes, [key]) for key in keys]
+        return jnp.stack(drawn, axis=axes.index(weight.drawn_along))
+    shape = tuple(sizes[axis] for axis in axes)
     if not weight.fan_in:
         return jnp.full(shape, weight.scale, jnp.float32)
     fan_in = math.prod(sizes[axis] for axis in weight.fan_in.split())
     # The cut takes away part of the variance of the normal that is cut.
     deviation = weight.scale / math.sqrt(fan_in) / TRUNCATED_DEVIATION
-    return deviation * jax.random.truncated_normal(key, -2, 2, shape, jnp.float32)
+    return deviation * jax.random.truncated_normal(keys[0], -2, 2, shape, jnp.float32)
 
 
 def shapes(config: ModelConfig) -> Transformer[jax.ShapeDtypeStruct]:

@@ -163,12 +163,12 @@ def _weight(
 
 
 def _shard(files: Mapping[str, Any], plan: Tensors, index: Slices) -> np.ndarray:
-    depth = len(plan.stack)
     shape = tuple(part.stop - part.start for part in index)
     shard = np.empty(shape, np.float32)
-    where = plan.part(index[depth:])
-    for place in np.ndindex(*shape[:depth]):
-        name = plan.name_at(tuple(part.start + n for part, n in zip(index, place, strict=False)))
+    own = tuple(part for dim, part in enumerate(index) if dim not in plan.dims)
+    where, first = plan.part(own), [index[dim].start for dim in plan.dims]
+    for place in np.ndindex(*(shape[dim] for dim in plan.dims)):
+        name = plan.name_at(tuple(a + b for a, b in zip(first, place, strict=True)))
         part = files[name].get_slice(name)[where]
-        shard[place] = plan.to_ours(part, index[depth:]).astype(np.float32)
+        shard[plan.at(place)] = plan.to_ours(part, own).astype(np.float32)
     return shard

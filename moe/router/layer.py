@@ -29,7 +29,13 @@ def route(
     """Where each token goes, full experts left out, and what the router did."""
     multiplicity = vary(own_shard(packed.multiplicity, mesh.sequence), mesh.axes)
     logits = float32_product(h.astype(jnp.float32), experts.router)
-    routing, probabilities = topk_routing(logits, multiplicity > 0, config, bias=experts.bias)
+    routing, probabilities = topk_routing(
+        logits,
+        multiplicity > 0,
+        config,
+        bias=experts.bias,
+        implementation=config.execution.router,
+    )
     agreed = replayed = None
     if packed.replay is not None:
         replay = own_shard(packed.replay, mesh.sequence).astype(jnp.int32)

@@ -294,7 +294,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_what_differs(finished, ca
     assert main([*FLAGS, "--weights", str(finished), "--model", "micro-wide"]) == 2
     line = one_line(capsys.readouterr())
     assert "is of another model: policy/weights/layers/experts/" in line
-    assert "layers/experts/gate is float32[1,4,8,6], not float32[1,4,8,10]" in line
+    assert "layers/experts/gate_up is float32[1,4,8,2,6], not float32[1,4,8,2,10]" in line
     assert os.listdir() == []
 
 

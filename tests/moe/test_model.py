@@ -285,6 +285,23 @@ def test_no_router_has_no_choices():
         )
 
 
+def test_a_router_that_is_asked_for_by_name_is_a_kernel():
+    """Scores, choice and probs of a layer are one."""
+    eight = replace(CONFIG, num_experts=8)
+    tokens = jax.ShapeDtypeStruct((2, TIME), jnp.int32)
+    for router, kernels in ((None, 0), ("mosaic", 1)):
+        config = replace(eight, execution=Execution(router=router))
+        step = jax.shard_map(
+            lambda w, t, config=config: model.hidden(w, t, t < 99, config, MESH)[0],
+            mesh=MESH.mesh,
+            in_specs=(specs(config, MESH), P()),
+            out_specs=P(MESH.axes),
+        )
+        exported = jax.export.export(jax.jit(step), platforms=["cuda"])
+        text = exported(random_weights(config, 0), tokens).mlir_module()
+        assert text.count("call @mosaic_gpu_v2") == kernels
+
+
 def products(jaxpr):
     """The precision of every matrix product, in inner programs too."""
     for equation in jaxpr.eqns:

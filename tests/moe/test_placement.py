@@ -61,8 +61,8 @@ def test_shardings_split_the_experts():
     mesh = fold(Layout.parse("tp2 dp4 / ep8"), jax.devices()[:8])
     placed = shardings(ROUTED, mesh).layers.experts
     assert placed is not None
-    assert isinstance(placed.gate, NamedSharding)
-    assert placed.gate.shard_shape((3, 16, 20, 14)) == (3, 2, 20, 14)
+    assert isinstance(placed.gate_up, NamedSharding)
+    assert placed.gate_up.shard_shape((3, 16, 20, 2, 14)) == (3, 2, 20, 2, 14)
     assert placed.router.is_fully_replicated
     with pytest.raises(ValueError, match="shardings need real devices: fold the layout"):
         shardings(ROUTED, fold_abstract(Layout.parse("tp2 dp4 / ep8")))

@@ -118,10 +118,10 @@ def test_what_a_device_holds(model, devices, layout):
     assert attention.key == attention.value == (layers, d_model, kv_heads, 128)
     assert attention.out == (layers, heads, 128, d_model)
     assert routed.router == (layers, d_model, config.num_experts)
-    assert routed.gate == routed.up == (layers, experts, d_model, d_expert)
+    assert routed.gate_up == (layers, experts, d_model, 2, d_expert)
     assert routed.down == (layers, experts, d_expert, d_model)
     if config.d_ff:
-        assert local.layers.dense.gate == (layers, d_model, config.d_ff // sizes.tp)
+        assert local.layers.dense.gate_up == (layers, d_model, 2, config.d_ff // sizes.tp)
 
 
 def equations(jaxpr):
@@ -232,6 +232,6 @@ def test_gradients_are_summed_over_the_groups_of_the_reference(model, layout):
     assert summed(attention.query) == summed(attention.out) == {atoms(mesh, "dp", "cp")}
     assert summed(attention.key) == {atoms(mesh, "dp", "cp")}
     assert summed(experts.router) == {atoms(mesh, "dp", "cp", "tp")}
-    assert summed(experts.gate) == summed(experts.down) == ({atoms(mesh, "edp")} - {frozenset()})
+    assert summed(experts.gate_up) == summed(experts.down) == ({atoms(mesh, "edp")} - {frozenset()})
     assert summed(local.head) == {atoms(mesh, "pp", "dp", "cp")}
     assert summed(local.embedding) == {atoms(mesh, "pp", "dp", "cp", "tp")}

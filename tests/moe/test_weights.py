@@ -14,6 +14,7 @@ from moe.config import ModelConfig
 from moe.placement import shardings
 from moe.weights import (
     Weight,
+    _initial,
     axis_sizes,
     initialise,
     num_active_parameters,
@@ -52,14 +53,13 @@ ATTENTION_SHAPES = {
 }
 EXPERT_SHAPES = {
     "router": (3, 20, 16),
-    "gate": (3, 16, 20, 14),
-    "up": (3, 16, 20, 14),
+    "gate_up": (3, 16, 20, 2, 14),
     "down": (3, 16, 14, 20),
 }
 
 
 def dense_shapes(d_ff):
-    return {"gate": (3, 20, d_ff), "up": (3, 20, d_ff), "down": (3, d_ff, 20)}
+    return {"gate_up": (3, 20, 2, d_ff), "down": (3, d_ff, 20)}
 
 
 @pytest.mark.parametrize("name", full_but(CONFIGS, "shared", "critic"))
@@ -144,8 +144,10 @@ def test_initial_values_depend_on_the_key_only():
     first, again, other = (initial(ROUTED, jax.random.key(seed)) for seed in (0, 0, 1))
     jax.tree.map(np.testing.assert_array_equal, first, again)
     assert not np.array_equal(first.embedding, other.embedding)
-    # Two weights of one shape start apart.
-    assert not np.array_equal(first.layers.experts.gate, first.layers.experts.up)
+    # Two weights of one shape start apart, and so do the halves of one.
+    assert not np.array_equal(first.layers.attention.key, first.layers.attention.value)
+    gate, up = np.moveaxis(np.asarray(first.layers.experts.gate_up), 3, 0)
+    assert not np.array_equal(gate, up)
     placed = jit(
         lambda key: jax.tree.leaves(initialise(ROUTED, key)),
         out_shardings=jax.tree.leaves(
@@ -155,6 +157,22 @@ def test_initial_values_depend_on_the_key_only():
     for laid_out, single in zip(placed, jax.tree.leaves(first), strict=True):
         # The inverse error function may be vectorised otherwise: a few units in the last place.
         np.testing.assert_allclose(laid_out, single, rtol=2e-6)
+
+
+def test_gate_and_up_are_drawn_as_weights_that_stand_apart():
+    """With a key each, in the order of the table; the keys of all others follow from it."""
+    stated, sizes = table(ROUTED), axis_sizes(ROUTED)
+    apart = Weight("layer expert d_model d_expert", "d_model")
+    weights = jax.tree.leaves(stated)
+    number = weights.index(stated.layers.experts.gate_up)
+    listed = [*weights[:number], apart, apart, *weights[number + 1 :]]
+    keys = jax.random.split(jax.random.key(0), len(listed))
+    drawn = {n: _initial(listed[n], sizes, keys[n : n + 1]) for n in range(number, number + 3)}
+    experts = initialise(ROUTED, jax.random.key(0)).layers.experts
+    assert experts is not None
+    np.testing.assert_array_equal(experts.gate_up[:, :, :, 0], drawn[number])
+    np.testing.assert_array_equal(experts.gate_up[:, :, :, 1], drawn[number + 1])
+    np.testing.assert_array_equal(experts.down, drawn[number + 2])
 
 
 def test_numbers_of_parameters():

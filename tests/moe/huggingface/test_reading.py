@@ -42,7 +42,7 @@ def test_a_shard_is_read_without_the_rest_of_its_tensor(monkeypatch):
 
     def counted(files, plan, index):
         out = shard(files, plan, index)
-        read.append((plan.name, out.size))
+        read.append((plan.names_of_halves, out.size))
         return out
 
     monkeypatch.setattr(reading, "_shard", counted)
@@ -50,9 +50,9 @@ def test_a_shard_is_read_without_the_rest_of_its_tensor(monkeypatch):
     assert sum(size for _, size in read) == sum(x.size for x in jax.tree.leaves(weights))
     experts = weights.layers.experts
     assert experts is not None
-    gate = [size for name, size in read if "gate_proj" in name]
-    assert gate == [experts.gate.size // 4] * 4
-    queries = [size for name, size in read if "q_proj" in name]
+    both = [size for (name, *rest), size in read if "gate_proj" in name and "up_proj" in rest[0]]
+    assert both == [experts.gate_up.size // 4] * 4
+    queries = [size for (name, *_), size in read if "q_proj" in name]
     assert queries == [weights.layers.attention.query.size // 2] * 2
 
 
