@@ -21,8 +21,9 @@ from moe.attention.latent import LatentCore, absorbed, keeps_narrow, released
 from moe.attention.mask import window_of_layer
 from moe.config import ModelConfig
 from moe.depth import is_stack
+from moe.embedding import embed
 from moe.head import logits_of
-from moe.model import block, embed, run_keeping
+from moe.model import block, run_keeping
 from moe.precision import rms_norm
 from moe.tokens.packing import PackedBatch, pack_rows
 from moe.tokens.zigzag import ZigzagLayout

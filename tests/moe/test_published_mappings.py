@@ -112,7 +112,7 @@ def test_what_a_device_holds(model, devices, layout):
     heads, kv_heads = config.num_heads // sizes.tp, config.num_kv_heads // sizes.tp
     experts, d_expert = config.num_experts // sizes.ep, config.d_expert // sizes.etp
     attention, routed = local.layers.attention, local.layers.experts
-    assert local.embedding == (config.vocab_size, d_model)
+    assert local.embedding == (config.vocab_size // sizes.tp, d_model)
     assert local.head == (d_model, config.vocab_size // sizes.tp)
     assert attention.query == (layers, d_model, heads, 128)
     assert attention.key == attention.value == (layers, d_model, kv_heads, 128)
@@ -234,4 +234,4 @@ def test_gradients_are_summed_over_the_groups_of_the_reference(model, layout):
     assert summed(experts.router) == {atoms(mesh, "dp", "cp", "tp")}
     assert summed(experts.gate) == summed(experts.down) == ({atoms(mesh, "edp")} - {frozenset()})
     assert summed(local.head) == {atoms(mesh, "pp", "dp", "cp")}
-    assert summed(local.embedding) == {atoms(mesh, "pp", "dp", "cp", "tp")}
+    assert summed(local.embedding) == {atoms(mesh, "pp", "dp", "cp")}
