@@ -190,8 +190,9 @@ def test_equals_one_device(name, layout):
     assert all(float(np.max(np.abs(g))) > 0 for g in jax.tree.leaves(grads))
 
 
-# Tokens that are gathered, alone: nothing is rounded on the way that is not on one device. Elsewhere
-# sums of some experts or parts of a product are, to 8 bits, before they are added up over the axis.
+# Tokens that are gathered, alone: nothing is rounded on the way that is not on one device.
+# Elsewhere sums of some experts or parts of a product are, to 8 bits, before they are added up over
+# the axis.
 EXACT_IN_HALF = [("routed", "dp4 / ep4")]
 HALF = [
     *EXACT_IN_HALF,
@@ -273,35 +274,40 @@ COLLECTIVE = r" (all-gather|reduce-scatter|all-to-all|all-reduce|collective-perm
 
 CLAIMS = [
     # The embedding scatters what its rows gave; attention gathers and scatters once over tp; the
-    # router gathers its counts; tokens, ids and probs go to the experts and sums come back.
+    # router sums its counts; tokens, ids and probs go to the experts and sums come back.
     (
         "routed",
         "all_to_all",
         "tp2 dp4 / ep8",
-        {"all-gather": 2, "reduce-scatter": 2, "all-to-all": 4},
+        {"all-gather": 1, "all-reduce": 1, "reduce-scatter": 2, "all-to-all": 4},
     ),
     # Over etp tokens, ids and probs are gathered and sums scattered.
     (
         "routed",
         "all_to_all",
         "tp2 dp4 / ep4 etp2",
-        {"all-gather": 5, "reduce-scatter": 3, "all-to-all": 4},
+        {"all-gather": 4, "all-reduce": 1, "reduce-scatter": 3, "all-to-all": 4},
     ),
     # Over cp attention gathers keys and values; the counts of a sequence come from both axes.
     (
         "routed",
         "all_to_all",
         "tp2 cp2 dp2 / ep4",
-        {"all-gather": 4, "reduce-scatter": 2, "all-to-all": 4},
+        {"all-gather": 3, "all-reduce": 1, "reduce-scatter": 2, "all-to-all": 4},
     ),
     # Tokens, ids and weights are gathered, sums scattered.
-    ("routed", "all_gather", "tp2 dp4 / ep8", {"all-gather": 5, "reduce-scatter": 3}),
+    (
+        "routed",
+        "all_gather",
+        "tp2 dp4 / ep8",
+        {"all-gather": 4, "all-reduce": 1, "reduce-scatter": 3},
+    ),
     # The shared expert gathers and scatters as attention does.
     (
         "shared",
         "all_to_all",
         "tp2 dp4 / ep8",
-        {"all-gather": 3, "reduce-scatter": 3, "all-to-all": 4},
+        {"all-gather": 2, "all-reduce": 1, "reduce-scatter": 3, "all-to-all": 4},
     ),
     # Of 11 tokens each rank has the whole embedding.
     ("dense", None, "tp2 dp4 / ep8", {"all-gather": 2, "reduce-scatter": 2}),
