@@ -21,9 +21,10 @@ from moe.attention.latent import LatentCore, absorbed, keeps_narrow, released
 from moe.attention.mask import window_of_layer
 from moe.config import ModelConfig
 from moe.depth import is_stack
+from moe.embedding import embed
 from moe.head import logits_of
 from moe.kernels.decode_attention import decode_attention
-from moe.model import block, embed, run_keeping
+from moe.model import block, run_keeping
 from moe.precision import rms_norm
 from moe.tokens.packing import PackedBatch, pack_rows
 from moe.tokens.zigzag import ZigzagLayout
@@ -184,7 +185,7 @@ def decode_step(
         tokens=tokens,
         positions=positions,
         multiplicity=live.astype(jnp.float32),
-        sequence_fractions=lambda counts: counts,  # nothing is learned here
+        sequences=None,  # nothing is learned here
         zigzag=ZigzagLayout(((tokens.shape[0], 1),), ranks=1),
         record_choices=record_choices,
     )

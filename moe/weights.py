@@ -6,10 +6,9 @@ arrays, their PartitionSpecs. Each of those is a `jax.tree.map` over the table.
 Axes: ``layer vocab d_model head kv_head head_dim d_ff route expert d_expert``; of latent attention
 ``kv_lora q_lora`` and widths made of theirs; of the dense layers that come before those with
 experts ``first_layer dense_d_ff``. ``route`` and ``expert`` have the same size and different roles:
-the router's outputs stay whole on every device while the experts are spread over them. So have
-``vocab``, the rows of the embedding, and ``logit``, the columns of the head. ``half`` is 0 for gate
-and 1 for up: the two lie side by side in one weight, so that one product makes both, and what
-splits the hidden units splits those of both alike.
+the router's outputs stay whole on every device while the experts are spread over them. ``half`` is
+0 for gate and 1 for up: the two lie side by side in one weight, so that one product makes both, and
+what splits the hidden units splits those of both alike.
 """
 
 import math
@@ -129,7 +128,7 @@ def table(config: ModelConfig) -> Transformer[Weight]:
     )
     heads = {
         "tied": None,
-        "untied": Weight("d_model logit", inward),
+        "untied": Weight("d_model vocab", inward),
         "value": Weight("d_model", scale=0.0),
     }
     attention = _attention(config, out_scale)
@@ -225,7 +224,6 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
         "first_layer": config.num_dense_layers,
         "layer": config.num_layers - config.num_dense_layers,
         "vocab": config.vocab_size,
-        "logit": config.vocab_size,
         "d_model": config.d_model,
         "head": config.num_heads,
         "kv_head": config.num_kv_heads,

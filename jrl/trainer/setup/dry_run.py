@@ -24,7 +24,7 @@ from sharding.schedule import Schedule
 
 AXES = {
     "dp": "data: each rank has its own sequences",
-    "tp": "tensor: attention heads, dense hidden units, the head's columns; between layers, tokens",
+    "tp": "tensor: attention heads, dense hidden units, the vocabulary; between layers, tokens",
     "cp": "context: the positions of a sequence",
     "pp": "pipeline: the layers, and micro-batches on their way through them",
     "ep": "experts: each rank holds some of them, tokens travel",
