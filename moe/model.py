@@ -19,6 +19,7 @@ from moe.attention.layer import CoreAttention, attention
 from moe.attention.mask import window_of_layer
 from moe.config import ModelConfig
 from moe.depth import is_scanned, over_layers
+from moe.embedding import lookup
 from moe.experts.dispatch.choice import dispatch
 from moe.experts.feed_forward import dense
 from moe.head import logits_of, value_of
@@ -50,7 +51,7 @@ def embed(
     # The table starts with variance 1 / d_model, right for a tied head; the residual stream
     # starts with 1.
     scale = config.d_model**0.5 if config.embedding_scale is None else config.embedding_scale
-    return (weights.embedding[tokens] * scale).astype(config.dtype)
+    return (lookup(weights.embedding, tokens) * scale).astype(config.dtype)
 
 
 def feed_forward(

@@ -35,11 +35,15 @@ class Weight:
       fan_in: the axes summed over where the weight is used; values start normal, cut at two
         standard deviations, with variance ``scale^2 / fan-in``. Empty: all values start at `scale`.
       scale: see `fan_in`.
+      float32: it is computed with in float32, whatever `ModelConfig.dtype` is: the scale of a norm,
+        of which a bfloat16 near 1 has no more than two digits, and what a choice of experts or a
+        value hangs on (`moe.precision`). They are few: a vector or a narrow matrix a layer.
     """
 
     axes: str
     fan_in: str = ""
     scale: float = 1.0
+    float32: bool = False
 
 
 @struct.dataclass
@@ -111,14 +115,13 @@ def table(config: ModelConfig) -> Transformer[Weight]:
     """The statement of every weight that `config` calls for."""
     # Each block adds two terms to the residual stream; this keeps its variance level at the start.
     out_scale = 1 / math.sqrt(2 * config.num_layers)
-    norm = Weight("layer d_model")
-    inward = "d_model"
+    norm, inward = _norm("layer d_model"), "d_model"
     experts = Experts(
-        router=Weight("layer d_model route", inward),
+        router=Weight("layer d_model route", inward, float32=True),
         gate=Weight("layer expert d_model d_expert", inward),
         up=Weight("layer expert d_model d_expert", inward),
         down=Weight("layer expert d_expert d_model", "d_expert", out_scale),
-        bias=Weight("layer route", scale=0.0) if config.selection_bias else None,
+        bias=Weight("layer route", scale=0.0, float32=True) if config.selection_bias else None,
     )
     dense = Dense(
         gate=Weight("layer d_model d_ff", inward),
@@ -128,7 +131,7 @@ def table(config: ModelConfig) -> Transformer[Weight]:
     heads = {
         "tied": None,
         "untied": Weight("d_model logit", inward),
-        "value": Weight("d_model", scale=0.0),
+        "value": Weight("d_model", scale=0.0, float32=True),
     }
     attention = _attention(config, out_scale)
     return Transformer(
@@ -141,7 +144,7 @@ def table(config: ModelConfig) -> Transformer[Weight]:
             dense=dense if config.d_ff else None,
             shared_gate=Weight("layer d_model", inward) if config.shared_expert_gate else None,
         ),
-        norm=Weight("d_model"),
+        norm=_norm("d_model"),
         head=heads[config.head],
         first_layers=(
             _in_first_layers(Layer(attention, norm, None, dense))
@@ -154,17 +157,17 @@ def table(config: ModelConfig) -> Transformer[Weight]:
 def _attention(
     config: ModelConfig, out_scale: float
 ) -> Attention[Weight] | LatentAttention[Weight]:
-    norm, inward = Weight("layer d_model"), "d_model"
+    norm, inward = _norm("layer d_model"), "d_model"
     if config.mla is not None:
         narrow = "d_model" if config.mla.q_lora_rank is None else "q_lora"
         has_q_lora = config.mla.q_lora_rank is not None
         return LatentAttention(
             norm=norm,
             query_down=Weight("layer d_model q_lora", inward) if has_q_lora else None,
-            query_norm=Weight("layer q_lora") if has_q_lora else None,
+            query_norm=_norm("layer q_lora") if has_q_lora else None,
             query=Weight(f"layer {narrow} head head_dim", narrow),
             down=Weight("layer d_model kv_lora_and_rope", inward),
-            down_norm=Weight("layer kv_lora"),
+            down_norm=_norm("layer kv_lora"),
             up=Weight("layer kv_lora head key_and_value", "kv_lora"),
             out=Weight("layer head v_head_dim d_model", "head v_head_dim", out_scale),
         )
@@ -178,9 +181,9 @@ def _attention(
         }
     norms = {}
     if config.query_key_norm == "head":
-        norms = {"query_norm": Weight("layer head_dim"), "key_norm": Weight("layer head_dim")}
+        norms = {"query_norm": _norm("layer head_dim"), "key_norm": _norm("layer head_dim")}
     elif config.query_key_norm == "projection":
-        norms = {"query_norm": Weight(queries), "key_norm": Weight(keys)}
+        norms = {"query_norm": _norm(queries), "key_norm": _norm(keys)}
     return Attention(
         norm=norm,
         query=Weight("layer d_model head head_dim", inward),
@@ -190,6 +193,10 @@ def _attention(
         **biases,
         **norms,
     )
+
+
+def _norm(axes: str) -> Weight:
+    return Weight(axes, float32=True)
 
 
 def _in_first_layers(layer: Layer[Weight]) -> Layer[Weight]:
@@ -256,8 +263,23 @@ def _initial(weight: Weight, sizes: dict[str, int], key: jax.Array) -> jax.Array
 
 
 def shapes(config: ModelConfig) -> Transformer[jax.ShapeDtypeStruct]:
-    """The shape and dtype of each weight, without making any."""
+    """The shape and dtype of each weight as it starts, float32, without making any."""
     return jax.eval_shape(lambda key: initialise(config, key), jax.random.key(0))
+
+
+def cast(weights: Transformer[jax.Array], config: ModelConfig) -> Transformer[jax.Array]:
+    """The weights, each in the dtype that the network computes with: that of `config`, and float32
+    where `Weight.float32` says so. What has that dtype already is returned as it is."""
+
+    def one(leaf: jax.Array, weight: Weight) -> jax.Array:
+        return leaf.astype(jnp.float32 if weight.float32 else config.dtype)
+
+    return jax.tree.map(one, weights, table(config))
+
+
+def cast_shapes(config: ModelConfig) -> Transformer[jax.ShapeDtypeStruct]:
+    """The shape and dtype of each weight as `cast` gives it, without making any."""
+    return jax.eval_shape(lambda weights: cast(weights, config), shapes(config))
 
 
 def num_parameters(config: ModelConfig) -> int:
