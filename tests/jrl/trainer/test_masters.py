@@ -207,10 +207,10 @@ def test_updates_equal_those_of_one_device(layout, fsdp):
     gradients = gradient_of(spread[0][0], mesh), gradient_of(alone[0][0], mesh)
 
     def close(found, expected):
-        # Devices round their own sums to 8 bits before they are added: of a few terms, each as
-        # large as the largest of the weight's gradient, with 2^-9 of themselves.
-        error = np.max(np.abs(found - expected))
-        assert error <= 2.0**-7 * np.max(np.abs(expected))
+        # Activations of 8 bits, rounded where each layout's program is cut and computed again: a
+        # few roundings of 2^-9 on top of each other, in differences of terms as large as the
+        # largest. The gradients of a float32 network are as far from either.
+        assert np.max(np.abs(found - expected)) <= 2.0**-6 * np.max(np.abs(expected))
 
     jax.tree.map(close, *gradients)
     for (one, metrics), (other, same) in zip(spread, alone, strict=True):
@@ -376,7 +376,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
     )
     same_bits(parts, whole)
     folder, networks = RunFolder.read(tmp_path / "whole"), run(3).networks
-    same_bits(load_policy(folder, networks), (whole.policy.weights, 3))
-    same_bits(load_policy(folder, networks, float32=True), (whole.policy.masters, 3))
+    for float32, learned in ((False, whole.policy.weights), (True, whole.policy.masters)):
+        policy, step = load_policy(folder, networks, float32=float32)
+        same_bits(policy, learned)
+        assert step == 3
     policy, critic, _ = load_both(folder, networks)
     same_bits((policy, critic), (whole.policy.weights, whole.critic.weights))
