@@ -111,6 +111,15 @@ def stored_specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[Partition
 
 def shardings(config: ModelConfig, mesh: FoldedMesh) -> Transformer[NamedSharding]:
     """`stored_specs` on the devices of `mesh`."""
+    return _on_devices(stored_specs(config, mesh), mesh)
+
+
+def shard_shardings(config: ModelConfig, mesh: FoldedMesh) -> Transformer[NamedSharding]:
+    """`shard_specs` on the devices of `mesh`."""
+    return _on_devices(shard_specs(config, mesh), mesh)
+
+
+def _on_devices(places: Transformer[PartitionSpec], mesh: FoldedMesh) -> Transformer[NamedSharding]:
     if not isinstance(mesh.mesh, jax.sharding.Mesh):
         raise ValueError("shardings need real devices: fold the layout over some.")
-    return jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), stored_specs(config, mesh))
+    return jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), places)

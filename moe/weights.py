@@ -39,12 +39,16 @@ class Weight:
       scale: see `fan_in`.
       drawn_along: an axis whose entries are drawn each with a key of their own, as weights that
         stand apart are.
+      float32: it is computed with in float32, whatever `ModelConfig.dtype` is: the scale of a norm,
+        of which a bfloat16 near 1 has no more than two digits, and what a choice of experts or a
+        value hangs on (`moe.precision`). They are few: a vector or a narrow matrix a layer.
     """
 
     axes: str
     fan_in: str = ""
     scale: float = 1.0
     drawn_along: str | None = None
+    float32: bool = False
 
 
 @struct.dataclass
@@ -114,13 +118,12 @@ def table(config: ModelConfig) -> Transformer[Weight]:
     """The statement of every weight that `config` calls for."""
     # Each block adds two terms to the residual stream; this keeps its variance level at the start.
     out_scale = 1 / math.sqrt(2 * config.num_layers)
-    norm = Weight("layer d_model")
-    inward = "d_model"
+    norm, inward = _norm("layer d_model"), "d_model"
     experts = Experts(
-        router=Weight("layer d_model route", inward),
+        router=Weight("layer d_model route", inward, float32=True),
         gate_up=Weight("layer expert d_model half d_expert", inward, drawn_along="half"),
         down=Weight("layer expert d_expert d_model", "d_expert", out_scale),
-        bias=Weight("layer route", scale=0.0) if config.selection_bias else None,
+        bias=Weight("layer route", scale=0.0, float32=True) if config.selection_bias else None,
     )
     dense = Dense(
         gate_up=Weight("layer d_model half d_ff", inward, drawn_along="half"),
@@ -129,7 +132,7 @@ def table(config: ModelConfig) -> Transformer[Weight]:
     heads = {
         "tied": None,
         "untied": Weight("d_model vocab", inward),
-        "value": Weight("d_model", scale=0.0),
+        "value": Weight("d_model", scale=0.0, float32=True),
     }
     attention = _attention(config, out_scale)
     return Transformer(
@@ -142,7 +145,7 @@ def table(config: ModelConfig) -> Transformer[Weight]:
             dense=dense if config.d_ff else None,
             shared_gate=Weight("layer d_model", inward) if config.shared_expert_gate else None,
         ),
-        norm=Weight("d_model"),
+        norm=_norm("d_model"),
         head=heads[config.head],
         first_layers=(
             _in_first_layers(Layer(attention, norm, None, dense))
@@ -155,17 +158,17 @@ def table(config: ModelConfig) -> Transformer[Weight]:
 def _attention(
     config: ModelConfig, out_scale: float
 ) -> Attention[Weight] | LatentAttention[Weight]:
-    norm, inward = Weight("layer d_model"), "d_model"
+    norm, inward = _norm("layer d_model"), "d_model"
     if config.mla is not None:
         narrow = "d_model" if config.mla.q_lora_rank is None else "q_lora"
         has_q_lora = config.mla.q_lora_rank is not None
         return LatentAttention(
             norm=norm,
             query_down=Weight("layer d_model q_lora", inward) if has_q_lora else None,
-            query_norm=Weight("layer q_lora") if has_q_lora else None,
+            query_norm=_norm("layer q_lora") if has_q_lora else None,
             query=Weight(f"layer {narrow} head head_dim", narrow),
             down=Weight("layer d_model kv_lora_and_rope", inward),
-            down_norm=Weight("layer kv_lora"),
+            down_norm=_norm("layer kv_lora"),
             up=Weight("layer kv_lora head key_and_value", "kv_lora"),
             out=Weight("layer head v_head_dim d_model", "head v_head_dim", out_scale),
         )
@@ -179,9 +182,9 @@ def _attention(
         }
     norms = {}
     if config.query_key_norm == "head":
-        norms = {"query_norm": Weight("layer head_dim"), "key_norm": Weight("layer head_dim")}
+        norms = {"query_norm": _norm("layer head_dim"), "key_norm": _norm("layer head_dim")}
     elif config.query_key_norm == "projection":
-        norms = {"query_norm": Weight(queries), "key_norm": Weight(keys)}
+        norms = {"query_norm": _norm(queries), "key_norm": _norm(keys)}
     return Attention(
         norm=norm,
         query=Weight("layer d_model head head_dim", inward),
@@ -191,6 +194,10 @@ def _attention(
         **biases,
         **norms,
     )
+
+
+def _norm(axes: str) -> Weight:
+    return Weight(axes, float32=True)
 
 
 def _in_first_layers(layer: Layer[Weight]) -> Layer[Weight]:
@@ -269,8 +276,23 @@ def _initial(weight: Weight, sizes: dict[str, int], keys: Sequence[jax.Array]) -
 
 
 def shapes(config: ModelConfig) -> Transformer[jax.ShapeDtypeStruct]:
-    """The shape and dtype of each weight, without making any."""
+    """The shape and dtype of each weight as it starts, float32, without making any."""
     return jax.eval_shape(lambda key: initialise(config, key), jax.random.key(0))
+
+
+def cast(weights: Transformer[jax.Array], config: ModelConfig) -> Transformer[jax.Array]:
+    """The weights, each in the dtype that the network computes with: that of `config`, and float32
+    where `Weight.float32` says so. What has that dtype already is returned as it is."""
+
+    def one(leaf: jax.Array, weight: Weight) -> jax.Array:
+        return leaf.astype(jnp.float32 if weight.float32 else config.dtype)
+
+    return jax.tree.map(one, weights, table(config))
+
+
+def cast_shapes(config: ModelConfig) -> Transformer[jax.ShapeDtypeStruct]:
+    """The shape and dtype of each weight as `cast` gives it, without making any."""
+    return jax.eval_shape(lambda weights: cast(weights, config), shapes(config))
 
 
 def num_parameters(config: ModelConfig) -> int:

@@ -42,7 +42,10 @@ def load(
 
 
 def load_weights(
-    directory: str | Path, config: ModelConfig, mesh: FoldedMesh
+    directory: str | Path,
+    config: ModelConfig,
+    mesh: FoldedMesh,
+    places: Transformer[NamedSharding] | None = None,
 ) -> Transformer[Array]:
     """The weights of a checkpoint, float32, laid out on `mesh`.
 
@@ -53,6 +56,7 @@ def load_weights(
     Args:
       directory: as for `load`.
       config: of the network, as `config_from` gave it.
+      places: where the weights go; None is `moe.placement.shardings`.
 
     Raises:
       ValueError: when tensors are missing, left over, or of another shape or type than the network
@@ -60,7 +64,8 @@ def load_weights(
     """
     directory = Path(directory)
     _, family = described(directory)
-    places, structure = jax.tree.flatten(shardings(config, mesh))
+    wanted = shardings(config, mesh) if places is None else places
+    shards, structure = jax.tree.flatten(wanted)
     whole = jax.tree.leaves(shapes(config))
     plans = tensors_of(config, family)
     with ExitStack() as stack:
@@ -68,7 +73,7 @@ def load_weights(
         _check(files, plans, config, family, directory)
         leaves = [
             _weight(files, plan, leaf.shape, sharding)
-            for plan, leaf, sharding in zip(plans, whole, places, strict=True)
+            for plan, leaf, sharding in zip(plans, whole, shards, strict=True)
         ]
     return structure.unflatten(leaves)
 

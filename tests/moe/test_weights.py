@@ -10,12 +10,14 @@ import pytest
 from programs import jit
 from tiers import full_but
 
-from moe.config import ModelConfig
+from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.placement import shardings
 from moe.weights import (
     Weight,
     _initial,
     axis_sizes,
+    cast,
+    cast_shapes,
     initialise,
     num_active_parameters,
     num_parameters,
@@ -190,3 +192,35 @@ def test_numbers_of_parameters():
     for config in CONFIGS.values():
         arrays = jax.tree.leaves(initial(config, jax.random.key(0)))
         assert num_parameters(config) == sum(array.size for array in arrays)
+
+
+LATENT = replace(
+    ROUTED,
+    num_kv_heads=8,
+    mla=MultiHeadLatentAttention(kv_lora_rank=9, q_lora_rank=11, qk_rope_head_dim=2, v_head_dim=5),
+    num_dense_layers=1,
+    dense_d_ff=26,
+)
+WITH_ALL = {"qkv_bias": True, "query_key_norm": "head", "selection_bias": True, "d_ff": 12}
+IN_FLOAT32 = {"norm", "query_norm", "key_norm", "down_norm", "router", "bias"}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [replace(ROUTED, **WITH_ALL, shared_expert_gate=True), LATENT, CONFIGS["critic"]],
+    ids=["all", "latent", "critic"],
+)
+def test_norms_routers_and_values_stay_float32(config):
+    """By name, and the head of a critic."""
+    kept = IN_FLOAT32 | ({"head"} if config.head == "value" else set())
+    half = replace(config, dtype="bfloat16")
+    weights = jax.tree.map(lambda x: jnp.full(x.shape, 1 + 2.0**-12), shapes(config))
+    found = jax.tree.leaves_with_path(cast(weights, half))
+    wanted = jax.tree.leaves(cast_shapes(half))
+    for (path, leaf), like in zip(found, wanted, strict=True):
+        exact = path[-1].name in kept
+        assert leaf.dtype == like.dtype == (jnp.float32 if exact else jnp.bfloat16)
+        assert leaf.shape == like.shape
+        np.testing.assert_array_equal(leaf.astype(jnp.float32), 1 + 2.0**-12 * exact)
+    same = cast(weights, config)
+    assert all(x is y for x, y in zip(*map(jax.tree.leaves, (same, weights)), strict=True))
