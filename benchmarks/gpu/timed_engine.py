@@ -63,7 +63,9 @@ class TimedEngine(SlotEngine):
         self.admissions.append(Span(seconds, new, self.usage.prefilled - before))
 
     def _advance(self) -> list[Trajectory]:
-        usage, lengths = self.usage.copy(), self._lengths.astype(np.float64)
+        # A row that has just come has one token more than the host has been told of.
+        lengths = np.asarray(self._there().rows.lengths, np.float64)
+        usage = self.usage.copy()
         compiled, began = self._compilations.number, time.perf_counter()
         done = super()._advance()
         seconds = time.perf_counter() - began
