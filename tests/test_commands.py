@@ -23,6 +23,7 @@ from sharding.folding.__main__ import PARSER as FOLDING
 ROOT = Path(__file__).parents[1]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+    ROOT / "benchmarks" / "results" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "experiments").rglob("*.md")),
 ]
@@ -92,7 +93,7 @@ STUDIES = [
 def test_there_are_commands():
     assert len(FOUND) > 30
     programs = {words_of(command)[1] for command in FOUND if words_of(command)[0] == "-m"}
-    benchmarks = {"benchmarks.agreement", "benchmarks.rollout"}
+    benchmarks = {"benchmarks.agreement", "benchmarks.gpu", "benchmarks.rollout"}
     tested = {"jrl.evaluate", "jrl.faults", "jrl.train", "sharding.folding"}
     assert programs == benchmarks | tested | set(STUDIES) | {"pytest"}
 
@@ -141,6 +142,7 @@ def test_folding_reads(command):
 SCRIPTS = [
     *(command for command in FOUND if words_of(command)[0].endswith(".py")),
     *given("benchmarks.agreement"),
+    *given("benchmarks.gpu"),
     *given("benchmarks.rollout"),
     *(command for program in STUDIES for command in given(program)),
 ]
