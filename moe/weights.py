@@ -285,7 +285,8 @@ def cast(weights: Transformer[jax.Array], config: ModelConfig) -> Transformer[ja
     where `Weight.float32` says so. What has that dtype already is returned as it is."""
 
     def one(leaf: jax.Array, weight: Weight) -> jax.Array:
-        return leaf.astype(jnp.float32 if weight.float32 else config.dtype)
+        dtype = jnp.dtype(jnp.float32 if weight.float32 else config.dtype)
+        return leaf if leaf.dtype == dtype else leaf.astype(dtype)
 
     return jax.tree.map(one, weights, table(config))
 

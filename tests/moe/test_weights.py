@@ -139,7 +139,7 @@ def test_scales_of_the_table():
     scaled = [weights.layers.attention.out, weights.layers.experts.down]
     assert [weight.scale for weight in scaled] == [residual, residual]
     assert [weight.fan_in for weight in scaled] == ["head head_dim", "d_expert"]
-    assert table(CONFIGS["critic"]).head == Weight("d_model", scale=0.0)
+    assert table(CONFIGS["critic"]).head == Weight("d_model", scale=0.0, float32=True)
 
 
 def test_initial_values_depend_on_the_key_only():
