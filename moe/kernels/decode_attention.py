@@ -124,7 +124,7 @@ def split_attention(
     rows, heads, head_dim = query.shape
     kv_heads, width, room = keys.shape[2], values.shape[-1], keys.shape[-1]
     together, splits = heads // kv_heads, -(-room // COLUMNS)
-    scale = head_dim**-0.5 if scale is None else scale
+    factor = head_dim**-0.5 if scale is None else scale
     by_kv_head = query.reshape(rows * kv_heads, together, head_dim)
     by_kv_head = jnp.pad(by_kv_head, ((0, 0), (0, QUERIES - together), (0, 0)))
 
@@ -141,7 +141,7 @@ def split_attention(
                 keys.at[layer[0], row, own, :, pl.ds(part * COLUMNS, COLUMNS)],
                 values.at[layer[0], row, own, pl.ds(part * COLUMNS, COLUMNS)],
             )
-            found, largest, sums = _of_columns(target, given, begin, end, scale)
+            found, largest, sums = _of_columns(target, given, begin, end, factor)
             store_rows(found, 0, jnp.int32(together), program * together, 0, out)
             here = pl.ds(program * QUERIES, QUERIES)
             target.store(most.at[here], largest)
@@ -179,7 +179,7 @@ def split_attention(
     return merged.reshape(rows, heads, width).astype(values.dtype)
 
 
-def _of_columns(target: Target, given, begin, end, scale: float):
+def _of_columns(target: Target, given, begin, end, factor: float):
     """Of the columns of a program: the sums of values that each query gets, the largest score, and
     the sum of powers relative to it."""
 
@@ -203,7 +203,7 @@ def _of_columns(target: Target, given, begin, end, scale: float):
             accumulator = mosaic_gpu().WGMMAAccumulatorRef(shape)
             return pl.run_scoped(partial(product, left, right), accumulator)
 
-        scores = multiplied(query, keys) * scale
+        scores = multiplied(query, keys) * factor
         column = target.tiled(lax.broadcasted_iota(jnp.int32, scores.shape, 1))
         visible = (column >= begin).astype(jnp.int32) * (column < end).astype(jnp.int32) > 0
         nothing = target.tiled(jnp.full(scores.shape, -jnp.inf, jnp.float32))

@@ -279,7 +279,7 @@ def _in_open_groups(rule: Rule, experts: int, target: Target, wanted, column, la
             found.append(most)
             within = jnp.where(hit, nothing, within)
         scores.append(sum(found[1:], found[0]))
-    is_open = None
+    is_open = target.tiled(jnp.zeros(wanted.shape, jnp.int32))
     for group, score in enumerate(scores):
         # Groups that go before this one: larger, or as large and earlier.
         before = [
@@ -289,5 +289,5 @@ def _in_open_groups(rule: Rule, experts: int, target: Target, wanted, column, la
         ]
         taken = (sum(before[1:], before[0]) < rule.open_groups).astype(jnp.int32)
         own = inside(group) * target.tiled(lax.broadcast_in_dim(taken, wanted.shape, (0,)))
-        is_open = own if is_open is None else is_open + own
+        is_open = is_open + own
     return jnp.where(is_open > 0, wanted, nothing)

@@ -169,7 +169,7 @@ def test_gate_and_up_are_drawn_as_weights_that_stand_apart():
     number = weights.index(stated.layers.experts.gate_up)
     listed = [*weights[:number], apart, apart, *weights[number + 1 :]]
     keys = jax.random.split(jax.random.key(0), len(listed))
-    drawn = {n: _initial(listed[n], sizes, keys[n : n + 1]) for n in range(number, number + 3)}
+    drawn = {n: _initial(listed[n], sizes, [keys[n]]) for n in range(number, number + 3)}
     experts = initialise(ROUTED, jax.random.key(0)).layers.experts
     assert experts is not None
     np.testing.assert_array_equal(experts.gate_up[:, :, :, 0], drawn[number])

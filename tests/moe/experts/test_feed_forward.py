@@ -180,6 +180,7 @@ def test_the_second_product_is_nobodys_residual():
 def test_an_unknown_implementation_is_refused():
     weights, rows = expert_weights(), rows_of(4)
     ids, probs = choices_of(4, 2)
+    probs = jnp.asarray(probs, jnp.float32)
     with pytest.raises(ValueError, match=r"experts='tile' is none of .*, mosaic_fused; None"):
         routed_experts(weights, rows, ids, probs, implementation="tile")
 
