@@ -11,7 +11,7 @@ of all three is "gather" with plain attention.
 from moe.attention.context_parallel.gather import gather
 from moe.attention.context_parallel.mask import Key, Output, Query, SegmentMask, Value
 from moe.attention.context_parallel.ring import ring
-from moe.attention.context_parallel.ulysses import ulysses
+from moe.attention.context_parallel.ulysses import copies_of, ulysses
 from moe.attention.mask import Window
 from moe.execution import Execution
 from sharding.folding import FoldedMesh
@@ -33,25 +33,15 @@ def context_parallel_attention(
 
     Args:
       query, key, value: of this rank's tokens, for the heads of this ``tp`` rank.
-      execution: `context` None is "ulysses" where it can serve and sends less than "gather", which
-        is else the choice: fewer elements, and whole causal sequences for the kernel.
+      execution: its `context` is as `chosen` takes it.
       scale: multiplies the scores; None is ``head_dim**-0.5``.
       window: how many positions a query may look back, itself included.
 
     Raises:
       ValueError: on an unknown name and where the one demanded cannot serve.
     """
-    ranks, name = mesh.size(mesh.cp), execution.context
-    if name is None:
-        # Per token: Ulysses sends all heads once, gather receives every other rank's keys and
-        # values.
-        fewer = query.shape[1] + key.shape[1] < ranks * key.shape[1]
-        name = "ulysses" if fewer and key.shape[1] % ranks == 0 else "gather"
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"execution.context={name!r} is not known: choose among {', '.join(IMPLEMENTATIONS)}, "
-            "or None for the best that applies."
-        )
+    ranks = mesh.size(mesh.cp)
+    name = chosen(execution, query.shape[1], key.shape[1], ranks)
     # One rank has whole sequences as they are.
     if name == "ulysses" or ranks == 1:
         return ulysses(query, key, value, mask, execution.attention, mesh, scale, window)
@@ -64,3 +54,29 @@ def context_parallel_attention(
             'attention="blocked".'
         )
     return ring(query, key, value, mask, mesh, scale, window)
+
+
+def chosen(execution: Execution, heads: int, kv_heads: int, ranks: int) -> str:
+    """The way that `execution.context` names; for None "ulysses" where it can serve and sends less
+    than "gather", which is else the choice: fewer elements, and whole causal sequences for the
+    kernel.
+
+    Args:
+      heads, kv_heads: of a ``tp`` rank.
+      ranks: devices along ``cp``.
+
+    Raises:
+      ValueError: on an unknown name.
+    """
+    name = execution.context
+    if name is None:
+        # Per token: Ulysses sends all heads once, gather receives every other rank's keys and
+        # values.
+        fewer = heads + kv_heads * copies_of(kv_heads, ranks) < ranks * kv_heads
+        return "ulysses" if fewer and heads % ranks == 0 else "gather"
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"execution.context={name!r} is not known: choose among {', '.join(IMPLEMENTATIONS)}, "
+            "or None for the best that applies."
+        )
+    return name

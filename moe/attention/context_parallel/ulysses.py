@@ -1,9 +1,15 @@
-"""DeepSpeed Ulysses: all-to-alls trade tokens for heads, and back."""
+"""DeepSpeed Ulysses: an all-to-all trades tokens for heads, and one trades them back."""
 
+import math
+
+import jax.numpy as jnp
+from jaxtyping import Array, Shaped
+
+from moe.attention.blocked import alike
 from moe.attention.context_parallel.mask import Key, Output, Query, SegmentMask, Value
 from moe.attention.core import core_attention
 from moe.attention.mask import Mask, Window
-from sharding.collectives import swap_shards
+from sharding.collectives import Axes, swap_shards
 from sharding.folding import FoldedMesh
 
 
@@ -19,27 +25,37 @@ def ulysses(
 ) -> Output:
     """Heads for tokens and back: each device has whole sequences, for its part of the heads.
 
-    Communication per device and layer, forward: four all-to-alls that send ``2 T (H + K) D (cp - 1)
-    / cp^2`` elements together; backward as much.
+    Where ``cp`` does not divide the key/value heads each of them is repeated, as often as it takes
+    and no more (`copies_of`): the gradients of its copies are summed, in float32.
+
+    Communication per device and layer, forward: one all-to-all of queries, keys and values
+    together, ``T (H + 2 K c) D (cp - 1) / cp^2`` elements sent, and one back of ``T H D (cp - 1) /
+    cp^2``; backward as much. T are the tokens of all ``cp`` ranks, H and K the query and key/value
+    heads of a ``tp`` rank, of width D, and c the copies of each of the latter. With ``c = 1`` and m
+    = H / K that is ``T H D (2 + 2 / m) (cp - 1) / cp^2``: what tensor parallelism sends, ``2 T H D
+    (cp - 1) / cp``, times ``(1 + 1 / m) / cp``. MegaScale-MoE prints twice that as equation (2).
 
     Raises:
-      ValueError: when the key/value heads of a ``tp`` rank do not divide by ``cp``.
+      ValueError: when the query heads of a ``tp`` rank do not divide by ``cp``.
 
     References:
       Jacobs et al., "DeepSpeed Ulysses", 2023. https://arxiv.org/abs/2309.14509
+      Jin et al., "MegaScale-MoE", 2025, section 3.1 (whole attention weights on every device, and
+      the same devices for the experts). https://arxiv.org/abs/2505.11432
     """
     ranks = mesh.size(mesh.cp)
-    if key.shape[1] % ranks:
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if heads % ranks:
         raise ValueError(
-            f'execution.context="ulysses" splits the {key.shape[1]} key/value heads of a tp rank '
-            f"over cp={ranks}, which must divide them: choose a smaller tp or cp, or "
+            f'execution.context="ulysses" splits the {heads} query heads of a tp rank over '
+            f"cp={ranks}, which must divide them: choose a smaller tp or cp, or "
             'context="gather".'
         )
+    copies = copies_of(kv_heads, ranks)
+    key, value = (_repeated(x, copies) for x in (key, value))
     zigzag = mask.zigzag
-    # Split over heads (dimension 1), joined over tokens (dimension 0).
-    queries, keys, values = (
-        zigzag.restore(swap_shards(x, mesh.cp, split=1, join=0)) for x in (query, key, value)
-    )
+    traded = _whole_sequences(alike((query, key, value)), mesh.cp, ranks)
+    queries, keys, values = (zigzag.restore(x) for x in traded)
     marks = mask.whole_marks()
     # Whole rows, and a section's own come last among its keys: what kernels call causal.
     masks = (
@@ -49,3 +65,32 @@ def ulysses(
     given = zip(queries, mask.key_sections(keys), mask.key_sections(values), masks, strict=True)
     out = zigzag.flatten(*(core_attention(*each, scale, attention) for each in given))
     return swap_shards(out, mesh.cp, split=0, join=1)
+
+
+def copies_of(kv_heads: int, ranks: int) -> int:
+    """How often each key/value head is repeated, so that `ranks` divide the copies: least."""
+    return ranks // math.gcd(kv_heads, ranks)
+
+
+def _repeated(x: Shaped[Array, "token heads width"], copies: int) -> Array:
+    if copies == 1:
+        return x
+    # Widened for the gradient: that of bfloat16 copies is summed in float32 and rounded once.
+    return jnp.repeat(x.astype(jnp.float32), copies, axis=1).astype(x.dtype)
+
+
+def _whole_sequences(
+    parts: tuple[Array, ...], axes: Axes, ranks: int
+) -> tuple[Shaped[Array, "token heads width"], ...]:
+    """Arrays ``[token, heads, width]`` of this rank's tokens and all heads, as those of all tokens
+    and this rank's part of the heads of each."""
+    if ranks == 1:
+        return parts
+    # Side by side for each rank that they go to, whatever their heads and widths.
+    rows = [x.reshape(x.shape[0], ranks, -1) for x in parts]
+    ends = [sum(x.shape[2] for x in rows[:number]) for number in range(1, len(rows))]
+    moved = swap_shards(jnp.concatenate(rows, axis=2), axes, split=1, join=0)
+    split = jnp.split(moved[:, 0], ends, axis=1)
+    return tuple(
+        own.reshape(own.shape[0], -1, x.shape[2]) for own, x in zip(split, parts, strict=True)
+    )

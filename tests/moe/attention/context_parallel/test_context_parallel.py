@@ -225,7 +225,7 @@ def test_sends_what_the_docstring_says(context, layout):
     kinds = {
         "gather": {"all-gather": 2, "reduce-scatter": 2},
         "ring": {"collective-permute": 4 * (cp - 1)},
-        "ulysses": {"all-to-all": 8},
+        "ulysses": {"all-to-all": 4},
     }
     assert Counter(op for _, op in ops) == {op: 3 * n for op, n in kinds[context].items()}
     # A gather's result is the whole, a scatter's a part, an all-to-all's as large as its argument.
@@ -241,6 +241,55 @@ def test_sends_what_the_docstring_says(context, layout):
     forward = tokens * (cp - 1) / cp * ((queries + keys) / cp if context == "ulysses" else keys)
     # A ring's keys and values go round twice, and their gradients once.
     assert total == (3 if context == "ring" else 2) * forward
+
+
+def traded(jaxpr):
+    """The elements of every all-to-all of a traced program."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "all_to_all":
+            yield equation.outvars[0].aval.size
+        for inner in jaxprs_in_params(equation.params):
+            yield from traded(inner)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kv_heads", "copies"),
+    full_but([(4, 2, 2), (4, 1, 4), (4, 6, 2), (2, 3, 2), (4, 4, 1)], (4, 1, 4), (4, 4, 1)),
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ulysses_repeats_heads_as_often_as_needed(ranks, kv_heads, copies, dtype):
+    """Values, gradients and what is sent where ``cp`` does not divide the key/value heads."""
+    heads, time, width, v_width = 12, 8, 6, 10
+    draw = np.random.default_rng(kv_heads)
+    sizes = [(heads, width), (kv_heads, width), (kv_heads, v_width), (heads, v_width)]
+    given = [jnp.asarray(draw.normal(size=(time, *size)), dtype) for size in sizes]
+
+    def read(layout, context):
+        mesh = mesh_of(layout)
+
+        def local(query, key, value, weight):
+            execution = Execution(context=context, attention="plain")
+            packed = pack_rows(
+                jnp.zeros((1, time), int), jnp.ones((1, time), bool), mesh, execution
+            )
+            own = (own_shard(packed.zigzag.flatten(x[None]), mesh.cp) for x in (query, key, value))
+            out, back = jax.vjp(packed.core_attention_of_layer(0), *own)
+            grads = back(own_shard(packed.zigzag.flatten(weight[None]), mesh.cp))
+            whole = (join_shards(x.astype(jnp.float32), mesh.cp) for x in (out, *grads))
+            return [packed.zigzag.restore(x)[0][0] for x in whole]
+
+        traced = on_mesh(local, mesh, (P(),) * 4, P()).trace(*given)
+        return traced.lower().compile()(*given), list(traded(traced.jaxpr.jaxpr))
+
+    found, sent = read(f"cp{ranks}", "ulysses")
+    own = time // ranks
+    there = own * (heads * width + kv_heads * copies * (width + v_width))
+    back = own * heads * v_width
+    assert sorted(sent) == sorted([there, back] * 2)
+    # Parts of sums in float32; gradients of bfloat16 copies are rounded before they are added up.
+    tolerance = {"float32": 2e-6, "bfloat16": 0.02}[dtype]
+    for got, wanted in zip(found, read("dp1", None)[0], strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=tolerance, atol=4 * tolerance)
 
 
 def traced_cost(context, ranks, time, heads, dtype, remat="none", window=None):
@@ -320,7 +369,9 @@ def test_128k_tokens_fit_on_eight_devices():
         (2, 16, 8, "all_gather"),
         (4, 24, 8, "all_gather"),  # as many elements either way
         (4, 16, 8, "all_to_all"),
-        (8, 16, 4, "all_gather"),  # a key/value head cannot be cut
+        (8, 16, 4, "all_to_all"),  # key/value heads are sent twice
+        (8, 24, 4, "all_gather"),  # with which it is as many elements either way
+        (8, 12, 4, "all_gather"),  # query heads cannot be cut
     ],
 )
 def test_none_sends_least(cp, heads, kv_heads, used):
@@ -339,7 +390,7 @@ def test_none_sends_least(cp, heads, kv_heads, used):
 @pytest.mark.parametrize(
     ("execution", "message"),
     [
-        (Execution(context="ulysses"), r"the 2 key/value heads of a tp rank over cp=4"),
+        (Execution(context="ulysses"), r"the 6 query heads of a tp rank over cp=4, which must di"),
         (Execution(context="star"), r"context='star' is not known: choose among gather, ring, uly"),
         (
             Execution(context="ring", attention="xla"),
@@ -357,4 +408,4 @@ def test_what_cannot_serve_is_refused(execution, message):
 
     step = jax.shard_map(local, mesh=mesh.mesh, in_specs=P(mesh.cp), out_specs=P(mesh.cp))
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(step, jnp.zeros((8, 4, 6)), jnp.zeros((8, 2, 6)))
+        jax.eval_shape(step, jnp.zeros((8, 6, 6)), jnp.zeros((8, 2, 6)))
