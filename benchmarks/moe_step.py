@@ -133,8 +133,8 @@ def program(config: Any) -> tuple[Any, Any]:
     def loss_of(weights, tokens):
         valid = jnp.ones(tokens.shape, bool)
         x, stats = hidden(weights, tokens, valid, config, mesh)
-        after, _ = logprobs_and_entropy(weights, x, next_tokens(tokens, mesh), config, mesh)
-        log_probs = align_to_tokens(after, tokens.shape, mesh)
+        after, _ = logprobs_and_entropy(weights, x, next_tokens(tokens, mesh, config), config, mesh)
+        log_probs = align_to_tokens(after, tokens.shape, mesh, config)
         loss = router_loss(stats, config, mesh, jnp.asarray(tokens.size))
         loss = loss - jnp.sum(log_probs[:, 1:]) / (tokens.size - tokens.shape[0])
         return jax.lax.psum(loss, tuple(varying(loss)))

@@ -111,7 +111,7 @@ def prefill(
     execution = replace(config.execution, remat="none", fsdp=False, buffer_factor=None)
     config = replace(_dropless(config), execution=execution)
     valid = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
-    packed = pack_rows(tokens, valid, mesh, config.execution)
+    packed = pack_rows(tokens, valid, mesh, config)
     packed = packed._replace(record_choices=record_choices)
 
     def keep(*arrays: Array) -> tuple[Array, ...]:

@@ -265,7 +265,7 @@ def hidden(
       replay: experts that `routing_choices` gave before, used again with the current scores; a
         token whose ids are out of range chooses anew.
     """
-    return run(weights, pack_rows(tokens, valid, mesh, config.execution, replay), config, mesh)
+    return run(weights, pack_rows(tokens, valid, mesh, config, replay), config, mesh)
 
 
 def routing_choices(
@@ -282,7 +282,7 @@ def routing_choices(
     if config.num_experts == 0:
         raise ValueError("num_experts=0 has no router: there are no choices to give.")
     config = config.for_any_routing()
-    packed = pack_rows(tokens, valid, mesh, config.execution)
+    packed = pack_rows(tokens, valid, mesh, config)
     _, stats = run(weights, packed._replace(record_choices=True), config, mesh)
     assert stats is not None
     assert stats.choices is not None
@@ -317,11 +317,9 @@ def before_responses(
       States of the flattened ``[batch, response]`` tokens in the order of `response_tokens`, and
       the router's sums.
     """
-    packed = pack_shared_prompts(
-        tokens, valid, prompt_length, num_samples, mesh, config.execution, replay
-    )
+    packed = pack_shared_prompts(tokens, valid, prompt_length, num_samples, mesh, config, replay)
     x, stats = run(weights, packed, config, mesh)
-    return responses_of(x, tokens.shape, prompt_length, num_samples, mesh), stats
+    return responses_of(x, tokens.shape, prompt_length, num_samples, mesh, config), stats
 
 
 def next_token_logits(
@@ -345,7 +343,7 @@ def values(
 ) -> tuple[Float[Array, "batch time"], RouterStatistics[Array] | None]:
     """The critic's estimate of the state before each token (0 before the first)."""
     x, stats = hidden(weights, tokens, valid, config, mesh)
-    return align_to_tokens(value_of(weights, x, config), tokens.shape, mesh), stats
+    return align_to_tokens(value_of(weights, x, config), tokens.shape, mesh, config), stats
 
 
 def check_runs(num_tokens: int, mesh: FoldedMesh) -> None:

@@ -78,9 +78,7 @@ def pack(
         return laid_out.reshape(sizes.bins, sizes.length, *x.shape[2:])
 
     replay = None if choices is None else jnp.moveaxis(laid(choices), 2, 0)
-    packed = pack_segments(
-        laid(rows.tokens), laid(own), places.shape[0], mesh, config.execution, replay
-    )
+    packed = pack_segments(laid(rows.tokens), laid(own), places.shape[0], mesh, config, replay)
     # Known here; to count them anew would compare every two places of a bin.
     return packed._replace(positions=packed.zigzag.flatten(laid(positions_of(rows.valid))))
 
@@ -98,7 +96,7 @@ def scores_of(
 
     Communication per device: that of `_predicting` and of the head.
     """
-    x, index = _predicting(x, rows, sizes, mesh)
+    x, index = _predicting(x, rows, sizes, config, mesh)
     tokens = rows.tokens.reshape(-1).at[index].get(mode="fill", fill_value=0)
     tokens = own_shard(vary(tokens, mesh.axes), mesh.sequence)
     scores = token_scores(weights, x, tokens, config, sampling, mesh)
@@ -114,7 +112,7 @@ def values_of(
     mesh: FoldedMesh,
 ) -> Float[Array, "batch time"]:
     """The critic's estimate of the state before each token under the mask; all others get 0."""
-    x, index = _predicting(x, rows, sizes, mesh)
+    x, index = _predicting(x, rows, sizes, config, mesh)
     return _aligned(value_of(critic, x, config), rows, index, mesh)
 
 
@@ -126,7 +124,11 @@ def _places(rows: Rows, sizes: PackedSizes) -> Int[Array, "batch time"]:
 
 
 def _predicting(
-    x: Float[Array, "local d_model"], rows: Rows, sizes: PackedSizes, mesh: FoldedMesh
+    x: Float[Array, "local d_model"],
+    rows: Rows,
+    sizes: PackedSizes,
+    config: ModelConfig,
+    mesh: FoldedMesh,
 ) -> tuple[Float[Array, "own d_model"], Int[Array, "place"]]:
     """Of the states of a packed batch, those that tokens under the mask were predicted from, this
     rank's shard; and which tokens these are, counted through all rows, on every rank.
@@ -140,8 +142,8 @@ def _predicting(
     (index,) = jnp.nonzero(counted, size=sizes.places, fill_value=counted.size)
     before = _places(rows, sizes).reshape(-1) - 1
     source = jnp.maximum(before.at[index].get(mode="fill", fill_value=0), 0)
-    # Bins are cut into zig-zag chunks over `cp`: where in the gathered batch is a place?
-    zigzag = zigzag_of_rows((sizes.bins, sizes.length), mesh)
+    # Bins are cut over `cp`, in zig-zag or not: where in the gathered batch is a place?
+    zigzag = zigzag_of_rows((sizes.bins, sizes.length), mesh, config)
     (order,) = zigzag.restore(jnp.arange(zigzag.num_tokens, dtype=jnp.int32))
     source = vary(order.reshape(-1)[source], mesh.axes)
     return gather_tokens(x, mesh.sequence)[own_shard(source, mesh.sequence)], index

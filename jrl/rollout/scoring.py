@@ -119,7 +119,7 @@ def pack(
     """
     replay = None if choices is None else jnp.moveaxis(choices, 2, 0)
     return pack_shared_prompts(
-        tokens, valid, layout.prompt_length, layout.group_size, mesh, config.execution, replay
+        tokens, valid, layout.prompt_length, layout.group_size, mesh, config, replay
     )
 
 
@@ -134,12 +134,16 @@ def scores_of(
 ) -> Scores:
     """The scores read off the last hidden states `x` of the packed `tokens`, `router` left
     out."""
-    x = alignment.responses_of(x, tokens.shape, layout.prompt_length, layout.group_size, mesh)
-    responses = vary(alignment.response_tokens(tokens, layout.prompt_length, mesh), mesh.axes)
+    x = alignment.responses_of(
+        x, tokens.shape, layout.prompt_length, layout.group_size, mesh, config
+    )
+    responses = vary(
+        alignment.response_tokens(tokens, layout.prompt_length, mesh, config), mesh.axes
+    )
     logprobs, sampled, entropy = token_scores(weights, x, responses, config, sampling, mesh)
 
     def aligned(before: Float[Array, "local"]) -> Float[Array, "batch time"]:
-        return alignment.on_responses(before, tokens.shape, layout.prompt_length, mesh)
+        return alignment.on_responses(before, tokens.shape, layout.prompt_length, mesh, config)
 
     return Scores(aligned(logprobs), aligned(sampled), aligned(entropy), None)
 
@@ -192,9 +196,11 @@ def values_of(
     mesh: FoldedMesh,
 ) -> Float[Array, "batch time"]:
     """The values read off the last hidden states `x` of the packed `tokens`."""
-    x = alignment.responses_of(x, tokens.shape, layout.prompt_length, layout.group_size, mesh)
+    x = alignment.responses_of(
+        x, tokens.shape, layout.prompt_length, layout.group_size, mesh, config
+    )
     before = value_of(critic, x, config)
-    return alignment.on_responses(before, tokens.shape, layout.prompt_length, mesh)
+    return alignment.on_responses(before, tokens.shape, layout.prompt_length, mesh, config)
 
 
 def num_micro_batches(num_rows: int, time: int, layout: PromptLayout, mesh: FoldedMesh) -> int:
@@ -274,7 +280,9 @@ def _in_rows(
     number = by_token.shape[1]
     own = shape[0] // number, shape[1]
     rows = [
-        alignment.in_rows(by_token[:, n], own, layout.prompt_length, layout.group_size, mesh)
+        alignment.in_rows(
+            by_token[:, n], own, layout.prompt_length, layout.group_size, mesh, config
+        )
         for n in range(number)
     ]
     # As what is read off the states of a pipeline: typed like that of a single stage.

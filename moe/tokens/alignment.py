@@ -1,8 +1,14 @@
-"""From the position that computed a number to the token that it speaks about."""
+"""From the position that computed a number to the token that it speaks about.
+
+The `config` is that of the network which ran the tokens: the order of a packed batch depends on it.
+"""
+
+from dataclasses import replace
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from moe.config import ModelConfig
 from moe.tokens.packing import zigzag_of_prompts, zigzag_of_rows
 from moe.tokens.zigzag import ZigzagLayout
 from sharding.collectives import gather_tokens, join_shards, own_shard
@@ -15,6 +21,7 @@ def responses_of(
     prompt_length: int,
     num_samples: int,
     mesh: FoldedMesh,
+    config: ModelConfig,
 ) -> Float[Array, "before d_model"]:
     """Of the states of a `pack_shared_prompts` batch, the one each response token was predicted
     from, in the order of `response_tokens`.
@@ -22,31 +29,34 @@ def responses_of(
     Args:
       shape: ``[batch, time]`` of the rows.
     """
-    zigzag = zigzag_of_prompts(shape, prompt_length, num_samples, mesh)
+    zigzag = zigzag_of_prompts(shape, prompt_length, num_samples, mesh, config)
     prompts, responses = zigzag.split(gather_tokens(x, mesh.tp))
     # The first response token was predicted from the prompt's last, which one rank holds.
     rank, column = zigzag.locate(0, prompt_length - 1)
     last = gather_tokens(prompts[None, :, column], mesh.cp)[rank]
-    before = _shifted(responses, jnp.repeat(last, num_samples, axis=0), mesh)
+    before = _shifted(responses, jnp.repeat(last, num_samples, axis=0), zigzag, mesh)
     return own_shard(before.reshape(-1, x.shape[-1]), mesh.tp)
 
 
 def _shifted(
-    x: Float[Array, "row local d_model"], first: Float[Array, "row d_model"], mesh: FoldedMesh
+    x: Float[Array, "row local d_model"],
+    first: Float[Array, "row d_model"],
+    zigzag: ZigzagLayout,
+    mesh: FoldedMesh,
 ) -> Float[Array, "row local d_model"]:
     """This ``cp`` rank's part of rows in which each column holds what the one before it held.
 
-    Only the ends of the zig-zag chunks travel: ``2 rows x d_model`` elements to every other rank.
+    Only the ends of the chunks travel: ``2 rows x d_model`` elements to every other rank.
 
     Args:
       x: this rank's part of the rows.
       first: what the first column gets, the same on every rank.
+      zigzag: the layout of the batch that the rows are of.
     """
-    ranks = mesh.size(mesh.cp)
-    chunks_per_rank = ZigzagLayout(((x.shape[0], x.shape[1]),), ranks).chunks_per_rank
+    chunks = zigzag.chunks_per_rank
     # One column per chunk: the layout of the chunks' ends among themselves.
-    ends = ZigzagLayout(((x.shape[0], ranks * chunks_per_rank),), ranks)
-    x = x.reshape(x.shape[0], chunks_per_rank, -1, x.shape[-1])
+    ends = replace(zigzag, sections=((x.shape[0], zigzag.ranks * chunks),))
+    x = x.reshape(x.shape[0], chunks, -1, x.shape[-1])
     (last,) = ends.restore(gather_tokens(ends.join(x[:, :, -1]), mesh.cp))
     before = jnp.concatenate([first[:, None], last[:, :-1]], axis=1)
     (before,) = ends.split(own_shard(ends.flatten(before), mesh.cp))
@@ -55,36 +65,43 @@ def _shifted(
 
 
 def align_to_tokens(
-    after: Float[Array, "local"], shape: tuple[int, ...], mesh: FoldedMesh
+    after: Float[Array, "local"], shape: tuple[int, ...], mesh: FoldedMesh, config: ModelConfig
 ) -> Float[Array, "batch time"]:
     """Numbers computed *after* each position, moved to the token they speak about.
 
     What is computed at position ``t - 1`` speaks about token ``t``; the first token gets 0.
     """
-    (whole,) = zigzag_of_rows(shape, mesh).restore(join_shards(after, mesh.sequence))
+    (whole,) = zigzag_of_rows(shape, mesh, config).restore(join_shards(after, mesh.sequence))
     return jnp.concatenate([jnp.zeros_like(whole[:, :1]), whole[:, :-1]], axis=1)
 
 
-def next_tokens(tokens: Int[Array, "batch time"], mesh: FoldedMesh) -> Int[Array, "local"]:
+def next_tokens(
+    tokens: Int[Array, "batch time"], mesh: FoldedMesh, config: ModelConfig
+) -> Int[Array, "local"]:
     """The token that follows each position, this rank's shard; the last position wraps to the
     first."""
-    following = zigzag_of_rows(tokens.shape, mesh).flatten(jnp.roll(tokens, -1, axis=1))
+    following = zigzag_of_rows(tokens.shape, mesh, config).flatten(jnp.roll(tokens, -1, axis=1))
     return own_shard(following, mesh.sequence)
 
 
 def response_tokens(
-    tokens: Int[Array, "batch time"], prompt_length: int, mesh: FoldedMesh
+    tokens: Int[Array, "batch time"], prompt_length: int, mesh: FoldedMesh, config: ModelConfig
 ) -> Int[Array, "local"]:
     """The tokens after the prompts, this rank's shard of them."""
     responses = tokens[:, prompt_length:]
-    return own_shard(zigzag_of_rows(responses.shape, mesh).flatten(responses), mesh.sequence)
+    zigzag = zigzag_of_rows(responses.shape, mesh, config)
+    return own_shard(zigzag.flatten(responses), mesh.sequence)
 
 
 def on_responses(
-    before: Float[Array, "local"], shape: tuple[int, ...], prompt_length: int, mesh: FoldedMesh
+    before: Float[Array, "local"],
+    shape: tuple[int, ...],
+    prompt_length: int,
+    mesh: FoldedMesh,
+    config: ModelConfig,
 ) -> Float[Array, "batch time"]:
     """Numbers about the `response_tokens`, put in their columns; prompts get 0."""
-    zigzag = zigzag_of_rows((shape[0], shape[1] - prompt_length), mesh)
+    zigzag = zigzag_of_rows((shape[0], shape[1] - prompt_length), mesh, config)
     (response,) = zigzag.restore(join_shards(before, mesh.sequence))
     return jnp.pad(response, ((0, 0), (prompt_length, 0)))
 
@@ -95,6 +112,7 @@ def in_rows(
     prompt_length: int,
     num_samples: int,
     mesh: FoldedMesh,
+    config: ModelConfig,
 ) -> Shaped[Array, "batch time *rest"]:
     """What belongs to the tokens of a `pack_shared_prompts` batch, all of its shards, in the rows
     of the tokens; what belongs to a prompt stands in each of its rows.
@@ -102,5 +120,6 @@ def in_rows(
     Args:
       shape: ``[batch, time]`` of the rows.
     """
-    prompts, responses = zigzag_of_prompts(shape, prompt_length, num_samples, mesh).restore(x)
+    zigzag = zigzag_of_prompts(shape, prompt_length, num_samples, mesh, config)
+    prompts, responses = zigzag.restore(x)
     return jnp.concatenate([jnp.repeat(prompts, num_samples, axis=0), responses], axis=1)

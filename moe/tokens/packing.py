@@ -4,7 +4,8 @@ Only two parts of the network know about sequences: core attention, which sees e
 the load-balancing loss, which is taken per sequence. Both are functions of the packed batch.
 `pack_rows` is the plain one; `pack_shared_prompts` runs a prompt once for all the completions that
 share it; `pack_segments` has several sequences in a row. Each has a `ZigzagLayout`, so that it can
-be cut over ``cp`` and ``tp``.
+be cut over ``cp`` and ``tp``, in the order that attention over ``cp`` wants
+(`moe.attention.context_parallel.choice.wants_contiguous`).
 """
 
 from collections.abc import Callable, Sequence
@@ -15,11 +16,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from moe.attention.context_parallel.choice import context_parallel_attention
+from moe.attention.context_parallel.choice import (
+    context_parallel_attention,
+    wants_contiguous,
+)
 from moe.attention.context_parallel.mask import SegmentMask, Source
 from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention
 from moe.attention.mask import Marks, Window
+from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.router.sequences import Sequences, load_fraction
 from moe.tokens.zigzag import ZigzagLayout
@@ -71,18 +76,23 @@ def pack_rows(
     tokens: Int[Array, "batch time"],
     valid: Bool[Array, "batch time"],
     mesh: FoldedMesh,
-    execution: Execution | None = None,
+    config: ModelConfig | None = None,
     replay: Integer[Array, "layer batch time k"] | None = None,
 ) -> PackedBatch:
-    """Row after row, each its own sequence."""
-    zigzag, num_rows = zigzag_of_rows(tokens.shape, mesh), tokens.shape[0]
+    """Row after row, each its own sequence.
+
+    Args:
+      config: of the network that is to run it: how its attention crosses ``cp``; None is as
+        `Execution` has it, for tokens in zig-zag.
+    """
+    zigzag, num_rows = zigzag_of_rows(tokens.shape, mesh, config), tokens.shape[0]
     positions, segments = positions_of(valid), valid.astype(jnp.int32)
     return PackedBatch(
         tokens=zigzag.flatten(tokens),
         positions=zigzag.flatten(positions),
         multiplicity=zigzag.flatten(valid.astype(jnp.float32)),
         core_attention_of_layer=_causal(
-            zigzag, [positions], [segments], OWN_ROWS, True, mesh, execution
+            zigzag, [positions], [segments], OWN_ROWS, True, mesh, config
         ),
         sequences=Sequences(zigzag.flatten(_numbered(tokens.shape)), num_rows, load_fraction),
         zigzag=zigzag,
@@ -95,7 +105,7 @@ def pack_segments(
     segments: Int[Array, "batch time"],
     num_segments: int,
     mesh: FoldedMesh,
-    execution: Execution | None = None,
+    config: ModelConfig | None = None,
     replay: Integer[Array, "layer batch time k"] | None = None,
 ) -> PackedBatch:
     """Several sequences in each row, which never attend to each other.
@@ -111,14 +121,14 @@ def pack_segments(
         not matter.
       num_segments: sequences, at most.
     """
-    zigzag = zigzag_of_rows(tokens.shape, mesh)
+    zigzag = zigzag_of_rows(tokens.shape, mesh, config)
     valid, positions = segments > 0, _places(segments)
     return PackedBatch(
         tokens=zigzag.flatten(tokens),
         positions=zigzag.flatten(positions),
         multiplicity=zigzag.flatten(valid.astype(jnp.float32)),
         core_attention_of_layer=_causal(
-            zigzag, [positions], [segments], OWN_ROWS, False, mesh, execution
+            zigzag, [positions], [segments], OWN_ROWS, False, mesh, config
         ),
         # Padding, 0, is a sequence that sends nothing.
         sequences=Sequences(zigzag.flatten(segments), num_segments + 1, load_fraction),
@@ -133,7 +143,7 @@ def pack_shared_prompts(
     prompt_length: int,
     num_samples: int,
     mesh: FoldedMesh,
-    execution: Execution | None = None,
+    config: ModelConfig | None = None,
     replay: Integer[Array, "layer batch time k"] | None = None,
 ) -> PackedBatch:
     """All prompts, each once, and then all responses.
@@ -149,7 +159,7 @@ def pack_shared_prompts(
     """
     num_rows, time = tokens.shape
     num_prompts, response_length = num_rows // num_samples, time - prompt_length
-    zigzag = zigzag_of_prompts(tokens.shape, prompt_length, num_samples, mesh)
+    zigzag = zigzag_of_prompts(tokens.shape, prompt_length, num_samples, mesh, config)
 
     def split(x: Array) -> tuple[Array, Array]:
         return x[::num_samples, :prompt_length], x[:, prompt_length:]
@@ -179,7 +189,7 @@ def pack_shared_prompts(
             ((Source(0, 1),), (Source(0, num_samples), Source(1, 1))),
             True,
             mesh,
-            execution,
+            config,
         ),
         sequences=Sequences(zigzag.flatten(*pieces), num_prompts + num_rows, fractions),
         zigzag=zigzag,
@@ -187,17 +197,30 @@ def pack_shared_prompts(
     )
 
 
-def zigzag_of_rows(shape: tuple[int, ...], mesh: FoldedMesh) -> ZigzagLayout:
+def zigzag_of_rows(
+    shape: tuple[int, ...], mesh: FoldedMesh, config: ModelConfig | None
+) -> ZigzagLayout:
     """The layout of ``[batch, time]`` rows: of `pack_rows` and `pack_segments`."""
-    return ZigzagLayout(((shape[0], shape[1]),), mesh.size(mesh.cp))
+    return _layout(((shape[0], shape[1]),), mesh, config)
 
 
 def zigzag_of_prompts(
-    shape: tuple[int, ...], prompt_length: int, num_samples: int, mesh: FoldedMesh
+    shape: tuple[int, ...],
+    prompt_length: int,
+    num_samples: int,
+    mesh: FoldedMesh,
+    config: ModelConfig | None,
 ) -> ZigzagLayout:
     """The layout of `pack_shared_prompts` of ``[batch, time]`` rows."""
     prompts = shape[0] // num_samples, prompt_length
-    return ZigzagLayout((prompts, (shape[0], shape[1] - prompt_length)), mesh.size(mesh.cp))
+    return _layout((prompts, (shape[0], shape[1] - prompt_length)), mesh, config)
+
+
+def _layout(
+    sections: tuple[tuple[int, int], ...], mesh: FoldedMesh, config: ModelConfig | None
+) -> ZigzagLayout:
+    contiguous = config is not None and wants_contiguous(config, mesh)
+    return ZigzagLayout(sections, mesh.size(mesh.cp), contiguous)
 
 
 OWN_ROWS = ((Source(0, 1),),)
@@ -229,7 +252,7 @@ def _causal(
     sources: tuple[tuple[Source, ...], ...],
     single: bool,
     mesh: FoldedMesh,
-    execution: Execution | None,
+    config: ModelConfig | None,
 ) -> CoreAttentionOfLayer:
     """Every layer attends to earlier columns of the own segment; a section's columns follow those
     of the section before."""
@@ -240,13 +263,15 @@ def _causal(
         start += length
     marks = Marks(*(zigzag.flatten(*x) for x in (columns, positions, segments)))
     mask = SegmentMask(zigzag, marks, sources, single)
-    chosen = Execution() if execution is None else execution
+    execution = Execution() if config is None else config.execution
 
     def core_attention_of_layer(index: int | Array, window: Window = None) -> CoreAttention:
         def core_attention(
             query: Array, key: Array, value: Array, scale: float | None = None
         ) -> Array:
-            return context_parallel_attention(query, key, value, mask, chosen, mesh, scale, window)
+            return context_parallel_attention(
+                query, key, value, mask, execution, mesh, scale, window
+            )
 
         return core_attention
 

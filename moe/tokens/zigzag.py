@@ -1,8 +1,10 @@
 """Where the tokens of rows stand in the flat batch, so that its shards are fair shares of work.
 
-Under the causal mask late tokens attend to more than early ones. Each rank of ``cp`` therefore gets
-an early and a late chunk of every row (zig-zag, Megatron's order for context parallelism): rows are
-cut into ``2 cp`` chunks and rank ``r`` has the chunks ``r`` and ``2 cp - 1 - r``. The batch is laid
+Under the causal mask late tokens attend to more than early ones. Where a rank of ``cp`` computes
+what its own tokens read it therefore gets an early and a late chunk of every row (zig-zag,
+Megatron's order for context parallelism): rows are cut into ``2 cp`` chunks and rank ``r`` has the
+chunks ``r`` and ``2 cp - 1 - r``. Where ranks have whole sequences to attend in, and so equal work
+in any order, rank ``r`` has the chunks ``2 r`` and ``2 r + 1``: contiguous parts. The batch is laid
 out rank after rank. On one rank that is row after row, and nothing moves.
 """
 
@@ -17,11 +19,13 @@ class ZigzagLayout:
     """The order of a packed batch made of sections, each some rows of one length.
 
     A rank's part of the batch is its part of the first section, row after row, then of the next.
-    Rows whose length does not divide are padded at their end, inside the batch only.
+    Rows whose length does not divide are padded at their end, inside the batch only, and in both
+    orders to the same length: how many tokens there are does not depend on the order.
 
     Args:
       sections: ``(rows, length)`` of each.
       ranks: devices along ``cp``.
+      contiguous: whether a rank's part of a row is one piece of it.
 
     References:
       Meta, "The Llama 3 Herd of Models", 2024, section 3.3.2 (2 cp chunks, rank i has the i-th from
@@ -30,10 +34,12 @@ class ZigzagLayout:
 
     sections: tuple[tuple[int, int], ...]
     ranks: int
+    contiguous: bool = False
 
     @property
     def chunks_per_rank(self) -> int:
-        """Chunks of a row on each rank: one from either end, or the whole row on one rank."""
+        """Chunks of a row on each rank: one from either end or two neighbours, or the whole row on
+        one rank."""
         return 1 if self.ranks == 1 else 2
 
     def padded(self, length: int) -> int:
@@ -73,7 +79,10 @@ class ZigzagLayout:
 
     def locate(self, section: int, column: int) -> tuple[int, int]:
         """The rank that has a column of a section, and the column's place in its part of a row."""
-        chunk_size = self.padded(self.sections[section][1]) // (self.ranks * self.chunks_per_rank)
+        part = self.padded(self.sections[section][1]) // self.ranks
+        if self.contiguous:
+            return divmod(column, part)
+        chunk_size = part // self.chunks_per_rank
         chunk, within = divmod(column, chunk_size)
         if chunk < self.ranks:
             return chunk, within
@@ -89,6 +98,9 @@ class ZigzagLayout:
             return x.reshape(1, rows * length, *rest)
         padding = self.padded(length) - length
         x = jnp.pad(x, ((0, 0), (0, padding), *((0, 0) for _ in rest)))
+        if self.contiguous:
+            x = x.reshape(rows, self.ranks, -1, *rest)
+            return jnp.moveaxis(x, 1, 0).reshape(self.ranks, -1, *rest)
         x = _zigzag(x.reshape(rows, 2, self.ranks, -1, *rest))
         return jnp.moveaxis(x, 2, 0).reshape(self.ranks, -1, *rest)
 
@@ -96,6 +108,9 @@ class ZigzagLayout:
         rest = x.shape[2:]
         if self.ranks == 1:
             return x.reshape(rows, length, *rest)
+        if self.contiguous:
+            x = jnp.moveaxis(x.reshape(self.ranks, rows, -1, *rest), 0, 1)
+            return x.reshape(rows, -1, *rest)[:, :length]
         x = jnp.moveaxis(x.reshape(self.ranks, rows, 2, -1, *rest), 0, 2)
         return _zigzag(x).reshape(rows, -1, *rest)[:, :length]
 

@@ -45,11 +45,9 @@ def test_no_array_is_as_large_as_queries_times_keys(kind, layout, context):
     config = replace(CONFIG, execution=Execution(context=context, attention=attention))
     mesh = fold_abstract(Layout.parse(layout))
     pack = {
-        "rows": lambda t: pack_rows(t, t > 0, mesh, config.execution),
-        "shared prompts": lambda t: pack_shared_prompts(
-            t, t > 0, TIME // 4, 2, mesh, config.execution
-        ),
-        "packed": lambda t: pack_segments(t, t, 2 * TIME, mesh, config.execution),
+        "rows": lambda t: pack_rows(t, t > 0, mesh, config),
+        "shared prompts": lambda t: pack_shared_prompts(t, t > 0, TIME // 4, 2, mesh, config),
+        "packed": lambda t: pack_segments(t, t, 2 * TIME, mesh, config),
     }[kind]
 
     def local(weights, tokens):

@@ -73,6 +73,14 @@ CONFIGS = {
     ),
     # Experts that are full drop the later tokens of the rows, wherever these are.
     "full": replace(MOE, capacity_factor=0.8, drop_policy="position", drop_scope="full_sequence"),
+    # Tokens traded for heads, of which those of keys and values are sent twice over cp4.
+    "traded": replace(MOE, num_kv_heads=2, execution=Execution(context="ulysses")),
+    "traded full": replace(
+        MOE,
+        capacity_factor=0.8,
+        drop_scope="full_sequence",
+        execution=Execution(context="ulysses", dispatch="all_to_all", remat="selective"),
+    ),
     # A critic with a shared expert.
     "shared": replace(MOE, num_layers=2, d_ff=12, head="value"),
 }
@@ -127,9 +135,12 @@ CASES = [
     ("shared", "tp4 dp2 / ep2"),
     ("shared", "pp2 tp2 dp2 / ep4"),
     ("sigmoid", "tp2 dp4 / ep2 etp2"),
+    ("traded", "cp2 dp2 / ep4"),
+    ("traded", "cp4 / ep4"),
+    ("traded", "tp2 cp2 dp2 / ep8"),
 ]
 # Who is dropped does not depend on cp and tp: `tests/moe/router/test_capacity.py` has it by itself.
-FULL = [("full", "cp2"), ("full", "tp2 cp2 / ep4")]
+FULL = [("full", "cp2"), ("full", "tp2 cp2 / ep4"), ("traded full", "cp4 / ep4")]
 BATCH, TIME = 8, 5
 
 
@@ -198,6 +209,7 @@ HALF = [
     *EXACT_IN_HALF,
     ("sigmoid", "dp4 / ep4"),
     ("routed", "cp2"),
+    ("traded", "cp4 / ep4"),
     ("routed", "dp2 / etp2"),
     ("dense", "tp2"),
     ("dense", "pp2"),

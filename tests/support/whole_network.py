@@ -39,10 +39,10 @@ def token_loss(weights, x, piece, num_tokens, config, mesh):
     if config.head == "value":
         after = jnp.square(value_of(weights, x, config) - 1.0)
     else:
-        following = alignment.next_tokens(tokens, mesh)
+        following = alignment.next_tokens(tokens, mesh, config)
         logprobs, entropy = logprobs_and_entropy(weights, x, following, config, mesh)
         after = 0.1 * entropy - logprobs
-    per_token = alignment.align_to_tokens(after, tokens.shape, mesh)
+    per_token = alignment.align_to_tokens(after, tokens.shape, mesh, config)
     # A padded first token carries nothing.
     counted = valid & (jnp.arange(tokens.shape[1]) > 0)[None, :]
     return jnp.sum(per_token, where=counted) / num_tokens.astype(jnp.float32)
@@ -75,7 +75,7 @@ def through_stages(weights, piece, config, mesh):
     value, grads, _, stats = stages.gradients(
         vary(weights, mesh.axes),
         vary(pieces, mesh.except_sequence),
-        lambda piece: pack_rows(*piece[:2], mesh, config.execution, replay_of(piece)),
+        lambda piece: pack_rows(*piece[:2], mesh, config, replay_of(piece)),
         lambda weights, x, piece: (
             token_loss(weights, x, piece, num_tokens, config, mesh),
             {},

@@ -13,6 +13,7 @@ from moe.attention.context_parallel.mask import Key, Output, Query, SegmentMask,
 from moe.attention.context_parallel.ring import ring
 from moe.attention.context_parallel.ulysses import copies_of, ulysses
 from moe.attention.mask import Window
+from moe.config import ModelConfig
 from moe.execution import Execution
 from sharding.folding import FoldedMesh
 
@@ -54,6 +55,16 @@ def context_parallel_attention(
             'attention="blocked".'
         )
     return ring(query, key, value, mask, mesh, scale, window)
+
+
+def wants_contiguous(config: ModelConfig, mesh: FoldedMesh) -> bool:
+    """Whether a rank of ``cp`` is to have contiguous parts of rows: where it has whole sequences to
+    attend in. Where it computes what its own tokens read ("gather" and "ring") parts are in
+    zig-zag: of contiguous ones the last rank would have ``2 - 1 / cp`` times an equal share of the
+    causal scores."""
+    ranks, tp = mesh.size(mesh.cp), mesh.size(mesh.tp)
+    heads, kv_heads = config.num_heads // tp, config.num_kv_heads // tp
+    return ranks > 1 and chosen(config.execution, heads, kv_heads, ranks) == "ulysses"
 
 
 def chosen(execution: Execution, heads: int, kv_heads: int, ranks: int) -> str:

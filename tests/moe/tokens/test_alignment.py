@@ -1,5 +1,6 @@
 """Numbers computed at a position, moved to the token they speak about."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -12,6 +13,7 @@ from tiers import full_but
 
 from moe import model
 from moe.config import ModelConfig
+from moe.execution import Execution
 from moe.placement import specs
 from moe.tokens import alignment
 
@@ -66,14 +68,15 @@ def test_values_speak_of_the_state_before_each_token():
 @pytest.mark.parametrize(
     "layout", full_but(["dp1", "tp4", "tp2 dp2", "cp4", "cp2 tp2 dp2"], "dp1", "cp2 tp2 dp2")
 )
-def test_alignment_moves_each_number_to_its_token(layout):
-    mesh = mesh_of(layout)
+@pytest.mark.parametrize("context", ["gather", "ulysses"])
+def test_alignment_moves_each_number_to_its_token(layout, context):
+    mesh, config = mesh_of(layout), replace(CONFIG, execution=Execution(context=context))
     shape = (4, 2 * TIME)
     tokens = np.random.default_rng(0).integers(0, 9, shape)
 
     def local(tokens):
-        after = alignment.next_tokens(tokens, mesh).astype(jnp.float32)
-        return alignment.align_to_tokens(after, tokens.shape, mesh)[None]
+        after = alignment.next_tokens(tokens, mesh, config).astype(jnp.float32)
+        return alignment.align_to_tokens(after, tokens.shape, mesh, config)[None]
 
     rows = tuple(axis for axis in mesh.except_sequence if axis not in mesh.dp)
     aligned = on_mesh(local, mesh, P(mesh.dp), P(rows, mesh.dp))(jnp.asarray(tokens))[0]

@@ -93,11 +93,9 @@ def trained(is_packed, layout, context=None):
 
     def loss(weights):
         if is_packed:
-            packed = pack_segments(
-                tokens, jnp.asarray(segments()), 12 * BATCH, mesh, config.execution
-            )
+            packed = pack_segments(tokens, jnp.asarray(segments()), 12 * BATCH, mesh, config)
         else:
-            packed = pack_rows(tokens, jnp.asarray(valid), mesh, config.execution)
+            packed = pack_rows(tokens, jnp.asarray(valid), mesh, config)
         x, stats = model.run(weights, packed, config, mesh)
         logprobs = jax.nn.log_softmax(logits_of(weights, x, config, mesh))
         chosen = own_shard(packed.zigzag.flatten(follows), mesh.sequence)

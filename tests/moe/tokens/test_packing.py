@@ -1,6 +1,7 @@
 """Prompts run once for the rows that share them give what whole rows give: the plain twin."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe import model
 from moe.config import ModelConfig
+from moe.execution import Execution
 from moe.head import logits_of
 from moe.placement import specs
 from moe.router.balance import router_loss
@@ -48,39 +50,39 @@ def batch(copies):
     return jnp.concatenate([prompts, tokens[:, PROMPT:]], axis=1), valid
 
 
-def fast(weights, tokens, valid, copies, mesh):
-    return model.before_responses(weights, tokens, valid, PROMPT, copies, CONFIG, mesh)
+def fast(weights, tokens, valid, copies, config, mesh):
+    return model.before_responses(weights, tokens, valid, PROMPT, copies, config, mesh)
 
 
-def plain(weights, tokens, valid, copies, mesh):
+def plain(weights, tokens, valid, copies, config, mesh):
     """`hidden` on whole rows; the state before a response token is that after the one before it."""
-    x, stats = model.hidden(weights, tokens, valid, CONFIG, mesh)
+    x, stats = model.hidden(weights, tokens, valid, config, mesh)
     x = gather_tokens(x, mesh.tp).reshape(*tokens.shape, -1)
     before = x[:, PROMPT - 1 : -1].reshape(-1, x.shape[-1])
     return own_shard(before, mesh.tp), stats
 
 
-def loss(weights, tokens, valid, path, copies, mesh):
+def loss(weights, tokens, valid, path, copies, config, mesh):
     """A scalar that every weight reaches: a sum over response tokens and the router's losses."""
-    before, stats = path(weights, tokens, valid, copies, mesh)
-    logits = logits_of(weights, before, CONFIG, mesh)
-    targets = alignment.response_tokens(tokens, PROMPT, mesh)
+    before, stats = path(weights, tokens, valid, copies, config, mesh)
+    logits = logits_of(weights, before, config, mesh)
+    targets = alignment.response_tokens(tokens, PROMPT, mesh, config)
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)[:, 0]
-    logprobs = alignment.on_responses(chosen, tokens.shape, PROMPT, mesh)
+    logprobs = alignment.on_responses(chosen, tokens.shape, PROMPT, mesh, config)
     logprobs = jnp.where(valid & (jnp.arange(PROMPT + RESPONSE) >= PROMPT)[None, :], logprobs, 0.0)
     num_tokens = all_sum(jnp.sum(valid.astype(jnp.int32)), mesh.dp)
-    own = -jnp.sum(logprobs) / (ROWS * RESPONSE) + router_loss(stats, CONFIG, mesh, num_tokens)
+    own = -jnp.sum(logprobs) / (ROWS * RESPONSE) + router_loss(stats, config, mesh, num_tokens)
     return all_sum(own, mesh.except_sequence), (logprobs, all_sum(stats, mesh.axes))
 
 
 @functools.cache
-def compiled(path, copies, layout, with_gradients):
+def compiled(path, copies, layout, with_gradients, context):
     parsed = Layout.parse(layout)
     mesh = fold(parsed, jax.devices()[: parsed.num_devices])
-    spec = specs(CONFIG, mesh)
+    spec, config = specs(CONFIG, mesh), replace(CONFIG, execution=Execution(context=context))
 
     def local(weights, tokens, valid):
-        given, grads = (weights, tokens, valid, path, copies, mesh), None
+        given, grads = (weights, tokens, valid, path, copies, config, mesh), None
         if with_gradients:
             (total, (logprobs, stats)), grads = jax.value_and_grad(loss, has_aux=True)(*given)
         else:
@@ -99,10 +101,10 @@ def compiled(path, copies, layout, with_gradients):
     return jax.jit(step, compiler_options={"xla_backend_optimization_level": 0})
 
 
-def run(path, copies, layout, rows, with_gradients=True):
+def run(path, copies, layout, rows, with_gradients=True, context=None):
     """Loss, log-probabilities, router sums and gradients, of rows that share prompts so many
     times."""
-    step = compiled(path, copies, layout, with_gradients)
+    step = compiled(path, copies, layout, with_gradients, context)
     return jax.device_get(step(initialise(CONFIG, jax.random.key(0)), *batch(rows)))
 
 
@@ -119,26 +121,29 @@ def assert_same_forward(found, expected, copies):
         np.testing.assert_allclose(getattr(stats, name), getattr(plain_stats, name), rtol=1e-5)
 
 
-def test_forward_equals_whole_rows():
-    found = run(fast, 4, "cp4 dp2 / ep2", 4, with_gradients=False)[:3]
+@pytest.mark.parametrize("context", ["gather", "ulysses"])
+def test_forward_equals_whole_rows(context):
+    found = run(fast, 4, "cp4 dp2 / ep2", 4, with_gradients=False, context=context)[:3]
     assert_same_forward(found, run(plain, 1, "dp1", 4, with_gradients=False)[:3], 4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "copies"),
+    ("layout", "copies", "context"),
     [
-        ("dp1", 1),
-        ("dp1", 2),
-        ("dp1", 4),
-        ("tp2 dp2 / ep4", 2),
-        ("tp2 dp2 / ep4", 4),
-        ("cp2 tp2", 2),
-        ("cp4 dp2 / ep2", 4),
+        ("dp1", 1, None),
+        ("dp1", 2, None),
+        ("dp1", 4, None),
+        ("tp2 dp2 / ep4", 2, None),
+        ("tp2 dp2 / ep4", 4, None),
+        ("cp2 tp2", 2, None),
+        ("cp2 tp2", 2, "ulysses"),
+        ("cp4 dp2 / ep2", 4, None),
+        ("cp4 dp2 / ep2", 4, "ulysses"),
     ],
 )
-def test_equals_whole_rows(layout, copies):
-    *found, grads = run(fast, copies, layout, copies)
+def test_equals_whole_rows(layout, copies, context):
+    *found, grads = run(fast, copies, layout, copies, context=context)
     *expected, expected_grads = run(plain, 1, "dp1", copies)
     assert_same_forward(found, expected, copies)
     # float32 sums of a few hundred terms in another order: a few units in the sixth digit.

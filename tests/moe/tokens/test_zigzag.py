@@ -22,8 +22,9 @@ def sections(*rest):
 
 @pytest.mark.parametrize("ranks", full_but([1, 2, 3, 4], 1, 3))
 @pytest.mark.parametrize("rest", [(), (7,)])
-def test_the_stream_holds_every_token_once(ranks, rest):
-    zigzag, given = ZigzagLayout(SECTIONS, ranks), sections(*rest)
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_the_stream_holds_every_token_once(ranks, rest, contiguous):
+    zigzag, given = ZigzagLayout(SECTIONS, ranks, contiguous), sections(*rest)
     packed = zigzag.flatten(*given)
     assert packed.shape == (zigzag.num_tokens, *rest)
     for back, x in zip(zigzag.restore(packed), given, strict=True):
@@ -49,9 +50,25 @@ def test_each_rank_has_a_piece_from_either_end(ranks):
         np.testing.assert_array_equal(own, rows[:, np.array(columns)])
 
 
+@pytest.mark.parametrize("ranks", full_but([2, 3, 4], 3))
+def test_contiguous_parts_follow_each_other(ranks):
+    """As many tokens as in zig-zag; of one row nothing is moved."""
+    zigzag = ZigzagLayout(SECTIONS, ranks, contiguous=True)
+    assert zigzag.num_tokens == ZigzagLayout(SECTIONS, ranks).num_tokens
+    row = jnp.arange(1, 10)[None]
+    one = ZigzagLayout(((1, 9),), ranks, contiguous=True)
+    np.testing.assert_array_equal(one.flatten(row)[:9], row[0])
+    whole = zigzag.flatten(*(jnp.broadcast_to(jnp.arange(n)[None], (m, n)) for m, n in SECTIONS))
+    parts = [zigzag.split(part)[1] for part in whole.reshape(ranks, -1)]
+    np.testing.assert_array_equal(
+        np.concatenate(parts, axis=1)[:, :9], np.arange(9)[None] + [[0]] * 3
+    )
+
+
 @pytest.mark.parametrize("ranks", full_but([1, 2, 3, 4], 1, 3))
-def test_place_finds_every_column(ranks):
-    zigzag = ZigzagLayout(SECTIONS, ranks)
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_place_finds_every_column(ranks, contiguous):
+    zigzag = ZigzagLayout(SECTIONS, ranks, contiguous)
     columns = [jnp.tile(jnp.arange(length)[None], (rows, 1)) for rows, length in SECTIONS]
     parts = [zigzag.split(part) for part in zigzag.flatten(*columns).reshape(ranks, -1)]
     for section, (_, length) in enumerate(SECTIONS):

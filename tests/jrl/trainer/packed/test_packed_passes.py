@@ -39,6 +39,7 @@ from jrl.trainer.scoring import logprobs_of, values_of
 from jrl.trainer.state import init_state
 from jrl.trainer.step import mini_batches, train_on_batch
 from jrl.trainer.update import Max, update
+from moe.execution import Execution
 from sharding.folding import Layout, fold_abstract
 
 TIME = PROMPT_LENGTH + RESPONSE_LENGTH
@@ -139,8 +140,8 @@ def learned_from(setup, network):
 
 
 @functools.cache
-def one_update(network, layout, bins, packed):
-    setup = setup_on(layout)
+def one_update(network, layout, bins, packed, context=None):
+    setup = setup_on(layout, execution=Execution(context=context))
     mesh = setup.mesh
     rows, of_rows = learned_from(setup, network)
     of = setup.networks.critic if network == "critic" else setup.networks.policy
@@ -159,22 +160,23 @@ def one_update(network, layout, bins, packed):
 
 
 @pytest.mark.parametrize(
-    ("network", "layout", "bins"),
+    ("network", "layout", "bins", "context"),
     full_but(
         [
-            ("actor", "dp1", 2),
-            ("critic", "dp1", 4),
-            ("actor", "tp2 dp2 / ep4", 2),
-            ("critic", "cp2 dp2 / ep2", 1),
-            ("actor", "cp2 tp2", 3),
+            ("actor", "dp1", 2, None),
+            ("critic", "dp1", 4, None),
+            ("actor", "tp2 dp2 / ep4", 2, None),
+            ("critic", "cp2 dp2 / ep2", 1, "gather"),
+            ("actor", "cp4 / ep4", 1, "ulysses"),
+            ("actor", "cp2 tp2", 3, "ring"),
         ],
-        ("actor", "dp1", 2),
+        ("actor", "dp1", 2, None),
     ),
 )
-def test_packed_updates_are_padded_ones(network, layout, bins):
+def test_packed_updates_are_padded_ones(network, layout, bins, context):
     """Loss, gradients and metrics, router sums included, of the rows as they stand on one
     device."""
-    gradient, metrics, laid = one_update(network, layout, bins, True)
+    gradient, metrics, laid = one_update(network, layout, bins, True, context)
     expected, same, _ = one_update(network, "dp1", 1, False)
     # A rank that has half the rows may need as many passes as there are micro-batches.
     assert laid.passes < laid.num_micro_batches + ("dp2" in layout)
@@ -287,11 +289,17 @@ def test_a_step_in_which_no_response_finishes(packs):
 
 @pytest.mark.parametrize(
     ("layout", "top_k"),
-    full_but([("dp1", None), ("dp2 tp2 / ep4", 3), ("cp2 dp2", None)], ("dp1", None)),
+    full_but(
+        [("dp1", None), ("dp2 tp2 / ep4", 3), ("cp2 dp2", None), ("cp4 / ep4", None)],
+        ("dp1", None),
+    ),
 )
 def test_packed_scores_are_padded_ones(layout, top_k):
     """Under the mask; all others are 0."""
-    setup = replace(setup_on(layout), recipe=small_recipe("tppo", top_k=top_k))
+    # Padded rows and packed ones, each in the order that heads traded for tokens ask for.
+    context = "ulysses" if "cp4" in layout else None
+    setup = setup_on(layout, execution=Execution(context=context))
+    setup = replace(setup, recipe=small_recipe("tppo", top_k=top_k))
     batch, networks = windows_batch(setup), setup.networks
     batch = batch.replace(mask=batch.mask & batch.finished[:, None])
     policy, critic = networks.policy.objective, networks.critic.objective

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from programs import array_sizes, mesh_of, on_mesh
 from tiers import full_but
 
+from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.remat import rematerialised
 from moe.tokens.packing import pack_rows, pack_segments, pack_shared_prompts
@@ -46,12 +47,18 @@ def segments():
     return ids
 
 
-def batches(mesh, execution=None):
+def network(execution=None, heads=HEADS, kv_heads=KV_HEADS):
+    """A network with such heads, as far as attention and the order of tokens know of it."""
+    execution = Execution() if execution is None else execution
+    return ModelConfig(vocab_size=2, num_heads=heads, num_kv_heads=kv_heads, execution=execution)
+
+
+def batches(mesh, config=None):
     tokens, valid = jnp.zeros((BATCH, TIME), int), jnp.asarray(valid_rows())
     return {
-        "rows": pack_rows(tokens, valid, mesh, execution),
-        "shared prompts": pack_shared_prompts(tokens, valid, PROMPT, COPIES, mesh, execution),
-        "packed": pack_segments(tokens, jnp.asarray(segments()), 12 * BATCH, mesh, execution),
+        "rows": pack_rows(tokens, valid, mesh, config),
+        "shared prompts": pack_shared_prompts(tokens, valid, PROMPT, COPIES, mesh, config),
+        "packed": pack_segments(tokens, jnp.asarray(segments()), 12 * BATCH, mesh, config),
     }
 
 
@@ -82,18 +89,18 @@ WINDOWS = {
 def run(context, layout, windows="tp2 cp2"):
     """By packed: what is read and the gradients, in rows; and the program of both, compiled and
     traced."""
-    mesh = mesh_of(layout)
-    zigzags = {kind: packed.zigzag for kind, packed in batches(mesh).items()}
+    mesh, (way, _, attention) = mesh_of(layout), (context or "").partition(" ")
+    config = network(Execution(context=way or None, attention=attention or None))
+    zigzags = {kind: packed.zigzag for kind, packed in batches(mesh, config).items()}
     given = {
         kind: [zigzag.flatten(*by_section(kind, jnp.asarray(x))) for x in arrays(kind)]
         for kind, zigzag in zigzags.items()
     }
-    spec, (way, _, attention) = P(mesh.cp, mesh.tp), (context or "").partition(" ")
-    execution = Execution(context=way or None, attention=attention or None)
+    spec = P(mesh.cp, mesh.tp)
 
     def local(given):
         results = {}
-        for kind, packed in batches(mesh, execution).items():
+        for kind, packed in batches(mesh, config).items():
             *inputs, weight = given[kind]
             window = WINDOWS[windows][kind]
             attend = functools.partial(packed.core_attention_of_layer(0, window), scale=SCALE)
@@ -156,7 +163,10 @@ def test_a_ring_in_half_precision_errs_as_little_as_blocks():
 
         def local(*given):
             packed = pack_rows(
-                jnp.zeros((BATCH, TIME), int), jnp.asarray(valid_rows()), mesh, execution
+                jnp.zeros((BATCH, TIME), int),
+                jnp.asarray(valid_rows()),
+                mesh,
+                network(execution),
             )
             own = (own_shard(packed.zigzag.flatten(x), mesh.cp) for x in given)
             read = packed.core_attention_of_layer(0)(*own, scale=SCALE)
@@ -269,9 +279,9 @@ def test_ulysses_repeats_heads_as_often_as_needed(ranks, kv_heads, copies, dtype
 
         def local(query, key, value, weight):
             execution = Execution(context=context, attention="plain")
-            packed = pack_rows(
-                jnp.zeros((1, time), int), jnp.ones((1, time), bool), mesh, execution
-            )
+            config = network(execution, heads, kv_heads)
+            packed = pack_rows(jnp.zeros((1, time), int), jnp.ones((1, time), bool), mesh, config)
+            assert packed.zigzag.contiguous == (context == "ulysses")
             own = (own_shard(packed.zigzag.flatten(x[None]), mesh.cp) for x in (query, key, value))
             out, back = jax.vjp(packed.core_attention_of_layer(0), *own)
             grads = back(own_shard(packed.zigzag.flatten(weight[None]), mesh.cp))
@@ -299,8 +309,8 @@ def traced_cost(context, ranks, time, heads, dtype, remat="none", window=None):
     num_heads, kv_heads, width = heads
 
     def local(query, key, value):
-        execution = Execution(context=context)
-        packed = pack_rows(jnp.zeros((1, time), int), jnp.ones((1, time), bool), mesh, execution)
+        config = network(Execution(context=context), num_heads, kv_heads)
+        packed = pack_rows(jnp.zeros((1, time), int), jnp.ones((1, time), bool), mesh, config)
         attend = rematerialised(packed.core_attention_of_layer(0, window), remat)
         out, pull = jax.vjp(attend, query, key, value)
         kept.append(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pull)))
@@ -322,9 +332,8 @@ def test_a_ring_leaves_out_what_is_hidden():
 
     def finite_chunks(window, poisoned):
         """The chunks, in the order of columns, whose queries get something finite."""
-        packed = pack_rows(
-            jnp.zeros((1, time), int), jnp.ones((1, time), bool), mesh, Execution(context="ring")
-        )
+        config = network(Execution(context="ring"), 4, 2)
+        packed = pack_rows(jnp.zeros((1, time), int), jnp.ones((1, time), bool), mesh, config)
         bad = np.isin(np.arange(time) // chunk, poisoned)[:, None, None]
         query, *sources = given
         whole = [query, *(jnp.where(bad, jnp.nan, x) for x in sources)]
@@ -376,10 +385,12 @@ def test_128k_tokens_fit_on_eight_devices():
 )
 def test_none_sends_least(cp, heads, kv_heads, used):
     """Ulysses trades queries and what is read too: it wins from ``heads / kv_heads + 1`` ranks."""
-    mesh = fold_abstract(Layout(cp=cp))
+    mesh, config = fold_abstract(Layout(cp=cp)), network(None, heads, kv_heads)
 
     def local(query, key):
-        packed = pack_rows(jnp.zeros((1, 16), int), jnp.ones((1, 16), bool), mesh)
+        packed = pack_rows(jnp.zeros((1, 16), int), jnp.ones((1, 16), bool), mesh, config)
+        # Whole sequences are equal work in any order; all else is in zig-zag.
+        assert packed.zigzag.contiguous == (used == "all_to_all")
         return packed.core_attention_of_layer(0)(query, key, key)
 
     step = jax.shard_map(local, mesh=mesh.mesh, in_specs=P(mesh.cp), out_specs=P(mesh.cp))
@@ -403,7 +414,8 @@ def test_what_cannot_serve_is_refused(execution, message):
     mesh = fold_abstract(Layout(cp=4))
 
     def local(query, key):
-        packed = pack_rows(jnp.zeros((1, 8), int), jnp.ones((1, 8), bool), mesh, execution)
+        config = network(execution, 6, 2)
+        packed = pack_rows(jnp.zeros((1, 8), int), jnp.ones((1, 8), bool), mesh, config)
         return packed.core_attention_of_layer(0)(query, key, key)
 
     step = jax.shard_map(local, mesh=mesh.mesh, in_specs=P(mesh.cp), out_specs=P(mesh.cp))
