@@ -5,10 +5,18 @@ alone: one reduce-scatter, a step of the optimizer on the shards, and an all-gat
 weights. Stage 3 (fully sharded data parallelism, FSDP) leaves the weights in shards too, and
 unshards them where they are used.
 
+Where those devices lie both inside a sequence-parallel group (``cp x tp``, whose ranks are
+neighbours) and across such groups, each collective is one inside and one across: gradients are
+scattered inside first, so that ``1 / n`` of them goes across where n devices are inside, and
+weights gathered across first. Together they send as much as one collective over all would.
+
 References:
   Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
   section 5 (stage 1 communicates as much as an all-reduce, stage 3 half as much again).
   https://arxiv.org/abs/1910.02054
+  Jin et al., "MegaScale-MoE", 2025, appendix A.1 (attention weights that are whole on every device
+  of a node: reduce-scatter inside, across, all-gather across, inside).
+  https://arxiv.org/abs/2505.11432
 """
 
 import itertools
@@ -34,11 +42,17 @@ class ShardDim:
 
     Attributes:
       dim: the dimension, counted from the end, so that it is the same for one of a stack.
-      atoms: the mesh axes over which; none if it stays whole.
+      stages: the mesh axes over which, those inside a sequence-parallel group and those across; a
+        gradient is scattered over one after the other. None if it stays whole.
     """
 
     dim: int
-    atoms: Axes
+    stages: tuple[Axes, ...]
+
+    @property
+    def atoms(self) -> Axes:
+        """The axes of all stages, in the order of the shards: the first stage's change slowest."""
+        return tuple(itertools.chain(*self.stages))
 
 
 def replica_axes(spec: PartitionSpec, mesh: FoldedMesh) -> Axes:
@@ -72,7 +86,11 @@ def shard_dim(
     whole = [dim for dim, entry in enumerate(spec) if entry is None and dim >= first]
     atoms = {dim: _atoms_that_divide(shape[dim], replica_axes(spec, mesh), mesh) for dim in whole}
     best = max(whole, key=lambda dim: mesh.size(atoms[dim]), default=None)
-    return ShardDim(-1, ()) if best is None else ShardDim(best - len(shape), atoms[best])
+    if best is None:
+        return ShardDim(-1, ())
+    inside = tuple(atom for atom in atoms[best] if atom in mesh.sequence)
+    across = tuple(atom for atom in atoms[best] if atom not in mesh.sequence)
+    return ShardDim(best - len(shape), tuple(stage for stage in (inside, across) if stage))
 
 
 def shard_spec(
@@ -93,6 +111,8 @@ def reduce_scatter(
 
     Runs inside the `jax.shard_map`; the result lives where `shard_spec` says. Volume sent, of a
     gradient of G numbers and n replicas: ``G (n-1)/n``, half of what the sum on every device takes.
+    With i of them inside a sequence-parallel group and a across, n = i a, that is ``G (i-1)/i``
+    inside and ``(G/i) (a-1)/a`` across.
 
     Args:
       spec: where the weight lives.
@@ -102,8 +122,7 @@ def reduce_scatter(
         the devices of the cut.
     """
     if cut.atoms and not is_sharded:
-        dim = gradient.ndim + cut.dim
-        gradient = lax.psum_scatter(gradient, cut.atoms, scatter_dimension=dim, tiled=True)
+        gradient = _scattered(gradient, cut)
     # Replicas that no dimension divides by keep the whole sum.
     return lax.psum(gradient, tuple(a for a in replica_axes(spec, mesh) if a not in cut.atoms))
 
@@ -130,17 +149,23 @@ def _gathered(shard: Array, cut: ShardDim, dtype: Any) -> Array:
 
 
 def _gather(shard: Array, cut: ShardDim, dtype: Any) -> tuple[Array, None]:
-    return lax.all_gather(shard, cut.atoms, axis=shard.ndim + cut.dim, tiled=True), None
+    for stage in reversed(cut.stages):
+        shard = lax.all_gather(shard, stage, axis=shard.ndim + cut.dim, tiled=True)
+    return shard, None
 
 
 def _scatter(cut: ShardDim, dtype: Any, _: None, gradient: Array) -> tuple[Array]:
-    wide = gradient.astype(jnp.float32)
-    dim = wide.ndim + cut.dim
-    summed = lax.psum_scatter(wide, cut.atoms, scatter_dimension=dim, tiled=True)
-    return (summed.astype(dtype),)
+    return (_scattered(gradient.astype(jnp.float32), cut).astype(dtype),)
 
 
 _gathered.defvjp(_gather, _scatter)
+
+
+def _scattered(gradient: Array, cut: ShardDim) -> Array:
+    for stage in cut.stages:
+        dim = gradient.ndim + cut.dim
+        gradient = lax.psum_scatter(gradient, stage, scatter_dimension=dim, tiled=True)
+    return gradient
 
 
 def _atoms_that_divide(size: int, atoms: Axes, mesh: FoldedMesh) -> Axes:

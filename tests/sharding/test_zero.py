@@ -1,11 +1,13 @@
 """Which dimension of a weight its optimizer state is cut along, and over which devices."""
 
+import math
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
 from sharding import zero
@@ -52,7 +54,8 @@ def test_parts_name_the_atoms():
     dense, expert = P(mesh.pp, None, mesh.tp), P(mesh.pp, mesh.ep, None, mesh.etp)
     assert zero.shard_spec(dense, (3, 8, 6), mesh) == P(mesh.pp, mesh.dp, mesh.tp)
     assert zero.shard_spec(expert, (3, 4, 8, 6), mesh) == P(mesh.pp, mesh.ep, mesh.edp, mesh.etp)
-    assert zero.shard_spec(P(), (8, 3), mesh) == P((*mesh.dp, *mesh.tp), None)
+    # Inside a sequence-parallel group first, then across.
+    assert zero.shard_spec(P(), (8, 3), mesh) == P((*mesh.tp, *mesh.dp), None)
     assert zero.shard_spec(dense, (3, 7, 6), mesh) == dense
 
 
@@ -77,11 +80,66 @@ def test_parts_of_the_sum(shape):
 
 def test_a_stack_is_not_cut_across():
     mesh = fold_abstract(Layout.parse("dp4"))
-    assert zero.shard_dim(P(), (16, 12), mesh) == zero.ShardDim(-2, mesh.dp)
-    assert zero.shard_dim(P(), (16, 12), mesh, first=1) == zero.ShardDim(-1, mesh.dp)
+    assert zero.shard_dim(P(), (16, 12), mesh) == zero.ShardDim(-2, (mesh.dp,))
+    assert zero.shard_dim(P(), (16, 12), mesh, first=1) == zero.ShardDim(-1, (mesh.dp,))
     assert zero.shard_spec(P(), (16, 12), mesh, first=1) == P(None, mesh.dp)
     assert zero.shard_dim(P(), (16, 7), mesh, first=1).atoms == ()
     assert zero.shard_spec(P(), (16,), mesh, first=1) == P(None)
+
+
+def collectives(jaxpr):
+    """Each collective of a program: its name, over which axes, and the elements it sends of
+    ``n`` devices' arrays, ``(n-1)/n`` of the largest."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name.removesuffix("_invariant")
+        if name in ("reduce_scatter", "all_gather"):
+            sizes = [v.aval.size for v in (*equation.invars, *equation.outvars)]
+            yield name, tuple(equation.params["axis_name"]), max(sizes) - min(sizes)
+        for inner in jaxprs_in_params(equation.params):
+            yield from collectives(inner)
+
+
+@pytest.mark.parametrize(
+    ("layout", "spec", "inside", "across"),
+    [
+        # Of attention where tp does not split it, then split by tp; of an expert's matrix.
+        ("dp4 cp2 tp2 / ep4", (None, None), ("cp", "tp"), ("dp",)),
+        ("dp4 cp2 tp2 / ep4", (None, "tp"), ("cp",), ("dp",)),
+        ("dp4 cp4 / ep2", ("ep", None), ("cp",), ("dp",)),
+        ("cp4 tp2", (None, None), ("cp", "tp"), ()),
+        ("dp8", (None, None), (), ("dp",)),
+    ],
+)
+def test_a_stage_inside_and_a_stage_across(layout, spec, inside, across):
+    """Over which devices each collective goes, what it sends, and the result."""
+    mesh, shape = fold_abstract(Layout.parse(layout)), (48, 16)
+    place = P(*(getattr(mesh, axis) if axis else None for axis in spec))
+    dim = zero.shard_dim(place, shape, mesh, first=int("ep" in spec))
+
+    def local(gradient):
+        gradient = vary(gradient, mesh.axes)
+        shard = zero.reduce_scatter(mesh, place, dim, gradient)
+        return zero.unshard(vary(shard, mesh.axes), dim)
+
+    step = jax.shard_map(local, mesh=mesh.mesh, in_specs=place, out_specs=P(mesh.axes))
+    found = list(collectives(jax.make_jaxpr(step)(jnp.zeros(shape)).jaxpr))
+    free = set(zero.replica_axes(place, mesh))
+    stages = [
+        {atom for axis in stage for atom in getattr(mesh, axis) if mesh.size((atom,)) > 1} & free
+        for stage in (inside, across)
+    ]
+    stages = [stage for stage in stages if stage]
+    scatters = [set(axes) for name, axes, _ in found if name == "reduce_scatter"]
+    gathers = [set(axes) for name, axes, _ in found if name == "all_gather"]
+    assert scatters == stages and gathers == stages[::-1]
+    # Of what a device holds, n - 1 of n parts inside and of the rest as much across.
+    held = mesh.size(mesh.axes) // mesh.size(zero.replica_axes(place, mesh))
+    left, expected = math.prod(shape) // held, []
+    for stage in stages:
+        part = left // mesh.size(stage)
+        expected.append(left - part)
+        left = part
+    assert [sent for *_, sent in found] == expected + expected[::-1]
 
 
 def test_joined_parts_are_the_whole_and_their_gradients_are_summed():
