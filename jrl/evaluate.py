@@ -23,6 +23,7 @@ from rich.table import Table
 
 from jrl.config.command_line import exit_status, start_jax
 from jrl.config.files import configuration_of, flag
+from jrl.config.run import OF_DEVICES
 from jrl.config.seeds import check_seed
 from jrl.processes.agreement import FailTogether, check_same, connect, is_main_process
 from jrl.processes.coordinator import ALONE, Processes
@@ -112,6 +113,8 @@ def _evaluate(request: Request, folder: RunFolder) -> dict[str, Any]:
     if run.rollout_devices is not None:
         # Nothing learns here: the layout's own devices sample.
         run = replace(run, rollout_devices=None, rollout_layout=None)
+    # Implementations were chosen for the devices that learned; here the best that applies will do.
+    run = replace(run, **dict.fromkeys(OF_DEVICES))
     if request.layout is not None:
         run = replace(run, layout=request.layout, rollout_layout=None)
     if request.rollout_layout is not None:

@@ -24,10 +24,18 @@ CHANGEABLE = (
     "devices",
     "slots",
     "micro_batch",
+    "context",
+    "dispatch",
+    "attention",
+    "decode_attention",
+    "latent",
+    "router",
+    "experts",
     "remat",
     "fsdp",
     "buffer_factor",
     "scan_layers",
+    "vocab_chunk",
     "packing",
     "checkpoint_every",
     "keep_checkpoints",
@@ -110,7 +118,7 @@ def _differences(
     stored: tuple[RunConfig, Recipe], given: tuple[RunConfig, Recipe]
 ) -> Iterator[str]:
     # Checkpoints have the cache as the layers read it.
-    kept = ("scan_layers",) if stored[0].stale_cache else ()
+    kept = ("scan_layers", "latent") if stored[0].stale_cache else ()
     for before, after in zip(stored, given, strict=True):
         for field in fields(before):
             old, new = getattr(before, field.name), getattr(after, field.name)

@@ -13,7 +13,11 @@ ROUTER_SETTINGS = (
     "router_z_coef",
     "bias_update_rate",
 )
-"""Fields of `RunConfig` that replace those of the network where they are given."""
+NETWORK_SETTINGS = (*ROUTER_SETTINGS, "capacity_factor", "drop_policy", "drop_scope")
+"""Fields of `RunConfig` that replace those of the network where they are given; the first ones are
+numbers from 0."""
+OF_DEVICES = ("context", "dispatch", "attention", "decode_attention", "router", "experts")
+"""Fields of `RunConfig` that name what such devices compute by; None is the best that applies."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,32 @@ class RunConfig:
     is float32, and for hf:DIR what the checkpoint is in."""
     mu_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the optimizer's first moment; bfloat16 takes half its memory."""
+
+    context: Literal["gather", "ring", "ulysses"] | None = None
+    """How attention crosses the devices of cp: keys and values are gathered on all of them, go
+    round a ring, or tokens are traded for heads and back (Ulysses). None sends least, or gathers.
+    This and what follows, down to vocab_chunk, changes time and memory, and no number but for the
+    order of sums."""
+    dispatch: Literal["all_to_all", "all_gather", "ragged"] | None = None
+    """How tokens reach the experts of other devices: each goes where its experts are, all go
+    everywhere, or in slices as long as they are (GPU and TPU). None is the one that moves least."""
+    attention: Literal["plain", "blocked", "xla", "cudnn"] | None = None
+    """Attention on one device: all scores at once, block by block, XLA's, or FlashAttention on
+    NVIDIA GPUs in bfloat16 (cudnn). None is the best that applies."""
+    decode_attention: Literal["plain", "mosaic"] | None = None
+    """Attention of a decoding step over its cache; mosaic is a kernel for NVIDIA's Hopper. None is
+    plain."""
+    latent: Literal["absorbed", "expanded"] | None = None
+    """What decoding keeps of latent attention: narrow vectors, or the keys and values made of them.
+    None is absorbed."""
+    router: Literal["plain", "mosaic"] | None = None
+    """How scores become choices of experts; mosaic is a kernel for NVIDIA's Hopper. None is
+    plain."""
+    experts: Literal["tiles", "blocks", "mosaic", "mosaic_fused", "ragged_dot", "plain"] | None = (
+        None
+    )
+    """How rows are multiplied, each by its own expert's matrix: mosaic and mosaic_fused are kernels
+    for NVIDIA's Hopper. None is tiles on a CPU and blocks elsewhere."""
     remat: Literal["none", "selective", "full"] = "none"
     """What the backward pass of a layer computes again instead of keeping it in memory."""
     fsdp: bool = False
@@ -89,6 +119,8 @@ class RunConfig:
     scan_layers: bool | None = None
     """Compile one program for all equal layers in place of one for each, so that compilation does
     not take longer the more they are. None does where there are more than eight."""
+    vocab_chunk: int | None = 8192
+    """Columns of the head whose logits a device has at a time in training; None is all of them."""
 
     packing: bool | None = None
     """Whether updates lay the tokens of completions end to end, so that no padding is computed and
@@ -112,6 +144,18 @@ class RunConfig:
     bias_update_rate: float | None = None
     """How far a bias that experts are selected by (DeepSeek-V3) moves in an optimizer step; None
     leaves it where the checkpoint has it."""
+    capacity_factor: float | None = None
+    """Tokens that an expert takes at most while learning and scoring, as a multiple of those of
+    even routing; None is the network's own, mostly any number. One that drops is for supervised
+    learning alone (--steps 0): sampling drops none, so a policy would score its samples with other
+    probabilities than it drew them with."""
+    drop_policy: Literal["probs", "position"] | None = None
+    """Which tokens a full expert keeps: those with the largest probs, or the first of the rows.
+    None is the network's own, mostly probs."""
+    drop_scope: Literal["sub_sequence", "full_sequence"] | None = None
+    """The tokens of which the capacity is a part: those of a device, or of all that hold parts of
+    the same sequences, so that cp and tp change nothing. None is the network's own, mostly
+    sub_sequence."""
 
     warm_start_accuracy: float = 0.3
     """Supervised learning stops at this sampled accuracy on fresh training prompts."""

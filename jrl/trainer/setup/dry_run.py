@@ -1,7 +1,7 @@
 """What a run would do and need, without doing it: batch arithmetic, parameters, memory, layout."""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import jax
@@ -10,12 +10,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from jrl.config.files import flag
+from jrl.config.run import NETWORK_SETTINGS
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.scoring import num_micro_batches
 from jrl.trainer.masters import keeps_masters
 from jrl.trainer.setup.lengths import response_origin
+from jrl.trainer.setup.network import OF_EXPERTS
 from jrl.trainer.setup.setup import Setup
+from moe.attention.context_parallel.choice import context_of
 from moe.config import ModelConfig
+from moe.execution import Execution
 from moe.placement import in_chunks, shard_specs, specs, stored_specs
 from moe.router.replay import choices_dtype
 from moe.tokens.zigzag import ZigzagLayout
@@ -42,12 +47,13 @@ AXES = {
 
 
 def print_dry_run(setup: Setup, console: Console | None = None) -> None:
-    """Prints the four tables, and one more where sampling has a layout of its own."""
+    """Prints the five tables, and one more where sampling has a layout of its own."""
     console = console or Console()
     size = setup.mesh.layout.num_devices
     described = f"{setup.recipe.name} on {setup.run.task}"
     _print(console, f"Batch: {described}", batch_arithmetic(setup))
     _print(console, f"Parameters: {setup.run.model}", parameters(setup))
+    _print(console, "Execution", execution(setup))
     needs = memory(setup)
     rows = {name: readable_bytes(number) for name, number in needs.items()}
     rows["together, without activations"] = readable_bytes(sum(needs.values()))
@@ -120,6 +126,33 @@ def batch_arithmetic(setup: Setup) -> dict[str, str]:
         "limit of a response": response_origin(run, setup.response_length),
         "tokens per step at most": f"{recipe.completions:,} x {time:,} "
         f"= {recipe.completions * time:,}",
+    }
+
+
+def execution(setup: Setup) -> dict[str, str]:
+    """How the network is computed, a flag each, and what its routers are held to."""
+    model, mesh = setup.model, setup.mesh
+    chosen = {field.name: getattr(model.execution, field.name) for field in fields(Execution)}
+    if chosen["context"] is None and mesh.layout.cp > 1:
+        chosen["context"] = f"{context_of(model, mesh)} (sends least)"
+    # What the network has nothing of is left out.
+    hidden = {"latent"} if model.mla is None else set()
+    if mesh.layout.cp == 1:
+        hidden.add("context")
+    if not model.num_experts:
+        hidden |= set(OF_EXPERTS)
+    else:
+        chosen |= {name: getattr(model, name) for name in NETWORK_SETTINGS}
+    if model.capacity_factor is None:
+        hidden |= {"drop_policy", "drop_scope"}
+    if not model.selection_bias:
+        hidden.add("bias_update_rate")
+    meaning = {"buffer_factor": "room for any routing", "vocab_chunk": "all columns at once"}
+    meaning |= {"capacity_factor": "any number", "scan_layers": "where there are more than eight"}
+    return {
+        flag(name): meaning.get(name, "the best that applies") if value is None else str(value)
+        for name, value in chosen.items()
+        if name not in hidden
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jrl.config.files import fixed_settings
-from jrl.config.run import ROUTER_SETTINGS, RunConfig
+from jrl.config.run import RunConfig
 from jrl.processes.agreement import is_multiprocess
 from jrl.recipes.base.actor_critic import ActorCritic
 from jrl.recipes.base.batch import given
@@ -35,6 +35,7 @@ from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.objectives import CriticObjective, PolicyObjective, SupervisedObjective
 from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.lengths import prompt_length, response_length
+from jrl.trainer.setup.network import check_served, network_of
 from jrl.trainer.setup.networks import KeptPool, Network, Networks
 from jrl.trainer.setup.randomness import Randomness
 from moe.config import PRESETS, ModelConfig
@@ -71,12 +72,14 @@ class Setup:
     response_length: int
 
     def __post_init__(self):
-        if can_drop(self.model):
+        # Without a step of reinforcement there is no ratio.
+        if can_drop(self.model) and self.run.steps:
             raise ValueError(
                 f"capacity_factor={self.model.capacity_factor} drops choices of experts where the "
                 "policy is scored and none where it samples, so that importance ratios differ from "
-                "1 before any update: set it to None, or to num_experts / experts_per_token = "
-                f"{self.model.num_experts / self.model.experts_per_token:g} or more."
+                "1 before any update: leave it out, or make it num_experts / experts_per_token = "
+                f"{self.model.num_experts / self.model.experts_per_token:g} or more; supervised "
+                "learning alone (steps=0) may drop."
             )
         if self.recipe.router_replay is not None and not self.model.num_experts:
             raise ValueError(
@@ -219,7 +222,7 @@ def build_setup(
     try:
         if tokenizer is None:
             tokenizer = _tokenizer(run, task, model)
-        network = _trained(
+        network = network_of(
             PRESETS[run.model](tokenizer.vocab_size) if model is None else model, run
         )
         format = prompt_format(run, tokenizer)
@@ -236,6 +239,7 @@ def build_setup(
         )
         setup = replace(setup, recipe=recipe.fitted(setup.response_length))
         setup = replace(setup, recipe=setup.geometry.with_micro_batch().recipe)
+        check_served(network, setup.mesh)
         setup.geometry.check()
         setup.geometry.slots(run.slots)
         _check_fits(setup)
@@ -268,34 +272,6 @@ def _tokenizer(run: RunConfig, task: Task, model: ModelConfig | None) -> Tokeniz
             "in: give --tokenizer or a checkpoint as --model."
         )
     return Tokenizer.train_characters(task.characters)
-
-
-def _trained(model: ModelConfig, run: RunConfig) -> ModelConfig:
-    """The network, computed and its routers balanced as the run says."""
-    given = {name: getattr(run, name) for name in ROUTER_SETTINGS}
-    given = {name: value for name, value in given.items() if value is not None}
-    for name, value in given.items():
-        needs = "selection_bias" if name == "bias_update_rate" else "num_experts"
-        if value and not getattr(model, needs):
-            raise ValueError(
-                f"{name}={value} changes nothing: the network of {run.model} has no "
-                f"{'selection bias' if needs == 'selection_bias' else 'experts'}. Leave out "
-                f"--{name.replace('_', '-')}."
-            )
-    if run.buffer_factor is not None and not model.num_experts:
-        raise ValueError(
-            f"buffer_factor={run.buffer_factor} changes nothing: the network of {run.model} has no "
-            "experts. Leave out --buffer-factor."
-        )
-    execution = replace(
-        model.execution,
-        remat=run.remat,
-        fsdp=run.fsdp,
-        buffer_factor=run.buffer_factor,
-        scan_layers=run.scan_layers,
-    )
-    dtype = model.dtype if run.dtype is None else run.dtype
-    return replace(model, **given, dtype=dtype, execution=execution)
 
 
 def _of_checkpoint(directory: str) -> ModelConfig:

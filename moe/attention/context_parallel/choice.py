@@ -42,19 +42,22 @@ def context_parallel_attention(
       ValueError: on an unknown name and where the one demanded cannot serve.
     """
     ranks = mesh.size(mesh.cp)
-    name = chosen(execution, query.shape[1], key.shape[1], ranks)
+    name = _served(execution, query.shape[1], key.shape[1], ranks)
     # One rank has whole sequences as they are.
     if name == "ulysses" or ranks == 1:
         return ulysses(query, key, value, mask, execution.attention, mesh, scale, window)
     if name == "gather":
         return gather(query, key, value, mask, execution.attention, mesh, scale, window)
-    if execution.attention not in (None, "blocked"):
-        raise ValueError(
-            f'execution.context="ring" works in blocks and cannot use execution.attention='
-            f'{execution.attention!r}: choose context="gather" or "ulysses", or '
-            'attention="blocked".'
-        )
     return ring(query, key, value, mask, mesh, scale, window)
+
+
+def context_of(config: ModelConfig, mesh: FoldedMesh) -> str:
+    """The way that a network's attention goes on such a mesh, see `chosen`.
+
+    Raises:
+      ValueError: on an unknown name, and where the way that is demanded cannot serve.
+    """
+    return _served(config.execution, *_heads(config, mesh), mesh.size(mesh.cp))
 
 
 def wants_contiguous(config: ModelConfig, mesh: FoldedMesh) -> bool:
@@ -62,9 +65,8 @@ def wants_contiguous(config: ModelConfig, mesh: FoldedMesh) -> bool:
     attend in. Where it computes what its own tokens read ("gather" and "ring") parts are in
     zig-zag: of contiguous ones the last rank would have ``2 - 1 / cp`` times an equal share of the
     causal scores."""
-    ranks, tp = mesh.size(mesh.cp), mesh.size(mesh.tp)
-    heads, kv_heads = config.num_heads // tp, config.num_kv_heads // tp
-    return ranks > 1 and chosen(config.execution, heads, kv_heads, ranks) == "ulysses"
+    ranks = mesh.size(mesh.cp)
+    return ranks > 1 and chosen(config.execution, *_heads(config, mesh), ranks) == "ulysses"
 
 
 def chosen(execution: Execution, heads: int, kv_heads: int, ranks: int) -> str:
@@ -89,5 +91,32 @@ def chosen(execution: Execution, heads: int, kv_heads: int, ranks: int) -> str:
         raise ValueError(
             f"execution.context={name!r} is not known: choose among {', '.join(IMPLEMENTATIONS)}, "
             "or None for the best that applies."
+        )
+    return name
+
+
+def _heads(config: ModelConfig, mesh: FoldedMesh) -> tuple[int, int]:
+    """Query and key/value heads of a ``tp`` rank."""
+    tp = mesh.size(mesh.tp)
+    return config.num_heads // tp, config.num_kv_heads // tp
+
+
+def _served(execution: Execution, heads: int, kv_heads: int, ranks: int) -> str:
+    """`chosen`, where it can serve."""
+    name = chosen(execution, heads, kv_heads, ranks)
+    # One rank has whole sequences, and nothing to trade.
+    if ranks == 1:
+        return name
+    if name == "ulysses" and heads % ranks:
+        raise ValueError(
+            f'execution.context="ulysses" splits the {heads} query heads of a tp rank over '
+            f"cp={ranks}, which must divide them: choose a smaller tp or cp, or "
+            'context="gather".'
+        )
+    if name == "ring" and execution.attention not in (None, "blocked"):
+        raise ValueError(
+            f'execution.context="ring" works in blocks and cannot use execution.attention='
+            f'{execution.attention!r}: choose context="gather" or "ulysses", or '
+            'attention="blocked".'
         )
     return name

@@ -23,7 +23,8 @@ def ulysses(
     scale: float | None = None,
     window: Window = None,
 ) -> Output:
-    """Heads for tokens and back: each device has whole sequences, for its part of the heads.
+    """Heads for tokens and back: each device has whole sequences, for its part of the query heads,
+    which ``cp`` must divide.
 
     Where ``cp`` does not divide the key/value heads each of them is repeated, as often as it takes
     and no more (`copies_of`): the gradients of its copies are summed, in float32.
@@ -35,23 +36,13 @@ def ulysses(
     = H / K that is ``T H D (2 + 2 / m) (cp - 1) / cp^2``: what tensor parallelism sends, ``2 T H D
     (cp - 1) / cp``, times ``(1 + 1 / m) / cp``. MegaScale-MoE prints twice that as equation (2).
 
-    Raises:
-      ValueError: when the query heads of a ``tp`` rank do not divide by ``cp``.
-
     References:
       Jacobs et al., "DeepSpeed Ulysses", 2023. https://arxiv.org/abs/2309.14509
       Jin et al., "MegaScale-MoE", 2025, section 3.1 (whole attention weights on every device, and
       the same devices for the experts). https://arxiv.org/abs/2505.11432
     """
     ranks = mesh.size(mesh.cp)
-    heads, kv_heads = query.shape[1], key.shape[1]
-    if heads % ranks:
-        raise ValueError(
-            f'execution.context="ulysses" splits the {heads} query heads of a tp rank over '
-            f"cp={ranks}, which must divide them: choose a smaller tp or cp, or "
-            'context="gather".'
-        )
-    copies = copies_of(kv_heads, ranks)
+    copies = copies_of(key.shape[1], ranks)
     key, value = (_repeated(x, copies) for x in (key, value))
     zigzag = mask.zigzag
     traded = _whole_sequences(alike((query, key, value)), mesh.cp, ranks)

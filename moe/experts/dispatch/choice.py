@@ -76,10 +76,7 @@ def dispatch(
     if name is None:
         num_tokens, k = routing.experts.shape
         name = best(num_tokens, k, weights.down.shape[0], mesh, capacity, buffer_factor)
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(f"dispatch={name!r} is none of {', '.join(IMPLEMENTATIONS)}; None picks.")
-    if name == "ragged":
-        _refuse_cpu(mesh)
+    check_dispatch(name, mesh)
     # Buffers count on it; a replayed routing may name an expert twice.
     routing = without_repeats(routing, weights.down.shape[0] * mesh.size(mesh.ep))
     return IMPLEMENTATIONS[name](weights, x, routing, mesh, capacity, product, buffer_factor)
@@ -141,9 +138,16 @@ def rows_received(
     return 2 * (devices - 1) * peer_tokens(*sizes)
 
 
-def _refuse_cpu(mesh: FoldedMesh) -> None:
+def check_dispatch(name: str, mesh: FoldedMesh) -> None:
+    """Refuses a dispatcher that is none, or that such devices do not have.
+
+    Raises:
+      ValueError: on an unknown name, and for "ragged" on CPU devices.
+    """
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"dispatch={name!r} is none of {', '.join(IMPLEMENTATIONS)}; None picks.")
     # A mesh of absent devices may stand for any platform: it is lowered without asking.
-    if mesh.platform == "cpu":
+    if name == "ragged" and mesh.platform == "cpu":
         raise ValueError(
             'dispatch="ragged" needs jax.lax.ragged_all_to_all, which CPU devices do not have: '
             'use "all_to_all", "all_gather" or None.'

@@ -1,0 +1,83 @@
+"""The network of a run: routers and execution as the run says, and what of that cannot be had."""
+
+from dataclasses import fields, replace
+
+from jrl.config.files import flag
+from jrl.config.run import NETWORK_SETTINGS, RunConfig
+from moe.attention.context_parallel.choice import context_of
+from moe.config import ModelConfig
+from moe.execution import Execution
+from moe.experts.dispatch.choice import check_dispatch
+from sharding.folding import FoldedMesh
+
+OF_EXPERTS = ("dispatch", "router", "experts", "buffer_factor")
+"""Fields of `Execution` that say something of experts alone."""
+
+
+def network_of(model: ModelConfig, run: RunConfig) -> ModelConfig:
+    """A network as a run trains it.
+
+    Raises:
+      ValueError: for a setting that changes nothing of such a network.
+    """
+    given = {name: getattr(run, name) for name in NETWORK_SETTINGS}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name, value in given.items():
+        if name == "bias_update_rate" and value and not model.selection_bias:
+            raise _changes_nothing(name, value, run, "selection bias")
+        if value and not model.num_experts:
+            raise _changes_nothing(name, value, run, "experts")
+    capacity = given.get("capacity_factor", model.capacity_factor)
+    for name in ("drop_policy", "drop_scope"):
+        if name in given and capacity is None:
+            raise ValueError(
+                f"{name}={given[name]!r} changes nothing without a capacity, which is what makes "
+                f"experts drop: give --capacity-factor, or leave out {flag(name)}."
+            )
+    for name in OF_EXPERTS:
+        if getattr(run, name) is not None and not model.num_experts:
+            raise _changes_nothing(name, getattr(run, name), run, "experts")
+    if run.latent is not None and model.mla is None:
+        raise _changes_nothing("latent", run.latent, run, "latent attention")
+    execution = Execution(**{field.name: getattr(run, field.name) for field in fields(Execution)})
+    dtype = model.dtype if run.dtype is None else run.dtype
+    return replace(model, **given, dtype=dtype, execution=execution)
+
+
+def check_served(model: ModelConfig, mesh: FoldedMesh) -> None:
+    """Refuses, before anything is compiled, implementations that such devices cannot run or that
+    do not go together; what depends on the sizes of a batch is refused where it is computed.
+
+    Raises:
+      ValueError: naming the flag, and what to choose.
+    """
+    execution = model.execution
+    context_of(model, mesh)
+    if execution.dispatch is not None:
+        check_dispatch(execution.dispatch, mesh)
+    kernels = {name: getattr(execution, name) for name in ("decode_attention", "router", "experts")}
+    for name, value in kernels.items():
+        if value is not None and value.startswith("mosaic") and mesh.platform != "gpu":
+            raise ValueError(
+                f"{name}={value!r} is a kernel for NVIDIA's Hopper, not for {mesh.platform!r} "
+                f"devices: leave out {flag(name)}."
+            )
+    if execution.attention == "cudnn" and (mesh.platform != "gpu" or model.dtype != "bfloat16"):
+        raise ValueError(
+            f"attention='cudnn' takes bfloat16 on NVIDIA GPUs, not {model.dtype} on "
+            f"{mesh.platform!r} devices: leave out --attention, or give --dtype bfloat16 there."
+        )
+    narrow = model.mla is not None and execution.latent != "expanded"
+    if narrow and execution.decode_attention not in (None, "plain"):
+        raise ValueError(
+            f"decode_attention={execution.decode_attention!r} reads keys and values, and latent "
+            "attention keeps none: leave out --decode-attention, or give --latent expanded."
+        )
+
+
+def _changes_nothing(name: str, value: object, run: RunConfig, lacking: str) -> ValueError:
+    said = repr(value) if isinstance(value, str) else value
+    return ValueError(
+        f"{name}={said} changes nothing: the network of {run.model} has no {lacking}. Leave out "
+        f"{flag(name)}."
+    )

@@ -1,0 +1,186 @@
+"""Every way that a network can be computed in is a flag, reaches it, and is refused in a line."""
+
+from dataclasses import fields, replace
+from typing import get_args, get_type_hints
+
+import pytest
+from small_runs import small_model, small_setup
+
+from jrl.config.files import CHANGEABLE, check_resumable
+from jrl.config.flags import parse
+from jrl.config.run import NETWORK_SETTINGS, OF_DEVICES, RunConfig
+from jrl.recipes import RECIPES
+from jrl.trainer.setup.dry_run import execution
+from jrl.trainer.setup.network import check_served, network_of
+from moe.attention import core, latent
+from moe.attention.context_parallel import choice as context
+from moe.config import ModelConfig, MultiHeadLatentAttention
+from moe.execution import Execution
+from moe.experts import feed_forward
+from moe.experts.dispatch import choice as dispatch
+from sharding.folding import Layout, fold_abstract
+
+# Other than the default, all of them.
+FLAGS = {
+    "context": "ring",
+    "dispatch": "all_to_all",
+    "attention": "blocked",
+    "decode_attention": "plain",
+    "latent": "expanded",
+    "router": "plain",
+    "experts": "ragged_dot",
+    "remat": "selective",
+    "fsdp": True,
+    "buffer_factor": 1.5,
+    "scan_layers": True,
+    "vocab_chunk": 64,
+}
+LATENT = small_model(
+    11,
+    num_kv_heads=4,
+    mla=MultiHeadLatentAttention(4, None, 2, 6),
+)
+OF_ROUTERS = {
+    "load_balance_coef": 0.5,
+    "batch_balance_coef": 0.25,
+    "global_balance_coef": 0.125,
+    "router_z_coef": 0.75,
+    "bias_update_rate": 0.0,
+    "capacity_factor": 1.25,
+    "drop_policy": "position",
+    "drop_scope": "full_sequence",
+}
+
+
+def test_every_field_of_execution_is_a_flag():
+    """Of the same name and default, which a resumed run may change, and reaches the network."""
+    assert FLAGS.keys() == {field.name for field in fields(Execution)} <= set(CHANGEABLE)
+    words = [
+        word
+        for name, value in (FLAGS | OF_ROUTERS).items()
+        for word in [f"--{name.replace('_', '-')}", *([] if name == "fsdp" else [str(value)])]
+    ]
+    run = parse(["grpo", *words]).run
+    network = network_of(LATENT, run)
+    assert network.execution == Execution(**FLAGS) and OF_ROUTERS.keys() == set(NETWORK_SETTINGS)
+    assert {name: getattr(network, name) for name in OF_ROUTERS} == OF_ROUTERS
+    plain = network_of(LATENT, RunConfig())
+    assert plain == LATENT and plain.execution == Execution()
+    recipe = RECIPES["grpo"]()
+    check_resumable((RunConfig(), recipe), (RunConfig(**FLAGS), recipe))
+
+
+def test_a_flag_names_what_there_is():
+    hints = get_type_hints(RunConfig)
+    known = {
+        "context": context.IMPLEMENTATIONS,
+        "dispatch": dispatch.IMPLEMENTATIONS,
+        "attention": core.IMPLEMENTATIONS,
+        "latent": latent.IMPLEMENTATIONS,
+        "experts": (*feed_forward.IMPLEMENTATIONS, feed_forward.FUSED),
+    }
+    for name, names in known.items():
+        (literal, _) = get_args(hints[name])
+        assert set(get_args(literal)) == set(names), name
+    assert set(OF_DEVICES) <= FLAGS.keys()
+    for name in ("drop_policy", "drop_scope"):
+        assert get_args(hints[name])[0] == get_type_hints(ModelConfig)[name]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"dispatch": "all_gather"}, r"dispatch='all_gather' changes nothing.*tiny has no experts"),
+        (
+            {"experts": "tiles"},
+            r"experts='tiles' changes nothing.*no experts\. Leave out --experts",
+        ),
+        ({"router": "plain"}, r"router='plain' changes nothing"),
+        ({"buffer_factor": 1.5}, r"buffer_factor=1\.5 changes nothing.*Leave out --buffer-factor"),
+        ({"capacity_factor": 2.0}, r"capacity_factor=2\.0 changes nothing.*no experts"),
+        (
+            {"latent": "expanded"},
+            r"latent='expanded' changes.*no latent attention\. Leave out --la",
+        ),
+        ({"vocab_chunk": 0}, r"vocab_chunk=0 takes no column"),
+        ({"fsdp": True}, r'fsdp with remat="none" keeps every layer'),
+    ],
+)
+def test_what_changes_nothing_is_refused(given, message):
+    dense = small_model(11, num_experts=0, d_ff=8)
+    with pytest.raises(ValueError, match=message):
+        network_of(dense, RunConfig(**given))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"drop_policy": "probs"}, r"drop_policy='probs' changes nothing without a capacity"),
+        (
+            {"drop_scope": "full_sequence"},
+            r"drop_scope=.* give --capacity-factor, or leave out --d",
+        ),
+        ({"capacity_factor": 0.0}, r"capacity_factor=0\.0 must be above 0; None drops nothing"),
+        ({"bias_update_rate": 0.1}, r"bias_update_rate=0\.1 changes nothing.*no selection bias"),
+    ],
+)
+def test_drops_need_a_capacity(given, message):
+    with pytest.raises(ValueError, match=message):
+        network_of(small_model(11), RunConfig(**given))
+
+
+@pytest.mark.parametrize(
+    ("given", "layout", "message"),
+    [
+        ({"context": "ulysses"}, "cp8", r"splits the 4 query heads of a tp rank over cp=8, which"),
+        ({"context": "ring", "attention": "xla"}, "cp2", r"cannot use execution\.attention='xla'"),
+        ({"dispatch": "ragged"}, "dp2 / ep2", r'dispatch="ragged" needs jax\.lax\.ragged_all_to'),
+        (
+            {"experts": "mosaic_fused"},
+            "dp1",
+            r"experts='mosaic_fused' is a kernel for .*Hopper, not",
+        ),
+        ({"router": "mosaic"}, "dp1", r"router='mosaic' is a kernel.*leave out --router\."),
+        ({"attention": "cudnn"}, "dp1", r"attention='cudnn' takes bfloat16 on NVIDIA GPUs"),
+    ],
+)
+def test_what_cannot_serve_is_refused_before_anything_is_compiled(given, layout, message):
+    config = replace(small_model(11), execution=Execution(**given))
+    with pytest.raises(ValueError, match=message):
+        check_served(config, fold_abstract(Layout.parse(layout), "cpu"))
+    assert "\n" not in message
+    check_served(replace(config, execution=Execution()), fold_abstract(Layout.parse(layout), "cpu"))
+
+
+def test_latent_attention_has_no_kernel_to_decode_by():
+    config = replace(LATENT, execution=Execution(decode_attention="mosaic"))
+    gpu = fold_abstract(Layout.parse("dp1"), "gpu")
+    with pytest.raises(ValueError, match=r"keeps none: .* or give --latent expanded"):
+        check_served(config, gpu)
+    check_served(replace(config, execution=replace(config.execution, latent="expanded")), gpu)
+
+
+def test_one_device_takes_any_way_over_cp():
+    """A layout may change when a run is resumed."""
+    for name in context.IMPLEMENTATIONS:
+        config = small_model(11, execution=Execution(context=name, attention="plain"))
+        check_served(config, fold_abstract(Layout.parse("dp2"), "cpu"))
+
+
+def test_a_dry_run_shows_how_it_computes():
+    setup = small_setup()
+    rows = execution(setup)
+    assert "--context" not in rows and "--latent" not in rows and "--drop-policy" not in rows
+    assert rows["--dispatch"] == rows["--attention"] == "the best that applies"
+    assert (rows["--vocab-chunk"], rows["--buffer-factor"]) == ("8192", "room for any routing")
+    # What None picks is told where it depends on no batch.
+    model = small_model(11, num_kv_heads=4, capacity_factor=2.0)
+    over_cp = replace(setup, model=model, mesh=fold_abstract(Layout.parse("cp4"), "cpu"))
+    assert execution(over_cp)["--context"] == "ulysses (sends least)"
+    assert execution(over_cp)["--drop-policy"] == "probs"
+    chosen = replace(model, execution=Execution(**FLAGS))
+    found = execution(replace(over_cp, model=chosen))
+    assert {found[f"--{name.replace('_', '-')}"] for name in ("context", "experts")} == {
+        "ring",
+        "ragged_dot",
+    }
