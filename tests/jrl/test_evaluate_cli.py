@@ -100,6 +100,18 @@ def test_devices_change_no_prompt(run, tmp_path):
     assert sum(value for name, value in parts.items() if name.startswith("verifier/")) == 8
 
 
+@pytest.mark.slow
+def test_a_run_that_learned_on_other_devices_can_be_evaluated(run, tmp_path):
+    """What it computed by may be what a CPU has not."""
+    elsewhere = shutil.copytree(run, tmp_path / "elsewhere")
+    config = json.loads((elsewhere / "config.json").read_text())
+    config["run"] |= {"dispatch": "ragged", "experts": "mosaic", "attention": "cudnn"}
+    (elsewhere / "config.json").write_text(json.dumps(config))
+    found, own = (results(path, tmp_path, *AS_TRAINED) for path in (elsewhere, run))
+    assert found["accuracy/greedy"] == own["accuracy/greedy"]
+    assert found["response_length/mean"] == own["response_length/mean"]
+
+
 def test_k_itself_is_always_among_the_ks():
     assert list(evaluating._up_to(1)) == [1]
     assert list(evaluating._up_to(6)) == [1, 2, 4, 6]

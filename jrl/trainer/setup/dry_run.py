@@ -18,7 +18,7 @@ from jrl.trainer.masters import keeps_masters
 from jrl.trainer.setup.lengths import response_origin
 from jrl.trainer.setup.network import OF_EXPERTS
 from jrl.trainer.setup.setup import Setup
-from moe.attention.context_parallel.choice import context_of
+from moe.attention.context_parallel.choice import context_of, received
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.placement import in_chunks, shard_specs, specs, stored_specs
@@ -149,11 +149,20 @@ def execution(setup: Setup) -> dict[str, str]:
         hidden.add("bias_update_rate")
     meaning = {"buffer_factor": "room for any routing", "vocab_chunk": "all columns at once"}
     meaning |= {"capacity_factor": "any number", "scan_layers": "where there are more than eight"}
-    return {
-        flag(name): meaning.get(name, "the best that applies") if value is None else str(value)
+    meaning |= {"decode_attention": "plain", "router": "plain"}
+    rows = {
+        flag(name): meaning.get(name, "the best that applies") if value is None else _said(value)
         for name, value in chosen.items()
         if name not in hidden
     }
+    if mesh.layout.cp > 1:
+        numbers = f"{received(model, mesh):,} numbers per token and layer, forward"
+        rows["sent over cp by attention"] = numbers
+    return rows
+
+
+def _said(value: object) -> str:
+    return ("off", "on")[value] if isinstance(value, bool) else str(value)
 
 
 def parameters(setup: Setup) -> dict[str, str]:

@@ -83,9 +83,8 @@ def chosen(execution: Execution, heads: int, kv_heads: int, ranks: int) -> str:
     """
     name = execution.context
     if name is None:
-        # Per token: Ulysses sends all heads once, gather receives every other rank's keys and
-        # values.
-        fewer = heads + kv_heads * copies_of(kv_heads, ranks) < ranks * kv_heads
+        sizes = heads, kv_heads, ranks
+        fewer = heads_sent("ulysses", *sizes) < heads_sent("gather", *sizes)
         return "ulysses" if fewer and heads % ranks == 0 else "gather"
     if name not in IMPLEMENTATIONS:
         raise ValueError(
@@ -93,6 +92,25 @@ def chosen(execution: Execution, heads: int, kv_heads: int, ranks: int) -> str:
             "or None for the best that applies."
         )
     return name
+
+
+def heads_sent(name: str, heads: int, kv_heads: int, ranks: int) -> float:
+    """What a device receives over ``cp`` in the forward pass of a layer for each of its own tokens,
+    as heads: of each the width of a key and that of a value.
+
+    "gather" and "ring": the keys and values of every other rank, ``K (cp - 1)``; "ulysses":
+    ``(H + K c) (cp - 1) / cp``, with c copies of each (`ulysses.copies_of`).
+    """
+    if name == "ulysses":
+        return (heads + kv_heads * copies_of(kv_heads, ranks)) * (ranks - 1) / ranks
+    return kv_heads * (ranks - 1)
+
+
+def received(config: ModelConfig, mesh: FoldedMesh) -> int:
+    """Numbers that `heads_sent` are, of a network on a mesh."""
+    sizes = *_heads(config, mesh), mesh.size(mesh.cp)
+    heads = heads_sent(context_of(config, mesh), *sizes)
+    return round(heads * (config.head_dim + config.v_head_dim))
 
 
 def _heads(config: ModelConfig, mesh: FoldedMesh) -> tuple[int, int]:

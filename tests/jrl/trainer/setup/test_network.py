@@ -173,10 +173,15 @@ def test_a_dry_run_shows_how_it_computes():
     assert "--context" not in rows and "--latent" not in rows and "--drop-policy" not in rows
     assert rows["--dispatch"] == rows["--attention"] == "the best that applies"
     assert (rows["--vocab-chunk"], rows["--buffer-factor"]) == ("8192", "room for any routing")
+    assert (rows["--router"], rows["--fsdp"], rows["--remat"]) == ("plain", "off", "none")
     # What None picks is told where it depends on no batch.
     model = small_model(11, num_kv_heads=4, capacity_factor=2.0)
     over_cp = replace(setup, model=model, mesh=fold_abstract(Layout.parse("cp4"), "cpu"))
-    assert execution(over_cp)["--context"] == "ulysses (sends least)"
+    found = execution(over_cp)
+    assert found["--context"] == "ulysses (sends least)"
+    # (4 + 4) heads, of 6 + 6 elements, to three devices of four.
+    sent = "72 numbers per token and layer, forward"
+    assert found["sent over cp by attention"] == sent
     assert execution(over_cp)["--drop-policy"] == "probs"
     chosen = replace(model, execution=Execution(**FLAGS))
     found = execution(replace(over_cp, model=chosen))

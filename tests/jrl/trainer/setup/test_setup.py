@@ -132,6 +132,10 @@ def test_experts_that_drop_what_sampling_does_not_are_refused():
         replace(setup, model=small_model(vocab_size, capacity_factor=1.25))
     roomy = small_model(vocab_size, capacity_factor=2.0)
     assert replace(setup, model=roomy).model.capacity_factor == 2.0
+    # Supervised learning alone scores no sample.
+    alone = replace(setup, run=replace(setup.run, steps=0), model=roomy)
+    dropping = replace(roomy, capacity_factor=1.25)
+    assert replace(alone, model=dropping).model.capacity_factor == 1.25
 
 
 def test_a_network_without_experts_has_nothing_to_replay():

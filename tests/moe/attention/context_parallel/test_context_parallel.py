@@ -4,6 +4,7 @@ import functools
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from programs import array_sizes, mesh_of, on_mesh
 from tiers import full_but
 
+from moe.attention.context_parallel.choice import received
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.remat import rematerialised
@@ -249,6 +251,9 @@ def test_sends_what_the_docstring_says(context, layout):
     tokens = sum(packed.zigzag.num_tokens for packed in batches(mesh_of(layout)).values())
     keys, queries = (heads // tp * (HEAD_DIM + V_HEAD_DIM) for heads in (KV_HEADS, HEADS))
     forward = tokens * (cp - 1) / cp * ((queries + keys) / cp if context == "ulysses" else keys)
+    config = replace(network(Execution(context=context)), head_dim=HEAD_DIM)
+    both = (HEAD_DIM + V_HEAD_DIM) / (2 * HEAD_DIM)  # `received` knows heads of one width
+    assert received(config, mesh_of(layout)) * tokens / cp * both == forward
     # A ring's keys and values go round twice, and their gradients once.
     assert total == (3 if context == "ring" else 2) * forward
 
