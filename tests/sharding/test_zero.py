@@ -136,7 +136,7 @@ def test_a_stage_inside_and_a_stage_across(layout, spec, inside, across):
     held = mesh.size(mesh.axes) // mesh.size(zero.replica_axes(place, mesh))
     left, expected = math.prod(shape) // held, []
     for stage in stages:
-        part = left // mesh.size(stage)
+        part = left // mesh.size(tuple(stage))
         expected.append(left - part)
         left = part
     assert [sent for *_, sent in found] == expected + expected[::-1]

@@ -72,7 +72,7 @@ def _repeated(x: Shaped[Array, "token heads width"], copies: int) -> Array:
 
 def _whole_sequences(
     parts: tuple[Array, ...], axes: Axes, ranks: int
-) -> tuple[Shaped[Array, "token heads width"], ...]:
+) -> tuple[Shaped[Array, "whole _heads _width"], ...]:
     """Arrays ``[token, heads, width]`` of this rank's tokens and all heads, as those of all tokens
     and this rank's part of the heads of each."""
     if ranks == 1:
