@@ -103,7 +103,7 @@ def heads_sent(name: str, heads: int, kv_heads: int, ranks: int) -> float:
     """
     if name == "ulysses":
         return (heads + kv_heads * copies_of(kv_heads, ranks)) * (ranks - 1) / ranks
-    return kv_heads * (ranks - 1)
+    return float(kv_heads * (ranks - 1))
 
 
 def received(config: ModelConfig, mesh: FoldedMesh) -> int:
