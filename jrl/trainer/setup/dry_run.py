@@ -294,13 +294,18 @@ def choices_bytes(setup: Setup) -> int:
 
 
 def kept_bytes(setup: Setup) -> int:
-    """Bytes of the chunks' inputs that a pipeline stage keeps during an update."""
+    """Bytes of the layers' inputs that a pipeline stage keeps during an update, of all chunks that
+    are on their way at once."""
     mesh, group = setup.mesh, setup.geometry.prompt_layout.group_size
     rows = setup.recipe.micro_batch_size // mesh.size(mesh.dp)
     sections = (rows // group, setup.prompt_length), (rows, setup.response_length)
     tokens = ZigzagLayout(sections, mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.sequence)
-    kept = Schedule(mesh.layout.pp, setup.geometry.num_micro_batches, mesh.layout.vpp).num_saved
-    return kept * tokens * setup.model.d_model * jax.numpy.dtype(setup.model.dtype).itemsize
+    schedule = Schedule(mesh.layout.pp, setup.geometry.num_micro_batches, mesh.layout.vpp)
+    chunks = 1 + max(map(max, schedule.slots()))
+    layers = setup.model.num_layers - setup.model.num_dense_layers
+    layers = -(-layers // (mesh.layout.pp * mesh.layout.vpp))
+    itemsize = jax.numpy.dtype(setup.model.dtype).itemsize
+    return chunks * layers * tokens * setup.model.d_model * itemsize
 
 
 def _num_scored(setup: Setup) -> int:
