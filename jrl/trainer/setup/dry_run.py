@@ -15,6 +15,7 @@ from jrl.rollout.scoring import num_micro_batches
 from jrl.trainer.masters import keeps_masters
 from jrl.trainer.setup.lengths import response_origin
 from jrl.trainer.setup.setup import Setup
+from moe.chunks import stored_depth
 from moe.config import ModelConfig
 from moe.placement import in_chunks, shard_specs, specs, stored_specs
 from moe.router.replay import choices_dtype
@@ -302,8 +303,7 @@ def kept_bytes(setup: Setup) -> int:
     tokens = ZigzagLayout(sections, mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.sequence)
     schedule = Schedule(mesh.layout.pp, setup.geometry.num_micro_batches, mesh.layout.vpp)
     chunks = 1 + max(map(max, schedule.slots()))
-    layers = setup.model.num_layers - setup.model.num_dense_layers
-    layers = -(-layers // (mesh.layout.pp * mesh.layout.vpp))
+    layers = stored_depth(setup.model.num_layers - setup.model.num_dense_layers, mesh)
     itemsize = jax.numpy.dtype(setup.model.dtype).itemsize
     return chunks * layers * tokens * setup.model.d_model * itemsize
 
