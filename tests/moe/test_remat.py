@@ -181,8 +181,9 @@ def test_a_pipeline_communicates_as_often_as_one_device(pipeline, axes, collecti
     more = mesh.size(mesh.pp) * mesh.layout.vpp
     last = {remat: found(2 * more, remat) for remat in expected}
     assert {remat: number - found(more, remat) for remat, number in last.items()} == expected
-    # A layer that the last chunk has not is one that it need not run.
-    assert {remat: found(2 * more - 1, remat) for remat in expected} == last
+    # A stage that has a layer less runs the same program.
+    if more > 1:
+        assert {remat: found(2 * more - 1, remat) for remat in expected} == last
 
 
 def test_unknown_policies_are_refused():
