@@ -66,7 +66,8 @@ class Passes:
         micro_batch, everywhere = at(run.micro_batches, 0), run.pipeline.everywhere
 
         def through_first(given, _, micro_batch):
-            return vary(run.stages.first(*given, micro_batch), everywhere), None
+            (ends,) = given
+            return vary(run.stages.first(ends, micro_batch), everywhere), None
 
         def through_chunk(given, x, micro_batch):
             layers, number = given

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax import core
 from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array
 
@@ -63,7 +64,7 @@ class Halves:
         """
         alone, used = _part(self.program.jaxpr, places)
         used = [place for place, is_used in enumerate(used) if is_used]
-        return jax.core.eval_jaxpr(alone, self.program.consts, *(given[place] for place in used))
+        return core.eval_jaxpr(alone, self.program.consts, *(given[place] for place in used))
 
 
 def halves(function: Callable[..., Any], again: Tree, x: Tree, *others: Tree) -> Halves:
