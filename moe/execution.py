@@ -29,7 +29,7 @@ class Execution:
         "full" (`moe.remat`).
       fsdp: weights are kept in shards, each on one of the devices that would hold the same, and the
         layers joined one after the other when an update runs them (`sharding.zero.unshard`),
-        forward (twice in a pipeline) and again backward. Needs a `remat` that does not keep them.
+        forward and again backward. Needs a `remat` that does not keep them.
       buffer_factor: room for the tokens that come to the experts of a device, as a multiple of what
         even routing sends (`moe.experts.dispatch.buffers`); None is room for any routing. What
         finds none is counted in `RouterStatistics.overflow`, and a pass in which that is not 0 has

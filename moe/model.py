@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe.attention.latent import LatentCore, expanded, keeps_narrow
@@ -166,6 +167,7 @@ def blocks(
     first: int | Int[Array, ""] = 0,
     shard_dims: Layer[ShardDim] | None = None,
     keep: Keep | None = None,
+    present: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None, list[Any]]:
     """The residual stream after a stack of layers, the router's sums over them, `load` with a row
     per layer, and what is kept of their keys and values.
@@ -177,9 +179,11 @@ def blocks(
         is its turn (FSDP); None where they have it whole.
       keep: what comes out of each layer's keys and values, in the entries of `over_layers`; None
         is nothing.
+      present: how many layers of the stack there are, all or all but the last, which is padding
+        then and does not run; None is all.
     """
-    execution = config.execution
-    scanned = is_scanned(layers.norm.shape[0], execution)
+    execution, depth = config.execution, layers.norm.shape[0]
+    scanned = is_scanned(depth, execution)
 
     def run_layer(
         own: PackedBatch, core_attention: CoreAttention | LatentCore, layer: Layer[Array], x: Array
@@ -201,11 +205,31 @@ def blocks(
         own = packed.of_layer(number - config.num_dense_layers)
         window = window_of_layer(config, number)
         run_one = partial(run_layer, own, packed.core_attention_of_layer(number, window))
+        if present is not None and (scanned or index == depth - 1):
+            # Inside what is rematerialised, which keeps what it was given and so no copies of the
+            # weights.
+            run_one = _where_present(index < present, run_one)
         return rematerialised(run_one, execution.remat, in_scan=scanned)(layer, x)
 
     x, outs = over_layers(run_numbered, layers, x, execution)
     collected, kept = ([out[place] for out in outs] for place in range(2))
     return x, _over_layers(collected, scanned), kept
+
+
+def _where_present(is_present: Array, run_layer: Callable[..., Any]) -> Callable[..., Any]:
+    """`run_layer`, or what leaves the residual stream and all sums as they are."""
+
+    def skip(layer: Layer[Array], x: Array) -> tuple[Array, Any]:
+        _, out = jax.eval_shape(run_layer, layer, x)
+        zeros = jax.tree.map(
+            lambda like: vary(
+                jnp.zeros(like.shape, like.dtype), tuple(sorted(like.manual_axis_type.varying))
+            ),
+            out,
+        )
+        return x, zeros
+
+    return lambda layer, x: lax.cond(is_present, run_layer, skip, layer, x)
 
 
 def _watched(

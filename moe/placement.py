@@ -2,10 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from moe import chunks
 from moe.config import ModelConfig
 from moe.weights import Leaf, Transformer, Weight, axis_sizes, shapes, table
 from sharding import zero
@@ -26,12 +30,9 @@ def specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
     # The only axis that may stay whole: a vocabulary is given, every other size can be chosen.
     if sizes["vocab"] % mesh.size(mesh.tp):
         del rules["vocab"]
-    if sizes["layer"] % (mesh.size(mesh.pp) * num_chunks):
-        raise ValueError(
-            f"num_layers={sizes['layer']} cannot be cut into {mesh.size(mesh.pp)} pipeline stages "
-            f"x {num_chunks} chunks (layout {mesh.layout}): choose a pp and a vpp whose product "
-            "divides it."
-        )
+    # Stored with padding where stages are uneven.
+    depths = chunks.layers_of_chunks(sizes["layer"], mesh)
+    sizes["layer"] = len(depths) * max(depths)
     for axis, atoms in rules.items():
         if sizes[axis] % mesh.size(atoms):
             raise ValueError(
@@ -40,8 +41,8 @@ def specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
             )
 
     def spec_of(weight: Weight) -> PartitionSpec:
-        stacked = num_chunks > 1 and weight.axes.startswith("layer ")
-        return partition_spec(f"chunk {weight.axes}" if stacked else weight.axes, rules)
+        cut = num_chunks > 1 and weight.axes.startswith("layer ")
+        return partition_spec(f"chunk {weight.axes}" if cut else weight.axes, rules)
 
     return jax.tree.map(spec_of, table(config))
 
@@ -75,33 +76,62 @@ def _each_weight(
     stored = jax.eval_shape(lambda weights: in_chunks(weights, mesh), shapes(config))
     # Cut along the stack, whole layers would lie on one device each: no layer could be joined
     # alone.
-    stacked = (1 if mesh.layout.vpp == 1 else 2) if config.execution.fsdp else 0
+    whole = (1 if mesh.layout.vpp == 1 else 2) if config.execution.fsdp else 0
     first = replace(
-        jax.tree.map(lambda _: 0, stored), layers=jax.tree.map(lambda _: stacked, stored.layers)
+        jax.tree.map(lambda _: 0, stored), layers=jax.tree.map(lambda _: whole, stored.layers)
     )
     return jax.tree.map(of, specs(config, mesh), stored, first)
 
 
 def in_chunks(weights: Transformer[jax.Array], mesh: FoldedMesh) -> Transformer[jax.Array]:
     """Weights as they are stored on `mesh`: ``[layer, ...]`` or, where its pipeline stages have
-    several model chunks, ``[chunk, layer / vpp, ...]``.
+    several model chunks, ``[chunk, layer / vpp, ...]``. Chunks that are a layer shorter than the
+    others end with zeros (`moe.chunks`).
 
     The chunks of a stage are not neighbours; spread along the second axis, they lie together on it.
-    Made of reshapes, inverted by `in_layer_order`.
+    Inverted by `in_layer_order`.
     """
-    num_chunks = mesh.layout.vpp
-    if num_chunks == 1:
-        return weights
-    layers = jax.tree.map(lambda x: x.reshape(num_chunks, -1, *x.shape[1:]), weights.layers)
-    return replace(weights, layers=layers)
+    return replace(weights, layers=jax.tree.map(partial(stacked, mesh), weights.layers))
 
 
-def in_layer_order(weights: Transformer[jax.Array], mesh: FoldedMesh) -> Transformer[jax.Array]:
-    """Weights stored on `mesh` with all layers in one axis, as every other layout knows them."""
-    if mesh.layout.vpp == 1:
-        return weights
-    layers = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), weights.layers)
-    return replace(weights, layers=layers)
+def stacked(mesh: FoldedMesh, x: jax.Array) -> jax.Array:
+    """``[layer, ...]`` as `in_chunks` stores it."""
+    num_layers, num_chunks = x.shape[0], mesh.layout.vpp
+    if not chunks.is_even(num_layers, mesh):
+        depth = chunks.stored_depth(num_layers, mesh)
+        source = np.full(mesh.layout.pp * num_chunks * depth, -1)
+        source[chunks.places(num_layers, mesh)] = np.arange(num_layers)
+        there = (source >= 0).reshape(-1, *(1,) * (x.ndim - 1))
+        x = jnp.where(there, x[np.maximum(source, 0)], jnp.zeros((), x.dtype))
+    return x if num_chunks == 1 else x.reshape(num_chunks, -1, *x.shape[1:])
+
+
+def in_layer_order(
+    weights: Transformer[jax.Array], mesh: FoldedMesh, num_layers: int | None = None
+) -> Transformer[jax.Array]:
+    """Weights stored on `mesh` with all layers in one axis, as every other layout knows them.
+
+    Args:
+      num_layers: of the stack, without the dense first ones; None where all stages have as many.
+    """
+
+    def in_order(x: jax.Array) -> jax.Array:
+        x = x if mesh.layout.vpp == 1 else x.reshape(-1, *x.shape[2:])
+        if num_layers is None or chunks.is_even(num_layers, mesh):
+            return x
+        return x[np.asarray(chunks.places(num_layers, mesh))]
+
+    return replace(weights, layers=jax.tree.map(in_order, weights.layers))
+
+
+def without_chunks(config: ModelConfig, mesh: FoldedMesh) -> FoldedMesh:
+    """`mesh` for weights whose layers lie in one axis, in order and without padding, as other
+    layouts know them: its stages hold consecutive layers or, where those would not be equally many,
+    each of them all."""
+    plain = replace(mesh, layout=replace(mesh.layout, vpp=1))
+    if chunks.is_even(axis_sizes(config)["layer"], plain):
+        return plain
+    return replace(plain, layout=replace(plain.layout, pp=1), pp=())
 
 
 def stored_specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:

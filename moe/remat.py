@@ -11,11 +11,9 @@ weights that are kept in shards (`Execution.fsdp`) are joined again by a layer's
   half of the experts' forward communication;
 * "full": its input. Costs one more forward pass without its communication.
 
-In a pipeline all this is said of one chunk of layers while it goes backward. Between its way
-forward and its way backward a stage keeps the chunk's input alone, whatever the policy, and it
-begins the second with a forward pass that communicates like the first
-(`sharding.pipeline.gradients`); only the last chunk has none before. A policy then keeps what the
-layers of one chunk and one micro-batch need, so that "full" is the third time a layer is computed.
+In a pipeline a stage keeps this for each chunk of layers and micro-batch that is between its way
+forward and its way backward (`sharding.passes`), as many as the schedule has on their way at once
+(`sharding.schedule.Schedule.slots`), and each layer runs and communicates as often as without.
 
 References:
   Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.

@@ -10,9 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
-from moe import model
+from moe import chunks, model
 from moe.config import ModelConfig
 from moe.embedding import embed
 from moe.router.balance import router_loss
@@ -59,7 +60,7 @@ def scan_micro_batches(
     outs, stats = pipeline.apply(
         stages, _ends(weights), _chunks_of(weights, mesh), numbered, _pipeline(mesh)
     )
-    return outs, _joined(stats, mesh)
+    return outs, _joined(stats, config, mesh)
 
 
 def gradients(
@@ -94,7 +95,7 @@ def gradients(
     # One chunk per stage was given a dimension of its own (`_chunks_of`), which goes again.
     layers = jax.tree.map(lambda x, like: x.reshape(like.shape), sums.layers, weights.layers)
     grads = replace(_with_ends(weights, sums.ends), layers=layers)
-    return sums.loss, grads, sums.metrics, _joined(sums.statistics, mesh)
+    return sums.loss, grads, sums.metrics, _joined(sums.statistics, config, mesh)
 
 
 def _stages(
@@ -106,9 +107,10 @@ def _stages(
     mesh: FoldedMesh,
     shard_dims: Layer[ShardDim] | None = None,
 ) -> Stages:
-    # The dense first layers run with the embedding: a pipeline needs chunks of equal depth.
+    # The dense first layers run with the embedding: a pipeline needs chunks of equal layers.
     stacked = config.num_layers - config.num_dense_layers
-    depth = stacked // (mesh.layout.pp * mesh.layout.vpp)
+    starts = jnp.asarray(chunks.first_layers_of_chunks(stacked, mesh), jnp.int32)
+    depths = jnp.asarray(chunks.layers_of_chunks(stacked, mesh), jnp.int32)
 
     def first(ends, micro_batch):
         # Gradients are taken with respect to `ends`: these, not those of `weights`, must be used.
@@ -119,8 +121,11 @@ def _stages(
 
     def chunk(layers, x, micro_batch, number):
         # Traced: a stage learns only at run time which model chunk, and so which layers, it runs.
-        before = config.num_dense_layers + number * depth
-        x, stats, _ = model.blocks(layers, x, pack(micro_batch), config, mesh, before, shard_dims)
+        before = config.num_dense_layers + starts[number]
+        present = None if chunks.is_even(stacked, mesh) else depths[number]
+        x, stats, _ = model.blocks(
+            layers, x, pack(micro_batch), config, mesh, before, shard_dims, present=present
+        )
         return x, router_loss(stats, config, mesh, num_tokens), stats
 
     def last(ends, x, micro_batch):
@@ -172,7 +177,7 @@ def _chunks_of(weights: Transformer[Array], mesh: FoldedMesh) -> Any:
 
 
 def _joined(
-    stats: RouterStatistics[Array] | None, mesh: FoldedMesh
+    stats: RouterStatistics[Array] | None, config: ModelConfig, mesh: FoldedMesh
 ) -> RouterStatistics[Array] | None:
     """The sums over all layers, from those of each chunk: what is by layer in their order."""
     if stats is None:
@@ -183,7 +188,11 @@ def _joined(
     def by_layer(x: Array) -> Array:
         x = join_shards(x[None], mesh.pp)  # [stage, chunk, layer, ...]
         # Model chunk c lies on stage c % stages, so that chunks in order alternate between stages.
-        return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[3:])
+        x = jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[3:])
+        stacked = config.num_layers - config.num_dense_layers
+        if chunks.is_even(stacked, mesh):
+            return x
+        return x[np.asarray(chunks.places(stacked, mesh))]
 
     choices = stats.choices
     if choices is not None:  # [chunk, micro_batch, layer, token, k]

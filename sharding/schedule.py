@@ -1,13 +1,17 @@
 """Which stage of a pipeline runs which micro-batch when, in plain arithmetic.
 
-The layers are cut into ``stages x num_chunks`` model chunks of equal depth, and model chunk ``c``
-lies on stage ``c % stages``: a micro-batch goes around the stages ``num_chunks`` times. Time is cut
-into ticks. In a tick every stage runs at most one chunk forward and one chunk backward, then hands
-activations to the next stage and gradients to the one before.
+The layers are cut into ``stages x num_chunks`` model chunks, and model chunk ``c`` lies on stage
+``c % stages``: a micro-batch goes around the stages ``num_chunks`` times. Time is cut into ticks.
+In a tick a stage runs at most one chunk, forward or backward, and what it hands on is there for
+the tick after: activations for the next stage, gradients for the one before.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+Pair = tuple[int, int]
+"""Of stages: who sends, who receives."""
 
 
 class Work(NamedTuple):
@@ -28,10 +32,12 @@ class Work(NamedTuple):
 class Schedule:
     """One forward, one backward (1F1B), interleaved where a stage has several model chunks.
 
-    With ``n(m, j) = (m // stages) stages num_chunks + j stages + m % stages``, stage ``s`` runs
-    micro-batch ``m`` through its chunk ``j`` forward at tick ``n(m, j) + s`` and backward at tick
-    ``num_chunks stages - 1 + n(m, num_chunks - 1 - j) + (stages - 1 - s)``. The first ticks go
-    forward only and the last ones backward only.
+    With ``n(m, j) = (m // stages) stages num_chunks + j stages + m % stages`` and ``h = 1`` where a
+    stage has one chunk, else ``h = 2``, stage ``s`` runs micro-batch ``m`` through its chunk ``j``
+    forward at tick ``2 n(m, j) + h s`` and backward at tick ``warmup + 2 n(m, num_chunks - 1 - j) +
+    h (stages - 1 - s)``: with one chunk a stage goes backward while its neighbours go forward, with
+    several all go forward in even ticks and backward in odd ones. The first ticks go forward only
+    and the last ones backward only.
 
     Args:
       stages: devices along the pipeline.
@@ -61,20 +67,46 @@ class Schedule:
         group, rest = micro_batch // self.stages, micro_batch % self.stages
         return group * self.stages * self.num_chunks + chunk * self.stages + rest
 
-    def slot(self, work: Work) -> Any:
-        """Where the input of a chunk is saved, below `num_saved`."""
-        # A ring buffer: one input is saved per tick, and none is needed for more than `num_saved`.
-        return self.forward_order(work.micro_batch, work.chunk) % self.num_saved
+    def forward_alone(self, tick: Any, stage: Any) -> Work:
+        """What `stage` runs at `tick` where nothing goes backward: a chunk in every tick."""
+        return self._work_at(tick - stage)
 
     def forward(self, tick: Any, stage: Any) -> Work:
         """What `stage` runs forward at `tick`."""
-        return self._work_at(tick - stage)
+        return self._every_other(tick - self._hop * stage)
 
     def backward(self, tick: Any, stage: Any) -> Work:
         """What `stage` runs backward at `tick`."""
         # The same walk from the last stage to the first, through the chunks from the last on.
-        work = self._work_at(tick - self.warmup - (self.stages - 1 - stage))
+        work = self._every_other(tick - self.warmup - self._hop * (self.stages - 1 - stage))
         return work._replace(chunk=self.num_chunks - 1 - work.chunk)
+
+    def messages(self, parity: int) -> tuple[list[Pair], list[Pair]]:
+        """Who sends to whom after the ticks of a parity: activations, and gradients.
+
+        Nobody else waits for anybody: a stage that goes forward has not to wait until the one after
+        it has come as far.
+        """
+        last, n = self.stages - 1, self.stages
+        around = range(n) if self.num_chunks > 1 else range(last)
+        forward = [(s, (s + 1) % n) for s in around if self._hop * s % 2 == parity]
+        backward = [
+            ((s + 1) % n, s)
+            for s in around
+            if (self.warmup + self._hop * (last - (s + 1) % n)) % 2 == parity
+        ]
+        return forward, sorted(backward)
+
+    @property
+    def _hop(self) -> int:
+        """Ticks from a stage to the next."""
+        # Micro-batches that come round again come as fast as stages take new ones, one every other
+        # tick, only if they do not hurry.
+        return 1 if self.num_chunks == 1 else 2
+
+    def _every_other(self, tick: Any) -> Work:
+        work = self._work_at(tick // 2)
+        return work._replace(active=work.active & (tick % 2 == 0))
 
     def _work_at(self, order: Any) -> Work:
         """The inverse of `forward_order`."""
@@ -86,33 +118,49 @@ class Schedule:
     @property
     def warmup(self) -> int:
         """Ticks before the first chunk goes backward."""
-        return self.stages * self.num_chunks - 1
+        return 2 * self.stages * (self.num_chunks - 1) + self._hop * (self.stages - 1) + 1
 
     @property
     def forward_ticks(self) -> int:
-        """Ticks in which some stage goes forward; as many in which some stage goes backward."""
+        """Ticks of a way forward alone."""
         return self.forward_order(self.num_micro_batches - 1, self.num_chunks - 1) + self.stages
 
     @property
     def ticks(self) -> int:
         """Ticks of a whole mini-batch."""
-        return self.warmup + self.forward_ticks
+        last = self.forward_order(self.num_micro_batches - 1, self.num_chunks - 1)
+        return self.warmup + 2 * last + self._hop * (self.stages - 1) + 1
 
     @property
     def bubble(self) -> float:
-        """Idle time over working time of a stage, in lockstep.
+        """Idle time over working time of a stage that waits for what it needs and nothing else.
 
         ``(stages - 1) / (num_micro_batches num_chunks)`` when `stages` divides `num_micro_batches`
-        or there is one chunk.
+        or there is one chunk; else a bound, that of all stages in lockstep.
         """
         return self.forward_ticks / (self.num_micro_batches * self.num_chunks) - 1
 
-    @property
-    def num_saved(self) -> int:
-        """Inputs of chunks that a stage saves until they go backward: at most ``2 stages num_chunks
-        - 1``, however many micro-batches there are.
+    def slots(self, chunks: Sequence[int] | None = None) -> list[list[int]]:
+        """``[micro_batch][chunk]``: a place for what a stage keeps of a chunk from its way forward
+        to its way backward, of as few places as there are kept at once.
 
-        A message takes a tick each way, hence about twice what 1F1B saves where messages take no
-        time.
+        With one chunk these are `stages`, with several ``stages num_chunks + stages - 1``, however
+        many micro-batches there are; fewer where there are few micro-batches.
+
+        Args:
+          chunks: of which something is kept; None is all.
         """
-        return min(2 * self.stages * self.num_chunks - 1, self.forward_ticks - self.stages + 1)
+        # Made for the first stage. The others keep each for a shorter time, in the same order.
+        slots = [[0] * self.num_chunks for _ in range(self.num_micro_batches)]
+        free: list[int] = []
+        number = 0
+        for tick in range(self.ticks):
+            work = self.forward(tick, 0)
+            if work.active and (chunks is None or work.chunk in chunks):
+                if not free:
+                    free, number = [number], number + 1
+                slots[work.micro_batch][work.chunk] = free.pop()
+            work = self.backward(tick, 0)
+            if work.active and (chunks is None or work.chunk in chunks):
+                free.append(slots[work.micro_batch][work.chunk])
+        return slots

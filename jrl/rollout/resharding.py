@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from moe import placement
 from moe.config import ModelConfig
-from moe.weights import Transformer
+from moe.weights import Transformer, axis_sizes
 from sharding.folding import FoldedMesh, Layout, fold
 
 
@@ -145,7 +145,7 @@ def reshard(
     leaves, structure = jax.tree.flatten(weights)
     if not apart(source, target):
         return structure.unflatten(_resharding(config, source, target)(leaves))
-    in_order = placement.in_layer_order(weights, source)
+    in_order = placement.in_layer_order(weights, source, axis_sizes(config)["layer"])
     whole = placement.shardings(_whole(config), target)
     # Waited for: updates give away the buffers that are being read.
     return jax.block_until_ready(jax.device_put(in_order, whole))
@@ -159,7 +159,8 @@ def _resharding(
     shardings, structure = jax.tree.flatten(placement.shardings(_whole(config), target))
 
     def move(leaves: list[Array]) -> list[Array]:
-        in_order = placement.in_layer_order(structure.unflatten(leaves), source)
+        num_layers = axis_sizes(config)["layer"]
+        in_order = placement.in_layer_order(structure.unflatten(leaves), source, num_layers)
         return jax.tree.leaves(placement.in_chunks(in_order, target))
 
     return jax.jit(move, out_shardings=shardings)

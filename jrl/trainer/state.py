@@ -1,6 +1,6 @@
 """Everything that changes during a run, as one pytree: what a checkpoint holds."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -159,15 +159,17 @@ def save(
     The weights of what learns are float32 there: masters where there are masters, of which the
     weights are cast again when it is read.
     """
-    # Interleaved stages (vpp) hold layers out of order; a reader with another layout must not care.
-    stored = _reshaped(networks, _without_cast(state), _without_cast(abstract(_in_order(networks))))
+    # Stages may hold layers out of order or with padding; a reader with another layout must not
+    # care.
+    like = _without_cast(abstract(_in_order(networks)))
+    stored = _restacked(networks, _without_cast(state), like, _in_layer_order)
     checkpoints.save(int(state.step), stored, meta)
 
 
 def restore(checkpoints: Checkpoints, networks: Networks, step: int) -> TrainState[Array]:
     """The state that `save` wrote, on the mesh of `networks`, which may be another."""
     state = checkpoints.restore(step, _without_cast(abstract(_in_order(networks))))[0]
-    state = _reshaped(networks, state, _without_cast(abstract(networks)))
+    state = _restacked(networks, state, _without_cast(abstract(networks)), _in_chunks)
     critic = state.critic
     if critic is not None and networks.critic is not None:
         critic = _with_cast(critic, networks.critic)
@@ -193,26 +195,44 @@ def _with_cast(learner: Learner[Array], network: Network[Any]) -> Learner[Array]
 
 
 def _in_order(networks: Networks) -> Networks:
-    """Without interleaved chunks: pipeline stages hold consecutive layers."""
-    mesh = networks.mesh
-    return networks.on(replace(mesh, layout=replace(mesh.layout, vpp=1)))
+    """Where weights lie in the order of their layers."""
+    return networks.on(placement.without_chunks(networks.policy.config, networks.mesh))
 
 
-def _reshaped(
-    networks: Networks, state: TrainState[Array], like: TrainState[Any]
+def _in_layer_order(networks: Networks, weights: Transformer[Array]) -> Transformer[Array]:
+    num_layers = moe_weights.axis_sizes(networks.policy.config)["layer"]
+    return placement.in_layer_order(weights, networks.mesh, num_layers)
+
+
+def _in_chunks(networks: Networks, weights: Transformer[Array]) -> Transformer[Array]:
+    return placement.in_chunks(weights, networks.mesh)
+
+
+def _restacked(
+    networks: Networks,
+    state: TrainState[Array],
+    like: TrainState[Any],
+    stack: Callable[[Networks, Transformer[Array]], Transformer[Array]],
 ) -> TrainState[Array]:
-    """The state in the shapes and on the shardings of `like`: `moe.placement.in_chunks` and
-    `in_order` are reshapes of every leaf."""
-    if networks.mesh.layout.vpp == 1:
+    """The state in the shapes and on the shardings of `like`, all that is like weights as `stack`
+    gives it."""
+    if networks.mesh == _in_order(networks).mesh:
         return state
     # The slots have no layers in one array, and may lie on other devices.
     leaves, structure = jax.tree.flatten(replace(state, pool=None))
+
+    def moved(leaves: list[Array]) -> list[Array]:
+        def of(node: Any) -> Any:
+            return stack(networks, node) if isinstance(node, Transformer) else node
+
+        tree = structure.unflatten(leaves)
+        return jax.tree.leaves(
+            jax.tree.map(of, tree, is_leaf=lambda node: isinstance(node, Transformer))
+        )
+
     wanted = jax.tree.leaves(replace(like, pool=None))
-    reshape = jax.jit(
-        lambda leaves: [x.reshape(y.shape) for x, y in zip(leaves, wanted, strict=True)],
-        out_shardings=[y.sharding for y in wanted],
-    )
-    return replace(structure.unflatten(reshape(leaves)), pool=state.pool)
+    restack = jax.jit(moved, out_shardings=[leaf.sharding for leaf in wanted])
+    return replace(structure.unflatten(restack(leaves)), pool=state.pool)
 
 
 def _learner_laid_out(learner: Learner[Any], network: Network[Any]) -> Learner[Any]:

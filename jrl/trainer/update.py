@@ -231,7 +231,8 @@ def update(
     stepped: Any = optax.apply_updates(weights, steps)
     # DeepSeek-V3's balancing without a loss: the bias is no parameter of the optimizer.
     if config.selection_bias:
-        stepped = with_updated_bias(weights, stepped, metrics["load"], config.bias_update_rate)
+        rate = config.bias_update_rate
+        stepped = with_updated_bias(weights, stepped, metrics["load"], rate, mesh)
     moved = replace(
         learner,
         weights=stepped,

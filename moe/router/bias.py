@@ -5,7 +5,9 @@ from dataclasses import replace
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from moe.placement import stacked
 from moe.weights import Transformer
+from sharding.folding import FoldedMesh
 
 
 def updated_bias(
@@ -31,6 +33,7 @@ def with_updated_bias(
     after: Transformer[Array],
     load: Float[Array, "layer route"],
     rate: float,
+    mesh: FoldedMesh,
 ) -> Transformer[Array]:
     """The weights after an optimizer step, their selection bias as `updated_bias` moves it.
 
@@ -39,10 +42,11 @@ def with_updated_bias(
       after: the weights after the step.
       load: as for `updated_bias`, in the order of the layers.
       rate: of the step.
+      mesh: on which the weights are stored.
     """
     old, new = before.layers.experts, after.layers.experts
     if old is None or new is None or old.bias is None:
         raise ValueError("selection_bias=False has no bias to move: set it in the configuration.")
-    # Chunks of interleaved stages are stored apart (`moe.placement.in_chunks`), in the same order.
-    experts = replace(new, bias=updated_bias(old.bias, load.reshape(old.bias.shape), rate))
+    # Stored in chunks, by other names of the same order.
+    experts = replace(new, bias=updated_bias(old.bias, stacked(mesh, load), rate))
     return replace(after, layers=replace(after.layers, experts=experts))

@@ -50,6 +50,24 @@ CONFIGS = {
     "four": replace(
         MOE, num_layers=4, vocab_size=11, sliding_window=3, full_attention_layers=(0, 3)
     ),
+    # Stages that differ by a layer: of two the last is shorter, and of four chunks three.
+    "three": replace(MOE, num_layers=3, sliding_window=2, full_attention_layers=(1,)),
+    "five": replace(
+        MOE,
+        num_layers=5,
+        sliding_window=3,
+        full_attention_layers=(0, 3),
+        execution=Execution(remat="selective"),
+    ),
+    "scanned": replace(
+        MOE,
+        num_layers=4,
+        num_dense_layers=1,
+        dense_d_ff=20,
+        sliding_window=3,
+        full_attention_layers=(0, 3),
+        execution=Execution(scan_layers=True, remat="full"),
+    ),
     "dense": replace(
         MOE,
         num_layers=2,
@@ -127,6 +145,9 @@ PIPELINES = [
 CASES = [
     *(("routed", layout) for layout in LAYOUTS),
     *(("four" if "vpp" in layout else "two", layout) for layout in PIPELINES),
+    ("three", "pp2"),
+    ("five", "pp2 vpp2 dp2 / ep2"),
+    ("scanned", "pp2 tp2"),
     ("dense", "tp2 dp4"),
     ("tied", "tp4"),
     ("tied", "tp2 cp2 / ep2"),
@@ -158,7 +179,8 @@ def run(name, layout):
     step = jit(loss_and_gradient(config, mesh))
     weights = in_chunks(random_weights(config, 0), mesh)
     out, grads = jax.device_get(step(weights, batch()))
-    return out, in_layer_order(grads, mesh)
+    stacked = config.num_layers - config.num_dense_layers
+    return out, in_layer_order(grads, mesh, stacked)
 
 
 def test_the_table_has_every_axis_and_every_pair():
@@ -172,7 +194,7 @@ def test_the_table_has_every_axis_and_every_pair():
 
 
 # All axes at once, and a pipeline.
-QUICK = [("routed", "tp2 cp2 dp4 / ep8 etp2"), ("two", "pp2")]
+QUICK = [("routed", "tp2 cp2 dp4 / ep8 etp2"), ("three", "pp2")]
 
 
 @pytest.mark.parametrize(("name", "layout"), full_but([*CASES, *FULL], *QUICK))
@@ -196,7 +218,7 @@ def test_equals_one_device(name, layout):
         )
         np.testing.assert_array_equal(stats.load, expected_stats.load)
         assert (float(stats.dropped) > 0) == (CONFIGS[name].capacity_factor is not None)
-        sent = CONFIGS[name].num_layers * 3 * int(batch()[1].sum())
+        sent = CONFIGS[name].num_expert_layers * 3 * int(batch()[1].sum())
         assert float(stats.load.sum()) == sent
     assert all(float(np.max(np.abs(g))) > 0 for g in jax.tree.leaves(grads))
 
@@ -221,7 +243,8 @@ def run_in_half_precision(name, layout):
     config, mesh = replace(CONFIGS[name], dtype="bfloat16"), mesh_of(layout)
     step = jit(loss_and_gradient(config, mesh))
     out, grads = jax.device_get(step(in_chunks(random_weights(config, 0), mesh), batch()))
-    return out, in_layer_order(grads, mesh)
+    stacked = config.num_layers - config.num_dense_layers
+    return out, in_layer_order(grads, mesh, stacked)
 
 
 @pytest.mark.slow

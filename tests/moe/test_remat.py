@@ -153,25 +153,37 @@ def test_less_is_kept():
     assert 0.9 * selective > full
 
 
-FORWARDS = [("tp2", 2, "none"), ("pp2 tp2", 3, "full"), ("tp2", 2, "full"), ("pp2 tp2", 3, "none")]
+COUNTED = [
+    ("tp2", "all_gather", {"none": 4, "selective": 4, "full": 4}),
+    # Of rows there and back, and the same of their gradients; selective, there again. And of two
+    # numbers per choice there, one of which has a gradient.
+    ("dp2 / ep2", "all_to_all", {"none": 7, "selective": 8, "full": 7}),
+]
+PIPED = [(pipeline, *case) for pipeline in ("pp2", "pp2 vpp2", "") for case in COUNTED]
 
 
-@pytest.mark.parametrize(("layout", "passes", "remat"), full_but(FORWARDS, *FORWARDS[:2]))
-def test_a_pipeline_goes_forward_twice_with_its_collectives(layout, passes, remat):
-    """The gathers of a layer over tp, by tracing: attention's and the dense layer's, each pass."""
-    mesh = mesh_of(layout)
+@pytest.mark.parametrize(("pipeline", "axes", "collective", "expected"), full_but(PIPED, PIPED[1]))
+def test_a_pipeline_communicates_as_often_as_one_device(pipeline, axes, collective, expected):
+    """Collectives of a layer, by tracing."""
+    mesh = mesh_of(f"{pipeline} {axes}")
 
-    def gathers(num_layers):
-        config = replace(CONFIG, num_layers=num_layers, num_experts=0, query_key_norm=None)
-        config = replace(config, execution=Execution(remat=remat))
+    def found(num_layers, remat):
+        config = replace(CONFIG, num_layers=num_layers, query_key_norm=None)
+        if "ep" not in axes:
+            config = replace(config, num_experts=0)
+        config = replace(config, execution=Execution(remat=remat, dispatch="all_to_all"))
         tokens = jnp.zeros((BATCH, 4), int)
         weights = in_chunks(random_weights(config, 0), mesh)
         program = jax.make_jaxpr(loss_and_gradient(config, mesh))(weights, (tokens, tokens == 0))
-        return len(re.findall(r"= all_gather\[", str(program)))
+        return len(re.findall(rf"= {collective}\[", str(program)))
 
-    # One layer more on each stage.
-    more = mesh.size(mesh.pp)
-    assert gathers(2 * more) - gathers(more) == 2 * passes
+    # One layer more in each chunk.
+    more = mesh.size(mesh.pp) * mesh.layout.vpp
+    last = {remat: found(2 * more, remat) for remat in expected}
+    assert {remat: number - found(more, remat) for remat, number in last.items()} == expected
+    # A stage that has a layer less runs the same program.
+    if more > 1:
+        assert {remat: found(2 * more - 1, remat) for remat in expected} == last
 
 
 def test_unknown_policies_are_refused():

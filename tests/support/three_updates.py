@@ -25,11 +25,11 @@ def random_weights(setup, config):
     return jax.device_put(weights, placement.shardings(config, setup.mesh))
 
 
-def gradient_of(learner, mesh):
+def gradient_of(learner, mesh, num_layers=None):
     """A tenth of the clipped gradient: the first moment after one step, its layers in order."""
     leaves = jax.tree.leaves(learner.opt_state, is_leaf=lambda x: hasattr(x, "mu"))
     (moments,) = (leaf.mu for leaf in leaves if hasattr(leaf, "mu"))
-    return placement.in_layer_order(jax.device_get(moments), mesh)
+    return placement.in_layer_order(jax.device_get(moments), mesh, num_layers)
 
 
 class Updates(NamedTuple):
@@ -49,7 +49,10 @@ def three_updates(setup, rows, num_micro) -> Updates:
     for _ in range(3):
         learner, metrics = step(learner, batch)
         history.append(jax.device_get(metrics))
-        gradient = gradient_of(learner, setup.mesh) if gradient is None else gradient
+        if gradient is None:
+            model = setup.model
+            stacked = model.num_layers - model.num_dense_layers
+            gradient = gradient_of(learner, setup.mesh, stacked)
     return Updates(gradient, history, learner)
 
 

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +93,7 @@ def _load(
 
 def _described(model: ModelConfig, mesh: FoldedMesh) -> Any:
     """Shapes and shardings of a network as a checkpoint holds it: float32, the layers in order."""
-    plain = replace(mesh, layout=replace(mesh.layout, vpp=1))
+    plain = placement.without_chunks(model, mesh)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         moe_weights.shapes(model),

@@ -19,6 +19,7 @@ from jrl.trainer.setup.lengths import response_origin
 from jrl.trainer.setup.network import OF_EXPERTS
 from jrl.trainer.setup.setup import Setup
 from moe.attention.context_parallel.choice import context_of, received
+from moe.chunks import stored_depth
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.placement import in_chunks, shard_specs, specs, stored_specs
@@ -336,13 +337,17 @@ def choices_bytes(setup: Setup) -> int:
 
 
 def kept_bytes(setup: Setup) -> int:
-    """Bytes of the chunks' inputs that a pipeline stage keeps during an update."""
+    """Bytes of the layers' inputs that a pipeline stage keeps during an update, of all chunks that
+    are on their way at once."""
     mesh, group = setup.mesh, setup.geometry.prompt_layout.group_size
     rows = setup.recipe.micro_batch_size // mesh.size(mesh.dp)
     sections = (rows // group, setup.prompt_length), (rows, setup.response_length)
     tokens = ZigzagLayout(sections, mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.sequence)
-    kept = Schedule(mesh.layout.pp, setup.geometry.num_micro_batches, mesh.layout.vpp).num_saved
-    return kept * tokens * setup.model.d_model * jax.numpy.dtype(setup.model.dtype).itemsize
+    schedule = Schedule(mesh.layout.pp, setup.geometry.num_micro_batches, mesh.layout.vpp)
+    chunks = 1 + max(map(max, schedule.slots()))
+    layers = stored_depth(setup.model.num_layers - setup.model.num_dense_layers, mesh)
+    itemsize = jax.numpy.dtype(setup.model.dtype).itemsize
+    return chunks * layers * tokens * setup.model.d_model * itemsize
 
 
 def _num_scored(setup: Setup) -> int:

@@ -4,8 +4,7 @@ Three ways, with the same values: gather all keys and values; pass them around a
 tokens for heads (Ulysses), so that each device has whole sequences and some of the heads. Written
 below with T tokens of all ``cp`` ranks together, H query heads and K key/value heads of head_dim D
 on a ``tp`` rank. On one rank all three are core attention, and communicate nothing. "Backward as
-much" is what the gradient sends; a pipeline also goes forward twice (`moe.remat`). The plain twin
-of all three is "gather" with plain attention.
+much" is what the gradient sends. The plain twin of all three is "gather" with plain attention.
 """
 
 from moe.attention.context_parallel.gather import gather

@@ -58,6 +58,8 @@ def test_pp_and_cp_become_part_of_dp(training, rollout):
             ("tp2 dp2 cp2 / ep4 etp2", None),
             ("dp4 / ep4", "tp2 dp2 / ep2 etp2"),
             ("pp4 dp2", "tp2 dp4 / ep4"),
+            # Stages of two, one and one layer.
+            ("pp3 dp2", None),
         ],
         ("pp2 vpp2 dp2 tp2 / ep4", None),
         ("dp4 / ep4", "tp2 dp2 / ep2 etp2"),
@@ -122,7 +124,8 @@ def test_what_cannot_decode_is_refused(rollout, message):
 
 
 @pytest.mark.parametrize(
-    ("training", "rollout"), [("tp2 dp2 / ep4", "tp2 / ep2"), ("pp2 vpp2", "dp2")]
+    ("training", "rollout"),
+    [("tp2 dp2 / ep4", "tp2 / ep2"), ("pp2 vpp2", "dp2"), ("pp3", "dp2")],
 )
 def test_weights_move_to_devices_of_their_own(training, rollout):
     config, training = small_model(vocab_size=8, num_layers=4), mesh_of(training)

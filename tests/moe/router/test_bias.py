@@ -27,16 +27,18 @@ def test_bias_moves_by_the_sign_of_what_is_missing():
 def test_no_bias_to_move_is_an_error():
     weights = initialise(replace(CONFIG, num_layers=1), jax.random.key(0))
     with pytest.raises(ValueError, match="selection_bias=False has no bias to move"):
-        with_updated_bias(weights, weights, jnp.ones((1, ROUTE)), 1e-3)
+        with_updated_bias(weights, weights, jnp.ones((1, ROUTE)), 1e-3, fold_abstract(Layout()))
 
 
-def test_the_bias_of_interleaved_chunks_is_that_of_its_layers():
+@pytest.mark.parametrize("layout", [Layout(pp=2, vpp=2), Layout(pp=3)])
+def test_the_bias_of_chunks_is_that_of_their_layers(layout):
     """Loads come in the order of the layers, weights as the stages of a pipeline store them."""
     config = replace(CONFIG, num_layers=4, selection_bias=True)
-    mesh = fold_abstract(Layout(pp=2, vpp=2))
+    mesh = fold_abstract(layout)
     load = jnp.asarray(np.random.default_rng(0).integers(0, 9, (4, ROUTE)), jnp.float32)
     weights = initialise(config, jax.random.key(0))
     stored = in_chunks(weights, mesh)
-    expected = with_updated_bias(weights, weights, load, 1e-3)
-    found = in_layer_order(with_updated_bias(stored, stored, load, 1e-3), mesh)
+    expected = with_updated_bias(weights, weights, load, 1e-3, fold_abstract(Layout()))
+    moved = with_updated_bias(stored, stored, load, 1e-3, mesh)
+    found = in_layer_order(moved, mesh, num_layers=4)
     jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -36,15 +36,16 @@ ROWS = 8
 
 
 @functools.cache
-def setup_on(layout):
+def setup_on(layout, num_layers=4):
     """Four layers and a tied embedding, which the first and the last stage both use."""
     setup = small_setup(small_recipe("vapo"), small_run(layout=layout))
-    return replace(setup, model=small_model(setup.tokenizer.vocab_size, num_layers=4, head="tied"))
+    model = small_model(setup.tokenizer.vocab_size, num_layers=num_layers, head="tied")
+    return replace(setup, model=model)
 
 
 @functools.cache
-def updates_on(layout, num_micro):
-    return three_updates(setup_on(layout), ROWS, num_micro)
+def updates_on(layout, num_micro, num_layers=4):
+    return three_updates(setup_on(layout, num_layers), ROWS, num_micro)
 
 
 # `tests/moe/test_mesh_parity.py` has the loss and gradients of a pipeline in the quick tier.
@@ -55,6 +56,12 @@ def updates_on(layout, num_micro):
 )
 def test_updates_equal_those_of_one_device(layout, num_micro):
     assert_same_updates(updates_on(layout, num_micro), updates_on("dp1", 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "num_micro"), [("pp4", 4), ("pp2 vpp2 tp2 / ep2", 2)])
+def test_updates_of_uneven_stages_equal_those_of_one_device(layout, num_micro):
+    assert_same_updates(updates_on(layout, num_micro, 5), updates_on("dp1", 1, 5))
 
 
 def test_a_stage_sends_one_message_each_way():
@@ -105,31 +112,40 @@ def test_scoring_is_cut_into_whole_groups(layout, num_rows, copies, number):
     assert num_micro_batches(num_rows, time, PromptLayout(PROMPT_LENGTH, copies), mesh) == number
 
 
-def test_a_checkpoint_of_interleaved_stages_is_one_of_any_layout(tmp_path):
+@pytest.mark.parametrize(
+    ("layout", "num_layers", "shape", "on_a_stage"),
+    [("pp2 vpp2", 4, (2, 2), (2, 1)), ("pp2 dp2", 3, (4,), (2,)), ("pp2 vpp2", 5, (2, 4), (2, 2))],
+)
+def test_a_checkpoint_of_a_pipeline_is_one_of_any_layout(
+    tmp_path, layout, num_layers, shape, on_a_stage
+):
     def without_critic(layout):
-        return replace(setup_on(layout), recipe=small_recipe("grpo"))
+        setup = setup_on(layout)
+        model = replace(setup.model, num_layers=num_layers)
+        return replace(setup, recipe=small_recipe("grpo"), model=model)
 
-    interleaved, plain = without_critic("pp2 vpp2"), without_critic("dp1")
-    weights = fresh_weights(interleaved)
+    piped, plain = without_critic(layout), without_critic("dp1")
+    weights = fresh_weights(piped)
     query = weights.layers.attention.query
-    assert query.shape[:2] == (2, 2)
-    assert query.sharding.shard_shape(query.shape)[:2] == (2, 1)
-    state = fresh_state(interleaved, weights)
+    assert query.shape[: len(shape)] == shape
+    assert query.sharding.shard_shape(query.shape)[: len(shape)] == on_a_stage
+    state = fresh_state(piped, weights)
     checkpoints = Checkpoints(tmp_path)
-    save(checkpoints, interleaved.networks, state)
+    save(checkpoints, piped.networks, state)
     elsewhere = restore(checkpoints, plain.networks, 0)
-    back = restore(checkpoints, interleaved.networks, 0)
-    like = abstract(interleaved.networks)
+    back = restore(checkpoints, piped.networks, 0)
+    like = abstract(piped.networks)
     same = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), back, like)
     assert all(jax.tree.leaves(same))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(back), jax.device_get(state))
-    in_order = placement.in_layer_order(jax.device_get(weights), interleaved.mesh)
+    in_order = placement.in_layer_order(jax.device_get(weights), piped.mesh, num_layers)
+    assert in_order.layers.norm.shape[0] == num_layers
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(elsewhere.policy.weights), in_order)
 
 
-def test_layers_must_divide():
+def test_every_chunk_has_a_layer():
     setup = setup_on("dp1")
-    with pytest.raises(ValueError, match=r"num_layers=4 cannot be cut into 3 pipeline stages x 1"):
-        placement.specs(setup.model, fold_abstract(Layout(pp=3)))
+    with pytest.raises(ValueError, match=r"num_layers=4 cannot be cut into 5 pipeline stages x 1"):
+        placement.specs(setup.model, fold_abstract(Layout(pp=5)))
     with pytest.raises(ValueError, match=r"num_layers=4 .* 2 pipeline stages x 3 chunks"):
         placement.specs(setup.model, fold_abstract(Layout(pp=2, vpp=3)))

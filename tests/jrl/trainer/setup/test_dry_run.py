@@ -274,8 +274,10 @@ def test_memory_of_a_stage_counts_the_padding_of_context_parallelism(apart):
     def padded(length):
         return -(-length // 4) * 4
 
-    # 16 rows in 4 groups, over cp 2 x tp 2; two micro-batches leave two inputs to keep.
+    # 16 rows in 4 groups, over cp 2 x tp 2; two micro-batches leave two inputs to keep of
+    # each of three layers.
     tokens = 4 * padded(apart.prompt_length) + 16 * padded(apart.response_length)
-    assert memory(apart)["inputs kept by a stage"] == 2 * tokens // 4 * apart.model.d_model * 4
+    assert apart.model.num_layers == 6
+    assert memory(apart)["inputs kept by a stage"] == 6 * tokens // 4 * apart.model.d_model * 4
     columns = -(-apart.model.vocab_size // 2)
     assert logits_bytes(apart, rows=16) == 4 * 16 * padded(apart.response_length) // 2 * columns

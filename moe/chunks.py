@@ -1,0 +1,57 @@
+"""How many layers each model chunk of a pipeline has, and where they lie.
+
+The layers, those after the dense first ones, are cut into ``pp x vpp`` chunks that differ by one
+layer at most. Arrays over devices have equal parts: all chunks are stored as deep as the deepest,
+and the others end with a layer of zeros that never runs.
+"""
+
+from collections.abc import Sequence
+
+from sharding.folding import FoldedMesh
+
+
+def layers_of_chunks(num_layers: int, mesh: FoldedMesh) -> tuple[int, ...]:
+    """Layers of each model chunk, from the first to the last.
+
+    The shallower chunks lie at both ends, half of them at each: there embedding and head are.
+
+    Raises:
+      ValueError: where a chunk would have no layer.
+    """
+    chunks = mesh.layout.pp * mesh.layout.vpp
+    if num_layers < chunks:
+        raise ValueError(
+            f"num_layers={num_layers} cannot be cut into {mesh.layout.pp} pipeline stages x "
+            f"{mesh.layout.vpp} chunks (layout {mesh.layout}) of at least one layer: choose a pp "
+            "and a vpp whose product is no more."
+        )
+    depth = stored_depth(num_layers, mesh)
+    shallow = chunks * depth - num_layers
+    first, last = shallow // 2, chunks - (shallow - shallow // 2)
+    return tuple(depth if first <= chunk < last else depth - 1 for chunk in range(chunks))
+
+
+def stored_depth(num_layers: int, mesh: FoldedMesh) -> int:
+    """Layers that each model chunk is stored with."""
+    return -(-num_layers // (mesh.layout.pp * mesh.layout.vpp))
+
+
+def is_even(num_layers: int, mesh: FoldedMesh) -> bool:
+    """Whether all chunks have the same number of layers."""
+    return num_layers % (mesh.layout.pp * mesh.layout.vpp) == 0
+
+
+def first_layers_of_chunks(num_layers: int, mesh: FoldedMesh) -> tuple[int, ...]:
+    """The number of the first layer of each model chunk."""
+    numbers = layers_of_chunks(num_layers, mesh)
+    return tuple(sum(numbers[:chunk]) for chunk in range(len(numbers)))
+
+
+def places(num_layers: int, mesh: FoldedMesh) -> Sequence[int]:
+    """Where each layer is stored, among ``pp x vpp x stored_depth`` places."""
+    depth = stored_depth(num_layers, mesh)
+    return [
+        chunk * depth + layer
+        for chunk, number in enumerate(layers_of_chunks(num_layers, mesh))
+        for layer in range(number)
+    ]

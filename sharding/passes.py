@@ -1,0 +1,195 @@
+"""The two ways of a micro-batch through a stage, forward and backward, and what is kept between."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from sharding.collectives import vary
+from sharding.residuals import Halves, halves
+from sharding.schedule import Work
+from sharding.stage import (
+    Run,
+    Tree,
+    added,
+    at,
+    one_like,
+    repeated,
+    summed,
+    typed_as,
+    zeros_of,
+)
+
+Kept = tuple[list[Array], list[Array]]
+"""Of `Stages.first` and of a chunk."""
+
+
+class Sums(NamedTuple):
+    """What `gradients` adds up.
+
+    Attributes:
+      loss: of this stage's chunks and, on the last stage, of `Stages.last`.
+      ends: this stage's part of the gradient of `ends`, float32.
+      layers: the gradient of this stage's layers, ``[chunk, ...]``, float32.
+      metrics: of `Stages.last`, ``[micro_batch, ...]``, equal on all stages.
+      statistics: of this stage's chunks, ``[chunk, ...]``.
+    """
+
+    loss: Array
+    ends: Tree
+    layers: Tree
+    metrics: Tree
+    statistics: Tree
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The two ways through `Stages.first` and a chunk, and what is kept between them.
+
+    Attributes:
+      first, chunk: `Stages.first` and `Stages.chunk`.
+      slots: of what is kept of each, ``[micro_batch, chunk]``.
+      types: zeros of what is kept of each once.
+    """
+
+    run: Run
+    first: Halves
+    chunk: Halves
+    slots: tuple[list[list[int]], list[list[int]]]
+    types: Kept
+
+    @classmethod
+    def of(cls, run: Run) -> "Passes":
+        micro_batch, everywhere = at(run.micro_batches, 0), run.pipeline.everywhere
+
+        def through_first(given, _, micro_batch):
+            (ends,) = given
+            return vary(run.stages.first(ends, micro_batch), everywhere), None
+
+        def through_chunk(given, x, micro_batch):
+            layers, number = given
+            x, loss, statistics = run.stages.chunk(layers, x, micro_batch, number)
+            return (vary(x, everywhere), typed_as(loss, run.no_chunk_loss)), statistics
+
+        first = halves(through_first, (run.ends,), (), micro_batch)
+        layers = at(run.layers, 0)
+        chunk = halves(through_chunk, (layers, run.stage), run.no_x, micro_batch)
+
+        def kept(passes: Halves, *given: Tree) -> list[Array]:
+            return zeros_of(run.pipeline, lambda: passes.forward(*given)[1])
+
+        slots = run.schedule.slots([0]), run.schedule.slots()
+        return cls(
+            run,
+            first,
+            chunk,
+            slots=slots,
+            types=(
+                kept(first, (run.ends,), (), micro_batch),
+                kept(chunk, (layers, run.stage), run.no_x, micro_batch),
+            ),
+        )
+
+    def nothing_kept(self) -> Kept:
+        """The buffers at their start."""
+        of_first, of_chunk = map(_number, self.slots)
+        return repeated(self.types[0], of_first), repeated(self.types[1], of_chunk)
+
+    def forward(
+        self, work: Work, x: Array, grad: Array, before: Kept, sums: Sums
+    ) -> tuple[Array, Array, Kept, Tree, Sums]:
+        """One chunk forward, with what lies before the first or after the last.
+
+        Args:
+          x: what arrived: the chunk's input, but for the first.
+          grad: what arrived for the next backward pass.
+          before: what is kept in the places of this chunk.
+          sums: without `layers` and `metrics`, which are None.
+
+        Returns:
+          The chunk's output; `grad`, after the last chunk that of its output; what is to be kept in
+          these places; the metrics of `Stages.last` or zeros; and the sums.
+        """
+        run, micro_batch = self.run, self.run.micro_batch(work)
+
+        def enter(x, kept):
+            (x, _), kept = self.first.forward((run.ends,), (), micro_batch)
+            return x, typed_as(kept, self.types[0])
+
+        x, of_first = lax.cond(run.enters(work), enter, lambda *held: held, x, before[0])
+        given = run.layers_of(work), run.number(work)
+        ((after, loss), statistics), of_chunk = self.chunk.forward(given, x, micro_batch)
+        sums = sums._replace(
+            loss=sums.loss + typed_as(loss, sums.loss),
+            statistics=added(sums.statistics, work.chunk, statistics),
+        )
+        grad, metrics, sums = lax.cond(
+            run.leaves(work),
+            lambda grad, sums, after: self._leave(work, after, sums),
+            lambda grad, sums, after: (grad, run.no_out[1], sums),
+            *(grad, sums, after),
+        )
+        return after, grad, (of_first, typed_as(of_chunk, self.types[1])), metrics, sums
+
+    def backward(
+        self, work: Work, grad: Array, kept: Kept, ends: Tree, layers: Tree
+    ) -> tuple[Array, Tree, Tree]:
+        """One chunk backward, with what lies before the first.
+
+        Args:
+          grad: the gradient of the chunk's output.
+          kept: the buffers.
+          ends: the sum of gradients of `Stages.first` and `Stages.last`.
+          layers: the sum of gradients of this stage's layers, ``[chunk, ...]``.
+
+        Returns:
+          The gradient of the chunk's input, and the two sums.
+        """
+        run, slots = self.run, self.slots_of(work)
+        given = run.layers_of(work), run.number(work)
+        # Each chunk has its own part of the loss (the router's), hence a cotangent of one beside
+        # the gradient that arrived.
+        one = one_like(run.no_chunk_loss)
+        part, grad = self.chunk.backward(given, at(kept[1], slots[1]), (grad, one))
+
+        def enter(ends: Tree, of_first: list[Array], grad: Array) -> Tree:
+            part, _ = self.first.backward((run.ends,), at(of_first, slots[0]), grad)
+            return summed(ends, part)
+
+        ends = lax.cond(run.enters(work), enter, lambda ends, *_: ends, ends, kept[0], grad)
+        return grad, ends, added(layers, work.chunk, part)
+
+    def slots_of(self, work: Work) -> tuple[Array, Array]:
+        """The places of a chunk in the buffers; without work, any."""
+        places = (jnp.asarray(slots, jnp.int32) for slots in self.slots)
+        of_first, of_chunk = (
+            jnp.where(work.active, places[work.micro_batch, work.chunk], 0) for places in places
+        )
+        return of_first, of_chunk
+
+    def _leave(self, work: Work, x: Array, sums: Sums) -> tuple[Array, Tree, Sums]:
+        """`Stages.last`: the gradient of the last chunk's output `x`, the metrics and the sums."""
+        run = self.run
+        loss, pull, metrics = jax.vjp(
+            lambda ends, x: run.stages.last(ends, x, run.micro_batch(work)),
+            run.ends,
+            x,
+            has_aux=True,
+        )
+        ends, grad = pull(one_like(loss))
+        return (
+            grad,
+            typed_as(metrics, run.no_out[1]),
+            sums._replace(
+                loss=sums.loss + typed_as(loss, sums.loss),
+                ends=summed(sums.ends, ends),
+            ),
+        )
+
+
+def _number(slots: list[list[int]]) -> int:
+    """How many places there are."""
+    return max(map(max, slots)) + 1

@@ -1,0 +1,221 @@
+"""What one stage of a pipeline runs: chunks of layers, the ends of the network, its messages."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from sharding.collectives import vary, varying
+from sharding.schedule import Pair, Schedule, Work
+
+Tree = Any
+"""A pytree of arrays."""
+
+
+class Stages(NamedTuple):
+    """What a pipeline runs.
+
+    Attributes:
+      first: ``(ends, micro_batch) -> x``, the input of the first chunk.
+      chunk: ``(layers, x, micro_batch, number) -> (x, loss, statistics)``, model chunk `number` of
+        them all; its own part of the loss, and sums over the micro-batch.
+      last: ``(ends, x, micro_batch) -> (loss, metrics)``, from the output of the last chunk.
+    """
+
+    first: Callable[[Tree, Tree], Array]
+    chunk: Callable[[Tree, Array, Tree, Array], tuple[Array, Array, Tree]]
+    last: Callable[[Tree, Array, Tree], tuple[Array, Tree]]
+
+
+class Pipeline(NamedTuple):
+    """Where a pipeline runs.
+
+    Attributes:
+      stage: the mesh axis of the stages, as a tuple.
+      everywhere: all mesh axes.
+      num_chunks: model chunks of each stage (virtual pipeline stages).
+    """
+
+    stage: tuple[str, ...]
+    everywhere: tuple[str, ...]
+    num_chunks: int = 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """A pipeline on one stage. The fields `no_...` are zeros of the types that come up: the other
+    branch of a condition, which must have the same type, `vma` included."""
+
+    stages: Stages
+    ends: Tree
+    layers: Tree
+    micro_batches: Tree
+    pipeline: Pipeline
+    schedule: Schedule
+    stage: Array
+    no_x: Array
+    no_loss: Array
+    no_chunk_loss: Array
+    no_out: Tree
+    no_statistics: Tree
+
+    @classmethod
+    def of(
+        cls, stages: Stages, ends: Tree, layers: Tree, micro_batches: Tree, pipeline: Pipeline
+    ) -> "Run":
+        num_micro_batches = jax.tree.leaves(micro_batches)[0].shape[0]
+        # What is kept of a micro-batch differs between stages, as it lies in the buffers.
+        micro_batches = vary(micro_batches, pipeline.stage)
+        micro_batch = at(micro_batches, 0)
+        no_x = zeros_of(
+            pipeline, lambda: vary(stages.first(ends, micro_batch), pipeline.everywhere)
+        )
+        stage = lax.axis_index(pipeline.stage)
+        _, chunk_loss, statistics = zeros_of(
+            pipeline, lambda: stages.chunk(at(layers, 0), no_x, micro_batch, stage)
+        )
+        no_out = zeros_of(pipeline, lambda: stages.last(ends, no_x, micro_batch))
+        return cls(
+            stages=stages,
+            ends=ends,
+            layers=layers,
+            micro_batches=micro_batches,
+            pipeline=pipeline,
+            schedule=Schedule(
+                lax.axis_size(pipeline.stage), num_micro_batches, pipeline.num_chunks
+            ),
+            stage=stage,
+            no_x=no_x,
+            no_loss=typed_as(chunk_loss, no_out[0]),
+            no_chunk_loss=chunk_loss,
+            no_out=no_out,
+            no_statistics=repeated(statistics, pipeline.num_chunks),
+        )
+
+    def nothing_like(self, weights: Tree) -> Tree:
+        """Sums of gradients before the first, in float32 whatever the weights are."""
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), weights)
+        return vary(zeros, self.pipeline.everywhere)
+
+    def micro_batch(self, work: Work) -> Tree:
+        return at(self.micro_batches, work.micro_batch)
+
+    def layers_of(self, work: Work) -> Tree:
+        # A constant index where there is one chunk: its layers are then a view and not a gather.
+        return at(self.layers, work.chunk if self.pipeline.num_chunks > 1 else 0)
+
+    def enters(self, work: Work) -> Array:
+        return (self.stage == 0) & (work.chunk == 0)
+
+    def leaves(self, work: Work) -> Array:
+        return (self.stage == self.schedule.stages - 1) & (
+            work.chunk == self.pipeline.num_chunks - 1
+        )
+
+    def number(self, work: Work) -> Array:
+        """Which of all model chunks."""
+        return work.chunk * self.schedule.stages + self.stage
+
+    def first(self, ends: Tree, work: Work) -> Array:
+        return vary(self.stages.first(ends, self.micro_batch(work)), self.pipeline.everywhere)
+
+    def chunk(self, layers: Tree, x: Array, work: Work) -> tuple[Array, Array, Tree]:
+        micro_batch, number = self.micro_batch(work), self.number(work)
+        x, loss, statistics = self.stages.chunk(layers, x, micro_batch, number)
+        return vary(x, self.pipeline.everywhere), loss, statistics
+
+    def entering(self, work: Work, arrived: Array) -> Array:
+        """The input of a chunk: what arrived or, for the first, what `Stages.first` makes."""
+        return lax.cond(
+            work.active & self.enters(work),
+            lambda arrived: self.first(self.ends, work),
+            lambda arrived: arrived,
+            arrived,
+        )
+
+    def send(self, x: Array) -> Array:
+        """`x` to the next stage; around the end only where there are more chunks."""
+        # Without more chunks the last stage has nothing for the first, and nothing is sent.
+        pairs = [pair for parity in (0, 1) for pair in self.schedule.messages(parity)[0]]
+        return lax.ppermute(x, self.pipeline.stage, sorted(pairs))
+
+    def exchange(
+        self, now: Array, after: Array, before: Array, x: Array, grad: Array
+    ) -> tuple[Array, Array]:
+        """What arrives at the end of a tick: the input of the next chunk forward, and the gradient
+        for the next one backward.
+
+        Args:
+          after: the output of a chunk.
+          before: the gradient of a chunk's input.
+          x: what arrived before and stays where nothing is sent; so does `grad`.
+        """
+
+        def sent(values: Array, pairs: list[Pair], held: Array) -> Array:
+            return lax.ppermute(values, self.pipeline.stage, pairs) if pairs else held
+
+        def at(parity: int) -> Callable[..., tuple[Array, Array]]:
+            forward, backward = self.schedule.messages(parity)
+            return lambda after, before, x, grad: (
+                sent(after, forward, x),
+                sent(before, backward, grad),
+            )
+
+        # The same everywhere, and so a condition that collectives may be under.
+        return lax.cond(now % 2 == 0, at(0), at(1), after, before, x, grad)
+
+
+def zeros_of(pipeline: Pipeline, function: Callable[[], Tree]) -> Tree:
+    """Zeros of the types of what `function` returns, which may differ between stages."""
+
+    def zeros(shape):
+        also = sorted(shape.manual_axis_type.varying | set(pipeline.stage))
+        return vary(jnp.zeros(shape.shape, shape.dtype), tuple(also))
+
+    return jax.tree.map(zeros, jax.eval_shape(function))
+
+
+def typed_as(tree: Tree, like: Tree) -> Tree:
+    """`tree` typed as varying wherever `like` does."""
+    return jax.tree.map(lambda x, other: vary(x, tuple(sorted(varying(other)))), tree, like)
+
+
+def one_like(loss: Array) -> Array:
+    return vary(jnp.ones_like(loss), tuple(sorted(varying(loss))))
+
+
+def repeated(tree: Tree, number: int) -> Tree:
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (number, *x.shape)), tree)
+
+
+def at(tree: Tree, index: Any) -> Tree:
+    return jax.tree.map(lambda x: x[index], tree)
+
+
+def each_at(trees: tuple[Tree, ...], indices: tuple[Array, ...]) -> tuple[Tree, ...]:
+    return tuple(map(at, trees, indices))
+
+
+def stored(tree: Tree, index: Array, values: Tree) -> Tree:
+    def put(into: Array, x: Array) -> Array:
+        return lax.dynamic_update_index_in_dim(into, x, index, 0)
+
+    return jax.tree.map(put, tree, values)
+
+
+def put(tree: Tree, index: Array, values: Tree) -> Tree:
+    return jax.tree.map(lambda into, x: into.at[index].set(x), tree, typed_as(values, tree))
+
+
+def added(tree: Tree, index: Array, values: Tree) -> Tree:
+    values = jax.tree.map(lambda into, x: x.astype(into.dtype), tree, values)
+    return jax.tree.map(lambda into, x: into.at[index].add(x), tree, typed_as(values, tree))
+
+
+def summed(tree: Tree, values: Tree) -> Tree:
+    """`tree` with the values added, in its dtypes."""
+    return jax.tree.map(lambda into, x: into + x.astype(into.dtype), tree, values)

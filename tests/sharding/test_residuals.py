@@ -1,0 +1,97 @@
+"""A forward and a backward pass with arrays in between are the gradient that JAX takes at once."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from sharding.residuals import halves
+
+DEPTH, WIDTH, TOKENS = 4, 5, 3
+
+
+def draw(*shape):
+    return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)
+
+
+def layer(weight, x, other):
+    # In another dtype, as networks cast their weights.
+    return jnp.tanh(x @ weight.astype(jnp.bfloat16).astype(jnp.float32)) * other
+
+
+def unrolled(run, weights, x, other, _=None):
+    for weight in weights:
+        x = run(weight, x, other)
+    return x
+
+
+def scanned(run, weights, x, other, _=None):
+    return lax.scan(lambda x, weight: (run(weight, x, other), None), x, weights)[0]
+
+
+def branched(run, weights, x, other, wanted=1.0):
+    """The last layer only where it is wanted."""
+    x = scanned(run, weights[:-1], x, other)
+    return lax.cond(wanted > 0, lambda x: run(weights[-1], x, other), lambda x: x, x)
+
+
+RUNS = {"unrolled": unrolled, "scanned": scanned, "branched": branched}
+WEIGHTS, X, OTHER = draw(DEPTH, WIDTH, WIDTH), draw(TOKENS, WIDTH), 1 + draw(TOKENS, 1) ** 2
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("how", RUNS)
+def test_the_gradient_is_that_of_both_at_once(how, remat):
+    run = partial(RUNS[how], jax.checkpoint(layer) if remat else layer)
+
+    def function(again, x, other):
+        weights, scale = again
+        return scale * run(weights, x, other, scale), jnp.sum(x)
+
+    def at_once(weights, x):
+        return function((weights, 3.0), x, OTHER)[0]
+
+    passes = halves(function, (WEIGHTS, jnp.float32(2)), X, OTHER)
+    # Other numbers than those it was made with.
+    again = 2 * WEIGHTS, jnp.float32(3)
+    (out, aux), kept = jax.jit(passes.forward)(again, 0.5 * X, OTHER)
+    found = jax.jit(passes.backward)(again, kept, jnp.cos(out))
+    expected_out, pull = jax.vjp(at_once, 2 * WEIGHTS, 0.5 * X)
+    # The same operations, which the compiler may fuse in another way: float32, of which a gradient
+    # is rounded to the 8 bits of bfloat16 where its weight was.
+    np.testing.assert_allclose(out, expected_out, rtol=1e-6)
+    np.testing.assert_allclose(aux, jnp.sum(0.5 * X), rtol=1e-6)
+    for one, other in zip(found, pull(jnp.cos(out)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", RUNS)
+def test_what_is_made_of_weights_is_not_kept(how):
+    """Neither the weights nor their casts, each of which is larger than an activation."""
+
+    def function(again, x, other):
+        weights, wanted = again
+        return RUNS[how](layer, weights, x, other, wanted), None
+
+    again = WEIGHTS, jnp.float32(1)
+    passes = halves(function, again, X, OTHER)
+    _, kept = jax.eval_shape(passes.forward, again, X, OTHER)
+    assert all(WIDTH * WIDTH not in (x.size, x.size // DEPTH) for x in kept)
+    # What enters each layer and what its tanh gave, `other` and little else.
+    assert sum(x.size for x in kept) <= 3 * DEPTH * X.size + 2 * DEPTH * OTHER.size
+
+
+def test_what_is_a_residual_twice_is_kept_once():
+    def function(again, x):
+        y = jnp.sin(x)
+        return (y * again[0], jnp.exp(y) * y), None
+
+    passes = halves(function, (X,), X)
+    assert len(passes.kept) < len(passes.places)
+    (out, _), kept = passes.forward((X,), X)
+    _, pull = jax.vjp(lambda w, x: function((w,), x)[0], X, X)
+    for one, other in zip(passes.backward((X,), kept, out), pull(out), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
