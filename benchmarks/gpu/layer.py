@@ -70,7 +70,7 @@ def program(config: Any, which: str) -> Callable[..., Any]:
 
     def local(layer, x):
         tokens = jnp.zeros(x.shape[:2], jnp.int32)
-        packed = pack_rows(tokens, jnp.ones(tokens.shape, bool), mesh, config.execution)
+        packed = pack_rows(tokens, jnp.ones(tokens.shape, bool), mesh, config)
         out, _ = feed_forward(layer, x.reshape(-1, x.shape[-1]), packed, config, mesh)
         return out.reshape(x.shape)
 

@@ -84,7 +84,7 @@ def run(config, dispatch, layout, replayed=True):
 def emulated(monkeypatch):
     """CPU devices that have a ragged all-to-all."""
     monkeypatch.setattr(ragged_dispatcher.lax, "ragged_all_to_all", ragged_by_gathering)
-    monkeypatch.setattr(dispatching, "_refuse_cpu", lambda mesh: None)
+    monkeypatch.setattr(dispatching, "check_dispatch", lambda name, mesh: None)
 
 
 @pytest.mark.parametrize(("dispatch", "layout"), full_but(CASES, CASES[0]))

@@ -35,7 +35,7 @@ ROWS, TIME = 2, 6
 
 
 def packed(tokens, config, mesh):
-    return pack_rows(tokens, tokens < CONFIG.vocab_size, mesh, config.execution)
+    return pack_rows(tokens, tokens < CONFIG.vocab_size, mesh, config)
 
 
 def scans(jaxpr):

@@ -117,7 +117,7 @@ def with_oracle(routing, weights, x):
 def emulated(monkeypatch):
     """CPU devices that have a ragged all-to-all."""
     monkeypatch.setattr(ragged_dispatcher.lax, "ragged_all_to_all", ragged_by_gathering)
-    monkeypatch.setattr(dispatching, "_refuse_cpu", lambda mesh: None)
+    monkeypatch.setattr(dispatching, "check_dispatch", lambda name, mesh: None)
 
 
 CASES = [(name, layout) for name in NAMES for layout in ("dp4 / ep4", "dp8 / ep4 etp2")]
