@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,8 +95,8 @@ def in_chunks(weights: Transformer[jax.Array], mesh: FoldedMesh) -> Transformer[
     return replace(weights, layers=jax.tree.map(partial(stacked, mesh), weights.layers))
 
 
-def stacked(mesh: FoldedMesh, x: jax.Array) -> jax.Array:
-    """``[layer, ...]`` as `in_chunks` stores it."""
+def stacked(mesh: FoldedMesh, x: Any) -> Any:
+    """``[layer, ...]``, of NumPy or JAX, as `in_chunks` stores it."""
     num_layers, num_chunks = x.shape[0], mesh.layout.vpp
     if not chunks.is_even(num_layers, mesh):
         depth = chunks.stored_depth(num_layers, mesh)
@@ -115,7 +116,7 @@ def in_layer_order(
       num_layers: of the stack, without the dense first ones; None where all stages have as many.
     """
 
-    def in_order(x: jax.Array) -> jax.Array:
+    def in_order(x: Any) -> Any:
         x = x if mesh.layout.vpp == 1 else x.reshape(-1, *x.shape[2:])
         if num_layers is None or chunks.is_even(num_layers, mesh):
             return x

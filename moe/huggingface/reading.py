@@ -17,7 +17,7 @@ from moe.config import ModelConfig
 from moe.huggingface.configuration import Dtype, described
 from moe.huggingface.families.family import Family
 from moe.huggingface.tensors import Slices, Tensors, tensors_of
-from moe.placement import shardings
+from moe.placement import in_chunks, shard_shardings, shardings, without_chunks
 from moe.weights import Transformer, shapes
 from sharding.folding import FoldedMesh
 
@@ -47,7 +47,8 @@ def load_weights(
     mesh: FoldedMesh,
     places: Transformer[NamedSharding] | None = None,
 ) -> Transformer[Array]:
-    """The weights of a checkpoint, float32, laid out on `mesh`.
+    """The weights of a checkpoint, float32, laid out on `mesh` as `moe.placement.in_chunks` stores
+    them.
 
     One shard of one weight is in host memory at a time, filled tensor by tensor: at most the share
     of one device in the largest weight. A process reads only what its own devices hold, and what
@@ -65,7 +66,10 @@ def load_weights(
     directory = Path(directory)
     _, family = described(directory)
     wanted = shardings(config, mesh) if places is None else places
-    shards, structure = jax.tree.flatten(wanted)
+    in_order = without_chunks(config, mesh)
+    # Stages may hold layers out of order, or with padding: then by way of the smallest parts.
+    first = wanted if in_order == mesh else shard_shardings(config, in_order)
+    shards, structure = jax.tree.flatten(first)
     whole = jax.tree.leaves(shapes(config))
     plans = tensors_of(config, family)
     with ExitStack() as stack:
@@ -75,7 +79,8 @@ def load_weights(
             _weight(files, plan, leaf.shape, sharding)
             for plan, leaf, sharding in zip(plans, whole, shards, strict=True)
         ]
-    return structure.unflatten(leaves)
+    weights = structure.unflatten(leaves)
+    return weights if in_order == mesh else jax.device_put(in_chunks(weights, mesh), wanted)
 
 
 def _open(directory: Path, stack: ExitStack) -> Mapping[str, Any]:

@@ -11,8 +11,8 @@ from sharding.folding import FoldedMesh
 
 
 def updated_bias(
-    bias: Float[Array, "layer route"], load: Float[Array, "layer route"], rate: float
-) -> Float[Array, "layer route"]:
+    bias: Float[Array, "*layer route"], load: Float[Array, "*layer route"], rate: float
+) -> Float[Array, "*layer route"]:
     """``b_e + rate sign(mean_e load - load_e)``: an idle expert is selected more, a busy one less.
 
     Args:

@@ -84,7 +84,9 @@ def test_a_checkpoint_has_no_padding(fsdp):
     mesh = fold_abstract(Layout.parse("pp2 dp2"))
     plain = without_chunks(config, mesh)
     assert in_chunks(random_weights(config, 0), plain).layers.norm.shape == (7, 12)
-    placed = stored_specs(config, plain).layers.experts.router
+    experts = stored_specs(config, plain).layers.experts
+    assert experts is not None
+    placed = experts.router
     # Whole along the layers; in shards, over the stages too.
     assert placed[0] is None
     assert (placed[1] == mesh.axes[:2]) == fsdp

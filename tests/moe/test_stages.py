@@ -72,12 +72,10 @@ def carried(layout, remat, number, scan_layers=False, num_layers=CONFIG.num_laye
     tokens = jnp.zeros((number, ROWS * mesh.layout.dp, TIME), int)
     traced = jax.make_jaxpr(on_mesh)(weights, tokens)
     ticks = Schedule(mesh.layout.pp, number, mesh.layout.vpp).ticks
-    # There are short loops inside, too.
-    loop = max(scans(traced.jaxpr), key=lambda scan: scan.params["num_carry"])
+    # There are short loops inside, too. This one gives nothing but what it carried.
+    loop = max(scans(traced.jaxpr), key=lambda scan: len(scan.outvars))
     assert loop.params["length"] == ticks
-    first, count = loop.params["num_consts"], loop.params["num_carry"]
-    carry = [variable.aval for variable in loop.invars[first : first + count]]
-    return sum(x.size * x.dtype.itemsize for x in carry)
+    return sum(x.aval.size * x.aval.dtype.itemsize for x in loop.outvars)
 
 
 def kept_without_a_pipeline(layers, remat, scan_layers=False):

@@ -15,6 +15,7 @@ from moe import huggingface
 from moe.config import tiny
 from moe.execution import Execution
 from moe.huggingface.families.known import FAMILIES
+from moe.placement import in_layer_order, shardings
 
 
 def test_every_architecture_has_a_fixture():
@@ -32,6 +33,24 @@ def test_weights_are_read_into_their_parts(name):
     jax.tree.map(np.testing.assert_array_equal, *jax.device_get((parts, weights)))
     own = sum(leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(parts))
     assert own < 0.31 * sum(leaf.size for leaf in jax.tree.leaves(parts))
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp2 vpp2", "pp3 dp2"])
+def test_weights_are_read_into_stages(layout, tmp_path):
+    """In chunks, and where one is a layer shorter than the other."""
+    number = 4 if "vpp" in layout else 5 if "dp" in layout else 3
+    own = replace(tiny(12), num_layers=number, d_model=12, num_experts=4, d_expert=6)
+    own = replace(own, embedding_scale=1.0)
+    mesh, weights = mesh_of(layout), random_weights(own, 0)
+    huggingface.save(tmp_path / "out", own, weights)
+    config, _ = huggingface.load(tmp_path / "out", mesh_of("dp1"))
+    found = huggingface.load_weights(tmp_path / "out", config, mesh)
+    for leaf, wanted in zip(
+        jax.tree.leaves(found), jax.tree.leaves(shardings(config, mesh)), strict=True
+    ):
+        assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim)
+    back = in_layer_order(jax.device_get(found), mesh, number)
+    jax.tree.map(np.testing.assert_array_equal, back, weights)
 
 
 def test_a_shard_is_read_without_the_rest_of_its_tensor(monkeypatch):
