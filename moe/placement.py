@@ -58,11 +58,13 @@ def shard_specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionS
     return _each_weight(spec_of, config, mesh)
 
 
-def shard_dims(config: ModelConfig, mesh: FoldedMesh) -> Transformer[zero.ShardDim]:
-    """How each weight is cut into the shards of `shard_specs`."""
+def shard_dims(
+    config: ModelConfig, mesh: FoldedMesh, wire: str = "float32"
+) -> Transformer[zero.ShardDim]:
+    """How each weight is cut into the shards of `shard_specs`, gradients across sent in `wire`."""
 
     def dim_of(spec: PartitionSpec, shape: jax.ShapeDtypeStruct, first: int) -> zero.ShardDim:
-        return zero.shard_dim(spec, shape.shape, mesh, first)
+        return zero.shard_dim(spec, shape.shape, mesh, first, wire)
 
     return _each_weight(dim_of, config, mesh)
 

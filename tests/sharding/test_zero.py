@@ -142,6 +142,78 @@ def test_a_stage_inside_and_a_stage_across(layout, spec, inside, across):
     assert [sent for *_, sent in found] == expected + expected[::-1]
 
 
+def sums_sent(jaxpr):
+    """Each sum over devices of a program: its name, over which axes, and of which dtype."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name in ("reduce_scatter", "all_to_all"):
+            yield name, set(equation.params["axis_name"]), equation.invars[0].aval.dtype.name
+        for inner in jaxprs_in_params(equation.params):
+            yield from sums_sent(inner)
+
+
+@pytest.mark.parametrize("of_shards", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "spec", "stages"),
+    [
+        ("dp8", (None, None), ["across"]),
+        ("dp4 cp2 tp2 / ep4", (None, "tp"), ["inside", "across"]),
+        ("pp2 dp4 tp2", (None, None), ["inside", "across"]),
+        # An expert's, over edp.
+        ("dp8 / ep2", ("ep", None), ["across"]),
+        ("dp4 cp4 / ep2", ("ep", None), ["inside", "across"]),
+        ("cp4 tp2", (None, None), ["inside"]),
+    ],
+)
+def test_gradients_are_compressed_across_and_not_inside(layout, spec, stages, of_shards):
+    mesh, shape = fold_abstract(Layout.parse(layout)), (48, 16)
+    place = P(*(getattr(mesh, axis) if axis else None for axis in spec))
+    dim = zero.shard_dim(place, shape, mesh, int("ep" in spec), wire="bfloat16")
+
+    def local(gradient):
+        gradient = vary(gradient, mesh.axes)
+        if not of_shards:
+            return zero.reduce_scatter(mesh, place, dim, gradient)
+        # The transpose of a gather that is linear.
+        like = jax.eval_shape(lambda x: zero.reduce_scatter(mesh, place, dim, x), gradient)
+        own = vary(jnp.zeros(like.shape, like.dtype), mesh.axes)
+        return jax.vjp(lambda own: zero.unshard(own, dim), own)[1](gradient)[0]
+
+    step = jax.shard_map(local, mesh=mesh.mesh, in_specs=place, out_specs=P(mesh.axes))
+    found = list(sums_sent(jax.make_jaxpr(step)(jnp.zeros(shape)).jaxpr))
+    free = set(zero.replica_axes(place, mesh))
+    free -= {atom for atom in free if mesh.size((atom,)) == 1}
+    expected = {
+        "inside": ("reduce_scatter", free & set(mesh.sequence), "float32"),
+        "across": ("all_to_all", free - set(mesh.sequence), "bfloat16"),
+    }
+    assert found == [expected[stage] for stage in stages]
+
+
+@pytest.mark.parametrize("layout", ["dp8", "dp2 cp2 tp2 / ep4"])
+def test_compressed_gradients_are_off_by_what_crosses_groups(layout):
+    """The bound is of the float32 sums of groups, and the default is a reduce-scatter's bits."""
+    mesh, shape = fold(Layout.parse(layout), jax.devices()[:8]), (16, 3)
+    own = np.random.default_rng(5).normal(size=(8, *shape)).astype(np.float32)
+
+    def summed(**wire):
+        dim = zero.shard_dim(P(), shape, mesh, **wire)
+        local = jax.shard_map(
+            lambda own: zero.reduce_scatter(mesh, P(), dim, own[0]),
+            mesh=mesh.mesh,
+            in_specs=P(mesh.axes),
+            out_specs=zero.shard_spec(P(), shape, mesh),
+        )
+        return np.asarray(jax.jit(local)(own))
+
+    plain, compressed = summed(), summed(wire="bfloat16")
+    np.testing.assert_array_equal(summed(wire="float32"), plain)
+    # Groups are neighbours: dp changes slowest.
+    of_groups = own.reshape(mesh.layout.dp, -1, *shape).sum(axis=1)
+    error = np.abs(compressed - plain)
+    assert np.max(error) > 0 and np.all(error <= 2.0**-8 * np.abs(of_groups).sum(axis=0))
+
+
 def test_joined_parts_are_the_whole_and_their_gradients_are_summed():
     layout = Layout.parse("dp2 cp2 tp2 / ep4")
     mesh = fold(layout, jax.devices()[: layout.num_devices])
@@ -174,11 +246,13 @@ def test_joined_parts_are_the_whole_and_their_gradients_are_summed():
     np.testing.assert_allclose(gradient, factors.sum(axis=0), rtol=1e-5, atol=1e-6)
 
 
-def test_gradients_of_shards_in_bfloat16_are_summed_in_float32():
-    """Gathered as they are. Of 1 and seven times 2^-9 a sum in bfloat16 would keep the 1 alone; a
-    CPU sums in float32 whatever it is told, so the program is looked at too."""
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+def test_gradients_of_shards_in_bfloat16_are_summed_in_float32(wire):
+    """Gathered as they are, and sent in bfloat16 without loss. Of 1 and seven times 2^-9 a sum in
+    bfloat16 would keep the 1 alone; a CPU sums in float32 whatever it is told, so the program is
+    looked at too."""
     mesh = fold(Layout(dp=8), jax.devices()[:8])
-    dim = zero.shard_dim(P(), (16,), mesh)
+    dim = zero.shard_dim(P(), (16,), mesh, wire=wire)
 
     def local(shard, factor):
         def loss(shard):
@@ -200,4 +274,8 @@ def test_gradients_of_shards_in_bfloat16_are_summed_in_float32():
     assert found.dtype == jnp.bfloat16
     np.testing.assert_array_equal(found.astype(jnp.float32), 1 + 2.0**-6)
     text = program.lower(weight, factors).as_text()
-    assert re.search(r"stablehlo.reduce_scatter.*?\(tensor<16xf32>\) -> tensor<2xf32>", text, re.S)
+    sent = {
+        "float32": r"stablehlo.reduce_scatter.*?\(tensor<16xf32>\) -> tensor<2xf32>",
+        "bfloat16": r"stablehlo.all_to_all.*?\(tensor<8x2xbf16>\) -> tensor<8x2xbf16>",
+    }
+    assert re.search(sent[wire], text, re.S)
