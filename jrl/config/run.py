@@ -81,6 +81,10 @@ class RunConfig:
     is float32, and for hf:DIR what the checkpoint is in."""
     mu_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the optimizer's first moment; bfloat16 takes half its memory."""
+    gradient_wire: Literal["float32", "bfloat16"] = "float32"
+    """In which gradients are sent between sequence-parallel groups (over dp, those of experts over
+    edp); bfloat16 rounds them once, sends half the bytes and sums in float32. Inside a group (cp
+    and tp) they are sent in float32."""
 
     context: Literal["gather", "ring", "ulysses"] | None = None
     """How attention crosses the devices of cp: keys and values are gathered on all of them, go

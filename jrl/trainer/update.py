@@ -214,9 +214,8 @@ def update(
     shards = placement.shard_specs(config, mesh)
     # Denominators of the whole mini-batch, known before it is cut: micro-batches then add up.
     totals = count(batch)
-    loss, grads, metrics = _gradients(
-        objective, num_micro_batches, learner.weights, batch, totals, statistics, passes
-    )
+    given = learner.weights, batch, totals, statistics, passes
+    loss, grads, metrics = _gradients(objective, optimizer.gradient_wire, num_micro_batches, *given)
     # Of global arrays, so it is the global norm, whatever the layout (clipping depends on it).
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -266,6 +265,7 @@ def update(
 
 def _gradients(
     objective: Objective,
+    wire: str,
     num_micro_batches: int,
     weights: Transformer[Array],
     batch: Batch[Array],
@@ -276,7 +276,7 @@ def _gradients(
     """The loss of a mini-batch, its gradient in parts and its metrics, on global arrays."""
     config, mesh, whole = objective.config, objective.mesh, PartitionSpec()
     local = jax.shard_map(
-        partial(_local_gradients, objective, num_micro_batches),
+        partial(_local_gradients, objective, wire, num_micro_batches),
         mesh=mesh.mesh,
         in_specs=(placement.stored_specs(config, mesh), PartitionSpec(mesh.dp), *[whole] * 3),
         out_specs=(whole, placement.shard_specs(config, mesh), whole),
@@ -286,6 +286,7 @@ def _gradients(
 
 def _local_gradients(
     objective: Objective,
+    wire: str,
     num_micro_batches: int,
     weights: Transformer[Array],
     batch: Batch[Array],
@@ -294,7 +295,7 @@ def _local_gradients(
     passes: Array | None,
 ) -> tuple[Array, Transformer[Array], dict[str, Any]]:
     config, mesh = objective.config, objective.mesh
-    specs, shard_dims = placement.specs(config, mesh), placement.shard_dims(config, mesh)
+    specs, shard_dims = placement.specs(config, mesh), placement.shard_dims(config, mesh, wire)
     sharded = config.execution.fsdp
     # Copies that vary over every axis collect the gradient of this device alone; what is summed
     # over devices, once, is the sum over micro-batches.

@@ -353,12 +353,13 @@ def test_a_dry_run_of_a_resumed_run_shows_its_settings(finished, capsys):
 @pytest.mark.slow
 def test_fake_devices(tmp_path):
     layout = ["--devices", "4", "--layout", "tp2 dp2 / ep4"]
-    sizes = ["--warm-start-steps", "0", "--group-size", "2"]
+    sizes = ["--warm-start-steps", "0", "--group-size", "2", "--gradient-wire", "bfloat16"]
     alone = run_alone(*FLAGS, *layout, *sizes, "--run-dir", "four")
     assert alone.returncode == 0, alone.stderr
     assert [line["step"] for line in metrics(tmp_path / "four")] == [0, 1, 2]
     config = json.loads((tmp_path / "four" / "config.json").read_text())
     assert (config["run"]["devices"], config["run"]["layout"]) == (4, "tp2 dp2 / ep4")
+    assert config["run"]["gradient_wire"] == "bfloat16"
 
 
 @pytest.mark.slow

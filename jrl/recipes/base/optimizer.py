@@ -18,6 +18,8 @@ class Optimizer:
       mu_dtype: of Adam's first moment, as optax names it. In bfloat16 it takes half the memory: its
         step, a tenth of the gradient, is far above the last digit. The second moment moves by a
         thousandth of itself, which rounding to bfloat16 would lose: it is float32.
+      gradient_wire: "float32" or "bfloat16", in which devices send each other gradients across
+        sequence-parallel groups (`sharding.compression`); their sums are float32 either way.
     """
 
     learning_rate: float
@@ -25,6 +27,14 @@ class Optimizer:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     mu_dtype: Literal["float32", "bfloat16"] = "float32"
+    gradient_wire: str = "float32"
+
+    def __post_init__(self):
+        if self.gradient_wire not in ("float32", "bfloat16"):
+            raise ValueError(
+                f"gradient_wire={self.gradient_wire!r} is no dtype that gradients are sent in: use "
+                "float32 or bfloat16."
+            )
 
     def rate_at(self, count: Any) -> Any:
         """The learning rate of step `count`, from 0. Step n of the warm-up runs at (n + 1) /

@@ -181,8 +181,9 @@ class Setup:
         return Network(objective, optimizer, 1)
 
     def _stepping(self, optimizer: Optimizer) -> Optimizer:
-        """An optimizer of the recipe, kept as the run says."""
-        return replace(optimizer, mu_dtype=self.run.mu_dtype)
+        """An optimizer of the recipe, its moments kept and gradients sent as the run says."""
+        run = self.run
+        return replace(optimizer, mu_dtype=run.mu_dtype, gradient_wire=run.gradient_wire)
 
 
 def build_setup(

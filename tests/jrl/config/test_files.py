@@ -107,6 +107,12 @@ def test_what_cannot_change_numbers_may_change_on_resuming():
     check_resumable((run, recipe), (other, recipe))
 
 
+def test_what_rounds_may_not_change():
+    run, recipe = RunConfig(), RECIPES["grpo"]()
+    with pytest.raises(ValueError, match="--gradient-wire is float32 in the run, bfloat16 was"):
+        check_resumable((run, recipe), (replace(run, gradient_wire="bfloat16"), recipe))
+
+
 def test_everything_that_may_not_change_is_named_with_both_values():
     run, recipe = RunConfig(steps=150, eval_every=10), RECIPES["grpo"]()
     given = replace(run, steps=100, eval_every=3), replace(recipe, kl_coef=0.5)

@@ -40,11 +40,14 @@ def test_a_network_is_computed_as_the_run_says():
 
 def test_dtypes_reach_the_network_and_what_steps_it():
     assert made(RunConfig()).model.dtype == "float32"
-    setup = build_setup(RunConfig(dtype="bfloat16", mu_dtype="bfloat16"), Vapo())
+    assert made(RunConfig()).networks.policy.optimizer.gradient_wire == "float32"
+    run = RunConfig(dtype="bfloat16", mu_dtype="bfloat16", gradient_wire="bfloat16")
+    setup = build_setup(run, Vapo())
     setup.task.close()
     networks, imitator = setup.networks, setup.imitator
     for network in (networks.policy, networks.critic, imitator):
         assert (network.config.dtype, network.optimizer.mu_dtype) == ("bfloat16", "bfloat16")
+        assert network.optimizer.gradient_wire == "bfloat16"
     # A network from elsewhere keeps its own, unless the run says otherwise.
     half = small_model(setup.tokenizer.vocab_size, dtype="bfloat16")
     assert made(RunConfig(), model=half).model.dtype == "bfloat16"
