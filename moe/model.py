@@ -72,6 +72,7 @@ def feed_forward(
             implementation=config.execution.dispatch,
             product=config.execution.experts,
             buffer_factor=buffer_factor,
+            chunks=config.execution.expert_chunks,
         )
         if buffer_factor is not None:
             stats = replace(stats, overflow=vary(overflow.astype(jnp.float32), mesh.axes))

@@ -27,6 +27,7 @@ CHANGEABLE = (
     "remat",
     "fsdp",
     "buffer_factor",
+    "expert_chunks",
     "scan_layers",
     "packing",
     "checkpoint_every",

@@ -287,11 +287,17 @@ def _trained(model: ModelConfig, run: RunConfig) -> ModelConfig:
             f"buffer_factor={run.buffer_factor} changes nothing: the network of {run.model} has no "
             "experts. Leave out --buffer-factor."
         )
+    if run.expert_chunks != 1 and not model.num_experts:
+        raise ValueError(
+            f"expert_chunks={run.expert_chunks} changes nothing: the network of {run.model} has no "
+            "experts. Leave out --expert-chunks."
+        )
     execution = replace(
         model.execution,
         remat=run.remat,
         fsdp=run.fsdp,
         buffer_factor=run.buffer_factor,
+        expert_chunks=run.expert_chunks,
         scan_layers=run.scan_layers,
     )
     dtype = model.dtype if run.dtype is None else run.dtype
