@@ -15,7 +15,8 @@ multiple of what even routing sends of a chunk, which a chunk exceeds more easil
 Memory: the gradient of a layer's experts is there once for each chunk until it is added up.
 
 References:
-  Google, MaxText, `num_moe_token_chunks`. https://github.com/AI-Hypercomputer/maxtext
+  Jin et al., "MegaScale-MoE", 2025 (communication beside products). MaxText has such chunks too
+  (`num_moe_token_chunks`). https://arxiv.org/abs/2505.11432
 """
 
 from collections.abc import Callable
