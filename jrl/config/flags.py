@@ -32,7 +32,8 @@ class Command:
     (upwards), what fits it to the machine (--layout, --rollout-layout, --rollout-devices,
     --devices, --slots, --micro-batch, --remat, --fsdp, --buffer-factor, --expert-chunks,
     --scan-layers, --packing, --verifiers), --checkpoint-every, --keep-checkpoints,
-    --samples-every, --max-nonfinite, --drift-alarm, --log-to and what is about faults may change."""
+    --samples-every, --max-nonfinite, --drift-alarm, --log-to and what is about faults may
+    change."""
     dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print batch arithmetic, parameters, memory and layout, and stop."""
 
