@@ -163,7 +163,9 @@ def decode_step(
       Logits of this ``tp`` rank's shard of the rows, the cache, and the choices, `num_experts`
       where a row is not live; None where they were not asked for.
     """
-    config = _dropless(config)
+    # A step's few tokens go to the experts at once.
+    execution = replace(config.execution, expert_chunks=1)
+    config = _dropless(replace(config, execution=execution))
     room = cache.keys[0].shape[KEY_COLUMN]
     columns = jnp.arange(room)[None]
     # Past the end, where writing does nothing: a row that waits keeps what it has.

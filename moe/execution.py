@@ -34,6 +34,9 @@ class Execution:
         even routing sends (`moe.experts.dispatch.buffers`); None is room for any routing. What
         finds none is counted in `RouterStatistics.overflow`, and a pass in which that is not 0 has
         to be run again without this: `jrl.trainer` does so.
+      expert_chunks: parts that the tokens of a device go to the experts and back in, so that one
+        part may travel while another is multiplied (`moe.experts.dispatch.token_chunks`). A step
+        of decoding, which has few tokens, takes 1.
       scan_layers: one program for all equal layers (`moe.depth`), whose compilation does not take
         longer the more they are, in place of one for each; None where there are more than a few.
       vocab_chunk: columns of the head whose logits are there at a time in training, on each ``tp``
@@ -50,6 +53,7 @@ class Execution:
     remat: str = "none"
     fsdp: bool = False
     buffer_factor: float | None = None
+    expert_chunks: int = 1
     scan_layers: bool | None = None
     vocab_chunk: int | None = 8192
 
@@ -63,6 +67,11 @@ class Execution:
             raise ValueError(
                 f"buffer_factor={self.buffer_factor} must be above 0: 1 is room for even routing, "
                 "1.5 is usual, and None is room for any."
+            )
+        if self.expert_chunks < 1:
+            raise ValueError(
+                f"expert_chunks={self.expert_chunks} sends no token to an expert: use 1 for all "
+                "tokens at once, or 2 or more to communicate beside products."
             )
         if self.vocab_chunk is not None and self.vocab_chunk < 1:
             raise ValueError(

@@ -73,13 +73,16 @@ def feed_forward(
             implementation=config.execution.dispatch,
             product=config.execution.experts,
             buffer_factor=buffer_factor,
+            chunks=config.execution.expert_chunks,
         )
         if buffer_factor is not None:
             stats = replace(stats, overflow=vary(overflow.astype(jnp.float32), mesh.axes))
         out = out + routed
     if layer.dense is not None:
         # Beside routed experts this is the shared expert, which every token passes.
-        beside = dense(layer.dense, h, mesh)
+        # Nothing of it waits for them, nor they for it.
+        with jax.named_scope("dense_expert"):
+            beside = dense(layer.dense, h, mesh)
         if layer.shared_gate is not None:
             beside = beside * jax.nn.sigmoid(h @ layer.shared_gate.astype(h.dtype))[:, None]
         out = out + beside

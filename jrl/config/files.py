@@ -34,6 +34,7 @@ CHANGEABLE = (
     "remat",
     "fsdp",
     "buffer_factor",
+    "expert_chunks",
     "scan_layers",
     "vocab_chunk",
     "packing",

@@ -120,6 +120,9 @@ class RunConfig:
     """Room for what routers send to the experts of a device, as a multiple of what even routing
     sends; 1.5 is usual. An update or a scoring pass that needs more is not used and run again with
     room for any routing, so that numbers do not depend on it. None is room for any routing."""
+    expert_chunks: int = 1
+    """Parts that the tokens of a device go to the experts and back in, so that one part may travel
+    while another is multiplied."""
     scan_layers: bool | None = None
     """Compile one program for all equal layers in place of one for each, so that compilation does
     not take longer the more they are. None does where there are more than eight."""

@@ -12,10 +12,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-import jax
 from jaxtyping import Array
 
 from jrl.trainer.objectives import CriticObjective, PolicyObjective, SupervisedObjective
+from jrl.trainer.program import Program
 from moe.config import ModelConfig
 from moe.router.statistics import RouterStatistics
 from sharding.collectives import all_sum, varying
@@ -49,8 +49,8 @@ class Exact:
 
     def __init__(self, program: Callable[..., tuple[Any, Array | None]], num_static: int = 1):
         static = tuple(range(num_static))
-        self.counted = jax.jit(program, static_argnums=static)
-        self.roomy = jax.jit(lambda *given: program(*given)[0], static_argnums=static)
+        self.counted = Program(program, static_argnums=static)
+        self.roomy = Program(lambda *given: program(*given)[0], static_argnums=static)
         self.__doc__ = program.__doc__
 
     def __call__(self, objective: Kind, *given: Any) -> Any:

@@ -24,6 +24,7 @@ from jrl.recipes.base.batch import Batch, Totals
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.trainer import masters
 from jrl.trainer.packed.passes import scan_first
+from jrl.trainer.program import Program
 from moe import model, placement, stages
 from moe.config import ModelConfig
 from moe.router.balance import router_loss
@@ -178,7 +179,7 @@ def count(batch: Batch[Array]) -> Totals[Array]:
     )
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
+@partial(Program, static_argnums=(0, 1, 2), donate_argnums=3)
 def update(
     objective: Objective,
     optimizer: Optimizer,

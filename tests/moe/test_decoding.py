@@ -17,6 +17,7 @@ from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.decoding import KEY_COLUMN, decode_step, prefill
 from moe.depth import parts_of
 from moe.execution import Execution
+from moe.experts.dispatch.choice import dispatch
 from moe.kernels import decode_attention as kernels
 from moe.placement import specs
 from moe.weights import shapes
@@ -253,3 +254,19 @@ def test_decoding_has_room_for_any_routing():
     little = replace(CONFIG, execution=Execution(buffer_factor=0.1))
     texts = {stepwise(c, mesh).lower(*given).as_text() for c in (CONFIG, little)}
     assert len(texts) == 1
+
+
+def test_a_step_sends_its_few_tokens_at_once(monkeypatch):
+    """And the prompts before it in chunks."""
+    chunks = []
+
+    def noting(*given, **options):
+        chunks.append(options["chunks"])
+        return dispatch(*given, **options)
+
+    monkeypatch.setattr(model, "dispatch", noting)
+    config, mesh = replace(CONFIG, execution=Execution(expert_chunks=2)), mesh_of("dp1")
+    jax.eval_shape(stepwise(config, mesh), random_weights(config, 0), *batch())
+    layers = config.num_expert_layers
+    assert layers > 0 and chunks[:layers] == [2] * layers
+    assert set(chunks[layers:]) == {1}

@@ -89,6 +89,11 @@ CONFIGS = {
         global_balance_coef=0.02,
         execution=Execution(dispatch="all_to_all"),
     ),
+    # Tokens of a device in parts, of which some are larger.
+    "chunks": replace(
+        MOE, execution=Execution(expert_chunks=3, dispatch="all_to_all", remat="selective")
+    ),
+    "two_in_chunks": replace(MOE, num_layers=2, execution=Execution(expert_chunks=2)),
     # Experts that are full drop the later tokens of the rows, wherever these are.
     "full": replace(MOE, capacity_factor=0.8, drop_policy="position", drop_scope="full_sequence"),
     # Tokens traded for heads, of which those of keys and values are sent twice over cp4.
@@ -159,6 +164,8 @@ CASES = [
     ("traded", "cp2 dp2 / ep4"),
     ("traded", "cp4 / ep4"),
     ("traded", "tp2 cp2 dp2 / ep8"),
+    ("chunks", "tp2 dp4 / ep2 etp2"),
+    ("two_in_chunks", "pp2 dp4 / ep4"),
 ]
 # Who is dropped does not depend on cp and tp: `tests/moe/router/test_capacity.py` has it by itself.
 FULL = [("full", "cp2"), ("full", "tp2 cp2 / ep4"), ("traded full", "cp4 / ep4")]
@@ -230,6 +237,7 @@ EXACT_IN_HALF = [("routed", "dp4 / ep4")]
 HALF = [
     *EXACT_IN_HALF,
     ("sigmoid", "dp4 / ep4"),
+    ("chunks", "dp4 / ep4"),
     ("routed", "cp2"),
     ("traded", "cp4 / ep4"),
     ("routed", "dp2 / etp2"),
@@ -271,6 +279,20 @@ def test_equals_one_device_in_half_precision(name, layout):
             within(1e-6)(getattr(grads, part), getattr(expected_grads, part))
         own, other = grads.layers, expected_grads.layers
         jax.tree.map(within(1e-6), (own.experts, own.norm), (other.experts, other.norm))
+
+
+@pytest.mark.slow
+def test_chunks_of_tokens_change_no_result():
+    (value, stats), grads = run("chunks", "tp2 dp4 / ep2 etp2")
+    (expected, expected_stats), expected_grads = run("routed", "tp2 dp4 / ep2 etp2")
+    # Another order of float32 sums, as above.
+    np.testing.assert_allclose(value, expected, rtol=2e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6 * np.max(np.abs(b))),
+        grads,
+        expected_grads,
+    )
+    np.testing.assert_array_equal(stats.load, expected_stats.load)
 
 
 def test_micro_batches_of_a_batch_add_up():

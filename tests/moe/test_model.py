@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hlo_graph import Graph
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, on_mesh, random_weights
@@ -335,3 +336,33 @@ def test_every_choice_of_execution_is_demanded(choice):
         jax.eval_shape(
             partial(hidden.__wrapped__, config), random_weights(config, 0), tokens, tokens > -1
         )
+
+
+def test_the_shared_expert_waits_for_no_token_that_travels_nor_these_for_it():
+    """So that either may be under way beside the other, forward and backward."""
+    execution = Execution(dispatch="all_to_all", experts="plain")
+    config = replace(CONFIG, num_experts=8, d_expert=8, d_ff=4, execution=execution)
+    mesh = mesh_of("tp2 dp2 / ep4")
+    tokens = jnp.zeros((2, TIME), int)
+
+    def local(weights, tokens):
+        def loss(weights):
+            x, _ = model.hidden(weights, tokens, tokens == 0, config, mesh)
+            return all_sum(jnp.sum(jnp.sin(x)), mesh.axes)
+
+        return jax.grad(loss)(weights)
+
+    spec = specs(config, mesh)
+    step = on_mesh(local, mesh, (spec, P(mesh.dp)), spec)
+    graph = Graph.of(step.lower(random_weights(config, 0), tokens).compile().as_text())
+    products = [(x, scope) for x, scope in graph.products() if "dense_expert" in scope]
+    travels = [x for x in graph.collectives() if x.kind == "all-to-all"]
+    for backward, counts in ((False, (2, 4)), (True, (4, 3))):
+        multiplied = [x for x, scope in products if ("transpose(" in scope) is backward]
+        sent = [x for x in travels if ("transpose(" in x.scope) is backward]
+        assert (len(multiplied), len(sent)) == counts
+        assert all(graph.unordered(a, b) for a in multiplied for b in sent)
+    # Attention comes before both.
+    first = travels[0]
+    earlier = [x for x, scope in graph.products() if "dense_expert" not in scope]
+    assert any(x.name in graph.before(first.name) for x in earlier)

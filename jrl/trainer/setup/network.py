@@ -10,7 +10,7 @@ from moe.execution import Execution
 from moe.experts.dispatch.choice import check_dispatch
 from sharding.folding import FoldedMesh
 
-OF_EXPERTS = ("dispatch", "router", "experts", "buffer_factor")
+OF_EXPERTS = ("dispatch", "router", "experts", "buffer_factor", "expert_chunks")
 """Fields of `Execution` that say something of experts alone."""
 
 
@@ -35,7 +35,7 @@ def network_of(model: ModelConfig, run: RunConfig) -> ModelConfig:
                 f"experts drop: give --capacity-factor, or leave out {flag(name)}."
             )
     for name in OF_EXPERTS:
-        if getattr(run, name) is not None and not model.num_experts:
+        if getattr(run, name) != getattr(Execution, name) and not model.num_experts:
             raise _changes_nothing(name, getattr(run, name), run, "experts")
     if run.latent is not None and model.mla is None:
         raise _changes_nothing("latent", run.latent, run, "latent attention")

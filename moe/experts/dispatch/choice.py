@@ -19,12 +19,15 @@ way back and add them up in float32 again. The whole is rounded once. What ``etp
 way are parts of one product, of the dtype of the tokens as over ``tp``.
 """
 
+from functools import partial
+
 from jaxtyping import Array, Float, Int
 
 from moe.experts.dispatch.all_gather import all_gather_dispatch
 from moe.experts.dispatch.all_to_all import all_to_all_dispatch
 from moe.experts.dispatch.buffers import peer_tokens
 from moe.experts.dispatch.ragged import ragged_dispatch
+from moe.experts.dispatch.token_chunks import chunk_sizes, in_token_chunks
 from moe.router.routing import Routing, without_repeats
 from moe.weights import Experts
 from sharding.folding import FoldedMesh
@@ -46,11 +49,12 @@ def dispatch(
     implementation: str | None = None,
     product: str | None = None,
     buffer_factor: float | None = None,
+    chunks: int = 1,
 ) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
     """``sum_k p_k expert_k(x)`` for this device's tokens.
 
-    Communication: `rows_received`, times ``d_model``, and the small arrays that each implementation
-    names.
+    Communication: `rows_received` for the tokens of each chunk, times ``d_model``, and the small
+    arrays that each implementation names.
 
     Args:
       weights: the experts of this device.
@@ -63,6 +67,8 @@ def dispatch(
       product: how the rows are multiplied, see `moe.experts.grouped.dot.grouped_dot`.
       buffer_factor: rows that a device computes at most, as a multiple of those of even routing
         (`moe.experts.dispatch.buffers.buffer_rows`); None is room for any routing.
+      chunks: parts that the tokens go in, one beside the other
+        (`moe.experts.dispatch.token_chunks`). Each has buffers of its own size.
 
     Returns:
       The sums, and how many choices found no room at this device, as sender or as receiver; 0
@@ -75,11 +81,19 @@ def dispatch(
     name = implementation
     if name is None:
         num_tokens, k = routing.experts.shape
+        num_tokens = chunk_sizes(num_tokens, chunks)[0]
         name = best(num_tokens, k, weights.down.shape[0], mesh, capacity, buffer_factor)
     check_dispatch(name, mesh)
     # Buffers count on it; a replayed routing may name an expert twice.
     routing = without_repeats(routing, weights.down.shape[0] * mesh.size(mesh.ep))
-    return IMPLEMENTATIONS[name](weights, x, routing, mesh, capacity, product, buffer_factor)
+    send = partial(
+        IMPLEMENTATIONS[name],
+        mesh=mesh,
+        capacity=capacity,
+        product=product,
+        buffer_factor=buffer_factor,
+    )
+    return in_token_chunks(send, chunks, weights, x, routing, mesh)
 
 
 def best(

@@ -77,6 +77,7 @@ def test_anything_else_is_refused_in_one_line(config, message):
         {"remat": "full"},
         {"remat": "full", "fsdp": True},
         {"buffer_factor": 1.5},
+        {"expert_chunks": 2},
         {"scan_layers": True},
     ],
 )

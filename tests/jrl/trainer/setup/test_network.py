@@ -34,6 +34,7 @@ FLAGS = {
     "buffer_factor": 1.5,
     "scan_layers": True,
     "vocab_chunk": 64,
+    "expert_chunks": 2,
 }
 LATENT = small_model(
     11,

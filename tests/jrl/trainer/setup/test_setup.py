@@ -34,8 +34,11 @@ def test_a_preset_keeps_the_losses_of_its_routers_unless_told():
 
 
 def test_a_network_is_computed_as_the_run_says():
-    execution = made(RunConfig(remat="full", fsdp=True, scan_layers=True)).model.execution
-    assert (execution.remat, execution.fsdp, execution.scan_layers) == ("full", True, True)
+    asked = {"remat": "full", "fsdp": True, "scan_layers": True, "expert_chunks": 2}
+    execution = made(RunConfig(**asked)).model.execution
+    assert {name: getattr(execution, name) for name in asked} == asked
+    with pytest.raises(ValueError, match=r"expert_chunks=2 changes nothing: .* tiny-dense has no"):
+        made(RunConfig(model="tiny-dense", expert_chunks=2))
 
 
 def test_dtypes_reach_the_network_and_what_steps_it():

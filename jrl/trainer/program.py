@@ -1,0 +1,51 @@
+"""`jax.jit` with the options that the compiler of a mesh is given (`sharding.compiler_options`)."""
+
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import jax
+
+from sharding.compiler_options import compiler_options
+from sharding.folding import FoldedMesh
+
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
+
+
+class Program(Generic[Given, Found]):
+    """A jitted function of an objective, whose mesh says what it is compiled for.
+
+    Args:
+      function: its first argument is static and has a `mesh`.
+      options: of `jax.jit`.
+    """
+
+    def __init__(self, function: Callable[Given, Found], **options: Any):
+        self._function, self._options = function, options
+        self._jitted: dict[tuple[tuple[str, Any], ...], Any] = {}
+        self.__doc__ = function.__doc__
+
+    def on(self, mesh: FoldedMesh) -> Any:
+        """The jitted function for that mesh; the same for meshes with the same options."""
+        asked = compiler_options(mesh)
+        key = tuple(sorted(asked.items()))
+        if key not in self._jitted:
+            self._jitted[key] = jax.jit(
+                self._function, compiler_options=asked or None, **self._options
+            )
+        return self._jitted[key]
+
+    def __call__(self, *given: Given.args, **named: Given.kwargs) -> Found:
+        return self.on(_mesh_of(given))(*given, **named)
+
+    def lower(self, *given: Given.args, **named: Given.kwargs) -> Any:
+        """As of `jax.jit`."""
+        return self.on(_mesh_of(given)).lower(*given, **named)
+
+    def trace(self, *given: Given.args, **named: Given.kwargs) -> Any:
+        """As of `jax.jit`."""
+        return self.on(_mesh_of(given)).trace(*given, **named)
+
+
+def _mesh_of(given: tuple[Any, ...]) -> FoldedMesh:
+    return given[0].mesh

@@ -1,0 +1,25 @@
+"""What the compiler is asked for: names that it knows, for devices that communicate."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from programs import mesh_of
+
+from sharding.compiler_options import BY_PLATFORM, compiler_options
+from sharding.folding import Layout, fold_abstract
+
+
+@pytest.mark.parametrize(("name", "value"), [o for p in BY_PLATFORM.values() for o in p.items()])
+def test_the_compiler_knows_every_name(name, value):
+    """Options of all platforms are fields of one record, whatever the compiler compiles for."""
+    jax.jit(jnp.sin, compiler_options={name: value}).lower(1.0).compile()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        jax.jit(jnp.sin, compiler_options={f"{name}_": value}).lower(1.0).compile()
+
+
+def test_devices_that_communicate_hide_it_and_others_are_left_alone():
+    hidden = {"xla_gpu_enable_latency_hiding_scheduler": True}
+    assert compiler_options(fold_abstract(Layout.parse("dp2 / ep2"), "gpu")) == hidden
+    assert compiler_options(fold_abstract(Layout.parse("dp1"), "gpu")) == {}
+    assert compiler_options(mesh_of("dp2 / ep2")) == {}
+    assert compiler_options(fold_abstract(Layout.parse("dp2"))) == {}
