@@ -94,7 +94,8 @@ def _shared_forward(weights, chunks):
 
 def _shared_backward(chunks, _, gradients):
     def add(*leaves):
-        return sum(leaf.astype(jnp.float32) for leaf in leaves).astype(leaves[0].dtype)
+        first, *others = (leaf.astype(jnp.float32) for leaf in leaves)
+        return sum(others, first).astype(leaves[0].dtype)
 
     return (jax.tree.map(add, *gradients),)
 
