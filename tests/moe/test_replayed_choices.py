@@ -9,14 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from programs import jit, mesh_of, random_weights
-from ragged import ragged_by_gathering
 from tiers import full_but
 from whole_network import loss_and_gradient
 
 from moe.config import ModelConfig
 from moe.execution import Execution
-from moe.experts.dispatch import choice as dispatching
-from moe.experts.dispatch import ragged as ragged_dispatcher
 from moe.placement import in_chunks, in_layer_order
 
 MOE = ModelConfig(
@@ -78,13 +75,6 @@ def run(config, dispatch, layout, replayed=True):
     step = jit(loss_and_gradient(config, mesh))
     out, grads = jax.device_get(step(in_chunks(random_weights(config, 0), mesh), piece))
     return out, in_layer_order(grads, mesh)
-
-
-@pytest.fixture
-def emulated(monkeypatch):
-    """CPU devices that have a ragged all-to-all."""
-    monkeypatch.setattr(ragged_dispatcher.lax, "ragged_all_to_all", ragged_by_gathering)
-    monkeypatch.setattr(dispatching, "check_dispatch", lambda name, mesh: None)
 
 
 @pytest.mark.parametrize(("dispatch", "layout"), full_but(CASES, CASES[0]))

@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of
-from ragged import ragged_by_gathering
 from tiers import full_but
 
-from moe.experts.dispatch import choice as dispatching
-from moe.experts.dispatch import ragged as ragged_dispatcher
 from moe.experts.dispatch.buffers import ROW_TILE, buffer_rows, peer_choices, peer_tokens
 from moe.experts.dispatch.choice import best, dispatch, rows_received
 from moe.experts.feed_forward import dense_reference
@@ -111,13 +108,6 @@ def program(mesh, **options):
 
 def with_oracle(routing, weights, x):
     return dense_reference(weights, x, *routing)
-
-
-@pytest.fixture
-def emulated(monkeypatch):
-    """CPU devices that have a ragged all-to-all."""
-    monkeypatch.setattr(ragged_dispatcher.lax, "ragged_all_to_all", ragged_by_gathering)
-    monkeypatch.setattr(dispatching, "check_dispatch", lambda name, mesh: None)
 
 
 CASES = [(name, layout) for name in NAMES for layout in ("dp4 / ep4", "dp8 / ep4 etp2")]

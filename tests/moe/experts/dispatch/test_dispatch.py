@@ -159,13 +159,6 @@ def test_smaller_buffers_hold_what_a_capacity_lets_through(name, capacity):
         agrees(program, routing, kind)
 
 
-@pytest.fixture
-def emulated(monkeypatch):
-    """CPU devices that have a ragged all-to-all."""
-    monkeypatch.setattr(ragged_dispatcher.lax, "ragged_all_to_all", ragged_by_gathering)
-    monkeypatch.setattr(dispatching, "check_dispatch", lambda name, mesh: None)
-
-
 def in_half_precision(function):
     """`function(weights, x, routing)` of bfloat16 tokens, and the rows that their experts give,
     weighted before the second product, ``[choice, token, d_model]``."""

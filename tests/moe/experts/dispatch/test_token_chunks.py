@@ -10,12 +10,9 @@ import pytest
 from hlo_graph import Graph
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of
-from ragged import ragged_by_gathering
 from tiers import full_but
 
 from moe.execution import Execution
-from moe.experts.dispatch import choice as dispatching
-from moe.experts.dispatch import ragged as ragged_dispatcher
 from moe.experts.dispatch.choice import dispatch
 from moe.experts.dispatch.token_chunks import _shared, chunk_sizes
 from moe.experts.feed_forward import dense_reference
@@ -84,13 +81,6 @@ def compiled(name, remat, product, chunks, layout="dp4 / ep4"):
 @functools.cache
 def graph(*which):
     return Graph.of(compiled(*which).as_text())
-
-
-@pytest.fixture
-def emulated(monkeypatch):
-    """CPU devices that have a ragged all-to-all."""
-    monkeypatch.setattr(ragged_dispatcher.lax, "ragged_all_to_all", ragged_by_gathering)
-    monkeypatch.setattr(dispatching, "_refuse_cpu", lambda mesh: None)
 
 
 @pytest.mark.parametrize(
