@@ -1,0 +1,20 @@
+"""A network in the sizes that `sharding.planner` counts with."""
+
+from dataclasses import fields
+
+from moe.config import ModelConfig
+from sharding.planner.sizes import ModelSizes
+
+
+def sizes_of(config: ModelConfig) -> ModelSizes:
+    """The sizes of a network; biases, norms of heads, gates and windows are left out.
+
+    Raises:
+      ValueError: for multi-head latent attention, which the planner does not describe.
+    """
+    if config.mla is not None:
+        raise ValueError("the planner counts grouped-query attention, not latent attention (mla).")
+    same = {field.name for field in fields(ModelSizes)} - {"tied"}
+    return ModelSizes(
+        **{name: getattr(config, name) for name in same}, tied=config.head != "untied"
+    )

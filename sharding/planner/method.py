@@ -1,0 +1,112 @@
+"""How a layout is run beside its sizes: batch, dispatch, context, rematerialisation, storage."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sharding.folding import Layout
+
+Dispatch = Literal["all_gather", "all_to_all", "ragged"]
+Context = Literal["gather", "ring", "ulysses"]
+Remat = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one optimizer step is taken on.
+
+    Attributes:
+      rows: sequences on all devices.
+      time: tokens of each.
+      micro_rows: sequences of a micro-batch on each ``dp`` rank.
+    """
+
+    rows: int
+    time: int
+    micro_rows: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the step."""
+        return self.rows * self.time
+
+    def num_micro_batches(self, layout: Layout) -> int:
+        """Micro-batches of each ``dp`` rank.
+
+        Raises:
+          ValueError: where the rows do not divide.
+        """
+        each = layout.dp * self.micro_rows
+        if self.rows % each:
+            raise ValueError(
+                f"rows={self.rows} do not divide over dp={layout.dp} x micro_rows="
+                f"{self.micro_rows}: choose a multiple of {each}."
+            )
+        return self.rows // each
+
+    def local_tokens(self, layout: Layout) -> int:
+        """Tokens of a micro-batch on one device, with what zig-zag order pads: under ``cp`` rows
+        are cut into ``2 cp`` chunks."""
+        unit = 1 if layout.cp == 1 else 2 * layout.cp
+        padded = -(-self.time // unit) * unit
+        return self.micro_rows * padded // (layout.cp * layout.tp)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Bytes of a parameter.
+
+    Attributes:
+      weight: where it is used.
+      gradient: its sum over micro-batches.
+      master: a copy kept in shards beside the weight; 0 where the weight is one.
+      moments: Adam's two, in shards.
+      gradient_wire: of a gradient on its way between devices.
+      weight_wire: of a new weight on its way.
+    """
+
+    weight: int
+    gradient: int
+    master: int
+    moments: int
+    gradient_wire: int
+    weight_wire: int
+
+
+STORAGES = {
+    # Float32 weights, which are their own masters.
+    "float32": Storage(4, 4, 0, 8, 4, 4),
+    # Megatron-Core's mixed precision: 18 bytes, 6 + 12 / G in shards.
+    "mixed": Storage(2, 4, 4, 8, 4, 2),
+    # The same with gradients that are rounded once for an all-to-all and summed in float32.
+    "mixed-bfloat16-wire": Storage(2, 4, 4, 8, 2, 2),
+}
+"""Shoeybi et al.'s distributed optimizer counts as "mixed"; Jin et al., "MegaScale-MoE", 2025,
+section 5 (the wire). https://arxiv.org/abs/2505.11432"""
+
+
+@dataclass(frozen=True)
+class Method:
+    """What is chosen beside a layout; fields as in `moe.execution.Execution`.
+
+    Attributes:
+      dispatch: how tokens travel to experts.
+      context: how attention crosses ``cp``.
+      remat: what the backward pass computes again.
+      fsdp: weights are kept in shards and joined layer by layer.
+      itemsize: bytes of an activation.
+      storage: of weights, gradients and optimizer, one of `STORAGES`.
+      saves_inputs: a pipeline keeps the inputs of its chunks and runs each chunk again when it goes
+        backward, as `sharding.pipeline` does; else what `remat` keeps lives until then.
+    """
+
+    dispatch: Dispatch = "all_gather"
+    context: Context = "gather"
+    remat: Remat = "none"
+    fsdp: bool = False
+    itemsize: int = 2
+    storage: str = "float32"
+    saves_inputs: bool = True
+
+    @property
+    def stored(self) -> Storage:
+        return STORAGES[self.storage]

@@ -1,0 +1,258 @@
+"""What every collective of a training step sends: the one statement of it.
+
+Of a layer, of the two ends of the network, of a pipeline and of the gradients. T are the tokens of
+a micro-batch on one device, h the model width.
+"""
+
+import math
+
+from sharding.folding import Layout
+from sharding.planner.method import Batch, Method
+from sharding.planner.sizes import ModelSizes
+from sharding.planner.transfer import Transfer, present, repeated
+from sharding.planner.weights import held
+from sharding.schedule import Schedule
+
+FLOAT32 = INT32 = 4
+
+
+def layer(
+    model: ModelSizes, layout: Layout, tokens: int, method: Method, has_experts: bool = True
+) -> tuple[list[Transfer], list[Transfer]]:
+    """One block forward, and what its backward pass adds.
+
+    Args:
+      tokens: T.
+      has_experts: it is one of the layers with experts, not of the dense ones before them.
+    """
+    forward = [*tensor_parallel("attention", model, layout, tokens, method)]
+    forward += context(model, layout, tokens, method)
+    if has_experts and model.num_experts:
+        forward += router(model, tokens)
+        forward += dispatch(model, layout, tokens, method)
+    if model.d_ff or not has_experts:
+        name = "shared expert" if has_experts and model.num_experts else "dense layer"
+        forward += tensor_parallel(name, model, layout, tokens, method)
+    backward = [t.transposed(layout) for t in forward if t.gradient]
+    if method.context == "ring":
+        backward += ring_backward(model, layout, tokens, method)
+    if method.remat == "selective":
+        backward = [t for t in forward if t.repeated] + backward
+    return present(forward, layout), present(backward, layout)
+
+
+def tensor_parallel(
+    what: str, model: ModelSizes, layout: Layout, tokens: int, method: Method
+) -> list[Transfer]:
+    """Tokens are gathered for heads or hidden units that are spread over ``tp``, and their parts
+    summed: ``2 T h (tp - 1)``, or ``2 b s h (tp - 1) / (tp cp)`` of the whole micro-batch."""
+    size, width = tokens * model.d_model, method.itemsize
+    return [
+        Transfer(f"tokens to {what}", "all_gather", ("tp",), size, width, gradient=width),
+        Transfer(
+            f"sums of {what}", "reduce_scatter", ("tp",), size * layout.tp, width, gradient=width
+        ),
+    ]
+
+
+def context(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list[Transfer]:
+    """Keys and values, gathered or passed round, or heads for tokens and back."""
+    keys, queries, width = tokens * model.keys, tokens * model.queries, method.itemsize
+
+    def of(what: str, kind, elements: int, times: int = 1, gradient: int = width) -> Transfer:
+        return Transfer(what, kind, ("cp",), elements, width, times, gradient)
+
+    if layout.cp == 1:
+        return []
+    if method.context == "gather":
+        return [of("keys", "all_gather", keys), of("values", "all_gather", keys)]
+    if method.context == "ring":
+        return [of("keys and values", "permute", keys, 2 * (layout.cp - 1), gradient=0)]
+    return [
+        of("queries", "all_to_all", queries),
+        of("keys", "all_to_all", keys),
+        of("values", "all_to_all", keys),
+        of("attention's output", "all_to_all", queries),
+    ]
+
+
+def ring_backward(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list[Transfer]:
+    """Keys and values once more, and their gradients, float32, one hop behind them."""
+    size, hops = 2 * tokens * model.keys, layout.cp - 1
+    what = "keys and values"
+    return [
+        Transfer(what, "permute", ("cp",), size, method.itemsize, hops),
+        Transfer(f"gradient of {what}", "permute", ("cp",), size, FLOAT32, hops),
+    ]
+
+
+def router(model: ModelSizes, tokens: int) -> list[Transfer]:
+    """The choices of experts by each token of a sequence, for the balancing loss."""
+    counts = tokens * model.num_experts
+    return [Transfer("choices of a sequence", "all_gather", ("cp", "tp"), counts, FLOAT32)]
+
+
+def dispatch(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list[Transfer]:
+    """Tokens to the devices of their experts, and sums back.
+
+    With ``n = ep etp`` and R from `tokens_per_peer`, in tokens: "all_gather" receives ``2 T (n -
+    1)``, half of it sums of float32; "all_to_all" ``2 R (n - 1)``; "ragged" no more than ``2 T k
+    (ep - 1) / ep`` over ``ep`` with even routing, and what "all_to_all" does over ``etp``. With the
+    tokens go k ids and k probs.
+    """
+    h, k, width = model.d_model, model.experts_per_token, method.itemsize
+    if method.dispatch == "all_gather":
+        group = ("ep", "etp")
+        n = layout.ep * layout.etp
+        return [
+            Transfer(
+                "tokens to experts",
+                "all_gather",
+                group,
+                tokens * h,
+                width,
+                gradient=FLOAT32,
+                repeated=True,
+            ),
+            *_routing("all_gather", group, tokens * k),
+            Transfer(
+                "sums of experts",
+                "reduce_scatter",
+                group,
+                n * tokens * h,
+                FLOAT32,
+                gradient=width,
+            ),
+        ]
+    rows = layout.ep * tokens_per_peer(model, layout, tokens)
+    sent = min(rows, tokens * k) if method.dispatch == "ragged" else rows
+    return [
+        Transfer(
+            "tokens to experts", "all_to_all", ("ep",), sent * h, width, 1, width, repeated=True
+        ),
+        *_routing("all_to_all", ("ep",), sent * k),
+        Transfer(
+            "tokens to parts of experts",
+            "all_gather",
+            ("etp",),
+            sent * h,
+            width,
+            gradient=width,
+            repeated=True,
+        ),
+        *_routing("all_gather", ("etp",), sent * k),
+        Transfer(
+            "sums of parts of experts",
+            "reduce_scatter",
+            ("etp",),
+            layout.etp * sent * h,
+            width,
+            gradient=width,
+        ),
+        Transfer("sums of experts", "all_to_all", ("ep",), sent * h, width, gradient=width),
+    ]
+
+
+def _routing(kind, axes: tuple[str, ...], numbers: int) -> list[Transfer]:
+    return [
+        Transfer("ids of experts", kind, axes, numbers, INT32),
+        Transfer("probs of experts", kind, axes, numbers, FLOAT32, gradient=FLOAT32),
+    ]
+
+
+def tokens_per_peer(model: ModelSizes, layout: Layout, tokens: int) -> int:
+    """Tokens that a device may send to another where buffers are of one size: ``min(T, C L)``, of L
+    experts on a device and a capacity C; T without one."""
+    if model.capacity_factor is None:
+        return tokens
+    average = model.capacity_factor * tokens * model.experts_per_token / model.num_experts
+    capacity = min(tokens, math.ceil(round(average, 9)))
+    return min(tokens, capacity * (model.num_experts // layout.ep))
+
+
+def hop(model: ModelSizes, tokens: int, method: Method) -> Transfer:
+    """A micro-batch to the next stage, or its gradient back."""
+    return Transfer("micro-batch", "permute", ("pp",), tokens * model.d_model, method.itemsize)
+
+
+def head(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list[Transfer]:
+    """A micro-batch through the head and back: states and the tokens after them are gathered for
+    the columns that a ``tp`` rank computes; a maximum and three sums for each, and two backward."""
+    size, width, all_tokens = tokens * model.d_model, method.itemsize, tokens * layout.tp
+    states = Transfer("states to head", "all_gather", ("tp",), size, width, gradient=width)
+    found = [
+        states,
+        Transfer("tokens to head", "all_gather", ("tp",), tokens, INT32),
+        Transfer("sums of head", "all_reduce", ("tp",), 4 * all_tokens, FLOAT32),
+        Transfer("gradient of sums of head", "all_reduce", ("tp",), 2 * all_tokens, FLOAT32),
+        states.transposed(layout),
+    ]
+    return present(found, layout)
+
+
+def unsharding(model: ModelSizes, layout: Layout, method: Method) -> tuple[Transfer, ...]:
+    """Under full sharding, the weights of all layers of a device joined, once; the reverse sums
+    their gradients."""
+    width = method.stored.weight_wire
+    return tuple(
+        Transfer(
+            f"shards of {one.what}",
+            "all_gather",
+            one.replicas,
+            one.parameters // one.group(layout),
+            width,
+            gradient=method.stored.gradient_wire,
+        )
+        for one in held(model, layout)
+        if one.in_layers and one.group(layout) > 1
+    )
+
+
+def gradients(model: ModelSizes, layout: Layout, method: Method) -> list[Transfer]:
+    """Once in a step: gradients summed into the shards that the optimizer keeps, and new weights
+    joined (ZeRO-1): together as much as an all-reduce of numbers of one width."""
+    stored, found = method.stored, []
+    for one in held(model, layout):
+        n = one.group(layout)
+        if n == 1 or (method.fsdp and one.in_layers):
+            continue
+        of_weights = Transfer(
+            f"new weights: {one.what}",
+            "all_gather",
+            one.replicas,
+            -(-one.parameters // n),
+            stored.weight_wire,
+        )
+        of_gradients = Transfer(
+            f"gradients: {one.what}",
+            "reduce_scatter",
+            one.replicas,
+            one.parameters,
+            stored.gradient_wire,
+        )
+        found += [of_gradients, of_weights]
+    return found
+
+
+def step(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> list[Transfer]:
+    """Everything that a device gives to collectives in one optimizer step.
+
+    A pipeline that saves the inputs of its chunks runs each chunk forward twice, and its first
+    devices hand on in every tick, with or without work.
+    """
+    micro_batches, tokens = batch.num_micro_batches(layout), batch.local_tokens(layout)
+    on_device = (model.num_layers - model.num_dense_layers) // layout.pp
+    twice = layout.pp > 1 and method.saves_inputs
+    found = []
+    for number, has_experts in ((on_device, True), (model.num_dense_layers, False)):
+        forward, backward = layer(model, layout, tokens, method, has_experts)
+        found += repeated([*forward, *(forward if twice else ()), *backward], number)
+    if method.fsdp:
+        joined = list(unsharding(model, layout, method))
+        again = 2 + twice
+        found += repeated(joined, again) + [one.transposed(layout) for one in joined]
+    found = repeated(found + head(model, layout, tokens, method), micro_batches)
+    if layout.pp > 1:
+        ticks = Schedule(layout.pp, micro_batches, layout.vpp).ticks
+        found += repeated([hop(model, tokens, method)], 2 * ticks)
+    return found + gradients(model, layout, method)
