@@ -15,6 +15,8 @@ def sizes_of(config: ModelConfig) -> ModelSizes:
     if config.mla is not None:
         raise ValueError("the planner counts grouped-query attention, not latent attention (mla).")
     same = {field.name for field in fields(ModelSizes)} - {"tied"}
+    if config.num_experts == 0:
+        same -= {"experts_per_token", "d_expert"}
     return ModelSizes(
         **{name: getattr(config, name) for name in same}, tied=config.head != "untied"
     )

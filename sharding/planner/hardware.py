@@ -16,7 +16,7 @@ class Hardware:
     Attributes:
       name: what `parse` knows it by.
       peak: FLOP/s of dense products of bfloat16.
-      memory: bytes.
+      memory: bytes; sellers' "80 GB" are GiB.
       memory_bandwidth: bytes/s.
       domain: devices that the fast links join (a server, a rack, a pod).
       inside: bytes/s that a device sends inside its domain.
@@ -39,16 +39,16 @@ HARDWARE = {
     hardware.name: hardware
     for hardware in (
         # DGX H100: NVLink 4, a 400 Gb/s adapter for each device.
-        Hardware("h100", 989.5e12, 80e9, 3.35e12, 8, 450e9, 50e9),
-        Hardware("h800", 989e12, 80e9, 3.4e12, 8, 200e9, 50e9),
+        Hardware("h100", 989.5e12, 85.5e9, 3.35e12, 8, 450e9, 50e9),
+        Hardware("h800", 989e12, 85.5e9, 3.4e12, 8, 200e9, 50e9),
         # DGX A100: NVLink 3, 200 Gb/s adapters.
-        Hardware("a100", 312e12, 80e9, 2.0e12, 8, 300e9, 25e9),
-        Hardware("h20", 148e12, 96e9, 4.0e12, 8, 450e9, 50e9),
+        Hardware("a100", 312e12, 85.5e9, 2.0e12, 8, 300e9, 25e9),
+        Hardware("h20", 148e12, 102e9, 4.0e12, 8, 450e9, 50e9),
         # PCIe 4 x16, and an adapter of 200 Gb/s for two devices.
         Hardware("l40s", 362e12, 48e9, 0.864e12, 8, 32e9, 12.5e9),
-        Hardware("b200", 2250e12, 180e9, 7.7e12, 8, 900e9, 50e9),
+        Hardware("b200", 2250e12, 192e9, 7.7e12, 8, 900e9, 50e9),
         # A torus: a collective over one of its axes uses two of a chip's six links.
-        Hardware("v5p", 459e12, 95e9, 2.765e12, 8960, 180e9, 6.25e9, 1e-6, 30e-6),
+        Hardware("v5p", 459e12, 102e9, 2.765e12, 8960, 180e9, 6.25e9, 1e-6, 30e-6),
         # A few cores; the devices are threads that share one memory.
         Hardware("laptop", 0.2e12, 16e9, 50e9, 1024, 10e9, 10e9, 20e-6, 20e-6),
     )

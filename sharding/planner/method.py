@@ -95,6 +95,10 @@ class Method:
       fsdp: weights are kept in shards and joined layer by layer.
       itemsize: bytes of an activation.
       storage: of weights, gradients and optimizer, one of `STORAGES`.
+      resends: "selective" sends tokens to the experts again instead of keeping what arrived, as
+        `moe.remat` does.
+      even: buffers of experts hold what even routing sends, as where their sizes are known at run
+        time or a capacity bounds them; else any routing.
       saves_inputs: a pipeline keeps the inputs of its chunks and runs each chunk again when it goes
         backward, as `sharding.pipeline` does; else what `remat` keeps lives until then.
     """
@@ -105,6 +109,8 @@ class Method:
     fsdp: bool = False
     itemsize: int = 2
     storage: str = "float32"
+    resends: bool = True
+    even: bool = False
     saves_inputs: bool = True
 
     @property

@@ -36,7 +36,7 @@ def layer(
     backward = [t.transposed(layout) for t in forward if t.gradient]
     if method.context == "ring":
         backward += ring_backward(model, layout, tokens, method)
-    if method.remat == "selective":
+    if method.remat == "selective" and method.resends:
         backward = [t for t in forward if t.repeated] + backward
     return present(forward, layout), present(backward, layout)
 

@@ -1,6 +1,7 @@
 """What one device holds of the weights, by the devices that hold the same: the groups over which
 gradients are summed and optimizer states are cut."""
 
+import functools
 from dataclasses import dataclass
 
 from sharding.folding import Layout
@@ -31,7 +32,8 @@ class Held:
         return size
 
 
-def held(model: ModelSizes, layout: Layout) -> list[Held]:
+@functools.lru_cache(maxsize=1024)
+def held(model: ModelSizes, layout: Layout) -> tuple[Held, ...]:
     """All weights of one device.
 
     Attention and dense layers are cut over ``tp``, experts over ``ep`` and ``etp``, layers over
@@ -60,7 +62,7 @@ def held(model: ModelSizes, layout: Layout) -> list[Held]:
         Held("embedding and last norm", (model.vocab_size + 1) * h, ends, in_layers=False),
         Held("head", head, spread if head_is_cut else ends, in_layers=False),
     ]
-    return [one for one in found if one.parameters]
+    return tuple(one for one in found if one.parameters)
 
 
 def parameters_on_device(model: ModelSizes, layout: Layout) -> int:
