@@ -3,7 +3,7 @@
 from dataclasses import fields
 
 from moe.config import ModelConfig
-from sharding.planner.sizes import ModelSizes
+from sharding.planner.models.sizes import ModelSizes
 
 
 def sizes_of(config: ModelConfig) -> ModelSizes:

@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 from sharding.planner.calibration import METHODS, SYSTEMS, calibrated
-from sharding.planner.checkpoint import sizes_from
 from sharding.planner.cost import System
 from sharding.planner.hardware import HARDWARE, parse
 from sharding.planner.method import Method
-from sharding.planner.presets import PRESETS
+from sharding.planner.models.checkpoint import sizes_from
+from sharding.planner.models.presets import PRESETS
+from sharding.planner.models.sizes import ModelSizes
+from sharding.planner.report.table import report
 from sharding.planner.search import Choices, Found, search
-from sharding.planner.sizes import ModelSizes
-from sharding.planner.table import report
 
 PARSER = argparse.ArgumentParser(
     prog="python -m sharding.planner",
@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         print(report(found, model, rows, time, hardware, given.top))
         if given.picture is not None:
-            from sharding.planner.picture import draw
+            from sharding.planner.report.picture import draw
 
             title = f"{given.model} on {given.hardware}, {rows:,} x {time:,} tokens"
             draw(found.plans[: given.top], hardware, given.picture, title)

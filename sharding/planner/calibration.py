@@ -5,12 +5,14 @@
 
 import functools
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from sharding.folding import Layout
 from sharding.planner.cost import System
 from sharding.planner.hardware import HARDWARE
 from sharding.planner.method import Method
-from sharding.planner.presets import PRESETS
+from sharding.planner.models.presets import PRESETS
+from sharding.planner.report.columns import aligned
 from sharding.planner.search import Choices, Plan, best_plan
 
 
@@ -174,3 +176,34 @@ def calibrated(name: str) -> System:
         assert row.mfu is not None
         low, high = (middle, high) if found < row.mfu else (low, middle)
     return replace(SYSTEMS[name], efficiency=(low + high) / 2)
+
+
+def compared() -> str:
+    """Every published row beside what is predicted of it, in columns."""
+    lines = [f"{name}: products reach {calibrated(name).efficiency:.1%} of peak" for name in POINTS]
+    tables = {
+        "Mappings (MoE Parallel Folding, tables 1 and 3)": [*chain(*MAPPINGS.values())],
+        "Strong scaling with folding (table 4)": [*chain(*SCALING.values())],
+        "Strong scaling (MegaScale-MoE, table 3)": MEGASCALE,
+    }
+    for title, rows in tables.items():
+        cells = [("model", "layout", "vpp", "remat", "rows", "published MFU", "predicted")]
+        cells += [_compared(row) for row in rows]
+        lines += ["", title, aligned(cells)]
+    return "\n".join(lines)
+
+
+def _compared(row: Row) -> tuple[str, ...]:
+    plan = predicted(row, calibrated(row.system))
+    layout = row.layout + (", weights in shards" if row.fsdp else "")
+    published = "out of memory" if row.mfu is None else f"{row.mfu}"
+    if not isinstance(plan, Plan):
+        return row.model, layout, "", "", "", published, "does not fit"
+    found = 100 * plan.cost.mfu(CLUSTERS[row.system])
+    star = " (the point)" if row in POINTS.values() else ""
+    chosen = str(plan.layout.vpp), plan.method.remat, str(plan.batch.micro_rows)
+    return row.model, layout, *chosen, published, f"{found:.1f}{star}"
+
+
+if __name__ == "__main__":
+    print(compared())

@@ -1,7 +1,6 @@
 """How long an optimizer step takes: products, memory traffic, exposed communication, bubbles."""
 
 import functools
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -10,9 +9,9 @@ from sharding.planner import links, volumes
 from sharding.planner.hardware import Hardware
 from sharding.planner.memory import kept
 from sharding.planner.method import Batch, Method
-from sharding.planner.sizes import ModelSizes
+from sharding.planner.models.sizes import ModelSizes
+from sharding.planner.models.weights import parameters_in_parts
 from sharding.planner.transfer import Transfer, repeated
-from sharding.planner.weights import parameters_in_parts
 
 
 @dataclass(frozen=True)
@@ -211,15 +210,15 @@ def _without_storage(method: Method) -> Method:
 @functools.lru_cache(maxsize=1024)
 def _sends(
     model: ModelSizes, layout: Layout, tokens: int, method: Method, hardware: Hardware
-) -> Counter[str]:
+) -> dict[str, float]:
     """Seconds of a micro-batch's communication, but for hops: layers and head."""
     forward, backward = volumes.layer(model, layout, tokens, method)
     again = forward if layout.pp > 1 and method.saves_inputs else []
     sent = repeated([*forward, *again, *backward], model.num_layers // layout.pp)
-    found: Counter[str] = Counter()
+    found: dict[str, float] = {}
     for one in sent + volumes.head(model, layout, tokens, method):
         name = next(name for name, words in GROUPS if any(word in one.what for word in words))
-        found[name] += links.seconds(one, layout, hardware)
+        found[name] = found.get(name, 0.0) + links.seconds(one, layout, hardware)
     return found
 
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from sharding.folding import Layout
 from sharding.planner.method import Batch, Method, Remat
-from sharding.planner.sizes import ModelSizes
+from sharding.planner.models.sizes import ModelSizes
+from sharding.planner.models.weights import held, parameters_in_parts, parameters_on_device
 from sharding.planner.volumes import tokens_per_peer
-from sharding.planner.weights import held, parameters_in_parts, parameters_on_device
 from sharding.schedule import Schedule
 
 FLOAT32 = 4

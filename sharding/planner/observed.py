@@ -68,7 +68,7 @@ def of_jaxpr(jaxpr: core.Jaxpr, times: int = 1, in_branch: bool = False) -> Iter
             named = equation.params.get("axes") or equation.params["axis_name"]
             axes = (named,) if isinstance(named, str) else tuple(named)
             for operand in equation.invars:
-                aval = operand.aval
+                aval: Any = operand.aval
                 yield Observed(
                     PRIMITIVES[name], axes, aval.dtype.name, aval.shape, times, in_branch
                 )

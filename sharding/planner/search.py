@@ -12,8 +12,8 @@ from sharding.planner.cost import Cost, System, cost
 from sharding.planner.hardware import Hardware
 from sharding.planner.memory import Memory, memory
 from sharding.planner.method import Batch, Context, Dispatch, Method, Remat
-from sharding.planner.sizes import ModelSizes
-from sharding.planner.weights import parameters_in_parts, parameters_on_device
+from sharding.planner.models.sizes import ModelSizes
+from sharding.planner.models.weights import parameters_in_parts, parameters_on_device
 
 CHEAPEST_FIRST: tuple[Remat, ...] = ("none", "selective", "full")
 ROOM = 0.92

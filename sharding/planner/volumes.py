@@ -8,9 +8,9 @@ import math
 
 from sharding.folding import Layout
 from sharding.planner.method import Batch, Method
-from sharding.planner.sizes import ModelSizes
+from sharding.planner.models.sizes import ModelSizes
+from sharding.planner.models.weights import held
 from sharding.planner.transfer import Transfer, present, repeated
-from sharding.planner.weights import held
 from sharding.schedule import Schedule
 
 FLOAT32 = INT32 = 4

@@ -11,7 +11,7 @@ from sharding.planner.calibration import (
     calibrated,
     rate,
 )
-from sharding.planner.presets import PRESETS
+from sharding.planner.models.presets import PRESETS
 
 
 def said(row):
@@ -55,6 +55,8 @@ def test_folding_gains_most_where_experts_are_fine():
 @pytest.mark.parametrize("model", list(SCALING))
 def test_strong_scaling_falls_as_measured(model):
     first, *_, last = SCALING[model]
+    assert first.mfu is not None
+    assert last.mfu is not None
     assert said(first) - said(last) == pytest.approx(first.mfu - last.mfu, abs=2)
 
 

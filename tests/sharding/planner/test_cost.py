@@ -9,7 +9,7 @@ from sharding.planner import published, volumes
 from sharding.planner.cost import System, cost
 from sharding.planner.hardware import HARDWARE
 from sharding.planner.method import Batch, Method
-from sharding.planner.presets import PRESETS
+from sharding.planner.models.presets import PRESETS
 from sharding.schedule import Schedule
 
 MIXTRAL = PRESETS["mixtral-8x22b"]
@@ -72,8 +72,8 @@ def test_hidden_communication_shows_where_products_are_short():
 
 
 def test_gradients_hide_under_the_last_micro_batches():
-    given = {"layout": "tp2 dp8 pp8 vpp7 / ep8"}
-    bare, hidden = of(**given), of(**given, system=System(hides_gradients=True))
+    layout = "tp2 dp8 pp8 vpp7 / ep8"
+    bare, hidden = of(layout), of(layout, system=System(hides_gradients=True))
     assert hidden.communication["gradients"] == pytest.approx(bare.communication["gradients"] / 7)
     assert hidden.communication["new weights"] == bare.communication["new weights"]
 

@@ -19,9 +19,9 @@ from moe.weights import shapes
 from sharding.folding import Layout, fold_abstract
 from sharding.planner.memory import activations, expert_rows, kept, memory
 from sharding.planner.method import Batch, Method
-from sharding.planner.presets import PRESETS
+from sharding.planner.models.presets import PRESETS
+from sharding.planner.models.weights import held, parameters_in_parts, parameters_on_device
 from sharding.planner.volumes import tokens_per_peer
-from sharding.planner.weights import held, parameters_in_parts, parameters_on_device
 from sharding.schedule import Schedule
 
 CONFIG = ModelConfig(
@@ -132,6 +132,7 @@ def test_a_program_needs_what_is_stated(layout, remat):
     )
     compiled = jax.jit(loss_and_gradient(config, mesh)).lower(weights, piece).compile()
     found = compiled.memory_analysis()
+    assert found is not None
     total = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
     method = Method(remat=remat, itemsize=4)
     stated = memory(sizes_of(config), mesh.layout, batch, method, vocab_chunk=None)

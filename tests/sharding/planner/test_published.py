@@ -1,5 +1,7 @@
 """The papers' formulas give the papers' numbers."""
 
+from typing import Any
+
 import pytest
 
 from moe.config import ModelConfig
@@ -7,8 +9,8 @@ from moe.flops import training_flops
 from moe.weights import num_parameters
 from sharding.planner import published
 from sharding.planner.hardware import HARDWARE, parse
-from sharding.planner.presets import PRESETS
-from sharding.planner.sizes import ModelSizes
+from sharding.planner.models.presets import PRESETS
+from sharding.planner.models.sizes import ModelSizes
 
 MIB = 2**20
 
@@ -45,7 +47,7 @@ def test_arithmetic_per_token(name, time, gigaflops):
 
 
 def test_sizes_count_what_the_network_has():
-    given = {
+    given: dict[str, Any] = {
         "num_layers": 3,
         "d_model": 10,
         "num_heads": 6,

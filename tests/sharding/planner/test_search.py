@@ -11,7 +11,7 @@ from moe.sizes import sizes_of
 from sharding.folding import Layout, fold_abstract
 from sharding.planner.calibration import METHODS, SYSTEMS
 from sharding.planner.hardware import HARDWARE
-from sharding.planner.presets import PRESETS
+from sharding.planner.models.presets import PRESETS
 from sharding.planner.search import (
     ROOM,
     Choices,

@@ -8,7 +8,7 @@ import pytest
 from moe.config import ModelConfig
 from moe.huggingface.configuration import config_from, options_from
 from moe.sizes import sizes_of
-from sharding.planner.checkpoint import sizes_from
+from sharding.planner.models.checkpoint import sizes_from
 
 BASE = ModelConfig(
     vocab_size=23,

@@ -5,7 +5,7 @@ import functools
 from dataclasses import dataclass
 
 from sharding.folding import Layout
-from sharding.planner.sizes import ModelSizes
+from sharding.planner.models.sizes import ModelSizes
 
 
 @dataclass(frozen=True)

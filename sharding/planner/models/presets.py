@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from sharding.planner.sizes import ModelSizes
+from sharding.planner.models.sizes import ModelSizes
 
 MIXTRAL_8X22B = ModelSizes(
     num_layers=56,

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sharding.planner.sizes import ModelSizes
+from sharding.planner.models.sizes import ModelSizes
 
 
 def sizes_from(path: str | Path) -> ModelSizes:

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sharding.planner.hardware import Hardware
+from sharding.planner.models.sizes import ModelSizes
+from sharding.planner.report.columns import aligned
 from sharding.planner.search import ROOM, Found, Plan, why_not
-from sharding.planner.sizes import ModelSizes
 
 COLUMNS = ("layout", "dispatch", "context", "remat", "rows", "step", "MFU", "memory")
 PARTS = ("products", "traffic", "sent", "bubble")
@@ -36,15 +37,6 @@ def _parts(plan: Plan) -> tuple[float, ...]:
 
 def _layout(plan: Plan) -> str:
     return str(plan.layout)
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of equally many cells, in columns."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
 
 
 def report(
