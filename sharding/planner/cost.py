@@ -242,8 +242,8 @@ def _unsharded(model: ModelSizes, layout: Layout, method: Method) -> list[Transf
 
 
 GROUPS = (
-    ("attention and dense layers over tp", ("attention", "dense layer", "shared expert")),
     ("context", ("keys", "values", "queries", "attention's output")),
+    ("attention and dense layers over tp", ("attention", "dense layer", "shared expert")),
     ("experts", ("experts", "choices")),
     ("head", ("head",)),
 )

@@ -10,7 +10,7 @@ from sharding.folding import Layout
 from sharding.planner.method import Batch, Method
 from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.models.weights import held
-from sharding.planner.transfer import Transfer, present, repeated
+from sharding.planner.transfer import Kind, Transfer, present, repeated
 from sharding.schedule import Schedule
 
 FLOAT32 = INT32 = 4
@@ -59,7 +59,7 @@ def context(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> l
     """Keys and values, gathered or passed round, or heads for tokens and back."""
     keys, queries, width = tokens * model.keys, tokens * model.queries, method.itemsize
 
-    def of(what: str, kind, elements: int, times: int = 1, gradient: int = width) -> Transfer:
+    def of(what: str, kind: Kind, elements: int, times: int = 1, gradient: int = width) -> Transfer:
         return Transfer(what, kind, ("cp",), elements, width, times, gradient)
 
     if layout.cp == 1:
@@ -93,67 +93,74 @@ def router(model: ModelSizes, tokens: int) -> list[Transfer]:
 
 
 def dispatch(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list[Transfer]:
+    """Tokens to the devices of their experts, and sums back, with their ids and probs."""
+    per_peer, k = tokens_per_peer(model, layout, tokens), model.experts_per_token
+    given = tokens, per_peer, k, layout
+    moved = token_exchange(method.dispatch, *given, model.d_model, method.itemsize)
+    return [*moved, *routing_exchange(method.dispatch, *given)]
+
+
+def token_exchange(
+    implementation: str,
+    tokens: int,
+    per_peer: int,
+    k: int,
+    layout: Layout,
+    d_model: int,
+    itemsize: int,
+) -> list[Transfer]:
     """Tokens to the devices of their experts, and sums back.
 
-    With ``n = ep etp`` and R from `tokens_per_peer`, in tokens: "all_gather" receives ``2 T (n -
-    1)``, half of it sums of float32; "all_to_all" ``2 R (n - 1)``; "ragged" no more than ``2 T k
-    (ep - 1) / ep`` over ``ep`` with even routing, and what "all_to_all" does over ``etp``. With the
-    tokens go k ids and k probs.
+    With ``n = ep etp``, in tokens: "all_gather" receives ``2 T (n - 1)``, half of it sums of
+    float32; "all_to_all" ``2 R (n - 1)``; "ragged" no more than ``2 T k (ep - 1) / ep`` over ``ep``
+    with even routing, and over ``etp`` as many tokens as arrived.
+
+    Args:
+      implementation: "all_gather", "all_to_all" or "ragged".
+      tokens: T.
+      per_peer: R, that a device sends to another where buffers are of one size.
+      itemsize: bytes of an element of a token.
     """
-    h, k, width = model.d_model, model.experts_per_token, method.itemsize
-    if method.dispatch == "all_gather":
-        group = ("ep", "etp")
-        n = layout.ep * layout.etp
-        return [
-            Transfer(
-                "tokens to experts",
-                "all_gather",
-                group,
-                tokens * h,
-                width,
-                gradient=FLOAT32,
-                repeated=True,
-            ),
-            *_routing("all_gather", group, tokens * k),
-            Transfer(
-                "sums of experts",
-                "reduce_scatter",
-                group,
-                n * tokens * h,
-                FLOAT32,
-                gradient=width,
-            ),
-        ]
-    rows = layout.ep * tokens_per_peer(model, layout, tokens)
-    sent = min(rows, tokens * k) if method.dispatch == "ragged" else rows
+    if implementation == "all_gather":
+        group, n, size = ("ep", "etp"), layout.ep * layout.etp, tokens * d_model
+        there = Transfer(
+            TOKENS, "all_gather", group, size, itemsize, gradient=FLOAT32, repeated=True
+        )
+        back = Transfer(SUMS, "reduce_scatter", group, n * size, FLOAT32, gradient=itemsize)
+        return [there, back]
+    sent = _slots(implementation, tokens, per_peer, k, layout) * d_model
+
+    def of(what: str, kind: Kind, axis: str, elements: int, repeated: bool = False) -> Transfer:
+        return Transfer(what, kind, (axis,), elements, itemsize, 1, itemsize, repeated)
+
     return [
-        Transfer(
-            "tokens to experts", "all_to_all", ("ep",), sent * h, width, 1, width, repeated=True
-        ),
-        *_routing("all_to_all", ("ep",), sent * k),
-        Transfer(
-            "tokens to parts of experts",
-            "all_gather",
-            ("etp",),
-            sent * h,
-            width,
-            gradient=width,
-            repeated=True,
-        ),
-        *_routing("all_gather", ("etp",), sent * k),
-        Transfer(
-            "sums of parts of experts",
-            "reduce_scatter",
-            ("etp",),
-            layout.etp * sent * h,
-            width,
-            gradient=width,
-        ),
-        Transfer("sums of experts", "all_to_all", ("ep",), sent * h, width, gradient=width),
+        of(TOKENS, "all_to_all", "ep", sent, repeated=True),
+        of(f"{TOKENS}, over etp", "all_gather", "etp", sent, repeated=True),
+        of(f"{SUMS}, over etp", "reduce_scatter", "etp", layout.etp * sent),
+        of(SUMS, "all_to_all", "ep", sent),
     ]
 
 
-def _routing(kind, axes: tuple[str, ...], numbers: int) -> list[Transfer]:
+TOKENS, SUMS = "tokens to experts", "sums of experts"
+
+
+def routing_exchange(
+    implementation: str, tokens: int, per_peer: int, k: int, layout: Layout
+) -> list[Transfer]:
+    """k ids and k probs that go with each token of `token_exchange`."""
+    if implementation == "all_gather":
+        return _routing("all_gather", ("ep", "etp"), tokens * k)
+    sent = _slots(implementation, tokens, per_peer, k, layout) * k
+    return [*_routing("all_to_all", ("ep",), sent), *_routing("all_gather", ("etp",), sent)]
+
+
+def _slots(implementation: str, tokens: int, per_peer: int, k: int, layout: Layout) -> int:
+    """Tokens that a device sends to all of ``ep``, itself included."""
+    slots = layout.ep * per_peer
+    return min(slots, tokens * k) if implementation == "ragged" else slots
+
+
+def _routing(kind: Kind, axes: tuple[str, ...], numbers: int) -> list[Transfer]:
     return [
         Transfer("ids of experts", kind, axes, numbers, INT32),
         Transfer("probs of experts", kind, axes, numbers, FLOAT32, gradient=FLOAT32),
