@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 LINK_EFFICIENCY = 0.8
 """Of a link's rate, what large messages reach: DeepEP reports 153 to 158 of 200 GB/s between H800s
-inside a server and 43 to 58 of 50 GB/s outside, where some tokens are sent once for a whole server.
-https://github.com/deepseek-ai/DeepEP"""
+inside a server and 43 to 58 of 50 GB/s outside, where some tokens are sent once for a whole
+server."""
 
 
 @dataclass(frozen=True)

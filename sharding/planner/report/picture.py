@@ -17,7 +17,7 @@ def draw(plans: Sequence[Plan], hardware: Hardware, path: Path, title: str = "")
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 1.6 + 0.42 * len(plans)), layout="constrained")
+    figure = Figure(figsize=(13, 2.4 + 0.42 * len(plans)), layout="constrained")
     if title:
         figure.suptitle(title)
     time, memory = figure.subplots(1, 2, sharey=True)
@@ -49,5 +49,5 @@ def _stack(axes, labels: Sequence[str], parts: dict[str, list[float]]) -> None:
         colour = colormaps["tab10"](number % 10)
         axes.barh(labels, sizes, left=left, label=name, color=colour, height=0.7)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
-    axes.legend(fontsize=7, loc="lower right")
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4)
     axes.tick_params(labelsize=8)

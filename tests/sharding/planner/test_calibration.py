@@ -1,5 +1,7 @@
 """After one measurement of each system the planner says what was published of the others."""
 
+from dataclasses import replace
+
 import pytest
 
 from sharding.planner.calibration import (
@@ -76,3 +78,15 @@ def test_published_rates_follow_from_published_times():
     peak = CLUSTERS["MegaScale-MoE"].peak
     for row, devices, seconds in ((MEGASCALE[0], 240, 21.61), (MEGASCALE[-1], 1440, 4.19)):
         assert 100 * flops / (devices * peak * seconds) == pytest.approx(row.mfu, abs=0.1)
+
+
+def test_without_hidden_gradients_scaling_would_fall_twice_as_far():
+    """What the overlap that is assumed is worth."""
+    first, *_, last = SCALING["qwen2-57b-a14b"]
+    bare = replace(calibrated("Megatron-Core"), hides_gradients=False)
+    rates = [rate(row, bare) for row in (first, last)]
+    assert rates[0] is not None
+    assert rates[1] is not None
+    assert first.mfu is not None
+    assert last.mfu is not None
+    assert rates[0] - rates[1] > 1.9 * (first.mfu - last.mfu)
