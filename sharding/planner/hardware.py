@@ -70,3 +70,14 @@ def parse(text: str) -> tuple[Hardware, int]:
             f"of {', '.join(HARDWARE)}."
         )
     return HARDWARE[match[1]], int(match[2])
+
+
+def of_kind(kind: str) -> Hardware | None:
+    """The accelerator that JAX calls `kind`; None for a CPU and for what is not known.
+
+    Examples:
+      >>> of_kind("NVIDIA H100 80GB HBM3").name
+      'h100'
+    """
+    words = kind.lower().replace("-", " ").split()
+    return next((HARDWARE[word] for word in words if word in HARDWARE and word != "laptop"), None)

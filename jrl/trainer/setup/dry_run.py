@@ -13,6 +13,7 @@ from rich.table import Table
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.scoring import num_micro_batches
 from jrl.trainer.setup.lengths import response_origin
+from jrl.trainer.setup.predicted import memory_of_update, time_of_update
 from jrl.trainer.setup.setup import Setup
 from moe.config import ModelConfig
 from moe.placement import in_chunks, shard_specs, specs, stored_specs
@@ -20,6 +21,7 @@ from moe.router.replay import choices_dtype
 from moe.tokens.zigzag import ZigzagLayout
 from moe.weights import Transformer, num_active_parameters, num_parameters, shapes
 from sharding.folding import FoldedMesh
+from sharding.planner.hardware import of_kind
 from sharding.schedule import Schedule
 
 AXES = {
@@ -35,7 +37,7 @@ AXES = {
 
 
 def print_dry_run(setup: Setup, console: Console | None = None) -> None:
-    """Prints the four tables, and one more where sampling has a layout of its own."""
+    """Prints the five tables, and one more where sampling has a layout of its own."""
     console = console or Console()
     size = setup.mesh.layout.num_devices
     described = f"{setup.recipe.name} on {setup.run.task}"
@@ -45,6 +47,8 @@ def print_dry_run(setup: Setup, console: Console | None = None) -> None:
     rows = {name: readable_bytes(number) for name, number in needs.items()}
     rows["together, without activations"] = readable_bytes(sum(needs.values()))
     _print(console, "Memory per device", rows)
+    if setup.model.mla is None:
+        _print(console, "An update of the policy, predicted", prediction(setup))
     if setup.run.rollout_devices is not None:
         own = {name: readable_bytes(number) for name, number in rollout_memory(setup).items()}
         _print(console, "Memory per device that samples", own)
@@ -185,6 +189,31 @@ def memory(setup: Setup) -> dict[str, int]:
         "inputs kept by a stage": kept_bytes(setup) if mesh.layout.pp > 1 else 0,
     }
     return {name: number for name, number in rows.items() if number}
+
+
+def prediction(setup: Setup) -> dict[str, str]:
+    """What comes on top of `memory` in an update and, on an accelerator that the planner knows, its
+    time: a plan, not a measurement."""
+    needs = memory_of_update(setup)
+    rows = {
+        "activations": readable_bytes(round(needs.activations)),
+        "a layer and logits at work": readable_bytes(round(needs.buffers)),
+    }
+    hardware = of_kind(jax.devices()[0].device_kind)
+    if hardware is None:
+        return rows
+    takes = time_of_update(setup, hardware)
+    parts = {
+        "products": takes.products,
+        "memory traffic": takes.traffic,
+        "communication": takes.exposed,
+        "pipeline bubble": takes.bubble,
+    }
+    return rows | {
+        "seconds": f"{takes.total:.3g}",
+        **{f"of which {name}": f"{time / takes.total:.0%}" for name, time in parts.items() if time},
+        "model FLOPs utilisation": f"{takes.mfu(hardware):.1%}",
+    }
 
 
 def rollout_memory(setup: Setup) -> dict[str, int]:
