@@ -132,7 +132,7 @@ def _products(
     tokens, stored = batch.local_tokens(layout), method.stored
     rate = hardware.peak * system.efficiency
 
-    def one_pass(flops: float, parameters: float, bytes_each: float) -> float:
+    def one_pass(flops: float, parameters: float, bytes_each: int) -> float:
         return max(flops / rate, parameters * bytes_each / hardware.memory_bandwidth)
 
     forward = backward = 0.0

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from sharding.folding import Layout
-from sharding.planner.method import Batch, Method, Remat
+from sharding.planner.method import Batch, Method
 from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.models.weights import held, parameters_in_parts, parameters_on_device
 from sharding.planner.volumes import tokens_per_peer
@@ -53,7 +53,7 @@ def memory(
         layers = [one for one in held(model, layout) if one.in_layers]
         whole = sum(one.parameters for one in layers)
         cut = sum(one.parameters / one.group(layout) for one in layers)
-        weights = in_parts
+        weights = float(in_parts)
         gradients += cut - whole
         # The layer at work and the ends, whole.
         depth = max((model.num_layers - model.num_dense_layers) // layout.pp, 1)
@@ -67,7 +67,7 @@ def memory(
     at_work = 2 * kept(model, layout, tokens, method, "none")
     return Memory(
         weights=weights * stored.weight,
-        optimizer=in_parts * (stored.master + stored.moments),
+        optimizer=float(in_parts * (stored.master + stored.moments)),
         gradients=gradients * stored.gradient * copies,
         activations=activations(model, layout, number, tokens, method),
         buffers=joined + logits + at_work,
@@ -96,7 +96,7 @@ def activations(
     return min(on_way, num_micro_batches) * depth * layer
 
 
-def kept(model: ModelSizes, layout: Layout, tokens: int, method: Method, remat: Remat) -> float:
+def kept(model: ModelSizes, layout: Layout, tokens: int, method: Method, remat: str) -> float:
     """Bytes that one layer keeps for its backward pass.
 
     "full" keeps the input and what collectives over tokens gave. "selective" keeps the results of
@@ -117,7 +117,7 @@ def kept(model: ModelSizes, layout: Layout, tokens: int, method: Method, remat: 
     # The input; tokens for heads and for hidden units, and the sum of attention's parts.
     elements = tokens * h * (1 + gathered + (gathered if dense_width else 0) + (gathered > 0))
     if remat == "full":
-        return (elements + arrived * h) * width + numbers * FLOAT32
+        return float((elements + arrived * h) * width + numbers * FLOAT32)
     attends = 2 * model.keys * (layout.cp if method.context == "gather" else 1)
     elements += tokens * (model.queries + attends + 2 * dense_width + h * (gathered == 0))
     elements += rows * 2 * hidden
@@ -128,7 +128,7 @@ def kept(model: ModelSizes, layout: Layout, tokens: int, method: Method, remat: 
         numbers += tokens * 3 * model.num_experts
     if remat == "none" or not method.resends:
         elements += arrived * h
-    return elements * width + numbers * FLOAT32
+    return float(elements * width + numbers * FLOAT32)
 
 
 def expert_rows(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:

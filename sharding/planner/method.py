@@ -1,13 +1,15 @@
 """How a layout is run beside its sizes: batch, dispatch, context, rematerialisation, storage."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from sharding.folding import Layout
 
-Dispatch = Literal["all_gather", "all_to_all", "ragged"]
-Context = Literal["gather", "ring", "ulysses"]
-Remat = Literal["none", "selective", "full"]
+KNOWN = {
+    "dispatch": ("all_gather", "all_to_all", "ragged"),
+    "context": ("gather", "ring", "ulysses"),
+    "remat": ("none", "selective", "full"),
+}
+"""What the fields of a `Method` may be; of `remat` what takes less time comes first."""
 
 
 @dataclass(frozen=True)
@@ -103,15 +105,22 @@ class Method:
         backward, as `sharding.pipeline` does; else what `remat` keeps lives until then.
     """
 
-    dispatch: Dispatch = "all_gather"
-    context: Context = "gather"
-    remat: Remat = "none"
+    dispatch: str = "all_gather"
+    context: str = "gather"
+    remat: str = "none"
     fsdp: bool = False
     itemsize: int = 2
     storage: str = "float32"
     resends: bool = True
     even: bool = False
     saves_inputs: bool = True
+
+    def __post_init__(self):
+        for name, choices in {**KNOWN, "storage": tuple(STORAGES)}.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not known: use {', '.join(choices)}."
+                )
 
     @property
     def stored(self) -> Storage:

@@ -69,4 +69,4 @@ def expert_exchange(tokens: int, k: int, h: int, ep: int) -> float:
 
 def expert_tensor_exchange(tokens: int, k: int, h: int, etp: int) -> float:
     """Folding: what ``etp`` adds, an all-gather and a reduce-scatter of the rows that arrived."""
-    return 2 * tokens * k * h * (etp - 1)
+    return 2.0 * tokens * k * h * (etp - 1)

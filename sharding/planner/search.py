@@ -11,11 +11,10 @@ from sharding.planner import links, volumes
 from sharding.planner.cost import Cost, System, cost
 from sharding.planner.hardware import Hardware
 from sharding.planner.memory import Memory, memory
-from sharding.planner.method import Batch, Context, Dispatch, Method, Remat
+from sharding.planner.method import KNOWN, Batch, Method
 from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.models.weights import parameters_in_parts, parameters_on_device
 
-CHEAPEST_FIRST: tuple[Remat, ...] = ("none", "selective", "full")
 ROOM = 0.92
 """Of a device's memory, what is planned with: the rest is the compiler's and the libraries'."""
 
@@ -35,10 +34,10 @@ class Plan:
 class Choices:
     """What the search may choose beside the sizes of a layout."""
 
-    dispatch: Sequence[Dispatch] = ("all_gather", "all_to_all")
-    context: Sequence[Context] = ("gather", "ring", "ulysses")
+    dispatch: Sequence[str] = ("all_gather", "all_to_all")
+    context: Sequence[str] = KNOWN["context"]
     storage: Sequence[str] = ("float32",)
-    remat: Sequence[Remat] = CHEAPEST_FIRST
+    remat: Sequence[str] = KNOWN["remat"]
     micro_rows: Sequence[int] = (1, 2, 4)
 
 
@@ -173,7 +172,7 @@ def least_states(model: ModelSizes, layout: Layout, method: Method, choices: Cho
         found.append(
             used * (stored.weight + stored.gradient) + parts * (stored.master + stored.moments)
         )
-    return min(found)
+    return float(min(found))
 
 
 def quickest(

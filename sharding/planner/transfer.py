@@ -49,7 +49,7 @@ class Transfer:
         n (reduce-scatter, all-to-all), twice that (all-reduce), or as it is (permute)."""
         n = self.group(layout)
         share = {
-            "all_gather": n - 1,
+            "all_gather": n - 1.0,
             "reduce_scatter": (n - 1) / n,
             "all_to_all": (n - 1) / n,
             "all_reduce": 2 * (n - 1) / n,

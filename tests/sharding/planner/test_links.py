@@ -8,7 +8,9 @@ from sharding.planner import links
 from sharding.planner.hardware import LINK_EFFICIENCY, Hardware
 from sharding.planner.transfer import Transfer
 
-CLUSTER = Hardware("two", 1e12, 1e9, 1e11, 8, 100.0 / LINK_EFFICIENCY, 10.0 / LINK_EFFICIENCY, 0, 0)
+CLUSTER = Hardware(
+    "two", 1e12, 1e9, 1e11, 8, 100.0 / LINK_EFFICIENCY, 10.0 / LINK_EFFICIENCY, 0.0, 0.0
+)
 
 
 def moves(kind, axes, elements=40):
@@ -21,7 +23,7 @@ def moves(kind, axes, elements=40):
 @pytest.mark.parametrize("domain", [2, 4, 8])
 def test_members_in_a_domain_are_those_of_the_mesh(layout, domain):
     sizes = Layout.parse(layout)
-    mesh, hardware = fold_abstract(sizes), Hardware("x", 1, 1, 1, domain, 1, 1)
+    mesh, hardware = fold_abstract(sizes), Hardware("x", 1.0, 1.0, 1.0, domain, 1.0, 1.0)
     for axes in (
         *[(axis,) for axis in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")],
         ("cp", "tp"),
