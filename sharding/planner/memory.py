@@ -41,6 +41,9 @@ def memory(
 ) -> Memory:
     """The needs of one device.
 
+    The block of scores that "blocked" attention works on is not counted, ``4 heads / tp block^2``
+    bytes a time or two: kernels of accelerators hold it on the chip.
+
     Args:
       vocab_chunk: columns of the head whose logits are there at a time; None is all of a device.
     """

@@ -102,7 +102,12 @@ def test_buffers_are_as_large_as_the_dispatchers(layout, capacity):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "remat"),
-    [("dp2", "selective"), ("tp2 dp2 / ep4", "full"), ("tp2 cp2 dp2 / ep4", "selective")],
+    [
+        ("dp2", "selective"),
+        ("tp2 dp2 / ep4", "full"),
+        ("tp2 cp2 dp2 / ep4", "selective"),
+        ("dp4 / ep2 etp2", "full"),
+    ],
 )
 def test_a_program_needs_what_is_stated(layout, remat):
     """Arguments, results and what lies between, compiled as users do, with equal layers scanned:
