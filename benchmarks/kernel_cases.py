@@ -1,4 +1,4 @@
-"""Sizes at which the kernels are checked: by the tests, interpreted, and by `gpu.py` on a GPU."""
+"""Sizes at which the kernels are checked: by the tests, interpreted, and by `benchmarks.gpu`."""
 
 from typing import NamedTuple
 

@@ -183,17 +183,19 @@ def _given_weights(setup: "Setup") -> "Transformer[Array] | None":
 
     if setup.run.weights is None:
         return None if setup.run.checkpoint is None else _weights_of_checkpoint(setup)
-    weights, step = load_policy(RunFolder.read(setup.run.weights), setup.networks)
+    weights, step = load_policy(RunFolder.read(setup.run.weights), setup.networks, float32=True)
     print(f"starting from {setup.run.weights} after step {step}")
     return weights
 
 
 def _weights_of_checkpoint(setup: "Setup") -> "Transformer[Array]":
+    from jrl.trainer.masters import float32_shardings
     from moe.huggingface import load_weights  # needs an extra
 
     directory = setup.run.checkpoint
     assert directory is not None
-    weights = load_weights(directory, setup.model, setup.mesh)
+    places = float32_shardings(setup.model, setup.mesh)
+    weights = load_weights(directory, setup.model, setup.mesh, places)
     print(f"starting from the checkpoint in {directory}")
     return weights
 

@@ -93,8 +93,9 @@ class ModelConfig:
       drop_scope: the tokens over which the capacity holds: those of one device ("sub_sequence") or
         those of all devices that hold parts of the same sequences ("full_sequence"), for which
         the result does not depend on ``cp`` and ``tp``.
-      dtype: of activations and of weights where they are used; "float32" or "bfloat16". Stored
-        weights, router, value head, norms, softmax and logits are float32. Products of "float32"
+      dtype: of activations and of weights where they are used; "float32" or "bfloat16". Router,
+        value head, norms, softmax and logits are float32. Weights may come as they are used
+        (`moe.weights.cast`) or in float32, and are then cast at each use. Products of "float32"
         activations are computed at the precision that the device takes by default (TF32 on recent
         NVIDIA GPUs; `jax_default_matmul_precision` sets it), but for those of the router and of the
         value head, which are float32 everywhere.

@@ -21,8 +21,10 @@ from moe.attention.latent import LatentCore, absorbed, keeps_narrow, released
 from moe.attention.mask import window_of_layer
 from moe.config import ModelConfig
 from moe.depth import is_stack
+from moe.embedding import embed
 from moe.head import logits_of
-from moe.model import block, embed, run_keeping
+from moe.kernels.decode_attention import decode_attention
+from moe.model import block, run_keeping
 from moe.precision import rms_norm
 from moe.tokens.packing import PackedBatch, pack_rows
 from moe.tokens.zigzag import ZigzagLayout
@@ -154,6 +156,9 @@ def decode_step(
       live: rows that are going; what is computed for the others is rubbish.
       record_choices: whether to give the experts that each token chose.
 
+    Raises:
+      ValueError: where `Execution.decode_attention` names what cannot serve.
+
     Returns:
       Logits of this ``tp`` rank's shard of the rows, the cache, and the choices, `num_experts`
       where a row is not live; None where they were not asked for.
@@ -164,6 +169,12 @@ def decode_step(
     # Past the end, where writing does nothing: a row that waits keeps what it has.
     written = jnp.where(live, positions, room)
     rows, narrow_cache = jnp.arange(tokens.shape[0]), keeps_narrow(config)
+    name = config.execution.decode_attention
+    if narrow_cache and name not in (None, "plain"):
+        raise ValueError(
+            f"decode_attention={name!r} reads keys and values, and latent attention keeps none: "
+            'use None, or latent="expanded".'
+        )
 
     def write(buffer: Array, new: Array, column: int, layer: tuple[Array, ...]) -> Array:
         there = (*layer, rows, *[slice(None)] * (column - ROW - 1), written)
@@ -174,7 +185,7 @@ def decode_step(
         tokens=tokens,
         positions=positions,
         multiplicity=live.astype(jnp.float32),
-        sequence_fractions=lambda counts: counts,  # nothing is learned here
+        sequences=None,  # nothing is learned here
         zigzag=ZigzagLayout(((tokens.shape[0], 1),), ranks=1),
         record_choices=record_choices,
     )
@@ -188,8 +199,10 @@ def decode_step(
         """A layer of the network, and where its keys and values lie in their buffers."""
         x, keys, values = carry
         visible, window = columns <= positions[:, None], window_of_layer(config, number)
+        oldest = jnp.zeros_like(positions)
         if window is not None:
             visible &= columns > positions[:, None] - window
+            oldest = jnp.maximum(positions + 1 - window, 0)
 
         def own(buffer: Array) -> Array:
             return lax.dynamic_index_in_dim(buffer, *place, keepdims=False) if place else buffer
@@ -201,7 +214,14 @@ def decode_step(
             assert values is not None
             keys = write(keys, key, KEY_COLUMN, place)
             values = write(values, value, VALUE_COLUMN, place)
-            return cached_attention(query, own(keys), own(values), visible, scale)
+            if name in (None, "plain"):
+                return cached_attention(query, own(keys), own(values), visible, scale)
+            # Of a row that is not live one column is enough.
+            ends = jnp.where(live, oldest, 0), jnp.where(live, positions + 1, 1)
+            layer = place[0] if place else None
+            return decode_attention(
+                query, keys, values, *ends, scale, layer=layer, implementation=name
+            )
 
         def of_narrow(query: Array, narrow: Array, up: Array) -> Array:
             nonlocal keys

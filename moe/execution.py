@@ -17,8 +17,14 @@ class Execution:
         (`moe.attention.context_parallel.choice`).
       latent: what decoding keeps of latent attention: "absorbed", the narrow vectors that keys and
         values come from, or "expanded", those keys and values (`moe.attention.latent`).
+      decode_attention: attention of a decoding step over its cache: "plain", or "mosaic", a kernel
+        for Hopper that reads no more of a row than its tokens (`moe.kernels.decode_attention`);
+        None is "plain".
       dispatch: how tokens travel to the experts of other devices.
-      experts: how rows are multiplied, each by its own expert's matrix.
+      router: how scores become choices and probs: "plain", or "mosaic", one kernel for Hopper
+        (`moe.kernels.routing`); None is "plain".
+      experts: how rows are multiplied, each by its own expert's matrix
+        (`moe.experts.feed_forward.routed_experts`).
       remat: what the backward pass computes again instead of keeping it: "none", "selective" or
         "full" (`moe.remat`).
       fsdp: weights are kept in shards, each on one of the devices that would hold the same, and the
@@ -37,7 +43,9 @@ class Execution:
     attention: str | None = None
     context: str | None = None
     latent: str | None = None
+    decode_attention: str | None = None
     dispatch: str | None = None
+    router: str | None = None
     experts: str | None = None
     remat: str = "none"
     fsdp: bool = False

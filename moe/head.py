@@ -1,9 +1,9 @@
 """The head: what the last hidden states say about the next token.
 
-Its columns, one per token of the vocabulary, are spread over ``tp`` where they divide; where they
-do not, and where the head is the embedding, every rank holds them all and computes its part of
-them. Training computes them a chunk at a time (a fused linear cross-entropy, in Liger's words); who
-draws tokens asks for all.
+Its columns, one per token of the vocabulary, are spread over ``tp`` where they divide, those of a
+head that is the embedding too; where they do not, every rank holds them all and computes its part
+of them. Training computes them a chunk at a time (a fused linear cross-entropy, in Liger's words);
+who draws tokens asks for all, of its own tokens.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,8 @@ def logits_of(
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> Float[Array, "local vocab"]:
-    """Scores ``x W`` of the next token, float32, this rank's shard of the tokens.
+    """Scores ``x W`` of the next token, float32, this rank's shard of the tokens: as many numbers
+    as all tokens have in its columns.
 
     Communication per device where the columns are spread over ``tp``: one `gather_tokens` of the
     states, and one `swap_shards` that sends ``(tp - 1) / tp`` of ``tokens x vocab / tp`` scores, of

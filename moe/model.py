@@ -19,6 +19,7 @@ from moe.attention.layer import CoreAttention, attention
 from moe.attention.mask import window_of_layer
 from moe.config import ModelConfig
 from moe.depth import is_scanned, over_layers
+from moe.embedding import embed
 from moe.experts.dispatch.choice import dispatch
 from moe.experts.feed_forward import dense
 from moe.head import logits_of, value_of
@@ -40,17 +41,6 @@ Choices = Integer[Array, "layer batch time k"]
 Keep = Callable[..., Any]
 """Keys and values of a layer's tokens, or the narrow vectors that a cache of latent attention holds
 -> what is kept of them."""
-
-
-def embed(
-    weights: Transformer[Array], tokens: Int[Array, "token"], config: ModelConfig, mesh: FoldedMesh
-) -> Float[Array, "local d_model"]:
-    """The residual stream at its start, this rank's shard of the flattened tokens."""
-    tokens = vary(own_shard(tokens, mesh.sequence), mesh.axes)
-    # The table starts with variance 1 / d_model, right for a tied head; the residual stream
-    # starts with 1.
-    scale = config.d_model**0.5 if config.embedding_scale is None else config.embedding_scale
-    return (weights.embedding[tokens] * scale).astype(config.dtype)
 
 
 def feed_forward(

@@ -16,15 +16,16 @@ from sharding.rules import partition_spec, weight_rules
 def specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
     """Where each weight lives on `mesh`, stored as `in_chunks` says.
 
-    A head whose columns do not divide by ``tp`` stays whole: no layout can choose the vocabulary.
+    Embedding and head stay whole where ``tp`` does not divide the vocabulary, which no layout can
+    choose.
 
     Raises:
       ValueError: when an axis does not divide by the devices it is spread over.
     """
     rules, sizes, num_chunks = dict(weight_rules(mesh)), axis_sizes(config), mesh.layout.vpp
     # The only axis that may stay whole: a vocabulary is given, every other size can be chosen.
-    if sizes["logit"] % mesh.size(mesh.tp):
-        del rules["logit"]
+    if sizes["vocab"] % mesh.size(mesh.tp):
+        del rules["vocab"]
     if sizes["layer"] % (mesh.size(mesh.pp) * num_chunks):
         raise ValueError(
             f"num_layers={sizes['layer']} cannot be cut into {mesh.size(mesh.pp)} pipeline stages "
@@ -110,6 +111,15 @@ def stored_specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[Partition
 
 def shardings(config: ModelConfig, mesh: FoldedMesh) -> Transformer[NamedSharding]:
     """`stored_specs` on the devices of `mesh`."""
+    return _on_devices(stored_specs(config, mesh), mesh)
+
+
+def shard_shardings(config: ModelConfig, mesh: FoldedMesh) -> Transformer[NamedSharding]:
+    """`shard_specs` on the devices of `mesh`."""
+    return _on_devices(shard_specs(config, mesh), mesh)
+
+
+def _on_devices(places: Transformer[PartitionSpec], mesh: FoldedMesh) -> Transformer[NamedSharding]:
     if not isinstance(mesh.mesh, jax.sharding.Mesh):
         raise ValueError("shardings need real devices: fold the layout over some.")
-    return jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), stored_specs(config, mesh))
+    return jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), places)

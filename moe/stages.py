@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from moe import model
 from moe.config import ModelConfig
+from moe.embedding import embed
 from moe.router.balance import router_loss
 from moe.router.statistics import RouterStatistics
 from moe.tokens.packing import PackedBatch
@@ -113,7 +114,7 @@ def _stages(
         # Gradients are taken with respect to `ends`: these, not those of `weights`, must be used.
         packed, whole = pack(micro_batch), _with_ends(weights, ends)
         model.check_runs(packed.tokens.shape[0], mesh)
-        x = model.embed(whole, packed.tokens, config, mesh)
+        x = embed(whole, packed.tokens, config, mesh)
         return model.first_blocks(whole, x, packed, config, mesh)[0]
 
     def chunk(layers, x, micro_batch, number):

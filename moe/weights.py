@@ -6,11 +6,13 @@ arrays, their PartitionSpecs. Each of those is a `jax.tree.map` over the table.
 Axes: ``layer vocab d_model head kv_head head_dim d_ff route expert d_expert``; of latent attention
 ``kv_lora q_lora`` and widths made of theirs; of the dense layers that come before those with
 experts ``first_layer dense_d_ff``. ``route`` and ``expert`` have the same size and different roles:
-the router's outputs stay whole on every device while the experts are spread over them. So have
-``vocab``, the rows of the embedding, and ``logit``, the columns of the head.
+the router's outputs stay whole on every device while the experts are spread over them. ``half`` is
+0 for gate and 1 for up: the two lie side by side in one weight, so that one product makes both, and
+what splits the hidden units splits those of both alike.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -35,11 +37,18 @@ class Weight:
       fan_in: the axes summed over where the weight is used; values start normal, cut at two
         standard deviations, with variance ``scale^2 / fan-in``. Empty: all values start at `scale`.
       scale: see `fan_in`.
+      drawn_along: an axis whose entries are drawn each with a key of their own, as weights that
+        stand apart are.
+      float32: it is computed with in float32, whatever `ModelConfig.dtype` is: the scale of a norm,
+        of which a bfloat16 near 1 has no more than two digits, and what a choice of experts or a
+        value hangs on (`moe.precision`). They are few: a vector or a narrow matrix a layer.
     """
 
     axes: str
     fan_in: str = ""
     scale: float = 1.0
+    drawn_along: str | None = None
+    float32: bool = False
 
 
 @struct.dataclass
@@ -72,16 +81,14 @@ class LatentAttention(Generic[Leaf]):
 
 @struct.dataclass
 class Dense(Generic[Leaf]):
-    gate: Leaf
-    up: Leaf
+    gate_up: Leaf
     down: Leaf
 
 
 @struct.dataclass
 class Experts(Generic[Leaf]):
     router: Leaf
-    gate: Leaf
-    up: Leaf
+    gate_up: Leaf
     down: Leaf
     bias: Leaf | None = None
     """Added to scores to select experts; moved by the balancing rule alone."""
@@ -111,24 +118,21 @@ def table(config: ModelConfig) -> Transformer[Weight]:
     """The statement of every weight that `config` calls for."""
     # Each block adds two terms to the residual stream; this keeps its variance level at the start.
     out_scale = 1 / math.sqrt(2 * config.num_layers)
-    norm = Weight("layer d_model")
-    inward = "d_model"
+    norm, inward = _norm("layer d_model"), "d_model"
     experts = Experts(
-        router=Weight("layer d_model route", inward),
-        gate=Weight("layer expert d_model d_expert", inward),
-        up=Weight("layer expert d_model d_expert", inward),
+        router=Weight("layer d_model route", inward, float32=True),
+        gate_up=Weight("layer expert d_model half d_expert", inward, drawn_along="half"),
         down=Weight("layer expert d_expert d_model", "d_expert", out_scale),
-        bias=Weight("layer route", scale=0.0) if config.selection_bias else None,
+        bias=Weight("layer route", scale=0.0, float32=True) if config.selection_bias else None,
     )
     dense = Dense(
-        gate=Weight("layer d_model d_ff", inward),
-        up=Weight("layer d_model d_ff", inward),
+        gate_up=Weight("layer d_model half d_ff", inward, drawn_along="half"),
         down=Weight("layer d_ff d_model", "d_ff", out_scale),
     )
     heads = {
         "tied": None,
-        "untied": Weight("d_model logit", inward),
-        "value": Weight("d_model", scale=0.0),
+        "untied": Weight("d_model vocab", inward),
+        "value": Weight("d_model", scale=0.0, float32=True),
     }
     attention = _attention(config, out_scale)
     return Transformer(
@@ -141,7 +145,7 @@ def table(config: ModelConfig) -> Transformer[Weight]:
             dense=dense if config.d_ff else None,
             shared_gate=Weight("layer d_model", inward) if config.shared_expert_gate else None,
         ),
-        norm=Weight("d_model"),
+        norm=_norm("d_model"),
         head=heads[config.head],
         first_layers=(
             _in_first_layers(Layer(attention, norm, None, dense))
@@ -154,17 +158,17 @@ def table(config: ModelConfig) -> Transformer[Weight]:
 def _attention(
     config: ModelConfig, out_scale: float
 ) -> Attention[Weight] | LatentAttention[Weight]:
-    norm, inward = Weight("layer d_model"), "d_model"
+    norm, inward = _norm("layer d_model"), "d_model"
     if config.mla is not None:
         narrow = "d_model" if config.mla.q_lora_rank is None else "q_lora"
         has_q_lora = config.mla.q_lora_rank is not None
         return LatentAttention(
             norm=norm,
             query_down=Weight("layer d_model q_lora", inward) if has_q_lora else None,
-            query_norm=Weight("layer q_lora") if has_q_lora else None,
+            query_norm=_norm("layer q_lora") if has_q_lora else None,
             query=Weight(f"layer {narrow} head head_dim", narrow),
             down=Weight("layer d_model kv_lora_and_rope", inward),
-            down_norm=Weight("layer kv_lora"),
+            down_norm=_norm("layer kv_lora"),
             up=Weight("layer kv_lora head key_and_value", "kv_lora"),
             out=Weight("layer head v_head_dim d_model", "head v_head_dim", out_scale),
         )
@@ -178,9 +182,9 @@ def _attention(
         }
     norms = {}
     if config.query_key_norm == "head":
-        norms = {"query_norm": Weight("layer head_dim"), "key_norm": Weight("layer head_dim")}
+        norms = {"query_norm": _norm("layer head_dim"), "key_norm": _norm("layer head_dim")}
     elif config.query_key_norm == "projection":
-        norms = {"query_norm": Weight(queries), "key_norm": Weight(keys)}
+        norms = {"query_norm": _norm(queries), "key_norm": _norm(keys)}
     return Attention(
         norm=norm,
         query=Weight("layer d_model head head_dim", inward),
@@ -190,6 +194,10 @@ def _attention(
         **biases,
         **norms,
     )
+
+
+def _norm(axes: str) -> Weight:
+    return Weight(axes, float32=True)
 
 
 def _in_first_layers(layer: Layer[Weight]) -> Layer[Weight]:
@@ -223,7 +231,6 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
         "first_layer": config.num_dense_layers,
         "layer": config.num_layers - config.num_dense_layers,
         "vocab": config.vocab_size,
-        "logit": config.vocab_size,
         "d_model": config.d_model,
         "head": config.num_heads,
         "kv_head": config.num_kv_heads,
@@ -231,6 +238,7 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
         "d_ff": config.d_ff,
         "route": config.num_experts,
         "expert": config.num_experts,
+        "half": 2,
         "d_expert": config.d_expert,
         "dense_d_ff": config.dense_d_ff,
         **latents,
@@ -241,23 +249,51 @@ def initialise(config: ModelConfig, key: jax.Array) -> Transformer[jax.Array]:
     """Initial weights, float32. Equal for equal keys, whatever the mesh they are laid on."""
     weights, treedef = jax.tree.flatten(table(config))
     sizes = axis_sizes(config)
-    keys = jax.random.split(key, len(weights))
-    return treedef.unflatten([_initial(w, sizes, k) for w, k in zip(weights, keys, strict=True)])
+    draws = [sizes[w.drawn_along] if w.drawn_along else 1 for w in weights]
+    keys = iter(jax.random.split(key, sum(draws)))
+    return treedef.unflatten(
+        [
+            _initial(weight, sizes, [next(keys) for _ in range(number)])
+            for weight, number in zip(weights, draws, strict=True)
+        ]
+    )
 
 
-def _initial(weight: Weight, sizes: dict[str, int], key: jax.Array) -> jax.Array:
-    shape = tuple(sizes[axis] for axis in weight.axes.split())
+def _initial(weight: Weight, sizes: dict[str, int], keys: Sequence[jax.Array]) -> jax.Array:
+    axes = weight.axes.split()
+    if weight.drawn_along is not None:
+        rest = " ".join(axis for axis in axes if axis != weight.drawn_along)
+        apart = replace(weight, axes=rest, drawn_along=None)
+        drawn = [_initial(apart, sizes, [key]) for key in keys]
+        return jnp.stack(drawn, axis=axes.index(weight.drawn_along))
+    shape = tuple(sizes[axis] for axis in axes)
     if not weight.fan_in:
         return jnp.full(shape, weight.scale, jnp.float32)
     fan_in = math.prod(sizes[axis] for axis in weight.fan_in.split())
     # The cut takes away part of the variance of the normal that is cut.
     deviation = weight.scale / math.sqrt(fan_in) / TRUNCATED_DEVIATION
-    return deviation * jax.random.truncated_normal(key, -2, 2, shape, jnp.float32)
+    return deviation * jax.random.truncated_normal(keys[0], -2, 2, shape, jnp.float32)
 
 
 def shapes(config: ModelConfig) -> Transformer[jax.ShapeDtypeStruct]:
-    """The shape and dtype of each weight, without making any."""
+    """The shape and dtype of each weight as it starts, float32, without making any."""
     return jax.eval_shape(lambda key: initialise(config, key), jax.random.key(0))
+
+
+def cast(weights: Transformer[jax.Array], config: ModelConfig) -> Transformer[jax.Array]:
+    """The weights, each in the dtype that the network computes with: that of `config`, and float32
+    where `Weight.float32` says so. What has that dtype already is returned as it is."""
+
+    def one(leaf: jax.Array, weight: Weight) -> jax.Array:
+        dtype = jnp.dtype(jnp.float32 if weight.float32 else config.dtype)
+        return leaf if leaf.dtype == dtype else leaf.astype(dtype)
+
+    return jax.tree.map(one, weights, table(config))
+
+
+def cast_shapes(config: ModelConfig) -> Transformer[jax.ShapeDtypeStruct]:
+    """The shape and dtype of each weight as `cast` gives it, without making any."""
+    return jax.eval_shape(lambda weights: cast(weights, config), shapes(config))
 
 
 def num_parameters(config: ModelConfig) -> int:

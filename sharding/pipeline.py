@@ -97,8 +97,8 @@ class Sums(NamedTuple):
 
     Attributes:
       loss: of this stage's chunks and, on the last stage, of `Stages.last`.
-      ends: this stage's part of the gradient of `ends`.
-      layers: the gradient of this stage's layers, ``[chunk, ...]``.
+      ends: this stage's part of the gradient of `ends`, float32.
+      layers: the gradient of this stage's layers, ``[chunk, ...]``, float32.
       metrics: of `Stages.last`, ``[micro_batch, ...]``, equal on all stages.
       statistics: of this stage's chunks, ``[chunk, ...]``.
     """
@@ -210,7 +210,9 @@ class _Run:
         )
 
     def nothing_like(self, weights: Tree) -> Tree:
-        return vary(jax.tree.map(jnp.zeros_like, weights), self.pipeline.everywhere)
+        """Sums of gradients before the first, in float32 whatever the weights are."""
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), weights)
+        return vary(zeros, self.pipeline.everywhere)
 
     def micro_batch(self, work: Work) -> Tree:
         return _at(self.micro_batches, work.micro_batch)
@@ -308,7 +310,7 @@ class _Run:
         ends, grad = pull(_one(loss))
         return grad, sums._replace(
             loss=sums.loss + _typed(loss, sums.loss),
-            ends=jax.tree.map(jnp.add, sums.ends, ends),
+            ends=_sum(sums.ends, ends),
             metrics=_put(sums.metrics, work.micro_batch, metrics),
         )
 
@@ -316,7 +318,7 @@ class _Run:
         """The gradient of `ends` with that of `Stages.first` added."""
         # `Stages.first` runs again, as chunks do: nothing of it was saved but what it gave.
         _, pull = jax.vjp(lambda ends: self.first(ends, work), self.ends)
-        return jax.tree.map(jnp.add, ends, pull(grad)[0])
+        return _sum(ends, pull(grad)[0])
 
 
 def _zeros(pipeline: Pipeline, function: Callable[[], Tree]) -> Tree:
@@ -351,4 +353,10 @@ def _put(tree: Tree, index: Array, values: Tree) -> Tree:
 
 
 def _add(tree: Tree, index: Array, values: Tree) -> Tree:
+    values = jax.tree.map(lambda into, x: x.astype(into.dtype), tree, values)
     return jax.tree.map(lambda into, x: into.at[index].add(x), tree, _typed(values, tree))
+
+
+def _sum(tree: Tree, values: Tree) -> Tree:
+    """`tree` with the values added, in its dtypes."""
+    return jax.tree.map(lambda into, x: into + x.astype(into.dtype), tree, values)

@@ -12,8 +12,9 @@ Rules = Mapping[str, tuple[str, ...]]
 def weight_rules(mesh: FoldedMesh) -> Rules:
     """Where each named axis of a weight lives; axes not named are whole on every device.
 
-    Layers are split over ``pp``; heads, the hidden units of dense layers and the columns of the
-    head of the network over ``tp``; experts over ``ep`` and the hidden units of each over ``etp``.
+    Layers are split over ``pp``; heads, the hidden units of dense layers and the vocabulary, rows
+    of the embedding and columns of the head, over ``tp``; experts over ``ep`` and the hidden units
+    of each over ``etp``.
     """
     return {
         "layer": mesh.pp,
@@ -21,7 +22,7 @@ def weight_rules(mesh: FoldedMesh) -> Rules:
         "kv_head": mesh.tp,
         "d_ff": mesh.tp,
         "dense_d_ff": mesh.tp,
-        "logit": mesh.tp,
+        "vocab": mesh.tp,
         "expert": mesh.ep,
         "d_expert": mesh.etp,
     }

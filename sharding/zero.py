@@ -13,9 +13,11 @@ References:
 
 import itertools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
@@ -109,17 +111,36 @@ def reduce_scatter(
 def unshard(shards: Tree, shard_dims: Any) -> Tree:
     """Whole weights from the shards that devices hold; `shard_dims` has a `ShardDim` for each.
 
-    Runs inside the `jax.shard_map`; its transpose, a reduce-scatter, sums the gradients of those
-    devices into shards: so FSDP needs no backward pass of its own. Volume sent, of a weight of W
-    numbers in n shards: ``W (n-1)/n``, and as much by the transpose.
+    Runs inside the `jax.shard_map`, on shards that vary over the devices of the cut; its gradient,
+    a reduce-scatter, sums those of the devices into shards: so FSDP needs no backward pass of its
+    own. It sums in float32, whatever dtype the shards are gathered in, and rounds to that once.
+    Volume sent, of a weight of W numbers in n shards: ``W (n-1)/n`` in the dtype of the shards, and
+    as many float32 numbers by the gradient.
     """
 
     def whole(shard: Array, cut: ShardDim) -> Array:
-        if not cut.atoms:
-            return shard
-        return lax.all_gather(shard, cut.atoms, axis=shard.ndim + cut.dim, tiled=True)
+        return _gathered(shard, cut, shard.dtype) if cut.atoms else shard
 
     return jax.tree.map(whole, shards, shard_dims)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gathered(shard: Array, cut: ShardDim, dtype: Any) -> Array:
+    return _gather(shard, cut, dtype)[0]
+
+
+def _gather(shard: Array, cut: ShardDim, dtype: Any) -> tuple[Array, None]:
+    return lax.all_gather(shard, cut.atoms, axis=shard.ndim + cut.dim, tiled=True), None
+
+
+def _scatter(cut: ShardDim, dtype: Any, _: None, gradient: Array) -> tuple[Array]:
+    wide = gradient.astype(jnp.float32)
+    dim = wide.ndim + cut.dim
+    summed = lax.psum_scatter(wide, cut.atoms, scatter_dimension=dim, tiled=True)
+    return (summed.astype(dtype),)
+
+
+_gathered.defvjp(_gather, _scatter)
 
 
 def _atoms_that_divide(size: int, atoms: Axes, mesh: FoldedMesh) -> Axes:

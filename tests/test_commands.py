@@ -24,6 +24,7 @@ from sharding.planner.__main__ import PARSER as PLANNER
 ROOT = Path(__file__).parents[1]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+    ROOT / "benchmarks" / "results" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "experiments").rglob("*.md")),
 ]
@@ -93,7 +94,7 @@ STUDIES = [
 def test_there_are_commands():
     assert len(FOUND) > 30
     programs = {words_of(command)[1] for command in FOUND if words_of(command)[0] == "-m"}
-    benchmarks = {"benchmarks.agreement", "benchmarks.rollout"}
+    benchmarks = {"benchmarks.agreement", "benchmarks.gpu", "benchmarks.rollout"}
     tested = {"jrl.evaluate", "jrl.faults", "jrl.train", "sharding.folding", "sharding.planner"}
     # Without arguments.
     alone = {"pytest", "sharding.planner.calibration"}
@@ -149,6 +150,7 @@ def test_planner_reads(command):
 SCRIPTS = [
     *(command for command in FOUND if words_of(command)[0].endswith(".py")),
     *given("benchmarks.agreement"),
+    *given("benchmarks.gpu"),
     *given("benchmarks.rollout"),
     *(command for program in STUDIES for command in given(program)),
 ]

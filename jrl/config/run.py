@@ -71,6 +71,12 @@ class RunConfig:
     devices: int | None = None
     """Number of fake CPU devices, in all processes together; None takes the real
     ones."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of activations, and of weights as the network computes and samples with them. In bfloat16 the
+    optimizer steps float32 masters of them, in parts on the devices that would hold the same. None
+    is float32, and for hf:DIR what the checkpoint is in."""
+    mu_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the optimizer's first moment; bfloat16 takes half its memory."""
     remat: Literal["none", "selective", "full"] = "none"
     """What the backward pass of a layer computes again instead of keeping it in memory."""
     fsdp: bool = False

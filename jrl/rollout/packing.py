@@ -69,8 +69,8 @@ def pack(
       choices: experts to send tokens to again, see `jrl.rollout.scoring.pack`.
     """
     places = _places(rows, sizes)
-    # A row's offset in its bin tells it from the others there; 0 is left to padding.
-    own = jnp.broadcast_to(rows.starts[:, None] % sizes.length + 1, places.shape)
+    # Rows are numbered from 1; 0 is left to padding.
+    own = jnp.broadcast_to(1 + jnp.arange(places.shape[0])[:, None], places.shape)
 
     def laid(x: Int[Array, "batch time *_"]) -> Int[Array, "bin length *_"]:
         flat = jnp.zeros_like(x, shape=(sizes.bins * sizes.length, *x.shape[2:]))
@@ -78,7 +78,9 @@ def pack(
         return laid_out.reshape(sizes.bins, sizes.length, *x.shape[2:])
 
     replay = None if choices is None else jnp.moveaxis(laid(choices), 2, 0)
-    packed = pack_segments(laid(rows.tokens), laid(own), mesh, config.execution, replay)
+    packed = pack_segments(
+        laid(rows.tokens), laid(own), places.shape[0], mesh, config.execution, replay
+    )
     # Known here; to count them anew would compare every two places of a bin.
     return packed._replace(positions=packed.zigzag.flatten(laid(positions_of(rows.valid))))
 

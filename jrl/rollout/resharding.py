@@ -100,8 +100,9 @@ class RolloutPolicy:
     """The policy on the mesh that decodes, made anew when it has changed.
 
     Where both meshes are the same it is the very policy that trains. Otherwise its weights move
-    once per change: a device receives at most its share on the rollout's mesh, ``4 x elements /
-    devices a weight is split over there`` bytes, less what it holds already.
+    once per change, in the dtypes that they have: a device receives at most its share on the
+    rollout's mesh, ``itemsize x elements / devices a weight is split over there`` bytes, less what
+    it holds already.
 
     Args:
       config: the policy network.

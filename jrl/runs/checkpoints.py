@@ -311,5 +311,5 @@ def _check_same(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any])
     if differences:
         raise ValueError(
             f"checkpoint {path} is of another model: {'; '.join(differences)}; "
-            "use the configuration it was saved with"
+            "use the configuration, and the version of jrl, that it was saved with"
         )

@@ -18,6 +18,7 @@ from jrl.rollout.collection.ahead import Ahead
 from jrl.rollout.collection.windows import Unfinished, none_unfinished
 from jrl.rollout.decoding.slots import Pool
 from jrl.runs.checkpoints import Checkpoints
+from jrl.trainer import masters
 from jrl.trainer.kept import first_kept
 from jrl.trainer.objectives import CriticObjective
 from jrl.trainer.setup.networks import Network, Networks
@@ -63,9 +64,9 @@ class TrainState(Generic[Leaf]):
 
 
 def init_weights(config: ModelConfig, mesh: FoldedMesh, key: Array) -> Transformer[Array]:
-    """Fresh weights, laid out on the mesh."""
+    """Fresh weights, float32, laid out on the mesh as `jrl.trainer.masters` says."""
     # As a list: JAX would fill the fields that are None with a marker, which no record can hold.
-    shardings, structure = jax.tree.flatten(placement.shardings(config, mesh))
+    shardings, structure = jax.tree.flatten(masters.float32_shardings(config, mesh))
     make = jax.jit(
         lambda key: jax.tree.leaves(placement.in_chunks(moe_weights.initialise(config, key), mesh)),
         out_shardings=shardings,
@@ -79,7 +80,7 @@ def init_state(
     """The state before the first step.
 
     Args:
-      policy: that training starts from.
+      policy: that training starts from, float32.
       critic_key: randomness of the critic's weights, where there is a critic.
       prompts_seen: training prompts drawn before, whose answers it imitated.
     """
@@ -90,13 +91,16 @@ def init_state(
     def number(value: int) -> Array:
         return jax.device_put(jnp.asarray(value, jnp.int32), replicated(networks.mesh)) + 0
 
+    learner, reference = networks.policy.init(policy), None
+    if networks.keeps_reference:
+        # A copy: updates give the policy's buffers away.
+        reference = jax.tree.map(jnp.copy, learner.weights)
     return TrainState(
         step=number(0),
         prompts_seen=number(prompts_seen),
-        policy=networks.policy.init(policy),
+        policy=learner,
         critic=critic,
-        # A copy: updates give the policy's buffers away.
-        reference=jax.tree.map(jnp.copy, policy) if networks.keeps_reference else None,
+        reference=reference,
         unfinished=_unfinished(networks),
         kept=first_kept(networks.policy.objective.sampling, networks.mesh),
         ahead=None
@@ -150,16 +154,42 @@ def save(
     state: TrainState[Array],
     meta: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a checkpoint, the layers in order whatever the layout of the run."""
+    """Writes a checkpoint, the layers in order whatever the layout of the run.
+
+    The weights of what learns are float32 there: masters where there are masters, of which the
+    weights are cast again when it is read.
+    """
     # Interleaved stages (vpp) hold layers out of order; a reader with another layout must not care.
-    stored = _reshaped(networks, state, abstract(_in_order(networks)))
+    stored = _reshaped(networks, _without_cast(state), _without_cast(abstract(_in_order(networks))))
     checkpoints.save(int(state.step), stored, meta)
 
 
 def restore(checkpoints: Checkpoints, networks: Networks, step: int) -> TrainState[Array]:
     """The state that `save` wrote, on the mesh of `networks`, which may be another."""
-    state = checkpoints.restore(step, abstract(_in_order(networks)))[0]
-    return _reshaped(networks, state, abstract(networks))
+    state = checkpoints.restore(step, _without_cast(abstract(_in_order(networks))))[0]
+    state = _reshaped(networks, state, _without_cast(abstract(networks)))
+    critic = state.critic
+    if critic is not None and networks.critic is not None:
+        critic = _with_cast(critic, networks.critic)
+    return replace(state, policy=_with_cast(state.policy, networks.policy), critic=critic)
+
+
+def _without_cast(state: TrainState[Leaf]) -> TrainState[Leaf]:
+    """The state with the float32 weights of what learns alone."""
+
+    def of(learner: Learner[Leaf]) -> Learner[Leaf]:
+        return replace(learner, weights=learner.float32_weights, masters=None)
+
+    critic = None if state.critic is None else of(state.critic)
+    return replace(state, policy=of(state.policy), critic=critic)
+
+
+def _with_cast(learner: Learner[Array], network: Network[Any]) -> Learner[Array]:
+    """Undoes `_without_cast`."""
+    if not masters.keeps_masters(network.config):
+        return learner
+    weights = masters.weights_of(learner.weights, network.config, network.mesh)
+    return replace(learner, weights=weights, masters=learner.weights)
 
 
 def _in_order(networks: Networks) -> Networks:
@@ -190,7 +220,11 @@ def _learner_laid_out(learner: Learner[Any], network: Network[Any]) -> Learner[A
     config, mesh = network.config, network.mesh
     whole = _laid_out(learner, placement.shardings(config, mesh), mesh)
     of_state = state_shardings(learner.opt_state, config, mesh)
-    return replace(whole, opt_state=jax.tree.map(_with_sharding, learner.opt_state, of_state))
+    return replace(
+        whole,
+        opt_state=jax.tree.map(_with_sharding, learner.opt_state, of_state),
+        masters=_laid_out(learner.masters, placement.shard_shardings(config, mesh), mesh),
+    )
 
 
 def _laid_out(tree: Any, shardings: Transformer[NamedSharding], mesh: FoldedMesh) -> Any:

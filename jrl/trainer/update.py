@@ -4,7 +4,9 @@ Gradients are taken inside the `jax.shard_map`, micro-batch after micro-batch wi
 of the whole mini-batch, summed over devices once, and applied outside it on global arrays. Devices
 that hold the same weights each keep a part of the gradient and of the optimizer state
 (`sharding.zero`), step that part, and gather the new weights; under `Execution.fsdp` they keep a
-part of the weights too, and gather a layer when its turn has come.
+part of the weights too, and gather a layer when its turn has come. Of weights in bfloat16 the part
+that is stepped is one of float32 masters (`jrl.trainer.masters`), and gradients are those of the
+bfloat16 weights, summed over micro-batches and devices in float32.
 """
 
 from dataclasses import replace
@@ -20,6 +22,7 @@ from jaxtyping import Array
 
 from jrl.recipes.base.batch import Batch, Totals
 from jrl.recipes.base.optimizer import Optimizer
+from jrl.trainer import masters
 from jrl.trainer.packed.passes import scan_first
 from moe import model, placement, stages
 from moe.config import ModelConfig
@@ -40,11 +43,13 @@ class Learner(Generic[Leaf]):
     """A network and its optimizer.
 
     Attributes:
-      weights: the network.
+      weights: the network, as it computes.
       opt_state: of optax.
       updates: ``[]`` optimizer steps taken.
       skipped: ``[]`` optimizer steps left out because loss or gradient was not finite.
       skipped_in_a_row: ``[]`` those since the last step taken.
+      masters: what the optimizer steps, float32 in its shards, of which `weights` are cast; None
+        where it steps `weights`.
     """
 
     weights: Transformer[Leaf]
@@ -52,6 +57,12 @@ class Learner(Generic[Leaf]):
     updates: Leaf
     skipped: Leaf
     skipped_in_a_row: Leaf
+    masters: Transformer[Leaf] | None = None
+
+    @property
+    def float32_weights(self) -> Transformer[Leaf]:
+        """What the optimizer steps."""
+        return self.weights if self.masters is None else self.masters
 
 
 @struct.dataclass
@@ -108,15 +119,26 @@ def transformation(optimizer: Optimizer) -> optax.GradientTransformation:
     """The steps of an optimizer, as optax takes them."""
     return optax.chain(
         optax.clip_by_global_norm(optimizer.max_grad_norm),
-        optax.adamw(optimizer.rate_at, weight_decay=optimizer.weight_decay),
+        optax.adamw(
+            optimizer.rate_at,
+            weight_decay=optimizer.weight_decay,
+            mu_dtype=optimizer.mu_dtype,
+        ),
     )
 
 
 def init_learner(
     optimizer: Optimizer, weights: Transformer[Array], config: ModelConfig, mesh: FoldedMesh
 ) -> Learner[Array]:
-    """A learner at its first step. The weights are copied: updates give their buffers away."""
-    own: Any = jax.tree.map(jnp.copy, weights)
+    """A learner at its first step.
+
+    Args:
+      weights: float32; copied, because updates give their buffers away.
+    """
+    if masters.keeps_masters(config):
+        own: Any = masters.masters_of(weights, config, mesh)
+    else:
+        own = jax.tree.map(jnp.copy, weights)
     init = transformation(optimizer).init
     # As a list: JAX would fill the fields that are None with a marker, which no record can hold.
     shardings, structure = jax.tree.flatten(
@@ -127,15 +149,15 @@ def init_learner(
     # Distinct buffers: a donated argument may not name one twice.
     whole = NamedSharding(mesh.mesh, PartitionSpec())
     zeros = [jax.device_put(jnp.zeros((), jnp.int32), whole) + 0 for _ in range(3)]
-    return Learner(own, opt_state, *zeros)
+    if not masters.keeps_masters(config):
+        return Learner(own, opt_state, *zeros)
+    return Learner(masters.weights_of(own, config, mesh), opt_state, *zeros, masters=own)
 
 
 def state_shardings(opt_state: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
     """Where the optimizer state lives: moments in parts (`moe.placement.shard_specs`), counters
     whole."""
-    shards = jax.tree.map(
-        lambda spec: NamedSharding(mesh.mesh, spec), placement.shard_specs(config, mesh)
-    )
+    shards = placement.shard_shardings(config, mesh)
 
     def place(node: Any) -> Any:
         whole = NamedSharding(mesh.mesh, PartitionSpec())
@@ -189,7 +211,7 @@ def update(
       under a `buffer_factor` `overflow`, the choices that there was no room for.
     """
     config, mesh = objective.config, objective.mesh
-    stored, shards = placement.stored_specs(config, mesh), placement.shard_specs(config, mesh)
+    shards = placement.shard_specs(config, mesh)
     # Denominators of the whole mini-batch, known before it is cut: micro-batches then add up.
     totals = count(batch)
     loss, grads, metrics = _gradients(
@@ -201,8 +223,8 @@ def update(
     empty = totals.num_tokens == 0
     # optax's types know no records
     # ZeRO-1: each device steps the shard whose moments it keeps; the all-gather comes after.
-    weights: Any = _laid_out(learner.weights, shards, mesh)
-    learner = replace(learner, weights=weights)
+    weights: Any = masters.laid_out(learner.float32_weights, shards, mesh)
+    learner = replace(learner, weights=weights, masters=None)
     # Optax counts on the standard promotions, which a caller may have forbidden.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         steps, opt_state = transformation(optimizer).update(grads, learner.opt_state, weights)
@@ -229,7 +251,8 @@ def update(
     learner = jax.tree.map(lambda new, old: jnp.where(moves, new, old), moved, stayed)
     learner = replace(
         learner,
-        weights=_laid_out(learner.weights, stored, mesh),
+        weights=masters.gathered(learner.weights, config, mesh),
+        masters=learner.weights if masters.keeps_masters(config) else None,
         opt_state=jax.tree.map(
             jax.lax.with_sharding_constraint,
             learner.opt_state,
@@ -295,17 +318,6 @@ def _local_gradients(
     return loss, jax.tree.map(reduce_scatter, specs, shard_dims, grads, is_sharded), metrics
 
 
-def _laid_out(
-    weights: Transformer[Array], specs: Transformer[PartitionSpec], mesh: FoldedMesh
-) -> Transformer[Array]:
-    """Global arrays, by `specs` from here on."""
-
-    def constrain(leaf: Array, spec: PartitionSpec) -> Array:
-        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh.mesh, spec))
-
-    return jax.tree.map(constrain, weights, specs)
-
-
 def _one_by_one(
     objective: Objective,
     own: Transformer[Array],
@@ -328,13 +340,14 @@ def _one_by_one(
         return all_sum(loss, mesh.except_sequence), metrics
 
     def add_micro_batch(total, micro_batch):
-        (loss, metrics), grads = jax.value_and_grad(micro_batch_loss, has_aux=True)(
-            own, micro_batch
-        )
-        return jax.tree.map(jnp.add, total, (loss, grads)), metrics
+        found, grads = jax.value_and_grad(micro_batch_loss, has_aux=True)(own, micro_batch)
+        (loss, metrics), (loss_before, before) = found, total
+        summed = jax.tree.map(lambda total, x: total + x.astype(total.dtype), before, grads)
+        return (loss_before + loss, summed), metrics
 
     # The carry varies over every axis, as gradients do: a scan keeps the types of its carry.
-    nothing = (jnp.zeros((), jnp.float32), vary(jax.tree.map(jnp.zeros_like, own), mesh.axes))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), own)
+    nothing = (jnp.zeros((), jnp.float32), vary(zeros, mesh.axes))
     (loss, grads), metrics = scan_first(add_micro_batch, nothing, micro_batches, passes)
     metrics = {name: _join(metric, mesh.except_sequence) for name, metric in metrics.items()}
     return loss, grads, metrics

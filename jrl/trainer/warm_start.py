@@ -45,13 +45,13 @@ def warm_start(
 
     Args:
       sampler: of training prompts, to measure the accuracy.
-      weights: to start from.
+      weights: to start from, float32.
       report: called with step, loss and, where it was measured, accuracy.
       stop: whether to end early; with several processes a collective, asked when the accuracy is
         due.
 
     Returns:
-      The weights, and the metrics of the phase.
+      The weights, float32, and the metrics of the phase.
 
     Raises:
       WarmStartFailed: when a loss or gradient was not finite.
@@ -84,7 +84,7 @@ def warm_start(
         report(step, loss, reached)
         if reached >= run.warm_start_accuracy:
             break
-    return learner.weights, {
+    return learner.float32_weights, {
         "warm_start/loss": loss,
         "warm_start/accuracy": reached,
         "warm_start/steps": float(step),

@@ -4,7 +4,7 @@ A mask is made of a few numbers per token. No array of queries times keys exists
 which of them meet, and then of one block.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import struct
@@ -48,7 +48,7 @@ class Mask:
 
     query: Marks
     key: Marks
-    window: Window = None
+    window: Any = None  # a leaf: transformations put other things than arrays here
     causal: bool = struct.field(pytree_node=False, default=False)
     single: bool = struct.field(pytree_node=False, default=False)
 

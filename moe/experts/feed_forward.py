@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from moe.experts.fused import FUSED, fused_experts
 from moe.experts.gated import gated
-from moe.experts.grouped.dot import grouped_dot
+from moe.experts.grouped.dot import IMPLEMENTATIONS, grouped_dot
+from moe.experts.joined import joined_dot
 from moe.experts.permutation import spread_rows, sum_rows
 from moe.kernels.layout import sorted_layout
 from moe.remat import PRODUCT
@@ -32,8 +34,8 @@ def dense(
       Shazeer, "GLU Variants Improve Transformer", 2020. https://arxiv.org/abs/2002.05202
     """
     x = gather_tokens(x, mesh.tp)
-    gate = jax.nn.silu(x @ weights.gate.astype(x.dtype))
-    hidden = gate * (x @ weights.up.astype(x.dtype))
+    gate, up = jnp.split(joined_dot(x, weights.gate_up), 2, axis=-1)
+    hidden = jax.nn.silu(gate) * up
     return scatter_tokens(hidden @ weights.down.astype(x.dtype), mesh.tp)
 
 
@@ -60,15 +62,24 @@ def routed_experts(
       num_rows: rows that there is room for; None is room for every choice.
       dtype: of the rows, in which the products are computed; None is that of `x`.
       implementation: of the products, see `moe.experts.grouped.dot.grouped_dot`. With "mosaic" the
-        rows are laid out, spread and summed by kernels too.
+        rows are laid out, spread and summed by kernels too; with "mosaic_fused" also what lies
+        between the two products is computed by theirs (`moe.experts.fused`).
 
     Returns:
       The sums, and how many choices found no room: the sums are without them.
+
+    Raises:
+      ValueError: on an unknown implementation, and where the kernels cannot serve.
     """
+    if implementation not in (None, FUSED, *IMPLEMENTATIONS):
+        raise ValueError(
+            f"experts={implementation!r} is none of {', '.join((*IMPLEMENTATIONS, FUSED))}; None "
+            "is the best that applies."
+        )
     num_rows = experts.size if num_rows is None else min(num_rows, experts.size)
-    kernels = "mosaic" if implementation == "mosaic" else None
+    kernels = "mosaic" if implementation in ("mosaic", FUSED) else None
     layout = sorted_layout(
-        experts, weights.gate.shape[0], num_slots=num_rows, implementation=kernels
+        experts, weights.down.shape[0], num_slots=num_rows, implementation=kernels
     )
     # In the order of experts what finds no room comes last.
     stop = jnp.minimum(jnp.cumsum(layout.sizes), num_rows)
@@ -76,13 +87,15 @@ def routed_experts(
     sizes = jnp.diff(stop, prepend=0)
     token, places = layout.tokens, layout.places
 
-    # One product for both: wider products are faster than two narrow ones.
-    matrices = weights.gate, weights.up
     rows = spread_rows(x, token, places, dtype, kernels)
-    inward = grouped_dot(rows, matrices, sizes=sizes, implementation=implementation)
     of_rows = spread_rows(probs.reshape(-1), layout.choices, places.reshape(-1, 1))
-    hidden = gated(checkpoint_name(inward, PRODUCT), of_rows)
-    out = grouped_dot(hidden, weights.down, sizes=sizes, implementation=implementation)
+    if implementation == FUSED:
+        out = fused_experts(rows, weights.gate_up, weights.down, of_rows, sizes)
+    else:
+        # One product for gate and up: wider products are faster than two narrow ones.
+        inward = grouped_dot(rows, weights.gate_up, sizes, implementation=implementation)
+        hidden = gated(checkpoint_name(inward, PRODUCT), of_rows)
+        out = grouped_dot(hidden, weights.down, sizes, implementation=implementation)
     return sum_rows(out, places, token, kernels), overflow
 
 
@@ -94,9 +107,12 @@ def dense_reference(
 ) -> Float[Array, "token d_model"]:
     """The plain twin of `routed_experts`: every token through every expert, some of them chosen,
     and the outputs weighted."""
-    gate = jax.nn.silu(jnp.einsum("nd,edf->nef", x, weights.gate.astype(x.dtype)))
-    hidden = gate * jnp.einsum("nd,edf->nef", x, weights.up.astype(x.dtype))
+    gate, up = (
+        jnp.einsum("nd,edf->nef", x, weights.gate_up[:, :, half].astype(x.dtype))
+        for half in range(2)
+    )
+    hidden = jax.nn.silu(gate) * up
     out = jnp.einsum("nef,efd->ned", hidden, weights.down.astype(x.dtype))
-    chosen = jax.nn.one_hot(experts, weights.gate.shape[0], dtype=jnp.float32)
+    chosen = jax.nn.one_hot(experts, weights.down.shape[0], dtype=jnp.float32)
     chosen = jnp.einsum("nke,nk->ne", chosen, probs)
     return jnp.einsum("ne,ned->nd", chosen, out.astype(jnp.float32))

@@ -42,7 +42,10 @@ def load(
 
 
 def load_weights(
-    directory: str | Path, config: ModelConfig, mesh: FoldedMesh
+    directory: str | Path,
+    config: ModelConfig,
+    mesh: FoldedMesh,
+    places: Transformer[NamedSharding] | None = None,
 ) -> Transformer[Array]:
     """The weights of a checkpoint, float32, laid out on `mesh`.
 
@@ -53,6 +56,7 @@ def load_weights(
     Args:
       directory: as for `load`.
       config: of the network, as `config_from` gave it.
+      places: where the weights go; None is `moe.placement.shardings`.
 
     Raises:
       ValueError: when tensors are missing, left over, or of another shape or type than the network
@@ -60,7 +64,8 @@ def load_weights(
     """
     directory = Path(directory)
     _, family = described(directory)
-    places, structure = jax.tree.flatten(shardings(config, mesh))
+    wanted = shardings(config, mesh) if places is None else places
+    shards, structure = jax.tree.flatten(wanted)
     whole = jax.tree.leaves(shapes(config))
     plans = tensors_of(config, family)
     with ExitStack() as stack:
@@ -68,7 +73,7 @@ def load_weights(
         _check(files, plans, config, family, directory)
         leaves = [
             _weight(files, plan, leaf.shape, sharding)
-            for plan, leaf, sharding in zip(plans, whole, places, strict=True)
+            for plan, leaf, sharding in zip(plans, whole, shards, strict=True)
         ]
     return structure.unflatten(leaves)
 
@@ -163,12 +168,12 @@ def _weight(
 
 
 def _shard(files: Mapping[str, Any], plan: Tensors, index: Slices) -> np.ndarray:
-    depth = len(plan.stack)
     shape = tuple(part.stop - part.start for part in index)
     shard = np.empty(shape, np.float32)
-    where = plan.part(index[depth:])
-    for place in np.ndindex(*shape[:depth]):
-        name = plan.name_at(tuple(part.start + n for part, n in zip(index, place, strict=False)))
+    own = tuple(part for dim, part in enumerate(index) if dim not in plan.dims)
+    where, first = plan.part(own), [index[dim].start for dim in plan.dims]
+    for place in np.ndindex(*(shape[dim] for dim in plan.dims)):
+        name = plan.name_at(tuple(a + b for a, b in zip(first, place, strict=True)))
         part = files[name].get_slice(name)[where]
-        shard[place] = plan.to_ours(part, index[depth:]).astype(np.float32)
+        shard[plan.at(place)] = plan.to_ours(part, own).astype(np.float32)
     return shard

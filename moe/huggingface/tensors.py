@@ -4,7 +4,7 @@ A weight of ours is a stack over layers, and over experts, of what a checkpoint 
 each. Such a tensor is ``[out, in]``: the axes that the weight is summed over are its second
 dimension, all others its first; one that is not summed over (a norm, a bias) has one dimension.
 So names are all that differs between architectures: shapes and orders follow from the table of
-weights.
+weights. Gate and up, one weight of ours, are tensors of their own.
 """
 
 import math
@@ -20,8 +20,10 @@ from moe.huggingface.families.family import Family
 from moe.huggingface.families.tensor_names import COMMON_NAMES
 from moe.weights import Weight, axis_sizes, table
 
-STACKS = ("layer", "first_layer", "expert")
+STACKS = ("layer", "first_layer", "expert", "half")
 """Axes of a weight along which a checkpoint has a tensor for each index."""
+HALVES = ("gate", "up")
+"""What the entries of the axis ``half`` are called."""
 
 Slices = tuple[slice, ...]
 
@@ -31,18 +33,21 @@ class Tensors:
     """The tensors of one weight.
 
     Args:
-      name: of a tensor, with ``{layer}`` and ``{expert}``.
+      names_of_halves: of a tensor, with ``{layer}`` and ``{expert}``; one for each of `HALVES`, or
+        one alone.
       first: the number of the first layer of the stack.
-      stack: sizes of the axes stacked over.
+      stack: the axes stacked over, in our order.
+      dims: which of the weight's dimensions they are.
       axes: the other axes, in our order.
       out: those of a tensor's first dimension.
       inward: those of its second; empty where it has one dimension.
       sizes: of the axes.
     """
 
-    name: str
+    names_of_halves: tuple[str, ...]
     first: int
-    stack: tuple[int, ...]
+    stack: tuple[str, ...]
+    dims: tuple[int, ...]
     axes: tuple[str, ...]
     out: tuple[str, ...]
     inward: tuple[str, ...]
@@ -56,12 +61,21 @@ class Tensors:
 
     def names(self) -> Iterator[tuple[tuple[int, ...], str]]:
         """Each place in the stack and the name of its tensor."""
-        for place in np.ndindex(*self.stack):
+        for place in np.ndindex(*(self.sizes[axis] for axis in self.stack)):
             yield place, self.name_at(place)
 
     def name_at(self, place: tuple[int, ...]) -> str:
-        layer, expert = (*place, 0, 0)[:2]
-        return self.name.format(layer=self.first + layer, expert=expert)
+        index = dict(zip(self.stack, place, strict=True))
+        layer = self.first + index.get("layer", index.get("first_layer", 0))
+        name = self.names_of_halves[index.get("half", 0)]
+        return name.format(layer=layer, expert=index.get("expert", 0))
+
+    def at(self, place: tuple[int, ...]) -> tuple[int | slice, ...]:
+        """What picks the tensor of a place out of the weight, along all our axes."""
+        picked: list[int | slice] = [slice(None)] * (len(self.stack) + len(self.axes))
+        for dim, index in zip(self.dims, place, strict=True):
+            picked[dim] = index
+        return tuple(picked)
 
     def part(self, own: Slices) -> Slices:
         """Where in a tensor the elements are that `own` selects along our axes, and as few others
@@ -107,13 +121,15 @@ def _tensors(
     path: str, weight: Weight, config: ModelConfig, family: Family, sizes: dict[str, int]
 ) -> Tensors:
     axes = weight.axes.split()
-    stack = [axis for axis in axes if axis in STACKS]
+    stack = tuple(axis for axis in axes if axis in STACKS)
+    paths = [path.replace("gate_up", half) for half in HALVES] if "half" in stack else [path]
     rest = tuple(axis for axis in axes if axis not in STACKS)
     inward = tuple(weight.fan_in.split())
     return Tensors(
-        name=_name(path, config, family),
+        names_of_halves=tuple(_name(one, config, family) for one in paths),
         first=config.num_dense_layers if path.startswith("layers.") else 0,
-        stack=tuple(sizes[axis] for axis in stack),
+        stack=stack,
+        dims=tuple(axes.index(axis) for axis in stack),
         axes=rest,
         out=tuple(axis for axis in rest if axis not in inward),
         inward=inward,

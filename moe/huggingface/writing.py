@@ -137,7 +137,7 @@ def _files(entries: list[Entry], itemsize: int, file_bytes: int) -> dict[str, li
 
 
 def _tensor(leaf: Array, plan: Tensors, place: tuple[int, ...], dtype: Dtype) -> np.ndarray:
-    theirs = plan.to_theirs(np.asarray(leaf[place]))
+    theirs = plan.to_theirs(np.asarray(leaf[plan.at(place)]))
     return np.ascontiguousarray(theirs.astype(jnp.dtype(dtype)))
 
 

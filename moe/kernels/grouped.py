@@ -8,8 +8,7 @@ what they hold reaches no sum, where there rows stay unwritten and are multiplie
 are returned in float32; and both are lowered without a device.
 """
 
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,19 +78,18 @@ def tiles_of(sizes: Int[Array, "group"], num_rows: int, height: int) -> Tiles:
 def each(
     side: int,
     rows: Float[Array, "row inner"],
-    weights: Float[Array, "group inner outer"],
+    weights: Float[Array, "group deep wide"],
     sizes: Int[Array, "group"],
     *,
     tiling: Tiling = TILING,
     simulated: bool = False,
 ) -> Float[Array, "row outer"]:
     """``rows[r] @ weights[g]``, with `side` 1 its transpose; zeros for rows of no group."""
-    (num_rows, depth), num_groups = rows.shape, weights.shape[0]
-    width = weights.shape[2 - side]
+    num_rows, width = rows.shape[0], weights.shape[2 - side]
     height = tiling.rows
-    padded = _filled_up(rows, height)
+    padded = filled_up(rows, height)
     tiles = tiles_of(sizes, padded.shape[0], height)
-    columns = _fitting(width, tiling.columns)
+    columns = fitting(width, tiling.columns)
     down, across = tiles.group.shape[0], width // columns
 
     def body(target: Target, program, group, block, first, size, rows, weights, out):
@@ -101,9 +99,15 @@ def each(
 
         @pl.when(size[tile] > 0)
         def _():
-            product = partial(_product, target, side, (height, columns, tiling), depth)
-            found = product(group[tile], block[tile], column, num_groups, rows, weights)
-            _store_rows(found, first[tile], size[tile], block[tile] * height, column, out)
+            (found,) = product_tiles(
+                target,
+                side,
+                (height, columns, tiling),
+                (group[tile], block[tile], [column]),
+                rows,
+                weights,
+            )
+            store_rows(found, first[tile], size[tile], block[tile] * height, column, out)
 
     (out,) = launch(
         body,
@@ -116,26 +120,44 @@ def each(
     return out[:num_rows]
 
 
-def _filled_up(rows: Array, height: int) -> Array:
+def filled_up(rows: Array, height: int) -> Array:
     """With as many rows as a tile and a multiple of 8, as they lie in shared memory: a copy of a
     tile is no larger than the array. Nothing is copied where there are."""
     missing = max(height, -(-rows.shape[0] // 8) * 8) - rows.shape[0]
     return jnp.pad(rows, ((0, missing), (0, 0))) if missing else rows
 
 
-def _fitting(dimension: int, most: int) -> int:
+def fitting(dimension: int, most: int) -> int:
     """The width of tiles that divide a dimension, a multiple of 64."""
     return next(width for width in range(most, 0, -64) if dimension % width == 0)
 
 
-def _product(target, side, shape, depth, group, block, column, num_groups, rows, weights):
-    """A tile of the result in registers, zeros where the group is none."""
-    height, columns, tiling = shape
-    step = _fitting(depth, tiling.depth)
+def product_tiles(
+    target: Target, side: int, shape: tuple[int, int, Tiling], at: Any, rows: Any, weights: Any
+) -> tuple[Array, ...]:
+    """Tiles of the result in registers, float32, of the same rows; zeros where the group is none.
 
-    def accumulate(total):
-        def multiply(_, left, right):
-            mosaic_gpu().wgmma(total, left, target.transposed(right) if side else right)
+    Args:
+      shape: of each tile, and how the product is cut.
+      at: whose group's and which block of rows it is, and which blocks of columns.
+    """
+    (height, columns, tiling), (group, block, places) = shape, at
+    num_groups, depth = weights.shape[0], rows.shape[1]
+    step, number = fitting(depth, tiling.depth), len(places)
+
+    def accumulate(*totals):
+        def multiply(_, left, *matrices):
+            for total, right in zip(totals, matrices, strict=True):
+                mosaic_gpu().wgmma(total, left, target.transposed(right) if side else right)
+            # What the step before reads is over: its slot is the next to be filled.
+            mosaic_gpu().wgmma_wait(number)
+
+        def matrices_at(column):
+            if side:
+                return mosaic_gpu().BlockSpec(
+                    (columns, step), lambda k: (column, k), delay_release=1
+                )
+            return mosaic_gpu().BlockSpec((step, columns), lambda k: (k, column), delay_release=1)
 
         @pl.when(group < num_groups)
         def _():
@@ -144,21 +166,18 @@ def _product(target, side, shape, depth, group, block, column, num_groups, rows,
                 grid=(depth // step,),
                 in_specs=[
                     mosaic_gpu().BlockSpec((height, step), lambda k: (block, k), delay_release=1),
-                    mosaic_gpu().BlockSpec((columns, step), lambda k: (column, k), delay_release=1)
-                    if side
-                    else mosaic_gpu().BlockSpec(
-                        (step, columns), lambda k: (k, column), delay_release=1
-                    ),
+                    *map(matrices_at, places),
                 ],
                 max_concurrent_steps=tiling.stages,
-            )(rows, weights.at[jnp.minimum(group, num_groups - 1)])
+            )(rows, *[weights.at[jnp.minimum(group, num_groups - 1)]] * number)
 
-        return total[...]
+        return tuple(total[...] for total in totals)
 
-    return pl.run_scoped(accumulate, mosaic_gpu().WGMMAAccumulatorRef((height, columns)))
+    accumulators = [mosaic_gpu().WGMMAAccumulatorRef((height, columns)) for _ in places]
+    return pl.run_scoped(accumulate, *accumulators)
 
 
-def _store_rows(tile, first, size, start, column, out):
+def store_rows(tile, first, size, start, column, out):
     """Writes `size` rows of a tile from `first` on, and no others: they are another group's."""
     height, columns = tile.shape
 
@@ -193,10 +212,10 @@ def summed(
     """The sum of ``rows[r]^T others[r]`` over the rows of each group, float32."""
     num_groups, (inner, outer) = sizes.shape[0], (rows.shape[1], others.shape[1])
     step = tiling.depth
-    rows, others = _filled_up(rows, step), _filled_up(others, step)
+    rows, others = filled_up(rows, step), filled_up(others, step)
     stop = jnp.cumsum(sizes.astype(jnp.int32))
     start = stop - sizes.astype(jnp.int32)
-    height, width = _fitting(inner, tiling.rows), _fitting(outer, tiling.columns)
+    height, width = fitting(inner, tiling.rows), fitting(outer, tiling.columns)
     down, across = inner // height, outer // width
 
     def body(target: Target, program, start, stop, rows, others, out):
@@ -215,10 +234,11 @@ def summed(
                 @pl.when((at < first) | (at + step > last))
                 def _():
                     for part in (left, right):
-                        _keep(target, part, first - at, last - at)
+                        keep_rows(target, part, first - at, last - at)
                     mosaic_gpu().commit_smem()
 
                 mosaic_gpu().wgmma(total, target.transposed(left), right)
+                mosaic_gpu().wgmma_wait(1)
 
             @pl.when(last > first)
             def _():
@@ -259,7 +279,7 @@ def summed(
     )[0]
 
 
-def _keep(target: Target, part, first, last):
+def keep_rows(target: Target, part, first, last):
     """Zeros in the rows of a slice before `first` and from `last` on."""
     row = target.tiled(lax.broadcasted_iota(jnp.int32, part.shape, 0))
     kept = ((row >= first).astype(jnp.int32) * (row < last).astype(jnp.int32)) > 0

@@ -32,6 +32,9 @@ class Rule(NamedTuple):
       after_topk: logits select, and the probs are the softmax of those chosen.
       renormalise: the chosen scores are divided by their sum.
       scaling: what the probs are multiplied by.
+      groups: equal groups of neighbouring experts.
+      open_groups: how many of them a token may take experts of: those with the largest sums of
+        their best ``k / open_groups`` scores, among equal ones the first.
     """
 
     k: int
@@ -39,6 +42,8 @@ class Rule(NamedTuple):
     after_topk: bool = False
     renormalise: bool = True
     scaling: float = 1.0
+    groups: int = 1
+    open_groups: int = 1
 
 
 class Chosen(NamedTuple):
@@ -67,6 +72,8 @@ def route(
     implementation: str | None = None,
 ) -> Chosen:
     """Scores, the choice by ``score + bias``, the probs of the chosen, and counts, in float32.
+
+    The plain twin for a whole router is `moe.router.routing.topk_routing`.
 
     Args:
       logits: of the router.
@@ -143,7 +150,13 @@ def _plain(rule: Rule, logits: Array, bias: Array, weights: Array) -> tuple[Any,
         wanted = logits
     else:
         wanted = jax.nn.sigmoid(logits) if rule.sigmoid else jax.nn.softmax(logits, axis=-1)
-    _, experts = lax.top_k(wanted + bias[None, :], rule.k)
+    wanted = wanted + bias[None, :]
+    if rule.groups > 1:
+        within = wanted.reshape(wanted.shape[0], rule.groups, -1)
+        best = jnp.sum(lax.top_k(within, rule.k // rule.open_groups)[0], axis=-1)
+        taken = jax.nn.one_hot(lax.top_k(best, rule.open_groups)[1], rule.groups).any(axis=1)
+        wanted = jnp.where(taken[:, :, None], within, -jnp.inf).reshape(wanted.shape)
+    _, experts = lax.top_k(wanted, rule.k)
     chosen = jax.nn.one_hot(experts, logits.shape[1], dtype=jnp.float32)
     counts = jnp.einsum("t,tke->e", weights, chosen, precision=lax.Precision.HIGHEST)
     return experts, *_of_chosen(rule, experts, logits), counts
@@ -215,11 +228,19 @@ def _body(
     wanted = (given if rule.after_topk else scores) + spread(target.load(bias, 1), 1)
     read = given if rule.after_topk else logs if rule.renormalise else scores
     column = target.tiled(lax.broadcasted_iota(jnp.int32, shape, 1))
+
+    def largest_of(wanted):
+        """The largest of each row, and where the first of these is."""
+        most = of_rows(jnp.max, wanted)
+        equal = wanted == spread(most)
+        first = of_rows(jnp.min, jnp.where(equal, column, filled(experts, jnp.int32)))
+        return most, first, column == spread(first)
+
+    if rule.groups > 1:
+        wanted = _in_open_groups(rule, experts, target, wanted, column, largest_of)
     taken, found = filled(0), []
     for number in range(rule.k):
-        largest = wanted == spread(of_rows(jnp.max, wanted))
-        first = of_rows(jnp.min, jnp.where(largest, column, filled(experts, jnp.int32)))
-        hit = column == spread(first)
+        _, first, hit = largest_of(wanted)
         target.store(chosen.at[pl.ds(number * padded + block * TOKENS, TOKENS)], first)
         found.append(of_rows(jnp.sum, jnp.where(hit, read, filled(0))))
         taken = taken + hit.astype(jnp.float32)
@@ -239,3 +260,34 @@ def _body(
     weighed = taken * spread(target.load(weights.at[here], 0))
     total = target.tiled(jnp.sum(weighed, axis=0), 1)
     target.store(counts.at[pl.ds(block * experts, experts)], total)
+
+
+def _in_open_groups(rule: Rule, experts: int, target: Target, wanted, column, largest_of):
+    """`wanted`, and -inf for the experts of groups that a token does not take."""
+    width = experts // rule.groups
+    nothing = target.tiled(jnp.full(wanted.shape, -jnp.inf, jnp.float32))
+
+    def inside(group):
+        after = (column >= group * width).astype(jnp.int32)
+        return after * (column < (group + 1) * width).astype(jnp.int32)
+
+    scores = []
+    for group in range(rule.groups):
+        within, found = jnp.where(inside(group) > 0, wanted, nothing), []
+        for _ in range(rule.k // rule.open_groups):
+            most, _, hit = largest_of(within)
+            found.append(most)
+            within = jnp.where(hit, nothing, within)
+        scores.append(sum(found[1:], found[0]))
+    is_open = target.tiled(jnp.zeros(wanted.shape, jnp.int32))
+    for group, score in enumerate(scores):
+        # Groups that go before this one: larger, or as large and earlier.
+        before = [
+            (other >= score if number < group else other > score).astype(jnp.int32)
+            for number, other in enumerate(scores)
+            if number != group
+        ]
+        taken = (sum(before[1:], before[0]) < rule.open_groups).astype(jnp.int32)
+        own = inside(group) * target.tiled(lax.broadcast_in_dim(taken, wanted.shape, (0,)))
+        is_open = is_open + own
+    return jnp.where(is_open > 0, wanted, nothing)

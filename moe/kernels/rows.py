@@ -20,11 +20,11 @@ SWEPT = 64
 
 
 def take(
-    x: Shaped[Array, "row width"],
+    x: Shaped[Array, "row *rest"],
     source: Int[Array, "slot"],
     *,
     implementation: str | None = None,
-) -> Shaped[Array, "slot width"]:
+) -> Shaped[Array, "slot *rest"]:
     """``x[source]``, zeros where the index is past the end; no gradient of its own."""
     return by_name(
         implementation,
@@ -37,13 +37,13 @@ def take(
 
 
 def combine(
-    rows: Float[Array, "slot width"],
+    rows: Float[Array, "slot *rest"],
     places: Int[Array, "row copies"],
     probs: Float[Array, "row copies"] | None = None,
     *,
     dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
-) -> Float[Array, "row width"]:
+) -> Float[Array, "row *rest"]:
     """``sum_j probs_j rows[places_j]`` in float32 and in the order of `places`, then in `dtype`.
 
     A place past the end adds nothing, whatever its prob is; None are probs of 1. No gradient of its

@@ -4,13 +4,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe.config import ModelConfig
+from moe.router.sequences import load_fraction
 from moe.router.statistics import LoadFractions, RouterStatistics
 from sharding.collectives import all_sum
 from sharding.folding import FoldedMesh
 
 
 def load_fractions(
-    sequence: Float[Array, "token route"],
+    sequence: Float[Array, "token route"] | None,
     load: Float[Array, "route"],
     config: ModelConfig,
     mesh: FoldedMesh,
@@ -31,19 +32,16 @@ def load_fractions(
     two that has a coefficient.
 
     Args:
-      sequence: the fractions within each token's sequence.
+      sequence: the fractions within each token's sequence
+        (`moe.router.sequences.sequence_load_fractions`); None where nothing is learned.
       load: choices of each expert by this device's tokens.
     """
     everyone = (*mesh.dp, *mesh.sequence)
     return LoadFractions(
         sequence,
-        _fractions(all_sum(load, mesh.sequence)) if config.batch_balance_coef else None,
-        _fractions(all_sum(load, everyone)) if config.global_balance_coef else None,
+        load_fraction(all_sum(load, mesh.sequence)) if config.batch_balance_coef else None,
+        load_fraction(all_sum(load, everyone)) if config.global_balance_coef else None,
     )
-
-
-def _fractions(load: Float[Array, "route"]) -> Float[Array, "route"]:
-    return load / jnp.maximum(jnp.sum(load), 1.0)
 
 
 def router_loss(

@@ -12,10 +12,11 @@ from moe.router.balance import load_fractions
 from moe.router.capacity import drop
 from moe.router.replay import agreement
 from moe.router.routing import Routing, assignments, topk_routing
+from moe.router.sequences import sequence_load_fractions
 from moe.router.statistics import RouterStatistics, statistics
 from moe.tokens.packing import PackedBatch
 from moe.weights import Experts
-from sharding.collectives import gather_tokens, own_shard, vary
+from sharding.collectives import own_shard, vary
 from sharding.folding import FoldedMesh
 
 
@@ -29,7 +30,13 @@ def route(
     """Where each token goes, full experts left out, and what the router did."""
     multiplicity = vary(own_shard(packed.multiplicity, mesh.sequence), mesh.axes)
     logits = float32_product(h.astype(jnp.float32), experts.router)
-    routing, probabilities = topk_routing(logits, multiplicity > 0, config, bias=experts.bias)
+    routing, probabilities = topk_routing(
+        logits,
+        multiplicity > 0,
+        config,
+        bias=experts.bias,
+        implementation=config.execution.router,
+    )
     agreed = replayed = None
     if packed.replay is not None:
         replay = own_shard(packed.replay, mesh.sequence).astype(jnp.int32)
@@ -38,9 +45,9 @@ def route(
             logits, multiplicity > 0, config, bias=experts.bias, replay=replay
         )
     counts = jax.lax.stop_gradient(assignments(routing.experts, config.num_experts))
-    fractions = own_shard(
-        packed.sequence_fractions(gather_tokens(counts, mesh.sequence)), mesh.sequence
-    )
+    fractions = None
+    if packed.sequences is not None:
+        fractions = sequence_load_fractions(counts, packed.sequences, mesh)
     compared = load_fractions(fractions, float32_product(multiplicity, counts), config, mesh)
     stats = statistics(logits, probabilities, counts, compared, multiplicity, config)
     kept, dropped = drop(routing, packed.zigzag, config, mesh)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe.config import ModelConfig
+from moe.kernels import routing as kernel
 from moe.router.replay import is_recorded
 
 
@@ -31,6 +32,7 @@ def topk_routing(
     *,
     bias: Float[Array, "route"] | None = None,
     replay: Integer[Array, "token k"] | None = None,
+    implementation: str | None = None,
 ) -> tuple[Routing, Float[Array, "token route"]]:
     """Sends each token to `experts_per_token` experts.
 
@@ -46,6 +48,8 @@ def topk_routing(
       replay: choices made before, used in place of the router's own while scores stay the current
         ones. A token with an id out of ``0..num_experts - 1`` (it was padding then) chooses anew;
         an expert that it names twice is chosen twice, and counts, weighs and fills up as such.
+      implementation: of the scores and the router's own choice, see `moe.kernels.choice`; with
+        `replay` the scores of others are wanted, which "plain" alone gives.
 
     Returns:
       The routing, and the probabilities of all experts: scores that sum to 1.
@@ -55,6 +59,11 @@ def topk_routing(
       https://arxiv.org/abs/2412.19437
     """
     logits = logits.astype(jnp.float32)
+    if implementation not in (None, "plain") and replay is None:
+        bias = jnp.zeros(config.num_experts) if bias is None else bias
+        weights = valid.astype(jnp.float32)
+        found = kernel.route(logits, bias, weights, _rule(config), implementation=implementation)
+        return _of_valid(found.experts, found.probs, valid, config), found.probabilities
     probabilities = jax.nn.softmax(log_scores(logits, config), axis=-1)
     scores = probabilities if config.router_scores == "softmax" else jax.nn.sigmoid(logits)
     wanted = jax.lax.stop_gradient(logits if config.softmax_after_topk else scores)
@@ -68,8 +77,30 @@ def topk_routing(
         known = is_recorded(replay, config.num_experts)[:, None]
         experts = jnp.where(known, replay.astype(experts.dtype), experts)
     probs = _probs_of(experts, scores, logits, config)
+    return _of_valid(experts, probs, valid, config), probabilities
+
+
+def _of_valid(
+    experts: Int[Array, "token k"],
+    probs: Float[Array, "token k"],
+    valid: Bool[Array, "token"],
+    config: ModelConfig,
+) -> Routing:
+    """The routing, of padding nowhere."""
     experts = jnp.where(valid[:, None], experts, config.num_experts)
-    return Routing(experts, jnp.where(valid[:, None], probs, 0.0)), probabilities
+    return Routing(experts, jnp.where(valid[:, None], probs, 0.0))
+
+
+def _rule(config: ModelConfig) -> kernel.Rule:
+    return kernel.Rule(
+        k=config.experts_per_token,
+        sigmoid=config.router_scores == "sigmoid",
+        after_topk=config.softmax_after_topk,
+        renormalise=config.renormalise,
+        scaling=config.routed_scaling,
+        groups=config.num_expert_groups,
+        open_groups=config.expert_groups_per_token,
+    )
 
 
 def log_scores(

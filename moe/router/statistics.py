@@ -5,7 +5,7 @@ from typing import Generic, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from moe.config import ModelConfig
 from moe.precision import float32_product
@@ -19,13 +19,13 @@ class LoadFractions(NamedTuple):
     ``[route]``.
 
     Attributes:
-      sequence: among the tokens of the same sequence.
+      sequence: among the tokens of the same sequence; None where nothing is learned.
       batch: among the tokens of the micro-batch in this sequence-parallel group; None where its
         loss has no coefficient.
       everywhere: among the tokens of the micro-batch on all devices; None likewise.
     """
 
-    sequence: Array
+    sequence: Array | None
     batch: Array | None = None
     everywhere: Array | None = None
 
@@ -75,17 +75,6 @@ class RouterStatistics(Generic[Leaf]):
     agreed: Leaf | None = None
     replayed: Leaf | None = None
     choices: Leaf | None = None
-
-
-def sequence_load_fractions(
-    counts: Float[Array, "batch time route"], valid: Bool[Array, "batch time"]
-) -> Float[Array, "batch route"]:
-    """The fraction of a sequence's assignments that each expert got; sums to 1 over experts.
-
-    A sequence without a valid token has fractions of 0.
-    """
-    sent = jnp.sum(counts, axis=1, where=valid[..., None])
-    return sent / jnp.maximum(jnp.sum(sent, axis=-1, keepdims=True), 1.0)
 
 
 def statistics(

@@ -21,7 +21,7 @@ from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention
 from moe.attention.mask import Marks, Window
 from moe.execution import Execution
-from moe.router.statistics import sequence_load_fractions
+from moe.router.sequences import Sequences, load_fraction
 from moe.tokens.zigzag import ZigzagLayout
 from sharding.folding import FoldedMesh
 
@@ -42,8 +42,7 @@ class PackedBatch(NamedTuple):
       multiplicity: ``[token]`` in how many sequences it stands, float32; 0 for padding.
       core_attention_of_layer: from the number of a layer, and from how many positions it may look
         back, to its core attention; a stage of a pipeline knows both at run time only.
-      sequence_fractions: from assignments ``[token, route]`` to each expert's fraction of those in
-        the token's sequence (the mean over sequences where it stands in several).
+      sequences: which tokens make one, for the load-balancing loss; None where nothing is learned.
       zigzag: where the tokens of rows stand in it.
       replay: ``[layer, token, k]`` experts chosen before, to be used again; None chooses.
       record_choices: whether the router's statistics hold the choices.
@@ -53,7 +52,7 @@ class PackedBatch(NamedTuple):
     positions: Array
     multiplicity: Array
     core_attention_of_layer: CoreAttentionOfLayer
-    sequence_fractions: Callable[[Array], Array]
+    sequences: Sequences | None
     zigzag: ZigzagLayout
     replay: Array | None = None
     record_choices: bool = False
@@ -76,12 +75,7 @@ def pack_rows(
     replay: Integer[Array, "layer batch time k"] | None = None,
 ) -> PackedBatch:
     """Row after row, each its own sequence."""
-    zigzag = zigzag_of_rows(tokens.shape, mesh)
-
-    def sequence_fractions(counts: Float[Array, "token route"]) -> Float[Array, "token route"]:
-        own = sequence_load_fractions(zigzag.restore(counts)[0], valid)
-        return zigzag.flatten(jnp.repeat(own[:, None], valid.shape[1], axis=1))
-
+    zigzag, num_rows = zigzag_of_rows(tokens.shape, mesh), tokens.shape[0]
     positions, segments = positions_of(valid), valid.astype(jnp.int32)
     return PackedBatch(
         tokens=zigzag.flatten(tokens),
@@ -90,7 +84,7 @@ def pack_rows(
         core_attention_of_layer=_causal(
             zigzag, [positions], [segments], OWN_ROWS, True, mesh, execution
         ),
-        sequence_fractions=sequence_fractions,
+        sequences=Sequences(zigzag.flatten(_numbered(tokens.shape)), num_rows, load_fraction),
         zigzag=zigzag,
         replay=_replayed(replay, lambda layer: zigzag.flatten(layer)),
     )
@@ -99,6 +93,7 @@ def pack_rows(
 def pack_segments(
     tokens: Int[Array, "batch time"],
     segments: Int[Array, "batch time"],
+    num_segments: int,
     mesh: FoldedMesh,
     execution: Execution | None = None,
     replay: Integer[Array, "layer batch time k"] | None = None,
@@ -111,21 +106,13 @@ def pack_segments(
 
     Args:
       tokens: ids.
-      segments: which sequence of its row each token belongs to, from 1 to ``time``; 0 is padding.
-        The tokens of a sequence are in order; where they stand in the row does not matter.
+      segments: which sequence of the batch each token belongs to, from 1 to `num_segments`; 0 is
+        padding. The tokens of a sequence are in one row and in order; where they stand there does
+        not matter.
+      num_segments: sequences, at most.
     """
-    zigzag, time = zigzag_of_rows(tokens.shape, mesh), tokens.shape[1]
+    zigzag = zigzag_of_rows(tokens.shape, mesh)
     valid, positions = segments > 0, _places(segments)
-    row = jnp.arange(tokens.shape[0])[:, None]
-
-    def sequence_fractions(counts: Float[Array, "token route"]) -> Float[Array, "token route"]:
-        (by_row,) = zigzag.restore(counts)
-        # Summed by segment, then handed back to each token; ids go up to `time`, 0 is padding.
-        sent = jnp.zeros((by_row.shape[0], time + 1, by_row.shape[2]), by_row.dtype)
-        sent = sent.at[row, segments].add(by_row)[row, segments]
-        total = jnp.maximum(jnp.sum(sent, axis=-1, keepdims=True), 1.0)
-        return zigzag.flatten(jnp.where(valid[..., None], sent / total, 0.0))
-
     return PackedBatch(
         tokens=zigzag.flatten(tokens),
         positions=zigzag.flatten(positions),
@@ -133,7 +120,8 @@ def pack_segments(
         core_attention_of_layer=_causal(
             zigzag, [positions], [segments], OWN_ROWS, False, mesh, execution
         ),
-        sequence_fractions=sequence_fractions,
+        # Padding, 0, is a sequence that sends nothing.
+        sequences=Sequences(zigzag.flatten(segments), num_segments + 1, load_fraction),
         zigzag=zigzag,
         replay=_replayed(replay, lambda layer: zigzag.flatten(layer)),
     )
@@ -166,18 +154,18 @@ def pack_shared_prompts(
     def split(x: Array) -> tuple[Array, Array]:
         return x[::num_samples, :prompt_length], x[:, prompt_length:]
 
-    def whole_rows(x: tuple[Array, ...]) -> Array:
-        return jnp.concatenate([jnp.repeat(x[0], num_samples, axis=0), x[1]], axis=1)
-
-    def sequence_fractions(counts: Float[Array, "token route"]) -> Float[Array, "token route"]:
-        own = sequence_load_fractions(whole_rows(zigzag.restore(counts)), valid)
+    def fractions(sent: Float[Array, "piece route"]) -> Float[Array, "piece route"]:
+        prompts, responses = sent[:num_prompts], sent[num_prompts:]
+        own = load_fraction(jnp.repeat(prompts, num_samples, axis=0) + responses)
         # A prompt stands in `num_samples` sequences: with its multiplicity, a mean is their sum.
         mean = jnp.mean(own.reshape(num_prompts, num_samples, -1), axis=1)
-        return zigzag.flatten(
-            jnp.repeat(mean[:, None], prompt_length, axis=1),
-            jnp.repeat(own[:, None], response_length, axis=1),
-        )
+        return jnp.concatenate([mean, own])
 
+    # Pieces are the prompts, then the responses.
+    pieces = (
+        _numbered((num_prompts, prompt_length)),
+        num_prompts + _numbered((num_rows, response_length)),
+    )
     positions, multiplicity = split(positions_of(valid)), valid.astype(jnp.float32)
     of_prompts, of_responses = split(multiplicity)
     return PackedBatch(
@@ -193,7 +181,7 @@ def pack_shared_prompts(
             mesh,
             execution,
         ),
-        sequence_fractions=sequence_fractions,
+        sequences=Sequences(zigzag.flatten(*pieces), num_prompts + num_rows, fractions),
         zigzag=zigzag,
         replay=_replayed(replay, lambda layer: zigzag.flatten(*split(layer))),
     )
@@ -214,6 +202,11 @@ def zigzag_of_prompts(
 
 OWN_ROWS = ((Source(0, 1),),)
 """One section, whose queries attend to their own rows."""
+
+
+def _numbered(shape: tuple[int, ...]) -> Int[Array, "row column"]:
+    """The number of its row at every place."""
+    return jnp.broadcast_to(jnp.arange(shape[0], dtype=jnp.int32)[:, None], (shape[0], shape[1]))
 
 
 def _places(segments: Int[Array, "batch time"]) -> Int[Array, "batch time"]:

@@ -4,10 +4,18 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import jax
 import pytest
 from tiers import full_but
+
+from benchmarks.gpu.decoding import bytes_of_column, bytes_of_step
+from benchmarks.gpu.networks import network, weights_of
+from benchmarks.gpu.parts import PARTS, chosen
+from benchmarks.gpu.rows import Settings
+from benchmarks.gpu.shapes import SMALL_DENSE
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,12 +25,12 @@ def smoke(name: str, figures: Path) -> str:
     return printed(f"benchmarks/{name}.py", "--smoke", "--json", str(figures))
 
 
-def printed(*arguments: str) -> str:
+def printed(*arguments: str, wait: float = 300) -> str:
     """What Python prints, which must succeed."""
     command = [sys.executable, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=wait
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -45,22 +53,46 @@ def test_rollouts_are_measured_with_slots_kept_full_and_in_batches(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_part_of_the_benchmark_for_accelerators_measures_something(tmp_path):
-    smoke("gpu", tmp_path / "gpu.json")
-    figures = json.loads((tmp_path / "gpu.json").read_text())
-    measured = {one["part"] for one in figures if one.get("milliseconds", 0) > 0}
-    parts = {"ceilings", "step", "experts", "dispatch", "products", "attention", "head", "decoding"}
-    assert measured == parts
-    # cuDNN and the matrix units of GPUs are on no CPU, and that is said; nothing else may fail.
-    failed = {one["form"].split(",")[0]: one["failed"] for one in figures if "failed" in one}
-    assert failed.pop("jax's kernel")
-    assert {form.split()[0] for form in failed} == {"cudnn", "mosaic"}
-    assert all("NVIDIA" in reason for reason in failed.values())
-    # The kernels that can be interpreted were compared with float32.
-    interpreted = [one for one in figures if one["form"].endswith("x 128, interpreted")]
-    assert len(interpreted) == 4 and all(0 <= one["difference"] < 0.01 for one in interpreted)
-    decoded = [one for one in figures if one["part"] == "decoding"]
-    assert [one["slot_utilisation"] for one in decoded] == [1.0, pytest.approx(0.8, abs=0.1)]
+def test_every_row_of_the_benchmark_for_accelerators_runs_on_a_cpu(tmp_path):
+    """Each at a small size, or it says what it needs; none fails and none is left out."""
+    shown = printed("-m", "benchmarks.gpu", "--minutes", "14", "--out", str(tmp_path), wait=900)
+    (found,) = tmp_path.glob("gpu-*.json")
+    figures = json.loads(found.read_text())
+    rows = {(row["part"], row["row"], row["form"]): row for row in figures["rows"]}
+    assert len(rows) == len(figures["rows"])
+    settings = Settings(small=True, seed=0)
+    listed = [
+        (part, row.name, row.form) for part in chosen(None) for row in PARTS[part].rows(settings)
+    ]
+    assert list(rows) == listed
+    assert not [row for row in rows.values() if "failed" in row or "left_out" in row]
+    for (_, _, form), row in rows.items():
+        if "mosaic" in form or form in ("cudnn", "jax's kernel"):
+            assert row["needs"] == "an NVIDIA GPU"
+        elif form in ("tokamax", "torch"):
+            assert "needs" in row or row["milliseconds"] > 0
+        elif row["part"] == "cases":
+            assert row["difference"] < 0.01
+        else:
+            assert row["milliseconds"] > 0
+        if row["part"] in ("grouped", "dispatch", "layer", "head") and "needs" not in row:
+            assert 0 <= row["difference"] < 0.01
+    assert {row["form"] for row in rows.values()} >= {"interpreted", "simulated"}
+    (grpo,) = [row for row in rows.values() if row["part"] == "grpo"]
+    assert 0 < grpo["sampled_tokens"] <= 128
+    decoded = rows["decode", "decode/0.6b dense/4 rows, tokens 1 to 6", "as it is"]
+    config = network(SMALL_DENSE)
+    weights = jax.eval_shape(partial(weights_of, config, 0, halved=True))
+    # Each row of 4 tokens gets one when it comes, and is read at 5 to 9 tokens for the others.
+    least = 5 * bytes_of_step(config, weights, 4)
+    least += 4 * (5 + 6 + 7 + 8 + 9) * bytes_of_column(config)
+    seconds = decoded["steps"] * decoded["milliseconds"] / 1e3
+    assert decoded["steps"] == 5
+    assert decoded["gigabytes_per_s"] * 1e9 * seconds == pytest.approx(least)
+    assert decoded["tokens_per_s"] * seconds == pytest.approx(4 * 5)
+    assert {one["verdict"] for one in figures["promises"]} == {"open"}
+    page = found.with_suffix(".md").read_text()
+    assert all(f"| {row} | {form} |" in page and row in shown for _, row, form in rows)
 
 
 @pytest.mark.slow

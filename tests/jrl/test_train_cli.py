@@ -14,6 +14,7 @@ from places import ROOT, SUPPORT
 
 from jrl.config.files import configuration_of
 from jrl.config.run import RunConfig
+from jrl.evaluate import main as evaluate
 from jrl.recipes import RECIPES
 from jrl.runs.folder import RunFolder
 from jrl.train import main
@@ -294,7 +295,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_what_differs(finished, ca
     assert main([*FLAGS, "--weights", str(finished), "--model", "micro-wide"]) == 2
     line = one_line(capsys.readouterr())
     assert "is of another model: policy/weights/layers/experts/" in line
-    assert "layers/experts/gate is float32[1,4,8,6], not float32[1,4,8,10]" in line
+    assert "layers/experts/gate_up is float32[1,4,8,2,6], not float32[1,4,8,2,10]" in line
     assert os.listdir() == []
 
 
@@ -358,3 +359,21 @@ def test_fake_devices(tmp_path):
     assert [line["step"] for line in metrics(tmp_path / "four")] == [0, 1, 2]
     config = json.loads((tmp_path / "four" / "config.json").read_text())
     assert (config["run"]["devices"], config["run"]["layout"]) == (4, "tp2 dp2 / ep4")
+
+
+@pytest.mark.slow
+def test_a_run_in_bfloat16_begins_goes_on_and_is_evaluated(tmp_path, capsys):
+    run = ["--run-dir", str(tmp_path / "half")]
+    assert main([*FLAGS, "--dtype", "bfloat16", "--dry-run"]) == 0
+    assert re.search(r"float32 masters +\d", capsys.readouterr().out)
+    assert main([*FLAGS, "--dtype", "bfloat16", "--mu-dtype", "bfloat16", *run]) == 0
+    assert main(["--resume", "--steps", "3", *run]) == 0
+    assert [line["step"] for line in metrics(tmp_path / "half")] == [0, 1, 2, 3]
+    capsys.readouterr()
+    assert main(["--resume", "--steps", "4", "--dtype", "float32", *run]) != 0
+    message = "--dtype is bfloat16 in the run, float32 was given"
+    assert message in one_line(capsys.readouterr())
+    assert evaluate([str(tmp_path / "half"), "--k", "1", "--prompts", "4"]) == 0
+    # Another run begins from its float32 weights, in whatever it computes.
+    start = ["--weights", str(tmp_path / "half"), "--dtype", "float32", "--run-dir"]
+    assert main([*FLAGS, *start, str(tmp_path / "whole")]) == 0

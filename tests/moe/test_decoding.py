@@ -17,6 +17,7 @@ from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.decoding import KEY_COLUMN, decode_step, prefill
 from moe.depth import parts_of
 from moe.execution import Execution
+from moe.kernels import decode_attention as kernels
 from moe.placement import specs
 from moe.weights import shapes
 from sharding.collectives import vary
@@ -68,7 +69,7 @@ def batch():
     return jnp.asarray(tokens), jnp.asarray(prompts), jnp.asarray(ends)
 
 
-def stepwise(config, mesh):
+def stepwise(config, mesh, room=RESPONSE):
     """Logits ``[step, row, vocab]`` of rows that go on one token a step, each from its prompt's
     end, and the cache's keys of the last layer before and after."""
 
@@ -79,7 +80,7 @@ def stepwise(config, mesh):
         weights = vary(weights, mesh.axes)
         tokens, prompts, ends = vary((tokens, prompts, ends), mesh.except_sequence)
         ran = prefill(weights, tokens[:, :PROMPT], prompts, config, mesh)
-        cache = with_room(ran.cache, RESPONSE)
+        cache = with_room(ran.cache, room)
         layers = parts_of(weights, config)
         rows = jnp.arange(tokens.shape[0])
 
@@ -103,6 +104,49 @@ def stepwise(config, mesh):
         (specs(config, mesh), rows, rows, rows),
         (P(others, None, mesh.dp + mesh.tp), heads, heads),
     )
+
+
+# Sizes that the kernel takes, of heads and, with the response, of columns.
+HALF = replace(DENSE, d_model=16, num_heads=4, num_kv_heads=2, head_dim=64, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("scan_layers", full_but([True, False], True))
+def test_the_kernel_is_given_what_a_step_sees(scan_layers, monkeypatch):
+    """Its twin in its place: which layer, which columns, which window, bit for bit."""
+    plain = replace(HALF, execution=Execution(scan_layers=scan_layers))
+    kernel = replace(plain, execution=replace(plain.execution, decode_attention="mosaic"))
+    calls = []
+
+    def twin(query, keys, values, first, stop, layer, *, scale):
+        calls.append(keys.shape)
+        return kernels._plain(query, keys, values, first, stop, layer, scale=scale)
+
+    monkeypatch.setattr(kernels, "split_attention", twin)
+    weights, one = random_weights(plain, 0), mesh_of("dp1")
+    found, expected = (
+        np.asarray(stepwise(config, one, room=64 - PROMPT)(weights, *batch())[0], np.float32)[0]
+        for config in (kernel, plain)
+    )
+    assert set(calls) == {(2 if scan_layers else 1, ROWS, 2, 64, 64)}
+    _, prompts, ends = batch()
+    for step in range(STEPS):
+        live = np.asarray(prompts + step < ends)
+        np.testing.assert_array_equal(found[step][live], expected[step][live])
+
+
+def test_a_step_with_the_kernel_is_lowered_for_cuda():
+    config = replace(HALF, execution=Execution(decode_attention="mosaic"))
+    step = stepwise(config, mesh_of("dp1"), room=64 - PROMPT)
+    exported = jax.export.export(step, platforms=["cuda"])
+    text = exported(random_weights(config, 0), *batch()).mlir_module()
+    # Of both layers, in one loop over steps.
+    assert text.count("call @mosaic_gpu_v2") == 2
+
+
+def test_a_kernel_that_reads_heads_is_refused_by_narrow_vectors():
+    config = replace(LATENT, execution=Execution(decode_attention="mosaic"))
+    with pytest.raises(ValueError, match=r"decode_attention='mosaic' .* use None, or latent="):
+        stepwise(config, mesh_of("dp1"))(random_weights(config, 0), *batch())
 
 
 @pytest.mark.parametrize(

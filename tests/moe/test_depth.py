@@ -103,7 +103,11 @@ def equations(jaxpr):
 def trained(config, layout):
     """Equations of loss and gradient, with choices that are replayed."""
     mesh, sized = mesh_of(layout), (BATCH, TIME)
-    kinds = [(sized, int), (sized, bool), ((*sized, config.num_expert_layers, 3), jnp.uint8)]
+    kinds = [
+        (sized, jnp.int32),
+        (sized, jnp.bool_),
+        ((*sized, config.num_expert_layers, 3), jnp.uint8),
+    ]
     piece = tuple(jax.ShapeDtypeStruct(shape, kind) for shape, kind in kinds)
     weights = jax.eval_shape(lambda weights: in_chunks(weights, mesh), shapes(config))
     return equations(jax.make_jaxpr(loss_and_gradient(config, mesh))(weights, piece).jaxpr)

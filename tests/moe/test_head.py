@@ -128,14 +128,18 @@ CASES = [
     ("tp2", 36, 5, "untied", 0.7),
     ("tp4 cp2", 36, 3, "untied", 1.3),
     ("dp2 tp2 pp2", 36, 7, "untied", 1.0),
-    # Columns that tp does not divide, or that every rank holds.
+    # The rows of an embedding that is spread.
+    ("tp2", 36, 5, "tied", 1.3),
+    ("tp4 cp2", 36, None, "tied", 0.7),
+    ("dp2 tp2 pp2", 36, 7, "tied", 0.7),
+    # Columns that tp does not divide, which every rank holds.
     ("tp2", 37, None, "untied", 1.0),
     ("tp4 cp2", 37, 4, "tied", 0.7),
     ("dp2 tp2 pp2", 37, 19, "untied", 0.7),
     # A rank that has no column of its own.
     ("tp4", 5, 1, "untied", 0.7),
 ]
-QUICK = CASES[1], CASES[4], CASES[7], CASES[9]
+QUICK = CASES[1], CASES[4], CASES[7], CASES[10], CASES[12]
 
 
 @pytest.mark.parametrize(
@@ -200,9 +204,9 @@ MANY, VOCAB, CHUNK, LAYOUT = 96, 160, 7, "tp4 cp2"
 
 
 @functools.cache
-def compiled(chunk, is_plain=False):
+def compiled(chunk, is_plain=False, head: Head = "untied"):
     """Forward and backward of `MANY` tokens, gradients of each device left apart."""
-    config, mesh = config_of(VOCAB, chunk), mesh_of(LAYOUT)
+    config, mesh, name = config_of(VOCAB, chunk, head), mesh_of(LAYOUT), HELD_IN[head]
 
     def read(weights, x, tokens):
         if not is_plain:
@@ -215,7 +219,9 @@ def compiled(chunk, is_plain=False):
     def local(weights, batch):
         weights, batch = vary((weights, batch), mesh.axes)
         both, pull = jax.vjp(
-            lambda head, x: read(weights.replace(head=head), x, batch.tokens), weights.head, batch.x
+            lambda matrix, x: read(weights.replace(**{name: matrix}), x, batch.tokens),
+            getattr(weights, name),
+            batch.x,
         )
         # As a loss's gradients do, these wait for the values.
         return both, pull((batch.of_logprob * both[0], batch.of_entropy * both[1]))
@@ -230,22 +236,28 @@ def compiled(chunk, is_plain=False):
     return step.lower(random_weights(config, 0), given(VOCAB, num_tokens=MANY)).compile()
 
 
+HELD_IN = {"tied": "embedding", "untied": "head"}
+
+
 def largest_array(program):
     """Elements of the largest array of the program of one device."""
     shapes = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", program.as_text())
     return max(math.prod(map(int, shape.split(","))) for shape in shapes)
 
 
-def test_there_are_never_all_logits():
+@pytest.mark.parametrize("head", ["untied", "tied"])
+def test_there_are_never_all_logits(head):
     """Neither of all columns and a device's tokens nor of its columns and all tokens of its group:
     both are as large."""
     of_group, columns = MANY // 2, VOCAB // 4
     others = max(of_group, columns) * D_MODEL  # states, columns
     assert of_group * CHUNK < others < of_group * columns
-    assert largest_array(compiled(CHUNK)) == others
-    for program in (compiled(None), compiled(None, is_plain=True)):
+    assert largest_array(compiled(CHUNK, head=head)) == others
+    for program in (compiled(None, head=head), compiled(None, is_plain=True, head=head)):
         assert largest_array(program) == of_group * columns
-    small, large = (compiled(c).memory_analysis().temp_size_in_bytes for c in (CHUNK, None))
+    small, large = (
+        compiled(c, head=head).memory_analysis().temp_size_in_bytes for c in (CHUNK, None)
+    )
     assert small < large / 2
 
 
@@ -259,9 +271,9 @@ def test_collectives_are_those_claimed():
     assert Counter(re.findall(COLLECTIVE, compiled(None, True).as_text())) == counts
 
 
-@pytest.mark.parametrize("vocab_size", [36, 37])
-def test_all_logits_are_those_of_one_device(vocab_size):
-    config, mesh = config_of(vocab_size), mesh_of("tp2 cp2")
+@pytest.mark.parametrize(("vocab_size", "head"), [(36, "untied"), (37, "untied"), (36, "tied")])
+def test_all_logits_are_those_of_one_device(vocab_size, head):
+    config, mesh = config_of(vocab_size, head=head), mesh_of("tp2 cp2")
     weights, x = random_weights(config, 0), given(vocab_size).x
     by_token, spec = P(mesh.sequence), specs(config, mesh)
 
@@ -269,7 +281,8 @@ def test_all_logits_are_those_of_one_device(vocab_size):
         return logits_of(weights, vary(x, mesh.axes), config, mesh)
 
     step = on_mesh(local, mesh, (spec, by_token), P(mesh.axes))
-    np.testing.assert_allclose(step(weights, x), x @ weights.head, atol=1e-5)
+    matrix = weights.embedding.T if head == "tied" else weights.head
+    np.testing.assert_allclose(step(weights, x), x @ matrix, atol=1e-5)
 
 
 def test_bad_input_is_refused():

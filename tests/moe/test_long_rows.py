@@ -49,7 +49,7 @@ def test_no_array_is_as_large_as_queries_times_keys(kind, layout, context):
         "shared prompts": lambda t: pack_shared_prompts(
             t, t > 0, TIME // 4, 2, mesh, config.execution
         ),
-        "packed": lambda t: pack_segments(t, t, mesh, config.execution),
+        "packed": lambda t: pack_segments(t, t, 2 * TIME, mesh, config.execution),
     }[kind]
 
     def local(weights, tokens):

@@ -25,7 +25,7 @@ from sharding.folding import Layout
 
 # A distinct size for each axis, divisible where the layouts cut it.
 MOE = ModelConfig(
-    vocab_size=11,
+    vocab_size=12,
     num_layers=1,
     d_model=10,
     num_heads=8,
@@ -37,25 +37,30 @@ MOE = ModelConfig(
 )
 CONFIGS = {
     "routed": MOE,
-    # A head that tp divides; of the others every rank reads its part. Both in chunks.
+    # Columns of the head in chunks.
     # A stage of a pipeline learns at run time whether its layer has a window.
     "two": replace(
         MOE,
         num_layers=2,
-        vocab_size=12,
         sliding_window=2,
         full_attention_layers=(1,),
         execution=Execution(vocab_chunk=5),
     ),
-    "four": replace(MOE, num_layers=4, sliding_window=3, full_attention_layers=(0, 3)),
+    # A vocabulary that tp does not divide is whole on each rank, which reads its part of the head.
+    "four": replace(
+        MOE, num_layers=4, vocab_size=11, sliding_window=3, full_attention_layers=(0, 3)
+    ),
     "dense": replace(
         MOE,
         num_layers=2,
+        vocab_size=11,
         num_experts=0,
         d_ff=28,
         head="tied",
         execution=Execution(vocab_chunk=4),
     ),
+    # One matrix, spread over tp, at both ends.
+    "tied": replace(MOE, num_layers=2, head="tied", execution=Execution(vocab_chunk=4)),
     # What DeepSeek-V3 routes by; rows travel one by one.
     "sigmoid": replace(
         MOE,
@@ -109,12 +114,15 @@ PIPELINES = [
     "pp2 dp2 cp2 tp2 / ep4 etp2",
     "pp2 vpp2 dp2 cp2 tp2 / ep8",
 ]
-# What the other configurations add is spread over tp (dense layers, the values' alignment) or not
-# at all (the tied head): a layout that has every axis is theirs, and one with experts inside tp.
+# What the other configurations add is spread over tp (dense layers, the values' alignment, the
+# tied head): a layout that has every axis is theirs, and one with experts inside tp.
 CASES = [
     *(("routed", layout) for layout in LAYOUTS),
     *(("four" if "vpp" in layout else "two", layout) for layout in PIPELINES),
     ("dense", "tp2 dp4"),
+    ("tied", "tp4"),
+    ("tied", "tp2 cp2 / ep2"),
+    ("tied", "pp2 tp2"),
     ("shared", "tp2 dp4 / ep4"),
     ("shared", "tp4 dp2 / ep2"),
     ("shared", "pp2 tp2 dp2 / ep4"),
@@ -127,7 +135,7 @@ BATCH, TIME = 8, 5
 
 def batch():
     draw = np.random.default_rng(1)
-    tokens = draw.integers(0, MOE.vocab_size, (BATCH, TIME))
+    tokens = draw.integers(0, min(c.vocab_size for c in CONFIGS.values()), (BATCH, TIME))
     length = np.arange(BATCH) % (TIME - 1) + 2
     valid = np.arange(TIME)[None, :] >= TIME - length[:, None]
     return jnp.asarray(tokens), jnp.asarray(valid)
@@ -182,8 +190,9 @@ def test_equals_one_device(name, layout):
     assert all(float(np.max(np.abs(g))) > 0 for g in jax.tree.leaves(grads))
 
 
-# Tokens that are gathered, alone: nothing is rounded on the way that is not on one device. Elsewhere
-# sums of some experts or parts of a product are, to 8 bits, before they are added up over the axis.
+# Tokens that are gathered, alone: nothing is rounded on the way that is not on one device.
+# Elsewhere sums of some experts or parts of a product are, to 8 bits, before they are added up over
+# the axis.
 EXACT_IN_HALF = [("routed", "dp4 / ep4")]
 HALF = [
     *EXACT_IN_HALF,
@@ -264,37 +273,43 @@ COLLECTIVE = r" (all-gather|reduce-scatter|all-to-all|all-reduce|collective-perm
 
 
 CLAIMS = [
-    # Attention gathers and scatters once over tp; the router gathers its counts; tokens, ids
-    # and probs go to the experts and sums come back.
+    # The embedding scatters what its rows gave; attention gathers and scatters once over tp; the
+    # router sums its counts; tokens, ids and probs go to the experts and sums come back.
     (
         "routed",
         "all_to_all",
         "tp2 dp4 / ep8",
-        {"all-gather": 2, "reduce-scatter": 1, "all-to-all": 4},
+        {"all-gather": 1, "all-reduce": 1, "reduce-scatter": 2, "all-to-all": 4},
     ),
     # Over etp tokens, ids and probs are gathered and sums scattered.
     (
         "routed",
         "all_to_all",
         "tp2 dp4 / ep4 etp2",
-        {"all-gather": 5, "reduce-scatter": 2, "all-to-all": 4},
+        {"all-gather": 4, "all-reduce": 1, "reduce-scatter": 3, "all-to-all": 4},
     ),
     # Over cp attention gathers keys and values; the counts of a sequence come from both axes.
     (
         "routed",
         "all_to_all",
         "tp2 cp2 dp2 / ep4",
-        {"all-gather": 4, "reduce-scatter": 1, "all-to-all": 4},
+        {"all-gather": 3, "all-reduce": 1, "reduce-scatter": 2, "all-to-all": 4},
     ),
     # Tokens, ids and weights are gathered, sums scattered.
-    ("routed", "all_gather", "tp2 dp4 / ep8", {"all-gather": 5, "reduce-scatter": 2}),
+    (
+        "routed",
+        "all_gather",
+        "tp2 dp4 / ep8",
+        {"all-gather": 4, "all-reduce": 1, "reduce-scatter": 3},
+    ),
     # The shared expert gathers and scatters as attention does.
     (
         "shared",
         "all_to_all",
         "tp2 dp4 / ep8",
-        {"all-gather": 3, "reduce-scatter": 2, "all-to-all": 4},
+        {"all-gather": 2, "all-reduce": 1, "reduce-scatter": 3, "all-to-all": 4},
     ),
+    # Of 11 tokens each rank has the whole embedding.
     ("dense", None, "tp2 dp4 / ep8", {"all-gather": 2, "reduce-scatter": 2}),
 ]
 

@@ -115,19 +115,6 @@ def test_logits_are_products_with_the_head(head):
     assert half.dtype == jnp.float32
 
 
-def test_embedding_has_the_variance_of_one():
-    config = replace(CONFIG, vocab_size=2000)
-    weights = random_weights(config, 1)
-    embed = on_mesh(
-        lambda weights, tokens: model.embed(weights, tokens, config, MESH),
-        MESH,
-        (specs(config, MESH), P()),
-        P(MESH.axes),
-    )
-    # 20 000 values: a standard error of 1 %.
-    assert abs(float(jnp.var(embed(weights, jnp.arange(2000)))) - 1) < 0.05
-
-
 def test_network_is_pre_norm_blocks_between_embedding_and_norm():
     """With the last factor of every term at zero the blocks add nothing."""
     weights = random_weights(CONFIG, 1)
@@ -283,6 +270,23 @@ def test_no_router_has_no_choices():
         model.routing_choices(
             random_weights(config, 1), jnp.zeros((2, 4), int), jnp.ones((2, 4), bool), config, MESH
         )
+
+
+def test_a_router_that_is_asked_for_by_name_is_a_kernel():
+    """Scores, choice and probs of a layer are one."""
+    eight = replace(CONFIG, num_experts=8)
+    tokens = jax.ShapeDtypeStruct((2, TIME), jnp.int32)
+    for router, kernels in ((None, 0), ("mosaic", 1)):
+        config = replace(eight, execution=Execution(router=router))
+        step = jax.shard_map(
+            lambda w, t, config=config: model.hidden(w, t, t < 99, config, MESH)[0],
+            mesh=MESH.mesh,
+            in_specs=(specs(config, MESH), P()),
+            out_specs=P(MESH.axes),
+        )
+        exported = jax.export.export(jax.jit(step), platforms=["cuda"])
+        text = exported(random_weights(config, 0), tokens).mlir_module()
+        assert text.count("call @mosaic_gpu_v2") == kernels
 
 
 def products(jaxpr):

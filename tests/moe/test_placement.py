@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe.config import ModelConfig
 from moe.placement import shardings, specs
+from moe.weights import shapes
 from sharding.folding import Layout, fold, fold_abstract
 
 # A distinct size for each axis; products are distinct enough to tell two weights apart.
@@ -35,7 +36,7 @@ CONFIGS = {
 def test_specs_follow_the_rules():
     mesh = fold_abstract(Layout.parse("tp2 dp4 / ep4"))
     placed = specs(CONFIGS["shared"], mesh)
-    assert placed.embedding == P(None, None)
+    assert placed.embedding == P(None, None)  # 17 tokens
     assert placed.layers.attention.query == P(mesh.pp, None, mesh.tp, None)
     assert placed.layers.attention.key == P(mesh.pp, None, mesh.tp, None)
     assert placed.layers.attention.out == P(mesh.pp, mesh.tp, None, None)
@@ -48,21 +49,35 @@ def test_specs_follow_the_rules():
     assert specs(CONFIGS["critic"], mesh).head == P(None)
 
 
-def test_the_columns_of_a_head_are_spread_where_they_divide():
+def test_the_vocabulary_is_spread_where_it_divides():
     odd, even = ROUTED, replace(ROUTED, vocab_size=18)
     for layout in ("tp2 dp4 / ep4", "tp2 pp3 / ep2"):
         mesh = fold_abstract(Layout.parse(layout))
-        assert specs(odd, mesh).head == P(None, None)
+        assert specs(odd, mesh).embedding == specs(odd, mesh).head == P(None, None)
+        assert specs(even, mesh).embedding == P(mesh.tp, None)
         assert specs(even, mesh).head == P(None, mesh.tp)
-        assert specs(even, mesh).embedding == P(None, None)
+        assert specs(replace(even, head="tied"), mesh).embedding == P(mesh.tp, None)
+        assert specs(replace(even, head="value"), mesh).embedding == P(mesh.tp, None)
+
+
+@pytest.mark.parametrize("vocab_size", [151_936, 128_256, 32_768])
+def test_vocabularies_of_public_checkpoints_are_spread_over_eight(vocab_size):
+    config = replace(ROUTED, vocab_size=vocab_size, num_heads=64, num_kv_heads=8)
+    mesh = fold_abstract(Layout.parse("tp8 dp2 / ep8"))
+    placed, whole = specs(config, mesh), shapes(config)
+    held = [
+        NamedSharding(mesh.mesh, spec).shard_shape(leaf.shape)
+        for spec, leaf in ((placed.embedding, whole.embedding), (placed.head, whole.head))
+    ]
+    assert held == [(vocab_size // 8, 20), (20, vocab_size // 8)]
 
 
 def test_shardings_split_the_experts():
     mesh = fold(Layout.parse("tp2 dp4 / ep8"), jax.devices()[:8])
     placed = shardings(ROUTED, mesh).layers.experts
     assert placed is not None
-    assert isinstance(placed.gate, NamedSharding)
-    assert placed.gate.shard_shape((3, 16, 20, 14)) == (3, 2, 20, 14)
+    assert isinstance(placed.gate_up, NamedSharding)
+    assert placed.gate_up.shard_shape((3, 16, 20, 2, 14)) == (3, 2, 20, 2, 14)
     assert placed.router.is_fully_replicated
     with pytest.raises(ValueError, match="shardings need real devices: fold the layout"):
         shardings(ROUTED, fold_abstract(Layout.parse("tp2 dp4 / ep8")))

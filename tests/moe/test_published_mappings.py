@@ -112,16 +112,16 @@ def test_what_a_device_holds(model, devices, layout):
     heads, kv_heads = config.num_heads // sizes.tp, config.num_kv_heads // sizes.tp
     experts, d_expert = config.num_experts // sizes.ep, config.d_expert // sizes.etp
     attention, routed = local.layers.attention, local.layers.experts
-    assert local.embedding == (config.vocab_size, d_model)
+    assert local.embedding == (config.vocab_size // sizes.tp, d_model)
     assert local.head == (d_model, config.vocab_size // sizes.tp)
     assert attention.query == (layers, d_model, heads, 128)
     assert attention.key == attention.value == (layers, d_model, kv_heads, 128)
     assert attention.out == (layers, heads, 128, d_model)
     assert routed.router == (layers, d_model, config.num_experts)
-    assert routed.gate == routed.up == (layers, experts, d_model, d_expert)
+    assert routed.gate_up == (layers, experts, d_model, 2, d_expert)
     assert routed.down == (layers, experts, d_expert, d_model)
     if config.d_ff:
-        assert local.layers.dense.gate == (layers, d_model, config.d_ff // sizes.tp)
+        assert local.layers.dense.gate_up == (layers, d_model, 2, config.d_ff // sizes.tp)
 
 
 def equations(jaxpr):
@@ -180,8 +180,6 @@ def test_what_is_sent_over_which_axes(model, layout, how):
     expected = {
         ("all_gather", ("tp",)),
         ("reduce_scatter", ("tp",)),
-        # The counts of choices in a sequence.
-        ("all_gather", ("cp", "tp")),
         # The next stage's input, and back its gradient.
         ("ppermute", ("pp",)),
     }
@@ -198,9 +196,17 @@ def test_what_is_sent_over_which_axes(model, layout, how):
         expected |= {("all_gather", ("cp",)), ("reduce_scatter", ("cp",))}
     moved = {key for key in found if key[0] != "psum"}
     assert moved == {(name, at) for name, axes in expected if (at := atoms(mesh, *axes))}
+    # A row per micro-batch, in a pipeline; else both rows of a data-parallel rank at once.
+    rows_at_once = 1 if mesh.layout.pp > 1 else 2
+    # What tokens chose the devices of a sequence tell each other as sums of a row and an expert.
+    of_sequence = atoms(mesh, "cp", "tp")
+    assert (rows_at_once, config.num_experts) in found["psum", of_sequence]
+    widths = {shape[-1] for shape in found.get(("all_gather", of_sequence), [])}
+    assert config.num_experts not in widths
+    # Where these are the devices of the experts too, choices go with the tokens.
+    if of_sequence not in (atoms(mesh, "ep", "etp"), atoms(mesh, "etp")):
+        assert config.experts_per_token not in widths
     if how == "all_to_all":
-        # A row per micro-batch, in a pipeline; else both rows of a data-parallel rank at once.
-        rows_at_once = 1 if mesh.layout.pp > 1 else 2
         tokens = rows_at_once * TIME // (mesh.layout.cp * mesh.layout.tp)
         capacity = math.ceil(tokens * config.experts_per_token / config.num_experts)
         room = capacity * config.num_experts // mesh.layout.ep
@@ -232,6 +238,6 @@ def test_gradients_are_summed_over_the_groups_of_the_reference(model, layout):
     assert summed(attention.query) == summed(attention.out) == {atoms(mesh, "dp", "cp")}
     assert summed(attention.key) == {atoms(mesh, "dp", "cp")}
     assert summed(experts.router) == {atoms(mesh, "dp", "cp", "tp")}
-    assert summed(experts.gate) == summed(experts.down) == ({atoms(mesh, "edp")} - {frozenset()})
+    assert summed(experts.gate_up) == summed(experts.down) == ({atoms(mesh, "edp")} - {frozenset()})
     assert summed(local.head) == {atoms(mesh, "pp", "dp", "cp")}
-    assert summed(local.embedding) == {atoms(mesh, "pp", "dp", "cp", "tp")}
+    assert summed(local.embedding) == {atoms(mesh, "pp", "dp", "cp")}

@@ -31,7 +31,7 @@ QWEN3 = {
     "experts_per_token": 8,
     "d_expert": 1536,
     "query_key_norm": "head",
-    "dtype": jnp.bfloat16,
+    "dtype": "bfloat16",
 }
 LAYOUT, TOKENS = "dp8 / ep8", (8, 1024)
 

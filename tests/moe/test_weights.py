@@ -10,11 +10,14 @@ import pytest
 from programs import jit
 from tiers import full_but
 
-from moe.config import ModelConfig
+from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.placement import shardings
 from moe.weights import (
     Weight,
+    _initial,
     axis_sizes,
+    cast,
+    cast_shapes,
     initialise,
     num_active_parameters,
     num_parameters,
@@ -52,14 +55,13 @@ ATTENTION_SHAPES = {
 }
 EXPERT_SHAPES = {
     "router": (3, 20, 16),
-    "gate": (3, 16, 20, 14),
-    "up": (3, 16, 20, 14),
+    "gate_up": (3, 16, 20, 2, 14),
     "down": (3, 16, 14, 20),
 }
 
 
 def dense_shapes(d_ff):
-    return {"gate": (3, 20, d_ff), "up": (3, 20, d_ff), "down": (3, d_ff, 20)}
+    return {"gate_up": (3, 20, 2, d_ff), "down": (3, d_ff, 20)}
 
 
 @pytest.mark.parametrize("name", full_but(CONFIGS, "shared", "critic"))
@@ -137,15 +139,17 @@ def test_scales_of_the_table():
     scaled = [weights.layers.attention.out, weights.layers.experts.down]
     assert [weight.scale for weight in scaled] == [residual, residual]
     assert [weight.fan_in for weight in scaled] == ["head head_dim", "d_expert"]
-    assert table(CONFIGS["critic"]).head == Weight("d_model", scale=0.0)
+    assert table(CONFIGS["critic"]).head == Weight("d_model", scale=0.0, float32=True)
 
 
 def test_initial_values_depend_on_the_key_only():
     first, again, other = (initial(ROUTED, jax.random.key(seed)) for seed in (0, 0, 1))
     jax.tree.map(np.testing.assert_array_equal, first, again)
     assert not np.array_equal(first.embedding, other.embedding)
-    # Two weights of one shape start apart.
-    assert not np.array_equal(first.layers.experts.gate, first.layers.experts.up)
+    # Two weights of one shape start apart, and so do the halves of one.
+    assert not np.array_equal(first.layers.attention.key, first.layers.attention.value)
+    gate, up = np.moveaxis(np.asarray(first.layers.experts.gate_up), 3, 0)
+    assert not np.array_equal(gate, up)
     placed = jit(
         lambda key: jax.tree.leaves(initialise(ROUTED, key)),
         out_shardings=jax.tree.leaves(
@@ -155,6 +159,22 @@ def test_initial_values_depend_on_the_key_only():
     for laid_out, single in zip(placed, jax.tree.leaves(first), strict=True):
         # The inverse error function may be vectorised otherwise: a few units in the last place.
         np.testing.assert_allclose(laid_out, single, rtol=2e-6)
+
+
+def test_gate_and_up_are_drawn_as_weights_that_stand_apart():
+    """With a key each, in the order of the table; the keys of all others follow from it."""
+    stated, sizes = table(ROUTED), axis_sizes(ROUTED)
+    apart = Weight("layer expert d_model d_expert", "d_model")
+    weights = jax.tree.leaves(stated)
+    number = weights.index(stated.layers.experts.gate_up)
+    listed = [*weights[:number], apart, apart, *weights[number + 1 :]]
+    keys = jax.random.split(jax.random.key(0), len(listed))
+    drawn = {n: _initial(listed[n], sizes, [keys[n]]) for n in range(number, number + 3)}
+    experts = initialise(ROUTED, jax.random.key(0)).layers.experts
+    assert experts is not None
+    np.testing.assert_array_equal(experts.gate_up[:, :, :, 0], drawn[number])
+    np.testing.assert_array_equal(experts.gate_up[:, :, :, 1], drawn[number + 1])
+    np.testing.assert_array_equal(experts.down, drawn[number + 2])
 
 
 def test_numbers_of_parameters():
@@ -172,3 +192,35 @@ def test_numbers_of_parameters():
     for config in CONFIGS.values():
         arrays = jax.tree.leaves(initial(config, jax.random.key(0)))
         assert num_parameters(config) == sum(array.size for array in arrays)
+
+
+LATENT = replace(
+    ROUTED,
+    num_kv_heads=8,
+    mla=MultiHeadLatentAttention(kv_lora_rank=9, q_lora_rank=11, qk_rope_head_dim=2, v_head_dim=5),
+    num_dense_layers=1,
+    dense_d_ff=26,
+)
+WITH_ALL = {"qkv_bias": True, "query_key_norm": "head", "selection_bias": True, "d_ff": 12}
+IN_FLOAT32 = {"norm", "query_norm", "key_norm", "down_norm", "router", "bias"}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [replace(ROUTED, **WITH_ALL, shared_expert_gate=True), LATENT, CONFIGS["critic"]],
+    ids=["all", "latent", "critic"],
+)
+def test_norms_routers_and_values_stay_float32(config):
+    """By name, and the head of a critic."""
+    kept = IN_FLOAT32 | ({"head"} if config.head == "value" else set())
+    half = replace(config, dtype="bfloat16")
+    weights = jax.tree.map(lambda x: jnp.full(x.shape, 1 + 2.0**-12), shapes(config))
+    found = jax.tree.leaves_with_path(cast(weights, half))
+    wanted = jax.tree.leaves(cast_shapes(half))
+    for (path, leaf), like in zip(found, wanted, strict=True):
+        exact = path[-1].name in kept
+        assert leaf.dtype == like.dtype == (jnp.float32 if exact else jnp.bfloat16)
+        assert leaf.shape == like.shape
+        np.testing.assert_array_equal(leaf.astype(jnp.float32), 1 + 2.0**-12 * exact)
+    same = cast(weights, config)
+    assert all(x is y for x, y in zip(*map(jax.tree.leaves, (same, weights)), strict=True))

@@ -1,5 +1,7 @@
 """Which dimension of a weight its optimizer state is cut along, and over which devices."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,3 +114,32 @@ def test_joined_parts_are_the_whole_and_their_gradients_are_summed():
     np.testing.assert_allclose(loss, np.sum(weight * factors.sum(axis=0)), rtol=1e-5)
     # Four float32 numbers in another order.
     np.testing.assert_allclose(gradient, factors.sum(axis=0), rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_shards_in_bfloat16_are_summed_in_float32():
+    """Gathered as they are. Of 1 and seven times 2^-9 a sum in bfloat16 would keep the 1 alone; a
+    CPU sums in float32 whatever it is told, so the program is looked at too."""
+    mesh = fold(Layout(dp=8), jax.devices()[:8])
+    dim = zero.shard_dim(P(), (16,), mesh)
+
+    def local(shard, factor):
+        def loss(shard):
+            whole = zero.unshard(shard, dim)
+            assert whole.shape == (16,) and whole.dtype == jnp.bfloat16
+            return jnp.sum(whole * factor[0])
+
+        return jax.grad(loss)(vary(shard, mesh.dp))
+
+    given = zero.shard_spec(P(), (16,), mesh)
+    factors = np.full((8, 16), 2.0**-9).astype(jnp.bfloat16)
+    factors[3] = 1
+    weight = np.ones(16, jnp.bfloat16)
+    replicated = P((*mesh.dp,))
+    program = jax.jit(
+        jax.shard_map(local, mesh=mesh.mesh, in_specs=(given, replicated), out_specs=given)
+    )
+    found = program(weight, factors)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found.astype(jnp.float32), 1 + 2.0**-6)
+    text = program.lower(weight, factors).as_text()
+    assert re.search(r"stablehlo.reduce_scatter.*?\(tensor<16xf32>\) -> tensor<2xf32>", text, re.S)

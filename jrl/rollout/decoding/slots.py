@@ -21,7 +21,7 @@ from moe.decoding import ROW, Cache, Prefilled, over_columns, prefill
 from moe.depth import is_stack, parts_of
 from moe.placement import specs
 from moe.router.replay import choices_dtype
-from moe.weights import Transformer, initialise, shapes
+from moe.weights import Transformer, cast_shapes, initialise
 from sharding.collectives import vary
 from sharding.folding import FoldedMesh
 
@@ -120,7 +120,7 @@ def _making(decoder: Decoder, slots: int, columns: int) -> tuple[Any, Pool[Any]]
     config, mesh = decoder.config, decoder.mesh
     like = jax.eval_shape(
         partial(_prefilled, decoder),
-        shapes(config),
+        cast_shapes(config),
         jax.ShapeDtypeStruct((mesh.size(mesh.dp), mesh.size(mesh.tp)), jnp.int32),
         jax.ShapeDtypeStruct((mesh.size(mesh.dp),), jnp.int32),
     )

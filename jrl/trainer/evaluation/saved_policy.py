@@ -13,6 +13,7 @@ from jrl.processes.agreement import any_of, is_main_process, is_multiprocess
 from jrl.runs.belongings import check_files
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
+from jrl.trainer.masters import float32_shardings, weights_of
 from jrl.trainer.setup.networks import Networks
 from moe import placement
 from moe import weights as moe_weights
@@ -21,25 +22,30 @@ from moe.weights import Transformer
 from sharding.folding import FoldedMesh
 
 
-def load_policy(folder: RunFolder, networks: Networks) -> tuple[Transformer[Array], int]:
+def load_policy(
+    folder: RunFolder, networks: Networks, *, float32: bool = False
+) -> tuple[Transformer[Array], int]:
     """The policy of the newest whole checkpoint and the steps it has learned for.
 
     Args:
       networks: whose policy it must be, and on whose mesh it is laid out.
+      float32: the weights that the optimizer steps, masters where the run keeps masters: what
+        training starts from, and what an export is made of. Else those that the network computes
+        and samples with, cast of them.
 
     Raises:
       ValueError: where there is no checkpoint yet, all are damaged, or it is one of another model.
     """
     models = {"policy/weights": networks.policy.config}
-    (policy,), step = _load(folder, models, networks.mesh)
+    (policy,), step = _load(folder, models, networks.mesh, float32)
     return policy, step
 
 
 def load_both(
     folder: RunFolder, networks: Networks
 ) -> tuple[Transformer[Array], Transformer[Array], int]:
-    """Policy and critic of one checkpoint, the newest whole one, and the steps they have learned
-    for.
+    """Policy and critic of one checkpoint, the newest whole one, as they compute, and the steps
+    they have learned for.
 
     Raises:
       ValueError: as for `load_policy`, and where the recipe trains no critic.
@@ -55,7 +61,7 @@ def load_both(
 
 
 def _load(
-    folder: RunFolder, models: Mapping[str, ModelConfig], mesh: FoldedMesh
+    folder: RunFolder, models: Mapping[str, ModelConfig], mesh: FoldedMesh, float32: bool = False
 ) -> tuple[list[Transformer[Array]], int]:
     """Parts of the newest whole checkpoint, all of the same one, and its step.
 
@@ -82,26 +88,27 @@ def _load(
             if not any_of(_identity(place) != before):
                 check_files(folder, step, read[0][1])
                 _warn(checkpoints, damaged, step)
-                found = zip(read, models.values(), strict=True)
-                return [_placed(weights, model, mesh) for (weights, _), model in found], step
+                pairs = zip(read, models.values(), strict=True)
+                return [_placed(found, model, mesh, float32) for (found, _), model in pairs], step
 
 
 def _described(model: ModelConfig, mesh: FoldedMesh) -> Any:
-    """Shapes and shardings of a network as a checkpoint holds it: the layers in order."""
+    """Shapes and shardings of a network as a checkpoint holds it: float32, the layers in order."""
     plain = replace(mesh, layout=replace(mesh.layout, vpp=1))
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         moe_weights.shapes(model),
-        placement.shardings(model, plain),
+        float32_shardings(model, plain),
     )
 
 
 def _placed(
-    weights: Transformer[Array], model: ModelConfig, mesh: FoldedMesh
+    weights: Transformer[Array], model: ModelConfig, mesh: FoldedMesh, float32: bool
 ) -> Transformer[Array]:
     """The weights on the mesh of the run."""
     weights = placement.in_chunks(weights, mesh)
-    return jax.device_put(weights, placement.shardings(model, mesh))
+    weights = jax.device_put(weights, float32_shardings(model, mesh))
+    return weights if float32 else weights_of(weights, model, mesh)
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.scoring import num_micro_batches
+from jrl.trainer.masters import keeps_masters
 from jrl.trainer.setup.lengths import response_origin
 from jrl.trainer.setup.predicted import memory_of_update, time_of_update
 from jrl.trainer.setup.setup import Setup
@@ -19,14 +20,20 @@ from moe.config import ModelConfig
 from moe.placement import in_chunks, shard_specs, specs, stored_specs
 from moe.router.replay import choices_dtype
 from moe.tokens.zigzag import ZigzagLayout
-from moe.weights import Transformer, num_active_parameters, num_parameters, shapes
+from moe.weights import (
+    Transformer,
+    cast_shapes,
+    num_active_parameters,
+    num_parameters,
+    shapes,
+)
 from sharding.folding import FoldedMesh
 from sharding.planner.hardware import of_kind
 from sharding.schedule import Schedule
 
 AXES = {
     "dp": "data: each rank has its own sequences",
-    "tp": "tensor: attention heads, dense hidden units, the head's columns; between layers, tokens",
+    "tp": "tensor: attention heads, dense hidden units, the vocabulary; between layers, tokens",
     "cp": "context: the positions of a sequence",
     "pp": "pipeline: the layers, and micro-batches on their way through them",
     "ep": "experts: each rank holds some of them, tokens travel",
@@ -136,16 +143,20 @@ def parameters(setup: Setup) -> dict[str, str]:
 def memory(setup: Setup) -> dict[str, int]:
     """Bytes on each device, in the order they are needed.
 
-    With ``W`` the bytes of the policy's weights on one device, ``4 x elements / devices it is split
-    over`` for each of them, and ``V`` those of the critic's:
+    With ``W`` the bytes of the policy's weights on one device, ``itemsize x elements / devices it
+    is split over`` for each of them, ``F`` those of as many float32 numbers, and ``V`` and ``E``
+    the same of the critic's:
 
     * weights ``W``, reference ``W``, critic ``V``, under `Execution.fsdp` their parts alone and
       ``W`` again where they are gathered to score; while it samples, the policy layer by layer, and
       on a layout of its own as that spreads it;
-    * Adam's two moments, those of each weight cut over the devices that hold it where a dimension
-      divides (`sharding.zero`): ``2 W / G`` with G copies of everything, and ``2 V / G``;
-    * gradients ``max(W, V)``, twice that where micro-batches are summed, in which the layers count
-      by their parts under `Execution.fsdp`;
+    * float32 masters of weights in bfloat16 (`jrl.trainer.masters`), those of each weight cut over
+      the devices that hold it where a dimension divides (`sharding.zero`): ``F / G`` with G copies
+      of everything, and ``E / G``; none where the weights are float32;
+    * Adam's two moments, cut in the same way: ``2 F / G`` and ``2 E / G``, a quarter less with a
+      first moment in bfloat16;
+    * gradients ``max(F, E)``, float32, and where micro-batches are summed ``max(W, V)`` for that of
+      one of them, in which the layers count by their parts under `Execution.fsdp`;
     * cache ``layers x slots x (prompt + response) x kv_heads / tp x (head_dim + v_head_dim) x
       itemsize``, with the slots per device;
     * logits ``4 x rows x response / cp x min(chunk, vocab / tp)`` of a chunk of columns, or
@@ -155,8 +166,8 @@ def memory(setup: Setup) -> dict[str, int]:
     * under `Recipe.router_replay` the experts of each token and layer, a byte or two each;
     * on a pipeline, the inputs of layers that a stage keeps until they go backward.
 
-    Per parameter these are ``8 + 8 / G`` bytes for weight, gradient and moments, all float32.
-    Megatron-Core's ``6 + 12 / G`` counts a bfloat16 weight and keeps its float32 master in parts.
+    Per parameter, weight, gradient, master and moments are ``6 + 12 / G`` bytes in bfloat16, as
+    Megatron-Core counts them, and ``8 + 8 / G`` in float32.
 
     What lies between the layers (activations) and what the compiler adds come on top.
     """
@@ -164,8 +175,11 @@ def memory(setup: Setup) -> dict[str, int]:
     networks = [setup.model, *([setup.model.as_critic()] if recipe.uses_critic else [])]
     held = part_bytes if setup.model.execution.fsdp else weight_bytes
     weights, critic = (*(held(network, mesh) for network in networks), 0)[:2]
-    moments, critic_moments = (*(2 * part_bytes(network, mesh) for network in networks), 0)[:2]
-    gradients = max(gradient_bytes(network, mesh) for network in networks)
+    parts, critic_parts = (*(float32_part_bytes(network, mesh) for network in networks), 0)[:2]
+    # Of float32 parts two, or one and a half.
+    halves = 2 + jax.numpy.dtype(run.mu_dtype).itemsize // 2
+    gradients = max(gradient_bytes(network, mesh, shapes(network)) for network in networks)
+    summand = max(gradient_bytes(network, mesh, cast_shapes(network)) for network in networks)
     gathered = max(weight_bytes(network, mesh) for network in networks)
     forward = [recipe.mini_batch_size // setup.geometry.num_micro_batches]
     if run.weights is None and run.checkpoint is None and run.warm_start_steps:
@@ -175,10 +189,12 @@ def memory(setup: Setup) -> dict[str, int]:
     rollout = rollout_memory(setup) if run.rollout_devices is None else {}
     rows = {
         "weights": weights,
-        "gradients": gradients * (2 if setup.geometry.num_micro_batches > 1 else 1),
-        "optimizer moments": moments,
+        "gradients": gradients + (summand if setup.geometry.num_micro_batches > 1 else 0),
+        "float32 masters": parts if keeps_masters(setup.model) else 0,
+        "optimizer moments": parts * halves // 2,
         "critic": critic,
-        "critic's optimizer moments": critic_moments,
+        "critic's float32 masters": critic_parts if keeps_masters(setup.model) else 0,
+        "critic's optimizer moments": critic_parts * halves // 2,
         "reference": weights if recipe.uses_reference else 0,
         "weights gathered to score": gathered if setup.model.execution.fsdp else 0,
         "weights apart to sample": rollout.get("weights apart to sample", 0),
@@ -228,24 +244,37 @@ def rollout_memory(setup: Setup) -> dict[str, int]:
 
 def weight_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
     """Bytes of a network's weights on one device where they are used."""
-    return sum(jax.tree.leaves(_bytes_on_one(config, mesh, specs(config, mesh))))
+    return _total(_bytes_on_one(cast_shapes(config), mesh, specs(config, mesh)))
 
 
 def part_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
     """Bytes of one device's parts of the weights, as the optimizer cuts them."""
-    return sum(jax.tree.leaves(_bytes_on_one(config, mesh, shard_specs(config, mesh))))
+    return _total(_bytes_on_one(cast_shapes(config), mesh, shard_specs(config, mesh)))
 
 
-def gradient_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
-    """Bytes of the sum of gradients on one device: those of layers that are joined one by one are
-    summed in parts."""
-    whole = _bytes_on_one(config, mesh, specs(config, mesh))
-    layers = _bytes_on_one(config, mesh, stored_specs(config, mesh)).layers
-    return sum(jax.tree.leaves(replace(whole, layers=layers)))
+def float32_part_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
+    """Bytes of as many float32 numbers: masters, or one of the moments."""
+    return _total(_bytes_on_one(shapes(config), mesh, shard_specs(config, mesh)))
+
+
+def gradient_bytes(
+    config: ModelConfig, mesh: FoldedMesh, like: Transformer[jax.ShapeDtypeStruct]
+) -> int:
+    """Bytes of gradients on one device, in the dtypes of `like`: those of layers that are joined
+    one by one are there in parts."""
+    whole = _bytes_on_one(like, mesh, specs(config, mesh))
+    layers = _bytes_on_one(like, mesh, stored_specs(config, mesh)).layers
+    return _total(replace(whole, layers=layers))
+
+
+def _total(bytes_of: Transformer[int]) -> int:
+    return sum(jax.tree.leaves(bytes_of))
 
 
 def _bytes_on_one(
-    config: ModelConfig, mesh: FoldedMesh, places: Transformer[PartitionSpec]
+    like: Transformer[jax.ShapeDtypeStruct],
+    mesh: FoldedMesh,
+    places: Transformer[PartitionSpec],
 ) -> Transformer[int]:
     """Bytes of each weight."""
 
@@ -253,7 +282,7 @@ def _bytes_on_one(
         sharding = NamedSharding(mesh.mesh, spec)
         return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
-    stored = jax.eval_shape(lambda weights: in_chunks(weights, mesh), shapes(config))
+    stored = jax.eval_shape(lambda weights: in_chunks(weights, mesh), like)
     return jax.tree.map(on_one, stored, places)
 
 

@@ -155,8 +155,10 @@ class Setup:
         critic = None
         if isinstance(recipe, ActorCritic):
             of_critic = CriticObjective(self.model.as_critic(), self.mesh, layout, recipe, response)
-            critic = Network(of_critic, recipe.critic_optimizer, pieces, self.geometry.bins)
-        policy = Network(of_policy, recipe.optimizer, pieces, self.geometry.bins)
+            critic = Network(
+                of_critic, self._stepping(recipe.critic_optimizer), pieces, self.geometry.bins
+            )
+        policy = Network(of_policy, self._stepping(recipe.optimizer), pieces, self.geometry.bins)
         packs = self.run.packing
         if packs is None:
             # Where windows are written on, most tokens of a step are there for attention only.
@@ -172,7 +174,12 @@ class Setup:
     def imitator(self) -> Network[SupervisedObjective]:
         """The policy in its warm start."""
         objective = SupervisedObjective(self.model, self.mesh, self.geometry.alone)
-        return Network(objective, Optimizer(self.run.warm_start_learning_rate), 1)
+        optimizer = self._stepping(Optimizer(self.run.warm_start_learning_rate))
+        return Network(objective, optimizer, 1)
+
+    def _stepping(self, optimizer: Optimizer) -> Optimizer:
+        """An optimizer of the recipe, kept as the run says."""
+        return replace(optimizer, mu_dtype=self.run.mu_dtype)
 
 
 def build_setup(
@@ -287,7 +294,8 @@ def _trained(model: ModelConfig, run: RunConfig) -> ModelConfig:
         buffer_factor=run.buffer_factor,
         scan_layers=run.scan_layers,
     )
-    return replace(model, **given, execution=execution)
+    dtype = model.dtype if run.dtype is None else run.dtype
+    return replace(model, **given, dtype=dtype, execution=execution)
 
 
 def _of_checkpoint(directory: str) -> ModelConfig:

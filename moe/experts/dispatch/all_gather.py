@@ -32,7 +32,7 @@ def all_gather_dispatch(
     References:
       Jin et al., "MegaScale-MoE", 2025, section 3.2. https://arxiv.org/abs/2505.11432
     """
-    group, num_local = (*mesh.ep, *mesh.etp), weights.gate.shape[0]
+    group, num_local = (*mesh.ep, *mesh.etp), weights.down.shape[0]
     num_tokens, k = routing.experts.shape
     # In float32 from here: a token's gradient is a sum over devices, rounded once at its own.
     dtype, x = x.dtype, gather_and_widen(x, group, DISPATCHED)

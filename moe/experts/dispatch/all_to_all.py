@@ -40,7 +40,7 @@ def all_to_all_dispatch(
     References:
       Liu et al., "MoE Parallel Folding", 2025, figure 2. https://arxiv.org/abs/2504.14960
     """
-    num_local, num_peers = weights.gate.shape[0], mesh.size(mesh.ep)
+    num_local, num_peers = weights.down.shape[0], mesh.size(mesh.ep)
     num_tokens, k = routing.experts.shape
     sizes = num_tokens, k, num_local, mesh, capacity, buffer_factor
     per_peer = peer_tokens(*sizes)
@@ -92,6 +92,6 @@ def whole_experts(
     """
     dtype, rows = rows.dtype, gather_tokens(rows, mesh.etp, DISPATCHED)
     experts, probs = (gather_tokens(array, mesh.etp) for array in (experts, probs))
-    own = own_choices(experts, probs, weights.gate.shape[0], mesh)
+    own = own_choices(experts, probs, weights.down.shape[0], mesh)
     done, overflow = routed_experts(weights, rows, *own, num_rows=num_rows, implementation=product)
     return scatter_tokens(done.astype(dtype), mesh.etp), overflow

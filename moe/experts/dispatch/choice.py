@@ -78,13 +78,13 @@ def dispatch(
     name = implementation
     if name is None:
         num_tokens, k = routing.experts.shape
-        name = best(num_tokens, k, weights.gate.shape[0], mesh, capacity, buffer_factor)
+        name = best(num_tokens, k, weights.down.shape[0], mesh, capacity, buffer_factor)
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"dispatch={name!r} is none of {', '.join(IMPLEMENTATIONS)}; None picks.")
     if name == "ragged":
         _refuse_cpu(mesh)
     # Buffers count on it; a replayed routing may name an expert twice.
-    routing = without_repeats(routing, weights.gate.shape[0] * mesh.size(mesh.ep))
+    routing = without_repeats(routing, weights.down.shape[0] * mesh.size(mesh.ep))
     return IMPLEMENTATIONS[name](weights, x, routing, mesh, capacity, product, buffer_factor)
 
 

@@ -54,7 +54,7 @@ def ragged_dispatch(
     with even routing at most ``2 T k (ep - 1) / ep`` of them. Over ``etp`` whole buffers travel,
     ``2 B (etp - 1)`` tokens with ``B = ep`` times `peer_tokens`.
     """
-    num_local, num_peers = weights.gate.shape[0], mesh.size(mesh.ep)
+    num_local, num_peers = weights.down.shape[0], mesh.size(mesh.ep)
     num_tokens, k = routing.experts.shape
     sizes = num_tokens, k, num_local, mesh, capacity, buffer_factor
     # One buffer for all senders: what one leaves free another may use.

@@ -7,12 +7,9 @@ matrices transposed, and the product that sums over the rows of a group; `groupe
 differentiable function of them.
 """
 
-import itertools
 from functools import partial
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -27,7 +24,7 @@ from sharding.collectives import vary, varying
 
 def grouped_dot(
     rows: Float[Array, "row inner"],
-    weights: Float[Array, "group inner outer"] | tuple[Float[Array, "group inner part"], ...],
+    weights: Float[Array, "group inner *outer"],
     sizes: Int[Array, "group"],
     *,
     implementation: str | None = None,
@@ -41,8 +38,9 @@ def grouped_dot(
 
     Args:
       rows: sorted by group.
-      weights: one matrix per group, or matrices whose columns are to stand side by side: they are
-        joined where they are used, and neither kept nor joined in their own dtype.
+      weights: one matrix per group. What follows the inner dimension are its columns, in the order
+        in which they lie together; they are made one dimension where they are used, and kept for
+        the gradient as they are given.
       sizes: rows of each group; none negative, together at most the number of rows.
       implementation: "tiles" loops over the rows there are, in tiles that each meet one matrix;
         "blocks" loops over whole blocks, of a number known when compiling, which suits
@@ -62,19 +60,18 @@ def grouped_dot(
             f"{', '.join(map(repr, IMPLEMENTATIONS))}, or None for the best that applies."
         )
     # The loops carry sums of products, which differ over every axis that an operand differs over.
-    operands = rows, weights if isinstance(weights, tuple) else (weights,), sizes
-    axes = tuple(frozenset.union(*map(varying, jax.tree.leaves(operands))))
+    operands = rows, weights, sizes
+    axes = tuple(frozenset.union(*map(varying, operands)))
     return _grouped_dot(*vary(operands, axes), implementation)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _grouped_dot(rows, weights, sizes, implementation):
-    return _named(implementation).each(0, rows, _joined(weights, rows.dtype), sizes)
+    return _named(implementation).each(0, rows, _matrices(weights, rows), sizes)
 
 
-def _joined(weights: tuple[Array, ...], dtype: Any) -> Array:
-    parts = [part.astype(dtype) for part in weights]
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+def _matrices(weights: Array, rows: Array) -> Array:
+    return weights.astype(rows.dtype).reshape(*weights.shape[:2], -1)
 
 
 def _forward(rows, weights, sizes, implementation):
@@ -84,15 +81,10 @@ def _forward(rows, weights, sizes, implementation):
 def _backward(implementation, residuals, out_gradient):
     rows, weights, sizes = residuals
     # Both gradients are grouped products again; sizes are integers and have none.
-    product, matrices = _named(implementation), _joined(weights, rows.dtype)
+    product = _named(implementation)
+    by_rows = product.each(1, out_gradient, _matrices(weights, rows), sizes)
     by_weights = product.summed(rows, out_gradient, sizes)
-    starts = itertools.accumulate(part.shape[-1] for part in weights[:-1])
-    by_parts = jnp.split(by_weights, list(starts), axis=-1)
-    return (
-        product.each(1, out_gradient, matrices, sizes),
-        tuple(by.astype(part.dtype) for by, part in zip(by_parts, weights, strict=True)),
-        None,
-    )
+    return by_rows, by_weights.astype(weights.dtype).reshape(weights.shape), None
 
 
 _grouped_dot.defvjp(_forward, _backward)

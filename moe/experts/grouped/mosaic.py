@@ -25,18 +25,22 @@ def on_hopper() -> bool:
 
 
 def mosaic_each(side, rows, weights, sizes):
-    _refuse(obstacle(rows, weights.shape[2 - side]))
+    demand_service(rows, weights.shape[2 - side])
     return grouped.each(side, rows, weights, sizes)
 
 
 def mosaic_summed(rows, others, sizes):
-    _refuse(obstacle(rows, others.shape[1]))
+    demand_service(rows, others.shape[1])
     return grouped.summed(rows, others, sizes)
 
 
-def _refuse(reason: str | None) -> None:
+def demand_service(
+    rows: Array, width: int, name: str = "mosaic", operation: str = "grouped_dot"
+) -> None:
+    """Refuses rows that the kernels cannot make so wide."""
+    reason = obstacle(rows, width)
     if reason is not None:
         raise ValueError(
-            f'implementation="mosaic" of grouped_dot cannot serve {reason}: use "blocks", or None '
+            f'implementation="{name}" of {operation} cannot serve {reason}: use "blocks", or None '
             "for the best that applies."
         )

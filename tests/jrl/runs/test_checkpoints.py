@@ -150,6 +150,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_all_that_differs(tmp_path
     assert "\n" not in message and "is of another model: missing e; extra c/d; " in message
     assert "a is float32[2,3], not float32[3,2]" in message
     assert "b is float32[5], not bfloat16[5]" in message
+    assert message.endswith("use the configuration, and the version of jrl, that it was saved with")
     assert not re.search(r"\bk\b", message)
 
 

@@ -122,4 +122,5 @@ def test_statistics_of_the_loss_are_those_of_the_mini_batch():
         setup = small_setup(recipe_of(micro_batch=micro_batch))
         _, done = one_step(setup, fresh_state(setup, fresh_weights(setup)))
         found.append((done.metrics["actor/loss"], done.metrics["actor/grad_norm"]))
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
+    # The loss is a mean of terms of about 1 and of both signs that nearly cancel.
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-6)

@@ -11,11 +11,26 @@ from jrl.recipes import Hapo, Ppo
 from jrl.trainer.setup.setup import build_setup
 from jrl.trainer.state import abstract, init_state, init_weights
 
+SPREAD = RunConfig(layout="tp2 dp2 / ep4")
+
 
 @pytest.mark.parametrize("recipe", [replace(Ppo(), kl_coef=0.1), Hapo()], ids=lambda r: r.name)
-@pytest.mark.parametrize("layout", full_but(["dp1", "tp2 dp2 / ep4"], "tp2 dp2 / ep4"))
-def test_a_checkpoint_is_read_into_the_place_that_the_state_has(layout, recipe):
-    setup = build_setup(RunConfig(layout=layout), recipe)
+@pytest.mark.parametrize(
+    "run",
+    full_but(
+        [
+            RunConfig(),
+            SPREAD,
+            replace(SPREAD, dtype="bfloat16", mu_dtype="bfloat16"),
+            RunConfig(layout="dp4", dtype="bfloat16", remat="full", fsdp=True),
+            RunConfig(layout="pp3 dp2", dtype="bfloat16"),
+        ],
+        SPREAD,
+    ),
+    ids=lambda run: f"{run.layout} {run.dtype}",
+)
+def test_a_checkpoint_is_read_into_the_place_that_the_state_has(run, recipe):
+    setup = build_setup(run, recipe)
     weights = init_weights(setup.model, setup.mesh, setup.randomness.key("weights"))
     state = init_state(setup.networks, weights, setup.randomness.key("critic"))
     neutral = EntropyStatistics.neutral() if recipe.name == "hapo" else None

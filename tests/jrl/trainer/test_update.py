@@ -14,7 +14,7 @@ from jrl.losses import ExplainedVariance, Mean
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.rollout.batching import replicated
 from jrl.trainer.state import init_weights
-from jrl.trainer.update import Max, init_learner, update
+from jrl.trainer.update import Max, init_learner, transformation, update
 
 
 def networks(setup):
@@ -232,3 +232,25 @@ def test_warm_up():
     moved = np.abs(learner.weights.layers.attention.query - weights.layers.attention.query)
     # Where the gradient is far above Adam's 1e-8.
     np.testing.assert_allclose(moved.max(), setup.recipe.learning_rate / 3, rtol=1e-2)
+
+
+def test_a_first_moment_in_bfloat16_is_rounded_and_the_second_is_not():
+    """Ten steps of a constant gradient of 0.3, which the bound leaves as it is."""
+    weights, gradient = jnp.zeros(5), jnp.full(5, 0.3)
+    optimizers = [transformation(Optimizer(0.1, mu_dtype=d)) for d in ("float32", "bfloat16")]
+    states = [one.init(weights) for one in optimizers]
+    for _ in range(10):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            found = [
+                one.update(gradient, state, weights)
+                for one, state in zip(optimizers, states, strict=True)
+            ]
+        (plain, small), states = zip(*found, strict=True)
+    (exact, rounded) = (state[1][0] for state in states)
+    assert (exact.mu.dtype, rounded.mu.dtype) == (jnp.float32, jnp.bfloat16)
+    assert exact.nu.dtype == rounded.nu.dtype == jnp.float32
+    np.testing.assert_array_equal(exact.nu, rounded.nu)
+    # Two roundings of 2^-9 a step, of which nine tenths go on to the next.
+    np.testing.assert_allclose(rounded.mu.astype(jnp.float32), exact.mu, rtol=0.02)
+    np.testing.assert_allclose(small, plain, rtol=0.02)
+    assert not np.array_equal(small, plain)

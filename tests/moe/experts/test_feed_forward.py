@@ -26,8 +26,7 @@ def expert_weights(num_experts=NUM_EXPERTS, seed=0):
 
     return Experts(
         router=normal(D_MODEL, num_experts),
-        gate=normal(num_experts, D_MODEL, D_EXPERT),
-        up=normal(num_experts, D_MODEL, D_EXPERT),
+        gate_up=jnp.stack([normal(num_experts, D_MODEL, D_EXPERT) for _ in range(2)], axis=2),
         down=normal(num_experts, D_EXPERT, D_MODEL),
     )
 
@@ -41,7 +40,7 @@ def swiglu(weights, expert, row):
     """One row through one expert, in float64."""
     row, gate, up, down = (
         np.asarray(x, np.float64)
-        for x in (row, weights.gate[expert], weights.up[expert], weights.down[expert])
+        for x in (row, *jnp.moveaxis(weights.gate_up[expert], 1, 0), weights.down[expert])
     )
     gated = row @ gate
     return (gated / (1 + np.exp(-gated)) * (row @ up)) @ down
@@ -114,7 +113,7 @@ def test_grouped_experts_equal_the_plain_twin(name):
     np.testing.assert_array_equal(np.asarray(out)[nobodys], 0)
     np.testing.assert_array_equal(np.asarray(by_rows)[nobodys], 0)
     for expert in set(range(NUM_EXPERTS)) - set(ASSIGNMENTS[name]):
-        np.testing.assert_array_equal(by_weights.gate[expert], 0)
+        np.testing.assert_array_equal(by_weights.gate_up[expert], 0)
         np.testing.assert_array_equal(by_weights.down[expert], 0)
 
 
@@ -173,19 +172,27 @@ def test_the_second_product_is_nobodys_residual():
     kept = [shape for shape, dtype in sizes if dtype == jnp.bfloat16 and shape[:1] == (33,)]
     # The rows of both products and the result of the first.
     assert sorted(kept) == [(33, D_MODEL), (33, D_EXPERT), (33, 2 * D_EXPERT)]
-    # The matrices as they are stored, not the joined ones.
+    # The matrices as they are stored.
     assert not [shape for shape, _ in sizes if shape[-1:] == (2 * D_EXPERT,) and len(shape) == 3]
-    assert (weights.gate.shape, weights.gate.dtype) in sizes
+    assert (weights.gate_up.shape, weights.gate_up.dtype) in sizes
+
+
+def test_an_unknown_implementation_is_refused():
+    weights, rows = expert_weights(), rows_of(4)
+    ids, probs = choices_of(4, 2)
+    probs = jnp.asarray(probs, jnp.float32)
+    with pytest.raises(ValueError, match=r"experts='tile' is none of .*, mosaic_fused; None"):
+        routed_experts(weights, rows, ids, probs, implementation="tile")
 
 
 def test_dense_layer_is_swiglu_on_any_number_of_ranks():
     experts = expert_weights(1)
     # An even number of hidden units, split over two ranks.
-    weights = Dense(experts.gate[0, :, :6], experts.up[0, :, :6], experts.down[0, :6])
-    one = Experts(experts.router, weights.gate[None], weights.up[None], weights.down[None])
+    weights = Dense(experts.gate_up[0, :, :, :6], experts.down[0, :6])
+    one = Experts(experts.router, weights.gate_up[None], weights.down[None])
     x = rows_of(4)
     mesh = mesh_of("tp2")
-    spec = Dense(P(None, mesh.tp), P(None, mesh.tp), P(mesh.tp))
+    spec = Dense(P(None, None, mesh.tp), P(mesh.tp))
     out = on_mesh(lambda w, x: dense(w, x, mesh), mesh, (spec, P(mesh.tp)), P(mesh.tp))(weights, x)
     for row in range(4):
         np.testing.assert_allclose(out[row], swiglu(one, 0, x[row]), atol=1e-6)

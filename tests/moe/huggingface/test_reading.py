@@ -7,11 +7,12 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from programs import mesh_of
-from public_checkpoints import FIXTURES, MESH, NAMES, copy_of, loaded
+from programs import mesh_of, random_weights
+from public_checkpoints import FIXTURES, MESH, NAMES, copy_of, loaded, tensors
 from safetensors.numpy import load_file, save_file
 
 from moe import huggingface
+from moe.config import tiny
 from moe.execution import Execution
 from moe.huggingface.families.known import FAMILIES
 
@@ -42,7 +43,7 @@ def test_a_shard_is_read_without_the_rest_of_its_tensor(monkeypatch):
 
     def counted(files, plan, index):
         out = shard(files, plan, index)
-        read.append((plan.name, out.size))
+        read.append((plan.names_of_halves, out.size))
         return out
 
     monkeypatch.setattr(reading, "_shard", counted)
@@ -50,10 +51,26 @@ def test_a_shard_is_read_without_the_rest_of_its_tensor(monkeypatch):
     assert sum(size for _, size in read) == sum(x.size for x in jax.tree.leaves(weights))
     experts = weights.layers.experts
     assert experts is not None
-    gate = [size for name, size in read if "gate_proj" in name]
-    assert gate == [experts.gate.size // 4] * 4
-    queries = [size for name, size in read if "q_proj" in name]
+    both = [size for (name, *rest), size in read if "gate_proj" in name and "up_proj" in rest[0]]
+    assert both == [experts.gate_up.size // 4] * 4
+    queries = [size for (name, *_), size in read if "q_proj" in name]
     assert queries == [weights.layers.attention.query.size // 2] * 2
+
+
+def test_a_vocabulary_that_tp_divides_is_read_in_parts(tmp_path):
+    """Files have all of its rows, as from one device."""
+    config = replace(tiny(14), num_layers=1, d_model=12, num_experts=4, d_expert=6)
+    config, weights = huggingface.fold_embedding_scale(config, random_weights(config, 0))
+    huggingface.save(tmp_path / "one", config, weights)
+    _, parts = huggingface.load(tmp_path / "one", mesh_of(MESH))
+    assert parts.embedding.addressable_shards[0].data.shape == (7, 12)
+    assert parts.head is not None
+    assert parts.head.addressable_shards[0].data.shape == (12, 7)
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((parts, weights)))
+    huggingface.save(tmp_path / "parts", config, parts)
+    before, after = tensors(tmp_path / "one"), tensors(tmp_path / "parts")
+    assert before["model.embed_tokens.weight"].shape == before["lm_head.weight"].shape == (14, 12)
+    jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
 def test_differing_tensors_are_all_listed(tmp_path):

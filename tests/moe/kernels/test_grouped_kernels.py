@@ -208,7 +208,8 @@ def test_what_the_kernels_cannot_serve_is_refused():
 
 def test_other_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(mosaic, "capability", lambda: 8.0)
+    half = partial(jnp.ones, dtype=jnp.bfloat16)
     with pytest.raises(ValueError, match=r"cannot serve GPUs of capability 8.0, .* Hopper"):
         dot.IMPLEMENTATIONS["mosaic"].each(
-            0, shaped(8, 64), shaped(2, 64, 64), shaped(2, dtype=jnp.int32)
+            0, half((8, 64)), half((2, 64, 64)), jnp.ones(2, jnp.int32)
         )

@@ -1,11 +1,14 @@
 """The router against loops over tokens."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from programs import jit
+from tiers import full_but
 
 from moe.config import ModelConfig
 from moe.router.routing import assignments, topk_routing
@@ -133,6 +136,40 @@ def test_routers_of_public_models(name):
     np.testing.assert_allclose(probabilities.sum(axis=1), 1, rtol=1e-6)
     if config.num_expert_groups > 1:
         assert changed > 10
+
+
+@pytest.mark.parametrize("name", full_but(ROUTERS, "DeepSeek-V3"))
+def test_the_kernel_routes_as_the_plain_router(name):
+    """Padding and replayed choices included; the latter are weighed by the plain one."""
+    config, draw = ROUTERS[name], np.random.default_rng(8)
+    logits = jnp.asarray(2 * draw.normal(size=(40, 8)), jnp.float32)
+    valid = jnp.asarray(draw.random(40) < 0.7)
+    bias = jnp.asarray(draw.normal(size=8), jnp.float32) if config.selection_bias else None
+    pull = jnp.asarray(draw.normal(size=(40, config.experts_per_token)), jnp.float32)
+    replay = jnp.asarray(draw.integers(0, 8, pull.shape), jnp.int32)
+
+    def run(implementation, replay=None):
+        def probs(logits):
+            routing, probabilities = topk_routing(
+                logits, valid, config, bias=bias, replay=replay, implementation=implementation
+            )
+            return routing.probs, (routing.experts, probabilities)
+
+        out, back, rest = jax.vjp(probs, logits, has_aux=True)
+        return out, *rest, *back(pull)
+
+    for given in (None, replay):
+        found, expected = (jit(partial(run, name, given))() for name in ("interpreted", "plain"))
+        np.testing.assert_array_equal(found[1], expected[1])
+        for a, b in zip(found, expected, strict=True):
+            # A few roundings of float32.
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_router_of_another_name_is_refused():
+    logits, valid = jnp.zeros((2, 8)), jnp.ones(2, bool)
+    with pytest.raises(ValueError, match=r"'triton' of route is none of 'mosaic', 'plain'"):
+        topk_routing(logits, valid, EIGHT, implementation="triton")
 
 
 def test_sigmoid_scores_that_vanish_still_have_weights():

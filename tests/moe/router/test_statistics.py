@@ -5,12 +5,11 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from moe.config import ModelConfig
 from moe.router.routing import assignments, topk_routing
-from moe.router.statistics import LoadFractions, sequence_load_fractions, statistics
+from moe.router.sequences import load_fraction
+from moe.router.statistics import LoadFractions, statistics
 
 CONFIG = ModelConfig(vocab_size=5, num_experts=7, experts_per_token=3)
 BATCH, TIME, EXPERTS = 2, 5, 7
@@ -44,22 +43,6 @@ def test_padding_is_counted_nowhere():
         assert counts[token].sum() == (3 if valid[token] else 0)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(st.integers(0, 10_000))
-def test_sequence_share_is_the_share_of_each_row(seed):
-    draw = np.random.default_rng(seed)
-    counts = draw.integers(0, 2, (BATCH, TIME, EXPERTS)).astype(np.float32)
-    valid = draw.random((BATCH, TIME)) < draw.choice([0.0, 0.5, 1.0])
-    share = np.asarray(sequence_load_fractions(jnp.asarray(counts), jnp.asarray(valid)))
-    for row in range(BATCH):
-        sent = np.zeros(EXPERTS)
-        for time in range(TIME):
-            if valid[row, time]:
-                sent += counts[row, time]
-        expected = sent / sent.sum() if sent.sum() else sent
-        np.testing.assert_allclose(share[row], expected, rtol=1e-6)
-
-
 def test_statistics_are_sums_over_valid_tokens():
     logits, valid = tokens(3)
     draw = np.random.default_rng(4)
@@ -86,9 +69,7 @@ def whole(logits, valid):
     """Statistics of a batch with the load fractions that the network computes."""
     routing, probabilities = topk_routing(logits, valid, CONFIG)
     counts = assignments(routing.experts, EXPERTS)
-    share = sequence_load_fractions(
-        counts.reshape(BATCH, TIME, EXPERTS), valid.reshape(BATCH, TIME)
-    )
+    share = load_fraction(jnp.sum(counts.reshape(BATCH, TIME, EXPERTS), axis=1))
     share = jnp.repeat(share, TIME, axis=0)
     return sums(logits, probabilities, counts, share, valid), share
 

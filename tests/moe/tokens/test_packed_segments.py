@@ -31,7 +31,7 @@ def segments():
     for row in range(BATCH):
         cuts = np.sort(np.random.default_rng(row).choice(np.arange(1, TIME), 3, replace=False))
         for number, (low, high) in enumerate(zip([0, *cuts], [*cuts, TIME], strict=True)):
-            ids[row, low:high] = [3, 1, 12, 2][number]
+            ids[row, low:high] = 12 * (BATCH - row - 1) + [3, 1, 12, 2][number]
     ids[2, 5:7] = 0
     ids[4] = 0
     return ids
@@ -93,7 +93,9 @@ def trained(is_packed, layout, context=None):
 
     def loss(weights):
         if is_packed:
-            packed = pack_segments(tokens, jnp.asarray(segments()), mesh, config.execution)
+            packed = pack_segments(
+                tokens, jnp.asarray(segments()), 12 * BATCH, mesh, config.execution
+            )
         else:
             packed = pack_rows(tokens, jnp.asarray(valid), mesh, config.execution)
         x, stats = model.run(weights, packed, config, mesh)
@@ -137,7 +139,7 @@ def test_packed_sequences_are_rows_of_their_own(layout, context):
 def test_positions_restart_with_every_sequence():
     tokens = jnp.zeros((2, 7), int)
     ids = jnp.asarray([[2, 2, 1, 1, 1, 0, 3], [0, 5, 5, 0, 5, 7, 7]])
-    packed = pack_segments(tokens, ids, mesh_of("dp1"))
+    packed = pack_segments(tokens, ids, 7, mesh_of("dp1"))
     expected = [[0, 1, 0, 1, 2, None, 0], [None, 0, 1, None, 2, 0, 1]]
     positions = packed.positions.reshape(2, 7)
     for row in range(2):
@@ -149,7 +151,7 @@ def test_positions_restart_with_every_sequence():
 def test_choices_to_replay_stand_with_their_tokens():
     choices = np.random.default_rng(3).integers(0, 4, (2, BATCH, TIME, 3)).astype(np.uint8)
     tokens, ids = jnp.zeros((BATCH, TIME), int), jnp.asarray(segments())
-    packed = pack_segments(tokens, ids, mesh_of("cp2"), replay=jnp.asarray(choices))
+    packed = pack_segments(tokens, ids, 12 * BATCH, mesh_of("cp2"), replay=jnp.asarray(choices))
     for layer, expected in enumerate(choices):
         of_layer = packed.of_layer(layer).replay
         np.testing.assert_array_equal(packed.zigzag.restore(of_layer)[0], expected)

@@ -21,11 +21,14 @@ from jrl.trainer.setup.dry_run import (
     parameters,
     print_dry_run,
     readable_bytes,
+    weight_bytes,
 )
 from jrl.trainer.setup.setup import build_setup
 from jrl.trainer.state import init_state, init_weights
 from moe import model, placement, weights
+from moe.config import tiny
 from moe.head import logits_of
+from sharding.folding import Layout, fold_abstract
 
 LAYOUT = "tp2 dp2 / ep4"
 
@@ -126,6 +129,15 @@ def test_memory_of_logits_is_that_of_a_chunk_of_columns(vocab_size, chunk, colum
     # 6 rows over dp 2; the tp ranks read their own columns for the tokens of both.
     bytes_of_chunk = 4 * 3 * setup.response_length * columns
     assert logits_bytes(replace(setup, model=config), rows=6) == bytes_of_chunk
+
+
+@pytest.mark.parametrize(("vocab_size", "share"), [(38, 19), (39, 39)])
+def test_memory_of_a_vocabulary_is_a_part_where_tp_divides_it(vocab_size, share):
+    mesh = fold_abstract(Layout.parse(LAYOUT))
+    config, least = (tiny(size) for size in (vocab_size, 2))
+    more = weight_bytes(config, mesh) - weight_bytes(least, mesh)
+    # Embedding and head, of 2 tokens one on each rank.
+    assert more == 2 * 4 * config.d_model * (share - 1)
 
 
 def test_memory_counts_the_largest_of_what_takes_turns():

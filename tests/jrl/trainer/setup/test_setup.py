@@ -8,7 +8,7 @@ from chat_checkpoint import chat_tokenizer, write_tokenizer
 from small_runs import small_model, small_recipe, small_run, small_setup
 
 from jrl.config.run import ROUTER_SETTINGS, RunConfig
-from jrl.recipes import Grpo, Tppo
+from jrl.recipes import Grpo, Tppo, Vapo
 from jrl.recipes.base.collection import Windows
 from jrl.trainer.setup.setup import Setup, build_setup
 from moe.config import tiny
@@ -36,6 +36,19 @@ def test_a_preset_keeps_the_losses_of_its_routers_unless_told():
 def test_a_network_is_computed_as_the_run_says():
     execution = made(RunConfig(remat="full", fsdp=True, scan_layers=True)).model.execution
     assert (execution.remat, execution.fsdp, execution.scan_layers) == ("full", True, True)
+
+
+def test_dtypes_reach_the_network_and_what_steps_it():
+    assert made(RunConfig()).model.dtype == "float32"
+    setup = build_setup(RunConfig(dtype="bfloat16", mu_dtype="bfloat16"), Vapo())
+    setup.task.close()
+    networks, imitator = setup.networks, setup.imitator
+    for network in (networks.policy, networks.critic, imitator):
+        assert (network.config.dtype, network.optimizer.mu_dtype) == ("bfloat16", "bfloat16")
+    # A network from elsewhere keeps its own, unless the run says otherwise.
+    half = small_model(setup.tokenizer.vocab_size, dtype="bfloat16")
+    assert made(RunConfig(), model=half).model.dtype == "bfloat16"
+    assert made(RunConfig(dtype="float32"), model=half).model.dtype == "float32"
 
 
 def test_a_network_from_elsewhere_gets_the_losses_that_are_asked_for():

@@ -40,7 +40,7 @@ def segments():
     for row in range(BATCH):
         cuts = np.sort(np.random.default_rng(row).choice(np.arange(1, TIME), 3, replace=False))
         for number, (low, high) in enumerate(zip([0, *cuts], [*cuts, TIME], strict=True)):
-            ids[row, low:high] = [3, 1, 12, 2][number]
+            ids[row, low:high] = 12 * (BATCH - row - 1) + [3, 1, 12, 2][number]
     ids[2, 5:7] = 0
     ids[4] = 0
     return ids
@@ -51,7 +51,7 @@ def batches(mesh, execution=None):
     return {
         "rows": pack_rows(tokens, valid, mesh, execution),
         "shared prompts": pack_shared_prompts(tokens, valid, PROMPT, COPIES, mesh, execution),
-        "packed": pack_segments(tokens, jnp.asarray(segments()), mesh, execution),
+        "packed": pack_segments(tokens, jnp.asarray(segments()), 12 * BATCH, mesh, execution),
     }
 
 

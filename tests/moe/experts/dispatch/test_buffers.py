@@ -69,7 +69,7 @@ def test_gpus_send_what_is_there():
 
 def weights():
     draw = np.random.default_rng(0)
-    shapes = (D_MODEL, ROUTE), *[(ROUTE, D_MODEL, D_EXPERT)] * 2, (ROUTE, D_EXPERT, D_MODEL)
+    shapes = (D_MODEL, ROUTE), (ROUTE, D_MODEL, 2, D_EXPERT), (ROUTE, D_EXPERT, D_MODEL)
     return Experts(*(jnp.asarray(draw.normal(size=shape) / 2, jnp.float32) for shape in shapes))
 
 
@@ -88,7 +88,7 @@ def routing_of(kind):
 
 def program(mesh, **options):
     """Sums, gradients, and what found no room on all devices together."""
-    spec = Experts(P(), *[P(mesh.ep, None, mesh.etp)] * 2, P(mesh.ep, mesh.etp))
+    spec = Experts(P(), P(mesh.ep, None, None, mesh.etp), P(mesh.ep, mesh.etp))
 
     def local(weights, x, routing):
         out, overflow = dispatch(weights, x, routing, mesh, **options)

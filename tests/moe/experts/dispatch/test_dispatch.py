@@ -47,8 +47,7 @@ def expert_weights():
 
     return Experts(
         router=normal(D_MODEL, ROUTE),
-        gate=normal(ROUTE, D_MODEL, D_EXPERT),
-        up=normal(ROUTE, D_MODEL, D_EXPERT),
+        gate_up=jnp.stack([normal(ROUTE, D_MODEL, D_EXPERT) for _ in range(2)], axis=2),
         down=normal(ROUTE, D_EXPERT, D_MODEL),
     )
 
@@ -94,13 +93,13 @@ def on(mesh, function):
 
 def counting(mesh, function):
     """The same and, over all devices, the choices that found no room."""
-    inner = P(mesh.ep, None, mesh.etp)
+    inner = P(mesh.ep, None, None, mesh.etp)
 
     def counted(*given):
         out, overflow = function(*given)
         return out, all_sum(overflow, mesh.axes)
 
-    spec = Experts(router=P(), gate=inner, up=inner, down=P(mesh.ep, mesh.etp))
+    spec = Experts(router=P(), gate_up=inner, down=P(mesh.ep, mesh.etp))
     return jax.shard_map(
         counted,
         mesh=mesh.mesh,

@@ -156,24 +156,24 @@ def test_each_device_multiplies_its_rows_by_its_matrices(name):
     np.testing.assert_allclose(by_weights, expected, atol=2e-5)
 
 
-def test_matrices_given_in_parts_stand_side_by_side():
-    """Bit for bit the product with them joined; gradients go to the parts, in their dtypes."""
-    rows, weights, pull = operands(jnp.bfloat16)
+def test_columns_may_be_several_axes():
+    """Bit for bit the product with them made one, which is not what is kept; the gradient is in the
+    shape and the dtype of what is given."""
+    rows, weights, _ = operands(jnp.bfloat16)
     sizes = jnp.asarray(SIZES["uneven"], jnp.int32)
-    parts = weights[..., :3].astype(jnp.float32), weights[..., 3:5], weights[..., 5:]
+    wide = jnp.stack([weights, 2 * weights], axis=2).astype(jnp.float32)
+    pull = jnp.asarray(np.random.default_rng(2).normal(size=(ROWS, 2 * OUTER)), jnp.bfloat16)
 
-    @jit
     def run(rows, weights):
         out, back = jax.vjp(lambda *given: grouped_dot(*given, sizes), rows, weights)
         return out, *back(pull)
 
-    out, by_rows, by_parts = run(rows, parts)
-    expected = product(None, rows, weights.astype(jnp.float32), pull, sizes)
+    out, by_rows, by_weights = jit(run)(rows, wide)
+    expected = jit(run)(rows, wide.reshape(GROUPS, INNER, -1))
     np.testing.assert_array_equal(out, expected[0])
     np.testing.assert_array_equal(by_rows, expected[1])
-    assert [by.dtype for by in by_parts] == [part.dtype for part in parts]
-    for by, columns in zip(by_parts, np.split(expected[2], [3, 5], axis=-1), strict=True):
-        np.testing.assert_array_equal(by, columns.astype(by.dtype))
+    assert (by_weights.shape, by_weights.dtype) == (wide.shape, wide.dtype)
+    np.testing.assert_array_equal(by_weights, expected[2].reshape(wide.shape))
 
 
 def test_fewer_rows_than_a_tile():

@@ -1,0 +1,1 @@
+"""The benchmark of one accelerator: `python -m benchmarks.gpu`."""

@@ -1,0 +1,247 @@
+"""The kernels of token dispatch: permute and unpermute with gradients, layouts, the router.
+
+Bytes are those of the rows that are read and written: a gather reads a token for each of its slots,
+a sum reads every slot and writes every token once. Another kernel is another entry of `PARTS`.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+from benchmarks.gpu.rows import (
+    Figures,
+    Row,
+    Settings,
+    Work,
+    difference,
+    kernel_forms,
+    measured,
+    needs_gpu,
+    random,
+)
+from benchmarks.gpu.shapes import DISPATCHES, SMALL_DISPATCHES, Dispatch
+
+XLA = "gather and scatter"
+
+
+class Arrays(NamedTuple):
+    """What is moved: a layout, tokens and rows in its slots, what pulls at both, and probs."""
+
+    layout: Any
+    x: Any
+    pull: Any
+    rows: Any
+    row_pull: Any
+    probs: Any
+
+
+class Move(NamedTuple):
+    """A pass of permute or unpermute.
+
+    Attributes:
+      program: of a form; its operands are the layout and those named.
+      operands: their names in `Arrays`.
+      moved: rows read and written, of the numbers of slots and tokens.
+    """
+
+    program: Callable[[str], Callable[..., Any]]
+    operands: tuple[str, ...]
+    moved: Callable[[int, int], int]
+
+
+def _there(form: str) -> Callable[..., Any]:
+    from moe.kernels.permute import permute
+
+    def gathered(layout, x):
+        return x.at[layout.tokens].get(mode="fill", fill_value=0)
+
+    def permuted(layout, x):
+        return permute(x, layout, implementation=form)
+
+    return gathered if form == XLA else permuted
+
+
+def _home(form: str) -> Callable[..., Any]:
+    import jax.numpy as jnp
+
+    from moe.kernels.permute import unpermute
+
+    def scattered(layout, rows, probs):
+        """What one writes first: a sum by scattering and adding."""
+        choice = jnp.minimum(layout.choices, probs.size - 1)
+        terms = probs.reshape(-1)[choice][:, None] * rows.astype(jnp.float32)
+        nothing = jnp.zeros((probs.shape[0], rows.shape[1]))
+        return nothing.at[layout.tokens].add(terms, mode="drop").astype(rows.dtype)
+
+    def unpermuted(layout, rows, probs):
+        return unpermute(rows, layout, probs, implementation=form)
+
+    return scattered if form == XLA else unpermuted
+
+
+def _back(of: Callable[[str], Callable[..., Any]], form: str) -> Callable[..., Any]:
+    import jax
+
+    def gradients(layout, *operands):
+        *given, pull = operands
+        return jax.vjp(partial(of(form), layout), *given)[1](pull)
+
+    return gradients
+
+
+MOVES = {
+    "permute": Move(_there, ("x",), lambda slots, tokens: 2 * slots),
+    "permute backward": Move(
+        partial(_back, _there), ("x", "row_pull"), lambda slots, tokens: slots + tokens
+    ),
+    "unpermute": Move(_home, ("rows", "probs"), lambda slots, tokens: slots + tokens),
+    "unpermute backward": Move(
+        partial(_back, _home), ("rows", "probs", "pull"), lambda slots, tokens: 2 * slots + tokens
+    ),
+}
+
+
+def rows(settings: Settings) -> Iterator[Row]:
+    """Every part at every shape."""
+    for name, shape in (SMALL_DISPATCHES if settings.small else DISPATCHES).items():
+        for part in PARTS:
+            yield from part(name, shape, settings)
+
+
+def moves(name: str, shape: Dispatch, settings: Settings) -> Iterator[Row]:
+    """Permute and unpermute, forward and backward."""
+    import jax
+
+    from moe.kernels.layout import sorted_layout
+
+    @cache
+    def arrays() -> Arrays:
+        layout = jax.jit(partial(sorted_layout, num_experts=shape.experts))(ids_of(shape, settings))
+        return arrays_of(layout, shape.width, settings)
+
+    for move in MOVES:
+        for form in (*kernel_forms(settings), XLA):
+            run = partial(_moved, settings, arrays, move, form)
+            yield Row(f"dispatch/{name}/{move}", form, run, _needs(form))
+
+
+def arrays_of(layout: Any, width: int, settings: Settings) -> Arrays:
+    """Operands of all moves, fresh."""
+    import jax
+
+    slots, (tokens, k) = layout.choices.shape[0], layout.places.shape
+    key = jax.random.fold_in(jax.random.key(settings.seed), 9)
+    heights = (tokens, tokens, slots, slots)
+    x, pull, rows, row_pull = (
+        random(settings, at, (height, width)) for at, height in enumerate(heights)
+    )
+    return Arrays(layout, x, pull, rows, row_pull, jax.random.uniform(key, (tokens, k)))
+
+
+def checked_move(arrays: Arrays, move: str) -> Callable[[Any], float]:
+    """What compares a result with the same of float32 operands, gathered and scattered."""
+    import jax
+    import jax.numpy as jnp
+
+    def compare(found):
+        program, (layout, *operands) = program_of(arrays, move, XLA)
+        wide = [operand.astype(jnp.float32) for operand in operands]
+        expected = jax.tree.leaves(program(layout, *wide))
+        return max(map(difference, jax.tree.leaves(found), expected))
+
+    return compare
+
+
+def program_of(arrays: Arrays, move: str, form: str) -> tuple[Callable[..., Any], list[Any]]:
+    """A move by a form, and its operands."""
+    import jax
+
+    operands = [getattr(arrays, name) for name in MOVES[move].operands]
+    return jax.jit(MOVES[move].program(form)), [arrays.layout, *operands]
+
+
+def _moved(settings: Settings, arrays: Callable[[], Arrays], move: str, form: str) -> Figures:
+    given = arrays()
+    program, operands = program_of(given, move, form)
+    slots, (tokens, _) = given.layout.choices.shape[0], given.layout.places.shape
+    number = MOVES[move].moved(slots, tokens) * given.x.shape[1] * given.x.dtype.itemsize
+    compare = checked_move(given, move)
+    return measured(program, operands, Work(number, "bytes"), settings, compare)
+
+
+def _needs(form: str) -> str | None:
+    return needs_gpu() if form == "mosaic" else None
+
+
+def ids_of(shape: Dispatch, settings: Settings) -> Any:
+    """Experts that tokens choose at random."""
+    import jax
+
+    scores = random(settings, 5, (shape.tokens, shape.experts), "float32")
+    return jax.lax.top_k(scores, shape.k)[1]
+
+
+def layouts(name: str, shape: Dispatch, settings: Settings) -> Iterator[Row]:
+    """From choices to the sorted layout. Bytes: ids read, choices and places written."""
+    import jax
+
+    from moe.experts.permutation import sort_by_group
+    from moe.kernels.layout import sorted_layout
+
+    ids = cache(partial(ids_of, shape, settings))
+
+    def sorted_once(ids):
+        return sort_by_group(ids.reshape(-1), shape.experts)[0]
+
+    def run(form: str) -> Figures:
+        def layout(ids):
+            return sorted_layout(ids, shape.experts, implementation=form)
+
+        program = sorted_once if form == "one sort" else layout
+
+        def compare(found):
+            choices = found if form == "one sort" else found.choices
+            if (choices[: ids().size] != jax.jit(sorted_once)(ids())).any():
+                raise ValueError("is not the stable order of the choices")
+            return 0.0
+
+        work = Work(3 * ids().nbytes, "bytes")
+        return measured(jax.jit(program), (ids(),), work, settings, compare)
+
+    for form in (*kernel_forms(settings), "one sort"):
+        yield Row(f"dispatch/{name}/layout", form, partial(run, form), _needs(form))
+
+
+def routers(name: str, shape: Dispatch, settings: Settings) -> Iterator[Row]:
+    """The router after its product. Bytes: logits read, probabilities written."""
+    import jax
+    import jax.numpy as jnp
+
+    from moe.kernels.routing import Rule, route
+
+    @cache
+    def operands() -> tuple[Any, ...]:
+        logits = random(settings, 6, (shape.tokens, shape.experts), "float32")
+        return logits, jnp.zeros(shape.experts), jnp.ones(shape.tokens)
+
+    def run(form: str) -> Figures:
+        program, plain = (
+            jax.jit(partial(route, rule=Rule(k=shape.k), implementation=which))
+            for which in (form, "plain")
+        )
+
+        def compare(found):
+            expected = plain(*operands())
+            # Two numbers a rounding apart may change places, and few are.
+            if not (found.experts != expected.experts).mean() < 1e-4:
+                raise ValueError("chooses other experts than the plain twin")
+            return max(map(difference, found[1:], expected[1:]))
+
+        work = Work(2 * operands()[0].nbytes, "bytes")
+        return measured(program, operands(), work, settings, compare)
+
+    for form in kernel_forms(settings):
+        yield Row(f"dispatch/{name}/router", form, partial(run, form), _needs(form))
+
+
+PARTS = (moves, layouts, routers)

@@ -1,0 +1,110 @@
+"""Float32 masters of weights that a network has in bfloat16 (mixed-precision training).
+
+A step of the optimizer is often smaller than the last digit of a bfloat16 weight, which would not
+move. So the optimizer steps a float32 master of each weight, in the shards of its moments
+(`sharding.zero`), and what all devices have, compute with and sample with is the master cast: once
+a step, before it is gathered. Where the network computes in float32 its weights are their own
+masters, and there is no second copy.
+
+References:
+  Micikevicius et al., "Mixed Precision Training", 2018, section 3.1.
+  https://arxiv.org/abs/1710.03740
+"""
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from moe import placement
+from moe.config import ModelConfig
+from moe.weights import Transformer, cast
+from sharding.folding import FoldedMesh
+from sharding.zero import unshard
+
+
+def keeps_masters(config: ModelConfig) -> bool:
+    """Whether the optimizer steps masters beside the weights."""
+    return config.dtype != "float32"
+
+
+def float32_shardings(config: ModelConfig, mesh: FoldedMesh) -> Transformer[NamedSharding]:
+    """Where the float32 weights of a network live: the masters in shards, those that are their own
+    masters where the network has them."""
+    places = placement.shard_shardings if keeps_masters(config) else placement.shardings
+    return places(config, mesh)
+
+
+def masters_of(
+    weights: Transformer[Array], config: ModelConfig, mesh: FoldedMesh
+) -> Transformer[Array]:
+    """Masters that begin as these weights, in buffers of their own.
+
+    Args:
+      weights: of any dtype and layout, shaped as `mesh` stores them.
+    """
+    return _moved(weights, config, mesh, to_masters=True)
+
+
+def weights_of(
+    masters: Transformer[Array], config: ModelConfig, mesh: FoldedMesh
+) -> Transformer[Array]:
+    """The weights that the network computes with, from float32 ones of any layout; these
+    themselves where they are their own masters."""
+    return _moved(masters, config, mesh, to_masters=False) if keeps_masters(config) else masters
+
+
+def gathered(
+    masters: Transformer[Array], config: ModelConfig, mesh: FoldedMesh
+) -> Transformer[Array]:
+    """`weights_of` masters in their shards, inside a jitted step: cast first, so that a device
+    sends and receives the bytes of the weights, not those of the masters."""
+    shards = laid_out(cast(masters, config), placement.shard_specs(config, mesh), mesh)
+    if config.execution.fsdp:
+        return shards
+    # That the gathered weights are equal on all devices of a cut is not in the type of a gather.
+    gather = jax.shard_map(
+        lambda shards: unshard(shards, placement.shard_dims(config, mesh)),
+        mesh=mesh.mesh,
+        in_specs=(placement.shard_specs(config, mesh),),
+        out_specs=placement.specs(config, mesh),
+        check_vma=False,
+    )
+    return gather(shards)
+
+
+def laid_out(
+    weights: Transformer[Array], specs: Transformer[PartitionSpec], mesh: FoldedMesh
+) -> Transformer[Array]:
+    """Global arrays, by `specs` from here on."""
+
+    def constrain(leaf: Array, spec: PartitionSpec) -> Array:
+        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh.mesh, spec))
+
+    return jax.tree.map(constrain, weights, specs)
+
+
+def _moved(
+    weights: Transformer[Array], config: ModelConfig, mesh: FoldedMesh, *, to_masters: bool
+) -> Transformer[Array]:
+    leaves, structure = jax.tree.flatten(weights)
+    return structure.unflatten(_moving(config, mesh, to_masters)(leaves))
+
+
+@cache
+def _moving(config: ModelConfig, mesh: FoldedMesh, to_masters: bool) -> Any:
+    """The program that makes masters of weights, or weights of masters."""
+    # As lists: JAX would fill the fields that are None with a marker, which no record can hold.
+    places = placement.shard_shardings if to_masters else placement.shardings
+    shardings, structure = jax.tree.flatten(places(config, mesh))
+
+    def move(leaves: list[Array]) -> list[Array]:
+        if to_masters:
+            # A copy where it is float32 already: updates give the buffers away.
+            return [jnp.copy(leaf.astype(jnp.float32)) for leaf in leaves]
+        return jax.tree.leaves(cast(structure.unflatten(leaves), config))
+
+    return jax.jit(move, out_shardings=shardings)

@@ -1,0 +1,87 @@
+"""The embedding: where the residual stream starts.
+
+Its rows, one per token of the vocabulary, are spread over ``tp`` where they divide (vocab-parallel,
+in Megatron's words); where they do not, every rank holds them all and looks up its own tokens.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from moe.config import ModelConfig
+from moe.weights import Transformer
+from sharding.collectives import own_shard, scatter_tokens, vary, varying
+from sharding.folding import FoldedMesh
+
+
+def embed(
+    weights: Transformer[Array], tokens: Int[Array, "token"], config: ModelConfig, mesh: FoldedMesh
+) -> Float[Array, "local d_model"]:
+    """The residual stream at its start, this rank's shard of the flattened tokens.
+
+    Of spread rows each ``tp`` rank finds some of the tokens of its ``cp`` rank and gives zeros for
+    the others: a sum of one number and zeros, which rounds nothing.
+
+    Communication per device where the rows are spread: one `scatter_tokens` over ``tp``, backward
+    one `gather_tokens`, of ``tokens x d_model (tp - 1) / tp`` elements each, of the tokens of a
+    ``cp`` rank. Else none.
+
+    Args:
+      tokens: ids, all those of the sequence-parallel group, on each of its devices.
+
+    References:
+      Shoeybi et al., "Megatron-LM", 2019, section 3 (the input embedding, parallel over the
+      vocabulary). https://arxiv.org/abs/1909.08053
+    """
+    # The table starts with variance 1 / d_model, right for a tied head; the residual stream
+    # starts with 1.
+    scale = config.d_model**0.5 if config.embedding_scale is None else config.embedding_scale
+    num_rows = weights.embedding.shape[0]
+    if num_rows == config.vocab_size:
+        tokens = vary(own_shard(tokens, mesh.sequence), mesh.axes)
+        return (lookup(weights.embedding, tokens) * scale).astype(config.dtype)
+    tokens = vary(own_shard(tokens, mesh.cp), mesh.axes)
+    row = tokens - lax.axis_index(mesh.tp).astype(tokens.dtype) * num_rows
+    # Past the end, where zeros are found and no gradient arrives; a negative index would count
+    # from there.
+    row = jnp.where(row < 0, num_rows, row)
+    found = lookup(weights.embedding, row)
+    return scatter_tokens((found * scale).astype(config.dtype), mesh.tp)
+
+
+def lookup(
+    table: Float[Array, "vocab d_model"], tokens: Int[Array, "token"]
+) -> Float[Array, "token d_model"]:
+    """``table[tokens]``, float32; zeros for ids past the end, which no gradient comes from.
+
+    The gradient of a row is the sum over the tokens that have its id, summed in float32 and rounded
+    to the dtype of the table once: of a frequent token a sum in bfloat16 would stop growing.
+    """
+    table, tokens = vary((table, tokens), tuple(varying(table) | varying(tokens)))
+    return _lookup(table, tokens, table.shape, table.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _lookup(table: Array, tokens: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    return _forward(table, tokens, shape, dtype)[0]
+
+
+def _forward(
+    table: Array, tokens: Array, shape: tuple[int, ...], dtype: Any
+) -> tuple[Array, Array]:
+    found = table.at[tokens].get(mode="fill", fill_value=0)
+    return found.astype(jnp.float32), tokens
+
+
+def _backward(
+    shape: tuple[int, ...], dtype: Any, tokens: Array, gradient: Array
+) -> tuple[Array, None]:
+    nothing = vary(jnp.zeros(shape, jnp.float32), tuple(varying(gradient)))
+    return nothing.at[tokens].add(gradient, mode="drop").astype(dtype), None
+
+
+_lookup.defvjp(_forward, _backward)

@@ -1,0 +1,82 @@
+"""Both products of experts as kernels that have SwiGLU between them in them ("mosaic_fused")."""
+
+from functools import partial
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from moe.experts.gated import gated
+from moe.experts.grouped.mosaic import demand_service
+from moe.kernels import grouped
+from moe.kernels.swiglu import hidden_gradients, hidden_units
+from moe.remat import PRODUCT
+from sharding.collectives import vary, varying
+
+FUSED = "mosaic_fused"
+"""Its name beside those of `moe.experts.grouped.dot.IMPLEMENTATIONS`."""
+
+
+def fused_experts(
+    rows: Float[Array, "row d_model"],
+    gate_up: Float[Array, "expert d_model half d_expert"],
+    down: Float[Array, "expert d_expert d_model"],
+    probs: Float[Array, "row"],
+    sizes: Int[Array, "expert"],
+    *,
+    simulated: bool = False,
+) -> Float[Array, "row d_model"]:
+    """``((silu(x G) * x U) p) D`` for rows sorted by expert; zeros for rows of none.
+
+    The plain twin is `gated` between two of `moe.experts.grouped.dot.grouped_dot`. Gate and up are
+    kept for the backward pass, hidden units are made of them again.
+
+    Args:
+      simulated: see `moe.kernels.mosaic.launch`.
+
+    Raises:
+      ValueError: where the kernels cannot serve, as "mosaic" of `grouped_dot`.
+    """
+    for width in gate_up.shape[-1], down.shape[-1]:
+        demand_service(rows, width, FUSED, "routed_experts")
+    operands = rows, gate_up, down, probs, sizes
+    axes = tuple(frozenset.union(*map(varying, operands)))
+    return _fused(*vary(operands, axes), simulated)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _fused(rows, gate_up, down, probs, sizes, simulated):
+    return _forward(rows, gate_up, down, probs, sizes, simulated)[0]
+
+
+def _matrices(weights: Array, rows: Array) -> Array:
+    return weights.astype(rows.dtype).reshape(*weights.shape[:2], -1)
+
+
+def _forward(rows, gate_up, down, probs, sizes, simulated):
+    options = {"simulated": simulated}
+    hidden, inward = hidden_units(rows, _matrices(gate_up, rows), probs, sizes, **options)
+    out = grouped.each(0, hidden, _matrices(down, rows), sizes, **options)
+    inward = checkpoint_name(inward, PRODUCT)
+    return out, (rows, inward, gate_up, down, probs, sizes)
+
+
+def _backward(simulated, residuals, gradient):
+    rows, inward, gate_up, down, probs, sizes = residuals
+    options = {"simulated": simulated}
+    by_inward, by_probs = hidden_gradients(
+        gradient, _matrices(down, rows), inward, probs, sizes, **options
+    )
+    by_down = grouped.summed(gated(inward, probs), gradient, sizes, **options)
+    by_rows = grouped.each(1, by_inward, _matrices(gate_up, rows), sizes, **options)
+    by_gate_up = grouped.summed(rows, by_inward, sizes, **options)
+    return (
+        by_rows,
+        by_gate_up.astype(gate_up.dtype).reshape(gate_up.shape),
+        by_down.astype(down.dtype),
+        by_probs,
+        None,
+    )
+
+
+_fused.defvjp(_forward, _backward)

@@ -1,0 +1,38 @@
+"""Products with a weight whose columns are several axes, as gate and up side by side are."""
+
+import jax
+from jaxtyping import Array, Float
+
+from sharding.collectives import vary, varying
+
+
+def joined_dot(
+    x: Float[Array, "token inner"], weights: Float[Array, "inner *outer"]
+) -> Float[Array, "token columns"]:
+    """``x @ W``, the columns of ``W`` in the order in which they lie together.
+
+    Weights are cast to the dtype of `x` where they are used. The gradient is that of autodiff but
+    for what is kept for it: the weights as they are given. A matrix made of them would be kept
+    beside them, in a scan over layers that of every layer.
+    """
+    axes = tuple(varying(x) | varying(weights))
+    return _joined_dot(*vary((x, weights), axes))
+
+
+def _plain(x, weights):
+    return x @ weights.astype(x.dtype).reshape(weights.shape[0], -1)
+
+
+_joined_dot = jax.custom_vjp(_plain)
+
+
+def _forward(x, weights):
+    return _plain(x, weights), (x, weights)
+
+
+def _backward(residuals, gradient):
+    # The product itself is not wanted here, and not computed.
+    return jax.vjp(_plain, *residuals)[1](gradient)
+
+
+_joined_dot.defvjp(_forward, _backward)

@@ -1,0 +1,236 @@
+"""Attention of one token per row over the columns that a cache holds for it (flash decoding).
+
+A program has the queries of one key/value head of a row and 128 columns: scores, their softmax
+among these columns and the sums of values, both products by the matrix units. How the parts of a
+row weigh follows from the largest score and the sum of powers of each, by which they are merged. A
+program whose columns nobody sees reads nothing: a step takes what the rows are long, not what the
+cache has room for.
+
+References:
+  Dao et al., "Flash-Decoding for long-context inference", 2023.
+  https://crfm.stanford.edu/2023/10/12/flashdecoding.html
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from moe.attention.cached import cached_attention
+from moe.kernels.choice import by_name
+from moe.kernels.grouped import keep_rows, store_rows
+from moe.kernels.mosaic import Target, launch, mosaic_gpu
+
+COLUMNS = 128
+"""Columns of one program."""
+QUERIES = 64
+"""Rows that the matrix units multiply at least; those past the queries of a head are filled up."""
+WIDEST = 256
+"""Elements of a head: a wider one does not fit into registers and shared memory."""
+
+
+def decode_attention(
+    query: Float[Array, "row heads head_dim"],
+    keys: Float[Array, "*layer row kv_heads head_dim column"],
+    values: Float[Array, "*layer row kv_heads column v_head_dim"],
+    first: Int[Array, "row"],
+    stop: Int[Array, "row"],
+    scale: float | None = None,
+    *,
+    layer: int | Int[Array, ""] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "row heads v_head_dim"]:
+    """What each query gets of the values in the columns ``first <= column < stop`` of its row.
+
+    Scores and softmax are float32, powers are rounded to the dtype of the values and the sums are
+    float32. What other columns hold reaches nothing. It has no gradient.
+
+    Args:
+      keys, values: as `moe.decoding.Cache` holds them.
+      first, stop: the columns that a row sees, at least one.
+      scale: multiplies the scores; None is ``head_dim**-0.5``.
+      layer: which one, where the buffers hold several: cut out, it would be copied.
+      implementation: "mosaic", the kernel, for half precision, heads of a multiple of 64 elements
+        up to 256, and columns that are a multiple of 64; None and "plain" are
+        `moe.attention.cached.cached_attention`.
+
+    Raises:
+      ValueError: on another implementation, and where "mosaic" cannot serve.
+    """
+    layer = 0 if layer is None else layer
+    return by_name(
+        implementation,
+        partial(_plain, scale=scale),
+        partial(_mosaic, scale=scale),
+        (query, _stacked(keys), _stacked(values), first, stop, jnp.asarray(layer, jnp.int32)),
+        operation="decode_attention",
+        obstacle=_obstacle(implementation, query, keys, values),
+    )
+
+
+def _stacked(buffer: Array) -> Array:
+    return buffer if buffer.ndim == 5 else buffer[None]
+
+
+def _obstacle(name: str | None, query: Array, keys: Array, values: Array) -> str | None:
+    if name == "interpreted":
+        return "the plain interpreter has no matrix units; use None."
+    dtypes = {x.dtype for x in (query, keys, values)}
+    if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}:
+        listed = ", ".join(str(x.dtype) for x in (query, keys, values))
+        return f"query, keys and values of {listed}, all bfloat16 or all float16; use None."
+    for width in query.shape[-1], values.shape[-1]:
+        if width % 64 or not 0 < width <= WIDEST:
+            return f"heads of {width} elements, a multiple of 64 up to {WIDEST}; use None."
+    if keys.shape[-1] % 64:
+        return f"a cache of {keys.shape[-1]} columns, a multiple of 64; give it more, or use None."
+    if query.shape[1] // keys.shape[-3] > QUERIES:
+        queries = query.shape[1] // keys.shape[-3]
+        return f"{queries} queries of a key/value head, up to {QUERIES}; use None."
+    return None
+
+
+def _plain(query, keys, values, first, stop, layer, *, scale: float | None) -> Array:
+    keys, values = (lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in (keys, values))
+    column = jnp.arange(keys.shape[-1])[None]
+    visible = (column >= first[:, None]) & (column < stop[:, None])
+    return cached_attention(query, keys, values, visible, scale)
+
+
+def _mosaic(*operands: Array, scale: float | None, interpreted: bool) -> Array:
+    assert not interpreted
+    return split_attention(*operands, scale=scale)
+
+
+def split_attention(
+    query: Float[Array, "row heads head_dim"],
+    keys: Float[Array, "layer row kv_heads head_dim column"],
+    values: Float[Array, "layer row kv_heads column v_head_dim"],
+    first: Int[Array, "row"],
+    stop: Int[Array, "row"],
+    layer: Int[Array, ""],
+    *,
+    scale: float | None = None,
+    simulated: bool = False,
+) -> Float[Array, "row heads v_head_dim"]:
+    """`decode_attention` by the kernel.
+
+    Args:
+      simulated: see `moe.kernels.mosaic.launch`.
+    """
+    rows, heads, head_dim = query.shape
+    kv_heads, width, room = keys.shape[2], values.shape[-1], keys.shape[-1]
+    together, splits = heads // kv_heads, -(-room // COLUMNS)
+    factor = head_dim**-0.5 if scale is None else scale
+    by_kv_head = query.reshape(rows * kv_heads, together, head_dim)
+    by_kv_head = jnp.pad(by_kv_head, ((0, 0), (0, QUERIES - together), (0, 0)))
+
+    def body(target, program, layer, first, stop, query, keys, values, out, most, total):
+        part = lax.rem(program, jnp.int32(splits))
+        head = lax.div(program, jnp.int32(splits))
+        row, own = lax.div(head, jnp.int32(kv_heads)), lax.rem(head, jnp.int32(kv_heads))
+        begin, end = first[row] - part * COLUMNS, stop[row] - part * COLUMNS
+
+        @pl.when((begin < COLUMNS) & (end > 0))
+        def _():
+            given = (
+                query.at[head],
+                keys.at[layer[0], row, own, :, pl.ds(part * COLUMNS, COLUMNS)],
+                values.at[layer[0], row, own, pl.ds(part * COLUMNS, COLUMNS)],
+            )
+            found, largest, sums = _of_columns(target, given, begin, end, factor)
+            store_rows(found, 0, jnp.int32(together), program * together, 0, out)
+            here = pl.ds(program * QUERIES, QUERIES)
+            target.store(most.at[here], largest)
+            target.store(total.at[here], sums)
+
+    programs = rows * kv_heads * splits
+    out, most, total = launch(
+        body,
+        programs,
+        [
+            jax.ShapeDtypeStruct((programs * together, width), jnp.float32),
+            jax.ShapeDtypeStruct((programs * QUERIES,), jnp.float32),
+            jax.ShapeDtypeStruct((programs * QUERIES,), jnp.float32),
+        ],
+        [
+            layer.reshape(1),
+            first.astype(jnp.int32),
+            stop.astype(jnp.int32),
+            by_kv_head,
+            keys,
+            values,
+        ],
+        operation="decode_attention",
+        simulated=simulated,
+    )
+    begin = COLUMNS * jnp.arange(splits, dtype=jnp.int32)[None]
+    seen = (first[:, None] < begin + COLUMNS) & (stop[:, None] > begin)
+    of_parts = (rows, kv_heads, splits, -1)
+    merged = _merged(
+        out.reshape(*of_parts[:3], together, width),
+        most.reshape(of_parts)[..., :together],
+        total.reshape(of_parts)[..., :together],
+        seen[:, None, :, None],
+    )
+    return merged.reshape(rows, heads, width).astype(values.dtype)
+
+
+def _of_columns(target: Target, given, begin, end, factor: float):
+    """Of the columns of a program: the sums of values that each query gets, the largest score, and
+    the sum of powers relative to it."""
+
+    def copied(query, keys, values, arrived):
+        for source, place in zip(given, (query, keys, values), strict=True):
+            mosaic_gpu().copy_gmem_to_smem(source, place, arrived)
+        mosaic_gpu().barrier_wait(arrived)
+
+        # Zero times what a column that is not seen may hold need not be zero.
+        @pl.when((begin > 0) | (end < COLUMNS))
+        def _():
+            keep_rows(target, values, begin, end)
+            mosaic_gpu().commit_smem()
+
+        def product(left, right, total):
+            mosaic_gpu().wgmma(total, left, right)
+            return total[...]
+
+        def multiplied(left, right):
+            shape = left.shape[0], right.shape[1]
+            accumulator = mosaic_gpu().WGMMAAccumulatorRef(shape)
+            return pl.run_scoped(partial(product, left, right), accumulator)
+
+        scores = multiplied(query, keys) * factor
+        column = target.tiled(lax.broadcasted_iota(jnp.int32, scores.shape, 1))
+        visible = (column >= begin).astype(jnp.int32) * (column < end).astype(jnp.int32) > 0
+        nothing = target.tiled(jnp.full(scores.shape, -jnp.inf, jnp.float32))
+        scores = jnp.where(visible, scores, nothing)
+        largest = target.tiled(jnp.max(scores, axis=1))
+        spread = target.tiled(lax.broadcast_in_dim(largest, scores.shape, (0,)))
+        powers = jnp.exp(scores - spread)
+        sums = target.tiled(jnp.sum(powers, axis=1))
+
+        def weighed(staged):
+            staged[...] = powers.astype(staged.dtype)
+            mosaic_gpu().commit_smem()
+            return multiplied(staged, values)
+
+        staged = mosaic_gpu().SMEM(scores.shape, given[2].dtype)
+        return pl.run_scoped(weighed, staged), largest, sums
+
+    gpu = mosaic_gpu()
+    places = [gpu.SMEM(source.shape, source.dtype) for source in given]
+    return pl.run_scoped(copied, *places, gpu.Barrier(num_arrivals=len(given)))
+
+
+def _merged(out: Array, most: Array, total: Array, seen: Array) -> Array:
+    """The sums of all parts of a row over the powers of all, each part's ``[row, head, part,
+    query]`` scaled to the largest score of all. Parts that were not computed hold anything."""
+    most = jnp.where(seen, most, -jnp.inf)
+    share = jnp.exp(most - jnp.max(most, axis=2, keepdims=True))
+    powers = jnp.sum(jnp.where(seen, share * total, 0.0), axis=2)
+    sums = jnp.sum(jnp.where(seen[..., None], share[..., None] * out, 0.0), axis=2)
+    return sums / powers[..., None]

@@ -1,0 +1,207 @@
+"""The first product of experts with SwiGLU and the weight of each row as its end, and the way back.
+
+``hidden[r] = silu(x[r] G_e) * x[r] U_e * p_r`` for a row of expert e: a program multiplies a tile
+of rows with the same columns of gate and of up, keeps both sums in registers and writes hidden
+units, so that what comes between two products is neither written nor read for itself. The way back
+does the same with the gradient of the hidden units.
+
+Rows arrive in the order of experts, as everywhere in `moe.experts`. That the product itself reads
+them through the permutation, and the second one adds its rows to those of tokens, is left out:
+
+* Hopper's copy engine moves boxes of neighbouring rows; one that gathers rows comes with Blackwell.
+  Single rows of a slice, 128 bytes each, cannot be copied into the swizzled tile that the matrix
+  units read, whose atom is eight rows, and Pallas has no load of a vector of addresses into
+  registers. `moe.kernels.rows.take` moves whole rows at the speed of memory instead.
+* A sum of a token's rows by the programs that compute them needs atomics, in whatever order they
+  come, or programs that wait for others. `moe.kernels.rows.combine` adds them in the order of the
+  choices: the same bits each time.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from moe.kernels.grouped import (
+    Tiles,
+    Tiling,
+    filled_up,
+    fitting,
+    product_tiles,
+    store_rows,
+    tiles_of,
+)
+from moe.kernels.mosaic import Target, launch, mosaic_gpu
+
+FORWARD = Tiling(columns=64)
+"""Two tiles of sums, as many numbers in registers as one product with 128 columns has."""
+BACKWARD = Tiling(columns=64)
+
+
+def hidden_units(
+    rows: Float[Array, "row inner"],
+    gate_up: Float[Array, "group inner twice"],
+    probs: Float[Array, "row"],
+    sizes: Int[Array, "group"],
+    *,
+    tiling: Tiling = FORWARD,
+    simulated: bool = False,
+) -> tuple[Float[Array, "row hidden"], Float[Array, "row twice"]]:
+    """The hidden units of each row and, for the way back, its first product, gate and up side by
+    side; zeros for rows of no group.
+
+    Gate and up are rounded to the dtype of the rows before they are used, as they are kept: the way
+    back starts from the same numbers. The rest is computed in float32 and rounded once.
+
+    Args:
+      gate_up: of each group, all columns of gate first.
+      probs: what the output of each row counts by, float32.
+    """
+    num_rows, width = rows.shape[0], gate_up.shape[2] // 2
+    height, columns = tiling.rows, fitting(width, tiling.columns)
+    padded = filled_up(rows, height)
+    tiles = tiles_of(sizes, padded.shape[0], height)
+    down, across = tiles.group.shape[0], width // columns
+    probs = _of_groups(probs, sizes, padded.shape[0], height)
+
+    def body(target, program, group, block, first, size, rows, weights, probs, hidden, inward):
+        tile, column = mosaic_gpu().planar_snake(
+            program, (down, across), 1, min(tiling.wide, across)
+        )
+
+        @pl.when(size[tile] > 0)
+        def _():
+            start = block[tile] * height
+            found = product_tiles(
+                target,
+                0,
+                (height, columns, tiling),
+                (group[tile], block[tile], [column, across + column]),
+                rows,
+                weights,
+            )
+            kept = [one.astype(rows.dtype) for one in found]
+            gate, up = (target.tiled(one.astype(jnp.float32)) for one in kept)
+            prob = _spread(target, target.load(probs.at[pl.ds(start, height)], 0), gate.shape)
+
+            def store(part, column, out):
+                store_rows(part, first[tile], size[tile], start, column, out)
+
+            store(gate / (1 + jnp.exp(-gate)) * up * prob, column, hidden)
+            store(kept[0], column, inward)
+            store(kept[1], across + column, inward)
+
+    hidden, inward = launch(
+        body,
+        down * across,
+        [
+            jax.ShapeDtypeStruct((padded.shape[0], width), rows.dtype),
+            jax.ShapeDtypeStruct((padded.shape[0], 2 * width), rows.dtype),
+        ],
+        [*tiles, padded, gate_up, probs],
+        operation="hidden_units",
+        simulated=simulated,
+    )
+    return hidden[:num_rows], inward[:num_rows]
+
+
+def hidden_gradients(
+    pull: Float[Array, "row outer"],
+    down: Float[Array, "group hidden outer"],
+    inward: Float[Array, "row twice"],
+    probs: Float[Array, "row"],
+    sizes: Int[Array, "group"],
+    *,
+    tiling: Tiling = BACKWARD,
+    simulated: bool = False,
+) -> tuple[Float[Array, "row twice"], Float[Array, "row"]]:
+    """What the second product's gradient passes on: to gate and up, side by side in their dtype,
+    and to the probs, float32; zeros for rows of no group.
+
+    The gradient of the hidden units, ``pull[r] D_e^T``, is rounded nowhere. That of a prob is a sum
+    over all hidden units: each program writes that of its own, and these are added up in order.
+
+    Args:
+      pull: gradient of the second product.
+      down: the second product's matrices.
+      inward: gate and up, as `hidden_units` gave them.
+    """
+    num_rows, width = pull.shape[0], down.shape[1]
+    height, columns = tiling.rows, fitting(width, tiling.columns)
+    padded = filled_up(pull, height)
+    tiles = tiles_of(sizes, padded.shape[0], height)
+    below, across = tiles.group.shape[0], width // columns
+    probs = _of_groups(probs, sizes, padded.shape[0], height)
+    # A tile is read whole, and what it holds of other groups' rows is not written.
+    inward = jnp.pad(inward, ((0, probs.shape[0] - num_rows), (0, 0)))
+
+    def body(target, program, group, block, first, size, pull, down, inward, probs, out, of_probs):
+        tile, column = mosaic_gpu().planar_snake(
+            program, (below, across), 1, min(tiling.wide, across)
+        )
+
+        @pl.when(size[tile] > 0)
+        def _():
+            start = block[tile] * height
+            (of_hidden,) = product_tiles(
+                target,
+                1,
+                (height, columns, tiling),
+                (group[tile], block[tile], [column]),
+                pull,
+                down,
+            )
+
+            def half(number):
+                at = pl.ds(start, height), pl.ds((number * across + column) * columns, columns)
+                return target.load(inward.at[at]).astype(jnp.float32)
+
+            gate, up = half(0), half(1)
+            prob = _spread(target, target.load(probs.at[pl.ds(start, height)], 0), gate.shape)
+            slope = 1 / (1 + jnp.exp(-gate))
+            silu = gate * slope
+            total = target.tiled(jnp.sum(of_hidden * silu * up, axis=1))
+            target.store(of_probs.at[pl.ds((tile * across + column) * height, height)], total)
+            of_hidden = of_hidden * prob
+
+            def store(part, column, out):
+                store_rows(part, first[tile], size[tile], start, column, out)
+
+            store(of_hidden * up * (slope + silu * (1 - slope)), column, out)
+            store(of_hidden * silu, across + column, out)
+
+    found, of_tiles = launch(
+        body,
+        below * across,
+        [
+            jax.ShapeDtypeStruct((padded.shape[0], 2 * width), inward.dtype),
+            jax.ShapeDtypeStruct((below * across * height,), jnp.float32),
+        ],
+        [*tiles, padded, down, inward, probs],
+        operation="hidden_gradients",
+        simulated=simulated,
+    )
+    return found[:num_rows], _of_rows(of_tiles.reshape(below, across, height), tiles, num_rows)
+
+
+def _of_groups(probs: Array, sizes: Array, num_rows: int, height: int) -> Array:
+    """Probs for whole tiles, 0 for rows of no group: what theirs hold reaches nothing."""
+    known = jnp.arange(probs.shape[0]) < jnp.sum(sizes)
+    probs = jnp.where(known, probs.astype(jnp.float32), 0.0)
+    return jnp.pad(probs, (0, -(-num_rows // height) * height - probs.shape[0]))
+
+
+def _spread(target: Target, vector: Array, shape: tuple[int, ...]) -> Array:
+    return target.tiled(lax.broadcast_in_dim(vector, shape, (0,)))
+
+
+def _of_rows(of_tiles: Array, tiles: Tiles, num_rows: int) -> Array:
+    """Each row's sum, from those of the parts that the tiles have of it: the parts in order, and of
+    each tile its own rows."""
+    within = jnp.arange(of_tiles.shape[2])[None]
+    first, stop = tiles.first[:, None], (tiles.first + tiles.size)[:, None]
+    row = tiles.block[:, None] * of_tiles.shape[2] + within
+    row = jnp.where((within >= first) & (within < stop), row, num_rows)
+    # No row is two tiles' own, so that this scatter needs no atomics.
+    return jnp.zeros(num_rows).at[row].set(jnp.sum(of_tiles, axis=1), mode="drop")

@@ -1,0 +1,181 @@
+"""What `benchmarks.gpu` promises, what keeps a promise, and where that is written."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks.gpu.decoding import bytes_of_column, bytes_of_step
+from benchmarks.gpu.networks import halved_to_fit, network
+from benchmarks.gpu.parts import CEILINGS, PARTS, chosen
+from benchmarks.gpu.report import kept, line_of, markdown
+from benchmarks.gpu.rows import Row, Settings, Work, difference, measured, result_of
+from benchmarks.gpu.shapes import LLAMA_3B, MOE_4B, QWEN3_06B, QWEN3_A3B, QWEN3_A3B_OF_32
+from benchmarks.gpu.targets import TARGETS, beside_best, verdict
+from benchmarks.gpu.timed_engine import Span, together
+from moe.weights import initialise, num_active_parameters, num_parameters
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "README.md"
+FORWARD = "grouped/mixtral/forward"
+
+
+def row(name, form, milliseconds, **figures):
+    return {"part": "p", "row": name, "form": form, "milliseconds": milliseconds, **figures}
+
+
+def target(words):
+    (found,) = [one for one in TARGETS if words in one.title]
+    return found
+
+
+def test_promises_are_open_until_their_rows_are_measured():
+    failed = {"part": "grouped", "row": FORWARD, "form": "mosaic", "failed": "out of memory"}
+    for rows in ([], [failed], [row(FORWARD, "torch", 1.0, of_dense=0.9)]):
+        assert {verdict(one, rows) for one in TARGETS} == {("open", None)}
+    assert {one.part for one in TARGETS} <= set(PARTS)
+
+
+def test_the_dense_rate_is_that_of_our_kernel():
+    rows = [row(FORWARD, "mosaic", 2.0, of_dense=0.69), row(FORWARD, "torch", 1.0, of_dense=0.9)]
+    assert verdict(target("mixtral, forward: 70 %"), rows) == ("missed", 0.69)
+    rows[0]["of_dense"] = 0.7
+    assert verdict(target("mixtral, forward: 70 %"), rows) == ("reached", 0.7)
+
+
+def test_the_best_alternative_is_the_fastest_of_all_others():
+    rows = [row(FORWARD, form, ms) for form, ms in (("mosaic", 2.0), ("torch", 3.0), ("xla", 9.0))]
+    assert beside_best(rows, FORWARD) == 1.5
+    assert beside_best(rows, FORWARD, "torch") == pytest.approx(2 / 3)
+    assert beside_best(rows[:1], FORWARD) is None
+    assert verdict(target("mixtral, forward: ahead"), rows) == ("reached", 1.5)
+    layer = [{**one, "row": "layer/qwen3-30b-a3b/both"} for one in rows]
+    layer[0]["milliseconds"] = 2.1
+    assert verdict(target("layer of experts"), layer)[0] == "missed"
+
+
+def test_training_and_decoding_are_judged_by_their_best_row():
+    rows = [row("step/a", "x", 1.0, mfu=0.4), row("step/b", "x", 1.0, mfu=0.51)]
+    assert verdict(target("50 % MFU"), rows) == ("reached", 0.51)
+    name = "decode/3b active/256 rows, tokens 1 to 1000"
+    rows = [row(name, "as it is", 9.0, of_copy=0.5), row(name, "mosaic", 9.0, of_copy=0.55)]
+    assert verdict(target("256 rows, 3b active"), rows) == ("missed", 0.55)
+    assert verdict(target("256 rows, 0.6b dense"), rows)[0] == "open"
+
+
+def test_the_page_of_results_names_every_promise_and_the_command_that_fills_it():
+    page = RESULTS.read_text()
+    for one in TARGETS:
+        lines = [line for line in page.splitlines() if line.startswith(f"| {one.title} |")]
+        assert len(lines) == 1, one.title
+        assert f"`python -m benchmarks.gpu --rows {one.part}" in lines[0]
+
+
+def test_parts_run_unless_they_are_only_for_those_who_ask():
+    assert "tilings" not in chosen(None) and set(chosen(None)) == set(PARTS) - {"tilings"}
+    assert chosen(["tilings", "layer"]) == [CEILINGS, "layer", "tilings"]
+
+
+def test_a_table_for_people():
+    rows = [
+        row(FORWARD, "mosaic", 2.0, teraflops=480.0, of_dense=0.6, difference=2e-3),
+        row(FORWARD, "torch", 3.0, teraflops=320.0, of_dense=0.4),
+        {"part": "layer", "row": "layer/x", "form": "mosaic", "failed": "out of memory"},
+        {"part": "layer", "row": "layer/x", "form": "blocks", "left_out": "time was over"},
+        {"part": "cases", "row": "cases/x", "form": "mosaic", "needs": "an NVIDIA GPU"},
+    ]
+    about = {"device": "H100", "platform": "cuda", "small": False, "versions": {"jax": "1"}}
+    page = markdown(kept({**about, "date": "2026-11-22", "seed": 5, "seconds": 9.0}, rows))
+    first = "| grouped/mixtral/forward | mosaic | 2 | 480 TFLOP/s | 0.60 of the dense rate | 1.50 |"
+    assert first + " difference 0.002 |" in page
+    for text in ("failed: out of memory", "left out: time was over", "needs an NVIDIA GPU"):
+        assert text in page and any(text in line_of(one) for one in rows)
+    assert "mixtral, forward: 70 % of the dense rate | 0.60 | missed |" in page
+    assert "jax 1" in page and "seed 5" in page
+
+
+def test_rates_stand_beside_what_the_device_can_do():
+    settings = Settings(small=True, seed=0, copy=8e9, dense=4e12)
+    assert Work(3e9, "bytes").rate(0.75, settings) == {"gigabytes_per_s": 4.0, "of_copy": 0.5}
+    assert Work(1e12, "operations").rate(0.5, settings) == {"teraflops": 2.0, "of_dense": 0.5}
+    assert Work(1e12, "operations").rate(0.5, Settings(True, 0)) == {"teraflops": 2.0}
+
+
+def test_a_difference_that_is_too_large_or_no_number_is_refused():
+    assert difference(jnp.ones(4), jnp.ones(4)) == 0
+    for found in (1.02 * jnp.ones(4), jnp.ones(4).at[2].set(jnp.nan)):
+        with pytest.raises(ValueError, match="differs from float32 by"):
+            difference(found, jnp.ones(4))
+
+
+def test_a_row_says_why_it_has_no_figures():
+    def run():
+        raise RuntimeError("RESOURCE_EXHAUSTED: too large\nand more")
+
+    named = {"row": "a", "form": "b"}
+    assert result_of(Row("a", "b", run)) == {**named, "failed": "RESOURCE_EXHAUSTED: too large"}
+    assert result_of(Row("a", "b", run, "a GPU")) == {**named, "needs": "a GPU"}
+    assert result_of(Row("a", "b", lambda: {"milliseconds": 1.0}))["milliseconds"] == 1.0
+
+
+def test_what_is_measured_was_compared_first():
+    def wrong(found):
+        raise ValueError("differs")
+
+    settings, x = Settings(small=True, seed=0), (jnp.ones(8),)
+    with pytest.raises(ValueError, match="differs"):
+        measured(lambda x: -x, x, Work(64, "bytes"), settings, wrong)
+    figures = measured(lambda x: -x, x, Work(64, "bytes"), settings, lambda found: 0.25)
+    assert figures["difference"] == 0.25 and figures["milliseconds"] > 0
+
+
+def test_rows_are_halved_until_there_is_memory():
+    tried = []
+
+    def run(rows):
+        tried.append(rows)
+        if rows > 2:
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return {"milliseconds": 1.0}
+
+    assert halved_to_fit(run, 8) == {"rows": 2, "milliseconds": 1.0} and tried == [8, 4, 2]
+    with pytest.raises(RuntimeError, match="too little"):
+        halved_to_fit(lambda rows: (_ for _ in ()).throw(RuntimeError("too little")), 8)
+
+
+def test_the_shapes_are_those_that_are_named():
+    billions = {
+        "dense": (LLAMA_3B, 3.21, 3.21),
+        "experts": (MOE_4B, 3.583, 0.676),
+        "qwen dense": (QWEN3_06B, 0.596, 0.596),
+        "qwen": (QWEN3_A3B, 30.53, 3.35),
+        "of 32": (QWEN3_A3B_OF_32, 8.78, 3.34),
+    }
+    for sizes, whole, active in billions.values():
+        assert num_parameters(network(sizes)) / 1e9 == pytest.approx(whole, rel=5e-3)
+        assert num_active_parameters(network(sizes)) / 1e9 == pytest.approx(active, rel=5e-3)
+
+
+def test_what_compiles_is_left_out_unless_all_does():
+    first, second, third = (
+        Span(9.0, True, 7, 3, 10.0),
+        Span(1.0, False, 8, 4, 20.0),
+        Span(2.0, False, 9, 5, 30.0),
+    )
+    assert together([first, second, third]) == Span(3.0, False, 17, 9, 50.0)
+    assert together([first, first]) == Span(18.0, True, 14, 6, 20.0)
+
+
+def test_a_decoding_step_reads_the_weights_that_its_rows_meet():
+    sizes = {"vocab_size": 10, "num_layers": 2, "d_model": 6, "num_heads": 2, "num_kv_heads": 1}
+    experts = {"num_experts": 4, "experts_per_token": 1, "d_expert": 3}
+    config = network({**sizes, **experts, "head_dim": 4})
+    weights = jax.eval_shape(lambda: initialise(config, jax.random.key(0)))
+    weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), weights)
+    tree = [leaf.size * 2 for leaf in jax.tree.leaves(weights)]
+    of_experts = 2 * 4 * 3 * 6 * 3 * 2
+    met = sum(tree) - 60 * 2  # the embedding's rows are few, and the head is another matrix
+    assert bytes_of_step(config, weights, 1) == pytest.approx(met - 0.75 * of_experts)
+    assert bytes_of_step(config, weights, 1000) == pytest.approx(met)
+    # Keys and values, two layers, one head of 4 numbers of two bytes.
+    assert bytes_of_column(config) == 2 * 2 * 4 * 2

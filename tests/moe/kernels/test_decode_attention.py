@@ -1,0 +1,117 @@
+"""Attention over the columns of a cache: the kernel, simulated, against its plain twin."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiers import full_but
+
+from moe.kernels.decode_attention import decode_attention, split_attention
+
+KERNEL = "custom_call @mosaic_gpu_v2"
+# Rows that end in the first part of their columns, in the second and at the end of one; a window.
+CASES = {
+    "rows of several lengths": ((0, 0, 0), (3, 136, 128)),
+    "windows": ((130, 0, 100), (136, 5, 131)),
+}
+ROWS, KV_HEADS, HEADS, HEAD_DIM, V_HEAD_DIM, ROOM = 3, 2, 6, 128, 64, 192
+
+
+def given(name, dtype=jnp.bfloat16):
+    """Query, keys and values, NaN in the columns that a row does not see, and these columns."""
+    draw = np.random.default_rng(0)
+    first, stop = CASES[name]
+    query = draw.normal(size=(ROWS, HEADS, HEAD_DIM))
+    keys = draw.normal(size=(ROWS, KV_HEADS, HEAD_DIM, ROOM))
+    values = draw.normal(size=(ROWS, KV_HEADS, ROOM, V_HEAD_DIM))
+    for row in range(ROWS):
+        unseen = np.r_[: first[row], stop[row] : ROOM]
+        keys[row, :, :, unseen] = np.nan
+        values[row, :, unseen] = np.nan
+    ends = (jnp.asarray(x, jnp.int32) for x in (first, stop))
+    return *(jnp.asarray(x, dtype) for x in (query, keys, values)), *ends
+
+
+def looped(query, keys, values, first, stop, scale):
+    """In float64, a query at a time."""
+    query, keys, values = (np.asarray(x, np.float64) for x in (query, keys, values))
+    out = np.zeros((ROWS, HEADS, V_HEAD_DIM))
+    for row in range(ROWS):
+        seen = slice(int(first[row]), int(stop[row]))
+        for head in range(HEADS):
+            own = head // (HEADS // KV_HEADS)
+            scores = scale * query[row, head] @ keys[row, own, :, seen]
+            powers = np.exp(scores - scores.max())
+            out[row, head] = powers @ values[row, own, seen] / powers.sum()
+    return out
+
+
+@pytest.mark.parametrize("name", full_but(CASES, "windows"))
+def test_the_kernel_equals_float64(name):
+    query, keys, values, first, stop = given(name)
+    # The second of three layers; the others hold what must not be read.
+    keys, values = (
+        jnp.stack([jnp.full_like(x, jnp.nan), x, jnp.full_like(x, jnp.nan)]) for x in (keys, values)
+    )
+    layer = jnp.asarray(1, jnp.int32)
+    found = split_attention(query, keys, values, first, stop, layer, scale=0.1, simulated=True)
+    assert found.dtype == jnp.bfloat16
+    expected = looped(query, keys[1], values[1], first, stop, 0.1)
+    # Powers and results are rounded to eight bits.
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2**-6, atol=2**-8)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_plain_twin_equals_float64(name):
+    query, keys, values, first, stop = given(name, jnp.float32)
+    # Zero times what is hidden need be zero there: a cache holds no NaN.
+    keys, values = jnp.nan_to_num(keys), jnp.nan_to_num(values)
+    for buffers, layer in (((keys, values), None), ((keys[None], values[None]), 0)):
+        found = decode_attention(query, *buffers, first, stop, 0.1, layer=layer)
+        expected = looped(query, keys, values, first, stop, 0.1)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("room", full_but([192, 4096], 192))
+@pytest.mark.parametrize(("heads", "kv_heads"), full_but([(6, 2), (64, 4)], (6, 2)))
+def test_it_is_one_kernel_on_cuda(room, heads, kv_heads):
+    def shaped(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def run(query, keys, values, first, stop, layer):
+        return decode_attention(
+            query, keys, values, first, stop, layer=layer, implementation="mosaic"
+        )
+
+    exported = jax.export.export(jax.jit(run), platforms=["cuda"])(
+        shaped(5, heads, HEAD_DIM),
+        shaped(3, 5, kv_heads, HEAD_DIM, room),
+        shaped(3, 5, kv_heads, room, HEAD_DIM),
+        shaped(5, dtype=jnp.int32),
+        shaped(5, dtype=jnp.int32),
+        shaped(dtype=jnp.int32),
+    )
+    text = exported.mlir_module()
+    assert text.count(KERNEL) == 1
+    # No layer is cut out of the buffers.
+    assert "dynamic_slice" not in text
+
+
+def test_what_the_kernel_cannot_serve_is_refused():
+    query, keys, values, first, stop = given("windows")
+
+    def run(query=query, keys=keys, values=values, name="mosaic"):
+        return decode_attention(query, keys, values, first, stop, implementation=name)
+
+    wide = jnp.zeros((*values.shape[:3], 320), jnp.bfloat16)
+    for changed, message in (
+        ({"query": query.astype(jnp.float32)}, r"of float32, bfloat16, bfloat16, all bfloat16"),
+        ({"values": wide}, r"heads of 320 elements, a multiple of 64 up to 256"),
+        ({"keys": keys[..., :133], "values": values[:, :, :133]}, r"a cache of 133 columns"),
+        ({"query": jnp.zeros((3, 260, HEAD_DIM), jnp.bfloat16)}, r"130 queries of a key/value"),
+        ({"name": "interpreted"}, r"the plain interpreter has no matrix units"),
+        ({"name": "cudnn"}, r"'cudnn' of decode_attention is none of"),
+        ({}, r"decode_attention runs on NVIDIA GPUs .* lowered for cpu"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(**changed)
