@@ -68,7 +68,8 @@ def program_of(name: str, platform_has_ragged: bool) -> tuple[Method, System, Ch
         # Products as fast as Megatron-Core's; nothing is overlapped.
         system = System(calibrated("Megatron-Core").efficiency)
         dispatch = ("ragged",) if platform_has_ragged else ("all_gather", "all_to_all")
-        return Method(even=platform_has_ragged), system, Choices(dispatch)
+        method = Method(even=platform_has_ragged, storage="bfloat16")
+        return method, system, Choices(dispatch, storage=(method.storage,))
     title = {key.lower(): key for key in METHODS}[name]
     method = METHODS[title]
     choices = Choices((method.dispatch,), storage=(method.storage,))

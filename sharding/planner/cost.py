@@ -86,7 +86,7 @@ def cost(
     flops = batch.tokens * model.training_flops(batch.time) / layout.num_devices
     products = number * _products(model, layout, batch, method, hardware, system)
     traffic = number * _traffic(model, layout, tokens, method) / hardware.memory_bandwidth
-    sent = _exposed(model, layout, tokens, method, hardware, system, products / number)
+    sent = _exposed(model, layout, batch, method, hardware, system, products / number)
     sent = {what: number * time for what, time in sent.items()}
     if method.fsdp:
         # Shards are fetched while the layer before is at work: what takes longer shows.
@@ -182,7 +182,7 @@ def _optimizer(model: ModelSizes, layout: Layout, method: Method, hardware: Hard
 def _exposed(
     model: ModelSizes,
     layout: Layout,
-    tokens: int,
+    batch: Batch,
     method: Method,
     hardware: Hardware,
     system: System,
@@ -193,9 +193,9 @@ def _exposed(
     Args:
       products: seconds of its products.
     """
-    sent = dict(_sends(model, replace(layout, vpp=1), tokens, _without_storage(method), hardware))
+    sent = dict(_sends(model, replace(layout, vpp=1), batch, _without_storage(method), hardware))
     if layout.pp > 1:
-        hops = repeated([volumes.hop(model, tokens, method)], 2 * layout.vpp)
+        hops = repeated([volumes.hop(model, batch.local_tokens(layout), method)], 2 * layout.vpp)
         hides = layout.vpp > 1 and system.hides_hops
         sent["pipeline"] = 0.0 if hides else _seconds(hops, layout, hardware)
     total = sum(sent.values())
@@ -209,14 +209,17 @@ def _without_storage(method: Method) -> Method:
 
 @functools.lru_cache(maxsize=1024)
 def _sends(
-    model: ModelSizes, layout: Layout, tokens: int, method: Method, hardware: Hardware
+    model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
 ) -> dict[str, float]:
-    """Seconds of a micro-batch's communication, but for hops: layers and head."""
-    forward, backward = volumes.layer(model, layout, tokens, method)
+    """Seconds of a micro-batch's communication, but for hops: layers, embedding and head."""
+    tokens = batch.local_tokens(layout)
+    forward, backward = volumes.layer(model, layout, batch, method)
     again = forward if layout.pp > 1 and method.saves_inputs else []
     sent = repeated([*forward, *again, *backward], model.num_layers // layout.pp)
     found: dict[str, float] = {}
-    for one in sent + volumes.head(model, layout, tokens, method):
+    sent += volumes.embedding(model, layout, tokens, method)
+    sent += volumes.head(model, layout, tokens, method)
+    for one in sent:
         name = next(name for name, words in GROUPS if any(word in one.what for word in words))
         found[name] = found.get(name, 0.0) + links.seconds(one, layout, hardware)
     return found
@@ -244,8 +247,8 @@ def _unsharded(model: ModelSizes, layout: Layout, method: Method) -> list[Transf
 GROUPS = (
     ("context", ("keys", "values", "queries", "attention's output")),
     ("attention and dense layers over tp", ("attention", "dense layer", "shared expert")),
-    ("experts", ("experts", "choices")),
-    ("head", ("head",)),
+    ("experts", ("experts", "load")),
+    ("vocabulary", ("head", "embedding")),
 )
 """What transfers are called together, by the words in their names."""
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from sharding.folding import Layout
 from sharding.planner.method import Batch, Method
 from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.models.weights import held, parameters_in_parts, parameters_on_device
+from sharding.planner.models.weights import held
 from sharding.planner.volumes import tokens_per_peer
 from sharding.schedule import Schedule
 
@@ -47,31 +47,28 @@ def memory(
     Args:
       vocab_chunk: columns of the head whose logits are there at a time; None is all of a device.
     """
-    tokens, stored = batch.local_tokens(layout), method.stored
-    number = batch.num_micro_batches(layout)
-    on_device, in_parts = parameters_on_device(model, layout), parameters_in_parts(model, layout)
-    joined = 0.0
-    weights, gradients = float(on_device), float(on_device)
-    if method.fsdp:
-        layers = [one for one in held(model, layout) if one.in_layers]
-        whole = sum(one.parameters for one in layers)
-        cut = sum(one.parameters / one.group(layout) for one in layers)
-        weights = float(in_parts)
-        gradients += cut - whole
-        # The layer at work and the ends, whole.
-        depth = max((model.num_layers - model.num_dense_layers) // layout.pp, 1)
-        joined = (on_device - whole + whole / depth) * stored.weight_wire
-    # A sum over micro-batches and the gradient that is added to it.
-    copies = 2 if stored.master == 0 and number > 1 else 1
+    tokens, number = batch.local_tokens(layout), batch.num_micro_batches(layout)
+    depth = max((model.num_layers - model.num_dense_layers) // layout.pp, 1)
+    weights = optimizer = gradients = joined = 0.0
+    for one in held(model, layout):
+        stored, whole, part = one.stored(method), one.parameters, one.part(layout)
+        weights += (part if method.fsdp else whole) * stored.weight
+        optimizer += part * (stored.master + stored.moments)
+        # A sum over micro-batches and the gradient that is added to it.
+        of_gradient = stored.gradient + (stored.summand if number > 1 else 0)
+        gradients += (part if method.fsdp and one.in_layers else whole) * of_gradient
+        if method.fsdp:
+            # The layer at work and the ends, whole.
+            joined += whole * stored.weight_wire / (depth if one.in_layers else 1)
     columns = -(-model.vocab_size // layout.tp)
     columns = columns if vocab_chunk is None else min(columns, vocab_chunk)
     logits = 2 * FLOAT32 * tokens * layout.tp * columns
     # A layer's values, and as many gradients.
     at_work = 2 * kept(model, layout, tokens, method, "none")
     return Memory(
-        weights=weights * stored.weight,
-        optimizer=float(in_parts * (stored.master + stored.moments)),
-        gradients=gradients * stored.gradient * copies,
+        weights=weights,
+        optimizer=optimizer,
+        gradients=gradients,
         activations=activations(model, layout, number, tokens, method),
         buffers=joined + logits + at_work,
     )
@@ -115,8 +112,6 @@ def kept(model: ModelSizes, layout: Layout, tokens: int, method: Method, remat: 
         rows = expert_rows(model, layout, tokens, method)
         arrived = arrived_tokens(model, layout, tokens, method)
         numbers = arrived * 2 * model.experts_per_token
-        if layout.cp * layout.tp > 1:
-            numbers += tokens * layout.cp * layout.tp * model.num_experts
     # The input; tokens for heads and for hidden units, and the sum of attention's parts.
     elements = tokens * h * (1 + gathered + (gathered if dense_width else 0) + (gathered > 0))
     if remat == "full":

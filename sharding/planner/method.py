@@ -64,6 +64,7 @@ class Storage:
       moments: Adam's two, in shards.
       gradient_wire: of a gradient on its way between devices.
       weight_wire: of a new weight on its way.
+      summand: of the gradient of one micro-batch, beside their sum; 0 where products add to it.
     """
 
     weight: int
@@ -72,16 +73,21 @@ class Storage:
     moments: int
     gradient_wire: int
     weight_wire: int
+    summand: int
 
 
 STORAGES = {
     # Float32 weights, which are their own masters.
-    "float32": Storage(4, 4, 0, 8, 4, 4),
-    # Megatron-Core's mixed precision: 18 bytes, 6 + 12 / G in shards.
-    "mixed": Storage(2, 4, 4, 8, 4, 2),
+    "float32": Storage(4, 4, 0, 8, 4, 4, summand=4),
+    # Weights in bfloat16 with float32 masters (`jrl.trainer.masters`): 6 + 12 / G in shards of G.
+    "bfloat16": Storage(2, 4, 4, 8, 4, 2, summand=2),
+    # Megatron-Core's mixed precision: the same, with products that add to the sum of gradients.
+    "mixed": Storage(2, 4, 4, 8, 4, 2, summand=0),
     # The same with gradients that are rounded once for an all-to-all and summed in float32.
-    "mixed-bfloat16-wire": Storage(2, 4, 4, 8, 2, 2),
+    "mixed-bfloat16-wire": Storage(2, 4, 4, 8, 2, 2, summand=0),
 }
+# Norms and routers, where they stay float32 among weights that do not.
+STAYS_FLOAT32 = {"bfloat16": Storage(4, 4, 4, 8, 4, 4, summand=4)}
 """Shoeybi et al.'s distributed optimizer counts as "mixed"; Jin et al., "MegaScale-MoE", 2025,
 section 5 (the wire). https://arxiv.org/abs/2505.11432"""
 
@@ -125,3 +131,8 @@ class Method:
     @property
     def stored(self) -> Storage:
         return STORAGES[self.storage]
+
+    @property
+    def stored_precise(self) -> Storage:
+        """Of norms and routers."""
+        return STAYS_FLOAT32.get(self.storage, self.stored)

@@ -185,10 +185,9 @@ def quickest(
 ) -> Method:
     """The method with the dispatch and the context that take the least time; neither changes what
     the other takes."""
-    tokens = batch.local_tokens(layout)
 
     def takes(given: Method) -> float:
-        forward, backward = volumes.layer(model, layout, tokens, given)
+        forward, backward = volumes.layer(model, layout, batch, given)
         return sum(links.seconds(one, layout, hardware) for one in [*forward, *backward])
 
     contexts = [

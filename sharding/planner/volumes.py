@@ -9,7 +9,7 @@ import math
 from sharding.folding import Layout
 from sharding.planner.method import Batch, Method
 from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.models.weights import held
+from sharding.planner.models.weights import held, spreads_vocabulary
 from sharding.planner.transfer import Kind, Transfer, present, repeated
 from sharding.schedule import Schedule
 
@@ -17,18 +17,18 @@ FLOAT32 = INT32 = 4
 
 
 def layer(
-    model: ModelSizes, layout: Layout, tokens: int, method: Method, has_experts: bool = True
+    model: ModelSizes, layout: Layout, batch: Batch, method: Method, has_experts: bool = True
 ) -> tuple[list[Transfer], list[Transfer]]:
-    """One block forward, and what its backward pass adds.
+    """One block forward with one micro-batch, and what its backward pass adds.
 
     Args:
-      tokens: T.
       has_experts: it is one of the layers with experts, not of the dense ones before them.
     """
+    tokens = batch.local_tokens(layout)
     forward = [*tensor_parallel("attention", model, layout, tokens, method)]
     forward += context(model, layout, tokens, method)
     if has_experts and model.num_experts:
-        forward += router(model, tokens)
+        forward += router(model, batch.micro_rows)
         forward += dispatch(model, layout, tokens, method)
     if model.d_ff or not has_experts:
         name = "shared expert" if has_experts and model.num_experts else "dense layer"
@@ -86,10 +86,10 @@ def ring_backward(model: ModelSizes, layout: Layout, tokens: int, method: Method
     ]
 
 
-def router(model: ModelSizes, tokens: int) -> list[Transfer]:
-    """The choices of experts by each token of a sequence, for the balancing loss."""
-    counts = tokens * model.num_experts
-    return [Transfer("choices of a sequence", "all_gather", ("cp", "tp"), counts, FLOAT32)]
+def router(model: ModelSizes, sequences: int) -> list[Transfer]:
+    """How many tokens of each sequence chose each expert, for the balancing loss."""
+    counts = sequences * model.num_experts
+    return [Transfer("load of sequences", "all_reduce", ("cp", "tp"), counts, FLOAT32)]
 
 
 def dispatch(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list[Transfer]:
@@ -182,6 +182,16 @@ def hop(model: ModelSizes, tokens: int, method: Method) -> Transfer:
     return Transfer("micro-batch", "permute", ("pp",), tokens * model.d_model, method.itemsize)
 
 
+def embedding(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list[Transfer]:
+    """A micro-batch through the embedding and back: each ``tp`` rank finds the tokens of its rows;
+    nothing where ``tp`` does not divide these."""
+    if not spreads_vocabulary(model, layout):
+        return []
+    size, width = tokens * layout.tp * model.d_model, method.itemsize
+    found = Transfer("rows of embedding", "reduce_scatter", ("tp",), size, width, gradient=width)
+    return present([found, found.transposed(layout)], layout)
+
+
 def head(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list[Transfer]:
     """A micro-batch through the head and back: states and the tokens after them are gathered for
     the columns that a ``tp`` rank computes; a maximum and three sums for each, and two backward."""
@@ -200,15 +210,14 @@ def head(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list
 def unsharding(model: ModelSizes, layout: Layout, method: Method) -> tuple[Transfer, ...]:
     """Under full sharding, the weights of all layers of a device joined, once; the reverse sums
     their gradients."""
-    width = method.stored.weight_wire
     return tuple(
         Transfer(
             f"shards of {one.what}",
             "all_gather",
             one.replicas,
             one.parameters // one.group(layout),
-            width,
-            gradient=method.stored.gradient_wire,
+            one.stored(method).weight_wire,
+            gradient=one.stored(method).gradient_wire,
         )
         for one in held(model, layout)
         if one.in_layers and one.group(layout) > 1
@@ -218,16 +227,16 @@ def unsharding(model: ModelSizes, layout: Layout, method: Method) -> tuple[Trans
 def gradients(model: ModelSizes, layout: Layout, method: Method) -> list[Transfer]:
     """Once in a step: gradients summed into the shards that the optimizer keeps, and new weights
     joined (ZeRO-1): together as much as an all-reduce of numbers of one width."""
-    stored, found = method.stored, []
+    found = []
     for one in held(model, layout):
-        n = one.group(layout)
+        stored, n = one.stored(method), one.group(layout)
         if n == 1 or (method.fsdp and one.in_layers):
             continue
         of_weights = Transfer(
             f"new weights: {one.what}",
             "all_gather",
             one.replicas,
-            -(-one.parameters // n),
+            one.part(layout),
             stored.weight_wire,
         )
         of_gradients = Transfer(
@@ -252,13 +261,14 @@ def step(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> lis
     twice = layout.pp > 1 and method.saves_inputs
     found = []
     for number, has_experts in ((on_device, True), (model.num_dense_layers, False)):
-        forward, backward = layer(model, layout, tokens, method, has_experts)
+        forward, backward = layer(model, layout, batch, method, has_experts)
         found += repeated([*forward, *(forward if twice else ()), *backward], number)
     if method.fsdp:
         joined = list(unsharding(model, layout, method))
         again = 2 + twice
         found += repeated(joined, again) + [one.transposed(layout) for one in joined]
-    found = repeated(found + head(model, layout, tokens, method), micro_batches)
+    found += embedding(model, layout, tokens, method) + head(model, layout, tokens, method)
+    found = repeated(found, micro_batches)
     if layout.pp > 1:
         ticks = Schedule(layout.pp, micro_batches, layout.vpp).ticks
         found += repeated([hop(model, tokens, method)], 2 * ticks)

@@ -1,5 +1,6 @@
 """What the planner says of a run's updates: memory that comes and goes, and time."""
 
+from jrl.trainer.masters import keeps_masters
 from jrl.trainer.setup.setup import Setup
 from moe.experts.dispatch.choice import best
 from moe.sizes import sizes_of
@@ -49,5 +50,6 @@ def method_of(setup: Setup) -> Method:
         remat=execution.remat,
         fsdp=execution.fsdp,
         itemsize=2 if config.dtype == "bfloat16" else 4,
+        storage="bfloat16" if keeps_masters(config) else "float32",
         even=execution.buffer_factor is not None,
     )

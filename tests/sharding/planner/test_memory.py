@@ -49,6 +49,17 @@ def test_weights_and_their_parts_are_those_of_the_placement(layout):
     assert 4 * parameters_in_parts(model, sizes) == part_bytes(CONFIG, mesh)
 
 
+@pytest.mark.parametrize(("storage", "copies"), [("float32", (4, 8)), ("bfloat16", (4, 6))])
+def test_several_micro_batches_need_a_gradient_of_one_beside_their_sum(storage, copies):
+    layout, method = Layout.parse("tp2 dp2 pp2 / ep4"), Method(storage=storage)
+    of = held(MIXTRAL, layout)
+    for rows, of_float32, of_gradient in zip((2, 4), (4, 8), copies, strict=True):
+        found = memory(MIXTRAL, layout, Batch(rows, 4096), method)
+        # Norms and routers are float32 among the others, and so are their gradients.
+        each = [one.parameters * (of_float32 if one.is_precise else of_gradient) for one in of]
+        assert found.gradients == sum(each)
+
+
 def test_states_are_18_bytes_of_which_12_are_cut():
     layout = Layout.parse("tp2 dp8 pp8 / ep8")
     found = memory(MIXTRAL, layout, Batch(256, 4096), Method(storage="mixed"))

@@ -8,7 +8,7 @@ import pytest
 from jrl.config.run import RunConfig
 from jrl.recipes import Grpo
 from jrl.trainer.setup import dry_run
-from jrl.trainer.setup.dry_run import part_bytes, prediction, weight_bytes
+from jrl.trainer.setup.dry_run import prediction, weight_bytes
 from jrl.trainer.setup.predicted import batch_of, memory_of_update, method_of, time_of_update
 from jrl.trainer.setup.setup import build_setup
 from sharding.planner.hardware import HARDWARE, of_kind
@@ -26,10 +26,14 @@ def test_the_batch_is_the_mini_batch(setup):
     assert batch.num_micro_batches(layout) == setup.geometry.num_micro_batches
 
 
-def test_weights_and_moments_are_those_that_the_dry_run_counts(setup):
-    needs = memory_of_update(setup)
-    assert needs.weights == weight_bytes(setup.model, setup.mesh)
-    assert needs.optimizer == 2 * part_bytes(setup.model, setup.mesh)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_states_are_those_that_the_dry_run_counts(setup, dtype):
+    setup = replace(setup, model=replace(setup.model, dtype=dtype))
+    needs, counted = memory_of_update(setup), dry_run.memory(setup)
+    assert needs.weights == counted["weights"] == weight_bytes(setup.model, setup.mesh)
+    masters = counted.get("float32 masters", 0)
+    assert needs.optimizer == masters + counted["optimizer moments"]
+    assert needs.gradients == counted["gradients"]
 
 
 def test_settings_of_the_execution_reach_the_plan(setup):
@@ -38,6 +42,7 @@ def test_settings_of_the_execution_reach_the_plan(setup):
     other = replace(setup, model=replace(setup.model, execution=execution, dtype="bfloat16"))
     method = method_of(other)
     assert (method.remat, method.dispatch, method.itemsize) == ("full", "all_to_all", 2)
+    assert (method_of(setup).storage, method.storage) == ("float32", "bfloat16")
     assert memory_of_update(other).activations < memory_of_update(setup).activations / 4
     slower, faster = (time_of_update(one, HARDWARE["h100"]) for one in (other, setup))
     assert slower.products > faster.products
