@@ -19,6 +19,7 @@ from jrl.faults import __main__ as faults
 from jrl.recipes import RECIPES
 from sharding import Layout
 from sharding.folding.__main__ import PARSER as FOLDING
+from sharding.planner.__main__ import PARSER as PLANNER
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -94,8 +95,10 @@ def test_there_are_commands():
     assert len(FOUND) > 30
     programs = {words_of(command)[1] for command in FOUND if words_of(command)[0] == "-m"}
     benchmarks = {"benchmarks.agreement", "benchmarks.gpu", "benchmarks.rollout"}
-    tested = {"jrl.evaluate", "jrl.faults", "jrl.train", "sharding.folding"}
-    assert programs == benchmarks | tested | set(STUDIES) | {"pytest"}
+    tested = {"jrl.evaluate", "jrl.faults", "jrl.train", "sharding.folding", "sharding.planner"}
+    # Without arguments.
+    alone = {"pytest", "sharding.planner.calibration"}
+    assert programs == benchmarks | tested | set(STUDIES) | alone
 
 
 OWN_RECIPE = re.findall(
@@ -137,6 +140,11 @@ def test_faults_reads(command, monkeypatch):
 @pytest.mark.parametrize("command", given("sharding.folding"))
 def test_folding_reads(command):
     FOLDING.parse_args(words_of(command)[2:])
+
+
+@pytest.mark.parametrize("command", given("sharding.planner"))
+def test_planner_reads(command):
+    PLANNER.parse_args(words_of(command)[2:])
 
 
 SCRIPTS = [
