@@ -14,7 +14,7 @@ import tyro
 
 from jrl import evaluate
 from jrl.config import flags
-from jrl.config.run import RunConfig
+from jrl.config.run import AUTO, RunConfig
 from jrl.faults import __main__ as faults
 from jrl.recipes import RECIPES
 from sharding import Layout
@@ -122,7 +122,8 @@ def test_train_reads(command, monkeypatch, tmp_path):
             flags.parse(words)
         assert ended.value.code == 0
     else:
-        Layout.parse(flags.parse(words).run.layout)
+        layout = flags.parse(words).run.layout
+        assert layout == AUTO or Layout.parse(layout)
 
 
 @pytest.mark.parametrize("command", given("jrl.evaluate"))

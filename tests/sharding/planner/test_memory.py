@@ -118,6 +118,8 @@ def test_buffers_are_as_large_as_the_dispatchers(layout, capacity):
         ("tp2 dp2 / ep4", "full"),
         ("tp2 cp2 dp2 / ep4", "selective"),
         ("dp4 / ep2 etp2", "full"),
+        ("tp2 dp2 / ep4", "none"),
+        ("tp2 cp2 dp2 / ep4", "none"),
     ],
 )
 def test_a_program_needs_what_is_stated(layout, remat):
