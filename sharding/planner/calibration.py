@@ -119,14 +119,13 @@ MEGASCALE = [
 
 METHODS = {
     "Megatron-Core": Method(
-        dispatch="ragged", storage="mixed", even=True, resends=False, saves_inputs=False
+        dispatch="ragged", storage="mixed", even=True, resends=False
     ),
     "MegaScale-MoE": Method(
         dispatch="ragged",
         context="ulysses",
         storage="mixed-bfloat16-wire",
         even=True,
-        saves_inputs=False,
     ),
 }
 SYSTEMS = {

@@ -10,8 +10,9 @@ from sharding.planner.hardware import Hardware
 from sharding.planner.memory import kept
 from sharding.planner.method import Batch, Method
 from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.models.weights import parameters_in_parts
+from sharding.planner.models.weights import layers_on_device, parameters_in_parts
 from sharding.planner.transfer import Transfer, repeated
+from sharding.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,9 @@ def cost(
     """The time of a step of `batch`.
 
     A stage works on one micro-batch after the other, the slowest of them (the one with the head)
-    sets the pace. An interleaved pipeline idles ``(pp - 1) / vpp`` micro-batches; gradients and new
-    weights come after all.
+    or one that is a layer deeper sets the pace. A pipeline idles as its `Schedule.bubble` says, ``(pp
+    - 1) / vpp`` micro-batches where ``pp`` divides their number; gradients and new weights come
+    after all.
     """
     number, tokens = batch.num_micro_batches(layout), batch.local_tokens(layout)
     flops = batch.tokens * model.training_flops(batch.time) / layout.num_devices
@@ -93,8 +95,8 @@ def cost(
         joined = number * _seconds(_unsharded(model, layout, method), layout, hardware)
         sent["shards of layers"] = max(0.0, joined - products - traffic)
     working = products + traffic + sum(sent.values())
-    idle = (layout.pp - 1) / layout.vpp / number * working
-    summed, joined = _once(model, replace(layout, vpp=1), method.fsdp, method.storage, hardware)
+    idle = Schedule(layout.pp, number, layout.vpp).bubble * working
+    summed, joined = _once(model, layout, method.fsdp, method.storage, hardware)
     if system.hides_gradients:
         summed = _after_backward(summed, working / number, model, layout, number)
     sent |= {"gradients": summed, "new weights": joined}
@@ -140,11 +142,10 @@ def _products(
         forward += one_pass(flops, parameters, stored.weight)
         backward += one_pass(flops, parameters, stored.weight)
         backward += one_pass(flops, parameters, 2 * stored.gradient)
-    scores = 2.0 * tokens * model.num_layers * model.queries * batch.time / layout.pp / rate
+    layers = _layers_on_stage(model, layout)
+    scores = 2.0 * tokens * layers * model.queries * batch.time / rate
     head = 2.0 * tokens * model.d_model * model.vocab_size / rate
     again = {"none": 0.0, "selective": scores, "full": forward + scores}[method.remat]
-    if layout.pp > 1 and method.saves_inputs:
-        again += forward + scores
     return forward + backward + 3 * (scores + head) + again
 
 
@@ -157,10 +158,17 @@ def _matrices(model: ModelSizes, layout: Layout, tokens: int) -> list[tuple[floa
     )
     met = 3 * model.d_model * model.experts_per_token * model.d_expert * model.num_expert_layers
     experts = model.num_expert_layers * model.expert_parameters
+    share = _layers_on_stage(model, layout) / model.num_layers
     return [
-        (2.0 * tokens * dense / layout.pp, dense / (layout.pp * layout.tp)),
-        (2.0 * tokens * met / layout.pp, experts / (layout.pp * layout.ep * layout.etp)),
+        (2.0 * tokens * dense * share, dense * share / layout.tp),
+        (2.0 * tokens * met * share, experts * share / (layout.ep * layout.etp)),
     ]
+
+
+def _layers_on_stage(model: ModelSizes, layout: Layout) -> float:
+    """Of the deepest stage, with its share of the dense first ones."""
+    like = model.num_layers - model.num_dense_layers
+    return model.num_layers * layers_on_device(model, layout) / like
 
 
 def _traffic(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> float:
@@ -168,8 +176,7 @@ def _traffic(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> 
     layer = kept(model, layout, tokens, method, "none")
     crossings = TRAFFIC_FORWARD + TRAFFIC_BACKWARD
     crossings += TRAFFIC_FORWARD * (method.remat != "none")
-    crossings += TRAFFIC_FORWARD * (layout.pp > 1 and method.saves_inputs)
-    return crossings * layer * model.num_layers / layout.pp
+    return crossings * layer * _layers_on_stage(model, layout)
 
 
 def _optimizer(model: ModelSizes, layout: Layout, method: Method, hardware: Hardware) -> float:
@@ -193,7 +200,9 @@ def _exposed(
     Args:
       products: seconds of its products.
     """
-    sent = dict(_sends(model, replace(layout, vpp=1), batch, _without_storage(method), hardware))
+    layers = _layers_on_stage(model, layout)
+    once = replace(layout, vpp=1)
+    sent = dict(_sends(model, once, batch, _without_storage(method), hardware, layers))
     if layout.pp > 1:
         hops = repeated([volumes.hop(model, batch.local_tokens(layout), method)], 2 * layout.vpp)
         hides = layout.vpp > 1 and system.hides_hops
@@ -209,19 +218,23 @@ def _without_storage(method: Method) -> Method:
 
 @functools.lru_cache(maxsize=1024)
 def _sends(
-    model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
+    model: ModelSizes,
+    layout: Layout,
+    batch: Batch,
+    method: Method,
+    hardware: Hardware,
+    layers: float,
 ) -> dict[str, float]:
     """Seconds of a micro-batch's communication, but for hops: layers, embedding and head."""
     tokens = batch.local_tokens(layout)
     forward, backward = volumes.layer(model, layout, batch, method)
-    again = forward if layout.pp > 1 and method.saves_inputs else []
-    sent = repeated([*forward, *again, *backward], model.num_layers // layout.pp)
+    ends = volumes.embedding(model, layout, tokens, method)
+    ends += volumes.head(model, layout, tokens, method)
     found: dict[str, float] = {}
-    sent += volumes.embedding(model, layout, tokens, method)
-    sent += volumes.head(model, layout, tokens, method)
-    for one in sent:
-        name = next(name for name, words in GROUPS if any(word in one.what for word in words))
-        found[name] = found.get(name, 0.0) + links.seconds(one, layout, hardware)
+    for sent, times in ((forward + backward, layers), (ends, 1)):
+        for one in sent:
+            name = next(name for name, words in GROUPS if any(word in one.what for word in words))
+            found[name] = found.get(name, 0.0) + times * links.seconds(one, layout, hardware)
     return found
 
 
@@ -240,8 +253,7 @@ def _once(
 
 def _unsharded(model: ModelSizes, layout: Layout, method: Method) -> list[Transfer]:
     joined = list(volumes.unsharding(model, layout, method))
-    twice = layout.pp > 1 and method.saves_inputs
-    return repeated(joined, 2 + twice) + [one.transposed(layout) for one in joined]
+    return repeated(joined, 2) + [one.transposed(layout) for one in joined]
 
 
 GROUPS = (

@@ -2,33 +2,16 @@
 
 from sharding.folding import Layout
 from sharding.planner.hardware import LINK_EFFICIENCY, Hardware
-from sharding.planner.transfer import Transfer
+from sharding.planner.transfer import Transfer, spanned
 
-FASTEST_FIRST = {
-    **dict.fromkeys(("tp", "cp", "dp", "pp"), ("tp", "cp", "dp", "pp")),
-    **dict.fromkeys(("etp", "ep", "edp"), ("etp", "ep", "edp", "pp")),
-}
-"""The axes of an axis's side, that of neighbouring ranks first."""
-
-
-def stride(axes: tuple[str, ...], layout: Layout) -> int:
-    """Ranks between neighbours of a group over `axes`, of which those of more than one device
-    follow each other in the order of ranks."""
-    steps = []
-    for axis in axes:
-        if getattr(layout, axis) > 1:
-            order = FASTEST_FIRST[axis]
-            step = 1
-            for before in order[: order.index(axis)]:
-                step *= getattr(layout, before)
-            steps.append(step)
-    return min(steps, default=1)
 
 
 def in_domain(transfer: Transfer, layout: Layout, hardware: Hardware) -> int:
     """Members of a group in one fast domain."""
-    together = hardware.domain // stride(transfer.axes, layout)
-    return max(1, min(transfer.group(layout), together))
+    together = 1
+    for stride, size in spanned(transfer.axes, transfer.side, layout):
+        together *= max(1, min(size, hardware.domain // stride))
+    return together
 
 
 def seconds(transfer: Transfer, layout: Layout, hardware: Hardware) -> float:

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from sharding.folding import Layout
 from sharding.planner.method import Batch, Method
 from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.models.weights import held
-from sharding.planner.volumes import tokens_per_peer
-from sharding.schedule import Schedule
+from sharding.planner.models.weights import held, layers_on_device
+from sharding.planner.volumes import copies_of_keys, tokens_per_peer
 
 FLOAT32 = 4
 
@@ -48,7 +47,7 @@ def memory(
       vocab_chunk: columns of the head whose logits are there at a time; None is all of a device.
     """
     tokens, number = batch.local_tokens(layout), batch.num_micro_batches(layout)
-    depth = max((model.num_layers - model.num_dense_layers) // layout.pp, 1)
+    depth = layers_on_device(model, layout)
     weights = optimizer = gradients = joined = 0.0
     for one in held(model, layout):
         stored, whole, part = one.stored(method), one.parameters, one.part(layout)
@@ -79,21 +78,37 @@ def activations(
 ) -> float:
     """Bytes that the layers of a device keep for the backward pass.
 
-    A pipeline that saves the inputs of its chunks (`sharding.pipeline`) keeps those, and what one
-    chunk keeps while it goes backward. Another keeps what every micro-batch on its way needs, ``pp
-    (1 + (pp - 1) / (pp vpp))`` of them on the first stage (Narayanan et al., "Efficient Large-Scale
-    Language Model Training on GPU Clusters", 2021, https://arxiv.org/abs/2104.04473), one with
-    ``vpp = 1`` less.
+    A stage of a pipeline keeps what every chunk on its way needs, and the first one's dense layers
+    what those need; all stages have room for as much.
     """
     layer = kept(model, layout, tokens, method, method.remat)
-    depth = model.num_layers / layout.pp
     if layout.pp == 1:
-        return depth * layer
-    if method.saves_inputs:
-        saved = Schedule(layout.pp, num_micro_batches, layout.vpp).num_saved
-        return saved * tokens * model.d_model * method.itemsize + depth / layout.vpp * layer
-    on_way = layout.pp if layout.vpp == 1 else layout.pp + (layout.pp - 1) / layout.vpp
-    return min(on_way, num_micro_batches) * depth * layer
+        return model.num_layers * layer
+    depth = layers_on_device(model, layout) // layout.vpp
+    chunks = chunks_on_way(layout, num_micro_batches)
+    first = first_chunks_on_way(layout, num_micro_batches)
+    return (chunks * depth + first * model.num_dense_layers) * layer
+
+
+def chunks_on_way(layout: Layout, num_micro_batches: int) -> int:
+    """Model chunks that a stage has sent forward and not yet backward, at most.
+
+    ``pp`` with one chunk on a stage, else ``pp vpp + pp - 1``; fewer where there are few micro-
+    batches. `sharding.schedule.Schedule.slots` has a place for each.
+
+    References:
+      Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021,
+      section 2.2. https://arxiv.org/abs/2104.04473
+    """
+    chunks = layout.vpp * min(num_micro_batches, layout.pp)
+    if layout.vpp > 1:
+        chunks += min(max(num_micro_batches - layout.pp, 0), layout.pp - 1)
+    return chunks
+
+
+def first_chunks_on_way(layout: Layout, num_micro_batches: int) -> int:
+    """Those of them that are the first of all chunks."""
+    return min(num_micro_batches, layout.pp if layout.vpp == 1 else 2 * layout.pp)
 
 
 def kept(model: ModelSizes, layout: Layout, tokens: int, method: Method, remat: str) -> float:
@@ -116,7 +131,8 @@ def kept(model: ModelSizes, layout: Layout, tokens: int, method: Method, remat: 
     elements = tokens * h * (1 + gathered + (gathered if dense_width else 0) + (gathered > 0))
     if remat == "full":
         return float((elements + arrived * h) * width + numbers * FLOAT32)
-    attends = 2 * model.keys * (layout.cp if method.context == "gather" else 1)
+    of_keys = {"gather": layout.cp, "ring": 1, "ulysses": copies_of_keys(model, layout)}
+    attends = 2 * model.keys * of_keys[method.context]
     elements += tokens * (model.queries + attends + 2 * dense_width + h * (gathered == 0))
     elements += rows * 2 * hidden
     numbers += tokens * (model.num_heads + model.num_experts)

@@ -107,8 +107,6 @@ class Method:
         `moe.remat` does.
       even: buffers of experts hold what even routing sends, as where their sizes are known at run
         time or a capacity bounds them; else any routing.
-      saves_inputs: a pipeline keeps the inputs of its chunks and runs each chunk again when it goes
-        backward, as `sharding.pipeline` does; else what `remat` keeps lives until then.
     """
 
     dispatch: str = "all_gather"
@@ -119,7 +117,6 @@ class Method:
     storage: str = "float32"
     resends: bool = True
     even: bool = False
-    saves_inputs: bool = True
 
     def __post_init__(self):
         for name, choices in {**KNOWN, "storage": tuple(STORAGES)}.items():

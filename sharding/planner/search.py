@@ -67,11 +67,20 @@ def illegal(model: ModelSizes, layout: Layout, rows: int, time: int) -> str | No
         (model.dense_d_ff, layout.tp, "tp must divide the hidden units of dense layers"),
         (time, (1 if layout.cp == 1 else 2) * layout.cp, "2 cp must divide the sequence"),
         (rows, layout.dp, "dp must divide the sequences"),
-        (like, layout.pp * layout.vpp, "pp x vpp must divide the layers"),
         (model.num_experts, layout.ep, "ep must divide the experts"),
         (model.d_expert, layout.etp, "etp must divide the hidden units of an expert"),
     )
+    if layout.pp * layout.vpp > like:
+        return "pp x vpp must be no more than the layers"
     return next((rule for size, by, rule in rules if size % by), None)
+
+
+def chunks_of_a_stage(model: ModelSizes, layout: Layout) -> list[int]:
+    """How many chunks a legal layout's stages can have, none deeper with them than with one."""
+    like = model.num_layers - model.num_dense_layers
+    if layout.pp == 1:
+        return [1]
+    return [vpp for vpp in divisors(-(-like // layout.pp)) if layout.pp * vpp <= like]
 
 
 def layouts(devices: int, most_tp: int | None = None) -> Iterator[Layout]:
@@ -139,14 +148,12 @@ def best_plan(
     least = least_states(model, layout, method, choices)
     if least > ROOM * hardware.memory:
         return least
-    depth = (model.num_layers - model.num_dense_layers) // layout.pp
-    chunks = divisors(depth) if layout.pp > 1 else [1]
     needs, best = math.inf, None
     for micro_rows in (n for n in choices.micro_rows if rows % (layout.dp * n) == 0):
         batch = Batch(rows, time, micro_rows)
         sends = quickest(model, layout, batch, hardware, method, choices)
         for storage in choices.storage:
-            for vpp in chunks:
+            for vpp in chunks_of_a_stage(model, layout):
                 sizes = replace(layout, vpp=vpp)
                 for remat in choices.remat:
                     chosen = replace(sends, storage=storage, remat=remat)
@@ -193,8 +200,8 @@ def quickest(
     contexts = [
         name
         for name in choices.context
-        # Ulysses spreads the heads of a tp rank over cp.
-        if name != "ulysses" or model.num_kv_heads // layout.tp % layout.cp == 0
+        # Ulysses spreads the query heads of a tp rank over cp.
+        if name != "ulysses" or model.num_heads // layout.tp % layout.cp == 0
     ]
     if layout.cp > 1:
         method = min((replace(method, context=name) for name in contexts), key=takes)

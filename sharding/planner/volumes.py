@@ -5,12 +5,13 @@ a micro-batch on one device, h the model width.
 """
 
 import math
+from dataclasses import replace
 
 from sharding.folding import Layout
 from sharding.planner.method import Batch, Method
 from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.models.weights import held, spreads_vocabulary
-from sharding.planner.transfer import Kind, Transfer, present, repeated
+from sharding.planner.models.weights import held, layers_on_device, spreads_vocabulary
+from sharding.planner.transfer import Kind, Transfer, present, repeated, staged
 from sharding.schedule import Schedule
 
 FLOAT32 = INT32 = 4
@@ -68,12 +69,17 @@ def context(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> l
         return [of("keys", "all_gather", keys), of("values", "all_gather", keys)]
     if method.context == "ring":
         return [of("keys and values", "permute", keys, 2 * (layout.cp - 1), gradient=0)]
+    traded = queries + 2 * keys * copies_of_keys(model, layout)
     return [
-        of("queries", "all_to_all", queries),
-        of("keys", "all_to_all", keys),
-        of("values", "all_to_all", keys),
+        of("queries, keys and values", "all_to_all", traded),
         of("attention's output", "all_to_all", queries),
     ]
+
+
+def copies_of_keys(model: ModelSizes, layout: Layout) -> int:
+    """How often Ulysses repeats each key/value head, so that ``cp`` divides those of a ``tp``
+    rank."""
+    return layout.cp // math.gcd(model.num_kv_heads // layout.tp, layout.cp)
 
 
 def ring_backward(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list[Transfer]:
@@ -210,66 +216,62 @@ def head(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list
 def unsharding(model: ModelSizes, layout: Layout, method: Method) -> tuple[Transfer, ...]:
     """Under full sharding, the weights of all layers of a device joined, once; the reverse sums
     their gradients."""
-    return tuple(
-        Transfer(
-            f"shards of {one.what}",
-            "all_gather",
-            one.replicas,
-            one.parameters // one.group(layout),
-            one.stored(method).weight_wire,
-            gradient=one.stored(method).gradient_wire,
-        )
-        for one in held(model, layout)
-        if one.in_layers and one.group(layout) > 1
-    )
+    found = []
+    for one in held(model, layout):
+        if one.in_layers:
+            wires = one.stored(method).weight_wire, one.stored(method).gradient_wire
+            given = one.replicas, layout, one.part(layout)
+            found += staged(f"shards of {one.what}", *given, *wires)
+    return tuple(found)
 
 
 def gradients(model: ModelSizes, layout: Layout, method: Method) -> list[Transfer]:
     """Once in a step: gradients summed into the shards that the optimizer keeps, and new weights
-    joined (ZeRO-1): together as much as an all-reduce of numbers of one width."""
+    joined (ZeRO-1): together as much as an all-reduce of numbers of one width.
+
+    Gradients go inside a sequence-parallel group and then across, weights the other way.
+    """
     found = []
     for one in held(model, layout):
-        stored, n = one.stored(method), one.group(layout)
-        if n == 1 or (method.fsdp and one.in_layers):
+        if method.fsdp and one.in_layers:
             continue
-        of_weights = Transfer(
+        stored = one.stored(method)
+        joined = staged(
             f"new weights: {one.what}",
-            "all_gather",
             one.replicas,
+            layout,
             one.part(layout),
             stored.weight_wire,
-        )
-        of_gradients = Transfer(
-            f"gradients: {one.what}",
-            "reduce_scatter",
-            one.replicas,
-            one.parameters,
             stored.gradient_wire,
         )
-        found += [of_gradients, of_weights]
+        summed = [
+            replace(back.transposed(layout), what=f"gradients: {one.what}")
+            for back in reversed(joined)
+        ]
+        found += [*summed, *joined]
     return found
 
 
 def step(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> list[Transfer]:
     """Everything that a device gives to collectives in one optimizer step.
 
-    A pipeline that saves the inputs of its chunks runs each chunk forward twice, and its first
-    devices hand on in every tick, with or without work.
+    In a pipeline these are a middle stage's, which hands on in every tick, with or without work: a
+    micro-batch in one and a gradient in the next.
     """
     micro_batches, tokens = batch.num_micro_batches(layout), batch.local_tokens(layout)
-    on_device = (model.num_layers - model.num_dense_layers) // layout.pp
-    twice = layout.pp > 1 and method.saves_inputs
     found = []
-    for number, has_experts in ((on_device, True), (model.num_dense_layers, False)):
+    for number, has_experts in (
+        (layers_on_device(model, layout), True),
+        (model.num_dense_layers, False),
+    ):
         forward, backward = layer(model, layout, batch, method, has_experts)
-        found += repeated([*forward, *(forward if twice else ()), *backward], number)
+        found += repeated([*forward, *backward], number)
     if method.fsdp:
         joined = list(unsharding(model, layout, method))
-        again = 2 + twice
-        found += repeated(joined, again) + [one.transposed(layout) for one in joined]
+        found += repeated(joined, 2) + [one.transposed(layout) for one in joined]
     found += embedding(model, layout, tokens, method) + head(model, layout, tokens, method)
     found = repeated(found, micro_batches)
     if layout.pp > 1:
         ticks = Schedule(layout.pp, micro_batches, layout.vpp).ticks
-        found += repeated([hop(model, tokens, method)], 2 * ticks)
+        found += repeated([hop(model, tokens, method)], ticks)
     return found + gradients(model, layout, method)

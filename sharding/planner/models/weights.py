@@ -49,10 +49,11 @@ def held(model: ModelSizes, layout: Layout) -> tuple[Held, ...]:
 
     Attention and dense layers are cut over ``tp``, experts over ``ep`` and ``etp``, layers over
     ``pp``, and rows of the embedding and columns of the head over ``tp`` where they divide; norms
-    and routers are whole. Every stage has both ends and the first dense layers.
+    and routers are whole. Every stage has both ends and the first dense layers, and chunks that are
+    all as deep as the deepest.
     """
     h, tp = model.d_model, layout.tp
-    layers = (model.num_layers - model.num_dense_layers) // layout.pp
+    layers = layers_on_device(model, layout)
     routed = layers if model.num_experts else 0
     same, whole = ("dp", "cp"), ("dp", "cp", "tp")
     first, ends, spread = model.num_dense_layers, ("pp", *whole), ("pp", *same)
@@ -79,6 +80,12 @@ def held(model: ModelSizes, layout: Layout) -> tuple[Held, ...]:
         Held("last norm", h, ends, in_layers=False, is_precise=True),
     ]
     return tuple(one for one in found if one.parameters)
+
+
+def layers_on_device(model: ModelSizes, layout: Layout) -> int:
+    """Layers of a pipeline stage, after the dense first ones: of the deepest where they differ."""
+    like, chunks = model.num_layers - model.num_dense_layers, layout.pp * layout.vpp
+    return layout.vpp * -(-like // chunks)
 
 
 def spreads_vocabulary(model: ModelSizes, layout: Layout) -> bool:

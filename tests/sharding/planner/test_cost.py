@@ -14,7 +14,7 @@ from sharding.schedule import Schedule
 
 MIXTRAL = PRESETS["mixtral-8x22b"]
 H100 = replace(HARDWARE["h100"], latency_inside=0.0, latency_outside=0.0)
-MEGATRON = Method(dispatch="ragged", storage="mixed", even=True, resends=False, saves_inputs=False)
+MEGATRON = Method(dispatch="ragged", storage="mixed", even=True, resends=False)
 
 
 def of(layout, method=MEGATRON, system=None, rows=256, **changes):

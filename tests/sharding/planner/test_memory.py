@@ -17,7 +17,14 @@ from moe.placement import specs
 from moe.sizes import sizes_of
 from moe.weights import shapes
 from sharding.folding import Layout, fold_abstract
-from sharding.planner.memory import activations, expert_rows, kept, memory
+from sharding.planner.memory import (
+    activations,
+    chunks_on_way,
+    expert_rows,
+    first_chunks_on_way,
+    kept,
+    memory,
+)
 from sharding.planner.method import Batch, Method
 from sharding.planner.models.presets import PRESETS
 from sharding.planner.models.weights import held, parameters_in_parts, parameters_on_device
@@ -39,14 +46,23 @@ MIXTRAL = PRESETS["mixtral-8x22b"]
 
 
 @pytest.mark.parametrize(
-    "layout",
-    ["dp1", "tp2 dp2 / ep4", "tp2 cp2 dp2 / ep4 etp2", "pp2 dp4 / ep2", "pp2 vpp2 tp2 / ep2"],
+    ("layout", "num_layers"),
+    [
+        ("dp1", 4),
+        ("tp2 dp2 / ep4", 4),
+        ("tp2 cp2 dp2 / ep4 etp2", 4),
+        ("pp2 dp4 / ep2", 4),
+        ("pp2 vpp2 tp2 / ep2", 4),
+        # Chunks that differ by a layer.
+        ("pp2 dp4 / ep2", 5),
+        ("pp2 vpp2 tp2 / ep2", 6),
+    ],
 )
-def test_weights_and_their_parts_are_those_of_the_placement(layout):
-    sizes = Layout.parse(layout)
-    mesh, model = fold_abstract(sizes), sizes_of(CONFIG)
-    assert 4 * parameters_on_device(model, sizes) == weight_bytes(CONFIG, mesh)
-    assert 4 * parameters_in_parts(model, sizes) == part_bytes(CONFIG, mesh)
+def test_weights_and_their_parts_are_those_of_the_placement(layout, num_layers):
+    sizes, config = Layout.parse(layout), replace(CONFIG, num_layers=num_layers)
+    mesh, model = fold_abstract(sizes), sizes_of(config)
+    assert 4 * parameters_on_device(model, sizes) == weight_bytes(config, mesh)
+    assert 4 * parameters_in_parts(model, sizes) == part_bytes(config, mesh)
 
 
 @pytest.mark.parametrize(("storage", "copies"), [("float32", (4, 8)), ("bfloat16", (4, 6))])
@@ -78,20 +94,32 @@ def test_full_sharding_keeps_parts_of_layers():
     assert parts.total < whole.total / 3
 
 
-def test_a_pipeline_keeps_the_inputs_of_its_chunks():
-    layout, method = Layout.parse("pp4 vpp7"), Method(remat="full")
-    model, tokens, number = replace(MIXTRAL, num_layers=28), 512, 16
-    inputs = Schedule(4, number, 7).num_saved * tokens * model.d_model * 2
-    chunk = kept(model, layout, tokens, method, "full")
-    assert activations(model, layout, number, tokens, method) == pytest.approx(inputs + chunk)
+@pytest.mark.parametrize("layout", ["pp2", "pp4", "pp2 vpp2", "pp5 vpp3", "pp4 vpp7"])
+def test_a_pipeline_keeps_as_many_chunks_as_its_schedule_has_places_for(layout):
+    sizes = Layout.parse(layout)
+    for number in range(1, 3 * sizes.pp):
+        schedule = Schedule(sizes.pp, number, sizes.vpp)
+        for chunks, on_way in (
+            (None, chunks_on_way(sizes, number)),
+            ([0], first_chunks_on_way(sizes, number)),
+        ):
+            assert on_way == 1 + max(map(max, schedule.slots(chunks))), (number, chunks)
 
 
-def test_a_pipeline_that_keeps_activations_has_those_of_as_many_as_stages():
-    layout, method = Layout.parse("pp4"), Method(remat="selective", saves_inputs=False)
-    tokens = 512
-    layer = kept(MIXTRAL, layout, tokens, method, "selective")
-    assert activations(MIXTRAL, layout, 16, tokens, method) == pytest.approx(14 * 4 * layer)
-    assert activations(MIXTRAL, layout, 3, tokens, method) == pytest.approx(14 * 3 * layer)
+def test_a_pipeline_keeps_what_the_chunks_on_their_way_need():
+    tokens, method = 512, Method(remat="selective")
+    layer = kept(MIXTRAL, Layout.parse("pp4"), tokens, method, "selective")
+    for layout, model, number, layers in (
+        ("pp4", MIXTRAL, 16, 4 * 14),
+        ("pp4", MIXTRAL, 3, 3 * 14),
+        ("pp4 vpp7", MIXTRAL, 16, (4 * 7 + 3) * 2),
+        # The deepest chunks have two of 25 layers.
+        ("pp4 vpp4", replace(MIXTRAL, num_layers=25), 16, (4 * 4 + 3) * 2),
+        # The first chunk brings the dense layers of eight micro-batches.
+        ("pp4 vpp7", replace(MIXTRAL, num_dense_layers=1, num_layers=57), 16, (4 * 7 + 3) * 2 + 8),
+    ):
+        found = activations(model, Layout.parse(layout), number, tokens, method)
+        assert found == pytest.approx(layers * layer)
 
 
 @pytest.mark.parametrize("capacity", [None, 0.8, 1.0, 3.0])

@@ -164,10 +164,29 @@ def batch_of(config, layout):
     return Batch(3 * layout.dp, time, micro_rows=3)
 
 
-def atoms(mesh, axes):
-    """The mesh axes of more than one device among those of these logical axes."""
-    named = (atom for axis in axes for atom in getattr(mesh, axis))
+def atoms(mesh, transfer):
+    """The mesh axes of more than one device among those of a transfer's logical axes, on its side
+    of sequence-parallel groups."""
+    named = {atom for axis in transfer.axes for atom in getattr(mesh, axis)}
+    if transfer.side == "inside":
+        named &= set(mesh.sequence)
+    if transfer.side == "across":
+        named -= set(mesh.sequence)
     return frozenset(atom for atom in named if mesh.size((atom,)) > 1)
+
+
+def schedule_of(batch, layout):
+    return Schedule(layout.pp, batch.num_micro_batches(layout), layout.vpp)
+
+
+def senders(schedule):
+    """The stages that send in each permute, and the ticks of which parity it runs in."""
+    return [
+        (parity, {sender for sender, _ in pairs})
+        for parity in (0, 1)
+        for pairs in schedule.messages(parity)
+        if pairs
+    ]
 
 
 @functools.cache
@@ -200,7 +219,7 @@ def stated(transfers, layout):
     for transfer in transfers:
         if transfer.kind == "all_reduce" and (layout.pp > 1 or "load" not in transfer.what):
             continue
-        found[transfer.kind, atoms(mesh, transfer.axes)] += transfer.bytes
+        found[transfer.kind, atoms(mesh, transfer)] += transfer.bytes
     return found
 
 
@@ -219,9 +238,8 @@ def test_a_layer_sends_what_is_stated(name, layout, dispatch, context, remat):
     forward, backward = volumes.layer(sizes_of(config), sizes, batch, method)
     passes = forward + backward
     if sizes.pp > 1:
-        # In a tick a stage goes forward once, and forward again before it goes backward.
-        ticks = Schedule(sizes.pp, batch.num_micro_batches(sizes), sizes.vpp).ticks
-        passes = repeated(forward + passes, ticks)
+        # A tick's program has both ways through a chunk, of which a stage goes one or none.
+        passes = repeated(passes, schedule_of(batch, sizes).ticks)
     assert found == stated(passes, sizes)
     assert found or sizes.tp * sizes.cp * sizes.ep * sizes.etp == 1
 
@@ -250,12 +268,31 @@ def test_the_rest_of_a_step_sends_what_is_stated(name, layout):
     embedding = volumes.embedding(sized, sizes, tokens, method)
     passes = [*forward, *backward, *embedding, *volumes.head(sized, sizes, tokens, method)]
     if sizes.pp > 1:
-        ticks = Schedule(sizes.pp, batch.num_micro_batches(sizes), sizes.vpp).ticks
-        # The embedding goes forward again before it goes backward, and nobody uses what comes out:
-        # that is traced, and not compiled.
-        again = [*forward, *embedding[:1]]
-        passes = repeated([*again, *passes, *[volumes.hop(sized, tokens, method)] * 2], ticks)
+        schedule = schedule_of(batch, sizes)
+        # A tick's program has the permutes of even ticks and those of odd ones.
+        hops = [volumes.hop(sized, tokens, method)] * len(senders(schedule))
+        passes = repeated([*passes, *hops], schedule.ticks)
     assert sent(config, layout) == stated(passes, sizes)
+
+
+@pytest.mark.parametrize("layout", ["pp4 dp2", "pp3 vpp2 dp2", "pp2 vpp2"])
+def test_a_middle_stage_hands_on_as_often_as_the_schedule_says(layout):
+    sizes, batch, sized = Layout.parse(layout), Batch(12, 8), sizes_of(replace(TOY, num_layers=12))
+    schedule = schedule_of(batch, sizes)
+    ticks = Counter(tick % 2 for tick in range(schedule.ticks))
+    expected = sum(ticks[parity] for parity, stages in senders(schedule) if 1 in stages)
+    sent = volumes.step(sized, sizes, batch, Method())
+    assert sum(one.times for one in sent if one.axes == ("pp",)) == expected
+
+
+def test_a_step_has_the_layers_of_the_deepest_stage():
+    sizes, batch = Layout.parse("pp3 vpp2 tp2"), Batch(4, 8)
+    of = [
+        [one for one in volumes.step(model, sizes, batch, Method()) if "attention" in one.what]
+        for model in (sizes_of(replace(TOY, num_layers=number)) for number in (11, 12, 13))
+    ]
+    assert of[0] == of[1]
+    assert [2 * one.times for one in of[2]] == [3 * one.times for one in of[1]]
 
 
 @pytest.mark.parametrize(
@@ -268,6 +305,8 @@ def test_the_rest_of_a_step_sends_what_is_stated(name, layout):
         ("llama", "tp8 dp4 pp8 / ep4 etp8"),
         ("mixtral", "tp2 cp4 dp2 pp8 / ep8"),
         ("g8t8", "tp8 dp16 / ep8"),
+        # Ranks with the same experts lie inside sequence-parallel groups and across them.
+        ("mixtral", "tp2 cp4 dp4 / ep4"),
     ],
 )
 def test_gradients_are_summed_in_what_is_stated(name, layout):
@@ -290,7 +329,7 @@ def test_gradients_are_summed_in_what_is_stated(name, layout):
     assert found == stated([t for t in expected if t.kind == "reduce_scatter"], sizes)
 
 
-@pytest.mark.parametrize("layout", ["tp2 dp8 pp8 / ep4 etp2", "tp8 dp2 pp16 / ep8"])
+@pytest.mark.parametrize("layout", ["tp2 dp8 pp8 / ep4 etp2", "tp8 dp2 pp16 / ep8", "tp2 cp4 dp2 pp8 / ep4"])
 def test_new_weights_are_gathered_as_stated(layout):
     sizes = Layout.parse(layout)
     config, mesh = replace(MIXTRAL, num_layers=2 * sizes.pp), fold_abstract(sizes)
