@@ -119,13 +119,14 @@ MEGASCALE = [
 
 METHODS = {
     "Megatron-Core": Method(
-        dispatch="ragged", storage="mixed", even=True, resends=False
+        dispatch="ragged", storage="mixed", even=True, resends=False, in_place=True
     ),
     "MegaScale-MoE": Method(
         dispatch="ragged",
         context="ulysses",
         storage="mixed-bfloat16-wire",
         even=True,
+        in_place=True,
     ),
 }
 SYSTEMS = {

@@ -96,7 +96,7 @@ def cost(
         sent["shards of layers"] = max(0.0, joined - products - traffic)
     working = products + traffic + sum(sent.values())
     idle = Schedule(layout.pp, number, layout.vpp).bubble * working
-    summed, joined = _once(model, layout, method.fsdp, method.storage, hardware)
+    summed, joined = _once(model, _of_weights(model, layout), method.fsdp, method.storage, hardware)
     if system.hides_gradients:
         summed = _after_backward(summed, working / number, model, layout, number)
     sent |= {"gradients": summed, "new weights": joined}
@@ -236,6 +236,14 @@ def _sends(
             name = next(name for name, words in GROUPS if any(word in one.what for word in words))
             found[name] = found.get(name, 0.0) + times * links.seconds(one, layout, hardware)
     return found
+
+
+def _of_weights(model: ModelSizes, layout: Layout) -> Layout:
+    """The layout with one chunk on each stage where a device has the same weights so: a step sends
+    as many, and is asked for once for all numbers of chunks."""
+    alone = replace(layout, vpp=1)
+    same = layers_on_device(model, alone) == layers_on_device(model, layout)
+    return alone if same else layout
 
 
 @functools.lru_cache(maxsize=1024)

@@ -5,7 +5,6 @@ from sharding.planner.hardware import LINK_EFFICIENCY, Hardware
 from sharding.planner.transfer import Transfer, spanned
 
 
-
 def in_domain(transfer: Transfer, layout: Layout, hardware: Hardware) -> int:
     """Members of a group in one fast domain."""
     together = 1

@@ -21,7 +21,8 @@ class Memory:
       gradients: their sum over micro-batches, and that of the micro-batch at hand where they are
         added up.
       activations: what layers keep for their backward pass, of all micro-batches on their way.
-      buffers: what is there for a moment: one layer at work, logits, joined shards.
+      buffers: what is there for a moment: one layer at work, logits, joined shards, and what a
+        chunk of a pipeline has just made to be kept.
     """
 
     weights: float
@@ -64,6 +65,8 @@ def memory(
     logits = 2 * FLOAT32 * tokens * layout.tp * columns
     # A layer's values, and as many gradients.
     at_work = 2 * kept(model, layout, tokens, method, "none")
+    if layout.pp > 1 and not method.in_place:
+        at_work += depth // layout.vpp * kept(model, layout, tokens, method, method.remat)
     return Memory(
         weights=weights,
         optimizer=optimizer,

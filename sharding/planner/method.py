@@ -107,6 +107,8 @@ class Method:
         `moe.remat` does.
       even: buffers of experts hold what even routing sends, as where their sizes are known at run
         time or a capacity bounds them; else any routing.
+      in_place: a stage of a pipeline writes what a chunk keeps straight to its place among that of
+        the others; else beside it first, as `sharding.pipeline` does.
     """
 
     dispatch: str = "all_gather"
@@ -117,6 +119,7 @@ class Method:
     storage: str = "float32"
     resends: bool = True
     even: bool = False
+    in_place: bool = False
 
     def __post_init__(self):
         for name, choices in {**KNOWN, "storage": tuple(STORAGES)}.items():

@@ -73,12 +73,16 @@ class Transfer:
             kind, elements = "reduce_scatter", elements * self.group(layout)
         elif kind == "reduce_scatter":
             kind, elements = "all_gather", elements // self.group(layout)
-        return replace(
-            self,
-            what=f"gradient of {self.what}",
-            kind=kind,
-            elements=elements,
+        return Transfer(
+            f"gradient of {self.what}",
+            kind,
+            self.axes,
+            elements,
             itemsize=self.gradient,
+            times=self.times,
+            gradient=self.gradient,
+            repeated=self.repeated,
+            side=self.side,
         )
 
 

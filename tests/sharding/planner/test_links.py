@@ -61,6 +61,28 @@ def test_seconds(kind, layout, axes, seconds):
     assert links.seconds(moves(kind, axes), Layout.parse(layout), CLUSTER) == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(
+    "layout", ["tp2 cp2 dp4 / ep4 etp2", "tp2 cp4 dp2 / ep4", "tp4 cp2 dp4 pp2 / ep2", "dp8 / ep4"]
+)
+@pytest.mark.parametrize("domain", [2, 4, 8])
+def test_stages_of_a_group_are_those_of_the_mesh(layout, domain):
+    sizes = Layout.parse(layout)
+    mesh, hardware = fold_abstract(sizes), Hardware("x", 1.0, 1.0, 1.0, domain, 1.0, 1.0)
+    for axes in (("dp", "cp"), ("edp",), ("dp", "cp", "tp"), ("pp", "dp", "cp")):
+        for side in ("inside", "across"):
+            one = Transfer("it", "all_gather", axes, 40, 1, side=side)
+            named = [
+                atom
+                for axis in axes
+                for atom in getattr(mesh, axis)
+                if (atom in mesh.sequence) == (side == "inside")
+            ]
+            group = groups(mesh, named)[0]
+            assert one.group(sizes) == len(group), (axes, side)
+            together = sum(rank // domain == group[0] // domain for rank in group)
+            assert links.in_domain(one, sizes, hardware) == together, (axes, side)
+
+
 def test_what_a_device_sends():
     layout = Layout.parse("tp8")
     sent = {

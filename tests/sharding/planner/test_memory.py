@@ -13,7 +13,7 @@ from jrl.trainer.setup.dry_run import part_bytes, weight_bytes
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.experts.dispatch import buffers
-from moe.placement import specs
+from moe.placement import in_chunks, specs
 from moe.sizes import sizes_of
 from moe.weights import shapes
 from sharding.folding import Layout, fold_abstract
@@ -148,6 +148,9 @@ def test_buffers_are_as_large_as_the_dispatchers(layout, capacity):
         ("dp4 / ep2 etp2", "full"),
         ("tp2 dp2 / ep4", "none"),
         ("tp2 cp2 dp2 / ep4", "none"),
+        ("pp2 dp2", "full"),
+        ("pp2 dp2 tp2 / ep2", "selective"),
+        ("pp2 vpp2 dp2 / ep2", "selective"),
     ],
 )
 def test_a_program_needs_what_is_stated(layout, remat):
@@ -162,14 +165,15 @@ def test_a_program_needs_what_is_stated(layout, remat):
         vocab_chunk=None,
     )
     config, mesh = replace(CONFIG, execution=execution), mesh_of(layout)
-    batch = Batch(2 * mesh.layout.dp, 512, micro_rows=2)
+    # Through a pipeline go two micro-batches.
+    batch = Batch((4 if mesh.layout.pp > 1 else 2) * mesh.layout.dp, 512, micro_rows=2)
 
     def abstract(shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh.mesh, spec))
 
     weights = jax.tree.map(
         lambda leaf, spec: abstract(leaf.shape, leaf.dtype, spec),
-        shapes(config),
+        jax.eval_shape(lambda weights: in_chunks(weights, mesh), shapes(config)),
         specs(config, mesh),
     )
     piece = tuple(

@@ -329,7 +329,9 @@ def test_gradients_are_summed_in_what_is_stated(name, layout):
     assert found == stated([t for t in expected if t.kind == "reduce_scatter"], sizes)
 
 
-@pytest.mark.parametrize("layout", ["tp2 dp8 pp8 / ep4 etp2", "tp8 dp2 pp16 / ep8", "tp2 cp4 dp2 pp8 / ep4"])
+@pytest.mark.parametrize(
+    "layout", ["tp2 dp8 pp8 / ep4 etp2", "tp8 dp2 pp16 / ep8", "tp2 cp4 dp2 pp8 / ep4"]
+)
 def test_new_weights_are_gathered_as_stated(layout):
     sizes = Layout.parse(layout)
     config, mesh = replace(MIXTRAL, num_layers=2 * sizes.pp), fold_abstract(sizes)
