@@ -79,10 +79,9 @@ def cost(
 ) -> Cost:
     """The time of a step of `batch`.
 
-    A stage works on one micro-batch after the other, the slowest of them (the one with the head)
-    or one that is a layer deeper sets the pace. A pipeline idles as its `Schedule.bubble` says, ``(pp
-    - 1) / vpp`` micro-batches where ``pp`` divides their number; gradients and new weights come
-    after all.
+    A stage works on one micro-batch after the other, the slowest of them (the deepest, with the
+    head) sets the pace. A pipeline idles as `Schedule.bubble` says, ``(pp - 1) / vpp``
+    micro-batches where ``pp`` divides their number; gradients and new weights come after all.
     """
     number, tokens = batch.num_micro_batches(layout), batch.local_tokens(layout)
     flops = batch.tokens * model.training_flops(batch.time) / layout.num_devices
