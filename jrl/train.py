@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,13 +19,14 @@ from jaxtyping import Array
 from jrl.config.command_line import exit_status, start_jax
 from jrl.config.files import flag, to_json
 from jrl.config.flags import PROGRAM, Request, parse
-from jrl.config.run import RunConfig
+from jrl.config.run import AUTO, RunConfig
 from jrl.processes.agreement import (
     FailTogether,
     broadcast_from_main,
     check_same,
     connect,
     is_main_process,
+    is_multiprocess,
 )
 from jrl.recipes.load import source_of
 from jrl.runs import records
@@ -51,11 +53,37 @@ def _main(arguments: list[str]) -> int:
     request = parse(arguments)
     start_jax(request.run.devices, request.processes)
     check_same(_settings(request))
+    if request.run.layout == AUTO:
+        request = _laid_out(request)
     if request.command.dry_run:
         return _show(request)
     if request.command.resume:
         return _resume(request)
     return _begin(request)
+
+
+def _laid_out(request: Request) -> Request:
+    """With the layout that the planner chooses, which the run has from here on.
+
+    Task, network and lengths are made for it on a layout of one device, and again for the run.
+    """
+    from jrl.trainer.setup.automatic import chosen_layout
+
+    run, recipe = request.run, request.recipe
+    if is_multiprocess():
+        raise ValueError(
+            f"layout={AUTO!r} is chosen in one process: ask there, with --dry-run and as many "
+            "--devices, and give all processes the layout that it prints."
+        )
+    alone = replace(run, layout="dp1", rollout_layout=None, rollout_devices=None, slots=None)
+    resumed = request.command.resume
+    folder = RunFolder.read(request.command.run_dir or "") if resumed else None
+    setup = _build(replace(request, run=alone, recipe=recipe.divided(1)), folder)
+    with closing(setup.task):
+        devices = jax.device_count() - (run.rollout_devices or 0)
+        layout, why = chosen_layout(replace(setup, run=run), recipe, devices)
+    print(why)
+    return replace(request, run=replace(run, layout=str(layout)), recipe=recipe.divided(layout.dp))
 
 
 def _begin(request: Request) -> int:

@@ -16,6 +16,7 @@ LOADERS = {"import_module", "__import__", "find_spec", "run_module", "run_path"}
 # What each room may import beside the standard library and itself; the first prefix holds.
 ALLOWED = {
     "sharding.folding.picture": {"sharding", "jax", "numpy", "jaxtyping", "matplotlib"},
+    "sharding.planner.report.picture": {"sharding", "jax", "numpy", "jaxtyping", "matplotlib"},
     "sharding": {"jax", "numpy", "jaxtyping"},
     "moe": {"sharding", "jax", "numpy", "jaxtyping", "flax", "safetensors"},
     "jrl.losses": {"jax", "jaxtyping"},

@@ -14,11 +14,12 @@ import tyro
 
 from jrl import evaluate
 from jrl.config import flags
-from jrl.config.run import RunConfig
+from jrl.config.run import AUTO, RunConfig
 from jrl.faults import __main__ as faults
 from jrl.recipes import RECIPES
 from sharding import Layout
 from sharding.folding.__main__ import PARSER as FOLDING
+from sharding.planner.__main__ import PARSER as PLANNER
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -94,8 +95,10 @@ def test_there_are_commands():
     assert len(FOUND) > 30
     programs = {words_of(command)[1] for command in FOUND if words_of(command)[0] == "-m"}
     benchmarks = {"benchmarks.agreement", "benchmarks.gpu", "benchmarks.rollout"}
-    tested = {"jrl.evaluate", "jrl.faults", "jrl.train", "sharding.folding"}
-    assert programs == benchmarks | tested | set(STUDIES) | {"pytest"}
+    tested = {"jrl.evaluate", "jrl.faults", "jrl.train", "sharding.folding", "sharding.planner"}
+    # Without arguments.
+    alone = {"pytest", "sharding.planner.calibration"}
+    assert programs == benchmarks | tested | set(STUDIES) | alone
 
 
 OWN_RECIPE = re.findall(
@@ -119,7 +122,8 @@ def test_train_reads(command, monkeypatch, tmp_path):
             flags.parse(words)
         assert ended.value.code == 0
     else:
-        Layout.parse(flags.parse(words).run.layout)
+        layout = flags.parse(words).run.layout
+        assert layout == AUTO or Layout.parse(layout)
 
 
 @pytest.mark.parametrize("command", given("jrl.evaluate"))
@@ -137,6 +141,11 @@ def test_faults_reads(command, monkeypatch):
 @pytest.mark.parametrize("command", given("sharding.folding"))
 def test_folding_reads(command):
     FOLDING.parse_args(words_of(command)[2:])
+
+
+@pytest.mark.parametrize("command", given("sharding.planner"))
+def test_planner_reads(command):
+    PLANNER.parse_args(words_of(command)[2:])
 
 
 SCRIPTS = [

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 from jrl.config.files import check_resumable, configuration_of
-from jrl.config.run import RunConfig
+from jrl.config.run import AUTO, RunConfig
 from jrl.processes.coordinator import ALONE, Processes
 from jrl.recipes import RECIPES, Recipe
 from jrl.recipes.load import load_recipe
@@ -71,12 +71,9 @@ def parse(arguments: list[str]) -> Request:
     if stored is not None:
         check_resumable(stored, (new_run, new_recipe))
     run, recipe = RunConfig(**_values(new_run)), type(recipe)(**_values(new_recipe))
-    return Request(
-        command,
-        run,
-        recipe.divided(Layout.parse(run.layout).dp),
-        processes,
-    )
+    if run.layout != AUTO:
+        recipe = recipe.divided(Layout.parse(run.layout).dp)
+    return Request(command, run, recipe, processes)
 
 
 def _recipe_word(arguments: list[str]) -> tuple[str | None, list[str]]:

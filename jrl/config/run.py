@@ -20,6 +20,10 @@ OF_DEVICES = ("context", "dispatch", "attention", "decode_attention", "router", 
 """Fields of `RunConfig` that name what such devices compute by; None is the best that applies."""
 
 
+AUTO = "auto"
+"""The layout of a command line that leaves the choice to the planner; no run has it."""
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """Settings of a run that do not belong to the algorithm."""
@@ -54,7 +58,8 @@ class RunConfig:
     """Field with the prompt as a conversation, a list of {"role": ..., "content": ...}, in place of
     the prompt; None takes "messages" where a line has no prompt."""
     layout: str = "dp1"
-    """How the devices are laid out, for example "tp2 dp2 / ep4"."""
+    """How the devices are laid out, for example "tp2 dp2 / ep4"; "auto" takes the layout of all
+    devices that the planner (`sharding.planner`) predicts to be fastest."""
     rollout_layout: str | None = None
     """How the same devices are laid out to sample completions, without pp and cp; None is the
     layout of training, its pp and cp made part of dp. The weights are moved between the two."""

@@ -8,6 +8,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import jax
 import pytest
 from command_runs import FLAGS, IN_A_FRESH_PROCESS, metrics, one_line
 from places import ROOT, SUPPORT
@@ -20,6 +21,7 @@ from jrl.runs.folder import RunFolder
 from jrl.train import main
 from jrl.trainer import loop
 from jrl.trainer.setup import networks
+from sharding.folding import Layout
 
 
 @pytest.fixture(autouse=True)
@@ -360,6 +362,31 @@ def test_fake_devices(tmp_path):
     config = json.loads((tmp_path / "four" / "config.json").read_text())
     assert (config["run"]["devices"], config["run"]["layout"]) == (4, "tp2 dp2 / ep4")
     assert config["run"]["gradient_wire"] == "bfloat16"
+
+
+def test_the_planner_chooses_a_layout(monkeypatch, capsys):
+    monkeypatch.setattr(jax, "device_count", lambda: 4)
+    assert main([*FLAGS, "--layout", "auto", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    (layout,) = re.findall(r"layout auto: (.*), by the planner the fastest of", out)
+    assert Layout.parse(layout).num_devices == 4
+    assert f"Layout: {layout} on 4 devices" in " ".join(out.split())
+
+
+def test_a_run_keeps_the_layout_that_was_chosen(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(jax, "device_count", lambda: 4)
+    monkeypatch.setattr(loop, "train", interrupted)
+    assert main([*FLAGS, "--layout", "auto", "--run-dir", "four"]) == 130
+    out = capsys.readouterr().out
+    (layout,) = re.findall(r"layout auto: (.*), by the planner the fastest of", out)
+    config = json.loads(Path("four", "config.json").read_text())
+    assert config["run"]["layout"] == layout
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    assert main(["--resume", "--dry-run", "--run-dir", "four"]) == 0
+    assert f"Layout: {layout} on 4 devices" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from jrl.rollout.scoring import num_micro_batches
 from jrl.trainer.masters import keeps_masters
 from jrl.trainer.setup.lengths import response_origin
 from jrl.trainer.setup.network import OF_EXPERTS
+from jrl.trainer.setup.predicted import memory_of_update, time_of_update
 from jrl.trainer.setup.setup import Setup
 from moe.attention.context_parallel.choice import context_of, received
 from moe.chunks import stored_depth
@@ -33,6 +34,7 @@ from moe.weights import (
     shapes,
 )
 from sharding.folding import FoldedMesh
+from sharding.planner.hardware import of_kind
 from sharding.schedule import Schedule
 
 AXES = {
@@ -59,6 +61,8 @@ def print_dry_run(setup: Setup, console: Console | None = None) -> None:
     rows = {name: readable_bytes(number) for name, number in needs.items()}
     rows["together, without activations"] = readable_bytes(sum(needs.values()))
     _print(console, "Memory per device", rows)
+    if setup.model.mla is None:
+        _print(console, "An update of the policy, predicted", prediction(setup))
     if setup.run.rollout_devices is not None:
         own = {name: readable_bytes(number) for name, number in rollout_memory(setup).items()}
         _print(console, "Memory per device that samples", own)
@@ -244,6 +248,31 @@ def memory(setup: Setup) -> dict[str, int]:
         "inputs kept by a stage": kept_bytes(setup) if mesh.layout.pp > 1 else 0,
     }
     return {name: number for name, number in rows.items() if number}
+
+
+def prediction(setup: Setup) -> dict[str, str]:
+    """What comes on top of `memory` in an update and, on an accelerator that the planner knows, its
+    time: a plan, not a measurement."""
+    needs = memory_of_update(setup)
+    rows = {
+        "activations": readable_bytes(round(needs.activations)),
+        "a layer and logits at work": readable_bytes(round(needs.buffers)),
+    }
+    hardware = of_kind(jax.devices()[0].device_kind)
+    if hardware is None:
+        return rows
+    takes = time_of_update(setup, hardware)
+    parts = {
+        "products": takes.products,
+        "memory traffic": takes.traffic,
+        "communication": takes.exposed,
+        "pipeline bubble": takes.bubble,
+    }
+    return rows | {
+        "seconds": f"{takes.total:.3g}",
+        **{f"of which {name}": f"{time / takes.total:.0%}" for name, time in parts.items() if time},
+        "model FLOPs utilisation": f"{takes.mfu(hardware):.1%}",
+    }
 
 
 def rollout_memory(setup: Setup) -> dict[str, int]:

@@ -19,6 +19,7 @@ way back and add them up in float32 again. The whole is rounded once. What ``etp
 way are parts of one product, of the dtype of the tokens as over ``tp``.
 """
 
+from dataclasses import replace
 from functools import partial
 
 from jaxtyping import Array, Float, Int
@@ -31,6 +32,7 @@ from moe.experts.dispatch.token_chunks import chunk_sizes, in_token_chunks
 from moe.router.routing import Routing, without_repeats
 from moe.weights import Experts
 from sharding.folding import FoldedMesh
+from sharding.planner.volumes import token_exchange
 
 IMPLEMENTATIONS = {
     "all_to_all": all_to_all_dispatch,
@@ -145,11 +147,12 @@ def rows_received(
     it (`moe.remat`). In half precision the sums of "all_gather", forward and backward, travel as
     float32, twice as wide as what is counted here.
     """
-    devices = mesh.size(mesh.ep) * mesh.size(mesh.etp)
-    if implementation == "all_gather":
-        return 2 * (devices - 1) * num_tokens
     sizes = num_tokens, k, num_local, mesh, capacity, buffer_factor
-    return 2 * (devices - 1) * peer_tokens(*sizes)
+    bound = "all_to_all" if implementation == "ragged" else implementation
+    given = bound, num_tokens, peer_tokens(*sizes), k, mesh.layout
+    sent = token_exchange(*given, d_model=1, itemsize=1)
+    # Of tokens of one element, whatever its width.
+    return round(sum(replace(one, itemsize=1).sent(mesh.layout) for one in sent))
 
 
 def check_dispatch(name: str, mesh: FoldedMesh) -> None:

@@ -1,0 +1,144 @@
+"""``--layout auto``: the layout that the planner predicts to be the fastest of those a run can
+have."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import jax
+
+from jrl.recipes.base.recipe import Recipe
+from jrl.trainer.setup.dry_run import memory
+from jrl.trainer.setup.predicted import memory_of_update, time_of_update
+from jrl.trainer.setup.setup import Setup
+from moe.placement import specs
+from moe.sizes import sizes_of
+from sharding.folding import Layout, fold
+from sharding.folding.layout import divisors
+from sharding.planner.hardware import HARDWARE, Hardware, of_kind
+from sharding.planner.search import ROOM, illegal, layouts
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A run on a layout that it can have.
+
+    Attributes:
+      setup: of the run there.
+      seconds: of its updates, for each sequence of a mini-batch, which may depend on the layout.
+    """
+
+    setup: Setup
+    seconds: float
+
+    @property
+    def layout(self) -> Layout:
+        return self.setup.mesh.layout
+
+    def bytes(self) -> float:
+        """What a device needs."""
+        update = memory_of_update(self.setup)
+        return sum(memory(self.setup).values()) + update.activations + update.buffers
+
+
+def chosen_layout(setup: Setup, recipe: Recipe, num_devices: int) -> tuple[Layout, str]:
+    """The fastest layout that fits, and why in a line.
+
+    Args:
+      setup: of the run on any layout.
+      recipe: as it was asked for, before its batches were divided over devices.
+      num_devices: that the layout takes, all of them.
+
+    Raises:
+      ValueError: where the planner knows nothing of the device, no layout is possible, or none
+        fits.
+    """
+    hardware = hardware_at_hand()
+    room, possible, refusal = ROOM * hardware.memory, [], ""
+    for layout in _legal(setup, num_devices, hardware):
+        try:
+            possible.append(candidate(setup, recipe, layout, hardware))
+        except ValueError as reason:
+            refusal = refusal or f", {layout} for one: {str(reason).rstrip('.')}"
+    if not possible:
+        raise ValueError(
+            f"layout='auto': no layout of {num_devices} devices can have this run{refusal}. Choose "
+            "another number of --devices, or batches that divide."
+        )
+    too_large: dict[Layout, float] = {}
+    possible.sort(key=lambda one: one.seconds)
+    for number, one in enumerate(possible):
+        needs = one.bytes()
+        if needs > room:
+            too_large[one.layout] = needs
+            continue
+        why = f"layout auto: {one.layout}, by the planner the fastest of {len(possible)} layouts"
+        why += f" but {number}, which need too much memory" if too_large else ""
+        why += f"; {needs / 1e9:.3g} GB of {room / 1e9:.3g} on each {hardware.name} device"
+        if number + 1 < len(possible):
+            after = possible[number + 1]
+            why += f"; next {after.layout}, {after.seconds / one.seconds - 1:.0%} slower"
+        return one.layout, why
+    least = min(too_large, key=lambda layout: too_large[layout])
+    raise ValueError(
+        f"layout='auto': nothing fits on {num_devices} devices with {room / 1e9:.3g} GB to plan "
+        f"with: {least} needs least, {too_large[least] / 1e9:.3g} GB. Take more devices, --dtype "
+        "bfloat16, --remat full or --fsdp."
+    )
+
+
+def hardware_at_hand() -> Hardware:
+    """What the planner knows of the devices; of a CPU a laptop's numbers.
+
+    Raises:
+      ValueError: for an accelerator that it does not know.
+    """
+    device = jax.devices()[0]
+    known = HARDWARE["laptop"] if device.platform == "cpu" else of_kind(device.device_kind)
+    if known is None:
+        raise ValueError(
+            f"layout='auto': the planner knows nothing of {device.device_kind!r}, only of "
+            f"{', '.join(HARDWARE)}: give a layout, as in --layout dp{jax.device_count()}."
+        )
+    return known
+
+
+def candidate(setup: Setup, recipe: Recipe, layout: Layout, hardware: Hardware) -> Candidate:
+    """A run on a layout, and its time.
+
+    Raises:
+      ValueError: where it cannot have that layout.
+    """
+    there = on_layout(setup, recipe, layout)
+    seconds = time_of_update(there, hardware).total / there.recipe.mini_batch_size
+    return Candidate(there, seconds)
+
+
+def on_layout(setup: Setup, recipe: Recipe, layout: Layout) -> Setup:
+    """The run on another layout, its batches divided anew.
+
+    Raises:
+      ValueError: where it cannot have that layout.
+    """
+    mesh = fold(layout, jax.devices()[: layout.num_devices])
+    specs(setup.model, mesh)
+    if setup.run.packing and layout.pp > 1:
+        raise ValueError("packing=True cannot be had with pp.")
+    run = replace(setup.run, layout=str(layout))
+    divided = recipe.divided(layout.dp).fitted(setup.response_length)
+    there = replace(setup, run=run, recipe=divided, mesh=mesh)
+    there = replace(there, recipe=there.geometry.with_micro_batch().recipe)
+    there.geometry.check()
+    there.geometry.slots(run.slots)
+    return there
+
+
+def _legal(setup: Setup, num_devices: int, hardware: Hardware) -> Iterator[Layout]:
+    """Layouts that the network can have, with every number of chunks for each pipeline stage."""
+    model, time = sizes_of(setup.model), setup.prompt_length + setup.response_length
+    for layout in layouts(num_devices, hardware.domain):
+        # Which batches and positions divide depends on more than the planner asks for.
+        if illegal(model, layout, layout.dp, time * 2 * layout.cp) is not None:
+            continue
+        depth = (model.num_layers - model.num_dense_layers) // layout.pp
+        for vpp in divisors(depth) if layout.pp > 1 else [1]:
+            yield replace(layout, vpp=vpp)

@@ -1,0 +1,55 @@
+"""What the planner says of a run's updates: memory that comes and goes, and time."""
+
+from jrl.trainer.masters import keeps_masters
+from jrl.trainer.setup.setup import Setup
+from moe.experts.dispatch.choice import best
+from moe.sizes import sizes_of
+from sharding.planner.calibration import calibrated
+from sharding.planner.cost import Cost, System, cost
+from sharding.planner.hardware import Hardware
+from sharding.planner.memory import Memory, memory
+from sharding.planner.method import Batch, Method
+
+
+def memory_of_update(setup: Setup) -> Memory:
+    """Bytes on one device while the policy is updated, as `sharding.planner.memory` counts them.
+
+    Sequences count with their whole length; where completions share a prompt it is less.
+    """
+    chunk = setup.model.execution.vocab_chunk
+    given = sizes_of(setup.model), setup.mesh.layout, batch_of(setup), method_of(setup)
+    return memory(*given, chunk)
+
+
+def time_of_update(setup: Setup, hardware: Hardware) -> Cost:
+    """Seconds of one optimizer step on a mini-batch, with products as fast as those of
+    Megatron-Core and nothing overlapped."""
+    system = System(calibrated("Megatron-Core").efficiency)
+    given = sizes_of(setup.model), setup.mesh.layout, batch_of(setup), method_of(setup)
+    return cost(*given, hardware, system)
+
+
+def batch_of(setup: Setup) -> Batch:
+    """A mini-batch and its micro-batches."""
+    recipe, time = setup.recipe, setup.prompt_length + setup.response_length
+    micro = recipe.mini_batch_size // setup.geometry.num_micro_batches
+    return Batch(recipe.mini_batch_size, time, micro // setup.mesh.layout.dp)
+
+
+def method_of(setup: Setup) -> Method:
+    """How the network is computed, with the dispatch that it takes by itself."""
+    config, mesh = setup.model, setup.mesh
+    execution, tokens = config.execution, batch_of(setup).local_tokens(mesh.layout)
+    dispatch = execution.dispatch
+    if dispatch is None:
+        local, factor = config.num_experts // mesh.layout.ep, execution.buffer_factor
+        dispatch = best(tokens, config.experts_per_token, local, mesh, None, factor)
+    return Method(
+        dispatch=dispatch,
+        context=execution.context or "gather",
+        remat=execution.remat,
+        fsdp=execution.fsdp,
+        itemsize=2 if config.dtype == "bfloat16" else 4,
+        storage="bfloat16" if keeps_masters(config) else "float32",
+        even=execution.buffer_factor is not None,
+    )

@@ -1,0 +1,22 @@
+"""A network in the sizes that `sharding.planner` counts with."""
+
+from dataclasses import fields
+
+from moe.config import ModelConfig
+from sharding.planner.models.sizes import ModelSizes
+
+
+def sizes_of(config: ModelConfig) -> ModelSizes:
+    """The sizes of a network; biases, norms of heads, gates and windows are left out.
+
+    Raises:
+      ValueError: for multi-head latent attention, which the planner does not describe.
+    """
+    if config.mla is not None:
+        raise ValueError("the planner counts grouped-query attention, not latent attention (mla).")
+    same = {field.name for field in fields(ModelSizes)} - {"tied"}
+    if config.num_experts == 0:
+        same -= {"experts_per_token", "d_expert"}
+    return ModelSizes(
+        **{name: getattr(config, name) for name in same}, tied=config.head != "untied"
+    )

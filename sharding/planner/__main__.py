@@ -1,0 +1,127 @@
+"""The command line: the best layouts of a model on a cluster, and why not others."""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from sharding.planner.calibration import METHODS, SYSTEMS, calibrated
+from sharding.planner.cost import System
+from sharding.planner.hardware import HARDWARE, parse
+from sharding.planner.method import Method
+from sharding.planner.models.checkpoint import sizes_from
+from sharding.planner.models.presets import PRESETS
+from sharding.planner.models.sizes import ModelSizes
+from sharding.planner.report.table import report
+from sharding.planner.search import Choices, Found, search
+
+PARSER = argparse.ArgumentParser(
+    prog="python -m sharding.planner",
+    description="Says how a model is best laid out on a cluster. No device is needed.",
+)
+PARSER.add_argument(
+    "model", help=f"a checkpoint's directory or config.json, or one of {', '.join(PRESETS)}"
+)
+PARSER.add_argument(
+    "--hardware", required=True, help=f"for example h100x64; there are {', '.join(HARDWARE)}"
+)
+PARSER.add_argument("--tokens", default="4M", help="tokens of an optimizer step, 4M is 4 x 2^20")
+PARSER.add_argument("--seq", default="4096", help="tokens of a sequence")
+PARSER.add_argument(
+    "--program",
+    choices=("jrl", "megatron-core", "megascale-moe"),
+    default="jrl",
+    help="whose way of computing: what it overlaps, stores and computes again",
+)
+PARSER.add_argument("--top", type=int, default=8, help="layouts to print")
+PARSER.add_argument("--picture", type=Path, metavar="FILE", help="draws them, too")
+
+
+def number(text: str) -> int:
+    """``"4M"`` as 4 x 2^20, ``"8K"`` as 8 x 2^10, digits as they are.
+
+    Raises:
+      ValueError: on another spelling.
+    """
+    match = re.fullmatch(r"([1-9]\d*)([KM]?)", text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a number of tokens: write for example 4M, 8K or 4096.")
+    return int(match[1]) * {"": 1, "K": 2**10, "M": 2**20}[match[2]]
+
+
+def model_of(text: str) -> ModelSizes:
+    """A preset, or a checkpoint.
+
+    Raises:
+      ValueError: where there is neither.
+    """
+    if text in PRESETS:
+        return PRESETS[text]
+    if not Path(text).exists():
+        raise ValueError(f"model {text!r} is neither a checkpoint nor one of {', '.join(PRESETS)}.")
+    return sizes_from(text)
+
+
+def program_of(name: str, platform_has_ragged: bool) -> tuple[Method, System, Choices]:
+    """How a program computes, and what is left to choose."""
+    if name == "jrl":
+        # Products as fast as Megatron-Core's; nothing is overlapped.
+        system = System(calibrated("Megatron-Core").efficiency)
+        dispatch = ("ragged",) if platform_has_ragged else ("all_gather", "all_to_all")
+        method = Method(even=platform_has_ragged, storage="bfloat16")
+        return method, system, Choices(dispatch, storage=(method.storage,))
+    title = {key.lower(): key for key in METHODS}[name]
+    method = METHODS[title]
+    choices = Choices((method.dispatch,), storage=(method.storage,))
+    assert title in SYSTEMS
+    return method, calibrated(title), choices
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit status: 0, or 2 when there is no answer, with the reason."""
+    given = PARSER.parse_args(arguments)
+    try:
+        model, (hardware, devices) = model_of(given.model), parse(given.hardware)
+        time, tokens = number(given.seq), number(given.tokens)
+        if tokens % time:
+            raise ValueError(
+                f"--tokens {given.tokens} are not whole sequences of --seq {given.seq}: "
+                "choose a multiple."
+            )
+        rows = tokens // time
+        on_gpu = hardware.name not in ("v5p", "laptop")
+        method, system, choices = program_of(given.program, on_gpu)
+        found = search(model, devices, rows, time, hardware, method, system, choices)
+        _check_found(found, given.hardware)
+        print(
+            f"{given.model}: {model.parameters / 1e9:.4g} B parameters, "
+            f"{model.training_flops(time) / 1e9:.4g} GFLOP per token, "
+            f"steps of {rows:,} x {time:,} tokens on {given.hardware}\n"
+        )
+        print(report(found, model, rows, time, hardware, given.top))
+        if given.picture is not None:
+            from sharding.planner.report.picture import draw
+
+            title = f"{given.model} on {given.hardware}, {rows:,} x {time:,} tokens"
+            draw(found.plans[: given.top], hardware, given.picture, title)
+    except (ValueError, OSError) as reason:
+        print(reason, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _check_found(found: Found, cluster: str) -> None:
+    if found.plans:
+        return
+    if found.too_large:
+        least = min(found.too_large, key=lambda layout: found.too_large[layout])
+        raise ValueError(
+            f"nothing fits on {cluster}: {least} needs least, "
+            f"{found.too_large[least] / 1e9:.0f} GB a device. Take more devices."
+        )
+    rules = ", ".join(rule for rule, _ in found.illegal.most_common(3))
+    raise ValueError(f"no layout of {cluster} is legal: {rules}.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

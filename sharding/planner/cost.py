@@ -1,0 +1,276 @@
+"""How long an optimizer step takes: products, memory traffic, exposed communication, bubbles."""
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from sharding.folding import Layout
+from sharding.planner import links, volumes
+from sharding.planner.hardware import Hardware
+from sharding.planner.memory import kept
+from sharding.planner.method import Batch, Method
+from sharding.planner.models.sizes import ModelSizes
+from sharding.planner.models.weights import layers_on_device, parameters_in_parts
+from sharding.planner.transfer import Transfer, repeated
+from sharding.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class System:
+    """What a program makes of a device and of its links.
+
+    Attributes:
+      efficiency: the fraction of peak that products reach; the one number that is calibrated.
+      hidden: the fraction of communication that runs under products where these last long enough.
+      hides_hops: an interleaved pipeline hands on under the work on other chunks.
+      hides_gradients: gradients are summed while the last micro-batches go backward.
+    """
+
+    efficiency: float = 0.6
+    hidden: float = 0.0
+    hides_hops: bool = False
+    hides_gradients: bool = False
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of one step on the slowest stage.
+
+    Attributes:
+      products: of matrices and of attention, what is computed again included.
+      traffic: norms, activations, permutations and the optimizer, at the rate of memory.
+      communication: exposed, by what is sent.
+      bubble: waiting of a pipeline.
+      flops: floating-point operations of the step that the model needs, on one device.
+    """
+
+    products: float
+    traffic: float
+    communication: dict[str, float]
+    bubble: float
+    flops: float
+
+    @property
+    def exposed(self) -> float:
+        """Communication that nothing hides."""
+        return sum(self.communication.values())
+
+    @property
+    def total(self) -> float:
+        return self.products + self.traffic + self.exposed + self.bubble
+
+    def mfu(self, hardware: Hardware) -> float:
+        """Model FLOPs utilisation: what the model needs over what the devices could."""
+        return self.flops / (self.total * hardware.peak)
+
+
+TRAFFIC_FORWARD, TRAFFIC_BACKWARD = 2, 4
+"""How often a value that a layer makes crosses the memory bus: written and read; read again, its
+gradient written and read, and once more for the sum of two gradients."""
+
+
+def cost(
+    model: ModelSizes,
+    layout: Layout,
+    batch: Batch,
+    method: Method,
+    hardware: Hardware,
+    system: System,
+) -> Cost:
+    """The time of a step of `batch`.
+
+    A stage works on one micro-batch after the other, the slowest of them (the deepest, with the
+    head) sets the pace. A pipeline idles as `Schedule.bubble` says, ``(pp - 1) / vpp``
+    micro-batches where ``pp`` divides their number; gradients and new weights come after all.
+    """
+    number, tokens = batch.num_micro_batches(layout), batch.local_tokens(layout)
+    flops = batch.tokens * model.training_flops(batch.time) / layout.num_devices
+    products = number * _products(model, layout, batch, method, hardware, system)
+    traffic = number * _traffic(model, layout, tokens, method) / hardware.memory_bandwidth
+    sent = _exposed(model, layout, batch, method, hardware, system, products / number)
+    sent = {what: number * time for what, time in sent.items()}
+    if method.fsdp:
+        # Shards are fetched while the layer before is at work: what takes longer shows.
+        joined = number * _seconds(_unsharded(model, layout, method), layout, hardware)
+        sent["shards of layers"] = max(0.0, joined - products - traffic)
+    working = products + traffic + sum(sent.values())
+    idle = Schedule(layout.pp, number, layout.vpp).bubble * working
+    summed, joined = _once(model, _of_weights(model, layout), method.fsdp, method.storage, hardware)
+    if system.hides_gradients:
+        summed = _after_backward(summed, working / number, model, layout, number)
+    sent |= {"gradients": summed, "new weights": joined}
+    return Cost(products, traffic + _optimizer(model, layout, method, hardware), sent, idle, flops)
+
+
+def _after_backward(
+    summed: float, micro_batch: float, model: ModelSizes, layout: Layout, number: int
+) -> float:
+    """Seconds of the sums of gradients that are left when the backward pass has ended.
+
+    Those of a piece (a chunk of an interleaved pipeline, else a layer) start when its last micro-
+    batch has gone backward, two thirds of whose time is that. The last piece's have nothing left to
+    hide under. In an interleaved pipeline the pieces end ``pp`` micro-batches apart.
+    """
+    depth = max(model.num_layers // layout.pp, 1)
+    pieces, at_once = (layout.vpp, min(layout.pp, number)) if layout.vpp > 1 else (depth, 1)
+    window = at_once * micro_batch * 2 / 3 * (pieces - 1) / pieces
+    return max(summed / pieces, summed - window)
+
+
+def _products(
+    model: ModelSizes,
+    layout: Layout,
+    batch: Batch,
+    method: Method,
+    hardware: Hardware,
+    system: System,
+) -> float:
+    """Seconds of a micro-batch's products on one device of the slowest stage.
+
+    A product takes its arithmetic or, if that is longer, the way of its weights through memory:
+    read forward and for the gradient of its input, and the sum of their gradients read and written.
+    """
+    tokens, stored = batch.local_tokens(layout), method.stored
+    rate = hardware.peak * system.efficiency
+
+    def one_pass(flops: float, parameters: float, bytes_each: int) -> float:
+        return max(flops / rate, parameters * bytes_each / hardware.memory_bandwidth)
+
+    forward = backward = 0.0
+    for flops, parameters in _matrices(model, layout, tokens):
+        forward += one_pass(flops, parameters, stored.weight)
+        backward += one_pass(flops, parameters, stored.weight)
+        backward += one_pass(flops, parameters, 2 * stored.gradient)
+    layers = _layers_on_stage(model, layout)
+    scores = 2.0 * tokens * layers * model.queries * batch.time / rate
+    head = 2.0 * tokens * model.d_model * model.vocab_size / rate
+    again = {"none": 0.0, "selective": scores, "full": forward + scores}[method.remat]
+    return forward + backward + 3 * (scores + head) + again
+
+
+def _matrices(model: ModelSizes, layout: Layout, tokens: int) -> list[tuple[float, float]]:
+    """(floating-point operations of one pass, parameters) of a device's layers: of those that all
+    tokens meet, and of the experts."""
+    like = model.num_layers - model.num_dense_layers
+    dense = model.num_layers * model.attention_parameters + 3 * model.d_model * (
+        like * model.d_ff + model.num_dense_layers * model.dense_d_ff
+    )
+    met = 3 * model.d_model * model.experts_per_token * model.d_expert * model.num_expert_layers
+    experts = model.num_expert_layers * model.expert_parameters
+    share = _layers_on_stage(model, layout) / model.num_layers
+    return [
+        (2.0 * tokens * dense * share, dense * share / layout.tp),
+        (2.0 * tokens * met * share, experts * share / (layout.ep * layout.etp)),
+    ]
+
+
+def _layers_on_stage(model: ModelSizes, layout: Layout) -> float:
+    """Of the deepest stage, with its share of the dense first ones."""
+    like = model.num_layers - model.num_dense_layers
+    return model.num_layers * layers_on_device(model, layout) / like
+
+
+def _traffic(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> float:
+    """Bytes through memory of a micro-batch on one device."""
+    layer = kept(model, layout, tokens, method, "none")
+    crossings = TRAFFIC_FORWARD + TRAFFIC_BACKWARD
+    crossings += TRAFFIC_FORWARD * (method.remat != "none")
+    return crossings * layer * _layers_on_stage(model, layout)
+
+
+def _optimizer(model: ModelSizes, layout: Layout, method: Method, hardware: Hardware) -> float:
+    """Seconds of the optimizer's step: its state read and written, weights and gradients."""
+    stored = method.stored
+    each = 2 * (stored.master + stored.moments) + stored.weight + stored.gradient
+    return parameters_in_parts(model, layout) * each / hardware.memory_bandwidth
+
+
+def _exposed(
+    model: ModelSizes,
+    layout: Layout,
+    batch: Batch,
+    method: Method,
+    hardware: Hardware,
+    system: System,
+    products: float,
+) -> dict[str, float]:
+    """Seconds of a micro-batch's communication that show, by what is sent.
+
+    Args:
+      products: seconds of its products.
+    """
+    layers = _layers_on_stage(model, layout)
+    once = replace(layout, vpp=1)
+    sent = dict(_sends(model, once, batch, _without_storage(method), hardware, layers))
+    if layout.pp > 1:
+        hops = repeated([volumes.hop(model, batch.local_tokens(layout), method)], 2 * layout.vpp)
+        hides = layout.vpp > 1 and system.hides_hops
+        sent["pipeline"] = 0.0 if hides else _seconds(hops, layout, hardware)
+    total = sum(sent.values())
+    shown = max((1 - system.hidden) * total, total - products)
+    return {what: time * shown / total for what, time in sent.items() if time}
+
+
+def _without_storage(method: Method) -> Method:
+    return replace(method, storage="float32")
+
+
+@functools.lru_cache(maxsize=1024)
+def _sends(
+    model: ModelSizes,
+    layout: Layout,
+    batch: Batch,
+    method: Method,
+    hardware: Hardware,
+    layers: float,
+) -> dict[str, float]:
+    """Seconds of a micro-batch's communication, but for hops: layers, embedding and head."""
+    tokens = batch.local_tokens(layout)
+    forward, backward = volumes.layer(model, layout, batch, method)
+    ends = volumes.embedding(model, layout, tokens, method)
+    ends += volumes.head(model, layout, tokens, method)
+    found: dict[str, float] = {}
+    for sent, times in ((forward + backward, layers), (ends, 1)):
+        for one in sent:
+            name = next(name for name, words in GROUPS if any(word in one.what for word in words))
+            found[name] = found.get(name, 0.0) + times * links.seconds(one, layout, hardware)
+    return found
+
+
+def _of_weights(model: ModelSizes, layout: Layout) -> Layout:
+    """The layout with one chunk on each stage where a device has the same weights so: a step sends
+    as many, and is asked for once for all numbers of chunks."""
+    alone = replace(layout, vpp=1)
+    same = layers_on_device(model, alone) == layers_on_device(model, layout)
+    return alone if same else layout
+
+
+@functools.lru_cache(maxsize=1024)
+def _once(
+    model: ModelSizes, layout: Layout, fsdp: bool, storage: str, hardware: Hardware
+) -> tuple[float, float]:
+    """Seconds of what is sent once in a step: gradients summed, new weights joined."""
+    sent = volumes.gradients(model, layout, Method(fsdp=fsdp, storage=storage))
+    summed, joined = (
+        _seconds((one for one in sent if one.kind == kind), layout, hardware)
+        for kind in ("reduce_scatter", "all_gather")
+    )
+    return summed, joined
+
+
+def _unsharded(model: ModelSizes, layout: Layout, method: Method) -> list[Transfer]:
+    joined = list(volumes.unsharding(model, layout, method))
+    return repeated(joined, 2) + [one.transposed(layout) for one in joined]
+
+
+GROUPS = (
+    ("context", ("keys", "values", "queries", "attention's output")),
+    ("attention and dense layers over tp", ("attention", "dense layer", "shared expert")),
+    ("experts", ("experts", "load")),
+    ("vocabulary", ("head", "embedding")),
+)
+"""What transfers are called together, by the words in their names."""
+
+
+def _seconds(transfers: Iterable[Transfer], layout: Layout, hardware: Hardware) -> float:
+    return sum(links.seconds(one, layout, hardware) for one in transfers)

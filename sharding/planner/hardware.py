@@ -1,0 +1,83 @@
+"""Devices and the links between them: what a datasheet says, and how much of it a program gets."""
+
+import re
+from dataclasses import dataclass
+
+LINK_EFFICIENCY = 0.8
+"""Of a link's rate, what large messages reach: DeepEP reports 153 to 158 of 200 GB/s between H800s
+inside a server and 43 to 58 of 50 GB/s outside, where some tokens are sent once for a whole
+server."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device and its links, SI units; rates are of one direction.
+
+    Attributes:
+      name: what `parse` knows it by.
+      peak: FLOP/s of dense products of bfloat16.
+      memory: bytes; sellers' "80 GB" are GiB.
+      memory_bandwidth: bytes/s.
+      domain: devices that the fast links join (a server, a rack, a pod).
+      inside: bytes/s that a device sends inside its domain.
+      outside: bytes/s that a device sends to others.
+      latency_inside, latency_outside: seconds of one step of a collective, typical ones.
+    """
+
+    name: str
+    peak: float
+    memory: float
+    memory_bandwidth: float
+    domain: int
+    inside: float
+    outside: float
+    latency_inside: float = 4e-6
+    latency_outside: float = 12e-6
+
+
+HARDWARE = {
+    hardware.name: hardware
+    for hardware in (
+        # DGX H100: NVLink 4, a 400 Gb/s adapter for each device.
+        Hardware("h100", 989.5e12, 85.5e9, 3.35e12, 8, 450e9, 50e9),
+        Hardware("h800", 989e12, 85.5e9, 3.4e12, 8, 200e9, 50e9),
+        # DGX A100: NVLink 3, 200 Gb/s adapters.
+        Hardware("a100", 312e12, 85.5e9, 2.0e12, 8, 300e9, 25e9),
+        Hardware("h20", 148e12, 102e9, 4.0e12, 8, 450e9, 50e9),
+        # PCIe 4 x16, and an adapter of 200 Gb/s for two devices.
+        Hardware("l40s", 362e12, 48e9, 0.864e12, 8, 32e9, 12.5e9),
+        Hardware("b200", 2250e12, 192e9, 7.7e12, 8, 900e9, 50e9),
+        # A torus: a collective over one of its axes uses two of a chip's six links.
+        Hardware("v5p", 459e12, 102e9, 2.765e12, 8960, 180e9, 6.25e9, 1e-6, 30e-6),
+        # A few cores; the devices are threads that share one memory.
+        Hardware("laptop", 0.2e12, 16e9, 50e9, 1024, 10e9, 10e9, 20e-6, 20e-6),
+    )
+}
+"""Jin et al., "MegaScale-MoE", 2025 (H800, A100, H20); Zhu et al., "MegaScale-Infer", 2025 (L40S);
+vendors' datasheets."""
+
+
+def parse(text: str) -> tuple[Hardware, int]:
+    """The device and how many of it: ``"h100x64"``.
+
+    Raises:
+      ValueError: on another spelling or an unknown device.
+    """
+    match = re.fullmatch(r"([a-z0-9]+?)x([1-9]\d*)", text)
+    if match is None or match[1] not in HARDWARE:
+        raise ValueError(
+            f"hardware {text!r} is not a device and a number: write for example h100x64, with one "
+            f"of {', '.join(HARDWARE)}."
+        )
+    return HARDWARE[match[1]], int(match[2])
+
+
+def of_kind(kind: str) -> Hardware | None:
+    """The accelerator that JAX calls `kind`; None for a CPU and for what is not known.
+
+    Examples:
+      >>> of_kind("NVIDIA H100 80GB HBM3").name
+      'h100'
+    """
+    words = kind.lower().replace("-", " ").split()
+    return next((HARDWARE[word] for word in words if word in HARDWARE and word != "laptop"), None)

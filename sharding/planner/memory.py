@@ -1,0 +1,178 @@
+"""What a device needs while it trains: weights, optimizer, gradients, activations, buffers."""
+
+from dataclasses import dataclass
+
+from sharding.folding import Layout
+from sharding.planner.method import Batch, Method
+from sharding.planner.models.sizes import ModelSizes
+from sharding.planner.models.weights import held, layers_on_device
+from sharding.planner.volumes import copies_of_keys, tokens_per_peer
+
+FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device.
+
+    Attributes:
+      weights: as they are used, under full sharding their shards.
+      optimizer: moments and masters, in shards (ZeRO-1).
+      gradients: their sum over micro-batches, and that of the micro-batch at hand where they are
+        added up.
+      activations: what layers keep for their backward pass, of all micro-batches on their way.
+      buffers: what is there for a moment: one layer at work, logits, joined shards, and what a
+        chunk of a pipeline has just made to be kept.
+    """
+
+    weights: float
+    optimizer: float
+    gradients: float
+    activations: float
+    buffers: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.optimizer + self.gradients + self.activations + self.buffers
+
+
+def memory(
+    model: ModelSizes, layout: Layout, batch: Batch, method: Method, vocab_chunk: int | None = 8192
+) -> Memory:
+    """The needs of one device.
+
+    The block of scores that "blocked" attention works on is not counted, ``4 heads / tp block^2``
+    bytes a time or two: kernels of accelerators hold it on the chip.
+
+    Args:
+      vocab_chunk: columns of the head whose logits are there at a time; None is all of a device.
+    """
+    tokens, number = batch.local_tokens(layout), batch.num_micro_batches(layout)
+    depth = layers_on_device(model, layout)
+    weights = optimizer = gradients = joined = 0.0
+    for one in held(model, layout):
+        stored, whole, part = one.stored(method), one.parameters, one.part(layout)
+        weights += (part if method.fsdp else whole) * stored.weight
+        optimizer += part * (stored.master + stored.moments)
+        # A sum over micro-batches and the gradient that is added to it.
+        of_gradient = stored.gradient + (stored.summand if number > 1 else 0)
+        gradients += (part if method.fsdp and one.in_layers else whole) * of_gradient
+        if method.fsdp:
+            # The layer at work and the ends, whole.
+            joined += whole * stored.weight_wire / (depth if one.in_layers else 1)
+    columns = -(-model.vocab_size // layout.tp)
+    columns = columns if vocab_chunk is None else min(columns, vocab_chunk)
+    logits = 2 * FLOAT32 * tokens * layout.tp * columns
+    # A layer's values, and as many gradients.
+    at_work = 2 * kept(model, layout, tokens, method, "none")
+    if layout.pp > 1 and not method.in_place:
+        at_work += depth // layout.vpp * kept(model, layout, tokens, method, method.remat)
+    return Memory(
+        weights=weights,
+        optimizer=optimizer,
+        gradients=gradients,
+        activations=activations(model, layout, number, tokens, method),
+        buffers=joined + logits + at_work,
+    )
+
+
+def activations(
+    model: ModelSizes, layout: Layout, num_micro_batches: int, tokens: int, method: Method
+) -> float:
+    """Bytes that the layers of a device keep for the backward pass.
+
+    A stage of a pipeline keeps what every chunk on its way needs, and the first one's dense layers
+    what those need; all stages have room for as much.
+    """
+    layer = kept(model, layout, tokens, method, method.remat)
+    if layout.pp == 1:
+        return model.num_layers * layer
+    depth = layers_on_device(model, layout) // layout.vpp
+    chunks = chunks_on_way(layout, num_micro_batches)
+    first = first_chunks_on_way(layout, num_micro_batches)
+    return (chunks * depth + first * model.num_dense_layers) * layer
+
+
+def chunks_on_way(layout: Layout, num_micro_batches: int) -> int:
+    """Model chunks that a stage has sent forward and not yet backward, at most.
+
+    ``pp`` with one chunk on a stage, else ``pp vpp + pp - 1``; fewer where there are few micro-
+    batches. `sharding.schedule.Schedule.slots` has a place for each.
+
+    References:
+      Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021,
+      section 2.2. https://arxiv.org/abs/2104.04473
+    """
+    chunks = layout.vpp * min(num_micro_batches, layout.pp)
+    if layout.vpp > 1:
+        chunks += min(max(num_micro_batches - layout.pp, 0), layout.pp - 1)
+    return chunks
+
+
+def first_chunks_on_way(layout: Layout, num_micro_batches: int) -> int:
+    """Those of them that are the first of all chunks."""
+    return min(num_micro_batches, layout.pp if layout.vpp == 1 else 2 * layout.pp)
+
+
+def kept(model: ModelSizes, layout: Layout, tokens: int, method: Method, remat: str) -> float:
+    """Bytes that one layer keeps for its backward pass.
+
+    "full" keeps the input and what collectives over tokens gave. "selective" keeps the results of
+    products too, but not the tokens that came to the experts, if it sends them again. "none" keeps
+    what norms, activations and permutations give as well. Attention's scores are never kept.
+    """
+    h, width = model.d_model, method.itemsize
+    # Parts of what the tp and etp ranks hold together.
+    hidden, dense_width = model.d_expert / layout.etp, model.d_ff
+    gathered = layout.tp if layout.tp > 1 else 0
+    rows = arrived = numbers = 0
+    if model.num_experts:
+        rows = expert_rows(model, layout, tokens, method)
+        arrived = arrived_tokens(model, layout, tokens, method)
+        numbers = arrived * 2 * model.experts_per_token
+    # The input; tokens for heads and for hidden units, and the sum of attention's parts.
+    elements = tokens * h * (1 + gathered + (gathered if dense_width else 0) + (gathered > 0))
+    if remat == "full":
+        return float((elements + arrived * h) * width + numbers * FLOAT32)
+    of_keys = {"gather": layout.cp, "ring": 1, "ulysses": copies_of_keys(model, layout)}
+    attends = 2 * model.keys * of_keys[method.context]
+    elements += tokens * (model.queries + attends + 2 * dense_width + h * (gathered == 0))
+    elements += rows * 2 * hidden
+    numbers += tokens * (model.num_heads + model.num_experts)
+    if remat == "none":
+        # Two norms and their sum, attention's output, rows, and hidden units after activation.
+        elements += tokens * (3 * h + model.queries + dense_width) + rows * (h + hidden)
+        numbers += tokens * 3 * model.num_experts
+    if remat == "none" or not method.resends:
+        elements += arrived * h
+    return float(elements * width + numbers * FLOAT32)
+
+
+def expert_rows(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:
+    """Rows that the experts of a device compute: those of even routing, or room for any."""
+    if method.even:
+        return tokens * model.experts_per_token * layout.etp
+    local = model.num_experts // layout.ep
+    most = tokens * min(model.experts_per_token, local)
+    if model.capacity_factor is not None:
+        most = min(most, tokens_per_expert(model, tokens) * local)
+    return layout.ep * layout.etp * most
+
+
+def tokens_per_expert(model: ModelSizes, tokens: int) -> int:
+    """An expert's capacity for the tokens of one device, without a capacity all of them."""
+    one_each = tokens_per_peer(model, Layout(dp=model.num_experts, ep=model.num_experts), tokens)
+    return min(tokens, one_each)
+
+
+def arrived_tokens(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:
+    """Tokens that come to the experts of a device from all that share them; none where it alone
+    has them all."""
+    shared = layout.ep * layout.etp
+    if shared == 1:
+        return 0
+    if method.dispatch == "all_gather":
+        return shared * tokens
+    if method.even:
+        return tokens * model.experts_per_token * layout.etp
+    return shared * tokens_per_peer(model, layout, tokens)

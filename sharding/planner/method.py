@@ -1,0 +1,138 @@
+"""How a layout is run beside its sizes: batch, dispatch, context, rematerialisation, storage."""
+
+from dataclasses import dataclass
+
+from sharding.folding import Layout
+
+KNOWN = {
+    "dispatch": ("all_gather", "all_to_all", "ragged"),
+    "context": ("gather", "ring", "ulysses"),
+    "remat": ("none", "selective", "full"),
+}
+"""What the fields of a `Method` may be; of `remat` what takes less time comes first."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one optimizer step is taken on.
+
+    Attributes:
+      rows: sequences on all devices.
+      time: tokens of each.
+      micro_rows: sequences of a micro-batch on each ``dp`` rank.
+    """
+
+    rows: int
+    time: int
+    micro_rows: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the step."""
+        return self.rows * self.time
+
+    def num_micro_batches(self, layout: Layout) -> int:
+        """Micro-batches of each ``dp`` rank.
+
+        Raises:
+          ValueError: where the rows do not divide.
+        """
+        each = layout.dp * self.micro_rows
+        if self.rows % each:
+            raise ValueError(
+                f"rows={self.rows} do not divide over dp={layout.dp} x micro_rows="
+                f"{self.micro_rows}: choose a multiple of {each}."
+            )
+        return self.rows // each
+
+    def local_tokens(self, layout: Layout) -> int:
+        """Tokens of a micro-batch on one device, with what zig-zag order pads: under ``cp`` rows
+        are cut into ``2 cp`` chunks."""
+        unit = 1 if layout.cp == 1 else 2 * layout.cp
+        padded = -(-self.time // unit) * unit
+        return self.micro_rows * padded // (layout.cp * layout.tp)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Bytes of a parameter.
+
+    Attributes:
+      weight: where it is used.
+      gradient: its sum over micro-batches.
+      master: a copy kept in shards beside the weight; 0 where the weight is one.
+      moments: Adam's two, in shards.
+      gradient_wire: of a gradient on its way between devices.
+      weight_wire: of a new weight on its way.
+      summand: of the gradient of one micro-batch, beside their sum; 0 where products add to it.
+    """
+
+    weight: int
+    gradient: int
+    master: int
+    moments: int
+    gradient_wire: int
+    weight_wire: int
+    summand: int
+
+
+STORAGES = {
+    # Float32 weights, which are their own masters.
+    "float32": Storage(4, 4, 0, 8, 4, 4, summand=4),
+    # Weights in bfloat16 with float32 masters (`jrl.trainer.masters`): 6 + 12 / G in shards of G.
+    "bfloat16": Storage(2, 4, 4, 8, 4, 2, summand=2),
+    # Megatron-Core's mixed precision: the same, with products that add to the sum of gradients.
+    "mixed": Storage(2, 4, 4, 8, 4, 2, summand=0),
+    # The same with gradients that are rounded once for an all-to-all and summed in float32.
+    "mixed-bfloat16-wire": Storage(2, 4, 4, 8, 2, 2, summand=0),
+}
+# Norms and routers, where they stay float32 among weights that do not.
+STAYS_FLOAT32 = {"bfloat16": Storage(4, 4, 4, 8, 4, 4, summand=4)}
+"""Shoeybi et al.'s distributed optimizer counts as "mixed"; Jin et al., "MegaScale-MoE", 2025,
+section 5 (the wire). https://arxiv.org/abs/2505.11432"""
+
+
+@dataclass(frozen=True)
+class Method:
+    """What is chosen beside a layout; fields as in `moe.execution.Execution`.
+
+    Attributes:
+      dispatch: how tokens travel to experts.
+      context: how attention crosses ``cp``.
+      remat: what the backward pass computes again.
+      fsdp: weights are kept in shards and joined layer by layer.
+      itemsize: bytes of an activation.
+      storage: of weights, gradients and optimizer, one of `STORAGES`.
+      resends: "selective" sends tokens to the experts again instead of keeping what arrived, as
+        `moe.remat` does.
+      even: buffers of experts hold what even routing sends, as where their sizes are known at run
+        time or a capacity bounds them; else any routing.
+      in_place: a stage of a pipeline writes what a chunk keeps straight to its place among that of
+        the others; else beside it first, as `sharding.pipeline` does.
+    """
+
+    dispatch: str = "all_gather"
+    context: str = "gather"
+    remat: str = "none"
+    fsdp: bool = False
+    itemsize: int = 2
+    storage: str = "float32"
+    resends: bool = True
+    even: bool = False
+    in_place: bool = False
+
+    def __post_init__(self):
+        for name, choices in {**KNOWN, "storage": tuple(STORAGES)}.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not known: use {', '.join(choices)}."
+                )
+
+    @property
+    def stored(self) -> Storage:
+        return STORAGES[self.storage]
+
+    @property
+    def stored_precise(self) -> Storage:
+        """Of norms and routers."""
+        return STAYS_FLOAT32.get(self.storage, self.stored)

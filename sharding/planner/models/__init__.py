@@ -1,0 +1,1 @@
+"""Networks as the planner knows them: sizes, where they come from, and what a device holds."""

@@ -1,0 +1,103 @@
+"""What one device holds of the weights, by the devices that hold the same: the groups over which
+gradients are summed and optimizer states are cut."""
+
+import functools
+from dataclasses import dataclass
+
+from sharding.folding import Layout
+from sharding.planner.method import Method, Storage
+from sharding.planner.models.sizes import ModelSizes
+
+
+@dataclass(frozen=True)
+class Held:
+    """Weights of one device that the same group of devices holds.
+
+    Attributes:
+      what: in words.
+      parameters: on the device, of all its layers.
+      replicas: logical axes whose devices hold the same ones.
+      in_layers: they belong to the layers that are alike, which full sharding joins one by one.
+      is_precise: they are norms or routers, which may stay float32 (`Method.stored_precise`).
+    """
+
+    what: str
+    parameters: int
+    replicas: tuple[str, ...]
+    in_layers: bool = True
+    is_precise: bool = False
+
+    def stored(self, method: Method) -> Storage:
+        """Bytes of each of them."""
+        return method.stored_precise if self.is_precise else method.stored
+
+    def group(self, layout: Layout) -> int:
+        """Devices that hold the same."""
+        size = 1
+        for axis in self.replicas:
+            size *= getattr(layout, axis)
+        return size
+
+    def part(self, layout: Layout) -> int:
+        """How many of them each of the group keeps, where they are cut into shards (ZeRO)."""
+        return -(-self.parameters // self.group(layout))
+
+
+@functools.lru_cache(maxsize=1024)
+def held(model: ModelSizes, layout: Layout) -> tuple[Held, ...]:
+    """All weights of one device.
+
+    Attention and dense layers are cut over ``tp``, experts over ``ep`` and ``etp``, layers over
+    ``pp``, and rows of the embedding and columns of the head over ``tp`` where they divide; norms
+    and routers are whole. Every stage has both ends and the first dense layers, and chunks that are
+    all as deep as the deepest.
+    """
+    h, tp = model.d_model, layout.tp
+    layers = layers_on_device(model, layout)
+    routed = layers if model.num_experts else 0
+    same, whole = ("dp", "cp"), ("dp", "cp", "tp")
+    first, ends, spread = model.num_dense_layers, ("pp", *whole), ("pp", *same)
+    is_spread = spreads_vocabulary(model, layout)
+    tables = (1 if model.tied else 2) * model.vocab_size * h // (tp if is_spread else 1)
+    found = [
+        Held("attention", layers * model.attention_parameters // tp, same),
+        Held("dense layers", layers * 3 * h * model.d_ff // tp, same),
+        Held(
+            "norms and routers",
+            layers * 2 * h + routed * h * model.num_experts,
+            whole,
+            is_precise=True,
+        ),
+        Held("experts", routed * model.expert_parameters // (layout.ep * layout.etp), ("edp",)),
+        Held(
+            "first dense layers",
+            first * (model.attention_parameters + 3 * h * model.dense_d_ff) // tp,
+            spread,
+            in_layers=False,
+        ),
+        Held("norms of first layers", first * 2 * h, ends, in_layers=False, is_precise=True),
+        Held("embedding and head", tables, spread if is_spread else ends, in_layers=False),
+        Held("last norm", h, ends, in_layers=False, is_precise=True),
+    ]
+    return tuple(one for one in found if one.parameters)
+
+
+def layers_on_device(model: ModelSizes, layout: Layout) -> int:
+    """Layers of a pipeline stage, after the dense first ones: of the deepest where they differ."""
+    like, chunks = model.num_layers - model.num_dense_layers, layout.pp * layout.vpp
+    return layout.vpp * -(-like // chunks)
+
+
+def spreads_vocabulary(model: ModelSizes, layout: Layout) -> bool:
+    """Whether ``tp`` divides the vocabulary: else each of its ranks has all rows and columns."""
+    return model.vocab_size % layout.tp == 0
+
+
+def parameters_on_device(model: ModelSizes, layout: Layout) -> int:
+    """How many numbers a device has where weights are used."""
+    return sum(one.parameters for one in held(model, layout))
+
+
+def parameters_in_parts(model: ModelSizes, layout: Layout) -> int:
+    """Of how many of them a device keeps the optimizer's state (ZeRO)."""
+    return sum(one.part(layout) for one in held(model, layout))

@@ -1,0 +1,147 @@
+"""The collectives of a program, read off it: kind, axes or groups, dtype, bytes, how often.
+
+`of_jaxpr` reads a traced program, for which no device need exist and nothing is compiled;
+`of_compiled` the text of a compiled one, in which the compiler may have joined collectives or left
+some out.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+from jax.extend.core import jaxprs_in_params
+
+from sharding.planner.transfer import Kind
+
+PRIMITIVES: dict[str, Kind] = {
+    "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "all_to_all": "all_to_all",
+    "psum": "all_reduce",
+    "psum_invariant": "all_reduce",
+    "pmax": "all_reduce",
+    "pmin": "all_reduce",
+    "ppermute": "permute",
+}
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A collective of a program.
+
+    Attributes:
+      kind: of collective.
+      over: the mesh axes it goes over, or in a compiled program its groups of devices.
+      dtype: of what each device gives to it.
+      shape: of that.
+      times: how often it runs: loops of known length counted, every branch taken.
+      in_branch: it may be left out at run time.
+    """
+
+    kind: Kind
+    over: tuple[Any, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    times: int = 1
+    in_branch: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Of all that a device gives."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize * self.times
+
+
+def of_jaxpr(jaxpr: core.Jaxpr, times: int = 1, in_branch: bool = False) -> Iterator[Observed]:
+    """Every collective of a traced program, an entry for each array given to it.
+
+    Raises:
+      ValueError: for a collective in a loop whose length is not known before it runs.
+    """
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name in PRIMITIVES:
+            named = equation.params.get("axes") or equation.params["axis_name"]
+            axes = (named,) if isinstance(named, str) else tuple(named)
+            for operand in equation.invars:
+                aval: Any = operand.aval
+                yield Observed(
+                    PRIMITIVES[name], axes, aval.dtype.name, aval.shape, times, in_branch
+                )
+        inner_times = times * equation.params["length"] if name == "scan" else times
+        for inner in jaxprs_in_params(equation.params):
+            found = of_jaxpr(inner, inner_times, in_branch or name == "cond")
+            if name != "while":
+                yield from found
+            elif next(found, None) is not None:
+                raise ValueError("a collective in a while loop runs as often as nobody can tell.")
+
+
+_HLO = re.compile(
+    r"= (?P<result>.*?) (?P<kind>all-gather|reduce-scatter|all-to-all|all-reduce|"
+    r"collective-permute)(?:-start)?\((?P<rest>.*)"
+)
+_KINDS: dict[str, Kind] = {
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "all-reduce": "all_reduce",
+    "collective-permute": "permute",
+}
+_DTYPES = {
+    "pred": "bool",
+    "bf16": "bfloat16",
+    "f8e4m3fn": "float8_e4m3fn",
+    "f8e5m2": "float8_e5m2",
+    **{f"f{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    **{f"s{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"u{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+}
+
+
+def of_compiled(text: str) -> Iterator[Observed]:
+    """Every collective of a compiled program (``compiled.as_text()``), each once wherever it is.
+
+    `Observed.over` are its groups; of a permute the (from, to) pairs.
+    """
+    for line in text.splitlines():
+        match = _HLO.search(line)
+        if match is None:
+            continue
+        kind, over = _KINDS[match["kind"]], _groups(match["rest"])
+        n = len(over[0]) if kind != "permute" else 1
+        for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", match["result"]):
+            shape = tuple(int(size) for size in sizes.split(",") if size)
+            # What comes out is known from the line; what goes in follows.
+            if kind == "all_gather":
+                shape = _scaled(shape, match["rest"], 1, n)
+            elif kind == "reduce_scatter":
+                shape = _scaled(shape, match["rest"], n, 1)
+            yield Observed(kind, over, _DTYPES[dtype], shape)
+
+
+def _scaled(shape: tuple[int, ...], rest: str, times: int, over: int) -> tuple[int, ...]:
+    found = re.search(r"dimensions=\{(\d+)\}", rest)
+    assert found is not None, rest
+    dim = int(found[1])
+    return tuple(size * times // over if i == dim else size for i, size in enumerate(shape))
+
+
+def _groups(rest: str) -> tuple[tuple[int, ...], ...]:
+    """Groups, written out or as ``[2,4]<=[4,2]T(1,0)``: an iota, reshaped and transposed."""
+    short = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
+    if short is not None:
+        shape, dims = ([int(n) for n in short[i].split(",")] for i in (1, 2))
+        ranks = np.arange(math.prod(dims)).reshape(dims)
+        if short[3] is not None:
+            ranks = ranks.transpose([int(n) for n in short[3].split(",")])
+        return tuple(tuple(group) for group in ranks.reshape(shape).tolist())
+    long = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", rest)
+    assert long is not None, rest
+    return tuple(
+        tuple(int(n) for n in group.split(",")) for group in re.findall(r"\{([\d,]+)\}", long[1])
+    )

@@ -1,0 +1,1 @@
+"""What a search found, in words and as a picture."""

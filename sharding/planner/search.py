@@ -1,0 +1,275 @@
+"""Every legal layout of a cluster, what each costs at its best, and what rules out the others."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from sharding.folding import Layout
+from sharding.folding.layout import divisors
+from sharding.planner import links, volumes
+from sharding.planner.cost import Cost, System, cost
+from sharding.planner.hardware import Hardware
+from sharding.planner.memory import Memory, memory
+from sharding.planner.method import KNOWN, Batch, Method
+from sharding.planner.models.sizes import ModelSizes
+from sharding.planner.models.weights import parameters_in_parts, parameters_on_device
+
+ROOM = 0.92
+"""Of a device's memory, what is planned with: the rest is the compiler's and the libraries'."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout, how it is run, and what that takes."""
+
+    layout: Layout
+    batch: Batch
+    method: Method
+    cost: Cost
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the search may choose beside the sizes of a layout."""
+
+    dispatch: Sequence[str] = ("all_gather", "all_to_all")
+    context: Sequence[str] = KNOWN["context"]
+    storage: Sequence[str] = ("float32",)
+    remat: Sequence[str] = KNOWN["remat"]
+    micro_rows: Sequence[int] = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+      plans: of each layout that fits, the best, the fastest first.
+      too_large: layouts that do not fit, and the bytes that each needs at least.
+      illegal: how many layouts a rule leaves out, by the rule.
+    """
+
+    plans: list[Plan]
+    too_large: dict[Layout, float]
+    illegal: Counter[str]
+
+
+def illegal(model: ModelSizes, layout: Layout, rows: int, time: int) -> str | None:
+    """The rule that a layout breaks, None where it breaks none."""
+    like = model.num_layers - model.num_dense_layers
+    # A size, what divides it, and what it is.
+    rules = (
+        (model.num_kv_heads, layout.tp, "tp must divide the key/value heads"),
+        (model.num_heads, layout.tp, "tp must divide the heads"),
+        (model.d_ff, layout.tp, "tp must divide the hidden units of dense layers"),
+        (model.dense_d_ff, layout.tp, "tp must divide the hidden units of dense layers"),
+        (time, (1 if layout.cp == 1 else 2) * layout.cp, "2 cp must divide the sequence"),
+        (rows, layout.dp, "dp must divide the sequences"),
+        (model.num_experts, layout.ep, "ep must divide the experts"),
+        (model.d_expert, layout.etp, "etp must divide the hidden units of an expert"),
+    )
+    if layout.pp * layout.vpp > like:
+        return "pp x vpp must be no more than the layers"
+    return next((rule for size, by, rule in rules if size % by), None)
+
+
+def chunks_of_a_stage(model: ModelSizes, layout: Layout) -> list[int]:
+    """How many chunks a legal layout's stages can have, none deeper with them than with one."""
+    like = model.num_layers - model.num_dense_layers
+    if layout.pp == 1:
+        return [1]
+    return [vpp for vpp in divisors(-(-like // layout.pp)) if layout.pp * vpp <= like]
+
+
+def layouts(devices: int, most_tp: int | None = None) -> Iterator[Layout]:
+    """Every layout of so many devices, with one chunk on each pipeline stage.
+
+    Args:
+      most_tp: the largest ``tp``, ``ep`` or ``etp`` worth a look; None is any.
+    """
+    most = devices if most_tp is None else most_tp
+    for pp in divisors(devices):
+        stage = devices // pp
+        for tp in (n for n in divisors(stage) if n <= most):
+            for cp in divisors(stage // tp):
+                for ep in divisors(stage):
+                    for etp in (n for n in divisors(stage // ep) if n <= most):
+                        yield Layout(tp, cp, stage // (tp * cp), pp, ep, etp)
+
+
+def search(
+    model: ModelSizes,
+    devices: int,
+    rows: int,
+    time: int,
+    hardware: Hardware,
+    method: Method | None = None,
+    system: System | None = None,
+    choices: Choices | None = None,
+) -> Found:
+    """Every legal layout at its best.
+
+    Args:
+      devices: how many.
+      rows: sequences of an optimizer step.
+      time: tokens of each.
+      method: what `choices` leave open.
+    """
+    method, system = method or Method(), system or System()
+    choices = choices or Choices()
+    found, too_large, broken = [], {}, Counter()
+    for layout in layouts(devices, hardware.domain):
+        rule = illegal(model, layout, rows, time)
+        if rule is not None:
+            broken[rule] += 1
+            continue
+        best = best_plan(model, layout, rows, time, hardware, method, system, choices)
+        if isinstance(best, Plan):
+            found.append(best)
+        else:
+            too_large[layout] = best
+    found.sort(key=lambda plan: plan.cost.total)
+    return Found(found, too_large, broken)
+
+
+def best_plan(
+    model: ModelSizes,
+    layout: Layout,
+    rows: int,
+    time: int,
+    hardware: Hardware,
+    method: Method,
+    system: System,
+    choices: Choices,
+) -> Plan | float:
+    """The fastest way to run a legal layout that fits, or the bytes it needs at least."""
+    least = least_states(model, layout, method, choices)
+    if least > ROOM * hardware.memory:
+        return least
+    needs, best = math.inf, None
+    for micro_rows in (n for n in choices.micro_rows if rows % (layout.dp * n) == 0):
+        batch = Batch(rows, time, micro_rows)
+        sends = quickest(model, layout, batch, hardware, method, choices)
+        for storage in choices.storage:
+            for vpp in chunks_of_a_stage(model, layout):
+                sizes = replace(layout, vpp=vpp)
+                for remat in choices.remat:
+                    chosen = replace(sends, storage=storage, remat=remat)
+                    fits = memory(model, sizes, batch, chosen)
+                    needs = min(needs, fits.total)
+                    if fits.total > ROOM * hardware.memory:
+                        continue
+                    spent = cost(model, sizes, batch, chosen, hardware, system)
+                    if best is None or spent.total < best.cost.total:
+                        best = Plan(sizes, batch, chosen, spent, fits)
+                    # What keeps less takes longer.
+                    break
+    return needs if best is None else best
+
+
+def least_states(model: ModelSizes, layout: Layout, method: Method, choices: Choices) -> float:
+    """Bytes of weights, gradients and optimizer, whatever else is chosen."""
+    parts, whole = parameters_in_parts(model, layout), parameters_on_device(model, layout)
+    found = []
+    for storage in choices.storage:
+        stored = replace(method, storage=storage).stored
+        used = parts if method.fsdp else whole
+        found.append(
+            used * (stored.weight + stored.gradient) + parts * (stored.master + stored.moments)
+        )
+    return float(min(found))
+
+
+def quickest(
+    model: ModelSizes,
+    layout: Layout,
+    batch: Batch,
+    hardware: Hardware,
+    method: Method,
+    choices: Choices,
+) -> Method:
+    """The method with the dispatch and the context that take the least time; neither changes what
+    the other takes."""
+
+    def takes(given: Method) -> float:
+        forward, backward = volumes.layer(model, layout, batch, given)
+        return sum(links.seconds(one, layout, hardware) for one in [*forward, *backward])
+
+    contexts = [
+        name
+        for name in choices.context
+        # Ulysses spreads the query heads of a tp rank over cp.
+        if name != "ulysses" or model.num_heads // layout.tp % layout.cp == 0
+    ]
+    if layout.cp > 1:
+        method = min((replace(method, context=name) for name in contexts), key=takes)
+    if layout.ep * layout.etp > 1:
+        method = min((replace(method, dispatch=name) for name in choices.dispatch), key=takes)
+    return method
+
+
+def neighbours(layout: Layout) -> list[Layout]:
+    """Layouts of as many devices that move a factor of two from one axis to another."""
+    found = []
+    attention = ("tp", "cp", "dp", "pp")
+    for less in attention:
+        for more in attention:
+            if less != more and getattr(layout, less) % 2 == 0:
+                found.append(_moved(layout, less, more))
+    for axis in ("ep", "etp"):
+        for factor in (2, 0.5):
+            if factor == 2 or getattr(layout, axis) % 2 == 0:
+                found.append(_with(layout, **{axis: int(getattr(layout, axis) * factor)}))
+    if layout.ep % 2 == 0:
+        found.append(_with(layout, ep=layout.ep // 2, etp=layout.etp * 2))
+    return [one for one in dict.fromkeys(found) if one is not None]
+
+
+def _moved(layout: Layout, less: str, more: str) -> Layout | None:
+    sizes = {less: getattr(layout, less) // 2, more: getattr(layout, more) * 2}
+    return _with(layout, **sizes)
+
+
+def _with(layout: Layout, **sizes: int) -> Layout | None:
+    try:
+        return replace(layout, vpp=1, **sizes)
+    except ValueError:
+        return None
+
+
+def why_not(
+    found: Found, model: ModelSizes, rows: int, time: int, hardware: Hardware
+) -> dict[Layout, str]:
+    """What speaks against each neighbour of the winner."""
+    best = found.plans[0]
+    by_layout = {replace(plan.layout, vpp=1): plan for plan in found.plans}
+    reasons = {}
+    for other in neighbours(best.layout):
+        rule = illegal(model, other, rows, time)
+        if rule is not None:
+            reasons[other] = rule
+        elif other in by_layout:
+            reasons[other] = _slower(by_layout[other], best)
+        elif other in found.too_large:
+            needs, has = found.too_large[other] / 1e9, ROOM * hardware.memory / 1e9
+            reasons[other] = f"needs {needs:.0f} GB of {has:.0f}"
+    return reasons
+
+
+def _slower(plan: Plan, best: Plan) -> str:
+    """By how much, and the part of the time that grew most."""
+
+    def parts(cost: Cost) -> dict[str, float]:
+        return {
+            "products": cost.products,
+            "memory traffic": cost.traffic,
+            "pipeline bubble": cost.bubble,
+            **cost.communication,
+        }
+
+    own, others = parts(best.cost), parts(plan.cost)
+    grown = {name: others.get(name, 0.0) - own.get(name, 0.0) for name in own | others}
+    worst = max(grown, key=lambda name: grown[name])
+    return f"{plan.cost.total / best.cost.total - 1:.0%} slower: {worst}"

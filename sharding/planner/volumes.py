@@ -1,0 +1,277 @@
+"""What every collective of a training step sends: the one statement of it.
+
+Of a layer, of the two ends of the network, of a pipeline and of the gradients. T are the tokens of
+a micro-batch on one device, h the model width.
+"""
+
+import math
+from dataclasses import replace
+
+from sharding.folding import Layout
+from sharding.planner.method import Batch, Method
+from sharding.planner.models.sizes import ModelSizes
+from sharding.planner.models.weights import held, layers_on_device, spreads_vocabulary
+from sharding.planner.transfer import Kind, Transfer, present, repeated, staged
+from sharding.schedule import Schedule
+
+FLOAT32 = INT32 = 4
+
+
+def layer(
+    model: ModelSizes, layout: Layout, batch: Batch, method: Method, has_experts: bool = True
+) -> tuple[list[Transfer], list[Transfer]]:
+    """One block forward with one micro-batch, and what its backward pass adds.
+
+    Args:
+      has_experts: it is one of the layers with experts, not of the dense ones before them.
+    """
+    tokens = batch.local_tokens(layout)
+    forward = [*tensor_parallel("attention", model, layout, tokens, method)]
+    forward += context(model, layout, tokens, method)
+    if has_experts and model.num_experts:
+        forward += router(model, batch.micro_rows)
+        forward += dispatch(model, layout, tokens, method)
+    if model.d_ff or not has_experts:
+        name = "shared expert" if has_experts and model.num_experts else "dense layer"
+        forward += tensor_parallel(name, model, layout, tokens, method)
+    backward = [t.transposed(layout) for t in forward if t.gradient]
+    if method.context == "ring":
+        backward += ring_backward(model, layout, tokens, method)
+    if method.remat == "selective" and method.resends:
+        backward = [t for t in forward if t.repeated] + backward
+    return present(forward, layout), present(backward, layout)
+
+
+def tensor_parallel(
+    what: str, model: ModelSizes, layout: Layout, tokens: int, method: Method
+) -> list[Transfer]:
+    """Tokens are gathered for heads or hidden units that are spread over ``tp``, and their parts
+    summed: ``2 T h (tp - 1)``, or ``2 b s h (tp - 1) / (tp cp)`` of the whole micro-batch."""
+    size, width = tokens * model.d_model, method.itemsize
+    return [
+        Transfer(f"tokens to {what}", "all_gather", ("tp",), size, width, gradient=width),
+        Transfer(
+            f"sums of {what}", "reduce_scatter", ("tp",), size * layout.tp, width, gradient=width
+        ),
+    ]
+
+
+def context(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list[Transfer]:
+    """Keys and values, gathered or passed round, or heads for tokens and back."""
+    keys, queries, width = tokens * model.keys, tokens * model.queries, method.itemsize
+
+    def of(what: str, kind: Kind, elements: int, times: int = 1, gradient: int = width) -> Transfer:
+        return Transfer(what, kind, ("cp",), elements, width, times, gradient)
+
+    if layout.cp == 1:
+        return []
+    if method.context == "gather":
+        return [of("keys", "all_gather", keys), of("values", "all_gather", keys)]
+    if method.context == "ring":
+        return [of("keys and values", "permute", keys, 2 * (layout.cp - 1), gradient=0)]
+    traded = queries + 2 * keys * copies_of_keys(model, layout)
+    return [
+        of("queries, keys and values", "all_to_all", traded),
+        of("attention's output", "all_to_all", queries),
+    ]
+
+
+def copies_of_keys(model: ModelSizes, layout: Layout) -> int:
+    """How often Ulysses repeats each key/value head, so that ``cp`` divides those of a ``tp``
+    rank."""
+    return layout.cp // math.gcd(model.num_kv_heads // layout.tp, layout.cp)
+
+
+def ring_backward(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list[Transfer]:
+    """Keys and values once more, and their gradients, float32, one hop behind them."""
+    size, hops = 2 * tokens * model.keys, layout.cp - 1
+    what = "keys and values"
+    return [
+        Transfer(what, "permute", ("cp",), size, method.itemsize, hops),
+        Transfer(f"gradient of {what}", "permute", ("cp",), size, FLOAT32, hops),
+    ]
+
+
+def router(model: ModelSizes, sequences: int) -> list[Transfer]:
+    """How many tokens of each sequence chose each expert, for the balancing loss."""
+    counts = sequences * model.num_experts
+    return [Transfer("load of sequences", "all_reduce", ("cp", "tp"), counts, FLOAT32)]
+
+
+def dispatch(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list[Transfer]:
+    """Tokens to the devices of their experts, and sums back, with their ids and probs."""
+    per_peer, k = tokens_per_peer(model, layout, tokens), model.experts_per_token
+    given = tokens, per_peer, k, layout
+    moved = token_exchange(method.dispatch, *given, model.d_model, method.itemsize)
+    return [*moved, *routing_exchange(method.dispatch, *given)]
+
+
+def token_exchange(
+    implementation: str,
+    tokens: int,
+    per_peer: int,
+    k: int,
+    layout: Layout,
+    d_model: int,
+    itemsize: int,
+) -> list[Transfer]:
+    """Tokens to the devices of their experts, and sums back.
+
+    With ``n = ep etp``, in tokens: "all_gather" receives ``2 T (n - 1)``, half of it sums of
+    float32; "all_to_all" ``2 R (n - 1)``; "ragged" no more than ``2 T k (ep - 1) / ep`` over ``ep``
+    with even routing, and over ``etp`` as many tokens as arrived.
+
+    Args:
+      implementation: "all_gather", "all_to_all" or "ragged".
+      tokens: T.
+      per_peer: R, that a device sends to another where buffers are of one size.
+      itemsize: bytes of an element of a token.
+    """
+    if implementation == "all_gather":
+        group, n, size = ("ep", "etp"), layout.ep * layout.etp, tokens * d_model
+        there = Transfer(
+            TOKENS, "all_gather", group, size, itemsize, gradient=FLOAT32, repeated=True
+        )
+        back = Transfer(SUMS, "reduce_scatter", group, n * size, FLOAT32, gradient=itemsize)
+        return [there, back]
+    sent = _slots(implementation, tokens, per_peer, k, layout) * d_model
+
+    def of(what: str, kind: Kind, axis: str, elements: int, repeated: bool = False) -> Transfer:
+        return Transfer(what, kind, (axis,), elements, itemsize, 1, itemsize, repeated)
+
+    return [
+        of(TOKENS, "all_to_all", "ep", sent, repeated=True),
+        of(f"{TOKENS}, over etp", "all_gather", "etp", sent, repeated=True),
+        of(f"{SUMS}, over etp", "reduce_scatter", "etp", layout.etp * sent),
+        of(SUMS, "all_to_all", "ep", sent),
+    ]
+
+
+TOKENS, SUMS = "tokens to experts", "sums of experts"
+
+
+def routing_exchange(
+    implementation: str, tokens: int, per_peer: int, k: int, layout: Layout
+) -> list[Transfer]:
+    """k ids and k probs that go with each token of `token_exchange`."""
+    if implementation == "all_gather":
+        return _routing("all_gather", ("ep", "etp"), tokens * k)
+    sent = _slots(implementation, tokens, per_peer, k, layout) * k
+    return [*_routing("all_to_all", ("ep",), sent), *_routing("all_gather", ("etp",), sent)]
+
+
+def _slots(implementation: str, tokens: int, per_peer: int, k: int, layout: Layout) -> int:
+    """Tokens that a device sends to all of ``ep``, itself included."""
+    slots = layout.ep * per_peer
+    return min(slots, tokens * k) if implementation == "ragged" else slots
+
+
+def _routing(kind: Kind, axes: tuple[str, ...], numbers: int) -> list[Transfer]:
+    return [
+        Transfer("ids of experts", kind, axes, numbers, INT32),
+        Transfer("probs of experts", kind, axes, numbers, FLOAT32, gradient=FLOAT32),
+    ]
+
+
+def tokens_per_peer(model: ModelSizes, layout: Layout, tokens: int) -> int:
+    """Tokens that a device may send to another where buffers are of one size: ``min(T, C L)``, of L
+    experts on a device and a capacity C; T without one."""
+    if model.capacity_factor is None:
+        return tokens
+    average = model.capacity_factor * tokens * model.experts_per_token / model.num_experts
+    capacity = min(tokens, math.ceil(round(average, 9)))
+    return min(tokens, capacity * (model.num_experts // layout.ep))
+
+
+def hop(model: ModelSizes, tokens: int, method: Method) -> Transfer:
+    """A micro-batch to the next stage, or its gradient back."""
+    return Transfer("micro-batch", "permute", ("pp",), tokens * model.d_model, method.itemsize)
+
+
+def embedding(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list[Transfer]:
+    """A micro-batch through the embedding and back: each ``tp`` rank finds the tokens of its rows;
+    nothing where ``tp`` does not divide these."""
+    if not spreads_vocabulary(model, layout):
+        return []
+    size, width = tokens * layout.tp * model.d_model, method.itemsize
+    found = Transfer("rows of embedding", "reduce_scatter", ("tp",), size, width, gradient=width)
+    return present([found, found.transposed(layout)], layout)
+
+
+def head(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list[Transfer]:
+    """A micro-batch through the head and back: states and the tokens after them are gathered for
+    the columns that a ``tp`` rank computes; a maximum and three sums for each, and two backward."""
+    size, width, all_tokens = tokens * model.d_model, method.itemsize, tokens * layout.tp
+    states = Transfer("states to head", "all_gather", ("tp",), size, width, gradient=width)
+    found = [
+        states,
+        Transfer("tokens to head", "all_gather", ("tp",), tokens, INT32),
+        Transfer("sums of head", "all_reduce", ("tp",), 4 * all_tokens, FLOAT32),
+        Transfer("gradient of sums of head", "all_reduce", ("tp",), 2 * all_tokens, FLOAT32),
+        states.transposed(layout),
+    ]
+    return present(found, layout)
+
+
+def unsharding(model: ModelSizes, layout: Layout, method: Method) -> tuple[Transfer, ...]:
+    """Under full sharding, the weights of all layers of a device joined, once; the reverse sums
+    their gradients."""
+    found = []
+    for one in held(model, layout):
+        if one.in_layers:
+            wires = one.stored(method).weight_wire, one.stored(method).gradient_wire
+            given = one.replicas, layout, one.part(layout)
+            found += staged(f"shards of {one.what}", *given, *wires)
+    return tuple(found)
+
+
+def gradients(model: ModelSizes, layout: Layout, method: Method) -> list[Transfer]:
+    """Once in a step: gradients summed into the shards that the optimizer keeps, and new weights
+    joined (ZeRO-1): together as much as an all-reduce of numbers of one width.
+
+    Gradients go inside a sequence-parallel group and then across, weights the other way.
+    """
+    found = []
+    for one in held(model, layout):
+        if method.fsdp and one.in_layers:
+            continue
+        stored = one.stored(method)
+        joined = staged(
+            f"new weights: {one.what}",
+            one.replicas,
+            layout,
+            one.part(layout),
+            stored.weight_wire,
+            stored.gradient_wire,
+        )
+        summed = [
+            replace(back.transposed(layout), what=f"gradients: {one.what}")
+            for back in reversed(joined)
+        ]
+        found += [*summed, *joined]
+    return found
+
+
+def step(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> list[Transfer]:
+    """Everything that a device gives to collectives in one optimizer step.
+
+    In a pipeline these are a middle stage's, which hands on in every tick, with or without work: a
+    micro-batch in one and a gradient in the next.
+    """
+    micro_batches, tokens = batch.num_micro_batches(layout), batch.local_tokens(layout)
+    found = []
+    for number, has_experts in (
+        (layers_on_device(model, layout), True),
+        (model.num_dense_layers, False),
+    ):
+        forward, backward = layer(model, layout, batch, method, has_experts)
+        found += repeated([*forward, *backward], number)
+    if method.fsdp:
+        joined = list(unsharding(model, layout, method))
+        found += repeated(joined, 2) + [one.transposed(layout) for one in joined]
+    found += embedding(model, layout, tokens, method) + head(model, layout, tokens, method)
+    found = repeated(found, micro_batches)
+    if layout.pp > 1:
+        ticks = Schedule(layout.pp, micro_batches, layout.vpp).ticks
+        found += repeated([hop(model, tokens, method)], ticks)
+    return found + gradients(model, layout, method)

@@ -1,0 +1,86 @@
+"""The layout that the planner chooses for a run."""
+
+import re
+from dataclasses import replace
+
+import jax
+import pytest
+
+from jrl.config.run import RunConfig
+from jrl.recipes import Grpo
+from jrl.trainer.setup import automatic
+from jrl.trainer.setup.automatic import candidate, chosen_layout, on_layout
+from jrl.trainer.setup.setup import build_setup
+from sharding.folding import Layout
+from sharding.planner.hardware import HARDWARE
+
+LAPTOP = HARDWARE["laptop"]
+
+
+@pytest.fixture(scope="module")
+def setup():
+    return build_setup(RunConfig(), Grpo().divided(1))
+
+
+def on_hardware(monkeypatch, **sizes):
+    changed = replace(LAPTOP, **sizes)
+    monkeypatch.setattr(automatic, "hardware_at_hand", lambda: changed)
+    return changed
+
+
+def test_nothing_that_can_be_had_is_faster(setup):
+    layout, why = chosen_layout(setup, Grpo(), 8)
+    assert layout.num_devices == 8
+    assert str(layout) in why
+    best = candidate(setup, Grpo(), layout, LAPTOP)
+    for text in ("dp8", "dp8 / ep8", "tp2 dp4", "tp2 dp4 / ep8"):
+        assert candidate(setup, Grpo(), Layout.parse(text), LAPTOP).seconds >= best.seconds
+
+
+def test_with_less_memory_it_is_another(setup, monkeypatch):
+    roomy, _ = chosen_layout(setup, Grpo(), 4)
+    needs = candidate(setup, Grpo(), roomy, LAPTOP).bytes()
+    hardware = on_hardware(monkeypatch, memory=0.99 * needs / automatic.ROOM)
+    tight, why = chosen_layout(setup, Grpo(), 4)
+    assert tight != roomy
+    assert candidate(setup, Grpo(), tight, hardware).bytes() < needs
+    assert re.search(r" but \d+, which need too much memory;", why)
+
+
+def test_slow_links_between_devices_are_avoided(setup, monkeypatch):
+    on_hardware(monkeypatch, inside=1e3, outside=1e3)
+    layout, _ = chosen_layout(setup, Grpo(), 4)
+    assert (layout.tp, layout.cp, layout.ep, layout.etp) == (1, 1, 1, 1)
+
+
+def test_where_nothing_fits_it_says_what_is_missing(setup, monkeypatch):
+    on_hardware(monkeypatch, memory=1e6)
+    with pytest.raises(ValueError, match=r"nothing fits on 2 devices with 0.00092 GB .* --fsdp"):
+        chosen_layout(setup, Grpo(), 2)
+
+
+def test_where_no_layout_is_possible_it_says_why(setup):
+    setup = replace(setup, run=replace(setup.run, rollout_layout="dp3"))
+    with pytest.raises(
+        ValueError, match=r"no layout of 4 devices can have this run, .*dp3.* has 4: .*that. Choose"
+    ):
+        chosen_layout(setup, Grpo(), 4)
+
+
+def test_batches_are_those_of_the_layout(setup):
+    there = on_layout(setup, Grpo(), Layout.parse("dp4"))
+    built = build_setup(RunConfig(layout="dp4"), Grpo().divided(4))
+    assert there.recipe == built.recipe
+    assert there.geometry.num_micro_batches == built.geometry.num_micro_batches
+    with pytest.raises(ValueError, match="cannot be had with pp"):
+        packed = replace(setup, run=replace(setup.run, packing=True))
+        on_layout(packed, Grpo(), Layout.parse("pp3"))
+
+
+def test_an_unknown_accelerator_is_named(monkeypatch):
+    class Device:
+        platform, device_kind = "gpu", "Somebody's Accelerator"
+
+    monkeypatch.setattr(jax, "devices", lambda: [Device()])
+    with pytest.raises(ValueError, match='knows nothing of "Somebody\'s Accelerator"'):
+        automatic.hardware_at_hand()

@@ -1,0 +1,70 @@
+"""What the planner is told of a run, and what the dry run shows of its answer."""
+
+from dataclasses import replace
+
+import jax
+import pytest
+
+from jrl.config.run import RunConfig
+from jrl.recipes import Grpo
+from jrl.trainer.setup import dry_run
+from jrl.trainer.setup.dry_run import prediction, weight_bytes
+from jrl.trainer.setup.predicted import batch_of, memory_of_update, method_of, time_of_update
+from jrl.trainer.setup.setup import build_setup
+from sharding.planner.hardware import HARDWARE, of_kind
+
+
+@pytest.fixture(scope="module")
+def setup():
+    return build_setup(RunConfig(layout="tp2 dp2 / ep4"), Grpo())
+
+
+def test_the_batch_is_the_mini_batch(setup):
+    batch, layout = batch_of(setup), setup.mesh.layout
+    assert batch.rows == setup.recipe.mini_batch_size
+    assert batch.time == setup.prompt_length + setup.response_length
+    assert batch.num_micro_batches(layout) == setup.geometry.num_micro_batches
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_states_are_those_that_the_dry_run_counts(setup, dtype):
+    setup = replace(setup, model=replace(setup.model, dtype=dtype))
+    needs, counted = memory_of_update(setup), dry_run.memory(setup)
+    assert needs.weights == counted["weights"] == weight_bytes(setup.model, setup.mesh)
+    masters = counted.get("float32 masters", 0)
+    assert needs.optimizer == masters + counted["optimizer moments"]
+    assert needs.gradients == counted["gradients"]
+
+
+def test_settings_of_the_execution_reach_the_plan(setup):
+    assert method_of(setup).dispatch == "all_gather"
+    execution = replace(setup.model.execution, remat="full", dispatch="all_to_all")
+    other = replace(setup, model=replace(setup.model, execution=execution, dtype="bfloat16"))
+    method = method_of(other)
+    assert (method.remat, method.dispatch, method.itemsize) == ("full", "all_to_all", 2)
+    assert (method_of(setup).storage, method.storage) == ("float32", "bfloat16")
+    assert memory_of_update(other).activations < memory_of_update(setup).activations / 4
+    slower, faster = (time_of_update(one, HARDWARE["h100"]) for one in (other, setup))
+    assert slower.products > faster.products
+
+
+def test_time_is_shown_for_accelerators_alone(setup, monkeypatch):
+    assert set(prediction(setup)) == {"activations", "a layer and logits at work"}
+
+    class Device:
+        device_kind = "NVIDIA H100 80GB HBM3"
+
+    monkeypatch.setattr(dry_run.jax, "devices", lambda: [Device()])
+    shown = prediction(setup)
+    assert float(shown["seconds"]) == pytest.approx(
+        time_of_update(setup, HARDWARE["h100"]).total, rel=1e-2
+    )
+    assert shown["model FLOPs utilisation"].endswith("%")
+
+
+def test_kinds_of_devices():
+    assert of_kind("NVIDIA H100 80GB HBM3") is HARDWARE["h100"]
+    assert of_kind("NVIDIA A100-SXM4-80GB") is HARDWARE["a100"]
+    assert of_kind("NVIDIA L40S") is HARDWARE["l40s"]
+    assert of_kind(jax.devices()[0].device_kind) is None
+    assert of_kind("laptop computer") is None

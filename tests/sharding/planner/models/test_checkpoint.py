@@ -1,0 +1,54 @@
+"""A checkpoint's config.json states the sizes that the network reads from it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from moe.config import ModelConfig
+from moe.huggingface.configuration import config_from, options_from
+from moe.sizes import sizes_of
+from sharding.planner.models.checkpoint import sizes_from
+
+BASE = ModelConfig(
+    vocab_size=23,
+    num_layers=3,
+    d_model=12,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=4,
+    num_experts=5,
+    experts_per_token=2,
+    d_expert=14,
+    embedding_scale=1.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        ("MixtralForCausalLM", BASE),
+        ("Qwen3MoeForCausalLM", replace(BASE, query_key_norm="head")),
+        ("Qwen2MoeForCausalLM", replace(BASE, d_ff=10, qkv_bias=True, shared_expert_gate=True)),
+        ("LlamaForCausalLM", replace(BASE, num_experts=0, d_ff=18, head="tied")),
+    ],
+)
+def test_sizes_are_those_of_the_network(architecture, config, tmp_path):
+    if architecture.startswith("Qwen2"):
+        config = replace(config, head_dim=2)
+    options = options_from(config, architecture)
+    (tmp_path / "config.json").write_text(json.dumps(options))
+    assert sizes_from(tmp_path) == sizes_of(config_from(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kv_lora_rank": 512}, "kv_lora_rank=512 is latent attention"),
+        ({"hidden_size": 3}, "states no num_hidden_layers, num_attention_heads, vocab_size"),
+    ],
+)
+def test_what_cannot_be_described_is_refused(options, words, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(options))
+    with pytest.raises(ValueError, match=words):
+        sizes_from(tmp_path / "config.json")

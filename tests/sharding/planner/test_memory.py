@@ -1,0 +1,189 @@
+"""Memory of a device: by hand, and against what the compiler of a program says."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from programs import mesh_of
+from whole_network import loss_and_gradient
+
+from jrl.trainer.setup.dry_run import part_bytes, weight_bytes
+from moe.config import ModelConfig
+from moe.execution import Execution
+from moe.experts.dispatch import buffers
+from moe.placement import in_chunks, specs
+from moe.sizes import sizes_of
+from moe.weights import shapes
+from sharding.folding import Layout, fold_abstract
+from sharding.planner.memory import (
+    activations,
+    chunks_on_way,
+    expert_rows,
+    first_chunks_on_way,
+    kept,
+    memory,
+)
+from sharding.planner.method import Batch, Method
+from sharding.planner.models.presets import PRESETS
+from sharding.planner.models.weights import held, parameters_in_parts, parameters_on_device
+from sharding.planner.volumes import tokens_per_peer
+from sharding.schedule import Schedule
+
+CONFIG = ModelConfig(
+    vocab_size=512,
+    num_layers=4,
+    d_model=128,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=16,
+    num_experts=16,
+    experts_per_token=3,
+    d_expert=96,
+)
+MIXTRAL = PRESETS["mixtral-8x22b"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_layers"),
+    [
+        ("dp1", 4),
+        ("tp2 dp2 / ep4", 4),
+        ("tp2 cp2 dp2 / ep4 etp2", 4),
+        ("pp2 dp4 / ep2", 4),
+        ("pp2 vpp2 tp2 / ep2", 4),
+        # Chunks that differ by a layer.
+        ("pp2 dp4 / ep2", 5),
+        ("pp2 vpp2 tp2 / ep2", 6),
+    ],
+)
+def test_weights_and_their_parts_are_those_of_the_placement(layout, num_layers):
+    sizes, config = Layout.parse(layout), replace(CONFIG, num_layers=num_layers)
+    mesh, model = fold_abstract(sizes), sizes_of(config)
+    assert 4 * parameters_on_device(model, sizes) == weight_bytes(config, mesh)
+    assert 4 * parameters_in_parts(model, sizes) == part_bytes(config, mesh)
+
+
+@pytest.mark.parametrize(("storage", "copies"), [("float32", (4, 8)), ("bfloat16", (4, 6))])
+def test_several_micro_batches_need_a_gradient_of_one_beside_their_sum(storage, copies):
+    layout, method = Layout.parse("tp2 dp2 pp2 / ep4"), Method(storage=storage)
+    of = held(MIXTRAL, layout)
+    for rows, of_float32, of_gradient in zip((2, 4), (4, 8), copies, strict=True):
+        found = memory(MIXTRAL, layout, Batch(rows, 4096), method)
+        # Norms and routers are float32 among the others, and so are their gradients.
+        each = [one.parameters * (of_float32 if one.is_precise else of_gradient) for one in of]
+        assert found.gradients == sum(each)
+
+
+def test_states_are_18_bytes_of_which_12_are_cut():
+    layout = Layout.parse("tp2 dp8 pp8 / ep8")
+    found = memory(MIXTRAL, layout, Batch(256, 4096), Method(storage="mixed"))
+    states = sum(one.parameters * (6 + 12 / one.group(layout)) for one in held(MIXTRAL, layout))
+    assert found.weights + found.gradients + found.optimizer == pytest.approx(states)
+
+
+def test_full_sharding_keeps_parts_of_layers():
+    layout, batch = Layout.parse("tp2 dp64 / ep8"), Batch(256, 4096)
+    whole = memory(MIXTRAL, layout, batch, Method(remat="full", storage="mixed"))
+    parts = memory(MIXTRAL, layout, batch, Method(remat="full", storage="mixed", fsdp=True))
+    assert parts.weights == 2 * parameters_in_parts(MIXTRAL, layout)
+    assert parts.gradients < whole.gradients / 8
+    # A layer and the ends are joined while they are at work.
+    assert parts.buffers > whole.buffers
+    assert parts.total < whole.total / 3
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp4", "pp2 vpp2", "pp5 vpp3", "pp4 vpp7"])
+def test_a_pipeline_keeps_as_many_chunks_as_its_schedule_has_places_for(layout):
+    sizes = Layout.parse(layout)
+    for number in range(1, 3 * sizes.pp):
+        schedule = Schedule(sizes.pp, number, sizes.vpp)
+        for chunks, on_way in (
+            (None, chunks_on_way(sizes, number)),
+            ([0], first_chunks_on_way(sizes, number)),
+        ):
+            assert on_way == 1 + max(map(max, schedule.slots(chunks))), (number, chunks)
+
+
+def test_a_pipeline_keeps_what_the_chunks_on_their_way_need():
+    tokens, method = 512, Method(remat="selective")
+    layer = kept(MIXTRAL, Layout.parse("pp4"), tokens, method, "selective")
+    for layout, model, number, layers in (
+        ("pp4", MIXTRAL, 16, 4 * 14),
+        ("pp4", MIXTRAL, 3, 3 * 14),
+        ("pp4 vpp7", MIXTRAL, 16, (4 * 7 + 3) * 2),
+        # The deepest chunks have two of 25 layers.
+        ("pp4 vpp4", replace(MIXTRAL, num_layers=25), 16, (4 * 4 + 3) * 2),
+        # The first chunk brings the dense layers of eight micro-batches.
+        ("pp4 vpp7", replace(MIXTRAL, num_dense_layers=1, num_layers=57), 16, (4 * 7 + 3) * 2 + 8),
+    ):
+        found = activations(model, Layout.parse(layout), number, tokens, method)
+        assert found == pytest.approx(layers * layer)
+
+
+@pytest.mark.parametrize("capacity", [None, 0.8, 1.0, 3.0])
+@pytest.mark.parametrize("layout", ["dp8 / ep8", "tp2 dp4 / ep4 etp2", "dp2"])
+def test_buffers_are_as_large_as_the_dispatchers(layout, capacity):
+    config, sizes = replace(CONFIG, capacity_factor=capacity), Layout.parse(layout)
+    model, tokens, mesh = sizes_of(config), 40, fold_abstract(sizes)
+    taken = None
+    if capacity is not None:
+        taken = min(tokens, -(-round(capacity * 10 * tokens * 3) // (16 * 10)))
+    given = tokens, 3, 16 // sizes.ep, mesh, taken
+    assert tokens_per_peer(model, sizes, tokens) == buffers.peer_tokens(*given)
+    assert expert_rows(model, sizes, tokens, Method()) == buffers.buffer_rows(*given)
+    if capacity is None:
+        even = expert_rows(model, sizes, 64, Method(even=True))
+        assert even == buffers.buffer_rows(64, 3, 16 // sizes.ep, mesh, None, buffer_factor=1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "remat"),
+    [
+        ("dp2", "selective"),
+        ("tp2 dp2 / ep4", "full"),
+        ("tp2 cp2 dp2 / ep4", "selective"),
+        ("dp4 / ep2 etp2", "full"),
+        ("tp2 dp2 / ep4", "none"),
+        ("tp2 cp2 dp2 / ep4", "none"),
+        ("pp2 dp2", "full"),
+        ("pp2 dp2 tp2 / ep2", "selective"),
+        ("pp2 vpp2 dp2 / ep2", "selective"),
+    ],
+)
+def test_a_program_needs_what_is_stated(layout, remat):
+    """Arguments, results and what lies between, compiled as users do, with equal layers scanned:
+    elsewhere the CPU compiler computes nothing twice, whatever it is told."""
+    execution = Execution(
+        remat=remat,
+        dispatch="all_gather",
+        context="gather",
+        attention="blocked",
+        scan_layers=True,
+        vocab_chunk=None,
+    )
+    config, mesh = replace(CONFIG, execution=execution), mesh_of(layout)
+    # Through a pipeline go two micro-batches.
+    batch = Batch((4 if mesh.layout.pp > 1 else 2) * mesh.layout.dp, 512, micro_rows=2)
+
+    def abstract(shape, dtype, spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh.mesh, spec))
+
+    weights = jax.tree.map(
+        lambda leaf, spec: abstract(leaf.shape, leaf.dtype, spec),
+        jax.eval_shape(lambda weights: in_chunks(weights, mesh), shapes(config)),
+        specs(config, mesh),
+    )
+    piece = tuple(
+        abstract((batch.rows, batch.time), dtype, PartitionSpec(mesh.dp))
+        for dtype in (jnp.int32, jnp.bool_)
+    )
+    compiled = jax.jit(loss_and_gradient(config, mesh)).lower(weights, piece).compile()
+    found = compiled.memory_analysis()
+    assert found is not None
+    total = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
+    method = Method(remat=remat, itemsize=4)
+    stated = memory(sizes_of(config), mesh.layout, batch, method, vocab_chunk=None)
+    assert stated.total - stated.optimizer == pytest.approx(total, rel=0.15)

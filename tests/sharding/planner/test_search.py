@@ -1,0 +1,124 @@
+"""Every legal layout is looked at, the winner fits, and its neighbours are accounted for."""
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from moe.config import ModelConfig
+from moe.placement import specs
+from moe.sizes import sizes_of
+from sharding.folding import Layout, fold_abstract
+from sharding.planner.calibration import METHODS, SYSTEMS
+from sharding.planner.hardware import HARDWARE
+from sharding.planner.models.presets import PRESETS
+from sharding.planner.search import (
+    ROOM,
+    Choices,
+    illegal,
+    layouts,
+    neighbours,
+    search,
+    why_not,
+)
+
+H100 = HARDWARE["h100"]
+MIXTRAL = PRESETS["mixtral-8x22b"]
+MEGATRON = METHODS["Megatron-Core"], SYSTEMS["Megatron-Core"]
+THEIRS = Choices(("ragged",), ("gather",), ("mixed",))
+
+
+def test_layouts_are_all_there_are():
+    found = list(layouts(12))
+    assert len(found) == len(set(found))
+    by_hand = {
+        (tp, cp, pp, ep, etp)
+        for tp in range(1, 13)
+        for cp in range(1, 13)
+        for pp in range(1, 13)
+        for ep in range(1, 13)
+        for etp in range(1, 13)
+        if 12 % pp == 0 and (12 // pp) % (tp * cp) == 0 and (12 // pp) % (ep * etp) == 0
+    }
+    assert {(one.tp, one.cp, one.pp, one.ep, one.etp) for one in found} == by_hand
+    assert {one.num_devices for one in found} == {12}
+
+
+def test_what_is_legal_is_what_the_network_takes():
+    config = ModelConfig(
+        vocab_size=12,
+        num_layers=6,
+        d_model=16,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=2,
+        num_experts=6,
+        d_expert=12,
+        d_ff=8,
+    )
+    refused = 0
+    for layout in layouts(24):
+        rule = illegal(sizes_of(config), layout, rows=24 * 24, time=24 * 48)
+        try:
+            specs(config, fold_abstract(layout))
+        except ValueError:
+            refused += 1
+            assert rule is not None, layout
+        else:
+            assert rule is None, (layout, rule)
+    assert refused > 20
+
+
+def test_the_winner_fits_and_nothing_that_fits_is_faster():
+    found = search(MIXTRAL, 64, 256, 4096, H100, *MEGATRON, THEIRS)
+    best = found.plans[0]
+    assert best.memory.total <= ROOM * H100.memory
+    assert best.cost.total == min(plan.cost.total for plan in found.plans)
+    assert all(needs > ROOM * H100.memory for needs in found.too_large.values())
+    # Experts lie inside a server, whole.
+    assert (best.layout.etp, best.layout.ep) == (1, 8)
+    looked_at = len(found.plans) + len(found.too_large) + sum(found.illegal.values())
+    assert looked_at == sum(1 for _ in layouts(64, H100.domain))
+
+
+def test_every_neighbour_of_the_winner_has_a_reason():
+    small = replace(H100, memory=60e9)
+    found = search(MIXTRAL, 64, 256, 4096, small, *MEGATRON, THEIRS)
+    reasons = why_not(found, MIXTRAL, 256, 4096, small)
+    best = replace(found.plans[0].layout, vpp=1)
+    outside = [one for one in neighbours(best) if max(one.tp, one.etp) > H100.domain]
+    assert set(reasons) == set(neighbours(best)) - set(outside)
+    assert any("slower" in reason for reason in reasons.values())
+    assert any("GB" in reason for reason in reasons.values())
+
+
+def test_neighbours_have_as_many_devices():
+    layout = Layout.parse("tp2 dp4 pp2 / ep4")
+    found = neighbours(layout)
+    assert layout not in found
+    assert {one.num_devices for one in found} == {16}
+    assert Layout.parse("tp4 dp2 pp2 / ep4") in found
+    assert Layout.parse("tp2 dp4 pp2 / ep2 etp2") in found
+
+
+def test_nothing_fits_on_too_few():
+    found = search(MIXTRAL, 8, 256, 4096, H100, *MEGATRON, THEIRS)
+    assert found.plans == []
+    assert min(found.too_large.values()) > H100.memory
+
+
+@pytest.mark.slow
+def test_1440_devices_take_seconds():
+    start = time.process_time()
+    found = search(
+        PRESETS["megascale-352b"],
+        1440,
+        720,
+        8192,
+        HARDWARE["h800"],
+        METHODS["MegaScale-MoE"],
+        SYSTEMS["MegaScale-MoE"],
+        Choices(("ragged", "all_gather", "all_to_all"), storage=("mixed", "mixed-bfloat16-wire")),
+    )
+    assert found.plans
+    assert time.process_time() - start < 10
