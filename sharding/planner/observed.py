@@ -132,7 +132,20 @@ def _scaled(shape: tuple[int, ...], rest: str, times: int, over: int) -> tuple[i
 
 
 def _groups(rest: str) -> tuple[tuple[int, ...], ...]:
-    """Groups, written out or as ``[2,4]<=[4,2]T(1,0)``: an iota, reshaped and transposed."""
+    """Groups, written out, as ``[2,4]<=[4,2]T(1,0)`` (an iota, reshaped and transposed), or as
+    axes of a mesh, ``mesh['dp'=4,'tp'=2] {'tp'}``."""
+    named = re.search(r"replica_groups=mesh\[([^\]]*)\](.*?)\{([^}]*)\}", rest)
+    if named is not None:
+        # In another order than the mesh's, or over a part of an axis, it would be another list.
+        if named[2].strip() or ":" in named[3]:
+            raise ValueError(f"groups of devices in a form that is not read here: {named[0]}")
+        mesh = {axis: int(n) for axis, n in re.findall(r"'([^']+)'=(\d+)", named[1])}
+        within = re.findall(r"'([^']+)'", named[3])
+        across = [axis for axis in mesh if axis not in within]
+        ranks = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
+        ranks = ranks.transpose([list(mesh).index(axis) for axis in (*across, *within)])
+        n = math.prod(mesh[axis] for axis in within)
+        return tuple(tuple(group) for group in ranks.reshape(-1, n).tolist())
     short = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
     if short is not None:
         shape, dims = ([int(n) for n in short[i].split(",")] for i in (1, 2))

@@ -14,6 +14,7 @@ HLO = """\
   %b = f32[3,5]{1,0} reduce-scatter(f32[3,10]{1,0} %y), channel_id=2, replica_groups=[2,2]<=[2,2]T(1,0), dimensions={1}, to_apply=%sum
   %c = (s32[4]{0}, f32[4]{0}) all-reduce(s32[4]{0} %z, f32[4]{0} %w), channel_id=3, replica_groups={{0,2},{1,3}}, to_apply=%sum
   %d = f32[7]{0} collective-permute(f32[7]{0} %v), channel_id=4, source_target_pairs={{0,1},{1,0}}
+  %f = f32[8,3]{1,0} all-gather(f32[2,3]{1,0} %u), channel_id=5, replica_groups=mesh['pp'=1,'dp'=2,'cp'=2,'tp'=2] {'dp','tp'}, dimensions={0}, use_global_device_ids=true
   %e = f32[7]{0} add(f32[7]{0} %all-reduce.3, f32[7]{0} %v)
 """  # noqa: E501
 
@@ -26,8 +27,18 @@ def test_a_compiled_program():
         Observed("all_reduce", ((0, 2), (1, 3)), "int32", (4,)),
         Observed("all_reduce", ((0, 2), (1, 3)), "float32", (4,)),
         Observed("permute", ((0, 1), (1, 0)), "float32", (7,)),
+        Observed("all_gather", ((0, 1, 4, 5), (2, 3, 6, 7)), "float32", (2, 3)),
     ]
-    assert [one.bytes for one in found] == [24, 120, 16, 16, 28]
+    assert [one.bytes for one in found] == [24, 120, 16, 16, 28, 24]
+
+
+@pytest.mark.parametrize(
+    "form", ["mesh['a'=4], device_ids=([2,2]T(1,0)) {'a'}", "mesh['a'=4] {'a':(1)2}"]
+)
+def test_groups_in_an_unknown_form_are_refused(form):
+    line = f"  %a = f32[8]{{0}} all-gather(f32[2]{{0}} %x), replica_groups={form}, dimensions={{0}}"
+    with pytest.raises(ValueError, match="not read here"):
+        list(of_compiled(line))
 
 
 def traced(local):

