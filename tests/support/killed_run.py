@@ -1,6 +1,6 @@
 """Trains in a folder, and kills itself with SIGKILL at a moment that is asked for.
 
-    python killed_run.py FOLDER RECIPE[:MAX_STALENESS] [MOMENT NUMBER DELAY]
+    python killed_run.py FOLDER RECIPE[:MAX_STALENESS] MOMENT NUMBER DELAY
 
 MOMENT is what happens for the NUMBER-th time, and DELAY the seconds from there to the kill: 0
 kills on the spot, more kills from another thread while the run goes on.
@@ -54,9 +54,8 @@ def kill_at(moment: str, number: int, delay: float) -> None:
 
 
 if __name__ == "__main__":
-    folder, recipe, *rest = sys.argv[1:]
-    if rest:
-        kill_at(rest[0], int(rest[1]), float(rest[2]))
+    folder, recipe, moment, number, delay = sys.argv[1:]
+    kill_at(moment, int(number), float(delay))
     recipe, _, bound = recipe.partition(":")
     run = small_run(max_staleness=int(bound), slots=6) if bound else small_run()
     begin_or_go_on(small_setup(small_recipe(recipe), run), Path(folder))
