@@ -45,6 +45,13 @@ def test_the_moves_are_the_difference_and_what_can_stay_stays():
     assert len(told[3]) <= 6
 
 
+def test_devices_take_over_from_the_ones_they_share_most_with():
+    other = np.random.default_rng(0).integers(1, 60, (2, 7))
+    _, told = run([HOT] * 4 + [other] * 4)
+    # Device by device as they are planned, all 20 slots would change.
+    assert 0 < len(told[7]) <= 12
+
+
 def test_nothing_moves_for_less_than_the_threshold_or_twice():
     _, told = run([HOT] * 4, Policy(every=4, decay=0.5, threshold=0.95))
     assert not any(told)
