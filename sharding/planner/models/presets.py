@@ -103,4 +103,4 @@ PRESETS: dict[str, ModelSizes] = {
 }
 """Liu et al., "MoE Parallel Folding", 2025, section 4 (https://arxiv.org/abs/2504.14960); Jin et
 al., "MegaScale-MoE", 2025, table 1 (https://arxiv.org/abs/2505.11432); Qwen3, 2025; Zhu
-et al., "MegaScale-Infer", 2025 (https://arxiv.org/abs/2504.02263: DBRX, Scaled-MoE)."""
+et al., "MegaScale-Infer", 2025, for DBRX and Scaled-MoE (https://arxiv.org/abs/2504.02263)."""

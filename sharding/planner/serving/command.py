@@ -121,7 +121,7 @@ def check_flags(parser: argparse.ArgumentParser, given: argparse.Namespace) -> N
     ValueError: on a flag of the other kind of plan.
     """
     if given.serve:
-        others = ("tokens", "seq", "program", "top", "picture")
+        others = ("tokens", "seq", "program", "top")
         wrong = [name for name in others if getattr(given, name) != parser.get_default(name)]
         rule = "is about training: leave it out with --serve."
     else:
@@ -152,4 +152,8 @@ def answer(model: ModelSizes, given: argparse.Namespace, efficiency: float) -> s
         f"{model.experts_per_token} of a token; {load.cached:,.0f} tokens in a cache, "
         f"{load.slo * 1000:g} ms between tokens"
     )
+    if given.picture is not None:
+        from sharding.planner.report.timeline import draw
+
+        draw(plans[0], given.picture, f"{given.model}, the first layers of a token step")
     return f"{head}\n\n{report(plans, model, load)}"

@@ -24,7 +24,7 @@ PER_DEVICE = {"mixtral-8x22b": 1.28, "dbrx": 1.28, "scaled-moe": 1.90}
 """Decoded tokens per second and device over TensorRT-LLM, on 8 servers of 8 devices of 80 GB."""
 PER_COST = 1.86
 """The same for the price, H20 with L40S over TensorRT-LLM on H20; the most of any model."""
-SLOS = (0.05, 0.1, 0.15)
+SLOS = (0.05, 0.075, 0.1, 0.15)
 HOMOGENEOUS = HARDWARE["a800"]
 H20 = replace(HARDWARE["h20"], outside=25e9)
 """Servers of H20 have four adapters of 400 Gb/s there."""
