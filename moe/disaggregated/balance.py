@@ -4,7 +4,7 @@ Loads are numbers of tokens, or anything else that adds up. A slot holds one cop
 device has equally many slots. Copies of an expert take equal parts of its load.
 
 References:
-  DeepSeek-AI, "EPLB", 2025 (https://github.com/deepseek-ai/EPLB): `replicas`, `pack`, `placement`.
+  DeepSeek-AI, "EPLB", 2025 (repository deepseek-ai/EPLB): `replicas`, `pack`, `placement`.
   Zhu et al., "MegaScale-Infer", 2025, section 6 (https://arxiv.org/abs/2504.02263) packs greedily,
   too.
 """

@@ -145,7 +145,7 @@ def _matched(old: np.ndarray, new: np.ndarray) -> np.ndarray:
 
 
 def _common(old: np.ndarray, new: np.ndarray) -> int:
-    return sum(min(np.sum(old == one), np.sum(new == one)) for one in np.unique(new))
+    return int(sum(min(np.sum(old == one), np.sum(new == one)) for one in np.unique(new)))
 
 
 def _in_slots(old: np.ndarray, new: np.ndarray) -> np.ndarray:

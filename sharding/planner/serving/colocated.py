@@ -20,6 +20,27 @@ from sharding.planner.serving.times import BYTES, Times
 
 
 @dataclass(frozen=True)
+class Kind:
+    """What co-located plans may do.
+
+    Attributes:
+      wide: attention may be replicated over the groups of a stage, as today's wide expert
+        parallelism has it; without it a stage is one tensor-parallel group inside a server.
+      overlap: two halves of the batch take turns.
+    """
+
+    wide: bool = True
+    overlap: bool = False
+
+
+KINDS = {
+    "stages of one tensor-parallel group": Kind(wide=False),
+    "attention replicated, experts over all": Kind(),
+    "the same, two halves of a batch overlapped": Kind(overlap=True),
+}
+
+
+@dataclass(frozen=True)
 class Colocated:
     """A plan on `devices` alike.
 
@@ -109,17 +130,18 @@ class _Stage:
         return max(0, int(room * self.tp * self.groups / cache))
 
 
-def _stages(model, load, hardware, devices, efficiency, overlap, wide) -> Iterator[_Stage]:
+def _stages(model, load, hardware, devices, efficiency, kind: Kind) -> Iterator[_Stage]:
     for pp in (n for n in divisors(devices) if model.num_layers % n == 0):
         stage = devices // pp
         for tp in (n for n in divisors(stage) if n <= hardware.domain):
-            if model.num_kv_heads % tp or (tp != stage and not wide):
+            if model.num_kv_heads % tp or (tp != stage and not kind.wide):
                 continue
             for ep in divisors(stage):
                 etp = stage // ep
                 if model.num_experts % ep or model.d_expert % etp or etp > hardware.domain:
                     continue
-                yield _Stage(model, load, hardware, devices, tp, pp, ep, efficiency, overlap)
+                sizes = (devices, tp, pp, ep)
+                yield _Stage(model, load, hardware, *sizes, efficiency, kind.overlap)
 
 
 def best(
@@ -128,22 +150,19 @@ def best(
     hardware: Hardware,
     efficiency: float = 0.6,
     devices: Sequence[int] = (8, 16, 32, 64),
-    wide: bool = True,
-    overlap: bool = False,
+    kind: Kind | None = None,
 ) -> Colocated | None:
     """The plan with most tokens per second and device under the limit on time; None where there
     is none.
 
     Args:
       devices: how many may be taken together.
-      wide: attention may be replicated over the groups of a stage, as today's wide expert
-        parallelism has it; without it a stage is one tensor-parallel group inside a server.
-      overlap: two halves of the batch take turns.
+      kind: what they may do.
     """
     times.check(model)
-    found = []
+    kind, found = kind or Kind(), []
     for number in devices:
-        for stage in _stages(model, load, hardware, number, efficiency, overlap, wide):
+        for stage in _stages(model, load, hardware, number, efficiency, kind):
             low, high = 0, stage.most_in_memory()
             while low < high:
                 middle = (low + high + 1) // 2
@@ -154,5 +173,5 @@ def best(
             if low:
                 time = float(stage.between(low))
                 sizes = (number, stage.tp, stage.pp, stage.ep)
-                found.append(Colocated(*sizes, overlap, low, time))
+                found.append(Colocated(*sizes, kind.overlap, low, time))
     return max(found, key=lambda plan: plan.per_device, default=None)

@@ -40,7 +40,7 @@ class Load:
     slo: float = 0.15
     prompt: int = 571
     completion: int = 159
-    context: float | None = None
+    context: int | float | None = None
 
     def __post_init__(self):
         for name in ("slo", "prompt", "completion"):
@@ -50,7 +50,7 @@ class Load:
             raise ValueError(f"context={self.context} must be above 0.")
 
     @property
-    def cached(self) -> float:
+    def cached(self) -> int | float:
         """s."""
         return self.prompt + self.completion / 2 if self.context is None else self.context
 

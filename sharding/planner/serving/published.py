@@ -9,9 +9,9 @@ from sharding.planner.hardware import HARDWARE
 from sharding.planner.models.presets import PRESETS
 from sharding.planner.report.columns import aligned
 from sharding.planner.serving import colocated
+from sharding.planner.serving.colocated import Kind
 from sharding.planner.serving.pingpong import gain
 from sharding.planner.serving.plan import Load, Pair
-from sharding.planner.serving.report import KINDS
 from sharding.planner.serving.search import Plan, Space, best, search
 
 MODELS = ("mixtral-8x22b", "dbrx", "scaled-moe")
@@ -48,9 +48,11 @@ def homogeneous(name: str, slo: float) -> Plan | None:
 
 
 def gains(name: str, slo: float) -> tuple[Plan | None, list[colocated.Colocated | None]]:
-    """That plan, and the best co-located one of each of `KINDS`."""
+    """That plan, and the best co-located one of each kind."""
     model, load = PRESETS[name], Load(slo=slo)
-    found = [colocated.best(model, load, HOMOGENEOUS, **kind) for kind in KINDS.values()]
+    found = [
+        colocated.best(model, load, HOMOGENEOUS, kind=kind) for kind in colocated.KINDS.values()
+    ]
     return homogeneous(name, slo), found
 
 
@@ -84,7 +86,7 @@ def per_cost() -> list[list[str]]:
     for name in MODELS:
         model, load = PRESETS[name], Load()
         plan = search(model, load, pairs)[0]
-        here = colocated.best(model, load, H20, wide=False)
+        here = colocated.best(model, load, H20, kind=Kind(wide=False))
         over = "none" if here is None else f"{plan.per_cost / here.per_device * price['h20']:.2f}"
         names = plan.pair.attention.name, plan.pair.experts.name
         rows.append([name, *names, f"{plan.per_cost:,.0f}", over, f"up to {PER_COST}"])

@@ -110,22 +110,14 @@ def _against(plan: Plan, shape: Shape, model: ModelSizes, load: Load) -> str:
     return tells
 
 
-KINDS = {
-    "stages of one tensor-parallel group": {"wide": False},
-    "attention replicated, experts over all": {"wide": True},
-    "the same, two halves of a batch overlapped": {"wide": True, "overlap": True},
-}
-"""Co-located plans that a plan is compared with."""
-
-
 def compared(plan: Plan, model: ModelSizes, load: Load) -> list[list[str]]:
     """The plan over the best co-located one of each kind on either device, for the price."""
     rows = []
     pair = plan.pair
     sides = dict(zip((pair.attention, pair.experts), pair.prices, strict=True))
     for hardware, price in sides.items():
-        for title, kind in KINDS.items():
-            found = colocated.best(model, load, hardware, pair.efficiency, **kind)
+        for title, kind in colocated.KINDS.items():
+            found = colocated.best(model, load, hardware, pair.efficiency, kind=kind)
             if found is None:
                 rows.append([hardware.name, title, "does not fit or takes too long", "", ""])
                 continue

@@ -192,6 +192,7 @@ def describe(server: Server, shape: Shape, batch: int, prefill: str) -> Plan:
     sequences = batch * nodes * m
     attention, experts, sending = server.of_layer(batch, nodes)
     number, price = _of_prompts(server, prefill)
+    of_attention, of_experts = server.devices(nodes)
     throughput = sequences / total
     return Plan(
         server.pair,
@@ -202,7 +203,7 @@ def describe(server: Server, shape: Shape, batch: int, prefill: str) -> Plan:
         (float(attention), float(experts), float(sending)),
         between,
         total,
-        (*server.devices(nodes), throughput * number),
+        (float(of_attention), float(of_experts), throughput * number),
         float(server.cost(nodes) + throughput * price),
         server.balance(),
         _limit(server, nodes, m, batch, prefill),

@@ -42,7 +42,7 @@ class Times:
         return self.products + self.tokens
 
 
-def fitted(batches: Sequence[float], seconds: Sequence[float]) -> Times:
+def fitted(batches: Sequence[int | float], seconds: Sequence[int | float]) -> Times:
     """The straight line through measurements by least squares: slope ``k1``, start ``k2``.
 
     Raises:
@@ -71,7 +71,7 @@ def _summed(model: ModelSizes, hardware: Hardware, tp: int, times: int) -> tuple
 
 
 def attention(
-    model: ModelSizes, hardware: Hardware, tp: int, context: float, efficiency: float
+    model: ModelSizes, hardware: Hardware, tp: int, context: int | float, efficiency: float
 ) -> Times:
     """``T_a`` of a node of `tp` devices: projections, router and shared expert as products, the
     cached keys and values of `context` tokens from memory, one sum over the node (two with a

@@ -93,7 +93,7 @@ def test_what_is_no_curve_is_refused(sizes, fractions, words):
 
 
 def test_a_colocated_plan_is_what_its_parts_take():
-    found = colocated.best(MIXTRAL, Load(), H100, devices=(8,), wide=False)
+    found = colocated.best(MIXTRAL, Load(), H100, devices=(8,), kind=colocated.Kind(wide=False))
     assert found is not None
     assert found.tp * found.pp == 8 and found.between <= 0.15
     attention = times.attention(MIXTRAL, H100, found.tp, Load().cached, 0.6)
@@ -110,7 +110,7 @@ def test_a_colocated_plan_is_what_its_parts_take():
 def test_more_choices_are_never_worse_and_too_little_time_is_none():
     load = Load(slo=0.06)
     narrow, wide = (
-        colocated.best(MIXTRAL, load, H100, devices=(8, 16), wide=choice)
+        colocated.best(MIXTRAL, load, H100, devices=(8, 16), kind=colocated.Kind(wide=choice))
         for choice in (False, True)
     )
     assert narrow and wide
