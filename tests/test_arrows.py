@@ -17,6 +17,7 @@ LOADERS = {"import_module", "__import__", "find_spec", "run_module", "run_path"}
 ALLOWED = {
     "sharding.folding.picture": {"sharding", "jax", "numpy", "jaxtyping", "matplotlib"},
     "sharding.planner.report.picture": {"sharding", "jax", "numpy", "jaxtyping", "matplotlib"},
+    "sharding.planner.report.timeline": {"sharding", "jax", "numpy", "jaxtyping", "matplotlib"},
     "sharding": {"jax", "numpy", "jaxtyping"},
     "moe": {"sharding", "jax", "numpy", "jaxtyping", "flax", "safetensors"},
     "jrl.losses": {"jax", "jaxtyping"},

@@ -97,7 +97,7 @@ def test_there_are_commands():
     benchmarks = {"benchmarks.agreement", "benchmarks.gpu", "benchmarks.rollout"}
     tested = {"jrl.evaluate", "jrl.faults", "jrl.train", "sharding.folding", "sharding.planner"}
     # Without arguments.
-    alone = {"pytest", "sharding.planner.calibration"}
+    alone = {"pytest", "sharding.planner.calibration", "sharding.planner.serving.published"}
     assert programs == benchmarks | tested | set(STUDIES) | alone
 
 

@@ -14,6 +14,7 @@ from sharding.planner.models.presets import PRESETS
 from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.report.table import report
 from sharding.planner.search import Choices, Found, search
+from sharding.planner.serving import command as serving
 
 PARSER = argparse.ArgumentParser(
     prog="python -m sharding.planner",
@@ -35,6 +36,7 @@ PARSER.add_argument(
 )
 PARSER.add_argument("--top", type=int, default=8, help="layouts to print")
 PARSER.add_argument("--picture", type=Path, metavar="FILE", help="draws them, too")
+serving.add_flags(PARSER)
 
 
 def number(text: str) -> int:
@@ -81,7 +83,12 @@ def main(arguments: list[str] | None = None) -> int:
     """The exit status: 0, or 2 when there is no answer, with the reason."""
     given = PARSER.parse_args(arguments)
     try:
-        model, (hardware, devices) = model_of(given.model), parse(given.hardware)
+        serving.check_flags(PARSER, given)
+        model = model_of(given.model)
+        if given.serve:
+            print(serving.answer(model, given, System().efficiency))
+            return 0
+        hardware, devices = parse(given.hardware)
         time, tokens = number(given.seq), number(given.tokens)
         if tokens % time:
             raise ValueError(

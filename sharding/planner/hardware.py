@@ -22,6 +22,7 @@ class Hardware:
       inside: bytes/s that a device sends inside its domain.
       outside: bytes/s that a device sends to others.
       latency_inside, latency_outside: seconds of one step of a collective, typical ones.
+      price: of a device over that of an L20, None where no source gives one.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Hardware:
     outside: float
     latency_inside: float = 4e-6
     latency_outside: float = 12e-6
+    price: float | None = None
 
 
 HARDWARE = {
@@ -40,12 +42,14 @@ HARDWARE = {
     for hardware in (
         # DGX H100: NVLink 4, a 400 Gb/s adapter for each device.
         Hardware("h100", 989.5e12, 85.5e9, 3.35e12, 8, 450e9, 50e9),
-        Hardware("h800", 989e12, 85.5e9, 3.4e12, 8, 200e9, 50e9),
+        Hardware("h800", 989e12, 85.5e9, 3.4e12, 8, 200e9, 50e9, price=5.28),
         # DGX A100: NVLink 3, 200 Gb/s adapters.
         Hardware("a100", 312e12, 85.5e9, 2.0e12, 8, 300e9, 25e9),
-        Hardware("h20", 148e12, 102e9, 4.0e12, 8, 450e9, 50e9),
+        Hardware("a800", 312e12, 85.5e9, 2.039e12, 8, 200e9, 25e9, price=2.26),
+        Hardware("h20", 148e12, 102e9, 4.0e12, 8, 450e9, 50e9, price=1.85),
         # PCIe 4 x16, and an adapter of 200 Gb/s for two devices.
-        Hardware("l40s", 362e12, 48e9, 0.864e12, 8, 32e9, 12.5e9),
+        Hardware("l40s", 362e12, 48e9, 0.864e12, 8, 32e9, 12.5e9, price=1.08),
+        Hardware("l20", 119.5e12, 48e9, 0.864e12, 8, 32e9, 12.5e9, price=1.0),
         Hardware("b200", 2250e12, 192e9, 7.7e12, 8, 900e9, 50e9),
         # A torus: a collective over one of its axes uses two of a chip's six links.
         Hardware("v5p", 459e12, 102e9, 2.765e12, 8960, 180e9, 6.25e9, 1e-6, 30e-6),
@@ -53,8 +57,8 @@ HARDWARE = {
         Hardware("laptop", 0.2e12, 16e9, 50e9, 1024, 10e9, 10e9, 20e-6, 20e-6),
     )
 }
-"""Jin et al., "MegaScale-MoE", 2025 (H800, A100, H20); Zhu et al., "MegaScale-Infer", 2025 (L40S);
-vendors' datasheets."""
+"""Jin et al., "MegaScale-MoE", 2025 (H800, A100, H20); Zhu et al., "MegaScale-Infer", 2025 (L40S,
+A800, L20, and all prices: https://arxiv.org/abs/2504.02263); vendors' datasheets."""
 
 
 def parse(text: str) -> tuple[Hardware, int]:

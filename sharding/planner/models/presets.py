@@ -77,6 +77,30 @@ PRESETS: dict[str, ModelSizes] = {
         experts_per_token=8,
         d_expert=1536,
     ),
+    "dbrx": ModelSizes(
+        num_layers=40,
+        d_model=6144,
+        num_heads=48,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=100352,
+        num_experts=16,
+        experts_per_token=4,
+        d_expert=10752,
+    ),
+    # The paper gives its name and 317 B parameters; these sizes come to that.
+    "scaled-moe": ModelSizes(
+        num_layers=48,
+        d_model=8192,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=32000,
+        num_experts=32,
+        experts_per_token=4,
+        d_expert=8192,
+    ),
 }
 """Liu et al., "MoE Parallel Folding", 2025, section 4 (https://arxiv.org/abs/2504.14960); Jin et
-al., "MegaScale-MoE", 2025, table 1 (https://arxiv.org/abs/2505.11432); Qwen3, 2025."""
+al., "MegaScale-MoE", 2025, table 1 (https://arxiv.org/abs/2505.11432); Qwen3, 2025; Zhu
+et al., "MegaScale-Infer", 2025, for DBRX and Scaled-MoE (https://arxiv.org/abs/2504.02263)."""

@@ -48,6 +48,50 @@ def test_what_has_no_answer_is_refused_on_one_line(arguments, words, capsys):
     assert re.search(words, told.err), told.err
 
 
+def test_a_server_is_planned_and_drawn(capsys, tmp_path):
+    picture = tmp_path / "plan.png"
+    given = ["mixtral-8x7b", "--serve", "--hardware", "h100", "--devices", "12", "--slo", "0.1s"]
+    assert main([*given, "--avg-seq", "900", "--picture", str(picture)]) == 0
+    first, _, titles, row, *rest = capsys.readouterr().out.splitlines()
+    assert first.endswith("8 experts, 2 of a token; 900 tokens in a cache, 100 ms between tokens")
+    assert titles.split()[:3] == ["attention", "experts", "m"]
+    assert re.match(r"\d+ x h100 tp\d", row)
+    said = "\n".join(rest)
+    for constraint in range(1, 9):
+        assert f"({constraint}) " in said
+    for words in ("Why not its neighbours:", "Against co-located plans", "two halves"):
+        assert words in said
+    assert imread(picture).shape[1] > 500
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--hardware", "h100x8"], "is a list of different devices without numbers"),
+        (["--hardware", "h20,h20"], "is a list of different devices without numbers"),
+        (["--hardware", "h20,h100"], "h100 has no price to weigh"),
+        (["--hardware", "h20,h100", "--price", "h100"], "is not a device and a price above 0"),
+        (["--hardware", "h20", "--slo", "150"], "--slo 150 is not a time above 0"),
+        (["--hardware", "h20", "--slo", "1ms"], "no plan on h20:h20 keeps 1 ms"),
+        (["--hardware", "h20", "--devices", "1"], "--devices 1 must be at least 2"),
+        (["--hardware", "h20", "--prompt", "0"], "prompt=0 must be above 0"),
+        (["--hardware", "h20", "--tokens", "1M"], "--tokens is about training"),
+        (["--hardware", "h20", "--network", "no/such/file"], "No such file"),
+    ],
+)
+def test_what_no_server_is_planned_for_is_refused_on_one_line(arguments, words, capsys):
+    assert main(["mixtral-8x7b", "--serve", *arguments]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert len(told.err.splitlines()) == 1
+    assert words in told.err
+
+
+def test_flags_of_a_server_need_serve(capsys):
+    assert main(["mixtral-8x7b", "--hardware", "h100x8", "--avg-seq", "9"]) == 2
+    assert capsys.readouterr().err == "--avg-seq is about serving: give --serve, too.\n"
+
+
 def test_numbers_of_tokens():
     assert [number(text) for text in ("4M", "8K", "4096")] == [4 * 2**20, 8 * 2**10, 4096]
 

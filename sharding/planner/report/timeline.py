@@ -1,0 +1,44 @@
+"""A picture of a server's first layers: who works on which micro-batch when."""
+
+from pathlib import Path
+
+from sharding.planner.serving.pingpong import STATIONS, simulate
+from sharding.planner.serving.search import Plan
+
+LAYERS = 3
+
+
+def draw(plan: Plan, path: Path, title: str = "") -> None:
+    """Draws a row for each station and a bar for each visit, coloured by micro-batch.
+
+    Args:
+      path: where the picture goes; the suffix decides its format.
+    """
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    attention, experts, sending = plan.layer
+    lasts = (attention, sending, experts, sending)
+    starts = simulate(attention, experts, sending, plan.shape.micro_batches, LAYERS)
+    figure = Figure(figsize=(12, 3.2), layout="constrained")
+    axes = figure.subplots()
+    for (layer, number, station), start in _visits(starts):
+        colour = colormaps["tab10"](number)
+        width = lasts[station] * 1e3
+        axes.barh(station, width, left=start * 1e3, height=0.7, color=colour, edgecolor="white")
+        middle = start * 1e3 + width / 2
+        axes.text(middle, station, f"{layer}.{number}", ha="center", va="center", fontsize=7)
+    axes.set_yticks(range(len(STATIONS)), STATIONS)
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds; layer and micro-batch in the bars")
+    if title:
+        axes.set_title(title)
+    figure.savefig(path, dpi=120)
+
+
+def _visits(starts):
+    layers, numbers, stations = starts.shape
+    for layer in range(layers):
+        for number in range(numbers):
+            for station in range(stations):
+                yield (layer, number, station), float(starts[layer, number, station])

@@ -1,0 +1,177 @@
+"""The best plan that keeps attention and experts on the same devices, to compare with.
+
+Every device has its part of both. A layer's steps come one after the other: attention, sending,
+experts, sending back; with pipeline stages each holds some layers and one micro-batch at a time.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sharding.folding.layout import divisors
+from sharding.planner.hardware import LINK_EFFICIENCY, Hardware
+from sharding.planner.models.sizes import ModelSizes
+from sharding.planner.search import ROOM
+from sharding.planner.serving import times
+from sharding.planner.serving.network import modelled
+from sharding.planner.serving.plan import Load
+from sharding.planner.serving.times import BYTES, Times
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What co-located plans may do.
+
+    Attributes:
+      wide: attention may be replicated over the groups of a stage, as today's wide expert
+        parallelism has it; without it a stage is one tensor-parallel group inside a server.
+      overlap: two halves of the batch take turns.
+    """
+
+    wide: bool = True
+    overlap: bool = False
+
+
+KINDS = {
+    "stages of one tensor-parallel group": Kind(wide=False),
+    "attention replicated, experts over all": Kind(),
+    "the same, two halves of a batch overlapped": Kind(overlap=True),
+}
+
+
+@dataclass(frozen=True)
+class Colocated:
+    """A plan on `devices` alike.
+
+    Attributes:
+      tp: devices of attention that share a token; there are ``devices / pp / tp`` such groups.
+      pp: pipeline stages.
+      ep: groups of devices that experts are spread over, ``devices / pp / ep`` for each expert.
+      overlap: two halves of the batch, one computes while the other is sent.
+      batch: tokens of a micro-batch; there are `pp` of them.
+      between: seconds between two tokens of a request.
+    """
+
+    devices: int
+    tp: int
+    pp: int
+    ep: int
+    overlap: bool
+    batch: int
+    between: float
+
+    @property
+    def per_device(self) -> float:
+        """Tokens per second and device."""
+        return self.pp * self.batch / self.between / self.devices
+
+    def __str__(self) -> str:
+        stage = self.devices // self.pp
+        sizes = f"tp{self.tp} dp{stage // self.tp} pp{self.pp} / ep{self.ep} etp{stage // self.ep}"
+        return sizes + (", two halves" if self.overlap else "")
+
+
+class _Stage:
+    """Times of one layer on the devices of a stage, and bytes on each."""
+
+    def __init__(self, model, load, hardware: Hardware, devices, tp, pp, ep, efficiency, overlap):
+        self.model, self.load, self.hardware = model, load, hardware
+        self.devices, self.tp, self.pp, self.ep = devices, tp, pp, ep
+        self.overlap, self.network = overlap, modelled(hardware)
+        stage = devices // pp
+        self.stage, self.groups, self.etp = stage, stage // tp, stage // ep
+        self.attention: Times = times.attention(model, hardware, tp, load.cached, efficiency)
+        self.experts: Times = times.experts(
+            model, hardware, self.etp, model.num_experts // ep, efficiency
+        )
+
+    def sending(self, batch):
+        """Seconds of an all-to-all, one way. Inside one tensor-parallel group every device has
+        every token: what the experts made is summed once, half of it counted each way."""
+        model, hardware = self.model, self.hardware
+        inside = hardware.inside * LINK_EFFICIENCY
+        if self.groups == 1:
+            rate = BYTES * batch * model.d_model * (self.ep - 1) / self.ep
+            return rate / inside + (self.ep - 1) * hardware.latency_inside
+        rows = BYTES * batch / self.stage * model.experts_per_token * model.d_model
+        near = min(self.stage, hardware.domain)
+        within = rows * (near - 1) / self.stage / inside
+        if near == self.stage:
+            return within + hardware.latency_inside
+        outside = rows * (self.stage - near) / self.stage
+        return np.maximum(within, self.network.seconds(outside, hardware.outside))
+
+    def layer(self, batch):
+        """Seconds."""
+        halves = 2 if self.overlap else 1
+        tokens = batch / halves
+        computed = self.attention(tokens / self.groups)
+        computed = computed + self.experts(tokens * self.model.experts_per_token / self.ep)
+        sent = 2 * self.sending(tokens)
+        return halves * (np.maximum(computed, sent) if self.overlap else computed + sent)
+
+    def between(self, batch):
+        """Seconds of a token step; a stage hands on its tokens through its own adapters."""
+        hops = 0.0
+        if self.pp > 1:
+            sent = BYTES * batch * self.model.d_model / self.stage
+            hops = self.pp * self.network.seconds(sent, self.hardware.outside)
+        return self.model.num_layers * self.layer(batch) + hops
+
+    def most_in_memory(self) -> int:
+        """Tokens of a micro-batch."""
+        model = self.model
+        apart = model.expert_parameters * model.num_layers
+        weights = BYTES * ((model.parameters - apart) / self.tp + apart / self.stage) / self.pp
+        room = ROOM * self.hardware.memory - weights
+        cache = 2 * BYTES * self.load.cached * model.keys * model.num_layers
+        # Each token's cache is cut over its tp devices and the stages; pp micro-batches are held.
+        return max(0, int(room * self.tp * self.groups / cache))
+
+
+def _stages(model, load, hardware, devices, efficiency, kind: Kind) -> Iterator[_Stage]:
+    for pp in (n for n in divisors(devices) if model.num_layers % n == 0):
+        stage = devices // pp
+        for tp in (n for n in divisors(stage) if n <= hardware.domain):
+            if model.num_kv_heads % tp or (tp != stage and not kind.wide):
+                continue
+            for ep in divisors(stage):
+                etp = stage // ep
+                if model.num_experts % ep or model.d_expert % etp or etp > hardware.domain:
+                    continue
+                sizes = (devices, tp, pp, ep)
+                yield _Stage(model, load, hardware, *sizes, efficiency, kind.overlap)
+
+
+def best(
+    model: ModelSizes,
+    load: Load,
+    hardware: Hardware,
+    efficiency: float = 0.6,
+    devices: Sequence[int] = (8, 16, 32, 64),
+    kind: Kind | None = None,
+) -> Colocated | None:
+    """The plan with most tokens per second and device under the limit on time; None where there
+    is none.
+
+    Args:
+      devices: how many may be taken together.
+      kind: what they may do.
+    """
+    times.check(model)
+    kind, found = kind or Kind(), []
+    for number in devices:
+        for stage in _stages(model, load, hardware, number, efficiency, kind):
+            low, high = 0, stage.most_in_memory()
+            while low < high:
+                middle = (low + high + 1) // 2
+                if stage.between(middle) <= load.slo:
+                    low = middle
+                else:
+                    high = middle - 1
+            if low:
+                time = float(stage.between(low))
+                sizes = (number, stage.tp, stage.pp, stage.ep)
+                found.append(Colocated(*sizes, kind.overlap, low, time))
+    return max(found, key=lambda plan: plan.per_device, default=None)

@@ -1,0 +1,159 @@
+"""``python -m sharding.planner MODEL --serve``: what was asked, as text."""
+
+import argparse
+import re
+from pathlib import Path
+
+from sharding.planner.hardware import HARDWARE, Hardware
+from sharding.planner.models.sizes import ModelSizes
+from sharding.planner.serving.network import Utilisation, read
+from sharding.planner.serving.plan import PREFILL, Load, Pair
+from sharding.planner.serving.report import report
+from sharding.planner.serving.search import Space, search
+
+FLAGS = ("slo", "prompt", "completion", "avg_seq", "prefill", "price", "network", "devices")
+"""What is asked of a server alone."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of a server; those that are not given are None."""
+    load, group = Load(), parser.add_argument_group("serving", "with --serve")
+    group.add_argument(
+        "--serve",
+        action="store_true",
+        help="plan a server with attention and experts on devices of their own; --hardware then "
+        "names the devices to choose from, as in h20,l40s",
+    )
+    slo = f"most time between tokens, as in 150ms (default {load.slo * 1000:g}ms)"
+    group.add_argument("--slo", help=slo)
+    prompt = f"tokens of a prompt (default {load.prompt})"
+    group.add_argument("--prompt", type=int, help=prompt)
+    completion = f"tokens of a completion (default {load.completion})"
+    group.add_argument("--completion", type=int, help=completion)
+    group.add_argument(
+        "--avg-seq", type=float, help="tokens in a cache (default: prompt + completion / 2)"
+    )
+    group.add_argument(
+        "--prefill",
+        choices=(*PREFILL, "best"),
+        help="where prompts are read: not counted (elsewhere, the default), on a group of their "
+        "own, by turns, or the better of these two",
+    )
+    group.add_argument(
+        "--price", action="append", metavar="DEVICE=PRICE", help="of a device; an L20 is 1"
+    )
+    group.add_argument(
+        "--network", type=Path, metavar="FILE", help="measured lines of bytes,fraction of the rate"
+    )
+    group.add_argument("--devices", type=int, help="at most so many, both groups together")
+
+
+def seconds(text: str) -> float:
+    """``"150ms"`` or ``"0.15s"``.
+
+    Raises:
+      ValueError: on another spelling.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s)", text)
+    if match is None or not float(match[1]) > 0:
+        raise ValueError(f"--slo {text} is not a time above 0: write for example 150ms or 0.15s.")
+    return float(match[1]) / (1000 if match[2] == "ms" else 1)
+
+
+def devices(text: str) -> list[Hardware]:
+    """The devices of ``"h20,l40s"``.
+
+    Raises:
+      ValueError: on an unknown one, or one given twice.
+    """
+    names = text.split(",")
+    unknown = [name for name in names if name not in HARDWARE]
+    if unknown or len(set(names)) != len(names):
+        raise ValueError(
+            f"--hardware {text} with --serve is a list of different devices without numbers: write "
+            f"for example h20,l40s, of {', '.join(HARDWARE)}."
+        )
+    return [HARDWARE[name] for name in names]
+
+
+def prices(given: list[str] | None) -> dict[str, float]:
+    """By device, with what `given` says over what the sources say.
+
+    Raises:
+      ValueError: on another spelling.
+    """
+    known = {name: one.price for name, one in HARDWARE.items() if one.price is not None}
+    for text in given or ():
+        match = re.fullmatch(r"(\w+)=(\d+(?:\.\d+)?)", text)
+        if match is None or match[1] not in HARDWARE or not float(match[2]) > 0:
+            raise ValueError(
+                f"--price {text} is not a device and a price above 0: write for example h100=6."
+            )
+        known[match[1]] = float(match[2])
+    return known
+
+
+def pairs(
+    chosen: list[Hardware], known: dict[str, float], efficiency: float, network: Utilisation | None
+) -> list[Pair]:
+    """Every choice of a device for attention and one for experts. A single kind is counted, not
+    paid.
+
+    Raises:
+      ValueError: where one of several has no price.
+    """
+    missing = [one.name for one in chosen if one.name not in known]
+    if missing and len(chosen) > 1:
+        raise ValueError(
+            f"{missing[0]} has no price to weigh it against another device: give one, as in "
+            f"--price {missing[0]}=2.5 (an L20 is 1)."
+        )
+    paid = {one.name: known[one.name] if len(chosen) > 1 else 1.0 for one in chosen}
+    return [
+        Pair(one, other, (paid[one.name], paid[other.name]), efficiency, (network, network))
+        for one in chosen
+        for other in chosen
+    ]
+
+
+def check_flags(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """Raises:
+    ValueError: on a flag of the other kind of plan.
+    """
+    if given.serve:
+        others = ("tokens", "seq", "program", "top")
+        wrong = [name for name in others if getattr(given, name) != parser.get_default(name)]
+        rule = "is about training: leave it out with --serve."
+    else:
+        wrong = [name for name in FLAGS if getattr(given, name) is not None]
+        rule = "is about serving: give --serve, too."
+    if wrong:
+        raise ValueError(f"--{wrong[0].replace('_', '-')} {rule}")
+
+
+def answer(model: ModelSizes, given: argparse.Namespace, efficiency: float) -> str:
+    """The plans of a server in words."""
+    chosen = devices(given.hardware)
+    defaults = Load()
+    load = Load(
+        defaults.slo if given.slo is None else seconds(given.slo),
+        defaults.prompt if given.prompt is None else given.prompt,
+        defaults.completion if given.completion is None else given.completion,
+        given.avg_seq,
+    )
+    network = None if given.network is None else read(given.network)
+    prefill = PREFILL[1:] if given.prefill == "best" else (given.prefill or PREFILL[0],)
+    if given.devices is not None and given.devices < 2:
+        raise ValueError(f"--devices {given.devices} must be at least 2: one for each group.")
+    space = Space(prefill=prefill, most_devices=given.devices)
+    plans = search(model, load, pairs(chosen, prices(given.price), efficiency, network), space)
+    head = (
+        f"{given.model}: {model.parameters / 1e9:.4g} B parameters, {model.num_experts} experts, "
+        f"{model.experts_per_token} of a token; {load.cached:,.0f} tokens in a cache, "
+        f"{load.slo * 1000:g} ms between tokens"
+    )
+    if given.picture is not None:
+        from sharding.planner.report.timeline import draw
+
+        draw(plans[0], given.picture, f"{given.model}, the first layers of a token step")
+    return f"{head}\n\n{report(plans, model, load)}"

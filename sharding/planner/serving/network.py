@@ -1,0 +1,86 @@
+"""Of an adapter's rate, what messages of a size reach: ``Util`` of the plan's constraint (6)."""
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from sharding.planner.hardware import LINK_EFFICIENCY, Hardware
+
+
+@dataclass(frozen=True)
+class Utilisation:
+    """Points of a measured curve.
+
+    Between two points the time of a message goes from one to the other as a power of its size;
+    below the first it stays (a latency), above the last the utilisation does (a rate).
+
+    Args:
+      sizes: bytes, rising.
+      fractions: of the adapter's rate, in (0, 1].
+
+    Raises:
+      ValueError: where that is no curve, or a larger message would arrive sooner.
+    """
+
+    sizes: tuple[float, ...]
+    fractions: tuple[float, ...]
+
+    def __post_init__(self):
+        if len(self.sizes) != len(self.fractions) or not self.sizes:
+            raise ValueError(
+                f"{len(self.sizes)} sizes and {len(self.fractions)} fractions are no curve: give "
+                "one fraction for each size, and at least one of both."
+            )
+        if not all(size > 0 for size in self.sizes) or list(self.sizes) != sorted(set(self.sizes)):
+            raise ValueError(f"sizes={self.sizes} must be above 0 and rise.")
+        if not all(0 < fraction <= 1 for fraction in self.fractions):
+            raise ValueError(f"fractions={self.fractions} must be in (0, 1]: they are of the rate.")
+        times = [size / part for size, part in zip(self.sizes, self.fractions, strict=True)]
+        for n, (before, after) in enumerate(pairwise(times)):
+            if after < before:
+                raise ValueError(
+                    f"{self.sizes[n + 1]:g} bytes at {self.fractions[n + 1]:g} of the rate would "
+                    f"arrive before {self.sizes[n]:g} bytes at {self.fractions[n]:g}: check them."
+                )
+
+    def seconds(self, size, rate: float):
+        """Of messages of `size` bytes over an adapter of `rate` bytes/s; sizes may be an array."""
+        times = np.array(self.sizes) / (np.array(self.fractions) * rate)
+        size = np.maximum(size, self.sizes[0])
+        inside = np.exp(np.interp(np.log(size), np.log(self.sizes), np.log(times)))
+        return inside * np.maximum(1.0, size / self.sizes[-1])
+
+
+def modelled(hardware: Hardware) -> Utilisation:
+    """What follows from a latency ``t`` and a rate ``W`` that large messages reach: ``Util(size) =
+    e size / (size + e W t)``, e being `LINK_EFFICIENCY`. The measured curve of MegaScale-Infer is
+    only in a picture."""
+    sizes = tuple(2.0**power for power in range(8, 31))
+    reached = hardware.outside * LINK_EFFICIENCY
+    half = reached * hardware.latency_outside
+    return Utilisation(sizes, tuple(LINK_EFFICIENCY * size / (size + half) for size in sizes))
+
+
+def read(path: Path) -> Utilisation:
+    """Lines of ``bytes,fraction``; empty ones and those that start with ``#`` are passed over.
+
+    Raises:
+      ValueError: on another line.
+    """
+    points = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        try:
+            size, fraction = (float(word) for word in line.split(","))
+        except ValueError:
+            raise ValueError(
+                f"{path}:{number}: {line!r} is not a size and a fraction: write 262144,0.6."
+            ) from None
+        if not (math.isfinite(size) and math.isfinite(fraction)):
+            raise ValueError(f"{path}:{number}: {line!r} must be two finite numbers.")
+        points.append((size, fraction))
+    return Utilisation(tuple(size for size, _ in points), tuple(part for _, part in points))

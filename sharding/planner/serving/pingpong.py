@@ -1,0 +1,138 @@
+"""Ping-pong: micro-batches that take turns on the attention and the expert devices.
+
+A micro-batch visits four stations in each layer, every one of them working on one micro-batch at a
+time and in the order of arrival: the attention devices (``T_a`` seconds), the network towards the
+experts (``T_c``), the expert devices (``T_e``) and the network back (``T_c``). With ``m``
+micro-batches and ``L`` layers, let
+
+    S = T_a + T_e + 2 T_c          a layer of one micro-batch that never waits,
+    X = max(T_a, T_e, T_c)         the busiest station's time for one micro-batch.
+
+The micro-batches go round in one ring of ``m L`` visits. Where ``m X >= S`` the busiest station
+never waits once the first micro-batch has reached it, and starts one visit every ``X``: ``m L - 1``
+periods lie between its first and its last start, and what comes before the first and after the last
+adds up to one ``S``. Where ``m X < S`` a micro-batch is back before it is due and finds the first
+station free: each does its layers in ``L S``, the last one ``(m - 1) X`` behind the first.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+
+STATIONS = ("attention", "send", "experts", "return")
+"""What a micro-batch visits in a layer, in order."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One visit of a micro-batch, both counted from 0."""
+
+    station: str
+    layer: int
+    micro_batch: int
+
+
+def order(num_layers: int, num_micro_batches: int) -> Iterator[Work]:
+    """What the host enqueues for one token step: layer by layer, micro-batch by micro-batch.
+
+    Each station works its own part of this list from the front to the back.
+
+    Examples:
+      >>> [f"{work.station[0]}{work.micro_batch}" for work in order(1, 2)]
+      ['a0', 's0', 'e0', 'r0', 'a1', 's1', 'e1', 'r1']
+    """
+    for layer in range(num_layers):
+        for micro_batch in range(num_micro_batches):
+            for station in STATIONS:
+                yield Work(station, layer, micro_batch)
+
+
+def _check(num_layers: int, num_micro_batches: int) -> None:
+    for name, value in (("num_layers", num_layers), ("num_micro_batches", num_micro_batches)):
+        if np.any(np.asarray(value) < 1):
+            raise ValueError(f"{name}={value} must be at least 1.")
+
+
+def makespan(attention, experts, sending, num_micro_batches, num_layers):
+    """Seconds of one token step of all micro-batches, in closed form: ``S + X (m L - 1)`` where
+    ``m X >= S``, else ``L S + (m - 1) X``. Arguments broadcast.
+
+    Args:
+      attention: ``T_a``, seconds of a micro-batch in a layer.
+      experts: ``T_e``.
+      sending: ``T_c``, one way.
+      num_micro_batches: m.
+      num_layers: L.
+
+    Raises:
+      ValueError: without layers or micro-batches.
+
+    References:
+      Zhu et al., "MegaScale-Infer", 2025, eq. 5: the first case with ``X = max(T_a, T_e)``.
+      https://arxiv.org/abs/2504.02263
+    """
+    _check(num_layers, num_micro_batches)
+    once = attention + experts + 2 * sending
+    pace = np.maximum(np.maximum(attention, experts), sending)
+    busy = once + pace * (num_micro_batches * num_layers - 1)
+    waiting = num_layers * once + (num_micro_batches - 1) * pace
+    return np.where(num_micro_batches * pace >= once, busy, waiting)
+
+
+def micro_batches_needed(attention: float, experts: float, sending: float) -> int:
+    """The fewest micro-batches with which the busier devices never wait: ``m X >= S``. The paper's
+    ``m >= 2 (1 + T_c / T_f)`` is the same where ``T_a = T_e`` and asks for more elsewhere."""
+    once, pace = attention + experts + 2 * sending, max(attention, experts, sending)
+    # A quotient such as 3.0000000000000004 is three.
+    return max(1, int(np.ceil(once / pace * (1 - 1e-12))))
+
+
+def simulate(
+    attention, experts, sending, num_micro_batches: int, num_layers: int
+) -> Float[np.ndarray, "layer micro_batch station *cases"]:
+    """When each visit begins, in seconds, event by event.
+
+    A visit begins when its micro-batch has left the station before and its station has finished
+    what is before it in `order`. Nothing else is assumed, so that this holds for times of any size.
+
+    Args:
+      attention: ``T_a``; an array of cases, or one number. Times broadcast.
+      experts: ``T_e``.
+      sending: ``T_c``.
+
+    Returns:
+      Starts of the visits; `end` has the makespan of them.
+    """
+    _check(num_layers, num_micro_batches)
+    attention, experts, sending = np.broadcast_arrays(attention, experts, sending)
+    lasts = (attention, sending, experts, sending)
+    starts = np.zeros((num_layers, num_micro_batches, len(STATIONS), *attention.shape))
+    free = [np.zeros(attention.shape) for _ in STATIONS]
+    ready = [np.zeros(attention.shape) for _ in range(num_micro_batches)]
+    for work in order(num_layers, num_micro_batches):
+        station, number = STATIONS.index(work.station), work.micro_batch
+        start = np.maximum(ready[number], free[station])
+        starts[work.layer, number, station] = start
+        free[station] = ready[number] = start + lasts[station]
+    return starts
+
+
+def end(starts: Float[np.ndarray, "layer micro_batch station *cases"], sending):
+    """Seconds until the last micro-batch is back."""
+    return starts[-1, -1, -1] + sending
+
+
+def gain(ratio: float, num_micro_batches: int, num_layers: int) -> float:
+    """Tokens per second with m micro-batches over those with m - 1 of the same size, where
+    ``T_a = T_e = T_f``.
+
+    Args:
+      ratio: ``T_c / T_f``.
+    """
+    more, less = (
+        m / float(makespan(1.0, 1.0, ratio, m, num_layers))
+        for m in (num_micro_batches, num_micro_batches - 1)
+    )
+    return more / less

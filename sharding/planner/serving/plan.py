@@ -1,0 +1,237 @@
+"""One plan of a disaggregated server and what it gives: eq. (1) to (8) of MegaScale-Infer.
+
+Attention lies on ``n_a`` nodes, each with all of it and the caches of its own sequences; a node of
+experts holds one or more, whole. Symbols of the paper stand in the docstrings.
+
+References:
+  Zhu et al., "MegaScale-Infer", 2025, section 4. https://arxiv.org/abs/2504.02263
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sharding.planner.hardware import LINK_EFFICIENCY, Hardware
+from sharding.planner.models.sizes import ModelSizes
+from sharding.planner.search import ROOM
+from sharding.planner.serving import times
+from sharding.planner.serving.network import Utilisation, modelled
+from sharding.planner.serving.pingpong import makespan
+from sharding.planner.serving.times import BYTES, Times
+
+PREFILL = ("elsewhere", "group", "turns")
+"""Where prompts are read: on a cluster that the plan does not count, as in the paper; on a group of
+its own that it counts; on the two groups between token steps."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked of the server.
+
+    Attributes:
+      slo: seconds between two tokens of a request, at most.
+      prompt: tokens of a prompt.
+      completion: tokens of a completion.
+      context: s, tokens that a cache holds on average; None is the prompt and half the completion.
+
+    The defaults are the medians and the limit of the paper's evaluation.
+    """
+
+    slo: float = 0.15
+    prompt: int = 571
+    completion: int = 159
+    context: int | float | None = None
+
+    def __post_init__(self):
+        for name in ("slo", "prompt", "completion"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0.")
+        if self.context is not None and not self.context > 0:
+            raise ValueError(f"context={self.context} must be above 0.")
+
+    @property
+    def cached(self) -> int | float:
+        """s."""
+        return self.prompt + self.completion / 2 if self.context is None else self.context
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A device for each side, and what their programs and adapters reach.
+
+    Attributes:
+      attention, experts: devices.
+      prices: of a device of each side; 1 counts devices.
+      efficiency: the fraction of peak that products reach.
+      networks: utilisation of the adapters of the two sides; None follows from rate and latency.
+      profiled: measured ``(T_a, T_e)`` of nodes of ``tp_a`` and ``tp_e`` devices, by those numbers;
+        what is not in it comes from the roofline. ``T_e`` is of a node with one expert.
+    """
+
+    attention: Hardware
+    experts: Hardware
+    prices: tuple[float, float] = (1.0, 1.0)
+    efficiency: float = 0.6
+    networks: tuple[Utilisation | None, Utilisation | None] = (None, None)
+    profiled: tuple[dict[int, Times], dict[int, Times]] = ({}, {})
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of the two groups.
+
+    Attributes:
+      tp_attention: devices of an attention node.
+      attention_nodes: ``n_a``.
+      tp_experts: devices of an expert node.
+      experts_of_node: how many a node holds; the paper has 1.
+      micro_batches: m.
+    """
+
+    tp_attention: int
+    attention_nodes: int
+    tp_experts: int
+    experts_of_node: int
+    micro_batches: int
+
+
+class Server:
+    """Times, bytes and prices of one pair of groups; batches and ``n_a`` may be arrays.
+
+    Args:
+      tp_attention, tp_experts, experts_of_node: as in `Shape`.
+    """
+
+    def __init__(
+        self,
+        model: ModelSizes,
+        load: Load,
+        pair: Pair,
+        tp_attention: int,
+        tp_experts: int,
+        experts_of_node: int,
+    ):
+        self.model, self.load, self.pair = model, load, pair
+        self.tp_attention, self.tp_experts = tp_attention, tp_experts
+        self.expert_nodes = model.num_experts // experts_of_node
+        measured_attention, measured_experts = pair.profiled
+        self.attention = measured_attention.get(tp_attention) or times.attention(
+            model, pair.attention, tp_attention, load.cached, pair.efficiency
+        )
+        one_expert = measured_experts.get(tp_experts) if experts_of_node == 1 else None
+        self.experts = one_expert or times.experts(
+            model, pair.experts, tp_experts, experts_of_node, pair.efficiency
+        )
+        self.networks = tuple(
+            given or modelled(hardware)
+            for given, hardware in zip(pair.networks, (pair.attention, pair.experts), strict=True)
+        )
+
+    def weights_fit(self) -> bool:
+        """``tp_a C_a > P_a`` and ``tp_e C_e > P_e``, in bytes."""
+        model = self.model
+        apart = model.expert_parameters * model.num_layers
+        on_node = BYTES * apart / self.expert_nodes
+        room = ROOM * self.pair.experts.memory * self.tp_experts
+        return self.most_in_memory() >= 1 and on_node < room
+
+    def most_in_memory(self) -> int:
+        """(8): the most sequences that an attention node can hold, ``4 m b_a s h L / g + 2 P_a <
+        tp_a C_a``; C is what is planned with."""
+        model = self.model
+        rest = model.parameters - model.expert_parameters * model.num_layers
+        room = ROOM * self.pair.attention.memory * self.tp_attention - BYTES * rest
+        each = 2 * BYTES * self.load.cached * model.keys * model.num_layers
+        return max(0, int(np.ceil(room / each)) - 1)
+
+    def rows_of_node(self, batch, nodes):
+        """``b_e = b_a n_a K / E`` times the experts of a node, with even routing."""
+        return batch * nodes * self.model.experts_per_token / self.expert_nodes
+
+    def of_layer(self, batch, nodes):
+        """``(T_a, T_e, T_c)`` of a micro-batch of `batch` on each attention node; (6) is the last:
+        ``b_a h K / tp_a`` values leave an attention device, ``b_e h / tp_e`` reach an expert
+        device, each at the utilisation of a message of that size."""
+        model, pair = self.model, self.pair
+        sent = BYTES * batch * model.d_model * model.experts_per_token / self.tp_attention
+        rows = self.rows_of_node(batch, nodes)
+        received = BYTES * rows * model.d_model / self.tp_experts
+        sending = np.maximum(
+            self.networks[0].seconds(sent, pair.attention.outside),
+            self.networks[1].seconds(received, pair.experts.outside),
+        )
+        return self.attention(batch), self.experts(rows), sending
+
+    def balance(self) -> float:
+        """The paper's ``n_a = k1 E / (k3 K)``, not rounded: large batches take equally long."""
+        share = self.model.experts_per_token / self.expert_nodes
+        return self.attention.slope / (self.experts.slope * share)
+
+    def devices(self, nodes):
+        """Of attention and of experts."""
+        return self.tp_attention * nodes, self.tp_experts * self.expert_nodes
+
+    def cost(self, nodes):
+        """Price of both groups."""
+        of_attention, of_experts = self.devices(nodes)
+        return of_attention * self.pair.prices[0] + of_experts * self.pair.prices[1]
+
+    def prompts(self, sequences, batch, nodes):
+        """Seconds of reading the prompts that come in for one token step where the groups take
+        turns: ``B / completion`` of them, through the busier side or the network.
+
+        Products are at their rate; scores of a prompt's tokens with those before them are counted.
+        """
+        tokens = sequences / self.load.completion * self.load.prompt
+        pair, model = self.pair, self.model
+        scores = 2 * model.queries * self.load.prompt
+        peak = self.tp_attention * pair.attention.peak * pair.efficiency
+        sent = BYTES * model.d_model * model.experts_per_token
+        of_expert = 6 * model.d_model * model.d_expert
+        of_expert /= self.tp_experts * pair.experts.peak * pair.efficiency
+        of_token = (2 * times.attention_matrices(model) + scores) / peak
+        paces = (
+            of_token / nodes,
+            of_expert * model.experts_per_token / self.expert_nodes,
+            sent / (self.tp_attention * nodes * pair.attention.outside * LINK_EFFICIENCY),
+            sent / (self.tp_experts * self.expert_nodes * pair.experts.outside * LINK_EFFICIENCY),
+        )
+        pace = paces[0]
+        for other in paces[1:]:
+            pace = np.maximum(pace, other)
+        return tokens * model.num_layers * pace
+
+    def step(self, batch, nodes, micro_batches: int, prefill: str):
+        """``(T_iter, T_total)`` of a token step, (4) and (5): what a request waits for its next
+        token, and what the whole batch takes; with turns, prompts are in both.
+
+        ``T_iter`` is the paper's upper end, ``L max(m X, S)``.
+        """
+        attention, experts, sending = self.of_layer(batch, nodes)
+        layers = self.model.num_layers
+        once = attention + experts + 2 * sending
+        pace = np.maximum(np.maximum(attention, experts), sending)
+        between = layers * np.maximum(micro_batches * pace, once)
+        total = makespan(attention, experts, sending, micro_batches, layers)
+        if prefill == "turns":
+            reading = self.prompts(batch * nodes * micro_batches, batch, nodes)
+            between, total = between + reading, total + reading
+        return between, total
+
+    def hides(self, batch, nodes, micro_batches: int):
+        """(2) and (3): ``T_c < T_f`` and ``m T_f >= S``, the exact form of ``m >= 2 (1 + T_c /
+        T_f)``, which holds that for ``T_a = T_e``."""
+        attention, experts, sending = self.of_layer(batch, nodes)
+        busier = np.maximum(attention, experts)
+        filled = micro_batches * busier >= attention + experts + 2 * sending
+        return (sending < busier) & filled
+
+
+def prefill_devices(model: ModelSizes, load: Load, hardware: Hardware, efficiency: float) -> float:
+    """Devices of a group of its own that prompts take for each completed token per second: their
+    products at `efficiency`. A group serves many instances, so that this is not rounded."""
+    matrices = times.attention_matrices(model) * model.num_layers
+    chosen = 3 * model.d_model * model.d_expert * model.experts_per_token * model.num_layers
+    scores = 2 * model.queries * load.prompt * model.num_layers
+    flops = 2 * (matrices + chosen) + scores
+    return flops * load.prompt / load.completion / (hardware.peak * efficiency)

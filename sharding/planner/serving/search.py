@@ -1,0 +1,236 @@
+"""The best plan of a disaggregated server: Algorithm 1 of MegaScale-Infer.
+
+The paper takes ``n_a`` from its balance of ``k1`` and ``k3``; here every ``n_a`` is tried, which
+agrees with it where batches are large and is better where memory or the limit on time keeps the
+experts' batches small. For a pair of groups throughput grows with the batch, so that the largest
+one that (7) and (8) allow is found by halving, and the largest below it that (2) and (3) allow too.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sharding.folding.layout import divisors
+from sharding.planner.models.sizes import ModelSizes
+from sharding.planner.serving.plan import Load, Pair, Server, Shape, prefill_devices
+from sharding.planner.serving.times import check
+
+TP = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is tried.
+
+    Attributes:
+      tp_attention, tp_experts: devices of a node; those that do not divide the heads, the hidden
+        units or fit a server are passed over.
+      experts_of_node: numbers of experts on a node; None is every one that divides the experts.
+      micro_batches: m.
+      most_nodes: the largest ``n_a``.
+      most_devices: of both groups together; None is any.
+      prefill: where prompts may be read, of `PREFILL`.
+    """
+
+    tp_attention: Sequence[int] = TP
+    tp_experts: Sequence[int] = TP
+    experts_of_node: Sequence[int] | None = None
+    micro_batches: Sequence[int] = (3, 4)
+    most_nodes: int = 64
+    most_devices: int | None = None
+    prefill: Sequence[str] = ("elsewhere",)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan and what it gives.
+
+    Attributes:
+      batch: ``b_a``, tokens of a micro-batch on an attention node.
+      sequences: B, on all nodes in all micro-batches.
+      layer: ``(T_a, T_e, T_c)``, seconds.
+      between: ``T_iter``, seconds between two tokens of a request.
+      total: ``T_total``, seconds of a token step of the whole batch.
+      devices: of attention, of experts, and of prompts where these have a group.
+      cost: price of all of them.
+      balance: what the paper's formula asks for as ``n_a``.
+      limit: the constraint that a larger batch would break.
+    """
+
+    pair: Pair
+    shape: Shape
+    prefill: str
+    batch: int
+    sequences: int
+    layer: tuple[float, float, float]
+    between: float
+    total: float
+    devices: tuple[float, float, float]
+    cost: float
+    balance: float
+    limit: str
+
+    @property
+    def throughput(self) -> float:
+        """Tokens per second."""
+        return self.sequences / self.total
+
+    @property
+    def per_device(self) -> float:
+        """Tokens per second and device."""
+        return self.throughput / sum(self.devices)
+
+    @property
+    def per_cost(self) -> float:
+        """Tokens per second for the price of an L20, or of a device where prices are 1."""
+        return self.throughput / self.cost
+
+
+def servers(
+    model: ModelSizes, load: Load, pair: Pair, space: Space
+) -> Iterator[tuple[Server, int, int, int]]:
+    """Pairs of nodes whose weights fit: the server, ``tp_a``, ``tp_e``, experts of a node."""
+    check(model)
+    numbers = space.experts_of_node
+    for tp_attention in space.tp_attention:
+        if model.num_kv_heads % tp_attention or tp_attention > pair.attention.domain:
+            continue
+        for tp_experts in space.tp_experts:
+            if model.d_expert % tp_experts or tp_experts > pair.experts.domain:
+                continue
+            for number in divisors(model.num_experts) if numbers is None else numbers:
+                if model.num_experts % number:
+                    raise ValueError(
+                        f"experts_of_node={number} does not divide the {model.num_experts} experts."
+                    )
+                server = Server(model, load, pair, tp_attention, tp_experts, number)
+                if server.weights_fit():
+                    yield server, tp_attention, tp_experts, number
+
+
+def largest(server: Server, nodes, micro_batches: int, prefill: str):
+    """The largest ``b_a`` for each ``n_a`` under (7) and (8), by halving; 0 where there is none."""
+    most = server.most_in_memory() // micro_batches
+    low, high = np.zeros(nodes.shape, int), np.full(nodes.shape, most)
+    while np.any(low < high):
+        middle = (low + high + 1) // 2
+        between, _ = server.step(middle, nodes, micro_batches, prefill)
+        keeps = between <= server.load.slo
+        low, high = np.where(keeps, middle, low), np.where(keeps, high, middle - 1)
+    return low
+
+
+def worth(server: Server, batch, nodes, micro_batches: int, prefill: str):
+    """Tokens per second over the price of all that is counted."""
+    _, total = server.step(batch, nodes, micro_batches, prefill)
+    throughput = batch * nodes * micro_batches / total
+    return throughput / (server.cost(nodes) + throughput * _of_prompts(server, prefill)[1])
+
+
+def _of_prompts(server: Server, prefill: str) -> tuple[float, float]:
+    """Devices for prompts and their price, for each token per second: the cheaper of the two."""
+    if prefill != "group":
+        return 0.0, 0.0
+    pair = server.pair
+    found = []
+    for hardware, price in zip((pair.attention, pair.experts), pair.prices, strict=True):
+        number = prefill_devices(server.model, server.load, hardware, pair.efficiency)
+        found.append((number, number * price))
+    return min(found, key=lambda one: one[1])
+
+
+def best(model: ModelSizes, load: Load, pair: Pair, space: Space | None = None) -> Plan | None:
+    """The plan with most tokens per second for its price, of two given devices; None where no
+    plan keeps every constraint."""
+    return max(plans(model, load, pair, space), key=lambda plan: plan.per_cost, default=None)
+
+
+def plans(model: ModelSizes, load: Load, pair: Pair, space: Space | None = None) -> Iterator[Plan]:
+    """The best ``n_a`` and batch for each kind of nodes, m and place of the prompts."""
+    space = space or Space()
+    nodes = np.arange(1, space.most_nodes + 1)
+    for server, tp_attention, tp_experts, number in servers(model, load, pair, space):
+        allowed = nodes
+        if space.most_devices is not None:
+            allowed = nodes[sum(server.devices(nodes)) <= space.most_devices]
+        for micro_batches in space.micro_batches:
+            for prefill in space.prefill:
+                found = _best_nodes(server, allowed, micro_batches, prefill)
+                if found is not None:
+                    shape = Shape(tp_attention, found[0], tp_experts, number, micro_batches)
+                    yield describe(server, shape, found[1], prefill)
+
+
+def _best_nodes(server: Server, nodes, micro_batches: int, prefill: str) -> tuple[int, int] | None:
+    """``n_a`` and ``b_a``; None where no batch keeps every constraint."""
+    batch = largest(server, nodes, micro_batches, prefill)
+    nodes, batch = nodes[batch > 0], batch[batch > 0]
+    values = worth(server, batch, nodes, micro_batches, prefill)
+    found, highest = None, 0.0
+    # From the most promising on: what waits for its communication needs a smaller batch.
+    for place in np.argsort(-values, kind="stable"):
+        if values[place] <= highest:
+            break
+        node, upper = int(nodes[place]), int(batch[place])
+        batches = np.array([upper])
+        if not server.hides(batches, node, micro_batches)[0]:
+            batches = np.arange(1, upper)
+            batches = batches[server.hides(batches, node, micro_batches)]
+        if batches.size:
+            chosen = int(batches[-1])
+            value = float(worth(server, chosen, node, micro_batches, prefill))
+            if value > highest:
+                found, highest = (node, chosen), value
+    return found
+
+
+def describe(server: Server, shape: Shape, batch: int, prefill: str) -> Plan:
+    """All numbers of a plan."""
+    nodes, m = shape.attention_nodes, shape.micro_batches
+    between, total = (float(time) for time in server.step(batch, nodes, m, prefill))
+    sequences = batch * nodes * m
+    attention, experts, sending = server.of_layer(batch, nodes)
+    number, price = _of_prompts(server, prefill)
+    of_attention, of_experts = server.devices(nodes)
+    throughput = sequences / total
+    return Plan(
+        server.pair,
+        shape,
+        prefill,
+        batch,
+        sequences,
+        (float(attention), float(experts), float(sending)),
+        between,
+        total,
+        (float(of_attention), float(of_experts), throughput * number),
+        float(server.cost(nodes) + throughput * price),
+        server.balance(),
+        _limit(server, nodes, m, batch, prefill),
+    )
+
+
+def _limit(server: Server, nodes: int, micro_batches: int, batch: int, prefill: str) -> str:
+    if (batch + 1) * micro_batches > server.most_in_memory():
+        return "memory"
+    if server.step(batch + 1, nodes, micro_batches, prefill)[0] > server.load.slo:
+        return "time between tokens"
+    return "communication"
+
+
+def search(
+    model: ModelSizes, load: Load, pairs: Sequence[Pair], space: Space | None = None
+) -> list[Plan]:
+    """The best plan of every pair of devices, the best of them first.
+
+    Raises:
+      ValueError: where no plan of any pair keeps every constraint.
+    """
+    found = [plan for pair in pairs if (plan := best(model, load, pair, space)) is not None]
+    if not found:
+        names = ", ".join(f"{pair.attention.name}:{pair.experts.name}" for pair in pairs)
+        raise ValueError(
+            f"no plan on {names} keeps {load.slo * 1000:g} ms between tokens, fits and hides its "
+            "communication: allow more time, more micro-batches or other devices."
+        )
+    return sorted(found, key=lambda plan: -plan.per_cost)

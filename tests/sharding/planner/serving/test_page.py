@@ -1,0 +1,62 @@
+"""The page of the server's plan shows what its commands print, and says what they mean."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from sharding.planner.__main__ import main
+from sharding.planner.serving import published
+
+ROOT = Path(__file__).parents[4]
+PAGE = (ROOT / "docs" / "serving_plan.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"(?m)^python -m sharding\.planner (.*)$", PAGE)
+
+
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_page_shows_the_answer(number, capsys):
+    words = shlex.split(COMMANDS[number])
+    if "--picture" in words:
+        words = words[: words.index("--picture")]
+    assert main(words) == 0
+    assert capsys.readouterr().out.rstrip() in PAGE
+    assert len(COMMANDS) == 2
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_is_published():
+    assert published.compared() in PAGE
+
+
+def row(*start):
+    (found,) = [
+        line.split() for line in PAGE.splitlines() if line.split()[: len(start)] == [*start]
+    ]
+    return found
+
+
+@pytest.mark.parametrize(("slo", "gain"), [("150", "1.09"), ("100", "1.27"), ("75", "1.69")])
+def test_the_gains_in_the_text_are_those_of_the_table(slo, gain):
+    assert row("scaled-moe", slo, "ms")[4] == gain
+    assert gain in PAGE[PAGE.index("**Why not 1.90") : PAGE.index("**For the price**")]
+
+
+def test_the_other_numbers_in_the_text():
+    assert row("scaled-moe", "50", "ms")[4] == "none"
+    assert float(row("scaled-moe", "150", "ms")[5]) < 1.05  # attention replicated: no better
+    text = PAGE[PAGE.index("The third micro-batch") :]
+    assert "The second brings 1.98" in text
+    for model in published.MODELS:
+        assert row(model, "h20", "l40s")[3] > "1"  # H20 for attention, L40S for experts
+        assert float(row(model, "h20", "l40s")[4]) > published.PER_COST
+
+
+@pytest.mark.slow
+def test_between_which_limits_on_time_the_published_gain_lies():
+    gains = []
+    for slo in (0.070, 0.075):
+        plan, (one_group, *_) = published.gains("scaled-moe", slo)
+        assert plan is not None and one_group is not None
+        gains.append(plan.per_device / one_group.per_device)
+    assert gains[0] > published.PER_DEVICE["scaled-moe"] > gains[1]
