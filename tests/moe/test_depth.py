@@ -66,13 +66,10 @@ def run(scanned, layout, replayed, **execution):
 CASES = [
     # Unrolled, that of `test_replayed_choices.py`.
     ("dp1", True, {"dispatch": "all_to_all"}),
-    ("dp1", False, {"remat": "selective"}),
     ("dp1", True, {"remat": "full", "experts": "blocks", "attention": "blocked"}),
-    ("tp2 cp2 dp2 / ep4 etp2", True, {"remat": "selective", "context": "ring"}),
+    ("tp2 cp2 dp2 / ep4 etp2", True, {"remat": "none", "context": "ring"}),
     ("cp2 dp2 / ep4", False, {"remat": "full", "dispatch": "all_to_all", "context": "ulysses"}),
-    ("dp4 / ep2 etp2", True, {"remat": "none", "dispatch": "all_gather"}),
     ("pp2 dp2 / ep2", False, {"remat": "selective"}),
-    ("pp2 tp2", False, {"remat": "none"}),
 ]
 
 
