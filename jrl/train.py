@@ -230,13 +230,11 @@ def _given_weights(setup: "Setup") -> "Transformer[Array] | None":
 
 
 def _weights_of_checkpoint(setup: "Setup") -> "Transformer[Array]":
-    from jrl.trainer.masters import float32_shardings
-    from moe.huggingface import load_weights  # needs an extra
+    from jrl.trainer.evaluation.saved_policy import load_checkpoint
 
     directory = setup.run.checkpoint
     assert directory is not None
-    places = float32_shardings(setup.model, setup.mesh)
-    weights = load_weights(directory, setup.model, setup.mesh, places)
+    weights = load_checkpoint(directory, setup.networks, float32=True)
     print(f"starting from the checkpoint in {directory}")
     return weights
 

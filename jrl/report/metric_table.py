@@ -294,9 +294,7 @@ TABLE: tuple[Metric, ...] = (
     ),
     # Verifier: one count per reason, so that nothing is a silent zero.
     Metric("verifier/*", "Responses whose verdict gave this reason, in this step.", "count"),
-    Metric(
-        "reward/*", "Mean of this part of the reward, unweighted, where it was given.", "reward"
-    ),
+    Metric("reward/*", "Mean of this part of the reward, unweighted, where given.", "reward"),
     Metric(
         "task/*",
         "Accuracy, mean score and number of completions of one task of a mixture, in this step.",

@@ -1,7 +1,7 @@
 """Prompts and answers from a file, checked by math-verify.
 
-Files are JSON lines, Parquet, or folders that `datasets` saved (`jrl.tasks.files`); what a line or a
-row holds is written in `jrl.tasks.records`, how answers are compared in
+Files are JSON lines, Parquet, or folders that `datasets` saved (`jrl.tasks.files`); what a line or
+a row holds is written in `jrl.tasks.records`, how answers are compared in
 `jrl.tasks.workers.worker`.
 """
 

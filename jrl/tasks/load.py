@@ -232,7 +232,7 @@ class _Loader:
 
 
 def _options(spec: str, text: str) -> tuple[str, dict[str, Any]]:
-    """The name and the options of ``NAME,OPTION=VALUE,...``; commas in brackets separate nothing."""
+    """The name and the options of ``NAME,OPTION=VALUE,...``; values are JSON or texts."""
     name, *rest = re.split(r",(?=\w+=)", text)
     options: dict[str, Any] = {}
     for part in rest:

@@ -16,30 +16,33 @@ class Weighted:
 
 
 class Turns:
-    """Whose turn it is: of all numbers so far each task has its share, to within one.
+    """Whose turn it is: each task has its share of all numbers so far, to within a turn or so.
 
-    Each number goes to the task that is furthest behind its share. Tasks that have no more to give
-    are passed over.
+    A turn adds its weight to what each task is owed, and goes to the one that is owed most, the
+    first of equals. Tasks that have no more to give are passed over.
     """
 
     def __init__(self, weights: Sequence[float], sizes: Sequence[int | None]):
         self._weights, self._sizes = weights, sizes
+        self._owed = [0.0] * len(weights)
         self._given = [0] * len(weights)
         self._turns: list[tuple[int, int]] = []
 
     def __getitem__(self, index: int) -> tuple[int, int]:
         """The task of a number, and how many numbers before it were that task's."""
         while len(self._turns) <= index:
-            left = [
-                task
-                for task, size in enumerate(self._sizes)
-                if size is None or self._given[task] < size
-            ]
-            # The first of those that would wait longest: a rule of counts and weights alone.
-            task = min(left, key=lambda task: (self._given[task] + 1) / self._weights[task])
-            self._turns.append((task, self._given[task]))
-            self._given[task] += 1
+            self._turns.append(self._next())
         return self._turns[index]
+
+    def _next(self) -> tuple[int, int]:
+        sizes = enumerate(self._sizes)
+        left = [task for task, size in sizes if size is None or self._given[task] < size]
+        for task in left:
+            self._owed[task] += self._weights[task]
+        turn = max(left, key=lambda task: self._owed[task])
+        self._owed[turn] -= sum(self._weights[task] for task in left)
+        self._given[turn] += 1
+        return turn, self._given[turn] - 1
 
 
 class Mixture:

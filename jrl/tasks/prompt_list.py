@@ -111,7 +111,7 @@ class PromptList:
                 f"leaves {len(train)} to train on and {len(heldout)} held out: raise "
                 "--prompt-length"
             )
-        self._train, self._heldout = train, heldout
+        self._train, self._heldout, self._order = train, heldout, (-1, [])
         self._measure(kept)
         return before - len(kept)
 
