@@ -39,8 +39,8 @@ class RunConfig:
     """Which prompts are held out to evaluate on: a share of them (0.05), a number (200), or a file
     of others. None is one in ten."""
     overlong_prompts: Literal["drop", "refuse"] = "drop"
-    """What becomes of a list's prompts with more than --prompt-length tokens: they are left out and
-    counted, or nothing begins."""
+    """What becomes of a list's prompts with more tokens than a prompt_length that is given: they
+    are left out and counted, or nothing begins."""
     reward: tuple[str, ...] = ()
     """Functions that reward completions, path/to/file.py:name or package.module:name, in place of
     the task's own verifier or reward; "task" is that one among them."""

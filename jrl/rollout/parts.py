@@ -27,7 +27,7 @@ def per_task(completions: Sequence[Completion], way: str | None = None) -> dict[
     """
     rows: defaultdict[str, list[Completion]] = defaultdict(list)
     for completion in completions:
-        if completion.example.task and completion.verdict is not None:
+        if completion.verdict is not None and completion.example.task:
             rows[completion.example.task].append(completion)
     end = "" if way is None else f"/{way}"
     found: dict[str, float] = {}

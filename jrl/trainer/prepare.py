@@ -88,8 +88,8 @@ def prepare(
       completions too, how far the sampler is from it.
     """
     seconds, rescored = dict[str, float](), None
-    correct = scores == 1.0 if correct is None else correct
-    batch = _verified(recipe, completions, scores, correct, batch, response_length, networks)
+    full = np.asarray(scores == 1.0) if correct is None else correct
+    batch = _verified(recipe, completions, scores, full, batch, response_length, networks)
     # Forward passes of networks as they are before the first update: none is repeated per epoch.
     if state.critic is not None:
         assert networks.critic is not None

@@ -154,8 +154,8 @@ class Rewarded:
         asked = dict(zip(keys, pairs, strict=True))
         own: list[Verdict | None] = [None] * len(asked)
         if self._verifier is not None:
-            given = [[pair[side] for pair in asked.values()] for side in (0, 1)]
-            own = list(self._verifier.verify(*given))
+            asking, written = zip(*asked.values(), strict=True) if asked else ((), ())
+            own = list(self._verifier.verify(asking, written))
         answers = [each.reward.ask(list(asked.values())) for each in self._rewards]
         rows = list(zip(*answers, strict=True)) if answers else [()] * len(asked)
         found = [self._verdict(*row) for row in zip(own, rows, strict=True)]

@@ -84,9 +84,7 @@ def test_prompts_without_answers_are_refused_where_answers_are_needed():
     task = asked([Example("a", ""), Example("b", "")])
     with pytest.raises(ValueError, match="2 records have no answer, and the warm start imitates"):
         check_answers(RunConfig(), task)
-    with pytest.raises(
-        ValueError, match=r"no answers that say how long .*: give --response-length"
-    ):
+    with pytest.raises(ValueError, match=r"no answers that say how .*: give --response-l"):
         check_answers(RunConfig(warm_start_steps=0), task)
     check_answers(RunConfig(warm_start_steps=0, response_length=5), task)
     check_answers(CHECKPOINT, task)
