@@ -33,6 +33,7 @@ from jrl.runs import records
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import read_metrics
 from jrl.tasks.load import own_files
+from jrl.tasks.parts import leaves, listed
 from jrl.text.load import load_tokenizer
 from jrl.text.tokenizer import Tokenizer
 
@@ -262,11 +263,14 @@ def _keep_with_run(setup: "Setup", folder: RunFolder) -> None:
 
 
 def _say_lengths(setup: "Setup") -> None:
-    """The limit of completions, where nobody gave it and answers do not tell how long reasoning
-    is."""
+    """Which prompts were left out; and the limit of completions, where nobody gave it and answers
+    do not tell how long reasoning is."""
     from jrl.trainer.setup.lengths import response_origin
 
     run, length = setup.run, setup.response_length
+    lists = [found for leaf in leaves(setup.task) if (found := listed(leaf)) is not None]
+    if (shared := sum(found.num_shared for found in lists)) and is_main_process():
+        print(f"left out {shared:,} training prompts that are held out (--held-out)")
     if setup.prompts_dropped and is_main_process():
         print(
             f"left out {setup.prompts_dropped:,} prompts of more than {setup.prompt_length:,} "

@@ -18,6 +18,7 @@ Reward = float | Mapping[str, float] | Verdict
 """A number, several by name, or a number with its reason."""
 
 
+@runtime_checkable
 class Endless(Protocol):
     """A task whose prompts are drawn at random, as many as one likes.
 

@@ -7,7 +7,7 @@ from jrl.tasks.prompt_list import PromptList
 from jrl.tasks.records import check_sendable, example_of
 from jrl.tasks.references import Reference
 from jrl.tasks.rewards.rewarded import Prompts
-from jrl.tasks.split import HELDOUT_SHARE, HeldOut
+from jrl.tasks.split import HeldOut
 from jrl.tasks.task import Example
 
 SIZES = ("max_prompt_length", "max_response_length", "characters")
@@ -49,7 +49,7 @@ def own_prompts(reference: Reference, made: Any, seed: int, heldout: HeldOut) ->
     examples = _examples(made.prompts, f"task={name}: prompts")
     if apart is None:
         return PromptList(name, examples, seed, heldout)
-    if heldout not in (HeldOut(), HeldOut(share=HELDOUT_SHARE)):
+    if heldout != HeldOut():
         raise ValueError(
             f"task={name} has held-out prompts of its own, and --held-out asks for others: leave "
             "it out"

@@ -16,6 +16,8 @@ class PromptList:
 
     Attributes:
       examples: all of them, in the order of the list.
+      num_shared: examples of the list that were left out of training, because others that are held
+        out have their prompts.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class PromptList:
             chosen = {example.prompt for example in apart}
             self._heldout = list(apart)
         self._train = [example for example in examples if example.prompt not in chosen]
+        self.num_shared: int = 0 if apart is None else len(examples) - len(self._train)
         if not self._train or not self._heldout:
             raise ValueError(
                 f"task={name}: {len(self._train)} prompts to train on and {len(self._heldout)} "

@@ -63,7 +63,9 @@ def test_a_larger_share_holds_out_what_a_smaller_does(tmp_path):
 
 def test_a_file_is_held_out_and_never_trained_on(tmp_path):
     other = written(tmp_path / "b.jsonl", [*ROWS[:3], {"prompt": "new", "answer": 1}])
-    train, heldout = prompts(listed(written(tmp_path / "a.jsonl"), str(other)))
+    task = listed(written(tmp_path / "a.jsonl"), str(other))
+    train, heldout = prompts(task)
+    assert task.num_shared == 3
     assert heldout == {"0+0=", "1+1=", "2+2=", "new"}
     assert train == {row["prompt"] for row in ROWS[3:]}
     with pytest.raises(ValueError, match=r"0 prompts to train on and 40 held out"):
