@@ -1,7 +1,8 @@
 """``python -m jrl.evaluate RUN``: how good the policy of a run is on prompts it never learned from.
 
-The run may still be going on; nothing is written into its folder but, with ``--diagnostics``, the
-picture ``plots/value_diagnostics.png`` of what its critic is worth.
+Or that of a public checkpoint (``hf:DIR``), or either on another task (``--task``). The run may
+still be going on; nothing is written into its folder but, with ``--diagnostics``, the picture
+``plots/value_diagnostics.png`` of what its critic is worth.
 """
 
 import errno
@@ -23,10 +24,12 @@ from rich.table import Table
 
 from jrl.config.command_line import exit_status, start_jax
 from jrl.config.files import configuration_of, flag
-from jrl.config.run import OF_DEVICES
+from jrl.config.run import OF_DEVICES, RunConfig
 from jrl.config.seeds import check_seed
 from jrl.processes.agreement import FailTogether, check_same, connect, is_main_process
 from jrl.processes.coordinator import ALONE, Processes
+from jrl.recipes import Recipe
+from jrl.recipes.grpo import Grpo
 from jrl.report.evaluation_display import EvaluationDisplay
 from jrl.rollout.sampling import Sampling
 from jrl.runs.folder import RunFolder
@@ -43,7 +46,22 @@ class Request:
     """What to evaluate, and how."""
 
     run: tyro.conf.Positional[str]
-    """Folder of the run; its newest checkpoint is evaluated."""
+    """Folder of the run, whose newest checkpoint is evaluated; or hf:DIR, a public checkpoint."""
+    task: str | None = None
+    """What to evaluate on, as --task of jrl.train; None takes the run's own task."""
+    held_out: str | None = None
+    """Which prompts are held out, as --held-out of jrl.train; None takes the run's own choice."""
+    reward: tuple[str, ...] | None = None
+    """Rewards, as --reward of jrl.train; None takes the run's own, unless --task is given."""
+    reward_weights: tuple[str, ...] | None = None
+    """Their weights; None takes the run's own, unless --task is given."""
+    prompt_length: int | None = None
+    """Tokens of a prompt at most; longer ones of a list are left out. None takes the run's own, or
+    fits the longest prompt where --task is given."""
+    response_length: int | None = None
+    """Limit of a completion in tokens; None takes the run's own."""
+    system_prompt: str | None = None
+    """The first message of every conversation that has none of its own; None takes the run's."""
     k: int = 8
     """Completions sampled per prompt; pass@k is given for 1, 2, 4, ... and k."""
     prompts: int = 256
@@ -58,7 +76,7 @@ class Request:
     seed: int = 0
     """Of sampling. The same seed gives the same completions."""
     layout: str | None = None
-    """How the devices are laid out; None takes the run's own layouts."""
+    """How the devices are laid out; None takes the run's own layouts, dp1 for a checkpoint."""
     rollout_layout: str | None = None
     """How they are laid out to sample completions; None derives it from --layout, if given."""
     devices: int | None = None
@@ -79,11 +97,12 @@ def _main(arguments: list[str]) -> int:
     request = tyro.cli(
         Request,
         prog="python -m jrl.evaluate",
-        description="Evaluates the policy of a run on held-out prompts: sampled, greedy, pass@k.",
+        description="Evaluates the policy of a run or of a public checkpoint on held-out prompts: "
+        "sampled, greedy, pass@k.",
         args=arguments,
     )
     _check(request)
-    results = _evaluate(request, RunFolder.read(request.run))
+    results = _evaluate(request)
     _print(results)
     if request.json is not None and is_main_process():
         Path(request.json).write_text(json.dumps(results, indent=2, allow_nan=False) + "\n")
@@ -105,9 +124,40 @@ def _check(request: Request) -> None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), request.json)
 
 
-def _evaluate(request: Request, folder: RunFolder) -> dict[str, Any]:
+def _configuration(request: Request, folder: RunFolder | None) -> tuple[RunConfig, Recipe]:
+    """Of the run or the checkpoint, with what the flags change of task and lengths.
+
+    Args:
+      folder: of the run, None for a checkpoint.
+    """
+    if folder is None:
+        if request.task is None:
+            raise ValueError(f"{request.run} is a checkpoint, which has no task: give --task.")
+        run, recipe = RunConfig(model=request.run, steps=0), Grpo()
+    else:
+        run, recipe = configuration_of(folder)
+    if request.task is not None:
+        # What was chosen for the run's own task need not fit another. Prompts have no answers to
+        # imitate here, and need none.
+        fresh = RunConfig()
+        names = ("held_out", "reward", "reward_weights", "prompt_length")
+        names = (*names, "prompt_field", "answer_field", "messages_field")
+        run = replace(
+            run,
+            task=request.task,
+            warm_start_steps=0,
+            **{name: getattr(fresh, name) for name in names},
+        )
+    names = ("held_out", "reward", "reward_weights", "prompt_length")
+    names = (*names, "response_length", "system_prompt")
+    given = {name: getattr(request, name) for name in names}
+    return replace(run, **{name: v for name, v in given.items() if v is not None}), recipe
+
+
+def _evaluate(request: Request) -> dict[str, Any]:
     """What was evaluated and the numbers, as they are printed and written."""
-    run, recipe = configuration_of(folder)
+    folder = None if request.run.startswith("hf:") else RunFolder.read(request.run)
+    run, recipe = _configuration(request, folder)
     if request.devices is not None:
         run = replace(run, devices=request.devices)
     if run.rollout_devices is not None:
@@ -129,23 +179,38 @@ def _evaluate(request: Request, folder: RunFolder) -> dict[str, Any]:
     # What builds and runs a network is imported once the flags are known to be right.
     from jrl.rollout.collection.collect import sampling_of
     from jrl.trainer.evaluation.evaluate import evaluate
-    from jrl.trainer.evaluation.saved_policy import load_both, load_model, load_policy
+    from jrl.trainer.evaluation.saved_policy import (
+        load_both,
+        load_checkpoint,
+        load_model,
+        load_policy,
+    )
     from jrl.trainer.setup.setup import build_setup
 
     if request.diagnostics and not recipe.uses_critic:
+        if folder is None:
+            raise ValueError(f"{request.run} is a checkpoint, which has no critic to diagnose.")
         raise ValueError(
             f"run {folder.path} is one of recipe {recipe.name}, which trains no critic: "
             "--diagnostics needs one, as ppo and vapo have it."
         )
 
     with FailTogether():
-        tokenizer = load_tokenizer(folder.tokenizer_path)
-        setup = build_setup(run, recipe, tokenizer, load_model(folder))
+        if folder is None:
+            setup = build_setup(run, recipe)
+        else:
+            tokenizer = load_tokenizer(folder.tokenizer_path)
+            kept = folder.code_path if request.task is None else None
+            setup = build_setup(run, recipe, tokenizer, load_model(folder), kept)
     connect(setup.mesh)
     connect(setup.rollout_mesh)
     with closing(setup.task), EvaluationDisplay() as display:
         critic, sampler = None, setup.sampler(request.seed)
-        if request.diagnostics:
+        # The characters of another task may be none of the tokenizer's.
+        setup.tokenizer.encode(setup.task.characters)
+        if folder is None:
+            policy, step = load_checkpoint(run.checkpoint or "", setup.networks), 0
+        elif request.diagnostics:
             policy, critic, step = load_both(folder, setup.networks)
         else:
             policy, step = load_policy(folder, setup.networks)
@@ -157,9 +222,13 @@ def _evaluate(request: Request, folder: RunFolder) -> dict[str, Any]:
             k=request.k,
             report=display.update,
         )
-        if critic is not None:
+        if critic is not None and folder is not None:
             numbers |= _diagnose(request, folder, setup, sampler, (critic, step), display)
-    about = {"run": str(folder.path), "recipe": recipe.name, "task": run.task, "step": step}
+    about = {"run": request.run, "recipe": recipe.name, "task": run.task, "step": step}
+    if folder is None:
+        about["recipe"] = "checkpoint"
+    if setup.prompts_dropped:
+        numbers["prompts_dropped"] = setup.prompts_dropped
     how = {"k": request.k, "seed": request.seed}
     how |= {name: getattr(recipe, name) for name in given}
     return {**about, **how, **numbers}
@@ -221,6 +290,13 @@ def _print(results: dict[str, Any]) -> None:
     for name in results:
         if name.startswith("pass@"):
             table.add_row(name, f"{results[name]:.3f}")
+    for name in results:
+        if name.startswith("task/") and "/completions/" not in name:
+            table.add_row(name.removeprefix("task/"), f"{results[name]:.3f}")
+        if name.startswith("reward/"):
+            table.add_row(f"reward: {name.removeprefix('reward/')}", f"{results[name]:.3f}")
+    if "prompts_dropped" in results:
+        table.add_row("prompts left out as too long", f"{results['prompts_dropped']}")
     table.add_row("mean length", f"{results['response_length/mean']:.2f} tokens")
     table.add_row("cut by the length limit", f"{results['response_length/clip_ratio']:.1%}")
     total = results["prompts"] * results["k"]

@@ -32,6 +32,8 @@ from jrl.recipes.load import source_of
 from jrl.runs import records
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import read_metrics
+from jrl.tasks.load import own_files
+from jrl.tasks.parts import leaves, listed
 from jrl.text.load import load_tokenizer
 from jrl.text.tokenizer import Tokenizer
 
@@ -132,10 +134,20 @@ def _settings(request: Request) -> dict[str, Any]:
     return {
         "the recipe": config["recipe"],
         "the recipe's file": None if source is None else sha256(source).hexdigest()[:12],
+        "the files of task and rewards": _hashes(request),
         "the version of JAX": jax.__version__,
         **command,
         **{flag(name): value for name, value in fields.items()},
     }
+
+
+def _hashes(request: Request) -> dict[str, str]:
+    """Of the user's own files, which tell versions apart."""
+    kept = None
+    if request.command.resume:
+        kept = RunFolder(request.command.run_dir or "").code_path
+    files = own_files(request.run.task, request.run.reward, kept)
+    return {name: sha256(source).hexdigest()[:12] for name, source in files.items()}
 
 
 def _show(request: Request) -> int:
@@ -178,7 +190,9 @@ def _build(request: Request, folder: RunFolder | None = None) -> "Setup":
     if request.run.faults_port is not None:
         import_client()
     model = None if folder is None else load_model(folder)
-    setup = build_setup(request.run, request.recipe, _tokenizer(request.run, folder), model)
+    kept = None if folder is None else folder.code_path
+    tokenizer = _tokenizer(request.run, folder)
+    setup = build_setup(request.run, request.recipe, tokenizer, model, kept)
     try:
         setup.tokenizer.encode(setup.task.characters)
         specs(setup.model, setup.mesh)
@@ -217,13 +231,11 @@ def _given_weights(setup: "Setup") -> "Transformer[Array] | None":
 
 
 def _weights_of_checkpoint(setup: "Setup") -> "Transformer[Array]":
-    from jrl.trainer.masters import float32_shardings
-    from moe.huggingface import load_weights  # needs an extra
+    from jrl.trainer.evaluation.saved_policy import load_checkpoint
 
     directory = setup.run.checkpoint
     assert directory is not None
-    places = float32_shardings(setup.model, setup.mesh)
-    weights = load_weights(directory, setup.model, setup.mesh, places)
+    weights = load_checkpoint(directory, setup.networks, float32=True)
     print(f"starting from the checkpoint in {directory}")
     return weights
 
@@ -251,11 +263,19 @@ def _keep_with_run(setup: "Setup", folder: RunFolder) -> None:
 
 
 def _say_lengths(setup: "Setup") -> None:
-    """The limit of completions, where nobody gave it and answers do not tell how long reasoning
-    is."""
+    """Which prompts were left out; and the limit of completions, where nobody gave it and answers
+    do not tell how long reasoning is."""
     from jrl.trainer.setup.lengths import response_origin
 
     run, length = setup.run, setup.response_length
+    lists = [found for leaf in leaves(setup.task) if (found := listed(leaf)) is not None]
+    if (shared := sum(found.num_shared for found in lists)) and is_main_process():
+        print(f"left out {shared:,} training prompts that are held out (--held-out)")
+    if setup.prompts_dropped and is_main_process():
+        print(
+            f"left out {setup.prompts_dropped:,} prompts of more than {setup.prompt_length:,} "
+            "tokens (--prompt-length)"
+        )
     answers_are_results = run.checkpoint is not None or run.task.startswith("jsonl:")
     if run.response_length is None and answers_are_results and is_main_process():
         print(f"completions of at most {length:,} tokens: {response_origin(run, length)}")
@@ -264,14 +284,15 @@ def _say_lengths(setup: "Setup") -> None:
 def _create(request: Request) -> RunFolder:
     """The folder asked for, or the next with a number: one above the highest there is."""
     config, source = to_json(request.run, request.recipe), source_of(request.recipe)
+    code = own_files(request.run.task, request.run.reward)
     if request.command.run_dir is not None:
-        return RunFolder.create(request.command.run_dir, config, source)
+        return RunFolder.create(request.command.run_dir, config, source, code)
     kind, _, rest = request.run.task.partition(":")
-    words = [request.recipe.name, kind, *([Path(rest).stem] if rest else [])]
+    words = [request.recipe.name, Path(kind).stem, *([Path(rest).stem] if rest else [])]
     name = re.sub(r"[^a-z0-9]+", "-", "-".join(words).lower())
     taken = [re.fullmatch(rf"{name}-(\d+)", path.name) for path in RUNS.glob(f"{name}-*")]
     number = 1 + max((int(match[1]) for match in taken if match), default=0)
-    return RunFolder.create(RUNS / f"{name}-{number}", config, source)
+    return RunFolder.create(RUNS / f"{name}-{number}", config, source, code)
 
 
 def _train(setup: "Setup", folder: RunFolder, weights: "Transformer[Array] | None") -> int:

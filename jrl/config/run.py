@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jrl.config.seeds import check_seed
+from jrl.tasks.files import KINDS
+from jrl.tasks.rewards.settings import RewardSettings
+from jrl.tasks.split import parse_heldout
 
 ROUTER_SETTINGS = (
     "load_balance_coef",
@@ -29,7 +32,26 @@ class RunConfig:
     """Settings of a run that do not belong to the algorithm."""
 
     task: str = "sort"
-    """A built-in task, "jsonl:PATH" or "gym:NAME"."""
+    """A built-in task, "jsonl:PATH", "parquet:PATH", "dataset:DIR" (of save_to_disk), "gym:NAME" or
+    "gym:NAME,OPTION=VALUE", one of your own as "path/to/file.py:make" or "package.module:make", or
+    several mixed by weight, "3 sort + 1 countdown"."""
+    held_out: str | None = None
+    """Which prompts are held out to evaluate on: a share of them (0.05), a number (200), or a file
+    of others. None is one in ten."""
+    overlong_prompts: Literal["drop", "refuse"] = "drop"
+    """What becomes of a list's prompts with more tokens than a prompt_length that is given: they
+    are left out and counted, or nothing begins."""
+    reward: tuple[str, ...] = ()
+    """Functions that reward completions, path/to/file.py:name or package.module:name, in place of
+    the task's own verifier or reward; "task" is that one among them."""
+    reward_weights: tuple[str, ...] = ()
+    """NAME=NUMBER: what the rewards, or the parts of one that gives several, weigh in their sum; 1
+    where nothing is said."""
+    reward_seconds: float = 5.0
+    """How long one call of a reward of your own may take."""
+    failed_reward: float = 0.0
+    """The score of a completion whose reward took longer, raised an exception, or gave no finite
+    number."""
     steps: int = 200
     """Training steps; each samples completions once and learns from them. 0 ends after the warm
     start, from whose weights other runs can begin."""
@@ -200,8 +222,7 @@ class RunConfig:
     """Control experiment: rewards are permuted over the batch, so that they carry no
     information."""
     verifiers: int | None = None
-    """Processes that check the answers of a jsonl: or gym: task; None is one per processor core, up
-    to 8."""
+    """Processes that check answers or run rewards; None is one per processor core, up to 8."""
     log_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Where metrics go besides metrics.jsonl."""
 
@@ -222,8 +243,17 @@ class RunConfig:
         """The directory of the public checkpoint that the model is, None for a preset."""
         return self.model.removeprefix("hf:") if self.model.startswith("hf:") else None
 
+    @property
+    def rewards(self) -> RewardSettings:
+        """How completions are rewarded."""
+        return RewardSettings(
+            self.reward, self.reward_weights, self.reward_seconds, self.failed_reward
+        )
+
     def __post_init__(self):
         check_seed(self.seed)
+        _ = self.rewards
+        parse_heldout(self.held_out)
         if self.devices is not None and self.devices < 1:
             raise ValueError(f"devices={self.devices} must be at least 1.")
         if self.steps < 0:
@@ -253,7 +283,7 @@ class RunConfig:
                 )
         if self.drift_alarm is not None and not 0 < self.drift_alarm < math.inf:
             raise ValueError(f"drift_alarm={self.drift_alarm} must be above 0 nats; None is off.")
-        if not self.task.startswith("jsonl:"):
+        if not any(f"{kind}:" in self.task for kind in KINDS):
             for name, usual in (("prompt", "prompt"), ("answer", "answer"), ("messages", None)):
                 if getattr(self, f"{name}_field") != usual:
                     raise ValueError(

@@ -294,7 +294,20 @@ TABLE: tuple[Metric, ...] = (
     ),
     # Verifier: one count per reason, so that nothing is a silent zero.
     Metric("verifier/*", "Responses whose verdict gave this reason, in this step.", "count"),
+    Metric("reward/*", "Mean of this part of the reward, unweighted, where given.", "reward"),
+    Metric(
+        "task/*",
+        "Accuracy, mean score and number of completions of one task of a mixture, in this step.",
+        "fraction, score, count",
+    ),
+    Metric(
+        "data/prompts_dropped",
+        "Prompts left out for having more tokens than --prompt-length, in the whole run.",
+        "count",
+    ),
     # Evaluation on held-out prompts.
+    Metric("val/reward/*", "As reward, of the sampled held-out responses.", "reward"),
+    Metric("val/task/*", "As task, of held-out responses, sampled and greedy.", "as of task"),
     Metric(
         "val/accuracy/sampled",
         "Share of held-out responses with full marks, sampled as in training, over all samples.",

@@ -40,6 +40,11 @@ class Completion:
         return 0.0 if self.verdict is None else self.verdict.score
 
     @property
+    def correct(self) -> bool:
+        """Whether the verdict is full marks; false without one."""
+        return self.verdict is not None and self.verdict.correct
+
+    @property
     def length(self) -> int:
         """Tokens of the response so far."""
         return self.trajectory.length
@@ -61,6 +66,10 @@ class Completion:
             "length": self.length,
             "truncated": self.truncated,
         }
+        if self.verdict is not None and self.verdict.parts:
+            record["rewards"] = dict(self.verdict.parts)
+        if self.example.task:
+            record["task"] = self.example.task
         if format.template is not None:
             ids = [*map(int, self.trajectory.request.tokens), *map(int, self.trajectory.response)]
             record["conversation"] = conversation(format.tokenizer, ids)
@@ -72,6 +81,11 @@ def scores_of(completions: Sequence[Completion]) -> np.ndarray:
     return np.array([completion.score for completion in completions], np.float32)
 
 
+def correct_of(completions: Sequence[Completion]) -> np.ndarray:
+    """``[completions]`` bool: which have full marks."""
+    return np.array([completion.correct for completion in completions], bool)
+
+
 def lengths_of(completions: Sequence[Completion]) -> np.ndarray:
     """``[completions]`` sampled tokens."""
     return np.array([completion.length for completion in completions], np.int32)
@@ -79,7 +93,7 @@ def lengths_of(completions: Sequence[Completion]) -> np.ndarray:
 
 def accuracy(completions: Sequence[Completion]) -> float:
     """The share of completions with full marks."""
-    return float(np.mean(scores_of(completions) == 1.0))
+    return float(np.mean(correct_of(completions)))
 
 
 class Unverified:
@@ -260,8 +274,13 @@ def _shared(given: list[Verdict]) -> list[Verdict]:
     """The first process's verdicts, in all of them."""
     if not is_multiprocess():
         return given
-    sent = broadcast_from_main([[float(verdict.score), verdict.reason] for verdict in given])
-    return [Verdict(score, reason) for score, reason in sent]
+    sent = broadcast_from_main(
+        [[float(verdict.score), verdict.reason, verdict.parts] for verdict in given]
+    )
+    return [
+        Verdict(score, reason, None if parts is None else tuple((n, v) for n, v in parts))
+        for score, reason, parts in sent
+    ]
 
 
 def _in_background(

@@ -1,7 +1,8 @@
 """One folder per run: where each file lies, and who may write it.
 
 ``runs/<name>/  config.json  tokenizer.model  metrics.jsonl  samples.jsonl  plots/  checkpoints/``,
-and ``recipe.py`` where the recipe is of the user's own.
+``recipe.py`` where the recipe is of the user's own, and ``code/`` with the files of tasks and
+rewards that are.
 The process that writes a run holds a lock on it, which the kernel releases when the process ends,
 however it ends. A run begins to exist with its ``config.json``, the last thing `create` writes.
 """
@@ -32,6 +33,7 @@ class RunFolder:
         self.tokenizer_path = self.path / "tokenizer.model"
         self.model_path = self.path / "model.json"
         self.recipe_path = self.path / "recipe.py"
+        self.code_path = self.path / "code"
         self.metrics_path = self.path / "metrics.jsonl"
         self.samples_path = self.path / "samples.jsonl"
         self.plots_path = self.path / "plots"
@@ -41,7 +43,11 @@ class RunFolder:
 
     @classmethod
     def create(
-        cls, path: Path | str, config: Mapping[str, Any], recipe: bytes | None = None
+        cls,
+        path: Path | str,
+        config: Mapping[str, Any],
+        recipe: bytes | None = None,
+        code: Mapping[str, bytes] | None = None,
     ) -> "RunFolder":
         """Begin a run in a folder that is empty or does not exist.
 
@@ -49,20 +55,25 @@ class RunFolder:
           path: the folder; its parents are made.
           config: everything needed to repeat the run, as JSON values.
           recipe: the file that the recipe is from, None for one of the library's.
+          code: files of tasks and rewards, by their names in `code_path`; None is none.
 
         Raises:
           ValueError: where a run or other files are already there, where another process is writing
             there, or where JSON cannot hold the configuration.
         """
         content = _config_bytes(config)
-        folder = cls(path)
-        folder._refuse_occupied(recipe)
+        folder, code = cls(path), {} if code is None else code
+        folder._refuse_occupied(recipe, code)
         folder.path.mkdir(parents=True, exist_ok=True)
         folder._acquire()
         try:
-            folder._refuse_occupied(recipe)  # another process may have come first
+            folder._refuse_occupied(recipe, code)  # another process may have come first
             if recipe is not None:
                 records.replace(folder.recipe_path, recipe)
+            if code:
+                folder.code_path.mkdir(exist_ok=True)
+            for name, source in code.items():
+                records.replace(folder.code_path / name, source)
             records.replace(folder.config_path, content)
         except BaseException:
             folder.close()
@@ -118,7 +129,11 @@ class RunFolder:
     def file_marks(self) -> dict[str, marks.Mark]:
         """Return what the files of the run hold that never change."""
         kept = (self.recipe_path, self.tokenizer_path, self.model_path)
-        return {path.name: marks.mark(path) for path in kept}
+        of_user = sorted(self.code_path.glob("*.py"))
+        return {
+            **{path.name: marks.mark(path) for path in kept},
+            **{f"{self.code_path.name}/{path.name}": marks.mark(path) for path in of_user},
+        }
 
     def check_files(self, step: int, found: Mapping[str, marks.Mark]) -> None:
         """Refuse files that are not what they were at the checkpoint of `step`.
@@ -178,7 +193,7 @@ class RunFolder:
     ) -> None:
         self.close()
 
-    def _refuse_occupied(self, recipe: bytes | None) -> None:
+    def _refuse_occupied(self, recipe: bytes | None, code: Mapping[str, bytes]) -> None:
         if self.config_path.exists():
             raise ValueError(
                 f"run folder {self.path} already holds a run: "
@@ -192,6 +207,10 @@ class RunFolder:
         # A recipe is ours if it is the one to be written; any other is the user's.
         if self.recipe_path.is_file() and self.recipe_path.read_bytes() == recipe:
             ours.add(self.recipe_path.name)
+        if self.code_path.is_dir() and all(
+            entry.name.removesuffix(".tmp") in code for entry in self.code_path.iterdir()
+        ):
+            ours.add(self.code_path.name)
         if self.path.is_dir() and {entry.name for entry in self.path.iterdir()} - ours:
             raise ValueError(
                 f"run folder {self.path} holds files but no run: choose another --run-dir"

@@ -7,11 +7,15 @@ missing or do not score full marks, and those that do not give the same prompts 
 """
 
 import difflib
+import json
 import sys
 import time
+from collections.abc import Mapping
 from importlib.util import find_spec
+from typing import Any
 
 from jrl.tasks.finite import FiniteTask
+from jrl.tasks.split import HeldOut
 from jrl.tasks.task import Example
 from jrl.tasks.workers import worker as worker_program
 from jrl.tasks.workers.pool import Pool
@@ -29,6 +33,8 @@ def gym(
     seconds: float = 5.0,
     load_seconds: float = 300.0,
     workers: int | None = None,
+    options: Mapping[str, Any] | None = None,
+    heldout: HeldOut | None = None,
 ) -> FiniteTask:
     """Takes the first prompts of a generator.
 
@@ -39,6 +45,8 @@ def gym(
       seconds: how long scoring one completion may take.
       load_seconds: how long taking all of them may take.
       workers: processes that score; None is one per processor core, up to 8.
+      options: of the generator, such as ``{"min_terms": 2}``; None leaves its own.
+      heldout: which prompts are held out; None is one in ten.
 
     Raises:
       ValueError: there is no such generator, it cannot be used (the message says why), or
@@ -49,7 +57,15 @@ def gym(
             f"task=gym:{name} needs reasoning-gym, which is not installed: "
             'run pip install -e ".[gym]"'
         )
-    command = [sys.executable, "-P", worker_program.__file__, "gym", name, str(seed), str(size)]
+    if heldout is not None and heldout.path is not None:
+        raise ValueError(
+            f"held_out={heldout.path} is for a list of prompts, and task=gym:{name} makes its own: "
+            "give a share or a number"
+        )
+    spec = "".join([f"gym:{name}", *(f",{key}={value}" for key, value in (options or {}).items())])
+    given = json.dumps(dict(options or {}))
+    command = [sys.executable, "-P", worker_program.__file__]
+    command += ["gym", name, str(seed), str(size), given]
     pool = Pool(
         lambda: Worker(command, seconds=seconds),
         workers,
@@ -58,13 +74,13 @@ def gym(
         prepare_seconds=load_seconds,
     )
     try:
-        rows = _rows(pool, name, size, load_seconds)
+        rows = _rows(pool, name, spec, size, load_seconds)
         indices: dict[str, int] = {}
         for index, example in enumerate(rows):
             indices.setdefault(example.prompt, index)
         if len(indices) < 2:
             raise ValueError(
-                f"task=gym:{name} gave {len(indices)} distinct prompts; at least 2 are needed, "
+                f"task={spec} gave {len(indices)} distinct prompts; at least 2 are needed, "
                 "one to train on and one held out: choose another generator"
             )
     except BaseException:
@@ -75,15 +91,19 @@ def gym(
         if example.prompt not in indices:
             raise ValueError(
                 f"examples has the prompt {example.prompt[:60]!r}, which is none of "
-                f"task=gym:{name} with seed={seed}: verify with the task that gave the example"
+                f"task={spec} with seed={seed}: verify with the task that gave the example"
             )
         return {"index": indices[example.prompt], "completion": completion}
 
-    kept = [rows[index] for index in indices.values()]
-    return FiniteTask(f"gym:{name}", kept, seed, pool, question)
+    try:
+        kept = [rows[index] for index in indices.values()]
+        return FiniteTask(spec, kept, seed, pool, question, heldout)
+    except BaseException:
+        pool.close()
+        raise
 
 
-def _rows(pool: Pool, name: str, size: int, load_seconds: float) -> list[Example]:
+def _rows(pool: Pool, name: str, spec: str, size: int, load_seconds: float) -> list[Example]:
     deadline = time.monotonic() + load_seconds
     rows: list[Example] = []
     try:
@@ -94,19 +114,19 @@ def _rows(pool: Pool, name: str, size: int, load_seconds: float) -> list[Example
             rows += [Example(*row) for row in problem.get("rows", [])]
     except TimeoutError as error:
         raise ValueError(
-            f"task=gym:{name} gave {len(rows)} of {size} prompts within {load_seconds:.0f} "
+            f"task={spec} gave {len(rows)} of {size} prompts within {load_seconds:.0f} "
             "seconds: choose a faster generator"
         ) from error
     except WorkerEnded as error:
         raise ValueError(
-            f"task=gym:{name} cannot be loaded ({error}): choose another generator"
+            f"task={spec} cannot be loaded ({error}): choose another generator"
         ) from error
     if "names" in problem:
         near = difflib.get_close_matches(name, problem["names"], n=3, cutoff=0.4)
         hint = (
             f"did you mean {' or '.join(near)}?" if near else "see reasoning_gym.factory.DATASETS"
         )
-        raise ValueError(f"task=gym:{name} is no generator of reasoning-gym: {hint}")
+        raise ValueError(f"task={spec} is no generator of reasoning-gym: {hint}")
     if "error" in problem:
-        raise ValueError(f"task=gym:{name} cannot be used: {problem['error']}")
+        raise ValueError(f"task={spec} cannot be used: {problem['error']}")
     return rows

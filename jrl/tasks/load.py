@@ -1,41 +1,75 @@
 """A task from the words a user writes for it."""
 
 import difflib
+import json
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from jrl.tasks.builtin.addition import addition
 from jrl.tasks.builtin.countdown import countdown
 from jrl.tasks.builtin.progression import progression
 from jrl.tasks.builtin.scratchpad import MIN_DIGITS, scratchpad
 from jrl.tasks.builtin.sort import sort
+from jrl.tasks.files import KINDS
 from jrl.tasks.gym import gym
-from jrl.tasks.jsonl import Fields, jsonl
+from jrl.tasks.jsonl import jsonl, prompts_of
+from jrl.tasks.mixture import Mixture, Weighted
+from jrl.tasks.own import own_prompts
+from jrl.tasks.procedural import ProceduralTask
+from jrl.tasks.records import Fields
+from jrl.tasks.references import looks_like_one, reference, sources
+from jrl.tasks.rewards.own import OwnReward
+from jrl.tasks.rewards.rewarded import Named, Prompts, Rewarded, Weighing
+from jrl.tasks.rewards.settings import OWN, RewardSettings, parse_weights
+from jrl.tasks.split import HeldOut, parse_heldout
 from jrl.tasks.task import Task
 
-BUILT_IN: dict[str, Callable[[int], Task]] = {
+BUILT_IN: dict[str, Callable[[int], ProceduralTask]] = {
     "sort": sort,
     "addition": addition,
     "scratchpad": scratchpad,
     "countdown": countdown,
     "progression": progression,
 }
-OUTSIDE = ("jsonl", "gym")
+OUTSIDE = (*KINDS, "gym")
+MIXED = re.compile(r"\s\+\s")
+WEIGHT = re.compile(r"(\d+(?:\.\d+)?)\s+(\S.*)", re.DOTALL)
+FORMS = (
+    "scratchpad:DIGITS, scratchpad:MIN-MAX, jsonl:PATH, parquet:PATH, dataset:DIR, "
+    "gym:NAME[,OPTION=VALUE...], one of your own as path/to/file.py:make, and several mixed by "
+    'weight as "3 sort + 1 countdown"'
+)
 
 
 def load_task(
-    spec: str, seed: int, fields: Fields | None = None, workers: int | None = None
+    spec: str,
+    seed: int,
+    fields: Fields | None = None,
+    workers: int | None = None,
+    *,
+    held_out: str | None = None,
+    rewards: RewardSettings | None = None,
+    kept: Path | None = None,
 ) -> Task:
     """Makes the task that `spec` asks for.
 
     Args:
       spec: ``sort``, ``addition``, ``scratchpad``, ``scratchpad:DIGITS`` or
         ``scratchpad:MIN-MAX`` (operands up to so long), ``countdown``, ``progression``,
-        ``jsonl:PATH`` or ``gym:NAME``.
+        ``jsonl:PATH``, ``parquet:PATH``, ``dataset:DIR``, ``gym:NAME``, ``gym:NAME,OPTION=VALUE``,
+        ``path/to/file.py:make`` or ``package.module:make``; or several of them mixed,
+        ``3 sort + 1 countdown``, where a weight that is left out is 1.
       seed: picks the stream of training prompts.
       fields: names of the fields of a file's lines; None is `Fields()`. Other tasks have none.
       workers: processes that check answers, where the task has some; None is one per processor
         core, up to 8.
+      held_out: which prompts are held out (`jrl.tasks.split.parse_heldout`).
+      rewards: how completions are rewarded; None is by the task's own verifier or reward.
+      kept: folder with a run's copies of files of the user's own; None reads them where they lie.
 
     Returns:
       A task; close it when it is no longer needed.
@@ -43,18 +77,170 @@ def load_task(
     Raises:
       ValueError: there is no such task, or it cannot be loaded.
     """
-    if spec in BUILT_IN:
-        return BUILT_IN[spec](seed)
+    settings = RewardSettings() if rewards is None else rewards
+    loader = _Loader(seed, fields, workers, parse_heldout(held_out), settings, kept)
+    specs = [_weighted(part.strip()) for part in MIXED.split(spec)]
+    if len(specs) == 1:
+        return loader.load(spec)
+    with ExitStack() as stack:
+        weighted = []
+        for weight, part in specs:
+            task = loader.load(part)
+            stack.callback(task.close)
+            weighted.append(Weighted(task, weight))
+        mixture = Mixture(spec, weighted)
+        stack.pop_all()
+    return mixture
+
+
+def own_files(spec: str, rewards: tuple[str, ...], kept: Path | None = None) -> dict[str, bytes]:
+    """The files of a user's own that a task and its rewards are read from, as a run keeps them.
+
+    Args:
+      spec: as of `load_task`.
+      rewards: references to functions, or `OWN`.
+    """
+    parts = [_weighted(part.strip())[1] for part in MIXED.split(spec)]
+    texts = [part for part in parts if _kind(part) is None]
+    return sources([*texts, *(text for text in rewards if text != OWN)], kept)
+
+
+def _weighted(text: str) -> tuple[float, str]:
+    found = WEIGHT.fullmatch(text)
+    if found is None:
+        return 1.0, text
+    weight = float(found[1])
+    if not weight > 0:
+        raise ValueError(f"task: the weight of {text!r} must be above 0; leave the task out")
+    return weight, found[2]
+
+
+def _kind(spec: str) -> str | None:
+    """The kind of a task of the library, None of any other."""
     kind, _, rest = spec.partition(":")
-    if kind == "scratchpad" and (lengths := re.fullmatch(r"(?:(\d+)-)?(\d+)", rest)):
-        return scratchpad(seed, (int(lengths[1] or MIN_DIGITS), int(lengths[2])))
-    if kind == "jsonl" and rest:
-        return jsonl(rest, seed, fields=fields, workers=workers)
-    if kind == "gym" and rest:
-        return gym(rest, seed, workers=workers)
-    near = difflib.get_close_matches(kind, [*BUILT_IN, *OUTSIDE], n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    raise ValueError(
-        f"task={spec!r} is unknown: {hint}The tasks are {', '.join(BUILT_IN)}, "
-        "scratchpad:DIGITS, scratchpad:MIN-MAX, jsonl:PATH and gym:NAME"
-    )
+    if spec in BUILT_IN or (kind in OUTSIDE and rest):
+        return kind
+    return "scratchpad" if kind == "scratchpad" and rest else None
+
+
+class _Loader:
+    """Makes tasks that share all but their name."""
+
+    def __init__(
+        self,
+        seed: int,
+        fields: Fields | None,
+        workers: int | None,
+        heldout: HeldOut,
+        settings: RewardSettings,
+        kept: Path | None,
+    ):
+        self._seed, self._fields, self._workers = seed, fields, workers
+        self._heldout, self._settings, self._kept = heldout, settings, kept
+
+    def load(self, spec: str) -> Task:
+        kind, _, rest = spec.partition(":")
+        if _kind(spec) is None and looks_like_one(spec):
+            return self._own(spec)
+        if not self._settings.rewards:
+            self._check_no_weights()
+            return self._of_library(spec)
+        prompts: Prompts
+        if kind in KINDS and rest and OWN not in self._settings.rewards:
+            prompts = prompts_of(kind, rest, self._seed, self._fields, self._heldout)
+            return self._rewarded(prompts, [], Weighing({}))
+        task = self._of_library(spec)
+        verifier = task if OWN in self._settings.rewards else None
+        return self._rewarded(task, [], Weighing({}), verifier)
+
+    def _own(self, spec: str) -> Task:
+        found = reference(spec, self._kept)
+        made: Any = found.make()
+        prompts = own_prompts(found, made, self._seed, self._heldout)
+        weighing = Weighing(getattr(made, "weights", {}), getattr(made, "full_marks", None))
+        if self._settings.rewards and OWN not in self._settings.rewards:
+            return self._rewarded(prompts, [], Weighing({}))
+        seconds = self._settings.seconds
+        own = OwnReward(found, makes=True, seconds=seconds, workers=self._workers)
+        return self._rewarded(prompts, [Named(OWN, own)], weighing)
+
+    def _rewarded(
+        self,
+        prompts: Prompts,
+        rewards: list[Named],
+        weighing: Weighing,
+        verifier: Task | None = None,
+    ) -> Rewarded:
+        """With the rewards that the settings name, which stop where one cannot be had."""
+        settings = self._settings
+        weights = {**weighing.weights, **parse_weights(settings.weights)}
+        weighing = replace(weighing, weights=weights, failed=settings.failed)
+        with ExitStack() as stack:
+            if isinstance(prompts, Task):
+                stack.callback(prompts.close)
+            for each in rewards:
+                stack.callback(each.reward.close)
+            for text in settings.rewards:
+                if text == OWN:
+                    continue
+                found = reference(text, self._kept)
+                reward = OwnReward(
+                    found, makes=False, seconds=settings.seconds, workers=self._workers
+                )
+                stack.callback(reward.close)
+                rewards.append(Named(found.name, reward))
+            made = Rewarded(prompts, rewards, weighing, verifier)
+            stack.pop_all()
+        return made
+
+    def _check_no_weights(self) -> None:
+        if self._settings.weights:
+            raise ValueError(
+                f"reward_weights={' '.join(self._settings.weights)} needs --reward, or a task of "
+                "your own: leave it out."
+            )
+
+    def _of_library(self, spec: str) -> Task:
+        kind, _, rest = spec.partition(":")
+        seed, heldout = self._seed, self._heldout
+        if spec in BUILT_IN:
+            return self._procedural(BUILT_IN[spec](seed))
+        if kind == "scratchpad" and (lengths := re.fullmatch(r"(?:(\d+)-)?(\d+)", rest)):
+            digits = (int(lengths[1] or MIN_DIGITS), int(lengths[2]))
+            return self._procedural(scratchpad(seed, digits))
+        if kind in KINDS and rest:
+            return jsonl(
+                rest, seed, fields=self._fields, workers=self._workers, kind=kind, heldout=heldout
+            )
+        if kind == "gym" and rest:
+            name, options = _options(spec, rest)
+            return gym(name, seed, workers=self._workers, options=options, heldout=heldout)
+        near = difflib.get_close_matches(kind, [*BUILT_IN, *OUTSIDE], n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ValueError(
+            f"task={spec!r} is unknown: {hint}The tasks are {', '.join(BUILT_IN)}, {FORMS}"
+        )
+
+    def _procedural(self, task: ProceduralTask) -> Task:
+        heldout = self._heldout
+        if heldout.path is not None:
+            raise ValueError(
+                f"held_out={heldout.path} is for a list of prompts, and task={task.name} draws its "
+                "own: give a share or a number"
+            )
+        return replace(task, heldout_size=heldout.count, heldout_share=heldout.share)
+
+
+def _options(spec: str, text: str) -> tuple[str, dict[str, Any]]:
+    """The name and the options of ``NAME,OPTION=VALUE,...``; values are JSON or texts."""
+    name, *rest = re.split(r",(?=\w+=)", text)
+    options: dict[str, Any] = {}
+    for part in rest:
+        option, _, value = part.partition("=")
+        if option in options:
+            raise ValueError(f"task={spec!r} has {option} twice: give each option once")
+        try:
+            options[option] = json.loads(value)
+        except ValueError:
+            options[option] = value
+    return name, options

@@ -1,40 +1,48 @@
 """Tasks whose examples are drawn at random, as many as one likes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from random import Random
 
-from jrl.tasks.split import generator, is_heldout
+from jrl.tasks.definition import Endless, score_of
+from jrl.tasks.records import example_of
+from jrl.tasks.split import HELDOUT_SHARE, generator, is_heldout
 from jrl.tasks.task import CORRECT, UNPARSABLE, WRONG, Example, Verdict, check_index, check_pairs
 
 
 @dataclass(frozen=True)
 class ProceduralTask:
-    """An endless task made of two functions: one draws an example, one scores a completion.
+    """An endless task: a definition draws records, and its reward judges completions right here.
 
     Attributes:
       name: how the task is asked for.
       seed: picks the training stream and the held-out one; which prompts are held out is the same
         for all seeds.
-      max_prompt_length: characters of the longest prompt that `draw` can return.
-      max_response_length: characters of the longest answer that `draw` can return.
-      characters: every character that `draw` can use, sorted.
-      draw: makes an example from a random generator.
-      score: judges one completion of an example, whatever it holds.
+      definition: draws prompts and rewards completions.
+      heldout_size: held-out prompts; None is an endless supply, though small spaces repeat
+        themselves.
+      heldout_share: of the prompts, in (0, 1).
     """
 
     name: str
     seed: int
-    max_prompt_length: int
-    max_response_length: int
-    characters: str
-    draw: Callable[[Random], Example]
-    score: Callable[[Example, str], Verdict]
+    definition: Endless
+    heldout_size: int | None = None
+    heldout_share: float = HELDOUT_SHARE
 
     @property
-    def heldout_size(self) -> int | None:
-        """None: held-out prompts do not run out, though small spaces repeat themselves."""
-        return None
+    def max_prompt_length(self) -> int:
+        """Characters of the longest prompt that the definition can draw."""
+        return self.definition.max_prompt_length
+
+    @property
+    def max_response_length(self) -> int:
+        """Characters of the longest answer that the definition can draw."""
+        return self.definition.max_response_length
+
+    @property
+    def characters(self) -> str:
+        """Every character that the definition can use, sorted."""
+        return self.definition.characters
 
     def train(self, index: int) -> Example:
         """The index-th training example, a function of seed and index alone."""
@@ -42,12 +50,15 @@ class ProceduralTask:
 
     def heldout(self, index: int) -> Example:
         """The index-th held-out example, a function of seed and index alone."""
+        check_index(index, self.heldout_size)
         return self._example("heldout", index)
 
     def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
         """Scores one completion per example."""
         check_pairs(examples, completions)
-        return [self.score(*pair) for pair in zip(examples, completions, strict=True)]
+        return [
+            score_of(self.definition, *pair) for pair in zip(examples, completions, strict=True)
+        ]
 
     def close(self) -> None:
         """Does nothing: there is no worker process."""
@@ -56,14 +67,9 @@ class ProceduralTask:
         check_index(index)
         random = generator(self.name, self.seed, part, index)
         while True:
-            example = self.draw(random)
-            if is_heldout(example.prompt) == (part == "heldout"):
+            example = example_of(self.definition.prompts(random), f"task={self.name}")
+            if is_heldout(example.prompt, self.heldout_share) == (part == "heldout"):
                 return example
-
-
-def exact_digits(example: Example, completion: str) -> Verdict:
-    """Scores a completion that must equal the answer; without being digits, it is unparsable."""
-    return exact(completion, example.answer, "0123456789")
 
 
 def exact(completion: str, answer: str, alphabet: str) -> Verdict:

@@ -6,6 +6,7 @@ prompt is on the same side of the split in every run, on every machine and for e
 
 import hashlib
 import random
+from dataclasses import dataclass
 
 # One prompt in ten is held out.
 HELDOUT_SHARE = 0.1
@@ -21,9 +22,9 @@ def position(prompt: str) -> float:
     return _digest(prompt, b"jrl split") / 2**64
 
 
-def is_heldout(prompt: str) -> bool:
-    """Whether the prompt belongs to the held-out part."""
-    return position(prompt) < HELDOUT_SHARE
+def is_heldout(prompt: str, share: float = HELDOUT_SHARE) -> bool:
+    """Whether the prompt belongs to the held-out part, a share of all."""
+    return position(prompt) < share
 
 
 def generator(*names: str | int) -> random.Random:
@@ -33,3 +34,41 @@ def generator(*names: str | int) -> random.Random:
       names: what tells this stream from every other one, for instance task, seed, part and index.
     """
     return random.Random(_digest("\0".join(map(str, names)), b"jrl stream"))
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Which prompts are held out: a share of them, so many, or those of a file.
+
+    Attributes:
+      share: of the prompts, in (0, 1).
+      count: of the prompts.
+      path: of a file or folder that holds no others; those of its prompts that are among the
+        training prompts are left out there.
+    """
+
+    share: float = HELDOUT_SHARE
+    count: int | None = None
+    path: str | None = None
+
+
+def parse_heldout(text: str | None) -> HeldOut:
+    """What was asked for as ``0.05``, ``200`` or ``test.jsonl``; None is one prompt in ten.
+
+    Raises:
+      ValueError: for a share that leaves one side empty, and a count below 1.
+    """
+    if text is None:
+        return HeldOut()
+    try:
+        number = float(text)
+    except ValueError:
+        return HeldOut(path=text)
+    if text.isdecimal() and number >= 1:
+        return HeldOut(count=int(text))
+    if 0 < number < 1:
+        return HeldOut(share=number)
+    raise ValueError(
+        f"held_out={text} must be a share between 0 and 1, a number of prompts from 1, or the path "
+        "of a file of prompts."
+    )

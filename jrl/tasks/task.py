@@ -1,13 +1,19 @@
 """What a task is: prompts, gold completions, and verdicts on what a policy wrote."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
 
-# Why a completion got its score. The last three are counted as failures of their own in the
-# metrics: "unparsable" is the policy's (no answer to be found), "timeout" and "error" are the
-# verifier's.
-REASONS = ("correct", "partial", "wrong", "unparsable", "timeout", "error")
+# Why a completion got its score. From "unparsable" on they are counted as failures of their own in
+# the metrics: "unparsable" is the policy's (no answer to be found), the others are the verifier's,
+# which took too long, raised an exception, or gave NaN, an infinity or no number at all.
+REASONS = (
+    *("correct", "partial", "wrong", "unparsable"),
+    *("timeout", "error", "not_finite", "invalid"),
+)
+FAILURES = ("timeout", "error", "not_finite", "invalid")
+"""Reasons that are the verifier's failure."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +26,15 @@ class Example:
       answer: a gold completion, for a supervised warm start; others may score as much.
       messages: role and content of each message of a conversation, of which a chat template makes
         the prompt; empty where the prompt is a text.
+      record: every field that its source has for it but the prompt, for rewards to read.
+      task: the name of its task in a mixture of several, empty elsewhere.
     """
 
     prompt: str
     answer: str
     messages: tuple[tuple[str, str], ...] = ()
+    record: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    task: str = field(default="", compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -32,15 +42,25 @@ class Verdict:
     """What a completion is worth, and why.
 
     Attributes:
-      score: in [0, 1]; 1 is full marks.
-      reason: one of `REASONS`; "correct" goes with 1, "partial" with what lies between, the others
-        with 0.
+      score: of a verifier in [0, 1], where 1 is full marks; the weighted sum of rewards is any
+        finite number.
+      reason: one of `REASONS`. Of a verifier, "correct" goes with 1, "partial" with what lies
+        between, the others with 0.
+      parts: name and value of each reward that was summed; None is a verifier's verdict.
     """
 
     score: float
     reason: str
+    parts: tuple[tuple[str, float], ...] | None = None
 
     def __post_init__(self):
+        if self.parts is not None:
+            if self.reason not in REASONS or not math.isfinite(self.score):
+                raise ValueError(
+                    f"score={self.score} and reason={self.reason!r} must be a finite number and "
+                    f"one of {', '.join(REASONS)}"
+                )
+            return
         expected = 1.0 if self.reason == "correct" else 0.0
         fits = 0.0 < self.score < 1.0 if self.reason == "partial" else self.score == expected
         if self.reason not in REASONS or not fits:
@@ -49,6 +69,11 @@ class Verdict:
                 f"'correct', 0 < score < 1 with 'partial', 0 with the others of "
                 f"{', '.join(REASONS)}"
             )
+
+    @property
+    def correct(self) -> bool:
+        """Whether it is full marks, which accuracy counts."""
+        return self.reason == "correct"
 
 
 CORRECT = Verdict(1.0, "correct")

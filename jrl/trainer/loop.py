@@ -185,6 +185,8 @@ def _first_state(
     critic_key = setup.randomness.key("critic")
     state = init_state(setup.networks, weights, critic_key, prompts_seen)
     metrics |= _evaluated(setup, sampler, state, heldout)
+    if setup.prompts_dropped:
+        metrics["data/prompts_dropped"] = float(setup.prompts_dropped)
     with _appender(folder.metrics_path) as appender:
         check_known(metrics)
         appender.append(0, metrics)

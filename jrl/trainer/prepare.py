@@ -69,6 +69,7 @@ def prepare(
     scores: np.ndarray,
     batch: Batch[Array],
     response_length: int,
+    correct: np.ndarray | None = None,
 ) -> tuple[Batch[Array], dict[str, float]]:
     """The batch with everything that is known before the first update.
 
@@ -77,16 +78,18 @@ def prepare(
 
     Args:
       completions: the rows of `batch`.
-      scores: their verdicts, in [0, 1].
+      scores: their verdicts.
       batch: as `collect` gives it, on the mesh of training.
       response_length: the limit of a completion, in tokens.
+      correct: which of the scores are full marks; None is those of 1.
 
     Returns:
       The batch, and metrics: the seconds of each phase and, where the trainer scores the
       completions too, how far the sampler is from it.
     """
     seconds, rescored = dict[str, float](), None
-    batch = _verified(recipe, completions, scores, batch, response_length, networks)
+    full = np.asarray(scores == 1.0) if correct is None else correct
+    batch = _verified(recipe, completions, scores, full, batch, response_length, networks)
     # Forward passes of networks as they are before the first update: none is repeated per epoch.
     if state.critic is not None:
         assert networks.critic is not None
@@ -142,6 +145,7 @@ def _verified(
     recipe: Recipe,
     completions: Sequence[Completion],
     scores: np.ndarray,
+    correct: np.ndarray,
     batch: Batch[Array],
     response_length: int,
     networks: Networks,
@@ -151,7 +155,7 @@ def _verified(
     rewards = recipe.rewards(jnp.asarray(scores), jnp.asarray(lengths), response_length)
     columns = {
         "rewards": rewards,
-        "correct": scores == 1.0,
+        "correct": correct,
         "groups": groups_of(completions),
         "lengths": lengths,
     }

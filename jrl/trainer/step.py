@@ -13,7 +13,7 @@ from jrl.recipes.base.batch import Batch, given
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import replicated, take_rows
 from jrl.rollout.collection.collect import Collected, collect
-from jrl.rollout.sampler import Sampler, scores_of
+from jrl.rollout.sampler import Sampler, correct_of, scores_of
 from jrl.trainer.ahead import AheadOfStep
 from jrl.trainer.kept import kept_of, temperatures
 from jrl.trainer.objectives import CriticObjective, PolicyObjective, sampling_differences
@@ -101,9 +101,11 @@ def _learned(
 ) -> tuple[TrainState[Array], Step]:
     """The step after its completions were collected."""
     number, scores = int(state.step), scores_of(collected.completions)
+    correct = correct_of(collected.completions)
     if shuffle_rewards:
         # A control: an epoch that no shuffle of rows can have, so that no randomness is used twice.
-        scores = randomness.shuffler(number, -1 % 2**32).permutation(scores)
+        order = randomness.shuffler(number, -1 % 2**32).permutation(len(scores))
+        scores, correct = scores[order], correct[order]
     batch, prepared = prepare(
         networks,
         recipe,
@@ -112,6 +114,7 @@ def _learned(
         scores,
         collected.batch,
         response_length,
+        correct,
     )
     sampled, sampling = collected.batch.mask, networks.policy.objective.sampling
     if state.kept is not None:

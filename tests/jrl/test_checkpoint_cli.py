@@ -131,3 +131,28 @@ def test_training_begins_from_a_checkpoint_and_goes_on_without_it(
     shutil.rmtree(moved)
     assert main(["--resume", f"--run-dir={tmp_path / 'run'}", "--steps=2"]) == 0
     assert evaluate([str(tmp_path / "run"), "--k=1", "--prompts=2"]) == 0
+
+
+@pytest.mark.slow
+def test_a_bare_checkpoint_is_evaluated_on_any_task(checkpoint, tmp_path, capsys):
+    """As the run that begins with it is, before it has learned anything."""
+    rows = [{"prompt": f"{n}+{n}=", "answer": 2 * n} for n in range(12)]
+    path = tmp_path / "sums.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = [f"--task=jsonl:{path}", "--held-out=4", "--response-length=3"]
+    flags = ["--k=2", "--prompts=3", f"--json={tmp_path / 'numbers.json'}"]
+    assert evaluate([f"hf:{checkpoint}", *task, *flags]) == 0
+    bare = json.loads((tmp_path / "numbers.json").read_text())
+    assert (bare["recipe"], bare["step"], bare["prompts"]) == ("checkpoint", 0, 3)
+    assert bare["response_length/mean"] <= 3
+    run = str(tmp_path / "run")
+    assert main([f"--model=hf:{checkpoint}", *task, "--steps=0", f"--run-dir={run}"]) == 0
+    assert evaluate([run, *flags]) == 0
+    begun = json.loads((tmp_path / "numbers.json").read_text())
+    names = [name for name in bare if name not in ("run", "recipe")]
+    assert {name: begun[name] for name in names} == {name: bare[name] for name in names}
+
+
+def test_a_bare_checkpoint_has_no_task_of_its_own(checkpoint, capsys):
+    assert evaluate([f"hf:{checkpoint}"]) == 2
+    assert "is a checkpoint, which has no task: give --task" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from jrl.rollout.collection.collect import collect
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import read, read_metrics
 from jrl.tasks.procedural import ProceduralTask
-from jrl.tasks.task import CORRECT, UNPARSABLE, WRONG, Example, Verdict
+from jrl.tasks.task import CORRECT, UNPARSABLE, WRONG, Verdict
 from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.loop import Outcome, train
 from jrl.trainer.setup.setup import Setup
@@ -34,29 +34,27 @@ PROMPT_LENGTH, RESPONSE_LENGTH = 6, 5
 PROMPTS, GROUP_SIZE = 4, 2
 
 
-def largest(seed: int) -> ProceduralTask:
+class Largest:
     """One to four digits; full marks for a completion that begins with the largest of them."""
 
-    def draw(random: Random) -> Example:
-        digits = [random.choice("012") for _ in range(random.randint(1, 4))]
-        return Example("".join(digits) + "=", max(digits) + "=")
+    max_prompt_length = PROMPT_LENGTH - 1
+    max_response_length = 2
+    characters = "012="
 
-    def score(example: Example, completion: str) -> Verdict:
+    def prompts(self, random: Random) -> dict[str, str]:
+        digits = [random.choice("012") for _ in range(random.randint(1, 4))]
+        return {"prompt": "".join(digits) + "=", "answer": max(digits) + "="}
+
+    def reward(self, prompt: str, completion: str, *, answer: str) -> Verdict:
         if not completion or set(completion) - set("012="):
             return UNPARSABLE
-        if completion[0] == example.answer[0]:
+        if completion[0] == answer[0]:
             return CORRECT
-        return Verdict(0.5, "partial") if example.answer[0] in completion else WRONG
+        return Verdict(0.5, "partial") if answer[0] in completion else WRONG
 
-    return ProceduralTask(
-        name="largest",
-        seed=seed,
-        max_prompt_length=PROMPT_LENGTH - 1,
-        max_response_length=2,
-        characters="012=",
-        draw=draw,
-        score=score,
-    )
+
+def largest(seed: int) -> ProceduralTask:
+    return ProceduralTask("largest", seed, Largest())
 
 
 def small_run(**changes) -> RunConfig:

@@ -58,6 +58,8 @@ class Ahead(Generic[Leaf]):
       slots: ``[place]`` the slot that a row in flight keeps; -1 where it keeps none.
       reasons: ``[place]`` number of the verdict's reason; -1 without a verdict.
       scores: ``[place, 2]`` of the verdict, as `metrics` are kept.
+      parts: ``[place, 1 + part, 2]`` likewise: 1 where the verdict has parts, else 0, and their
+        values, NaN for those that it lacks; None where no verdict can have any.
       counts: ``[place]`` whether its tokens count.
       tokens, behaviour_logprobs, old_logprobs, versions: ``[place, response]`` as in
         `jrl.rollout.decoding.requests.Sampled`, 0 after its tokens.
@@ -80,6 +82,7 @@ class Ahead(Generic[Leaf]):
     old_logprobs: Leaf
     versions: Leaf
     choices: Leaf | None
+    parts: Leaf | None = None
 
 
 class Room(NamedTuple):
@@ -90,6 +93,7 @@ class Room(NamedTuple):
       batches: that are sampled ahead at most.
       prompt_length, response_length: tokens of a row at most.
       config: the policy network, where choices of experts are recorded.
+      reward_parts: names of the parts that a verdict can have.
     """
 
     recipe: Recipe
@@ -97,6 +101,7 @@ class Room(NamedTuple):
     prompt_length: int
     response_length: int
     config: ModelConfig | None
+    reward_parts: tuple[str, ...] = ()
 
     @property
     def places(self) -> int:
@@ -130,6 +135,7 @@ class Room(NamedTuple):
             old_logprobs=np.zeros((places, response), np.float32),
             versions=filled(0, places, response),
             choices=choices,
+            parts=_halves(_parts([], places, self.reward_parts)) if self.reward_parts else None,
         )
 
     def packed(self, drawn: Drawn) -> Ahead[np.ndarray]:
@@ -144,6 +150,9 @@ class Room(NamedTuple):
             metrics=_halves(np.array([drawn.metrics.get(name, np.nan) for name in METRICS])),
             scores=_halves(scores),
         )
+        if self.reward_parts:
+            parts = _parts(rows, self.places, self.reward_parts)
+            packed = replace(packed, parts=_halves(parts))
         packed.counts[: len(drawn.counts)] = drawn.counts
         for place, row in enumerate(rows):
             _write(packed, place, row)
@@ -157,7 +166,7 @@ class Room(NamedTuple):
         numbers = {int(number) for number in ahead.prompts[places]}
         examples = {number: sampler.task.train(number) for number in sorted(numbers)}
         ids = {number: sampler.encoded(example) for number, example in examples.items()}
-        rows = [_read(ahead, place, sampler, examples, ids) for place in places]
+        rows = [_read(ahead, place, sampler, examples, ids, self.reward_parts) for place in places]
         ready = [row for row in rows[: self.recipe.completions] if isinstance(row, Completion)]
         metrics = dict(zip(METRICS, _whole(ahead.metrics).tolist(), strict=True))
         return Drawn(
@@ -199,6 +208,18 @@ def _score(row: Completion | Request) -> float:
     return 0.0 if isinstance(row, Request) else row.score
 
 
+def _parts(rows: Sequence[Completion | Request], places: int, names: tuple[str, ...]) -> np.ndarray:
+    """``[place, 1 + part]`` as `Ahead.parts`, in whole numbers of the host."""
+    found = np.full((places, 1 + len(names)), np.nan)
+    found[:, 0] = 0
+    for place, row in enumerate(rows):
+        verdict = row.verdict if isinstance(row, Completion) else None
+        if verdict is not None and verdict.parts is not None:
+            parts = dict(verdict.parts)
+            found[place] = [1, *(parts.get(name, np.nan) for name in names)]
+    return found
+
+
 def _write(into: Ahead[np.ndarray], place: int, row: Completion | Request) -> None:
     request = row_of(row)
     into.prompts[place], into.samples[place] = request.prompt, request.sample
@@ -226,11 +247,13 @@ def _read(
     sampler: Sampler,
     examples: Mapping[int, Example],
     prompts: Mapping[int, np.ndarray],
+    names: tuple[str, ...],
 ) -> Completion | Request:
     """The row of a place.
 
     Args:
       examples, prompts: by the numbers of prompts; those as ids.
+      names: of the parts of verdicts.
     """
     prompt, sample = int(ahead.prompts[place]), int(ahead.samples[place])
     ids, length = prompts[prompt], int(ahead.lengths[place])
@@ -251,7 +274,11 @@ def _read(
     trajectory = Trajectory(request, sampled.tokens, finish, shelf=None, row=0)
     text = text_of(sampler.format.tokenizer, sampled.tokens)
     score = float(_whole(ahead.scores[place]))
-    verdict = Verdict(score, REASONS[ahead.reasons[place]])
+    parts = None
+    if ahead.parts is not None and (values := _whole(ahead.parts[place]).tolist())[0]:
+        pairs = zip(names, values[1:], strict=True)
+        parts = tuple((name, value) for name, value in pairs if not math.isnan(value))
+    verdict = Verdict(score, REASONS[ahead.reasons[place]], parts)
     return Completion(trajectory, examples[prompt], text, verdict)
 
 

@@ -6,10 +6,12 @@ Any expression scores that has the value asked for and uses each given number ex
 from fractions import Fraction
 from operator import add, mul, sub
 from random import Random
+from typing import Any
 
 from jrl.tasks.builtin.expression import parse
+from jrl.tasks.definition import Record
 from jrl.tasks.procedural import ProceduralTask
-from jrl.tasks.task import CORRECT, UNPARSABLE, WRONG, Example, Verdict
+from jrl.tasks.task import CORRECT, UNPARSABLE, WRONG, Verdict
 
 MAX_NUMBER = 12
 MAX_TARGET = 99
@@ -18,42 +20,50 @@ MAX_TARGET = 99
 _RANK = {"+": 0, "-": 0, "*": 1, "/": 1}
 
 
+class Countdown:
+    """Prompts of three numbers from 1 to 12 in ascending order and a target from 1 to 99."""
+
+    max_prompt_length = len("10,11,12=99:")
+    max_response_length = len("12*(10+11)")
+    characters = "()*+,-/0123456789:="
+
+    def prompts(self, random: Random) -> Record:
+        """Draws an expression first, and asks for its value, so that there always is an answer."""
+        while True:
+            numbers = [random.randrange(1, MAX_NUMBER + 1) for _ in range(3)]
+            first, second = random.choice("+-*/"), random.choice("+-*/")
+            pair = _join(str(numbers[0]), numbers[0], first, str(numbers[1]), numbers[1])
+            if pair is None:
+                continue
+            text, value, rank = pair
+            if random.randrange(2):
+                inner = text if rank >= _RANK[second] else f"({text})"
+                whole = _join(inner, value, second, str(numbers[2]), numbers[2])
+            else:
+                # On the right, equal rank needs parentheses as well: a-(b+c), a/(b*c).
+                inner = text if rank > _RANK[second] else f"({text})"
+                whole = _join(str(numbers[2]), numbers[2], second, inner, value)
+            if whole is not None and 1 <= whole[1] <= MAX_TARGET:
+                given = ",".join(map(str, sorted(numbers)))
+                return {"prompt": f"{given}={whole[1]}:", "answer": whole[0]}
+
+    def reward(self, prompt: str, completion: str, **record: Any) -> Verdict:
+        given, _, target = prompt.removesuffix(":").partition("=")
+        try:
+            expression = parse(completion)
+        except ValueError:
+            return UNPARSABLE
+        if sorted(expression.numbers) != sorted(map(int, given.split(","))):
+            return WRONG
+        try:
+            return CORRECT if expression.value() == Fraction(target) else WRONG
+        except ZeroDivisionError:
+            return WRONG
+
+
 def countdown(seed: int) -> ProceduralTask:
-    """Prompts of three numbers from 1 to 12 in ascending order and a target from 1 to 99.
-
-    Args:
-      seed: picks the stream of prompts.
-    """
-    return ProceduralTask(
-        name="countdown",
-        seed=seed,
-        max_prompt_length=len("10,11,12=99:"),
-        max_response_length=len("12*(10+11)"),
-        characters="()*+,-/0123456789:=",
-        draw=_draw,
-        score=_score,
-    )
-
-
-def _draw(random: Random) -> Example:
-    """Draws an expression first, and asks for its value, so that there always is an answer."""
-    while True:
-        numbers = [random.randrange(1, MAX_NUMBER + 1) for _ in range(3)]
-        first, second = random.choice("+-*/"), random.choice("+-*/")
-        pair = _join(str(numbers[0]), numbers[0], first, str(numbers[1]), numbers[1])
-        if pair is None:
-            continue
-        text, value, rank = pair
-        if random.randrange(2):
-            inner = text if rank >= _RANK[second] else f"({text})"
-            whole = _join(inner, value, second, str(numbers[2]), numbers[2])
-        else:
-            # On the right, equal rank needs parentheses as well: a-(b+c), a/(b*c).
-            inner = text if rank > _RANK[second] else f"({text})"
-            whole = _join(str(numbers[2]), numbers[2], second, inner, value)
-        if whole is not None and 1 <= whole[1] <= MAX_TARGET:
-            given = ",".join(map(str, sorted(numbers)))
-            return Example(f"{given}={whole[1]}:", whole[0])
+    """The task with the stream of prompts that `seed` picks."""
+    return ProceduralTask("countdown", seed, Countdown())
 
 
 def _join(
@@ -67,17 +77,3 @@ def _join(
     else:
         value = {"+": add, "-": sub, "*": mul}[operation](left, right)
     return f"{left_text}{operation}{right_text}", value, _RANK[operation]
-
-
-def _score(example: Example, completion: str) -> Verdict:
-    given, _, target = example.prompt.removesuffix(":").partition("=")
-    try:
-        expression = parse(completion)
-    except ValueError:
-        return UNPARSABLE
-    if sorted(expression.numbers) != sorted(map(int, given.split(","))):
-        return WRONG
-    try:
-        return CORRECT if expression.value() == Fraction(target) else WRONG
-    except ZeroDivisionError:
-        return WRONG

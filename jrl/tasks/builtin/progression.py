@@ -2,35 +2,30 @@
 
 from random import Random
 
+from jrl.tasks.definition import Record
 from jrl.tasks.procedural import ProceduralTask, exact
-from jrl.tasks.task import Example, Verdict
+from jrl.tasks.task import Verdict
 
 MODULUS = 100
 NUM_TERMS = 3
 
 
+class Progression:
+    """Prompts of three two-digit terms, answered by the next three."""
+
+    max_prompt_length = len("00,00,00=")
+    max_response_length = len("00,00,00")
+    characters = ",0123456789="
+
+    def prompts(self, random: Random) -> Record:
+        start, step = random.randrange(MODULUS), random.randrange(1, MODULUS)
+        terms = [f"{(start + step * index) % MODULUS:02d}" for index in range(2 * NUM_TERMS)]
+        return {"prompt": ",".join(terms[:NUM_TERMS]) + "=", "answer": ",".join(terms[NUM_TERMS:])}
+
+    def reward(self, prompt: str, completion: str, *, answer: str) -> Verdict:
+        return exact(completion, answer, ",0123456789")
+
+
 def progression(seed: int) -> ProceduralTask:
-    """Prompts of three two-digit terms, answered by the next three.
-
-    Args:
-      seed: picks the stream of prompts.
-    """
-    return ProceduralTask(
-        name="progression",
-        seed=seed,
-        max_prompt_length=len("00,00,00="),
-        max_response_length=len("00,00,00"),
-        characters=",0123456789=",
-        draw=_draw,
-        score=_score,
-    )
-
-
-def _draw(random: Random) -> Example:
-    start, step = random.randrange(MODULUS), random.randrange(1, MODULUS)
-    terms = [f"{(start + step * index) % MODULUS:02d}" for index in range(2 * NUM_TERMS)]
-    return Example(",".join(terms[:NUM_TERMS]) + "=", ",".join(terms[NUM_TERMS:]))
-
-
-def _score(example: Example, completion: str) -> Verdict:
-    return exact(completion, example.answer, ",0123456789")
+    """The task with the stream of prompts that `seed` picks."""
+    return ProceduralTask("progression", seed, Progression())

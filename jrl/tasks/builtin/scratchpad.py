@@ -5,11 +5,11 @@ as carry and digit, and after the marker the result. The result alone is scored,
 written before the marker is the policy's own chain of thought; its length grows with the operands.
 """
 
-from functools import partial
 from random import Random
 
+from jrl.tasks.definition import Record
 from jrl.tasks.procedural import ProceduralTask, exact
-from jrl.tasks.task import Example, Verdict
+from jrl.tasks.task import Verdict
 
 MARKER = "#"
 MIN_DIGITS, MAX_DIGITS = 2, 5
@@ -19,11 +19,44 @@ TAIL = 1.5
 ``(MIN / n) ** TAIL`` has n or more."""
 
 
-def scratchpad(seed: int, digits: tuple[int, int] | None = None) -> ProceduralTask:
+class Scratchpad:
     """Prompts of two numbers, answered by the steps and then the sum.
 
     Args:
-      seed: picks the stream of prompts.
+      least, most: digits of the shortest and the longest operand.
+      alike: whether each operand has a length of its own, all alike likely; else both have one,
+        with a heavy tail.
+    """
+
+    characters = "#+,0123456789="
+
+    def __init__(self, least: int, most: int, alike: bool):
+        self._least, self._most, self._alike = least, most, alike
+        steps = most * len("9+9+1=19,") - 1
+        self.max_prompt_length = 2 * most + len("+=")
+        self.max_response_length = steps + len(MARKER) + most + 1
+
+    def prompts(self, random: Random) -> Record:
+        if self._alike:
+            lengths = self._least, self._most + 1
+            left, right = (_number(random, random.randrange(*lengths)) for _ in range(2))
+        else:
+            # A Pareto variable from the shortest on, rounded down.
+            length = int(self._least * (1 - random.random()) ** (-1 / TAIL))
+            left, right = (_number(random, min(length, self._most)) for _ in range(2))
+        answer = f"{','.join(_steps(left, right))}{MARKER}{left + right}"
+        return {"prompt": f"{left}+{right}=", "answer": answer}
+
+    def reward(self, prompt: str, completion: str, *, answer: str) -> Verdict:
+        """Compares what follows the last marker with the sum; without one there is no answer."""
+        _, marker, result = completion.rpartition(MARKER)
+        return exact(result if marker else "", answer.rpartition(MARKER)[2], "0123456789")
+
+
+def scratchpad(seed: int, digits: tuple[int, int] | None = None) -> ProceduralTask:
+    """The task with the stream of prompts that `seed` picks.
+
+    Args:
       digits: the shortest and the longest operand; the lengths of both are then one, with a heavy
         tail. None draws each of two to five digits, all lengths alike.
 
@@ -38,31 +71,7 @@ def scratchpad(seed: int, digits: tuple[int, int] | None = None) -> ProceduralTa
             f"task={name!r}: operands have {MIN_DIGITS} to {MOST_DIGITS} digits, "
             "the shortest no more than the longest."
         )
-    steps = most * len("9+9+1=19,") - 1
-    return ProceduralTask(
-        name=name,
-        seed=seed,
-        max_prompt_length=2 * most + len("+="),
-        max_response_length=steps + len(MARKER) + most + 1,
-        characters="#+,0123456789=",
-        draw=_draw if digits is None else partial(_draw_long, least, most),
-        score=_score,
-    )
-
-
-def _draw(random: Random) -> Example:
-    lengths = MIN_DIGITS, MAX_DIGITS + 1
-    return _example(*(_number(random, random.randrange(*lengths)) for _ in range(2)))
-
-
-def _draw_long(least: int, most: int, random: Random) -> Example:
-    # A Pareto variable from the shortest on, rounded down.
-    length = int(least * (1 - random.random()) ** (-1 / TAIL))
-    return _example(*(_number(random, min(length, most)) for _ in range(2)))
-
-
-def _example(left: int, right: int) -> Example:
-    return Example(f"{left}+{right}=", f"{','.join(_steps(left, right))}{MARKER}{left + right}")
+    return ProceduralTask(name, seed, Scratchpad(least, most, alike=digits is None))
 
 
 def _number(random: Random, num_digits: int) -> int:
@@ -76,10 +85,3 @@ def _steps(left: int, right: int) -> list[str]:
         steps.append(f"{left % 10}+{right % 10}+{carry}={total:02d}")
         left, right, carry = left // 10, right // 10, total // 10
     return steps
-
-
-def _score(example: Example, completion: str) -> Verdict:
-    """Compares what follows the last marker with the sum; without a marker there is no answer."""
-    _, marker, result = completion.rpartition(MARKER)
-    answer = example.answer.rpartition(MARKER)[2]
-    return exact(result if marker else "", answer, "0123456789")

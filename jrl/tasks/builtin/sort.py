@@ -2,29 +2,28 @@
 
 from random import Random
 
-from jrl.tasks.procedural import ProceduralTask, exact_digits
-from jrl.tasks.task import Example
+from jrl.tasks.definition import Record
+from jrl.tasks.procedural import ProceduralTask, exact
+from jrl.tasks.task import Verdict
 
 NUM_DIGITS = 8
 
 
+class Sort:
+    """Prompts of eight random digits, answered by the same digits in ascending order."""
+
+    max_prompt_length = NUM_DIGITS + 1
+    max_response_length = NUM_DIGITS
+    characters = "0123456789="
+
+    def prompts(self, random: Random) -> Record:
+        digits = [str(random.randrange(10)) for _ in range(NUM_DIGITS)]
+        return {"prompt": "".join(digits) + "=", "answer": "".join(sorted(digits))}
+
+    def reward(self, prompt: str, completion: str, *, answer: str) -> Verdict:
+        return exact(completion, answer, "0123456789")
+
+
 def sort(seed: int) -> ProceduralTask:
-    """Prompts of eight random digits, answered by the same digits in ascending order.
-
-    Args:
-      seed: picks the stream of prompts.
-    """
-    return ProceduralTask(
-        name="sort",
-        seed=seed,
-        max_prompt_length=NUM_DIGITS + 1,
-        max_response_length=NUM_DIGITS,
-        characters="0123456789=",
-        draw=_draw,
-        score=exact_digits,
-    )
-
-
-def _draw(random: Random) -> Example:
-    digits = [str(random.randrange(10)) for _ in range(NUM_DIGITS)]
-    return Example("".join(digits) + "=", "".join(sorted(digits)))
+    """The task with the stream of prompts that `seed` picks."""
+    return ProceduralTask("sort", seed, Sort())

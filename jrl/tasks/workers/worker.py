@@ -1,9 +1,10 @@
 """The program that checks answers with third-party code, in a process of its own.
 
 It is started by its path, and not as a part of `jrl`, so that it never loads jax: one process for
-math-verify (``worker.py math``), or one for a generator of reasoning-gym (``worker.py gym NAME SEED
-SIZE``). It reads one JSON object per line and answers each with another; an exception becomes
-``{"error": ...}``.
+math-verify (``worker.py math``), one for a generator of reasoning-gym (``worker.py gym NAME SEED
+SIZE OPTIONS``), or one for a reward of the user's own (``worker.py reward DESCRIPTION``, see
+`jrl.tasks.workers.reward`). It reads one JSON object per line and answers each with another; an
+exception becomes ``{"error": ...}``.
 
 Both libraries hand texts to `eval`, among them what a policy wrote. Here they get parsers in its
 place.
@@ -24,6 +25,8 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 Message = dict[str, Any]
@@ -161,7 +164,9 @@ def math_checker() -> Callable[[Message], Message]:
     return check
 
 
-def gym_checker(name: str, seed: str, size: str) -> Callable[[Message], Message]:
+def gym_checker(
+    name: str, seed: str, size: str, options: str = "{}"
+) -> Callable[[Message], Message]:
     """Answers ``{"check": number}``, ``{"rows": [start, stop]}``, ``{"prepare": index}`` and
     ``{"index":, "completion":}``."""
     _replace_parser()
@@ -169,7 +174,8 @@ def gym_checker(name: str, seed: str, size: str) -> Callable[[Message], Message]
     from reasoning_gym.factory import DATASETS
 
     def create() -> Any:
-        return reasoning_gym.create_dataset(name, seed=int(seed), size=int(size))
+        given = json.loads(options)
+        return reasoning_gym.create_dataset(name, seed=int(seed), size=int(size), **given)
 
     def check(num_rows: int) -> Message:
         """Whether the generator can be used, tried out on its first rows."""
@@ -227,25 +233,46 @@ def gym_checker(name: str, seed: str, size: str) -> Callable[[Message], Message]
     return answer
 
 
+def reward_checker(described: str) -> Callable[[Message], Message]:
+    """`jrl.tasks.workers.reward.reward_checker`, whose file lies beside this one."""
+    spec = spec_from_file_location("reward", Path(__file__).with_name("reward.py"))
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.reward_checker(described)
+
+
+CHECKERS: dict[str, Callable[..., Callable[[Message], Message]]] = {
+    "math": math_checker,
+    "gym": gym_checker,
+    "reward": reward_checker,
+}
+
+
 def main() -> None:
     """Serves questions from the standard input until it ends."""
+    questions = os.fdopen(os.dup(0), encoding="utf-8")
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints is no answer
-    logging.disable(logging.CRITICAL)
-    _limit_memory()
+    # What a library prints is no answer, and what it reads no question.
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)
+    kind, *arguments = sys.argv[1:]
+    if kind != "reward":  # whose libraries may map as much memory as they like
+        logging.disable(logging.CRITICAL)
+        _limit_memory()
 
     def send(message: Message) -> None:
         channel.write(json.dumps(message) + "\n")
         channel.flush()
 
-    kind, *arguments = sys.argv[1:]
     try:
-        check = {"math": math_checker, "gym": gym_checker}[kind](*arguments)
+        check = CHECKERS[kind](*arguments)
     except Exception as error:
         send({"error": f"{type(error).__name__}: {error}"})
         return
     send({})
-    for line in sys.stdin:
+    for line in questions:
         if hasattr(signal, "alarm"):
             signal.alarm(ORPHAN_SECONDS)
         try:

@@ -13,7 +13,7 @@ from jrl.report.critic import CriticRollout
 from jrl.rollout.batching import batch_of
 from jrl.rollout.collection.collect import groups_of
 from jrl.rollout.decoding.engine import ranks
-from jrl.rollout.sampler import Sampler, lengths_of, numbered_heldout, scores_of
+from jrl.rollout.sampler import Sampler, correct_of, lengths_of, numbered_heldout, scores_of
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.scoring import PromptLayout
 from jrl.trainer.evaluation.heldout import filled_up, heldout_examples
@@ -64,16 +64,18 @@ def evaluate_critic(
         batch = batch_of([c.trajectory for c in rows], everything, network.mesh, *lengths)
         values = values_of(objective, critic, batch.tokens, batch.valid)
         values, mask = to_host((values, batch.mask))
-        columns = (values, mask, scores_of(drawn), groups_of(drawn), lengths_of(drawn))
+        judged = scores_of(drawn), correct_of(drawn)
+        columns = (values, mask, *judged, groups_of(drawn), lengths_of(drawn))
         pieces.append([column[: len(drawn)] for column in columns])
         report("critic", min(start + size, len(examples)) * k, len(examples) * k)
-    values, mask, scores, groups, lengths = map(np.concatenate, zip(*pieces, strict=True))
+    joined = map(np.concatenate, zip(*pieces, strict=True))
+    values, mask, scores, correct, groups, lengths = joined
     rewards = recipe.rewards(jnp.asarray(scores), jnp.asarray(lengths), sampler.response_length)
     return CriticRollout(
         values=values,
         rewards=np.asarray(terminal_rewards(rewards, jnp.asarray(mask))),
         mask=np.asarray(mask, bool),
-        correct=scores == 1.0,
+        correct=correct,
         groups=-1 - groups,  # numbers of held-out prompts count down from -1
         lam=np.asarray(recipe.policy_lambda(jnp.asarray(lengths))),
         gamma=recipe.gamma,

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from jrl.losses import pass_at_k
-from jrl.rollout.sampler import Completion, Sampler, lengths_of, numbered_heldout
+from jrl.rollout.parts import part_means, per_task
+from jrl.rollout.sampler import Completion, Sampler, correct_of, lengths_of, numbered_heldout
 from jrl.rollout.sampling import GREEDY, Sampling
 from jrl.tasks import REASONS
 from jrl.trainer.evaluation.heldout import heldout_examples
@@ -49,15 +50,16 @@ def evaluate(
     # In float64: these are averaged and printed, and enter no loss.
     scores = np.array([completion.score for completion in sampled])
     best = np.array([completion.score for completion in greedy])
-    correct = (scores == 1.0).reshape(-1, k).sum(axis=1)
+    full = correct_of(sampled)
+    correct = full.reshape(-1, k).sum(axis=1)
     counts: list[int] = correct.tolist()
     reasons = Counter(c.verdict.reason for c in sampled if c.verdict is not None)
     results = {
         "prompts": len(examples),
-        "accuracy/sampled": (scores == 1.0).mean(),
+        "accuracy/sampled": full.mean(),
         # Prompts are what was drawn at random: completions of one prompt are not independent.
         "accuracy/sampled/standard_error": (correct / k).std() / math.sqrt(len(examples)),
-        "accuracy/greedy": (best == 1.0).mean(),
+        "accuracy/greedy": correct_of(greedy).mean(),
         "score/sampled": scores.mean(),
         "score/greedy": best.mean(),
         **{f"pass@{n}": np.mean([float(pass_at_k(k, c, n)) for c in counts]) for n in _up_to(k)},
@@ -65,6 +67,7 @@ def evaluate(
         "response_length/clip_ratio": np.mean([completion.truncated for completion in sampled]),
         **{f"verifier/{reason}": reasons[reason] for reason in REASONS},
     }
+    results |= part_means(sampled) | per_task(sampled, "sampled") | per_task(greedy, "greedy")
     return {name: np.asarray(value).item() for name, value in results.items()}
 
 

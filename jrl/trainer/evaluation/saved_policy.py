@@ -130,6 +130,21 @@ def _warn(checkpoints: Checkpoints, damaged: Mapping[int, str], step: int) -> No
             )
 
 
+def load_checkpoint(
+    directory: str, networks: Networks, *, float32: bool = False
+) -> Transformer[Array]:
+    """The policy of a public checkpoint.
+
+    Args:
+      networks, float32: as for `load_policy`.
+    """
+    from moe.huggingface import load_weights  # needs an extra
+
+    model, mesh = networks.policy.config, networks.mesh
+    weights = load_weights(directory, model, mesh, float32_shardings(model, mesh))
+    return weights if float32 else weights_of(weights, model, mesh)
+
+
 def load_model(folder: RunFolder) -> ModelConfig | None:
     """The network of a run that began from a public checkpoint, None for one of a preset."""
     if not folder.model_path.exists():

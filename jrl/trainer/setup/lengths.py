@@ -1,8 +1,10 @@
 """How many tokens prompts and completions have: what a task needs, and what a run takes."""
 
+from typing import Any
+
 from jrl.config.run import RunConfig
 from jrl.tasks import Example, Task
-from jrl.tasks.finite import FiniteTask
+from jrl.tasks.parts import leave_out, leaves, listed
 from jrl.text.prompt_format import PromptFormat
 from jrl.text.tokenizer import Tokenizer
 from moe.config import ModelConfig
@@ -18,8 +20,12 @@ def longest_prompt(task: Task, format: PromptFormat) -> int:
     a bound, the tokens around a prompt of one character and those that as many characters as the
     longest has can come to.
     """
-    if isinstance(task, FiniteTask):
-        return max(len(format.encode(example)) for example in task.examples)
+    return max(_longest_prompt(leaf, format) for leaf in leaves(task))
+
+
+def _longest_prompt(task: Any, format: PromptFormat) -> int:
+    if (found := listed(task)) is not None:
+        return max(len(format.encode(example)) for example in found.examples)
     encode = format.tokenizer.encode
     around = max(len(format.encode(Example(c, ""))) - len(encode(c)) for c in task.characters)
     return around + _bound(task.max_prompt_length, task, format.tokenizer)
@@ -27,12 +33,16 @@ def longest_prompt(task: Task, format: PromptFormat) -> int:
 
 def longest_answer(task: Task, tokenizer: Tokenizer) -> int:
     """Tokens of the longest gold completion and its end: counted, or bounded as for prompts."""
-    if isinstance(task, FiniteTask):
-        return max(len(tokenizer.encode(example.answer)) for example in task.examples) + 1
+    return max(_longest_answer(leaf, tokenizer) for leaf in leaves(task))
+
+
+def _longest_answer(task: Any, tokenizer: Tokenizer) -> int:
+    if (found := listed(task)) is not None:
+        return max(len(tokenizer.encode(example.answer)) for example in found.examples) + 1
     return _bound(task.max_response_length, task, tokenizer) + 1
 
 
-def _bound(length: int, task: Task, tokenizer: Tokenizer) -> int:
+def _bound(length: int, task: Any, tokenizer: Tokenizer) -> int:
     """Tokens that a text of `length` characters of the task can have.
 
     A character is one token, or as many as it has bytes, and a model may begin every text with a
@@ -57,6 +67,43 @@ def prompt_length(run: RunConfig, task: Task, format: PromptFormat) -> int:
             f"prompt_length={run.prompt_length} is too short: the task needs {needed} tokens."
         )
     return run.prompt_length
+
+
+def fitted_prompts(run: RunConfig, task: Task, format: PromptFormat) -> tuple[int, int]:
+    """Tokens that prompts are padded to, and how many prompts of lists are left out for them.
+
+    Raises:
+      ValueError: as for `prompt_length`, for what may not be left out or cannot: prompts that are
+        drawn.
+    """
+    dropped = 0
+    if (limit := run.prompt_length) is not None and run.overlong_prompts == "drop":
+        dropped = leave_out(task, lambda example: len(format.encode(example)) <= limit)
+    return prompt_length(run, task, format), dropped
+
+
+def check_answers(run: RunConfig, task: Task) -> None:
+    """Refuses a warm start where there is nothing to imitate, and a limit of completions that
+    nothing tells.
+
+    Raises:
+      ValueError: saying what to give.
+    """
+    if run.checkpoint is not None:
+        return
+    lists = [found for leaf in leaves(task) if (found := listed(leaf)) is not None]
+    missing = sum(not example.answer for found in lists for example in found.examples)
+    if missing and run.weights is None and run.warm_start_steps:
+        raise ValueError(
+            f"task={run.task}: {missing} records have no answer, and the warm start imitates "
+            "answers: give each one, start from --weights or a checkpoint, or say "
+            "--warm-start-steps 0."
+        )
+    if not task.max_response_length and run.response_length is None:
+        raise ValueError(
+            f"task={run.task} has no answers that say how long completions may be: give "
+            "--response-length."
+        )
 
 
 def response_length(

@@ -104,6 +104,7 @@ class Networks:
       max_staleness: versions of the policy that what it learns from may be behind it.
       kept_pool: that of an engine whose rows in flight keep their keys and values, None where those
         are computed again.
+      reward_parts: names of the parts that a verdict can have.
     """
 
     policy: Network[PolicyObjective]
@@ -112,6 +113,7 @@ class Networks:
     packs: bool = False
     max_staleness: int = 0
     kept_pool: KeptPool | None = None
+    reward_parts: tuple[str, ...] = ()
 
     @property
     def mesh(self) -> FoldedMesh:
@@ -129,6 +131,7 @@ class Networks:
             policy.layout.prompt_length,
             policy.response_length,
             policy.config if policy.recipe.router_replay == "R3" else None,
+            self.reward_parts,
         )
 
     def on(self, mesh: FoldedMesh) -> "Networks":

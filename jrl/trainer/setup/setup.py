@@ -5,6 +5,7 @@ import difflib
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,7 +23,8 @@ from jrl.rollout.decoding.engine import SlotEngine
 from jrl.rollout.resharding import mesh_apart, rollout_mesh
 from jrl.rollout.sampler import Sampler
 from jrl.tasks import Task, load_task
-from jrl.tasks.jsonl import Fields
+from jrl.tasks.parts import part_names
+from jrl.tasks.records import Fields
 from jrl.text.load import load_tokenizer
 from jrl.text.prompt_format import (
     NONE,
@@ -34,7 +36,7 @@ from jrl.text.prompt_format import (
 from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.objectives import CriticObjective, PolicyObjective, SupervisedObjective
 from jrl.trainer.setup.geometry import Geometry
-from jrl.trainer.setup.lengths import prompt_length, response_length
+from jrl.trainer.setup.lengths import check_answers, fitted_prompts, response_length
 from jrl.trainer.setup.network import check_served, network_of
 from jrl.trainer.setup.networks import KeptPool, Network, Networks
 from jrl.trainer.setup.randomness import Randomness
@@ -56,6 +58,7 @@ class Setup:
       mesh: where everything lives but what samples completions, which is on `rollout_mesh`.
       prompt_length: tokens that prompts are padded to.
       response_length: limit of a completion in tokens, end-of-sequence included.
+      prompts_dropped: prompts that were left out for their length.
 
     Raises:
       ValueError: for a network whose experts drop choices, see `moe.router.capacity`, and for one
@@ -70,6 +73,7 @@ class Setup:
     mesh: FoldedMesh
     prompt_length: int
     response_length: int
+    prompts_dropped: int = 0
 
     def __post_init__(self):
         # Without a step of reinforcement there is no ratio.
@@ -171,7 +175,8 @@ class Setup:
             engine = self._engine(self.randomness)
             kept = KeptPool(engine.decoder, engine.slots, engine.columns)
         staleness = self.run.max_staleness
-        return Networks(policy, critic, recipe.uses_reference, packs, staleness, kept)
+        parts = part_names(self.task)
+        return Networks(policy, critic, recipe.uses_reference, packs, staleness, kept, parts)
 
     @property
     def imitator(self) -> Network[SupervisedObjective]:
@@ -191,12 +196,14 @@ def build_setup(
     recipe: Recipe,
     tokenizer: Tokenizer | None = None,
     model: ModelConfig | None = None,
+    kept: Path | None = None,
 ) -> Setup:
     """Makes the fixed parts of a run. Starts a task's worker processes: close the task at the end.
 
     Args:
       tokenizer: of a run that is being resumed or evaluated; None makes it as configured.
       model: the same, for a run that began from a public checkpoint.
+      kept: folder with the run's copies of the user's own files; None reads those themselves.
 
     Raises:
       ValueError: on anything in the configuration that cannot be had.
@@ -219,7 +226,15 @@ def build_setup(
     elif run.checkpoint is None and run.model not in PRESETS:
         near = difflib.get_close_matches(run.model, PRESETS) or list(PRESETS)
         raise ValueError(f"model={run.model!r} is no preset; near: {', '.join(near)}.")
-    task = load_task(run.task, run.seed, _fields(run), run.verifiers)
+    task = load_task(
+        run.task,
+        run.seed,
+        _fields(run),
+        run.verifiers,
+        held_out=run.held_out,
+        rewards=run.rewards,
+        kept=kept,
+    )
     try:
         if tokenizer is None:
             tokenizer = _tokenizer(run, task, model)
@@ -227,7 +242,8 @@ def build_setup(
             PRESETS[run.model](tokenizer.vocab_size) if model is None else model, run
         )
         format = prompt_format(run, tokenizer)
-        prompt = prompt_length(run, task, format)
+        check_answers(run, task)
+        prompt, dropped = fitted_prompts(run, task, format)
         setup = Setup(
             run=run,
             recipe=recipe,
@@ -237,6 +253,7 @@ def build_setup(
             mesh=fold(layout, devices[: layout.num_devices]),
             prompt_length=prompt,
             response_length=response_length(run, task, tokenizer, network, prompt),
+            prompts_dropped=dropped,
         )
         setup = replace(setup, recipe=recipe.fitted(setup.response_length))
         setup = replace(setup, recipe=setup.geometry.with_micro_batch().recipe)

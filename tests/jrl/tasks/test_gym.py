@@ -1,10 +1,13 @@
 """Generators of reasoning-gym: those that can be used, those that are refused, and their scores."""
 
+import re
+
 import pytest
 from tiers import full_but
 
 from jrl.tasks import Verdict, load_task
 from jrl.tasks.gym import gym
+from jrl.tasks.load import _options
 from jrl.tasks.task import Example
 from jrl.tasks.workers.pool import default_workers
 from jrl.tasks.workers.process import Worker
@@ -127,3 +130,23 @@ def test_refusals_leave_no_process(monkeypatch):
     with pytest.raises(ValueError, match="boxnet"):
         gym("boxnet", 0, size=8)
     assert len(closed) == default_workers()
+
+
+@pytest.mark.slow
+def test_generators_take_options():
+    task = gym("basic_arithmetic", 0, size=8, options={"min_terms": 2, "max_terms": 2})
+    assert task.name == "gym:basic_arithmetic,min_terms=2,max_terms=2"
+    terms = [len(re.findall(r"[0-9]+", task.train(index).prompt)) for index in range(6)]
+    assert set(terms) == {2}
+    task.close()
+    with pytest.raises(ValueError, match=r"gym:gcd,terms=3 cannot be .*unexpected keyword.*terms"):
+        gym("gcd", 0, size=8, options={"terms": 3})
+
+
+def test_options_are_read_from_the_name():
+    assert _options("", 'gcd,min_terms=3,names=["a","b"],mode=odd') == (
+        "gcd",
+        {"min_terms": 3, "names": ["a", "b"], "mode": "odd"},
+    )
+    with pytest.raises(ValueError, match="has a twice"):
+        _options("gym:gcd,a=1,a=2", "gcd,a=1,a=2")

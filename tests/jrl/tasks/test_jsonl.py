@@ -11,7 +11,8 @@ import pytest
 
 from jrl.tasks import load_task
 from jrl.tasks.finite import FiniteTask
-from jrl.tasks.jsonl import Fields, _examples, jsonl
+from jrl.tasks.jsonl import _placed, jsonl
+from jrl.tasks.records import Fields
 from jrl.tasks.task import Example
 from jrl.tasks.workers import worker as worker_program
 from jrl.tasks.workers.pool import Pool
@@ -219,7 +220,7 @@ def test_two_rows_make_two_sides(tmp_path):
 
 def one(path, fields=None):
     """The only example of a file."""
-    ((_, example),) = _examples(path, Fields() if fields is None else fields)
+    ((_, example),) = _placed("jsonl", path, Fields() if fields is None else fields)
     return example
 
 

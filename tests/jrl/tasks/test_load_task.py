@@ -20,7 +20,7 @@ def test_built_in_tasks_by_name(name):
     ("spec", "message"),
     [
         ("srot", r"task='srot' is unknown: did you mean sort\? The tasks are sort, addition, scr"),
-        ("", r"task='' is unknown: The tasks are sort, .*, jsonl:PATH and gym:NAME"),
+        ("", r"task='' is unknown: The tasks are sort, .*, jsonl:PATH, .*gym:NAME.*file\.py:make"),
         ("json:a.jsonl", r"task='json:a\.jsonl' is unknown: did you mean jsonl or "),
         ("jsonl", r"task='jsonl' is unknown: did you mean jsonl\?"),
         ("gym:", r"task='gym:' is unknown: did you mean gym\?"),

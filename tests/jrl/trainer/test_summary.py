@@ -125,7 +125,7 @@ def test_scores_are_those_of_finished_responses():
     """Rows stand in no groups: nothing is said of them."""
     scores, lengths, cut = [1.0, 0.0, 0.5, 0.0], [4, 3, 5, 3], [False, False, True, False]
     completions = [
-        SimpleNamespace(score=score, length=length, truncated=truncated)
+        SimpleNamespace(score=score, length=length, truncated=truncated, verdict=None)
         for score, length, truncated in zip(scores, lengths, cut, strict=True)
     ]
     valid = jnp.arange(7)[None, :] < jnp.array(lengths)[:, None] + 1

@@ -198,6 +198,8 @@ def test_dynamic_sampling_refills(name):
         "verifier/unparsable": 0,
         "verifier/timeout": 0,
         "verifier/error": 0,
+        "verifier/not_finite": 0,
+        "verifier/invalid": 0,
     }
     assert collected.metrics == expected
     assert collected.seconds.keys() == TIMES

@@ -1,0 +1,38 @@
+"""Completions by the parts of their rewards, and by the tasks of a mixture."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from jrl.rollout.sampler import Completion, accuracy, scores_of
+
+
+def part_means(completions: Sequence[Completion]) -> dict[str, float]:
+    """``reward/NAME``: the mean of each part over the completions that have it, unweighted."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for completion in completions:
+        verdict = completion.verdict
+        for name, value in () if verdict is None or verdict.parts is None else verdict.parts:
+            values[name].append(value)
+    return {f"reward/{name}": float(np.mean(found)) for name, found in sorted(values.items())}
+
+
+def per_task(completions: Sequence[Completion], way: str | None = None) -> dict[str, float]:
+    """``task/NAME/...`` of each task of a mixture: accuracy and mean score of its completions that
+    have a verdict, and how many those are.
+
+    Args:
+      way: how they were drawn, the end of the names of an evaluation; None is as in training.
+    """
+    rows: defaultdict[str, list[Completion]] = defaultdict(list)
+    for completion in completions:
+        if completion.verdict is not None and completion.example.task:
+            rows[completion.example.task].append(completion)
+    end = "" if way is None else f"/{way}"
+    found: dict[str, float] = {}
+    for name, own in sorted(rows.items()):
+        found[f"task/{name}/accuracy{end}"] = accuracy(own)
+        found[f"task/{name}/score{end}"] = float(np.mean(scores_of(own)))
+        found[f"task/{name}/completions{end}"] = float(len(own))
+    return found

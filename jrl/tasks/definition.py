@@ -1,0 +1,79 @@
+"""What a task is written as: where its prompts come from, and what a completion is worth.
+
+A record is a mapping with "prompt", a text (or "messages", the turns of a conversation, in its
+place), "answer" where there is a gold answer to imitate, and whatever else the reward reads. Every
+field but the prompt reaches the reward by its name. Tasks of the library and tasks of a user's own
+are written alike.
+"""
+
+from collections.abc import Awaitable, Mapping, Sequence
+from random import Random
+from typing import Any, Protocol, runtime_checkable
+
+from jrl.tasks.task import Example, Verdict
+
+Record = Mapping[str, Any]
+"""A prompt and what is known of it."""
+Reward = float | Mapping[str, float] | Verdict
+"""A number, several by name, or a number with its reason."""
+
+
+@runtime_checkable
+class Endless(Protocol):
+    """A task whose prompts are drawn at random, as many as one likes.
+
+    Lengths are in characters and hold for every prompt and every answer that can be drawn;
+    `characters` has all that they can contain, sorted.
+    """
+
+    @property
+    def max_prompt_length(self) -> int: ...
+
+    @property
+    def max_response_length(self) -> int: ...
+
+    @property
+    def characters(self) -> str: ...
+
+    def prompts(self, random: Random) -> Record:
+        """Draws a record; all its randomness comes from `random`."""
+        ...
+
+    @property
+    def reward(self) -> Any:
+        """As `Listed.reward`."""
+        ...
+
+
+@runtime_checkable
+class Listed(Protocol):
+    """A task with a list of prompts.
+
+    It may also have `heldout`, records to evaluate on that are kept apart from `prompts`;
+    `weights`, by the names of a reward's parts; and `full_marks`, the weighted sum from which on a
+    completion counts as correct.
+    """
+
+    @property
+    def prompts(self) -> Sequence[Record | str]:
+        """Records, or prompts alone."""
+        ...
+
+    def reward(self, prompt: str, completion: str, **record: Any) -> Reward | Awaitable[Reward]:
+        """What a completion is worth.
+
+        Args:
+          prompt: as the policy read it, of a conversation its text for people.
+          completion: what the policy wrote.
+          record: the other fields of its record; a reward that does not take them all, by
+            ``**record``, is given those that it names.
+        """
+        ...
+
+
+def score_of(definition: Endless, example: Example, completion: str) -> Verdict:
+    """A verdict of a definition that is trusted: in this process and without a limit of time."""
+    fields = {"answer": example.answer, **example.record}
+    found = definition.reward(example.prompt, completion, **fields)
+    assert isinstance(found, Verdict), f"{found!r} is no verdict"
+    return found

@@ -1,0 +1,158 @@
+"""Several tasks in one, mixed by weight."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from jrl.tasks.parts import leaves, listed
+from jrl.tasks.task import Example, Task, Verdict, check_index, check_pairs
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A task of a mixture and its weight, above 0."""
+
+    task: Task
+    weight: float
+
+
+class Turns:
+    """Whose turn it is: each task has its share of all numbers so far, to within a turn or so.
+
+    A turn adds its weight to what each task is owed, and goes to the one that is owed most, the
+    first of equals. Tasks that have no more to give are passed over.
+    """
+
+    def __init__(self, weights: Sequence[float], sizes: Sequence[int | None]):
+        self._weights, self._sizes = weights, sizes
+        self._owed = [0.0] * len(weights)
+        self._given = [0] * len(weights)
+        self._turns: list[tuple[int, int]] = []
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        """The task of a number, and how many numbers before it were that task's."""
+        while len(self._turns) <= index:
+            self._turns.append(self._next())
+        return self._turns[index]
+
+    def _next(self) -> tuple[int, int]:
+        sizes = enumerate(self._sizes)
+        left = [task for task, size in sizes if size is None or self._given[task] < size]
+        for task in left:
+            self._owed[task] += self._weights[task]
+        turn = max(left, key=lambda task: self._owed[task])
+        self._owed[turn] -= sum(self._weights[task] for task in left)
+        self._given[turn] += 1
+        return turn, self._given[turn] - 1
+
+
+class Mixture:
+    """Tasks whose prompts come by turns, in proportion to their weights.
+
+    Training and held-out prompts are mixed alike. Held-out lists that are used up are passed over,
+    so that every held-out prompt has a number.
+    """
+
+    def __init__(self, name: str, weighted: Sequence[Weighted]):
+        """Mixes tasks.
+
+        Args:
+          name: how the mixture is asked for.
+          weighted: at least two, with distinct names.
+
+        Raises:
+          ValueError: where two have one name, or one trains on what another holds out.
+        """
+        self.name: str = name
+        self._tasks = {each.task.name: each.task for each in weighted}
+        if len(self._tasks) < len(weighted):
+            raise ValueError(
+                f"task={name!r} has one task twice: give it once, with a larger weight"
+            )
+        _check_apart(list(self._tasks.values()))
+        self._names = list(self._tasks)
+        weights = [each.weight for each in weighted]
+        sizes = [task.heldout_size for task in self._tasks.values()]
+        self._train = Turns(weights, [None] * len(weights))
+        self._heldout = Turns(weights, sizes)
+
+    @property
+    def sources(self) -> tuple[Task, ...]:
+        """The tasks, in the order in which they were given."""
+        return tuple(self._tasks.values())
+
+    @property
+    def task_names(self) -> tuple[str, ...]:
+        """Their names, which examples have as `Example.task`."""
+        return tuple(self._names)
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """Of all parts of rewards that a verdict can have."""
+        found = [name for task in self.sources for name in getattr(task, "part_names", ())]
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def max_prompt_length(self) -> int:
+        return max(task.max_prompt_length for task in self.sources)
+
+    @property
+    def max_response_length(self) -> int:
+        return max(task.max_response_length for task in self.sources)
+
+    @property
+    def characters(self) -> str:
+        return "".join(sorted(set().union(*(task.characters for task in self.sources))))
+
+    @property
+    def heldout_size(self) -> int | None:
+        sizes = [task.heldout_size for task in self.sources]
+        known = [size for size in sizes if size is not None]
+        return sum(known) if len(known) == len(sizes) else None
+
+    def train(self, index: int) -> Example:
+        """The index-th training example, a function of the tasks, their weights and index alone."""
+        check_index(index)
+        return self._example(self._train[index], lambda task: task.train)
+
+    def heldout(self, index: int) -> Example:
+        """The index-th held-out example."""
+        check_index(index, self.heldout_size)
+        return self._example(self._heldout[index], lambda task: task.heldout)
+
+    def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
+        """Scores one completion per example, each by its own task."""
+        check_pairs(examples, completions)
+        verdicts: dict[int, Verdict] = {}
+        for name, task in self._tasks.items():
+            rows = [row for row, example in enumerate(examples) if example.task == name]
+            found = task.verify([examples[row] for row in rows], [completions[row] for row in rows])
+            verdicts |= dict(zip(rows, found, strict=True))
+        return [verdicts[row] for row in range(len(examples))]
+
+    def close(self) -> None:
+        """Ends the worker processes of all."""
+        for task in self.sources:
+            task.close()
+
+    def _example(
+        self, turn: tuple[int, int], ask: Callable[[Task], Callable[[int], Example]]
+    ) -> Example:
+        task, index = turn
+        name = self._names[task]
+        return replace(ask(self._tasks[name])(index), task=name)
+
+
+def _check_apart(tasks: Sequence[Task]) -> None:
+    """Refuses lists of which one trains on what another holds out."""
+    lists = [
+        (task.name, found) for task in tasks for leaf in leaves(task) if (found := listed(leaf))
+    ]
+    for name, one in lists:
+        heldout = one.heldout_prompts
+        for other_name, other in lists:
+            if other is not one and (shared := heldout & other.train_prompts):
+                raise ValueError(
+                    f"task={other_name} trains on {len(shared)} prompts that task={name} holds "
+                    f"out, {min(shared)[:60]!r} among them: leave them out, or give both one file "
+                    "with --held-out"
+                )

@@ -1,0 +1,71 @@
+"""A task of a user's own, from a file or a module."""
+
+from typing import Any
+
+from jrl.tasks.procedural import ProceduralTask
+from jrl.tasks.prompt_list import PromptList
+from jrl.tasks.records import check_sendable, example_of
+from jrl.tasks.references import Reference
+from jrl.tasks.rewards.rewarded import Prompts
+from jrl.tasks.split import HeldOut
+from jrl.tasks.task import Example
+
+SIZES = ("max_prompt_length", "max_response_length", "characters")
+"""What a task that draws its prompts must say of all that it can draw."""
+
+
+def own_prompts(reference: Reference, made: Any, seed: int, heldout: HeldOut) -> Prompts:
+    """The prompts of what a reference makes (`jrl.tasks.definition`).
+
+    Args:
+      made: by the reference.
+      seed: picks the stream of prompts, or the order of the training examples.
+
+    Raises:
+      ValueError: where it is no task, or a record of it is none.
+    """
+    name = reference.text
+    if not hasattr(made, "prompts") or not callable(getattr(made, "reward", None)):
+        raise ValueError(
+            f"task={name} makes a {type(made).__name__} without prompts or reward: give it "
+            "prompts, a list of records, and reward(prompt, completion, **record)"
+        )
+    if callable(made.prompts):
+        missing = [size for size in SIZES if not hasattr(made, size)]
+        if missing:
+            raise ValueError(
+                f"task={name} draws its prompts and does not say {', '.join(missing)}: set them "
+                "to what the longest prompt and answer have, and to all characters of both"
+            )
+        if heldout.path is not None:
+            raise ValueError(
+                f"held_out={heldout.path} is for a list of prompts, and task={name} draws its "
+                "own: give a share or a number"
+            )
+        task = ProceduralTask(name, seed, made, heldout.count, heldout.share)
+        check_sendable(task.train(0), f"task={name}")
+        return task
+    apart = getattr(made, "heldout", None)
+    examples = _examples(made.prompts, f"task={name}: prompts")
+    if apart is None:
+        return PromptList(name, examples, seed, heldout)
+    if heldout != HeldOut():
+        raise ValueError(
+            f"task={name} has held-out prompts of its own, and --held-out asks for others: leave "
+            "it out"
+        )
+    return PromptList(name, examples, seed, apart=_examples(apart, f"task={name}: heldout"))
+
+
+def _examples(records: Any, place: str) -> list[Example]:
+    examples: dict[str, Example] = {}
+    for number, record in enumerate(records):
+        record = {"prompt": record} if isinstance(record, str) else record
+        example = example_of(record, f"{place}[{number}]")
+        if example.prompt in examples:
+            raise ValueError(
+                f"{place}[{number}]: the prompt {example.prompt[:60]!r} again: keep one of the two"
+            )
+        check_sendable(example, f"{place}[{number}]")
+        examples[example.prompt] = example
+    return list(examples.values())

@@ -1,0 +1,38 @@
+"""What a task is made of: where its prompts come from, whatever judges them."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jrl.tasks.prompt_list import PromptList
+from jrl.tasks.task import Example
+
+
+def leaves(task: Any) -> list[Any]:
+    """The sources of a task's prompts, in their order: lists, or tasks that draw theirs."""
+    sources = getattr(task, "sources", None)
+    return [task] if sources is None else [leaf for source in sources for leaf in leaves(source)]
+
+
+def listed(leaf: Any) -> PromptList | None:
+    """A source as a list, None where it draws its prompts."""
+    return leaf if isinstance(leaf, PromptList) else None
+
+
+def task_names(task: Any) -> tuple[str, ...]:
+    """The tasks of a mixture; empty of any other."""
+    return getattr(task, "task_names", ())
+
+
+def part_names(task: Any) -> tuple[str, ...]:
+    """All parts of rewards that a verdict of a task can have; empty of a verifier's."""
+    return getattr(task, "part_names", ())
+
+
+def leave_out(task: Any, fits: Callable[[Example], bool]) -> int:
+    """Leaves out the prompts of lists that do not fit; returns how many they were.
+
+    Raises:
+      ValueError: where a list would have none left on one side.
+    """
+    lists = [found for leaf in leaves(task) if (found := listed(leaf)) is not None]
+    return sum(found.leave_out(fits) for found in lists)

@@ -1,0 +1,125 @@
+"""What a user's own code is named by: ``path/to/file.py:name`` or ``package.module:name``.
+
+A run keeps a copy of each file, and reads that one when it goes on or is evaluated. Modules that
+are installed are not copied.
+"""
+
+import importlib
+import json
+import re
+import sys
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from jrl.tasks.workers.reward import made_by, module_of
+
+_FILE = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
+_MODULE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A name in a file or a module.
+
+    Attributes:
+      text: as it was given.
+      name: in the file or module.
+      file: the path of the file, None for a module.
+      module: the module, None for a file.
+      source: content of the file, None for a module.
+    """
+
+    text: str
+    name: str
+    file: str | None = None
+    module: str | None = None
+    source: bytes | None = None
+
+    def described(self, copy: Path, *, makes: bool) -> str:
+        """What `jrl.tasks.workers.reward.reward_checker` finds it by.
+
+        Args:
+          copy: a file with the source.
+          makes: whether it makes a task, and is not a reward itself.
+        """
+        about = {"file": self.file, "module": self.module, "name": self.name, "makes": makes}
+        return json.dumps({**about, "copy": str(copy), "path": sys.path})
+
+    def make(self) -> Any:
+        """The task that it makes, in this process.
+
+        Raises:
+          ValueError: where the code cannot be run, or has no such name.
+        """
+        try:
+            if self.source is not None:
+                assert self.file is not None
+                name = f"jrl_task_{sha256(self.source).hexdigest()[:16]}"
+                module = sys.modules.get(name) or module_of(self.source, self.file, name)
+            else:
+                assert self.module is not None
+                module = importlib.import_module(self.module)
+            if not hasattr(module, self.name):
+                raise ValueError(f"it has no {self.name}")
+            return made_by(module, self.name)
+        except Exception as error:  # a user's program, which may fail in any way
+            raise ValueError(
+                f"{self.text} makes no task: {type(error).__name__}: {error}"
+            ) from error
+
+
+def looks_like_one(text: str) -> bool:
+    """Whether it is written as a reference, be there such a file or module or not."""
+    if _FILE.fullmatch(text):
+        return True
+    found = _MODULE.fullmatch(text)
+    # A kind of task that is misspelt looks like a module too.
+    return found is not None and ("." in found[1] or find_spec(found[1]) is not None)
+
+
+def reference(text: str, kept: Path | None = None) -> Reference:
+    """Reads what a user wrote.
+
+    Args:
+      kept: folder of the copies of a run; None, or a file that has none there, is read where it
+        lies.
+
+    Raises:
+      ValueError: where it is no reference, or the file cannot be read.
+    """
+    if found := _FILE.fullmatch(text):
+        file, name = found[1], found[2]
+        path = Path(file)
+        if kept is not None and (kept / kept_name(file)).exists():
+            path = kept / kept_name(file)
+        try:
+            source = path.read_bytes()
+        except OSError as error:
+            raise ValueError(f"{text}: {path} cannot be read: {error.strerror}") from None
+        return Reference(text, name, file=str(Path(file).absolute()), source=source)
+    if found := _MODULE.fullmatch(text):
+        return Reference(text, found[2], module=found[1])
+    raise ValueError(
+        f"{text!r} names nothing: write path/to/file.py:name, or package.module:name of a module "
+        "that can be imported"
+    )
+
+
+def kept_name(file: str) -> str:
+    """What the copy of a file is called, which tells paths apart."""
+    stem = re.sub(r"\W+", "_", Path(file).stem)
+    return f"{stem}-{sha256(file.encode()).hexdigest()[:8]}.py"
+
+
+def sources(texts: list[str], kept: Path | None = None) -> dict[str, bytes]:
+    """The files that references name, as a run keeps them: content by name of the copy."""
+    files = {}
+    for text in texts:
+        if found := _FILE.fullmatch(text):
+            source = reference(text, kept).source
+            assert source is not None
+            files[kept_name(found[1])] = source
+    return files

@@ -1,0 +1,1 @@
+"""Rewards of a user's own: called in worker processes, weighed, their failures counted."""

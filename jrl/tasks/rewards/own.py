@@ -1,0 +1,82 @@
+"""A reward of a user's own, asked in worker processes with a time limit for each answer."""
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from jrl.tasks.records import plain
+from jrl.tasks.references import Reference
+from jrl.tasks.task import FAILURES, Example
+from jrl.tasks.workers import worker as worker_program
+from jrl.tasks.workers.pool import Pool
+from jrl.tasks.workers.process import Message, Worker
+
+STARTUP_SECONDS = 300.0
+"""How long the file of a reward may take to be loaded, with the libraries that it imports."""
+
+
+class OwnReward:
+    """A function ``reward(prompt, completion, **record)``, or the reward of a task.
+
+    Its file is read once: what is changed in it later makes no difference to workers that start
+    again. Close it when it is no longer needed.
+    """
+
+    def __init__(
+        self, reference: Reference, *, makes: bool, seconds: float, workers: int | None = None
+    ):
+        """Describes the workers; the first question starts one.
+
+        Args:
+          makes: whether the reference makes a task, whose reward it is.
+          seconds: how long one answer may take.
+          workers: processes that answer; None is one per processor core, up to 8.
+        """
+        self.text = reference.text
+        self._folder = tempfile.TemporaryDirectory(prefix="jrl-reward-")
+        copy = Path(self._folder.name) / "reward.py"
+        copy.write_bytes(reference.source or b"")
+        command = [
+            *(sys.executable, "-P", worker_program.__file__, "reward"),
+            reference.described(copy, makes=makes),
+        ]
+        self._pool = Pool(
+            lambda: Worker(command, seconds=seconds, startup_seconds=STARTUP_SECONDS), workers
+        )
+
+    def ask(self, pairs: Sequence[tuple[Example, str]]) -> list[Message]:
+        """What it gives for each completion: ``{"value": ...}`` or ``{"parts": ...}``, or
+        ``{"failure": ..., "message": ...}`` with one of `FAILURES`."""
+        questions = [_question(*pair) for pair in pairs]
+        return [_read(answer) for answer in self._pool.ask_all(questions)]
+
+    def close(self) -> None:
+        """Ends the worker processes; more than once does no harm."""
+        self._pool.close()
+        self._folder.cleanup()
+
+
+def _question(example: Example, completion: str) -> Message:
+    fields = {name: value for name, value in example.record.items() if not _reserved(name)}
+    if example.answer:
+        fields.setdefault("answer", example.answer)
+    # The worker sees what JSON holds of it, whatever a file's reader made of the fields.
+    fields = json.loads(json.dumps(fields, default=plain))
+    return {"prompt": example.prompt, "completion": completion, "fields": fields}
+
+
+def _reserved(name: str) -> bool:
+    return name in ("prompt", "completion")
+
+
+def _read(answer: Message | Exception) -> Message:
+    if isinstance(answer, TimeoutError):
+        return {"failure": "timeout", "message": str(answer)}
+    if isinstance(answer, Exception):
+        return {"failure": "error", "message": str(answer)}
+    if "error" in answer:
+        return {"failure": "error", "message": answer["error"]}
+    assert "failure" not in answer or answer["failure"] in FAILURES
+    return answer

@@ -1,0 +1,249 @@
+"""A task whose completions are worth a weighted sum of rewards."""
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from jrl.tasks.rewards.own import OwnReward
+from jrl.tasks.rewards.settings import OWN
+from jrl.tasks.task import FAILURES, REASONS, Example, Task, Verdict, check_pairs
+from jrl.tasks.workers.process import Message
+
+SAID = 3
+"""Different failures of which a run says a line each; all are counted."""
+
+
+@runtime_checkable
+class Prompts(Protocol):
+    """A task but for its verdicts."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def max_prompt_length(self) -> int: ...
+    @property
+    def max_response_length(self) -> int: ...
+    @property
+    def characters(self) -> str: ...
+    @property
+    def heldout_size(self) -> int | None: ...
+    def train(self, index: int) -> Example: ...
+    def heldout(self, index: int) -> Example: ...
+
+
+@dataclass(frozen=True)
+class Named:
+    """A reward under the name that its value has where it gives a single number."""
+
+    name: str
+    reward: OwnReward
+
+
+@dataclass(frozen=True)
+class Weighing:
+    """How parts become a score.
+
+    Attributes:
+      weights: by name; what is not named weighs 1.
+      full_marks: the sum from which on a completion is correct; None is what it comes to where all
+        parts of positive weight are 1.
+      failed: the score where a reward failed.
+    """
+
+    weights: Mapping[str, float]
+    full_marks: float | None = None
+    failed: float = 0.0
+
+
+class Rewarded:
+    """Prompts, and rewards that are asked about every completion of them.
+
+    The score is ``sum(weight * part)`` over the parts that are there. A completion is correct where
+    the task's own verifier says so, if it is among the rewards; else where a part is named
+    "correct", if that is 1 or more; else from `Weighing.full_marks` on. Where one of the rewards
+    fails, the verdict is that failure.
+    """
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        rewards: Sequence[Named],
+        weighing: Weighing,
+        verifier: Task | None = None,
+    ):
+        """Asks each reward once, about the first training prompt, which shows what its parts are.
+
+        Args:
+          prompts: of the task.
+          rewards: all that are asked.
+          verifier: the prompts' own task, where its verdict is a part as well.
+
+        Raises:
+          ValueError: where a reward fails on a gold answer, parts of two rewards have one name, or
+            a weight has the name of none.
+        """
+        self._prompts, self._rewards = prompts, list(rewards)
+        self._weighing, self._verifier = weighing, verifier
+        self._said: set[str] = set()
+        names = [OWN] if verifier is not None else []
+        for each in self._rewards:
+            names += self._tried(each)
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(
+                f"two rewards have a part named {', '.join(twice)}: give the parts of each names "
+                "of their own."
+            )
+        unknown = sorted(set(weighing.weights) - set(names))
+        if unknown:
+            raise ValueError(
+                f"reward_weights names {', '.join(unknown)}, which is no part of the rewards: they "
+                f"have {', '.join(names)}."
+            )
+        self._weights = {name: weighing.weights.get(name, 1.0) for name in names}
+        self._full_marks = weighing.full_marks
+        if self._full_marks is None:
+            self._full_marks = sum(max(weight, 0.0) for weight in self._weights.values())
+
+    @property
+    def name(self) -> str:
+        return self._prompts.name
+
+    @property
+    def max_prompt_length(self) -> int:
+        return self._prompts.max_prompt_length
+
+    @property
+    def max_response_length(self) -> int:
+        return self._prompts.max_response_length
+
+    @property
+    def characters(self) -> str:
+        return self._prompts.characters
+
+    @property
+    def heldout_size(self) -> int | None:
+        return self._prompts.heldout_size
+
+    @property
+    def sources(self) -> tuple[Prompts, ...]:
+        """Where the prompts come from."""
+        return (self._prompts,)
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """Of all parts that a verdict can have, in their order."""
+        return tuple(self._weights)
+
+    def train(self, index: int) -> Example:
+        """The index-th training example."""
+        return self._prompts.train(index)
+
+    def heldout(self, index: int) -> Example:
+        """The index-th held-out example."""
+        return self._prompts.heldout(index)
+
+    def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
+        """Scores one completion per example; equal pairs are asked about once."""
+        check_pairs(examples, completions)
+        pairs = list(zip(examples, completions, strict=True))
+        # Examples that are drawn may share their prompt and differ in what else is known of them.
+        keys = [(id(example), completion) for example, completion in pairs]
+        asked = dict(zip(keys, pairs, strict=True))
+        own: list[Verdict | None] = [None] * len(asked)
+        if self._verifier is not None:
+            asking, written = zip(*asked.values(), strict=True) if asked else ((), ())
+            own = list(self._verifier.verify(asking, written))
+        answers = [each.reward.ask(list(asked.values())) for each in self._rewards]
+        rows = list(zip(*answers, strict=True)) if answers else [()] * len(asked)
+        found = [self._verdict(*row) for row in zip(own, rows, strict=True)]
+        verdicts = dict(zip(asked, found, strict=True))
+        return [verdicts[key] for key in keys]
+
+    def close(self) -> None:
+        """Ends the worker processes; more than once does no harm."""
+        for each in self._rewards:
+            each.reward.close()
+        if isinstance(self._prompts, Task):
+            self._prompts.close()
+
+    def _verdict(self, own: Verdict | None, answers: Sequence[Message]) -> Verdict:
+        if own is not None and own.reason in FAILURES:
+            return Verdict(self._weighing.failed, own.reason, ())
+        parts: dict[str, float] = {} if own is None else {OWN: own.score}
+        reasons = [] if own is None else [own.reason]
+        for each, answer in zip(self._rewards, answers, strict=True):
+            answer = self._checked(each, answer)
+            if "failure" in answer:
+                self._say(each, answer)
+                return Verdict(self._weighing.failed, answer["failure"], ())
+            parts |= _parts(each, answer)
+            if each.name == OWN and "reason" in answer:
+                reasons.append(answer["reason"])
+        # In the order of the weights, as full marks are summed.
+        parts = {name: parts[name] for name in self._weights if name in parts}
+        score = sum(self._weights[name] * value for name, value in parts.items())
+        if not math.isfinite(score):
+            return Verdict(self._weighing.failed, "not_finite", ())
+        return Verdict(score, self._reason(score, parts, reasons), tuple(parts.items()))
+
+    def _reason(self, score: float, parts: Mapping[str, float], reasons: Sequence[str]) -> str:
+        if reasons:
+            return reasons[0]
+        assert self._full_marks is not None
+        if "correct" in self._weights:
+            correct = parts.get("correct", 0.0) >= 1
+        else:
+            correct = score >= self._full_marks
+        if correct:
+            return "correct"
+        return "partial" if score > 0 else "wrong"
+
+    def _checked(self, each: Named, answer: Message) -> Message:
+        """The answer, or that it has a part that nobody knows of."""
+        if answer.get("reason", REASONS[0]) not in REASONS:
+            message = f"reason={answer['reason']!r} is none of {', '.join(REASONS)}"
+            return {"failure": "invalid", "message": message}
+        unknown = [name for name in answer.get("parts", ()) if name not in self._weights]
+        if "value" in answer and each.name not in self._weights:
+            unknown = ["a single number"]
+        if not unknown:
+            return answer
+        known = ", ".join(self._weights)
+        message = (
+            f"its parts are {known}, and it gave {', '.join(unknown)}: give all parts for the "
+            "first prompt's gold answer, or list them in the task's weights"
+        )
+        return {"failure": "invalid", "message": message}
+
+    def _tried(self, each: Named) -> list[str]:
+        """The names of the parts of a reward, by asking it."""
+        example = self._prompts.train(0)
+        (answer,) = each.reward.ask([(example, example.answer)])
+        if "failure" not in answer:
+            return list(_parts(each, answer))
+        if example.answer:
+            raise ValueError(
+                f"{each.reward.text} fails on the gold answer of the first prompt: "
+                f"{answer['message']}"
+            )
+        self._say(each, answer)
+        return list(self._weighing.weights) or [each.name]
+
+    def _say(self, each: Named, answer: Message) -> None:
+        message = f"{answer['failure']}: {answer['message']}"
+        if message in self._said or len(self._said) >= SAID:
+            return
+        self._said.add(message)
+        print(
+            f"warning: {each.reward.text} failed ({message}); the completion scores "
+            f"{self._weighing.failed:g} and counts under verifier/{answer['failure']}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _parts(each: Named, answer: Message) -> dict[str, float]:
+    return answer["parts"] if "parts" in answer else {each.name: answer["value"]}

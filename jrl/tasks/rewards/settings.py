@@ -1,0 +1,58 @@
+"""What people say of rewards: which there are, what each weighs, and what a failure is worth."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+OWN = "task"
+"""Stands for the task's own verifier or reward among others, and is its name among the parts."""
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """How completions are rewarded.
+
+    Attributes:
+      rewards: references to functions, and `OWN`; empty is the task's own alone.
+      weights: ``NAME=NUMBER`` each; what is not named weighs 1.
+      seconds: how long one call may take.
+      failed: the score of a completion whose reward failed.
+    """
+
+    rewards: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+    seconds: float = 5.0
+    failed: float = 0.0
+
+    def __post_init__(self):
+        if not 0 < self.seconds < math.inf:
+            raise ValueError(f"reward_seconds={self.seconds} must be above 0.")
+        if not math.isfinite(self.failed):
+            raise ValueError(f"failed_reward={self.failed} must be a finite number.")
+        twice = {name for name in self.rewards if self.rewards.count(name) > 1}
+        if twice:
+            raise ValueError(f"reward={', '.join(sorted(twice))} is given twice: once is enough.")
+        parse_weights(self.weights)
+
+
+def parse_weights(given: Sequence[str]) -> dict[str, float]:
+    """Weights by name, of ``NAME=NUMBER`` each.
+
+    Raises:
+      ValueError: for what is written otherwise, and a name that comes twice.
+    """
+    weights: dict[str, float] = {}
+    for text in given:
+        name, equals, number = text.partition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if not name or not equals or not math.isfinite(weight):
+            raise ValueError(
+                f"reward_weights={text!r} is no weight: write NAME=NUMBER, as in format=0.2."
+            )
+        if name in weights:
+            raise ValueError(f"reward_weights has {name!r} twice: give each name one weight.")
+        weights[name] = weight
+    return weights

@@ -1,0 +1,240 @@
+"""A task of a user's own: found, asked in worker processes, its failures counted by their kinds."""
+
+import sys
+
+import pytest
+
+from jrl.tasks import Task, load_task
+from jrl.tasks.load import own_files
+from jrl.tasks.references import kept_name
+from jrl.tasks.rewards.settings import RewardSettings
+from jrl.tasks.task import Example
+
+SOURCE = '''
+import time
+from dataclasses import dataclass
+
+
+@dataclass
+class Sums:
+    """Fields of a record that are no texts reach the reward as they are."""
+
+    limit: int = 30
+
+    @property
+    def prompts(self):
+        return [
+            {"prompt": f"{n}+{n}=", "answer": 2 * n, "terms": [n, n]} for n in range(self.limit)
+        ]
+
+    weights = {"right": 1.0, "short": 0.25}
+
+    async def reward(self, prompt, completion, *, answer, terms):
+        assert answer == sum(terms)
+        if completion == "raises":
+            raise RuntimeError("boom")
+        if completion == "waits":
+            time.sleep(60)
+        odd = {"nan": {"right": float("nan")}, "text": "1", "none": None, "part": {"long": 1.0}}
+        if completion in odd:
+            return odd[completion]
+        parts = {"right": completion == str(answer), "short": len(completion) < 3}
+        return parts if completion != "bare" else {"right": 0.0}
+
+
+make = Sums
+
+
+def length(prompt, completion):
+    return len(completion) / 4
+'''
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sums.py").write_text(SOURCE)
+    return tmp_path / "sums.py"
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    path = tmp_path_factory.mktemp("own") / "sums.py"
+    path.write_text(SOURCE)
+    settings = RewardSettings(seconds=1.5, failed=-1.0)
+    made = load_task(f"{path}:make", 0, workers=2, rewards=settings)
+    yield made
+    made.close()
+
+
+def test_prompts_are_split_and_answers_are_texts(task):
+    assert isinstance(task, Task)
+    assert task.heldout_size is not None and 1 <= task.heldout_size < 10
+    example = task.train(0)
+    first = int(example.prompt.partition("+")[0])
+    assert example == Example(f"{first}+{first}=", str(2 * first))
+    assert example.record == {"answer": 2 * first, "terms": [first, first]}
+
+
+def test_parts_are_weighed_and_full_marks_are_correct(task):
+    example = task.train(0)
+    right, long, wrong, bare = task.verify(
+        [example] * 4, [example.answer, "0000", example.answer + "0000", "bare"]
+    )
+    assert (right.score, right.reason) == (1.25, "correct")
+    assert right.parts == (("right", 1.0), ("short", 1.0))
+    assert (long.score, long.reason) == (0.0, "wrong") == (wrong.score, wrong.reason)
+    assert bare.parts == (("right", 0.0),)
+    assert task.verify([example], ["7"])[0].reason == "partial"
+
+
+def test_failures_are_counted_by_their_kinds_and_end_nothing(task, capsys):
+    example = task.train(1)
+    asked = ["raises", "waits", "nan", "text", "none", "part", example.answer]
+    verdicts = task.verify([example] * len(asked), asked)
+    assert [verdict.reason for verdict in verdicts] == [
+        *("error", "timeout", "not_finite", "invalid", "invalid", "invalid", "correct")
+    ]
+    assert {verdict.score for verdict in verdicts[:-1]} == {-1.0}
+    assert all(verdict.parts == () for verdict in verdicts[:-1])
+    said = capsys.readouterr().err
+    assert "RuntimeError: boom" in said and "verifier/error" in said
+    assert said.count("warning: ") == 3  # the others are counted, and not told
+
+
+def test_weights_of_the_command_line_come_first(file):
+    settings = RewardSettings(weights=("short=3", "right=0.5"))
+    task = load_task("sums.py:make", 0, workers=1, rewards=settings)
+    example = task.train(0)
+    assert task.verify([example], [example.answer])[0].score == 3.5
+    task.close()
+    with pytest.raises(ValueError, match=r"reward_weights names long, .*: they have right, short"):
+        settings = RewardSettings(weights=("long=3",))
+        load_task("sums.py:make", 0, workers=1, rewards=settings)
+
+
+def test_several_rewards_stand_beside_a_tasks_own_or_in_its_place(file):
+    settings = RewardSettings(("task", "sums.py:length"), ("length=2",))
+    task = load_task("sort", 0, workers=1, rewards=settings)
+    example = task.train(0)
+    right, wrong = task.verify([example] * 2, [example.answer, "1"])
+    assert (right.score, right.reason) == (1 + 2 * 8 / 4, "correct")
+    assert right.parts == (("task", 1.0), ("length", 2.0))
+    # Accuracy is the verifier's to say, however large the sum is.
+    assert (wrong.score, wrong.reason) == (0.5, "wrong")
+    task.close()
+    alone = load_task("sort", 0, workers=1, rewards=RewardSettings(("sums.py:length",)))
+    verdict = alone.verify([alone.train(0)], ["12345678"])[0]
+    assert verdict.parts == (("length", 2.0),) and verdict.score == 2.0
+    alone.close()
+
+
+def test_workers_keep_to_the_file_that_they_began_with(file):
+    settings = RewardSettings(("sums.py:length",))
+    task = load_task("sort", 0, workers=1, rewards=settings)
+    file.write_text(SOURCE.replace("len(completion) / 4", "0"))
+    for worker in task._rewards[0].reward._pool._workers:  # type: ignore
+        worker._kill()
+    assert task.verify([task.train(0)], ["1234"])[0].score == 1.0
+    task.close()
+
+
+def test_copies_come_before_what_lies_at_the_path(file):
+    kept = file.parent / "code"
+    kept.mkdir()
+    files = own_files("2 sums.py:make + sort", ("task", "sums.py:length"))
+    assert files == {kept_name("sums.py"): SOURCE.encode()}
+    (kept / kept_name("sums.py")).write_text(SOURCE.replace("= 30", "= 5"))
+    task = load_task("sums.py:make", 0, workers=1, kept=kept)
+    assert len(task._prompts.examples) == 5  # type: ignore
+    task.close()
+
+
+def test_a_module_will_do(file, monkeypatch):
+    monkeypatch.syspath_prepend(str(file.parent))
+    assert own_files("sums:make", ()) == {}
+    task = load_task("sums:make", 0, workers=1)
+    example = task.train(0)
+    assert task.verify([example], [example.answer])[0].correct
+    task.close()
+    sys.modules.pop("sums")
+
+
+DRAWN = """
+class make:
+    max_prompt_length, max_response_length, characters = 2, 1, "0123456789="
+
+    def prompts(self, random):
+        digit = random.randrange(10)
+        return {"prompt": f"{digit}=", "answer": str(digit), "digit": digit}
+
+    def reward(self, prompt, completion, **record):
+        return completion == str(record["digit"])
+"""
+
+
+def test_prompts_may_be_drawn(file):
+    file.write_text(DRAWN)
+    task = load_task("sums.py:make", 3, workers=1, held_out="0.3")
+    assert task.heldout_size is None
+    train = {task.train(index).prompt for index in range(60)}
+    assert train and not train & {task.heldout(index).prompt for index in range(60)}
+    example = task.train(0)
+    verdicts = task.verify([example] * 2, [example.answer, "x"])
+    assert [(each.score, each.reason) for each in verdicts] == [(1.0, "correct"), (0.0, "wrong")]
+    task.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("make = 3", r"sums\.py:make makes no task: TypeError: 'int' object is not callable"),
+        ("def make(): return 3", r"makes a int without prompts or reward: give it prompts, a list"),
+        ("1 / 0", r"makes no task: ZeroDivisionError: division by zero"),
+        ("def other(): pass", r"makes no task: ValueError: it has no make"),
+        (DRAWN.replace("characters", "letters"), r"does not say characters: set them"),
+        (
+            "class make:\n  prompts = ['a', 'a']\n  def reward(self, *_): return 1",
+            r"prompts\[1\]: the prompt 'a' again",
+        ),
+        (
+            "class make:\n  prompts = [{'prompt': 'a', 'x': b''}, 'b']\n"
+            "  def reward(self, *_): return 1",
+            r"""prompts\[0\]: field "x" is b'', which cannot be sent""",
+        ),
+        (
+            "class make:\n  prompts = [{'prompt': p, 'answer': '1'} for p in 'ab']\n"
+            "  def reward(self, *_): return 1 / 0",
+            r"sums\.py:make fails on the gold answer of the first prompt: ZeroDivisionError",
+        ),
+    ],
+)
+def test_tasks_that_are_refused(file, source, message):
+    file.write_text(source)
+    with pytest.raises(ValueError, match=message):
+        load_task("sums.py:make", 0, workers=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"weights": ("a",)}, r"reward_weights='a' is no weight: write NAME=NUMBER"),
+        ({"weights": ("a=1", "a=2")}, r"reward_weights has 'a' twice"),
+        ({"weights": ("a=nan",)}, r"reward_weights='a=nan' is no weight"),
+        ({"seconds": 0.0}, r"reward_seconds=0\.0 must be above 0"),
+        ({"failed": float("inf")}, r"failed_reward=inf must be a finite number"),
+        ({"rewards": ("task", "task")}, r"reward=task is given twice"),
+    ],
+)
+def test_settings_that_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        RewardSettings(**settings)
+
+
+def test_references_that_are_refused(file):
+    with pytest.raises(ValueError, match=r"absent\.py:make: absent\.py cannot be read: No such"):
+        load_task("absent.py:make", 0)
+    with pytest.raises(ValueError, match=r"'sums\.py' names nothing: write path/to/file.py:name"):
+        load_task("sort", 0, rewards=RewardSettings(("sums.py",)))
+    with pytest.raises(ValueError, match="reward_weights=a=1 needs --reward, or a task of your"):
+        load_task("sort", 0, rewards=RewardSettings(weights=("a=1",)))
