@@ -98,7 +98,11 @@ class RunConfig:
     order of sums."""
     dispatch: Literal["all_to_all", "all_gather", "ragged"] | None = None
     """How tokens reach the experts of other devices: each goes where its experts are, all go
-    everywhere, or in slices as long as they are (GPU and TPU). None is the one that moves least."""
+    everywhere, or in slices as long as they are (GPU and TPU). None is the one that takes least
+    time by what it sends and the links between the devices; the run says which."""
+    exchange_rate: float | None = None
+    """For that choice, the rate of an all-to-all as a part of a ring's: python -m
+    benchmarks.dispatch measures it. None is the planner's number for such devices."""
     attention: Literal["plain", "blocked", "xla", "cudnn"] | None = None
     """Attention on one device: all scores at once, block by block, XLA's, or FlashAttention on
     NVIDIA GPUs in bfloat16 (cudnn). None is the best that applies."""

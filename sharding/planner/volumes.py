@@ -102,8 +102,10 @@ def dispatch(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> 
     """Tokens to the devices of their experts, and sums back, with their ids and probs."""
     per_peer, k = tokens_per_peer(model, layout, tokens), model.experts_per_token
     given = tokens, per_peer, k, layout
-    moved = token_exchange(method.dispatch, *given, model.d_model, method.itemsize)
-    return [*moved, *routing_exchange(method.dispatch, *given)]
+    # Where even routing is what there is room for, as much arrives.
+    buffer = None if method.even else layout.ep * per_peer
+    moved = token_exchange(method.dispatch, *given, model.d_model, method.itemsize, buffer)
+    return [*moved, *routing_exchange(method.dispatch, *given, buffer)]
 
 
 def token_exchange(
@@ -114,18 +116,20 @@ def token_exchange(
     layout: Layout,
     d_model: int,
     itemsize: int,
+    buffer: int | None = None,
 ) -> list[Transfer]:
     """Tokens to the devices of their experts, and sums back.
 
     With ``n = ep etp``, in tokens: "all_gather" receives ``2 T (n - 1)``, half of it sums of
     float32; "all_to_all" ``2 R (n - 1)``; "ragged" no more than ``2 T k (ep - 1) / ep`` over ``ep``
-    with even routing, and over ``etp`` as many tokens as arrived.
+    with even routing, and over ``etp`` its whole buffer.
 
     Args:
       implementation: "all_gather", "all_to_all" or "ragged".
       tokens: T.
       per_peer: R, that a device sends to another where buffers are of one size.
       itemsize: bytes of an element of a token.
+      buffer: tokens that "ragged" has room for; None is as many as arrive.
     """
     if implementation == "all_gather":
         group, n, size = ("ep", "etp"), layout.ep * layout.etp, tokens * d_model
@@ -134,15 +138,17 @@ def token_exchange(
         )
         back = Transfer(SUMS, "reduce_scatter", group, n * size, FLOAT32, gradient=itemsize)
         return [there, back]
-    sent = _slots(implementation, tokens, per_peer, k, layout) * d_model
+    sent, received = (
+        slots * d_model for slots in _slots(implementation, tokens, per_peer, k, layout, buffer)
+    )
 
     def of(what: str, kind: Kind, axis: str, elements: int, repeated: bool = False) -> Transfer:
         return Transfer(what, kind, (axis,), elements, itemsize, 1, itemsize, repeated)
 
     return [
         of(TOKENS, "all_to_all", "ep", sent, repeated=True),
-        of(f"{TOKENS}, over etp", "all_gather", "etp", sent, repeated=True),
-        of(f"{SUMS}, over etp", "reduce_scatter", "etp", layout.etp * sent),
+        of(f"{TOKENS}, over etp", "all_gather", "etp", received, repeated=True),
+        of(f"{SUMS}, over etp", "reduce_scatter", "etp", layout.etp * received),
         of(SUMS, "all_to_all", "ep", sent),
     ]
 
@@ -151,19 +157,37 @@ TOKENS, SUMS = "tokens to experts", "sums of experts"
 
 
 def routing_exchange(
-    implementation: str, tokens: int, per_peer: int, k: int, layout: Layout
+    implementation: str,
+    tokens: int,
+    per_peer: int,
+    k: int,
+    layout: Layout,
+    buffer: int | None = None,
 ) -> list[Transfer]:
-    """k ids and k probs that go with each token of `token_exchange`."""
+    """k ids and k probs of each token of `token_exchange`. They go with it, but those of "ragged"
+    go first and to all devices, which count from them what they will be sent."""
     if implementation == "all_gather":
         return _routing("all_gather", ("ep", "etp"), tokens * k)
-    sent = _slots(implementation, tokens, per_peer, k, layout) * k
-    return [*_routing("all_to_all", ("ep",), sent), *_routing("all_gather", ("etp",), sent)]
+    sent, received = _slots(implementation, tokens, per_peer, k, layout, buffer)
+    if implementation == "ragged":
+        moved = _routing("all_gather", ("ep",), tokens * k)
+        # Backward alone: where slices go in the other buffer, two vectors for each way.
+        offsets = Transfer("offsets to experts", "all_to_all", ("ep",), layout.ep, 0, 4, INT32)
+        moved.append(offsets)
+    else:
+        moved = _routing("all_to_all", ("ep",), sent * k)
+    return [*moved, *_routing("all_gather", ("etp",), received * k)]
 
 
-def _slots(implementation: str, tokens: int, per_peer: int, k: int, layout: Layout) -> int:
-    """Tokens that a device sends to all of ``ep``, itself included."""
+def _slots(
+    implementation: str, tokens: int, per_peer: int, k: int, layout: Layout, buffer: int | None
+) -> tuple[int, int]:
+    """Tokens that a device sends to all of ``ep``, itself included, and those that it then has."""
     slots = layout.ep * per_peer
-    return min(slots, tokens * k) if implementation == "ragged" else slots
+    if implementation != "ragged":
+        return slots, slots
+    sent = min(slots, tokens * k)
+    return sent, sent if buffer is None else buffer
 
 
 def _routing(kind: Kind, axes: tuple[str, ...], numbers: int) -> list[Transfer]:

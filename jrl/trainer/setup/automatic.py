@@ -8,6 +8,7 @@ import jax
 
 from jrl.recipes.base.recipe import Recipe
 from jrl.trainer.setup.dry_run import memory
+from jrl.trainer.setup.network import with_dispatch
 from jrl.trainer.setup.predicted import memory_of_update, time_of_update
 from jrl.trainer.setup.setup import Setup
 from moe.placement import specs
@@ -125,7 +126,8 @@ def on_layout(setup: Setup, recipe: Recipe, layout: Layout) -> Setup:
         raise ValueError("packing=True cannot be had with pp.")
     run = replace(setup.run, layout=str(layout))
     divided = recipe.divided(layout.dp).fitted(setup.response_length)
-    there = replace(setup, run=run, recipe=divided, mesh=mesh)
+    model = with_dispatch(setup.model, run, mesh)
+    there = replace(setup, run=run, recipe=divided, mesh=mesh, model=model)
     there = replace(there, recipe=there.geometry.with_micro_batch().recipe)
     there.geometry.check()
     there.geometry.slots(run.slots)

@@ -16,7 +16,7 @@ from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.scoring import num_micro_batches
 from jrl.trainer.masters import keeps_masters
 from jrl.trainer.setup.lengths import response_origin
-from jrl.trainer.setup.network import OF_EXPERTS
+from jrl.trainer.setup.network import OF_EXPERTS, dispatch_explained
 from jrl.trainer.setup.predicted import memory_of_update, time_of_update
 from jrl.trainer.setup.setup import Setup
 from moe.attention.context_parallel.choice import context_of, received
@@ -140,6 +140,7 @@ def execution(setup: Setup) -> dict[str, str]:
     chosen = {field.name: getattr(model.execution, field.name) for field in fields(Execution)}
     if chosen["context"] is None and mesh.layout.cp > 1:
         chosen["context"] = f"{context_of(model, mesh)} (sends least)"
+    chosen["dispatch"] = dispatch_explained(model, setup.run, mesh) or chosen["dispatch"]
     # What the network has nothing of is left out.
     hidden = {"latent"} if model.mla is None else set()
     if mesh.layout.cp == 1:
@@ -155,6 +156,7 @@ def execution(setup: Setup) -> dict[str, str]:
     meaning = {"buffer_factor": "room for any routing", "vocab_chunk": "all columns at once"}
     meaning |= {"capacity_factor": "any number", "scan_layers": "where there are more than eight"}
     meaning |= {"decode_attention": "plain", "router": "plain"}
+    meaning["exchange_rate"] = "the planner's"
     rows = {
         flag(name): meaning.get(name, "the best that applies") if value is None else _said(value)
         for name, value in chosen.items()

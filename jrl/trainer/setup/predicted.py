@@ -2,7 +2,6 @@
 
 from jrl.trainer.masters import keeps_masters
 from jrl.trainer.setup.setup import Setup
-from moe.experts.dispatch.choice import best
 from moe.sizes import sizes_of
 from sharding.planner.calibration import calibrated
 from sharding.planner.cost import Cost, System, cost
@@ -37,15 +36,12 @@ def batch_of(setup: Setup) -> Batch:
 
 
 def method_of(setup: Setup) -> Method:
-    """How the network is computed, with the dispatch that it takes by itself."""
-    config, mesh = setup.model, setup.mesh
-    execution, tokens = config.execution, batch_of(setup).local_tokens(mesh.layout)
-    dispatch = execution.dispatch
-    if dispatch is None:
-        local, factor = config.num_experts // mesh.layout.ep, execution.buffer_factor
-        dispatch = best(tokens, config.experts_per_token, local, mesh, None, factor)
+    """How the network is computed."""
+    config = setup.model
+    execution = config.execution
     return Method(
-        dispatch=dispatch,
+        # Where no token travels there is none.
+        dispatch=execution.dispatch or "all_gather",
         context=execution.context or "gather",
         remat=execution.remat,
         fsdp=execution.fsdp,

@@ -106,6 +106,14 @@ ALL = "pp2 dp2 cp2 tp2 / ep4 etp2"
 CASES = [
     *(("toy", layout, "all_gather", "gather", "none") for layout in LAYOUTS),
     *(("toy", layout, "all_to_all", "gather", "none") for layout in LAYOUTS if "ep" in layout),
+    *(
+        (name, layout, "ragged", "gather", remat)
+        for name, layout, remat in (
+            ("toy", "dp8 / ep8", "none"),
+            ("toy", "tp2 dp4 / ep2 etp2", "none"),
+            ("full", "tp2 cp2 dp4 / ep8 etp2", "selective"),
+        )
+    ),
     *(("toy", "cp4 dp2 / ep8", "all_gather", context, "none") for context in ("ring", "ulysses")),
     *(("toy", "cp2 tp2 pp2", "all_gather", context, "none") for context in ("ring", "ulysses")),
     *(
@@ -132,6 +140,7 @@ CASES = [
     ("qwen2", "tp2 dp8 pp4 / ep4", "all_gather", "gather", "selective"),
 ]
 QUICK = [
+    ("toy", "tp2 dp4 / ep2 etp2", "ragged", "gather", "none"),
     ("toy", "dp8 / ep8", "all_to_all", "gather", "none"),
     ("dense", "tp2 dp4", "all_gather", "gather", "selective"),
 ]

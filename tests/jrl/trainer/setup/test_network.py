@@ -24,6 +24,7 @@ from sharding.folding import Layout, fold_abstract
 FLAGS = {
     "context": "ring",
     "dispatch": "all_to_all",
+    "exchange_rate": 0.75,
     "attention": "blocked",
     "decode_attention": "plain",
     "latent": "expanded",
