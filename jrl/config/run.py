@@ -91,6 +91,11 @@ class RunConfig:
     edp); bfloat16 rounds them once, sends half the bytes and sums in float32. Inside a group (cp
     and tp) they are sent in float32."""
 
+    activation_wire: Literal["float8_e4m3fn"] | None = None
+    """In which tokens are sent to the experts of other devices, their sums back, and the gradients
+    of both: a byte an element and float32 scales, of each token forward and of each channel of 128
+    tokens backward. Sampling and scoring send the same. None is their own dtype."""
+
     context: Literal["gather", "ring", "ulysses"] | None = None
     """How attention crosses the devices of cp: keys and values are gathered on all of them, go
     round a ring, or tokens are traded for heads and back (Ulysses). None sends least, or gathers.

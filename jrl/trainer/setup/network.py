@@ -14,6 +14,7 @@ from sharding.folding import FoldedMesh
 OF_EXPERTS = (
     "dispatch",
     "exchange_rate",
+    "activation_wire",
     "router",
     "experts",
     "buffer_factor",
@@ -81,7 +82,7 @@ def exchange_of(model: ModelConfig, mesh: FoldedMesh) -> Exchange:
     room = room_of(k, model.num_experts, mesh.layout.ep, *factors)
     itemsize = 2 if model.dtype == "bfloat16" else 4
     sizes = model.num_experts, k, model.d_model, itemsize
-    return Exchange(*sizes, room, execution.exchange_rate)
+    return Exchange(*sizes, room, execution.exchange_rate, execution.activation_wire)
 
 
 def check_served(model: ModelConfig, mesh: FoldedMesh) -> None:
@@ -95,6 +96,12 @@ def check_served(model: ModelConfig, mesh: FoldedMesh) -> None:
     context_of(model, mesh)
     if execution.dispatch is not None:
         check_dispatch(execution.dispatch, mesh)
+    if execution.activation_wire is not None and not travels(model, mesh):
+        raise ValueError(
+            f"activation_wire={execution.activation_wire!r} changes nothing on layout "
+            f"{mesh.layout}: no token goes to the experts of another device. Leave out "
+            f"{flag('activation_wire')}, or choose a layout with ep or etp."
+        )
     kernels = {name: getattr(execution, name) for name in ("decode_attention", "router", "experts")}
     for name, value in kernels.items():
         if value is not None and value.startswith("mosaic") and mesh.platform != "gpu":

@@ -54,6 +54,7 @@ def dispatch(
     buffer_factor: float | None = None,
     chunks: int = 1,
     exchange_rate: float | None = None,
+    wire: str | None = None,
 ) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
     """``sum_k p_k expert_k(x)`` for this device's tokens.
 
@@ -75,6 +76,8 @@ def dispatch(
       chunks: parts that the tokens go in, one beside the other
         (`moe.experts.dispatch.token_chunks`). Each has buffers of its own size.
       exchange_rate: of an all-to-all as a part of a ring's (`moe.experts.dispatch.cost.Exchange`).
+      wire: "float8_e4m3fn" sends tokens, sums and their gradients in a byte an element
+        (`sharding.activation_wire`); None as they are. The routing is sent as it is.
 
     Returns:
       The sums, and how many choices found no room at this device, as sender or as receiver; 0
@@ -91,7 +94,7 @@ def dispatch(
         if capacity is not None:
             room = min(room, capacity * num_local / chunk_sizes(num_tokens, chunks)[0])
         sizes = num_local * ep, k, x.shape[1], x.dtype.itemsize
-        name = cheapest(Exchange(*sizes, room, exchange_rate), mesh)
+        name = cheapest(Exchange(*sizes, room, exchange_rate, wire), mesh)
     check_dispatch(name, mesh)
     # Buffers count on it; a replayed routing may name an expert twice.
     routing = without_repeats(routing, num_local * mesh.size(mesh.ep))
@@ -101,6 +104,7 @@ def dispatch(
         capacity=capacity,
         product=product,
         buffer_factor=buffer_factor,
+        wire=wire,
     )
     return in_token_chunks(send, chunks, weights, x, routing, mesh)
 

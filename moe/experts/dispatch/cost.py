@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 import jax
 
 from sharding.folding import FoldedMesh, Layout
-from sharding.planner import links
+from sharding.planner import links, volumes
 from sharding.planner.hardware import HARDWARE, UNKNOWN, Hardware, of_kind
-from sharding.planner.volumes import routing_exchange, token_exchange
 
 MANY = 2**20
 """Tokens of a device, so many that what they share is rounded to nothing."""
@@ -36,6 +35,7 @@ class Exchange:
         any routing, less with a capacity or a buffer factor.
       rate: of an all-to-all as a part of a ring's, as `benchmarks/dispatch.py` measures it; None is
         `Hardware.exchange`.
+      wire: as in `moe.experts.dispatch.choice.dispatch`.
     """
 
     num_experts: int
@@ -44,6 +44,7 @@ class Exchange:
     itemsize: int
     room: float = 1.0
     rate: float | None = None
+    wire: str | None = None
 
 
 def room_of(
@@ -66,15 +67,11 @@ def seconds(exchange: Exchange, layout: Layout, hardware: Hardware) -> dict[str,
         per_peer = buffers
         if name == "ragged":
             per_peer = min(buffers, math.ceil(part_with(exchange, layout) * MANY))
-        given = name, MANY, per_peer, k, layout
-        moved = token_exchange(
-            *given, exchange.d_model, exchange.itemsize, buffer=layout.ep * buffers
-        )
-        moved += routing_exchange(*given, buffer=layout.ep * buffers)
-        moved += [one.transposed(layout) for one in moved if one.gradient]
+        sizes = MANY, per_peer, k, layout, exchange.d_model, exchange.itemsize
+        there, back = volumes.exchange(name, *sizes, layout.ep * buffers, exchange.wire)
         found[name] = math.fsum(
             links.seconds(one, layout, prompt) / (rate if one.kind == "all_to_all" else 1.0)
-            for one in moved
+            for one in [*there, *back]
         )
     return found
 
