@@ -79,7 +79,7 @@ def exchange_of(model: ModelConfig, mesh: FoldedMesh) -> Exchange:
     """What a layer sends to its experts."""
     execution, k = model.execution, model.experts_per_token
     factors = model.capacity_factor, execution.buffer_factor
-    room = room_of(k, model.num_experts, mesh.layout.ep, *factors)
+    room = room_of(k, mesh.layout.ep, *factors)
     itemsize = 2 if model.dtype == "bfloat16" else 4
     sizes = model.num_experts, k, model.d_model, itemsize
     return Exchange(*sizes, room, execution.exchange_rate, execution.activation_wire)

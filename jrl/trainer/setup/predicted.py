@@ -22,8 +22,8 @@ def memory_of_update(setup: Setup) -> Memory:
 
 def time_of_update(setup: Setup, hardware: Hardware) -> Cost:
     """Seconds of one optimizer step on a mini-batch, with products as fast as those of
-    Megatron-Core and nothing overlapped."""
-    system = System(calibrated("Megatron-Core").efficiency)
+    Megatron-Core and nothing overlapped but chunks of tokens on their way to experts."""
+    system = System(calibrated("Megatron-Core").efficiency, hides_chunks=True)
     given = sizes_of(setup.model), setup.mesh.layout, batch_of(setup), method_of(setup)
     return cost(*given, hardware, system)
 
@@ -48,4 +48,8 @@ def method_of(setup: Setup) -> Method:
         itemsize=2 if config.dtype == "bfloat16" else 4,
         storage="bfloat16" if keeps_masters(config) else "float32",
         even=execution.buffer_factor is not None,
+        activation_wire=execution.activation_wire,
+        expert_chunks=execution.expert_chunks,
+        gradient_wire=setup.run.gradient_wire,
+        mu_dtype=setup.run.mu_dtype,
     )

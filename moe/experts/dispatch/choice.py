@@ -90,7 +90,7 @@ def dispatch(
     name, num_local = implementation, weights.down.shape[0]
     if name is None:
         (num_tokens, k), ep = routing.experts.shape, mesh.size(mesh.ep)
-        room = room_of(k, num_local * ep, ep, None, buffer_factor)
+        room = room_of(k, ep, None, buffer_factor)
         if capacity is not None:
             room = min(room, capacity * num_local / chunk_sizes(num_tokens, chunks)[0])
         sizes = num_local * ep, k, x.shape[1], x.dtype.itemsize

@@ -47,14 +47,10 @@ class Exchange:
     wire: str | None = None
 
 
-def room_of(
-    k: int, num_experts: int, ep: int, capacity_factor: float | None, buffer_factor: float | None
-) -> float:
+def room_of(k: int, ep: int, capacity_factor: float | None, buffer_factor: float | None) -> float:
     """`Exchange.room`, as `moe.experts.dispatch.buffers.peer_tokens` has it of many tokens."""
     factors = [factor for factor in (capacity_factor, buffer_factor) if factor is not None]
-    most = min(k, num_experts // ep)
-    # An expert takes no token twice.
-    return min(1.0, *(min(factor * k / ep, most) for factor in factors)) if factors else 1.0
+    return min([1.0, *(factor * k / ep for factor in factors)])
 
 
 def seconds(exchange: Exchange, layout: Layout, hardware: Hardware) -> dict[str, float]:

@@ -76,10 +76,10 @@ def test_chunks_travel_beside_products():
     layout, system = "tp2 dp64 / ep8", System(hides_chunks=True)
     chunked = replace(MEGATRON, expert_chunks=4)
     at_once, beside = of(layout, system=system), of(layout, chunked, system)
-    assert beside.communication["experts"] == pytest.approx(
-        at_once.communication["experts"] / 4, rel=1e-9
-    )
-    assert of(layout, chunked).communication["experts"] == at_once.communication["experts"]
+    # Each chunk has a few offsets of its own.
+    experts = at_once.communication["experts"]
+    assert beside.communication["experts"] == pytest.approx(experts / 4, rel=1e-5)
+    assert of(layout, chunked).communication["experts"] == pytest.approx(experts, rel=1e-5)
     starved = {"inside": H100.inside / 100}
     shown = of(layout, chunked, system, **starved).communication["experts"]
     assert shown > of(layout, system=system, **starved).communication["experts"] / 2

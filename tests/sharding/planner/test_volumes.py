@@ -377,8 +377,8 @@ def test_gradients_are_summed_in_what_is_stated(name, layout):
 
 def test_gradients_in_bfloat16_are_stated():
     """Inside a sequence-parallel group float32, across it terms of two bytes."""
-    sizes = Layout.parse("tp2 cp2 dp4 / ep4")
-    config, mesh = replace(TOY, vocab_size=16, num_layers=2), fold_abstract(sizes)
+    sizes = Layout.parse("tp2 cp4 dp4 / ep4")
+    config, mesh = replace(MIXTRAL, num_layers=2), fold_abstract(sizes)
     places, parts = specs(config, mesh), shard_specs(config, mesh)
     cuts = shard_dims(config, mesh, "bfloat16")
 

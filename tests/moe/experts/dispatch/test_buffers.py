@@ -50,7 +50,7 @@ def test_rows_of_a_budget(layout, tokens, k, experts, factor, expected):
 
 
 def best(k, num_experts, mesh, buffer_factor=None):
-    room = room_of(k, num_experts, mesh.size(mesh.ep), None, buffer_factor)
+    room = room_of(k, mesh.size(mesh.ep), None, buffer_factor)
     return cheapest(Exchange(num_experts, k, 64, 4, room), mesh)
 
 

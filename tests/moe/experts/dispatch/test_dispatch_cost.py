@@ -94,10 +94,10 @@ def test_ragged_counts_tokens_that_are_there():
 
 
 def test_room_is_that_of_the_buffers():
-    assert room_of(4, 32, 8, None, None) == 1
-    assert room_of(4, 32, 8, 1.0, None) == 0.5
-    assert room_of(4, 32, 8, 1.0, 0.5) == 0.25
-    assert room_of(4, 8, 8, 9.0, None) == 1
+    assert room_of(4, 8, None, None) == 1
+    assert room_of(4, 8, 1.0, None) == 0.5
+    assert room_of(4, 8, 1.0, 0.5) == 0.25
+    assert room_of(4, 8, 9.0, None) == 1
 
 
 def test_devices_are_known_by_their_kind():
