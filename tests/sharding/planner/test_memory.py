@@ -171,7 +171,6 @@ def test_buffers_are_as_large_as_the_dispatchers(layout, capacity):
 @pytest.mark.parametrize(
     ("layout", "remat"),
     [
-        ("dp1", "none"),
         ("dp2", "selective"),
         ("tp2 dp2 / ep4", "full"),
         ("tp2 cp2 dp2 / ep4", "selective"),
