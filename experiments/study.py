@@ -47,6 +47,8 @@ class Study:
       common: what all variants share.
       metrics: kept beside accuracy, each a mean over the steps since the evaluation before.
       seeds: of the runs, and each of a warm start.
+      task: that all variants learn.
+      warm_start: how the warm starts of that task are trained.
     """
 
     folder: Path
@@ -55,6 +57,8 @@ class Study:
     common: str = COMMON
     metrics: Sequence[str] = ("critic/score/mean", "actor/entropy", "response_length/mean")
     seeds: Sequence[int] = (0, 1, 2)
+    task: str = TASK
+    warm_start: str = WARM_START
 
     @property
     def results(self) -> Path:
@@ -143,37 +147,46 @@ def train(study: Study, variants: Sequence[str], runs: Path, jobs: int) -> None:
             cores.put(core)
 
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(on_a_core, [_warm_start(runs, seed) for seed in study.seeds]))
+        list(pool.map(on_a_core, [_warm_start(study, runs, seed) for seed in study.seeds]))
         pending = [
             arguments_of(study, variant, runs, seed) for seed in study.seeds for variant in variants
         ]
         list(pool.map(on_a_core, pending))
 
 
-def _warm_start(runs: Path, seed: int) -> list[str]:
+def _warm_start(study: Study, runs: Path, seed: int) -> list[str]:
     # Another stream of prompts than that of the runs that begin with its weights.
-    line = f"grpo --task {TASK} --steps 0 --seed {1000 + seed} {WARM_START}"
-    return [*shlex.split(line), "--run-dir", str(_warm_folder(runs, seed))]
+    line = f"grpo --task {study.task} --steps 0 --seed {1000 + seed} {study.warm_start}"
+    return [*shlex.split(line), "--run-dir", str(_warm_folder(study, runs, seed))]
 
 
 def arguments_of(study: Study, variant: str, runs: Path, seed: int) -> list[str]:
     recipe, *own = shlex.split(study.variants[variant])
-    line = f"{recipe} --task {TASK} --seed {seed} --steps {study.steps} {study.common}"
-    weights = ["--weights", str(_warm_folder(runs, seed)), "--checkpoint-every", "1000"]
+    line = f"{recipe} --task {study.task} --seed {seed} --steps {study.steps} {study.common}"
+    weights = ["--weights", str(_warm_folder(study, runs, seed)), "--checkpoint-every", "1000"]
     folder = ["--run-dir", str(folder_of(study, variant, runs, seed))]
     # The last of two equal flags counts: a variant's own comes after what all share.
     return [*shlex.split(line), *weights, *own, *folder]
 
 
-def _warm_folder(runs: Path, seed: int) -> Path:
-    return runs / f"warm-start-{seed}"
+def _warm_folder(study: Study, runs: Path, seed: int) -> Path:
+    line = _of_task(study, study.warm_start)
+    name = "warm-start" if line == WARM_START else f"warm-start-{_digest(line)}"
+    return runs / f"{name}-{seed}"
 
 
 def folder_of(study: Study, variant: str, runs: Path, seed: int) -> Path:
     # By what is run: studies that ask for the same share it.
-    line = f"{study.variants[variant]} {study.common} --steps {study.steps}"
-    digest = hashlib.sha256(line.encode()).hexdigest()[:8]
-    return runs / f"{line.split()[0]}-{digest}-{seed}"
+    line = _of_task(study, f"{study.variants[variant]} {study.common} --steps {study.steps}")
+    return runs / f"{line.split()[0]}-{_digest(line)}-{seed}"
+
+
+def _of_task(study: Study, line: str) -> str:
+    return line if study.task == TASK else f"{line} --task {study.task}"
+
+
+def _digest(line: str) -> str:
+    return hashlib.sha256(line.encode()).hexdigest()[:8]
 
 
 def _run(arguments: list[str], core: int) -> None:

@@ -281,6 +281,15 @@ def _say_lengths(setup: "Setup") -> None:
         print(f"completions of at most {length:,} tokens: {response_origin(run, length)}")
 
 
+def _say_dispatch(setup: "Setup") -> None:
+    """How tokens reach the experts of other devices, where nobody said it."""
+    from jrl.trainer.setup.network import dispatch_explained
+
+    chosen = dispatch_explained(setup.model, setup.run, setup.mesh)
+    if chosen is not None and is_main_process():
+        print(f"dispatch {chosen}")
+
+
 def _create(request: Request) -> RunFolder:
     """The folder asked for, or the next with a number: one above the highest there is."""
     config, source = to_json(request.run, request.recipe), source_of(request.recipe)
@@ -299,6 +308,7 @@ def _train(setup: "Setup", folder: RunFolder, weights: "Transformer[Array] | Non
     from jrl.trainer.loop import train
 
     resume = f"{PROGRAM} --resume --run-dir {shlex.quote(str(folder.path))}"
+    _say_dispatch(setup)
     print(f"run folder: {folder.path}", flush=True)
     try:
         outcome = train(setup, folder, weights)

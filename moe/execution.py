@@ -1,7 +1,10 @@
-"""How the network is computed, apart from what it is: choices of time and memory, not of values."""
+"""How the network is computed, apart from what it is: choices of time and memory, not of
+values but for one, `Execution.activation_wire`."""
 
 import math
 from dataclasses import dataclass
+
+from sharding.activation_wire import WIRES
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,13 @@ class Execution:
       decode_attention: attention of a decoding step over its cache: "plain", or "mosaic", a kernel
         for Hopper that reads no more of a row than its tokens (`moe.kernels.decode_attention`);
         None is "plain".
-      dispatch: how tokens travel to the experts of other devices.
+      dispatch: how tokens travel to the experts of other devices: "all_to_all", "all_gather" or
+        "ragged"; None is what takes least time on their links (`moe.experts.dispatch.cost`).
+      exchange_rate: for that choice, the rate of an all-to-all as a part of that of a ring over the
+        same devices, as `benchmarks/dispatch.py` measures it; None is the planner's number.
+      activation_wire: what tokens travel to the experts of other devices in, and their sums back,
+        forward and backward: "float8_e4m3fn" with float32 scales (`sharding.activation_wire`); None
+        is their own dtype. Of all fields the one that changes values.
       router: how scores become choices and probs: "plain", or "mosaic", one kernel for Hopper
         (`moe.kernels.routing`); None is "plain".
       experts: how rows are multiplied, each by its own expert's matrix
@@ -48,6 +57,8 @@ class Execution:
     latent: str | None = None
     decode_attention: str | None = None
     dispatch: str | None = None
+    exchange_rate: float | None = None
+    activation_wire: str | None = None
     router: str | None = None
     experts: str | None = None
     remat: str = "none"
@@ -67,6 +78,17 @@ class Execution:
             raise ValueError(
                 f"buffer_factor={self.buffer_factor} must be above 0: 1 is room for even routing, "
                 "1.5 is usual, and None is room for any."
+            )
+        if self.activation_wire not in (None, *WIRES):
+            raise ValueError(
+                f"activation_wire={self.activation_wire!r} is nothing that tokens are sent in: use "
+                f"{', '.join(WIRES)}, or None for their own dtype."
+            )
+        if self.exchange_rate is not None and not 0 < self.exchange_rate < math.inf:
+            raise ValueError(
+                f"exchange_rate={self.exchange_rate} must be above 0: 1 is an all-to-all as "
+                "fast as a ring, python -m benchmarks.dispatch measures it, and None is the "
+                "planner's."
             )
         if self.expert_chunks < 1:
             raise ValueError(

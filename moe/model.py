@@ -74,6 +74,8 @@ def feed_forward(
             product=config.execution.experts,
             buffer_factor=buffer_factor,
             chunks=config.execution.expert_chunks,
+            exchange_rate=config.execution.exchange_rate,
+            wire=config.execution.activation_wire,
         )
         if buffer_factor is not None:
             stats = replace(stats, overflow=vary(overflow.astype(jnp.float32), mesh.axes))

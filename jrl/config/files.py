@@ -26,6 +26,7 @@ CHANGEABLE = (
     "micro_batch",
     "context",
     "dispatch",
+    "exchange_rate",
     "attention",
     "decode_attention",
     "latent",

@@ -113,6 +113,11 @@ class RunConfig:
     edp); bfloat16 rounds them once, sends half the bytes and sums in float32. Inside a group (cp
     and tp) they are sent in float32."""
 
+    activation_wire: Literal["float8_e4m3fn"] | None = None
+    """In which tokens are sent to the experts of other devices, their sums back, and the gradients
+    of both: a byte an element and float32 scales, of each token forward and of each channel of 128
+    tokens backward. Sampling and scoring send the same. None is their own dtype."""
+
     context: Literal["gather", "ring", "ulysses"] | None = None
     """How attention crosses the devices of cp: keys and values are gathered on all of them, go
     round a ring, or tokens are traded for heads and back (Ulysses). None sends least, or gathers.
@@ -120,7 +125,11 @@ class RunConfig:
     order of sums."""
     dispatch: Literal["all_to_all", "all_gather", "ragged"] | None = None
     """How tokens reach the experts of other devices: each goes where its experts are, all go
-    everywhere, or in slices as long as they are (GPU and TPU). None is the one that moves least."""
+    everywhere, or in slices as long as they are (GPU and TPU). None is the one that takes least
+    time by what it sends and the links between the devices; the run says which."""
+    exchange_rate: float | None = None
+    """For that choice, the rate of an all-to-all as a part of a ring's: python -m
+    benchmarks.dispatch measures it. None is the planner's number for such devices."""
     attention: Literal["plain", "blocked", "xla", "cudnn"] | None = None
     """Attention on one device: all scores at once, block by block, XLA's, or FlashAttention on
     NVIDIA GPUs in bfloat16 (cudnn). None is the best that applies."""

@@ -5,6 +5,7 @@ import re
 import sys
 from pathlib import Path
 
+from sharding.activation_wire import WIRES
 from sharding.planner.calibration import METHODS, SYSTEMS, calibrated
 from sharding.planner.cost import System
 from sharding.planner.hardware import HARDWARE, parse
@@ -33,6 +34,27 @@ PARSER.add_argument(
     choices=("jrl", "megatron-core", "megascale-moe"),
     default="jrl",
     help="whose way of computing: what it overlaps, stores and computes again",
+)
+PARSER.add_argument(
+    "--activation-wire",
+    nargs="+",
+    choices=("none", *WIRES),
+    default=["none"],
+    help="what tokens may travel to experts in, of --program jrl",
+)
+PARSER.add_argument(
+    "--gradient-wire",
+    nargs="+",
+    choices=("float32", "bfloat16"),
+    default=["float32"],
+    help="what gradients may be sent in, of --program jrl",
+)
+PARSER.add_argument(
+    "--expert-chunks",
+    nargs="+",
+    type=int,
+    default=[1],
+    help="parts that tokens may travel to experts in, of --program jrl",
 )
 PARSER.add_argument("--top", type=int, default=8, help="layouts to print")
 PARSER.add_argument("--picture", type=Path, metavar="FILE", help="draws them, too")
@@ -64,14 +86,33 @@ def model_of(text: str) -> ModelSizes:
     return sizes_from(text)
 
 
-def program_of(name: str, platform_has_ragged: bool) -> tuple[Method, System, Choices]:
-    """How a program computes, and what is left to choose."""
+def program_of(
+    given: argparse.Namespace, platform_has_ragged: bool
+) -> tuple[Method, System, Choices]:
+    """How a program computes, and what is left to choose.
+
+    Raises:
+      ValueError: for fewer than one chunk, and for choices that another program has not.
+    """
+    name = given.program
+    own = {flag: getattr(given, flag) for flag in ("activation_wire", "gradient_wire")}
+    own["expert_chunks"] = given.expert_chunks
+    if min(given.expert_chunks) < 1:
+        raise ValueError(f"--expert-chunks {min(given.expert_chunks)} sends nothing: 1 is all.")
     if name == "jrl":
-        # Products as fast as Megatron-Core's; nothing is overlapped.
-        system = System(calibrated("Megatron-Core").efficiency)
+        # Products as fast as Megatron-Core's; but for chunks of tokens nothing is overlapped.
+        system = System(calibrated("Megatron-Core").efficiency, hides_chunks=True)
+        wires = given.activation_wire
+        own["activation_wire"] = [None if wire == "none" else wire for wire in wires]
         dispatch = ("ragged",) if platform_has_ragged else ("all_gather", "all_to_all")
         method = Method(even=platform_has_ragged, storage="bfloat16")
-        return method, system, Choices(dispatch, storage=(method.storage,))
+        return method, system, Choices(dispatch, storage=(method.storage,), **own)
+    for flag, value in own.items():
+        if value != PARSER.get_default(flag):
+            raise ValueError(
+                f"--{flag.replace('_', '-')} {value[0]} is of --program jrl, not of {name}: leave "
+                "it out."
+            )
     title = {key.lower(): key for key in METHODS}[name]
     method = METHODS[title]
     choices = Choices((method.dispatch,), storage=(method.storage,))
@@ -97,7 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
             )
         rows = tokens // time
         on_gpu = hardware.name not in ("v5p", "laptop")
-        method, system, choices = program_of(given.program, on_gpu)
+        method, system, choices = program_of(given, on_gpu)
         found = search(model, devices, rows, time, hardware, method, system, choices)
         _check_found(found, given.hardware)
         print(

@@ -24,12 +24,14 @@ class System:
       hidden: the fraction of communication that runs under products where these last long enough.
       hides_hops: an interleaved pipeline hands on under the work on other chunks.
       hides_gradients: gradients are summed while the last micro-batches go backward.
+      hides_chunks: a chunk of tokens travels to the experts and back under the products of another.
     """
 
     efficiency: float = 0.6
     hidden: float = 0.0
     hides_hops: bool = False
     hides_gradients: bool = False
+    hides_chunks: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,8 @@ def cost(
         sent["shards of layers"] = max(0.0, joined - products - traffic)
     working = products + traffic + sum(sent.values())
     idle = Schedule(layout.pp, number, layout.vpp).bubble * working
-    summed, joined = _once(model, _of_weights(model, layout), method.fsdp, method.storage, hardware)
+    of_weights = method.fsdp, method.storage, method.gradient_wire
+    summed, joined = _once(model, _of_weights(model, layout), *of_weights, hardware)
     if system.hides_gradients:
         summed = _after_backward(summed, working / number, model, layout, number)
     sent |= {"gradients": summed, "new weights": joined}
@@ -137,10 +140,14 @@ def _products(
         return max(flops / rate, parameters * bytes_each / hardware.memory_bandwidth)
 
     forward = backward = 0.0
-    for flops, parameters in _matrices(model, layout, tokens):
-        forward += one_pass(flops, parameters, stored.weight)
-        backward += one_pass(flops, parameters, stored.weight)
-        backward += one_pass(flops, parameters, 2 * stored.gradient)
+    of_all, of_experts = _matrices(model, layout, tokens)
+    # Each chunk of tokens meets the matrices of its experts again.
+    parts = [(of_all, 1), (of_experts, method.expert_chunks)]
+    for (flops, parameters), times in parts:
+        read = parameters * times
+        forward += one_pass(flops, read, stored.weight)
+        backward += one_pass(flops, read, stored.weight)
+        backward += one_pass(flops, read, 2 * stored.gradient)
     layers = _layers_on_stage(model, layout)
     scores = 2.0 * tokens * layers * model.queries * batch.time / rate
     head = 2.0 * tokens * model.d_model * model.vocab_size / rate
@@ -206,13 +213,26 @@ def _exposed(
         hops = repeated([volumes.hop(model, batch.local_tokens(layout), method)], 2 * layout.vpp)
         hides = layout.vpp > 1 and system.hides_hops
         sent["pipeline"] = 0.0 if hides else _seconds(hops, layout, hardware)
+    if system.hides_chunks and method.expert_chunks > 1 and "experts" in sent:
+        flops = 3 * _matrices(model, layout, batch.local_tokens(layout))[1][0]
+        under = flops / (hardware.peak * system.efficiency)
+        sent["experts"] = _beside_chunks(sent["experts"], under, method.expert_chunks)
     total = sum(sent.values())
+    if not total:
+        return {}
     shown = max((1 - system.hidden) * total, total - products)
     return {what: time * shown / total for what, time in sent.items() if time}
 
 
+def _beside_chunks(experts: float, products: float, chunks: int) -> float:
+    """Seconds of the experts' communication that show where chunks travel beside each other's
+    products: what these do not last for, and at least the first chunk's way out and the last one's
+    back, together one of `chunks`."""
+    return max(experts / chunks, experts - products * (chunks - 1) / chunks)
+
+
 def _without_storage(method: Method) -> Method:
-    return replace(method, storage="float32")
+    return replace(method, storage="float32", gradient_wire="float32", mu_dtype="float32")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -247,20 +267,24 @@ def _of_weights(model: ModelSizes, layout: Layout) -> Layout:
 
 @functools.lru_cache(maxsize=1024)
 def _once(
-    model: ModelSizes, layout: Layout, fsdp: bool, storage: str, hardware: Hardware
+    model: ModelSizes,
+    layout: Layout,
+    fsdp: bool,
+    storage: str,
+    gradient_wire: str,
+    hardware: Hardware,
 ) -> tuple[float, float]:
     """Seconds of what is sent once in a step: gradients summed, new weights joined."""
-    sent = volumes.gradients(model, layout, Method(fsdp=fsdp, storage=storage))
-    summed, joined = (
-        _seconds((one for one in sent if one.kind == kind), layout, hardware)
-        for kind in ("reduce_scatter", "all_gather")
-    )
-    return summed, joined
+    method = Method(fsdp=fsdp, storage=storage, gradient_wire=gradient_wire)
+    sent = volumes.gradients(model, layout, method)
+    joined = [one for one in sent if one.kind == "all_gather"]
+    summed = [one for one in sent if one.kind != "all_gather"]
+    return _seconds(summed, layout, hardware), _seconds(joined, layout, hardware)
 
 
 def _unsharded(model: ModelSizes, layout: Layout, method: Method) -> list[Transfer]:
     joined = list(volumes.unsharding(model, layout, method))
-    return repeated(joined, 2) + [one.transposed(layout) for one in joined]
+    return repeated(joined, 2) + [volumes.summed_back(one, layout, method) for one in joined]
 
 
 GROUPS = (

@@ -6,9 +6,10 @@ from sharding.folding import Layout
 from sharding.planner.method import Batch, Method
 from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.models.weights import held, layers_on_device
+from sharding.planner.transfer import Transfer, staged
 from sharding.planner.volumes import copies_of_keys, tokens_per_peer
 
-FLOAT32 = 4
+FLOAT32, BFLOAT16 = 4, 2
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,35 @@ def memory(
     at_work = 2 * kept(model, layout, tokens, method, "none")
     if layout.pp > 1 and not method.in_place:
         at_work += depth // layout.vpp * kept(model, layout, tokens, method, method.remat)
+    # Gradients of a layer's experts, one for each chunk until they are added up.
+    if model.num_experts:
+        of_layer = model.expert_parameters / (layout.ep * layout.etp)
+        at_work += (method.expert_chunks - 1) * of_layer * method.stored.weight
     return Memory(
         weights=weights,
         optimizer=optimizer,
         gradients=gradients,
         activations=activations(model, layout, number, tokens, method),
-        buffers=joined + logits + at_work,
+        # Gradients go on their way when layers and logits are done.
+        buffers=joined + max(logits + at_work, wire_buffer(model, layout, method)),
     )
+
+
+def wire_buffer(model: ModelSizes, layout: Layout, method: Method) -> float:
+    """Bytes of the largest gradient in bfloat16, as it goes and as it comes
+    (`sharding.compression`): of a stack of matrices of all layers, the experts' gate and up, which
+    are two thirds of them, the dense layers' or half of attention's, or of the embedding."""
+    if method.gradient_wire == "float32":
+        return 0.0
+    parts = {"experts": 2 / 3, "dense layers": 2 / 3, "first dense layers": 2 / 3}
+    parts |= {"attention": 1 / 2, "embedding and head": 1.0 if model.tied else 1 / 2}
+    found = [0.0]
+    for one in held(model, layout):
+        across = staged("", one.replicas, layout, one.part(layout), 1)
+        if any(stage.side == "across" for stage in across):
+            inside = Transfer("", "permute", one.replicas, 1, 1, side="inside").group(layout)
+            found.append(2 * BFLOAT16 * one.parameters * parts.get(one.what, 1.0) / inside)
+    return max(found)
 
 
 def activations(
@@ -133,7 +156,9 @@ def kept(model: ModelSizes, layout: Layout, tokens: int, method: Method, remat: 
     # The input; tokens for heads and for hidden units, and the sum of attention's parts.
     elements = tokens * h * (1 + gathered + (gathered if dense_width else 0) + (gathered > 0))
     if remat == "full":
-        return float((elements + arrived * h) * width + numbers * FLOAT32)
+        # What came is kept as it came.
+        of_token = h * width if method.activation_wire is None else h + FLOAT32
+        return float(elements * width + arrived * of_token + numbers * FLOAT32)
     of_keys = {"gather": layout.cp, "ring": 1, "ulysses": copies_of_keys(model, layout)}
     attends = 2 * model.keys * of_keys[method.context]
     elements += tokens * (model.queries + attends + 2 * dense_width + h * (gathered == 0))

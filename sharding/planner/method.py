@@ -1,13 +1,17 @@
 """How a layout is run beside its sizes: batch, dispatch, context, rematerialisation, storage."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from sharding.activation_wire import WIRES
 from sharding.folding import Layout
 
-KNOWN = {
+KNOWN: dict[str, tuple[str | None, ...]] = {
     "dispatch": ("all_gather", "all_to_all", "ragged"),
     "context": ("gather", "ring", "ulysses"),
     "remat": ("none", "selective", "full"),
+    "activation_wire": (None, *WIRES),
+    "gradient_wire": ("float32", "bfloat16"),
+    "mu_dtype": ("float32", "bfloat16"),
 }
 """What the fields of a `Method` may be; of `remat` what takes less time comes first."""
 
@@ -107,6 +111,11 @@ class Method:
         `moe.remat` does.
       even: buffers of experts hold what even routing sends, as where their sizes are known at run
         time or a capacity bounds them; else any routing.
+      activation_wire: what tokens travel to experts in, and back; None is as they are.
+      expert_chunks: parts that they travel in.
+      gradient_wire: of gradients between sequence-parallel groups; "bfloat16" is an all-to-all of
+        terms that are summed in float32 (`sharding.compression`).
+      mu_dtype: of Adam's first moment.
       in_place: a stage of a pipeline writes what a chunk keeps straight to its place among that of
         the others; else beside it first, as `sharding.pipeline` does.
     """
@@ -120,19 +129,28 @@ class Method:
     resends: bool = True
     even: bool = False
     in_place: bool = False
+    activation_wire: str | None = None
+    expert_chunks: int = 1
+    gradient_wire: str = "float32"
+    mu_dtype: str = "float32"
 
     def __post_init__(self):
         for name, choices in {**KNOWN, "storage": tuple(STORAGES)}.items():
             if getattr(self, name) not in choices:
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} is not known: use {', '.join(choices)}."
+                    f"{name}={getattr(self, name)!r} is not known: use "
+                    f"{', '.join(map(str, choices))}."
                 )
 
     @property
     def stored(self) -> Storage:
-        return STORAGES[self.storage]
+        return self._with_moments(STORAGES[self.storage])
 
     @property
     def stored_precise(self) -> Storage:
         """Of norms and routers."""
-        return STAYS_FLOAT32.get(self.storage, self.stored)
+        return self._with_moments(STAYS_FLOAT32.get(self.storage, STORAGES[self.storage]))
+
+    def _with_moments(self, storage: Storage) -> Storage:
+        half = self.mu_dtype == "bfloat16"
+        return replace(storage, moments=storage.moments * 3 // 4) if half else storage

@@ -22,6 +22,7 @@ PRIMITIVES: dict[str, Kind] = {
     "all_gather_invariant": "all_gather",
     "reduce_scatter": "reduce_scatter",
     "all_to_all": "all_to_all",
+    "ragged_all_to_all": "all_to_all",
     "psum": "all_reduce",
     "psum_invariant": "all_reduce",
     "pmax": "all_reduce",
@@ -67,7 +68,11 @@ def of_jaxpr(jaxpr: core.Jaxpr, times: int = 1, in_branch: bool = False) -> Iter
         if name in PRIMITIVES:
             named = equation.params.get("axes") or equation.params["axis_name"]
             axes = (named,) if isinstance(named, str) else tuple(named)
-            for operand in equation.invars:
+            given = equation.invars
+            if name == "ragged_all_to_all":
+                # What is sent is in the one buffer and has room in the other.
+                given = [min(given[:2], key=lambda buffer: buffer.aval.size)]  # pyright: ignore
+            for operand in given:
                 aval: Any = operand.aval
                 yield Observed(
                     PRIMITIVES[name], axes, aval.dtype.name, aval.shape, times, in_branch

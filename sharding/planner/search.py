@@ -1,5 +1,6 @@
 """Every legal layout of a cluster, what each costs at its best, and what rules out the others."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ from sharding.planner import links, volumes
 from sharding.planner.cost import Cost, System, cost
 from sharding.planner.hardware import Hardware
 from sharding.planner.memory import Memory, memory
-from sharding.planner.method import KNOWN, Batch, Method
+from sharding.planner.method import Batch, Method
 from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.models.weights import parameters_in_parts, parameters_on_device
 
@@ -35,10 +36,13 @@ class Choices:
     """What the search may choose beside the sizes of a layout."""
 
     dispatch: Sequence[str] = ("all_gather", "all_to_all")
-    context: Sequence[str] = KNOWN["context"]
+    context: Sequence[str] = ("gather", "ring", "ulysses")
     storage: Sequence[str] = ("float32",)
-    remat: Sequence[str] = KNOWN["remat"]
+    remat: Sequence[str] = ("none", "selective", "full")
     micro_rows: Sequence[int] = (1, 2, 4)
+    activation_wire: Sequence[str | None] = (None,)
+    gradient_wire: Sequence[str] = ("float32",)
+    expert_chunks: Sequence[int] = (1,)
 
 
 @dataclass(frozen=True)
@@ -152,11 +156,17 @@ def best_plan(
     for micro_rows in (n for n in choices.micro_rows if rows % (layout.dp * n) == 0):
         batch = Batch(rows, time, micro_rows)
         sends = quickest(model, layout, batch, hardware, method, choices)
-        for storage in choices.storage:
+        # Chunks of tokens are of no use where none travels.
+        chunks = choices.expert_chunks if layout.ep * layout.etp > 1 else (1,)
+        ways = list(itertools.product(choices.storage, choices.gradient_wire, chunks))
+        for storage, gradient_wire, expert_chunks in ways:
+            stored = replace(
+                sends, storage=storage, gradient_wire=gradient_wire, expert_chunks=expert_chunks
+            )
             for vpp in chunks_of_a_stage(model, layout):
                 sizes = replace(layout, vpp=vpp)
                 for remat in choices.remat:
-                    chosen = replace(sends, storage=storage, remat=remat)
+                    chosen = replace(stored, remat=remat)
                     fits = memory(model, sizes, batch, chosen)
                     needs = min(needs, fits.total)
                     if fits.total > ROOM * hardware.memory:
@@ -206,7 +216,10 @@ def quickest(
     if layout.cp > 1:
         method = min((replace(method, context=name) for name in contexts), key=takes)
     if layout.ep * layout.etp > 1:
-        method = min((replace(method, dispatch=name) for name in choices.dispatch), key=takes)
+        ways = itertools.product(choices.dispatch, choices.activation_wire)
+        method = min(
+            (replace(method, dispatch=name, activation_wire=wire) for name, wire in ways), key=takes
+        )
     return method
 
 

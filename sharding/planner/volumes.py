@@ -12,9 +12,11 @@ from sharding.planner.method import Batch, Method
 from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.models.weights import held, layers_on_device, spreads_vocabulary
 from sharding.planner.transfer import Kind, Transfer, present, repeated, staged
+from sharding.planner.wired import in_fp8
 from sharding.schedule import Schedule
 
 FLOAT32 = INT32 = 4
+BFLOAT16 = 2
 
 
 def layer(
@@ -28,13 +30,16 @@ def layer(
     tokens = batch.local_tokens(layout)
     forward = [*tensor_parallel("attention", model, layout, tokens, method)]
     forward += context(model, layout, tokens, method)
-    if has_experts and model.num_experts:
-        forward += router(model, batch.micro_rows)
-        forward += dispatch(model, layout, tokens, method)
     if model.d_ff or not has_experts:
         name = "shared expert" if has_experts and model.num_experts else "dense layer"
         forward += tensor_parallel(name, model, layout, tokens, method)
+    if has_experts and model.num_experts:
+        forward += router(model, batch.micro_rows)
     backward = [t.transposed(layout) for t in forward if t.gradient]
+    if has_experts and model.num_experts:
+        there, back = dispatch(model, layout, tokens, method)
+        forward += there
+        backward += back
     if method.context == "ring":
         backward += ring_backward(model, layout, tokens, method)
     if method.remat == "selective" and method.resends:
@@ -98,12 +103,64 @@ def router(model: ModelSizes, sequences: int) -> list[Transfer]:
     return [Transfer("load of sequences", "all_reduce", ("cp", "tp"), counts, FLOAT32)]
 
 
-def dispatch(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list[Transfer]:
-    """Tokens to the devices of their experts, and sums back, with their ids and probs."""
+def dispatch(
+    model: ModelSizes, layout: Layout, tokens: int, method: Method
+) -> tuple[list[Transfer], list[Transfer]]:
+    """Tokens to the devices of their experts, and sums back, with their ids and probs: forward, and
+    backward."""
     per_peer, k = tokens_per_peer(model, layout, tokens), model.experts_per_token
-    given = tokens, per_peer, k, layout
-    moved = token_exchange(method.dispatch, *given, model.d_model, method.itemsize)
-    return [*moved, *routing_exchange(method.dispatch, *given)]
+    forward, backward = [], []
+    for size, number in chunks_of(tokens, method.expert_chunks):
+        slots = min(size, per_peer)
+        # Where even routing is what there is room for, as much arrives.
+        buffer = None if method.even else layout.ep * slots
+        given = size, slots, k, layout, model.d_model, method.itemsize, buffer
+        there, back = exchange(method.dispatch, *given, method.activation_wire)
+        forward += repeated(there, number)
+        backward += repeated(back, number)
+    return forward, backward
+
+
+def chunks_of(tokens: int, chunks: int) -> list[tuple[int, int]]:
+    """(tokens, how many chunks have so many), as `moe.experts.dispatch.token_chunks` cuts them."""
+    each, more = divmod(tokens, max(1, min(chunks, tokens)))
+    less = max(1, min(chunks, tokens)) - more
+    return [(size, number) for size, number in ((each + 1, more), (each, less)) if number]
+
+
+def exchange(
+    implementation: str,
+    tokens: int,
+    per_peer: int,
+    k: int,
+    layout: Layout,
+    d_model: int,
+    itemsize: int,
+    buffer: int | None = None,
+    wire: str | None = None,
+) -> tuple[list[Transfer], list[Transfer]]:
+    """`token_exchange` and `routing_exchange`, forward and backward.
+
+    Args:
+      wire: what tokens, sums and their gradients travel in (`sharding.activation_wire`); None is
+        as they are.
+    """
+    given, is_ragged = (implementation, tokens, per_peer, k, layout), implementation == "ragged"
+    moved = token_exchange(*given, d_model, itemsize, buffer)
+    routing = routing_exchange(*given, buffer)
+    if wire is None:
+        both = [*moved, *routing]
+        if is_ragged:
+            # Backward alone: where slices go in the other buffer, two vectors for each way.
+            what = "offsets to experts"
+            both.append(Transfer(what, "all_to_all", ("ep",), layout.ep, 0, 4, gradient=INT32))
+        return both, [one.transposed(layout) for one in both if one.gradient]
+    forward, backward = [], [one.transposed(layout) for one in routing if one.gradient]
+    for one in moved:
+        there, back = in_fp8(one, layout, d_model, is_ragged and one.kind == "all_to_all")
+        forward += there
+        backward += back
+    return [*forward, *routing], backward
 
 
 def token_exchange(
@@ -114,18 +171,20 @@ def token_exchange(
     layout: Layout,
     d_model: int,
     itemsize: int,
+    buffer: int | None = None,
 ) -> list[Transfer]:
     """Tokens to the devices of their experts, and sums back.
 
     With ``n = ep etp``, in tokens: "all_gather" receives ``2 T (n - 1)``, half of it sums of
     float32; "all_to_all" ``2 R (n - 1)``; "ragged" no more than ``2 T k (ep - 1) / ep`` over ``ep``
-    with even routing, and over ``etp`` as many tokens as arrived.
+    with even routing, and over ``etp`` its whole buffer.
 
     Args:
       implementation: "all_gather", "all_to_all" or "ragged".
       tokens: T.
       per_peer: R, that a device sends to another where buffers are of one size.
       itemsize: bytes of an element of a token.
+      buffer: tokens that "ragged" has room for; None is as many as arrive.
     """
     if implementation == "all_gather":
         group, n, size = ("ep", "etp"), layout.ep * layout.etp, tokens * d_model
@@ -134,15 +193,17 @@ def token_exchange(
         )
         back = Transfer(SUMS, "reduce_scatter", group, n * size, FLOAT32, gradient=itemsize)
         return [there, back]
-    sent = _slots(implementation, tokens, per_peer, k, layout) * d_model
+    sent, received = (
+        slots * d_model for slots in _slots(implementation, tokens, per_peer, k, layout, buffer)
+    )
 
     def of(what: str, kind: Kind, axis: str, elements: int, repeated: bool = False) -> Transfer:
         return Transfer(what, kind, (axis,), elements, itemsize, 1, itemsize, repeated)
 
     return [
         of(TOKENS, "all_to_all", "ep", sent, repeated=True),
-        of(f"{TOKENS}, over etp", "all_gather", "etp", sent, repeated=True),
-        of(f"{SUMS}, over etp", "reduce_scatter", "etp", layout.etp * sent),
+        of(f"{TOKENS}, over etp", "all_gather", "etp", received, repeated=True),
+        of(f"{SUMS}, over etp", "reduce_scatter", "etp", layout.etp * received),
         of(SUMS, "all_to_all", "ep", sent),
     ]
 
@@ -151,19 +212,34 @@ TOKENS, SUMS = "tokens to experts", "sums of experts"
 
 
 def routing_exchange(
-    implementation: str, tokens: int, per_peer: int, k: int, layout: Layout
+    implementation: str,
+    tokens: int,
+    per_peer: int,
+    k: int,
+    layout: Layout,
+    buffer: int | None = None,
 ) -> list[Transfer]:
-    """k ids and k probs that go with each token of `token_exchange`."""
+    """k ids and k probs of each token of `token_exchange`. They go with it, but those of "ragged"
+    go first and to all devices, which count from them what they will be sent."""
     if implementation == "all_gather":
         return _routing("all_gather", ("ep", "etp"), tokens * k)
-    sent = _slots(implementation, tokens, per_peer, k, layout) * k
-    return [*_routing("all_to_all", ("ep",), sent), *_routing("all_gather", ("etp",), sent)]
+    sent, received = _slots(implementation, tokens, per_peer, k, layout, buffer)
+    if implementation == "ragged":
+        moved = _routing("all_gather", ("ep",), tokens * k)
+    else:
+        moved = _routing("all_to_all", ("ep",), sent * k)
+    return [*moved, *_routing("all_gather", ("etp",), received * k)]
 
 
-def _slots(implementation: str, tokens: int, per_peer: int, k: int, layout: Layout) -> int:
-    """Tokens that a device sends to all of ``ep``, itself included."""
+def _slots(
+    implementation: str, tokens: int, per_peer: int, k: int, layout: Layout, buffer: int | None
+) -> tuple[int, int]:
+    """Tokens that a device sends to all of ``ep``, itself included, and those that it then has."""
     slots = layout.ep * per_peer
-    return min(slots, tokens * k) if implementation == "ragged" else slots
+    if implementation != "ragged":
+        return slots, slots
+    sent = min(slots, tokens * k)
+    return sent, sent if buffer is None else buffer
 
 
 def _routing(kind: Kind, axes: tuple[str, ...], numbers: int) -> list[Transfer]:
@@ -225,6 +301,15 @@ def unsharding(model: ModelSizes, layout: Layout, method: Method) -> tuple[Trans
     return tuple(found)
 
 
+def summed_back(joined: Transfer, layout: Layout, method: Method) -> Transfer:
+    """The sum into shards of the gradients of weights that were joined from them: across sequence-
+    parallel groups in `Method.gradient_wire`."""
+    summed = joined.transposed(layout)
+    if method.gradient_wire == "bfloat16" and joined.side == "across":
+        summed = replace(summed, kind="all_to_all", itemsize=BFLOAT16)
+    return summed
+
+
 def gradients(model: ModelSizes, layout: Layout, method: Method) -> list[Transfer]:
     """Once in a step: gradients summed into the shards that the optimizer keeps, and new weights
     joined (ZeRO-1): together as much as an all-reduce of numbers of one width.
@@ -245,7 +330,7 @@ def gradients(model: ModelSizes, layout: Layout, method: Method) -> list[Transfe
             stored.gradient_wire,
         )
         summed = [
-            replace(back.transposed(layout), what=f"gradients: {one.what}")
+            replace(summed_back(back, layout, method), what=f"gradients: {one.what}")
             for back in reversed(joined)
         ]
         found += [*summed, *joined]
@@ -268,7 +353,7 @@ def step(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> lis
         found += repeated([*forward, *backward], number)
     if method.fsdp:
         joined = list(unsharding(model, layout, method))
-        found += repeated(joined, 2) + [one.transposed(layout) for one in joined]
+        found += repeated(joined, 2) + [summed_back(one, layout, method) for one in joined]
     found += embedding(model, layout, tokens, method) + head(model, layout, tokens, method)
     found = repeated(found, micro_batches)
     if layout.pp > 1:

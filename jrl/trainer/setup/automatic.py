@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 import jax
 
 from jrl.recipes.base.recipe import Recipe
-from jrl.trainer.setup.dry_run import memory
+from jrl.trainer.setup.dry_run import GRADIENTS_SENT, LOGITS, STAGE_INPUTS, memory
+from jrl.trainer.setup.network import with_dispatch
 from jrl.trainer.setup.predicted import memory_of_update, time_of_update
 from jrl.trainer.setup.setup import Setup
 from moe.placement import specs
 from moe.sizes import sizes_of
 from sharding.folding import Layout, fold
-from sharding.folding.layout import divisors
 from sharding.planner.hardware import HARDWARE, Hardware, of_kind
-from sharding.planner.search import ROOM, illegal, layouts
+from sharding.planner.search import ROOM, chunks_of_a_stage, illegal, layouts
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,14 @@ class Candidate:
         return self.setup.mesh.layout
 
     def bytes(self) -> float:
-        """What a device needs."""
-        update = memory_of_update(self.setup)
-        return sum(memory(self.setup).values()) + update.activations + update.buffers
+        """What a device needs: what stays, and the larger of what an update and what a forward pass
+        alone work with."""
+        update, stays = memory_of_update(self.setup), memory(self.setup)
+        # Among what an update's layers keep are the inputs of a stage's.
+        stays.pop(STAGE_INPUTS, None)
+        logits, wire = (stays.pop(name, 0) for name in (LOGITS, GRADIENTS_SENT))
+        at_work = max(update.activations + update.buffers, logits, wire)
+        return sum(stays.values()) + at_work
 
 
 def chosen_layout(setup: Setup, recipe: Recipe, num_devices: int) -> tuple[Layout, str]:
@@ -125,7 +130,8 @@ def on_layout(setup: Setup, recipe: Recipe, layout: Layout) -> Setup:
         raise ValueError("packing=True cannot be had with pp.")
     run = replace(setup.run, layout=str(layout))
     divided = recipe.divided(layout.dp).fitted(setup.response_length)
-    there = replace(setup, run=run, recipe=divided, mesh=mesh)
+    model = with_dispatch(setup.model, run, mesh)
+    there = replace(setup, run=run, recipe=divided, mesh=mesh, model=model)
     there = replace(there, recipe=there.geometry.with_micro_batch().recipe)
     there.geometry.check()
     there.geometry.slots(run.slots)
@@ -139,6 +145,5 @@ def _legal(setup: Setup, num_devices: int, hardware: Hardware) -> Iterator[Layou
         # Which batches and positions divide depends on more than the planner asks for.
         if illegal(model, layout, layout.dp, time * 2 * layout.cp) is not None:
             continue
-        depth = (model.num_layers - model.num_dense_layers) // layout.pp
-        for vpp in divisors(depth) if layout.pp > 1 else [1]:
+        for vpp in chunks_of_a_stage(model, layout):
             yield replace(layout, vpp=vpp)

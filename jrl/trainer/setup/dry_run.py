@@ -16,14 +16,14 @@ from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.scoring import num_micro_batches
 from jrl.trainer.masters import keeps_masters
 from jrl.trainer.setup.lengths import response_origin
-from jrl.trainer.setup.network import OF_EXPERTS
+from jrl.trainer.setup.network import OF_EXPERTS, dispatch_explained
 from jrl.trainer.setup.predicted import memory_of_update, time_of_update
 from jrl.trainer.setup.setup import Setup
 from moe.attention.context_parallel.choice import context_of, received
 from moe.chunks import stored_depth
 from moe.config import ModelConfig
 from moe.execution import Execution
-from moe.placement import in_chunks, shard_specs, specs, stored_specs
+from moe.placement import in_chunks, shard_dims, shard_specs, specs, stored_specs
 from moe.router.replay import choices_dtype
 from moe.tokens.zigzag import ZigzagLayout
 from moe.weights import (
@@ -36,6 +36,7 @@ from moe.weights import (
 from sharding.folding import FoldedMesh
 from sharding.planner.hardware import of_kind
 from sharding.schedule import Schedule
+from sharding.zero import ShardDim
 
 AXES = {
     "dp": "data: each rank has its own sequences",
@@ -47,6 +48,9 @@ AXES = {
     "edp": "data of the experts: ranks that hold the same ones",
 }
 """What is spread over each axis of a layout."""
+LOGITS, STAGE_INPUTS = "logits of a forward pass", "inputs kept by a stage"
+GRADIENTS_SENT = "a gradient on its way in bfloat16"
+"""Rows of `memory` that `jrl.trainer.setup.automatic` tells from what stays."""
 
 
 def print_dry_run(setup: Setup, console: Console | None = None) -> None:
@@ -140,6 +144,7 @@ def execution(setup: Setup) -> dict[str, str]:
     chosen = {field.name: getattr(model.execution, field.name) for field in fields(Execution)}
     if chosen["context"] is None and mesh.layout.cp > 1:
         chosen["context"] = f"{context_of(model, mesh)} (sends least)"
+    chosen["dispatch"] = dispatch_explained(model, setup.run, mesh) or chosen["dispatch"]
     # What the network has nothing of is left out.
     hidden = {"latent"} if model.mla is None else set()
     if mesh.layout.cp == 1:
@@ -155,6 +160,7 @@ def execution(setup: Setup) -> dict[str, str]:
     meaning = {"buffer_factor": "room for any routing", "vocab_chunk": "all columns at once"}
     meaning |= {"capacity_factor": "any number", "scan_layers": "where there are more than eight"}
     meaning |= {"decode_attention": "plain", "router": "plain"}
+    meaning |= {"exchange_rate": "the planner's", "activation_wire": "that of activations"}
     rows = {
         flag(name): meaning.get(name, "the best that applies") if value is None else _said(value)
         for name, value in chosen.items()
@@ -207,6 +213,8 @@ def memory(setup: Setup) -> dict[str, int]:
       the rows per device of the largest forward pass: a micro-batch, a warm start's batch, or all
       completions where they are scored before the first update;
     * under `Recipe.router_replay` the experts of each token and layer, a byte or two each;
+    * under a `RunConfig.gradient_wire` of bfloat16 the largest gradient of a matrix twice in that,
+      as it goes to other sequence-parallel groups and as it comes;
     * on a pipeline, the inputs of layers that a stage keeps until they go backward.
 
     Per parameter, weight, gradient, master and moments are ``6 + 12 / G`` bytes in bfloat16, as
@@ -242,10 +250,11 @@ def memory(setup: Setup) -> dict[str, int]:
         "weights gathered to score": gathered if setup.model.execution.fsdp else 0,
         "weights apart to sample": rollout.get("weights apart to sample", 0),
         "key/value cache": rollout.get("key/value cache", 0),
-        "logits of a forward pass": logits_bytes(setup, max(forward)),
+        LOGITS: logits_bytes(setup, max(forward)),
         "choices of experts": choices_bytes(setup) if recipe.router_replay is not None else 0,
         "policy of the rollout": rollout.get("policy of the rollout", 0),
-        "inputs kept by a stage": kept_bytes(setup) if mesh.layout.pp > 1 else 0,
+        STAGE_INPUTS: kept_bytes(setup) if mesh.layout.pp > 1 else 0,
+        GRADIENTS_SENT: max(sent_bytes(network, setup) for network in networks),
     }
     return {name: number for name, number in rows.items() if number}
 
@@ -308,6 +317,24 @@ def gradient_bytes(
     whole = _bytes_on_one(like, mesh, specs(config, mesh))
     layers = _bytes_on_one(like, mesh, stored_specs(config, mesh)).layers
     return _total(replace(whole, layers=layers))
+
+
+def sent_bytes(network: ModelConfig, setup: Setup) -> int:
+    """Bytes of the largest gradient that is on its way in bfloat16, to and from the devices across
+    sequence-parallel groups (`sharding.compression`); 0 where gradients are sent in float32."""
+    wire, mesh = setup.run.gradient_wire, setup.mesh
+    if wire == "float32":
+        return 0
+    cuts = shard_dims(network, mesh, wire)
+    numbers = _bytes_on_one(shapes(network), mesh, specs(network, mesh))
+
+    def sent(cut: ShardDim, float32: int) -> int:
+        inside = [stage for stage in cut.stages if stage != cut.compressed]
+        shard = float32 // math.prod(mesh.size(stage) for stage in inside)
+        # Two copies, each of half the bytes.
+        return shard if cut.compressed else 0
+
+    return max(jax.tree.leaves(jax.tree.map(sent, cuts, numbers)))
 
 
 def _total(bytes_of: Transformer[int]) -> int:

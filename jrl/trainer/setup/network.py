@@ -8,9 +8,18 @@ from moe.attention.context_parallel.choice import context_of
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.experts.dispatch.choice import check_dispatch
+from moe.experts.dispatch.cost import Exchange, cheapest, explained, room_of
 from sharding.folding import FoldedMesh
 
-OF_EXPERTS = ("dispatch", "router", "experts", "buffer_factor", "expert_chunks")
+OF_EXPERTS = (
+    "dispatch",
+    "exchange_rate",
+    "activation_wire",
+    "router",
+    "experts",
+    "buffer_factor",
+    "expert_chunks",
+)
 """Fields of `Execution` that say something of experts alone."""
 
 
@@ -44,6 +53,38 @@ def network_of(model: ModelConfig, run: RunConfig) -> ModelConfig:
     return replace(model, **given, dtype=dtype, execution=execution)
 
 
+def with_dispatch(model: ModelConfig, run: RunConfig, mesh: FoldedMesh) -> ModelConfig:
+    """A network whose tokens travel as the run says or, where it leaves that open, as takes least
+    time on the mesh of training: it is named, so that scoring and sampling take the same, with room
+    for any routing and on layouts of their own."""
+    name = run.dispatch
+    if name is None and travels(model, mesh):
+        name = cheapest(exchange_of(model, mesh), mesh)
+    return replace(model, execution=replace(model.execution, dispatch=name))
+
+
+def dispatch_explained(model: ModelConfig, run: RunConfig, mesh: FoldedMesh) -> str | None:
+    """What `with_dispatch` chose and why, in a line; None where there was nothing to choose."""
+    if run.dispatch is not None or not travels(model, mesh):
+        return None
+    return explained(exchange_of(model, mesh), mesh)
+
+
+def travels(model: ModelConfig, mesh: FoldedMesh) -> bool:
+    """Whether tokens go to the experts of other devices."""
+    return bool(model.num_experts) and mesh.layout.ep * mesh.layout.etp > 1
+
+
+def exchange_of(model: ModelConfig, mesh: FoldedMesh) -> Exchange:
+    """What a layer sends to its experts."""
+    execution, k = model.execution, model.experts_per_token
+    factors = model.capacity_factor, execution.buffer_factor
+    room = room_of(k, mesh.layout.ep, *factors)
+    itemsize = 2 if model.dtype == "bfloat16" else 4
+    sizes = model.num_experts, k, model.d_model, itemsize
+    return Exchange(*sizes, room, execution.exchange_rate, execution.activation_wire)
+
+
 def check_served(model: ModelConfig, mesh: FoldedMesh) -> None:
     """Refuses, before anything is compiled, implementations that such devices cannot run or that
     do not go together; what depends on the sizes of a batch is refused where it is computed.
@@ -55,6 +96,12 @@ def check_served(model: ModelConfig, mesh: FoldedMesh) -> None:
     context_of(model, mesh)
     if execution.dispatch is not None:
         check_dispatch(execution.dispatch, mesh)
+    if execution.activation_wire is not None and not travels(model, mesh):
+        raise ValueError(
+            f"activation_wire={execution.activation_wire!r} changes nothing on layout "
+            f"{mesh.layout}: no token goes to the experts of another device. Leave out "
+            f"{flag('activation_wire')}, or choose a layout with ep or etp."
+        )
     kernels = {name: getattr(execution, name) for name in ("decode_attention", "router", "experts")}
     for name, value in kernels.items():
         if value is not None and value.startswith("mosaic") and mesh.platform != "gpu":

@@ -2,7 +2,6 @@
 
 from jrl.trainer.masters import keeps_masters
 from jrl.trainer.setup.setup import Setup
-from moe.experts.dispatch.choice import best
 from moe.sizes import sizes_of
 from sharding.planner.calibration import calibrated
 from sharding.planner.cost import Cost, System, cost
@@ -23,8 +22,8 @@ def memory_of_update(setup: Setup) -> Memory:
 
 def time_of_update(setup: Setup, hardware: Hardware) -> Cost:
     """Seconds of one optimizer step on a mini-batch, with products as fast as those of
-    Megatron-Core and nothing overlapped."""
-    system = System(calibrated("Megatron-Core").efficiency)
+    Megatron-Core and nothing overlapped but chunks of tokens on their way to experts."""
+    system = System(calibrated("Megatron-Core").efficiency, hides_chunks=True)
     given = sizes_of(setup.model), setup.mesh.layout, batch_of(setup), method_of(setup)
     return cost(*given, hardware, system)
 
@@ -37,19 +36,20 @@ def batch_of(setup: Setup) -> Batch:
 
 
 def method_of(setup: Setup) -> Method:
-    """How the network is computed, with the dispatch that it takes by itself."""
-    config, mesh = setup.model, setup.mesh
-    execution, tokens = config.execution, batch_of(setup).local_tokens(mesh.layout)
-    dispatch = execution.dispatch
-    if dispatch is None:
-        local, factor = config.num_experts // mesh.layout.ep, execution.buffer_factor
-        dispatch = best(tokens, config.experts_per_token, local, mesh, None, factor)
+    """How the network is computed."""
+    config = setup.model
+    execution = config.execution
     return Method(
-        dispatch=dispatch,
+        # Where no token travels there is none.
+        dispatch=execution.dispatch or "all_gather",
         context=execution.context or "gather",
         remat=execution.remat,
         fsdp=execution.fsdp,
         itemsize=2 if config.dtype == "bfloat16" else 4,
         storage="bfloat16" if keeps_masters(config) else "float32",
         even=execution.buffer_factor is not None,
+        activation_wire=execution.activation_wire,
+        expert_chunks=execution.expert_chunks,
+        gradient_wire=setup.run.gradient_wire,
+        mu_dtype=setup.run.mu_dtype,
     )

@@ -37,7 +37,7 @@ from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.objectives import CriticObjective, PolicyObjective, SupervisedObjective
 from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.lengths import check_answers, fitted_prompts, response_length
-from jrl.trainer.setup.network import check_served, network_of
+from jrl.trainer.setup.network import check_served, network_of, with_dispatch
 from jrl.trainer.setup.networks import KeptPool, Network, Networks
 from jrl.trainer.setup.randomness import Randomness
 from moe.config import PRESETS, ModelConfig
@@ -241,6 +241,7 @@ def build_setup(
         network = network_of(
             PRESETS[run.model](tokenizer.vocab_size) if model is None else model, run
         )
+        mesh = fold(layout, devices[: layout.num_devices])
         format = prompt_format(run, tokenizer)
         check_answers(run, task)
         prompt, dropped = fitted_prompts(run, task, format)
@@ -249,8 +250,8 @@ def build_setup(
             recipe=recipe,
             task=task,
             tokenizer=tokenizer,
-            model=network,
-            mesh=fold(layout, devices[: layout.num_devices]),
+            model=with_dispatch(network, run, mesh),
+            mesh=mesh,
             prompt_length=prompt,
             response_length=response_length(run, task, tokenizer, network, prompt),
             prompts_dropped=dropped,

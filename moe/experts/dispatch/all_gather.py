@@ -2,6 +2,7 @@
 own experts' part.
 """
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe.experts.dispatch.buffers import buffer_rows
@@ -10,6 +11,7 @@ from moe.experts.feed_forward import routed_experts
 from moe.remat import DISPATCHED
 from moe.router.routing import Routing
 from moe.weights import Experts
+from sharding.activation_wire import gather_fp8, scatter_fp8
 from sharding.collectives import gather_and_widen, gather_tokens, scatter_and_round
 from sharding.folding import FoldedMesh
 
@@ -22,6 +24,7 @@ def all_gather_dispatch(
     capacity: int | None = None,
     product: str | None = None,
     buffer_factor: float | None = None,
+    wire: str | None = None,
 ) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
     """Gather tokens and routing over ``ep x etp``, sum what the own experts give, reduce-scatter.
 
@@ -35,7 +38,11 @@ def all_gather_dispatch(
     group, num_local = (*mesh.ep, *mesh.etp), weights.down.shape[0]
     num_tokens, k = routing.experts.shape
     # In float32 from here: a token's gradient is a sum over devices, rounded once at its own.
-    dtype, x = x.dtype, gather_and_widen(x, group, DISPATCHED)
+    dtype = x.dtype
+    if wire is None:
+        x = gather_and_widen(x, group, DISPATCHED)
+    else:
+        x = gather_fp8(x, group, jnp.float32, DISPATCHED)
     experts, probs = (gather_tokens(array, group) for array in routing)
     sums, overflow = routed_experts(
         weights,
@@ -45,4 +52,5 @@ def all_gather_dispatch(
         dtype=dtype,
         implementation=product,
     )
-    return scatter_and_round(sums, group, dtype), overflow
+    scatter = scatter_and_round if wire is None else scatter_fp8
+    return scatter(sums, group, dtype), overflow

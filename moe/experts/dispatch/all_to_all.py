@@ -15,6 +15,7 @@ from moe.experts.permutation import spread_rows, sum_rows, take_rows
 from moe.remat import DISPATCHED
 from moe.router.routing import Routing
 from moe.weights import Experts
+from sharding.activation_wire import exchange_fp8, gather_fp8, scatter_fp8
 from sharding.collectives import all_to_all, gather_tokens, scatter_tokens
 from sharding.folding import FoldedMesh
 
@@ -27,6 +28,7 @@ def all_to_all_dispatch(
     capacity: int | None = None,
     product: str | None = None,
     buffer_factor: float | None = None,
+    wire: str | None = None,
 ) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
     """Permute, all-to-all over ``ep``, all-gather over ``etp``, experts, and the way back.
 
@@ -58,18 +60,24 @@ def all_to_all_dispatch(
         rows = all_to_all(rows.reshape(num_peers, per_peer, -1), mesh.ep, *named)
         return rows.reshape(num_slots, -1)
 
+    def exchange_wide(rows: Array, *name: str) -> Array:
+        if wire is None:
+            return exchange(rows, *name)
+        rows = exchange_fp8(rows.reshape(num_peers, per_peer, -1), mesh.ep, *name)
+        return rows.reshape(num_slots, -1)
+
     # In an empty slot every id is past the last expert: the token is nobody's.
     nobodys = num_peers * num_local
     ids = jnp.where(token[:, None] < num_tokens, take_rows(routing.experts, token), nobodys)
-    rows = exchange(spread_rows(x, token, places), DISPATCHED)
+    rows = exchange_wide(spread_rows(x, token, places), DISPATCHED)
     experts, probs = exchange(ids), exchange(spread_rows(routing.probs, token, places))
 
     done, overflow = whole_experts(
-        weights, rows, experts, probs, mesh, buffer_rows(*sizes), product
+        weights, rows, experts, probs, mesh, buffer_rows(*sizes), product, wire
     )
 
     # The all-to-all is its own reverse: a sum comes back to the slot its token was sent from.
-    out = sum_rows(exchange(done), places, token).astype(x.dtype)
+    out = sum_rows(exchange_wide(done), places, token).astype(x.dtype)
     return out, overflow + jnp.sum(goes & ~fits)
 
 
@@ -81,6 +89,7 @@ def whole_experts(
     mesh: FoldedMesh,
     num_rows: int,
     product: str | None = None,
+    wire: str | None = None,
 ) -> tuple[Float[Array, "row d_model"], Int[Array, ""]]:
     """`routed_experts` whose hidden units are spread over ``etp``, and which are those of ``ep``.
 
@@ -90,8 +99,10 @@ def whole_experts(
     Args:
       experts: ids over the experts of all devices.
     """
-    dtype, rows = rows.dtype, gather_tokens(rows, mesh.etp, DISPATCHED)
+    dtype, gather = rows.dtype, gather_tokens if wire is None else gather_fp8
+    rows = gather(rows, mesh.etp, name=DISPATCHED)
     experts, probs = (gather_tokens(array, mesh.etp) for array in (experts, probs))
     own = own_choices(experts, probs, weights.down.shape[0], mesh)
     done, overflow = routed_experts(weights, rows, *own, num_rows=num_rows, implementation=product)
-    return scatter_tokens(done.astype(dtype), mesh.etp), overflow
+    scatter = scatter_tokens if wire is None else scatter_fp8
+    return scatter(done.astype(dtype), mesh.etp), overflow

@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int
 from moe.experts.dispatch.all_gather import all_gather_dispatch
 from moe.experts.dispatch.all_to_all import all_to_all_dispatch
 from moe.experts.dispatch.buffers import peer_tokens
+from moe.experts.dispatch.cost import Exchange, cheapest, room_of
 from moe.experts.dispatch.ragged import ragged_dispatch
 from moe.experts.dispatch.token_chunks import chunk_sizes, in_token_chunks
 from moe.router.routing import Routing, without_repeats
@@ -52,6 +53,8 @@ def dispatch(
     product: str | None = None,
     buffer_factor: float | None = None,
     chunks: int = 1,
+    exchange_rate: float | None = None,
+    wire: str | None = None,
 ) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
     """``sum_k p_k expert_k(x)`` for this device's tokens.
 
@@ -65,12 +68,16 @@ def dispatch(
         has twice is sent one row, with the sum of the probs.
       capacity: choices that `routing` sends from one device to one expert at most; None when
         nothing was dropped. What it sends beyond that adds nothing to the result.
-      implementation: "all_to_all", "all_gather" or "ragged"; None takes `best`.
+      implementation: "all_to_all", "all_gather" or "ragged"; None takes the one whose collectives
+        take least time (`moe.experts.dispatch.cost`).
       product: how the rows are multiplied, see `moe.experts.grouped.dot.grouped_dot`.
       buffer_factor: rows that a device computes at most, as a multiple of those of even routing
         (`moe.experts.dispatch.buffers.buffer_rows`); None is room for any routing.
       chunks: parts that the tokens go in, one beside the other
         (`moe.experts.dispatch.token_chunks`). Each has buffers of its own size.
+      exchange_rate: of an all-to-all as a part of a ring's (`moe.experts.dispatch.cost.Exchange`).
+      wire: "float8_e4m3fn" sends tokens, sums and their gradients in a byte an element
+        (`sharding.activation_wire`); None as they are. The routing is sent as it is.
 
     Returns:
       The sums, and how many choices found no room at this device, as sender or as receiver; 0
@@ -80,47 +87,26 @@ def dispatch(
     Raises:
       ValueError: on an unknown name, and for "ragged" on CPU devices.
     """
-    name = implementation
+    name, num_local = implementation, weights.down.shape[0]
     if name is None:
-        num_tokens, k = routing.experts.shape
-        num_tokens = chunk_sizes(num_tokens, chunks)[0]
-        name = best(num_tokens, k, weights.down.shape[0], mesh, capacity, buffer_factor)
+        (num_tokens, k), ep = routing.experts.shape, mesh.size(mesh.ep)
+        room = room_of(k, ep, None, buffer_factor)
+        if capacity is not None:
+            room = min(room, capacity * num_local / chunk_sizes(num_tokens, chunks)[0])
+        sizes = num_local * ep, k, x.shape[1], x.dtype.itemsize
+        name = cheapest(Exchange(*sizes, room, exchange_rate, wire), mesh)
     check_dispatch(name, mesh)
     # Buffers count on it; a replayed routing may name an expert twice.
-    routing = without_repeats(routing, weights.down.shape[0] * mesh.size(mesh.ep))
+    routing = without_repeats(routing, num_local * mesh.size(mesh.ep))
     send = partial(
         IMPLEMENTATIONS[name],
         mesh=mesh,
         capacity=capacity,
         product=product,
         buffer_factor=buffer_factor,
+        wire=wire,
     )
     return in_token_chunks(send, chunks, weights, x, routing, mesh)
-
-
-def best(
-    num_tokens: int,
-    k: int,
-    num_local: int,
-    mesh: FoldedMesh,
-    capacity: int | None = None,
-    buffer_factor: float | None = None,
-) -> str:
-    """On GPUs "ragged", which moves what is there and nothing else; elsewhere the implementation
-    that moves less by `rows_received`: "all_gather" unless "all_to_all" does.
-
-    Buffers for any routing must have room for all tokens of all devices, as those of "all_gather"
-    do, which are filled without a permutation. It moves more where a capacity or a budget makes
-    them smaller: ``capacity_factor k < ep`` or ``buffer_factor k < ep``.
-
-    References:
-      Jin et al., "MegaScale-MoE", 2025, section 3.2 (large k gathers). https://arxiv.org/abs/2505.11432
-    """
-    if mesh.platform == "gpu" and mesh.size(mesh.ep) > 1:
-        return "ragged"
-    sizes = num_tokens, k, num_local, mesh, capacity, buffer_factor
-    gathered, exchanged = (rows_received(name, *sizes) for name in ("all_gather", "all_to_all"))
-    return "all_to_all" if exchanged < gathered else "all_gather"
 
 
 def rows_received(

@@ -17,7 +17,7 @@ def rows_of(plans: Sequence[Plan], hardware: Hardware) -> list[list[str]]:
     return [
         [
             _layout(plan),
-            plan.method.dispatch if plan.layout.ep * plan.layout.etp > 1 else "-",
+            _dispatch(plan),
             plan.method.context if plan.layout.cp > 1 else "-",
             plan.method.remat,
             str(plan.batch.micro_rows),
@@ -35,6 +35,16 @@ def _parts(plan: Plan) -> tuple[float, ...]:
     return cost.products, cost.traffic, cost.exposed, cost.bubble
 
 
+def _dispatch(plan: Plan) -> str:
+    """With what tokens travel in and in how many parts, where either is not the usual."""
+    method = plan.method
+    if plan.layout.ep * plan.layout.etp == 1:
+        return "-"
+    wire = "" if method.activation_wire is None else " fp8"
+    chunks = "" if method.expert_chunks == 1 else f" x{method.expert_chunks}"
+    return method.dispatch + wire + chunks
+
+
 def _layout(plan: Plan) -> str:
     return str(plan.layout)
 
@@ -46,6 +56,8 @@ def report(
     neighbours."""
     lines = [aligned([[*COLUMNS, *PARTS], *rows_of(found.plans[:top], hardware)])]
     best = found.plans[0]
+    if best.method.gradient_wire != "float32":
+        lines += ["", f"Gradients of the first are sent in {best.method.gradient_wire}."]
     sent = sorted(best.cost.communication.items(), key=lambda item: -item[1])
     shown = [[f"  {what}", f"{time:.3g} s"] for what, time in sent if time > 0]
     if shown:

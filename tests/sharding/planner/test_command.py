@@ -12,6 +12,7 @@ from matplotlib.image import imread
 from sharding.planner.__main__ import main, number
 
 ROOT = Path(__file__).parents[3]
+MEGATRON = ("--program", "megatron-core")
 
 
 def test_the_best_layouts_are_printed_and_drawn(capsys, tmp_path):
@@ -29,9 +30,24 @@ def test_the_best_layouts_are_printed_and_drawn(capsys, tmp_path):
     assert imread(picture).shape[1] > 500
 
 
+def test_wires_and_chunks_may_be_left_to_the_search(capsys):
+    """What sends half is taken where links are slow, and said."""
+    given = ["mixtral-8x7b", "--hardware", "l40sx32", "--tokens", "256K", "--top", "1"]
+    wires = ["--activation-wire", "none", "float8_e4m3fn", "--gradient-wire", "float32", "bfloat16"]
+    assert main([*given, *wires, "--expert-chunks", "1", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "Gradients of the first are sent in bfloat16." in printed
+    assert re.search(r"ragged fp8 x2|all_gather fp8 x2| - ", printed)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["mixtral-8x7b", "--hardware", "h100x8", "--expert-chunks", "0"], "0 sends nothing"),
+        (
+            ["mixtral-8x7b", "--hardware", "h100x8", *MEGATRON, "--gradient-wire", "bfloat16"],
+            "--gradient-wire bfloat16 is of --program jrl",
+        ),
         (["mixtral-8x22b", "--hardware", "h100x8"], "nothing fits on h100x8"),
         (["mixtral", "--hardware", "h100x8"], "neither a checkpoint nor one of mixtral-8x22b"),
         (["mixtral-8x7b", "--hardware", "h100"], "write for example h100x64"),

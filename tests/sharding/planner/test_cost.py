@@ -56,7 +56,7 @@ def test_the_bubble_is_that_of_the_schedule():
 def test_experts_inside_a_server_take_what_the_paper_counts():
     layout = Layout.parse("tp2 dp8 pp8 / ep8")
     tokens = 2048
-    sent = volumes.dispatch(MIXTRAL, layout, tokens, MEGATRON)
+    sent, _ = volumes.dispatch(MIXTRAL, layout, tokens, MEGATRON)
     rows = [one for one in sent if one.what in ("tokens to experts", "sums of experts")]
     counted = published.expert_exchange(tokens, 2, 6144, 8)
     assert sum(one.sent(layout) for one in rows) == pytest.approx(2 * counted)
@@ -69,6 +69,36 @@ def test_hidden_communication_shows_where_products_are_short():
     assert hidden.communication["experts"] == 0
     starved = of("tp2 dp64 / ep8", system=System(hidden=1.0), inside=H100.inside / 100)
     assert starved.communication["experts"] > 0
+
+
+def test_chunks_travel_beside_products():
+    """A quarter of what goes to experts shows where products last; weights are read four times."""
+    layout, system = "tp2 dp64 / ep8", System(hides_chunks=True)
+    chunked = replace(MEGATRON, expert_chunks=4)
+    at_once, beside = of(layout, system=system), of(layout, chunked, system)
+    # Each chunk has a few offsets of its own.
+    experts = at_once.communication["experts"]
+    assert beside.communication["experts"] == pytest.approx(experts / 4, rel=1e-5)
+    assert of(layout, chunked).communication["experts"] == pytest.approx(experts, rel=1e-5)
+    starved = {"inside": H100.inside / 100}
+    shown = of(layout, chunked, system, **starved).communication["experts"]
+    assert shown > of(layout, system=system, **starved).communication["experts"] / 2
+    slow = {"memory_bandwidth": H100.memory_bandwidth / 100}
+    assert of(layout, chunked, **slow).products > 1.5 * of(layout, **slow).products
+
+
+def test_half_the_wire_is_half_the_time():
+    """FP8 tokens of bfloat16 ones, and bfloat16 gradients of float32 ones across groups."""
+    narrow = of("tp2 dp64 / ep8", replace(MEGATRON, activation_wire="float8_e4m3fn"))
+    experts = narrow.communication["experts"] / of("tp2 dp64 / ep8").communication["experts"]
+    # And scales, a thirty-second backward; ids and probs are as they were.
+    assert 0.5 < experts < 0.52
+    plain, compressed = (
+        of("tp2 dp64 / ep8", replace(MEGATRON, gradient_wire=wire), domain=1)
+        for wire in ("float32", "bfloat16")
+    )
+    assert compressed.communication["gradients"] < 0.6 * plain.communication["gradients"]
+    assert compressed.communication["new weights"] == plain.communication["new weights"]
 
 
 def test_gradients_hide_under_the_last_micro_batches():

@@ -19,11 +19,13 @@ from moe.weights import shapes
 from sharding.folding import Layout, fold_abstract
 from sharding.planner.memory import (
     activations,
+    arrived_tokens,
     chunks_on_way,
     expert_rows,
     first_chunks_on_way,
     kept,
     memory,
+    wire_buffer,
 )
 from sharding.planner.method import Batch, Method
 from sharding.planner.models.presets import PRESETS
@@ -92,6 +94,33 @@ def test_full_sharding_keeps_parts_of_layers():
     # A layer and the ends are joined while they are at work.
     assert parts.buffers > whole.buffers
     assert parts.total < whole.total / 3
+
+
+def test_a_first_moment_in_bfloat16_is_two_bytes_less():
+    layout, batch = Layout.parse("tp2 dp8 pp8 / ep8"), Batch(256, 4096)
+    plain, half = (
+        memory(MIXTRAL, layout, batch, Method(storage="bfloat16", mu_dtype=dtype))
+        for dtype in ("float32", "bfloat16")
+    )
+    assert plain.optimizer - half.optimizer == 2 * parameters_in_parts(MIXTRAL, layout)
+
+
+def test_what_wires_and_chunks_take():
+    layout, batch = Layout.parse("tp2 dp64 / ep8"), Batch(128, 4096)
+    method = Method(remat="full", even=True)
+    plain = memory(MIXTRAL, layout, batch, method)
+    # The tokens that come are kept as they came: a byte an element and a scale.
+    wired = memory(MIXTRAL, layout, batch, replace(method, activation_wire="float8_e4m3fn"))
+    arrived = MIXTRAL.num_layers * arrived_tokens(MIXTRAL, layout, 2048, method)
+    assert plain.activations - wired.activations == arrived * (MIXTRAL.d_model - 4)
+    # Gradients of a layer's experts, of three chunks more.
+    chunked = memory(MIXTRAL, layout, batch, replace(method, expert_chunks=4))
+    assert chunked.buffers - plain.buffers == 3 * 4 * MIXTRAL.expert_parameters / 8
+    # Half of it is sent, half received: gate and up of all layers, more than the embedding.
+    sent = wire_buffer(MIXTRAL, layout, replace(method, gradient_wire="bfloat16"))
+    experts = MIXTRAL.num_layers * MIXTRAL.expert_parameters / 8
+    assert sent == pytest.approx(4 * experts * 2 / 3)
+    assert wire_buffer(MIXTRAL, layout, method) == 0
 
 
 @pytest.mark.parametrize("layout", ["pp2", "pp4", "pp2 vpp2", "pp5 vpp3", "pp4 vpp7"])

@@ -63,6 +63,7 @@ CONFIGS = {
     "shared": replace(TOY, d_ff=28),
     "dense": replace(TOY, num_experts=0, d_ff=28),
     "full": replace(TOY, capacity_factor=0.8),
+    "long": replace(TOY, num_experts=4),
     "mixtral": MIXTRAL,
     "g8t8": replace(MIXTRAL, num_experts=64, experts_per_token=8, d_expert=2048),
     "llama": replace(MIXTRAL, vocab_size=128256, d_model=8192, num_heads=64, d_expert=28672),
@@ -106,6 +107,14 @@ ALL = "pp2 dp2 cp2 tp2 / ep4 etp2"
 CASES = [
     *(("toy", layout, "all_gather", "gather", "none") for layout in LAYOUTS),
     *(("toy", layout, "all_to_all", "gather", "none") for layout in LAYOUTS if "ep" in layout),
+    *(
+        (name, layout, "ragged", "gather", remat)
+        for name, layout, remat in (
+            ("toy", "dp8 / ep8", "none"),
+            ("toy", "tp2 dp4 / ep2 etp2", "none"),
+            ("full", "tp2 cp2 dp4 / ep8 etp2", "selective"),
+        )
+    ),
     *(("toy", "cp4 dp2 / ep8", "all_gather", context, "none") for context in ("ring", "ulysses")),
     *(("toy", "cp2 tp2 pp2", "all_gather", context, "none") for context in ("ring", "ulysses")),
     *(
@@ -132,6 +141,7 @@ CASES = [
     ("qwen2", "tp2 dp8 pp4 / ep4", "all_gather", "gather", "selective"),
 ]
 QUICK = [
+    ("toy", "tp2 dp4 / ep2 etp2", "ragged", "gather", "none"),
     ("toy", "dp8 / ep8", "all_to_all", "gather", "none"),
     ("dense", "tp2 dp4", "all_gather", "gather", "selective"),
 ]
@@ -144,12 +154,16 @@ def method_of(config):
         execution.context,
         execution.remat,
         itemsize=2 if config.dtype == "bfloat16" else 4,
+        activation_wire=execution.activation_wire,
+        expert_chunks=execution.expert_chunks,
     )
 
 
 def batch_of(config, layout):
     """Three rows of each ``dp`` rank in one micro-batch, or two that a pipeline runs one by one."""
     time = 4096 if config.d_model > 1000 else 8
+    if config.num_experts == 4:
+        time = 100
     if layout.pp > 1:
         return Batch(2 * layout.dp, time, micro_rows=1)
     return Batch(3 * layout.dp, time, micro_rows=3)
@@ -228,7 +242,42 @@ def stated(transfers, layout):
     ("name", "layout", "dispatch", "context", "remat"), full_but(CASES, *QUICK)
 )
 def test_a_layer_sends_what_is_stated(name, layout, dispatch, context, remat):
-    execution = Execution(dispatch=dispatch, context=context, remat=remat)
+    check_layer(name, layout, Execution(dispatch=dispatch, context=context, remat=remat))
+
+
+FP8_CASES = [
+    *(("toy", "tp2 dp4 / ep2 etp2", dispatch, "none", 1) for dispatch in ("all_gather", "ragged")),
+    ("half", "tp2 dp4 / ep4 etp2", "all_to_all", "selective", 1),
+    # More than one group of tokens.
+    ("full", "dp4 / ep2 etp2", "all_to_all", "full", 2),
+    ("long", "dp4 / ep4", "ragged", "none", 1),
+    ("long", "dp4 / ep2 etp2", "all_gather", "selective", 2),
+    ("long", "dp4 / ep4", "all_to_all", "none", 5),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "dispatch", "remat", "chunks"), full_but(FP8_CASES, FP8_CASES[2])
+)
+def test_tokens_in_fp8_and_in_chunks_send_what_is_stated(name, layout, dispatch, remat, chunks):
+    execution = Execution(
+        dispatch=dispatch,
+        context="gather",
+        remat=remat,
+        activation_wire="float8_e4m3fn",
+        expert_chunks=chunks,
+    )
+    check_layer(name, layout, execution)
+
+
+@pytest.mark.parametrize("dispatch", full_but(["all_gather", "all_to_all", "ragged"], "ragged"))
+def test_chunks_send_what_is_stated(dispatch):
+    """Twenty-four tokens in five chunks, with a capacity that some of them do not reach."""
+    execution = Execution(dispatch=dispatch, context="gather", expert_chunks=5)
+    check_layer("full", "dp4 / ep4", execution)
+
+
+def check_layer(name, layout, execution):
     config, sizes = replace(CONFIGS[name], execution=execution), Layout.parse(layout)
     chunks = sizes.pp * sizes.vpp
     fewer, more = (replace(config, num_layers=number * chunks) for number in (1, 2))
@@ -324,6 +373,24 @@ def test_gradients_are_summed_in_what_is_stated(name, layout):
     found = given(jax.make_jaxpr(summed)(shapes(config)), mesh)
     expected = volumes.gradients(sizes_of(config), sizes, Method(storage="float32"))
     assert found == stated([t for t in expected if t.kind == "reduce_scatter"], sizes)
+
+
+def test_gradients_in_bfloat16_are_stated():
+    """Inside a sequence-parallel group float32, across it terms of two bytes."""
+    sizes = Layout.parse("tp2 cp4 dp4 / ep4")
+    config, mesh = replace(MIXTRAL, num_layers=2), fold_abstract(sizes)
+    places, parts = specs(config, mesh), shard_specs(config, mesh)
+    cuts = shard_dims(config, mesh, "bfloat16")
+
+    def local(weights):
+        grads = vary(weights, mesh.axes)
+        return jax.tree.map(partial(zero.reduce_scatter, mesh), places, cuts, grads)
+
+    summed = jax.shard_map(local, mesh=mesh.mesh, in_specs=(places,), out_specs=parts)
+    found = given(jax.make_jaxpr(summed)(shapes(config)), mesh)
+    expected = volumes.gradients(sizes_of(config), sizes, Method(gradient_wire="bfloat16"))
+    assert found == stated([t for t in expected if t.kind != "all_gather"], sizes)
+    assert {t.kind for t in expected if t.side == "across"} == {"all_to_all", "all_gather"}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from jrl.config.run import RunConfig
 from jrl.recipes import Grpo
 from jrl.trainer.setup import automatic
 from jrl.trainer.setup.automatic import candidate, chosen_layout, on_layout
+from jrl.trainer.setup.dry_run import memory
+from jrl.trainer.setup.predicted import memory_of_update
 from jrl.trainer.setup.setup import build_setup
 from sharding.folding import Layout
 from sharding.planner.hardware import HARDWARE
@@ -45,6 +47,34 @@ def test_with_less_memory_it_is_another(setup, monkeypatch):
     assert tight != roomy
     assert candidate(setup, Grpo(), tight, hardware).bytes() < needs
     assert re.search(r" but \d+, which need too much memory;", why)
+
+
+def test_every_stage_has_as_many_chunks_as_leave_it_no_deeper(setup):
+    """Seven layers on two stages are four and three: in two chunks each of two and less."""
+    uneven = replace(setup, model=replace(setup.model, num_layers=7))
+    found = {(one.pp, one.vpp) for one in automatic._legal(uneven, 2, LAPTOP)}
+    assert found == {(1, 1), (2, 1), (2, 2)}
+
+
+def test_a_pipeline_keeps_its_inputs_once(setup):
+    """And the logits of an update are not those of a forward pass beside them."""
+    one = candidate(setup, Grpo(), Layout.parse("pp2"), LAPTOP)
+    stays, update = memory(one.setup), memory_of_update(one.setup)
+    twice = sum(stays.values()) + update.activations + update.buffers
+    both = stays["inputs kept by a stage"] + stays["logits of a forward pass"]
+    assert stays["inputs kept by a stage"] > 0
+    assert one.bytes() == twice - both
+
+
+def test_dispatch_is_chosen_for_each_layout(setup):
+    little = replace(setup, run=replace(setup.run, buffer_factor=0.9))
+    execution = replace(setup.model.execution, buffer_factor=0.9)
+    little = replace(little, model=replace(setup.model, execution=execution))
+    chosen = {
+        layout: on_layout(little, Grpo(), Layout.parse(layout)).model.execution.dispatch
+        for layout in ("dp2 / ep2", "dp8 / ep8", "dp2")
+    }
+    assert chosen == {"dp2 / ep2": "all_gather", "dp8 / ep8": "all_to_all", "dp2": None}
 
 
 def test_slow_links_between_devices_are_avoided(setup, monkeypatch):

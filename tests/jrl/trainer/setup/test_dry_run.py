@@ -1,4 +1,5 @@
 import io
+import math
 import re
 from dataclasses import replace
 from functools import partial
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 from rich.console import Console
+from small_runs import small_model, small_recipe, small_run, small_setup
 
 from jrl.config.run import RunConfig
 from jrl.recipes import Dapo, Grpo, Ppo, Vapo
@@ -160,6 +162,19 @@ def test_memory_counts_the_largest_of_what_takes_turns():
         needs = memory(build_setup(run, replace(recipe, **first)))
         assert needs["logits of a forward pass"] == logits_bytes(setup, rows=32)
         assert "reference" not in needs
+
+
+def test_memory_of_a_gradient_on_its_way_is_that_of_the_largest():
+    """Twice in bfloat16, which is its float32; inside a group it has been cut before."""
+    config = small_model(38, num_layers=2, d_expert=64)
+    experts = 4 * math.prod(weights.shapes(config).layers.experts.gate_up.shape)
+    name = "a gradient on its way in bfloat16"
+    for layout, expected in (("dp4", experts), ("cp2 dp2", experts // 2), ("cp2", 0)):
+        run = small_run(layout=layout, gradient_wire="bfloat16")
+        setup = replace(small_setup(small_recipe(), run), model=config)
+        assert memory(setup).get(name, 0) == expected
+        plain = replace(setup, run=small_run(layout=layout))
+        assert name not in memory(plain)
 
 
 def test_memory_of_choices_of_experts_is_that_of_their_column():

@@ -24,6 +24,8 @@ from sharding.folding import Layout, fold_abstract
 FLAGS = {
     "context": "ring",
     "dispatch": "all_to_all",
+    "exchange_rate": 0.75,
+    "activation_wire": "float8_e4m3fn",
     "attention": "blocked",
     "decode_attention": "plain",
     "latent": "expanded",
@@ -55,7 +57,10 @@ OF_ROUTERS = {
 
 def test_every_field_of_execution_is_a_flag():
     """Of the same name and default, which a resumed run may change, and reaches the network."""
-    assert FLAGS.keys() == {field.name for field in fields(Execution)} <= set(CHANGEABLE)
+    assert FLAGS.keys() == {field.name for field in fields(Execution)}
+    # One of them changes values.
+    assert FLAGS.keys() - {"activation_wire"} <= set(CHANGEABLE)
+    assert "activation_wire" not in CHANGEABLE
     words = [
         word
         for name, value in (FLAGS | OF_ROUTERS).items()
@@ -68,7 +73,8 @@ def test_every_field_of_execution_is_a_flag():
     plain = network_of(LATENT, RunConfig())
     assert plain == LATENT and plain.execution == Execution()
     recipe = RECIPES["grpo"]()
-    check_resumable((RunConfig(), recipe), (RunConfig(**FLAGS), recipe))
+    begun = RunConfig(activation_wire=FLAGS["activation_wire"])
+    check_resumable((begun, recipe), (RunConfig(**FLAGS), recipe))
 
 
 def test_a_flag_names_what_there_is():
@@ -103,6 +109,7 @@ def test_a_flag_names_what_there_is():
             {"latent": "expanded"},
             r"latent='expanded' changes.*no latent attention\. Leave out --la",
         ),
+        ({"activation_wire": "float8_e4m3fn"}, r"activation_wire='float8_e4m3fn' changes no.*no e"),
         ({"vocab_chunk": 0}, r"vocab_chunk=0 takes no column"),
         ({"fsdp": True}, r'fsdp with remat="none" keeps every layer'),
     ],
@@ -140,6 +147,11 @@ def test_drops_need_a_capacity(given, message):
             {"experts": "mosaic_fused"},
             "dp1",
             r"experts='mosaic_fused' is a kernel for .*Hopper, not",
+        ),
+        (
+            {"activation_wire": "float8_e4m3fn"},
+            "dp2",
+            r"activation_wire='float8_e4m3fn' changes nothing on layout tp1 cp1 dp2.*no token goes",
         ),
         ({"router": "mosaic"}, "dp1", r"router='mosaic' is a kernel.*leave out --router\."),
         ({"attention": "cudnn"}, "dp1", r"attention='cudnn' takes bfloat16 on NVIDIA GPUs"),

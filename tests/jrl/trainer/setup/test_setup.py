@@ -10,6 +10,7 @@ from small_runs import small_model, small_recipe, small_run, small_setup
 from jrl.config.run import ROUTER_SETTINGS, RunConfig
 from jrl.recipes import Grpo, Tppo, Vapo
 from jrl.recipes.base.collection import Windows
+from jrl.trainer.setup.dry_run import execution
 from jrl.trainer.setup.setup import Setup, build_setup
 from moe.config import tiny
 
@@ -39,6 +40,24 @@ def test_a_network_is_computed_as_the_run_says():
     assert {name: getattr(execution, name) for name in asked} == asked
     with pytest.raises(ValueError, match=r"expert_chunks=2 changes nothing: .* tiny-dense has no"):
         made(RunConfig(model="tiny-dense", expert_chunks=2))
+
+
+def test_dispatch_is_chosen_once_for_all_passes():
+    """And said in the dry run: samplers, scorers and learners have the setup's network."""
+    given = {"layout": "dp2 / ep2", "buffer_factor": 0.4}
+    setup = made(RunConfig(**given))
+    assert setup.model.execution.dispatch == "all_to_all"
+    assert setup.networks.policy.config.execution.dispatch == "all_to_all"
+    assert setup.model.for_any_routing().execution.dispatch == "all_to_all"
+    assert execution(setup)["--dispatch"].startswith("all_to_all (all_gather 1.")
+    roomy = made(RunConfig(layout="dp2 / ep2"))
+    assert roomy.model.execution.dispatch == "all_gather"
+    assert "an all-to-all at 0.45 of a ring's rate" in execution(roomy)["--dispatch"]
+    told = made(RunConfig(**given, dispatch="all_gather"))
+    assert execution(told)["--dispatch"] == "all_gather"
+    slower = made(RunConfig(layout="dp2 / ep2", buffer_factor=0.4, exchange_rate=0.1))
+    assert slower.model.execution.dispatch == "all_gather"
+    assert made(RunConfig()).model.execution.dispatch is None
 
 
 def test_dtypes_reach_the_network_and_what_steps_it():

@@ -11,7 +11,8 @@ from programs import jit, mesh_of
 from tiers import full_but
 
 from moe.experts.dispatch.buffers import ROW_TILE, buffer_rows, peer_choices, peer_tokens
-from moe.experts.dispatch.choice import best, dispatch, rows_received
+from moe.experts.dispatch.choice import dispatch, rows_received
+from moe.experts.dispatch.cost import Exchange, cheapest, room_of
 from moe.experts.feed_forward import dense_reference
 from moe.router.routing import Routing
 from moe.weights import Experts
@@ -48,20 +49,25 @@ def test_rows_of_a_budget(layout, tokens, k, experts, factor, expected):
     assert peer_tokens(tokens, k, num_local, mesh, None, factor) == min(tokens, rows // devices)
 
 
+def best(k, num_experts, mesh, buffer_factor=None):
+    room = room_of(k, mesh.size(mesh.ep), None, buffer_factor)
+    return cheapest(Exchange(num_experts, k, 64, 4, room), mesh)
+
+
 def test_a_budget_moves_less_where_a_token_goes_to_few_devices():
     mesh = fold_abstract(Layout.parse("dp8 / ep8"))
     # A buffer for 1.5 x 1024 x 2 rows has 384 tokens from each of eight.
     assert rows_received("all_to_all", 1024, 2, 16, mesh, None, 1.5) == 2 * 7 * 384
-    assert best(1024, 2, 16, mesh, None, 1.5) == "all_to_all"
-    assert best(1024, 8, 16, mesh, None, 1.5) == best(1024, 2, 16, mesh) == "all_gather"
+    assert best(2, 128, mesh, 1.5) == "all_to_all"
+    assert best(8, 128, mesh, 1.5) == best(2, 128, mesh) == "all_gather"
 
 
 def test_gpus_send_what_is_there():
     for layout, expected in (("dp8 / ep8", "ragged"), ("dp8 / ep4 etp2", "ragged")):
         mesh = fold_abstract(Layout.parse(layout), "gpu")
-        assert best(1024, 8, 16, mesh) == best(1024, 8, 16, mesh, None, 1.5) == expected
+        assert best(8, 128, mesh) == best(8, 128, mesh, 1.5) == expected
     # Nothing goes anywhere.
-    assert best(1024, 8, 128, fold_abstract(Layout.parse("dp1"), "gpu")) == "all_gather"
+    assert best(8, 128, fold_abstract(Layout.parse("dp1"), "gpu")) == "all_gather"
 
 
 def weights():

@@ -16,10 +16,9 @@ from programs import jit, mesh_of
 from ragged import ragged_by_gathering
 from tiers import full_but
 
-from moe.experts.dispatch import choice as dispatching
 from moe.experts.dispatch import ragged as ragged_dispatcher
 from moe.experts.dispatch.buffers import peer_choices, peer_tokens
-from moe.experts.dispatch.choice import best, dispatch, rows_received
+from moe.experts.dispatch.choice import dispatch, rows_received
 from moe.experts.dispatch.ragged import ragged_dispatch
 from moe.experts.feed_forward import dense_reference, routed_experts
 from moe.router.routing import Routing
@@ -342,32 +341,6 @@ def _compiled(name, capacity, mesh):
     )
     given = expert_weights(), tokens(), routing_of("any", 8, capacity)
     return jit(function).lower(*given).compile().as_text()
-
-
-@pytest.mark.parametrize(
-    ("layout", "k", "num_local", "capacity", "expected"),
-    [
-        ("dp1", 4, 8, None, "all_gather"),  # nothing moves
-        # A peer may need every token, even where each has one choice or a device one expert.
-        ("dp8 / ep8", 1, 4, None, "all_gather"),
-        ("dp8 / ep8", 4, 1, None, "all_gather"),
-        ("dp8 / ep8", 2, 2, None, "all_gather"),
-        ("dp8 / ep4 etp2", 2, 2, None, "all_gather"),
-        # A hundred tokens, 32 experts of four a device: capacity 13 = 1.0 x 100 x 4 / 32 and more.
-        ("dp8 / ep8", 4, 4, 13, "all_to_all"),
-        ("dp8 / ep8", 4, 4, 24, "all_to_all"),
-        ("dp8 / ep8", 4, 4, 25, "all_gather"),
-    ],
-)
-def test_none_picks_what_moves_less(layout, k, num_local, capacity, expected):
-    mesh = fold_abstract(Layout.parse(layout))
-    assert best(100, k, num_local, mesh, capacity) == expected
-    least = min(
-        rows_received(name, 100, k, num_local, mesh, capacity)
-        for name in ("all_to_all", "all_gather")
-    )
-    assert rows_received(expected, 100, k, num_local, mesh, capacity) == least
-    assert set(dispatching.IMPLEMENTATIONS) == {"all_to_all", "all_gather", "ragged"}
 
 
 @functools.cache

@@ -1,0 +1,125 @@
+"""What each way to the experts costs: the time of its collectives on the links that they take.
+
+Bytes are those of `sharding.planner.volumes`, links those of `sharding.planner.hardware`. What is
+counted is what is sent: of "ragged" the tokens that even routing sends, of the others their whole
+buffers. The time is that of many tokens, in which latencies are nothing, so that the answer depends
+on the network, its mesh and its devices and not on a batch: training, scoring and sampling ask
+alike and take the same.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import jax
+
+from sharding.folding import FoldedMesh, Layout
+from sharding.planner import links, volumes
+from sharding.planner.hardware import HARDWARE, UNKNOWN, Hardware, of_kind
+
+MANY = 2**20
+"""Tokens of a device, so many that what they share is rounded to nothing."""
+NAMES = ("all_gather", "all_to_all", "ragged")
+"""The first of equals is taken: "all_gather" needs no permutation."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What a layer sends to its experts.
+
+    Attributes:
+      num_experts: on all devices.
+      k: experts of a token.
+      d_model: elements of a token.
+      itemsize: bytes of one.
+      room: of a device's tokens, the part that buffers of one size let it send to one other: 1 for
+        any routing, less with a capacity or a buffer factor.
+      rate: of an all-to-all as a part of a ring's, as `benchmarks/dispatch.py` measures it; None is
+        `Hardware.exchange`.
+      wire: as in `moe.experts.dispatch.choice.dispatch`.
+    """
+
+    num_experts: int
+    k: int
+    d_model: int
+    itemsize: int
+    room: float = 1.0
+    rate: float | None = None
+    wire: str | None = None
+
+
+def room_of(k: int, ep: int, capacity_factor: float | None, buffer_factor: float | None) -> float:
+    """`Exchange.room`, as `moe.experts.dispatch.buffers.peer_tokens` has it of many tokens."""
+    factors = [factor for factor in (capacity_factor, buffer_factor) if factor is not None]
+    return min([1.0, *(factor * k / ep for factor in factors)])
+
+
+def seconds(exchange: Exchange, layout: Layout, hardware: Hardware) -> dict[str, float]:
+    """Of `MANY` tokens of each device, forward and backward, by each dispatcher."""
+    prompt = replace(hardware, latency_inside=0.0, latency_outside=0.0)
+    rate = hardware.exchange if exchange.rate is None else exchange.rate
+    k, found = exchange.k, {}
+    buffers = math.ceil(exchange.room * MANY)
+    for name in NAMES:
+        per_peer = buffers
+        if name == "ragged":
+            per_peer = min(buffers, math.ceil(part_with(exchange, layout) * MANY))
+        sizes = MANY, per_peer, k, layout, exchange.d_model, exchange.itemsize
+        there, back = volumes.exchange(name, *sizes, layout.ep * buffers, exchange.wire)
+        found[name] = math.fsum(
+            links.seconds(one, layout, prompt) / (rate if one.kind == "all_to_all" else 1.0)
+            for one in [*there, *back]
+        )
+    return found
+
+
+def part_with(exchange: Exchange, layout: Layout) -> float:
+    """Of all tokens, those that choose an expert of a given device, where each set of k experts is
+    as likely as any other: ``1 - C(E - L, k) / C(E, k)``."""
+    local = exchange.num_experts // layout.ep
+    absent = math.comb(exchange.num_experts - local, exchange.k)
+    return 1 - absent / math.comb(exchange.num_experts, exchange.k)
+
+
+def served(mesh: FoldedMesh) -> tuple[str, ...]:
+    """The dispatchers that the devices of a mesh have."""
+    if mesh.platform in ("gpu", "tpu") and mesh.size(mesh.ep) > 1:
+        return NAMES
+    return NAMES[:2]
+
+
+def hardware_of(mesh: FoldedMesh) -> Hardware:
+    """What is known of a mesh's devices and their links; `UNKNOWN` where nothing is."""
+    if mesh.platform == "cpu":
+        return HARDWARE["laptop"]
+    if not isinstance(mesh.mesh, jax.sharding.Mesh):
+        return UNKNOWN
+    known = of_kind(mesh.mesh.devices.flat[0].device_kind)
+    return UNKNOWN if known is None else known
+
+
+def cheapest(exchange: Exchange, mesh: FoldedMesh) -> str:
+    """The dispatcher that takes least time on a mesh.
+
+    References:
+      Jin et al., "MegaScale-MoE", 2025, section 3.2 (large k gathers, measured from 6 on where
+      bytes say 8). https://arxiv.org/abs/2505.11432
+    """
+    takes = seconds(exchange, mesh.layout, hardware_of(mesh))
+    # What sends as much must not be told apart by the rounding of a sum.
+    least = min(takes[name] for name in served(mesh)) * (1 + 1e-6)
+    return next(name for name in served(mesh) if takes[name] <= least)
+
+
+def explained(exchange: Exchange, mesh: FoldedMesh) -> str:
+    """The answer of `cheapest` and why, in a line."""
+    hardware, name = hardware_of(mesh), cheapest(exchange, mesh)
+    takes = seconds(exchange, mesh.layout, hardware)
+    others = [
+        f"{other} {takes[other] / takes[name]:.2f} times its time"
+        for other in served(mesh)
+        if other != name
+    ]
+    rate = hardware.exchange if exchange.rate is None else exchange.rate
+    by = "by bytes" if hardware is UNKNOWN else f"on the links of {hardware.name}"
+    slower = "" if rate == 1.0 else f", an all-to-all at {rate:.2g} of a ring's rate"
+    return f"{name} ({', '.join(others)} {by}{slower})"

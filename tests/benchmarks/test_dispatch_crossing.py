@@ -1,0 +1,44 @@
+"""Where the benchmark of dispatch sees two ways cross, and what it says to set."""
+
+import pytest
+
+from benchmarks.dispatch import rate_of, report
+
+
+def rows(*seconds):
+    """An exchange that takes so long while an all-gather takes 10, and sends a tenth more each
+    time."""
+    return [
+        {"k": k, "seconds": {"all_gather": 10.0, "ragged": taken}, "sent, all-gather 1": k / 10}
+        for k, taken in enumerate(seconds, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rate"),
+    [
+        # A third of the way from 9 to 12.
+        ((4.0, 9.0, 12.0), 0.2 + 0.1 / 3),
+        ((4.0, 10.0, 12.0), 0.2),
+        ((11.0, 12.0), None),
+        # Never slower: as fast as what it sends at most.
+        ((4.0, 5.0, 6.0), 0.3),
+    ],
+)
+def test_the_rate_is_what_is_sent_where_both_take_as_long(seconds, rate):
+    found = rate_of(rows(*seconds), "ragged")
+    assert found == (None if rate is None else pytest.approx(rate))
+
+
+def test_it_says_what_to_set():
+    figures = {
+        "device": "8 x H",
+        "exchange": "ragged",
+        "dtype": "bfloat16",
+        "tokens": 1,
+        "width": 2,
+    }
+    measured = {**figures, "rows": rows(4.0, 12.0), "exchange_rate": 0.175}
+    assert report(measured).endswith("they cross where ragged sends 18%: --exchange-rate 0.17")
+    slow = {**figures, "rows": rows(11.0), "exchange_rate": None}
+    assert report(slow).endswith("quicker here: --dispatch all_gather, not ragged.")
