@@ -46,9 +46,8 @@ HARDWARE = {
     for hardware in (
         # DGX H100: NVLink 4, a 400 Gb/s adapter for each device.
         Hardware("h100", 989.5e12, 85.5e9, 3.35e12, 8, 450e9, 50e9),
-        Hardware("h800", 989e12, 85.5e9, 3.4e12, 8, 200e9, 50e9, price=5.28),
         # Eight of them gather tokens sooner than they exchange them from top-6 on, not from top-8.
-        Hardware("h800", 989e12, 85.5e9, 3.4e12, 8, 200e9, 50e9, exchange=6 / 8),
+        Hardware("h800", 989e12, 85.5e9, 3.4e12, 8, 200e9, 50e9, exchange=6 / 8, price=5.28),
         # DGX A100: NVLink 3, 200 Gb/s adapters.
         Hardware("a100", 312e12, 85.5e9, 2.0e12, 8, 300e9, 25e9),
         Hardware("a800", 312e12, 85.5e9, 2.039e12, 8, 200e9, 25e9, price=2.26),
