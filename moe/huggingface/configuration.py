@@ -28,6 +28,7 @@ TRAINING = (
     "drop_scope",
     "dtype",
     "execution",
+    "lora",
 )
 """Fields of `ModelConfig` that say how a network is trained and computed, not which it is."""
 UNBALANCED: dict[str, Any] = {
