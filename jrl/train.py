@@ -17,7 +17,7 @@ import jax
 from jaxtyping import Array
 
 from jrl.config.command_line import exit_status, start_jax
-from jrl.config.files import flag, to_json
+from jrl.config.files import configuration_of, flag, to_json
 from jrl.config.flags import PROGRAM, Request, parse
 from jrl.config.run import AUTO, RunConfig
 from jrl.processes.agreement import (
@@ -38,6 +38,7 @@ from jrl.text.tokenizer import Tokenizer
 # What builds and runs a network is imported in the functions, once the flags are known to be right.
 if TYPE_CHECKING:
     from jrl.trainer.setup.setup import Setup
+    from moe.adapters.settings import Lora
     from moe.weights import Transformer
 
 RUNS = Path("runs")
@@ -211,9 +212,20 @@ def _given_weights(setup: "Setup") -> "Transformer[Array] | None":
 
     if setup.run.weights is None:
         return None if setup.run.checkpoint is None else _weights_of_checkpoint(setup)
-    weights, step = load_policy(RunFolder.read(setup.run.weights), setup.networks, float32=True)
+    folder = RunFolder.read(setup.run.weights)
+    networks = setup.networks.with_adapters(_adapters_of(setup, folder))
+    weights, step = load_policy(folder, networks, float32=True)
     print(f"starting from {setup.run.weights} after step {step}")
     return weights
+
+
+def _adapters_of(setup: "Setup", folder: RunFolder) -> "Lora | None":
+    """The adapters of another run, None of one without."""
+    from jrl.trainer.setup.network import lora_of
+
+    if folder.config().get("run", {}).get("lora_rank") is None:
+        return None
+    return lora_of(setup.model, configuration_of(folder)[0])
 
 
 def _weights_of_checkpoint(setup: "Setup") -> "Transformer[Array]":
@@ -222,8 +234,9 @@ def _weights_of_checkpoint(setup: "Setup") -> "Transformer[Array]":
 
     directory = setup.run.checkpoint
     assert directory is not None
-    places = float32_shardings(setup.model, setup.mesh)
-    weights = load_weights(directory, setup.model, setup.mesh, places)
+    model = setup.model.without_adapters()
+    places = float32_shardings(model, setup.mesh)
+    weights = load_weights(directory, model, setup.mesh, places)
     print(f"starting from the checkpoint in {directory}")
     return weights
 

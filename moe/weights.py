@@ -5,10 +5,10 @@ arrays, their PartitionSpecs. Each of those is a `jax.tree.map` over the table.
 
 Axes: ``layer vocab d_model head kv_head head_dim d_ff route expert d_expert``; of latent attention
 ``kv_lora q_lora`` and widths made of theirs; of the dense layers that come before those with
-experts ``first_layer dense_d_ff``; of adapters ``lora_rank``. ``route`` and ``expert`` have the same size and different roles:
-the router's outputs stay whole on every device while the experts are spread over them. ``half`` is
-0 for gate and 1 for up: the two lie side by side in one weight, so that one product makes both, and
-what splits the hidden units splits those of both alike.
+experts ``first_layer dense_d_ff``; of adapters ``lora_rank``. ``route`` and ``expert`` have the
+same size and different roles: the router's outputs stay whole on every device while the experts are
+spread over them. ``half`` is 0 for gate and 1 for up: the two lie side by side in one weight, so
+that one product makes both, and what splits the hidden units splits those of both alike.
 """
 
 import math
@@ -43,8 +43,8 @@ class Weight:
         stand apart are.
       float32: it is computed with in float32, whatever `ModelConfig.dtype` is: the scale of a norm,
         of which a bfloat16 near 1 has no more than two digits, and what a choice of experts or a
-        value hangs on (`moe.precision`). They are few: a vector or a narrow matrix a layer. Adapters
-        are too: they are their own float32 masters.
+        value hangs on (`moe.precision`). They are few: a vector or a narrow matrix a layer, and
+        adapters, which are their own float32 masters.
       fixed: it has no gradient and stays as it is: what adapters are beside.
     """
 

@@ -32,7 +32,7 @@ from jrl.tasks import Example
 from jrl.text.prompt_format import PromptFormat
 from jrl.trainer.evaluation.heldout import heldout_examples, heldout_metrics
 from jrl.trainer.setup.setup import Setup
-from jrl.trainer.state import TrainState, init_state, init_weights, restore, save
+from jrl.trainer.state import TrainState, init_adapters, init_state, init_weights, restore, save
 from jrl.trainer.step import NonFinite, train_step
 from jrl.trainer.summary import drift_alarm
 from jrl.trainer.warm_start import WarmStartStopped, prompts_imitated, shortfall, warm_start
@@ -69,6 +69,7 @@ def train(
     weights: Transformer[Array] | None = None,
     on_fault: Hook | None = None,
     on_step: OnStep = lambda step, metrics: None,
+    adapters: Transformer[Array] | None = None,
 ) -> Outcome:
     """Runs from the last checkpoint in `folder`, or from the beginning where there is none.
 
@@ -80,6 +81,7 @@ def train(
         run's own command.
       on_step: called with each step and its metrics when they are written, in the first process;
         of a run from the beginning also with step 0, the warm start and the first evaluation.
+      adapters: of a policy with adapters, to start from; None starts with fresh ones.
 
     Raises:
       NonFiniteRun: when updates keep being skipped.
@@ -91,7 +93,7 @@ def train(
         guard = stack.enter_context(Guard(_attachment(setup.run, folder, on_fault)))
         try:
             state, heldout = _first_state(
-                setup, sampler, folder, checkpoints, weights, stop, on_step
+                setup, sampler, folder, checkpoints, weights, adapters, stop, on_step
             )
         except WarmStartStopped:
             return Outcome(0, stopped=True, saved=False)
@@ -148,6 +150,7 @@ def _first_state(
     folder: RunFolder,
     checkpoints: Checkpoints,
     weights: Transformer[Array] | None,
+    adapters: Transformer[Array] | None,
     stop: Stop,
     on_step: OnStep,
 ) -> tuple[TrainState[Array], list[Example]]:
@@ -169,7 +172,8 @@ def _first_state(
     prompts_seen = 0
     # A laptop has no pretrained checkpoint: imitation makes a policy that is sometimes right.
     if weights is None:
-        weights = init_weights(setup.model, setup.mesh, setup.randomness.key("weights"))
+        plain = setup.model.without_adapters()
+        weights = init_weights(plain, setup.mesh, setup.randomness.key("weights"))
         if setup.run.warm_start_steps:
             target = setup.run.warm_start_accuracy
             stop.doing = "stopping the warm start, of which nothing is kept"
@@ -183,7 +187,10 @@ def _first_state(
             prompts_seen = prompts_imitated(setup, int(metrics["warm_start/steps"]))
     stop.doing = "finishing the first evaluation and saving its checkpoint"
     critic_key = setup.randomness.key("critic")
-    state = init_state(setup.networks, weights, critic_key, prompts_seen)
+    if setup.model.lora is not None and adapters is None:
+        key = setup.randomness.key("adapters")
+        adapters = init_adapters(setup.model, setup.mesh, key)
+    state = init_state(setup.networks, weights, critic_key, prompts_seen, adapters)
     metrics |= _evaluated(setup, sampler, state, heldout)
     with _appender(folder.metrics_path) as appender:
         check_known(metrics)

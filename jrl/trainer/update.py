@@ -7,7 +7,7 @@ that hold the same weights each keep a part of the gradient and of the optimizer
 part of the weights too, and gather a layer when its turn has come. Of weights in bfloat16 the part
 that is stepped is one of float32 masters (`jrl.trainer.masters`), and gradients are those of the
 bfloat16 weights, summed over micro-batches and devices in float32. Of a network with adapters these
-alone have gradients and are stepped; the weights beside them are read, and go to other learners too.
+alone have gradients and are stepped; the weights beside them are read alone.
 """
 
 from dataclasses import replace

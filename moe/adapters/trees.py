@@ -82,6 +82,11 @@ def merged(weights: Any, statement: Any) -> Any:
     return jax.tree.map(one, statement, weights, is_leaf=is_adapted)
 
 
+def has_adapters(weights: Any) -> bool:
+    """Whether any of the weights is an adapted one."""
+    return any(map(is_adapted, jax.tree.leaves(weights, is_leaf=is_adapted)))
+
+
 def is_adapted(node: Any) -> bool:
     """Whether a node of a record is an adapted weight."""
     return isinstance(node, Adapted)

@@ -13,6 +13,7 @@ from jrl.trainer.objectives import CriticObjective, PolicyObjective, SupervisedO
 from jrl.trainer.room import for_any_routing
 from jrl.trainer.update import Learner, init_learner, update
 from moe.adapters import trees
+from moe.adapters.settings import Lora
 from moe.config import ModelConfig
 from moe.weights import Transformer, table
 from sharding.folding import FoldedMesh
@@ -119,7 +120,8 @@ class Networks:
     Attributes:
       policy: what samples.
       critic: what values states, None without one.
-      keeps_reference: whether the policy at the start of training is kept.
+      keeps_reference: whether the policy at the start of training is kept; of a policy with
+        adapters it is there without another copy.
       packs: whether updates run packed rows (`jrl.trainer.packed.plan`).
       max_staleness: versions of the policy that what it learns from may be behind it.
       kept_pool: that of an engine whose rows in flight keep their keys and values, None where those
@@ -150,6 +152,12 @@ class Networks:
             policy.response_length,
             policy.config if policy.recipe.router_replay == "R3" else None,
         )
+
+    def with_adapters(self, lora: Lora | None) -> "Networks":
+        """With a policy that has other adapters, or none."""
+        objective = self.policy.objective
+        objective = replace(objective, config=replace(objective.config, lora=lora))
+        return replace(self, policy=replace(self.policy, objective=objective))
 
     def on(self, mesh: FoldedMesh) -> "Networks":
         """The same on another mesh."""
