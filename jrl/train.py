@@ -54,6 +54,10 @@ def _main(arguments: list[str]) -> int:
     request = parse(arguments)
     start_jax(request.run.devices, request.processes)
     check_same(_settings(request))
+    if request.run.lora_from is not None and not request.command.resume:
+        from jrl.trainer.adapters import settled
+
+        request = replace(request, run=settled(request.run))
     if request.run.layout == AUTO:
         request = _laid_out(request)
     if request.command.dry_run:
@@ -95,7 +99,7 @@ def _begin(request: Request) -> int:
         with _open(lambda: _create(request)) as folder:
             _keep_with_run(setup, folder)
             _say_lengths(setup)
-            return _train(setup, folder, weights)
+            return _train(setup, folder, weights, _given_adapters(setup))
 
 
 def _resume(request: Request) -> int:
@@ -122,7 +126,9 @@ def _resume(request: Request) -> int:
             if is_main_process() and folder.config() != config:
                 folder.change_config(config)
             _keep_with_run(setup, folder)
-            return _train(setup, folder, _given_weights(setup) if step is None else None)
+            if step is not None:
+                return _train(setup, folder, None, None)
+            return _train(setup, folder, _given_weights(setup), _given_adapters(setup))
 
 
 def _settings(request: Request) -> dict[str, Any]:
@@ -219,6 +225,13 @@ def _given_weights(setup: "Setup") -> "Transformer[Array] | None":
     return weights
 
 
+def _given_adapters(setup: "Setup") -> "Transformer[Array] | None":
+    """The adapters that --lora-from asks for; None without."""
+    from jrl.trainer.adapters import given_adapters
+
+    return given_adapters(setup)
+
+
 def _adapters_of(setup: "Setup", folder: RunFolder) -> "Lora | None":
     """The adapters of another run, None of one without."""
     from jrl.trainer.setup.network import lora_of
@@ -287,13 +300,18 @@ def _create(request: Request) -> RunFolder:
     return RunFolder.create(RUNS / f"{name}-{number}", config, source)
 
 
-def _train(setup: "Setup", folder: RunFolder, weights: "Transformer[Array] | None") -> int:
+def _train(
+    setup: "Setup",
+    folder: RunFolder,
+    weights: "Transformer[Array] | None",
+    adapters: "Transformer[Array] | None",
+) -> int:
     from jrl.trainer.loop import train
 
     resume = f"{PROGRAM} --resume --run-dir {shlex.quote(str(folder.path))}"
     print(f"run folder: {folder.path}", flush=True)
     try:
-        outcome = train(setup, folder, weights)
+        outcome = train(setup, folder, weights, adapters=adapters)
     except KeyboardInterrupt:
         print(f"interrupted; go on from the last checkpoint with: {resume}", file=sys.stderr)
         return 130

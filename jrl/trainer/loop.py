@@ -30,6 +30,7 @@ from jrl.runs.folder import RunFolder
 from jrl.runs.records import Appender, read_metrics, read_samples
 from jrl.tasks import Example
 from jrl.text.prompt_format import PromptFormat
+from jrl.trainer.adapters import write_adapters
 from jrl.trainer.evaluation.heldout import heldout_examples, heldout_metrics
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.state import TrainState, init_adapters, init_state, init_weights, restore, save
@@ -138,6 +139,7 @@ def train(
         step = int(state.step)
         if checkpoints.latest_step() != step:
             save(checkpoints, networks, state, belongings.describe(setup.settings, folder))
+        write_adapters(setup, folder.model_path, folder.adapters_path, state)
         outputs.warn(guard.alarms())  # since the last step: shown, but no line of metrics is left
     if is_main_process():
         _finish(setup, folder, stopped=step < run.steps)

@@ -203,6 +203,8 @@ def load_adapters(
                     wrong.append(f"{module.name} has {x.shape}, which are not {wanted} numbers")
                 else:
                     half[module.place] = back(x)
+    # PEFT keeps a copy of a head that has an adapter.
+    known |= {f"{PREFIX}lm_head.base_layer.weight"}
     wrong += [f"unknown {name}" for name in sorted(there - known)]
     if wrong:
         raise ValueError(

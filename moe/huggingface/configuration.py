@@ -88,6 +88,15 @@ def described(path: str | Path, dtype: Dtype | None = None) -> tuple[ModelConfig
     return ModelConfig(**found, **UNBALANCED, dtype=chosen), family
 
 
+def architecture_of(path: str | Path) -> str:
+    """The architecture that a checkpoint is one of, for example "Qwen3MoeForCausalLM".
+
+    Args:
+      path: as for `config_from`.
+    """
+    return described(path)[1].architecture
+
+
 def options_from(config: ModelConfig, architecture: str | None = None) -> dict[str, Any]:
     """The config.json of a network.
 
