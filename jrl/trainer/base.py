@@ -10,12 +10,13 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
+from jrl.rollout.resharding import reshard
 from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer.setup.networks import Networks
 from moe import placement
 from moe.adapters.trees import without_adapters
 from moe.config import ModelConfig
-from moe.weights import Transformer, axis_sizes, cast_shapes
+from moe.weights import Transformer, cast_shapes
 from sharding.folding import FoldedMesh
 
 
@@ -31,10 +32,10 @@ def save(checkpoints: Checkpoints, networks: Networks, weights: Transformer[Arra
         place.drop_after(-1)  # of a run that was killed before its first checkpoint
     if place.steps():
         return
-    plain = without_adapters(weights)
-    in_order = placement.in_layer_order(plain, mesh, axis_sizes(config)["layer"])
-    shardings = placement.shardings(config, placement.without_chunks(config, mesh))
-    place.save(0, jax.device_put(in_order, shardings))
+    in_order, plain = without_adapters(weights), placement.without_chunks(config, mesh)
+    if mesh != plain:
+        in_order = reshard(in_order, config, mesh, plain)
+    place.save(0, in_order)
 
 
 def restore(checkpoints: Checkpoints, config: ModelConfig, mesh: FoldedMesh) -> Transformer[Array]:
@@ -56,7 +57,8 @@ def restore(checkpoints: Checkpoints, config: ModelConfig, mesh: FoldedMesh) -> 
     in_order, _ = _place(checkpoints).restore(0, like)
     if mesh == plain:
         return in_order
-    return jax.device_put(placement.in_chunks(in_order, mesh), placement.shardings(config, mesh))
+    moved = reshard(in_order, config, plain, mesh)
+    return jax.device_put(moved, placement.shardings(config, mesh))
 
 
 def _place(checkpoints: Checkpoints) -> Checkpoints:

@@ -94,9 +94,7 @@ def test_what_peft_computes_in_another_way_is_refused_by_name(tmp_path):
         huggingface.adapters_of(tmp_path / "adapter", config)
     path.write_text(json.dumps(options))
     narrow, _ = loaded("llama")
-    with pytest.raises(
-        ValueError, match=r"unknown base_model\.model\.model\.layers\.0\.mlp\.experts"
-    ):
+    with pytest.raises(ValueError, match=r"unknown .*layers\.0\.mlp\.experts"):
         lora = huggingface.adapters_of(tmp_path / "adapter", narrow)
         huggingface.load_adapters(tmp_path / "adapter", replace(narrow, lora=lora), mesh_of("dp1"))
     (tmp_path / "adapter" / "adapter_model.safetensors").unlink()

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from small_runs import small_batch, small_model, small_recipe, small_run, small_setup
 from three_updates import FAST_COMPILE, gradient_of, random_weights
+from tiers import full_but
 
+from jrl.rollout.resharding import RolloutPolicy, rollout_mesh
 from jrl.trainer.update import update
-from moe import weights
+from moe import placement, weights
 from moe.adapters import trees
 from moe.adapters.settings import TARGETS, Lora
 from moe.execution import Execution
@@ -100,3 +102,22 @@ def test_updates_equal_those_of_one_device(layout, changes):
     expected, same = on_one_device()
     assert_close(found, expected)
     np.testing.assert_allclose(metrics["loss"], same["loss"], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("layout", full_but(["dp1", "pp2 vpp2"], "dp1"))
+def test_what_samples_is_merged_in_float32_and_rounded_once(layout):
+    setup = setup_on(layout, dtype="bfloat16")
+    config, mesh = setup.model, setup.mesh
+    given = weights.cast(random_weights(setup, config), config)
+    policy = RolloutPolicy(config, mesh, rollout_mesh(None, mesh))
+    found = policy.of(given)
+    assert policy.of(given) is found
+    in_order = jax.device_get(placement.in_layer_order(given, mesh))
+    query = in_order.layers.attention.query
+    added = np.einsum("ldr,lrhk->ldhk", query.a, query.b, dtype=np.float64) * query.scale
+    exact = query.base.astype(np.float64) + added
+    merged = np.asarray(found.layers.attention.query)
+    assert merged.dtype == query.base.dtype
+    # Half of the last of bfloat16's eight digits; of products that cancel, that of float32.
+    np.testing.assert_allclose(merged.astype(np.float64), exact, rtol=2.0**-8, atol=1e-6)
+    np.testing.assert_array_equal(np.asarray(found.embedding), in_order.embedding)
