@@ -20,9 +20,9 @@ from jrl.rollout.decoding.slots import Pool
 from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer import base, masters
 from jrl.trainer.kept import first_kept
+from jrl.trainer.learner import Learner, state_shardings
 from jrl.trainer.objectives import CriticObjective
 from jrl.trainer.setup.networks import Network, Networks
-from jrl.trainer.update import Learner, state_shardings
 from moe import placement
 from moe import weights as moe_weights
 from moe.adapters import trees

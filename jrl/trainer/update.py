@@ -1,4 +1,4 @@
-"""A network that learns, and the one jitted update that policy, critic and warm start share.
+"""The one jitted update that policy, critic and warm start share.
 
 Gradients are taken inside the `jax.shard_map`, micro-batch after micro-batch with the denominators
 of the whole mini-batch, summed over devices once, and applied outside it on global arrays. Devices
@@ -18,55 +18,28 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jrl.recipes.base.batch import Batch, Totals
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.trainer import masters
+from jrl.trainer.learner import Learner, split, state_shardings, transformation
 from jrl.trainer.packed.passes import scan_first
 from jrl.trainer.program import Program
 from moe import model, placement, stages
-from moe.adapters import trees
 from moe.adapters.trees import joined
 from moe.config import ModelConfig
 from moe.router.balance import router_loss
 from moe.router.bias import with_updated_bias
 from moe.router.statistics import RouterStatistics
 from moe.tokens.packing import PackedBatch
-from moe.weights import Layer, Transformer, table
+from moe.weights import Layer, Transformer
 from sharding import zero
 from sharding.collectives import all_sum, vary
 from sharding.folding import FoldedMesh
 
 Leaf = TypeVar("Leaf")
-
-
-@struct.dataclass
-class Learner(Generic[Leaf]):
-    """A network and its optimizer.
-
-    Attributes:
-      weights: the network, as it computes.
-      opt_state: of optax.
-      updates: ``[]`` optimizer steps taken.
-      skipped: ``[]`` optimizer steps left out because loss or gradient was not finite.
-      skipped_in_a_row: ``[]`` those since the last step taken.
-      masters: what the optimizer steps, float32 in its shards, of which `weights` are cast; None
-        where it steps `weights`.
-    """
-
-    weights: Transformer[Leaf]
-    opt_state: Any
-    updates: Leaf
-    skipped: Leaf
-    skipped_in_a_row: Leaf
-    masters: Transformer[Leaf] | None = None
-
-    @property
-    def float32_weights(self) -> Transformer[Leaf]:
-        """What the optimizer steps."""
-        return self.weights if self.masters is None else self.masters
 
 
 @struct.dataclass
@@ -119,80 +92,6 @@ class Objective(Protocol):
         ...
 
 
-def transformation(optimizer: Optimizer) -> optax.GradientTransformation:
-    """The steps of an optimizer, as optax takes them."""
-    return optax.chain(
-        optax.clip_by_global_norm(optimizer.max_grad_norm),
-        optax.adamw(
-            optimizer.rate_at,
-            weight_decay=optimizer.weight_decay,
-            mu_dtype=optimizer.mu_dtype,
-        ),
-    )
-
-
-def init_learner(
-    optimizer: Optimizer, weights: Transformer[Array], config: ModelConfig, mesh: FoldedMesh
-) -> Learner[Array]:
-    """A learner at its first step.
-
-    Args:
-      weights: float32; copied, because updates give their buffers away. Of a network with adapters
-        as it computes; those that are fixed are not copied.
-    """
-    if config.lora is not None:
-        learned, base = _apart(weights, config)
-        own = jax.tree.map(jnp.copy, learned)
-        moments = _first_moments(optimizer, own, config, mesh)
-        return Learner(joined(own, base), moments, *_zeros(mesh))
-    if masters.keeps_masters(config):
-        own: Any = masters.masters_of(weights, config, mesh)
-    else:
-        own = jax.tree.map(jnp.copy, weights)
-    opt_state = _first_moments(optimizer, own, config, mesh)
-    if not masters.keeps_masters(config):
-        return Learner(own, opt_state, *_zeros(mesh))
-    weights = masters.weights_of(own, config, mesh)
-    return Learner(weights, opt_state, *_zeros(mesh), masters=own)
-
-
-def _first_moments(optimizer: Optimizer, own: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
-    init = transformation(optimizer).init
-    # As a list: JAX would fill the fields that are None with a marker, which no record can hold.
-    shardings, structure = jax.tree.flatten(
-        state_shardings(jax.eval_shape(init, own), config, mesh)
-    )
-    moments = jax.jit(lambda own: jax.tree.leaves(init(own)), out_shardings=shardings)
-    return structure.unflatten(moments(own))
-
-
-def _zeros(mesh: FoldedMesh) -> list[Array]:
-    """The counters of a learner, at its start."""
-    # Distinct buffers: a donated argument may not name one twice.
-    whole = NamedSharding(mesh.mesh, PartitionSpec())
-    return [jax.device_put(jnp.zeros((), jnp.int32), whole) + 0 for _ in range(3)]
-
-
-def _apart(
-    weights: Transformer[Leaf], config: ModelConfig
-) -> tuple[Transformer[Leaf], Transformer[Leaf]]:
-    """The weights that learn, and the fixed ones."""
-    statement = table(config)
-    return trees.trained(weights, statement), trees.fixed(weights, statement)
-
-
-def state_shardings(opt_state: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
-    """Where the optimizer state lives: moments in parts (`moe.placement.shard_specs`), counters
-    whole."""
-    shards = _apart(placement.shard_shardings(config, mesh), config)[0]
-
-    def place(node: Any) -> Any:
-        whole = NamedSharding(mesh.mesh, PartitionSpec())
-        return shards if isinstance(node, Transformer) else whole
-
-    return jax.tree.map(place, opt_state, is_leaf=lambda node: isinstance(node, Transformer))
-
-
 def count(batch: Batch[Array]) -> Totals[Array]:
     """The denominators of a mini-batch."""
     mask = batch.mask
@@ -241,7 +140,7 @@ def update(
       under a `buffer_factor` `overflow`, the choices that there was no room for.
     """
     config, mesh = objective.config, objective.mesh
-    shards, _ = _apart(placement.shard_specs(config, mesh), config)
+    shards, _ = split(placement.shard_specs(config, mesh), config)
     # Denominators of the whole mini-batch, known before it is cut: micro-batches then add up.
     totals = count(batch)
     given = learner.weights, fixed, batch, totals, statistics, passes
@@ -306,7 +205,7 @@ def _gradients(
 ) -> tuple[Array, Any, dict[str, Any]]:
     """The loss of a mini-batch, its gradient in parts and its metrics, on global arrays."""
     config, mesh, whole = objective.config, objective.mesh, PartitionSpec()
-    stored, of_fixed = _apart(placement.stored_specs(config, mesh), config)
+    stored, of_fixed = split(placement.stored_specs(config, mesh), config)
     local = jax.shard_map(
         partial(_local_gradients, objective, wire, num_micro_batches),
         mesh=mesh.mesh,
@@ -316,7 +215,7 @@ def _gradients(
             PartitionSpec(mesh.dp),
             *[whole] * 3,
         ),
-        out_specs=(whole, _apart(placement.shard_specs(config, mesh), config)[0], whole),
+        out_specs=(whole, split(placement.shard_specs(config, mesh), config)[0], whole),
     )
     return local(weights, fixed, batch, totals, statistics, passes)
 
@@ -334,8 +233,8 @@ def _local_gradients(
 ) -> tuple[Array, Transformer[Array], dict[str, Any]]:
     config, mesh = objective.config, objective.mesh
     all_dims = placement.shard_dims(config, mesh, wire)
-    shard_dims, fixed_dims = _apart(all_dims, config)
-    specs, _ = _apart(placement.specs(config, mesh), config)
+    shard_dims, fixed_dims = split(all_dims, config)
+    specs, _ = split(placement.specs(config, mesh), config)
     sharded = config.execution.fsdp
     # Copies that vary over every axis collect the gradient of this device alone; what is summed
     # over devices, once, is the sum over micro-batches.

@@ -9,9 +9,10 @@ from jrl.recipes.base.batch import Batch
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.rollout.collection.ahead import Room
 from jrl.rollout.decoding.slots import Decoder, Pool, abstract_pool, empty_pool
+from jrl.trainer.learner import Learner, init_learner
 from jrl.trainer.objectives import CriticObjective, PolicyObjective, SupervisedObjective
 from jrl.trainer.room import for_any_routing
-from jrl.trainer.update import Learner, init_learner, update
+from jrl.trainer.update import update
 from moe.adapters import trees
 from moe.adapters.settings import Lora
 from moe.config import ModelConfig
@@ -46,7 +47,7 @@ class Network(Generic[Kind]):
         return self.objective.mesh
 
     def init(self, weights: Transformer[Array]) -> Learner[Array]:
-        """A learner at its first step, see `jrl.trainer.update.init_learner`."""
+        """A learner at its first step, see `jrl.trainer.learner.init_learner`."""
         return init_learner(self.optimizer, weights, self.config, self.mesh)
 
     def update(
