@@ -311,7 +311,7 @@ def _train(
     resume = f"{PROGRAM} --resume --run-dir {shlex.quote(str(folder.path))}"
     print(f"run folder: {folder.path}", flush=True)
     try:
-        outcome = train(setup, folder, weights, adapters=adapters)
+        outcome = train(setup, folder, weights, adapters)
     except KeyboardInterrupt:
         print(f"interrupted; go on from the last checkpoint with: {resume}", file=sys.stderr)
         return 130

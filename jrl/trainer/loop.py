@@ -68,9 +68,9 @@ def train(
     setup: Setup,
     folder: RunFolder,
     weights: Transformer[Array] | None = None,
+    adapters: Transformer[Array] | None = None,
     on_fault: Hook | None = None,
     on_step: OnStep = lambda step, metrics: None,
-    adapters: Transformer[Array] | None = None,
 ) -> Outcome:
     """Runs from the last checkpoint in `folder`, or from the beginning where there is none.
 
@@ -78,11 +78,11 @@ def train(
       setup: the fixed parts.
       folder: where everything goes; locked by the caller.
       weights: a policy to start from; None starts fresh, with the warm start.
+      adapters: of a policy with adapters, to start from; None starts with fresh ones.
       on_fault: called with each alarm of a run with `faults`, in the watcher's thread, before the
         run's own command.
       on_step: called with each step and its metrics when they are written, in the first process;
         of a run from the beginning also with step 0, the warm start and the first evaluation.
-      adapters: of a policy with adapters, to start from; None starts with fresh ones.
 
     Raises:
       NonFiniteRun: when updates keep being skipped.

@@ -65,14 +65,9 @@ def gathered(
     """`weights_of` masters in their shards, inside a jitted step: cast first, so that a device
     sends and receives the bytes of the weights, not those of the masters."""
     statement = table(config)
-    specs, shard_specs, shard_dims = (
-        trained(tree, statement)
-        for tree in (
-            placement.specs(config, mesh),
-            placement.shard_specs(config, mesh),
-            placement.shard_dims(config, mesh),
-        )
-    )
+    specs = trained(placement.specs(config, mesh), statement)
+    shard_specs = trained(placement.shard_specs(config, mesh), statement)
+    shard_dims = trained(placement.shard_dims(config, mesh), statement)
     # Beside adapters nothing has masters, and they themselves are as they compute.
     weights = masters if config.lora is not None else cast(masters, config)
     shards = laid_out(weights, shard_specs, mesh)

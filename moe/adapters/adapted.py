@@ -31,7 +31,8 @@ class Adapted(Generic[Leaf]):
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the weight."""
-        return jnp.shape(self.base)
+        base: Any = self.base
+        return base.shape
 
 
 Matrix = Array | Adapted[Array]
