@@ -94,11 +94,14 @@ def _first_moments(optimizer: Optimizer, own: Any, config: ModelConfig, mesh: Fo
     return structure.unflatten(moments(own))
 
 
-def _zeros(mesh: FoldedMesh) -> list[Array]:
+def _zeros(mesh: FoldedMesh) -> tuple[Array, Array, Array]:
     """The counters of a learner, at its start."""
     # Distinct buffers: a donated argument may not name one twice.
     whole = NamedSharding(mesh.mesh, PartitionSpec())
-    return [jax.device_put(jnp.zeros((), jnp.int32), whole) + 0 for _ in range(3)]
+    updates, skipped, in_a_row = (
+        jax.device_put(jnp.zeros((), jnp.int32), whole) + 0 for _ in range(3)
+    )
+    return updates, skipped, in_a_row
 
 
 def split(
