@@ -17,7 +17,7 @@ import jax
 from jaxtyping import Array
 
 from jrl.config.command_line import exit_status, start_jax
-from jrl.config.files import flag, to_json
+from jrl.config.files import configuration_of, flag, to_json
 from jrl.config.flags import PROGRAM, Request, parse
 from jrl.config.run import AUTO, RunConfig
 from jrl.processes.agreement import (
@@ -40,6 +40,7 @@ from jrl.text.tokenizer import Tokenizer
 # What builds and runs a network is imported in the functions, once the flags are known to be right.
 if TYPE_CHECKING:
     from jrl.trainer.setup.setup import Setup
+    from moe.adapters.settings import Lora
     from moe.weights import Transformer
 
 RUNS = Path("runs")
@@ -55,6 +56,10 @@ def _main(arguments: list[str]) -> int:
     request = parse(arguments)
     start_jax(request.run.devices, request.processes)
     check_same(_settings(request))
+    if request.run.lora_from is not None and not request.command.resume:
+        from jrl.trainer.adapters import settled
+
+        request = replace(request, run=settled(request.run))
     if request.run.layout == AUTO:
         request = _laid_out(request)
     if request.command.dry_run:
@@ -96,7 +101,7 @@ def _begin(request: Request) -> int:
         with _open(lambda: _create(request)) as folder:
             _keep_with_run(setup, folder)
             _say_lengths(setup)
-            return _train(setup, folder, weights)
+            return _train(setup, folder, weights, _given_adapters(setup))
 
 
 def _resume(request: Request) -> int:
@@ -123,7 +128,9 @@ def _resume(request: Request) -> int:
             if is_main_process() and folder.config() != config:
                 folder.change_config(config)
             _keep_with_run(setup, folder)
-            return _train(setup, folder, _given_weights(setup) if step is None else None)
+            if step is not None:
+                return _train(setup, folder, None, None)
+            return _train(setup, folder, _given_weights(setup), _given_adapters(setup))
 
 
 def _settings(request: Request) -> dict[str, Any]:
@@ -225,9 +232,27 @@ def _given_weights(setup: "Setup") -> "Transformer[Array] | None":
 
     if setup.run.weights is None:
         return None if setup.run.checkpoint is None else _weights_of_checkpoint(setup)
-    weights, step = load_policy(RunFolder.read(setup.run.weights), setup.networks, float32=True)
+    folder = RunFolder.read(setup.run.weights)
+    networks = setup.networks.with_adapters(_adapters_of(setup, folder))
+    weights, step = load_policy(folder, networks, float32=True)
     print(f"starting from {setup.run.weights} after step {step}")
     return weights
+
+
+def _given_adapters(setup: "Setup") -> "Transformer[Array] | None":
+    """The adapters that --lora-from asks for; None without."""
+    from jrl.trainer.adapters import given_adapters
+
+    return given_adapters(setup)
+
+
+def _adapters_of(setup: "Setup", folder: RunFolder) -> "Lora | None":
+    """The adapters of another run, None of one without."""
+    from jrl.trainer.setup.network import lora_of
+
+    if folder.config().get("run", {}).get("lora_rank") is None:
+        return None
+    return lora_of(setup.model, configuration_of(folder)[0])
 
 
 def _weights_of_checkpoint(setup: "Setup") -> "Transformer[Array]":
@@ -304,14 +329,19 @@ def _create(request: Request) -> RunFolder:
     return RunFolder.create(RUNS / f"{name}-{number}", config, source, code)
 
 
-def _train(setup: "Setup", folder: RunFolder, weights: "Transformer[Array] | None") -> int:
+def _train(
+    setup: "Setup",
+    folder: RunFolder,
+    weights: "Transformer[Array] | None",
+    adapters: "Transformer[Array] | None",
+) -> int:
     from jrl.trainer.loop import train
 
     resume = f"{PROGRAM} --resume --run-dir {shlex.quote(str(folder.path))}"
     _say_dispatch(setup)
     print(f"run folder: {folder.path}", flush=True)
     try:
-        outcome = train(setup, folder, weights)
+        outcome = train(setup, folder, weights, adapters)
     except KeyboardInterrupt:
         print(f"interrupted; go on from the last checkpoint with: {resume}", file=sys.stderr)
         return 130

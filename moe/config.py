@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from moe.adapters.settings import Lora
 from moe.attention.rotary import RopeScaling
 from moe.execution import Execution
 
@@ -100,6 +101,8 @@ class ModelConfig:
         NVIDIA GPUs; `jax_default_matmul_precision` sets it), but for those of the router and of the
         value head, which are float32 everywhere.
       execution: how it is computed; no value depends on it.
+      lora: adapters, which learn while all other weights stay as they are (of a critic its value
+        head learns too); None learns all weights.
     """
 
     vocab_size: int
@@ -144,6 +147,7 @@ class ModelConfig:
     drop_scope: Literal["sub_sequence", "full_sequence"] = "sub_sequence"
     dtype: Literal["float32", "bfloat16"] = "float32"
     execution: Execution = field(default_factory=Execution)
+    lora: Lora | None = None
 
     def __post_init__(self):
         positive = ["vocab_size", "num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim"]
@@ -188,6 +192,10 @@ class ModelConfig:
     def as_critic(self) -> "ModelConfig":
         """The same network with a value head."""
         return replace(self, head="value")
+
+    def without_adapters(self) -> "ModelConfig":
+        """The network that the adapters are beside."""
+        return self if self.lora is None else replace(self, lora=None)
 
     def for_any_routing(self) -> "ModelConfig":
         """The same network with room for any routing, see `Execution.buffer_factor`."""

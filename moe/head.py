@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from moe.adapters.adapted import Adapted
 from moe.config import ModelConfig
 from moe.precision import MASK_VALUE, float32_product
 from moe.weights import Transformer
@@ -40,7 +41,7 @@ def logits_of(
     Raises:
       ValueError: the network is a critic.
     """
-    head = _head(weights, config)
+    x, head = _head(weights, x, config)
     if head.shape[1] == config.vocab_size:
         return _dot(x, head.astype(x.dtype))
     columns = _dot(gather_tokens(x, mesh.tp), head.astype(x.dtype))
@@ -90,7 +91,8 @@ def logprobs_and_entropy(
       Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018 (the sums of chunks
       joined). https://arxiv.org/abs/1805.02867
     """
-    columns, start, skipped = _own_columns(_head(weights, config), config.vocab_size, mesh)
+    x, head = _head(weights, x, config)
+    columns, start, skipped = _own_columns(head, config.vocab_size, mesh)
     # Every rank needs all tokens of the tp group: it has columns of its own, for each of them.
     of_group = gather_tokens(x, mesh.tp), gather_tokens(tokens, mesh.tp)
     given = vary((of_group[0], columns, of_group[1] - start, skipped), mesh.axes)
@@ -99,11 +101,23 @@ def logprobs_and_entropy(
     return own[:, 0], own[:, 1]
 
 
-def _head(weights: Transformer[Array], config: ModelConfig) -> Float[Array, "d_model columns"]:
-    """The matrix that makes logits, as this device holds it."""
+def _head(
+    weights: Transformer[Array], x: Float[Array, "local d_model"], config: ModelConfig
+) -> tuple[Float[Array, "local inner"], Float[Array, "inner columns"]]:
+    """States, and the matrix that makes logits of them, as this device holds it.
+
+    Of a head with adapters that is ``[x ; s x A] [W ; B]``, one product for both.
+    """
     if config.head == "value":
         raise ValueError('head="value" has no logits: this is a critic; use `values`.')
-    return weights.embedding.T if weights.head is None else weights.head
+    if weights.head is None:
+        return x, weights.embedding.T
+    if not isinstance(weights.head, Adapted):
+        return x, weights.head
+    head = weights.head
+    narrow = x @ head.a.astype(x.dtype) * head.scale
+    both = jnp.concatenate([head.base, head.b.astype(head.base.dtype)])
+    return jnp.concatenate([x, narrow], axis=1), both
 
 
 def _own_columns(

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from moe import chunks, model
+from moe.adapters.trees import joined
 from moe.config import ModelConfig
 from moe.embedding import embed
 from moe.router.balance import router_loss
@@ -72,6 +73,7 @@ def gradients(
     config: ModelConfig,
     mesh: FoldedMesh,
     shard_dims: Layer[ShardDim] | None = None,
+    fixed: Transformer[Array] | None = None,
 ) -> tuple[Float[Array, ""], Transformer[Array], dict[str, Any], RouterStatistics[Array] | None]:
     """The loss of the micro-batches, the routers' included, and its gradient.
 
@@ -82,6 +84,8 @@ def gradients(
       apply_head: gives a loss and metrics.
       num_tokens: valid tokens of the whole batch, for the routers' losses.
       shard_dims: of the layers, as in `moe.model.blocks`.
+      fixed: the weights that have no gradient, None in `weights` (`moe.adapters.trees.fixed`); None
+        where all have one.
 
     Returns:
       The loss of this device, which adds up over stages; its gradient with respect to `weights`,
@@ -89,6 +93,8 @@ def gradients(
       and the router's sums, as in `scan_micro_batches`.
     """
     stages = _stages(weights, pack, apply_head, num_tokens, config, mesh, shard_dims)
+    if fixed is not None:
+        stages = _beside(stages, fixed, mesh)
     sums = pipeline.gradients(
         stages, _ends(weights), _chunks_of(weights, mesh), micro_batches, _pipeline(mesh)
     )
@@ -133,6 +139,24 @@ def _stages(
         return apply_head(whole, model.last_norm(whole, x, config), micro_batch)
 
     return Stages(first, chunk, last)
+
+
+def _beside(stages: Stages, fixed: Transformer[Array], mesh: FoldedMesh) -> Stages:
+    """The same given the other weights alone. What is made of the fixed ones is as little kept for
+    the backward pass as what is made of weights."""
+    ends, layers = _ends(fixed), _chunks_of(fixed, mesh)
+
+    def chunk(others, x, micro_batch, number):
+        # A constant index where there is one chunk: its layers are then a view and not a gather.
+        own = 0 if mesh.layout.vpp == 1 else number // mesh.layout.pp
+        of_chunk = jax.tree.map(lambda x: x[own], layers)
+        return stages.chunk(joined(others, of_chunk), x, micro_batch, number)
+
+    return Stages(
+        lambda others, micro_batch: stages.first(joined(others, ends), micro_batch),
+        chunk,
+        lambda others, x, micro_batch: stages.last(joined(others, ends), x, micro_batch),
+    )
 
 
 def _apart(stages: Stages, num_micro_batches: int) -> Stages:

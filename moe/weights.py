@@ -5,10 +5,10 @@ arrays, their PartitionSpecs. Each of those is a `jax.tree.map` over the table.
 
 Axes: ``layer vocab d_model head kv_head head_dim d_ff route expert d_expert``; of latent attention
 ``kv_lora q_lora`` and widths made of theirs; of the dense layers that come before those with
-experts ``first_layer dense_d_ff``. ``route`` and ``expert`` have the same size and different roles:
-the router's outputs stay whole on every device while the experts are spread over them. ``half`` is
-0 for gate and 1 for up: the two lie side by side in one weight, so that one product makes both, and
-what splits the hidden units splits those of both alike.
+experts ``first_layer dense_d_ff``; of adapters ``lora_rank``. ``route`` and ``expert`` have the
+same size and different roles: the router's outputs stay whole on every device while the experts are
+spread over them. ``half`` is 0 for gate and 1 for up: the two lie side by side in one weight, so
+that one product makes both, and what splits the hidden units splits those of both alike.
 """
 
 import math
@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from moe.adapters.statement import targets_in, with_adapters
+from moe.adapters.trees import trained, with_base
 from moe.config import ModelConfig
 
 Leaf = TypeVar("Leaf")
@@ -41,7 +43,9 @@ class Weight:
         stand apart are.
       float32: it is computed with in float32, whatever `ModelConfig.dtype` is: the scale of a norm,
         of which a bfloat16 near 1 has no more than two digits, and what a choice of experts or a
-        value hangs on (`moe.precision`). They are few: a vector or a narrow matrix a layer.
+        value hangs on (`moe.precision`). They are few: a vector or a narrow matrix a layer, and
+        adapters, which are their own float32 masters.
+      fixed: it has no gradient and stays as it is: what adapters are beside.
     """
 
     axes: str
@@ -49,6 +53,7 @@ class Weight:
     scale: float = 1.0
     drawn_along: str | None = None
     float32: bool = False
+    fixed: bool = False
 
 
 @struct.dataclass
@@ -115,7 +120,12 @@ class Transformer(Generic[Leaf]):
 
 
 def table(config: ModelConfig) -> Transformer[Weight]:
-    """The statement of every weight that `config` calls for."""
+    """The statement of every weight that `config` calls for. Where it has adapters, an
+    `moe.adapters.adapted.Adapted` of three `Weight`s stands in the place of one."""
+    return with_adapters(_without_adapters(config), config)
+
+
+def _without_adapters(config: ModelConfig) -> Transformer[Weight]:
     # Each block adds two terms to the residual stream; this keeps its variance level at the start.
     out_scale = 1 / math.sqrt(2 * config.num_layers)
     norm, inward = _norm("layer d_model"), "d_model"
@@ -200,6 +210,11 @@ def _norm(axes: str) -> Weight:
     return Weight(axes, float32=True)
 
 
+def targets_of(config: ModelConfig) -> tuple[str, ...]:
+    """Those of `moe.adapters.settings.TARGETS` that the network has."""
+    return targets_in(_without_adapters(config), config)
+
+
 def _in_first_layers(layer: Layer[Weight]) -> Layer[Weight]:
     """The same weights, stacked over the first layers and as wide as their dense layers are."""
     names = {"layer": "first_layer", "d_ff": "dense_d_ff"}
@@ -241,14 +256,31 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
         "half": 2,
         "d_expert": config.d_expert,
         "dense_d_ff": config.dense_d_ff,
+        "lora_rank": 0 if config.lora is None else config.lora.rank,
         **latents,
     }
 
 
 def initialise(config: ModelConfig, key: jax.Array) -> Transformer[jax.Array]:
-    """Initial weights, float32. Equal for equal keys, whatever the mesh they are laid on."""
-    weights, treedef = jax.tree.flatten(table(config))
-    sizes = axis_sizes(config)
+    """Initial weights, float32. Equal for equal keys, whatever the mesh they are laid on; what
+    adapters are beside is equal to the weights of the network without them."""
+    if config.lora is None:
+        return _drawn(table(config), axis_sizes(config), key)
+    base = initialise(config.without_adapters(), key)
+    learned = initialise_trained(config, jax.random.fold_in(key, 0))
+    return with_base(base, learned, table(config))
+
+
+def initialise_trained(config: ModelConfig, key: jax.Array) -> Transformer[jax.Array]:
+    """The initial weights that learn, float32, None in place of those that are fixed."""
+    statement = table(config)
+    return _drawn(trained(statement, statement), axis_sizes(config), key)
+
+
+def _drawn(
+    statement: Transformer[Weight], sizes: dict[str, int], key: jax.Array
+) -> Transformer[jax.Array]:
+    weights, treedef = jax.tree.flatten(statement)
     draws = [sizes[w.drawn_along] if w.drawn_along else 1 for w in weights]
     keys = iter(jax.random.split(key, sum(draws)))
     return treedef.unflatten(
@@ -301,8 +333,16 @@ def num_parameters(config: ModelConfig) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes(config)))
 
 
+def num_trained_parameters(config: ModelConfig) -> int:
+    """How many of them learn."""
+    return sum(
+        math.prod(leaf.shape) for leaf in jax.tree.leaves(trained(shapes(config), table(config)))
+    )
+
+
 def num_active_parameters(config: ModelConfig) -> int:
-    """How many of them one token passes: all but the experts it is not sent to."""
+    """How many of them one token passes: all but adapters and the experts it is not sent to."""
+    config = config.without_adapters()
     idle = config.num_experts - config.experts_per_token if config.num_experts else 0
     expert = 3 * config.d_model * config.d_expert
     return num_parameters(config) - config.num_expert_layers * idle * expert

@@ -79,6 +79,20 @@ class RunConfig:
     messages_field: str | None = None
     """Field with the prompt as a conversation, a list of {"role": ..., "content": ...}, in place of
     the prompt; None takes "messages" where a line has no prompt."""
+    lora_rank: int | None = None
+    """Rank of adapters (LoRA): they alone learn, beside weights that stay as they are. Of a critic
+    its own adapters and its value head learn. None learns all weights."""
+    lora_alpha: float | None = None
+    """What adapters add counts by alpha / rank; None is twice the rank."""
+    lora_targets: str | None = None
+    """What has adapters, some of attention,experts,dense,shared,head; None is all that the network
+    has of them but the head."""
+    lora_rank_stabilised: bool = False
+    """What adapters add counts by alpha / sqrt(rank) (rsLoRA)."""
+    lora_from: str | None = None
+    """A folder of PEFT's format whose adapters to start from, with its rank, alpha and targets. A
+    KL term still compares with the network without adapters."""
+
     layout: str = "dp1"
     """How the devices are laid out, for example "tp2 dp2 / ep4"; "auto" takes the layout of all
     devices that the planner (`sharding.planner`) predicts to be fastest."""
@@ -289,6 +303,12 @@ class RunConfig:
                 raise ValueError(
                     f"rollout_devices={self.rollout_devices} would wait for the devices that "
                     "learn, and those for them: give --max-staleness 1 or more, or leave it out."
+                )
+        for name in ("lora_alpha", "lora_targets", "lora_rank_stabilised"):
+            if getattr(self, name) and self.lora_rank is None:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} changes nothing without adapters: give "
+                    "--lora-rank, or leave it out."
                 )
         if self.drift_alarm is not None and not 0 < self.drift_alarm < math.inf:
             raise ValueError(f"drift_alarm={self.drift_alarm} must be above 0 nats; None is off.")

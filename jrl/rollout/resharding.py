@@ -10,8 +10,9 @@ import jax
 from jaxtyping import Array
 
 from moe import placement
+from moe.adapters.trees import has_adapters, merged, without_adapters
 from moe.config import ModelConfig
-from moe.weights import Transformer, axis_sizes
+from moe.weights import Transformer, axis_sizes, table
 from sharding.folding import FoldedMesh, Layout, fold
 
 
@@ -99,7 +100,8 @@ def _devices(mesh: FoldedMesh) -> set[Any]:
 class RolloutPolicy:
     """The policy on the mesh that decodes, made anew when it has changed.
 
-    Where both meshes are the same it is the very policy that trains. Otherwise its weights move
+    Where both meshes are the same it is the very policy that trains, unless that has adapters: they
+    are merged once per change, in the program that moves the weights. Otherwise its weights move
     once per change, in the dtypes that they have: a device receives at most its share on the
     rollout's mesh, ``itemsize x elements / devices a weight is split over there`` bytes, less what
     it holds already.
@@ -119,7 +121,7 @@ class RolloutPolicy:
     def of(self, weights: Transformer[Array]) -> Transformer[Array]:
         """The policy `weights`, stored on the rollout's mesh as `moe.placement.in_chunks` says."""
         _, training, rollout = self._meshes
-        if rollout == training:
+        if rollout == training and not has_adapters(weights):
             return weights
         known = None if self._source is None else self._source()
         if self._resharded is None or known is not weights:
@@ -136,15 +138,24 @@ class RolloutPolicy:
 def reshard(
     weights: Transformer[Array], config: ModelConfig, source: FoldedMesh, target: FoldedMesh
 ) -> Transformer[Array]:
-    """Weights stored on `source` as they are stored on `target`, bit for bit.
+    """Weights stored on `source` as they are stored on `target`, bit for bit; those with adapters
+    merged (`moe.adapters.trees.merged`).
 
     Args:
+      config: the network of the weights.
       target: over the devices of `source`, in the same order, or over other devices of the
         process.
     """
-    leaves, structure = jax.tree.flatten(weights)
+    config = config if has_adapters(weights) else config.without_adapters()
     if not apart(source, target):
-        return structure.unflatten(_resharding(config, source, target)(leaves))
+        leaves, structure = jax.tree.flatten(weights)
+        moved = _resharding(config, source, target)(leaves, structure)
+        return jax.tree.unflatten(jax.tree.structure(without_adapters(weights)), moved)
+    if config.lora is not None:
+        # Merged where they are: what moves is one copy.
+        plain = placement.without_chunks(config, source)
+        weights = reshard(weights, config, source, plain)
+        source, config = plain, config.without_adapters()
     in_order = placement.in_layer_order(weights, source, axis_sizes(config)["layer"])
     whole = placement.shardings(_whole(config), target)
     # Waited for: updates give away the buffers that are being read.
@@ -154,16 +165,23 @@ def reshard(
 @cache
 def _resharding(
     config: ModelConfig, source: FoldedMesh, target: FoldedMesh
-) -> Callable[[list[Array]], list[Array]]:
-    """One program for all weights, which XLA moves by collectives between the devices."""
-    shardings, structure = jax.tree.flatten(placement.shardings(_whole(config), target))
+) -> Callable[[list[Array], Any], list[Array]]:
+    """One program for all weights, which XLA moves by collectives between the devices.
 
-    def move(leaves: list[Array]) -> list[Array]:
+    Args:
+      config: with adapters where they are to be merged.
+    """
+    whole = _whole(config.without_adapters())
+    shardings = jax.tree.leaves(placement.shardings(whole, target))
+
+    def move(leaves: list[Array], structure: Any) -> list[Array]:
         num_layers = axis_sizes(config)["layer"]
         in_order = placement.in_layer_order(structure.unflatten(leaves), source, num_layers)
+        if config.lora is not None:
+            in_order = merged(in_order, table(config))
         return jax.tree.leaves(placement.in_chunks(in_order, target))
 
-    return jax.jit(move, out_shardings=shardings)
+    return jax.jit(move, out_shardings=shardings, static_argnums=1)
 
 
 def _whole(config: ModelConfig) -> ModelConfig:

@@ -38,6 +38,7 @@ class RunFolder:
         self.samples_path = self.path / "samples.jsonl"
         self.plots_path = self.path / "plots"
         self.checkpoints_path = self.path / "checkpoints"
+        self.adapters_path = self.path / "adapters"
         self.tensorboard_path = self.path / "tensorboard"
         self._lock = lock
 

@@ -30,9 +30,10 @@ from jrl.runs.folder import RunFolder
 from jrl.runs.records import Appender, read_metrics, read_samples
 from jrl.tasks import Example
 from jrl.text.prompt_format import PromptFormat
+from jrl.trainer.adapters import write_adapters
 from jrl.trainer.evaluation.heldout import heldout_examples, heldout_metrics
 from jrl.trainer.setup.setup import Setup
-from jrl.trainer.state import TrainState, init_state, init_weights, restore, save
+from jrl.trainer.state import TrainState, init_adapters, init_state, init_weights, restore, save
 from jrl.trainer.step import NonFinite, train_step
 from jrl.trainer.summary import drift_alarm
 from jrl.trainer.warm_start import WarmStartStopped, prompts_imitated, shortfall, warm_start
@@ -67,6 +68,7 @@ def train(
     setup: Setup,
     folder: RunFolder,
     weights: Transformer[Array] | None = None,
+    adapters: Transformer[Array] | None = None,
     on_fault: Hook | None = None,
     on_step: OnStep = lambda step, metrics: None,
 ) -> Outcome:
@@ -76,6 +78,7 @@ def train(
       setup: the fixed parts.
       folder: where everything goes; locked by the caller.
       weights: a policy to start from; None starts fresh, with the warm start.
+      adapters: of a policy with adapters, to start from; None starts with fresh ones.
       on_fault: called with each alarm of a run with `faults`, in the watcher's thread, before the
         run's own command.
       on_step: called with each step and its metrics when they are written, in the first process;
@@ -91,7 +94,7 @@ def train(
         guard = stack.enter_context(Guard(_attachment(setup.run, folder, on_fault)))
         try:
             state, heldout = _first_state(
-                setup, sampler, folder, checkpoints, weights, stop, on_step
+                setup, sampler, folder, checkpoints, weights, adapters, stop, on_step
             )
         except WarmStartStopped:
             return Outcome(0, stopped=True, saved=False)
@@ -136,6 +139,7 @@ def train(
         step = int(state.step)
         if checkpoints.latest_step() != step:
             save(checkpoints, networks, state, belongings.describe(setup.settings, folder))
+        write_adapters(setup, folder.model_path, folder.adapters_path, state)
         outputs.warn(guard.alarms())  # since the last step: shown, but no line of metrics is left
     if is_main_process():
         _finish(setup, folder, stopped=step < run.steps)
@@ -148,6 +152,7 @@ def _first_state(
     folder: RunFolder,
     checkpoints: Checkpoints,
     weights: Transformer[Array] | None,
+    adapters: Transformer[Array] | None,
     stop: Stop,
     on_step: OnStep,
 ) -> tuple[TrainState[Array], list[Example]]:
@@ -169,7 +174,8 @@ def _first_state(
     prompts_seen = 0
     # A laptop has no pretrained checkpoint: imitation makes a policy that is sometimes right.
     if weights is None:
-        weights = init_weights(setup.model, setup.mesh, setup.randomness.key("weights"))
+        plain = setup.model.without_adapters()
+        weights = init_weights(plain, setup.mesh, setup.randomness.key("weights"))
         if setup.run.warm_start_steps:
             target = setup.run.warm_start_accuracy
             stop.doing = "stopping the warm start, of which nothing is kept"
@@ -183,7 +189,10 @@ def _first_state(
             prompts_seen = prompts_imitated(setup, int(metrics["warm_start/steps"]))
     stop.doing = "finishing the first evaluation and saving its checkpoint"
     critic_key = setup.randomness.key("critic")
-    state = init_state(setup.networks, weights, critic_key, prompts_seen)
+    if setup.model.lora is not None and adapters is None:
+        key = setup.randomness.key("adapters")
+        adapters = init_adapters(setup.model, setup.mesh, key)
+    state = init_state(setup.networks, weights, critic_key, prompts_seen, adapters)
     metrics |= _evaluated(setup, sampler, state, heldout)
     if setup.prompts_dropped:
         metrics["data/prompts_dropped"] = float(setup.prompts_dropped)

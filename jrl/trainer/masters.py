@@ -20,15 +20,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from moe import placement
+from moe.adapters.trees import trained
 from moe.config import ModelConfig
-from moe.weights import Transformer, cast
+from moe.weights import Transformer, cast, table
 from sharding.folding import FoldedMesh
 from sharding.zero import unshard
 
 
 def keeps_masters(config: ModelConfig) -> bool:
     """Whether the optimizer steps masters beside the weights."""
-    return config.dtype != "float32"
+    # Adapters are float32 whatever the network computes in, and no other weight is stepped.
+    return config.dtype != "float32" and config.lora is None
 
 
 def float32_shardings(config: ModelConfig, mesh: FoldedMesh) -> Transformer[NamedSharding]:
@@ -62,15 +64,21 @@ def gathered(
 ) -> Transformer[Array]:
     """`weights_of` masters in their shards, inside a jitted step: cast first, so that a device
     sends and receives the bytes of the weights, not those of the masters."""
-    shards = laid_out(cast(masters, config), placement.shard_specs(config, mesh), mesh)
+    statement = table(config)
+    specs = trained(placement.specs(config, mesh), statement)
+    shard_specs = trained(placement.shard_specs(config, mesh), statement)
+    shard_dims = trained(placement.shard_dims(config, mesh), statement)
+    # Beside adapters nothing has masters, and they themselves are as they compute.
+    weights = masters if config.lora is not None else cast(masters, config)
+    shards = laid_out(weights, shard_specs, mesh)
     if config.execution.fsdp:
         return shards
     # That the gathered weights are equal on all devices of a cut is not in the type of a gather.
     gather = jax.shard_map(
-        lambda shards: unshard(shards, placement.shard_dims(config, mesh)),
+        lambda shards: unshard(shards, shard_dims),
         mesh=mesh.mesh,
-        in_specs=(placement.shard_specs(config, mesh),),
-        out_specs=placement.specs(config, mesh),
+        in_specs=(shard_specs,),
+        out_specs=specs,
         check_vma=False,
     )
     return gather(shards)

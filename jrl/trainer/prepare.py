@@ -28,7 +28,7 @@ from jrl.trainer.scoring import (
     values_of,
 )
 from jrl.trainer.setup.networks import Network, Networks
-from jrl.trainer.state import TrainState
+from jrl.trainer.state import TrainState, reference_of
 from moe.config import ModelConfig
 from moe.weights import Transformer
 
@@ -96,10 +96,10 @@ def prepare(
         with _timed("timing_s/values", seconds):
             values = _values(networks, networks.critic, state.critic.weights, batch)
             batch = replace(batch, old_values=jax.block_until_ready(values))
-    if state.reference is not None:
+    if (reference := reference_of(networks, state)) is not None:
         with _timed("timing_s/ref", seconds):
             # Another network, whose routers have their own say: nothing is replayed.
-            scored = _logprobs(networks, state.reference, batch, replays=False)
+            scored = _logprobs(*reference, batch, replays=False)
             batch = replace(batch, reference_logprobs=jax.block_until_ready(scored)[0])
     if recipe.router_replay == "R3":
         _check_recorded(batch, networks.policy.config)

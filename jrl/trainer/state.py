@@ -18,13 +18,14 @@ from jrl.rollout.collection.ahead import Ahead
 from jrl.rollout.collection.windows import Unfinished, none_unfinished
 from jrl.rollout.decoding.slots import Pool
 from jrl.runs.checkpoints import Checkpoints
-from jrl.trainer import masters
+from jrl.trainer import base, masters
 from jrl.trainer.kept import first_kept
+from jrl.trainer.learner import Learner, state_shardings
 from jrl.trainer.objectives import CriticObjective
 from jrl.trainer.setup.networks import Network, Networks
-from jrl.trainer.update import Learner, state_shardings
 from moe import placement
 from moe import weights as moe_weights
+from moe.adapters import trees
 from moe.config import ModelConfig
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
@@ -43,7 +44,8 @@ class TrainState(Generic[Leaf]):
       prompts_seen: ``[]`` training prompts drawn so far, those of the warm start included.
       policy: the policy and its optimizer.
       critic: the critic and its optimizer, None without one.
-      reference: the policy that training started from, None unless a KL term needs it.
+      reference: the policy that training started from, None unless a KL term needs it, and of a
+        policy with adapters, which has it in itself (`reference_of`).
       unfinished: responses that the next step goes on with, None unless the recipe writes windows.
       kept: of the step before, for the sampler of the next (`jrl.recipes.Recipe.kept`): scalars,
         None where the temperature of sampling is constant.
@@ -74,25 +76,54 @@ def init_weights(config: ModelConfig, mesh: FoldedMesh, key: Array) -> Transform
     return structure.unflatten(make(key))
 
 
+def init_adapters(config: ModelConfig, mesh: FoldedMesh, key: Array) -> Transformer[Array]:
+    """Fresh adapters, and the value head of a critic, laid out on the mesh; None in the place of
+    what is fixed."""
+    places = trees.trained(placement.shardings(config, mesh), moe_weights.table(config))
+    shardings, structure = jax.tree.flatten(places)
+    make = jax.jit(
+        lambda key: jax.tree.leaves(
+            placement.in_chunks(moe_weights.initialise_trained(config, key), mesh)
+        ),
+        out_shardings=shardings,
+    )
+    return structure.unflatten(make(key))
+
+
 def init_state(
-    networks: Networks, policy: Transformer[Array], critic_key: Array, prompts_seen: int = 0
+    networks: Networks,
+    policy: Transformer[Array],
+    critic_key: Array,
+    prompts_seen: int = 0,
+    adapters: Transformer[Array] | None = None,
 ) -> TrainState[Array]:
     """The state before the first step.
 
     Args:
-      policy: that training starts from, float32.
+      policy: that training starts from, float32; of a policy with adapters without them.
       critic_key: randomness of the critic's weights, where there is a critic.
       prompts_seen: training prompts drawn before, whose answers it imitated.
+      adapters: of a policy with adapters, as `init_adapters` gives them. The critic has adapters of
+        its own beside the same weights, and a value head that learns as a whole.
     """
-    critic = None
-    if networks.critic is not None:
+    config, critic = networks.policy.config, None
+    if config.lora is not None:
+        assert adapters is not None, "a policy with adapters begins with some"
+        fixed = masters.weights_of(policy, config.without_adapters(), networks.mesh)
+        policy = trees.with_base(fixed, adapters, moe_weights.table(config))
+        if networks.critic is not None:
+            own = networks.critic.config
+            learned = init_adapters(own, networks.mesh, critic_key)
+            whole = trees.with_base(fixed, learned, moe_weights.table(own))
+            critic = networks.critic.init(whole)
+    elif networks.critic is not None:
         critic = networks.critic.init(critic_from(networks.critic, policy, critic_key))
 
     def number(value: int) -> Array:
         return jax.device_put(jnp.asarray(value, jnp.int32), replicated(networks.mesh)) + 0
 
     learner, reference = networks.policy.init(policy), None
-    if networks.keeps_reference:
+    if networks.keeps_reference and config.lora is None:
         # A copy: updates give the policy's buffers away.
         reference = jax.tree.map(jnp.copy, learner.weights)
     return TrainState(
@@ -129,9 +160,16 @@ def abstract(networks: Networks) -> TrainState[Any]:
     """Shapes, dtypes and shardings of the state, without making it: what a checkpoint is read
     into."""
     policy, critic, mesh = networks.policy, networks.critic, networks.mesh
+
+    def begun(weights: Transformer[Array], key: Array) -> TrainState[Array]:
+        adapters = None
+        if policy.config.lora is not None:
+            adapters = init_adapters(policy.config, mesh, key)
+        return init_state(networks, placement.in_chunks(weights, mesh), key, adapters=adapters)
+
     state = jax.eval_shape(
-        lambda weights, key: init_state(networks, placement.in_chunks(weights, mesh), key),
-        moe_weights.shapes(policy.config),
+        begun,
+        moe_weights.shapes(policy.config.without_adapters()),
         jax.eval_shape(lambda: jax.random.key(0)),
     )
     weights = placement.shardings(policy.config, mesh)
@@ -157,33 +195,73 @@ def save(
     """Writes a checkpoint, the layers in order whatever the layout of the run.
 
     The weights of what learns are float32 there: masters where there are masters, of which the
-    weights are cast again when it is read.
+    weights are cast again when it is read. What adapters are beside all checkpoints share: it is
+    written once (`jrl.trainer.base`).
     """
+    if networks.policy.config.lora is not None:
+        base.save(checkpoints, networks, state.policy.weights)
     # Stages may hold layers out of order or with padding; a reader with another layout must not
     # care.
-    like = _without_cast(abstract(_in_order(networks)))
-    stored = _restacked(networks, _without_cast(state), like, _in_layer_order)
+    like = _without_cast(networks, abstract(_in_order(networks)))
+    stored = _restacked(networks, _without_cast(networks, state), like, _in_layer_order)
     checkpoints.save(int(state.step), stored, meta)
 
 
 def restore(checkpoints: Checkpoints, networks: Networks, step: int) -> TrainState[Array]:
     """The state that `save` wrote, on the mesh of `networks`, which may be another."""
-    state = checkpoints.restore(step, _without_cast(abstract(_in_order(networks))))[0]
-    state = _restacked(networks, state, _without_cast(abstract(networks)), _in_chunks)
+    like = _without_cast(networks, abstract(_in_order(networks)))
+    state = checkpoints.restore(step, like)[0]
+    like = _without_cast(networks, abstract(networks))
+    state = _restacked(networks, state, like, _in_chunks)
+    if networks.policy.config.lora is not None:
+        fixed = base.restore(checkpoints, networks.policy.config, networks.mesh)
+        return _with_base(networks, state, fixed)
     critic = state.critic
     if critic is not None and networks.critic is not None:
         critic = _with_cast(critic, networks.critic)
     return replace(state, policy=_with_cast(state.policy, networks.policy), critic=critic)
 
 
-def _without_cast(state: TrainState[Leaf]) -> TrainState[Leaf]:
+def _without_cast(networks: Networks, state: TrainState[Leaf]) -> TrainState[Leaf]:
     """The state with the float32 weights of what learns alone."""
 
-    def of(learner: Learner[Leaf]) -> Learner[Leaf]:
-        return replace(learner, weights=learner.float32_weights, masters=None)
+    def of(learner: Learner[Leaf], network: Network[Any]) -> Learner[Leaf]:
+        learned = trees.trained(learner.float32_weights, moe_weights.table(network.config))
+        return replace(learner, weights=learned, masters=None)
 
-    critic = None if state.critic is None else of(state.critic)
-    return replace(state, policy=of(state.policy), critic=critic)
+    critic = state.critic
+    if critic is not None and networks.critic is not None:
+        critic = of(critic, networks.critic)
+    return replace(state, policy=of(state.policy, networks.policy), critic=critic)
+
+
+def _with_base(
+    networks: Networks, state: TrainState[Array], fixed: Transformer[Array]
+) -> TrainState[Array]:
+    """Undoes `_without_cast` of networks with adapters."""
+
+    def of(learner: Learner[Array], network: Network[Any]) -> Learner[Array]:
+        whole = trees.with_base(fixed, learner.weights, moe_weights.table(network.config))
+        return replace(learner, weights=whole)
+
+    critic = state.critic
+    if critic is not None and networks.critic is not None:
+        critic = of(critic, networks.critic)
+    return replace(state, policy=of(state.policy, networks.policy), critic=critic)
+
+
+def reference_of(
+    networks: Networks, state: TrainState[Array]
+) -> tuple[Networks, Transformer[Array]] | None:
+    """The policy that a KL term compares with, and the networks whose policy it is; None without.
+
+    Of a policy with adapters it is that without them: the same arrays.
+    """
+    if not networks.keeps_reference:
+        return None
+    if state.reference is not None:
+        return networks, state.reference
+    return networks.with_adapters(None), trees.without_adapters(state.policy.weights)
 
 
 def _with_cast(learner: Learner[Array], network: Network[Any]) -> Learner[Array]:
@@ -238,7 +316,8 @@ def _restacked(
 def _learner_laid_out(learner: Learner[Any], network: Network[Any]) -> Learner[Any]:
     """As `update.init_learner` and `update.update` lay it out."""
     config, mesh = network.config, network.mesh
-    whole = _laid_out(learner, placement.shardings(config, mesh), mesh)
+    others = replace(learner, opt_state=None)
+    whole = _laid_out(others, placement.shardings(config, mesh), mesh)
     of_state = state_shardings(learner.opt_state, config, mesh)
     return replace(
         whole,

@@ -16,6 +16,7 @@ from jrl.rollout.collection.collect import Collected, collect
 from jrl.rollout.sampler import Sampler, correct_of, scores_of
 from jrl.trainer.ahead import AheadOfStep
 from jrl.trainer.kept import kept_of, temperatures
+from jrl.trainer.learner import Learner
 from jrl.trainer.objectives import CriticObjective, PolicyObjective, sampling_differences
 from jrl.trainer.packed.plan import counts_of, place_rows, plan, without_idle
 from jrl.trainer.prepare import prepare
@@ -24,7 +25,6 @@ from jrl.trainer.setup.networks import Network, Networks
 from jrl.trainer.setup.randomness import Randomness
 from jrl.trainer.state import TrainState
 from jrl.trainer.summary import count_updates, describe, summarise
-from jrl.trainer.update import Learner
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A network that learns, and the one jitted update that policy, critic and warm start share.
+"""The one jitted update that policy, critic and warm start share.
 
 Gradients are taken inside the `jax.shard_map`, micro-batch after micro-batch with the denominators
 of the whole mini-batch, summed over devices once, and applied outside it on global arrays. Devices
@@ -6,7 +6,8 @@ that hold the same weights each keep a part of the gradient and of the optimizer
 (`sharding.zero`), step that part, and gather the new weights; under `Execution.fsdp` they keep a
 part of the weights too, and gather a layer when its turn has come. Of weights in bfloat16 the part
 that is stepped is one of float32 masters (`jrl.trainer.masters`), and gradients are those of the
-bfloat16 weights, summed over micro-batches and devices in float32.
+bfloat16 weights, summed over micro-batches and devices in float32. Of a network with adapters these
+alone have gradients and are stepped; the weights beside them are read alone.
 """
 
 from dataclasses import replace
@@ -17,15 +18,17 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jrl.recipes.base.batch import Batch, Totals
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.trainer import masters
+from jrl.trainer.learner import Learner, split, state_shardings, transformation
 from jrl.trainer.packed.passes import scan_first
 from jrl.trainer.program import Program
 from moe import model, placement, stages
+from moe.adapters.trees import joined
 from moe.config import ModelConfig
 from moe.router.balance import router_loss
 from moe.router.bias import with_updated_bias
@@ -37,33 +40,6 @@ from sharding.collectives import all_sum, vary
 from sharding.folding import FoldedMesh
 
 Leaf = TypeVar("Leaf")
-
-
-@struct.dataclass
-class Learner(Generic[Leaf]):
-    """A network and its optimizer.
-
-    Attributes:
-      weights: the network, as it computes.
-      opt_state: of optax.
-      updates: ``[]`` optimizer steps taken.
-      skipped: ``[]`` optimizer steps left out because loss or gradient was not finite.
-      skipped_in_a_row: ``[]`` those since the last step taken.
-      masters: what the optimizer steps, float32 in its shards, of which `weights` are cast; None
-        where it steps `weights`.
-    """
-
-    weights: Transformer[Leaf]
-    opt_state: Any
-    updates: Leaf
-    skipped: Leaf
-    skipped_in_a_row: Leaf
-    masters: Transformer[Leaf] | None = None
-
-    @property
-    def float32_weights(self) -> Transformer[Leaf]:
-        """What the optimizer steps."""
-        return self.weights if self.masters is None else self.masters
 
 
 @struct.dataclass
@@ -116,57 +92,6 @@ class Objective(Protocol):
         ...
 
 
-def transformation(optimizer: Optimizer) -> optax.GradientTransformation:
-    """The steps of an optimizer, as optax takes them."""
-    return optax.chain(
-        optax.clip_by_global_norm(optimizer.max_grad_norm),
-        optax.adamw(
-            optimizer.rate_at,
-            weight_decay=optimizer.weight_decay,
-            mu_dtype=optimizer.mu_dtype,
-        ),
-    )
-
-
-def init_learner(
-    optimizer: Optimizer, weights: Transformer[Array], config: ModelConfig, mesh: FoldedMesh
-) -> Learner[Array]:
-    """A learner at its first step.
-
-    Args:
-      weights: float32; copied, because updates give their buffers away.
-    """
-    if masters.keeps_masters(config):
-        own: Any = masters.masters_of(weights, config, mesh)
-    else:
-        own = jax.tree.map(jnp.copy, weights)
-    init = transformation(optimizer).init
-    # As a list: JAX would fill the fields that are None with a marker, which no record can hold.
-    shardings, structure = jax.tree.flatten(
-        state_shardings(jax.eval_shape(init, own), config, mesh)
-    )
-    moments = jax.jit(lambda own: jax.tree.leaves(init(own)), out_shardings=shardings)
-    opt_state = structure.unflatten(moments(own))
-    # Distinct buffers: a donated argument may not name one twice.
-    whole = NamedSharding(mesh.mesh, PartitionSpec())
-    zeros = [jax.device_put(jnp.zeros((), jnp.int32), whole) + 0 for _ in range(3)]
-    if not masters.keeps_masters(config):
-        return Learner(own, opt_state, *zeros)
-    return Learner(masters.weights_of(own, config, mesh), opt_state, *zeros, masters=own)
-
-
-def state_shardings(opt_state: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
-    """Where the optimizer state lives: moments in parts (`moe.placement.shard_specs`), counters
-    whole."""
-    shards = placement.shard_shardings(config, mesh)
-
-    def place(node: Any) -> Any:
-        whole = NamedSharding(mesh.mesh, PartitionSpec())
-        return shards if isinstance(node, Transformer) else whole
-
-    return jax.tree.map(place, opt_state, is_leaf=lambda node: isinstance(node, Transformer))
-
-
 def count(batch: Batch[Array]) -> Totals[Array]:
     """The denominators of a mini-batch."""
     mask = batch.mask
@@ -188,6 +113,7 @@ def update(
     batch: Batch[Array],
     statistics: Any = None,
     passes: Array | None = None,
+    fixed: Transformer[Array] | None = None,
 ) -> tuple[Learner[Array], dict[str, Any]]:
     """One optimizer step on a mini-batch.
 
@@ -206,16 +132,18 @@ def update(
       statistics: what the loss must know of the whole mini-batch besides its counts.
       passes: ``[]`` how many of the micro-batches are run, the first ones; the others have no
         tokens. None runs all.
+      fixed: the weights that stay as they are, of a network with adapters; those of `learner` are
+        the others then (`moe.adapters.trees`), before and after.
 
     Returns:
       The learner, and metrics: `loss`, `grad_norm`, `finite`, `empty` and the objective's; and
       under a `buffer_factor` `overflow`, the choices that there was no room for.
     """
     config, mesh = objective.config, objective.mesh
-    shards = placement.shard_specs(config, mesh)
+    shards, _ = split(placement.shard_specs(config, mesh), config)
     # Denominators of the whole mini-batch, known before it is cut: micro-batches then add up.
     totals = count(batch)
-    given = learner.weights, batch, totals, statistics, passes
+    given = learner.weights, fixed, batch, totals, statistics, passes
     loss, grads, metrics = _gradients(objective, optimizer.gradient_wire, num_micro_batches, *given)
     # Of global arrays, so it is the global norm, whatever the layout (clipping depends on it).
     grad_norm = optax.tree.norm(grads)
@@ -230,7 +158,7 @@ def update(
         steps, opt_state = transformation(optimizer).update(grads, learner.opt_state, weights)
     stepped: Any = optax.apply_updates(weights, steps)
     # DeepSeek-V3's balancing without a loss: the bias is no parameter of the optimizer.
-    if config.selection_bias:
+    if config.selection_bias and fixed is None:
         rate = config.bias_update_rate
         stepped = with_updated_bias(weights, stepped, metrics["load"], rate, mesh)
     moved = replace(
@@ -269,6 +197,7 @@ def _gradients(
     wire: str,
     num_micro_batches: int,
     weights: Transformer[Array],
+    fixed: Transformer[Array] | None,
     batch: Batch[Array],
     totals: Totals[Array],
     statistics: Any,
@@ -276,13 +205,19 @@ def _gradients(
 ) -> tuple[Array, Any, dict[str, Any]]:
     """The loss of a mini-batch, its gradient in parts and its metrics, on global arrays."""
     config, mesh, whole = objective.config, objective.mesh, PartitionSpec()
+    stored, of_fixed = split(placement.stored_specs(config, mesh), config)
     local = jax.shard_map(
         partial(_local_gradients, objective, wire, num_micro_batches),
         mesh=mesh.mesh,
-        in_specs=(placement.stored_specs(config, mesh), PartitionSpec(mesh.dp), *[whole] * 3),
-        out_specs=(whole, placement.shard_specs(config, mesh), whole),
+        in_specs=(
+            stored,
+            None if fixed is None else of_fixed,
+            PartitionSpec(mesh.dp),
+            *[whole] * 3,
+        ),
+        out_specs=(whole, split(placement.shard_specs(config, mesh), config)[0], whole),
     )
-    return local(weights, batch, totals, statistics, passes)
+    return local(weights, fixed, batch, totals, statistics, passes)
 
 
 def _local_gradients(
@@ -290,23 +225,28 @@ def _local_gradients(
     wire: str,
     num_micro_batches: int,
     weights: Transformer[Array],
+    fixed: Transformer[Array] | None,
     batch: Batch[Array],
     totals: Totals[Array],
     statistics: Any,
     passes: Array | None,
 ) -> tuple[Array, Transformer[Array], dict[str, Any]]:
     config, mesh = objective.config, objective.mesh
-    specs, shard_dims = placement.specs(config, mesh), placement.shard_dims(config, mesh, wire)
+    all_dims = placement.shard_dims(config, mesh, wire)
+    shard_dims, fixed_dims = split(all_dims, config)
+    specs, _ = split(placement.specs(config, mesh), config)
     sharded = config.execution.fsdp
     # Copies that vary over every axis collect the gradient of this device alone; what is summed
     # over devices, once, is the sum over micro-batches.
-    own = vary(weights, mesh.axes)
+    own, fixed = vary((weights, fixed), mesh.axes)
     if sharded:
         # The layers stay in parts until it is their turn, and their gradients are summed there.
         own = replace(zero.unshard(own, shard_dims), layers=own.layers)
+        if fixed is not None:
+            fixed = replace(zero.unshard(fixed, fixed_dims), layers=fixed.layers)
     micro_batches = jax.tree.map(lambda x: x.reshape(num_micro_batches, -1, *x.shape[1:]), batch)
-    given = objective, own, micro_batches, totals, statistics
-    of_layers = shard_dims.layers if sharded else None
+    given = objective, own, fixed, micro_batches, totals, statistics
+    of_layers = all_dims.layers if sharded else None
     # A scan holds the activations of one micro-batch; a pipeline interleaves several.
     if mesh.layout.pp == 1:
         loss, grads, metrics = _one_by_one(*given, of_layers, passes)
@@ -324,6 +264,7 @@ def _local_gradients(
 def _one_by_one(
     objective: Objective,
     own: Transformer[Array],
+    fixed: Transformer[Array] | None,
     micro_batches: Batch[Array],
     totals: Totals[Array],
     statistics: Any,
@@ -335,8 +276,9 @@ def _one_by_one(
 
     def micro_batch_loss(own, micro_batch):
         micro_batch = vary(micro_batch, mesh.except_sequence)
-        x, router = model.run(own, objective.pack(micro_batch), config, mesh, shard_dims)
-        loss, metrics = objective.loss(own, x, micro_batch, totals, statistics)
+        weights = own if fixed is None else joined(own, fixed)
+        x, router = model.run(weights, objective.pack(micro_batch), config, mesh, shard_dims)
+        loss, metrics = objective.loss(weights, x, micro_batch, totals, statistics)
         loss = loss + router_loss(router, config, mesh, totals.num_valid)
         # Ranks of cp and tp hold the same loss, which counts once.
         metrics = {**metrics, **_of_router(objective, router)}
@@ -359,6 +301,7 @@ def _one_by_one(
 def _through_stages(
     objective: Objective,
     own: Transformer[Array],
+    fixed: Transformer[Array] | None,
     micro_batches: Batch[Array],
     totals: Totals[Array],
     statistics: Any,
@@ -375,6 +318,7 @@ def _through_stages(
         config,
         mesh,
         shard_dims,
+        fixed,
     )
     # Sums that are already over micro-batches, as a stack of one.
     of_router = jax.tree.map(lambda x: x[None], _of_router(objective, router))

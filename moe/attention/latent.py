@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from moe.adapters.adapted import Matrix, product
 from moe.attention.projections import Heads, heads, rotated, sharpened
 from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.precision import rms_norm
@@ -65,7 +66,7 @@ def queries(
     """For the heads of this ``tp`` rank, their last part rotated."""
     narrow = h
     if weights.query_down is not None and weights.query_norm is not None:
-        narrow = h @ weights.query_down.astype(h.dtype)
+        narrow = product(_times, h, weights.query_down)
         narrow = rms_norm(narrow, weights.query_norm, config.norm_epsilon)
     query, content = heads(narrow, weights.query), _content_dim(config)
     turned = rotated(query[..., content:], positions, config)
@@ -79,13 +80,13 @@ def narrow_vectors(
     config: ModelConfig,
 ) -> Narrow:
     """``[c ; r]`` of each token."""
-    rank, down = _mla(config).kv_lora_rank, h @ weights.down.astype(h.dtype)
+    rank, down = _mla(config).kv_lora_rank, product(_times, h, weights.down)
     shared = rotated(down[:, None, rank:], positions, config)[:, 0]
     content = rms_norm(down[:, :rank], weights.down_norm, config.norm_epsilon)
     return jnp.concatenate([content, shared], axis=-1)
 
 
-def expanded(narrow: Narrow, up: Up, config: ModelConfig) -> tuple[Heads, Heads]:
+def expanded(narrow: Narrow, up: Up | Matrix, config: ModelConfig) -> tuple[Heads, Heads]:
     """Keys and values."""
     rank, content = _mla(config).kv_lora_rank, _content_dim(config)
     both, shared = heads(narrow[:, :rank], up), narrow[:, None, rank:]
@@ -105,6 +106,10 @@ def released(read: Float[Array, "token heads rank"], up: Up, config: ModelConfig
     """What queries get of values, of what they get of narrow vectors."""
     matrix = up[..., _content_dim(config) :].astype(read.dtype)
     return jnp.einsum("nhr,rhk->nhk", read, matrix)
+
+
+def _times(x: Array, matrix: Array) -> Array:
+    return x @ matrix.astype(x.dtype)
 
 
 def _mla(config: ModelConfig) -> MultiHeadLatentAttention:

@@ -8,12 +8,11 @@ over ``cp``) and decoding (a cache) are one layer.
 
 from typing import Protocol, runtime_checkable
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe.attention import latent
 from moe.attention.latent import LatentCore
-from moe.attention.projections import queries_keys_values
+from moe.attention.projections import joined_heads, queries_keys_values
 from moe.config import ModelConfig
 from moe.precision import rms_norm
 from moe.weights import Attention, LatentAttention
@@ -67,5 +66,4 @@ def attention(
     else:
         assert not isinstance(core_attention, LatentCore)
         out = core_attention(*queries_keys_values(weights, h, positions, config, mesh))
-    out = jnp.einsum("nhk,hkd->nd", out, weights.out.astype(h.dtype))
-    return scatter_tokens(out, mesh.tp)
+    return scatter_tokens(joined_heads(out, weights.out), mesh.tp)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from moe.adapters.adapted import Matrix, product
 from moe.attention.rotary import rope
 from moe.config import ModelConfig
 from moe.weights import Attention
@@ -42,12 +43,25 @@ def queries_keys_values(
 
 def heads(
     h: Float[Array, "token inner"],
-    matrix: Float[Array, "inner heads width"],
+    matrix: Float[Array, "inner heads width"] | Matrix,
     bias: Float[Array, "heads width"] | None = None,
 ) -> Heads:
     """``h W + b`` for each head."""
-    out = jnp.einsum("nd,dhk->nhk", h, matrix.astype(h.dtype))
+    out = product(_per_head, h, matrix, outward=_per_head)
     return out if bias is None else out + bias.astype(h.dtype)[None]
+
+
+def _per_head(h: Array, matrix: Array) -> Array:
+    return jnp.einsum("nd,dhk->nhk", h, matrix.astype(h.dtype))
+
+
+def joined_heads(x: Heads, matrix: Float[Array, "heads width outer"] | Matrix) -> Array:
+    """``sum_h x_h W_h`` over the heads of this ``tp`` rank."""
+    return product(_over_heads, x, matrix, inward=_over_heads)
+
+
+def _over_heads(x: Array, matrix: Array) -> Array:
+    return jnp.einsum("nhk,hkd->nd", x, matrix.astype(x.dtype))
 
 
 def _normalised(

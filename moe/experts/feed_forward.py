@@ -4,6 +4,7 @@ Choices are sorted by expert, their rows multiplied by `grouped_dot`, and the re
 added up. `dense_reference` is the plain twin.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from moe.adapters.adapted import Adapted, product
 from moe.experts.fused import FUSED, fused_experts
 from moe.experts.gated import gated
 from moe.experts.grouped.dot import IMPLEMENTATIONS, grouped_dot
@@ -34,9 +36,23 @@ def dense(
       Shazeer, "GLU Variants Improve Transformer", 2020. https://arxiv.org/abs/2002.05202
     """
     x = gather_tokens(x, mesh.tp)
-    gate, up = jnp.split(joined_dot(x, weights.gate_up), 2, axis=-1)
+    # Gate and up have adapters of their own.
+    inward = product(joined_dot, x, weights.gate_up, _per_half, _of_halves)
+    gate, up = jnp.split(inward, 2, axis=-1)
     hidden = jax.nn.silu(gate) * up
-    return scatter_tokens(hidden @ weights.down.astype(x.dtype), mesh.tp)
+    return scatter_tokens(product(_times, hidden, weights.down), mesh.tp)
+
+
+def _per_half(x: Array, matrix: Array) -> Array:
+    return jnp.einsum("nd,hdr->nhr", x, matrix)
+
+
+def _of_halves(narrow: Array, matrix: Array) -> Array:
+    return jnp.einsum("nhr,hrf->nhf", narrow, matrix).reshape(narrow.shape[0], -1)
+
+
+def _times(x: Array, matrix: Array) -> Array:
+    return x @ matrix.astype(x.dtype)
 
 
 def routed_experts(
@@ -63,13 +79,15 @@ def routed_experts(
       dtype: of the rows, in which the products are computed; None is that of `x`.
       implementation: of the products, see `moe.experts.grouped.dot.grouped_dot`. With "mosaic" the
         rows are laid out, spread and summed by kernels too; with "mosaic_fused" also what lies
-        between the two products is computed by theirs (`moe.experts.fused`).
+        between the two products is computed by theirs (`moe.experts.fused`). Products with adapters
+        are as narrow as their rank, and computed by the best that applies.
 
     Returns:
       The sums, and how many choices found no room: the sums are without them.
 
     Raises:
-      ValueError: on an unknown implementation, and where the kernels cannot serve.
+      ValueError: on an unknown implementation, and where the kernels cannot serve: with
+        "mosaic_fused" of experts with adapters.
     """
     if implementation not in (None, FUSED, *IMPLEMENTATIONS):
         raise ValueError(
@@ -90,13 +108,24 @@ def routed_experts(
     rows = spread_rows(x, token, places, dtype, kernels)
     of_rows = spread_rows(probs.reshape(-1), layout.choices, places.reshape(-1, 1))
     if implementation == FUSED:
+        if isinstance(weights.gate_up, Adapted):
+            raise ValueError(
+                f"experts={FUSED!r} has no adapters between its two products: give --experts "
+                "mosaic, or leave experts out of --lora-targets."
+            )
         out = fused_experts(rows, weights.gate_up, weights.down, of_rows, sizes)
     else:
         # One product for gate and up: wider products are faster than two narrow ones.
-        inward = grouped_dot(rows, weights.gate_up, sizes, implementation=implementation)
+        dot = partial(_grouped, sizes, implementation)
+        narrow = partial(_grouped, sizes, None)
+        inward = product(dot, rows, weights.gate_up, narrow, narrow)
         hidden = gated(checkpoint_name(inward, PRODUCT), of_rows)
-        out = grouped_dot(hidden, weights.down, sizes, implementation=implementation)
+        out = product(dot, hidden, weights.down, narrow, narrow)
     return sum_rows(out, places, token, kernels), overflow
+
+
+def _grouped(sizes: Array, implementation: str | None, rows: Array, matrices: Array) -> Array:
+    return grouped_dot(rows, matrices, sizes, implementation=implementation)
 
 
 def dense_reference(

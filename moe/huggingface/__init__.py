@@ -1,14 +1,19 @@
 """Public checkpoints: config.json and safetensors in, our weights laid out on a mesh; and back."""
 
-from moe.huggingface.configuration import config_from, options_from
+from moe.huggingface.adapters import adapters_of, load_adapters, save_adapters
+from moe.huggingface.configuration import architecture_of, config_from, options_from
 from moe.huggingface.reading import load, load_weights
 from moe.huggingface.writing import fold_embedding_scale, save
 
 __all__ = [
+    "adapters_of",
+    "architecture_of",
     "config_from",
     "fold_embedding_scale",
     "load",
+    "load_adapters",
     "load_weights",
     "options_from",
     "save",
+    "save_adapters",
 ]

@@ -28,6 +28,7 @@ TRAINING = (
     "drop_scope",
     "dtype",
     "execution",
+    "lora",
 )
 """Fields of `ModelConfig` that say how a network is trained and computed, not which it is."""
 UNBALANCED: dict[str, Any] = {
@@ -85,6 +86,15 @@ def described(path: str | Path, dtype: Dtype | None = None) -> tuple[ModelConfig
         if not _fits(value, _HINTS[name]):
             raise options.not_fitting(f"{name} would be {value!r}")
     return ModelConfig(**found, **UNBALANCED, dtype=chosen), family
+
+
+def architecture_of(path: str | Path) -> str:
+    """The architecture that a checkpoint is one of, for example "Qwen3MoeForCausalLM".
+
+    Args:
+      path: as for `config_from`.
+    """
+    return described(path)[1].architecture
 
 
 def options_from(config: ModelConfig, architecture: str | None = None) -> dict[str, Any]:

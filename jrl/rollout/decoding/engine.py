@@ -43,7 +43,7 @@ class SlotEngine:
     tokens so far: neither on its slot nor on what else is decoded, nor on the mesh.
 
     Args:
-      config: the policy network.
+      config: the policy network; adapters are merged where it decodes.
       training: the mesh that weights come from.
       rollout: the mesh that decodes, over the same devices in the same order or over others.
       slots: rows that are decoded at a time; a multiple of the ranks that share them.
@@ -72,7 +72,9 @@ class SlotEngine:
         # Tokens that run together are spread over ``tp``.
         self._unit = rollout.size(rollout.tp)
         self.columns = -(-columns // self._unit) * self._unit
-        self.decoder = Decoder(config, rollout, pad_id, stop_ids, records_choices)
+        self.decoder = Decoder(
+            config.without_adapters(), rollout, pad_id, stop_ids, records_choices
+        )
         self._usage = Usage()
         self._resharding = RolloutPolicy(config, training, rollout)
         self._key = to_devices(jax.random.key_data(key), replicated(rollout))

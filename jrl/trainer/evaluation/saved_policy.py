@@ -6,16 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from jrl.processes.agreement import any_of, is_main_process, is_multiprocess
+from jrl.rollout.resharding import reshard
 from jrl.runs.belongings import check_files
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
+from jrl.trainer import base
 from jrl.trainer.masters import float32_shardings, weights_of
 from jrl.trainer.setup.networks import Networks
 from moe import placement
 from moe import weights as moe_weights
+from moe.adapters import trees
 from moe.config import ModelConfig
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
@@ -29,8 +33,8 @@ def load_policy(
     Args:
       networks: whose policy it must be, and on whose mesh it is laid out.
       float32: the weights that the optimizer steps, masters where the run keeps masters: what
-        training starts from, and what an export is made of. Else those that the network computes
-        and samples with, cast of them.
+        training starts from, and what an export is made of; adapters are merged into them. Else
+        those that the network computes with, cast of them, and adapters beside them.
 
     Raises:
       ValueError: where there is no checkpoint yet, all are damaged, or it is one of another model.
@@ -87,24 +91,57 @@ def _load(
             if not any_of(_identity(place) != before):
                 check_files(folder, step, read[0][1])
                 _warn(checkpoints, damaged, step)
+                model, fixed = models["policy/weights"], None
+                if model.lora is not None:
+                    fixed = base.restore(checkpoints, model, mesh)
                 pairs = zip(read, models.values(), strict=True)
-                return [_placed(found, model, mesh, float32) for (found, _), model in pairs], step
+                return [
+                    _placed(found, model, mesh, float32, fixed) for (found, _), model in pairs
+                ], step
 
 
 def _described(model: ModelConfig, mesh: FoldedMesh) -> Any:
-    """Shapes and shardings of a network as a checkpoint holds it: float32, the layers in order."""
+    """Shapes and shardings of what learns of a network as a checkpoint holds it: float32, the
+    layers in order."""
     plain = placement.without_chunks(model, mesh)
-    return jax.tree.map(
+    everything = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         moe_weights.shapes(model),
         float32_shardings(model, plain),
     )
+    return trees.trained(everything, moe_weights.table(model))
+
+
+def _beside(
+    fixed: Transformer[Array],
+    learned: Transformer[Array],
+    model: ModelConfig,
+    mesh: FoldedMesh,
+    float32: bool,
+) -> Transformer[Array]:
+    """`_placed` of adapters, given the weights that they are beside."""
+    statement = moe_weights.table(model)
+    learned = placement.in_chunks(learned, mesh)
+    places = trees.trained(placement.shardings(model, mesh), statement)
+    weights = trees.with_base(fixed, jax.device_put(learned, places), statement)
+    if not float32:
+        return weights
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights)
+    plain = model.without_adapters()
+    whole = reshard(wide, model, mesh, mesh)
+    return jax.device_put(whole, float32_shardings(plain, mesh))
 
 
 def _placed(
-    weights: Transformer[Array], model: ModelConfig, mesh: FoldedMesh, float32: bool
+    weights: Transformer[Array],
+    model: ModelConfig,
+    mesh: FoldedMesh,
+    float32: bool,
+    fixed: Transformer[Array] | None,
 ) -> Transformer[Array]:
     """The weights on the mesh of the run."""
+    if fixed is not None:
+        return _beside(fixed, weights, model, mesh, float32)
     weights = placement.in_chunks(weights, mesh)
     weights = jax.device_put(weights, float32_shardings(model, mesh))
     return weights if float32 else weights_of(weights, model, mesh)
@@ -133,14 +170,14 @@ def _warn(checkpoints: Checkpoints, damaged: Mapping[int, str], step: int) -> No
 def load_checkpoint(
     directory: str, networks: Networks, *, float32: bool = False
 ) -> Transformer[Array]:
-    """The policy of a public checkpoint.
+    """The policy of a public checkpoint, to which adapters may be added.
 
     Args:
       networks, float32: as for `load_policy`.
     """
     from moe.huggingface import load_weights  # needs an extra
 
-    model, mesh = networks.policy.config, networks.mesh
+    model, mesh = networks.policy.config.without_adapters(), networks.mesh
     weights = load_weights(directory, model, mesh, float32_shardings(model, mesh))
     return weights if float32 else weights_of(weights, model, mesh)
 

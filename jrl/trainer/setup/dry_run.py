@@ -19,6 +19,7 @@ from jrl.trainer.setup.lengths import response_origin
 from jrl.trainer.setup.network import OF_EXPERTS, dispatch_explained
 from jrl.trainer.setup.predicted import memory_of_update, time_of_update
 from jrl.trainer.setup.setup import Setup
+from moe.adapters import trees
 from moe.attention.context_parallel.choice import context_of, received
 from moe.chunks import stored_depth
 from moe.config import ModelConfig
@@ -31,7 +32,9 @@ from moe.weights import (
     cast_shapes,
     num_active_parameters,
     num_parameters,
+    num_trained_parameters,
     shapes,
+    table,
 )
 from sharding.folding import FoldedMesh
 from sharding.planner.hardware import of_kind
@@ -178,15 +181,27 @@ def _said(value: object) -> str:
 
 def parameters(setup: Setup) -> dict[str, str]:
     """Sizes of the networks."""
+    model, critic = setup.model, setup.model.as_critic()
     rows = {
-        "policy": f"{num_parameters(setup.model):,}",
-        "of which a token passes": f"{num_active_parameters(setup.model):,}",
+        "policy": f"{num_parameters(model):,}",
+        "of which a token passes": f"{num_active_parameters(model):,}",
     }
+    if model.lora is not None:
+        rows["of which learn"] = _learning(model)
     if setup.recipe.uses_critic:
-        rows["critic"] = f"{num_parameters(setup.model.as_critic()):,}"
+        rows["critic"] = f"{num_parameters(critic):,}"
+        if model.lora is not None:
+            rows["of which learn, beside the policy's"] = _learning(critic)
     if setup.recipe.uses_reference:
-        rows["reference"] = f"{num_parameters(setup.model):,}"
+        rows["reference"] = (
+            f"{num_parameters(model):,}" if model.lora is None else "the policy without adapters"
+        )
     return rows
+
+
+def _learning(config: ModelConfig) -> str:
+    number = num_trained_parameters(config)
+    return f"{number:,} in adapters, {readable_bytes(4 * number)}"
 
 
 def memory(setup: Setup) -> dict[str, int]:
@@ -217,6 +232,11 @@ def memory(setup: Setup) -> dict[str, int]:
       as it goes to other sequence-parallel groups and as it comes;
     * on a pipeline, the inputs of layers that a stage keeps until they go backward.
 
+    With adapters (`ModelConfig.lora`) ``F``, ``E`` and what is made of them are those of adapters
+    and value head alone, which are float32 without masters; the critic has these alone beside the
+    weights of the policy, and there is no reference. While it samples, the policy is there once
+    more, merged.
+
     Per parameter, weight, gradient, master and moments are ``6 + 12 / G`` bytes in bfloat16, as
     Megatron-Core counts them, and ``8 + 8 / G`` in float32.
 
@@ -226,6 +246,10 @@ def memory(setup: Setup) -> dict[str, int]:
     networks = [setup.model, *([setup.model.as_critic()] if recipe.uses_critic else [])]
     held = part_bytes if setup.model.execution.fsdp else weight_bytes
     weights, critic = (*(held(network, mesh) for network in networks), 0)[:2]
+    beside = setup.model.lora is not None
+    if beside and critic:
+        # Its other weights are the policy's.
+        critic -= held(setup.model.as_critic(), mesh, fixed=True)
     parts, critic_parts = (*(float32_part_bytes(network, mesh) for network in networks), 0)[:2]
     # Of float32 parts two, or one and a half.
     halves = 2 + jax.numpy.dtype(run.mu_dtype).itemsize // 2
@@ -246,7 +270,7 @@ def memory(setup: Setup) -> dict[str, int]:
         "critic": critic,
         "critic's float32 masters": critic_parts if keeps_masters(setup.model) else 0,
         "critic's optimizer moments": critic_parts * halves // 2,
-        "reference": weights if recipe.uses_reference else 0,
+        "reference": weights if recipe.uses_reference and not beside else 0,
         "weights gathered to score": gathered if setup.model.execution.fsdp else 0,
         "weights apart to sample": rollout.get("weights apart to sample", 0),
         "key/value cache": rollout.get("key/value cache", 0),
@@ -286,37 +310,50 @@ def prediction(setup: Setup) -> dict[str, str]:
 
 def rollout_memory(setup: Setup) -> dict[str, int]:
     """Bytes that sampling needs on one of its devices."""
-    weights = weight_bytes(setup.model, setup.rollout_mesh)
+    model = setup.model.without_adapters()
+    weights = weight_bytes(model, setup.rollout_mesh)
+    is_copy = setup.rollout_mesh != setup.mesh or setup.model.lora is not None
     return {
         "weights apart to sample": weights,
         "key/value cache": cache_bytes(setup),
-        "policy of the rollout": weights if setup.rollout_mesh != setup.mesh else 0,
+        "policy of the rollout": weights if is_copy else 0,
     }
 
 
-def weight_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
-    """Bytes of a network's weights on one device where they are used."""
-    return _total(_bytes_on_one(cast_shapes(config), mesh, specs(config, mesh)))
+def weight_bytes(config: ModelConfig, mesh: FoldedMesh, *, fixed: bool = False) -> int:
+    """Bytes of a network's weights on one device where they are used.
+
+    Args:
+      fixed: of those alone that do not learn.
+    """
+    everything = _bytes_on_one(cast_shapes(config), mesh, specs(config, mesh))
+    return _total(trees.fixed(everything, table(config)) if fixed else everything)
 
 
-def part_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
-    """Bytes of one device's parts of the weights, as the optimizer cuts them."""
-    return _total(_bytes_on_one(cast_shapes(config), mesh, shard_specs(config, mesh)))
+def part_bytes(config: ModelConfig, mesh: FoldedMesh, *, fixed: bool = False) -> int:
+    """Bytes of one device's parts of the weights, as the optimizer cuts them.
+
+    Args:
+      fixed: of those alone that do not learn.
+    """
+    everything = _bytes_on_one(cast_shapes(config), mesh, shard_specs(config, mesh))
+    return _total(trees.fixed(everything, table(config)) if fixed else everything)
 
 
 def float32_part_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
-    """Bytes of as many float32 numbers: masters, or one of the moments."""
-    return _total(_bytes_on_one(shapes(config), mesh, shard_specs(config, mesh)))
+    """Bytes of as many float32 numbers as learn: masters, or one of the moments."""
+    everything = _bytes_on_one(shapes(config), mesh, shard_specs(config, mesh))
+    return _total(trees.trained(everything, table(config)))
 
 
 def gradient_bytes(
     config: ModelConfig, mesh: FoldedMesh, like: Transformer[jax.ShapeDtypeStruct]
 ) -> int:
-    """Bytes of gradients on one device, in the dtypes of `like`: those of layers that are joined
-    one by one are there in parts."""
+    """Bytes of gradients on one device, in the dtypes of `like`, of what learns: those of layers
+    that are joined one by one are there in parts."""
     whole = _bytes_on_one(like, mesh, specs(config, mesh))
     layers = _bytes_on_one(like, mesh, stored_specs(config, mesh)).layers
-    return _total(replace(whole, layers=layers))
+    return _total(trees.trained(replace(whole, layers=layers), table(config)))
 
 
 def sent_bytes(network: ModelConfig, setup: Setup) -> int:

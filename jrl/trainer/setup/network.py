@@ -4,11 +4,14 @@ from dataclasses import fields, replace
 
 from jrl.config.files import flag
 from jrl.config.run import NETWORK_SETTINGS, RunConfig
+from moe.adapters.settings import Lora
 from moe.attention.context_parallel.choice import context_of
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.experts.dispatch.choice import check_dispatch
 from moe.experts.dispatch.cost import Exchange, cheapest, explained, room_of
+from moe.experts.fused import FUSED
+from moe.weights import targets_of
 from sharding.folding import FoldedMesh
 
 OF_EXPERTS = (
@@ -50,7 +53,36 @@ def network_of(model: ModelConfig, run: RunConfig) -> ModelConfig:
         raise _changes_nothing("latent", run.latent, run, "latent attention")
     execution = Execution(**{field.name: getattr(run, field.name) for field in fields(Execution)})
     dtype = model.dtype if run.dtype is None else run.dtype
-    return replace(model, **given, dtype=dtype, execution=execution)
+    lora, moved = lora_of(model, run), given.get("bias_update_rate", model.bias_update_rate)
+    if lora is not None and model.selection_bias and moved:
+        raise ValueError(
+            f"bias_update_rate={moved} moves a weight that lora_rank={lora.rank} keeps as it is: "
+            "give --bias-update-rate 0."
+        )
+    return replace(model, **given, dtype=dtype, execution=execution, lora=lora)
+
+
+def lora_of(model: ModelConfig, run: RunConfig) -> Lora | None:
+    """The adapters that a run asks for."""
+    if run.lora_rank is None:
+        return None
+    there = targets_of(model)
+    usual = tuple(target for target in there if target != "head")
+    named = usual if run.lora_targets is None else tuple(run.lora_targets.split(","))
+    alpha = 2.0 * run.lora_rank if run.lora_alpha is None else run.lora_alpha
+    lora = Lora(run.lora_rank, alpha, named, run.lora_rank_stabilised)
+    absent = [target for target in named if target not in there]
+    if absent:
+        raise ValueError(
+            f"lora_targets={run.lora_targets!r} has {', '.join(absent)}, which the network of "
+            f"{run.model} has not got: choose among {','.join(there)}."
+        )
+    if run.experts == FUSED and "experts" in named:
+        raise ValueError(
+            f"experts={FUSED!r} has no adapters between its two products: give --experts mosaic, "
+            "or leave experts out of --lora-targets."
+        )
+    return lora
 
 
 def with_dispatch(model: ModelConfig, run: RunConfig, mesh: FoldedMesh) -> ModelConfig:

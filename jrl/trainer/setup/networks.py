@@ -9,11 +9,14 @@ from jrl.recipes.base.batch import Batch
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.rollout.collection.ahead import Room
 from jrl.rollout.decoding.slots import Decoder, Pool, abstract_pool, empty_pool
+from jrl.trainer.learner import Learner, init_learner
 from jrl.trainer.objectives import CriticObjective, PolicyObjective, SupervisedObjective
 from jrl.trainer.room import for_any_routing
-from jrl.trainer.update import Learner, init_learner, update
+from jrl.trainer.update import update
+from moe.adapters import trees
+from moe.adapters.settings import Lora
 from moe.config import ModelConfig
-from moe.weights import Transformer
+from moe.weights import Transformer, table
 from sharding.folding import FoldedMesh
 
 Kind = TypeVar("Kind", PolicyObjective, CriticObjective, SupervisedObjective)
@@ -44,7 +47,7 @@ class Network(Generic[Kind]):
         return self.objective.mesh
 
     def init(self, weights: Transformer[Array]) -> Learner[Array]:
-        """A learner at its first step."""
+        """A learner at its first step, see `jrl.trainer.learner.init_learner`."""
         return init_learner(self.optimizer, weights, self.config, self.mesh)
 
     def update(
@@ -57,17 +60,36 @@ class Network(Generic[Kind]):
         """One optimizer step, see `jrl.trainer.update.update`; where there was no room for all that
         the routers chose it is taken again with room for any routing (`jrl.trainer.room`)."""
         how, given = (self.optimizer, self.num_micro_batches), (batch, statistics, passes)
-        learner, metrics = update(self.objective, *how, learner, *given)
+        learner, metrics = _updated(self.objective, *how, learner, *given)
         overflow = metrics.get("overflow", 0)
         # Without a buffer factor nothing is asked, and the host need not wait for the device.
         if "overflow" in metrics and int(overflow):
-            learner, metrics = update(for_any_routing(self.objective), *how, learner, *given)
+            objective = for_any_routing(self.objective)
+            learner, metrics = _updated(objective, *how, learner, *given)
             metrics["overflow"] = overflow
         return learner, metrics
 
     def on(self, mesh: FoldedMesh) -> "Network[Kind]":
         """The same on another mesh."""
         return replace(self, objective=replace(self.objective, mesh=mesh))
+
+
+def _updated(
+    objective: Any,
+    optimizer: Optimizer,
+    num_micro_batches: int,
+    learner: Learner[Array],
+    *given: Any,
+) -> tuple[Learner[Array], dict[str, Any]]:
+    """`jrl.trainer.update.update`, to which a network with adapters gives these away alone: what is
+    beside them may belong to others too."""
+    if objective.config.lora is None:
+        return update(objective, optimizer, num_micro_batches, learner, *given)
+    statement = table(objective.config)
+    fixed = trees.fixed(learner.weights, statement)
+    learner = replace(learner, weights=trees.trained(learner.weights, statement))
+    learner, metrics = update(objective, optimizer, num_micro_batches, learner, *given, fixed)
+    return replace(learner, weights=trees.joined(learner.weights, fixed)), metrics
 
 
 class KeptPool(NamedTuple):
@@ -99,7 +121,8 @@ class Networks:
     Attributes:
       policy: what samples.
       critic: what values states, None without one.
-      keeps_reference: whether the policy at the start of training is kept.
+      keeps_reference: whether the policy at the start of training is kept; of a policy with
+        adapters it is there without another copy.
       packs: whether updates run packed rows (`jrl.trainer.packed.plan`).
       max_staleness: versions of the policy that what it learns from may be behind it.
       kept_pool: that of an engine whose rows in flight keep their keys and values, None where those
@@ -133,6 +156,12 @@ class Networks:
             policy.config if policy.recipe.router_replay == "R3" else None,
             self.reward_parts,
         )
+
+    def with_adapters(self, lora: Lora | None) -> "Networks":
+        """With a policy that has other adapters, or none."""
+        objective = self.policy.objective
+        objective = replace(objective, config=replace(objective.config, lora=lora))
+        return replace(self, policy=replace(self.policy, objective=objective))
 
     def on(self, mesh: FoldedMesh) -> "Networks":
         """The same on another mesh."""

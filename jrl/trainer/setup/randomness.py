@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import jax
 import numpy as np
 
-Purpose = Literal["weights", "critic", "rollout"]
+Purpose = Literal["weights", "critic", "rollout", "adapters"]
 
 
 @dataclass(frozen=True)

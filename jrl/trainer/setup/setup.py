@@ -181,7 +181,9 @@ class Setup:
     @property
     def imitator(self) -> Network[SupervisedObjective]:
         """The policy in its warm start."""
-        objective = SupervisedObjective(self.model, self.mesh, self.geometry.alone)
+        # Adapters come beside what it has learned.
+        model = self.model.without_adapters()
+        objective = SupervisedObjective(model, self.mesh, self.geometry.alone)
         optimizer = self._stepping(Optimizer(self.run.warm_start_learning_rate))
         return Network(objective, optimizer, 1)
 

@@ -13,8 +13,9 @@ from tiers import full_but
 from jrl.losses import ExplainedVariance, Mean
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.rollout.batching import replicated
+from jrl.trainer.learner import init_learner, transformation
 from jrl.trainer.state import init_weights
-from jrl.trainer.update import Max, init_learner, transformation, update
+from jrl.trainer.update import Max, update
 
 
 def networks(setup):

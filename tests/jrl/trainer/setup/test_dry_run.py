@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from rich.console import Console
 from small_runs import small_model, small_recipe, small_run, small_setup
+from tiers import full_but
 
 from jrl.config.run import RunConfig
 from jrl.recipes import Dapo, Grpo, Ppo, Vapo
@@ -26,8 +27,9 @@ from jrl.trainer.setup.dry_run import (
     weight_bytes,
 )
 from jrl.trainer.setup.setup import build_setup
-from jrl.trainer.state import init_state, init_weights
+from jrl.trainer.state import init_adapters, init_state, init_weights
 from moe import model, placement, weights
+from moe.adapters import trees
 from moe.config import tiny
 from moe.head import logits_of
 from sharding.folding import Layout, fold_abstract
@@ -175,6 +177,29 @@ def test_memory_of_a_gradient_on_its_way_is_that_of_the_largest():
         assert memory(setup).get(name, 0) == expected
         plain = replace(setup, run=small_run(layout=layout))
         assert name not in memory(plain)
+
+
+@pytest.mark.parametrize("dtype", full_but(["float32", "bfloat16"], "bfloat16"))
+def test_memory_of_adapters_is_that_of_what_learns(dtype):
+    run = RunConfig(layout=LAYOUT, dtype=dtype, lora_rank=4, warm_start_steps=0)
+    setup = build_setup(run, replace(Ppo(), kl_coef=0.1))
+    plain, mesh = setup.model.without_adapters(), setup.mesh
+    key, on = setup.randomness.key("weights"), on_one_device
+    adapters = init_adapters(setup.model, mesh, key)
+    state = init_state(setup.networks, init_weights(plain, mesh, key), key, adapters=adapters)
+    needs, counters = memory(setup), 8  # of steps
+    assert needs["weights"] == on(state.policy.weights)
+    assert needs["optimizer moments"] == on(state.policy.opt_state) - counters
+    learned = trees.trained(state.critic.weights, weights.table(setup.model.as_critic()))
+    assert needs["critic"] == on(learned)
+    assert needs["critic's optimizer moments"] == on(state.critic.opt_state) - counters
+    assert needs["gradients"] < needs["weights"] / 2
+    assert needs["policy of the rollout"] == weight_bytes(plain, mesh)
+    assert not {"reference", "float32 masters", "critic's float32 masters"} & needs.keys()
+    shown = parameters(setup)
+    number = weights.num_trained_parameters(setup.model)
+    assert shown["of which learn"] == f"{number:,} in adapters, {readable_bytes(4 * number)}"
+    assert shown["reference"] == "the policy without adapters"
 
 
 def test_memory_of_choices_of_experts_is_that_of_their_column():

@@ -1,0 +1,88 @@
+"""The adapters of a run between its checkpoints and PEFT's files."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+from jaxtyping import Array
+
+from jrl.config.files import flag
+from jrl.config.run import RunConfig
+from jrl.processes.agreement import FailTogether, is_main_process, to_host
+from jrl.trainer.setup.setup import Setup
+from jrl.trainer.state import TrainState
+from moe import placement
+from moe.adapters.trees import trained
+from moe.weights import Transformer, axis_sizes, table
+
+
+def settled(run: RunConfig) -> RunConfig:
+    """A new run with rank, alpha and targets of the adapters that it starts from.
+
+    Raises:
+      ValueError: where there are none, they are of another network, or flags say otherwise.
+    """
+    directory = run.lora_from
+    if directory is None:
+        return run
+    if run.checkpoint is None:
+        raise ValueError(
+            f"lora_from={directory!r} are adapters beside a public checkpoint, not beside "
+            f"{run.model!r}: give --model hf:DIR."
+        )
+    from moe.huggingface import adapters_of, architecture_of, config_from  # needs an extra
+
+    lora = adapters_of(directory, config_from(run.checkpoint), architecture_of(run.checkpoint))
+    found = {
+        "lora_rank": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_targets": ",".join(lora.targets),
+        "lora_rank_stabilised": lora.rank_stabilised,
+    }
+    for name, value in found.items():
+        given = getattr(run, name)
+        if given not in (None, False, value):
+            raise ValueError(
+                f"{name}={given!r} differs from the {value!r} of lora_from={directory!r}: leave "
+                f"out {flag(name)}."
+            )
+    return replace(run, **found)
+
+
+def given_adapters(setup: Setup) -> Transformer[Array] | None:
+    """Those that the run starts from; None starts fresh, or is a run without."""
+    run = setup.run
+    if run.lora_from is None or run.checkpoint is None:
+        return None
+    from moe.huggingface import architecture_of, load_adapters  # needs an extra
+
+    kind = architecture_of(run.checkpoint)
+    adapters = load_adapters(run.lora_from, setup.model, setup.mesh, kind)
+    print(f"starting from the adapters in {run.lora_from}")
+    return adapters
+
+
+def write_adapters(setup: Setup, model: Path, directory: Path, state: TrainState[Array]) -> None:
+    """Writes the adapters of the policy as PEFT reads them; nothing of a run without, nor of one
+    whose network is no public one.
+
+    Args:
+      model: the config.json of the checkpoint that the run began from.
+      directory: where to.
+    """
+    if setup.model.lora is None or setup.run.checkpoint is None:
+        return
+    from moe.huggingface import architecture_of, save_adapters  # needs an extra
+
+    learned = trained(state.policy.weights, table(setup.model))
+    depth = axis_sizes(setup.model)["layer"]
+    in_order = placement.in_layer_order(to_host(learned), setup.mesh, depth)
+    with FailTogether():
+        if is_main_process():
+            save_adapters(
+                directory,
+                setup.model,
+                jax.device_get(in_order),
+                architecture=architecture_of(model),
+                base=setup.run.checkpoint,
+            )

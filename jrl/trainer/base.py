@@ -1,0 +1,65 @@
+"""The weights that the adapters of a run are beside: written once, next to its checkpoints.
+
+They lie in ``checkpoints/base``, in the dtypes that the network computes with and the layers in
+order, with the hashes that every checkpoint has: a run goes on without the public checkpoint that
+it began from.
+"""
+
+from typing import Any
+
+import jax
+from jaxtyping import Array
+
+from jrl.rollout.resharding import reshard
+from jrl.runs.checkpoints import Checkpoints
+from jrl.trainer.setup.networks import Networks
+from moe import placement
+from moe.adapters.trees import without_adapters
+from moe.config import ModelConfig
+from moe.weights import Transformer, cast_shapes
+from sharding.folding import FoldedMesh
+
+
+def save(checkpoints: Checkpoints, networks: Networks, weights: Transformer[Array]) -> None:
+    """Writes them, where they are not there yet.
+
+    Args:
+      weights: the policy, with its adapters.
+    """
+    config, mesh = networks.policy.config.without_adapters(), networks.mesh
+    place = _place(checkpoints)
+    if checkpoints.latest_step() is None:
+        place.drop_after(-1)  # of a run that was killed before its first checkpoint
+    if place.steps():
+        return
+    in_order, plain = without_adapters(weights), placement.without_chunks(config, mesh)
+    if mesh != plain:
+        in_order = reshard(in_order, config, mesh, plain)
+    place.save(0, in_order)
+
+
+def restore(checkpoints: Checkpoints, config: ModelConfig, mesh: FoldedMesh) -> Transformer[Array]:
+    """What `save` wrote, laid out on a mesh, which may be another.
+
+    Args:
+      config: of the policy.
+
+    Raises:
+      ValueError: where they are not there, damaged, or those of another network.
+    """
+    config = config.without_adapters()
+    plain = placement.without_chunks(config, mesh)
+
+    def described(leaf: Any, sharding: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    like = jax.tree.map(described, cast_shapes(config), placement.shardings(config, plain))
+    in_order, _ = _place(checkpoints).restore(0, like)
+    if mesh == plain:
+        return in_order
+    moved = reshard(in_order, config, plain, mesh)
+    return jax.device_put(moved, placement.shardings(config, mesh))
+
+
+def _place(checkpoints: Checkpoints) -> Checkpoints:
+    return Checkpoints(checkpoints.directory / "base")

@@ -1,0 +1,1 @@
+"""Low-rank adapters (LoRA): what is learned beside weights that stay as they are."""

@@ -1,0 +1,62 @@
+"""A weight with an adapter, and the products with it."""
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array
+
+Leaf = TypeVar("Leaf")
+Product = Callable[[Array, Any], Array]
+"""(x, matrix) -> ``x matrix``, of whatever axes."""
+
+
+@struct.dataclass
+class Adapted(Generic[Leaf]):
+    """The weight ``W + s A B``, which is nowhere made while it is trained.
+
+    Attributes:
+      base: ``W``, which stays as it is.
+      a: the axes that `base` is summed over, and the rank.
+      b: the rank, and the other axes of `base`. (The names are PEFT's ``lora_A``, ``lora_B``.)
+      scale: ``s``.
+    """
+
+    base: Leaf
+    a: Leaf
+    b: Leaf
+    scale: float = struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight."""
+        base: Any = self.base
+        return base.shape
+
+
+Matrix = Array | Adapted[Array]
+
+
+def product(
+    dot: Product,
+    x: Array,
+    weight: Matrix,
+    inward: Product = jnp.matmul,
+    outward: Product = jnp.matmul,
+) -> Array:
+    """``x W``, of an adapted weight ``x W + s (x A) B``.
+
+    A and B are cast to the dtype of `x` where they are used, as weights are; their products are
+    rounded to it. They are spread over devices as the axes of W are, so that what `dot` gives in
+    parts over ``tp`` or ``etp`` they give in parts too.
+
+    Args:
+      dot: the product with W.
+      inward: the product with A.
+      outward: the product with B.
+    """
+    if not isinstance(weight, Adapted):
+        return dot(x, weight)
+    narrow = inward(x, weight.a.astype(x.dtype)) * weight.scale
+    return dot(x, weight.base) + outward(narrow, weight.b.astype(x.dtype))

@@ -1,0 +1,85 @@
+"""Which weights have adapters, and the adapters stated as all weights are."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import jax
+
+from moe.adapters.adapted import Adapted
+from moe.adapters.settings import TARGETS
+from moe.config import ModelConfig
+
+Tree = TypeVar("Tree")
+
+MATRICES = {
+    "attention": ("query_down", "query", "key", "value", "down", "up", "out"),
+    "experts": ("gate_up", "down"),
+    "dense": ("gate_up", "down"),
+}
+"""The weights of a record that its products are with."""
+STACKS = ("layer", "first_layer", "expert")
+"""Axes along which each entry has an adapter of its own."""
+
+
+def with_adapters(plain: Tree, config: ModelConfig) -> Tree:
+    """The table of weights with adapters: all fixed but for a value head, and an `Adapted` of three
+    in the place of each that is a target.
+
+    A starts normal with variance ``1 / (3 fan-in)``, that of PEFT's uniform start, and B with
+    zeros: training begins at the fixed weights.
+
+    Args:
+      plain: the table without adapters, `moe.weights.Weight`s.
+    """
+    lora = config.lora
+    if lora is None:
+        return plain
+
+    def of(path: Any, weight: Any) -> Any:
+        names = _names(path)
+        if names == ["head"] and config.head == "value":
+            return weight
+        fixed = replace(weight, fixed=True)
+        if _target_of(names, config) not in lora.targets:
+            return fixed
+        axes, inward = weight.axes.split(), weight.fan_in.split()
+        # PEFT adapts gate and up of a dense layer apart, and those of stacked experts as the one
+        # parameter that they are there: so its files fit.
+        stacks = STACKS if "expert" in axes else (*STACKS, "half")
+        stack = [axis for axis in axes if axis in stacks]
+        outward = [axis for axis in axes if axis not in (*stack, *inward)]
+        new = replace(weight, drawn_along=None, float32=True)
+        a = " ".join([*stack, *inward, "lora_rank"])
+        b = " ".join([*stack, "lora_rank", *outward])
+        return Adapted(
+            base=fixed,
+            a=replace(new, axes=a, scale=1 / math.sqrt(3)),
+            b=replace(new, axes=b, fan_in="", scale=0.0),
+            scale=lora.scale,
+        )
+
+    return jax.tree_util.tree_map_with_path(of, plain)
+
+
+def targets_in(plain: Any, config: ModelConfig) -> tuple[str, ...]:
+    """Those of `TARGETS` that a network has, from its table without adapters."""
+    listed = jax.tree_util.tree_leaves_with_path(plain)
+    found = {_target_of(_names(path), config) for path, _ in listed}
+    return tuple(target for target in TARGETS if target in found)
+
+
+def _names(path: Any) -> list[str]:
+    return [entry.name for entry in path]
+
+
+def _target_of(names: Sequence[str], config: ModelConfig) -> str | None:
+    """Which of `TARGETS` a weight belongs to, None for none."""
+    if list(names) == ["head"]:
+        return "head" if config.head == "untied" else None
+    record, name = names[-2:] if len(names) > 1 else ("", names[-1])
+    if name not in MATRICES.get(record, ()):
+        return None
+    beside_experts = record == "dense" and names[0] == "layers" and config.num_experts
+    return "shared" if beside_experts else record

@@ -1,0 +1,310 @@
+"""Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors, out and in.
+
+A matrix of a checkpoint is ``[out, in]``, and so are its ``lora_A``, ``[rank, in]``, and its
+``lora_B``, ``[out, rank]``. Experts are stacked parameters in `transformers`, ``gate_up_proj`` and
+``down_proj``; PEFT lays their ranks beside each other: ``lora_A`` is ``[expert rank, in]``, expert
+after expert, and ``lora_B`` ``[out, rank expert]``, rank after rank. Of the two wrappers that it
+puts around such a module the first is the ``base_layer`` of the second.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import safetensors
+from jaxtyping import Array
+from safetensors.numpy import save_file
+
+from moe.adapters.adapted import Adapted
+from moe.adapters.settings import Lora
+from moe.adapters.trees import is_adapted, trained
+from moe.config import ModelConfig
+from moe.huggingface.configuration import family_for
+from moe.huggingface.options import Options
+from moe.huggingface.tensors import Tensors, tensors_of
+from moe.placement import in_chunks, shardings
+from moe.weights import Transformer, axis_sizes, initialise_trained, table, targets_of
+from sharding.folding import FoldedMesh
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+EXPERTS = "mlp.experts"
+"""Where `transformers` has the stacked experts of every architecture, whatever its files say."""
+STACKED = {"gate_up": ("gate_up_proj", ".base_layer"), "down": ("down_proj", "")}
+"""The parameter of experts that a weight is, and what PEFT puts after the module's name."""
+NEUTRAL = {
+    "bias": ("none",),
+    "fan_in_fan_out": (False,),
+    "lora_bias": (False,),
+    "use_dora": (False,),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layer_replication": (None,),
+    "trainable_token_indices": (None,),
+}
+"""Options of adapter_config.json that would make other adapters of it, and what they must be."""
+
+
+@dataclass(frozen=True)
+class _Module:
+    """One pair of tensors.
+
+    Attributes:
+      name: of the module, without what stands before and after it in the names of tensors.
+      target: what adapter_config.json calls it.
+      is_parameter: whether that is one of ``target_parameters``.
+      number: of the weight among those with adapters.
+      place: in the stack of the weight.
+    """
+
+    name: str
+    target: str
+    is_parameter: bool
+    number: int
+    place: tuple[int, ...]
+
+
+def save_adapters(
+    directory: str | Path,
+    config: ModelConfig,
+    weights: Transformer[Array],
+    *,
+    architecture: str | None = None,
+    base: str | None = None,
+) -> None:
+    """Writes the adapters of a network, float32.
+
+    Args:
+      directory: made where it does not exist; files of the same names are replaced.
+      config: the network, with its adapters.
+      weights: its weights, the layers in order, on devices of this process; those without adapters
+        may be None.
+      architecture: as for `moe.huggingface.options_from`, which must know the network.
+      base: the checkpoint that the adapters are beside, as PEFT is to find it.
+
+    Raises:
+      ValueError: for a network without adapters, or one that no architecture expresses.
+    """
+    if config.lora is None:
+        raise ValueError("the network has no adapters to write: write its weights with save.")
+    directory, lora = Path(directory), config.lora
+    leaves = [leaf for leaf in jax.tree.leaves(weights, is_leaf=is_adapted) if is_adapted(leaf)]
+    modules, orders = _modules(config, architecture), _orders(config, architecture)
+    tensors = {}
+    for module in modules:
+        leaf, order = leaves[module.number], orders[module.number]
+        a, b = (np.asarray(x[module.place], np.float32) for x in (leaf.a, leaf.b))
+        tensors[f"{PREFIX}{module.name}.lora_A.weight"] = order.a_to_theirs(a)
+        tensors[f"{PREFIX}{module.name}.lora_B.weight"] = order.b_to_theirs(b)
+    options = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "use_rslora": lora.rank_stabilised,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted({m.target for m in modules if not m.is_parameter}),
+        "target_parameters": sorted({m.target for m in modules if m.is_parameter}),
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    save_file(contiguous, directory / TENSORS, metadata={"format": "pt"})
+    (directory / CONFIG).write_text(json.dumps(options, indent=2) + "\n")
+
+
+def adapters_of(
+    directory: str | Path, config: ModelConfig, architecture: str | None = None
+) -> Lora:
+    """Rank, scale and targets of the adapters in a folder.
+
+    Args:
+      config: the network that they are beside.
+      architecture: as for `save_adapters`.
+
+    Raises:
+      ValueError: where the folder holds none, those of another network, or some that are computed
+        in another way; it is named.
+    """
+    directory = Path(directory)
+    options = Options.read(directory / CONFIG)
+    options.demand("peft_type", "LORA")
+    for name, accepted in NEUTRAL.items():
+        options.demand(name, *accepted, default=accepted[0])
+    rank, alpha = options.take("r"), options.take("lora_alpha")
+    if type(rank) is not int or type(alpha) not in (int, float):
+        raise options.not_fitting(f"r={rank!r} and lora_alpha={alpha!r} must be numbers")
+    rank_stabilised = options.take("use_rslora", default=False) is True
+    plain = config.without_adapters()
+    every = Lora(rank, float(alpha), targets_of(plain), rank_stabilised)
+    with _open(directory) as file:
+        names = set(file.keys())
+    found = [
+        target
+        for target in every.targets
+        if any(
+            f"{PREFIX}{module.name}.lora_A.weight" in names
+            for module in _modules(_with(plain, every, (target,)), architecture)
+        )
+    ]
+    if not found:
+        raise ValueError(f"{directory} has no adapter of a weight of this network: is it another?")
+    return Lora(rank, float(alpha), tuple(found), rank_stabilised)
+
+
+def load_adapters(
+    directory: str | Path, config: ModelConfig, mesh: FoldedMesh, architecture: str | None = None
+) -> Transformer[Array]:
+    """The adapters in a folder, float32, laid out on `mesh` as `moe.placement.in_chunks` stores
+    them; None in place of the weights beside them.
+
+    Matrices of a target that the folder has none for get adapters of zeros, which stay zeros: it is
+    as if there were none.
+
+    Args:
+      config: the network, with adapters as `adapters_of` describes them.
+      architecture: as for `save_adapters`.
+
+    Raises:
+      ValueError: when tensors are unknown, lack their other half, or have another shape.
+    """
+    directory, statement = Path(directory), table(config)
+    shapes = jax.eval_shape(lambda: initialise_trained(config, jax.random.key(0)))
+    empty = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
+    leaves = [leaf for leaf in jax.tree.leaves(empty, is_leaf=is_adapted) if is_adapted(leaf)]
+    modules, orders = _modules(config, architecture), _orders(config, architecture)
+    wrong, known = list[str](), set[str]()
+    with _open(directory) as file:
+        there = set(file.keys())
+        for module in modules:
+            leaf, order = leaves[module.number], orders[module.number]
+            names = [f"{PREFIX}{module.name}.lora_{half}.weight" for half in "AB"]
+            known.update(names)
+            if not there.intersection(names):
+                continue
+            if not there.issuperset(names):
+                wrong.append(f"{module.name} has one of lora_A and lora_B alone")
+                continue
+            theirs = [np.asarray(file.get_tensor(name)).astype(np.float32) for name in names]
+            for half, x, back in zip(
+                (leaf.a, leaf.b), theirs, (order.a_to_ours, order.b_to_ours), strict=True
+            ):
+                wanted = half[module.place].size
+                if x.ndim != 2 or x.size != wanted:
+                    wrong.append(f"{module.name} has {x.shape}, which are not {wanted} numbers")
+                else:
+                    half[module.place] = back(x)
+    # PEFT keeps a copy of a head that has an adapter.
+    known |= {f"{PREFIX}lm_head.base_layer.weight"}
+    wrong += [f"unknown {name}" for name in sorted(there - known)]
+    if wrong:
+        raise ValueError(
+            f"{directory / TENSORS} does not hold adapters of this network "
+            f"({len(wrong)} differ): {'; '.join(wrong)}."
+        )
+    places = trained(shardings(config, mesh), statement)
+    return jax.device_put(in_chunks(empty, mesh), places)
+
+
+@dataclass(frozen=True)
+class _Order:
+    """How the elements of an adapter lie in PEFT's tensors, `a` and `b` being of one place.
+
+    Attributes:
+      a, b: the shapes of ours.
+      experts: whether the first axis of both is that of experts.
+    """
+
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+    experts: bool
+
+    def a_to_theirs(self, a: np.ndarray) -> np.ndarray:
+        """``[*in, rank]`` -> ``[rank, in]``; with experts in front ``[expert rank, in]``."""
+        if self.experts:
+            return a.swapaxes(1, 2).reshape(-1, a.shape[1])
+        return a.reshape(-1, a.shape[-1]).T
+
+    def b_to_theirs(self, b: np.ndarray) -> np.ndarray:
+        """``[rank, *out]`` -> ``[out, rank]``; with experts in front ``[out, rank expert]``."""
+        if self.experts:
+            flat = b.reshape(*b.shape[:2], -1)
+            return flat.transpose(2, 1, 0).reshape(flat.shape[2], -1)
+        return b.reshape(b.shape[0], -1).T
+
+    def a_to_ours(self, theirs: np.ndarray) -> np.ndarray:
+        if self.experts:
+            return theirs.reshape(self.a[0], self.a[2], self.a[1]).swapaxes(1, 2)
+        return theirs.T.reshape(self.a)
+
+    def b_to_ours(self, theirs: np.ndarray) -> np.ndarray:
+        if self.experts:
+            flat = theirs.reshape(prod(self.b[2:]), self.b[1], self.b[0])
+            return flat.transpose(2, 1, 0).reshape(self.b)
+        return theirs.T.reshape(self.b)
+
+
+def _stated(
+    config: ModelConfig, architecture: str | None
+) -> Iterator[tuple[str, Adapted[Any], Tensors]]:
+    """Name, statement and tensors of each weight with an adapter, in the order of the leaves."""
+    plain = config.without_adapters()
+    plans = tensors_of(plain, family_for(plain, architecture))
+    listed = jax.tree_util.tree_leaves_with_path(table(config), is_leaf=is_adapted)
+    for (path, stated), plan in zip(listed, plans, strict=True):
+        if is_adapted(stated):
+            yield path[-1].name, stated, plan
+
+
+def _orders(config: ModelConfig, architecture: str | None) -> list[_Order]:
+    sizes, orders = axis_sizes(config), []
+    for _, stated, plan in _stated(config, architecture):
+        experts = "expert" in plan.stack
+        front = 1 if experts else len(plan.stack)
+        a, b = (
+            tuple(sizes[axis] for axis in weight.axes.split())[front:]
+            for weight in (stated.a, stated.b)
+        )
+        orders.append(_Order(a, b, experts))
+    return orders
+
+
+def _modules(config: ModelConfig, architecture: str | None) -> list[_Module]:
+    modules = []
+    for number, (name, _, plan) in enumerate(_stated(config, architecture)):
+        if "expert" in plan.stack:
+            parameter, after = STACKED[name]
+            for layer in range(plan.sizes["layer"]):
+                module = f"model.layers.{plan.first + layer}.{EXPERTS}{after}"
+                target = f"{EXPERTS}.{parameter}"
+                modules.append(_Module(module, target, True, number, (layer,)))
+            continue
+        for place, tensor in plan.names():
+            module = tensor.removesuffix(".weight")
+            # The same for all layers: what follows the layer's number.
+            target = module.split(".", 3)[-1] if plan.stack else module
+            modules.append(_Module(module, target, False, number, place))
+    return modules
+
+
+def _with(plain: ModelConfig, lora: Lora, targets: tuple[str, ...]) -> ModelConfig:
+    return replace(plain, lora=replace(lora, targets=targets))
+
+
+def _open(directory: Path) -> Any:
+    path = directory / TENSORS
+    try:
+        return safetensors.safe_open(path, framework="numpy")
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}): give a folder that PEFT wrote, with safetensors."
+        ) from error

@@ -1,0 +1,64 @@
+"""A run of adapters by command line: PEFT's files out and in, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+from command_runs import FLAGS
+from safetensors.numpy import load_file
+from test_checkpoint_cli import make_checkpoint
+
+from jrl.evaluate import main as evaluate
+from jrl.train import main
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("adapters") / "model")
+
+
+def flags_of(checkpoint, path, *more):
+    task = path.parent / "prompts.jsonl"
+    lines = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(12)]
+    task.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = [flag for flag in FLAGS if not flag.startswith("--model")]
+    given = [f"--model=hf:{checkpoint}", f"--task=jsonl:{task}", "--response-length=4"]
+    return [*settings, *given, "--verifiers=1", f"--run-dir={path}", *more]
+
+
+def test_adapters_of_a_run_are_where_the_next_begins(checkpoint, tmp_path, capsys):
+    first, second = tmp_path / "first", tmp_path / "second"
+    lora = ["--lora-rank=2", "--lora-targets=attention,experts", "--steps=1"]
+    # A policy that is never right has nothing else to learn from.
+    lora.append("--entropy-coef=1")
+    assert main(flags_of(checkpoint, first, *lora)) == 0
+    written = json.loads((first / "adapters" / "adapter_config.json").read_text())
+    assert (written["r"], written["lora_alpha"], written["bias"]) == (2, 4.0, "none")
+    tensors = load_file(first / "adapters" / "adapter_model.safetensors")
+    assert any(np.any(x) for name, x in tensors.items() if "lora_B" in name)
+    # What another rank would make of it is no run of these checkpoints.
+    capsys.readouterr()
+    resume = ["--resume", f"--run-dir={first}"]
+    assert main([*resume, "--lora-rank=3", "--steps=2"]) == 2
+    assert "--lora-rank is 2 in the run, 3 was given" in capsys.readouterr().err
+    start = f"--lora-from={first / 'adapters'}"
+    assert main(flags_of(checkpoint, second, start, "--lora-rank=3", "--steps=0")) == 2
+    assert "lora_rank=3 differs from the 2 of lora_from" in capsys.readouterr().err
+    assert main(flags_of(checkpoint, second, start, "--steps=0")) == 0
+    again = load_file(second / "adapters" / "adapter_model.safetensors")
+    assert again.keys() == tensors.keys()
+    assert all(np.array_equal(again[name], x) for name, x in tensors.items())
+    assert evaluate([str(second), "--prompts=4", f"--json={tmp_path / 'found.json'}"]) == 0
+    assert json.loads((tmp_path / "found.json").read_text())["step"] == 0
+
+
+def test_adapters_beside_nothing_that_is_there_are_refused(checkpoint, tmp_path, capsys):
+    assert main([*FLAGS, f"--run-dir={tmp_path / 'a'}", "--lora-targets=attention"]) == 2
+    assert "lora_targets='attention' changes nothing without adapters" in capsys.readouterr().err
+    flags = [*FLAGS, f"--run-dir={tmp_path / 'b'}", "--lora-rank=2", "--lora-targets=shared"]
+    assert main(flags) == 2
+    assert "choose among attention,experts,head" in capsys.readouterr().err
+    assert main([*FLAGS, f"--run-dir={tmp_path / 'c'}", f"--lora-from={checkpoint}"]) == 2
+    assert "give --model hf:DIR" in capsys.readouterr().err
