@@ -34,7 +34,7 @@ def dense(
       Shazeer, "GLU Variants Improve Transformer", 2020. https://arxiv.org/abs/2002.05202
     """
     x = gather_tokens(x, mesh.tp)
-    gate, up = jnp.split(joined_dot(x, weights.gate_up), 2, axis=-1)
+    gate, up = jnp.split(checkpoint_name(joined_dot(x, weights.gate_up), PRODUCT), 2, axis=-1)
     hidden = jax.nn.silu(gate) * up
     return scatter_tokens(hidden @ weights.down.astype(x.dtype), mesh.tp)
 
