@@ -65,6 +65,9 @@ def memory(
     logits = 2 * FLOAT32 * tokens * layout.tp * columns
     # A layer's values, and as many gradients.
     at_work = 2 * kept(model, layout, tokens, method, "none")
+    if method.remat == "selective" and method.resends:
+        # Nothing stands between what was kept of it and its backward pass: no copies of that.
+        at_work -= kept(model, layout, tokens, method, method.remat)
     if layout.pp > 1 and not method.in_place:
         at_work += depth // layout.vpp * kept(model, layout, tokens, method, method.remat)
     return Memory(

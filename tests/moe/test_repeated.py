@@ -108,7 +108,7 @@ def test_a_function_that_is_absent_gives_zeros(present):
     expected, expected_pull = jax.vjp(lambda w, x: layer(w, x, NUMBERS), WEIGHTS[0], X)
     wanted = (*expected_pull(slopes), *jax.tree.leaves(expected))
     for found, one in zip((*pull(slopes), out, *beside.values()), wanted, strict=True):
-        np.testing.assert_allclose(found, present * one, rtol=2e-6, atol=1e-6)
+        np.testing.assert_allclose(found, np.asarray(one) * present, rtol=2e-6, atol=1e-6)
     program = jax.make_jaxpr(lambda w, x: run(w, x, NUMBERS))(WEIGHTS[0], X)
     assert [name for name in primitives(program.jaxpr) if name in ("cond", "dot_general")] == [
         "cond",
