@@ -17,7 +17,7 @@ def draw(*shape):
     return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)
 
 
-WEIGHTS, X, SCALE = draw(DEPTH, WIDTH, WIDTH), draw(TOKENS, WIDTH), draw(WIDTH)
+WEIGHTS, X, SCALE = draw(DEPTH, WIDTH, WIDTH) / 3, draw(TOKENS, WIDTH), draw(WIDTH)
 NUMBERS = jnp.arange(TOKENS)
 
 
@@ -60,9 +60,12 @@ def pulled(stack, run):
 @pytest.mark.parametrize("stack", [unrolled, scanned])
 def test_values_and_gradients_are_those_of_the_function(stack, names):
     found, expected = pulled(stack, repeated(stack is scanned, names)), pulled(stack, layer)
-    # The same operations, which the compiler may fuse in another way: float32.
+    # The same operations, which the compiler may fuse in another way: float32, an element near zero
+    # a difference of terms as large as its neighbours.
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-5), found, expected
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6 * np.max(np.abs(b))),
+        found,
+        expected,
     )
 
 
