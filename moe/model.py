@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe.attention.latent import LatentCore, expanded, keeps_narrow
@@ -25,7 +26,7 @@ from moe.experts.dispatch.choice import dispatch
 from moe.experts.feed_forward import dense
 from moe.head import logits_of, value_of
 from moe.precision import rms_norm
-from moe.remat import rematerialised
+from moe.remat import KEPT, KEPT_BEFORE_NORMS, PRODUCT, STREAM, rematerialised
 from moe.router.capacity import capacity_of
 from moe.router.layer import route
 from moe.router.statistics import RouterStatistics
@@ -86,6 +87,7 @@ def feed_forward(
         with jax.named_scope("dense_expert"):
             beside = dense(layer.dense, h, mesh)
         if layer.shared_gate is not None:
+            beside = checkpoint_name(beside, PRODUCT)
             beside = beside * jax.nn.sigmoid(h @ layer.shared_gate.astype(h.dtype))[:, None]
         out = out + beside
     return out, stats
@@ -102,6 +104,7 @@ def block(
     """One pre-norm block."""
     positions = own_shard(packed.positions, mesh.cp)
     x = x + attention(layer.attention, x, positions, core_attention, config, mesh)
+    x = checkpoint_name(x, STREAM)
     out, stats = feed_forward(layer, x, packed, config, mesh)
     return x + out, stats
 
@@ -189,6 +192,13 @@ def blocks(
     """
     execution, depth = config.execution, layers.norm.shape[0]
     scanned = is_scanned(depth, execution)
+    normed = config.mla is not None or config.query_key_norm is not None
+    remat = partial(
+        rematerialised,
+        policy=execution.remat,
+        in_scan=scanned,
+        kept=KEPT_BEFORE_NORMS if normed else KEPT,
+    )
 
     def run_layer(
         own: PackedBatch, core_attention: CoreAttention | LatentCore, layer: Layer[Array], x: Array
@@ -210,11 +220,15 @@ def blocks(
         own = packed.of_layer(number - config.num_dense_layers)
         window = window_of_layer(config, number)
         run_one = partial(run_layer, own, packed.core_attention_of_layer(number, window))
-        if present is not None and (scanned or index == depth - 1):
-            # Inside what is rematerialised, which keeps what it was given and so no copies of the
-            # weights.
-            run_one = _where_present(index < present, run_one)
-        return rematerialised(run_one, execution.remat, in_scan=scanned)(layer, x)
+        if present is None or not (scanned or index == depth - 1):
+            return remat(run_one)(layer, x)
+        is_present = index < present
+        if execution.remat == "selective":
+            after, outs = remat(run_one, present=is_present)(layer, x)
+            return jnp.where(is_present, after, x), outs
+        # Inside what is rematerialised, which keeps what it was given and so no copies of the
+        # weights.
+        return remat(_where_present(is_present, run_one))(layer, x)
 
     x, outs = over_layers(run_numbered, layers, x, execution)
     collected, kept = ([out[place] for out in outs] for place in range(2))

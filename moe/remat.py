@@ -1,15 +1,19 @@
 """Rematerialisation: what the backward pass of a block computes again instead of keeping it.
 
-Results of collectives over tokens are kept, so that none of them is repeated, with two exceptions:
-weights that are kept in shards (`Execution.fsdp`) are joined again by a layer's backward pass, and
-"selective" sends tokens to the experts again. Beside the results a block keeps
+A block keeps
 
 * "none": everything that a gradient needs;
-* "selective": its input and the results of products with weights, not attention's scores and
-  softmax, norms, activations, permuted rows, nor tokens that came from other devices to the experts
-  of this one: where experts are many these are more than all else together. Costs little time and
-  half of the experts' forward communication;
-* "full": its input. Costs one more forward pass without its communication.
+* "selective": its input and the residual stream between its halves; queries, keys and values, what
+  attention gives and the log-sum of each query's scores; gate and up, of experts and of dense
+  layers. Of a router it keeps logits and choices, and of collectives sums over devices. Norms,
+  gathers of tokens, their way to the experts, permutations and activations are repeated, and
+  nothing of that waits for the gradient that comes in (`moe.repeated`). Of T tokens of a device, of
+  width h, with k experts of f h hidden units and m query heads for a key/value head these are
+  ``(2 k f + 4 + 2 / m) T h`` elements and a few numbers for each token beside them;
+* "full": its input and the results of collectives over tokens. Costs one more forward pass without
+  its communication.
+
+Weights that are kept in shards (`Execution.fsdp`) are joined again by a layer's backward pass.
 
 In a pipeline a stage keeps this for each chunk of layers and micro-batch that is between its way
 forward and its way backward (`sharding.passes`), as many as the schedule has on their way at once
@@ -18,43 +22,70 @@ forward and its way backward (`sharding.passes`), as many as the schedule has on
 References:
   Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
   https://arxiv.org/abs/2205.05198
-  Jin et al., "MegaScale-MoE", 2025 (tokens are gathered again).
+  Jin et al., "MegaScale-MoE", 2025, section 3.3 (what "selective" keeps and repeats).
   https://arxiv.org/abs/2505.11432
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
+from jaxtyping import Array
 
-from sharding.collectives import COLLECTIVE
+from moe.repeated import repeating
+from sharding.collectives import COLLECTIVE, SUM
 
 PRODUCT = "product"
-"""The name of the experts' matrix products, which policies know by no other mark."""
+"""The name of gate and up, side by side."""
 
 DISPATCHED = "dispatched"
 """The name of tokens that came from other devices to the experts of this one."""
 
-_policies = jax.checkpoint_policies
-POLICIES: dict[str, Callable[..., Any] | None] = {
-    "none": None,
-    "selective": _policies.save_from_both_policies(
-        # Products with a batch dimension are those of attention's scores.
-        _policies.dots_with_no_batch_dims_saveable,
-        _policies.save_only_these_names(COLLECTIVE, PRODUCT),
-    ),
-    "full": _policies.save_only_these_names(COLLECTIVE, DISPATCHED),
-}
+OPERAND = "operand"
+"""That of queries, keys and values as they come to the devices that attend with them."""
+
+PROJECTED = "projected"
+"""That of what products with a token make of it, on the way to queries, keys and values."""
+
+ATTENDED = "attended"
+"""That of what attention gives, and of the log-sum of each query's scores."""
+
+RING = "ring"
+"""That of both where they were made of what other devices sent."""
+
+STREAM = "stream"
+"""That of the residual stream between the two halves of a block."""
+
+ROUTED = "routed"
+"""That of a router's logits and choices."""
+
+CUDNN = "dot_product_attention_fwd_wrapper"
+"""The primitive of cuDNN's attention, which gives both without a name."""
+
+KEPT = frozenset({PRODUCT, OPERAND, ATTENDED, RING, CUDNN, STREAM, ROUTED, SUM})
+"""What "selective" keeps."""
+
+KEPT_BEFORE_NORMS = (KEPT - {OPERAND}) | {PROJECTED}
+"""The same where norms or further products come after the first products: these are repeated."""
+
+POLICIES = ("none", "selective", "full")
 
 
 def rematerialised(
-    function: Callable[..., Any], policy: str, in_scan: bool = False
+    function: Callable[..., Any],
+    policy: str,
+    in_scan: bool = False,
+    kept: Collection[str] = KEPT,
+    present: Array | None = None,
 ) -> Callable[..., Any]:
     """`function` with the same values and gradients, keeping what the policy says.
 
     Args:
+      function: of arrays alone; "selective" takes no gradient of what it closes over.
       in_scan: it is the body of a scan, whose loops forward and backward keep apart by themselves
         what the compiler would otherwise have to be stopped from computing only once.
+      kept: names of what "selective" keeps.
+      present: for "selective", whether the function runs, see `moe.repeated.repeating`.
 
     Raises:
       ValueError: on an unknown policy.
@@ -63,4 +94,9 @@ def rematerialised(
         raise ValueError(f"execution.remat={policy!r} is not known: use {', '.join(POLICIES)}.")
     if policy == "none":
         return function
-    return jax.checkpoint(function, policy=POLICIES[policy], prevent_cse=not in_scan)
+    if policy == "selective":
+        return repeating(function, kept, in_scan, present)
+    # A barrier over the gradient too, which "full" is the better for: whatever is computed again
+    # early is kept from then on.
+    save = jax.checkpoint_policies.save_only_these_names(COLLECTIVE, SUM, RING, DISPATCHED)
+    return jax.checkpoint(function, policy=save, prevent_cse=not in_scan)

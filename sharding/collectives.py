@@ -3,8 +3,8 @@
 They run inside the one `jax.shard_map`. Arrays there are typed by the axes they vary over; a
 collective over axes the array does not vary over yet is preceded by `vary`.
 
-Their results have the name `COLLECTIVE`, or the one that a caller gives: by it `moe.remat` keeps
-them for the backward pass, so that what is computed again there starts from them.
+Their results have names, `COLLECTIVE` or the one that a caller gives and `SUM`: by these
+`moe.remat` keeps them for the backward pass, so that what is computed again there starts from them.
 """
 
 from functools import partial
@@ -21,6 +21,9 @@ Tree = TypeVar("Tree")
 
 COLLECTIVE = "collective"
 """The name of what a collective gives, for policies of `jax.checkpoint`."""
+
+SUM = "sum"
+"""That of sums over devices, which are small: a number per token, or per expert."""
 
 
 def _named(x: Array, name: str = COLLECTIVE) -> Array:
@@ -45,7 +48,7 @@ def vary(tree: Tree, axes: Axes) -> Tree:
 def all_sum(tree: Tree, axes: Axes) -> Tree:
     """All-reduce: the sum over `axes`, the same on every device along them. Volume: 2 (n-1)/n of
     the array."""
-    return jax.tree.map(lambda leaf: _named(lax.psum(vary(leaf, axes), axes)), tree)
+    return jax.tree.map(lambda leaf: _named(lax.psum(vary(leaf, axes), axes), SUM), tree)
 
 
 def gather_tokens(
@@ -144,7 +147,7 @@ def join_shards(x: Shaped[Array, "local *rest"], axes: Axes) -> Shaped[Array, "a
     whole = vary(jnp.zeros((x.shape[0] * n, *x.shape[1:]), x.dtype), tuple(varying(x)))
     start = lax.axis_index(axes) * x.shape[0]
     whole = lax.dynamic_update_slice_in_dim(vary(whole, axes), vary(x, axes), start, axis=0)
-    return _named(lax.psum(whole, axes))
+    return _named(lax.psum(whole, axes), SUM)
 
 
 def all_to_all(

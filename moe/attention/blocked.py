@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
 from moe.attention.blocking import (
@@ -25,6 +26,7 @@ from moe.attention.blocking import (
 )
 from moe.attention.mask import Marks, Mask, Window, may_meet, visible
 from moe.precision import MASK_VALUE
+from moe.remat import ATTENDED
 from sharding.collectives import vary, varying
 
 SCORES = 2**18
@@ -104,7 +106,7 @@ def _attend(query: Array, key: Array, value: Array, mask: Mask, scale: float) ->
 
 def _forward(query, key, value, mask, scale):
     out, log_sum = attend(query, key, value, mask, scale)
-    out = out.astype(value.dtype)
+    out, log_sum = (checkpoint_name(x, ATTENDED) for x in (out.astype(value.dtype), log_sum))
     return out, (query, key, value, mask, out, log_sum)
 
 

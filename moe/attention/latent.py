@@ -17,12 +17,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moe.adapters.adapted import Matrix, product
 from moe.attention.projections import Heads, heads, rotated, sharpened
 from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.precision import rms_norm
+from moe.remat import PROJECTED
 from moe.weights import LatentAttention
 
 Narrow = Float[Array, "token narrow"]
@@ -66,9 +68,11 @@ def queries(
     """For the heads of this ``tp`` rank, their last part rotated."""
     narrow = h
     if weights.query_down is not None and weights.query_norm is not None:
-        narrow = product(_times, h, weights.query_down)
+        narrow = checkpoint_name(product(_times, h, weights.query_down), PROJECTED)
         narrow = rms_norm(narrow, weights.query_norm, config.norm_epsilon)
     query, content = heads(narrow, weights.query), _content_dim(config)
+    if weights.query_down is None:
+        query = checkpoint_name(query, PROJECTED)
     turned = rotated(query[..., content:], positions, config)
     return sharpened(jnp.concatenate([query[..., :content], turned], axis=-1), config)
 
@@ -80,7 +84,8 @@ def narrow_vectors(
     config: ModelConfig,
 ) -> Narrow:
     """``[c ; r]`` of each token."""
-    rank, down = _mla(config).kv_lora_rank, product(_times, h, weights.down)
+    rank = _mla(config).kv_lora_rank
+    down = checkpoint_name(product(_times, h, weights.down), PROJECTED)
     shared = rotated(down[:, None, rank:], positions, config)[:, 0]
     content = rms_norm(down[:, :rank], weights.down_norm, config.norm_epsilon)
     return jnp.concatenate([content, shared], axis=-1)

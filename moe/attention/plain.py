@@ -2,9 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
 from moe.precision import MASK_VALUE
+from moe.remat import ATTENDED
 
 
 def plain_attention(
@@ -32,7 +34,7 @@ def plain_attention(
     out = jnp.einsum("bvgts,bsvk->btvgk", probs, value, preferred_element_type=jnp.float32).astype(
         value.dtype
     )
-    return out.reshape(batch, time, heads, value.shape[-1])
+    return checkpoint_name(out.reshape(batch, time, heads, value.shape[-1]), ATTENDED)
 
 
 def scaled_scores(

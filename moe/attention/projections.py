@@ -2,11 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moe.adapters.adapted import Matrix, product
 from moe.attention.rotary import rope
 from moe.config import ModelConfig
+from moe.remat import PROJECTED
 from moe.weights import Attention
 from sharding.collectives import all_sum
 from sharding.folding import FoldedMesh
@@ -32,6 +34,7 @@ def queries_keys_values(
     query = heads(h, weights.query, weights.query_bias)
     key = heads(h, weights.key, weights.key_bias)
     value = heads(h, weights.value, weights.value_bias)
+    query, key, value = (checkpoint_name(x, PROJECTED) for x in (query, key, value))
     query = _normalised(query, weights.query_norm, config.num_heads, config, mesh)
     key = _normalised(key, weights.key_norm, config.num_kv_heads, config, mesh)
     return (

@@ -38,7 +38,7 @@ def dense(
     x = gather_tokens(x, mesh.tp)
     # Gate and up have adapters of their own.
     inward = product(joined_dot, x, weights.gate_up, _per_half, _of_halves)
-    gate, up = jnp.split(inward, 2, axis=-1)
+    gate, up = jnp.split(checkpoint_name(inward, PRODUCT), 2, axis=-1)
     hidden = jax.nn.silu(gate) * up
     return scatter_tokens(product(_times, hidden, weights.down), mesh.tp)
 

@@ -14,10 +14,12 @@ import math
 
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from moe.config import ModelConfig
 from moe.experts.permutation import positions_within
+from moe.remat import ROUTED
 from moe.router.routing import Routing
 from moe.tokens.zigzag import ZigzagLayout
 from sharding.collectives import gather_tokens, own_shard
@@ -90,6 +92,7 @@ def drop(
         kept = own_shard(kept, mesh.sequence)
     else:
         kept = _kept(routing, capacity, config)
+    kept = checkpoint_name(kept, ROUTED)
     dropped = ~kept & (routing.experts < config.num_experts)
     return Routing(
         jnp.where(kept, routing.experts, config.num_experts), jnp.where(kept, routing.probs, 0.0)

@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from moe.config import ModelConfig
 from moe.precision import float32_product
+from moe.remat import ROUTED
 from moe.router.balance import load_fractions
 from moe.router.capacity import drop
 from moe.router.replay import agreement
@@ -29,7 +31,7 @@ def route(
 ) -> tuple[Routing, RouterStatistics[Array]]:
     """Where each token goes, full experts left out, and what the router did."""
     multiplicity = vary(own_shard(packed.multiplicity, mesh.sequence), mesh.axes)
-    logits = float32_product(h.astype(jnp.float32), experts.router)
+    logits = checkpoint_name(float32_product(h.astype(jnp.float32), experts.router), ROUTED)
     routing, probabilities = topk_routing(
         logits,
         multiplicity > 0,

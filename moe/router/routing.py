@@ -4,10 +4,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe.config import ModelConfig
 from moe.kernels import routing as kernel
+from moe.remat import ROUTED
 from moe.router.replay import is_recorded
 
 
@@ -76,6 +78,8 @@ def topk_routing(
     if replay is not None:
         known = is_recorded(replay, config.num_experts)[:, None]
         experts = jnp.where(known, replay.astype(experts.dtype), experts)
+    # Chosen once: of two nearly equal scores a second choice might take the other.
+    experts = checkpoint_name(experts, ROUTED)
     probs = _probs_of(experts, scores, logits, config)
     return _of_valid(experts, probs, valid, config), probabilities
 

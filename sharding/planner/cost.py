@@ -151,7 +151,8 @@ def _products(
     layers = _layers_on_stage(model, layout)
     scores = 2.0 * tokens * layers * model.queries * batch.time / rate
     head = 2.0 * tokens * model.d_model * model.vocab_size / rate
-    again = {"none": 0.0, "selective": scores, "full": forward + scores}[method.remat]
+    once_more = 0.0 if method.resends else scores
+    again = {"none": 0.0, "selective": once_more, "full": forward + scores}[method.remat]
     return forward + backward + 3 * (scores + head) + again
 
 

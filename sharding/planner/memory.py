@@ -66,6 +66,9 @@ def memory(
     logits = 2 * FLOAT32 * tokens * layout.tp * columns
     # A layer's values, and as many gradients.
     at_work = 2 * kept(model, layout, tokens, method, "none")
+    if method.remat == "selective" and method.resends:
+        # Nothing stands between what was kept of it and its backward pass: no copies of that.
+        at_work -= kept(model, layout, tokens, method, method.remat)
     if layout.pp > 1 and not method.in_place:
         at_work += depth // layout.vpp * kept(model, layout, tokens, method, method.remat)
     # Gradients of a layer's experts, one for each chunk until they are added up.
@@ -140,10 +143,13 @@ def first_chunks_on_way(layout: Layout, num_micro_batches: int) -> int:
 def kept(model: ModelSizes, layout: Layout, tokens: int, method: Method, remat: str) -> float:
     """Bytes that one layer keeps for its backward pass.
 
-    "full" keeps the input and what collectives over tokens gave. "selective" keeps the results of
-    products too, but not the tokens that came to the experts, if it sends them again. "none" keeps
-    what norms, activations and permutations give as well. Attention's scores are never kept.
+    "full" keeps the input and what collectives over tokens gave. "selective" keeps
+    `kept_selectively`, or where nothing is sent again (`Method.resends`) the results of products
+    beside those of collectives. "none" keeps what norms, activations and permutations give as well.
+    Attention's scores are never kept.
     """
+    if remat == "selective" and method.resends:
+        return kept_selectively(model, layout, tokens, method)
     h, width = model.d_model, method.itemsize
     # Parts of what the tp and etp ranks hold together.
     hidden, dense_width = model.d_expert / layout.etp, model.d_ff
@@ -168,9 +174,27 @@ def kept(model: ModelSizes, layout: Layout, tokens: int, method: Method, remat: 
         # Two norms and their sum, attention's output, rows, and hidden units after activation.
         elements += tokens * (3 * h + model.queries + dense_width) + rows * (h + hidden)
         numbers += tokens * 3 * model.num_experts
-    if remat == "none" or not method.resends:
-        elements += arrived * h
+    elements += arrived * h
     return float(elements * width + numbers * FLOAT32)
+
+
+def kept_selectively(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> float:
+    """Bytes that one layer keeps under "selective", as `moe.remat` has it.
+
+    ``(2 k f + 4 + 2 / m) T h`` elements of T tokens where routing is even: the residual stream
+    twice, queries, keys, values, what attention gives, gate and up; and in float32 a log-sum for
+    each query head, the router's logits and choices.
+
+    References:
+      Jin et al., "MegaScale-MoE", 2025, section 3.3. https://arxiv.org/abs/2505.11432
+    """
+    copies = copies_of_keys(model, layout) if method.context == "ulysses" else 1
+    elements = tokens * 2 * (model.d_model + model.queries + model.keys * copies + model.d_ff)
+    numbers = tokens * model.num_heads
+    if model.num_experts:
+        elements += expert_rows(model, layout, tokens, method) * 2 * model.d_expert // layout.etp
+        numbers += tokens * (model.num_experts + model.experts_per_token)
+    return float(elements * method.itemsize + numbers * FLOAT32)
 
 
 def expert_rows(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:

@@ -107,8 +107,9 @@ class Method:
       fsdp: weights are kept in shards and joined layer by layer.
       itemsize: bytes of an activation.
       storage: of weights, gradients and optimizer, one of `STORAGES`.
-      resends: "selective" sends tokens to the experts again instead of keeping what arrived, as
-        `moe.remat` does.
+      resends: "selective" is that of `moe.remat`, which gathers tokens and sends them to experts
+        again; else that of Korthikanti et al. (https://arxiv.org/abs/2205.05198), which repeats
+        attention's scores, norms and activations, and no communication.
       even: buffers of experts hold what even routing sends, as where their sizes are known at run
         time or a capacity bounds them; else any routing.
       activation_wire: what tokens travel to experts in, and back; None is as they are.

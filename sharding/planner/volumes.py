@@ -54,7 +54,9 @@ def tensor_parallel(
     summed: ``2 T h (tp - 1)``, or ``2 b s h (tp - 1) / (tp cp)`` of the whole micro-batch."""
     size, width = tokens * model.d_model, method.itemsize
     return [
-        Transfer(f"tokens to {what}", "all_gather", ("tp",), size, width, gradient=width),
+        Transfer(
+            f"tokens to {what}", "all_gather", ("tp",), size, width, gradient=width, repeated=True
+        ),
         Transfer(
             f"sums of {what}", "reduce_scatter", ("tp",), size * layout.tp, width, gradient=width
         ),
@@ -62,22 +64,27 @@ def tensor_parallel(
 
 
 def context(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list[Transfer]:
-    """Keys and values, gathered or passed round, or heads for tokens and back."""
+    """Keys and values, gathered or passed round, or heads for tokens and back.
+
+    Without norms of queries and keys: with them, what came before the norms is kept, and Ulysses'
+    first trade is `repeated` too.
+    """
     keys, queries, width = tokens * model.keys, tokens * model.queries, method.itemsize
 
-    def of(what: str, kind: Kind, elements: int, times: int = 1, gradient: int = width) -> Transfer:
-        return Transfer(what, kind, ("cp",), elements, width, times, gradient)
+    def of(what: str, kind: Kind, elements: int, repeated: bool = False) -> Transfer:
+        return Transfer(what, kind, ("cp",), elements, width, 1, width, repeated)
 
     if layout.cp == 1:
         return []
     if method.context == "gather":
-        return [of("keys", "all_gather", keys), of("values", "all_gather", keys)]
+        return [of(what, "all_gather", keys, repeated=True) for what in ("keys", "values")]
     if method.context == "ring":
-        return [of("keys and values", "permute", keys, 2 * (layout.cp - 1), gradient=0)]
+        hops = 2 * (layout.cp - 1)
+        return [replace(of("keys and values", "permute", keys), times=hops, gradient=0)]
     traded = queries + 2 * keys * copies_of_keys(model, layout)
     return [
         of("queries, keys and values", "all_to_all", traded),
-        of("attention's output", "all_to_all", queries),
+        of("attention's output", "all_to_all", queries, repeated=True),
     ]
 
 
@@ -244,8 +251,8 @@ def _slots(
 
 def _routing(kind: Kind, axes: tuple[str, ...], numbers: int) -> list[Transfer]:
     return [
-        Transfer("ids of experts", kind, axes, numbers, INT32),
-        Transfer("probs of experts", kind, axes, numbers, FLOAT32, gradient=FLOAT32),
+        Transfer("ids of experts", kind, axes, numbers, INT32, repeated=True),
+        Transfer("probs of experts", kind, axes, numbers, FLOAT32, gradient=FLOAT32, repeated=True),
     ]
 
 

@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hlo_graph import Graph
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
-from programs import mesh_of, on_mesh, random_weights
+from programs import jit, mesh_of, on_mesh, random_weights
 from tiers import full_but
 from whole_network import loss_and_gradient
 
@@ -18,9 +20,11 @@ from moe import model
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.placement import in_chunks, specs
-from moe.remat import POLICIES
+from moe.remat import KEPT_BEFORE_NORMS, POLICIES
+from moe.repeated import repeating
 from moe.router.balance import router_loss
-from sharding.collectives import all_sum
+from moe.tokens.packing import pack_rows
+from sharding.collectives import all_sum, vary
 
 COLLECTIVE = r" (all-gather|reduce-scatter|all-to-all|all-reduce|collective-permute)(?:-start)?\("
 CONFIG = ModelConfig(
@@ -109,13 +113,15 @@ def test_no_collective_is_repeated():
     )
     assert none == full
     assert none.keys() == KINDS
-    # Tokens go to their experts again, over ep and over etp, in each layer.
-    layers = CONFIG.num_layers
-    assert selective - none == {"all-to-all": layers, "all-gather": layers}
+    again = {kind.replace("_", "-"): number for kind, number in TWICE["selective"].items()}
+    assert selective - none == again
     assert not none - selective
 
 
-TWICE = {"selective": {"all_to_all": CONFIG.num_layers, "all_gather": CONFIG.num_layers}}
+AGAIN = {"all_to_all": 3, "all_gather": 5}
+"""What a layer's backward pass repeats: tokens, ids and probs go to the experts, over ep and over
+etp, and tokens are gathered over tp for heads and for the shared expert's hidden units."""
+TWICE = {"selective": {kind: number * CONFIG.num_layers for kind, number in AGAIN.items()}}
 
 
 @pytest.mark.parametrize("remat", full_but(["selective", "full"], "full"))
@@ -154,9 +160,9 @@ def test_less_is_kept():
 
 
 COUNTED = [
-    # Of rows there and back, and the same of their gradients; selective, there again. And of two
-    # numbers per choice there, one of which has a gradient.
-    ("dp2 / ep2", "all_to_all", "selective", 8),
+    # Of rows there and back, and the same of their gradients; and of two numbers per choice there,
+    # one of which has a gradient. Selective, all three there again.
+    ("dp2 / ep2", "all_to_all", "selective", 10),
     ("dp2 / ep2", "all_to_all", "none", 7),
     ("dp2 / ep2", "all_to_all", "full", 7),
     ("tp2", "all_gather", "full", 4),
@@ -188,6 +194,92 @@ def test_a_pipeline_communicates_as_often_as_one_device(pipeline, axes, collecti
     # A stage that has a layer less runs the same program.
     if more > 1:
         assert found(2 * more - 1) == last
+
+
+def of_one_block(wrapped):
+    """The backward pass of a block of `LAYOUT`, traced with its forward pass, and the place of the
+    gradient that comes in among its inputs."""
+    mesh, config = mesh_of(LAYOUT), replace(configured("none"), num_layers=1)
+
+    def local(weights, x, slope):
+        tokens = jnp.zeros((BATCH // mesh.layout.dp, TIME), int)
+        packed = pack_rows(tokens, tokens == 0, mesh, config)
+
+        def run(layer, x):
+            core = packed.core_attention_of_layer(0)
+            return model.block(layer, x, packed, core, config, mesh)[0]
+
+        layer = jax.tree.map(lambda leaf: vary(leaf[0], mesh.axes), weights.layers)
+        out, pull = jax.vjp(wrapped(run), layer, vary(x, mesh.axes))
+        return out, pull(vary(slope, mesh.axes))[1]
+
+    given = P(mesh.axes)
+    sharded = jax.shard_map(
+        local,
+        mesh=mesh.mesh,
+        in_specs=(specs(config, mesh), given, given),
+        out_specs=(given, given),
+    )
+    rows = jnp.zeros((BATCH * TIME, CONFIG.d_model))
+    return sharded, (random_weights(config, 0), rows, rows)
+
+
+def waiting(jaxpr, place):
+    """Collectives of a traced program that wait for one of its inputs, and those that do not."""
+    (body,) = [e.params["jaxpr"] for e in jaxpr.eqns if e.primitive.name == "shard_map"]
+    reached, found = {id(body.invars[place])}, (Counter(), Counter())
+    for equation in body.eqns:
+        waits = any(id(variable) in reached for variable in equation.invars)
+        if waits:
+            reached |= {id(variable) for variable in equation.outvars}
+        kinds = [equation.primitive.name]
+        for inner in jaxprs_in_params(equation.params):
+            kinds += [e.primitive.name for e in inner.eqns]
+        found[0 if waits else 1].update(kind for kind in kinds if kind in AGAIN)
+    return found
+
+
+def test_nothing_that_is_repeated_waits_for_the_gradient():
+    """Where `jax.checkpoint` keeps the same, all of it does."""
+
+    def traced(wrapped):
+        function, given = of_one_block(wrapped)
+        return waiting(jax.make_jaxpr(function)(*given).jaxpr, -1)
+
+    once, ours, theirs = (
+        traced(wrapped)
+        for wrapped in (
+            lambda run: run,
+            lambda run: repeating(run, KEPT_BEFORE_NORMS),
+            lambda run: jax.checkpoint(
+                run, policy=jax.checkpoint_policies.save_only_these_names(*KEPT_BEFORE_NORMS)
+            ),
+        )
+    )
+    assert ours[0] == once[0] == theirs[0] - Counter(AGAIN)
+    assert ours[1] - once[1] == AGAIN
+    assert theirs[1] == once[1]
+
+
+@pytest.mark.slow
+def test_nothing_that_is_repeated_waits_for_the_gradient_when_compiled():
+    """Some of it at least is computed again, as this compiler merges what it finds to be equal."""
+
+    def found(wrapped):
+        function, given = of_one_block(wrapped)
+        graph = Graph.of(jit(function).lower(*given).compile().as_text())
+        # Tokens and their gradient are of one shape, the second one last.
+        (slope,) = [x.name for x in graph.entry.values() if "slope" in x.scope]
+        waits = [slope in graph.before(x.name) for x in graph.collectives()]
+        kinds = [x.kind.removesuffix("-start").replace("-", "_") for x in graph.collectives()]
+        return [
+            Counter(kind for kind, one in zip(kinds, waits, strict=True) if one == which)
+            for which in (True, False)
+        ]
+
+    once, ours = found(lambda run: run), found(lambda run: repeating(run, KEPT_BEFORE_NORMS))
+    assert ours[0] == once[0]
+    assert Counter() < ours[1] - once[1] <= Counter(AGAIN)
 
 
 def test_unknown_policies_are_refused():

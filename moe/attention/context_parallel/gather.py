@@ -1,8 +1,11 @@
 """Context parallelism by all-gathering keys and values (Llama 3)."""
 
+from jax.ad_checkpoint import checkpoint_name
+
 from moe.attention.context_parallel.mask import Key, Output, Query, SegmentMask, Value
 from moe.attention.core import core_attention
 from moe.attention.mask import Marks, Mask, Window
+from moe.remat import OPERAND
 from sharding.collectives import gather_tokens, own_shard
 from sharding.folding import FoldedMesh
 
@@ -26,6 +29,7 @@ def gather(
       Meta, "The Llama 3 Herd of Models", 2024, section 3.3.2. https://arxiv.org/abs/2407.21783
     """
     zigzag = mask.zigzag
+    query, key, value = (checkpoint_name(x, OPERAND) for x in (query, key, value))
     # Ranks hold zig-zag chunks: `restore` puts the gathered keys back into columns.
     keys, values = (
         mask.key_sections(zigzag.restore(gather_tokens(x, mesh.cp))) for x in (key, value)

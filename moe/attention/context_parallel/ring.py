@@ -34,8 +34,9 @@ from moe.attention.context_parallel.mask import (
 from moe.attention.context_parallel.pairs import Pair, pairs_of
 from moe.attention.mask import Marks, Window
 from moe.precision import MASK_VALUE
+from moe.remat import OPERAND, RING
 from moe.tokens.zigzag import ZigzagLayout
-from sharding.collectives import COLLECTIVE, Axes, shift, vary, varying
+from sharding.collectives import Axes, shift, vary, varying
 from sharding.folding import FoldedMesh
 
 Result = TypeVar("Result")
@@ -72,6 +73,7 @@ def ring(
     scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
     # The rank, of which the masks are made, varies over cp.
     query = vary(query, mesh.cp)
+    query, key, value = (checkpoint_name(x, OPERAND) for x in (query, key, value))
     query, key, value = alike((query, key, value), mask.marks, window)
     plan = _Plan(mask.zigzag, mask.sources, mesh.cp, mesh.size(mesh.cp), scale)
     return _ring(query, key, value, mask.marks, window, plan)
@@ -157,8 +159,8 @@ def _forward(query, key, value, marks, window, plan):
         found = visit(*carry, (rank + 1) % plan.ranks, own=False)
     out = plan.zigzag.join(*(in_heads(x.out.astype(value.dtype)) for x in found))
     # Made of what others sent, and kept like it by every policy.
-    out = checkpoint_name(out, COLLECTIVE)
-    log_sums = [checkpoint_name(x.log_sum, COLLECTIVE) for x in found]
+    out = checkpoint_name(out, RING)
+    log_sums = [checkpoint_name(x.log_sum, RING) for x in found]
     return out, (query, key, value, marks, window, out, log_sums)
 
 

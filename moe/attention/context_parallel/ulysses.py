@@ -3,12 +3,14 @@
 import math
 
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Shaped
 
 from moe.attention.blocked import alike
 from moe.attention.context_parallel.mask import Key, Output, Query, SegmentMask, Value
 from moe.attention.core import core_attention
 from moe.attention.mask import Mask, Window
+from moe.remat import OPERAND
 from sharding.collectives import Axes, swap_shards
 from sharding.folding import FoldedMesh
 
@@ -46,7 +48,7 @@ def ulysses(
     key, value = (_repeated(x, copies) for x in (key, value))
     zigzag = mask.zigzag
     traded = _whole_sequences(alike((query, key, value)), mesh.cp, ranks)
-    queries, keys, values = (zigzag.restore(x) for x in traded)
+    queries, keys, values = (zigzag.restore(checkpoint_name(x, OPERAND)) for x in traded)
     marks = mask.whole_marks()
     # Whole rows, and a section's own come last among its keys: what kernels call causal.
     masks = (

@@ -1,0 +1,226 @@
+"""A function with a backward pass of its own: named values are kept, all others computed again.
+
+`jax.checkpoint` puts a barrier over what is kept *and* the gradient that comes in, so that nothing
+is repeated before that gradient is there. Here what is repeated depends on what is kept alone: a
+scheduler may run it, collectives above all, beside whatever the backward pass does before. The
+plain twin is the function itself, and the gradient that JAX takes of it.
+
+References:
+  Jin et al., "MegaScale-MoE", 2025, section 3.3 (selective rematerialisation under other work).
+  https://arxiv.org/abs/2505.11432
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import core, lax
+from jax.interpreters.partial_eval import dce_jaxpr
+from jaxtyping import Array
+
+from sharding.collectives import vary
+
+
+def repeating(
+    function: Callable[..., Any],
+    names: Collection[str],
+    in_scan: bool = False,
+    present: Array | None = None,
+) -> Callable[..., Any]:
+    """`function`, of which the backward pass keeps the arguments and what has one of the `names`.
+
+    Names are those that `jax.ad_checkpoint.checkpoint_name` gives, outside of loops and branches,
+    and those of primitives, of which all results are named. A named value is kept if a gradient
+    needs it; what it was made of is then not computed again.
+
+    Args:
+      function: of pytrees of arrays. There is no gradient with respect to what it closes over.
+      names: of values.
+      in_scan: it is the body of a scan, whose loops forward and backward keep apart what a compiler
+        would otherwise compute once and keep.
+      present: ``[]`` whether it runs at all. Where it does not its result is zeros, and so are its
+        gradients; nothing of it is computed or sent, forward or backward.
+    """
+
+    def run(*args: Any) -> Any:
+        given, structure = jax.tree.flatten(args)
+        passes = _traced(lambda leaves: function(*structure.unflatten(leaves)), given, names)
+        held = [given, passes.program.consts, [] if present is None else [present]]
+
+        def where_present(
+            runs: list[Array], compute: Callable[..., list[Array]], *operands: Any
+        ) -> list[Array]:
+            if not runs:
+                return compute(*operands)
+            return lax.cond(runs[0], compute, _nothing_of(compute, *operands), *operands)
+
+        @jax.custom_vjp
+        def whole(held: list[list[Array]]) -> list[Array]:
+            return where_present(held[2], passes.results, held[0] + held[1])
+
+        def forward(held: list[list[Array]]) -> tuple[list[Array], Any]:
+            inputs = held[0] + held[1]
+            outs = where_present(held[2], passes.forward, inputs)
+            cut = len(outs) - len(passes.named)
+            return outs[:cut], (passes.inputs_of(inputs), outs[cut:], held[2])
+
+        def backward(kept: Any, gradients: list[Any]) -> Any:
+            if not in_scan:
+                # Over what is kept, so that no compiler finds it to be what went forward; not over
+                # the gradients, which nothing that is repeated waits for. One for each: an array
+                # keeps its type, and waits for no other.
+                kept = jax.tree.map(lax.optimization_barrier, kept)
+            inputs, named, runs = kept
+            slopes = [x for x in gradients if _is_float(x)]
+            found = where_present(runs, passes.backward, inputs, named, slopes)
+            of_args = iter(found)
+            return (
+                [
+                    [next(of_args) if is_float else None for is_float in passes.floats],
+                    [None] * len(passes.program.consts),
+                    [None] * len(runs),
+                ],
+            )
+
+        whole.defvjp(forward, backward)
+        return passes.structure.unflatten(whole(held))
+
+    return run
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """A function's passes, traced.
+
+    Attributes:
+      program: the forward pass of its gradient: of the arguments, its results and its residuals.
+      structure: of the results.
+      pull: the structure of the backward pass as a function of residuals.
+      floats: which arguments have a gradient.
+      repeat: of the constants and arguments, and of the values in `named`, the residuals.
+      used: which inputs `repeat` takes.
+      named: the values of the program that are kept.
+    """
+
+    program: Any
+    structure: Any
+    pull: Any
+    floats: list[bool]
+    repeat: Any
+    used: list[int]
+    named: list[Any]
+
+    def results(self, inputs: list[Array]) -> list[Array]:
+        """Of the arguments and the constants."""
+        return self._evaluated(self.program.jaxpr.outvars[: self.structure.num_leaves], inputs)
+
+    def forward(self, inputs: list[Array]) -> list[Array]:
+        """The results, and the values that are kept."""
+        results = self.program.jaxpr.outvars[: self.structure.num_leaves]
+        return self._evaluated([*results, *self.named], inputs)
+
+    def inputs_of(self, inputs: list[Array]) -> list[Array]:
+        """Those that are kept."""
+        return [inputs[place] for place in self.used]
+
+    def backward(self, inputs: list[Array], named: list[Array], gradients: Any) -> list[Array]:
+        """The gradients of the arguments that have one."""
+        residuals = core.eval_jaxpr(self.repeat, (), *inputs, *named)
+        return self.pull.unflatten(residuals)(gradients)[0]
+
+    def _evaluated(self, outvars: list[Any], inputs: list[Array]) -> list[Array]:
+        jaxpr = _of(self.program.jaxpr, self.program.jaxpr.invars, outvars)
+        number = len(jaxpr.invars)
+        alone, used = dce_jaxpr(jaxpr, [True] * len(outvars))
+        args, consts = inputs[:number], inputs[number:]
+        return core.eval_jaxpr(
+            alone, consts, *(x for x, is_used in zip(args, used, strict=True) if is_used)
+        )
+
+
+def _traced(
+    function: Callable[[list[Array]], Any], given: list[Array], names: Collection[str]
+) -> _Passes:
+    floats = [_is_float(x) for x in given]
+    structures: list[Any] = []
+
+    def run(given: list[Array]) -> tuple[list[Array], list[Array]]:
+        def of_floats(some: list[Array]) -> tuple[list[Array], list[Array]]:
+            left = iter(some)
+            leaves = [next(left) if f else x for f, x in zip(floats, given, strict=True)]
+            results, structure = jax.tree.flatten(function(leaves))
+            structures.append(structure)
+            return [x for x in results if _is_float(x)], results
+
+        some = [x for f, x in zip(floats, given, strict=True) if f]
+        _, pull, results = jax.vjp(of_floats, some, has_aux=True)
+        residuals, structure = jax.tree.flatten(pull)
+        structures.append(structure)
+        return results, residuals
+
+    program = jax.make_jaxpr(run)(given)
+    structure, pull = structures
+    jaxpr = program.jaxpr
+    named = [
+        variable
+        for equation in jaxpr.eqns
+        if _name_of(equation) in names
+        for variable in equation.outvars
+    ]
+    inputs = [*jaxpr.invars, *jaxpr.constvars]
+    cut = set(map(id, named))
+    equations = [e for e in jaxpr.eqns if not any(id(v) in cut for v in e.outvars)]
+    residuals = jaxpr.outvars[structure.num_leaves :]
+    repeat = _of(jaxpr, [*inputs, *named], residuals, equations, constvars=[])
+    repeat, is_used = dce_jaxpr(repeat, [True] * len(residuals))
+    used = [place for place, is_used in enumerate(is_used) if is_used]
+    return _Passes(
+        program,
+        structure,
+        pull,
+        floats,
+        repeat,
+        [place for place in used if place < len(inputs)],
+        [named[place - len(inputs)] for place in used if place >= len(inputs)],
+    )
+
+
+def _name_of(equation: Any) -> str:
+    name = equation.primitive.name
+    return equation.params["name"] if name == "name" else name
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _of(
+    jaxpr: Any,
+    invars: list[Any],
+    outvars: list[Any],
+    equations: list[Any] | None = None,
+    **others: Any,
+) -> Any:
+    """The same program with other ends."""
+    equations = jaxpr.eqns if equations is None else equations
+    return jaxpr.replace(
+        invars=invars,
+        outvars=outvars,
+        eqns=equations,
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+        **others,
+    )
+
+
+def _nothing_of(compute: Callable[..., list[Array]], *operands: Any) -> Callable[..., list[Array]]:
+    """Zeros of the types that `compute` gives."""
+    likes = jax.eval_shape(compute, *operands)
+    axes = [x.manual_axis_type for x in likes]
+    return lambda *_: [
+        jnp.zeros(like.shape, like.dtype)
+        if own is None
+        else vary(jnp.zeros(like.shape, like.dtype), tuple(sorted(own.varying)))
+        for like, own in zip(likes, axes, strict=True)
+    ]
