@@ -53,6 +53,9 @@ class Request:
     follow: bool = False
     """Load later checkpoints of the run as they appear; what runs is finished by the policy that
     began it."""
+    warm_up: bool = True
+    """Compile all programs before the first request; they are kept for the next start. Without, a
+    request may wait for a compiler."""
     seed: int = 0
     """Of sampling. The same seed, with the same seed in a request, gives the same completion."""
     layout: str | None = None
@@ -109,7 +112,9 @@ def _serve(request: Request) -> None:
     with listening:
         start_jax(request.devices)
         service, front, name = _made(request)
-        service.start()
+        if request.warm_up:
+            print(f"compiling what {name} is served with, or loading what is kept", file=sys.stderr)
+        service.start(request.warm_up)
         host, port = listening.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         print(f"serving {name} (step {service.version}) on http://{host}:{port}/v1", flush=True)

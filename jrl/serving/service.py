@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jrl.rollout.decoding.requests import Request
-from jrl.rollout.decoding.stream import StreamEngine, Written
+from jrl.rollout.decoding.seating import bucket
+from jrl.rollout.decoding.stream import SPREAD, StreamEngine, Written
 from jrl.rollout.row_sampling import OwnSampling
 from jrl.serving.asked import Asked
 from jrl.serving.metrics import GONE, Metrics
@@ -134,14 +135,18 @@ class Service:
         """What ended the thread, if anything did but `close`."""
         self._thread = threading.Thread(target=self._run, name="jrl engine", daemon=True)
 
-    def start(self) -> None:
+    def start(self, warm_up: bool = True) -> None:
         """Loads the policy and begins to serve.
+
+        Args:
+          warm_up: whether programs are compiled before the first request, or as they are needed.
 
         Raises:
           ValueError: where there is no policy to load.
         """
         self._take(*self._versions.load())
-        self._warm_up()
+        if warm_up:
+            self._warm_up()
         self._thread.start()
 
     def submit(self, job: Job) -> None:
@@ -363,12 +368,27 @@ class Service:
         self._metrics.version.set(version)
 
     def _warm_up(self) -> None:
-        """Compiles what the first request needs."""
-        prompt = np.array([self._served.format.tokenizer.eos_id], np.int32)
-        own = OwnSampling(temperature=0.0)
-        self._engine.ask([Request(0, 0, prompt, min(2, self._served.length - 1), own=own)])
-        while self._engine.busy:
-            self._engine.tick(self._window)
+        """Compiles what requests will need: few of them then wait for a compiler."""
+        engine, length = self._engine, self._served.length
+        token, widest = self._served.format.tokenizer.eos_id, length - 1
+        widths = [bucket(1, widest)]
+        while widths[-1] < widest:
+            widths.append(min(2 * widths[-1], widest))
+        ranks = engine.mesh.size(engine.mesh.dp)
+        rows = [ranks]
+        while rows[-1] < engine.slots:
+            rows.append(min(SPREAD * rows[-1], engine.slots))
+        for width in widths:
+            ids = np.array([token] * width, np.int32)
+            for several in rows:
+                if several > ranks and several // ranks * width > engine.most_tokens:
+                    break
+                own = OwnSampling(0.7, 0.9, wants_likeliest=several == ranks)
+                # Of equal numbers only one would be run.
+                numbers = [self._next_number() for _ in range(several)]
+                engine.ask([Request(number, 0, ids, 1, own=own) for number in numbers])
+                while engine.busy:
+                    engine.tick(self._window)
 
 
 def closing() -> Refused:

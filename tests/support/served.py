@@ -1,6 +1,5 @@
 """Small checkpoints that can be served, and servers of them in processes of their own."""
 
-import json
 import os
 import re
 import signal
@@ -58,12 +57,16 @@ class Server:
         return self.process.wait(timeout)
 
 
+PROGRAM = "import sys, command_runs; from jrl.serve import main; sys.exit(main(sys.argv[1:]))"
+"""The command, with the presets of the tests."""
+
+
 @contextmanager
-def serving(place: str, log: Path, *flags: str, **environment: str) -> Iterator[Server]:
+def serving(place: str, log: Path, *flags: str) -> Iterator[Server]:
     """A server of a run or ``hf:DIR`` on a free port, from when it serves on."""
-    command = [sys.executable, "-m", "jrl.serve", place, "--port=0", "--devices=1", *flags]
-    # The programs are those of the other tests, and few threads suffice.
-    given = {**os.environ, "XLA_FLAGS": " ".join(FLAGS), **environment}
+    command = [sys.executable, "-c", PROGRAM, place, "--port=0", "--devices=1", *flags]
+    found = [str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
+    given = {**os.environ, "XLA_FLAGS": " ".join(FLAGS), "PYTHONPATH": os.pathsep.join(found)}
     with log.open("w") as errors:
         process = subprocess.Popen(
             command, cwd=ROOT, env=given, stdout=subprocess.PIPE, stderr=errors, text=True
@@ -83,8 +86,3 @@ def numbers(text: str) -> dict[str, float]:
     """Prometheus' lines by name and labels."""
     lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
     return {name: float(value) for name, value in lines}
-
-
-def as_json(line: str) -> Any:
-    """The content of a server-sent event."""
-    return json.loads(line.removeprefix("data: "))

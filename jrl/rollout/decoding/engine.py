@@ -55,6 +55,9 @@ class SlotEngine:
       top_logprobs: likeliest tokens that are kept of each place.
     """
 
+    most_tokens = MOST_TOKENS
+    """Prompt tokens that a rank runs at once, about."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -79,7 +82,7 @@ class SlotEngine:
         self._usage = Usage()
         self._resharding = RolloutPolicy(config, training, rollout)
         self._key = to_devices(jax.random.key_data(key), replicated(rollout))
-        self._seating = Seating(slots, rollout.size(rollout.dp), MOST_TOKENS)
+        self._seating = Seating(slots, rollout.size(rollout.dp), self.most_tokens)
         self._weights: Transformer[Array] | None = None
         self._policy: Policy[Array] | None = None
         self._version, self._entropy = 0, None

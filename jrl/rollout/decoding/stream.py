@@ -62,6 +62,9 @@ class StreamEngine(SlotEngine):
     `SlotEngine`.
     """
 
+    # Those whose rows are being written wait no longer than for so many.
+    most_tokens = 2048
+
     @property
     def num_live(self) -> int:
         """Slots that have a row."""

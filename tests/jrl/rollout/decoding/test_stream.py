@@ -131,7 +131,7 @@ def test_a_request_says_how_it_is_drawn():
         engine().ask([Request(2, 0, ids(2), RESPONSE)])
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.6])
+@pytest.mark.parametrize("top_p", full_but([1.0, 0.6], 0.6))
 def test_rows_that_are_alike_are_drawn_as_a_program_for_them_draws(top_p):
     rows, vocab = 5, 13
     logits = jax.random.normal(jax.random.key(3), (rows, vocab)) * 2
