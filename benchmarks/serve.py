@@ -64,6 +64,10 @@ def main() -> None:
             asked = str(model) if name.startswith("transformers") else "model"
             with running(command, port, arguments.threads, Path(folder) / "log"):
                 figures[name] = measured(name, port, asked, texts, arguments)
+    if arguments.peer:
+        last = {name: rows[-1]["tokens/s"] for name, rows in figures.items()}
+        ratio = last["jrl.serve"] / max(v for name, v in last.items() if name != "jrl.serve")
+        print(f"tokens/s at {arguments.clients[-1]} clients: {ratio:.1f} times those of the peer")
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
 
@@ -76,6 +80,7 @@ def sides(arguments: argparse.Namespace, model: Path) -> Iterator[tuple[str, lis
     port = free_port()
     ours = [sys.executable, "-m", "jrl.serve", f"hf:{model}", f"--port={port}", "--devices=1"]
     ours += [f"--slots={arguments.slots}", f"--length={LENGTH}", f"--window={arguments.window}"]
+    ours += ["--no-warm-up"] if arguments.smoke else []
     yield "jrl.serve", ours, port
     for way in arguments.peer_ways if arguments.peer else ():
         port = free_port()

@@ -29,7 +29,7 @@ class Asked:
       model: its name as the client knows it.
       prompts: texts or ids that are completed, or None where there is a conversation.
       messages: the conversation.
-      max_tokens: of a choice; None is as many as there is room for.
+      max_tokens: of a choice; None leaves it to the server.
       n: choices of each prompt.
       temperature, top_p: how they are drawn.
       seed: which makes them what they are; None draws one.
@@ -77,12 +77,11 @@ def completion_of(body: Mapping[str, Any]) -> Asked:
             "echo=true with logprobs would need the log-probabilities of the prompt, which are not "
             "served: leave out one of the two.",
         )
-    max_tokens = _whole(body, "max_tokens", 1, None)
     return Asked(
         **_common(body),
         prompts=_prompts(body),
         messages=(),
-        max_tokens=16 if max_tokens is None else max_tokens,  # OpenAI's own default
+        max_tokens=_whole(body, "max_tokens", 1, None),
         logprobs=likeliest is not None,
         likeliest=likeliest or 0,
         echo=echo,

@@ -13,6 +13,10 @@ from jrl.text.prompt_format import PromptFormat
 from moe.weights import Transformer
 
 
+OF_COMPLETION = 16
+"""Tokens of a completion whose client names no limit, as OpenAI has it; a chat gets all there are."""
+
+
 @runtime_checkable
 class Versions(Protocol):
     """Where the weights of a policy come from."""
@@ -95,7 +99,8 @@ class Served:
         room = self.length - len(prompt)
         wanted = asked.max_tokens
         if wanted is None:
-            wanted = room if self.max_tokens is None else min(room, self.max_tokens)
+            limits = (room, self.max_tokens, None if asked.chat else OF_COMPLETION)
+            wanted = min(limit for limit in limits if limit is not None)
         param = "messages" if asked.chat else "prompt"
         if self.max_tokens is not None and wanted > self.max_tokens:
             raise wrong(

@@ -12,9 +12,10 @@ import numpy as np
 
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.seating import bucket
-from jrl.rollout.decoding.stream import SPREAD, StreamEngine, Written
+from jrl.rollout.decoding.stream import SPREAD, Written
 from jrl.rollout.row_sampling import OwnSampling
 from jrl.serving.asked import Asked
+from jrl.serving.engine import Engine
 from jrl.serving.metrics import GONE, Metrics
 from jrl.serving.policy import Served, Versions
 from jrl.serving.refusal import Refused
@@ -108,7 +109,7 @@ class Service:
 
     def __init__(
         self,
-        engine: StreamEngine,
+        engine: Engine,
         served: Served,
         versions: Versions,
         metrics: Metrics,
@@ -259,6 +260,8 @@ class Service:
                 return
             if not job.gone:
                 self._ask(job)
+            with self._door:
+                self._idle = self._engine.num_idle
 
     def _ask(self, job: Job) -> None:
         asked, tokenizer = job.asked, self._served.format.tokenizer
@@ -363,7 +366,7 @@ class Service:
             future.set_result(self.version)
 
     def _take(self, weights: object, version: int) -> None:
-        self._engine.load(weights, version)  # pyright: ignore[reportArgumentType]
+        self._engine.load(weights, version)
         self.version = version
         self._metrics.version.set(version)
 
@@ -374,7 +377,7 @@ class Service:
         widths = [bucket(1, widest)]
         while widths[-1] < widest:
             widths.append(min(2 * widths[-1], widest))
-        ranks = engine.mesh.size(engine.mesh.dp)
+        ranks = engine.ranks
         rows = [ranks]
         while rows[-1] < engine.slots:
             rows.append(min(SPREAD * rows[-1], engine.slots))

@@ -66,6 +66,11 @@ class StreamEngine(SlotEngine):
     most_tokens = 2048
 
     @property
+    def ranks(self) -> int:
+        """Ranks of ``dp``, which have an equal part of the slots each."""
+        return self._seating.ranks
+
+    @property
     def num_live(self) -> int:
         """Slots that have a row."""
         return len(self._seating.sitting)
@@ -128,7 +133,7 @@ class StreamEngine(SlotEngine):
         before = self._lengths.copy()
         still = self._sampled(sitting, window, 0)
         recent = self._recent(before, window + 1)
-        written = [self._written(slot, before[slot], recent, bool(still[slot])) for slot in sitting]
+        written = [self._written(s, int(before[s]), recent, bool(still[s])) for s in sitting]
         for slot in sitting:
             if not still[slot]:
                 seating.leave(slot)

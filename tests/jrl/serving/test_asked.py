@@ -11,7 +11,7 @@ COMPLETION = {"model": "m", "prompt": "hello"}
 
 def test_what_is_left_out_is_as_openai_has_it():
     asked = completion_of(COMPLETION)
-    assert (asked.prompts, asked.max_tokens, asked.n) == (("hello",), 16, 1)
+    assert (asked.prompts, asked.max_tokens, asked.n) == (("hello",), None, 1)
     assert (asked.temperature, asked.top_p, asked.seed, asked.stops) == (1.0, 1.0, None, ())
     assert not (asked.stream or asked.logprobs or asked.echo or asked.chat)
     asked = chat_of(CHAT)

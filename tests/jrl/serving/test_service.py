@@ -3,7 +3,6 @@
 import asyncio
 import json
 import time
-from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -24,11 +23,11 @@ LENGTH = 40
 
 
 class Scripted:
-    """An engine whose rows say the same letters, the first choice from the first of them on; it
-    stands still while it is `held`."""
+    """An engine whose rows say the same letters, the first choice from the first of them on; rows
+    stand still while it is `held`."""
 
     def __init__(self, slots):
-        self.slots, self.mesh = slots, SimpleNamespace(dp=(), size=lambda axes: 1)
+        self.slots, self.ranks, self.most_tokens = slots, 1, 100
         self.waiting, self.sitting, self.loaded, self.held = [], {}, [], False
         self.error = None
 
@@ -50,11 +49,12 @@ class Scripted:
     def tick(self, window):
         if self.error is not None:
             raise self.error
-        while self.held:
-            time.sleep(0.001)
         while self.waiting and len(self.sitting) < self.slots:
             request = self.waiting.pop(0)
             self.sitting[request.prompt, request.sample] = [request, 0]
+        if self.held:
+            time.sleep(0.001)
+            return []
         written = []
         for key, row in list(self.sitting.items()):
             request, done = row
@@ -90,7 +90,7 @@ class House:
         self.engine, self.versions, self.metrics = Scripted(slots), Newer(), Metrics(slots)
         served = Served("m", PromptFormat(TOKENIZER), LENGTH, 30, 0)
         self.service = Service(
-            self.engine,  # pyright: ignore[reportArgumentType]
+            self.engine,
             served,
             self.versions,
             self.metrics,
@@ -173,6 +173,15 @@ def test_prompts_are_echoed_and_numbered_through():
     texts = [choice["text"] for choice in answer["choices"]]
     assert texts == ["abbad cab", "abad cab ", "cdd cab b", "cd cab ba"]
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+
+
+def test_a_completion_without_a_limit_has_sixteen_tokens_or_what_there_is_room_for():
+    async def scene(client):
+        bodies = [{"model": "m", "prompt": "a" * length} for length in (1, 34)]
+        return [(await client.post("/v1/completions", json=body)).json() for body in bodies]
+
+    answers = House().run(scene)
+    assert [answer["usage"]["completion_tokens"] for answer in answers] == [16, 5]
 
 
 def test_more_than_may_wait_are_turned_away_and_nobody_is_lost():

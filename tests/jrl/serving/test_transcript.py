@@ -57,15 +57,18 @@ def test_bytes_that_are_no_text_come_out_as_the_tokenizer_reads_them(tokenizer, 
 def test_a_completion_keeps_the_blank_that_it_begins_with():
     """A tokenizer that drops a blank at the beginning of a text reads it after the prompt."""
 
-    class Words:
+    class Words(Tokenizer):
         special_ids = frozenset()
+
+        def __init__(self):
+            pass
 
         def decode(self, ids):
             return "".join(f" {'abcdef'[token]}" for token in ids).removeprefix(" ")
 
-    unfolding = Unfolding(Words(), before=[0, 1])  # pyright: ignore[reportArgumentType]
+    unfolding = Unfolding(Words(), before=[0, 1])
     assert [unfolding.add([2]), unfolding.add([3, 4])] == [" c", " d e"]
-    unfolding = Unfolding(Words())  # pyright: ignore[reportArgumentType]
+    unfolding = Unfolding(Words())
     assert [unfolding.add([2]), unfolding.add([3, 4])] == ["c", " d e"]
 
 
