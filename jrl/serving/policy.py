@@ -12,9 +12,8 @@ from jrl.tasks import Example
 from jrl.text.prompt_format import PromptFormat
 from moe.weights import Transformer
 
-
 OF_COMPLETION = 16
-"""Tokens of a completion whose client names no limit, as OpenAI has it; a chat gets all there are."""
+"""Tokens of a completion whose client names no limit, as OpenAI has it; chats have none."""
 
 
 @runtime_checkable
