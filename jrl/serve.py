@@ -135,17 +135,17 @@ def _made(request: Request):
 
     policy = deployed(request.run, request.layout)
     tokenizer, positions = policy.format.tokenizer, policy.model.max_positions
-    if request.follow and policy.versions.newest() is None and request.run.startswith("hf:"):
+    if request.follow and request.run.startswith("hf:"):
         raise ValueError(
             f"follow=True has nothing to follow: {request.run} is a checkpoint of one version. "
             "Leave out --follow, or serve a run."
         )
-    if None not in (request.length, positions) and request.length > positions:
+    length = min(LENGTH, positions or LENGTH) if request.length is None else request.length
+    if positions is not None and length > positions:
         raise ValueError(
-            f"length={request.length} is more than the {positions} positions that the network was "
-            "made for: lower --length."
+            f"length={length} is more than the {positions} positions that the network was made "
+            "for: lower --length."
         )
-    length = request.length or min(LENGTH, positions or LENGTH)
     engine = StreamEngine(
         policy.model,
         policy.mesh,

@@ -3,7 +3,7 @@
 import asyncio
 import hmac
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -267,7 +267,7 @@ async def _no_such(call: Call, error: Exception) -> Response:
     return JSONResponse(Refused(error.status_code, what).body, error.status_code, error.headers)
 
 
-async def _parts(receive: Receive) -> Any:
+async def _parts(receive: Receive) -> AsyncIterator[bytes]:
     more = True
     while more:
         message = await receive()

@@ -11,9 +11,14 @@ from jrl.rollout.decoding.stream import Written
 class Engine(Protocol):
     """Rows that are written on a few tokens at a time; `StreamEngine` says what each does."""
 
-    slots: int
-    ranks: int
-    most_tokens: int
+    @property
+    def slots(self) -> int: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def most_tokens(self) -> int: ...
 
     @property
     def num_idle(self) -> int: ...

@@ -1,7 +1,7 @@
 """An engine whose rows are looked at while they are written, each drawn as its request asks."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -156,7 +156,7 @@ class StreamEngine(SlotEngine):
     def _recent(self, begins: np.ndarray, width: int) -> _Recent:
         rows, sitting = self._there().rows, self._seating.sitting.values()
         if not any(request.own is not None and request.own.wants_likeliest for request in sitting):
-            rows = rows.replace(likeliest=None)
+            rows = replace(rows, likeliest=None)
         return to_host(_columns(rows, width, self._over_slots(begins)))
 
     def _rows_to_run(self, most: int) -> int:

@@ -1,6 +1,7 @@
 """A run or a public checkpoint as something to sample from, without its task."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -35,13 +36,14 @@ class OfRun:
     folder: RunFolder
     model: ModelConfig
     mesh: FoldedMesh
-    _checkpoints: list[Checkpoints] = field(default_factory=list)
 
     def newest(self) -> int | None:
         """The step of the newest checkpoint, whole or not."""
-        if not self._checkpoints:
-            self._checkpoints.append(Checkpoints(self.folder.checkpoints_path))
-        return self._checkpoints[0].latest_step()
+        return self._checkpoints.latest_step()
+
+    @cached_property
+    def _checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.folder.checkpoints_path)
 
     def load(self) -> tuple[Transformer[Array], int]:
         """The newest whole policy and its step; raises ValueError where there is none."""
