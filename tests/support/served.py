@@ -80,6 +80,8 @@ def serving(place: str, log: Path, *flags: str) -> Iterator[Server]:
     finally:
         process.kill()
         process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def numbers(text: str) -> dict[str, float]:
