@@ -267,7 +267,9 @@ def test_a_crowd_leaves_nothing_behind(server):
 
 @pytest.mark.slow
 def test_sigterm_finishes_what_runs(checkpoint, tmp_path):
-    with serving(f"hf:{checkpoint}", tmp_path / "log", "--slots=8", "--window=1") as server:
+    with serving(
+        f"hf:{checkpoint}", tmp_path / "log", "--slots=8", "--window=1", "--no-warm-up"
+    ) as server:
         # Many times as many choices as slots: it takes a while.
         body = {"model": "model", "prompt": PROMPT, "max_tokens": 50, "n": 96, "stream": True}
         path = f"{server.url}/v1/completions"
