@@ -20,12 +20,13 @@ TEXT = "How many? \u20ac5, \U0001f600 na\u00efve \u4e2d\u6587 pens."
 
 
 def dealt(ids, sizes):
-    """The ids in parts."""
+    """The ids in parts, of which the last is not empty."""
     ids, parts = list(ids), []
     for size in sizes:
-        parts.append(ids[:size])
-        ids = ids[size:]
-    return [*parts, ids] if ids else parts
+        if len(ids) > size:
+            parts.append(ids[:size])
+            ids = ids[size:]
+    return [*parts, ids]
 
 
 @pytest.mark.parametrize("seed", range(6))
