@@ -201,8 +201,8 @@ def _model(body: Mapping[str, Any]) -> str:
 
 
 def _prompts(body: Mapping[str, Any]) -> tuple[str | tuple[int, ...], ...]:
-    prompt = body.get("prompt")
-    several = prompt if isinstance(prompt, list) and not _is_ids(prompt) else [prompt]
+    prompt: Any = body.get("prompt")
+    several: list[Any] = prompt if isinstance(prompt, list) and not _is_ids(prompt) else [prompt]
     if not several or not all(isinstance(each, str) or _is_ids(each) for each in several):
         raise wrong(
             "prompt",

@@ -85,7 +85,7 @@ def drawn_tokens(
     keys = jax.vmap(own_key)(*(own_shard(x, axes) for x in numbers))
     entropy = vary(draws.entropy, decoder.mesh.axes)
     token, behaviour, old = draw(logits, sampling, keys, entropy)
-    return Drawn(*(join_shards(x, axes) for x in (token, behaviour, old)))
+    return Drawn(join_shards(token, axes), join_shards(behaviour, axes), join_shards(old, axes))
 
 
 def appended(
