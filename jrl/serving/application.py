@@ -106,7 +106,7 @@ class Front:
         job = Job(asked, prompts, limits, lambda e: self._outbox.append((events, e)))
         self._service.submit(job)
         tokenizer = self._served.format.tokenizer
-        echoes = [tokenizer.decode(prompt) for prompt in prompts] if asked.echo else []
+        echoes = [tokenizer.decode(prompt.tolist()) for prompt in prompts] if asked.echo else []
         answer = Answer(asked, self._pieces, job.prompt_tokens, echoes)
         return _Answering(self, name, job, answer, events)
 

@@ -87,7 +87,7 @@ def test_tokens_are_the_engines_own_streamed_and_whole(checkpoint, client):
     chat = {**both, "messages": CHAT, "logprobs": True, "top_logprobs": 2}
     whole = client.completions.create(**completion)
     choice, expected = whole.choices[0], done[0]
-    shown = [token for token in expected.tokens if token not in tokenizer.stop_ids]
+    shown = [t for t in expected.tokens.tolist() if t not in tokenizer.stop_ids]
     assert choice.text == tokenizer.decode(shown)
     assert choice.finish_reason == expected.finish
     assert whole.usage.completion_tokens == len(expected.tokens)
@@ -104,7 +104,7 @@ def test_tokens_are_the_engines_own_streamed_and_whole(checkpoint, client):
 
     answer, expected = client.chat.completions.create(**chat), done[1]
     choice = answer.choices[0]
-    shown = [token for token in expected.tokens if token not in tokenizer.stop_ids]
+    shown = [t for t in expected.tokens.tolist() if t not in tokenizer.stop_ids]
     assert choice.message.content == tokenizer.decode(shown)
     assert choice.message.role == "assistant" and answer.system_fingerprint == "step-0"
     content = choice.logprobs.content

@@ -4,6 +4,7 @@ engine that draws all rows alike, and nothing else that runs has a say in them."
 from functools import cache
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from policies import CONFIG, EOS, PAD, PROMPT, Asked, answers, prompts, weights
@@ -137,10 +138,10 @@ def test_rows_that_are_alike_are_drawn_as_a_program_for_them_draws(top_p):
     logits = jax.random.normal(jax.random.key(3), (rows, vocab)) * 2
     keys = jax.random.split(jax.random.key(4), rows)
     own = RowSampling(
-        temperatures=np.full(rows, 0.7, np.float32),
-        top_ps=np.full(rows, top_p, np.float32),
-        seeds=np.zeros((rows, 2), np.uint32),
-        wants_likeliest=np.zeros(rows, bool),
+        temperatures=jnp.full(rows, 0.7, jnp.float32),
+        top_ps=jnp.full(rows, top_p, jnp.float32),
+        seeds=jnp.zeros((rows, 2), jnp.uint32),
+        wants_likeliest=jnp.zeros(rows, bool),
     )
     tokens, behaviour, policy = draw_rows(logits, own, keys)
     expected = draw(logits, Sampling(0.7, top_p=top_p), keys)
