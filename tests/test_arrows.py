@@ -32,12 +32,13 @@ COMPUTED = {
 FORBIDDEN = {"experiments", "benchmarks", "tests", "notebooks"}
 """What no room imports, unless it is the room."""
 
-COMMANDS = ("jrl.train", "jrl.evaluate")
-LEARNS = ("jrl.trainer", "jrl.rollout")
+COMMANDS = ("jrl.train", "jrl.evaluate", "jrl.serve")
+LEARNS = ("jrl.trainer", "jrl.serving", "jrl.rollout")
 # What lies above a room of jrl, and what it may therefore not import.
 ABOVE = {
-    "jrl.trainer": COMMANDS,
-    "jrl.rollout": (*COMMANDS, "jrl.trainer"),
+    "jrl.trainer": (*COMMANDS, "jrl.serving"),
+    "jrl.serving": (*COMMANDS, "jrl.trainer"),
+    "jrl.rollout": (*COMMANDS, "jrl.trainer", "jrl.serving"),
     **dict.fromkeys(
         (
             *("jrl.recipes", "jrl.tasks", "jrl.text"),
@@ -158,6 +159,9 @@ def test_arrows_point_one_way(room):
         ("jrl/faults/live/watch.py", "from jrl.trainer import loop", "jrl.trainer.loop"),
         ("jrl/rollout/sampler.py", "from ..trainer import loop", "jrl.trainer.loop"),
         ("jrl/trainer/loop.py", "from jrl.train import main", "jrl.train.main"),
+        ("jrl/serving/service.py", "from jrl.trainer import loop", "jrl.trainer.loop"),
+        ("jrl/trainer/loop.py", "import jrl.serving.server", "jrl.serving.server"),
+        ("jrl/rollout/sampler.py", "from jrl.serving import asked", "jrl.serving.asked"),
     ],
 )
 def test_a_forbidden_import_is_seen(path, line, imported):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import tyro
 
-from jrl import evaluate
+from jrl import evaluate, serve
 from jrl.config import flags
 from jrl.config.run import AUTO, RunConfig
 from jrl.faults import __main__ as faults
@@ -95,7 +95,9 @@ def test_there_are_commands():
     assert len(FOUND) > 30
     programs = {words_of(command)[1] for command in FOUND if words_of(command)[0] == "-m"}
     benchmarks = {"benchmarks.agreement", "benchmarks.gpu", "benchmarks.rollout"}
-    tested = {"jrl.evaluate", "jrl.faults", "jrl.train", "sharding.folding", "sharding.planner"}
+    benchmarks |= {"benchmarks.serve"}
+    tested = {"jrl.evaluate", "jrl.faults", "jrl.serve", "jrl.train"}
+    tested |= {"sharding.folding", "sharding.planner"}
     # Without arguments.
     alone = {"pytest", "sharding.planner.calibration", "sharding.planner.serving.published"}
     assert programs == benchmarks | tested | set(STUDIES) | alone
@@ -133,6 +135,11 @@ def test_evaluate_reads(command, monkeypatch):
     read_by(evaluate._main, command, monkeypatch)
 
 
+@pytest.mark.parametrize("command", given("jrl.serve"))
+def test_serve_reads(command, monkeypatch):
+    read_by(serve._main, command, monkeypatch)
+
+
 @pytest.mark.parametrize("command", given("jrl.faults"))
 def test_faults_reads(command, monkeypatch):
     read_by(faults._main, command, monkeypatch)
@@ -153,6 +160,7 @@ SCRIPTS = [
     *given("benchmarks.agreement"),
     *given("benchmarks.gpu"),
     *given("benchmarks.rollout"),
+    *given("benchmarks.serve"),
     *(command for program in STUDIES for command in given(program)),
 ]
 

@@ -1,6 +1,7 @@
 """Text to token ids and back as a public checkpoint does it: `tokenizer.json`, or SentencePiece."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cached_property
@@ -12,6 +13,8 @@ import tokenizers
 from jrl.text.chat import today
 from jrl.text.tokenizer import Tokenizer, Usage, checked_usage, usage_from, write_whole
 
+BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
+"""A byte where the vocabulary has a token for each."""
 TOKENS = ("eos_token", "bos_token", "pad_token", "unk_token")
 
 
@@ -88,6 +91,16 @@ class JsonTokenizer(Tokenizer):
 
     def encode_special(self, text: str) -> list[int]:
         return self.encode(text)
+
+    def bytes_of(self, token: int) -> bytes | None:
+        piece = self._pipeline.id_to_token(token)
+        if piece is None or token in self.special_ids:
+            return None
+        if BYTE_PIECE.fullmatch(piece):
+            return bytes.fromhex(piece[3:5])
+        if _byte_level(self._content["pipeline"]) and set(piece) <= set(_BYTES):
+            return bytes(_BYTES[character] for character in piece)
+        return None
 
     def save(self, path: str | Path) -> None:
         """Writes one JSON file that `load_tokenizer` reads."""
@@ -179,6 +192,24 @@ def tokenizer_of(
     if tokens["eos_token"] is None and usage.stop_ids:
         tokens["eos_token"] = made.id_to_token(usage.stop_ids[0])
     return JsonTokenizer({"pipeline": pipeline, "vocab_size": size, **tokens}, usage)
+
+
+def _byte_characters() -> dict[str, int]:
+    """The character that byte-level vocabularies write each byte as: itself where it can be seen,
+    else the next one from U+0100 on."""
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {chr(256 + n): b for n, b in enumerate(others)}
+
+
+_BYTES = _byte_characters()
+
+
+def _byte_level(pipeline: Mapping[str, Any]) -> bool:
+    """Whether its tokens are written in the characters of `_BYTES`."""
+    decoder = pipeline.get("decoder") or {}
+    parts = decoder.get("decoders", [decoder])
+    return any(part.get("type") == "ByteLevel" for part in parts)
 
 
 def _usage(directory: Path, stated: Mapping[str, Any], begins: bool) -> Usage:

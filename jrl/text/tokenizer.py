@@ -251,6 +251,12 @@ class Tokenizer:
             run = []
         return "".join([*parts, self._text(run)])
 
+    def bytes_of(self, token: int) -> bytes | None:
+        """The bytes of a token that stands for bytes, which may be a part of a character; None of
+        any other."""
+        piece = self._processor.IdToPiece(token)
+        return bytes.fromhex(piece[3:5]) if self._processor.IsByte(token) else None
+
     def save(self, path: str | Path) -> None:
         """Writes what `load_tokenizer` reads, a plain model as its `.model` file; a reader sees the
         old file or the whole new one.

@@ -53,6 +53,14 @@ def test_rollouts_are_measured_with_slots_kept_full_and_in_batches(tmp_path):
 
 
 @pytest.mark.slow
+def test_serving_is_measured_by_clients_that_stream(tmp_path):
+    figures = tmp_path / "serve.json"
+    assert "tokens/s" in smoke("serve", figures)
+    (row,) = json.loads(figures.read_text())["jrl.serve"]
+    assert row["clients"] == 2 and row["tokens/s"] > 0 < row["first p50"]
+
+
+@pytest.mark.slow
 def test_every_row_of_the_benchmark_for_accelerators_runs_on_a_cpu(tmp_path):
     """Each at a small size, or it says what it needs; none fails and none is left out."""
     shown = printed("-m", "benchmarks.gpu", "--minutes", "14", "--out", str(tmp_path), wait=900)

@@ -7,11 +7,10 @@ from typing import Generic, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
 from jrl.rollout.decoding.slots import Decoder, Pool, Rows, over_slots, pool_specs, prefilled_local
-from jrl.rollout.decoding.tokens import Draws, appended, drawn_tokens
+from jrl.rollout.decoding.tokens import Draws, appended, drawn_tokens, draws_specs
 from jrl.rollout.sampling import Sampling
 from moe.decoding import ROW, Prefilled, over_columns
 from moe.head import logits_of
@@ -82,12 +81,12 @@ def admit(
       lengths: tokens of each.
       arrivals: which slots begin with which.
     """
-    mesh, whole = decoder.mesh, PartitionSpec()
-    rows, pools = over_slots(mesh), pool_specs(mesh, pool)
+    mesh = decoder.mesh
+    rows, pools, drawn = over_slots(mesh), pool_specs(mesh, pool), draws_specs(mesh, draws)
     local = jax.shard_map(
         partial(_admit_local, decoder, sampling),
         mesh=mesh.mesh,
-        in_specs=(specs(decoder.config, mesh), pools, rows, rows, rows, whole),
+        in_specs=(specs(decoder.config, mesh), pools, rows, rows, rows, drawn),
         out_specs=pools,
     )
     return local(weights, pool, tokens, lengths, arrivals, draws)
@@ -169,6 +168,7 @@ def _placed(
             old_logprobs=where_arriving(old_logprobs, rows.old_logprobs),
             versions=where_arriving(versions, rows.versions),
             choices=choices,
+            likeliest=rows.likeliest,
         ),
         cache=over_columns(partial(begun, row=ROW), pool.cache, known.cache),
         states=where_arriving(jnp.take(known.states, source, axis=0), pool.states),

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jrl.rollout.decoding.slots import Decoder, Pool, Rows, pool_specs
-from jrl.rollout.decoding.tokens import Draws, appended, drawn_tokens, written
+from jrl.rollout.decoding.tokens import Draws, appended, drawn_tokens, draws_specs, written
 from jrl.rollout.sampling import Sampling
 from moe.decoding import Cache, decode_step, over_columns
 from moe.depth import mapped_parts, parts_of
@@ -117,7 +117,7 @@ def advance(
     local = jax.shard_map(
         partial(_advance_local, decoder, sampling, columns),
         mesh=mesh.mesh,
-        in_specs=(_policy_specs(decoder), pools, whole, whole, whole),
+        in_specs=(_policy_specs(decoder), pools, draws_specs(mesh, draws), whole, whole),
         out_specs=(pools, whole),
     )
     return local(policy, pool, draws, max_steps, min_live)

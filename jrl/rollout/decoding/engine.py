@@ -52,7 +52,11 @@ class SlotEngine:
       stop_ids: each of them ends a response.
       key: from which all that is drawn comes.
       records_choices: whether the experts of each token are kept (router replay).
+      top_logprobs: likeliest tokens that are kept of each place.
     """
+
+    most_tokens = MOST_TOKENS
+    """Prompt tokens that a rank runs at once, about."""
 
     def __init__(
         self,
@@ -66,19 +70,19 @@ class SlotEngine:
         stop_ids: tuple[int, ...],
         key: Array,
         records_choices: bool = False,
+        top_logprobs: int = 0,
     ):
         _check(rollout, slots)
         self.mesh, self.slots, self._training = rollout, slots, training
         # Tokens that run together are spread over ``tp``.
         self._unit = rollout.size(rollout.tp)
         self.columns = -(-columns // self._unit) * self._unit
-        self.decoder = Decoder(
-            config.without_adapters(), rollout, pad_id, stop_ids, records_choices
-        )
+        kept, merged = (records_choices, top_logprobs), config.without_adapters()
+        self.decoder = Decoder(merged, rollout, pad_id, stop_ids, *kept)
         self._usage = Usage()
         self._resharding = RolloutPolicy(config, training, rollout)
         self._key = to_devices(jax.random.key_data(key), replicated(rollout))
-        self._seating = Seating(slots, rollout.size(rollout.dp), MOST_TOKENS)
+        self._seating = Seating(slots, rollout.size(rollout.dp), self.most_tokens)
         self._weights: Transformer[Array] | None = None
         self._policy: Policy[Array] | None = None
         self._version, self._entropy = 0, None
@@ -192,7 +196,7 @@ class SlotEngine:
         width = -(-bucket(arriving.width, self.columns) // self._unit) * self._unit
         taken, numbers = list[int](), list[tuple[int, ...]]()
         most = max(map(len, arriving.runs))
-        number = bucket(most, most * 2, least=1) if most else 0
+        number = self._rows_to_run(most) if most else 0
         tokens = np.full((ranks, number, width), self.decoder.pad_id, np.int32)
         lengths = np.zeros((ranks, number), np.int32)
         for rank, runs in enumerate(arriving.runs):
@@ -227,17 +231,23 @@ class SlotEngine:
 
     def _advance(self) -> list[Trajectory]:
         """Samples until the host has something to do, and gives what ended."""
-        pool, seating = self._there(), self._seating
+        seating = self._seating
         sitting = sorted(seating.sitting)
         # While others wait, a few free slots are reason to stop; else only the end of all rows.
         live = len(sitting) - max(1, self.slots // REFILL) if seating.waiting else 0
-        ends = np.minimum(self._lengths[sitting] + 1 + WINDOW, self._limits[sitting])
+        still = self._sampled(sitting, WINDOW, max(live, 0))
+        return self._shelved([slot for slot in sitting if not still[slot]])
+
+    def _sampled(self, sitting: Sequence[int], window: int, min_live: int) -> np.ndarray:
+        """Samples up to so many tokens of each row, and gives which of the slots are live then."""
+        pool = self._there()
+        ends = np.minimum(self._lengths[sitting] + 1 + window, self._limits[sitting])
         columns = bucket(int(ends.max()), self.columns, least=NARROWEST)
         # A part of the cache is copied, there and back; all of it is not.
         columns = columns if columns * 2 <= self.columns else self.columns
         if self._policy is None:
             self._policy = policy_of(self.decoder, self._resharding.of(self._loaded()))
-        limits = self._everywhere((np.int32(WINDOW), np.int32(max(live, 0))))
+        limits = self._everywhere((np.int32(window), np.int32(min_live)))
         pool, advanced = advance(
             self.decoder, self._sampling, columns, self._policy, pool, self._draws(), *limits
         )
@@ -248,7 +258,11 @@ class SlotEngine:
         self._usage.steps += int(steps)
         self._usage.slot_steps += int(steps) * self.slots
         self._usage.row_steps += int(row_steps)
-        return self._shelved([slot for slot in sitting if not still[slot]])
+        return still
+
+    def _rows_to_run(self, most: int) -> int:
+        """Rows of a program that runs `most` rows of tokens on a rank."""
+        return bucket(most, most * 2, least=1)
 
     def _shelved(self, slots: Sequence[int]) -> list[Trajectory]:
         """What stands in these slots, which are free from here on."""

@@ -10,6 +10,7 @@ from jaxtyping import Array
 
 from jrl.processes.agreement import to_host
 from jrl.rollout.decoding.slots import Decoder, Rows
+from jrl.rollout.row_sampling import OwnSampling
 
 Finish = Literal["stop", "length", "window"]
 """What ended a response: a stop token, the limit of its length, or for now the tokens that were
@@ -49,6 +50,7 @@ class Request(NamedTuple):
       sampled: what was sampled after `response` before the request was taken back; the trajectory
         holds it as if it had been sampled now. None where it was not begun.
       slot: where its row still stands, keys and values too, in a pool that was kept; else None.
+      own: how it is drawn, where every request is drawn as it asks (`StreamEngine`); else None.
     """
 
     prompt: int
@@ -59,6 +61,7 @@ class Request(NamedTuple):
     window: int | None = None
     sampled: Sampled | None = None
     slot: int | None = None
+    own: OwnSampling | None = None
 
     @property
     def ids(self) -> np.ndarray:

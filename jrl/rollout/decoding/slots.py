@@ -37,6 +37,7 @@ class Decoder(NamedTuple):
       pad_id: fills what is not a token.
       stop_ids: each of them ends a response, of which it is the last token.
       records_choices: whether the experts of each token are kept.
+      top_logprobs: likeliest tokens that are kept of each place, with their log-probabilities.
     """
 
     config: ModelConfig
@@ -44,6 +45,20 @@ class Decoder(NamedTuple):
     pad_id: int
     stop_ids: tuple[int, ...]
     records_choices: bool = False
+    top_logprobs: int = 0
+
+
+@struct.dataclass
+class Likeliest(Generic[Leaf]):
+    """The likeliest tokens of places, the likeliest first.
+
+    Attributes:
+      tokens: ``[..., k]`` ids.
+      logprobs: ``[..., k]`` in the whole policy, nats.
+    """
+
+    tokens: Leaf
+    logprobs: Leaf
 
 
 @struct.dataclass
@@ -60,6 +75,8 @@ class Rows(Generic[Leaf]):
       versions: of the weights that sampled.
       choices: ``[row, column, layer, k]`` experts that the token chose, `num_experts` where it was
         not run; None where they are not recorded.
+      likeliest: ``[row, column, k]`` of the places whose rows asked for it, rubbish elsewhere; None
+        where `Decoder.top_logprobs` is 0.
     """
 
     lengths: Leaf
@@ -69,6 +86,7 @@ class Rows(Generic[Leaf]):
     old_logprobs: Leaf
     versions: Leaf
     choices: Leaf | None
+    likeliest: Likeliest[Leaf] | None = None
 
 
 @struct.dataclass
@@ -136,6 +154,10 @@ def _making(decoder: Decoder, slots: int, columns: int) -> tuple[Any, Pool[Any]]
             shape[ROW], shape[column] = slots, columns
             return jnp.zeros(shape, x.dtype)
 
+        likeliest = None
+        if decoder.top_logprobs:
+            shape = slots, columns, decoder.top_logprobs
+            likeliest = Likeliest(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
         cache = over_columns(empty, like.cache)
         nothing = jnp.zeros(slots, jnp.int32)
         of_columns = jnp.zeros((slots, columns), jnp.float32)
@@ -147,6 +169,7 @@ def _making(decoder: Decoder, slots: int, columns: int) -> tuple[Any, Pool[Any]]
             old_logprobs=of_columns,
             versions=jnp.zeros((slots, columns), jnp.int32),
             choices=choices,
+            likeliest=likeliest,
         )
         states = jnp.zeros((slots, config.d_model), like.states.dtype)
         live = jnp.zeros(slots, bool)

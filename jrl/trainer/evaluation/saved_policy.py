@@ -39,8 +39,14 @@ def load_policy(
     Raises:
       ValueError: where there is no checkpoint yet, all are damaged, or it is one of another model.
     """
-    models = {"policy/weights": networks.policy.config}
-    (policy,), step = _load(folder, models, networks.mesh, float32)
+    return load_policy_of(folder, networks.policy.config, networks.mesh, float32=float32)
+
+
+def load_policy_of(
+    folder: RunFolder, model: ModelConfig, mesh: FoldedMesh, *, float32: bool = False
+) -> tuple[Transformer[Array], int]:
+    """`load_policy` where nothing else of a run is needed: its network, on any mesh."""
+    (policy,), step = _load(folder, {"policy/weights": model}, mesh, float32)
     return policy, step
 
 

@@ -1,0 +1,121 @@
+"""Rows of which each is drawn as its own request asks.
+
+`jrl.rollout.sampling` draws all rows in one way, which the program knows; here temperature, top-p
+and seed are arrays, so that requests of any kind share one program. The policy of every row is the
+softmax of its logits at temperature 1.
+"""
+
+from typing import Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from jrl.rollout.decoding.slots import Likeliest
+from jrl.rollout.sampling import logprobs_of
+
+Leaf = TypeVar("Leaf")
+
+
+@struct.dataclass
+class RowSampling(Generic[Leaf]):
+    """How each row is drawn.
+
+    Attributes:
+      temperatures: ``[row]`` that divide the logits; 0 takes the likeliest token.
+      top_ps: ``[row]`` in (0, 1]: the smallest set of likeliest tokens with this probability is
+        kept, with what ties with the last of them.
+      seeds: ``[row, 2]`` words, the low one first.
+      wants_likeliest: ``[row]`` whether the likeliest tokens of each place are kept.
+    """
+
+    temperatures: Leaf
+    top_ps: Leaf
+    seeds: Leaf
+    wants_likeliest: Leaf
+
+
+class OwnSampling(NamedTuple):
+    """How the responses of one request are drawn.
+
+    Attributes:
+      temperature, top_p: as in `RowSampling`.
+      seed: in 0..2**64 - 1.
+      wants_likeliest: as in `RowSampling`.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int = 0
+    wants_likeliest: bool = False
+
+
+def row_keys(
+    key: Array, seeds: UInt32[Array, "row 2"], samples: Int[Array, "row"], places: Int[Array, "row"]
+) -> Array:
+    """The key of each row's next token: of its seed, the number of the sample and its place in the
+    response."""
+
+    def own(seed: Array, sample: Array, place: Array) -> Array:
+        of_seed = jax.random.fold_in(jax.random.fold_in(key, seed[0]), seed[1])
+        return jax.random.fold_in(jax.random.fold_in(of_seed, sample), place)
+
+    return jax.vmap(own)(seeds, samples, places)
+
+
+def draw_rows(
+    logits: Float[Array, "row vocab"], rows: RowSampling[Array], keys: Array
+) -> tuple[Int[Array, "row"], Float[Array, "row"], Float[Array, "row"]]:
+    """Draws one token per row, as `jrl.rollout.sampling.draw` does for rows that are all alike.
+
+    Returns:
+      The tokens, their log-probabilities in the distribution drawn from (0 where it is greedy), and
+      in the policy at temperature 1.
+    """
+    greedy = rows.temperatures == 0
+
+    def sampled() -> tuple[Array, Array]:
+        scaled = logits / jnp.where(greedy, 1.0, rows.temperatures)[:, None]
+        cuts = jnp.any((rows.top_ps < 1) & ~greedy)
+        narrowed = jax.lax.cond(cuts, lambda: _cut(scaled, rows.top_ps), lambda: scaled)
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], logits.dtype))(keys)
+        tokens = jnp.argmax(narrowed + noise, axis=-1)
+        return tokens, logprobs_of(narrowed, tokens)
+
+    best = jnp.argmax(logits, axis=-1)
+    # Where every row is greedy no noise is made.
+    tokens, behaviour = jax.lax.cond(
+        jnp.all(greedy), lambda: (best, jnp.zeros_like(logits[:, 0])), sampled
+    )
+    tokens = jnp.where(greedy, best, tokens)
+    return tokens, jnp.where(greedy, 0.0, behaviour), logprobs_of(logits, tokens)
+
+
+def likeliest_of(
+    logits: Float[Array, "row vocab"], wanted: Bool[Array, "row"], k: int
+) -> Likeliest[Array]:
+    """The `k` likeliest tokens of each row at temperature 1, where any row wants them."""
+
+    def found() -> tuple[Array, Array]:
+        best, tokens = jax.lax.top_k(logits, k)
+        return tokens.astype(jnp.int32), best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+
+    like = logits[:, :k]
+    nothing = jnp.zeros_like(like, jnp.int32), jnp.zeros_like(like)
+    return Likeliest(*jax.lax.cond(jnp.any(wanted), found, lambda: nothing))
+
+
+def _cut(
+    logits: Float[Array, "row vocab"], top_ps: Float[Array, "row"]
+) -> Float[Array, "row vocab"]:
+    """-inf for what the top-p of each row leaves out."""
+    ordered = -jnp.sort(-logits, axis=-1)
+    probabilities = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    top_p = top_ps[:, None]
+    # The token that reaches top_p stays, so the likeliest one always does; a sum that rounding
+    # leaves below 1 cuts nothing.
+    within = (before < top_p) | (top_p >= 1)
+    lowest = jnp.min(jnp.where(within, ordered, jnp.inf), -1, keepdims=True)
+    return jnp.where(logits >= lowest, logits, -jnp.inf)

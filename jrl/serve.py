@@ -1,0 +1,181 @@
+"""``python -m jrl.serve RUN``: the policy of a run, or a public checkpoint, behind OpenAI's
+protocol.
+
+The run may still be going on; nothing is written into its folder.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import tyro
+
+from jrl.config.command_line import exit_status, start_jax
+from jrl.config.seeds import check_seed
+
+KEY_VARIABLE = "JRL_API_KEY"
+LENGTH = 1024
+"""Tokens of prompt and completion where nobody chose their number, at most."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to serve, and how."""
+
+    run: tyro.conf.Positional[str]
+    """Folder of a run, whose newest checkpoint is served, or hf:DIR for a public checkpoint."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every network that the machine is in."""
+    port: int = 8000
+    """Port to listen on; 0 takes a free one, which is printed."""
+    name: str | None = None
+    """The model's name for clients; None is that of the folder."""
+    slots: int = 16
+    """Choices that are written at a time, a multiple of dp x tp of the layout."""
+    queue: int = 256
+    """Requests that may wait for a slot; more are refused with 429."""
+    length: int | None = None
+    """Tokens of prompt and completion together, at most; None is 1024, or what the network was made
+    for where that is less."""
+    max_tokens: int | None = None
+    """Tokens of a completion, at most; None is what the length leaves."""
+    window: int = 8
+    """Tokens of a choice between two looks at who comes and goes: fewer stream more smoothly, more
+    take less time in all."""
+    max_body: int = 2**20
+    """Bytes of a request's body, at most; more are refused with 413."""
+    api_key: str | None = None
+    """Clients must show it as a bearer token; None takes the environment variable JRL_API_KEY, and
+    without that asks for none."""
+    follow: bool = False
+    """Load later checkpoints of the run as they appear; what runs is finished by the policy that
+    began it."""
+    warm_up: bool = True
+    """Compile all programs before the first request; they are kept for the next start. Without, a
+    request may wait for a compiler."""
+    seed: int = 0
+    """Of sampling. The same seed, with the same seed in a request, gives the same completion."""
+    layout: str | None = None
+    """How the devices are laid out; None takes that in which the run samples, and one device for
+    hf:DIR."""
+    devices: int | None = None
+    """Number of fake CPU devices; None takes the real ones."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    return exit_status(lambda: _main(sys.argv[1:] if arguments is None else list(arguments)))
+
+
+def _main(arguments: list[str]) -> int:
+    request = tyro.cli(
+        Request,
+        prog="python -m jrl.serve",
+        description="Serves a policy: completions and chats by OpenAI's protocol.",
+        args=arguments,
+    )
+    _check(request)
+    _serve(request)
+    return 0
+
+
+def _check(request: Request) -> None:
+    """Raises ValueError for flags that cannot be."""
+    least = {"slots": 1, "queue": 0, "window": 1, "max_body": 1, "port": 0}
+    least |= {"length": 2, "max_tokens": 1, "devices": 1}
+    for name, low in least.items():
+        value = getattr(request, name)
+        if value is not None and value < low:
+            raise ValueError(f"{name}={value} must be at least {low}.")
+    if request.port >= 2**16:
+        raise ValueError(f"port={request.port} must lie in 0..65535.")
+    if request.api_key == "":
+        raise ValueError(
+            "api_key is empty, which any client could show: give one, or leave it out."
+        )
+    check_seed(request.seed)
+    found = {
+        "starlette": find_spec("starlette"),
+        "uvicorn": find_spec("uvicorn"),
+        "prometheus-client": find_spec("prometheus_client"),
+    }
+    missing = [name for name, there in found.items() if there is None]
+    if missing:
+        raise ValueError(
+            f'serving needs {", ".join(missing)}: run pip install -e ".[serve]" in the clone.'
+        )
+
+
+def _serve(request: Request) -> None:
+    # What listens comes first: a port that is taken is known before anything is loaded.
+    from jrl.serving import server
+
+    listening = server.listen(request.host, request.port)
+    with listening:
+        start_jax(request.devices)
+        service, front, name = _made(request)
+        if request.warm_up:
+            print(f"compiling what {name} is served with, or loading what is kept", file=sys.stderr)
+        service.start(request.warm_up)
+        host, port = listening.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
+        print(f"serving {name} (step {service.version}) on http://{host}:{port}/v1", flush=True)
+        server.run(service, front, listening, follow=request.follow)
+
+
+def _made(request: Request):
+    """The service, what stands before it, and the name of the model."""
+    import jax
+
+    from jrl.rollout.decoding.stream import StreamEngine
+    from jrl.serving.application import Front
+    from jrl.serving.asked import MOST_LIKELIEST
+    from jrl.serving.metrics import Metrics
+    from jrl.serving.policy import Served
+    from jrl.serving.service import Service
+    from jrl.trainer.evaluation.deployed import deployed
+
+    policy = deployed(request.run, request.layout)
+    tokenizer, positions = policy.format.tokenizer, policy.model.max_positions
+    if request.follow and request.run.startswith("hf:"):
+        raise ValueError(
+            f"follow=True has nothing to follow: {request.run} is a checkpoint of one version. "
+            "Leave out --follow, or serve a run."
+        )
+    length = min(LENGTH, positions or LENGTH) if request.length is None else request.length
+    if positions is not None and length > positions:
+        raise ValueError(
+            f"length={length} is more than the {positions} positions that the network was made "
+            "for: lower --length."
+        )
+    engine = StreamEngine(
+        policy.model,
+        policy.mesh,
+        policy.mesh,
+        slots=request.slots,
+        columns=length,
+        pad_id=tokenizer.pad_id,
+        stop_ids=tokenizer.stop_ids,
+        key=jax.random.key(request.seed),
+        top_logprobs=min(MOST_LIKELIEST, policy.model.vocab_size),
+    )
+    name, metrics = request.name or policy.name, Metrics(request.slots)
+    served = Served(name, policy.format, length, request.max_tokens, int(time.time()))
+    service = Service(
+        engine,
+        served,
+        policy.versions,
+        metrics,
+        queue=request.queue,
+        window=request.window,
+    )
+    key = request.api_key if request.api_key is not None else os.environ.get(KEY_VARIABLE) or None
+    front = Front(service, served, metrics, api_key=key, most_bytes=request.max_body)
+    return service, front, name
+
+
+if __name__ == "__main__":
+    sys.exit(main())

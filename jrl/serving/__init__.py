@@ -1,0 +1,1 @@
+"""A policy behind OpenAI's protocol."""

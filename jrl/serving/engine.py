@@ -1,0 +1,38 @@
+"""What a service needs of an engine."""
+
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from jrl.rollout.decoding.requests import Request
+from jrl.rollout.decoding.stream import Written
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Rows that are written on a few tokens at a time; `StreamEngine` says what each does."""
+
+    @property
+    def slots(self) -> int: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def most_tokens(self) -> int: ...
+
+    @property
+    def num_idle(self) -> int: ...
+
+    @property
+    def num_live(self) -> int: ...
+
+    @property
+    def busy(self) -> bool: ...
+
+    def load(self, weights: Any, version: int) -> None: ...
+
+    def ask(self, requests: Sequence[Request]) -> None: ...
+
+    def drop(self, rows: Collection[tuple[int, int]]) -> None: ...
+
+    def tick(self, window: int) -> list[Written]: ...

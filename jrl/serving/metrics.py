@@ -1,0 +1,74 @@
+"""What a server measures of itself, for Prometheus."""
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+GONE = "gone"
+"""The status of a request whose client left before its end."""
+
+
+class Metrics:
+    """The numbers of one server.
+
+    Args:
+      slots: choices that are written at a time.
+    """
+
+    def __init__(self, slots: int):
+        self._registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "jrl_requests",
+            f"Requests that have ended, by the status of HTTP; {GONE} where the client left.",
+            ("endpoint", "status"),
+            registry=registry,
+        )
+        self.choices = Counter(
+            "jrl_choices",
+            "Choices that have ended, by what ended them: stop, length, or gone.",
+            ("finish",),
+            registry=registry,
+        )
+        self.queued = Gauge("jrl_queue_length", "Requests that wait.", registry=registry)
+        self.live = Gauge("jrl_slots_live", "Slots with a choice in them.", registry=registry)
+        self.slots = Gauge("jrl_slots", "Choices written at a time, at most.", registry=registry)
+        self.slots.set(slots)
+        self.version = Gauge(
+            "jrl_policy_version", "Of the policy that is served: steps learned.", registry=registry
+        )
+        self.loads = Counter(
+            "jrl_policy_loads",
+            "Later versions, by whether they could be loaded.",
+            ("outcome",),
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "jrl_prompt_tokens", "Of requests that were seated.", registry=registry
+        )
+        self.generated_tokens = Counter(
+            "jrl_generated_tokens", "Sampled, up to what ended each choice.", registry=registry
+        )
+        self.first_token = Histogram(
+            "jrl_time_to_first_token_seconds",
+            "From a request's arrival to the first token of each of its choices.",
+            buckets=FIRST,
+            registry=registry,
+        )
+        self.between_tokens = Histogram(
+            "jrl_time_between_tokens_seconds",
+            "Of a choice's later tokens, the mean over those that came together.",
+            buckets=BETWEEN,
+            registry=registry,
+        )
+
+    def text(self) -> bytes:
+        """As Prometheus reads them."""
+        return generate_latest(self._registry)

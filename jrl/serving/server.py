@@ -1,0 +1,116 @@
+"""The application on a port, until the process is asked to end."""
+
+import asyncio
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from jrl.processes.stopping import Stop
+from jrl.serving.application import Front
+from jrl.serving.refusal import Refused
+from jrl.serving.service import Service
+
+LOOK = 0.1
+"""Seconds between two looks whether the server was asked to end."""
+FOLLOW = 2.0
+"""Seconds between two looks for a later policy."""
+
+
+class EngineFailed(RuntimeError):
+    """The thread of the engine has ended by an error."""
+
+
+class _Server(uvicorn.Server):
+    """One that leaves signals to `Stop`."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket on which connections wait from here on; port 0 takes a free one.
+
+    Raises:
+      ValueError: where the port cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, port))
+    except OSError as error:
+        made.close()
+        raise ValueError(
+            f"host={host} port={port} cannot be had ({error.strerror}): choose another --port, or "
+            "an address of this machine as --host."
+        ) from error
+    made.listen(1024)
+    return made
+
+
+def run(service: Service, front: Front, listening: socket.socket, *, follow: bool) -> None:
+    """Serves until Ctrl-C or SIGTERM: then nothing more is taken, what runs is finished.
+
+    Args:
+      service: begun.
+      listening: as `listen` made it.
+      follow: whether later policies are loaded as they appear.
+
+    Raises:
+      EngineFailed: when the engine has ended by an error.
+    """
+    config = uvicorn.Config(
+        front.application(), log_level="warning", access_log=False, timeout_keep_alive=30
+    )
+    server = _Server(config)
+    with Stop() as stop:
+        stop.doing = "taking no more requests and finishing those that run"
+        asyncio.run(_serve(server, service, front, listening, stop, follow))
+    if service.failure is not None:
+        raise EngineFailed(f"the engine has failed: {service.failure!r}") from service.failure
+
+
+async def _serve(
+    server: uvicorn.Server,
+    service: Service,
+    front: Front,
+    listening: socket.socket,
+    stop: Stop,
+    follow: bool,
+) -> None:
+    following = asyncio.create_task(_follow(service)) if follow else None
+    ending = asyncio.create_task(_until_ended(server, service, front, stop))
+    try:
+        await server.serve(sockets=[listening])
+    finally:
+        ending.cancel()
+        if following is not None:
+            following.cancel()
+
+
+async def _until_ended(server: uvicorn.Server, service: Service, front: Front, stop: Stop) -> None:
+    while not stop and service.failure is None:
+        await asyncio.sleep(LOOK)
+    service.close()
+    while front.num_open or not service.ended:
+        await asyncio.sleep(LOOK)
+    server.should_exit = True
+
+
+async def _follow(service: Service) -> None:
+    refused = None
+    while True:
+        await asyncio.sleep(FOLLOW)
+        newest = await asyncio.to_thread(lambda: service.newest)
+        if newest is None or newest in (service.version, refused) or service.closing:
+            continue
+        try:
+            version = await asyncio.wrap_future(service.load())
+            print(f"serving step {version}", file=sys.stderr, flush=True)
+        except (ValueError, OSError, Refused) as error:
+            refused = newest
+            print(f"warning: step {newest} is not served: {error}", file=sys.stderr, flush=True)

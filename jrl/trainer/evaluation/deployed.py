@@ -1,0 +1,157 @@
+"""A run or a public checkpoint as something to sample from, without its task."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+from jaxtyping import Array
+
+from jrl.config.files import configuration_of
+from jrl.config.run import OF_DEVICES, RunConfig
+from jrl.rollout.resharding import rollout_layout, rollout_mesh
+from jrl.runs.checkpoints import Checkpoints
+from jrl.runs.folder import RunFolder
+from jrl.text.load import load_tokenizer
+from jrl.text.prompt_format import PromptFormat, prompt_format
+from jrl.trainer.evaluation.saved_policy import load_model, load_policy_of
+from jrl.trainer.masters import float32_shardings, weights_of
+from jrl.trainer.setup.network import check_served, network_of
+from moe.config import PRESETS, ModelConfig
+from moe.weights import Transformer
+from sharding.folding import FoldedMesh, Layout, fold
+
+
+@dataclass(frozen=True)
+class OfRun:
+    """The policy of a run, which may still be going on.
+
+    Attributes:
+      folder: of the run.
+      model: its network.
+      mesh: that samples.
+    """
+
+    folder: RunFolder
+    model: ModelConfig
+    mesh: FoldedMesh
+
+    def newest(self) -> int | None:
+        """The step of the newest checkpoint, whole or not."""
+        return self._checkpoints.latest_step()
+
+    @cached_property
+    def _checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.folder.checkpoints_path)
+
+    def load(self) -> tuple[Transformer[Array], int]:
+        """The newest whole policy and its step; raises ValueError where there is none."""
+        return load_policy_of(self.folder, self.model, self.mesh)
+
+
+@dataclass(frozen=True)
+class OfCheckpoint:
+    """A public checkpoint, of which there is one version.
+
+    Attributes:
+      directory: where it lies.
+      model: its network.
+      mesh: that samples.
+    """
+
+    directory: Path
+    model: ModelConfig
+    mesh: FoldedMesh
+
+    def newest(self) -> int | None:
+        """None: nothing comes later."""
+        return None
+
+    def load(self) -> tuple[Transformer[Array], int]:
+        """Its weights, as version 0."""
+        from moe.huggingface import load_weights  # needs an extra
+
+        places = float32_shardings(self.model, self.mesh)
+        weights = load_weights(self.directory, self.model, self.mesh, places)
+        return weights_of(weights, self.model, self.mesh), 0
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """A policy that can be sampled from.
+
+    Attributes:
+      name: of the run, or of the folder of the checkpoint.
+      model: its network.
+      mesh: that samples.
+      format: how prompts become tokens.
+      versions: its weights.
+    """
+
+    name: str
+    model: ModelConfig
+    mesh: FoldedMesh
+    format: PromptFormat
+    versions: OfRun | OfCheckpoint
+
+
+def deployed(place: str, layout: str | None = None) -> Deployed:
+    """The policy of a run folder, or of ``hf:DIR``.
+
+    Args:
+      layout: of the devices; None is that in which the run samples, and one device for a
+        checkpoint.
+
+    Raises:
+      ValueError: for what is no run and no checkpoint, and for a layout that cannot be had.
+    """
+    if place.startswith("hf:"):
+        return _of_checkpoint(Path(place.removeprefix("hf:")), layout)
+    folder = RunFolder.read(place)
+    run, _ = configuration_of(folder)
+    # Implementations were chosen for the devices that learned; here the best that applies will do.
+    run = replace(run, **dict.fromkeys(OF_DEVICES))
+    tokenizer = load_tokenizer(folder.tokenizer_path)
+    model = load_model(folder)
+    model = network_of(PRESETS[run.model](tokenizer.vocab_size) if model is None else model, run)
+    mesh = _mesh(_layout_of(run) if layout is None else layout)
+    check_served(model, mesh)
+    format = prompt_format(run, tokenizer)
+    return Deployed(folder.path.resolve().name, model, mesh, format, OfRun(folder, model, mesh))
+
+
+def _of_checkpoint(directory: Path, layout: str | None) -> Deployed:
+    if find_spec("safetensors") is None or find_spec("tokenizers") is None:
+        raise ValueError(
+            f"hf:{directory} needs safetensors and tokenizers, of which one is not installed: run "
+            'pip install -e ".[hf]"'
+        )
+    from jrl.text.json_tokenizer import checkpoint_tokenizer
+    from moe.huggingface import config_from
+
+    run = RunConfig(model=f"hf:{directory}")
+    model = network_of(config_from(directory), run)
+    mesh = _mesh(layout or "dp1")
+    check_served(model, mesh)
+    format = prompt_format(run, checkpoint_tokenizer(directory, model.vocab_size))
+    name = directory.resolve().name
+    return Deployed(name, model, mesh, format, OfCheckpoint(directory, model, mesh))
+
+
+def _layout_of(run: RunConfig) -> str:
+    if run.rollout_devices is not None:
+        return run.rollout_layout or f"dp{run.rollout_devices}"
+    return run.rollout_layout or str(rollout_layout(Layout.parse(run.layout)))
+
+
+def _mesh(text: str) -> FoldedMesh:
+    layout, devices = Layout.parse(text), jax.devices()
+    if len(devices) < layout.num_devices:
+        raise ValueError(
+            f"layout {text!r} needs {layout.num_devices} devices and there are {len(devices)}: "
+            f"give --layout dp1, or --devices {layout.num_devices} to have as many fake ones on a "
+            "CPU."
+        )
+    mesh = fold(layout, devices[: layout.num_devices])
+    return rollout_mesh(text, mesh)

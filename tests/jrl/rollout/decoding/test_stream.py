@@ -1,0 +1,151 @@
+"""Rows written a few tokens at a time, each drawn as its request asks: the tokens are those of the
+engine that draws all rows alike, and nothing else that runs has a say in them."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from policies import CONFIG, EOS, PAD, PROMPT, Asked, answers, prompts, weights
+from tiers import full_but
+
+from jrl.rollout.decoding.requests import Request
+from jrl.rollout.decoding.stream import StreamEngine
+from jrl.rollout.row_sampling import OwnSampling, RowSampling, draw_rows
+from jrl.rollout.sampling import GREEDY, Sampling, draw
+
+RESPONSE, SLOTS, K = 7, 4, 3
+GREEDILY = OwnSampling(temperature=0.0, wants_likeliest=True)
+
+
+def engine(layout: str = "dp1") -> StreamEngine:
+    mesh = Asked(GREEDY, layout).mesh
+    made = StreamEngine(
+        CONFIG,
+        mesh,
+        mesh,
+        slots=SLOTS,
+        columns=PROMPT + RESPONSE,
+        pad_id=PAD,
+        stop_ids=(EOS,),
+        key=jax.random.key(0),
+        top_logprobs=K,
+    )
+    made.load(weights(), 5)
+    return made
+
+
+def ids(number: int) -> np.ndarray:
+    tokens, valid = prompts()
+    return np.asarray(tokens[number][valid[number]], np.int32)
+
+
+def asked(number: int, own: OwnSampling, samples: int = 1, name: int | None = None):
+    """Samples of one of the prompts, which may go by another number."""
+    prompt = number if name is None else name
+    return [Request(prompt, s, ids(number), RESPONSE, own=own) for s in range(samples)]
+
+
+def written(made: StreamEngine, window: int, late: list[Request] | None = None):
+    """The rows to their ends, by prompt and sample: tokens, log-probabilities, the likeliest, and
+    what ended them. What comes late is asked for after the first look."""
+    rows: dict = {}
+    while made.busy:
+        for row in made.tick(window):
+            key = row.request.prompt, row.request.sample
+            rows.setdefault(key, []).append(row)
+            assert len(row.tokens) == len(row.logprobs) <= window + 1
+        if late:
+            made.ask(late)
+            late = None
+    return {
+        key: (
+            np.concatenate([part.tokens for part in parts]),
+            np.concatenate([part.logprobs for part in parts]),
+            [part.likeliest for part in parts],
+            [part.finish for part in parts],
+        )
+        for key, parts in rows.items()
+    }
+
+
+@cache
+def crowd(window: int, layout: str = "dp1"):
+    """Requests of several kinds, more than there are slots, some of which come late."""
+    made = engine(layout)
+    made.ask(asked(0, GREEDILY))
+    made.ask(asked(1, OwnSampling(0.7, 0.8, seed=2**40 + 5), samples=3))
+    late = [*asked(2, GREEDILY), *asked(3, OwnSampling(1.3, 1.0, seed=9), samples=2)]
+    rows = written(made, window, late)
+    assert made.num_live == 0 and made.num_idle == SLOTS
+    return rows
+
+
+@pytest.mark.parametrize("layout", full_but(["dp1", "dp2", "tp2 / ep2"], "dp1"))
+def test_greedy_rows_are_those_of_the_engine_that_draws_all_alike(layout):
+    rows = crowd(2, layout)
+    plain = Asked(GREEDY, layout, RESPONSE)
+    requests = [Request(number, 0, ids(number), RESPONSE) for number in (0, 2)]
+    for trajectory in answers(plain.engine(), requests, GREEDY):
+        tokens, logprobs, likeliest, finishes = rows[trajectory.request.prompt, 0]
+        np.testing.assert_array_equal(tokens, trajectory.tokens)
+        # float32: the same sums, in programs of their own.
+        np.testing.assert_allclose(logprobs, trajectory.old_logprobs, atol=1e-5)
+        assert finishes[-1] == trajectory.finish and set(finishes[:-1]) <= {None}
+        best = np.concatenate([part.tokens for part in likeliest])
+        np.testing.assert_array_equal(best[:, 0], tokens)
+        of_best = np.concatenate([part.logprobs for part in likeliest])
+        np.testing.assert_allclose(of_best[:, 0], logprobs, atol=1e-6)
+        assert of_best.shape == (len(tokens), K) and np.all(np.diff(of_best) <= 0)
+
+
+@pytest.mark.parametrize("window", full_but([1, 5], 5))
+def test_neither_windows_nor_what_else_runs_have_a_say(window):
+    rows = crowd(2)
+    alone = engine()
+    # The same seed under another number of its prompt.
+    alone.ask(asked(1, OwnSampling(0.7, 0.8, seed=2**40 + 5), samples=3, name=77))
+    others = written(alone, window)
+    assert len({tuple(rows[1, sample][0]) for sample in range(3)}) > 1, "the samples are equal"
+    for sample in range(3):
+        np.testing.assert_array_equal(others[77, sample][0], rows[1, sample][0])
+        assert others[77, sample][2][0] is None, "nobody asked for the likeliest"
+
+
+def test_what_is_dropped_gives_its_slots_back():
+    made = engine()
+    made.ask(asked(1, OwnSampling(0.7, 0.8, seed=2**40 + 5), samples=3))
+    made.ask(asked(0, GREEDILY, samples=3))
+    made.tick(1)
+    made.drop({(0, 0), (0, 2), (1, 1)})  # one sits, one waits, one sits
+    assert made.num_live == 2
+    rows = written(made, 3)
+    assert {key for key in rows} <= {(1, 0), (1, 2), (0, 1)} and (0, 1) in rows
+    assert made.num_idle == SLOTS
+    tokens = rows[0, 1][0]
+    np.testing.assert_array_equal(tokens, crowd(2)[0, 0][0])
+
+
+def test_a_request_says_how_it_is_drawn():
+    with pytest.raises(ValueError, match=r"\(2, 0\) does not say how it is drawn"):
+        engine().ask([Request(2, 0, ids(2), RESPONSE)])
+
+
+@pytest.mark.parametrize("top_p", full_but([1.0, 0.6], 0.6))
+def test_rows_that_are_alike_are_drawn_as_a_program_for_them_draws(top_p):
+    rows, vocab = 5, 13
+    logits = jax.random.normal(jax.random.key(3), (rows, vocab)) * 2
+    keys = jax.random.split(jax.random.key(4), rows)
+    own = RowSampling(
+        temperatures=jnp.full(rows, 0.7, jnp.float32),
+        top_ps=jnp.full(rows, top_p, jnp.float32),
+        seeds=jnp.zeros((rows, 2), jnp.uint32),
+        wants_likeliest=jnp.zeros(rows, bool),
+    )
+    tokens, behaviour, policy = draw_rows(logits, own, keys)
+    expected = draw(logits, Sampling(0.7, top_p=top_p), keys)
+    np.testing.assert_array_equal(tokens, expected[0])
+    np.testing.assert_allclose(behaviour, expected[1], atol=1e-6)
+    whole = jax.nn.log_softmax(logits)[np.arange(rows), tokens]
+    np.testing.assert_allclose(policy, whole, atol=1e-6)

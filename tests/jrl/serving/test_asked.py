@@ -1,0 +1,131 @@
+"""Bodies of requests: what is served is read, all else is refused by its name."""
+
+import pytest
+
+from jrl.serving.asked import chat_of, completion_of
+from jrl.serving.refusal import Refused
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+COMPLETION = {"model": "m", "prompt": "hello"}
+
+
+def test_what_is_left_out_is_as_openai_has_it():
+    asked = completion_of(COMPLETION)
+    assert (asked.prompts, asked.max_tokens, asked.n) == (("hello",), None, 1)
+    assert (asked.temperature, asked.top_p, asked.seed, asked.stops) == (1.0, 1.0, None, ())
+    assert not (asked.stream or asked.logprobs or asked.echo or asked.chat)
+    asked = chat_of(CHAT)
+    assert asked.chat and asked.max_tokens is None
+    assert asked.messages == (("user", "hello"),)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        (["a", "b"], ("a", "b")),
+        ([3, 4], ((3, 4),)),
+        ([[3, 4], [5]], ((3, 4), (5,))),
+    ],
+)
+def test_prompts_are_texts_or_ids(prompt, expected):
+    assert completion_of({**COMPLETION, "prompt": prompt}).prompts == expected
+
+
+def test_everything_that_is_served_is_read():
+    asked = chat_of(
+        {
+            "model": "m",
+            "messages": [
+                {"role": "system", "content": [{"type": "text", "text": "be "}] * 2},
+                {"role": "user", "content": "hello", "name": None},
+            ],
+            "max_completion_tokens": 7,
+            "max_tokens": 7,
+            "n": 2,
+            "temperature": 0,
+            "top_p": 0.5,
+            "seed": -3,
+            "stop": ["a", "b"],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "logprobs": True,
+            "top_logprobs": 4,
+            "user": "me",
+            # What changes nothing is let through.
+            "frequency_penalty": 0,
+            "logit_bias": {},
+            "tools": None,
+            "response_format": {"type": "text"},
+        }
+    )
+    assert asked.messages[0] == ("system", "be be ")
+    assert (asked.max_tokens, asked.n, asked.seed, asked.stops) == (7, 2, -3, ("a", "b"))
+    assert (asked.temperature, asked.top_p) == (0.0, 0.5)
+    assert asked.stream and asked.include_usage and asked.logprobs and asked.likeliest == 4
+
+
+BOTH = [
+    ({"model": None}, "model", "must be the name of one"),
+    ({"n": 0}, "n", r"n=0 must be a whole number in 1\.\.128"),
+    ({"n": True}, "n", "n=True must be a whole number"),
+    ({"temperature": 2.5}, "temperature", r"temperature=2.5 must be a number in 0\.\.2"),
+    ({"temperature": float("nan")}, "temperature", "temperature=nan must be a number"),
+    ({"top_p": 0}, "top_p", "top_p=0 leaves no token"),
+    ({"seed": 2**63}, "seed", "must be a whole number"),
+    ({"stop": ""}, "stop", "must be a text that is not empty"),
+    ({"stop": ["a"] * 5}, "stop", "or a list of 4 at most"),
+    ({"stream": 1}, "stream", "stream=1 must be true or false"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream=true"),
+    ({"stream": True, "stream_options": {"x": 1}}, "stream_options", "must be"),
+    ({"max_tokens": 0}, "max_tokens", "must be a whole number from 1"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty", "frequency_penalty=0.5 is not served here"),
+    ({"logit_bias": {"3": 5}}, "logit_bias", "is not served here"),
+    ({"top_k": 5}, "top_k", "top_k=5 is not served here"),
+]
+OF_COMPLETIONS = [
+    ({"prompt": None}, "prompt", "prompt=None must be a text"),
+    ({"prompt": []}, "prompt", "must be a text"),
+    ({"prompt": ["a", 3]}, "prompt", "must be a text"),
+    ({"prompt": ["a"] * 129}, "prompt", "prompt has 129 prompts"),
+    ({"logprobs": 21}, "logprobs", r"logprobs=21 must be a whole number in 0\.\.20"),
+    ({"echo": True, "logprobs": 1}, "echo", "not served"),
+    ({"best_of": 3}, "best_of", "best_of=3 is not served here"),
+    ({"suffix": "x"}, "suffix", "is not served here"),
+    ({"messages": []}, "messages", "is not served here"),
+]
+OF_CHATS = [
+    ({"messages": []}, "messages", r"messages=\[\] must be a list"),
+    ({"messages": ["hello"]}, "messages[0]", "must be"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "must be a text"),
+    (
+        {"messages": [{"role": "user", "content": "x", "name": "Ann"}]},
+        "messages[0].name",
+        "is not served here",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0]",
+        "is of type 'image_url'",
+    ),
+    ({"top_logprobs": 2}, "top_logprobs", "top_logprobs=2 needs logprobs=true"),
+    ({"logprobs": 3}, "logprobs", "logprobs=3 must be true or false"),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "differ: give one"),
+    ({"tools": [{"type": "function"}]}, "tools", "is not served here"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "is not served here"),
+    ({"prompt": "x"}, "prompt", "is not served here"),
+]
+
+
+@pytest.mark.parametrize(
+    ("parse", "body", "param", "message"),
+    [
+        *((completion_of, {**COMPLETION, **more}, *said) for more, *said in BOTH + OF_COMPLETIONS),
+        *((chat_of, {**CHAT, **more}, *said) for more, *said in BOTH + OF_CHATS),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(parse, body, param, message):
+    with pytest.raises(Refused, match=message) as refused:
+        parse(body)
+    error = refused.value.body["error"]
+    assert refused.value.status == 400
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")

@@ -1,0 +1,367 @@
+"""Who is served, in which order and by which policy, with an engine that says what it is told."""
+
+import asyncio
+import json
+import time
+
+import httpx
+import numpy as np
+import pytest
+from served import numbers
+
+from jrl.rollout.decoding.stream import Written
+from jrl.serving.application import Front
+from jrl.serving.metrics import Metrics
+from jrl.serving.policy import Served
+from jrl.serving.service import Service
+from jrl.text.prompt_format import PromptFormat
+from jrl.text.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.train_characters("abcdefgh ")
+SAYS = TOKENIZER.encode("bad cab ") * 20
+LENGTH = 40
+
+
+class Scripted:
+    """An engine whose rows say the same letters, the first choice from the first of them on; rows
+    stand still while it is `held`."""
+
+    def __init__(self, slots):
+        self.slots, self.ranks, self.most_tokens = slots, 1, 100
+        self.waiting, self.sitting, self.loaded, self.held = [], {}, [], False
+        self.error = None
+
+    num_idle = property(lambda self: max(0, self.slots - len(self.sitting) - len(self.waiting)))
+    num_live = property(lambda self: len(self.sitting))
+    busy = property(lambda self: bool(self.sitting or self.waiting))
+
+    def load(self, weights, version):
+        assert not self.busy, "a row would be written by two policies"
+        self.loaded.append(version)
+
+    def ask(self, requests):
+        self.waiting += requests
+
+    def drop(self, rows):
+        self.waiting = [r for r in self.waiting if (r.prompt, r.sample) not in rows]
+        self.sitting = {key: row for key, row in self.sitting.items() if key not in set(rows)}
+
+    def tick(self, window):
+        if self.error is not None:
+            raise self.error
+        while self.waiting and len(self.sitting) < self.slots:
+            request = self.waiting.pop(0)
+            self.sitting[request.prompt, request.sample] = [request, 0]
+        if self.held:
+            time.sleep(0.001)
+            return []
+        written = []
+        for key, row in list(self.sitting.items()):
+            request, done = row
+            count = min(window, request.max_new_tokens - done)
+            ids = np.array(SAYS[key[1] + done : key[1] + done + count], np.int32)
+            row[1] += count
+            finish = "length" if row[1] == request.max_new_tokens else None
+            written.append(Written(request, ids, np.full(count, -0.5, np.float32), None, finish))
+            if finish:
+                del self.sitting[key]
+        return written
+
+
+class Newer:
+    """A policy of which each version comes after the one before."""
+
+    def __init__(self):
+        self.version, self.error = 0, None
+
+    def newest(self):
+        return self.version
+
+    def load(self):
+        if self.error is not None:
+            raise self.error
+        return None, self.version
+
+
+class House:
+    """A service, its application, and a client of it."""
+
+    def __init__(self, slots=2, queue=1, api_key=None, most_bytes=400):
+        self.engine, self.versions, self.metrics = Scripted(slots), Newer(), Metrics(slots)
+        served = Served("m", PromptFormat(TOKENIZER), LENGTH, 30, 0)
+        self.service = Service(
+            self.engine,
+            served,
+            self.versions,
+            self.metrics,
+            queue=queue,
+            window=3,
+        )
+        front = Front(self.service, served, self.metrics, api_key=api_key, most_bytes=most_bytes)
+        self.application = front.application()
+        self.service.start(warm_up=False)
+
+    def run(self, scene):
+        """Plays a scene with a client, then ends the service."""
+
+        async def play():
+            transport = httpx.ASGITransport(app=self.application)
+            async with httpx.AsyncClient(transport=transport, base_url="http://m") as client:
+                return await scene(client)
+
+        try:
+            return asyncio.run(play())
+        finally:
+            self.engine.held = False
+            self.service.close()
+            self.service._thread.join(5)
+            assert self.service.ended
+
+    def number(self, name):
+        return numbers(self.metrics.text().decode())[name]
+
+
+def asking(**more):
+    return {"model": "m", "prompt": "ab", "max_tokens": 7, **more}
+
+
+async def until(condition):
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("what was waited for did not happen")
+
+
+def events(text):
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_an_answer_and_its_stream_say_the_same():
+    house, body = House(), asking(n=2, logprobs=0, stop=["ca"], max_tokens=9)
+
+    async def scene(client):
+        whole = await client.post("/v1/completions", json=body)
+        streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        return whole, await client.post("/v1/completions", json=streamed)
+
+    whole, streamed = house.run(scene)
+    answer, chunks = whole.json(), events(streamed.text)
+    assert [choice["text"] for choice in answer["choices"]] == ["bad ", "ad "]
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}
+    # "bad ca" and "ad ca": up to the token that completed the stop.
+    usage = {"prompt_tokens": 3, "completion_tokens": 11, "total_tokens": 14}
+    assert answer["usage"] == chunks[-1]["usage"] == usage
+    for index, choice in enumerate(answer["choices"]):
+        parts = [c["choices"][0] for c in chunks[:-1] if c["choices"][0]["index"] == index]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        assert [part["finish_reason"] for part in parts][-1] == "stop"
+        told = [part["logprobs"] for part in parts if part["logprobs"]]
+        for name, values in choice["logprobs"].items():
+            assert [each for one in told for each in one[name]] == values
+        assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+    assert house.engine.num_live == 0
+    assert house.number('jrl_choices_total{finish="stop"}') == 4
+    assert house.number("jrl_generated_tokens_total") == 22
+
+
+def test_prompts_are_echoed_and_numbered_through():
+    body = asking(prompt=["ab", "cd"], echo=True, n=2)
+    answer = House(slots=4).run(lambda client: client.post("/v1/completions", json=body)).json()
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert texts == ["abbad cab", "abad cab ", "cdd cab b", "cd cab ba"]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+
+
+def test_a_completion_without_a_limit_has_sixteen_tokens_or_what_there_is_room_for():
+    async def scene(client):
+        bodies = [{"model": "m", "prompt": "a" * length} for length in (1, 34)]
+        return [(await client.post("/v1/completions", json=body)).json() for body in bodies]
+
+    answers = House().run(scene)
+    assert [answer["usage"]["completion_tokens"] for answer in answers] == [16, 5]
+
+
+def test_more_than_may_wait_are_turned_away_and_nobody_is_lost():
+    house = House(slots=2, queue=1)
+    house.engine.held = True
+
+    async def scene(client):
+        calls = []
+        for number in range(3):  # two are seated, one waits
+            calls.append(asyncio.create_task(client.post("/v1/completions", json=asking())))
+            waiting = max(0, number - 1)
+            await until(lambda n=waiting: house.number("jrl_queue_length") == n)
+            await asyncio.sleep(0.02)
+        refused = await client.post("/v1/completions", json=asking())
+        house.engine.held = False
+        return refused, await asyncio.gather(*calls)
+
+    refused, answers = house.run(scene)
+    assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["code"] == "queue_full"
+    assert [answer.status_code for answer in answers] == [200, 200, 200]
+    assert house.number("jrl_queue_length") == 0 == house.number("jrl_slots_live")
+    assert house.number('jrl_requests_total{endpoint="completions",status="200"}') == 3
+    assert house.number('jrl_requests_total{endpoint="completions",status="429"}') == 1
+
+
+def test_who_leaves_frees_a_slot_and_a_place_in_the_queue():
+    """The first client leaves while it is served, the second while it waits."""
+    house = House(slots=1, queue=5)
+    house.engine.held = True
+
+    async def leaving(application):
+        gone = asyncio.Event()
+        body = json.dumps(asking()).encode()
+        first = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive():
+            if first:
+                return first.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        scope |= {"query_string": b"", "root_path": "", "http_version": "1.1"}
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+
+        return gone, sent, asyncio.create_task(application(scope, receive, send))
+
+    async def scene(client):
+        left = []
+        for _ in range(2):
+            left.append(await leaving(house.application))
+            await asyncio.sleep(0.02)
+        for gone, _, task in left:
+            gone.set()
+            await task
+        house.engine.held = False
+        answer = await client.post("/v1/completions", json=asking())
+        return answer, [sent for _, sent, _ in left]
+
+    answer, sent = house.run(scene)
+    assert answer.status_code == 200 and sent == [[], []]
+    assert house.number('jrl_requests_total{endpoint="completions",status="gone"}') == 2
+    assert house.engine.num_live == 0 == house.number("jrl_queue_length")
+
+
+def test_a_later_policy_waits_for_what_runs_and_those_who_wait_get_it():
+    house = House(slots=1, queue=5, api_key="k")
+    house.engine.held = True
+    head = {"Authorization": "Bearer k"}
+
+    async def scene(client):
+        post = client.post
+        early = asyncio.create_task(post("/v1/completions", json=asking(), headers=head))
+        await asyncio.sleep(0.02)
+        house.versions.version = 5
+        load = asyncio.create_task(post("/v1/load", headers=head))
+        await asyncio.sleep(0.02)
+        late = asyncio.create_task(post("/v1/completions", json=asking(), headers=head))
+        await asyncio.sleep(0.02)
+        assert not load.done() and house.engine.loaded == [0]
+        house.engine.held = False
+        answers = [(await each).json() for each in (early, load, late)]
+        house.versions.error = ValueError("it is damaged")
+        answers.append((await post("/v1/load", headers=head)).json())
+        still = (await post("/v1/completions", json=asking(), headers=head)).json()
+        return [*answers, still]
+
+    early, load, late, failed, still = house.run(scene)
+    assert early["system_fingerprint"] == "step-0"
+    assert load == {"version": 5, "system_fingerprint": "step-5"}
+    assert late["system_fingerprint"] == still["system_fingerprint"] == "step-5"
+    assert failed["error"]["message"] == "no policy could be loaded: it is damaged"
+    assert house.number('jrl_policy_loads_total{outcome="failed"}') == 1
+
+
+def test_an_engine_that_fails_says_so_to_everyone():
+    house = House()
+    house.engine.error = RuntimeError("no memory")
+
+    async def scene(client):
+        first = await client.post("/v1/completions", json=asking())
+        await until(lambda: house.service.ended)
+        return (
+            first,
+            await client.post("/v1/completions", json=asking()),
+            await client.get("/health"),
+        )
+
+    first, second, health = house.run(scene)
+    assert [first.status_code, second.status_code, health.status_code] == [500, 500, 503]
+    assert first.json()["error"]["message"] == "the engine has failed: no memory"
+    assert isinstance(house.service.failure, RuntimeError)
+
+
+def test_a_server_that_ends_takes_nothing_more_and_finishes_what_runs():
+    house = House()
+    house.engine.held = True
+
+    async def scene(client):
+        running = asyncio.create_task(client.post("/v1/completions", json=asking()))
+        await asyncio.sleep(0.02)
+        house.service.close()
+        refused = await client.post("/v1/completions", json=asking())
+        health = await client.get("/health")
+        house.engine.held = False
+        return await running, refused, health
+
+    running, refused, health = house.run(scene)
+    assert (running.status_code, refused.status_code, health.status_code) == (200, 503, 503)
+    assert refused.json()["error"]["code"] == "server_ending"
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "status", "message"),
+    [
+        ("/v1/completions", {"json": asking(model="x")}, 404, "model='x' is not served here"),
+        ("/v1/completions", {"content": b"{"}, 400, "the body is not JSON"),
+        ("/v1/completions", {"content": b"[]"}, 400, "a JSON list, not an object"),
+        ("/v1/completions", {"json": asking(prompt="a" * 400)}, 413, "more than 400 bytes"),
+        ("/v1/completions", {"json": asking(prompt="x")}, 400, "the character 'x'"),
+        ("/v1/completions", {"json": asking(prompt=[99])}, 400, "ids has 99, outside"),
+        (
+            "/v1/completions",
+            {"json": asking(prompt="a" * 34)},
+            400,
+            "has 35 tokens and max_tokens=7, 42 in all, and the model is served with a length of",
+        ),
+        ("/v1/completions", {"json": asking(max_tokens=31)}, 400, "ask for 30 at most"),
+        (
+            "/v1/chat/completions",
+            {"json": {"model": "m", "messages": [{"role": "user", "content": "a"}]}},
+            400,
+            "has no chat template",
+        ),
+        ("/v1/load", {}, 403, "this server has none"),
+        ("/v1/nothing", {}, 404, "Not Found"),
+    ],
+)
+def test_refusals_are_in_openais_form(path, given, status, message):
+    answer = House().run(lambda client: client.post(path, **given))
+    assert answer.status_code == status
+    assert message in answer.json()["error"]["message"]
+
+
+def test_the_key_is_asked_for():
+    house = House(api_key="k")
+
+    async def scene(client):
+        wrong = {"Authorization": "Bearer x"}
+        answers = [await client.post("/v1/completions", json=asking(), headers=wrong)]
+        answers += [await client.get(path) for path in ("/v1/models", "/health", "/metrics")]
+        right = {"Authorization": "Bearer k"}
+        answers.append(await client.get("/v1/models", headers=right))
+        return answers
+
+    answers = house.run(scene)
+    assert [answer.status_code for answer in answers] == [401, 401, 200, 200, 200]
+    assert answers[0].json()["error"]["code"] == "invalid_api_key"
+    assert answers[-1].json()["data"][0]["id"] == "m"
