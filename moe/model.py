@@ -22,7 +22,7 @@ from moe.config import ModelConfig
 from moe.depth import is_scanned, over_layers
 from moe.embedding import embed
 from moe.experts.dispatch.choice import dispatch
-from moe.experts.feed_forward import dense
+from moe.experts.feed_forward import dense_term
 from moe.head import logits_of, value_of
 from moe.precision import rms_norm
 from moe.remat import rematerialised
@@ -78,15 +78,8 @@ def feed_forward(
         if buffer_factor is not None:
             stats = replace(stats, overflow=vary(overflow.astype(jnp.float32), mesh.axes))
         out = out + routed
-    if layer.dense is not None:
-        # Beside routed experts this is the shared expert, which every token passes.
-        # Nothing of it waits for them, nor they for it.
-        with jax.named_scope("dense_expert"):
-            beside = dense(layer.dense, h, mesh)
-        if layer.shared_gate is not None:
-            beside = beside * jax.nn.sigmoid(h @ layer.shared_gate.astype(h.dtype))[:, None]
-        out = out + beside
-    return out, stats
+    beside = dense_term(layer, h, mesh)
+    return out if beside is None else out + beside, stats
 
 
 def block(

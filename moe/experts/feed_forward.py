@@ -18,7 +18,7 @@ from moe.experts.joined import joined_dot
 from moe.experts.permutation import spread_rows, sum_rows
 from moe.kernels.layout import sorted_layout
 from moe.remat import PRODUCT
-from moe.weights import Dense, Experts
+from moe.weights import Dense, Experts, Layer
 from sharding.collectives import gather_tokens, scatter_tokens
 from sharding.folding import FoldedMesh
 
@@ -37,6 +37,25 @@ def dense(
     gate, up = jnp.split(joined_dot(x, weights.gate_up), 2, axis=-1)
     hidden = jax.nn.silu(gate) * up
     return scatter_tokens(hidden @ weights.down.astype(x.dtype), mesh.tp)
+
+
+def dense_term(
+    layer: Layer[Array], h: Float[Array, "local d_model"], mesh: FoldedMesh
+) -> Float[Array, "local d_model"] | None:
+    """What every token gets of the dense layer, which beside routed experts is the shared one;
+    None where there is none.
+
+    Args:
+      h: the normalised residual stream.
+    """
+    if layer.dense is None:
+        return None
+    # Nothing of it waits for routed experts, nor they for it.
+    with jax.named_scope("dense_expert"):
+        beside = dense(layer.dense, h, mesh)
+    if layer.shared_gate is not None:
+        beside = beside * jax.nn.sigmoid(h @ layer.shared_gate.astype(h.dtype))[:, None]
+    return beside
 
 
 def routed_experts(
