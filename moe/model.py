@@ -191,8 +191,8 @@ def blocks(
             return x, (stats, None)
         assert not isinstance(core_attention, LatentCore)
         kept: list[Any] = []
-        watched = _watched(core_attention, keep, kept, config)
-        x, stats = block(layer, x, own, watched, config, mesh)
+        seen = watched(core_attention, keep, kept, config)
+        x, stats = block(layer, x, own, seen, config, mesh)
         return x, (stats, kept[0])
 
     def run_numbered(index: int | Int[Array, ""], layer: Layer[Array], x: Array):
@@ -228,7 +228,7 @@ def _where_present(is_present: Array, run_layer: Callable[..., Any]) -> Callable
     return lambda layer, x: lax.cond(is_present, run_layer, skip, layer, x)
 
 
-def _watched(
+def watched(
     core_attention: CoreAttention, keep: Keep, kept: list[Any], config: ModelConfig
 ) -> CoreAttention | LatentCore:
     """The same attention, which puts what is kept of the layer into `kept`."""

@@ -1,0 +1,1 @@
+"""Serving a mixture with attention and experts on disjoint devices."""
