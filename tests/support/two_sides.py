@@ -134,7 +134,7 @@ def two_sides(
     """As `one_side`, of a process that has all devices or those of attention; logits and choices
     as the arrays of each step's rows on the devices, in the order of the rows."""
     tokens, prompts, ends = batch()
-    mesh, config = runner.mesh.attention, runner.config
+    mesh = runner.mesh.attention
     rows = NamedSharding(mesh.mesh, P(mesh.except_sequence))
     attends = weights.rest is not None
 
