@@ -24,8 +24,14 @@ def split_mesh(text: str, number: int | None, training: FoldedMesh) -> SplitMesh
         turns.
 
     Raises:
-      ValueError: for a split of another number of devices, or more of them than there are.
+      ValueError: in a run of several processes, and for a split of another number of devices, or
+        of more than there are.
     """
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"rollout_split={text!r} has one controller, and the run has {jax.process_count()} "
+            "processes: leave out --rollout-engine, or train in one."
+        )
     split = Split.parse(text)
     learning = devices_of(training)
     if number is None:

@@ -1,5 +1,6 @@
 """The weights of a network on two sides, each where it is used and nowhere else."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -15,7 +16,7 @@ from moe.config import ModelConfig
 from moe.disaggregated.placement import Copies, Placement
 from moe.disaggregated.split import SplitMesh, is_here
 from moe.placement import specs
-from moe.weights import Experts, Layer, Transformer
+from moe.weights import Experts, Layer, Transformer, cast_shapes
 from sharding.folding import FoldedMesh
 
 Leaf = TypeVar("Leaf")
@@ -77,8 +78,11 @@ def to_sides(
     return SplitWeights(rest, first, attention, experts, copies)
 
 
-def check_splits(config: ModelConfig, mesh: SplitMesh, placement: Placement) -> None:
+def check_splits(config: ModelConfig, mesh: SplitMesh, placement: Placement | None = None) -> None:
     """Refuses a network that two such sides cannot serve.
+
+    Args:
+      placement: None has each expert once.
 
     Raises:
       ValueError: naming why.
@@ -88,12 +92,13 @@ def check_splits(config: ModelConfig, mesh: SplitMesh, placement: Placement) -> 
             "num_experts=0 leaves the devices of the experts without work: decode a dense network "
             "on one mesh."
         )
+    ep, etp = (mesh.experts.size(axes) for axes in (mesh.experts.ep, mesh.experts.etp))
+    placement = placement or Placement.identity(config.num_experts, ep)
     if len(placement.copies) != config.num_experts:
         raise ValueError(
             f"a placement of {len(placement.copies)} experts is none of num_experts="
             f"{config.num_experts}: place each of them."
         )
-    ep, etp = (mesh.experts.size(axes) for axes in (mesh.experts.ep, mesh.experts.etp))
     if placement.num_devices != ep:
         raise ValueError(
             f"a placement on {placement.num_devices} devices does not fit ep={ep}: plan for {ep}."
@@ -104,6 +109,25 @@ def check_splits(config: ModelConfig, mesh: SplitMesh, placement: Placement) -> 
             "that divides it."
         )
     specs(config, mesh.attention)
+
+
+def side_bytes(
+    config: ModelConfig, mesh: SplitMesh, placement: Placement | None = None
+) -> tuple[int, int]:
+    """Bytes of the weights on a device of attention, and on one of the experts, without the
+    placement's table."""
+    ep, etp = (mesh.experts.size(axes) for axes in (mesh.experts.ep, mesh.experts.etp))
+    placement = placement or Placement.identity(config.num_experts, ep)
+    like = cast_shapes(config)
+
+    def on_one(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
+        place = NamedSharding(mesh.attention.mesh, spec)
+        return math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+    places = _without_experts(specs(config, mesh.attention))
+    attention = sum(jax.tree.leaves(jax.tree.map(on_one, _without_experts(like), places)))
+    routed = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(_routed(like)))
+    return attention, routed // config.num_experts * placement.num_slots // etp
 
 
 def attention_specs(config: ModelConfig, mesh: FoldedMesh) -> Layer[PartitionSpec]:

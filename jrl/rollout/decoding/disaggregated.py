@@ -14,7 +14,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from jrl.processes.agreement import is_multiprocess
 from jrl.rollout.decoding.admission import Arrivals, admit_known
 from jrl.rollout.decoding.advance import Advanced
 from jrl.rollout.decoding.engine import WINDOW, SlotEngine
@@ -51,7 +50,7 @@ class DisaggregatedEngine(SlotEngine):
     `micro_batches`.
 
     Raises:
-      ValueError: in a run of several processes, and on sizes that do not divide.
+      ValueError: on sizes that do not divide.
     """
 
     def __init__(
@@ -69,11 +68,6 @@ class DisaggregatedEngine(SlotEngine):
         micro_batches: int = 2,
         placement: Placement | None = None,
     ):
-        if is_multiprocess():
-            raise ValueError(
-                "rollout_engine='disaggregated' has one controller, and the run has "
-                f"{jax.process_count()} processes: leave it out, or train in one."
-            )
         check_micro_batches(slots, micro_batches, split)
         # Each layer's keys and values in a buffer of their own, which its program gives up.
         config = replace(config, execution=replace(config.execution, scan_layers=False))

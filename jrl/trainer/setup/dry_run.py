@@ -22,6 +22,7 @@ from jrl.trainer.setup.setup import Setup
 from moe.attention.context_parallel.choice import context_of, received
 from moe.chunks import stored_depth
 from moe.config import ModelConfig
+from moe.disaggregated.sides import side_bytes
 from moe.execution import Execution
 from moe.placement import in_chunks, shard_specs, specs, stored_specs
 from moe.router.replay import choices_dtype
@@ -71,6 +72,8 @@ def print_dry_run(setup: Setup, console: Console | None = None) -> None:
     if setup.rollout_mesh != setup.mesh:
         where = "the same" if setup.run.rollout_devices is None else "devices of their own"
         title = f"Rollout layout: {setup.rollout_mesh.layout} on {where}"
+        if setup.split is not None:
+            title = f"Rollout split: {setup.run.rollout_split} on {where}, attention"
         _print(console, title, axes(setup.rollout_mesh))
     if setup.format.template is not None:
         _print_prompt(setup, console)
@@ -276,7 +279,11 @@ def prediction(setup: Setup) -> dict[str, str]:
 
 
 def rollout_memory(setup: Setup) -> dict[str, int]:
-    """Bytes that sampling needs on one of its devices."""
+    """Bytes that sampling needs on one of its devices, of two sides on that which needs more
+    weights."""
+    if setup.split is not None:
+        policy = max(side_bytes(setup.model, setup.split))
+        return {"key/value cache": cache_bytes(setup), "policy of the rollout": policy}
     weights = weight_bytes(setup.model, setup.rollout_mesh)
     return {
         "weights apart to sample": weights,
