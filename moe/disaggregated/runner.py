@@ -5,6 +5,7 @@ enqueued. A process that has devices of one side only runs the programs of that 
 in the exchanges.
 """
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,9 @@ from moe.disaggregated.programs import Buffers, Prompts, Steps
 from moe.disaggregated.schedule import Enqueued, order
 from moe.disaggregated.sides import SplitWeights
 from moe.disaggregated.split import SplitMesh, is_here
+
+AHEAD = 2
+"""Tokens whose programs a process enqueues before it waits for those of the first."""
 
 
 class Runner:
@@ -63,6 +67,7 @@ class Runner:
         self._numbers: dict[int, Array] = {}
         self._zeros: dict[Message, Arrays] = {}
         self.keeps_log, self.log, self.bytes_sent = False, list[Enqueued](), 0
+        self._under_way = deque[Arrays]()
 
     def prefill(
         self,
@@ -173,10 +178,19 @@ class Runner:
             elif one.role == "attention":
                 attend(i, one.layer)
             elif one.role == "experts":
+                self._wait(self.config.num_expert_layers * micro_batches * AHEAD)
                 received[i] = self._experts(serving, weights, one.layer, parts.pop(i), num_tokens)
             else:
                 finish(i)
+        self._wait(0)
         return _cache_of(buffers, self.config) if self._attends else None
+
+    def _wait(self, programs: int) -> None:
+        """In a process that has experts only, and so never looks at a token: waits until no more
+        than so many of its programs are under way. What became of the other processes is raised
+        here."""
+        while len(self._under_way) > programs:
+            jax.block_until_ready(self._under_way.popleft())
 
     def _attention(
         self,
@@ -208,6 +222,8 @@ class Runner:
         if self._computes:
             assert came is not None
             sums = programs.experts_half(serving, weights.experts[layer], came)
+            if not self._attends:
+                self._under_way.append(sums)
         pairs = serving.num_sources * serving.num_targets
         self.bytes_sent += pairs * (out.num_bytes + back.num_bytes)
         return self._back(sums, back)

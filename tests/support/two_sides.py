@@ -129,12 +129,15 @@ def sides(
 
 
 def two_sides(
-    runner: Runner, weights: SplitWeights, micro_batches: int = 1, steps: int = STEPS
-) -> tuple[list, list, np.ndarray]:
-    """As `one_side`, of a process that has all devices or those of attention; logits and choices
-    as the arrays of each step's rows on the devices, in the order of the rows."""
+    runner: Runner,
+    weights: SplitWeights,
+    micro_batches: int = 1,
+    steps: int = STEPS,
+    goes_on=lambda token: True,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """As `one_side`; NaN, -1 and None for what this process has no part of."""
     tokens, prompts, ends = batch()
-    mesh = runner.mesh.attention
+    mesh, config = runner.mesh.attention, runner.config
     rows = NamedSharding(mesh.mesh, P(mesh.except_sequence))
     attends = weights.rest is not None
 
@@ -147,8 +150,7 @@ def two_sides(
     ranks, each = mesh.layout.dp, ROWS // mesh.layout.dp // micro_batches
     numbers = np.arange(ROWS).reshape(ranks, micro_batches, each).swapaxes(0, 1)
     numbers = numbers.reshape(micro_batches, -1)
-    logits = [[None] * micro_batches for _ in range(steps)]
-    choices, taken = [[None] * micro_batches for _ in range(steps)], [0] * micro_batches
+    taken, came = [0] * micro_batches, []
 
     def begin(i):
         own = numbers[i]
@@ -156,20 +158,23 @@ def two_sides(
         token = tokens[own, np.minimum(place, ROOM - 1)]
         return put(token), put(place), put(place < ends[own])
 
-    def end(i, scores, chosen):
-        logits[taken[i]][i], choices[taken[i]][i] = scores, chosen
+    def end(i, *made):
+        came.append((taken[i], numbers[i], made))
         taken[i] += 1
 
-    runner.decode(weights, cache, ROWS, micro_batches, begin, end, lambda token: token < steps)
-    if not attends:
-        return [], [], np.zeros(0)
-    back = np.argsort(numbers.reshape(-1))
-
-    def joined(parts):
-        return np.stack([np.concatenate([np.asarray(x) for x in step])[back] for step in parts])
-
-    of_steps = joined(logits), None if choices[0][0] is None else joined(choices)
-    return *of_steps, None if ran.choices is None else np.asarray(ran.choices)
+    goes = lambda token: token < steps and goes_on(token)  # noqa: E731
+    runner.decode(weights, cache, ROWS, micro_batches, begin, end, goes)
+    logits = np.full((steps, ROWS, config.vocab_size), np.nan, np.float32)
+    k = config.experts_per_token
+    choices = np.full((steps, ROWS, config.num_expert_layers, k), -1)
+    for step, own, made in came:
+        for whole, array in zip((logits, choices), made, strict=True):
+            for shard in () if array is None else array.addressable_shards:
+                whole[step, own[shard.index[0]]] = np.asarray(shard.data)
+    found = None
+    if ran is not None and ran.choices is not None and ran.choices.is_fully_addressable:
+        found = np.asarray(ran.choices)
+    return logits, choices, found
 
 
 def live() -> np.ndarray:
