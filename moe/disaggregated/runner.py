@@ -7,6 +7,7 @@ in the exchanges.
 
 from collections import deque
 from collections.abc import Callable
+from functools import cache as remembered
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from moe.config import ModelConfig
 from moe.decoding import Cache, Prefilled, for_prefill, for_step
 from moe.disaggregated import programs
 from moe.disaggregated.halves import Flight, Serving
-from moe.disaggregated.m2n import Arrays, Message, exchange_of, spread_over
+from moe.disaggregated.m2n import Arrays, exchange_of, spread_over
 from moe.disaggregated.placement import Placement
 from moe.disaggregated.programs import Buffers, Prompts, Steps
 from moe.disaggregated.schedule import Enqueued, order
@@ -65,7 +66,6 @@ class Runner:
         self._back = exchange_of(m2n, mesh.experts, mesh.attention)
         self._attends, self._computes = is_here(mesh.attention), is_here(mesh.experts)
         self._numbers: dict[int, Array] = {}
-        self._zeros: dict[Message, Arrays] = {}
         self.keeps_log, self.log, self.bytes_sent = False, list[Enqueued](), 0
         self._under_way = deque[Arrays]()
 
@@ -232,13 +232,10 @@ class Runner:
         """What comes back before the first layer."""
         if not self._attends:
             return None
-        message, sources = serving.message_back(num_tokens), serving.num_sources
-        if message not in self._zeros:
-            place = spread_over(self.mesh.attention)
-            shape = sources * message.rows, message.width
-            zeros = jax.jit(lambda: jnp.zeros(shape, message.dtype), out_shardings=place)()
-            self._zeros[message] = (zeros,) * serving.num_targets
-        return self._zeros[message]
+        message = serving.message_back(num_tokens)
+        shape = serving.num_sources * message.rows, message.width
+        zeros = _clearing(spread_over(self.mesh.attention), shape, message.dtype)()
+        return (zeros,) * serving.num_targets
 
     def _number(self, number: int) -> Array:
         """A number on every device of attention."""
@@ -247,6 +244,11 @@ class Runner:
             value = np.asarray(number, np.int32)
             self._numbers[number] = jax.make_array_from_callback((), place, lambda _: value)
         return self._numbers[number]
+
+
+@remembered
+def _clearing(place: NamedSharding, shape: tuple[int, int], dtype: Any) -> Callable[[], Array]:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=place)
 
 
 def check_micro_batches(num_rows: int, micro_batches: int, mesh: SplitMesh) -> None:
