@@ -291,7 +291,7 @@ def packed_step(
 ) -> PackedBatch:
     """One token of each row as a layer takes them; nothing is learned of them."""
 
-    def of_layer(number: int | Array, window: Window = None) -> CoreAttention | LatentCore:
+    def of_layer(index: int | Array, window: Window = None) -> CoreAttention | LatentCore:
         assert core is not None
         return core
 

@@ -85,8 +85,8 @@ class SplitPolicy:
             in_order = placement.in_layer_order(weights, self._training, layers)
             sides = to_sides(in_order, self._config, self._mesh, self._placement)
             # Waited for: updates give away the buffers that are being read.
-            self._sides = jax.block_until_ready(sides)
-            self._source = ref(weights)
+            jax.block_until_ready(sides)
+            self._sides, self._source = sides, ref(weights)
         return self._sides
 
     def release(self) -> None:

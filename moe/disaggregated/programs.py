@@ -313,13 +313,14 @@ def _packed(serving: Serving, given: Given, core: CoreAttention | LatentCore | N
 
 
 def _given_specs(serving: Serving, given: Given) -> Any:
-    rows, whole = PartitionSpec(serving.mesh.attention.except_sequence), PartitionSpec()
+    rows: Any = PartitionSpec(serving.mesh.attention.except_sequence)
+    whole: Any = PartitionSpec()
     return Steps(rows, rows, rows, whole) if isinstance(given, Steps) else Prompts(rows, rows)
 
 
 def _buffer_specs(serving: Serving) -> Any:
     mesh = serving.mesh.attention
-    heads = PartitionSpec(mesh.except_sequence, mesh.sequence)
+    heads: Any = PartitionSpec(mesh.except_sequence, mesh.sequence)
     return Buffers(heads, None if keeps_narrow(serving.config) else heads)
 
 
@@ -336,7 +337,8 @@ def _on_attention(
     buffers_out: bool = False,
     sends: bool = False,
 ) -> Any:
-    mesh, out = serving.mesh.attention, (flight_specs(serving),)
+    mesh = serving.mesh.attention
+    out: tuple[Any, ...] = (flight_specs(serving),)
     if buffers_out:
         out += (_buffer_specs(serving),)
     if sends:

@@ -136,7 +136,8 @@ def admit_known(
     if known is not None:
         chosen: Any = None if known.choices is None else rows
         spread: Any = rows
-        ran = Prefilled(pools.cache, spread, chosen)
+        heads: Any = pools.cache
+        ran = Prefilled(heads, spread, chosen)
     local = jax.shard_map(
         partial(_admit_known_local, decoder, sampling),
         mesh=mesh.mesh,

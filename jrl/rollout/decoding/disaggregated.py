@@ -224,10 +224,11 @@ def sample_part(
             return lax.dynamic_update_slice_in_dim(whole, part, first, axis=0)
 
         whole = replace(pool, rows=jax.tree.map(back, pool.rows, rows), live=back(pool.live, going))
-        counts = (
-            all_sum(jnp.sum(x.astype(jnp.int32)), mesh.except_sequence) for x in (live, going)
-        )
-        return vary(whole, mesh.except_sequence), *counts
+
+        def count(of: Array) -> Array:
+            return all_sum(jnp.sum(of.astype(jnp.int32)), mesh.except_sequence)
+
+        return vary(whole, mesh.except_sequence), count(live), count(going)
 
     whole, rows = PartitionSpec(), over_slots(mesh)
     pools = pool_specs(mesh, pool)

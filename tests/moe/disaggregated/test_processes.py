@@ -38,8 +38,7 @@ def run_together(folder, count, dies=-1):
     return [(process.returncode, end) for process, end in zip(processes, ends, strict=True)]
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_processes_decode_what_one_does(tmp_path, count):
+def test_processes_decode_what_one_does(tmp_path, count=2):
     for status, errors in run_together(tmp_path, count):
         assert status == 0, errors[-3000:]
     wanted, wanted_choices, _ = one_side()
