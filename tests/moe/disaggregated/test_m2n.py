@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from moe.disaggregated.m2n import Message, _permuting, exchange_of, spread_over
+from moe.disaggregated.messages import message_width, read_message, written_message
 from moe.disaggregated.split import Split, fold_split
 
 
