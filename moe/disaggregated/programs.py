@@ -338,15 +338,15 @@ def _on_attention(
     sends: bool = False,
 ) -> Any:
     mesh = serving.mesh.attention
-    out: tuple[Any, ...] = (flight_specs(serving),)
+    out: list[Any] = [flight_specs(serving)]
     if buffers_out:
-        out += (_buffer_specs(serving),)
+        out.append(_buffer_specs(serving))
     if sends:
-        out += ((PartitionSpec(mesh.axes),) * serving.num_targets,)
+        out.append((PartitionSpec(mesh.axes),) * serving.num_targets)
 
     def marked(*given: Any) -> Any:
         made = local(*given)
         return vary(made, mesh.axes)
 
-    out_specs: Any = out if len(out) > 1 else out[0]
+    out_specs: Any = tuple(out) if len(out) > 1 else out[0]
     return jax.shard_map(marked, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs)
