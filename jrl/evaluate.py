@@ -163,6 +163,8 @@ def _evaluate(request: Request) -> dict[str, Any]:
     if run.rollout_devices is not None:
         # Nothing learns here: the layout's own devices sample.
         run = replace(run, rollout_devices=None, rollout_layout=None)
+    if run.rollout_engine != "slots":
+        run = replace(run, rollout_engine="slots", rollout_split=None)
     # Implementations were chosen for the devices that learned; here the best that applies will do.
     run = replace(run, **dict.fromkeys(OF_DEVICES))
     if request.layout is not None:

@@ -83,6 +83,7 @@ def _laid_out(request: Request) -> Request:
             "--devices, and give all processes the layout that it prints."
         )
     alone = replace(run, layout="dp1", rollout_layout=None, rollout_devices=None, slots=None)
+    alone = replace(alone, rollout_engine="slots", rollout_split=None)
     resumed = request.command.resume
     folder = RunFolder.read(request.command.run_dir or "") if resumed else None
     setup = _build(replace(request, run=alone, recipe=recipe.divided(1)), folder)

@@ -18,7 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe.attention.cached import cached_attention
 from moe.attention.latent import LatentCore, absorbed, keeps_narrow, released
-from moe.attention.mask import window_of_layer
+from moe.attention.layer import CoreAttention
+from moe.attention.mask import Window, window_of_layer
 from moe.config import ModelConfig
 from moe.depth import is_stack
 from moe.embedding import embed
@@ -107,30 +108,202 @@ def prefill(
             f"layout {mesh.layout}: a cache of keys and values holds whole rows, so decoding runs "
             "without context parallelism; cp must be 1."
         )
-    # No backward pass follows.
-    execution = replace(config.execution, remat="none", fsdp=False, buffer_factor=None)
-    config = replace(_dropless(config), execution=execution)
-    valid = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
-    packed = pack_rows(tokens, valid, mesh, config)
-    packed = packed._replace(record_choices=record_choices)
-
-    def keep(*arrays: Array) -> tuple[Array, ...]:
-        return tuple(
-            jnp.moveaxis(x.reshape(*valid.shape, *x.shape[1:]), 1, column)
-            for x, column in zip(arrays, (KEY_COLUMN, VALUE_COLUMN), strict=False)
-        )
-
+    config = for_prefill(config)
+    packed = packed_prefill(tokens, lengths, config, mesh, record_choices)
+    keep = partial(kept_columns, tokens.shape)
     x, router, kept = run_keeping(keep, weights, packed, config, mesh)
     keys, *values = zip(*kept, strict=True)
-    (by_row,) = packed.zigzag.restore(join_shards(x, mesh.sequence))
-    last = jnp.maximum(lengths - 1, 0)[:, None, None]
-    states, choices = jnp.take_along_axis(by_row, last, axis=1)[:, 0], None
+    chosen = None
     if record_choices:
         assert router is not None
-        assert router.choices is not None
-        by_token = join_shards(jnp.moveaxis(router.choices, 0, 1), mesh.sequence)
-        (choices,) = packed.zigzag.restore(by_token)
+        chosen = router.choices
+        assert chosen is not None
+    states, choices = by_row(x, chosen, packed, lengths, mesh)
     return Prefilled(Cache(keys, values[0] if values else ()), states, choices)
+
+
+def for_prefill(config: ModelConfig) -> ModelConfig:
+    """The network as rows of tokens run that are gone on with: no backward pass follows."""
+    execution = replace(config.execution, remat="none", fsdp=False, buffer_factor=None)
+    return replace(_dropless(config), execution=execution)
+
+
+def packed_prefill(
+    tokens: Int[Array, "row column"],
+    lengths: Int[Array, "row"],
+    config: ModelConfig,
+    mesh: FoldedMesh,
+    record_choices: bool,
+) -> PackedBatch:
+    """The rows of `prefill` as its layers take them."""
+    valid = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
+    packed = pack_rows(tokens, valid, mesh, config)
+    return packed._replace(record_choices=record_choices)
+
+
+def kept_columns(shape: tuple[int, ...], *arrays: Array) -> tuple[Array, ...]:
+    """Keys and values of the tokens of rows, or narrow vectors, as a cache holds them.
+
+    Args:
+      shape: rows and columns of the tokens.
+    """
+    return tuple(
+        jnp.moveaxis(x.reshape(*shape, *x.shape[1:]), 1, column)
+        for x, column in zip(arrays, (KEY_COLUMN, VALUE_COLUMN), strict=False)
+    )
+
+
+def by_row(
+    x: Float[Array, "local d_model"],
+    chosen: Int[Array, "layer local k"] | None,
+    packed: PackedBatch,
+    lengths: Int[Array, "row"],
+    mesh: FoldedMesh,
+) -> tuple[Array, Array | None]:
+    """States and choices as in `Prefilled`, of the last hidden states and choices of all tokens."""
+    (of_rows,) = packed.zigzag.restore(join_shards(x, mesh.sequence))
+    last = jnp.maximum(lengths - 1, 0)[:, None, None]
+    states, choices = jnp.take_along_axis(of_rows, last, axis=1)[:, 0], None
+    if chosen is not None:
+        by_token = join_shards(jnp.moveaxis(chosen, 0, 1), mesh.sequence)
+        (choices,) = packed.zigzag.restore(by_token)
+    return states, choices
+
+
+class StepCore:
+    """Core attention of one token per row, which is written into the layer's cache first.
+
+    Args:
+      number: of the layer.
+      keys, values: buffers of the cache that the layer's lie in; None for values with narrow
+        vectors.
+      positions: of the tokens, for rows of the buffers from `first` on.
+      live: rows that are going; of the others nothing is written.
+      place: which layer of a buffer that has layers in front.
+      first: the row of the buffers that the first token belongs to.
+      columns: that are read, None for all; every live row must stand within them.
+
+    Attributes:
+      keys, values: the buffers after `attend` has run.
+
+    Raises:
+      ValueError: where `Execution.decode_attention` names what cannot serve.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        number: int | Array,
+        keys: Array,
+        values: Array | None,
+        positions: Int[Array, "row"],
+        live: Bool[Array, "row"],
+        place: tuple[Array, ...] = (),
+        first: Array | None = None,
+        columns: int | None = None,
+    ):
+        self._config, self._name = config, config.execution.decode_attention
+        if keeps_narrow(config) and self._name not in (None, "plain"):
+            raise ValueError(
+                f"decode_attention={self._name!r} reads keys and values, and latent attention "
+                'keeps none: use None, or latent="expanded".'
+            )
+        self.keys, self.values = keys, values
+        self._place, self._first, self._live = place, first, live
+        room = keys.shape[KEY_COLUMN]
+        self._columns = room if columns is None else columns
+        # Past the end, where writing does nothing: a row that waits keeps what it has.
+        self._written = jnp.where(live, positions, room)
+        self._rows = jnp.arange(positions.shape[0]) + (0 if first is None else first)
+        seen = jnp.arange(self._columns)[None]
+        visible, window = seen <= positions[:, None], window_of_layer(config, number)
+        oldest = jnp.zeros_like(positions)
+        if window is not None:
+            visible &= seen > positions[:, None] - window
+            oldest = jnp.maximum(positions + 1 - window, 0)
+        self._visible = visible
+        # Of a row that is not live one column is enough.
+        self._ends = jnp.where(live, oldest, 0), jnp.where(live, positions + 1, 1)
+
+    @property
+    def attend(self) -> CoreAttention | LatentCore:
+        """What a block takes."""
+        return LatentCore(self._of_narrow) if keeps_narrow(self._config) else self._of_heads
+
+    def _of_heads(
+        self, query: Array, key: Array, value: Array, scale: float | None = None
+    ) -> Array:
+        assert self.values is not None
+        self.keys = self._write(self.keys, key, KEY_COLUMN)
+        self.values = self._write(self.values, value, VALUE_COLUMN)
+        if self._name in (None, "plain"):
+            keys, values = (self._own(x, c) for x, c in self._buffers())
+            return cached_attention(query, keys, values, self._visible, scale)
+        keys, values = (self._own_rows(x, c) for x, c in self._buffers())
+        layer = self._place[0] if self._place else None
+        return decode_attention(
+            query, keys, values, *self._ends, scale, layer=layer, implementation=self._name
+        )
+
+    def _of_narrow(self, query: Array, narrow: Array, up: Array) -> Array:
+        config = self._config
+        self.keys = self._write(self.keys, narrow[:, None], KEY_COLUMN)
+        vectors = self._own(self.keys, KEY_COLUMN)
+        read = jnp.swapaxes(vectors[:, :, : up.shape[0]], 2, 3)
+        query, scale = absorbed(query, up, config), config.head_dim**-0.5
+        return released(cached_attention(query, vectors, read, self._visible, scale), up, config)
+
+    def _buffers(self) -> list[tuple[Array, int]]:
+        assert self.values is not None
+        return [(self.keys, KEY_COLUMN), (self.values, VALUE_COLUMN)]
+
+    def _write(self, buffer: Array, new: Array, column: int) -> Array:
+        there = (*self._place, self._rows, *[slice(None)] * (column - ROW - 1), self._written)
+        return buffer.at[there].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
+
+    def _own(self, buffer: Array, column: int) -> Array:
+        """Of the layer, what is read of its rows."""
+        if self._place:
+            buffer = lax.dynamic_index_in_dim(buffer, *self._place, keepdims=False)
+        return self._own_rows(buffer, column)
+
+    def _own_rows(self, buffer: Array, column: int) -> Array:
+        if self._first is not None:
+            number = self._rows.shape[0]
+            buffer = lax.dynamic_slice_in_dim(buffer, self._first, number, axis=buffer.ndim + ROW)
+        if self._columns < buffer.shape[column]:
+            buffer = lax.slice_in_dim(buffer, 0, self._columns, axis=buffer.ndim + column)
+        return buffer
+
+
+def for_step(config: ModelConfig) -> ModelConfig:
+    """The network as a step of decoding runs it: its few tokens go to the experts at once."""
+    execution = replace(config.execution, expert_chunks=1)
+    return _dropless(replace(config, execution=execution))
+
+
+def packed_step(
+    tokens: Int[Array, "row"],
+    positions: Int[Array, "row"],
+    live: Bool[Array, "row"],
+    core: CoreAttention | LatentCore | None = None,
+    record_choices: bool = False,
+) -> PackedBatch:
+    """One token of each row as a layer takes them; nothing is learned of them."""
+
+    def of_layer(index: int | Array, window: Window = None) -> CoreAttention | LatentCore:
+        assert core is not None
+        return core
+
+    return PackedBatch(
+        tokens=tokens,
+        positions=positions,
+        multiplicity=live.astype(jnp.float32),
+        core_attention_of_layer=of_layer,
+        sequences=None,
+        zigzag=ZigzagLayout(((tokens.shape[0], 1),), ranks=1),
+        record_choices=record_choices,
+    )
 
 
 def decode_step(
@@ -163,34 +336,8 @@ def decode_step(
       Logits of this ``tp`` rank's shard of the rows, the cache, and the choices, `num_experts`
       where a row is not live; None where they were not asked for.
     """
-    # A step's few tokens go to the experts at once.
-    execution = replace(config.execution, expert_chunks=1)
-    config = _dropless(replace(config, execution=execution))
-    room = cache.keys[0].shape[KEY_COLUMN]
-    columns = jnp.arange(room)[None]
-    # Past the end, where writing does nothing: a row that waits keeps what it has.
-    written = jnp.where(live, positions, room)
-    rows, narrow_cache = jnp.arange(tokens.shape[0]), keeps_narrow(config)
-    name = config.execution.decode_attention
-    if narrow_cache and name not in (None, "plain"):
-        raise ValueError(
-            f"decode_attention={name!r} reads keys and values, and latent attention keeps none: "
-            'use None, or latent="expanded".'
-        )
-
-    def write(buffer: Array, new: Array, column: int, layer: tuple[Array, ...]) -> Array:
-        there = (*layer, rows, *[slice(None)] * (column - ROW - 1), written)
-        return buffer.at[there].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
-
-    packed_with = partial(
-        PackedBatch,
-        tokens=tokens,
-        positions=positions,
-        multiplicity=live.astype(jnp.float32),
-        sequences=None,  # nothing is learned here
-        zigzag=ZigzagLayout(((tokens.shape[0], 1),), ranks=1),
-        record_choices=record_choices,
-    )
+    config, narrow_cache = for_step(config), keeps_narrow(config)
+    packed = packed_step(tokens, positions, live, record_choices=record_choices)
 
     def run_layer(
         number: int | Array,
@@ -200,43 +347,9 @@ def decode_step(
     ) -> tuple[tuple[Array, Array, Array | None], Array | None]:
         """A layer of the network, and where its keys and values lie in their buffers."""
         x, keys, values = carry
-        visible, window = columns <= positions[:, None], window_of_layer(config, number)
-        oldest = jnp.zeros_like(positions)
-        if window is not None:
-            visible &= columns > positions[:, None] - window
-            oldest = jnp.maximum(positions + 1 - window, 0)
-
-        def own(buffer: Array) -> Array:
-            return lax.dynamic_index_in_dim(buffer, *place, keepdims=False) if place else buffer
-
-        def core_attention(
-            query: Array, key: Array, value: Array, scale: float | None = None
-        ) -> Array:
-            nonlocal keys, values
-            assert values is not None
-            keys = write(keys, key, KEY_COLUMN, place)
-            values = write(values, value, VALUE_COLUMN, place)
-            if name in (None, "plain"):
-                return cached_attention(query, own(keys), own(values), visible, scale)
-            # Of a row that is not live one column is enough.
-            ends = jnp.where(live, oldest, 0), jnp.where(live, positions + 1, 1)
-            layer = place[0] if place else None
-            return decode_attention(
-                query, keys, values, *ends, scale, layer=layer, implementation=name
-            )
-
-        def of_narrow(query: Array, narrow: Array, up: Array) -> Array:
-            nonlocal keys
-            keys = write(keys, narrow[:, None], KEY_COLUMN, place)
-            vectors = own(keys)
-            read = jnp.swapaxes(vectors[:, :, : up.shape[0]], 2, 3)
-            query, scale = absorbed(query, up, config), config.head_dim**-0.5
-            return released(cached_attention(query, vectors, read, visible, scale), up, config)
-
-        attend = LatentCore(of_narrow) if narrow_cache else core_attention
-        packed = packed_with(core_attention_of_layer=lambda number, window=None: attend)
-        x, router = block(layer, x, packed, attend, config, mesh)
-        return (x, keys, values), None if router is None else router.choices
+        core = StepCore(config, number, keys, values, positions, live, place)
+        x, router = block(layer, x, packed, core.attend, config, mesh)
+        return (x, core.keys, core.values), None if router is None else router.choices
 
     x, choices, after, first = embed(weights, tokens, config, mesh), [], [], 0
     values_of_parts = [None] * len(layers) if narrow_cache else cache.values

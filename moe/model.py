@@ -23,10 +23,10 @@ from moe.config import ModelConfig
 from moe.depth import is_scanned, over_layers
 from moe.embedding import embed
 from moe.experts.dispatch.choice import dispatch
-from moe.experts.feed_forward import dense
+from moe.experts.feed_forward import dense_term
 from moe.head import logits_of, value_of
 from moe.precision import rms_norm
-from moe.remat import KEPT, KEPT_BEFORE_NORMS, PRODUCT, STREAM, rematerialised
+from moe.remat import KEPT, KEPT_BEFORE_NORMS, STREAM, rematerialised
 from moe.router.capacity import capacity_of
 from moe.router.layer import route
 from moe.router.statistics import RouterStatistics
@@ -81,16 +81,8 @@ def feed_forward(
         if buffer_factor is not None:
             stats = replace(stats, overflow=vary(overflow.astype(jnp.float32), mesh.axes))
         out = out + routed
-    if layer.dense is not None:
-        # Beside routed experts this is the shared expert, which every token passes.
-        # Nothing of it waits for them, nor they for it.
-        with jax.named_scope("dense_expert"):
-            beside = dense(layer.dense, h, mesh)
-        if layer.shared_gate is not None:
-            beside = checkpoint_name(beside, PRODUCT)
-            beside = beside * jax.nn.sigmoid(h @ layer.shared_gate.astype(h.dtype))[:, None]
-        out = out + beside
-    return out, stats
+    beside = dense_term(layer, h, mesh)
+    return out if beside is None else out + beside, stats
 
 
 def block(
@@ -210,8 +202,8 @@ def blocks(
             return x, (stats, None)
         assert not isinstance(core_attention, LatentCore)
         kept: list[Any] = []
-        watched = _watched(core_attention, keep, kept, config)
-        x, stats = block(layer, x, own, watched, config, mesh)
+        seen = watched(core_attention, keep, kept, config)
+        x, stats = block(layer, x, own, seen, config, mesh)
         return x, (stats, kept[0])
 
     def run_numbered(index: int | Int[Array, ""], layer: Layer[Array], x: Array):
@@ -251,7 +243,7 @@ def _where_present(is_present: Array, run_layer: Callable[..., Any]) -> Callable
     return lambda layer, x: lax.cond(is_present, run_layer, skip, layer, x)
 
 
-def _watched(
+def watched(
     core_attention: CoreAttention, keep: Keep, kept: list[Any], config: ModelConfig
 ) -> CoreAttention | LatentCore:
     """The same attention, which puts what is kept of the layer into `kept`."""

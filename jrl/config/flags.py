@@ -30,10 +30,11 @@ class Command:
     resume: tyro.conf.FlagCreatePairsOff[bool] = False
     """Go on with the run in --run-dir from its last checkpoint, with its own settings. Only --steps
     (upwards), what fits it to the machine (--layout, --rollout-layout, --rollout-devices,
-    --devices, --slots, --micro-batch, --context, --dispatch, --attention, --decode-attention,
-    --latent, --router, --experts, --expert-chunks, --remat, --fsdp, --buffer-factor, --scan-layers,
-    --vocab-chunk, --packing, --verifiers), --checkpoint-every, --keep-checkpoints, --samples-every,
-    --max-nonfinite, --drift-alarm, --log-to and what is about faults may change."""
+    --rollout-engine, --rollout-split, --rollout-micro-batches, --devices, --slots, --micro-batch,
+    --context, --dispatch, --attention, --decode-attention, --latent, --router, --experts,
+    --expert-chunks, --remat, --fsdp, --buffer-factor, --scan-layers, --vocab-chunk, --packing,
+    --verifiers), --checkpoint-every, --keep-checkpoints, --samples-every, --max-nonfinite,
+    --drift-alarm, --log-to and what is about faults may change."""
     dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print batch arithmetic, parameters, memory and layout, and stop."""
 

@@ -113,6 +113,17 @@ class RunConfig:
     rollout_devices: int | None = None
     """So many further devices, after those of the layout, sample completions while those of the
     layout learn; needs a max_staleness. None is the devices of the layout, by turns."""
+    rollout_engine: Literal["slots", "disaggregated"] = "slots"
+    """What samples completions: slots on one mesh, or the same slots with attention and experts on
+    devices of their own, as --rollout-split says; the tokens are the same."""
+    rollout_split: str | None = None
+    """The devices of both sides, for example "tp1 dp2 / ep2": attention on tp x dp of them, experts
+    on ep (x etp) others. Together they are those of the layout, by turns with learning, or
+    --rollout-devices."""
+    rollout_micro_batches: int = 2
+    """Parts of the slots that are under way at a time on the two sides: while one is with the
+    experts, attention works on another. 3 is enough where messages take half as long as the slower
+    side, 4 where they take as long."""
     devices: int | None = None
     """Number of fake CPU devices, in all processes together; None takes the real
     ones."""
@@ -310,6 +321,7 @@ class RunConfig:
                     f"{name}={getattr(self, name)!r} changes nothing without adapters: give "
                     "--lora-rank, or leave it out."
                 )
+        self._check_split()
         if self.drift_alarm is not None and not 0 < self.drift_alarm < math.inf:
             raise ValueError(f"drift_alarm={self.drift_alarm} must be above 0 nats; None is off.")
         if not any(f"{kind}:" in self.task for kind in KINDS):
@@ -330,3 +342,32 @@ class RunConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r} needs --faults.")
         if self.faults_port is not None and not 0 < self.faults_port < 2**16:
             raise ValueError(f"faults_port={self.faults_port} must lie in 1..65535.")
+
+    def _check_split(self) -> None:
+        """What of the rollout goes together."""
+        if self.rollout_micro_batches < 1:
+            raise ValueError(
+                f"rollout_micro_batches={self.rollout_micro_batches} must be at least 1."
+            )
+        if self.rollout_engine == "slots":
+            if self.rollout_split is not None:
+                raise ValueError(
+                    f"rollout_split={self.rollout_split!r} needs --rollout-engine disaggregated: "
+                    "give it, or leave out --rollout-split."
+                )
+            return
+        if self.rollout_split is None:
+            raise ValueError(
+                "rollout_engine='disaggregated' needs the devices of both sides: give "
+                '--rollout-split, for example "tp1 dp2 / ep2".'
+            )
+        if self.rollout_layout is not None:
+            raise ValueError(
+                f"rollout_layout={self.rollout_layout!r} is a layout of one mesh, and "
+                f"rollout_split={self.rollout_split!r} has two: leave out --rollout-layout."
+            )
+        if self.stale_cache:
+            raise ValueError(
+                "stale_cache keeps keys and values in checkpoints, and those of "
+                "rollout_engine='disaggregated' are not kept: leave out --stale-cache."
+            )

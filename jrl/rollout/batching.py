@@ -56,7 +56,7 @@ def batch_of(
 
     Args:
       counts: ``[trajectories]`` bool; the mask of the others is false throughout.
-      mesh: of training, over the devices that decoded.
+      mesh: of training, over the devices that decoded or more.
       prompt_length: columns that prompts are padded to, on their left.
       response_length: columns of the responses after them.
     """
@@ -82,7 +82,15 @@ def batch_of(
         prompt_length, response_length, decoder.pad_id, decoder.config.num_experts, windows
     )
     making = _making(over_rows(mesh), layout)
-    return making(tuple(shelf.rows for shelf in shelves), whole)
+    return making(tuple(_on_devices_of(mesh, shelf.rows) for shelf in shelves), whole)
+
+
+def _on_devices_of(mesh: FoldedMesh, rows: Rows[Array]) -> Rows[Array]:
+    """Rows that only some of the devices of `mesh` have, on all of them."""
+    there = replicated(mesh)
+    if rows.lengths.sharding.device_set == there.device_set:
+        return rows
+    return jax.device_put(rows, there)
 
 
 def batch_from_host(

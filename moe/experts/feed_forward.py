@@ -20,7 +20,7 @@ from moe.experts.joined import joined_dot
 from moe.experts.permutation import spread_rows, sum_rows
 from moe.kernels.layout import sorted_layout
 from moe.remat import PRODUCT
-from moe.weights import Dense, Experts
+from moe.weights import Dense, Experts, Layer
 from sharding.collectives import gather_tokens, scatter_tokens
 from sharding.folding import FoldedMesh
 
@@ -53,6 +53,26 @@ def _of_halves(narrow: Array, matrix: Array) -> Array:
 
 def _times(x: Array, matrix: Array) -> Array:
     return x @ matrix.astype(x.dtype)
+
+
+def dense_term(
+    layer: Layer[Array], h: Float[Array, "local d_model"], mesh: FoldedMesh
+) -> Float[Array, "local d_model"] | None:
+    """What every token gets of the dense layer, which beside routed experts is the shared one;
+    None where there is none.
+
+    Args:
+      h: the normalised residual stream.
+    """
+    if layer.dense is None:
+        return None
+    # Nothing of it waits for routed experts, nor they for it.
+    with jax.named_scope("dense_expert"):
+        beside = dense(layer.dense, h, mesh)
+    if layer.shared_gate is not None:
+        beside = checkpoint_name(beside, PRODUCT)
+        beside = beside * jax.nn.sigmoid(h @ layer.shared_gate.astype(h.dtype))[:, None]
+    return beside
 
 
 def routed_experts(

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jrl.rollout.decoding.slots import Decoder, Pool, Rows, over_slots, pool_spe
 from jrl.rollout.decoding.tokens import Draws, appended, drawn_tokens, draws_specs
 from jrl.rollout.sampling import Sampling
 from moe.decoding import ROW, Prefilled, over_columns
+from moe.disaggregated.sides import rest_specs
 from moe.head import logits_of
 from moe.placement import specs
 from moe.weights import Transformer
@@ -102,9 +103,62 @@ def _admit_local(
     arrivals: Arrivals[Array],
     draws: Draws,
 ) -> Pool[Array]:
+    weights, known = vary(weights, decoder.mesh.axes), None
+    # Where nothing is run, all that arrives begins as a row that is there.
+    if tokens.shape[0]:
+        known = prefilled_local(decoder, weights, tokens, lengths)
+    return _admit_known_local(decoder, sampling, weights, pool, known, tokens, arrivals, draws)
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def admit_known(
+    decoder: Decoder,
+    sampling: Sampling,
+    rest: Transformer[Array],
+    pool: Pool[Array],
+    known: Prefilled | None,
+    tokens: Int[Array, "rows width"],
+    arrivals: Arrivals[Array],
+    draws: Draws,
+) -> Pool[Array]:
+    """`admit` of rows that were run elsewhere.
+
+    Args:
+      rest: the weights without layers.
+      pool: given up.
+      known: what running the rows left behind; None where all that arrives begins as a row that is
+        there.
+    """
+    mesh, whole = decoder.mesh, PartitionSpec()
+    rows, pools = over_slots(mesh), pool_specs(mesh, pool)
+    ran: Any = None
+    if known is not None:
+        chosen: Any = None if known.choices is None else rows
+        spread: Any = rows
+        heads: Any = pools.cache
+        ran = Prefilled(heads, spread, chosen)
+    local = jax.shard_map(
+        partial(_admit_known_local, decoder, sampling),
+        mesh=mesh.mesh,
+        in_specs=(rest_specs(decoder.config, mesh), pools, ran, rows, rows, whole),
+        out_specs=pools,
+    )
+    return local(rest, pool, known, tokens, arrivals, draws)
+
+
+def _admit_known_local(
+    decoder: Decoder,
+    sampling: Sampling,
+    weights: Transformer[Array],
+    pool: Pool[Array],
+    known: Prefilled | None,
+    tokens: Array,
+    arrivals: Arrivals[Array],
+    draws: Draws,
+) -> Pool[Array]:
     mesh = decoder.mesh
     weights = vary(weights, mesh.axes)
-    pool = _placed(decoder, weights, pool, tokens, lengths, arrivals)
+    pool = _placed(decoder, pool, known, tokens, arrivals)
     # The first token comes from the state of the last that the row came with, every other from a
     # step of the network.
     states = own_shard(pool.states, mesh.sequence)
@@ -116,18 +170,16 @@ def _admit_local(
 
 def _placed(
     decoder: Decoder,
-    weights: Transformer[Array],
     pool: Pool[Array],
+    known: Prefilled | None,
     tokens: Array,
-    lengths: Array,
     arrivals: Arrivals[Array],
 ) -> Pool[Array]:
     """The pool with what arrives, not live yet."""
     rows, width = pool.rows, tokens.shape[1]
-    # Where nothing is run, all that arrives begins as a row that is there.
-    known, known_tokens = Prefilled(pool.cache, pool.states, rows.choices), rows.tokens
-    if tokens.shape[0]:
-        known, known_tokens = prefilled_local(decoder, weights, tokens, lengths), tokens
+    known_tokens = tokens
+    if known is None:
+        known, known_tokens = Prefilled(pool.cache, pool.states, rows.choices), rows.tokens
     arrives = arrivals.sources >= 0
     source = jnp.maximum(arrivals.sources, 0)
 

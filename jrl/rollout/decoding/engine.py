@@ -12,7 +12,7 @@ from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import to_devices, to_host
 from jrl.rollout.batching import replicated
 from jrl.rollout.decoding.admission import Arrivals, admit
-from jrl.rollout.decoding.advance import Policy, advance, policy_of
+from jrl.rollout.decoding.advance import Advanced, Policy, advance, policy_of
 from jrl.rollout.decoding.carried import carried_by
 from jrl.rollout.decoding.requests import Finish, Request, Shelf, Trajectory, sampled_in
 from jrl.rollout.decoding.seating import Arriving, Seating, bucket
@@ -226,8 +226,31 @@ class SlotEngine:
             column[taken] = values
         self._lengths[taken], self._limits[taken] = columns.lengths[taken], columns.limits[taken]
         given = self._over_slots((tokens.reshape(-1, width), lengths.reshape(-1), columns))
+        self._pool = self._admitted(pool, *given)
+
+    def _admitted(
+        self,
+        pool: Pool[Array],
+        tokens: Array,
+        lengths: Array,
+        arrivals: Arrivals[Array],
+    ) -> Pool[Array]:
+        """The pool, given up, with rows that arrive; see `jrl.rollout.decoding.admission.admit`."""
         weights = self._resharding.of(self._loaded())
-        self._pool = admit(self.decoder, self._sampling, weights, pool, *given, self._draws())
+        given = weights, pool, tokens, lengths, arrivals, self._draws()
+        return admit(self.decoder, self._sampling, *given)
+
+    def _advanced(
+        self, pool: Pool[Array], columns: int, window: int, min_live: int
+    ) -> tuple[Pool[Array], Advanced]:
+        """The pool, given up, with `window` tokens more in every row, or until no more than so many
+        rows are live; all within `columns`."""
+        if self._policy is None:
+            self._policy = policy_of(self.decoder, self._resharding.of(self._loaded()))
+        limits = self._everywhere((np.int32(window), np.int32(min_live)))
+        return advance(
+            self.decoder, self._sampling, columns, self._policy, pool, self._draws(), *limits
+        )
 
     def _advance(self) -> list[Trajectory]:
         """Samples until the host has something to do, and gives what ended."""
@@ -245,12 +268,7 @@ class SlotEngine:
         columns = bucket(int(ends.max()), self.columns, least=NARROWEST)
         # A part of the cache is copied, there and back; all of it is not.
         columns = columns if columns * 2 <= self.columns else self.columns
-        if self._policy is None:
-            self._policy = policy_of(self.decoder, self._resharding.of(self._loaded()))
-        limits = self._everywhere((np.int32(window), np.int32(min_live)))
-        pool, advanced = advance(
-            self.decoder, self._sampling, columns, self._policy, pool, self._draws(), *limits
-        )
+        pool, advanced = self._advanced(pool, columns, window, min_live)
         self._pool = pool
         seen = pool.rows.lengths, pool.live, advanced
         lengths, still, (steps, row_steps) = to_host(seen)

@@ -23,6 +23,7 @@ from moe.adapters import trees
 from moe.attention.context_parallel.choice import context_of, received
 from moe.chunks import stored_depth
 from moe.config import ModelConfig
+from moe.disaggregated.sides import side_bytes
 from moe.execution import Execution
 from moe.placement import in_chunks, shard_dims, shard_specs, specs, stored_specs
 from moe.router.replay import choices_dtype
@@ -78,6 +79,8 @@ def print_dry_run(setup: Setup, console: Console | None = None) -> None:
     if setup.rollout_mesh != setup.mesh:
         where = "the same" if setup.run.rollout_devices is None else "devices of their own"
         title = f"Rollout layout: {setup.rollout_mesh.layout} on {where}"
+        if setup.split is not None:
+            title = f"Rollout split: {setup.run.rollout_split} on {where}, attention"
         _print(console, title, axes(setup.rollout_mesh))
     if setup.format.template is not None:
         _print_prompt(setup, console)
@@ -309,8 +312,12 @@ def prediction(setup: Setup) -> dict[str, str]:
 
 
 def rollout_memory(setup: Setup) -> dict[str, int]:
-    """Bytes that sampling needs on one of its devices."""
+    """Bytes that sampling needs on one of its devices, of two sides on that which needs more
+    weights."""
     model = setup.model.without_adapters()
+    if setup.split is not None:
+        policy = max(side_bytes(model, setup.split))
+        return {"key/value cache": cache_bytes(setup), "policy of the rollout": policy}
     weights = weight_bytes(model, setup.rollout_mesh)
     is_copy = setup.rollout_mesh != setup.mesh or setup.model.lora is not None
     return {

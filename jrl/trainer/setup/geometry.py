@@ -23,6 +23,7 @@ class Geometry:
       mesh: of training.
       rollout_mesh: of sampling.
       layout, rollout_layout: what the two are called in a message.
+      rollout_parts: equal parts of the rows that are decoded, on each device.
     """
 
     recipe: Recipe
@@ -32,6 +33,7 @@ class Geometry:
     rollout_mesh: FoldedMesh
     layout: str
     rollout_layout: str
+    rollout_parts: int = 1
 
     @property
     def num_micro_batches(self) -> int:
@@ -58,8 +60,9 @@ class Geometry:
 
     @property
     def rollout_ranks(self) -> int:
-        """Ranks that share the rows to decode, which must divide over them."""
-        return ranks(self.rollout_mesh)
+        """Ranks that share the rows to decode, times the parts of each: rows must divide over
+        them."""
+        return ranks(self.rollout_mesh) * self.rollout_parts
 
     def slots(self, wanted: int | None) -> int:
         """Rows that are decoded at a time.
@@ -74,8 +77,9 @@ class Geometry:
         if wanted is None:
             return -(-min(self.recipe.completions, MOST_SLOTS) // ranks) * ranks
         if wanted < 1 or wanted % ranks:
+            over = "dp x tp" if self.rollout_parts == 1 else "dp x tp x micro-batches"
             raise ValueError(
-                f"slots={wanted} does not divide over dp x tp = {ranks} of {self.rollout_layout}: "
+                f"slots={wanted} does not divide over {over} = {ranks} of {self.rollout_layout}: "
                 f"choose a multiple of {ranks}, or another --rollout-layout."
             )
         return wanted

@@ -19,9 +19,11 @@ from jrl.recipes.base.collection import Windows
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.collection.collect import sampling_of
+from jrl.rollout.decoding.disaggregated import DisaggregatedEngine
 from jrl.rollout.decoding.engine import SlotEngine
 from jrl.rollout.resharding import mesh_apart, rollout_mesh
 from jrl.rollout.sampler import Sampler
+from jrl.rollout.split import split_mesh
 from jrl.tasks import Task, load_task
 from jrl.tasks.parts import part_names
 from jrl.tasks.records import Fields
@@ -41,6 +43,8 @@ from jrl.trainer.setup.network import check_served, network_of, with_dispatch
 from jrl.trainer.setup.networks import KeptPool, Network, Networks
 from jrl.trainer.setup.randomness import Randomness
 from moe.config import PRESETS, ModelConfig
+from moe.disaggregated.sides import check_splits
+from moe.disaggregated.split import SplitMesh
 from moe.router.capacity import can_drop
 from sharding.folding import FoldedMesh, Layout, fold
 
@@ -108,9 +112,19 @@ class Setup:
         return Randomness(self.run.seed)
 
     @cached_property
+    def split(self) -> SplitMesh | None:
+        """The devices of attention and of experts where completions are sampled on two sides."""
+        run = self.run
+        if run.rollout_split is None:
+            return None
+        return split_mesh(run.rollout_split, run.rollout_devices, self.mesh)
+
+    @cached_property
     def rollout_mesh(self) -> FoldedMesh:
         """Where completions are sampled: `mesh` itself unless that cannot decode or the run has a
-        rollout layout, or devices for it."""
+        rollout layout, or devices for it. Of two sides that of attention, where the rows are."""
+        if self.split is not None:
+            return self.split.attention
         if self.run.rollout_devices is not None:
             return mesh_apart(self.run.rollout_layout, self.run.rollout_devices, self.mesh)
         return rollout_mesh(self.run.rollout_layout, self.mesh)
@@ -122,11 +136,15 @@ class Setup:
         if self.rollout_mesh != self.mesh:
             own = self.run.rollout_layout or str(self.rollout_mesh.layout)
             rollout = f"rollout layout {own!r}"
+        parts = 1
+        if self.split is not None:
+            parts = self.run.rollout_micro_batches
+            rollout = f"rollout split {self.run.rollout_split!r}"
         lengths, meshes = (
             (self.prompt_length, self.response_length),
             (self.mesh, self.rollout_mesh),
         )
-        return Geometry(self.recipe, *lengths, *meshes, layout, rollout)
+        return Geometry(self.recipe, *lengths, *meshes, layout, rollout, parts)
 
     def sampler(self, seed: int | None = None) -> Sampler:
         """A sampler of the task's completions, without weights yet.
@@ -139,17 +157,18 @@ class Setup:
         return Sampler(engine, self.task, self.format, self.prompt_length, self.response_length)
 
     def _engine(self, randomness: Randomness) -> SlotEngine:
-        return SlotEngine(
-            self.model,
-            self.mesh,
-            self.rollout_mesh,
-            slots=self.geometry.slots(self.run.slots),
-            columns=self.prompt_length + self.response_length,
-            pad_id=self.tokenizer.pad_id,
-            stop_ids=self.tokenizer.stop_ids,
-            key=randomness.key("rollout"),
-            records_choices=self.recipe.router_replay == "R3",
-        )
+        given: dict[str, Any] = {
+            "slots": self.geometry.slots(self.run.slots),
+            "columns": self.prompt_length + self.response_length,
+            "pad_id": self.tokenizer.pad_id,
+            "stop_ids": self.tokenizer.stop_ids,
+            "key": randomness.key("rollout"),
+            "records_choices": self.recipe.router_replay == "R3",
+        }
+        if self.split is None:
+            return SlotEngine(self.model, self.mesh, self.rollout_mesh, **given)
+        given["micro_batches"] = self.run.rollout_micro_batches
+        return DisaggregatedEngine(self.model, self.mesh, self.split, **given)
 
     @property
     def networks(self) -> Networks:
@@ -334,6 +353,8 @@ def _check_fits(setup: Setup) -> None:
             f"tokenizer only {setup.tokenizer.vocab_size}: take the tokenizer of the checkpoint, "
             "or its tokenizer.json, which may have fewer tokens."
         )
+    if setup.split is not None:
+        check_splits(setup.model, setup.split)
     if setup.run.packing and setup.mesh.layout.pp > 1:
         raise ValueError(
             f"packing=True cannot be had with pp={setup.mesh.layout.pp} of layout "

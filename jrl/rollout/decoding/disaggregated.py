@@ -1,0 +1,248 @@
+"""The engine of slots whose attention and experts have devices of their own.
+
+Slots, requests and draws are those of `SlotEngine`, and so are the tokens; rows live on the devices
+of attention. Only who computes the network differs: `moe.disaggregated`.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+from jrl.rollout.decoding.admission import Arrivals, admit_known
+from jrl.rollout.decoding.advance import Advanced
+from jrl.rollout.decoding.engine import SlotEngine
+from jrl.rollout.decoding.slots import Decoder, Pool, over_slots, pool_specs
+from jrl.rollout.decoding.tokens import Draws, appended, drawn_tokens, written
+from jrl.rollout.sampling import Sampling
+from jrl.rollout.split import SplitPolicy
+from moe.config import ModelConfig
+from moe.decoding import Cache
+from moe.disaggregated.placement import Placement
+from moe.disaggregated.runner import Runner, check_micro_batches
+from moe.disaggregated.split import SplitMesh
+from moe.router.replay import choices_dtype
+from sharding.collectives import all_sum, vary
+from sharding.folding import FoldedMesh
+
+AHEAD = 2
+"""Tokens of all rows that the host enqueues before it looks whether rows are left that want
+them."""
+
+
+class DisaggregatedEngine(SlotEngine):
+    """`SlotEngine` on two groups of devices.
+
+    Args:
+      config: the policy network, a mixture.
+      training: the mesh that weights come from.
+      split: of the devices that decode.
+      micro_batches: parts of the slots that are under way at a time: while one is with the experts,
+        attention works on another.
+      placement: see `moe.disaggregated.runner.Runner`.
+
+    The other arguments are those of `SlotEngine`; `slots` divide over the devices of attention and
+    `micro_batches`.
+
+    Raises:
+      ValueError: on sizes that do not divide.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        training: FoldedMesh,
+        split: SplitMesh,
+        *,
+        slots: int,
+        columns: int,
+        pad_id: int,
+        stop_ids: tuple[int, ...],
+        key: Array,
+        records_choices: bool = False,
+        micro_batches: int = 2,
+        placement: Placement | None = None,
+    ):
+        check_micro_batches(slots, micro_batches, split)
+        # Each layer's keys and values in a buffer of their own, which its program gives up.
+        config = replace(config, execution=replace(config.execution, scan_layers=False))
+        super().__init__(
+            config,
+            training,
+            split.attention,
+            slots=slots,
+            columns=columns,
+            pad_id=pad_id,
+            stop_ids=stop_ids,
+            key=key,
+            records_choices=records_choices,
+        )
+        runner = partial(Runner, placement=placement, records_choices=records_choices)
+        self.runner = runner(config.without_adapters(), split)
+        self._sides = SplitPolicy(config, training, split, self.runner.placement)
+        self._resharding = self._sides
+        self._micro_batches = micro_batches
+
+    def take_pool(self) -> Pool[Array]:
+        raise NotImplementedError("rows of two sides are not kept over a change of weights")
+
+    def _admitted(
+        self,
+        pool: Pool[Array],
+        tokens: Array,
+        lengths: Array,
+        arrivals: Arrivals[Array],
+    ) -> Pool[Array]:
+        weights, known = self._sides.of(self._loaded()), None
+        assert weights.rest is not None
+        if tokens.shape[0]:
+            known = self.runner.prefill(weights, tokens, lengths)
+            assert known is not None
+            if known.choices is not None:
+                dtype = choices_dtype(self.decoder.config.num_experts)
+                known = known._replace(choices=known.choices.astype(dtype))
+        given = pool, known, tokens, arrivals, self._draws()
+        return admit_known(self.decoder, self._sampling, weights.rest, *given)
+
+    def _advanced(
+        self, pool: Pool[Array], columns: int, window: int, min_live: int
+    ) -> tuple[Pool[Array], Advanced]:
+        parts, draws = self._micro_batches, self._draws()
+        cache, numbers = pool.cache, [self._everywhere(np.int32(i)) for i in range(parts)]
+        pool = replace(pool, cache=Cache((), ()))
+        # Of each token and micro-batch, the rows that got it and those that go on.
+        counts: list[list[tuple[Array, Array]]] = [[] for _ in range(parts)]
+        totals = list[np.ndarray]()
+
+        def begin(i: int) -> tuple[Array, Array, Array]:
+            return standing(self.decoder, parts, pool, numbers[i])
+
+        def end(i: int, logits: Array, choices: Array | None) -> None:
+            nonlocal pool
+            given = pool, logits, choices, draws, numbers[i]
+            pool, *rows = sample_part(self.decoder, self._sampling, parts, *given)
+            counts[i].append((rows[0], rows[1]))
+
+        def count(token: int) -> int:
+            """Rows that are left after a token, the next that was not counted."""
+            totals.append(np.sum(jax.device_get([own[token] for own in counts]), axis=0))
+            return int(totals[-1][1])
+
+        def goes_on(token: int) -> bool:
+            left = count(token - AHEAD) if token >= AHEAD else min_live + 1
+            return token < window and left > min_live
+
+        cache = self.runner.decode(
+            self._sides.of(self._loaded()),
+            cache,
+            self.slots,
+            parts,
+            begin,
+            end,
+            goes_on,
+            columns,
+        )
+        assert cache is not None
+        for token in range(len(totals), len(counts[0])):
+            count(token)
+        grew = np.array(totals)[:, 0]
+        advanced = Advanced(jnp.asarray((grew > 0).sum()), jnp.asarray(grew.sum()))
+        return replace(pool, cache=cache), advanced
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def standing(
+    decoder: Decoder, parts: int, pool: Pool[Array], number: Array
+) -> tuple[Array, Array, Array]:
+    """The last token of each row of a micro-batch, which has not been run yet, its position, and
+    which rows are live.
+
+    Args:
+      pool: its cache left out.
+      number: of the micro-batch, of `parts`.
+    """
+    mesh = decoder.mesh
+
+    def local(pool: Pool[Array], number: Array) -> tuple[Array, Array, Array]:
+        tokens, lengths, live = (
+            _part(x, parts, number) for x in (pool.rows.tokens, pool.rows.lengths, pool.live)
+        )
+        last = jnp.maximum(lengths - 1, 0)
+        return jnp.take_along_axis(tokens, last[:, None], axis=1)[:, 0], last, live
+
+    rows = over_slots(mesh)
+    return jax.shard_map(
+        local,
+        mesh=mesh.mesh,
+        in_specs=(pool_specs(mesh, pool), PartitionSpec()),
+        out_specs=(rows, rows, rows),
+    )(pool, number)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
+def sample_part(
+    decoder: Decoder,
+    sampling: Sampling,
+    parts: int,
+    pool: Pool[Array],
+    logits: Array,
+    choices: Array | None,
+    draws: Draws,
+    number: Array,
+) -> tuple[Pool[Array], Array, Array]:
+    """Samples the next token of the live rows of a micro-batch, as `jrl.rollout.decoding.advance`
+    does for all rows.
+
+    Args:
+      pool: its cache left out; given up.
+      logits: ``[row, vocab]`` over all devices.
+      choices: ``[row, layer, k]`` experts of the token that was run.
+      number: of the micro-batch, of `parts`.
+
+    Returns:
+      The pool, how many rows got a token, and how many of them go on.
+    """
+    mesh = decoder.mesh
+
+    def local(
+        pool: Pool[Array], logits: Array, choices: Array | None, draws: Draws, number: Array
+    ) -> tuple[Pool[Array], Array, Array]:
+        own = jax.tree.map(lambda x: _part(x, parts, number), pool)
+        rows, live = own.rows, own.live
+        if rows.choices is not None:
+            last = jnp.maximum(rows.lengths - 1, 0)
+            rows = replace(rows, choices=written(rows.choices, live, last, choices))
+        drawn = drawn_tokens(decoder, sampling, logits, own, rows, draws)
+        rows, going = appended(decoder, own, rows, live, drawn, draws.version)
+        first = number * live.shape[0]
+
+        def back(whole: Array, part: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(whole, part, first, axis=0)
+
+        whole = replace(pool, rows=jax.tree.map(back, pool.rows, rows), live=back(pool.live, going))
+
+        def count(of: Array) -> Array:
+            return all_sum(jnp.sum(of.astype(jnp.int32)), mesh.except_sequence)
+
+        return vary(whole, mesh.except_sequence), count(live), count(going)
+
+    whole, rows = PartitionSpec(), over_slots(mesh)
+    pools = pool_specs(mesh, pool)
+    chosen = None if choices is None else rows
+    return jax.shard_map(
+        local,
+        mesh=mesh.mesh,
+        in_specs=(pools, PartitionSpec(mesh.axes), chosen, whole, whole),
+        out_specs=(pools, whole, whole),
+    )(pool, logits, choices, draws, number)
+
+
+def _part(x: Array, parts: int, number: Array) -> Array:
+    """The rows of a micro-batch."""
+    size = x.shape[0] // parts
+    return lax.dynamic_slice_in_dim(x, number * size, size)

@@ -1,0 +1,102 @@
+"""The policy where attention and experts have devices of their own: which devices, and how the
+weights come there."""
+
+from weakref import ref
+
+import jax
+from jaxtyping import Array
+
+from jrl.rollout.resharding import reshard
+from moe import placement
+from moe.adapters.trees import has_adapters
+from moe.config import ModelConfig
+from moe.disaggregated.placement import Placement
+from moe.disaggregated.sides import SplitWeights, to_sides
+from moe.disaggregated.split import Split, SplitMesh, devices_of, fold_split
+from moe.weights import Transformer, axis_sizes
+from sharding.folding import FoldedMesh
+
+
+def split_mesh(text: str, number: int | None, training: FoldedMesh) -> SplitMesh:
+    """The meshes of both sides.
+
+    Args:
+      text: the split, as `moe.disaggregated.split.Split.parse` reads it.
+      number: of devices after those of training, in this process; None are those of training, by
+        turns.
+
+    Raises:
+      ValueError: in a run of several processes, and for a split of another number of devices, or
+        of more than there are.
+    """
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"rollout_split={text!r} has one controller, and the run has {jax.process_count()} "
+            "processes: leave out --rollout-engine, or train in one."
+        )
+    split = Split.parse(text)
+    learning = devices_of(training)
+    if number is None:
+        if split.num_devices != len(learning):
+            raise ValueError(
+                f"rollout_split={text!r} has {split.num_devices} devices and the layout of "
+                f"training {len(learning)}: choose sizes whose sum is that, or give "
+                f"--rollout-devices {split.num_devices} to have others."
+            )
+        return fold_split(split, learning)
+    if split.num_devices != number:
+        raise ValueError(
+            f"rollout_split={text!r} has {split.num_devices} devices and rollout_devices="
+            f"{number}: make them the same."
+        )
+    devices = jax.devices()
+    if len(devices) < len(learning) + number:
+        raise ValueError(
+            f"rollout_devices={number} beside the {len(learning)} of training are "
+            f"{len(learning) + number} devices and there are {len(devices)}: choose fewer, or "
+            f"--devices {len(learning) + number} to have as many fake ones on a CPU."
+        )
+    return fold_split(split, devices[len(learning) : len(learning) + number])
+
+
+class SplitPolicy:
+    """The policy on both sides, pushed once per change: each device receives what it needs
+    (`moe.disaggregated.sides.to_sides`), bit for bit; adapters are merged first.
+
+    Args:
+      config: the policy network.
+      training: the mesh whose weights `of` is given.
+      mesh: of both sides.
+      experts: where they lie.
+    """
+
+    def __init__(
+        self, config: ModelConfig, training: FoldedMesh, mesh: SplitMesh, experts: Placement
+    ):
+        self._config, self._training, self._mesh = config, training, mesh
+        self._placement = experts
+        self._source: ref[Transformer[Array]] | None = None
+        self._sides: SplitWeights[Array] | None = None
+
+    def of(self, weights: Transformer[Array]) -> SplitWeights[Array]:
+        """The policy `weights`, stored on the mesh of training."""
+        known = None if self._source is None else self._source()
+        if self._sides is None or known is not weights:
+            self.release()  # old and new need not fit beside each other
+            training, config, policy = self._training, self._config, weights
+            if has_adapters(policy):
+                # Merged where they are: what moves is one copy.
+                training = placement.without_chunks(config, training)
+                policy = reshard(policy, config, self._training, training)
+            config = config.without_adapters()
+            layers = axis_sizes(config)["layer"]
+            in_order = placement.in_layer_order(policy, training, layers)
+            sides = to_sides(in_order, config, self._mesh, self._placement)
+            # Waited for: updates give away the buffers that are being read.
+            jax.block_until_ready(sides)
+            self._sides, self._source = sides, ref(weights)
+        return self._sides
+
+    def release(self) -> None:
+        """Gives up what both sides hold, and so its memory."""
+        self._source = self._sides = None

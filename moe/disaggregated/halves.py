@@ -1,0 +1,196 @@
+"""The two halves of a layer, inside the `jax.shard_map` of their side.
+
+Attention's half adds up what the experts of the layer before gave, attends, routes, and lays the
+rows out for each expert device; a token goes to a device once, however many of its experts are
+there. The experts' half computes the rows it was sent, gate weights included, and gives one sum for
+each. What is rounded is what `moe.experts.dispatch.choice` says of "all_to_all".
+"""
+
+from typing import Generic, NamedTuple, TypeVar
+
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from moe.attention.latent import LatentCore
+from moe.attention.layer import CoreAttention, attention
+from moe.config import ModelConfig
+from moe.disaggregated.m2n import Message
+from moe.disaggregated.messages import message_width, read_message, written_message
+from moe.disaggregated.placement import Copies, slots_of_choices
+from moe.disaggregated.split import SplitMesh
+from moe.experts.dispatch.all_to_all import whole_experts
+from moe.experts.dispatch.own import has_experts_at, slots_of
+from moe.experts.feed_forward import dense_term
+from moe.experts.permutation import spread_rows, take_rows
+from moe.kernels.rows import combine
+from moe.precision import rms_norm
+from moe.router.layer import route
+from moe.tokens.packing import PackedBatch
+from moe.weights import Experts, Layer
+from sharding.collectives import own_shard, vary
+
+Leaf = TypeVar("Leaf")
+
+
+class Serving(NamedTuple):
+    """What the programs of both sides need to know at compile time.
+
+    Args:
+      config: the network, as `moe.decoding.for_step` or `moe.decoding.for_prefill` has it.
+      mesh: of both sides.
+      num_slots: of experts on each device along ``ep``.
+      records_choices: whether the experts of each token are kept.
+    """
+
+    config: ModelConfig
+    mesh: SplitMesh
+    num_slots: int
+    records_choices: bool = False
+
+    @property
+    def num_peers(self) -> int:
+        """Groups of devices that share experts."""
+        return self.mesh.experts.size(self.mesh.experts.ep)
+
+    @property
+    def num_sources(self) -> int:
+        return self.mesh.attention.layout.num_devices
+
+    @property
+    def num_targets(self) -> int:
+        return self.mesh.experts.layout.num_devices
+
+    def message_out(self, num_tokens: int) -> Message:
+        """What a device of attention sends to one of the experts: there is room for all its tokens
+        at the devices along ``etp`` together, which have an equal part of the rows each.
+
+        Args:
+          num_tokens: of the device.
+        """
+        config = self.config
+        rows = -(-num_tokens // self.mesh.experts.size(self.mesh.experts.etp))
+        width = message_width(config.d_model, config.experts_per_token, config.dtype)
+        word = {2: "uint16", 4: "uint32"}[jnp.dtype(config.dtype).itemsize]
+        return Message(rows, width, jnp.dtype(word))
+
+    def message_back(self, num_tokens: int) -> Message:
+        """What comes back."""
+        rows = self.message_out(num_tokens).rows
+        return Message(rows, self.config.d_model, jnp.dtype(self.config.dtype))
+
+
+@struct.dataclass
+class Flight(Generic[Leaf]):
+    """Tokens between two programs of attention, each device's own.
+
+    Attributes:
+      x: ``[token, d_model]`` the residual stream after the attention of a layer.
+      beside: ``[token, d_model]`` what the layer's shared expert gives; None without one.
+      places: ``[token, copies]`` the rows of what comes back that are the token's, past the end for
+        none.
+      choices: ``[layer, token, k]`` experts chosen so far; None where they are not recorded.
+    """
+
+    x: Leaf
+    beside: Leaf | None
+    places: Leaf
+    choices: Leaf | None
+
+
+def flight_specs(serving: Serving) -> Flight[PartitionSpec]:
+    """Where a flight lives."""
+    own, config = PartitionSpec(serving.mesh.attention.axes), serving.config
+    choices = PartitionSpec(None, serving.mesh.attention.axes)
+    return Flight(
+        x=own,
+        beside=own if config.d_ff else None,
+        places=own,
+        choices=choices if serving.records_choices else None,
+    )
+
+
+def setting_out(serving: Serving, x: Float[Array, "token d_model"]) -> Flight[Array]:
+    """Tokens of which nothing is with the experts."""
+    config, (number, _) = serving.config, x.shape
+    k, beside, choices = config.experts_per_token, None, None
+    rows = serving.num_targets * serving.message_out(number).rows
+    if config.d_ff:
+        beside = jnp.zeros_like(x)
+    if serving.records_choices:
+        shape = config.num_expert_layers, number, k
+        choices = jnp.full(shape, config.num_experts, jnp.int32)
+    places = jnp.full((number, min(serving.num_peers, k)), rows, jnp.int32)
+    flight = Flight(x, beside, places, choices)
+    return vary(flight, serving.mesh.attention.axes)
+
+
+def combined(flight: Flight[Array], received: tuple[Array, ...]) -> Float[Array, "token d_model"]:
+    """The residual stream after the whole layer.
+
+    Args:
+      received: sums from each device of the experts.
+    """
+    x = flight.x
+    out = combine(jnp.concatenate(received), flight.places).astype(x.dtype)
+    out = out if flight.beside is None else out + flight.beside
+    return x + out
+
+
+def departing(
+    serving: Serving,
+    layer: Layer[Array],
+    number: Array,
+    x: Float[Array, "token d_model"],
+    packed: PackedBatch,
+    core: CoreAttention | LatentCore,
+    copies: Copies,
+    choices: Array | None,
+) -> tuple[Flight[Array], tuple[Array, ...]]:
+    """Attention's half of a layer, and a message for each device of the experts.
+
+    Args:
+      layer: its experts are a router and a selection bias.
+      number: of the layer among those with experts.
+      choices: of the layers before.
+    """
+    config, mesh = serving.config, serving.mesh.attention
+    assert layer.experts is not None
+    x = x + attention(layer.attention, x, own_shard(packed.positions, mesh.cp), core, config, mesh)
+    h = rms_norm(x, layer.norm, config.norm_epsilon)
+    routing, stats = route(layer.experts, h, packed, config, mesh)
+    if choices is not None:
+        assert stats.choices is not None
+        choices = choices.at[number].set(stats.choices.astype(choices.dtype))
+    slots = slots_of_choices(routing.experts, copies)
+
+    (num_tokens, k), peers = slots.shape, serving.num_peers
+    nobodys = peers * serving.num_slots
+    message = serving.message_out(num_tokens)
+    per_peer = message.rows * serving.num_targets // peers
+    num_rows = peers * per_peer
+    goes = has_experts_at(slots, serving.num_slots, peers)
+    position = jnp.cumsum(goes, axis=0) - 1
+    row = jnp.where(goes, jnp.arange(peers)[None] * per_peer + position, num_rows)
+    token, places = slots_of(row, num_rows, k)
+    ids = jnp.where(token[:, None] < num_tokens, take_rows(slots, token), nobodys)
+    rows = spread_rows(h, token, places)
+    outward = written_message(rows, ids, take_rows(routing.probs, token))
+    flight = Flight(x, dense_term(layer, h, mesh), places, choices)
+    parts = tuple(jnp.split(outward, serving.num_targets))
+    return vary((flight, parts), mesh.axes)
+
+
+def computed(
+    serving: Serving, experts: Experts[Array], received: tuple[Array, ...]
+) -> tuple[Array, ...]:
+    """The experts' half of a layer: a sum for each row, laid out for the device that it came
+    from."""
+    config, mesh = serving.config, serving.mesh.experts
+    k, message = config.experts_per_token, jnp.concatenate(received)
+    rows, slots, probs = read_message(message, config.d_model, k, config.dtype)
+    # Room for every choice: a row has at most min(k, slots) of them here.
+    num_rows = rows.shape[0] * mesh.size(mesh.etp) * min(k, serving.num_slots)
+    done, _ = whole_experts(experts, rows, slots, probs, mesh, num_rows, config.execution.experts)
+    return tuple(jnp.split(vary(done.astype(rows.dtype), mesh.axes), serving.num_sources))

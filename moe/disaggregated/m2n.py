@@ -1,0 +1,191 @@
+"""M-to-N: every device of one side has a message for every device of the other.
+
+One contract for all implementations. Given are N arrays over the M source devices: what the i-th
+of them holds of the j-th array goes to the j-th target device. The result are M arrays over the N
+target devices: what the j-th of them holds of the i-th array came from the i-th source device. A
+message goes out once and is nowhere added to another; nothing waits on the host. Bytes sent: ``M N
+rows width itemsize`` for messages of ``[rows, width]``, whatever is in them.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from moe.disaggregated.split import devices_of
+from sharding.folding import FoldedMesh
+
+Arrays = tuple[Array, ...]
+UNION = "union"
+
+
+class Message(NamedTuple):
+    """What one device sends to one other: so many rows of so many numbers."""
+
+    rows: int
+    width: int
+    dtype: Any
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows * self.width * np.dtype(self.dtype).itemsize
+
+
+@runtime_checkable
+class Exchange(Protocol):
+    """Messages from one side to the other."""
+
+    def __call__(self, parts: Arrays | None, message: Message) -> Arrays | None:
+        """The messages of `parts` on the other side.
+
+        Args:
+          parts: an array for each target device; None in a process that has no source device.
+          message: what each is.
+
+        Returns:
+          An array for each source device; None in a process that has no target device.
+        """
+        ...
+
+
+def spread_over(mesh: FoldedMesh) -> NamedSharding:
+    """Where arrays live of which every device of `mesh` has its own rows."""
+    return NamedSharding(mesh.mesh, PartitionSpec(mesh.axes))
+
+
+class DevicePut:
+    """Copies from device to device of one process, a `jax.device_put` for all messages.
+
+    Args:
+      source, target: without a device in common.
+
+    Raises:
+      ValueError: where other processes have some of the devices.
+    """
+
+    def __init__(self, source: FoldedMesh, target: FoldedMesh):
+        if any(d.process_index != jax.process_index() for d in _both(source, target)):
+            raise ValueError(
+                'm2n="device_put" copies between devices of one process, and others have some of '
+                'these: use "collective".'
+            )
+        self._sources, self._targets = devices_of(source), devices_of(target)
+        self._placed = spread_over(target)
+
+    def __call__(self, parts: Arrays | None, message: Message) -> Arrays | None:
+        assert parts is not None
+        held = [_shards(part) for part in parts]
+        messages = [held[j][source] for source in self._sources for j in range(len(parts))]
+        moved = jax.device_put(messages, self._targets * len(self._sources))
+        number = len(self._targets)
+        return tuple(
+            _assembled(moved[i * number : (i + 1) * number], number, self._placed)
+            for i in range(len(self._sources))
+        )
+
+
+class Collective:
+    """Permutations on the union of both sides, one program; between processes by Gloo or NCCL.
+
+    In round r of ``max(M, N)`` the i-th source sends to the target ``(i + r) mod max(M, N)``, if
+    there is one: nobody sends or receives two messages in a round. Arrays over the union are
+    assembled of the buffers that are there, without copies; a device of the other side gives one
+    of zeros, which nothing is sent of.
+    """
+
+    def __init__(self, source: FoldedMesh, target: FoldedMesh):
+        self._sources, self._targets = devices_of(source), devices_of(target)
+        mesh = Mesh(
+            np.array([*self._sources, *self._targets]),
+            (UNION,),
+            axis_types=(jax.sharding.AxisType.Auto,),
+        )
+        self._union = NamedSharding(mesh, PartitionSpec(UNION))
+        self._placed = spread_over(target)
+
+    def __call__(self, parts: Arrays | None, message: Message) -> Arrays | None:
+        here, total = jax.process_index(), len(self._sources) + len(self._targets)
+        own = [d for d in (*self._sources, *self._targets) if d.process_index == here]
+        nothing = {d: _zeros(message, d) for d in own}
+        mine = [{}] * len(self._targets) if parts is None else [_shards(part) for part in parts]
+        given = [
+            _assembled([(nothing | held)[d] for d in own], total, self._union) for held in mine
+        ]
+        sent = _permuting(self._union, len(self._sources), len(self._targets))(*given)
+        there = [d for d in self._targets if d.process_index == here]
+        if not there:
+            return None
+        number = len(self._targets)
+        received = [_shards(array) for array in sent]
+        return tuple(
+            _assembled([held[d] for d in there], number, self._placed) for held in received
+        )
+
+
+IMPLEMENTATIONS = {"device_put": DevicePut, "collective": Collective}
+
+
+def exchange_of(name: str | None, source: FoldedMesh, target: FoldedMesh) -> Exchange:
+    """The implementation of that name; None is "device_put" where one process has all devices,
+    else "collective".
+
+    Raises:
+      ValueError: on an unknown name, or one that cannot serve.
+    """
+    if name is None:
+        alone = all(d.process_index == jax.process_index() for d in _both(source, target))
+        name = "device_put" if alone else "collective"
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"m2n={name!r} is none of {', '.join(IMPLEMENTATIONS)}; None picks.")
+    return IMPLEMENTATIONS[name](source, target)
+
+
+@cache
+def _permuting(union: NamedSharding, sources: int, targets: int) -> Any:
+    rounds = max(sources, targets)
+
+    def permute(*parts: Array) -> Arrays:
+        me, stacked = lax.axis_index(UNION), jnp.stack(parts)
+        received = jnp.zeros((sources, *parts[0].shape), parts[0].dtype)
+        received = lax.pcast(received, (UNION,), to="varying")
+        for number in range(rounds):
+            to = [(i + number) % rounds for i in range(sources)]
+            pairs = [(i, sources + j) for i, j in enumerate(to) if j < targets]
+            mine = jnp.minimum((me + number) % rounds, targets - 1)
+            came = lax.ppermute(stacked[mine], UNION, pairs)
+            # Whoever receives nothing in this round writes past the end, which does nothing.
+            source = (me - sources - number) % rounds
+            source = jnp.where((me >= sources) & (source < sources), source, sources)
+            received = received.at[source].set(came, mode="drop")
+        return tuple(received)
+
+    over = PartitionSpec(UNION)
+    local = jax.shard_map(permute, mesh=union.mesh, in_specs=over, out_specs=over)
+    return jax.jit(local)
+
+
+def _both(source: FoldedMesh, target: FoldedMesh) -> list[Any]:
+    return [*devices_of(source), *devices_of(target)]
+
+
+def _shards(array: Array) -> dict[Any, Array]:
+    """The parts of an array on the devices of this process."""
+    parts = [array.addressable_data(i) for i in range(len(array.sharding.addressable_devices))]
+    return {next(iter(part.devices())): part for part in parts}
+
+
+def _assembled(shards: Sequence[Array], number: int, sharding: NamedSharding) -> Array:
+    """An array of `number` equal parts, of which this process has `shards`; nothing is copied."""
+    rows, *rest = shards[0].shape
+    return jax.make_array_from_single_device_arrays((number * rows, *rest), sharding, list(shards))
+
+
+@cache
+def _zeros(message: Message, device: Any) -> Array:
+    return jax.device_put(np.zeros((message.rows, message.width), message.dtype), device)

@@ -1,0 +1,352 @@
+"""The programs of both sides: one of each for all layers, which differ in what they are given."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+from moe.attention.latent import LatentCore, keeps_narrow
+from moe.attention.layer import CoreAttention
+from moe.attention.mask import window_of_layer
+from moe.decoding import (
+    StepCore,
+    by_row,
+    kept_columns,
+    packed_prefill,
+    packed_step,
+)
+from moe.disaggregated.halves import (
+    Flight,
+    Serving,
+    combined,
+    computed,
+    departing,
+    flight_specs,
+    setting_out,
+)
+from moe.disaggregated.placement import Copies
+from moe.disaggregated.sides import attention_specs, expert_specs, first_specs, rest_specs
+from moe.embedding import embed
+from moe.head import logits_of
+from moe.model import block, last_norm, watched
+from moe.tokens.packing import PackedBatch
+from moe.weights import Experts, Layer, Transformer
+from sharding.collectives import join_shards, vary
+
+Arrays = tuple[Array, ...]
+
+
+class Steps(NamedTuple):
+    """A token of each row of a micro-batch.
+
+    Attributes:
+      tokens: ``[row]`` ids.
+      positions: ``[row]`` where in its row each stands, from 0.
+      live: ``[row]`` rows that are going; what is computed for the others is rubbish.
+      first: ``[]`` row of a device's cache that the first of its rows is.
+    """
+
+    tokens: Array
+    positions: Array
+    live: Array
+    first: Array
+
+
+class Prompts(NamedTuple):
+    """Rows of tokens that are run at once.
+
+    Attributes:
+      tokens: ``[row, column]`` ids, each row's from its first column on.
+      lengths: ``[row]`` tokens of each.
+    """
+
+    tokens: Array
+    lengths: Array
+
+
+Given = Steps | Prompts
+
+
+class Buffers(NamedTuple):
+    """Keys and values of a layer: of a cache, or of the tokens of prompts; values are None with
+    narrow vectors."""
+
+    keys: Array | None
+    values: Array | None
+
+
+@partial(jax.jit, static_argnums=0)
+def begin(serving: Serving, rest: Transformer[Array], given: Given) -> Flight[Array]:
+    """The tokens at the start of the network."""
+    mesh = serving.mesh.attention
+
+    def local(rest: Transformer[Array], given: Given) -> Flight[Array]:
+        tokens = _packed(serving, given, None).tokens
+        return setting_out(serving, embed(vary(rest, mesh.axes), tokens, serving.config, mesh))
+
+    return _on_attention(
+        serving, local, (rest_specs(serving.config, mesh), _given_specs(serving, given))
+    )(rest, given)
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4, 5))
+def dense_layer(
+    serving: Serving,
+    columns: int | None,
+    layer: Layer[Array],
+    number: Array,
+    buffers: Buffers,
+    flight: Flight[Array],
+    given: Given,
+) -> tuple[Flight[Array], Buffers]:
+    """A whole layer without experts.
+
+    Args:
+      columns: of the cache that are read; None is all.
+      buffers: given up; of a layer of prompts there are none yet.
+    """
+    mesh, config = serving.mesh.attention, serving.config
+
+    def local(layer: Any, number: Array, buffers: Buffers, flight: Any, given: Given) -> Any:
+        core = _Core(serving, number, vary(buffers, mesh.axes), given, columns)
+        x, _ = block(vary(layer, mesh.axes), flight.x, core.packed, core.attend, config, mesh)
+        return flight.replace(x=x), core.after
+
+    places = first_specs(config, mesh), *_attention_args(serving, buffers, given)
+    return _on_attention(serving, local, places, buffers_out=True)(
+        layer, number, buffers, flight, given
+    )
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4, 5))
+def attention_half(
+    serving: Serving,
+    columns: int | None,
+    layer: Layer[Array],
+    number: Array,
+    buffers: Buffers,
+    flight: Flight[Array],
+    given: Given,
+    received: Arrays,
+    copies: Copies,
+) -> tuple[Flight[Array], Buffers, Arrays]:
+    """Combine of the layer before, norm, queries, keys and values, cache, core attention, output,
+    router, and the rows for each device of the experts.
+
+    Args:
+      columns: of the cache that are read; None is all.
+      number: of the layer in the network.
+      buffers: given up; of a layer of prompts there are none yet.
+      flight: given up.
+      received: sums of the layer before, from each device of the experts; zeros in the first.
+    """
+    mesh, config = serving.mesh.attention, serving.config
+
+    def local(
+        layer: Any,
+        number: Array,
+        buffers: Buffers,
+        flight: Any,
+        given: Given,
+        received: Arrays,
+        copies: Copies,
+    ) -> Any:
+        core = _Core(serving, number, vary(buffers, mesh.axes), given, columns)
+        x, own = combined(flight, received), number - config.num_dense_layers
+        flight, sent = departing(
+            serving,
+            vary(layer, mesh.axes),
+            own,
+            x,
+            core.packed,
+            core.attend,
+            vary(copies, mesh.axes),
+            flight.choices,
+        )
+        return flight, core.after, sent
+
+    own = PartitionSpec(mesh.axes)
+    places = attention_specs(config, mesh), *_attention_args(serving, buffers, given)
+    places = *places, (own,) * serving.num_targets, PartitionSpec()
+    return _on_attention(serving, local, places, buffers_out=True, sends=True)(
+        layer, number, buffers, flight, given, received, copies
+    )
+
+
+@partial(jax.jit, static_argnums=0)
+def experts_half(serving: Serving, experts: Experts[Array], received: Arrays) -> Arrays:
+    """The grouped products of a layer's experts on the rows that came, with their gate weights.
+
+    Args:
+      received: messages from each device of attention.
+    """
+    mesh = serving.mesh.experts
+    own = PartitionSpec(mesh.axes)
+
+    def local(experts: Experts[Array], received: Arrays) -> Arrays:
+        return computed(serving, *vary((experts, received), mesh.axes))
+
+    return jax.shard_map(
+        local,
+        mesh=mesh.mesh,
+        in_specs=(expert_specs(mesh), (own,) * serving.num_sources),
+        out_specs=(own,) * serving.num_sources,
+    )(experts, received)
+
+
+@partial(jax.jit, static_argnums=0)
+def end_step(
+    serving: Serving, rest: Transformer[Array], flight: Flight[Array], received: Arrays
+) -> tuple[Array, Array | None]:
+    """Logits ``[row, vocab]`` of the next token, float32, spread over all devices of attention, and
+    the choices ``[row, layer, k]`` of those that were run, None where they are not recorded."""
+    mesh, config = serving.mesh.attention, serving.config
+
+    def local(rest: Any, flight: Any, received: Arrays) -> Any:
+        rest = vary(rest, mesh.axes)
+        x = last_norm(rest, combined(flight, received), config)
+        chosen = None
+        if flight.choices is not None:
+            chosen = join_shards(jnp.moveaxis(flight.choices, 0, 1), mesh.sequence)
+        return logits_of(rest, x, config, mesh), chosen
+
+    own = PartitionSpec(mesh.axes)
+    chosen = PartitionSpec(mesh.except_sequence) if serving.records_choices else None
+    return jax.shard_map(
+        local,
+        mesh=mesh.mesh,
+        in_specs=(
+            rest_specs(config, mesh),
+            flight_specs(serving),
+            (own,) * serving.num_targets,
+        ),
+        out_specs=(own, chosen),
+    )(rest, flight, received)
+
+
+@partial(jax.jit, static_argnums=0)
+def end_prefill(
+    serving: Serving,
+    rest: Transformer[Array],
+    flight: Flight[Array],
+    received: Arrays,
+    given: Prompts,
+) -> tuple[Array, Array | None]:
+    """States and choices as in `moe.decoding.Prefilled`."""
+    mesh, config = serving.mesh.attention, serving.config
+
+    def local(rest: Any, flight: Any, received: Arrays, given: Prompts) -> Any:
+        x = last_norm(vary(rest, mesh.axes), combined(flight, received), config)
+        return by_row(x, flight.choices, _packed(serving, given, None), given.lengths, mesh)
+
+    own, rows = PartitionSpec(mesh.axes), PartitionSpec(mesh.except_sequence)
+    return jax.shard_map(
+        local,
+        mesh=mesh.mesh,
+        in_specs=(
+            rest_specs(config, mesh),
+            flight_specs(serving),
+            (own,) * serving.num_targets,
+            _given_specs(serving, given),
+        ),
+        out_specs=(rows, rows if serving.records_choices else None),
+    )(rest, flight, received, given)
+
+
+class _Core:
+    """Core attention of a layer, for a token of each row or for rows of them.
+
+    Attributes:
+      packed: the tokens as a layer takes them.
+      attend: what the layer attends with.
+    """
+
+    def __init__(
+        self,
+        serving: Serving,
+        number: Array,
+        buffers: Buffers,
+        given: Given,
+        columns: int | None,
+    ):
+        config, self._step, self._kept = serving.config, None, list[Arrays]()
+        if isinstance(given, Steps):
+            keys, rows = buffers.keys, given.positions.shape[0]
+            assert keys is not None
+            first = None if keys.shape[0] == rows else given.first
+            self._step = StepCore(
+                config,
+                number,
+                keys,
+                buffers.values,
+                given.positions,
+                given.live,
+                first=first,
+                columns=columns,
+            )
+            self.attend: CoreAttention | LatentCore = self._step.attend
+            self.packed = _packed(serving, given, self.attend)
+            return
+        self.packed = _packed(serving, given, None)
+        core = self.packed.core_attention_of_layer(number, window_of_layer(config, number))
+        assert not isinstance(core, LatentCore)
+        keep = partial(kept_columns, given.tokens.shape)
+        self.attend = watched(core, keep, self._kept, config)
+
+    @property
+    def after(self) -> Buffers:
+        """The layer's keys and values after it has run."""
+        if self._step is not None:
+            return Buffers(self._step.keys, self._step.values)
+        keys, *values = self._kept[0]
+        return Buffers(keys, values[0] if values else None)
+
+
+def _packed(serving: Serving, given: Given, core: CoreAttention | LatentCore | None) -> PackedBatch:
+    records = serving.records_choices
+    if isinstance(given, Steps):
+        return packed_step(given.tokens, given.positions, given.live, core, records)
+    return packed_prefill(*given, serving.config, serving.mesh.attention, records)
+
+
+def _given_specs(serving: Serving, given: Given) -> Any:
+    rows: Any = PartitionSpec(serving.mesh.attention.except_sequence)
+    whole: Any = PartitionSpec()
+    return Steps(rows, rows, rows, whole) if isinstance(given, Steps) else Prompts(rows, rows)
+
+
+def _buffer_specs(serving: Serving) -> Any:
+    mesh = serving.mesh.attention
+    heads: Any = PartitionSpec(mesh.except_sequence, mesh.sequence)
+    return Buffers(heads, None if keeps_narrow(serving.config) else heads)
+
+
+def _attention_args(serving: Serving, buffers: Buffers, given: Given) -> tuple[Any, ...]:
+    """Where number, buffers, flight and tokens live."""
+    places = Buffers(None, None) if buffers.keys is None else _buffer_specs(serving)
+    return PartitionSpec(), places, flight_specs(serving), _given_specs(serving, given)
+
+
+def _on_attention(
+    serving: Serving,
+    local: Any,
+    in_specs: tuple[Any, ...],
+    buffers_out: bool = False,
+    sends: bool = False,
+) -> Any:
+    mesh = serving.mesh.attention
+    out: list[Any] = [flight_specs(serving)]
+    if buffers_out:
+        out.append(_buffer_specs(serving))
+    if sends:
+        out.append((PartitionSpec(mesh.axes),) * serving.num_targets)
+
+    def marked(*given: Any) -> Any:
+        made = local(*given)
+        return vary(made, mesh.axes)
+
+    out_specs: Any = tuple(out) if len(out) > 1 else out[0]
+    return jax.shard_map(marked, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs)

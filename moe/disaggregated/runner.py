@@ -1,0 +1,277 @@
+"""Both sides at work: the host enqueues their programs and the exchanges between them.
+
+One controller in each process, and no wait in it: what a program needs is on its way when it is
+enqueued. A process that has devices of one side only runs the programs of that side and takes part
+in the exchanges.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from functools import cache as remembered
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Int
+
+from moe.attention.latent import keeps_narrow
+from moe.config import ModelConfig
+from moe.decoding import Cache, Prefilled, for_prefill, for_step
+from moe.disaggregated import programs
+from moe.disaggregated.halves import Flight, Serving
+from moe.disaggregated.m2n import Arrays, exchange_of, spread_over
+from moe.disaggregated.placement import Placement
+from moe.disaggregated.programs import Buffers, Prompts, Steps
+from moe.disaggregated.schedule import Enqueued, order
+from moe.disaggregated.sides import SplitWeights
+from moe.disaggregated.split import SplitMesh, is_here
+
+AHEAD = 2
+"""Tokens whose programs a process enqueues before it waits for those of the first."""
+
+
+class Runner:
+    """Decodes on two sides.
+
+    Args:
+      config: the network.
+      mesh: of both sides.
+      placement: of experts on the devices along ``ep``; None has each once, in their order.
+      m2n: how messages travel, see `moe.disaggregated.m2n.exchange_of`.
+      records_choices: whether the experts of each token are kept.
+
+    Attributes:
+      log: what `decode` enqueued when it last ran; kept where `keeps_log` is set.
+      bytes_sent: by all exchanges so far, both ways.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: SplitMesh,
+        *,
+        placement: Placement | None = None,
+        m2n: str | None = None,
+        records_choices: bool = False,
+    ):
+        peers = mesh.experts.size(mesh.experts.ep)
+        self.placement = placement or Placement.identity(config.num_experts, peers)
+        slots = self.placement.num_slots
+        self.mesh, self.config = mesh, config
+        self._step = Serving(for_step(config), mesh, slots, records_choices)
+        self._prefill = Serving(for_prefill(config), mesh, slots, records_choices)
+        self._out = exchange_of(m2n, mesh.attention, mesh.experts)
+        self._back = exchange_of(m2n, mesh.experts, mesh.attention)
+        self._attends, self._computes = is_here(mesh.attention), is_here(mesh.experts)
+        self._numbers: dict[int, Array] = {}
+        self.keeps_log, self.log, self.bytes_sent = False, list[Enqueued](), 0
+        self._under_way = deque[Arrays]()
+
+    def prefill(
+        self,
+        weights: SplitWeights[Array],
+        tokens: Int[Array, "row column"],
+        lengths: Int[Array, "row"],
+    ) -> Prefilled | None:
+        """`moe.decoding.prefill` on both sides by turns, of arrays on the side of attention; a
+        layer's keys and values in a buffer each. None in a process without that side.
+
+        Args:
+          tokens: rows over ``dp``; elsewhere anything of that shape.
+        """
+        serving, given, flight, cache = self._prefill, Prompts(tokens, lengths), None, []
+        ranks, rows = self.mesh.attention.layout, tokens.shape[0]
+        num_tokens = rows * tokens.shape[1] // (ranks.dp * ranks.tp)
+        received = self._nothing(serving, num_tokens)
+        if self._attends:
+            assert weights.rest is not None
+            flight = programs.begin(serving, weights.rest, given)
+            for number, layer in enumerate(weights.first):
+                arguments = layer, self._number(number), Buffers(None, None), flight, given
+                flight, kept = programs.dense_layer(serving, None, *arguments)
+                cache.append(kept)
+        for layer in range(self.config.num_expert_layers):
+            parts = None
+            if self._attends:
+                flight, kept, parts = self._attention(
+                    serving, None, weights, layer, Buffers(None, None), flight, given, received
+                )
+                cache.append(kept)
+            received = self._experts(serving, weights, layer, parts, num_tokens)
+        if not self._attends:
+            return None
+        assert weights.rest is not None and flight is not None and received is not None
+        states, choices = programs.end_prefill(serving, weights.rest, flight, received, given)
+        return Prefilled(_cache_of(cache, self.config), states, choices)
+
+    def decode(
+        self,
+        weights: SplitWeights[Array],
+        cache: Cache[Array] | None,
+        num_rows: int,
+        micro_batches: int,
+        begin: Callable[[int], tuple[Array, Array, Array]],
+        end: Callable[[int, Array, Array | None], None],
+        goes_on: Callable[[int], bool],
+        columns: int | None = None,
+    ) -> Cache[Array] | None:
+        """Token after token of all rows, in the order of `moe.disaggregated.schedule.order`.
+
+        Args:
+          cache: a buffer for each layer, given up; None in a process without attention.
+          num_rows: of all micro-batches on all devices; a multiple of ``dp x tp`` of the side of
+            attention times `micro_batches`. Micro-batch i are the i-th part of each device's rows.
+          begin: of a micro-batch, the tokens of its rows, their positions and which of them are
+            live, over ``dp``.
+          end: takes a micro-batch, the logits of its rows, over all devices of attention, and the
+            experts that they chose.
+          goes_on: whether a token of that number is begun.
+          columns: of the cache that are read, beyond all that is decoded; None is all.
+
+        Returns:
+          The cache.
+        """
+        serving, layout = self._step, self.mesh.attention.layout
+        check_micro_batches(num_rows, micro_batches, self.mesh)
+        num_tokens = num_rows // (layout.num_devices * micro_batches)
+        buffers = [] if cache is None else _buffers_of(cache, self.config)
+        flights: dict[int, Flight[Array]] = {}
+        givens: dict[int, Steps] = {}
+        received: dict[int, Arrays | None] = {}
+        parts: dict[int, Arrays | None] = {}
+        self.log.clear()
+
+        def start(i: int) -> None:
+            received[i] = self._nothing(serving, num_tokens)
+            if not self._attends:
+                return
+            assert weights.rest is not None
+            first = self._number(i * num_rows // (layout.dp * micro_batches))
+            given = givens[i] = Steps(*begin(i), first)
+            flights[i] = programs.begin(serving, weights.rest, given)
+            for number, layer in enumerate(weights.first):
+                arguments = layer, self._number(number), buffers[number], flights[i], given
+                flights[i], buffers[number] = programs.dense_layer(serving, columns, *arguments)
+
+        def attend(i: int, layer: int) -> None:
+            parts[i] = None
+            if self._attends:
+                number = self.config.num_dense_layers + layer
+                given = buffers[number], flights[i], givens[i], received[i]
+                flights[i], buffers[number], parts[i] = self._attention(
+                    serving, columns, weights, layer, *given
+                )
+
+        def finish(i: int) -> None:
+            if self._attends:
+                assert weights.rest is not None
+                end(i, *programs.end_step(serving, weights.rest, flights.pop(i), received[i]))
+
+        for one in order(self.config.num_expert_layers, micro_batches, goes_on):
+            if self.keeps_log:
+                self.log.append(one)
+            i = one.micro_batch
+            if one.role == "begin":
+                start(i)
+            elif one.role == "attention":
+                attend(i, one.layer)
+            elif one.role == "experts":
+                self._wait(self.config.num_expert_layers * micro_batches * AHEAD)
+                received[i] = self._experts(serving, weights, one.layer, parts.pop(i), num_tokens)
+            else:
+                finish(i)
+        self._wait(0)
+        return _cache_of(buffers, self.config) if self._attends else None
+
+    def _wait(self, programs: int) -> None:
+        """In a process that has experts only, and so never looks at a token: waits until no more
+        than so many of its programs are under way. What became of the other processes is raised
+        here."""
+        while len(self._under_way) > programs:
+            jax.block_until_ready(self._under_way.popleft())
+
+    def _attention(
+        self,
+        serving: Serving,
+        columns: int | None,
+        weights: SplitWeights[Array],
+        layer: int,
+        buffers: Buffers,
+        flight: Flight[Array] | None,
+        given: Any,
+        received: Arrays | None,
+    ) -> tuple[Flight[Array], Buffers, Arrays]:
+        number = self._number(self.config.num_dense_layers + layer)
+        assert flight is not None and received is not None and weights.copies is not None
+        arguments = weights.attention[layer], number, buffers, flight, given, received
+        return programs.attention_half(serving, columns, *arguments, weights.copies)
+
+    def _experts(
+        self,
+        serving: Serving,
+        weights: SplitWeights[Array],
+        layer: int,
+        parts: Arrays | None,
+        num_tokens: int,
+    ) -> Arrays | None:
+        """The exchanges of a layer, and its experts between them."""
+        out, back = serving.message_out(num_tokens), serving.message_back(num_tokens)
+        came, sums = self._out(parts, out), None
+        if self._computes:
+            assert came is not None
+            sums = programs.experts_half(serving, weights.experts[layer], came)
+            if not self._attends:
+                self._under_way.append(sums)
+        pairs = serving.num_sources * serving.num_targets
+        self.bytes_sent += pairs * (out.num_bytes + back.num_bytes)
+        return self._back(sums, back)
+
+    def _nothing(self, serving: Serving, num_tokens: int) -> Arrays | None:
+        """What comes back before the first layer."""
+        if not self._attends:
+            return None
+        message = serving.message_back(num_tokens)
+        shape = serving.num_sources * message.rows, message.width
+        zeros = _clearing(spread_over(self.mesh.attention), shape, message.dtype)()
+        return (zeros,) * serving.num_targets
+
+    def _number(self, number: int) -> Array:
+        """A number on every device of attention."""
+        if number not in self._numbers:
+            place = NamedSharding(self.mesh.attention.mesh, PartitionSpec())
+            value = np.asarray(number, np.int32)
+            self._numbers[number] = jax.make_array_from_callback((), place, lambda _: value)
+        return self._numbers[number]
+
+
+@remembered
+def _clearing(place: NamedSharding, shape: tuple[int, int], dtype: Any) -> Callable[[], Array]:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=place)
+
+
+def check_micro_batches(num_rows: int, micro_batches: int, mesh: SplitMesh) -> None:
+    """Refuses rows that cannot be shared.
+
+    Raises:
+      ValueError: for a number of rows that does not divide.
+    """
+    layout = mesh.attention.layout
+    unit = layout.num_devices * micro_batches
+    if micro_batches < 1 or num_rows < 1 or num_rows % unit:
+        raise ValueError(
+            f"{num_rows} rows cannot be shared by micro_batches={micro_batches} on dp={layout.dp} "
+            f"x tp={layout.tp} devices of attention: choose rows in multiples of {max(unit, 1)}."
+        )
+
+
+def _cache_of(buffers: list[Buffers], config: ModelConfig) -> Cache[Array]:
+    keys: Any = tuple(b.keys for b in buffers)
+    values: Any = () if keeps_narrow(config) else tuple(b.values for b in buffers)
+    return Cache(keys, values)
+
+
+def _buffers_of(cache: Cache[Array], config: ModelConfig) -> list[Buffers]:
+    values: Any = (None,) * len(cache.keys) if keeps_narrow(config) else cache.values
+    return [Buffers(*pair) for pair in zip(cache.keys, values, strict=True)]

@@ -1,0 +1,232 @@
+"""The weights of a network on two sides, each where it is used and nowhere else."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any, Generic, TypeVar
+
+import jax
+import numpy as np
+from flax import struct
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from moe.config import ModelConfig
+from moe.disaggregated.placement import Copies, Placement
+from moe.disaggregated.split import SplitMesh, is_here
+from moe.placement import specs
+from moe.weights import Experts, Layer, Transformer, cast_shapes
+from sharding.folding import FoldedMesh
+
+Leaf = TypeVar("Leaf")
+
+
+@struct.dataclass
+class SplitWeights(Generic[Leaf]):
+    """A record for each layer, so that one program serves all of them and copies none out of a
+    stack.
+
+    Attributes:
+      rest: embedding, last norm and head, without layers; None in a process that has no device of
+        attention, as `first`, `attention` and `copies` are empty there.
+      first: the dense layers that the network begins with.
+      attention: the others, their experts a router and a selection bias only.
+      experts: the routed experts of each of those, by the slots of a `Placement`; no router. Empty
+        in a process that has no device of theirs.
+      copies: which slots hold which expert, on every device of attention.
+    """
+
+    rest: Transformer[Leaf] | None
+    first: tuple[Layer[Leaf], ...]
+    attention: tuple[Layer[Leaf], ...]
+    experts: tuple[Experts[Leaf], ...]
+    copies: Copies | None
+
+
+def to_sides(
+    weights: Transformer[Any], config: ModelConfig, mesh: SplitMesh, placement: Placement
+) -> SplitWeights[Array]:
+    """Weights with all layers in one axis, as the two sides hold them, bit for bit.
+
+    A device of attention receives its share of everything but routed experts, ``1 / tp`` of what
+    `moe.placement` spreads over ``tp`` and the rest whole; one of the experts the slots that it
+    has, their hidden units spread over ``etp``.
+
+    Args:
+      weights: on the host, equal in all processes, or on devices of this one process.
+
+    Raises:
+      ValueError: for a network without experts, and for sizes that do not divide.
+    """
+    check_splits(config, mesh, placement)
+    rest, first, attention, copies = None, (), (), None
+    if is_here(mesh.attention):
+        one_side = _without_experts(weights)
+        places = _without_experts(specs(config, mesh.attention))
+        placed = _put(one_side, places, mesh.attention)
+        rest, first, attention = _attention_apart(config, mesh.attention)(placed)
+        whole = NamedSharding(mesh.attention.mesh, PartitionSpec())
+        copies = jax.tree.map(lambda x: _put_leaf(x, whole), placement.table())
+    experts = ()
+    if is_here(mesh.experts):
+        routed = _routed(weights)
+        if not placement.is_identity:
+            routed = jax.tree.map(lambda x: x[:, placement.experts], routed)
+        placed = _put(routed, expert_specs(mesh.experts, stacked=True), mesh.experts)
+        experts = _experts_apart(config.num_expert_layers, mesh.experts)(placed)
+    return SplitWeights(rest, first, attention, experts, copies)
+
+
+def check_splits(config: ModelConfig, mesh: SplitMesh, placement: Placement | None = None) -> None:
+    """Refuses a network that two such sides cannot serve.
+
+    Args:
+      placement: None has each expert once.
+
+    Raises:
+      ValueError: naming why.
+    """
+    if not config.num_experts:
+        raise ValueError(
+            "num_experts=0 leaves the devices of the experts without work: decode a dense network "
+            "on one mesh."
+        )
+    ep, etp = (mesh.experts.size(axes) for axes in (mesh.experts.ep, mesh.experts.etp))
+    placement = placement or Placement.identity(config.num_experts, ep)
+    if len(placement.copies) != config.num_experts:
+        raise ValueError(
+            f"a placement of {len(placement.copies)} experts is none of num_experts="
+            f"{config.num_experts}: place each of them."
+        )
+    if placement.num_devices != ep:
+        raise ValueError(
+            f"a placement on {placement.num_devices} devices does not fit ep={ep}: plan for {ep}."
+        )
+    if config.d_expert % etp:
+        raise ValueError(
+            f"d_expert={config.d_expert} cannot be split over etp={etp} devices: choose an etp "
+            "that divides it."
+        )
+    specs(config, mesh.attention)
+
+
+def side_bytes(
+    config: ModelConfig, mesh: SplitMesh, placement: Placement | None = None
+) -> tuple[int, int]:
+    """Bytes of the weights on a device of attention, and on one of the experts, without the
+    placement's table."""
+    ep, etp = (mesh.experts.size(axes) for axes in (mesh.experts.ep, mesh.experts.etp))
+    placement = placement or Placement.identity(config.num_experts, ep)
+    like = cast_shapes(config)
+
+    def on_one(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
+        place = NamedSharding(mesh.attention.mesh, spec)
+        return math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+    places = _without_experts(specs(config, mesh.attention))
+    attention = sum(jax.tree.leaves(jax.tree.map(on_one, _without_experts(like), places)))
+    routed = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(_routed(like)))
+    return attention, routed // config.num_experts * placement.num_slots // etp
+
+
+def attention_specs(config: ModelConfig, mesh: FoldedMesh) -> Layer[PartitionSpec]:
+    """Where the weights of a layer with experts live on the side of attention."""
+    return _of_layer(_without_experts(specs(config, mesh)).layers)
+
+
+def first_specs(config: ModelConfig, mesh: FoldedMesh) -> Layer[PartitionSpec]:
+    """Where the weights of a dense first layer live."""
+    first = specs(config, mesh).first_layers
+    assert first is not None
+    return _of_layer(first)
+
+
+def rest_specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
+    """Where embedding, last norm and head live."""
+    return _without_layers(specs(config, mesh))
+
+
+def expert_specs(mesh: FoldedMesh, stacked: bool = False) -> Experts[PartitionSpec]:
+    """Where the experts of a layer live, or of all layers, which lie in front then."""
+    front = (None,) * stacked
+    nothing: Any = None
+    return Experts(
+        router=nothing,
+        gate_up=PartitionSpec(*front, mesh.ep, None, None, mesh.etp),
+        down=PartitionSpec(*front, mesh.ep, mesh.etp, None),
+    )
+
+
+def _without_experts(weights: Transformer[Any]) -> Transformer[Any]:
+    experts = weights.layers.experts
+    assert experts is not None
+    kept: Any = replace(experts, gate_up=None, down=None)
+    return replace(weights, layers=replace(weights.layers, experts=kept))
+
+
+def _without_layers(weights: Transformer[Any]) -> Transformer[Any]:
+    nothing: Any = jax.tree.map(lambda _: None, weights.layers)
+    return replace(weights, layers=nothing, first_layers=None)
+
+
+def _routed(weights: Transformer[Any]) -> Experts[Any]:
+    experts = weights.layers.experts
+    assert experts is not None
+    nothing: Any = None
+    return replace(experts, router=nothing, bias=None)
+
+
+def _of_layer(stack: Any) -> Any:
+    return jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), stack)
+
+
+def _put(tree: Any, places: Any, mesh: FoldedMesh) -> Any:
+    def one(leaf: Any, spec: PartitionSpec) -> Array:
+        return _put_leaf(leaf, NamedSharding(mesh.mesh, spec))
+
+    return jax.tree.map(one, tree, places)
+
+
+def _put_leaf(leaf: Any, place: NamedSharding) -> Array:
+    if isinstance(leaf, np.ndarray):
+        return jax.make_array_from_callback(leaf.shape, place, lambda index: leaf[index])
+    return jax.device_put(leaf, place)
+
+
+@cache
+def _attention_apart(config: ModelConfig, mesh: FoldedMesh) -> Callable[[Any], Any]:
+    """From stacks to records of layers: one program, a stack is there no longer than it runs."""
+    places = specs(config, mesh)
+    layers = config.num_expert_layers
+    first = () if places.first_layers is None else (first_specs(config, mesh),)
+    out = (
+        rest_specs(config, mesh),
+        first * config.num_dense_layers,
+        (attention_specs(config, mesh),) * layers,
+    )
+
+    def apart(weights: Transformer[Array]) -> Any:
+        return (
+            _without_layers(weights),
+            _cut(weights.first_layers, config.num_dense_layers),
+            _cut(weights.layers, layers),
+        )
+
+    return _taking_apart(apart, out, mesh)
+
+
+@cache
+def _experts_apart(layers: int, mesh: FoldedMesh) -> Callable[[Any], Any]:
+    return _taking_apart(lambda stack: _cut(stack, layers), (expert_specs(mesh),) * layers, mesh)
+
+
+def _cut(stack: Any, depth: int) -> tuple[Any, ...]:
+    return tuple(jax.tree.map(lambda leaf, n=n: leaf[n], stack) for n in range(depth))
+
+
+def _taking_apart(apart: Callable[[Any], Any], out: Any, mesh: FoldedMesh) -> Callable[[Any], Any]:
+    leaves, structure = jax.tree.flatten(out)
+    placed = [NamedSharding(mesh.mesh, spec) for spec in leaves]
+    program = jax.jit(lambda weights: jax.tree.leaves(apart(weights)), out_shardings=placed)
+    return lambda weights: structure.unflatten(program(weights))

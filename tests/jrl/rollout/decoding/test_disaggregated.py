@@ -1,0 +1,62 @@
+"""Attention and experts on devices of their own sample what one mesh samples."""
+
+import jax
+import numpy as np
+import pytest
+from policies import PAD, PROMPT, Asked, answers, weights
+
+from jrl.rollout.decoding.disaggregated import DisaggregatedEngine
+from jrl.rollout.decoding.requests import sampled_in
+from jrl.rollout.sampling import Sampling
+from moe.disaggregated.split import Split, fold_split
+from sharding.folding import Layout, fold
+
+CLOSE = 1e-6
+"""float32: the sums of a token's experts come in another order."""
+
+
+def engine(asked, split, micro_batches=1, placement=None):
+    """With the weights on one device, which is none of the split's."""
+    training = fold(Layout(), jax.devices()[15:])
+    mesh = fold_split(Split.parse(split), jax.devices()[: Split.parse(split).num_devices])
+    engine = DisaggregatedEngine(
+        asked.config,
+        training,
+        mesh,
+        slots=asked.slots,
+        columns=PROMPT + asked.response,
+        pad_id=PAD,
+        stop_ids=asked.stops,
+        key=jax.random.key(asked.seed),
+        records_choices=asked.records_choices,
+        micro_batches=micro_batches,
+        placement=placement,
+    )
+    engine.load(weights(asked.config), 5)
+    return engine
+
+
+def rows_of(trajectories):
+    rows = {}
+    for t in trajectories:
+        if id(t.shelf) not in rows:
+            rows[id(t.shelf)] = jax.tree.map(np.asarray, t.shelf.rows)
+    return [sampled_in(rows[id(t.shelf)], t.row, t.request) for t in trajectories]
+
+
+@pytest.mark.slow
+def test_the_split_is_invisible():
+    # Fewer slots than rows: rows come where others end.
+    asked = Asked(Sampling(top_p=0.9), slots=8, response=6, records_choices=True)
+    one, two = (
+        answers(each, asked.requests, asked.sampling)
+        for each in (asked.engine(), engine(asked, "tp2 dp2 / ep2", micro_batches=2))
+    )
+    for a, b in zip(rows_of(one), rows_of(two), strict=True):
+        np.testing.assert_array_equal(b.tokens, a.tokens)
+        np.testing.assert_array_equal(b.versions, a.versions)
+        np.testing.assert_array_equal(b.choices, a.choices)
+        np.testing.assert_allclose(b.behaviour_logprobs, a.behaviour_logprobs, atol=CLOSE)
+        np.testing.assert_allclose(b.old_logprobs, a.old_logprobs, atol=CLOSE)
+    assert [t.finish for t in two] == [t.finish for t in one]
+    assert {t.finish for t in one} == {"stop", "length"}

@@ -1,0 +1,68 @@
+"""Every message arrives where it is meant for, by either way, and nothing else is sent."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moe.disaggregated.m2n import Message, _permuting, exchange_of, spread_over
+from moe.disaggregated.messages import message_width, read_message, written_message
+from moe.disaggregated.split import Split, fold_split
+
+
+def sides(sources, targets):
+    split = Split(f"dp{sources}", f"ep{targets}")
+    return fold_split(split, jax.devices()[: sources + targets])
+
+
+@pytest.mark.parametrize("name", ["device_put", "collective"])
+@pytest.mark.parametrize(("sources", "targets"), [(2, 3), (3, 2), (1, 1)])
+def test_messages_arrive(name, sources, targets):
+    mesh, message = sides(sources, targets), Message(2, 5, jnp.dtype("uint32"))
+    draw = np.random.default_rng(0)
+    sent = draw.integers(0, 2**32, (sources, targets, 2, 5), np.uint32)
+    place = spread_over(mesh.attention)
+    parts = tuple(jax.device_put(sent[:, j].reshape(-1, 5), place) for j in range(targets))
+    came = exchange_of(name, mesh.attention, mesh.experts)(parts, message)
+    assert len(came) == sources
+    for i, array in enumerate(came):
+        assert array.sharding == spread_over(mesh.experts)
+        np.testing.assert_array_equal(np.asarray(array).reshape(targets, 2, 5), sent[i])
+
+
+def test_a_message_goes_out_once_and_its_bytes_are_those_of_the_formula():
+    """The permutations name each pair of devices once, and a message is what each of them sends."""
+    mesh, message = sides(2, 3), Message(4, 5, jnp.dtype("uint32"))
+    exchange = exchange_of("collective", mesh.attention, mesh.experts)
+    union = exchange._union
+    shape = jax.ShapeDtypeStruct((5 * 4, 5), jnp.uint32, sharding=union)
+    text = _permuting(union, 2, 3).lower(*[shape] * 3).as_text()
+    found = re.findall(
+        r"collective_permute.*?source_target_pairs = dense<(\[\[.*?\]\])>.*?-> tensor<(\w+)>", text
+    )
+    pairs = [tuple(pair) for listed, _ in found for pair in json.loads(listed)]
+    assert sorted(pairs) == [(i, 2 + j) for i in range(2) for j in range(3)]
+    assert {shape for _, shape in found} == {"4x5xui32"}
+    assert message.num_bytes == 4 * 5 * 4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_message_gives_back_what_was_written(dtype):
+    draw, k = np.random.default_rng(0), 3
+    rows = jnp.asarray(draw.normal(size=(4, 6)), dtype)
+    slots = jnp.asarray(draw.integers(0, 70000, (4, k)), jnp.int32)
+    probs = jnp.asarray(draw.uniform(size=(4, k)), jnp.float32)
+    message = written_message(rows, slots, probs)
+    assert message.shape == (4, message_width(6, k, dtype))
+    for found, given in zip(read_message(message, 6, k, dtype), (rows, slots, probs), strict=True):
+        assert found.dtype == given.dtype
+        np.testing.assert_array_equal(found.astype(jnp.float32), given.astype(jnp.float32))
+
+
+def test_unknown_ways_are_refused_in_one_line():
+    mesh = sides(1, 1)
+    with pytest.raises(ValueError, match="m2n='mail' is none of device_put, collective"):
+        exchange_of("mail", mesh.attention, mesh.experts)

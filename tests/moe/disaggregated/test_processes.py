@@ -1,0 +1,64 @@
+"""Attention and experts in processes of their own, which meet through Gloo."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from places import ROOT, SUPPORT
+from two_sides import live, one_side
+
+pytestmark = pytest.mark.slow
+CLOSE = 1e-6
+"""float32: the sums of a token's experts come in another order."""
+
+
+def run_together(folder, count, dies=-1):
+    """Status and standard error of each process."""
+    with socket.create_server(("", 0)) as server:
+        port = str(server.getsockname()[1])
+    command = [sys.executable, str(SUPPORT / "split_process.py"), str(count), port]
+    processes = [
+        subprocess.Popen(
+            [*command, str(number), str(folder / f"{number}.npz"), str(dies)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(count)
+    ]
+    try:
+        ends = [process.communicate(timeout=120)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, end) for process, end in zip(processes, ends, strict=True)]
+
+
+def test_processes_decode_what_one_does(tmp_path, count=2):
+    for status, errors in run_together(tmp_path, count):
+        assert status == 0, errors[-3000:]
+    wanted, wanted_choices, _ = one_side()
+    seen = np.zeros(wanted.shape[:2], int)
+    for number in range(count):
+        with np.load(tmp_path / f"{number}.npz") as file:
+            found = {name: file[name] for name in file.files}
+        attends = number < count // 2
+        assert (found["attention"] > 0) == attends and (found["experts"] > 0) != attends
+        here = ~np.isnan(found["logits"][..., 0])
+        seen += here
+        of_rows = here & live()
+        np.testing.assert_allclose(found["logits"][of_rows], wanted[of_rows], atol=CLOSE)
+        np.testing.assert_array_equal(found["choices"][here], wanted_choices[here])
+    assert np.all(seen == 1)
+
+
+def test_a_process_that_dies_ends_the_other_with_one_line(tmp_path):
+    (status, errors), (killed, _) = run_together(tmp_path, 2, dies=1)
+    assert killed == -9
+    assert status == 1
+    lines = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and "another process of the run has ended" in lines[0], errors

@@ -1,0 +1,108 @@
+"""Splits as users write them, and what both sides hold."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from two_sides import CONFIG, MIXED, host_weights, sides, split_mesh
+
+from moe.disaggregated.placement import Placement, slots_of_choices
+from moe.disaggregated.runner import check_micro_batches
+from moe.disaggregated.sides import check_splits, side_bytes
+from moe.disaggregated.split import Split, devices_of
+
+
+def test_a_split_is_two_groups_of_devices():
+    split = Split.parse("tp2 dp2 / ep3 etp2")
+    assert split == Split("tp2 dp2", "ep3 etp2") and split.num_devices == 10
+    mesh = split_mesh("tp2 dp2 / ep3 etp2")
+    attention, experts = devices_of(mesh.attention), devices_of(mesh.experts)
+    assert attention + experts == jax.devices()[:10]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tp2 dp2", "is not two sides"),
+        ("tp2 / ep2 / ep2", "is not two sides"),
+        ("cp2 / ep2", "'cp2' is not one of the axes tp and dp"),
+        ("tp2 / dp2", "'dp2' is not one of the axes ep and etp"),
+        ("tp2 tp2 / ep2", "'tp2' is not one of the axes"),
+        ("tp0 / ep2", "'tp0' is not one"),
+        ("/ ep2", "attention='' names no axis"),
+    ],
+)
+def test_what_is_no_split_is_refused_in_one_line(text, message):
+    with pytest.raises(ValueError, match=message) as error:
+        Split.parse(text)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "placement", "message"),
+    [
+        (replace(CONFIG, num_experts=0, d_ff=8), None, "num_experts=0 leaves the devices"),
+        (replace(CONFIG, num_experts=10), None, "num_experts=10 cannot be spread over ep=3"),
+        (replace(CONFIG, d_expert=7), None, "d_expert=7 cannot be split over etp=2"),
+        (CONFIG, Placement.identity(12, 4), "on 4 devices does not fit ep=3"),
+        (CONFIG, Placement.identity(6, 3), "6 experts is none of num_experts=12"),
+    ],
+)
+def test_networks_that_do_not_split_are_refused_in_one_line(config, placement, message):
+    with pytest.raises(ValueError, match=message) as error:
+        check_splits(config, split_mesh("tp2 / ep3 etp2"), placement)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(12, 2), (8, 0), (0, 1)])
+def test_rows_divide_over_devices_and_micro_batches(rows, parts):
+    with pytest.raises(ValueError, match=f"{rows} rows cannot be shared by micro_batches={parts}"):
+        check_micro_batches(rows, parts, split_mesh("tp2 dp2 / ep2"))
+
+
+def test_each_device_holds_what_it_computes_with_and_no_more():
+    mesh = split_mesh("tp2 dp2 / ep3 etp2")
+    weights, like = sides(mesh, MIXED), host_weights(MIXED)
+    routed = sum(x.nbytes for x in (like.layers.experts.gate_up, like.layers.experts.down))
+    over_tp = sum(
+        x.nbytes
+        for stack in (like.layers, like.first_layers)
+        for x in jax.tree.leaves((stack.dense, replace(stack.attention, norm=None)))
+    )
+    # 11 tokens do not divide over tp: embedding and head are whole.
+    rest = sum(x.nbytes for x in jax.tree.leaves(like)) - routed - over_tp
+    held = {device: 0 for device in jax.devices()}
+    for leaf in jax.tree.leaves(replace(weights, copies=None)):
+        for shard in leaf.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    attention, experts = rest + over_tp // 2, routed // 6
+    assert [held[d] for d in devices_of(mesh.attention)] == [attention] * 4
+    assert [held[d] for d in devices_of(mesh.experts)] == [experts] * 6
+    assert side_bytes(MIXED, mesh) == (attention, experts)
+
+
+def test_copies_of_an_expert_share_its_tokens():
+    placement = Placement.of([[(0, 0), (1, 1)], [(0, 1)], [(1, 0)]], num_devices=2)
+    assert placement.experts.tolist() == [0, 1, 2, 0] and not placement.is_identity
+    choices = jnp.array([[0, 1], [0, 2], [3, 0], [3, 3]])
+    table = jax.tree.map(jnp.asarray, placement.table())
+    np.testing.assert_array_equal(
+        slots_of_choices(choices, table), [[0, 1], [3, 2], [4, 0], [4, 4]]
+    )
+    assert Placement.identity(6, 3).is_identity
+
+
+@pytest.mark.parametrize(
+    ("copies", "message"),
+    [
+        ([[(0, 0)], []], "expert 1 has no slot"),
+        ([[(0, 0)], [(0, 0)]], "slot 0 of device 0 holds the experts 0 and 1"),
+        ([[(2, 0)]], "slot 0 of device 2, and there are 1 slots on each of 2 devices"),
+    ],
+)
+def test_placements_that_cannot_be_are_refused_in_one_line(copies, message):
+    with pytest.raises(ValueError, match=message) as error:
+        Placement.of(copies, num_devices=2)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,49 @@
+"""One of several processes that decode together, some with attention and some with experts.
+
+    python split_process.py COUNT PORT NUMBER FILE DIES
+
+Four devices in all. What it has of the logits and choices goes to FILE; the process of number DIES
+is killed after a token.
+"""
+
+import os
+import signal
+import sys
+
+import numpy as np
+from two_sides import CONFIG, sides, split_mesh, two_sides
+
+from jrl.config.command_line import exit_status, start_jax
+from jrl.processes.coordinator import Processes
+from moe.disaggregated.runner import Runner
+
+SPLIT, MICRO_BATCHES = "dp2 / ep2", 2
+
+
+def decode(count: int, port: str, number: int, file: str, dies: int) -> int:
+    start_jax(4, Processes(f"localhost:{port}", num_processes=count, process_id=number))
+    mesh = split_mesh(SPLIT)
+    runner = Runner(CONFIG, mesh, records_choices=True)
+
+    def goes_on(token: int) -> bool:
+        if token and number == dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return True
+
+    weights = sides(mesh)
+    logits, choices, _ = two_sides(runner, weights, MICRO_BATCHES, goes_on=goes_on)
+    held = sum(x.nbytes for side in (weights.attention, weights.rest) for x in leaves(side))
+    routed = sum(x.nbytes for x in leaves(weights.experts))
+    np.savez(file, logits=logits, choices=choices, attention=held, experts=routed)
+    return 0
+
+
+def leaves(side):
+    import jax
+
+    return [shard.data for leaf in jax.tree.leaves(side) for shard in leaf.addressable_shards]
+
+
+if __name__ == "__main__":
+    count, port, number, file, dies = sys.argv[1:]
+    sys.exit(exit_status(lambda: decode(int(count), port, int(number), file, int(dies))))
