@@ -36,7 +36,7 @@ def simulate(arguments: list[str]) -> int:
 
 def train(arguments: list[str]) -> int:
     """train the denoising models on healthy records"""
-    from jrl.faults.minder.train import main
+    from jrl.faults.assess.train import main
 
     return main(arguments)
 

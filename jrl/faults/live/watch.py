@@ -35,7 +35,7 @@ STYLES = {"running": "green", "ended": "dim", "no data": "yellow"}
 
 
 @dataclass(frozen=True)
-class Request:
+class WatchOptions:
     """What to watch, and how."""
 
     run: tyro.conf.Positional[tuple[str, ...]]
@@ -73,7 +73,7 @@ class Request:
 def main(arguments: list[str]) -> int:
     """Watches until all processes have ended, and returns the exit status: 3 after an alarm."""
     request = tyro.cli(
-        Annotated[Request, tyro.conf.arg(name="")],
+        Annotated[WatchOptions, tyro.conf.arg(name="")],
         prog="python -m jrl.faults watch",
         description="Shows what each process of a run is doing, and names the one that stands out.",
         args=arguments,
@@ -101,7 +101,7 @@ def main(arguments: list[str]) -> int:
     return ALARMED if alarmed else 0
 
 
-def _watcher(request: Request) -> Watcher:
+def _watcher(request: WatchOptions) -> Watcher:
     folders = {}
     for path in map(Path, request.run):
         folder = path / "faults"
@@ -116,13 +116,13 @@ def _watcher(request: Request) -> Watcher:
     return Watcher(folders, _detector(request), seconds=request.seconds, mourning=request.silence)
 
 
-def _metrics(request: Request) -> tuple[str, ...]:
+def _metrics(request: WatchOptions) -> tuple[str, ...]:
     """What is compared, by any of its names."""
     default = PRIORITY if request.detector == "minder" else OutlierDetector.metrics
     return request.metrics or default
 
 
-def _detector(request: Request) -> Detector:
+def _detector(request: WatchOptions) -> Detector:
     metrics, threshold = _metrics(request), request.threshold
     if request.detector == "outlier":
         threshold = OutlierDetector.threshold if threshold is None else threshold
@@ -151,7 +151,7 @@ def _screen(console: Console, live: bool) -> Iterator:
         return
     states: dict[str, str] = {}
 
-    def lines(look: Look, request: Request) -> None:
+    def lines(look: Look, request: WatchOptions) -> None:
         for each in look.processes:
             if states.get(each.machine) != each.state:
                 states[each.machine] = each.state
@@ -162,7 +162,7 @@ def _screen(console: Console, live: bool) -> Iterator:
     yield lines
 
 
-def render(look: Look, request: Request) -> RenderableType:
+def render(look: Look, request: WatchOptions) -> RenderableType:
     """The table of all processes, what cannot be read, and the verdict."""
     table = Table(box=box.ROUNDED, title=f"{len(look.processes)} processes")
     for heading in ("process", "host", "state", "last sample", "samples lost"):
