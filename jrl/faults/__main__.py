@@ -3,6 +3,8 @@
 import sys
 from collections.abc import Sequence
 
+import jax
+
 from jrl.config.command_line import exit_status
 
 
@@ -66,6 +68,9 @@ def _main(arguments: list[str]) -> int:
         return 0
     if name not in COMMANDS:
         raise ValueError(f"command {name!r} is unknown: choose among {', '.join(COMMANDS)}.")
+    if name != "train":
+        # A watcher beside a training must not take memory of its accelerator.
+        jax.config.update("jax_platforms", "cpu")
     return COMMANDS[name](rest)
 
 

@@ -53,6 +53,13 @@ class OutlierDetector:
                 return alarms
         return []
 
+    def compares(self, fleet: Fleet) -> bool:
+        """Whether there is a metric of three machines for long enough to name one of them."""
+        long_enough = fleet.num_samples * fleet.period >= self.continuity
+        columns = [fleet.metrics.index(name) for name in recorded_as(self.metrics, fleet.metrics)]
+        some = np.isfinite(fleet.values[:, columns]).any(axis=2).sum(axis=0)
+        return long_enough and bool((some >= 3).any())
+
     def scores(self, values: Float[np.ndarray, "machine time"], period: float | int) -> np.ndarray:
         """``[machine, window]`` scores of one metric; NaN where a machine cannot be compared.
 

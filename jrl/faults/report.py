@@ -9,6 +9,8 @@ from jaxtyping import Float, Int
 from jrl.faults.fleet import Alarm
 
 NOBODY = -1
+INCOMPARABLE = 4
+"""Exit status where nothing could be compared: no alarm says nothing then."""
 
 
 @dataclass(frozen=True)

@@ -66,4 +66,5 @@ class StandardDetector:
             replace(alarm, evidence={**alarm.evidence, **error_rates(fleet, alarm.machine)})
             for alarm in found.values()
         ]
-        return replace(report, alarms=alarms, comparable=report.comparable or bool(alarms))
+        known = bool(alarms) or report.comparable or outlier.compares(fleet)
+        return replace(report, alarms=alarms, comparable=known)

@@ -21,12 +21,9 @@ from jrl.faults.collect.prometheus import read_answers
 from jrl.faults.collect.vocabulary import PRIORITY
 from jrl.faults.fleet import Fleet
 from jrl.faults.live.watcher import all_present
-from jrl.faults.report import Report
+from jrl.faults.report import INCOMPARABLE, Report
 from jrl.faults.silence import SilenceDetector
 from jrl.faults.standard import StandardDetector
-
-INCOMPARABLE = 4
-"""Exit status where nothing could be compared: no alarm says nothing then."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +42,9 @@ class ReplayOptions:
     """Seconds for which the same machine must stand out."""
     metrics: tuple[str, ...] = ()
     """The metrics to search, in this order; all that were recorded by default."""
-    machine_label: str = "machine"
-    """Label that names the machine in an answer of Prometheus, often "instance"."""
+    machine_label: str | None = None
+    """Label that names the machine in an answer of Prometheus; by default the first of machine,
+    node, instance and Hostname that a series has."""
     plot: str | None = None
     """The picture to draw; by default beside the record, with the ending .png."""
 
@@ -92,7 +90,7 @@ def examine(fleet: Fleet, request: ReplayOptions) -> Report:
     return replace(report, alarms=[*report.alarms, *silent]) if silent else report
 
 
-def read_fleet(path: Path, machine_label: str = "machine") -> tuple[Fleet, list[str]]:
+def read_fleet(path: Path, machine_label: str | None = None) -> tuple[Fleet, list[str]]:
     """The fleet that a file or a folder holds, and what could not be read of it.
 
     Raises:
@@ -102,7 +100,7 @@ def read_fleet(path: Path, machine_label: str = "machine") -> tuple[Fleet, list[
     if path.is_dir():
         return _read_records(path)
     if path.suffix == ".json":
-        return read_answers([path.read_bytes()], machine=machine_label), []
+        return read_answers([path.read_bytes()], machine=machine_label, period=None), []
     return Fleet.load(path), []
 
 

@@ -9,8 +9,9 @@ from jrl.faults.__main__ import main
 from jrl.faults.collect.record import Writer
 from jrl.faults.fleet import Alarm, Fleet
 from jrl.faults.live.hook import command_hook
-from jrl.faults.live.watcher import SILENCE, Watcher
+from jrl.faults.live.watcher import Watcher
 from jrl.faults.outlier import OutlierDetector
+from jrl.faults.silence import SILENCE
 
 COLUMNS = ("step/time", "cpu/process")
 FAST = ["--once", "--window=4", "--continuity=10"]
@@ -155,12 +156,12 @@ def test_a_process_that_falls_silent_is_named_and_one_that_ends_is_not(tmp_path)
     for second in range(1, 91):
         for each in writers[2:]:
             each.append(now + second, {"step/time": 0.5, "cpu/process": 0.9})
-    one = watcher(tmp_path, mourning=60.0)
+    one = watcher(tmp_path, silence_timeout=60.0)
     assert one.look(now + 50).alarms == ()
     (alarm,) = one.look(now + 90).alarms
     assert (alarm.machine, alarm.metric) == ("host-0", SILENCE)
     assert abs(alarm.start - now) < 1.5
-    assert watcher(tmp_path, mourning=None).look(now + 90).alarms == ()
+    assert watcher(tmp_path, silence_timeout=None).look(now + 90).alarms == ()
 
 
 def test_processes_of_an_earlier_life_of_the_run_are_not_missed(tmp_path):
