@@ -49,8 +49,8 @@ class WatchOptions:
     prometheus: str | None = None
     """A Prometheus server to ask instead, such as http://localhost:9090."""
     selector: str = SELECTOR
-    """The series to ask it for, in PromQL; by default all metrics of DCGM's exporter, node exporter,
-    cAdvisor and our own that are known by name."""
+    """The series to ask it for, in PromQL; by default all metrics of DCGM's exporter, of node
+    exporter, of cAdvisor and our own that are known by name."""
     scrape: tuple[str, ...] = ()
     """Exporters' pages to fetch instead, such as http://node7:9400/metrics."""
     machine_label: str | None = None

@@ -8,7 +8,7 @@ import pytest
 from jrl.faults.__main__ import main as faults_main
 from jrl.faults.assess import benchmark
 from jrl.faults.assess.benchmark import BenchmarkOptions, main, run
-from jrl.faults.assess.outcomes import false_alarm_rate, figures, outcome
+from jrl.faults.assess.outcomes import figures, operational_precision, outcome, share_of_looks
 from jrl.faults.assess.workers import side_by_side
 from jrl.faults.fleet import Alarm
 from jrl.faults.simulate import Settings, simulate
@@ -40,10 +40,34 @@ def test_figures_against_their_definition():
         figures([])
 
 
-def test_rates_of_false_alarms():
-    # Exact Poisson limits: none seen 0 to 3.69, four seen 1.09 to 10.24; Byar's are close.
-    assert false_alarm_rate(0, 1.0) == pytest.approx((0, 0, 3.69), abs=0.12)
-    assert false_alarm_rate(4, 2.0) == pytest.approx((2, 1.09 / 2, 10.24 / 2), abs=0.06)
+def test_false_alarms_by_look_and_what_an_operator_sees_of_them():
+    # Wilson's limits of none and of five in a hundred.
+    assert share_of_looks(0, 100) == pytest.approx((0, 0, 0.0370), abs=1e-3)
+    assert share_of_looks(5, 100) == pytest.approx((0.05, 0.0215, 0.1118), abs=1e-3)
+    # Two faults a day, 1.6 found, 0.2 named wrongly, and one false alarm in 96 looks.
+    precision = operational_precision(0.8, 0.1, 1 / 96, looks=96)
+    assert precision == pytest.approx(1.6 / (1.6 + 0.2 + 1))
+    assert operational_precision(0, 0, 0, looks=96) == 0
+
+
+def test_the_default_finds_what_others_do_not_and_alarms_nobody_in_health(tmp_path):
+    """Harder faults than the published mix, rates with heavy tails, offsets, drifts."""
+    request = BenchmarkOptions(
+        incidents=12,
+        clean=12,
+        machines=20,
+        difficulty=2.0,
+        offsets=4.0,
+        drifts=0.1,
+        heavy_tails=True,
+        only=("shift (default)", "robust z"),
+        processes=1,
+        out=str(tmp_path),
+    )
+    rows = run(request)["detectors"]
+    shift, plain = rows["shift (default)"], rows["robust z"]
+    assert shift["f1"][0] >= 0.9 and shift["f1"][0] > plain["f1"][0]
+    assert shift["false_alarms"] == 0 and shift["operational_precision"] > 0.9
 
 
 def test_a_small_run_finds_most_and_alarms_little(tmp_path):

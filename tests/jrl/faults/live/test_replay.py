@@ -14,6 +14,7 @@ from jrl.faults.live.replay import read_fleet
 from jrl.faults.minder.detect import Minder
 from jrl.faults.outlier import OutlierDetector
 from jrl.faults.simulate.command import main as simulate_command
+from jrl.faults.standard import StandardDetector
 
 
 def test_a_simulated_fleet_is_replayed(tmp_path, capsys):
@@ -68,7 +69,12 @@ def test_the_run_of_healthy_processes_raises_nothing(tmp_path, capsys):
     fleet, _ = read_fleet(tmp_path)
     np.testing.assert_array_equal(fleet.values, Fleet.load(RECORDED).values)
     # Not even with a continuity of seconds, at the default thresholds.
-    for detector in (Minder(continuity=30), OutlierDetector(), OutlierDetector(continuity=8)):
+    for detector in (
+        Minder(continuity=30),
+        StandardDetector(),
+        OutlierDetector(),
+        OutlierDetector(continuity=8),
+    ):
         assert detector(fleet) == []
 
 
