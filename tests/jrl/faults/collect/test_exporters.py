@@ -10,8 +10,8 @@ from jrl.faults.collect.vocabulary import MEANINGS, is_error_rate, is_fatal, mea
 PAGE = """\
 # HELP DCGM_FI_DEV_GPU_UTIL GPU utilization (in %).
 # TYPE DCGM_FI_DEV_GPU_UTIL gauge
-DCGM_FI_DEV_GPU_UTIL{gpu="0",UUID="GPU-5f",device="nvidia0",modelName="NVIDIA H100",Hostname="n1"} 97
-DCGM_FI_DEV_GPU_UTIL{gpu="1",UUID="GPU-6a",device="nvidia1",modelName="NVIDIA H100",Hostname="n1"} 96
+DCGM_FI_DEV_GPU_UTIL{gpu="0",UUID="GPU-5f",modelName="NVIDIA H100",Hostname="n1"} 97
+DCGM_FI_DEV_GPU_UTIL{gpu="1",UUID="GPU-6a",modelName="NVIDIA H100",Hostname="n1"} 96
 DCGM_FI_DEV_XID_ERRORS{gpu="0",Hostname="n1",err_code="0",err_msg="No \\"Error\\", {none}"} 0
 node_cpu_seconds_total{cpu="0",mode="idle"} 1.5e+06 1795266106000
 node_load1 NaN

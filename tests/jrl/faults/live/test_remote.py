@@ -6,6 +6,7 @@ import threading
 import time
 import urllib.parse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ def sample(name, host, at, slow=None, since=0.0):
 class Answers(BaseHTTPRequestHandler):
     """``/api/v1/query`` with a range of a selector, as Prometheus 2 answers it."""
 
-    queries: list[dict] = []
+    queries: ClassVar[list[dict]] = []
     slow: str | None = None
     step = 15
 
@@ -87,7 +88,7 @@ def server():
 
 def test_a_prometheus_server_is_asked_and_the_slow_machine_named(server, capsys, tmp_path):
     class Slow(Answers):
-        queries = []
+        queries: ClassVar[list[dict]] = []
         slow = HOSTS[2]
 
     address = server(Slow)
@@ -102,7 +103,7 @@ def test_a_prometheus_server_is_asked_and_the_slow_machine_named(server, capsys,
 
 def test_healthy_machines_are_named_by_nobody_and_a_look_asks_for_what_is_new(server):
     class Healthy(Answers):
-        queries = []
+        queries: ClassVar[list[dict]] = []
 
     watcher = RemoteWatcher(Prometheus(server(Healthy)), StandardDetector())
     now = time.time()
