@@ -19,10 +19,10 @@ from rich.table import Table
 from jrl.faults.collect.align import align, read_folder
 from jrl.faults.collect.prometheus import read_answers
 from jrl.faults.collect.vocabulary import PRIORITY
-from jrl.faults.fleet import Fleet
+from jrl.faults.fleet import Alarm, Fleet
 from jrl.faults.live.watcher import all_present
 from jrl.faults.report import INCOMPARABLE, Report
-from jrl.faults.silence import SilenceDetector
+from jrl.faults.silence import SILENCE, SilenceDetector
 from jrl.faults.standard import StandardDetector
 
 
@@ -57,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if request.metrics:
         fleet = fleet.select(request.metrics)
     report = examine(fleet, request)
+    if Path(request.record).is_dir():
+        report = replace(report, alarms=[*report.alarms, *gone(Path(request.record))])
     _print(fleet, report, notes)
     path = Path(request.plot or Path(request.record).with_suffix(".png"))
     from jrl.faults.plots import plot_fleet
@@ -102,6 +104,25 @@ def read_fleet(path: Path, machine_label: str | None = None) -> tuple[Fleet, lis
     if path.suffix == ".json":
         return read_answers([path.read_bytes()], machine=machine_label, period=None), []
     return Fleet.load(path), []
+
+
+def gone(path: Path) -> list[Alarm]:
+    """Processes of a run that stopped giving samples without saying that they were through."""
+    inside = path / "faults"
+    records, _ = read_folder(inside if inside.is_dir() else path)
+    ended = {record.machine for record in records if record.ended}
+    aligned = align([replace(record, ended=False) for record in records])
+    return [
+        Alarm(
+            each.machine,
+            SILENCE,
+            aligned.fleet.end - each.age,
+            aligned.fleet.end,
+            {"seconds": float(each.age)},
+        )
+        for each in aligned.processes
+        if each.state == "silent" and each.machine not in ended
+    ]
 
 
 def _read_records(path: Path) -> tuple[Fleet, list[str]]:

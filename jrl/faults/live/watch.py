@@ -213,7 +213,7 @@ def _screen(console: Console, live: bool) -> Iterator:
             if states.get(each.machine) != each.state:
                 states[each.machine] = each.state
                 print(f"{visible(each.machine)}: {each.state}", flush=True)
-        for line in (*look.unreadable, *look.notes):
+        for line in (*look.unreadable, *(() if look.ended else look.notes)):
             if line not in said:
                 said.add(line)
                 print(visible(line), flush=True)
