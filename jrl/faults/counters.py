@@ -28,7 +28,10 @@ def moved_counters(fleet: Fleet) -> list[Alarm]:
             if moves.size and (steps[moves[0]] > 0 or metric.endswith("xid")):
                 first = int(at[moves[0] + 1])
                 time = fleet.start + first * fleet.period
-                evidence = {"before": float(values[at][moves[0]]), "after": float(values[first])}
+                evidence: dict[str, np.ndarray | float | int] = {
+                    "before": float(values[at][moves[0]]),
+                    "after": float(values[first]),
+                }
                 found.append(Alarm(machine, metric, time, fleet.end, evidence))
         found.sort(key=lambda alarm: alarm.start)
         alarms += found[:1] if 2 * len(found) > len(fleet.machines) else found

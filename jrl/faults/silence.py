@@ -31,7 +31,7 @@ class SilenceDetector:
     def __call__(self, fleet: Fleet) -> list[Alarm]:
         """Those that are silent longest come first."""
         present = np.isfinite(fleet.values)
-        alarms = self._alarms(fleet, present.any(axis=1), SILENCE)
+        alarms = self._alarms(fleet, np.asarray(present.any(axis=1)), SILENCE)
         silent = {alarm.machine for alarm in alarms}
         for column, metric in enumerate(fleet.metrics):
             for alarm in self._alarms(fleet, present[:, column], metric):
@@ -42,7 +42,7 @@ class SilenceDetector:
 
     def _alarms(self, fleet: Fleet, present: np.ndarray, metric: str) -> list[Alarm]:
         """The machines that are silent in one metric, or in all."""
-        ever = present.any(axis=1)
+        ever = np.asarray(present.any(axis=1))
         if ever.sum() < 2:
             return []
         others = 2 * present[ever].sum(axis=0) >= ever.sum()
@@ -56,7 +56,7 @@ class SilenceDetector:
             seconds = int(others[begin:end].sum()) * fleet.period
             if seconds < self.seconds:
                 continue
-            evidence: dict = {"seconds": float(seconds)}
+            evidence: dict[str, np.ndarray | float | int] = {"seconds": float(seconds)}
             if metric != SILENCE:
                 evidence[SILENCE] = 1
             since, until = (fleet.start + at * fleet.period for at in (begin, end))

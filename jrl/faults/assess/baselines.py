@@ -112,6 +112,7 @@ class MinderOnset(Minder):
     """
 
     def judge(self, record: ScoredFleet) -> MinderReport:
+        """Looks at one metric after the other until one has a machine that stands out anew."""
         if record.refused:
             return refusal(record)
         prepared = record.prepared
@@ -217,7 +218,7 @@ def _smoothed(middle: Callable[..., np.ndarray], values: np.ndarray, width: int)
     return (middle(windows, axis=3) * vae.WINDOW**0.5).astype(np.float32)
 
 
-Contestant = Minder | RobustZ | ShiftDetector
+AnyDetector = Minder | RobustZ | ShiftDetector
 
 
 @dataclass(frozen=True)
@@ -231,11 +232,11 @@ class Entry:
     """
 
     name: str
-    make: Callable[[float], Contestant]
+    make: Callable[[float], AnyDetector]
     threshold: float
 
     @property
-    def detector(self) -> Contestant:
+    def detector(self) -> AnyDetector:
         """The detector with its threshold."""
         return self.make(self.threshold)
 

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from rich.table import Table
 
 from jrl.config.seeds import check_seed
-from jrl.faults.assess.baselines import DETECTORS, Contestant
+from jrl.faults.assess.baselines import DETECTORS, AnyDetector
 from jrl.faults.assess.outcomes import (
     FOUND,
     SILENT,
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def chosen(only: Sequence[str]) -> dict[str, Contestant]:
+def chosen(only: Sequence[str]) -> dict[str, AnyDetector]:
     """Detectors by name, in the order of the table."""
     names = [each.name for each in DETECTORS]
     unknown = [name for name in only if name not in names]
@@ -166,7 +166,7 @@ def _read_records(path: Path, made_with: dict[str, Any]) -> list[dict[str, Any]]
     return [json.loads(row) for row in whole]
 
 
-def _made_with(request: BenchmarkOptions, detectors: dict[str, Contestant]) -> dict[str, Any]:
+def _made_with(request: BenchmarkOptions, detectors: dict[str, AnyDetector]) -> dict[str, Any]:
     """What the outcome of a record depends on besides its seed, as JSON keeps it."""
     settings = asdict(request)
     for name in ("processes", "out", "incidents", "clean"):
@@ -176,7 +176,7 @@ def _made_with(request: BenchmarkOptions, detectors: dict[str, Contestant]) -> d
 
 
 def _with_progress(
-    request: BenchmarkOptions, detectors: dict[str, Contestant], jobs: list[tuple[int, bool]]
+    request: BenchmarkOptions, detectors: dict[str, AnyDetector], jobs: list[tuple[int, bool]]
 ) -> Iterator[dict[str, Any]]:
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     # What is wrong with a request shows before any process starts.
@@ -203,7 +203,7 @@ def _settings(request: BenchmarkOptions, faulty: bool) -> Settings:
 
 
 def _look(
-    detectors: dict[str, Contestant], settings: dict[bool, Settings], job: tuple[int, bool]
+    detectors: dict[str, AnyDetector], settings: dict[bool, Settings], job: tuple[int, bool]
 ) -> dict[str, Any]:
     seed, faulty = job
     incident = simulate(settings[faulty], seed)

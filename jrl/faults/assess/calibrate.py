@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 from rich.progress import track
 
-from jrl.faults.assess.baselines import DETECTORS, Contestant, Instant, RobustZ, ShiftDetector
+from jrl.faults.assess.baselines import DETECTORS, AnyDetector, Instant, RobustZ, ShiftDetector
 from jrl.faults.assess.outcomes import FOUND, SILENT, WRONG, figures, outcome
 from jrl.faults.assess.workers import side_by_side
 from jrl.faults.fleet import Alarm
@@ -81,7 +81,7 @@ def outcomes_by_threshold(names: tuple[str, ...], job: tuple[Settings, int]) -> 
     return [_outcomes(detectors[name], incident, record) for name in names]
 
 
-def _outcomes(detector: Contestant, incident: Incident, record: ScoredFleet) -> list[str]:
+def _outcomes(detector: AnyDetector, incident: Incident, record: ScoredFleet) -> list[str]:
     if isinstance(detector, ShiftDetector):
         alarms = ShiftDetector(threshold=float(THRESHOLDS[0]))(incident.fleet)
         score = float(alarms[0].evidence["score"]) if alarms else 0.0

@@ -1,4 +1,4 @@
-"""Minder attached to a training loop: a sampler in every process, a watcher in the first.
+"""The detector attached to a training loop: a sampler in every process, a watcher in the first.
 
 Neither touches the numbers of the training: the loop says when a step has ended and asks whether
 somebody has been named.
@@ -18,8 +18,8 @@ from jrl.faults.fleet import Alarm, Detector
 from jrl.faults.live.hook import Hook
 from jrl.faults.live.watcher import Watcher
 
-LOOKS = 10.0
-"""Seconds between two looks of the watcher. The paper looks every 8 minutes."""
+LOOKS = 30.0
+"""Seconds between two looks of the watcher. Minder looks every 8 minutes."""
 
 PATIENCE = 2.0
 """Seconds that the end of a training waits for its watcher."""

@@ -78,8 +78,8 @@ class WatchOptions:
     minder."""
     silence: float = 60.0
     """Seconds without a sample after which a process is named that did not say it was through."""
-    interval: float = 1.0
-    """Seconds between two looks."""
+    interval: float | None = None
+    """Seconds between two looks; by default 1 for runs and 15 for what is asked over the network."""
     acknowledged: str | None = None
     """A file of machines' names, one a line, that somebody looks after: they raise no alarm and are
     not compared. It is read at each look."""
@@ -104,8 +104,11 @@ def main(arguments: list[str]) -> int:
             "give the folder of a run, or --prometheus, or --scrape, one of them: "
             "python -m jrl.faults watch RUN"
         )
-    if not request.interval > 0:
-        raise ValueError(f"interval={request.interval} must be above 0 seconds.")
+    interval = request.interval
+    if interval is None:
+        interval = 1.0 if request.run else 15.0
+    if not interval > 0:
+        raise ValueError(f"interval={interval} must be above 0 seconds.")
     watcher = _watcher(request)
     hooks = [] if request.on_fault is None else [command_hook(request.on_fault)]
     alarmed = False
@@ -119,7 +122,7 @@ def main(arguments: list[str]) -> int:
                     hook(alarm)
             if request.once or look.ended or (alarmed and request.until_fault):
                 break
-            time.sleep(request.interval)
+            time.sleep(interval)
     if request.save is not None:
         look.fleet.save(request.save)
     if alarmed:

@@ -1,10 +1,12 @@
 """The command: what it shows, whom it names, how it ends; and the watcher behind it."""
 
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from jrl.faults import __main__ as faults_command
 from jrl.faults.__main__ import main
 from jrl.faults.collect.record import Writer
 from jrl.faults.fleet import Alarm, Fleet
@@ -186,3 +188,23 @@ def test_the_comparison_begins_when_all_have_samples(tmp_path):
     fleet = watcher(tmp_path).look(now).fleet
     assert fleet.machines == ("host-0", "host-1", "late") and fleet.num_samples <= 6
     assert np.isfinite(fleet.values[:, :, 0]).any(axis=1).all()
+
+
+@pytest.mark.parametrize("command", ["watch", "replay"])
+def test_what_looks_from_outside_takes_no_accelerator(tmp_path, monkeypatch, command):
+    updates = []
+    config = SimpleNamespace(update=lambda *change: updates.append(change))
+    monkeypatch.setattr(faults_command, "jax", SimpleNamespace(config=config))
+    assert main([command, str(tmp_path / "nothing")]) == 2
+    assert updates == [("jax_platforms", "cpu")]
+
+
+def test_who_is_acknowledged_is_left_out_and_another_can_be_named(tmp_path, capsys):
+    recorded(tmp_path, sick="host-1", machines=5)
+    known = tmp_path / "known"
+    arguments = ["watch", str(tmp_path), *FAST, "--acknowledged", str(known)]
+    assert main(arguments) == 3
+    known.write_text("host-1\n\n")
+    assert main(arguments) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert output.count("ALARM") == 1 and "compared 5 of 5 processes, read" in output
