@@ -79,7 +79,7 @@ class WatchOptions:
     silence: float = 60.0
     """Seconds without a sample after which a process is named that did not say it was through."""
     interval: float | None = None
-    """Seconds between two looks; by default 1 for runs and 15 for what is asked over the network."""
+    """Seconds between two looks; by default 1 for runs, 15 for what is asked over a network."""
     acknowledged: str | None = None
     """A file of machines' names, one a line, that somebody looks after: they raise no alarm and are
     not compared. It is read at each look."""
