@@ -195,7 +195,7 @@ def test_what_looks_from_outside_takes_no_accelerator(tmp_path, monkeypatch, com
     updates = []
     config = SimpleNamespace(update=lambda *change: updates.append(change))
     monkeypatch.setattr(faults_command, "jax", SimpleNamespace(config=config))
-    assert main([command, str(tmp_path / "nothing")]) == 2
+    assert main([command, str(tmp_path / "nothing")]) in (1, 2)
     assert updates == [("jax_platforms", "cpu")]
 
 
