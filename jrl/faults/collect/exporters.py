@@ -177,7 +177,7 @@ def usual_period(series: Iterable[Series]) -> float:
     if every.size == 0:
         return 1.0
     middle = float(np.median(every))
-    whole = max(1.0, round(middle))
+    whole = float(max(1, round(middle)))
     return whole if abs(middle - whole) < 0.1 * whole else middle
 
 
