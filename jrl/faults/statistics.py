@@ -16,12 +16,6 @@ def nan_median(values: np.ndarray, axis: int) -> np.ndarray:
     return np.where(count > 0, (low + high) / 2, np.nan).squeeze(axis)
 
 
-def spread(deviations: np.ndarray) -> float:
-    """Standard deviation of what is centred already, by the median of its absolute values."""
-    sizes = np.abs(deviations[np.isfinite(deviations)])
-    return MAD_TO_STD * float(np.median(sizes)) if sizes.size else float("nan")
-
-
 def stretches(labels: np.ndarray) -> list[tuple[int, int]]:
     """Where each stretch of equal entries begins and ends."""
     edges = np.flatnonzero(np.diff(labels)) + 1
