@@ -71,7 +71,12 @@ def share_of_looks(alarms: int, looks: int) -> tuple[float, float, float]:
 
 
 def operational_precision(
-    recall: float, wrong: float, per_look: float, *, looks: float, faults: float = 2.0
+    recall: float | int,
+    wrong: float | int,
+    per_look: float | int,
+    *,
+    looks: float | int,
+    faults: float | int = 2,
 ) -> float:
     """The share of alarms that an operator finds to be right.
 
