@@ -246,3 +246,22 @@ def test_top_level_folders_are_the_rooms():
     folders = {line.split("/")[0] for line in listed if "/" in line and not line.startswith(".")}
     assert folders <= ROOMS
     assert {"jrl", "moe", "sharding", "tests", "benchmarks"} <= folders
+
+
+def test_what_watches_in_production_imports_no_laboratory():
+    """The simulator and what measures detectors on it are for the benchmark alone."""
+    laboratory = ("jrl.faults.simulate", "jrl.faults.assess")
+    wrong = {
+        str(path): found
+        for path in files("jrl")
+        if not any(inside(module_name(path)[0], room) for room in laboratory)
+        and path != Path("jrl/faults/__main__.py")
+        and (
+            found := [
+                name
+                for name in imports((ROOT / path).read_text(encoding="utf-8"), path)
+                if any(inside(name, room) for room in laboratory)
+            ]
+        )
+    }
+    assert not wrong

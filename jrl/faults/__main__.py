@@ -3,6 +3,8 @@
 import sys
 from collections.abc import Sequence
 
+import jax
+
 from jrl.config.command_line import exit_status
 
 
@@ -36,7 +38,7 @@ def simulate(arguments: list[str]) -> int:
 
 def train(arguments: list[str]) -> int:
     """train the denoising models on healthy records"""
-    from jrl.faults.minder.train import main
+    from jrl.faults.assess.train import main
 
     return main(arguments)
 
@@ -66,6 +68,9 @@ def _main(arguments: list[str]) -> int:
         return 0
     if name not in COMMANDS:
         raise ValueError(f"command {name!r} is unknown: choose among {', '.join(COMMANDS)}.")
+    if name != "train":
+        # A watcher beside a training must not take memory of its accelerator.
+        jax.config.update("jax_platforms", "cpu")
     return COMMANDS[name](rest)
 
 

@@ -11,9 +11,7 @@ from jaxtyping import Float
 
 from jrl.faults.collect.vocabulary import STEP_TIME, recorded_as
 from jrl.faults.fleet import Alarm, Fleet
-
-MAD_TO_STD = 1.4826
-"""Standard deviations in a median absolute deviation, for a normal distribution."""
+from jrl.faults.statistics import MAD_TO_STD, nan_median, stretches
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,13 @@ class OutlierDetector:
                 return alarms
         return []
 
+    def compares(self, fleet: Fleet) -> bool:
+        """Whether there is a metric of three machines for long enough to name one of them."""
+        long_enough = fleet.num_samples * fleet.period >= self.continuity
+        columns = [fleet.metrics.index(name) for name in recorded_as(self.metrics, fleet.metrics)]
+        some = np.isfinite(fleet.values[:, columns]).any(axis=2).sum(axis=0)
+        return long_enough and bool((some >= 3).any())
+
     def scores(self, values: Float[np.ndarray, "machine time"], period: float | int) -> np.ndarray:
         """``[machine, window]`` scores of one metric; NaN where a machine cannot be compared.
 
@@ -63,13 +68,13 @@ class OutlierDetector:
         width = max(1, round(self.window / period))
         if values.shape[0] < 3 or values.shape[1] < width:
             return np.full((values.shape[0], max(0, values.shape[1] - width + 1)), np.nan)
-        middle = _median(np.lib.stride_tricks.sliding_window_view(values, width, axis=1), 2)
-        typical = _median(middle, 0)
+        middle = nan_median(np.lib.stride_tricks.sliding_window_view(values, width, axis=1), 2)
+        typical = nan_median(middle, 0)
         # A thousandth of what is typical is as good as nothing; where that is 0, all is alike.
         positive = np.where(typical > 0, typical, np.nan)
         logs = np.log(np.maximum(middle, 1e-3 * positive))
-        deviation = np.abs(logs - _median(logs, 0))
-        spread = np.maximum(MAD_TO_STD * _median(deviation, 0), self.resolution)
+        deviation = np.abs(logs - nan_median(logs, 0))
+        spread = np.maximum(MAD_TO_STD * nan_median(deviation, 0), self.resolution)
         enough = np.isfinite(logs).sum(axis=0) >= 3
         return np.where(enough, deviation / spread, np.nan)
 
@@ -83,7 +88,7 @@ class OutlierDetector:
         candidate = np.where(known.max(axis=0) >= self.threshold, first, -1)
         alarms: dict[int, Alarm] = {}  # of a machine that stood out twice, the later one
         width = max(1, round(self.window / fleet.period))
-        for begin, end in _stretches(candidate):
+        for begin, end in stretches(candidate):
             machine, seconds = int(candidate[begin]), (end - begin) * fleet.period
             if machine < 0 or seconds < self.continuity:
                 continue
@@ -95,19 +100,3 @@ class OutlierDetector:
             since, until = (fleet.start + (at + width - 1) * fleet.period for at in (begin, end))
             alarms[machine] = Alarm(fleet.machines[machine], metric, since, until, evidence)
         return list(alarms.values())
-
-
-def _median(values: np.ndarray, axis: int) -> np.ndarray:
-    """The median of the numbers along an axis, NaN where there is none; no warning for that."""
-    ordered = np.sort(values, axis=axis)  # NaN comes last
-    count = np.isfinite(ordered).sum(axis=axis, keepdims=True)
-    last = ordered.shape[axis] - 1
-    below, above = (np.clip(at, 0, last) for at in ((count - 1) // 2, count // 2))
-    low, high = (np.take_along_axis(ordered, at, axis) for at in (below, above))
-    return np.where(count > 0, (low + high) / 2, np.nan).squeeze(axis)
-
-
-def _stretches(candidate: np.ndarray) -> list[tuple[int, int]]:
-    """Where each stretch of equal entries begins and ends."""
-    edges = np.flatnonzero(np.diff(candidate)) + 1
-    return list(zip([0, *edges.tolist()], [*edges.tolist(), len(candidate)], strict=True))

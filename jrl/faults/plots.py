@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jrl.faults.fleet import Fleet
-from jrl.faults.minder.detect import Report
+from jrl.faults.report import Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +33,7 @@ def plot_fleet(fleet: Fleet, report: Report, path: Path | str) -> None:
     from matplotlib.figure import Figure
 
     alarm = report.alarms[0] if report.alarms else None
-    names = list(report.views) + [n for n in fleet.metrics if n not in report.views]
+    names = list(report.traces) + [n for n in fleet.metrics if n not in report.traces]
     names = [name for name in names if name in fleet.metrics]
     if alarm is not None and alarm.metric in names:
         names.insert(0, names.pop(names.index(alarm.metric)))
@@ -82,16 +82,17 @@ def _plot_metric(
 def _plot_scores(axes: "Axes", fleet: Fleet, report: Report) -> None:
     """The greatest score of each window, in the metric of the alarm or the one looked at first."""
     title = "score of the machine farthest from the others"
-    if report.scores:
-        shown = len(report.views) - 1 if report.alarms else 0
-        scores = report.scores[shown]
-        seen = np.flatnonzero(np.isfinite(scores))
-        minutes = (report.prepared.start - fleet.start + seen * fleet.period) / 60
-        axes.plot(minutes, scores[seen], color=INK, linewidth=0.8)
-        title += f", {report.views[shown]}"
-    if report.alarms:
-        threshold = report.alarms[0].evidence["threshold"]
-        axes.axhline(float(threshold), color=MUTED, linewidth=0.8, linestyle="--")
+    alarm = report.alarms[0] if report.alarms else None
+    shown = list(report.traces)[:1]
+    if alarm is not None:
+        shown = [name for name in report.traces if alarm.metric in name.split(" + ")] or shown
+    for name in shown[:1]:
+        trace = report.traces[name]
+        seen = np.flatnonzero(np.isfinite(trace.scores))
+        minutes = (trace.times[seen] - fleet.start) / 60
+        axes.plot(minutes, trace.scores[seen], color=INK, linewidth=0.8)
+        axes.axhline(trace.threshold, color=MUTED, linewidth=0.8, linestyle="--")
+        title += f", {name}"
     _clean(axes, title)
 
 

@@ -13,10 +13,11 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.config.run import RunConfig
+from jrl.faults.collect.sources import own_gpus
 from jrl.faults.fleet import Alarm
 from jrl.faults.live.guard import LOOKS, Attachment, Guard, machine_name, metrics_of
 from jrl.faults.live.hook import Hook, command_hook
-from jrl.faults.outlier import OutlierDetector
+from jrl.faults.standard import StandardDetector
 from jrl.processes.agreement import FailTogether, any_of, is_main_process, to_host
 from jrl.processes.stopping import Stop
 from jrl.report.display import TrainingDisplay, WarmStartDisplay, print_samples
@@ -321,7 +322,10 @@ def _attachment(run: RunConfig, folder: RunFolder, on_fault: Hook | None) -> Att
         folder=folder.path,
         machine=machine_name(socket.gethostname(), number),
         watches=number == 0,
-        detector=OutlierDetector(continuity=run.faults_continuity),
+        detector=StandardDetector(continuity=run.faults_continuity),
+        gpus=own_gpus([d.local_hardware_id for d in jax.local_devices()], os.environ)
+        if jax.local_devices()[0].platform == "gpu"
+        else None,
         hooks=tuple(hooks),
         looks=min(LOOKS, run.faults_continuity),
         port=None if run.faults_port is None else run.faults_port + number,

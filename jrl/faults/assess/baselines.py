@@ -1,19 +1,22 @@
-"""What Minder is compared with: Mahalanobis distances, and Minder with one part taken away.
+"""What the default is compared with: plain detectors, Minder, and Minder with a part taken away.
 
-Each is a detector like `Minder`, with a threshold chosen on the same simulated fleets by the same
+Each has a threshold chosen on the same simulated fleets by the same
 rule (``python -m jrl.faults benchmark --calibrate``).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
+from jaxtyping import Float
 
-from jrl.faults.collect.vocabulary import meaning
+from jrl.faults.assess.train import Training, healthy_fleets, train_joint
+from jrl.faults.collect.vocabulary import PRIORITY, PRODUCTION, meaning, searched
+from jrl.faults.fleet import Alarm, Fleet
 from jrl.faults.minder import vae
-from jrl.faults.minder.continuity import Span
-from jrl.faults.minder.detect import Minder, Record, Report, shipped_models
+from jrl.faults.minder.continuity import NOBODY, Span, find_span, look_where_needed
+from jrl.faults.minder.detect import Minder, MinderReport, ScoredFleet, refusal
 from jrl.faults.minder.embedding import (
     View,
     as_points,
@@ -22,8 +25,9 @@ from jrl.faults.minder.embedding import (
     side_by_side,
     whitened_moments,
 )
-from jrl.faults.minder.train import ANY, TOGETHER, Training, healthy_fleets, train_joint
-from jrl.faults.simulate.metrics import PRODUCTION
+from jrl.faults.minder.models import ANY, TOGETHER, shipped_models
+from jrl.faults.shift import ShiftDetector, heavy_tailed
+from jrl.faults.statistics import MAD_TO_STD, nan_median
 
 ALL = "all metrics"
 """What an alarm names where no single metric is compared."""
@@ -81,28 +85,144 @@ class Instant(Minder):
     continuity: float | int = 0
     stride: int = 8
 
-    def judge(self, record: Record) -> Report:
+    def judge(self, record: ScoredFleet) -> MinderReport:
         """Looks at one metric after the other until one has a score above the threshold."""
         prepared = record.prepared
         if record.refused:
-            return Report([], (*prepared.notes, *record.refused), prepared)
+            return refusal(record)
         starts = np.arange(0, prepared.values.shape[2] - vae.WINDOW + 1, self.stride)
         for view in self.method(prepared.metrics):
-            looker = record.looker(view, self)
-            looker.look(starts)
-            scores = np.full(looker.scores.shape, np.nan, np.float32)
-            scores[starts] = looker.scores[starts]
+            scorer = record.scorer(view, self)
+            scorer.look(starts)
+            scores = np.full(scorer.scores.shape, np.nan, np.float32)
+            scores[starts] = scorer.scores[starts]
             top = int(np.nanargmax(scores))
             if scores[top] > self.threshold:
-                span = Span(int(looker.machine[top]), top, top, 1)
-                return Report(
-                    [self._alarm(prepared, view.name, span, scores)], prepared.notes, prepared
-                )
-        return Report([], prepared.notes, prepared)
+                span = Span(int(scorer.machine[top]), top, top, 1)
+                alarm = self._alarm(prepared, view.name, span, scores)
+                return MinderReport([alarm], prepared.notes, prepared=prepared)
+        return MinderReport([], prepared.notes, prepared=prepared)
 
 
 @dataclass(frozen=True)
-class Contestant:
+class MinderOnset(Minder):
+    """Minder, where half of a deviation or more has to be new against the machine's own record.
+
+    Machines that stand out in a metric without that are passed over, and the search goes on.
+    """
+
+    def judge(self, record: ScoredFleet) -> MinderReport:
+        """Looks at one metric after the other until one has a machine that stands out anew."""
+        if record.refused:
+            return refusal(record)
+        prepared = record.prepared
+        num_windows = prepared.values.shape[2] - vae.WINDOW + 1
+        length = self._length(prepared.period)
+        for view in self.method(prepared.metrics):
+            scorer = record.scorer(view, self)
+            look = partial(scorer.named, threshold=self.threshold)
+            named = look_where_needed(look, num_windows, length=length, share=self.share)
+            values = prepared.values[view.channels[0]]
+            away = values - np.median(values, axis=0)
+            while (span := find_span(named, length=length, share=self.share)) is not None:
+                if _is_new(away[span.machine], span):
+                    alarm = self._alarm(prepared, view.name, span, scorer.scores)
+                    return MinderReport([alarm], prepared.notes, prepared=prepared)
+                named = np.where(named == span.machine, NOBODY, named)
+        return MinderReport([], prepared.notes, prepared=prepared)
+
+
+def _is_new(away: np.ndarray, span: Span) -> bool:
+    """Whether at least half of a machine's deviation in a span was not there before it."""
+    during = float(np.median(away[span.first + vae.WINDOW - 1 : span.last + vae.WINDOW]))
+    if span.first < vae.WINDOW:
+        return False
+    return abs(during - float(np.median(away[: span.first]))) >= abs(during) / 2
+
+
+@dataclass(frozen=True)
+class RobustZ:
+    """The plain detector: medians of `window` seconds, in spreads of the machines of each window.
+
+    ``|x - median| / max(1.4826 MAD, resolution)`` over machines; the greatest above the threshold
+    is the candidate, and the one that stays it as long as for Minder is named. No training and no
+    order but that of the metrics.
+
+    Attributes:
+      logs: whether heavy-tailed metrics are compared in logarithms.
+    """
+
+    threshold: float
+    logs: bool = False
+    window: float = 30.0
+    hop: float = 10.0
+    continuity: float = 240.0
+    share: float = 0.85
+    resolution: float = 0.01
+
+    def __call__(self, fleet: Fleet) -> list[Alarm]:
+        for name, scores in self.scores(fleet).items():
+            span = self.span(scores, self.threshold, fleet.period)
+            if span is not None:
+                return [self.alarm(fleet, name, span)]
+        return []
+
+    def alarm(self, fleet: Fleet, metric: str, span: Span) -> Alarm:
+        """The alarm of a span of windows."""
+        step = max(1, round(self.hop / fleet.period)) * fleet.period
+        since, until = fleet.start + span.first * step, fleet.start + span.last * step
+        return Alarm(fleet.machines[span.machine], metric, since, until + self.window)
+
+    def scores(self, fleet: Fleet) -> dict[str, Float[np.ndarray, "machine window"]]:
+        """By metric, 0 where there are no samples."""
+        width, hop = (max(1, round(s / fleet.period)) for s in (self.window, self.hop))
+        found = {}
+        for name in searched(PRIORITY, fleet.metrics):
+            values = fleet.values[:, fleet.metrics.index(name)]
+            typical = float(np.nanmedian(np.abs(values)))
+            if self.logs and heavy_tailed(values):
+                values = typical * np.log(np.maximum(values, 0) / max(typical, 1e-30) + 0.1)
+            windows = np.lib.stride_tricks.sliding_window_view(values, width, axis=1)[:, ::hop]
+            middle = nan_median(windows, 2)
+            away = np.abs(middle - nan_median(middle, 0))
+            spread = np.maximum(MAD_TO_STD * nan_median(away, 0), self.resolution * typical)
+            found[name] = np.nan_to_num(away / np.maximum(spread, 1e-30))
+        return found
+
+    def span(self, scores: np.ndarray, threshold: float, period: float | int) -> Span | None:
+        """The windows through which one machine is the candidate, if there are enough."""
+        leader = np.where(scores.max(axis=0) > threshold, scores.argmax(axis=0), NOBODY)
+        length = round((self.continuity - self.window + self.hop) / max(self.hop, period))
+        return find_span(leader, length=length, share=self.share)
+
+
+def moving_median(metrics: tuple[str, ...]) -> list[View]:
+    """A median of eight samples in place of the LSTM-VAE."""
+    return [
+        View(name, (channel,), as_points, summary=partial(_smoothed, np.median))
+        for channel, name in enumerate(metrics)
+    ]
+
+
+def moving_mean(metrics: tuple[str, ...]) -> list[View]:
+    """RAW, as smooth as what the LSTM-VAE gives back: the mean of eight samples."""
+    return [
+        View(name, (channel,), as_points, summary=partial(_smoothed, np.mean))
+        for channel, name in enumerate(metrics)
+    ]
+
+
+def _smoothed(middle: Callable[..., np.ndarray], values: np.ndarray, width: int) -> np.ndarray:
+    windows = np.lib.stride_tricks.sliding_window_view(values, width, axis=2)
+    # The size of eight equal samples, in which `Minder.floor` is measured.
+    return (middle(windows, axis=3) * vae.WINDOW**0.5).astype(np.float32)
+
+
+AnyDetector = Minder | RobustZ | ShiftDetector
+
+
+@dataclass(frozen=True)
+class Entry:
     """A detector of the benchmark.
 
     Attributes:
@@ -112,21 +232,28 @@ class Contestant:
     """
 
     name: str
-    make: Callable[[float], Minder]
+    make: Callable[[float], AnyDetector]
     threshold: float
 
     @property
-    def detector(self) -> Minder:
+    def detector(self) -> AnyDetector:
         """The detector with its threshold."""
         return self.make(self.threshold)
 
 
-CONTESTANTS = (
-    Contestant("Minder", lambda at: Minder(threshold=at), Minder.threshold),
-    Contestant("Mahalanobis", lambda at: Minder(threshold=at, method=mahalanobis), 1.19),
-    Contestant("no VAE (RAW)", lambda at: Minder(threshold=at, method=without_vae), 1.43),
-    Contestant("concatenated (CON)", lambda at: Minder(threshold=at, method=concatenated), 1.3),
-    Contestant("one joint model (INT)", lambda at: Minder(threshold=at, method=joint), 1.67),
-    Contestant("no continuity", lambda at: Instant(threshold=at), 12.4),
+DETECTORS = (
+    Entry("shift (default)", lambda at: ShiftDetector(threshold=at), ShiftDetector.threshold),
+    Entry("robust z", lambda at: RobustZ(at), 9.12),
+    Entry("robust z, logs", lambda at: RobustZ(at, logs=True), 9.12),
+    Entry("moving median", lambda at: Minder(threshold=at, method=moving_median), 5.11),
+    Entry("Minder", lambda at: Minder(threshold=at), Minder.threshold),
+    Entry("Minder, onset rule", lambda at: MinderOnset(threshold=at), Minder.threshold),
+    Entry("Mahalanobis", lambda at: Minder(threshold=at, method=mahalanobis), 1.19),
+    Entry("no VAE (RAW)", lambda at: Minder(threshold=at, method=without_vae), 1.43),
+    Entry("no VAE, smoothed", lambda at: Minder(threshold=at, method=moving_mean), 6.78),
+    Entry("concatenated (CON)", lambda at: Minder(threshold=at, method=concatenated), 1.3),
+    Entry("one joint model (INT)", lambda at: Minder(threshold=at, method=joint), 1.67),
+    Entry("no continuity", lambda at: Instant(threshold=at), 12.4),
 )
-"""In the order of the table; the first is the detector itself. One `Minder.ready` serves all."""
+"""In the order of the table; the first is what runs by default. One `Minder.ready` serves all of
+Minder's kind."""

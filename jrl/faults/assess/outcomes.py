@@ -62,9 +62,28 @@ def _rates(shares: Float[np.ndarray, "n 2"]) -> Float[np.ndarray, "n 3"]:
     return np.stack([precision, found, f1], 1)
 
 
-def false_alarm_rate(alarms: int, days: float) -> tuple[float, float, float]:
-    """Alarms per day on clean records, with a 95 % interval of a Poisson count (Byar)."""
-    low = alarms * (1 - 1 / (9 * alarms) - 1.96 / (3 * math.sqrt(alarms))) ** 3 if alarms else 0.0
-    more = alarms + 1
-    high = more * (1 - 1 / (9 * more) + 1.96 / (3 * math.sqrt(more))) ** 3
-    return alarms / days, low / days, high / days
+def share_of_looks(alarms: int, looks: int) -> tuple[float, float, float]:
+    """False alarms per look at a clean record, with Wilson's 95 % interval."""
+    z, share = 1.96, alarms / looks
+    middle = (share + z**2 / (2 * looks)) / (1 + z**2 / looks)
+    half = z * math.sqrt(share * (1 - share) / looks + z**2 / (4 * looks**2)) / (1 + z**2 / looks)
+    return share, max(0.0, middle - half), min(1.0, middle + half)
+
+
+def operational_precision(
+    recall: float | int,
+    wrong: float | int,
+    per_look: float | int,
+    *,
+    looks: float | int,
+    faults: float | int = 2,
+) -> float:
+    """The share of alarms that an operator finds to be right.
+
+    ``f r / (f (r + w) + l a)`` with f faults a day, of which r are found and w give a wrong name,
+    and l looks a day at a healthy fleet, each a false alarm with probability a. Minder's fleet had
+    two faults a day.
+    """
+    right = faults * recall
+    total = right + faults * wrong + looks * per_look
+    return right / total if total > 0 else 0.0

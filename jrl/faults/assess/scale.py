@@ -10,19 +10,15 @@ from rich.console import Console
 from rich.table import Table
 
 from jrl.faults.fleet import Fleet
-from jrl.faults.minder.detect import Minder
 from jrl.faults.simulate import Settings, simulate
+from jrl.faults.standard import StandardDetector
 
 SIZES = (4, 16, 64, 256, 750, 1500)
 SEED = 3_000_000
 
 
 def measure_scale(out: Path, sizes: tuple[int, ...] = SIZES, rounds: int = 3) -> int:
-    """Prints, writes and draws the least cost of `rounds` calls, after one that compiles.
-
-    A clean record is the dear case for the search (every metric is searched), a fault the dear one
-    for the windows (all of the time in which it may be going on).
-    """
+    """Prints, writes and draws the least cost of `rounds` calls, of what runs by default."""
     rows = []
     for size in sizes:
         row: dict[str, float] = {"machines": size}
@@ -46,12 +42,12 @@ def measure_scale(out: Path, sizes: tuple[int, ...] = SIZES, rounds: int = 3) ->
 
 
 def _cost(fleet: Fleet, rounds: int) -> tuple[float, float]:
-    minder = Minder()
-    minder(fleet)
+    detector = StandardDetector()
+    detector(fleet)
     wall, cpu = [], []
     for _ in range(rounds):
         begin = time.perf_counter(), time.process_time()
-        minder(fleet)
+        detector(fleet)
         wall.append(time.perf_counter() - begin[0])
         cpu.append(time.process_time() - begin[1])
     return min(wall), min(cpu)

@@ -55,16 +55,12 @@ class Aligned:
     processes: tuple[Process, ...]
 
 
-def read_folder(folder: Path | str, last: int | None = None) -> tuple[list[Record], list[str]]:
-    """All records of a folder, and one line for each file that cannot be read.
-
-    Args:
-      last: rows at most of each file, the newest.
-    """
+def read_folder(folder: Path | str) -> tuple[list[Record], list[str]]:
+    """All records of a folder, and one line for each file that cannot be read."""
     records, unreadable = [], []
     for path in sorted(Path(folder).glob(f"*{SUFFIX}")):
         try:
-            records.append(read(path, last))
+            records.append(read(path))
         except ValueError as error:
             unreadable.append(str(error))
     return records, unreadable

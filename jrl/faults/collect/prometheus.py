@@ -1,4 +1,4 @@
-"""Prometheus, the usual source of such metrics: its answers as fleets, and samples for it to fetch.
+"""Prometheus, the usual source of such metrics: its answers as fleets, samples for it to fetch.
 
 The answer to ``GET /api/v1/query_range`` is a matrix: one series of ``[Unix time, "value"]`` for
 each set of labels. https://prometheus.io/docs/prometheus/latest/querying/api/#range-queries
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from jrl.faults.collect.exporters import Series, as_fleet, known_as, machine_of
 from jrl.faults.collect.vocabulary import exported_name
 from jrl.faults.fleet import Fleet
 
@@ -25,52 +26,47 @@ Latest = Callable[[], tuple[float, Mapping[str, float]]]
 def read_answers(
     answers: Sequence[str | bytes],
     *,
-    machine: str = "machine",
+    machine: str | None = "machine",
     metric: str = "__name__",
-    period: float | int = 1.0,
+    period: float | int | None = 1.0,
 ) -> Fleet:
     """Range-query answers, one or several, as one fleet.
 
     Args:
       answers: the JSON as the server sent it; several are laid side by side.
-      machine: the label whose value is the machine's name, often "instance".
+      machine: the label whose value is the machine's name, often "instance"; None takes the first
+        of `MACHINE_LABELS` that a series has.
       metric: the label whose value is the metric's name. A function in the query, such as ``rate``,
         removes ``__name__``: put the name under another label there (``label_replace``).
-      period: the ``step`` of the query, in seconds.
+      period: the ``step`` of the query, in seconds; None takes what is usual in the answers.
 
     Raises:
       ValueError: where an answer is no JSON, cut short, an error or no matrix; where a series lacks
         one of the labels, or two have the same; where a value is no number.
     """
-    if not (math.isfinite(period) and period > 0):
+    if period is not None and not (math.isfinite(period) and period > 0):
         raise ValueError(f"period={period} must be a finite number of seconds above 0.")
-    series: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    found: dict[tuple[str, str, str], Series] = {}
     for answer in answers:
-        for labels, samples in _matrix(answer):
-            for name in (machine, metric):
-                if name not in labels:
-                    raise ValueError(
-                        f"a series of the answer has no label {name!r}: it has "
-                        f"{', '.join(labels) or 'none'}; choose another, or keep it in the query."
-                    )
-            key = (labels[machine], labels[metric])
-            if key in series:
+        for labels, samples in matrix(answer):
+            name = labels.get(metric)
+            if name is None:
                 raise ValueError(
-                    f"two series are {key[1]} of {key[0]}: aggregate them in the query, for "
-                    f"example sum by ({machine}) (...)."
+                    f"a series of the answer has no label {metric!r}: it has "
+                    f"{', '.join(labels) or 'none'}; choose another, or keep it in the query."
                 )
-            series[key] = samples
-    times = [time for samples in series.values() for time, _ in samples]
-    start = min(times, default=0.0)
-    length = _tick(max(times) - start, period) + 1 if times else 0
-    machines, metrics = (sorted({key[part] for key in series}) for part in (0, 1))
-    _check_size(len(machines) * len(metrics) * length, length, period)
-    values = np.full((len(machines), len(metrics), length), np.nan, np.float32)
-    for (row, column), samples in series.items():
-        at = values[machines.index(row), metrics.index(column)]
-        for time, value in samples:
-            at[_tick(time - start, period)] = value
-    return Fleet(tuple(machines), tuple(metrics), start, period, values)
+            who = machine_of(labels, machine)
+            # Of an exporter that is known, it is known which series are one.
+            apart = str(sorted(labels.items())) if known_as(name) else ""
+            if (who, name, apart) in found:
+                raise ValueError(
+                    f"two series are {name} of {who}: aggregate them in the query, for "
+                    f"example sum by ({machine or 'instance'}) (...)."
+                )
+            ordered = sorted(samples)
+            times, values = (np.array([each[part] for each in ordered]) for part in (0, 1))
+            found[who, name, apart] = Series({**labels, "__name__": name}, times, values)
+    return as_fleet(list(found.values()), label=machine, period=period)
 
 
 def query_range(
@@ -177,7 +173,7 @@ def import_client() -> ModuleType:
     return prometheus_client
 
 
-def _matrix(answer: str | bytes) -> Iterator[tuple[dict[str, str], list[tuple[float, float]]]]:
+def matrix(answer: str | bytes) -> Iterator[tuple[dict[str, str], list[tuple[float, float]]]]:
     """Labels and samples of each series."""
     try:
         content = json.loads(answer)
@@ -204,17 +200,3 @@ def _matrix(answer: str | bytes) -> Iterator[tuple[dict[str, str], list[tuple[fl
             raise ValueError(f"a series of the answer has a time that is no number: {labels}")
         # Prometheus writes "NaN", "+Inf" and "-Inf"; none is a measurement.
         yield labels, [(t, v if math.isfinite(v) else math.nan) for t, v in samples]
-
-
-def _tick(seconds: float, period: float | int) -> int:
-    """The number of the tick that is nearest."""
-    return math.floor(seconds / period + 0.5)
-
-
-def _check_size(numbers: int, length: int, period: float | int) -> None:
-    """A wrong clock or a wrong period would ask for more memory than there is."""
-    if numbers > 2**31:
-        raise ValueError(
-            f"the answer spans {length} ticks of {period} s: one of its times is wrong, or the "
-            "period is not the query's step."
-        )

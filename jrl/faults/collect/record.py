@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, BinaryIO, TypeGuard
 
 import numpy as np
 from jaxtyping import Float32, Float64
@@ -132,25 +132,58 @@ def read(path: Path | str, last: int | None = None) -> Record:
     """
     path = Path(path)
     with path.open("rb") as file:
-        header, seed, size = _header(path, file.read(_PREFIX.size), file.read)
-        columns = header["columns"]
-        row = np.dtype([("time", "<f8"), ("values", "<f4", (len(columns),)), ("crc", "<u4")])
-        complete, torn = divmod(os.fstat(file.fileno()).st_size - size, row.itemsize)
+        header = read_header(path, file)
+        size = header.row.itemsize
+        complete, torn = divmod(os.fstat(file.fileno()).st_size - header.size, size)
         count = complete if last is None else min(complete, last)
-        file.seek(size + (complete - count) * row.itemsize)
-        content = file.read(count * row.itemsize)
-    count = len(content) // row.itemsize  # it may have been cut short meanwhile
-    rows = np.frombuffer(content, row, count)
-    good = _checked(content, rows, seed)
-    ended = bool(count and good[-1] and np.isnan(rows["values"][-1]).all())
+        file.seek(header.size + (complete - count) * size)
+        content = file.read(count * size)
+    return decode(header, content[: len(content) // size * size], torn)  # it may have been cut
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the beginning of a file says.
+
+    Attributes:
+      content: machine, host, pid, begun and columns.
+      seed: its checksum, from which those of the rows start.
+      size: bytes it takes.
+    """
+
+    content: dict[str, Any]
+    seed: int
+    size: int
+
+    @property
+    def row(self) -> np.dtype:
+        """The layout of a row."""
+        columns = len(self.content["columns"])
+        return np.dtype([("time", "<f8"), ("values", "<f4", (columns,)), ("crc", "<u4")])
+
+
+def read_header(path: Path, file: BinaryIO) -> Header:
+    """The header of a file that was just opened.
+
+    Raises:
+      ValueError: where the file is no record or its header is damaged or cut short.
+    """
+    return Header(*_header(path, file.read(_PREFIX.size), file.read))
+
+
+def decode(header: Header, content: bytes, torn: int) -> Record:
+    """The record that whole rows hold; `torn` bytes after them are no row."""
+    rows = np.frombuffer(content, header.row)
+    good = _checked(content, rows, header.seed)
+    ended = bool(len(rows) and good[-1] and np.isnan(rows["values"][-1]).all())
     kept = rows[good][:-1] if ended else rows[good]
     kept = kept[np.isfinite(kept["time"])]
     return Record(
-        **{name: header[name] for name in ("machine", "host", "pid", "begun")},
-        columns=tuple(columns),
+        **{name: header.content[name] for name in ("machine", "host", "pid", "begun")},
+        columns=tuple(header.content["columns"]),
         times=kept["time"].astype(np.float64),
         values=kept["values"].astype(np.float32),
-        damaged=count - int(good.sum()),
+        damaged=len(rows) - int(good.sum()),
         torn=torn,
         ended=ended,
     )

@@ -6,11 +6,16 @@ right all the same.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 MEBIBYTE = 2.0**20
+ALL_LINKS = 0xFFFFFFFF
+"""NVML's scope of a field that is summed over all NVLinks; without it the first link answers."""
+CORRECTED, UNCORRECTED = 0, 1
+SINCE_LOADED = 0
+"""NVML's counter of errors since the driver was loaded, not over the GPU's life."""
 
 
 @runtime_checkable
@@ -107,18 +112,22 @@ class Gpus:
 
     ``duty_cycle`` and ``memory_bandwidth`` are fractions of time, ``power`` is in watts,
     ``temperature`` in degrees Celsius, ``clock/sm`` and ``clock/memory`` in MHz, ``memory`` in MiB,
-    ``pcie/in``, ``pcie/out``, ``nvlink/in`` and ``nvlink/out`` in MiB per second. What a GPU cannot
-    tell is left out.
+    ``pcie/in``, ``pcie/out``, ``nvlink/in`` and ``nvlink/out`` in MiB per second, these over all
+    links. ``ecc/uncorrected`` is a count since the driver was loaded, ``ecc/corrected`` and
+    ``pcie/replays`` are errors per second. What a GPU cannot tell is left out.
+
+    Processes of one host are compared with each other, so each gives its own GPUs only, numbered
+    from 0: the same column is then one GPU of each.
 
     Args:
       nvml: the module pynvml, initialised.
+      own: which GPUs are this process's, as CUDA numbers or UUIDs; None takes all of the host.
     """
 
-    def __init__(self, nvml: Any):
+    def __init__(self, nvml: Any, own: Sequence[str] | None = None):
         self._nvml = nvml
-        self._handles = [
-            nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())
-        ]
+        names = range(nvml.nvmlDeviceGetCount()) if own is None else own
+        self._handles = [self._handle(name) for name in names]
         self._rates = Rates()
         readers = {**self._gauges(), **self._counters()}
         self._readable = [
@@ -143,6 +152,13 @@ class Gpus:
                         into[f"gpu{index}/{name}"] = value
         return {**found, **self._rates(time, counters)}
 
+    def _handle(self, name: str | int) -> Any:
+        """The GPU with a number or a UUID."""
+        nvml = self._nvml
+        if str(name).isdigit():
+            return nvml.nvmlDeviceGetHandleByIndex(int(name))
+        return nvml.nvmlDeviceGetHandleByUUID(name)
+
     def _asked(self, reader: Callable[[Any], float], handle: Any) -> float | None:
         """The value, or None where this GPU or its driver has none."""
         try:
@@ -152,7 +168,12 @@ class Gpus:
 
     def _gauges(self) -> dict[str, Callable[[Any], float]]:
         nvml = self._nvml
-        return {
+        fatal = {}
+        if hasattr(nvml, "nvmlDeviceGetTotalEccErrors"):
+            fatal["ecc/uncorrected"] = lambda h: nvml.nvmlDeviceGetTotalEccErrors(
+                h, UNCORRECTED, SINCE_LOADED
+            )
+        return fatal | {
             "duty_cycle": lambda h: nvml.nvmlDeviceGetUtilizationRates(h).gpu / 100,
             "memory_bandwidth": lambda h: nvml.nvmlDeviceGetUtilizationRates(h).memory / 100,
             "power": lambda h: nvml.nvmlDeviceGetPowerUsage(h) / 1000,
@@ -174,19 +195,53 @@ class Gpus:
 
         def nvlink(handle: Any, field: int) -> float:
             """KiB over all links since the driver started."""
-            answer = nvml.nvmlDeviceGetFieldValues(handle, [field])[0]
+            answer = nvml.nvmlDeviceGetFieldValues(handle, [(field, ALL_LINKS)])[0]
             if answer.nvmlReturn != nvml.NVML_SUCCESS:
                 raise nvml.NVMLError(answer.nvmlReturn)
             return answer.value.ullVal / 1024
 
-        return {
+        # Older versions of the package lack these.
+        errors = {
+            name: read
+            for name, function, read in (
+                (
+                    "ecc/corrected",
+                    "nvmlDeviceGetTotalEccErrors",
+                    lambda h: nvml.nvmlDeviceGetTotalEccErrors(h, CORRECTED, SINCE_LOADED),
+                ),
+                (
+                    "pcie/replays",
+                    "nvmlDeviceGetPcieReplayCounter",
+                    lambda h: nvml.nvmlDeviceGetPcieReplayCounter(h),
+                ),
+            )
+            if hasattr(nvml, function)
+        }
+        return errors | {
             "nvlink/in": lambda h: nvlink(h, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX),
             "nvlink/out": lambda h: nvlink(h, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX),
         }
 
 
-def sources() -> list[Source]:
-    """The host, and its GPUs where pynvml and an NVIDIA driver are there."""
+def own_gpus(local: Sequence[int], environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Which GPUs of the host a process computes on, as NVML takes them.
+
+    Args:
+      local: CUDA's numbers of its devices: positions in what it may see.
+      environment: ``CUDA_VISIBLE_DEVICES`` in it says what that is.
+    """
+    visible = [name.strip() for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    if visible == [""]:
+        return tuple(map(str, local))
+    return tuple(visible[number] for number in local if number < len(visible))
+
+
+def sources(gpus: Sequence[str] | None = None) -> list[Source]:
+    """The host, and its GPUs where pynvml and an NVIDIA driver are there.
+
+    Args:
+      gpus: those of this process, see `own_gpus`; None takes all of the host.
+    """
     found: list[Source] = [Host()]
     try:
         import pynvml as nvml
@@ -196,7 +251,7 @@ def sources() -> list[Source]:
         nvml.nvmlInit()
     except nvml.NVMLError:  # the package without a driver
         return found
-    return [*found, Gpus(nvml)]
+    return [*found, Gpus(nvml, gpus)]
 
 
 def import_psutil() -> ModuleType:

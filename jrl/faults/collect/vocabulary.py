@@ -1,16 +1,26 @@
 """What metrics are called: the sampler's names, Prometheus's and those that models are known by.
 
 The sampler says ``gpu0/power``, its exporter ``jrl_gpu0_power``, and the model that denoises both
-is that of ``gpu_power_draw``, as in `jrl.faults.simulate`. A name that nobody knows means itself.
+is that of ``gpu_power_draw``, as in Minder. A name that nobody knows means itself. The names of
+other exporters become the sampler's where their pages are read, see `jrl.faults.collect.exporters`.
 """
 
 import re
 from collections.abc import Iterable, Sequence
 
-from jrl.faults.simulate.metrics import PRODUCTION
-
 STEP_TIME = "step/time"
 """Duration of a training step in seconds: what every trainer has, whatever its machines tell."""
+
+PRODUCTION = (
+    "pfc_tx_packet_rate",
+    "cpu_usage",
+    "gpu_duty_cycle",
+    "gpu_power_draw",
+    "graphics_engine_activity",
+    "tensor_core_activity",
+    "nvlink_bandwidth",
+)
+"""The metrics that Minder uses in production, in its order of priority."""
 
 MEANINGS = {
     "cpu/process": "cpu_usage",
@@ -19,14 +29,22 @@ MEANINGS = {
     "disk/write": "disk_usage",
     "network/in": "tcp_throughput",
     "network/out": "tcp_throughput",
+    "network/pfc": "pfc_tx_packet_rate",
+    "network/cnp": "cnp_rate",
+    "rdma/in": "rdma_throughput",
+    "rdma/out": "rdma_throughput",
     "gpu/duty_cycle": "gpu_duty_cycle",
     "gpu/power": "gpu_power_draw",
     "gpu/temperature": "gpu_temperature",
     "gpu/clock/sm": "gpu_clock",
     "gpu/memory": "gpu_memory_used",
     "gpu/memory_bandwidth": "gpu_memory_bandwidth",
+    "gpu/engine_activity": "graphics_engine_activity",
+    "gpu/sm_activity": "sm_activity",
+    "gpu/tensor_activity": "tensor_core_activity",
     "gpu/pcie/in": "pcie_bandwidth",
     "gpu/pcie/out": "pcie_bandwidth",
+    "gpu/nvlink": "nvlink_bandwidth",
     "gpu/nvlink/in": "nvlink_bandwidth",
     "gpu/nvlink/out": "nvlink_bandwidth",
     STEP_TIME: STEP_TIME,
@@ -39,7 +57,44 @@ PRIORITY = (*PRODUCTION, STEP_TIME)
 
 
 LEVELS = ("memory/process", "memory/host", "gpu/memory")
-"""What sound processes hold for good and not alike, as a rank needs it: compared when asked for."""
+"""What processes hold for good, each as its rank needs it: compared when asked for."""
+
+GPU_ACTIVITY = frozenset(
+    {
+        "gpu_duty_cycle",
+        "gpu_power_draw",
+        "graphics_engine_activity",
+        "tensor_core_activity",
+        "sm_activity",
+        "gpu_memory_bandwidth",
+    }
+)
+"""What one cause moves together: how much a GPU has to do."""
+
+FATAL = frozenset(
+    {
+        "gpu/xid",
+        "gpu/ecc/uncorrected",
+        "gpu/rows/remap_failure",
+        "memory/ecc/uncorrected",
+        "rdma/link_downed",
+    }
+)
+"""Counters, as they stand, that do not move on a healthy machine."""
+
+ERROR_RATES = frozenset(
+    {
+        "gpu/ecc/corrected",
+        "gpu/pcie/replays",
+        "gpu/nvlink/errors",
+        "gpu/throttled",
+        "memory/ecc/corrected",
+        "rdma/errors",
+        "network/errors",
+        "cpu/throttled",
+    }
+)
+"""Errors a second that machines correct by themselves, and what slows them down on purpose."""
 
 
 def exported_name(name: str) -> str:
@@ -61,6 +116,31 @@ def _of_any_gpu(name: str) -> str:
     return re.sub(r"^(jrl_)?gpu\d+([/_])", r"\1gpu\2", name)
 
 
+def is_fatal(name: str) -> bool:
+    """Whether a metric counts errors that no healthy machine has."""
+    return _of_any_gpu(name) in FATAL or _of_any_gpu(name) in map(exported_name, FATAL)
+
+
+def is_error_rate(name: str) -> bool:
+    """Whether a metric is a rate of errors that are corrected, or of throttling."""
+    return _of_any_gpu(name) in ERROR_RATES
+
+
+def _gpu(name: str) -> str:
+    """Which GPU a metric is of; empty for the machine's only one, or none."""
+    found = re.match(r"(?:jrl_)?(gpu\d+)[/_]", name)
+    return found[1] if found else ""
+
+
+def groups_of(metrics: Iterable[str]) -> list[tuple[str, ...]]:
+    """Metrics that one cause moves together, two at least: those of a GPU's activity, by GPU."""
+    groups: dict[str, list[str]] = {}
+    for name in metrics:
+        if meaning(name) in GPU_ACTIVITY:
+            groups.setdefault(_gpu(name), []).append(name)
+    return [tuple(names) for names in groups.values() if len(names) > 1]
+
+
 def recorded_as(wanted: Sequence[str], recorded: Iterable[str]) -> tuple[str, ...]:
     """The recorded metrics that mean one of the wanted, in the order of the wanted."""
     by_meaning: dict[str, list[str]] = {}
@@ -75,7 +155,7 @@ def recorded_as(wanted: Sequence[str], recorded: Iterable[str]) -> tuple[str, ..
 
 
 def searched(priority: Sequence[str], recorded: Sequence[str]) -> tuple[str, ...]:
-    """The recorded metrics in the order of `priority`, then the others but for `LEVELS`."""
+    """The recorded metrics in the order of `priority`, then others not in `LEVELS` and `FATAL`."""
     first = recorded_as(priority, recorded)
-    others = [name for name in recorded if _of_any_gpu(name) not in _LEVELS]
+    others = [name for name in recorded if _of_any_gpu(name) not in _LEVELS and not is_fatal(name)]
     return tuple(dict.fromkeys((*first, *others)))

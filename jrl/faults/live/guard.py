@@ -1,4 +1,4 @@
-"""Minder attached to a training loop: a sampler in every process, a watcher in the first.
+"""The detector attached to a training loop: a sampler in every process, a watcher in the first.
 
 Neither touches the numbers of the training: the loop says when a step has ended and asks whether
 somebody has been named.
@@ -13,12 +13,13 @@ from pathlib import Path
 
 from jrl.faults.collect.prometheus import Exporter
 from jrl.faults.collect.sampler import Sampler
+from jrl.faults.collect.sources import sources
 from jrl.faults.fleet import Alarm, Detector
 from jrl.faults.live.hook import Hook
 from jrl.faults.live.watcher import Watcher
 
-LOOKS = 10.0
-"""Seconds between two looks of the watcher. The paper looks every 8 minutes."""
+LOOKS = 30.0
+"""Seconds between two looks of the watcher. Minder looks every 8 minutes."""
 
 PATIENCE = 2.0
 """Seconds that the end of a training waits for its watcher."""
@@ -37,6 +38,7 @@ class Attachment:
       port: where Prometheus may fetch the newest sample; None nowhere.
       period: seconds between two samples.
       looks: seconds between two looks of the watcher.
+      gpus: this process's GPUs, see `own_gpus`; None takes all of the host.
     """
 
     folder: Path
@@ -47,6 +49,7 @@ class Attachment:
     port: int | None = None
     period: float | int = 1.0
     looks: float | int = LOOKS
+    gpus: tuple[str, ...] | None = None
 
 
 class Guard:
@@ -80,7 +83,8 @@ class Guard:
             return self
         how = self._attachment
         with ExitStack() as stack:  # what has begun ends if the rest cannot begin
-            sampler = Sampler(how.folder / "faults", how.machine, period=how.period)
+            read = sources(how.gpus)
+            sampler = Sampler(how.folder / "faults", how.machine, period=how.period, read=read)
             self._sampler = stack.enter_context(sampler)
             if how.port is not None:
                 stack.enter_context(Exporter(lambda: sampler.latest, how.machine, how.port))

@@ -8,6 +8,7 @@ sampled, or an answer of Prometheus (``.json``).
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import tyro
@@ -17,54 +18,81 @@ from rich.table import Table
 
 from jrl.faults.collect.align import align, read_folder
 from jrl.faults.collect.prometheus import read_answers
-from jrl.faults.fleet import Fleet
+from jrl.faults.collect.vocabulary import PRIORITY
+from jrl.faults.fleet import Alarm, Fleet
 from jrl.faults.live.watcher import all_present
-from jrl.faults.minder.detect import Minder, Report
+from jrl.faults.report import INCOMPARABLE, Report
+from jrl.faults.silence import SILENCE, SilenceDetector
+from jrl.faults.standard import StandardDetector
 
 
 @dataclass(frozen=True)
-class Request:
+class ReplayOptions:
     """What to look at, and how."""
 
     record: tyro.conf.Positional[str]
     """A fleet (.npz), the folder of a run that was sampled, or an answer of Prometheus (.json)."""
     last: float = 900.0
     """Seconds that are looked at, counted from the end."""
-    threshold: float = Minder.threshold
-    """Score from which a machine is a candidate."""
-    continuity: float = float(Minder.continuity)
-    """Seconds for which the same machine must be the candidate."""
+    detector: Literal["standard", "minder"] = "standard"
+    """What names the machine: standard, that of training and watch, or the paper's method."""
+    threshold: float | None = None
+    """Score from which a machine stands out; the detector's own by default."""
+    continuity: float = 240.0
+    """Seconds for which the same machine must stand out."""
     metrics: tuple[str, ...] = ()
     """The metrics to search, in this order; all that were recorded by default."""
-    machine_label: str = "machine"
-    """Label that names the machine in an answer of Prometheus, often "instance"."""
+    machine_label: str | None = None
+    """Label that names the machine in an answer of Prometheus; by default the first of machine,
+    node, instance and Hostname that a series has."""
     plot: str | None = None
     """The picture to draw; by default beside the record, with the ending .png."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    request = tyro.cli(Request, prog="python -m jrl.faults replay", args=arguments)
+    request = tyro.cli(ReplayOptions, prog="python -m jrl.faults replay", args=arguments)
     fleet, notes = read_fleet(Path(request.record), request.machine_label)
     fleet = fleet.last(request.last)
     if request.metrics:
         fleet = fleet.select(request.metrics)
-    minder = Minder(
-        threshold=request.threshold,
-        continuity=request.continuity,
-        priority=request.metrics or Minder.priority,
-    )
-    report = minder.examine(fleet)
+    report = examine(fleet, request)
+    if Path(request.record).is_dir():
+        report = replace(report, alarms=[*report.alarms, *gone(Path(request.record))])
     _print(fleet, report, notes)
     path = Path(request.plot or Path(request.record).with_suffix(".png"))
     from jrl.faults.plots import plot_fleet
 
     plot_fleet(fleet, report, path)
     print(f"picture: {path}")
-    return 0
+    return 0 if report.comparable else INCOMPARABLE
 
 
-def read_fleet(path: Path, machine_label: str = "machine") -> tuple[Fleet, list[str]]:
+def examine(fleet: Fleet, request: ReplayOptions) -> Report:
+    """What the detector that was asked for says about a fleet."""
+    threshold = request.threshold
+    if request.detector == "standard":
+        standard = StandardDetector(
+            continuity=request.continuity,
+            threshold=StandardDetector.threshold if threshold is None else threshold,
+            metrics=request.metrics,
+        )
+        return standard.examine(fleet)
+    from jrl.faults.minder.detect import (
+        Minder,  # with JAX and the models, which take seconds to load
+    )
+
+    minder = Minder(
+        threshold=Minder.threshold if threshold is None else threshold,
+        continuity=request.continuity,
+        priority=request.metrics or PRIORITY,
+    )
+    report = minder.examine(fleet)
+    silent = SilenceDetector()(fleet)
+    return replace(report, alarms=[*report.alarms, *silent]) if silent else report
+
+
+def read_fleet(path: Path, machine_label: str | None = None) -> tuple[Fleet, list[str]]:
     """The fleet that a file or a folder holds, and what could not be read of it.
 
     Raises:
@@ -74,8 +102,27 @@ def read_fleet(path: Path, machine_label: str = "machine") -> tuple[Fleet, list[
     if path.is_dir():
         return _read_records(path)
     if path.suffix == ".json":
-        return read_answers([path.read_bytes()], machine=machine_label), []
+        return read_answers([path.read_bytes()], machine=machine_label, period=None), []
     return Fleet.load(path), []
+
+
+def gone(path: Path) -> list[Alarm]:
+    """Processes of a run that stopped giving samples without saying that they were through."""
+    inside = path / "faults"
+    records, _ = read_folder(inside if inside.is_dir() else path)
+    ended = {record.machine for record in records if record.ended}
+    aligned = align([replace(record, ended=False) for record in records])
+    return [
+        Alarm(
+            each.machine,
+            SILENCE,
+            aligned.fleet.end - each.age,
+            aligned.fleet.end,
+            {"seconds": float(each.age)},
+        )
+        for each in aligned.processes
+        if each.state == "silent" and each.machine not in ended
+    ]
 
 
 def _read_records(path: Path) -> tuple[Fleet, list[str]]:
@@ -101,25 +148,25 @@ def _print(fleet: Fleet, report: Report, notes: list[str]) -> None:
     )
     for note in (*notes, *report.notes):
         print(f"note: {note}")
-    if report.views:
+    if report.traces:
         Console(width=100).print(_table(report))
     for alarm in report.alarms:
         print(f"ALARM: {alarm.describe()}")
     if not report.alarms:
-        print("no alarm")
+        print("no alarm" if report.comparable else "nothing could be compared: nothing is known")
 
 
 def _table(report: Report) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("metric searched")
-    table.add_column("named most")
-    for name in ("of its windows", "median score", "windows looked at"):
+    table.add_column("stands out most")
+    for name in ("of its moments", "greatest score", "moments looked at"):
         table.add_column(name, justify="right")
-    for view, named, scores in zip(report.views, report.named, report.scores, strict=True):
-        seen = np.isfinite(scores)
-        hits = np.bincount(named[named >= 0], minlength=1)
-        who = report.prepared.machines[hits.argmax()] if hits.any() else "nobody"
-        median = float(np.median(scores[seen])) if seen.any() else float("nan")
+    for metric, trace in report.traces.items():
+        seen = np.isfinite(trace.scores)
+        hits = np.bincount(trace.leader[trace.leader >= 0], minlength=1)
+        who = report.machines[hits.argmax()] if hits.any() else "nobody"
+        most = float(trace.scores[seen].max()) if seen.any() else float("nan")
         share = hits.max() / max(1, seen.sum())
-        table.add_row(view, who, f"{share:.0%}", f"{median:.2f}", f"{seen.sum()}/{len(seen)}")
+        table.add_row(metric, who, f"{share:.0%}", f"{most:.2f}", f"{seen.sum()}/{len(seen)}")
     return table

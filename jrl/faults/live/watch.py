@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,11 +20,16 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from jrl.faults.collect.exporters import SELECTOR
+from jrl.faults.collect.remote import Pages, Prometheus
 from jrl.faults.collect.vocabulary import PRIORITY, recorded_as
 from jrl.faults.fleet import Detector
 from jrl.faults.live.hook import command_hook
+from jrl.faults.live.remote import RemoteWatcher
 from jrl.faults.live.watcher import Look, Watcher
 from jrl.faults.outlier import OutlierDetector
+from jrl.faults.report import INCOMPARABLE
+from jrl.faults.standard import StandardDetector
 from jrl.report.display import visible
 from jrl.runs.folder import RunFolder
 
@@ -35,34 +41,48 @@ STYLES = {"running": "green", "ended": "dim", "no data": "yellow"}
 
 
 @dataclass(frozen=True)
-class Request:
+class WatchOptions:
     """What to watch, and how."""
 
-    run: tyro.conf.Positional[tuple[str, ...]]
-    """Folders of runs that were started with --faults."""
+    run: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Folders of runs that were started with --faults; none with --prometheus or --scrape."""
+    prometheus: str | None = None
+    """A Prometheus server to ask instead, such as http://localhost:9090."""
+    selector: str = SELECTOR
+    """The series to ask it for, in PromQL; by default all metrics of DCGM's exporter, of node
+    exporter, of cAdvisor and our own that are known by name."""
+    scrape: tuple[str, ...] = ()
+    """Exporters' pages to fetch instead, such as http://node7:9400/metrics."""
+    machine_label: str | None = None
+    """Label that names the machine; by default machine, node, instance or Hostname."""
     once: tyro.conf.FlagCreatePairsOff[bool] = False
     """Look once and stop."""
     until_fault: tyro.conf.FlagCreatePairsOff[bool] = False
     """Stop at the first alarm."""
     seconds: float = 900.0
     """How far back each look goes."""
-    detector: Literal["outlier", "minder"] = "outlier"
-    """What names the process: outlier sees what is off by a factor and needs no training, minder
-    what is subtler, with models of each metric."""
+    detector: Literal["standard", "outlier", "minder"] = "standard"
+    """What names the process: standard asks for errors, silence, a step time that is off by a
+    factor and a shift in any metric; outlier sees the third only, minder is the paper's method."""
     window: float = 8.0
     """Seconds of samples that are taken together; minder's are 8 samples."""
     continuity: float = 240.0
     """Seconds for which one process has to stand out before it is named."""
     threshold: float | None = None
     """How far it has to be away; the detector's own by default. For outlier in spreads of the
-    others (4 is a factor of at least 2.2), for minder in their distances from each other."""
+    others (4 is a factor of at least 2.2), for standard a shift in spreads of what machines do by
+    themselves, for minder in their distances from each other."""
     metrics: tuple[str, ...] = ()
     """What to compare, the most telling first; the first that names somebody ends the search. By
-    default step/time and cpu/process for outlier, and those of production too for minder."""
+    default all for standard, step/time and cpu/process for outlier, those of production too for
+    minder."""
     silence: float = 60.0
     """Seconds without a sample after which a process is named that did not say it was through."""
-    interval: float = 1.0
-    """Seconds between two looks."""
+    interval: float | None = None
+    """Seconds between two looks; by default 1 for runs, 15 for what is asked over a network."""
+    acknowledged: str | None = None
+    """A file of machines' names, one a line, that somebody looks after: they raise no alarm and are
+    not compared. It is read at each look."""
     on_fault: str | None = None
     """A shell command for each alarm; its environment has JRL_FAULT_MACHINE, JRL_FAULT_METRIC,
     JRL_FAULT_START, JRL_FAULT_END (Unix times) and JRL_FAULT_LINE."""
@@ -73,15 +93,22 @@ class Request:
 def main(arguments: list[str]) -> int:
     """Watches until all processes have ended, and returns the exit status: 3 after an alarm."""
     request = tyro.cli(
-        Annotated[Request, tyro.conf.arg(name="")],
+        Annotated[WatchOptions, tyro.conf.arg(name="")],
         prog="python -m jrl.faults watch",
         description="Shows what each process of a run is doing, and names the one that stands out.",
         args=arguments,
     )
-    if not request.run:
-        raise ValueError("give the folder of a run: python -m jrl.faults watch RUN")
-    if not request.interval > 0:
-        raise ValueError(f"interval={request.interval} must be above 0 seconds.")
+    places = (bool(request.run), request.prometheus is not None, bool(request.scrape))
+    if sum(places) != 1:
+        raise ValueError(
+            "give the folder of a run, or --prometheus, or --scrape, one of them: "
+            "python -m jrl.faults watch RUN"
+        )
+    interval = request.interval
+    if interval is None:
+        interval = 1.0 if request.run else 15.0
+    if not interval > 0:
+        raise ValueError(f"interval={interval} must be above 0 seconds.")
     watcher = _watcher(request)
     hooks = [] if request.on_fault is None else [command_hook(request.on_fault)]
     alarmed = False
@@ -95,13 +122,27 @@ def main(arguments: list[str]) -> int:
                     hook(alarm)
             if request.once or look.ended or (alarmed and request.until_fault):
                 break
-            time.sleep(request.interval)
+            time.sleep(interval)
     if request.save is not None:
         look.fleet.save(request.save)
-    return ALARMED if alarmed else 0
+    if alarmed:
+        return ALARMED
+    return 0 if look.comparable or look.ended else INCOMPARABLE
 
 
-def _watcher(request: Request) -> Watcher:
+def _watcher(request: WatchOptions) -> Watcher | RemoteWatcher:
+    known = partial(_acknowledged, request.acknowledged)
+    if request.prometheus is not None or request.scrape:
+        server = request.prometheus
+        source = Pages(request.scrape) if server is None else Prometheus(server, request.selector)
+        return RemoteWatcher(
+            source,
+            _detector(request),
+            seconds=request.seconds,
+            silence=request.silence,
+            label=request.machine_label,
+            acknowledged=known,
+        )
     folders = {}
     for path in map(Path, request.run):
         folder = path / "faults"
@@ -113,20 +154,38 @@ def _watcher(request: Request) -> Watcher:
         if name in folders:
             raise ValueError(f"two of the runs are called {name!r}: give one of them another name.")
         folders[name] = folder
-    return Watcher(folders, _detector(request), seconds=request.seconds, mourning=request.silence)
+    return Watcher(
+        folders,
+        _detector(request),
+        seconds=request.seconds,
+        silence_timeout=request.silence,
+        acknowledged=known,
+    )
 
 
-def _metrics(request: Request) -> tuple[str, ...]:
+def _acknowledged(path: str | None) -> set[str]:
+    """The names in a file; none where there is no file yet."""
+    if path is None or not Path(path).exists():
+        return set()
+    return {line.strip() for line in Path(path).read_text().splitlines() if line.strip()}
+
+
+def _metrics(request: WatchOptions) -> tuple[str, ...]:
     """What is compared, by any of its names."""
     default = PRIORITY if request.detector == "minder" else OutlierDetector.metrics
     return request.metrics or default
 
 
-def _detector(request: Request) -> Detector:
+def _detector(request: WatchOptions) -> Detector:
     metrics, threshold = _metrics(request), request.threshold
     if request.detector == "outlier":
         threshold = OutlierDetector.threshold if threshold is None else threshold
         return OutlierDetector(metrics, request.window, request.continuity, threshold)
+    if request.detector == "standard":
+        threshold = StandardDetector.threshold if threshold is None else threshold
+        return StandardDetector(
+            request.continuity, threshold, window=request.window, metrics=request.metrics
+        )
     from jrl.faults.minder.detect import (
         Minder,  # with JAX and the models, which take seconds to load
     )
@@ -150,19 +209,24 @@ def _screen(console: Console, live: bool) -> Iterator:
         yield lambda look, request: console.print(render(look, request))
         return
     states: dict[str, str] = {}
+    said: set[str] = set()
 
-    def lines(look: Look, request: Request) -> None:
+    def lines(look: Look, request: WatchOptions) -> None:
         for each in look.processes:
             if states.get(each.machine) != each.state:
                 states[each.machine] = each.state
                 print(f"{visible(each.machine)}: {each.state}", flush=True)
+        for line in (*look.unreadable, *(() if look.ended else look.notes)):
+            if line not in said:
+                said.add(line)
+                print(visible(line), flush=True)
         for alarm in look.raised:
             print(f"ALARM: {visible(alarm.describe())}", flush=True)
 
     yield lines
 
 
-def render(look: Look, request: Request) -> RenderableType:
+def render(look: Look, request: WatchOptions) -> RenderableType:
     """The table of all processes, what cannot be read, and the verdict."""
     table = Table(box=box.ROUNDED, title=f"{len(look.processes)} processes")
     for heading in ("process", "host", "state", "last sample", "samples lost"):
@@ -189,8 +253,12 @@ def render(look: Look, request: Request) -> RenderableType:
     if len(look.fleet.machines) < 3:
         lines.append(Text("fewer than three processes are running: nobody can be compared"))
     lines += [Text(f"ALARM: {visible(alarm.describe())}", "bold red") for alarm in look.alarms]
-    if not look.alarms:
+    lines += [Text(visible(line), style="dim") for line in look.notes]
+    if not look.alarms and look.comparable:
         lines.append(Text("nobody stands out", style="green"))
+    elif not look.alarms:
+        lines.append(Text("nothing could be compared: nothing is known", style="yellow"))
+    lines.append(Text(look.health, style="dim"))
     return Group(*lines)
 
 

@@ -2,17 +2,17 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from jrl.faults.collect.align import Aligned, Process, align, read_folder
+from jrl.faults.collect.align import Aligned, Process, align
+from jrl.faults.collect.follow import Follower
 from jrl.faults.fleet import Alarm, Detector, Fleet
-
-SILENCE = "silence"
-"""The metric of an alarm about a process that has stopped giving samples."""
+from jrl.faults.report import Report
+from jrl.faults.silence import SILENCE
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,10 @@ class Look:
       processes: all machines at a glance.
       alarms: those that hold now.
       raised: those among them that the last look did not have.
-      unreadable: one line for each file that cannot be read.
+      unreadable: one line for each file or place that cannot be read.
+      notes: what could not be compared and why, one line each.
+      comparable: whether anything was compared.
+      health: what the look itself took and reached, in words.
     """
 
     fleet: Fleet
@@ -32,11 +35,42 @@ class Look:
     alarms: tuple[Alarm, ...]
     raised: tuple[Alarm, ...]
     unreadable: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    comparable: bool = True
+    health: str = ""
 
     @property
     def ended(self) -> bool:
         """Whether there are processes and all have said that they are through."""
         return bool(self.processes) and all(each.state == "ended" for each in self.processes)
+
+
+class Verdicts:
+    """From a fleet to what is new about it, look after look.
+
+    Args:
+      detector: names who stands out; one with `examine` says what could not be compared as well.
+      acknowledged: machines about which somebody knows, asked at each look. They are left out of
+        the comparison, so that another can be named, and raise no alarm.
+    """
+
+    def __init__(
+        self, detector: Detector, acknowledged: Callable[[], Collection[str]] | None = None
+    ):
+        self._detector = detector
+        self._acknowledged: Callable[[], Collection[str]] = acknowledged or tuple
+        self._known: set[str] = set()
+
+    def judge(self, fleet: Fleet, others: Sequence[Alarm] = ()) -> tuple[Report, tuple[Alarm, ...]]:
+        """The report on a fleet, with the alarms of `others` after it, and what is new in it."""
+        known = set(self._acknowledged())
+        rest = without(fleet, known)
+        examine = getattr(self._detector, "examine", None)
+        report = Report(self._detector(rest)) if examine is None else examine(rest)
+        alarms = [*report.alarms, *(each for each in others if each.machine not in known)]
+        raised = tuple(alarm for alarm in alarms if alarm.machine not in self._known)
+        self._known = {alarm.machine for alarm in alarms}
+        return replace(report, alarms=alarms), raised
 
 
 class Watcher:
@@ -48,7 +82,8 @@ class Watcher:
       detector: names who stands out.
       seconds: how far back to look.
       silence: a process that has given no sample for so many seconds is no longer compared.
-      mourning: and after so many it is an alarm, if another one is running; None never.
+      silence_timeout: and after so many it is an alarm, if another one is running; None never.
+      acknowledged: see `Verdicts`.
     """
 
     def __init__(
@@ -58,40 +93,62 @@ class Watcher:
         *,
         seconds: float | int = 900.0,
         silence: float | int = 10.0,
-        mourning: float | int | None = 60.0,
+        silence_timeout: float | int | None = 60.0,
+        acknowledged: Callable[[], Collection[str]] | None = None,
     ):
-        self._folders, self._detector = dict(folders), detector
-        self._seconds, self._silence, self._mourning = seconds, silence, mourning
-        self._known: set[str] = set()
+        # Twice the ticks: a clock that was set back writes some seconds twice.
+        rows = 2 * math.ceil(seconds)
+        self._followers = {name: Follower(folder, rows) for name, folder in folders.items()}
+        self._verdicts = Verdicts(detector, acknowledged)
+        self._seconds, self._silence, self._timeout = seconds, silence, silence_timeout
 
     def look(self, now: float | None = None) -> Look:
-        """Reads what there is; `now` is Unix time, the present by default."""
+        """Reads what is new; `now` is Unix time, the present by default."""
+        begun = time.monotonic()
         now = time.time() if now is None else now
         records, unreadable = [], []
-        # Twice the ticks: a clock that was set back writes some seconds twice.
-        for name, folder in self._folders.items():
-            found, errors = read_folder(folder, last=2 * math.ceil(self._seconds))
+        for name, follower in self._followers.items():
+            found, errors = follower.read()
             prefix = f"{name}/" if name else ""
             records += [replace(each, machine=prefix + each.machine) for each in found]
             unreadable += errors
         aligned = align(records, now=now, seconds=self._seconds, silence=self._silence)
         fleet = all_present(aligned.fleet)
-        alarms = [*self._detector(fleet), *self._silent(aligned, records, now)]
-        raised = [alarm for alarm in alarms if alarm.machine not in self._known]
-        self._known = {alarm.machine for alarm in alarms}
-        return Look(fleet, aligned.processes, tuple(alarms), tuple(raised), tuple(unreadable))
+        report, raised = self._verdicts.judge(fleet, self._silent(aligned, records, now))
+        read = sum(follower.bytes_read for follower in self._followers.values())
+        health = (
+            f"compared {len(fleet.machines)} of {len(aligned.processes)} processes, read "
+            f"{read / 1024:.0f} KiB in {time.monotonic() - begun:.2f} s"
+        )
+        return Look(
+            fleet,
+            aligned.processes,
+            tuple(report.alarms),
+            raised,
+            tuple(unreadable),
+            report.notes,
+            report.comparable,
+            health,
+        )
 
     def _silent(self, aligned: Aligned, records: Sequence, now: float) -> list[Alarm]:
         """Processes that ran beside the present ones and stopped without a word."""
         running = set(aligned.fleet.machines)
         begun = [record.begun for record in records if record.machine in running]
-        if self._mourning is None or not begun:
+        if self._timeout is None or not begun:
             return []
         return [
             Alarm(each.machine, SILENCE, now - each.age, now, {"seconds": float(each.age)})
             for each in aligned.processes
-            if each.state == "silent" and each.age >= self._mourning and now - each.age > max(begun)
+            if each.state == "silent" and each.age >= self._timeout and now - each.age > max(begun)
         ]
+
+
+def without(fleet: Fleet, machines: Collection[str]) -> Fleet:
+    """The fleet without these machines."""
+    rows = [row for row, name in enumerate(fleet.machines) if name not in machines]
+    names = tuple(fleet.machines[row] for row in rows)
+    return replace(fleet, machines=names, values=fleet.values[rows])
 
 
 def all_present(fleet: Fleet) -> Fleet:

@@ -7,7 +7,7 @@ candidate if it is far enough; the machine that stays the candidate for minutes 
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,9 @@ from jrl.faults.minder import vae
 from jrl.faults.minder.continuity import NOBODY, UNSEEN, Span, find_span, look_where_needed
 from jrl.faults.minder.distances import BLOCK, distance_sums, normal_score
 from jrl.faults.minder.embedding import Method, View, denoised, gather
+from jrl.faults.minder.models import ANY, shipped_models
 from jrl.faults.minder.prepare import Prepared, prepare
-from jrl.faults.minder.train import ANY, SHIPPED
+from jrl.faults.report import Report, Trace
 
 AT_ONCE = 2**14
 """Machines times windows that are embedded in one program: it bounds the memory of a call."""
@@ -29,12 +30,6 @@ ONE_AT_A_TIME = threading.Lock()
 """Programs started from more threads than the CPU backend has can wait for each other for ever."""
 MOST_WINDOWS = 64
 """Windows that are embedded in one program, however few the machines are."""
-
-
-@cache
-def shipped_models() -> dict[str, vae.Weights]:
-    """The models that come with the package, by metric."""
-    return vae.load(SHIPPED)
 
 
 def per_metric(metrics: tuple[str, ...]) -> list[View]:
@@ -46,21 +41,17 @@ def per_metric(metrics: tuple[str, ...]) -> list[View]:
     ]
 
 
-@dataclass(frozen=True)
-class Report:
+@dataclass(frozen=True, kw_only=True)
+class MinderReport(Report):
     """What a look at a fleet found.
 
     Attributes:
-      alarms: none or one.
-      notes: what could not be compared and why, one line each.
       prepared: what was compared.
       views: names of the views that were looked at (metrics, for Minder), in order.
       named: by view, which row of `prepared` each window names, or `NOBODY`, or `UNSEEN`.
       scores: by view, the greatest score of each window; NaN where unseen.
     """
 
-    alarms: list[Alarm]
-    notes: tuple[str, ...]
     prepared: Prepared
     views: tuple[str, ...] = ()
     named: tuple[np.ndarray, ...] = ()
@@ -112,36 +103,49 @@ class Minder:
         """The alarms of a fleet: none, or the machine that stands out."""
         return self.examine(fleet).alarms
 
-    def examine(self, fleet: Fleet) -> Report:
+    def examine(self, fleet: Fleet) -> MinderReport:
         """Looks at one metric after the other until one raises an alarm."""
         return self.judge(self.ready(fleet))
 
-    def judge(self, record: "Record") -> Report:
+    def judge(self, record: "ScoredFleet") -> MinderReport:
         """`examine` for a record that is ready, and may have been looked at by other detectors."""
         prepared = record.prepared
         if record.refused:
-            return Report([], (*prepared.notes, *record.refused), prepared)
+            return refusal(record)
         num_windows = prepared.values.shape[2] - vae.WINDOW + 1
         length = self._length(prepared.period)
         views, named_by, scores_by, alarms = [], [], [], []
         for view in self.method(prepared.metrics):
-            looker = record.looker(view, self)
-            look = partial(looker.named, threshold=self.threshold)
+            scorer = record.scorer(view, self)
+            look = partial(scorer.named, threshold=self.threshold)
             named = look_where_needed(look, num_windows, length=length, share=self.share)
             views.append(view.name)
             named_by.append(named)
-            scores_by.append(np.where(named == UNSEEN, np.nan, looker.scores))
+            scores_by.append(np.where(named == UNSEEN, np.nan, scorer.scores))
             span = find_span(named, length=length, share=self.share)
             if span is not None:
                 alarms.append(self._alarm(prepared, view.name, span, scores_by[-1]))
                 break
-        found = tuple(views), tuple(named_by), tuple(scores_by)
-        return Report(alarms, prepared.notes, prepared, *found)
+        times = prepared.start + np.arange(num_windows) * prepared.period
+        traces = {
+            view: Trace(times, scores, np.maximum(named, NOBODY), float(self.threshold))
+            for view, scores, named in zip(views, scores_by, named_by, strict=True)
+        }
+        return MinderReport(
+            alarms,
+            prepared.notes,
+            machines=prepared.machines,
+            traces=traces,
+            prepared=prepared,
+            views=tuple(views),
+            named=tuple(named_by),
+            scores=tuple(scores_by),
+        )
 
     def _length(self, period: float | int) -> int:
         return max(1, round(self.continuity / period) - vae.WINDOW + 1)
 
-    def ready(self, fleet: Fleet) -> "Record":
+    def ready(self, fleet: Fleet) -> "ScoredFleet":
         """The prepared fleet, role numbers, and reasons why nothing can be said."""
         if self.tokens is not None:
             fleet = divide_by_tokens(fleet, self.tokens, self.per_token)
@@ -167,7 +171,7 @@ class Minder:
                 f"the record holds {seconds:.0f} s, less than the {self.continuity:.0f} s for "
                 "which a machine must stand out: nothing is said."
             )
-        return Record(prepared, roles, tuple(refused))
+        return ScoredFleet(prepared, roles, tuple(refused))
 
     def _alarm(self, prepared: Prepared, metric: str, span: Span, scores: np.ndarray) -> Alarm:
         within = scores[span.first : span.last + 1]
@@ -182,6 +186,12 @@ class Minder:
         start = prepared.start + (span.first + vae.WINDOW - 1) * prepared.period
         end = prepared.start + (span.last + vae.WINDOW) * prepared.period
         return Alarm(prepared.machines[span.machine], metric, start, end, evidence)
+
+
+def refusal(fleet: "ScoredFleet") -> MinderReport:
+    """The report on a fleet about which nothing can be said."""
+    notes = (*fleet.prepared.notes, *fleet.refused)
+    return MinderReport([], notes, comparable=False, prepared=fleet.prepared)
 
 
 def role_numbers(fleet: Fleet, roles: Sequence[str] | None) -> Int[np.ndarray, " machine"]:
@@ -216,30 +226,32 @@ def divide_by_tokens(fleet: Fleet, tokens: np.ndarray, metrics: Sequence[str]) -
 
 
 @dataclass(frozen=True)
-class Record:
+class ScoredFleet:
     """A prepared fleet and all that was found out about it, for several detectors to share.
 
     Attributes:
       prepared: what is compared.
       roles: number of the role of each machine in it.
       refused: reasons why nothing can be said, one line each.
-      lookers: by method, view, floor and norm: scores do not depend on anything else.
+      scorers: by method, view, floor and norm: scores do not depend on anything else.
     """
 
     prepared: Prepared
     roles: Int[np.ndarray, " machine"]
     refused: tuple[str, ...] = ()
-    lookers: dict[tuple, "Looker"] = field(default_factory=dict)
+    scorers: dict[tuple, "WindowScorer"] = field(default_factory=dict)
 
-    def looker(self, view: View, minder: Minder) -> "Looker":
+    def scorer(self, view: View, minder: Minder) -> "WindowScorer":
         """The one that remembers what was seen of a view."""
         key = (minder.method, view.name, minder.floor, minder.norm)
-        if key not in self.lookers:
-            self.lookers[key] = Looker(self.prepared, self.roles, view, minder.floor, minder.norm)
-        return self.lookers[key]
+        if key not in self.scorers:
+            self.scorers[key] = WindowScorer(
+                self.prepared, self.roles, view, minder.floor, minder.norm
+            )
+        return self.scorers[key]
 
 
-class Looker:
+class WindowScorer:
     """Finds and remembers which machine is farthest in each window of one view."""
 
     def __init__(

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Float32
 
 from jrl.faults.minder import vae
 
-Record = Float[np.ndarray, "channel machine time"]
+Channels = Float[np.ndarray, "channel machine time"]
 Windows = Float[Array, "channel window machine time"]
 Points = Float[Array, "window dim machine"]
 Counted = Bool[Array, " machine"]
@@ -98,7 +98,7 @@ def as_points(windows: Windows, counted: Counted) -> Points:
     return jnp.swapaxes(windows[..., 0], 0, 1)
 
 
-def whitened_moments(values: Record, width: int) -> Float32[np.ndarray, "dim machine window"]:
+def whitened_moments(values: Channels, width: int) -> Float32[np.ndarray, "dim machine window"]:
     """The baseline's points: four moments of each metric, whitened, as one record has them.
 
     Mean, deviation, skewness and kurtosis over the window; principal components that hold 95 % of

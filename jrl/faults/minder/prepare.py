@@ -75,7 +75,7 @@ def prepare(
         rows,
         fleet.start,
         fleet.period,
-        scale(align(fill(values[chosen], present[chosen]), max_lag)),
+        scale(correct_lags(fill(values[chosen], present[chosen]), max_lag)),
         tuple(notes),
     )
 
@@ -139,7 +139,7 @@ def fill(
     return flat.reshape(values.shape)
 
 
-def align(
+def correct_lags(
     values: Float32[np.ndarray, "metric machine time"], max_lag: int
 ) -> Float32[np.ndarray, "metric machine time"]:
     """Moves each machine's record by the lag at which it follows the fleet's mean best.

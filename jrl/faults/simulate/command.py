@@ -12,7 +12,7 @@ from jrl.faults.simulate.settings import Settings
 
 
 @dataclass(frozen=True)
-class Request:
+class SimulateOptions:
     """What to simulate."""
 
     out: tyro.conf.Positional[str]
@@ -35,7 +35,7 @@ class Request:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    request = tyro.cli(Request, prog="python -m jrl.faults simulate", args=arguments)
+    request = tyro.cli(SimulateOptions, prog="python -m jrl.faults simulate", args=arguments)
     check_seed(request.seed)
     settings = Settings(
         machines=request.machines,

@@ -8,8 +8,8 @@ from jaxtyping import Float32
 
 from jrl.faults.simulate.job import Job
 from jrl.faults.simulate.metrics import METRICS, Metric
+from jrl.faults.simulate.noise import disturb
 from jrl.faults.simulate.settings import Settings
-from jrl.faults.simulate.unrest import disturb
 
 DRIFT_SECONDS = 30
 """Between two knots of the wandering."""

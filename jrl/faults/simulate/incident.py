@@ -9,6 +9,7 @@ from jrl.faults.simulate.healthy import healthy
 from jrl.faults.simulate.job import Job, make_job
 from jrl.faults.simulate.metrics import METRICS
 from jrl.faults.simulate.mix import FAULTS, Fault
+from jrl.faults.simulate.noise import as_events
 from jrl.faults.simulate.settings import Settings
 
 EPOCH = 1_750_000_000.0
@@ -55,9 +56,14 @@ def simulate(settings: Settings, seed: int) -> Incident:
     truth = _fail(values, job, names, settings, random) if settings.faulty else {}
     capacity = np.array([METRICS[name].capacity for name in settings.metrics], np.float32)
     values = np.clip(values, 0, 1.2, out=values)
+    if settings.heavy_tails:
+        for column, name in enumerate(settings.metrics):
+            if METRICS[name].events:
+                values[:, column] = as_events(values[:, column], random)
     values *= capacity[:, None]
     _lose(values, settings, random)
-    fleet = Fleet(names, settings.metrics, EPOCH, 1.0, values)
+    values = _scraped(values, settings.period)
+    fleet = Fleet(names, settings.metrics, EPOCH, float(settings.period), values)
     return Incident(fleet, job, **truth)
 
 
@@ -110,6 +116,18 @@ def _envelope(seconds: int, begin: int, end: int, ramp: float) -> np.ndarray:
     time = np.arange(seconds, dtype=np.float32)
     rise = np.clip((time - begin) / ramp, 0, 1)
     return rise * (time < end)
+
+
+def _scraped(values: np.ndarray, period: int) -> np.ndarray:
+    """Means over `period` seconds, of those that arrived."""
+    if period == 1:
+        return values
+    whole = values.shape[2] // period * period
+    each = values[:, :, :whole].reshape(*values.shape[:2], -1, period)
+    known = np.isfinite(each)
+    count = known.sum(axis=3)
+    total = np.where(known, each, 0).sum(axis=3)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan).astype(np.float32)
 
 
 def _lose(values: np.ndarray, settings: Settings, random: np.random.Generator) -> None:

@@ -7,6 +7,8 @@ production. How each behaves is not published: the numbers below are choices.
 from dataclasses import dataclass
 from functools import partial
 
+from jrl.faults.collect.vocabulary import PRODUCTION as PRODUCTION
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -28,6 +30,7 @@ class Metric:
       burst: median size of a burst.
       gpu: whether GPUs report it: it bursts downwards, with the others of the GPU.
       counter: whether it is a difference of two readings of a counter.
+      events: whether it counts events, whose rate can vary by factors.
     """
 
     name: str
@@ -44,11 +47,14 @@ class Metric:
     burst: float = 0.1
     gpu: bool = False
     counter: bool = False
+    events: bool = False
 
 
 _gpu, _counter = partial(Metric, gpu=True), partial(Metric, counter=True)
 _slow = partial(Metric, spikes=0.0, bursts=0.0)
-_congestion = partial(Metric, noise=0.04, spikes=0.01, bursts=0.4, burst=0.12, counter=True)
+_congestion = partial(
+    Metric, noise=0.04, spikes=0.01, bursts=0.4, burst=0.12, counter=True, events=True
+)
 
 METRICS = {
     metric.name: metric
@@ -74,14 +80,3 @@ METRICS = {
     )
 }
 """By name."""
-
-PRODUCTION = (
-    "pfc_tx_packet_rate",
-    "cpu_usage",
-    "gpu_duty_cycle",
-    "gpu_power_draw",
-    "graphics_engine_activity",
-    "tensor_core_activity",
-    "nvlink_bandwidth",
-)
-"""The metrics that Minder uses in production, in its order of priority."""

@@ -1,19 +1,16 @@
-"""How outcomes are counted, the tree that orders metrics, and a small run of the benchmark."""
+"""How outcomes are counted, and a small run of the benchmark."""
 
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from jrl.faults.__main__ import main as faults_main
 from jrl.faults.assess import benchmark
-from jrl.faults.assess.benchmark import Request as BenchmarkRequest
-from jrl.faults.assess.benchmark import main, run
-from jrl.faults.assess.outcomes import false_alarm_rate, figures, outcome
+from jrl.faults.assess.benchmark import BenchmarkOptions, main, run
+from jrl.faults.assess.outcomes import figures, operational_precision, outcome, share_of_looks
+from jrl.faults.assess.workers import side_by_side
 from jrl.faults.fleet import Alarm
-from jrl.faults.minder.priority import greatest_z_scores, grow, learn_order, order_of
-from jrl.faults.minder.workers import side_by_side
 from jrl.faults.simulate import Settings, simulate
 
 
@@ -43,60 +40,39 @@ def test_figures_against_their_definition():
         figures([])
 
 
-def test_rates_of_false_alarms():
-    # Exact Poisson limits: none seen 0 to 3.69, four seen 1.09 to 10.24; Byar's are close.
-    assert false_alarm_rate(0, 1.0) == pytest.approx((0, 0, 3.69), abs=0.12)
-    assert false_alarm_rate(4, 2.0) == pytest.approx((2, 1.09 / 2, 10.24 / 2), abs=0.06)
+def test_false_alarms_by_look_and_what_an_operator_sees_of_them():
+    # Wilson's limits of none and of five in a hundred.
+    assert share_of_looks(0, 100) == pytest.approx((0, 0, 0.0370), abs=1e-3)
+    assert share_of_looks(5, 100) == pytest.approx((0.05, 0.0215, 0.1118), abs=1e-3)
+    # Two faults a day, 1.6 found, 0.2 named wrongly, and one false alarm in 96 looks.
+    precision = operational_precision(0.8, 0.1, 1 / 96, looks=96)
+    assert precision == pytest.approx(1.6 / (1.6 + 0.2 + 1))
+    assert operational_precision(0, 0, 0, looks=96) == 0
 
 
-def test_the_tree_asks_for_what_tells_most():
-    random = np.random.default_rng(0)
-    features = random.normal(size=(600, 3))
-    fault = features[:, 2] > 0.3
-    fault |= features[:, 0] > 1.5
-    tree = grow(features, fault)
-    assert tree.feature == 2
-    assert tree.threshold == pytest.approx(0.3, abs=0.1)
-    assert order_of(tree, ("a", "b", "c"))[:2] == ("c", "a")
-    leaf = grow(features, np.zeros(600, bool))
-    assert leaf.feature == -1
-    assert order_of(leaf, ("a", "b", "c")) == ("a", "b", "c")
-
-
-def test_the_best_split_against_trying_all():
-    random = np.random.default_rng(1)
-    features, fault = random.integers(0, 6, size=(40, 2)).astype(float), random.random(40) < 0.4
-    tree = grow(features, fault, depth=1, least_rows=4)
-
-    def impurity(column, threshold):
-        yes = features[:, column] <= threshold
-        parts = [fault[yes], fault[~yes]]
-        if min(len(part) for part in parts) < 4:
-            return 1.0
-        return sum(len(p) * 2 * p.mean() * (1 - p.mean()) for p in parts) / 40
-
-    best = min(impurity(c, t + 0.5) for c in (0, 1) for t in range(5))
-    assert impurity(tree.feature, tree.threshold) == pytest.approx(best)
-
-
-def test_the_metric_that_shows_the_fault_comes_first():
-    settings = Settings(
-        machines=6,
-        seconds=400,
-        metrics=("tcp_throughput", "gpu_temperature", "cpu_usage"),
-        fault="HDFS error",
-        difficulty=0.5,
+def test_the_default_finds_what_others_do_not_and_alarms_nobody_in_health(tmp_path):
+    """Harder faults than the published mix, rates with heavy tails, offsets, drifts."""
+    request = BenchmarkOptions(
+        incidents=12,
+        clean=12,
+        machines=20,
+        difficulty=2.0,
+        offsets=4.0,
+        drifts=0.1,
+        heavy_tails=True,
+        only=("shift (default)", "robust z"),
+        processes=1,
+        out=str(tmp_path),
     )
-    incidents = [one for s in range(6) if (one := simulate(settings, s)).shown == ("cpu_usage",)]
-    features, truth = greatest_z_scores(incidents[0])
-    assert features.shape == (50, 3)
-    assert truth.any()
-    assert learn_order(incidents, depth=3)[0] == "cpu_usage"
+    rows = run(request)["detectors"]
+    shift, plain = rows["shift (default)"], rows["robust z"]
+    assert shift["f1"][0] >= 0.9 and shift["f1"][0] > plain["f1"][0]
+    assert shift["false_alarms"] == 0 and shift["operational_precision"] > 0.9
 
 
 def test_a_small_run_finds_most_and_alarms_little(tmp_path):
     """Conservative: the full benchmark's F1 is far above and a broken detector's near 0."""
-    request = BenchmarkRequest(
+    request = BenchmarkOptions(
         incidents=14, clean=4, machines=12, only=("Minder",), processes=1, out=str(tmp_path)
     )
     row = run(request)["detectors"]["Minder"]
@@ -110,7 +86,7 @@ def test_a_small_run_finds_most_and_alarms_little(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_was_cut_short_goes_on(tmp_path, monkeypatch):
-    request = BenchmarkRequest(
+    request = BenchmarkOptions(
         incidents=2, clean=1, machines=4, seconds=300, only=("Minder",), out=str(tmp_path)
     )
     request = replace(request, processes=2)

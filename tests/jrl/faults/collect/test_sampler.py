@@ -9,7 +9,7 @@ import pytest
 
 from jrl.faults.collect.record import read
 from jrl.faults.collect.sampler import STEP_TIME, Sampler, StepClock
-from jrl.faults.collect.sources import Gpus, Host, Rates, sources
+from jrl.faults.collect.sources import Gpus, Host, Rates, own_gpus, sources
 
 
 def test_the_host_counts_what_this_process_does(tmp_path):
@@ -108,6 +108,12 @@ class Nvml:
     def nvmlDeviceGetHandleByIndex(self, index):
         return index
 
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        return {"GPU-b": 1}[uuid]
+
+    def nvmlDeviceGetTotalEccErrors(self, handle, kind, counter):
+        return 5 * kind + counter
+
     def nvmlDeviceGetUtilizationRates(self, handle):
         return self.Answer(gpu=90 - handle, memory=40)
 
@@ -129,7 +135,10 @@ class Nvml:
         return 2048 * (1 + counter)
 
     def nvmlDeviceGetFieldValues(self, handle, fields):
-        value = self.Answer(ullVal=self.kib * (fields[0] - 137))
+        """As NVML: a field without the scope of all links is that of the first of eight."""
+        field, scope = fields[0] if isinstance(fields[0], tuple) else (fields[0], 0)
+        links = 8 if scope == 0xFFFFFFFF else 1
+        value = self.Answer(ullVal=self.kib * (field - 137) * links)
         return [self.Answer(nvmlReturn=3 if handle == 1 else 0, value=value)]
 
 
@@ -144,5 +153,14 @@ def test_gpus_are_read_in_their_units_and_what_one_cannot_tell_is_left_out():
     assert (values["gpu0/duty_cycle"], values["gpu1/duty_cycle"]) == (0.9, 0.89)
     assert values["gpu0/power"] == 350.5 and "gpu1/power" not in values
     assert (values["gpu0/pcie/in"], values["gpu0/pcie/out"]) == (4.0, 2.0)
-    assert (values["gpu0/nvlink/out"], values["gpu0/nvlink/in"]) == (2.0, 4.0)
+    assert (values["gpu0/nvlink/out"], values["gpu0/nvlink/in"]) == (16.0, 32.0)
     assert (values["gpu1/memory"], values["gpu1/clock/memory"]) == (3072.0, 2000.0)
+
+
+def test_a_process_gives_its_own_gpus_only_numbered_from_zero():
+    own = Gpus(Nvml(), own_gpus([0], {"CUDA_VISIBLE_DEVICES": "GPU-b"}))
+    assert {name.partition("/")[0] for name in own.columns} == {"gpu0"}
+    values = own.read(10.0)
+    assert (values["gpu0/duty_cycle"], values["gpu0/ecc/uncorrected"]) == (0.89, 5.0)
+    assert own_gpus([1, 3], {}) == ("1", "3")
+    assert own_gpus([1], {"CUDA_VISIBLE_DEVICES": "4, 6"}) == ("6",)

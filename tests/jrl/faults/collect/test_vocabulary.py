@@ -13,7 +13,7 @@ from jrl.faults.collect.vocabulary import (
     recorded_as,
     searched,
 )
-from jrl.faults.minder.detect import shipped_models
+from jrl.faults.minder.models import shipped_models
 from jrl.faults.simulate import METRICS
 
 

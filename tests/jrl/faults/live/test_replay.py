@@ -9,11 +9,12 @@ import pytest
 from jrl.faults.collect.record import Writer
 from jrl.faults.collect.vocabulary import exported_name
 from jrl.faults.fleet import Fleet
+from jrl.faults.live.replay import gone, read_fleet
 from jrl.faults.live.replay import main as replay
-from jrl.faults.live.replay import read_fleet
 from jrl.faults.minder.detect import Minder
 from jrl.faults.outlier import OutlierDetector
 from jrl.faults.simulate.command import main as simulate_command
+from jrl.faults.standard import StandardDetector
 
 
 def test_a_simulated_fleet_is_replayed(tmp_path, capsys):
@@ -68,7 +69,12 @@ def test_the_run_of_healthy_processes_raises_nothing(tmp_path, capsys):
     fleet, _ = read_fleet(tmp_path)
     np.testing.assert_array_equal(fleet.values, Fleet.load(RECORDED).values)
     # Not even with a continuity of seconds, at the default thresholds.
-    for detector in (Minder(continuity=30), OutlierDetector(), OutlierDetector(continuity=8)):
+    for detector in (
+        Minder(continuity=30),
+        StandardDetector(),
+        OutlierDetector(),
+        OutlierDetector(continuity=8),
+    ):
         assert detector(fleet) == []
 
 
@@ -85,6 +91,16 @@ def test_a_process_that_was_gone_before_the_end_is_said(tmp_path):
     fleet, notes = read_fleet(tmp_path)
     assert fleet.machines == ("host-1", "host-2", "host-3")
     assert notes == ["process 'host-0' is not compared: silent."]
+    (alarm,) = gone(tmp_path)
+    assert (alarm.machine, alarm.metric) == ("host-0", "silence")
+    assert alarm.end - alarm.start == pytest.approx(131, abs=2)
+
+
+def test_a_fleet_that_cannot_be_compared_is_no_all_clear(tmp_path, capsys):
+    path = tmp_path / "fleet.npz"
+    simulate_command([str(path), "--machines", "2", "--seconds", "300"])
+    assert replay([str(path)]) == 4
+    assert "nothing could be compared: nothing is known" in capsys.readouterr().out
 
 
 def test_an_answer_of_prometheus_is_replayed(tmp_path, capsys):

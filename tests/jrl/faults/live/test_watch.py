@@ -1,16 +1,19 @@
 """The command: what it shows, whom it names, how it ends; and the watcher behind it."""
 
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from jrl.faults import __main__ as faults_command
 from jrl.faults.__main__ import main
 from jrl.faults.collect.record import Writer
 from jrl.faults.fleet import Alarm, Fleet
 from jrl.faults.live.hook import command_hook
-from jrl.faults.live.watcher import SILENCE, Watcher
+from jrl.faults.live.watcher import Watcher
 from jrl.faults.outlier import OutlierDetector
+from jrl.faults.silence import SILENCE
 
 COLUMNS = ("step/time", "cpu/process")
 FAST = ["--once", "--window=4", "--continuity=10"]
@@ -55,7 +58,7 @@ def test_the_slow_one_is_named_the_hook_called_and_the_fleet_kept(tmp_path, capf
 def test_the_metrics_asked_for_are_those_compared(tmp_path, capsys):
     recorded(tmp_path, sick="host-1")
     assert main(["watch", str(tmp_path), *FAST, "--metrics", "cpu/process"]) == 3
-    assert main(["watch", str(tmp_path), *FAST, "--metrics", "disk/read"]) == 0
+    assert main(["watch", str(tmp_path), *FAST, "--metrics", "disk/read"]) == 4
     assert "stands out in cpu/process" in capsys.readouterr().out
 
 
@@ -93,7 +96,7 @@ def test_what_cannot_be_read_or_compared_is_said(tmp_path, capsys):
     early = Writer(tmp_path / "faults", "early", COLUMNS, begun=time.time())
     early.append(time.time() + 3600, {"step/time": 9.0})
     (tmp_path / "faults" / "host-9.1.samples").write_bytes(b"rubbish, but long enough")
-    assert main(["watch", str(tmp_path), *FAST]) == 0
+    assert main(["watch", str(tmp_path), *FAST]) == 4
     output = "".join(capsys.readouterr().out.split())  # a narrow terminal breaks lines anywhere
     assert "fewerthanthreeprocessesarerunning:nobodycanbecompared" in output
     assert "clockahead" in output and "host-9.1.samplesisnorecord" in output
@@ -155,12 +158,12 @@ def test_a_process_that_falls_silent_is_named_and_one_that_ends_is_not(tmp_path)
     for second in range(1, 91):
         for each in writers[2:]:
             each.append(now + second, {"step/time": 0.5, "cpu/process": 0.9})
-    one = watcher(tmp_path, mourning=60.0)
+    one = watcher(tmp_path, silence_timeout=60.0)
     assert one.look(now + 50).alarms == ()
     (alarm,) = one.look(now + 90).alarms
     assert (alarm.machine, alarm.metric) == ("host-0", SILENCE)
     assert abs(alarm.start - now) < 1.5
-    assert watcher(tmp_path, mourning=None).look(now + 90).alarms == ()
+    assert watcher(tmp_path, silence_timeout=None).look(now + 90).alarms == ()
 
 
 def test_processes_of_an_earlier_life_of_the_run_are_not_missed(tmp_path):
@@ -185,3 +188,23 @@ def test_the_comparison_begins_when_all_have_samples(tmp_path):
     fleet = watcher(tmp_path).look(now).fleet
     assert fleet.machines == ("host-0", "host-1", "late") and fleet.num_samples <= 6
     assert np.isfinite(fleet.values[:, :, 0]).any(axis=1).all()
+
+
+@pytest.mark.parametrize("command", ["watch", "replay"])
+def test_what_looks_from_outside_takes_no_accelerator(tmp_path, monkeypatch, command):
+    updates = []
+    config = SimpleNamespace(update=lambda *change: updates.append(change))
+    monkeypatch.setattr(faults_command, "jax", SimpleNamespace(config=config))
+    assert main([command, str(tmp_path / "nothing")]) in (1, 2)
+    assert updates == [("jax_platforms", "cpu")]
+
+
+def test_who_is_acknowledged_is_left_out_and_another_can_be_named(tmp_path, capsys):
+    recorded(tmp_path, sick="host-1", machines=5)
+    known = tmp_path / "known"
+    arguments = ["watch", str(tmp_path), *FAST, "--acknowledged", str(known)]
+    assert main(arguments) == 3
+    known.write_text("host-1\n\n")
+    assert main(arguments) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert output.count("ALARM") == 1 and "compared 5 of 5 processes, read" in output

@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jrl.faults.assess.baselines import Instant, mahalanobis, without_vae
+from jrl.faults.assess.train import Training, train_models
 from jrl.faults.fleet import Fleet
 from jrl.faults.minder import detect, vae
-from jrl.faults.minder.detect import Looker, Minder, divide_by_tokens, shipped_models
+from jrl.faults.minder.detect import Minder, WindowScorer, divide_by_tokens
 from jrl.faults.minder.embedding import View, four_moments, gather, raw, whitening
+from jrl.faults.minder.models import ANY, TOGETHER, shipped_models
 from jrl.faults.minder.prepare import prepare
-from jrl.faults.minder.train import ANY, TOGETHER, Training, train_models
 from jrl.faults.simulate import METRICS, PRODUCTION, Settings, simulate
 
 QUICK = Minder(continuity=60, priority=("cpu_usage",))
@@ -50,16 +51,16 @@ def test_nobody_is_named_in_health_or_for_a_short_shift():
 def test_a_window_against_a_loop():
     """Raw windows: the farthest machine and its score, without any of the fast paths."""
     prepared = prepare(noisy(seed=3), max_lag=0)
-    looker = Looker(prepared, np.zeros(6, int), View("cpu_usage", (0,), raw))
+    scorer = WindowScorer(prepared, np.zeros(6, int), View("cpu_usage", (0,), raw))
     starts = np.array([0, 5, 141, 142])
-    named = looker.named(starts, threshold=1.0)
+    named = scorer.named(starts, threshold=1.0)
     for start, machine in zip(starts, named, strict=True):
         window = prepared.values[0, :, start : start + 8]
         distance = np.linalg.norm(window[:, None] - window[None], axis=-1)
         sums = distance.sum(1)
         score = sums * 4 / (sums.sum() - 2 * sums)
         assert machine == score.argmax()
-        assert looker.scores[start] == pytest.approx(score.max(), rel=1e-4)
+        assert scorer.scores[start] == pytest.approx(score.max(), rel=1e-4)
 
 
 def test_windows_against_a_loop():

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jrl.faults.fleet import Fleet
-from jrl.faults.minder.prepare import align, fill, prepare, scale
+from jrl.faults.minder.prepare import correct_lags, fill, prepare, scale
 
 
 def fleet_of(values, metrics=None):
@@ -44,7 +44,7 @@ def test_clocks_off_by_seconds_are_set_right():
     wave = np.sin(np.arange(300) / 2)
     lags = [0, 2, -1, 0, 0]
     rows = [np.roll(wave, lag) + 0.1 * random.normal(size=300) for lag in lags]
-    moved = align(np.array([rows], np.float32), 2)[0]
+    moved = correct_lags(np.array([rows], np.float32), 2)[0]
     follow = np.corrcoef(moved[:, 5:-5])
     assert follow.min() > 0.95  # less by the noise: 0.98
     assert np.corrcoef(np.array(rows)[:, 5:-5]).min() < 0.5
@@ -52,7 +52,7 @@ def test_clocks_off_by_seconds_are_set_right():
 
 def test_noise_is_not_moved():
     values = np.random.default_rng(0).normal(size=(2, 6, 200)).astype(np.float32)
-    np.testing.assert_array_equal(align(values, 2), values)
+    np.testing.assert_array_equal(correct_lags(values, 2), values)
 
 
 def test_what_is_left_out_is_said():

@@ -1,4 +1,4 @@
-"""What disturbs the metrics of sound machines: readings that are off, bursts, stragglers, habits.
+"""What disturbs the metrics of healthy machines: readings that are off, bursts, slowdowns, habits.
 
 Noise that is normal and independent would be averaged away by anything. What is recorded once a
 second in production is not like that:
@@ -24,8 +24,12 @@ LATE = 0.004
 """Median share of the seconds in which a machine's counters are read late."""
 LONGEST_BURST = 60
 """Seconds after which a burst is over."""
-LONGEST_STRAGGLER = 150
-"""Seconds after which an innocent straggler has recovered."""
+LONGEST_SLOWDOWN = 150
+"""Seconds after which an transient slowdowns has recovered."""
+DRIFT = 0.25
+"""Most of a metric's level that a healthy machine drifts away in 15 minutes."""
+EVENTS, EVENT_NOISE = 6.0, 0.8
+"""How steeply rates of events grow, and the deviation of their logarithm from second to second."""
 LASTING = 0.08
 """Median size of a difference that is there all the time: a third of what a fault changes."""
 
@@ -33,10 +37,12 @@ LASTING = 0.08
 def disturb(values: np.ndarray, settings: Settings, random: np.random.Generator) -> None:
     """Adds all of them to ``[machine, metric, time]`` shares of capacity, in place."""
     burst(values, settings, random)
-    straggle(values, settings, random)
-    differ(values, settings, random)
+    slow_transiently(values, settings, random)
+    offset(values, settings, random)
     misread(values, settings, random)
     read_late(values, settings, random)
+    if settings.drifts > 0:
+        drift(values, settings, random)
 
 
 def _rate(median: float, settings: Settings, random: np.random.Generator) -> float:
@@ -104,13 +110,13 @@ def _groups(settings: Settings) -> list[tuple[list[int], float, float]]:
     return groups
 
 
-def straggle(values: np.ndarray, settings: Settings, random: np.random.Generator) -> None:
+def slow_transiently(values: np.ndarray, settings: Settings, random: np.random.Generator) -> None:
     """Machines that lag for a while and recover, with metrics and sizes like those of a fault."""
     num_machines, num_metrics, seconds = values.shape
     rate = settings.disturbances * seconds / 900 * (0.6 + num_machines / 300)
     for _ in range(random.poisson(rate)):
         machine = random.integers(num_machines)
-        length = int(np.clip(random.exponential(40), 5, LONGEST_STRAGGLER))
+        length = int(np.clip(random.exponential(40), 5, LONGEST_SLOWDOWN))
         begin = random.integers(-length + 1, seconds)
         when = slice(max(0, begin), begin + length)
         for column in random.choice(num_metrics, min(num_metrics, random.integers(1, 4)), False):
@@ -118,11 +124,35 @@ def straggle(values: np.ndarray, settings: Settings, random: np.random.Generator
             values[machine, column, when] += np.float32(size)
 
 
-def differ(values: np.ndarray, settings: Settings, random: np.random.Generator) -> None:
+def offset(values: np.ndarray, settings: Settings, random: np.random.Generator) -> None:
     """Machines that are a bit slower, hotter or busier than the others all the time, and sound."""
     num_machines, num_metrics, _ = values.shape
-    for _ in range(random.poisson(settings.disturbances * (0.4 + num_machines / 300))):
+    often = settings.disturbances * settings.offsets
+    for _ in range(random.poisson(often * (0.4 + num_machines / 300))):
         machine = random.integers(num_machines)
         for column in random.choice(num_metrics, min(num_metrics, random.integers(1, 4)), False):
             size = random.choice([-1, 1]) * random.lognormal(np.log(LASTING), 0.4)
             values[machine, column] += np.float32(size)
+
+
+def drift(values: np.ndarray, settings: Settings, random: np.random.Generator) -> None:
+    """Machines of which one metric moves away steadily, by up to `DRIFT` of it in 15 minutes."""
+    num_machines, num_metrics, seconds = values.shape
+    ramp = np.arange(seconds, dtype=np.float32) / 900
+    for machine in np.flatnonzero(random.random(num_machines) < settings.drifts):
+        column = int(random.integers(num_metrics))
+        size = (
+            random.choice([-1, 1])
+            * random.uniform(0, DRIFT)
+            * METRICS[settings.metrics[column]].level
+        )
+        values[machine, column] += np.float32(size) * ramp
+
+
+def as_events(values: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """Rates of events for shares of capacity: ``exp(EVENTS x)`` times a lognormal factor, scaled.
+
+    What adds a share multiplies a rate, and most seconds lie far below the mean.
+    """
+    factor = random.lognormal(0, EVENT_NOISE, values.shape).astype(np.float32)
+    return (np.exp(EVENTS * np.clip(values, 0, 1.2)) * factor / np.exp(EVENTS)).astype(np.float32)

@@ -20,15 +20,9 @@ from rich.console import Console
 from jrl.config.seeds import check_seed
 from jrl.faults.fleet import Fleet
 from jrl.faults.minder import vae
+from jrl.faults.minder.models import ANY, SHIPPED, TOGETHER
 from jrl.faults.minder.prepare import prepare
 from jrl.faults.simulate import METRICS, PRODUCTION, Settings, simulate
-
-SHIPPED = Path(__file__).parent / "models.npz"
-"""The models that come with the package."""
-ANY = "any metric"
-"""Name of the model for metrics that have none of their own, trained on all metrics together."""
-TOGETHER = "production metrics together"
-"""Name of the model of all `PRODUCTION` metrics at once: the paper's ablation "INT"."""
 
 
 @dataclass(frozen=True)

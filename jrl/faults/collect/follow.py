@@ -1,0 +1,89 @@
+"""Records that are being written, followed: a look reads what was written since the last one."""
+
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from jrl.faults.collect.record import SUFFIX, Header, Record, decode, read_header
+
+
+@dataclass
+class _File:
+    """How far a file was read, and what of it is kept."""
+
+    inode: int
+    header: Header
+    offset: int
+    record: Record
+
+
+@dataclass
+class Follower:
+    """Reads the records of a folder again and again.
+
+    A file that was replaced or cut short is read from its beginning, whose last `last` rows are
+    enough; a row that is half written is left for the next look.
+
+    Attributes:
+      folder: where records are.
+      last: rows of each file that are kept, the newest.
+      bytes_read: by the last look.
+    """
+
+    folder: Path
+    last: int
+    bytes_read: int = 0
+    _files: dict[Path, _File] = field(default_factory=dict)
+
+    def read(self) -> tuple[list[Record], list[str]]:
+        """All records of the folder, and one line for each file that cannot be read."""
+        self.bytes_read = 0
+        records, unreadable = [], []
+        paths = sorted(self.folder.glob(f"*{SUFFIX}"))
+        for path in paths:
+            try:
+                records.append(self._follow(path))
+            except ValueError as error:
+                self._files.pop(path, None)
+                unreadable.append(str(error))
+        self._files = {path: each for path, each in self._files.items() if path in paths}
+        return records, unreadable
+
+    def _follow(self, path: Path) -> Record:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            known = self._files.get(path)
+            if known is None or known.inode != status.st_ino or known.offset > status.st_size:
+                known = self._begin(path, file, status)
+            row = known.header.row.itemsize
+            whole = (status.st_size - known.offset) // row
+            file.seek(known.offset)
+            content = file.read(whole * row)
+        self.bytes_read += len(content)
+        content = content[: len(content) // row * row]
+        known.offset += len(content)
+        torn = (status.st_size - known.offset) % row
+        new = decode(known.header, content, torn)
+        known.record = self._joined(known.record, new, bool(content))
+        self._files[path] = known
+        return known.record
+
+    def _begin(self, path: Path, file: BinaryIO, status: os.stat_result) -> _File:
+        header = read_header(path, file)
+        self.bytes_read += header.size
+        rows = (status.st_size - header.size) // header.row.itemsize
+        offset = header.size + max(0, rows - self.last) * header.row.itemsize
+        return _File(status.st_ino, header, offset, decode(header, b"", 0))
+
+    def _joined(self, old: Record, new: Record, some: bool) -> Record:
+        """The newest rows of both; it has ended if the last row there is says so."""
+        return replace(
+            new,
+            times=np.concatenate([old.times, new.times])[-self.last :],
+            values=np.concatenate([old.values, new.values])[-self.last :],
+            damaged=old.damaged + new.damaged,
+            ended=new.ended if some else old.ended,
+        )

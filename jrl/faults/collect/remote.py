@@ -1,0 +1,176 @@
+"""Metrics of machines that are asked over the network, and kept for as long as they are looked at.
+
+Either a Prometheus server is asked for the samples that it has fetched since the last look, or the
+exporters' pages are fetched themselves.
+"""
+
+import json
+import math
+import re
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from jrl.faults.collect.exporters import SELECTOR, Series
+from jrl.faults.collect.prometheus import matrix
+
+Sample = tuple[Mapping[str, str], float, float]
+"""Labels, Unix time and value."""
+TIMEOUT = 10.0
+"""Seconds that an answer may take."""
+MOST_AT_ONCE = 16
+"""Pages that are fetched at a time."""
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Where samples come from."""
+
+    def poll(self, since: float, now: float) -> tuple[list[Sample], list[str]]:
+        """The samples after `since`, and one line for each place that did not answer."""
+        ...
+
+
+class Store:
+    """The series of the last `seconds`, and what is new at each look.
+
+    Args:
+      source: is asked for what is newer than the newest sample.
+      seconds: how far back samples are kept.
+    """
+
+    def __init__(self, source: Source, seconds: float | int):
+        self._source, self._seconds = source, float(seconds)
+        self._kept: dict[tuple[tuple[str, str], ...], tuple[list[float], list[float]]] = {}
+        self._newest = -math.inf
+
+    def update(self, now: float) -> tuple[list[Series], list[str]]:
+        """Asks for what is new and returns all series that have samples, and what went wrong."""
+        since = max(self._newest, now - self._seconds)
+        samples, problems = self._source.poll(since, now)
+        for labels, time, value in sorted(samples, key=lambda sample: sample[1]):
+            times, values = self._kept.setdefault(tuple(sorted(labels.items())), ([], []))
+            if not times or time > times[-1]:
+                times.append(time)
+                values.append(value)
+                self._newest = max(self._newest, time)
+        for key, (times, values) in list(self._kept.items()):
+            old = int(np.searchsorted(times, now - self._seconds))
+            del times[:old], values[:old]
+            if not times:
+                del self._kept[key]
+        kept = self._kept.items()
+        return [Series(dict(k), np.array(t), np.array(v)) for k, (t, v) in kept], problems
+
+
+class Prometheus:
+    """A Prometheus server, asked for raw samples with the times at which they were fetched.
+
+    A range of a plain selector answers these; ``query_range`` would repeat each at every step.
+
+    Args:
+      server: its address, such as ``http://localhost:9090``.
+      selector: the series, in PromQL; by default all that are known by name.
+    """
+
+    def __init__(self, server: str, selector: str = SELECTOR):
+        check_address("server", server)
+        self._server, self._selector = server.rstrip("/"), selector
+
+    def poll(self, since: float, now: float) -> tuple[list[Sample], list[str]]:
+        # What a server takes in late is asked for once more.
+        seconds = max(1, math.ceil(now - since) + 60)
+        query = f"{self._selector}[{seconds}s]"
+        fields = urllib.parse.urlencode({"query": query, "time": f"{now:.3f}"})
+        try:
+            answer = fetch(f"{self._server}/api/v1/query?{fields}")
+            found = list(matrix(answer))
+        except ValueError as error:
+            return [], [str(error)]
+        return [(labels, t, v) for labels, samples in found for t, v in samples], []
+
+
+class Pages:
+    """Exporters' own pages, fetched at each look.
+
+    Args:
+      addresses: of the pages, such as ``http://node7:9400/metrics``. A series that names no machine
+        is of the host in the address, of host and port where one host has several of a kind.
+    """
+
+    def __init__(self, addresses: Sequence[str]):
+        for address in addresses:
+            check_address("scrape", address)
+        self._addresses = tuple(addresses)
+
+    def poll(self, since: float, now: float) -> tuple[list[Sample], list[str]]:
+        del since  # a page has the present alone
+        with ThreadPoolExecutor(min(MOST_AT_ONCE, len(self._addresses))) as pool:
+            pages = list(pool.map(_page, self._addresses))
+        samples: list[Sample] = []
+        problems = []
+        for address, (text, problem) in zip(self._addresses, pages, strict=True):
+            if problem is not None:
+                problems.append(problem)
+                continue
+            host = urllib.parse.urlsplit(address).netloc
+            found = [({"instance": host, **labels}, now, v) for labels, v in read_page(text)]
+            samples += found
+        return samples, problems
+
+
+def _page(address: str) -> tuple[str, str | None]:
+    try:
+        return fetch(address).decode(errors="replace"), None
+    except ValueError as error:
+        return "", str(error)
+
+
+def fetch(address: str, timeout: float | int = TIMEOUT) -> bytes:
+    """What an address answers.
+
+    Raises:
+      ValueError: where it cannot be reached or refuses.
+    """
+    place = "{0.scheme}://{0.netloc}{0.path}".format(urllib.parse.urlsplit(address))
+    try:
+        with urllib.request.urlopen(address, timeout=timeout) as response:
+            return response.read()
+    except urllib.error.HTTPError as error:  # a refusal has the reason in its body
+        reason = error.read().decode(errors="replace")[:200]
+        raise ValueError(f"{place} answered {error.code}: {reason}") from None
+    except OSError as error:
+        raise ValueError(f"{place} cannot be reached: {error}") from None
+
+
+def check_address(name: str, address: str) -> None:
+    """Refuses what is no address of a server."""
+    if not address.startswith(("http://", "https://")):
+        raise ValueError(f"{name}={address!r} must begin with http:// or https://.")
+
+
+_LINE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$")
+_LABEL = re.compile(r'(\w+)\s*=\s*"((?:[^"\\]|\\.)*)"')
+
+
+def read_page(text: str) -> Iterator[tuple[dict[str, str], float]]:
+    """Labels and values of an exporter's page in the text format; lines that are none are left out.
+
+    https://prometheus.io/docs/instrumenting/exposition_formats/
+    """
+    for line in text.splitlines():
+        found = _LINE.match(line)
+        if found is None or line.startswith("#"):
+            continue
+        name, labels, number = found.groups()
+        try:
+            value = float(number)
+        except ValueError:
+            continue
+        pairs = {key: json.loads(f'"{raw}"') for key, raw in _LABEL.findall(labels or "")}
+        yield {"__name__": name, **pairs}, value if math.isfinite(value) else math.nan

@@ -1,0 +1,71 @@
+"""Looking at machines over the network, through Prometheus or their exporters' pages."""
+
+import time
+from collections.abc import Callable, Collection
+
+import numpy as np
+
+from jrl.faults.collect.align import Process
+from jrl.faults.collect.exporters import as_fleet, usual_period
+from jrl.faults.collect.remote import Source, Store
+from jrl.faults.fleet import Detector, Fleet
+from jrl.faults.live.watcher import Look, Verdicts
+
+
+class RemoteWatcher:
+    """Compares the machines that a source knows; as `Watcher`, without files.
+
+    Args:
+      source: where samples come from.
+      detector: names who stands out.
+      seconds: how far back to look.
+      silence: a machine that has given no sample for so many seconds is called silent.
+      label: names the machine, see `as_fleet`.
+      acknowledged: see `Verdicts`.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        detector: Detector,
+        *,
+        seconds: float | int = 900.0,
+        silence: float | int = 60.0,
+        label: str | None = None,
+        acknowledged: Callable[[], Collection[str]] | None = None,
+    ):
+        self._store = Store(source, seconds)
+        self._verdicts = Verdicts(detector, acknowledged)
+        self._silence, self._label = silence, label
+
+    def look(self, now: float | None = None) -> Look:
+        """Asks for what is new; `now` is Unix time, the present by default."""
+        begun = time.monotonic()
+        now = time.time() if now is None else now
+        series, problems = self._store.update(now)
+        fleet = as_fleet(series, label=self._label, period=usual_period(series))
+        report, raised = self._verdicts.judge(fleet)
+        processes = tuple(self._glance(fleet, row, now) for row in range(len(fleet.machines)))
+        health = (
+            f"{len(series)} series of {len(fleet.machines)} machines every {fleet.period:g} s, "
+            f"asked in {time.monotonic() - begun:.2f} s"
+        )
+        if not series:
+            health += ": nothing was received, nobody is watched"
+        return Look(
+            fleet,
+            processes,
+            tuple(report.alarms),
+            raised,
+            tuple(problems),
+            report.notes,
+            report.comparable,
+            health,
+        )
+
+    def _glance(self, fleet: Fleet, row: int, now: float) -> Process:
+        seen = np.flatnonzero(np.isfinite(fleet.values[row]).any(axis=0))
+        age = now - float(fleet.times[seen[-1]]) if seen.size else float("nan")
+        late = not age <= max(self._silence, 3 * fleet.period)
+        state = "silent" if late else "running"
+        return Process(fleet.machines[row], "", state, age, damaged=0, torn=0, future=0)

@@ -1,0 +1,49 @@
+"""What a look at a fleet showed, whichever detector looked."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from jrl.faults.fleet import Alarm
+
+NOBODY = -1
+INCOMPARABLE = 4
+"""Exit status where nothing could be compared: no alarm says nothing then."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Who was farthest from the others over time, in one metric.
+
+    Attributes:
+      times: Unix time of each moment, in seconds.
+      scores: the greatest score of any machine; NaN where none was computed.
+      leader: row of the machine that has it, or `NOBODY` where it is below the threshold.
+      threshold: from which on a machine stands out.
+    """
+
+    times: Float[np.ndarray, "moment"]
+    scores: Float[np.ndarray, "moment"]
+    leader: Int[np.ndarray, "moment"]
+    threshold: float | int
+
+
+@dataclass(frozen=True)
+class Report:
+    """The verdict and how it came about.
+
+    Attributes:
+      alarms: who stands out, the most certain first.
+      notes: what could not be compared and why, one line each.
+      comparable: whether anything was compared: without alarms, false means "nothing is known".
+      machines: names of the rows of `traces`.
+      traces: by metric, in the order of the search.
+    """
+
+    alarms: list[Alarm]
+    notes: tuple[str, ...] = ()
+    comparable: bool = True
+    machines: tuple[str, ...] = ()
+    traces: Mapping[str, Trace] = field(default_factory=dict)

@@ -1,0 +1,338 @@
+"""Which machine has shifted away from the others: robust statistics, and a deviation that is new.
+
+It needs no training, no clocks that agree to the second and no order of metrics, and it says
+nothing about machines that were different all along. It is what runs are watched with by default;
+`jrl.faults.assess` measures it beside Minder.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+
+from jrl.faults.collect.vocabulary import PRIORITY, groups_of, recorded_as, searched
+from jrl.faults.fleet import Alarm, Fleet
+from jrl.faults.report import NOBODY, Report, Trace
+from jrl.faults.statistics import MAD_TO_STD, nan_median
+
+LONGEST_PERIOD = 60.0
+"""Seconds between two samples beyond which four minutes hold too few of them."""
+HEAVY = 3.0
+"""How many times farther from the median the 95th percentile is than the 5th in a heavy tail."""
+LOG_OFFSET = 0.1
+"""Of what is typical: added before the logarithm, so that zero is nothing special."""
+
+
+@dataclass(frozen=True)
+class ShiftDetector:
+    """Names the machine that moved farthest away from the others, and stayed there.
+
+    For each metric, with medians over `window` seconds and a heavy tail in logarithms:
+
+    1. ``d`` is a machine's median minus the median over all machines, in spreads. A spread is the
+       robust standard deviation (MAD) of how far ``d`` moves in a minute: that of all machines or
+       the machine's own, whichever is larger, and at least `resolution` of the metric.
+    2. The *level* of the `continuity` seconds from a moment on is what `share` of their windows
+       exceed, on one side. What was there *before* is the median of ``d`` until then, or over the
+       last `recent` seconds, whichever is nearer to the level: slow drifts are no onset.
+    3. The score is the part of the level that is new, ``level - max(0, before)``, where that is at
+       least half of the level, else 0.
+
+    The machine with the greatest score, over metrics and moments, is named if it reaches
+    `threshold`. Metrics that one cause moves together, those of a GPU's activity, count as one more
+    metric, their mean: what is small in each of them is large in all.
+
+    Attributes:
+      threshold: in spreads; chosen by ``python -m jrl.faults benchmark --calibrate``.
+      continuity: seconds for which the machine has to be away.
+      share: of the windows in that time, so that single gaps and wild readings do not matter.
+      window: seconds of a median.
+      hop: seconds from one window to the next.
+      recent: seconds before the onset that count as what was there just before.
+      resolution: the least spread, as a share of what is typical of the metric, so that machines
+        that agree to a thousandth are not told apart by next to nothing.
+      metrics: what is compared, by any name of `jrl.faults.collect.vocabulary`; by default all that
+        were recorded but for what a process holds in memory.
+    """
+
+    threshold: float | int = 2.5
+    continuity: float | int = 240.0
+    share: float | int = 0.85
+    window: float | int = 30.0
+    hop: float | int = 10.0
+    recent: float | int = 60.0
+    resolution: float | int = 0.01
+    metrics: Sequence[str] = ()
+
+    def __post_init__(self):
+        for name in ("threshold", "continuity", "window", "hop", "recent", "resolution"):
+            value = getattr(self, name)
+            if not (np.isfinite(value) and value > 0):
+                raise ValueError(f"{name}={value} must be a finite number above 0.")
+        if not 0.5 < self.share <= 1:
+            raise ValueError(f"share={self.share} must lie in (0.5, 1].")
+        if self.continuity < 2 * self.window:
+            raise ValueError(
+                f"continuity={self.continuity} must be at least two windows of {self.window} s."
+            )
+
+    def __call__(self, fleet: Fleet) -> list[Alarm]:
+        """The machine that has shifted away from the others, or nobody."""
+        return self.examine(fleet).alarms
+
+    def examine(self, fleet: Fleet) -> Report:
+        """The same with what could not be compared, and the greatest score of each moment."""
+        grid = Grid.of(self, fleet.period)
+        names = recorded_as(self.metrics, fleet.metrics)
+        if not self.metrics:
+            names = searched(PRIORITY, fleet.metrics)
+        refused = self._refused(fleet, grid)
+        if refused:
+            return Report([], (refused,), comparable=False)
+        notes: list[str] = []
+        deviations: dict[str, np.ndarray] = {}
+        for name in names:
+            values = fleet.values[:, fleet.metrics.index(name)]
+            known = np.isfinite(values)
+            if known.any(axis=1).sum() < 3:
+                notes.append(f"metric {name!r} has samples of fewer than 3 machines: not compared.")
+            elif np.ptp(values[known]) == 0:
+                notes.append(f"metric {name!r} is {values[known][0]:g} everywhere: not compared.")
+            else:
+                deviations[name] = deviation(values, grid, self.resolution)
+        if not deviations:
+            notes.append("no metric can be compared: nothing is said.")
+            return Report([], tuple(notes), comparable=False)
+        notes += _silent_rows(fleet)
+        for together in groups_of(deviations):
+            deviations[Group(together)] = _combine([deviations[name] for name in together], grid)
+        return self._verdict(fleet, grid, deviations, tuple(notes))
+
+    def _refused(self, fleet: Fleet, grid: "Grid") -> str | None:
+        """Why nothing can be said about a fleet."""
+        if len(fleet.machines) < 3:
+            return (
+                f"{len(fleet.machines)} machines: between two nothing tells which one is off. "
+                "Compare at least 3."
+            )
+        if fleet.period > LONGEST_PERIOD:
+            return (
+                f"samples come every {fleet.period:g} s, which is too seldom for "
+                f"{self.continuity:g} s: scrape at least every {LONGEST_PERIOD:g} s."
+            )
+        needed = (grid.hop * (grid.overlap + grid.length - 1) + grid.width) * fleet.period
+        if fleet.num_samples * fleet.period < needed:
+            return (
+                f"the record holds {fleet.num_samples * fleet.period:.0f} s, less than the "
+                f"{needed:.0f} s in which a machine can have shifted: nothing is said."
+            )
+        return None
+
+    def _verdict(
+        self, fleet: Fleet, grid: "Grid", deviations: dict[str, np.ndarray], notes: tuple[str, ...]
+    ) -> Report:
+        traces, best = {}, None
+        for name, away in deviations.items():
+            scores, sides = onset_scores(away, grid, self.share)
+            leader, top = scores.argmax(axis=0), scores.max(axis=0)
+            at = int(top.argmax())
+            times = fleet.start + grid.hop * fleet.period * (grid.overlap + np.arange(len(top)))
+            named = np.where(top >= self.threshold, leader, NOBODY)
+            traces[name] = Trace(times, top, named, float(self.threshold))
+            if best is None or top[at] > best[0]:
+                best = (float(top[at]), name, int(leader[at]), at, int(sides[leader[at], at]))
+        alarms = []
+        if best is not None and best[0] >= self.threshold:
+            alarms.append(self._alarm(fleet, grid, deviations, traces, best))
+        return Report(alarms, notes, True, fleet.machines, traces)
+
+    def _alarm(
+        self,
+        fleet: Fleet,
+        grid: "Grid",
+        deviations: dict[str, np.ndarray],
+        traces: dict[str, Trace],
+        best: tuple[float, str, int, int, int],
+    ) -> Alarm:
+        score, name, row, at, side = best
+        begin = at + grid.overlap
+        away = side * deviations[name][row]
+        level = float(np.median(away[begin : begin + grid.length]))
+        # From the first window that is nearer to the level than to what was before, while it lasts.
+        gone = away[begin:] >= level - score / 2
+        first = int(gone.argmax()) if gone.any() else 0
+        back = np.flatnonzero(~(away[begin + grid.length - 1 :] >= level - score / 2))
+        last = begin + grid.length - 2 + int(back[0]) if back.size else len(away) - 1
+        middle = grid.width * fleet.period / 2
+        step = grid.hop * fleet.period
+        evidence = {
+            "score": score,
+            "threshold": float(self.threshold),
+            "level": side * level,
+            "machines": len(fleet.machines),
+            "scores": traces[name].scores,
+        }
+        metric = name
+        if isinstance(name, Group):
+            # Of a group the metric that is farthest away says what to look at.
+            metric = max(
+                name.members,
+                key=lambda each: float(
+                    np.nanmedian(side * deviations[each][row, begin : begin + grid.length])
+                ),
+            )
+            evidence["metrics together"] = len(name.members)
+        return Alarm(
+            fleet.machines[row],
+            metric,
+            fleet.start + (begin + first) * step + middle,
+            min(fleet.end, fleet.start + last * step + grid.width * fleet.period),
+            evidence,
+        )
+
+
+class Group(str):
+    """The name of several metrics together; `members` are theirs."""
+
+    members: tuple[str, ...]
+
+    def __new__(cls, members: Sequence[str]) -> "Group":
+        group = super().__new__(cls, " + ".join(members))
+        group.members = tuple(members)
+        return group
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Windows of a record in samples, from seconds and the time between two samples.
+
+    Attributes:
+      width: samples of a window.
+      hop: samples from one window to the next.
+      overlap: windows from one to the first that shares no sample with it.
+      length: windows that lie wholly in the time of continuity.
+      recent: windows of what was there just before.
+      minute: windows over which it is measured how far machines move by themselves.
+    """
+
+    width: int
+    hop: int
+    overlap: int
+    length: int
+    recent: int
+    minute: int
+
+    @classmethod
+    def of(cls, detector: ShiftDetector, period: float | int) -> "Grid":
+        hop = max(1, round(detector.hop / period))
+        width = max(1, round(detector.window / period))
+        step = hop * period
+        overlap = -(-width // hop)
+        return cls(
+            width=width,
+            hop=hop,
+            overlap=overlap,
+            length=max(1, round(detector.continuity / step) - overlap + 1),
+            recent=max(1, round(detector.recent / step)),
+            minute=max(overlap, round(60.0 / step)),
+        )
+
+
+def deviation(
+    values: Float[np.ndarray, "machine time"], grid: Grid, resolution: float | int
+) -> Float[np.ndarray, "machine window"]:
+    """How far each machine is from the others in each window, in spreads; NaN without samples.
+
+    See `ShiftDetector` for what a spread is.
+    """
+    typical = _typical(values)
+    if heavy_tailed(values):
+        # In units of the metric again, so that `resolution` means the same.
+        logs = np.log(np.maximum(values, 0) / typical + LOG_OFFSET)
+        values = (typical * logs).astype(np.float32)
+    windows = np.lib.stride_tricks.sliding_window_view(values, grid.width, axis=1)
+    middle = nan_median(windows[:, :: grid.hop], 2)
+    enough = np.isfinite(middle).sum(axis=0) >= 3
+    away = np.where(enough, middle - nan_median(middle, 0), np.nan)
+    return away / _spreads(away, grid, resolution * typical)[:, None]
+
+
+def _spreads(
+    away: Float[np.ndarray, "machine window"], grid: Grid, least: float
+) -> Float[np.ndarray, "machine"]:
+    """The spread of each machine: its own or that of all, at least `least`."""
+    moves = np.abs(away[:, grid.minute :] - away[:, : -grid.minute])
+    scale = MAD_TO_STD / 2**0.5
+    own, all_of_them = scale * nan_median(moves, 1), scale * nan_median(moves.ravel(), 0)
+    return np.fmax(np.fmax(own, all_of_them), least)
+
+
+def _typical(values: np.ndarray) -> float:
+    """The size of a metric: the median, or where that is 0 the mean of its sizes."""
+    sizes = np.abs(values[np.isfinite(values)])
+    middle = float(np.median(sizes)) if sizes.size else 0.0
+    return middle if middle > 0 else max(float(sizes.mean(dtype=np.float64)), 1e-30)
+
+
+def heavy_tailed(values: Float[np.ndarray, "machine time"]) -> bool:
+    """Whether machines are above their median far more than below it, as rates of events are.
+
+    What a whole fleet does together, such as the rhythm of a step, is taken away first.
+    """
+    some = values[:, :: max(1, values.shape[1] // 128)]
+    if not np.isfinite(some).any() or np.nanmin(values) < 0:
+        return False
+    rest = some - nan_median(some, 0)
+    low, middle, high = np.nanquantile(rest[np.isfinite(rest)], [0.05, 0.5, 0.95])
+    return bool(high - middle > HEAVY * (middle - low))
+
+
+def _combine(parts: Sequence[np.ndarray], grid: Grid) -> np.ndarray:
+    """The mean of deviations that one cause moves together, in spreads of its own.
+
+    Of independent metrics it moves less than each of them, of equal ones as much.
+    """
+    mean = sum(parts[1:], parts[0]) / len(parts)
+    return mean / _spreads(mean, grid, 1.0 / len(parts))[:, None]
+
+
+def onset_scores(
+    away: Float[np.ndarray, "machine window"], grid: Grid, share: float | int
+) -> tuple[Float[np.ndarray, "machine onset"], Float[np.ndarray, "machine onset"]]:
+    """The part of each machine's level that is new, and on which side, for every moment.
+
+    Moment k is the window ``overlap + k``: at least one window without a sample of the level lies
+    before it. Machines with samples in less than half
+    of a level's windows score 0. See `ShiftDetector`.
+    """
+    stretch = np.lib.stride_tricks.sliding_window_view(away, grid.length, axis=1)
+    ordered = np.sort(stretch[:, grid.overlap :].astype(np.float32), axis=2)  # NaN comes last
+    count = np.isfinite(ordered).sum(axis=2)
+    spare = ((1 - share) * count + 1e-9).astype(int)
+    known = 2 * count >= grid.length
+    scores, sides = np.zeros(known.shape, np.float32), np.ones(known.shape, np.float32)
+    before = [_before(away, grid, moment) for moment in range(ordered.shape[1])]
+    long, short = (np.stack(part, axis=1) for part in zip(*before, strict=True))
+    for side, place in ((1, spare), (-1, np.maximum(count - 1, 0) - spare)):
+        level = side * np.take_along_axis(ordered, place[:, :, None], 2)[:, :, 0]
+        new = level - np.maximum(0, np.fmax(side * long, side * short))
+        new = np.where(known & (new >= level / 2), new, 0)
+        better = new > scores
+        scores, sides = np.where(better, new, scores), np.where(better, side, sides)
+    return scores, sides
+
+
+def _before(away: np.ndarray, grid: Grid, moment: int) -> tuple[np.ndarray, np.ndarray]:
+    """Each machine's median until a moment, and just before it."""
+    until = away[:, : moment + 1]
+    # Windows that overlap say little that is new.
+    return nan_median(until[:, :: -grid.overlap], 1), nan_median(until[:, -grid.recent :], 1)
+
+
+def _silent_rows(fleet: Fleet) -> list[str]:
+    some = np.isfinite(fleet.values).any(axis=(1, 2))
+    return [
+        f"machine {fleet.machines[row]!r} has no data: not compared. Look whether it still reports."
+        for row in np.flatnonzero(~some)
+    ]

@@ -1,0 +1,70 @@
+"""What machines are watched with by default, and what stands in for a comparison that is none."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jrl.faults.collect.vocabulary import STEP_TIME
+from jrl.faults.counters import error_rates, moved_counters
+from jrl.faults.fleet import Alarm, Fleet
+from jrl.faults.outlier import OutlierDetector
+from jrl.faults.report import Report
+from jrl.faults.shift import ShiftDetector
+from jrl.faults.silence import SilenceDetector
+
+LEAST_CONTINUITY = 240.0
+"""Seconds for which subtle shifts are looked at, however short the time of the other alarms is."""
+
+
+@dataclass(frozen=True)
+class StandardDetector:
+    """Four questions, the most certain answer first; a machine is named once.
+
+    1. Has a counter of fatal errors moved? (`moved_counters`)
+    2. Has a machine, or one of its metrics, fallen silent? (`SilenceDetector`)
+    3. Is a training step a multiple of the others'? (`OutlierDetector`)
+    4. Has a machine shifted away from the others in any metric? (`ShiftDetector`)
+
+    Attributes:
+      continuity: seconds for which a machine has to stand out; at least 240 for the fourth.
+      threshold: of the fourth, in spreads.
+      silence: seconds without a sample.
+      window: seconds of a window of the third.
+      metrics: what is compared, by any name of `jrl.faults.collect.vocabulary`; all by default.
+    """
+
+    continuity: float | int = 240.0
+    threshold: float | int = ShiftDetector.threshold
+    silence: float | int = 240.0
+    window: float | int = 8.0
+    metrics: Sequence[str] = ()
+
+    def __post_init__(self):
+        self._parts()
+
+    def _parts(self) -> tuple[SilenceDetector, OutlierDetector, ShiftDetector]:
+        times = tuple(self.metrics) or (STEP_TIME,)
+        return (
+            SilenceDetector(self.silence),
+            OutlierDetector(times, self.window, self.continuity),
+            ShiftDetector(
+                self.threshold, max(self.continuity, LEAST_CONTINUITY), metrics=self.metrics
+            ),
+        )
+
+    def __call__(self, fleet: Fleet) -> list[Alarm]:
+        """Who stands out, the most certain first."""
+        return self.examine(fleet).alarms
+
+    def examine(self, fleet: Fleet) -> Report:
+        """The same with what could not be compared."""
+        silent, outlier, shift = self._parts()
+        report = shift.examine(fleet)
+        found: dict[str, Alarm] = {}
+        for alarm in (*moved_counters(fleet), *silent(fleet), *outlier(fleet), *report.alarms):
+            found.setdefault(alarm.machine, alarm)
+        alarms = [
+            replace(alarm, evidence={**alarm.evidence, **error_rates(fleet, alarm.machine)})
+            for alarm in found.values()
+        ]
+        known = bool(alarms) or report.comparable or outlier.compares(fleet)
+        return replace(report, alarms=alarms, comparable=known)

@@ -1,0 +1,80 @@
+"""Pages of DCGM's exporter, node exporter and cAdvisor: names, rates, sums, machines."""
+
+import numpy as np
+import pytest
+
+from jrl.faults.collect.exporters import EXPORTED, SELECTOR, Series, as_fleet, known_as
+from jrl.faults.collect.remote import read_page
+from jrl.faults.collect.vocabulary import MEANINGS, is_error_rate, is_fatal, meaning
+
+PAGE = """\
+# HELP DCGM_FI_DEV_GPU_UTIL GPU utilization (in %).
+# TYPE DCGM_FI_DEV_GPU_UTIL gauge
+DCGM_FI_DEV_GPU_UTIL{gpu="0",UUID="GPU-5f",modelName="NVIDIA H100",Hostname="n1"} 97
+DCGM_FI_DEV_GPU_UTIL{gpu="1",UUID="GPU-6a",modelName="NVIDIA H100",Hostname="n1"} 96
+DCGM_FI_DEV_XID_ERRORS{gpu="0",Hostname="n1",err_code="0",err_msg="No \\"Error\\", {none}"} 0
+node_cpu_seconds_total{cpu="0",mode="idle"} 1.5e+06 1795266106000
+node_load1 NaN
+this is no metric
+"""
+
+
+def series(name, values, step=15.0, start=1000.0, **labels):
+    times = start + step * np.arange(len(values))
+    return Series({"__name__": name, **labels}, times, np.array(values, float))
+
+
+def test_a_page_is_read():
+    found = list(read_page(PAGE))
+    assert [labels["__name__"] for labels, _ in found] == [
+        *["DCGM_FI_DEV_GPU_UTIL"] * 2,
+        "DCGM_FI_DEV_XID_ERRORS",
+        "node_cpu_seconds_total",
+        "node_load1",
+    ]
+    assert found[1][0]["gpu"] == "1" and found[1][1] == 96
+    assert found[2][0]["err_msg"] == 'No "Error", {none}'
+    assert found[3][1] == 1.5e6 and np.isnan(found[4][1])
+
+
+def test_every_known_name_has_a_meaning_a_detector_uses():
+    told = {column for column, _ in EXPORTED.values()}
+    plain = {"gpu/clock/memory", "gpu/temperature/memory", "cpu/host", "memory/host"}
+    for name in told - plain:
+        assert name in MEANINGS or is_fatal(name) or is_error_rate(name), name
+    assert len(EXPORTED) > 40 and all(name in SELECTOR for name in EXPORTED)
+    assert meaning("gpu3/tensor_activity") == "tensor_core_activity"
+    assert known_as("node_ethtool_tx_prio3_pause") == ("network/pfc", "counter")
+    assert known_as("rx_nothing") is None
+
+
+def test_counters_become_rates_and_devices_are_summed():
+    fleet = as_fleet(
+        [
+            series("node_cpu_seconds_total", [0, 15, 45], instance="a:9100", cpu="0", mode="user"),
+            series("node_cpu_seconds_total", [5, 20, 20], instance="a:9100", cpu="1", mode="user"),
+            series("node_cpu_seconds_total", [0, 99, 999], instance="a:9100", cpu="1", mode="idle"),
+            series("node_network_receive_bytes_total", [0, 9, 9], instance="a:9100", device="lo"),
+            series("node_network_receive_bytes_total", [90, 0, 30], instance="a:9100", device="e"),
+            series("DCGM_FI_DEV_GPU_UTIL", [90, 80, 70], instance="a:9400", gpu="3"),
+            series("DCGM_FI_DEV_XID_ERRORS", [0, 0, 79], instance="a:9400", gpu="3"),
+        ]
+    )
+    assert (fleet.machines, fleet.period) == (("a",), 15.0)
+    rows = dict(zip(fleet.metrics, fleet.values[0].tolist(), strict=True))
+    np.testing.assert_equal(rows["cpu/host"], [np.nan, 2, 2])
+    np.testing.assert_equal(rows["network/in"], [np.nan, np.nan, 2])  # it was set back once
+    assert rows["gpu3/duty_cycle"] == [90, 80, 70] and rows["gpu3/xid"] == [0, 0, 79]
+
+
+def test_the_root_of_cadvisor_is_not_counted_twice():
+    name = "container_cpu_usage_seconds_total"
+    parts = [series(name, [0, 15], node="a", id=each) for each in ("/", "/kubepods/x")]
+    assert as_fleet(parts).values[0, 0, 1] == 1
+    pods = [series(name, [0, 15], node="b", container=each) for each in ("POD", "one", "two")]
+    assert as_fleet(pods).values[0, 0, 1] == 2
+
+
+def test_a_series_without_a_machine_is_refused():
+    with pytest.raises(ValueError, match="no label 'machine' or 'node'"):
+        as_fleet([series("node_load1", [1])])

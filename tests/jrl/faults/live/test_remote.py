@@ -1,0 +1,140 @@
+"""Watching over the network: a server that answers Prometheus's query API, and exporters' pages."""
+
+import json
+import re
+import threading
+import time
+import urllib.parse
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from jrl.faults.__main__ import main
+from jrl.faults.collect.remote import Pages, Prometheus
+from jrl.faults.live.remote import RemoteWatcher
+from jrl.faults.standard import StandardDetector
+
+HOSTS = tuple(f"10.0.0.{number}" for number in range(1, 6))
+METRICS = {
+    "DCGM_FI_DEV_GPU_UTIL": (95.0, {"gpu": "0", "modelName": "NVIDIA H100"}),
+    "DCGM_FI_DEV_POWER_USAGE": (650.0, {"gpu": "0", "modelName": "NVIDIA H100"}),
+    "node_network_receive_bytes_total": (2e9, {"device": "eth0"}),
+}
+
+
+def sample(name, host, at, slow=None, since=0.0):
+    """What an exporter gives at a Unix time: levels with noise, counters as they have counted."""
+    level = METRICS[name][0]
+    if name.endswith("_total"):
+        return level * (at % 100_000)
+    noise = np.random.default_rng([int(at), HOSTS.index(host), len(name)]).normal(1, 0.02)
+    return level * noise * (0.7 if host == slow and at > since else 1.0)
+
+
+class Answers(BaseHTTPRequestHandler):
+    """``/api/v1/query`` with a range of a selector, as Prometheus 2 answers it."""
+
+    queries: ClassVar[list[dict]] = []
+    slow: str | None = None
+    step = 15
+
+    def do_GET(self):
+        query = urllib.parse.parse_qs(urllib.parse.urlsplit(self.path).query)
+        self.queries.append(query)
+        seconds = int(re.search(r"\[(\d+)s\]$", query["query"][0])[1])
+        end = float(query["time"][0])
+        times = np.arange(np.ceil((end - seconds) / self.step), end // self.step + 1) * self.step
+        result = [
+            {
+                "metric": {"__name__": name, "instance": f"{host}:9400", **labels},
+                "values": [
+                    [t, str(sample(name, host, t, self.slow, end - 420))] for t in times.tolist()
+                ],
+            }
+            for name, (_, labels) in METRICS.items()
+            for host in HOSTS
+        ]
+        self.answer(
+            json.dumps({"status": "success", "data": {"resultType": "matrix", "result": result}})
+        )
+
+    def answer(self, text):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *rest):
+        pass
+
+
+@pytest.fixture
+def server():
+    """Makes a server that answers as a class says, and gives its address."""
+    opened = []
+
+    def serve(handler):
+        one = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        threading.Thread(target=one.serve_forever, args=(0.01,), daemon=True).start()
+        opened.append(one)
+        return f"http://127.0.0.1:{one.server_port}"
+
+    yield serve
+    for one in opened:
+        one.shutdown()
+        one.server_close()
+
+
+def test_a_prometheus_server_is_asked_and_the_slow_machine_named(server, capsys, tmp_path):
+    class Slow(Answers):
+        queries: ClassVar[list[dict]] = []
+        slow = HOSTS[2]
+
+    address = server(Slow)
+    assert main(["watch", "--prometheus", address, "--once"]) == 3
+    output = " ".join(capsys.readouterr().out.split())
+    assert f"ALARM: {HOSTS[2]} stands out in gpu0/" in output
+    assert "15 series of 5 machines every 15 s" in output
+    known = tmp_path / "known"
+    known.write_text(f"{HOSTS[2]}\n")
+    assert main(["watch", "--prometheus", address, "--once", "--acknowledged", str(known)]) == 0
+
+
+def test_healthy_machines_are_named_by_nobody_and_a_look_asks_for_what_is_new(server):
+    class Healthy(Answers):
+        queries: ClassVar[list[dict]] = []
+
+    watcher = RemoteWatcher(Prometheus(server(Healthy)), StandardDetector())
+    now = time.time()
+    first, second = watcher.look(now), watcher.look(now + 15)
+    assert first.alarms == second.alarms == () and second.comparable
+    assert first.fleet.metrics == ("gpu0/duty_cycle", "gpu0/power", "network/in")
+    assert second.fleet.num_samples >= 60
+    asked = [int(re.search(r"\[(\d+)s\]", each["query"][0])[1]) for each in Healthy.queries]
+    assert asked[0] > 900 and asked[1] < 120
+
+
+def test_what_does_not_answer_or_cannot_be_compared_is_no_all_clear(server, capsys):
+    assert main(["watch", "--prometheus", "http://127.0.0.1:9", "--once"]) == 4
+    output = " ".join(capsys.readouterr().out.split())
+    assert "cannot be reached" in output and "nobody is watched" in output
+    assert "nobody stands out" not in output
+    assert main(["watch", "--prometheus", "localhost:9090", "--once"]) == 2
+    assert main(["watch", "run", "--prometheus", "http://x", "--once"]) == 2
+
+
+def test_exporters_pages_are_fetched_and_a_dead_one_is_said(server):
+    class Page(Answers):
+        def do_GET(self):
+            self.answer('DCGM_FI_DEV_GPU_UTIL{gpu="0"} 95\nnode_network_receive_bytes_total 7\n')
+
+    good = server(Page) + "/metrics"
+    source = Pages([good, "http://127.0.0.1:9/metrics"])
+    samples, (problem,) = source.poll(0.0, 50.0)
+    assert [(labels["__name__"], at, value) for labels, at, value in samples] == [
+        ("DCGM_FI_DEV_GPU_UTIL", 50.0, 95.0),
+        ("node_network_receive_bytes_total", 50.0, 7.0),
+    ]
+    assert samples[0][0]["instance"].startswith("127.0.0.1:")
+    assert "http://127.0.0.1:9/metrics cannot be reached" in problem

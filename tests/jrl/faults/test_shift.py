@@ -1,0 +1,132 @@
+"""Shifts against a machine's own record: who is named, who is not, at any step of scraping."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jrl.faults.fleet import Fleet
+from jrl.faults.shift import Grid, ShiftDetector, heavy_tailed, onset_scores
+from jrl.faults.simulate import Settings, simulate
+
+DETECTOR = ShiftDetector()
+
+
+def fleet(machines=9, metrics=("a",), seconds=600, period=1.0, seed=0):
+    random = np.random.default_rng(seed)
+    shape = (machines, len(metrics), int(seconds / period))
+    values = 50 + 3 * random.standard_normal(shape).astype(np.float32)
+    return Fleet(tuple(f"m{i}" for i in range(machines)), metrics, 1000.0, period, values)
+
+
+def test_the_scores_against_the_definition_in_loops():
+    random = np.random.default_rng(1)
+    away = random.normal(size=(4, 30))
+    away[random.random(away.shape) < 0.1] = np.nan
+    away[2, 12:] += 6
+    grid = Grid(width=3, hop=1, overlap=3, length=8, recent=4, minute=6)
+    scores, sides = onset_scores(away, grid, 0.75)
+    assert scores.shape == (4, 30 - 3 - 8 + 1)
+    for row in range(4):
+        for moment in range(scores.shape[1]):
+            best = 0.0
+            until = away[row, : moment + 1]
+            for side in (1, -1):
+                stretch = np.sort(side * away[row, moment + 3 : moment + 11])
+                stretch = stretch[np.isfinite(stretch)]
+                level = stretch[int(0.25 * len(stretch) + 1e-9)]
+                parts = (until[::-3], until[-4:])
+                means = [np.median(side * p[np.isfinite(p)]) for p in parts if np.isfinite(p).any()]
+                new = level - max(0.0, *means, 0.0)
+                if new >= level / 2:
+                    best = max(best, new)
+            assert scores[row, moment] == pytest.approx(best, abs=1e-5)
+    assert scores.max(axis=1).argmax() == 2 and sides[2, scores[2].argmax()] == 1
+
+
+@pytest.mark.parametrize("period", [1, 5, 15, 30])
+def test_the_verdict_is_the_same_at_any_step(period):
+    incident = simulate(Settings(machines=24, period=period, fault="GPU card drop"), 3)
+    (alarm,) = DETECTOR(incident.fleet)
+    assert alarm.machine == incident.machine and alarm.metric in incident.shown
+    assert alarm.start == pytest.approx(incident.start, abs=75)
+    assert alarm.end == pytest.approx(incident.end, abs=75)
+
+
+def test_what_was_there_all_along_is_no_alarm_and_what_is_new_is():
+    lasting = fleet()
+    lasting.values[4] += 20
+    assert DETECTOR(lasting) == []
+    # Of a machine that was off already less than half is new.
+    lasting.values[4, 0, 300:] += 15
+    assert DETECTOR(lasting) == []
+    lasting.values[4, 0, 300:] += 15
+    (alarm,) = DETECTOR(lasting)
+    assert alarm.machine == "m4" and alarm.start == pytest.approx(1300, abs=40)
+
+
+def test_drifts_returns_and_short_slowdowns_are_no_alarm():
+    values = fleet()
+    values.values[3, 0] += np.linspace(0, 3, 600, dtype=np.float32)
+    values.values[5, 0, 200:350] -= 20  # back after 150 s
+    values.values[6, 0, :200] += 20  # was off, and recovered
+    values.values[:, :, 400:] *= 0.5  # all together
+    assert DETECTOR(values) == []
+
+
+def test_what_is_small_in_each_metric_of_a_gpu_is_large_in_all_of_them():
+    names = ("gpu0/duty_cycle", "gpu0/power", "gpu0/sm_activity", "gpu0/engine_activity")
+    small = fleet(12, (*names, "cpu/process"))
+    small.values[7, :4, 250:] -= 2.2
+    (alarm,) = DETECTOR(small)
+    assert alarm.machine == "m7" and alarm.evidence["metrics together"] == 4
+    assert DETECTOR(small.select(names[:1])) == []
+
+
+def test_rates_of_events_are_compared_in_logarithms():
+    random = np.random.default_rng(2)
+    rates = np.exp(random.normal(0, 1.0, (10, 1, 700))).astype(np.float32)
+    rates[random.random(rates.shape) < 0.01] = 1e4
+    rates[2, 0, 300:] *= 4
+    events = Fleet(tuple("abcdefghij"), ("network/pfc",), 0.0, 1.0, rates)
+    assert heavy_tailed(rates[:, 0]) and not heavy_tailed(fleet().values[:, 0])
+    assert [alarm.machine for alarm in DETECTOR(events)] == ["c"]
+
+
+def test_gaps_and_wild_readings_neither_alarm_nor_hide_a_shift():
+    random = np.random.default_rng(3)
+    gaps = fleet(seed=3)
+    gaps.values[1, 0, 280:] += 9
+    gaps.values[random.random(gaps.values.shape) < 0.4] = np.nan
+    gaps.values[random.random(gaps.values.shape) < 0.02] = 1e6
+    gaps.values[8, 0, 200:500] = np.nan
+    assert [alarm.machine for alarm in DETECTOR(gaps)] == ["m1"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (fleet(2), "between two nothing tells"),
+        (fleet(seconds=200), "holds 200 s, less than the 270 s"),
+        (fleet(seconds=7200, period=120.0), "scrape at least every 60 s"),
+        (replace(fleet(), values=np.full((9, 1, 600), 7, np.float32)), "is 7 everywhere"),
+        (replace(fleet(), values=np.full((9, 1, 600), np.nan, np.float32)), "fewer than 3"),
+    ],
+)
+def test_what_cannot_be_compared_is_said(bad, words):
+    report = DETECTOR.examine(bad)
+    assert not report.comparable and report.alarms == []
+    assert any(words in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window": 0.0}, "window=0.0 must be"),
+        ({"share": 0.5}, "share=0.5 must lie"),
+        ({"continuity": 50}, "continuity=50 must be at least two windows"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        ShiftDetector(**changes)

@@ -1,0 +1,88 @@
+"""What runs by default: errors, silence, step times and shifts, each machine once."""
+
+import numpy as np
+import pytest
+
+from jrl.faults.fleet import Fleet
+from jrl.faults.silence import SILENCE, SilenceDetector
+from jrl.faults.standard import StandardDetector
+
+STANDARD = StandardDetector()
+METRICS = ("cpu/process", "gpu0/duty_cycle", "gpu0/power", "step/time")
+
+
+def host(processes=8, seconds=900, seed=0, metrics=METRICS):
+    """One host whose processes sample a GPU each and share the time of a step."""
+    random = np.random.default_rng(seed)
+    level = np.array([1.0, 0.9, 350.0, 2.0])[: len(metrics), None]
+    noise = random.normal(1, 0.05, (processes, len(metrics), seconds))
+    values = (level * noise).astype(np.float32)
+    if "step/time" in metrics:
+        values[:, -1] = values[:1, -1]
+    names = tuple(f"node-{i}" for i in range(processes))
+    return Fleet(names, metrics, 5000.0, 1.0, values)
+
+
+def test_one_gpu_of_a_host_of_eight_processes_that_drops_is_named():
+    healthy = host()
+    assert STANDARD(healthy) == []
+    healthy.values[5, 1:3, 400:] *= 0.8
+    (alarm,) = STANDARD(healthy)
+    assert alarm.machine == "node-5" and alarm.metric.startswith("gpu0/")
+    assert alarm.start == pytest.approx(5400, abs=40)
+
+
+@pytest.mark.parametrize("gap", [(300, 660), (540, 900), (0, 900)])
+def test_a_machine_that_is_silent_for_six_of_fifteen_minutes_is_named(gap):
+    fleet = host()
+    fleet.values[2, :, slice(*gap)] = np.nan
+    (alarm,) = STANDARD(fleet)
+    assert (alarm.machine, alarm.metric) == ("node-2", SILENCE)
+    assert (alarm.start, alarm.end) == (5000 + gap[0], 5000 + gap[1])
+    assert alarm.evidence["seconds"] == gap[1] - gap[0]
+
+
+def test_who_comes_late_or_pauses_with_all_others_is_not_silent():
+    fleet = host()
+    fleet.values[2, :, :400] = np.nan
+    fleet.values[:, :, 500:800] = np.nan
+    assert SilenceDetector()(fleet) == []
+
+
+def test_a_metric_that_one_machine_gives_no_more_is_named():
+    fleet = host()
+    fleet.values[4, 2, 500:] = np.nan
+    fleet.values[6, 0] = np.nan  # never had it
+    (alarm,) = SilenceDetector()(fleet)
+    assert (alarm.machine, alarm.metric, alarm.start) == ("node-4", "gpu0/power", 5500)
+
+
+def test_a_counter_of_fatal_errors_that_moves_names_at_once():
+    fleet = host(metrics=("cpu/process", "gpu1/xid", "gpu1/ecc/uncorrected"), seconds=60)
+    fleet.values[:, 1:] = 0
+    fleet.values[:, 2] = 7  # old errors are no news
+    assert STANDARD(fleet) == []
+    fleet.values[3, 1, 50:] = 79
+    (alarm,) = STANDARD(fleet)
+    assert (alarm.machine, alarm.metric, alarm.start) == ("node-3", "gpu1/xid", 5050)
+    assert (alarm.evidence["before"], alarm.evidence["after"]) == (0, 79)
+    # Where it made all others fail, the first is the cause.
+    fleet.values[:, 1, 55:] = 43
+    assert [each.machine for each in STANDARD(fleet)] == ["node-3"]
+
+
+def test_errors_that_are_corrected_are_evidence_of_an_alarm():
+    fleet = host(metrics=("cpu/process", "gpu0/duty_cycle", "gpu0/nvlink/errors"))
+    fleet.values[:, 2] = 0
+    fleet.values[1, 2, 450:] = 3
+    fleet.values[1, 1, 400:] *= 0.7
+    (alarm,) = STANDARD(fleet)
+    assert alarm.machine == "node-1"
+    assert alarm.evidence["gpu0/nvlink/errors"] == pytest.approx(1.5)
+
+
+def test_what_nothing_can_be_said_about_is_said():
+    report = STANDARD.examine(host(2))
+    assert not report.comparable and "between two nothing tells" in report.notes[0]
+    # A step time is compared in less than four minutes.
+    assert StandardDetector(continuity=20).examine(host(seconds=60)).comparable
