@@ -129,8 +129,8 @@ def admit_known(
       known: what running the rows left behind; None where all that arrives begins as a row that is
         there.
     """
-    mesh, whole = decoder.mesh, PartitionSpec()
-    rows, pools = over_slots(mesh), pool_specs(mesh, pool)
+    mesh = decoder.mesh
+    rows, pools, drawn = over_slots(mesh), pool_specs(mesh, pool), draws_specs(mesh, draws)
     ran: Any = None
     if known is not None:
         chosen: Any = None if known.choices is None else rows
@@ -140,7 +140,7 @@ def admit_known(
     local = jax.shard_map(
         partial(_admit_known_local, decoder, sampling),
         mesh=mesh.mesh,
-        in_specs=(rest_specs(decoder.config, mesh), pools, ran, rows, rows, whole),
+        in_specs=(rest_specs(decoder.config, mesh), pools, ran, rows, rows, drawn),
         out_specs=pools,
     )
     return local(rest, pool, known, tokens, arrivals, draws)
