@@ -95,7 +95,7 @@ def test_there_are_commands():
     assert len(FOUND) > 30
     programs = {words_of(command)[1] for command in FOUND if words_of(command)[0] == "-m"}
     benchmarks = {"benchmarks.agreement", "benchmarks.gpu", "benchmarks.rollout"}
-    benchmarks |= {"benchmarks.serve"}
+    benchmarks |= {"benchmarks.dispatch", "benchmarks.serve"}
     tested = {"jrl.evaluate", "jrl.faults", "jrl.serve", "jrl.train"}
     tested |= {"sharding.folding", "sharding.planner"}
     # Without arguments.

@@ -1,6 +1,6 @@
 """Gradients sent in float32 and in bfloat16 between eight devices.
 
-python -m experiments.gradient_wire.run --jobs 1
+python -m experiments.gradient_wire.run
 """
 
 from pathlib import Path

@@ -115,11 +115,11 @@ class RunConfig:
     layout learn; needs a max_staleness. None is the devices of the layout, by turns."""
     rollout_engine: Literal["slots", "disaggregated"] = "slots"
     """What samples completions: slots on one mesh, or the same slots with attention and experts on
-    devices of their own, as --rollout-split says; the tokens are the same."""
+    devices of their own, as the rollout split says; the tokens are the same."""
     rollout_split: str | None = None
     """The devices of both sides, for example "tp1 dp2 / ep2": attention on tp x dp of them, experts
-    on ep (x etp) others. Together they are those of the layout, by turns with learning, or
-    --rollout-devices."""
+    on ep (x etp) others. Together they are those of the layout, by turns with learning, or the
+    rollout devices."""
     rollout_micro_batches: int = 2
     """Parts of the slots that are under way at a time on the two sides: while one is with the
     experts, attention works on another. 3 is enough where messages take half as long as the slower

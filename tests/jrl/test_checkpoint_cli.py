@@ -93,7 +93,7 @@ def data(tmp_path):
 def test_training_is_given_the_weights_of_the_checkpoint(checkpoint, data, tmp_path, monkeypatch):
     given = []
 
-    def stopped(setup, folder, weights, **options):
+    def stopped(setup, folder, weights, *rest):
         given.extend((setup, weights))
         raise KeyboardInterrupt
 
