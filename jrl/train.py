@@ -246,6 +246,10 @@ def _keep_with_run(setup: "Setup", folder: RunFolder) -> None:
             return
         checkpoint = setup.run.checkpoint
         if checkpoint is not None and not folder.model_path.exists():
+            if setup.run.tokenizer is None:
+                from jrl.text.published import keep  # needs an extra
+
+                keep(Path(checkpoint), folder.origin_path)
             records.replace(folder.model_path, (Path(checkpoint) / "config.json").read_bytes())
         setup.tokenizer.save(folder.tokenizer_path)
 

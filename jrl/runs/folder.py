@@ -31,6 +31,7 @@ class RunFolder:
         self.config_path = self.path / "config.json"
         self.tokenizer_path = self.path / "tokenizer.model"
         self.model_path = self.path / "model.json"
+        self.origin_path = self.path / "origin"
         self.recipe_path = self.path / "recipe.py"
         self.metrics_path = self.path / "metrics.jsonl"
         self.samples_path = self.path / "samples.jsonl"
