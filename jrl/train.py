@@ -20,6 +20,7 @@ from jrl.config.command_line import exit_status, start_jax
 from jrl.config.files import flag, to_json
 from jrl.config.flags import PROGRAM, Request, parse
 from jrl.config.run import AUTO, RunConfig
+from jrl.config.settings_file import settings_text
 from jrl.processes.agreement import (
     FailTogether,
     broadcast_from_main,
@@ -252,6 +253,8 @@ def _keep_with_run(setup: "Setup", folder: RunFolder) -> None:
                 keep(Path(checkpoint), folder.origin_path)
             records.replace(folder.model_path, (Path(checkpoint) / "config.json").read_bytes())
         setup.tokenizer.save(folder.tokenizer_path)
+        again = f"repeats this run: {PROGRAM} --config {folder.settings_path}"
+        records.replace(folder.settings_path, settings_text(folder.config(), again).encode())
 
 
 def _say_lengths(setup: "Setup") -> None:

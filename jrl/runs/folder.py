@@ -32,6 +32,7 @@ class RunFolder:
         self.tokenizer_path = self.path / "tokenizer.model"
         self.model_path = self.path / "model.json"
         self.origin_path = self.path / "origin"
+        self.settings_path = self.path / "run.yaml"
         self.recipe_path = self.path / "recipe.py"
         self.metrics_path = self.path / "metrics.jsonl"
         self.samples_path = self.path / "samples.jsonl"
