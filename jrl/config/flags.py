@@ -1,7 +1,7 @@
 """The flags of ``python -m jrl.train``: what to do, the fields of the run, those of its recipe."""
 
 import argparse
-from dataclasses import dataclass, fields, make_dataclass, replace
+from dataclasses import dataclass, fields, make_dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -135,7 +135,7 @@ def _stored(arguments: list[str], settings: Settings | None) -> tuple[RunConfig,
     known, _ = parser.parse_known_args(arguments)
     if not known.resume or known.help:
         return None
-    told = Command() if settings is None else replace(Command(), **settings.of(Command()))
+    told = Command() if settings is None else settings.onto(Command())
     run_dir = known.run_dir or told.run_dir
     if run_dir is None:
         raise ValueError("--resume needs --run-dir: give the folder of the run to go on with.")
@@ -187,10 +187,9 @@ def _with_settings(
     """All records of a command line with what a file says of them."""
     if settings is None:
         return Command(), ALONE, run, recipe
-    records = Command(), ALONE, run, recipe
-    settings.check_names(*map(type, records), but=ON_COMMAND_LINE)
-    command, processes, run, recipe = (replace(record, **settings.of(record)) for record in records)
-    return command, processes, run, recipe
+    settings.check_names(Command, Processes, type(run), type(recipe), but=ON_COMMAND_LINE)
+    onto = settings.onto
+    return onto(Command()), onto(ALONE), onto(run), onto(recipe)
 
 
 def _unchecked(record: Record) -> Record:

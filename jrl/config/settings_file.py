@@ -9,7 +9,7 @@ The file is YAML 1.2, a flag a line, its name with underscores or hyphens: ``lea
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -95,21 +95,21 @@ class Settings:
                 hint = f"near: {', '.join(near)}" if near else "--help lists them"
                 raise ValueError(f"{self.place}: {name} is no setting of this recipe; {hint}.")
 
-    def of(self, record: Any) -> dict[str, Any]:
-        """The values that are fields of a record, as it holds them.
+    def onto(self, record: Record) -> Record:
+        """The record with the values that are fields of it.
 
         Raises:
           ValueError: for one of another type.
         """
         hints, found = get_type_hints(type(record)), {}
-        for field in fields(record):
+        for field in fields(record):  # pyright: ignore[reportArgumentType]
             if field.name not in self.values:
                 continue
             value, kind = self.values[field.name], hints[field.name]
             if not fits(value, kind):
                 raise ValueError(f"{self.place}: {field.name} is {value!r}, not {spelled(kind)}.")
             found[field.name] = converted(value, kind)
-        return found
+        return replace(record, **found)  # pyright: ignore[reportArgumentType]
 
 
 def read_settings(reference: str) -> Settings:
