@@ -250,7 +250,10 @@ def _keep_with_run(setup: "Setup", folder: RunFolder) -> None:
             if setup.run.tokenizer is None:
                 from jrl.text.published import keep  # needs an extra
 
-                keep(Path(checkpoint), folder.origin_path)
+                # The tokenizer is that of the weights.
+                given = setup.run.weights
+                origin = Path(checkpoint) if given is None else RunFolder(given).origin_path
+                keep(origin, folder.origin_path)
             records.replace(folder.model_path, (Path(checkpoint) / "config.json").read_bytes())
         setup.tokenizer.save(folder.tokenizer_path)
         again = f"repeats this run: {PROGRAM} --config {folder.settings_path}"

@@ -1,7 +1,8 @@
 """One folder per run: where each file lies, and who may write it.
 
-``runs/<name>/  config.json  tokenizer.model  metrics.jsonl  samples.jsonl  plots/  checkpoints/``,
-and ``recipe.py`` where the recipe is of the user's own.
+``runs/<name>/  config.json  run.yaml  tokenizer.model  metrics.jsonl  samples.jsonl  plots/
+checkpoints/``, ``recipe.py`` where the recipe is of the user's own, and ``model.json`` and ``origin/``
+where the run began from a public checkpoint.
 The process that writes a run holds a lock on it, which the kernel releases when the process ends,
 however it ends. A run begins to exist with its ``config.json``, the last thing `create` writes.
 """

@@ -223,6 +223,24 @@ def test_greedy_tokens_are_those_of_transformers(exported):
     assert len(set(COMPLETION)) > 4
 
 
+@pytest.mark.slow
+def test_an_export_is_trained_further_and_exported_as_it_came(exported, tmp_path, monkeypatch):
+    """With the tokenizer's files of the run whose weights it has."""
+    data = tmp_path / "problems.jsonl"
+    data.write_text('{"prompt": "1+1?", "answer": 2}\n{"prompt": "1+2?", "answer": 3}\n')
+    flags = [f"--model=hf:{exported}", f"--task=jsonl:{data}", "--verifiers=1"]
+    begun(flags, tmp_path / "first", monkeypatch)
+    bare = shutil.copytree(exported, tmp_path / "bare")
+    (bare / "generation_config.json").unlink()
+    weights = f"--weights={tmp_path / 'first'}"
+    begun([f"--model=hf:{bare}", *flags[1:], weights], tmp_path / "second", monkeypatch)
+    to = tmp_path / "again"
+    assert export.main([str(tmp_path / "second"), "--to", str(to)]) == 0
+    assert {p.name: p.read_bytes() for p in to.iterdir()} == {
+        p.name: p.read_bytes() for p in exported.iterdir()
+    }
+
+
 def test_another_step_in_bfloat16(chat_run, tmp_path, capsys):
     run, weights = chat_run
     to = tmp_path / "model"
