@@ -1,8 +1,8 @@
 """One folder per run: where each file lies, and who may write it.
 
 ``runs/<name>/  config.json  run.yaml  tokenizer.model  metrics.jsonl  samples.jsonl  plots/
-checkpoints/``, ``recipe.py`` where the recipe is of the user's own, and ``model.json`` and ``origin/``
-where the run began from a public checkpoint.
+checkpoints/``, ``recipe.py`` where the recipe is of the user's own, and where the run began from a
+public checkpoint ``model.json`` and ``origin/``.
 The process that writes a run holds a lock on it, which the kernel releases when the process ends,
 however it ends. A run begins to exist with its ``config.json``, the last thing `create` writes.
 """
