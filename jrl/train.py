@@ -20,6 +20,7 @@ from jrl.config.command_line import exit_status, start_jax
 from jrl.config.files import configuration_of, flag, to_json
 from jrl.config.flags import PROGRAM, Request, parse
 from jrl.config.run import AUTO, RunConfig
+from jrl.config.settings_file import settings_text
 from jrl.processes.agreement import (
     FailTogether,
     broadcast_from_main,
@@ -284,8 +285,17 @@ def _keep_with_run(setup: "Setup", folder: RunFolder) -> None:
             return
         checkpoint = setup.run.checkpoint
         if checkpoint is not None and not folder.model_path.exists():
+            if setup.run.tokenizer is None:
+                from jrl.text.published import keep  # needs an extra
+
+                # The tokenizer is that of the weights.
+                given = setup.run.weights
+                origin = Path(checkpoint) if given is None else RunFolder(given).origin_path
+                keep(origin, folder.origin_path)
             records.replace(folder.model_path, (Path(checkpoint) / "config.json").read_bytes())
         setup.tokenizer.save(folder.tokenizer_path)
+        again = f"repeats this run: {PROGRAM} --config {folder.settings_path}"
+        records.replace(folder.settings_path, settings_text(folder.config(), again).encode())
 
 
 def _say_lengths(setup: "Setup") -> None:

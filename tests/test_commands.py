@@ -7,12 +7,13 @@ import json
 import re
 import runpy
 import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import tyro
 
-from jrl import evaluate, serve
+from jrl import evaluate, export, serve
 from jrl.config import flags
 from jrl.config.run import AUTO, RunConfig
 from jrl.faults import __main__ as faults
@@ -96,7 +97,7 @@ def test_there_are_commands():
     programs = {words_of(command)[1] for command in FOUND if words_of(command)[0] == "-m"}
     benchmarks = {"benchmarks.agreement", "benchmarks.gpu", "benchmarks.rollout"}
     benchmarks |= {"benchmarks.dispatch", "benchmarks.serve"}
-    tested = {"jrl.evaluate", "jrl.faults", "jrl.serve", "jrl.train"}
+    tested = {"jrl.evaluate", "jrl.export", "jrl.faults", "jrl.serve", "jrl.train"}
     tested |= {"sharding.folding", "sharding.planner"}
     # Without arguments.
     alone = {"pytest", "sharding.planner.calibration", "sharding.planner.serving.published"}
@@ -119,6 +120,10 @@ def test_train_reads(command, monkeypatch, tmp_path):
     words = words_of(command)[2:]
     if words[-1:] in (["--layout"], ["--model"]):
         words.pop()  # a flag named without a value
+    for before, word in pairwise(words):
+        if before == "--config" and not word.startswith("preset:"):
+            Path(word).parent.mkdir(parents=True, exist_ok=True)
+            Path(word).write_text("recipe: grpo\n")
     if "--help" in words:
         with pytest.raises(SystemExit) as ended:
             flags.parse(words)
@@ -138,6 +143,11 @@ def test_evaluate_reads(command, monkeypatch):
 @pytest.mark.parametrize("command", given("jrl.serve"))
 def test_serve_reads(command, monkeypatch):
     read_by(serve._main, command, monkeypatch)
+
+
+@pytest.mark.parametrize("command", given("jrl.export"))
+def test_export_reads(command, monkeypatch):
+    read_by(export._main, command, monkeypatch)
 
 
 @pytest.mark.parametrize("command", given("jrl.faults"))

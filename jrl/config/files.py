@@ -140,12 +140,12 @@ def _record(kind: type[Record], values: Any, name: str, place: Path | str) -> Re
     names = [field.name for field in fields(kind)]  # pyright: ignore[reportArgumentType]
     _check_names(values, names, f"{name}.", place)
     for field in names:
-        if not _fits(values[field], hints[field]):
+        if not fits(values[field], hints[field]):
             raise ValueError(
-                f"{place}: {name}.{field} is {values[field]!r}, not {_spelled(hints[field])}."
+                f"{place}: {name}.{field} is {values[field]!r}, not {spelled(hints[field])}."
             )
     try:
-        return kind(**{field: _converted(values[field], hints[field]) for field in names})
+        return kind(**{field: converted(values[field], hints[field]) for field in names})
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
 
@@ -164,22 +164,22 @@ def _check_names(
         )
 
 
-def _fits(value: Any, annotation: Any) -> bool:
+def fits(value: Any, annotation: Any) -> bool:
     """Whether a JSON value is one of this type. A whole number will do for a float."""
     origin, options = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
-        return any(_fits(value, option) for option in options)
+        return any(fits(value, option) for option in options)
     if origin is Literal:
         return isinstance(value, str) and value in options
     if origin is tuple:
-        return isinstance(value, list | tuple) and all(_fits(item, options[0]) for item in value)
+        return isinstance(value, list | tuple) and all(fits(item, options[0]) for item in value)
     if annotation is float:
         # Of whole numbers only those that a float can be.
         return type(value) is float or (type(value) is int and abs(value) < 2**1023)
     return type(value) is annotation
 
 
-def _converted(value: Any, annotation: Any) -> Any:
+def converted(value: Any, annotation: Any) -> Any:
     """A fitting JSON value as the field holds it: lists are tuples, floats are floats."""
     if isinstance(value, list):
         return tuple(value)
@@ -188,7 +188,8 @@ def _converted(value: Any, annotation: Any) -> Any:
     return value
 
 
-def _spelled(annotation: Any) -> str:
+def spelled(annotation: Any) -> str:
+    """A type as a message names it."""
     if get_origin(annotation) is Literal:
         return " | ".join(map(repr, get_args(annotation)))
     return annotation.__name__ if isinstance(annotation, type) else str(annotation)

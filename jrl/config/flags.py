@@ -9,6 +9,7 @@ import tyro
 
 from jrl.config.files import check_resumable, configuration_of
 from jrl.config.run import AUTO, RunConfig
+from jrl.config.settings_file import Settings, read_settings
 from jrl.processes.coordinator import ALONE, Processes
 from jrl.recipes import RECIPES, Recipe
 from jrl.recipes.load import load_recipe
@@ -17,6 +18,8 @@ from sharding.folding import Layout
 
 PROGRAM = "python -m jrl.train"
 DEFAULT_RECIPE = "grpo"
+ON_COMMAND_LINE = ("config", "dry_run", "resume")
+"""Flags that no file of settings has."""
 
 Record = TypeVar("Record")
 
@@ -35,6 +38,9 @@ class Command:
     --expert-chunks, --remat, --fsdp, --buffer-factor, --scan-layers, --vocab-chunk, --packing,
     --verifiers), --checkpoint-every, --keep-checkpoints, --samples-every, --max-nonfinite,
     --drift-alarm, --log-to and what is about faults may change."""
+    config: str | None = None
+    """A YAML file of flags by name (learning_rate: 1e-6), as the run.yaml of a run is one, or
+    preset:NAME for one that comes with the library; flags that are given too come first."""
     dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print batch arithmetic, parameters, memory and layout, and stop."""
 
@@ -50,25 +56,29 @@ class Request:
 
 
 def parse(arguments: list[str]) -> Request:
-    """Reads a command line. On --resume, what it does not say comes from the run.
+    """Reads a command line. What it does not say comes from its --config, and what that does not
+    say, on --resume, from the run.
 
     Raises:
       ValueError: on an unknown recipe, on settings that cannot be, and on --resume on settings that
         differ from the run's.
     """
     word, arguments = _recipe_word(arguments)
-    stored = _stored(arguments)
+    settings = _settings(arguments)
+    kind = load_recipe(word) if word else _recipe_of(settings)
+    stored = _stored(arguments, settings)
     if stored is None:
-        run, recipe = RunConfig(), load_recipe(word or DEFAULT_RECIPE)()
+        run, recipe = RunConfig(), (kind or load_recipe(DEFAULT_RECIPE))()
     else:
         run, recipe = stored
         # A recipe of one's own is known by its content: another version is another class.
-        if word is not None and load_recipe(word) is not type(recipe):
+        if kind is not None and kind is not type(recipe):
+            given = word or (settings and settings.recipe)
             raise ValueError(
                 f"a resumed run keeps its settings: the recipe is {recipe.name} in the run, "
-                f"{word} was given. Leave it out, or start a new run."
+                f"{given} was given. Leave it out, or start a new run."
             )
-    command, processes, new_run, new_recipe = _parse_flags(arguments, run, recipe)
+    command, processes, new_run, new_recipe = _parse_flags(arguments, run, recipe, settings)
     if stored is not None:
         check_resumable(stored, (new_run, new_recipe))
     run, recipe = RunConfig(**_values(new_run)), type(recipe)(**_values(new_recipe))
@@ -97,7 +107,27 @@ def _recipe_word(arguments: list[str]) -> tuple[str | None, list[str]]:
     return None, arguments
 
 
-def _stored(arguments: list[str]) -> tuple[RunConfig, Recipe] | None:
+def _settings(arguments: list[str]) -> Settings | None:
+    """The settings of the file that --config names, None without."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    if "--config" in arguments[-1:]:
+        raise ValueError("--config needs a YAML file, or preset:NAME.")
+    given = parser.parse_known_args(arguments)[0].config
+    return None if given is None else read_settings(given)
+
+
+def _recipe_of(settings: Settings | None) -> type[Recipe] | None:
+    """The recipe that a file names, None where none does."""
+    if settings is None or settings.recipe is None:
+        return None
+    try:
+        return load_recipe(settings.recipe, settings.place.parent)
+    except ValueError as error:
+        raise ValueError(f"{settings.place}: {error}") from error
+
+
+def _stored(arguments: list[str], settings: Settings | None) -> tuple[RunConfig, Recipe] | None:
     """The configuration of the run to resume, None without --resume."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume", action="store_true")
@@ -106,16 +136,19 @@ def _stored(arguments: list[str]) -> tuple[RunConfig, Recipe] | None:
     known, _ = parser.parse_known_args(arguments)
     if not known.resume or known.help:
         return None
-    if known.run_dir is None:
+    told = Command() if settings is None else settings.onto(Command())
+    run_dir = known.run_dir or told.run_dir
+    if run_dir is None:
         raise ValueError("--resume needs --run-dir: give the folder of the run to go on with.")
-    return configuration_of(RunFolder.read(known.run_dir))
+    return configuration_of(RunFolder.read(run_dir))
 
 
 def _parse_flags(
-    arguments: list[str], run: RunConfig, recipe: Recipe
+    arguments: list[str], run: RunConfig, recipe: Recipe, settings: Settings | None
 ) -> tuple[Command, Processes, RunConfig, Recipe]:
-    """The flags, with `run` and `recipe` for those not given; these two come back unchecked."""
-    run, recipe = _unchecked(run), _unchecked(recipe)
+    """The flags, with `settings`, then `run` and `recipe`, for those not given; these two come back
+    unchecked."""
+    command, processes, run, recipe = _with_settings(settings, _unchecked(run), _unchecked(recipe))
     known = tuple(dict.fromkeys((*RECIPES, recipe.name)))
     names = Literal[known]  # pyright: ignore[reportInvalidTypeForm]
     about = (
@@ -141,12 +174,23 @@ def _parse_flags(
             "experts learns to sort digits with GRPO, in some two minutes on a laptop. The recipes "
             f"are {', '.join(RECIPES)}.",
             args=arguments,
-            default=flags(recipe.name, Command(), ALONE, run, recipe),
+            default=flags(recipe.name, command, processes, run, recipe),
         )
     )
     if parsed["word"] != recipe.name:
         raise ValueError(f"the recipe comes first: {PROGRAM} {parsed['word']} ...")
     return parsed["command"], parsed["processes"], parsed["run"], parsed[recipe.name]
+
+
+def _with_settings(
+    settings: Settings | None, run: RunConfig, recipe: Recipe
+) -> tuple[Command, Processes, RunConfig, Recipe]:
+    """All records of a command line with what a file says of them."""
+    if settings is None:
+        return Command(), ALONE, run, recipe
+    settings.check_names(Command, Processes, type(run), type(recipe), but=ON_COMMAND_LINE)
+    onto = settings.onto
+    return onto(Command()), onto(ALONE), onto(run), onto(recipe)
 
 
 def _unchecked(record: Record) -> Record:

@@ -1,8 +1,9 @@
 """One folder per run: where each file lies, and who may write it.
 
-``runs/<name>/  config.json  tokenizer.model  metrics.jsonl  samples.jsonl  plots/  checkpoints/``,
-``recipe.py`` where the recipe is of the user's own, and ``code/`` with the files of tasks and
-rewards that are.
+``runs/<name>/  config.json  run.yaml  tokenizer.model  metrics.jsonl  samples.jsonl  plots/
+checkpoints/``, ``recipe.py`` where the recipe is of the user's own, ``code/`` with the files of
+tasks and rewards that are, and where the run began from a public checkpoint ``model.json`` and
+``origin/``.
 The process that writes a run holds a lock on it, which the kernel releases when the process ends,
 however it ends. A run begins to exist with its ``config.json``, the last thing `create` writes.
 """
@@ -32,6 +33,8 @@ class RunFolder:
         self.config_path = self.path / "config.json"
         self.tokenizer_path = self.path / "tokenizer.model"
         self.model_path = self.path / "model.json"
+        self.origin_path = self.path / "origin"
+        self.settings_path = self.path / "run.yaml"
         self.recipe_path = self.path / "recipe.py"
         self.code_path = self.path / "code"
         self.metrics_path = self.path / "metrics.jsonl"

@@ -106,6 +106,10 @@ class JsonTokenizer(Tokenizer):
         """Writes one JSON file that `load_tokenizer` reads."""
         write_whole(Path(path), json.dumps(self._content).encode())
 
+    def vocabulary(self) -> dict[str, bytes]:
+        pipeline = json.dumps(self._content["pipeline"], ensure_ascii=False, indent=2)
+        return {"tokenizer.json": pipeline.encode()}
+
     def used(self, usage: Usage) -> "JsonTokenizer":
         return JsonTokenizer(self._content, usage)
 
@@ -146,7 +150,7 @@ def checkpoint_tokenizer(directory: str | Path, vocab_size: int) -> Tokenizer:
     directory = Path(directory)
     path = directory / "tokenizer.json"
     if path.exists():
-        return tokenizer_of(path, _read(path), vocab_size)
+        return tokenizer_of(path, read_object(path), vocab_size)
     path = directory / "tokenizer.model"
     if not path.exists():
         raise ValueError(
@@ -213,7 +217,7 @@ def _byte_level(pipeline: Mapping[str, Any]) -> bool:
 
 
 def _usage(directory: Path, stated: Mapping[str, Any], begins: bool) -> Usage:
-    template = _chat_template(directory, stated)
+    template = chat_template_in(directory, stated)
     return Usage(_stop_ids(directory), begins, template, None if template is None else today())
 
 
@@ -245,7 +249,12 @@ def _begins(
     return made.encode("", add_special_tokens=True).tokens[:1] == [bos]
 
 
-def _chat_template(directory: Path, stated: Mapping[str, Any]) -> str | None:
+def chat_template_in(directory: Path, stated: Mapping[str, Any]) -> str | None:
+    """The chat template of a checkpoint, as `checkpoint_tokenizer` looks for it.
+
+    Args:
+      stated: its tokenizer_config.json.
+    """
     own = directory / "chat_template.jinja"
     if own.exists():
         return _read_text(own)
@@ -292,10 +301,15 @@ def _written(token: Any) -> str | None:
 
 
 def _optional(path: Path) -> dict[str, Any]:
-    return _read(path) if path.exists() else {}
+    return read_object(path) if path.exists() else {}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """What a JSON file holds.
+
+    Raises:
+      ValueError: where it cannot be read, or holds no object.
+    """
     try:
         record = json.loads(_read_text(path))
     except (ValueError, RecursionError) as error:

@@ -270,6 +270,10 @@ class Tokenizer:
             content = json.dumps({"sentencepiece": model, **asdict(self.usage)}).encode()
         write_whole(Path(path), content)
 
+    def vocabulary(self) -> dict[str, bytes]:
+        """The file of a public checkpoint that has the vocabulary, by its name."""
+        return {"tokenizer.model": self._model}
+
     def used(self, usage: Usage) -> "Tokenizer":
         """The same tokenizer, used in another way."""
         return Tokenizer(self._model, usage)

@@ -89,9 +89,9 @@ class YarnScaling:
 
     def __post_init__(self):
         _check_factor(self.factor)
-        if not self.beta_slow < self.beta_fast:
+        if not self.beta_slow <= self.beta_fast:
             raise ValueError(
-                f"beta_slow={self.beta_slow} must be below beta_fast={self.beta_fast}."
+                f"beta_slow={self.beta_slow} must not be above beta_fast={self.beta_fast}."
             )
 
     def stretched(self, frequencies: np.ndarray, base: float) -> np.ndarray:

@@ -172,9 +172,9 @@ def _fits(value: Any, annotation: Any) -> bool:
 def _family(options: Options) -> Family:
     kind = options.take("model_type", default=None)
     for family in FAMILIES:
-        if family.model_type == kind:
+        if kind == family.model_type or kind in family.also:
             return family
-    known = ", ".join(family.model_type for family in FAMILIES)
+    known = ", ".join(name for family in FAMILIES for name in (family.model_type, *family.also))
     raise options.unsupported("model_type", kind, f"one of {known}")
 
 

@@ -50,6 +50,23 @@ def load_policy_of(
     return policy, step
 
 
+def load_masters(
+    folder: RunFolder, model: ModelConfig, mesh: FoldedMesh, step: int | None = None
+) -> tuple[Transformer[Array], int]:
+    """The policy of a checkpoint as the optimizer steps it, float32, and the steps it has learned
+    for.
+
+    Args:
+      model: what the run trains.
+      step: of the checkpoint, None for the newest whole one.
+
+    Raises:
+      ValueError: as for `load_policy`, and where there is no checkpoint of this step.
+    """
+    (policy,), step = _load(folder, {"policy/weights": model}, mesh, True, step)
+    return policy, step
+
+
 def load_both(
     folder: RunFolder, networks: Networks
 ) -> tuple[Transformer[Array], Transformer[Array], int]:
@@ -70,9 +87,14 @@ def load_both(
 
 
 def _load(
-    folder: RunFolder, models: Mapping[str, ModelConfig], mesh: FoldedMesh, float32: bool = False
+    folder: RunFolder,
+    models: Mapping[str, ModelConfig],
+    mesh: FoldedMesh,
+    float32: bool = False,
+    chosen: int | None = None,
 ) -> tuple[list[Transformer[Array]], int]:
-    """Parts of the newest whole checkpoint, all of the same one, and its step.
+    """Parts of the newest whole checkpoint, or of the chosen one, all of the same one, and its
+    step.
 
     The run may still be written: where its writer drops the checkpoint being read or puts another
     in its place, everything is read again. Damaged ones are left where they lie.
@@ -80,7 +102,7 @@ def _load(
     checkpoints = Checkpoints(folder.checkpoints_path)
     like = {part: _described(model, mesh) for part, model in models.items()}
     while True:
-        step, damaged = checkpoints.newest_whole()
+        step, damaged = _found(checkpoints, chosen)
         if step is None:
             raise ValueError(
                 f"run {folder.path} has no checkpoint yet: the first comes after its warm start."
@@ -104,6 +126,18 @@ def _load(
                 return [
                     _placed(found, model, mesh, float32, fixed) for (found, _), model in pairs
                 ], step
+
+
+def _found(checkpoints: Checkpoints, chosen: int | None) -> tuple[int | None, dict[int, str]]:
+    """The step to read, and what is damaged of the newer ones."""
+    if chosen is None:
+        return checkpoints.newest_whole()
+    if chosen not in (steps := checkpoints.steps()):
+        raise ValueError(
+            f"step={chosen} has no checkpoint in {checkpoints.directory}: there are "
+            f"{', '.join(map(str, steps)) or 'none yet'}."
+        )
+    return chosen, {}
 
 
 def _described(model: ModelConfig, mesh: FoldedMesh) -> Any:

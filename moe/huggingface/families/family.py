@@ -20,6 +20,7 @@ class Family:
       read: fields of `ModelConfig` out of the options that are its own.
       written: the same options from a configuration.
       names: of the tensors of a layer that are its own, by the path of the weight in `Layer`.
+      also: other names in config.json of the same architecture, which it is not written under.
     """
 
     architecture: str
@@ -27,3 +28,4 @@ class Family:
     read: Callable[[Options, Fields], Fields]
     written: Callable[[ModelConfig], dict[str, Any]]
     names: Mapping[str, str]
+    also: tuple[str, ...] = ()

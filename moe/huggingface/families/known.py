@@ -79,6 +79,7 @@ FAMILIES = (
         read_deepseek,
         written_deepseek,
         {**LATENT_ATTENTION, **PROJECTED_EXPERTS, **dense_names("mlp.shared_experts")},
+        also=("kimi_k2",),
     ),
 )
 """All that are supported. A network that several can express is written as the first of them."""

@@ -122,3 +122,12 @@ def test_routers_come_without_losses_and_biases_that_stay(tmp_path):
         assert [getattr(config, name) for name in names] == [0.0] * 4
         assert config.bias_update_rate == 0.0
     assert huggingface.config_from(folder).selection_bias
+
+
+def test_another_name_of_an_architecture_is_read_and_not_written():
+    """Kimi-K2 is DeepSeek-V3, whose name every version of `transformers` knows."""
+    config, _ = loaded("kimi_k2")
+    stated = json.loads((FIXTURES / "kimi_k2" / "config.json").read_text())
+    assert stated["model_type"] == "kimi_k2"
+    assert huggingface.options_from(config)["model_type"] == "deepseek_v3"
+    assert (config.num_experts, config.num_expert_groups, config.routed_scaling) == (8, 1, 2.8)

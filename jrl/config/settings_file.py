@@ -1,0 +1,189 @@
+"""Settings as a file: ``--config run.yaml`` names flags and their values; flags that are given too
+come first.
+
+The file is YAML 1.2, a flag a line, its name with underscores or hyphens: ``learning_rate: 1e-6``.
+``recipe`` is the word that a command line begins with. Settings may also stand under ``run`` and
+``hyperparameters``, as in a run's config.json, which is such a file too.
+"""
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+import yaml
+
+from jrl.config.files import converted, fits, flag, spelled
+
+RECIPE, GROUPS = "recipe", ("run", "hyperparameters")
+PREFIX = "preset:"
+"""Of the name of a file that comes with the library."""
+PRESETS = Path(__file__).parent / "presets"
+
+Record = TypeVar("Record")
+
+_CORE = (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+)
+"""Scalars of YAML 1.2 that are no text. By YAML 1.1, which is the library's own reading, 1e-6 is a
+text and `no` is not."""
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise yaml.MarkedYAMLError(
+                problem=f"{', '.join(twice)} is there twice", problem_mark=node.start_mark
+            )
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012
+
+
+for _tag, _pattern, _begins in _CORE:
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _begins
+        )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a file says.
+
+    Attributes:
+      place: the file; a recipe of the user's own is looked for from its folder on.
+      recipe: the recipe that it names, None where it names none.
+      values: of all other settings, by the names of their fields.
+    """
+
+    place: Path
+    recipe: str | None
+    values: Mapping[str, Any]
+
+    def check_names(self, *kinds: type, but: tuple[str, ...] = ()) -> None:
+        """Refuses what is a field of none of the records.
+
+        Args:
+          but: fields that are for the command line alone.
+        """
+        known = [field.name for kind in kinds for field in fields(kind)]
+        for name in self.values:
+            if name in but:
+                raise ValueError(
+                    f"{self.place}: {name} is for the command line alone: leave it out here and "
+                    f"give {flag(name)} there."
+                )
+            if name not in known:
+                usable = [other for other in known if other not in but]
+                near = difflib.get_close_matches(name, [RECIPE, *usable], n=2)
+                hint = f"near: {', '.join(near)}" if near else "--help lists them"
+                raise ValueError(f"{self.place}: {name} is no setting of this recipe; {hint}.")
+
+    def onto(self, record: Record) -> Record:
+        """The record with the values that are fields of it.
+
+        Raises:
+          ValueError: for one of another type.
+        """
+        hints, found = get_type_hints(type(record)), {}
+        for field in fields(record):  # pyright: ignore[reportArgumentType]
+            if field.name not in self.values:
+                continue
+            value, kind = self.values[field.name], hints[field.name]
+            if not fits(value, kind):
+                raise ValueError(f"{self.place}: {field.name} is {value!r}, not {spelled(kind)}.")
+            found[field.name] = converted(value, kind)
+        return replace(record, **found)  # pyright: ignore[reportArgumentType]
+
+
+def read_settings(reference: str) -> Settings:
+    """The settings of a file, or of one that comes with the library: ``preset:NAME``.
+
+    Raises:
+      ValueError: there is no such file or preset, it is not YAML, or names a setting twice.
+    """
+    place = _preset(reference) if reference.startswith(PREFIX) else Path(reference)
+    try:
+        content = yaml.load(place.read_text(encoding="utf-8"), _Loader)
+    except OSError as error:
+        raise ValueError(
+            f"config={reference!r} cannot be read ({error.strerror}): give a YAML file of settings."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{place} is not text: give a YAML file of settings.") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{place} is not YAML: {_said(error)}.") from error
+    content = {} if content is None else content
+    if not isinstance(content, dict):
+        raise ValueError(f"{place} holds a {type(content).__name__}, not settings: name: value.")
+    values: dict[str, Any] = {}
+    for name, value in _flat(content):
+        if name in values:
+            raise ValueError(f"{place}: {name} is there twice: leave one out.")
+        values[name] = value
+    recipe = values.pop(RECIPE, None)
+    if recipe is not None and not isinstance(recipe, str):
+        raise ValueError(f"{place}: recipe is {recipe!r}, not the name of one.")
+    return Settings(place, recipe, values)
+
+
+def settings_text(config: Mapping[str, Any], about: str = "") -> str:
+    """The file that repeats a run.
+
+    Args:
+      config: what its config.json holds.
+      about: a line at its beginning.
+    """
+    flat = {RECIPE: config[RECIPE]} | {
+        name: value for group in GROUPS for name, value in config[group].items()
+    }
+    flat = {
+        name: list(value) if isinstance(value, tuple) else value for name, value in flat.items()
+    }
+    written = yaml.dump(flat, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+    return f"# {about}\n{written}" if about else written
+
+
+def _flat(content: Mapping[Any, Any]) -> list[tuple[str, Any]]:
+    """Names and values, those of groups among the others."""
+    found: list[tuple[str, Any]] = []
+    for name, value in content.items():
+        if name in GROUPS and isinstance(value, dict):
+            found += _flat(value)
+        else:
+            found.append((str(name).replace("-", "_"), value))
+    return found
+
+
+def _preset(reference: str) -> Path:
+    name = reference.removeprefix(PREFIX)
+    names = sorted(path.stem for path in PRESETS.glob("*.yaml"))
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names
+        raise ValueError(f"config={reference!r} is no preset; near: {', '.join(near)}.")
+    return PRESETS / f"{name}.yaml"
+
+
+def _said(error: Exception) -> str:
+    """One line of what YAML says."""
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return str(error).splitlines()[0]
+    mark = error.problem_mark
+    where = "" if mark is None else f" (line {mark.line + 1})"
+    return f"{error.problem}{where}"

@@ -1,0 +1,178 @@
+"""``python -m jrl.export RUN --to DIR``: the policy of a run as a checkpoint that others read.
+
+DIR gets config.json and safetensors as `transformers` and vLLM have them, the tokenizer, the chat
+template and generation_config.json. The run may still be going on; nothing is written into it.
+"""
+
+import errno
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from jrl.config.command_line import exit_status, start_jax
+from jrl.config.files import configuration_of
+from jrl.config.run import RunConfig
+from jrl.runs.folder import RunFolder
+from jrl.text.load import load_tokenizer
+from jrl.text.tokenizer import Tokenizer
+from moe.config import PRESETS, ModelConfig
+
+ABOUT = (
+    "attention_dropout",
+    "bos_token_id",
+    "eos_token_id",
+    "initializer_range",
+    "pad_token_id",
+    "router_aux_loss_coef",
+    "use_cache",
+)
+"""Options of config.json that change no logit and stay what they were in the checkpoint that the
+run began from."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to export, where and how."""
+
+    run: tyro.conf.Positional[str]
+    """Folder of the run."""
+    to: str
+    """Folder to make, which may not be there yet."""
+    step: int | None = None
+    """Step of the checkpoint; None is the newest."""
+    merge: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Add the adapters of a run that trains such to the weights they are beside; without it such a
+    run is not exported, as its adapters lie in its folder already."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the tensors in the files; None is what the run computes in."""
+    architecture: str | None = None
+    """A class of transformers, for example Qwen3MoeForCausalLM; None takes that of the checkpoint
+    that the run began from, or the first that can express the network."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    return exit_status(lambda: _main(sys.argv[1:] if arguments is None else list(arguments)))
+
+
+def _main(arguments: list[str]) -> int:
+    request = tyro.cli(
+        Request,
+        prog="python -m jrl.export",
+        description="Writes the policy of a run as a checkpoint that transformers and vLLM read.",
+        args=arguments,
+    )
+    folder = RunFolder.read(request.run)
+    run, _ = configuration_of(folder)
+    _check(request, folder)
+    # On the host, whatever the run learned on: nothing is computed.
+    start_jax(1)
+    _export(request, folder, run)
+    return 0
+
+
+def _check(request: Request, folder: RunFolder) -> None:
+    """Raises ValueError or OSError for what cannot be, before anything is read or written."""
+    if find_spec("safetensors") is None or find_spec("tokenizers") is None:
+        raise ValueError(
+            "an export needs safetensors and tokenizers, of which one is not installed: run "
+            'pip install -e ".[hf]"'
+        )
+    target = Path(request.to)
+    if target.exists() or target.is_symlink():
+        raise ValueError(f"to={request.to!r} is there already: choose a folder that is not.")
+    if not target.absolute().parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(target.parent))
+    # Of a run that has them the file says so; one without any has no such setting.
+    adapted = folder.config()["run"].get("lora_rank") is not None
+    if adapted and not request.merge:
+        raise ValueError(
+            f"run {folder.path} trains adapters, which lie in {folder.path / 'adapters'} in the "
+            "format of PEFT: give --merge for whole weights with the adapters in them."
+        )
+    if request.merge and not adapted:
+        raise ValueError(
+            f"merge=True has nothing to merge: run {folder.path} has no adapters. Leave out "
+            "--merge."
+        )
+
+
+def _export(request: Request, folder: RunFolder, run: RunConfig) -> None:
+    import jax  # its devices are chosen by now
+
+    from jrl.text.published import published
+    from jrl.trainer.evaluation.saved_policy import load_masters
+    from jrl.trainer.setup.network import network_of
+    from moe.huggingface import fold_embedding_scale, save
+    from moe.huggingface.configuration import family_for
+    from moe.weights import num_parameters
+    from sharding.folding import Layout, fold
+
+    tokenizer = load_tokenizer(folder.tokenizer_path)
+    model, architecture, about = _described(run, folder, tokenizer)
+    architecture = request.architecture or architecture
+    network = network_of(model, run)
+    mesh = fold(Layout(), jax.devices()[:1])
+    weights, step = load_masters(folder, network, mesh, request.step)
+    if model.embedding_scale != 1.0:
+        model, weights = fold_embedding_scale(model, weights)
+    dtype = request.dtype or network.dtype
+    files = published(tokenizer, folder.origin_path)
+    architecture = family_for(model, architecture).architecture
+    with _whole(Path(request.to)) as place:
+        for name, content in files.items():
+            (place / name).write_bytes(content)
+        save(place, model, weights, architecture=architecture, dtype=dtype, about=about)
+    print(
+        f"{request.to}: {architecture}, {num_parameters(model):,} parameters in {dtype}, "
+        f"{folder.path} after step {step}"
+    )
+    print(f"beside the weights: {', '.join(sorted(files))}")
+    if "tokenizer.json" not in files:
+        print(
+            "tokenizer.model is the run's own SentencePiece model, which transformers has no class "
+            "for: --model hf:DIR reads it here, elsewhere give token ids or use sentencepiece."
+        )
+
+
+def _described(
+    run: RunConfig, folder: RunFolder, tokenizer: Tokenizer
+) -> tuple[ModelConfig, str | None, dict[str, Any]]:
+    """The network, the architecture that it came as, and what else config.json shall say."""
+    from jrl.text.published import token_ids
+    from moe.huggingface.configuration import described
+
+    about = token_ids(tokenizer)
+    if not folder.model_path.exists():
+        return PRESETS[run.model](tokenizer.vocab_size), None, about
+    model, family = described(folder.model_path)
+    stated = json.loads(folder.model_path.read_bytes())
+    own = {name: stated[name] for name in ABOUT if stated.get(name) is not None}
+    return model, family.architecture, about | own
+
+
+@contextmanager
+def _whole(target: Path) -> Iterator[Path]:
+    """A folder that gets its name when all is in it, and goes where that fails."""
+    place = target.absolute().parent / f"{target.name}.writing-{os.getpid()}"
+    place.mkdir()
+    try:
+        yield place
+        # Of two exports to one place the later one fails here, on a folder that is not empty.
+        place.rename(target)
+    except BaseException:
+        shutil.rmtree(place)
+        raise
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""The files that go with the weights of a public checkpoint: tokenizer, chat template, generation.
+
+A run that begins from a checkpoint keeps the small ones of them (`keep`), so that what it exports
+says of tokens and of sampling what the checkpoint said, wherever that has gone.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jrl.text.json_tokenizer import chat_template_in, read_object
+from jrl.text.tokenizer import Tokenizer
+
+CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
+TEMPLATE, TEMPLATES = "chat_template.jinja", "chat_template.json"
+KEPT = (
+    CONFIG,
+    GENERATION,
+    TEMPLATE,
+    TEMPLATES,
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+"""Files of a checkpoint beside its vocabulary, each of them optional."""
+
+
+def keep(checkpoint: Path, folder: Path) -> None:
+    """Copies the files of a checkpoint that are in `KEPT`."""
+    folder.mkdir(exist_ok=True)
+    for name in KEPT:
+        if (checkpoint / name).is_file():
+            shutil.copyfile(checkpoint / name, folder / name)
+
+
+def published(tokenizer: Tokenizer, kept: Path) -> dict[str, bytes]:
+    """The files by name.
+
+    What `keep` kept stays as it is, but for two things that a run may have of its own: its chat
+    template, and in generation_config.json all ids that end a completion, which the checkpoint may
+    name in several files. What was not kept is made of what the tokenizer knows.
+
+    Args:
+      tokenizer: of the run.
+      kept: the folder of `keep`, which need not be there.
+
+    Raises:
+      ValueError: where one of the kept files is not JSON.
+    """
+    files = {name: (kept / name).read_bytes() for name in KEPT if (kept / name).is_file()}
+    stated = read_object(kept / CONFIG) if CONFIG in files else _config_of(tokenizer)
+    template = tokenizer.usage.chat_template
+    if template != chat_template_in(kept, stated):
+        files.pop(TEMPLATES, None)
+        stated = {name: value for name, value in stated.items() if name != "chat_template"}
+        if template is not None:
+            files[TEMPLATE] = template.encode()
+    if CONFIG not in files or stated != read_object(kept / CONFIG):
+        files[CONFIG] = _json(stated)
+    generation = read_object(kept / GENERATION) if GENERATION in files else {}
+    wanted = {**token_ids(tokenizer), **generation, "eos_token_id": _ends(tokenizer)}
+    if wanted != generation:
+        files[GENERATION] = _json(wanted)
+    return files | tokenizer.vocabulary()
+
+
+def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The special ids as config.json and generation_config.json name them."""
+    begins = {} if tokenizer.bos_id is None else {"bos_token_id": tokenizer.bos_id}
+    return {**begins, "eos_token_id": _ends(tokenizer), "pad_token_id": tokenizer.pad_id}
+
+
+def _ends(tokenizer: Tokenizer) -> int | list[int]:
+    ends = list(tokenizer.stop_ids)
+    return ends[0] if len(ends) == 1 else ends
+
+
+def _config_of(tokenizer: Tokenizer) -> dict[str, Any]:
+    whole = "tokenizer.json" in tokenizer.vocabulary()
+    return {
+        **({"tokenizer_class": "PreTrainedTokenizerFast"} if whole else {}),
+        "add_bos_token": tokenizer.bos_id is not None and tokenizer.usage.begins,
+        "clean_up_tokenization_spaces": False,
+        **tokenizer.named_tokens,
+    }
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,55 @@
+"""Settings for known models on one accelerator: by the bytes of a dry run they fit, and use it."""
+
+import json
+
+import pytest
+from chat_checkpoint import write_tokenizer
+from tiers import full_but
+
+from jrl.config.flags import parse
+from jrl.config.settings_file import PRESETS
+from jrl.trainer.setup.dry_run import memory
+from jrl.trainer.setup.predicted import memory_of_update
+from jrl.trainer.setup.setup import build_setup
+
+NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml"))
+QWEN = {"vocab_size": 151936, "tie_word_embeddings": True, "rope_theta": 1e6}
+LLAMA = {"model_type": "llama", "vocab_size": 128256, "tie_word_embeddings": True}
+HEADS = ("num_attention_heads", "num_key_value_heads")
+# Width, layers, heads, key/value heads, hidden width: as the config.json of each says.
+MODELS = {
+    "qwen2.5-0.5b": ({**QWEN, "model_type": "qwen2"}, (896, 24, 14, 2, 4864)),
+    "qwen2.5-1.5b": ({**QWEN, "model_type": "qwen2"}, (1536, 28, 12, 2, 8960)),
+    "qwen2.5-3b": ({**QWEN, "model_type": "qwen2"}, (2048, 36, 16, 2, 11008)),
+    "qwen3-0.6b": ({**QWEN, "model_type": "qwen3"}, (1024, 28, 16, 8, 3072)),
+    "qwen3-1.7b": ({**QWEN, "model_type": "qwen3"}, (2048, 28, 16, 8, 6144)),
+    "llama-3.2-1b": (LLAMA, (2048, 16, 32, 8, 8192)),
+    "llama-3.2-3b": (LLAMA, (3072, 28, 24, 8, 8192)),
+}
+OPTIONS = ("hidden_size", "num_hidden_layers", *HEADS, "intermediate_size")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A folder with a small tokenizer, whose network may have many more ids."""
+    return write_tokenizer(tmp_path_factory.mktemp("public"))
+
+
+@pytest.mark.parametrize("name", full_but(NAMES, "qwen3-0.6b-24gb"))
+def test_a_preset_fits_its_accelerator(name, checkpoint, tmp_path):
+    model, _, room = name.rpartition("-")
+    options, sizes = MODELS[model]
+    stated = {"rms_norm_eps": 1e-6, "torch_dtype": "bfloat16", **options}
+    stated |= dict(zip(OPTIONS, sizes, strict=True))
+    (checkpoint / "config.json").write_text(json.dumps(stated))
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "1+1?", "answer": 2}\n{"prompt": "1+2?", "answer": 3}\n')
+    given = [f"--model=hf:{checkpoint}", f"--task=jsonl:{data}", "--verifiers=1"]
+    request = parse([f"--config=preset:{name}", *given])
+    setup = build_setup(request.run, request.recipe)
+    setup.task.close()
+    needs, update = memory(setup), memory_of_update(setup)
+    together = sum(needs.values()) + update.activations + update.buffers
+    used = together / (int(room.removesuffix("gb")) * 2**30)
+    # A tenth stays for what the compiler and the driver take.
+    assert 0.6 < used < 0.9, (used, needs, update)

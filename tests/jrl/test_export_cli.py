@@ -1,0 +1,321 @@
+"""What a run exports is what it learned, as files that other programs read."""
+
+import errno
+import json
+import os
+import re
+import shutil
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from chat_checkpoint import END, TURN, VOCAB_SIZE, write_tokenizer
+from command_runs import MICRO, one_line
+from jax.sharding import PartitionSpec as P
+from programs import mesh_of, on_mesh, random_weights
+
+from jrl import export
+from jrl import train as train_module
+from jrl.runs.checkpoints import Checkpoints
+from jrl.text.chat import ChatTemplate
+from jrl.text.json_tokenizer import checkpoint_tokenizer
+from jrl.text.load import load_tokenizer
+from jrl.text.published import keep, published
+from jrl.train import main as train
+from jrl.trainer import loop
+from moe import huggingface, model
+from moe.config import ModelConfig
+from moe.huggingface import writing
+from moe.placement import specs
+
+NETWORK = ModelConfig(
+    VOCAB_SIZE,
+    num_layers=1,
+    d_model=12,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    query_key_norm="head",
+    num_experts=4,
+    experts_per_token=2,
+    d_expert=6,
+    embedding_scale=1.0,
+    max_positions=128,
+)
+SIZES = ["--prompts=2", "--group-size=4", "--mini-batch=8", "--eval-prompts=1"]
+SAMPLING = {"temperature": 0.6, "top_k": 20, "do_sample": True}
+QUESTION = "Half of 9 litres are used. How many are left?"
+
+
+def numbers(text):
+    return [int(word) for word in text.split()]
+
+
+# As greedy_of_transformers.py prints them of the export in float32.
+PROMPT = [
+    301,
+    84,
+    285,
+    81,
+    198,
+    39,
+    64,
+    75,
+    69,
+    220,
+    78,
+    69,
+    220,
+    24,
+    220,
+    75,
+    72,
+    83,
+    81,
+    259,
+    295,
+    220,
+    84,
+    285,
+    67,
+    13,
+    296,
+    258,
+    268,
+    88,
+    295,
+    220,
+    75,
+    68,
+    69,
+    83,
+    30,
+    302,
+    198,
+    301,
+    281,
+    82,
+    72,
+    274,
+    268,
+    83,
+    198,
+]
+COMPLETION = [
+    198,
+    142,
+    148,
+    52,
+    190,
+    153,
+    218,
+    234,
+    244,
+    153,
+    72,
+    234,
+    198,
+    142,
+    148,
+    171,
+    293,
+    90,
+    205,
+    244,
+    153,
+    218,
+    148,
+    52,
+]
+
+
+def checkpoint_in(folder):
+    """Of random weights, with options, ends and settings of sampling in several files."""
+    weights = random_weights(NETWORK, 0)
+    huggingface.save(folder, NETWORK, weights, architecture="Qwen3MoeForCausalLM")
+    write_tokenizer(folder)
+    for name, more in (
+        ("config.json", {"eos_token_id": 3, "router_aux_loss_coef": 0.25}),
+        ("generation_config.json", SAMPLING),
+    ):
+        said = json.loads((folder / name).read_text()) | more
+        (folder / name).write_text(json.dumps(said))
+    return weights
+
+
+def begun(flags, run, monkeypatch):
+    """A run that saves what it is given as the checkpoints of steps 3 and 7, and stops."""
+
+    def save(setup, folder, weights, **options):
+        checkpoints = Checkpoints(folder.checkpoints_path)
+        for step, factor in ((3, 2.0), (7, 1.0)):
+            learned = jax.tree.map(lambda leaf, by=factor: leaf * by, weights)
+            checkpoints.save(step, {"policy": {"weights": learned}})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "train", save)
+    assert train([*flags, *SIZES, "--response-length=4", f"--run-dir={run}"]) == 130
+
+
+@pytest.fixture(scope="module")
+def chat_run(tmp_path_factory):
+    """A run that began from a checkpoint which is gone, and the weights that it has at step 7."""
+    folder = tmp_path_factory.mktemp("exported")
+    checkpoint, data = folder / "model", folder / "problems.jsonl"
+    weights = checkpoint_in(checkpoint)
+    data.write_text('{"prompt": "1+1?", "answer": 2}\n{"prompt": "1+2?", "answer": 3}\n')
+    with pytest.MonkeyPatch.context() as patch:
+        flags = [f"--model=hf:{checkpoint}", f"--task=jsonl:{data}", "--verifiers=1"]
+        begun(flags, folder / "run", patch)
+    shutil.rmtree(checkpoint)
+    return folder / "run", weights
+
+
+@pytest.fixture(scope="module")
+def exported(chat_run, tmp_path_factory):
+    path = tmp_path_factory.mktemp("out") / "model"
+    assert export.main([str(chat_run[0]), "--to", str(path)]) == 0
+    return path
+
+
+def assert_same(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((found, expected)))
+
+
+def test_weights_come_back_bit_for_bit(exported, chat_run):
+    config, weights = huggingface.load(exported, mesh_of("dp1"))
+    assert config == huggingface.config_from(chat_run[0] / "model.json")
+    assert_same(weights, chat_run[1])
+    options = json.loads((exported / "config.json").read_text())
+    assert options["architectures"] == ["Qwen3MoeForCausalLM"]
+    assert (options["router_aux_loss_coef"], options["eos_token_id"]) == (0.25, 3)
+
+
+def test_the_tokenizer_comes_back_with_template_and_every_end(exported, chat_run):
+    found = checkpoint_tokenizer(exported, VOCAB_SIZE)
+    own = load_tokenizer(chat_run[0] / "tokenizer.model")
+    assert (found.usage, found.named_tokens) == (own.usage, own.named_tokens)
+    assert found.encode(QUESTION) == own.encode(QUESTION)
+    generation = json.loads((exported / "generation_config.json").read_text())
+    assert {name: generation[name] for name in SAMPLING} == SAMPLING
+    # Those of generation_config.json and the one that config.json alone had.
+    assert generation["eos_token_id"] == [own.special_tokens[TURN], own.special_tokens[END], 3]
+
+
+def test_greedy_tokens_are_those_of_transformers(exported):
+    """Each token of its completion is the likeliest after those before it."""
+    tokenizer = checkpoint_tokenizer(exported, VOCAB_SIZE)
+    assert ChatTemplate(tokenizer).encode((("user", QUESTION),)) == PROMPT
+    mesh = mesh_of("dp1")
+    config, weights = huggingface.load(exported, mesh, dtype="float32")
+    tokens = jnp.asarray([PROMPT + COMPLETION])
+    run = on_mesh(
+        lambda w, t: model.next_token_logits(w, t, t >= 0, config, mesh)[0][None],
+        mesh,
+        (specs(config, mesh), P(mesh.dp)),
+        P(tuple(axis for axis in mesh.axes if axis not in mesh.dp), mesh.dp),
+    )
+    logits = np.asarray(run(weights, tokens)).reshape(tokens.shape[1], -1)
+    greedy = logits.argmax(axis=-1)[len(PROMPT) - 1 : -1]
+    assert greedy.tolist() == COMPLETION
+    assert len(set(COMPLETION)) > 4
+
+
+@pytest.mark.slow
+def test_an_export_is_trained_further_and_exported_as_it_came(exported, tmp_path, monkeypatch):
+    """With the tokenizer's files of the run whose weights it has."""
+    data = tmp_path / "problems.jsonl"
+    data.write_text('{"prompt": "1+1?", "answer": 2}\n{"prompt": "1+2?", "answer": 3}\n')
+    flags = [f"--model=hf:{exported}", f"--task=jsonl:{data}", "--verifiers=1"]
+    begun(flags, tmp_path / "first", monkeypatch)
+    bare = shutil.copytree(exported, tmp_path / "bare")
+    (bare / "generation_config.json").unlink()
+    weights = f"--weights={tmp_path / 'first'}"
+    begun([f"--model=hf:{bare}", *flags[1:], weights], tmp_path / "second", monkeypatch)
+    to = tmp_path / "again"
+    assert export.main([str(tmp_path / "second"), "--to", str(to)]) == 0
+    assert {p.name: p.read_bytes() for p in to.iterdir()} == {
+        p.name: p.read_bytes() for p in exported.iterdir()
+    }
+
+
+def test_another_step_in_bfloat16(chat_run, tmp_path, capsys):
+    run, weights = chat_run
+    to = tmp_path / "model"
+    assert export.main([str(run), "--to", str(to), "--step=3", "--dtype=bfloat16"]) == 0
+    assert "parameters in bfloat16" in (out := capsys.readouterr().out) and "after step 3" in out
+    config, found = huggingface.load(to, mesh_of("dp1"))
+    assert config.dtype == "bfloat16"
+    rounded = jax.tree.map(lambda leaf: (2 * leaf).astype(jnp.bfloat16), weights)
+    assert_same(found, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), rounded))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--step=5"], r"step=5 has no checkpoint in .*: there are 3, 7"),
+        (["--merge"], r"merge=True has nothing to merge: .* Leave out --merge"),
+        (["--architecture=MixtralForCausalLM"], r"MixtralForCausalLM cannot express"),
+    ],
+)
+def test_what_cannot_be_exported_is_said_in_one_line(flags, message, chat_run, tmp_path, capsys):
+    assert export.main([str(chat_run[0]), "--to", str(tmp_path / "model"), *flags]) == 2
+    assert re.search(message, one_line(capsys.readouterr()))
+    assert os.listdir(tmp_path) == []
+
+
+def test_nothing_is_written_over(chat_run, exported, capsys):
+    before = {path: path.read_bytes() for path in exported.iterdir()}
+    assert export.main([str(chat_run[0]), "--to", str(exported)]) == 2
+    assert "is there already: choose a folder that is not" in one_line(capsys.readouterr())
+    assert {path: path.read_bytes() for path in exported.iterdir()} == before
+
+
+def test_an_export_that_fails_leaves_nothing(chat_run, tmp_path, monkeypatch):
+    seen = []
+
+    def full(tensors, path, **options):
+        seen.append(sorted(entry.name for entry in path.parent.iterdir()))
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(writing, "save_file", full)
+    assert export.main([str(chat_run[0]), "--to", str(tmp_path / "model")]) == 1
+    # Until the last file is there the folder has another name and no config.json.
+    assert "tokenizer.json" in seen[0] and "config.json" not in seen[0]
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_template_of_the_run_takes_the_place_of_the_checkpoints(tmp_path):
+    keep(write_tokenizer(tmp_path / "model"), tmp_path / "kept")
+    own = checkpoint_tokenizer(tmp_path / "model", VOCAB_SIZE)
+    changed = own.used(replace(own.usage, chat_template="{{ messages }}"))
+    (tmp_path / "out").mkdir()
+    for name, content in published(changed, tmp_path / "kept").items():
+        (tmp_path / "out" / name).write_bytes(content)
+    found = checkpoint_tokenizer(tmp_path / "out", VOCAB_SIZE)
+    assert found.usage == changed.usage
+
+
+def test_a_run_with_a_tokenizer_of_its_own(tmp_path, monkeypatch, capsys):
+    """The factor on embeddings goes into them, as no architecture has it."""
+    given = random_weights(replace(MICRO, vocab_size=15), 1)
+    begin = train_module._given_weights
+    monkeypatch.setattr(train_module, "_given_weights", lambda setup: given)
+    begun(["--model=micro", "--task=sort"], tmp_path / "run", monkeypatch)
+    monkeypatch.setattr(train_module, "_given_weights", begin)
+    to = tmp_path / "model"
+    assert export.main([str(tmp_path / "run"), "--to", str(to)]) == 0
+    assert "SentencePiece model, which transformers has no class for" in capsys.readouterr().out
+    own = load_tokenizer(tmp_path / "run" / "tokenizer.model")
+    found = checkpoint_tokenizer(to, own.vocab_size)
+    assert (found.encode("12"), found.stop_ids, found.prefix) == (
+        own.encode("12"),
+        own.stop_ids,
+        own.prefix,
+    )
+    config, weights = huggingface.load(to, mesh_of("dp1"))
+    assert config.embedding_scale == 1.0
+    np.testing.assert_array_equal(weights.embedding, given.embedding * 8**0.5)
+    assert_same(weights.layers, given.layers)
