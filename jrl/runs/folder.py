@@ -1,8 +1,8 @@
 """One folder per run: where each file lies, and who may write it.
 
 ``runs/<name>/  config.json  tokenizer.model  metrics.jsonl  samples.jsonl  plots/  checkpoints/``,
-``recipe.py`` where the recipe is of the user's own, and ``code/`` with the files of tasks and
-rewards that are.
+``report.html`` to look at, ``versions.json`` with what it was made with, ``recipe.py`` where the
+recipe is of the user's own, and ``code/`` with the files of tasks and rewards that are.
 The process that writes a run holds a lock on it, which the kernel releases when the process ends,
 however it ends. A run begins to exist with its ``config.json``, the last thing `create` writes.
 """
@@ -37,6 +37,8 @@ class RunFolder:
         self.metrics_path = self.path / "metrics.jsonl"
         self.samples_path = self.path / "samples.jsonl"
         self.plots_path = self.path / "plots"
+        self.report_path = self.path / "report.html"
+        self.versions_path = self.path / "versions.json"
         self.checkpoints_path = self.path / "checkpoints"
         self.tensorboard_path = self.path / "tensorboard"
         self._lock = lock

@@ -21,10 +21,11 @@ from jrl.processes.agreement import FailTogether, any_of, is_main_process, to_ho
 from jrl.processes.stopping import Stop
 from jrl.report.display import TrainingDisplay, WarmStartDisplay, print_samples
 from jrl.report.metrics import check_known
+from jrl.report.page.write import write_page
 from jrl.report.plots import plot_run
 from jrl.rollout.collection.collect import sampling_of, shown
 from jrl.rollout.sampler import Completion, Sampler, numbered_heldout
-from jrl.runs import belongings, loggers
+from jrl.runs import belongings, loggers, versions
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import Appender, read_metrics, read_samples
@@ -86,6 +87,8 @@ def train(
     """
     run, sampler, networks = setup.run, setup.sampler(), setup.networks
     checkpoints = Checkpoints(folder.checkpoints_path, run.keep_checkpoints)
+    if is_main_process():
+        versions.write(folder, f"{jax.device_count()} x {jax.devices()[0].device_kind}")
     with ExitStack() as stack:
         stop = stack.enter_context(Stop(setup.task.close))
         guard = stack.enter_context(Guard(_attachment(setup.run, folder, on_fault)))
@@ -131,6 +134,8 @@ def train(
                 _write_shown(setup, sampler, folder, state)
             if step % run.checkpoint_every == 0 or step == run.steps:
                 save(checkpoints, networks, state, belongings.describe(setup.settings, folder))
+                if is_main_process() and step < run.steps:
+                    write_page([folder], folder.report_path)  # of a run that is still going
             # After the checkpoint: who raises --max-nonfinite goes on from here.
             _check_finite(state, run.max_nonfinite, folder)
         step = int(state.step)
@@ -359,8 +364,9 @@ def _check_finite(state: TrainState[Array], max_nonfinite: int, folder: RunFolde
 
 
 def _finish(setup: Setup, folder: RunFolder, stopped: bool) -> None:
-    """Plots, and the completions before and after."""
+    """Plots, the page, and the completions before and after."""
     plot_run(folder.metrics_path, folder.plots_path, title=f"{setup.run.task}, {setup.recipe.name}")
+    write_page([folder], folder.report_path)
     if stopped:
         return
     shown = [line for line in read_samples(folder.samples_path) if line["kind"] == "heldout"]
