@@ -23,8 +23,8 @@ from jrl.report.display import TrainingDisplay, WarmStartDisplay, print_samples
 from jrl.report.metrics import check_known
 from jrl.report.page.write import write_page
 from jrl.report.plots import plot_run
-from jrl.rollout.collection.collect import sampling_of, shown
-from jrl.rollout.sampler import Completion, Sampler, numbered_heldout
+from jrl.rollout.collection.collect import sampling_of, shown_rows
+from jrl.rollout.sampler import Sampler, numbered_heldout
 from jrl.runs import belongings, loggers, versions
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
@@ -34,8 +34,9 @@ from jrl.text.prompt_format import PromptFormat
 from jrl.trainer.evaluation.heldout import heldout_examples, heldout_metrics
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.state import TrainState, init_state, init_weights, restore, save
-from jrl.trainer.step import NonFinite, train_step
+from jrl.trainer.step import NonFinite, Step, train_step
 from jrl.trainer.summary import drift_alarm
+from jrl.trainer.token_records import Watched
 from jrl.trainer.warm_start import WarmStartStopped, prompts_imitated, shortfall, warm_start
 from moe.weights import Transformer
 
@@ -102,6 +103,7 @@ def train(
         while int(state.step) < run.steps and not any_of(bool(stop)):
             # A signal ends the run after this step, never in the midst of an update.
             stop.doing = f"finishing step {int(state.step) + 1} and saving it"
+            to_show = (int(state.step) + 1) % run.samples_every == 0 and run.sample_tokens > 0
             started = time.perf_counter()
             state, done = train_step(
                 sampler,
@@ -110,6 +112,7 @@ def train(
                 state,
                 setup.randomness,
                 shuffle_rewards=run.shuffle_rewards,
+                watched=Watched(SHOWN, run.sample_tokens) if to_show else None,
             )
             step, metrics = int(state.step), done.metrics
             seconds = time.perf_counter() - started  # evaluation comes on top
@@ -122,7 +125,7 @@ def train(
             outputs.warn(alarms)
             outputs.warn_of_drift(step, metrics)
             if step % run.samples_every == 0:
-                outputs.write_samples(setup.format, step, done.collected.completions)
+                outputs.write_samples(setup.format, step, done)
             # Lines come before the checkpoint that counts them: after a kill in between, resuming
             # drops them and writes them again, equal to the bit.
             outputs.log(step, metrics)
@@ -272,9 +275,13 @@ class _Outputs:
                 f"{kl:.3g} nats, more than --drift-alarm allows"
             )
 
-    def write_samples(self, format: PromptFormat, step: int, completions: list[Completion]) -> None:
-        for completion in shown(completions, SHOWN):
-            self.samples.append(step, {"kind": "training", **completion.record(format)})
+    def write_samples(self, format: PromptFormat, step: int, done: Step) -> None:
+        completions = done.collected.completions
+        for row in shown_rows(completions, SHOWN):
+            record = {"kind": "training", **completions[row].record(format)}
+            if row in done.tokens:
+                record["tokens"] = done.tokens[row].record(format.tokenizer)
+            self.samples.append(step, record)
 
 
 @contextmanager

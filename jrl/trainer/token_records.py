@@ -2,7 +2,8 @@
 policy that sampled them says of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Array
@@ -10,6 +11,9 @@ from jaxtyping import Array
 from jrl.processes.agreement import to_host
 from jrl.recipes.base.batch import Batch, given
 from jrl.rollout.batching import take_rows
+from jrl.rollout.collection.collect import shown_rows
+from jrl.rollout.decoding.engine import ranks
+from jrl.rollout.sampler import Completion
 from jrl.text.pieces import pieces
 from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.scoring import logprobs_and_entropy_of
@@ -20,6 +24,18 @@ DIGITS = 4
 """Significant digits of a number in samples.jsonl: it is looked at, nothing is computed from it."""
 
 
+class Watched(NamedTuple):
+    """How much of a step is kept to look at.
+
+    Attributes:
+      completions: how many.
+      tokens: of each of them at most, the first.
+    """
+
+    completions: int
+    tokens: int
+
+
 @dataclass(frozen=True)
 class TokenRecord:
     """Of one completion, ``[token]`` from the first of its response on.
@@ -27,10 +43,10 @@ class TokenRecord:
     Attributes:
       ids: of the tokens that are kept.
       length: of the whole response, in tokens.
-      advantage: as the policy's loss sees it; 0 where a token does not count.
+      advantage: as the policy's loss sees it; NaN where a token counts for no loss.
       sampler_logprob: of the whole policy at the base temperature, as the sampler computed it,
-        nats.
-      logprob: the same by the trainer's code, nats.
+        nats; NaN where the token was sampled in an earlier step.
+      logprob: the same by the trainer's code before the step's first update, nats.
       entropy: of that distribution before the token, nats.
     """
 
@@ -59,40 +75,62 @@ class TokenRecord:
 def token_records(
     networks: Networks,
     policy: Transformer[Array],
+    completions: Sequence[Completion],
     as_sampled: Batch[Array],
     batch: Batch[Array],
-    chosen: Sequence[int],
-    prompt_length: int,
-    most: int,
-) -> list[TokenRecord]:
-    """The tokens of some rows of a step, by one forward pass over these rows.
+    watched: Watched,
+) -> dict[int, TokenRecord]:
+    """The tokens of some rows of a step, by one forward pass over these rows alone.
 
     Args:
-      policy: that sampled them.
+      policy: before the updates.
+      completions: the rows.
       as_sampled: the batch as the sampler gave it.
-      batch: the same rows as `prepare` gives them, with advantages.
-      chosen: which rows.
-      prompt_length: columns before the responses.
-      most: tokens that are kept of a response, its first.
+      batch: the same as `prepare` gives it, with advantages.
+
+    Returns:
+      The rows of `shown`, by their numbers.
     """
     mesh, objective = networks.mesh, networks.policy.objective
-    num_rows = len(batch.tokens)
-    # Whole groups, as many as a device has of a step: what shares a prompt stands together, and the
-    # rows divide over the devices and over micro-batches as those of a step do.
-    needed = [row % num_rows for row in chosen]
-    rows = take_rows(
-        Batch(
-            tokens=batch.tokens,
-            valid=batch.valid,
-            mask=as_sampled.mask,
-            old_logprobs=as_sampled.old_logprobs,
-            advantages=batch.advantages,
-            choices=batch.choices,
-        ),
-        np.arange(num_rows),
-        mesh,
+    chosen = shown_rows(completions, watched.completions)
+    # They divide over the devices, and none shares its prompt with another.
+    num_rows = -(-len(chosen) // ranks(mesh)) * ranks(mesh)
+    numbers = np.resize(np.asarray(chosen, np.int32), num_rows)
+    layout = objective.layout._replace(group_size=1)
+    objective = replace(objective, layout=layout, packed=None)
+    columns = Batch(
+        tokens=batch.tokens,
+        valid=batch.valid,
+        mask=batch.mask,
+        critic_mask=as_sampled.mask,
+        old_logprobs=as_sampled.old_logprobs,
+        advantages=batch.advantages,
+        choices=batch.choices,
     )
-    logprobs, entropy = logprobs_and_entropy_of(
+    rows = take_rows(columns, numbers, mesh)
+    scored = logprobs_and_entropy_of(
         objective, policy, rows.tokens, rows.valid, objective.replayed(rows)
     )
-    return needed  # type: ignore
+    found = to_host((*scored, replace(rows, choices=None)))
+    logprobs, entropy, rows = found
+    records = {}
+    for place, row in enumerate(chosen):
+        length = completions[row].length
+        begin = layout.prompt_length
+        kept = slice(begin, begin + min(length, watched.tokens))
+        counts, drawn = rows.mask[place, kept], given(rows.critic_mask)[place, kept]
+        # Of a group that does not count nothing is under the mask, and all of it was drawn.
+        drawn = drawn | ~given(rows.critic_mask)[place].any()
+        records[row] = TokenRecord(
+            ids=rows.tokens[place, kept],
+            length=length,
+            advantage=np.where(counts, given(rows.advantages)[place, kept], np.nan),
+            sampler_logprob=np.where(drawn, given(rows.old_logprobs)[place, kept], np.nan),
+            logprob=logprobs[place, kept],
+            entropy=entropy[place, kept],
+        )
+    return records
+
+
+def _short(x: float) -> float:
+    return float(f"{x:.{DIGITS}g}")

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven by its DevTools protocol over a pipe: no port, no driver beside it."""
+"""A headless Chromium, driven by its DevTools protocol over a pipe: no port, no driver."""
 
 import base64
 import fcntl

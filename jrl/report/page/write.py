@@ -22,9 +22,7 @@ PARTS = {
 """Files that stand in the template, by its names for them."""
 
 
-def write_page(
-    folders: Sequence[RunFolder], path: Path | str, title: str | None = None
-) -> Path:
+def write_page(folders: Sequence[RunFolder], path: Path | str, title: str | None = None) -> Path:
     """Write the page of one run, or of several side by side.
 
     Args:
