@@ -33,7 +33,7 @@ class Command:
     --devices, --slots, --micro-batch, --context, --dispatch, --attention, --decode-attention,
     --latent, --router, --experts, --expert-chunks, --remat, --fsdp, --buffer-factor, --scan-layers,
     --vocab-chunk, --packing, --verifiers), --checkpoint-every, --keep-checkpoints, --samples-every,
-    --sample-tokens, --max-nonfinite, --drift-alarm, --log-to and what is about faults may change."""
+    --sample-tokens, --max-nonfinite, --drift-alarm, --log-to and those of faults may change."""
     dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print batch arithmetic, parameters, memory and layout, and stop."""
 

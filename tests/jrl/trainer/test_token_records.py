@@ -10,12 +10,10 @@ from jrl.trainer import token_records
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(finished, tmp_path_factory):
     """The same run with the numbers of up to three tokens, and without."""
-    folder = tmp_path_factory.mktemp("tokens")
-    return {
-        most: finish("grpo", folder / str(most), steps=2, sample_tokens=most) for most in (3, 0)
-    }
+    path = tmp_path_factory.mktemp("tokens") / "run"
+    return {3: finish("grpo", path, sample_tokens=3), 0: finished("grpo")}
 
 
 def training(run):
@@ -31,8 +29,8 @@ def test_tokens_are_bounded_and_spell_the_completion(runs):
         count = min(line["length"], 3)
         for name in ("text", "advantage", "sampler_logprob", "logprob", "entropy"):
             assert len(tokens[name]) == count, name
-        written = "".join(tokens["text"])
-        assert written.removesuffix("</s>").startswith(line["completion"][: len(written)][:3])
+        written, whole = "".join(tokens["text"]), line["completion"]
+        assert written == whole[:3] or written.startswith(whole)  # and then what ended it
 
 
 def test_numbers_of_tokens_are_those_of_the_policy(runs):
@@ -40,8 +38,9 @@ def test_numbers_of_tokens_are_those_of_the_policy(runs):
         tokens = line["tokens"]
         # Four digits are written; sampler and trainer differ by the rounding of float32.
         np.testing.assert_allclose(tokens["logprob"], tokens["sampler_logprob"], 2e-3, 2e-4)
-        # Of nine ids and a uniform distribution; GRPO gives each token of a response the same.
-        assert all(0 < x < np.log(32) for x in tokens["entropy"])
+        # At most that of a uniform distribution; GRPO gives each token of a response the same.
+        most = np.log(runs[3].setup.tokenizer.vocab_size)
+        assert all(0 < x <= most + 1e-3 for x in tokens["entropy"])
         assert len(set(tokens["advantage"])) == 1
     scores = [line["score"] for line in training(runs[3])]
     advantages = [line["tokens"]["advantage"][0] for line in training(runs[3])]
