@@ -46,7 +46,7 @@ class TokenRecord:
       advantage: as the policy's loss sees it; NaN where a token counts for no loss.
       sampler_logprob: of the whole policy at the base temperature, as the sampler computed it,
         nats; NaN where the token was sampled in an earlier step.
-      logprob: the same by the trainer's code before the step's first update, nats.
+      gap: the same by the trainer's code before the step's first update, less the sampler's, nats.
       entropy: of that distribution before the token, nats.
     """
 
@@ -54,7 +54,7 @@ class TokenRecord:
     length: int
     advantage: np.ndarray
     sampler_logprob: np.ndarray
-    logprob: np.ndarray
+    gap: np.ndarray
     entropy: np.ndarray
 
     def record(self, tokenizer: Tokenizer) -> dict[str, object]:
@@ -62,7 +62,7 @@ class TokenRecord:
         columns = {
             "advantage": self.advantage,
             "sampler_logprob": self.sampler_logprob,
-            "logprob": self.logprob,
+            "gap": self.gap,
             "entropy": self.entropy,
         }
         return {
@@ -111,22 +111,21 @@ def token_records(
     scored = logprobs_and_entropy_of(
         objective, policy, rows.tokens, rows.valid, objective.replayed(rows)
     )
-    found = to_host((*scored, replace(rows, choices=None)))
-    logprobs, entropy, rows = found
+    logprobs, entropy, rows = to_host((*scored, replace(rows, choices=None)))
     records = {}
     for place, row in enumerate(chosen):
-        length = completions[row].length
-        begin = layout.prompt_length
+        length, begin = completions[row].length, layout.prompt_length
         kept = slice(begin, begin + min(length, watched.tokens))
         counts, drawn = rows.mask[place, kept], given(rows.critic_mask)[place, kept]
         # Of a group that does not count nothing is under the mask, and all of it was drawn.
         drawn = drawn | ~given(rows.critic_mask)[place].any()
+        sampled = np.where(drawn, given(rows.old_logprobs)[place, kept], np.nan)
         records[row] = TokenRecord(
             ids=rows.tokens[place, kept],
             length=length,
             advantage=np.where(counts, given(rows.advantages)[place, kept], np.nan),
-            sampler_logprob=np.where(drawn, given(rows.old_logprobs)[place, kept], np.nan),
-            logprob=logprobs[place, kept],
+            sampler_logprob=sampled,
+            gap=logprobs[place, kept] - sampled,
             entropy=entropy[place, kept],
         )
     return records

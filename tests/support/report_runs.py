@@ -66,7 +66,7 @@ def _sample(step, number):
             "of": 5,
             "advantage": [-1.0, 0.5, "NaN"],
             "entropy": [0.1, 0.2, 0.3],
-            "logprob": [-1.0, -2.0, -3.0],
+            "gap": [0.5, 0.0, "NaN"],
             "sampler_logprob": [-1.5, -2.0, "NaN"],
         }
     return sample

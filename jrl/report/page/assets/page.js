@@ -235,7 +235,7 @@
     advantage: { word: "advantage", diverging: true, of: (tokens) => tokens.advantage },
     entropy: { word: "entropy, nats", diverging: false, of: (tokens) => tokens.entropy },
     gap: { word: "log-probability, trainer minus sampler, nats", diverging: true,
-           of: (tokens) => tokens.logprob && tokens.logprob.map((x, i) => (finite(x) === null || finite(tokens.sampler_logprob[i]) === null ? null : x - tokens.sampler_logprob[i])) },
+           of: (tokens) => tokens.gap },
   };
   // By step: with the newest first, what a policy does at the end is what is seen first.
   const samples = runs.flatMap((run, r) => run.samples.map((sample) => ({ ...sample, run: r }))).map((sample, at) => ({ ...sample, at })).sort((a, b) => b.step - a.step || a.at - b.at);
@@ -318,7 +318,7 @@
       const most = shown ? Math.max(0, ...shown.map((x) => Math.abs(x))) : 0;
       spans.forEach((span, i) => (span.style.backgroundColor = shown ? shade(shown[i], most, measure.diverging) : ""));
       scale.hidden = !shown;
-      if (shown) scale.replaceChildren(measure.diverging ? number(-most, 3) : "0", el("i", { style: `background:linear-gradient(90deg,${measure.diverging ? shade(-most, most, true) + ",transparent," : "transparent,"}${shade(most, most, measure.diverging)})` }), number(most, 3), measure.word);
+      if (shown) scale.replaceChildren(measure.diverging ? number(-most, 3) : "0", el("i", { style: `background:linear-gradient(90deg,${measure.diverging ? shade(-most, most, true) + ",transparent," : "transparent,"}${shade(most, most, measure.diverging)})` }), number(most, 3), el("span", {}, measure.word));
     }
     const bar = el("div", { class: "bar", id: "colouring" }, el("span", { class: "field" }, "Colour by"));
     if (!values[browser.colour]) browser.colour = "none";
