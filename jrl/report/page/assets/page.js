@@ -29,10 +29,10 @@
     return size >= 1e5 || size < 1e-3 ? x.toExponential(2) : String(+x.toPrecision(digits));
   }
   const percent = (x) => (x === null || x === undefined ? "–" : (100 * x).toFixed(1) + " %");
-  function brief(x) {
+  function brief(x, digits = 3) {
     const size = Math.abs(x);
-    for (const [unit, word] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]) if (size >= unit) return +(x / unit).toPrecision(3) + word;
-    return number(x, 3);
+    for (const [unit, word] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]) if (size >= unit) return +(x / unit).toPrecision(digits) + word;
+    return number(x, digits);
   }
   function duration(seconds) {
     if (seconds < 120) return number(seconds, 3) + " s";
@@ -95,7 +95,7 @@
     const common = { stroke: css("--muted"), font, grid: { stroke: css("--line"), width: 1 }, ticks: { show: false } };
     return [
       { ...common, label: AXES[state.axis].word, labelFont: font, labelSize: 18, size: 28, values: (u, ticks) => ticks.map((x) => (x === null ? "" : brief(x))) },
-      { ...common, size: 54, values: (u, ticks) => ticks.map((x) => (x === null ? "" : spec.percent ? +(100 * x).toPrecision(4) + "%" : brief(x))) },
+      { ...common, size: 54, values: (u, ticks) => ticks.map((x) => (x === null ? "" : spec.percent ? +(100 * x).toPrecision(4) + "%" : brief(x, 6))) },
     ];
   }
 
@@ -122,7 +122,7 @@
     const [low, high] = spec.bounds || [null, null];
     const box = el("div");
     parent.append(el("div", { class: "card chart", "data-title": spec.title },
-      el("h3", {}, spec.title), el("p", { class: "unit" }, spec.definition ? `${spec.unit} · ${spec.definition}` : spec.unit),
+      el("h3", {}, spec.title), el("p", { class: "unit" }, [spec.unit, spec.definition].filter(Boolean).join(" · ")),
       close ? el("button", { class: "close", type: "button", "aria-label": "remove " + spec.title, onclick: close }, "×") : null, box));
     const range = (u, least, most) => {
       if (least === null) return [0, 1];
@@ -142,7 +142,7 @@
   }
 
   const stated = (name) => { const known = data.metrics[name] || { definition: "of the recipe's own", unit: "" };
-    return { title: name, unit: known.unit, definition: known.definition, lines: [{ metric: name, label: name }], percent: known.unit === "fraction", measured: name.startsWith("val/") }; };
+    return { title: name, unit: known.unit === "1" ? "" : known.unit, definition: known.definition, lines: [{ metric: name, label: name }], percent: known.unit === "fraction", bounds: known.unit === "fraction" && runs.every((run) => column(run, name).every((x) => x === null || x >= 0)) ? [0, null] : null, measured: name.startsWith("val/") }; };
   const ROUTER = [
     data.panels.find((panel) => panel.file === "router_load"),
     ...[["moe/router_entropy", "Router entropy"], ["moe/load_balancing_loss", "Load-balancing loss"], ["moe/z_loss", "Router z-loss"],
@@ -218,13 +218,13 @@
 
   function drawSummary() {
     if (!several) {
-      $("summary").append(...figures(runs[0]).map(([word, value]) => el("div", { class: "card tile" }, el("b", {}, value), el("span", {}, word))));
+      $("summary").replaceChildren(...figures(runs[0]).map(([word, value]) => el("div", { class: "card tile" }, el("b", {}, value), el("span", {}, word))));
       return;
     }
     const all = runs.map((run) => new Map(figures(run))), words = [...new Set(all.flatMap((found) => [...found.keys()]))];
     $("summary").className = "many";
-    $("summary").append(el("div", { class: "card scroll" }, el("table", {}, el("tbody", {}, el("tr", {}, el("th", {}, "run"), ...words.map((word) => el("th", { class: "number" }, word))),
-      ...runs.map((run, r) => el("tr", {}, el("td", {}, el("i", { class: "swatch", style: `background:${COLOURS.light[r % 8]}` }), run.name),
+    $("summary").replaceChildren(el("div", { class: "card scroll" }, el("table", {}, el("tbody", {}, el("tr", {}, el("th", {}, "run"), ...words.map((word) => el("th", { class: "number" }, word))),
+      ...runs.map((run, r) => el("tr", {}, el("td", { class: "name" }, el("i", { class: "swatch", style: `background:${colour(r)}` }), run.name),
         ...words.map((word) => el("td", { class: "number" }, all[r].get(word) || "–"))))))));
   }
 
@@ -398,5 +398,5 @@
   drawSettings();
   $("footer").textContent = `Drawn from metrics.jsonl and samples.jsonl by jrl, with uPlot ${data.uplot} (MIT).`;
   drawCharts();
-  dark.addEventListener("change", () => { drawCharts(); drawSample(); });
+  dark.addEventListener("change", () => { drawSummary(); drawCharts(); drawSample(); });
 })();
