@@ -131,5 +131,5 @@ def token_records(
     return records
 
 
-def _short(x: float) -> float:
+def _short(x: float | np.floating) -> float:
     return float(f"{x:.{DIGITS}g}")
