@@ -108,6 +108,7 @@ def _begin(request: Request) -> int:
 
 def _resume(request: Request) -> int:
     """An old run from its last checkpoint; from its beginning if it was killed before the first."""
+    from jrl.report.page.write import write_page
     from jrl.report.plots import plot_run
     from jrl.runs.checkpoints import Checkpoints
 
@@ -123,6 +124,9 @@ def _resume(request: Request) -> int:
                     folder.plots_path,
                     f"{run.task}, {request.recipe.name}",
                 )
+            # The page comes after the plots.
+            if is_main_process() and not folder.report_path.is_file():
+                write_page([folder], folder.report_path)
             print(f"{folder.path} is finished after {step} steps; --steps may be raised.")
             return 0
         setup = _build_together(request, folder)
@@ -378,6 +382,7 @@ def _conclude(folder: RunFolder) -> None:
     start = "warm start" if "warm_start/steps" in first else "start"
     print(f"held-out accuracy, {start} -> step {last['step']}: {', '.join(parts)}")
     print(f"plots: {folder.plots_path / 'overview.png'}")
+    print(f"page:  {folder.report_path}")
     print(f"more:  python -m jrl.evaluate {shlex.quote(str(folder.path))} --k 8")
 
 

@@ -18,6 +18,7 @@ from jrl.config import flags
 from jrl.config.run import AUTO, RunConfig
 from jrl.faults import __main__ as faults
 from jrl.recipes import RECIPES
+from jrl.report import __main__ as report
 from sharding import Layout
 from sharding.folding.__main__ import PARSER as FOLDING
 from sharding.planner.__main__ import PARSER as PLANNER
@@ -97,7 +98,7 @@ def test_there_are_commands():
     programs = {words_of(command)[1] for command in FOUND if words_of(command)[0] == "-m"}
     benchmarks = {"benchmarks.agreement", "benchmarks.gpu", "benchmarks.rollout"}
     benchmarks |= {"benchmarks.dispatch", "benchmarks.serve"}
-    tested = {"jrl.evaluate", "jrl.export", "jrl.faults", "jrl.serve", "jrl.train"}
+    tested = {"jrl.evaluate", "jrl.export", "jrl.faults", "jrl.report", "jrl.serve", "jrl.train"}
     tested |= {"sharding.folding", "sharding.planner"}
     # Without arguments.
     alone = {"pytest", "sharding.planner.calibration", "sharding.planner.serving.published"}
@@ -153,6 +154,11 @@ def test_export_reads(command, monkeypatch):
 @pytest.mark.parametrize("command", given("jrl.faults"))
 def test_faults_reads(command, monkeypatch):
     read_by(faults._main, command, monkeypatch)
+
+
+@pytest.mark.parametrize("command", given("jrl.report"))
+def test_report_reads(command, monkeypatch):
+    read_by(report._main, command, monkeypatch)
 
 
 @pytest.mark.parametrize("command", given("sharding.folding"))

@@ -45,6 +45,7 @@ CHANGEABLE = (
     "checkpoint_every",
     "keep_checkpoints",
     "samples_every",
+    "sample_tokens",
     "max_nonfinite",
     "drift_alarm",
     "verifiers",

@@ -246,6 +246,9 @@ class RunConfig:
     """Checkpoints kept; the oldest goes first."""
     samples_every: int = 10
     """Steps between completions written to samples.jsonl."""
+    sample_tokens: int = 512
+    """Tokens of each of these completions, its first, that are written with their advantage,
+    entropy and log-probabilities, by a forward pass over these completions; 0 writes none."""
     max_nonfinite: int = 5
     """Updates in a row that may be skipped for a loss or gradient that is not finite."""
     drift_alarm: float | None = 0.01
@@ -300,6 +303,8 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value} must not be negative: 0 is none.")
+        if self.sample_tokens < 0:
+            raise ValueError(f"sample_tokens={self.sample_tokens} must not be negative: 0 is none.")
         if self.max_staleness < 0:
             raise ValueError(f"max_staleness={self.max_staleness} must not be negative: 0 is none.")
         if self.stale_cache and self.max_staleness < 2:

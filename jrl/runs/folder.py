@@ -1,7 +1,8 @@
 """One folder per run: where each file lies, and who may write it.
 
 ``runs/<name>/  config.json  run.yaml  tokenizer.model  metrics.jsonl  samples.jsonl  plots/
-checkpoints/``, ``recipe.py`` where the recipe is of the user's own, ``code/`` with the files of
+checkpoints/``, ``report.html`` to look at, ``versions.json`` with what it was made with,
+``recipe.py`` where the recipe is of the user's own, ``code/`` with the files of
 tasks and rewards that are, and where the run began from a public checkpoint ``model.json`` and
 ``origin/``.
 The process that writes a run holds a lock on it, which the kernel releases when the process ends,
@@ -40,6 +41,8 @@ class RunFolder:
         self.metrics_path = self.path / "metrics.jsonl"
         self.samples_path = self.path / "samples.jsonl"
         self.plots_path = self.path / "plots"
+        self.report_path = self.path / "report.html"
+        self.versions_path = self.path / "versions.json"
         self.checkpoints_path = self.path / "checkpoints"
         self.adapters_path = self.path / "adapters"
         self.tensorboard_path = self.path / "tensorboard"

@@ -22,10 +22,11 @@ from jrl.processes.agreement import FailTogether, any_of, is_main_process, to_ho
 from jrl.processes.stopping import Stop
 from jrl.report.display import TrainingDisplay, WarmStartDisplay, print_samples
 from jrl.report.metrics import check_known
+from jrl.report.page.write import write_page
 from jrl.report.plots import plot_run
-from jrl.rollout.collection.collect import sampling_of, shown
-from jrl.rollout.sampler import Completion, Sampler, numbered_heldout
-from jrl.runs import belongings, loggers
+from jrl.rollout.collection.collect import sampling_of, shown_rows
+from jrl.rollout.sampler import Sampler, numbered_heldout
+from jrl.runs import belongings, loggers, versions
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import Appender, read_metrics, read_samples
@@ -35,8 +36,9 @@ from jrl.trainer.adapters import write_adapters
 from jrl.trainer.evaluation.heldout import heldout_examples, heldout_metrics
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.state import TrainState, init_adapters, init_state, init_weights, restore, save
-from jrl.trainer.step import NonFinite, train_step
+from jrl.trainer.step import NonFinite, Step, train_step
 from jrl.trainer.summary import drift_alarm
+from jrl.trainer.token_records import Watched
 from jrl.trainer.warm_start import WarmStartStopped, prompts_imitated, shortfall, warm_start
 from moe.weights import Transformer
 
@@ -90,6 +92,8 @@ def train(
     """
     run, sampler, networks = setup.run, setup.sampler(), setup.networks
     checkpoints = Checkpoints(folder.checkpoints_path, run.keep_checkpoints)
+    if is_main_process():
+        versions.write(folder, f"{jax.device_count()} x {jax.devices()[0].device_kind}")
     with ExitStack() as stack:
         stop = stack.enter_context(Stop(setup.task.close))
         guard = stack.enter_context(Guard(_attachment(setup.run, folder, on_fault)))
@@ -103,6 +107,7 @@ def train(
         while int(state.step) < run.steps and not any_of(bool(stop)):
             # A signal ends the run after this step, never in the midst of an update.
             stop.doing = f"finishing step {int(state.step) + 1} and saving it"
+            to_show = (int(state.step) + 1) % run.samples_every == 0 and run.sample_tokens > 0
             started = time.perf_counter()
             state, done = train_step(
                 sampler,
@@ -111,6 +116,7 @@ def train(
                 state,
                 setup.randomness,
                 shuffle_rewards=run.shuffle_rewards,
+                watched=Watched(SHOWN, run.sample_tokens) if to_show else None,
             )
             step, metrics = int(state.step), done.metrics
             seconds = time.perf_counter() - started  # evaluation comes on top
@@ -123,7 +129,7 @@ def train(
             outputs.warn(alarms)
             outputs.warn_of_drift(step, metrics)
             if step % run.samples_every == 0:
-                outputs.write_samples(setup.format, step, done.collected.completions)
+                outputs.write_samples(setup.format, step, done)
             # Lines come before the checkpoint that counts them: after a kill in between, resuming
             # drops them and writes them again, equal to the bit.
             outputs.log(step, metrics)
@@ -135,6 +141,8 @@ def train(
                 _write_shown(setup, sampler, folder, state)
             if step % run.checkpoint_every == 0 or step == run.steps:
                 save(checkpoints, networks, state, belongings.describe(setup.settings, folder))
+                if is_main_process() and step < run.steps:
+                    write_page([folder], folder.report_path)  # of a run that is still going
             # After the checkpoint: who raises --max-nonfinite goes on from here.
             _check_finite(state, run.max_nonfinite, folder)
         step = int(state.step)
@@ -277,9 +285,13 @@ class _Outputs:
                 f"{kl:.3g} nats, more than --drift-alarm allows"
             )
 
-    def write_samples(self, format: PromptFormat, step: int, completions: list[Completion]) -> None:
-        for completion in shown(completions, SHOWN):
-            self.samples.append(step, {"kind": "training", **completion.record(format)})
+    def write_samples(self, format: PromptFormat, step: int, done: Step) -> None:
+        completions = done.collected.completions
+        for row in shown_rows(completions, SHOWN):
+            record = {"kind": "training", **completions[row].record(format)}
+            if row in done.tokens:
+                record["tokens"] = done.tokens[row].record(format.tokenizer)
+            self.samples.append(step, record)
 
 
 @contextmanager
@@ -372,8 +384,9 @@ def _check_finite(state: TrainState[Array], max_nonfinite: int, folder: RunFolde
 
 
 def _finish(setup: Setup, folder: RunFolder, stopped: bool) -> None:
-    """Plots, and the completions before and after."""
+    """Plots, the page, and the completions before and after."""
     plot_run(folder.metrics_path, folder.plots_path, title=f"{setup.run.task}, {setup.recipe.name}")
+    write_page([folder], folder.report_path)
     if stopped:
         return
     shown = [line for line in read_samples(folder.samples_path) if line["kind"] == "heldout"]

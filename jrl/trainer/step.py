@@ -25,6 +25,7 @@ from jrl.trainer.setup.networks import Network, Networks
 from jrl.trainer.setup.randomness import Randomness
 from jrl.trainer.state import TrainState
 from jrl.trainer.summary import count_updates, describe, summarise
+from jrl.trainer.token_records import TokenRecord, Watched, token_records
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,13 @@ class Step:
       collected: what it learned from.
       metrics: of the step.
       nonfinite: updates that were skipped.
+      tokens: what is kept of completions, by their rows; empty where nothing is to be.
     """
 
     collected: Collected
     metrics: dict[str, float]
     nonfinite: list[NonFinite]
+    tokens: dict[int, TokenRecord]
 
 
 def train_step(
@@ -60,6 +63,7 @@ def train_step(
     randomness: Randomness,
     *,
     shuffle_rewards: bool = False,
+    watched: Watched | None = None,
 ) -> tuple[TrainState[Array], Step]:
     """Samples, scores and learns once. Where the sampler may be ahead (`Networks.max_staleness`),
     what is learned from is there already, and what is sampled is for the steps after this one.
@@ -67,8 +71,9 @@ def train_step(
     Args:
       shuffle_rewards: whether scores are dealt out anew among the completions: nothing can be
         learned then.
+      watched: how much is kept of the tokens of some completions; None keeps nothing.
     """
-    fixed = networks, recipe, sampler.response_length, randomness, shuffle_rewards
+    fixed = networks, recipe, sampler.response_length, randomness, shuffle_rewards, watched
     if networks.max_staleness:
         ahead = AheadOfStep(sampler, networks, recipe, state)
         with ahead.sampling() as sampled:
@@ -96,6 +101,7 @@ def _learned(
     response_length: int,
     randomness: Randomness,
     shuffle_rewards: bool,
+    watched: Watched | None,
     state: TrainState[Array],
     collected: Collected,
 ) -> tuple[TrainState[Array], Step]:
@@ -120,6 +126,11 @@ def _learned(
     if state.kept is not None:
         found = to_host(temperatures(sampling, batch, sampled, state.kept))
         prepared |= {name: float(value) for name, value in found.items()}
+    tokens = dict[int, TokenRecord]()
+    if watched is not None:
+        policy = state.policy.weights
+        before = collected.completions, collected.batch
+        tokens = token_records(networks, policy, *before, batch, watched)
     # By the policy that sampled: before the updates, for the sampler of the next step.
     kept = kept_of(recipe, batch, sampled, state.kept, networks.mesh)
     state, history, nonfinite, seconds = train_on_batch(networks, recipe, state, batch, randomness)
@@ -156,7 +167,7 @@ def _learned(
     if state.critic is not None:
         assert networks.critic is not None
         metrics["critic/lr"] = networks.critic.optimizer.rate_at(int(state.critic.updates) - 1)
-    return state, Step(collected, metrics, nonfinite)
+    return state, Step(collected, metrics, nonfinite, tokens)
 
 
 def train_on_batch(

@@ -69,6 +69,7 @@ def small_run(**changes) -> RunConfig:
         "eval_prompts": 8,
         "checkpoint_every": 2,
         "samples_every": 2,
+        "sample_tokens": 0,
     }
     return RunConfig(**{**settings, **changes})
 

@@ -169,9 +169,9 @@ def groups_of(completions: Sequence[Completion]) -> np.ndarray:
     return np.array([c.trajectory.request.prompt for c in completions], np.int32)
 
 
-def shown(completions: Sequence[Completion], number: int) -> list[Completion]:
+def shown_rows(completions: Sequence[Completion], number: int) -> list[int]:
     """Some completions to look at, in their order: two of a prompt as long as there are others."""
     rows = np.arange(len(completions))
     begins = np.diff(groups_of(completions), prepend=-1) != 0
     place = rows - np.maximum.accumulate(np.where(begins, rows, 0))
-    return [completions[row] for row in sorted(np.argsort(place // 2, kind="stable")[:number])]
+    return sorted(np.argsort(place // 2, kind="stable")[:number].tolist())

@@ -101,6 +101,7 @@ def test_what_cannot_change_numbers_may_change_on_resuming():
         checkpoint_every=3,
         keep_checkpoints=5,
         samples_every=7,
+        sample_tokens=9,
         max_nonfinite=11,
         drift_alarm=0.5,
         log_to=("tensorboard",),

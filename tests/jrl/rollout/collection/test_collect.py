@@ -19,7 +19,7 @@ from small_runs import (
 
 from jrl.recipes import RECIPES
 from jrl.rollout.batching import over_rows
-from jrl.rollout.collection.collect import collect, groups_of, shown
+from jrl.rollout.collection.collect import collect, groups_of, shown_rows
 from jrl.rollout.decoding.requests import Request, Shelf, Trajectory
 from jrl.rollout.decoding.slots import Rows
 from jrl.rollout.decoding.usage import Usage
@@ -257,7 +257,7 @@ def completion(prompt, sample=0, text="1"):
 def test_rows_to_look_at_are_of_more_than_one_prompt():
     def rows(prompts, number):
         given = [completion(prompt, row) for row, prompt in enumerate(prompts)]
-        return [c.trajectory.request.sample for c in shown(given, number)]
+        return [given[row].trajectory.request.sample for row in shown_rows(given, number)]
 
     assert rows([0, 0, 1, 1, 2, 2, 3, 3], 4) == [0, 1, 2, 3]
     assert rows([5, 5, 5, 5, 2, 2, 2, 2], 4) == [0, 1, 4, 5]  # as filled up they may fall

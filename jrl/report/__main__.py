@@ -1,0 +1,48 @@
+"""``python -m jrl.report RUN [RUN ...] [--out FILE]`` draws runs as one page."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from jrl.config.command_line import exit_status
+from jrl.report.page.write import write_page
+from jrl.runs.folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for."""
+
+    runs: tyro.conf.Positional[tuple[str, ...]]
+    """Run folders; several are laid over each other."""
+    out: str | None = None
+    """The page; by default report.html in the folder of a single run, and in the working directory
+    where there are several."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    return exit_status(lambda: _main(sys.argv[1:] if arguments is None else list(arguments)))
+
+
+def _main(arguments: list[str]) -> int:
+    request = tyro.cli(
+        Request,
+        prog="python -m jrl.report",
+        description="Draws runs as one page: curves, samples, time, settings. It needs no network.",
+        args=arguments,
+    )
+    if not request.runs:
+        raise ValueError("runs=() names no run: give at least one run folder")
+    folders = [RunFolder.read(path) for path in request.runs]
+    alone = folders[0].report_path if len(folders) == 1 else Path("report.html")
+    path = write_page(folders, alone if request.out is None else request.out)
+    print(f"report: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""What report.html shows of a run, as JSON: its metrics, samples, settings and versions."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jrl.report.metrics import describe
+from jrl.report.plots import PANELS, Panel
+from jrl.runs import records, versions
+from jrl.runs.folder import RunFolder
+
+UPLOT = "1.6.32"
+"""The version of uPlot in `assets/uplot`."""
+POINTS = 1000
+"""Lines of metrics.jsonl that a page holds of a run; of a longer one every few are left out."""
+SAMPLE_CHARACTERS = 1_200_000
+"""Of JSON, for the samples of all runs of a page together."""
+
+
+def page_data(folders: Sequence[RunFolder]) -> dict[str, Any]:
+    """Everything that a page shows.
+
+    Raises:
+      ValueError: for a run without metrics, or with a line that cannot be read.
+    """
+    each = SAMPLE_CHARACTERS // len(folders)
+    names = distinct([folder.path for folder in folders])
+    runs = [run_data(folder, name, each) for folder, name in zip(folders, names, strict=True)]
+    known = sorted({name for run in runs for name in run["metrics"]})
+    return {
+        "runs": runs,
+        "metrics": {name: found for name in known if (found := _definition(name)) is not None},
+        "uplot": UPLOT,
+        "panels": [_panel(panel) for panel in PANELS],
+    }
+
+
+def run_data(folder: RunFolder, name: str, characters: int) -> dict[str, Any]:
+    """One run.
+
+    Args:
+      name: how the page calls it.
+      characters: of JSON that its samples may have.
+    """
+    if not folder.metrics_path.exists():
+        raise ValueError(
+            f"run folder {folder.path} has no metrics.jsonl: it has no step to show; wait for its "
+            "first evaluation, or give another run"
+        )
+    lines = records.read_metrics(folder.metrics_path)
+    kept = thinned(lines, POINTS)
+    columns = dict.fromkeys(name for line in lines for name in line if name != "step")
+    samples = records.read_samples(folder.samples_path) if folder.samples_path.exists() else []
+    shown = within(samples, characters)
+    return {
+        "name": name,
+        "config": folder.config(),
+        "versions": versions.read(folder),
+        "steps": [line["step"] for line in kept],
+        # As metrics.jsonl has them: JSON's own spelling of a float, NaN and infinities as strings.
+        "metrics": {name: [records.plain(line.get(name)) for line in kept] for name in columns},
+        "lines": len(lines),
+        "samples": shown,
+        "num_samples": len(samples),
+    }
+
+
+def thinned(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
+    """About `most` of the lines, evenly: the first, the last and those of evaluations stay."""
+    every = -(-len(lines) // most)
+    last = len(lines) - 1
+    return [
+        line
+        for number, line in enumerate(lines)
+        if number % every == 0 or number == last or "val/accuracy/sampled" in line
+    ]
+
+
+def within(samples: Sequence[dict[str, Any]], characters: int) -> list[dict[str, Any]]:
+    """As many samples as fit, in their order: whole steps, evenly over the run, the first and the
+    last before all others."""
+    steps = sorted({sample["step"] for sample in samples})
+    sizes = dict.fromkeys(steps, 0)
+    for sample in samples:
+        sizes[sample["step"]] += len(json.dumps(sample))
+    kept, room = set[int](), characters
+    for step in _halving(steps):
+        if sizes[step] <= room:
+            kept.add(step)
+            room -= sizes[step]
+    return [sample for sample in samples if sample["step"] in kept]
+
+
+def _halving(steps: Sequence[int]) -> list[int]:
+    """The last, the first, the one between them, those between these, and so on."""
+    order = list(dict.fromkeys([steps[-1], steps[0]])) if steps else []
+    parts = [(0, len(steps) - 1)]
+    while parts:
+        low, high = parts.pop(0)
+        if high - low > 1:
+            middle = (low + high) // 2
+            order.append(steps[middle])
+            parts += [(low, middle), (middle, high)]
+    return order
+
+
+def distinct(paths: Sequence[Path]) -> list[str]:
+    """The names of the folders, with as much of what lies above as tells them apart."""
+    whole = [path.absolute().parts for path in paths]
+    for depth in range(1, max(map(len, whole)) + 1):
+        names = ["/".join(parts[-depth:]) for parts in whole]
+        if len(set(names)) == len(names):
+            return names
+    raise ValueError(f"runs={[str(path) for path in paths]} name a folder twice: give each once")
+
+
+def _definition(name: str) -> dict[str, str] | None:
+    metric = describe(name)
+    return None if metric is None else {"definition": metric.definition, "unit": metric.unit}
+
+
+def _panel(panel: Panel) -> dict[str, Any]:
+    return {
+        "file": panel.file,
+        "title": panel.title,
+        "unit": panel.unit,
+        "lines": [
+            {"metric": line.metric, "label": line.label, "colour": line.colour}
+            for line in panel.lines
+        ],
+        "measured": panel.measured,
+        "bounds": list(panel.bounds),
+        "lowest": records.plain(panel.lowest),
+        "percent": panel.percent,
+    }

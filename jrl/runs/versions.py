@@ -1,0 +1,52 @@
+"""What a run was made with: ``versions.json`` in its folder."""
+
+import json
+import platform
+from importlib import metadata
+
+from jrl.runs import records
+from jrl.runs.folder import RunFolder
+
+PACKAGES = ("jrl-reasoning", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+def write(folder: RunFolder, device: str) -> None:
+    """Keep the versions of the process that writes the run, each time it starts or goes on.
+
+    Args:
+      device: the kind of accelerator, and how many.
+    """
+    records.replace(folder.versions_path, (json.dumps(_found(device), indent=2) + "\n").encode())
+
+
+def read(folder: RunFolder) -> dict[str, str]:
+    """The versions of a run; none for one that was made before they were kept."""
+    if not folder.versions_path.exists():
+        return {}
+    try:
+        found = json.loads(folder.versions_path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{folder.versions_path} is not JSON: {error}; delete it, or put it back as it was"
+        ) from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{folder.versions_path} holds {type(found).__name__}, not an object")
+    return {str(name): str(version) for name, version in found.items()}
+
+
+def _found(device: str) -> dict[str, str]:
+    installed = {dist: _version(dist) for dist in PACKAGES}
+    return {
+        "python": platform.python_version(),
+        **installed,
+        "platform": platform.platform(terse=True),
+        "devices": device,
+    }
+
+
+def _version(package: str) -> str:
+    """Of an installed package; jrl itself may be imported from a checkout."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,102 @@
+"""What stands in report.html is what the run wrote."""
+
+import json
+import math
+import re
+
+import pytest
+from report_runs import HOSTILE, report_run
+
+from jrl.report import __main__ as command
+from jrl.report.page import data, write
+from jrl.runs import records
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Nothing may be written to it."""
+    return report_run(tmp_path_factory.mktemp("page") / "run")
+
+
+def embedded(page):
+    """The data of a page, found as a browser does: up to the first end of the element."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def test_values_are_those_of_the_files(run, tmp_path):
+    path = write.write_page([run], tmp_path / "deep" / "report.html")
+    (found,) = embedded(path.read_text())["runs"]
+    lines = records.read_metrics(run.metrics_path)
+    assert found["steps"] == [line["step"] for line in lines]
+    names = {name for line in lines for name in line} - {"step"}
+    assert found["metrics"].keys() == names
+    for name, column in found["metrics"].items():
+        values = [None if x is None else float(x) for x in column]
+        for value, line in zip(values, lines, strict=True):
+            wanted = line.get(name)
+            assert value == wanted or (math.isnan(value or 0) and math.isnan(wanted)), name
+    assert found["samples"] == records.read_samples(run.samples_path)
+    assert found["config"] == run.config()
+    assert found["versions"] == {"jax": "0.10.2", "devices": "1 x cpu"}
+
+
+def test_nothing_of_a_run_can_end_the_element_it_stands_in(run):
+    title = "<b>&{{data}}"
+    page = write.page_of(data.page_data([run]), title)
+    assert any(s["completion"] == HOSTILE for s in embedded(page)["runs"][0]["samples"])
+    assert "onerror=alert" in page and "<img" not in page and "<b>&" not in page
+    assert "<title>&lt;b&gt;&amp;{{data}}</title>" in page
+    # The data, the library and the program: no more elements than the template has.
+    assert page.count("<script") == page.count("</script>") == 3
+
+
+def test_the_page_is_small_and_asks_for_nothing(run):
+    page = write.page_of(data.page_data([run]), "run")
+    assert len(page.encode()) < 200_000
+    assert "default-src 'none'" in page
+    assert not re.findall(r'(?:src|href)="(?!#|data:)', page)
+    assert f"(v{data.UPLOT})" in page  # as the library says itself
+
+
+def test_long_runs_are_thinned_evenly_and_keep_evaluations():
+    lines = [
+        {"step": step} | ({"val/accuracy/sampled": 0.5} if step == 7 else {}) for step in range(41)
+    ]
+    steps = [line["step"] for line in data.thinned(lines, 11)]
+    assert steps == [0, 4, 7, 8, 12, 16, 20, 24, 28, 32, 36, 40]
+    assert data.thinned(lines[:11], 11) == lines[:11]
+
+
+def test_samples_that_do_not_fit_are_left_out_by_steps():
+    samples = [{"step": step, "text": "x" * 50} for step in range(9) for _ in range(2)]
+    size = 2 * len(json.dumps(samples[0]))
+    kept = [sample["step"] for sample in data.within(samples, 5 * size)]
+    assert kept == [0, 0, 2, 2, 4, 4, 6, 6, 8, 8]
+    assert data.within(samples, 9 * size) == samples
+    assert data.within([], 1) == []
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    folders = [report_run(tmp_path / where / "run", steps=2) for where in ("a", "b")]
+    assert [run["name"] for run in data.page_data(folders)["runs"]] == ["a/run", "b/run"]
+    with pytest.raises(ValueError, match="name a folder twice: give each once"):
+        data.page_data([folders[0], folders[0]])
+
+
+def test_the_command(run, tmp_path, capsys, monkeypatch):
+    other, out = report_run(tmp_path / "other", seed=1, steps=3), tmp_path / "out.html"
+    assert command.main([str(run.path), str(other.path), "--out", str(out)]) == 0
+    assert [r["name"] for r in embedded(out.read_text())["runs"]] == ["run", "other"]
+    assert command.main([str(other.path)]) == 0
+    assert other.report_path.is_file()
+    monkeypatch.chdir(tmp_path)
+    assert command.main([str(run.path), str(other.path)]) == 0
+    assert (tmp_path / "report.html").is_file()
+    capsys.readouterr()
+    assert command.main([str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    other.metrics_path.unlink()
+    assert command.main([str(other.path)]) == 2
+    assert "has no metrics.jsonl" in capsys.readouterr().err
