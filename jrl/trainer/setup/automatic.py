@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import jax
 
 from jrl.recipes.base.recipe import Recipe
-from jrl.trainer.setup.dry_run import GRADIENTS_SENT, LOGITS, STAGE_INPUTS, memory
+from jrl.trainer.setup.memory import GRADIENTS_SENT, LOGITS, STAGE_INPUTS, memory
 from jrl.trainer.setup.network import with_dispatch
 from jrl.trainer.setup.predicted import memory_of_update, time_of_update
 from jrl.trainer.setup.setup import Setup

@@ -1,46 +1,31 @@
 """What a run would do and need, without doing it: batch arithmetic, parameters, memory, layout."""
 
-import math
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from jrl.config.files import flag
 from jrl.config.run import NETWORK_SETTINGS
-from jrl.rollout.collection.collect import sampling_of
-from jrl.rollout.scoring import num_micro_batches
-from jrl.trainer.masters import keeps_masters
 from jrl.trainer.setup.lengths import response_origin
+from jrl.trainer.setup.memory import memory, rollout_memory
 from jrl.trainer.setup.network import OF_EXPERTS, dispatch_explained
 from jrl.trainer.setup.predicted import memory_of_update, time_of_update
 from jrl.trainer.setup.setup import Setup
-from moe.adapters import trees
 from moe.attention.context_parallel.choice import context_of, received
-from moe.chunks import stored_depth
 from moe.config import ModelConfig
-from moe.disaggregated.sides import side_bytes
 from moe.execution import Execution
-from moe.placement import in_chunks, shard_dims, shard_specs, specs, stored_specs
-from moe.router.replay import choices_dtype
-from moe.tokens.zigzag import ZigzagLayout
 from moe.weights import (
-    Transformer,
-    cast_shapes,
     num_active_parameters,
     num_parameters,
     num_trained_parameters,
-    shapes,
-    table,
 )
 from sharding.folding import FoldedMesh
 from sharding.planner.hardware import of_kind
 from sharding.schedule import Schedule
-from sharding.zero import ShardDim
 
 AXES = {
     "dp": "data: each rank has its own sequences",
@@ -52,9 +37,6 @@ AXES = {
     "edp": "data of the experts: ranks that hold the same ones",
 }
 """What is spread over each axis of a layout."""
-LOGITS, STAGE_INPUTS = "logits of a forward pass", "inputs kept by a stage"
-GRADIENTS_SENT = "a gradient on its way in bfloat16"
-"""Rows of `memory` that `jrl.trainer.setup.automatic` tells from what stays."""
 
 
 def print_dry_run(setup: Setup, console: Console | None = None) -> None:
@@ -207,85 +189,6 @@ def _learning(config: ModelConfig) -> str:
     return f"{number:,} in adapters, {readable_bytes(4 * number)}"
 
 
-def memory(setup: Setup) -> dict[str, int]:
-    """Bytes on each device, in the order they are needed.
-
-    With ``W`` the bytes of the policy's weights on one device, ``itemsize x elements / devices it
-    is split over`` for each of them, ``F`` those of as many float32 numbers, and ``V`` and ``E``
-    the same of the critic's:
-
-    * weights ``W``, reference ``W``, critic ``V``, under `Execution.fsdp` their parts alone and
-      ``W`` again where they are gathered to score; while it samples, the policy layer by layer, and
-      on a layout of its own as that spreads it;
-    * float32 masters of weights in bfloat16 (`jrl.trainer.masters`), those of each weight cut over
-      the devices that hold it where a dimension divides (`sharding.zero`): ``F / G`` with G copies
-      of everything, and ``E / G``; none where the weights are float32;
-    * Adam's two moments, cut in the same way: ``2 F / G`` and ``2 E / G``, a quarter less with a
-      first moment in bfloat16;
-    * gradients ``max(F, E)``, float32, and where micro-batches are summed ``max(W, V)`` for that of
-      one of them, in which the layers count by their parts under `Execution.fsdp`;
-    * cache ``layers x slots x (prompt + response) x kv_heads / tp x (head_dim + v_head_dim) x
-      itemsize``, with the slots per device;
-    * logits ``4 x rows x response / cp x min(chunk, vocab / tp)`` of a chunk of columns, or
-      ``4 x rows x response / (cp tp) x vocab`` where the sampler truncates and that is more, with
-      the rows per device of the largest forward pass: a micro-batch, a warm start's batch, or all
-      completions where they are scored before the first update;
-    * under `Recipe.router_replay` the experts of each token and layer, a byte or two each;
-    * under a `RunConfig.gradient_wire` of bfloat16 the largest gradient of a matrix twice in that,
-      as it goes to other sequence-parallel groups and as it comes;
-    * on a pipeline, the inputs of layers that a stage keeps until they go backward.
-
-    With adapters (`ModelConfig.lora`) ``F``, ``E`` and what is made of them are those of adapters
-    and value head alone, which are float32 without masters; the critic has these alone beside the
-    weights of the policy, and there is no reference. While it samples, the policy is there once
-    more, merged.
-
-    Per parameter, weight, gradient, master and moments are ``6 + 12 / G`` bytes in bfloat16, as
-    Megatron-Core counts them, and ``8 + 8 / G`` in float32.
-
-    What lies between the layers (activations) and what the compiler adds come on top.
-    """
-    run, recipe, mesh = setup.run, setup.recipe, setup.mesh
-    networks = [setup.model, *([setup.model.as_critic()] if recipe.uses_critic else [])]
-    held = part_bytes if setup.model.execution.fsdp else weight_bytes
-    weights, critic = (*(held(network, mesh) for network in networks), 0)[:2]
-    beside = setup.model.lora is not None
-    if beside and critic:
-        # Its other weights are the policy's.
-        critic -= held(setup.model.as_critic(), mesh, fixed=True)
-    parts, critic_parts = (*(float32_part_bytes(network, mesh) for network in networks), 0)[:2]
-    # Of float32 parts two, or one and a half.
-    halves = 2 + jax.numpy.dtype(run.mu_dtype).itemsize // 2
-    gradients = max(gradient_bytes(network, mesh, shapes(network)) for network in networks)
-    summand = max(gradient_bytes(network, mesh, cast_shapes(network)) for network in networks)
-    gathered = max(weight_bytes(network, mesh) for network in networks)
-    forward = [recipe.mini_batch_size // setup.geometry.num_micro_batches]
-    if run.weights is None and run.checkpoint is None and run.warm_start_steps:
-        forward.append(setup.geometry.supervised_rows(run.warm_start_batch))
-    if recipe.uses_reference or recipe.rescores:
-        forward.append(recipe.completions // _num_scored(setup))
-    rollout = rollout_memory(setup) if run.rollout_devices is None else {}
-    rows = {
-        "weights": weights,
-        "gradients": gradients + (summand if setup.geometry.num_micro_batches > 1 else 0),
-        "float32 masters": parts if keeps_masters(setup.model) else 0,
-        "optimizer moments": parts * halves // 2,
-        "critic": critic,
-        "critic's float32 masters": critic_parts if keeps_masters(setup.model) else 0,
-        "critic's optimizer moments": critic_parts * halves // 2,
-        "reference": weights if recipe.uses_reference and not beside else 0,
-        "weights gathered to score": gathered if setup.model.execution.fsdp else 0,
-        "weights apart to sample": rollout.get("weights apart to sample", 0),
-        "key/value cache": rollout.get("key/value cache", 0),
-        LOGITS: logits_bytes(setup, max(forward)),
-        "choices of experts": choices_bytes(setup) if recipe.router_replay is not None else 0,
-        "policy of the rollout": rollout.get("policy of the rollout", 0),
-        STAGE_INPUTS: kept_bytes(setup) if mesh.layout.pp > 1 else 0,
-        GRADIENTS_SENT: max(sent_bytes(network, setup) for network in networks),
-    }
-    return {name: number for name, number in rows.items() if number}
-
-
 def prediction(setup: Setup) -> dict[str, str]:
     """What comes on top of `memory` in an update and, on an accelerator that the planner knows, its
     time: a plan, not a measurement."""
@@ -309,159 +212,6 @@ def prediction(setup: Setup) -> dict[str, str]:
         **{f"of which {name}": f"{time / takes.total:.0%}" for name, time in parts.items() if time},
         "model FLOPs utilisation": f"{takes.mfu(hardware):.1%}",
     }
-
-
-def rollout_memory(setup: Setup) -> dict[str, int]:
-    """Bytes that sampling needs on one of its devices, of two sides on that which needs more
-    weights."""
-    model = setup.model.without_adapters()
-    if setup.split is not None:
-        policy = max(side_bytes(model, setup.split))
-        return {"key/value cache": cache_bytes(setup), "policy of the rollout": policy}
-    weights = weight_bytes(model, setup.rollout_mesh)
-    is_copy = setup.rollout_mesh != setup.mesh or setup.model.lora is not None
-    return {
-        "weights apart to sample": weights,
-        "key/value cache": cache_bytes(setup),
-        "policy of the rollout": weights if is_copy else 0,
-    }
-
-
-def weight_bytes(config: ModelConfig, mesh: FoldedMesh, *, fixed: bool = False) -> int:
-    """Bytes of a network's weights on one device where they are used.
-
-    Args:
-      fixed: of those alone that do not learn.
-    """
-    everything = _bytes_on_one(cast_shapes(config), mesh, specs(config, mesh))
-    return _total(trees.fixed(everything, table(config)) if fixed else everything)
-
-
-def part_bytes(config: ModelConfig, mesh: FoldedMesh, *, fixed: bool = False) -> int:
-    """Bytes of one device's parts of the weights, as the optimizer cuts them.
-
-    Args:
-      fixed: of those alone that do not learn.
-    """
-    everything = _bytes_on_one(cast_shapes(config), mesh, shard_specs(config, mesh))
-    return _total(trees.fixed(everything, table(config)) if fixed else everything)
-
-
-def float32_part_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
-    """Bytes of as many float32 numbers as learn: masters, or one of the moments."""
-    everything = _bytes_on_one(shapes(config), mesh, shard_specs(config, mesh))
-    return _total(trees.trained(everything, table(config)))
-
-
-def gradient_bytes(
-    config: ModelConfig, mesh: FoldedMesh, like: Transformer[jax.ShapeDtypeStruct]
-) -> int:
-    """Bytes of gradients on one device, in the dtypes of `like`, of what learns: those of layers
-    that are joined one by one are there in parts."""
-    whole = _bytes_on_one(like, mesh, specs(config, mesh))
-    layers = _bytes_on_one(like, mesh, stored_specs(config, mesh)).layers
-    return _total(trees.trained(replace(whole, layers=layers), table(config)))
-
-
-def sent_bytes(network: ModelConfig, setup: Setup) -> int:
-    """Bytes of the largest gradient that is on its way in bfloat16, to and from the devices across
-    sequence-parallel groups (`sharding.compression`); 0 where gradients are sent in float32."""
-    wire, mesh = setup.run.gradient_wire, setup.mesh
-    if wire == "float32":
-        return 0
-    cuts = shard_dims(network, mesh, wire)
-    numbers = _bytes_on_one(shapes(network), mesh, specs(network, mesh))
-
-    def sent(cut: ShardDim, float32: int) -> int:
-        inside = [stage for stage in cut.stages if stage != cut.compressed]
-        shard = float32 // math.prod(mesh.size(stage) for stage in inside)
-        # Two copies, each of half the bytes.
-        return shard if cut.compressed else 0
-
-    return max(jax.tree.leaves(jax.tree.map(sent, cuts, numbers)))
-
-
-def _total(bytes_of: Transformer[int]) -> int:
-    return sum(jax.tree.leaves(bytes_of))
-
-
-def _bytes_on_one(
-    like: Transformer[jax.ShapeDtypeStruct],
-    mesh: FoldedMesh,
-    places: Transformer[PartitionSpec],
-) -> Transformer[int]:
-    """Bytes of each weight."""
-
-    def on_one(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
-        sharding = NamedSharding(mesh.mesh, spec)
-        return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-
-    stored = jax.eval_shape(lambda weights: in_chunks(weights, mesh), like)
-    return jax.tree.map(on_one, stored, places)
-
-
-def cache_bytes(setup: Setup) -> int:
-    """Bytes of the key/value cache on one device."""
-    model, mesh = setup.model, setup.rollout_mesh
-    tp = mesh.size(mesh.tp)
-    columns = -(-(setup.prompt_length + setup.response_length) // tp) * tp
-    positions = setup.geometry.slots(setup.run.slots) // mesh.size(mesh.dp) * columns
-    heads = model.num_kv_heads // mesh.size(mesh.tp)
-    widths = model.head_dim + model.v_head_dim
-    itemsize = jax.numpy.dtype(model.dtype).itemsize
-    return positions * model.num_layers * heads * widths * itemsize
-
-
-def logits_bytes(setup: Setup, rows: int) -> int:
-    """Bytes of the float32 logits on one device while `rows` responses are scored at once.
-
-    They are those of a chunk of columns or, of this device's tokens, those of the whole vocabulary,
-    by which top-k and top-p know what to cut away.
-    """
-    mesh, vocab_size = setup.mesh, setup.model.vocab_size
-    section = -(-rows // mesh.size(mesh.dp)), setup.response_length
-    tokens = ZigzagLayout((section,), mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.cp)
-    width, chunk = -(-vocab_size // mesh.size(mesh.tp)), setup.model.execution.vocab_chunk
-    numbers = tokens * (width if chunk is None else min(chunk, width))
-    if sampling_of(setup.recipe).truncates:
-        numbers = max(numbers, tokens // mesh.size(mesh.tp) * vocab_size)
-    return 4 * numbers
-
-
-def choices_bytes(setup: Setup) -> int:
-    """Bytes of a step's choices of experts on one device."""
-    model, mesh = setup.model, setup.mesh
-    tokens = setup.recipe.completions // mesh.size(mesh.dp) * _time(setup)
-    numbers = tokens * model.num_expert_layers * model.experts_per_token
-    return numbers * choices_dtype(model.num_experts).itemsize
-
-
-def kept_bytes(setup: Setup) -> int:
-    """Bytes of the layers' inputs that a pipeline stage keeps during an update, of all chunks that
-    are on their way at once."""
-    mesh, group = setup.mesh, setup.geometry.prompt_layout.group_size
-    rows = setup.recipe.micro_batch_size // mesh.size(mesh.dp)
-    sections = (rows // group, setup.prompt_length), (rows, setup.response_length)
-    tokens = ZigzagLayout(sections, mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.sequence)
-    schedule = Schedule(mesh.layout.pp, setup.geometry.num_micro_batches, mesh.layout.vpp)
-    chunks = 1 + max(map(max, schedule.slots()))
-    layers = stored_depth(setup.model.num_layers - setup.model.num_dense_layers, mesh)
-    itemsize = jax.numpy.dtype(setup.model.dtype).itemsize
-    return chunks * layers * tokens * setup.model.d_model * itemsize
-
-
-def _num_scored(setup: Setup) -> int:
-    """Pieces that all completions are scored in."""
-    mesh = setup.mesh
-    if mesh.layout.pp == 1:
-        return 1
-    rows = setup.recipe.completions // mesh.size(mesh.dp)
-    return num_micro_batches(rows, _time(setup), setup.geometry.prompt_layout, mesh)
-
-
-def _time(setup: Setup) -> int:
-    """Columns of a completion with its prompt."""
-    return setup.prompt_length + setup.response_length
 
 
 def _print_prompt(setup: Setup, console: Console) -> None:

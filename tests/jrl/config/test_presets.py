@@ -8,7 +8,7 @@ from tiers import full_but
 
 from jrl.config.flags import parse
 from jrl.config.settings_file import PRESETS
-from jrl.trainer.setup.dry_run import memory
+from jrl.trainer.setup.memory import memory
 from jrl.trainer.setup.predicted import memory_of_update
 from jrl.trainer.setup.setup import build_setup
 

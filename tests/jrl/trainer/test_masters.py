@@ -32,7 +32,7 @@ from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.trainer.evaluation.saved_policy import load_both, load_policy
 from jrl.trainer.scoring import logprobs_of
-from jrl.trainer.setup.dry_run import memory
+from jrl.trainer.setup.memory import memory
 from jrl.trainer.state import abstract, restore, save
 from jrl.trainer.update import count, update
 from moe import model

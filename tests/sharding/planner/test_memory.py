@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from programs import mesh_of
 from whole_network import loss_and_gradient
 
-from jrl.trainer.setup.dry_run import part_bytes, weight_bytes
+from jrl.trainer.setup.memory import part_bytes, weight_bytes
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.experts.dispatch import buffers

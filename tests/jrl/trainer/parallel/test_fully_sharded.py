@@ -20,7 +20,7 @@ from tiers import full_but
 
 from jrl.rollout.resharding import reshard
 from jrl.runs.checkpoints import Checkpoints
-from jrl.trainer.setup.dry_run import memory
+from jrl.trainer.setup.memory import memory
 from jrl.trainer.state import abstract, restore, save
 from jrl.trainer.update import update
 from moe import placement

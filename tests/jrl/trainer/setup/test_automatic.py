@@ -10,7 +10,7 @@ from jrl.config.run import RunConfig
 from jrl.recipes import Grpo
 from jrl.trainer.setup import automatic
 from jrl.trainer.setup.automatic import candidate, chosen_layout, on_layout
-from jrl.trainer.setup.dry_run import memory
+from jrl.trainer.setup.memory import memory
 from jrl.trainer.setup.predicted import memory_of_update
 from jrl.trainer.setup.setup import build_setup
 from sharding.folding import Layout

@@ -8,7 +8,8 @@ import pytest
 from jrl.config.run import RunConfig
 from jrl.recipes import Grpo
 from jrl.trainer.setup import dry_run
-from jrl.trainer.setup.dry_run import prediction, weight_bytes
+from jrl.trainer.setup.dry_run import prediction
+from jrl.trainer.setup.memory import weight_bytes
 from jrl.trainer.setup.predicted import batch_of, memory_of_update, method_of, time_of_update
 from jrl.trainer.setup.setup import build_setup
 from sharding.planner.hardware import HARDWARE, of_kind
