@@ -79,9 +79,10 @@ EXPORTED = {f"DCGM_FI_{name}": found for name, found in _DCGM.items()} | {
     "container_fs_writes_bytes_total": ("disk/write", COUNTER),
 }
 """The sampler's name of an exported metric, and what it is."""
+# In a string of PromQL a backslash begins an escape: these do without.
 _PATTERNS = (
-    (re.compile(r"node_ethtool_\w*prio\d_pause(_total)?"), ("network/pfc", COUNTER)),
-    (re.compile(r"node_(ethtool|infiniband)_\w*cnp\w*"), ("network/cnp", COUNTER)),
+    (re.compile(r"node_ethtool_[a-z0-9_]*prio[0-9]_pause(_total)?"), ("network/pfc", COUNTER)),
+    (re.compile(r"node_(ethtool|infiniband)_[a-z0-9_]*cnp[a-z0-9_]*"), ("network/cnp", COUNTER)),
 )
 SELECTOR = '{__name__=~"jrl_.+|' + "|".join([*EXPORTED, *(p.pattern for p, _ in _PATTERNS)]) + '"}'
 """What a Prometheus server is asked for: all that is known by name."""
