@@ -102,7 +102,9 @@ def test_gradients_of_an_update_are_within_the_bound(layout, monkeypatch):
     monkeypatch.setattr(zero, "reduce_scatter", in_both)
     network = setup.networks.policy
     weights, batch = random_weights(setup, setup.model), small_batch(setup, ROWS)
-    given = weights, batch, of_update.count(batch), None, None
+    # No weights that stay fixed, no statistics, no passes of an expert buffer.
+    fixed = statistics = passes = None
+    given = weights, fixed, batch, of_update.count(batch), statistics, passes
     program = jax.jit(
         partial(of_update._gradients, network.objective, "bfloat16", 1),
         compiler_options=FAST_COMPILE,
