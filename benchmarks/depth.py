@@ -126,9 +126,9 @@ def decoding(config: Any) -> tuple[Callable[[], Any], Callable[[Any], float]]:
     import jax.numpy as jnp
 
     from jrl.rollout.batching import replicated
-    from jrl.rollout.decoding.advance import advance, policy_of
-    from jrl.rollout.decoding.slots import Decoder, empty_pool
-    from jrl.rollout.decoding.tokens import Draws
+    from jrl.rollout.decoding.programs.advance import advance, policy_of
+    from jrl.rollout.decoding.programs.slots import Decoder, empty_pool
+    from jrl.rollout.decoding.programs.tokens import Draws
     from jrl.rollout.sampling import Sampling
     from moe.weights import initialise
     from sharding.folding import Layout, fold

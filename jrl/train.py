@@ -29,7 +29,7 @@ from jrl.processes.agreement import (
     is_main_process,
     is_multiprocess,
 )
-from jrl.recipes.load import source_of
+from jrl.recipes.base.load import source_of
 from jrl.runs import records
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import read_metrics
@@ -58,7 +58,7 @@ def _main(arguments: list[str]) -> int:
     start_jax(request.run.devices, request.processes)
     check_same(_settings(request))
     if request.run.lora_from is not None and not request.command.resume:
-        from jrl.trainer.adapters import settled
+        from jrl.trainer.learner.adapters import settled
 
         request = replace(request, run=settled(request.run))
     if request.run.layout == AUTO:
@@ -247,7 +247,7 @@ def _given_weights(setup: "Setup") -> "Transformer[Array] | None":
 
 def _given_adapters(setup: "Setup") -> "Transformer[Array] | None":
     """The adapters that --lora-from asks for; None without."""
-    from jrl.trainer.adapters import given_adapters
+    from jrl.trainer.learner.adapters import given_adapters
 
     return given_adapters(setup)
 

@@ -2,8 +2,8 @@
 
 A row's token at position p has its keys and values in column p, whatever the other rows do: rows
 stand at different positions, and what a row computes does not depend on when it came. The cache is
-one buffer per layer, key and value, or one for all layers of a stack that is scanned (`moe.depth`),
-written in place: a loop that carries it never copies it.
+one buffer per layer, key and value, or one for all layers of a stack that is scanned
+(`moe.layers.depth`), written in place: a loop that carries it never copies it.
 """
 
 from collections.abc import Callable
@@ -21,10 +21,10 @@ from moe.attention.latent import LatentCore, absorbed, keeps_narrow, released
 from moe.attention.layer import CoreAttention
 from moe.attention.mask import Window, window_of_layer
 from moe.config import ModelConfig
-from moe.depth import is_stack
 from moe.embedding import embed
 from moe.head import logits_of
 from moe.kernels.decode_attention import decode_attention
+from moe.layers.depth import is_stack
 from moe.model import block, run_keeping
 from moe.precision import rms_norm
 from moe.tokens.packing import PackedBatch, pack_rows
@@ -38,7 +38,7 @@ Leaf = TypeVar("Leaf")
 
 @struct.dataclass
 class Cache(Generic[Leaf]):
-    """Keys and values of the tokens so far, a buffer for each of `moe.depth.parts_of`.
+    """Keys and values of the tokens so far, a buffer for each of `moe.layers.depth.parts_of`.
 
     Attributes:
       keys: per layer ``[row, kv_head, head_dim, column]``, rotated; values: ``[row, kv_head,
@@ -320,8 +320,8 @@ def decode_step(
     """Appends one token to every live row and scores the next.
 
     Args:
-      layers: the layers of `weights` in the parts of `moe.depth.parts_of`, taken apart once outside
-        the loop.
+      layers: the layers of `weights` in the parts of `moe.layers.depth.parts_of`, taken apart once
+        outside the loop.
       cache: of live rows written at `positions`, in place when the caller gives it up; other rows
         stay as they are.
       tokens: the tokens to append.

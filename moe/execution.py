@@ -46,8 +46,9 @@ class Execution:
       expert_chunks: parts that the tokens of a device go to the experts and back in, so that one
         part may travel while another is multiplied (`moe.experts.dispatch.token_chunks`). A step
         of decoding, which has few tokens, takes 1.
-      scan_layers: one program for all equal layers (`moe.depth`), whose compilation does not take
-        longer the more they are, in place of one for each; None where there are more than a few.
+      scan_layers: one program for all equal layers (`moe.layers.depth`), whose compilation does not
+        take longer the more they are, in place of one for each; None where there are more than a
+        few.
       vocab_chunk: columns of the head whose logits are there at a time in training, on each ``tp``
         rank; None is all of them (`moe.head`).
     """

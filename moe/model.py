@@ -20,11 +20,11 @@ from moe.attention.latent import LatentCore, expanded, keeps_narrow
 from moe.attention.layer import CoreAttention, attention
 from moe.attention.mask import window_of_layer
 from moe.config import ModelConfig
-from moe.depth import is_scanned, over_layers
 from moe.embedding import embed
 from moe.experts.dispatch.choice import dispatch
 from moe.experts.feed_forward import dense_term
 from moe.head import logits_of, value_of
+from moe.layers.depth import is_scanned, over_layers
 from moe.precision import rms_norm
 from moe.remat import KEPT, KEPT_BEFORE_NORMS, STREAM, rematerialised
 from moe.router.capacity import capacity_of
@@ -132,7 +132,7 @@ def run_keeping(
     shard_dims: Layer[ShardDim] | None = None,
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None, list[Any]]:
     """`run`, and what is kept of the keys and values of all layers: an entry for each of
-    `moe.depth.parts_of`."""
+    `moe.layers.depth.parts_of`."""
     _check_whole(mesh)
     check_runs(packed.tokens.shape[0], mesh)
     x = embed(weights, packed.tokens, config, mesh)

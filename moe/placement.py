@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from moe import chunks
 from moe.config import ModelConfig
+from moe.layers import chunks
 from moe.weights import Leaf, Transformer, Weight, axis_sizes, shapes, table
 from sharding import zero
 from sharding.folding import FoldedMesh
@@ -89,7 +89,7 @@ def _each_weight(
 def in_chunks(weights: Transformer[jax.Array], mesh: FoldedMesh) -> Transformer[jax.Array]:
     """Weights as they are stored on `mesh`: ``[layer, ...]`` or, where its pipeline stages have
     several model chunks, ``[chunk, layer / vpp, ...]``. Chunks that are a layer shorter than the
-    others end with zeros (`moe.chunks`).
+    others end with zeros (`moe.layers.chunks`).
 
     The chunks of a stage are not neighbours; spread along the second axis, they lie together on it.
     Inverted by `in_layer_order`.

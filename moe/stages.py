@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from moe import chunks, model
+from moe import model
 from moe.adapters.trees import joined
 from moe.config import ModelConfig
 from moe.embedding import embed
+from moe.layers import chunks
 from moe.router.balance import router_loss
 from moe.router.statistics import RouterStatistics
 from moe.tokens.packing import PackedBatch

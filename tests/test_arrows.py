@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ ALLOWED = {
 }
 COMPUTED = {
     Path("jrl/runs/loggers.py"),
-    Path("jrl/tasks/files.py"),
+    Path("jrl/tasks/data/files.py"),
     Path("jrl/tasks/references.py"),
     Path("jrl/tasks/workers/reward.py"),
 }
@@ -265,3 +266,15 @@ def test_what_watches_in_production_imports_no_laboratory():
         )
     }
     assert not wrong
+
+
+SIZES = {"lines": 400, "modules": 12}
+"""What a reader holds in the head: lines of a file, modules of a folder beside `__init__`."""
+
+
+def test_no_file_and_no_folder_is_too_large():
+    files = [path for room in PACKAGES for path in (ROOT / room).rglob("*.py")]
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
+    folders = Counter(path.parent for path in files if path.name != "__init__.py")
+    assert [str(path) for path, number in lines.items() if number > SIZES["lines"]] == []
+    assert [str(path) for path, number in folders.items() if number > SIZES["modules"]] == []

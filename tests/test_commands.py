@@ -101,7 +101,11 @@ def test_there_are_commands():
     tested = {"jrl.evaluate", "jrl.export", "jrl.faults", "jrl.report", "jrl.serve", "jrl.train"}
     tested |= {"sharding.folding", "sharding.planner"}
     # Without arguments.
-    alone = {"pytest", "sharding.planner.calibration", "sharding.planner.serving.published"}
+    alone = {
+        "pytest",
+        "sharding.planner.validation.calibration",
+        "sharding.planner.serving.published",
+    }
     assert programs == benchmarks | tested | set(STUDIES) | alone
 
 

@@ -12,7 +12,7 @@ from jrl.config.run import AUTO, RunConfig
 from jrl.config.settings_file import Settings, read_settings
 from jrl.processes.coordinator import ALONE, Processes
 from jrl.recipes import RECIPES, Recipe
-from jrl.recipes.load import load_recipe
+from jrl.recipes.base.load import load_recipe
 from jrl.runs.folder import RunFolder
 from sharding.folding import Layout
 

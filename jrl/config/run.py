@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jrl.config.seeds import check_seed
-from jrl.tasks.files import KINDS
+from jrl.tasks.data.files import KINDS
+from jrl.tasks.data.split import parse_heldout
 from jrl.tasks.rewards.settings import RewardSettings
-from jrl.tasks.split import parse_heldout
 
 ROUTER_SETTINGS = (
     "load_balance_coef",

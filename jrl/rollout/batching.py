@@ -12,8 +12,8 @@ from jaxtyping import Array
 
 from jrl.processes.agreement import to_devices
 from jrl.recipes.base.batch import Batch
+from jrl.rollout.decoding.programs.slots import Rows
 from jrl.rollout.decoding.requests import Trajectory
-from jrl.rollout.decoding.slots import Rows
 from sharding.folding import FoldedMesh
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jrl.rollout.decoding.slots import Likeliest
+from jrl.rollout.decoding.programs.slots import Likeliest
 from jrl.rollout.sampling import logprobs_of
 
 Leaf = TypeVar("Leaf")

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from jrl.tasks.prompt_list import PromptList
-from jrl.tasks.split import HeldOut
+from jrl.tasks.data.prompt_list import PromptList
+from jrl.tasks.data.split import HeldOut
 from jrl.tasks.task import ERROR, TIMEOUT, UNPARSABLE, Example, Verdict, check_pairs
 from jrl.tasks.workers.pool import Pool
 from jrl.tasks.workers.process import Message

@@ -14,18 +14,18 @@ from jrl.tasks.builtin.countdown import countdown
 from jrl.tasks.builtin.progression import progression
 from jrl.tasks.builtin.scratchpad import MIN_DIGITS, scratchpad
 from jrl.tasks.builtin.sort import sort
-from jrl.tasks.files import KINDS
+from jrl.tasks.data.files import KINDS
+from jrl.tasks.data.jsonl import jsonl, prompts_of
+from jrl.tasks.data.records import Fields
+from jrl.tasks.data.split import HeldOut, parse_heldout
 from jrl.tasks.gym import gym
-from jrl.tasks.jsonl import jsonl, prompts_of
 from jrl.tasks.mixture import Mixture, Weighted
 from jrl.tasks.own import own_prompts
 from jrl.tasks.procedural import ProceduralTask
-from jrl.tasks.records import Fields
 from jrl.tasks.references import looks_like_one, reference, sources
 from jrl.tasks.rewards.own import OwnReward
 from jrl.tasks.rewards.rewarded import Named, Prompts, Rewarded, Weighing
 from jrl.tasks.rewards.settings import OWN, RewardSettings, parse_weights
-from jrl.tasks.split import HeldOut, parse_heldout
 from jrl.tasks.task import Task
 
 BUILT_IN: dict[str, Callable[[int], ProceduralTask]] = {
@@ -67,7 +67,7 @@ def load_task(
       fields: names of the fields of a file's lines; None is `Fields()`. Other tasks have none.
       workers: processes that check answers, where the task has some; None is one per processor
         core, up to 8.
-      held_out: which prompts are held out (`jrl.tasks.split.parse_heldout`).
+      held_out: which prompts are held out (`jrl.tasks.data.split.parse_heldout`).
       rewards: how completions are rewarded; None is by the task's own verifier or reward.
       kept: folder with a run's copies of files of the user's own; None reads them where they lie.
 

@@ -2,12 +2,12 @@
 
 from typing import Any
 
+from jrl.tasks.data.prompt_list import PromptList
+from jrl.tasks.data.records import check_sendable, example_of
+from jrl.tasks.data.split import HeldOut
 from jrl.tasks.procedural import ProceduralTask
-from jrl.tasks.prompt_list import PromptList
-from jrl.tasks.records import check_sendable, example_of
 from jrl.tasks.references import Reference
 from jrl.tasks.rewards.rewarded import Prompts
-from jrl.tasks.split import HeldOut
 from jrl.tasks.task import Example
 
 SIZES = ("max_prompt_length", "max_response_length", "characters")

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from jrl.tasks.prompt_list import PromptList
+from jrl.tasks.data.prompt_list import PromptList
 from jrl.tasks.task import Example
 
 

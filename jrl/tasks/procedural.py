@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jrl.tasks.data.records import example_of
+from jrl.tasks.data.split import HELDOUT_SHARE, generator, is_heldout
 from jrl.tasks.definition import Endless, score_of
-from jrl.tasks.records import example_of
-from jrl.tasks.split import HELDOUT_SHARE, generator, is_heldout
 from jrl.tasks.task import CORRECT, UNPARSABLE, WRONG, Example, Verdict, check_index, check_pairs
 
 

@@ -14,7 +14,7 @@ from jrl.rollout.batching import batch_from_host, replicated
 from jrl.rollout.collection.ahead import Ahead, Drawn, Room, check_staleness
 from jrl.rollout.collection.collect import Collected
 from jrl.rollout.collection.lookahead import LookAhead
-from jrl.rollout.decoding.slots import Pool
+from jrl.rollout.decoding.programs.slots import Pool
 from jrl.rollout.resharding import apart
 from jrl.rollout.sampler import Sampler
 from jrl.trainer.setup.networks import Networks

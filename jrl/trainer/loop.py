@@ -3,40 +3,35 @@
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
-import numpy as np
 from jaxtyping import Array
 
 from jrl.config.run import RunConfig
 from jrl.faults.collect.sources import own_gpus
-from jrl.faults.fleet import Alarm
 from jrl.faults.live.guard import LOOKS, Attachment, Guard, machine_name, metrics_of
 from jrl.faults.live.hook import Hook, command_hook
 from jrl.faults.standard import StandardDetector
-from jrl.processes.agreement import FailTogether, any_of, is_main_process, to_host
+from jrl.processes.agreement import FailTogether, any_of, is_main_process
 from jrl.processes.stopping import Stop
-from jrl.report.display import TrainingDisplay, WarmStartDisplay, print_samples
+from jrl.report.display import WarmStartDisplay
 from jrl.report.metrics import check_known
 from jrl.report.page.write import write_page
-from jrl.report.plots import plot_run
-from jrl.rollout.collection.collect import sampling_of, shown_rows
+from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.sampler import Sampler, numbered_heldout
-from jrl.runs import belongings, loggers, versions
+from jrl.runs import belongings, versions
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
-from jrl.runs.records import Appender, read_metrics, read_samples
 from jrl.tasks import Example
-from jrl.text.prompt_format import PromptFormat
-from jrl.trainer.adapters import write_adapters
 from jrl.trainer.evaluation.heldout import heldout_examples, heldout_metrics
+from jrl.trainer.learner.adapters import write_adapters
+from jrl.trainer.outputs import SHOWN, appender, finish, opened, save_nonfinite
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.state import TrainState, init_adapters, init_state, init_weights, restore, save
-from jrl.trainer.step import NonFinite, Step, train_step
+from jrl.trainer.step import train_step
 from jrl.trainer.summary import drift_alarm
 from jrl.trainer.token_records import Watched
 from jrl.trainer.warm_start import WarmStartStopped, prompts_imitated, shortfall, warm_start
@@ -44,8 +39,6 @@ from moe.weights import Transformer
 
 OnStep = Callable[[int, Mapping[str, float]], None]
 """What is told a step and its metrics."""
-SHOWN = 4
-"""Held-out prompts shown before and after, and completions per step in samples.jsonl."""
 
 
 class NonFiniteRun(RuntimeError):
@@ -103,7 +96,7 @@ def train(
             )
         except WarmStartStopped:
             return Outcome(0, stopped=True, saved=False)
-        outputs = stack.enter_context(_outputs(setup, folder, int(state.step)))
+        outputs = stack.enter_context(opened(setup, folder, int(state.step)))
         while int(state.step) < run.steps and not any_of(bool(stop)):
             # A signal ends the run after this step, never in the midst of an update.
             stop.doing = f"finishing step {int(state.step) + 1} and saving it"
@@ -136,7 +129,7 @@ def train(
             if is_main_process():
                 on_step(step, metrics)
             for number, skipped_update in enumerate(done.nonfinite):
-                _save_nonfinite(folder, f"{step}-{number}-{skipped_update.network}", skipped_update)
+                save_nonfinite(folder, f"{step}-{number}-{skipped_update.network}", skipped_update)
             if step == run.steps:
                 _write_shown(setup, sampler, folder, state)
             if step % run.checkpoint_every == 0 or step == run.steps:
@@ -151,7 +144,7 @@ def train(
         write_adapters(setup, folder.model_path, folder.adapters_path, state)
         outputs.warn(guard.alarms())  # since the last step: shown, but no line of metrics is left
     if is_main_process():
-        _finish(setup, folder, stopped=step < run.steps)
+        finish(setup, folder, stopped=step < run.steps)
     return Outcome(step, stopped=step < run.steps)
 
 
@@ -205,9 +198,9 @@ def _first_state(
     metrics |= _evaluated(setup, sampler, state, heldout)
     if setup.prompts_dropped:
         metrics["data/prompts_dropped"] = float(setup.prompts_dropped)
-    with _appender(folder.metrics_path) as appender:
+    with appender(folder.metrics_path) as lines:
         check_known(metrics)
-        appender.append(0, metrics)
+        lines.append(0, metrics)
     if is_main_process():
         on_step(0, metrics)
     _write_shown(setup, sampler, folder, state)
@@ -231,95 +224,10 @@ def _write_shown(
     examples = numbered_heldout(heldout_examples(setup.task, SHOWN))
     sampler.engine.load(state.policy.weights, int(state.step))
     drawn = sampler.sample(examples, sampling_of(setup.recipe), 1)
-    with _appender(folder.samples_path) as appender:
+    with appender(folder.samples_path) as lines:
         for completion in drawn:
             record = completion.record(setup.format)
-            appender.append(int(state.step), {"kind": "heldout", **record})
-
-
-def _appender(path: Path) -> Appender:
-    """Lines for a file of the run, which the first process writes; those of others go nowhere."""
-    return Appender(path if is_main_process() else os.devnull)
-
-
-@dataclass
-class _Outputs:
-    """Open files, loggers and the display of a run."""
-
-    metrics: Appender
-    samples: Appender
-    loggers: list[loggers.Logger]
-    display: TrainingDisplay
-    own_metrics: Mapping[str, str]
-    total_tokens: float
-    total_skipped: float
-    total_empty: float
-    drifted: bool
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        self.total_tokens += metrics["training/tokens"]
-        self.total_skipped += metrics["training/nonfinite_skipped"]
-        self.total_empty += metrics["training/empty_skipped"]
-        metrics["training/total_tokens"] = self.total_tokens
-        metrics["training/nonfinite_skipped_total"] = self.total_skipped
-        metrics["training/empty_skipped_total"] = self.total_empty
-        check_known(metrics, self.own_metrics)
-        self.metrics.append(step, metrics)
-        for logger in self.loggers:
-            logger.log(step, metrics)
-        self.display.update(step, metrics)
-
-    def warn(self, alarms: list[Alarm]) -> None:
-        for alarm in alarms:
-            self.display.alarm(alarm.describe())
-
-    def warn_of_drift(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows where a drift of the sampler from the trainer begins."""
-        if "sampling/drift_alarm" not in metrics:
-            return
-        before, self.drifted = self.drifted, metrics["sampling/drift_alarm"] > 0
-        if self.drifted and not before:
-            kl = metrics["sampling/k3_kl"]
-            self.display.alarm(
-                f"step {step}: the sampler has drifted from the trainer: sampling/k3_kl is "
-                f"{kl:.3g} nats, more than --drift-alarm allows"
-            )
-
-    def write_samples(self, format: PromptFormat, step: int, done: Step) -> None:
-        completions = done.collected.completions
-        for row in shown_rows(completions, SHOWN):
-            record = {"kind": "training", **completions[row].record(format)}
-            if row in done.tokens:
-                record["tokens"] = done.tokens[row].record(format.tokenizer)
-            self.samples.append(step, record)
-
-
-@contextmanager
-def _outputs(setup: Setup, folder: RunFolder, step: int) -> Iterator[_Outputs]:
-    history = read_metrics(folder.metrics_path) if is_main_process() else []
-    rewards = [line["critic/score/mean"] for line in history if "critic/score/mean" in line]
-    last = history[-1] if history else {}
-    with ExitStack() as stack:
-        extra: list[loggers.Logger] = []
-        for name in setup.run.log_to if is_main_process() else ():
-            if name == "tensorboard":
-                resumed = folder.tensorboard_path.is_dir()
-                logger = loggers.TensorBoard(folder.tensorboard_path, step if resumed else None)
-            else:
-                logger = loggers.Wandb(folder.path, "jrl", folder.path.name, folder.config())
-            stack.callback(logger.close)
-            extra.append(logger)
-        yield _Outputs(
-            metrics=stack.enter_context(_appender(folder.metrics_path)),
-            samples=stack.enter_context(_appender(folder.samples_path)),
-            loggers=extra,
-            display=stack.enter_context(TrainingDisplay(setup.run.steps, step, rewards)),
-            own_metrics=setup.recipe.metrics,
-            total_tokens=last.get("training/total_tokens", 0.0),
-            total_skipped=last.get("training/nonfinite_skipped_total", 0.0),
-            total_empty=last.get("training/empty_skipped_total", 0.0),
-            drifted=last.get("sampling/drift_alarm", 0.0) > 0,
-        )
+            lines.append(int(state.step), {"kind": "heldout", **record})
 
 
 def _attachment(run: RunConfig, folder: RunFolder, on_fault: Hook | None) -> Attachment | None:
@@ -354,21 +262,6 @@ def _speed(setup: Setup, tokens: float, seconds: float) -> dict[str, float]:
     }
 
 
-def _save_nonfinite(folder: RunFolder, name: str, skipped: NonFinite) -> Path:
-    """The batch of an update that was skipped, as plain arrays in an .npz file."""
-    path = folder.path / "nonfinite" / f"{name}.npz"
-    batch = to_host(skipped.batch)
-    arrays = {name: value for name, value in vars(batch).items() if value is not None}
-    arrays |= {
-        "loss": np.asarray(skipped.loss),
-        "grad_norm": np.asarray(skipped.grad_norm),
-    }
-    if is_main_process():
-        path.parent.mkdir(exist_ok=True)
-        np.savez(path, allow_pickle=False, **arrays)
-    return path
-
-
 def _check_finite(state: TrainState[Array], max_nonfinite: int, folder: RunFolder) -> None:
     for network, learner in (("policy", state.policy), ("critic", state.critic)):
         if learner is None:
@@ -381,23 +274,3 @@ def _check_finite(state: TrainState[Array], max_nonfinite: int, folder: RunFolde
                 f"{folder.path / 'nonfinite'}. "
                 "Lower the learning rate, or raise --max-nonfinite to go on."
             )
-
-
-def _finish(setup: Setup, folder: RunFolder, stopped: bool) -> None:
-    """Plots, the page, and the completions before and after."""
-    plot_run(folder.metrics_path, folder.plots_path, title=f"{setup.run.task}, {setup.recipe.name}")
-    write_page([folder], folder.report_path)
-    if stopped:
-        return
-    shown = [line for line in read_samples(folder.samples_path) if line["kind"] == "heldout"]
-    if not shown:
-        raise ValueError(f"{folder.samples_path} has no samples of kind heldout: lines were lost")
-    before = [line for line in shown if line["step"] == shown[0]["step"]]
-    after = [line for line in shown if line["step"] == shown[-1]["step"]]
-    print_samples(
-        [str(line["prompt"]) for line in before],
-        [str(line["completion"]) for line in before],
-        [str(line["completion"]) for line in after],
-        [float(line["score"]) for line in before],
-        [float(line["score"]) for line in after],
-    )

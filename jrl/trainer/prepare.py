@@ -19,7 +19,7 @@ from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import over_rows
 from jrl.rollout.collection.collect import groups_of
 from jrl.rollout.sampler import Completion, lengths_of
-from jrl.trainer.objectives import CriticObjective, sampling_differences
+from jrl.trainer.learner.objectives import CriticObjective, sampling_differences
 from jrl.trainer.packed.scoring import packed_logprobs, packed_values
 from jrl.trainer.scoring import (
     logprobs_and_choices_of,

@@ -1,7 +1,7 @@
 """Scoring passes: what policy, reference and critic say of completions, on global arrays.
 
 Each gives what it found beside what it had no room for; called, the first with room for everything
-(`jrl.trainer.room.Exact`).
+(`jrl.trainer.learner.room.Exact`).
 """
 
 from typing import Any
@@ -12,8 +12,8 @@ from jaxtyping import Array
 
 from jrl.recipes.base.batch import Batch
 from jrl.rollout.scoring import Scores, mark_replicated, score, value
-from jrl.trainer.objectives import CriticObjective, PolicyObjective
-from jrl.trainer.room import exact, overflow_of
+from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective
+from jrl.trainer.learner.room import exact, overflow_of
 from moe import placement
 from moe.config import ModelConfig
 from moe.weights import Transformer

@@ -16,12 +16,12 @@ from jrl.recipes.base.collection import Windows
 from jrl.rollout.batching import replicated
 from jrl.rollout.collection.ahead import Ahead
 from jrl.rollout.collection.windows import Unfinished, none_unfinished
-from jrl.rollout.decoding.slots import Pool
+from jrl.rollout.decoding.programs.slots import Pool
 from jrl.runs.checkpoints import Checkpoints
-from jrl.trainer import base, masters
 from jrl.trainer.kept import first_kept
-from jrl.trainer.learner import Learner, state_shardings
-from jrl.trainer.objectives import CriticObjective
+from jrl.trainer.learner import base, masters
+from jrl.trainer.learner.learner import Learner, state_shardings
+from jrl.trainer.learner.objectives import CriticObjective
 from jrl.trainer.setup.networks import Network, Networks
 from moe import placement
 from moe import weights as moe_weights
@@ -66,7 +66,7 @@ class TrainState(Generic[Leaf]):
 
 
 def init_weights(config: ModelConfig, mesh: FoldedMesh, key: Array) -> Transformer[Array]:
-    """Fresh weights, float32, laid out on the mesh as `jrl.trainer.masters` says."""
+    """Fresh weights, float32, laid out on the mesh as `jrl.trainer.learner.masters` says."""
     # As a list: JAX would fill the fields that are None with a marker, which no record can hold.
     shardings, structure = jax.tree.flatten(masters.float32_shardings(config, mesh))
     make = jax.jit(
@@ -196,7 +196,7 @@ def save(
 
     The weights of what learns are float32 there: masters where there are masters, of which the
     weights are cast again when it is read. What adapters are beside all checkpoints share: it is
-    written once (`jrl.trainer.base`).
+    written once (`jrl.trainer.learner.base`).
     """
     if networks.policy.config.lora is not None:
         base.save(checkpoints, networks, state.policy.weights)

@@ -16,8 +16,8 @@ from jrl.rollout.collection.collect import Collected, collect
 from jrl.rollout.sampler import Sampler, correct_of, scores_of
 from jrl.trainer.ahead import AheadOfStep
 from jrl.trainer.kept import kept_of, temperatures
-from jrl.trainer.learner import Learner
-from jrl.trainer.objectives import CriticObjective, PolicyObjective, sampling_differences
+from jrl.trainer.learner.learner import Learner
+from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, sampling_differences
 from jrl.trainer.packed.plan import counts_of, place_rows, plan, without_idle
 from jrl.trainer.prepare import prepare
 from jrl.trainer.scoring import logprobs_of, statistics_of

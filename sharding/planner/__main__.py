@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 from sharding.activation_wire import WIRES
-from sharding.planner.calibration import METHODS, SYSTEMS, calibrated
 from sharding.planner.cost import System
 from sharding.planner.hardware import HARDWARE, parse
 from sharding.planner.method import Method
@@ -16,6 +15,7 @@ from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.report.table import report
 from sharding.planner.search import Choices, Found, search
 from sharding.planner.serving import command as serving
+from sharding.planner.validation.calibration import METHODS, SYSTEMS, calibrated
 
 PARSER = argparse.ArgumentParser(
     prog="python -m sharding.planner",

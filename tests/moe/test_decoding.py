@@ -15,10 +15,10 @@ from moe.attention.latent import keeps_narrow
 from moe.attention.rotary import YarnScaling
 from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.decoding import KEY_COLUMN, decode_step, prefill
-from moe.depth import parts_of
 from moe.execution import Execution
 from moe.experts.dispatch.choice import dispatch
 from moe.kernels import decode_attention as kernels
+from moe.layers.depth import parts_of
 from moe.placement import specs
 from moe.weights import shapes
 from sharding.collectives import vary

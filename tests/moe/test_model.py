@@ -15,9 +15,9 @@ from tiers import full_but
 
 from moe import model
 from moe.config import ModelConfig
-from moe.depth import parts_of
 from moe.execution import Execution
 from moe.head import logits_of, value_of
+from moe.layers.depth import parts_of
 from moe.placement import specs
 from moe.precision import rms_norm
 from moe.router.balance import router_loss

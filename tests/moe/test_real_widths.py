@@ -14,9 +14,9 @@ from tiers import full_but
 
 from moe import model
 from moe.config import ModelConfig
+from moe.counts.sizes import sizes_of
 from moe.execution import Execution
 from moe.placement import specs
-from moe.sizes import sizes_of
 from moe.weights import shapes
 from sharding.collectives import all_sum
 from sharding.folding import Layout, fold_abstract

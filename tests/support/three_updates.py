@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from small_runs import small_batch
 
-from jrl.trainer.update import update
+from jrl.trainer.learner.update import update
 from moe import placement
 from moe import weights as moe_weights
 

@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 from moe.config import ModelConfig
 from moe.decoding import Cache, decode_step, over_columns, prefill
-from moe.depth import parts_of
 from moe.disaggregated.placement import Placement
 from moe.disaggregated.runner import Runner
 from moe.disaggregated.sides import SplitWeights, to_sides
 from moe.disaggregated.split import Split, SplitMesh, fold_split
+from moe.layers.depth import parts_of
 from moe.placement import specs
 from moe.weights import Transformer, axis_sizes, shapes, table
 from sharding.collectives import vary

@@ -1,6 +1,6 @@
 """A loss of the whole network and its gradient on any mesh, a pipeline or not.
 
-What `jrl.trainer.update` does, without an objective and an optimizer.
+What `jrl.trainer.learner.update` does, without an objective and an optimizer.
 """
 
 import jax

@@ -9,7 +9,6 @@ follows the policy (`temperature_rule`), and what is kept for that from one step
 recipe alike.
 """
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -38,6 +37,7 @@ from jrl.recipes.base.mismatch import (
     checked,
 )
 from jrl.recipes.base.optimizer import Optimizer
+from jrl.recipes.base.sizes import MICRO_BATCH, MINI_BATCH, near_divisors
 from jrl.recipes.base.temperature import AdaptiveTemperature
 
 Metrics = Mapping[str, Mean | Array]
@@ -45,20 +45,6 @@ Metrics = Mapping[str, Mean | Array]
 
 RouterReplay = Literal["R2", "R3"]
 """Whose choices of experts are replayed."""
-
-MINI_BATCH, MICRO_BATCH = 128, 64
-"""What mini-batches and micro-batches are near to where nobody chose their size."""
-
-
-def near_divisors(number: int, aim: int) -> list[int]:
-    """All divisors of `number`, those nearest to `aim` in ratio first; of two, the smaller.
-
-    Examples:
-      >>> near_divisors(80, 64)[:3]
-      [80, 40, 20]
-    """
-    divisors = [size for size in range(1, number + 1) if number % size == 0]
-    return sorted(divisors, key=lambda size: (abs(math.log(size / aim)), size))
 
 
 @dataclass(frozen=True)

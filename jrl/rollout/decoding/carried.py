@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from jrl.rollout.decoding.admission import Carried
+from jrl.rollout.decoding.programs.admission import Carried
+from jrl.rollout.decoding.programs.slots import Decoder
 from jrl.rollout.decoding.seating import Arriving
-from jrl.rollout.decoding.slots import Decoder
 from moe.router.replay import choices_dtype
 
 

@@ -14,11 +14,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from jrl.rollout.decoding.admission import Arrivals, admit_known
-from jrl.rollout.decoding.advance import Advanced
 from jrl.rollout.decoding.engine import SlotEngine
-from jrl.rollout.decoding.slots import Decoder, Pool, over_slots, pool_specs
-from jrl.rollout.decoding.tokens import Draws, appended, drawn_tokens, written
+from jrl.rollout.decoding.programs.admission import Arrivals, admit_known
+from jrl.rollout.decoding.programs.advance import Advanced
+from jrl.rollout.decoding.programs.slots import Decoder, Pool, over_slots, pool_specs
+from jrl.rollout.decoding.programs.tokens import Draws, appended, drawn_tokens, written
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.split import SplitPolicy
 from moe.config import ModelConfig
@@ -195,8 +195,8 @@ def sample_part(
     draws: Draws,
     number: Array,
 ) -> tuple[Pool[Array], Array, Array]:
-    """Samples the next token of the live rows of a micro-batch, as `jrl.rollout.decoding.advance`
-    does for all rows.
+    """Samples the next token of the live rows of a micro-batch, as
+    `jrl.rollout.decoding.programs.advance` does for all rows.
 
     Args:
       pool: its cache left out; given up.

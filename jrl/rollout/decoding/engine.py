@@ -11,14 +11,14 @@ from jaxtyping import Array
 from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import to_devices, to_host
 from jrl.rollout.batching import replicated
-from jrl.rollout.decoding.admission import Arrivals, admit
-from jrl.rollout.decoding.advance import Advanced, Policy, advance, policy_of
 from jrl.rollout.decoding.carried import carried_by
+from jrl.rollout.decoding.programs.admission import Arrivals, admit
+from jrl.rollout.decoding.programs.advance import Advanced, Policy, advance, policy_of
+from jrl.rollout.decoding.programs.slots import Decoder, Pool, empty_pool, halt, over_slots
+from jrl.rollout.decoding.programs.tokens import Draws
 from jrl.rollout.decoding.requests import Finish, Request, Shelf, Trajectory, sampled_in
 from jrl.rollout.decoding.seating import Arriving, Seating, bucket
 from jrl.rollout.decoding.shelves import empty_shelf, shelve
-from jrl.rollout.decoding.slots import Decoder, Pool, empty_pool, halt, over_slots
-from jrl.rollout.decoding.tokens import Draws
 from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.resharding import RolloutPolicy, apart
 from jrl.rollout.sampling import Sampling
@@ -235,7 +235,7 @@ class SlotEngine:
         lengths: Array,
         arrivals: Arrivals[Array],
     ) -> Pool[Array]:
-        """The pool, given up, with rows that arrive; see `jrl.rollout.decoding.admission.admit`."""
+        """The pool, given up, with rows that arrive (`programs.admission.admit`)."""
         weights = self._resharding.of(self._loaded())
         given = weights, pool, tokens, lengths, arrivals, self._draws()
         return admit(self.decoder, self._sampling, *given)

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_host
-from jrl.rollout.decoding.slots import Decoder, Rows
+from jrl.rollout.decoding.programs.slots import Decoder, Rows
 from jrl.rollout.row_sampling import OwnSampling
 
 Finish = Literal["stop", "length", "window"]

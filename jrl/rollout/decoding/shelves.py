@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
-from jrl.rollout.decoding.slots import Rows, over_slots
+from jrl.rollout.decoding.programs.slots import Rows, over_slots
 from sharding.folding import FoldedMesh
 
 

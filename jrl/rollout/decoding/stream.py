@@ -12,9 +12,9 @@ from jaxtyping import Array, Int
 
 from jrl.processes.agreement import to_host
 from jrl.rollout.decoding.engine import SlotEngine
+from jrl.rollout.decoding.programs.slots import Likeliest, Rows, halt
+from jrl.rollout.decoding.programs.tokens import Draws
 from jrl.rollout.decoding.requests import Finish, Request
-from jrl.rollout.decoding.slots import Likeliest, Rows, halt
-from jrl.rollout.decoding.tokens import Draws
 from jrl.rollout.row_sampling import OwnSampling, RowSampling
 from jrl.rollout.sampling import Sampling
 

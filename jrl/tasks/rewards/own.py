@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from jrl.tasks.records import plain
+from jrl.tasks.data.records import plain
 from jrl.tasks.references import Reference
 from jrl.tasks.task import FAILURES, Example
 from jrl.tasks.workers import worker as worker_program

@@ -17,7 +17,7 @@ from jrl.rollout.sampler import Sampler, correct_of, lengths_of, numbered_heldou
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.scoring import PromptLayout
 from jrl.trainer.evaluation.heldout import filled_up, heldout_examples
-from jrl.trainer.objectives import CriticObjective
+from jrl.trainer.learner.objectives import CriticObjective
 from jrl.trainer.scoring import values_of
 from jrl.trainer.setup.networks import Network
 from moe.weights import Transformer

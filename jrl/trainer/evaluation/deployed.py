@@ -16,7 +16,7 @@ from jrl.runs.folder import RunFolder
 from jrl.text.load import load_tokenizer
 from jrl.text.prompt_format import PromptFormat, prompt_format
 from jrl.trainer.evaluation.saved_policy import load_model, load_policy_of
-from jrl.trainer.masters import float32_shardings, weights_of
+from jrl.trainer.learner.masters import float32_shardings, weights_of
 from jrl.trainer.setup.network import check_served, network_of
 from moe.config import PRESETS, ModelConfig
 from moe.weights import Transformer

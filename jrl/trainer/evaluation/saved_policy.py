@@ -14,8 +14,8 @@ from jrl.rollout.resharding import reshard
 from jrl.runs.belongings import check_files
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
-from jrl.trainer import base
-from jrl.trainer.masters import float32_shardings, weights_of
+from jrl.trainer.learner import base
+from jrl.trainer.learner.masters import float32_shardings, weights_of
 from jrl.trainer.setup.networks import Networks
 from moe import placement
 from moe import weights as moe_weights

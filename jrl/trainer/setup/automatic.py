@@ -11,8 +11,8 @@ from jrl.trainer.setup.memory import GRADIENTS_SENT, LOGITS, STAGE_INPUTS, memor
 from jrl.trainer.setup.network import with_dispatch
 from jrl.trainer.setup.predicted import memory_of_update, time_of_update
 from jrl.trainer.setup.setup import Setup
+from moe.counts.sizes import sizes_of
 from moe.placement import specs
-from moe.sizes import sizes_of
 from sharding.folding import Layout, fold
 from sharding.planner.hardware import HARDWARE, Hardware, of_kind
 from sharding.planner.search import ROOM, chunks_of_a_stage, illegal, layouts

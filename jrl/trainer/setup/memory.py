@@ -9,12 +9,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.scoring import num_micro_batches
-from jrl.trainer.masters import keeps_masters
+from jrl.trainer.learner.masters import keeps_masters
 from jrl.trainer.setup.setup import Setup
 from moe.adapters import trees
-from moe.chunks import stored_depth
 from moe.config import ModelConfig
 from moe.disaggregated.sides import side_bytes
+from moe.layers.chunks import stored_depth
 from moe.placement import in_chunks, shard_dims, shard_specs, specs, stored_specs
 from moe.router.replay import choices_dtype
 from moe.tokens.zigzag import ZigzagLayout
@@ -38,9 +38,9 @@ def memory(setup: Setup) -> dict[str, int]:
     * weights ``W``, reference ``W``, critic ``V``, under `Execution.fsdp` their parts alone and
       ``W`` again where they are gathered to score; while it samples, the policy layer by layer, and
       on a layout of its own as that spreads it;
-    * float32 masters of weights in bfloat16 (`jrl.trainer.masters`), those of each weight cut over
-      the devices that hold it where a dimension divides (`sharding.zero`): ``F / G`` with G copies
-      of everything, and ``E / G``; none where the weights are float32;
+    * float32 masters of weights in bfloat16 (`jrl.trainer.learner.masters`), those of each weight
+      cut over the devices that hold it where a dimension divides (`sharding.zero`): ``F / G`` with
+      G copies of everything, and ``E / G``; none where the weights are float32;
     * Adam's two moments, cut in the same way: ``2 F / G`` and ``2 E / G``, a quarter less with a
       first moment in bfloat16;
     * gradients ``max(F, E)``, float32, and where micro-batches are summed ``max(W, V)`` for that of

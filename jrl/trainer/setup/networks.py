@@ -8,11 +8,11 @@ from jaxtyping import Array
 from jrl.recipes.base.batch import Batch
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.rollout.collection.ahead import Room
-from jrl.rollout.decoding.slots import Decoder, Pool, abstract_pool, empty_pool
-from jrl.trainer.learner import Learner, init_learner
-from jrl.trainer.objectives import CriticObjective, PolicyObjective, SupervisedObjective
-from jrl.trainer.room import for_any_routing
-from jrl.trainer.update import update
+from jrl.rollout.decoding.programs.slots import Decoder, Pool, abstract_pool, empty_pool
+from jrl.trainer.learner.learner import Learner, init_learner
+from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, SupervisedObjective
+from jrl.trainer.learner.room import for_any_routing
+from jrl.trainer.learner.update import update
 from moe.adapters import trees
 from moe.adapters.settings import Lora
 from moe.config import ModelConfig
@@ -47,7 +47,7 @@ class Network(Generic[Kind]):
         return self.objective.mesh
 
     def init(self, weights: Transformer[Array]) -> Learner[Array]:
-        """A learner at its first step, see `jrl.trainer.learner.init_learner`."""
+        """A learner at its first step, see `jrl.trainer.learner.learner.init_learner`."""
         return init_learner(self.optimizer, weights, self.config, self.mesh)
 
     def update(
@@ -57,8 +57,9 @@ class Network(Generic[Kind]):
         statistics: Any = None,
         passes: Array | None = None,
     ) -> tuple[Learner[Array], dict[str, Any]]:
-        """One optimizer step, see `jrl.trainer.update.update`; where there was no room for all that
-        the routers chose it is taken again with room for any routing (`jrl.trainer.room`)."""
+        """One optimizer step, see `jrl.trainer.learner.update.update`; where there was no room for
+        all that the routers chose it is taken again with room for any routing
+        (`jrl.trainer.learner.room`)."""
         how, given = (self.optimizer, self.num_micro_batches), (batch, statistics, passes)
         learner, metrics = _updated(self.objective, *how, learner, *given)
         overflow = metrics.get("overflow", 0)
@@ -81,8 +82,8 @@ def _updated(
     learner: Learner[Array],
     *given: Any,
 ) -> tuple[Learner[Array], dict[str, Any]]:
-    """`jrl.trainer.update.update`, to which a network with adapters gives these away alone: what is
-    beside them may belong to others too."""
+    """`jrl.trainer.learner.update.update`, to which a network with adapters gives these away
+    alone: what is beside them may belong to others too."""
     if objective.config.lora is None:
         return update(objective, optimizer, num_micro_batches, learner, *given)
     statement = table(objective.config)

@@ -1,13 +1,13 @@
 """What the planner says of a run's updates: memory that comes and goes, and time."""
 
-from jrl.trainer.masters import keeps_masters
+from jrl.trainer.learner.masters import keeps_masters
 from jrl.trainer.setup.setup import Setup
-from moe.sizes import sizes_of
-from sharding.planner.calibration import calibrated
+from moe.counts.sizes import sizes_of
 from sharding.planner.cost import Cost, System, cost
 from sharding.planner.hardware import Hardware
 from sharding.planner.memory import Memory, memory
 from sharding.planner.method import Batch, Method
+from sharding.planner.validation.calibration import calibrated
 
 
 def memory_of_update(setup: Setup) -> Memory:

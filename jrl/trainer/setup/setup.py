@@ -25,8 +25,8 @@ from jrl.rollout.resharding import mesh_apart, rollout_mesh
 from jrl.rollout.sampler import Sampler
 from jrl.rollout.split import split_mesh
 from jrl.tasks import Task, load_task
+from jrl.tasks.data.records import Fields
 from jrl.tasks.parts import part_names
-from jrl.tasks.records import Fields
 from jrl.text.load import load_tokenizer
 from jrl.text.prompt_format import (
     NONE,
@@ -36,7 +36,7 @@ from jrl.text.prompt_format import (
     with_template,
 )
 from jrl.text.tokenizer import Tokenizer
-from jrl.trainer.objectives import CriticObjective, PolicyObjective, SupervisedObjective
+from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, SupervisedObjective
 from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.lengths import check_answers, fitted_prompts, response_length
 from jrl.trainer.setup.network import check_served, network_of, with_dispatch

@@ -97,8 +97,8 @@ class ModelSizes:
 
     def training_flops(self, time: int) -> float:
         """Floating-point operations of one trained token in sequences of `time`: ``6 (L (h (q + 2
-        kv) + q h) + sum_layers 3 h f + h V) + 6 L q time``, as `moe.flops.training_flops` counts
-        them without windows, and Megatron-Core."""
+        kv) + q h) + sum_layers 3 h f + h V) + 6 L q time``, as `moe.counts.flops.training_flops`
+        counts them without windows, and Megatron-Core."""
         like = self.num_layers - self.num_dense_layers
         width = like * self.layer_width + self.num_dense_layers * self.dense_d_ff
         weights = self.num_layers * self.attention_parameters

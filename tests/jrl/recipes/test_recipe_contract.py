@@ -15,9 +15,9 @@ from three_updates import random_weights
 from jrl import Mean, sapo_loss
 from jrl.recipes import RECIPES, Batch, GroupRelative, Metrics, Recipe, Targets
 from jrl.report.metrics import check_known
-from jrl.trainer.objectives import policy_loss
+from jrl.trainer.learner.objectives import policy_loss
+from jrl.trainer.learner.update import count
 from jrl.trainer.scoring import statistics_of
-from jrl.trainer.update import count
 
 ROWS, PROMPT, TIME = 6, 2, 7
 LENGTHS = np.array([5, 1, 3, 0, 2, 4])

@@ -22,8 +22,8 @@ from jrl.recipes import (
     Tppo,
     Vapo,
 )
-from jrl.trainer.objectives import policy_loss
-from jrl.trainer.update import count
+from jrl.trainer.learner.objectives import policy_loss
+from jrl.trainer.learner.update import count
 
 ROWS, TIME = 6, 7
 LIMIT = TIME - 2

@@ -7,8 +7,8 @@ import pytest
 
 from jrl.recipes import Batch
 from jrl.rollout.batching import batch_of, over_rows, take_rows
+from jrl.rollout.decoding.programs.slots import Decoder, Rows
 from jrl.rollout.decoding.requests import Request, Shelf, Trajectory
-from jrl.rollout.decoding.slots import Decoder, Rows
 from jrl.rollout.resharding import rollout_mesh
 from moe.config import tiny
 from sharding.folding import Layout, fold

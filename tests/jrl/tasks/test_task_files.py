@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from jrl.tasks.files import kind_of
-from jrl.tasks.jsonl import prompts_of
+from jrl.tasks.data.files import kind_of
+from jrl.tasks.data.jsonl import prompts_of
+from jrl.tasks.data.split import HeldOut, parse_heldout
 from jrl.tasks.load import load_task
 from jrl.tasks.parts import leave_out
 from jrl.tasks.rewards.settings import RewardSettings
-from jrl.tasks.split import HeldOut, parse_heldout
 
 ROWS = [{"prompt": f"{n}+{n}=", "answer": 2 * n, "level": [n, {"of": "x"}]} for n in range(40)]
 
@@ -145,6 +145,6 @@ def test_folders_of_datasets(tmp_path):
 
 @pytest.mark.parametrize(("kind", "library"), [("parquet", "pyarrow"), ("dataset", "datasets")])
 def test_a_missing_library_is_named(monkeypatch, kind, library):
-    monkeypatch.setattr("jrl.tasks.files.find_spec", lambda name: None)
+    monkeypatch.setattr("jrl.tasks.data.files.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=rf"{kind}:a needs {library}, .* -e \"\.\[data\]\""):
         listed("a", kind=kind)

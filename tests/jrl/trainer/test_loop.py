@@ -25,7 +25,7 @@ from jrl.report.metrics import check_known, is_timing, without_timings
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import read_metrics
-from jrl.trainer import loop
+from jrl.trainer import loop, outputs
 from jrl.trainer import step as stepping
 from jrl.trainer.loop import NonFiniteRun
 
@@ -114,11 +114,11 @@ def test_a_drift_of_the_sampler_is_shown_where_it_begins():
     shown = []
     display: Any = SimpleNamespace(alarm=shown.append)
     nothing: Any = None
-    outputs = loop._Outputs(nothing, nothing, [], display, {}, 0, 0, 0, drifted=False)
+    opened = outputs.Outputs(nothing, nothing, [], display, {}, 0, 0, 0, drifted=False)
     for step, (kl, alarm) in enumerate([(0.001, 0.0), (0.5, 1.0), (0.6, 1.0), (0.0, 0.0)]):
-        outputs.warn_of_drift(step, {"sampling/k3_kl": kl, "sampling/drift_alarm": alarm})
-    outputs.warn_of_drift(4, {})
-    outputs.warn_of_drift(5, {"sampling/k3_kl": 0.25, "sampling/drift_alarm": 1.0})
+        opened.warn_of_drift(step, {"sampling/k3_kl": kl, "sampling/drift_alarm": alarm})
+    opened.warn_of_drift(4, {})
+    opened.warn_of_drift(5, {"sampling/k3_kl": 0.25, "sampling/drift_alarm": 1.0})
     began = [line.split(":")[0] for line in shown]
     assert began == ["step 1", "step 5"]
     assert "sampling/k3_kl is 0.5 nats" in shown[0]

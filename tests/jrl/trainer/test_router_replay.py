@@ -27,8 +27,8 @@ from jrl.recipes import GroupRelative
 from jrl.report.metrics import check_known, without_timings
 from jrl.rollout.batching import over_rows
 from jrl.trainer import step as stepping
+from jrl.trainer.learner.update import update
 from jrl.trainer.scoring import logprobs_and_choices_of, logprobs_of, statistics_of
-from jrl.trainer.update import update
 from moe import model
 from moe.placement import specs
 from sharding.folding import Layout

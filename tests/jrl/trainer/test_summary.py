@@ -9,8 +9,8 @@ import pytest
 from jrl.losses import ExplainedVariance, Mean
 from jrl.recipes import Batch
 from jrl.report.metrics import check_known
+from jrl.trainer.learner.update import Max
 from jrl.trainer.summary import count_updates, describe, drift_alarm, summarise
-from jrl.trainer.update import Max
 
 
 def test_summary_pools_means_over_tokens():

@@ -14,7 +14,7 @@ from tiers import full_but
 
 from moe import model
 from moe.decoding import decode_step, prefill
-from moe.depth import parts_of
+from moe.layers.depth import parts_of
 from moe.placement import specs
 from moe.tokens import alignment
 from moe.weights import Transformer

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from sharding.folding import Layout
-from sharding.planner import published, volumes
+from sharding.planner import volumes
 from sharding.planner.cost import System, cost
 from sharding.planner.hardware import HARDWARE
 from sharding.planner.method import Batch, Method
 from sharding.planner.models.presets import PRESETS
+from sharding.planner.validation import published
 from sharding.schedule import Schedule
 
 MIXTRAL = PRESETS["mixtral-8x22b"]

@@ -11,10 +11,10 @@ from whole_network import loss_and_gradient
 
 from jrl.trainer.setup.memory import part_bytes, weight_bytes
 from moe.config import ModelConfig
+from moe.counts.sizes import sizes_of
 from moe.execution import Execution
 from moe.experts.dispatch import buffers
 from moe.placement import in_chunks, specs
-from moe.sizes import sizes_of
 from moe.weights import shapes
 from sharding.folding import Layout, fold_abstract
 from sharding.planner.memory import (

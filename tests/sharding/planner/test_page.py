@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sharding.planner.__main__ import main
-from sharding.planner.calibration import compared
+from sharding.planner.validation.calibration import compared
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")

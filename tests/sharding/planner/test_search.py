@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 
 from moe.config import ModelConfig
+from moe.counts.sizes import sizes_of
 from moe.placement import specs
-from moe.sizes import sizes_of
 from sharding.folding import Layout, fold_abstract
-from sharding.planner.calibration import METHODS, SYSTEMS
 from sharding.planner.hardware import HARDWARE
 from sharding.planner.models.presets import PRESETS
 from sharding.planner.search import (
@@ -20,6 +19,7 @@ from sharding.planner.search import (
     search,
     why_not,
 )
+from sharding.planner.validation.calibration import METHODS, SYSTEMS
 
 H100 = HARDWARE["h100"]
 MIXTRAL = PRESETS["mixtral-8x22b"]

@@ -17,12 +17,12 @@ from programs import mesh_of, on_mesh, random_weights
 from tiers import full_but
 from whole_network import loss_and_gradient
 
-from jrl.trainer.masters import gathered
+from jrl.trainer.learner.masters import gathered
 from moe import model
 from moe.config import ModelConfig
+from moe.counts.sizes import sizes_of
 from moe.execution import Execution
 from moe.placement import in_chunks, shard_dims, shard_specs, specs, stored_specs
-from moe.sizes import sizes_of
 from moe.weights import cast_shapes, shapes
 from sharding import zero
 from sharding.collectives import vary
@@ -30,8 +30,8 @@ from sharding.folding import Layout, fold_abstract
 from sharding.folding.groups import groups
 from sharding.planner import volumes
 from sharding.planner.method import Batch, Method
-from sharding.planner.observed import of_compiled, of_jaxpr
 from sharding.planner.transfer import repeated
+from sharding.planner.validation.observed import of_compiled, of_jaxpr
 from sharding.schedule import Schedule
 
 # A distinct size for each axis, divisible where the layouts cut it.

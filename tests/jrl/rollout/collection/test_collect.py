@@ -20,8 +20,8 @@ from small_runs import (
 from jrl.recipes import RECIPES
 from jrl.rollout.batching import over_rows
 from jrl.rollout.collection.collect import collect, groups_of, shown_rows
+from jrl.rollout.decoding.programs.slots import Rows
 from jrl.rollout.decoding.requests import Request, Shelf, Trajectory
-from jrl.rollout.decoding.slots import Rows
 from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.sampler import Completion, Sampler, lengths_of, scores_of
 from jrl.tasks import REASONS, Example, Verdict

@@ -13,9 +13,9 @@ from three_updates import FAST_COMPILE, random_weights
 
 from jrl.recipes import Batch
 from jrl.rollout.packing import PackedSizes
+from jrl.trainer.learner.update import update
 from jrl.trainer.packed.plan import counts_of, place_rows, plan, without_idle
 from jrl.trainer.prepare import targets_of
-from jrl.trainer.update import update
 from moe.config import ModelConfig
 
 ROWS, PROMPT_LENGTH, RESPONSE_LENGTH, WINDOW = 8, 16, 48, 16

@@ -24,7 +24,8 @@ from jrl.losses import ExplainedVariance, Mean
 from jrl.processes.agreement import to_devices
 from jrl.recipes import Tppo
 from jrl.rollout.batching import replicated
-from jrl.trainer.objectives import CriticObjective, PolicyObjective
+from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective
+from jrl.trainer.learner.update import Max, update
 from jrl.trainer.packed.plan import (
     bin_length,
     counts_of,
@@ -38,7 +39,6 @@ from jrl.trainer.prepare import targets_of
 from jrl.trainer.scoring import logprobs_of, values_of
 from jrl.trainer.state import init_state
 from jrl.trainer.step import mini_batches, train_on_batch
-from jrl.trainer.update import Max, update
 from moe.execution import Execution
 from sharding.folding import Layout, fold_abstract
 

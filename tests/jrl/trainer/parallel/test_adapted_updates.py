@@ -11,7 +11,7 @@ from three_updates import FAST_COMPILE, gradient_of, random_weights
 from tiers import full_but
 
 from jrl.rollout.resharding import RolloutPolicy, rollout_mesh
-from jrl.trainer.update import update
+from jrl.trainer.learner.update import update
 from moe import placement, weights
 from moe.adapters import trees
 from moe.adapters.settings import TARGETS, Lora

@@ -13,7 +13,7 @@ from small_runs import (
 )
 
 from jrl.rollout.collection.collect import collect
-from jrl.trainer.update import update
+from jrl.trainer.learner.update import update
 from moe import placement
 from moe import weights as moe_weights
 

@@ -20,9 +20,9 @@ from tiers import full_but
 
 from jrl.rollout.resharding import reshard
 from jrl.runs.checkpoints import Checkpoints
+from jrl.trainer.learner.update import update
 from jrl.trainer.setup.memory import memory
 from jrl.trainer.state import abstract, restore, save
-from jrl.trainer.update import update
 from moe import placement
 from moe.execution import Execution
 from sharding.folding import Layout, fold

@@ -13,7 +13,7 @@ from small_runs import small_batch, small_model, small_recipe, small_run, small_
 from three_updates import FAST_COMPILE, random_weights, three_updates
 
 from jrl.recipes.base.optimizer import Optimizer
-from jrl.trainer import update as of_update
+from jrl.trainer.learner import update as of_update
 from moe import placement
 from moe.execution import Execution
 from sharding import zero

@@ -21,8 +21,8 @@ from small_runs import (
 from tiers import full_but
 
 from jrl.runs.checkpoints import Checkpoints
+from jrl.trainer.learner.update import update
 from jrl.trainer.state import abstract, restore, save
-from jrl.trainer.update import update
 from sharding import zero
 
 FAST_COMPILE: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}

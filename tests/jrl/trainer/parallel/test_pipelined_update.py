@@ -26,9 +26,9 @@ from three_updates import (
 
 from jrl.rollout.scoring import PromptLayout, num_micro_batches
 from jrl.runs.checkpoints import Checkpoints
+from jrl.trainer.learner.update import update
 from jrl.trainer.scoring import logprobs_of, values_of
 from jrl.trainer.state import abstract, restore, save
-from jrl.trainer.update import update
 from moe import placement
 from sharding.folding import Layout, fold_abstract
 

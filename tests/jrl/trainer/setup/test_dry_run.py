@@ -14,7 +14,7 @@ from tiers import full_but
 
 from jrl.config.run import RunConfig
 from jrl.recipes import Dapo, Grpo, Ppo, Vapo
-from jrl.rollout.decoding.slots import empty_pool
+from jrl.rollout.decoding.programs.slots import empty_pool
 from jrl.trainer.scoring import logprobs_and_choices_of
 from jrl.trainer.setup.dry_run import batch_arithmetic, parameters, print_dry_run, readable_bytes
 from jrl.trainer.setup.memory import cache_bytes, logits_bytes, memory, weight_bytes

@@ -24,7 +24,7 @@ from moe.router.routing import Routing
 from moe.weights import Experts
 from sharding.folding import Layout, fold_abstract
 from sharding.planner.hardware import HARDWARE, UNKNOWN
-from sharding.planner.observed import of_jaxpr
+from sharding.planner.validation.observed import of_jaxpr
 
 H100, H800 = HARDWARE["h100"], HARDWARE["h800"]
 

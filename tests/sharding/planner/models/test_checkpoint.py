@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from moe.config import ModelConfig
+from moe.counts.sizes import sizes_of
 from moe.huggingface.configuration import config_from, options_from
-from moe.sizes import sizes_of
 from sharding.planner.models.checkpoint import sizes_from
 
 BASE = ModelConfig(

@@ -1,0 +1,245 @@
+"""Rows that come into slots: their tokens are run, and the first that follows is sampled."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Int
+
+from jrl.rollout.decoding.programs.slots import (
+    Decoder,
+    Pool,
+    Rows,
+    over_slots,
+    pool_specs,
+    prefilled_local,
+)
+from jrl.rollout.decoding.programs.tokens import Draws, appended, drawn_tokens, draws_specs
+from jrl.rollout.sampling import Sampling
+from moe.decoding import ROW, Prefilled, over_columns
+from moe.disaggregated.sides import rest_specs
+from moe.head import logits_of
+from moe.placement import specs
+from moe.weights import Transformer
+from sharding.collectives import own_shard, vary
+
+Leaf = TypeVar("Leaf")
+
+
+@struct.dataclass
+class Carried(Generic[Leaf]):
+    """What arriving rows hold of the samplers that they had before, as in `Rows`.
+
+    Attributes:
+      starts: ``[slot]``.
+      behaviour_logprobs, old_logprobs, versions: ``[slot, width]``.
+      choices: ``[slot, width, layer, k]`` or None; `num_experts` takes what the row's run chooses.
+    """
+
+    starts: Leaf
+    behaviour_logprobs: Leaf
+    old_logprobs: Leaf
+    versions: Leaf
+    choices: Leaf | None
+
+
+@struct.dataclass
+class Arrivals(Generic[Leaf]):
+    """Rows that come into slots, an entry per slot.
+
+    Attributes:
+      sources: ``[slot]`` whose keys and values the row begins with: the number of one of the rows
+        that are run now on the slot's rank or, where none are run, that of another of its slots,
+        which begins with the same tokens; -1 where nothing arrives.
+      lengths: ``[slot]`` tokens of prompt and response so far, with which that row begins.
+      limits, responses, prompts, samples: as in `Pool`.
+      carried: None where nothing was sampled of any of them.
+    """
+
+    sources: Leaf
+    lengths: Leaf
+    limits: Leaf
+    responses: Leaf
+    prompts: Leaf
+    samples: Leaf
+    carried: Carried[Leaf] | None = None
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def admit(
+    decoder: Decoder,
+    sampling: Sampling,
+    weights: Transformer[Array],
+    pool: Pool[Array],
+    tokens: Int[Array, "rows width"],
+    lengths: Int[Array, "rows"],
+    arrivals: Arrivals[Array],
+    draws: Draws,
+) -> Pool[Array]:
+    """Runs rows of tokens, puts them into slots and samples the next token of each: a row that
+    several slots begin with runs once.
+
+    Args:
+      pool: given up.
+      tokens: rows to run, as many on each ``dp`` rank; 0 where all that arrives begins as a row
+        that is there.
+      lengths: tokens of each.
+      arrivals: which slots begin with which.
+    """
+    mesh = decoder.mesh
+    rows, pools, drawn = over_slots(mesh), pool_specs(mesh, pool), draws_specs(mesh, draws)
+    local = jax.shard_map(
+        partial(_admit_local, decoder, sampling),
+        mesh=mesh.mesh,
+        in_specs=(specs(decoder.config, mesh), pools, rows, rows, rows, drawn),
+        out_specs=pools,
+    )
+    return local(weights, pool, tokens, lengths, arrivals, draws)
+
+
+def _admit_local(
+    decoder: Decoder,
+    sampling: Sampling,
+    weights: Transformer[Array],
+    pool: Pool[Array],
+    tokens: Array,
+    lengths: Array,
+    arrivals: Arrivals[Array],
+    draws: Draws,
+) -> Pool[Array]:
+    weights, known = vary(weights, decoder.mesh.axes), None
+    # Where nothing is run, all that arrives begins as a row that is there.
+    if tokens.shape[0]:
+        known = prefilled_local(decoder, weights, tokens, lengths)
+    return _admit_known_local(decoder, sampling, weights, pool, known, tokens, arrivals, draws)
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def admit_known(
+    decoder: Decoder,
+    sampling: Sampling,
+    rest: Transformer[Array],
+    pool: Pool[Array],
+    known: Prefilled | None,
+    tokens: Int[Array, "rows width"],
+    arrivals: Arrivals[Array],
+    draws: Draws,
+) -> Pool[Array]:
+    """`admit` of rows that were run elsewhere.
+
+    Args:
+      rest: the weights without layers.
+      pool: given up.
+      known: what running the rows left behind; None where all that arrives begins as a row that is
+        there.
+    """
+    mesh = decoder.mesh
+    rows, pools, drawn = over_slots(mesh), pool_specs(mesh, pool), draws_specs(mesh, draws)
+    ran: Any = None
+    if known is not None:
+        chosen: Any = None if known.choices is None else rows
+        spread: Any = rows
+        heads: Any = pools.cache
+        ran = Prefilled(heads, spread, chosen)
+    local = jax.shard_map(
+        partial(_admit_known_local, decoder, sampling),
+        mesh=mesh.mesh,
+        in_specs=(rest_specs(decoder.config, mesh), pools, ran, rows, rows, drawn),
+        out_specs=pools,
+    )
+    return local(rest, pool, known, tokens, arrivals, draws)
+
+
+def _admit_known_local(
+    decoder: Decoder,
+    sampling: Sampling,
+    weights: Transformer[Array],
+    pool: Pool[Array],
+    known: Prefilled | None,
+    tokens: Array,
+    arrivals: Arrivals[Array],
+    draws: Draws,
+) -> Pool[Array]:
+    mesh = decoder.mesh
+    weights = vary(weights, mesh.axes)
+    pool = _placed(decoder, pool, known, tokens, arrivals)
+    # The first token comes from the state of the last that the row came with, every other from a
+    # step of the network.
+    states = own_shard(pool.states, mesh.sequence)
+    logits = logits_of(weights, states, decoder.config, mesh)
+    drawn = drawn_tokens(decoder, sampling, logits, pool, pool.rows, draws)
+    rows, going = appended(decoder, pool, pool.rows, arrivals.sources >= 0, drawn, draws.version)
+    return replace(pool, rows=rows, live=pool.live | going)
+
+
+def _placed(
+    decoder: Decoder,
+    pool: Pool[Array],
+    known: Prefilled | None,
+    tokens: Array,
+    arrivals: Arrivals[Array],
+) -> Pool[Array]:
+    """The pool with what arrives, not live yet."""
+    rows, width = pool.rows, tokens.shape[1]
+    known_tokens = tokens
+    if known is None:
+        known, known_tokens = Prefilled(pool.cache, pool.states, rows.choices), rows.tokens
+    arrives = arrivals.sources >= 0
+    source = jnp.maximum(arrivals.sources, 0)
+
+    def where_arriving(new: Array | float | int, own: Array, row: int = 0) -> Array:
+        there = arrives.reshape([-1 if axis == row % own.ndim else 1 for axis in range(own.ndim)])
+        return jnp.where(there, jnp.asarray(new, own.dtype), own)
+
+    def begun(own: Array, known: Array, axis: int, row: int = 0) -> Array:
+        """`own` where nothing arrives, else the first columns of what the row begins with."""
+        there, known = (jax.lax.slice_in_dim(x, 0, width, axis=axis) for x in (own, known))
+        new = where_arriving(jnp.take(known, source, axis=row), there, row)
+        return jax.lax.dynamic_update_slice_in_dim(own, new, 0, axis=axis)
+
+    # What the other row went on with is none of this one's.
+    later = arrives[:, None] & (jnp.arange(rows.tokens.shape[1])[None] >= arrivals.lengths[:, None])
+    ids = jnp.where(later, decoder.pad_id, begun(rows.tokens, known_tokens, 1))
+    choices = rows.choices
+    if choices is not None:
+        assert known.choices is not None
+        choices = begun(choices, known.choices, 1)
+        none = jnp.asarray(decoder.config.num_experts, choices.dtype)
+        if arrivals.carried is not None and arrivals.carried.choices is not None:
+            before = _widened(arrivals.carried.choices, choices.shape[1], none)
+            choices = jnp.where(arrives[:, None, None, None] & (before != none), before, choices)
+        choices = jnp.where(later[..., None, None], none, choices)
+    starts, columns = arrivals.lengths, (0.0, 0.0, 0)
+    if arrivals.carried is not None:
+        starts, own = arrivals.carried.starts, arrivals.carried
+        given = own.behaviour_logprobs, own.old_logprobs, own.versions
+        columns = tuple(_widened(column, ids.shape[1], 0) for column in given)
+    behaviour_logprobs, old_logprobs, versions = columns
+    return Pool(
+        rows=Rows(
+            lengths=where_arriving(arrivals.lengths, rows.lengths),
+            starts=where_arriving(starts, rows.starts),
+            tokens=ids,
+            behaviour_logprobs=where_arriving(behaviour_logprobs, rows.behaviour_logprobs),
+            old_logprobs=where_arriving(old_logprobs, rows.old_logprobs),
+            versions=where_arriving(versions, rows.versions),
+            choices=choices,
+            likeliest=rows.likeliest,
+        ),
+        cache=over_columns(partial(begun, row=ROW), pool.cache, known.cache),
+        states=where_arriving(jnp.take(known.states, source, axis=0), pool.states),
+        live=pool.live,
+        limits=where_arriving(arrivals.limits, pool.limits),
+        responses=where_arriving(arrivals.responses, pool.responses),
+        prompts=where_arriving(arrivals.prompts, pool.prompts),
+        samples=where_arriving(arrivals.samples, pool.samples),
+    )
+
+
+def _widened(x: Array, width: int, otherwise: Array | float | int) -> Array:
+    """`x` with columns of `otherwise` after its own."""
+    room = [(0, 0), (0, width - x.shape[1]), *[(0, 0)] * (x.ndim - 2)]
+    return jnp.pad(x, room, constant_values=otherwise)

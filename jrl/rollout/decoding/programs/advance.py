@@ -1,0 +1,183 @@
+"""All rows that are live go on by some tokens."""
+
+from dataclasses import replace
+from functools import cache as remembered
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from jrl.rollout.decoding.programs.slots import Decoder, Pool, Rows, pool_specs
+from jrl.rollout.decoding.programs.tokens import Draws, appended, drawn_tokens, draws_specs, written
+from jrl.rollout.sampling import Sampling
+from moe.decoding import Cache, decode_step, over_columns
+from moe.layers.depth import mapped_parts, parts_of
+from moe.placement import specs
+from moe.weights import Layer, Transformer
+from sharding.collectives import all_sum, vary
+
+Leaf = TypeVar("Leaf")
+
+
+class Advanced(NamedTuple):
+    """What the host reads after `advance`, the same on every device.
+
+    Attributes:
+      steps: tokens that the longest-lived row got.
+      row_steps: tokens that all rows got.
+    """
+
+    steps: Array
+    row_steps: Array
+
+
+@struct.dataclass
+class Policy(Generic[Leaf]):
+    """Weights as decoding reads them: every step reads all of them, so each layer's lie together.
+
+    Attributes:
+      layers: the parts of `moe.layers.depth.parts_of`: a record per layer, or per
+        stack that is scanned.
+      rest: everything else, without layers.
+    """
+
+    layers: tuple[Layer[Leaf], ...]
+    rest: Transformer[Leaf]
+
+
+def policy_of(decoder: Decoder, weights: Transformer[Array]) -> Policy[Array]:
+    """The weights, taken apart once for all steps."""
+    return _taking_apart(decoder)(weights)
+
+
+@remembered
+def _taking_apart(decoder: Decoder) -> Any:
+    config, mesh = decoder.config, decoder.mesh
+    leaves, structure = jax.tree.flatten(_policy_specs(decoder))
+    placed = [NamedSharding(mesh.mesh, spec) for spec in leaves]
+
+    def take_apart(weights: Transformer[Array]) -> list[Array]:
+        layers = parts_of(weights, config)
+        return jax.tree.leaves(Policy(layers, _without_layers(weights)))
+
+    apart = jax.jit(take_apart, out_shardings=placed)
+    return lambda weights: structure.unflatten(apart(weights))
+
+
+def _policy_specs(decoder: Decoder) -> Policy[PartitionSpec]:
+    stacked = specs(decoder.config, decoder.mesh)
+    layers = mapped_parts(stacked, decoder.config, lambda spec, number: PartitionSpec(*spec[1:]))
+    return Policy(layers, _without_layers(stacked))
+
+
+def _without_layers(weights: Transformer[Leaf]) -> Transformer[Leaf]:
+    nothing: Any = jax.tree.map(lambda _: None, weights.layers)
+    return replace(weights, layers=nothing, first_layers=None)
+
+
+class _Loop(NamedTuple):
+    """The carry of the decoding loop; `steps` counts tokens of the longest-lived row."""
+
+    steps: Array
+    num_live: Array
+    row_steps: Array
+    rows: Rows[Array]
+    live: Array
+    cache: Cache[Array]
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+def advance(
+    decoder: Decoder,
+    sampling: Sampling,
+    columns: int,
+    policy: Policy[Array],
+    pool: Pool[Array],
+    draws: Draws,
+    max_steps: Array,
+    min_live: Array,
+) -> tuple[Pool[Array], Advanced]:
+    """Samples tokens for all live rows, until so many are sampled or few enough rows are left.
+
+    A token's randomness is of the key, the numbers of prompt and sample, and its place in the
+    response: neither slot nor mesh nor what else is decoded has a say.
+
+    Args:
+      sampling: how tokens are drawn.
+      columns: those of the cache that attention reads; every live row must end within them.
+      pool: given up.
+      max_steps: tokens per row at most.
+      min_live: stops when no more than so many rows are live.
+    """
+    mesh, whole = decoder.mesh, PartitionSpec()
+    pools = pool_specs(mesh, pool)
+    local = jax.shard_map(
+        partial(_advance_local, decoder, sampling, columns),
+        mesh=mesh.mesh,
+        in_specs=(_policy_specs(decoder), pools, draws_specs(mesh, draws), whole, whole),
+        out_specs=(pools, whole),
+    )
+    return local(policy, pool, draws, max_steps, min_live)
+
+
+def _advance_local(
+    decoder: Decoder,
+    sampling: Sampling,
+    columns: int,
+    policy: Policy[Array],
+    pool: Pool[Array],
+    draws: Draws,
+    max_steps: Array,
+    min_live: Array,
+) -> tuple[Pool[Array], Advanced]:
+    config, mesh = decoder.config, decoder.mesh
+    layers, rest = vary((policy.layers, policy.rest), mesh.axes)
+
+    def count(live):
+        return all_sum(jnp.sum(live.astype(jnp.int32)), mesh.except_sequence)
+
+    def step(loop: _Loop) -> _Loop:
+        rows = loop.rows
+        last = jnp.maximum(rows.lengths - 1, 0)
+        tokens = jnp.take_along_axis(rows.tokens, last[:, None], axis=1)[:, 0]
+        logits, cache, choices = decode_step(
+            layers,
+            rest,
+            loop.cache,
+            tokens,
+            last,
+            loop.live,
+            config,
+            mesh,
+            decoder.records_choices,
+        )
+        if rows.choices is not None:
+            rows = replace(rows, choices=written(rows.choices, loop.live, last, choices))
+        drawn = drawn_tokens(decoder, sampling, logits, pool, rows, draws)
+        rows, live = appended(decoder, pool, rows, loop.live, drawn, draws.version)
+        row_steps = loop.row_steps + loop.num_live
+        return _Loop(loop.steps + 1, count(live), row_steps, rows, live, cache)
+
+    # A part is copied once, so that no step reads what no row has reached; the whole is not copied.
+    read = over_columns(partial(_first, columns), pool.cache)
+    nothing = jnp.zeros((), jnp.int32)
+    rows, live = vary((pool.rows, pool.live), mesh.except_sequence)
+    loop = _Loop(nothing, count(live), nothing, rows, live, vary(read, mesh.axes))
+    loop = jax.lax.while_loop(
+        lambda loop: (loop.steps < max_steps) & (loop.num_live > min_live), step, loop
+    )
+    cache = over_columns(_with_first, pool.cache, loop.cache)
+    pool = replace(pool, rows=loop.rows, live=loop.live, cache=cache)
+    return pool, Advanced(loop.steps, loop.row_steps)
+
+
+def _first(columns: int, buffer: Array, axis: int) -> Array:
+    return jax.lax.slice_in_dim(buffer, 0, columns, axis=axis)
+
+
+def _with_first(buffer: Array, columns: Array, axis: int) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(buffer, columns, 0, axis=axis)

@@ -1,0 +1,153 @@
+"""Prompts and answers from a file, checked by math-verify.
+
+Files are JSON lines, Parquet, or folders that `datasets` saved (`jrl.tasks.data.files`); what a
+line or a row holds is written in `jrl.tasks.data.records`, how answers are compared in
+`jrl.tasks.workers.worker`.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from jrl.tasks.data.files import kind_of, records
+from jrl.tasks.data.prompt_list import PromptList
+from jrl.tasks.data.records import Fields, check_sendable, example_of
+from jrl.tasks.data.split import HeldOut
+from jrl.tasks.finite import FiniteTask
+from jrl.tasks.task import Example
+from jrl.tasks.workers import worker as worker_program
+from jrl.tasks.workers.pool import Pool
+from jrl.tasks.workers.process import Worker
+
+# How many answers of a file are tried out when it is loaded; one that cannot be read and lies
+# further down gives verdicts with the reason "error".
+NUM_TRIED = 1000
+# So many at a time: the first that is wrong stops the rest.
+TRIED_AT_ONCE = 64
+
+Placed = tuple[str, Example]
+"""Where an example is from, and the example."""
+
+
+def jsonl(
+    path: str | Path,
+    seed: int,
+    *,
+    fields: Fields | None = None,
+    seconds: float = 5.0,
+    workers: int | None = None,
+    kind: str = "jsonl",
+    heldout: HeldOut | None = None,
+) -> FiniteTask:
+    """Reads a file of prompts and answers.
+
+    Args:
+      path: where the file is.
+      seed: picks the order of the training examples.
+      fields: names of the fields; None is `Fields()`.
+      seconds: how long the comparison of one completion with its answer may take.
+      workers: processes that compare; None is one per processor core, up to 8.
+      kind: of the file, one of `jrl.tasks.data.files.KINDS`.
+      heldout: which prompts are held out; None is one in ten.
+
+    Raises:
+      ValueError: the file, a line of it or one of its first answers cannot be read, a prompt occurs
+        twice, there are fewer than two examples, or math-verify is not installed.
+    """
+    if find_spec("math_verify") is None:
+        raise ValueError(
+            f"task={kind}:{path} needs math-verify, which is not installed: "
+            'run pip install -e ".[math]"'
+        )
+    placed, apart = _both(kind, path, fields, heldout, answered=True)
+    command = [sys.executable, "-P", worker_program.__file__, "math"]
+    pool = Pool(lambda: Worker(command, seconds=seconds), workers)
+    try:
+        tried = [*placed, *(apart or ())]
+        for first in range(0, min(len(tried), NUM_TRIED), TRIED_AT_ONCE):
+            _try_answers(pool, tried[first : first + TRIED_AT_ONCE])
+        return FiniteTask(
+            f"{kind}:{path}",
+            _without_places(placed),
+            seed,
+            pool,
+            lambda example, completion: {"gold": example.answer, "completion": completion},
+            heldout,
+            None if apart is None else _without_places(apart),
+        )
+    except BaseException:
+        pool.close()
+        raise
+
+
+def prompts_of(
+    kind: str, path: str, seed: int, fields: Fields | None, heldout: HeldOut | None
+) -> PromptList:
+    """A file of prompts for rewards to judge, with answers or without.
+
+    Raises:
+      ValueError: as for `jsonl`, but for answers.
+    """
+    placed, apart = _both(kind, path, fields, heldout, answered=False)
+    for place, example in [*placed, *(apart or ())]:
+        check_sendable(example, place)
+    apart = None if apart is None else _without_places(apart)
+    return PromptList(f"{kind}:{path}", _without_places(placed), seed, heldout, apart)
+
+
+def _both(
+    kind: str, path: str | Path, fields: Fields | None, heldout: HeldOut | None, *, answered: bool
+) -> tuple[list[Placed], list[Placed] | None]:
+    """The examples of a file, and those of another that are held out in their place."""
+    fields = Fields() if fields is None else fields
+    apart = None
+    if heldout is not None and heldout.path is not None:
+        other = heldout.path
+        apart = _distinct(_placed(kind_of(other), other, fields, answered=answered))
+    placed = _distinct(_placed(kind, path, fields, answered=answered))
+    if len(placed) < (2 if apart is None else 1):
+        raise ValueError(
+            f"{path}: has {len(placed)} examples; at least 2 are needed, one to train on and one "
+            'held out: write one {"prompt": ..., "answer": ...} per line'
+        )
+    return placed, apart
+
+
+def _distinct(placed: Iterator[Placed]) -> list[Placed]:
+    """The examples, no prompt of which comes twice."""
+    places: dict[str, str] = {}
+    distinct = []
+    for place, example in placed:
+        if example.prompt in places:
+            line = places[example.prompt].rpartition(":")[2]
+            raise ValueError(f"{place}: the prompt of line {line} again: keep one of the two")
+        places[example.prompt] = place
+        distinct.append((place, example))
+    return distinct
+
+
+def _placed(
+    kind: str, path: str | Path, fields: Fields, *, answered: bool = True
+) -> Iterator[Placed]:
+    for place, record in records(kind, path):
+        yield place, example_of(record, place, fields, answered=answered)
+
+
+def _without_places(placed: Sequence[Placed]) -> list[Example]:
+    return [example for _, example in placed]
+
+
+def _try_answers(pool: Pool, placed: Sequence[Placed]) -> None:
+    """Raises ValueError unless each answer, as its own completion, is correct."""
+    questions = [{"gold": e.answer, "completion": e.answer} for _, e in placed]
+    for (place, example), found in zip(placed, pool.ask_all(questions), strict=True):
+        answer = {"error": str(found)} if isinstance(found, Exception) else found
+        if answer.get("reason") != "correct":
+            why = answer.get("error", "it does not even equal itself")
+            text = repr(example.answer)
+            raise ValueError(
+                f"{place}: answer {text if len(text) <= 60 else text[:57] + '...'} cannot be "
+                f"checked by math-verify ({why}): write a number, a formula, or a text that ends "
+                "in \\boxed{...}, or give a --reward of your own"
+            )

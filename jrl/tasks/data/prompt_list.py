@@ -1,0 +1,135 @@
+"""Prompts that are a list of examples: which are held out, and the order of the others."""
+
+from collections.abc import Callable, Sequence
+
+from jrl.tasks.data.split import HeldOut, generator, is_heldout, position
+from jrl.tasks.task import Example, check_index
+
+Fits = Callable[[Example], bool]
+
+
+class PromptList:
+    """A list of examples: some are held out, the others are gone through again and again.
+
+    Each pass over the training examples has an order of its own. By default one example in ten is
+    held out, by the hash of its prompt, and at least one is on either side.
+
+    Attributes:
+      examples: all of them, in the order of the list.
+      num_shared: examples of the list that were left out of training, because others that are held
+        out have their prompts.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        examples: Sequence[Example],
+        seed: int,
+        heldout: HeldOut | None = None,
+        apart: Sequence[Example] | None = None,
+    ):
+        """Splits the examples.
+
+        Args:
+          name: how the task is asked for.
+          examples: with distinct prompts; at least two, or one where others are held out.
+          seed: picks the order of the training examples.
+          heldout: which of them are held out; None is one in ten.
+          apart: held-out examples that are not in the list; None holds out some that are. Examples
+            of the list that have a prompt of theirs are left out.
+
+        Raises:
+          ValueError: where nothing would be left to train on.
+        """
+        self._seed = seed
+        self._order: tuple[int, list[int]] = (-1, [])
+        self.name: str = name
+        if apart is None:
+            chosen = _chosen(name, examples, HeldOut() if heldout is None else heldout)
+            self._heldout = [example for example in examples if example.prompt in chosen]
+        else:
+            chosen = {example.prompt for example in apart}
+            self._heldout = list(apart)
+        self._train = [example for example in examples if example.prompt not in chosen]
+        self.num_shared: int = 0 if apart is None else len(examples) - len(self._train)
+        if not self._train or not self._heldout:
+            raise ValueError(
+                f"task={name}: {len(self._train)} prompts to train on and {len(self._heldout)} "
+                "held out; at least 1 of each is needed: choose another --held-out"
+            )
+        self.examples: Sequence[Example] = ()
+        self._measure(list(examples) if apart is None else [*self._train, *self._heldout])
+
+    def _measure(self, examples: Sequence[Example]) -> None:
+        self.examples = tuple(examples)
+        self.heldout_size: int | None = len(self._heldout)
+        self.max_prompt_length: int = max(len(example.prompt) for example in examples)
+        self.max_response_length: int = max(len(example.answer) for example in examples)
+        self.characters: str = "".join(
+            sorted(set().union(*(example.prompt + example.answer for example in examples)))
+        )
+
+    @property
+    def train_prompts(self) -> set[str]:
+        """What is trained on."""
+        return {example.prompt for example in self._train}
+
+    @property
+    def heldout_prompts(self) -> set[str]:
+        """What is not."""
+        return {example.prompt for example in self._heldout}
+
+    def train(self, index: int) -> Example:
+        """The index-th training example, a function of seed, index and the list alone."""
+        check_index(index)
+        number, offset = divmod(index, len(self._train))
+        if self._order[0] != number:
+            order = list(range(len(self._train)))
+            generator(self.name, self._seed, "pass", number).shuffle(order)
+            self._order = (number, order)
+        return self._train[self._order[1][offset]]
+
+    def heldout(self, index: int) -> Example:
+        """The index-th held-out example, in the order of the list."""
+        check_index(index, self.heldout_size)
+        return self._heldout[index]
+
+    def leave_out(self, fits: Fits) -> int:
+        """Leaves out the prompts that do not fit, on both sides, before any was asked for.
+
+        Returns:
+          How many they were.
+
+        Raises:
+          ValueError: where none would be left on one side.
+        """
+        before = len(self.examples)
+        kept = [example for example in self.examples if fits(example)]
+        prompts = {example.prompt for example in kept}
+        train = [example for example in self._train if example.prompt in prompts]
+        heldout = [example for example in self._heldout if example.prompt in prompts]
+        if not train or not heldout:
+            raise ValueError(
+                f"task={self.name}: of {before} prompts {before - len(kept)} are too long, which "
+                f"leaves {len(train)} to train on and {len(heldout)} held out: raise "
+                "--prompt-length"
+            )
+        self._train, self._heldout, self._order = train, heldout, (-1, [])
+        self._measure(kept)
+        return before - len(kept)
+
+
+def _chosen(name: str, examples: Sequence[Example], heldout: HeldOut) -> set[str]:
+    """The prompts that are held out of a list."""
+    ranked = sorted(examples, key=lambda example: position(example.prompt))
+    if heldout.count is not None:
+        if heldout.count >= len(ranked):
+            raise ValueError(
+                f"held_out={heldout.count} leaves nothing to train on: task={name} has "
+                f"{len(ranked)} prompts"
+            )
+        number = heldout.count
+    else:
+        number = sum(is_heldout(example.prompt, heldout.share) for example in ranked)
+        number = min(max(number, 1), len(ranked) - 1)
+    return {example.prompt for example in ranked[:number]}

@@ -1,0 +1,1 @@
+"""What learns: weights, what an optimizer keeps of them, objectives and the update."""

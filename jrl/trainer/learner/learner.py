@@ -1,0 +1,124 @@
+"""A network that learns: its weights, what an optimizer keeps of them, and where that lives."""
+
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from jrl.recipes.base.optimizer import Optimizer
+from jrl.trainer.learner import masters
+from moe import placement
+from moe.adapters import trees
+from moe.config import ModelConfig
+from moe.weights import Transformer, table
+from sharding.folding import FoldedMesh
+
+Leaf = TypeVar("Leaf")
+
+
+@struct.dataclass
+class Learner(Generic[Leaf]):
+    """A network and its optimizer.
+
+    Attributes:
+      weights: the network, as it computes.
+      opt_state: of optax.
+      updates: ``[]`` optimizer steps taken.
+      skipped: ``[]`` optimizer steps left out because loss or gradient was not finite.
+      skipped_in_a_row: ``[]`` those since the last step taken.
+      masters: what the optimizer steps, float32 in its shards, of which `weights` are cast; None
+        where it steps `weights`.
+    """
+
+    weights: Transformer[Leaf]
+    opt_state: Any
+    updates: Leaf
+    skipped: Leaf
+    skipped_in_a_row: Leaf
+    masters: Transformer[Leaf] | None = None
+
+    @property
+    def float32_weights(self) -> Transformer[Leaf]:
+        """What the optimizer steps."""
+        return self.weights if self.masters is None else self.masters
+
+
+def transformation(optimizer: Optimizer) -> optax.GradientTransformation:
+    """The steps of an optimizer, as optax takes them."""
+    return optax.chain(
+        optax.clip_by_global_norm(optimizer.max_grad_norm),
+        optax.adamw(
+            optimizer.rate_at,
+            weight_decay=optimizer.weight_decay,
+            mu_dtype=optimizer.mu_dtype,
+        ),
+    )
+
+
+def init_learner(
+    optimizer: Optimizer, weights: Transformer[Array], config: ModelConfig, mesh: FoldedMesh
+) -> Learner[Array]:
+    """A learner at its first step.
+
+    Args:
+      weights: float32; copied, because updates give their buffers away. Of a network with adapters
+        as it computes; those that are fixed are not copied.
+    """
+    if config.lora is not None:
+        learned, base = split(weights, config)
+        own = jax.tree.map(jnp.copy, learned)
+        moments = _first_moments(optimizer, own, config, mesh)
+        return Learner(trees.joined(own, base), moments, *_zeros(mesh))
+    if masters.keeps_masters(config):
+        own: Any = masters.masters_of(weights, config, mesh)
+    else:
+        own = jax.tree.map(jnp.copy, weights)
+    opt_state = _first_moments(optimizer, own, config, mesh)
+    if not masters.keeps_masters(config):
+        return Learner(own, opt_state, *_zeros(mesh))
+    weights = masters.weights_of(own, config, mesh)
+    return Learner(weights, opt_state, *_zeros(mesh), masters=own)
+
+
+def _first_moments(optimizer: Optimizer, own: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
+    init = transformation(optimizer).init
+    # As a list: JAX would fill the fields that are None with a marker, which no record can hold.
+    shardings, structure = jax.tree.flatten(
+        state_shardings(jax.eval_shape(init, own), config, mesh)
+    )
+    moments = jax.jit(lambda own: jax.tree.leaves(init(own)), out_shardings=shardings)
+    return structure.unflatten(moments(own))
+
+
+def _zeros(mesh: FoldedMesh) -> tuple[Array, Array, Array]:
+    """The counters of a learner, at its start."""
+    # Distinct buffers: a donated argument may not name one twice.
+    whole = NamedSharding(mesh.mesh, PartitionSpec())
+    updates, skipped, in_a_row = (
+        jax.device_put(jnp.zeros((), jnp.int32), whole) + 0 for _ in range(3)
+    )
+    return updates, skipped, in_a_row
+
+
+def split(
+    weights: Transformer[Leaf], config: ModelConfig
+) -> tuple[Transformer[Leaf], Transformer[Leaf]]:
+    """The weights that learn, and the fixed ones."""
+    statement = table(config)
+    return trees.trained(weights, statement), trees.fixed(weights, statement)
+
+
+def state_shardings(opt_state: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
+    """Where the optimizer state lives: moments in parts (`moe.placement.shard_specs`), counters
+    whole."""
+    shards = split(placement.shard_shardings(config, mesh), config)[0]
+
+    def place(node: Any) -> Any:
+        whole = NamedSharding(mesh.mesh, PartitionSpec())
+        return shards if isinstance(node, Transformer) else whole
+
+    return jax.tree.map(place, opt_state, is_leaf=lambda node: isinstance(node, Transformer))

@@ -1,0 +1,270 @@
+"""What is minimised: the policy's loss, the critic's, and the warm start's."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jrl.losses import Mean, aggregate, kl_estimate, mismatch_statistics
+from jrl.recipes.base.actor_critic import ActorCritic
+from jrl.recipes.base.batch import Batch, Totals, given
+from jrl.recipes.base.recipe import Metrics, Recipe
+from jrl.rollout import packing
+from jrl.rollout.packing import PackedSizes
+from jrl.rollout.sampling import Sampling
+from jrl.rollout.scoring import PromptLayout, Scores, pack, scores_of, values_of
+from jrl.trainer.learner.update import Max
+from moe.config import ModelConfig
+from moe.router.statistics import RouterStatistics
+from moe.tokens.packing import PackedBatch
+from moe.weights import Transformer
+from sharding.collectives import all_sum
+from sharding.folding import FoldedMesh
+
+
+def policy_loss(
+    recipe: Recipe,
+    logprobs: Float[Array, "batch time"],
+    entropy: Float[Array, "batch time"],
+    batch: Batch[Array],
+    totals: Totals[Array],
+    response_length: int,
+    statistics: Any = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """This piece's share of the policy's loss of a mini-batch.
+
+    ``aggregate(w surrogate) - entropy_coef aggregate(entropy) + kl_coef aggregate(k3) + auxiliary``
+    with the recipe's surrogate, denominators and auxiliary loss, and importance weights w.
+
+    Args:
+      logprobs: of the current policy, nats.
+      entropy: of the current policy's distribution over each token, nats.
+      batch: any piece of the mini-batch.
+      totals: counts over the whole mini-batch.
+      response_length: the limit of a completion, in tokens.
+      statistics: what the recipe's `statistics` gave, None without.
+    """
+
+    def reduced(per_token: Float[Array, "batch time"]) -> Float[Array, ""]:
+        denominators = recipe.denominators(totals, response_length)
+        return aggregate(per_token, batch.mask, recipe.aggregation, **denominators)
+
+    # A recipe need not guard its sums against what is not to be learned from.
+    logprobs, entropy = (jnp.where(batch.mask, x, 0.0) for x in (logprobs, entropy))
+    surrogate, metrics = recipe.surrogate(logprobs, entropy, batch, statistics)
+    if batch.importance_weights is not None:
+        surrogate = surrogate * jax.lax.stop_gradient(batch.importance_weights)
+    # Denominators are those of the mini-batch, so this is a share, and shares add up over pieces,
+    # rows of `dp` and micro-batches alike.
+    loss = reduced(surrogate)
+    metrics = {f"actor/{name}": value for name, value in metrics.items()}
+    metrics["actor/pg_loss"] = loss
+    metrics["actor/entropy"] = Mean.of(entropy, batch.mask)
+    if recipe.entropy_coef is not None:
+        loss = loss - recipe.entropy_coef * reduced(entropy)
+    if recipe.kl_coef is not None:
+        kl = kl_estimate(logprobs, given(batch.reference_logprobs), batch.mask, kind="k3")
+        loss = loss + recipe.kl_coef * reduced(kl)
+        metrics["actor/kl_loss"] = Mean.of(kl, batch.mask)
+    auxiliary, of_auxiliary = recipe.auxiliary_loss(logprobs, batch, totals)
+    return loss if auxiliary is None else loss + auxiliary, {**metrics, **of_auxiliary}
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """The recipe's policy loss plus the router's losses.
+
+    Attributes:
+      packed: sizes of a micro-batch whose rows lie in bins; None runs rows as they stand.
+    """
+
+    config: ModelConfig
+    mesh: FoldedMesh
+    layout: PromptLayout
+    recipe: Recipe
+    sampling: Sampling
+    response_length: int
+    packed: PackedSizes | None = None
+
+    def replayed(self, batch: Batch[Array]) -> Array | None:
+        """The choices of experts that each pass over `batch` uses again, None where the routers
+        choose by themselves."""
+        return None if self.recipe.router_replay is None else given(batch.choices)
+
+    def pack(self, batch: Batch[Array]) -> PackedBatch:
+        return _pack(self, batch, self.replayed(batch))
+
+    def scores(self, weights: Transformer[Array], x: Array, batch: Batch[Array]) -> Scores:
+        """What the policy says of the tokens under the mask, from the last hidden states."""
+        config, sampling, mesh = self.config, self.sampling, self.mesh
+        if self.packed is None:
+            return scores_of(weights, x, batch.tokens, self.layout, config, sampling, mesh)
+        return packing.scores_of(weights, x, _rows(batch), self.packed, config, sampling, mesh)
+
+    def loss(
+        self,
+        weights: Transformer[Array],
+        x: Array,
+        batch: Batch[Array],
+        totals: Totals[Array],
+        statistics: Any,
+    ) -> tuple[Array, dict[str, Any]]:
+        scores = self.scores(weights, x, batch)
+        loss, metrics = policy_loss(
+            self.recipe,
+            scores.logprobs,
+            scores.entropy,
+            batch,
+            totals,
+            self.response_length,
+            statistics,
+        )
+        if self.sampling.adaptive is not None:
+            # Of a distribution at a temperature that adapts a pass over the tokens knows nothing:
+            # `prepare` has compared the whole policy.
+            return loss, dict(metrics)
+        sampled = given(batch.behaviour_logprobs)
+        differences = sampling_differences(scores.behaviour_logprobs, sampled, batch.mask)
+        return loss, {**metrics, **differences}
+
+    def router_metrics(self, router: RouterStatistics[Array] | None) -> dict[str, Any]:
+        metrics = _router_metrics(router, self.config, self.mesh)
+        if self.recipe.router_replay == "R3":
+            metrics["sampling/routing_agreement"] = metrics["moe/replay_agreement"]
+        return metrics
+
+
+def sampling_differences(
+    logprobs: Float[Array, "batch time"],
+    sampled: Float[Array, "batch time"],
+    mask: Bool[Array, "batch time"],
+) -> dict[str, Any]:
+    """How far the trainer is from what sampled, in the distribution that was drawn from.
+
+    Zero in exact arithmetic before the first update: what is left is decoding with a cache against
+    one pass, the mismatch that corrections are for.
+
+    Args:
+      logprobs: of the tokens as the trainer computes them, nats.
+      sampled: the same as the sampler gave them.
+      mask: sampled tokens that count.
+    """
+    difference = jnp.where(mask, jnp.abs(logprobs - sampled), 0.0)
+    return {
+        "sampling/sampling_logp_difference/mean": Mean.of(difference, mask),
+        "sampling/sampling_logp_difference/max": Max(jnp.max(difference)),
+        "sampling/k3_kl": mismatch_statistics(logprobs, sampled, mask)["k3_kl"],
+    }
+
+
+@dataclass(frozen=True)
+class CriticObjective:
+    """The recipe's loss of the critic plus the loss of the critic's routers.
+
+    Attributes:
+      packed: as of `PolicyObjective`.
+    """
+
+    config: ModelConfig
+    mesh: FoldedMesh
+    layout: PromptLayout
+    recipe: ActorCritic
+    response_length: int
+    packed: PackedSizes | None = None
+
+    def pack(self, batch: Batch[Array]) -> PackedBatch:
+        return _pack(self, batch)
+
+    def values(self, weights: Transformer[Array], x: Array, batch: Batch[Array]) -> Array:
+        """Of the states before the tokens under the mask, from the last hidden states."""
+        if self.packed is None:
+            return values_of(weights, x, batch.tokens, self.layout, self.config, self.mesh)
+        return packing.values_of(weights, x, _rows(batch), self.packed, self.config, self.mesh)
+
+    def loss(
+        self,
+        weights: Transformer[Array],
+        x: Array,
+        batch: Batch[Array],
+        totals: Totals[Array],
+        statistics: Any,
+    ) -> tuple[Array, dict[str, Any]]:
+        values = self.values(weights, x, batch)
+        loss, metrics = self.recipe.critic_loss(values, batch, totals, self.response_length)
+        return loss, {**metrics, "critic/vf_loss": loss}
+
+    def router_metrics(self, router: RouterStatistics[Array] | None) -> dict[str, Any]:
+        return _router_load(router, self.mesh)
+
+
+@dataclass(frozen=True)
+class SupervisedObjective:
+    """Negative log-likelihood of given completions, the mean over their tokens."""
+
+    config: ModelConfig
+    mesh: FoldedMesh
+    layout: PromptLayout
+
+    def pack(self, batch: Batch[Array]) -> PackedBatch:
+        return pack(batch.tokens, batch.valid, self.layout, self.config, self.mesh)
+
+    def loss(
+        self,
+        weights: Transformer[Array],
+        x: Array,
+        batch: Batch[Array],
+        totals: Totals[Array],
+        statistics: Any,
+    ) -> tuple[Array, dict[str, Any]]:
+        scores = scores_of(
+            weights, x, batch.tokens, self.layout, self.config, Sampling(), self.mesh
+        )
+        return aggregate(-scores.logprobs, batch.mask, num_tokens=totals.num_tokens), {}
+
+    def router_metrics(self, router: RouterStatistics[Array] | None) -> dict[str, Any]:
+        return _router_load(router, self.mesh)
+
+
+def _pack(
+    objective: PolicyObjective | CriticObjective,
+    batch: Batch[Array],
+    replayed: Array | None = None,
+) -> PackedBatch:
+    """The rows as they stand, or in the bins that they were dealt out to."""
+    config, mesh = objective.config, objective.mesh
+    if objective.packed is None:
+        return pack(batch.tokens, batch.valid, objective.layout, config, mesh, replayed)
+    return packing.pack(_rows(batch), objective.packed, config, mesh, replayed)
+
+
+def _rows(batch: Batch[Array]) -> packing.Rows:
+    return packing.Rows(batch.tokens, batch.valid, batch.mask, given(batch.starts))
+
+
+def _router_metrics(
+    router: RouterStatistics[Array] | None, config: ModelConfig, mesh: FoldedMesh
+) -> dict[str, Any]:
+    """Means over tokens and layers, and the load of each expert, of the tokens of all ranks
+    of ``cp`` and ``tp``."""
+    if router is None:
+        return {}
+    router = jax.lax.stop_gradient(router)
+    router = all_sum(router, mesh.sequence)
+    metrics = {
+        "moe/load_balancing_loss": Mean(router.balance, router.tokens),
+        "moe/z_loss": Mean(router.z, router.tokens),
+        "moe/router_entropy": Mean(router.entropy, router.tokens),
+        "moe/dropped_fraction": Mean(router.dropped, jnp.sum(router.load)),
+        "moe/padded_fraction": Mean(router.padded, router.places),
+        "load": router.load,
+    }
+    if router.agreed is not None and router.replayed is not None:
+        metrics["moe/replay_agreement"] = Mean(router.agreed, router.replayed)
+    return metrics
+
+
+def _router_load(router: RouterStatistics[Array] | None, mesh: FoldedMesh) -> dict[str, Any]:
+    """Choices of each expert, ``[layer, route]``, by the tokens of all ``cp`` and ``tp`` ranks."""
+    return {} if router is None else {"load": all_sum(router.load, mesh.sequence)}

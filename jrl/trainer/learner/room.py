@@ -1,0 +1,71 @@
+"""Passes that did not have room for all that routers chose, run again where there is.
+
+Under `moe.execution.Execution.buffer_factor` the experts of a device have room for a multiple of
+what even routing sends to them. A pass counts what it had no room for; if that is anything, its
+result is put aside, and the same pass of a program with room for any routing takes its place. Both
+are compiled once, the second when it is first needed. So no result depends on how even routing is,
+and only time and memory do.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from jaxtyping import Array
+
+from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, SupervisedObjective
+from jrl.trainer.learner.program import Program
+from moe.config import ModelConfig
+from moe.router.statistics import RouterStatistics
+from sharding.collectives import all_sum, varying
+
+Kind = TypeVar("Kind", bound=PolicyObjective | CriticObjective | SupervisedObjective)
+
+
+def for_any_routing(objective: Kind) -> Kind:
+    """The same objective with room for any routing."""
+    return replace(objective, config=objective.config.for_any_routing())
+
+
+def overflow_of(router: RouterStatistics[Array] | None, config: ModelConfig) -> Array | None:
+    """Choices that a pass had no room for, on all devices together, inside the `jax.shard_map`.
+
+    None where there is room for any: programs are then what they would be without asking.
+    """
+    if router is None or router.overflow is None or config.execution.buffer_factor is None:
+        return None
+    return all_sum(router.overflow, tuple(varying(router.overflow)))
+
+
+class Exact:
+    """A pass without a gradient, ``(objective, *given) -> (found, overflow)``, compiled; called, it
+    gives what was found with room for everything.
+
+    Args:
+      program: the pass; `overflow` is what `overflow_of` says.
+      num_static: arguments in front that are no arrays, the objective first.
+    """
+
+    def __init__(self, program: Callable[..., tuple[Any, Array | None]], num_static: int = 1):
+        static = tuple(range(num_static))
+        self.counted = Program(program, static_argnums=static)
+        self.roomy = Program(lambda *given: program(*given)[0], static_argnums=static)
+        self.__doc__ = program.__doc__
+
+    def __call__(self, objective: Kind, *given: Any) -> Any:
+        if objective.config.execution.buffer_factor is None:
+            return self.roomy(objective, *given)
+        found, overflow = self.counted(objective, *given)
+        if overflow is None or not int(overflow):
+            return found
+        return self.roomy(for_any_routing(objective), *given)
+
+    def lower(self, objective: Kind, *given: Any) -> Any:
+        """The program with room for any routing, lowered."""
+        return self.roomy.lower(for_any_routing(objective), *given)
+
+
+def exact(num_static: int = 1) -> Callable[[Callable[..., tuple[Any, Array | None]]], Exact]:
+    """`Exact`, as a decorator."""
+    return partial(Exact, num_static=num_static)

@@ -1,0 +1,342 @@
+"""The one jitted update that policy, critic and warm start share.
+
+Gradients are taken inside the `jax.shard_map`, micro-batch after micro-batch with the denominators
+of the whole mini-batch, summed over devices once, and applied outside it on global arrays. Devices
+that hold the same weights each keep a part of the gradient and of the optimizer state
+(`sharding.zero`), step that part, and gather the new weights; under `Execution.fsdp` they keep a
+part of the weights too, and gather a layer when its turn has come. Of weights in bfloat16 the part
+that is stepped is one of float32 masters (`jrl.trainer.learner.masters`), and gradients are
+those of the bfloat16 weights, summed over micro-batches and devices in float32. Of a network with
+adapters these alone have gradients and are stepped; the weights beside them are read alone.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+from jrl.recipes.base.batch import Batch, Totals
+from jrl.recipes.base.optimizer import Optimizer
+from jrl.trainer.learner import masters
+from jrl.trainer.learner.learner import Learner, split, state_shardings, transformation
+from jrl.trainer.learner.program import Program
+from jrl.trainer.packed.passes import scan_first
+from moe import model, placement, stages
+from moe.adapters.trees import joined
+from moe.config import ModelConfig
+from moe.router.balance import router_loss
+from moe.router.bias import with_updated_bias
+from moe.router.statistics import RouterStatistics
+from moe.tokens.packing import PackedBatch
+from moe.weights import Layer, Transformer
+from sharding import zero
+from sharding.collectives import all_sum, vary
+from sharding.folding import FoldedMesh
+
+Leaf = TypeVar("Leaf")
+
+
+@struct.dataclass
+class Max(Generic[Leaf]):
+    """A metric that is a maximum over micro-batches, as `jrl.losses.Mean` is a mean."""
+
+    maximum: Leaf
+
+    def value(self) -> Leaf:
+        return self.maximum
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """A loss on a micro-batch, run inside the `jax.shard_map`. Hashable: compiled once
+    each."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def mesh(self) -> FoldedMesh: ...
+
+    def pack(self, batch: Batch[Array]) -> PackedBatch:
+        """Its tokens as the network runs them."""
+        ...
+
+    def loss(
+        self,
+        weights: Transformer[Array],
+        x: Array,
+        batch: Batch[Array],
+        totals: Totals[Array],
+        statistics: Any,
+    ) -> tuple[Array, dict[str, Any]]:
+        """Its share of the loss and its metrics, equal on all ranks of ``cp`` and ``tp``,
+        from the last hidden states `x`. The routers' losses are added to it.
+
+        Args:
+          totals: counts over the whole mini-batch.
+          statistics: what else is known of the whole mini-batch, None without.
+        """
+        ...
+
+    def router_metrics(self, router: RouterStatistics[Array] | None) -> dict[str, Any]:
+        """Metrics of the routers' sums over all layers.
+
+        A model with a selection bias needs the metric `load`, ``[layer, route]`` choices.
+        """
+        ...
+
+
+def count(batch: Batch[Array]) -> Totals[Array]:
+    """The denominators of a mini-batch."""
+    mask = batch.mask
+    correct = mask if batch.correct is None else mask & batch.correct[:, None]
+    return Totals(
+        num_tokens=jnp.sum(mask, dtype=jnp.int32),
+        num_sequences=jnp.sum(jnp.any(mask, axis=1), dtype=jnp.int32),
+        num_correct_tokens=jnp.sum(correct, dtype=jnp.int32),
+        num_valid=jnp.sum(batch.valid, dtype=jnp.int32),
+    )
+
+
+@partial(Program, static_argnums=(0, 1, 2), donate_argnums=3)
+def update(
+    objective: Objective,
+    optimizer: Optimizer,
+    num_micro_batches: int,
+    learner: Learner[Array],
+    batch: Batch[Array],
+    statistics: Any = None,
+    passes: Array | None = None,
+    fixed: Transformer[Array] | None = None,
+) -> tuple[Learner[Array], dict[str, Any]]:
+    """One optimizer step on a mini-batch.
+
+    Where the loss or the gradient's norm is not finite, nothing moves and the step is counted as
+    skipped. Nothing moves either where no token of the mini-batch counts: momentum, weight decay
+    and the routers' losses would act on nothing that was learned. Nor does anything move, and
+    nothing is counted as skipped, where there was no room for all that the routers chose
+    (`Execution.buffer_factor`): who asked for less has to update again with room for any routing.
+
+    Args:
+      objective: the loss.
+      optimizer: how to step.
+      num_micro_batches: micro-batches the mini-batch is cut into on each device.
+      learner: given up: its buffers are reused.
+      batch: the mini-batch, rows over ``dp``.
+      statistics: what the loss must know of the whole mini-batch besides its counts.
+      passes: ``[]`` how many of the micro-batches are run, the first ones; the others have no
+        tokens. None runs all.
+      fixed: the weights that stay as they are, of a network with adapters; those of `learner` are
+        the others then (`moe.adapters.trees`), before and after.
+
+    Returns:
+      The learner, and metrics: `loss`, `grad_norm`, `finite`, `empty` and the objective's; and
+      under a `buffer_factor` `overflow`, the choices that there was no room for.
+    """
+    config, mesh = objective.config, objective.mesh
+    shards, _ = split(placement.shard_specs(config, mesh), config)
+    # Denominators of the whole mini-batch, known before it is cut: micro-batches then add up.
+    totals = count(batch)
+    given = learner.weights, fixed, batch, totals, statistics, passes
+    loss, grads, metrics = _gradients(objective, optimizer.gradient_wire, num_micro_batches, *given)
+    # Of global arrays, so it is the global norm, whatever the layout (clipping depends on it).
+    grad_norm = optax.tree.norm(grads)
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    empty = totals.num_tokens == 0
+    # optax's types know no records
+    # ZeRO-1: each device steps the shard whose moments it keeps; the all-gather comes after.
+    weights: Any = masters.laid_out(learner.float32_weights, shards, mesh)
+    learner = replace(learner, weights=weights, masters=None)
+    # Optax counts on the standard promotions, which a caller may have forbidden.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        steps, opt_state = transformation(optimizer).update(grads, learner.opt_state, weights)
+    stepped: Any = optax.apply_updates(weights, steps)
+    # DeepSeek-V3's balancing without a loss: the bias is no parameter of the optimizer.
+    if config.selection_bias and fixed is None:
+        rate = config.bias_update_rate
+        stepped = with_updated_bias(weights, stepped, metrics["load"], rate, mesh)
+    moved = replace(
+        learner,
+        weights=stepped,
+        opt_state=opt_state,
+        updates=learner.updates + 1,
+        skipped_in_a_row=jnp.zeros_like(learner.skipped_in_a_row),
+    )
+    fits = metrics["overflow"] == 0 if "overflow" in metrics else jnp.ones((), bool)
+    skipped = (~finite & fits).astype(learner.skipped.dtype)
+    stayed = replace(
+        learner,
+        skipped=learner.skipped + skipped,
+        skipped_in_a_row=learner.skipped_in_a_row + skipped,
+    )
+    # Chosen on the device: the host need not wait to know whether a step counts.
+    moves = finite & ~empty & fits
+    learner = jax.tree.map(lambda new, old: jnp.where(moves, new, old), moved, stayed)
+    learner = replace(
+        learner,
+        weights=masters.gathered(learner.weights, config, mesh),
+        masters=learner.weights if masters.keeps_masters(config) else None,
+        opt_state=jax.tree.map(
+            jax.lax.with_sharding_constraint,
+            learner.opt_state,
+            state_shardings(learner.opt_state, config, mesh),
+        ),
+    )
+    metrics |= {"loss": loss, "grad_norm": grad_norm, "finite": finite, "empty": empty}
+    return learner, metrics
+
+
+def _gradients(
+    objective: Objective,
+    wire: str,
+    num_micro_batches: int,
+    weights: Transformer[Array],
+    fixed: Transformer[Array] | None,
+    batch: Batch[Array],
+    totals: Totals[Array],
+    statistics: Any,
+    passes: Array | None,
+) -> tuple[Array, Any, dict[str, Any]]:
+    """The loss of a mini-batch, its gradient in parts and its metrics, on global arrays."""
+    config, mesh, whole = objective.config, objective.mesh, PartitionSpec()
+    stored, of_fixed = split(placement.stored_specs(config, mesh), config)
+    local = jax.shard_map(
+        partial(_local_gradients, objective, wire, num_micro_batches),
+        mesh=mesh.mesh,
+        in_specs=(
+            stored,
+            None if fixed is None else of_fixed,
+            PartitionSpec(mesh.dp),
+            *[whole] * 3,
+        ),
+        out_specs=(whole, split(placement.shard_specs(config, mesh), config)[0], whole),
+    )
+    return local(weights, fixed, batch, totals, statistics, passes)
+
+
+def _local_gradients(
+    objective: Objective,
+    wire: str,
+    num_micro_batches: int,
+    weights: Transformer[Array],
+    fixed: Transformer[Array] | None,
+    batch: Batch[Array],
+    totals: Totals[Array],
+    statistics: Any,
+    passes: Array | None,
+) -> tuple[Array, Transformer[Array], dict[str, Any]]:
+    config, mesh = objective.config, objective.mesh
+    all_dims = placement.shard_dims(config, mesh, wire)
+    shard_dims, fixed_dims = split(all_dims, config)
+    specs, _ = split(placement.specs(config, mesh), config)
+    sharded = config.execution.fsdp
+    # Copies that vary over every axis collect the gradient of this device alone; what is summed
+    # over devices, once, is the sum over micro-batches.
+    own, fixed = vary((weights, fixed), mesh.axes)
+    if sharded:
+        # The layers stay in parts until it is their turn, and their gradients are summed there.
+        own = replace(zero.unshard(own, shard_dims), layers=own.layers)
+        if fixed is not None:
+            fixed = replace(zero.unshard(fixed, fixed_dims), layers=fixed.layers)
+    micro_batches = jax.tree.map(lambda x: x.reshape(num_micro_batches, -1, *x.shape[1:]), batch)
+    given = objective, own, fixed, micro_batches, totals, statistics
+    of_layers = all_dims.layers if sharded else None
+    # A scan holds the activations of one micro-batch; a pipeline interleaves several.
+    if mesh.layout.pp == 1:
+        loss, grads, metrics = _one_by_one(*given, of_layers, passes)
+    else:
+        assert passes is None, "a pipeline runs all micro-batches"
+        loss, grads, metrics = _through_stages(*given, of_layers)
+    is_sharded = replace(
+        jax.tree.map(lambda _: False, shard_dims),
+        layers=jax.tree.map(lambda _: sharded, shard_dims.layers),
+    )
+    reduce_scatter = partial(zero.reduce_scatter, mesh)
+    return loss, jax.tree.map(reduce_scatter, specs, shard_dims, grads, is_sharded), metrics
+
+
+def _one_by_one(
+    objective: Objective,
+    own: Transformer[Array],
+    fixed: Transformer[Array] | None,
+    micro_batches: Batch[Array],
+    totals: Totals[Array],
+    statistics: Any,
+    shard_dims: Layer[zero.ShardDim] | None,
+    passes: Array | None,
+) -> tuple[Array, Transformer[Array], dict[str, Any]]:
+    """The loss, this device's gradient, and the metrics, where it holds all layers."""
+    config, mesh = objective.config, objective.mesh
+
+    def micro_batch_loss(own, micro_batch):
+        micro_batch = vary(micro_batch, mesh.except_sequence)
+        weights = own if fixed is None else joined(own, fixed)
+        x, router = model.run(weights, objective.pack(micro_batch), config, mesh, shard_dims)
+        loss, metrics = objective.loss(weights, x, micro_batch, totals, statistics)
+        loss = loss + router_loss(router, config, mesh, totals.num_valid)
+        # Ranks of cp and tp hold the same loss, which counts once.
+        metrics = {**metrics, **_of_router(objective, router)}
+        return all_sum(loss, mesh.except_sequence), metrics
+
+    def add_micro_batch(total, micro_batch):
+        found, grads = jax.value_and_grad(micro_batch_loss, has_aux=True)(own, micro_batch)
+        (loss, metrics), (loss_before, before) = found, total
+        summed = jax.tree.map(lambda total, x: total + x.astype(total.dtype), before, grads)
+        return (loss_before + loss, summed), metrics
+
+    # The carry varies over every axis, as gradients do: a scan keeps the types of its carry.
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), own)
+    nothing = (jnp.zeros((), jnp.float32), vary(zeros, mesh.axes))
+    (loss, grads), metrics = scan_first(add_micro_batch, nothing, micro_batches, passes)
+    metrics = {name: _join(metric, mesh.except_sequence) for name, metric in metrics.items()}
+    return loss, grads, metrics
+
+
+def _through_stages(
+    objective: Objective,
+    own: Transformer[Array],
+    fixed: Transformer[Array] | None,
+    micro_batches: Batch[Array],
+    totals: Totals[Array],
+    statistics: Any,
+    shard_dims: Layer[zero.ShardDim] | None,
+) -> tuple[Array, Transformer[Array], dict[str, Any]]:
+    """`_one_by_one` on a pipeline."""
+    config, mesh = objective.config, objective.mesh
+    loss, grads, metrics, router = stages.gradients(
+        own,
+        vary(micro_batches, mesh.except_sequence),
+        objective.pack,
+        lambda weights, x, micro_batch: objective.loss(weights, x, micro_batch, totals, statistics),
+        totals.num_valid,
+        config,
+        mesh,
+        shard_dims,
+        fixed,
+    )
+    # Sums that are already over micro-batches, as a stack of one.
+    of_router = jax.tree.map(lambda x: x[None], _of_router(objective, router))
+    # The stages hold the same metrics, which count once, and each its own part of the loss.
+    others = tuple(axis for axis in mesh.except_sequence if axis not in mesh.pp)
+    joined = {name: _join(m, others) for name, m in {**metrics, **of_router}.items()}
+    return all_sum(loss, mesh.except_sequence), grads, joined
+
+
+def _of_router(objective: Objective, router: RouterStatistics[Array] | None) -> dict[str, Any]:
+    metrics = objective.router_metrics(router)
+    if router is None or router.overflow is None:
+        return metrics
+    return metrics | {"overflow": all_sum(router.overflow, objective.mesh.sequence)}
+
+
+def _join(metric: Any, axes: tuple[str, ...]) -> Any:
+    """A metric stacked over micro-batches, as one over all of them and the devices of `axes`."""
+    if isinstance(metric, Max):
+        return Max(jax.lax.pmax(jnp.max(vary(metric.maximum, axes)), axes))
+    return jax.tree.map(lambda x: all_sum(jnp.sum(x, axis=0), axes), metric)

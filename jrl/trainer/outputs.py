@@ -1,0 +1,147 @@
+"""What a run leaves behind while it goes: lines, samples, loggers, the display, the last page."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jrl.faults.fleet import Alarm
+from jrl.processes.agreement import is_main_process, to_host
+from jrl.report.display import TrainingDisplay, print_samples
+from jrl.report.metrics import check_known
+from jrl.report.page.write import write_page
+from jrl.report.plots import plot_run
+from jrl.rollout.collection.collect import shown_rows
+from jrl.runs import loggers
+from jrl.runs.folder import RunFolder
+from jrl.runs.records import Appender, read_metrics, read_samples
+from jrl.text.prompt_format import PromptFormat
+from jrl.trainer.setup.setup import Setup
+from jrl.trainer.step import NonFinite, Step
+
+SHOWN = 4
+"""Held-out prompts shown before and after, and completions per step in samples.jsonl."""
+
+
+def appender(path: Path) -> Appender:
+    """Lines for a file of the run, which the first process writes; those of others go nowhere."""
+    return Appender(path if is_main_process() else os.devnull)
+
+
+@dataclass
+class Outputs:
+    """Open files, loggers and the display of a run."""
+
+    metrics: Appender
+    samples: Appender
+    loggers: list[loggers.Logger]
+    display: TrainingDisplay
+    own_metrics: Mapping[str, str]
+    total_tokens: float
+    total_skipped: float
+    total_empty: float
+    drifted: bool
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.total_tokens += metrics["training/tokens"]
+        self.total_skipped += metrics["training/nonfinite_skipped"]
+        self.total_empty += metrics["training/empty_skipped"]
+        metrics["training/total_tokens"] = self.total_tokens
+        metrics["training/nonfinite_skipped_total"] = self.total_skipped
+        metrics["training/empty_skipped_total"] = self.total_empty
+        check_known(metrics, self.own_metrics)
+        self.metrics.append(step, metrics)
+        for logger in self.loggers:
+            logger.log(step, metrics)
+        self.display.update(step, metrics)
+
+    def warn(self, alarms: list[Alarm]) -> None:
+        for alarm in alarms:
+            self.display.alarm(alarm.describe())
+
+    def warn_of_drift(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows where a drift of the sampler from the trainer begins."""
+        if "sampling/drift_alarm" not in metrics:
+            return
+        before, self.drifted = self.drifted, metrics["sampling/drift_alarm"] > 0
+        if self.drifted and not before:
+            kl = metrics["sampling/k3_kl"]
+            self.display.alarm(
+                f"step {step}: the sampler has drifted from the trainer: sampling/k3_kl is "
+                f"{kl:.3g} nats, more than --drift-alarm allows"
+            )
+
+    def write_samples(self, format: PromptFormat, step: int, done: Step) -> None:
+        completions = done.collected.completions
+        for row in shown_rows(completions, SHOWN):
+            record = {"kind": "training", **completions[row].record(format)}
+            if row in done.tokens:
+                record["tokens"] = done.tokens[row].record(format.tokenizer)
+            self.samples.append(step, record)
+
+
+@contextmanager
+def opened(setup: Setup, folder: RunFolder, step: int) -> Iterator[Outputs]:
+    """The outputs of a run that goes on after `step`, closed at the end."""
+    history = read_metrics(folder.metrics_path) if is_main_process() else []
+    rewards = [line["critic/score/mean"] for line in history if "critic/score/mean" in line]
+    last = history[-1] if history else {}
+    with ExitStack() as stack:
+        extra: list[loggers.Logger] = []
+        for name in setup.run.log_to if is_main_process() else ():
+            if name == "tensorboard":
+                resumed = folder.tensorboard_path.is_dir()
+                logger = loggers.TensorBoard(folder.tensorboard_path, step if resumed else None)
+            else:
+                logger = loggers.Wandb(folder.path, "jrl", folder.path.name, folder.config())
+            stack.callback(logger.close)
+            extra.append(logger)
+        yield Outputs(
+            metrics=stack.enter_context(appender(folder.metrics_path)),
+            samples=stack.enter_context(appender(folder.samples_path)),
+            loggers=extra,
+            display=stack.enter_context(TrainingDisplay(setup.run.steps, step, rewards)),
+            own_metrics=setup.recipe.metrics,
+            total_tokens=last.get("training/total_tokens", 0.0),
+            total_skipped=last.get("training/nonfinite_skipped_total", 0.0),
+            total_empty=last.get("training/empty_skipped_total", 0.0),
+            drifted=last.get("sampling/drift_alarm", 0.0) > 0,
+        )
+
+
+def save_nonfinite(folder: RunFolder, name: str, skipped: NonFinite) -> Path:
+    """The batch of an update that was skipped, as plain arrays in an .npz file."""
+    path = folder.path / "nonfinite" / f"{name}.npz"
+    batch = to_host(skipped.batch)
+    arrays = {name: value for name, value in vars(batch).items() if value is not None}
+    arrays |= {
+        "loss": np.asarray(skipped.loss),
+        "grad_norm": np.asarray(skipped.grad_norm),
+    }
+    if is_main_process():
+        path.parent.mkdir(exist_ok=True)
+        np.savez(path, allow_pickle=False, **arrays)
+    return path
+
+
+def finish(setup: Setup, folder: RunFolder, stopped: bool) -> None:
+    """Plots, the page, and the completions before and after."""
+    plot_run(folder.metrics_path, folder.plots_path, title=f"{setup.run.task}, {setup.recipe.name}")
+    write_page([folder], folder.report_path)
+    if stopped:
+        return
+    shown = [line for line in read_samples(folder.samples_path) if line["kind"] == "heldout"]
+    if not shown:
+        raise ValueError(f"{folder.samples_path} has no samples of kind heldout: lines were lost")
+    before = [line for line in shown if line["step"] == shown[0]["step"]]
+    after = [line for line in shown if line["step"] == shown[-1]["step"]]
+    print_samples(
+        [str(line["prompt"]) for line in before],
+        [str(line["completion"]) for line in before],
+        [str(line["completion"]) for line in after],
+        [float(line["score"]) for line in before],
+        [float(line["score"]) for line in after],
+    )

@@ -1,0 +1,72 @@
+"""Decoding steps of a deep network: one program for all layers, its caches written in place."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+from policies import CONFIG, EOS, PAD, Asked, decode
+from tiers import full_but
+
+from jrl.rollout.decoding.programs.advance import advance, policy_of
+from jrl.rollout.decoding.programs.slots import Decoder, abstract_pool
+from jrl.rollout.decoding.programs.tokens import Draws
+from jrl.rollout.sampling import Sampling
+from moe.execution import Execution
+from moe.weights import shapes
+from sharding.folding import Layout, fold
+
+COLUMNS = 512
+
+
+def traced(layers, scanned):
+    """The program of decoding steps, and the bytes of the cache that it is given."""
+    execution = Execution(scan_layers=scanned)
+    config = replace(CONFIG, num_layers=layers, execution=execution)
+    mesh = fold(Layout(), jax.devices()[:1])
+    decoder = Decoder(config, mesh, PAD, (EOS,), records_choices=True)
+    pool = abstract_pool(decoder, 8, COLUMNS)
+    policy = jax.eval_shape(lambda weights: policy_of(decoder, weights), shapes(config))
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    draws = Draws(jax.ShapeDtypeStruct((2,), jnp.uint32), number)
+    given = decoder, Sampling(), COLUMNS, policy, pool, draws, number, number
+    return advance.trace(*given), sum(x.size * 4 for x in jax.tree.leaves(pool.cache))
+
+
+def equations(jaxpr):
+    return len(jaxpr.eqns) + sum(
+        equations(inner) for one in jaxpr.eqns for inner in jaxprs_in_params(one.params)
+    )
+
+
+def test_the_program_does_not_grow_with_depth():
+    few, many, unrolled = (
+        equations(traced(layers, scanned)[0].jaxpr.jaxpr)
+        for layers, scanned in ((9, None), (48, None), (3, False))
+    )
+    assert few == many < unrolled
+
+
+@pytest.mark.parametrize("scanned", full_but([True, False], True))
+def test_the_cache_is_written_in_place(scanned):
+    program, cache = traced(6, scanned)
+    memory = program.lower().compile().memory_analysis()
+    # The pool is given up, and no step holds more beside it than one layer's keys and values.
+    assert memory.alias_size_in_bytes > cache
+    assert memory.temp_size_in_bytes < cache / 2
+
+
+DEEP = [("dp1", 1), ("dp1", 3), ("tp2 dp2 / ep4", 3)]
+
+
+@pytest.mark.parametrize(("layout", "layers"), full_but(DEEP, DEEP[0]))
+def test_rows_are_those_of_the_unrolled_network(layout, layers):
+    config = replace(CONFIG, num_layers=layers)
+    scanned = replace(config, execution=Execution(scan_layers=True))
+    expected, found = (decode(Asked(Sampling(), layout, config=one)) for one in (config, scanned))
+    for name in ("tokens", "valid", "mask", "truncated"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    # The compiler fuses the same sums with what is around them; float32.
+    np.testing.assert_allclose(found.behaviour_logprobs, expected.behaviour_logprobs, atol=1e-5)

@@ -1,0 +1,51 @@
+"""Programs are compiled with the options of their mesh, and once for all that have the same."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import pytest
+from programs import mesh_of
+
+from jrl.trainer.learner.program import Program
+from jrl.trainer.learner.room import Exact
+from jrl.trainer.learner.update import update
+from jrl.trainer.packed.scoring import _packed_logprobs, _packed_values
+from jrl.trainer.scoring import logprobs_of, values_of
+from sharding import compiler_options as asked
+from sharding.folding import FoldedMesh
+
+
+@dataclass(frozen=True)
+class Objective:
+    mesh: FoldedMesh
+    scale: float = 3.0
+
+
+def test_a_mesh_says_what_its_programs_are_compiled_with(monkeypatch):
+    traced = []
+
+    def scaled(objective, x):
+        """What it says."""
+        traced.append(objective)
+        return objective.scale * x
+
+    program = Program(scaled, static_argnums=0)
+    one, two = Objective(mesh_of("dp1")), Objective(mesh_of("dp2"))
+    x = jnp.arange(5.0)
+    assert program(two, x)[4] == program.lower(two, x).compile()(x)[4] == 12.0
+    assert program.on(one.mesh) is program.on(two.mesh)
+    assert program.__doc__ == "What it says." and traced == [two]
+    monkeypatch.setitem(asked.BY_PLATFORM, "cpu", {"xla_of_nobody": True})
+    # Of one device there is nothing to ask.
+    assert program(one, x)[4] == 12.0
+    for run in (program, lambda *given: program.lower(*given).compile()):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"No such compile option.*of_nobody"):
+            run(two, x)
+
+
+def test_updates_and_scores_are_such_programs():
+    assert isinstance(update, Program)
+    for score in (values_of, logprobs_of, _packed_values, _packed_logprobs):
+        assert isinstance(score, Exact)
+        assert isinstance(score.counted, Program) and isinstance(score.roomy, Program)

@@ -1,0 +1,167 @@
+"""A stack of layers as one program: the values of the unrolled one, and as large however deep."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import PartitionSpec as P
+from programs import jit, mesh_of, random_weights
+from tiers import full_but
+from whole_network import loss_and_gradient
+
+from moe import model
+from moe.config import ModelConfig
+from moe.execution import Execution
+from moe.layers.depth import MOST_UNROLLED, is_scanned, over_layers, parts_of
+from moe.placement import in_chunks, in_layer_order, specs
+from moe.weights import shapes
+
+MOE = ModelConfig(
+    vocab_size=11,
+    # Two in a stack, after a dense one.
+    num_layers=3,
+    d_model=10,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=6,
+    num_experts=8,
+    experts_per_token=3,
+    d_expert=14,
+    num_dense_layers=1,
+    dense_d_ff=12,
+)
+BATCH, TIME = 8, 5
+
+
+def batch(replayed):
+    draw = np.random.default_rng(1)
+    tokens = draw.integers(0, MOE.vocab_size, (BATCH, TIME))
+    length = np.arange(BATCH) % (TIME - 1) + 2
+    valid = np.arange(TIME)[None, :] >= TIME - length[:, None]
+    piece = jnp.asarray(tokens), jnp.asarray(valid)
+    if not replayed:
+        return piece
+    shape = BATCH, TIME, 2, MOE.num_experts
+    chosen = np.argsort(draw.random(shape), axis=-1)[..., : MOE.experts_per_token]
+    return *piece, jnp.asarray(chosen, jnp.uint8)
+
+
+@functools.cache
+def run(scanned, layout, replayed, **execution):
+    mesh = mesh_of(layout)
+    layers = 5 if "pp" in layout else MOE.num_layers
+    config = replace(MOE, execution=Execution(scan_layers=scanned, **execution))
+    if "pp" in layout:
+        # Two layers on each stage.
+        config, replayed = replace(config, num_layers=layers), False
+    step = jit(loss_and_gradient(config, mesh))
+    out, grads = jax.device_get(step(in_chunks(random_weights(config, 0), mesh), batch(replayed)))
+    return out, in_layer_order(grads, mesh)
+
+
+CASES = [
+    # Unrolled, that of `test_replayed_choices.py`.
+    ("dp1", True, {"dispatch": "all_to_all"}),
+    ("dp1", True, {"remat": "full", "experts": "blocks", "attention": "blocked"}),
+    ("tp2 cp2 dp2 / ep4 etp2", True, {"remat": "none", "context": "ring"}),
+    ("cp2 dp2 / ep4", False, {"remat": "full", "dispatch": "all_to_all", "context": "ulysses"}),
+    ("pp2 dp2 / ep2", False, {"remat": "selective"}),
+]
+
+
+@pytest.mark.parametrize(("layout", "replayed", "execution"), full_but(CASES, CASES[0]))
+def test_a_scanned_stack_equals_the_unrolled_one(layout, replayed, execution):
+    ((value, stats), grads), ((expected, expected_stats), expected_grads) = (
+        run(scanned, layout, replayed, **execution) for scanned in (True, False)
+    )
+    # The same sums, which the compiler fuses with what is around them; float32.
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    np.testing.assert_array_equal(stats.load, expected_stats.load)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6), stats, expected_stats)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=4e-6 * np.max(np.abs(b))),
+        grads,
+        expected_grads,
+    )
+    assert all(float(np.max(np.abs(g))) > 0 for g in jax.tree.leaves(grads))
+
+
+def equations(jaxpr):
+    """How many there are, those of programs inside it included."""
+    return len(jaxpr.eqns) + sum(
+        equations(inner) for one in jaxpr.eqns for inner in jaxprs_in_params(one.params)
+    )
+
+
+def trained(config, layout):
+    """Equations of loss and gradient, with choices that are replayed."""
+    mesh, sized = mesh_of(layout), (BATCH, TIME)
+    kinds = [
+        (sized, jnp.int32),
+        (sized, jnp.bool_),
+        ((*sized, config.num_expert_layers, 3), jnp.uint8),
+    ]
+    piece = tuple(jax.ShapeDtypeStruct(shape, kind) for shape, kind in kinds)
+    weights = jax.eval_shape(lambda weights: in_chunks(weights, mesh), shapes(config))
+    return equations(jax.make_jaxpr(loss_and_gradient(config, mesh))(weights, piece).jaxpr)
+
+
+def scored(config, layout):
+    """Equations of a forward pass that records its choices."""
+    mesh = mesh_of(layout)
+    program = jax.shard_map(
+        lambda weights, *given: model.routing_choices(weights, *given, config, mesh),
+        mesh=mesh.mesh,
+        in_specs=(specs(config, mesh), P(mesh.dp), P(mesh.dp)),
+        out_specs=P(None, mesh.except_sequence),
+    )
+    return equations(jax.make_jaxpr(program)(shapes(config), *batch(False)).jaxpr)
+
+
+PROGRAMS = [(scored, "tp2 dp2"), (trained, "dp1"), (trained, "pp2")]
+
+
+@pytest.mark.parametrize(("program", "layout"), full_but(PROGRAMS, PROGRAMS[0]))
+def test_a_program_does_not_grow_with_depth(program, layout):
+    def sized(layers, scanned):
+        execution = Execution(remat="selective", scan_layers=scanned)
+        layers = 1 + layers * mesh_of(layout).layout.pp
+        return program(replace(MOE, num_layers=layers, execution=execution), layout)
+
+    # None scans where there are more than a few.
+    assert sized(MOST_UNROLLED + 1, None) == sized(48, None) < sized(3, False)
+
+
+def test_the_gradient_of_an_unrolled_stack_is_put_together_once():
+    def last(layers):
+        def run_layer(number, layer, x):
+            return x @ layer, None
+
+        return jnp.sum(over_layers(run_layer, layers, jnp.ones(2), Execution())[0])
+
+    written = str(jax.make_jaxpr(jax.grad(last))(jnp.ones((3, 2, 2))))
+    assert written.count("concatenate") == 1
+    assert "pad" not in written and "add_any" not in written
+
+
+def test_a_few_layers_are_unrolled_unless_a_flag_says_otherwise():
+    assert not is_scanned(MOST_UNROLLED, Execution())
+    assert is_scanned(MOST_UNROLLED + 1, Execution())
+    assert is_scanned(2, Execution(scan_layers=True))
+    assert not is_scanned(48, Execution(scan_layers=False))
+
+
+@pytest.mark.parametrize(("scanned", "parts"), [(True, [1, 2]), (False, [0, 0, 0])])
+def test_the_parts_of_a_network_are_layers_and_scanned_stacks(scanned, parts):
+    config = replace(MOE, execution=Execution(scan_layers=scanned))
+    weights = random_weights(config, 0)
+    found = parts_of(weights, config)
+    assert [part.norm.shape[0] if part.norm.ndim > 1 else 0 for part in found] == parts
+    assert weights.first_layers is not None
+    by_layer = [part.norm.reshape(-1, config.d_model) for part in found]
+    stacks = weights.first_layers.norm, weights.layers.norm
+    np.testing.assert_array_equal(np.concatenate(by_layer), np.concatenate(stacks))
