@@ -148,6 +148,7 @@ def same(found, expected, close):
 
 
 LONG = Asked(Sampling(temperature=1.5), response=23)
+ENDLESS = replace(LONG, stops=(99,), slots=5)
 
 
 @pytest.mark.parametrize("config", [CONFIG, DENSE], ids=["routed", "dense"])
@@ -191,21 +192,19 @@ def test_a_prompt_runs_once_for_all_that_share_it():
 
 def test_rows_have_limits_of_their_own():
     requests = [r._replace(max_new_tokens=1 + n % 5) for n, r in enumerate(LONG.requests)]
-    endless = replace(LONG, stops=(99,), slots=4)
-    for t in answers(endless.engine(), requests, LONG.sampling):
+    for t in answers(ENDLESS.engine(), requests, LONG.sampling):
         assert len(t.tokens) == t.request.max_new_tokens
         assert t.finish == "length"
 
 
 def test_what_is_cancelled_gives_its_slots_back():
-    endless = replace(LONG, stops=(99,), slots=6)
-    engine, short = endless.engine(), endless.requests[0]._replace(max_new_tokens=2)
-    others = [r for r in endless.requests if r.prompt != 0]
+    engine, short = ENDLESS.engine(), ENDLESS.requests[0]._replace(max_new_tokens=2)
+    others = [r for r in ENDLESS.requests if r.prompt != 0]
     engine.submit([short, *others], LONG.sampling)
     assert [t.request.prompt for t in engine.poll()] == [0]
     assert engine.num_idle == 0
     engine.cancel([1, 2, 3])
-    assert engine.num_idle == 6
+    assert engine.num_idle == 5
     assert engine.poll() == []
     (again,) = answers(engine, [short], LONG.sampling)
     assert len(again.tokens) == 2
