@@ -112,6 +112,8 @@ def test_greedy_rows_of_a_group_are_equal():
     assert np.all(rollout.old_logprobs[rollout.mask] < 0)
 
 
+# Among limits of their own, rows have one of one token below.
+@pytest.mark.slow
 def test_a_response_of_one_token():
     longer, single = (decode(Asked(Sampling(), response=n)) for n in (7, 1))
     assert single.tokens.shape == (ROWS, PROMPT + 1)
@@ -151,7 +153,9 @@ LONG = Asked(Sampling(temperature=1.5), response=23)
 ENDLESS = replace(LONG, stops=(99,), slots=5)
 
 
-@pytest.mark.parametrize("config", [CONFIG, DENSE], ids=["routed", "dense"])
+@pytest.mark.parametrize(
+    "config", [CONFIG, pytest.param(DENSE, marks=pytest.mark.slow)], ids=["routed", "dense"]
+)
 def test_the_order_of_arrival_has_no_say_in_any_bit(config):
     asked = replace(LONG, config=config)
     expected, _ = drawn(asked, asked.requests)
@@ -164,7 +168,8 @@ def test_the_order_of_arrival_has_no_say_in_any_bit(config):
 @pytest.mark.parametrize(
     ("slots", "window"),
     [
-        (5, 6),
+        (2, 12),
+        pytest.param(5, 6, marks=pytest.mark.slow),
         pytest.param(ROWS, 4, marks=pytest.mark.slow),
         pytest.param(1, None, marks=pytest.mark.slow),
     ],
