@@ -264,7 +264,8 @@ def test_holes_equal_the_compressed_sequence(name):
         assert_same(actual, expected, f"seed {seed}", tolerance=2e-6)
 
 
-@everything
+# Without it, each operation is compiled by itself.
+@of_each_kind(EVERYTHING)
 def test_jit(name):
     result, _ = stacked(name)["seed 4"]
     assert_same(result, EVERYTHING[name](batch(4)), "seed 4", tolerance=2e-6)

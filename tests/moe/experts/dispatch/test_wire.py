@@ -22,8 +22,8 @@ FP8 = "float8_e4m3fn"
 
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch):
-    """Of the ten or five tokens of a device whole groups and a part."""
-    monkeypatch.setattr(activation_wire, "GROUP", 4)
+    """Of the five tokens of a device two whole groups and a part."""
+    monkeypatch.setattr(activation_wire, "GROUP", 2)
 
 
 def drawn():
@@ -68,6 +68,8 @@ def twin(weights, x, routing, peers, everywhere=False):
         for peer in range(peers):
             chosen = np.asarray(routing.experts)[own] // held == peer
             rows = own if everywhere else own[np.any(chosen, axis=1)]
+            if not len(rows):
+                continue
             local = routing.experts[rows] - peer * held
             local = jnp.where((local >= 0) & (local < held), local, held)
             part = slice(peer * held, (peer + 1) * held)
@@ -101,7 +103,9 @@ TWINS = [("all_to_all", 2), ("all_to_all", 4), ("all_gather", 2), ("ragged", 4)]
 
 
 @pytest.mark.parametrize(("name", "peers"), full_but(TWINS, TWINS[0]))
-def test_equals_the_twin(name, peers, emulated):
+def test_equals_the_twin(name, peers, emulated, monkeypatch):
+    if peers == 2:  # each with ten tokens
+        monkeypatch.setattr(activation_wire, "GROUP", 4)
     weights, x, routing = drawn()
     given = weights, x, routing.probs, routing
     gradients, out = jit(pulled(on(f"dp{peers} / ep{peers}", name)))(*given)
