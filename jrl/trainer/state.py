@@ -1,5 +1,6 @@
 """Everything that changes during a run, as one pytree: what a checkpoint holds."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
@@ -67,13 +68,23 @@ class TrainState(Generic[Leaf]):
 
 def init_weights(config: ModelConfig, mesh: FoldedMesh, key: Array) -> Transformer[Array]:
     """Fresh weights, float32, laid out on the mesh as `jrl.trainer.learner.masters` says."""
-    # As a list: JAX would fill the fields that are None with a marker, which no record can hold.
+    make, structure = _initialiser(config, mesh)
+    return structure.unflatten(make(key))
+
+
+@functools.cache
+def _initialiser(config: ModelConfig, mesh: FoldedMesh) -> tuple[Callable[[Array], list], Any]:
+    """The program of `init_weights`, compiled once, and how its results are a record.
+
+    They are a list: JAX would fill the fields that are None with a marker, which no record can
+    hold.
+    """
     shardings, structure = jax.tree.flatten(masters.float32_shardings(config, mesh))
     make = jax.jit(
         lambda key: jax.tree.leaves(placement.in_chunks(moe_weights.initialise(config, key), mesh)),
         out_shardings=shardings,
     )
-    return structure.unflatten(make(key))
+    return make, structure
 
 
 def init_adapters(config: ModelConfig, mesh: FoldedMesh, key: Array) -> Transformer[Array]:

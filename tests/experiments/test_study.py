@@ -6,12 +6,14 @@ import math
 
 import pytest
 from places import ROOT
+from tiers import full_but
 
 from experiments.figures import draw_curves, draw_finals, final_table, spread
 from experiments.study import Curve, Study, arguments_of, folder_of, read, write
 from jrl.config.flags import parse
 
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("experiments/*/run.py"))
+QUICK = ("hapo_ablation", "staleness", "vapo_ablation")
 
 
 def curve(seed=0, accuracy=(0.2, 0.4, 0.3, 0.6)):
@@ -62,7 +64,9 @@ def test_results_are_totals_since_the_warm_start_and_means_since_the_last_evalua
     assert entropy[1] == 1.5 and math.isnan(entropy[0]) and math.isnan(entropy[2])
 
 
-@pytest.mark.parametrize("folder", [name for name in FOLDERS if name != "recipes"])
+@pytest.mark.parametrize(
+    "folder", full_but([name for name in FOLDERS if name != "recipes"], *QUICK)
+)
 def test_every_variant_is_a_command_that_training_takes(folder, tmp_path):
     study = importlib.import_module(f"experiments.{folder}.run").STUDY
     assert study.folder == ROOT / "experiments" / folder

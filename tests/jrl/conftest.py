@@ -4,7 +4,24 @@ import pytest
 from command_runs import FLAGS
 from small_runs import Finished, finish
 
+from jrl.report.plots import plot_run
 from jrl.train import main
+from jrl.trainer import outputs
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_pictures():
+    """Pictures take most of the time of a small run whose programs are there already: a run draws
+    them where a test asks for `pictures`, and `tests/jrl/report` draws all kinds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outputs, "plot_run", lambda *paths, title: [])
+        yield
+
+
+@pytest.fixture
+def pictures(monkeypatch):
+    """Runs end with the pictures of their metrics."""
+    monkeypatch.setattr(outputs, "plot_run", plot_run)
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,7 @@ def test_the_path_is_short():
 
 
 @pytest.mark.slow
-def test_from_a_reward_to_a_curve(tmp_path, capsys):
+def test_from_a_reward_to_a_curve(tmp_path, pictures, capsys):
     assert main([*TRAIN[0].split(), *FLAGS]) == 0
     (evaluation,) = EVALUATE
     assert evaluate.main([*evaluation.split()[:1], "--k", "2", "--prompts", "4"]) == 0

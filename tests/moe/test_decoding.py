@@ -166,7 +166,6 @@ def test_a_kernel_that_reads_heads_is_refused_by_narrow_vectors():
             ("dense first", "tp2"),
         ],
         ("routed", "tp2 dp2 / ep2 etp2"),
-        ("dense", "tp2"),
         ("latent", "tp2"),
         ("dense first", "tp2"),
     ),

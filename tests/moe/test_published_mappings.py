@@ -171,7 +171,7 @@ def atoms(mesh, *logical):
 
 
 # With a context that is cut, experts over what is left of a node; and gathered rows.
-QUICK = [case for case in TRACED if "cp4" in case[1] or case[0].startswith("Qwen2")]
+QUICK = [case for case in TRACED if "cp4" in case[1]]
 
 
 @pytest.mark.parametrize(("model", "layout", "how"), full_but(TRACED, *QUICK))

@@ -167,11 +167,16 @@ COUNTED = [
     ("dp2 / ep2", "all_to_all", "full", 7),
     ("tp2", "all_gather", "full", 4),
 ]
-PIPED = [(pipeline, *case) for pipeline in ("pp2", "pp2 vpp2", "") for case in COUNTED]
+PIPED = [
+    *(("pp2", *case) for case in COUNTED),
+    # Two chunks on a stage, and no pipeline.
+    *((pipeline, *COUNTED[0]) for pipeline in ("pp2 vpp2", "")),
+    ("", *COUNTED[2]),
+]
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "axes", "collective", "remat", "number"), full_but(PIPED, PIPED[0])
+    ("pipeline", "axes", "collective", "remat", "number"), full_but(PIPED, PIPED[3])
 )
 def test_a_pipeline_communicates_as_often_as_one_device(pipeline, axes, collective, remat, number):
     """Collectives of a layer, by tracing."""

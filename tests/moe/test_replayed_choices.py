@@ -35,10 +35,7 @@ UNRECORDED = (3, 2)
 CASES = [
     ("all_to_all", "tp2 cp2 dp2 / ep4 etp2"),
     ("all_gather", "tp2 dp2 / ep4"),
-    ("all_to_all", "dp4 / ep4"),
-    ("all_gather", "cp2 dp2 / ep2 etp2"),
     ("ragged", "tp2 dp2 / ep2 etp2"),
-    ("all_to_all", "pp2 dp2 / ep2"),
     ("all_gather", "pp2 vpp2 tp2 / ep2"),
 ]
 

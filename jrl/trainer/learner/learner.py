@@ -1,5 +1,7 @@
 """A network that learns: its weights, what an optimizer keeps of them, and where that lives."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -85,13 +87,29 @@ def init_learner(
 
 
 def _first_moments(optimizer: Optimizer, own: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
+    leaves, structure = jax.tree.flatten(own)
+    sizes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+    moments, of_state = _moments_program(optimizer, structure, sizes, config, mesh)
+    return of_state.unflatten(moments(own))
+
+
+@functools.cache
+def _moments_program(
+    optimizer: Optimizer,
+    structure: Any,
+    sizes: tuple[jax.ShapeDtypeStruct, ...],
+    config: ModelConfig,
+    mesh: FoldedMesh,
+) -> tuple[Callable[[Any], list], Any]:
+    """The program of `_first_moments`, compiled once, and how its results are a record.
+
+    They are a list: JAX would fill the fields that are None with a marker, which no record can
+    hold.
+    """
     init = transformation(optimizer).init
-    # As a list: JAX would fill the fields that are None with a marker, which no record can hold.
-    shardings, structure = jax.tree.flatten(
-        state_shardings(jax.eval_shape(init, own), config, mesh)
-    )
-    moments = jax.jit(lambda own: jax.tree.leaves(init(own)), out_shardings=shardings)
-    return structure.unflatten(moments(own))
+    like = jax.eval_shape(init, structure.unflatten(sizes))
+    shardings, of_state = jax.tree.flatten(state_shardings(like, config, mesh))
+    return jax.jit(lambda own: jax.tree.leaves(init(own)), out_shardings=shardings), of_state
 
 
 def _zeros(mesh: FoldedMesh) -> tuple[Array, Array, Array]:

@@ -107,6 +107,8 @@ def test_runs_laid_over_each_other(tmp_path):
         plots.plot_comparison(runs, path, panels=["entropy"])
 
 
+# `test_help_comes_before_anything_heavy` asks it of the command.
+@pytest.mark.slow
 def test_the_module_loads_no_matplotlib():
     program = "import sys, jrl.report.plots; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

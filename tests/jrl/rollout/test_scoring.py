@@ -23,7 +23,7 @@ CLOSE = 1e-5
         pytest.param(Sampling(temperature=0.7), id="temperature"),
         pytest.param(Sampling(temperature=1.3, top_k=3), id="top-k", marks=pytest.mark.slow),
         pytest.param(Sampling(top_p=0.8), id="top-p", marks=pytest.mark.slow),
-        pytest.param(GREEDY, id="greedy"),
+        pytest.param(GREEDY, id="greedy", marks=pytest.mark.slow),
     ],
 )
 def test_decoding_and_scoring_agree(sampling):

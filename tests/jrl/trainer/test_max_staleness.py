@@ -189,13 +189,10 @@ def killed_after(events, patch):
 
 
 CASES = [
-    ("grpo", 1, 8, False),
-    ("grpo", 2, 6, False),
     ("grpo", 3, 8, False),
     ("grpo", 3, 8, True),
     ("grpo", 3, 8, False, "R3"),
     ("ppo", 2, 6, False),
-    ("dapo", 1, 8, False),
     ("dapo", 2, 6, False),
 ]
 

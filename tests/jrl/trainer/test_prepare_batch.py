@@ -246,7 +246,7 @@ def test_masks_of_targets_and_rejection(sampled, scoring, monkeypatch):
     np.testing.assert_array_equal(batch.critic_mask, mask & (near | ~own))
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo", "tppo"])
+@pytest.mark.parametrize("name", full_but(["grpo", "ppo", "tppo"], "grpo", "ppo"))
 def test_truncated_responses_are_filtered(name, sampled):
     """From the policy's loss alone: baselines and the critic have them."""
     truncated = np.arange(8) % 3 == 0

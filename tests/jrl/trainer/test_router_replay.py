@@ -83,7 +83,7 @@ def of_plain_rows(layers=2):
     return np.moveaxis(np.asarray(chosen), 0, 2)
 
 
-LAYOUTS = ["dp1", "tp2 dp2 / ep2 etp2", "cp2 dp2", "tp2 cp2 dp2 / ep4", "pp4", "pp2 vpp2 dp2 tp2"]
+LAYOUTS = ["dp1", "tp2 dp2 / ep2 etp2", "tp2 cp2 dp2 / ep4", "pp2 vpp2 dp2 tp2"]
 
 
 @pytest.mark.parametrize("layout", full_but(LAYOUTS, "tp2 cp2 dp2 / ep4"))
@@ -173,7 +173,6 @@ CASES = [
     ("dp1", 4),
     ("tp2 dp2 / ep2 etp2", 2),
     ("cp2 dp2 / ep4", 1),
-    ("pp4", 2),
     ("pp2 vpp2 tp2 / ep2", 4),
 ]
 

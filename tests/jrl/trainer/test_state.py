@@ -3,6 +3,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from small_runs import fresh_state, fresh_weights, small_run, small_setup
 from tiers import full_but
 
 from jrl.config.run import RunConfig
@@ -40,3 +41,12 @@ def test_a_checkpoint_is_read_into_the_place_that_the_state_has(run, recipe):
     for (name, real), (other, like) in zip(wanted, found, strict=True):
         assert name == other and real.shape == like.shape and real.dtype == like.dtype
         assert real.sharding.is_equivalent_to(like.sharding, real.ndim), jax.tree_util.keystr(name)
+
+
+def test_states_of_a_network_are_made_by_one_program_each(caplog):
+    first, second = (small_setup(run=small_run(seed=seed)) for seed in (0, 1))
+    one = fresh_state(first, fresh_weights(first)).policy
+    with jax.log_compiles():
+        other = fresh_state(second, fresh_weights(second)).policy
+    assert not [record for record in caplog.records if "Compiling" in record.getMessage()]
+    assert not np.array_equal(one.weights.embedding, other.weights.embedding)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from programs import array_sizes, jit, mesh_of
+from tiers import full_but
 
 from moe.attention import blocked, blocking, core
 from moe.attention.blocked import blocked_attention
@@ -71,20 +72,24 @@ def outcome(function, given, weight):
     return out, gradients
 
 
+READINGS = [
+    (19, 19, True, None, 2048),
+    (3, 3, True, None, 2048),
+    (8, 19, True, None, 2048),
+    (18, 8, False, None, 2048),
+    (19, 19, True, 4, 2048),
+    # Several blocks of keys.
+    (19, 19, True, None, 4),
+    (19, 19, True, 4, 4),
+    (8, 19, True, 5, 6),
+    (18, 8, False, 3, 3),
+]
+
+
 @pytest.mark.parametrize(
     ("time", "source", "causal", "window", "keys"),
-    [
-        (19, 19, True, None, 2048),
-        (3, 3, True, None, 2048),
-        (8, 19, True, None, 2048),
-        (18, 8, False, None, 2048),
-        (19, 19, True, 4, 2048),
-        # Several blocks of keys.
-        (19, 19, True, None, 4),
-        (19, 19, True, 4, 4),
-        (8, 19, True, 5, 6),
-        (18, 8, False, 3, 3),
-    ],
+    # Each number and each way once.
+    full_but(READINGS, READINGS[0], READINGS[1], READINGS[7], READINGS[8]),
 )
 def test_values_and_gradients_are_those_of_all_scores_at_once(
     time, source, causal, window, keys, monkeypatch

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from programs import jit
+from tiers import full_but
 
 from moe.attention import core
 from moe.attention.core import core_attention
@@ -42,10 +43,14 @@ def mask_of(time, source, single, window=None):
     return Mask(queries, keys, window, causal=True, single=single)
 
 
-@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(6, 10), (12, 4)])
+READINGS = [(TIME, True, None), (SOURCE, True, 2), (SOURCE, False, None), (TIME, False, 2)]
+HEAD_DIMS = [(6, 10), (12, 4)]
+CASES = [(*sizes, *reading) for reading in READINGS for sizes in HEAD_DIMS]
+
+
 @pytest.mark.parametrize(
-    ("source", "single", "window"),
-    [(TIME, True, None), (SOURCE, True, 2), (SOURCE, False, None), (TIME, False, 2)],
+    ("head_dim", "v_head_dim", "source", "single", "window"),
+    full_but(CASES, CASES[1], CASES[2], CASES[4]),
 )
 def test_xla_reads_what_plain_reads(head_dim, v_head_dim, source, single, window):
     """Odd places, heads of sizes that are no multiple of 8, a query that sees nothing."""

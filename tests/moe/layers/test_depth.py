@@ -67,8 +67,7 @@ CASES = [
     # Unrolled, that of `test_replayed_choices.py`.
     ("dp1", True, {"dispatch": "all_to_all"}),
     ("dp1", True, {"remat": "full", "experts": "blocks", "attention": "blocked"}),
-    ("tp2 cp2 dp2 / ep4 etp2", True, {"remat": "none", "context": "ring"}),
-    ("cp2 dp2 / ep4", False, {"remat": "full", "dispatch": "all_to_all", "context": "ulysses"}),
+    ("tp2 cp2 dp2 / ep4 etp2", True, {"dispatch": "all_to_all", "context": "ulysses"}),
     ("pp2 dp2 / ep2", False, {"remat": "selective"}),
 ]
 

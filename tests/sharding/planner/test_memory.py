@@ -171,14 +171,10 @@ def test_buffers_are_as_large_as_the_dispatchers(layout, capacity):
 @pytest.mark.parametrize(
     ("layout", "remat"),
     [
-        ("dp2", "selective"),
-        ("tp2 dp2 / ep4", "full"),
         ("tp2 cp2 dp2 / ep4", "selective"),
         ("dp4 / ep2 etp2", "full"),
-        ("tp2 dp2 / ep4", "none"),
         ("tp2 cp2 dp2 / ep4", "none"),
-        ("pp2 dp2", "full"),
-        ("pp2 dp2 tp2 / ep2", "selective"),
+        ("pp2 dp2 tp2 / ep2", "full"),
         ("pp2 vpp2 dp2 / ep2", "selective"),
     ],
 )

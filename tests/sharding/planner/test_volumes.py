@@ -81,25 +81,16 @@ CONFIGS = {
         shared_expert_gate=True,
     ),
 }
-# Config, layout, dispatch, context, remat.
+# Config, layout, dispatch, context, remat. An axis alone is part of a larger layout.
 LAYOUTS = [
-    *("tp2", "cp2", "dp8", "dp8 / ep8", "dp2 / etp2", "tp2 cp2", "tp2 dp4", "tp2 / ep2"),
-    *("tp4 / ep4", "tp2 dp4 / ep8", "cp4 / ep4"),
+    *("dp8 / ep8", "tp2 dp4", "tp4 / ep4", "tp2 dp4 / ep8"),
     "cp4 dp2 / ep8",
-    "tp2 cp2 dp2 / ep4",
-    "tp2 / etp2",
     "cp2 / etp2",
     "dp4 / ep2 etp2",
     "tp2 dp4 / ep4 etp2",
     "tp2 cp2 dp4 / ep8 etp2",
     "tp4 cp2 dp2 / ep16",
-    "pp2",
-    "pp2 vpp2",
-    "pp2 tp2",
-    "pp2 cp2",
     "pp2 dp4 / ep4",
-    "pp2 dp2 / etp2",
-    "pp2 tp2 dp2 / ep2 etp2",
     "pp2 dp2 cp2 tp2 / ep4 etp2",
     "pp2 vpp2 dp2 cp2 tp2 / ep8",
 ]
@@ -270,7 +261,7 @@ def test_tokens_in_fp8_and_in_chunks_send_what_is_stated(name, layout, dispatch,
     check_layer(name, layout, execution)
 
 
-@pytest.mark.parametrize("dispatch", full_but(["all_gather", "all_to_all", "ragged"], "ragged"))
+@pytest.mark.parametrize("dispatch", full_but(["all_gather", "all_to_all", "ragged"], "all_gather"))
 def test_chunks_send_what_is_stated(dispatch):
     """Twenty-four tokens in five chunks, with a capacity that some of them do not reach."""
     execution = Execution(dispatch=dispatch, context="gather", expert_chunks=5)

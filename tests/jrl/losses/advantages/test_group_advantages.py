@@ -213,11 +213,15 @@ def test_pass_at_k_exact_is_the_gradient_of_the_best_of_k():
 def test_pass_at_k_exact_with_all_of_the_group_is_pass_at_k():
     rewards = jnp.array([1.0, 4.0, 2.5, 0.0, 3.0, 3.0, 1.0, 0.0])
     groups = jnp.array([0, 0, 0, 0, 1, 1, 1, 1])
-    exact = jrl.pass_at_k_exact_advantages(rewards, groups, k=4)
-    np.testing.assert_allclose(
-        exact, 4 * jrl.pass_at_k_advantages(rewards, groups, scale=None), rtol=1e-6
-    )
-    assert not np.any(jrl.pass_at_k_exact_advantages(rewards, groups, k=5))
+
+    @jax.jit
+    def found(*given):
+        exact = {k: jrl.pass_at_k_exact_advantages(*given, k=k) for k in (4, 5)}
+        return exact, jrl.pass_at_k_advantages(*given, scale=None)
+
+    exact, plain = found(rewards, groups)
+    np.testing.assert_allclose(exact[4], 4 * plain, rtol=1e-6)
+    assert not np.any(exact[5])
 
 
 def test_maxrl_averages_the_score_function_over_the_successes():
@@ -232,16 +236,19 @@ def test_a_negative_mean_turns_maxrl_around():
     assert jrl.maxrl_advantages(jnp.array([-1.0, -3.0]), jnp.array([0, 0])).tolist() == [-0.5, 0.5]
 
 
+average = jax.jit(jrl.token_level_group_average, static_argnames=("epsilon", "fallback"))
+
+
 def test_the_fallback_is_of_whole_groups_and_at_the_bound():
     mask = jnp.arange(9)[None] < jnp.array([1, 9, 9, 9, 9, 1, 1])[:, None]
     rewards, groups = jnp.array([1.0, 0, 0, 0, 0, 1, 0]), jnp.array([0, 0, 0, 0, 0, 1, 1])
-    plain = jrl.grpo_advantages(rewards, groups)
-    tokens = jrl.token_level_group_average(rewards, groups, mask, epsilon=0.0)
+    plain = jax.jit(jrl.grpo_advantages)(rewards, groups)
+    tokens = average(rewards, groups, mask, epsilon=0.0)
     # 36 tokens against one: exactly 6 deviations above the mean.
     np.testing.assert_allclose(tokens[0, 0], 6, rtol=1e-6)
-    above = jrl.token_level_group_average(rewards, groups, mask, epsilon=0.0, fallback=6.1)
+    above = average(rewards, groups, mask, epsilon=0.0, fallback=6.1)
     np.testing.assert_array_equal(above, tokens)
-    below = jrl.token_level_group_average(rewards, groups, mask, epsilon=0.0, fallback=5.9)
+    below = average(rewards, groups, mask, epsilon=0.0, fallback=5.9)
     np.testing.assert_array_equal(below[:5], np.where(mask, plain[:, None], 0)[:5])
     np.testing.assert_array_equal(below[5:], tokens[5:])
 
@@ -249,12 +256,12 @@ def test_the_fallback_is_of_whole_groups_and_at_the_bound():
 def test_the_fallback_looks_at_what_is_below_too_and_its_bound_belongs_to_it():
     mask = jnp.arange(9)[None] < jnp.array([1, 9, 9, 9, 9])[:, None]
     rewards, groups = jnp.array([0.0, 1, 1, 1, 1]), jnp.zeros(5, int)
-    tokens = jrl.token_level_group_average(rewards, groups, mask, epsilon=0.0)
+    tokens = average(rewards, groups, mask, epsilon=0.0)
     lowest = float(tokens[0, 0])
     np.testing.assert_allclose(lowest, -6, rtol=1e-6)
-    plain = jnp.where(mask, jrl.grpo_advantages(rewards, groups)[:, None], 0)
+    plain = np.where(mask, jax.jit(jrl.grpo_advantages)(rewards, groups)[:, None], 0)
     for fallback, expected in ((-lowest, plain), (-lowest * 1.001, tokens)):
-        found = jrl.token_level_group_average(rewards, groups, mask, epsilon=0.0, fallback=fallback)
+        found = average(rewards, groups, mask, epsilon=0.0, fallback=fallback)
         np.testing.assert_array_equal(found, expected)
 
 
@@ -309,8 +316,8 @@ def test_advantages_have_no_gradient():
 def test_a_response_without_tokens_does_not_count_among_the_tokens():
     mask = jnp.array([[1, 1], [1, 0], [0, 0]])
     rewards, groups = jnp.array([1.0, 0.0, -100.0]), jnp.array([0, 0, 0])
-    with_it = jrl.token_level_group_average(rewards, groups, mask)
-    without = jrl.token_level_group_average(rewards[:2], groups[:2], mask[:2])
+    with_it = average(rewards, groups, mask)
+    without = average(*(np.asarray(x)[:2] for x in (rewards, groups, mask)))
     np.testing.assert_array_equal(with_it[:2], without)
     assert not np.any(with_it[2])
 

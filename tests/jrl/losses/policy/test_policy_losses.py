@@ -114,26 +114,40 @@ def test_gradients_by_finite_differences(mode):
         check_grads(loss, (b["logprobs"],), 1)
 
 
+@functools.cache
+def step_of_a_piece(mode, of_a_whole):
+    """The loss and its gradient: one program for pieces of as many rows."""
+    counts = {"num_tokens": int(MASK.sum()), "num_sequences": int(MASK.any(1).sum())}
+    loss = functools.partial(
+        jrl.ppo_loss,
+        clip_dual=1.5,
+        aggregation=mode,
+        max_length=11,
+        **(counts if of_a_whole else {}),
+    )
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
 @pytest.mark.parametrize("mode", full_but(get_args(jrl.Aggregation), "token-mean"))
 @given(st.integers(0, 2**31), st.sets(st.integers(1, BATCH - 1)))
 @few
 def test_any_cut_sums_to_the_whole(mode, seed, cuts):
     b = batch(seed)
-    edges = [0, *sorted(cuts), BATCH]
-    pieces = [slice(i, j) for i, j in itertools.pairwise(edges)]
     names = ("logprobs", "old_logprobs", "advantages", "mask")
-
-    def loss(piece, logprobs, **counts):
-        rest = (b[name][piece] for name in names[1:])
-        shared = {"clip_dual": 1.5, "aggregation": mode, "max_length": 11}
-        return jrl.ppo_loss(logprobs[piece], *rest, **shared, **counts)
-
-    counts = {"num_tokens": int(MASK.sum()), "num_sequences": int(MASK.any(1).sum())}
-    step = jax.value_and_grad(loss, argnums=1, has_aux=True)
-    whole = step(slice(None), b["logprobs"])
-    parts = [step(piece, b["logprobs"], **counts) for piece in pieces]
-    summed = functools.reduce(lambda x, y: jax.tree.map(operator.add, x, y), parts)
-    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=5e-6, atol=2e-6), summed, whole)
+    arrays = [np.asarray(b[name]) for name in names]
+    edges = [0, *sorted(cuts), BATCH]
+    whole, slope = jax.device_get(step_of_a_piece(mode, False)(*arrays))
+    found = [
+        jax.device_get(step_of_a_piece(mode, True)(*(x[i:j] for x in arrays)))
+        for i, j in itertools.pairwise(edges)
+    ]
+    summed = functools.reduce(lambda x, y: jax.tree.map(operator.add, x, y), [x for x, _ in found])
+    joined = np.concatenate([slope for _, slope in found])
+    jax.tree.map(
+        lambda a, e: np.testing.assert_allclose(a, e, rtol=5e-6, atol=2e-6),
+        (summed, joined),
+        (whole, slope),
+    )
 
 
 def test_the_first_on_policy_step_is_reinforce():

@@ -1,8 +1,9 @@
 """What every objective promises about arrays: masks, poison, padding, holes, dtypes, jit and vmap.
 
-The calls are listed with the objectives in `tests/vectors/tables`. A call is compiled once, with
-the batches of all promises (the scenarios) stacked on a leading axis; here each promise is looked
-up in the outcome.
+The calls are listed with the objectives in `tests/vectors/tables`. A call is compiled twice: with
+the batches of most promises (the scenarios) stacked on a leading axis, and with all arrays of other
+shapes and dtypes; here each promise is looked up in the outcomes. What becomes of other shapes and
+dtypes the quick tier asks one call of each kind.
 """
 
 import functools
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from batches import BATCH, MASK, TIME, batch, numpy_batch
+from batches import BATCH, MASK, TIME, batch
 from compiling import UNOPTIMISED
 from contract_calls import (
     EVERYTHING,
@@ -25,6 +26,20 @@ from contract_calls import (
     but_diagnostics,
     each,
 )
+from scenarios import (
+    MIXED,
+    POISONS,
+    SEEDS,
+    compress,
+    converted,
+    order_of_rows,
+    padded,
+    plain,
+    plain_scenarios,
+    scenarios,
+    stack,
+)
+from tiers import full_but
 
 import jrl
 
@@ -38,103 +53,25 @@ def part(which, name):
 DIFFERENTIABLE = ("per_token", "logprobs", "values", "logits")
 CONSTANTS = ("old_logprobs", "ref_logprobs", "advantages", "importance_weights", "old_values")
 CONSTANTS += ("returns", "rewards", "gamma", "lam")
-PER_ROW = ("correct", "scores", "groups")
-ALIGNED = [name for name in numpy_batch(0) if name not in (*PER_ROW, "mask")]
-POISONS = {"NaN": np.nan, "infinity": np.inf, "-infinity": -np.inf, "1e30": 1e30}
-SEEDS = range(20, 25)
-# What is in half precision where the rest is in single.
-MIXED = ("logprobs", "values", "advantages")
 # Every call with one other dtype of mask, every dtype with a fourth of the calls.
 MASK_DTYPES = (jnp.int32, jnp.uint8, jnp.float32, jnp.bfloat16)
 # The scope puts the tests of a call next to each other, so that one process compiles it.
 everything = pytest.mark.parametrize("name", but_diagnostics(EVERYTHING), scope="module")
+# By token, of rows of logits, of whole responses, a number, a loss of tokens and one of a batch.
+ONE_OF_EACH = (
+    "gae",
+    "entropy_from_logits in chunks",
+    "grpo_advantages",
+    "explained_variance",
+    "ppo_loss",
+    "clip_cov_loss",
+)
 
 
-def plain(seed, mask=MASK, dtype=np.float32):
-    """The batch of `batches.py`, in arrays that no device has seen."""
-    return {
-        name: array.astype(dtype) if array.dtype == np.float64 else array
-        for name, array in numpy_batch(seed, mask).items()
-    }
-
-
-def converted(b, dtype, names):
-    return b | {name: b[name].astype(dtype) for name in names}
-
-
-def under_mask(b, value):
-    """The batch with `value` wherever the mask is false."""
-    poisoned = dict(b)
-    for name in ALIGNED:
-        mask = b["mask"][..., None] if b[name].ndim > b["mask"].ndim else b["mask"]
-        poisoned[name] = np.where(mask, b[name], np.asarray(value, b[name].dtype))
-    return poisoned
-
-
-def with_a_nan_that_counts(b):
-    broken = {name: b[name].copy() for name in ALIGNED}
-    for array in broken.values():
-        array[1, 4] = np.nan
-    return b | broken | {"correct": np.ones_like(b["correct"])}
-
-
-def order_of_rows(seed):
-    return np.random.default_rng(seed).permutation(BATCH)
-
-
-def compress(array, b):
-    """True tokens first, in their order; what was between them goes to the end."""
-    if array.ndim < 2:
-        return array
-    order = np.argsort(~b["mask"], axis=1, stable=True)
-    index = order[..., None] if array.ndim > 2 else order
-    return np.take_along_axis(array, index, axis=1)
-
-
-def padded(b):
-    """Two more positions before, one behind and one more row, all under the mask."""
-
-    def pad(array):
-        width = [(0, 1), (2, 1), (0, 0)][: array.ndim]
-        return np.pad(array, width, constant_values=array.dtype != bool)
-
-    wider = {name: pad(array) for name, array in b.items()}
-    wider["groups"][BATCH:] = 99
-    return wider
-
-
-@functools.cache
-def scenarios():
-    """Batches of one shape and dtype by name, of each of which values and gradients are taken."""
-    clean = plain(0)
-    found = {"zeros": under_mask(clean, 0.0)}
-    found |= {poison: under_mask(clean, value) for poison, value in POISONS.items()}
-    found["a NaN that counts"] = with_a_nan_that_counts(clean)
-    found["no token"] = plain(2, np.zeros((BATCH, TIME), bool))
-    found["one token per row"] = plain(3, np.eye(BATCH, TIME, dtype=bool))
-    found |= {f"seed {seed}": plain(seed) for seed in (4, 6, 7, 12, *SEEDS)}
-    for seed in SEEDS:
-        b, order = plain(seed), order_of_rows(seed)
-        found[f"seed {seed}, other order"] = {n: array[order] for n, array in b.items()}
-        found[f"seed {seed}, compressed"] = {n: compress(array, b) for n, array in b.items()}
-        assert not np.any(np.diff(found[f"seed {seed}, compressed"]["mask"].astype(int)) > 0)
-    return found
-
-
-@functools.cache
-def plain_scenarios():
-    """Batches on which a call is run as it is, without vmap: others are compared with these."""
-    half, mixed = plain(9, dtype=jnp.bfloat16), converted(plain(10), jnp.bfloat16, MIXED)
-    floats = [name for name, array in half.items() if array.dtype == jnp.bfloat16]
-    return {
-        "half precision, raised": converted(half, np.float32, floats),
-        "mixed precision, raised": converted(mixed, np.float32, MIXED),
-        **{f"seed {seed}": plain(seed) for seed in (1, 5, 6, 7, 8)},
-    }
-
-
-def stack(batches):
-    return {name: np.stack([b[name] for b in batches]) for name in batches[0]}
+def of_each_kind(calls):
+    """Tests of other shapes and dtypes: one call of each kind is quick."""
+    quick = [name for name in calls if name in ONE_OF_EACH]
+    return pytest.mark.parametrize("name", full_but(calls, *quick), scope="module")
 
 
 def values_and_slopes(call):
@@ -153,18 +90,28 @@ def values_and_slopes(call):
     return both
 
 
+def split(tree, names):
+    """What is stacked on a leading axis, by name."""
+    return {one: jax.tree.map(lambda x, n=n: x[n], tree) for n, one in enumerate(names)}
+
+
+@functools.cache
+def stacked(name):
+    """Results and gradients of `scenarios`, by name, from one program."""
+    program = jax.jit(jax.vmap(values_and_slopes(EVERYTHING[name])), compiler_options=UNOPTIMISED)
+    return split(jax.device_get(program(stack([*scenarios().values()]))), scenarios())
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a call.
+    """What became of a call on other shapes and dtypes.
 
     Attributes:
-      stacked: results and gradients of `scenarios`, by name.
-      padded: those of `SEEDS` with padding.
+      padded: results and gradients of `SEEDS` with padding.
       plain: results of `plain_scenarios`, by name.
       other: results of arrays of other shapes and dtypes, by what is other about them.
     """
 
-    stacked: dict[str, tuple[Any, dict[str, np.ndarray]]]
     padded: dict[int, tuple[Any, dict[str, np.ndarray]]]
     plain: dict[str, Any]
     other: dict[str, Any]
@@ -172,13 +119,12 @@ class Outcome:
 
 @functools.cache
 def outcome(name) -> Outcome:
-    """Everything that is compared of a call, from one program."""
+    """All other shapes and dtypes, from one program."""
     call = EVERYTHING[name]
     mapped = jax.vmap(values_and_slopes(call))
     row = {n: array[1] for n, array in plain(6).items()}
     mask_dtype = MASK_DTYPES[list(EVERYTHING).index(name) % len(MASK_DTYPES)]
     trials = {
-        "values and gradients": (mapped, stack([*scenarios().values()])),
         "padding": (mapped, stack([padded(plain(seed)) for seed in SEEDS])),
         "as it is": (
             lambda b: jax.lax.map(call, b),
@@ -210,14 +156,9 @@ def outcome(name) -> Outcome:
     program = jax.jit(run, compiler_options=UNOPTIMISED)
     found = jax.device_get(program({trial: b for trial, (_, b) in trials.items()}))
 
-    def split(trial, names):
-        tree = found.pop(trial)
-        return {one: jax.tree.map(lambda x, n=n: x[n], tree) for n, one in enumerate(names)}
-
     return Outcome(
-        split("values and gradients", scenarios()),
-        split("padding", SEEDS),
-        split("as it is", plain_scenarios()),
+        split(found.pop("padding"), SEEDS),
+        split(found.pop("as it is"), plain_scenarios()),
         {trial.split(" of ")[0] if "mask" in trial else trial: x for trial, x in found.items()},
     )
 
@@ -253,9 +194,8 @@ def differentiable(pair):
 @everything
 @pytest.mark.parametrize("poison", POISONS)
 def test_nothing_under_a_false_mask_reaches_values_or_gradients(name, poison):
-    stacked = outcome(name).stacked
-    found = differentiable(stacked[poison])
-    assert_same(found, differentiable(stacked["zeros"]), poison, tolerance=0)
+    found = differentiable(stacked(name)[poison])
+    assert_same(found, differentiable(stacked(name)["zeros"]), poison, tolerance=0)
     for array, slope in found["gradient by"].items():
         hidden = ~(MASK[..., None] if slope.ndim > MASK.ndim else MASK)
         assert not np.any(np.where(hidden, slope, 0)), f"a gradient by {array} under the mask"
@@ -263,12 +203,12 @@ def test_nothing_under_a_false_mask_reaches_values_or_gradients(name, poison):
 
 @everything
 def test_a_nan_that_counts_is_not_hidden(name):
-    result, _ = outcome(name).stacked["a NaN that counts"]
+    result, _ = stacked(name)["a NaN that counts"]
     for one in each(result) if name in WITH_BOTH else [result]:
         assert any(np.isnan(leaf).any() for leaf in jax.tree.leaves(one))
 
 
-@everything
+@of_each_kind(EVERYTHING)
 def test_masks_of_any_dtype(name):
     found = outcome(name)
     assert_same(found.other["mask"], found.other["own mask"], "another mask", tolerance=0)
@@ -276,18 +216,18 @@ def test_masks_of_any_dtype(name):
 
 @everything
 def test_a_batch_without_tokens_gives_zero_and_no_gradient(name):
-    for path, leaf in jax.tree.leaves_with_path(differentiable(outcome(name).stacked["no token"])):
+    for path, leaf in jax.tree.leaves_with_path(differentiable(stacked(name)["no token"])):
         assert not np.any(leaf), jax.tree_util.keystr(path)
 
 
 @everything
 def test_one_token_per_row_is_finite(name):
-    pair = differentiable(outcome(name).stacked["one token per row"])
+    pair = differentiable(stacked(name)["one token per row"])
     for path, leaf in jax.tree.leaves_with_path(pair):
         assert np.all(np.isfinite(leaf)), jax.tree_util.keystr(path)
 
 
-@everything
+@of_each_kind(EVERYTHING)
 def test_padding_adds_nothing(name):
     def cut(full):
         if full.ndim < 2:
@@ -298,41 +238,40 @@ def test_padding_adds_nothing(name):
     found = outcome(name)
     for seed in SEEDS:
         actual = jax.tree.map(cut, differentiable(found.padded[seed]))
-        assert_same(actual, differentiable(found.stacked[f"seed {seed}"]), f"seed {seed}")
+        assert_same(actual, differentiable(stacked(name)[f"seed {seed}"]), f"seed {seed}")
 
 
 @everything
 def test_the_order_of_rows_does_not_matter(name):
-    stacked = outcome(name).stacked
     for seed in SEEDS:
         order = order_of_rows(seed)
         expected = jax.tree.map(
             lambda x, order=order: x[order] if x.ndim >= 2 else x,
-            differentiable(stacked[f"seed {seed}"]),
+            differentiable(stacked(name)[f"seed {seed}"]),
         )
-        actual = differentiable(stacked[f"seed {seed}, other order"])
+        actual = differentiable(stacked(name)[f"seed {seed}, other order"])
         assert_same(actual, expected, f"seed {seed}", tolerance=2e-6)
 
 
 @everything
 def test_holes_equal_the_compressed_sequence(name):
-    stacked = outcome(name).stacked
     for seed in SEEDS:
         b = plain(seed)
         expected = jax.tree.map(
-            lambda x, b=b: compress(x, b), differentiable(stacked[f"seed {seed}"])
+            lambda x, b=b: compress(x, b), differentiable(stacked(name)[f"seed {seed}"])
         )
-        actual = differentiable(stacked[f"seed {seed}, compressed"])
+        actual = differentiable(stacked(name)[f"seed {seed}, compressed"])
         assert_same(actual, expected, f"seed {seed}", tolerance=2e-6)
 
 
-@everything
+# Without it, each operation is compiled by itself.
+@of_each_kind(EVERYTHING)
 def test_jit(name):
-    result, _ = outcome(name).stacked["seed 4"]
+    result, _ = stacked(name)["seed 4"]
     assert_same(result, EVERYTHING[name](batch(4)), "seed 4", tolerance=2e-6)
 
 
-@pytest.mark.parametrize("name", PER_TOKEN | LOSSES, scope="module")
+@of_each_kind(PER_TOKEN | LOSSES)
 def test_vmap_and_a_single_row_equal_the_batch(name):
     found, expected = outcome(name).other, outcome(name).plain["seed 5"]
     if name in WITH_BOTH:
@@ -341,22 +280,22 @@ def test_vmap_and_a_single_row_equal_the_batch(name):
     assert_same(found["rows one by one"], expected, "rows one by one")
 
 
-@pytest.mark.parametrize("name", but_diagnostics(SCALAR | WITH_BOTH), scope="module")
+@of_each_kind(SCALAR | WITH_BOTH)
 def test_vmap_over_batches_and_a_single_row(name):
     found = outcome(name)
     for seed in ("seed 6", "seed 7"):
-        assert_same(found.stacked[seed][0], found.plain[seed], seed)
+        assert_same(stacked(name)[seed][0], found.plain[seed], seed)
     assert_same(found.other["a row"], found.other["a batch of one row"], "a row")
 
 
-@everything
+@of_each_kind(EVERYTHING)
 def test_extra_leading_axes(name):
     found = outcome(name)
     expected = jax.tree.map(lambda x: x[None] if x.ndim >= 2 else x, found.plain["seed 8"])
     assert_same(found.other["an extra leading axis"], expected, "an extra leading axis")
 
 
-@everything
+@of_each_kind(EVERYTHING)
 def test_half_precision_is_computed_in_float32(name):
     found = outcome(name)
     result = found.other["half precision"]
@@ -365,7 +304,7 @@ def test_half_precision_is_computed_in_float32(name):
     assert jnp.bfloat16 not in {leaf.dtype for leaf in jax.tree.leaves(result)}
 
 
-@everything
+@of_each_kind(EVERYTHING)
 def test_mixed_precision_needs_no_cast(name):
     found = outcome(name)
     expected = found.other["mixed precision, raised"]
@@ -382,7 +321,7 @@ def test_float64_stays_float64(name):
 @everything
 def test_only_current_quantities_carry_gradients(name):
     constants = CONSTANTS + (("values", "logprobs") if name in FACTS else ())
-    _, slopes = outcome(name).stacked["seed 12"]
+    _, slopes = stacked(name)["seed 12"]
     assert not [constant for constant in constants if np.any(slopes[constant])]
 
 

@@ -112,6 +112,8 @@ def test_greedy_rows_of_a_group_are_equal():
     assert np.all(rollout.old_logprobs[rollout.mask] < 0)
 
 
+# Among limits of their own, rows have one of one token below.
+@pytest.mark.slow
 def test_a_response_of_one_token():
     longer, single = (decode(Asked(Sampling(), response=n)) for n in (7, 1))
     assert single.tokens.shape == (ROWS, PROMPT + 1)
@@ -148,9 +150,12 @@ def same(found, expected, close):
 
 
 LONG = Asked(Sampling(temperature=1.5), response=23)
+ENDLESS = replace(LONG, stops=(99,), slots=5)
 
 
-@pytest.mark.parametrize("config", [CONFIG, DENSE], ids=["routed", "dense"])
+@pytest.mark.parametrize(
+    "config", [CONFIG, pytest.param(DENSE, marks=pytest.mark.slow)], ids=["routed", "dense"]
+)
 def test_the_order_of_arrival_has_no_say_in_any_bit(config):
     asked = replace(LONG, config=config)
     expected, _ = drawn(asked, asked.requests)
@@ -163,7 +168,8 @@ def test_the_order_of_arrival_has_no_say_in_any_bit(config):
 @pytest.mark.parametrize(
     ("slots", "window"),
     [
-        (5, 6),
+        (2, 12),
+        pytest.param(5, 6, marks=pytest.mark.slow),
         pytest.param(ROWS, 4, marks=pytest.mark.slow),
         pytest.param(1, None, marks=pytest.mark.slow),
     ],
@@ -191,21 +197,19 @@ def test_a_prompt_runs_once_for_all_that_share_it():
 
 def test_rows_have_limits_of_their_own():
     requests = [r._replace(max_new_tokens=1 + n % 5) for n, r in enumerate(LONG.requests)]
-    endless = replace(LONG, stops=(99,), slots=4)
-    for t in answers(endless.engine(), requests, LONG.sampling):
+    for t in answers(ENDLESS.engine(), requests, LONG.sampling):
         assert len(t.tokens) == t.request.max_new_tokens
         assert t.finish == "length"
 
 
 def test_what_is_cancelled_gives_its_slots_back():
-    endless = replace(LONG, stops=(99,), slots=6)
-    engine, short = endless.engine(), endless.requests[0]._replace(max_new_tokens=2)
-    others = [r for r in endless.requests if r.prompt != 0]
+    engine, short = ENDLESS.engine(), ENDLESS.requests[0]._replace(max_new_tokens=2)
+    others = [r for r in ENDLESS.requests if r.prompt != 0]
     engine.submit([short, *others], LONG.sampling)
     assert [t.request.prompt for t in engine.poll()] == [0]
     assert engine.num_idle == 0
     engine.cancel([1, 2, 3])
-    assert engine.num_idle == 6
+    assert engine.num_idle == 5
     assert engine.poll() == []
     (again,) = answers(engine, [short], LONG.sampling)
     assert len(again.tokens) == 2
