@@ -24,9 +24,6 @@ def names(paths):
     return [path.name for path in paths]
 
 
-EVERY = [line.metric for panel in plots.PANELS for line in panel.lines]
-
-
 def test_only_panels_with_metrics_are_drawn(tmp_path):
     metrics = write_run(tmp_path / "metrics.jsonl", ["critic/score/mean", "val/accuracy/greedy"])
     paths = plots.plot_run(metrics, tmp_path / "a" / "plots", title="Sorting")
