@@ -43,6 +43,7 @@ def _of_conversations(lines: Sequence[Line], folder: RunFolder) -> tuple[str, st
     if not evaluations:
         return None
     first, last = evaluations[0], evaluations[-1]
+    model = str(folder.config()["run"]["model"])
     parts = [
         f"loss {first['val/nll']:.3f} -> {last['val/nll']:.3f} nats a token",
         f"perplexity {first['val/perplexity']:.4g} -> {last['val/perplexity']:.4g}",
@@ -50,7 +51,8 @@ def _of_conversations(lines: Sequence[Line], folder: RunFolder) -> tuple[str, st
     ]
     return (
         f"held-out conversations, start -> step {last['step']}: {', '.join(parts)}",
-        f"next:  python -m jrl.train grpo --weights {_path(folder)} --task ...",
+        f"next:  python -m jrl.train grpo --model {shlex.quote(model)} --weights {_path(folder)} "
+        "--task ...",
     )
 
 

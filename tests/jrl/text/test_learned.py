@@ -115,7 +115,7 @@ def test_the_system_prompt_of_a_run(tokenizer):
 
 def test_without_a_template():
     """Ids of a character model: 1 begins, 2 ends, characters from 4 in their order."""
-    plain = Tokenizer.train_characters("\n :aenrstu24?")
+    plain = Tokenizer.train_characters("\n :aeinrstu24?")
     format = ChatFormat(plain)
     number = {plain.decode([n]): n for n in range(4, plain.vocab_size)}
 
