@@ -3,6 +3,7 @@
 import json
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from jrl.trainer.supervised import stage
 from moe import huggingface, model
 from moe.placement import specs
 
-SMALL = ["--model=micro", "--batch=4", "--learning-rate=1e-2", "--eval-every=2"]
+SMALL = ["--model=micro", "--batch=3", "--learning-rate=1e-2", "--eval-every=2", "--held-out=4"]
 ANSWER = "4.5 litres"
 REWARD = 'def reward(prompt, completion, **record):\n    return float("litres" in completion)\n'
 
@@ -86,10 +87,10 @@ def test_a_run_goes_on_in_mid_epoch_to_the_same_end(tmp_path, monkeypatch, capsy
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert main([*given, f"--run-dir={whole}"]) == 0
     said = capsys.readouterr().out
-    assert "conversations to learn from" in said and "held-out conversations, start -> step" in said
+    assert "held-out conversations, start -> step 6: loss" in said
     lines = read_metrics(whole / "metrics.jsonl")
-    learned = next(iter(re.findall(r"(\d+) conversations to learn from", said)))
-    assert lines[-1]["step"] == -(-2 * int(learned) // 4)
+    assert "8 conversations to learn from and 4 held out" in said
+    assert lines[-1]["step"] == 6
     assert lines[-1]["val/nll"] < lines[0]["val/nll"]
     assert lines[-1]["training/epoch"] >= 2
     # What a run.yaml repeats is that run.
@@ -98,6 +99,12 @@ def test_a_run_goes_on_in_mid_epoch_to_the_same_end(tmp_path, monkeypatch, capsy
     for name in ("report.html", "plots/nll.png"):
         assert (whole / name).is_file()
     assert {line["step"] for line in read(whole / "samples.jsonl")} == {0, 2, 4, lines[-1]["step"]}
+
+    capsys.readouterr()
+    asked = [str(whole), "--k=1", "--prompts=2"]
+    assert evaluate([*asked, f"--json={tmp_path / 'found.json'}"]) == 0
+    assert json.loads((tmp_path / "found.json").read_text())["recipe"] == "sft"
+    assert evaluate([*asked, "--task=addition"]) == 0
 
     step = stage.supervised_step
 
@@ -138,38 +145,51 @@ def given(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [[], ["--lora-rank=8"]], ids=["full", "adapters"])
-def test_conversations_then_rewards_then_an_export_that_others_read(lora, given, tmp_path, capsys):
-    """Greedy tokens of the export are those that `transformers` generates from it."""
-    first, second, to = (tmp_path / name for name in ("sft", "grpo", "model"))
-    network = [f"--model=hf:{given / 'model'}", *lora]
-    stage = [f"--task=jsonl:{given / 'chats.jsonl'}", "--batch=8", "--steps=60"]
-    stage += ["--learning-rate=3e-2", "--samples-every=100", "--eval-every=100"]
-    assert main(["sft", *network, *stage, f"--run-dir={first}"]) == 0
-    task = [f"--task=jsonl:{given / 'asked.jsonl'}", f"--reward={given / 'litres.py'}:reward"]
-    sizes = ["--prompts=2", "--group-size=2", "--mini-batch=4", "--eval-prompts=1", "--steps=2"]
-    sizes += ["--response-length=12", "--verifiers=1", "--learning-rate=1e-5", "--eval-every=2"]
-    flags = [*network, *task, *sizes, f"--weights={first}", f"--run-dir={second}"]
-    assert main(["grpo", *flags]) == 0
-    capsys.readouterr()
-    assert evaluate([str(second), "--k=1", "--prompts=1", f"--json={tmp_path / 'found.json'}"]) == 0
+def test_conversations_then_rewards_then_exports_that_others_read(given, tmp_path, capsys):
+    """The whole network learns from conversations, adapters from a reward; greedy tokens of both
+    exports are those that `transformers` generates from them."""
+    first, second, network = tmp_path / "sft", tmp_path / "grpo", f"--model=hf:{given / 'model'}"
+    chats = [f"--task=jsonl:{given / 'chats.jsonl'}", "--batch=8", "--steps=60", "--eval-every=99"]
+    chats += ["--learning-rate=3e-2", "--samples-every=99", "--response-length=12"]
+    assert main(["sft", network, *chats, f"--run-dir={first}"]) == 0
+    asked = [f"--task=jsonl:{given / 'asked.jsonl'}", f"--reward={given / 'litres.py'}:reward"]
+    asked += ["--prompts=2", "--group-size=2", "--mini-batch=4", "--eval-prompts=1", "--steps=2"]
+    asked += ["--response-length=12", "--verifiers=1", "--learning-rate=1e-4", "--eval-every=2"]
+    asked += ["--lora-rank=4", "--entropy-coef=0.01", f"--weights={first}", f"--run-dir={second}"]
+    assert main(["grpo", network, *asked]) == 0
+    tested = [str(second), "--k=1", "--prompts=1", f"--json={tmp_path / 'found.json'}"]
+    assert evaluate(tested) == 0
     assert json.loads((tmp_path / "found.json").read_text())["step"] == 2
-    assert export.main([str(second), "--to", str(to), *(["--merge"] if lora else [])]) == 0
+    for run, merge in ((first, []), (second, ["--merge"])):
+        to = tmp_path / f"{run.name}-exported"
+        assert export.main([str(run), "--to", str(to), *merge]) == 0
+    full, adapted = (tmp_path / f"{run.name}-exported" for run in (first, second))
+    changed = [np.abs(a - b).max() for a, b in zip(*map(tensors_of, (full, adapted)), strict=True)]
+    assert max(changed) > 0  # by the adapters
+    capsys.readouterr()
+    for to in (full, adapted):
+        tokenizer = checkpoint_tokenizer(to, VOCAB_SIZE)
+        prompt = ChatTemplate(tokenizer).encode((("user", QUESTION),))
+        logits = logits_of(to, prompt + COMPLETION)[len(prompt) - 1 : -1]
+        assert logits.argmax(axis=-1).tolist() == COMPLETION
+        # Far enough from all others that no rounding has a say in it.
+        best = np.sort(logits, axis=-1)
+        assert (best[:, -1] - best[:, -2]).min() > 0.5
+        assert tokenizer.decode(COMPLETION) == ANSWER and COMPLETION[-1] in tokenizer.stop_ids
 
-    tokenizer = checkpoint_tokenizer(to, VOCAB_SIZE)
-    prompt = ChatTemplate(tokenizer).encode((("user", QUESTION),))
+
+def tensors_of(checkpoint):
+    return jax.tree.leaves(huggingface.load(checkpoint, mesh_of("dp1"), dtype="float32")[1])
+
+
+def logits_of(checkpoint, ids):
+    """``[token, vocab]`` of what follows each token."""
     mesh = mesh_of("dp1")
-    config, weights = huggingface.load(to, mesh, dtype="float32")
-    tokens = jnp.asarray([prompt + COMPLETION])
+    config, weights = huggingface.load(checkpoint, mesh, dtype="float32")
     run = on_mesh(
         lambda w, t: model.next_token_logits(w, t, t >= 0, config, mesh)[0][None],
         mesh,
         (specs(config, mesh), P(mesh.dp)),
         P(tuple(axis for axis in mesh.axes if axis not in mesh.dp), mesh.dp),
     )
-    logits = np.asarray(run(weights, tokens)).reshape(tokens.shape[1], -1)[len(prompt) - 1 : -1]
-    assert logits.argmax(axis=-1).tolist() == COMPLETION
-    # Far enough from all others that no rounding has a say in it.
-    best = np.sort(logits, axis=-1)
-    assert (best[:, -1] - best[:, -2]).min() > 0.5
-    assert tokenizer.decode(COMPLETION) == ANSWER and COMPLETION[-1] in tokenizer.stop_ids
+    return np.asarray(run(weights, jnp.asarray([ids]))).reshape(len(ids), -1)
