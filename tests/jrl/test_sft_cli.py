@@ -123,7 +123,7 @@ def test_a_run_goes_on_in_mid_epoch_to_the_same_end(tmp_path, monkeypatch, capsy
 
 
 # As greedy_of_transformers.py prints them of both exports: the answer and the end of the turn.
-COMPLETION = []
+COMPLETION = [19, 13, 20, 220, 75, 72, 83, 81, 259, 302]
 
 
 @pytest.fixture(scope="module")
