@@ -140,6 +140,8 @@ def _configuration(request: Request, folder: RunFolder | None) -> tuple[RunConfi
         # What was chosen for the run's own task need not fit another. Prompts have no answers to
         # imitate here, and need none.
         fresh = RunConfig()
+        if recipe.supervised:
+            recipe = Grpo()  # tasks have rewards, and not conversations
         names = ("held_out", "reward", "reward_weights", "prompt_length")
         names = (*names, "prompt_field", "answer_field", "messages_field")
         run = replace(

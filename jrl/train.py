@@ -21,6 +21,7 @@ from jrl.config.files import configuration_of, flag, to_json
 from jrl.config.flags import PROGRAM, Request, parse
 from jrl.config.run import AUTO, RunConfig
 from jrl.config.settings_file import settings_text
+from jrl.config.supervised import without_idle
 from jrl.processes.agreement import (
     FailTogether,
     broadcast_from_main,
@@ -30,9 +31,9 @@ from jrl.processes.agreement import (
     is_multiprocess,
 )
 from jrl.recipes.base.load import source_of
+from jrl.report.conclusion import conclusion
 from jrl.runs import records
 from jrl.runs.folder import RunFolder
-from jrl.runs.records import read_metrics
 from jrl.tasks.load import own_files
 from jrl.tasks.parts import leaves, listed
 from jrl.text.load import load_tokenizer
@@ -100,6 +101,7 @@ def _begin(request: Request) -> int:
     setup = _build_together(request)
     with closing(setup.task):
         weights = _given_weights(setup)
+        request = replace(request, run=setup.run)  # with the steps that its epochs take
         with _open(lambda: _create(request)) as folder:
             _keep_with_run(setup, folder)
             _say_lengths(setup)
@@ -299,7 +301,8 @@ def _keep_with_run(setup: "Setup", folder: RunFolder) -> None:
             records.replace(folder.model_path, (Path(checkpoint) / "config.json").read_bytes())
         setup.tokenizer.save(folder.tokenizer_path)
         again = f"repeats this run: {PROGRAM} --config {folder.settings_path}"
-        records.replace(folder.settings_path, settings_text(folder.config(), again).encode())
+        said = without_idle(folder.config(), type(setup.recipe))
+        records.replace(folder.settings_path, settings_text(said, again).encode())
 
 
 def _say_lengths(setup: "Setup") -> None:
@@ -308,6 +311,8 @@ def _say_lengths(setup: "Setup") -> None:
     from jrl.trainer.setup.lengths import response_origin
 
     run, length = setup.run, setup.response_length
+    if setup.rows is not None and is_main_process():
+        print("\n".join(setup.rows.described(setup.task)))
     lists = [found for leaf in leaves(setup.task) if (found := listed(leaf)) is not None]
     if (shared := sum(found.num_shared for found in lists)) and is_main_process():
         print(f"left out {shared:,} training prompts that are held out (--held-out)")
@@ -317,7 +322,12 @@ def _say_lengths(setup: "Setup") -> None:
             "tokens (--prompt-length)"
         )
     answers_are_results = run.checkpoint is not None or run.task.startswith("jsonl:")
-    if run.response_length is None and answers_are_results and is_main_process():
+    if (
+        setup.rows is None
+        and run.response_length is None
+        and answers_are_results
+        and is_main_process()
+    ):
         print(f"completions of at most {length:,} tokens: {response_origin(run, length)}")
 
 
@@ -365,25 +375,8 @@ def _train(
     elif outcome.stopped:
         print(f"stopped after step {outcome.step} of {setup.run.steps}; go on with: {resume}")
     elif is_main_process():
-        _conclude(folder)
+        print(conclusion(folder))
     return 0
-
-
-def _conclude(folder: RunFolder) -> None:
-    """What came of it, and where to look next."""
-    evaluations = [
-        line for line in read_metrics(folder.metrics_path) if "val/accuracy/sampled" in line
-    ]
-    first, last = evaluations[0], evaluations[-1]
-    parts = [
-        f"{way} {first[f'val/accuracy/{way}']:.3f} -> {last[f'val/accuracy/{way}']:.3f}"
-        for way in ("sampled", "greedy")
-    ]
-    start = "warm start" if "warm_start/steps" in first else "start"
-    print(f"held-out accuracy, {start} -> step {last['step']}: {', '.join(parts)}")
-    print(f"plots: {folder.plots_path / 'overview.png'}")
-    print(f"page:  {folder.report_path}")
-    print(f"more:  python -m jrl.evaluate {shlex.quote(str(folder.path))} --k 8")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from moe.adapters.adapted import Adapted
 from moe.config import ModelConfig
@@ -99,6 +99,46 @@ def logprobs_and_entropy(
     scores: Any = _scores(*given, _Chunking(mesh.tp, config.execution.vocab_chunk, temperature))
     own = own_shard(jnp.stack(scores, axis=1), mesh.tp)
     return own[:, 0], own[:, 1]
+
+
+def is_likeliest(
+    weights: Transformer[Array],
+    x: Float[Array, "local d_model"],
+    tokens: Int[Array, "local"],
+    config: ModelConfig,
+    mesh: FoldedMesh,
+) -> Bool[Array, "local"]:
+    """Whether no token of the vocabulary has a higher logit than the one that is there.
+
+    The columns are passed once, a chunk at a time as in `logprobs_and_entropy`, without gradients.
+
+    Communication per device over ``tp``: one `gather_tokens` of the states, and for each token its
+    id, a maximum and a number.
+
+    Args:
+      x, tokens: as of `logprobs_and_entropy`.
+
+    Raises:
+      ValueError: the network is a critic.
+    """
+    x, head = _head(weights, x, config)
+    columns, start, skipped = _own_columns(head, config.vocab_size, mesh)
+    of_group = gather_tokens(x, mesh.tp), gather_tokens(tokens, mesh.tp)
+    x, columns, tokens, skipped = vary(
+        (of_group[0], columns, of_group[1] - start, skipped), mesh.axes
+    )
+    chunking = _Chunking(mesh.tp, config.execution.vocab_chunk, 1.0)
+
+    def add(found: tuple[Array, Array], index: int | Array) -> tuple[Array, Array]:
+        chunk = _chunk(x, columns, tokens, skipped, chunking, index, None)
+        own = jnp.max(chunk.logits, axis=1, where=chunk.chosen, initial=MASK_VALUE)
+        return jnp.maximum(found[0], jnp.max(chunk.logits, axis=1)), jnp.maximum(found[1], own)
+
+    none = vary(jnp.full(tokens.shape, MASK_VALUE, jnp.float32), tuple(varying(x)))
+    highest, own = (
+        lax.pmax(found, mesh.tp) for found in _over_chunks(add, (none, none), columns, chunking)
+    )
+    return own_shard(own >= highest, mesh.tp)
 
 
 def _head(

@@ -3,16 +3,17 @@
 import argparse
 from dataclasses import dataclass, fields, make_dataclass
 from itertools import pairwise
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tyro
 
 from jrl.config.files import check_resumable, configuration_of
 from jrl.config.run import AUTO, RunConfig
 from jrl.config.settings_file import Settings, read_settings
+from jrl.config.supervised import HELP, check_idle, defaults, idle
 from jrl.processes.coordinator import ALONE, Processes
 from jrl.recipes import RECIPES, Recipe
-from jrl.recipes.base.load import load_recipe
+from jrl.recipes.base.load import LIBRARY, load_recipe
 from jrl.runs.folder import RunFolder
 from sharding.folding import Layout
 
@@ -20,6 +21,16 @@ PROGRAM = "python -m jrl.train"
 DEFAULT_RECIPE = "grpo"
 ON_COMMAND_LINE = ("config", "dry_run", "resume")
 """Flags that no file of settings has."""
+
+REINFORCEMENT = (
+    "Trains a policy by reinforcement. Without arguments: a small mixture of experts learns to "
+    "sort digits with GRPO, in some two minutes on a laptop. The recipes are "
+    f"{', '.join(RECIPES)}. The stage before is sft, supervised fine-tuning on conversations."
+)
+SUPERVISED_STAGE = (
+    "Supervised fine-tuning: a policy learns what the assistant says in conversations. "
+    f"Reinforcement goes on from its run: {PROGRAM} grpo --weights RUN."
+)
 
 Record = TypeVar("Record")
 
@@ -68,7 +79,8 @@ def parse(arguments: list[str]) -> Request:
     kind = load_recipe(word) if word else _recipe_of(settings)
     stored = _stored(arguments, settings)
     if stored is None:
-        run, recipe = RunConfig(), (kind or load_recipe(DEFAULT_RECIPE))()
+        recipe = (kind or load_recipe(DEFAULT_RECIPE))()
+        run = defaults(type(recipe))
     else:
         run, recipe = stored
         # A recipe of one's own is known by its content: another version is another class.
@@ -82,6 +94,7 @@ def parse(arguments: list[str]) -> Request:
     if stored is not None:
         check_resumable(stored, (new_run, new_recipe))
     run, recipe = RunConfig(**_values(new_run)), type(recipe)(**_values(new_recipe))
+    check_idle(run, recipe)
     if run.layout != AUTO:
         recipe = recipe.divided(Layout.parse(run.layout).dp)
     return Request(command, run, recipe, processes)
@@ -102,7 +115,7 @@ def _recipe_word(arguments: list[str]) -> tuple[str | None, list[str]]:
     if arguments and not arguments[0].startswith("-"):
         return arguments[0], arguments[1:]
     for number, (before, word) in enumerate(pairwise(arguments)):
-        if word in RECIPES and (not before.startswith("-") or "=" in before):
+        if word in LIBRARY and (not before.startswith("-") or "=" in before):
             return word, [*arguments[: number + 1], *arguments[number + 2 :]]
     return None, arguments
 
@@ -148,8 +161,11 @@ def _parse_flags(
 ) -> tuple[Command, Processes, RunConfig, Recipe]:
     """The flags, with `settings`, then `run` and `recipe`, for those not given; these two come back
     unchecked."""
-    command, processes, run, recipe = _with_settings(settings, _unchecked(run), _unchecked(recipe))
-    known = tuple(dict.fromkeys((*RECIPES, recipe.name)))
+    kind = type(recipe)
+    command, processes, run, recipe = _with_settings(
+        settings, _unchecked(run, kind), _unchecked(recipe, kind)
+    )
+    known = tuple(dict.fromkeys((*LIBRARY, recipe.name)))
     names = Literal[known]  # pyright: ignore[reportInvalidTypeForm]
     about = (
         "Comes first. One of your own is path/to/file.py:Name. Each recipe has flags of its own: "
@@ -170,9 +186,7 @@ def _parse_flags(
         tyro.cli(
             flags,
             prog=PROGRAM,
-            description="Trains a policy by reinforcement. Without arguments: a small mixture of "
-            "experts learns to sort digits with GRPO, in some two minutes on a laptop. The recipes "
-            f"are {', '.join(RECIPES)}.",
+            description=SUPERVISED_STAGE if recipe.supervised else REINFORCEMENT,
             args=arguments,
             default=flags(recipe.name, command, processes, run, recipe),
         )
@@ -193,10 +207,21 @@ def _with_settings(
     return onto(Command()), onto(ALONE), onto(run), onto(recipe)
 
 
-def _unchecked(record: Record) -> Record:
-    """The record as one that takes any values, so that all flags are read before any is judged."""
-    kind = type(record)
+def _unchecked(record: Record, recipe: type[Recipe]) -> Record:
+    """The record as one that takes any values, so that all flags are read before any is judged;
+    without the flags that change nothing in a recipe, and with what the others mean there."""
+    kind, named = type(record), _values(record)
+    hints = get_type_hints(kind, include_extras=True)
+    hidden = idle(recipe) & named.keys()
+    helped = {name: text for name, text in HELP.items() if recipe.supervised and name in named}
+    changed: dict[str, Any] = {
+        name: Annotated[hints[name], tyro.conf.Fixed, tyro.conf.Suppress] for name in hidden
+    }
+    changed |= {
+        name: Annotated[hints[name], tyro.conf.arg(help=text)] for name, text in helped.items()
+    }
     body = {
+        "__annotations__": changed,
         "__post_init__": lambda self: None,
         "__module__": kind.__module__,
         "__doc__": kind.__doc__,

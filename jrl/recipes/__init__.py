@@ -15,6 +15,7 @@ from jrl.recipes.maxrl import Maxrl
 from jrl.recipes.ppo import Ppo
 from jrl.recipes.reinforce_plus_plus import ReinforcePlusPlus
 from jrl.recipes.rloo import Rloo
+from jrl.recipes.supervised.sft import Sft
 from jrl.recipes.tppo import Tppo
 from jrl.recipes.vapo import Vapo
 
@@ -34,8 +35,12 @@ RECIPES: dict[str, type[Recipe]] = {
 }
 """Recipes by the name they have on the command line."""
 
+SUPERVISED: dict[str, type[Sft]] = {"sft": Sft}
+"""The stage before, by the name that it has in the place of a recipe's."""
+
 __all__ = [
     "RECIPES",
+    "SUPERVISED",
     "ActorCritic",
     "AdaptiveTemperature",
     "Batch",
@@ -52,6 +57,7 @@ __all__ = [
     "Recipe",
     "ReinforcePlusPlus",
     "Rloo",
+    "Sft",
     "Targets",
     "Totals",
     "Tppo",

@@ -30,7 +30,12 @@ CELLS = (
     ("KL", "actor/ppo_kl", "{:.2e} nats"),
     ("clipped", "actor/pg_clipfrac", "{:.1%}"),
 )
-EVALUATION = (("sampled", "val/accuracy/sampled"), ("greedy", "val/accuracy/greedy"))
+EVALUATION = (
+    ("sampled", "val/accuracy/sampled"),
+    ("greedy", "val/accuracy/greedy"),
+    ("nats", "val/nll"),
+    ("tokens right", "val/token_accuracy"),
+)
 
 # The order of MaxText's step line, which eyes and scripts already parse.
 LINE = (
@@ -40,6 +45,8 @@ LINE = (
     ("reward", "critic/score/mean", "{:.3f}"),
     ("accuracy sampled", "val/accuracy/sampled", "{:.3f}"),
     ("accuracy greedy", "val/accuracy/greedy", "{:.3f}"),
+    ("held-out loss", "val/nll", "{:.4f}"),
+    ("tokens right", "val/token_accuracy", "{:.3f}"),
     ("length", "response_length/mean", "{:.1f}"),
     ("entropy", "actor/entropy", "{:.3f}"),
     ("kl", "actor/ppo_kl", "{:.2e}"),
@@ -194,7 +201,8 @@ class TrainingDisplay:
         if self._evaluation is not None:
             step, values = self._evaluation
             shown = ", ".join(f"{label} {value:.3f}" for label, value in values.items())
-            cells.append(_cell("accuracy", shown) + Text(f" at step {step}", style="dim"))
+            word = "held-out" if "nats" in values else "accuracy"
+            cells.append(_cell(word, shown) + Text(f" at step {step}", style="dim"))
         return Text("   ").join(cells)
 
     def __enter__(self) -> "TrainingDisplay":

@@ -159,6 +159,11 @@ TABLE: tuple[Metric, ...] = (
         "tokens",
     ),
     Metric(
+        "training/learned_tokens",
+        "Tokens of the assistant in the conversations of the step: those that the loss counts.",
+        "tokens",
+    ),
+    Metric(
         "training/total_tokens",
         "Prompt and response tokens trained on since the first step, padding excluded.",
         "tokens",
@@ -303,6 +308,12 @@ TABLE: tuple[Metric, ...] = (
         "Prompts left out for having more tokens than --prompt-length, in the whole run.",
         "count",
     ),
+    Metric(
+        "data/chats_dropped",
+        "Conversations left out for having more tokens than --max-length, in the whole run.",
+        "count",
+    ),
+    Metric("data/chats_truncated", "Conversations cut to --max-length, in the whole run.", "count"),
     # Evaluation on held-out prompts.
     Metric("val/reward/*", "As reward, of the sampled held-out responses.", "reward"),
     Metric("val/task/*", "As task, of held-out responses, sampled and greedy.", "as of task"),
@@ -321,6 +332,22 @@ TABLE: tuple[Metric, ...] = (
         "Chance that one of K samples gets full marks (unbiased), mean over held-out prompts.",
         "fraction",
     ),
+    Metric(
+        "val/nll",
+        "Negative log-likelihood of what the assistant says in held-out conversations, mean over "
+        "its tokens.",
+        "nats",
+        "eval_loss",
+    ),
+    Metric("val/perplexity", "The exponential of val/nll.", "1"),
+    Metric(
+        "val/token_accuracy",
+        "Share of the assistant's tokens in held-out conversations that no other token is likelier "
+        "than, over all of them.",
+        "fraction",
+        "eval_mean_token_accuracy",
+    ),
+    Metric("val/tokens", "Tokens of the assistant in these conversations.", "count"),
     Metric("val/score/sampled", "Mean score of the sampled held-out responses.", "score"),
     Metric("val/score/greedy", "Mean score of the greedy held-out responses.", "score"),
     *spread("val/response_length", "number of tokens over sampled held-out responses", "tokens"),

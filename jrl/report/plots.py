@@ -75,6 +75,21 @@ PANELS = (
         percent=True,
     ),
     Panel(
+        "nll",
+        "Negative log-likelihood",
+        "nats per token",
+        (Line("actor/nll", "training", BLUE), Line("val/nll", "held-out", ORANGE)),
+    ),
+    Panel(
+        "token_accuracy",
+        "Held-out tokens right",
+        "share of tokens",
+        (Line("val/token_accuracy", "likeliest token", GREEN),),
+        measured=True,
+        bounds=(0.0, 1.0),
+        percent=True,
+    ),
+    Panel(
         "response_length",
         "Response length",
         "tokens",

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from jrl.rollout.sampling import Sampling, logprobs_of, sampler_logits
 from moe import model, stages
 from moe.config import ModelConfig
-from moe.head import logits_of, logprobs_and_entropy, value_of
+from moe.head import is_likeliest, logits_of, logprobs_and_entropy, value_of
 from moe.router.replay import choices_dtype
 from moe.router.statistics import RouterStatistics
 from moe.tokens import alignment
@@ -87,6 +87,35 @@ def score(
         return scores._replace(router=router)
     chosen = _in_rows(router.choices, tokens.shape, layout, config, mesh)
     return scores._replace(router=replace(router, choices=None), choices=chosen)
+
+
+def ranked(
+    weights: Transformer[Array],
+    tokens: Int[Array, "batch time"],
+    valid: Bool[Array, "batch time"],
+    layout: PromptLayout,
+    config: ModelConfig,
+    mesh: FoldedMesh,
+) -> tuple[Float[Array, "batch time"], Float[Array, "batch time"], RouterStatistics[Array] | None]:
+    """Log-probabilities of given response tokens, nats, and 1 for each that is the likeliest, 0 for
+    the others, by one forward pass as of `score`."""
+
+    def read(weights, x, tokens):
+        x = alignment.responses_of(
+            x, tokens.shape, layout.prompt_length, layout.group_size, mesh, config
+        )
+        own = vary(alignment.response_tokens(tokens, layout.prompt_length, mesh, config), mesh.axes)
+        logprobs, _ = logprobs_and_entropy(weights, x, own, config, mesh)
+        likeliest = is_likeliest(weights, x, own, config, mesh).astype(jnp.float32)
+        return tuple(
+            alignment.on_responses(found, tokens.shape, layout.prompt_length, mesh, config)
+            for found in (logprobs, likeliest)
+        )
+
+    (logprobs, likeliest), router = _read_states(
+        weights, (tokens, valid, None), layout, read, config, mesh
+    )
+    return logprobs, likeliest, router
 
 
 def mark_replicated(tree, mesh: FoldedMesh):

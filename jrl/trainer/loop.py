@@ -25,14 +25,15 @@ from jrl.rollout.sampler import Sampler, numbered_heldout
 from jrl.runs import belongings, versions
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
-from jrl.tasks import Example
 from jrl.trainer.evaluation.heldout import heldout_examples, heldout_metrics
 from jrl.trainer.learner.adapters import write_adapters
-from jrl.trainer.outputs import SHOWN, appender, finish, opened, save_nonfinite
+from jrl.trainer.outputs import SHOWN, Outputs, appender, finish, opened, save_nonfinite
 from jrl.trainer.setup.setup import Setup
+from jrl.trainer.stage import Done, Stage
 from jrl.trainer.state import TrainState, init_adapters, init_state, init_weights, restore, save
 from jrl.trainer.step import train_step
 from jrl.trainer.summary import drift_alarm
+from jrl.trainer.supervised.stage import Supervised
 from jrl.trainer.token_records import Watched
 from jrl.trainer.warm_start import WarmStartStopped, prompts_imitated, shortfall, warm_start
 from moe.weights import Transformer
@@ -84,6 +85,7 @@ def train(
       NonFiniteRun: when updates keep being skipped.
     """
     run, sampler, networks = setup.run, setup.sampler(), setup.networks
+    stage = Supervised(setup, sampler) if setup.recipe.supervised else Reinforcement(setup, sampler)
     checkpoints = Checkpoints(folder.checkpoints_path, run.keep_checkpoints)
     if is_main_process():
         versions.write(folder, f"{jax.device_count()} x {jax.devices()[0].device_kind}")
@@ -91,8 +93,8 @@ def train(
         stop = stack.enter_context(Stop(setup.task.close))
         guard = stack.enter_context(Guard(_attachment(setup.run, folder, on_fault)))
         try:
-            state, heldout = _first_state(
-                setup, sampler, folder, checkpoints, weights, adapters, stop, on_step
+            state = _first_state(
+                setup, stage, sampler, folder, checkpoints, weights, adapters, stop, on_step
             )
         except WarmStartStopped:
             return Outcome(0, stopped=True, saved=False)
@@ -100,29 +102,20 @@ def train(
         while int(state.step) < run.steps and not any_of(bool(stop)):
             # A signal ends the run after this step, never in the midst of an update.
             stop.doing = f"finishing step {int(state.step) + 1} and saving it"
-            to_show = (int(state.step) + 1) % run.samples_every == 0 and run.sample_tokens > 0
             started = time.perf_counter()
-            state, done = train_step(
-                sampler,
-                networks,
-                setup.recipe,
-                state,
-                setup.randomness,
-                shuffle_rewards=run.shuffle_rewards,
-                watched=Watched(SHOWN, run.sample_tokens) if to_show else None,
-            )
+            state, done = stage.step(state)
             step, metrics = int(state.step), done.metrics
             seconds = time.perf_counter() - started  # evaluation comes on top
             metrics |= _speed(setup, metrics["training/tokens"], seconds)
             if step % run.eval_every == 0 or step == run.steps:
-                metrics |= _evaluated(setup, sampler, state, heldout)
+                metrics |= stage.evaluated(state)
             guard.step_ended(seconds)
             alarms = guard.alarms()
             metrics |= metrics_of(alarms) | drift_alarm(metrics, run.drift_alarm)
             outputs.warn(alarms)
             outputs.warn_of_drift(step, metrics)
             if step % run.samples_every == 0:
-                outputs.write_samples(setup.format, step, done)
+                stage.write_samples(outputs, state, done)
             # Lines come before the checkpoint that counts them: after a kill in between, resuming
             # drops them and writes them again, equal to the bit.
             outputs.log(step, metrics)
@@ -148,8 +141,47 @@ def train(
     return Outcome(step, stopped=step < run.steps)
 
 
+class Reinforcement:
+    """Samples completions and learns from their rewards.
+
+    Args:
+      setup: of the run.
+      sampler: of its task's completions.
+    """
+
+    def __init__(self, setup: Setup, sampler: Sampler):
+        self._setup, self._sampler, self._networks = setup, sampler, setup.networks
+        self._heldout = heldout_examples(setup.task, setup.run.eval_prompts)
+
+    def step(self, state: TrainState[Array]) -> tuple[TrainState[Array], Done]:
+        setup, run = self._setup, self._setup.run
+        to_show = (int(state.step) + 1) % run.samples_every == 0 and run.sample_tokens > 0
+        state, done = train_step(
+            self._sampler,
+            self._networks,
+            setup.recipe,
+            state,
+            setup.randomness,
+            shuffle_rewards=run.shuffle_rewards,
+            watched=Watched(SHOWN, run.sample_tokens) if to_show else None,
+        )
+        return state, Done(done.metrics, done.nonfinite, done)
+
+    def evaluated(self, state: TrainState[Array]) -> dict[str, float]:
+        self._sampler.engine.load(state.policy.weights, int(state.step))
+        return heldout_metrics(self._sampler, sampling_of(self._setup.recipe), self._heldout)
+
+    def left_out(self) -> dict[str, float]:
+        dropped = self._setup.prompts_dropped
+        return {"data/prompts_dropped": float(dropped)} if dropped else {}
+
+    def write_samples(self, outputs: Outputs, state: TrainState[Array], done: Done) -> None:
+        outputs.write_samples(self._setup.format, int(state.step), done.more)
+
+
 def _first_state(
     setup: Setup,
+    stage: Stage,
     sampler: Sampler,
     folder: RunFolder,
     checkpoints: Checkpoints,
@@ -157,18 +189,17 @@ def _first_state(
     adapters: Transformer[Array] | None,
     stop: Stop,
     on_step: OnStep,
-) -> tuple[TrainState[Array], list[Example]]:
-    """The state to go on from, and the held-out prompts.
+) -> TrainState[Array]:
+    """The state to go on from.
 
     A run killed before its first checkpoint starts again from the beginning, which gives the same
     run.
     """
-    heldout = heldout_examples(setup.task, setup.run.eval_prompts)
     step = belongings.newest_whole(checkpoints)
     if step is not None:
         state = restore(checkpoints, setup.networks, step)
         belongings.go_back(setup.settings, folder, step, checkpoints.meta(step))
-        return state, heldout
+        return state
     with FailTogether():
         if is_main_process():
             folder.begin_again()
@@ -195,9 +226,7 @@ def _first_state(
         key = setup.randomness.key("adapters")
         adapters = init_adapters(setup.model, setup.mesh, key)
     state = init_state(setup.networks, weights, critic_key, prompts_seen, adapters)
-    metrics |= _evaluated(setup, sampler, state, heldout)
-    if setup.prompts_dropped:
-        metrics["data/prompts_dropped"] = float(setup.prompts_dropped)
+    metrics |= stage.evaluated(state) | stage.left_out()
     with appender(folder.metrics_path) as lines:
         check_known(metrics)
         lines.append(0, metrics)
@@ -205,16 +234,7 @@ def _first_state(
         on_step(0, metrics)
     _write_shown(setup, sampler, folder, state)
     save(checkpoints, setup.networks, state, belongings.describe(setup.settings, folder))
-    return state, heldout
-
-
-def _evaluated(
-    setup: Setup, sampler: Sampler, state: TrainState[Array], heldout: list[Example]
-) -> dict[str, float]:
-    """Held-out metrics of the policy."""
-    step = int(state.step)
-    sampler.engine.load(state.policy.weights, step)
-    return heldout_metrics(sampler, sampling_of(setup.recipe), heldout)
+    return state
 
 
 def _write_shown(

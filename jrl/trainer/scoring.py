@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jrl.recipes.base.batch import Batch
-from jrl.rollout.scoring import Scores, mark_replicated, score, value
+from jrl.rollout.scoring import Scores, mark_replicated, ranked, score, value
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective
 from jrl.trainer.learner.room import exact, overflow_of
 from moe import placement
@@ -96,6 +96,21 @@ def logprobs_and_entropy_of(
         return mark_replicated(found, mesh), overflow_of(scores.router, config)
 
     return _over_rows(local, config, mesh)(policy, tokens, valid, choices)
+
+
+@exact()
+def ranks_of(
+    objective: PolicyObjective, policy: Transformer[Array], tokens: Array, valid: Array
+) -> tuple[tuple[Array, Array], Array | None]:
+    """A policy's log-probabilities of all response tokens, and 1 for those that are its likeliest
+    and 0 for the others."""
+    config, mesh = objective.config, objective.mesh
+
+    def local(policy, tokens, valid):
+        *found, router = ranked(policy, tokens, valid, objective.layout, config, mesh)
+        return mark_replicated(tuple(found), mesh), overflow_of(router, config)
+
+    return _over_rows(local, config, mesh)(policy, tokens, valid)
 
 
 @exact()

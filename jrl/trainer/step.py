@@ -18,7 +18,13 @@ from jrl.trainer.ahead import AheadOfStep
 from jrl.trainer.kept import kept_of, temperatures
 from jrl.trainer.learner.learner import Learner
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, sampling_differences
-from jrl.trainer.packed.plan import counts_of, place_rows, plan, without_idle
+from jrl.trainer.packed.plan import (
+    ROWS_OF_A_BIN,
+    counts_of,
+    place_rows,
+    plan,
+    without_idle,
+)
 from jrl.trainer.prepare import prepare
 from jrl.trainer.scoring import logprobs_of, statistics_of
 from jrl.trainer.setup.networks import Network, Networks
@@ -203,7 +209,7 @@ def train_on_batch(
             learner, metrics = _update_policy(networks, recipe, learner, rows, of_rows)
         else:
             assert networks.critic is not None
-            learner, metrics = _update(networks.critic, learner, rows, of_rows)
+            learner, metrics = update_rows(networks.critic, learner, rows, of_rows)
         # Scalars; reading them waits for the update, which makes the timing one of work done.
         history[-1][name] = metrics = to_host(metrics)
         if not metrics["finite"]:
@@ -236,21 +242,23 @@ def _update_policy(
     if recipe.uses_statistics:
         # By the policy as it is now: a quantile over the mini-batch moves with every update.
         statistics = statistics_of(policy.objective, learner.weights, rows)
-    return _update(policy, learner, rows, of_rows, statistics)
+    return update_rows(policy, learner, rows, of_rows, statistics)
 
 
-def _update(
+def update_rows(
     network: Network[PolicyObjective] | Network[CriticObjective],
     learner: Learner[Array],
     rows: Batch[Array],
     of_rows: tuple[np.ndarray, np.ndarray] | None,
     statistics: Any = None,
+    rows_of_a_bin: int = ROWS_OF_A_BIN,
 ) -> tuple[Learner[Array], dict[str, Any]]:
     """One optimizer step on a mini-batch.
 
     Args:
       of_rows: tokens of each row and those of them that count, by which rows are packed; None runs
         them as they stand.
+      rows_of_a_bin: at most, where they are packed.
     """
     if of_rows is None:
         return network.update(learner, rows, statistics)
@@ -259,7 +267,7 @@ def _update(
         # Known to all processes alike; the update would find it out, and move nothing.
         return learner, {"finite": np.True_, "empty": np.True_}
     mesh = network.mesh
-    packed = plan(tokens, counted, rows.tokens.shape[1], network.bins, mesh)
+    packed = plan(tokens, counted, rows.tokens.shape[1], network.bins, mesh, rows_of_a_bin)
     network = replace(
         network,
         objective=replace(network.objective, packed=packed.sizes),

@@ -16,7 +16,7 @@ from tiers import full_but
 
 from moe.config import Head, ModelConfig
 from moe.execution import Execution
-from moe.head import logits_of, logprobs_and_entropy
+from moe.head import is_likeliest, logits_of, logprobs_and_entropy
 from moe.placement import specs
 from sharding.collectives import all_sum, vary
 
@@ -294,3 +294,30 @@ def test_bad_input_is_refused():
         logprobs_and_entropy(weights, batch.x, batch.tokens, config, mesh)
     with pytest.raises(ValueError, match=r'head="value" has no logits: this is a critic'):
         logits_of(weights, batch.x, config, mesh)
+
+
+@pytest.mark.parametrize(
+    ("layout", "vocab_size", "chunk", "head"),
+    full_but(
+        [("tp4 cp2", 37, 4, "tied"), ("tp2", 36, None, "untied"), ("dp1", 37, 11, "untied")],
+        ("tp4 cp2", 37, 4, "tied"),
+    ),
+)
+def test_a_token_is_the_likeliest_where_no_logit_is_higher(layout, vocab_size, chunk, head):
+    config, mesh = config_of(vocab_size, chunk, head), mesh_of(layout)
+    weights, batch = random_weights(config, 0), given(vocab_size)
+    matrix = weights.embedding.T if weights.head is None else weights.head
+    best = np.asarray(batch.x @ matrix).argmax(axis=1)
+    tokens = np.where(np.arange(TOKENS) % 3, best, np.asarray(batch.tokens))
+    by_token = P((*mesh.dp, *mesh.sequence))
+
+    def local(weights, x, tokens):
+        found = is_likeliest(weights, x, tokens, config, mesh).astype(jnp.int32)
+        return jax.lax.pmax(
+            found, tuple(a for a in mesh.axes if a not in (*mesh.dp, *mesh.sequence))
+        )
+
+    run = on_mesh(local, mesh, (specs(config, mesh), by_token, by_token), by_token)
+    found = np.asarray(run(weights, batch.x, jnp.asarray(tokens))).astype(bool)
+    np.testing.assert_array_equal(found, tokens == best)
+    assert not found.all() and found.sum() >= 2 * TOKENS // 3

@@ -8,10 +8,12 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-from jrl.recipes import RECIPES, Recipe
+from jrl.recipes import RECIPES, SUPERVISED, Recipe
 
 COPY = "recipe.py"
 """What the file of a user's recipe is called in the folder of a run."""
+LIBRARY: dict[str, type[Recipe]] = {**RECIPES, **SUPERVISED}
+"""All that has a name of its own."""
 
 
 def load_recipe(reference: str, folder: Path | str = ".") -> type[Recipe]:
@@ -29,14 +31,14 @@ def load_recipe(reference: str, folder: Path | str = ".") -> type[Recipe]:
     """
     file, _, name = reference.rpartition(":")
     if not file:
-        if reference not in RECIPES:
-            near = difflib.get_close_matches(reference, RECIPES, n=2, cutoff=0.4)
+        if reference not in LIBRARY:
+            near = difflib.get_close_matches(reference, LIBRARY, n=2, cutoff=0.4)
             hint = f"did you mean {' or '.join(near)}? " if near else ""
             raise ValueError(
-                f"recipe {reference!r} is unknown: {hint}The recipes are {', '.join(RECIPES)}; one "
+                f"recipe {reference!r} is unknown: {hint}The recipes are {', '.join(LIBRARY)}; one "
                 "of your own is path/to/file.py:Name."
             )
-        return RECIPES[reference]
+        return LIBRARY[reference]
     kind = getattr(_module(Path(folder) / file), name, None)
     if not (isinstance(kind, type) and issubclass(kind, Recipe)):
         raise ValueError(
@@ -61,7 +63,7 @@ def reference_of(recipe: Recipe) -> str:
 
 def source_of(recipe: Recipe) -> bytes | None:
     """The content of the file that a user's recipe is from, None for one of the library's."""
-    if type(recipe) in RECIPES.values():
+    if type(recipe) in LIBRARY.values():
         return None
     return getattr(sys.modules[type(recipe).__module__], "__jrl_source__", None)
 

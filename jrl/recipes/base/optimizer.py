@@ -5,13 +5,16 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+Schedule = Literal["constant", "linear", "cosine"]
+"""How a learning rate goes on after its warm-up."""
+
 
 @dataclass(frozen=True)
 class Optimizer:
     """AdamW behind a bound on the gradient's norm.
 
     Args:
-      learning_rate: reached after the warm-up, constant from there.
+      learning_rate: reached after the warm-up.
       warmup: steps of linear rise from 0.
       weight_decay: decoupled.
       max_grad_norm: larger gradients are scaled down to it.
@@ -20,6 +23,10 @@ class Optimizer:
         thousandth of itself, which rounding to bfloat16 would lose: it is float32.
       gradient_wire: "float32" or "bfloat16", in which devices send each other gradients across
         sequence-parallel groups (`sharding.compression`); their sums are float32 either way.
+      schedule: how the rate goes on after the warm-up: "constant", or down in a line or along half
+        a cosine until step `steps`.
+      steps: optimizer steps in all; None where the rate stays.
+      final: the last rate, as a part of the first.
     """
 
     learning_rate: float
@@ -28,6 +35,9 @@ class Optimizer:
     max_grad_norm: float = 1.0
     mu_dtype: Literal["float32", "bfloat16"] = "float32"
     gradient_wire: str = "float32"
+    schedule: Schedule = "constant"
+    steps: int | None = None
+    final: float = 0.0
 
     def __post_init__(self):
         if self.gradient_wire not in ("float32", "bfloat16"):
@@ -38,5 +48,13 @@ class Optimizer:
 
     def rate_at(self, count: Any) -> Any:
         """The learning rate of step `count`, from 0. Step n of the warm-up runs at (n + 1) /
-        warmup."""
-        return self.learning_rate * jnp.minimum(1.0, (count + 1) / max(self.warmup, 1))
+        warmup; with p from 0 to 1 over the steps after it, a line is at ``1 - (1 - final) p`` and a
+        cosine at ``final + (1 - final) (1 + cos(pi p)) / 2``."""
+        risen = self.learning_rate * jnp.minimum(1.0, (count + 1) / max(self.warmup, 1))
+        if self.schedule == "constant":
+            return risen
+        assert self.steps is not None, "a rate that falls has a last step"
+        left = max(self.steps - self.warmup, 1)
+        part = jnp.clip((count - self.warmup) / left, 0.0, 1.0)
+        fallen = part if self.schedule == "linear" else (1.0 - jnp.cos(jnp.pi * part)) / 2.0
+        return risen * (1.0 - (1.0 - self.final) * fallen)

@@ -147,6 +147,8 @@ class Recipe:
     reward_wrong: float = 0.0
     """Reward of a completion with no marks; partial marks lie in between."""
 
+    supervised: ClassVar[bool] = False
+    """Whether it learns from conversations that are given, and samples to show alone."""
     uses_critic: ClassVar[bool] = False
     """Whether the recipe trains a value network: it is then an `ActorCritic`."""
     metrics: ClassVar[Mapping[str, str]] = {}
@@ -222,6 +224,11 @@ class Recipe:
     def completions(self) -> int:
         """Completions per step."""
         return self.prompts * self.group_size
+
+    @property
+    def rows_decoded(self) -> int:
+        """Completions that are sampled at a time where nobody says how many."""
+        return self.completions
 
     @property
     def correction(self) -> Correction:

@@ -73,7 +73,10 @@ def thinned(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, 
     return [
         line
         for number, line in enumerate(lines)
-        if number % every == 0 or number == last or "val/accuracy/sampled" in line
+        if number % every == 0
+        or number == last
+        or "val/accuracy/sampled" in line
+        or "val/nll" in line
     ]
 
 

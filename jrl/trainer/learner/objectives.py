@@ -121,9 +121,9 @@ class PolicyObjective:
             self.response_length,
             statistics,
         )
-        if self.sampling.adaptive is not None:
+        if self.sampling.adaptive is not None or batch.behaviour_logprobs is None:
             # Of a distribution at a temperature that adapts a pass over the tokens knows nothing:
-            # `prepare` has compared the whole policy.
+            # `prepare` has compared the whole policy. Tokens that are given nobody has sampled.
             return loss, dict(metrics)
         sampled = given(batch.behaviour_logprobs)
         differences = sampling_differences(scores.behaviour_logprobs, sampled, batch.mask)

@@ -81,7 +81,14 @@ def counts_of(batch: Batch[Array]) -> Counts:
     return Counts(*to_host(_counts(batch)))
 
 
-def plan(tokens: np.ndarray, counted: np.ndarray, time: int, bins: int, mesh: FoldedMesh) -> Plan:
+def plan(
+    tokens: np.ndarray,
+    counted: np.ndarray,
+    time: int,
+    bins: int,
+    mesh: FoldedMesh,
+    rows_of_a_bin: int = ROWS_OF_A_BIN,
+) -> Plan:
     """Deals out rows to ranks, bins and micro-batches: the longest row first, to the rank with the
     fewest tokens and there to the first bin that has room (first fit decreasing); then the bins
     with most that is counted first, to the micro-batch with the least.
@@ -94,18 +101,19 @@ def plan(tokens: np.ndarray, counted: np.ndarray, time: int, bins: int, mesh: Fo
       counted: ``[rows]`` of them that the head speaks about.
       time: tokens of a row at most.
       bins: of a micro-batch.
+      rows_of_a_bin: at most.
 
     References:
       Johnson et al., "Worst-case performance bounds for simple one-dimensional packing algorithms",
       1974 (first fit decreasing takes 11/9 of the bins that are needed, at most and nearly).
     """
     length, ranks = bin_length(time, mesh), mesh.size(mesh.dp)
-    filled = [_first_fit(rows, tokens, length) for rows in _of_ranks(tokens, ranks)]
+    filled = [_first_fit(rows, tokens, length, rows_of_a_bin) for rows in _of_ranks(tokens, ranks)]
     passes = max(-(-max(map(len, filled)) // bins), 1)
     dealt = [_dealt_out(of_rank, counted, passes, bins) for of_rank in filled]
     # At most one row in each bin, where all have their full length.
     number = max(passes, -(-len(tokens) // (ranks * bins)))
-    rows = np.zeros((ranks, number, bins * ROWS_OF_A_BIN), np.int64)
+    rows = np.zeros((ranks, number, bins * rows_of_a_bin), np.int64)
     starts = np.full(rows.shape, -1, np.int64)
     # Few rows must not make another program of a micro-batch that they do not fill.
     num_bins = max(sum(map(len, filled)), 1)
@@ -164,17 +172,18 @@ def _of_ranks(tokens: np.ndarray, ranks: int) -> list[list[int]]:
     return of_ranks
 
 
-def _first_fit(rows: list[int], tokens: np.ndarray, length: int) -> list[list[int]]:
+def _first_fit(rows: list[int], tokens: np.ndarray, length: int, most: int) -> list[list[int]]:
     """The rows of each bin.
 
     Args:
       rows: the longest first.
+      most: rows of a bin.
     """
     bins: list[list[int]] = []
     left: list[int] = []
     for row in rows:
         number = int(tokens[row])
-        fits = (n for n, own in enumerate(bins) if left[n] >= number and len(own) < ROWS_OF_A_BIN)
+        fits = (n for n, own in enumerate(bins) if left[n] >= number and len(own) < most)
         bin = next(fits, len(bins))
         if bin == len(bins):
             bins.append([])

@@ -15,6 +15,7 @@ from jrl.trainer.setup.memory import memory, rollout_memory
 from jrl.trainer.setup.network import OF_EXPERTS, dispatch_explained
 from jrl.trainer.setup.predicted import memory_of_update, time_of_update
 from jrl.trainer.setup.setup import Setup
+from jrl.trainer.supervised.arithmetic import chat_arithmetic, print_conversation
 from moe.attention.context_parallel.choice import context_of, received
 from moe.config import ModelConfig
 from moe.execution import Execution
@@ -44,7 +45,8 @@ def print_dry_run(setup: Setup, console: Console | None = None) -> None:
     console = console or Console()
     size = setup.mesh.layout.num_devices
     described = f"{setup.recipe.name} on {setup.run.task}"
-    _print(console, f"Batch: {described}", batch_arithmetic(setup))
+    batch = batch_arithmetic(setup) if setup.rows is None else chat_arithmetic(setup)
+    _print(console, f"Batch: {described}", batch)
     _print(console, f"Parameters: {setup.run.model}", parameters(setup))
     _print(console, "Execution", execution(setup))
     needs = memory(setup)
@@ -64,7 +66,9 @@ def print_dry_run(setup: Setup, console: Console | None = None) -> None:
         if setup.split is not None:
             title = f"Rollout split: {setup.run.rollout_split} on {where}, attention"
         _print(console, title, axes(setup.rollout_mesh))
-    if setup.format.template is not None:
+    if setup.rows is not None:
+        print_conversation(setup, console)
+    elif setup.format.template is not None:
         _print_prompt(setup, console)
     recipe, steps = setup.recipe, setup.run.steps
     if recipe.value_pretraining_steps >= steps:

@@ -76,7 +76,7 @@ class Geometry:
         """
         ranks = self.rollout_ranks
         if wanted is None:
-            return -(-min(self.recipe.completions, MOST_SLOTS) // ranks) * ranks
+            return -(-min(self.recipe.rows_decoded, MOST_SLOTS) // ranks) * ranks
         if wanted < 1 or wanted % ranks:
             over = "dp x tp" if self.rollout_parts == 1 else "dp x tp x micro-batches"
             raise ValueError(
@@ -128,7 +128,8 @@ class Geometry:
     def _check_training(self) -> None:
         recipe, mesh = self.recipe, self.mesh
         dp = mesh.size(mesh.dp)
-        sizes = {"mini_batch": recipe.mini_batch_size, "micro_batch": recipe.micro_batch_size}
+        name = "batch" if recipe.supervised else "mini_batch"
+        sizes = {name: recipe.mini_batch_size, "micro_batch": recipe.micro_batch_size}
         _check_rows(sizes, dp, f"dp={dp} of {self.layout}")
         rows, group = recipe.micro_batch_size // dp, self.prompt_layout.group_size
         self._check_tokens(

@@ -215,7 +215,7 @@ def logits_bytes(setup: Setup, rows: int) -> int:
     by which top-k and top-p know what to cut away.
     """
     mesh, vocab_size = setup.mesh, setup.model.vocab_size
-    section = -(-rows // mesh.size(mesh.dp)), setup.response_length
+    section = -(-rows // mesh.size(mesh.dp)), setup.geometry.response_length
     tokens = ZigzagLayout((section,), mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.cp)
     width, chunk = -(-vocab_size // mesh.size(mesh.tp)), setup.model.execution.vocab_chunk
     numbers = tokens * (width if chunk is None else min(chunk, width))
@@ -237,7 +237,8 @@ def kept_bytes(setup: Setup) -> int:
     are on their way at once."""
     mesh, group = setup.mesh, setup.geometry.prompt_layout.group_size
     rows = setup.recipe.micro_batch_size // mesh.size(mesh.dp)
-    sections = (rows // group, setup.prompt_length), (rows, setup.response_length)
+    lengths = setup.geometry
+    sections = (rows // group, lengths.prompt_length), (rows, lengths.response_length)
     tokens = ZigzagLayout(sections, mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.sequence)
     schedule = Schedule(mesh.layout.pp, setup.geometry.num_micro_batches, mesh.layout.vpp)
     chunks = 1 + max(map(max, schedule.slots()))

@@ -30,7 +30,8 @@ def time_of_update(setup: Setup, hardware: Hardware) -> Cost:
 
 def batch_of(setup: Setup) -> Batch:
     """A mini-batch and its micro-batches."""
-    recipe, time = setup.recipe, setup.prompt_length + setup.response_length
+    recipe, rows = setup.recipe, setup.geometry
+    time = rows.prompt_length + rows.response_length
     micro = recipe.mini_batch_size // setup.geometry.num_micro_batches
     return Batch(recipe.mini_batch_size, time, micro // setup.mesh.layout.dp)
 

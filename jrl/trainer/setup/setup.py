@@ -14,10 +14,10 @@ from jrl.config.files import fixed_settings
 from jrl.config.run import RunConfig
 from jrl.processes.agreement import is_multiprocess
 from jrl.recipes.base.actor_critic import ActorCritic
-from jrl.recipes.base.batch import given
 from jrl.recipes.base.collection import Windows
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.recipe import Recipe
+from jrl.recipes.supervised.sft import Sft
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.decoding.disaggregated import DisaggregatedEngine
 from jrl.rollout.decoding.engine import SlotEngine
@@ -25,8 +25,11 @@ from jrl.rollout.resharding import mesh_apart, rollout_mesh
 from jrl.rollout.sampler import Sampler
 from jrl.rollout.split import split_mesh
 from jrl.tasks import Task, load_task
+from jrl.tasks.data.chats import Chats, load_chats
 from jrl.tasks.data.records import Fields
+from jrl.tasks.data.split import parse_heldout
 from jrl.tasks.parts import part_names
+from jrl.text.learned import ChatFormat
 from jrl.text.load import load_tokenizer
 from jrl.text.prompt_format import (
     NONE,
@@ -37,13 +40,14 @@ from jrl.text.prompt_format import (
 )
 from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, SupervisedObjective
+from jrl.trainer.setup.checks import check_fits, check_may_be_stale
 from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.lengths import check_answers, fitted_prompts, response_length
 from jrl.trainer.setup.network import check_served, network_of, with_dispatch
 from jrl.trainer.setup.networks import KeptPool, Network, Networks
 from jrl.trainer.setup.randomness import Randomness
+from jrl.trainer.supervised.rows import ChatRows, chat_rows, sampled_lengths
 from moe.config import PRESETS, ModelConfig
-from moe.disaggregated.sides import check_splits
 from moe.disaggregated.split import SplitMesh
 from moe.router.capacity import can_drop
 from sharding.folding import FoldedMesh, Layout, fold
@@ -63,6 +67,8 @@ class Setup:
       prompt_length: tokens that prompts are padded to.
       response_length: limit of a completion in tokens, end-of-sequence included.
       prompts_dropped: prompts that were left out for their length.
+      rows: the conversations that are learned from, where the recipe is supervised; the two lengths
+        are then those of what is sampled to be shown.
 
     Raises:
       ValueError: for a network whose experts drop choices, see `moe.router.capacity`, and for one
@@ -78,10 +84,11 @@ class Setup:
     prompt_length: int
     response_length: int
     prompts_dropped: int = 0
+    rows: ChatRows | None = None
 
     def __post_init__(self):
         # Without a step of reinforcement there is no ratio.
-        if can_drop(self.model) and self.run.steps:
+        if can_drop(self.model) and self.run.steps and not self.recipe.supervised:
             raise ValueError(
                 f"capacity_factor={self.model.capacity_factor} drops choices of experts where the "
                 "policy is scored and none where it samples, so that importance ratios differ from "
@@ -95,7 +102,7 @@ class Setup:
                 f"of {self.run.model} has no experts. Leave out --router-replay."
             )
         if self.run.max_staleness:
-            _check_may_be_stale(self.recipe, self.run.max_staleness)
+            check_may_be_stale(self.recipe, self.run.max_staleness)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -105,7 +112,7 @@ class Setup:
     @property
     def format(self) -> PromptFormat:
         """How prompts become tokens."""
-        return prompt_format(self.run, self.tokenizer)
+        return _format(self.run, self.recipe, self.tokenizer)
 
     @property
     def randomness(self) -> Randomness:
@@ -144,6 +151,8 @@ class Setup:
             (self.prompt_length, self.response_length),
             (self.mesh, self.rollout_mesh),
         )
+        if self.rows is not None:
+            lengths = self.rows.before, self.rows.after
         return Geometry(self.recipe, *lengths, *meshes, layout, rollout, parts)
 
     def sampler(self, seed: int | None = None) -> Sampler:
@@ -187,8 +196,10 @@ class Setup:
         policy = Network(of_policy, self._stepping(recipe.optimizer), pieces, self.geometry.bins)
         packs = self.run.packing
         if packs is None:
-            # Where windows are written on, most tokens of a step are there for attention only.
-            packs = isinstance(recipe.collection, Windows) and self.mesh.layout.pp == 1
+            # Where windows are written on, most tokens of a step are there for attention only; of
+            # conversations most are far shorter than the longest.
+            packs = isinstance(recipe.collection, Windows) or recipe.supervised
+            packs = packs and self.mesh.layout.pp == 1
         kept = None
         if self.run.stale_cache:
             engine = self._engine(self.randomness)
@@ -209,6 +220,8 @@ class Setup:
     def _stepping(self, optimizer: Optimizer) -> Optimizer:
         """An optimizer of the recipe, its moments kept and gradients sent as the run says."""
         run = self.run
+        if optimizer.schedule != "constant":
+            optimizer = replace(optimizer, steps=run.steps)
         return replace(optimizer, mu_dtype=run.mu_dtype, gradient_wire=run.gradient_wire)
 
 
@@ -247,15 +260,7 @@ def build_setup(
     elif run.checkpoint is None and run.model not in PRESETS:
         near = difflib.get_close_matches(run.model, PRESETS) or list(PRESETS)
         raise ValueError(f"model={run.model!r} is no preset; near: {', '.join(near)}.")
-    task = load_task(
-        run.task,
-        run.seed,
-        _fields(run),
-        run.verifiers,
-        held_out=run.held_out,
-        rewards=run.rewards,
-        kept=kept,
-    )
+    task = _task(run, recipe, kept)
     try:
         if tokenizer is None:
             tokenizer = _tokenizer(run, task, model)
@@ -263,9 +268,17 @@ def build_setup(
             PRESETS[run.model](tokenizer.vocab_size) if model is None else model, run
         )
         mesh = fold(layout, devices[: layout.num_devices])
-        format = prompt_format(run, tokenizer)
-        check_answers(run, task)
-        prompt, dropped = fitted_prompts(run, task, format)
+        format, rows, dropped = _format(run, recipe, tokenizer), None, 0
+        if isinstance(task, Chats):
+            assert isinstance(format, ChatFormat) and isinstance(recipe, Sft)
+            rows = chat_rows(task, format, recipe, network, mesh)
+            if not run.steps:
+                run = replace(run, steps=recipe.steps_of(task.num_train))
+            prompt, response = sampled_lengths(task, rows, format, network, run.response_length)
+        else:
+            check_answers(run, task)
+            prompt, dropped = fitted_prompts(run, task, format)
+            response = response_length(run, task, tokenizer, network, prompt)
         setup = Setup(
             run=run,
             recipe=recipe,
@@ -274,23 +287,50 @@ def build_setup(
             model=with_dispatch(network, run, mesh),
             mesh=mesh,
             prompt_length=prompt,
-            response_length=response_length(run, task, tokenizer, network, prompt),
+            response_length=response,
             prompts_dropped=dropped,
+            rows=rows,
         )
         setup = replace(setup, recipe=recipe.fitted(setup.response_length))
         setup = replace(setup, recipe=setup.geometry.with_micro_batch().recipe)
         check_served(network, setup.mesh)
         setup.geometry.check()
         setup.geometry.slots(run.slots)
-        _check_fits(setup)
+        given = setup.tokenizer, setup.model, setup.run, setup.recipe, setup.mesh
+        check_fits(*given, setup.split, setup.response_length)
     except BaseException:
         task.close()
         raise
     return setup
 
 
-def _fields(run: RunConfig) -> Fields:
-    return Fields(run.prompt_field, run.answer_field, run.messages_field)
+def _task(run: RunConfig, recipe: Recipe, kept: Path | None) -> Task:
+    """What is learned from.
+
+    Args:
+      kept: folder with the run's copies of the user's own files; None reads those themselves.
+    """
+    fields = Fields(run.prompt_field, run.answer_field, run.messages_field)
+    if isinstance(recipe, Sft):
+        heldout, last = parse_heldout(run.held_out), recipe.learn == "last"
+        return load_chats(run.task, run.seed, fields, held_out=heldout, last=last)
+    return load_task(
+        run.task,
+        run.seed,
+        fields,
+        run.verifiers,
+        held_out=run.held_out,
+        rewards=run.rewards,
+        kept=kept,
+    )
+
+
+def _format(run: RunConfig, recipe: Recipe, tokenizer: Tokenizer) -> PromptFormat:
+    """How prompts become tokens."""
+    made = prompt_format(run, tokenizer)
+    if not isinstance(recipe, Sft):
+        return made
+    return ChatFormat(made.tokenizer, made.template, made.system_prompt, recipe.learn == "last")
 
 
 def _tokenizer(run: RunConfig, task: Task, model: ModelConfig | None) -> Tokenizer:
@@ -323,47 +363,3 @@ def _of_checkpoint(directory: str) -> ModelConfig:
     from moe.huggingface import config_from  # needs an extra
 
     return config_from(directory)
-
-
-def _check_may_be_stale(recipe: Recipe, max_staleness: int) -> None:
-    """Refuses recipes whose steps must know what the step before has learned."""
-    if isinstance(recipe.collection, Windows):
-        raise ValueError(
-            f"max_staleness={max_staleness}: {recipe.name} goes on in each step with the responses "
-            "that the step before left unfinished, and learns from them in between: leave out "
-            "--max-staleness."
-        )
-    if recipe.temperature_rule is not None:
-        raise ValueError(
-            f"max_staleness={max_staleness}: in {recipe.name} the temperature of sampling follows "
-            "what the step before has learned: leave out --max-staleness, or choose another recipe."
-        )
-
-
-def _check_fits(setup: Setup) -> None:
-    """The network must have every id of the tokenizer, and look back over a whole sequence."""
-    if setup.tokenizer.vocab_size > setup.model.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {setup.tokenizer.vocab_size} ids and the model only "
-            f"{setup.model.vocab_size}: take the tokenizer of the checkpoint."
-        )
-    if setup.tokenizer.vocab_size < setup.model.vocab_size:
-        raise ValueError(
-            f"the model has {setup.model.vocab_size} ids, which it may all sample, and the "
-            f"tokenizer only {setup.tokenizer.vocab_size}: take the tokenizer of the checkpoint, "
-            "or its tokenizer.json, which may have fewer tokens."
-        )
-    if setup.split is not None:
-        check_splits(setup.model, setup.split)
-    if setup.run.packing and setup.mesh.layout.pp > 1:
-        raise ValueError(
-            f"packing=True cannot be had with pp={setup.mesh.layout.pp} of layout "
-            f"{setup.run.layout!r}, which runs a fixed number of micro-batches: leave out "
-            "--packing, or choose a layout without pp."
-        )
-    collection = setup.recipe.collection
-    if isinstance(collection, Windows) and given(collection.window) >= setup.response_length:
-        raise ValueError(
-            f"window={collection.window} cuts no response of at most {setup.response_length} "
-            "tokens: choose a smaller --window, or a larger --response-length."
-        )

@@ -204,6 +204,8 @@
     const share = (x) => (100 * x).toFixed(1) + "%";
     change("held-out accuracy, sampled", "val/accuracy/sampled", share);
     change("held-out accuracy, greedy", "val/accuracy/greedy", share);
+    change("held-out loss, nats a token", "val/nll", (x) => number(x, 3));
+    change("held-out tokens right", "val/token_accuracy", share);
     change("mean score", "critic/score/mean", (x) => number(x, 3));
     change("response length, tokens", "response_length/mean", (x) => number(x, 3));
     add("steps", number(run.steps.at(-1)));

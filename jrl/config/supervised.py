@@ -1,0 +1,102 @@
+"""The flags of the supervised stage: which of a run's it has, and what else these mean there."""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from jrl.config.run import RunConfig
+from jrl.recipes import Recipe
+
+IDLE = frozenset(
+    {
+        # Prompts, rewards and verifiers.
+        *("overlong_prompts", "prompt_length", "reward", "reward_weights", "reward_seconds"),
+        *("failed_reward", "shuffle_rewards", "verifiers", "reward_correct", "reward_wrong"),
+        # Sampling what is learned from.
+        *("slots", "max_staleness", "stale_cache", "rollout_layout", "rollout_devices"),
+        *("rollout_engine", "rollout_split", "rollout_micro_batches", "sample_tokens"),
+        *("drift_alarm", "prompts", "group_size", "mini_batch", "temperature", "top_k", "top_p"),
+        *("dynamic_sampling", "max_generation_rounds", "overlong_filter"),
+        # The mismatch of sampler and trainer, and the policy's loss.
+        *("old_logprobs", "mismatch", "mismatch_denominator", "mismatch_level", "mismatch_low"),
+        *("mismatch_high", "mismatch_mean", "rejection", "rejection_over", "rejection_low"),
+        *("rejection_high", "router_replay", "clip_low", "clip_high", "clip_dual"),
+        *("entropy_coef", "kl_coef"),
+        *("warm_start_accuracy", "warm_start_steps", "warm_start_batch"),
+        "warm_start_learning_rate",
+    }
+)
+"""Fields of a run and of its recipe that change nothing here: they are no flags."""
+
+DEFAULTS: Mapping[str, Any] = {"steps": 0, "warm_start_steps": 0}
+"""Of fields of a run, where they differ from those of reinforcement."""
+
+HELP = {
+    "task": "The conversations: jsonl:PATH, parquet:PATH or dataset:DIR (of save_to_disk), each "
+    "with messages, or with a prompt and a completion.",
+    "held_out": "Which conversations are held out to measure the loss on: a share of them (0.05), "
+    "a number (200), or a file of others. None is one in ten.",
+    "steps": "Training steps, each one optimizer step on a batch. 0 takes as many as --epochs.",
+    "model": "A preset (tiny, tiny-dense or small), or hf:DIR for a public checkpoint, its weights "
+    "and its tokenizer.",
+    "weights": "A run folder whose last policy to start from.",
+    "chat_template": 'How conversations are written: "checkpoint" by the template that comes with '
+    'the tokenizer, if there is one; "none" without; anything else is the path of a Jinja file.',
+    "prompt_field": "Field of a record with the prompt, a text, where it has no messages.",
+    "answer_field": 'Field with what is to be said, where the record has no "completion".',
+    "messages_field": "Field with the conversation, a list of {role, content}; None takes "
+    '"messages" where a record has no prompt.',
+    "packing": "Whether conversations are laid end to end, so that no padding is computed and the "
+    "head sees only what is learned. Not on a pipeline. None packs where that can be.",
+    "response_length": "Limit in tokens of the completions that are sampled to be shown; None is a "
+    "quarter above the longest held-out answer.",
+    "eval_every": "Steps between measurements on held-out conversations.",
+    "eval_prompts": "Held-out conversations that are measured, or all there are if they are fewer.",
+    "checkpoint_every": "Steps between checkpoints. The first is taken before the first step, the "
+    "last at the end.",
+    "samples_every": "Steps between completions of held-out prompts written to samples.jsonl.",
+    "aggregation": "How token losses become one loss: token-mean weighs all tokens that are "
+    "learned alike, others each conversation.",
+    "capacity_factor": "Tokens that an expert takes at most while learning, as a multiple of those "
+    "of even routing; None is the network's own, mostly any number.",
+}
+"""Of flags that mean something else here, or more."""
+
+
+def defaults(kind: type[Recipe]) -> RunConfig:
+    """The run that a command line of this recipe begins with."""
+    return RunConfig(**DEFAULTS) if kind.supervised else RunConfig()
+
+
+def idle(kind: type[Recipe]) -> frozenset[str]:
+    """Fields that are no flags of this recipe."""
+    return IDLE if kind.supervised else frozenset()
+
+
+def check_idle(run: RunConfig, recipe: Recipe) -> None:
+    """Refuses what a file of settings says of fields that change nothing.
+
+    Raises:
+      ValueError: naming the field.
+    """
+    kind = type(recipe)
+    for record, usual in ((run, defaults(kind)), (recipe, kind)):
+        for field in fields(record):
+            if field.name not in idle(kind):
+                continue
+            value = getattr(record, field.name)
+            default = field.default if usual is kind else getattr(usual, field.name)
+            if default is not MISSING and value != default:
+                raise ValueError(
+                    f"{field.name}={value!r} changes nothing in {recipe.name}: leave it out."
+                )
+
+
+def without_idle(config: Mapping[str, Any], kind: type[Recipe]) -> dict[str, Any]:
+    """What config.json holds, without the fields that are no flags."""
+    groups = {name: v for name, v in config.items() if isinstance(v, Mapping)}
+    kept = {
+        name: {key: value for key, value in group.items() if key not in idle(kind)}
+        for name, group in groups.items()
+    }
+    return {**config, **kept}

@@ -1,0 +1,125 @@
+"""Supervised fine-tuning: the stage before reinforcement, on conversations that are given."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jrl.losses import Mean
+from jrl.recipes.base.batch import Batch, Targets
+from jrl.recipes.base.optimizer import Optimizer, Schedule
+from jrl.recipes.base.recipe import Metrics, Recipe
+from jrl.recipes.base.sizes import MICRO_BATCH, near_divisors
+
+ROWS_SHOWN = 4
+"""Held-out prompts whose completions are sampled for people to read."""
+
+
+@dataclass(frozen=True)
+class Sft(Recipe):
+    """The negative log-likelihood of what the assistant says, ``-log p(a | what came before)``.
+
+    A step is one optimizer step on a batch of conversations. That is the policy gradient of tokens
+    that are given, each with the advantage 1.
+    """
+
+    supervised: ClassVar[bool] = True
+
+    group_size: int = 1
+    """Rows that share a prompt."""
+    batch: int = 64
+    """Conversations per optimizer step; a multiple of the data-parallel devices."""
+    epochs: int = 1
+    """Passes over the conversations, each in an order of its own, where --steps is not given. The
+    last step is a whole batch, which may begin another pass."""
+    micro_batch: int | None = None
+    """Conversations per forward and backward pass at most, of those as long as the longest; divides
+    the batch. None takes the divisor nearest to 64. Changes memory and speed, and the last digits
+    of sums."""
+
+    learning_rate: float = 2e-5
+    """Of AdamW. Adapters (--lora-rank) want some ten times more."""
+    learning_rate_schedule: Schedule = "cosine"
+    """How it goes on after the warm-up: constant, or down to the final rate at the last of --steps,
+    in a line or along half a cosine. Raising --steps of a run that is resumed stretches it."""
+    learning_rate_final: float = 0.0
+    """The rate of the last step as a part of the learning rate."""
+
+    max_length: int | None = None
+    """Tokens of a conversation at most; None is the longest there is, or what the checkpoint's
+    positions allow."""
+    overlong: Literal["drop", "truncate"] = "drop"
+    """What becomes of conversations with more tokens: they are left out, or what is too much is cut
+    off at their end. Both are counted."""
+    learn: Literal["all", "last"] = "all"
+    """Which turns of the assistant are learned: all, or the last of each conversation."""
+
+    def __post_init__(self):
+        for name in ("batch", "epochs", "micro_batch"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.batch % self.micro_batch_size:
+            raise ValueError(
+                f"micro_batch={self.micro_batch} does not divide batch={self.batch}: choose a "
+                "divisor."
+            )
+        super().__post_init__()
+        if self.max_length is not None and self.max_length < 2:
+            raise ValueError(
+                f"max_length={self.max_length} leaves no token to learn after another: give at "
+                "least 2."
+            )
+        if not 0 <= self.learning_rate_final <= 1:
+            raise ValueError(
+                f"learning_rate_final={self.learning_rate_final} must lie in 0..1: it is a part of "
+                "the learning rate."
+            )
+
+    @property
+    def completions(self) -> int:
+        return self.batch
+
+    @property
+    def rows_decoded(self) -> int:
+        return ROWS_SHOWN
+
+    @property
+    def mini_batch_size(self) -> int:
+        return self.batch
+
+    @property
+    def micro_batch_size(self) -> int:
+        if self.micro_batch is None:
+            return near_divisors(self.batch, MICRO_BATCH)[0]
+        return min(self.micro_batch, self.batch)
+
+    def divided(self, ranks: int) -> "Sft":
+        return self
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return Optimizer(
+            self.learning_rate,
+            self.learning_rate_warmup,
+            self.weight_decay,
+            self.max_grad_norm,
+            schedule=self.learning_rate_schedule,
+            final=self.learning_rate_final,
+        )
+
+    def steps_of(self, conversations: int) -> int:
+        """Steps that `epochs` passes over so many conversations take."""
+        return -(-self.epochs * conversations // self.batch)
+
+    def targets(self, batch: Batch[Array]) -> Targets[Array]:
+        return Targets(jnp.ones(batch.mask.shape, jnp.float32))
+
+    def surrogate(
+        self,
+        logprobs: Float[Array, "batch time"],
+        entropy: Float[Array, "batch time"],
+        batch: Batch[Array],
+        statistics: Any = None,
+    ) -> tuple[Float[Array, "batch time"], Metrics]:
+        return -logprobs, {"nll": Mean.of(-logprobs, batch.mask)}

@@ -1,0 +1,63 @@
+"""What the parts of a run must have in common."""
+
+from jrl.config.run import RunConfig
+from jrl.recipes.base.batch import given
+from jrl.recipes.base.collection import Windows
+from jrl.recipes.base.recipe import Recipe
+from jrl.text.tokenizer import Tokenizer
+from moe.config import ModelConfig
+from moe.disaggregated.sides import check_splits
+from moe.disaggregated.split import SplitMesh
+from sharding.folding import FoldedMesh
+
+
+def check_may_be_stale(recipe: Recipe, max_staleness: int) -> None:
+    """Refuses recipes whose steps must know what the step before has learned."""
+    if isinstance(recipe.collection, Windows):
+        raise ValueError(
+            f"max_staleness={max_staleness}: {recipe.name} goes on in each step with the responses "
+            "that the step before left unfinished, and learns from them in between: leave out "
+            "--max-staleness."
+        )
+    if recipe.temperature_rule is not None:
+        raise ValueError(
+            f"max_staleness={max_staleness}: in {recipe.name} the temperature of sampling follows "
+            "what the step before has learned: leave out --max-staleness, or choose another recipe."
+        )
+
+
+def check_fits(
+    tokenizer: Tokenizer,
+    model: ModelConfig,
+    run: RunConfig,
+    recipe: Recipe,
+    mesh: FoldedMesh,
+    split: SplitMesh | None,
+    response_length: int,
+) -> None:
+    """The network must have every id of the tokenizer, and look back over a whole sequence."""
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} ids and the model only "
+            f"{model.vocab_size}: take the tokenizer of the checkpoint."
+        )
+    if tokenizer.vocab_size < model.vocab_size:
+        raise ValueError(
+            f"the model has {model.vocab_size} ids, which it may all sample, and the "
+            f"tokenizer only {tokenizer.vocab_size}: take the tokenizer of the checkpoint, "
+            "or its tokenizer.json, which may have fewer tokens."
+        )
+    if split is not None:
+        check_splits(model, split)
+    if run.packing and mesh.layout.pp > 1:
+        raise ValueError(
+            f"packing=True cannot be had with pp={mesh.layout.pp} of layout "
+            f"{run.layout!r}, which runs a fixed number of micro-batches: leave out "
+            "--packing, or choose a layout without pp."
+        )
+    collection = recipe.collection
+    if isinstance(collection, Windows) and given(collection.window) >= response_length:
+        raise ValueError(
+            f"window={collection.window} cuts no response of at most {response_length} "
+            "tokens: choose a smaller --window, or a larger --response-length."
+        )

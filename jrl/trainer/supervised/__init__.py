@@ -1,0 +1,1 @@
+"""Learning from conversations that are given: rows, a step, what is held out."""

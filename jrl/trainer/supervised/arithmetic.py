@@ -1,0 +1,46 @@
+"""What a supervised run would do, in numbers and in its first conversation."""
+
+from rich.console import Console
+from rich.text import Text
+
+from jrl.recipes.supervised.sft import Sft
+from jrl.tasks.data.chats import Chats
+from jrl.trainer.setup.setup import Setup
+from jrl.trainer.supervised.step import training_chats
+from sharding.schedule import Schedule
+
+
+def chat_arithmetic(setup: Setup) -> dict[str, str]:
+    """From conversations to optimizer steps, one line each."""
+    chats, rows, recipe, run = setup.task, setup.rows, setup.recipe, setup.run
+    assert isinstance(chats, Chats) and isinstance(recipe, Sft) and rows is not None
+    found = list(rows.encoded.values())
+    tokens, learned = sum(len(own.ids) for own in found), sum(own.learned.sum() for own in found)
+    pieces, layout = setup.geometry.num_micro_batches, setup.mesh.layout
+    epochs = run.steps * recipe.batch / chats.num_train
+    lines = {
+        "conversations": f"{chats.num_train:,} to learn from, {chats.heldout_size:,} held out",
+        "left out, cut": f"{rows.dropped:,}, {rows.truncated:,}",
+        "tokens": f"{tokens:,}, of which {learned:,} are learned ({learned / tokens:.1%})",
+        "tokens of the longest": f"{max(len(own.ids) for own in found):,}",
+        "steps": f"{run.steps:,} x {recipe.batch:,} conversations = {epochs:.3g} epochs",
+        "micro-batches per step": f"{recipe.batch:,} / {recipe.micro_batch_size:,} = {pieces:,}",
+        "packed": "yes" if setup.networks.packs else "no",
+        "learning rate": f"{recipe.learning_rate:g}, {recipe.learning_rate_schedule}",
+    }
+    if layout.pp > 1:
+        bubble = Schedule(layout.pp, pieces, layout.vpp).bubble
+        lines["pipeline idle per time at work"] = f"{bubble:.1%}"
+    return lines
+
+
+def print_conversation(setup: Setup, console: Console) -> None:
+    """The first conversation of training as the network reads it, and what is learned of it."""
+    chats, rows = setup.task, setup.rows
+    assert isinstance(chats, Chats) and rows is not None
+    own = rows.encoded[training_chats(chats, 0, 1)[0].number]
+    decode = setup.tokenizer.decode_special
+    console.print("The first conversation as the network reads it", style="bold")
+    console.print(Text(decode(own.ids)), highlight=False, soft_wrap=True)
+    console.print("What is learned of it", style="bold")
+    console.print(Text(decode(own.ids[own.learned])), highlight=False, soft_wrap=True)

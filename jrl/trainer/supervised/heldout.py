@@ -1,0 +1,49 @@
+"""What a policy makes of conversations that it never learned from: loss, perplexity, accuracy."""
+
+import math
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Array
+
+from jrl.processes.agreement import to_host
+from jrl.tasks.data.chats import Chat
+from jrl.trainer.learner.objectives import PolicyObjective
+from jrl.trainer.scoring import ranks_of
+from jrl.trainer.supervised.rows import ChatRows
+from moe.weights import Transformer
+
+
+def heldout_loss(
+    objective: PolicyObjective,
+    policy: Transformer[Array],
+    chats: Sequence[Chat],
+    rows: ChatRows,
+    number: int,
+    pad_id: int,
+) -> dict[str, float]:
+    """Means over all tokens that are to be said, by passes without a gradient.
+
+    ``val/nll`` is the negative log-likelihood in nats, ``val/perplexity`` its exponential,
+    ``val/token_accuracy`` the share of tokens that no other is likelier than.
+
+    Args:
+      number: rows of a pass, which divide over the devices.
+    """
+    begin = time.perf_counter()
+    nll, right, tokens = 0.0, 0.0, 0
+    for first in range(0, len(chats), number):
+        batch = rows.batch(chats[first : first + number], number, pad_id, objective.mesh)
+        found = ranks_of(objective, policy, batch.tokens, batch.valid)
+        logprobs, likeliest, mask = to_host((*found, batch.mask))
+        nll -= float(np.sum(logprobs, dtype=np.float64, where=mask))
+        right += float(np.sum(likeliest, dtype=np.float64, where=mask))
+        tokens += int(mask.sum())
+    return {
+        "val/nll": nll / tokens,
+        "val/perplexity": math.exp(min(nll / tokens, 700.0)),
+        "val/token_accuracy": right / tokens,
+        "val/tokens": float(tokens),
+        "timing_s/testing": time.perf_counter() - begin,
+    }

@@ -1,0 +1,139 @@
+"""Conversations as rows of tokens: which fit, how long rows are, and batches of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Array
+
+from jrl.processes.agreement import to_devices
+from jrl.recipes.base.batch import Batch
+from jrl.recipes.supervised.sft import Sft
+from jrl.rollout.batching import over_rows
+from jrl.tasks import Task
+from jrl.tasks.data.chats import Chat, Chats
+from jrl.text.learned import ChatFormat, Encoded, encode_chat
+from moe.config import ModelConfig
+from moe.tokens.zigzag import ZigzagLayout
+from sharding.folding import FoldedMesh
+
+
+@dataclass(frozen=True)
+class ChatRows:
+    """The conversations of a run, encoded, and the shape of their rows.
+
+    A row has its first token in the last of the columns `before`, so that all others, which may be
+    learned, stand in those `after`: what is predicted then divides over ``cp x tp`` devices.
+
+    Attributes:
+      encoded: by the number of the conversation.
+      before: columns up to the first token of a row.
+      after: columns of all other tokens.
+      dropped: conversations left out for their length.
+      truncated: conversations that were cut.
+    """
+
+    encoded: Mapping[int, Encoded]
+    before: int
+    after: int
+    dropped: int
+    truncated: int
+
+    def counts(self, chats: Sequence[Chat]) -> tuple[np.ndarray, np.ndarray]:
+        """``[chats]`` tokens of each conversation, and those that are learned."""
+        found = [self.encoded[chat.number] for chat in chats]
+        sizes = [(len(own.ids), int(own.learned.sum())) for own in found]
+        tokens, learned = np.array(sizes, np.int64).reshape(-1, 2).T
+        return tokens, learned
+
+    def described(self, task: Task) -> list[str]:
+        """What is learned from, and what was left out, for people."""
+        learned = sum(int(own.learned.sum()) for own in self.encoded.values())
+        tokens = sum(len(own.ids) for own in self.encoded.values())
+        longest = max(len(own.ids) for own in self.encoded.values())
+        held = task.heldout_size or 0
+        lines = [
+            f"{len(self.encoded) - held:,} conversations to learn from and {held:,} held out, "
+            f"{tokens:,} tokens, of which {learned:,} are the assistant's and {longest:,} in one"
+        ]
+        if self.dropped:
+            lines.append(
+                f"left out {self.dropped:,} conversations that are too long (--max-length)"
+            )
+        if self.truncated:
+            lines.append(f"cut {self.truncated:,} conversations that are too long (--max-length)")
+        return lines
+
+    def batch(
+        self, chats: Sequence[Chat], rows: int, pad_id: int, mesh: FoldedMesh
+    ) -> Batch[Array]:
+        """A row for each, and empty ones up to so many rows."""
+        shape = rows, self.before + self.after
+        tokens = np.full(shape, pad_id, np.int32)
+        valid, mask = np.zeros(shape, bool), np.zeros(shape, bool)
+        for row, chat in enumerate(chats):
+            own = self.encoded[chat.number]
+            place = slice(self.before - 1, self.before - 1 + len(own.ids))
+            tokens[row, place], mask[row, place], valid[row, place] = own.ids, own.learned, True
+        return to_devices(Batch(tokens=tokens, valid=valid, mask=mask), over_rows(mesh))
+
+
+def chat_rows(
+    chats: Chats, format: ChatFormat, recipe: Sft, model: ModelConfig, mesh: FoldedMesh
+) -> ChatRows:
+    """Encodes all conversations; those that are too long are left out of `chats`, or cut.
+
+    Raises:
+      ValueError: for a conversation that cannot be encoded, a length that the checkpoint's
+        positions do not reach, and where too few are left.
+    """
+    most = [n for n in (recipe.max_length, model.max_positions) if n is not None]
+    if len(most) == 2 and most[0] > most[1]:
+        raise ValueError(
+            f"max_length={most[0]} is more than the {most[1]} positions that the network was made "
+            f"for: give --max-length {most[1]} or less."
+        )
+    encoded: dict[int, Encoded] = {}
+    truncated = 0
+    for chat in chats.chats:
+        own: Encoded | None = encode_chat(format, chat, last=format.last)
+        if most and len(own.ids) > most[0]:
+            own = own.cut(most[0]) if recipe.overlong == "truncate" else None
+            truncated += own is not None
+        if own is not None:
+            encoded[chat.number] = own
+    dropped = chats.leave_out(lambda chat: chat.number in encoded)
+    longest = max(len(own.ids) for own in encoded.values())
+    return ChatRows(encoded, _divided(1, mesh), _divided(longest - 1, mesh), dropped, truncated)
+
+
+def sampled_lengths(
+    chats: Chats, rows: ChatRows, format: ChatFormat, model: ModelConfig, wanted: int | None
+) -> tuple[int, int]:
+    """Tokens of the prompts and of the completions that are sampled to be shown, at most.
+
+    Args:
+      wanted: tokens of a completion; None is a quarter more than the longest held-out answer, or
+        what the network's positions leave.
+    """
+    heldout = [chats.heldout(index) for index in range(chats.heldout_size or 0)]
+    found = [rows.encoded[chat.number] for chat in heldout if isinstance(chat, Chat)]
+    prompt = max(own.context for own in found)
+    if wanted is None:
+        answers = (len(format.tokenizer.encode(chat.answer)) + 1 for chat in heldout)
+        wanted = -(-5 * max(answers) // 4)
+        if model.max_positions is not None:
+            wanted = max(min(wanted, model.max_positions - prompt), 1)
+    if wanted < 1:
+        raise ValueError(f"response_length={wanted} must be at least 1.")
+    return prompt, wanted
+
+
+def _divided(columns: int, mesh: FoldedMesh) -> int:
+    """At least so many columns, and as many more as it takes for those of any number of rows to
+    divide over ``cp x tp``."""
+    cp, ranks = mesh.size(mesh.cp), mesh.size(mesh.sequence)
+    columns = max(columns, 1)
+    while ZigzagLayout(((1, columns),), cp).num_tokens % ranks:
+        columns += 1
+    return columns

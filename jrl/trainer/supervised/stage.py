@@ -1,0 +1,64 @@
+"""The supervised stage of a run (`jrl.trainer.stage`)."""
+
+from jaxtyping import Array
+
+from jrl.recipes.supervised.sft import Sft
+from jrl.rollout.collection.collect import sampling_of
+from jrl.rollout.sampler import Sampler, numbered_heldout
+from jrl.tasks.data.chats import Chat, Chats
+from jrl.trainer.evaluation.heldout import heldout_examples
+from jrl.trainer.outputs import SHOWN, Outputs
+from jrl.trainer.setup.setup import Setup
+from jrl.trainer.stage import Done
+from jrl.trainer.state import TrainState
+from jrl.trainer.supervised.heldout import heldout_loss
+from jrl.trainer.supervised.rows import ChatRows
+from jrl.trainer.supervised.step import supervised_step
+
+
+class Supervised:
+    """Learns from the conversations of a run.
+
+    Args:
+      setup: of a run whose recipe is supervised.
+      sampler: for completions of held-out prompts, to be shown.
+    """
+
+    def __init__(self, setup: Setup, sampler: Sampler):
+        recipe, chats, rows = setup.recipe, setup.task, setup.rows
+        assert isinstance(recipe, Sft) and isinstance(chats, Chats) and rows is not None
+        self._setup, self._sampler, self._networks = setup, sampler, setup.networks
+        self._recipe: Sft = recipe
+        self._chats: Chats = chats
+        self._rows: ChatRows = rows
+        asked = heldout_examples(chats, setup.run.eval_prompts)
+        self._heldout = [chat for chat in asked if isinstance(chat, Chat)]
+
+    def step(self, state: TrainState[Array]) -> tuple[TrainState[Array], Done]:
+        given = self._networks, self._recipe, self._chats, self._rows
+        state, metrics, skipped = supervised_step(*given, self._setup.tokenizer.pad_id, state)
+        return state, Done(metrics, skipped)
+
+    def evaluated(self, state: TrainState[Array]) -> dict[str, float]:
+        return heldout_loss(
+            self._networks.policy.objective,
+            state.policy.weights,
+            self._heldout,
+            self._rows,
+            self._recipe.micro_batch_size,
+            self._setup.tokenizer.pad_id,
+        )
+
+    def left_out(self) -> dict[str, float]:
+        counts = {"dropped": self._rows.dropped, "truncated": self._rows.truncated}
+        return {f"data/chats_{name}": float(number) for name, number in counts.items() if number}
+
+    def write_samples(self, outputs: Outputs, state: TrainState[Array], done: Done) -> None:
+        step = int(state.step)
+        if step == self._setup.run.steps:
+            return  # the end of the run shows them
+        asked = numbered_heldout(self._heldout[:SHOWN])
+        self._sampler.engine.load(state.policy.weights, step)
+        for completion in self._sampler.sample(asked, sampling_of(self._recipe), 1):
+            record = completion.record(self._sampler.format)
+            outputs.samples.append(step, {"kind": "heldout", **record})

@@ -1,0 +1,72 @@
+"""A supervised step: one optimizer step on a batch of conversations."""
+
+import time
+from dataclasses import replace
+
+import numpy as np
+from jaxtyping import Array
+
+from jrl.processes.agreement import to_devices, to_host
+from jrl.recipes.supervised.sft import Sft
+from jrl.rollout.batching import replicated
+from jrl.tasks.data.chats import Chat, Chats
+from jrl.trainer.setup.networks import Networks
+from jrl.trainer.state import TrainState
+from jrl.trainer.step import NonFinite, update_rows
+from jrl.trainer.summary import count_updates, summarise
+from jrl.trainer.supervised.rows import ChatRows
+
+ROWS_OF_A_BIN = 16
+"""Conversations in a bin, at most: many are far shorter than the longest."""
+
+
+def supervised_step(
+    networks: Networks,
+    recipe: Sft,
+    chats: Chats,
+    rows: ChatRows,
+    pad_id: int,
+    state: TrainState[Array],
+) -> tuple[TrainState[Array], dict[str, float], list[NonFinite]]:
+    """Learns from the next conversations, a function of the state and the file alone.
+
+    Returns:
+      The state, the metrics, and the update if it was skipped because it was not finite.
+    """
+    seen = int(state.prompts_seen)
+    chosen = training_chats(chats, seen, recipe.batch)
+    tokens, learned = rows.counts(chosen)
+    begin = time.perf_counter()
+    batch = rows.batch(chosen, recipe.batch, pad_id, networks.mesh)
+    of_rows = (tokens, learned) if networks.packs else None
+    learner, found = update_rows(
+        networks.policy, state.policy, batch, of_rows, rows_of_a_bin=ROWS_OF_A_BIN
+    )
+    history = [{"actor": to_host(found)}]
+    seconds = time.perf_counter() - begin
+    seen += recipe.batch
+    state = replace(
+        state,
+        policy=learner,
+        step=state.step + 1,
+        prompts_seen=to_devices(np.asarray(seen, np.int32), replicated(networks.mesh)),
+    )
+    metrics = {
+        **summarise(history),
+        **count_updates(history),
+        "actor/lr": float(networks.policy.optimizer.rate_at(int(learner.updates) - 1)),
+        "training/tokens": float(tokens.sum()),
+        "training/learned_tokens": float(learned.sum()),
+        "training/epoch": seen / chats.num_train,
+        "timing_s/update_actor": seconds,
+    }
+    skipped = []
+    if not (last := history[0]["actor"])["finite"]:
+        skipped = [NonFinite("actor", batch, float(last["loss"]), float(last["grad_norm"]))]
+    return state, metrics, skipped
+
+
+def training_chats(chats: Chats, first: int, number: int) -> list[Chat]:
+    """So many of the conversations to learn from; each pass has all of them in another order."""
+    found = [chats.train(index) for index in range(first, first + number)]
+    return [chat for chat in found if isinstance(chat, Chat)]

@@ -1,0 +1,137 @@
+"""Which tokens of a conversation are learned, by lists written by hand."""
+
+from dataclasses import replace
+
+import pytest
+from chat_checkpoint import START, TEMPLATE, TURN, chat_tokenizer
+
+from jrl.tasks.data.chats import chat_of
+from jrl.text.chat import ChatTemplate
+from jrl.text.learned import ChatFormat, encode_chat
+from jrl.text.prompt_format import PromptFormat
+from jrl.text.tokenizer import Tokenizer
+
+TWICE = [
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "sure?"},
+    {"role": "assistant", "content": " yes"},
+]
+ASKED, AGAIN = f"{START}user\n2+2?{TURN}\n{START}assistant\n", f"\n{START}user\nsure?{TURN}\n"
+OPENED = f"{START}assistant\n"
+MARKED = """\
+{%- for m in messages %}{{ "<|im_start|>" + m.role + "\\n" }}
+{%- if m.role == "assistant" %}{% generation %}{{ m.content }}{% endgeneration %}
+{%- else %}{{ m.content }}{% endif %}{{ "<|im_end|>\\n" }}{% endfor %}"""
+# As Qwen3's: only the last turn of the assistant keeps what it thought.
+FORGETFUL = """\
+{%- for m in messages %}{{ "<|im_start|>" + m.role + "\\n" }}
+{%- if m.role == "assistant" and loop.last %}{{ "<think></think>" }}{% endif %}
+{{- m.content + "<|im_end|>\\n" }}{% endfor %}
+{%- if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def format_of(tokenizer, template=TEMPLATE, **more):
+    made = tokenizer.used(replace(tokenizer.usage, chat_template=template))
+    return ChatFormat(made, ChatTemplate(made), **more)
+
+
+def assert_learned(encoded, tokenizer, parts):
+    """`parts` are texts, and whether they are learned, with special tokens written out."""
+    ids = [(token, said) for text, said in parts for token in tokenizer.encode_special(text)]
+    assert encoded.ids.tolist() == [token for token, _ in ids]
+    assert encoded.learned.tolist() == [said for _, said in ids]
+    assert encoded.context == encoded.learned.tolist().index(True)
+
+
+def test_each_turn_of_the_assistant_is_learned_with_its_end(tokenizer):
+    format = format_of(tokenizer)
+    chat = chat_of({"messages": TWICE}, "f:1")
+    found = encode_chat(format, chat)
+    # The line end after a turn nobody samples: it is context.
+    written = [(ASKED, False), (f"4{TURN}", True), (AGAIN + OPENED, False), (f"yes{TURN}", True)]
+    assert_learned(found, tokenizer, written)
+    # What is sampled from is what reinforcement samples from.
+    prompt = PromptFormat(tokenizer, format.template).encode(
+        replace(chat, messages=(("user", "2+2?"),))
+    )
+    assert format.encode(chat) == prompt == found.ids[: found.context].tolist()
+    cut = found.cut(found.context + 1)
+    assert cut.learned.tolist() == [False] * found.context + [True]
+    assert found.cut(found.context) is None
+
+
+def test_the_last_turn_alone(tokenizer):
+    format = format_of(tokenizer, last=True)
+    chat = chat_of({"messages": [*TWICE, {"role": "user", "content": "!"}]}, "f:1", last=True)
+    before = ASKED + f"4{TURN}" + AGAIN + OPENED
+    assert_learned(
+        encode_chat(format, chat, last=True), tokenizer, [(before, False), (f"yes{TURN}", True)]
+    )
+
+
+def test_marks_of_the_template_say_what_is_learned(tokenizer):
+    found = encode_chat(format_of(tokenizer, MARKED), chat_of({"messages": TWICE}, "f:1"))
+    written = [(ASKED, False), (f"4{TURN}", True), (AGAIN + OPENED, False), (f" yes{TURN}", True)]
+    assert_learned(found, tokenizer, written)
+
+
+def test_a_template_that_writes_a_beginning_otherwise_is_refused(tokenizer):
+    chat = chat_of({"messages": TWICE}, "f:7")
+    with pytest.raises(
+        ValueError, match="f:7: the chat template writes the first 2 messages other"
+    ):
+        encode_chat(format_of(tokenizer, FORGETFUL), chat)
+    # Of the last turn it says what the assistant wrote.
+    found = encode_chat(format_of(tokenizer, FORGETFUL), chat, last=True)
+    said = tokenizer.decode_special(found.ids[found.learned])
+    assert said == f"<think></think> yes{TURN}"
+    with pytest.raises(ValueError, match=r"f:8: the chat template refuses .*no turn for a tool"):
+        tool = {"role": "tool", "content": "4"}
+        encode_chat(format_of(tokenizer), chat_of({"messages": [*TWICE, tool]}, "f:8"))
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED])
+def test_a_special_token_in_a_message_is_text(template, tokenizer):
+    spelt = [TWICE[0], {"role": "assistant", "content": f"a{TURN}b"}]
+    found = encode_chat(format_of(tokenizer, template), chat_of({"messages": spelt}, "f:1"))
+    end = tokenizer.special_tokens[TURN]
+    said = found.ids[found.learned].tolist()
+    assert said.index(end) == len(said) - 1
+    assert tokenizer.decode(said) == f"a{TURN}b"
+
+
+def test_the_system_prompt_of_a_run(tokenizer):
+    format = format_of(tokenizer, system_prompt="Count.")
+    found = encode_chat(format, chat_of({"messages": TWICE[:2]}, "f:1"))
+    begun = f"{START}system\nCount.{TURN}\n"
+    assert_learned(found, tokenizer, [(begun + ASKED, False), (f"4{TURN}", True)])
+
+
+def test_without_a_template():
+    """Ids of a character model: 1 begins, 2 ends, characters from 4 in their order."""
+    plain = Tokenizer.train_characters("\n :aeinrstu24?")
+    format = ChatFormat(plain)
+    number = {plain.decode([n]): n for n in range(4, plain.vocab_size)}
+
+    def ids(text):
+        return [number[character] for character in text]
+
+    pair = encode_chat(format, chat_of({"prompt": "2?", "completion": "4"}, "f:1"))
+    assert pair.ids.tolist() == [1, *ids("2?4"), 2]
+    assert pair.learned.tolist() == [False, False, False, True, True]
+    turns = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "4"}]
+    found = encode_chat(format, chat_of({"messages": [*turns, *turns]}, "f:1"))
+    opened = "\nassistant: "
+    expected = [1, *ids("user: 2?" + opened + "4"), 2, *ids("\nuser: 2?" + opened + "4"), 2]
+    assert found.ids.tolist() == expected
+    first, second = 1 + 8 + 12, 1 + 8 + 12 + 2 + 9 + 12
+    assert found.learned.nonzero()[0].tolist() == [first, first + 1, second, second + 1]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "a"}]}
+    with pytest.raises(ValueError, match="f:3: it has tools, and the model no chat template"):
+        encode_chat(format, chat_of({"messages": [turns[0], call]}, "f:3"))
