@@ -348,7 +348,7 @@ def decode_step(
         """A layer of the network, and where its keys and values lie in their buffers."""
         x, keys, values = carry
         core = StepCore(config, number, keys, values, positions, live, place)
-        x, router = block(layer, x, packed, core.attend, config, mesh)
+        x, router = block(layer, x, packed, core.attend, config, mesh, number)
         return (x, core.keys, core.values), None if router is None else router.choices
 
     x, choices, after, first = embed(weights, tokens, config, mesh), [], [], 0

@@ -58,6 +58,9 @@ class Weight:
 
 @struct.dataclass
 class Attention(Generic[Leaf]):
+    """`norm` is of what attention takes or, with `norm_placement` "after", of what it gives;
+    `out_norm` of what it gives where both have one."""
+
     norm: Leaf
     query: Leaf
     key: Leaf
@@ -68,6 +71,7 @@ class Attention(Generic[Leaf]):
     value_bias: Leaf | None = None
     query_norm: Leaf | None = None
     key_norm: Leaf | None = None
+    out_norm: Leaf | None = None
 
 
 @struct.dataclass
@@ -82,6 +86,7 @@ class LatentAttention(Generic[Leaf]):
     down_norm: Leaf
     up: Leaf
     out: Leaf
+    out_norm: Leaf | None = None
 
 
 @struct.dataclass
@@ -101,11 +106,14 @@ class Experts(Generic[Leaf]):
 
 @struct.dataclass
 class Layer(Generic[Leaf]):
+    """`norm` and `out_norm` are those of the feed-forward layer, as in `Attention`."""
+
     attention: Attention[Leaf] | LatentAttention[Leaf]
     norm: Leaf
     experts: Experts[Leaf] | None
     dense: Dense[Leaf] | None
     shared_gate: Leaf | None = None
+    out_norm: Leaf | None = None
 
 
 @struct.dataclass
@@ -145,6 +153,7 @@ def _without_adapters(config: ModelConfig) -> Transformer[Weight]:
         "value": Weight("d_model", scale=0.0, float32=True),
     }
     attention = _attention(config, out_scale)
+    out_norm = norm if config.norm_placement == "both" else None
     return Transformer(
         # Embeddings start small because a tied head also multiplies by them.
         embedding=Weight("vocab d_model", inward),
@@ -154,11 +163,12 @@ def _without_adapters(config: ModelConfig) -> Transformer[Weight]:
             experts=experts if config.num_experts else None,
             dense=dense if config.d_ff else None,
             shared_gate=Weight("layer d_model", inward) if config.shared_expert_gate else None,
+            out_norm=out_norm,
         ),
         norm=_norm("d_model"),
         head=heads[config.head],
         first_layers=(
-            _in_first_layers(Layer(attention, norm, None, dense))
+            _in_first_layers(Layer(attention, norm, None, dense, out_norm=out_norm))
             if config.num_dense_layers
             else None
         ),
@@ -169,6 +179,7 @@ def _attention(
     config: ModelConfig, out_scale: float
 ) -> Attention[Weight] | LatentAttention[Weight]:
     norm, inward = _norm("layer d_model"), "d_model"
+    out_norm = norm if config.norm_placement == "both" else None
     if config.mla is not None:
         narrow = "d_model" if config.mla.q_lora_rank is None else "q_lora"
         has_q_lora = config.mla.q_lora_rank is not None
@@ -181,6 +192,7 @@ def _attention(
             down_norm=_norm("layer kv_lora"),
             up=Weight("layer kv_lora head key_and_value", "kv_lora"),
             out=Weight("layer head v_head_dim d_model", "head v_head_dim", out_scale),
+            out_norm=out_norm,
         )
     queries, keys = "layer head head_dim", "layer kv_head head_dim"
     biases = {}
@@ -201,6 +213,7 @@ def _attention(
         key=Weight("layer d_model kv_head head_dim", inward),
         value=Weight("layer d_model kv_head head_dim", inward),
         out=Weight("layer head head_dim d_model", "head head_dim", out_scale),
+        out_norm=out_norm,
         **biases,
         **norms,
     )

@@ -157,7 +157,8 @@ def departing(
     """
     config, mesh = serving.config, serving.mesh.attention
     assert layer.experts is not None
-    x = x + attention(layer.attention, x, own_shard(packed.positions, mesh.cp), core, config, mesh)
+    positions, of_all = own_shard(packed.positions, mesh.cp), number + config.num_dense_layers
+    x = x + attention(layer.attention, x, positions, core, config, mesh, of_all)
     h = rms_norm(x, layer.norm, config.norm_epsilon)
     routing, stats = route(layer.experts, h, packed, config, mesh)
     if choices is not None:

@@ -112,7 +112,9 @@ def dense_layer(
 
     def local(layer: Any, number: Array, buffers: Buffers, flight: Any, given: Given) -> Any:
         core = _Core(serving, number, vary(buffers, mesh.axes), given, columns)
-        x, _ = block(vary(layer, mesh.axes), flight.x, core.packed, core.attend, config, mesh)
+        x, _ = block(
+            vary(layer, mesh.axes), flight.x, core.packed, core.attend, config, mesh, number
+        )
         return flight.replace(x=x), core.after
 
     places = first_specs(config, mesh), *_attention_args(serving, buffers, given)

@@ -92,6 +92,11 @@ def check_splits(config: ModelConfig, mesh: SplitMesh, placement: Placement | No
             "num_experts=0 leaves the devices of the experts without work: decode a dense network "
             "on one mesh."
         )
+    if config.norm_placement != "before":
+        raise ValueError(
+            f"norm_placement={config.norm_placement!r} normalises what experts give, and the side "
+            "of attention adds it up as it comes: decode such a network on one mesh."
+        )
     ep, etp = (mesh.experts.size(axes) for axes in (mesh.experts.ep, mesh.experts.etp))
     placement = placement or Placement.identity(config.num_experts, ep)
     if len(placement.copies) != config.num_experts:

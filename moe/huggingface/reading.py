@@ -132,7 +132,7 @@ def _check(
         tensor = files[name].get_slice(name)
         found, kind = tuple(tensor.get_shape()), tensor.get_dtype()
         if name not in expected:
-            if not _needless(name, config):
+            if not _needless(name, config, family):
                 wrong.append(f"unknown {name} {found}")
         elif found != expected[name]:
             wrong.append(f"{name} is {found}, not {expected[name]}")
@@ -145,14 +145,14 @@ def _check(
         )
 
 
-def _needless(name: str, config: ModelConfig) -> bool:
+def _needless(name: str, config: ModelConfig, family: Family) -> bool:
     """Tensors that say nothing: a tied head again, rotary tables, layers that predict further
     tokens and come after the network's own."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return (
         (name == "lm_head.weight" and config.head == "tied")
         or name.endswith(".rotary_emb.inv_freq")
-        or (config.mla is not None and layer is not None and int(layer[1]) >= config.num_layers)
+        or (family.predicts_further and layer is not None and int(layer[1]) >= config.num_layers)
     )
 
 

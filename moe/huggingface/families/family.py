@@ -21,6 +21,8 @@ class Family:
       written: the same options from a configuration.
       names: of the tensors of a layer that are its own, by the path of the weight in `Layer`.
       also: other names in config.json of the same architecture, which it is not written under.
+      predicts_further: a file may hold layers after the network's own, which predict further tokens
+        and are left out.
     """
 
     architecture: str
@@ -29,3 +31,4 @@ class Family:
     written: Callable[[ModelConfig], dict[str, Any]]
     names: Mapping[str, str]
     also: tuple[str, ...] = ()
+    predicts_further: bool = False

@@ -77,7 +77,7 @@ def test_the_whole_layer(layout):
             )
             return read.reshape(query.shape)
 
-        return attention(weights, x, jnp.asarray(positions), attend, config, mesh)
+        return attention(weights, x, jnp.asarray(positions), attend, config, mesh, 0)
 
     out = on_mesh(local, mesh, (spec, P(mesh.tp)), P(mesh.tp))(
         jax.tree.map(jnp.asarray, weights), jnp.asarray(x)

@@ -4,7 +4,8 @@
     python tests/moe/huggingface/make_fixtures.py --check    what we export loads in `transformers`
 
 Needs torch, transformers and this repository on the path. Each folder holds a checkpoint as
-`transformers` saves it and golden.npz: tokens, which of them are valid, and float32 logits.
+`transformers` saves it and golden.npz: tokens, which of them are valid, float32 logits and, of
+newer architectures with experts, the experts that each token chose in each layer.
 """
 
 import argparse
@@ -151,6 +152,44 @@ MODELS = {
         },
     ),
 }
+MODELS["olmo3"] = (
+    "Olmo3",
+    {
+        **SIZES,
+        "hidden_size": 24,
+        "num_hidden_layers": 3,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {**YARN, "attention_factor": 1.2},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    },
+)
+MODELS["smollm3"] = (
+    "SmolLM3",
+    {
+        **NARROW,
+        "num_hidden_layers": 3,
+        "no_rope_layers": [1, 0, 1],
+        "rope_parameters": {**YARN, "attention_factor": 1.3},
+    },
+)
+MODELS["glm4_moe"] = (
+    "Glm4Moe",
+    {
+        **SIZES,
+        "head_dim": 12,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 10,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.7,
+    },
+)
 # As Kimi-K2 comes: the network of DeepSeek-V3 under another name, of one group, its wavelengths
 # stretched from one border on.
 MODELS["kimi_k2"] = (
@@ -182,6 +221,7 @@ MODELS["kimi_k2"] = (
 )
 CALLED = {"kimi_k2": "kimi_k2"}
 """Model types that are not those `transformers` writes."""
+WITH_CHOICES = ("glm4_moe", "gpt_oss")
 IN_BFLOAT16 = ("mistral",)
 IN_TWO_FILES = ("mixtral", "deepseek_v3")
 
@@ -221,6 +261,20 @@ def logits_of(model, tokens, valid):
     return np.where(valid[..., None], out.logits.float().numpy(), 0.0)
 
 
+def choices_of(model, tokens, valid):
+    """The experts of each token in ascending order, ``[layer, batch, time, k]``."""
+    found = []
+    hooks = [
+        module.register_forward_hook(lambda _, __, out: found.append(out[2].numpy()))
+        for module in model.modules()
+        if type(module).__name__.lower().endswith("topkrouter")
+    ]
+    logits_of(model, tokens, valid)
+    for hook in hooks:
+        hook.remove()
+    return np.sort(np.stack(found).reshape(len(found), *tokens.shape, -1), axis=-1)
+
+
 def read(folder):
     """The model of a checkpoint in float32, and what did not fit."""
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -246,8 +300,11 @@ def make(name):
     model.save_pretrained(folder, max_shard_size=size * 2 // 3 if name in IN_TWO_FILES else size)
     (folder / "generation_config.json").unlink()
     tokens, valid = batch()
-    logits = logits_of(read(folder)[0], tokens, valid)
-    np.savez_compressed(folder / "golden.npz", tokens=tokens, valid=valid, logits=logits)
+    model = read(folder)[0]
+    golden = {"tokens": tokens, "valid": valid, "logits": logits_of(model, tokens, valid)}
+    if name in WITH_CHOICES:
+        golden["choices"] = choices_of(model, tokens, valid).astype(np.int8)
+    np.savez_compressed(folder / "golden.npz", **golden)
     if name in CALLED:
         options = json.loads((folder / "config.json").read_text()) | {"model_type": CALLED[name]}
         (folder / "config.json").write_text(json.dumps(options, indent=2) + "\n")

@@ -49,7 +49,7 @@ def test_a_configuration_nested_too_deeply_is_one_line(tmp_path):
         (
             "llama",
             {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
-            r"rope_type='longrope' is not supported; the network here has default, llama3 and yarn",
+            r"rope_type='longrope' is not supported; .* has default, linear, llama3, yarn",
         ),
         (
             "qwen2",
