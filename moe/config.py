@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from moe.adapters.settings import Lora
+from moe.architecture.activation import Activation
 from moe.architecture.attention import MultiHeadLatentAttention, check_attention
 from moe.architecture.feed_forward import check_first_layers, check_routing
 from moe.attention.rotary import RopeScaling
@@ -25,6 +26,10 @@ class ModelConfig:
       head_dim: width of a head, even; under `mla` that of queries and keys (``qk_head_dim``).
       mla: makes attention multi-head latent attention; None is grouped-query attention.
       qkv_bias: queries, keys and values have biases.
+      attention_out_bias: what attention adds to the residual stream has a bias.
+      attention_sinks: each head has a score of its own, a weight, beside those of the keys in every
+        softmax; it takes its part of the sum and has no value.
+      attention_scale: factor on the scores of attention; None is ``head_dim**-0.5``.
       norm_placement: where the RMSNorm of attention and that of the feed-forward layer stand:
         "before" them (pre-norm), "after" them, on what is added to the residual stream (OLMo 2), or
         "both" (Gemma 3).
@@ -35,6 +40,10 @@ class ModelConfig:
       d_expert: hidden width of one expert.
       d_ff: hidden width of the dense layer (`num_experts=0`), or of the shared expert that every
         token passes beside its routed ones; 0 is no shared expert.
+      activation: what experts and dense layers make of gate and up: "silu" (SwiGLU), "gelu_tanh"
+        (GEGLU, the tanh form of GELU) or a `moe.architecture.activation.ClampedSwiGLU`.
+      expert_bias: both products of a routed expert have biases.
+      router_bias: the logits of the router have a bias, which is learned.
       shared_expert_gate: the shared expert's output is multiplied by the sigmoid of a number that
         each token has for it.
       num_dense_layers: how many of the `num_layers` blocks, the first ones, have a dense layer in
@@ -102,12 +111,18 @@ class ModelConfig:
     head_dim: int = 24
     mla: MultiHeadLatentAttention | None = None
     qkv_bias: bool = False
+    attention_out_bias: bool = False
+    attention_sinks: bool = False
+    attention_scale: float | None = None
     norm_placement: Literal["before", "after", "both"] = "before"
     query_key_norm: Literal["head", "projection"] | None = None
     num_experts: int = 8
     experts_per_token: int = 2
     d_expert: int = 56
     d_ff: int = 0
+    activation: Activation = "silu"
+    expert_bias: bool = False
+    router_bias: bool = False
     shared_expert_gate: bool = False
     num_dense_layers: int = 0
     dense_d_ff: int = 0

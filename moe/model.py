@@ -193,9 +193,15 @@ def watched(
 ) -> CoreAttention | LatentCore:
     """The same attention, which puts what is kept of the layer into `kept`."""
 
-    def of_heads(query: Array, key: Array, value: Array, scale: float | None = None) -> Array:
+    def of_heads(
+        query: Array,
+        key: Array,
+        value: Array,
+        scale: float | None = None,
+        sinks: Array | None = None,
+    ) -> Array:
         kept.append(keep(key, value))
-        return core_attention(query, key, value, scale)
+        return core_attention(query, key, value, scale, sinks)
 
     def of_narrow(query: Array, narrow: Array, up: Array) -> Array:
         kept.append(keep(narrow[:, None]))

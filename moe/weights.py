@@ -71,6 +71,9 @@ class Attention(Generic[Leaf]):
     value_bias: Leaf | None = None
     query_norm: Leaf | None = None
     key_norm: Leaf | None = None
+    out_bias: Leaf | None = None
+    sinks: Leaf | None = None
+    """A score of each head that no key has."""
     out_norm: Leaf | None = None
 
 
@@ -102,6 +105,9 @@ class Experts(Generic[Leaf]):
     down: Leaf
     bias: Leaf | None = None
     """Added to scores to select experts; moved by the balancing rule alone."""
+    router_bias: Leaf | None = None
+    gate_up_bias: Leaf | None = None
+    down_bias: Leaf | None = None
 
 
 @struct.dataclass
@@ -137,11 +143,15 @@ def _without_adapters(config: ModelConfig) -> Transformer[Weight]:
     # Each block adds two terms to the residual stream; this keeps its variance level at the start.
     out_scale = 1 / math.sqrt(2 * config.num_layers)
     norm, inward = _norm("layer d_model"), "d_model"
+    with_bias = config.expert_bias
     experts = Experts(
         router=Weight("layer d_model route", inward, float32=True),
         gate_up=Weight("layer expert d_model half d_expert", inward, drawn_along="half"),
         down=Weight("layer expert d_expert d_model", "d_expert", out_scale),
         bias=Weight("layer route", scale=0.0, float32=True) if config.selection_bias else None,
+        router_bias=Weight("layer route", scale=0.0, float32=True) if config.router_bias else None,
+        gate_up_bias=Weight("layer expert half d_expert", scale=0.0) if with_bias else None,
+        down_bias=Weight("layer expert d_model", scale=0.0) if with_bias else None,
     )
     dense = Dense(
         gate_up=Weight("layer d_model half d_ff", inward, drawn_along="half"),
@@ -202,6 +212,10 @@ def _attention(
             "key_bias": Weight(keys, scale=0.0),
             "value_bias": Weight(keys, scale=0.0),
         }
+    if config.attention_out_bias:
+        biases["out_bias"] = Weight("layer d_model", scale=0.0)
+    if config.attention_sinks:
+        biases["sinks"] = Weight("layer head", scale=0.0, float32=True)
     norms = {}
     if config.query_key_norm == "head":
         norms = {"query_norm": _norm("layer head_dim"), "key_norm": _norm("layer head_dim")}
@@ -358,4 +372,5 @@ def num_active_parameters(config: ModelConfig) -> int:
     config = config.without_adapters()
     idle = config.num_experts - config.experts_per_token if config.num_experts else 0
     expert = 3 * config.d_model * config.d_expert
+    expert += (2 * config.d_expert + config.d_model) * config.expert_bias
     return num_parameters(config) - config.num_expert_layers * idle * expert

@@ -8,6 +8,9 @@ from typing import Any
 
 NOT_OF_LATENT_ATTENTION = (
     "qkv_bias",
+    "attention_out_bias",
+    "attention_sinks",
+    "attention_scale",
     "query_key_norm",
     "rotary_dim",
     "window_rope_base",
@@ -44,6 +47,10 @@ def check_attention(config: Any) -> None:
     if config.query_key_norm not in (None, "head", "projection"):
         raise ValueError(
             f'query_key_norm={config.query_key_norm!r} must be "head", "projection" or None.'
+        )
+    if config.attention_scale is not None and not config.attention_scale > 0:
+        raise ValueError(
+            f"attention_scale={config.attention_scale} must be above 0; None is head_dim**-0.5."
         )
     for name in ("sliding_window", "max_positions"):
         limit = getattr(config, name)

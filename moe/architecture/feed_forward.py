@@ -6,6 +6,8 @@ Functions take a `moe.config.ModelConfig`, which is made with them.
 
 from typing import Any
 
+from moe.architecture.activation import ClampedSwiGLU
+
 
 def check_first_layers(config: Any) -> None:
     first = config.num_dense_layers
@@ -26,6 +28,16 @@ def check_first_layers(config: Any) -> None:
 
 def check_routing(config: Any) -> None:
     """What the router's fields must be, and be together."""
+    for name in ("expert_bias", "router_bias"):
+        if getattr(config, name) and not config.num_experts:
+            raise ValueError(f"{name}=True needs experts, not num_experts=0: leave it out.")
+    if not isinstance(config.activation, ClampedSwiGLU) and config.activation not in (
+        "silu",
+        "gelu_tanh",
+    ):
+        raise ValueError(
+            f'activation={config.activation!r} must be "silu", "gelu_tanh" or a ClampedSwiGLU.'
+        )
     for name, choices in (
         ("router_scores", ("softmax", "sigmoid")),
         ("drop_policy", ("probs", "position")),

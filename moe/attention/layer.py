@@ -27,11 +27,17 @@ class CoreAttention(Protocol):
     """(queries, keys, values) of the gathered tokens -> what each query gets of the values.
 
     Values may be narrower or wider than keys; `scale` multiplies the scores, None is
-    ``head_dim**-0.5``.
+    ``head_dim**-0.5``. Of `sinks` each head has a score that is no key's: it takes its part of
+    every softmax and gives nothing.
     """
 
     def __call__(
-        self, query: Array, key: Array, value: Array, scale: float | None = None
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        scale: float | None = None,
+        sinks: Array | None = None,
     ) -> Array: ...
 
 
@@ -69,8 +75,11 @@ def attention(
             out = core_attention(query, *latent.expanded(narrow, weights.up, config))
     else:
         assert not isinstance(core_attention, LatentCore)
-        out = core_attention(*queries_keys_values(weights, h, positions, config, mesh, number))
+        heads = queries_keys_values(weights, h, positions, config, mesh, number)
+        out = core_attention(*heads, config.attention_scale, weights.sinks)
     term = scatter_tokens(joined_heads(out, weights.out), mesh.tp)
+    if isinstance(weights, Attention) and weights.out_bias is not None:
+        term = term + weights.out_bias[None].astype(term.dtype)
     return norm_after(term, weights.norm, weights.out_norm, config)
 
 

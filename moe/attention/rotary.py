@@ -187,7 +187,7 @@ def rope(
     References:
       Su et al., "RoFormer", 2021, eq. 34. https://arxiv.org/abs/2104.09864
     """
-    amplitude = 1.0 if scaling is None else scaling.amplitude
+    amplitude = 1.0 if scaling is None else float(scaling.amplitude)
     frequencies = pair_frequencies(x.shape[-1], base, scaling)
     return turn(x, positions, frequencies, amplitude, interleaved)
 

@@ -53,11 +53,12 @@ def feed_forward(
             chunks=config.execution.expert_chunks,
             exchange_rate=config.execution.exchange_rate,
             wire=config.execution.activation_wire,
+            activation=config.activation,
         )
         if buffer_factor is not None:
             stats = replace(stats, overflow=vary(overflow.astype(jnp.float32), mesh.axes))
         out = out + routed
-    beside = dense_term(layer, h, mesh)
+    beside = dense_term(layer, h, mesh, config.activation)
     out = out if beside is None else out + beside
     return norm_after(out, layer.norm, layer.out_norm, config), stats
 

@@ -16,7 +16,14 @@ from moe.huggingface.families.dense import (
     written_qwen3,
 )
 from moe.huggingface.families.family import Family
+from moe.huggingface.families.gemma import (
+    GEMMA3_NAMES,
+    LAST_NORM,
+    read_gemma3,
+    written_gemma3,
+)
 from moe.huggingface.families.glm import read_glm4_moe, written_glm4_moe
+from moe.huggingface.families.gpt_oss import GPT_OSS_NAMES, read_gpt_oss, written_gpt_oss
 from moe.huggingface.families.mixtures import (
     read_mixtral,
     read_olmoe,
@@ -112,6 +119,21 @@ FAMILIES = (
             **dense_names("mlp.shared_experts"),
         },
         predicts_further=True,
+    ),
+    Family(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        read_gpt_oss,
+        written_gpt_oss,
+        {**QKV_BIASES, **GPT_OSS_NAMES},
+    ),
+    Family(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        read_gemma3,
+        written_gemma3,
+        GEMMA3_NAMES,
+        last_norm=LAST_NORM,
     ),
 )
 """All that are supported. A network that several can express is written as the first of them."""

@@ -190,6 +190,37 @@ MODELS["glm4_moe"] = (
         "routed_scaling_factor": 1.7,
     },
 )
+MODELS["gpt_oss"] = (
+    "GptOss",
+    {
+        **SIZES,
+        "head_dim": 6,
+        "num_key_value_heads": 2,
+        "sliding_window": 3,
+        "intermediate_size": 10,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "swiglu_alpha": 1.6,
+        # Of scores as here, some are cut.
+        "swiglu_limit": 0.9,
+        "rope_parameters": {**YARN, "truncate": False},
+    },
+)
+MODELS["gemma3"] = (
+    "Gemma3",
+    {
+        **SIZES,
+        "num_hidden_layers": 3,
+        "head_dim": 6,
+        "query_pre_attn_scalar": 10,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+        },
+    },
+)
 # As Kimi-K2 comes: the network of DeepSeek-V3 under another name, of one group, its wavelengths
 # stretched from one border on.
 MODELS["kimi_k2"] = (
@@ -234,7 +265,10 @@ def randomise(model, seed):
         if "inv_freq" in name:
             continue
         noise = torch.randn(tensor.shape, generator=generator)
-        if "norm" in name:
+        if "norm" in name and "Gemma" in type(model).__name__:
+            # They multiply by 1 + w, which is to have no more digits than float32.
+            tensor.data = (0.3 * noise * 4096).round() / 4096
+        elif "norm" in name:
             tensor.data = 1 + 0.3 * noise
         elif tensor.ndim == 1:
             tensor.data = 0.2 * noise
@@ -289,7 +323,9 @@ def read(folder):
 
 def make(name):
     kind, options = MODELS[name]
-    config = getattr(transformers, kind + "Config")(**options)
+    known = (f"{kind}TextConfig", f"{kind}Config")
+    name_of_config = next(one for one in known if hasattr(transformers, one))
+    config = getattr(transformers, name_of_config)(**options)
     model = getattr(transformers, kind + "ForCausalLM")(config)
     randomise(model, seed=len(name))
     if name in IN_BFLOAT16:

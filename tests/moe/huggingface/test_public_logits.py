@@ -14,6 +14,7 @@ from tiers import full_but
 
 from moe import model
 from moe.decoding import decode_step, prefill
+from moe.execution import Execution
 from moe.layers.depth import parts_of
 from moe.placement import specs
 from moe.tokens import alignment
@@ -40,7 +41,7 @@ def logits_of(name, layout):
     full_but(
         [
             *((name, "dp1") for name in NAMES),
-            *((name, MESH) for name in ("mixtral", "deepseek_v3", "olmo3", "glm4_moe")),
+            *((name, MESH) for name in ("mixtral", "deepseek_v3", "olmo3", "glm4_moe", "gpt_oss")),
         ],
         *((name, "dp1") for name in (*QUICK, "qwen3")),
     ),
@@ -51,6 +52,17 @@ def test_logits_are_those_of_transformers(name, layout):
     # float32 through three layers, in another order of sums; norms after them enlarge it.
     atol = 2e-5 if name in LATER else 1e-5
     np.testing.assert_allclose(logits_of(name, layout)[valid], expected[valid], atol=atol)
+
+
+@pytest.mark.parametrize("name", full_but(["smollm3", "gemma3"]))
+def test_layers_that_differ_are_one_program(name, monkeypatch):
+    """Which layer it is a scan learns while it runs, as a stage of a pipeline does."""
+    config, weights = loaded(name)
+    scanned = replace(config, execution=Execution(scan_layers=True))
+    monkeypatch.setitem(globals(), "loaded", lambda *_: (scanned, weights))
+    valid, expected = (golden(name)[key] for key in ("valid", "logits"))
+    found = logits_of.__wrapped__(name, "dp1")
+    np.testing.assert_allclose(found[valid], expected[valid], atol=2e-5)
 
 
 @pytest.mark.slow
