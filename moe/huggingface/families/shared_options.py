@@ -6,6 +6,7 @@ from moe.architecture.activation import Activation
 from moe.config import ModelConfig
 from moe.huggingface.families.family import Fields
 from moe.huggingface.options import Options
+from moe.huggingface.quantised import read_quantisation
 
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """By their names in `transformers`."""
@@ -13,7 +14,7 @@ ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu
 
 def common_fields(options: Options) -> Fields:
     """Fields that every architecture has under the same names."""
-    options.demand("quantization_config", None)
+    read_quantisation(options)  # of the tensors, not of the network
     num_heads, d_model = options.take("num_attention_heads"), options.take("hidden_size")
     return {
         "vocab_size": options.take("vocab_size"),
