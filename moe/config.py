@@ -4,30 +4,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from moe.adapters.settings import Lora
+from moe.architecture.activation import Activation
+from moe.architecture.attention import MultiHeadLatentAttention, check_attention
+from moe.architecture.feed_forward import check_first_layers, check_routing
 from moe.attention.rotary import RopeScaling
 from moe.execution import Execution
 
 Head = Literal["tied", "untied", "value"]
-
-
-@dataclass(frozen=True)
-class MultiHeadLatentAttention:
-    """Multi-head latent attention (MLA): keys and values come from one narrow vector per token.
-
-    Fields have the names of DeepSeek's config.json.
-
-    Args:
-      kv_lora_rank: width of the vector that keys and values are expanded from.
-      q_lora_rank: width of the one that queries are expanded from; None makes queries directly.
-      qk_rope_head_dim: elements of a query and of a key that are rotated, even, part of `head_dim`;
-        those of the key are the same for all heads.
-      v_head_dim: width of a value head.
-    """
-
-    kv_lora_rank: int
-    q_lora_rank: int | None
-    qk_rope_head_dim: int
-    v_head_dim: int
 
 
 @dataclass(frozen=True)
@@ -43,6 +26,13 @@ class ModelConfig:
       head_dim: width of a head, even; under `mla` that of queries and keys (``qk_head_dim``).
       mla: makes attention multi-head latent attention; None is grouped-query attention.
       qkv_bias: queries, keys and values have biases.
+      attention_out_bias: what attention adds to the residual stream has a bias.
+      attention_sinks: each head has a score of its own, a weight, beside those of the keys in every
+        softmax; it takes its part of the sum and has no value.
+      attention_scale: factor on the scores of attention; None is ``head_dim**-0.5``.
+      norm_placement: where the RMSNorm of attention and that of the feed-forward layer stand:
+        "before" them (pre-norm), "after" them, on what is added to the residual stream (OLMo 2), or
+        "both" (Gemma 3).
       query_key_norm: RMSNorm of queries and keys before rotation: of each "head", of the whole
         "projection" (all heads together), or None.
       num_experts: experts of a layer; 0 makes every feed-forward layer dense.
@@ -50,6 +40,10 @@ class ModelConfig:
       d_expert: hidden width of one expert.
       d_ff: hidden width of the dense layer (`num_experts=0`), or of the shared expert that every
         token passes beside its routed ones; 0 is no shared expert.
+      activation: what experts and dense layers make of gate and up: "silu" (SwiGLU), "gelu_tanh"
+        (GEGLU, the tanh form of GELU) or a `moe.architecture.activation.ClampedSwiGLU`.
+      expert_bias: both products of a routed expert have biases.
+      router_bias: the logits of the router have a bias, which is learned.
       shared_expert_gate: the shared expert's output is multiplied by the sigmoid of a number that
         each token has for it.
       num_dense_layers: how many of the `num_layers` blocks, the first ones, have a dense layer in
@@ -62,6 +56,10 @@ class ModelConfig:
       rope_base: base of the rotary wavelengths.
       rope_scaling: how the wavelengths are stretched for a longer context, None for not at all.
       rope_interleaved: rotary pairs are neighbours, not halves apart.
+      rotary_dim: elements of a head that are rotated, the first ones, an even number; None is all.
+      window_rope_base: base of the rotary wavelengths in layers that have a window, which are then
+        not stretched there; None is `rope_base` and `rope_scaling` in all layers.
+      nope_layers: numbers of the layers whose queries and keys are not rotated (NoPE).
       sliding_window: positions that a token may look back, itself included; None is no limit.
       full_attention_layers: numbers of the layers that have no window.
       max_positions: the longest sequence that the network was made for, where that is known. It
@@ -113,11 +111,18 @@ class ModelConfig:
     head_dim: int = 24
     mla: MultiHeadLatentAttention | None = None
     qkv_bias: bool = False
+    attention_out_bias: bool = False
+    attention_sinks: bool = False
+    attention_scale: float | None = None
+    norm_placement: Literal["before", "after", "both"] = "before"
     query_key_norm: Literal["head", "projection"] | None = None
     num_experts: int = 8
     experts_per_token: int = 2
     d_expert: int = 56
     d_ff: int = 0
+    activation: Activation = "silu"
+    expert_bias: bool = False
+    router_bias: bool = False
     shared_expert_gate: bool = False
     num_dense_layers: int = 0
     dense_d_ff: int = 0
@@ -126,6 +131,9 @@ class ModelConfig:
     rope_base: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     rope_interleaved: bool = False
+    rotary_dim: int | None = None
+    window_rope_base: float | None = None
+    nope_layers: tuple[int, ...] = ()
     sliding_window: int | None = None
     full_attention_layers: tuple[int, ...] = ()
     max_positions: int | None = None
@@ -175,9 +183,9 @@ class ModelConfig:
                 f"experts_per_token={self.experts_per_token} must lie in "
                 f"1..num_experts={self.num_experts}."
             )
-        _check_routing(self)
-        _check_attention(self)
-        _check_first_layers(self)
+        check_routing(self)
+        check_attention(self)
+        check_first_layers(self)
 
     @property
     def num_expert_layers(self) -> int:
@@ -200,117 +208,6 @@ class ModelConfig:
     def for_any_routing(self) -> "ModelConfig":
         """The same network with room for any routing, see `Execution.buffer_factor`."""
         return replace(self, execution=replace(self.execution, buffer_factor=None))
-
-
-def _check_attention(config: ModelConfig) -> None:
-    if config.query_key_norm not in (None, "head", "projection"):
-        raise ValueError(
-            f'query_key_norm={config.query_key_norm!r} must be "head", "projection" or None.'
-        )
-    for name in ("sliding_window", "max_positions"):
-        limit = getattr(config, name)
-        if limit is not None and limit < 1:
-            raise ValueError(f"{name}={limit} must be at least 1; None is no limit.")
-    full = config.full_attention_layers
-    if full and (config.sliding_window is None or not set(full) < set(range(config.num_layers))):
-        raise ValueError(
-            f"full_attention_layers={full} must be some of the layers 0 to {config.num_layers - 1} "
-            f"beside others with sliding_window={config.sliding_window}: leave both out where all "
-            "layers look back without limit."
-        )
-    mla = config.mla
-    if mla is None:
-        return
-    for name in ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim"):
-        size = getattr(mla, name)
-        if size is not None and size < 1:
-            raise ValueError(f"mla.{name}={size} must be at least 1.")
-    if mla.qk_rope_head_dim % 2 or mla.qk_rope_head_dim >= config.head_dim:
-        raise ValueError(
-            f"mla.qk_rope_head_dim={mla.qk_rope_head_dim} must be even and below head_dim="
-            f"{config.head_dim}, of which it is a part."
-        )
-    if config.num_kv_heads != config.num_heads:
-        raise ValueError(
-            f"latent attention has as many key/value heads as heads: set num_kv_heads="
-            f"{config.num_kv_heads} to num_heads={config.num_heads}."
-        )
-    if config.qkv_bias or config.query_key_norm is not None:
-        raise ValueError("latent attention has no qkv_bias and no query_key_norm: leave them out.")
-
-
-def _check_first_layers(config: ModelConfig) -> None:
-    first = config.num_dense_layers
-    if first and not (
-        config.num_experts and 0 < first < config.num_layers and config.dense_d_ff > 0
-    ):
-        raise ValueError(
-            f"num_dense_layers={first} needs experts in the layers after it (num_experts="
-            f"{config.num_experts}, num_layers={config.num_layers}) and a width, dense_d_ff="
-            f"{config.dense_d_ff}: set 0 where all layers are alike."
-        )
-    if config.shared_expert_gate and not (config.num_experts and config.d_ff):
-        raise ValueError(
-            f"shared_expert_gate=True needs a shared expert, not num_experts={config.num_experts} "
-            f"and d_ff={config.d_ff}."
-        )
-
-
-def _check_routing(config: ModelConfig) -> None:
-    """What the router's fields must be, and be together."""
-    for name, choices in (
-        ("router_scores", ("softmax", "sigmoid")),
-        ("drop_policy", ("probs", "position")),
-        ("drop_scope", ("sub_sequence", "full_sequence")),
-    ):
-        if getattr(config, name) not in choices:
-            raise ValueError(f"{name}={getattr(config, name)!r} must be one of {choices}.")
-    if config.softmax_after_topk and config.router_scores == "sigmoid":
-        raise ValueError(
-            'softmax_after_topk=True needs router_scores="softmax": sigmoid scores are their own.'
-        )
-    if config.softmax_after_topk and not config.renormalise:
-        raise ValueError(
-            "softmax_after_topk=True with renormalise=False cannot be had: a softmax over the "
-            "chosen sums to 1; leave renormalise=True."
-        )
-    if not config.routed_scaling > 0:
-        raise ValueError(f"routed_scaling={config.routed_scaling} must be above 0; 1 is none.")
-    if config.capacity_factor is not None and not config.capacity_factor > 0:
-        raise ValueError(
-            f"capacity_factor={config.capacity_factor} must be above 0; None drops nothing."
-        )
-    if config.bias_update_rate < 0:
-        raise ValueError(
-            f"bias_update_rate={config.bias_update_rate} must not be negative; 0 keeps the bias."
-        )
-    _check_groups(config)
-
-
-def _check_groups(config: ModelConfig) -> None:
-    groups, topk = config.num_expert_groups, config.expert_groups_per_token
-    if not 1 <= topk <= groups:
-        raise ValueError(
-            f"expert_groups_per_token={topk} must lie in 1..num_expert_groups={groups}."
-        )
-    if groups == 1:
-        return
-    if config.num_experts % groups:
-        raise ValueError(
-            f"num_expert_groups={groups} does not divide num_experts={config.num_experts}: "
-            "groups are of equal size."
-        )
-    if config.experts_per_token % topk:
-        raise ValueError(
-            f"expert_groups_per_token={topk} does not divide experts_per_token="
-            f"{config.experts_per_token}: a group is judged by its best "
-            "experts_per_token / expert_groups_per_token scores."
-        )
-    if config.experts_per_token // topk > config.num_experts // groups:
-        raise ValueError(
-            f"experts_per_token={config.experts_per_token} are more than expert_groups_per_token="
-            f"{topk} groups of {config.num_experts // groups} experts hold: allow more groups."
-        )
 
 
 def tiny(vocab_size: int) -> ModelConfig:

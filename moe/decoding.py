@@ -24,8 +24,9 @@ from moe.config import ModelConfig
 from moe.embedding import embed
 from moe.head import logits_of
 from moe.kernels.decode_attention import decode_attention
+from moe.layers.block import block
 from moe.layers.depth import is_stack
-from moe.model import block, run_keeping
+from moe.model import run_keeping
 from moe.precision import rms_norm
 from moe.tokens.packing import PackedBatch, pack_rows
 from moe.tokens.zigzag import ZigzagLayout
@@ -203,6 +204,10 @@ class StepCore:
         columns: int | None = None,
     ):
         self._config, self._name = config, config.execution.decode_attention
+        if config.attention_sinks and self._name not in (None, "plain"):
+            raise ValueError(
+                f"decode_attention={self._name!r} has no attention sinks in its softmax: use None."
+            )
         if keeps_narrow(config) and self._name not in (None, "plain"):
             raise ValueError(
                 f"decode_attention={self._name!r} reads keys and values, and latent attention "
@@ -231,14 +236,19 @@ class StepCore:
         return LatentCore(self._of_narrow) if keeps_narrow(self._config) else self._of_heads
 
     def _of_heads(
-        self, query: Array, key: Array, value: Array, scale: float | None = None
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        scale: float | None = None,
+        sinks: Array | None = None,
     ) -> Array:
         assert self.values is not None
         self.keys = self._write(self.keys, key, KEY_COLUMN)
         self.values = self._write(self.values, value, VALUE_COLUMN)
         if self._name in (None, "plain"):
             keys, values = (self._own(x, c) for x, c in self._buffers())
-            return cached_attention(query, keys, values, self._visible, scale)
+            return cached_attention(query, keys, values, self._visible, scale, sinks)
         keys, values = (self._own_rows(x, c) for x, c in self._buffers())
         layer = self._place[0] if self._place else None
         return decode_attention(
@@ -348,7 +358,7 @@ def decode_step(
         """A layer of the network, and where its keys and values lie in their buffers."""
         x, keys, values = carry
         core = StepCore(config, number, keys, values, positions, live, place)
-        x, router = block(layer, x, packed, core.attend, config, mesh)
+        x, router = block(layer, x, packed, core.attend, config, mesh, number)
         return (x, core.keys, core.values), None if router is None else router.choices
 
     x, choices, after, first = embed(weights, tokens, config, mesh), [], [], 0

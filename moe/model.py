@@ -13,27 +13,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe.attention.latent import LatentCore, expanded, keeps_narrow
-from moe.attention.layer import CoreAttention, attention
+from moe.attention.layer import CoreAttention
 from moe.attention.mask import window_of_layer
 from moe.config import ModelConfig
 from moe.embedding import embed
-from moe.experts.dispatch.choice import dispatch
-from moe.experts.feed_forward import dense_term
 from moe.head import logits_of, value_of
+from moe.layers.block import block
 from moe.layers.depth import is_scanned, over_layers
 from moe.precision import rms_norm
-from moe.remat import KEPT, KEPT_BEFORE_NORMS, STREAM, rematerialised
-from moe.router.capacity import capacity_of
-from moe.router.layer import route
+from moe.remat import KEPT, KEPT_BEFORE_NORMS, rematerialised
 from moe.router.statistics import RouterStatistics
 from moe.tokens.alignment import align_to_tokens, responses_of
 from moe.tokens.packing import PackedBatch, pack_rows, pack_shared_prompts
 from moe.weights import Layer, Transformer
-from sharding.collectives import join_shards, own_shard, vary
+from sharding.collectives import join_shards, vary
 from sharding.folding import FoldedMesh
 from sharding.zero import ShardDim, unshard
 
@@ -43,62 +39,6 @@ Choices = Integer[Array, "layer batch time k"]
 Keep = Callable[..., Any]
 """Keys and values of a layer's tokens, or the narrow vectors that a cache of latent attention holds
 -> what is kept of them."""
-
-
-def feed_forward(
-    layer: Layer[Array],
-    x: Float[Array, "local d_model"],
-    packed: PackedBatch,
-    config: ModelConfig,
-    mesh: FoldedMesh,
-) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
-    """The feed-forward term of a block: routed experts, the dense or shared expert, or both.
-
-    Args:
-      x: the residual stream, this rank's shard.
-      packed: all the gathered tokens; padding is never routed and never counted.
-    """
-    h = rms_norm(x, layer.norm, config.norm_epsilon)
-    # Experts take the shards as they are: between attention's tp and the experts' ep nothing moves
-    # (MoE parallel folding).
-    out, stats = jnp.zeros_like(h), None
-    if layer.experts is not None:
-        routing, stats = route(layer.experts, h, packed, config, mesh)
-        buffer_factor = config.execution.buffer_factor
-        routed, overflow = dispatch(
-            layer.experts,
-            h,
-            routing,
-            mesh,
-            capacity=capacity_of(packed.zigzag, config, mesh),
-            implementation=config.execution.dispatch,
-            product=config.execution.experts,
-            buffer_factor=buffer_factor,
-            chunks=config.execution.expert_chunks,
-            exchange_rate=config.execution.exchange_rate,
-            wire=config.execution.activation_wire,
-        )
-        if buffer_factor is not None:
-            stats = replace(stats, overflow=vary(overflow.astype(jnp.float32), mesh.axes))
-        out = out + routed
-    beside = dense_term(layer, h, mesh)
-    return out if beside is None else out + beside, stats
-
-
-def block(
-    layer: Layer[Array],
-    x: Float[Array, "local d_model"],
-    packed: PackedBatch,
-    core_attention: CoreAttention | LatentCore,
-    config: ModelConfig,
-    mesh: FoldedMesh,
-) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
-    """One pre-norm block."""
-    positions = own_shard(packed.positions, mesh.cp)
-    x = x + attention(layer.attention, x, positions, core_attention, config, mesh)
-    x = checkpoint_name(x, STREAM)
-    out, stats = feed_forward(layer, x, packed, config, mesh)
-    return x + out, stats
 
 
 def run(
@@ -193,17 +133,21 @@ def blocks(
     )
 
     def run_layer(
-        own: PackedBatch, core_attention: CoreAttention | LatentCore, layer: Layer[Array], x: Array
+        number: int | Int[Array, ""],
+        own: PackedBatch,
+        core_attention: CoreAttention | LatentCore,
+        layer: Layer[Array],
+        x: Array,
     ):
         # Inside what is rematerialised: the whole layer lives while it runs, forward and backward.
         layer = layer if shard_dims is None else unshard(layer, shard_dims)
         if keep is None:
-            x, stats = block(layer, x, own, core_attention, config, mesh)
+            x, stats = block(layer, x, own, core_attention, config, mesh, number)
             return x, (stats, None)
         assert not isinstance(core_attention, LatentCore)
         kept: list[Any] = []
         seen = watched(core_attention, keep, kept, config)
-        x, stats = block(layer, x, own, seen, config, mesh)
+        x, stats = block(layer, x, own, seen, config, mesh, number)
         return x, (stats, kept[0])
 
     def run_numbered(index: int | Int[Array, ""], layer: Layer[Array], x: Array):
@@ -211,7 +155,8 @@ def blocks(
         # Choices are recorded for the layers that have experts.
         own = packed.of_layer(number - config.num_dense_layers)
         window = window_of_layer(config, number)
-        run_one = partial(run_layer, own, packed.core_attention_of_layer(number, window))
+        core_attention = packed.core_attention_of_layer(number, window)
+        run_one = partial(run_layer, number, own, core_attention)
         if present is None or not (scanned or index == depth - 1):
             return remat(run_one)(layer, x)
         is_present = index < present
@@ -248,9 +193,15 @@ def watched(
 ) -> CoreAttention | LatentCore:
     """The same attention, which puts what is kept of the layer into `kept`."""
 
-    def of_heads(query: Array, key: Array, value: Array, scale: float | None = None) -> Array:
+    def of_heads(
+        query: Array,
+        key: Array,
+        value: Array,
+        scale: float | None = None,
+        sinks: Array | None = None,
+    ) -> Array:
         kept.append(keep(key, value))
-        return core_attention(query, key, value, scale)
+        return core_attention(query, key, value, scale, sinks)
 
     def of_narrow(query: Array, narrow: Array, up: Array) -> Array:
         kept.append(keep(narrow[:, None]))

@@ -58,6 +58,9 @@ class Weight:
 
 @struct.dataclass
 class Attention(Generic[Leaf]):
+    """`norm` is of what attention takes or, with `norm_placement` "after", of what it gives;
+    `out_norm` of what it gives where both have one."""
+
     norm: Leaf
     query: Leaf
     key: Leaf
@@ -68,6 +71,10 @@ class Attention(Generic[Leaf]):
     value_bias: Leaf | None = None
     query_norm: Leaf | None = None
     key_norm: Leaf | None = None
+    out_bias: Leaf | None = None
+    sinks: Leaf | None = None
+    """A score of each head that no key has."""
+    out_norm: Leaf | None = None
 
 
 @struct.dataclass
@@ -82,6 +89,7 @@ class LatentAttention(Generic[Leaf]):
     down_norm: Leaf
     up: Leaf
     out: Leaf
+    out_norm: Leaf | None = None
 
 
 @struct.dataclass
@@ -97,15 +105,21 @@ class Experts(Generic[Leaf]):
     down: Leaf
     bias: Leaf | None = None
     """Added to scores to select experts; moved by the balancing rule alone."""
+    router_bias: Leaf | None = None
+    gate_up_bias: Leaf | None = None
+    down_bias: Leaf | None = None
 
 
 @struct.dataclass
 class Layer(Generic[Leaf]):
+    """`norm` and `out_norm` are those of the feed-forward layer, as in `Attention`."""
+
     attention: Attention[Leaf] | LatentAttention[Leaf]
     norm: Leaf
     experts: Experts[Leaf] | None
     dense: Dense[Leaf] | None
     shared_gate: Leaf | None = None
+    out_norm: Leaf | None = None
 
 
 @struct.dataclass
@@ -129,11 +143,15 @@ def _without_adapters(config: ModelConfig) -> Transformer[Weight]:
     # Each block adds two terms to the residual stream; this keeps its variance level at the start.
     out_scale = 1 / math.sqrt(2 * config.num_layers)
     norm, inward = _norm("layer d_model"), "d_model"
+    with_bias = config.expert_bias
     experts = Experts(
         router=Weight("layer d_model route", inward, float32=True),
         gate_up=Weight("layer expert d_model half d_expert", inward, drawn_along="half"),
         down=Weight("layer expert d_expert d_model", "d_expert", out_scale),
         bias=Weight("layer route", scale=0.0, float32=True) if config.selection_bias else None,
+        router_bias=Weight("layer route", scale=0.0, float32=True) if config.router_bias else None,
+        gate_up_bias=Weight("layer expert half d_expert", scale=0.0) if with_bias else None,
+        down_bias=Weight("layer expert d_model", scale=0.0) if with_bias else None,
     )
     dense = Dense(
         gate_up=Weight("layer d_model half d_ff", inward, drawn_along="half"),
@@ -145,6 +163,7 @@ def _without_adapters(config: ModelConfig) -> Transformer[Weight]:
         "value": Weight("d_model", scale=0.0, float32=True),
     }
     attention = _attention(config, out_scale)
+    out_norm = norm if config.norm_placement == "both" else None
     return Transformer(
         # Embeddings start small because a tied head also multiplies by them.
         embedding=Weight("vocab d_model", inward),
@@ -154,11 +173,12 @@ def _without_adapters(config: ModelConfig) -> Transformer[Weight]:
             experts=experts if config.num_experts else None,
             dense=dense if config.d_ff else None,
             shared_gate=Weight("layer d_model", inward) if config.shared_expert_gate else None,
+            out_norm=out_norm,
         ),
         norm=_norm("d_model"),
         head=heads[config.head],
         first_layers=(
-            _in_first_layers(Layer(attention, norm, None, dense))
+            _in_first_layers(Layer(attention, norm, None, dense, out_norm=out_norm))
             if config.num_dense_layers
             else None
         ),
@@ -169,6 +189,7 @@ def _attention(
     config: ModelConfig, out_scale: float
 ) -> Attention[Weight] | LatentAttention[Weight]:
     norm, inward = _norm("layer d_model"), "d_model"
+    out_norm = norm if config.norm_placement == "both" else None
     if config.mla is not None:
         narrow = "d_model" if config.mla.q_lora_rank is None else "q_lora"
         has_q_lora = config.mla.q_lora_rank is not None
@@ -181,6 +202,7 @@ def _attention(
             down_norm=_norm("layer kv_lora"),
             up=Weight("layer kv_lora head key_and_value", "kv_lora"),
             out=Weight("layer head v_head_dim d_model", "head v_head_dim", out_scale),
+            out_norm=out_norm,
         )
     queries, keys = "layer head head_dim", "layer kv_head head_dim"
     biases = {}
@@ -190,6 +212,10 @@ def _attention(
             "key_bias": Weight(keys, scale=0.0),
             "value_bias": Weight(keys, scale=0.0),
         }
+    if config.attention_out_bias:
+        biases["out_bias"] = Weight("layer d_model", scale=0.0)
+    if config.attention_sinks:
+        biases["sinks"] = Weight("layer head", scale=0.0, float32=True)
     norms = {}
     if config.query_key_norm == "head":
         norms = {"query_norm": _norm("layer head_dim"), "key_norm": _norm("layer head_dim")}
@@ -201,6 +227,7 @@ def _attention(
         key=Weight("layer d_model kv_head head_dim", inward),
         value=Weight("layer d_model kv_head head_dim", inward),
         out=Weight("layer head head_dim d_model", "head head_dim", out_scale),
+        out_norm=out_norm,
         **biases,
         **norms,
     )
@@ -345,4 +372,5 @@ def num_active_parameters(config: ModelConfig) -> int:
     config = config.without_adapters()
     idle = config.num_experts - config.experts_per_token if config.num_experts else 0
     expert = 3 * config.d_model * config.d_expert
+    expert += (2 * config.d_expert + config.d_model) * config.expert_bias
     return num_parameters(config) - config.num_expert_layers * idle * expert

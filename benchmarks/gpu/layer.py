@@ -60,7 +60,7 @@ def program(config: Any, which: str) -> Callable[..., Any]:
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
 
-    from moe.model import feed_forward
+    from moe.layers.block import feed_forward
     from moe.placement import specs
     from moe.tokens.packing import pack_rows
 

@@ -45,6 +45,7 @@ def blocked_attention(
     value: Float[Array, "batch source kv_heads v_head_dim"],
     mask: Mask,
     scale: float | None = None,
+    sinks: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "batch time heads v_head_dim"]:
     """``softmax(scale q k) v`` over the visible positions: `plain_attention` with its own gradient,
     which keeps the result and a number per query instead of all scores.
@@ -60,12 +61,13 @@ def blocked_attention(
       mask: where it is `causal`, about half of the work is left out; of rows with more than `KEYS`
         keys, each block that the ranges of its marks tell to be hidden, by a window, say.
       scale: multiplies the scores; None is ``head_dim**-0.5``.
+      sinks: as for `plain_attention`: keys that all queries see, of these scores and without value.
 
     References:
       Dao, "FlashAttention-2", 2023, algorithms 1 and 2. https://arxiv.org/abs/2307.08691
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    grouped = in_groups(query, key.shape[2]), by_head(key), by_head(value)
+    grouped = in_groups(query, key.shape[2]), by_head(key), by_head(value), sinks
     return in_heads(_attend(*alike(grouped, mask), mask, scale))
 
 
@@ -99,26 +101,59 @@ def alike(arrays: tuple[Array, ...], *others: object) -> tuple[Array, ...]:
     return vary(arrays, tuple(sorted(axes)))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(query: Array, key: Array, value: Array, mask: Mask, scale: float) -> Array:
-    return _forward(query, key, value, mask, scale)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(
+    query: Array, key: Array, value: Array, sinks: Array | None, mask: Mask, scale: float
+) -> Array:
+    return _forward(query, key, value, sinks, mask, scale)[0]
 
 
-def _forward(query, key, value, mask, scale):
+def _forward(query, key, value, sinks, mask, scale):
     out, log_sum = attend(query, key, value, mask, scale)
+    out, log_sum = beside_sinks(out, log_sum, sinks)
     out, log_sum = (checkpoint_name(x, ATTENDED) for x in (out.astype(value.dtype), log_sum))
-    return out, (query, key, value, mask, out, log_sum)
+    return out, (query, key, value, sinks, mask, out, log_sum)
 
 
 def _backward(scale, residuals, out_gradient):
-    query, key, value, mask, out, log_sum = residuals
+    query, key, value, sinks, mask, out, log_sum = residuals
     mean = slope_mean(out, out_gradient)
     grads = attend_gradient(query, key, value, mask, log_sum, mean, out_gradient, scale)
     given = zip(grads, (query, key, value), strict=True)
-    return *(gradient.astype(x.dtype) for gradient, x in given), None
+    of_heads = (gradient.astype(x.dtype) for gradient, x in given)
+    return *of_heads, sinks_gradient(sinks, log_sum, mean), None
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def beside_sinks(
+    out: Output, log_sum: PerQuery, sinks: Float[Array, "heads"] | None
+) -> tuple[Output, PerQuery]:
+    """What queries get, and the log-sum of their scores' exponentials, with one more score."""
+    if sinks is None:
+        return out, log_sum
+    total = jnp.logaddexp(log_sum, _of_queries(sinks, log_sum))
+    return out * jnp.exp(log_sum - total)[..., None], total
+
+
+def sinks_gradient(
+    sinks: Float[Array, "heads"] | None, log_sum: PerQuery, mean: PerQuery
+) -> Float[Array, "heads"] | None:
+    """That of a key without a value: ``-sum p D``.
+
+    Args:
+      log_sum: with the sinks.
+      mean: `slope_mean`.
+    """
+    if sinks is None:
+        return None
+    through = jnp.exp(_of_queries(sinks, log_sum) - log_sum) * mean
+    return -jnp.sum(through, axis=(0, -1)).reshape(-1)
+
+
+def _of_queries(sinks: Float[Array, "heads"], log_sum: PerQuery) -> PerQuery:
+    return jnp.broadcast_to(sinks.reshape(1, *log_sum.shape[1:3], 1), log_sum.shape)
 
 
 def slope_mean(out: Output, out_gradient: Output) -> PerQuery:

@@ -1,9 +1,9 @@
 """Attention of one token per row over a cache of keys and values."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from moe.attention.plain import softmax_beside
 from moe.precision import MASK_VALUE
 
 
@@ -13,6 +13,7 @@ def cached_attention(
     values: Float[Array, "row kv_heads column v_head_dim"],
     visible: Bool[Array, "row column"],
     scale: float | None = None,
+    sinks: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "row heads v_head_dim"]:
     """`plain_attention` of a query per row, on keys and values as `moe.decoding.Cache` holds them.
 
@@ -21,12 +22,14 @@ def cached_attention(
 
     Args:
       scale: multiplies the scores; None is ``head_dim**-0.5``.
+      sinks: as for `plain_attention`.
     """
     rows, heads, head_dim = query.shape
     by_kv_head = query.reshape(rows, keys.shape[1], -1, head_dim)
     scores = jnp.einsum("rvgk,rvkc->rvgc", by_kv_head, keys, preferred_element_type=jnp.float32)
     scores = scores * (head_dim**-0.5 if scale is None else scale)
     scores = jnp.where(visible[:, None, None], scores, MASK_VALUE)
-    probs = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+    own = None if sinks is None else sinks.reshape(1, keys.shape[1], -1, 1)
+    probs = softmax_beside(scores, own).astype(values.dtype)
     out = jnp.einsum("rvgc,rvck->rvgk", probs, values, preferred_element_type=jnp.float32)
     return out.astype(values.dtype).reshape(rows, heads, values.shape[-1])

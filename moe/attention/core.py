@@ -16,6 +16,7 @@ from moe.attention.mask import Mask, visible
 from moe.attention.plain import plain_attention
 
 IMPLEMENTATIONS = ("plain", "blocked", "xla", "cudnn")
+NO_SINKS = 'its softmax has no attention sinks: choose "plain", "blocked" or None'
 LARGEST_PLAIN = 2**21
 """Scores up to which a CPU is quicker with all of them at once: about what its caches hold."""
 LARGEST_KEPT = 2**28
@@ -29,6 +30,7 @@ def core_attention(
     mask: Mask,
     scale: float | None = None,
     implementation: str | None = None,
+    sinks: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "batch time heads v_head_dim"]:
     """``softmax(scale q k) v`` over the visible positions, by the implementation of that name.
 
@@ -42,24 +44,28 @@ def core_attention(
       scale: multiplies the scores; None is ``head_dim**-0.5``.
       implementation: None is "cudnn" where it applies; else "blocked" where there are more scores
         than `LARGEST_PLAIN` on a CPU or `LARGEST_KEPT` elsewhere; else "plain".
+      sinks: as for `plain_attention`; "plain" and "blocked" know them.
 
     Raises:
-      ValueError: on an unknown name, and where "cudnn" is demanded and cannot serve.
+      ValueError: on an unknown name, and where "cudnn" or "xla" is demanded and cannot serve.
 
     References:
       Dao, "FlashAttention-2", 2023. https://arxiv.org/abs/2307.08691
     """
     if implementation is None:
-        implementation = _best(query, key, value, mask)
+        implementation = _best(query, key, value, mask, sinks)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"execution.attention={implementation!r} is not known: "
             f"choose among {', '.join(IMPLEMENTATIONS)}, or None for the best that applies."
         )
     if implementation == "plain":
-        return plain_attention(query, key, value, visible(mask.query, mask.key, mask.window), scale)
+        seen = visible(mask.query, mask.key, mask.window)
+        return plain_attention(query, key, value, seen, scale, sinks)
     if implementation == "blocked":
-        return blocked_attention(query, key, value, mask, scale)
+        return blocked_attention(query, key, value, mask, scale, sinks)
+    if sinks is not None:
+        raise ValueError(f"execution.attention={implementation!r} cannot serve here: {NO_SINKS}.")
     if implementation == "xla":
         return fused_attention(query, key, value, mask, scale, "xla")
     reason = _why_not_cudnn(query, value, mask)
@@ -68,9 +74,9 @@ def core_attention(
     return fused_attention(query, key, value, mask, scale, "cudnn")
 
 
-def _best(query: Array, key: Array, value: Array, mask: Mask) -> str:
+def _best(query: Array, key: Array, value: Array, mask: Mask, sinks: Array | None) -> str:
     """The implementation for such arrays."""
-    if _why_not_cudnn(query, value, mask) is None:
+    if sinks is None and _why_not_cudnn(query, value, mask) is None:
         return "cudnn"
     batch, time, heads, _ = query.shape
     most = LARGEST_PLAIN if jax.default_backend() == "cpu" else LARGEST_KEPT

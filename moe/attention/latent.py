@@ -21,7 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moe.adapters.adapted import Matrix, product
-from moe.attention.projections import Heads, heads, rotated, sharpened
+from moe.attention.projections import Heads, heads, sharpened
+from moe.attention.rotation import rotated
 from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.precision import rms_norm
 from moe.remat import PROJECTED
@@ -73,7 +74,7 @@ def queries(
     query, content = heads(narrow, weights.query), _content_dim(config)
     if weights.query_down is None:
         query = checkpoint_name(query, PROJECTED)
-    turned = rotated(query[..., content:], positions, config)
+    turned = rotated(query[..., content:], positions, config, 0)
     return sharpened(jnp.concatenate([query[..., :content], turned], axis=-1), config)
 
 
@@ -86,7 +87,8 @@ def narrow_vectors(
     """``[c ; r]`` of each token."""
     rank = _mla(config).kv_lora_rank
     down = checkpoint_name(product(_times, h, weights.down), PROJECTED)
-    shared = rotated(down[:, None, rank:], positions, config)[:, 0]
+    # All layers with latent attention rotate alike.
+    shared = rotated(down[:, None, rank:], positions, config, 0)[:, 0]
     content = rms_norm(down[:, :rank], weights.down_norm, config.norm_epsilon)
     return jnp.concatenate([content, shared], axis=-1)
 

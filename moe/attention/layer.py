@@ -8,6 +8,7 @@ over ``cp``) and decoding (a cache) are one layer.
 
 from typing import Protocol, runtime_checkable
 
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moe.attention import latent
@@ -15,6 +16,7 @@ from moe.attention.latent import LatentCore
 from moe.attention.projections import joined_heads, queries_keys_values
 from moe.config import ModelConfig
 from moe.precision import rms_norm
+from moe.remat import STREAM
 from moe.weights import Attention, LatentAttention
 from sharding.collectives import gather_tokens, scatter_tokens
 from sharding.folding import FoldedMesh
@@ -25,11 +27,17 @@ class CoreAttention(Protocol):
     """(queries, keys, values) of the gathered tokens -> what each query gets of the values.
 
     Values may be narrower or wider than keys; `scale` multiplies the scores, None is
-    ``head_dim**-0.5``.
+    ``head_dim**-0.5``. Of `sinks` each head has a score that is no key's: it takes its part of
+    every softmax and gives nothing.
     """
 
     def __call__(
-        self, query: Array, key: Array, value: Array, scale: float | None = None
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        scale: float | None = None,
+        sinks: Array | None = None,
     ) -> Array: ...
 
 
@@ -40,6 +48,7 @@ def attention(
     core_attention: CoreAttention | LatentCore,
     config: ModelConfig,
     mesh: FoldedMesh,
+    number: int | Int[Array, ""],
 ) -> Float[Array, "local d_model"]:
     """The attention term of a block, for this rank's shard of the tokens.
 
@@ -52,8 +61,9 @@ def attention(
       positions: place in its own sequence of each gathered token, from 0 (the tokens of this
         ``cp`` rank).
       core_attention: what lies between the projections; sees the heads of this rank only.
+      number: of the layer.
     """
-    h = rms_norm(x, weights.norm, config.norm_epsilon)
+    h = norm_before(x, weights.norm, config)
     # Norm before gather: each rank normalises its own tokens (sequence parallelism).
     h = gather_tokens(h, mesh.tp)
     if isinstance(weights, LatentAttention):
@@ -65,5 +75,30 @@ def attention(
             out = core_attention(query, *latent.expanded(narrow, weights.up, config))
     else:
         assert not isinstance(core_attention, LatentCore)
-        out = core_attention(*queries_keys_values(weights, h, positions, config, mesh))
-    return scatter_tokens(joined_heads(out, weights.out), mesh.tp)
+        heads = queries_keys_values(weights, h, positions, config, mesh, number)
+        out = core_attention(*heads, config.attention_scale, weights.sinks)
+    term = scatter_tokens(joined_heads(out, weights.out), mesh.tp)
+    if isinstance(weights, Attention) and weights.out_bias is not None:
+        term = term + weights.out_bias[None].astype(term.dtype)
+    return norm_after(term, weights.norm, weights.out_norm, config)
+
+
+def norm_before(
+    x: Float[Array, "local d_model"], norm: Float[Array, "d_model"], config: ModelConfig
+) -> Float[Array, "local d_model"]:
+    """What attention or a feed-forward layer takes of the residual stream."""
+    return x if config.norm_placement == "after" else rms_norm(x, norm, config.norm_epsilon)
+
+
+def norm_after(
+    term: Float[Array, "local d_model"],
+    norm: Float[Array, "d_model"],
+    out_norm: Float[Array, "d_model"] | None,
+    config: ModelConfig,
+) -> Float[Array, "local d_model"]:
+    """What is added to the residual stream of what attention or a feed-forward layer gives."""
+    if config.norm_placement == "before":
+        return term
+    # Kept as the stream is: no backward pass repeats the collective that made it.
+    term, own = checkpoint_name(term, STREAM), norm if out_norm is None else out_norm
+    return rms_norm(term, own, config.norm_epsilon)

@@ -15,6 +15,7 @@ def plain_attention(
     value: Float[Array, "batch source kv_heads v_head_dim"],
     visible: Bool[Array, "batch time source"],
     scale: float | None = None,
+    sinks: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "batch time heads v_head_dim"]:
     """``softmax(scale q k) v`` over the visible positions.
 
@@ -26,15 +27,32 @@ def plain_attention(
 
     Args:
       scale: multiplies the scores; None is ``head_dim**-0.5``.
+      sinks: a score of each head that no key has, float32: `softmax_beside`.
     """
     batch, time, heads, _ = query.shape
     scores = scaled_scores(query, key, scale)
     scores = jnp.where(visible[:, None, None], scores, MASK_VALUE)
-    probs = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    own = None if sinks is None else sinks.reshape(1, key.shape[2], -1, 1, 1)
+    probs = softmax_beside(scores, own).astype(value.dtype)
     out = jnp.einsum("bvgts,bsvk->btvgk", probs, value, preferred_element_type=jnp.float32).astype(
         value.dtype
     )
     return checkpoint_name(out.reshape(batch, time, heads, value.shape[-1]), ATTENDED)
+
+
+def softmax_beside(
+    scores: Float[Array, "*batch source"], sinks: Float[Array, "*_batch one"] | None
+) -> Float[Array, "*batch source"]:
+    """The softmax over the last axis, of which a sink takes its part: ``exp(s) / (sum exp(s) +
+    exp(sink))``.
+
+    Args:
+      sinks: with dimensions of 1 where they are the same; None is none.
+    """
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    beside = jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))
+    return jax.nn.softmax(jnp.concatenate([scores, beside], axis=-1), axis=-1)[..., :-1]
 
 
 def scaled_scores(

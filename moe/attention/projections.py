@@ -6,7 +6,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moe.adapters.adapted import Matrix, product
-from moe.attention.rotary import rope
+from moe.attention.rotation import rotated
 from moe.config import ModelConfig
 from moe.remat import PROJECTED
 from moe.weights import Attention
@@ -23,6 +23,7 @@ def queries_keys_values(
     positions: Int[Array, "token"],
     config: ModelConfig,
     mesh: FoldedMesh,
+    number: int | Int[Array, ""],
 ) -> tuple[Heads, Heads, Heads]:
     """Queries and keys, rotated, and values, for the heads of this ``tp`` rank: a matrix each, with
     the biases and the norms that the weights have.
@@ -30,6 +31,7 @@ def queries_keys_values(
     Args:
       h: normalised tokens, all of this rank's sequences.
       positions: place of each in its own sequence, from 0.
+      number: of the layer.
     """
     query = heads(h, weights.query, weights.query_bias)
     key = heads(h, weights.key, weights.key_bias)
@@ -38,8 +40,8 @@ def queries_keys_values(
     query = _normalised(query, weights.query_norm, config.num_heads, config, mesh)
     key = _normalised(key, weights.key_norm, config.num_kv_heads, config, mesh)
     return (
-        sharpened(rotated(query, positions, config), config),
-        rotated(key, positions, config),
+        sharpened(rotated(query, positions, config, number), config),
+        rotated(key, positions, config, number),
         value,
     )
 
@@ -84,11 +86,6 @@ def _normalised(
         own = jnp.sum(jnp.square(wide), axis=(-2, -1), keepdims=True)
         mean_square = all_sum(own, mesh.tp) / (num_heads * x.shape[-1])
     return (wide * jax.lax.rsqrt(mean_square + config.norm_epsilon) * scale[None]).astype(x.dtype)
-
-
-def rotated(x: Heads, positions: Int[Array, "token"], config: ModelConfig) -> Heads:
-    """`rope` as the network has it."""
-    return rope(x, positions, config.rope_base, config.rope_scaling, config.rope_interleaved)
 
 
 def sharpened(query: Heads, config: ModelConfig) -> Heads:

@@ -58,6 +58,34 @@ class LlamaScaling:
 
 
 @dataclass(frozen=True)
+class LinearScaling:
+    """All wavelengths are stretched by `factor` (position interpolation).
+
+    References:
+      Chen et al., "Extending Context Window of Large Language Models via Positional Interpolation",
+      2023. https://arxiv.org/abs/2306.15595
+    """
+
+    factor: float
+
+    def __post_init__(self):
+        _check_factor(self.factor)
+
+    def stretched(self, frequencies: np.ndarray, base: float) -> np.ndarray:
+        return frequencies / self.factor
+
+    @property
+    def amplitude(self) -> float:
+        """Factor on the rotated queries and keys."""
+        return 1.0
+
+    @property
+    def sharpness(self) -> float:
+        """Factor on the attention scores."""
+        return 1.0
+
+
+@dataclass(frozen=True)
 class YarnScaling:
     """YaRN: frequencies are blended by how often they turn in the original context.
 
@@ -132,7 +160,7 @@ class YarnScaling:
         return self._temperature(self.score_temperature or 0.0) ** 2
 
 
-RopeScaling = LlamaScaling | YarnScaling
+RopeScaling = LlamaScaling | LinearScaling | YarnScaling
 
 
 def frequencies_of(head_dim: int, base: float, scaling: RopeScaling | None) -> np.ndarray:
@@ -159,15 +187,33 @@ def rope(
     References:
       Su et al., "RoFormer", 2021, eq. 34. https://arxiv.org/abs/2104.09864
     """
-    half = x.shape[-1] // 2
+    amplitude = 1.0 if scaling is None else float(scaling.amplitude)
+    frequencies = pair_frequencies(x.shape[-1], base, scaling)
+    return turn(x, positions, frequencies, amplitude, interleaved)
+
+
+def pair_frequencies(
+    head_dim: int, base: float, scaling: RopeScaling | None
+) -> Float[Array, "pair"]:
+    """`frequencies_of` as they are computed with."""
+    half = head_dim // 2
     if scaling is None:
-        frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    else:
-        frequencies = jnp.asarray(frequencies_of(x.shape[-1], base, scaling), jnp.float32)
+        return base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    return jnp.asarray(frequencies_of(head_dim, base, scaling), jnp.float32)
+
+
+def turn(
+    x: Float[Array, "token heads head_dim"],
+    positions: Int[Array, "token"],
+    frequencies: Float[Array, "pair"],
+    amplitude: float | Float[Array, ""] = 1.0,
+    interleaved: bool = False,
+) -> Float[Array, "token heads head_dim"]:
+    """`rope` by its numbers: radians per position of each pair, and what the result counts by."""
     angles = positions.astype(jnp.float32)[:, None, None] * frequencies[None, None, :]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    if scaling is not None:
-        cos, sin = cos * scaling.amplitude, sin * scaling.amplitude
+    if isinstance(amplitude, jax.Array) or amplitude != 1:
+        cos, sin = cos * amplitude, sin * amplitude
     if interleaved:
         x = jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
     return _turned(*vary((x, cos, sin), tuple(varying(x) | varying(cos))))

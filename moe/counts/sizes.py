@@ -7,7 +7,8 @@ from sharding.planner.models.sizes import ModelSizes
 
 
 def sizes_of(config: ModelConfig) -> ModelSizes:
-    """The sizes of a network; biases, norms of heads, gates and windows are left out.
+    """The sizes of a network; biases, norms of heads and after layers,
+    sinks, gates and windows are left out.
 
     Raises:
       ValueError: for multi-head latent attention, which the planner does not describe.

@@ -157,7 +157,8 @@ def departing(
     """
     config, mesh = serving.config, serving.mesh.attention
     assert layer.experts is not None
-    x = x + attention(layer.attention, x, own_shard(packed.positions, mesh.cp), core, config, mesh)
+    positions, of_all = own_shard(packed.positions, mesh.cp), number + config.num_dense_layers
+    x = x + attention(layer.attention, x, positions, core, config, mesh, of_all)
     h = rms_norm(x, layer.norm, config.norm_epsilon)
     routing, stats = route(layer.experts, h, packed, config, mesh)
     if choices is not None:
@@ -177,7 +178,7 @@ def departing(
     ids = jnp.where(token[:, None] < num_tokens, take_rows(slots, token), nobodys)
     rows = spread_rows(h, token, places)
     outward = written_message(rows, ids, take_rows(routing.probs, token))
-    flight = Flight(x, dense_term(layer, h, mesh), places, choices)
+    flight = Flight(x, dense_term(layer, h, mesh, config.activation), places, choices)
     parts = tuple(jnp.split(outward, serving.num_targets))
     return vary((flight, parts), mesh.axes)
 
@@ -192,5 +193,6 @@ def computed(
     rows, slots, probs = read_message(message, config.d_model, k, config.dtype)
     # Room for every choice: a row has at most min(k, slots) of them here.
     num_rows = rows.shape[0] * mesh.size(mesh.etp) * min(k, serving.num_slots)
-    done, _ = whole_experts(experts, rows, slots, probs, mesh, num_rows, config.execution.experts)
+    products = config.execution.experts, None, config.activation
+    done, _ = whole_experts(experts, rows, slots, probs, mesh, num_rows, *products)
     return tuple(jnp.split(vary(done.astype(rows.dtype), mesh.axes), serving.num_sources))

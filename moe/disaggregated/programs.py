@@ -31,7 +31,8 @@ from moe.disaggregated.placement import Copies
 from moe.disaggregated.sides import attention_specs, expert_specs, first_specs, rest_specs
 from moe.embedding import embed
 from moe.head import logits_of
-from moe.model import block, last_norm, watched
+from moe.layers.block import block
+from moe.model import last_norm, watched
 from moe.tokens.packing import PackedBatch
 from moe.weights import Experts, Layer, Transformer
 from sharding.collectives import join_shards, vary
@@ -112,7 +113,9 @@ def dense_layer(
 
     def local(layer: Any, number: Array, buffers: Buffers, flight: Any, given: Given) -> Any:
         core = _Core(serving, number, vary(buffers, mesh.axes), given, columns)
-        x, _ = block(vary(layer, mesh.axes), flight.x, core.packed, core.attend, config, mesh)
+        x, _ = block(
+            vary(layer, mesh.axes), flight.x, core.packed, core.attend, config, mesh, number
+        )
         return flight.replace(x=x), core.after
 
     places = first_specs(config, mesh), *_attention_args(serving, buffers, given)

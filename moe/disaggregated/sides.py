@@ -92,6 +92,16 @@ def check_splits(config: ModelConfig, mesh: SplitMesh, placement: Placement | No
             "num_experts=0 leaves the devices of the experts without work: decode a dense network "
             "on one mesh."
         )
+    if config.expert_bias:
+        raise ValueError(
+            "expert_bias=True is of experts whose biases the side of experts does not hold: decode "
+            "such a network on one mesh."
+        )
+    if config.norm_placement != "before":
+        raise ValueError(
+            f"norm_placement={config.norm_placement!r} normalises what experts give, and the side "
+            "of attention adds it up as it comes: decode such a network on one mesh."
+        )
     ep, etp = (mesh.experts.size(axes) for axes in (mesh.experts.ep, mesh.experts.etp))
     placement = placement or Placement.identity(config.num_experts, ep)
     if len(placement.copies) != config.num_experts:
@@ -174,7 +184,7 @@ def _routed(weights: Transformer[Any]) -> Experts[Any]:
     experts = weights.layers.experts
     assert experts is not None
     nothing: Any = None
-    return replace(experts, router=nothing, bias=None)
+    return replace(experts, router=nothing, bias=None, router_bias=None)
 
 
 def _of_layer(stack: Any) -> Any:

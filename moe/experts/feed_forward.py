@@ -13,8 +13,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moe.adapters.adapted import Adapted, product
+from moe.architecture.activation import Activation
 from moe.experts.fused import FUSED, fused_experts
-from moe.experts.gated import gated
+from moe.experts.gated import activated, gated
 from moe.experts.grouped.dot import IMPLEMENTATIONS, grouped_dot
 from moe.experts.joined import joined_dot
 from moe.experts.permutation import spread_rows, sum_rows
@@ -26,9 +27,12 @@ from sharding.folding import FoldedMesh
 
 
 def dense(
-    weights: Dense[Array], x: Float[Array, "local d_model"], mesh: FoldedMesh
+    weights: Dense[Array],
+    x: Float[Array, "local d_model"],
+    mesh: FoldedMesh,
+    activation: Activation = "silu",
 ) -> Float[Array, "local d_model"]:
-    """SwiGLU, ``(silu(x G) * x U) D``, hidden units spread over ``tp``.
+    """``(f(x G) * x U) D``, hidden units spread over ``tp``; SwiGLU where f is "silu".
 
     Communication per device: one `gather_tokens` and one `scatter_tokens` over ``tp``.
 
@@ -39,7 +43,7 @@ def dense(
     # Gate and up have adapters of their own.
     inward = product(joined_dot, x, weights.gate_up, _per_half, _of_halves)
     gate, up = jnp.split(checkpoint_name(inward, PRODUCT), 2, axis=-1)
-    hidden = jax.nn.silu(gate) * up
+    hidden = activated(gate, up, activation)
     return scatter_tokens(product(_times, hidden, weights.down), mesh.tp)
 
 
@@ -56,7 +60,10 @@ def _times(x: Array, matrix: Array) -> Array:
 
 
 def dense_term(
-    layer: Layer[Array], h: Float[Array, "local d_model"], mesh: FoldedMesh
+    layer: Layer[Array],
+    h: Float[Array, "local d_model"],
+    mesh: FoldedMesh,
+    activation: Activation = "silu",
 ) -> Float[Array, "local d_model"] | None:
     """What every token gets of the dense layer, which beside routed experts is the shared one;
     None where there is none.
@@ -68,7 +75,7 @@ def dense_term(
         return None
     # Nothing of it waits for routed experts, nor they for it.
     with jax.named_scope("dense_expert"):
-        beside = dense(layer.dense, h, mesh)
+        beside = dense(layer.dense, h, mesh, activation)
     if layer.shared_gate is not None:
         beside = checkpoint_name(beside, PRODUCT)
         beside = beside * jax.nn.sigmoid(h @ layer.shared_gate.astype(h.dtype))[:, None]
@@ -84,14 +91,15 @@ def routed_experts(
     num_rows: int | None = None,
     dtype: Any = None,
     implementation: str | None = None,
+    activation: Activation = "silu",
 ) -> tuple[Float[Array, "token d_model"], Int[Array, ""]]:
-    """``sum_k ((silu(x G) * x U) p_k) D`` over the choices of each token, float32.
+    """``sum_k ((f(x G + g) * (x U + u)) p_k) D + p_k d`` over the choices of each token, float32.
 
     A choice is a row of the two products. The prob multiplies before the second one, whose result
     is then nobody's residual; that is rounded to the dtype of the rows, and added up in float32.
 
     Args:
-      weights: the experts.
+      weights: the experts, with the biases g, u and d that some have.
       x: tokens.
       experts: the experts that each chose, one past the last, or more, for none.
       probs: what their outputs count by, float32.
@@ -101,18 +109,25 @@ def routed_experts(
         rows are laid out, spread and summed by kernels too; with "mosaic_fused" also what lies
         between the two products is computed by theirs (`moe.experts.fused`). Products with adapters
         are as narrow as their rank, and computed by the best that applies.
+      activation: f, see `moe.experts.gated.activated`.
 
     Returns:
       The sums, and how many choices found no room: the sums are without them.
 
     Raises:
       ValueError: on an unknown implementation, and where the kernels cannot serve: with
-        "mosaic_fused" of experts with adapters.
+        "mosaic_fused" of experts with adapters, with biases or with another `activation`.
     """
     if implementation not in (None, FUSED, *IMPLEMENTATIONS):
         raise ValueError(
             f"experts={implementation!r} is none of {', '.join((*IMPLEMENTATIONS, FUSED))}; None "
             "is the best that applies."
+        )
+    if implementation == FUSED and (activation != "silu" or weights.gate_up_bias is not None):
+        biases = "" if weights.gate_up_bias is None else " and biases"
+        raise ValueError(
+            f"experts={FUSED!r} has SwiGLU without biases between its products, not activation="
+            f"{activation!r}{biases}: give --experts mosaic."
         )
     num_rows = experts.size if num_rows is None else min(num_rows, experts.size)
     kernels = "mosaic" if implementation in ("mosaic", FUSED) else None
@@ -139,9 +154,28 @@ def routed_experts(
         dot = partial(_grouped, sizes, implementation)
         narrow = partial(_grouped, sizes, None)
         inward = product(dot, rows, weights.gate_up, narrow, narrow)
-        hidden = gated(checkpoint_name(inward, PRODUCT), of_rows)
+        inward = checkpoint_name(inward, PRODUCT)
+        if weights.gate_up_bias is not None:
+            inward = inward + _of_rows(weights.gate_up_bias, stop, inward)
+        hidden = gated(inward, of_rows, activation)
         out = product(dot, hidden, weights.down, narrow, narrow)
+        if weights.down_bias is not None:
+            bias = _of_rows(weights.down_bias, stop, out).astype(jnp.float32)
+            out = (out.astype(jnp.float32) + bias * of_rows[:, None]).astype(out.dtype)
     return sum_rows(out, places, token, kernels), overflow
+
+
+def _of_rows(
+    bias: Float[Array, "expert *width"], stop: Int[Array, "expert"], rows: Array
+) -> Float[Array, "row columns"]:
+    """The bias of each row's expert, zeros for rows of none.
+
+    Args:
+      stop: one past the last row of each expert.
+    """
+    expert = jnp.searchsorted(stop, jnp.arange(rows.shape[0]), side="right")
+    flat = bias.reshape(bias.shape[0], -1)
+    return flat.at[expert].get(mode="fill", fill_value=0).astype(rows.dtype)
 
 
 def _grouped(sizes: Array, implementation: str | None, rows: Array, matrices: Array) -> Array:
@@ -153,6 +187,7 @@ def dense_reference(
     x: Float[Array, "token d_model"],
     experts: Int[Array, "token k"],
     probs: Float[Array, "token k"],
+    activation: Activation = "silu",
 ) -> Float[Array, "token d_model"]:
     """The plain twin of `routed_experts`: every token through every expert, some of them chosen,
     and the outputs weighted."""
@@ -160,8 +195,13 @@ def dense_reference(
         jnp.einsum("nd,edf->nef", x, weights.gate_up[:, :, half].astype(x.dtype))
         for half in range(2)
     )
-    hidden = jax.nn.silu(gate) * up
+    if weights.gate_up_bias is not None:
+        gate = gate + weights.gate_up_bias[None, :, 0].astype(x.dtype)
+        up = up + weights.gate_up_bias[None, :, 1].astype(x.dtype)
+    hidden = activated(gate, up, activation)
     out = jnp.einsum("nef,efd->ned", hidden, weights.down.astype(x.dtype))
+    if weights.down_bias is not None:
+        out = out + weights.down_bias[None].astype(x.dtype)
     chosen = jax.nn.one_hot(experts, weights.down.shape[0], dtype=jnp.float32)
     chosen = jnp.einsum("nke,nk->ne", chosen, probs)
     return jnp.einsum("ne,ned->nd", chosen, out.astype(jnp.float32))

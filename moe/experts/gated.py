@@ -1,43 +1,73 @@
-"""What lies between the two products of an expert: SwiGLU, and the weight of each row."""
+"""What lies between the two products of an expert: the gate, and the weight of each row."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from moe.architecture.activation import Activation, ClampedSwiGLU
 from sharding.collectives import vary, varying
 
 
+def activated(
+    gate: Float[Array, "*row width"], up: Float[Array, "*row width"], activation: Activation
+) -> Float[Array, "*row width"]:
+    """``f(g) u``, in the dtype of both: SwiGLU, GEGLU or what a `ClampedSwiGLU` says.
+
+    References:
+      Shazeer, "GLU Variants Improve Transformer", 2020. https://arxiv.org/abs/2002.05202
+    """
+    if isinstance(activation, ClampedSwiGLU):
+        gate = jnp.minimum(gate, activation.limit)
+        up = jnp.clip(up, -activation.limit, activation.limit)
+        return (up + 1) * (gate * jax.nn.sigmoid(activation.alpha * gate))
+    if activation == "gelu_tanh":
+        return jax.nn.gelu(gate, approximate=True) * up
+    return jax.nn.silu(gate) * up
+
+
 def gated(
-    inward: Float[Array, "row twice"], probs: Float[Array, "row"]
+    inward: Float[Array, "row twice"],
+    probs: Float[Array, "row"],
+    activation: Activation = "silu",
 ) -> Float[Array, "row d_expert"]:
-    """``silu(g) * u * p`` for rows ``[g, u]``, in float32 and rounded to their dtype once.
+    """``f(g) * u * p`` for rows ``[g, u]``, in float32 and rounded to their dtype once.
 
     Its gradients need what it is given and nothing that it computes, whatever is rematerialised.
 
     Args:
       inward: the first product of each row, gate and up side by side.
       probs: what the output of each row's expert counts by, float32.
+      activation: see `activated`.
     """
     axes = tuple(varying(inward) | varying(probs))
-    return _gated(*vary((inward, probs), axes))
+    return _gated(*vary((inward, probs), axes), activation)
 
 
 def _halves(inward: Array) -> list[Array]:
     return jnp.split(inward.astype(jnp.float32), 2, axis=-1)
 
 
-@jax.custom_vjp
-def _gated(inward, probs):
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _gated(inward, probs, activation):
+    return _plain(inward, probs, activation)
+
+
+def _plain(inward, probs, activation):
     gate, up = _halves(inward)
-    return (jax.nn.silu(gate) * up * probs[:, None]).astype(inward.dtype)
+    return (activated(gate, up, activation) * probs[:, None]).astype(inward.dtype)
 
 
-def _forward(inward, probs):
-    return _gated(inward, probs), (inward, probs)
+def _forward(inward, probs, activation):
+    return _gated(inward, probs, activation), (inward, probs)
 
 
-def _backward(residuals, gradient):
+def _backward(activation, residuals, gradient):
     inward, probs = residuals
+    if activation != "silu":
+        # The product itself is not wanted here, and not computed.
+        return jax.vjp(partial(_plain, activation=activation), inward, probs)[1](gradient)
     gate, up = _halves(inward)
     gradient, slope = gradient.astype(jnp.float32), jax.nn.sigmoid(gate)
     silu = gate * slope

@@ -12,6 +12,7 @@ WITHOUT_EFFECT = {
     "auto_map",
     "aux_loss_alpha",
     "bos_token_id",
+    "cache_implementation",
     "dtype",
     "embd_pdrop",
     "eos_token_id",

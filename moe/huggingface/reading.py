@@ -16,13 +16,15 @@ from jaxtyping import Array
 from moe.config import ModelConfig
 from moe.huggingface.configuration import Dtype, described
 from moe.huggingface.families.family import Family
+from moe.huggingface.options import Options
+from moe.huggingface.quantised import Plain, Source, read_quantisation, sources_of
 from moe.huggingface.tensors import Slices, Tensors, tensors_of
 from moe.placement import in_chunks, shard_shardings, shardings, without_chunks
 from moe.weights import Transformer, shapes
 from sharding.folding import FoldedMesh
 
 DTYPES = ("F32", "BF16", "F16")
-"""Of tensors that can be read; all become float32."""
+"""Of tensors that can be read, beside those of `moe.huggingface.quantised`; all become float32."""
 
 
 def load(
@@ -73,7 +75,8 @@ def load_weights(
     whole = jax.tree.leaves(shapes(config))
     plans = tensors_of(config, family)
     with ExitStack() as stack:
-        files = _open(directory, stack)
+        quantisation = read_quantisation(Options.read(directory / "config.json"))
+        files = sources_of(_open(directory, stack), quantisation)
         _check(files, plans, config, family, directory)
         leaves = [
             _weight(files, plan, leaf.shape, sharding)
@@ -83,8 +86,8 @@ def load_weights(
     return weights if in_order == mesh else jax.device_put(in_chunks(weights, mesh), wanted)
 
 
-def _open(directory: Path, stack: ExitStack) -> Mapping[str, Any]:
-    """The open file of each tensor."""
+def _open(directory: Path, stack: ExitStack) -> dict[str, Plain]:
+    """Each tensor in its open file."""
     paths = sorted(directory.glob("*.safetensors"))
     index = directory / "model.safetensors.index.json"
     if index.exists():
@@ -92,13 +95,13 @@ def _open(directory: Path, stack: ExitStack) -> Mapping[str, Any]:
         paths = [directory / name for name in sorted(set(_listed(index).values()))]
     if not paths:
         raise ValueError(f"{directory} has no .safetensors file: convert the checkpoint to them.")
-    files: dict[str, Any] = {}
+    files: dict[str, Plain] = {}
     for path in paths:
         try:
             file = stack.enter_context(safetensors.safe_open(path, framework="numpy"))
         except (OSError, safetensors.SafetensorError) as error:
             raise ValueError(f"{path} cannot be read as safetensors: {error}.") from error
-        files |= dict.fromkeys(file.keys(), file)
+        files |= {name: Plain(file, path, name) for name in file.keys()}  # noqa: SIM118
     return files
 
 
@@ -119,7 +122,7 @@ def _listed(index: Path) -> dict[str, str]:
 
 
 def _check(
-    files: Mapping[str, Any],
+    files: Mapping[str, Source],
     plans: list[Tensors],
     config: ModelConfig,
     family: Family,
@@ -129,10 +132,9 @@ def _check(
     expected = {name: plan.shape for plan in plans for _, name in plan.names()}
     wrong = [f"missing {name} {shape}" for name, shape in expected.items() if name not in files]
     for name in sorted(files):
-        tensor = files[name].get_slice(name)
-        found, kind = tuple(tensor.get_shape()), tensor.get_dtype()
+        found, kind = files[name].shape, files[name].kind
         if name not in expected:
-            if not _needless(name, config):
+            if not _needless(name, config, family):
                 wrong.append(f"unknown {name} {found}")
         elif found != expected[name]:
             wrong.append(f"{name} is {found}, not {expected[name]}")
@@ -145,19 +147,19 @@ def _check(
         )
 
 
-def _needless(name: str, config: ModelConfig) -> bool:
+def _needless(name: str, config: ModelConfig, family: Family) -> bool:
     """Tensors that say nothing: a tied head again, rotary tables, layers that predict further
     tokens and come after the network's own."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return (
         (name == "lm_head.weight" and config.head == "tied")
         or name.endswith(".rotary_emb.inv_freq")
-        or (config.mla is not None and layer is not None and int(layer[1]) >= config.num_layers)
+        or (family.predicts_further and layer is not None and int(layer[1]) >= config.num_layers)
     )
 
 
 def _weight(
-    files: Mapping[str, Any], plan: Tensors, shape: tuple[int, ...], sharding: NamedSharding
+    files: Mapping[str, Source], plan: Tensors, shape: tuple[int, ...], sharding: NamedSharding
 ) -> Array:
     """One weight, each distinct shard read once and put on the devices that hold it."""
     holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
@@ -172,13 +174,13 @@ def _weight(
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
 
-def _shard(files: Mapping[str, Any], plan: Tensors, index: Slices) -> np.ndarray:
+def _shard(files: Mapping[str, Source], plan: Tensors, index: Slices) -> np.ndarray:
     shape = tuple(part.stop - part.start for part in index)
     shard = np.empty(shape, np.float32)
     own = tuple(part for dim, part in enumerate(index) if dim not in plan.dims)
     where, first = plan.part(own), [index[dim].start for dim in plan.dims]
     for place in np.ndindex(*(shape[dim] for dim in plan.dims)):
         name = plan.name_at(tuple(a + b for a, b in zip(first, place, strict=True)))
-        part = files[name].get_slice(name)[where]
+        part = files[name].read(where)
         shard[plan.at(place)] = plan.to_ours(part, own).astype(np.float32)
     return shard

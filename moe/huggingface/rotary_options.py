@@ -4,10 +4,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from moe.attention.rotary import LlamaScaling, RopeScaling, YarnScaling
+from moe.attention.rotary import LinearScaling, LlamaScaling, RopeScaling, YarnScaling
 from moe.config import ModelConfig
 from moe.huggingface.options import Options
 
+_LINEAR = {"factor": "factor"}
 _LLAMA = {
     "factor": "factor",
     "low_frequency_factor": "low_freq_factor",
@@ -24,30 +25,101 @@ _YARN = {
     "score_temperature": "mscale_all_dim",
     "truncate": "truncate",
 }
-_KINDS = {"llama3": (LlamaScaling, _LLAMA), "yarn": (YarnScaling, _YARN)}
+_KINDS = {
+    "linear": (LinearScaling, _LINEAR),
+    "llama3": (LlamaScaling, _LLAMA),
+    "yarn": (YarnScaling, _YARN),
+}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def read_rotary(
-    options: Options, default_base: float = 10_000.0, temperatures: bool = False
+    options: Options,
+    default_base: float = 10_000.0,
+    temperatures: bool = False,
+    partial: bool = False,
 ) -> dict[str, Any]:
     """Fields of `ModelConfig` about rotary positions.
 
     Args:
       default_base: of the wavelengths, where the options say none.
       temperatures: whether the architecture knows DeepSeek's ``mscale`` options.
+      partial: whether it rotates a part of a head, as `read_rotary_dim` reads.
 
     Raises:
       ValueError: for a kind of scaling, or one of its options, that is not supported.
     """
+    given = _parameters(options)
+    base = given.get("rope_theta", options.take("rope_theta", default=default_base))
+    return {
+        "rope_base": as_base(base),
+        "rope_scaling": _scaling(options, given, temperatures, partial),
+    }
+
+
+def read_rotary_by_window(
+    options: Options, default_base: float, window_base: float | None = None
+) -> dict[str, Any]:
+    """`read_rotary` where layers with a window have a base of their own and are not stretched.
+
+    Args:
+      default_base: of layers without a window.
+      window_base: of those with one, where the options say none; None is that of the others.
+    """
+    given, theta = _parameters(options), options.take("rope_theta", default=default_base)
+    local = options.take("rope_local_base_freq", default=window_base)
+    if not set(given) <= {_FULL, _SLIDING}:
+        given = {_FULL: given}
+    of_full, of_sliding = (given.get(kind) or {} for kind in (_FULL, _SLIDING))
+    for one in (of_full, of_sliding):
+        if not isinstance(one, Mapping):
+            raise options.unsupported("rope_parameters", given, "an object for each kind of layer")
+    base, scaling = of_full.get("rope_theta", theta), _scaling(options, of_full)
+    local = of_sliding.get("rope_theta", base if local is None else local)
+    if _scaling(options, of_sliding) is not None:
+        raise options.unsupported("rope_parameters", given, f"no scaling of {_SLIDING}")
+    same = local == base and scaling is None
+    return {
+        "rope_base": as_base(base),
+        "rope_scaling": scaling,
+        **({} if same else {"window_rope_base": as_base(local)}),
+    }
+
+
+def read_rotary_dim(options: Options, head_dim: int, default: float = 1.0) -> dict[str, Any]:
+    """The part of a head that is rotated.
+
+    Args:
+      default: the fraction where the options say none.
+    """
+    fraction = options.take("partial_rotary_factor", default=default)
+    fraction = _parameters(options).get("partial_rotary_factor", fraction)
+    dim = int(head_dim * fraction)
+    return {} if dim == head_dim else {"rotary_dim": dim}
+
+
+def as_base(base: Any) -> Any:
+    """A base as a number, or as it is where it is none, which the caller says."""
+    return float(base) if type(base) is int and abs(base) < 2**1023 else base
+
+
+def _parameters(options: Options) -> Mapping[str, Any]:
     given = options.take("rope_parameters", "rope_scaling", default=None) or {}
     if not isinstance(given, Mapping):
         raise options.unsupported("rope_parameters", given, "an object there")
-    base = given.get("rope_theta", options.take("rope_theta", default=default_base))
+    return given
+
+
+def _scaling(
+    options: Options,
+    given: Mapping[str, Any],
+    temperatures: bool = False,
+    partial: bool = False,
+) -> RopeScaling | None:
     kind = given.get("rope_type", given.get("type", "default"))
+    others = {"rope_theta", "rope_type", "type"} | ({"partial_rotary_factor"} if partial else set())
     rest = {
-        name: value
-        for name, value in given.items()
-        if name not in ("rope_theta", "rope_type", "type") and value is not None
+        name: value for name, value in given.items() if name not in others and value is not None
     }
     if kind == "default":
         scaling: RopeScaling | None = None
@@ -57,21 +129,17 @@ def read_rotary(
         known = set(names.values()) - (set() if temperatures else {"mscale", "mscale_all_dim"})
         unknown = set(rest) - known
         fields = {field: rest[name] for field, name in names.items() if name in rest}
-        missing = {"factor", "original_max_position_embeddings"} - set(rest)
+        missing = {"factor", "original_max_position_embeddings"} & known - set(rest)
         if missing:
             raise options.unsupported("rope_scaling", given, f"{', '.join(sorted(missing))} too")
         scaling = None if unknown else record(**fields)
     else:
-        raise options.unsupported("rope_type", kind, f"default, {' and '.join(_KINDS)}")
+        raise options.unsupported("rope_type", kind, f"default, {', '.join(_KINDS)}")
     if unknown:
         raise options.unsupported(
             "rope_scaling", given, f"none of its {', '.join(sorted(unknown))}"
         )
-    # As it is where it is no number, which the caller says.
-    return {
-        "rope_base": float(base) if type(base) is int and abs(base) < 2**1023 else base,
-        "rope_scaling": scaling,
-    }
+    return scaling
 
 
 def written_rotary(config: ModelConfig) -> dict[str, Any]:
@@ -79,11 +147,36 @@ def written_rotary(config: ModelConfig) -> dict[str, Any]:
     scaling = config.rope_scaling
     if scaling is None:
         return {"rope_theta": config.rope_base, "rope_scaling": None}
-    kind = "llama3" if isinstance(scaling, LlamaScaling) else "yarn"
-    names = _KINDS[kind][1]
+    kind, names = next(
+        (kind, names) for kind, (record, names) in _KINDS.items() if isinstance(scaling, record)
+    )
     values = {name: getattr(scaling, field) for field, name in names.items()}
     given = {name: value for name, value in values.items() if value is not None}
     return {
         "rope_theta": config.rope_base,
         "rope_scaling": {"rope_type": kind, **given},
     }
+
+
+def written_rotary_by_window(config: ModelConfig) -> dict[str, Any]:
+    """The options that `read_rotary_by_window` reads, in the words of old versions of
+    `transformers` and, as new ones do not read those of windows, in theirs."""
+    plain, local = written_rotary(config), config.window_rope_base
+    local = config.rope_base if local is None else local
+    return {
+        **plain,
+        "rope_parameters": {
+            _FULL: {
+                "rope_type": "default",
+                "rope_theta": config.rope_base,
+                **(plain["rope_scaling"] or {}),
+            },
+            _SLIDING: {"rope_type": "default", "rope_theta": local},
+        },
+    }
+
+
+def written_rotary_dim(config: ModelConfig) -> dict[str, Any]:
+    """The option that `read_rotary_dim` reads."""
+    dim = config.head_dim if config.rotary_dim is None else config.rotary_dim
+    return {"partial_rotary_factor": dim / config.head_dim}

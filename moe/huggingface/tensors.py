@@ -3,20 +3,21 @@
 A weight of ours is a stack over layers, and over experts, of what a checkpoint keeps as a tensor
 each. Such a tensor is ``[out, in]``: the axes that the weight is summed over are its second
 dimension, all others its first; one that is not summed over (a norm, a bias) has one dimension.
-So names are all that differs between architectures: shapes and orders follow from the table of
-weights. Gate and up, one weight of ours, are tensors of their own.
+So names are all that differs between most architectures: shapes and orders follow from the table
+of weights. Gate and up, one weight of ours, are tensors of their own. Where an architecture stores
+a weight in another way, `moe.huggingface.families.family.Stored` says so.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 
 from moe.config import ModelConfig
-from moe.huggingface.families.family import Family
+from moe.huggingface.families.family import Family, Stored
 from moe.huggingface.families.tensor_names import COMMON_NAMES
 from moe.weights import Weight, axis_sizes, table
 
@@ -39,9 +40,9 @@ class Tensors:
       stack: the axes stacked over, in our order.
       dims: which of the weight's dimensions they are.
       axes: the other axes, in our order.
-      out: those of a tensor's first dimension.
-      inward: those of its second; empty where it has one dimension.
+      dimensions: the axes that each of a tensor's dimensions is made of.
       sizes: of the axes.
+      offset: added to a tensor's numbers to make ours.
     """
 
     names_of_halves: tuple[str, ...]
@@ -49,15 +50,14 @@ class Tensors:
     stack: tuple[str, ...]
     dims: tuple[int, ...]
     axes: tuple[str, ...]
-    out: tuple[str, ...]
-    inward: tuple[str, ...]
+    dimensions: tuple[tuple[str, ...], ...]
     sizes: dict[str, int]
+    offset: float = 0.0
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of one tensor in the checkpoint."""
-        dimensions = (self.out, self.inward) if self.inward else (self.out,)
-        return tuple(math.prod(self.sizes[axis] for axis in axes) for axes in dimensions)
+        return tuple(math.prod(self.sizes[axis] for axis in axes) for axes in self.dimensions)
 
     def names(self) -> Iterator[tuple[tuple[int, ...], str]]:
         """Each place in the stack and the name of its tensor."""
@@ -81,8 +81,7 @@ class Tensors:
         """Where in a tensor the elements are that `own` selects along our axes, and as few others
         as a slice allows: of a dimension made of several axes it cuts the first."""
         wanted = dict(zip(self.axes, own, strict=True))
-        dimensions = (self.out, self.inward) if self.inward else (self.out,)
-        return tuple(self._range(axes, wanted) for axes in dimensions)
+        return tuple(self._range(axes, wanted) for axes in self.dimensions)
 
     def _range(self, axes: tuple[str, ...], wanted: dict[str, slice]) -> slice:
         if not axes:
@@ -93,8 +92,8 @@ class Tensors:
 
     def to_ours(self, part: np.ndarray, own: Slices) -> np.ndarray:
         """What `own` selects along our axes, from the `part` of a tensor that holds it."""
-        wanted, theirs = dict(zip(self.axes, own, strict=True)), (*self.out, *self.inward)
-        cut = {axes[0] for axes in (self.out, self.inward) if axes}
+        wanted, theirs = dict(zip(self.axes, own, strict=True)), self._theirs
+        cut = {axes[0] for axes in self.dimensions if axes}
         # Of the axes that a dimension is made of, the first is cut already.
         sizes = [
             len(range(*wanted[axis].indices(self.sizes[axis]))) if axis in cut else self.sizes[axis]
@@ -102,12 +101,19 @@ class Tensors:
         ]
         split = part.reshape(sizes)
         split = split[tuple(slice(None) if a in cut else wanted[a] for a in theirs)]
-        return split.transpose([theirs.index(axis) for axis in self.axes])
+        ours = split.transpose([theirs.index(axis) for axis in self.axes]).astype(np.float32)
+        return ours + np.float32(self.offset) if self.offset else ours
 
     def to_theirs(self, own: np.ndarray) -> np.ndarray:
         """A whole tensor of ours as the checkpoint orders it."""
-        order = [self.axes.index(axis) for axis in (*self.out, *self.inward)]
-        return own.transpose(order).reshape(self.shape)
+        order = [self.axes.index(axis) for axis in self._theirs]
+        own = own.transpose(order).reshape(self.shape)
+        return own - np.float32(self.offset) if self.offset else own
+
+    @property
+    def _theirs(self) -> tuple[str, ...]:
+        """The axes in a tensor's order."""
+        return tuple(axis for axes in self.dimensions for axis in axes)
 
 
 def tensors_of(config: ModelConfig, family: Family) -> list[Tensors]:
@@ -121,27 +127,38 @@ def _tensors(
     path: str, weight: Weight, config: ModelConfig, family: Family, sizes: dict[str, int]
 ) -> Tensors:
     axes = weight.axes.split()
-    stack = tuple(axis for axis in axes if axis in STACKS)
-    paths = [path.replace("gate_up", half) for half in HALVES] if "half" in stack else [path]
-    rest = tuple(axis for axis in axes if axis not in STACKS)
+    whole = _stored(path, config, family)
+    if whole is None:
+        stored = [_stored(path.replace("gate_up", half), config, family) for half in HALVES]
+    else:
+        stored = [whole]
+    tensors = [tensor for tensor in stored if tensor is not None]
     inward = tuple(weight.fan_in.split())
+    if tensors[0].dimensions is None:
+        stack = tuple(axis for axis in axes if axis in STACKS)
+        out = tuple(axis for axis in axes if axis not in (*stack, *inward))
+        dimensions = (out, inward) if inward else (out,)
+    else:
+        dimensions = tuple(tuple(part.split()) for part in tensors[0].dimensions.split(","))
+        stack = tuple(axis for axis in axes if not any(axis in part for part in dimensions))
     return Tensors(
-        names_of_halves=tuple(_name(one, config, family) for one in paths),
+        names_of_halves=tuple(tensor.name for tensor in tensors),
         first=config.num_dense_layers if path.startswith("layers.") else 0,
         stack=stack,
         dims=tuple(axes.index(axis) for axis in stack),
-        axes=rest,
-        out=tuple(axis for axis in rest if axis not in inward),
-        inward=inward,
+        axes=tuple(axis for axis in axes if axis not in stack),
+        dimensions=dimensions,
         sizes=sizes,
+        offset=tensors[0].offset,
     )
 
 
-def _name(path: str, config: ModelConfig, family: Family) -> str:
+def _stored(path: str, config: ModelConfig, family: Family) -> Stored | None:
+    """The tensor of a weight; None where its halves have one each."""
     ends = {
-        "embedding": "model.embed_tokens.weight",
-        "norm": "model.norm.weight",
-        "head": "lm_head.weight",
+        "embedding": Stored("model.embed_tokens.weight"),
+        "norm": family.last_norm,
+        "head": Stored("lm_head.weight"),
     }
     if path in ends:
         return ends[path]
@@ -153,7 +170,11 @@ def _name(path: str, config: ModelConfig, family: Family) -> str:
     )
     if plain or without_latent:
         names = COMMON_NAMES
-    return "model.layers.{layer}." + names[own]
+    if own.endswith(".gate_up") and own not in names:
+        return None
+    named = names[own]
+    named = Stored(named) if isinstance(named, str) else named
+    return replace(named, name="model.layers.{layer}." + named.name)
 
 
 def _dotted(path: tuple[Any, ...]) -> str:

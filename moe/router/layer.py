@@ -31,7 +31,10 @@ def route(
 ) -> tuple[Routing, RouterStatistics[Array]]:
     """Where each token goes, full experts left out, and what the router did."""
     multiplicity = vary(own_shard(packed.multiplicity, mesh.sequence), mesh.axes)
-    logits = checkpoint_name(float32_product(h.astype(jnp.float32), experts.router), ROUTED)
+    logits = float32_product(h.astype(jnp.float32), experts.router)
+    if experts.router_bias is not None:
+        logits = logits + experts.router_bias[None]
+    logits = checkpoint_name(logits, ROUTED)
     routing, probabilities = topk_routing(
         logits,
         multiplicity > 0,

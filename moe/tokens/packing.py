@@ -267,10 +267,14 @@ def _causal(
 
     def core_attention_of_layer(index: int | Array, window: Window = None) -> CoreAttention:
         def core_attention(
-            query: Array, key: Array, value: Array, scale: float | None = None
+            query: Array,
+            key: Array,
+            value: Array,
+            scale: float | None = None,
+            sinks: Array | None = None,
         ) -> Array:
             return context_parallel_attention(
-                query, key, value, mask, execution, mesh, scale, window
+                query, key, value, mask, execution, mesh, scale, window, sinks
             )
 
         return core_attention

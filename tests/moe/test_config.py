@@ -96,9 +96,24 @@ def test_presets_have_their_documented_sizes(vocab_size):
     assert {name: PRESETS[name] for name in named} == named
 
 
+def test_biases_of_experts_are_counted():
+    plain = tiny(13)
+    biased = replace(plain, expert_bias=True, router_bias=True, attention_out_bias=True)
+    assert biased.d_expert == 56
+    expert, others = 2 * 56 + 96, 96 + 8
+    assert num_parameters(biased) - num_parameters(plain) == 3 * (8 * expert + others)
+    assert num_active_parameters(biased) - num_active_parameters(plain) == 3 * (2 * expert + others)
+    sinks = replace(plain, attention_sinks=True, norm_placement="both")
+    assert num_parameters(sinks) - num_parameters(plain) == 3 * (4 + 2 * 96)
+    assert num_parameters(replace(plain, norm_placement="after")) == num_parameters(plain)
+
+
 def test_a_configuration_says_what_is_wrong_with_it():
     for changed, message in (
         ({"sliding_window": 0}, "sliding_window=0 must be at least 1"),
+        ({"attention_scale": 0.0}, "attention_scale=0.0 must be above 0"),
+        ({"activation": "relu"}, "activation='relu' must be"),
+        ({"num_experts": 0, "d_ff": 8, "router_bias": True}, "router_bias=True needs experts"),
         (
             {"full_attention_layers": (1,)},
             r"layers=\(1,\) must be some .* with sliding_window=None",

@@ -212,7 +212,7 @@ def of_one_block(wrapped):
 
         def run(layer, x):
             core = packed.core_attention_of_layer(0)
-            return model.block(layer, x, packed, core, config, mesh)[0]
+            return model.block(layer, x, packed, core, config, mesh, 0)[0]
 
         layer = jax.tree.map(lambda leaf: vary(leaf[0], mesh.axes), weights.layers)
         out, pull = jax.vjp(wrapped(run), layer, vary(x, mesh.axes))

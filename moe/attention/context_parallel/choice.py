@@ -8,7 +8,7 @@ much" is what the gradient sends. The plain twin of all three is "gather" with p
 """
 
 from moe.attention.context_parallel.gather import gather
-from moe.attention.context_parallel.mask import Key, Output, Query, SegmentMask, Value
+from moe.attention.context_parallel.mask import Key, Output, Query, SegmentMask, Sinks, Value
 from moe.attention.context_parallel.ring import ring
 from moe.attention.context_parallel.ulysses import copies_of, ulysses
 from moe.attention.mask import Window
@@ -28,6 +28,7 @@ def context_parallel_attention(
     mesh: FoldedMesh,
     scale: float | None = None,
     window: Window = None,
+    sinks: Sinks = None,
 ) -> Output:
     """Core attention for the tokens of this ``cp`` rank, by the way that `execution` names.
 
@@ -36,6 +37,7 @@ def context_parallel_attention(
       execution: its `context` is as `chosen` takes it.
       scale: multiplies the scores; None is ``head_dim**-0.5``.
       window: how many positions a query may look back, itself included.
+      sinks: a score of each head of this ``tp`` rank that no key has.
 
     Raises:
       ValueError: on an unknown name and where the one demanded cannot serve.
@@ -44,10 +46,10 @@ def context_parallel_attention(
     name = _served(execution, query.shape[1], key.shape[1], ranks)
     # One rank has whole sequences as they are.
     if name == "ulysses" or ranks == 1:
-        return ulysses(query, key, value, mask, execution.attention, mesh, scale, window)
+        return ulysses(query, key, value, mask, execution.attention, mesh, scale, window, sinks)
     if name == "gather":
-        return gather(query, key, value, mask, execution.attention, mesh, scale, window)
-    return ring(query, key, value, mask, mesh, scale, window)
+        return gather(query, key, value, mask, execution.attention, mesh, scale, window, sinks)
+    return ring(query, key, value, mask, mesh, scale, window, sinks)
 
 
 def context_of(config: ModelConfig, mesh: FoldedMesh) -> str:

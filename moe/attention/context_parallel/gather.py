@@ -2,7 +2,7 @@
 
 from jax.ad_checkpoint import checkpoint_name
 
-from moe.attention.context_parallel.mask import Key, Output, Query, SegmentMask, Value
+from moe.attention.context_parallel.mask import Key, Output, Query, SegmentMask, Sinks, Value
 from moe.attention.core import core_attention
 from moe.attention.mask import Marks, Mask, Window
 from moe.remat import OPERAND
@@ -19,6 +19,7 @@ def gather(
     mesh: FoldedMesh,
     scale: float | None = None,
     window: Window = None,
+    sinks: Sinks = None,
 ) -> Output:
     """All keys and values on every device, for the queries of its own tokens.
 
@@ -40,4 +41,4 @@ def gather(
         for marks in zip(own, mask.key_marks(mask.whole_marks()), strict=True)
     )
     given = zip(zigzag.split(query), keys, values, masks, strict=True)
-    return zigzag.join(*(core_attention(*each, scale, attention) for each in given))
+    return zigzag.join(*(core_attention(*each, scale, attention, sinks) for each in given))

@@ -13,6 +13,7 @@ Key = Float[Array, "token kv_heads head_dim"]
 Value = Float[Array, "token kv_heads v_head_dim"]
 Output = Float[Array, "token heads v_head_dim"]
 Sections = tuple[Array, ...]
+Sinks = Float[Array, "heads"] | None
 
 
 class Source(NamedTuple):

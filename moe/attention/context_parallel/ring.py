@@ -18,9 +18,11 @@ from moe.attention.blocked import (
     alike,
     attend,
     attend_gradient,
+    beside_sinks,
     by_head,
     in_groups,
     in_heads,
+    sinks_gradient,
     slope_mean,
 )
 from moe.attention.context_parallel.mask import (
@@ -28,6 +30,7 @@ from moe.attention.context_parallel.mask import (
     Output,
     Query,
     SegmentMask,
+    Sinks,
     Source,
     Value,
 )
@@ -50,6 +53,7 @@ def ring(
     mesh: FoldedMesh,
     scale: float | None = None,
     window: Window = None,
+    sinks: Sinks = None,
 ) -> Output:
     """Keys and values go round, one device further at each of ``cp - 1`` hops; the softmax is
     online, block by block.
@@ -74,9 +78,9 @@ def ring(
     # The rank, of which the masks are made, varies over cp.
     query = vary(query, mesh.cp)
     query, key, value = (checkpoint_name(x, OPERAND) for x in (query, key, value))
-    query, key, value = alike((query, key, value), mask.marks, window)
+    query, key, value, sinks = alike((query, key, value, sinks), mask.marks, window)
     plan = _Plan(mask.zigzag, mask.sources, mesh.cp, mesh.size(mesh.cp), scale)
-    return _ring(query, key, value, mask.marks, window, plan)
+    return _ring(query, key, value, sinks, mask.marks, window, plan)
 
 
 class _Plan(NamedTuple):
@@ -123,14 +127,20 @@ class _Gradients(NamedTuple):
     value: Array
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
+@partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _ring(
-    query: Array, key: Array, value: Array, marks: Marks, window: Window, plan: _Plan
+    query: Array,
+    key: Array,
+    value: Array,
+    sinks: Sinks,
+    marks: Marks,
+    window: Window,
+    plan: _Plan,
 ) -> Array:
-    return _forward(query, key, value, marks, window, plan)[0]
+    return _forward(query, key, value, sinks, marks, window, plan)[0]
 
 
-def _forward(query, key, value, marks, window, plan):
+def _forward(query, key, value, sinks, marks, window, plan):
     rank, mask = lax.axis_index(plan.axes), plan.mask(marks)
     queries = [in_groups(x, key.shape[1]) for x in plan.zigzag.split(query)]
 
@@ -157,15 +167,16 @@ def _forward(query, key, value, marks, window, plan):
         if plan.ranks > 2:
             carry, _ = lax.scan(hop, carry, jnp.arange(1, plan.ranks - 1))
         found = visit(*carry, (rank + 1) % plan.ranks, own=False)
+    found = [_Softmax(*beside_sinks(*x, sinks)) for x in found]
     out = plan.zigzag.join(*(in_heads(x.out.astype(value.dtype)) for x in found))
     # Made of what others sent, and kept like it by every policy.
     out = checkpoint_name(out, RING)
     log_sums = [checkpoint_name(x.log_sum, RING) for x in found]
-    return out, (query, key, value, marks, window, out, log_sums)
+    return out, (query, key, value, sinks, marks, window, out, log_sums)
 
 
 def _backward(plan, residuals, out_gradient):
-    query, key, value, marks, window, out, log_sums = residuals
+    query, key, value, sinks, marks, window, out, log_sums = residuals
     rank, mask = lax.axis_index(plan.axes), plan.mask(marks)
     queries, outs, slopes = (
         [in_groups(part, key.shape[1]) for part in plan.zigzag.split(x)]
@@ -228,6 +239,7 @@ def _backward(plan, residuals, out_gradient):
         of_query.astype(query.dtype),
         of_key.astype(key.dtype),
         of_value.astype(value.dtype),
+        None if sinks is None else sum(map(partial(sinks_gradient, sinks), log_sums, means)),
         None,
         None,
     )

@@ -7,11 +7,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Shaped
 
 from moe.attention.blocked import alike
-from moe.attention.context_parallel.mask import Key, Output, Query, SegmentMask, Value
+from moe.attention.context_parallel.mask import Key, Output, Query, SegmentMask, Sinks, Value
 from moe.attention.core import core_attention
 from moe.attention.mask import Mask, Window
 from moe.remat import OPERAND
-from sharding.collectives import Axes, swap_shards
+from sharding.collectives import Axes, own_shard, swap_shards
 from sharding.folding import FoldedMesh
 
 
@@ -24,6 +24,7 @@ def ulysses(
     mesh: FoldedMesh,
     scale: float | None = None,
     window: Window = None,
+    sinks: Sinks = None,
 ) -> Output:
     """Heads for tokens and back: each device has whole sequences, for its part of the query heads,
     which ``cp`` must divide.
@@ -49,6 +50,7 @@ def ulysses(
     zigzag = mask.zigzag
     traded = _whole_sequences(alike((query, key, value)), mesh.cp, ranks)
     queries, keys, values = (zigzag.restore(checkpoint_name(x, OPERAND)) for x in traded)
+    sinks = None if sinks is None else own_shard(sinks, mesh.cp)
     marks = mask.whole_marks()
     # Whole rows, and a section's own come last among its keys: what kernels call causal.
     masks = (
@@ -56,7 +58,7 @@ def ulysses(
         for own in zip(marks, mask.key_marks(marks), strict=True)
     )
     given = zip(queries, mask.key_sections(keys), mask.key_sections(values), masks, strict=True)
-    out = zigzag.flatten(*(core_attention(*each, scale, attention) for each in given))
+    out = zigzag.flatten(*(core_attention(*each, scale, attention, sinks) for each in given))
     return swap_shards(out, mesh.cp, split=0, join=1)
 
 

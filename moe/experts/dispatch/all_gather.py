@@ -5,8 +5,9 @@ own experts' part.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from moe.architecture.activation import Activation
 from moe.experts.dispatch.buffers import buffer_rows
-from moe.experts.dispatch.own import own_choices
+from moe.experts.dispatch.own import own_choices, with_one_bias
 from moe.experts.feed_forward import routed_experts
 from moe.remat import DISPATCHED
 from moe.router.routing import Routing
@@ -25,6 +26,7 @@ def all_gather_dispatch(
     product: str | None = None,
     buffer_factor: float | None = None,
     wire: str | None = None,
+    activation: Activation = "silu",
 ) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
     """Gather tokens and routing over ``ep x etp``, sum what the own experts give, reduce-scatter.
 
@@ -45,12 +47,13 @@ def all_gather_dispatch(
         x = gather_fp8(x, group, jnp.float32, DISPATCHED)
     experts, probs = (gather_tokens(array, group) for array in routing)
     sums, overflow = routed_experts(
-        weights,
+        with_one_bias(weights, mesh),
         x,
         *own_choices(experts, probs, num_local, mesh),
         num_rows=buffer_rows(num_tokens, k, num_local, mesh, capacity, buffer_factor),
         dtype=dtype,
         implementation=product,
+        activation=activation,
     )
     scatter = scatter_and_round if wire is None else scatter_fp8
     return scatter(sums, group, dtype), overflow

@@ -8,8 +8,9 @@ empty.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from moe.architecture.activation import Activation
 from moe.experts.dispatch.buffers import buffer_rows, peer_tokens
-from moe.experts.dispatch.own import has_experts_at, own_choices, slots_of
+from moe.experts.dispatch.own import has_experts_at, own_choices, slots_of, with_one_bias
 from moe.experts.feed_forward import routed_experts
 from moe.experts.permutation import spread_rows, sum_rows, take_rows
 from moe.remat import DISPATCHED
@@ -29,6 +30,7 @@ def all_to_all_dispatch(
     product: str | None = None,
     buffer_factor: float | None = None,
     wire: str | None = None,
+    activation: Activation = "silu",
 ) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
     """Permute, all-to-all over ``ep``, all-gather over ``etp``, experts, and the way back.
 
@@ -73,7 +75,7 @@ def all_to_all_dispatch(
     experts, probs = exchange(ids), exchange(spread_rows(routing.probs, token, places))
 
     done, overflow = whole_experts(
-        weights, rows, experts, probs, mesh, buffer_rows(*sizes), product, wire
+        weights, rows, experts, probs, mesh, buffer_rows(*sizes), product, wire, activation
     )
 
     # The all-to-all is its own reverse: a sum comes back to the slot its token was sent from.
@@ -90,6 +92,7 @@ def whole_experts(
     num_rows: int,
     product: str | None = None,
     wire: str | None = None,
+    activation: Activation = "silu",
 ) -> tuple[Float[Array, "row d_model"], Int[Array, ""]]:
     """`routed_experts` whose hidden units are spread over ``etp``, and which are those of ``ep``.
 
@@ -103,6 +106,13 @@ def whole_experts(
     rows = gather(rows, mesh.etp, name=DISPATCHED)
     experts, probs = (gather_tokens(array, mesh.etp) for array in (experts, probs))
     own = own_choices(experts, probs, weights.down.shape[0], mesh)
-    done, overflow = routed_experts(weights, rows, *own, num_rows=num_rows, implementation=product)
+    done, overflow = routed_experts(
+        with_one_bias(weights, mesh),
+        rows,
+        *own,
+        num_rows=num_rows,
+        implementation=product,
+        activation=activation,
+    )
     scatter = scatter_tokens if wire is None else scatter_fp8
     return scatter(done.astype(dtype), mesh.etp), overflow

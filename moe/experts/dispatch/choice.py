@@ -24,6 +24,7 @@ from functools import partial
 
 from jaxtyping import Array, Float, Int
 
+from moe.architecture.activation import Activation
 from moe.experts.dispatch.all_gather import all_gather_dispatch
 from moe.experts.dispatch.all_to_all import all_to_all_dispatch
 from moe.experts.dispatch.buffers import peer_tokens
@@ -55,6 +56,7 @@ def dispatch(
     chunks: int = 1,
     exchange_rate: float | None = None,
     wire: str | None = None,
+    activation: Activation = "silu",
 ) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
     """``sum_k p_k expert_k(x)`` for this device's tokens.
 
@@ -78,6 +80,7 @@ def dispatch(
       exchange_rate: of an all-to-all as a part of a ring's (`moe.experts.dispatch.cost.Exchange`).
       wire: "float8_e4m3fn" sends tokens, sums and their gradients in a byte an element
         (`sharding.activation_wire`); None as they are. The routing is sent as it is.
+      activation: of the experts, see `moe.experts.gated.activated`.
 
     Returns:
       The sums, and how many choices found no room at this device, as sender or as receiver; 0
@@ -105,6 +108,7 @@ def dispatch(
         product=product,
         buffer_factor=buffer_factor,
         wire=wire,
+        activation=activation,
     )
     return in_token_chunks(send, chunks, weights, x, routing, mesh)
 

@@ -1,10 +1,13 @@
 """Which choices of a token lie with which device."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from moe.experts.permutation import inverse_slots
+from moe.weights import Experts
 from sharding.folding import FoldedMesh
 
 
@@ -26,6 +29,15 @@ def own_choices(
         return local, probs
     columns = _first(own, num_local)
     return jnp.take_along_axis(local, columns, axis=1), jnp.take_along_axis(probs, columns, axis=1)
+
+
+def with_one_bias(weights: Experts[Array], mesh: FoldedMesh) -> Experts[Array]:
+    """Experts of which the first rank of ``etp`` alone adds the bias of what they give: what the
+    ranks give for their parts of the hidden units adds up."""
+    if weights.down_bias is None:
+        return weights
+    is_first = lax.axis_index(mesh.etp) == 0
+    return replace(weights, down_bias=jnp.where(is_first, weights.down_bias, 0))
 
 
 def has_experts_at(

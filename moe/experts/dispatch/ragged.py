@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from moe.architecture.activation import Activation
 from moe.experts.dispatch.all_to_all import whole_experts
 from moe.experts.dispatch.buffers import buffer_rows, peer_tokens
 from moe.experts.dispatch.own import has_experts_at, slots_of
@@ -28,6 +29,7 @@ def ragged_dispatch(
     product: str | None = None,
     buffer_factor: float | None = None,
     wire: str | None = None,
+    activation: Activation = "silu",
 ) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
     """As `moe.experts.dispatch.all_to_all.all_to_all_dispatch`, with nothing but tokens that are
     there on the wire.
@@ -66,7 +68,7 @@ def ragged_dispatch(
     ids = jnp.where(comer[:, None] < experts.shape[0], take_rows(experts, comer), nobodys)
     probs = spread_rows(probs, comer, slot[:, None])
     done, overflow = whole_experts(
-        weights, rows, ids, probs, mesh, buffer_rows(*sizes), product, wire
+        weights, rows, ids, probs, mesh, buffer_rows(*sizes), product, wire, activation
     )
 
     returned = send(done, way.back, most, COLLECTIVE, mesh, wire)

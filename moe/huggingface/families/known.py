@@ -16,6 +16,14 @@ from moe.huggingface.families.dense import (
     written_qwen3,
 )
 from moe.huggingface.families.family import Family
+from moe.huggingface.families.gemma import (
+    GEMMA3_NAMES,
+    LAST_NORM,
+    read_gemma3,
+    written_gemma3,
+)
+from moe.huggingface.families.glm import read_glm4_moe, written_glm4_moe
+from moe.huggingface.families.gpt_oss import GPT_OSS_NAMES, read_gpt_oss, written_gpt_oss
 from moe.huggingface.families.mixtures import (
     read_mixtral,
     read_olmoe,
@@ -28,11 +36,19 @@ from moe.huggingface.families.mixtures import (
 )
 from moe.huggingface.families.tensor_names import (
     LATENT_ATTENTION,
+    NORMS_AFTER,
     PROJECTED_EXPERTS,
     QKV_BIASES,
     QUERY_KEY_NORMS,
+    SELECTION_BIAS,
     dense_names,
     expert_names,
+)
+from moe.huggingface.families.unlike_layers import (
+    read_olmo3,
+    read_smollm3,
+    written_olmo3,
+    written_smollm3,
 )
 
 FAMILIES = (
@@ -80,6 +96,44 @@ FAMILIES = (
         written_deepseek,
         {**LATENT_ATTENTION, **PROJECTED_EXPERTS, **dense_names("mlp.shared_experts")},
         also=("kimi_k2",),
+        predicts_further=True,
+    ),
+    Family(
+        "Olmo3ForCausalLM",
+        "olmo3",
+        read_olmo3,
+        written_olmo3,
+        {**QUERY_KEY_NORMS, **NORMS_AFTER},
+    ),
+    Family("SmolLM3ForCausalLM", "smollm3", read_smollm3, written_smollm3, {}),
+    Family(
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        read_glm4_moe,
+        written_glm4_moe,
+        {
+            **QKV_BIASES,
+            **QUERY_KEY_NORMS,
+            **PROJECTED_EXPERTS,
+            **SELECTION_BIAS,
+            **dense_names("mlp.shared_experts"),
+        },
+        predicts_further=True,
+    ),
+    Family(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        read_gpt_oss,
+        written_gpt_oss,
+        {**QKV_BIASES, **GPT_OSS_NAMES},
+    ),
+    Family(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        read_gemma3,
+        written_gemma3,
+        GEMMA3_NAMES,
+        last_norm=LAST_NORM,
     ),
 )
 """All that are supported. A network that several can express is written as the first of them."""

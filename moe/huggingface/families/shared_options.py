@@ -2,15 +2,19 @@
 
 from typing import Any
 
+from moe.architecture.activation import Activation
 from moe.config import ModelConfig
 from moe.huggingface.families.family import Fields
 from moe.huggingface.options import Options
+from moe.huggingface.quantised import read_quantisation
+
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""By their names in `transformers`."""
 
 
 def common_fields(options: Options) -> Fields:
     """Fields that every architecture has under the same names."""
-    options.demand("hidden_act", "silu", default="silu")
-    options.demand("quantization_config", None)
+    read_quantisation(options)  # of the tensors, not of the network
     num_heads, d_model = options.take("num_attention_heads"), options.take("hidden_size")
     return {
         "vocab_size": options.take("vocab_size"),
@@ -20,6 +24,7 @@ def common_fields(options: Options) -> Fields:
         "num_kv_heads": options.take("num_key_value_heads", default=num_heads),
         "norm_epsilon": options.take("rms_norm_eps"),
         "head": "tied" if options.take("tie_word_embeddings", default=False) else "untied",
+        "activation": read_activation(options, "hidden_act", "silu"),
         "embedding_scale": 1.0,
         "num_experts": 0,
         "max_positions": options.take("max_position_embeddings", default=None),
@@ -29,7 +34,7 @@ def common_fields(options: Options) -> Fields:
 def common_options(config: ModelConfig) -> dict[str, Any]:
     """The options that `common_fields` reads."""
     return {
-        "hidden_act": "silu",
+        "hidden_act": written_activation(config),
         "vocab_size": config.vocab_size,
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.d_model,
@@ -43,6 +48,21 @@ def common_options(config: ModelConfig) -> dict[str, Any]:
             else {"max_position_embeddings": config.max_positions}
         ),
     }
+
+
+def read_activation(options: Options, name: str, default: str) -> Activation:
+    """What is made of gate and up, by the name of it in `transformers`."""
+    given = options.take(name, default=default)
+    if given not in ACTIVATIONS:
+        raise options.unsupported(name, given, " or ".join(map(repr, ACTIVATIONS)))
+    return ACTIVATIONS[given]
+
+
+def written_activation(config: ModelConfig) -> str:
+    """The name that `read_activation` reads; of any other, which reads back as another one, the
+    first."""
+    names = [name for name, ours in ACTIVATIONS.items() if ours == config.activation]
+    return (names or list(ACTIVATIONS))[0]
 
 
 def head_dim_of(options: Options, fields: Fields) -> int:

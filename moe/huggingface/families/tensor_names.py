@@ -31,6 +31,11 @@ COMMON_NAMES = {
     **dense_names("mlp"),
 }
 """Tensors of a layer that most architectures name alike."""
+NORMS_AFTER = {
+    "attention.norm": "post_attention_layernorm.weight",
+    "norm": "post_feedforward_layernorm.weight",
+}
+SELECTION_BIAS = {"experts.bias": "mlp.gate.e_score_correction_bias"}
 LATENT_ATTENTION = {
     "attention.query_down": "self_attn.q_a_proj.weight",
     "attention.query_norm": "self_attn.q_a_layernorm.weight",
@@ -38,5 +43,5 @@ LATENT_ATTENTION = {
     "attention.down": "self_attn.kv_a_proj_with_mqa.weight",
     "attention.down_norm": "self_attn.kv_a_layernorm.weight",
     "attention.up": "self_attn.kv_b_proj.weight",
-    "experts.bias": "mlp.gate.e_score_correction_bias",
+    **SELECTION_BIAS,
 }

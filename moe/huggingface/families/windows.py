@@ -40,6 +40,37 @@ def read_windows(
     return {"sliding_window": window, "full_attention_layers": full}
 
 
+def read_listed_windows(
+    options: Options, fields: Fields, window: int | None, slides: Callable[[int], bool]
+) -> Fields:
+    """The window and the layers that have none, of architectures whose files list them.
+
+    Args:
+      window: where the file says none.
+      slides: number of a layer -> whether it has a window where the file does not list them.
+    """
+    window = options.take("sliding_window", default=window)
+    kinds, layers = options.take("layer_types", default=None), range(fields["num_layers"])
+    given = [SLIDING if slides(layer) else FULL for layer in layers] if kinds is None else kinds
+    if len(given) != len(layers) or set(given) - {FULL, SLIDING}:
+        raise options.unsupported("layer_types", kinds, f"{FULL} or {SLIDING} for each layer")
+    full = tuple(layer for layer, kind in zip(layers, given, strict=True) if kind == FULL)
+    if len(full) == len(layers):
+        return {}
+    if window is None:
+        raise options.unsupported("sliding_window", None, f"a number beside {SLIDING} layers")
+    return {"sliding_window": window, "full_attention_layers": full}
+
+
+def written_listed_windows(config: ModelConfig) -> dict[str, Any]:
+    """The options that `read_listed_windows` reads."""
+    has_window, full = config.sliding_window is not None, config.full_attention_layers
+    kinds = [
+        SLIDING if has_window and layer not in full else FULL for layer in range(config.num_layers)
+    ]
+    return {"sliding_window": config.sliding_window, "layer_types": kinds}
+
+
 def written_windows(config: ModelConfig, listed: bool = True) -> dict[str, Any]:
     """The options that `read_windows` reads.
 

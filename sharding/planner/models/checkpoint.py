@@ -6,6 +6,9 @@ from typing import Any
 
 from sharding.planner.models.sizes import ModelSizes
 
+TIED = ("gemma3_text", "smollm3")
+"""Architectures whose head is the embedding where the file does not say."""
+
 
 def sizes_from(path: str | Path) -> ModelSizes:
     """The sizes of a checkpoint.
@@ -36,7 +39,7 @@ def sizes_from(path: str | Path) -> ModelSizes:
         num_kv_heads=options.get("num_key_value_heads") or heads,
         head_dim=options.get("head_dim") or width // heads,
         vocab_size=options["vocab_size"],
-        tied=bool(options.get("tie_word_embeddings", False)),
+        tied=bool(options.get("tie_word_embeddings", options.get("model_type") in TIED)),
         **_feed_forward(options),
     )
 

@@ -69,7 +69,8 @@ def test_the_whole_layer(layout):
     spec = Attention(norm=P(), query=heads, key=heads, value=heads, out=P(mesh.tp))
 
     def local(weights, x):
-        def attend(query, key, value):
+        def attend(query, key, value, scale, sinks):
+            assert scale is sinks is None
             shape = (2, TIME, -1, HEAD_DIM)
             key, value = key.reshape(shape), value.reshape(shape)
             read = plain_attention(
@@ -77,7 +78,7 @@ def test_the_whole_layer(layout):
             )
             return read.reshape(query.shape)
 
-        return attention(weights, x, jnp.asarray(positions), attend, config, mesh)
+        return attention(weights, x, jnp.asarray(positions), attend, config, mesh, 0)
 
     out = on_mesh(local, mesh, (spec, P(mesh.tp)), P(mesh.tp))(
         jax.tree.map(jnp.asarray, weights), jnp.asarray(x)

@@ -46,6 +46,8 @@ def test_what_is_no_split_is_refused_in_one_line(text, message):
         (replace(CONFIG, num_experts=0, d_ff=8), None, "num_experts=0 leaves the devices"),
         (replace(CONFIG, num_experts=10), None, "num_experts=10 cannot be spread over ep=3"),
         (replace(CONFIG, d_expert=7), None, "d_expert=7 cannot be split over etp=2"),
+        (replace(CONFIG, expert_bias=True), None, "expert_bias=True is of experts whose biases"),
+        (replace(CONFIG, norm_placement="both"), None, "norm_placement='both' normalises what"),
         (CONFIG, Placement.identity(12, 4), "on 4 devices does not fit ep=3"),
         (CONFIG, Placement.identity(6, 3), "6 experts is none of num_experts=12"),
     ],

@@ -1,5 +1,6 @@
 """Grouped experts against the plain twin, and the maps that group the rows against loops."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, on_mesh
 
+from moe.architecture.activation import ClampedSwiGLU
 from moe.experts.feed_forward import dense, dense_reference, routed_experts
 from moe.weights import Dense, Experts
 
@@ -175,6 +177,45 @@ def test_the_second_product_is_nobodys_residual():
     # The matrices as they are stored.
     assert not [shape for shape, _ in sizes if shape[-1:] == (2 * D_EXPERT,) and len(shape) == 3]
     assert (weights.gate_up.shape, weights.gate_up.dtype) in sizes
+
+
+def test_biases_are_of_each_rows_expert():
+    """With experts that nobody chose, choices of none, and too little room."""
+    draw = np.random.default_rng(5)
+    weights = expert_weights()
+    weights = replace(
+        weights,
+        gate_up_bias=jnp.asarray(
+            draw.normal(size=(*weights.gate_up.shape[::2], D_EXPERT)), jnp.float32
+        ),
+        down_bias=jnp.asarray(draw.normal(size=weights.down.shape[::2]), jnp.float32),
+    )
+    rows, (ids, probs) = rows_of(11), choices_of(11, 3)
+    number = weights.down.shape[0]
+    ids = jnp.where(ids == 1, 2, ids).at[4].set(number)
+    probs = jnp.asarray(probs, jnp.float32)
+    activation = ClampedSwiGLU(1.5, 0.7)
+    kept = np.zeros(ids.size, bool)
+    kept[np.argsort(np.asarray(ids).reshape(-1), kind="stable")[:20]] = True
+    kept = kept.reshape(ids.shape)
+
+    def twin(weights, rows, ids, probs):
+        return dense_reference(weights, rows, ids, jnp.where(kept, probs, 0.0), activation)
+
+    def short(weights, rows, ids, probs):
+        return routed_experts(weights, rows, ids, probs, num_rows=20, activation=activation)[0]
+
+    (out, found), (whole, expected) = (
+        output_and_gradients(f, weights, rows, ids, probs) for f in (short, twin)
+    )
+    np.testing.assert_allclose(out, whole, atol=6e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5),
+        found[:2],
+        expected[:2],
+    )
+    with pytest.raises(ValueError, match=r"'mosaic_fused' has SwiGLU without biases .* and biases"):
+        routed_experts(weights, rows, ids, probs, implementation="mosaic_fused")
 
 
 def test_an_unknown_implementation_is_refused():

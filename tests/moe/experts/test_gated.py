@@ -1,9 +1,11 @@
-"""SwiGLU with the weight of each row against its formula, and its gradient against autodiff."""
+"""Gates with the weight of each row against their formulas, and gradients against autodiff."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from moe.architecture.activation import ClampedSwiGLU
 from moe.experts.gated import gated
 
 ROWS, D_EXPERT = 9, 5
@@ -27,6 +29,41 @@ def test_values_and_gradients():
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
     for a, b in zip(back(pull), by_autodiff(pull), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5)
+
+
+def clamped(gate, up):
+    gate, up = jnp.where(gate > 2, 2, gate), jnp.where(abs(up) > 2, 2 * jnp.sign(up), up)
+    return (up + 1) * gate / (1 + jnp.exp(-1.5 * gate))
+
+
+def geglu(gate, up):
+    inner = (2 / jnp.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    return gate * (1 + jnp.tanh(inner)) / 2 * up
+
+
+@pytest.mark.parametrize(
+    ("activation", "formula"), [(ClampedSwiGLU(1.5, 2.0), clamped), ("gelu_tanh", geglu)]
+)
+def test_other_gates(activation, formula):
+    def expected(inward, probs):
+        return formula(inward[:, :D_EXPERT], inward[:, D_EXPERT:]) * probs[:, None]
+
+    pull = jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, D_EXPERT)), jnp.float32)
+    (out, back), (wanted, by_autodiff) = (
+        jax.vjp(f, *given()) for f in (lambda *x: gated(*x, activation), expected)
+    )
+    np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=2e-6)
+    for a, b in zip(back(pull), by_autodiff(pull), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5)
+    if activation != "gelu_tanh":
+        # Some gates and ups are cut, above and below.
+        inward = np.asarray(given()[0])
+        assert (inward > 2).any() and (inward[:, D_EXPERT:] < -2).any()
+
+
+def test_a_limit_is_above_zero():
+    with pytest.raises(ValueError, match=r"limit=0\.0 must be above 0"):
+        ClampedSwiGLU(1.5, 0.0)
 
 
 def test_half_precision_is_rounded_once():

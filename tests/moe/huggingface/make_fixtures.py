@@ -4,7 +4,8 @@
     python tests/moe/huggingface/make_fixtures.py --check    what we export loads in `transformers`
 
 Needs torch, transformers and this repository on the path. Each folder holds a checkpoint as
-`transformers` saves it and golden.npz: tokens, which of them are valid, and float32 logits.
+`transformers` saves it and golden.npz: tokens, which of them are valid, float32 logits and, of
+newer architectures with experts, the experts that each token chose in each layer.
 """
 
 import argparse
@@ -151,6 +152,75 @@ MODELS = {
         },
     ),
 }
+MODELS["olmo3"] = (
+    "Olmo3",
+    {
+        **SIZES,
+        "hidden_size": 24,
+        "num_hidden_layers": 3,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {**YARN, "attention_factor": 1.2},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    },
+)
+MODELS["smollm3"] = (
+    "SmolLM3",
+    {
+        **NARROW,
+        "num_hidden_layers": 3,
+        "no_rope_layers": [1, 0, 1],
+        "rope_parameters": {**YARN, "attention_factor": 1.3},
+    },
+)
+MODELS["glm4_moe"] = (
+    "Glm4Moe",
+    {
+        **SIZES,
+        "head_dim": 12,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 10,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.7,
+    },
+)
+MODELS["gpt_oss"] = (
+    "GptOss",
+    {
+        **SIZES,
+        "head_dim": 6,
+        "num_key_value_heads": 2,
+        "sliding_window": 3,
+        "intermediate_size": 10,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "swiglu_alpha": 1.6,
+        # Of scores as here, some are cut.
+        "swiglu_limit": 0.9,
+        "rope_parameters": {**YARN, "truncate": False},
+    },
+)
+MODELS["gemma3"] = (
+    "Gemma3",
+    {
+        **SIZES,
+        "num_hidden_layers": 3,
+        "head_dim": 6,
+        "query_pre_attn_scalar": 10,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+        },
+    },
+)
 # As Kimi-K2 comes: the network of DeepSeek-V3 under another name, of one group, its wavelengths
 # stretched from one border on.
 MODELS["kimi_k2"] = (
@@ -182,6 +252,7 @@ MODELS["kimi_k2"] = (
 )
 CALLED = {"kimi_k2": "kimi_k2"}
 """Model types that are not those `transformers` writes."""
+WITH_CHOICES = ("glm4_moe", "gpt_oss")
 IN_BFLOAT16 = ("mistral",)
 IN_TWO_FILES = ("mixtral", "deepseek_v3")
 
@@ -194,7 +265,10 @@ def randomise(model, seed):
         if "inv_freq" in name:
             continue
         noise = torch.randn(tensor.shape, generator=generator)
-        if "norm" in name:
+        if "norm" in name and "Gemma" in type(model).__name__:
+            # They multiply by 1 + w, which is to have no more digits than float32.
+            tensor.data = (0.3 * noise * 4096).round() / 4096
+        elif "norm" in name:
             tensor.data = 1 + 0.3 * noise
         elif tensor.ndim == 1:
             tensor.data = 0.2 * noise
@@ -221,6 +295,20 @@ def logits_of(model, tokens, valid):
     return np.where(valid[..., None], out.logits.float().numpy(), 0.0)
 
 
+def choices_of(model, tokens, valid):
+    """The experts of each token in ascending order, ``[layer, batch, time, k]``."""
+    found = []
+    hooks = [
+        module.register_forward_hook(lambda _, __, out: found.append(out[2].numpy()))
+        for module in model.modules()
+        if type(module).__name__.lower().endswith("topkrouter")
+    ]
+    logits_of(model, tokens, valid)
+    for hook in hooks:
+        hook.remove()
+    return np.sort(np.stack(found).reshape(len(found), *tokens.shape, -1), axis=-1)
+
+
 def read(folder):
     """The model of a checkpoint in float32, and what did not fit."""
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -235,7 +323,9 @@ def read(folder):
 
 def make(name):
     kind, options = MODELS[name]
-    config = getattr(transformers, kind + "Config")(**options)
+    known = (f"{kind}TextConfig", f"{kind}Config")
+    name_of_config = next(one for one in known if hasattr(transformers, one))
+    config = getattr(transformers, name_of_config)(**options)
     model = getattr(transformers, kind + "ForCausalLM")(config)
     randomise(model, seed=len(name))
     if name in IN_BFLOAT16:
@@ -246,8 +336,11 @@ def make(name):
     model.save_pretrained(folder, max_shard_size=size * 2 // 3 if name in IN_TWO_FILES else size)
     (folder / "generation_config.json").unlink()
     tokens, valid = batch()
-    logits = logits_of(read(folder)[0], tokens, valid)
-    np.savez_compressed(folder / "golden.npz", tokens=tokens, valid=valid, logits=logits)
+    model = read(folder)[0]
+    golden = {"tokens": tokens, "valid": valid, "logits": logits_of(model, tokens, valid)}
+    if name in WITH_CHOICES:
+        golden["choices"] = choices_of(model, tokens, valid).astype(np.int8)
+    np.savez_compressed(folder / "golden.npz", **golden)
     if name in CALLED:
         options = json.loads((folder / "config.json").read_text()) | {"model_type": CALLED[name]}
         (folder / "config.json").write_text(json.dumps(options, indent=2) + "\n")

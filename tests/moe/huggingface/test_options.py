@@ -6,6 +6,8 @@ import pytest
 from public_checkpoints import FIXTURES, change_options, copy_of, loaded
 
 from moe import huggingface
+from moe.architecture.activation import ClampedSwiGLU
+from moe.weights import targets_of
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,7 @@ def test_a_configuration_nested_too_deeply_is_one_line(tmp_path):
         (
             "llama",
             {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
-            r"rope_type='longrope' is not supported; the network here has default, llama3 and yarn",
+            r"rope_type='longrope' is not supported; .* has default, linear, llama3, yarn",
         ),
         (
             "qwen2",
@@ -76,6 +78,30 @@ def test_a_configuration_nested_too_deeply_is_one_line(tmp_path):
         ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv=8.0 is not supported"),
         ("deepseek_v3", {"scoring_func": "softmax"}, r"scoring_func='softmax' is not supported"),
         ("deepseek_v3", {"num_experts_per_tok": 3}, r"2 x topk_group = 2"),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor"),
+        ("olmo3", {"attention_bias": True}, r"attention_bias=True is not supported"),
+        (
+            "olmo3",
+            {"layer_types": ["chunked_attention"] * 3},
+            r"or sliding_attention for each layer",
+        ),
+        ("olmo3", {"sliding_window": None}, r"sliding_window=None is not supported"),
+        (
+            "olmo3",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            r"no scaling of sliding_attention",
+        ),
+        ("smollm3", {"no_rope_layers": [1, 2, 0]}, r"1 or 0 for each layer"),
+        (
+            "smollm3",
+            {"layer_types": ["sliding_attention"] * 3, "sliding_window": 3},
+            r"_window=true",
+        ),
+        ("glm4_moe", {"n_group": 2, "topk_group": 1}, r"2 x topk_group = 2"),
+        ("gpt_oss", {"swiglu_beta": 1.0}, r"not supported: swiglu_beta=1.0"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, r"final_logit_softcapping=30.0 is not"),
+        ("gemma3", {"hidden_activation": "gelu"}, r"has 'silu' or 'gelu_pytorch_tanh'"),
+        ("gemma3", {"use_bidirectional_attention": True}, r"use_bidirectional_attention=True"),
     ],
 )
 def test_options_that_are_not_supported_are_named(name, changed, message, tmp_path):
@@ -83,6 +109,49 @@ def test_options_that_are_not_supported_are_named(name, changed, message, tmp_pa
     change_options(folder, **changed)
     with pytest.raises(ValueError, match=message):
         huggingface.config_from(folder)
+
+
+OLD = {"rope_parameters": ..., "layer_types": ...}
+
+
+def test_files_of_other_times_say_the_same(tmp_path):
+    """As the files on hubs are: without what newer versions write, and with what they dropped."""
+    olmo = copy_of("olmo3", tmp_path / "olmo")
+    scaling = json.loads((olmo / "config.json").read_text())["rope_parameters"]["full_attention"]
+    scaling.pop("rope_theta")
+    change_options(olmo, **OLD, rope_theta=50.0, rope_scaling=scaling, sliding_window=...)
+    config = huggingface.config_from(olmo)
+    assert (config.window_rope_base, config.rope_base) == (50.0, 50.0)
+    assert config.rope_scaling == loaded("olmo3")[0].rope_scaling
+    # Without a list all three layers have windows, as of four the first three do.
+    assert (config.sliding_window, config.full_attention_layers) == (4096, ())
+    gemma = copy_of("gemma3", tmp_path / "gemma")
+    change_options(gemma, **OLD, rope_theta=1e6, sliding_window_pattern=2, head_dim=...)
+    config = huggingface.config_from(gemma)
+    assert (config.rope_base, config.window_rope_base, config.rope_scaling) == (1e6, 1e4, None)
+    assert (config.full_attention_layers, config.head_dim, config.head) == ((1,), 256, "tied")
+    smol = copy_of("smollm3", tmp_path / "smol")
+    change_options(smol, no_rope_layers=..., no_rope_layer_interval=3)
+    assert huggingface.config_from(smol).nope_layers == (2,)
+    oss = copy_of("gpt_oss", tmp_path / "oss")
+    change_options(oss, layer_types=..., experts_per_token=3, initial_context_length=16)
+    assert huggingface.config_from(oss).full_attention_layers == (1,)
+
+
+def test_choices_are_those_of_the_file():
+    olmo, smol, glm, oss, gemma = (
+        loaded(name)[0] for name in ("olmo3", "smollm3", "glm4_moe", "gpt_oss", "gemma3")
+    )
+    assert (olmo.norm_placement, olmo.query_key_norm) == ("after", "projection")
+    assert (smol.nope_layers, smol.head) == ((1,), "tied")
+    assert (glm.rotary_dim, glm.num_dense_layers, glm.router_scores) == (6, 1, "sigmoid")
+    assert oss.attention_sinks and oss.expert_bias and oss.router_bias and oss.qkv_bias
+    assert oss.activation == ClampedSwiGLU(1.6, 0.9)
+    # Their adapters would have no file to go to.
+    assert targets_of(oss) == ("attention", "head")
+    assert (gemma.activation, gemma.norm_placement) == ("gelu_tanh", "both")
+    assert gemma.attention_scale == 10**-0.5
+    assert (gemma.rope_base, gemma.window_rope_base) == (50.0, 20.0)
 
 
 def test_windows_that_a_file_does_not_list_are_those_of_its_architecture(tmp_path):

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from programs import mesh_of, on_mesh, with_room
-from public_checkpoints import MESH, NAMES, QUICK, golden, loaded
+from public_checkpoints import LATER, MESH, NAMES, QUICK, golden, loaded
 from tiers import full_but
 
 from moe import model
 from moe.decoding import decode_step, prefill
+from moe.execution import Execution
 from moe.layers.depth import parts_of
 from moe.placement import specs
 from moe.tokens import alignment
@@ -38,21 +39,34 @@ def logits_of(name, layout):
 @pytest.mark.parametrize(
     ("name", "layout"),
     full_but(
-        [*((name, "dp1") for name in NAMES), ("mixtral", MESH), ("deepseek_v3", MESH)],
+        [
+            *((name, "dp1") for name in NAMES),
+            *((name, MESH) for name in ("mixtral", "deepseek_v3", "olmo3", "glm4_moe", "gpt_oss")),
+        ],
         *((name, "dp1") for name in QUICK),
     ),
 )
 def test_logits_are_those_of_transformers(name, layout):
     valid, expected = golden(name)["valid"], golden(name)["logits"]
     assert np.std(expected[valid]) > 0.3  # else equality would say little
-    # float32 through three layers, in another order of sums.
-    np.testing.assert_allclose(logits_of(name, layout)[valid], expected[valid], atol=1e-5)
+    # float32 through three layers, in another order of sums; norms after them enlarge it.
+    atol = 2e-5 if name in LATER else 1e-5
+    np.testing.assert_allclose(logits_of(name, layout)[valid], expected[valid], atol=atol)
+
+
+@pytest.mark.parametrize("name", full_but(["smollm3", "gemma3"]))
+def test_layers_that_differ_are_one_program(name, monkeypatch):
+    """Which layer it is a scan learns while it runs, as a stage of a pipeline does."""
+    config, weights = loaded(name)
+    scanned = replace(config, execution=Execution(scan_layers=True))
+    monkeypatch.setitem(globals(), "loaded", lambda *_: (scanned, weights))
+    valid, expected = (golden(name)[key] for key in ("valid", "logits"))
+    found = logits_of.__wrapped__(name, "dp1")
+    np.testing.assert_allclose(found[valid], expected[valid], atol=2e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", full_but(["qwen2", "qwen3", "olmoe", "qwen2_moe", "deepseek_v3"], "deepseek_v3")
-)
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "olmoe", "qwen2_moe", "deepseek_v3", *LATER])
 def test_decoding_gives_the_logits_of_the_whole_sequence(name):
     prompt, layout = 8, MESH
     (config, weights), mesh = loaded(name, layout), mesh_of(layout)
@@ -88,12 +102,30 @@ def test_decoding_gives_the_logits_of_the_whole_sequence(name):
     tokens, valid = (jnp.asarray(golden(name)[key]) for key in ("tokens", "valid"))
     steps = np.swapaxes(np.asarray(run(weights, tokens, valid))[0], 0, 1)
     assert steps.shape == golden(name)["logits"][:, prompt:].shape
-    np.testing.assert_allclose(steps, golden(name)["logits"][:, prompt:], atol=1e-5)
+    atol = 2e-5 if name in LATER else 1e-5
+    np.testing.assert_allclose(steps, golden(name)["logits"][:, prompt:], atol=atol)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if "choices" in golden(name)])
+def test_routing_is_that_of_transformers(name):
+    (config, weights), mesh = loaded(name), mesh_of("dp1")
+    rows = P(mesh.dp)
+    run = on_mesh(
+        lambda w, t, v: model.routing_choices(w, t, v, config, mesh)[None],
+        mesh,
+        (specs(config, mesh), rows, rows),
+        P(tuple(axis for axis in mesh.axes if axis not in mesh.dp), None, mesh.dp),
+    )
+    valid = golden(name)["valid"]
+    choices = run(weights, jnp.asarray(golden(name)["tokens"]), jnp.asarray(valid))[0]
+    found = np.sort(np.asarray(choices), axis=-1)
+    np.testing.assert_array_equal(found[:, valid], golden(name)["choices"][:, valid])
 
 
 @pytest.mark.parametrize(
     ("name", "window", "full"),
-    [("mistral", 5, ()), ("qwen3", 3, (0,)), ("qwen2_moe", 4, (1,))],
+    [("mistral", 5, ()), ("qwen3", 3, (0,)), ("qwen2_moe", 4, (1,)), ("olmo3", 4, (1,))],
 )
 def test_windows_are_those_of_the_file(name, window, full):
     config, _ = loaded(name)

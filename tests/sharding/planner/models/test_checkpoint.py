@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from moe.architecture.activation import ClampedSwiGLU
 from moe.config import ModelConfig
 from moe.counts.sizes import sizes_of
 from moe.huggingface.configuration import config_from, options_from
@@ -24,6 +25,35 @@ BASE = ModelConfig(
 )
 
 
+DENSE = replace(BASE, num_experts=0, d_ff=18)
+GEMMA = replace(
+    DENSE,
+    norm_placement="both",
+    query_key_norm="head",
+    activation="gelu_tanh",
+    embedding_scale=None,
+    head="tied",
+)
+GLM = replace(
+    BASE,
+    router_scores="sigmoid",
+    selection_bias=True,
+    d_ff=14,
+    num_dense_layers=1,
+    dense_d_ff=20,
+    rotary_dim=2,
+)
+OSS = replace(
+    BASE,
+    qkv_bias=True,
+    attention_out_bias=True,
+    attention_sinks=True,
+    router_bias=True,
+    expert_bias=True,
+    activation=ClampedSwiGLU(1.702, 7.0),
+)
+
+
 @pytest.mark.parametrize(
     ("architecture", "config"),
     [
@@ -31,6 +61,10 @@ BASE = ModelConfig(
         ("Qwen3MoeForCausalLM", replace(BASE, query_key_norm="head")),
         ("Qwen2MoeForCausalLM", replace(BASE, d_ff=10, qkv_bias=True, shared_expert_gate=True)),
         ("LlamaForCausalLM", replace(BASE, num_experts=0, d_ff=18, head="tied")),
+        ("Olmo3ForCausalLM", replace(DENSE, norm_placement="after", query_key_norm="projection")),
+        ("Gemma3ForCausalLM", replace(GEMMA, head="untied")),
+        ("Glm4MoeForCausalLM", GLM),
+        ("GptOssForCausalLM", OSS),
     ],
 )
 def test_sizes_are_those_of_the_network(architecture, config, tmp_path):
@@ -38,6 +72,21 @@ def test_sizes_are_those_of_the_network(architecture, config, tmp_path):
         config = replace(config, head_dim=2)
     options = options_from(config, architecture)
     (tmp_path / "config.json").write_text(json.dumps(options))
+    assert sizes_from(tmp_path) == sizes_of(config_from(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        ("SmolLM3ForCausalLM", replace(DENSE, head="tied", nope_layers=(1,))),
+        ("Gemma3ForCausalLM", GEMMA),
+    ],
+)
+def test_a_head_that_is_not_spoken_of_is_that_of_the_architecture(architecture, config, tmp_path):
+    options = options_from(config, architecture)
+    assert options.pop("tie_word_embeddings")
+    (tmp_path / "config.json").write_text(json.dumps(options))
+    assert sizes_from(tmp_path).tied
     assert sizes_from(tmp_path) == sizes_of(config_from(tmp_path))
 
 

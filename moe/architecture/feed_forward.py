@@ -1,0 +1,93 @@
+"""Feed-forward layers and routers as networks have them, and which of their choices can be had
+together.
+
+Functions take a `moe.config.ModelConfig`, which is made with them.
+"""
+
+from typing import Any
+
+from moe.architecture.activation import ClampedSwiGLU
+
+
+def check_first_layers(config: Any) -> None:
+    first = config.num_dense_layers
+    if first and not (
+        config.num_experts and 0 < first < config.num_layers and config.dense_d_ff > 0
+    ):
+        raise ValueError(
+            f"num_dense_layers={first} needs experts in the layers after it (num_experts="
+            f"{config.num_experts}, num_layers={config.num_layers}) and a width, dense_d_ff="
+            f"{config.dense_d_ff}: set 0 where all layers are alike."
+        )
+    if config.shared_expert_gate and not (config.num_experts and config.d_ff):
+        raise ValueError(
+            f"shared_expert_gate=True needs a shared expert, not num_experts={config.num_experts} "
+            f"and d_ff={config.d_ff}."
+        )
+
+
+def check_routing(config: Any) -> None:
+    """What the router's fields must be, and be together."""
+    for name in ("expert_bias", "router_bias"):
+        if getattr(config, name) and not config.num_experts:
+            raise ValueError(f"{name}=True needs experts, not num_experts=0: leave it out.")
+    if not isinstance(config.activation, ClampedSwiGLU) and config.activation not in (
+        "silu",
+        "gelu_tanh",
+    ):
+        raise ValueError(
+            f'activation={config.activation!r} must be "silu", "gelu_tanh" or a ClampedSwiGLU.'
+        )
+    for name, choices in (
+        ("router_scores", ("softmax", "sigmoid")),
+        ("drop_policy", ("probs", "position")),
+        ("drop_scope", ("sub_sequence", "full_sequence")),
+    ):
+        if getattr(config, name) not in choices:
+            raise ValueError(f"{name}={getattr(config, name)!r} must be one of {choices}.")
+    if config.softmax_after_topk and config.router_scores == "sigmoid":
+        raise ValueError(
+            'softmax_after_topk=True needs router_scores="softmax": sigmoid scores are their own.'
+        )
+    if config.softmax_after_topk and not config.renormalise:
+        raise ValueError(
+            "softmax_after_topk=True with renormalise=False cannot be had: a softmax over the "
+            "chosen sums to 1; leave renormalise=True."
+        )
+    if not config.routed_scaling > 0:
+        raise ValueError(f"routed_scaling={config.routed_scaling} must be above 0; 1 is none.")
+    if config.capacity_factor is not None and not config.capacity_factor > 0:
+        raise ValueError(
+            f"capacity_factor={config.capacity_factor} must be above 0; None drops nothing."
+        )
+    if config.bias_update_rate < 0:
+        raise ValueError(
+            f"bias_update_rate={config.bias_update_rate} must not be negative; 0 keeps the bias."
+        )
+    _check_groups(config)
+
+
+def _check_groups(config: Any) -> None:
+    groups, topk = config.num_expert_groups, config.expert_groups_per_token
+    if not 1 <= topk <= groups:
+        raise ValueError(
+            f"expert_groups_per_token={topk} must lie in 1..num_expert_groups={groups}."
+        )
+    if groups == 1:
+        return
+    if config.num_experts % groups:
+        raise ValueError(
+            f"num_expert_groups={groups} does not divide num_experts={config.num_experts}: "
+            "groups are of equal size."
+        )
+    if config.experts_per_token % topk:
+        raise ValueError(
+            f"expert_groups_per_token={topk} does not divide experts_per_token="
+            f"{config.experts_per_token}: a group is judged by its best "
+            "experts_per_token / expert_groups_per_token scores."
+        )
+    if config.experts_per_token // topk > config.num_experts // groups:
+        raise ValueError(
+            f"experts_per_token={config.experts_per_token} are more than expert_groups_per_token="
+            f"{topk} groups of {config.num_experts // groups} experts hold: allow more groups."
+        )

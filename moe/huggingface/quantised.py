@@ -1,0 +1,225 @@
+"""Tensors that a checkpoint holds in few bits, read as the float32 numbers that they stand for.
+
+Two forms: "fp8", e4m3 numbers with a float32 factor for each block of 128 x 128 (DeepSeek-V3,
+Qwen3-FP8), and "mxfp4", e2m1 numbers with a power of two for each 32 (experts of gpt-oss). Both are
+exact: what is multiplied has at most four digits.
+
+References:
+  DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3. https://arxiv.org/abs/2412.19437
+  Open Compute Project, "OCP Microscaling Formats (MX) Specification", 2023, version 1.0.
+"""
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+import numpy as np
+
+from moe.huggingface.options import Options
+
+Slices = tuple[slice, ...]
+
+FP8, MXFP4 = "fp8", "mxfp4"
+FP8_SCALES, MXFP4_BLOCKS, MXFP4_SCALES = "_scale_inv", "_blocks", "_scales"
+"""What the names of their tensors end with, after that of the tensor that they stand for."""
+E4M3 = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+E2M1 = np.concatenate([E2M1, -E2M1])
+"""The numbers that a byte, and half a byte, stand for."""
+GROUP = 32
+"""Numbers that share a power of two in "mxfp4"."""
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """How a checkpoint says that its tensors are held.
+
+    Args:
+      method: "fp8" or "mxfp4".
+      block: rows and columns of the blocks of "fp8".
+    """
+
+    method: str
+    block: tuple[int, int] = (128, 128)
+
+
+def read_quantisation(options: Options) -> Quantisation | None:
+    """What ``quantization_config`` says; None where there is none.
+
+    Raises:
+      ValueError: for another form than those that can be read.
+    """
+    given = options.take("quantization_config", default=None)
+    if given is None:
+        return None
+    own = Options(given if isinstance(given, dict) else {}, "quantization_config")
+    method = own.take("quant_method", default=None)
+    if method not in (FP8, MXFP4):
+        raise options.unsupported("quantization_config", given, f"{FP8} and {MXFP4}, or none")
+    # Which tensors are held so their names say.
+    own.take("modules_to_not_convert", "ignored_layers", default=None)
+    if method == MXFP4:
+        own.finish()
+        return Quantisation(MXFP4)
+    own.demand("fmt", "e4m3", default="e4m3")
+    # How others round activations when they serve it; here they are computed as they are.
+    for name in ("activation_scheme", "scale_fmt"):
+        own.take(name, default=None)
+    block = own.take("weight_block_size", default=None)
+    own.finish()
+    if not (
+        isinstance(block, list)
+        and len(block) == 2
+        and all(type(size) is int and size > 0 for size in block)
+    ):
+        raise options.unsupported(
+            "quantization_config", given, "a factor for each block: weight_block_size of two sizes"
+        )
+    return Quantisation(FP8, (block[0], block[1]))
+
+
+class Source(Protocol):
+    """A tensor that can be read in parts.
+
+    Attributes:
+      shape: of the tensor.
+      kind: its type, in the words of safetensors.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def kind(self) -> str: ...
+
+    def read(self, where: Slices) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A tensor as it is.
+
+    Args:
+      file: an open file.
+      path: of the file.
+    """
+
+    file: Any
+    path: Path
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.file.get_slice(self.name).get_shape())
+
+    @property
+    def kind(self) -> str:
+        return self.file.get_slice(self.name).get_dtype()
+
+    def read(self, where: Slices) -> np.ndarray:
+        return self.file.get_slice(self.name)[where]
+
+    def bytes(self) -> np.ndarray:
+        """A tensor of one-byte numbers as its bytes, which are read where they are looked at: the
+        reader of safetensors has no such types for NumPy."""
+        with self.path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            begin, _ = json.loads(file.read(size))[self.name]["data_offsets"]
+        return np.memmap(self.path, np.uint8, "r", 8 + size + begin, self.shape)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Of "fp8": ``[row, column]`` bytes, and a factor for each block.
+
+    Args:
+      block: rows and columns of a block.
+    """
+
+    numbers: Plain
+    scales: Plain
+    block: tuple[int, int]
+    kind: str = "F32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.numbers.shape
+
+    def read(self, where: Slices) -> np.ndarray:
+        values, of_blocks, within = E4M3[self.numbers.bytes()[where]], [], []
+        for part, size, length in zip(where, self.block, self.shape, strict=True):
+            start, stop, _ = part.indices(length)
+            first = start // size
+            of_blocks.append(slice(first, -(-stop // size)))
+            within.append(np.arange(start, stop) // size - first)
+        scales = self.scales.read(tuple(of_blocks)).astype(np.float32)
+        return values * scales[np.ix_(*within)]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Of "mxfp4": ``[expert, out, group, 16]`` bytes of two numbers each, the lower half first, and
+    the exponent of each group; as ``[expert, in, out]``."""
+
+    numbers: Plain
+    scales: Plain
+    kind: str = "F32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, out, groups = self.numbers.shape[:3]
+        return experts, groups * GROUP, out
+
+    def read(self, where: Slices) -> np.ndarray:
+        experts, inward, out = where
+        start, stop, _ = inward.indices(self.shape[1])
+        first = start // GROUP
+        groups = slice(first, -(-stop // GROUP))
+        halves = self.numbers.read((experts, out, groups, slice(None)))
+        values = E2M1[np.stack([halves & 15, halves >> 4], axis=-1)]
+        exponents = self.scales.read((experts, out, groups)).astype(np.int32) - 127
+        values = np.ldexp(values.reshape(*halves.shape[:3], GROUP), exponents[..., None])
+        values = values.reshape(*halves.shape[:2], -1)
+        return values[..., start - first * GROUP : stop - first * GROUP].swapaxes(1, 2)
+
+
+def sources_of(plain: Mapping[str, Plain], quantisation: Quantisation | None) -> dict[str, Source]:
+    """All tensors of a checkpoint by name, those in few bits under that of what they stand for.
+
+    Raises:
+      ValueError: where the factors of one are of another number than its blocks.
+    """
+    found: dict[str, Source] = dict(plain)
+    if quantisation is None:
+        return found
+    if quantisation.method == FP8:
+        for name in [name for name in plain if name + FP8_SCALES in plain]:
+            numbers, scales = plain[name], plain[name + FP8_SCALES]
+            if numbers.kind != "F8_E4M3" or len(numbers.shape) != 2:
+                continue
+            counts = zip(numbers.shape, quantisation.block, strict=True)
+            _demand(scales, tuple(-(-length // size) for length, size in counts))
+            found[name] = Blocks(numbers, scales, quantisation.block)
+            del found[name + FP8_SCALES]
+        return found
+    for blocks in [name for name in plain if name.endswith(MXFP4_BLOCKS)]:
+        name = blocks.removesuffix(MXFP4_BLOCKS)
+        numbers, scales = plain[blocks], plain.get(name + MXFP4_SCALES)
+        if scales is None or numbers.kind != "U8" or numbers.shape[3:] != (GROUP // 2,):
+            continue
+        _demand(scales, numbers.shape[:3])
+        found[name] = Groups(numbers, scales)
+        del found[blocks], found[name + MXFP4_SCALES]
+    return found
+
+
+def _demand(scales: Plain, shape: tuple[int, ...]) -> None:
+    if scales.shape != shape:
+        raise ValueError(
+            f"{scales.path}: {scales.name} is {scales.shape}, not {shape}, a factor for each "
+            "block: take the files and the config.json of one checkpoint."
+        )

@@ -1,0 +1,80 @@
+"""A block: the attention term and the feed-forward term, each with its norms."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from moe.attention.latent import LatentCore
+from moe.attention.layer import CoreAttention, attention, norm_after, norm_before
+from moe.config import ModelConfig
+from moe.experts.dispatch.choice import dispatch
+from moe.experts.feed_forward import dense_term
+from moe.remat import STREAM
+from moe.router.capacity import capacity_of
+from moe.router.layer import route
+from moe.router.statistics import RouterStatistics
+from moe.tokens.packing import PackedBatch
+from moe.weights import Layer
+from sharding.collectives import own_shard, vary
+from sharding.folding import FoldedMesh
+
+
+def feed_forward(
+    layer: Layer[Array],
+    x: Float[Array, "local d_model"],
+    packed: PackedBatch,
+    config: ModelConfig,
+    mesh: FoldedMesh,
+) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
+    """The feed-forward term of a block: routed experts, the dense or shared expert, or both.
+
+    Args:
+      x: the residual stream, this rank's shard.
+      packed: all the gathered tokens; padding is never routed and never counted.
+    """
+    h = norm_before(x, layer.norm, config)
+    # Experts take the shards as they are: between attention's tp and the experts' ep nothing moves
+    # (MoE parallel folding).
+    out, stats = jnp.zeros_like(h), None
+    if layer.experts is not None:
+        routing, stats = route(layer.experts, h, packed, config, mesh)
+        buffer_factor = config.execution.buffer_factor
+        routed, overflow = dispatch(
+            layer.experts,
+            h,
+            routing,
+            mesh,
+            capacity=capacity_of(packed.zigzag, config, mesh),
+            implementation=config.execution.dispatch,
+            product=config.execution.experts,
+            buffer_factor=buffer_factor,
+            chunks=config.execution.expert_chunks,
+            exchange_rate=config.execution.exchange_rate,
+            wire=config.execution.activation_wire,
+            activation=config.activation,
+        )
+        if buffer_factor is not None:
+            stats = replace(stats, overflow=vary(overflow.astype(jnp.float32), mesh.axes))
+        out = out + routed
+    beside = dense_term(layer, h, mesh, config.activation)
+    out = out if beside is None else out + beside
+    return norm_after(out, layer.norm, layer.out_norm, config), stats
+
+
+def block(
+    layer: Layer[Array],
+    x: Float[Array, "local d_model"],
+    packed: PackedBatch,
+    core_attention: CoreAttention | LatentCore,
+    config: ModelConfig,
+    mesh: FoldedMesh,
+    number: int | Int[Array, ""],
+) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
+    """One block, of that number in the network."""
+    positions = own_shard(packed.positions, mesh.cp)
+    x = x + attention(layer.attention, x, positions, core_attention, config, mesh, number)
+    x = checkpoint_name(x, STREAM)
+    out, stats = feed_forward(layer, x, packed, config, mesh)
+    return x + out, stats

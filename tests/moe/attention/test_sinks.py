@@ -1,0 +1,145 @@
+"""Attention sinks: a score of each head that no key has, in every form of core attention."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from programs import jit, mesh_of, on_mesh
+from tiers import full_but
+
+from moe.attention import blocking
+from moe.attention.cached import cached_attention
+from moe.attention.core import core_attention
+from moe.attention.mask import Marks, Mask
+from moe.config import ModelConfig
+from moe.decoding import StepCore
+from moe.execution import Execution
+from moe.tokens.packing import pack_rows
+
+BATCH, TIME, HEADS, KV_HEADS, HEAD_DIM, V_HEAD_DIM, SCALE = 3, 12, 8, 4, 6, 5, 0.4
+LENGTHS, WINDOW = np.array([12, 7, 10]), 5
+
+
+def arrays():
+    """Queries, keys, values, sinks, and what a sum weighs what is read by."""
+    draw = np.random.default_rng(0)
+    shapes = [(HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, V_HEAD_DIM)]
+    given = [draw.normal(size=(BATCH, TIME, *shape)) for shape in shapes]
+    weight = draw.normal(size=(BATCH, TIME, HEADS, V_HEAD_DIM)) * valid()[..., None, None]
+    return [jnp.asarray(x, jnp.float32) for x in (*given, draw.normal(size=HEADS), weight)]
+
+
+def valid():
+    return np.arange(TIME)[None] < LENGTHS[:, None]
+
+
+def by_definition():
+    """float64, key by key."""
+    query, key, value, sinks, _ = (np.asarray(x, np.float64) for x in arrays())
+    out = np.zeros((BATCH, TIME, HEADS, V_HEAD_DIM))
+    for row, time, head in np.ndindex(BATCH, TIME, HEADS):
+        if not valid()[row, time]:
+            continue
+        own, seen = head // (HEADS // KV_HEADS), slice(max(time - WINDOW + 1, 0), time + 1)
+        powers = np.exp(SCALE * key[row, seen, own] @ query[row, time, head])
+        out[row, time, head] = powers @ value[row, seen, own] / (powers.sum() + np.exp(sinks[head]))
+    return out
+
+
+def mask():
+    place = jnp.broadcast_to(jnp.arange(TIME), (BATCH, TIME))
+    marks = Marks(place, place, jnp.asarray(valid(), jnp.int32))
+    return Mask(marks, marks, WINDOW, causal=True, single=True)
+
+
+@cache
+def outcome(name):
+    """What is read and its gradients, on one device."""
+
+    def run(query, key, value, sinks, weight):
+        def attend(*given):
+            return core_attention(*given[:3], mask(), SCALE, name, sinks=given[3])
+
+        out, back = jax.vjp(attend, query, key, value, sinks)
+        return out, *back(weight)
+
+    return jax.device_get(jit(run)(*arrays()))
+
+
+def test_a_sink_takes_its_part_of_every_softmax():
+    np.testing.assert_allclose(
+        outcome("plain")[0] * valid()[..., None, None], by_definition(), atol=1e-6
+    )
+
+
+def test_blocks_are_all_scores_at_once(monkeypatch):
+    # Several blocks of queries and of keys.
+    monkeypatch.setattr(blocking, "QUERIES", 4)
+    monkeypatch.setattr(blocking, "KEYS", 8)
+    seen = valid()[..., None, None]
+    for found, expected in zip(outcome("blocked"), outcome("plain"), strict=True):
+        if found.ndim == 4:
+            found, expected = found * seen, expected * seen
+        np.testing.assert_allclose(found, expected, atol=2e-6)
+    assert np.abs(outcome("plain")[4]).min() > 1e-3
+
+
+def test_a_step_reads_what_the_whole_sequence_does():
+    query, key, value, sinks, _ = arrays()
+    place = LENGTHS - 1
+    rows = np.arange(BATCH)
+    column = np.arange(TIME)[None]
+    visible = (column <= place[:, None]) & (column > place[:, None] - WINDOW)
+    found = cached_attention(
+        query[rows, place],
+        jnp.moveaxis(key, 1, 3),
+        jnp.moveaxis(value, 1, 2),
+        jnp.asarray(visible),
+        SCALE,
+        sinks,
+    )
+    np.testing.assert_allclose(found, by_definition()[rows, place], atol=1e-6)
+
+
+@pytest.mark.parametrize("context", full_but(["gather blocked", "ring", "ulysses"], "ring"))
+def test_devices_of_a_sequence_read_what_one_does(context):
+    way, _, attention = context.partition(" ")
+    mesh = mesh_of("tp2 cp2")
+    config = ModelConfig(
+        2,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        execution=Execution(context=way, attention=attention or None),
+    )
+    tokens = jnp.zeros((BATCH, TIME), jnp.int32)
+    packed = pack_rows(tokens, jnp.asarray(valid()), mesh, config)
+    query, key, value, sinks, weight = arrays()
+    flat = [packed.zigzag.flatten(x) for x in (query, key, value, weight)]
+
+    def local(query, key, value, weight, sinks):
+        own = pack_rows(tokens, jnp.asarray(valid()), mesh, config)
+        attend = own.core_attention_of_layer(0, WINDOW)
+        out, back = jax.vjp(lambda *x: attend(*x[:3], SCALE, x[3]), query, key, value, sinks)
+        return out, *back(weight)
+
+    by_token, by_head = P(mesh.cp, mesh.tp), P(mesh.tp)
+    run = on_mesh(local, mesh, (*[by_token] * 4, by_head), (*[by_token] * 4, by_head))
+    *heads, of_sinks = run(*flat, sinks)
+    found = [np.asarray(packed.zigzag.restore(jnp.asarray(jax.device_get(x)))[0]) for x in heads]
+    seen = valid()[..., None, None]
+    for ours, expected in zip(found, outcome("plain"), strict=False):
+        np.testing.assert_allclose(ours * seen, expected * seen, atol=3e-6)
+    np.testing.assert_allclose(of_sinks, outcome("plain")[4], atol=3e-6)
+
+
+def test_what_knows_no_sinks_says_so():
+    query, key, value, sinks, _ = arrays()
+    with pytest.raises(ValueError, match="'xla' cannot serve here: its softmax has no attention"):
+        core_attention(query, key, value, mask(), implementation="xla", sinks=sinks)
+    config = ModelConfig(2, attention_sinks=True, execution=Execution(decode_attention="mosaic"))
+    buffers = jnp.zeros((1, 2, 24, 8)), jnp.zeros((1, 2, 8, 24))
+    with pytest.raises(ValueError, match="decode_attention='mosaic' has no attention sinks"):
+        StepCore(config, 0, *buffers, jnp.zeros(1, jnp.int32), jnp.ones(1, bool))
