@@ -15,6 +15,7 @@ EXPERIMENTS = ROOT / "experiments"
 FORMULA = re.compile(
     r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL
 )  # what pymdownx.arithmatex makes of TeX
+FLAG = re.compile(r"<code>(--[\w-]{2,26}(?: [\w.]{1,8})?)</code>")
 
 
 def on_files(files: Files, config) -> Files:
@@ -39,8 +40,10 @@ def on_page_markdown(markdown: str, **_) -> str:
 
 
 def on_page_content(html: str, **_) -> str:
-    """Each reference of a docstring ends with its address, and the next begins on its own line."""
+    """Formulas; flags, which stay in one piece; and of a docstring's references, each of which ends
+    with its address, the next begins on its own line."""
     html = FORMULA.sub(mathml, html)
+    html = FLAG.sub(r'<code class="flag">\1</code>', html)
     return re.sub(
         r'<details class="references".*?</details>',
         lambda found: found[0].replace("</a>\n", "</a><br>\n"),
