@@ -1,6 +1,7 @@
 """The site as it is read: built once, each page opened wide and narrow in a real browser."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -58,9 +59,6 @@ SEARCH = """new Promise((done, failed) => {
 })"""
 
 
-EMPTY = b'{"config": {"lang": ["en"], "separator": " "}, "docs": []}'
-
-
 class Quiet(SimpleHTTPRequestHandler):
     """Serves files and says nothing. Each page reads the whole index again, which takes longer than
     the page: it is empty until `index` is true."""
@@ -70,10 +68,12 @@ class Quiet(SimpleHTTPRequestHandler):
     def do_GET(self):
         if self.index or not self.path.endswith("/search_index.json"):
             return super().do_GET()
+        content = json.loads(Path(self.translate_path(self.path)).read_text())
+        empty = json.dumps(content | {"docs": []}).encode()
         self.send_response(200)
-        self.send_header("Content-Length", str(len(EMPTY)))
+        self.send_header("Content-Length", str(len(empty)))
         self.end_headers()
-        self.wfile.write(EMPTY)
+        self.wfile.write(empty)
 
     def log_message(self, *_):
         pass
