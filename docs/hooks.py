@@ -1,13 +1,21 @@
-"""What the site shows of files that are kept elsewhere, and how references are laid out."""
+"""What the site shows of files that are kept elsewhere, how references are laid out, and formulas:
+TeX between dollars becomes MathML, which browsers draw without a script or a font of ours."""
 
+import html as entities
 import re
 from pathlib import Path
 
+from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 VECTORS = ROOT / "tests" / "vectors"
 NOTEBOOKS = ROOT / "notebooks"
+EXPERIMENTS = ROOT / "experiments"
+FORMULA = re.compile(
+    r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL
+)  # what pymdownx.arithmatex makes of TeX
+FLAG = re.compile(r"<code>(--[\w-]{2,26}(?: [\w.]{1,8})?)</code>")
 
 
 def on_files(files: Files, config) -> Files:
@@ -15,6 +23,9 @@ def on_files(files: Files, config) -> Files:
         files.append(File.generated(config, f"vectors/{path.name}", abs_src_path=str(path)))
     for path in sorted(NOTEBOOKS.glob("*.ipynb")):
         files.append(File.generated(config, f"notebooks/{path.name}", abs_src_path=str(path)))
+    for path in sorted([*EXPERIMENTS.rglob("*.md"), *EXPERIMENTS.rglob("*.png")]):
+        name = path.relative_to(ROOT).as_posix()
+        files.append(File.generated(config, name, abs_src_path=str(path)))
     return files
 
 
@@ -29,10 +40,20 @@ def on_page_markdown(markdown: str, **_) -> str:
 
 
 def on_page_content(html: str, **_) -> str:
-    """Each reference of a docstring ends with its address, and the next begins on its own line."""
+    """Formulas; flags, which stay in one piece; and of a docstring's references, each of which ends
+    with its address, the next begins on its own line."""
+    html = FORMULA.sub(mathml, html)
+    html = FLAG.sub(r'<code class="flag">\1</code>', html)
     return re.sub(
         r'<details class="references".*?</details>',
         lambda found: found[0].replace("</a>\n", "</a><br>\n"),
         html,
         flags=re.DOTALL,
     )
+
+
+def mathml(found: re.Match[str]) -> str:
+    """A formula as elements that the browser lays out; one on lines of its own may scroll."""
+    display = "block" if found[1] == "div" else "inline"
+    drawn = convert(entities.unescape(found[2]).strip(), display=display)
+    return f'<div class="formula">{drawn}</div>' if display == "block" else drawn

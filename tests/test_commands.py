@@ -103,6 +103,7 @@ def test_there_are_commands():
     # Without arguments.
     alone = {
         "pytest",
+        "venv",
         "sharding.planner.validation.calibration",
         "sharding.planner.serving.published",
     }

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 import jrl
+from jrl.report.metrics import describe
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -62,6 +63,45 @@ def test_places_are_functions_and_not_the_files_of_those_names():
 def test_every_call_on_the_pages_exists():
     for call in re.findall(r"\bjrl\.(\w+)\(", PAGES):
         assert call in jrl.__all__, call
+
+
+def test_every_page_has_its_place_in_the_navigation():
+    listed = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1])
+    pages = [page.relative_to(ROOT / "docs") for page in DOCS]
+    pages += [page.relative_to(ROOT) for page in (ROOT / "experiments").rglob("*.md")]
+    assert sorted(listed) == sorted(map(str, pages))
+
+
+def test_what_is_said_of_metrics_is_of_metrics_that_there_are():
+    page = (ROOT / "docs" / "reading.md").read_text()
+    groups = r"actor|critic|data|moe|perf|response_length|reward|sampling|timing_s|training|val"
+    names = set(re.findall(rf"`((?:{groups}|verifier|dynamic_sampling)/[\w/@*]+)`", page))
+    assert len(names) > 30
+    for name in names:
+        assert describe(name.replace("*", "any").replace("NAME", "any")), name
+
+
+def test_errors_that_are_explained_are_errors_of_the_library():
+    """A message in "it says" has a phrase of the sources in it, or is a part of one."""
+    phrases = {
+        phrase.strip()
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        for piece in (node.values if isinstance(node, ast.JoinedStr) else [node])
+        if isinstance(piece, ast.Constant) and isinstance(piece.value, str)
+        for phrase in (piece.value, *re.split(r"[:;,.(]", piece.value))
+    }
+    phrases = {text for text in phrases if len(text) >= 10 and " " in text}
+    pages = ("docs/troubleshooting.md", "docs/several_machines.md")
+    rows = "\n".join((ROOT / page).read_text() for page in pages).splitlines()
+    cells = [row.split(" | ")[0] for row in rows if row.startswith("| `")]
+    said = [part for cell in cells for part in cell.split("`") if " " in part.strip(", ")]
+    said = [message for message in said if not message.startswith(", ")]
+    assert len(said) > 40
+    foreign = {"No module named jrl"}
+    for message in said:
+        known = any(text in message or message in text for text in phrases)
+        assert known or message in foreign, message
 
 
 def docstring_lines(path):

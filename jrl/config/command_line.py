@@ -83,6 +83,12 @@ def start_jax(devices: int | None, processes: Processes = ALONE) -> None:
         jax.devices()
     except RuntimeError as error:
         raise ValueError(f"JAX cannot start: {' '.join(str(error).split())}") from error
+    except AssertionError as error:  # JAX's, of JAX_PLATFORMS=cuda where it sees no NVIDIA GPU
+        asked = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+        raise ValueError(
+            f"JAX cannot start: it finds no device for JAX_PLATFORMS={asked!r}: leave that out, or "
+            "see with nvidia-smi whether this machine shows its GPUs."
+        ) from error
     if has_joined:
         look_over()
 

@@ -67,19 +67,23 @@ class Chromium:
                     raise RuntimeError(f"{method}: {answer['error']}")
                 return answer["result"]
 
-    def open(self, page: Path, width: int, height: int, *, dark: bool = False) -> None:
-        """Loads a file and waits until it stands."""
+    def open(self, page: Path | str, width: int, height: int, *, dark: bool = False) -> None:
+        """Loads a file, or an address, and waits until it stands."""
+        self.resize(width, height)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self._seen.clear()
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
+        while "Page.loadEventFired" not in self._seen:
+            self._message()
+        self.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 50)))")
+
+    def resize(self, width: int, height: int) -> None:
+        """Gives the page another size."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             **{"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600},
         )
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self._seen.clear()
-        self.call("Page.navigate", url=page.as_uri())
-        while "Page.loadEventFired" not in self._seen:
-            self._message()
-        self.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 50)))")
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression, awaited."""

@@ -105,6 +105,17 @@ def test_devices_that_are_there_will_do():
         start_jax(17)
 
 
+def test_a_platform_that_is_not_there_is_one_line(monkeypatch):
+    """JAX itself ends in an assertion without a word where it sees no NVIDIA GPU."""
+
+    def devices():
+        raise AssertionError
+
+    monkeypatch.setattr(jax, "devices", devices)
+    with pytest.raises(ValueError, match=r"JAX cannot start: it finds no device .*nvidia-smi"):
+        start_jax(None)
+
+
 @pytest.fixture
 def no_cache():
     """JAX without a folder for its cache, as a user's process starts."""
