@@ -48,35 +48,73 @@ class ChatTemplate:
         # What a template cannot do without; the rest of its names are those of the special tokens.
         self._names = {"tools": None, "documents": None, **tokenizer.named_tokens}
 
-    def render(self, messages: Sequence[tuple[str, str]]) -> str:
+    def render(self, messages: Sequence[tuple[str, str]], tools: Sequence[str] = ()) -> str:
         """The text of a conversation up to where the network takes over.
 
         Args:
           messages: role and content of each.
+          tools: schemas of functions that may be called, as JSON texts.
 
         Raises:
           ValueError: when the template refuses the conversation, or fails.
         """
         conversation = [{"role": role, "content": content} for role, content in messages]
+        names = dict(self._names)
+        if tools:
+            names["tools"] = [json.loads(tool) for tool in tools]
         try:
-            return self._template.render(
-                messages=conversation, add_generation_prompt=True, **self._names
-            )
+            return self._template.render(messages=conversation, add_generation_prompt=True, **names)
         except Exception as error:  # a template is a program, which may fail in any way
             raise ValueError(
                 f"the chat template refuses the messages {_short(messages)}: {error}. Change them, "
                 "or give --chat-template a file of your own."
             ) from error
 
-    def encode(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+    def encode(self, messages: Sequence[tuple[str, str]], tools: Sequence[str] = ()) -> list[int]:
         """The tokens of `render`.
 
         Raises:
           ValueError: as for `render`, and for what the tokenizer does not know.
         """
+        mark, _ = _unused(messages)
+        return self._tokens(self.render(self._cut(messages, mark), tools), mark)
+
+    def answer(
+        self,
+        before: Sequence[tuple[str, str]],
+        after: Sequence[tuple[str, str]],
+        tools: Sequence[str] = (),
+    ) -> list[int]:
+        """The tokens between a turn of the network and its next, as the template lays them out
+        behind the stop token that ended the turn, whatever it makes of what stands before.
+
+        Args:
+          before: messages up to that turn, which is the last.
+          after: what answers it.
+
+        Raises:
+          ValueError: as for `encode`, and where the template does not write the turn.
+        """
+        mark, turn = _unused([*before, *after])
+        said = [*self._cut(before[:-1], mark), (before[-1][0], turn), *self._cut(after, mark)]
+        rendered = self.render(said, tools)
+        if rendered.count(turn) != 1:
+            raise ValueError(
+                f"the chat template writes the turn before {_short(after)} "
+                f"{rendered.count(turn)} times, and once is needed to find what follows it: give "
+                "--chat-template a file of your own."
+            )
+        ids = self._tokens(rendered.partition(turn)[2], mark)
+        # The network has written its end itself, where the template writes one.
+        stops = [place for place, token in enumerate(ids) if token in self._tokenizer.stop_ids]
+        return ids[stops[0] + 1 :] if stops else ids
+
+    def _cut(self, messages: Sequence[tuple[str, str]], mark: str) -> list[tuple[str, str]]:
+        """The messages with the mark in each special token that they spell."""
         special = self._tokenizer.special_tokens
-        mark = _unused("".join(part for message in messages for part in message))
-        rendered = self.render([(role, _cut(text, special, mark)) for role, text in messages])
+        return [(role, _cut(text, special, mark)) for role, text in messages]
+
+    def _tokens(self, rendered: str, mark: str) -> list[int]:
         ids: list[int] = []
         for part in rendered.split(mark):
             ids += self._tokenizer.encode_special(part) if part else []
@@ -88,10 +126,11 @@ def _cut(text: str, special: Mapping[str, int], mark: str) -> str:
     return re.sub(special_pattern(special), lambda found: mark.join(found[0]), text)
 
 
-def _unused(text: str) -> str:
-    """A character that the text does not have."""
-    used = set(text)
-    return next(chr(code) for code in PRIVATE_USE if chr(code) not in used)
+def _unused(messages: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    """Two characters that the messages do not have."""
+    used = set("".join(part for message in messages for part in message))
+    first, second, *_ = (chr(code) for code in PRIVATE_USE if chr(code) not in used)
+    return first, second
 
 
 def _compiled(source: str, day: datetime) -> Any:
