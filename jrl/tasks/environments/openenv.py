@@ -8,7 +8,7 @@ package itself is that of the environment:
         prompts = [{"seed": seed} for seed in range(500)]
 
         def environment(self, seed):
-            client = BlackjackEnv(base_url="http://localhost:8000").sync()
+            client = BlackjackEnv(base_url="http://localhost:8000")
             return OpenEnvironment(client, action=Move, text=str, seed=seed)
 """
 

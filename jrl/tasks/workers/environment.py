@@ -67,7 +67,11 @@ class Conversations:
             self._awaited(environment.reset())
         found: Message = {}
         for text in said[told:]:
-            given = self._awaited(environment.step({"role": "assistant", "content": text}))
+            try:
+                given = self._awaited(environment.step({"role": "assistant", "content": text}))
+            except Exception:
+                self._close(environment)
+                raise
             found = outcome(given)
             if "failure" in found or found["done"]:
                 self._close(environment)
