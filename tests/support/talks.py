@@ -76,11 +76,12 @@ def talking_setup(task=None, recipe=None, **changes) -> Setup:
     task = echo() if task is None else task
     tokenizer = Tokenizer.train_characters(task.characters)
     model = replace(small_setup().model, vocab_size=tokenizer.vocab_size)
-    return small_setup(
-        recipe,
-        small_run(task=task.name, **changes),
+    return replace(
+        small_setup(recipe),
+        run=small_run(task=task.name, **changes),
         task=task,
         tokenizer=tokenizer,
         model=model,
         response_length=RESPONSE,
+        mesh=small_setup(run=small_run(layout=changes.get("layout", "dp1"))).mesh,
     )

@@ -45,11 +45,12 @@ class Turns:
 
     @property
     def rewards_before_end(self) -> tuple[tuple[int, float], ...]:
-        """Those of turns that others followed: the last turn's is a part of the score alone."""
+        """Those of turns after which the conversation went on: the reward of the turn that ended it
+        is a part of the score alone."""
         if self.verdict is None or self.verdict.reason in FAILURES:
             return ()
-        last = max((place for place, _ in self.rewards), default=-1)
-        return tuple((place, x) for place, x in self.rewards if x and place < last)
+        answered = {begin - 1 for begin, _ in self.answers}
+        return tuple((place, x) for place, x in self.rewards if x and place in answered)
 
     def of_policy(self, length: int) -> np.ndarray:
         """``[length]`` bool; which tokens of the response the policy wrote."""

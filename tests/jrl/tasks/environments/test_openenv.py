@@ -60,7 +60,8 @@ def test_an_episode(kind):
         assert isinstance(made, Environment)
         return made
 
-    conversations = Conversations(make, asyncio.new_event_loop().run_until_complete)
+    loop = asyncio.new_event_loop()
+    conversations = Conversations(make, loop.run_until_complete)
     assert conversations.opened({"seed": 5}) == [["user", "5 left"]]
     said = ["2"]
     first = conversations.answer(1, {"seed": 5}, said)
@@ -71,3 +72,4 @@ def test_an_episode(kind):
     said.append("3")
     assert conversations.answer(1, {"seed": 5}, said)["done"]
     assert all(client.closed for client in clients) and len(clients) == 2
+    loop.close()
