@@ -86,29 +86,66 @@ class ChatTemplate:
                 "or give --chat-template a file of your own."
             ) from error
 
-    def render(self, messages: Sequence[tuple[str, str]]) -> str:
+    def render(self, messages: Sequence[tuple[str, str]], tools: Sequence[str] = ()) -> str:
         """The text of a conversation up to where the network takes over.
 
         Args:
           messages: role and content of each.
+          tools: schemas of functions that may be called, as JSON texts.
 
         Raises:
           ValueError: when the template refuses the conversation, or fails.
         """
         conversation = [{"role": role, "content": content} for role, content in messages]
-        return self.write(conversation, opened=True)
+        return self.write(conversation, [json.loads(t) for t in tools] or None, opened=True)
 
-    def encode(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+    def encode(self, messages: Sequence[tuple[str, str]], tools: Sequence[str] = ()) -> list[int]:
         """The tokens of `render`.
 
         Raises:
           ValueError: as for `render`, and for what the tokenizer does not know.
         """
-        special = self._tokenizer.special_tokens
         mark = unused("".join(part for message in messages for part in message))
-        rendered = self.render(
-            [(role, cut_specials(text, special, mark)) for role, text in messages]
-        )
+        return self._tokens(self.render(self._cut(messages, mark), tools), mark)
+
+    def answer(
+        self,
+        before: Sequence[tuple[str, str]],
+        after: Sequence[tuple[str, str]],
+        tools: Sequence[str] = (),
+    ) -> list[int]:
+        """The tokens between a turn of the network and its next, as the template lays them out
+        behind the stop token that ended the turn, whatever it makes of what stands before.
+
+        Args:
+          before: messages up to that turn, which is the last.
+          after: what answers it.
+
+        Raises:
+          ValueError: as for `encode`, and where the template does not write the turn.
+        """
+        text = "".join(part for message in (*before, *after) for part in message)
+        mark = unused(text)
+        turn = unused(text + mark)
+        said = [*self._cut(before[:-1], mark), (before[-1][0], turn), *self._cut(after, mark)]
+        rendered = self.render(said, tools)
+        if rendered.count(turn) != 1:
+            raise ValueError(
+                f"the chat template writes the turn before {_short(after)} "
+                f"{rendered.count(turn)} times, and once is needed to find what follows it: give "
+                "--chat-template a file of your own."
+            )
+        ids = self._tokens(rendered.partition(turn)[2], mark)
+        # The network has written its end itself, where the template writes one.
+        stops = [place for place, token in enumerate(ids) if token in self._tokenizer.stop_ids]
+        return ids[stops[0] + 1 :] if stops else ids
+
+    def _cut(self, messages: Sequence[tuple[str, str]], mark: str) -> list[tuple[str, str]]:
+        """The messages with the mark in each special token that they spell."""
+        special = self._tokenizer.special_tokens
+        return [(role, cut_specials(text, special, mark)) for role, text in messages]
+
+    def _tokens(self, rendered: str, mark: str) -> list[int]:
         ids: list[int] = []
         for part in rendered.split(mark):
             ids += self._tokenizer.encode_special(part) if part else []

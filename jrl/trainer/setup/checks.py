@@ -26,6 +26,21 @@ def check_may_be_stale(recipe: Recipe, max_staleness: int) -> None:
         )
 
 
+def check_may_converse(run: RunConfig, recipe: Recipe) -> None:
+    """Refuses what would carry a conversation over from one step to another: its environment is no
+    part of a checkpoint."""
+    if isinstance(recipe.collection, Windows):
+        raise ValueError(
+            f"task={run.task} has conversations, which {recipe.name} would go on with in another "
+            "step, and their environments are not saved: choose another recipe."
+        )
+    if run.max_staleness:
+        raise ValueError(
+            f"max_staleness={run.max_staleness} saves rows that are under way, and task={run.task} "
+            "has environments, which are not saved: leave out --max-staleness."
+        )
+
+
 def check_fits(
     tokenizer: Tokenizer,
     model: ModelConfig,

@@ -19,8 +19,10 @@ from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.recipe import Recipe
 from jrl.recipes.supervised.sft import Sft
 from jrl.rollout.collection.collect import sampling_of
+from jrl.rollout.conversations.engine import ConversationEngine
 from jrl.rollout.decoding.disaggregated import DisaggregatedEngine
 from jrl.rollout.decoding.engine import SlotEngine
+from jrl.rollout.decoding.protocol import RolloutEngine
 from jrl.rollout.resharding import mesh_apart, rollout_mesh
 from jrl.rollout.sampler import Sampler
 from jrl.rollout.split import split_mesh
@@ -28,7 +30,7 @@ from jrl.tasks import Task, load_task
 from jrl.tasks.data.chats import Chats, load_chats
 from jrl.tasks.data.records import Fields
 from jrl.tasks.data.split import parse_heldout
-from jrl.tasks.parts import part_names
+from jrl.tasks.parts import has_environments, part_names
 from jrl.text.learned import ChatFormat
 from jrl.text.load import load_tokenizer
 from jrl.text.prompt_format import (
@@ -40,7 +42,7 @@ from jrl.text.prompt_format import (
 )
 from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, SupervisedObjective
-from jrl.trainer.setup.checks import check_fits, check_may_be_stale
+from jrl.trainer.setup.checks import check_fits, check_may_be_stale, check_may_converse
 from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.lengths import check_answers, fitted_prompts, response_length
 from jrl.trainer.setup.network import check_served, network_of, with_dispatch
@@ -103,6 +105,13 @@ class Setup:
             )
         if self.run.max_staleness:
             check_may_be_stale(self.recipe, self.run.max_staleness)
+        if has_environments(self.task):
+            check_may_converse(self.run, self.recipe)
+        elif self.run.max_turns is not None:
+            raise ValueError(
+                f"max_turns={self.run.max_turns} bounds the turns of conversations, and "
+                f"task={self.run.task} has none: leave it out."
+            )
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -162,7 +171,9 @@ class Setup:
           seed: of what is drawn; None is that of the run.
         """
         randomness = self.randomness if seed is None else Randomness(seed)
-        engine = self._engine(randomness)
+        engine: RolloutEngine = self._engine(randomness)
+        if has_environments(self.task):
+            engine = ConversationEngine(engine, self.task, self.format, self.run.max_turns)
         return Sampler(engine, self.task, self.format, self.prompt_length, self.response_length)
 
     def _engine(self, randomness: Randomness) -> SlotEngine:
