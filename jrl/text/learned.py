@@ -95,9 +95,9 @@ def encode_chat(format: PromptFormat, chat: Chat, *, last: bool = False) -> Enco
 
 def _turns(format: PromptFormat, chat: Chat) -> list[Turn]:
     """The turns, with the system prompt of the run where they have none."""
-    if format.system_prompt is None or chat.turns[0]["role"] in ("system", "developer"):
-        return list(chat.turns)
-    return [{"role": "system", "content": format.system_prompt}, *chat.turns]
+    if format.system_prompt is None or chat.conversation[0]["role"] in ("system", "developer"):
+        return list(chat.conversation)
+    return [{"role": "system", "content": format.system_prompt}, *chat.conversation]
 
 
 def _joined(parts: list[Part], tokenizer: Tokenizer) -> Encoded | None:
@@ -127,17 +127,17 @@ def _joined(parts: list[Part], tokenizer: Tokenizer) -> Encoded | None:
 def _plain(format: PromptFormat, chat: Chat) -> list[Part]:
     """Without a template."""
     encode, end = format.tokenizer.encode, format.tokenizer.eos_id
-    if any(turn.get("tool_calls") for turn in chat.turns) or chat.tools is not None:
+    if any(turn.get("tool_calls") for turn in chat.conversation) or chat.schemas is not None:
         raise ValueError(
             "it has tools, and the model no chat template to write them with: give "
             "--chat-template FILE"
         )
     before = [*format.tokenizer.prefix]
     if chat.is_pair:
-        question, answer = (turn["content"] for turn in chat.turns)
+        question, answer = (turn["content"] for turn in chat.conversation)
         return [([*before, *encode(question)], False), ([*encode(answer), end], True)]
     parts: list[Part] = [(before, False)]
-    for number, turn in enumerate(chat.turns):
+    for number, turn in enumerate(chat.conversation):
         opened = ("\n" if number else "") + turn["role"] + ": "
         if turn["role"] == "assistant":
             parts += [(encode(opened), False), ([*encode(turn["content"]), end], True)]
@@ -153,10 +153,10 @@ def _written(
     (`jrl.text.chat.ChatTemplate`)."""
     tokenizer, turns = format.tokenizer, _turns(format, chat)
     texts: list[str] = []
-    _changed([turns, chat.tools], lambda text: (texts.append(text), text)[1])
+    _changed([turns, chat.schemas], lambda text: (texts.append(text), text)[1])
     everything, special = "".join(texts), tokenizer.special_tokens
     mark = unused(everything)
-    turns, tools = _changed([turns, chat.tools], lambda text: cut_specials(text, special, mark))
+    turns, tools = _changed([turns, chat.schemas], lambda text: cut_specials(text, special, mark))
     if template.marks:
         if BEGIN in everything or END in everything:
             raise ValueError("it has U+FDD0 or U+FDD1, which are no characters: leave them out")

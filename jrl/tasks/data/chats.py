@@ -36,21 +36,21 @@ class Chat(Example):
     of its last one where that alone is learned, and `answer` is that turn.
 
     Attributes:
-      turns: all of it.
-      tools: descriptions of tools, for the template; None without.
+      conversation: all of it.
+      schemas: descriptions of tools, as the record has them; None without.
       place: where it is from, for messages.
       number: counts the conversations of a task.
     """
 
-    turns: tuple[Turn, ...] = field(default=(), compare=False, repr=False)
-    tools: Any = field(default=None, compare=False, repr=False)
+    conversation: tuple[Turn, ...] = field(default=(), compare=False, repr=False)
+    schemas: list[Any] | None = field(default=None, compare=False, repr=False)
     place: str = field(default="", compare=False)
     number: int = field(default=-1, compare=False)
 
     @property
     def is_pair(self) -> bool:
         """Whether it is a question and an answer, and nothing else."""
-        return [turn["role"] for turn in self.turns] == ["user", "assistant"]
+        return [turn["role"] for turn in self.conversation] == ["user", "assistant"]
 
 
 class Chats(PromptList):
@@ -61,7 +61,7 @@ class Chats(PromptList):
 
     def _measure(self, examples: Sequence[Example]) -> None:
         super()._measure(examples)
-        texts = [str(turn["content"]) for chat in self.chats for turn in chat.turns]
+        texts = [str(turn["content"]) for chat in self.chats for turn in chat.conversation]
         # What tells the turns of a conversation apart where no template writes it.
         roles = () if all(chat.is_pair for chat in self.chats) else (": \n", *ROLES)
         self.characters = "".join(sorted(set().union(*texts, *roles)))
@@ -189,12 +189,14 @@ def chat_of(
             "turn, or leave the record out"
         )
     first = spoken[-1] if last else spoken[0]
+    schemas = _tools(record.get("tools"), place)
     return Chat(
         prompt=_readable(turns[:first]),
         answer=turns[first]["content"],
         record={key: value for key, value in record.items() if key != fields.prompt},
-        turns=turns,
-        tools=_tools(record.get("tools"), place),
+        conversation=turns,
+        schemas=schemas,
+        tools=tuple(json.dumps(schema) for schema in schemas or ()),
         place=place,
         number=number,
     )
@@ -234,16 +236,21 @@ def _turn(turn: Any, place: str) -> dict[str, Any]:
     return {**kept, "content": _text(turn, "content", place)}
 
 
-def _tools(value: Any, place: str) -> Any:
+def _tools(value: Any, place: str) -> list[Any] | None:
     """The tools of a record; a text is JSON, as tables have it."""
-    if not isinstance(value, str):
-        return value or None
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f'{place}: field "tools" is a text and no JSON ({error}): write a list of tools'
-        ) from error
+    value = value.tolist() if hasattr(value, "tolist") else value  # of numpy
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f'{place}: field "tools" is a text and no JSON ({error}): write a list of tools'
+            ) from error
+    if not value:
+        return None
+    if not isinstance(value, list):
+        raise ValueError(f'{place}: field "tools" is {_short(value)}: write a list of tools')
+    return value
 
 
 def _readable(turns: Sequence[Turn]) -> str:

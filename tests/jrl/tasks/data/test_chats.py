@@ -15,18 +15,19 @@ CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}], "
 
 def test_what_a_record_may_hold():
     chat = chat_of({"messages": [ASKED, SAID, ASKED, {**SAID, "content": "four"}]}, "f:1")
-    assert (chat.prompt, chat.answer, len(chat.turns)) == ("2+2?", "4", 4)
+    assert (chat.prompt, chat.answer, len(chat.conversation)) == ("2+2?", "4", 4)
     chat = chat_of({"messages": [ASKED, SAID, ASKED, {**SAID, "content": "four"}]}, "f", last=True)
     assert (chat.prompt, chat.answer) == ("user: 2+2?\nassistant: 4\nuser: 2+2?", "four")
     for record in ({"prompt": "2+2?", "completion": "4"}, {"prompt": "2+2?", "answer": 4}):
-        assert chat_of(record, "f:1").turns == (ASKED, SAID) and chat_of(record, "f:1").is_pair
+        assert chat_of(record, "f:1").conversation == (ASKED, SAID) and chat_of(record, "f:1").is_pair
     # As reinforcement reads it, and as tables have it: every field in every row.
     chat = chat_of({"messages": [ASKED], "answer": 4, "prompt": None, "tools": '[{"n": 1}]'}, "f:1")
-    assert chat.turns == (ASKED, SAID) and chat.tools == [{"n": 1}]
+    assert chat.conversation == (ASKED, SAID) and chat.schemas == [{"n": 1}]
+    assert chat.tools == ('{"n": 1}',)
     chat = chat_of(
         {"turns": [ASKED, CALL, {"role": "tool", "content": "4"}]}, "f", Fields("", "", "turns")
     )
-    assert chat.turns[1] == {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
+    assert chat.conversation[1] == {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
 
 
 @pytest.mark.parametrize(
