@@ -19,7 +19,8 @@ def test_what_a_record_may_hold():
     chat = chat_of({"messages": [ASKED, SAID, ASKED, {**SAID, "content": "four"}]}, "f", last=True)
     assert (chat.prompt, chat.answer) == ("user: 2+2?\nassistant: 4\nuser: 2+2?", "four")
     for record in ({"prompt": "2+2?", "completion": "4"}, {"prompt": "2+2?", "answer": 4}):
-        assert chat_of(record, "f:1").conversation == (ASKED, SAID) and chat_of(record, "f:1").is_pair
+        chat = chat_of(record, "f:1")
+        assert chat.conversation == (ASKED, SAID) and chat.is_pair
     # As reinforcement reads it, and as tables have it: every field in every row.
     chat = chat_of({"messages": [ASKED], "answer": 4, "prompt": None, "tools": '[{"n": 1}]'}, "f:1")
     assert chat.conversation == (ASKED, SAID) and chat.schemas == [{"n": 1}]
@@ -27,7 +28,8 @@ def test_what_a_record_may_hold():
     chat = chat_of(
         {"turns": [ASKED, CALL, {"role": "tool", "content": "4"}]}, "f", Fields("", "", "turns")
     )
-    assert chat.conversation[1] == {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
+    called = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
+    assert chat.conversation[1] == called
 
 
 @pytest.mark.parametrize(
