@@ -210,7 +210,7 @@ def _chats(kind: str, path: str, fields: Fields, last: bool, first: int) -> list
 
 
 def _turns(record: Mapping[str, Any], name: str, place: str) -> tuple[dict[str, Any], ...]:
-    value = record.get(name)
+    value: Any = record.get(name)
     value = value.tolist() if hasattr(value, "tolist") else value  # of numpy
     if not isinstance(value, list) or not value:
         raise ValueError(

@@ -41,6 +41,6 @@ def print_conversation(setup: Setup, console: Console) -> None:
     own = rows.encoded[training_chats(chats, 0, 1)[0].number]
     decode = setup.tokenizer.decode_special
     console.print("The first conversation as the network reads it", style="bold")
-    console.print(Text(decode(own.ids)), highlight=False, soft_wrap=True)
+    console.print(Text(decode(own.ids.tolist())), highlight=False, soft_wrap=True)
     console.print("What is learned of it", style="bold")
-    console.print(Text(decode(own.ids[own.learned])), highlight=False, soft_wrap=True)
+    console.print(Text(decode(own.ids[own.learned].tolist())), highlight=False, soft_wrap=True)

@@ -89,7 +89,7 @@ def test_a_template_that_writes_a_beginning_otherwise_is_refused(tokenizer):
         encode_chat(format_of(tokenizer, FORGETFUL), chat)
     # Of the last turn it says what the assistant wrote.
     found = encode_chat(format_of(tokenizer, FORGETFUL), chat, last=True)
-    said = tokenizer.decode_special(found.ids[found.learned])
+    said = tokenizer.decode_special(found.ids[found.learned].tolist())
     assert said == f"<think></think> yes{TURN}"
     with pytest.raises(ValueError, match=r"f:8: the chat template refuses .*no turn for a tool"):
         tool = {"role": "tool", "content": "4"}

@@ -78,6 +78,7 @@ def assert_same(found, expected):
     )
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_a_plain_oracle(task, packed):
     """Each conversation alone, its softmax in float64, the mean over all learned tokens."""
     setup = setup_of(task)
