@@ -121,7 +121,8 @@ def _backward(scale, residuals, out_gradient):
     grads = attend_gradient(query, key, value, mask, log_sum, mean, out_gradient, scale)
     given = zip(grads, (query, key, value), strict=True)
     of_heads = (gradient.astype(x.dtype) for gradient, x in given)
-    return *of_heads, sinks_gradient(sinks, log_sum, mean), None
+    of_sinks = None if sinks is None else sinks_gradient(sinks, log_sum, mean)
+    return *of_heads, of_sinks, None
 
 
 _attend.defvjp(_forward, _backward)
@@ -138,16 +139,14 @@ def beside_sinks(
 
 
 def sinks_gradient(
-    sinks: Float[Array, "heads"] | None, log_sum: PerQuery, mean: PerQuery
-) -> Float[Array, "heads"] | None:
+    sinks: Float[Array, "heads"], log_sum: PerQuery, mean: PerQuery
+) -> Float[Array, "heads"]:
     """That of a key without a value: ``-sum p D``.
 
     Args:
       log_sum: with the sinks.
       mean: `slope_mean`.
     """
-    if sinks is None:
-        return None
     through = jnp.exp(_of_queries(sinks, log_sum) - log_sum) * mean
     return -jnp.sum(through, axis=(0, -1)).reshape(-1)
 

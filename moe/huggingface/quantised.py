@@ -14,7 +14,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -82,6 +82,7 @@ def read_quantisation(options: Options) -> Quantisation | None:
     return Quantisation(FP8, (block[0], block[1]))
 
 
+@runtime_checkable
 class Source(Protocol):
     """A tensor that can be read in parts.
 

@@ -18,6 +18,7 @@ from moe.decoding import KEY_COLUMN, decode_step, prefill
 from moe.execution import Execution
 from moe.experts.dispatch.choice import dispatch
 from moe.kernels import decode_attention as kernels
+from moe.layers import block
 from moe.layers.depth import parts_of
 from moe.placement import specs
 from moe.weights import shapes
@@ -263,7 +264,7 @@ def test_a_step_sends_its_few_tokens_at_once(monkeypatch):
         chunks.append(options["chunks"])
         return dispatch(*given, **options)
 
-    monkeypatch.setattr(model, "dispatch", noting)
+    monkeypatch.setattr(block, "dispatch", noting)
     config, mesh = replace(CONFIG, execution=Execution(expert_chunks=2)), mesh_of("dp1")
     jax.eval_shape(stepwise(config, mesh), random_weights(config, 0), *batch())
     layers = config.num_expert_layers

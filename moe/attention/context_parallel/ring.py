@@ -234,12 +234,16 @@ def _backward(plan, residuals, out_gradient):
         # And home.
         of_own += shift(of_theirs + jnp.concatenate(more, axis=-1), plan.axes)
     of_key, of_value = apart(of_own)
+    of_sinks = None
+    if sinks is not None:
+        parts = zip(log_sums, means, strict=True)
+        of_sinks = sum(sinks_gradient(sinks, *part) for part in parts)
     of_query = plan.zigzag.join(*(in_heads(x) for x in of_queries))
     return (
         of_query.astype(query.dtype),
         of_key.astype(key.dtype),
         of_value.astype(value.dtype),
-        None if sinks is None else sum(map(partial(sinks_gradient, sinks), log_sums, means)),
+        of_sinks,
         None,
         None,
     )
