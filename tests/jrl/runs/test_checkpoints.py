@@ -219,6 +219,7 @@ def test_a_kill_while_saving_leaves_a_whole_checkpoint(tmp_path, milliseconds):
     assert [entry.name for entry in tmp_path.iterdir()] == [str(step + 1)]
 
 
+@pytest.mark.slow
 def test_saving_and_restoring_says_nothing(tmp_path):
     program = """
 import sys, warnings

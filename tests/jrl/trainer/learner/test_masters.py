@@ -132,7 +132,7 @@ def test_steps_equal_those_written_by_hand():
     setup = setup_on()
     optimizer, batch = setup.networks.policy.optimizer, small_batch(setup, ROWS)
     gradient = gradient_by_hand(setup, batch)
-    halves = [jax.tree.map(lambda x, n=n: x[n : n + 4], batch) for n in (0, 4)]
+    halves = [jax.tree.map(lambda x, n=n: np.asarray(x)[n : n + 4], batch) for n in (0, 4)]
     master = jax.device_get(random_weights(setup, setup.model))
     first = second = jax.tree.map(np.zeros_like, master)
     for number, (learner, _) in enumerate(three_steps(setup)[0]):
