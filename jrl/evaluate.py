@@ -141,7 +141,7 @@ def _configuration(request: Request, folder: RunFolder | None) -> tuple[RunConfi
         # imitate here, and need none.
         fresh = RunConfig()
         names = ("held_out", "reward", "reward_weights", "prompt_length")
-        names = (*names, "prompt_field", "answer_field", "messages_field")
+        names = (*names, "prompt_field", "answer_field", "messages_field", "max_turns")
         run = replace(
             run,
             task=request.task,

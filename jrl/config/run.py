@@ -199,7 +199,11 @@ class RunConfig:
     """Tokens that prompts are padded to; None fits the task's longest."""
     response_length: int | None = None
     """Limit of a completion in tokens; None is a quarter above the task's longest answer, and for
-    hf:DIR 1024 or what the checkpoint's positions leave."""
+    hf:DIR 1024 or what the checkpoint's positions leave. Of a conversation it bounds the tokens of
+    both sides together."""
+    max_turns: int | None = None
+    """Turns of the policy in a conversation at most; None leaves its end to the environment, and to
+    the response length."""
 
     load_balance_coef: float | None = None
     """Weight of the load-balancing loss of each sequence; None is the preset's, 0 for hf:DIR."""
@@ -303,6 +307,8 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value} must not be negative: 0 is none.")
+        if self.max_turns is not None and self.max_turns < 1:
+            raise ValueError(f"max_turns={self.max_turns} must be at least 1.")
         if self.sample_tokens < 0:
             raise ValueError(f"sample_tokens={self.sample_tokens} must not be negative: 0 is none.")
         if self.max_staleness < 0:

@@ -16,7 +16,7 @@ from jrl.recipes.base.actor_critic import ActorCritic
 from jrl.recipes.base.batch import Batch, Targets, Totals, given
 from jrl.recipes.base.imitation import imitation_of_correct
 from jrl.recipes.base.recipe import Metrics
-from jrl.recipes.base.token_rewards import terminal_rewards
+from jrl.recipes.base.token_rewards import rewards_of_turns
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Vapo(ActorCritic):
 
     def targets(self, batch: Batch[Array]) -> Targets[Array]:
         mask, values = batch.mask, given(batch.old_values)
-        rewards = terminal_rewards(given(batch.rewards), mask)
+        rewards = rewards_of_turns(batch)
         lam = self.policy_lambda(given(batch.lengths))
         # Decoupled GAE (VC-PPO): the policy trades bias for variance, the critic must not.
         advantages, _ = gae(rewards, values, mask, gamma=self.gamma, lam=lam)

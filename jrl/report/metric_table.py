@@ -294,6 +294,12 @@ TABLE: tuple[Metric, ...] = (
     Metric("verifier/*", "Responses whose verdict gave this reason, in this step.", "count"),
     Metric("reward/*", "Mean of this part of the reward, unweighted, where given.", "reward"),
     Metric(
+        "conversation/*",
+        "Turns of the policy and tokens of the environment, means over conversations; and the "
+        "share of them that --max-turns ended.",
+        "turns, tokens, fraction",
+    ),
+    Metric(
         "task/*",
         "Accuracy, mean score and number of completions of one task of a mixture, in this step.",
         "fraction, score, count",
@@ -305,6 +311,7 @@ TABLE: tuple[Metric, ...] = (
     ),
     # Evaluation on held-out prompts.
     Metric("val/reward/*", "As reward, of the sampled held-out responses.", "reward"),
+    Metric("val/conversation/*", "As conversation, of sampled held-out responses.", "as of those"),
     Metric("val/task/*", "As task, of held-out responses, sampled and greedy.", "as of task"),
     Metric(
         "val/accuracy/sampled",

@@ -104,6 +104,9 @@ def batch_from_host(
 ) -> Batch[Array]:
     """`batch_of` for trajectories that were taken off the mesh, bit for bit the same.
 
+    Of conversations the mask is that of the policy's tokens; where turns before the last have
+    rewards, they lie on the last token of each.
+
     Args:
       pad_id: fills what is not a token.
       no_expert: stands where no choice of experts is recorded.
@@ -115,11 +118,16 @@ def batch_from_host(
     tokens = np.full(shape, pad_id, np.int32)
     valid, mask = np.zeros(shape, bool), np.zeros(shape, bool)
     behaviour_logprobs, old_logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    turn_rewards = np.zeros(shape, np.float32)
     for row, trajectory in enumerate(trajectories):
         request, sampled = trajectory.request, trajectory.sampled
         begin, end = prompt_length - len(request.tokens), prompt_length + len(sampled.tokens)
         tokens[row, begin:end], valid[row, begin:end] = request.ids, True
         mask[row, prompt_length:end] = counts[row]
+        if (turns := request.turns) is not None:
+            mask[row, prompt_length:end] &= turns.of_policy(len(sampled.tokens))
+            for place, reward in turns.rewards_before_end:
+                turn_rewards[row, prompt_length + place] = reward
         behaviour_logprobs[row, prompt_length:end] = sampled.behaviour_logprobs
         old_logprobs[row, prompt_length:end] = sampled.old_logprobs
         if choices is not None:
@@ -132,6 +140,7 @@ def batch_from_host(
         old_logprobs=old_logprobs,
         truncated=np.array([t.finish == "length" for t in trajectories]),
         choices=choices,
+        turn_rewards=turn_rewards if turn_rewards.any() else None,
     )
     return to_devices(batch, over_rows(mesh))
 

@@ -1,4 +1,4 @@
-"""Completions by the parts of their rewards, and by the tasks of a mixture."""
+"""Completions by the parts of their rewards, by their turns, and by the tasks of a mixture."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -16,6 +16,20 @@ def part_means(completions: Sequence[Completion]) -> dict[str, float]:
         for name, value in () if verdict is None or verdict.parts is None else verdict.parts:
             values[name].append(value)
     return {f"reward/{name}": float(np.mean(found)) for name, found in sorted(values.items())}
+
+
+def of_conversations(completions: Sequence[Completion]) -> dict[str, float]:
+    """``conversation/...`` over the completions that are conversations: turns of the policy, tokens
+    of the environment, and the share that the limit of turns ended."""
+    given = (completion.trajectory.request.turns for completion in completions)
+    turns = [each for each in given if each is not None]
+    if not turns:
+        return {}
+    return {
+        "conversation/turns": float(np.mean([len(each.said) for each in turns])),
+        "conversation/answer_tokens": float(np.mean([each.num_answer_tokens for each in turns])),
+        "conversation/turn_limit": float(np.mean([each.turn_limit for each in turns])),
+    }
 
 
 def per_task(completions: Sequence[Completion], way: str | None = None) -> dict[str, float]:

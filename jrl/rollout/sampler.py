@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from jrl.processes.agreement import broadcast_from_main, is_main_process, is_multiprocess
+from jrl.rollout.conversations.turns import Turns
 from jrl.rollout.decoding.protocol import RolloutEngine
 from jrl.rollout.decoding.requests import Request, Trajectory
 from jrl.rollout.sampling import Sampling
 from jrl.tasks import Example, Task, Verdict
+from jrl.tasks.parts import environments_of
 from jrl.text.prompt_format import PromptFormat
 from jrl.text.prompts import conversation, encode_prompt, text_of
 
@@ -70,6 +72,9 @@ class Completion:
             record["rewards"] = dict(self.verdict.parts)
         if self.example.task:
             record["task"] = self.example.task
+        if (turns := self.trajectory.request.turns) is not None:
+            record["messages"] = [{"role": role, "content": x} for role, x in turns.messages]
+            record["turn_rewards"] = [reward for _, reward in turns.rewards]
         if format.template is not None:
             ids = [*map(int, self.trajectory.request.tokens), *map(int, self.trajectory.response)]
             record["conversation"] = conversation(format.tokenizer, ids)
@@ -87,8 +92,15 @@ def correct_of(completions: Sequence[Completion]) -> np.ndarray:
 
 
 def lengths_of(completions: Sequence[Completion]) -> np.ndarray:
-    """``[completions]`` sampled tokens."""
+    """``[completions]`` tokens of responses."""
     return np.array([completion.length for completion in completions], np.int32)
+
+
+def sampled_lengths_of(completions: Sequence[Completion]) -> np.ndarray:
+    """``[completions]`` those of them that the policy sampled."""
+    turns = [completion.trajectory.request.turns for completion in completions]
+    answers = [0 if each is None else each.num_answer_tokens for each in turns]
+    return lengths_of(completions) - np.array(answers, np.int32)
 
 
 def accuracy(completions: Sequence[Completion]) -> float:
@@ -114,7 +126,7 @@ class Unverified:
         self, trajectories: list[Trajectory], examples: list[Example], texts: list[str]
     ) -> None:
         """More of them; nothing is asked about those that are not finished."""
-        ended = [place for place, t in enumerate(trajectories) if t.finish != "window"]
+        ended = [place for place, t in enumerate(trajectories) if _to_verify(t)]
         verdicts = None
         # By the first process: an answer that timed out there did so for all.
         if is_main_process():
@@ -148,10 +160,22 @@ class Unverified:
         given = [verdict for future in futures for verdict in future.result()]
         verdicts = iter(_shared(given) if taken else [])
         return [
-            Completion(*row, None if row[0].finish == "window" else next(verdicts))
+            Completion(*row, next(verdicts) if _to_verify(row[0]) else _given(row[0]))
             for trajectories, examples, texts, _ in taken
             for row in zip(trajectories, examples, texts, strict=True)
         ]
+
+
+def _to_verify(trajectory: Trajectory) -> bool:
+    """Whether the task's verifier has a say: it has none of responses that go on, nor of
+    conversations, which environments score."""
+    return trajectory.finish != "window" and trajectory.request.turns is None
+
+
+def _given(trajectory: Trajectory) -> Verdict | None:
+    """The verdict of a conversation; None of a response that goes on."""
+    turns = trajectory.request.turns
+    return None if turns is None else turns.verdict
 
 
 class Sampler:
@@ -230,20 +254,31 @@ class Sampler:
         self, drawn: Unverified, trajectories: list[Trajectory], examples: Mapping[int, Example]
     ) -> None:
         """Begins to have trajectories verified, those that are finished."""
-        texts = [text_of(self.format.tokenizer, t.response) for t in trajectories]
+        texts = [self._text(t) for t in trajectories]
         drawn.add(trajectories, [examples[t.request.prompt] for t in trajectories], texts)
 
     def requests(self, examples: Mapping[int, Example], num_samples: int) -> list[Request]:
         """What an engine is asked for, the samples of a prompt in a row."""
-        return [
-            Request(number, sample, ids, self.response_length)
-            for number, ids in ((n, self.encoded(example)) for n, example in examples.items())
-            for sample in range(num_samples)
-        ]
+        requests = []
+        for number, example in examples.items():
+            ids, turns = self.encoded(example), None
+            if environments_of(self.task, example) is not None:
+                turns = Turns(example)
+            requests += [
+                Request(number, sample, ids, self.response_length, turns=turns)
+                for sample in range(num_samples)
+            ]
+        return requests
 
     def encoded(self, example: Example) -> np.ndarray:
         """The ids of its prompt."""
         return np.array(encode_prompt(self.format, example, self.prompt_length), np.int32)
+
+    def _text(self, trajectory: Trajectory) -> str:
+        turns = trajectory.request.turns
+        if turns is not None:
+            return turns.text
+        return text_of(self.format.tokenizer, trajectory.response)
 
 
 def in_order(

@@ -35,8 +35,8 @@ class Endless(Protocol):
     @property
     def characters(self) -> str: ...
 
-    def prompts(self, random: Random) -> Record:
-        """Draws a record; all its randomness comes from `random`."""
+    def prompts(self, random: Random) -> Record | Example:
+        """Draws a record, or the example of one; all its randomness comes from `random`."""
         ...
 
     @property

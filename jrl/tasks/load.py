@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from jrl.tasks.builtin.addition import addition
+from jrl.tasks.builtin.calculator import Calculator
 from jrl.tasks.builtin.countdown import countdown
+from jrl.tasks.builtin.guess import Guess
 from jrl.tasks.builtin.progression import progression
 from jrl.tasks.builtin.scratchpad import MIN_DIGITS, scratchpad
 from jrl.tasks.builtin.sort import sort
@@ -18,11 +20,14 @@ from jrl.tasks.data.files import KINDS
 from jrl.tasks.data.jsonl import jsonl, prompts_of
 from jrl.tasks.data.records import Fields
 from jrl.tasks.data.split import HeldOut, parse_heldout
+from jrl.tasks.environments.definition import is_conversing
+from jrl.tasks.environments.host import LocalHost, Scoring, WorkerHost
+from jrl.tasks.environments.task import Conversational, Opened
 from jrl.tasks.gym import gym
 from jrl.tasks.mixture import Mixture, Weighted
 from jrl.tasks.own import own_prompts
 from jrl.tasks.procedural import ProceduralTask
-from jrl.tasks.references import looks_like_one, reference, sources
+from jrl.tasks.references import Reference, looks_like_one, reference, sources
 from jrl.tasks.rewards.own import OwnReward
 from jrl.tasks.rewards.rewarded import Named, Prompts, Rewarded, Weighing
 from jrl.tasks.rewards.settings import OWN, RewardSettings, parse_weights
@@ -35,6 +40,8 @@ BUILT_IN: dict[str, Callable[[int], ProceduralTask]] = {
     "countdown": countdown,
     "progression": progression,
 }
+CONVERSATIONS: dict[str, Callable[[], Any]] = {"guess": Guess, "calculator": Calculator}
+"""Definitions of tasks whose environments answer the policy."""
 OUTSIDE = (*KINDS, "gym")
 MIXED = re.compile(r"\s\+\s")
 WEIGHT = re.compile(r"(\d+(?:\.\d+)?)\s+(\S.*)", re.DOTALL)
@@ -60,6 +67,7 @@ def load_task(
     Args:
       spec: ``sort``, ``addition``, ``scratchpad``, ``scratchpad:DIGITS`` or
         ``scratchpad:MIN-MAX`` (operands up to so long), ``countdown``, ``progression``,
+        ``guess``, ``calculator``,
         ``jsonl:PATH``, ``parquet:PATH``, ``dataset:DIR``, ``gym:NAME``, ``gym:NAME,OPTION=VALUE``,
         ``path/to/file.py:make`` or ``package.module:make``; or several of them mixed,
         ``3 sort + 1 countdown``, where a weight that is left out is 1.
@@ -118,7 +126,7 @@ def _weighted(text: str) -> tuple[float, str]:
 def _kind(spec: str) -> str | None:
     """The kind of a task of the library, None of any other."""
     kind, _, rest = spec.partition(":")
-    if spec in BUILT_IN or (kind in OUTSIDE and rest):
+    if spec in BUILT_IN or spec in CONVERSATIONS or (kind in OUTSIDE and rest):
         return kind
     return "scratchpad" if kind == "scratchpad" and rest else None
 
@@ -142,6 +150,9 @@ class _Loader:
         kind, _, rest = spec.partition(":")
         if _kind(spec) is None and looks_like_one(spec):
             return self._own(spec)
+        if spec in CONVERSATIONS:
+            self._check_environment_rewards(spec)
+            return self._of_environment(spec)
         if not self._settings.rewards:
             self._check_no_weights()
             return self._of_library(spec)
@@ -156,6 +167,8 @@ class _Loader:
     def _own(self, spec: str) -> Task:
         found = reference(spec, self._kept)
         made: Any = found.make()
+        if is_conversing(made):
+            return self._conversing(spec, found, made)
         prompts = own_prompts(found, made, self._seed, self._heldout)
         weighing = Weighing(getattr(made, "weights", {}), getattr(made, "full_marks", None))
         if self._settings.rewards and OWN not in self._settings.rewards:
@@ -163,6 +176,28 @@ class _Loader:
         seconds = self._settings.seconds
         own = OwnReward(found, makes=True, seconds=seconds, workers=self._workers)
         return self._rewarded(prompts, [Named(OWN, own)], weighing)
+
+    def _conversing(self, spec: str, found: Reference, made: Any) -> Task:
+        self._check_environment_rewards(spec)
+        settings = self._settings
+        host = WorkerHost(
+            found,
+            seconds=settings.seconds,
+            workers=self._workers,
+            scoring=Scoring(getattr(made, "full_marks", 1.0), settings.failed),
+        )
+        with ExitStack() as stack:
+            stack.callback(host.close)
+            prompts = own_prompts(found, made, self._seed, self._heldout, host)
+            stack.pop_all()
+        return Conversational(prompts, host)
+
+    def _check_environment_rewards(self, spec: str) -> None:
+        if self._settings.rewards or self._settings.weights:
+            raise ValueError(
+                f"task={spec} is rewarded by its environment: leave out --reward and "
+                "--reward-weights"
+            )
 
     def _rewarded(
         self,
@@ -215,13 +250,20 @@ class _Loader:
         if kind == "gym" and rest:
             name, options = _options(spec, rest)
             return gym(name, seed, workers=self._workers, options=options, heldout=heldout)
-        near = difflib.get_close_matches(kind, [*BUILT_IN, *OUTSIDE], n=3, cutoff=0.5)
+        names = [*BUILT_IN, *CONVERSATIONS]
+        near = difflib.get_close_matches(kind, [*names, *OUTSIDE], n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise ValueError(
-            f"task={spec!r} is unknown: {hint}The tasks are {', '.join(BUILT_IN)}, {FORMS}"
+            f"task={spec!r} is unknown: {hint}The tasks are {', '.join(names)}, {FORMS}"
         )
 
-    def _procedural(self, task: ProceduralTask) -> Task:
+    def _of_environment(self, spec: str) -> Task:
+        definition = CONVERSATIONS[spec]()
+        host = LocalHost(definition, Scoring(failed=self._settings.failed))
+        prompts = ProceduralTask(spec, self._seed, Opened(spec, definition, host))
+        return Conversational(self._procedural(prompts), host)
+
+    def _procedural(self, task: ProceduralTask) -> ProceduralTask:
         heldout = self._heldout
         if heldout.path is not None:
             raise ValueError(

@@ -5,6 +5,8 @@ from typing import Any
 from jrl.tasks.data.prompt_list import PromptList
 from jrl.tasks.data.records import check_sendable, example_of
 from jrl.tasks.data.split import HeldOut
+from jrl.tasks.environments.host import Host
+from jrl.tasks.environments.task import Opened, opened_example, tools_of
 from jrl.tasks.procedural import ProceduralTask
 from jrl.tasks.references import Reference
 from jrl.tasks.rewards.rewarded import Prompts
@@ -14,21 +16,26 @@ SIZES = ("max_prompt_length", "max_response_length", "characters")
 """What a task that draws its prompts must say of all that it can draw."""
 
 
-def own_prompts(reference: Reference, made: Any, seed: int, heldout: HeldOut) -> Prompts:
+def own_prompts(
+    reference: Reference, made: Any, seed: int, heldout: HeldOut, host: Host | None = None
+) -> Prompts:
     """The prompts of what a reference makes (`jrl.tasks.definition`).
 
     Args:
       made: by the reference.
       seed: picks the stream of prompts, or the order of the training examples.
+      host: of its environments, of a task that has some in place of a reward.
 
     Raises:
       ValueError: where it is no task, or a record of it is none.
     """
     name = reference.text
-    if not hasattr(made, "prompts") or not callable(getattr(made, "reward", None)):
+    judged = host is not None or callable(getattr(made, "reward", None))
+    if not hasattr(made, "prompts") or not judged:
         raise ValueError(
             f"task={name} makes a {type(made).__name__} without prompts or reward: give it "
-            "prompts, a list of records, and reward(prompt, completion, **record)"
+            "prompts, a list of records, and reward(prompt, completion, **record) or "
+            "environment(**record)"
         )
     if callable(made.prompts):
         missing = [size for size in SIZES if not hasattr(made, size)]
@@ -42,11 +49,13 @@ def own_prompts(reference: Reference, made: Any, seed: int, heldout: HeldOut) ->
                 f"held_out={heldout.path} is for a list of prompts, and task={name} draws its "
                 "own: give a share or a number"
             )
-        task = ProceduralTask(name, seed, made, heldout.count, heldout.share)
+        definition = made if host is None else Opened(name, made, host)
+        task = ProceduralTask(name, seed, definition, heldout.count, heldout.share)
         check_sendable(task.train(0), f"task={name}")
         return task
     apart = getattr(made, "heldout", None)
-    examples = _examples(made.prompts, f"task={name}: prompts")
+    tools = tools_of(made)
+    examples = _examples(made.prompts, f"task={name}: prompts", host, tools)
     if apart is None:
         return PromptList(name, examples, seed, heldout)
     if heldout != HeldOut():
@@ -54,18 +63,23 @@ def own_prompts(reference: Reference, made: Any, seed: int, heldout: HeldOut) ->
             f"task={name} has held-out prompts of its own, and --held-out asks for others: leave "
             "it out"
         )
-    return PromptList(name, examples, seed, apart=_examples(apart, f"task={name}: heldout"))
+    return PromptList(
+        name, examples, seed, apart=_examples(apart, f"task={name}: heldout", host, tools)
+    )
 
 
-def _examples(records: Any, place: str) -> list[Example]:
+def _examples(records: Any, place: str, host: Host | None, tools: tuple[str, ...]) -> list[Example]:
     examples: dict[str, Example] = {}
     for number, record in enumerate(records):
         record = {"prompt": record} if isinstance(record, str) else record
-        example = example_of(record, f"{place}[{number}]")
-        if example.prompt in examples:
+        if host is None:
+            example = example_of(record, f"{place}[{number}]")
+        else:
+            example = opened_example(record, f"{place}[{number}]", host, tools)
+        if example.identity in examples:
             raise ValueError(
                 f"{place}[{number}]: the prompt {example.prompt[:60]!r} again: keep one of the two"
             )
         check_sendable(example, f"{place}[{number}]")
-        examples[example.prompt] = example
+        examples[example.identity] = example
     return list(examples.values())

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jrl.tasks.data.prompt_list import PromptList
+from jrl.tasks.environments.host import Host
 from jrl.tasks.task import Example
 
 
@@ -26,6 +27,20 @@ def task_names(task: Any) -> tuple[str, ...]:
 def part_names(task: Any) -> tuple[str, ...]:
     """All parts of rewards that a verdict of a task can have; empty of a verifier's."""
     return getattr(task, "part_names", ())
+
+
+def environments_of(task: Any, example: Example) -> Host | None:
+    """Where the environment of an example lives; None where a completion is one turn."""
+    if names := task_names(task):
+        return environments_of(task.sources[names.index(example.task)], example)
+    return getattr(task, "environments", None)
+
+
+def has_environments(task: Any) -> bool:
+    """Whether any of a task's completions are conversations."""
+    if hasattr(task, "environments"):
+        return True
+    return any(has_environments(source) for source in getattr(task, "sources", ()))
 
 
 def leave_out(task: Any, fits: Callable[[Example], bool]) -> int:

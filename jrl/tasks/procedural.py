@@ -67,8 +67,11 @@ class ProceduralTask:
         check_index(index)
         random = generator(self.name, self.seed, part, index)
         while True:
-            example = example_of(self.definition.prompts(random), f"task={self.name}")
-            if is_heldout(example.prompt, self.heldout_share) == (part == "heldout"):
+            drawn = self.definition.prompts(random)
+            example = drawn
+            if not isinstance(drawn, Example):
+                example = example_of(drawn, f"task={self.name}")
+            if is_heldout(example.identity, self.heldout_share) == (part == "heldout"):
                 return example
 
 

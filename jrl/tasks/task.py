@@ -22,12 +22,17 @@ class Example:
 
     Attributes:
       prompt: what the policy is given; of a conversation its text for people. No two examples
-        share one.
+        share one, but for those that differ in what is hidden.
       answer: a gold completion, for a supervised warm start; others may score as much.
       messages: role and content of each message of a conversation, of which a chat template makes
         the prompt; empty where the prompt is a text.
       record: every field that its source has for it but the prompt, for rewards to read.
       task: the name of its task in a mixture of several, empty elsewhere.
+      turns: role and content of what follows the prompt in a gold conversation, the policy's first
+        and last, as "assistant"; empty where the answer is all of it.
+      hidden: what of the record the prompt does not show, of an example that an environment
+        answers; tells it from others with its prompt.
+      tools: that a chat template tells the policy of, as JSON texts of their schemas.
     """
 
     prompt: str
@@ -35,6 +40,14 @@ class Example:
     messages: tuple[tuple[str, str], ...] = ()
     record: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     task: str = field(default="", compare=False, repr=False)
+    turns: tuple[tuple[str, str], ...] = ()
+    hidden: str = ""
+    tools: tuple[str, ...] = ()
+
+    @property
+    def identity(self) -> str:
+        """What no two examples share."""
+        return f"{self.prompt}\0{self.hidden}" if self.hidden else self.prompt
 
 
 @dataclass(frozen=True)

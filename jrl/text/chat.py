@@ -15,6 +15,8 @@ from jrl.text.tokenizer import Tokenizer, special_pattern
 
 PRIVATE_USE = range(0xE000, 0xF900)
 """Characters that stand for nothing in Unicode."""
+BEGIN, END = "\ufdd0", "\ufdd1"
+"""Around what a template marks as the assistant's; no text has them, they are no characters."""
 
 
 def today() -> str:
@@ -44,63 +46,138 @@ class ChatTemplate:
         source, day = tokenizer.usage.chat_template, tokenizer.usage.chat_date
         assert source is not None
         self._tokenizer = tokenizer
-        self._template = _compiled(source, datetime.fromisoformat(day or "1970-01-01"))
+        began = datetime.fromisoformat(day or "1970-01-01")
+        self._template = _compiled(source, began)
+        self._marking = _compiled(source, began, (BEGIN, END)) if MARKED.search(source) else None
         # What a template cannot do without; the rest of its names are those of the special tokens.
         self._names = {"tools": None, "documents": None, **tokenizer.named_tokens}
 
-    def render(self, messages: Sequence[tuple[str, str]]) -> str:
+    @property
+    def marks(self) -> bool:
+        """Whether it says by ``{% generation %}`` what the assistant wrote."""
+        return self._marking is not None
+
+    def write(
+        self,
+        turns: Sequence[Mapping[str, Any]],
+        tools: Any = None,
+        *,
+        opened: bool = False,
+        marked: bool = False,
+    ) -> str:
+        """The text of a conversation with all the fields of its messages.
+
+        Args:
+          tools: descriptions of tools, None without.
+          opened: whether the assistant's next turn is begun.
+          marked: whether what the assistant wrote stands between `BEGIN` and `END`.
+
+        Raises:
+          ValueError: as for `render`.
+        """
+        template = self._marking if marked else self._template
+        names = self._names if tools is None else {**self._names, "tools": tools}
+        try:
+            return template.render(messages=list(turns), add_generation_prompt=opened, **names)
+        except Exception as error:  # a template is a program, which may fail in any way
+            said = [(turn.get("role"), turn.get("content")) for turn in turns]
+            raise ValueError(
+                f"the chat template refuses the messages {_short(said)}: {error}. Change them, "
+                "or give --chat-template a file of your own."
+            ) from error
+
+    def render(self, messages: Sequence[tuple[str, str]], tools: Sequence[str] = ()) -> str:
         """The text of a conversation up to where the network takes over.
 
         Args:
           messages: role and content of each.
+          tools: schemas of functions that may be called, as JSON texts.
 
         Raises:
           ValueError: when the template refuses the conversation, or fails.
         """
         conversation = [{"role": role, "content": content} for role, content in messages]
-        try:
-            return self._template.render(
-                messages=conversation, add_generation_prompt=True, **self._names
-            )
-        except Exception as error:  # a template is a program, which may fail in any way
-            raise ValueError(
-                f"the chat template refuses the messages {_short(messages)}: {error}. Change them, "
-                "or give --chat-template a file of your own."
-            ) from error
+        return self.write(conversation, [json.loads(t) for t in tools] or None, opened=True)
 
-    def encode(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+    def encode(self, messages: Sequence[tuple[str, str]], tools: Sequence[str] = ()) -> list[int]:
         """The tokens of `render`.
 
         Raises:
           ValueError: as for `render`, and for what the tokenizer does not know.
         """
+        mark = unused("".join(part for message in messages for part in message))
+        return self._tokens(self.render(self._cut(messages, mark), tools), mark)
+
+    def answer(
+        self,
+        before: Sequence[tuple[str, str]],
+        after: Sequence[tuple[str, str]],
+        tools: Sequence[str] = (),
+    ) -> list[int]:
+        """The tokens between a turn of the network and its next, as the template lays them out
+        behind the stop token that ended the turn, whatever it makes of what stands before.
+
+        Args:
+          before: messages up to that turn, which is the last.
+          after: what answers it.
+
+        Raises:
+          ValueError: as for `encode`, and where the template does not write the turn.
+        """
+        text = "".join(part for message in (*before, *after) for part in message)
+        mark = unused(text)
+        turn = unused(text + mark)
+        said = [*self._cut(before[:-1], mark), (before[-1][0], turn), *self._cut(after, mark)]
+        rendered = self.render(said, tools)
+        if rendered.count(turn) != 1:
+            raise ValueError(
+                f"the chat template writes the turn before {_short(after)} "
+                f"{rendered.count(turn)} times, and once is needed to find what follows it: give "
+                "--chat-template a file of your own."
+            )
+        ids = self._tokens(rendered.partition(turn)[2], mark)
+        # The network has written its end itself, where the template writes one.
+        stops = [place for place, token in enumerate(ids) if token in self._tokenizer.stop_ids]
+        return ids[stops[0] + 1 :] if stops else ids
+
+    def _cut(self, messages: Sequence[tuple[str, str]], mark: str) -> list[tuple[str, str]]:
+        """The messages with the mark in each special token that they spell."""
         special = self._tokenizer.special_tokens
-        mark = _unused("".join(part for message in messages for part in message))
-        rendered = self.render([(role, _cut(text, special, mark)) for role, text in messages])
+        return [(role, cut_specials(text, special, mark)) for role, text in messages]
+
+    def _tokens(self, rendered: str, mark: str) -> list[int]:
         ids: list[int] = []
         for part in rendered.split(mark):
             ids += self._tokenizer.encode_special(part) if part else []
         return ids
 
 
-def _cut(text: str, special: Mapping[str, int], mark: str) -> str:
+def cut_specials(text: str, special: Mapping[str, int], mark: str) -> str:
     """The text with the mark between the characters of each special token that it spells."""
     return re.sub(special_pattern(special), lambda found: mark.join(found[0]), text)
 
 
-def _unused(text: str) -> str:
+def unused(text: str) -> str:
     """A character that the text does not have."""
     used = set(text)
     return next(chr(code) for code in PRIVATE_USE if chr(code) not in used)
 
 
-def _compiled(source: str, day: datetime) -> Any:
+MARKED = re.compile(r"\{%[-+]?\s*generation\b")
+
+
+def _compiled(source: str, day: datetime, marks: tuple[str, str] | None = None) -> Any:
+    """The template.
+
+    Args:
+      marks: what it writes around its ``{% generation %}``; None writes nothing.
+    """
     if find_spec("jinja2") is None:
         raise ValueError(
             "the checkpoint has a chat template, which needs jinja2, and that is not installed: "
             'run pip install -e ".[hf]" in the clone, or give --chat-template none.'
         )
-    from jinja2 import TemplateError, TemplateSyntaxError
+    from jinja2 import TemplateError, TemplateSyntaxError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -111,8 +188,12 @@ def _compiled(source: str, day: datetime) -> Any:
         tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            if marks is None:
+                return body
+            begin, end = (nodes.Output([nodes.TemplateData(m)], lineno=line) for m in marks)
+            return [begin, *body, end]
 
     def refuse(message: str) -> None:
         raise TemplateError(message)
@@ -148,6 +229,6 @@ def _compiled(source: str, day: datetime) -> Any:
         ) from error
 
 
-def _short(messages: Sequence[tuple[str, str]]) -> str:
+def _short(messages: Sequence[tuple[Any, Any]]) -> str:
     text = json.dumps(messages, ensure_ascii=False)
     return text if len(text) <= 90 else text[:87] + "..."

@@ -41,7 +41,7 @@ class PromptFormat:
             what template or tokenizer refuse.
         """
         if self.template is not None:
-            return self._some(self.template.encode(self.messages(example)), example)
+            return self._some(self.template.encode(self.messages(example), example.tools), example)
         if example.messages:
             raise ValueError(
                 f"the prompt {example.prompt[:60]!r} is a conversation, and the model has no chat "

@@ -39,29 +39,6 @@ def left_padded(
     return tokens, valid
 
 
-def encode_answers(
-    tokenizer: Tokenizer, examples: Sequence[Example], response_length: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Gold completions with their end, right-padded, ``[examples, response_length]``.
-
-    Raises:
-      ValueError: for an answer longer than the response length.
-    """
-    shape = (len(examples), response_length)
-    tokens = np.full(shape, tokenizer.pad_id, np.int32)
-    mask = np.zeros(shape, bool)
-    for row, example in enumerate(examples):
-        ids = [*tokenizer.encode(example.answer), tokenizer.eos_id]
-        if len(ids) > response_length:
-            raise ValueError(
-                f"the answer {example.answer[:60]!r} has {len(ids)} tokens and "
-                f"response_length={response_length}: raise --response-length."
-            )
-        tokens[row, : len(ids)] = ids
-        mask[row, : len(ids)] = True
-    return tokens, mask
-
-
 def text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:
     """Text of sampled ids. What ended it, in last place, is left out; other special tokens show."""
     written = list(map(int, ids))

@@ -18,7 +18,7 @@ from jrl.recipes.base.mismatch import Corrected, Correction
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import over_rows
 from jrl.rollout.collection.collect import groups_of
-from jrl.rollout.sampler import Completion, lengths_of
+from jrl.rollout.sampler import Completion, lengths_of, sampled_lengths_of
 from jrl.trainer.learner.objectives import CriticObjective, sampling_differences
 from jrl.trainer.packed.scoring import packed_logprobs, packed_values
 from jrl.trainer.scoring import (
@@ -152,15 +152,28 @@ def _verified(
 ) -> Batch[Array]:
     """With what the verifier says."""
     lengths = lengths_of(completions)
-    rewards = recipe.rewards(jnp.asarray(scores), jnp.asarray(lengths), response_length)
+    before_end = sums_of_turns(completions, batch)
+    # What the turns before the last were worth stays as it is: the recipe rewards the end.
+    final = jnp.asarray(scores if before_end is None else scores - before_end)
+    rewards = recipe.rewards(final, jnp.asarray(lengths), response_length)
     columns = {
-        "rewards": rewards,
+        "rewards": rewards if before_end is None else rewards + before_end,
         "correct": correct,
         "groups": groups_of(completions),
-        "lengths": lengths,
+        "lengths": sampled_lengths_of(completions),
     }
     batch = replace(batch, **to_devices(columns, over_rows(networks.mesh)))
     return batch if batch.finished is None else _only_finished(batch, batch.finished)
+
+
+def sums_of_turns(completions: Sequence[Completion], batch: Batch[Array]) -> np.ndarray | None:
+    """``[completions]`` what turns before the last were worth; None where the batch knows of
+    none."""
+    if batch.turn_rewards is None:
+        return None
+    turns = [completion.trajectory.request.turns for completion in completions]
+    found = [() if each is None else each.rewards_before_end for each in turns]
+    return np.array([sum(reward for _, reward in of_row) for of_row in found], np.float32)
 
 
 @jax.jit

@@ -112,6 +112,8 @@ def _learned(
         # A control: an epoch that no shuffle of rows can have, so that no randomness is used twice.
         order = randomness.shuffler(number, -1 % 2**32).permutation(len(scores))
         scores, correct = scores[order], correct[order]
+        # Whose turns were worth what is dealt out with them.
+        collected = replace(collected, batch=replace(collected.batch, turn_rewards=None))
     batch, prepared = prepare(
         networks,
         recipe,

@@ -12,7 +12,8 @@ from jrl.rollout.batching import over_rows
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.sampler import Sampler, accuracy, numbered
 from jrl.tasks import Example
-from jrl.text.prompts import encode_answers, encode_prompt, left_padded
+from jrl.text.conversation import encode_conversations
+from jrl.text.prompts import encode_prompt, left_padded
 from jrl.trainer.evaluation.heldout import filled_up
 from jrl.trainer.setup.setup import Setup
 from moe.weights import Transformer
@@ -127,12 +128,14 @@ def supervised_batch(setup: Setup, examples: list[Example], rows: int) -> Batch[
     width, pad_id = setup.prompt_length, setup.tokenizer.pad_id
     ids = [encode_prompt(setup.format, example, width) for example in examples]
     prompts, prompts_valid = left_padded(ids, width, pad_id)
-    answers, answers_mask = encode_answers(setup.tokenizer, examples, setup.response_length)
-    mask = np.concatenate([np.zeros_like(prompts_valid), answers_mask], axis=1)
+    answers, answers_valid, imitated = encode_conversations(
+        setup.format, examples, setup.response_length
+    )
+    mask = np.concatenate([np.zeros_like(prompts_valid), imitated], axis=1)
     mask[count:] = False
     batch = Batch(
         tokens=np.concatenate([prompts, answers], axis=1),
-        valid=np.concatenate([prompts_valid, answers_mask], axis=1),
+        valid=np.concatenate([prompts_valid, answers_valid], axis=1),
         mask=mask,
     )
     return to_devices(batch, over_rows(setup.mesh))

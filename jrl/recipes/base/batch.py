@@ -19,7 +19,7 @@ class Batch(Generic[Leaf]):
     Attributes:
       tokens: ``[batch, time]`` ids of prompt and response.
       valid: ``[batch, time]`` what is not padding.
-      mask: ``[batch, time]`` sampled tokens that count.
+      mask: ``[batch, time]`` sampled tokens that count; with holes where an environment answers.
       behaviour_logprobs: ``[batch, time]`` in the distribution drawn from: at the temperature of
         that token, which may follow its entropy, and after top-k and top-p.
       old_logprobs: ``[batch, time]`` that ratios are taken against: of the whole policy that
@@ -30,7 +30,10 @@ class Batch(Generic[Leaf]):
         only the window did and it goes on in another step. None where all are finished.
       groups: ``[batch]`` integers; completions of one prompt share one.
       lengths: ``[batch]`` sampled tokens of each completion, whether or not they count.
-      rewards: ``[batch]`` one per completion; 0 where it is not finished.
+      rewards: ``[batch]`` one per completion, those of all turns together; 0 where it is not
+        finished.
+      turn_rewards: ``[batch, time]`` what of it belongs to turns of a conversation before the last,
+        on the last token of each; None where there are none.
       correct: ``[batch]`` whether the completion is finished and has full marks.
       old_values: ``[batch, time]`` of the critic before the update.
       reference_logprobs: ``[batch, time]`` of the reference policy.
@@ -57,6 +60,7 @@ class Batch(Generic[Leaf]):
     groups: Leaf | None = None
     lengths: Leaf | None = None
     rewards: Leaf | None = None
+    turn_rewards: Leaf | None = None
     correct: Leaf | None = None
     old_values: Leaf | None = None
     reference_logprobs: Leaf | None = None

@@ -299,7 +299,8 @@ class Recipe:
 
         Args:
           scores: from the verifier, in [0, 1].
-          lengths: sampled tokens of each completion, end-of-sequence included.
+          lengths: tokens of each completion, end-of-sequence included; of a conversation those of
+            both sides.
           response_length: the limit of a completion, in tokens.
         """
         return self.reward_wrong + (self.reward_correct - self.reward_wrong) * scores

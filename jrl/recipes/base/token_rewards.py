@@ -8,15 +8,27 @@ from jrl.recipes.base.batch import Batch, given
 
 
 def penalised_rewards(batch: Batch[Array], kl_coef: float | None) -> Float[Array, "batch time"]:
-    """The reward of each token: that of the completion on its last one, and on every token
+    """The reward of each token: that of the completion on its last one or, of a conversation, those
+    of turns on the last token of each; and on every token
     ``-kl_coef (old_logprobs - reference_logprobs)``, the k1 estimate of the KL divergence."""
-    rewards = terminal_rewards(given(batch.rewards), batch.mask)
+    rewards = rewards_of_turns(batch)
     if kl_coef is None:
         return rewards
     kl = kl_estimate(
         given(batch.old_logprobs), given(batch.reference_logprobs), batch.mask, kind="k1"
     )
     return rewards - kl_coef * kl
+
+
+def rewards_of_turns(batch: Batch[Array]) -> Float[Array, "batch time"]:
+    """Each row's reward on its last sampled token, but for what belongs to the turns before the
+    last, which lies on the last token of each of them."""
+    rewards, turns = given(batch.rewards), batch.turn_rewards
+    if turns is None:
+        return terminal_rewards(rewards, batch.mask)
+    # What was rejected meanwhile moves to the end with the rest.
+    turns = jnp.where(batch.mask, turns, 0.0)
+    return turns + terminal_rewards(rewards - jnp.sum(turns, axis=1), batch.mask)
 
 
 def terminal_rewards(

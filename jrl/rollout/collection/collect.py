@@ -11,9 +11,10 @@ from jaxtyping import Array
 from jrl.recipes.base.batch import Batch, given
 from jrl.recipes.base.collection import DynamicSampling, Windows
 from jrl.recipes.base.recipe import Recipe
-from jrl.rollout.batching import batch_of
+from jrl.rollout.batching import batch_from_host, batch_of
 from jrl.rollout.collection.dynamic_sampling import DynamicSampler
 from jrl.rollout.collection.windows import Unfinished, write_windows
+from jrl.rollout.decoding.requests import taken_off
 from jrl.rollout.sampler import Completion, Sampler, in_order
 from jrl.rollout.sampling import Sampling
 from jrl.tasks import REASONS
@@ -103,18 +104,27 @@ def collect(
     used = sampler.engine.usage.since(before)
     return Collected(
         completions=completions,
-        batch=batch_of(
-            [completion.trajectory for completion in completions],
-            counts,
-            mesh,
-            sampler.prompt_length,
-            sampler.response_length,
-        ),
+        batch=_batch(sampler, completions, counts, mesh),
         prompts_seen=prompts_seen,
         unfinished=unfinished,
         metrics=verifier_counts(drawn) | own,
         seconds=seconds | used.metrics(),
     )
+
+
+def _batch(
+    sampler: Sampler, completions: Sequence[Completion], counts: np.ndarray, mesh: FoldedMesh
+) -> Batch[Array]:
+    trajectories = [completion.trajectory for completion in completions]
+    lengths = sampler.prompt_length, sampler.response_length
+    if all(trajectory.shelf is not None for trajectory in trajectories):
+        return batch_of(trajectories, counts, mesh, *lengths)
+    # Conversations are on the host, where their environments are.
+    off, no_expert = taken_off(trajectories), 0
+    if (choices := off[0].sampled.choices) is not None:
+        no_expert = int(choices[-1, 0, 0])  # the token that ended it was never run
+    pad_id = sampler.format.tokenizer.pad_id
+    return batch_from_host(off, counts, mesh, *lengths, pad_id, no_expert)
 
 
 def chosen_of(

@@ -17,7 +17,13 @@ from jrl.rollout.decoding.programs.advance import Advanced, Policy, advance, pol
 from jrl.rollout.decoding.programs.slots import Decoder, Pool, empty_pool, halt, over_slots
 from jrl.rollout.decoding.programs.tokens import Draws
 from jrl.rollout.decoding.requests import Finish, Request, Shelf, Trajectory, sampled_in
-from jrl.rollout.decoding.seating import Arriving, Seating, bucket
+from jrl.rollout.decoding.seating import (
+    OF_CONVERSATIONS,
+    SMALLEST,
+    Arriving,
+    Seating,
+    bucket,
+)
 from jrl.rollout.decoding.shelves import empty_shelf, shelve
 from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.resharding import RolloutPolicy, apart
@@ -193,10 +199,13 @@ class SlotEngine:
         """Puts rows into slots."""
         pool = self._there()
         ranks, per_rank = self._seating.ranks, self._seating.per_rank
-        width = -(-bucket(arriving.width, self.columns) // self._unit) * self._unit
+        least = OF_CONVERSATIONS if arriving.goes_on else SMALLEST
+        width = -(-bucket(arriving.width, self.columns, least) // self._unit) * self._unit
         taken, numbers = list[int](), list[tuple[int, ...]]()
         most = max(map(len, arriving.runs))
         number = self._rows_to_run(most) if most else 0
+        if arriving.goes_on and most:
+            number = max(number, min(self._seating.per_rank, _coarse(most)))
         tokens = np.full((ranks, number, width), self.decoder.pad_id, np.int32)
         lengths = np.zeros((ranks, number), np.int32)
         for rank, runs in enumerate(arriving.runs):
@@ -259,7 +268,11 @@ class SlotEngine:
         # While others wait, a few free slots are reason to stop; else only the end of all rows.
         live = len(sitting) - max(1, self.slots // REFILL) if seating.waiting else 0
         still = self._sampled(sitting, WINDOW, max(live, 0))
-        return self._shelved([slot for slot in sitting if not still[slot]])
+        ended = [slot for slot in sitting if not still[slot]]
+        # A conversation may go on: it is handed out where its environment is, on the host.
+        turns = [slot for slot in ended if seating.sitting[slot].turns is not None]
+        alone = [slot for slot in ended if seating.sitting[slot].turns is None]
+        return self._shelved(alone) + self._taken_off(turns)
 
     def _sampled(self, sitting: Sequence[int], window: int, min_live: int) -> np.ndarray:
         """Samples up to so many tokens of each row, and gives which of the slots are live then."""
@@ -305,6 +318,19 @@ class SlotEngine:
             shelf.taken += 1
         return done
 
+    def _taken_off(self, slots: Sequence[int]) -> list[Trajectory]:
+        """What stands in these slots, on the host; they are free from here on."""
+        if not slots:
+            return []
+        rows, done = to_host(self._there().rows), list[Trajectory]()
+        for slot in slots:
+            request = self._seating.leave(slot)
+            sampled = sampled_in(rows, slot, request)
+            finish = self._finish(request, sampled.tokens)
+            request = request._replace(sampled=sampled)
+            done.append(Trajectory(request, sampled.tokens, finish, shelf=None, row=0))
+        return done
+
     def _finish(self, request: Request, ids: np.ndarray) -> Finish:
         if ids[-1] in self.decoder.stop_ids:
             return "stop"
@@ -335,6 +361,14 @@ class SlotEngine:
 
     def _everywhere(self, tree: Any) -> Any:
         return to_devices(tree, replicated(self.mesh))
+
+
+def _coarse(rows: int) -> int:
+    """8, 32, 128, ...: few sizes, for programs that are asked for with any number of rows."""
+    size = 8
+    while size < rows:
+        size *= 4
+    return size
 
 
 def ranks(mesh: FoldedMesh) -> int:

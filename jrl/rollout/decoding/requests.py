@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_host
+from jrl.rollout.conversations.turns import Turns
 from jrl.rollout.decoding.programs.slots import Decoder, Rows
 from jrl.rollout.row_sampling import OwnSampling
 
@@ -51,6 +52,8 @@ class Request(NamedTuple):
         holds it as if it had been sampled now. None where it was not begun.
       slot: where its row still stands, keys and values too, in a pool that was kept; else None.
       own: how it is drawn, where every request is drawn as it asks (`StreamEngine`); else None.
+      turns: the conversation in the response, of a task with environments, whose answers count as
+        tokens of the response; else None.
     """
 
     prompt: int
@@ -62,6 +65,7 @@ class Request(NamedTuple):
     sampled: Sampled | None = None
     slot: int | None = None
     own: OwnSampling | None = None
+    turns: Turns | None = None
 
     @property
     def ids(self) -> np.ndarray:

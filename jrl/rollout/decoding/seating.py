@@ -10,6 +10,9 @@ from jrl.rollout.decoding.requests import Request
 SMALLEST = 16
 """Columns of the narrowest program: below it a wider one costs nothing."""
 
+OF_CONVERSATIONS = 64
+"""The same of conversations that go on."""
+
 
 def bucket(size: int, most: int, least: int = SMALLEST) -> int:
     """The size of a program for `size`: `least` times a power of two, but no more than `most`.
@@ -38,6 +41,16 @@ class Arriving:
     def width(self) -> int:
         """Tokens of the longest."""
         return max(request.length for _, request, _ in self.seats)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether some are conversations that go on: they come in groups of any size and length,
+        and have fewer sizes of programs."""
+        return any(map(_goes_on, (request for _, request, _ in self.seats)))
+
+
+def _goes_on(request: Request) -> bool:
+    return request.turns is not None and request.begun
 
 
 class Seating:
@@ -107,7 +120,7 @@ class Seating:
             if alike is not None and (rank, alike) in begun:
                 program, number = begun[rank, alike]
             else:
-                program = self._with_room(programs, rank, request.length)
+                program = self._with_room(programs, rank, request)
                 number = len(program.runs[rank])
                 program.runs[rank].append(request.ids)
                 if alike is not None:
@@ -134,9 +147,12 @@ class Seating:
                     return rank
         return int(np.argmax(free))
 
-    def _with_room(self, programs: dict[int, list[Arriving]], rank: int, length: int) -> Arriving:
-        """The program for a row of this length: the longest decides what all rows of one cost."""
-        width = bucket(length, max(length, SMALLEST))
+    def _with_room(
+        self, programs: dict[int, list[Arriving]], rank: int, request: Request
+    ) -> Arriving:
+        """The program for a row of its length: the longest decides what all rows of one cost."""
+        least = OF_CONVERSATIONS if _goes_on(request) else SMALLEST
+        width = bucket(request.length, max(request.length, least), least)
         several = programs.setdefault(width, [])
         if not several or (len(several[-1].runs[rank]) + 1) * width > self._most_tokens:
             several.append(Arriving([[] for _ in range(self.ranks)]))

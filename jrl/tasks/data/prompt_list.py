@@ -46,11 +46,11 @@ class PromptList:
         self.name: str = name
         if apart is None:
             chosen = _chosen(name, examples, HeldOut() if heldout is None else heldout)
-            self._heldout = [example for example in examples if example.prompt in chosen]
+            self._heldout = [example for example in examples if example.identity in chosen]
         else:
-            chosen = {example.prompt for example in apart}
+            chosen = {example.identity for example in apart}
             self._heldout = list(apart)
-        self._train = [example for example in examples if example.prompt not in chosen]
+        self._train = [example for example in examples if example.identity not in chosen]
         self.num_shared: int = 0 if apart is None else len(examples) - len(self._train)
         if not self._train or not self._heldout:
             raise ValueError(
@@ -72,12 +72,12 @@ class PromptList:
     @property
     def train_prompts(self) -> set[str]:
         """What is trained on."""
-        return {example.prompt for example in self._train}
+        return {example.identity for example in self._train}
 
     @property
     def heldout_prompts(self) -> set[str]:
         """What is not."""
-        return {example.prompt for example in self._heldout}
+        return {example.identity for example in self._heldout}
 
     def train(self, index: int) -> Example:
         """The index-th training example, a function of seed, index and the list alone."""
@@ -105,9 +105,9 @@ class PromptList:
         """
         before = len(self.examples)
         kept = [example for example in self.examples if fits(example)]
-        prompts = {example.prompt for example in kept}
-        train = [example for example in self._train if example.prompt in prompts]
-        heldout = [example for example in self._heldout if example.prompt in prompts]
+        prompts = {example.identity for example in kept}
+        train = [example for example in self._train if example.identity in prompts]
+        heldout = [example for example in self._heldout if example.identity in prompts]
         if not train or not heldout:
             raise ValueError(
                 f"task={self.name}: of {before} prompts {before - len(kept)} are too long, which "
@@ -121,7 +121,7 @@ class PromptList:
 
 def _chosen(name: str, examples: Sequence[Example], heldout: HeldOut) -> set[str]:
     """The prompts that are held out of a list."""
-    ranked = sorted(examples, key=lambda example: position(example.prompt))
+    ranked = sorted(examples, key=lambda example: position(example.identity))
     if heldout.count is not None:
         if heldout.count >= len(ranked):
             raise ValueError(
@@ -130,6 +130,6 @@ def _chosen(name: str, examples: Sequence[Example], heldout: HeldOut) -> set[str
             )
         number = heldout.count
     else:
-        number = sum(is_heldout(example.prompt, heldout.share) for example in ranked)
+        number = sum(is_heldout(example.identity, heldout.share) for example in ranked)
         number = min(max(number, 1), len(ranked) - 1)
-    return {example.prompt for example in ranked[:number]}
+    return {example.identity for example in ranked[:number]}

@@ -36,7 +36,8 @@ def module_of(source: bytes, file: str, name: str) -> ModuleType:
 def made_by(module: ModuleType, name: str) -> Any:
     """What a module calls by the name, or what that makes where it has no prompts of its own."""
     found = getattr(module, name)
-    if not isinstance(found, type) and hasattr(found, "prompts") and hasattr(found, "reward"):
+    judges = hasattr(found, "reward") or hasattr(found, "environment")
+    if not isinstance(found, type) and hasattr(found, "prompts") and judges:
         return found
     return found()
 

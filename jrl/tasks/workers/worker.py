@@ -2,9 +2,10 @@
 
 It is started by its path, and not as a part of `jrl`, so that it never loads jax: one process for
 math-verify (``worker.py math``), one for a generator of reasoning-gym (``worker.py gym NAME SEED
-SIZE OPTIONS``), or one for a reward of the user's own (``worker.py reward DESCRIPTION``, see
-`jrl.tasks.workers.reward`). It reads one JSON object per line and answers each with another; an
-exception becomes ``{"error": ...}``.
+SIZE OPTIONS``), or one for a reward or environments of the user's own (``worker.py reward
+DESCRIPTION``, ``worker.py environment DESCRIPTION``, see `jrl.tasks.workers.reward` and
+`jrl.tasks.workers.environment`). It reads one JSON object per line and answers each with another;
+an exception becomes ``{"error": ...}``.
 
 Both libraries hand texts to `eval`, among them what a policy wrote. Here they get parsers in its
 place.
@@ -27,6 +28,7 @@ import sys
 from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 Message = dict[str, Any]
@@ -235,17 +237,27 @@ def gym_checker(
 
 def reward_checker(described: str) -> Callable[[Message], Message]:
     """`jrl.tasks.workers.reward.reward_checker`, whose file lies beside this one."""
-    spec = spec_from_file_location("reward", Path(__file__).with_name("reward.py"))
+    return _beside("reward").reward_checker(described)
+
+
+def environment_checker(described: str) -> Callable[[Message], Message]:
+    """`jrl.tasks.workers.environment.environment_checker`, likewise."""
+    return _beside("environment").environment_checker(described)
+
+
+def _beside(name: str) -> ModuleType:
+    spec = spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.reward_checker(described)
+    return module
 
 
 CHECKERS: dict[str, Callable[..., Callable[[Message], Message]]] = {
     "math": math_checker,
     "gym": gym_checker,
     "reward": reward_checker,
+    "environment": environment_checker,
 }
 
 
@@ -258,7 +270,7 @@ def main() -> None:
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
     kind, *arguments = sys.argv[1:]
-    if kind != "reward":  # whose libraries may map as much memory as they like
+    if kind not in ("reward", "environment"):  # whose libraries may map as much memory as they like
         logging.disable(logging.CRITICAL)
         _limit_memory()
 

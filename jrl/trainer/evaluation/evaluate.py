@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from jrl.losses import pass_at_k
-from jrl.rollout.parts import part_means, per_task
+from jrl.rollout.parts import of_conversations, part_means, per_task
 from jrl.rollout.sampler import Completion, Sampler, correct_of, lengths_of, numbered_heldout
 from jrl.rollout.sampling import GREEDY, Sampling
 from jrl.tasks import REASONS
@@ -68,6 +68,7 @@ def evaluate(
         **{f"verifier/{reason}": reasons[reason] for reason in REASONS},
     }
     results |= part_means(sampled) | per_task(sampled, "sampled") | per_task(greedy, "greedy")
+    results |= of_conversations(sampled)
     return {name: np.asarray(value).item() for name, value in results.items()}
 
 

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from jrl.rollout.parts import part_means, per_task
+from jrl.rollout.parts import of_conversations, part_means, per_task
 from jrl.rollout.sampler import Sampler, accuracy, lengths_of, numbered_heldout, scores_of
 from jrl.rollout.sampling import GREEDY, Sampling
 from jrl.tasks import Example, Task
@@ -44,6 +44,7 @@ def heldout_metrics(
     both = [sampler.decode(requests, asked, way) for way in (sampling, GREEDY)]
     sampled, greedy = (drawn.verified() for drawn in both)
     detail = part_means(sampled) | per_task(sampled, "sampled") | per_task(greedy, "greedy")
+    detail |= of_conversations(sampled)
     return {
         **{f"val/{name}": value for name, value in detail.items()},
         "val/accuracy/sampled": accuracy(sampled),

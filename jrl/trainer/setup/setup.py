@@ -19,14 +19,16 @@ from jrl.recipes.base.collection import Windows
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.collection.collect import sampling_of
+from jrl.rollout.conversations.engine import ConversationEngine
 from jrl.rollout.decoding.disaggregated import DisaggregatedEngine
 from jrl.rollout.decoding.engine import SlotEngine
+from jrl.rollout.decoding.protocol import RolloutEngine
 from jrl.rollout.resharding import mesh_apart, rollout_mesh
 from jrl.rollout.sampler import Sampler
 from jrl.rollout.split import split_mesh
 from jrl.tasks import Task, load_task
 from jrl.tasks.data.records import Fields
-from jrl.tasks.parts import part_names
+from jrl.tasks.parts import has_environments, part_names
 from jrl.text.load import load_tokenizer
 from jrl.text.prompt_format import (
     NONE,
@@ -96,6 +98,13 @@ class Setup:
             )
         if self.run.max_staleness:
             _check_may_be_stale(self.recipe, self.run.max_staleness)
+        if has_environments(self.task):
+            _check_may_converse(self.run, self.recipe)
+        elif self.run.max_turns is not None:
+            raise ValueError(
+                f"max_turns={self.run.max_turns} bounds the turns of conversations, and "
+                f"task={self.run.task} has none: leave it out."
+            )
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -153,7 +162,9 @@ class Setup:
           seed: of what is drawn; None is that of the run.
         """
         randomness = self.randomness if seed is None else Randomness(seed)
-        engine = self._engine(randomness)
+        engine: RolloutEngine = self._engine(randomness)
+        if has_environments(self.task):
+            engine = ConversationEngine(engine, self.task, self.format, self.run.max_turns)
         return Sampler(engine, self.task, self.format, self.prompt_length, self.response_length)
 
     def _engine(self, randomness: Randomness) -> SlotEngine:
@@ -337,6 +348,21 @@ def _check_may_be_stale(recipe: Recipe, max_staleness: int) -> None:
         raise ValueError(
             f"max_staleness={max_staleness}: in {recipe.name} the temperature of sampling follows "
             "what the step before has learned: leave out --max-staleness, or choose another recipe."
+        )
+
+
+def _check_may_converse(run: RunConfig, recipe: Recipe) -> None:
+    """Refuses what would carry a conversation over from one step to another: its environment is no
+    part of a checkpoint."""
+    if isinstance(recipe.collection, Windows):
+        raise ValueError(
+            f"task={run.task} has conversations, which {recipe.name} would go on with in another "
+            "step, and their environments are not saved: choose another recipe."
+        )
+    if run.max_staleness:
+        raise ValueError(
+            f"max_staleness={run.max_staleness} saves rows that are under way, and task={run.task} "
+            "has environments, which are not saved: leave out --max-staleness."
         )
 
 

@@ -5,7 +5,8 @@ import pytest
 from small_runs import small_setup
 
 from jrl.tasks import Example
-from jrl.text.prompts import UNREADABLE, encode_answers, encode_prompt, left_padded, text_of
+from jrl.text.conversation import encode_conversations
+from jrl.text.prompts import UNREADABLE, encode_prompt, left_padded, text_of
 
 
 def test_prompts_are_padded_on_the_left():
@@ -25,16 +26,16 @@ def test_prompts_are_padded_on_the_left():
 
 def test_answers_end():
     setup = small_setup()
-    tokens, mask = encode_answers(
-        setup.tokenizer, [Example("", "2="), Example("", "0120")], setup.response_length
+    tokens, valid, mask = encode_conversations(
+        setup.format, [Example("", "2="), Example("", "0120")], setup.response_length
     )
     end = [setup.tokenizer.eos_id]
     pad = setup.tokenizer.pad_id
     ids = setup.tokenizer.encode
     assert tokens.tolist() == [ids("2=") + end + [pad] * 2, ids("0120") + end]
-    assert mask.tolist() == [[True] * 3 + [False] * 2, [True] * 5]
+    assert valid.tolist() == mask.tolist() == [[True] * 3 + [False] * 2, [True] * 5]
     with pytest.raises(ValueError, match=r"'01201' has 6 tokens .*response_length=5: raise --resp"):
-        encode_answers(setup.tokenizer, [Example("", "01201")], setup.response_length)
+        encode_conversations(setup.format, [Example("", "01201")], setup.response_length)
 
 
 def test_special_tokens_inside_a_completion_show():

@@ -1,0 +1,1 @@
+"""Tasks whose prompts begin a conversation: an environment answers what the policy says."""

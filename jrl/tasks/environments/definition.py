@@ -1,0 +1,67 @@
+"""What a task of conversations is written as: prompts, and an environment for each of them.
+
+A record is as of `jrl.tasks.definition`; its prompt may be left to the environment's `reset`. A
+gold conversation to imitate is its field "turns": messages after the opening, the policy's first
+and last, as "assistant". Every other field but the prompt reaches `environment` by its name.
+"""
+
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from jrl.tasks.definition import Record
+
+Messages = Sequence[Mapping[str, str] | str] | Mapping[str, str] | str | None
+"""Messages with "role" ("user", "tool" or "system") and "content"; a text alone is the user's."""
+Stepped = tuple[Messages, float, bool]
+"""What an environment says, what the turn before is worth, and whether the conversation is over."""
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """The other side of one conversation.
+
+    What it gives depends on its record and on what was said alone: it may be made again and told
+    everything anew. Methods may be ``async``. A method `close`, where there is one, is called at
+    the end.
+    """
+
+    def reset(self) -> Messages | Awaitable[Messages]:
+        """Begins; what it says stands before the policy's first turn, after the record's prompt."""
+        ...
+
+    def step(self, message: Mapping[str, str]) -> Stepped | Awaitable[Stepped]:
+        """Answers a message of the policy, ``{"role": "assistant", "content": ...}``.
+
+        Returns:
+          Messages, the reward of the policy's turn, and whether the conversation is over. The
+          rewards of all turns add up to the score.
+        """
+        ...
+
+
+@runtime_checkable
+class Conversing(Protocol):
+    """A task of conversations, whose prompts are a list or drawn, as of `jrl.tasks.definition`.
+
+    It may also have `full_marks`, the score from which on a conversation counts as correct (1); and
+    `tools`, schemas of what the policy may call, which a chat template tells it of.
+    """
+
+    @property
+    def prompts(self) -> Any:
+        """Records, or a method that draws one."""
+        ...
+
+    def environment(self, **record: Any) -> Environment:
+        """The environment of a record, of the fields that it names."""
+        ...
+
+
+def is_conversing(made: Any) -> bool:
+    """Whether a task has environments in place of a reward."""
+    return callable(getattr(made, "environment", None))
+
+
+def fields_of(record: Record) -> dict[str, Any]:
+    """What an environment is made of."""
+    return {name: x for name, x in record.items() if name not in ("prompt", "messages", "turns")}

@@ -1,0 +1,267 @@
+"""Where environments live: in this process, or in worker processes with a limit of time."""
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from jrl.tasks.data.records import plain
+from jrl.tasks.references import Reference
+from jrl.tasks.task import Example, Verdict
+from jrl.tasks.workers import worker as worker_program
+from jrl.tasks.workers.environment import Conversations, maker
+from jrl.tasks.workers.pool import default_workers
+from jrl.tasks.workers.process import Message, Worker
+
+STARTUP_SECONDS = 300.0
+"""How long a task's file may take to be loaded, with the libraries that it imports."""
+SAID = 3
+"""Different failures of which a run says a line each; all are counted."""
+
+
+class Reply(NamedTuple):
+    """What an environment gave for a turn of the policy.
+
+    Attributes:
+      messages: role and content of each.
+      reward: of the turn.
+      done: whether the conversation is over.
+      failure: why there is none of this, one of `jrl.tasks.task.FAILURES`; None where there is.
+    """
+
+    messages: tuple[tuple[str, str], ...] = ()
+    reward: float = 0.0
+    done: bool = False
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How the rewards of turns become a verdict.
+
+    Attributes:
+      full_marks: their sum from which on a conversation is correct.
+      failed: the score where the environment failed.
+    """
+
+    full_marks: float = 1.0
+    failed: float = 0.0
+
+    def verdict(self, rewards: Sequence[float], failure: str | None) -> Verdict:
+        """Of a conversation that is over, or was ended."""
+        if failure is not None:
+            return Verdict(self.failed, failure, ())
+        score = float(sum(rewards))
+        if score >= self.full_marks:
+            return Verdict(score, "correct", ())
+        return Verdict(score, "partial" if score > 0 else "wrong", ())
+
+
+@runtime_checkable
+class Host(Protocol):
+    """Environments of conversations, which are known by numbers."""
+
+    @property
+    def scoring(self) -> Scoring: ...
+
+    def opened(self, fields: Message) -> list[list[str]]:
+        """Role and content of the messages that the environment of a record begins with.
+
+        Raises:
+          ValueError: where it gives none.
+        """
+        ...
+
+    def say(self, number: int, example: Example, said: Sequence[str]) -> "Future[Reply]":
+        """What an environment gives for the last of the policy's messages.
+
+        Args:
+          said: all of them.
+        """
+        ...
+
+    def end(self, number: int) -> None:
+        """Forgets a conversation that does not go on; one that is over needs none."""
+        ...
+
+    def close(self) -> None:
+        """Ends worker processes, if there are any."""
+        ...
+
+
+class LocalHost:
+    """Environments of the library, which are trusted: in this process, without a limit of time."""
+
+    def __init__(self, definition: Any, scoring: Scoring):
+        self.scoring: Scoring = scoring
+        self._conversations = Conversations(maker(definition), _never_awaited)
+
+    def opened(self, fields: Message) -> list[list[str]]:
+        return self._conversations.opened(fields)
+
+    def say(self, number: int, example: Example, said: Sequence[str]) -> "Future[Reply]":
+        future: Future[Reply] = Future()
+        future.set_result(_read(self._conversations.answer(number, _fields(example), said)))
+        return future
+
+    def end(self, number: int) -> None:
+        self._conversations.end(number)
+
+    def close(self) -> None:
+        """Does nothing: there is no worker process."""
+
+
+class WorkerHost:
+    """Environments of a user's own, in worker processes.
+
+    A conversation stays with one worker. Where a worker was ended, for a step that took too long,
+    its other conversations are played again in the next.
+
+    Args:
+      reference: of the task.
+      seconds: how long one call may take.
+      workers: processes; None is one per processor core, up to 8.
+      scoring: of its conversations.
+    """
+
+    def __init__(
+        self, reference: Reference, *, seconds: float, workers: int | None, scoring: Scoring
+    ):
+        self.scoring: Scoring = scoring
+        self._text, self._seconds = reference.text, seconds
+        self._folder = tempfile.TemporaryDirectory(prefix="jrl-environment-")
+        copy = Path(self._folder.name) / "task.py"
+        copy.write_bytes(reference.source or b"")
+        command = [
+            *(sys.executable, "-P", worker_program.__file__, "environment"),
+            reference.described(copy, makes=True),
+        ]
+        number = default_workers() if workers is None else workers
+        self._rooms = [
+            _Room(Worker(command, seconds=seconds, startup_seconds=STARTUP_SECONDS))
+            for _ in range(number)
+        ]
+        self._room_of: dict[int, _Room] = {}
+        self._said: set[str] = set()
+
+    def opened(self, fields: Message) -> list[list[str]]:
+        sent = json.loads(json.dumps(fields, default=plain))
+        room = min(self._rooms, key=lambda room: room.busy)
+        try:
+            answer = room.do(lambda: room.worker.ask({"open": True, "fields": sent})).result()
+        except Exception as error:
+            answer = {"error": str(error)}
+        if "error" in answer:
+            raise ValueError(f"{self._text} cannot begin a conversation: {answer['error']}")
+        return answer["messages"]
+
+    def say(self, number: int, example: Example, said: Sequence[str]) -> "Future[Reply]":
+        room = self._room_of.get(number)
+        if room is None:
+            room = self._room_of[number] = min(self._rooms, key=lambda room: len(room.members))
+            room.members.add(number)
+        fields = json.loads(json.dumps(_fields(example), default=plain))
+        question = {"conversation": number, "fields": fields, "said": list(said)}
+        return room.do(lambda: self._asked(room, number, question))
+
+    def end(self, number: int) -> None:
+        room = self._left(number)
+        if room is not None and number in room.told:
+            room.told.discard(number)
+            room.do(lambda: _ended(room.worker, number))
+
+    def close(self) -> None:
+        """Ends the worker processes; more than once does no harm."""
+        for room in self._rooms:
+            room.close()
+        self._folder.cleanup()
+
+    def _left(self, number: int) -> "_Room | None":
+        room = self._room_of.pop(number, None)
+        if room is not None:
+            room.members.discard(number)
+        return room
+
+    def _asked(self, room: "_Room", number: int, question: Message) -> Reply:
+        # What is to be played again has the time of all its steps.
+        calls = 1 if number in room.told else 1 + len(question["said"])
+        try:
+            answer = room.worker.ask(question, seconds=self._seconds * calls)
+            room.told.add(number)
+        except Exception as error:
+            room.told.clear()  # the process ended, and all conversations of it
+            kind = "timeout" if isinstance(error, TimeoutError) else "error"
+            answer = {"failure": kind, "message": str(error)}
+        if "error" in answer:
+            answer = {"failure": "error", "message": answer["error"]}
+        if "failure" in answer:
+            self._say_once(answer)
+        if "failure" in answer or answer["done"]:
+            room.told.discard(number)
+            self._left(number)
+        return _read(answer)
+
+    def _say_once(self, answer: Message) -> None:
+        message = f"{answer['failure']}: {answer['message']}"
+        if message in self._said or len(self._said) >= SAID:
+            return
+        self._said.add(message)
+        print(
+            f"warning: {self._text} failed ({message}); the conversation scores "
+            f"{self.scoring.failed:g} and counts under verifier/{answer['failure']}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+class _Room:
+    """A worker, and the conversations in it; what it is asked is asked in turn.
+
+    Attributes:
+      members: conversations that belong here.
+      told: those of them whose environments the process has.
+    """
+
+    def __init__(self, worker: Worker):
+        self.worker = worker
+        self.members: set[int] = set()
+        self.told: set[int] = set()
+        self.busy = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jrl environment")
+
+    def do(self, call: Any) -> "Future[Any]":
+        self.busy += 1
+        future = self._thread.submit(call)
+        future.add_done_callback(lambda _: self._free())
+        return future
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self.worker.close()
+
+    def _free(self) -> None:
+        self.busy -= 1
+
+
+def _ended(worker: Worker, number: int) -> None:
+    worker.ask({"end": number})
+
+
+def _fields(example: Example) -> Message:
+    """What the environment of an example is made of."""
+    return dict(example.record)
+
+
+def _read(answer: Message) -> Reply:
+    if "failure" in answer:
+        return Reply(failure=answer["failure"])
+    messages = tuple((role, content) for role, content in answer["messages"])
+    return Reply(messages, answer["reward"], answer["done"])
+
+
+def _never_awaited(value: Any) -> Any:
+    raise TypeError("environments of the library are not async")

@@ -1,0 +1,155 @@
+"""A task of conversations: prompts that open them, and the host of their environments."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from jrl.tasks.data.records import example_of, plain
+from jrl.tasks.definition import Record
+from jrl.tasks.environments.definition import fields_of
+from jrl.tasks.environments.host import Host
+from jrl.tasks.rewards.rewarded import Prompts
+from jrl.tasks.task import Example, Verdict
+
+
+class Opened:
+    """A definition whose prompts hold what its environments begin with.
+
+    Args:
+      name: of the task.
+      definition: with prompts that are drawn, and sizes.
+      host: of its environments.
+    """
+
+    def __init__(self, name: str, definition: Any, host: Host):
+        self._name, self._definition, self._host = name, definition, host
+        self._tools = tools_of(definition)
+        self.max_prompt_length: int = definition.max_prompt_length
+        self.max_response_length: int = definition.max_response_length
+        self.characters: str = definition.characters
+
+    def prompts(self, random: Random) -> Example:
+        """Draws a record, and opens it."""
+        record = self._definition.prompts(random)
+        return opened_example(record, f"task={self._name}", self._host, self._tools)
+
+    def reward(self, prompt: str, completion: str, **record: Any) -> float:
+        """There is none: environments reward.
+
+        Raises:
+          ValueError: always.
+        """
+        raise ValueError("a conversation is rewarded by its environment, turn by turn")
+
+
+class Conversational:
+    """A task whose completions are conversations."""
+
+    def __init__(self, prompts: Prompts, host: Host):
+        """Puts the two together.
+
+        Args:
+          prompts: whose records are opened.
+          host: of their environments; closed with the task.
+        """
+        self._prompts, self.environments = prompts, host
+
+    @property
+    def name(self) -> str:
+        return self._prompts.name
+
+    @property
+    def max_prompt_length(self) -> int:
+        return self._prompts.max_prompt_length
+
+    @property
+    def max_response_length(self) -> int:
+        return self._prompts.max_response_length
+
+    @property
+    def characters(self) -> str:
+        return self._prompts.characters
+
+    @property
+    def heldout_size(self) -> int | None:
+        return self._prompts.heldout_size
+
+    @property
+    def sources(self) -> tuple[Prompts, ...]:
+        """Where the prompts come from."""
+        return (self._prompts,)
+
+    def train(self, index: int) -> Example:
+        """The index-th training example."""
+        return self._prompts.train(index)
+
+    def heldout(self, index: int) -> Example:
+        """The index-th held-out example."""
+        return self._prompts.heldout(index)
+
+    def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
+        """Gold completions alone: what a policy writes is scored while it is written.
+
+        Raises:
+          ValueError: where there is anything to score.
+        """
+        if examples:
+            raise ValueError(f"task={self.name} scores conversations by its environment alone")
+        return []
+
+    def close(self) -> None:
+        """Ends the worker processes; more than once does no harm."""
+        self.environments.close()
+
+
+def opened_example(
+    record: Record | str, place: str, host: Host, tools: Sequence[str] = ()
+) -> Example:
+    """The example of a record, with all messages before the policy's first turn as its prompt.
+
+    Args:
+      place: where the record is from, for messages.
+
+    Raises:
+      ValueError: where there are none, or a field cannot be what it is for.
+    """
+    record = {"prompt": record} if isinstance(record, str) else dict(record)
+    turns = _turns(record.pop("turns", ()), f'{place}: field "turns"')
+    fields = fields_of(record)
+    messages = [dict(message) for message in record.pop("messages", ())]
+    if "prompt" in record:
+        messages = [{"role": "user", "content": record["prompt"]}]
+    messages += [{"role": role, "content": text} for role, text in host.opened(fields)]
+    if not messages:
+        raise ValueError(
+            f"{place}: {str(fields)[:60]} opens no conversation: give it a prompt, or let reset() "
+            "return messages"
+        )
+    opening: dict[str, Any] = {"messages": messages}
+    if len(messages) == 1 and messages[0]["role"] == "user":
+        opening = {"prompt": messages[0]["content"]}
+    if turns:
+        opening["answer"] = "\n".join(text for _, text in turns)
+    example = example_of(opening, place)
+    return replace(
+        example,
+        record=fields,
+        turns=turns,
+        hidden=json.dumps(fields, sort_keys=True, default=plain),
+        tools=tuple(tools),
+    )
+
+
+def _turns(value: Any, place: str) -> tuple[tuple[str, str], ...]:
+    """Role and content of the messages of a gold conversation."""
+    turns = tuple((str(turn["role"]), str(turn["content"])) for turn in value)
+    if turns and (turns[0][0] != "assistant" or turns[-1][0] != "assistant"):
+        raise ValueError(f"{place} must begin and end with the assistant, who is imitated")
+    return turns
+
+
+def tools_of(definition: Any) -> tuple[str, ...]:
+    """Schemas of what a policy may call, as JSON texts."""
+    return tuple(json.dumps(tool, sort_keys=False) for tool in getattr(definition, "tools", ()))

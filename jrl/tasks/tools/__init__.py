@@ -1,0 +1,1 @@
+"""What a policy may call in a conversation, and how its calls are written."""

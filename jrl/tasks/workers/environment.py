@@ -1,0 +1,208 @@
+"""Environments and their conversations: made, stepped, and what they give read.
+
+Loaded by the worker program by its path, and therefore without anything of `jrl`.
+"""
+
+import asyncio
+import importlib
+import inspect
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import module_from_spec, spec_from_file_location
+from numbers import Real
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+Message = dict[str, Any]
+
+ROLES = ("user", "tool", "system")
+"""Who an environment may speak as."""
+KEPT = 4096
+"""Conversations whose environments a process keeps; the oldest is dropped, and played again where
+it goes on after all."""
+
+
+class Conversations:
+    """Environments of conversations that are under way.
+
+    What an environment gives must depend on its record and on what was said alone. One that is not
+    here, for instance because its process was ended for another's time-out, is made again and told
+    everything that was said.
+
+    Args:
+      make: the environment of a record's fields.
+      await_: waits for what an ``async`` method gave.
+    """
+
+    def __init__(self, make: Callable[[Message], Any], await_: Callable[[Any], Any]):
+        self._make, self._await = make, await_
+        self._open: dict[int, tuple[Any, int]] = {}
+
+    def opened(self, fields: Message) -> list[list[str]]:
+        """Role and content of the messages that an environment begins with."""
+        environment = self._make(fields)
+        try:
+            return messages_of(self._awaited(environment.reset()))
+        finally:
+            self._close(environment)
+
+    def answer(self, number: int, fields: Message, said: Sequence[str]) -> Message:
+        """What an environment gives for the last message of the policy.
+
+        Args:
+          number: of the conversation.
+          fields: of its record.
+          said: all messages of the policy so far.
+
+        Returns:
+          ``{"messages": ..., "reward": ..., "done": ...}`` or ``{"failure": ..., "message": ...}``.
+        """
+        environment, told = self._open.pop(number, (None, 0))
+        if environment is None:
+            environment = self._make(fields)
+            self._awaited(environment.reset())
+        found: Message = {}
+        for text in said[told:]:
+            try:
+                given = self._awaited(environment.step({"role": "assistant", "content": text}))
+            except Exception:
+                self._close(environment)
+                raise
+            found = outcome(given)
+            if "failure" in found or found["done"]:
+                self._close(environment)
+                return found
+        self._open[number] = environment, len(said)
+        while len(self._open) > KEPT:
+            self.end(next(iter(self._open)))
+        return found
+
+    def end(self, number: int) -> None:
+        """Forgets a conversation that does not go on."""
+        environment, _ = self._open.pop(number, (None, 0))
+        self._close(environment)
+
+    def _close(self, environment: Any) -> None:
+        close = getattr(environment, "close", None)
+        if callable(close):
+            self._awaited(close())
+
+    def _awaited(self, value: Any) -> Any:
+        return self._await(value) if inspect.isawaitable(value) else value
+
+
+def messages_of(value: Any) -> list[list[str]]:
+    """Role and content of messages: a list of ``{"role": ..., "content": ...}``; a text alone is
+    the user's; None is none.
+
+    Raises:
+      TypeError: for anything else.
+    """
+    if value is None:
+        return []
+    if isinstance(value, str | Mapping):
+        value = [value]
+    if not isinstance(value, Sequence):
+        raise TypeError(f"messages are a {type(value).__name__}: give a list of them")
+    found = []
+    for message in value:
+        message = {"role": "user", "content": message} if isinstance(message, str) else message
+        if not isinstance(message, Mapping):
+            raise TypeError(f"a message is {message!r}: give role and content"[:300])
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES or not isinstance(content, str):
+            raise TypeError(
+                f"a message has role={role!r} and content={content!r}: the role is one of "
+                f"{', '.join(ROLES)}, the content a text"[:300]
+            )
+        found.append([role, content])
+    return found
+
+
+def outcome(value: Any) -> Message:
+    """What a step gave, as JSON: messages, reward and done, or why it is none."""
+    try:
+        messages, reward, done = value
+        messages = messages_of(messages)
+        if hasattr(reward, "item"):  # of numpy, JAX, PyTorch
+            reward = reward.item()
+        if not isinstance(reward, Real):
+            raise TypeError(f"the reward is {reward!r}")
+        reward = float(reward)
+    except (TypeError, ValueError, OverflowError) as error:
+        message = f"messages, reward, done were expected of a step: {error}"
+        return {"failure": "invalid", "message": message[:500]}
+    if not math.isfinite(reward):
+        return {"failure": "not_finite", "message": f"the reward of a step is {reward}"}
+    done = bool(done)
+    if not done and not messages:
+        message = "a step that is not done gave no message for the policy to go on from"
+        return {"failure": "invalid", "message": message}
+    return {"messages": messages, "reward": reward, "done": done}
+
+
+def environment_checker(described: str) -> Callable[[Message], Message]:
+    """Answers ``{"open": true, "fields": ...}``, ``{"conversation": number, "fields": ..., "said":
+    [...]}`` and ``{"end": number}``.
+
+    Args:
+      described: as of `jrl.tasks.workers.reward.reward_checker`, of what makes a task.
+    """
+    about = json.loads(described)
+    sys.path[:] = about["path"]
+    # The accelerator is the trainer's.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    beside = _beside("reward")
+    if about["module"] is None:
+        source = Path(about["copy"]).read_bytes()
+        module = beside.module_of(source, about["file"], "jrl_own_task")
+    else:
+        module = importlib.import_module(about["module"])
+    make = maker(beside.made_by(module, about["name"]))
+    # One loop for all calls: what an async environment keeps open belongs to it.
+    loop = asyncio.new_event_loop()
+
+    async def awaited(value: Any) -> Any:
+        return await value
+
+    conversations = Conversations(make, lambda value: loop.run_until_complete(awaited(value)))
+
+    def check(question: Message) -> Message:
+        if "end" in question:
+            conversations.end(question["end"])
+            return {}
+        if "open" in question:
+            return {"messages": conversations.opened(question["fields"])}
+        number, said = question["conversation"], question["said"]
+        return conversations.answer(number, question["fields"], said)
+
+    return check
+
+
+def maker(task: Any) -> Callable[[Message], Any]:
+    """Makes the environments of a task, each of the fields that its ``environment`` names."""
+    make = task.environment
+    try:
+        parameters = inspect.signature(make).parameters.values()
+        every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        names = None if every else {parameter.name for parameter in parameters}
+    except (TypeError, ValueError):  # some callables written in C
+        names = None
+
+    def made(fields: Message) -> Any:
+        given = fields.items()
+        return make(**{name: x for name, x in given if names is None or name in names})
+
+    return made
+
+
+def _beside(name: str) -> ModuleType:
+    spec = spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

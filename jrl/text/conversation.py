@@ -1,0 +1,99 @@
+"""Conversations as tokens: what stands between two turns of the policy, and gold ones to imitate.
+
+With a chat template the messages are laid out as it lays them out; without one their contents
+follow each other as they are. What the policy sampled is never encoded again.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jrl.tasks import Example
+from jrl.text.prompt_format import PromptFormat
+from jrl.text.prompts import text_of
+from jrl.text.tokenizer import Tokenizer
+
+Messages = Sequence[tuple[str, str]]
+"""Role and content of each."""
+
+
+def message_of(format: PromptFormat, ids: np.ndarray) -> str:
+    """What the policy said in a turn, its end left out.
+
+    With a template, special tokens are written out: a call of a tool may be made of them.
+    """
+    if format.template is None:
+        return text_of(format.tokenizer, ids)
+    written = ids[:-1] if len(ids) and int(ids[-1]) in format.tokenizer.stop_ids else ids
+    return format.tokenizer.decode_special(written.tolist(), "\ufffd")
+
+
+def answer_ids(
+    format: PromptFormat, example: Example, before: Messages, after: Messages
+) -> list[int]:
+    """The tokens between a turn of the policy, which a stop token ended, and its next.
+
+    Args:
+      before: messages after the prompt, that turn the last.
+      after: what answers it.
+
+    Raises:
+      ValueError: for what template or tokenizer refuse.
+    """
+    if format.template is None:
+        return format.tokenizer.encode("".join(content for _, content in after))
+    messages = [*format.messages(example), *before]
+    return format.template.answer(messages, after, example.tools)
+
+
+def gold_conversation(format: PromptFormat, example: Example) -> tuple[list[int], list[bool]]:
+    """The tokens of a gold conversation after the prompt, and which of them are imitated: those of
+    the policy's turns with their ends."""
+    ids: list[int] = []
+    imitated: list[bool] = []
+    turns = example.turns or (("assistant", example.answer),)
+    place = 0
+    while place < len(turns):
+        role, content = turns[place]
+        if role == "assistant":
+            new = [*format.tokenizer.encode(content), format.tokenizer.eos_id]
+            place += 1
+        else:
+            end = next(n for n in range(place, len(turns)) if turns[n][0] == "assistant")
+            new = answer_ids(format, example, turns[:place], turns[place:end])
+            place = end
+        ids += new
+        imitated += [role == "assistant"] * len(new)
+    return ids, imitated
+
+
+def encode_conversations(
+    format: PromptFormat, examples: Sequence[Example], response_length: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Gold conversations, right-padded, ``[examples, response_length]``: ids, what is not padding,
+    and what is imitated.
+
+    Raises:
+      ValueError: for one longer than the response length.
+    """
+    shape = (len(examples), response_length)
+    tokens = np.full(shape, format.tokenizer.pad_id, np.int32)
+    valid, mask = np.zeros(shape, bool), np.zeros(shape, bool)
+    for row, example in enumerate(examples):
+        ids, imitated = gold_conversation(format, example)
+        if len(ids) > response_length:
+            what = f"the answer {example.answer[:60]!r}"
+            if example.turns:
+                what = f"the conversation after {example.prompt[:60]!r}"
+            raise ValueError(
+                f"{what} has {len(ids)} tokens and "
+                f"response_length={response_length}: raise --response-length."
+            )
+        tokens[row, : len(ids)], valid[row, : len(ids)] = ids, True
+        mask[row, : len(ids)] = imitated
+    return tokens, valid, mask
+
+
+def conversation_tokens(tokenizer: Tokenizer, example: Example) -> int:
+    """Tokens of a gold conversation that is laid out without a template."""
+    return len(gold_conversation(PromptFormat(tokenizer), example)[0])
