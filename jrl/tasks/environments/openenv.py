@@ -1,0 +1,74 @@
+"""Environments of OpenEnv as environments of a task.
+
+OpenEnv's clients speak with servers that run in containers, under the names that Gymnasium made
+usual: `reset`, `step`, an observation, a reward, `done`. A client is all that is needed here; the
+package itself is that of the environment:
+
+    class Blackjack:
+        prompts = [{"seed": seed} for seed in range(500)]
+
+        def environment(self, seed):
+            client = BlackjackEnv(base_url="http://localhost:8000")
+            return OpenEnvironment(client, action=Move, text=str, seed=seed)
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Stepped = tuple[list[dict[str, str]], float, bool]
+
+
+class OpenEnvironment:
+    """One episode of an OpenEnv client, or of anything with its `reset` and `step`.
+
+    What it shows must depend on the seed and the actions alone (`jrl.tasks.environments`).
+
+    Args:
+      client: connected or about to connect; its methods may be coroutines.
+      action: makes the client's action of what the policy said. Where it raises a ValueError, the
+        policy is told so and may try again.
+      text: makes a text of the client's observation.
+      seed: of `reset`; None gives it none.
+      most: actions that cannot be made before the conversation ends.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        *,
+        action: Callable[[str], Any],
+        text: Callable[[Any], str] = str,
+        seed: int | None = None,
+        most: int = 3,
+    ):
+        self._client, self._action, self._text = client, action, text
+        self._seed, self._left = seed, most
+
+    async def reset(self) -> list[dict[str, str]]:
+        """The first observation, as the user's message."""
+        seed = {} if self._seed is None else {"seed": self._seed}
+        result = await _awaited(self._client.reset(**seed))
+        return [self._message(result)]
+
+    async def step(self, message: Mapping[str, str]) -> Stepped:
+        """The next observation, its reward (0 where there is none), and whether that was all."""
+        try:
+            action = self._action(message["content"])
+        except ValueError as error:
+            self._left -= 1
+            return [{"role": "user", "content": f"error: {error}"}], 0.0, self._left <= 0
+        result = await _awaited(self._client.step(action))
+        reward = 0.0 if result.reward is None else float(result.reward)
+        return [self._message(result)], reward, bool(result.done)
+
+    async def close(self) -> None:
+        """Ends the client's connection."""
+        await _awaited(self._client.close())
+
+    def _message(self, result: Any) -> dict[str, str]:
+        return {"role": "user", "content": self._text(result.observation)}
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value

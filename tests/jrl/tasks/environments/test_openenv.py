@@ -1,0 +1,75 @@
+"""Clients of OpenEnv, of whose results the observation, the reward and the end are read."""
+
+import asyncio
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+
+from jrl.tasks.environments.definition import Environment
+from jrl.tasks.environments.openenv import OpenEnvironment
+from jrl.tasks.workers.environment import Conversations
+
+
+@dataclass
+class Result:
+    """As OpenEnv's `StepResult`."""
+
+    observation: SimpleNamespace
+    reward: float | None
+    done: bool
+
+
+class Client:
+    """Counts down from its seed; an action says by how much."""
+
+    def __init__(self):
+        self.left, self.closed = 0, False
+
+    def reset(self, seed):
+        self.left = seed
+        return Result(SimpleNamespace(left=seed), None, False)
+
+    def step(self, action):
+        self.left -= action
+        return Result(SimpleNamespace(left=self.left), 0.5, self.left <= 0)
+
+    def close(self):
+        self.closed = True
+
+
+class AsyncClient(Client):
+    async def reset(self, seed):
+        return super().reset(seed)
+
+    async def step(self, action):
+        return super().step(action)
+
+    async def close(self):
+        super().close()
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_an_episode(kind):
+    clients = []
+
+    def make(fields):
+        clients.append(kind())
+        text = "{0.left} left".format
+        made = OpenEnvironment(clients[-1], action=int, text=text, seed=fields["seed"])
+        assert isinstance(made, Environment)
+        return made
+
+    loop = asyncio.new_event_loop()
+    conversations = Conversations(make, loop.run_until_complete)
+    assert conversations.opened({"seed": 5}) == [["user", "5 left"]]
+    said = ["2"]
+    first = conversations.answer(1, {"seed": 5}, said)
+    assert first == {"messages": [["user", "3 left"]], "reward": 0.5, "done": False}
+    said.append("many")
+    wrong = conversations.answer(1, {"seed": 5}, said)
+    assert wrong["messages"][0][1].startswith("error: invalid literal") and not wrong["done"]
+    said.append("3")
+    assert conversations.answer(1, {"seed": 5}, said)["done"]
+    assert all(client.closed for client in clients) and len(clients) == 2
+    loop.close()
