@@ -1,0 +1,108 @@
+"""Two tasks of conversations, three seeds each: before and after reinforcement.
+
+python -m experiments.conversations.run
+"""
+
+import argparse
+import csv
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+
+from experiments.figures import markdown
+from jrl.runs.records import read_metrics
+
+FOLDER = Path(__file__).parent
+SEEDS = (0, 1, 2)
+TASKS = {"guess": 60, "calculator": 40}
+"""Steps of each."""
+ACCURACY = "val/accuracy/sampled"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One run.
+
+    Attributes:
+      before, after: held-out accuracy of the warm start and at the end, one conversation of each
+        prompt.
+      turns: of the policy in a conversation, at the end.
+      minutes: from the command to its end, the warm start with it.
+    """
+
+    task: str
+    seed: int
+    before: float
+    after: float
+    turns: float
+    minutes: float
+
+
+def command(task: str, seed: int, folder: Path) -> list[str]:
+    """A run as anyone would begin it."""
+    steps = TASKS[task]
+    return [
+        *(sys.executable, "-m", "jrl.train", "grpo", "--task", task, "--seed", str(seed)),
+        *("--steps", str(steps), "--eval-every", str(steps // 2), "--run-dir", str(folder)),
+    ]
+
+
+def run(task: str, seed: int, runs: Path) -> Line:
+    """Trains, unless that was done before, and reads what came of it."""
+    folder = runs / f"{task}-{seed}"
+    minutes = folder / "minutes.txt"
+    if not minutes.exists():
+        begin = time.monotonic()
+        subprocess.run(command(task, seed, folder), check=True)
+        minutes.write_text(f"{(time.monotonic() - begin) / 60:.3f}\n")
+    metrics = [line for line in read_metrics(folder / "metrics.jsonl") if ACCURACY in line]
+    return Line(
+        task,
+        seed,
+        before=metrics[0][ACCURACY],
+        after=metrics[-1][ACCURACY],
+        turns=metrics[-1]["val/conversation/turns"],
+        minutes=float(minutes.read_text()),
+    )
+
+
+def table(lines: list[Line]) -> str:
+    """A row for each run, and one for each task."""
+    rows = []
+    for task in dict.fromkeys(line.task for line in lines):
+        own = [line for line in lines if line.task == task]
+        rows += [[task, str(line.seed), *_numbers([line])] for line in own]
+        rows.append([task, "mean", *_numbers(own)])
+    return markdown(["task", "seed", "warm start", "after", "gain", "turns", "minutes"], rows)
+
+
+def _numbers(lines: list[Line]) -> list[str]:
+    before, after = (np.mean([getattr(line, x) for line in lines]) for x in ("before", "after"))
+    turns, minutes = (np.mean([getattr(line, x) for line in lines]) for x in ("turns", "minutes"))
+    gain = after - before
+    return [f"{before:.3f}", f"{after:.3f}", f"{gain:+.3f}", f"{turns:.2f}", f"{minutes:.1f}"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=Path, default=Path("runs/experiments/conversations"))
+    parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
+    arguments = parser.parse_args()
+    arguments.runs.mkdir(parents=True, exist_ok=True)
+    lines = [
+        run(task, seed, arguments.runs) for task in arguments.tasks for seed in arguments.seeds
+    ]
+    with open(FOLDER / "results.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Line)])
+        writer.writeheader()
+        writer.writerows(asdict(line) for line in lines)
+    print(table(lines))
+
+
+if __name__ == "__main__":
+    main()
