@@ -5,9 +5,11 @@ template and generation_config.json. The run may still be going on; nothing is w
 """
 
 import errno
+import glob
 import json
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -160,10 +162,29 @@ def _described(
     return model, family.architecture, about | own
 
 
+def _is_alive(process: int) -> bool:
+    """Whether another process of this number runs."""
+    if process == os.getpid():
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
 @contextmanager
 def _whole(target: Path) -> Iterator[Path]:
-    """A folder that gets its name when all is in it, and goes where that fails."""
-    place = target.absolute().parent / f"{target.name}.writing-{os.getpid()}"
+    """A folder that gets its name when all is in it, and goes where that fails; those of processes
+    of this host that were killed go first."""
+    begins = f"{target.name}.writing-{socket.gethostname()}-"
+    for left in target.absolute().parent.glob(f"{glob.escape(begins)}*"):
+        number = left.name.removeprefix(begins)
+        if number.isdecimal() and not _is_alive(int(number)):
+            shutil.rmtree(left)
+    place = target.absolute().parent / f"{begins}{os.getpid()}"
     place.mkdir()
     try:
         yield place

@@ -54,7 +54,7 @@ def _exit_status(command: Callable[[], int]) -> int:
         if type(error).__module__.split(".")[0] in OUR_PACKAGES:
             return _say(error, 1)
         what = str(error).splitlines()[0]
-        if "Gloo" in what:
+        if "Gloo" in what or "SocketServer" in what:
             return _say(f"another process of the run has ended or cannot be reached: {what}", 1)
         if "RESOURCE_EXHAUSTED" not in what:
             raise

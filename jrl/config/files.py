@@ -24,6 +24,7 @@ CHANGEABLE = (
     "rollout_engine",
     "rollout_split",
     "rollout_micro_batches",
+    "rollout_m2n",
     "devices",
     "slots",
     "micro_batch",

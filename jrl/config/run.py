@@ -124,6 +124,10 @@ class RunConfig:
     """Parts of the slots that are under way at a time on the two sides: while one is with the
     experts, attention works on another. 3 is enough where messages take half as long as the slower
     side, 4 where they take as long."""
+    rollout_m2n: Literal["device_put", "collective", "transfer"] | None = None
+    """How messages go between the two sides: copied from device to device in one process, by
+    collectives over both, or pulled by each process from the memory of the others. None copies in
+    one process and takes collectives in several."""
     devices: int | None = None
     """Number of fake CPU devices, in all processes together; None takes the real
     ones."""
@@ -361,11 +365,12 @@ class RunConfig:
                 f"rollout_micro_batches={self.rollout_micro_batches} must be at least 1."
             )
         if self.rollout_engine == "slots":
-            if self.rollout_split is not None:
-                raise ValueError(
-                    f"rollout_split={self.rollout_split!r} needs --rollout-engine disaggregated: "
-                    "give it, or leave out --rollout-split."
-                )
+            for name in ("rollout_split", "rollout_m2n"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)!r} needs --rollout-engine disaggregated: "
+                        f"give it, or leave out --{name.replace('_', '-')}."
+                    )
             return
         if self.rollout_split is None:
             raise ValueError(

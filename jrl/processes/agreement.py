@@ -85,6 +85,28 @@ def to_host(tree: Any) -> Any:
     return jax.device_get(jax.tree.map(whole, tree))
 
 
+def to_every_host(tree: Any, mesh: FoldedMesh) -> Any:
+    """`to_host` of arrays over `mesh`, also in processes that have no device of it, whose arrays
+    are without values.
+
+    They receive all of it, ``itemsize x elements`` bytes each.
+    """
+    assert isinstance(mesh.mesh, jax.sharding.Mesh)
+    having = {device.process_index for device in mesh.mesh.devices.flat}
+    if len(having) == jax.process_count():
+        return to_host(tree)
+    leaves, structure = jax.tree.flatten(tree)
+    here = jax.process_index()
+    values = to_host(leaves) if here in having else [np.zeros(x.shape, x.dtype) for x in leaves]
+    # As bytes: they are added to the zeros of the others, and -0.0 + 0.0 is 0.0.
+    content = np.concatenate([x.reshape(-1).view(np.uint8) for x in values])
+    sent = multihost_utils.broadcast_one_to_all(content, is_source=here == min(having))
+    ends = np.cumsum([x.nbytes for x in values])
+    parts = np.split(np.asarray(sent), ends[:-1])
+    whole = [np.array(p).view(x.dtype).reshape(x.shape) for p, x in zip(parts, values, strict=True)]
+    return structure.unflatten(whole)
+
+
 def to_devices(tree: Any, sharding: NamedSharding) -> Any:
     """`jax.device_put` of host values that all processes have; nothing is sent between them.
 
@@ -97,7 +119,9 @@ def to_devices(tree: Any, sharding: NamedSharding) -> Any:
 
     def place(leaf: Any) -> jax.Array:
         host = np.asarray(leaf)
-        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+        return jax.make_array_from_callback(
+            host.shape, sharding, lambda index: host[index], dtype=host.dtype
+        )
 
     return jax.tree.map(place, tree)
 

@@ -26,14 +26,9 @@ def split_mesh(text: str, number: int | None, training: FoldedMesh) -> SplitMesh
         turns.
 
     Raises:
-      ValueError: in a run of several processes, and for a split of another number of devices, or
-        of more than there are.
+      ValueError: for a split of another number of devices, or of more than there are, and for
+        devices beside those of training in a run of several processes.
     """
-    if jax.process_count() > 1:
-        raise ValueError(
-            f"rollout_split={text!r} has one controller, and the run has {jax.process_count()} "
-            "processes: leave out --rollout-engine, or train in one."
-        )
     split = Split.parse(text)
     learning = devices_of(training)
     if number is None:
@@ -44,6 +39,11 @@ def split_mesh(text: str, number: int | None, training: FoldedMesh) -> SplitMesh
                 f"--rollout-devices {split.num_devices} to have others."
             )
         return fold_split(split, learning)
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"rollout_devices={number} are devices of one process, and the run has "
+            f"{jax.process_count()}: leave it out, to sample and learn by turns."
+        )
     if split.num_devices != number:
         raise ValueError(
             f"rollout_split={text!r} has {split.num_devices} devices and rollout_devices="

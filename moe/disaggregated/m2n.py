@@ -7,6 +7,8 @@ message goes out once and is nowhere added to another; nothing waits on the host
 rows width itemsize`` for messages of ``[rows, width]``, whatever is in them.
 """
 
+import socket
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -15,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.experimental import multihost_utils, transfer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array
 
 from moe.disaggregated.split import devices_of
@@ -23,6 +26,11 @@ from sharding.folding import FoldedMesh
 
 Arrays = tuple[Array, ...]
 UNION = "union"
+LOOPBACK = "127.0.0.1"
+LONGEST_NAME = 256
+"""Bytes of a host's name or of an address, at most."""
+STAGED = 2**24
+"""Bytes of a message that a transfer server reads at a time; it reserves room for some of them."""
 
 
 class Message(NamedTuple):
@@ -128,7 +136,120 @@ class Collective:
         )
 
 
-IMPLEMENTATIONS = {"device_put": DevicePut, "collective": Collective}
+class Transfer:
+    """Reads from the memory of the other process (`jax.experimental.transfer`): a source offers its
+    messages and the target pulls them, one offer for each pair of processes. Messages within a
+    process are copied from device to device.
+
+    No program holds the two sides together, so that a process waits for those messages alone that
+    its own programs read. Every process must make the same exchanges, and call them in the same
+    order; an error in a peer, or its end, is raised where a pulled message is waited for.
+    """
+
+    def __init__(self, source: FoldedMesh, target: FoldedMesh):
+        self._sources, self._targets = devices_of(source), devices_of(target)
+        self._placed, self._office = spread_over(target), _post_office()
+
+    def __call__(self, parts: Arrays | None, message: Message) -> Arrays | None:
+        here, came = jax.process_index(), dict[tuple[int, int], Array]()
+        if parts is not None:
+            held = [_shards(part) for part in parts]
+            for to in _processes(self._targets):
+                pairs = self._pairs(here, to)
+                messages = [held[j][self._sources[i]] for i, j in pairs]
+                if to == here:
+                    there = [self._targets[j] for _, j in pairs]
+                    came |= zip(pairs, jax.device_put(messages, there), strict=True)
+                else:
+                    self._office.offer(to, messages)
+        if here not in _processes(self._targets):
+            return None
+        for sender in _processes(self._sources):
+            if sender != here:
+                pairs = self._pairs(sender, here)
+                there = [self._targets[j] for _, j in pairs]
+                came |= zip(pairs, self._office.pull(sender, message, there), strict=True)
+        number = len(self._targets)
+        own = [j for j, device in enumerate(self._targets) if device.process_index == here]
+        return tuple(
+            _assembled([came[i, j] for j in own], number, self._placed)
+            for i in range(len(self._sources))
+        )
+
+    def _pairs(self, sender: int, to: int) -> list[tuple[int, int]]:
+        """Numbers of the devices of one process that send to those of another."""
+        sources, targets = (
+            [i for i, device in enumerate(devices) if device.process_index == process]
+            for devices, process in ((self._sources, sender), (self._targets, to))
+        )
+        return [(i, j) for i in sources for j in targets]
+
+
+class _PostOffice:
+    """The transfer server of this process, and its connections to the others.
+
+    Every process calls this together. An offer has a number that no other offer of its server has:
+    both ends count the offers between them.
+    """
+
+    def __init__(self):
+        host = host_to_reach(_gathered(socket.gethostname()), jax.process_index())
+        # Beside the address of the server one for the bytes: without it processes do not connect.
+        self._server = transfer.start_transfer_server(
+            jax.local_devices()[0].client, f"{host}:0", [f"{host}:0"], transfer_size=STAGED
+        )
+        self._addresses = _gathered(self._server.address())
+        self._connections: dict[int, Any] = {}
+        self._counts = Counter[tuple[int, int]]()
+
+    def offer(self, to: int, messages: list[Array]) -> None:
+        """Has these ready for a process, which pulls them once."""
+        self._server.await_pull(self._number(jax.process_index(), to), messages)
+
+    def pull(self, sender: int, message: Message, devices: list[Any]) -> list[Array]:
+        """What a process offers this one, a message on each of the devices."""
+        if sender not in self._connections:
+            self._connections[sender] = self._server.connect(self._addresses[sender])
+        shape = message.rows, message.width
+        wanted = [
+            jax.ShapeDtypeStruct(shape, message.dtype, sharding=SingleDeviceSharding(device))
+            for device in devices
+        ]
+        number = self._number(sender, jax.process_index())
+        return self._connections[sender].pull(number, wanted)
+
+    def _number(self, sender: int, to: int) -> int:
+        self._counts[sender, to] += 1
+        return self._counts[sender, to] * jax.process_count() + to
+
+
+def host_to_reach(names: Sequence[str], number: int) -> str:
+    """The address by which the other processes reach the host of one.
+
+    Args:
+      names: of the hosts of all processes.
+      number: of the process whose host this is.
+
+    Raises:
+      ValueError: where the host is known by no address that others can reach.
+    """
+    if len(set(names)) == 1:
+        return LOOPBACK
+    name = names[number]
+    try:
+        known = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+    except socket.gaierror:
+        known = []
+    for *_, (address, _) in known:
+        if not address.startswith("127."):
+            return str(address)
+    raise ValueError(
+        f'm2n="transfer" needs an address by which other hosts reach {name!r}, and its name gives '
+        'none: enter one in DNS or /etc/hosts, or use "collective".'
+    )
+
+
+IMPLEMENTATIONS = {"device_put": DevicePut, "collective": Collective, "transfer": Transfer}
 
 
 def exchange_of(name: str | None, source: FoldedMesh, target: FoldedMesh) -> Exchange:
@@ -168,6 +289,24 @@ def _permuting(union: NamedSharding, sources: int, targets: int) -> Any:
     over = PartitionSpec(UNION)
     local = jax.shard_map(permute, mesh=union.mesh, in_specs=over, out_specs=over)
     return jax.jit(local)
+
+
+@cache
+def _post_office() -> _PostOffice:
+    return _PostOffice()
+
+
+def _gathered(text: str) -> list[str]:
+    """The text of every process, in all of them."""
+    padded = np.zeros(LONGEST_NAME, np.uint8)
+    content = np.frombuffer(text.encode(), np.uint8)
+    padded[: content.size] = content
+    rows = multihost_utils.process_allgather(padded, tiled=False)
+    return [bytes(row).rstrip(b"\0").decode() for row in np.asarray(rows).reshape(-1, padded.size)]
+
+
+def _processes(devices: Sequence[Any]) -> list[int]:
+    return sorted({device.process_index for device in devices})
 
 
 def _both(source: FoldedMesh, target: FoldedMesh) -> list[Any]:

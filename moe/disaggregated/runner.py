@@ -21,12 +21,12 @@ from moe.config import ModelConfig
 from moe.decoding import Cache, Prefilled, for_prefill, for_step
 from moe.disaggregated import programs
 from moe.disaggregated.halves import Flight, Serving
-from moe.disaggregated.m2n import Arrays, exchange_of, spread_over
+from moe.disaggregated.m2n import Arrays, Message, exchange_of, spread_over
 from moe.disaggregated.placement import Placement
 from moe.disaggregated.programs import Buffers, Prompts, Steps
 from moe.disaggregated.schedule import Enqueued, order
 from moe.disaggregated.sides import SplitWeights
-from moe.disaggregated.split import SplitMesh, is_here
+from moe.disaggregated.split import SplitMesh, devices_of, is_here
 
 AHEAD = 2
 """Tokens whose programs a process enqueues before it waits for those of the first."""
@@ -64,6 +64,9 @@ class Runner:
         self._prefill = Serving(for_prefill(config), mesh, slots, records_choices)
         self._out = exchange_of(m2n, mesh.attention, mesh.experts)
         self._back = exchange_of(m2n, mesh.experts, mesh.attention)
+        every = (devices_of(side) for side in (mesh.attention, mesh.experts))
+        attending, computing = ({d.process_index for d in devices} for devices in every)
+        self._must_tell = not computing <= attending
         self._attends, self._computes = is_here(mesh.attention), is_here(mesh.experts)
         self._numbers: dict[int, Array] = {}
         self.keeps_log, self.log, self.bytes_sent = False, list[Enqueued](), 0
@@ -113,9 +116,10 @@ class Runner:
         num_rows: int,
         micro_batches: int,
         begin: Callable[[int], tuple[Array, Array, Array]],
-        end: Callable[[int, Array, Array | None], None],
+        end: Callable[[int, Array, Array | None], tuple[Array, Array] | None],
         goes_on: Callable[[int], bool],
         columns: int | None = None,
+        told: Callable[[int, Array], None] | None = None,
     ) -> Cache[Array] | None:
         """Token after token of all rows, in the order of `moe.disaggregated.schedule.order`.
 
@@ -126,9 +130,12 @@ class Runner:
           begin: of a micro-batch, the tokens of its rows, their positions and which of them are
             live, over ``dp``.
           end: takes a micro-batch, the logits of its rows, over all devices of attention, and the
-            experts that they chose.
-          goes_on: whether a token of that number is begun.
+            experts that they chose. Gives two counts that every device of attention has, for
+            `told`; None without.
+          goes_on: whether a token of that number is begun; the same in all processes.
           columns: of the cache that are read, beyond all that is decoded; None is all.
+          told: in a process without attention, takes the micro-batch and the counts of its `end`,
+            ``[1, 2]`` int32, which are sent there. Given in all processes or in none.
 
         Returns:
           The cache.
@@ -165,9 +172,16 @@ class Runner:
                 )
 
         def finish(i: int) -> None:
+            counts = None
             if self._attends:
                 assert weights.rest is not None
-                end(i, *programs.end_step(serving, weights.rest, flights.pop(i), received[i]))
+                made = programs.end_step(serving, weights.rest, flights.pop(i), received[i])
+                counts = end(i, *made)
+            if told is not None and self._must_tell:
+                heard = self._tell(counts)
+                if not self._attends:
+                    assert heard is not None
+                    told(i, heard[0].addressable_data(0))
 
         for one in order(self.config.num_expert_layers, micro_batches, goes_on):
             if self.keeps_log:
@@ -184,6 +198,29 @@ class Runner:
                 finish(i)
         self._wait(0)
         return _cache_of(buffers, self.config) if self._attends else None
+
+    def meet(self) -> None:
+        """Sends a message each way and waits for it, so that the processes are connected before
+        they differ in what they do; all of them call this at the same time."""
+        for exchange, mesh, others in (
+            (self._out, self.mesh.attention, self._step.num_targets),
+            (self._back, self.mesh.experts, self._step.num_sources),
+        ):
+            parts, message = None, Message(1, 1, jnp.dtype(jnp.int32))
+            if is_here(mesh):
+                shape = mesh.layout.num_devices, 1
+                parts = (_clearing(spread_over(mesh), shape, message.dtype)(),) * others
+            jax.block_until_ready(exchange(parts, message))
+
+    def _tell(self, counts: tuple[Array, Array] | None) -> Arrays | None:
+        """Two counts of the side of attention, on each device of the experts."""
+        parts, message = None, Message(1, 2, jnp.dtype(jnp.int32))
+        if self._attends:
+            assert counts is not None
+            spread = _on_each(spread_over(self.mesh.attention), self._step.num_sources)
+            parts = (spread(*counts),) * self._step.num_targets
+        self.bytes_sent += self._step.num_sources * self._step.num_targets * message.num_bytes
+        return self._out(parts, message)
 
     def _wait(self, programs: int) -> None:
         """In a process that has experts only, and so never looks at a token: waits until no more
@@ -244,6 +281,14 @@ class Runner:
             value = np.asarray(number, np.int32)
             self._numbers[number] = jax.make_array_from_callback((), place, lambda _: value)
         return self._numbers[number]
+
+
+@remembered
+def _on_each(place: NamedSharding, number: int) -> Callable[[Array, Array], Array]:
+    def spread(first: Array, second: Array) -> Array:
+        return jnp.broadcast_to(jnp.stack([first, second])[None], (number, 2))
+
+    return jax.jit(spread, out_shardings=place)
 
 
 @remembered

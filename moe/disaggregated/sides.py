@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 import jax
 import numpy as np
 from flax import struct
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -54,26 +55,27 @@ def to_sides(
     has, their hidden units spread over ``etp``.
 
     Args:
-      weights: on the host, equal in all processes, or on devices of this one process.
+      weights: on the host, equal in all processes, or on devices of this one process, or spread
+        over all processes, each of which reads one array after the other as a whole then.
 
     Raises:
       ValueError: for a network without experts, and for sizes that do not divide.
     """
     check_splits(config, mesh, placement)
     rest, first, attention, copies = None, (), (), None
+    # Both sides in all processes: each has a part of what is read.
+    one_side = _without_experts(weights)
+    places = _without_experts(specs(config, mesh.attention))
+    placed = _put(one_side, places, mesh.attention)
     if is_here(mesh.attention):
-        one_side = _without_experts(weights)
-        places = _without_experts(specs(config, mesh.attention))
-        placed = _put(one_side, places, mesh.attention)
         rest, first, attention = _attention_apart(config, mesh.attention)(placed)
         whole = NamedSharding(mesh.attention.mesh, PartitionSpec())
         copies = jax.tree.map(lambda x: _put_leaf(x, whole), placement.table())
-    experts = ()
+    experts, routed = (), _routed(weights)
+    if not placement.is_identity:
+        routed = jax.tree.map(lambda x: x[:, placement.experts], routed)
+    placed = _put(routed, expert_specs(mesh.experts, stacked=True), mesh.experts)
     if is_here(mesh.experts):
-        routed = _routed(weights)
-        if not placement.is_identity:
-            routed = jax.tree.map(lambda x: x[:, placement.experts], routed)
-        placed = _put(routed, expert_specs(mesh.experts, stacked=True), mesh.experts)
         experts = _experts_apart(config.num_expert_layers, mesh.experts)(placed)
     return SplitWeights(rest, first, attention, experts, copies)
 
@@ -199,8 +201,12 @@ def _put(tree: Any, places: Any, mesh: FoldedMesh) -> Any:
 
 
 def _put_leaf(leaf: Any, place: NamedSharding) -> Array:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        leaf = multihost_utils.process_allgather(leaf, tiled=True)
     if isinstance(leaf, np.ndarray):
-        return jax.make_array_from_callback(leaf.shape, place, lambda index: leaf[index])
+        return jax.make_array_from_callback(
+            leaf.shape, place, lambda index: leaf[index], dtype=leaf.dtype
+        )
     return jax.device_put(leaf, place)
 
 

@@ -18,8 +18,8 @@ def seconds(transfer: Transfer, layout: Layout, hardware: Hardware) -> float:
 
     A ring over several domains leaves each through the adapters of all its members there, so that
     its rate is the smaller of a fast link's and theirs together. An all-to-all sends to each member
-    by itself: what goes inside and what goes outside travel at once. A permute is as slow as its
-    slowest hop.
+    by itself, at `Hardware.exchange` of the links' rates: what goes inside and what goes outside
+    travel at once. A permute is as slow as its slowest hop.
     """
     n, near = transfer.group(layout), in_domain(transfer, layout, hardware)
     if n == 1:
@@ -31,7 +31,7 @@ def seconds(transfer: Transfer, layout: Layout, hardware: Hardware) -> float:
         )
         return transfer.bytes / rate + transfer.times * latency
     if transfer.kind == "all_to_all":
-        to_one = transfer.bytes / n
+        to_one = transfer.bytes / n / hardware.exchange
         latency = hardware.latency_inside if near == n else hardware.latency_outside
         return max(to_one * (near - 1) / inside, to_one * (n - near) / outside) + (
             transfer.times * latency

@@ -5,6 +5,9 @@ import json
 import os
 import re
 import shutil
+import socket
+import subprocess
+import sys
 from dataclasses import replace
 
 import jax
@@ -319,3 +322,18 @@ def test_a_run_with_a_tokenizer_of_its_own(tmp_path, monkeypatch, capsys):
     assert config.embedding_scale == 1.0
     np.testing.assert_array_equal(weights.embedding, given.embedding * 8**0.5)
     assert_same(weights.layers, given.layers)
+
+
+def test_what_a_killed_export_left_goes_with_the_next(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    ended.wait()
+    host = socket.gethostname()
+    # Those of processes that ended, of one that writes, of another host, and of another place.
+    names = [f"to.writing-{host}-{number}" for number in (ended.pid, os.getpid(), os.getppid())]
+    kept = [names[2], f"to.writing-not-{host}-{ended.pid}", f"into.writing-{host}-{ended.pid}"]
+    for name in {*names, *kept}:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").touch()
+    with export._whole(tmp_path / "to") as place:
+        assert place.name == names[1] and not list(place.iterdir())
+    assert {path.name for path in tmp_path.iterdir()} == {"to", *kept}

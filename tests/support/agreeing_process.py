@@ -21,6 +21,7 @@ from jrl.processes.agreement import (
     gather,
     is_main_process,
     to_devices,
+    to_every_host,
     to_host,
 )
 from jrl.processes.coordinator import Processes
@@ -57,11 +58,18 @@ def main(port: int, number: int, file: str) -> None:
         "host": np.full((1,), number),
     }
     found = to_host(tree)
+    second = fold(Layout.parse("dp2"), jax.devices()[2:])
+    theirs = {"rows": -rows * (rows > 1), "flags": rows > 1}
+    place = NamedSharding(second.mesh, PartitionSpec(second.dp))
+    received = to_every_host(to_devices(theirs, place), second)
     results = {
         "first": is_main_process(),
         "held": sum(shard.data.size for shard in tree["spread"].addressable_shards),
         "spread": bool(np.array_equal(found["spread"], rows)),
         "whole": bool(np.array_equal(found["whole"], rows[:2] + 1)),
+        "of the second": {
+            name: theirs[name].tobytes() == received[name].tobytes() for name in theirs
+        },
         "own": found["own"].tolist() + found["host"].tolist(),
         "numpy": all(isinstance(leaf, np.ndarray) for leaf in found.values()),
         "from first": broadcast_from_main({"number": number, "text": "é" * (3 + 50 * number)}),

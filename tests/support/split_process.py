@@ -1,9 +1,9 @@
 """One of several processes that decode together, some with attention and some with experts.
 
-    python split_process.py COUNT PORT NUMBER FILE DIES
+    python split_process.py COUNT PORT NUMBER FILE DIES M2N
 
-Four devices in all. What it has of the logits and choices goes to FILE; the process of number DIES
-is killed after a token.
+Four devices in all; messages travel as M2N says. What it has of the logits and choices goes to
+FILE, with the bytes that it let others pull; the process of number DIES is killed after a token.
 """
 
 import os
@@ -15,15 +15,24 @@ from two_sides import CONFIG, sides, split_mesh, two_sides
 
 from jrl.config.command_line import exit_status, start_jax
 from jrl.processes.coordinator import Processes
+from moe.disaggregated import m2n as m2n_of
 from moe.disaggregated.runner import Runner
 
 SPLIT, MICRO_BATCHES = "dp2 / ep2", 2
 
 
-def decode(count: int, port: str, number: int, file: str, dies: int) -> int:
+def decode(count: int, port: str, number: int, file: str, dies: int, m2n: str) -> int:
     start_jax(4, Processes(f"localhost:{port}", num_processes=count, process_id=number))
     mesh = split_mesh(SPLIT)
-    runner = Runner(CONFIG, mesh, records_choices=True)
+    runner = Runner(CONFIG, mesh, m2n=m2n, records_choices=True)
+    offered, offer = 0, m2n_of._PostOffice.offer
+
+    def counted(office, to, messages):
+        nonlocal offered
+        offered += sum(message.nbytes for message in messages)
+        offer(office, to, messages)
+
+    m2n_of._PostOffice.offer = counted
 
     def goes_on(token: int) -> bool:
         if token and number == dies:
@@ -34,7 +43,8 @@ def decode(count: int, port: str, number: int, file: str, dies: int) -> int:
     logits, choices, _ = two_sides(runner, weights, MICRO_BATCHES, goes_on=goes_on)
     held = sum(x.nbytes for side in (weights.attention, weights.rest) for x in leaves(side))
     routed = sum(x.nbytes for x in leaves(weights.experts))
-    np.savez(file, logits=logits, choices=choices, attention=held, experts=routed)
+    counts = {"attention": held, "experts": routed, "sent": runner.bytes_sent, "offered": offered}
+    np.savez(file, logits=logits, choices=choices, **counts)
     return 0
 
 
@@ -45,5 +55,5 @@ def leaves(side):
 
 
 if __name__ == "__main__":
-    count, port, number, file, dies = sys.argv[1:]
-    sys.exit(exit_status(lambda: decode(int(count), port, int(number), file, int(dies))))
+    count, port, number, file, dies, m2n = sys.argv[1:]
+    sys.exit(exit_status(lambda: decode(int(count), port, int(number), file, int(dies), m2n)))

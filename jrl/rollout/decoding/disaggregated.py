@@ -6,6 +6,7 @@ of attention. Only who computes the network differs: `moe.disaggregated`.
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +15,22 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
+from jrl.processes.agreement import any_of, is_multiprocess, to_devices, to_every_host
+from jrl.rollout.batching import replicated
 from jrl.rollout.decoding.engine import SlotEngine
 from jrl.rollout.decoding.programs.admission import Arrivals, admit_known
 from jrl.rollout.decoding.programs.advance import Advanced
-from jrl.rollout.decoding.programs.slots import Decoder, Pool, over_slots, pool_specs
+from jrl.rollout.decoding.programs.slots import Decoder, Pool, Rows, over_slots, pool_specs
 from jrl.rollout.decoding.programs.tokens import Draws, appended, drawn_tokens, written
+from jrl.rollout.decoding.seating import bucket
+from jrl.rollout.decoding.shelves import empty_shelf, shelve
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.split import SplitPolicy
 from moe.config import ModelConfig
 from moe.decoding import Cache
 from moe.disaggregated.placement import Placement
 from moe.disaggregated.runner import Runner, check_micro_batches
-from moe.disaggregated.split import SplitMesh
+from moe.disaggregated.split import SplitMesh, is_here
 from moe.router.replay import choices_dtype
 from sharding.collectives import all_sum, vary
 from sharding.folding import FoldedMesh
@@ -44,7 +49,7 @@ class DisaggregatedEngine(SlotEngine):
       split: of the devices that decode.
       micro_batches: parts of the slots that are under way at a time: while one is with the experts,
         attention works on another.
-      placement: see `moe.disaggregated.runner.Runner`.
+      placement, m2n: see `moe.disaggregated.runner.Runner`.
 
     The other arguments are those of `SlotEngine`; `slots` divide over the devices of attention and
     `micro_batches`.
@@ -67,6 +72,7 @@ class DisaggregatedEngine(SlotEngine):
         records_choices: bool = False,
         micro_batches: int = 2,
         placement: Placement | None = None,
+        m2n: str | None = None,
     ):
         check_micro_batches(slots, micro_batches, split)
         # Each layer's keys and values in a buffer of their own, which its program gives up.
@@ -82,11 +88,15 @@ class DisaggregatedEngine(SlotEngine):
             key=key,
             records_choices=records_choices,
         )
-        runner = partial(Runner, placement=placement, records_choices=records_choices)
+        runner = partial(Runner, placement=placement, m2n=m2n, records_choices=records_choices)
         self.runner = runner(config.without_adapters(), split)
+        if is_multiprocess():
+            any_of(False)  # nobody waits for one that is still compiling what came before
+            self.runner.meet()
         self._sides = SplitPolicy(config, training, split, self.runner.placement)
         self._resharding = self._sides
         self._micro_batches = micro_batches
+        self._attends = is_here(split.attention)
 
     def take_pool(self) -> Pool[Array]:
         raise NotImplementedError("rows of two sides are not kept over a change of weights")
@@ -99,13 +109,14 @@ class DisaggregatedEngine(SlotEngine):
         arrivals: Arrivals[Array],
     ) -> Pool[Array]:
         weights, known = self._sides.of(self._loaded()), None
-        assert weights.rest is not None
         if tokens.shape[0]:
             known = self.runner.prefill(weights, tokens, lengths)
-            assert known is not None
-            if known.choices is not None:
-                dtype = choices_dtype(self.decoder.config.num_experts)
-                known = known._replace(choices=known.choices.astype(dtype))
+        if not self._attends:
+            return pool
+        assert weights.rest is not None
+        if known is not None and known.choices is not None:
+            dtype = choices_dtype(self.decoder.config.num_experts)
+            known = known._replace(choices=known.choices.astype(dtype))
         given = pool, known, tokens, arrivals, self._draws()
         return admit_known(self.decoder, self._sampling, weights.rest, *given)
 
@@ -113,24 +124,28 @@ class DisaggregatedEngine(SlotEngine):
         self, pool: Pool[Array], columns: int, window: int, min_live: int
     ) -> tuple[Pool[Array], Advanced]:
         parts, draws = self._micro_batches, self._draws()
-        cache, numbers = pool.cache, [self._everywhere(np.int32(i)) for i in range(parts)]
-        pool = replace(pool, cache=Cache((), ()))
+        numbers = [self._everywhere(np.int32(i)) for i in range(parts)]
+        cache = None
+        if self._attends:
+            cache, pool = pool.cache, replace(pool, cache=Cache((), ()))
         # Of each token and micro-batch, the rows that got it and those that go on.
-        counts: list[list[tuple[Array, Array]]] = [[] for _ in range(parts)]
+        counts: list[list[Any]] = [[] for _ in range(parts)]
         totals = list[np.ndarray]()
 
         def begin(i: int) -> tuple[Array, Array, Array]:
             return standing(self.decoder, parts, pool, numbers[i])
 
-        def end(i: int, logits: Array, choices: Array | None) -> None:
+        def end(i: int, logits: Array, choices: Array | None) -> tuple[Array, Array]:
             nonlocal pool
             given = pool, logits, choices, draws, numbers[i]
             pool, *rows = sample_part(self.decoder, self._sampling, parts, *given)
             counts[i].append((rows[0], rows[1]))
+            return rows[0], rows[1]
 
         def count(token: int) -> int:
             """Rows that are left after a token, the next that was not counted."""
-            totals.append(np.sum(jax.device_get([own[token] for own in counts]), axis=0))
+            each = jax.device_get([own[token] for own in counts])
+            totals.append(np.sum([np.reshape(own, -1) for own in each], axis=0))
             return int(totals[-1][1])
 
         def goes_on(token: int) -> bool:
@@ -146,13 +161,41 @@ class DisaggregatedEngine(SlotEngine):
             end,
             goes_on,
             columns,
+            lambda i, heard: counts[i].append(heard),
         )
-        assert cache is not None
         for token in range(len(totals), len(counts[0])):
             count(token)
         grew = np.array(totals)[:, 0]
         advanced = Advanced(jnp.asarray((grew > 0).sum()), jnp.asarray(grew.sum()))
-        return replace(pool, cache=cache), advanced
+        return pool if cache is None else replace(pool, cache=cache), advanced
+
+    def _empty_shelf(self, size: int) -> Rows[Array]:
+        if not is_multiprocess():
+            return super()._empty_shelf(size)
+        return empty_shelf(self._there().rows, size, replicated(self._training))
+
+    def _on_shelf(self, shelf: Rows[Array], places: np.ndarray) -> Rows[Array]:
+        if not is_multiprocess():
+            return super()._on_shelf(shelf, places)
+        # Where all processes have them: by their hosts, and only those that go somewhere.
+        (slots,) = np.nonzero(places < shelf.lengths.shape[0])
+        number = bucket(len(slots), self.slots, least=1)
+        chosen, where = (np.full(number, fill) for fill in (0, shelf.lengths.shape[0]))
+        chosen[: len(slots)], where[: len(slots)] = slots, places[slots]
+        some = _taken(self._there().rows, self._everywhere(chosen.astype(np.int32)), self.mesh)
+        place = replicated(self._training)
+        rows, where = to_devices((self._to_host(some), where.astype(np.int32)), place)
+        return shelve(shelf, rows, where, place)
+
+    def _to_host(self, tree: Any) -> Any:
+        return to_every_host(tree, self.mesh)
+
+
+@partial(jax.jit, static_argnums=2)
+def _taken(rows: Rows[Array], slots: Array, mesh: FoldedMesh) -> Rows[Array]:
+    """Rows of some slots, on every device."""
+    taken = jax.tree.map(lambda column: jnp.take(column, slots, axis=0), rows)
+    return lax.with_sharding_constraint(taken, replicated(mesh))
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -14,7 +14,14 @@ from jrl.rollout.batching import replicated
 from jrl.rollout.decoding.carried import carried_by
 from jrl.rollout.decoding.programs.admission import Arrivals, admit
 from jrl.rollout.decoding.programs.advance import Advanced, Policy, advance, policy_of
-from jrl.rollout.decoding.programs.slots import Decoder, Pool, empty_pool, halt, over_slots
+from jrl.rollout.decoding.programs.slots import (
+    Decoder,
+    Pool,
+    Rows,
+    empty_pool,
+    halt,
+    over_slots,
+)
 from jrl.rollout.decoding.programs.tokens import Draws
 from jrl.rollout.decoding.requests import Finish, Request, Shelf, Trajectory, sampled_in
 from jrl.rollout.decoding.seating import (
@@ -85,6 +92,7 @@ class SlotEngine:
         self.columns = -(-columns // self._unit) * self._unit
         kept, merged = (records_choices, top_logprobs), config.without_adapters()
         self.decoder = Decoder(merged, rollout, pad_id, stop_ids, *kept)
+        self._slots_place = NamedSharding(rollout.mesh, over_slots(rollout))
         self._usage = Usage()
         self._resharding = RolloutPolicy(config, training, rollout)
         self._key = to_devices(jax.random.key_data(key), replicated(rollout))
@@ -168,7 +176,7 @@ class SlotEngine:
     def suspend(self, keep_pool: bool = False) -> list[Request]:
         seating, begun = self._seating, list[Request]()
         if seating.sitting:
-            rows = to_host(self._there().rows)
+            rows = self._to_host(self._there().rows)
             if not keep_pool:
                 self._pool = halt(self._there(), self._over_slots(np.zeros(self.slots, bool)))
             for slot in sorted(seating.sitting):
@@ -283,8 +291,8 @@ class SlotEngine:
         columns = columns if columns * 2 <= self.columns else self.columns
         pool, advanced = self._advanced(pool, columns, window, min_live)
         self._pool = pool
-        seen = pool.rows.lengths, pool.live, advanced
-        lengths, still, (steps, row_steps) = to_host(seen)
+        lengths, still = self._to_host((pool.rows.lengths, pool.live))
+        steps, row_steps = to_host(advanced)
         self._lengths = np.array(lengths)
         self._usage.steps += int(steps)
         self._usage.slot_steps += int(steps) * self.slots
@@ -305,12 +313,12 @@ class SlotEngine:
             # Room for all that is under way: a step's batch is made of one or two shelves.
             under_way = len(seating.sitting) + len(seating.waiting)
             size = bucket(under_way, self.slots * under_way, least=self.slots)
-            shelf = Shelf(self.decoder, empty_shelf(self._pool.rows, size, self.mesh))
+            shelf = Shelf(self.decoder, self._empty_shelf(size))
         self._shelf = shelf
         places = np.full(self.slots, len(shelf), np.int32)
         places[slots] = shelf.taken + np.arange(len(slots))
-        shelf.rows = shelve(shelf.rows, self._pool.rows, self._over_slots(places), self.mesh)
-        tokens, done = to_host(self._pool.rows.tokens), list[Trajectory]()
+        shelf.rows = self._on_shelf(shelf.rows, places)
+        tokens, done = self._to_host(self._pool.rows.tokens), list[Trajectory]()
         for slot in slots:
             request, row = seating.leave(slot), shelf.taken
             ids = tokens[slot, request.start : self._lengths[slot]]
@@ -337,8 +345,19 @@ class SlotEngine:
         whole = len(request.response) + len(ids) == request.max_new_tokens
         return "length" if whole else "window"
 
+    def _empty_shelf(self, size: int) -> Rows[Array]:
+        return empty_shelf(self._there().rows, size, self._slots_place)
+
+    def _on_shelf(self, shelf: Rows[Array], places: np.ndarray) -> Rows[Array]:
+        """The shelf, given up, with the row of each slot at its place; past the end is nowhere."""
+        return shelve(shelf, self._there().rows, self._over_slots(places), self._slots_place)
+
+    def _to_host(self, tree: Any) -> Any:
+        """Values of arrays on the mesh, in all processes."""
+        return to_host(tree)
+
     def _over_slots(self, tree: Any) -> Any:
-        return to_devices(tree, NamedSharding(self.mesh.mesh, over_slots(self.mesh)))
+        return to_devices(tree, self._slots_place)
 
     def _there(self) -> Pool[Array]:
         if self._pool is None:

@@ -8,38 +8,44 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
-from jrl.rollout.decoding.programs.slots import Rows, over_slots
-from sharding.folding import FoldedMesh
+from jrl.rollout.decoding.programs.slots import Rows
 
 
-def empty_shelf(rows: Rows[Array], size: int, mesh: FoldedMesh) -> Rows[Array]:
-    """Room for `size` rows such as these."""
+def empty_shelf(rows: Rows[Array], size: int, place: NamedSharding) -> Rows[Array]:
+    """Room for `size` rows such as these.
+
+    Args:
+      place: where they will lie.
+    """
     leaves, structure = jax.tree.flatten(rows)
     return structure.unflatten(
-        _clearing(mesh, size, tuple((x.shape[1:], x.dtype) for x in leaves))()
+        _clearing(place, size, tuple((x.shape[1:], x.dtype) for x in leaves))()
     )
 
 
 @remembered
-def _clearing(mesh: FoldedMesh, size: int, leaves: tuple[tuple[Any, Any], ...]) -> Any:
+def _clearing(place: NamedSharding, size: int, leaves: tuple[tuple[Any, Any], ...]) -> Any:
     return jax.jit(
         lambda: [jnp.zeros((size, *shape), dtype) for shape, dtype in leaves],
-        out_shardings=NamedSharding(mesh.mesh, over_slots(mesh)),
+        out_shardings=place,
     )
 
 
-def shelve(shelf: Rows[Array], rows: Rows[Array], places: Array, mesh: FoldedMesh) -> Rows[Array]:
+def shelve(
+    shelf: Rows[Array], rows: Rows[Array], places: Array, place: NamedSharding
+) -> Rows[Array]:
     """The shelf with some of the rows of a pool on it.
 
     Args:
       shelf: given up.
       places: ``[slot]`` where each slot's row goes; past the end leaves it out.
+      place: where the shelf lies.
     """
-    return _shelving(mesh)(shelf, rows, places)
+    return _shelving(place)(shelf, rows, places)
 
 
 @remembered
-def _shelving(mesh: FoldedMesh) -> Any:
+def _shelving(place_of: NamedSharding) -> Any:
     def place(shelf: Rows[Array], rows: Rows[Array], places: Array) -> Rows[Array]:
         return jax.tree.map(
             lambda into, new: into.at[places].set(new, mode="drop", unique_indices=True),
@@ -47,6 +53,4 @@ def _shelving(mesh: FoldedMesh) -> Any:
             rows,
         )
 
-    return jax.jit(
-        place, donate_argnums=0, out_shardings=NamedSharding(mesh.mesh, over_slots(mesh))
-    )
+    return jax.jit(place, donate_argnums=0, out_shardings=place_of)

@@ -43,7 +43,9 @@ class OwnReward:
             reference.described(copy, makes=makes),
         ]
         self._pool = Pool(
-            lambda: Worker(command, seconds=seconds, startup_seconds=STARTUP_SECONDS), workers
+            lambda: Worker(command, seconds=seconds, startup_seconds=STARTUP_SECONDS),
+            workers,
+            several=True,
         )
 
     def ask(self, pairs: Sequence[tuple[Example, str]]) -> list[Message]:

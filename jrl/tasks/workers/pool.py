@@ -4,6 +4,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 from jrl.tasks.workers.process import Message, Worker, WorkerEnded
 
@@ -11,6 +12,8 @@ MOST = 8
 """Workers at most where nobody chose their number: each takes some 150 MB."""
 EACH = 4
 """Questions that are worth another worker: its start takes as long as many answers."""
+TOGETHER = 64
+"""Questions at most that a worker answers at a time."""
 
 
 def default_workers() -> int:
@@ -33,6 +36,8 @@ class Pool:
       prepare: what a worker is asked before a question, without that the answer's time runs: what
         it has to know first. None is nothing.
       prepare_seconds: how long that may take.
+      several: whether the program may be one that answers several questions at a time; nothing is
+        prepared then.
     """
 
     def __init__(
@@ -42,6 +47,7 @@ class Pool:
         *,
         prepare: Callable[[Message], Message] | None = None,
         prepare_seconds: float = 60.0,
+        several: bool = False,
     ):
         size = default_workers() if size is None else size
         if size < 1:
@@ -51,7 +57,7 @@ class Pool:
         self._idle: queue.LifoQueue[Worker] = queue.LifoQueue()
         for worker in self._workers:
             self._idle.put(worker)
-        self._prepare = prepare
+        self._prepare, self._several = prepare, several
         self._prepare_seconds = prepare_seconds
 
     def ask(self, question: Message, *, seconds: float | None = None) -> Message:
@@ -81,14 +87,16 @@ class Pool:
         answers: list[Message | Exception] = [{} for _ in questions]
         numbered = _Shared(enumerate(questions))
 
-        def answer() -> None:
-            for number, question in numbered:
-                try:
-                    answers[number] = self.ask(question)
-                except Exception as error:
-                    answers[number] = error
-
         number = min(len(self._workers), -(-len(questions) // EACH))
+
+        def answer() -> None:
+            most = self._at_a_time(-(-len(questions) // number))
+            while several := list(islice(numbered, most)):
+                for (place, _), found in zip(
+                    several, self._asked([question for _, question in several]), strict=True
+                ):
+                    answers[place] = found
+
         threads = [
             threading.Thread(target=answer, name="jrl pool", daemon=True) for _ in range(number)
         ]
@@ -103,6 +111,30 @@ class Pool:
             if isinstance(found, Exception) and not isinstance(found, TimeoutError | WorkerEnded):
                 raise found
         return answers
+
+    def _at_a_time(self, share: int) -> int:
+        """Questions that a thread takes: its share, if the program answers several together."""
+        if not self._several:
+            return 1
+        worker = self._idle.get()
+        try:
+            return min(share, TOGETHER) if worker.takes_several() else 1
+        except (TimeoutError, WorkerEnded, ValueError):
+            return 1  # as the question will say
+        finally:
+            self._idle.put(worker)
+
+    def _asked(self, questions: Sequence[Message]) -> list[Message | Exception]:
+        try:
+            if len(questions) == 1:
+                return [self.ask(questions[0])]
+            worker = self._idle.get()
+            try:
+                return worker.ask_together(questions)
+            finally:
+                self._idle.put(worker)
+        except Exception as error:
+            return [error] * len(questions)
 
     def close(self) -> None:
         """Ends all processes, at work or not; more than once does no harm."""

@@ -20,6 +20,10 @@ Message = dict[str, Any]
 # The same order of sets in every worker, and no pool of threads (its stacks count as memory).
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
+GRACE = 0.5
+"""Seconds past the limit of a question after which a program that answers several at a time is
+taken to be stuck: it watches the limits itself."""
+
 
 class WorkerEnded(RuntimeError):
     """The worker process ended before it answered; the next question starts another."""
@@ -29,7 +33,9 @@ class Worker:
     """A program that is started on demand and asked one question at a time.
 
     The program first writes one line, ``{}`` or ``{"error": ...}``, then one line for each that it
-    reads, and ends when its input does. It may be shared between threads.
+    reads, and ends when its input does. ``{"together": true}`` as its first says that it also reads
+    ``{"together": [...], "seconds": ...}``, and writes ``{"number": ..., "answer": ...}`` for each
+    question in it. It may be shared between threads.
     """
 
     def __init__(
@@ -62,21 +68,65 @@ class Worker:
           ValueError: the worker was closed.
         """
         with self._lock:
-            if self._closed:
-                raise ValueError("worker is closed and answers no more: load the task again")
-            if self._stop is not None and self._process.poll() is not None:
-                self._kill()  # it ended while nobody asked, and that is no fault of this question
-            if self._stop is None:
-                self._start()
-            if self._closed:
-                raise WorkerEnded("the worker was closed")
-            try:
-                self._input.write(json.dumps(question) + "\n")
-                self._input.flush()
-            except (OSError, ValueError) as error:  # it has ended, or was closed meanwhile
-                self._kill()
-                raise WorkerEnded(f"the worker took no question: {error}") from error
+            self._begin()
+            self._send(question)
             return self._receive(self._seconds if seconds is None else seconds)
+
+    def ask_together(self, questions: Sequence[Message]) -> list[Message | Exception]:
+        """Several questions at a time, each with its own time limit, if the program takes them so;
+        else one after the other, as those that it left without an answer where it had to be killed.
+
+        Returns:
+          For each its answer, or the TimeoutError or WorkerEnded that came in its place.
+
+        Raises:
+          ValueError: the worker was closed.
+        """
+        answers: dict[int, Message | Exception] = {}
+        with contextlib.suppress(TimeoutError, WorkerEnded), self._lock:
+            self._begin()
+            if self._greeting.get("together"):
+                self._send({"together": list(questions), "seconds": self._seconds})
+                for _ in questions:
+                    reply = self._receive(self._seconds + GRACE)
+                    answers[reply["number"]] = reply["answer"]
+        for number, question in enumerate(questions):
+            if number not in answers:
+                try:
+                    answers[number] = self.ask(question)
+                except (TimeoutError, WorkerEnded) as error:
+                    answers[number] = error
+        return [answers[number] for number in range(len(questions))]
+
+    def takes_several(self) -> bool:
+        """Whether the program answers several questions at a time; it is started, if need be.
+
+        Raises:
+          WorkerEnded: it could not be started.
+          ValueError: the worker was closed.
+        """
+        with self._lock:
+            self._begin()
+            return bool(self._greeting.get("together"))
+
+    def _begin(self) -> None:
+        """Has the program running; with the lock."""
+        if self._closed:
+            raise ValueError("worker is closed and answers no more: load the task again")
+        if self._stop is not None and self._process.poll() is not None:
+            self._kill()  # it ended while nobody asked, and that is no fault of this question
+        if self._stop is None:
+            self._start()
+        if self._closed:
+            raise WorkerEnded("the worker was closed")
+
+    def _send(self, question: Message) -> None:
+        try:
+            self._input.write(json.dumps(question) + "\n")
+            self._input.flush()
+        except (OSError, ValueError) as error:  # it has ended, or was closed meanwhile
+            self._kill()
+            raise WorkerEnded(f"the worker took no question: {error}") from error
 
     def close(self) -> None:
         """Ends the process, and waits until it is gone; more than once does no harm.
@@ -112,10 +162,10 @@ class Worker:
         )
         reader.start()
         self._stop = weakref.finalize(self, _end, process, reader)
-        greeting = self._receive(self._startup_seconds)
-        if "error" in greeting:
+        self._greeting = self._receive(self._startup_seconds)
+        if "error" in self._greeting:
             self._kill()
-            raise WorkerEnded(greeting["error"])
+            raise WorkerEnded(self._greeting["error"])
 
     def _receive(self, seconds: float) -> Message:
         try:

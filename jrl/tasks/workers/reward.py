@@ -10,7 +10,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
@@ -42,8 +42,67 @@ def made_by(module: ModuleType, name: str) -> Any:
     return found()
 
 
-def reward_checker(described: str) -> Callable[[Message], Message]:
+class RewardChecker:
     """Answers ``{"prompt": ..., "completion": ..., "fields": {...}}``.
+
+    Args:
+      reward: the function.
+
+    Attributes:
+      together: whether several questions may be asked at a time, since the reward is `async`.
+    """
+
+    def __init__(self, reward: Callable[..., Any]):
+        self._reward, self._takes = reward, _names(reward)
+        called = getattr(reward, "__call__", None)  # noqa: B004, of an object it may be async
+        self.together = any(map(inspect.iscoroutinefunction, (reward, called)))
+        # One loop for all calls: what an async reward keeps open belongs to it.
+        self._loop = asyncio.new_event_loop()
+
+    def __call__(self, question: Message) -> Message:
+        value = self._called(question)
+        if inspect.isawaitable(value):
+            value = self._loop.run_until_complete(_awaited(value))
+        return outcome(value)
+
+    def each(
+        self, questions: Sequence[Message], seconds: float, send: Callable[[Message], None]
+    ) -> None:
+        """Answers questions beside each other, and sends ``{"number": ..., "answer": ...}`` when
+        one is answered.
+
+        Args:
+          seconds: how long one may take, from where it is begun.
+        """
+
+        async def one(number: int, question: Message) -> None:
+            limit = asyncio.timeout(seconds)
+            try:
+                async with limit:
+                    value = await self._called(question)
+                answer = outcome(value)
+            except Exception as error:
+                if limit.expired():
+                    message = f"no answer within {seconds} seconds"
+                    answer = {"failure": "timeout", "message": message}
+                else:
+                    answer = {"error": f"{type(error).__name__}: {error}"[:500]}
+            send({"number": number, "answer": answer})
+
+        async def all_of_them() -> None:
+            await asyncio.gather(*(one(*each) for each in enumerate(questions)))
+
+        self._loop.run_until_complete(all_of_them())
+
+    def _called(self, question: Message) -> Any:
+        fields = question["fields"]
+        if self._takes is not None:
+            fields = {name: value for name, value in fields.items() if name in self._takes}
+        return self._reward(question["prompt"], question["completion"], **fields)
+
+
+def reward_checker(described: str) -> RewardChecker:
+    """A reward of a user's own.
 
     Args:
       described: as JSON, the `file` that the reward is of and the `copy` that it is read from, or
@@ -61,20 +120,7 @@ def reward_checker(described: str) -> Callable[[Message], Message]:
         module = importlib.import_module(about["module"])
     name = about["name"]
     reward = made_by(module, name).reward if about["makes"] else getattr(module, name)
-    takes = _names(reward)
-    # One loop for all calls: what an async reward keeps open belongs to it.
-    loop = asyncio.new_event_loop()
-
-    def check(question: Message) -> Message:
-        fields = question["fields"]
-        if takes is not None:
-            fields = {name: value for name, value in fields.items() if name in takes}
-        value = reward(question["prompt"], question["completion"], **fields)
-        if inspect.isawaitable(value):
-            value = loop.run_until_complete(_awaited(value))
-        return outcome(value)
-
-    return check
+    return RewardChecker(reward)
 
 
 def outcome(value: Any) -> Message:

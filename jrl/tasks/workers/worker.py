@@ -5,7 +5,8 @@ math-verify (``worker.py math``), one for a generator of reasoning-gym (``worker
 SIZE OPTIONS``), or one for a reward or environments of the user's own (``worker.py reward
 DESCRIPTION``, ``worker.py environment DESCRIPTION``, see `jrl.tasks.workers.reward` and
 `jrl.tasks.workers.environment`). It reads one JSON object per line and answers each with another;
-an exception becomes ``{"error": ...}``.
+an exception becomes ``{"error": ...}``. A reward that is `async` is asked several questions in one
+line, and answers each in a line of its own.
 
 Both libraries hand texts to `eval`, among them what a policy wrote. Here they get parsers in its
 place.
@@ -279,21 +280,33 @@ def main() -> None:
         channel.flush()
 
     try:
-        check = CHECKERS[kind](*arguments)
+        check: Any = CHECKERS[kind](*arguments)
     except Exception as error:
         send({"error": f"{type(error).__name__}: {error}"})
         return
-    send({})
+    send({"together": True} if getattr(check, "together", False) else {})
     for line in questions:
-        if hasattr(signal, "alarm"):
-            signal.alarm(ORPHAN_SECONDS)
-        try:
-            reply = check(json.loads(line))
-        except Exception as error:
-            reply = {"error": f"{type(error).__name__}: {error}"[:500]}
-        send(reply)
-        if hasattr(signal, "alarm"):
-            signal.alarm(0)  # waiting for a question is no fault: it ends with the input
+        _alarm(ORPHAN_SECONDS)
+        question = json.loads(line)
+        if "together" in question:
+
+            def answered(message: Message) -> None:
+                send(message)
+                _alarm(ORPHAN_SECONDS)
+
+            check.each(question["together"], question["seconds"], answered)
+        else:
+            try:
+                reply = check(question)
+            except Exception as error:
+                reply = {"error": f"{type(error).__name__}: {error}"[:500]}
+            send(reply)
+        _alarm(0)  # waiting for a question is no fault: it ends with the input
+
+
+def _alarm(seconds: int) -> None:
+    if hasattr(signal, "alarm"):
+        signal.alarm(seconds)
 
 
 def _limit_memory() -> None:

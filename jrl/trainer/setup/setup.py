@@ -188,6 +188,7 @@ class Setup:
         if self.split is None:
             return SlotEngine(self.model, self.mesh, self.rollout_mesh, **given)
         given["micro_batches"] = self.run.rollout_micro_batches
+        given["m2n"] = self.run.rollout_m2n
         return DisaggregatedEngine(self.model, self.mesh, self.split, **given)
 
     @property

@@ -55,8 +55,8 @@ def room_of(k: int, ep: int, capacity_factor: float | None, buffer_factor: float
 
 def seconds(exchange: Exchange, layout: Layout, hardware: Hardware) -> dict[str, float]:
     """Of `MANY` tokens of each device, forward and backward, by each dispatcher."""
-    prompt = replace(hardware, latency_inside=0.0, latency_outside=0.0)
     rate = hardware.exchange if exchange.rate is None else exchange.rate
+    prompt = replace(hardware, latency_inside=0.0, latency_outside=0.0, exchange=rate)
     k, found = exchange.k, {}
     buffers = math.ceil(exchange.room * MANY)
     for name in NAMES:
@@ -65,10 +65,7 @@ def seconds(exchange: Exchange, layout: Layout, hardware: Hardware) -> dict[str,
             per_peer = min(buffers, math.ceil(part_with(exchange, layout) * MANY))
         sizes = MANY, per_peer, k, layout, exchange.d_model, exchange.itemsize
         there, back = volumes.exchange(name, *sizes, layout.ep * buffers, exchange.wire)
-        found[name] = math.fsum(
-            links.seconds(one, layout, prompt) / (rate if one.kind == "all_to_all" else 1.0)
-            for one in [*there, *back]
-        )
+        found[name] = math.fsum(links.seconds(one, layout, prompt) for one in [*there, *back])
     return found
 
 

@@ -57,6 +57,7 @@ def test_each_holds_its_part_and_both_see_the_whole(agreed):
     for each in agreed:
         assert each["held"] == 6  # of 12
         assert each["spread"] and each["whole"] and each["numpy"]
+        assert each["of the second"] == {"rows": True, "flags": True}
     assert [each["own"] for each in agreed] == [[0, 0, 0], [1, 1, 1]]
     assert [each["first"] for each in agreed] == [True, False]
 

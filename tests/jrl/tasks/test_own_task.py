@@ -6,7 +6,8 @@ import pytest
 
 from jrl.tasks import Task, load_task
 from jrl.tasks.load import own_files
-from jrl.tasks.references import kept_name
+from jrl.tasks.references import kept_name, reference
+from jrl.tasks.rewards.own import OwnReward
 from jrl.tasks.rewards.settings import RewardSettings
 from jrl.tasks.task import Example
 
@@ -238,3 +239,34 @@ def test_references_that_are_refused(file):
         load_task("sort", 0, rewards=RewardSettings(("sums.py",)))
     with pytest.raises(ValueError, match="reward_weights=a=1 needs --reward, or a task of your"):
         load_task("sort", 0, rewards=RewardSettings(weights=("a=1",)))
+
+
+TOGETHER = """
+import asyncio
+
+# Opens for four at a time.
+gate = asyncio.Barrier(4)
+
+
+async def reward(prompt, completion):
+    if completion == "never":
+        await asyncio.Event().wait()
+    if completion == "late":
+        raise TimeoutError("of its own")
+    await gate.wait()
+    return len(completion)
+"""
+
+
+def test_async_rewards_of_a_worker_wait_beside_each_other(tmp_path):
+    """Four go on when all four are there, each with its own time and its own end."""
+    path = tmp_path / "together.py"
+    path.write_text(TOGETHER)
+    reward = OwnReward(reference(f"{path}:reward"), makes=False, seconds=0.7, workers=1)
+    example = Example("?", "")
+    asked = ["1", "never", "22", "late", "333", "4444"]
+    found = reward.ask([(example, completion) for completion in asked])
+    reward.close()
+    assert [found[place] for place in (0, 2, 4, 5)] == [{"value": n} for n in (1, 2, 3, 4)]
+    assert found[1] == {"failure": "timeout", "message": "no answer within 0.7 seconds"}
+    assert found[3] == {"failure": "error", "message": "TimeoutError: of its own"}

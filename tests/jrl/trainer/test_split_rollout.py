@@ -38,6 +38,7 @@ def test_a_step_learns_from_the_same():
     ("settings", "message"),
     [
         ({"rollout_split": "dp1 / ep1"}, "rollout_split='dp1 / ep1' needs --rollout-engine"),
+        ({"rollout_m2n": "transfer"}, "rollout_m2n='transfer' needs --rollout-engine"),
         ({"rollout_engine": "disaggregated"}, "give --rollout-split, for example"),
         (TWO_SIDES | {"rollout_layout": "dp2"}, "leave out --rollout-layout"),
         (TWO_SIDES | {"max_staleness": 2, "stale_cache": True}, "leave out --stale-cache"),

@@ -1,4 +1,4 @@
-"""Every message arrives where it is meant for, by either way, and nothing else is sent."""
+"""Every message arrives where it is meant for, by any way, and nothing else is sent."""
 
 import json
 import re
@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe.disaggregated.m2n import Message, _permuting, exchange_of, spread_over
+from moe.disaggregated import m2n
+from moe.disaggregated.m2n import (
+    Message,
+    _permuting,
+    exchange_of,
+    host_to_reach,
+    spread_over,
+)
 from moe.disaggregated.messages import message_width, read_message, written_message
 from moe.disaggregated.split import Split, fold_split
 
@@ -18,7 +25,7 @@ def sides(sources, targets):
     return fold_split(split, jax.devices()[: sources + targets])
 
 
-@pytest.mark.parametrize("name", ["device_put", "collective"])
+@pytest.mark.parametrize("name", ["device_put", "collective", "transfer"])
 @pytest.mark.parametrize(("sources", "targets"), [(2, 3), (3, 2), (1, 1)])
 def test_messages_arrive(name, sources, targets):
     mesh, message = sides(sources, targets), Message(2, 5, jnp.dtype("uint32"))
@@ -66,3 +73,19 @@ def test_unknown_ways_are_refused_in_one_line():
     mesh = sides(1, 1)
     with pytest.raises(ValueError, match="m2n='mail' is none of device_put, collective"):
         exchange_of("mail", mesh.attention, mesh.experts)
+
+
+def test_a_host_is_known_by_an_address_that_others_reach(monkeypatch):
+    known = {"a": ["127.0.1.1", "10.0.0.7"], "b": ["127.0.1.1"]}
+
+    def resolved(name, *_):
+        if name not in known:
+            raise m2n.socket.gaierror
+        return [(None, None, None, "", (address, 0)) for address in known[name]]
+
+    monkeypatch.setattr(m2n.socket, "getaddrinfo", resolved)
+    assert host_to_reach(["b", "b"], 1) == "127.0.0.1"
+    assert host_to_reach(["b", "a"], 1) == "10.0.0.7"
+    for name in ("b", "c"):
+        with pytest.raises(ValueError, match=f"other hosts reach '{name}'.*use \"collective\""):
+            host_to_reach([name, "a"], 0)

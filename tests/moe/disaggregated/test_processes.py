@@ -1,4 +1,4 @@
-"""Attention and experts in processes of their own, which meet through Gloo."""
+"""Attention and experts in processes of their own, by Gloo or by reading from each other."""
 
 import os
 import socket
@@ -15,14 +15,14 @@ CLOSE = 1e-6
 """float32: the sums of a token's experts come in another order."""
 
 
-def run_together(folder, count, dies=-1):
+def run_together(folder, count, m2n, dies=-1):
     """Status and standard error of each process."""
     with socket.create_server(("", 0)) as server:
         port = str(server.getsockname()[1])
     command = [sys.executable, str(SUPPORT / "split_process.py"), str(count), port]
     processes = [
         subprocess.Popen(
-            [*command, str(number), str(folder / f"{number}.npz"), str(dies)],
+            [*command, str(number), str(folder / f"{number}.npz"), str(dies), m2n],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -38,14 +38,16 @@ def run_together(folder, count, dies=-1):
     return [(process.returncode, end) for process, end in zip(processes, ends, strict=True)]
 
 
-def test_processes_decode_what_one_does(tmp_path, count=2):
-    for status, errors in run_together(tmp_path, count):
+@pytest.mark.parametrize("m2n", ["collective", "transfer"])
+def test_processes_decode_what_one_does(tmp_path, m2n, count=2):
+    for status, errors in run_together(tmp_path, count, m2n):
         assert status == 0, errors[-3000:]
     wanted, wanted_choices, _ = one_side()
-    seen = np.zeros(wanted.shape[:2], int)
+    seen, offered = np.zeros(wanted.shape[:2], int), 0
     for number in range(count):
         with np.load(tmp_path / f"{number}.npz") as file:
             found = {name: file[name] for name in file.files}
+        offered += int(found["offered"])
         attends = number < count // 2
         assert (found["attention"] > 0) == attends and (found["experts"] > 0) != attends
         here = ~np.isnan(found["logits"][..., 0])
@@ -54,10 +56,14 @@ def test_processes_decode_what_one_does(tmp_path, count=2):
         np.testing.assert_allclose(found["logits"][of_rows], wanted[of_rows], atol=CLOSE)
         np.testing.assert_array_equal(found["choices"][here], wanted_choices[here])
     assert np.all(seen == 1)
+    # No side has devices in two processes, so that each message is between processes.
+    assert offered == (int(found["sent"]) if m2n == "transfer" else 0)
 
 
-def test_a_process_that_dies_ends_the_other_with_one_line(tmp_path):
-    (status, errors), (killed, _) = run_together(tmp_path, 2, dies=1)
+@pytest.mark.parametrize(("m2n", "dies"), [("collective", 1), ("transfer", 0)])
+def test_a_process_that_dies_ends_the_other_with_one_line(tmp_path, m2n, dies):
+    ends = run_together(tmp_path, 2, m2n, dies)
+    (status, errors), (killed, _) = ends[1 - dies], ends[dies]
     assert killed == -9
     assert status == 1
     lines = [line for line in errors.splitlines() if line.startswith("error: ")]

@@ -1,5 +1,7 @@
 """Which links a group uses, and what that takes, on sizes one can follow by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from sharding.folding import Layout, fold_abstract
@@ -59,6 +61,16 @@ def test_members_in_a_domain_are_those_of_the_mesh(layout, domain):
 )
 def test_seconds(kind, layout, axes, seconds):
     assert links.seconds(moves(kind, axes), Layout.parse(layout), CLUSTER) == pytest.approx(seconds)
+
+
+def test_an_all_to_all_has_its_own_part_of_the_rate():
+    slower, layout = replace(CLUSTER, exchange=0.5), Layout.parse("dp16 / ep16")
+    takes = [
+        links.seconds(moves(kind, axes), layout, slower)
+        / links.seconds(moves(kind, axes), layout, CLUSTER)
+        for kind, axes in (("all_to_all", ("ep",)), ("all_gather", ("dp",)), ("permute", ("ep",)))
+    ]
+    assert takes == pytest.approx([2.0, 1.0, 1.0])
 
 
 @pytest.mark.parametrize(

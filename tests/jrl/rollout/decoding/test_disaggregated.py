@@ -1,13 +1,17 @@
 """Attention and experts on devices of their own sample what one mesh samples."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
-from policies import PAD, PROMPT, Asked, answers, weights
+from policies import CONFIG, PAD, PROMPT, Asked, answers, weights
 
 from jrl.rollout.decoding.disaggregated import DisaggregatedEngine
 from jrl.rollout.decoding.requests import sampled_in
 from jrl.rollout.sampling import Sampling
+from moe.adapters.settings import TARGETS, Lora
+from moe.adapters.trees import is_adapted
 from moe.disaggregated.split import Split, fold_split
 from sharding.folding import Layout, fold
 
@@ -60,3 +64,28 @@ def test_the_split_is_invisible():
         np.testing.assert_allclose(b.old_logprobs, a.old_logprobs, atol=CLOSE)
     assert [t.finish for t in two] == [t.finish for t in one]
     assert {t.finish for t in one} == {"stop", "length"}
+
+
+@pytest.mark.slow
+def test_an_update_of_adapters_reaches_both_sides():
+    """Only they change, and every weight that decodes with them."""
+    config = replace(CONFIG, d_ff=5, lora=Lora(rank=2, alpha=3.0, targets=TARGETS))
+    asked = Asked(Sampling(), response=4, config=config, records_choices=True)
+    before = weights(config)
+    after = jax.tree.map(
+        lambda leaf: replace(leaf, b=-leaf.b) if is_adapted(leaf) else leaf,
+        before,
+        is_leaf=is_adapted,
+    )
+    tokens, engines = [], (asked.engine(), engine(asked, "dp1 / ep1"))
+    for version, policy in ((6, before), (7, after)):
+        for each in engines:
+            each.load(policy, version)
+        given = [answers(each, asked.requests, asked.sampling) for each in engines]
+        for a, b in zip(*map(rows_of, given), strict=True):
+            np.testing.assert_array_equal(b.tokens, a.tokens)
+            np.testing.assert_array_equal(b.choices, a.choices)
+            np.testing.assert_array_equal(b.versions, version)
+            np.testing.assert_allclose(b.old_logprobs, a.old_logprobs, atol=CLOSE)
+        tokens.append(np.concatenate([row.tokens for row in rows_of(given[1])]))
+    assert not np.array_equal(*tokens)
