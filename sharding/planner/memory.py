@@ -6,6 +6,7 @@ from sharding.folding import Layout
 from sharding.planner.method import Batch, Method
 from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.models.weights import held, layers_on_device
+from sharding.planner.scores import scores_at_work, scores_kept
 from sharding.planner.transfer import Transfer, staged
 from sharding.planner.volumes import copies_of_keys, tokens_per_peer
 
@@ -42,8 +43,8 @@ def memory(
 ) -> Memory:
     """The needs of one device.
 
-    The block of scores that "blocked" attention works on is not counted, ``4 heads / tp block^2``
-    bytes a time or two: kernels of accelerators hold it on the chip.
+    Scores of attention count where `Method.attention` says that they are in memory: kernels of
+    accelerators hold them on the chip.
 
     Args:
       vocab_chunk: columns of the head whose logits are there at a time; None is all of a device.
@@ -71,15 +72,22 @@ def memory(
         at_work -= kept(model, layout, tokens, method, method.remat)
     if layout.pp > 1 and not method.in_place:
         at_work += depth // layout.vpp * kept(model, layout, tokens, method, method.remat)
+    at_work += scores_at_work(model, layout, batch, method)
     # Gradients of a layer's experts, one for each chunk until they are added up.
     if model.num_experts:
         of_layer = model.expert_parameters / (layout.ep * layout.etp)
         at_work += (method.expert_chunks - 1) * of_layer * method.stored.weight
+    beside = scores_kept(model, layout, batch, method) * layers_on_way(model, layout, number)
+    if method.copies_experts and method.remat == "none" and layout.pp == 1 and model.num_experts:
+        # Through a pipeline what is made of weights alone is made again.
+        copies = model.num_layers - model.num_dense_layers
+        of_layer = model.expert_parameters / (layout.ep * layout.etp)
+        beside += copies * of_layer * method.stored.weight
     return Memory(
         weights=weights,
         optimizer=optimizer,
         gradients=gradients,
-        activations=activations(model, layout, number, tokens, method),
+        activations=activations(model, layout, number, tokens, method) + beside,
         # Gradients go on their way when layers and logits are done.
         buffers=joined + max(logits + at_work, wire_buffer(model, layout, method)),
     )
@@ -105,18 +113,23 @@ def wire_buffer(model: ModelSizes, layout: Layout, method: Method) -> float:
 def activations(
     model: ModelSizes, layout: Layout, num_micro_batches: int, tokens: int, method: Method
 ) -> float:
-    """Bytes that the layers of a device keep for the backward pass.
+    """Bytes that the layers of a device keep for the backward pass, scores left out."""
+    layer = kept(model, layout, tokens, method, method.remat)
+    return layers_on_way(model, layout, num_micro_batches) * layer
+
+
+def layers_on_way(model: ModelSizes, layout: Layout, num_micro_batches: int) -> int:
+    """Layers that keep something on a device at a time.
 
     A stage of a pipeline keeps what every chunk on its way needs, and the first one's dense layers
     what those need; all stages have room for as much.
     """
-    layer = kept(model, layout, tokens, method, method.remat)
     if layout.pp == 1:
-        return model.num_layers * layer
+        return model.num_layers
     depth = layers_on_device(model, layout) // layout.vpp
     chunks = chunks_on_way(layout, num_micro_batches)
     first = first_chunks_on_way(layout, num_micro_batches)
-    return (chunks * depth + first * model.num_dense_layers) * layer
+    return chunks * depth + first * model.num_dense_layers
 
 
 def chunks_on_way(layout: Layout, num_micro_batches: int) -> int:
@@ -146,7 +159,7 @@ def kept(model: ModelSizes, layout: Layout, tokens: int, method: Method, remat: 
     "full" keeps the input and what collectives over tokens gave. "selective" keeps
     `kept_selectively`, or where nothing is sent again (`Method.resends`) the results of products
     beside those of collectives. "none" keeps what norms, activations and permutations give as well.
-    Attention's scores are never kept.
+    Attention's scores are `sharding.planner.scores`.
     """
     if remat == "selective" and method.resends:
         return kept_selectively(model, layout, tokens, method)

@@ -12,6 +12,7 @@ KNOWN: dict[str, tuple[str | None, ...]] = {
     "activation_wire": (None, *WIRES),
     "gradient_wire": ("float32", "bfloat16"),
     "mu_dtype": ("float32", "bfloat16"),
+    "attention": (None, "plain", "blocked"),
 }
 """What the fields of a `Method` may be; of `remat` what takes less time comes first."""
 
@@ -118,6 +119,10 @@ class Method:
       gradient_wire: of gradients between sequence-parallel groups; "bfloat16" is an all-to-all of
         terms that are summed in float32 (`sharding.compression`).
       mu_dtype: of Adam's first moment.
+      attention: what holds scores in memory: "plain", all of them, or "blocked", some; None is a
+        kernel that has them on the chip (`sharding.planner.scores`).
+      copies_experts: where "none" keeps what a layer computes, it keeps a copy of its experts'
+        matrices too, as XLA's programs do on a CPU.
       in_place: a stage of a pipeline writes what a chunk keeps straight to its place among that of
         the others; else beside it first, as `sharding.pipeline` does.
     """
@@ -135,6 +140,8 @@ class Method:
     expert_chunks: int = 1
     gradient_wire: str = "float32"
     mu_dtype: str = "float32"
+    attention: str | None = None
+    copies_experts: bool = False
 
     def __post_init__(self):
         for name, choices in {**KNOWN, "storage": tuple(STORAGES)}.items():

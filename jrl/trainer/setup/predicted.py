@@ -2,6 +2,7 @@
 
 from jrl.trainer.learner.masters import keeps_masters
 from jrl.trainer.setup.setup import Setup
+from moe.attention.core import LARGEST_KEPT, LARGEST_PLAIN
 from moe.counts.sizes import sizes_of
 from sharding.planner.cost import Cost, System, cost
 from sharding.planner.hardware import Hardware
@@ -53,4 +54,21 @@ def method_of(setup: Setup) -> Method:
         expert_chunks=execution.expert_chunks,
         gradient_wire=setup.run.gradient_wire,
         mu_dtype=setup.run.mu_dtype,
+        attention=attention_of(setup),
+        copies_experts=setup.mesh.platform == "cpu",
     )
+
+
+def attention_of(setup: Setup) -> str | None:
+    """What holds scores in memory, as `Method.attention` names it: what `moe.attention.core` would
+    take for a micro-batch."""
+    named = setup.model.execution.attention
+    if named is not None:
+        return {"plain": "plain", "xla": "plain", "blocked": "blocked"}.get(named)
+    if setup.mesh.platform != "cpu" and setup.model.dtype == "bfloat16":
+        return None
+    batch, layout = batch_of(setup), setup.mesh.layout
+    queries = batch.local_tokens(layout) * layout.tp
+    scores = setup.model.num_heads // layout.tp * queries * batch.time
+    most = LARGEST_PLAIN if setup.mesh.platform == "cpu" else LARGEST_KEPT
+    return "blocked" if scores > most else "plain"

@@ -30,6 +30,7 @@ from sharding.planner.memory import (
 from sharding.planner.method import Batch, Method
 from sharding.planner.models.presets import PRESETS
 from sharding.planner.models.weights import held, parameters_in_parts, parameters_on_device
+from sharding.planner.scores import scores_at_work, scores_kept
 from sharding.planner.volumes import tokens_per_peer
 from sharding.schedule import Schedule
 
@@ -167,6 +168,31 @@ def test_buffers_are_as_large_as_the_dispatchers(layout, capacity):
         assert even == buffers.buffer_rows(64, 3, 16 // sizes.ep, mesh, None, buffer_factor=1.0)
 
 
+def compiled_bytes(layout, rows, time, **execution):
+    """Arguments, results and what lies between, compiled as users do, with equal layers scanned:
+    elsewhere the CPU compiler computes nothing twice, whatever it is told."""
+    execution = Execution(
+        dispatch="all_gather", context="gather", scan_layers=True, vocab_chunk=None, **execution
+    )
+    config, mesh = replace(CONFIG, execution=execution), mesh_of(layout)
+
+    def abstract(shape, dtype, spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh.mesh, spec))
+
+    weights = jax.tree.map(
+        lambda leaf, spec: abstract(leaf.shape, leaf.dtype, spec),
+        jax.eval_shape(lambda weights: in_chunks(weights, mesh), shapes(config)),
+        specs(config, mesh),
+    )
+    piece = tuple(
+        abstract((rows, time), dtype, PartitionSpec(mesh.dp)) for dtype in (jnp.int32, jnp.bool_)
+    )
+    compiled = jax.jit(loss_and_gradient(config, mesh)).lower(weights, piece).compile()
+    found = compiled.memory_analysis()
+    assert found is not None
+    return found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "remat"),
@@ -179,36 +205,47 @@ def test_buffers_are_as_large_as_the_dispatchers(layout, capacity):
     ],
 )
 def test_a_program_needs_what_is_stated(layout, remat):
-    """Arguments, results and what lies between, compiled as users do, with equal layers scanned:
-    elsewhere the CPU compiler computes nothing twice, whatever it is told."""
-    execution = Execution(
-        remat=remat,
-        dispatch="all_gather",
-        context="gather",
-        attention="blocked",
-        scan_layers=True,
-        vocab_chunk=None,
-    )
-    config, mesh = replace(CONFIG, execution=execution), mesh_of(layout)
+    sizes = Layout.parse(layout)
     # Through a pipeline go two micro-batches.
-    batch = Batch((4 if mesh.layout.pp > 1 else 2) * mesh.layout.dp, 512, micro_rows=2)
-
-    def abstract(shape, dtype, spec):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh.mesh, spec))
-
-    weights = jax.tree.map(
-        lambda leaf, spec: abstract(leaf.shape, leaf.dtype, spec),
-        jax.eval_shape(lambda weights: in_chunks(weights, mesh), shapes(config)),
-        specs(config, mesh),
-    )
-    piece = tuple(
-        abstract((batch.rows, batch.time), dtype, PartitionSpec(mesh.dp))
-        for dtype in (jnp.int32, jnp.bool_)
-    )
-    compiled = jax.jit(loss_and_gradient(config, mesh)).lower(weights, piece).compile()
-    found = compiled.memory_analysis()
-    assert found is not None
-    total = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
+    batch = Batch((4 if sizes.pp > 1 else 2) * sizes.dp, 512, micro_rows=2)
+    total = compiled_bytes(layout, batch.rows, batch.time, remat=remat, attention="blocked")
     method = Method(remat=remat, itemsize=4)
-    stated = memory(sizes_of(config), mesh.layout, batch, method, vocab_chunk=None)
+    stated = memory(sizes_of(CONFIG), sizes, batch, method, vocab_chunk=None)
     assert stated.total - stated.optimizer == pytest.approx(total, rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("time", "attention"), [(1024, "blocked"), (512, "plain")])
+def test_scores_and_copies_of_experts_count_where_they_are_in_memory(time, attention):
+    """One device that keeps everything: of 1,024 tokens in a row they take two fifths."""
+    total = compiled_bytes("dp1", 1, time, remat="none", attention=attention)
+    method = Method(itemsize=4, attention=attention, copies_experts=True)
+    batch = Batch(1, time)
+    stated = memory(sizes_of(CONFIG), Layout.parse("dp1"), batch, method, vocab_chunk=None)
+    assert stated.total - stated.optimizer == pytest.approx(total, rel=0.15)
+
+
+def test_scores_of_a_device_by_hand():
+    layout, batch = Layout.parse("tp2 cp2 dp2"), Batch(4, 1024, micro_rows=2)
+    model = replace(MIXTRAL, num_heads=6)
+    # Three heads, two rows, half of the queries, all keys.
+    every = 4 * 3 * 2 * 512 * 1024
+
+    def found(**method):
+        method = Method(**method)
+        return [f(model, layout, batch, method) for f in (scores_kept, scores_at_work)]
+
+    assert found(attention="plain") == [2 * every, 3 * every]
+    assert found(attention="plain", context="ring") == [every, 3 * every / 2]
+    assert found(attention="plain", remat="full") == [0, 3 * every]
+    # Of a row eight blocks of 128 queries, with an eighth of the keys and so on to all of them.
+    assert found(attention="blocked", context="ulysses") == [0, 3 * every / 2 * 4.5 / 8]
+    assert found(attention="blocked") == [0, 3 * every / 2 / 8]
+    assert found() == [0, 0]
+    # They and the copies of experts are all that these settings change.
+    of_all = [memory(model, layout, batch, one).total for one in MEMORIES]
+    kept_by = MIXTRAL.num_layers * (2 * every + 4 * MIXTRAL.expert_parameters)
+    assert of_all[1] - of_all[0] == pytest.approx(kept_by + 3 * every)
+
+
+MEMORIES = Method(), Method(attention="plain", copies_experts=True)

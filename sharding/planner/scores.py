@@ -1,0 +1,47 @@
+"""Scores of attention that lie in memory, where no kernel holds them on the chip.
+
+"plain" attention has those of all queries and keys of a micro-batch at once, "blocked" those of a
+row's blocks of queries, each with keys up to its own end (`moe.attention.blocking`).
+"""
+
+from sharding.folding import Layout
+from sharding.planner.method import Batch, Method
+from sharding.planner.models.sizes import ModelSizes
+
+FLOAT32 = 4
+QUERIES, SPANS = 128, 8
+"""Queries of a block, and stretches of them that are compiled apart, at most."""
+AT_WORK = 3
+"""Arrays of scores that a backward pass has at once: powers, their gradients and those of the
+scores. XLA's CPU compiler runs the stretches of a row side by side, so that all of them are there.
+"""
+KEPT = 2
+"""Arrays that "plain" keeps of a layer where everything is kept: powers and probabilities."""
+
+
+def scores_kept(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> float:
+    """Bytes that a layer keeps for its backward pass."""
+    if method.attention != "plain" or method.remat != "none":
+        return 0.0
+    return KEPT * _of_micro_batch(model, layout, batch, method)
+
+
+def scores_at_work(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> float:
+    """Bytes that are there while a layer attends."""
+    if method.attention == "plain":
+        return AT_WORK * _of_micro_batch(model, layout, batch, method)
+    if method.attention is None:
+        return 0.0
+    of_row = FLOAT32 * model.num_heads / layout.tp * batch.time**2 / layout.cp
+    blocks = -(-batch.time // QUERIES)
+    # Queries that are not the last ones of all keys are one stretch, block by block.
+    if layout.cp > 1 and method.context != "ulysses":
+        return AT_WORK * of_row / blocks
+    return AT_WORK * of_row * (1 + 1 / min(blocks, SPANS)) / 2
+
+
+def _of_micro_batch(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> float:
+    """Bytes of the scores of all rows of a device and of its heads, float32."""
+    queries = batch.local_tokens(layout) * layout.tp
+    keys = batch.time / (layout.cp if method.context == "ring" else 1)
+    return FLOAT32 * model.num_heads / layout.tp * queries * keys
