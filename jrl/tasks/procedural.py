@@ -68,9 +68,8 @@ class ProceduralTask:
         random = generator(self.name, self.seed, part, index)
         while True:
             drawn = self.definition.prompts(random)
-            example = drawn
-            if not isinstance(drawn, Example):
-                example = example_of(drawn, f"task={self.name}")
+            place = f"task={self.name}"
+            example = drawn if isinstance(drawn, Example) else example_of(drawn, place)
             if is_heldout(example.identity, self.heldout_share) == (part == "heldout"):
                 return example
 

@@ -240,9 +240,9 @@ def host_to_reach(names: Sequence[str], number: int) -> str:
         known = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
     except socket.gaierror:
         known = []
-    for *_, (address, _) in known:
-        if not address.startswith("127."):
-            return str(address)
+    for *_, socket_address in known:
+        if not (address := str(socket_address[0])).startswith("127."):
+            return address
     raise ValueError(
         f'm2n="transfer" needs an address by which other hosts reach {name!r}, and its name gives '
         'none: enter one in DNS or /etc/hosts, or use "collective".'

@@ -64,7 +64,7 @@ def over_halves(
     """
     choices = None
     if parts[0].choices is not None:
-        choices = jnp.concatenate([part.choices for part in parts])
+        choices = jnp.concatenate([x.choices for x in parts if x.choices is not None])
     sums = jax.tree.map(
         lambda *leaves: sum(leaves[1:], leaves[0]), *(replace(part, choices=None) for part in parts)
     )

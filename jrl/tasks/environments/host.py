@@ -152,7 +152,8 @@ class WorkerHost:
         sent = json.loads(json.dumps(fields, default=plain))
         room = min(self._rooms, key=lambda room: room.busy)
         try:
-            answer = room.do(lambda: room.worker.ask({"open": True, "fields": sent})).result()
+            asked = {"open": True, "fields": sent}
+            answer: dict[str, Any] = room.do(lambda: room.worker.ask(asked)).result()
         except Exception as error:
             answer = {"error": str(error)}
         if "error" in answer:

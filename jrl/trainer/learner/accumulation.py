@@ -85,7 +85,9 @@ def reduced_on_the_way(
 
         def mark(weights: Transformer[Array]) -> Transformer[Any]:
             stacks = {
-                name: _marked(*(getattr(x, name) for x in (reductions, weights, total)), place)
+                name: _marked(
+                    getattr(reductions, name), getattr(weights, name), getattr(total, name), place
+                )
                 for name, place in places.items()
             }
             return replace(weights, **stacks)
