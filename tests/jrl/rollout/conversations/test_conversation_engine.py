@@ -128,6 +128,7 @@ def gradient(setup, weights, batch):
     return jax.device_get(next(leaf.mu for leaf in leaves if hasattr(leaf, "mu")))
 
 
+@pytest.mark.slow
 def test_answers_cost_no_gradient_but_through_the_turns_after_them():
     setup = talking_setup(recipe=small_recipe(max_grad_norm=1e9))
     # Routers are balanced over all tokens; without that, what is left is the policy's loss.

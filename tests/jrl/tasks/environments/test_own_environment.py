@@ -77,7 +77,7 @@ def test_steps_are_answered_and_failures_named(task):
         "quiet": "invalid",
     }
     for number, (text, failure) in enumerate(failures.items(), start=10):
-        assert host.say(number, example, ["a", text]).result().failure == failure
+        assert host.say(number, example, [text]).result().failure == failure
     # The worker was ended for another's time-out, and what was said before is told again.
     assert host.say(1, example, ["a", "c"]).result().messages == (("user", f"now {start + 2}"),)
     last = host.say(1, example, ["a", "c", "stop"]).result()
