@@ -68,8 +68,9 @@ class ProceduralTask:
         random = generator(self.name, self.seed, part, index)
         while True:
             drawn = self.definition.prompts(random)
-            example = drawn
-            if not isinstance(drawn, Example):
+            if isinstance(drawn, Example):
+                example = drawn
+            else:
                 example = example_of(drawn, f"task={self.name}")
             if is_heldout(example.identity, self.heldout_share) == (part == "heldout"):
                 return example

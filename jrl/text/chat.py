@@ -75,7 +75,7 @@ class ChatTemplate:
         Raises:
           ValueError: as for `render`.
         """
-        template = self._marking if marked else self._template
+        template: Any = self._marking if marked else self._template
         names = self._names if tools is None else {**self._names, "tools": tools}
         try:
             return template.render(messages=list(turns), add_generation_prompt=opened, **names)

@@ -151,6 +151,7 @@ class WorkerHost:
     def opened(self, fields: Message) -> list[list[str]]:
         sent = json.loads(json.dumps(fields, default=plain))
         room = min(self._rooms, key=lambda room: room.busy)
+        answer: Message
         try:
             answer = room.do(lambda: room.worker.ask({"open": True, "fields": sent})).result()
         except Exception as error:

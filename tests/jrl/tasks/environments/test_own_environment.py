@@ -64,7 +64,9 @@ def test_reset_opens_the_conversation(task):
 
 
 def test_steps_are_answered_and_failures_named(task):
-    host, example = environments_of(task, task.train(0)), task.train(0)
+    example = task.train(0)
+    host = environments_of(task, example)
+    assert host is not None
     start = example.record["start"]
     first = host.say(1, example, ["a"]).result()
     assert first == ((("user", f"now {start + 1}"),), 0.5, False, None)
