@@ -68,8 +68,10 @@ class ProceduralTask:
         random = generator(self.name, self.seed, part, index)
         while True:
             drawn = self.definition.prompts(random)
-            place = f"task={self.name}"
-            example = drawn if isinstance(drawn, Example) else example_of(drawn, place)
+            if isinstance(drawn, Example):
+                example = drawn
+            else:
+                example = example_of(drawn, f"task={self.name}")
             if is_heldout(example.identity, self.heldout_share) == (part == "heldout"):
                 return example
 

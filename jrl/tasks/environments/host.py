@@ -151,9 +151,9 @@ class WorkerHost:
     def opened(self, fields: Message) -> list[list[str]]:
         sent = json.loads(json.dumps(fields, default=plain))
         room = min(self._rooms, key=lambda room: room.busy)
+        answer: Message
         try:
-            asked = {"open": True, "fields": sent}
-            answer: dict[str, Any] = room.do(lambda: room.worker.ask(asked)).result()
+            answer = room.do(lambda: room.worker.ask({"open": True, "fields": sent})).result()
         except Exception as error:
             answer = {"error": str(error)}
         if "error" in answer:

@@ -39,6 +39,7 @@ def test_a_template_lays_out_what_follows_the_end_of_a_turn(tokenizer):
     assert tokenizer.decode_special(ids) == (f"\n{START}user\nNo{TURN}.{TURN}\n{START}assistant\n")
     assert ids.count(tokenizer.special_tokens[TURN]) == 1
     # The prompt, the turn as it was sampled and these are the whole as the template writes it.
+    assert format.template is not None
     whole = format.template.encode([("user", "2+2?"), ("assistant", "3"), ("user", "No.")])
     turn = [*tokenizer.encode("3"), tokenizer.special_tokens[TURN]]
     plain = answer_ids(format, prompt, (("assistant", "3"),), (("user", "No."),))

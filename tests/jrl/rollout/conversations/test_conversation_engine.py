@@ -26,6 +26,12 @@ def talked(setup, weights):
     return collect(sampler, setup.recipe, setup.mesh, 0)
 
 
+def turns_of(completion):
+    turns = completion.trajectory.request.turns
+    assert turns is not None
+    return turns
+
+
 @pytest.fixture(scope="module")
 def setup():
     return talking_setup()
@@ -44,9 +50,9 @@ def collected(setup, weights):
 def test_answers_stand_in_the_context_and_not_under_the_mask(setup, collected):
     batch, begin = to_host(collected.batch), setup.prompt_length
     encode = setup.tokenizer.encode
-    assert sum(len(c.trajectory.request.turns.answers) for c in collected.completions) > 5
+    assert sum(len(turns_of(c).answers) for c in collected.completions) > 5
     for row, completion in enumerate(collected.completions):
-        turns = completion.trajectory.request.turns
+        turns = turns_of(completion)
         response = completion.trajectory.response
         said, place = list(turns.said), 0
         own = np.zeros(setup.prompt_length + RESPONSE, bool)
@@ -90,12 +96,10 @@ def test_turns_and_tokens_are_bounded(weights, collected):
     setup = talking_setup(max_turns=1)
     completions = talked(setup, weights).completions
     for one, whole in zip(completions, collected.completions, strict=True):
-        assert len(one.trajectory.request.turns.said) == 1
+        assert len(turns_of(one).said) == 1
         assert one.text.split("\n")[0] == whole.text.split("\n")[0]
-    bounded = [c.trajectory.request.turns.turn_limit for c in completions]
-    assert any(bounded) and not any(
-        c.trajectory.request.turns.turn_limit for c in collected.completions
-    )
+    bounded = [turns_of(c).turn_limit for c in completions]
+    assert any(bounded) and not any(turns_of(c).turn_limit for c in collected.completions)
     assert max(c.length for c in collected.completions) <= RESPONSE
     truncated = [c for c in collected.completions if c.truncated]
     assert truncated and all(not c.correct or c.score >= 1 for c in truncated)
@@ -112,7 +116,7 @@ def test_rewards_lie_on_the_last_token_of_their_turn(setup, weights, collected):
     assert np.allclose(found.rewards, scores, atol=1e-6)
     assert found.turn_rewards.any()
     for row, completion in enumerate(completions):
-        turns = completion.trajectory.request.turns
+        turns = turns_of(completion)
         expected = np.zeros_like(found.turn_rewards[row])
         for (_, reward), (end, _) in zip(turns.rewards, turns.answers, strict=False):
             expected[setup.prompt_length + end - 1] = reward
@@ -128,6 +132,7 @@ def gradient(setup, weights, batch):
     return jax.device_get(next(leaf.mu for leaf in leaves if hasattr(leaf, "mu")))
 
 
+@pytest.mark.slow
 def test_answers_cost_no_gradient_but_through_the_turns_after_them():
     setup = talking_setup(recipe=small_recipe(max_grad_norm=1e9))
     # Routers are balanced over all tokens; without that, what is left is the policy's loss.

@@ -18,6 +18,7 @@ def task(request):
 def played(task, example, number):
     """What the environment gives in the gold conversation, message by message."""
     host, said, given = environments_of(task, example), [], []
+    assert host is not None
     for role, content in example.turns:
         if role == "assistant":
             said.append(content)
@@ -57,13 +58,15 @@ def test_heldout_conversations_never_occur_in_training(task):
 def test_a_wrong_turn_scores_nothing():
     task = load_task("guess", 0)
     example = task.train(0)
+    host = environments_of(task, example)
+    assert host is not None
     for number, text in enumerate(("", "x", "1.5", "123", "-1")):
-        reply = task.environments.say(number, example, [text]).result()
+        reply = host.say(number, example, [text]).result()
         assert (reply.reward, reply.done) == (0.0, True)
     other = str((example.record["number"] + 1) % 10)
     said, replies = [], []
     for _ in range(4):
         said.append(other)
-        replies.append(task.environments.say(9, example, said).result())
+        replies.append(host.say(9, example, said).result())
     assert [reply.done for reply in replies] == [False] * 3 + [True]
     assert not any(reply.reward for reply in replies)

@@ -64,7 +64,9 @@ def test_reset_opens_the_conversation(task):
 
 
 def test_steps_are_answered_and_failures_named(task):
-    host, example = environments_of(task, task.train(0)), task.train(0)
+    example = task.train(0)
+    host = environments_of(task, example)
+    assert host is not None
     start = example.record["start"]
     first = host.say(1, example, ["a"]).result()
     assert first == ((("user", f"now {start + 1}"),), 0.5, False, None)
@@ -77,7 +79,7 @@ def test_steps_are_answered_and_failures_named(task):
         "quiet": "invalid",
     }
     for number, (text, failure) in enumerate(failures.items(), start=10):
-        assert host.say(number, example, ["a", text]).result().failure == failure
+        assert host.say(number, example, [text]).result().failure == failure
     # The worker was ended for another's time-out, and what was said before is told again.
     assert host.say(1, example, ["a", "c"]).result().messages == (("user", f"now {start + 2}"),)
     last = host.say(1, example, ["a", "c", "stop"]).result()
