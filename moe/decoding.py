@@ -396,6 +396,5 @@ def decode_step(
 
 
 def _dropless(config: ModelConfig) -> ModelConfig:
-    """Which tokens are dropped depends on what else is in the batch; generation drops none, and
-    nobody could run a step again in which buffers were too small."""
+    """Generation drops no token, and no step is run again because its buffers were too small."""
     return replace(config.for_any_routing(), capacity_factor=None)

@@ -14,23 +14,10 @@ from jrl.rollout.batching import replicated
 from jrl.rollout.decoding.carried import carried_by
 from jrl.rollout.decoding.programs.admission import Arrivals, admit
 from jrl.rollout.decoding.programs.advance import Advanced, Policy, advance, policy_of
-from jrl.rollout.decoding.programs.slots import (
-    Decoder,
-    Pool,
-    Rows,
-    empty_pool,
-    halt,
-    over_slots,
-)
+from jrl.rollout.decoding.programs.slots import Decoder, Pool, Rows, empty_pool, halt, over_slots
 from jrl.rollout.decoding.programs.tokens import Draws
 from jrl.rollout.decoding.requests import Finish, Request, Shelf, Trajectory, sampled_in
-from jrl.rollout.decoding.seating import (
-    OF_CONVERSATIONS,
-    SMALLEST,
-    Arriving,
-    Seating,
-    bucket,
-)
+from jrl.rollout.decoding.seating import OF_CONVERSATIONS, SMALLEST, Arriving, Seating, bucket
 from jrl.rollout.decoding.shelves import empty_shelf, shelve
 from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.resharding import RolloutPolicy, apart
