@@ -166,8 +166,9 @@ def test_the_sums_are_those_of_the_plain_order(case):
     found_early, found_plain = (found(setup, num_micro, passes) for setup in setups)
 
     def same(early, plain):
-        # The same additions in the same order (`tests/sharding/test_layer_reduction.py`): the compiler of
-        # a CPU multiplies and adds with one rounding in the one program and two in the other.
+        # The same additions in the same order (`tests/sharding/test_layer_reduction.py`): the
+        # compiler of a CPU multiplies and adds with one rounding in the one program and two in the
+        # other.
         largest = np.max(np.abs(plain)) if np.size(plain) else 0
         np.testing.assert_allclose(early, plain, rtol=0, atol=2.0**-20 * largest)
 
