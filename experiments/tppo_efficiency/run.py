@@ -1,11 +1,11 @@
-"""T-PPO's windows against complete rollouts: decoding steps and time to the same accuracy.
+"""T-PPO's windows against complete rollouts: accuracy for the same decoding steps.
 
 python -m experiments.tppo_efficiency.run
 """
 
 from pathlib import Path
 
-from experiments.figures import by_variant, draw_curves, markdown, minutes, spread
+from experiments.figures import by_variant, draw_curves, markdown, spread
 from experiments.study import Curve, Study, command_line
 
 FOLDER = Path(__file__).parent
@@ -23,30 +23,33 @@ STUDY = Study(
 
 
 def table(curves: list[Curve]) -> str:
-    """What each needs for the accuracy that complete rollouts end with, seed by seed."""
+    """Accuracy when as many decoding steps were spent as those runs did that spent the fewest, with
+    windows of a quarter and of a half."""
     grouped = by_variant(curves)
-    goals = {run.seed: run.final for run in grouped[COMPLETE]}
+    budgets = sorted(
+        min(run.numbers["decode_steps"][-1] for run in runs) for runs in grouped.values()
+    )[:2]
     rows = []
     for variant, runs in grouped.items():
-        needed = []
-        for quantity, unit in (("decode_steps", 1e3), ("seconds", 60.0)):
-            spent = [run.until(goals[run.seed], quantity) for run in runs]
-            reached = [value / unit for value in spent if value is not None]
-            text = spread(reached, 1) if reached else "never"
-            needed.append(
-                text
-                if len(reached) == len(runs)
-                else f"{text}, {len(reached)} of {len(runs)} seeds"
-            )
-        rows.append([variant, *needed, spread([run.final for run in runs]), minutes(runs)])
-    header = ["rollout", "thousand decoding steps to it", "minutes to it", "accuracy at the end"]
-    return markdown([*header, "minutes a run"], rows)
+        spent = [run.numbers["decode_steps"][-1] for run in runs]
+        tokens = [run.numbers["sampled_tokens"][-1] / 1e3 for run in runs]
+        at = [
+            spread([run.at("decode_steps", budget) for run in runs])
+            if min(spent) >= budget
+            else "-"
+            for budget in budgets
+        ]
+        end = spread([run.final for run in runs])
+        rows.append([variant, *at, end, f"{sum(spent) / len(spent) / 1e3:.1f}", spread(tokens, 0)])
+    header = ["rollout", *(f"at {budget / 1e3:.1f}k decoding steps" for budget in budgets)]
+    others = ["after 60 steps", "thousand decoding steps", "thousand tokens"]
+    return markdown([*header, *others], rows)
 
 
 def main() -> None:
     curves = command_line(STUDY)
     print(table(curves))
-    over = ("decode_steps", "seconds")
+    over = ("decode_steps", "sampled_tokens")
     draw_curves(curves, FOLDER / "plot.png", over, "Windows against complete rollouts")
 
 
