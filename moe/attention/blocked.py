@@ -6,7 +6,7 @@ what it learns from one rank after the other.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -93,9 +93,9 @@ def by_head(
     return jnp.swapaxes(x, 1, 2)
 
 
-def alike(arrays: tuple[Array, ...], *others: object) -> tuple[Array, ...]:
+def alike(arrays: tuple[Any, ...], *others: object) -> tuple[Any, ...]:
     """`arrays` typed as varying over every mesh axis that one of them, or of `others`, varies over:
-    what loops carry and what branches give must be of one type."""
+    what loops carry and what branches give must be of one type. None stays None."""
     leaves = [x for x in jax.tree.leaves((arrays, others)) if isinstance(x, jax.Array)]
     axes = frozenset[str]().union(*(varying(x) for x in leaves))
     return vary(arrays, tuple(sorted(axes)))
