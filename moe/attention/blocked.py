@@ -95,7 +95,7 @@ def by_head(
 
 def alike(arrays: tuple[Any, ...], *others: object) -> tuple[Any, ...]:
     """`arrays` typed as varying over every mesh axis that one of them, or of `others`, varies over:
-    what loops carry and what branches give must be of one type."""
+    what loops carry and what branches give must be of one type. None stays None."""
     leaves = [x for x in jax.tree.leaves((arrays, others)) if isinstance(x, jax.Array)]
     axes = frozenset[str]().union(*(varying(x) for x in leaves))
     return vary(arrays, tuple(sorted(axes)))

@@ -74,7 +74,7 @@ def core_attention(
     return fused_attention(query, key, value, mask, scale, "cudnn")
 
 
-def _best(query: Array, key: Array, value: Array, mask: Mask, sinks: Array | None) -> str:
+def _best(query: Array, key: Array, value: Array, mask: Mask, sinks: Array | None = None) -> str:
     """The implementation for such arrays."""
     if sinks is None and _why_not_cudnn(query, value, mask) is None:
         return "cudnn"

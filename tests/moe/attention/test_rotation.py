@@ -67,7 +67,6 @@ def test_interpolated_positions_are_shorter():
             {"rope_scaling": YarnScaling(4.0, 16, score_temperature=1.0)},
             "leave out score_temperature",
         ),
-        ({"norm_placement": "around"}, "norm_placement='around' must be"),
     ],
 )
 def test_what_cannot_be_had_is_one_line(changed, message):

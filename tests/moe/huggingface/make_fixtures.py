@@ -355,7 +355,7 @@ def check(name):
     golden = np.load(HERE / name / "golden.npz")
     with tempfile.TemporaryDirectory() as exported:
         config, weights = huggingface.load(HERE / name, fold(Layout()))
-        about = {"max_position_embeddings": 64, "eos_token_id": 2}
+        about = {"max_position_embeddings": 64, "eos_token_id": 2, "pad_token_id": 0}
         huggingface.save(exported, config, weights, file_bytes=30_000, about=about)
         model, wrong = read(exported)
     logits = logits_of(model, golden["tokens"], golden["valid"])
