@@ -124,7 +124,9 @@ def prefill(
 
 def for_prefill(config: ModelConfig) -> ModelConfig:
     """The network as rows of tokens run that are gone on with: no backward pass follows."""
-    execution = replace(config.execution, remat="none", fsdp=False, buffer_factor=None)
+    execution = replace(
+        config.execution, remat="none", fsdp=False, buffer_factor=None, two_batch_overlap=False
+    )
     return replace(_dropless(config), execution=execution)
 
 

@@ -39,6 +39,10 @@ class Execution:
       fsdp: weights are kept in shards, each on one of the devices that would hold the same, and the
         layers joined one after the other when an update runs them (`sharding.zero.unshard`),
         forward and again backward. Needs a `remat` that does not keep them.
+      overlap_grad_reduce: the gradients of each layer are summed over devices inside the backward
+        pass of an update's last micro-batch, beside that of the layers below, in place of all when
+        it is done (`sharding.reduction`). That micro-batch is then compiled as a program beside
+        that of the others. Not through a pipeline.
       buffer_factor: room for the tokens that come to the experts of a device, as a multiple of what
         even routing sends (`moe.experts.dispatch.buffers`); None is room for any routing. What
         finds none is counted in `RouterStatistics.overflow`, and a pass in which that is not 0 has
@@ -46,6 +50,10 @@ class Execution:
       expert_chunks: parts that the tokens of a device go to the experts and back in, so that one
         part may travel while another is multiplied (`moe.experts.dispatch.token_chunks`). A step
         of decoding, which has few tokens, takes 1.
+      two_batch_overlap: the rows of a device go through each layer in two halves that nothing
+        orders, so that one half may communicate while the other is multiplied
+        (`moe.layers.halves`). A single row, or prompt with its responses, goes at once, and so do
+        rows in decoding. Not where a capacity drops choices.
       scan_layers: one program for all equal layers (`moe.layers.depth`), whose compilation does not
         take longer the more they are, in place of one for each; None where there are more than a
         few.
@@ -64,8 +72,10 @@ class Execution:
     experts: str | None = None
     remat: str = "none"
     fsdp: bool = False
+    overlap_grad_reduce: bool = False
     buffer_factor: float | None = None
     expert_chunks: int = 1
+    two_batch_overlap: bool = False
     scan_layers: bool | None = None
     vocab_chunk: int | None = 8192
 

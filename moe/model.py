@@ -5,7 +5,7 @@ over ``cp`` and ``tp`` (`FoldedMesh.sequence`), in the order of a `PackedBatch`.
 serves training and decoding: they differ in `core_attention`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,16 +25,18 @@ from moe.experts.dispatch.choice import dispatch
 from moe.experts.feed_forward import dense_term
 from moe.head import logits_of, value_of
 from moe.layers.depth import is_scanned, over_layers
+from moe.layers.halves import Streams, choices_in_rows, in_rows, in_streams, joined, through
 from moe.precision import rms_norm
 from moe.remat import KEPT, KEPT_BEFORE_NORMS, STREAM, rematerialised
 from moe.router.capacity import capacity_of
 from moe.router.layer import route
-from moe.router.statistics import RouterStatistics
+from moe.router.statistics import RouterStatistics, sums_over_layers
 from moe.tokens.alignment import align_to_tokens, responses_of
 from moe.tokens.packing import PackedBatch, pack_rows, pack_shared_prompts
 from moe.weights import Layer, Transformer
 from sharding.collectives import join_shards, own_shard, vary
 from sharding.folding import FoldedMesh
+from sharding.reduction import weights_of
 from sharding.zero import ShardDim, unshard
 
 Tokens = Int[Array, "batch time"]
@@ -139,7 +141,7 @@ def run_keeping(
     x, first_kept = first_blocks(weights, x, packed, config, mesh, keep)
     first = config.num_dense_layers
     x, stats, kept = blocks(weights.layers, x, packed, config, mesh, first, shard_dims, keep)
-    return last_norm(weights, x, config), stats, first_kept + kept
+    return last_norm(weights, in_rows(x, packed, mesh), config), stats, first_kept + kept
 
 
 def first_blocks(
@@ -170,10 +172,12 @@ def blocks(
     present: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None, list[Any]]:
     """The residual stream after a stack of layers, the router's sums over them, `load` with a row
-    per layer, and what is kept of their keys and values.
+    per layer, and what is kept of their keys and values. Halves of the rows stay in their order,
+    before and after (`PackedBatch.halves`).
 
     Args:
-      layers: any number of consecutive layers, which are equal but for their weights.
+      layers: any number of consecutive layers, which are equal but for their weights; any of these
+        may be a `sharding.reduction.Reduced`.
       first: the number of the first of them in the network.
       shard_dims: how each layer is cut into the shards that devices have, which are joined when it
         is its turn (FSDP); None where they have it whole.
@@ -182,7 +186,7 @@ def blocks(
       present: how many layers of the stack there are, all or all but the last, which is padding
         then and does not run; None is all.
     """
-    execution, depth = config.execution, layers.norm.shape[0]
+    execution, depth = config.execution, jax.tree.leaves(layers)[0].shape[0]
     scanned = is_scanned(depth, execution)
     normed = config.mla is not None or config.query_key_norm is not None
     remat = partial(
@@ -193,44 +197,54 @@ def blocks(
     )
 
     def run_layer(
-        own: PackedBatch, core_attention: CoreAttention | LatentCore, layer: Layer[Array], x: Array
+        own: Sequence[PackedBatch],
+        cores: Sequence[CoreAttention | LatentCore],
+        layer: Layer[Array],
+        streams: Streams,
     ):
         # Inside what is rematerialised: the whole layer lives while it runs, forward and backward.
+        layer = weights_of(layer)
         layer = layer if shard_dims is None else unshard(layer, shard_dims)
-        if keep is None:
-            x, stats = block(layer, x, own, core_attention, config, mesh)
-            return x, (stats, None)
-        assert not isinstance(core_attention, LatentCore)
         kept: list[Any] = []
-        seen = watched(core_attention, keep, kept, config)
-        x, stats = block(layer, x, own, seen, config, mesh)
-        return x, (stats, kept[0])
 
-    def run_numbered(index: int | Int[Array, ""], layer: Layer[Array], x: Array):
+        def run_half(half: int, layer: Layer[Array], x: Array):
+            core = cores[half]
+            if keep is not None:
+                assert not isinstance(core, LatentCore) and len(cores) == 1
+                core = watched(core, keep, kept, config)
+            return block(layer, x, own[half], core, config, mesh)
+
+        streams, stats = through(run_half, layer, streams, config, mesh)
+        return streams, (stats, kept[0] if kept else None)
+
+    def run_numbered(index: int | Int[Array, ""], layer: Layer[Array], streams: Streams):
         number = first + index
         # Choices are recorded for the layers that have experts.
-        own = packed.of_layer(number - config.num_dense_layers)
+        own = [half.of_layer(number - config.num_dense_layers) for half in packed.streams]
         window = window_of_layer(config, number)
-        run_one = partial(run_layer, own, packed.core_attention_of_layer(number, window))
+        cores = [half.core_attention_of_layer(number, window) for half in own]
+        run_one = partial(run_layer, own, cores)
         if present is None or not (scanned or index == depth - 1):
-            return remat(run_one)(layer, x)
+            return remat(run_one)(layer, streams)
         is_present = index < present
         if execution.remat == "selective":
-            after, outs = remat(run_one, present=is_present)(layer, x)
-            return jnp.where(is_present, after, x), outs
+            after, outs = remat(run_one, present=is_present)(layer, streams)
+            return jax.tree.map(partial(jnp.where, is_present), after, streams), outs
         # Inside what is rematerialised, which keeps what it was given and so no copies of the
         # weights.
-        return remat(_where_present(is_present, run_one))(layer, x)
+        return remat(_where_present(is_present, run_one))(layer, streams)
 
-    x, outs = over_layers(run_numbered, layers, x, execution)
+    streams = in_streams(x, packed, mesh)
+    streams, outs = over_layers(run_numbered, layers, streams, execution)
     collected, kept = ([out[place] for out in outs] for place in range(2))
-    return x, _over_layers(collected, scanned), kept
+    stats = choices_in_rows(sums_over_layers(collected, scanned), packed, mesh)
+    return joined(streams), stats, kept
 
 
 def _where_present(is_present: Array, run_layer: Callable[..., Any]) -> Callable[..., Any]:
     """`run_layer`, or what leaves the residual stream and all sums as they are."""
 
-    def skip(layer: Layer[Array], x: Array) -> tuple[Array, Any]:
+    def skip(layer: Layer[Array], x: Streams) -> tuple[Streams, Any]:
         _, out = jax.eval_shape(run_layer, layer, x)
         zeros = jax.tree.map(
             lambda like: vary(
@@ -257,24 +271,6 @@ def watched(
         return core_attention(query, *expanded(narrow, up, config))
 
     return LatentCore(of_narrow) if keeps_narrow(config) else of_heads
-
-
-def _over_layers(
-    collected: list[RouterStatistics[Array] | None], scanned: bool
-) -> RouterStatistics[Array] | None:
-    """The router's sums over layers, from those of each or, of a scanned stack, of all at once."""
-    # What a layer says of each expert or token is not summed over layers.
-    present = [stats for stats in collected if stats is not None]
-    if not present:
-        return None
-    if scanned:
-        (stats,) = present
-        total = jax.tree.map(lambda x: jnp.sum(x, axis=0), replace(stats, choices=None))
-        return replace(total, load=stats.load, choices=stats.choices)
-    total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *present)
-    by_layer = [(stats.load, stats.choices) for stats in present]
-    load, choices = jax.tree.map(lambda *layers: jnp.stack(layers), *by_layer)
-    return replace(total, load=load, choices=choices)
 
 
 def last_norm(

@@ -18,6 +18,7 @@ from moe.adapters.trees import joined
 from moe.config import ModelConfig
 from moe.embedding import embed
 from moe.layers import chunks
+from moe.layers.halves import in_rows
 from moe.router.balance import router_loss
 from moe.router.statistics import RouterStatistics
 from moe.tokens.packing import PackedBatch
@@ -136,7 +137,7 @@ def _stages(
         return x, router_loss(stats, config, mesh, num_tokens), stats
 
     def last(ends, x, micro_batch):
-        whole = _with_ends(weights, ends)
+        whole, x = _with_ends(weights, ends), in_rows(x, pack(micro_batch), mesh)
         return apply_head(whole, model.last_norm(whole, x, config), micro_batch)
 
     return Stages(first, chunk, last)

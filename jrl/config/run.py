@@ -177,6 +177,10 @@ class RunConfig:
     fsdp: bool = False
     """Keep weights in parts on the devices that would all hold the same (fully sharded data
     parallelism) and join them where they are used. Needs a remat of selective or full."""
+    overlap_grad_reduce: bool = False
+    """Sum the gradients of each layer over devices as soon as the backward pass of an update's last
+    micro-batch has left the layer, beside what comes after; else when all are there. Compiles that
+    micro-batch besides. Not on a pipeline."""
     buffer_factor: float | None = None
     """Room for what routers send to the experts of a device, as a multiple of what even routing
     sends; 1.5 is usual. An update or a scoring pass that needs more is not used and run again with
@@ -184,6 +188,9 @@ class RunConfig:
     expert_chunks: int = 1
     """Parts that the tokens of a device go to the experts and back in, so that one part may travel
     while another is multiplied."""
+    two_batch_overlap: bool = False
+    """Send the rows of a device through each layer in two halves that nothing orders, so that one
+    half may communicate while the other is multiplied."""
     scan_layers: bool | None = None
     """Compile one program for all equal layers in place of one for each, so that compilation does
     not take longer the more they are. None does where there are more than eight."""

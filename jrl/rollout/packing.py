@@ -78,9 +78,8 @@ def pack(
         return laid_out.reshape(sizes.bins, sizes.length, *x.shape[2:])
 
     replay = None if choices is None else jnp.moveaxis(laid(choices), 2, 0)
-    packed = pack_segments(laid(rows.tokens), laid(own), places.shape[0], mesh, config, replay)
-    # Known here; to count them anew would compare every two places of a bin.
-    return packed._replace(positions=packed.zigzag.flatten(laid(positions_of(rows.valid))))
+    given = laid(rows.tokens), laid(own), places.shape[0], mesh, config, replay
+    return pack_segments(*given, positions=laid(positions_of(rows.valid)))
 
 
 def scores_of(

@@ -1,5 +1,9 @@
 """The load-balancing losses: the fractions of load that they compare with, and their sum."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -41,6 +45,44 @@ def load_fractions(
         sequence,
         load_fraction(all_sum(load, mesh.sequence)) if config.batch_balance_coef else None,
         load_fraction(all_sum(load, everyone)) if config.global_balance_coef else None,
+    )
+
+
+def compares_batches(config: ModelConfig) -> bool:
+    """Whether a loss compares with the load of a whole micro-batch."""
+    return bool(config.batch_balance_coef or config.global_balance_coef)
+
+
+def over_halves(
+    parts: Sequence[RouterStatistics[Array]], config: ModelConfig, mesh: FoldedMesh
+) -> RouterStatistics[Array]:
+    """The sums of all tokens of a layer, from those of their parts: what compares with the load of
+    the micro-batch compares with that of all parts.
+
+    Args:
+      parts: of tokens whose `PackedBatch.is_half`.
+    """
+    choices = None
+    if parts[0].choices is not None:
+        choices = jnp.concatenate([part.choices for part in parts])
+    sums = jax.tree.map(
+        lambda *leaves: sum(leaves[1:], leaves[0]), *(replace(part, choices=None) for part in parts)
+    )
+    if sums.mass is None:
+        return replace(sums, choices=choices)
+    mass, compared = sums.mass, load_fractions(None, sums.load, config, mesh)
+
+    def balance(fraction: Array | None, nothing: Array) -> Array:
+        if fraction is None:
+            return nothing
+        return mass.shape[-1] * jnp.sum(jax.lax.stop_gradient(fraction) * mass)
+
+    return replace(
+        sums,
+        batch_balance=balance(compared.batch, sums.batch_balance),
+        global_balance=balance(compared.everywhere, sums.global_balance),
+        mass=None,
+        choices=choices,
     )
 
 

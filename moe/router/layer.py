@@ -10,12 +10,12 @@ from jaxtyping import Array, Float
 from moe.config import ModelConfig
 from moe.precision import float32_product
 from moe.remat import ROUTED
-from moe.router.balance import load_fractions
+from moe.router.balance import compares_batches, load_fractions
 from moe.router.capacity import drop
 from moe.router.replay import agreement
 from moe.router.routing import Routing, assignments, topk_routing
 from moe.router.sequences import sequence_load_fractions
-from moe.router.statistics import RouterStatistics, statistics
+from moe.router.statistics import LoadFractions, RouterStatistics, statistics
 from moe.tokens.packing import PackedBatch
 from moe.weights import Experts
 from sharding.collectives import own_shard, vary
@@ -50,8 +50,13 @@ def route(
     fractions = None
     if packed.sequences is not None:
         fractions = sequence_load_fractions(counts, packed.sequences, mesh)
-    compared = load_fractions(fractions, float32_product(multiplicity, counts), config, mesh)
-    stats = statistics(logits, probabilities, counts, compared, multiplicity, config)
+    if packed.is_half:
+        # What is compared with the load of all tokens waits for it, and nothing else does.
+        given = LoadFractions(fractions), multiplicity, config, compares_batches(config)
+        stats = statistics(logits, probabilities, counts, *given)
+    else:
+        compared = load_fractions(fractions, float32_product(multiplicity, counts), config, mesh)
+        stats = statistics(logits, probabilities, counts, compared, multiplicity, config)
     kept, dropped = drop(routing, packed.zigzag, config, mesh)
     choices = routing.experts if packed.record_choices else None
     return kept, replace(

@@ -1,5 +1,6 @@
 """What the router did: sums over tokens, for its losses and its metrics."""
 
+from dataclasses import replace
 from typing import Generic, NamedTuple, TypeVar
 
 import jax
@@ -57,6 +58,8 @@ class RouterStatistics(Generic[Leaf]):
       agreed: ``[]`` sum over tokens with choices on record of the share that the router would
         choose itself (`moe.router.replay.agreement`); None where nothing is replayed.
       replayed: ``[]`` those tokens; None likewise.
+      mass: ``[route]`` sum over tokens of each expert's probability, of a half of the tokens whose
+        `batch_balance` and `global_balance` wait for the other half; else None.
       choices: ``[token, k]`` expert ids before dropping, ``[layer, token, k]`` for a whole network;
         None where they were not asked for (`moe.model.routing_choices`).
     """
@@ -74,6 +77,7 @@ class RouterStatistics(Generic[Leaf]):
     overflow: Leaf | None = None
     agreed: Leaf | None = None
     replayed: Leaf | None = None
+    mass: Leaf | None = None
     choices: Leaf | None = None
 
 
@@ -84,6 +88,7 @@ def statistics(
     fractions: LoadFractions,
     multiplicity: Float[Array, "token"],
     config: ModelConfig,
+    with_mass: bool = False,
 ) -> RouterStatistics[Array]:
     """Sums over tokens of what the router did, each token `multiplicity` times (0 for padding).
 
@@ -127,4 +132,23 @@ def statistics(
         dropped=jnp.zeros_like(multiplicity, shape=()),
         places=jnp.sum(jnp.ones_like(multiplicity)),
         padded=jnp.sum((multiplicity == 0).astype(jnp.float32)),
+        mass=total(probabilities) if with_mass else None,
     )
+
+
+def sums_over_layers(
+    collected: list[RouterStatistics[Array] | None], scanned: bool
+) -> RouterStatistics[Array] | None:
+    """The router's sums over layers, from those of each or, of a scanned stack, of all at once."""
+    # What a layer says of each expert or token is not summed over layers.
+    present = [stats for stats in collected if stats is not None]
+    if not present:
+        return None
+    if scanned:
+        (stats,) = present
+        total = jax.tree.map(lambda x: jnp.sum(x, axis=0), replace(stats, choices=None))
+        return replace(total, load=stats.load, choices=stats.choices)
+    total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *present)
+    by_layer = [(stats.load, stats.choices) for stats in present]
+    load, choices = jax.tree.map(lambda *layers: jnp.stack(layers), *by_layer)
+    return replace(total, load=load, choices=choices)

@@ -9,6 +9,7 @@ be cut over ``cp`` and ``tp``, in the order that attention over ``cp`` wants
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -26,6 +27,7 @@ from moe.attention.layer import CoreAttention
 from moe.attention.mask import Marks, Window
 from moe.config import ModelConfig
 from moe.execution import Execution
+from moe.router.capacity import can_drop
 from moe.router.sequences import Sequences, load_fraction
 from moe.tokens.zigzag import ZigzagLayout
 from sharding.folding import FoldedMesh
@@ -51,6 +53,10 @@ class PackedBatch(NamedTuple):
       zigzag: where the tokens of rows stand in it.
       replay: ``[layer, token, k]`` experts chosen before, to be used again; None chooses.
       record_choices: whether the router's statistics hold the choices.
+      halves: of its rows (`Execution.two_batch_overlap`), where they go through the layers by
+        themselves. `tokens` are then in their order: each device has its part of the first and then
+        that of the second, and `moe.layers.halves.in_rows` undoes it.
+      is_half: this is one of them.
     """
 
     tokens: Array
@@ -61,6 +67,15 @@ class PackedBatch(NamedTuple):
     zigzag: ZigzagLayout
     replay: Array | None = None
     record_choices: bool = False
+    halves: tuple["PackedBatch", ...] = ()
+    is_half: bool = False
+
+    @property
+    def streams(self) -> tuple["PackedBatch", ...]:
+        """What goes through a layer by itself: the halves, or all at once."""
+        if not self.halves:
+            return (self,)
+        return tuple(half._replace(record_choices=self.record_choices) for half in self.halves)
 
     def of_layer(self, index: int | Array) -> "PackedBatch":
         """This batch with `replay` ``[token, k]`` that of one layer."""
@@ -87,7 +102,7 @@ def pack_rows(
     """
     zigzag, num_rows = zigzag_of_rows(tokens.shape, mesh, config), tokens.shape[0]
     positions, segments = positions_of(valid), valid.astype(jnp.int32)
-    return PackedBatch(
+    packed = PackedBatch(
         tokens=zigzag.flatten(tokens),
         positions=zigzag.flatten(positions),
         multiplicity=zigzag.flatten(valid.astype(jnp.float32)),
@@ -99,6 +114,11 @@ def pack_rows(
         replay=_replayed(replay, lambda layer: zigzag.flatten(layer)),
     )
 
+    def half(rows: slice, config: ModelConfig) -> PackedBatch:
+        return pack_rows(tokens[rows], valid[rows], mesh, config, _rows_of(replay, rows))
+
+    return _in_halves(packed, half, num_rows, mesh, config)
+
 
 def pack_segments(
     tokens: Int[Array, "batch time"],
@@ -107,6 +127,7 @@ def pack_segments(
     mesh: FoldedMesh,
     config: ModelConfig | None = None,
     replay: Integer[Array, "layer batch time k"] | None = None,
+    positions: Int[Array, "batch time"] | None = None,
 ) -> PackedBatch:
     """Several sequences in each row, which never attend to each other.
 
@@ -120,21 +141,29 @@ def pack_segments(
         padding. The tokens of a sequence are in one row and in order; where they stand there does
         not matter.
       num_segments: sequences, at most.
+      positions: the place of each token in its sequence, from 0; None counts them.
     """
     zigzag = zigzag_of_rows(tokens.shape, mesh, config)
-    valid, positions = segments > 0, _places(segments)
-    return PackedBatch(
+    valid = segments > 0
+    places = _places(segments) if positions is None else positions
+    packed = PackedBatch(
         tokens=zigzag.flatten(tokens),
-        positions=zigzag.flatten(positions),
+        positions=zigzag.flatten(places),
         multiplicity=zigzag.flatten(valid.astype(jnp.float32)),
         core_attention_of_layer=_causal(
-            zigzag, [positions], [segments], OWN_ROWS, False, mesh, config
+            zigzag, [places], [segments], OWN_ROWS, False, mesh, config
         ),
         # Padding, 0, is a sequence that sends nothing.
         sequences=Sequences(zigzag.flatten(segments), num_segments + 1, load_fraction),
         zigzag=zigzag,
         replay=_replayed(replay, lambda layer: zigzag.flatten(layer)),
     )
+
+    def half(rows: slice, config: ModelConfig) -> PackedBatch:
+        others = _rows_of(replay, rows), None if positions is None else positions[rows]
+        return pack_segments(tokens[rows], segments[rows], num_segments, mesh, config, *others)
+
+    return _in_halves(packed, half, tokens.shape[0], mesh, config)
 
 
 def pack_shared_prompts(
@@ -178,7 +207,7 @@ def pack_shared_prompts(
     )
     positions, multiplicity = split(positions_of(valid)), valid.astype(jnp.float32)
     of_prompts, of_responses = split(multiplicity)
-    return PackedBatch(
+    packed = PackedBatch(
         tokens=zigzag.flatten(*split(tokens)),
         positions=zigzag.flatten(*positions),
         multiplicity=zigzag.flatten(of_prompts * num_samples, of_responses),
@@ -195,6 +224,58 @@ def pack_shared_prompts(
         zigzag=zigzag,
         replay=_replayed(replay, lambda layer: zigzag.flatten(*split(layer))),
     )
+
+    def half(prompts: slice, config: ModelConfig) -> PackedBatch:
+        rows = slice(prompts.start * num_samples, prompts.stop * num_samples)
+        given = tokens[rows], valid[rows], prompt_length, num_samples, mesh, config
+        return pack_shared_prompts(*given, _rows_of(replay, rows))
+
+    return _in_halves(packed, half, num_prompts, mesh, config)
+
+
+def _in_halves(
+    packed: PackedBatch,
+    half: Callable[[slice, ModelConfig], PackedBatch],
+    number: int,
+    mesh: FoldedMesh,
+    config: ModelConfig | None,
+) -> PackedBatch:
+    """A packed batch with the halves of its rows, where the network's execution asks for them and
+    there is more than one row, or prompt with its responses; the first has one more where their
+    number is odd.
+
+    Args:
+      half: (which of the rows or prompts, the network) -> these alone.
+      number: how many of them there are.
+    """
+    if config is None or not config.execution.two_batch_overlap or number < 2:
+        return packed
+    if can_drop(config):
+        raise ValueError(
+            f"two_batch_overlap with capacity_factor={config.capacity_factor} would drop other "
+            "choices: an expert has room for those of all tokens together. Leave out one of them."
+        )
+    whole = replace(config, execution=replace(config.execution, two_batch_overlap=False))
+    cut = -(-number // 2)
+    halves = tuple(
+        half(rows, whole)._replace(is_half=True) for rows in (slice(0, cut), slice(cut, number))
+    )
+    ranks = mesh.size(mesh.sequence)
+    for one in halves:
+        if one.tokens.shape[0] % ranks:
+            raise ValueError(
+                f"two_batch_overlap: a half of {one.tokens.shape[0]} tokens cannot be split over "
+                f"cp x tp = {mesh.size(mesh.cp)} x {mesh.size(mesh.tp)}: choose a micro-batch or a "
+                "length whose halves divide, or leave it out."
+            )
+    of_ranks = jnp.concatenate([one.tokens.reshape(ranks, -1) for one in halves], axis=1)
+    return packed._replace(tokens=of_ranks.reshape(-1), halves=halves)
+
+
+def _rows_of(
+    replay: Integer[Array, "layer batch time k"] | None, rows: slice
+) -> Integer[Array, "layer rows time k"] | None:
+    return None if replay is None else replay[:, rows]
 
 
 def zigzag_of_rows(

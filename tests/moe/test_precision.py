@@ -1,9 +1,10 @@
 """Norms against numpy, and in half precision."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe.precision import rms_norm
+from moe.precision import rms_norm, shared
 
 BATCH, TIME, HEADS, KV_HEADS, HEAD_DIM, D_MODEL = 3, 5, 6, 2, 4, 7
 
@@ -32,3 +33,18 @@ def test_rms_norm_of_half_precision_is_taken_in_float32():
     wide = rms_norm(x.astype(jnp.float32), scale, 1e-6)
     np.testing.assert_array_equal(out, wide.astype(jnp.bfloat16))
     assert np.all(np.isfinite(rms_norm(jnp.zeros((1, D_MODEL)), scale, 1e-6)))
+
+
+def test_gradients_of_half_precision_weights_are_added_up_before_they_are_rounded():
+    draw = np.random.default_rng(3)
+    given = jnp.ones((4, 5), jnp.bfloat16), jnp.ones(7, jnp.bfloat16)
+    parts = [
+        tuple(jnp.asarray(draw.normal(size=x.shape), jnp.bfloat16) for x in given)
+        for _ in range(12)
+    ]
+    copies, pull = jax.vjp(lambda *weights: shared(weights, 12), *given)
+    jax.tree.map(np.testing.assert_array_equal, copies, (given,) * 12)
+    for found, *of_chunks in zip(pull(tuple(parts)), *parts, strict=True):
+        exact = np.sum([np.asarray(x, np.float32) for x in of_chunks], axis=0)
+        np.testing.assert_array_equal(found, jnp.asarray(exact, jnp.bfloat16))
+        assert np.any(np.asarray(found) != np.asarray(sum(of_chunks[1:], of_chunks[0])))

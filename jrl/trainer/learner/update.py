@@ -24,9 +24,9 @@ from jaxtyping import Array
 from jrl.recipes.base.batch import Batch, Totals
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.trainer.learner import masters
+from jrl.trainer.learner.accumulation import accumulated, reduced_on_the_way
 from jrl.trainer.learner.learner import Learner, split, state_shardings, transformation
 from jrl.trainer.learner.program import Program
-from jrl.trainer.packed.passes import scan_first
 from moe import model, placement, stages
 from moe.adapters.trees import joined
 from moe.config import ModelConfig
@@ -38,6 +38,7 @@ from moe.weights import Layer, Transformer
 from sharding import zero
 from sharding.collectives import all_sum, vary
 from sharding.folding import FoldedMesh
+from sharding.reduction import Reduction
 
 Leaf = TypeVar("Leaf")
 
@@ -247,18 +248,21 @@ def _local_gradients(
     micro_batches = jax.tree.map(lambda x: x.reshape(num_micro_batches, -1, *x.shape[1:]), batch)
     given = objective, own, fixed, micro_batches, totals, statistics
     of_layers = all_dims.layers if sharded else None
-    # A scan holds the activations of one micro-batch; a pipeline interleaves several.
-    if mesh.layout.pp == 1:
-        loss, grads, metrics = _one_by_one(*given, of_layers, passes)
-    else:
-        assert passes is None, "a pipeline runs all micro-batches"
-        loss, grads, metrics = _through_stages(*given, of_layers)
     is_sharded = replace(
         jax.tree.map(lambda _: False, shard_dims),
         layers=jax.tree.map(lambda _: sharded, shard_dims.layers),
     )
-    reduce_scatter = partial(zero.reduce_scatter, mesh)
-    return loss, jax.tree.map(reduce_scatter, specs, shard_dims, grads, is_sharded), metrics
+    reductions = jax.tree.map(partial(Reduction, mesh), specs, shard_dims, is_sharded)
+    # A scan holds the activations of one micro-batch; a pipeline interleaves several.
+    if mesh.layout.pp == 1:
+        return _one_by_one(*given, of_layers, reductions, passes)
+    assert passes is None, "a pipeline runs all micro-batches"
+    loss, grads, metrics = _through_stages(*given, of_layers)
+    return loss, _reduced(reductions, grads), metrics
+
+
+def _reduced(reductions: Transformer[Any], grads: Transformer[Array]) -> Transformer[Array]:
+    return jax.tree.map(lambda reduction, gradient: reduction(gradient), reductions, grads)
 
 
 def _one_by_one(
@@ -269,14 +273,15 @@ def _one_by_one(
     totals: Totals[Array],
     statistics: Any,
     shard_dims: Layer[zero.ShardDim] | None,
+    reductions: Transformer[Any],
     passes: Array | None,
 ) -> tuple[Array, Transformer[Array], dict[str, Any]]:
-    """The loss, this device's gradient, and the metrics, where it holds all layers."""
+    """The loss, the gradient in parts, and the metrics, where a device holds all layers."""
     config, mesh = objective.config, objective.mesh
 
-    def micro_batch_loss(own, micro_batch):
+    def micro_batch_loss(own, micro_batch, mark):
         micro_batch = vary(micro_batch, mesh.except_sequence)
-        weights = own if fixed is None else joined(own, fixed)
+        weights = mark(own if fixed is None else joined(own, fixed))
         x, router = model.run(weights, objective.pack(micro_batch), config, mesh, shard_dims)
         loss, metrics = objective.loss(weights, x, micro_batch, totals, statistics)
         loss = loss + router_loss(router, config, mesh, totals.num_valid)
@@ -284,16 +289,12 @@ def _one_by_one(
         metrics = {**metrics, **_of_router(objective, router)}
         return all_sum(loss, mesh.except_sequence), metrics
 
-    def add_micro_batch(total, micro_batch):
-        found, grads = jax.value_and_grad(micro_batch_loss, has_aux=True)(own, micro_batch)
-        (loss, metrics), (loss_before, before) = found, total
-        summed = jax.tree.map(lambda total, x: total + x.astype(total.dtype), before, grads)
-        return (loss_before + loss, summed), metrics
-
-    # The carry varies over every axis, as gradients do: a scan keeps the types of its carry.
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), own)
-    nothing = (jnp.zeros((), jnp.float32), vary(zeros, mesh.axes))
-    (loss, grads), metrics = scan_first(add_micro_batch, nothing, micro_batches, passes)
+    given = micro_batches, passes, mesh.axes
+    if config.execution.overlap_grad_reduce:
+        loss, grads, metrics = reduced_on_the_way(micro_batch_loss, own, reductions, *given)
+    else:
+        loss, grads, metrics = accumulated(micro_batch_loss, own, *given)
+        grads = _reduced(reductions, grads)
     metrics = {name: _join(metric, mesh.except_sequence) for name, metric in metrics.items()}
     return loss, grads, metrics
 
@@ -307,7 +308,7 @@ def _through_stages(
     statistics: Any,
     shard_dims: Layer[zero.ShardDim] | None,
 ) -> tuple[Array, Transformer[Array], dict[str, Any]]:
-    """`_one_by_one` on a pipeline."""
+    """The loss, this device's gradient, and the metrics, on a pipeline."""
     config, mesh = objective.config, objective.mesh
     loss, grads, metrics, router = stages.gradients(
         own,

@@ -54,6 +54,14 @@ class Geometry:
         whole = self.recipe.micro_batch_size // dp % group == 0
         return PromptLayout(self.prompt_length, group if whole and self.recipe.whole_groups else 1)
 
+    def parts(self, packing: bool | None) -> int:
+        """Of a micro-batch on a device, those that have nothing to do with each other: packed rows,
+        or prompts with the responses that share them."""
+        if packing:
+            return self.bins
+        rows = self.recipe.micro_batch_size // self.mesh.size(self.mesh.dp)
+        return rows // self.prompt_layout.group_size
+
     @property
     def alone(self) -> PromptLayout:
         """Rows that share nothing."""

@@ -154,6 +154,36 @@ def check_served(model: ModelConfig, mesh: FoldedMesh) -> None:
         )
 
 
+def check_overlaps(model: ModelConfig, mesh: FoldedMesh, parts: int) -> None:
+    """Refuses communication beside products where an update has none of either.
+
+    Args:
+      parts: of a device's micro-batch, that go through a layer by themselves: bins, or prompts with
+        their responses.
+
+    Raises:
+      ValueError: naming the flag.
+    """
+    execution = model.execution
+    if execution.overlap_grad_reduce:
+        reason = None
+        if mesh.layout.pp > 1:
+            reason = "the stages of a pipeline sum gradients after their last micro-batch"
+        elif mesh.layout.num_devices == 1:
+            reason = "there is no other device to sum gradients with"
+        if reason is not None:
+            raise ValueError(
+                f"overlap_grad_reduce=True changes nothing on layout {mesh.layout}: {reason}. "
+                f"Leave out {flag('overlap_grad_reduce')}, or choose another layout."
+            )
+    if execution.two_batch_overlap and parts < 2:
+        raise ValueError(
+            "two_batch_overlap=True has nothing to halve: a micro-batch has one row on a device, "
+            "one prompt with its responses or one packed row. Choose a larger --micro-batch, or "
+            f"leave out {flag('two_batch_overlap')}."
+        )
+
+
 def _changes_nothing(name: str, value: object, run: RunConfig, lacking: str) -> ValueError:
     said = repr(value) if isinstance(value, str) else value
     return ValueError(

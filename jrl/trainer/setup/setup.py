@@ -39,7 +39,7 @@ from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, SupervisedObjective
 from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.lengths import check_answers, fitted_prompts, response_length
-from jrl.trainer.setup.network import check_served, network_of, with_dispatch
+from jrl.trainer.setup.network import check_overlaps, check_served, network_of, with_dispatch
 from jrl.trainer.setup.networks import KeptPool, Network, Networks
 from jrl.trainer.setup.randomness import Randomness
 from moe.config import PRESETS, ModelConfig
@@ -281,6 +281,7 @@ def build_setup(
         setup = replace(setup, recipe=setup.geometry.with_micro_batch().recipe)
         check_served(network, setup.mesh)
         setup.geometry.check()
+        check_overlaps(network, setup.mesh, setup.geometry.parts(run.packing))
         setup.geometry.slots(run.slots)
         _check_fits(setup)
     except BaseException:

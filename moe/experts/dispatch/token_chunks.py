@@ -21,13 +21,13 @@ References:
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from moe.precision import shared
 from moe.router.routing import Routing
 from moe.weights import Experts
 from sharding.collectives import vary, varying
@@ -72,7 +72,7 @@ def in_token_chunks(
     starts = list(accumulate(sizes))[:-1]
     tokens, experts, probs = (jnp.split(array, starts) for array in (x, *routing))
     sums, overflows = [], []
-    parts = zip(_shared(matrices, len(sizes)), tokens, experts, probs, strict=True)
+    parts = zip(shared(matrices, len(sizes)), tokens, experts, probs, strict=True)
     for chunk, ((gate_up, down), of_chunk, *routed) in enumerate(parts):
         own = replace(weights, gate_up=gate_up, down=down)
         with jax.named_scope(f"expert_chunk_{chunk}"):
@@ -80,24 +80,3 @@ def in_token_chunks(
         sums.append(done)
         overflows.append(overflow)
     return jnp.concatenate(sums), sum(overflows[1:], overflows[0])
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _shared(weights: tuple[Array, Array], chunks: int) -> tuple[tuple[Array, Array], ...]:
-    """The matrices for each chunk. Their gradients are added up in float32 and rounded once."""
-    return (weights,) * chunks
-
-
-def _shared_forward(weights, chunks):
-    return _shared(weights, chunks), None
-
-
-def _shared_backward(chunks, _, gradients):
-    def add(*leaves):
-        first, *others = (leaf.astype(jnp.float32) for leaf in leaves)
-        return sum(others, first).astype(leaves[0].dtype)
-
-    return (jax.tree.map(add, *gradients),)
-
-
-_shared.defvjp(_shared_forward, _shared_backward)

@@ -11,7 +11,7 @@ from jrl.config.flags import parse
 from jrl.config.run import NETWORK_SETTINGS, OF_DEVICES, RunConfig
 from jrl.recipes import RECIPES
 from jrl.trainer.setup.dry_run import execution
-from jrl.trainer.setup.network import check_served, network_of
+from jrl.trainer.setup.network import check_overlaps, check_served, network_of
 from moe.attention import core, latent
 from moe.attention.context_parallel import choice as context
 from moe.config import ModelConfig, MultiHeadLatentAttention
@@ -33,11 +33,15 @@ FLAGS = {
     "experts": "ragged_dot",
     "remat": "selective",
     "fsdp": True,
+    "overlap_grad_reduce": True,
     "buffer_factor": 1.5,
     "scan_layers": True,
     "vocab_chunk": 64,
     "expert_chunks": 2,
+    "two_batch_overlap": True,
 }
+ALONE = ("fsdp", "overlap_grad_reduce", "two_batch_overlap")
+"""Flags that take no value."""
 LATENT = small_model(
     11,
     num_kv_heads=4,
@@ -64,7 +68,7 @@ def test_every_field_of_execution_is_a_flag():
     words = [
         word
         for name, value in (FLAGS | OF_ROUTERS).items()
-        for word in [f"--{name.replace('_', '-')}", *([] if name == "fsdp" else [str(value)])]
+        for word in [f"--{name.replace('_', '-')}", *([] if name in ALONE else [str(value)])]
     ]
     run = parse(["grpo", *words]).run
     network = network_of(LATENT, run)
@@ -202,3 +206,18 @@ def test_a_dry_run_shows_how_it_computes():
         "ring",
         "ragged_dot",
     }
+
+
+@pytest.mark.parametrize(
+    ("field", "layout", "parts", "message"),
+    [
+        ("overlap_grad_reduce", "pp2 dp2", 2, r"on layout .*pp2.*: the stages of a pipeline sum"),
+        ("overlap_grad_reduce", "dp1", 2, r"there is no other device .* Leave out --overlap-grad"),
+        ("two_batch_overlap", "dp2 / ep2", 1, r"has nothing to halve: .* leave out --two-batch-ov"),
+    ],
+)
+def test_what_overlaps_nothing_is_refused(field, layout, parts, message):
+    model = small_model(11, execution=Execution(**{field: True}))
+    with pytest.raises(ValueError, match=message):
+        check_overlaps(model, fold_abstract(Layout.parse(layout)), parts)
+    check_overlaps(model, fold_abstract(Layout.parse("dp2 / ep2")), 2)

@@ -15,7 +15,7 @@ from tiers import full_but
 
 from moe.execution import Execution
 from moe.experts.dispatch.choice import dispatch
-from moe.experts.dispatch.token_chunks import _shared, chunk_sizes
+from moe.experts.dispatch.token_chunks import chunk_sizes
 from moe.experts.feed_forward import dense_reference
 from moe.remat import rematerialised
 from moe.router.routing import Routing
@@ -132,21 +132,6 @@ def test_uneven_chunks_do_on_every_mesh(name, product, layout, chunks, emulated)
     options = {"implementation": name, "product": product}
     programs = (on(mesh_of(layout), **options, chunks=c) for c in (chunks, 1))
     same(*(program(*given) for program in programs), given)
-
-
-def test_gradients_of_half_precision_weights_are_added_up_before_they_are_rounded():
-    draw = np.random.default_rng(3)
-    given = jnp.ones((4, 5), jnp.bfloat16), jnp.ones(7, jnp.bfloat16)
-    parts = [
-        tuple(jnp.asarray(draw.normal(size=x.shape), jnp.bfloat16) for x in given)
-        for _ in range(12)
-    ]
-    shared, pull = jax.vjp(lambda *weights: _shared(weights, 12), *given)
-    jax.tree.map(np.testing.assert_array_equal, shared, (given,) * 12)
-    for found, *of_chunks in zip(pull(tuple(parts)), *parts, strict=True):
-        exact = np.sum([np.asarray(x, np.float32) for x in of_chunks], axis=0)
-        np.testing.assert_array_equal(found, jnp.asarray(exact, jnp.bfloat16))
-        assert np.any(np.asarray(found) != np.asarray(sum(of_chunks[1:], of_chunks[0])))
 
 
 def test_a_capacity_holds_for_all_chunks_together():

@@ -1,0 +1,103 @@
+"""Gradients that are summed over devices where they arise, inside the backward pass.
+
+A weight that takes part in several micro-batches has a gradient in each. Summed over devices when
+all of them are done, the whole network's gradients travel with nothing beside them. Here the
+backward pass of the last micro-batch adds, weight by weight, what the others gave and sends the sum
+on its way: nothing waits for it, and it waits for no layer that comes later in that pass.
+
+References:
+  Jin et al., "MegaScale-MoE", 2025 (gradients of a layer reduced beside the backward pass of the
+  next). Megatron-LM calls it `--overlap-grad-reduce`. https://arxiv.org/abs/2505.11432
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+from sharding import zero
+from sharding.collectives import vary
+from sharding.folding import FoldedMesh
+
+Leaf = TypeVar("Leaf")
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How the gradient of a weight is summed over devices: the arguments of
+    `sharding.zero.reduce_scatter`."""
+
+    mesh: FoldedMesh
+    spec: PartitionSpec
+    cut: zero.ShardDim
+    is_sharded: bool = False
+
+    def __call__(self, gradient: Array) -> Array:
+        return zero.reduce_scatter(self.mesh, self.spec, self.cut, gradient, self.is_sharded)
+
+    def place(self, weight: Array) -> Array:
+        """Zeros of the shape and type of the sum, float32, of a weight that varies over all
+        axes."""
+        like = jax.eval_shape(
+            lambda weight: self(vary(weight.astype(jnp.float32), self.mesh.axes)), weight
+        )
+        return vary(jnp.zeros(like.shape, like.dtype), tuple(sorted(like.manual_axis_type.varying)))
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["weight", "before", "place"],
+    meta_fields=["reduction"],
+)
+@dataclass(frozen=True)
+class Reduced(Generic[Leaf]):
+    """A weight, or a stack of one of each layer, whose gradient is summed where it arises.
+
+    Attributes:
+      weight: varying over all mesh axes.
+      before: the gradient of earlier micro-batches on this device alone, float32; None without.
+      place: zeros of the type of the sum (`Reduction.place`): the sum is the gradient of these.
+      reduction: of the weight.
+    """
+
+    weight: Leaf
+    before: Leaf | None
+    place: Leaf
+    reduction: Reduction
+
+
+def weights_of(tree: Any) -> Any:
+    """A pytree with the weight in the place of each `Reduced`, all other leaves as they are.
+
+    The gradient of `Reduced.place` is the sum over devices of `Reduced.before` and the gradient
+    that comes in; the weight itself has none. Within a scan over stacked layers this runs on the
+    part of one layer, and the sum goes on its way in each iteration of the backward loop.
+    """
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, Reduced):
+            return leaf
+        return _summed_later(leaf.reduction, leaf.weight, leaf.before, leaf.place)
+
+    return jax.tree.map(own, tree, is_leaf=lambda leaf: isinstance(leaf, Reduced))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _summed_later(reduction: Reduction, weight: Array, before: Any, place: Array) -> Array:
+    return weight
+
+
+def _forward(reduction: Reduction, weight: Array, before: Any, place: Array) -> tuple[Array, Any]:
+    return weight, before
+
+
+def _backward(reduction: Reduction, before: Any, gradient: Array) -> tuple[None, None, Array]:
+    gradient = gradient.astype(jnp.float32)
+    return None, None, reduction(gradient if before is None else before + gradient)
+
+
+_summed_later.defvjp(_forward, _backward)
