@@ -76,7 +76,7 @@ def reduced_on_the_way(
         loss, total, metrics = accumulated(loss_of, own, others, run, axes)
     place = number - 1 if passes is None else passes - 1
     last = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, place, keepdims=False), micro_batches)
-    ends = replace(own, **dict.fromkeys(STACKS))
+    ends = _without_stacks(own)
     places = jax.tree.map(lambda reduction, weight: reduction.place(weight), reductions, own)
     places = {name: getattr(places, name) for name in STACKS}
 
@@ -103,10 +103,7 @@ def reduced_on_the_way(
         gradient = gradient.astype(jnp.float32)
         return reduction(gradient if before is None else before + gradient)
 
-    grads = jax.tree.map(
-        reduced,
-        *(replace(tree, **dict.fromkeys(STACKS)) for tree in (reductions, of_ends, total)),
-    )
+    grads = jax.tree.map(reduced, *map(_without_stacks, (reductions, of_ends, total)))
     metrics = jax.tree.map(
         lambda *given: _put(place, *given), found, *([] if metrics is None else [metrics])
     )
@@ -115,6 +112,12 @@ def reduced_on_the_way(
 
 def _as_they_are(weights: Transformer[Array]) -> Transformer[Array]:
     return weights
+
+
+def _without_stacks(weights: Transformer[Any]) -> Transformer[Any]:
+    """None in the place of every leaf of the layers."""
+    nothing = {name: jax.tree.map(lambda _: None, getattr(weights, name)) for name in STACKS}
+    return replace(weights, **nothing)
 
 
 def _marked(reductions: Any, weights: Any, before: Any, places: Any) -> Any:
