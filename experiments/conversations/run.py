@@ -18,7 +18,7 @@ from jrl.runs.records import read_metrics
 
 FOLDER = Path(__file__).parent
 SEEDS = (0, 1, 2)
-TASKS = {"guess": 60, "calculator": 40}
+TASKS = {"guess": 40, "calculator": 40}
 """Steps of each."""
 ACCURACY = "val/accuracy/sampled"
 
@@ -47,7 +47,9 @@ def command(task: str, seed: int, folder: Path) -> list[str]:
     steps = TASKS[task]
     return [
         *(sys.executable, "-m", "jrl.train", "grpo", "--task", task, "--seed", str(seed)),
-        *("--steps", str(steps), "--eval-every", str(steps // 2), "--run-dir", str(folder)),
+        *("--steps", str(steps), "--eval-every", str(steps // 2), "--learning-rate", "5e-4"),
+        *("--warm-start-batch", "64"),
+        *("--run-dir", str(folder)),
     ]
 
 

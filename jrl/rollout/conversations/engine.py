@@ -1,5 +1,6 @@
 """An engine whose responses are conversations: environments answer, and rows go on."""
 
+import sys
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from jrl.rollout.decoding.requests import Request, Sampled, Trajectory
 from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.sampling import Sampling
 from jrl.tasks import Example, Task
-from jrl.tasks.environments.host import Host, Reply
+from jrl.tasks.environments.host import SAID, Host, Reply
 from jrl.tasks.parts import environments_of
 from jrl.text.conversation import answer_ids, message_of
 from jrl.text.prompt_format import PromptFormat
@@ -64,6 +65,7 @@ class ConversationEngine:
         self._asked: list[_Asked] = []
         self._numbers: dict[tuple[int, int], tuple[int, Example]] = {}
         self._next = 0
+        self._said: set[str] = set()
 
     @property
     def mesh(self) -> FoldedMesh:
@@ -189,7 +191,13 @@ class ConversationEngine:
             if self._max_turns is not None and len(turns.said) >= self._max_turns:
                 done.append(self._over(trajectory, replace(turns, turn_limit=True)))
                 continue
-            after = answer_ids(self._format, turns.example, before, reply.messages)
+            try:
+                after = answer_ids(self._format, turns.example, before, reply.messages)
+            except ValueError as error:
+                # Of what others write a run does not die, nor of what a template makes of it.
+                self._say_once(f"{error}")
+                done.append(self._over(trajectory, turns, failure="invalid"))
+                continue
             end = length + len(after)
             if end >= trajectory.request.max_new_tokens:
                 # No token would be left for the policy.
@@ -213,6 +221,17 @@ class ConversationEngine:
         verdict = host.scoring.verdict([reward for _, reward in turns.rewards], failure)
         turns = replace(turns, verdict=verdict)
         return replace(trajectory, request=trajectory.request._replace(turns=turns))
+
+    def _say_once(self, message: str) -> None:
+        if message in self._said or len(self._said) >= SAID:
+            return
+        self._said.add(message)
+        print(
+            f"warning: an answer of task={self._task.name} cannot be written ({message}); its "
+            "conversation ends and counts under verifier/invalid",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _host(self, example: Example) -> Host:
         host = environments_of(self._task, example)

@@ -12,6 +12,8 @@ from jrl.tasks.tools.calculator import CALCULATOR, calculate
 from jrl.tasks.tools.tool import ToolEnvironment
 
 MOST_CALLS = 2
+ERROR = "error"
+"""What comes to a call that fails."""
 
 
 class Calculator:
@@ -20,7 +22,7 @@ class Calculator:
     max_prompt_length = len("99*99+99=")
     # The call, its answer and the result, with the ends of two turns.
     max_response_length = len("@calc 99*99+99") + 1 + len("9900.") + len("9900") + 1
-    characters = "".join(sorted(set("0123456789*+-=@calc .")))
+    characters = "".join(sorted(set("0123456789*+-/=@calc ." + ERROR)))
     tools = (CALCULATOR.schema,)
 
     def prompts(self, random: Random) -> Record:
@@ -42,4 +44,4 @@ class Calculator:
         def score(text: str) -> float:
             return float(text.strip() == str(value))
 
-        return ToolEnvironment([CALCULATOR], score, end=".", most=MOST_CALLS)
+        return ToolEnvironment([CALCULATOR], score, end=".", most=MOST_CALLS, error=ERROR)

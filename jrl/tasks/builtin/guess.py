@@ -1,6 +1,6 @@
 """Guess a number from what is said of each guess.
 
-``2-9:`` asks for a number from 2 to 9; to the guess ``7`` comes ``lower.``, to ``3`` ``higher.``,
+``023579:`` asks for one of these digits; to the guess ``7`` comes ``lower.``, to ``3`` ``higher.``,
 and so on. The number itself scores full marks, if it comes within `MAX_GUESSES`; half of what is
 possible each time always gets there.
 """
@@ -10,32 +10,34 @@ from random import Random
 
 from jrl.tasks.definition import Record
 
-FEWEST = 6
-"""Numbers that are possible at first, at least."""
+FEWEST, MOST = 6, 9
+"""Numbers that are possible at first."""
 MAX_GUESSES = 4
 HIGHER, LOWER = "higher.", "lower."
 
 
 class Guess:
-    """Ranges of six to ten digits, with one of them to be found.
+    """Six to nine of the ten digits, with one of them to be found.
 
     Gold conversations guess at random among what is still possible, and get there in time.
     """
 
-    max_prompt_length = len("0-9:")
+    max_prompt_length = MOST + 1
     # A digit and an end for each guess, and an answer to all but the last; the last end is none.
     max_response_length = MAX_GUESSES * 2 + (MAX_GUESSES - 1) * len(HIGHER) - 1
-    characters = "".join(sorted(set("0123456789-:" + HIGHER + LOWER)))
+    characters = "".join(sorted(set("0123456789:" + HIGHER + LOWER)))
+    # Held out by what is asked: a number never to be found in one prompt would be told by that.
+    distinct_prompts = True
 
     def prompts(self, random: Random) -> Record:
-        """Draws a range and a number of it, and a conversation that finds it."""
-        low = random.randrange(10 - FEWEST + 1)
-        high = random.randrange(low + FEWEST - 1, 10)
-        number = random.randrange(low, high + 1)
-        turns = _found(random, low, high, number)
+        """Draws digits and one of them, and a conversation that finds it."""
+        digits = sorted(random.sample(range(10), random.randrange(FEWEST, MOST + 1)))
+        number = random.choice(digits)
+        turns = _found(random, digits, number)
         while len(turns) > 2 * MAX_GUESSES:
-            turns = _found(random, low, high, number)
-        return {"prompt": f"{low}-{high}:", "number": number, "turns": turns}
+            turns = _found(random, digits, number)
+        prompt = "".join(map(str, digits)) + ":"
+        return {"prompt": prompt, "number": number, "turns": turns}
 
     def environment(self, number: int) -> "Guessing":
         """Knows the number."""
@@ -68,13 +70,14 @@ def _hint(guess: int, number: int) -> str:
     return HIGHER if guess < number else LOWER
 
 
-def _found(random: Random, low: int, high: int, number: int) -> list[dict[str, str]]:
+def _found(random: Random, digits: list[int], number: int) -> list[dict[str, str]]:
     """A conversation in which each guess is drawn from what is possible."""
     turns = []
     while True:
-        guess = random.randrange(low, high + 1)
+        guess = random.choice(digits)
         turns.append({"role": "assistant", "content": str(guess)})
         if guess == number:
             return turns
         turns.append({"role": "user", "content": _hint(guess, number)})
-        low, high = (guess + 1, high) if guess < number else (low, guess - 1)
+        digits = [digit for digit in digits if (digit > guess) == (number > guess)]
+        digits = [digit for digit in digits if digit != guess]

@@ -26,6 +26,7 @@ class Opened:
     def __init__(self, name: str, definition: Any, host: Host):
         self._name, self._definition, self._host = name, definition, host
         self._tools = tools_of(definition)
+        self._distinct = bool(getattr(definition, "distinct_prompts", False))
         self.max_prompt_length: int = definition.max_prompt_length
         self.max_response_length: int = definition.max_response_length
         self.characters: str = definition.characters
@@ -33,7 +34,8 @@ class Opened:
     def prompts(self, random: Random) -> Example:
         """Draws a record, and opens it."""
         record = self._definition.prompts(random)
-        return opened_example(record, f"task={self._name}", self._host, self._tools)
+        example = opened_example(record, f"task={self._name}", self._host, self._tools)
+        return replace(example, hidden="") if self._distinct else example
 
     def reward(self, prompt: str, completion: str, **record: Any) -> float:
         """There is none: environments reward.

@@ -18,7 +18,7 @@ class Tool:
       description: for the policy to read.
       argument: the name of its one argument, a text.
       about: what that is.
-      run: gives the answer of a call; a ValueError is an answer too.
+      run: gives the answer of a call; a ValueError becomes an answer too.
     """
 
     name: str
@@ -39,11 +39,12 @@ class Tool:
         return {"type": "function", "function": about}
 
     def answer(self, call: Call) -> str:
-        """What a call gives, an error in words where it fails."""
-        try:
-            return self.run(call.argument(self.argument))
-        except ValueError as error:
-            return f"error: {error}"
+        """What a call gives.
+
+        Raises:
+          ValueError: where it fails, saying why.
+        """
+        return self.run(call.argument(self.argument))
 
 
 class ToolEnvironment:
@@ -54,13 +55,20 @@ class ToolEnvironment:
       score: what a final answer is worth.
       end: written after each answer, by which a policy without a template sees that it is whole.
       most: turns with calls; one more ends the conversation.
+      error: stands for every error, for a policy that knows few characters; None says what it is.
     """
 
     def __init__(
-        self, tools: Sequence[Tool], score: Callable[[str], float], *, end: str = "", most: int = 8
+        self,
+        tools: Sequence[Tool],
+        score: Callable[[str], float],
+        *,
+        end: str = "",
+        most: int = 8,
+        error: str | None = None,
     ):
         self._tools = {tool.name: tool for tool in tools}
-        self._score, self._end, self._left = score, end, most
+        self._score, self._end, self._left, self._error = score, end, most, error
 
     def reset(self) -> None:
         """The prompt has said it all."""
@@ -76,9 +84,14 @@ class ToolEnvironment:
         return answers, 0.0, self._left < 0
 
     def _answer(self, call: Call) -> str:
+        try:
+            return self._tool(call).answer(call)
+        except ValueError as error:
+            return f"error: {error}" if self._error is None else self._error
+
+    def _tool(self, call: Call) -> Tool:
         if not call.name:
-            return "error: the call cannot be read"
-        tool = self._tools.get(call.name)
-        if tool is None:
-            return f"error: no tool is called {call.name[:40]}"
-        return tool.answer(call)
+            raise ValueError("the call cannot be read")
+        if call.name not in self._tools:
+            raise ValueError(f"no tool is called {call.name[:40]}")
+        return self._tools[call.name]

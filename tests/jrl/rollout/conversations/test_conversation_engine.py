@@ -14,6 +14,7 @@ from jrl.processes.agreement import to_host
 from jrl.rollout.batching import over_rows
 from jrl.rollout.collection.collect import collect
 from jrl.rollout.sampler import scores_of
+from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.learner.update import update
 from jrl.trainer.prepare import prepare
 from jrl.trainer.scoring import logprobs_of
@@ -171,3 +172,13 @@ def test_answers_cost_no_gradient_but_through_the_turns_after_them():
     before = of(np.where(batch.mask & (first == prompt), advantages, 0.0))
     assert not before.embedding[letter].any()
     assert np.abs(before.embedding).max() > 1e-6
+
+
+def test_an_answer_that_cannot_be_written_ends_its_conversation_alone(weights, capsys):
+    setup = talking_setup()
+    # The environment's letter is not among the characters of this one.
+    setup = replace(setup, tokenizer=Tokenizer.train_characters("012=>x"))
+    completions = talked(setup, weights).completions
+    reasons = {completion.verdict.reason for completion in completions}
+    assert "invalid" in reasons and reasons <= {"invalid", "wrong"}
+    assert "task=echo cannot be written (text has the character 'h'" in capsys.readouterr().err
