@@ -60,8 +60,9 @@ def test_processes_decode_what_one_does(tmp_path, m2n, count=2):
     assert offered == (int(found["sent"]) if m2n == "transfer" else 0)
 
 
-@pytest.mark.parametrize(("m2n", "dies"), [("collective", 1), ("transfer", 0)])
-def test_a_process_that_dies_ends_the_other_with_one_line(tmp_path, m2n, dies):
+@pytest.mark.parametrize("m2n", ["collective", "transfer"])
+def test_a_process_that_dies_ends_the_other_with_one_line(tmp_path, m2n, dies=1):
+    """Not that of the coordinator, without which JAX itself may be the first to end the others."""
     ends = run_together(tmp_path, 2, m2n, dies)
     (status, errors), (killed, _) = ends[1 - dies], ends[dies]
     assert killed == -9
