@@ -8,6 +8,7 @@ import pytest
 from places import ROOT
 from tiers import full_but
 
+import experiments.conversations.run as conversations
 from experiments.figures import draw_curves, draw_finals, final_table, spread
 from experiments.study import Curve, Study, arguments_of, folder_of, read, write
 from jrl.config.flags import parse
@@ -65,7 +66,8 @@ def test_results_are_totals_since_the_warm_start_and_means_since_the_last_evalua
 
 
 @pytest.mark.parametrize(
-    "folder", full_but([name for name in FOLDERS if name != "recipes"], *QUICK)
+    "folder",
+    full_but([name for name in FOLDERS if name not in ("recipes", "conversations")], *QUICK),
 )
 def test_every_variant_is_a_command_that_training_takes(folder, tmp_path):
     study = importlib.import_module(f"experiments.{folder}.run").STUDY
@@ -75,6 +77,14 @@ def test_every_variant_is_a_command_that_training_takes(folder, tmp_path):
         request = parse(arguments_of(study, variant, tmp_path, 2))
         assert request.recipe.name == line.split()[0]
         assert request.run.seed == 2 and request.recipe.completions == 128
+
+
+def test_both_tasks_of_conversations_are_commands_that_training_takes(tmp_path):
+    for task, steps in conversations.TASKS.items():
+        _, module, program, *arguments = conversations.command(task, 1, tmp_path)
+        request = parse(arguments)
+        assert (module, program) == ("-m", "jrl.train")
+        assert (request.run.task, request.run.steps, request.run.seed) == (task, steps, 1)
 
 
 def test_equal_commands_share_a_run(tmp_path):

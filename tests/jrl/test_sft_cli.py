@@ -82,7 +82,7 @@ def test_a_dry_run_shows_what_is_learned(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_in_mid_epoch_to_the_same_end(tmp_path, monkeypatch, capsys):
+def test_a_run_goes_on_in_mid_epoch_to_the_same_end(tmp_path, pictures, monkeypatch, capsys):
     given = ["sft", chats_in(tmp_path / "chats.jsonl"), *SMALL, "--epochs=2", "--samples-every=2"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert main([*given, f"--run-dir={whole}"]) == 0

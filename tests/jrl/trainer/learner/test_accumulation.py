@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
@@ -37,7 +38,7 @@ def gradients(setup, num_micro, passes=None):
         # The others have no tokens.
         there = np.arange(ROWS) % (ROWS // 2) < passes * ROWS // 2 // num_micro
         batch = replace(batch, valid=batch.valid & there[:, None], mask=batch.mask & there[:, None])
-        passes = np.int32(passes)
+        passes = jnp.int32(passes)
     totals = of_update.count(batch)
 
     def program(weights, fixed):

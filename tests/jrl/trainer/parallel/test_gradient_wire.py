@@ -85,10 +85,10 @@ LAYOUTS = ["dp2 / ep2", "dp2 cp2 tp2 / ep4", "pp2 dp2"]
 def test_gradients_of_an_update_are_within_the_bound(layout, monkeypatch):
     """Next to those of the same pass sent in float32, and to the sum of what is sent in bfloat16,
     each as if it were positive."""
-    setup, reduce_scatter = setup_on(layout), zero.reduce_scatter
+    setup = setup_on(layout)
 
-    def in_both(mesh, spec, cut, gradient, is_sharded):
-        plain, sizes = replace(cut, compressed=()), gradient
+    def in_both(reduction, gradient):
+        cut, plain, sizes = reduction.cut, replace(reduction.cut, compressed=()), gradient
         for stage in cut.stages:
             if stage == cut.compressed:
                 sizes = jnp.abs(sizes)
@@ -96,13 +96,14 @@ def test_gradients_of_an_update_are_within_the_bound(layout, monkeypatch):
             sizes = jax.lax.psum_scatter(sizes, stage, scatter_dimension=dim, tiled=True)
         # Where nothing is compressed there is nothing to allow for.
         sizes = sizes if cut.compressed else jnp.zeros_like(sizes)
-        found, expected = (reduce_scatter(mesh, spec, of, gradient) for of in (cut, plain))
-        return found, expected, reduce_scatter(mesh, spec, plain, sizes, is_sharded=True)
+        given = reduction.mesh, reduction.spec
+        found, expected = (zero.reduce_scatter(*given, of, gradient) for of in (cut, plain))
+        return found, expected, zero.reduce_scatter(*given, plain, sizes, is_sharded=True)
 
-    monkeypatch.setattr(zero, "reduce_scatter", in_both)
+    monkeypatch.setattr(of_update, "_reduced", partial(jax.tree.map, in_both))
     network = setup.networks.policy
     weights, batch = random_weights(setup, setup.model), small_batch(setup, ROWS)
-    # No weights that stay fixed, no statistics, no passes of an expert buffer.
+    # No weights that stay fixed, no statistics, and all micro-batches run.
     fixed = statistics = passes = None
     given = weights, fixed, batch, of_update.count(batch), statistics, passes
     program = jax.jit(
