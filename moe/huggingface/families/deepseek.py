@@ -4,7 +4,11 @@ from typing import Any
 
 from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.huggingface.families.family import Fields
-from moe.huggingface.families.shared_options import demand_no_biases
+from moe.huggingface.families.shared_options import (
+    demand_no_biases,
+    read_groups,
+    written_grouped_mixture,
+)
 from moe.huggingface.options import Options
 from moe.huggingface.rotary_options import read_rotary, written_rotary
 
@@ -18,10 +22,7 @@ def read_deepseek(options: Options, fields: Fields) -> Fields:
     d_expert = options.take("moe_intermediate_size")
     qk_rope_head_dim = options.take("qk_rope_head_dim")
     groups, topk = options.take("n_group"), options.take("topk_group")
-    k = options.take("num_experts_per_tok")
-    if groups > 1 and k != 2 * topk:
-        # There a group is judged by its best two, here by its best k / topk_group.
-        raise options.unsupported("num_experts_per_tok", k, f"2 x topk_group = {2 * topk}")
+    k = read_groups(options, groups, topk)
     first = options.take("first_k_dense_replace", default=0)
     width = options.take("intermediate_size")
     return {
@@ -61,16 +62,6 @@ def written_deepseek(config: ModelConfig) -> dict[str, Any]:
         "kv_lora_rank": mla.kv_lora_rank,
         "q_lora_rank": mla.q_lora_rank,
         "rope_interleave": config.rope_interleaved,
-        "n_routed_experts": config.num_experts,
-        "num_experts_per_tok": config.experts_per_token,
-        "moe_intermediate_size": config.d_expert,
-        "n_shared_experts": config.d_ff // max(config.d_expert, 1),
-        "first_k_dense_replace": config.num_dense_layers,
-        "intermediate_size": config.dense_d_ff or config.d_expert,
-        "num_nextn_predict_layers": 0,
-        "norm_topk_prob": config.renormalise,
-        "routed_scaling_factor": config.routed_scaling,
-        "n_group": config.num_expert_groups,
-        "topk_group": config.expert_groups_per_token,
+        **written_grouped_mixture(config),
         **written_rotary(config),
     }

@@ -5,7 +5,11 @@ from typing import Any
 
 from moe.config import ModelConfig
 from moe.huggingface.families.family import Fields
-from moe.huggingface.families.shared_options import head_dim_of
+from moe.huggingface.families.shared_options import (
+    head_dim_of,
+    read_groups,
+    written_grouped_mixture,
+)
 from moe.huggingface.options import Options
 from moe.huggingface.rotary_options import (
     read_rotary,
@@ -18,10 +22,7 @@ from moe.huggingface.rotary_options import (
 def read_glm4_moe(options: Options, fields: Fields) -> Fields:
     head_dim, d_expert = head_dim_of(options, fields), options.take("moe_intermediate_size")
     groups, topk = options.take("n_group", default=1), options.take("topk_group", default=1)
-    k = options.take("num_experts_per_tok")
-    if groups > 1 and k != 2 * topk:
-        # There a group is judged by its best two, here by its best k / topk_group.
-        raise options.unsupported("num_experts_per_tok", k, f"2 x topk_group = {2 * topk}")
+    k = read_groups(options, groups, topk)
     first = options.take("first_k_dense_replace", default=1)
     width = options.take("intermediate_size")
     return {
@@ -50,17 +51,7 @@ def written_glm4_moe(config: ModelConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "attention_bias": config.qkv_bias,
         "use_qk_norm": config.query_key_norm is not None,
-        "n_routed_experts": config.num_experts,
-        "num_experts_per_tok": config.experts_per_token,
-        "moe_intermediate_size": config.d_expert,
-        "n_shared_experts": config.d_ff // max(config.d_expert, 1),
-        "first_k_dense_replace": config.num_dense_layers,
-        "intermediate_size": config.dense_d_ff or config.d_expert,
-        "num_nextn_predict_layers": 0,
-        "norm_topk_prob": config.renormalise,
-        "routed_scaling_factor": config.routed_scaling,
-        "n_group": config.num_expert_groups,
-        "topk_group": config.expert_groups_per_token,
+        **written_grouped_mixture(config),
         **written_rotary_dim(config),
         **written_rotary(config),
     }

@@ -91,3 +91,29 @@ def written_dense_layers(config: ModelConfig) -> dict[str, Any]:
         "mlp_only_layers": list(range(config.num_dense_layers)),
         "intermediate_size": config.dense_d_ff or config.d_expert,
     }
+
+
+def read_groups(options: Options, groups: int, chosen: int) -> int:
+    """Experts that a token chooses among those of the `chosen` best of its groups."""
+    k = options.take("num_experts_per_tok")
+    if groups > 1 and k != 2 * chosen:
+        # There a group is judged by its best two, here by its best k / chosen.
+        raise options.unsupported("num_experts_per_tok", k, f"2 x topk_group = {2 * chosen}")
+    return k
+
+
+def written_grouped_mixture(config: ModelConfig) -> dict[str, Any]:
+    """Routed experts chosen in groups, shared ones beside them, dense layers first."""
+    return {
+        "n_routed_experts": config.num_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "moe_intermediate_size": config.d_expert,
+        "n_shared_experts": config.d_ff // max(config.d_expert, 1),
+        "first_k_dense_replace": config.num_dense_layers,
+        "intermediate_size": config.dense_d_ff or config.d_expert,
+        "num_nextn_predict_layers": 0,
+        "norm_topk_prob": config.renormalise,
+        "routed_scaling_factor": config.routed_scaling,
+        "n_group": config.num_expert_groups,
+        "topk_group": config.expert_groups_per_token,
+    }
