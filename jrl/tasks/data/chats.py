@@ -16,7 +16,7 @@ from typing import Any
 
 from jrl.tasks.data.files import KINDS, kind_of, records
 from jrl.tasks.data.prompt_list import PromptList
-from jrl.tasks.data.records import Fields
+from jrl.tasks.data.records import Fields, checked_text, readable, short
 from jrl.tasks.data.split import HeldOut
 from jrl.tasks.task import CORRECT, WRONG, Example, Verdict, check_pairs
 
@@ -191,7 +191,7 @@ def chat_of(
     first = spoken[-1] if last else spoken[0]
     schemas = _tools(record.get("tools"), place)
     return Chat(
-        prompt=_readable(turns[:first]),
+        prompt=readable((turn["role"], turn["content"]) for turn in turns[:first]),
         answer=turns[first]["content"],
         record={key: value for key, value in record.items() if key != fields.prompt},
         conversation=turns,
@@ -214,7 +214,7 @@ def _turns(record: Mapping[str, Any], name: str, place: str) -> tuple[dict[str, 
     value = value.tolist() if hasattr(value, "tolist") else value  # of numpy
     if not isinstance(value, list) or not value:
         raise ValueError(
-            f'{place}: field "{name}" is {_short(value)}: it must be a list of '
+            f'{place}: field "{name}" is {short(value)}: it must be a list of '
             '{"role": ..., "content": ...}'
         )
     return tuple(_turn(turn, f"{place}: message {n}") for n, turn in enumerate(value, start=1))
@@ -222,10 +222,10 @@ def _turns(record: Mapping[str, Any], name: str, place: str) -> tuple[dict[str, 
 
 def _turn(turn: Any, place: str) -> dict[str, Any]:
     if not isinstance(turn, Mapping):
-        raise ValueError(f'{place} is {_short(turn)}: write "role" and "content"')
+        raise ValueError(f'{place} is {short(turn)}: write "role" and "content"')
     if turn.get("role") not in ROLES:
         raise ValueError(
-            f"{place}: role is {_short(turn.get('role'))}: it must be one of {', '.join(ROLES)}"
+            f"{place}: role is {short(turn.get('role'))}: it must be one of {', '.join(ROLES)}"
         )
     # Tables have every field in every row, empty where a record lacks it.
     kept = {key: value for key, value in turn.items() if value is not None}
@@ -249,33 +249,12 @@ def _tools(value: Any, place: str) -> list[Any] | None:
     if not value:
         return None
     if not isinstance(value, list):
-        raise ValueError(f'{place}: field "tools" is {_short(value)}: write a list of tools')
+        raise ValueError(f'{place}: field "tools" is {short(value)}: write a list of tools')
     return value
-
-
-def _readable(turns: Sequence[Turn]) -> str:
-    """What was said, for people: a single question is itself."""
-    if len(turns) == 1 and turns[0]["role"] == "user":
-        return turns[0]["content"]
-    return "\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
 
 
 def _text(record: Mapping[str, Any], name: str, place: str) -> str:
     value = record.get(name)
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = getattr(value, "written", str(value))
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(
-            f'{place}: field "{name}" is {_short(value)}: it must be a text with content'
-        )
-    if any("\ud800" <= character <= "\udfff" for character in value):
-        raise ValueError(
-            f'{place}: field "{name}" has half of a surrogate pair, which is no character: repair '
-            "the escape"
-        )
-    return value
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return checked_text(value, name, place)

@@ -8,7 +8,7 @@ for rewards.
 
 import datetime
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -72,7 +72,7 @@ def example_of(
         prompt, messages = _text(record, fields.prompt, place), ()
     else:
         messages = _messages(_value(record, name, place), f'{place}: field "{name}"')
-        prompt = _readable(messages)
+        prompt = readable(messages)
     has_answer = answered or record.get(fields.answer) is not None
     answer = _answer(record, fields.answer, place) if has_answer else ""
     rest = {field: value for field, value in record.items() if field != fields.prompt}
@@ -87,12 +87,12 @@ def check_sendable(example: Example, place: str) -> None:
     """
     for field, value in example.record.items():
         if not isinstance(field, str):
-            raise ValueError(f"{place}: field {_short(field)} is no text: name it by one")
+            raise ValueError(f"{place}: field {short(field)} is no text: name it by one")
         try:
             json.dumps(value, default=plain)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
-                f'{place}: field "{field}" is {_short(value)}, which cannot be sent to the '
+                f'{place}: field "{field}" is {short(value)}, which cannot be sent to the '
                 f"process of a reward ({error}): leave it out, or make it a text"
             ) from error
 
@@ -110,7 +110,7 @@ def plain(value: Any) -> Any:
 
 def _value(record: Mapping[str, Any], field: str, place: str) -> Any:
     if field not in record:
-        known = ", ".join(map(_short, record)) or "nothing"
+        known = ", ".join(map(short, record)) or "nothing"
         raise ValueError(
             f'{place}: has no field "{field}" (it has {known}): add or rename it, or name another '
             "with --prompt-field, --answer-field or --messages-field"
@@ -148,13 +148,13 @@ def _written(value: int | float) -> str:
 def _messages(value: Any, place: str) -> tuple[tuple[str, str], ...]:
     if not isinstance(value, list) or not value:
         raise ValueError(
-            f'{place} is {_short(value)}: it must be a list of {{"role": ..., "content": ...}}'
+            f'{place} is {short(value)}: it must be a list of {{"role": ..., "content": ...}}'
         )
     messages = []
     for number, message in enumerate(value, start=1):
         here = f"{place}: message {number}"
         if not isinstance(message, dict):
-            raise ValueError(f'{here} is {_short(message)}: write "role" and "content"')
+            raise ValueError(f'{here} is {short(message)}: write "role" and "content"')
         messages.append((_text(message, "role", here), _text(message, "content", here)))
     if messages[-1][0] == "assistant":
         raise ValueError(
@@ -163,18 +163,27 @@ def _messages(value: Any, place: str) -> tuple[tuple[str, str], ...]:
     return tuple(messages)
 
 
-def _readable(messages: tuple[tuple[str, str], ...]) -> str:
+def readable(messages: Iterable[tuple[str, str]]) -> str:
     """The conversation for people: a single question is itself."""
-    if len(messages) == 1 and messages[0][0] == "user":
-        return messages[0][1]
-    return "\n".join(f"{role}: {content}" for role, content in messages)
+    said = list(messages)
+    if len(said) == 1 and said[0][0] == "user":
+        return said[0][1]
+    return "\n".join(f"{role}: {content}" for role, content in said)
 
 
 def _text(record: Mapping[str, Any], field: str, place: str) -> str:
-    value = _value(record, field, place)
+    return checked_text(_value(record, field, place), field, place)
+
+
+def checked_text(value: Any, field: str, place: str) -> str:
+    """The value of a field that must be a text with content.
+
+    Raises:
+      ValueError: where it is none.
+    """
     if not isinstance(value, str) or not value.strip():
         raise ValueError(
-            f'{place}: field "{field}" is {_short(value)}: it must be a text with content'
+            f'{place}: field "{field}" is {short(value)}: it must be a text with content'
         )
     if any("\ud800" <= character <= "\udfff" for character in value):
         raise ValueError(
@@ -184,6 +193,7 @@ def _text(record: Mapping[str, Any], field: str, place: str) -> str:
     return value
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """A value as a message has it."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
