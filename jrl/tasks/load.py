@@ -27,9 +27,10 @@ from jrl.tasks.gym import gym
 from jrl.tasks.mixture import Mixture, Weighted
 from jrl.tasks.own import own_prompts
 from jrl.tasks.procedural import ProceduralTask
+from jrl.tasks.prompts import Prompts
 from jrl.tasks.references import Reference, looks_like_one, reference, sources
 from jrl.tasks.rewards.own import OwnReward
-from jrl.tasks.rewards.rewarded import Named, Prompts, Rewarded, Weighing
+from jrl.tasks.rewards.rewarded import Named, Rewarded, Weighing
 from jrl.tasks.rewards.settings import OWN, RewardSettings, parse_weights
 from jrl.tasks.task import Task
 

@@ -8,8 +8,8 @@ from jrl.tasks.data.split import HeldOut
 from jrl.tasks.environments.host import Host
 from jrl.tasks.environments.task import Opened, opened_example, tools_of
 from jrl.tasks.procedural import ProceduralTask
+from jrl.tasks.prompts import Prompts
 from jrl.tasks.references import Reference
-from jrl.tasks.rewards.rewarded import Prompts
 from jrl.tasks.task import Example
 
 SIZES = ("max_prompt_length", "max_response_length", "characters")

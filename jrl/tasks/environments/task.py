@@ -10,7 +10,7 @@ from jrl.tasks.data.records import example_of, plain
 from jrl.tasks.definition import Record
 from jrl.tasks.environments.definition import fields_of
 from jrl.tasks.environments.host import Host
-from jrl.tasks.rewards.rewarded import Prompts
+from jrl.tasks.prompts import OfPrompts, Prompts
 from jrl.tasks.task import Example, Verdict
 
 
@@ -46,7 +46,7 @@ class Opened:
         raise ValueError("a conversation is rewarded by its environment, turn by turn")
 
 
-class Conversational:
+class Conversational(OfPrompts):
     """A task whose completions are conversations."""
 
     def __init__(self, prompts: Prompts, host: Host):
@@ -56,40 +56,8 @@ class Conversational:
           prompts: whose records are opened.
           host: of their environments; closed with the task.
         """
-        self._prompts, self.environments = prompts, host
-
-    @property
-    def name(self) -> str:
-        return self._prompts.name
-
-    @property
-    def max_prompt_length(self) -> int:
-        return self._prompts.max_prompt_length
-
-    @property
-    def max_response_length(self) -> int:
-        return self._prompts.max_response_length
-
-    @property
-    def characters(self) -> str:
-        return self._prompts.characters
-
-    @property
-    def heldout_size(self) -> int | None:
-        return self._prompts.heldout_size
-
-    @property
-    def sources(self) -> tuple[Prompts, ...]:
-        """Where the prompts come from."""
-        return (self._prompts,)
-
-    def train(self, index: int) -> Example:
-        """The index-th training example."""
-        return self._prompts.train(index)
-
-    def heldout(self, index: int) -> Example:
-        """The index-th held-out example."""
-        return self._prompts.heldout(index)
+        super().__init__(prompts)
+        self.environments = host
 
     def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
         """Gold completions alone: what a policy writes is scored while it is written.

@@ -4,8 +4,8 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
+from jrl.tasks.prompts import OfPrompts, Prompts
 from jrl.tasks.rewards.own import OwnReward
 from jrl.tasks.rewards.settings import OWN
 from jrl.tasks.task import FAILURES, REASONS, Example, Task, Verdict, check_pairs
@@ -13,24 +13,6 @@ from jrl.tasks.workers.process import Message
 
 SAID = 3
 """Different failures of which a run says a line each; all are counted."""
-
-
-@runtime_checkable
-class Prompts(Protocol):
-    """A task but for its verdicts."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def max_prompt_length(self) -> int: ...
-    @property
-    def max_response_length(self) -> int: ...
-    @property
-    def characters(self) -> str: ...
-    @property
-    def heldout_size(self) -> int | None: ...
-    def train(self, index: int) -> Example: ...
-    def heldout(self, index: int) -> Example: ...
 
 
 @dataclass(frozen=True)
@@ -57,7 +39,7 @@ class Weighing:
     failed: float = 0.0
 
 
-class Rewarded:
+class Rewarded(OfPrompts):
     """Prompts, and rewards that are asked about every completion of them.
 
     The score is ``sum(weight * part)`` over the parts that are there. A completion is correct where
@@ -84,7 +66,8 @@ class Rewarded:
           ValueError: where a reward fails on a gold answer, parts of two rewards have one name, or
             a weight has the name of none.
         """
-        self._prompts, self._rewards = prompts, list(rewards)
+        super().__init__(prompts)
+        self._rewards = list(rewards)
         self._weighing, self._verifier = weighing, verifier
         self._said: set[str] = set()
         names = [OWN] if verifier is not None else []
@@ -108,42 +91,9 @@ class Rewarded:
             self._full_marks = sum(max(weight, 0.0) for weight in self._weights.values())
 
     @property
-    def name(self) -> str:
-        return self._prompts.name
-
-    @property
-    def max_prompt_length(self) -> int:
-        return self._prompts.max_prompt_length
-
-    @property
-    def max_response_length(self) -> int:
-        return self._prompts.max_response_length
-
-    @property
-    def characters(self) -> str:
-        return self._prompts.characters
-
-    @property
-    def heldout_size(self) -> int | None:
-        return self._prompts.heldout_size
-
-    @property
-    def sources(self) -> tuple[Prompts, ...]:
-        """Where the prompts come from."""
-        return (self._prompts,)
-
-    @property
     def part_names(self) -> tuple[str, ...]:
         """Of all parts that a verdict can have, in their order."""
         return tuple(self._weights)
-
-    def train(self, index: int) -> Example:
-        """The index-th training example."""
-        return self._prompts.train(index)
-
-    def heldout(self, index: int) -> Example:
-        """The index-th held-out example."""
-        return self._prompts.heldout(index)
 
     def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
         """Scores one completion per example; equal pairs are asked about once."""

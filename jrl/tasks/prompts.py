@@ -1,0 +1,68 @@
+"""Prompts, and what every task has of those that it judges."""
+
+from typing import Protocol, runtime_checkable
+
+from jrl.tasks.task import Example
+
+
+@runtime_checkable
+class Prompts(Protocol):
+    """A task but for its verdicts."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def max_prompt_length(self) -> int: ...
+    @property
+    def max_response_length(self) -> int: ...
+    @property
+    def characters(self) -> str: ...
+    @property
+    def heldout_size(self) -> int | None: ...
+    def train(self, index: int) -> Example: ...
+    def heldout(self, index: int) -> Example: ...
+
+
+class OfPrompts:
+    """A task whose prompts are those of another, or of a list: it says alone what completions are
+    worth.
+
+    Args:
+      prompts: where they come from.
+    """
+
+    def __init__(self, prompts: Prompts):
+        self._prompts = prompts
+
+    @property
+    def name(self) -> str:
+        return self._prompts.name
+
+    @property
+    def max_prompt_length(self) -> int:
+        return self._prompts.max_prompt_length
+
+    @property
+    def max_response_length(self) -> int:
+        return self._prompts.max_response_length
+
+    @property
+    def characters(self) -> str:
+        return self._prompts.characters
+
+    @property
+    def heldout_size(self) -> int | None:
+        return self._prompts.heldout_size
+
+    @property
+    def sources(self) -> tuple[Prompts, ...]:
+        """Where the prompts come from."""
+        return (self._prompts,)
+
+    def train(self, index: int) -> Example:
+        """The index-th training example."""
+        return self._prompts.train(index)
+
+    def heldout(self, index: int) -> Example:
+        """The index-th held-out example."""
+        return self._prompts.heldout(index)
