@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jrl.rollout.decoding.requests import Request
-from jrl.rollout.decoding.seating import bucket
-from jrl.rollout.decoding.stream import SPREAD, Written
+from jrl.rollout.decoding.stream import Written
 from jrl.rollout.row_sampling import OwnSampling
 from jrl.serving.asked import Asked
 from jrl.serving.engine import Engine
@@ -20,6 +19,7 @@ from jrl.serving.metrics import GONE, Metrics
 from jrl.serving.policy import Served, Versions
 from jrl.serving.refusal import Refused
 from jrl.serving.transcript import Place, Transcript
+from jrl.serving.warming import compile_all
 
 SEED_BITS = 64
 HIGHEST_NUMBER = 2**31 - 1
@@ -147,7 +147,9 @@ class Service:
         """
         self._take(*self._versions.load())
         if warm_up:
-            self._warm_up()
+            token = self._served.format.tokenizer.eos_id
+            longest = self._served.length - 1
+            compile_all(self._engine, self._next_number, token, longest, self._window)
         self._thread.start()
 
     def submit(self, job: Job) -> None:
@@ -369,29 +371,6 @@ class Service:
         self._engine.load(weights, version)
         self.version = version
         self._metrics.version.set(version)
-
-    def _warm_up(self) -> None:
-        """Compiles what requests will need: few of them then wait for a compiler."""
-        engine, length = self._engine, self._served.length
-        token, widest = self._served.format.tokenizer.eos_id, length - 1
-        widths = [bucket(1, widest)]
-        while widths[-1] < widest:
-            widths.append(min(2 * widths[-1], widest))
-        ranks = engine.ranks
-        rows = [ranks]
-        while rows[-1] < engine.slots:
-            rows.append(min(SPREAD * rows[-1], engine.slots))
-        for width in widths:
-            ids = np.array([token] * width, np.int32)
-            for several in rows:
-                if several > ranks and several // ranks * width > engine.most_tokens:
-                    break
-                own = OwnSampling(0.7, 0.9, wants_likeliest=several == ranks)
-                # Of equal numbers only one would be run.
-                numbers = [self._next_number() for _ in range(several)]
-                engine.ask([Request(number, 0, ids, 1, own=own) for number in numbers])
-                while engine.busy:
-                    engine.tick(self._window)
 
 
 def closing() -> Refused:

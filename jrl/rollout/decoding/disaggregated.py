@@ -26,7 +26,7 @@ from jrl.rollout.decoding.programs.advance import Advanced
 from jrl.rollout.decoding.programs.slots import Decoder, Pool, Rows, over_slots, pool_specs
 from jrl.rollout.decoding.programs.tokens import Draws, appended, drawn_tokens, written
 from jrl.rollout.decoding.requests import Request
-from jrl.rollout.decoding.seating import bucket
+from jrl.rollout.decoding.seating import Seating, bucket
 from jrl.rollout.decoding.shelves import empty_shelf, shelve
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.split import SplitPolicy
@@ -85,6 +85,7 @@ class DisaggregatedEngine(SlotEngine):
         replan: int | None = None,
     ):
         check_micro_batches(slots, micro_batches, split)
+        self._micro_batches = micro_batches
         # Each layer's keys and values in a buffer of their own, which its program gives up.
         config = replace(config, execution=replace(config.execution, scan_layers=False))
         super().__init__(
@@ -112,14 +113,17 @@ class DisaggregatedEngine(SlotEngine):
             self.runner.meet()
         self._sides = SplitPolicy(config, training, split, self.places.placements)
         self._resharding = self._sides
-        ranks = split.attention.size(split.attention.dp)
-        times, context = Predicted.of(plain), lambda slot: int(self._lengths[slot])
-        self._seating = BatchedSeating(
-            slots, ranks, self.most_tokens, micro_batches, times, context
-        )
         self._loads = self._no_loads()
-        self._micro_batches = micro_batches
         self._attends = is_here(split.attention)
+
+    def _made_seating(self, slots: int, ranks: int) -> Seating:
+        predicted = Predicted.of(self.decoder.config)
+
+        def context(slot: int) -> int:
+            return int(self._lengths[slot])
+
+        parts = self._micro_batches
+        return BatchedSeating(slots, ranks, self.most_tokens, parts, predicted, context)
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
         if not (self._seating.sitting or self._seating.waiting):

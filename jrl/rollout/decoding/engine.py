@@ -14,10 +14,11 @@ from jrl.rollout.batching import replicated
 from jrl.rollout.decoding.carried import carried_by
 from jrl.rollout.decoding.programs.admission import Arrivals, admit
 from jrl.rollout.decoding.programs.advance import Advanced, Policy, advance, policy_of
+from jrl.rollout.decoding.programs.packed import Packing
 from jrl.rollout.decoding.programs.slots import Decoder, Pool, Rows, empty_pool, halt, over_slots
 from jrl.rollout.decoding.programs.tokens import Draws
 from jrl.rollout.decoding.requests import Finish, Request, Shelf, Trajectory, sampled_in
-from jrl.rollout.decoding.seating import OF_CONVERSATIONS, SMALLEST, Arriving, Seating, bucket
+from jrl.rollout.decoding.seating import Arriving, Seating, bucket, own_rows
 from jrl.rollout.decoding.shelves import empty_shelf, shelve
 from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.resharding import RolloutPolicy, apart
@@ -83,7 +84,7 @@ class SlotEngine:
         self._usage = Usage()
         self._resharding = RolloutPolicy(config, training, rollout)
         self._key = to_devices(jax.random.key_data(key), replicated(rollout))
-        self._seating = Seating(slots, rollout.size(rollout.dp), self.most_tokens)
+        self._seating = self._made_seating(slots, rollout.size(rollout.dp))
         self._weights: Transformer[Array] | None = None
         self._policy: Policy[Array] | None = None
         self._version, self._entropy = 0, None
@@ -93,6 +94,9 @@ class SlotEngine:
         self._lengths = np.zeros(slots, np.int32)
         self._limits = np.zeros(slots, np.int32)
         self._shelf: Shelf | None = None
+
+    def _made_seating(self, slots: int, ranks: int) -> Seating:
+        return Seating(slots, ranks, self.most_tokens)
 
     @property
     def usage(self) -> Usage:
@@ -194,13 +198,8 @@ class SlotEngine:
         """Puts rows into slots."""
         pool = self._there()
         ranks, per_rank = self._seating.ranks, self._seating.per_rank
-        least = OF_CONVERSATIONS if arriving.goes_on else SMALLEST
-        width = -(-bucket(arriving.width, self.columns, least) // self._unit) * self._unit
+        width, number, packing = self._laid_out(arriving)
         taken, numbers = list[int](), list[tuple[int, ...]]()
-        most = max(map(len, arriving.runs))
-        number = self._rows_to_run(most) if most else 0
-        if arriving.goes_on and most:
-            number = max(number, min(self._seating.per_rank, _coarse(most)))
         tokens = np.full((ranks, number, width), self.decoder.pad_id, np.int32)
         lengths = np.zeros((ranks, number), np.int32)
         for rank, runs in enumerate(arriving.runs):
@@ -217,6 +216,7 @@ class SlotEngine:
             prompts=nothing.copy(),
             samples=nothing.copy(),
             carried=carried_by(arriving, self.slots, width, self.decoder),
+            packing=packing,
         )
         for slot, request, source in arriving.seats:
             taken.append(slot)
@@ -231,6 +231,12 @@ class SlotEngine:
         self._lengths[taken], self._limits[taken] = columns.lengths[taken], columns.limits[taken]
         given = self._over_slots((tokens.reshape(-1, width), lengths.reshape(-1), columns))
         self._pool = self._admitted(pool, *given)
+
+    def _laid_out(self, arriving: Arriving) -> tuple[int, int, Packing[np.ndarray] | None]:
+        """How wide and how many the rows are that a rank runs, and how they share rows of the
+        network; each has its own here."""
+        per_rank = self._seating.per_rank
+        return *own_rows(arriving, self.columns, self._unit, per_rank), None
 
     def _admitted(
         self,
@@ -252,9 +258,12 @@ class SlotEngine:
         if self._policy is None:
             self._policy = policy_of(self.decoder, self._resharding.of(self._loaded()))
         limits = self._everywhere((np.int32(window), np.int32(min_live)))
-        return advance(
-            self.decoder, self._sampling, columns, self._policy, pool, self._draws(), *limits
-        )
+        given = self._policy, pool, self._draws(), *limits
+        return advance(self.decoder, self._sampling, columns, self._rows_to_compute(), *given)
+
+    def _rows_to_compute(self) -> int | None:
+        """Slots of each rank that a step computes, from its first on; None is all."""
+        return None
 
     def _advance(self) -> list[Trajectory]:
         """Samples until the host has something to do, and gives what ended."""
@@ -273,9 +282,7 @@ class SlotEngine:
         """Samples up to so many tokens of each row, and gives which of the slots are live then."""
         pool = self._there()
         ends = np.minimum(self._lengths[sitting] + 1 + window, self._limits[sitting])
-        columns = bucket(int(ends.max()), self.columns, least=NARROWEST)
-        # A part of the cache is copied, there and back; all of it is not.
-        columns = columns if columns * 2 <= self.columns else self.columns
+        pool, columns = self._with_columns(pool, bucket(int(ends.max()), self.columns, NARROWEST))
         pool, advanced = self._advanced(pool, columns, window, min_live)
         self._pool = pool
         lengths, still = self._to_host((pool.rows.lengths, pool.live))
@@ -286,9 +293,10 @@ class SlotEngine:
         self._usage.row_steps += int(row_steps)
         return still
 
-    def _rows_to_run(self, most: int) -> int:
-        """Rows of a program that runs `most` rows of tokens on a rank."""
-        return bucket(most, most * 2, least=1)
+    def _with_columns(self, pool: Pool[Array], columns: int) -> tuple[Pool[Array], int]:
+        """The pool, given up where it changes, and how many columns are read, at least so many."""
+        # A part of the cache is copied, there and back; all of it is not.
+        return pool, columns if columns * 2 <= self.columns else self.columns
 
     def _shelved(self, slots: Sequence[int]) -> list[Trajectory]:
         """What stands in these slots, which are free from here on."""
@@ -367,14 +375,6 @@ class SlotEngine:
 
     def _everywhere(self, tree: Any) -> Any:
         return to_devices(tree, replicated(self.mesh))
-
-
-def _coarse(rows: int) -> int:
-    """8, 32, 128, ...: few sizes, for programs that are asked for with any number of rows."""
-    size = 8
-    while size < rows:
-        size *= 4
-    return size
 
 
 def ranks(mesh: FoldedMesh) -> int:

@@ -1,7 +1,8 @@
 """Who sits where: requests, and the slots of the ranks that decode them, on the host."""
 
+from bisect import insort
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +14,10 @@ SMALLEST = 16
 
 OF_CONVERSATIONS = 64
 """The same of conversations that go on."""
+NARROWEST_ROW = 128
+"""Tokens of the narrowest row that prompts share: their scores are with all others of the row."""
+RUNS_PER_ROW = 4
+"""Prompts that a row has at most, in the mean over all rows."""
 
 
 def bucket(size: int, most: int, least: int = SMALLEST) -> int:
@@ -50,6 +55,31 @@ class Arriving:
         return any(map(_goes_on, (request for _, request, _ in self.seats)))
 
 
+def own_rows(arriving: Arriving, columns: int, unit: int, per_rank: int) -> tuple[int, int]:
+    """How wide and how many the rows of a rank are where each has a prompt of its own.
+
+    Args:
+      columns: tokens of the longest row.
+      unit: what the width is a multiple of.
+      per_rank: slots of a rank.
+    """
+    least = OF_CONVERSATIONS if arriving.goes_on else SMALLEST
+    width = -(-bucket(arriving.width, columns, least) // unit) * unit
+    most = max(map(len, arriving.runs))
+    number = bucket(most, most * 2, least=1) if most else 0
+    if arriving.goes_on and most:
+        number = max(number, min(per_rank, _coarse(most)))
+    return width, number
+
+
+def _coarse(rows: int) -> int:
+    """8, 32, 128, ...: few sizes, for programs that are asked for with any number of rows."""
+    size = 8
+    while size < rows:
+        size *= 4
+    return size
+
+
 def _goes_on(request: Request) -> bool:
     return request.turns is not None and request.begun
 
@@ -61,10 +91,22 @@ class Seating:
       slots: in all.
       ranks: that have an equal part of the slots each.
       most_tokens: to be run on a rank in one program, about.
+      shares_rows: whether prompts are run one behind another in rows that they share, of
+        `NARROWEST_ROW` tokens or more; else each has its own.
+      lowest_first: whether the first of the free slots of a rank is taken, so that rows stand
+        close together; else that which has been free the longest.
     """
 
-    def __init__(self, slots: int, ranks: int, most_tokens: int):
+    def __init__(
+        self,
+        slots: int,
+        ranks: int,
+        most_tokens: int,
+        shares_rows: bool = False,
+        lowest_first: bool = False,
+    ):
         self.per_rank, self.ranks, self._most_tokens = slots // ranks, ranks, most_tokens
+        self._shares_rows, self._lowest_first = shares_rows, lowest_first
         self.sitting: dict[int, Request] = {}
         self.waiting: deque[Request] = deque()
         self._free = self._all_free()
@@ -74,6 +116,11 @@ class Seating:
     def _all_free(self) -> list[deque[int]]:
         per_rank = self.per_rank
         return [deque(range(r * per_rank, (r + 1) * per_rank)) for r in range(self.ranks)]
+
+    @property
+    def reach(self) -> int:
+        """Slots of each rank, from its first on, beyond which nobody sits."""
+        return max((slot % self.per_rank + 1 for slot in self.sitting), default=0)
 
     @property
     def num_free(self) -> int:
@@ -86,7 +133,11 @@ class Seating:
 
     def leave(self, slot: int) -> Request:
         """The request of a slot, which is free from here on."""
-        self._free[slot // self.per_rank].append(slot)
+        free = self._free[slot // self.per_rank]
+        if self._lowest_first:
+            insort(free, slot)
+        else:
+            free.append(slot)
         return self.sitting.pop(slot)
 
     def forget(self) -> None:
@@ -162,7 +213,31 @@ class Seating:
         """The program for a row of its length: the longest decides what all rows of one cost."""
         least = OF_CONVERSATIONS if _goes_on(request) else SMALLEST
         width = bucket(request.length, max(request.length, least), least)
+        if self._shares_rows:
+            width = bucket(request.length, 2 * request.length + NARROWEST_ROW, NARROWEST_ROW)
         several = programs.setdefault(width, [])
-        if not several or (len(several[-1].runs[rank]) + 1) * width > self._most_tokens:
+        if not several or self._is_full(several[-1].runs[rank], request, width):
             several.append(Arriving([[] for _ in range(self.ranks)]))
         return several[-1]
+
+    def _is_full(self, runs: list[np.ndarray], request: Request, width: int) -> bool:
+        """Whether a program with these rows on a rank has no room for one more."""
+        if not self._shares_rows:
+            return (len(runs) + 1) * width > self._most_tokens
+        most = max(1, self._most_tokens // width)
+        starts = first_fit([*map(len, runs), request.length], width)
+        return len(starts) > RUNS_PER_ROW * most or max(starts) >= most * width
+
+
+def first_fit(lengths: Sequence[int], width: int) -> list[int]:
+    """Where each of some rows begins, which go one after another into the first of `width` tokens
+    that has room, counted through."""
+    starts, taken = list[int](), list[int]()
+    for length in lengths:
+        free = (row for row, used in enumerate(taken) if used + length <= width)
+        row = next(free, len(taken))
+        if row == len(taken):
+            taken.append(0)
+        starts.append(row * width + taken[row])
+        taken[row] += length
+    return starts

@@ -12,16 +12,26 @@ from jaxtyping import Array, Int
 
 from jrl.processes.agreement import to_host
 from jrl.rollout.decoding.engine import SlotEngine
-from jrl.rollout.decoding.programs.slots import Likeliest, Rows, halt
+from jrl.rollout.decoding.packing import plan_rows
+from jrl.rollout.decoding.programs.admission import Arrivals
+from jrl.rollout.decoding.programs.packed import Packing
+from jrl.rollout.decoding.programs.slots import Likeliest, Pool, Rows, halt, with_columns
 from jrl.rollout.decoding.programs.tokens import Draws
 from jrl.rollout.decoding.requests import Finish, Request
+from jrl.rollout.decoding.seating import Arriving, Seating
 from jrl.rollout.row_sampling import OwnSampling, RowSampling
 from jrl.rollout.sampling import Sampling
+from moe.decoding import KEY_COLUMN
 
 WORD = 2**32 - 1
 """The low word of a seed."""
-SPREAD = 4
-"""Sizes of programs that run prompts are powers of this: few of them are compiled."""
+PATIENCE = 32
+"""Looks after which a cache that is twice as wide as its rows need is made narrower."""
+NARROWEST_CACHE = 256
+"""Columns of the cache at least, if rows may have so many; it has four times as many, or as many
+again, where longer rows are written."""
+FEWER = 8
+"""A step computes all slots, or this many times fewer: each number is a program."""
 IDLE = OwnSampling(temperature=0.0)
 """Of a slot without a row: no noise is made for it."""
 
@@ -63,12 +73,33 @@ class StreamEngine(SlotEngine):
     """
 
     # Those whose rows are being written wait no longer than for so many.
-    most_tokens = 2048
+    most_tokens = 1024
+    _too_wide = 0  # looks, one after another, at a cache twice as wide as it need be
 
     @property
     def ranks(self) -> int:
         """Ranks of ``dp``, which have an equal part of the slots each."""
         return self._seating.ranks
+
+    @property
+    def step_sizes(self) -> list[int]:
+        """Slots of each rank that a step may compute, ascending: all of them, an eighth, an eighth
+        of that, and so on, as far as they divide."""
+        sizes = [self._seating.per_rank]
+        while sizes[0] % (FEWER * self._unit) == 0:
+            sizes.insert(0, sizes[0] // FEWER)
+        return sizes
+
+    @property
+    def cache_sizes(self) -> list[int]:
+        """Columns that the cache may have, ascending: every program is there for each of them."""
+        sizes = [min(NARROWEST_CACHE, self.columns)]
+        while sizes[-1] < self.columns:
+            sizes.append(min(4 * sizes[-1], self.columns))
+        return sizes
+
+    def _cache_size(self, columns: int) -> int:
+        return next(size for size in self.cache_sizes if size >= columns)
 
     @property
     def num_live(self) -> int:
@@ -159,11 +190,43 @@ class StreamEngine(SlotEngine):
             rows = replace(rows, likeliest=None)
         return to_host(_columns(rows, width, self._over_slots(begins)))
 
-    def _rows_to_run(self, most: int) -> int:
-        size = 1
-        while size < most:
-            size *= SPREAD
-        return size
+    def _made_seating(self, slots: int, ranks: int) -> Seating:
+        return Seating(slots, ranks, self.most_tokens, shares_rows=True, lowest_first=True)
+
+    def _rows_to_compute(self) -> int:
+        return next(rows for rows in self.step_sizes if rows >= self._seating.reach)
+
+    def _laid_out(self, arriving: Arriving) -> tuple[int, int, Packing[np.ndarray] | None]:
+        if not any(arriving.runs):
+            return super()._laid_out(arriving)
+        plan = plan_rows(arriving, self.columns, self._unit, self._seating.per_rank)
+        return plan.width, plan.num_runs, Packing(plan.starts.reshape(-1), plan.num_rows)
+
+    def _admitted(
+        self,
+        pool: Pool[Array],
+        tokens: Array,
+        lengths: Array,
+        arrivals: Arrivals[Array],
+    ) -> Pool[Array]:
+        if pool.cache.keys[0].shape[KEY_COLUMN] < tokens.shape[1]:
+            pool = with_columns(pool, self._cache_size(tokens.shape[1]))
+        return super()._admitted(pool, tokens, lengths, arrivals)
+
+    def _with_columns(self, pool: Pool[Array], columns: int) -> tuple[Pool[Array], int]:
+        # The cache is as wide as what is read of it, so that no part is copied there and back.
+        columns = self._cache_size(columns)
+        room = pool.cache.keys[0].shape[KEY_COLUMN]
+        self._too_wide = self._too_wide + 1 if columns * 2 <= room else 0
+        if columns <= room and self._too_wide < PATIENCE:
+            return pool, room
+        self._too_wide = 0
+        return with_columns(pool, columns), columns
+
+    def _there(self) -> Pool[Array]:
+        if self._pool is None:
+            self._pool = with_columns(super()._there(), self.cache_sizes[0])
+        return self._pool
 
     def _draws(self) -> Draws:
         if self._placed_draws is None:

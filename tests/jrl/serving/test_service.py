@@ -28,6 +28,7 @@ class Scripted:
 
     def __init__(self, slots):
         self.slots, self.ranks, self.most_tokens = slots, 1, 100
+        self.step_sizes, self.cache_sizes = [slots], [LENGTH]
         self.waiting, self.sitting, self.loaded, self.held = [], {}, [], False
         self.error = None
 

@@ -14,7 +14,7 @@ from jaxtyping import Array
 from jrl.rollout.decoding.programs.slots import Decoder, Pool, Rows, pool_specs
 from jrl.rollout.decoding.programs.tokens import Draws, appended, drawn_tokens, draws_specs, written
 from jrl.rollout.sampling import Sampling
-from moe.decoding import Cache, decode_step, over_columns
+from moe.decoding import ROW, Cache, decode_step, over_columns
 from moe.layers.depth import mapped_parts, parts_of
 from moe.placement import specs
 from moe.weights import Layer, Transformer
@@ -90,11 +90,12 @@ class _Loop(NamedTuple):
     cache: Cache[Array]
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+@partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=5)
 def advance(
     decoder: Decoder,
     sampling: Sampling,
     columns: int,
+    num_rows: int | None,
     policy: Policy[Array],
     pool: Pool[Array],
     draws: Draws,
@@ -109,6 +110,8 @@ def advance(
     Args:
       sampling: how tokens are drawn.
       columns: those of the cache that attention reads; every live row must end within them.
+      num_rows: slots of each ``dp`` rank that are computed, the first ones, among which all that
+        are live must be; None is all.
       pool: given up.
       max_steps: tokens per row at most.
       min_live: stops when no more than so many rows are live.
@@ -116,7 +119,7 @@ def advance(
     mesh, whole = decoder.mesh, PartitionSpec()
     pools = pool_specs(mesh, pool)
     local = jax.shard_map(
-        partial(_advance_local, decoder, sampling, columns),
+        partial(_advance_local, decoder, sampling, columns, num_rows),
         mesh=mesh.mesh,
         in_specs=(_policy_specs(decoder), pools, draws_specs(mesh, draws), whole, whole),
         out_specs=(pools, whole),
@@ -128,12 +131,18 @@ def _advance_local(
     decoder: Decoder,
     sampling: Sampling,
     columns: int,
+    num_rows: int | None,
     policy: Policy[Array],
     pool: Pool[Array],
     draws: Draws,
     max_steps: Array,
     min_live: Array,
 ) -> tuple[Pool[Array], Advanced]:
+    if num_rows is not None and num_rows < pool.live.shape[0]:
+        some, draws = _first_rows(num_rows, pool, draws)
+        given = policy, some, draws, max_steps, min_live
+        some, advanced = _advance_local(decoder, sampling, columns, None, *given)
+        return _with_first_rows(pool, some), advanced
     config, mesh = decoder.config, decoder.mesh
     layers, rest = vary((policy.layers, policy.rest), mesh.axes)
 
@@ -173,6 +182,27 @@ def _advance_local(
     cache = over_columns(_with_first, pool.cache, loop.cache)
     pool = replace(pool, rows=loop.rows, live=loop.live, cache=cache)
     return pool, Advanced(loop.steps, loop.row_steps)
+
+
+def _first_rows(num_rows: int, pool: Pool[Array], draws: Draws) -> tuple[Pool[Array], Draws]:
+    """The first slots of a rank, and how they are drawn."""
+
+    def first(x: Array, axis: int = 0) -> Array:
+        return jax.lax.slice_in_dim(x, 0, num_rows, axis=axis)
+
+    cache = jax.tree.map(lambda x: first(x, x.ndim + ROW), pool.cache)
+    some = jax.tree.map(first, replace(pool, cache=Cache((), ())))
+    return replace(some, cache=cache), draws._replace(rows=jax.tree.map(first, draws.rows))
+
+
+def _with_first_rows(pool: Pool[Array], some: Pool[Array]) -> Pool[Array]:
+    def put(own: Array, new: Array, axis: int = 0) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(own, new, 0, axis=axis)
+
+    cache = jax.tree.map(lambda x, new: put(x, new, x.ndim + ROW), pool.cache, some.cache)
+    nothing = Cache[Array]((), ())
+    rest = jax.tree.map(put, replace(pool, cache=nothing), replace(some, cache=nothing))
+    return replace(rest, cache=cache)
 
 
 def _first(columns: int, buffer: Array, axis: int) -> Array:

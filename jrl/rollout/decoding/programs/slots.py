@@ -213,6 +213,22 @@ def halt(pool: Pool[Array], goes_on: Bool[Array, "slot"]) -> Pool[Array]:
     return replace(pool, live=pool.live & goes_on)
 
 
+def with_columns(pool: Pool[Array], columns: int) -> Pool[Array]:
+    """The pool with so many columns in its cache: the first ones, and zeros after them."""
+    return replace(pool, cache=_resized(pool.cache, columns))
+
+
+@partial(jax.jit, static_argnums=1)
+def _resized(cache: Cache[Array], columns: int) -> Cache[Array]:
+    def resized(buffer: Array, axis: int) -> Array:
+        kept = jax.lax.slice_in_dim(buffer, 0, min(columns, buffer.shape[axis]), axis=axis)
+        more = [(0, 0)] * buffer.ndim
+        more[axis] = 0, columns - kept.shape[axis]
+        return jnp.pad(kept, more)
+
+    return over_columns(resized, cache)
+
+
 def _prefilled(
     decoder: Decoder, weights: Transformer[Array], tokens: Array, lengths: Array
 ) -> Prefilled:

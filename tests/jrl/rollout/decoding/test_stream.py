@@ -10,22 +10,24 @@ import pytest
 from policies import CONFIG, EOS, PAD, PROMPT, Asked, answers, prompts, weights
 from tiers import full_but
 
+from jrl.rollout.decoding import engine as slot_engine
+from jrl.rollout.decoding import stream
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.stream import StreamEngine
-from jrl.rollout.row_sampling import OwnSampling, RowSampling, draw_rows
+from jrl.rollout.row_sampling import OwnSampling, RowSampling, draw_rows, likeliest_token
 from jrl.rollout.sampling import GREEDY, Sampling, draw
 
 RESPONSE, SLOTS, K = 7, 4, 3
 GREEDILY = OwnSampling(temperature=0.0, wants_likeliest=True)
 
 
-def engine(layout: str = "dp1") -> StreamEngine:
+def engine(layout: str = "dp1", slots: int = SLOTS) -> StreamEngine:
     mesh = Asked(GREEDY, layout).mesh
     made = StreamEngine(
         CONFIG,
         mesh,
         mesh,
-        slots=SLOTS,
+        slots=slots,
         columns=PROMPT + RESPONSE,
         pad_id=PAD,
         stop_ids=(EOS,),
@@ -125,6 +127,57 @@ def test_what_is_dropped_gives_its_slots_back():
     assert made.num_idle == SLOTS
     tokens = rows[0, 1][0]
     np.testing.assert_array_equal(tokens, crowd(2)[0, 0][0])
+
+
+def test_the_cache_is_as_wide_as_its_rows_need(monkeypatch):
+    monkeypatch.setattr(stream, "NARROWEST_CACHE", 4)
+    monkeypatch.setattr(stream, "PATIENCE", 1)
+    monkeypatch.setattr(slot_engine, "NARROWEST", 4)
+    made, widths = engine(), list[int]()
+    made.ask(asked(0, GREEDILY))  # one token, and at most seven more
+    while made.busy:
+        made.tick(1)
+        assert made._pool is not None
+        widths.append(made._pool.cache.keys[0].shape[-1])
+    assert made.cache_sizes == [4, 13] and widths[0] == 4 and widths == sorted(widths)
+    made.ask(asked(2, GREEDILY))
+    rows = written(made, 2)
+    np.testing.assert_array_equal(rows[2, 0][0], crowd(2)[2, 0][0])
+    assert made._pool is not None and made._pool.cache.keys[0].shape[-1] == made.columns
+    made.ask([Request(9, 0, ids(0), 1, own=GREEDILY)])
+    made.tick(1)
+    assert made._pool.cache.keys[0].shape[-1] == 4, "it does not become narrow again"
+
+
+@pytest.mark.parametrize("layout", full_but(["dp1", "tp2 / ep2"], "dp1"))
+def test_a_step_computes_no_more_slots_than_it_needs(monkeypatch, layout):
+    made, computed, run = engine(layout, slots=16), list[int](), slot_engine.advance
+
+    def recorded(decoder, sampling, columns, num_rows, *given):
+        computed.append(num_rows)
+        return run(decoder, sampling, columns, num_rows, *given)
+
+    monkeypatch.setattr(slot_engine, "advance", recorded)
+    assert made.step_sizes == [2, 16]
+    made.ask(asked(0, GREEDILY))
+    made.ask(asked(1, OwnSampling(0.7, 0.8, seed=2**40 + 5), samples=3))
+    rows = written(made, 2)
+    assert computed[0] == 16, "four rows stand in more than two slots"
+    for key in rows:
+        np.testing.assert_array_equal(rows[key][0], crowd(2)[key][0])
+    computed.clear()
+    made.ask(asked(2, GREEDILY))
+    alone = written(made, 2)
+    assert {*computed} == {2}, "the first slot was free"
+    np.testing.assert_array_equal(alone[2, 0][0], crowd(2)[2, 0][0])
+    best = np.concatenate([part.logprobs for part in alone[2, 0][2]])
+    np.testing.assert_allclose(best[:, 0], alone[2, 0][1], atol=1e-6)
+
+
+def test_the_likeliest_token_is_the_first_of_the_largest():
+    logits = jax.random.randint(jax.random.key(0), (64, 9), -2, 3).astype(jnp.float32)
+    logits = logits.at[0].set(-jnp.inf).at[1, 3:].set(jnp.inf)
+    np.testing.assert_array_equal(likeliest_token(logits), jnp.argmax(logits, axis=-1))
 
 
 def test_a_request_says_how_it_is_drawn():
