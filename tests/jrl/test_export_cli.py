@@ -136,7 +136,7 @@ COMPLETION = [
 
 def checkpoint_in(folder):
     """Of random weights, with options, ends and settings of sampling in several files."""
-    weights = random_weights(NETWORK, 0)
+    weights = jax.device_put(random_weights(NETWORK, 0))
     huggingface.save(folder, NETWORK, weights, architecture="Qwen3MoeForCausalLM")
     write_tokenizer(folder)
     for name, more in (
@@ -303,7 +303,7 @@ def test_a_template_of_the_run_takes_the_place_of_the_checkpoints(tmp_path):
 
 def test_a_run_with_a_tokenizer_of_its_own(tmp_path, monkeypatch, capsys):
     """The factor on embeddings goes into them, as no architecture has it."""
-    given = random_weights(replace(MICRO, vocab_size=15), 1)
+    given = jax.device_put(random_weights(replace(MICRO, vocab_size=15), 1))
     begin = train_module._given_weights
     monkeypatch.setattr(train_module, "_given_weights", lambda setup: given)
     begun(["--model=micro", "--task=sort"], tmp_path / "run", monkeypatch)

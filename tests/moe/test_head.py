@@ -43,19 +43,19 @@ def config_of(vocab_size, chunk=None, head: Head = "untied"):
 class Given(NamedTuple):
     """States, the tokens that follow them, and what the loss makes of both numbers."""
 
-    x: jax.Array
-    tokens: jax.Array
-    of_logprob: jax.Array
-    of_entropy: jax.Array
+    x: np.ndarray
+    tokens: np.ndarray
+    of_logprob: np.ndarray
+    of_entropy: np.ndarray
 
 
 def given(vocab_size, dtype="float32", num_tokens=TOKENS):
     draw = np.random.default_rng(3)
-    x = jnp.asarray(3 * draw.normal(size=(num_tokens, D_MODEL)), dtype)
+    x = (3 * draw.normal(size=(num_tokens, D_MODEL))).astype(dtype)
     tokens = draw.integers(0, vocab_size, num_tokens)
     tokens[:2] = 0, vocab_size - 1
-    coefficients = jnp.asarray(draw.normal(size=(2, num_tokens)), jnp.float32)
-    return Given(x, jnp.asarray(tokens), *coefficients)
+    coefficients = draw.normal(size=(2, num_tokens)).astype(np.float32)
+    return Given(x, tokens.astype(np.int32), *coefficients)
 
 
 def plain(weights, x, tokens, temperature):
@@ -112,7 +112,7 @@ def assert_close(out, wanted, rtol, gradient_rtol=None):
             lambda a, b, bound=bound: np.testing.assert_allclose(
                 np.asarray(a, np.float64),
                 np.asarray(b, np.float64),
-                atol=bound * max(float(jnp.max(jnp.abs(b))), 1e-30),
+                atol=bound * max(float(np.max(np.abs(b))), 1e-30),
                 rtol=0,
             ),
             tree,
@@ -149,11 +149,11 @@ def test_equals_the_plain_twin(layout, vocab_size, chunk, head, temperature):
     config = config_of(vocab_size, chunk, head)
     weights, batch = random_weights(config, 0), given(vocab_size)
     out = chunked(weights, batch, config, layout, temperature)
-    wanted = expected(weights, batch, temperature)
+    wanted = jax.device_get(expected(weights, batch, temperature))
     # float32 sums of a few dozen terms in another order.
     assert_close(out, wanted, 3e-6)
     matrix = wanted[1][0].embedding if head == "tied" else wanted[1][0].head
-    assert float(jnp.min(jnp.max(jnp.abs(matrix), axis=int(head == "tied")))) > 0
+    assert np.min(np.max(np.abs(matrix), axis=int(head == "tied"))) > 0
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_states_of_bfloat16_are_summed_in_float32(layout, vocab_size):
     config = config_of(vocab_size, 5)
     weights, batch = random_weights(config, 0), given(vocab_size, "bfloat16")
     out = chunked(weights, batch, config, layout, 0.7)
-    wanted = expected(weights, batch, 0.7)
+    wanted = jax.device_get(expected(weights, batch, 0.7))
     assert out[1][1].dtype == jnp.bfloat16
     # The factors are the same bfloat16 numbers. A gradient's factor, and that of the states, are
     # rounded to its 8 bits; tokens or columns are then summed.
@@ -183,20 +183,21 @@ def test_logits_of_ten_thousand(layout, vocab_size):
     x = draw.integers(-8, 8, (TOKENS, D_MODEL))
     x[:3] = 0  # uniform
     batch = given(vocab_size)
-    tokens = jnp.asarray((x @ head).argmax(axis=1)).at[::4].set(vocab_size - 1)
-    batch = batch._replace(x=jnp.asarray(x, jnp.float32), tokens=tokens)
-    weights = random_weights(config, 0).replace(head=jnp.asarray(head, jnp.float32))
+    tokens = (x @ head).argmax(axis=1).astype(np.int32)
+    tokens[::4] = vocab_size - 1
+    batch = batch._replace(x=x.astype(np.float32), tokens=tokens)
+    weights = random_weights(config, 0).replace(head=head.astype(np.float32))
     out = chunked(weights, batch, config, layout, 0.5)
     logits = (x @ head) / 0.5
     assert logits.max() > 10_000 and logits.min() < -10_000
     shifted = logits - logits.max(axis=1, keepdims=True)
     logprobs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    chosen = logprobs[np.arange(TOKENS), np.asarray(tokens)]
+    chosen = logprobs[np.arange(TOKENS), tokens]
     np.testing.assert_allclose(out[0][0], chosen, rtol=1e-6, atol=1e-6)
     entropy = -(np.exp(logprobs) * logprobs).sum(axis=1)
     np.testing.assert_allclose(out[0][1], entropy, atol=1e-6)
     assert len(np.unique(entropy.round(3))) >= 3
-    assert_close(out, expected(weights, batch, 0.5), 1e-6)
+    assert_close(out, jax.device_get(expected(weights, batch, 0.5)), 1e-6)
 
 
 # Many tokens and few columns at a time: of all arrays the logits would be the largest.
@@ -289,7 +290,7 @@ def test_bad_input_is_refused():
     with pytest.raises(ValueError, match=r"vocab_chunk=0 takes no column of the head: use 1 or"):
         Execution(vocab_chunk=0)
     config, mesh = config_of(36, head="value"), mesh_of("dp1")
-    weights, batch = random_weights(config, 0), given(36)
+    weights, batch = jax.tree.map(jnp.asarray, (random_weights(config, 0), given(36)))
     with pytest.raises(ValueError, match=r'head="value" has no logits: this is a critic'):
         logprobs_and_entropy(weights, batch.x, batch.tokens, config, mesh)
     with pytest.raises(ValueError, match=r'head="value" has no logits: this is a critic'):
@@ -307,8 +308,8 @@ def test_a_token_is_the_likeliest_where_no_logit_is_higher(layout, vocab_size, c
     config, mesh = config_of(vocab_size, chunk, head), mesh_of(layout)
     weights, batch = random_weights(config, 0), given(vocab_size)
     matrix = weights.embedding.T if weights.head is None else weights.head
-    best = np.asarray(batch.x @ matrix).argmax(axis=1)
-    tokens = np.where(np.arange(TOKENS) % 3, best, np.asarray(batch.tokens))
+    best = (batch.x @ matrix).argmax(axis=1)
+    tokens = np.where(np.arange(TOKENS) % 3, best, batch.tokens).astype(np.int32)
     by_token = P((*mesh.dp, *mesh.sequence))
 
     def local(weights, x, tokens):
@@ -318,6 +319,6 @@ def test_a_token_is_the_likeliest_where_no_logit_is_higher(layout, vocab_size, c
         )
 
     run = on_mesh(local, mesh, (specs(config, mesh), by_token, by_token), by_token)
-    found = np.asarray(run(weights, batch.x, jnp.asarray(tokens))).astype(bool)
+    found = np.asarray(run(weights, batch.x, tokens)).astype(bool)
     np.testing.assert_array_equal(found, tokens == best)
     assert not found.all() and found.sum() >= 2 * TOKENS // 3

@@ -37,8 +37,8 @@ MOE = ModelConfig(
 )
 CONFIGS = {
     "routed": MOE,
-    # Columns of the head in chunks.
-    # A stage of a pipeline learns at run time whether its layer has a window.
+    # Columns of the head in chunks. A stage of a pipeline learns at run time whether its layer has
+    # a window.
     "two": replace(
         MOE,
         num_layers=2,
@@ -50,8 +50,7 @@ CONFIGS = {
     "four": replace(
         MOE, num_layers=4, vocab_size=11, sliding_window=3, full_attention_layers=(0, 3)
     ),
-    # Stages that differ by a layer: of two the last is shorter, and of four chunks three.
-    "three": replace(MOE, num_layers=3, sliding_window=2, full_attention_layers=(1,)),
+    # Of four chunks three are a layer shorter.
     "five": replace(
         MOE,
         num_layers=5,
@@ -59,6 +58,7 @@ CONFIGS = {
         full_attention_layers=(0, 3),
         execution=Execution(remat="selective"),
     ),
+    # Of two stages the last has a layer less, after a dense one.
     "scanned": replace(
         MOE,
         num_layers=4,
@@ -91,12 +91,19 @@ CONFIGS = {
     ),
     # Tokens of a device in parts, of which some are larger.
     "chunks": replace(
-        MOE, execution=Execution(expert_chunks=3, dispatch="all_to_all", remat="selective")
+        MOE, execution=Execution(expert_chunks=2, dispatch="all_to_all", remat="selective")
     ),
-    "two_in_chunks": replace(MOE, num_layers=2, execution=Execution(expert_chunks=2)),
+    "two_in_chunks": replace(
+        MOE,
+        num_layers=2,
+        sliding_window=2,
+        full_attention_layers=(1,),
+        execution=Execution(expert_chunks=2),
+    ),
     # Experts that are full drop the later tokens of the rows, wherever these are.
     "full": replace(MOE, capacity_factor=0.8, drop_policy="position", drop_scope="full_sequence"),
-    # Tokens traded for heads, of which those of keys and values are sent twice over cp4.
+    # Tokens traded for heads, of which those of keys and values are sent twice: a rank of tp has
+    # one, or two are for cp4.
     "traded": replace(MOE, num_kv_heads=2, execution=Execution(context="ulysses")),
     "traded full": replace(
         MOE,
@@ -107,48 +114,32 @@ CONFIGS = {
     # A critic with a shared expert.
     "shared": replace(MOE, num_layers=2, d_ff=12, head="value"),
 }
-# An axis alone and two of them are part of a larger layout here; experts and parts of one live on
-# devices that attention has otherwise.
+# What is part of a larger layout has no case of its own: experts on the devices of dp, on those of
+# tp and of cp, parts of experts on those of tp.
 LAYOUTS = [
-    "dp8 / ep8",
-    "dp2 / etp2",
-    "tp2 cp2",
-    "tp2 dp4",
-    # tp folded into ep, cp folded into ep.
-    "tp4 / ep4",
-    "tp2 dp4 / ep8",
-    "cp4 dp2 / ep8",
-    # Parts of experts.
-    "tp2 / etp2",
+    # Every device has all experts.
+    "tp2 cp2 dp2",
+    # Parts of experts on the devices of cp, and of dp.
     "cp2 / etp2",
     "dp4 / ep2 etp2",
-    "tp2 dp4 / ep4 etp2",
     # Sixteen devices.
     "tp2 cp2 dp4 / ep8 etp2",
     "tp4 cp2 dp2 / ep16",
 ]
 # Two layers on each stage where a stage has two chunks of them, else one.
-PIPELINES = [
-    "pp2 vpp2",
-    "pp2 dp2 cp2 tp2 / ep4 etp2",
-    "pp2 vpp2 dp2 cp2 tp2 / ep8",
-]
+PIPELINES = ["pp2 dp2 cp2 tp2 / ep4 etp2", "pp2 vpp2 dp2 cp2 tp2 / ep8"]
 # What the other configurations add is spread over tp (dense layers, the values' alignment, the
 # tied head): a layout that has every axis is theirs, and one with experts inside tp.
 CASES = [
     *(("routed", layout) for layout in LAYOUTS),
     *(("four" if "vpp" in layout else "two", layout) for layout in PIPELINES),
-    ("three", "pp2"),
     ("five", "pp2 vpp2 dp2 / ep2"),
     ("scanned", "pp2 tp2"),
     ("dense", "tp2 dp4"),
-    ("tied", "tp4"),
     ("tied", "tp2 cp2 / ep2"),
     ("tied", "pp2 tp2"),
-    ("shared", "tp2 dp4 / ep4"),
     ("shared", "pp2 tp2 dp2 / ep4"),
     ("sigmoid", "tp2 dp4 / ep2 etp2"),
-    ("traded", "cp4 / ep4"),
     ("traded", "tp2 cp2 dp2 / ep8"),
     ("chunks", "tp2 dp4 / ep2 etp2"),
     ("two_in_chunks", "pp2 dp4 / ep4"),
@@ -163,12 +154,11 @@ def batch():
     tokens = draw.integers(0, min(c.vocab_size for c in CONFIGS.values()), (BATCH, TIME))
     length = np.arange(BATCH) % (TIME - 1) + 2
     valid = np.arange(TIME)[None, :] >= TIME - length[:, None]
-    return jnp.asarray(tokens), jnp.asarray(valid)
+    return tokens.astype(np.int32), valid
 
 
-@functools.cache
-def run(name, layout):
-    config, mesh = CONFIGS[name], mesh_of(layout)
+def run(config, layout):
+    mesh = mesh_of(layout)
     step = jit(loss_and_gradient(config, mesh))
     weights = in_chunks(random_weights(config, 0), mesh)
     out, grads = jax.device_get(step(weights, batch()))
@@ -176,9 +166,18 @@ def run(name, layout):
     return out, in_layer_order(grads, mesh, stacked)
 
 
+@functools.cache
+def on_one_device(config):
+    return run(config, "dp1")
+
+
+def without_execution(config):
+    """What the network computes, by whatever means; many layers are compiled as one."""
+    return replace(config, execution=Execution(scan_layers=config.num_layers > 2))
+
+
 def test_the_table_has_every_axis_and_every_pair():
     table = [Layout.parse(layout) for _, layout in CASES]
-    assert len(set(table)) >= 24
     assert {layout.num_devices for layout in table} >= {8, 16}
     names = ("tp", "cp", "dp", "pp", "ep", "etp")
     for pair in itertools.combinations_with_replacement(names, 2):
@@ -192,8 +191,8 @@ QUICK = [("routed", "tp2 cp2 dp4 / ep8 etp2")]
 
 @pytest.mark.parametrize(("name", "layout"), full_but([*CASES, *FULL], *QUICK))
 def test_equals_one_device(name, layout):
-    (value, stats), grads = run(name, layout)
-    (expected, expected_stats), expected_grads = run(name, "dp1")
+    (value, stats), grads = run(CONFIGS[name], layout)
+    (expected, expected_stats), expected_grads = on_one_device(without_execution(CONFIGS[name]))
     # float32 sums of a few hundred terms in another order: a few units in the sixth digit.
     np.testing.assert_allclose(value, expected, rtol=2e-6)
     # An element near zero is a difference of terms as large as its neighbours, with their error.
@@ -231,20 +230,12 @@ HALF = [
 ]
 
 
-@functools.cache
-def run_in_half_precision(name, layout):
-    config, mesh = replace(CONFIGS[name], dtype="bfloat16"), mesh_of(layout)
-    step = jit(loss_and_gradient(config, mesh))
-    out, grads = jax.device_get(step(in_chunks(random_weights(config, 0), mesh), batch()))
-    stacked = config.num_layers - config.num_dense_layers
-    return out, in_layer_order(grads, mesh, stacked)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout"), HALF)
 def test_equals_one_device_in_half_precision(name, layout):
-    (value, stats), grads = run_in_half_precision(name, layout)
-    (expected, expected_stats), expected_grads = run_in_half_precision(name, "dp1")
+    config = replace(CONFIGS[name], dtype="bfloat16")
+    (value, stats), grads = run(config, layout)
+    (expected, expected_stats), expected_grads = on_one_device(without_execution(config))
     exact = (name, layout) in EXACT_IN_HALF
     # Exact, or the mean over tokens of what some roundings to 8 bits do to a hidden state.
     np.testing.assert_allclose(value, expected, rtol=2e-6 if exact else 2**-8)
@@ -266,41 +257,27 @@ def test_equals_one_device_in_half_precision(name, layout):
         jax.tree.map(within(1e-6), (own.experts, own.norm), (other.experts, other.norm))
 
 
-@pytest.mark.slow
-def test_chunks_of_tokens_change_no_result():
-    (value, stats), grads = run("chunks", "tp2 dp4 / ep2 etp2")
-    (expected, expected_stats), expected_grads = run("routed", "tp2 dp4 / ep2 etp2")
-    # Another order of float32 sums, as above.
-    np.testing.assert_allclose(value, expected, rtol=2e-6)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6 * np.max(np.abs(b))),
-        grads,
-        expected_grads,
-    )
-    np.testing.assert_array_equal(stats.load, expected_stats.load)
-
-
 def test_micro_batches_of_a_batch_add_up():
     """Router losses and sums of micro-batches, with the token count of the whole, add up to it."""
     mesh = mesh_of("tp2 dp2 / ep4")
     tokens, valid = batch()
-    num_tokens = jnp.sum(valid.astype(jnp.int32))
+    num_tokens = np.sum(valid, dtype=np.int32)
 
     def local(weights, tokens, valid):
         _, stats = model.hidden(weights, tokens, valid, MOE, mesh)
-        router = router_loss(stats, MOE, mesh, num_tokens)
+        router = router_loss(stats, MOE, mesh, jnp.asarray(num_tokens))
         return all_sum(router, mesh.except_sequence), all_sum(stats, mesh.axes)
 
     by_row = P(mesh.dp)
     step = on_mesh(local, mesh, (specs(MOE, mesh), by_row, by_row), (P(), P()))
     weights = random_weights(MOE, 0)
-    whole, whole_stats = step(weights, tokens, valid)
+    whole, whole_stats = jax.device_get(step(weights, tokens, valid))
     # The micro-batches are the short rows and the long ones, so that they differ in tokens.
-    order = np.argsort(np.asarray(valid).sum(axis=1), kind="stable")
+    order = np.argsort(valid.sum(axis=1), kind="stable")
     micro_batches = [order[:4], order[4:]]
     assert len({int(valid[micro_batch].sum()) for micro_batch in micro_batches}) == 2
     parts, part_stats = zip(
-        *(step(weights, tokens[p], valid[p]) for p in micro_batches), strict=True
+        *(jax.device_get(step(weights, tokens[p], valid[p])) for p in micro_batches), strict=True
     )
     np.testing.assert_allclose(sum(map(float, parts)), whole, rtol=2e-6)
     jax.tree.map(

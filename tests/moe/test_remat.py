@@ -61,7 +61,7 @@ def configured(remat):
 
 def given(config):
     tokens = np.random.default_rng(1).integers(0, CONFIG.vocab_size, (BATCH, TIME))
-    return random_weights(config, 0), jnp.asarray(tokens)
+    return random_weights(config, 0), tokens.astype(np.int32)
 
 
 @functools.cache
@@ -187,7 +187,7 @@ def test_a_pipeline_communicates_as_often_as_one_device(pipeline, axes, collecti
         if "ep" not in axes:
             config = replace(config, num_experts=0)
         config = replace(config, execution=Execution(remat=remat, dispatch="all_to_all"))
-        tokens = jnp.zeros((BATCH, 4), int)
+        tokens = np.zeros((BATCH, 4), np.int32)
         weights = in_chunks(random_weights(config, 0), mesh)
         program = jax.make_jaxpr(loss_and_gradient(config, mesh))(weights, (tokens, tokens == 0))
         return len(re.findall(rf"= {collective}\[", str(program)))
@@ -225,7 +225,7 @@ def of_one_block(wrapped):
         in_specs=(specs(config, mesh), given, given),
         out_specs=(given, given),
     )
-    rows = jnp.zeros((BATCH * TIME, CONFIG.d_model))
+    rows = np.zeros((BATCH * TIME, CONFIG.d_model), np.float32)
     return sharded, (random_weights(config, 0), rows, rows)
 
 

@@ -5,7 +5,6 @@ import functools
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from programs import jit, mesh_of, random_weights
@@ -51,7 +50,7 @@ def batch():
     tokens = draw.integers(0, MOE.vocab_size, (BATCH, TIME))
     length = np.arange(BATCH) % (TIME - 1) + 2
     valid = np.arange(TIME)[None, :] >= TIME - length[:, None]
-    return jnp.asarray(tokens), jnp.asarray(valid)
+    return tokens.astype(np.int32), valid
 
 
 def choices(config):
@@ -61,24 +60,30 @@ def choices(config):
     chosen = np.argsort(draw.random(shape), axis=-1)[..., : config.experts_per_token]
     chosen[UNRECORDED] = config.num_experts
     assert batch()[1][UNRECORDED]
-    return jnp.asarray(chosen, jnp.uint8)
+    return chosen.astype(np.uint8)
 
 
 @functools.cache
-def run(config, dispatch, layout, replayed=True):
+def program(config, dispatch, layout):
+    """From choices of experts the loss, the sums and the gradients of the batch."""
     mesh = mesh_of(layout)
     config = replace(config, execution=Execution(dispatch=dispatch))
-    piece = (*batch(), choices(config)) if replayed else batch()
     step = jit(loss_and_gradient(config, mesh))
-    out, grads = jax.device_get(step(in_chunks(random_weights(config, 0), mesh), piece))
-    return out, in_layer_order(grads, mesh)
+    weights = in_chunks(random_weights(config, 0), mesh)
+
+    def run(chosen):
+        out, grads = jax.device_get(step(weights, (*batch(), chosen)))
+        return out, in_layer_order(grads, mesh)
+
+    return run
 
 
 @pytest.mark.parametrize(("dispatch", "layout"), full_but(CASES, CASES[0]))
 def test_equals_one_device(dispatch, layout, emulated):
     config = sized(layout)
-    (value, stats), grads = run(config, dispatch, layout)
-    (expected, expected_stats), expected_grads = run(config, "all_to_all", "dp1")
+    (value, stats), grads = program(config, dispatch, layout)(choices(config))
+    on_one_device = program(config, "all_to_all", "dp1")
+    (expected, expected_stats), expected_grads = on_one_device(choices(config))
     # float32 sums of a few hundred terms in another order: a few units in the sixth digit.
     np.testing.assert_allclose(value, expected, rtol=2e-6)
     jax.tree.map(
@@ -95,8 +100,9 @@ def test_equals_one_device(dispatch, layout, emulated):
 
 def test_the_experts_on_record_get_the_tokens():
     config = sized("dp1")
-    (value, stats), grads = run(config, "all_to_all", "dp1")
-    valid, chosen = np.asarray(batch()[1]).copy(), np.asarray(choices(config))
+    run = program(config, "all_to_all", "dp1")
+    (value, stats), grads = run(choices(config))
+    valid, chosen = batch()[1], choices(config)
     valid[UNRECORDED] = False
     on_record = [
         np.bincount(layer[valid].ravel(), minlength=8) for layer in np.moveaxis(chosen, 2, 0)
@@ -109,8 +115,15 @@ def test_the_experts_on_record_get_the_tokens():
     assert float(stats.replayed) == valid.sum() * layers
     # Three of eight at random agree in three eighths.
     assert 0.25 < float(stats.agreed / stats.replayed) < 0.5
-    (free, of_free), free_grads = run(config, "all_to_all", "dp1", replayed=False)
-    assert of_free.agreed is None and of_free.replayed is None
+    # With no token on record each chooses for itself.
+    (free, of_free), free_grads = run(np.full_like(chosen, config.num_experts))
+    assert of_free.agreed == of_free.replayed == 0
     assert abs(value - free) > 1e-4
     router, free_router = grads.layers.experts.router, free_grads.layers.experts.router
     assert float(np.max(np.abs(router - free_router))) > 1e-4
+
+
+def test_without_a_record_nothing_is_said_of_one():
+    weights = random_weights(MOE, 0)
+    (_, stats), _ = jax.eval_shape(loss_and_gradient(MOE, mesh_of("dp1")), weights, batch())
+    assert stats.agreed is None and stats.replayed is None

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
@@ -69,7 +70,7 @@ def carried(layout, remat, number, scan_layers=False, num_layers=CONFIG.num_laye
     spec = specs(config, mesh)
     on_mesh = jax.shard_map(local, mesh=mesh.mesh, in_specs=(spec, P(None, mesh.dp)), out_specs=P())
     weights = in_chunks(random_weights(config, 0), mesh)
-    tokens = jnp.zeros((number, ROWS * mesh.layout.dp, TIME), int)
+    tokens = np.zeros((number, ROWS * mesh.layout.dp, TIME), np.int32)
     traced = jax.make_jaxpr(on_mesh)(weights, tokens)
     ticks = Schedule(mesh.layout.pp, number, mesh.layout.vpp).ticks
     # There are short loops inside, too. This one gives nothing but what it carried.
@@ -104,7 +105,7 @@ def kept_without_a_pipeline(layers, remat, scan_layers=False):
     on_mesh = jax.shard_map(
         local, mesh=mesh.mesh, in_specs=(specs(config, mesh), P(mesh.dp)), out_specs=P()
     )
-    jax.eval_shape(on_mesh, random_weights(config, 0), jnp.zeros((ROWS, TIME), int))
+    jax.eval_shape(on_mesh, random_weights(config, 0), np.zeros((ROWS, TIME), np.int32))
     return sizes[0]
 
 

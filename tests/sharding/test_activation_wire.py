@@ -11,9 +11,23 @@ from sharding import activation_wire as wire
 
 # Tokens of very different sizes, and channels too.
 DRAW = np.random.default_rng(0)
-X = jnp.asarray(
-    DRAW.normal(size=(2, 5, 7)) * 10.0 ** DRAW.integers(-12, 12, (2, 5, 1)), jnp.float32
-)
+X = np.float32(DRAW.normal(size=(2, 5, 7)) * 10.0 ** DRAW.integers(-12, 12, (2, 5, 1)))
+
+
+def by_token(x):
+    """Numbers, scales, and what comes back."""
+    sent = wire.by_token(x)
+    return *sent, wire.of_tokens(sent)
+
+
+def by_channel(x):
+    sent = wire.by_channel(x)
+    return *sent, wire.of_channels(sent)
+
+
+def of_both(x):
+    """What comes back, by token and by channel."""
+    return by_token(x)[-1], by_channel(x)[-1]
 
 
 def allowed(x, largest):
@@ -25,41 +39,43 @@ def allowed(x, largest):
 
 
 def test_a_token_is_off_by_half_a_unit():
-    sent, scale = wire.by_token(X)
+    sent, scale, found = jax.device_get(jit(by_token)(X))
     assert sent.dtype == jnp.uint8 and sent.shape == X.shape
     assert scale.dtype == jnp.float32 and scale.shape == (2, 5, 1)
-    found = np.asarray(wire.of_tokens((sent, scale)), np.float64)
-    largest = jnp.max(jnp.abs(X), axis=-1, keepdims=True)
-    assert np.all(np.abs(found - np.asarray(X, np.float64)) <= allowed(X, largest))
+    found, largest = found.astype(np.float64), np.max(np.abs(X), axis=-1, keepdims=True)
+    assert np.all(np.abs(found - X.astype(np.float64)) <= allowed(X, largest))
     # The largest comes back, but for the rounding of its scale.
-    there = np.abs(np.asarray(X)) == np.asarray(largest)
-    np.testing.assert_allclose(found[there], np.asarray(X)[there], rtol=2.0**-22)
+    there = np.abs(X) == largest
+    np.testing.assert_allclose(found[there], X[there], rtol=2.0**-22)
 
 
 def test_a_channel_of_a_group_has_a_scale_of_its_own(monkeypatch):
     monkeypatch.setattr(wire, "GROUP", 2)
     x = X.swapaxes(0, 1).reshape(1, 5, 14)
-    sent, scale = wire.by_channel(x)
+    # Traced by itself: the size of a group is no argument.
+    _, scale, found = jax.device_get(jit(lambda x: by_channel(x))(x))
     # Five tokens are two groups and a part.
     assert scale.shape == (1, 3, 14)
-    magnitude = np.abs(np.asarray(x))[0]
+    magnitude = np.abs(x)[0]
     largest = np.stack([np.max(magnitude[i : i + 2], axis=0) for i in (0, 2, 4)])
     largest = np.repeat(largest, 2, axis=0)[None, :5]
-    found = np.asarray(wire.of_channels((sent, scale)), np.float64)
-    assert np.all(np.abs(found - np.asarray(x, np.float64)) <= allowed(x, largest))
+    found = found.astype(np.float64)
+    assert np.all(np.abs(found - x.astype(np.float64)) <= allowed(x, largest))
 
 
 @pytest.mark.parametrize("number", [jnp.inf, -jnp.inf, jnp.nan])
 def test_what_is_not_finite_does_not_come_back_as_a_number(number):
-    x = X.at[1, 2, 3].set(number)
-    found = wire.of_tokens(wire.by_token(x))
+    x = X.copy()
+    x[1, 2, 3] = number
+    found, by_channels = jax.device_get(jit(of_both)(x))
     assert np.all(np.isnan(found[1, 2])) and np.sum(np.isnan(found)) == 7
-    assert np.all(np.isnan(wire.of_channels(wire.by_channel(x))[1, :, 3]))
+    assert np.all(np.isnan(by_channels[1, :, 3]))
 
 
 def test_nothing_and_hardly_anything_stay_finite():
-    for x in (jnp.zeros((3, 4)), jnp.full((3, 4), 1e-38), jnp.full((3, 4), 3e38)):
-        found = wire.of_tokens(wire.by_token(x))
+    for number in (0, 1e-38, 3e38):
+        x = np.full((3, 4), number, np.float32)
+        *_, found = jit(by_token)(x)
         assert np.all(np.isfinite(found))
         np.testing.assert_allclose(found, x, rtol=2.0**-4, atol=1e-38)
 
@@ -68,9 +84,9 @@ def test_sums_are_of_terms_rounded_once():
     """A gather and a scatter over four devices, values and gradients, against one device."""
     mesh = mesh_of("dp4")
     draw = np.random.default_rng(1)
-    x, pull = (
-        jnp.asarray(draw.normal(size=(4, *shape)), jnp.float32) for shape in ((3, 5), (12, 5))
-    )
+    x, pull = (draw.normal(size=(4, *shape)).astype(np.float32) for shape in ((3, 5), (12, 5)))
+    there = jax.device_get(jit(of_both)(x))
+    back = jax.device_get(jit(of_both)(pull.reshape(4, 4, 3, 5)))
 
     def gathered(x, pull):
         out, back = jax.vjp(lambda x: wire.gather_fp8(x[0], mesh.dp)[None], x)
@@ -86,14 +102,14 @@ def test_sums_are_of_terms_rounded_once():
         return jit(mapped)(*given)
 
     out, gradient = run(gathered, x, pull)
-    every = wire.of_tokens(wire.by_token(x)).reshape(12, 5)
+    every = there[0].reshape(12, 5)
     np.testing.assert_array_equal(out, np.broadcast_to(every, (4, 12, 5)))
-    terms = wire.of_channels(wire.by_channel(pull.reshape(4, 4, 3, 5)))
+    terms = back[1]
     # One order of four float32 terms or another.
     np.testing.assert_allclose(gradient, np.sum(terms, axis=0), rtol=1e-6, atol=1e-6)
 
     out, gradient = run(scattered, pull, x)
-    terms = wire.of_tokens(wire.by_token(pull.reshape(4, 4, 3, 5)))
+    terms = back[0]
     np.testing.assert_allclose(out, np.sum(terms, axis=0), rtol=1e-6, atol=1e-6)
-    every = wire.of_channels(wire.by_channel(x)).reshape(12, 5)
+    every = there[1].reshape(12, 5)
     np.testing.assert_array_equal(gradient, np.broadcast_to(every, (4, 12, 5)))

@@ -78,11 +78,13 @@ def expect_each(name, x, rule):
 
 
 def test_ranks_are_as_the_oracle_has_them():
-    index = jax.shard_map(
-        lambda: jnp.stack([jax.lax.axis_index(getattr(MESH, name)) for name in AXES])[None],
-        mesh=MESH.mesh,
-        in_specs=(),
-        out_specs=P(MESH.axes),
+    index = jax.jit(
+        jax.shard_map(
+            lambda: jnp.stack([jax.lax.axis_index(getattr(MESH, name)) for name in AXES])[None],
+            mesh=MESH.mesh,
+            in_specs=(),
+            out_specs=P(MESH.axes),
+        )
     )()
     for name, places in zip(AXES, np.asarray(index).T, strict=True):
         expected = expect_each(name, np.arange(8), lambda rows, place: np.asarray(place))

@@ -28,17 +28,18 @@ def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return jax.jit(function, compiler_options=FAST_COMPILE, **options)
 
 
-def random_weights(config: ModelConfig, seed: int) -> Transformer[jax.Array]:
-    """Weights about as large as initial ones, none of them 0 or 1, and nothing is compiled."""
+def random_weights(config: ModelConfig, seed: int) -> Transformer[np.ndarray]:
+    """Weights about as large as initial ones, none of them 0 or 1, and nothing is compiled: neither
+    here nor to lay them out, as NumPy's arrays go to many devices without a program."""
     draw = np.random.default_rng(seed)
 
     def values(shape, weight):
         noise = draw.normal(size=shape.shape)
         if not weight.fan_in:
-            return jnp.asarray(1 + 0.2 * noise, jnp.float32)
+            return (1 + 0.2 * noise).astype(np.float32)
         sizes = axis_sizes(config)
         fan_in = math.prod(sizes[axis] for axis in weight.fan_in.split())
-        return jnp.asarray(noise / fan_in**0.5, jnp.float32)
+        return (noise / fan_in**0.5).astype(np.float32)
 
     return jax.tree.map(values, shapes(config), table(config))
 

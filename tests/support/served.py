@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 from chat_checkpoint import VOCAB_SIZE, write_tokenizer
 from compiling import FLAGS
 from programs import random_weights
@@ -37,7 +38,10 @@ NETWORK = ModelConfig(
 def write_checkpoint(folder: Path, seed: int = 0, **stated: Any) -> Path:
     """A dense network of one layer with a chat template; `stated` is for `write_tokenizer`."""
     huggingface.save(
-        folder, NETWORK, random_weights(NETWORK, seed), architecture="Qwen3ForCausalLM"
+        folder,
+        NETWORK,
+        jax.device_put(random_weights(NETWORK, seed)),
+        architecture="Qwen3ForCausalLM",
     )
     write_tokenizer(folder, **stated)
     return folder

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from programs import jit
 
 from moe.adapters.adapted import Adapted
 from moe.adapters.settings import TARGETS, Lora
@@ -35,14 +36,14 @@ def of_layer():
     """A layer with random weights, and the same merged."""
     draw = np.random.default_rng(2)
     weights = jax.tree.map(
-        lambda leaf: jnp.asarray(0.4 * draw.normal(size=leaf.shape), jnp.float32), shapes(CONFIG)
+        lambda leaf: (0.4 * draw.normal(size=leaf.shape)).astype(np.float32), shapes(CONFIG)
     )
-    both = weights, merged(weights, table(CONFIG))
-    return [jax.tree.map(lambda x: x[0], given.layers) for given in both]
+    both = weights, jit(lambda weights: merged(weights, table(CONFIG)))(weights)
+    return [jax.tree.map(lambda x: x[0], given.layers) for given in jax.device_get(both)]
 
 
 def numbers(*shape):
-    return jnp.asarray(np.random.default_rng(3).normal(size=shape), jnp.float32)
+    return jnp.asarray(np.random.default_rng(3).normal(size=shape).astype(np.float32))
 
 
 def of_query(layer):
@@ -62,9 +63,9 @@ def of_experts(layer):
 @pytest.mark.parametrize("product", [of_query, of_out])
 def test_a_product_is_that_with_merged_weights(product):
     layer, plain = of_layer()
-    found = product(layer)
+    found, expected = (jit(product)(given) for given in (layer, plain))
     # float32 sums of at most ten products of numbers near 1, added up in another order.
-    np.testing.assert_allclose(found, product(plain), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_experts_are_those_of_merged_weights_and_gradients_follow_by_the_chain_rule():
@@ -74,19 +75,22 @@ def test_experts_are_those_of_merged_weights_and_gradients_follow_by_the_chain_r
     def loss(layer):
         return jnp.sum(of_experts(layer) * pull)
 
-    value, found = jax.jit(jax.value_and_grad(loss))(layer)
-    expected, by_plain = jax.jit(jax.value_and_grad(loss))(plain)
+    value, found = jit(jax.value_and_grad(loss))(layer)
+    expected, by_plain = jit(jax.value_and_grad(loss))(plain)
     np.testing.assert_allclose(value, expected, rtol=1e-4)
     for name in ("gate_up", "down"):
         own, by_weight = getattr(layer.experts, name), getattr(by_plain.experts, name)
 
-        def added(a, b, own=own):
-            return own.scale * jnp.einsum("eir,er...->ei...", a, b)
+        @jit
+        def back(a, b, by_weight, scale=own.scale):
+            def added(a, b):
+                return scale * jnp.einsum("eir,er...->ei...", a, b)
 
-        _, back = jax.vjp(added, own.a, own.b)
+            return jax.vjp(added, a, b)[1](by_weight)
+
         for got, wanted in zip(
             (getattr(found.experts, name).a, getattr(found.experts, name).b),
-            back(by_weight),
+            back(own.a, own.b, by_weight),
             strict=True,
         ):
             np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)

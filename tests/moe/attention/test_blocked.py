@@ -24,7 +24,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(blocked, "SCORES", 2 * KV_HEADS * GROUP * 5 * 19)
 
 
-def arrays(time, source, dtype=jnp.float32):
+def arrays(time, source, dtype=np.float32):
     shapes = [
         (BATCH, time, KV_HEADS * GROUP, HEAD_DIM),
         (BATCH, source, KV_HEADS, HEAD_DIM),
@@ -32,7 +32,7 @@ def arrays(time, source, dtype=jnp.float32):
         (BATCH, time, KV_HEADS * GROUP, V_HEAD_DIM),
     ]
     draw = np.random.default_rng(0)
-    return [jnp.asarray(draw.normal(size=shape), dtype) for shape in shapes]
+    return [draw.normal(size=shape).astype(dtype) for shape in shapes]
 
 
 def mask_of(time, source, causal, window=None):
@@ -44,21 +44,32 @@ def mask_of(time, source, causal, window=None):
     segments[0, source - time if causal else 0] = 0
     column = np.broadcast_to(np.arange(source), segments.shape)
     same = (segments[:, :, None] == segments[:, None, :]) & np.tri(source, k=-1, dtype=bool)
-    keys = Marks(*(jnp.asarray(x, jnp.int32) for x in (column, same.sum(axis=2), segments)))
+    keys = [x.astype(np.int32) for x in (column, same.sum(axis=2), segments)]
     own = slice(source - time, None)
     if not causal:
         own = np.arange(time) % source
-    return Mask(Marks(*(x[:, own] for x in keys)), keys, window, causal)
+    marks = (Marks(*map(jnp.asarray, x)) for x in ([x[:, own] for x in keys], keys))
+    return Mask(*marks, window, causal)
 
 
 def at_once(mask, scale=None):
     """The twin."""
-    seen = visible(mask.query, mask.key, mask.window)
-    return lambda query, key, value: plain_attention(query, key, value, seen, scale)
+
+    def read(query, key, value):
+        seen = visible(mask.query, mask.key, mask.window)
+        return plain_attention(query, key, value, seen, scale)
+
+    return read
+
+
+@jit
+def _seen_of(mask):
+    return visible(mask.query, mask.key, mask.window).any(axis=-1)
 
 
 def seen_of(mask):
-    return visible(mask.query, mask.key, mask.window).any(axis=-1)
+    """The queries that see anything."""
+    return np.asarray(_seen_of(mask))
 
 
 def outcome(function, given, weight):
@@ -68,7 +79,8 @@ def outcome(function, given, weight):
         out = function(*given)
         return jnp.sum(jnp.where(weight != 0, out.astype(jnp.float32) * weight, 0.0)), out
 
-    (_, out), gradients = jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(*given)
+    program = jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))
+    (_, out), gradients = jax.device_get(program(*given))
     return out, gradients
 
 
@@ -97,10 +109,10 @@ def test_values_and_gradients_are_those_of_all_scores_at_once(
     monkeypatch.setattr(blocking, "KEYS", keys)
     *given, weight = arrays(time, source)
     mask = mask_of(time, source, causal, window)
-    seen = np.asarray(seen_of(mask))
+    seen = seen_of(mask)
     assert not seen.all()
     assert seen.sum() > 0.7 * seen.size
-    weight = jnp.where(seen[..., None, None], weight, 0.0)
+    weight = weight * seen[..., None, None]
     (out, gradients), (expected, expected_gradients) = (
         outcome(function, given, weight)
         for function in (lambda *x: blocked_attention(*x, mask, 0.7), at_once(mask, 0.7))
@@ -108,7 +120,7 @@ def test_values_and_gradients_are_those_of_all_scores_at_once(
     assert out.shape == (BATCH, time, KV_HEADS * GROUP, V_HEAD_DIM)
     assert np.all(np.isfinite(out))
     # float32 sums of at most 19 terms of order one.
-    np.testing.assert_allclose(np.asarray(out)[seen], np.asarray(expected)[seen], atol=2e-6)
+    np.testing.assert_allclose(out[seen], expected[seen], atol=2e-6)
     for own, other in zip(gradients, expected_gradients, strict=True):
         assert np.abs(other).max() > 0.1
         np.testing.assert_allclose(own, other, atol=1e-5)
@@ -119,7 +131,7 @@ def test_a_window_known_at_run_time_is_the_same():
     mask = mask_of(19, 19, True, 4)
     whole = jit(lambda window, *x: blocked_attention(*x, mask.replace(window=window)))
     np.testing.assert_array_equal(
-        whole(jnp.asarray(4), *given), jit(lambda *x: blocked_attention(*x, mask))(*given)
+        whole(np.int32(4), *given), jit(lambda *x: blocked_attention(*x, mask))(*given)
     )
 
 
@@ -129,12 +141,13 @@ def test_hidden_blocks_are_not_computed(monkeypatch):
     monkeypatch.setattr(blocked, "SCORES", 1)
     time = 40
     query, key, value, _ = arrays(time, time)
-    column = jnp.broadcast_to(jnp.arange(time)[None], (BATCH, time))
-    marks = Marks(column, column, jnp.ones_like(column))
+    column = np.broadcast_to(np.arange(time, dtype=np.int32), (BATCH, time))
+    marks = Marks(*map(jnp.asarray, (column, column, np.ones_like(column))))
 
     def read(window, poisoned):
         """What the last block of queries gets."""
-        spoilt = [jnp.where((column < poisoned)[..., None, None], jnp.nan, x) for x in (key, value)]
+        hidden = (column < poisoned)[..., None, None]
+        spoilt = [np.where(hidden, np.float32(np.nan), x) for x in (key, value)]
         mask = Mask(marks, marks, window, causal=True)
         return jit(lambda *x: blocked_attention(*x, mask)[:, -5:])(query, *spoilt)
 
@@ -146,24 +159,24 @@ def test_hidden_blocks_are_not_computed(monkeypatch):
 def test_half_precision_sums_in_float32():
     given = arrays(19, 19, jnp.bfloat16)[:3]
     weight, mask = arrays(19, 19)[3], mask_of(19, 19, True)
-    weight = jnp.where(seen_of(mask)[..., None, None], weight, 0.0)
+    seen = seen_of(mask)
+    weight = weight * seen[..., None, None]
     out, gradients = outcome(lambda *x: blocked_attention(*x, mask), given, weight)
-    wide = [x.astype(jnp.float32) for x in given]
+    wide = [x.astype(np.float32) for x in given]
     expected, expected_gradients = outcome(at_once(mask), wide, weight)
     assert out.dtype == jnp.bfloat16
     # A few roundings to 8 bits of numbers of order one; gradients sum 19 x 5 of them.
-    seen = np.asarray(seen_of(mask))
-    np.testing.assert_allclose(out.astype(jnp.float32)[seen], expected[seen], atol=2e-2)
+    np.testing.assert_allclose(out.astype(np.float32)[seen], expected[seen], atol=2e-2)
     for own, other in zip(gradients, expected_gradients, strict=True):
         assert own.dtype == jnp.bfloat16
-        np.testing.assert_allclose(own.astype(jnp.float32), other, atol=0.1)
+        np.testing.assert_allclose(own.astype(np.float32), other, atol=0.1)
 
 
 def test_extreme_scores_stay_finite():
     query, key, value, weight = arrays(19, 19)
     mask = mask_of(19, 19, True)
     out, gradients = outcome(
-        lambda *x: blocked_attention(*x, mask), (query * 1e4, key * 1e4, value), weight
+        lambda *x: blocked_attention(*x, mask), (query * 10_000, key * 10_000, value), weight
     )
     assert all(np.all(np.isfinite(x)) for x in (out, *gradients))
     # The query that sees nothing.
@@ -195,8 +208,8 @@ def test_no_array_holds_all_scores():
 def test_inside_a_shard_map():
     """Rows over two devices, with the types of varying axes checked."""
     query, key, value, weight = (x[:2] for x in arrays(19, 19))
-    mask = jax.tree.map(lambda x: x[:2], mask_of(19, 19, True))
-    weight = jnp.where(seen_of(mask)[..., None, None], weight, 0.0)
+    mask = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[:2]), mask_of(19, 19, True))
+    weight = weight * seen_of(mask)[..., None, None]
     mesh = mesh_of("dp2")
 
     def own(query, key, value, mask):

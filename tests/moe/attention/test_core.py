@@ -26,7 +26,7 @@ def arrays(head_dim, v_head_dim, source, dtype=jnp.float32):
         (BATCH, TIME, HEADS, v_head_dim),
     ]
     draw = np.random.default_rng(0)
-    return [jnp.asarray(draw.normal(size=shape), dtype) for shape in shapes]
+    return [draw.normal(size=shape).astype(dtype) for shape in shapes]
 
 
 def mask_of(time, source, single, window=None):
@@ -38,9 +38,10 @@ def mask_of(time, source, single, window=None):
         segments[1, 1:4] *= 2
     column = np.broadcast_to(np.arange(source), segments.shape)
     same = (segments[:, :, None] == segments[:, None, :]) & np.tri(source, k=-1, dtype=bool)
-    keys = Marks(*(jnp.asarray(x, jnp.int32) for x in (column, same.sum(axis=2), segments)))
-    queries = Marks(*(x[:, source - time :] for x in keys))
-    return Mask(queries, keys, window, causal=True, single=single)
+    keys = [x.astype(np.int32) for x in (column, same.sum(axis=2), segments)]
+    queries = [x[:, source - time :] for x in keys]
+    marks = (Marks(*map(jnp.asarray, each)) for each in (queries, keys))
+    return Mask(*marks, window, causal=True, single=single)
 
 
 READINGS = [(TIME, True, None), (SOURCE, True, 2), (SOURCE, False, None), (TIME, False, 2)]
@@ -55,10 +56,10 @@ CASES = [(*sizes, *reading) for reading in READINGS for sizes in HEAD_DIMS]
 def test_xla_reads_what_plain_reads(head_dim, v_head_dim, source, single, window):
     """Odd places, heads of sizes that are no multiple of 8, a query that sees nothing."""
     mask = mask_of(TIME, source, single, window)
-    seen = np.asarray(visible(mask.query, mask.key, window).any(axis=-1))
+    seen = np.asarray(jit(lambda q, k: visible(q, k, window).any(axis=-1))(mask.query, mask.key))
     assert not seen.all()
     *given, weight = arrays(head_dim, v_head_dim, source)
-    weight = jnp.where(seen[..., None, None], weight, 0)  # what others read is nobody's business
+    weight = weight * seen[..., None, None]  # what others read is nobody's business
 
     def run(implementation):
         def total(query, key, value):
@@ -79,9 +80,9 @@ def test_xla_reads_what_plain_reads(head_dim, v_head_dim, source, single, window
 def test_none_is_plain_without_a_gpu():
     *given, _ = arrays(6, 10, SOURCE)
     mask = mask_of(TIME, SOURCE, True)
-    np.testing.assert_array_equal(
-        core_attention(*given, mask), core_attention(*given, mask, implementation="plain")
-    )
+    attend = jit(lambda *given: core_attention(*given, mask))
+    plain = jit(lambda *given: core_attention(*given, mask, implementation="plain"))
+    np.testing.assert_array_equal(attend(*given), plain(*given))
 
 
 @pytest.mark.parametrize(
@@ -93,8 +94,9 @@ def test_none_is_plain_without_a_gpu():
 )
 def test_what_cannot_serve_is_refused(name, message):
     *given, _ = arrays(8, 8, SOURCE, jnp.bfloat16)
+    mask = mask_of(TIME, SOURCE, True)
     with pytest.raises(ValueError, match=message):
-        core_attention(*given, mask_of(TIME, SOURCE, True), implementation=name)
+        jax.eval_shape(lambda *given: core_attention(*given, mask, implementation=name), *given)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,7 @@ def test_what_a_gpu_cannot_serve_is_refused(dtype, head_dim, capability, message
     device = functools.partial(type, "Device", (), {"compute_capability": capability})
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [device()])
-    *given, _ = arrays(head_dim, 8, SOURCE, dtype)
+    *given, _ = map(jnp.asarray, arrays(head_dim, 8, SOURCE, dtype))
     mask = mask_of(TIME, SOURCE, True)
     with pytest.raises(ValueError, match=message):
         core_attention(*given, mask, implementation="cudnn")

@@ -1,9 +1,9 @@
 """Which keys are visible, by definition; and which blocks of them are known to be hidden."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from programs import jit
 
 from moe.attention.mask import Marks, may_meet, visible, window_of_layer
 from moe.config import ModelConfig
@@ -16,7 +16,11 @@ def marks_of(segments):
     same = (segments[:, :, None] == segments[:, None, :]) & np.tri(
         segments.shape[1], k=-1, dtype=bool
     )
-    return Marks(*(jnp.asarray(x, jnp.int32) for x in (column, same.sum(axis=2), segments)))
+    return Marks(*(x.astype(np.int32) for x in (column, same.sum(axis=2), segments)))
+
+
+see = jit(visible)
+meets = jit(may_meet)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
@@ -24,7 +28,7 @@ def test_visible_are_earlier_tokens_of_the_own_segment_inside_the_window(window)
     """Padding between two tokens is no distance, other segments are none."""
     segments = np.array([[1, 1, 0, 1, 1, 1, 0], [2, 1, 2, 1, 2, 1, 2]])
     marks = marks_of(segments)
-    found = np.asarray(visible(marks, marks, window))
+    found = np.asarray(see(marks, marks, window))
     for row, ids in enumerate(segments):
         for query, own in enumerate(ids):
             earlier = [c for c in range(query + 1) if ids[c] == own and own]
@@ -40,8 +44,8 @@ def test_what_may_not_meet_is_hidden(window):
         marks = marks_of(np.sort(draw.integers(0, 4, sizes), axis=1))
         a, b = draw.integers(0, 19, 2)
         query, key = (Marks(*(x[:, start : start + 5] for x in marks)) for start in (a, b))
-        meet = bool(may_meet(query, key, window))
-        assert meet or not visible(query, key, window).any()
+        meet = bool(meets(query, key, window))
+        assert meet or not np.any(see(query, key, window))
         hidden += not meet
     assert hidden > 5
 
@@ -49,24 +53,24 @@ def test_what_may_not_meet_is_hidden(window):
 def test_blocks_are_told_apart_by_column_segment_and_window():
     marks = marks_of(np.array([[1, 1, 1, 1, 2, 2, 2, 2]]))
     first, second, third = (Marks(*(x[:, start : start + 2] for x in marks)) for start in (0, 2, 4))
-    assert may_meet(second, first)
-    assert not may_meet(first, second)
-    assert not may_meet(third, first)
-    assert may_meet(second, first, 2)
-    assert not may_meet(second, first, 1)
-    nothing = second._replace(segment=jnp.zeros_like(second.segment))
-    assert not may_meet(second, nothing)
-    assert not may_meet(nothing, first, 2)
+    assert meets(second, first)
+    assert not meets(first, second)
+    assert not meets(third, first)
+    assert meets(second, first, 2)
+    assert not meets(second, first, 1)
+    nothing = second._replace(segment=np.zeros_like(second.segment))
+    assert not meets(second, nothing)
+    assert not meets(nothing, first, 2)
 
 
 def test_the_window_of_a_layer_known_at_run_time():
     config = ModelConfig(11, num_layers=4, sliding_window=5, full_attention_layers=(0, 2))
     assert [window_of_layer(config, layer) for layer in range(4)] == [None, 5, None, 5]
     marks = marks_of(np.ones((1, 9), int))
+    traced = jit(lambda n, marks: visible(marks, marks, window_of_layer(config, n)))
     for layer in range(4):
-        traced = jax.jit(lambda n: visible(marks, marks, window_of_layer(config, n)))
         np.testing.assert_array_equal(
-            traced(layer), visible(marks, marks, window_of_layer(config, layer))
+            traced(layer, marks), see(marks, marks, window_of_layer(config, layer))
         )
     same = ModelConfig(11, num_layers=4, sliding_window=5)
     assert window_of_layer(same, jnp.asarray(2)) == 5

@@ -33,7 +33,7 @@ def oracle_read(query, key, value, visible):
 
 
 def test_causal_sees_earlier_tokens_that_are_not_padding():
-    visible = np.asarray(causal_mask(jnp.asarray(VALID)))
+    visible = np.asarray(jit(causal_mask)(VALID))
     for row in range(BATCH):
         for t in range(TIME):
             expected = [VALID[row, s] and s <= t for s in range(TIME)]
@@ -43,9 +43,13 @@ def test_causal_sees_earlier_tokens_that_are_not_padding():
 def test_plain_attention_groups_heads():
     query = normal(0, BATCH, TIME, HEADS, HEAD_DIM)
     key, value = (normal(seed, BATCH, TIME, KV_HEADS, HEAD_DIM) for seed in (1, 2))
-    visible = causal_mask(jnp.asarray(VALID))
-    read = plain_attention(jnp.asarray(query), jnp.asarray(key), jnp.asarray(value), visible)
-    out = np.asarray(read)
+
+    @jit
+    def attend(query, key, value, valid):
+        visible = causal_mask(valid)
+        return plain_attention(query, key, value, visible), visible
+
+    out, visible = jax.device_get(attend(query, key, value, VALID))
     for row in range(BATCH):
         for t in range(TIME):
             for head in range(HEADS):
@@ -62,8 +66,8 @@ def test_plain_attention_groups_heads():
 
 
 def test_plain_attention_has_finite_gradients_at_padding():
-    query = jnp.asarray(normal(0, BATCH, TIME, HEADS, HEAD_DIM))
-    key, value = (jnp.asarray(normal(n, BATCH, TIME, KV_HEADS, HEAD_DIM)) for n in (1, 2))
+    query = normal(0, BATCH, TIME, HEADS, HEAD_DIM)
+    key, value = (normal(n, BATCH, TIME, KV_HEADS, HEAD_DIM) for n in (1, 2))
 
     def total(query, key, value):
         read = plain_attention(query, key, value, causal_mask(jnp.asarray(VALID)))
@@ -81,7 +85,7 @@ def test_plain_attention_for_one_query_against_a_longer_cache():
     query = normal(0, BATCH, 1, HEADS, HEAD_DIM)
     key, value = (normal(seed, BATCH, 9, KV_HEADS, HEAD_DIM) for seed in (1, 2))
     visible = np.random.default_rng(3).random((BATCH, 1, 9)) < 0.5
-    out = plain_attention(*map(jnp.asarray, (query, key, value, visible)))
+    out = np.asarray(jit(plain_attention)(query, key, value, visible))
     for row in range(BATCH):
         for head in range(HEADS):
             kv = head // (HEADS // KV_HEADS)
@@ -114,18 +118,18 @@ def test_half_precision_errs_as_little_as_in_blocks(name):
     time = 1 if name == "one query of a cache" else source
     sizes = (4.0, time), (1.0, source), (1.0, source), (1.0, time)
     *given, pull = (
-        jnp.asarray(scale * normal(n, BATCH, size, heads, head_dim), jnp.bfloat16)
+        (scale * normal(n, BATCH, size, heads, head_dim)).astype(jnp.bfloat16)
         for n, (scale, size) in enumerate(sizes)
     )
     visible = np.tri(source, dtype=bool)[None, -time:].repeat(BATCH, axis=0)
     expected = attention_in_float64(*given, visible, pull)
-    column = jnp.broadcast_to(jnp.arange(source)[None], (BATCH, source))
-    keys = Marks(column, column, jnp.ones_like(column))
-    mask = Mask(Marks(*(x[:, -time:] for x in keys)), keys, causal=True)
 
     def errors(read):
         @jit
         def all_of(*given):
+            column = jnp.broadcast_to(jnp.arange(source)[None], (BATCH, source))
+            keys = Marks(column, column, jnp.ones_like(column))
+            mask = Mask(Marks(*(x[:, -time:] for x in keys)), keys, causal=True)
             out, back = jax.vjp(lambda *given: read(*given, mask), *given)
             return out, *back(pull)
 

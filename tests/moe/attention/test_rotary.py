@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import jit
 
 from moe.attention.rotary import LlamaScaling, YarnScaling, rope
 
 BATCH, TIME, HEADS, KV_HEADS, HEAD_DIM, D_MODEL = 3, 5, 6, 2, 4, 7
+turn = jit(rope, static_argnums=2)
 
 
 def normal(seed, *shape):
@@ -27,7 +29,7 @@ def oracle_rope(x, position, base):
 
 def test_rope_turns_pairs():
     x, positions = normal(0, 6, 2, HEAD_DIM), np.array([0, 1, 2, 7, 7, 30])
-    out = rope(jnp.asarray(x), jnp.asarray(positions), 100.0)
+    out = np.asarray(turn(x, positions, 100.0))
     np.testing.assert_array_equal(out[0], x[0])
     for token, position in enumerate(positions):
         for head in range(2):
@@ -39,35 +41,38 @@ def test_rope_turns_pairs():
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.integers(0, 200), st.integers(0, 200), st.integers(0, 200), st.integers(0, 99))
 def test_rope_products_depend_on_the_distance_alone(first, second, shift, seed):
-    query, key = (jnp.asarray(normal(seed + n, 1, 1, 6)) for n in (0, 100))
+    query, key = (normal(seed + n, 1, 1, 6) for n in (0, 100))
+
+    def turned(x, position):
+        return np.asarray(turn(x, np.asarray([position]), 50.0))
 
     def product(q_position, k_position):
-        turned = [
-            rope(x, jnp.asarray([position]), 50.0)
-            for x, position in ((query, q_position), (key, k_position))
-        ]
-        return float(jnp.sum(turned[0] * turned[1]))
+        return np.sum(turned(query, q_position) * turned(key, k_position))
 
     # Positions up to 400 have angles with an error of 400 * 6e-8, on products of order 6.
     expected = product(first, second)
     assert abs(product(first + shift, second + shift) - expected) < 5e-4
-    turned = rope(query, jnp.asarray([first]), 50.0)
-    np.testing.assert_allclose(jnp.linalg.norm(turned), jnp.linalg.norm(query), rtol=1e-5)
+    np.testing.assert_allclose(
+        np.linalg.norm(turned(query, first)), np.linalg.norm(query), rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("scaling", [None, YarnScaling(4.0, 16)])
 def test_the_gradient_of_rope_is_that_of_its_linear_map(interleaved, scaling):
-    x, pull = (jnp.asarray(normal(seed, 3, 2, HEAD_DIM)) for seed in (0, 1))
-    positions = jnp.array([0, 3, 11])
-
-    def turned(x):
-        return rope(x, positions, 100.0, scaling, interleaved)
-
-    (slope,) = jax.vjp(turned, x)[1](pull)
+    x, pull = (normal(seed, 3, 2, HEAD_DIM) for seed in (0, 1))
     # A linear map's columns are its values at the unit vectors; no gradient is involved.
-    units = jnp.eye(x.size).reshape(x.size, *x.shape)
-    expected = jnp.sum(jax.lax.map(turned, units) * pull[None], axis=(1, 2, 3)).reshape(x.shape)
+    units = np.eye(x.size, dtype=np.float32).reshape(x.size, *x.shape)
+
+    @jit
+    def both(x, pull, units):
+        def turned(x):
+            return rope(x, jnp.array([0, 3, 11]), 100.0, scaling, interleaved)
+
+        return jax.vjp(turned, x)[1](pull)[0], jax.lax.map(turned, units)
+
+    slope, columns = both(x, pull, units)
+    expected = np.sum(columns * pull[None], axis=(1, 2, 3)).reshape(x.shape)
     np.testing.assert_allclose(slope, expected, atol=1e-5)
 
 

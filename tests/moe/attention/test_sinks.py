@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from programs import jit, mesh_of, on_mesh
+from programs import jit, mesh_of
 from tiers import full_but
 
 from moe.attention import blocking
@@ -29,7 +29,7 @@ def arrays():
     shapes = [(HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, V_HEAD_DIM)]
     given = [draw.normal(size=(BATCH, TIME, *shape)) for shape in shapes]
     weight = draw.normal(size=(BATCH, TIME, HEADS, V_HEAD_DIM)) * valid()[..., None, None]
-    return [jnp.asarray(x, jnp.float32) for x in (*given, draw.normal(size=HEADS), weight)]
+    return [x.astype(np.float32) for x in (*given, draw.normal(size=HEADS), weight)]
 
 
 def valid():
@@ -93,14 +93,8 @@ def test_a_step_reads_what_the_whole_sequence_does():
     rows = np.arange(BATCH)
     column = np.arange(TIME)[None]
     visible = (column <= place[:, None]) & (column > place[:, None] - WINDOW)
-    found = cached_attention(
-        query[rows, place],
-        jnp.moveaxis(key, 1, 3),
-        jnp.moveaxis(value, 1, 2),
-        jnp.asarray(visible),
-        SCALE,
-        sinks,
-    )
+    given = query[rows, place], np.moveaxis(key, 1, 3), np.moveaxis(value, 1, 2), visible
+    found = jit(lambda sinks, *given: cached_attention(*given, SCALE, sinks))(sinks, *given)
     np.testing.assert_allclose(found, by_definition()[rows, place], atol=1e-6)
 
 
@@ -114,21 +108,26 @@ def test_devices_of_a_sequence_read_what_one_does(context):
         num_kv_heads=KV_HEADS,
         execution=Execution(context=way, attention=attention or None),
     )
-    tokens = jnp.zeros((BATCH, TIME), jnp.int32)
-    packed = pack_rows(tokens, jnp.asarray(valid()), mesh, config)
-    query, key, value, sinks, weight = arrays()
-    flat = [packed.zigzag.flatten(x) for x in (query, key, value, weight)]
+
+    def packed():
+        return pack_rows(jnp.zeros((BATCH, TIME), int), jnp.asarray(valid()), mesh, config)
 
     def local(query, key, value, weight, sinks):
-        own = pack_rows(tokens, jnp.asarray(valid()), mesh, config)
-        attend = own.core_attention_of_layer(0, WINDOW)
+        attend = packed().core_attention_of_layer(0, WINDOW)
         out, back = jax.vjp(lambda *x: attend(*x[:3], SCALE, x[3]), query, key, value, sinks)
         return out, *back(weight)
 
     by_token, by_head = P(mesh.cp, mesh.tp), P(mesh.tp)
-    run = on_mesh(local, mesh, (*[by_token] * 4, by_head), (*[by_token] * 4, by_head))
-    *heads, of_sinks = run(*flat, sinks)
-    found = [np.asarray(packed.zigzag.restore(jnp.asarray(jax.device_get(x)))[0]) for x in heads]
+    specs = (*[by_token] * 4, by_head)
+    run = jax.shard_map(local, mesh=mesh.mesh, in_specs=specs, out_specs=specs)
+
+    def there_and_back(query, key, value, sinks, weight):
+        zigzag = packed().zigzag
+        flat = (zigzag.flatten(x) for x in (query, key, value, weight))
+        *heads, of_sinks = run(*flat, sinks)
+        return [zigzag.restore(x)[0] for x in heads], of_sinks
+
+    found, of_sinks = jax.device_get(jit(there_and_back)(*arrays()))
     seen = valid()[..., None, None]
     for ours, expected in zip(found, outcome("plain"), strict=False):
         np.testing.assert_allclose(ours * seen, expected * seen, atol=3e-6)
@@ -136,7 +135,7 @@ def test_devices_of_a_sequence_read_what_one_does(context):
 
 
 def test_what_knows_no_sinks_says_so():
-    query, key, value, sinks, _ = arrays()
+    query, key, value, sinks, _ = map(jnp.asarray, arrays())
     with pytest.raises(ValueError, match="'xla' cannot serve here: its softmax has no attention"):
         core_attention(query, key, value, mask(), implementation="xla", sinks=sinks)
     config = ModelConfig(2, attention_sinks=True, execution=Execution(decode_attention="mosaic"))

@@ -24,25 +24,25 @@ def expert_weights(num_experts=NUM_EXPERTS, seed=0):
     draw = np.random.default_rng(seed)
 
     def normal(*shape):
-        return jnp.asarray(draw.normal(size=shape) / shape[-2] ** 0.5, jnp.float32)
+        return np.asarray(draw.normal(size=shape) / shape[-2] ** 0.5, np.float32)
 
     return Experts(
         router=normal(D_MODEL, num_experts),
-        gate_up=jnp.stack([normal(num_experts, D_MODEL, D_EXPERT) for _ in range(2)], axis=2),
+        gate_up=np.stack([normal(num_experts, D_MODEL, D_EXPERT) for _ in range(2)], axis=2),
         down=normal(num_experts, D_EXPERT, D_MODEL),
     )
 
 
 def rows_of(num_rows, seed=1):
     draw = np.random.default_rng(seed)
-    return jnp.asarray(draw.normal(size=(num_rows, D_MODEL)), jnp.float32)
+    return draw.normal(size=(num_rows, D_MODEL)).astype(np.float32)
 
 
 def swiglu(weights, expert, row):
     """One row through one expert, in float64."""
     row, gate, up, down = (
         np.asarray(x, np.float64)
-        for x in (row, *jnp.moveaxis(weights.gate_up[expert], 1, 0), weights.down[expert])
+        for x in (row, *np.moveaxis(weights.gate_up[expert], 1, 0), weights.down[expert])
     )
     gated = row @ gate
     return (gated / (1 + np.exp(-gated)) * (row @ up)) @ down
@@ -62,17 +62,20 @@ def output_and_gradients(function, weights, rows, experts, probs):
     return out, gradients
 
 
+reference = jit(dense_reference)
+
+
 def with_room(weights, rows, experts, probs):
     out, overflow = routed_experts(weights, rows, experts, probs)
     return out + jnp.where(overflow == 0, 0.0, jnp.nan)
 
 
 def agree(weights, rows, experts, probs=None):
-    experts = jnp.reshape(experts, (len(rows), -1))
-    probs = jnp.ones(experts.shape) if probs is None else jnp.asarray(probs, jnp.float32)
+    experts = np.reshape(experts, (len(rows), -1)).astype(np.int32)
+    probs = np.ones(experts.shape, np.float32) if probs is None else probs
     given = weights, rows, experts, probs
-    out, gradients = output_and_gradients(with_room, *given)
-    twin, twin_gradients = output_and_gradients(dense_reference, *given)
+    out, gradients = jax.device_get(output_and_gradients(with_room, *given))
+    twin, twin_gradients = jax.device_get(output_and_gradients(dense_reference, *given))
     # float32 sums of up to seven products, and of up to forty rows in the gradients.
     np.testing.assert_allclose(out, twin, atol=2e-6 * experts.shape[1])
     jax.tree.map(
@@ -86,8 +89,8 @@ def agree(weights, rows, experts, probs=None):
 def test_plain_twin_is_weighted_swiglu():
     weights, rows = expert_weights(), rows_of(4)
     ids = np.asarray([[4, 0], [5, 2], [2, 9], [3, 1]])
-    probs = np.random.default_rng(3).random((4, 2))
-    out = dense_reference(weights, rows, jnp.asarray(ids), jnp.asarray(probs, jnp.float32))
+    probs = np.random.default_rng(3).random((4, 2)).astype(np.float32)
+    out = np.asarray(reference(weights, rows, ids, probs))
     for row in range(4):
         expected = sum(
             prob * swiglu(weights, expert, rows[row])
@@ -109,29 +112,29 @@ ASSIGNMENTS = {
 
 @pytest.mark.parametrize("name", ASSIGNMENTS)
 def test_grouped_experts_equal_the_plain_twin(name):
-    ids = jnp.asarray(ASSIGNMENTS[name])
+    ids = np.asarray(ASSIGNMENTS[name])
     out, (by_weights, by_rows) = agree(expert_weights(), rows_of(len(ids)), ids)
-    nobodys = np.asarray(ids) >= NUM_EXPERTS
-    np.testing.assert_array_equal(np.asarray(out)[nobodys], 0)
-    np.testing.assert_array_equal(np.asarray(by_rows)[nobodys], 0)
+    nobodys = ids >= NUM_EXPERTS
+    np.testing.assert_array_equal(out[nobodys], 0)
+    np.testing.assert_array_equal(by_rows[nobodys], 0)
     for expert in set(range(NUM_EXPERTS)) - set(ASSIGNMENTS[name]):
         np.testing.assert_array_equal(by_weights.gate_up[expert], 0)
         np.testing.assert_array_equal(by_weights.down[expert], 0)
 
 
 @exactly
-@given(st.sampled_from([1, 8, 43]), st.integers(0, 2**16), st.integers(0, NUM_EXPERTS))
+@given(st.sampled_from([1, 11, 43]), st.integers(0, 2**16), st.integers(0, NUM_EXPERTS))
 def test_grouped_experts_equal_the_plain_twin_on_any_assignment(num_rows, seed, first):
     draw = np.random.default_rng(seed)
     ids = draw.integers(first, NUM_EXPERTS + 1, num_rows)
-    agree(expert_weights(), rows_of(num_rows, seed), jnp.asarray(ids))
+    agree(expert_weights(), rows_of(num_rows, seed), ids)
 
 
 def choices_of(num_tokens, k):
     """Distinct experts of each token, some of them nobody's, and probs."""
     draw = np.random.default_rng(4)
     ids = np.stack([draw.permutation(NUM_EXPERTS + 1)[:k] for _ in range(num_tokens)])
-    return jnp.asarray(ids, jnp.int32), draw.normal(size=(num_tokens, k))
+    return ids.astype(np.int32), draw.normal(size=(num_tokens, k)).astype(np.float32)
 
 
 def test_the_experts_of_a_token_are_weighted_and_added_up():
@@ -142,17 +145,16 @@ def test_the_experts_of_a_token_are_weighted_and_added_up():
 def test_what_finds_no_room_is_counted_and_adds_nothing():
     weights, rows = expert_weights(), rows_of(11)
     ids, probs = choices_of(11, 3)
-    probs = jnp.asarray(probs, jnp.float32)
-    known = int(jnp.sum(ids < NUM_EXPERTS))
-    whole = dense_reference(weights, rows, ids, probs)
+    known = int(np.sum(ids < NUM_EXPERTS))
+    whole = reference(weights, rows, ids, probs)
     for num_rows in (known, known - 1, 7):
         out, overflow = jit(partial(routed_experts, num_rows=num_rows))(weights, rows, ids, probs)
         assert int(overflow) == known - num_rows
         # In the order of experts, and within one of tokens, the first ones find room.
-        flat = np.asarray(ids).reshape(-1)
+        flat = ids.reshape(-1)
         kept = np.zeros(flat.shape, bool)
         kept[np.argsort(flat, kind="stable")[:num_rows]] = True
-        fewer = dense_reference(weights, rows, ids, jnp.where(kept.reshape(ids.shape), probs, 0.0))
+        fewer = reference(weights, rows, ids, probs * kept.reshape(ids.shape))
         np.testing.assert_allclose(out, fewer, atol=4e-6)
     assert not np.allclose(fewer, whole, atol=1e-2)
 
@@ -163,14 +165,14 @@ def test_the_second_product_is_nobodys_residual():
     rows, (ids, probs) = rows_of(11).astype(jnp.bfloat16), choices_of(11, 3)
     sizes = []
 
-    def loss(weights, rows, probs):
+    def loss(weights, rows, probs, ids):
         out, pull = jax.vjp(
             lambda *given: routed_experts(*given[:2], ids, given[2])[0], weights, rows, probs
         )
         sizes.extend((x.shape, x.dtype) for x in jax.tree.leaves(pull))
         return out
 
-    jax.eval_shape(loss, weights, rows, jnp.asarray(probs, jnp.float32))
+    jax.eval_shape(loss, weights, rows, probs, ids)
     kept = [shape for shape, dtype in sizes if dtype == jnp.bfloat16 and shape[:1] == (33,)]
     # The rows of both products and the result of the first.
     assert sorted(kept) == [(33, D_MODEL), (33, D_EXPERT), (33, 2 * D_EXPERT)]
@@ -185,18 +187,16 @@ def test_biases_are_of_each_rows_expert():
     weights = expert_weights()
     weights = replace(
         weights,
-        gate_up_bias=jnp.asarray(
-            draw.normal(size=(*weights.gate_up.shape[::2], D_EXPERT)), jnp.float32
-        ),
-        down_bias=jnp.asarray(draw.normal(size=weights.down.shape[::2]), jnp.float32),
+        gate_up_bias=np.float32(draw.normal(size=(*weights.gate_up.shape[::2], D_EXPERT))),
+        down_bias=np.float32(draw.normal(size=weights.down.shape[::2])),
     )
     rows, (ids, probs) = rows_of(11), choices_of(11, 3)
     number = weights.down.shape[0]
-    ids = jnp.where(ids == 1, 2, ids).at[4].set(number)
-    probs = jnp.asarray(probs, jnp.float32)
+    ids[ids == 1] = 2
+    ids[4] = number
     activation = ClampedSwiGLU(1.5, 0.7)
     kept = np.zeros(ids.size, bool)
-    kept[np.argsort(np.asarray(ids).reshape(-1), kind="stable")[:20]] = True
+    kept[np.argsort(ids.reshape(-1), kind="stable")[:20]] = True
     kept = kept.reshape(ids.shape)
 
     def twin(weights, rows, ids, probs):
@@ -215,15 +215,16 @@ def test_biases_are_of_each_rows_expert():
         expected[:2],
     )
     with pytest.raises(ValueError, match=r"'mosaic_fused' has SwiGLU without biases .* and biases"):
-        routed_experts(weights, rows, ids, probs, implementation="mosaic_fused")
+        jax.eval_shape(
+            partial(routed_experts, implementation="mosaic_fused"), weights, rows, ids, probs
+        )
 
 
 def test_an_unknown_implementation_is_refused():
     weights, rows = expert_weights(), rows_of(4)
     ids, probs = choices_of(4, 2)
-    probs = jnp.asarray(probs, jnp.float32)
     with pytest.raises(ValueError, match=r"experts='tile' is none of .*, mosaic_fused; None"):
-        routed_experts(weights, rows, ids, probs, implementation="tile")
+        jax.eval_shape(partial(routed_experts, implementation="tile"), weights, rows, ids, probs)
 
 
 def test_dense_layer_is_swiglu_on_any_number_of_ranks():
@@ -235,5 +236,6 @@ def test_dense_layer_is_swiglu_on_any_number_of_ranks():
     mesh = mesh_of("tp2")
     spec = Dense(P(None, None, mesh.tp), P(mesh.tp))
     out = on_mesh(lambda w, x: dense(w, x, mesh), mesh, (spec, P(mesh.tp)), P(mesh.tp))(weights, x)
+    out = np.asarray(out)
     for row in range(4):
         np.testing.assert_allclose(out[row], swiglu(one, 0, x[row]), atol=1e-6)

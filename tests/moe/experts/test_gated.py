@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from programs import jit
 
 from moe.architecture.activation import ClampedSwiGLU
 from moe.experts.gated import gated
@@ -11,10 +12,22 @@ from moe.experts.gated import gated
 ROWS, D_EXPERT = 9, 5
 
 
-def given(dtype=jnp.float32):
+def given(dtype=np.float32):
     draw = np.random.default_rng(0)
     inward = 3 * draw.normal(size=(ROWS, 2 * D_EXPERT))
-    return jnp.asarray(inward, dtype), jnp.asarray(draw.random(ROWS), jnp.float32)
+    return inward.astype(dtype), draw.random(ROWS).astype(np.float32)
+
+
+def with_gradients(function):
+    """What it gives, and its gradients under an uneven pull."""
+    pull = np.random.default_rng(1).normal(size=(ROWS, D_EXPERT)).astype(np.float32)
+
+    @jit
+    def both(pull, *given):
+        out, back = jax.vjp(function, *given)
+        return out, back(pull)
+
+    return both(pull, *given())
 
 
 def written_out(inward, probs):
@@ -23,11 +36,10 @@ def written_out(inward, probs):
 
 
 def test_values_and_gradients():
-    pull = jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, D_EXPERT)), jnp.float32)
-    (out, back), (expected, by_autodiff) = (jax.vjp(f, *given()) for f in (gated, written_out))
+    (out, found), (expected, by_autodiff) = map(with_gradients, (gated, written_out))
     # A few operations in float32, on numbers of order ten.
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
-    for a, b in zip(back(pull), by_autodiff(pull), strict=True):
+    for a, b in zip(found, by_autodiff, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5)
 
 
@@ -48,16 +60,15 @@ def test_other_gates(activation, formula):
     def expected(inward, probs):
         return formula(inward[:, :D_EXPERT], inward[:, D_EXPERT:]) * probs[:, None]
 
-    pull = jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, D_EXPERT)), jnp.float32)
-    (out, back), (wanted, by_autodiff) = (
-        jax.vjp(f, *given()) for f in (lambda *x: gated(*x, activation), expected)
+    (out, found), (wanted, by_autodiff) = map(
+        with_gradients, (lambda *x: gated(*x, activation), expected)
     )
     np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=2e-6)
-    for a, b in zip(back(pull), by_autodiff(pull), strict=True):
+    for a, b in zip(found, by_autodiff, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5)
     if activation != "gelu_tanh":
         # Some gates and ups are cut, above and below.
-        inward = np.asarray(given()[0])
+        inward, _ = given()
         assert (inward > 2).any() and (inward[:, D_EXPERT:] < -2).any()
 
 
@@ -68,7 +79,7 @@ def test_a_limit_is_above_zero():
 
 def test_half_precision_is_rounded_once():
     inward, probs = given(jnp.bfloat16)
-    out = gated(inward, probs)
+    out = np.asarray(jit(gated)(inward, probs))
     assert out.dtype == jnp.bfloat16
     exact = written_out(np.asarray(inward, np.float64), np.asarray(probs, np.float64))
-    np.testing.assert_allclose(out.astype(jnp.float32), exact, rtol=2**-8, atol=1e-30)
+    np.testing.assert_allclose(out.astype(np.float32), exact, rtol=2**-8, atol=1e-30)

@@ -94,7 +94,7 @@ def gpt_oss(folder, groups=2):
         experts_per_token=2,
         d_expert=32,
     )
-    huggingface.save(folder, config, random_weights(config, 0))
+    huggingface.save(folder, config, jax.device_put(random_weights(config, 0)))
     return config
 
 

@@ -41,7 +41,7 @@ def test_weights_are_read_into_stages(layout, tmp_path):
     number = 4 if "vpp" in layout else 5 if "dp" in layout else 3
     own = replace(tiny(12), num_layers=number, d_model=12, num_experts=4, d_expert=6)
     own = replace(own, embedding_scale=1.0)
-    mesh, weights = mesh_of(layout), random_weights(own, 0)
+    mesh, weights = mesh_of(layout), jax.device_put(random_weights(own, 0))
     huggingface.save(tmp_path / "out", own, weights)
     config, _ = huggingface.load(tmp_path / "out", mesh_of("dp1"))
     found = huggingface.load_weights(tmp_path / "out", config, mesh)
@@ -79,7 +79,8 @@ def test_a_shard_is_read_without_the_rest_of_its_tensor(monkeypatch):
 def test_a_vocabulary_that_tp_divides_is_read_in_parts(tmp_path):
     """Files have all of its rows, as from one device."""
     config = replace(tiny(14), num_layers=1, d_model=12, num_experts=4, d_expert=6)
-    config, weights = huggingface.fold_embedding_scale(config, random_weights(config, 0))
+    weights = jax.device_put(random_weights(config, 0))
+    config, weights = huggingface.fold_embedding_scale(config, weights)
     huggingface.save(tmp_path / "one", config, weights)
     _, parts = huggingface.load(tmp_path / "one", mesh_of(MESH))
     assert parts.embedding.addressable_shards[0].data.shape == (7, 12)

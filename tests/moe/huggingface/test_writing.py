@@ -59,7 +59,7 @@ def test_the_longest_sequence_is_read_and_written(tmp_path):
 
 def test_an_own_network_is_exported_as_the_architecture_that_expresses_it(tmp_path):
     config = replace(tiny(13), num_layers=1, d_model=12, num_experts=4, d_expert=6)
-    weights = random_weights(config, 0)
+    weights = jax.device_put(random_weights(config, 0))
     with pytest.raises(ValueError, match="fold_embedding_scale makes embedding_scale 1"):
         huggingface.save(tmp_path / "out", config, weights)
     folded, moved = huggingface.fold_embedding_scale(config, weights)

@@ -1,9 +1,12 @@
 """Attention over the columns of a cache: the kernel, simulated, against its plain twin."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from programs import jit
 from tiers import full_but
 
 from moe.kernels.decode_attention import decode_attention, split_attention
@@ -28,8 +31,8 @@ def given(name, dtype=jnp.bfloat16):
         unseen = np.r_[: first[row], stop[row] : ROOM]
         keys[row, :, :, unseen] = np.nan
         values[row, :, unseen] = np.nan
-    ends = (jnp.asarray(x, jnp.int32) for x in (first, stop))
-    return *(jnp.asarray(x, dtype) for x in (query, keys, values)), *ends
+    ends = (np.asarray(x, np.int32) for x in (first, stop))
+    return *(x.astype(dtype) for x in (query, keys, values)), *ends
 
 
 def looped(query, keys, values, first, stop, scale):
@@ -51,23 +54,24 @@ def test_the_kernel_equals_float64(name):
     query, keys, values, first, stop = given(name)
     # The second of three layers; the others hold what must not be read.
     keys, values = (
-        jnp.stack([jnp.full_like(x, jnp.nan), x, jnp.full_like(x, jnp.nan)]) for x in (keys, values)
+        np.stack([np.full_like(x, np.nan), x, np.full_like(x, np.nan)]) for x in (keys, values)
     )
-    layer = jnp.asarray(1, jnp.int32)
-    found = split_attention(query, keys, values, first, stop, layer, scale=0.1, simulated=True)
+    kernel = jit(partial(split_attention, scale=0.1, simulated=True))
+    found = kernel(query, keys, values, first, stop, np.int32(1))
     assert found.dtype == jnp.bfloat16
     expected = looped(query, keys[1], values[1], first, stop, 0.1)
     # Powers and results are rounded to eight bits.
-    np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2**-6, atol=2**-8)
+    np.testing.assert_allclose(np.float32(found), expected, rtol=2**-6, atol=2**-8)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_plain_twin_equals_float64(name):
-    query, keys, values, first, stop = given(name, jnp.float32)
+    query, keys, values, first, stop = given(name, np.float32)
     # Zero times what is hidden need be zero there: a cache holds no NaN.
-    keys, values = jnp.nan_to_num(keys), jnp.nan_to_num(values)
+    keys, values = np.nan_to_num(keys), np.nan_to_num(values)
     for buffers, layer in (((keys, values), None), ((keys[None], values[None]), 0)):
-        found = decode_attention(query, *buffers, first, stop, 0.1, layer=layer)
+        twin = jit(partial(decode_attention, scale=0.1, layer=layer))
+        found = twin(query, *buffers, first, stop)
         expected = looped(query, keys, values, first, stop, 0.1)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
@@ -101,14 +105,15 @@ def test_what_the_kernel_cannot_serve_is_refused():
     query, keys, values, first, stop = given("windows")
 
     def run(query=query, keys=keys, values=values, name="mosaic"):
-        return decode_attention(query, keys, values, first, stop, implementation=name)
+        attend = jax.jit(partial(decode_attention, implementation=name))
+        return attend(query, keys, values, first, stop)
 
-    wide = jnp.zeros((*values.shape[:3], 320), jnp.bfloat16)
+    wide = np.zeros((*values.shape[:3], 320), jnp.bfloat16)
     for changed, message in (
-        ({"query": query.astype(jnp.float32)}, r"of float32, bfloat16, bfloat16, all bfloat16"),
+        ({"query": query.astype(np.float32)}, r"of float32, bfloat16, bfloat16, all bfloat16"),
         ({"values": wide}, r"heads of 320 elements, a multiple of 64 up to 256"),
         ({"keys": keys[..., :133], "values": values[:, :, :133]}, r"a cache of 133 columns"),
-        ({"query": jnp.zeros((3, 260, HEAD_DIM), jnp.bfloat16)}, r"130 queries of a key/value"),
+        ({"query": np.zeros((3, 260, HEAD_DIM), jnp.bfloat16)}, r"130 queries of a key/value"),
         ({"name": "interpreted"}, r"the plain interpreter has no matrix units"),
         ({"name": "cudnn"}, r"'cudnn' of decode_attention is none of"),
         ({}, r"decode_attention runs on NVIDIA GPUs .* lowered for cpu"),

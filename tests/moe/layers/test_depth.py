@@ -42,12 +42,12 @@ def batch(replayed):
     tokens = draw.integers(0, MOE.vocab_size, (BATCH, TIME))
     length = np.arange(BATCH) % (TIME - 1) + 2
     valid = np.arange(TIME)[None, :] >= TIME - length[:, None]
-    piece = jnp.asarray(tokens), jnp.asarray(valid)
+    piece = tokens.astype(np.int32), valid
     if not replayed:
         return piece
     shape = BATCH, TIME, 2, MOE.num_experts
     chosen = np.argsort(draw.random(shape), axis=-1)[..., : MOE.experts_per_token]
-    return *piece, jnp.asarray(chosen, jnp.uint8)
+    return *piece, chosen.astype(np.uint8)
 
 
 @functools.cache

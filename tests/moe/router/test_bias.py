@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from programs import jit, random_weights
 
 from moe.config import ModelConfig
 from moe.placement import in_chunks, in_layer_order
 from moe.router.bias import updated_bias, with_updated_bias
-from moe.weights import initialise
 from sharding.folding import Layout, fold_abstract
 
 ROUTE = 3
@@ -18,14 +18,15 @@ CONFIG = ModelConfig(vocab_size=5, num_experts=ROUTE, experts_per_token=1)
 
 
 def test_bias_moves_by_the_sign_of_what_is_missing():
-    bias = jnp.asarray([[0.5, 0.0, -0.5], [0.0, 0.0, 0.0]])
-    load = jnp.asarray([[9.0, 1.0, 5.0], [4.0, 4.0, 4.0]])
-    moved = updated_bias(bias, load, 0.25)
+    bias = np.float32([[0.5, 0.0, -0.5], [0.0, 0.0, 0.0]])
+    load = np.float32([[9.0, 1.0, 5.0], [4.0, 4.0, 4.0]])
+    # Outside `jax.jit`, where a third of three equal loads is each of them to the last bit.
+    moved = updated_bias(jnp.asarray(bias), jnp.asarray(load), 0.25)
     np.testing.assert_allclose(moved, [[0.25, 0.25, -0.5], [0.0, 0.0, 0.0]], rtol=1e-7)
 
 
 def test_no_bias_to_move_is_an_error():
-    weights = initialise(replace(CONFIG, num_layers=1), jax.random.key(0))
+    weights = random_weights(replace(CONFIG, num_layers=1), 0)
     with pytest.raises(ValueError, match="selection_bias=False has no bias to move"):
         with_updated_bias(weights, weights, jnp.ones((1, ROUTE)), 1e-3, fold_abstract(Layout()))
 
@@ -35,10 +36,15 @@ def test_the_bias_of_chunks_is_that_of_their_layers(layout):
     """Loads come in the order of the layers, weights as the stages of a pipeline store them."""
     config = replace(CONFIG, num_layers=4, selection_bias=True)
     mesh = fold_abstract(layout)
-    load = jnp.asarray(np.random.default_rng(0).integers(0, 9, (4, ROUTE)), jnp.float32)
-    weights = initialise(config, jax.random.key(0))
-    stored = in_chunks(weights, mesh)
-    expected = with_updated_bias(weights, weights, load, 1e-3, fold_abstract(Layout()))
-    moved = with_updated_bias(stored, stored, load, 1e-3, mesh)
-    found = in_layer_order(moved, mesh, num_layers=4)
+    load = np.random.default_rng(0).integers(0, 9, (4, ROUTE)).astype(np.float32)
+    weights = random_weights(config, 0)
+
+    @jit
+    def both(weights, load):
+        stored = in_chunks(weights, mesh)
+        moved = with_updated_bias(stored, stored, load, 1e-3, mesh)
+        plain = with_updated_bias(weights, weights, load, 1e-3, fold_abstract(Layout()))
+        return in_layer_order(moved, mesh, num_layers=4), plain
+
+    found, expected = both(weights, load)
     jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -3,13 +3,12 @@
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from programs import mesh_of, on_mesh
+from programs import jit, mesh_of, on_mesh
 
 from moe.config import ModelConfig
 from moe.router.capacity import can_drop, capacity_of, drop
@@ -29,7 +28,7 @@ def routing_of(seed, tokens=TOKENS):
     weights = (draw.integers(1, 9, (tokens, CHOSEN)) / 8).astype(np.float32)
     padding = draw.random(tokens) < 0.2
     experts[padding], weights[padding] = ROUTE, 0
-    return Routing(jnp.asarray(experts, jnp.int32), jnp.asarray(weights))
+    return Routing(experts.astype(np.int32), weights)
 
 
 def kept_by_loops(experts, weights, capacity, policy):
@@ -74,8 +73,8 @@ def test_drops_what_the_loops_drop(policy, layout, scope, groups):
     total = 0
     for seed in range(4):
         routing = routing_of(seed)
-        out, dropped = program(routing)
-        experts, weights = (np.asarray(x) for x in routing)
+        out, dropped = jax.device_get(program(routing))
+        experts, weights = routing
         kept = np.concatenate(
             [
                 kept_by_loops(experts[own], weights[own], capacity, policy)
@@ -97,15 +96,20 @@ def test_what_a_full_sequence_drops_does_not_depend_on_who_holds_it(layout, poli
     sections = ((2, 3), (4, 5))
     one, zigzag = (ZigzagLayout(sections, mesh_of(x).size(mesh_of(x).cp)) for x in ("dp1", layout))
     routing = routing_of(4, one.num_tokens)
-    # Places that only the packed batch has are nobody's: their id is past the last.
-    spread = Routing(
-        zigzag.flatten(*one.restore(routing.experts - ROUTE)) + ROUTE,
-        zigzag.flatten(*one.restore(routing.probs)),
-    )
-    assert spread.experts.shape[0] > routing.experts.shape[0]
-    out = jax.device_get(dropping(config, layout, zigzag)(spread))
-    whole = [one.flatten(*zigzag.restore(jnp.asarray(x))) for x in jax.tree.leaves(out)]
-    experts, weights = (np.asarray(x) for x in routing)
+
+    @jit
+    def spread(routing):
+        # Places that only the packed batch has are nobody's: their id is past the last.
+        return Routing(
+            zigzag.flatten(*one.restore(routing.experts - ROUTE)) + ROUTE,
+            zigzag.flatten(*one.restore(routing.probs)),
+        )
+
+    packed = jax.device_get(spread(routing))
+    assert packed.experts.shape[0] > routing.experts.shape[0]
+    out = jax.device_get(dropping(config, layout, zigzag)(packed))
+    gather = jit(lambda out: [one.flatten(*zigzag.restore(x)) for x in jax.tree.leaves(out)])
+    whole, (experts, weights) = jax.device_get(gather(out)), routing
     kept = kept_by_loops(experts, weights, 9, policy)  # 0.8 x 26 x 2 / 5, rounded up
     np.testing.assert_array_equal(whole[0], np.where(kept, experts, ROUTE))
     np.testing.assert_array_equal(whole[1], np.where(kept, weights, 0))
@@ -115,7 +119,7 @@ def test_what_a_full_sequence_drops_does_not_depend_on_who_holds_it(layout, poli
 
 def test_no_capacity_drops_nothing():
     routing = routing_of(0)
-    out, dropped = dropping(CONFIG, "dp1")(routing)
+    out, dropped = jax.device_get(dropping(CONFIG, "dp1")(routing))
     np.testing.assert_array_equal(out.experts, routing.experts)
     np.testing.assert_array_equal(out.probs, routing.probs)
     assert float(dropped.sum()) == 0
@@ -132,11 +136,12 @@ def test_no_choice_is_lost(seed, factor, policy):
     config = replace(CONFIG, capacity_factor=factor, drop_policy=policy)
     mesh = mesh_of("dp1")
     routing = routing_of(seed)
-    out, dropped = _DROPS.setdefault((factor, policy), dropping(config, "dp1"))(routing)
-    valid = np.asarray(routing.experts)[:, 0] < ROUTE
-    kept = np.asarray(out.experts) < ROUTE
+    program = _DROPS.setdefault((factor, policy), dropping(config, "dp1"))
+    out, dropped = jax.device_get(program(routing))
+    valid = routing.experts[:, 0] < ROUTE
+    kept = out.experts < ROUTE
     assert kept.sum() + int(dropped.sum()) == valid.sum() * CHOSEN
-    load = [int((np.asarray(out.experts) == expert).sum()) for expert in range(ROUTE)]
+    load = [int((out.experts == expert).sum()) for expert in range(ROUTE)]
     assert max(load) <= capacity_of(zigzag_of(mesh), config, mesh)
 
 

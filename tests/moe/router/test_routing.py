@@ -15,6 +15,7 @@ from moe.router.routing import assignments, topk_routing
 
 CONFIG = ModelConfig(vocab_size=5, num_experts=7, experts_per_token=3)
 BATCH, TIME, EXPERTS = 2, 5, 7
+route = jit(topk_routing, static_argnums=2)
 
 
 def tokens(seed, scale=2.0):
@@ -33,8 +34,8 @@ def softmax(logits):
 @pytest.mark.parametrize("scale", [2.0, 40.0])
 def test_route_takes_the_likeliest_and_renormalises(scale):
     logits, valid = tokens(0, scale)
-    routing, probabilities = topk_routing(jnp.asarray(logits), jnp.asarray(valid), CONFIG)
-    assert routing.probs.dtype == probabilities.dtype == jnp.float32
+    routing, probabilities = jax.device_get(route(logits, valid, CONFIG))
+    assert routing.probs.dtype == probabilities.dtype == np.float32
     for token, row in enumerate(logits):
         expected = softmax(row)
         # float32 exponentials: a few units in the seventh digit.
@@ -53,22 +54,23 @@ def test_route_takes_the_likeliest_and_renormalises(scale):
 
 def test_route_in_half_precision_is_computed_in_float32():
     logits, valid = tokens(1)
-    half = jnp.asarray(logits, jnp.bfloat16)
-    routing, probabilities = topk_routing(half, jnp.asarray(valid), CONFIG)
-    expected, _ = topk_routing(half.astype(jnp.float32), jnp.asarray(valid), CONFIG)
+    half = logits.astype(jnp.bfloat16)
+    routing, probabilities = route(half, valid, CONFIG)
+    expected, _ = route(half.astype(np.float32), valid, CONFIG)
     assert probabilities.dtype == jnp.float32
     jax.tree.map(np.testing.assert_array_equal, routing, expected)
 
 
 def test_weights_carry_gradient_to_the_chosen_logits_only():
-    logits, valid = (jnp.asarray(x) for x in tokens(6))
-    pull = jnp.arange(3.0)
+    logits, valid = tokens(6)
 
-    def output(logits):
-        return jnp.sum(topk_routing(logits, valid, CONFIG)[0].probs * pull[None, :])
+    def output(logits, valid):
+        routing, _ = topk_routing(logits, valid, CONFIG)
+        chosen = assignments(routing.experts, EXPERTS)
+        return jnp.sum(routing.probs * jnp.arange(3.0)[None, :]), chosen
 
-    gradient = np.asarray(jax.grad(output)(logits))
-    chosen = np.asarray(assignments(topk_routing(logits, valid, CONFIG)[0].experts, EXPERTS)) > 0
+    gradient, chosen = map(np.asarray, jit(jax.grad(output, has_aux=True))(logits, valid))
+    chosen = chosen > 0
     np.testing.assert_allclose(gradient[~chosen], 0.0, atol=1e-6)
     assert np.all(np.abs(gradient[chosen]) > 0)
 
@@ -122,10 +124,8 @@ def test_routers_of_public_models(name):
     logits = (2 * draw.normal(size=(40, 8))).astype(np.float32)
     # Large enough that it changes most choices.
     bias = draw.normal(size=8).astype(np.float32) if config.selection_bias else np.zeros(8)
-    given = jnp.asarray(bias) if config.selection_bias else None
-    routing, probabilities = topk_routing(
-        jnp.asarray(logits), jnp.ones(40, bool), config, bias=given
-    )
+    given = bias if config.selection_bias else None
+    routing, probabilities = jax.device_get(route(logits, np.ones(40, bool), config, bias=given))
     changed = 0
     for token, row in enumerate(logits):
         chosen, weights = routed_by_hand(row, bias, config)
@@ -142,13 +142,14 @@ def test_routers_of_public_models(name):
 def test_the_kernel_routes_as_the_plain_router(name):
     """Padding and replayed choices included; the latter are weighed by the plain one."""
     config, draw = ROUTERS[name], np.random.default_rng(8)
-    logits = jnp.asarray(2 * draw.normal(size=(40, 8)), jnp.float32)
-    valid = jnp.asarray(draw.random(40) < 0.7)
-    bias = jnp.asarray(draw.normal(size=8), jnp.float32) if config.selection_bias else None
-    pull = jnp.asarray(draw.normal(size=(40, config.experts_per_token)), jnp.float32)
-    replay = jnp.asarray(draw.integers(0, 8, pull.shape), jnp.int32)
+    logits = (2 * draw.normal(size=(40, 8))).astype(np.float32)
+    valid = draw.random(40) < 0.7
+    bias = draw.normal(size=8).astype(np.float32) if config.selection_bias else None
+    pull = draw.normal(size=(40, config.experts_per_token)).astype(np.float32)
+    replay = draw.integers(0, 8, pull.shape).astype(np.int32)
 
-    def run(implementation, replay=None):
+    @partial(jit, static_argnums=0)
+    def run(implementation, logits, valid, bias, pull, replay):
         def probs(logits):
             routing, probabilities = topk_routing(
                 logits, valid, config, bias=bias, replay=replay, implementation=implementation
@@ -159,7 +160,9 @@ def test_the_kernel_routes_as_the_plain_router(name):
         return out, *rest, *back(pull)
 
     for given in (None, replay):
-        found, expected = (jit(partial(run, name, given))() for name in ("interpreted", "plain"))
+        found, expected = (
+            run(name, logits, valid, bias, pull, given) for name in ("interpreted", "plain")
+        )
         np.testing.assert_array_equal(found[1], expected[1])
         for a, b in zip(found, expected, strict=True):
             # A few roundings of float32.
@@ -174,51 +177,61 @@ def test_a_router_of_another_name_is_refused():
 
 def test_sigmoid_scores_that_vanish_still_have_weights():
     config = replace(ROUTERS["DeepSeek-V3"], selection_bias=False)
-    logits = jnp.asarray([[-200.0, -201.0, -202.0, -203.0, -300.0, -301.0, -302.0, -303.0]])
-    routing, _ = topk_routing(logits, jnp.ones(1, bool), config)
-    np.testing.assert_allclose(routing.probs.sum(), 2.5, rtol=1e-6)
+    logits = np.float32([[-200.0, -201.0, -202.0, -203.0, -300.0, -301.0, -302.0, -303.0]])
+    routing, _ = route(logits, np.ones(1, bool), config)
+    np.testing.assert_allclose(np.sum(routing.probs), 2.5, rtol=1e-6)
 
 
 def test_bias_moves_choices_and_has_no_gradient():
     config = replace(EIGHT, router_scores="sigmoid", selection_bias=True)
-    logits = jnp.asarray(np.random.default_rng(9).normal(size=(6, 8)), jnp.float32)
+    logits = np.random.default_rng(9).normal(size=(6, 8)).astype(np.float32)
 
-    def output(bias):
-        weights = topk_routing(logits, jnp.ones(6, bool), config, bias=bias)[0].probs
-        return jnp.sum(weights * jnp.arange(4.0)[None, :])
+    def output(bias, logits):
+        routing, _ = topk_routing(logits, jnp.ones(6, bool), config, bias=bias)
+        return jnp.sum(routing.probs * jnp.arange(4.0)[None, :]), routing.experts
 
-    bias = jnp.asarray([9.0] + 7 * [0.0])
-    routing, _ = topk_routing(logits, jnp.ones(6, bool), config, bias=bias)
-    assert np.all(np.asarray(routing.experts)[:, 0] == 0)
-    np.testing.assert_array_equal(jax.grad(output)(bias), 0)
+    bias = np.float32([9.0] + 7 * [0.0])
+    gradient, experts = jit(jax.grad(output, has_aux=True))(bias, logits)
+    assert np.all(np.asarray(experts)[:, 0] == 0)
+    np.testing.assert_array_equal(gradient, 0)
 
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_replayed_choices_have_current_scores(name):
     config, draw = ROUTERS[name], np.random.default_rng(10)
-    old, new = (jnp.asarray(draw.normal(size=(12, 8)), jnp.float32) for _ in range(2))
-    valid = jnp.arange(12) != 5
-    recorded = topk_routing(old, valid, config)[0].experts
-    own, _ = topk_routing(new, valid, config)
-    again, _ = topk_routing(new, valid, config, replay=own.experts)
+    old, new = (draw.normal(size=(40, 8)).astype(np.float32) for _ in range(2))
+    valid = np.arange(40) != 5
+    everyone = np.ones(40, bool)
+
+    def probs(logits, valid, recorded):
+        routing, _ = topk_routing(logits, valid, config, replay=recorded)
+        return routing.probs[0, 0], routing
+
+    @jit
+    def replay(logits, valid, recorded):
+        """The gradient of the first weight, and the routing."""
+        return jax.grad(probs, has_aux=True)(logits, valid, recorded)
+
+    recorded, own, alone = (
+        jax.device_get(route(*given, config)[0])
+        for given in ((old, valid), (new, valid), (new, everyone))
+    )
+    recorded = recorded.experts
+    _, again = replay(new, valid, own.experts)
     jax.tree.map(np.testing.assert_array_equal, again, own)
-    replayed, _ = topk_routing(new, valid, config, replay=recorded)
+    gradient, replayed = jax.device_get(replay(new, valid, recorded))
     np.testing.assert_array_equal(replayed.experts, recorded)
-    assert np.any(np.asarray(recorded) != np.asarray(own.experts))
+    assert np.any(recorded != own.experts)
     for token in np.flatnonzero(valid):
-        row, chosen = np.asarray(new[token], np.float64), np.asarray(recorded[token])
+        row, chosen = new[token].astype(np.float64), recorded[token]
         every = softmax(row) if config.router_scores == "softmax" else 1 / (1 + np.exp(-row))
         expected = every[chosen] / (every[chosen].sum() if config.renormalise else 1)
         np.testing.assert_allclose(
             replayed.probs[token], expected * config.routed_scaling, rtol=1e-5
         )
     # What was padding when it was recorded chooses for itself.
-    late, _ = topk_routing(new, jnp.ones(12, bool), config, replay=recorded)
-    alone, _ = topk_routing(new, jnp.ones(12, bool), config)
+    _, late = replay(new, everyone, recorded)
     np.testing.assert_array_equal(late.experts[5], alone.experts[5])
     # The gradient passes through the scores of the recorded experts.
-    gradient = jax.grad(lambda x: topk_routing(x, valid, config, replay=recorded)[0].probs[0, 0])(
-        new
-    )
-    assert float(jnp.abs(gradient[0, recorded[0, 0]])) > 0
+    assert abs(gradient[0, recorded[0, 0]]) > 0
     np.testing.assert_array_equal(gradient[1:], 0)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.extend import core
 from jax.sharding import PartitionSpec as P
-from programs import mesh_of, on_mesh
+from programs import jit, mesh_of, on_mesh
 from tiers import full_but
 
 from moe.router.sequences import load_fraction, sequence_load_fractions
@@ -45,6 +45,13 @@ def packed_as(kind: str, mesh) -> PackedBatch:
     if kind == "segments":
         return pack_segments(tokens, jnp.asarray(segments()), 8, mesh)
     return pack_shared_prompts(tokens, valid, PROMPT, COPIES, mesh)
+
+
+def num_packed(kind: str, mesh) -> int:
+    """Tokens of the packed batch, padding included, by tracing."""
+    found = []
+    jax.eval_shape(lambda: found.append(packed_as(kind, mesh).zigzag.num_tokens))
+    return found[0]
 
 
 def sections(kind: str, x: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -96,10 +103,15 @@ CASES = [(kind, layout) for kind in KINDS for layout in ("dp1", "tp2", "cp2", "t
     ("kind", "layout"), full_but(CASES, *((kind, "tp4 cp2") for kind in KINDS))
 )
 def test_fractions_are_those_of_each_sequence(kind, layout):
-    zigzag = packed_as(kind, mesh_of(layout)).zigzag
-    counts = zigzag.flatten(*map(jnp.asarray, sections(kind, assignments(kind))))
-    assert counts.shape[0] % mesh_of(layout).layout.num_devices == 0
-    found = zigzag.restore(program(kind, layout)(counts))
+    run, mesh = program(kind, layout).__wrapped__, mesh_of(layout)
+
+    def there_and_back(*sections):
+        zigzag = packed_as(kind, mesh).zigzag
+        counts = zigzag.flatten(*sections)
+        assert counts.shape[0] % mesh.layout.num_devices == 0
+        return zigzag.restore(run(counts))
+
+    found = jit(there_and_back)(*sections(kind, assignments(kind)))
     wanted = sections(kind, expected(kind))
     for part, other in zip(found, wanted, strict=True):
         assert 0 < np.count_nonzero(other) < other.size
@@ -125,7 +137,7 @@ def equations(jaxpr):
     ("kind", "pieces"), [("rows", ROWS), ("shared", ROWS // COPIES + ROWS), ("segments", 9)]
 )
 def test_what_is_sent_are_sums_of_a_sequence_and_an_expert(kind, pieces):
-    num_tokens = packed_as(kind, mesh_of("tp4 cp2")).zigzag.num_tokens
+    num_tokens = num_packed(kind, mesh_of("tp4 cp2"))
     counts = jax.ShapeDtypeStruct((num_tokens, EXPERTS), jnp.float32)
     traced = program(kind, "tp4 cp2").trace(counts)
     sent = [

@@ -46,20 +46,22 @@ def hidden(config, weights, tokens, valid):
 
 
 def one_sequence(seed=0):
-    return np.random.default_rng(seed).integers(0, CONFIG.vocab_size, TIME)
+    return np.random.default_rng(seed).integers(0, CONFIG.vocab_size, TIME).astype(np.int32)
 
 
 def test_values_speak_of_the_state_before_each_token():
     config = CONFIG.as_critic()
     weights = random_weights(config, 1)
-    tokens = jnp.asarray(np.stack([one_sequence(0), one_sequence(1)]))
-    valid = jnp.asarray([[True] * TIME, [False] * 2 + [True] * (TIME - 2)])
-    values = on_mesh(
-        lambda w, t, v: model.values(w, t, v, config, MESH)[0][None],
-        MESH,
-        (specs(config, MESH), P(), P()),
-        P(MESH.except_sequence),
-    )(weights, tokens, valid)[0]
+    tokens = np.stack([one_sequence(0), one_sequence(1)])
+    valid = np.asarray([[True] * TIME, [False] * 2 + [True] * (TIME - 2)])
+    values = np.asarray(
+        on_mesh(
+            lambda w, t, v: model.values(w, t, v, config, MESH)[0][None],
+            MESH,
+            (specs(config, MESH), P(), P()),
+            P(MESH.except_sequence),
+        )(weights, tokens, valid)
+    )[0]
     states = np.asarray(hidden(config, weights, tokens, valid)) @ np.asarray(weights.head)
     np.testing.assert_array_equal(values[:, 0], 0)
     np.testing.assert_allclose(values[:, 1:], states[:, :-1], atol=5e-6)
@@ -72,14 +74,14 @@ def test_values_speak_of_the_state_before_each_token():
 def test_alignment_moves_each_number_to_its_token(layout, context):
     mesh, config = mesh_of(layout), replace(CONFIG, execution=Execution(context=context))
     shape = (4, 2 * TIME)
-    tokens = np.random.default_rng(0).integers(0, 9, shape)
+    tokens = np.random.default_rng(0).integers(0, 9, shape).astype(np.int32)
 
     def local(tokens):
         after = alignment.next_tokens(tokens, mesh, config).astype(jnp.float32)
         return alignment.align_to_tokens(after, tokens.shape, mesh, config)[None]
 
     rows = tuple(axis for axis in mesh.except_sequence if axis not in mesh.dp)
-    aligned = on_mesh(local, mesh, P(mesh.dp), P(rows, mesh.dp))(jnp.asarray(tokens))[0]
+    aligned = np.asarray(on_mesh(local, mesh, P(mesh.dp), P(rows, mesh.dp))(tokens))[0]
     # Position t - 1 is asked for the token that follows it, which is token t.
     np.testing.assert_array_equal(aligned[:, 1:], tokens[:, 1:])
     np.testing.assert_array_equal(aligned[:, 0], 0)

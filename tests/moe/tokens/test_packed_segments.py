@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from programs import mesh_of, on_mesh, random_weights
+from programs import jit, mesh_of, on_mesh, random_weights
 from tiers import full_but
 
 from moe import model
@@ -135,21 +135,28 @@ def test_packed_sequences_are_rows_of_their_own(layout, context):
 
 
 def test_positions_restart_with_every_sequence():
-    tokens = jnp.zeros((2, 7), int)
-    ids = jnp.asarray([[2, 2, 1, 1, 1, 0, 3], [0, 5, 5, 0, 5, 7, 7]])
-    packed = pack_segments(tokens, ids, 7, mesh_of("dp1"))
+    ids = np.asarray([[2, 2, 1, 1, 1, 0, 3], [0, 5, 5, 0, 5, 7, 7]], np.int32)
+
+    @jit
+    def parts(ids):
+        packed = pack_segments(jnp.zeros(ids.shape, int), ids, 7, mesh_of("dp1"))
+        return packed.positions.reshape(ids.shape), packed.multiplicity.reshape(ids.shape)
+
+    positions, multiplicity = jax.device_get(parts(ids))
     expected = [[0, 1, 0, 1, 2, None, 0], [None, 0, 1, None, 2, 0, 1]]
-    positions = packed.positions.reshape(2, 7)
     for row in range(2):
         for column, place in enumerate(expected[row]):
             assert place is None or int(positions[row, column]) == place
-    np.testing.assert_array_equal(packed.multiplicity.reshape(2, 7), ids > 0)
+    np.testing.assert_array_equal(multiplicity, ids > 0)
 
 
 def test_choices_to_replay_stand_with_their_tokens():
     choices = np.random.default_rng(3).integers(0, 4, (2, BATCH, TIME, 3)).astype(np.uint8)
-    tokens, ids = jnp.zeros((BATCH, TIME), int), jnp.asarray(segments())
-    packed = pack_segments(tokens, ids, 12 * BATCH, mesh_of("cp2"), replay=jnp.asarray(choices))
-    for layer, expected in enumerate(choices):
-        of_layer = packed.of_layer(layer).replay
-        np.testing.assert_array_equal(packed.zigzag.restore(of_layer)[0], expected)
+
+    @jit
+    def by_layer(ids, choices):
+        tokens, mesh = jnp.zeros((BATCH, TIME), int), mesh_of("cp2")
+        packed = pack_segments(tokens, ids, 12 * BATCH, mesh, replay=choices)
+        return [packed.zigzag.restore(packed.of_layer(layer).replay)[0] for layer in range(2)]
+
+    np.testing.assert_array_equal(by_layer(segments().astype(np.int32), choices), choices)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from programs import jit, mesh_of, random_weights
 from tiers import full_but
 
 from moe import model
@@ -18,9 +19,7 @@ from moe.placement import specs
 from moe.router.balance import router_loss
 from moe.tokens import alignment
 from moe.tokens.packing import pack_rows, pack_shared_prompts
-from moe.weights import initialise
 from sharding.collectives import all_sum, gather_tokens, own_shard
-from sharding.folding import Layout, fold
 
 PROMPT, RESPONSE, ROWS = 6, 5, 8
 CONFIG = ModelConfig(
@@ -42,13 +41,13 @@ CONFIG = ModelConfig(
 
 def batch(copies):
     """Prompts of one to six tokens padded on the left, responses of one to five on the right."""
-    tokens = jax.random.randint(jax.random.key(1), (ROWS, PROMPT + RESPONSE), 0, CONFIG.vocab_size)
-    prompts = jnp.repeat(tokens[::copies, :PROMPT], copies, axis=0)
-    lengths = jnp.repeat(jnp.arange(ROWS // copies) * 5 % PROMPT + 1, copies)
-    responses = jnp.arange(ROWS) * 3 % RESPONSE + 1
-    column = jnp.arange(PROMPT + RESPONSE)[None, :]
+    tokens = np.random.default_rng(1).integers(0, CONFIG.vocab_size, (ROWS, PROMPT + RESPONSE))
+    prompts = np.repeat(tokens[::copies, :PROMPT], copies, axis=0)
+    lengths = np.repeat(np.arange(ROWS // copies) * 5 % PROMPT + 1, copies)
+    responses = np.arange(ROWS) * 3 % RESPONSE + 1
+    column = np.arange(PROMPT + RESPONSE)[None, :]
     valid = (column >= PROMPT - lengths[:, None]) & (column < PROMPT + responses[:, None])
-    return jnp.concatenate([prompts, tokens[:, PROMPT:]], axis=1), valid
+    return np.concatenate([prompts, tokens[:, PROMPT:]], axis=1).astype(np.int32), valid
 
 
 def fast(weights, tokens, valid, copies, config, mesh):
@@ -78,8 +77,7 @@ def loss(weights, tokens, valid, path, copies, config, mesh):
 
 @functools.cache
 def compiled(path, copies, layout, with_gradients, context):
-    parsed = Layout.parse(layout)
-    mesh = fold(parsed, jax.devices()[: parsed.num_devices])
+    mesh = mesh_of(layout)
     spec, config = specs(CONFIG, mesh), replace(CONFIG, execution=Execution(context=context))
 
     def local(weights, tokens, valid):
@@ -98,15 +96,14 @@ def compiled(path, copies, layout, with_gradients, context):
         in_specs=(spec, P(mesh.dp), P(mesh.dp)),
         out_specs=(P(), P(mesh.dp), P(), spec if with_gradients else None),
     )
-    # It runs a few times: compiling without optimisation takes half as long.
-    return jax.jit(step, compiler_options={"xla_backend_optimization_level": 0})
+    return jit(step)
 
 
 def run(path, copies, layout, rows, with_gradients=True, context=None):
     """Loss, log-probabilities, router sums and gradients, of rows that share prompts so many
     times."""
     step = compiled(path, copies, layout, with_gradients, context)
-    return jax.device_get(step(initialise(CONFIG, jax.random.key(0)), *batch(rows)))
+    return jax.device_get(step(random_weights(CONFIG, 0), *batch(rows)))
 
 
 def assert_same_forward(found, expected, copies):
@@ -153,18 +150,25 @@ def test_equals_whole_rows(layout, copies, context):
 @pytest.mark.parametrize("copies", [1, 2, 4])
 def test_what_the_packed_batch_holds(copies):
     tokens, valid = batch(copies)
-    mesh = fold(Layout(), jax.devices()[:1])
-    packed, whole = (
-        pack_shared_prompts(tokens, valid, PROMPT, copies, mesh),
-        pack_rows(tokens, valid, mesh),
-    )
+    mesh = mesh_of("dp1")
+
+    @jit
+    def both(tokens, valid):
+        packed = (
+            pack_shared_prompts(tokens, valid, PROMPT, copies, mesh),
+            pack_rows(tokens, valid, mesh),
+        )
+        names = ("tokens", "positions", "multiplicity")
+        return [{name: getattr(one, name) for name in names} for one in packed]
+
+    packed, whole = jax.device_get(both(tokens, valid))
     split = ROWS // copies * PROMPT
-    assert packed.tokens.shape == (split + ROWS * RESPONSE,)
-    np.testing.assert_array_equal(packed.multiplicity.sum(), whole.multiplicity.sum())
+    assert packed["tokens"].shape == (split + ROWS * RESPONSE,)
+    assert packed["multiplicity"].sum() == whole["multiplicity"].sum()
     for part in ("tokens", "positions"):
-        flat, by_row = getattr(packed, part), getattr(whole, part).reshape(ROWS, -1)
+        flat, by_row = packed[part], whole[part].reshape(ROWS, -1)
         np.testing.assert_array_equal(flat[:split], by_row[::copies, :PROMPT].reshape(-1))
         np.testing.assert_array_equal(flat[split:], by_row[:, PROMPT:].reshape(-1))
     # The first response token comes after its own prompt, however much padding there is.
     lengths = valid[:, :PROMPT].sum(axis=1)
-    np.testing.assert_array_equal(packed.positions[split::RESPONSE], lengths)
+    np.testing.assert_array_equal(packed["positions"][split::RESPONSE], lengths)

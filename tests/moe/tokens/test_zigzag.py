@@ -1,9 +1,12 @@
 """The zig-zag layout: a bijection with rows, fair to every rank, and free on one of them."""
 
+from functools import partial
+from typing import NamedTuple
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from programs import jit
 from tiers import full_but
 
 from moe.tokens.zigzag import ZigzagLayout
@@ -14,10 +17,38 @@ SECTIONS = ((2, 5), (3, 9))
 def sections(*rest):
     """Numbers from 1, so that padding (0) is none of them."""
     first, second = (int(np.prod((*s, *rest))) for s in SECTIONS)
-    numbers = jnp.arange(1, first + second + 1)
+    numbers = np.arange(1, first + second + 1, dtype=np.int32)
     return numbers[:first].reshape(*SECTIONS[0], *rest), numbers[first:].reshape(
         *SECTIONS[1], *rest
     )
+
+
+def columns():
+    """The column of each place, by section."""
+    return [np.tile(np.arange(size, dtype=np.int32), (rows, 1)) for rows, size in SECTIONS]
+
+
+class LaidOut(NamedTuple):
+    """The stream, the sections that come back, and of each rank's part of the stream its rows by
+    section and these put together again."""
+
+    stream: np.ndarray
+    restored: list[np.ndarray]
+    split: list[list[np.ndarray]]
+    joined: list[np.ndarray]
+
+
+@partial(jit, static_argnums=0)
+def _laid_out(zigzag, *given):
+    stream = zigzag.flatten(*given)
+    parts = stream.reshape(zigzag.ranks, -1, *stream.shape[1:])
+    split = [zigzag.split(part) for part in parts]
+    joined = [zigzag.join(*sections) for sections in split]
+    return stream, list(zigzag.restore(stream)), list(map(list, split)), joined
+
+
+def laid_out(zigzag, *given):
+    return LaidOut(*jax.device_get(_laid_out(zigzag, *given)))
 
 
 @pytest.mark.parametrize("ranks", full_but([1, 2, 3, 4], 1, 3))
@@ -25,26 +56,25 @@ def sections(*rest):
 @pytest.mark.parametrize("contiguous", [False, True])
 def test_the_stream_holds_every_token_once(ranks, rest, contiguous):
     zigzag, given = ZigzagLayout(SECTIONS, ranks, contiguous), sections(*rest)
-    packed = zigzag.flatten(*given)
-    assert packed.shape == (zigzag.num_tokens, *rest)
-    for back, x in zip(zigzag.restore(packed), given, strict=True):
+    found = laid_out(zigzag, *given)
+    assert found.stream.shape == (zigzag.num_tokens, *rest)
+    for back, x in zip(found.restored, given, strict=True):
         np.testing.assert_array_equal(back, x)
-    numbers = np.sort(np.asarray(packed).reshape(-1))
+    numbers = np.sort(found.stream.reshape(-1))
     np.testing.assert_array_equal(numbers[numbers > 0], np.concatenate([x.ravel() for x in given]))
     # A rank's part, taken apart by section and put together again.
-    for part in packed.reshape(ranks, -1, *rest):
-        split = zigzag.split(part)
+    parts = found.stream.reshape(ranks, -1, *rest)
+    for part, split, joined in zip(parts, found.split, found.joined, strict=True):
         assert [x.shape[0] for x in split] == [2, 3]
-        np.testing.assert_array_equal(zigzag.join(*split), part)
+        np.testing.assert_array_equal(joined, part)
 
 
 @pytest.mark.parametrize("ranks", full_but([2, 3, 4], 3))
 def test_each_rank_has_a_piece_from_either_end(ranks):
     length = 2 * ranks * 3
     zigzag = ZigzagLayout(((2, length),), ranks)
-    rows = jnp.arange(2 * length).reshape(2, length)
-    for rank, part in enumerate(zigzag.flatten(rows).reshape(ranks, -1)):
-        (own,) = zigzag.split(part)
+    rows = np.arange(2 * length, dtype=np.int32).reshape(2, length)
+    for rank, (own,) in enumerate(laid_out(zigzag, rows).split):
         early, late = 3 * rank, 3 * (2 * ranks - 1 - rank)
         columns = [*range(early, early + 3), *range(late, late + 3)]
         np.testing.assert_array_equal(own, rows[:, np.array(columns)])
@@ -55,11 +85,10 @@ def test_contiguous_parts_follow_each_other(ranks):
     """As many tokens as in zig-zag; of one row nothing is moved."""
     zigzag = ZigzagLayout(SECTIONS, ranks, contiguous=True)
     assert zigzag.num_tokens == ZigzagLayout(SECTIONS, ranks).num_tokens
-    row = jnp.arange(1, 10)[None]
+    row = np.arange(1, 10, dtype=np.int32)[None]
     one = ZigzagLayout(((1, 9),), ranks, contiguous=True)
-    np.testing.assert_array_equal(one.flatten(row)[:9], row[0])
-    whole = zigzag.flatten(*(jnp.broadcast_to(jnp.arange(n)[None], (m, n)) for m, n in SECTIONS))
-    parts = [zigzag.split(part)[1] for part in whole.reshape(ranks, -1)]
+    np.testing.assert_array_equal(laid_out(one, row).stream[:9], row[0])
+    parts = [split[1] for split in laid_out(zigzag, *columns()).split]
     np.testing.assert_array_equal(
         np.concatenate(parts, axis=1)[:, :9], np.arange(9)[None] + [[0]] * 3
     )
@@ -69,8 +98,7 @@ def test_contiguous_parts_follow_each_other(ranks):
 @pytest.mark.parametrize("contiguous", [False, True])
 def test_place_finds_every_column(ranks, contiguous):
     zigzag = ZigzagLayout(SECTIONS, ranks, contiguous)
-    columns = [jnp.tile(jnp.arange(length)[None], (rows, 1)) for rows, length in SECTIONS]
-    parts = [zigzag.split(part) for part in zigzag.flatten(*columns).reshape(ranks, -1)]
+    parts = laid_out(zigzag, *columns()).split
     for section, (_, length) in enumerate(SECTIONS):
         for column in range(length):
             rank, offset = zigzag.locate(section, column)
@@ -83,15 +111,17 @@ def test_every_rank_reads_as_much(ranks, chunk):
     """Visible pairs under the causal mask, exactly equal where the length divides."""
     length = 2 * ranks * chunk
     zigzag = ZigzagLayout(((1, length),), ranks)
-    columns = zigzag.flatten(jnp.arange(length)[None]).reshape(ranks, -1)
-    pairs = (np.asarray(columns) + 1).sum(axis=1)
+    given = np.arange(length, dtype=np.int32)[None]
+    columns = laid_out(zigzag, given).stream.reshape(ranks, -1)
+    pairs = (columns + 1).sum(axis=1)
     assert set(pairs) == {length * (length + 1) // 2 // ranks}
 
 
 def test_one_rank_moves_nothing():
     zigzag = ZigzagLayout(SECTIONS, 1)
-    laid_out = jax.make_jaxpr(zigzag.flatten)(*sections())
-    back = jax.make_jaxpr(zigzag.restore)(zigzag.flatten(*sections()))
-    used = {str(equation.primitive) for jaxpr in (laid_out, back) for equation in jaxpr.eqns}
+    there = jax.make_jaxpr(zigzag.flatten)(*sections())
+    stream = laid_out(zigzag, *sections()).stream
+    back = jax.make_jaxpr(zigzag.restore)(stream)
+    used = {str(equation.primitive) for jaxpr in (there, back) for equation in jaxpr.eqns}
     assert used <= {"reshape", "concatenate", "split", "slice"}
-    np.testing.assert_array_equal(zigzag.flatten(*sections()), np.arange(1, zigzag.num_tokens + 1))
+    np.testing.assert_array_equal(stream, np.arange(1, zigzag.num_tokens + 1))

@@ -108,7 +108,7 @@ def run(context, layout, windows="tp2 cp2"):
         packed = batches(mesh, config)
         return {kind: [packed[kind].zigzag.restore(x) for x in results[kind]] for kind in results}
 
-    given = jit(flattened)({kind: arrays(kind) for kind in KINDS})
+    given = jax.device_get(jit(flattened)({kind: arrays(kind) for kind in KINDS}))
     spec = P(mesh.cp, mesh.tp)
 
     def local(given):
@@ -159,7 +159,7 @@ def test_one_device_reads_what_it_may(kind, windows):
 def test_a_ring_in_half_precision_errs_as_little_as_blocks():
     """Scores of a dozen or more, which half precision would round by several hundredths."""
     visible = visible_pairs("rows")
-    query, key, value = (jnp.asarray(x, jnp.bfloat16) for x in arrays("rows")[:3])
+    query, key, value = (x.astype(jnp.bfloat16) for x in arrays("rows")[:3])
     query = query * 16
     wide = [np.asarray(x, np.float64) for x in (query, key, value)]
     wide[1:] = (np.repeat(x, HEADS // KV_HEADS, axis=2) for x in wide[1:])
@@ -298,7 +298,7 @@ def test_ulysses_repeats_heads_as_often_as_needed(ranks, kv_heads, copies, dtype
     heads, time, width, v_width = 12, 8, 6, 10
     draw = np.random.default_rng(kv_heads)
     sizes = [(heads, width), (kv_heads, width), (kv_heads, v_width), (heads, v_width)]
-    given = [jnp.asarray(draw.normal(size=(time, *size)), dtype) for size in sizes]
+    given = [draw.normal(size=(time, *size)).astype(dtype) for size in sizes]
 
     def read(layout, context):
         mesh = mesh_of(layout)
@@ -354,17 +354,22 @@ def test_a_ring_leaves_out_what_is_hidden():
     """Keys and values that are NaN reach whoever computes with them, masked or not."""
     mesh, chunk, time = mesh_of("cp4"), 4, 32
     draw = np.random.default_rng(0)
-    given = [jnp.asarray(draw.normal(size=(time, n, 6)), jnp.float32) for n in (4, 2, 2)]
+    given = [draw.normal(size=(time, n, 6)).astype(np.float32) for n in (4, 2, 2)]
 
     def finite_chunks(window, poisoned):
         """The chunks, in the order of columns, whose queries get something finite."""
         config = network(Execution(context="ring"), 4, 2)
-        packed = pack_rows(jnp.zeros((1, time), int), jnp.ones((1, time), bool), mesh, config)
         bad = np.isin(np.arange(time) // chunk, poisoned)[:, None, None]
         query, *sources = given
-        whole = [query, *(jnp.where(bad, jnp.nan, x) for x in sources)]
-        read = on_mesh(packed.core_attention_of_layer(0, window), mesh, P(mesh.cp), P(mesh.cp))
-        (out,) = packed.zigzag.restore(read(*(packed.zigzag.flatten(x[None]) for x in whole)))
+        whole = [query, *(np.where(bad, np.float32(np.nan), x) for x in sources)]
+
+        def read(*whole):
+            packed = pack_rows(jnp.zeros((1, time), int), jnp.ones((1, time), bool), mesh, config)
+            own = (own_shard(packed.zigzag.flatten(x[None]), mesh.cp) for x in whole)
+            out = packed.core_attention_of_layer(0, window)(*own)
+            return packed.zigzag.restore(join_shards(out, mesh.cp))[0]
+
+        out = on_mesh(read, mesh, (P(),) * 3, P())(*whole)
         finite = np.isfinite(np.asarray(out)).all(axis=(0, 2, 3)).reshape(-1, chunk)
         return set(np.flatnonzero(finite.all(axis=1)))
 

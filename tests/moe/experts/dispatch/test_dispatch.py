@@ -43,17 +43,17 @@ def expert_weights():
     draw = np.random.default_rng(0)
 
     def normal(*shape):
-        return jnp.asarray(draw.normal(size=shape) / shape[-2] ** 0.5, jnp.float32)
+        return np.asarray(draw.normal(size=shape) / shape[-2] ** 0.5, np.float32)
 
     return Experts(
         router=normal(D_MODEL, ROUTE),
-        gate_up=jnp.stack([normal(ROUTE, D_MODEL, D_EXPERT) for _ in range(2)], axis=2),
+        gate_up=np.stack([normal(ROUTE, D_MODEL, D_EXPERT) for _ in range(2)], axis=2),
         down=normal(ROUTE, D_EXPERT, D_MODEL),
     )
 
 
-def tokens():
-    return jnp.asarray(np.random.default_rng(1).normal(size=(TOKENS, D_MODEL)), jnp.float32)
+def tokens(dtype=np.float32):
+    return np.random.default_rng(1).normal(size=(TOKENS, D_MODEL)).astype(dtype)
 
 
 def routing_of(kind, num_devices=1, capacity=None):
@@ -77,7 +77,7 @@ def routing_of(kind, num_devices=1, capacity=None):
                 if capacity is not None and seen[expert] > capacity:
                     experts[token, choice] = ROUTE
     weights[experts == ROUTE] = 0
-    return Routing(jnp.asarray(experts, jnp.int32), jnp.asarray(weights, jnp.float32))
+    return Routing(experts.astype(np.int32), weights.astype(np.float32))
 
 
 def on(mesh, function):
@@ -126,16 +126,16 @@ def oracle():
 
 def agrees(program, routing, name):
     weights, x = expert_weights(), tokens()
-    gradients, out = program(weights, x, routing.probs, routing)
-    expected_gradients, expected = oracle()(weights, x, routing.probs, routing)
+    gradients, out = jax.device_get(program(weights, x, routing.probs, routing))
+    expected_gradients, expected = jax.device_get(oracle()(weights, x, routing.probs, routing))
     # A dropped choice has weight 0 whatever it would have given: no gradient is asked of it.
-    sent = np.asarray(routing.experts) < ROUTE
+    sent = routing.experts < ROUTE
     # float32 sums of three experts' outputs, and of sixteen rows in the gradients.
     np.testing.assert_allclose(out, expected, atol=3e-6, err_msg=name)
     for a, b in zip(gradients[:2], expected_gradients[:2], strict=True):
         jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-5, err_msg=name), a, b)
     np.testing.assert_allclose(gradients[2][sent], expected_gradients[2][sent], atol=1e-5)
-    np.testing.assert_array_equal(np.asarray(out)[~sent.any(axis=1)], 0)
+    np.testing.assert_array_equal(out[~sent.any(axis=1)], 0)
 
 
 @pytest.mark.parametrize("layout", full_but(LAYOUTS, "tp2 dp4 / ep2 etp2"))
@@ -167,7 +167,7 @@ def test_smaller_buffers_hold_what_a_capacity_lets_through(name, capacity):
 def in_half_precision(function):
     """`function(weights, x, routing)` of bfloat16 tokens, and the rows that their experts give,
     weighted before the second product, ``[choice, token, d_model]``."""
-    weights, x, routing = expert_weights(), tokens().astype(jnp.bfloat16), routing_of("any")
+    weights, x, routing = expert_weights(), tokens(jnp.bfloat16), routing_of("any")
 
     @jit
     def rows(weights, x, experts, probs):
@@ -177,11 +177,11 @@ def in_half_precision(function):
         ]
         return jnp.stack(one)
 
-    given = rows(weights, x, *routing)
-    np.testing.assert_array_equal(given, given.astype(jnp.bfloat16).astype(jnp.float32))
+    given = np.asarray(rows(weights, x, *routing))
+    np.testing.assert_array_equal(given, given.astype(jnp.bfloat16).astype(np.float32))
     out = jit(function)(weights, x, routing)
     assert out.dtype == jnp.bfloat16
-    return np.asarray(out, np.float64), np.asarray(given, np.float64), np.asarray(routing.experts)
+    return np.asarray(out, np.float64), np.asarray(given, np.float64), routing.experts
 
 
 def half_unit(x):
@@ -209,13 +209,13 @@ def test_half_precision_is_rounded_where_the_contract_says(name, emulated):
 def test_an_expert_chosen_twice_counts_twice(name, emulated):
     """As a replayed routing may have it: more choices than a peer has slots for, and none lost."""
     mesh = mesh_of("dp4 / ep4")
-    experts = np.array(routing_of("any").experts)
+    experts = routing_of("any").experts
     # The last tokens of each device choose one expert of the first device again and again.
     experts[np.arange(TOKENS) % 4 > 0] = [[0, 0, 0]]
     experts[::4] = [3, 2, 3]
     assert peer_choices(4, CHOSEN, 2, None) == 8 < 9
     scale = np.random.default_rng(3).random(experts.shape)
-    routing = Routing(jnp.asarray(experts), jnp.asarray(scale, jnp.float32))
+    routing = Routing(experts.astype(np.int32), scale.astype(np.float32))
     agrees(pulled(on(mesh, partial(dispatch, mesh=mesh, implementation=name))), routing, name)
 
 
@@ -227,12 +227,13 @@ def test_more_than_the_capacity_promised_takes_nobodys_place(name, emulated):
     experts[::4] = [4, ROUTE, ROUTE]
     assert peer_choices(4, CHOSEN, 2, 1) == 2 < 6
     scale = np.where(experts < ROUTE, 0.25, 0.0)
-    routing = Routing(jnp.asarray(experts), jnp.asarray(scale, jnp.float32))
-    given = {"mesh": mesh, "capacity": 1, "implementation": name}
-    program = jit(counting(mesh, partial(dispatch, **given)))
-    out, overflow = program(expert_weights(), tokens(), routing)
+    routing = Routing(experts.astype(np.int32), scale.astype(np.float32))
+    options = {"mesh": mesh, "capacity": 1, "implementation": name}
+    program = jit(counting(mesh, partial(dispatch, **options)))
+    given = expert_weights(), tokens(), routing
+    out, overflow = jax.device_get(program(*given))
     assert overflow > 0
-    _, expected = oracle()(expert_weights(), tokens(), routing.probs, routing)
+    _, expected = jax.device_get(oracle()(*given[:2], routing.probs, routing))
     assert np.all(np.isfinite(out))
     np.testing.assert_allclose(out[::4], expected[::4], atol=3e-6)
 
@@ -359,9 +360,9 @@ def free_program(layout):
 @given(st.permutations(range(TOKENS)), st.sampled_from(["dp1", "dp8 / ep4 etp2"]))
 def test_tokens_in_another_order_give_outputs_in_that_order(order, layout):
     weights, x, routing = expert_weights(), tokens(), routing_of("any")
-    order = jnp.asarray(order)
+    order = np.asarray(order)
     program = free_program(layout)
-    out = program(weights, x, routing)
+    out = np.asarray(program(weights, x, routing))
     moved = program(weights, x[order], jax.tree.map(lambda a: a[order], routing))
     # The same products in blocks of other rows: a few units in the seventh digit.
     np.testing.assert_allclose(moved, out[order], atol=3e-6)

@@ -1,22 +1,24 @@
 """Groups padded to whole blocks."""
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import jit
 
 from moe.experts.grouped.blocks import block_size, blocks_of
 
 # More rows than the larger tile, so that both are used; a group may be all of them or none.
 ROWS, GROUPS, INNER, OUTER = 300, 5, 6, 7
+in_blocks = jit(blocks_of, static_argnums=1)
 
 
 @given(st.lists(st.integers(0, ROWS), min_size=GROUPS, max_size=GROUPS))
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_rows_stand_in_blocks_of_their_group(cuts):
     sizes = np.diff(sorted(cuts), prepend=0)
-    row, slot, group = map(np.asarray, blocks_of(jnp.asarray(sizes, jnp.int32), ROWS))
+    row, slot, group = jax.device_get(in_blocks(sizes.astype(np.int32), ROWS))
     of_row = np.repeat(np.arange(GROUPS), sizes)
     for index, expected in enumerate(of_row):
         assert row.reshape(-1)[slot[index]] == index
