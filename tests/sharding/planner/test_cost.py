@@ -163,25 +163,30 @@ def test_gradients_hide_under_the_last_micro_batches():
     assert hidden.communication["new weights"] == bare.communication["new weights"]
 
 
-def test_gradients_of_the_ends_hide_nowhere_by_themselves():
+@pytest.mark.parametrize("micro_rows", [1, 8])
+def test_gradients_of_the_ends_hide_nowhere_by_themselves(micro_rows):
     """Without a pipeline one of 56 layers shows, embedding and head, and what is longer than two
-    thirds of a micro-batch."""
-    layout, system = "tp2 dp64 / ep8", System(hides_gradients=True)
+    thirds of a micro-batch: much of it where that has one row, nothing where it has eight."""
+    layout, system = Layout.parse("tp2 dp64 / ep8"), System(hides_gradients=True)
     on_the_way = replace(MEGATRON, overlap_grad_reduce=True)
-    bare, hidden = (of(layout, m, system, rows=512) for m in (MEGATRON, on_the_way))
-    sent = volumes.gradients(MIXTRAL, Layout.parse(layout), MEGATRON)
+    bare, hidden = (
+        of(str(layout), method, system, rows=512, micro_rows=micro_rows)
+        for method in (MEGATRON, on_the_way)
+    )
     ends = sum(
-        links.seconds(one, Layout.parse(layout), H100)
-        for one in sent
+        links.seconds(one, layout, H100)
+        for one in volumes.gradients(MIXTRAL, layout, MEGATRON)
         if one.what in ("gradients: embedding and head", "gradients: last norm")
     )
     layers = bare.communication["gradients"] - ends
-    sum_over, work = {"gradients", "new weights"}, bare.products + bare.traffic
-    work += sum(time for what, time in bare.communication.items() if what not in sum_over)
-    # Of eight micro-batches; the optimizer's traffic is no work of one, and below a hundredth.
-    expected = max(layers / 56, layers - work / 8 * 2 / 3 * 55 / 56)
-    assert hidden.communication["gradients"] == pytest.approx(ends + expected, rel=0.05)
-    assert layers / 56 < expected < layers
+    once, work = {"gradients", "new weights"}, bare.products + bare.traffic
+    work += sum(time for what, time in bare.communication.items() if what not in once)
+    # The optimizer's traffic is no work of a micro-batch, and below a hundredth.
+    left = layers - work / (8 / micro_rows) * 2 / 3 * 55 / 56
+    assert hidden.communication["gradients"] == pytest.approx(
+        ends + max(layers / 56, left), rel=0.05 if micro_rows == 1 else 1e-6
+    )
+    assert (left > layers / 56) == (micro_rows == 1)
 
 
 def test_micro_batches_divide_the_rows():
