@@ -296,7 +296,7 @@ HALVES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "layout", "execution"), full_but(HALVES, HALVES[0]))
+@pytest.mark.parametrize(("name", "layout", "execution"), full_but(HALVES, HALVES[3]))
 def test_two_halves_send_what_is_stated(name, layout, execution):
     """In a layer, and in all that a program of one layer sends."""
     execution = Execution(**{"context": "gather", **execution}, two_batch_overlap=True)
@@ -517,18 +517,20 @@ def test_layers_are_joined_from_shards_as_stated(storage):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "layout", "dispatch"),
+    ("name", "layout", "dispatch", "overlap"),
     [
-        ("toy", "tp2 dp4 / ep8", "all_to_all"),
-        ("toy", "tp2 dp4 / ep4 etp2", "all_to_all"),
-        ("toy", "tp2 cp2 dp2 / ep4", "all_gather"),
-        ("toy", "tp2 cp2 dp4 / ep8 etp2", "all_gather"),
-        ("shared", "tp2 dp4 / ep8", "all_to_all"),
-        ("dense", "tp2 dp4 / ep8", "all_gather"),
+        ("toy", "tp2 dp4 / ep8", "all_to_all", {}),
+        ("toy", "tp2 dp4 / ep4 etp2", "all_to_all", {}),
+        ("toy", "tp2 cp2 dp2 / ep4", "all_gather", {}),
+        ("toy", "tp2 cp2 dp4 / ep8 etp2", "all_gather", {}),
+        ("shared", "tp2 dp4 / ep8", "all_to_all", {}),
+        ("dense", "tp2 dp4 / ep8", "all_gather", {}),
+        ("toy", "tp2 dp4 / ep4 etp2", "all_to_all", {"expert_chunks": 3}),
+        ("toy", "tp2 cp2 dp2 / ep4", "all_gather", {"two_batch_overlap": True}),
     ],
 )
-def test_a_compiled_layer_sends_what_is_stated(name, layout, dispatch):
-    execution = Execution(dispatch=dispatch, context="gather")
+def test_a_compiled_layer_sends_what_is_stated(name, layout, dispatch, overlap):
+    execution = Execution(dispatch=dispatch, context="gather", **overlap)
     config, mesh = replace(CONFIGS[name], num_layers=1, execution=execution), mesh_of(layout)
     by_row = PartitionSpec(mesh.dp)
 
@@ -548,6 +550,8 @@ def test_a_compiled_layer_sends_what_is_stated(name, layout, dispatch):
         *volumes.embedding(*sizes, tokens, method_of(config))[:1],
         *volumes.layer(*sizes, batch, method_of(config))[0],
     ]
+    back = volumes.in_rows(*sizes, batch, method_of(config))
+    transfers += [one for one in back if one.kind == "all_gather"]
     for one in transfers:
         axes = [atom for axis in one.axes for atom in getattr(mesh, axis)]
         expected[one.kind, tuple(map(tuple, groups(mesh, axes)))] += one.bytes
