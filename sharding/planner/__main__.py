@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sharding.activation_wire import WIRES
 from sharding.planner.cost import System
-from sharding.planner.hardware import HARDWARE, parse
+from sharding.planner.hardware import HARDWARE, Hardware, parse
 from sharding.planner.method import Method
 from sharding.planner.models.checkpoint import sizes_from
 from sharding.planner.models.presets import PRESETS
@@ -15,7 +15,7 @@ from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.report.table import report
 from sharding.planner.search import Choices, Found, search
 from sharding.planner.serving import command as serving
-from sharding.planner.validation.calibration import METHODS, SYSTEMS, calibrated
+from sharding.planner.validation.calibration import METHODS, SYSTEMS, calibrated, of_this_library
 
 PARSER = argparse.ArgumentParser(
     prog="python -m sharding.planner",
@@ -56,9 +56,18 @@ PARSER.add_argument(
     default=[1],
     help="parts that tokens may travel to experts in, of --program jrl",
 )
+for flag, what in (
+    ("--two-batch-overlap", "rows may go through layers in two halves"),
+    ("--overlap-grad-reduce", "each layer's gradients may be summed inside the backward pass"),
+):
+    PARSER.add_argument(flag, action="store_true", help=f"{what}, of --program jrl")
 PARSER.add_argument("--top", type=int, default=8, help="layouts to print")
 PARSER.add_argument("--picture", type=Path, metavar="FILE", help="draws them, too")
 serving.add_flags(PARSER)
+
+
+OVERLAPS = ("expert_chunks", "two_batch_overlap", "overlap_grad_reduce")
+"""Flags of communication beside products."""
 
 
 def number(text: str) -> int:
@@ -86,9 +95,7 @@ def model_of(text: str) -> ModelSizes:
     return sizes_from(text)
 
 
-def program_of(
-    given: argparse.Namespace, platform_has_ragged: bool
-) -> tuple[Method, System, Choices]:
+def program_of(given: argparse.Namespace, hardware: Hardware) -> tuple[Method, System, Choices]:
     """How a program computes, and what is left to choose.
 
     Raises:
@@ -96,21 +103,21 @@ def program_of(
     """
     name = given.program
     own = {flag: getattr(given, flag) for flag in ("activation_wire", "gradient_wire")}
-    own["expert_chunks"] = given.expert_chunks
+    own |= {flag: getattr(given, flag) for flag in OVERLAPS}
     if min(given.expert_chunks) < 1:
         raise ValueError(f"--expert-chunks {min(given.expert_chunks)} sends nothing: 1 is all.")
     if name == "jrl":
-        # Products as fast as Megatron-Core's; but for chunks of tokens nothing is overlapped.
-        system = System(calibrated("Megatron-Core").efficiency, hides_chunks=True)
+        system, has_ragged = of_this_library(hardware), hardware.name not in ("v5p", "laptop")
         wires = given.activation_wire
         own["activation_wire"] = [None if wire == "none" else wire for wire in wires]
-        dispatch = ("ragged",) if platform_has_ragged else ("all_gather", "all_to_all")
-        method = Method(even=platform_has_ragged, storage="bfloat16")
+        dispatch = ("ragged",) if has_ragged else ("all_gather", "all_to_all")
+        method = Method(even=has_ragged, storage="bfloat16")
         return method, system, Choices(dispatch, storage=(method.storage,), **own)
     for flag, value in own.items():
         if value != PARSER.get_default(flag):
+            said = "" if value is True else f" {value[0]}"
             raise ValueError(
-                f"--{flag.replace('_', '-')} {value[0]} is of --program jrl, not of {name}: leave "
+                f"--{flag.replace('_', '-')}{said} is of --program jrl, not of {name}: leave "
                 "it out."
             )
     title = {key.lower(): key for key in METHODS}[name]
@@ -137,8 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
                 "choose a multiple."
             )
         rows = tokens // time
-        on_gpu = hardware.name not in ("v5p", "laptop")
-        method, system, choices = program_of(given, on_gpu)
+        method, system, choices = program_of(given, hardware)
         found = search(model, devices, rows, time, hardware, method, system, choices)
         _check_found(found, given.hardware)
         print(

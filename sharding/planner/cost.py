@@ -5,12 +5,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from sharding.folding import Layout
-from sharding.planner import links, volumes
+from sharding.planner import links, overlap, volumes
 from sharding.planner.hardware import Hardware
 from sharding.planner.memory import kept
 from sharding.planner.method import Batch, Method
 from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.models.weights import layers_on_device, parameters_in_parts
+from sharding.planner.models.weights import held, layers_on_device, parameters_in_parts
 from sharding.planner.transfer import Transfer, repeated
 from sharding.schedule import Schedule
 
@@ -23,15 +23,22 @@ class System:
       efficiency: the fraction of peak that products reach; the one number that is calibrated.
       hidden: the fraction of communication that runs under products where these last long enough.
       hides_hops: an interleaved pipeline hands on under the work on other chunks.
-      hides_gradients: gradients are summed while the last micro-batches go backward.
-      hides_chunks: a chunk of tokens travels to the experts and back under the products of another.
+      hides_gradients: gradients of layers are summed while the last micro-batches go backward, with
+        `Method.overlap_grad_reduce`.
+      hides_ends: those of embedding and head too.
+      hides_chunks: a chunk of tokens travels to the experts and back under the products of another,
+        with `Method.expert_chunks`.
+      hides_halves: a half of the rows sends under the products of the other, with
+        `Method.two_batch_overlap`.
     """
 
     efficiency: float = 0.6
     hidden: float = 0.0
     hides_hops: bool = False
     hides_gradients: bool = False
+    hides_ends: bool = False
     hides_chunks: bool = False
+    hides_halves: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,8 @@ def cost(
 
     A stage works on one micro-batch after the other, the slowest of them (the deepest, with the
     head) sets the pace. A pipeline idles as `Schedule.bubble` says, ``(pp - 1) / vpp``
-    micro-batches where ``pp`` divides their number; gradients and new weights come after all.
+    micro-batches where ``pp`` divides their number; gradients and new weights come after all, but
+    for what `sharding.planner.overlap` hides of the gradients.
     """
     number, tokens = batch.num_micro_batches(layout), batch.local_tokens(layout)
     flops = batch.tokens * model.training_flops(batch.time) / layout.num_devices
@@ -97,27 +105,21 @@ def cost(
         sent["shards of layers"] = max(0.0, joined - products - traffic)
     working = products + traffic + sum(sent.values())
     idle = Schedule(layout.pp, number, layout.vpp).bubble * working
-    of_weights = method.fsdp, method.storage, method.gradient_wire
-    summed, joined = _once(model, _of_weights(model, layout), *of_weights, hardware)
-    if system.hides_gradients:
-        summed = _after_backward(summed, working / number, model, layout, number)
-    sent |= {"gradients": summed, "new weights": joined}
+    of_layers, of_ends, joined = _once(model, _of_weights(model, layout), _stored(method), hardware)
+    if system.hides_gradients and method.overlap_grad_reduce:
+        if system.hides_ends:
+            of_layers, of_ends = of_layers + of_ends, 0.0
+        of_layers = _beside_backward(of_layers, working / number, model, layout, number)
+    sent |= {"gradients": of_layers + of_ends, "new weights": joined}
     return Cost(products, traffic + _optimizer(model, layout, method, hardware), sent, idle, flops)
 
 
-def _after_backward(
+def _beside_backward(
     summed: float, micro_batch: float, model: ModelSizes, layout: Layout, number: int
 ) -> float:
-    """Seconds of the sums of gradients that are left when the backward pass has ended.
-
-    Those of a piece (a chunk of an interleaved pipeline, else a layer) start when its last micro-
-    batch has gone backward, two thirds of whose time is that. The last piece's have nothing left to
-    hide under. In an interleaved pipeline the pieces end ``pp`` micro-batches apart.
-    """
     depth = max(model.num_layers // layout.pp, 1)
     pieces, at_once = (layout.vpp, min(layout.pp, number)) if layout.vpp > 1 else (depth, 1)
-    window = at_once * micro_batch * 2 / 3 * (pieces - 1) / pieces
-    return max(summed / pieces, summed - window)
+    return overlap.beside_backward(summed, micro_batch, pieces, at_once)
 
 
 def _products(
@@ -128,7 +130,21 @@ def _products(
     hardware: Hardware,
     system: System,
 ) -> float:
-    """Seconds of a micro-batch's products on one device of the slowest stage.
+    """Seconds of a micro-batch's products on one device of the slowest stage."""
+    rate = hardware.peak * system.efficiency
+    head = 2.0 * batch.local_tokens(layout) * model.d_model * model.vocab_size / rate
+    return _products_of_layers(model, layout, batch, method, hardware, system) + 3 * head
+
+
+def _products_of_layers(
+    model: ModelSizes,
+    layout: Layout,
+    batch: Batch,
+    method: Method,
+    hardware: Hardware,
+    system: System,
+) -> float:
+    """`_products` without the head's.
 
     A product takes its arithmetic or, if that is longer, the way of its weights through memory:
     read forward and for the gradient of its input, and the sum of their gradients read and written.
@@ -141,8 +157,9 @@ def _products(
 
     forward = backward = 0.0
     of_all, of_experts = _matrices(model, layout, tokens)
-    # Each chunk of tokens meets the matrices of its experts again.
-    parts = [(of_all, 1), (of_experts, method.expert_chunks)]
+    # Each half of the rows meets all matrices again, each chunk of tokens those of its experts.
+    halves = len(method.streams(batch))
+    parts = [(of_all, halves), (of_experts, halves * method.expert_chunks)]
     for (flops, parameters), times in parts:
         read = parameters * times
         forward += one_pass(flops, read, stored.weight)
@@ -150,10 +167,9 @@ def _products(
         backward += one_pass(flops, read, 2 * stored.gradient)
     layers = _layers_on_stage(model, layout)
     scores = 2.0 * tokens * layers * model.queries * batch.time / rate
-    head = 2.0 * tokens * model.d_model * model.vocab_size / rate
     once_more = 0.0 if method.resends else scores
     again = {"none": 0.0, "selective": once_more, "full": forward + scores}[method.remat]
-    return forward + backward + 3 * (scores + head) + again
+    return forward + backward + 3 * scores + again
 
 
 def _matrices(model: ModelSizes, layout: Layout, tokens: int) -> list[tuple[float, float]]:
@@ -214,10 +230,14 @@ def _exposed(
         hops = repeated([volumes.hop(model, batch.local_tokens(layout), method)], 2 * layout.vpp)
         hides = layout.vpp > 1 and system.hides_hops
         sent["pipeline"] = 0.0 if hides else _seconds(hops, layout, hardware)
-    if system.hides_chunks and method.expert_chunks > 1 and "experts" in sent:
+    chunks = method.expert_chunks if system.hides_chunks else 1
+    if system.hides_halves and len(method.streams(batch)) > 1:
+        under = _products_of_layers(model, layout, batch, method, hardware, system)
+        sent = overlap.beside_halves(sent, under, chunks)
+    elif chunks > 1 and "experts" in sent:
         flops = 3 * _matrices(model, layout, batch.local_tokens(layout))[1][0]
         under = flops / (hardware.peak * system.efficiency)
-        sent["experts"] = _beside_chunks(sent["experts"], under, method.expert_chunks)
+        sent["experts"] = overlap.beside_chunks(sent["experts"], under, chunks)
     total = sum(sent.values())
     if not total:
         return {}
@@ -225,15 +245,20 @@ def _exposed(
     return {what: time * shown / total for what, time in sent.items() if time}
 
 
-def _beside_chunks(experts: float, products: float, chunks: int) -> float:
-    """Seconds of the experts' communication that show where chunks travel beside each other's
-    products: what these do not last for, and at least the first chunk's way out and the last one's
-    back, together one of `chunks`."""
-    return max(experts / chunks, experts - products * (chunks - 1) / chunks)
-
-
 def _without_storage(method: Method) -> Method:
-    return replace(method, storage="float32", gradient_wire="float32", mu_dtype="float32")
+    given = {"storage": "float32", "gradient_wire": "float32", "mu_dtype": "float32"}
+    return replace(method, **given, overlap_grad_reduce=False)
+
+
+def _stored(method: Method) -> Method:
+    """What the sums of gradients and new weights depend on, and no more."""
+    of_layers, wire = method.overlap_grad_reduce, method.gradient_wire
+    return Method(
+        fsdp=method.fsdp,
+        storage=method.storage,
+        gradient_wire=wire,
+        overlap_grad_reduce=of_layers,
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -250,6 +275,7 @@ def _sends(
     forward, backward = volumes.layer(model, layout, batch, method)
     ends = volumes.embedding(model, layout, tokens, method)
     ends += volumes.head(model, layout, tokens, method)
+    ends += volumes.in_rows(model, layout, batch, method)
     found: dict[str, float] = {}
     for sent, times in ((forward + backward, layers), (ends, 1)):
         for one in sent:
@@ -268,19 +294,21 @@ def _of_weights(model: ModelSizes, layout: Layout) -> Layout:
 
 @functools.lru_cache(maxsize=1024)
 def _once(
-    model: ModelSizes,
-    layout: Layout,
-    fsdp: bool,
-    storage: str,
-    gradient_wire: str,
-    hardware: Hardware,
-) -> tuple[float, float]:
-    """Seconds of what is sent once in a step: gradients summed, new weights joined."""
-    method = Method(fsdp=fsdp, storage=storage, gradient_wire=gradient_wire)
+    model: ModelSizes, layout: Layout, method: Method, hardware: Hardware
+) -> tuple[float, float, float]:
+    """Seconds of what is sent once in a step: gradients of layers summed, and those of both ends;
+    new weights joined."""
+    of_ends = {f"gradients: {one.what}" for one in held(model, layout) if not one.depth}
     sent = volumes.gradients(model, layout, method)
     joined = [one for one in sent if one.kind == "all_gather"]
     summed = [one for one in sent if one.kind != "all_gather"]
-    return _seconds(summed, layout, hardware), _seconds(joined, layout, hardware)
+    ends = [one for one in summed if one.what in of_ends]
+    layers = [one for one in summed if one.what not in of_ends]
+    return (
+        _seconds(layers, layout, hardware),
+        _seconds(ends, layout, hardware),
+        _seconds(joined, layout, hardware),
+    )
 
 
 def _unsharded(model: ModelSizes, layout: Layout, method: Method) -> list[Transfer]:
@@ -293,6 +321,7 @@ GROUPS = (
     ("attention and dense layers over tp", ("attention", "dense layer", "shared expert")),
     ("experts", ("experts", "load")),
     ("vocabulary", ("head", "embedding")),
+    ("order of rows", ("halves",)),
 )
 """What transfers are called together, by the words in their names."""
 

@@ -26,6 +26,7 @@ class Hardware:
       exchange: the rate of an all-to-all of tokens as a part of that of a ring over the same
         devices, from where `benchmarks/dispatch.py` or others saw dispatchers cross; 1 where nobody
         has measured.
+      overlaps: it computes while it communicates.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Hardware:
     latency_outside: float = 12e-6
     price: float | None = None
     exchange: float = 1.0
+    overlaps: bool = True
 
 
 HARDWARE = {
@@ -60,7 +62,11 @@ HARDWARE = {
         Hardware("v5p", 459e12, 102e9, 2.765e12, 8960, 180e9, 6.25e9, 1e-6, 30e-6),
         # A few cores; the devices are threads that share one memory. Eight of them on two cores
         # gather sooner where an exchange sends more than 43 (bfloat16) to 47 % (float32) as much.
-        Hardware("laptop", 0.2e12, 16e9, 50e9, 1024, 10e9, 10e9, 20e-6, 20e-6, exchange=0.45),
+        Hardware(
+            *("laptop", 0.2e12, 16e9, 50e9, 1024, 10e9, 10e9, 20e-6, 20e-6),
+            exchange=0.45,
+            overlaps=False,
+        ),
     )
 }
 """Jin et al., "MegaScale-MoE", 2025 (H800, A100, H20); Zhu et al., "MegaScale-Infer", 2025 (L40S,

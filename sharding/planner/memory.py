@@ -73,10 +73,7 @@ def memory(
     if layout.pp > 1 and not method.in_place:
         at_work += depth // layout.vpp * kept(model, layout, tokens, method, method.remat)
     at_work += scores_at_work(model, layout, batch, method)
-    # Gradients of a layer's experts, one for each chunk until they are added up.
-    if model.num_experts:
-        of_layer = model.expert_parameters / (layout.ep * layout.etp)
-        at_work += (method.expert_chunks - 1) * of_layer * method.stored.weight
+    at_work += gradients_apart(model, layout, batch, method)
     beside = scores_kept(model, layout, batch, method) * layers_on_way(model, layout, number)
     if method.copies_experts and method.remat == "none" and layout.pp == 1 and model.num_experts:
         # Through a pipeline what is made of weights alone is made again.
@@ -91,6 +88,17 @@ def memory(
         # Gradients go on their way when layers and logits are done.
         buffers=joined + max(logits + at_work, wire_buffer(model, layout, method)),
     )
+
+
+def gradients_apart(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> float:
+    """Bytes of a layer's gradients beside one of each, until they are added up: one of all weights
+    for each half of the rows, and of the experts for each chunk of these."""
+    halves, found = len(method.streams(batch)), 0.0
+    for one in held(model, layout):
+        if one.in_layers:
+            parts = halves * (method.expert_chunks if one.what == "experts" else 1)
+            found += (parts - 1) * one.parameters / one.depth * one.stored(method).weight
+    return found
 
 
 def wire_buffer(model: ModelSizes, layout: Layout, method: Method) -> float:

@@ -116,6 +116,8 @@ class Method:
         time or a capacity bounds them; else any routing.
       activation_wire: what tokens travel to experts in, and back; None is as they are.
       expert_chunks: parts that they travel in.
+      two_batch_overlap: rows go through the layers in two halves, see `streams`.
+      overlap_grad_reduce: gradients of a layer are summed when its last backward pass has ended.
       gradient_wire: of gradients between sequence-parallel groups; "bfloat16" is an all-to-all of
         terms that are summed in float32 (`sharding.compression`).
       mu_dtype: of Adam's first moment.
@@ -138,6 +140,8 @@ class Method:
     in_place: bool = False
     activation_wire: str | None = None
     expert_chunks: int = 1
+    two_batch_overlap: bool = False
+    overlap_grad_reduce: bool = False
     gradient_wire: str = "float32"
     mu_dtype: str = "float32"
     attention: str | None = None
@@ -150,6 +154,14 @@ class Method:
                     f"{name}={getattr(self, name)!r} is not known: use "
                     f"{', '.join(map(str, choices))}."
                 )
+
+    def streams(self, batch: Batch) -> list[Batch]:
+        """What goes through a layer by itself: two halves of a micro-batch's rows, the first with
+        one more where their number is odd, or all at once."""
+        rows = batch.micro_rows
+        if not self.two_batch_overlap or rows < 2:
+            return [batch]
+        return [replace(batch, micro_rows=half) for half in (-(-rows // 2), rows // 2)]
 
     @property
     def stored(self) -> Storage:

@@ -33,7 +33,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Choices:
-    """What the search may choose beside the sizes of a layout."""
+    """What the search may choose beside the sizes of a layout.
+
+    The last two are whether it may turn on what `method` has not, where a run can have it: halves
+    where there is more than one row and no capacity drops choices, gradients on their way where
+    there is no pipeline.
+    """
 
     dispatch: Sequence[str] = ("all_gather", "all_to_all")
     context: Sequence[str] = ("gather", "ring", "ulysses")
@@ -43,6 +48,8 @@ class Choices:
     activation_wire: Sequence[str | None] = (None,)
     gradient_wire: Sequence[str] = ("float32",)
     expert_chunks: Sequence[int] = (1,)
+    two_batch_overlap: bool = False
+    overlap_grad_reduce: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,17 +163,11 @@ def best_plan(
     for micro_rows in (n for n in choices.micro_rows if rows % (layout.dp * n) == 0):
         batch = Batch(rows, time, micro_rows)
         sends = quickest(model, layout, batch, hardware, method, choices)
-        # Chunks of tokens are of no use where none travels.
-        chunks = choices.expert_chunks if layout.ep * layout.etp > 1 else (1,)
-        ways = list(itertools.product(choices.storage, choices.gradient_wire, chunks))
-        for storage, gradient_wire, expert_chunks in ways:
-            stored = replace(
-                sends, storage=storage, gradient_wire=gradient_wire, expert_chunks=expert_chunks
-            )
+        for way in ways_of(model, layout, batch, sends, choices):
             for vpp in chunks_of_a_stage(model, layout):
                 sizes = replace(layout, vpp=vpp)
                 for remat in choices.remat:
-                    chosen = replace(stored, remat=remat)
+                    chosen = replace(way, remat=remat)
                     fits = memory(model, sizes, batch, chosen)
                     needs = min(needs, fits.total)
                     if fits.total > ROOM * hardware.memory:
@@ -177,6 +178,31 @@ def best_plan(
                     # What keeps less takes longer.
                     break
     return needs if best is None else best
+
+
+def ways_of(
+    model: ModelSizes, layout: Layout, batch: Batch, method: Method, choices: Choices
+) -> Iterator[Method]:
+    """The method with each storage, wire of gradients and overlap that is left to choose."""
+    # Chunks of tokens are of no use where none travels.
+    chunks = choices.expert_chunks if layout.ep * layout.etp > 1 else (1,)
+    halved, reduced = method.two_batch_overlap, method.overlap_grad_reduce
+    may_halve = batch.micro_rows > 1 and model.capacity_factor is None
+    may_reduce = layout.pp == 1 and layout.num_devices > 1
+    fields = {
+        "storage": choices.storage,
+        "gradient_wire": choices.gradient_wire,
+        "expert_chunks": chunks,
+        "two_batch_overlap": either(halved, choices.two_batch_overlap and may_halve),
+        "overlap_grad_reduce": either(reduced, choices.overlap_grad_reduce and may_reduce),
+    }
+    for values in itertools.product(*fields.values()):
+        yield replace(method, **dict(zip(fields, values, strict=True)))
+
+
+def either(given: bool, may_be_on: bool) -> tuple[bool, ...]:
+    """A switch as it is, and on where it may be."""
+    return (given,) if given or not may_be_on else (False, True)
 
 
 def least_states(model: ModelSizes, layout: Layout, method: Method, choices: Choices) -> float:

@@ -24,9 +24,23 @@ def layer(
 ) -> tuple[list[Transfer], list[Transfer]]:
     """One block forward with one micro-batch, and what its backward pass adds.
 
+    Of rows in two halves (`Method.streams`) each sends for itself.
+
     Args:
       has_experts: it is one of the layers with experts, not of the dense ones before them.
     """
+    forward, backward = [], []
+    for rows in method.streams(batch):
+        there, back = _of_rows(model, layout, rows, method, has_experts)
+        forward += there
+        backward += back
+    return forward, backward
+
+
+def _of_rows(
+    model: ModelSizes, layout: Layout, batch: Batch, method: Method, has_experts: bool
+) -> tuple[list[Transfer], list[Transfer]]:
+    """`layer` for the rows of a micro-batch that go through it together."""
     tokens = batch.local_tokens(layout)
     forward = [*tensor_parallel("attention", model, layout, tokens, method)]
     forward += context(model, layout, tokens, method)
@@ -296,6 +310,18 @@ def head(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list
     return present(found, layout)
 
 
+def in_rows(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> list[Transfer]:
+    """The last states of two halves back in the order of the rows, where ``tp`` ranks have other
+    tokens of these, and their gradients: ``T h (tp - 1)`` each way; nothing without halves."""
+    streams, width = method.streams(batch), method.itemsize
+    if len(streams) == 1:
+        return []
+    sizes = [half.local_tokens(layout) * model.d_model for half in streams]
+    what = "states of halves"
+    found = [Transfer(what, "all_gather", ("tp",), size, width, gradient=width) for size in sizes]
+    return present([*found, *(one.transposed(layout) for one in found)], layout)
+
+
 def unsharding(model: ModelSizes, layout: Layout, method: Method) -> tuple[Transfer, ...]:
     """Under full sharding, the weights of all layers of a device joined, once; the reverse sums
     their gradients."""
@@ -321,25 +347,24 @@ def gradients(model: ModelSizes, layout: Layout, method: Method) -> list[Transfe
     """Once in a step: gradients summed into the shards that the optimizer keeps, and new weights
     joined (ZeRO-1): together as much as an all-reduce of numbers of one width.
 
-    Gradients go inside a sequence-parallel group and then across, weights the other way.
+    Gradients go inside a sequence-parallel group and then across, weights the other way; with
+    `Method.overlap_grad_reduce` those of each layer by themselves.
     """
     found = []
     for one in held(model, layout):
         if method.fsdp and one.in_layers:
             continue
-        stored = one.stored(method)
-        joined = staged(
-            f"new weights: {one.what}",
-            one.replicas,
-            layout,
-            one.part(layout),
-            stored.weight_wire,
-            stored.gradient_wire,
-        )
+        wires = one.stored(method).weight_wire, one.stored(method).gradient_wire
+        joined = staged(f"new weights: {one.what}", one.replicas, layout, one.part(layout), *wires)
         summed = [
             replace(summed_back(back, layout, method), what=f"gradients: {one.what}")
             for back in reversed(joined)
         ]
+        if method.overlap_grad_reduce and one.depth:
+            summed = [
+                replace(back, elements=-(-back.elements // one.depth), times=one.depth)
+                for back in summed
+            ]
         found += [*summed, *joined]
     return found
 
@@ -362,6 +387,7 @@ def step(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> lis
         joined = list(unsharding(model, layout, method))
         found += repeated(joined, 2) + [summed_back(one, layout, method) for one in joined]
     found += embedding(model, layout, tokens, method) + head(model, layout, tokens, method)
+    found += in_rows(model, layout, batch, method)
     found = repeated(found, micro_batches)
     if layout.pp > 1:
         ticks = Schedule(layout.pp, micro_batches, layout.vpp).ticks

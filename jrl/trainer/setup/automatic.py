@@ -8,7 +8,7 @@ import jax
 
 from jrl.recipes.base.recipe import Recipe
 from jrl.trainer.setup.memory import GRADIENTS_SENT, LOGITS, STAGE_INPUTS, memory
-from jrl.trainer.setup.network import with_dispatch
+from jrl.trainer.setup.network import check_overlaps, with_dispatch
 from jrl.trainer.setup.predicted import memory_of_update, time_of_update
 from jrl.trainer.setup.setup import Setup
 from moe.counts.sizes import sizes_of
@@ -135,6 +135,7 @@ def on_layout(setup: Setup, recipe: Recipe, layout: Layout) -> Setup:
     there = replace(there, recipe=there.geometry.with_micro_batch().recipe)
     there.geometry.check()
     there.geometry.slots(run.slots)
+    check_overlaps(there.model, mesh, there.geometry.parts(run.packing))
     return there
 
 

@@ -13,7 +13,7 @@ from jrl.config.run import NETWORK_SETTINGS
 from jrl.trainer.setup.lengths import response_origin
 from jrl.trainer.setup.memory import memory, rollout_memory
 from jrl.trainer.setup.network import OF_EXPERTS, dispatch_explained
-from jrl.trainer.setup.predicted import memory_of_update, time_of_update
+from jrl.trainer.setup.predicted import memory_of_update, time_of_update, times_with_overlap
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.supervised.arithmetic import chat_arithmetic, print_conversation
 from moe.attention.context_parallel.choice import context_of, received
@@ -215,6 +215,10 @@ def prediction(setup: Setup) -> dict[str, str]:
         "seconds": f"{takes.total:.3g}",
         **{f"of which {name}": f"{time / takes.total:.0%}" for name, time in parts.items() if time},
         "model FLOPs utilisation": f"{takes.mfu(hardware):.1%}",
+        **{
+            f"seconds with {flag(name)}, at best": f"{other.total:.3g}"
+            for name, other in times_with_overlap(setup, hardware).items()
+        },
     }
 
 

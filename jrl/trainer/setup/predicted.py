@@ -1,14 +1,18 @@
 """What the planner says of a run's updates: memory that comes and goes, and time."""
 
+from dataclasses import replace
+
 from jrl.trainer.learner.masters import keeps_masters
+from jrl.trainer.setup.network import check_overlaps
 from jrl.trainer.setup.setup import Setup
 from moe.attention.core import LARGEST_KEPT, LARGEST_PLAIN
 from moe.counts.sizes import sizes_of
-from sharding.planner.cost import Cost, System, cost
+from moe.router.capacity import can_drop
+from sharding.planner.cost import Cost, cost
 from sharding.planner.hardware import Hardware
 from sharding.planner.memory import Memory, memory
 from sharding.planner.method import Batch, Method
-from sharding.planner.validation.calibration import calibrated
+from sharding.planner.validation.calibration import of_this_library
 
 
 def memory_of_update(setup: Setup) -> Memory:
@@ -23,10 +27,29 @@ def memory_of_update(setup: Setup) -> Memory:
 
 def time_of_update(setup: Setup, hardware: Hardware) -> Cost:
     """Seconds of one optimizer step on a mini-batch, with products as fast as those of
-    Megatron-Core and nothing overlapped but chunks of tokens on their way to experts."""
-    system = System(calibrated("Megatron-Core").efficiency, hides_chunks=True)
+    Megatron-Core and the overlap that the run asks for (`sharding.planner.overlap`)."""
     given = sizes_of(setup.model), setup.mesh.layout, batch_of(setup), method_of(setup)
-    return cost(*given, hardware, system)
+    return cost(*given, hardware, of_this_library(hardware))
+
+
+OVERLAPS = ("two_batch_overlap", "overlap_grad_reduce")
+"""What a run may turn on that changes no more than when it communicates."""
+
+
+def times_with_overlap(setup: Setup, hardware: Hardware) -> dict[str, Cost]:
+    """The same with each of `OVERLAPS` that the run has not and could have."""
+    found = {}
+    for name in OVERLAPS:
+        execution = replace(setup.model.execution, **{name: True})
+        model = replace(setup.model, execution=execution)
+        if execution == setup.model.execution or can_drop(model):
+            continue
+        try:
+            check_overlaps(model, setup.mesh, setup.geometry.parts(setup.run.packing))
+        except ValueError:
+            continue
+        found[name] = time_of_update(replace(setup, model=model), hardware)
+    return found
 
 
 def batch_of(setup: Setup) -> Batch:
@@ -52,6 +75,8 @@ def method_of(setup: Setup) -> Method:
         even=execution.buffer_factor is not None,
         activation_wire=execution.activation_wire,
         expert_chunks=execution.expert_chunks,
+        two_batch_overlap=execution.two_batch_overlap,
+        overlap_grad_reduce=execution.overlap_grad_reduce,
         gradient_wire=setup.run.gradient_wire,
         mu_dtype=setup.run.mu_dtype,
         attention=attention_of(setup),

@@ -18,6 +18,7 @@ class Held:
       parameters: on the device, of all its layers.
       replicas: logical axes whose devices hold the same ones.
       in_layers: they belong to the layers that are alike, which full sharding joins one by one.
+      depth: how many layers they are of; 0 of what belongs to none.
       is_precise: they are norms or routers, which may stay float32 (`Method.stored_precise`).
     """
 
@@ -25,6 +26,7 @@ class Held:
     parameters: int
     replicas: tuple[str, ...]
     in_layers: bool = True
+    depth: int = 0
     is_precise: bool = False
 
     def stored(self, method: Method) -> Storage:
@@ -60,22 +62,36 @@ def held(model: ModelSizes, layout: Layout) -> tuple[Held, ...]:
     is_spread = spreads_vocabulary(model, layout)
     tables = (1 if model.tied else 2) * model.vocab_size * h // (tp if is_spread else 1)
     found = [
-        Held("attention", layers * model.attention_parameters // tp, same),
-        Held("dense layers", layers * 3 * h * model.d_ff // tp, same),
+        Held("attention", layers * model.attention_parameters // tp, same, depth=layers),
+        Held("dense layers", layers * 3 * h * model.d_ff // tp, same, depth=layers),
         Held(
             "norms and routers",
             layers * 2 * h + routed * h * model.num_experts,
             whole,
+            depth=layers,
             is_precise=True,
         ),
-        Held("experts", routed * model.expert_parameters // (layout.ep * layout.etp), ("edp",)),
+        Held(
+            "experts",
+            routed * model.expert_parameters // (layout.ep * layout.etp),
+            ("edp",),
+            depth=layers,
+        ),
         Held(
             "first dense layers",
             first * (model.attention_parameters + 3 * h * model.dense_d_ff) // tp,
             spread,
             in_layers=False,
+            depth=first,
         ),
-        Held("norms of first layers", first * 2 * h, ends, in_layers=False, is_precise=True),
+        Held(
+            "norms of first layers",
+            first * 2 * h,
+            ends,
+            in_layers=False,
+            depth=first,
+            is_precise=True,
+        ),
         Held("embedding and head", tables, spread if is_spread else ends, in_layers=False),
         Held("last norm", h, ends, in_layers=False, is_precise=True),
     ]

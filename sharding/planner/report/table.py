@@ -20,7 +20,7 @@ def rows_of(plans: Sequence[Plan], hardware: Hardware) -> list[list[str]]:
             _dispatch(plan),
             plan.method.context if plan.layout.cp > 1 else "-",
             plan.method.remat,
-            str(plan.batch.micro_rows),
+            _rows(plan),
             f"{plan.cost.total:.3g} s",
             f"{plan.cost.mfu(hardware):.1%}",
             f"{plan.memory.total / 1e9:.3g} GB",
@@ -45,6 +45,12 @@ def _dispatch(plan: Plan) -> str:
     return method.dispatch + wire + chunks
 
 
+def _rows(plan: Plan) -> str:
+    """Of a micro-batch, and whether they are halved."""
+    halved = len(plan.method.streams(plan.batch)) > 1
+    return f"{plan.batch.micro_rows}{' in halves' if halved else ''}"
+
+
 def _layout(plan: Plan) -> str:
     return str(plan.layout)
 
@@ -58,6 +64,8 @@ def report(
     best = found.plans[0]
     if best.method.gradient_wire != "float32":
         lines += ["", f"Gradients of the first are sent in {best.method.gradient_wire}."]
+    if best.method.overlap_grad_reduce:
+        lines += ["", "Gradients of the first are summed inside the backward pass."]
     sent = sorted(best.cost.communication.items(), key=lambda item: -item[1])
     shown = [[f"  {what}", f"{time:.3g} s"] for what, time in sent if time > 0]
     if shown:

@@ -9,7 +9,7 @@ from itertools import chain
 
 from sharding.folding import Layout
 from sharding.planner.cost import System
-from sharding.planner.hardware import HARDWARE
+from sharding.planner.hardware import HARDWARE, Hardware
 from sharding.planner.method import Method
 from sharding.planner.models.presets import PRESETS
 from sharding.planner.report.columns import aligned
@@ -119,7 +119,12 @@ MEGASCALE = [
 
 METHODS = {
     "Megatron-Core": Method(
-        dispatch="ragged", storage="mixed", even=True, resends=False, in_place=True
+        dispatch="ragged",
+        storage="mixed",
+        even=True,
+        resends=False,
+        in_place=True,
+        overlap_grad_reduce=True,
     ),
     "MegaScale-MoE": Method(
         dispatch="ragged",
@@ -127,11 +132,12 @@ METHODS = {
         storage="mixed-bfloat16-wire",
         even=True,
         in_place=True,
+        overlap_grad_reduce=True,
     ),
 }
 SYSTEMS = {
-    "Megatron-Core": System(hides_hops=True, hides_gradients=True),
-    "MegaScale-MoE": System(hidden=1.0, hides_hops=True, hides_gradients=True),
+    "Megatron-Core": System(hides_hops=True, hides_gradients=True, hides_ends=True),
+    "MegaScale-MoE": System(hidden=1.0, hides_hops=True, hides_gradients=True, hides_ends=True),
 }
 """Megatron-Core waits for what a layer sends; hiding it is what MegaScale-MoE is about."""
 CLUSTERS = {"Megatron-Core": HARDWARE["h100"], "MegaScale-MoE": HARDWARE["h800"]}
@@ -176,6 +182,18 @@ def calibrated(name: str) -> System:
         assert row.mfu is not None
         low, high = (middle, high) if found < row.mfu else (low, middle)
     return replace(SYSTEMS[name], efficiency=(low + high) / 2)
+
+
+def of_this_library(hardware: Hardware) -> System:
+    """Products as fast as Megatron-Core's, and of overlap what a run is asked for: chunks of
+    tokens, halves of the rows, gradients of layers. No accelerator has measured any of it."""
+    beside = hardware.overlaps
+    return System(
+        calibrated("Megatron-Core").efficiency,
+        hides_gradients=beside,
+        hides_chunks=beside,
+        hides_halves=beside,
+    )
 
 
 def compared() -> str:

@@ -40,9 +40,23 @@ def test_wires_and_chunks_may_be_left_to_the_search(capsys):
     assert re.search(r"ragged fp8 x2|all_gather fp8 x2| - ", printed)
 
 
+def test_overlap_is_taken_where_a_run_can_have_it(capsys):
+    given = ["mixtral-8x7b", "--hardware", "h100x32", "--tokens", "1M", "--top", "400"]
+    assert main([*given, "--two-batch-overlap", "--overlap-grad-reduce"]) == 0
+    printed = capsys.readouterr().out
+    halved = [line for line in printed.splitlines() if " in halves " in line]
+    assert halved and not any(re.search(r" 1 in halves", line) for line in halved)
+    first = printed.splitlines()[3]
+    assert ("are summed inside the backward pass." in printed) == (" pp1 " in first)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (
+            ["mixtral-8x7b", "--hardware", "h100x8", *MEGATRON, "--two-batch-overlap"],
+            "--two-batch-overlap is of --program jrl",
+        ),
         (["mixtral-8x7b", "--hardware", "h100x8", "--expert-chunks", "0"], "0 sends nothing"),
         (
             ["mixtral-8x7b", "--hardware", "h100x8", *MEGATRON, "--gradient-wire", "bfloat16"],

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from sharding.folding import Layout
-from sharding.planner import volumes
+from sharding.planner import links, volumes
 from sharding.planner.cost import System, cost
 from sharding.planner.hardware import HARDWARE
 from sharding.planner.method import Batch, Method
 from sharding.planner.models.presets import PRESETS
+from sharding.planner.overlap import IN_HALVES
 from sharding.planner.validation import published
 from sharding.schedule import Schedule
 
@@ -18,9 +19,9 @@ H100 = replace(HARDWARE["h100"], latency_inside=0.0, latency_outside=0.0)
 MEGATRON = Method(dispatch="ragged", storage="mixed", even=True, resends=False)
 
 
-def of(layout, method=MEGATRON, system=None, rows=256, **changes):
+def of(layout, method=MEGATRON, system=None, rows=256, micro_rows=1, **changes):
     hardware = replace(H100, **changes)
-    given = Batch(rows, 4096), method, hardware, system or System()
+    given = Batch(rows, 4096, micro_rows), method, hardware, system or System()
     return cost(MIXTRAL, Layout.parse(layout), *given)
 
 
@@ -88,6 +89,56 @@ def test_chunks_travel_beside_products():
     assert of(layout, chunked, **slow).products > 1.5 * of(layout, **slow).products
 
 
+def test_halves_of_the_rows_send_beside_products_of_each_other():
+    """A quarter shows where products last, in four chunks a quarter of the experts' part of that;
+    and what products do not last for."""
+    layout, system = "tp2 dp64 / ep8", System(hides_halves=True, hides_chunks=True)
+    halved = replace(MEGATRON, two_batch_overlap=True)
+
+    def in_pairs(method, system=system, **changes):
+        return of(layout, method, system, micro_rows=2, **changes).communication
+
+    whole, halves = in_pairs(MEGATRON), in_pairs(halved)
+    ends = ("vocabulary", "new weights", "gradients")
+    assert {what: halves[what] for what in ends} == {what: whole[what] for what in ends}
+    # Each half has offsets of its own for the experts.
+    within = {what: time for what, time in whole.items() if what in IN_HALVES}
+    assert len(within) == 2
+    for what, time in within.items():
+        assert halves[what] == pytest.approx(time / 4, rel=1e-5)
+    # The last states are gathered over tp once more, and their gradients scattered.
+    assert set(halves) - set(whole) == {"order of rows"}
+    sizes, batch = Layout.parse(layout), Batch(256, 4096, 2)
+    sent = volumes.in_rows(MIXTRAL, sizes, batch, halved)
+    expected = 2 * sum(links.seconds(one, sizes, H100) for one in sent)
+    assert halves["order of rows"] == pytest.approx(expected)
+    in_chunks = in_pairs(replace(halved, expert_chunks=4))
+    shown = sum(in_chunks[what] for what in within)
+    expected = within["attention and dense layers over tp"] + within["experts"] / 4
+    assert shown == pytest.approx(expected / 4, rel=1e-4)
+    # Nothing is beside a single row, and nothing where the system does one after the other.
+    assert of(layout, halved, system) == of(layout, MEGATRON, system)
+    alone = in_pairs(halved, System())
+    assert alone["experts"] == pytest.approx(within["experts"], rel=1e-5)
+    # Three quarters of the layers' products, which take their arithmetic here.
+    slow = {"inside": H100.inside / 100}
+    bare, beside = (in_pairs(method, **slow) for method in (MEGATRON, halved))
+    hidden = sum(bare[what] - beside[what] for what in within)
+    head = 6 * 2 * 2048 * MIXTRAL.d_model * MIXTRAL.vocab_size / (0.6 * H100.peak)
+    products = of(layout, MEGATRON, micro_rows=2).products - 2 * head
+    assert hidden == pytest.approx(3 / 4 * products, rel=1e-3)
+
+
+def test_each_half_reads_the_weights():
+    slow, halved = H100.memory_bandwidth / 100, replace(MEGATRON, two_batch_overlap=True)
+    whole, halves = (
+        of("tp2 dp64 / ep8", method, micro_rows=2, memory_bandwidth=slow).products
+        for method in (MEGATRON, halved)
+    )
+    # But not the head's, nor attention's scores.
+    assert 1.8 * whole < halves < 2 * whole
+
+
 def test_half_the_wire_is_half_the_time():
     """FP8 tokens of bfloat16 ones, and bfloat16 gradients of float32 ones across groups."""
     narrow = of("tp2 dp64 / ep8", replace(MEGATRON, activation_wire="float8_e4m3fn"))
@@ -103,10 +154,39 @@ def test_half_the_wire_is_half_the_time():
 
 
 def test_gradients_hide_under_the_last_micro_batches():
-    layout = "tp2 dp8 pp8 vpp7 / ep8"
-    bare, hidden = of(layout), of(layout, system=System(hides_gradients=True))
+    layout, system = "tp2 dp8 pp8 vpp7 / ep8", System(hides_gradients=True, hides_ends=True)
+    on_the_way = replace(MEGATRON, overlap_grad_reduce=True)
+    bare, hidden = of(layout), of(layout, on_the_way, system)
+    assert of(layout, system=system).communication == bare.communication
+    # Each layer's by themselves, which takes no longer where links have no latency.
     assert hidden.communication["gradients"] == pytest.approx(bare.communication["gradients"] / 7)
     assert hidden.communication["new weights"] == bare.communication["new weights"]
+
+
+@pytest.mark.parametrize("micro_rows", [1, 8])
+def test_gradients_of_the_ends_hide_nowhere_by_themselves(micro_rows):
+    """Without a pipeline one of 56 layers shows, embedding and head, and what is longer than two
+    thirds of a micro-batch: much of it where that has one row, nothing where it has eight."""
+    layout, system = Layout.parse("tp2 dp64 / ep8"), System(hides_gradients=True)
+    on_the_way = replace(MEGATRON, overlap_grad_reduce=True)
+    bare, hidden = (
+        of(str(layout), method, system, rows=512, micro_rows=micro_rows)
+        for method in (MEGATRON, on_the_way)
+    )
+    ends = sum(
+        links.seconds(one, layout, H100)
+        for one in volumes.gradients(MIXTRAL, layout, MEGATRON)
+        if one.what in ("gradients: embedding and head", "gradients: last norm")
+    )
+    layers = bare.communication["gradients"] - ends
+    once, work = {"gradients", "new weights"}, bare.products + bare.traffic
+    work += sum(time for what, time in bare.communication.items() if what not in once)
+    # The optimizer's traffic is no work of a micro-batch, and below a hundredth.
+    left = layers - work / (8 / micro_rows) * 2 / 3 * 55 / 56
+    assert hidden.communication["gradients"] == pytest.approx(
+        ends + max(layers / 56, left), rel=0.05 if micro_rows == 1 else 1e-6
+    )
+    assert (left > layers / 56) == (micro_rows == 1)
 
 
 def test_micro_batches_divide_the_rows():

@@ -117,6 +117,15 @@ def test_what_wires_and_chunks_take():
     # Gradients of a layer's experts, of three chunks more.
     chunked = memory(MIXTRAL, layout, batch, replace(method, expert_chunks=4))
     assert chunked.buffers - plain.buffers == 3 * 4 * MIXTRAL.expert_parameters / 8
+    # Two rows in halves: three of four gradients of the experts, and one of all other weights of a
+    # layer, but what is kept and at work is as much.
+    pairs = replace(batch, micro_rows=2)
+    both = replace(method, expert_chunks=2, two_batch_overlap=True)
+    at_once, halved = (memory(MIXTRAL, layout, pairs, one) for one in (method, both))
+    of_layer = [one.parameters // 56 for one in held(MIXTRAL, layout) if one.in_layers]
+    more = sum(of_layer) + 2 * MIXTRAL.expert_parameters / 8
+    assert halved.buffers - at_once.buffers == 4 * more
+    assert halved.activations == at_once.activations
     # Half of it is sent, half received: gate and up of all layers, more than the embedding.
     sent = wire_buffer(MIXTRAL, layout, replace(method, gradient_wire="bfloat16"))
     experts = MIXTRAL.num_layers * MIXTRAL.expert_parameters / 8

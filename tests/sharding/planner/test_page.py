@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from sharding.planner.__main__ import main
+from sharding.planner.overlap import beside_pieces
 from sharding.planner.validation.calibration import compared
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"(?m)^python -m sharding\.planner (.*)$", PAGE)
 
 
 def test_the_page_shows_what_is_predicted():
@@ -18,10 +20,34 @@ def test_the_page_shows_what_is_predicted():
 
 
 def test_the_page_shows_the_answer(capsys):
-    (command,) = re.findall(r"(?m)^python -m sharding\.planner (.*)$", PAGE)
-    words = shlex.split(command)
+    words = shlex.split(COMMANDS[0])
     assert main(words[: words.index("--picture")]) == 0
     assert capsys.readouterr().out.rstrip() in PAGE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("", "says {step}, and with"),
+        ("--two-batch-overlap", "with `{flags}` {step};"),
+        (
+            "--two-batch-overlap --expert-chunks 1 2 4 --overlap-grad-reduce",
+            "with `--expert-chunks 1 2 4` and `--overlap-grad-reduce` too {step}.",
+        ),
+    ],
+)
+def test_the_page_says_what_overlap_brings(flags, words, capsys):
+    assert main([*shlex.split(COMMANDS[1]), *shlex.split(flags)]) == 0
+    step = re.search(r"[\d.]+ s(?=  )", capsys.readouterr().out.splitlines()[3])
+    assert step is not None
+    assert words.format(step=step[0], flags=flags) in PAGE
+
+
+def test_the_speed_of_four_pieces_is_what_the_page_says():
+    times = [1 - part + beside_pieces(part, 1 - part, 4) for part in (0.30, 0.35)]
+    assert "30 to 35% of a step is communication, four pieces make it " in PAGE
+    assert f"make it {1 / times[0]:.2f} to {1 / times[1]:.2f} times as fast" in PAGE
 
 
 @pytest.mark.parametrize(

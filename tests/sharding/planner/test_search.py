@@ -12,6 +12,7 @@ from moe.counts.sizes import sizes_of
 from moe.placement import specs
 from sharding.folding import Layout, fold_abstract
 from sharding.planner.hardware import HARDWARE
+from sharding.planner.method import Batch, Method
 from sharding.planner.models.presets import PRESETS
 from sharding.planner.search import (
     ROOM,
@@ -20,6 +21,7 @@ from sharding.planner.search import (
     layouts,
     neighbours,
     search,
+    ways_of,
     why_not,
 )
 from sharding.planner.validation.calibration import METHODS, SYSTEMS
@@ -102,6 +104,29 @@ def test_neighbours_have_as_many_devices():
     assert {one.num_devices for one in found} == {16}
     assert Layout.parse("tp4 dp2 pp2 / ep4") in found
     assert Layout.parse("tp2 dp4 pp2 / ep2 etp2") in found
+
+
+@pytest.mark.parametrize(
+    ("text", "micro_rows", "capacity", "halved", "reduced"),
+    [
+        ("tp2 dp32 / ep8", 2, None, (False, True), (False, True)),
+        # A single row, a capacity, a pipeline; and a device alone.
+        ("tp2 dp32 / ep8", 1, None, (False,), (False, True)),
+        ("tp2 dp4 pp8 / ep8", 2, 1.0, (False,), (False,)),
+        ("dp1", 2, None, (False, True), (False,)),
+    ],
+)
+def test_overlap_is_chosen_where_a_run_can_have_it(text, micro_rows, capacity, halved, reduced):
+    model, batch = replace(MIXTRAL, capacity_factor=capacity), Batch(256, 4096, micro_rows)
+    choices = Choices(two_batch_overlap=True, overlap_grad_reduce=True)
+    ways = list(ways_of(model, Layout.parse(text), batch, Method(), choices))
+    assert sorted({one.two_batch_overlap for one in ways}) == list(halved)
+    assert sorted({one.overlap_grad_reduce for one in ways}) == list(reduced)
+    assert len(ways) == len(halved) * len(reduced)
+    # What a method has stays, and nothing else is turned on unasked.
+    on = Method(two_batch_overlap=True, overlap_grad_reduce=True)
+    for given in (Method(), on):
+        assert list(ways_of(model, Layout.parse(text), batch, given, Choices())) == [given]
 
 
 def test_nothing_fits_on_too_few():

@@ -15,23 +15,26 @@ import pytest
 from jax.sharding import PartitionSpec
 from programs import mesh_of, on_mesh, random_weights
 from tiers import full_but
-from whole_network import loss_and_gradient
+from whole_network import loss_and_gradient, token_loss
 
+from jrl.trainer.learner.accumulation import reduced_on_the_way
 from jrl.trainer.learner.masters import gathered
 from moe import model
 from moe.config import ModelConfig
 from moe.counts.sizes import sizes_of
 from moe.execution import Execution
 from moe.placement import in_chunks, shard_dims, shard_specs, specs, stored_specs
+from moe.tokens.packing import pack_rows
 from moe.weights import cast_shapes, shapes
 from sharding import zero
-from sharding.collectives import vary
+from sharding.collectives import all_sum, vary
 from sharding.folding import Layout, fold_abstract
 from sharding.folding.groups import groups
 from sharding.planner import volumes
 from sharding.planner.method import Batch, Method
 from sharding.planner.transfer import repeated
 from sharding.planner.validation.observed import of_compiled, of_jaxpr
+from sharding.reduction import Reduction
 from sharding.schedule import Schedule
 
 # A distinct size for each axis, divisible where the layouts cut it.
@@ -65,6 +68,7 @@ CONFIGS = {
     "full": replace(TOY, capacity_factor=0.8),
     "long": replace(TOY, num_experts=4),
     "mixtral": MIXTRAL,
+    "dropless": replace(MIXTRAL, capacity_factor=None),
     "g8t8": replace(MIXTRAL, num_experts=64, experts_per_token=8, d_expert=2048),
     "llama": replace(MIXTRAL, vocab_size=128256, d_model=8192, num_heads=64, d_expert=28672),
     "qwen2": replace(
@@ -147,17 +151,22 @@ def method_of(config):
         itemsize=2 if config.dtype == "bfloat16" else 4,
         activation_wire=execution.activation_wire,
         expert_chunks=execution.expert_chunks,
+        two_batch_overlap=execution.two_batch_overlap,
     )
 
 
 def batch_of(config, layout):
-    """Three rows of each ``dp`` rank in one micro-batch, or two that a pipeline runs one by one."""
+    """Three rows of each ``dp`` rank in one micro-batch, or two that a pipeline runs one by one;
+    seven or four in pairs where they are to be halved, and no half has as many as layers."""
     time = 4096 if config.d_model > 1000 else 8
     if config.num_experts == 4:
         time = 100
+    halved = config.execution.two_batch_overlap
     if layout.pp > 1:
-        return Batch(2 * layout.dp, time, micro_rows=1)
-    return Batch(3 * layout.dp, time, micro_rows=3)
+        micro_rows = 2 if halved else 1
+        return Batch(2 * micro_rows * layout.dp, time, micro_rows)
+    micro_rows = 7 if halved else 3
+    return Batch(micro_rows * layout.dp, time, micro_rows)
 
 
 def atoms(mesh, transfer):
@@ -200,16 +209,17 @@ def sent(config, layout):
     sizes = Layout.parse(layout)
     mesh, found = fold_abstract(sizes), Counter()
     # Sums of a sequence and an expert; others are of a layer and an expert.
-    of_router = batch_of(config, sizes).micro_rows, config.num_experts
+    streams = method_of(config).streams(batch_of(config, sizes))
+    of_routers = [(rows.micro_rows, config.num_experts) for rows in streams]
     for one in traced(config, layout):
         over = frozenset(axis for axis in one.over if mesh.size((axis,)) > 1)
-        is_load = sizes.pp == 1 and one.shape == of_router
+        is_load = sizes.pp == 1 and one.shape in of_routers
         if over and (one.kind != "all_reduce" or is_load):
             found[one.kind, over] += one.bytes
     return found
 
 
-def given(program, mesh):
+def given_to_collectives(program, mesh):
     """Bytes that a device gives to all collectives of a traced program, as `sent`."""
     found = Counter()
     for one in of_jaxpr(program.jaxpr):
@@ -268,6 +278,32 @@ def test_chunks_send_what_is_stated(dispatch):
     check_layer("full", "dp4 / ep4", execution)
 
 
+HALVES = [
+    # Of seven rows four go first; of their tokens, in chunks, some have one more.
+    ("toy", "tp2 dp4 / ep4 etp2", {"dispatch": "all_to_all", "expert_chunks": 3}),
+    ("toy", "tp2 cp2 dp4 / ep8 etp2", {"dispatch": "all_gather", "remat": "selective"}),
+    ("shared", "tp2 dp4 / ep4", {"dispatch": "ragged", "remat": "full"}),
+    ("dense", "tp2 dp4", {"dispatch": "all_gather"}),
+    (
+        *("long", "tp2 dp2 / ep4"),
+        {"dispatch": "all_gather", "activation_wire": "float8_e4m3fn", "remat": "selective"},
+    ),
+    ("half", "cp4 dp2 / ep8", {"dispatch": "all_gather", "context": "ulysses"}),
+    ("half", "tp2 cp2", {"dispatch": "all_gather", "context": "ring", "remat": "selective"}),
+    ("toy", ALL, {"dispatch": "all_to_all", "remat": "selective"}),
+    ("toy", "pp2 vpp2 dp2 cp2 tp2 / ep8", {"dispatch": "all_gather", "remat": "full"}),
+    ("dropless", "tp2 dp8 pp8 / ep8", {"dispatch": "all_to_all", "remat": "selective"}),
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "execution"), full_but(HALVES, HALVES[3]))
+def test_two_halves_send_what_is_stated(name, layout, execution):
+    """In a layer, and in all that a program of one layer sends."""
+    execution = Execution(**{"context": "gather", **execution}, two_batch_overlap=True)
+    check_layer(name, layout, execution)
+    check_rest(name, layout, execution)
+
+
 def check_layer(name, layout, execution):
     config, sizes = replace(CONFIGS[name], execution=execution), Layout.parse(layout)
     chunks = sizes.pp * sizes.vpp
@@ -300,7 +336,10 @@ def check_layer(name, layout, execution):
 )
 def test_the_rest_of_a_step_sends_what_is_stated(name, layout):
     """The head, and the hops of a pipeline: what a program without its layers sends."""
-    execution = Execution(dispatch="all_to_all", context="gather")
+    check_rest(name, layout, Execution(dispatch="all_to_all", context="gather"))
+
+
+def check_rest(name, layout, execution):
     sizes = Layout.parse(layout)
     config = replace(CONFIGS[name], execution=execution, num_layers=sizes.pp * sizes.vpp)
     sized, method, batch = sizes_of(config), method_of(config), batch_of(config, sizes)
@@ -308,6 +347,7 @@ def test_the_rest_of_a_step_sends_what_is_stated(name, layout):
     forward, backward = volumes.layer(sized, sizes, batch, method)
     embedding = volumes.embedding(sized, sizes, tokens, method)
     passes = [*forward, *backward, *embedding, *volumes.head(sized, sizes, tokens, method)]
+    passes += volumes.in_rows(sized, sizes, batch, method)
     if sizes.pp > 1:
         schedule = schedule_of(batch, sizes)
         # A tick's program has the permutes of even ticks and those of odd ones.
@@ -361,7 +401,7 @@ def test_gradients_are_summed_in_what_is_stated(name, layout):
         return jax.tree.map(partial(zero.reduce_scatter, mesh), places, cuts, grads)
 
     summed = jax.shard_map(local, mesh=mesh.mesh, in_specs=(places,), out_specs=parts)
-    found = given(jax.make_jaxpr(summed)(shapes(config)), mesh)
+    found = given_to_collectives(jax.make_jaxpr(summed)(shapes(config)), mesh)
     expected = volumes.gradients(sizes_of(config), sizes, Method(storage="float32"))
     assert found == stated([t for t in expected if t.kind == "reduce_scatter"], sizes)
 
@@ -378,10 +418,69 @@ def test_gradients_in_bfloat16_are_stated():
         return jax.tree.map(partial(zero.reduce_scatter, mesh), places, cuts, grads)
 
     summed = jax.shard_map(local, mesh=mesh.mesh, in_specs=(places,), out_specs=parts)
-    found = given(jax.make_jaxpr(summed)(shapes(config)), mesh)
+    found = given_to_collectives(jax.make_jaxpr(summed)(shapes(config)), mesh)
     expected = volumes.gradients(sizes_of(config), sizes, Method(gradient_wire="bfloat16"))
     assert found == stated([t for t in expected if t.kind != "all_gather"], sizes)
     assert {t.kind for t in expected if t.side == "across"} == {"all_to_all", "all_gather"}
+
+
+ON_THE_WAY = [
+    ("tp2 cp4 dp4 / ep4", "float32", {}),
+    (
+        *("tp2 cp2 dp4 / ep4 etp2", "bfloat16"),
+        {"remat": "selective", "expert_chunks": 2, "two_batch_overlap": True},
+    ),
+    ("tp2 dp4 / ep4", "float32", {"remat": "full", "fsdp": True}),
+]
+
+
+@pytest.mark.parametrize(("layout", "wire", "execution"), full_but(ON_THE_WAY, ON_THE_WAY[0]))
+def test_a_step_with_gradients_on_their_way_sends_what_is_stated(layout, wire, execution):
+    """All but new weights, which come afterwards, or where they are kept in shards those of both
+    ends, which come first: three micro-batches, of which the last one sums each layer's gradient
+    when it has left the layer."""
+    sizes = Layout.parse(layout)
+    given = {"dispatch": "all_to_all", "context": "gather", **execution}
+    execution = Execution(overlap_grad_reduce=True, **given)
+    config = replace(CONFIGS["dropless"], num_layers=2, execution=execution)
+    mesh, batch = fold_abstract(sizes), Batch(3 * 2 * sizes.dp, 4096, micro_rows=2)
+    stored, parts = stored_specs(config, mesh), shard_specs(config, mesh)
+    cuts, is_sharded = shard_dims(config, mesh, wire), execution.fsdp
+    of_layers = jax.tree.map(lambda _: is_sharded, cuts.layers)
+    shared = replace(jax.tree.map(lambda _: False, cuts), layers=of_layers)
+    reductions = jax.tree.map(partial(Reduction, mesh), specs(config, mesh), cuts, shared)
+
+    def local(weights, piece):
+        own = vary(weights, mesh.axes)
+        if is_sharded:
+            ends, of_ends = (replace(tree, layers=None) for tree in (own, cuts))
+            own = replace(zero.unshard(ends, of_ends), layers=own.layers)
+        micro_batches = jax.tree.map(lambda x: x.reshape(3, 2, -1), piece)
+
+        def loss_of(own, piece, mark):
+            packed = pack_rows(*piece, mesh, config)
+            of_layers = cuts.layers if is_sharded else None
+            x, _ = model.run(mark(own), packed, config, mesh, of_layers)
+            one = jnp.int32(1)
+            return all_sum(token_loss(own, x, piece, one, config, mesh), mesh.except_sequence), {}
+
+        return reduced_on_the_way(loss_of, own, reductions, micro_batches, None, mesh.axes)[1]
+
+    step = jax.shard_map(
+        local, mesh=mesh.mesh, in_specs=(stored, PartitionSpec(mesh.dp)), out_specs=parts
+    )
+    shape = batch.rows, batch.time
+    piece = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.bool_)
+    found = given_to_collectives(jax.make_jaxpr(step)(shapes(config), piece), mesh)
+    method = replace(method_of(config), overlap_grad_reduce=True, gradient_wire=wire)
+    transfers = volumes.step(sizes_of(config), sizes, batch, replace(method, fsdp=is_sharded))
+    expected = [
+        one
+        for one in transfers
+        if one.kind != "all_reduce" and (is_sharded or not one.what.startswith("new weights"))
+    ]
+    moved = Counter({key: sent for key, sent in found.items() if key[0] != "all_reduce"})
+    assert moved == stated(expected, sizes)
 
 
 @pytest.mark.parametrize(
@@ -391,7 +490,7 @@ def test_new_weights_are_gathered_as_stated(layout):
     sizes = Layout.parse(layout)
     config, mesh = replace(MIXTRAL, num_layers=2 * sizes.pp), fold_abstract(sizes)
     gather = jax.make_jaxpr(lambda masters: gathered(masters, config, mesh))
-    found = given(gather(shapes(config)), mesh)
+    found = given_to_collectives(gather(shapes(config)), mesh)
     expected = volumes.gradients(sizes_of(config), sizes, Method(storage="bfloat16"))
     assert found == stated([t for t in expected if t.kind == "all_gather"], sizes)
 
@@ -411,25 +510,27 @@ def test_layers_are_joined_from_shards_as_stated(storage):
     joined = jax.shard_map(
         local, mesh=mesh.mesh, in_specs=(stored,), out_specs=PartitionSpec(mesh.axes)
     )
-    found = given(jax.make_jaxpr(joined)(cast_shapes(config).layers), mesh)
+    found = given_to_collectives(jax.make_jaxpr(joined)(cast_shapes(config).layers), mesh)
     method = Method(fsdp=True, storage=storage)
     assert found == stated(volumes.unsharding(sizes_of(config), sizes, method), sizes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "layout", "dispatch"),
+    ("name", "layout", "dispatch", "overlap"),
     [
-        ("toy", "tp2 dp4 / ep8", "all_to_all"),
-        ("toy", "tp2 dp4 / ep4 etp2", "all_to_all"),
-        ("toy", "tp2 cp2 dp2 / ep4", "all_gather"),
-        ("toy", "tp2 cp2 dp4 / ep8 etp2", "all_gather"),
-        ("shared", "tp2 dp4 / ep8", "all_to_all"),
-        ("dense", "tp2 dp4 / ep8", "all_gather"),
+        ("toy", "tp2 dp4 / ep8", "all_to_all", {}),
+        ("toy", "tp2 dp4 / ep4 etp2", "all_to_all", {}),
+        ("toy", "tp2 cp2 dp2 / ep4", "all_gather", {}),
+        ("toy", "tp2 cp2 dp4 / ep8 etp2", "all_gather", {}),
+        ("shared", "tp2 dp4 / ep8", "all_to_all", {}),
+        ("dense", "tp2 dp4 / ep8", "all_gather", {}),
+        ("toy", "tp2 dp4 / ep4 etp2", "all_to_all", {"expert_chunks": 3}),
+        ("toy", "tp2 cp2 dp2 / ep4", "all_gather", {"two_batch_overlap": True}),
     ],
 )
-def test_a_compiled_layer_sends_what_is_stated(name, layout, dispatch):
-    execution = Execution(dispatch=dispatch, context="gather")
+def test_a_compiled_layer_sends_what_is_stated(name, layout, dispatch, overlap):
+    execution = Execution(dispatch=dispatch, context="gather", **overlap)
     config, mesh = replace(CONFIGS[name], num_layers=1, execution=execution), mesh_of(layout)
     by_row = PartitionSpec(mesh.dp)
 
@@ -449,6 +550,8 @@ def test_a_compiled_layer_sends_what_is_stated(name, layout, dispatch):
         *volumes.embedding(*sizes, tokens, method_of(config))[:1],
         *volumes.layer(*sizes, batch, method_of(config))[0],
     ]
+    back = volumes.in_rows(*sizes, batch, method_of(config))
+    transfers += [one for one in back if one.kind == "all_gather"]
     for one in transfers:
         axes = [atom for axis in one.axes for atom in getattr(mesh, axis)]
         expected[one.kind, tuple(map(tuple, groups(mesh, axes)))] += one.bytes

@@ -77,6 +77,14 @@ def test_dispatch_is_chosen_for_each_layout(setup):
     assert chosen == {"dp2 / ep2": "all_gather", "dp8 / ep8": "all_to_all", "dp2": None}
 
 
+def test_layouts_that_refuse_the_overlap_that_is_asked_for_are_left_out(setup):
+    execution = replace(setup.model.execution, overlap_grad_reduce=True)
+    asked = replace(setup, model=replace(setup.model, execution=execution))
+    with pytest.raises(ValueError, match="the stages of a pipeline sum gradients after"):
+        on_layout(asked, Grpo(), Layout.parse("pp2 dp2"))
+    on_layout(asked, Grpo(), Layout.parse("dp4"))
+
+
 def test_slow_links_between_devices_are_avoided(setup, monkeypatch):
     on_hardware(monkeypatch, inside=1e3, outside=1e3)
     layout, _ = chosen_layout(setup, Grpo(), 4)

@@ -10,7 +10,14 @@ from jrl.recipes import Grpo
 from jrl.trainer.setup import dry_run
 from jrl.trainer.setup.dry_run import prediction
 from jrl.trainer.setup.memory import weight_bytes
-from jrl.trainer.setup.predicted import batch_of, memory_of_update, method_of, time_of_update
+from jrl.trainer.setup.predicted import (
+    OVERLAPS,
+    batch_of,
+    memory_of_update,
+    method_of,
+    time_of_update,
+    times_with_overlap,
+)
 from jrl.trainer.setup.setup import build_setup
 from sharding.planner.hardware import HARDWARE, of_kind
 
@@ -61,6 +68,29 @@ def test_time_is_shown_for_accelerators_alone(setup, monkeypatch):
         time_of_update(setup, HARDWARE["h100"]).total, rel=1e-2
     )
     assert shown["model FLOPs utilisation"].endswith("%")
+
+
+def test_overlap_counts_where_it_is_on_and_is_offered_where_it_could_be(setup, monkeypatch):
+    h100, executed = HARDWARE["h100"], setup.model.execution
+
+    def of(**changes):
+        return replace(setup, model=replace(setup.model, execution=replace(executed, **changes)))
+
+    offered = times_with_overlap(setup, h100)
+    assert set(offered) == set(OVERLAPS)
+    for name, takes in offered.items():
+        assert takes == time_of_update(of(**{name: True}), h100)
+    both = of(**dict.fromkeys(OVERLAPS, True))
+    assert times_with_overlap(both, h100) == {}
+    plain, early = time_of_update(setup, h100), offered["overlap_grad_reduce"]
+    assert early.communication["gradients"] != plain.communication["gradients"]
+    # A CPU sends and computes one after the other.
+    laptop = HARDWARE["laptop"]
+    chunks = of(expert_chunks=2)
+    assert time_of_update(chunks, laptop).exposed >= time_of_update(setup, laptop).exposed
+    # Nothing is offered that would be refused.
+    piped = build_setup(RunConfig(layout="pp2"), Grpo())
+    assert "overlap_grad_reduce" not in times_with_overlap(piped, h100)
 
 
 def test_kinds_of_devices():
