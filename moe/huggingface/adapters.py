@@ -281,8 +281,8 @@ def _orders(config: ModelConfig, architecture: str | None) -> list[_Order]:
         # One parameter that a checkpoint has as one too has its elements as they are there.
         whole = experts and "expert" not in plan.stack
         lies = [axis for axes in plan.dimensions for axis in axes if axis in own] if whole else own
-        shapes = (tuple(sizes[axis] for axis in axes) for axes in (a, b))
-        orders.append(_Order(*shapes, experts, tuple(own.index(axis) for axis in lies)))
+        of_a, of_b = (tuple(sizes[axis] for axis in axes) for axes in (a, b))
+        orders.append(_Order(of_a, of_b, experts, tuple(own.index(axis) for axis in lies)))
     return orders
 
 
