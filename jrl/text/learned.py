@@ -4,7 +4,8 @@ With a chat template the tokens are those of what it writes. What of it is the a
 by the template's own ``{% generation %}`` marks where it has them, and otherwise by rendering the
 conversation up to each of its turns, opened for it, and up to the turn's end: the text between the
 two. Its end is the first token that ends a completion; what a template writes after that (a line
-end, mostly) no policy ever samples, and it is not learned.
+end, mostly) no policy ever samples, and it is not learned. Where a template ends a turn by the
+beginning of the next alone, as GLM's does, the end of sequence comes after the last turn.
 
 Without a template a question and an answer are the tokens of both and the end of sequence, as
 reinforcement has them; a longer conversation is written with the roles before what they say:
@@ -101,7 +102,8 @@ def _turns(format: PromptFormat, chat: Chat) -> list[Turn]:
 
 
 def _joined(parts: list[Part], tokenizer: Tokenizer) -> Encoded | None:
-    """All parts in a row; of those that are learned each until its end. None learns nothing."""
+    """All parts in a row; of those that are learned each until its end, and the end of sequence
+    after the last where nothing ends it. None learns nothing."""
     ids: list[int] = []
     learned: list[bool] = []
     open_ = False
@@ -120,8 +122,11 @@ def _joined(parts: list[Part], tokenizer: Tokenizer) -> Encoded | None:
     if not found.any():
         return None
     places = np.flatnonzero(found)
-    end = places[-1] + 1
-    return Encoded(np.array(ids[:end], np.int32), found[:end], int(places[0]))
+    end, context = places[-1] + 1, int(places[0])
+    if ids[end - 1] in tokenizer.stop_ids:
+        return Encoded(np.array(ids[:end], np.int32), found[:end], context)
+    ids, found = [*ids[:end], tokenizer.eos_id], np.append(found[:end], True)
+    return Encoded(np.array(ids, np.int32), found, context)
 
 
 def _plain(format: PromptFormat, chat: Chat) -> list[Part]:

@@ -81,8 +81,5 @@ def _target_of(names: Sequence[str], config: ModelConfig) -> str | None:
     record, name = names[-2:] if len(names) > 1 else ("", names[-1])
     if name not in MATRICES.get(record, ()):
         return None
-    if record == "experts" and config.expert_bias:
-        # PEFT's format, in which adapters come and go, has none for experts that lie transposed.
-        return None
     beside_experts = record == "dense" and names[0] == "layers" and config.num_experts
     return "shared" if beside_experts else record

@@ -222,11 +222,13 @@ class _Order:
     Attributes:
       a, b: the shapes of ours.
       experts: whether the first axis of both is that of experts.
+      out: the axes of `b` after the rank, counted from there, in the order in which theirs lie.
     """
 
     a: tuple[int, ...]
     b: tuple[int, ...]
     experts: bool
+    out: tuple[int, ...]
 
     def a_to_theirs(self, a: np.ndarray) -> np.ndarray:
         """``[*in, rank]`` -> ``[rank, in]``; with experts in front ``[expert rank, in]``."""
@@ -237,7 +239,7 @@ class _Order:
     def b_to_theirs(self, b: np.ndarray) -> np.ndarray:
         """``[rank, *out]`` -> ``[out, rank]``; with experts in front ``[out, rank expert]``."""
         if self.experts:
-            flat = b.reshape(*b.shape[:2], -1)
+            flat = b.transpose(0, 1, *self._out(2)).reshape(*b.shape[:2], -1)
             return flat.transpose(2, 1, 0).reshape(flat.shape[2], -1)
         return b.reshape(b.shape[0], -1).T
 
@@ -248,9 +250,13 @@ class _Order:
 
     def b_to_ours(self, theirs: np.ndarray) -> np.ndarray:
         if self.experts:
-            flat = theirs.reshape(prod(self.b[2:]), self.b[1], self.b[0])
-            return flat.transpose(2, 1, 0).reshape(self.b)
+            flat = theirs.reshape(prod(self.b[2:]), self.b[1], self.b[0]).transpose(2, 1, 0)
+            ordered = flat.reshape(*self.b[:2], *(self.b[axis] for axis in self._out(2)))
+            return ordered.transpose(0, 1, *(2 + place for place in np.argsort(self.out)))
         return theirs.T.reshape(self.b)
+
+    def _out(self, first: int) -> tuple[int, ...]:
+        return tuple(first + axis for axis in self.out)
 
 
 def _stated(
@@ -268,20 +274,26 @@ def _stated(
 def _orders(config: ModelConfig, architecture: str | None) -> list[_Order]:
     sizes, orders = axis_sizes(config), []
     for _, stated, plan in _stated(config, architecture):
-        experts = "expert" in plan.stack
+        experts = _of_experts(stated)
         front = 1 if experts else len(plan.stack)
-        a, b = (
-            tuple(sizes[axis] for axis in weight.axes.split())[front:]
-            for weight in (stated.a, stated.b)
-        )
-        orders.append(_Order(a, b, experts))
+        a, b = (weight.axes.split()[front:] for weight in (stated.a, stated.b))
+        own = [axis for axis in b if axis not in ("expert", "lora_rank")]
+        # One parameter that a checkpoint has as one too has its elements as they are there.
+        whole = experts and "expert" not in plan.stack
+        lies = [axis for axes in plan.dimensions for axis in axes if axis in own] if whole else own
+        of_a, of_b = (tuple(sizes[axis] for axis in axes) for axes in (a, b))
+        orders.append(_Order(of_a, of_b, experts, tuple(own.index(axis) for axis in lies)))
     return orders
+
+
+def _of_experts(stated: Adapted[Any]) -> bool:
+    return "expert" in stated.base.axes.split()
 
 
 def _modules(config: ModelConfig, architecture: str | None) -> list[_Module]:
     modules = []
-    for number, (name, _, plan) in enumerate(_stated(config, architecture)):
-        if "expert" in plan.stack:
+    for number, (name, stated, plan) in enumerate(_stated(config, architecture)):
+        if _of_experts(stated):
             parameter, after = STACKED[name]
             for layer in range(plan.sizes["layer"]):
                 module = f"model.layers.{plan.first + layer}.{EXPERTS}{after}"

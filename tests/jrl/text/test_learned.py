@@ -30,6 +30,11 @@ FORGETFUL = """\
 {{- m.content + "<|im_end|>\\n" }}{% endfor %}
 {%- if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}"""
 
+ENDLESS = """\
+{%- for m in messages %}{{ "<|im_start|>" if m.role == "user" else "<assistant>\\n" }}
+{{- m.content }}{% endfor %}
+{%- if add_generation_prompt %}{{ "<assistant>\\n" }}{% endif %}"""
+
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
@@ -64,6 +69,21 @@ def test_each_turn_of_the_assistant_is_learned_with_its_end(tokenizer):
     cut = found.cut(found.context + 1)
     assert cut.learned.tolist() == [False] * found.context + [True]
     assert found.cut(found.context) is None
+
+
+def test_turns_that_the_next_one_ends(tokenizer):
+    """As in GLM's template, where the token that begins the user's turn is one of the ends; after
+    the last turn comes the end of sequence."""
+    usage = replace(
+        tokenizer.usage, stop_ids=(*tokenizer.stop_ids, tokenizer.special_tokens[START])
+    )
+    found = encode_chat(
+        format_of(tokenizer.used(usage), ENDLESS), chat_of({"messages": TWICE}, "f:1")
+    )
+    opened = "<assistant>\n"
+    written = [(f"{START}2+2?{opened}", False), (f"4{START}", True)]
+    written += [(f"sure?{opened}", False), (f" yes{TURN}", True)]
+    assert_learned(found, tokenizer, written)
 
 
 def test_the_last_turn_alone(tokenizer):

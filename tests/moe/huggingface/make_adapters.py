@@ -25,12 +25,13 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 ADAPTERS = {
     "qwen2": {"target_modules": [*ATTENTION, *DENSE, "lm_head"], "use_rslora": True},
     "qwen3_moe": {"target_modules": ATTENTION, "target_parameters": EXPERTS},
+    "gpt_oss": {"target_modules": ATTENTION, "target_parameters": EXPERTS},
     "qwen2_moe": {
         "target_modules": ["self_attn.q_proj", *DENSE, *SHARED],
         "target_parameters": EXPERTS,
     },
 }
-"""Of the last one attention has an adapter of its queries alone."""
+"""Of qwen2_moe attention has an adapter of its queries alone."""
 
 
 def make(name):
