@@ -105,7 +105,8 @@ def cost(
         sent["shards of layers"] = max(0.0, joined - products - traffic)
     working = products + traffic + sum(sent.values())
     idle = Schedule(layout.pp, number, layout.vpp).bubble * working
-    of_layers, of_ends, joined = _once(model, _of_weights(model, layout), _stored(method), hardware)
+    of_weights = method.fsdp, method.storage, method.gradient_wire, method.overlap_grad_reduce
+    of_layers, of_ends, joined = _once(model, _of_weights(model, layout), *of_weights, hardware)
     if system.hides_gradients and method.overlap_grad_reduce:
         if system.hides_ends:
             of_layers, of_ends = of_layers + of_ends, 0.0
@@ -250,17 +251,6 @@ def _without_storage(method: Method) -> Method:
     return replace(method, **given, overlap_grad_reduce=False)
 
 
-def _stored(method: Method) -> Method:
-    """What the sums of gradients and new weights depend on, and no more."""
-    of_layers, wire = method.overlap_grad_reduce, method.gradient_wire
-    return Method(
-        fsdp=method.fsdp,
-        storage=method.storage,
-        gradient_wire=wire,
-        overlap_grad_reduce=of_layers,
-    )
-
-
 @functools.lru_cache(maxsize=1024)
 def _sends(
     model: ModelSizes,
@@ -294,10 +284,22 @@ def _of_weights(model: ModelSizes, layout: Layout) -> Layout:
 
 @functools.lru_cache(maxsize=1024)
 def _once(
-    model: ModelSizes, layout: Layout, method: Method, hardware: Hardware
+    model: ModelSizes,
+    layout: Layout,
+    fsdp: bool,
+    storage: str,
+    gradient_wire: str,
+    overlap_grad_reduce: bool,
+    hardware: Hardware,
 ) -> tuple[float, float, float]:
     """Seconds of what is sent once in a step: gradients of layers summed, and those of both ends;
     new weights joined."""
+    method = Method(
+        fsdp=fsdp,
+        storage=storage,
+        gradient_wire=gradient_wire,
+        overlap_grad_reduce=overlap_grad_reduce,
+    )
     of_ends = {f"gradients: {one.what}" for one in held(model, layout) if not one.depth}
     sent = volumes.gradients(model, layout, method)
     joined = [one for one in sent if one.kind == "all_gather"]

@@ -94,6 +94,8 @@ def gradients_apart(model: ModelSizes, layout: Layout, batch: Batch, method: Met
     """Bytes of a layer's gradients beside one of each, until they are added up: one of all weights
     for each half of the rows, and of the experts for each chunk of these."""
     halves, found = len(method.streams(batch)), 0.0
+    if halves == method.expert_chunks == 1:
+        return found
     for one in held(model, layout):
         if one.in_layers:
             parts = halves * (method.expert_chunks if one.what == "experts" else 1)
