@@ -133,12 +133,13 @@ def test_the_cache_is_as_wide_as_its_rows_need(monkeypatch):
     monkeypatch.setattr(stream, "NARROWEST_CACHE", 4)
     monkeypatch.setattr(stream, "PATIENCE", 1)
     monkeypatch.setattr(slot_engine, "NARROWEST", 4)
-    made, widths = engine(), list[int]()
+    made, widths, tokens = engine(), list[int](), list[int]()
     made.ask(asked(0, GREEDILY))  # one token, and at most seven more
     while made.busy:
-        made.tick(1)
+        tokens += [token for row in made.tick(1) for token in row.tokens.tolist()]
         assert made._pool is not None
         widths.append(made._pool.cache.keys[0].shape[-1])
+    assert tokens == crowd(2)[0, 0][0].tolist(), "what was there is gone"
     assert made.cache_sizes == [4, 13] and widths[0] == 4 and widths == sorted(widths)
     made.ask(asked(2, GREEDILY))
     rows = written(made, 2)
