@@ -53,6 +53,9 @@ PRODUCTS = {
     "ends at tiles": Product((128, 128, 64), inner=64, outer=64),
 }
 
+GATHERED = 24
+"""Rows that those of each of `PRODUCTS` are copies of, where a kernel gathers them."""
+
 
 TILINGS: tuple[dict[str, int], ...] = (
     {},
@@ -78,3 +81,14 @@ def choices(case: Case, seed: int = 0) -> np.ndarray:
     if case.spread == "nobody":
         ids = np.where(draw.random(ids.shape) < 0.3, case.experts + 2, ids)
     return ids.astype(np.int32)
+
+
+def sources(product: Product, seed: int = 0) -> np.ndarray:
+    """``[row]`` of which of `GATHERED` rows each is a copy: every fifth past the end, for zeros,
+    and those of no group of the last one, which no other is."""
+    draw = np.random.default_rng(seed)
+    known = sum(product.sizes)
+    source = np.full(known + product.rest, GATHERED - 1)
+    source[:known] = draw.integers(0, GATHERED - 1, known)
+    source[4:known:5] = draw.integers(GATHERED, GATHERED + 3, len(source[4:known:5]))
+    return source.astype(np.int32)

@@ -8,8 +8,9 @@ A block keeps
   layers. Of a router it keeps logits and choices, and of collectives sums over devices. Norms,
   gathers of tokens, their way to the experts, permutations and activations are repeated, and
   nothing of that waits for the gradient that comes in (`moe.repeated`). Of T tokens of a device, of
-  width h, with k experts of f h hidden units and m query heads for a key/value head these are
-  ``(2 k f + 4 + 2 / m) T h`` elements and a few numbers for each token beside them;
+  width h, with k experts of f h hidden units and query heads of together q h, m for a key/value
+  head, these are ``(2 k f + 2 + 2 q + 2 q / m) T h`` elements and a few numbers for each token
+  beside them; of rows there is room for but that are nobody's, ``2 f h`` each;
 * "full": its input and the results of collectives over tokens. Costs one more forward pass without
   its communication.
 

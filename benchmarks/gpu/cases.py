@@ -9,7 +9,15 @@ from typing import Any
 
 from benchmarks.gpu.dispatch import MOVES, arrays_of, checked_move, program_of
 from benchmarks.gpu.rows import Figures, Row, Settings, difference, kernel_forms, needs_gpu, random
-from benchmarks.kernel_cases import CASES, PRODUCTS, Case, Product, choices
+from benchmarks.kernel_cases import (
+    CASES,
+    GATHERED,
+    PRODUCTS,
+    Case,
+    Product,
+    choices,
+    sources,
+)
 
 SMALL = ("tiles",)
 
@@ -27,6 +35,8 @@ def rows(settings: Settings) -> Iterator[Row]:
         if not settings.small or name == "fewer rows than a tile":
             run = partial(_multiplied, settings, product)
             yield Row(f"cases/grouped/{name}", "mosaic", run, needs_gpu())
+            run = partial(_gathered, settings, product)
+            yield Row(f"cases/gathered/{name}", "mosaic", run, needs_gpu())
 
 
 def _dispatched(settings: Settings, case: Case, form: str) -> Figures:
@@ -74,6 +84,26 @@ def _multiplied(settings: Settings, product: Product) -> Figures:
     }
     expected = _looped(x, weights, pull, product.sizes)
     return {"difference": max(difference(run(), expected[name]) for name, run in programs.items())}
+
+
+def _gathered(settings: Settings, product: Product) -> Figures:
+    """The products that gather their rows; NaN in the one that those of no group are."""
+    import jax
+    import jax.numpy as jnp
+
+    from moe.kernels.grouped import each, summed
+
+    x = random(settings, 0, (GATHERED, product.inner)).at[-1].set(jnp.nan)
+    source = jnp.asarray(sources(product, settings.seed))
+    pull = random(settings, 1, (len(source), product.outer))
+    weights = random(settings, 2, (len(product.sizes), product.inner, product.outer))
+    sizes = jnp.asarray(product.sizes, jnp.int32)
+    forward = jax.jit(lambda *of: each(0, *of, source=source))(x, weights, sizes)
+    matrices = jax.jit(lambda *of: summed(*of, source=source))(x, pull, sizes)
+    rows = x.at[source].get(mode="fill", fill_value=0)
+    expected = _looped(rows, weights, pull, product.sizes)
+    found = {"forward": forward, "matrices": matrices}
+    return {"difference": max(difference(found[name], expected[name]) for name in found)}
 
 
 def _looped(x: Any, weights: Any, pull: Any, sizes: tuple[int, ...]) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from benchmarks.gpu.shapes import QWEN3_A3B, SMALL_MOE
 
 FORMS: dict[str, dict[str, Any]] = {
     "mosaic": {"experts": "mosaic"},
+    "mosaic_fused": {"experts": "mosaic_fused"},
+    "mosaic_gathered": {"experts": "mosaic_gathered"},
     "blocks": {"experts": "blocks"},
     "ragged_dot": {"experts": "ragged_dot"},
 }
@@ -31,7 +33,7 @@ def rows(settings: Settings) -> Iterator[Row]:
     operands = cache(partial(operands_of, sizes, batch, time, settings))
     for which in ("forward", "both"):
         for form, execution in FORMS.items():
-            needs = needs_gpu() if "mosaic" in execution.values() else None
+            needs = needs_gpu() if form.startswith("mosaic") else None
             run = partial(_layer, settings, operands, sizes, execution, which)
             yield Row(f"layer/{name}/{which}", form, run, needs)
 

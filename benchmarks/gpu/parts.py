@@ -8,6 +8,7 @@ from benchmarks.gpu import (
     ceilings,
     decoding,
     dispatch,
+    gathered,
     grouped,
     grpo,
     head,
@@ -46,6 +47,7 @@ PARTS = {
     "attention": Listed(attention.rows, seconds=30),
     "head": Listed(head.rows, seconds=30),
     "uneven": Listed(grouped.uneven, seconds=30),
+    "gathered": Listed(gathered.rows, seconds=30),
     "tilings": Listed(grouped.tilings, seconds=30, asked=True),
 }
 

@@ -178,11 +178,14 @@ class RunConfig:
     router: Literal["plain", "mosaic"] | None = None
     """How scores become choices of experts; mosaic is a kernel for NVIDIA's Hopper. None is
     plain."""
-    experts: Literal["tiles", "blocks", "mosaic", "mosaic_fused", "ragged_dot", "plain"] | None = (
-        None
-    )
-    """How rows are multiplied, each by its own expert's matrix: mosaic and mosaic_fused are kernels
-    for NVIDIA's Hopper. None is tiles on a CPU and blocks elsewhere."""
+    experts: (
+        Literal[
+            "tiles", "blocks", "mosaic", "mosaic_fused", "mosaic_gathered", "ragged_dot", "plain"
+        ]
+        | None
+    ) = None
+    """How rows are multiplied, each by its own expert's matrix: mosaic, mosaic_fused and
+    mosaic_gathered are kernels for NVIDIA's Hopper. None is tiles on a CPU and blocks elsewhere."""
     remat: Literal["none", "selective", "full"] = "none"
     """What the backward pass of a layer computes again instead of keeping it in memory."""
     fsdp: bool = False

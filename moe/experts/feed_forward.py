@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from moe.adapters.adapted import Adapted, product
 from moe.architecture.activation import Activation
-from moe.experts.fused import FUSED, fused_experts
+from moe.experts.fused import FUSED, GATHERED, fused_experts, gathered_experts
 from moe.experts.gated import activated, gated
 from moe.experts.grouped.dot import IMPLEMENTATIONS, grouped_dot
 from moe.experts.joined import joined_dot
@@ -107,8 +107,10 @@ def routed_experts(
       dtype: of the rows, in which the products are computed; None is that of `x`.
       implementation: of the products, see `moe.experts.grouped.dot.grouped_dot`. With "mosaic" the
         rows are laid out, spread and summed by kernels too; with "mosaic_fused" also what lies
-        between the two products is computed by theirs (`moe.experts.fused`). Products with adapters
-        are as narrow as their rank, and computed by the best that applies.
+        between the two products is computed by theirs (`moe.experts.fused`), and with
+        "mosaic_gathered" the first of them reads tokens where they lie, so that rows are spread
+        nowhere. Products with adapters are as narrow as their rank, and computed by the best that
+        applies.
       activation: f, see `moe.experts.gated.activated`.
 
     Returns:
@@ -116,21 +118,19 @@ def routed_experts(
 
     Raises:
       ValueError: on an unknown implementation, and where the kernels cannot serve: with
-        "mosaic_fused" of experts with adapters, with biases or with another `activation`.
+        "mosaic_fused" and "mosaic_gathered" of experts with adapters, with biases or with another
+        `activation`.
     """
-    if implementation not in (None, FUSED, *IMPLEMENTATIONS):
+    in_one = implementation in (FUSED, GATHERED)
+    if not in_one and implementation not in (None, *IMPLEMENTATIONS):
+        names = ", ".join((*IMPLEMENTATIONS, FUSED, GATHERED))
         raise ValueError(
-            f"experts={implementation!r} is none of {', '.join((*IMPLEMENTATIONS, FUSED))}; None "
-            "is the best that applies."
+            f"experts={implementation!r} is none of {names}; None is the best that applies."
         )
-    if implementation == FUSED and (activation != "silu" or weights.gate_up_bias is not None):
-        biases = "" if weights.gate_up_bias is None else " and biases"
-        raise ValueError(
-            f"experts={FUSED!r} has SwiGLU without biases between its products, not activation="
-            f"{activation!r}{biases}: give --experts mosaic."
-        )
+    if in_one:
+        _refuse_between(weights, activation, implementation)
     num_rows = experts.size if num_rows is None else min(num_rows, experts.size)
-    kernels = "mosaic" if implementation in ("mosaic", FUSED) else None
+    kernels = "mosaic" if in_one or implementation == "mosaic" else None
     layout = sorted_layout(
         experts, weights.down.shape[0], num_slots=num_rows, implementation=kernels
     )
@@ -140,14 +140,14 @@ def routed_experts(
     sizes = jnp.diff(stop, prepend=0)
     token, places = layout.tokens, layout.places
 
-    rows = spread_rows(x, token, places, dtype, kernels)
     of_rows = spread_rows(probs.reshape(-1), layout.choices, places.reshape(-1, 1))
+    if implementation == GATHERED:
+        out = gathered_experts(
+            x, layout, weights.gate_up, weights.down, of_rows, sizes, dtype=dtype
+        )
+        return sum_rows(out, places, token, kernels), overflow
+    rows = spread_rows(x, token, places, dtype, kernels)
     if implementation == FUSED:
-        if isinstance(weights.gate_up, Adapted):
-            raise ValueError(
-                f"experts={FUSED!r} has no adapters between its two products: give --experts "
-                "mosaic, or leave experts out of --lora-targets."
-            )
         out = fused_experts(rows, weights.gate_up, weights.down, of_rows, sizes)
     else:
         # One product for gate and up: wider products are faster than two narrow ones.
@@ -163,6 +163,21 @@ def routed_experts(
             bias = _of_rows(weights.down_bias, stop, out).astype(jnp.float32)
             out = (out.astype(jnp.float32) + bias * of_rows[:, None]).astype(out.dtype)
     return sum_rows(out, places, token, kernels), overflow
+
+
+def _refuse_between(weights: Experts[Array], activation: Activation, name: str | None) -> None:
+    """Refuses what kernels with SwiGLU in them have not got between their two products."""
+    if activation != "silu" or weights.gate_up_bias is not None:
+        biases = "" if weights.gate_up_bias is None else " and biases"
+        raise ValueError(
+            f"experts={name!r} has SwiGLU without biases between its products, not activation="
+            f"{activation!r}{biases}: give --experts mosaic."
+        )
+    if isinstance(weights.gate_up, Adapted):
+        raise ValueError(
+            f"experts={name!r} has no adapters between its two products: give --experts mosaic, "
+            "or leave experts out of --lora-targets."
+        )
 
 
 def _of_rows(

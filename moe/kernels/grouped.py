@@ -4,10 +4,12 @@ JAX ships reference kernels of both (`jax.experimental.pallas.ops.gpu.ragged_dot
 `transposed_ragged_dot_mgpu`). These follow them and differ where a mixture of experts needs it:
 which group a tile belongs to is worked out before the kernel and not by every tile from a list of
 all groups, which is unrolled there; tiles of nothing are left out; rows of no group give zeros and
-what they hold reaches no sum, where there rows stay unwritten and are multiplied by zero; the sums
-are returned in float32; and both are lowered without a device.
+what they hold reaches no sum, where there rows stay unwritten and are multiplied by zero; rows may
+be read through an index, where no copy of them is; the sums are returned in float32; and both are
+lowered without a device.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +19,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from moe.kernels.mosaic import Target, launch, mosaic_gpu
+from moe.kernels.slices import Rows, multiply_slices, with_slots
 
 
 class Tiling(NamedTuple):
@@ -81,18 +84,25 @@ def each(
     weights: Float[Array, "group deep wide"],
     sizes: Int[Array, "group"],
     *,
+    source: Int[Array, "slot"] | None = None,
     tiling: Tiling = TILING,
     simulated: bool = False,
-) -> Float[Array, "row outer"]:
-    """``rows[r] @ weights[g]``, with `side` 1 its transpose; zeros for rows of no group."""
-    num_rows, width = rows.shape[0], weights.shape[2 - side]
-    height = tiling.rows
-    padded = filled_up(rows, height)
-    tiles = tiles_of(sizes, padded.shape[0], height)
+) -> Float[Array, "slot outer"]:
+    """``rows[r] @ weights[g]``, with `side` 1 its transpose; zeros for rows of no group.
+
+    Args:
+      source: the row in each slot of the result, zeros where it is past the end; None is each row
+        in a slot of its own. The product reads rows where they lie (`moe.kernels.slices`).
+    """
+    width, height = weights.shape[2 - side], tiling.rows
+    num_slots = (rows if source is None else source).shape[0]
+    given, room = whole_tiles(rows, source, height)
+    tiles = tiles_of(sizes, room, height)
     columns = fitting(width, tiling.columns)
     down, across = tiles.group.shape[0], width // columns
 
-    def body(target: Target, program, group, block, first, size, rows, weights, out):
+    def body(target: Target, program, group, block, first, size, *refs):
+        *given, weights, out = refs
         tile, column = mosaic_gpu().planar_snake(
             program, (down, across), 1, min(tiling.wide, across)
         )
@@ -104,7 +114,7 @@ def each(
                 side,
                 (height, columns, tiling),
                 (group[tile], block[tile], [column]),
-                rows,
+                given,
                 weights,
             )
             store_rows(found, first[tile], size[tile], block[tile] * height, column, out)
@@ -112,12 +122,24 @@ def each(
     (out,) = launch(
         body,
         down * across,
-        [jax.ShapeDtypeStruct((padded.shape[0], width), rows.dtype)],
-        [*tiles, padded, weights],
+        [jax.ShapeDtypeStruct((room, width), rows.dtype)],
+        [*tiles, *given, weights],
         operation="grouped_dot",
         simulated=simulated,
     )
-    return out[:num_rows]
+    return out[:num_slots]
+
+
+def whole_tiles(rows: Array, source: Array | None, height: int) -> tuple[tuple[Array, ...], int]:
+    """What a kernel reads the rows of a product from, and how many these are with those that fill
+    them up. With a `source` the rows stay as they are."""
+    if source is None:
+        padded = filled_up(rows, height)
+        return (padded,), padded.shape[0]
+    room = max(height, -(-source.shape[0] // 8) * 8)
+    missing = -(-room // height) * height - source.shape[0]
+    source = jnp.pad(source.astype(jnp.int32), (0, missing), constant_values=rows.shape[0])
+    return (rows, source), room
 
 
 def filled_up(rows: Array, height: int) -> Array:
@@ -133,24 +155,28 @@ def fitting(dimension: int, most: int) -> int:
 
 
 def product_tiles(
-    target: Target, side: int, shape: tuple[int, int, Tiling], at: Any, rows: Any, weights: Any
+    target: Target,
+    side: int,
+    shape: tuple[int, int, Tiling],
+    at: Any,
+    given: Sequence[Any],
+    weights: Any,
 ) -> tuple[Array, ...]:
     """Tiles of the result in registers, float32, of the same rows; zeros where the group is none.
 
     Args:
       shape: of each tile, and how the product is cut.
       at: whose group's and which block of rows it is, and which blocks of columns.
+      given: of `whole_tiles`.
     """
     (height, columns, tiling), (group, block, places) = shape, at
-    num_groups, depth = weights.shape[0], rows.shape[1]
+    num_groups, depth = weights.shape[0], given[0].shape[1]
     step, number = fitting(depth, tiling.depth), len(places)
 
-    def accumulate(*totals):
+    def accumulate(slots, *totals):
         def multiply(_, left, *matrices):
             for total, right in zip(totals, matrices, strict=True):
                 mosaic_gpu().wgmma(total, left, target.transposed(right) if side else right)
-            # What the step before reads is over: its slot is the next to be filled.
-            mosaic_gpu().wgmma_wait(number)
 
         def matrices_at(column):
             if side:
@@ -161,20 +187,20 @@ def product_tiles(
 
         @pl.when(group < num_groups)
         def _():
-            mosaic_gpu().emit_pipeline(
+            multiply_slices(
+                target,
                 multiply,
-                grid=(depth // step,),
-                in_specs=[
-                    mosaic_gpu().BlockSpec((height, step), lambda k: (block, k), delay_release=1),
-                    *map(matrices_at, places),
-                ],
-                max_concurrent_steps=tiling.stages,
-            )(rows, *[weights.at[jnp.minimum(group, num_groups - 1)]] * number)
+                depth // step,
+                Rows(given, slots, (height, step), lambda k: (block, k)),
+                [*map(matrices_at, places)],
+                [weights.at[jnp.minimum(group, num_groups - 1)]] * number,
+                tiling.stages,
+            )
 
         return tuple(total[...] for total in totals)
 
     accumulators = [mosaic_gpu().WGMMAAccumulatorRef((height, columns)) for _ in places]
-    return pl.run_scoped(accumulate, *accumulators)
+    return with_slots(given, (height, step), tiling.stages, accumulate, *accumulators)
 
 
 def store_rows(tile, first, size, start, column, out):
@@ -203,22 +229,28 @@ def store_rows(tile, first, size, start, column, out):
 
 def summed(
     rows: Float[Array, "row inner"],
-    others: Float[Array, "row outer"],
+    others: Float[Array, "slot outer"],
     sizes: Int[Array, "group"],
     *,
+    source: Int[Array, "slot"] | None = None,
     tiling: Tiling = TILING,
     simulated: bool = False,
 ) -> Float[Array, "group inner outer"]:
-    """The sum of ``rows[r]^T others[r]`` over the rows of each group, float32."""
+    """The sum of ``rows[r]^T others[r]`` over the rows of each group, float32.
+
+    Args:
+      source: the row in each slot, as in `each`.
+    """
     num_groups, (inner, outer) = sizes.shape[0], (rows.shape[1], others.shape[1])
     step = tiling.depth
-    rows, others = filled_up(rows, step), filled_up(others, step)
+    (given, _), others = whole_tiles(rows, source, step), filled_up(others, step)
     stop = jnp.cumsum(sizes.astype(jnp.int32))
     start = stop - sizes.astype(jnp.int32)
     height, width = fitting(inner, tiling.rows), fitting(outer, tiling.columns)
     down, across = inner // height, outer // width
 
-    def body(target: Target, program, start, stop, rows, others, out):
+    def body(target: Target, program, start, stop, *refs):
+        *given, others, out = refs
         group = lax.div(program, jnp.int32(down * across))
         within = lax.rem(program, jnp.int32(down * across))
         i, j = mosaic_gpu().planar_snake(within, (down, across), 1, min(tiling.wide, across))
@@ -226,9 +258,9 @@ def summed(
         block = lax.div(first, jnp.int32(step))
         blocks = lax.div(last + step - 1, jnp.int32(step)) - block
 
-        def accumulate(total):
-            def multiply(indices, left, right):
-                at = (block + indices[0]) * step
+        def accumulate(slots, total):
+            def multiply(k, left, right):
+                at = (block + k) * step
 
                 # Rows of others are selected against: zero times what they hold need not be zero.
                 @pl.when((at < first) | (at + step > last))
@@ -238,27 +270,32 @@ def summed(
                     mosaic_gpu().commit_smem()
 
                 mosaic_gpu().wgmma(total, target.transposed(left), right)
-                mosaic_gpu().wgmma_wait(1)
 
             @pl.when(last > first)
             def _():
-                mosaic_gpu().emit_pipeline(
+                multiply_slices(
+                    target,
                     multiply,
-                    grid=(blocks,),
-                    in_specs=[
-                        mosaic_gpu().BlockSpec(
-                            (step, height), lambda k: (block + k, i), delay_release=1
-                        ),
+                    blocks,
+                    Rows(given, slots, (step, height), lambda k: (block + k, i)),
+                    [
                         mosaic_gpu().BlockSpec(
                             (step, width), lambda k: (block + k, j), delay_release=1
-                        ),
+                        )
                     ],
-                    max_concurrent_steps=tiling.stages,
-                )(rows, others)
+                    [others],
+                    tiling.stages,
+                )
 
             return total[...]
 
-        found = pl.run_scoped(accumulate, mosaic_gpu().WGMMAAccumulatorRef((height, width)))
+        found = with_slots(
+            given,
+            (step, height),
+            tiling.stages,
+            accumulate,
+            mosaic_gpu().WGMMAAccumulatorRef((height, width)),
+        )
 
         def store(staged):
             staged[...] = found
@@ -273,7 +310,7 @@ def summed(
         body,
         num_groups * down * across,
         [jax.ShapeDtypeStruct((num_groups, inner, outer), jnp.float32)],
-        [start, stop, rows, others],
+        [start, stop, *given, others],
         operation="grouped_dot",
         simulated=simulated,
     )[0]

@@ -5,16 +5,11 @@ of rows with the same columns of gate and of up, keeps both sums in registers an
 units, so that what comes between two products is neither written nor read for itself. The way back
 does the same with the gradient of the hidden units.
 
-Rows arrive in the order of experts, as everywhere in `moe.experts`. That the product itself reads
-them through the permutation, and the second one adds its rows to those of tokens, is left out:
-
-* Hopper's copy engine moves boxes of neighbouring rows; one that gathers rows comes with Blackwell.
-  Single rows of a slice, 128 bytes each, cannot be copied into the swizzled tile that the matrix
-  units read, whose atom is eight rows, and Pallas has no load of a vector of addresses into
-  registers. `moe.kernels.rows.take` moves whole rows at the speed of memory instead.
-* A sum of a token's rows by the programs that compute them needs atomics, in whatever order they
-  come, or programs that wait for others. `moe.kernels.rows.combine` adds them in the order of the
-  choices: the same bits each time.
+Rows arrive in the order of experts, as everywhere in `moe.experts`, or lie anywhere and are
+gathered by the product itself (`moe.kernels.slices`). That the second product adds its rows to
+those of tokens is left out: a sum by the programs that compute them needs atomics, in whatever
+order they come, or programs that wait for others. `moe.kernels.rows.combine` reads them through the
+layout and adds them in the order of the choices: the same bits each time.
 """
 
 import jax
@@ -31,6 +26,7 @@ from moe.kernels.grouped import (
     product_tiles,
     store_rows,
     tiles_of,
+    whole_tiles,
 )
 from moe.kernels.mosaic import Target, launch, mosaic_gpu
 
@@ -42,12 +38,13 @@ BACKWARD = Tiling(columns=64)
 def hidden_units(
     rows: Float[Array, "row inner"],
     gate_up: Float[Array, "group inner twice"],
-    probs: Float[Array, "row"],
+    probs: Float[Array, "slot"],
     sizes: Int[Array, "group"],
     *,
+    source: Int[Array, "slot"] | None = None,
     tiling: Tiling = FORWARD,
     simulated: bool = False,
-) -> tuple[Float[Array, "row hidden"], Float[Array, "row twice"]]:
+) -> tuple[Float[Array, "slot hidden"], Float[Array, "slot twice"]]:
     """The hidden units of each row and, for the way back, its first product, gate and up side by
     side; zeros for rows of no group.
 
@@ -57,15 +54,17 @@ def hidden_units(
     Args:
       gate_up: of each group, all columns of gate first.
       probs: what the output of each row counts by, float32.
+      source: the row in each slot, as in `moe.kernels.grouped.each`.
     """
-    num_rows, width = rows.shape[0], gate_up.shape[2] // 2
+    num_slots, width = probs.shape[0], gate_up.shape[2] // 2
     height, columns = tiling.rows, fitting(width, tiling.columns)
-    padded = filled_up(rows, height)
-    tiles = tiles_of(sizes, padded.shape[0], height)
+    given, room = whole_tiles(rows, source, height)
+    tiles = tiles_of(sizes, room, height)
     down, across = tiles.group.shape[0], width // columns
-    probs = _of_groups(probs, sizes, padded.shape[0], height)
+    probs = _of_groups(probs, sizes, room, height)
 
-    def body(target, program, group, block, first, size, rows, weights, probs, hidden, inward):
+    def body(target, program, group, block, first, size, *refs):
+        *given, weights, probs, hidden, inward = refs
         tile, column = mosaic_gpu().planar_snake(
             program, (down, across), 1, min(tiling.wide, across)
         )
@@ -78,7 +77,7 @@ def hidden_units(
                 0,
                 (height, columns, tiling),
                 (group[tile], block[tile], [column, across + column]),
-                rows,
+                given,
                 weights,
             )
             kept = [one.astype(rows.dtype) for one in found]
@@ -96,14 +95,14 @@ def hidden_units(
         body,
         down * across,
         [
-            jax.ShapeDtypeStruct((padded.shape[0], width), rows.dtype),
-            jax.ShapeDtypeStruct((padded.shape[0], 2 * width), rows.dtype),
+            jax.ShapeDtypeStruct((room, width), rows.dtype),
+            jax.ShapeDtypeStruct((room, 2 * width), rows.dtype),
         ],
-        [*tiles, padded, gate_up, probs],
+        [*tiles, *given, gate_up, probs],
         operation="hidden_units",
         simulated=simulated,
     )
-    return hidden[:num_rows], inward[:num_rows]
+    return hidden[:num_slots], inward[:num_slots]
 
 
 def hidden_gradients(
@@ -149,7 +148,7 @@ def hidden_gradients(
                 1,
                 (height, columns, tiling),
                 (group[tile], block[tile], [column]),
-                pull,
+                [pull],
                 down,
             )
 

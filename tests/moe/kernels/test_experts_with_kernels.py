@@ -18,7 +18,7 @@ from sharding.folding import Layout, fold_abstract
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["mosaic", "mosaic_fused"])
+@pytest.mark.parametrize("implementation", ["mosaic", "mosaic_fused", "mosaic_gathered"])
 def test_everything_between_tokens_and_their_sums_is_a_kernel(implementation):
     tokens, k, num_experts, d_model, d_expert = 24, 2, 4, 128, 64
 
@@ -40,16 +40,26 @@ def test_everything_between_tokens_and_their_sums_is_a_kernel(implementation):
         return out, *back(out)
 
     # Forward the layout (two), permute, two products and unpermute; backward the reverse of each
-    # move, and two products for each. With SwiGLU in the products there are no more of them.
+    # move, and two products for each. With SwiGLU in the products there are no more of them, and
+    # where the first gathers its rows no permute.
     exported = jax.export.export(jax.jit(run), platforms=["cuda"])
     text = exported(weights, shaped(tokens, d_model), ids, probs).mlir_module()
-    assert text.count("custom_call @mosaic_gpu_v2") == 6 + 2 + 4
+    forward = 5 if implementation == "mosaic_gathered" else 6
+    assert text.count("custom_call @mosaic_gpu_v2") == forward + 2 + 4
     assert "stablehlo.sort" not in text
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["all_to_all", "all_gather", "ragged"])
-def test_dispatch_over_a_mesh_is_lowered_with_kernels_and_its_gradient(name):
+@pytest.mark.parametrize(
+    ("name", "product"),
+    [
+        ("all_to_all", "mosaic"),
+        ("all_gather", "mosaic"),
+        ("ragged", "mosaic"),
+        ("all_gather", "mosaic_gathered"),
+    ],
+)
+def test_dispatch_over_a_mesh_is_lowered_with_kernels_and_its_gradient(name, product):
     mesh = fold_abstract(Layout.parse("tp2 dp4 / ep4 etp2"))
     tokens, k, num_experts, d_model, d_expert = 32, 2, 8, 128, 128
 
@@ -65,7 +75,7 @@ def test_dispatch_over_a_mesh_is_lowered_with_kernels_and_its_gradient(name):
     routing = Routing(shaped(tokens, k, dtype=jnp.int32), shaped(tokens, k, dtype=jnp.float32))
 
     def total(weights, x, routing):
-        out, _ = dispatch(weights, x, routing, mesh, implementation=name, product="mosaic")
+        out, _ = dispatch(weights, x, routing, mesh, implementation=name, product=product)
         return all_sum(jnp.sum(out.astype(jnp.float32)), mesh.axes)
 
     sharded = jax.shard_map(
@@ -80,7 +90,8 @@ def test_dispatch_over_a_mesh_is_lowered_with_kernels_and_its_gradient(name):
     exported = jax.export.export(program, platforms=["cuda"], disabled_checks=[ragged])
     text = exported(weights, shaped(tokens, d_model), routing).mlir_module()
     # The gradient of a plain sum needs neither the second product nor its sums.
-    assert text.count("custom_call @mosaic_gpu_v2") >= 12 - 2
+    kernels = 11 if product == "mosaic_gathered" else 12
+    assert text.count("custom_call @mosaic_gpu_v2") >= kernels - 2
 
 
 def test_rows_are_spread_and_summed_by_the_kernels_as_without():

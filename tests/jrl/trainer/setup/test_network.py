@@ -88,7 +88,11 @@ def test_a_flag_names_what_there_is():
         "dispatch": dispatch.IMPLEMENTATIONS,
         "attention": core.IMPLEMENTATIONS,
         "latent": latent.IMPLEMENTATIONS,
-        "experts": (*feed_forward.IMPLEMENTATIONS, feed_forward.FUSED),
+        "experts": (
+            *feed_forward.IMPLEMENTATIONS,
+            feed_forward.FUSED,
+            feed_forward.GATHERED,
+        ),
     }
     for name, names in known.items():
         (literal, _) = get_args(hints[name])
