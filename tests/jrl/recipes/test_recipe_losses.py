@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
@@ -251,8 +252,9 @@ def test_critic_loss(kind, clip):
 @pytest.mark.parametrize(("recipe", "loss"), [(Gspo(), gspo_loss), (Cispo(), cispo_loss)])
 def test_losses_of_their_own(recipe, loss):
     given, bounds = batch(), {"clip_low": recipe.clip_low, "clip_high": recipe.clip_high}
-    arrays = (LOGPROBS, given.old_logprobs, given.advantages, given.mask)
+    logprobs, entropy = jnp.asarray(LOGPROBS), jnp.asarray(ENTROPY)
+    arrays = (logprobs, given.old_logprobs, given.advantages, given.mask)
     surrogate, _ = loss(*arrays, **bounds, aggregation=None)
-    found, metrics = whole(recipe, LOGPROBS, ENTROPY)
+    found, metrics = whole(recipe, logprobs, entropy)
     assert found == aggregate(surrogate, given.mask, recipe.aggregation)
     assert "actor/pg_clipfrac" in metrics
