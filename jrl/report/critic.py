@@ -1,9 +1,11 @@
 """What a run's critic is worth: the diagnostics of `jrl.losses`, as one report."""
 
+import functools
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 from jaxtyping import Array
 
@@ -145,58 +147,107 @@ def critic_diagnostics(rollout: CriticRollout) -> Report:
     """
     if not rollout.mask.any():
         raise ValueError("the rollout has no sampled token, so there is nothing to diagnose.")
-    mask, rewards, values = map(jnp.asarray, (rollout.mask, rollout.rewards, rollout.values))
-    lam, gamma = jnp.asarray(rollout.lam, values.dtype), rollout.gamma
-    advantages, _ = gae(rewards, values, mask, gamma=gamma, lam=lam)
-    _, returns = gae(rewards, values, mask, gamma=gamma, lam=1.0)
-    errors = values - returns
-    bias = diagnostics.bootstrap_bias(errors, mask, lam, gamma=gamma)
-    steps, _ = gae(rewards, values, mask, gamma=gamma, lam=0.0)
-    parts = np.asarray(diagnostics.relative_position(mask, num_bins=BINS))
+    found = _measured(
+        rollout.values,
+        rollout.rewards,
+        rollout.mask,
+        rollout.correct,
+        rollout.groups,
+        rollout.lengths,
+        np.asarray(rollout.lam, rollout.values.dtype),
+        rollout.gamma,
+        low=rollout.low,
+        high=rollout.high,
+        alpha=rollout.alpha,
+        edges=rollout.edges,
+    )
+    advantages, bias, steps, parts = map(
+        np.asarray, (found.advantages, found.bias, found.steps, found.parts)
+    )
 
-    def along(x: Array) -> np.ndarray:
+    def along(x: np.ndarray) -> np.ndarray:
         """The mean over the tokens of each part of a response."""
         inside = rollout.mask
-        total = np.bincount(parts[inside], np.asarray(x)[inside], BINS)
+        total = np.bincount(parts[inside], x[inside], BINS)
         return total / np.maximum(np.bincount(parts[inside], minlength=BINS), 1)
 
     first = rollout.mask & (np.cumsum(rollout.mask, axis=1) == 1)
-    discounts = gamma ** (np.cumsum(rollout.mask, axis=1) - 1.0)
+    discounts = rollout.gamma ** (np.cumsum(rollout.mask, axis=1) - 1.0)
     promised = np.where(first, rollout.values, 0).sum(1)
     surprise = np.where(rollout.mask, rollout.rewards * discounts, 0).sum(1) - promised
-    against = np.sign(np.asarray(advantages)) != np.sign(surprise)[:, None]
-    report = Report(
-        position=diagnostics.by_position(values, returns, mask, num_bins=BINS),
-        explained_variance=float(explained_variance(values, returns, mask)),
-        calibration=diagnostics.calibration(
-            values,
-            jnp.asarray(rollout.correct, values.dtype)[:, None],
-            mask,
-            low=rollout.low,
-            high=rollout.high,
-            num_bins=BINS,
-        ),
-        bootstrap=diagnostics.bootstrap_bias_bound(errors, advantages, mask, lam, gamma=gamma),
+    against = np.sign(advantages) != np.sign(surprise)[:, None]
+    return Report(
+        **found.of_report,
+        explained_variance=float(found.explained_variance),
         bias=np.abs(along(bias)),
-        deviation=float(np.std(np.asarray(advantages)[rollout.mask])),
-        reach=diagnostics.terminal_reach(mask, lam=lam, gamma=gamma),
-        guard_rate=None
-        if rollout.alpha is None
-        else float(diagnostics.guard_rate(jnp.asarray(rollout.lengths), alpha=rollout.alpha)),
-        sensitivity=diagnostics.lambda_sensitivity(
-            rewards, values, mask, lam=lam, gamma=gamma, edges=rollout.edges
-        ),
-        variance=diagnostics.within_between_variance(advantages, mask),
-        concentration=diagnostics.td_concentration(rewards, values, mask, gamma=gamma),
-        errors=along(jnp.abs(steps)),
-        contradiction=float(
-            diagnostics.outcome_contradiction(rewards, values, advantages, mask, gamma=gamma)
-        ),
-        contradictions=along(jnp.asarray(against, values.dtype)),
-        length=diagnostics.length_share(mask, edges=rollout.edges),
-        negative=diagnostics.negative_share(advantages, mask),
-        groups=diagnostics.group_degeneracy(
-            jnp.asarray(rollout.correct, values.dtype), jnp.asarray(rollout.groups)
-        ),
+        deviation=float(np.std(advantages[rollout.mask])),
+        guard_rate=None if found.guard_rate is None else float(found.guard_rate),
+        errors=along(np.abs(steps)),
+        contradiction=float(found.contradiction),
+        contradictions=along(against.astype(advantages.dtype)),
     )
-    return report
+
+
+class _Measured(NamedTuple):
+    """What `_measured` finds: fields of a `Report` as they are, and what others are made of."""
+
+    advantages: Array
+    bias: Array
+    steps: Array
+    parts: Array
+    explained_variance: Array
+    guard_rate: Array | None
+    contradiction: Array
+    of_report: dict[str, Any]
+
+
+@functools.partial(jax.jit, static_argnames=("low", "high", "alpha", "edges"))
+def _measured(
+    values: Array,
+    rewards: Array,
+    mask: Array,
+    correct: Array,
+    groups: Array,
+    lengths: Array,
+    lam: Array,
+    gamma: float | Array,
+    *,
+    low: float,
+    high: float,
+    alpha: float | None,
+    edges: tuple[int, ...],
+) -> _Measured:
+    """The part of the report that is made of arrays, as one program."""
+    advantages, _ = gae(rewards, values, mask, gamma=gamma, lam=lam)
+    _, returns = gae(rewards, values, mask, gamma=gamma, lam=1.0)
+    errors, solved = values - returns, correct.astype(values.dtype)
+    arrays = (rewards, values, mask)
+    return _Measured(
+        advantages=advantages,
+        bias=diagnostics.bootstrap_bias(errors, mask, lam, gamma=gamma),
+        steps=gae(*arrays, gamma=gamma, lam=0.0)[0],
+        parts=diagnostics.relative_position(mask, num_bins=BINS),
+        explained_variance=explained_variance(values, returns, mask),
+        guard_rate=None if alpha is None else diagnostics.guard_rate(lengths, alpha=alpha),
+        contradiction=diagnostics.outcome_contradiction(
+            rewards, values, advantages, mask, gamma=gamma
+        ),
+        of_report={
+            "position": diagnostics.by_position(values, returns, mask, num_bins=BINS),
+            "calibration": diagnostics.calibration(
+                values, solved[:, None], mask, low=low, high=high, num_bins=BINS
+            ),
+            "bootstrap": diagnostics.bootstrap_bias_bound(
+                errors, advantages, mask, lam, gamma=gamma
+            ),
+            "reach": diagnostics.terminal_reach(mask, lam=lam, gamma=gamma),
+            "sensitivity": diagnostics.lambda_sensitivity(
+                *arrays, lam=lam, gamma=gamma, edges=edges
+            ),
+            "variance": diagnostics.within_between_variance(advantages, mask),
+            "concentration": diagnostics.td_concentration(*arrays, gamma=gamma),
+            "length": diagnostics.length_share(mask, edges=edges),
+            "negative": diagnostics.negative_share(advantages, mask),
+            "groups": diagnostics.group_degeneracy(solved, groups),
+        },
+    )

@@ -1,6 +1,5 @@
 """Random batches on which the objectives are tried, with every array that one of them takes."""
 
-import jax.numpy as jnp
 import numpy as np
 
 BATCH, TIME, VOCAB = 5, 7, 3
@@ -47,9 +46,9 @@ def numpy_batch(seed: int, mask: np.ndarray = MASK) -> dict[str, np.ndarray]:
     }
 
 
-def batch(seed: int, mask: np.ndarray = MASK, dtype=jnp.float32) -> dict[str, jnp.ndarray]:
-    """`numpy_batch` as jax arrays, those of floats in `dtype`."""
+def batch(seed: int, mask: np.ndarray = MASK, dtype=np.float32) -> dict[str, np.ndarray]:
+    """`numpy_batch` with its floats in `dtype`, in arrays that no device has seen."""
     return {
-        name: jnp.asarray(array, dtype if array.dtype == np.float64 else None)
+        name: array.astype(dtype) if array.dtype == np.float64 else array
         for name, array in numpy_batch(seed, mask).items()
     }

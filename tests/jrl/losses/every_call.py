@@ -4,7 +4,6 @@ import contextlib
 import inspect
 
 import jax
-import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 from contract_calls import public
@@ -62,30 +61,30 @@ def without_run_time_types():
 def _array(name, parameter, rows, time):
     draw = np.random.default_rng(len(parameter))
     if name.startswith("adaptive") and parameter in NUMBERS:
-        return jnp.float32(0.25)
+        return np.float32(0.25)
     if parameter == "lam":
-        return jnp.float32(0.5)
+        return np.float32(0.5)
     if parameter == "num_samples":
-        return jnp.full(rows, 3)
+        return np.full(rows, 3)
     if parameter in PER_ROW or (parameter == "rewards" and name in OF_RESPONSES):
-        whole = jnp.asarray(draw.integers(0, 2, rows))
-        return whole if parameter in ("groups", "truncated") else whole.astype(jnp.float32)
+        whole = draw.integers(0, 2, rows)
+        return whole if parameter in ("groups", "truncated") else whole.astype(np.float32)
     if parameter == "mask":
-        return jnp.ones((rows, time), bool)
+        return np.ones((rows, time), bool)
     if parameter in ("logits", "ref_logits"):
-        return jnp.asarray(draw.normal(size=(rows, time, 5)), jnp.float32)
+        return np.asarray(draw.normal(size=(rows, time, 5)), np.float32)
     if parameter == "tokens":
-        return jnp.zeros((rows, time), int)
+        return np.zeros((rows, time), int)
     if name == "gdpo_advantages" and parameter == "rewards":
-        return jnp.asarray(draw.normal(size=(rows, 2)), jnp.float32)
+        return np.asarray(draw.normal(size=(rows, 2)), np.float32)
     if parameter in ("entropy", "weights", "importance_weights"):
-        return jnp.asarray(draw.uniform(0.5, 1.5, (rows, time)), jnp.float32)
+        return np.asarray(draw.uniform(0.5, 1.5, (rows, time)), np.float32)
     if parameter in ("logprobs", "old_logprobs") or parameter.endswith("_logprobs"):
-        return -jnp.asarray(draw.uniform(0.1, 1.5, (rows, time)), jnp.float32)
-    return jnp.asarray(draw.normal(size=(rows, time)), jnp.float32)
+        return -draw.uniform(0.1, 1.5, (rows, time)).astype(np.float32)
+    return np.asarray(draw.normal(size=(rows, time)), np.float32)
 
 
-def numbers(result):
+def values(result):
     """The numbers of a result, those of records divided."""
     records = jax.tree.leaves(result, is_leaf=lambda x: hasattr(x, "value"))
-    return [np.asarray(x.value() if hasattr(x, "value") else x) for x in records]
+    return [x.value() if hasattr(x, "value") else x for x in records]

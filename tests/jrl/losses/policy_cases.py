@@ -1,13 +1,12 @@
 """SEQ-1, the published pair of responses, and shortcuts for the tests of policy losses."""
 
 import functools
-import itertools
-import operator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from batches import BATCH, MASK, batch
+from batches import MASK, batch
+from compiled import compiled
 
 # Two responses of three and two tokens; what is under the mask must not matter.
 MASK_1 = np.array([[1, 1, 1], [1, 1, 0]], bool)
@@ -26,50 +25,57 @@ def without_old(b):
     return b["logprobs"], b["advantages"], b["mask"]
 
 
-def sequences(dtype=jnp.float32):
+def sequences():
     """SEQ-1 in the order of a loss's arguments."""
-    arrays = (jnp.asarray(x, dtype) for x in (NEW_1, OLD_1, ADVANTAGES_1))
-    return (*arrays, jnp.asarray(MASK_1))
+    return (*(x.astype(np.float32) for x in (NEW_1, OLD_1, ADVANTAGES_1)), MASK_1)
 
 
 def per_token(loss, *arrays, **settings):
     """The losses of the tokens, without their metrics."""
-    return loss(*arrays, **settings, aggregation=None)[0]
+    return compiled(loss)(*arrays, **settings, aggregation=None)[0]
+
+
+@functools.cache
+def _summed(loss):
+    """The losses of the tokens, and the gradient of their sum by the first array."""
+
+    def total(*arrays, **settings):
+        losses, _ = loss(*arrays, **settings, aggregation=None)
+        return jnp.sum(losses), losses
+
+    return jax.grad(total, has_aux=True)
 
 
 def value_and_slope(loss, arrays, **settings):
     """Losses of the tokens, and the gradient of their sum by the current log-probabilities."""
-
-    def total(logprobs):
-        losses = per_token(loss, logprobs, *arrays[1:], **settings)
-        return jnp.sum(losses), losses
-
-    slope, losses = jax.grad(total, has_aux=True)(arrays[0])
+    slope, losses = compiled(_summed(loss))(*arrays, **settings)
     return np.asarray(losses), np.asarray(slope)
 
 
-def assert_any_cut_sums_to_the_whole(loss, seed, cuts):
-    """Compare `loss(batch, **denominators)` of pieces of rows with that of all of them."""
-    b = batch(seed)
-    edges = [0, *sorted(cuts), BATCH]
+# Pieces of unequal sizes, one of them without a token: equal ones make wrong denominators look
+# right.
+PIECES = (slice(0, 1), slice(1, 3), slice(3, 4), slice(4, 5))
+
+
+def assert_a_cut_sums_to_the_whole(loss, seeds, *, by="logprobs", of_the_whole=lambda b: {}):
+    """Compare `loss(batch, **settings)` of pieces of rows, given the denominators and what is
+    `of_the_whole` batch, with that of all rows; and its gradient by one of the arrays."""
     counts = {"num_tokens": int(MASK.sum()), "num_sequences": int(MASK.any(1).sum())}
 
-    def step(piece, **denominators):
-        rows = jax.tree.map(lambda x: x[piece], {k: x for k, x in b.items() if x.ndim > 1})
+    def step(b, **settings):
+        return jax.value_and_grad(lambda x: loss({**b, by: x}, **settings), has_aux=True)(b[by])
 
-        def of(logprobs):
-            return loss({**rows, "logprobs": logprobs}, max_length=11, **denominators)
+    @jax.jit
+    @jax.vmap
+    def both(b):
+        given = counts | of_the_whole(b)
+        parts = [step({n: x[piece] for n, x in b.items()}, **given) for piece in PIECES]
+        summed = jax.tree.map(lambda *xs: sum(xs), *(result for result, _ in parts))
+        return (summed, jnp.concatenate([slope for _, slope in parts])), step(b)
 
-        return jax.value_and_grad(of, has_aux=True)(rows["logprobs"])
-
-    whole_result, whole_slope = step(slice(None))
-    parts = [step(slice(i, j), **counts) for i, j in itertools.pairwise(edges)]
-    add = functools.partial(jax.tree.map, operator.add)
-    result = functools.reduce(add, (result for result, _ in parts))
-    slope = jnp.concatenate([slope for _, slope in parts])
+    batches = [{n: x for n, x in batch(seed).items() if x.ndim > 1} for seed in seeds]
+    actual, expected = both(jax.tree.map(lambda *xs: np.stack(xs), *batches))
     # Sums of a dozen float32 in another order.
     jax.tree.map(
-        lambda a, e: np.testing.assert_allclose(a, e, rtol=5e-6, atol=2e-6),
-        (result, slope),
-        (whole_result, whole_slope),
+        lambda a, e: np.testing.assert_allclose(a, e, rtol=5e-6, atol=2e-6), actual, expected
     )

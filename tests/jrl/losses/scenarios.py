@@ -4,7 +4,7 @@ import functools
 
 import jax.numpy as jnp
 import numpy as np
-from batches import BATCH, MASK, TIME, numpy_batch
+from batches import BATCH, TIME, batch, numpy_batch
 
 PER_ROW = ("correct", "scores", "groups")
 ALIGNED = [name for name in numpy_batch(0) if name not in (*PER_ROW, "mask")]
@@ -12,14 +12,6 @@ POISONS = {"NaN": np.nan, "infinity": np.inf, "-infinity": -np.inf, "1e30": 1e30
 SEEDS = range(20, 25)
 # What is in half precision where the rest is in single.
 MIXED = ("logprobs", "values", "advantages")
-
-
-def plain(seed, mask=MASK, dtype=np.float32):
-    """The batch of `batches.py`, in arrays that no device has seen."""
-    return {
-        name: array.astype(dtype) if array.dtype == np.float64 else array
-        for name, array in numpy_batch(seed, mask).items()
-    }
 
 
 def converted(b, dtype, names):
@@ -70,15 +62,15 @@ def padded(b):
 @functools.cache
 def scenarios():
     """Batches of one shape and dtype by name, of each of which values and gradients are taken."""
-    clean = plain(0)
+    clean = batch(0)
     found = {"zeros": under_mask(clean, 0.0)}
     found |= {poison: under_mask(clean, value) for poison, value in POISONS.items()}
     found["a NaN that counts"] = with_a_nan_that_counts(clean)
-    found["no token"] = plain(2, np.zeros((BATCH, TIME), bool))
-    found["one token per row"] = plain(3, np.eye(BATCH, TIME, dtype=bool))
-    found |= {f"seed {seed}": plain(seed) for seed in (4, 6, 7, 12, *SEEDS)}
+    found["no token"] = batch(2, np.zeros((BATCH, TIME), bool))
+    found["one token per row"] = batch(3, np.eye(BATCH, TIME, dtype=bool))
+    found |= {f"seed {seed}": batch(seed) for seed in (4, 6, 7, 12, *SEEDS)}
     for seed in SEEDS:
-        b, order = plain(seed), order_of_rows(seed)
+        b, order = batch(seed), order_of_rows(seed)
         found[f"seed {seed}, other order"] = {n: array[order] for n, array in b.items()}
         found[f"seed {seed}, compressed"] = {n: compress(array, b) for n, array in b.items()}
         assert not np.any(np.diff(found[f"seed {seed}, compressed"]["mask"].astype(int)) > 0)
@@ -88,12 +80,12 @@ def scenarios():
 @functools.cache
 def plain_scenarios():
     """Batches on which a call is run as it is, without vmap: others are compared with these."""
-    half, mixed = plain(9, dtype=jnp.bfloat16), converted(plain(10), jnp.bfloat16, MIXED)
+    half, mixed = batch(9, dtype=jnp.bfloat16), converted(batch(10), jnp.bfloat16, MIXED)
     floats = [name for name, array in half.items() if array.dtype == jnp.bfloat16]
     return {
         "half precision, raised": converted(half, np.float32, floats),
         "mixed precision, raised": converted(mixed, np.float32, MIXED),
-        **{f"seed {seed}": plain(seed) for seed in (1, 5, 6, 7, 8)},
+        **{f"seed {seed}": batch(seed) for seed in (1, 5, 6, 7, 8)},
     }
 
 

@@ -2,39 +2,59 @@
 
 import functools
 import itertools
-import operator
 from typing import get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from batches import BATCH, MASK, batch, numpy_batch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from batches import MASK, batch, numpy_batch
+from compiled import jitted
 from jax.test_util import check_grads
+from policy_cases import assert_a_cut_sums_to_the_whole
 from tiers import full_but
 
 import jrl
 
-every_mode = pytest.mark.parametrize("mode", get_args(jrl.Aggregation))
-few = settings(max_examples=10, deadline=None, derandomize=True, database=None)
+MODES = get_args(jrl.Aggregation)
+every_mode = pytest.mark.parametrize("mode", MODES)
 
 
 @pytest.mark.parametrize(
     ("clip", "loss", "clipfrac"), [(0.2, 0.38375, 0.5), ((0.5, 0.6), 0.3625, 0.0)]
 )
 def test_vector_value_1(clip, loss, clipfrac):
-    values, returns = jnp.array([0.9, 0.2, 1.5, 0]), jnp.array([1.0, 1, 0, 0])
-    old = jnp.full(4, 0.5)
-    result, metrics = jrl.value_loss(values, old, returns, jnp.ones(4), clip=clip)
+    values, returns = np.array([0.9, 0.2, 1.5, 0]), np.array([1.0, 1, 0, 0])
+    old = np.full(4, 0.5)
+    result, metrics = jitted.value_loss(values, old, returns, np.ones(4), clip=clip)
     np.testing.assert_allclose(result, loss, atol=1e-6)
     assert metrics["vf_clipfrac"].value() == clipfrac
 
 
+CLIPS = (None, (0.2, 0.2), (0.1, 0.3))
+
+
+@functools.cache
+def with_slopes():
+    """Loss, metrics and gradient of a batch by reduction and clip, from one program."""
+
+    @jax.jit
+    def run(*arrays):
+        found = {}
+        for mode, clip in itertools.product(MODES, CLIPS):
+            loss = functools.partial(jrl.value_loss, clip=clip, aggregation=mode, max_length=11)
+            (value, metrics), slope = jax.value_and_grad(loss, has_aux=True)(*arrays)
+            found[mode, clip] = value, {name: m.value() for name, m in metrics.items()}, slope
+        return list(found.values())
+
+    b = numpy_batch(0)
+    with jax.enable_x64(True):
+        found = run(*(b[name] for name in ("values", "old_values", "returns", "mask")))
+    return dict(zip(itertools.product(MODES, CLIPS), jax.device_get(found), strict=True))
+
+
 @every_mode
-@pytest.mark.parametrize("clip", [None, (0.2, 0.2), (0.1, 0.3)])
+@pytest.mark.parametrize("clip", CLIPS)
 def test_oracle(mode, clip):
     b = numpy_batch(0)
     names = ("values", "old_values", "returns")
@@ -44,23 +64,19 @@ def test_oracle(mode, clip):
         losses[at], slopes[at], binds[at] = token
     assert binds.any() == (clip is not None)
     weights = oracles.token_weights(MASK, mode, max_length=11)
-    with jax.enable_x64(True):
-        arrays = [jnp.asarray(b[name]) for name in names]
-        (loss, metrics), slope = jax.value_and_grad(jrl.value_loss, has_aux=True)(
-            *arrays, jnp.asarray(MASK), clip=clip, aggregation=mode, max_length=11
-        )
-        expected = oracles.aggregate(losses, MASK, mode, max_length=11)
-        np.testing.assert_allclose(loss, expected, rtol=1e-11)
-        np.testing.assert_allclose(slope, slopes * weights, rtol=1e-11, atol=1e-15)
-        np.testing.assert_allclose(metrics["vf_clipfrac"].value(), binds.sum() / MASK.sum())
-        np.testing.assert_allclose(metrics["vpred_mean"].value(), b["values"][MASK].mean())
-        explained = oracles.explained_variance(b["values"], b["returns"], MASK)
-        np.testing.assert_allclose(metrics["vf_explained_var"].value(), explained, rtol=1e-10)
+    loss, metrics, slope = with_slopes()[mode, clip]
+    expected = oracles.aggregate(losses, MASK, mode, max_length=11)
+    np.testing.assert_allclose(loss, expected, rtol=1e-11)
+    np.testing.assert_allclose(slope, slopes * weights, rtol=1e-11, atol=1e-15)
+    np.testing.assert_allclose(metrics["vf_clipfrac"], binds.sum() / MASK.sum())
+    np.testing.assert_allclose(metrics["vpred_mean"], b["values"][MASK].mean())
+    explained = oracles.explained_variance(b["values"], b["returns"], MASK)
+    np.testing.assert_allclose(metrics["vf_explained_var"], explained, rtol=1e-10)
 
 
 def test_the_explained_variance_has_no_gradient():
     b = batch(0)
-    slopes = jax.grad(lambda v, g: jrl.explained_variance(v, g, b["mask"]), argnums=(0, 1))
+    slopes = jax.jit(jax.grad(lambda v, g: jrl.explained_variance(v, g, b["mask"]), argnums=(0, 1)))
     for slope in slopes(b["values"], b["returns"]):
         assert not np.any(slope)
 
@@ -68,28 +84,30 @@ def test_the_explained_variance_has_no_gradient():
 def test_one_distance_means_both_directions_and_zero_is_not_off():
     b = batch(1)
     arrays = (b["values"], b["old_values"], b["returns"], b["mask"])
-    single, pair = (jrl.value_loss(*arrays, clip=clip) for clip in (0.3, (0.3, 0.3)))
+    single, pair = (jitted.value_loss(*arrays, clip=clip) for clip in (0.3, (0.3, 0.3)))
     jax.tree.map(np.testing.assert_array_equal, single, pair)
-    frozen, metrics = jrl.value_loss(*arrays, clip=0)
-    free, _ = jrl.value_loss(*arrays, clip=None)
+    frozen, metrics = jitted.value_loss(*arrays, clip=0)
+    free, _ = jitted.value_loss(*arrays, clip=None)
     assert frozen > free and metrics["vf_clipfrac"].value() > 0
-    unbound, _ = jrl.value_loss(*arrays, clip=float("inf"))
+    unbound, _ = jitted.value_loss(*arrays, clip=float("inf"))
     np.testing.assert_array_equal(unbound, free)
     with pytest.raises(ValueError, match=r"clip=-0\.2 is a distance and cannot be negative"):
         jrl.value_loss(*arrays, clip=(0.1, -0.2))
 
 
-@pytest.mark.parametrize("clip", [None, (0.1, 0.3)])
-@every_mode
-def test_gradients_by_finite_differences(mode, clip):
+def test_gradients_by_finite_differences():
+    b = numpy_batch(2)
+
+    @jax.jit
+    def losses(values):
+        arrays = (values, b["old_values"], b["returns"], b["mask"])
+        return [
+            jrl.value_loss(*arrays, clip=clip, aggregation=mode, max_length=11)[0]
+            for mode, clip in itertools.product(MODES, (None, (0.1, 0.3)))
+        ]
+
     with jax.enable_x64(True):
-        b = batch(2, dtype=jnp.float64)
-
-        def loss(values):
-            arrays = (values, b["old_values"], b["returns"], b["mask"])
-            return jrl.value_loss(*arrays, clip=clip, aggregation=mode, max_length=11)[0]
-
-        check_grads(loss, (b["values"],), 1)
+        check_grads(losses, (b["values"],), 1)
 
 
 def test_at_the_old_values_the_clip_changes_no_gradient():
@@ -102,54 +120,29 @@ def test_at_the_old_values_the_clip_changes_no_gradient():
     np.testing.assert_array_equal(slope(0.0), slope(None))
 
 
-@functools.cache
-def step_of_a_piece(mode, of_a_whole):
-    """The loss and its gradient: one program for pieces of as many rows."""
-    counts = {"num_tokens": int(MASK.sum()), "num_sequences": int(MASK.any(1).sum())}
-    loss = functools.partial(
-        jrl.value_loss,
-        clip=0.2,
-        aggregation=mode,
-        max_length=11,
-        **(counts if of_a_whole else {}),
-    )
-    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+@pytest.mark.parametrize("mode", full_but(MODES, "seq-mean-token-mean"))
+def test_a_cut_sums_to_the_whole(mode):
+    def loss(b, **denominators):
+        arrays = (b["values"], b["old_values"], b["returns"], b["mask"])
+        settings = {"clip": 0.2, "aggregation": mode, "max_length": 11}
+        return jrl.value_loss(*arrays, **settings, **denominators)
 
-
-@pytest.mark.parametrize("mode", full_but(get_args(jrl.Aggregation), "seq-mean-token-mean"))
-@given(st.integers(0, 2**31), st.sets(st.integers(1, BATCH - 1)))
-@few
-def test_any_cut_sums_to_the_whole(mode, seed, cuts):
-    b = batch(seed)
-    arrays = [np.asarray(b[name]) for name in ("values", "old_values", "returns", "mask")]
-    edges = [0, *sorted(cuts), BATCH]
-    whole, slope = jax.device_get(step_of_a_piece(mode, False)(*arrays))
-    found = [
-        jax.device_get(step_of_a_piece(mode, True)(*(x[i:j] for x in arrays)))
-        for i, j in itertools.pairwise(edges)
-    ]
-    summed = functools.reduce(lambda x, y: jax.tree.map(operator.add, x, y), [x for x, _ in found])
-    joined = np.concatenate([slope for _, slope in found])
-    jax.tree.map(
-        lambda a, e: np.testing.assert_allclose(a, e, rtol=5e-6, atol=2e-6),
-        (summed, joined),
-        (whole, slope),
-    )
+    assert_a_cut_sums_to_the_whole(loss, range(10), by="values")
 
 
 # EV-1; what lies under the mask is nobody's business.
-EV_VALUES = jnp.array([[0.5, 0.6, 0.7, 0.8], [0.4, 0.3, 0.2, 9]])
-EV_RETURNS = jnp.array([[1.0, 1, 1, 1], [0, 0, 0, 5]])
-EV_MASK = jnp.array([[1, 1, 1, 1], [1, 1, 1, 0]])
+EV_VALUES = np.array([[0.5, 0.6, 0.7, 0.8], [0.4, 0.3, 0.2, 9]])
+EV_RETURNS = np.array([[1.0, 1, 1, 1], [0, 0, 0, 5]])
+EV_MASK = np.array([[1, 1, 1, 1], [1, 1, 1, 0]])
 
 
 def test_vector_ev_1():
-    explained = jrl.explained_variance(EV_VALUES, EV_RETURNS, EV_MASK)
+    explained = jitted.explained_variance(EV_VALUES, EV_RETURNS, EV_MASK)
     np.testing.assert_allclose(explained, 0.536667, atol=1e-6)
-    loss, metrics = jrl.value_loss(EV_VALUES, EV_VALUES, EV_RETURNS, EV_MASK)
+    loss, metrics = jitted.value_loss(EV_VALUES, EV_VALUES, EV_RETURNS, EV_MASK)
     np.testing.assert_allclose(2 * loss, 0.118571, atol=1e-6)
     np.testing.assert_allclose(metrics["vf_explained_var"].value(), 0.536667, atol=1e-6)
-    bias = jrl.masked_mean(EV_VALUES - EV_RETURNS, EV_MASK)
+    bias = jitted.masked_mean(EV_VALUES - EV_RETURNS, EV_MASK)
     np.testing.assert_allclose(bias, -0.071429, atol=1e-6)
 
 
@@ -164,9 +157,9 @@ def test_explained_variance_adds_up_where_its_mean_is_meaningless():
 
 @pytest.mark.parametrize("level", [0.0, 0.1, 1.0, -3.3])
 def test_returns_that_do_not_vary_have_nothing_to_explain(level):
-    values, returns = jnp.linspace(0, 1, 7), jnp.full(7, level)
-    assert jrl.explained_variance(values, returns, jnp.ones(7)) == 0
-    assert jrl.ExplainedVariance.of(values, returns, jnp.ones(7)).value() == 0
+    values, returns = np.linspace(0, 1, 7), np.full(7, level)
+    assert jitted.explained_variance(values, returns, np.ones(7)) == 0
+    assert jrl.ExplainedVariance.of(values, returns, np.ones(7)).value() == 0
 
 
 def test_explained_variance_far_from_zero():
@@ -176,7 +169,7 @@ def test_explained_variance_far_from_zero():
     values = (returns + draw.normal(0, 0.5, (3, 50))).astype(np.float32)
     mask = np.ones((3, 50), bool)
     expected = oracles.explained_variance(values, returns, mask)
-    arrays = (jnp.asarray(values), jnp.asarray(returns), jnp.asarray(mask))
-    np.testing.assert_allclose(jrl.explained_variance(*arrays), expected, rtol=1e-4)
+    arrays = (np.asarray(values), np.asarray(returns), np.asarray(mask))
+    np.testing.assert_allclose(jitted.explained_variance(*arrays), expected, rtol=1e-4)
     centred = jrl.ExplainedVariance.of(*arrays, centre=1000)
     np.testing.assert_allclose(centred.value(), expected, rtol=1e-4)

@@ -1,9 +1,9 @@
 """HAPO: with its switches off it is DAPO, with them on each does what its vectors say."""
 
+import functools
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -25,21 +25,27 @@ ROWS, TIME = len(LENGTHS), 10
 MASK = np.arange(TIME)[None, :] < np.array(LENGTHS)[:, None]
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def targets_of(recipe, given):
+    return recipe.targets(given)
+
+
+@functools.cache
 def batch(recipe):
     random = np.random.default_rng(6)
     old = np.where(MASK, random.uniform(-2, 0, MASK.shape), np.nan).astype(np.float32)
     given = Batch(
-        tokens=jnp.zeros(MASK.shape, jnp.int32),
-        valid=jnp.asarray(MASK),
-        mask=jnp.asarray(MASK),
-        old_logprobs=jnp.asarray(old),
-        behaviour_logprobs=jnp.asarray(old),
-        rewards=jnp.array([1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0]),
-        correct=jnp.array([True, False, False, True, True, False, False, False]),
-        groups=jnp.asarray([3] * 4 + [1] * 4),
-        lengths=jnp.asarray(LENGTHS),
+        tokens=np.zeros(MASK.shape, np.int32),
+        valid=MASK,
+        mask=MASK,
+        old_logprobs=old,
+        behaviour_logprobs=old,
+        rewards=np.array([1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0], np.float32),
+        correct=np.array([True, False, False, True, True, False, False, False]),
+        groups=np.array([3] * 4 + [1] * 4, np.int32),
+        lengths=np.array(LENGTHS, np.int32),
     )
-    return replace(given, advantages=recipe.targets(given).advantages)
+    return replace(given, advantages=np.asarray(targets_of(recipe, given).advantages))
 
 
 def current(given):
@@ -47,17 +53,31 @@ def current(given):
     random = np.random.default_rng(7)
     moved = random.uniform(-0.6, 0.6, MASK.shape).astype(np.float32)
     entropy = random.uniform(0.01, 2.0, MASK.shape).astype(np.float32)
-    return jnp.where(MASK, given.old_logprobs + moved, jnp.nan), jnp.asarray(entropy)
+    return np.where(MASK, given.old_logprobs + moved, np.float32(np.nan)), entropy
 
 
-def loss_of(recipe, given):
-    logprobs, entropy = current(given)
+@functools.partial(jax.jit, static_argnums=0)
+def loss_and_slope(recipe, given, logprobs, entropy):
     statistics = recipe.statistics(logprobs, entropy, given) if recipe.uses_statistics else None
     step = jax.value_and_grad(
         lambda x: policy_loss(recipe, x, entropy, given, count(given), TIME, statistics),
         has_aux=True,
     )
     return step(logprobs)
+
+
+def loss_of(recipe, given):
+    return loss_and_slope(recipe, given, *current(given))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def surrogate_of(recipe, logprobs, entropy, given):
+    """The losses of the tokens and their metrics, with the statistics of the batch."""
+    statistics = recipe.statistics(logprobs, entropy, given) if recipe.uses_statistics else None
+    return recipe.surrogate(logprobs, entropy, given, statistics)
+
+
+signal_of = jax.jit(entropy_signal)
 
 
 def test_without_its_components_it_is_dapo():
@@ -71,7 +91,7 @@ def test_without_its_components_it_is_dapo():
         dapo.rewards(ours.rewards, ours.lengths, TIME),
     )
     # Weights of the policy over the same policy, as the sampler gave it: one exactly.
-    found = hapo.correction.correct(
+    found = jax.jit(hapo.correction.correct)(
         None,
         ours.old_logprobs,
         ours.mask,
@@ -93,24 +113,21 @@ def test_each_component_of_the_loss_has_its_switch(switch):
     given = batch(recipe)
     np.testing.assert_array_equal(given.advantages, batch(Dapo()).advantages)
     logprobs, entropy = current(given)
-    statistics = recipe.statistics(logprobs, entropy, given)
     strengths = {
         "redistribution": float(switch == "differential_redistribution"),
         "clip_strength": float(switch == "asymmetric_clipping"),
     }
-    expected, _ = hapo_loss(
-        logprobs,
-        given.old_logprobs,
-        given.advantages,
-        given.mask,
-        entropy_signal(entropy, given.mask),
-        **strengths,
-        clip_dual=None,
-        aggregation=None,
-    )
-    found, metrics = recipe.surrogate(logprobs, entropy, given, statistics)
+
+    @jax.jit
+    def hapo(logprobs, entropy, given):
+        arrays = (logprobs, given.old_logprobs, given.advantages, given.mask)
+        signal = entropy_signal(entropy, given.mask)
+        return hapo_loss(*arrays, signal, **strengths, clip_dual=None, aggregation=None)[0]
+
+    expected = hapo(logprobs, entropy, given)
+    found, metrics = surrogate_of(recipe, logprobs, entropy, given)
     np.testing.assert_array_equal(found, expected)
-    plain, _ = Dapo().surrogate(logprobs, entropy, given, None)
+    plain, _ = surrogate_of(Dapo(), logprobs, entropy, given)
     assert not np.array_equal(found, plain)
     changed = float(metrics["redistributed"].value())
     assert (changed > 0) == (switch == "differential_redistribution")
@@ -142,24 +159,25 @@ def test_decided_tokens_are_damped():
     """The released code loses the sign of their signal, so that nothing is."""
     recipe = replace(Hapo(), asymmetric_clipping=False)
     given = batch(recipe)
-    entropy = jnp.asarray(np.where(MASK, np.linspace(0.01, 2.0, TIME), 0.0), jnp.float32)
-    statistics = recipe.statistics(given.old_logprobs, entropy, given)
+    entropy = np.where(MASK, np.linspace(0.01, 2.0, TIME), 0.0).astype(np.float32)
     # At a ratio of 1 every token lies inside the zone.
-    found, _ = recipe.surrogate(given.old_logprobs, entropy, given, statistics)
-    signal = entropy_signal(entropy, given.mask)
-    wanted = np.where(signal > 0, 1.0, 1 + np.asarray(signal)) * given.advantages
+    found, _ = surrogate_of(recipe, given.old_logprobs, entropy, given)
+    signal = np.asarray(signal_of(entropy, given.mask))
+    wanted = np.where(signal > 0, 1.0, 1 + signal) * given.advantages
     np.testing.assert_allclose(found, -wanted, rtol=1e-5, atol=1e-6)
-    assert np.any(np.asarray(signal)[MASK] < -0.5)
+    assert np.any(signal[MASK] < -0.5)
 
 
 def test_what_is_kept_is_of_all_sampled_tokens():
     recipe = Hapo(entropy_quantile=0.5)
-    entropy = jnp.asarray(np.random.default_rng(8).uniform(0.01, 2, MASK.shape), jnp.float32)
-    given = replace(batch(recipe), old_entropy=jnp.where(MASK, entropy, jnp.nan))
-    kept, expected = recipe.kept(given), entropy_statistics(entropy, MASK, quantile=0.5)
-    jax.tree.map(np.testing.assert_array_equal, kept, expected)
+    entropy = np.random.default_rng(8).uniform(0.01, 2, MASK.shape).astype(np.float32)
+    given = replace(batch(recipe), old_entropy=np.where(MASK, entropy, np.float32(np.nan)))
+    kept = jax.jit(recipe.kept)
+    found = kept(given)
+    expected = jax.jit(lambda x: entropy_statistics(x, MASK, quantile=0.5))(entropy)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert Dapo().kept(given) is None
-    nothing = recipe.kept(replace(given, mask=jnp.zeros_like(given.mask)))
+    nothing = kept(replace(given, mask=np.zeros_like(given.mask)))
     jax.tree.map(np.testing.assert_array_equal, nothing, EntropyStatistics.neutral())
 
 
@@ -167,23 +185,22 @@ def test_what_is_kept_is_of_all_sampled_tokens():
 def test_ratio_and_weight_together_are_of_the_distribution_drawn_from(anchor):
     random = np.random.default_rng(9)
     drawn, sampler, trainer, logprobs = (
-        jnp.asarray(random.uniform(-1.5, -1, MASK.shape), jnp.float32) for _ in range(4)
+        random.uniform(-1.5, -1, MASK.shape).astype(np.float32) for _ in range(4)
     )
     recipe = Hapo(old_logprobs=anchor)
     old = sampler if anchor == "sampler" else trainer
-    found = recipe.correction.correct(
-        trainer, sampler, jnp.asarray(MASK), old_logprobs=old, drawn_logprobs=drawn
+    found = jax.jit(recipe.correction.correct)(
+        trainer, sampler, MASK, old_logprobs=old, drawn_logprobs=drawn
     )
-    product = jnp.exp(logprobs - old) * found.importance_weights
+    product = np.exp(logprobs - old) * found.importance_weights
     np.testing.assert_allclose(
         product, np.where(MASK, np.exp(logprobs - drawn), 0), rtol=1e-5, atol=1e-7
     )
     # How far the sampler is from the trainer is asked of the policy on both sides.
     kl = np.asarray(sampler - trainer)[MASK].mean()
     np.testing.assert_allclose(found.metrics["rollout_corr/kl"], kl, rtol=1e-4, atol=1e-6)
-    compared = Correction("truncated", denominator="policy").correct(
-        trainer, sampler, jnp.asarray(MASK)
-    )
+    compare = Correction("truncated", denominator="policy").correct
+    compared = jax.jit(compare)(trainer, sampler, MASK)
     np.testing.assert_allclose(
         compared.importance_weights, np.where(MASK, np.exp(trainer - sampler), 0), rtol=1e-5
     )

@@ -1,6 +1,8 @@
 """From rewards to advantages and returns, against slow oracles and numbers worked out by hand."""
 
-import jax.numpy as jnp
+import functools
+
+import jax
 import numpy as np
 import oracles
 import pytest
@@ -42,7 +44,12 @@ def completions(rewards=REWARDS, lengths=LENGTHS, groups=GROUPS, **given):
         "reference_logprobs": -random.random(shape).astype(np.float32),
         **given,
     }
-    return Batch(**{name: jnp.asarray(array) for name, array in arrays.items()})
+    return Batch(**arrays)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def targets_of(recipe, given):
+    return recipe.targets(given)
 
 
 def at_end(rewards, mask):
@@ -54,8 +61,8 @@ def at_end(rewards, mask):
 
 
 def test_terminal_rewards():
-    mask = jnp.array([[0, 1, 1, 0, 0], [0, 1, 0, 1, 1], [0, 0, 0, 0, 0], [0, 1, 0, 0, 0]], bool)
-    rewards = terminal_rewards(jnp.array([2.0, -3.0, 5.0, 7.0]), mask)
+    mask = np.array([[0, 1, 1, 0, 0], [0, 1, 0, 1, 1], [0, 0, 0, 0, 0], [0, 1, 0, 0, 0]], bool)
+    rewards = jax.jit(terminal_rewards)(np.array([2.0, -3.0, 5.0, 7.0]), mask)
     expected = [[0, 0, 2, 0, 0], [0, 0, 0, 0, -3], [0, 0, 0, 0, 0], [0, 7, 0, 0, 0]]
     np.testing.assert_array_equal(rewards, expected)
 
@@ -63,7 +70,7 @@ def test_terminal_rewards():
 @pytest.mark.parametrize("scaled", [True, False])
 def test_grpo(scaled):
     given = completions()
-    targets = Grpo(scale_by_std=scaled).targets(given)
+    targets = targets_of(Grpo(scale_by_std=scaled), given)
     per_row = oracles.grpo(REWARDS, GROUPS, scale="group" if scaled else None)
     # float32 against float64.
     np.testing.assert_allclose(
@@ -78,7 +85,7 @@ def test_group_advantages_of_the_reference_table(recipe):
     lengths = np.array([4, 2, 6, 7, 3, 3, 6, 4])
     groups = np.repeat(np.arange(2, dtype=np.int32), 4)
     given = completions(rewards, lengths, groups)
-    advantages = recipe.targets(given).advantages
+    advantages = targets_of(recipe, given).advantages
     expected = [0.866024, -0.866024, -0.866024, 0.866024, 1.499997, -0.499999, -0.499999, -0.499999]
     # The table has six decimals.
     np.testing.assert_allclose(advantages[:, PROMPT], expected, atol=1e-6)
@@ -90,7 +97,7 @@ def test_group_advantages_of_the_reference_table(recipe):
 def test_vapo(gamma, whitened):
     given = completions()
     recipe = Vapo(gamma=gamma, lam_alpha=0.5, whiten_advantages=whitened)
-    targets = recipe.targets(given)
+    targets = targets_of(recipe, given)
     advantages, returns = targets.advantages, targets.returns
     rewards = at_end(REWARDS, given.mask)
     lam = [oracles.length_adaptive_lambda(length, 0.5, 0.0) for length in LENGTHS]
@@ -109,7 +116,7 @@ def test_vapo(gamma, whitened):
 
 def test_vapo_with_one_lambda_for_all():
     given = completions()
-    targets = Vapo(lam_alpha=None, lam=0.7, whiten_advantages=False).targets(given)
+    targets = targets_of(Vapo(lam_alpha=None, lam=0.7, whiten_advantages=False), given)
     rewards = at_end(REWARDS, given.mask)
     expected, _ = oracles.gae(rewards, given.old_values, given.mask, 1.0, 0.7)
     # float32 against float64.
@@ -129,7 +136,7 @@ def test_vapo_by_hand():
         truncated=np.zeros(2, bool),
     )
     recipe = Vapo(lam_alpha=0.5, whiten_advantages=False)
-    targets = recipe.targets(given)
+    targets = targets_of(recipe, given)
     advantages, returns = targets.advantages, targets.returns
     # Errors of the first row are 0.1, 0.1, 0.1, 0.2; of the second -0.1, 0.2, -1.2.
     first = [0.2, 0.2, 0.2, 0.2]
@@ -145,7 +152,7 @@ def test_vapo_by_hand():
 def test_ppo(kl, whitened):
     given = completions()
     recipe = Ppo(gamma=0.9, lam=0.8, kl_reward_coef=kl, whiten_advantages=whitened)
-    targets = recipe.targets(given)
+    targets = targets_of(recipe, given)
     advantages, returns = targets.advantages, targets.returns
     rewards = at_end(REWARDS, given.mask)
     if kl is not None:
@@ -160,7 +167,7 @@ def test_ppo(kl, whitened):
 
 def test_ppo_needs_no_reference_without_its_kl():
     given = completions().replace(reference_logprobs=None)
-    assert Ppo().targets(given).advantages.shape == (6, TIME)
+    assert targets_of(Ppo(), given).advantages.shape == (6, TIME)
 
 
 # A group of three has the mean of the others, (n r - R) / 2, as its leave-one-out baseline.
@@ -175,7 +182,7 @@ def test_ppo_needs_no_reference_without_its_kl():
 def test_baselines_of_the_group(recipe, formula):
     given = completions()
     per_row = np.concatenate([formula(REWARDS[:3]), formula(REWARDS[3:])])
-    found = recipe.targets(given).advantages
+    found = targets_of(recipe, given).advantages
     np.testing.assert_allclose(found, per_row[:, None] * np.asarray(given.mask), rtol=1e-6)
 
 
@@ -191,7 +198,7 @@ def test_reinforce_plus_plus(kl):
         for t in reversed(times):
             to_go = rewards[row, t] + 0.9 * to_go
             expected[row, t] = to_go
-    targets = ReinforcePlusPlus(gamma=0.9, kl_reward_coef=kl).targets(given)
+    targets = targets_of(ReinforcePlusPlus(gamma=0.9, kl_reward_coef=kl), given)
     whitened = oracles.whiten(expected, given.mask)
     # float32 against float64.
     np.testing.assert_allclose(targets.advantages, whitened, rtol=1e-5, atol=1e-6)

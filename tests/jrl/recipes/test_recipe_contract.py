@@ -1,8 +1,8 @@
 """What every recipe promises the trainer: those of the library, and two that are defined here."""
 
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, ClassVar
+from functools import cache, partial
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,29 +85,27 @@ def batch(under_mask=0.0):
 
     def numbers(low, high):
         array = random.uniform(low, high, (ROWS, TIME)).astype(np.float32)
-        return jnp.asarray(np.where(MASK, array, under_mask))
+        return np.where(MASK, array, np.float32(under_mask))
 
     return Batch(
-        tokens=jnp.zeros((ROWS, TIME), jnp.int32),
-        valid=jnp.asarray(MASK | (COLUMNS < PROMPT)),
-        mask=jnp.asarray(MASK),
+        tokens=np.zeros((ROWS, TIME), np.int32),
+        valid=MASK | (COLUMNS < PROMPT),
+        mask=MASK,
         behaviour_logprobs=numbers(-2, 0),
         old_logprobs=numbers(-2, 0),
-        truncated=jnp.asarray(LENGTHS == 5),
-        groups=jnp.asarray([7, 7, 7, 3, 3, 3], jnp.int32),
-        lengths=jnp.asarray(LENGTHS, jnp.int32),
-        rewards=jnp.asarray([1.0, 0.0, 0.0, 1.0, 0.5, 0.0]),
-        correct=jnp.asarray([True, False, False, True, False, False]),
+        truncated=LENGTHS == 5,
+        groups=np.array([7, 7, 7, 3, 3, 3], np.int32),
+        lengths=LENGTHS.astype(np.int32),
+        rewards=np.array([1.0, 0.0, 0.0, 1.0, 0.5, 0.0], np.float32),
+        correct=np.array([True, False, False, True, False, False]),
         old_values=numbers(-1, 1),
         reference_logprobs=numbers(-2, 0),
     )
 
 
-@cache
-def with_targets(name, under_mask=0.0):
+def with_targets(recipe, given):
     """The batch with what the recipe makes of it, and those targets."""
-    given = batch(under_mask)
-    targets = jax.jit(KINDS[name]().fitted(TIME - PROMPT).targets)(given)
+    targets = recipe.targets(given)
     mask = given.mask if targets.mask is None else targets.mask
     known = {"advantages": targets.advantages, "returns": targets.returns}
     return replace(given, mask=mask, critic_mask=targets.critic_mask, **known), targets
@@ -121,57 +119,93 @@ def loss_of(recipe, given, logprobs, entropy, totals=None, statistics=None):
     return policy_loss(recipe, logprobs, entropy, given, totals, TIME - PROMPT, statistics)
 
 
-def scores():
+def in_pieces(recipe, given, logprobs, entropy):
+    """The losses of three pieces, with denominators and statistics of the whole mini-batch."""
+    totals, statistics = count(given), None
+    if recipe.uses_statistics:
+        statistics = recipe.statistics(logprobs, entropy, given)
+    found = []
+    for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
+        piece = jax.tree.map(lambda x, rows=rows: x[rows], given)
+        found.append(loss_of(recipe, piece, logprobs[rows], entropy[rows], totals, statistics))
+    return found
+
+
+class Outcome(NamedTuple):
+    """What a recipe makes of the batch.
+
+    Attributes:
+      mask: of the tokens that its policy learns from.
+      targets: those of the batch.
+      whole: its loss and metrics.
+      slope: the gradient of the loss by the log-probabilities.
+      parts: losses and metrics of pieces.
+    """
+
+    mask: Any
+    targets: Targets
+    whole: tuple[Any, Metrics]
+    slope: Any
+    parts: list[tuple[Any, Metrics]]
+
+
+@cache
+def program(name):
+    """All that is asked of a recipe here, compiled once."""
+    recipe = KINDS[name]().fitted(TIME - PROMPT)
+
+    @jax.jit
+    def run(given, logprobs, entropy):
+        given, targets = with_targets(recipe, given)
+        loss = partial(loss_of, recipe, given)
+        whole, slope = jax.value_and_grad(loss, has_aux=True)(logprobs, entropy)
+        parts = in_pieces(recipe, given, logprobs, entropy)
+        return Outcome(given.mask, targets, whole, slope, parts)
+
+    return run
+
+
+@cache
+def outcome(name, under_mask=0.0):
     random = np.random.default_rng(4)
-    return (
-        jnp.asarray(random.uniform(-2, 0, (ROWS, TIME)), jnp.float32),
-        jnp.asarray(random.uniform(0.1, 2, (ROWS, TIME)), jnp.float32),
-    )
+    logprobs = random.uniform(-2, 0, (ROWS, TIME)).astype(np.float32)
+    entropy = random.uniform(0.1, 2, (ROWS, TIME)).astype(np.float32)
+    logprobs = np.where(MASK, logprobs, np.float32(under_mask))
+    return jax.device_get(program(name)(batch(under_mask), logprobs, entropy))
 
 
 @every_recipe
 def test_targets_are_numbers_for_the_sampled_tokens(name):
-    given, targets = with_targets(name)
+    found = outcome(name)
+    targets = found.targets
     assert targets.advantages.shape == (ROWS, TIME)
-    assert not np.any(np.asarray(targets.advantages)[~MASK])
+    assert not np.any(targets.advantages[~MASK])
     assert (targets.returns is None) == (not KINDS[name].uses_critic)
     for mask in (targets.mask, targets.critic_mask):
-        assert mask is None or not np.any(np.asarray(mask) & ~MASK)
-    assert np.any(np.asarray(targets.advantages)[np.asarray(given.mask)])
+        assert mask is None or not np.any(mask & ~MASK)
+    assert np.any(targets.advantages[found.mask])
 
 
 @every_recipe
 def test_what_is_under_the_mask_changes_nothing(name):
-    recipe, (logprobs, entropy) = KINDS[name]().fitted(TIME - PROMPT), scores()
-    found = []
-    for under_mask in (0.0, np.nan):
-        given, targets = with_targets(name, under_mask)
-        both = jax.value_and_grad(
-            lambda x, given=given: loss_of(recipe, given, x, entropy), has_aux=True
-        )
-        (loss, _), slope = both(jnp.where(MASK, logprobs, under_mask))
-        found.append((targets.advantages, loss, slope))
-    jax.tree.map(np.testing.assert_array_equal, *found)
-    assert not np.any(np.asarray(found[0][2])[~MASK])
+    clean, poisoned = (
+        (found.targets.advantages, found.whole[0], found.slope)
+        for found in (outcome(name), outcome(name, under_mask=np.nan))
+    )
+    jax.tree.map(np.testing.assert_array_equal, clean, poisoned)
+    assert not np.any(clean[2][~MASK])
 
 
 @every_recipe
 def test_a_loss_is_the_sum_over_its_pieces(name):
     """With denominators and statistics of the whole mini-batch, however it is cut."""
-    recipe, (logprobs, entropy) = KINDS[name]().fitted(TIME - PROMPT), scores()
-    given, _ = with_targets(name)
-    totals, statistics = count(given), None
-    if recipe.uses_statistics:
-        statistics = recipe.statistics(logprobs, entropy, given)
-    whole, metrics = loss_of(recipe, given, logprobs, entropy)
-    parts = []
-    for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
-        piece = jax.tree.map(lambda x, rows=rows: x[rows], given)
-        parts.append(loss_of(recipe, piece, logprobs[rows], entropy[rows], totals, statistics))
+    found = outcome(name)
+    whole, metrics = found.whole
     # float32 sums of a few tens of terms, in another order.
-    np.testing.assert_allclose(sum(float(loss) for loss, _ in parts), whole, rtol=2e-5, atol=1e-6)
-    assert all(part.keys() == metrics.keys() for _, part in parts)
-    check_known(metrics, recipe.metrics)
+    summed = sum(float(loss) for loss, _ in found.parts)
+    np.testing.assert_allclose(summed, whole, rtol=2e-5, atol=1e-6)
+    assert all(part.keys() == metrics.keys() for _, part in found.parts)
+    check_known(metrics, KINDS[name].metrics)
 
 
 @pytest.mark.slow

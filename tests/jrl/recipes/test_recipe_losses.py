@@ -1,6 +1,7 @@
 """The policy loss of each recipe: against oracles, and the same however a mini-batch is cut."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -55,12 +56,12 @@ def batch():
     }
     arrays = {name: np.where(MASK, array, np.nan) for name, array in arrays.items()}
     return Batch(
-        tokens=jnp.zeros((ROWS, TIME), jnp.int32),
-        valid=jnp.asarray(MASK | (np.arange(TIME) < 2)),
-        mask=jnp.asarray(MASK),
-        behaviour_logprobs=jnp.asarray(arrays["old_logprobs"]),
-        correct=jnp.asarray(CORRECT),
-        **{name: jnp.asarray(array) for name, array in arrays.items()},
+        tokens=np.zeros((ROWS, TIME), np.int32),
+        valid=MASK | (np.arange(TIME) < 2),
+        mask=MASK,
+        behaviour_logprobs=arrays["old_logprobs"],
+        correct=CORRECT,
+        **arrays,
     )
 
 
@@ -89,6 +90,9 @@ def whole(recipe, logprobs, entropy):
     return policy_loss(recipe, logprobs, entropy, given, count(given), LIMIT, statistics)
 
 
+whole_compiled = jax.jit(whole, static_argnums=0)
+
+
 def in_pieces(recipe, logprobs, entropy):
     """The sum over pieces of the loss, and of each metric."""
     given = batch()
@@ -115,7 +119,7 @@ def test_totals():
 def test_pieces_add_up(recipe):
     def gradient_of(loss):
         step = jax.value_and_grad(loss, argnums=(1, 2), has_aux=True)
-        return jax.jit(step, static_argnums=0)(recipe, jnp.asarray(LOGPROBS), jnp.asarray(ENTROPY))
+        return jax.jit(step, static_argnums=0)(recipe, LOGPROBS, ENTROPY)
 
     (loss, metrics), gradients = gradient_of(whole)
     (summed, summed_metrics), summed_gradients = gradient_of(in_pieces)
@@ -135,7 +139,7 @@ CLIPPED = [recipe for recipe in CASES if type(recipe).surrogate is Recipe.surrog
 @pytest.mark.parametrize("recipe", CLIPPED, ids=label)
 def test_against_oracles(recipe):
     given = batch()
-    loss, metrics = whole(recipe, jnp.asarray(LOGPROBS), jnp.asarray(ENTROPY))
+    loss, metrics = whole_compiled(recipe, LOGPROBS, ENTROPY)
     surrogate, _, acts = oracles.ppo(
         LOGPROBS,
         given.old_logprobs,
@@ -172,7 +176,7 @@ def test_against_oracles(recipe):
 
 
 def loss_of(recipe):
-    loss, metrics = whole(recipe, jnp.asarray(LOGPROBS), jnp.asarray(ENTROPY))
+    loss, metrics = whole_compiled(recipe, LOGPROBS, ENTROPY)
     return float(loss), metrics
 
 
@@ -195,12 +199,26 @@ def test_vapo_without_imitation_is_ppo():
 
 def test_vapo_without_a_correct_row():
     recipe = Vapo(**SIZES)
-    given = batch().replace(correct=jnp.zeros(ROWS, bool))
-    loss, metrics = policy_loss(
-        recipe, jnp.asarray(LOGPROBS), jnp.asarray(ENTROPY), given, count(given), LIMIT
-    )
+    given = batch().replace(correct=np.zeros(ROWS, bool))
+
+    @jax.jit
+    def found(given):
+        return policy_loss(recipe, LOGPROBS, ENTROPY, given, count(given), LIMIT)
+
+    loss, metrics = found(given)
     assert float(loss) == loss_of(dataclasses.replace(recipe, positive_coef=0.0))[0]
     assert float(metrics["actor/positive_loss"].value()) == 0
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def critic_losses(recipe, values, given):
+    """The loss of the critic on the batch, and on its pieces."""
+    totals = count(given)
+    pieces = [
+        recipe.critic_loss(values[p], jax.tree.map(lambda x, p=p: x[p], given), totals, LIMIT)
+        for p in PIECES
+    ]
+    return recipe.critic_loss(values, given, totals, LIMIT), pieces
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])
@@ -209,8 +227,7 @@ def test_critic_loss(kind, clip):
     recipe = kind(**SIZES, value_clip=clip)
     assert isinstance(recipe, ActorCritic)
     given = batch()
-    totals = count(given)
-    loss, metrics = recipe.critic_loss(jnp.asarray(VALUES), given, totals, LIMIT)
+    (loss, metrics), pieces = critic_losses(recipe, VALUES, given)
     expected, pairs = np.zeros(MASK.shape), []
     for row, times in enumerate(oracles.rows(MASK)):
         for t in times:
@@ -222,12 +239,6 @@ def test_critic_loss(kind, clip):
     np.testing.assert_allclose(
         metrics["critic/vf_clipfrac"].value(), np.mean(pairs), rtol=1e-5, atol=1e-7
     )
-    pieces = [
-        recipe.critic_loss(
-            jnp.asarray(VALUES)[piece], jax.tree.map(lambda x, p=piece: x[p], given), totals, LIMIT
-        )
-        for piece in PIECES
-    ]
     np.testing.assert_allclose(sum(float(part) for part, _ in pieces), loss, rtol=1e-5)
     explained = [part["critic/vf_explained_var"] for _, part in pieces]
     np.testing.assert_allclose(
@@ -237,11 +248,13 @@ def test_critic_loss(kind, clip):
     )
 
 
+# Operation by operation: of two programs one may round what the other keeps.
 @pytest.mark.parametrize(("recipe", "loss"), [(Gspo(), gspo_loss), (Cispo(), cispo_loss)])
 def test_losses_of_their_own(recipe, loss):
     given, bounds = batch(), {"clip_low": recipe.clip_low, "clip_high": recipe.clip_high}
-    arrays = (jnp.asarray(LOGPROBS), given.old_logprobs, given.advantages, given.mask)
+    logprobs, entropy = jnp.asarray(LOGPROBS), jnp.asarray(ENTROPY)
+    arrays = (logprobs, given.old_logprobs, given.advantages, given.mask)
     surrogate, _ = loss(*arrays, **bounds, aggregation=None)
-    found, metrics = whole(recipe, jnp.asarray(LOGPROBS), jnp.asarray(ENTROPY))
+    found, metrics = whole(recipe, logprobs, entropy)
     assert found == aggregate(surrogate, given.mask, recipe.aggregation)
     assert "actor/pg_clipfrac" in metrics

@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 
@@ -24,8 +24,7 @@ FLOAT32 = {"rtol": 2e-5, "atol": 1e-6}
 
 def correct(correction):
     """The mask, the weights and the metrics without their common name."""
-    arrays = (jnp.asarray(SAMPLER + LOG_W), jnp.asarray(SAMPLER), jnp.asarray(MASK))
-    found = correction.correct(*arrays)
+    found = jax.jit(correction.correct)(SAMPLER + LOG_W, SAMPLER, MASK)
     check_known(found.metrics)
     short = {name.removeprefix("rollout_corr/"): value for name, value in found.metrics.items()}
     return found.mask, found.importance_weights, short
@@ -132,7 +131,7 @@ def test_nothing_left_is_nothing():
 def test_every_recipe_weighs_its_policy_loss(name):
     recipe = RECIPES[name](entropy_coef=0.1, kl_coef=0.2)
     random = np.random.default_rng(3)
-    arrays = [jnp.asarray(random.uniform(-1, 1, (2, 4)), jnp.float32) for _ in range(4)]
+    arrays = [random.uniform(-1, 1, (2, 4)).astype(np.float32) for _ in range(4)]
     old_logprobs, advantages, reference, weights = (
         arrays[0] - 2,
         arrays[1],
@@ -141,24 +140,32 @@ def test_every_recipe_weighs_its_policy_loss(name):
     )
     logprobs, weights = old_logprobs + 0.3 * arrays[3], weights**2
     batch = Batch(
-        tokens=jnp.zeros((2, 4), jnp.int32),
-        valid=jnp.asarray(MASK),
-        mask=jnp.asarray(MASK),
+        tokens=np.zeros((2, 4), np.int32),
+        valid=MASK,
+        mask=MASK,
         old_logprobs=old_logprobs,
         behaviour_logprobs=old_logprobs,
         advantages=advantages,
-        correct=jnp.array([True, False]),
+        correct=np.array([True, False]),
         reference_logprobs=reference,
     )
-    entropy = jnp.ones((2, 4))
-    statistics = None
-    if recipe.uses_statistics:
-        statistics = recipe.statistics(logprobs, entropy, batch)
-    plain, expected = policy_loss(recipe, logprobs, entropy, batch, count(batch), 4, statistics)
-    batch = replace(batch, importance_weights=weights)
-    weighted, found = policy_loss(recipe, logprobs, entropy, batch, count(batch), 4, statistics)
-    surrogate, _ = recipe.surrogate(logprobs, entropy, batch, statistics)
-    wanted = aggregate(weights * surrogate, MASK, recipe.aggregation, max_length=4)
+    entropy = np.ones((2, 4), np.float32)
+
+    @jax.jit
+    def losses(batch):
+        statistics = None
+        if recipe.uses_statistics:
+            statistics = recipe.statistics(logprobs, entropy, batch)
+        arrays = (logprobs, entropy, batch)
+        given = replace(batch, importance_weights=weights)
+        surrogate, _ = recipe.surrogate(logprobs, entropy, given, statistics)
+        return (
+            policy_loss(recipe, *arrays, count(batch), 4, statistics),
+            policy_loss(recipe, logprobs, entropy, given, count(batch), 4, statistics),
+            aggregate(weights * surrogate, MASK, recipe.aggregation, max_length=4),
+        )
+
+    (plain, expected), (weighted, found), wanted = losses(batch)
     np.testing.assert_allclose(found["actor/pg_loss"], wanted, **FLOAT32)
     # The terms beside it have no ratio, and so no weight.
     np.testing.assert_allclose(

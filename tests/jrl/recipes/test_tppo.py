@@ -1,6 +1,8 @@
 """T-PPO: what a window teaches the policy, and what a finished response teaches the critic."""
 
-import jax.numpy as jnp
+import functools
+
+import jax
 import numpy as np
 import oracles
 import pytest
@@ -30,13 +32,18 @@ def windows(lengths, begins, finished, rewards, values=None, **given):
         "old_values": np.asarray(values, np.float32),
         **given,
     }
-    return Batch(**{name: jnp.asarray(array) for name, array in arrays.items()})
+    return Batch(**arrays)
 
 
 def row(begin, length, finished, reward=0.0):
     values = np.full((1, TIME), 9.0)
     values[0, PROMPT : PROMPT + len(VALUES)] = VALUES
     return windows([length], [begin], [finished], [reward], values)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def targets_of(recipe, given):
+    return recipe.targets(given)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +62,7 @@ def row(begin, length, finished, reward=0.0):
 )
 def test_advantages_of_the_reference_table(settings, given, expected):
     recipe = Tppo(**{"window": 8, "ignore_last": 0, **PLAIN, **settings})
-    advantages = recipe.targets(row(*given)).advantages[0]
+    advantages = targets_of(recipe, row(*given)).advantages[0]
     # The table has six decimals.
     np.testing.assert_allclose(advantages[PROMPT : PROMPT + 5], expected, atol=1e-6)
     np.testing.assert_array_equal(np.delete(advantages, np.s_[PROMPT : PROMPT + 5]), 0)
@@ -67,7 +74,7 @@ def test_advantages_of_the_reference_table(settings, given, expected):
 )
 def test_lambda_is_that_of_the_length_expected(length, finished, lam):
     """With a window of 8192 tokens, of which the five here are the last."""
-    given = row(0, 5, finished).replace(lengths=jnp.array([length], jnp.int32))
+    given = row(0, 5, finished).replace(lengths=np.array([length], np.int32))
     recipe = Tppo(window=8192, ignore_last=0, **PLAIN)
     values, rewards = np.zeros((1, TIME)), np.zeros((1, TIME))
     values[0, PROMPT : PROMPT + 5] = VALUES
@@ -75,16 +82,16 @@ def test_lambda_is_that_of_the_length_expected(length, finished, lam):
     rewards[0, PROMPT + 4] = 0 if finished else VALUES[-1]
     expected, _ = oracles.gae(rewards, values, given.mask, 1.0, np.array([[lam]]))
     # lam has six decimals, and four of them are multiplied at most.
-    np.testing.assert_allclose(recipe.targets(given).advantages, expected, atol=4e-6)
+    np.testing.assert_allclose(targets_of(recipe, given).advantages, expected, atol=4e-6)
     if finished:
-        found = recipe.policy_lambda(jnp.array([length]))
+        found = recipe.policy_lambda(np.array([length]))
         np.testing.assert_allclose(found, [[lam]], atol=1e-6)
 
 
 def test_masks():
     """The policy has the window without its unfinished end, the critic whole finished responses."""
     given = windows([7, 7, 6, 2], [4, 0, 4, 0], [True, False, False, True], [1, 0, 0, -1])
-    targets = Tppo(window=8, ignore_last=5).targets(given)
+    targets = targets_of(Tppo(window=8, ignore_last=5), given)
     policy, critic = np.asarray(targets.mask), np.asarray(targets.critic_mask)
     found = [np.flatnonzero(own[PROMPT:]).tolist() for own in policy]
     # A quarter of the window is left out at most.
@@ -98,7 +105,7 @@ def test_masks():
 def test_the_critic_learns_from_monte_carlo_returns(gamma):
     """Of all windows, whatever the critic said."""
     given = windows([7, 5, 2], [4, 4, 0], [True, False, True], [1.0, 0.0, -1.0])
-    targets = Tppo(window=4, gamma=gamma).targets(given)
+    targets = targets_of(Tppo(window=4, gamma=gamma), given)
     for number, length, reward in ((0, 7, 1.0), (2, 2, -1.0)):
         expected = reward * gamma ** np.arange(length)[::-1]
         found = targets.returns[number, PROMPT : PROMPT + length]
@@ -107,7 +114,7 @@ def test_the_critic_learns_from_monte_carlo_returns(gamma):
 
 def test_advantages_are_whitened_over_what_is_kept_and_then_bounded():
     given = windows([7, 7, 6, 2], [4, 0, 3, 0], [True, False, False, True], [1, 0, 0, -1])
-    plain = Tppo(window=4, **PLAIN).targets(given)
+    plain = targets_of(Tppo(window=4, **PLAIN), given)
     kept = np.asarray(plain.mask)
     assert (np.asarray(given.mask) & ~kept).any()
     whitened = oracles.whiten(np.asarray(plain.advantages, np.float64), kept)
@@ -115,7 +122,9 @@ def test_advantages_are_whitened_over_what_is_kept_and_then_bounded():
         recipe = Tppo(window=4, whiten_advantages=True, advantage_clip=bound)
         expected = whitened if bound is None else np.clip(whitened, -bound, bound)
         # float32 against float64.
-        np.testing.assert_allclose(recipe.targets(given).advantages, expected, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(
+            targets_of(recipe, given).advantages, expected, rtol=1e-4, atol=1e-6
+        )
     assert np.abs(whitened).max() > 0.8
     assert Tppo().advantage_clip == 10
 
@@ -128,16 +137,16 @@ def test_the_ratio_is_that_of_the_probabilities():
     logprobs, old, advantages = (np.zeros((1, TIME), np.float32) for _ in range(3))
     logprobs[columns], old[columns] = moved - 2, -2
     advantages[columns] = np.where(moved < 0, 1, -1)
-    given = given.replace(old_logprobs=jnp.asarray(old), advantages=jnp.asarray(advantages))
-    losses, _ = Tppo().surrogate(jnp.asarray(logprobs), jnp.zeros((1, TIME)), given, None)
+    given = given.replace(old_logprobs=np.asarray(old), advantages=np.asarray(advantages))
+    losses, _ = Tppo().surrogate(np.asarray(logprobs), np.zeros((1, TIME)), given, None)
     expected = [-0.740818, -0.904837, 1.0, 1.105171, 1.349859]
     np.testing.assert_allclose(losses[columns][0], expected, atol=1e-6)  # six decimals
 
 
 def test_without_windows_every_response_is_finished():
     given = windows([7, 5], [0, 0], [True, True], [1, -1])
-    expected = Tppo(window=4).targets(given)
-    found = Tppo(window=4).targets(given.replace(finished=None))
+    expected = targets_of(Tppo(window=4), given)
+    found = targets_of(Tppo(window=4), given.replace(finished=None))
     for name in ("advantages", "returns", "mask", "critic_mask"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
 

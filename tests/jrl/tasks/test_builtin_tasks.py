@@ -1,5 +1,6 @@
 """Each built-in task: gold scores full marks, garbage none, and held-out prompts stay held out."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -54,6 +55,14 @@ def task(request) -> Task:
     return BUILT_IN[request.param](7)
 
 
+@functools.cache
+def drawn(name: str) -> tuple[list[Example], list[Example]]:
+    """Many examples of the task, those of training and some that are held out."""
+    task = BUILT_IN[name](7)
+    train = [task.train(index) for index in range(NUM_EXAMPLES)]
+    return train, [task.heldout(index) for index in range(NUM_EXAMPLES // 3)]
+
+
 def near_misses(example: Example) -> list[str]:
     """Completions that differ little from the answer, and must not score."""
     answer = example.answer
@@ -68,7 +77,7 @@ def near_misses(example: Example) -> list[str]:
 
 
 def test_gold_scores_full_marks(task):
-    examples = [task.train(index) for index in range(NUM_EXAMPLES)]
+    examples, _ = drawn(task.name)
     verdicts = task.verify(examples, [example.answer for example in examples])
     assert verdicts == [Verdict(1.0, "correct")] * NUM_EXAMPLES
 
@@ -98,8 +107,8 @@ def test_other_answers_score_nothing(task):
 
 
 def test_lengths_and_characters_hold(task):
-    examples = [task.train(index) for index in range(NUM_EXAMPLES)]
-    examples += [task.heldout(index) for index in range(NUM_EXAMPLES // 3)]
+    train, heldout = drawn(task.name)
+    examples = train + heldout
     assert max(len(example.prompt) for example in examples) == task.max_prompt_length
     assert max(len(example.answer) for example in examples) == task.max_response_length
     seen = set().union(*(example.prompt + example.answer for example in examples))
@@ -107,10 +116,9 @@ def test_lengths_and_characters_hold(task):
 
 
 def test_heldout_prompts_never_occur_in_training(task):
-    train = {task.train(index).prompt for index in range(NUM_EXAMPLES)}
+    train, heldout = ({example.prompt for example in side} for side in drawn(task.name))
     other_seed = BUILT_IN[task.name](8)
     train |= {other_seed.train(index).prompt for index in range(NUM_EXAMPLES)}
-    heldout = {task.heldout(index).prompt for index in range(NUM_EXAMPLES // 3)}
     assert task.heldout_size is None
     assert len(heldout) > 150
     assert not train & heldout

@@ -116,9 +116,12 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "message"), full_but(REFUSED, REFUSED[3]))
-def test_generators_that_are_refused(name, message):
+def test_generators_that_are_refused_leave_no_process(name, message, monkeypatch):
+    closed, close = [], Worker.close
+    monkeypatch.setattr(Worker, "close", lambda self: (closed.append(self), close(self)))
     with pytest.raises(ValueError, match=rf"task=gym:{name} .*{message}"):
         gym(name, 0, size=8)
+    assert len(closed) == 1
 
 
 @pytest.mark.slow
@@ -130,14 +133,6 @@ def test_a_slow_generator_is_refused():
 def test_a_prompt_of_another_task(task):
     with pytest.raises(ValueError, match=r"examples has the prompt 'nobody asked'.*seed=3: verify"):
         task.verify([Example("nobody asked", "1")], ["1"])
-
-
-def test_refusals_leave_no_process(monkeypatch):
-    closed = []
-    monkeypatch.setattr(Worker, "close", lambda self: closed.append(self))
-    with pytest.raises(ValueError, match="boxnet"):
-        gym("boxnet", 0, size=8)
-    assert len(closed) == 1
 
 
 @pytest.mark.slow

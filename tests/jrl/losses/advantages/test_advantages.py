@@ -6,6 +6,7 @@ import numpy as np
 import oracles
 import pytest
 from batches import BATCH, MASK, batch, numpy_batch
+from compiled import jitted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,9 +16,9 @@ few = settings(max_examples=10, deadline=None, derandomize=True, database=None)
 seeds = st.integers(0, 2**31)
 
 # The inputs of GAE-1; the 9 lies under the mask.
-REWARDS = jnp.array([[0.0, 0, 0, 1], [0, 0, -1, 0]])
-VALUES = jnp.array([[0.5, 0.6, 0.7, 0.8], [0.4, 0.3, 0.2, 9]])
-ONES = jnp.array([[1, 1, 1, 1], [1, 1, 1, 0]])
+REWARDS = np.array([[0.0, 0, 0, 1], [0, 0, -1, 0]])
+VALUES = np.array([[0.5, 0.6, 0.7, 0.8], [0.4, 0.3, 0.2, 9]])
+ONES = np.array([[1, 1, 1, 1], [1, 1, 1, 0]])
 GAE = jax.jit(jrl.gae)
 
 
@@ -38,43 +39,43 @@ GAE = jax.jit(jrl.gae)
     ],
 )
 def test_vector_gae_1(lam, advantages, returns):
-    result = jrl.gae(REWARDS, VALUES, ONES, lam=lam)
+    result = jitted.gae(REWARDS, VALUES, ONES, lam=lam)
     np.testing.assert_allclose(result[0], advantages, atol=1e-6)
     np.testing.assert_allclose(result[1], returns, atol=1e-6)
 
 
 def test_vector_gae_2_whitening():
-    advantages, _ = jrl.gae(REWARDS, VALUES, ONES)
+    advantages, _ = jitted.gae(REWARDS, VALUES, ONES)
     whitened = [[0.947699, 0.851355, 0.74994, 0.643188], [-1.109925, -1.064852, -1.017406, 0]]
-    np.testing.assert_allclose(jrl.whiten(advantages, ONES), whitened, atol=2e-6)
+    np.testing.assert_allclose(jitted.whiten(advantages, ONES), whitened, atol=2e-6)
 
 
 def test_vector_gae_3_hole_in_the_mask():
-    rewards, values = jnp.array([0.0, 0, 0, 0, 1]), jnp.array([0.2, 0.3, 7, 0.5, 0.6])
-    result = jrl.gae(rewards, values, jnp.array([1, 1, 0, 1, 1]), lam=0.5)
+    rewards, values = np.array([0.0, 0, 0, 0, 1]), np.array([0.2, 0.3, 7, 0.5, 0.6])
+    result = jitted.gae(rewards, values, np.array([1, 1, 0, 1, 1]), lam=0.5)
     np.testing.assert_allclose(result[0], [0.275, 0.35, 0, 0.3, 0.4], atol=1e-6)
     np.testing.assert_allclose(result[1], [0.475, 0.65, 0, 0.8, 1], atol=1e-6)
 
 
 def test_vector_bias_1():
-    true = jnp.array([0.5, 0.55, 0.6, 0.7, 0.9])
-    error = jnp.array([0.2, 0.15, 0.1, 0.05, 0.02])
-    rewards = jnp.array([0.0, 0, 0, 0, 1])
-    exact, _ = jrl.gae(rewards, true, jnp.ones(5), lam=0.9)
-    biased, _ = jrl.gae(rewards, true + error, jnp.ones(5), lam=0.9)
+    true = np.array([0.5, 0.55, 0.6, 0.7, 0.9])
+    error = np.array([0.2, 0.15, 0.1, 0.05, 0.02])
+    rewards = np.array([0.0, 0, 0, 0, 1])
+    exact, _ = jitted.gae(rewards, true, np.ones(5), lam=0.9)
+    biased, _ = jitted.gae(rewards, true + error, np.ones(5), lam=0.9)
     np.testing.assert_allclose(exact, [0.38741, 0.3749, 0.361, 0.29, 0.1], atol=1e-6)
     np.testing.assert_allclose(biased, [0.216918, 0.24102, 0.2678, 0.242, 0.08], atol=1e-6)
 
 
 def test_vector_lambda_2_decoupled():
-    lam = jrl.length_adaptive_lambda(ONES.sum(1), alpha=0.5)
+    lam = jitted.length_adaptive_lambda(ONES.sum(1), alpha=0.5)
     np.testing.assert_allclose(lam, [0.5, 1 / 3], atol=1e-6)
-    advantages, _ = jrl.gae(REWARDS, VALUES, ONES, lam=lam[:, None])
+    advantages, _ = jitted.gae(REWARDS, VALUES, ONES, lam=lam[:, None])
     expected = [[0.2, 0.2, 0.2, 0.2], [-0.266667, -0.5, -1.2, 0]]
     np.testing.assert_allclose(advantages, expected, atol=1e-6)
-    _, returns = jrl.gae(REWARDS, VALUES, ONES, lam=1.0)
+    _, returns = jitted.gae(REWARDS, VALUES, ONES, lam=1.0)
     np.testing.assert_allclose(returns, [[1, 1, 1, 1], [-1, -1, -1, 0]], atol=1e-6)
-    assert not np.any(jrl.length_adaptive_lambda(ONES.sum(1), alpha=0.05))
+    assert not np.any(jitted.length_adaptive_lambda(ONES.sum(1), alpha=0.05))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -90,24 +91,23 @@ def test_gae_oracle(seed, hyper):
         bootstrap = b["values"][:, 0]
     expected = oracles.gae(b["rewards"], b["values"], MASK, gamma, lam, bootstrap)
     with jax.enable_x64(True):
-        given = [x if isinstance(x, float) else jnp.asarray(x) for x in (gamma, lam)]
-        result = jrl.gae(
-            *(jnp.asarray(x) for x in (b["rewards"], b["values"], MASK)),
-            gamma=given[0],
-            lam=given[1],
-            bootstrap_value=None if bootstrap is None else jnp.asarray(bootstrap),
+        result = jitted.gae(
+            *(b["rewards"], b["values"], MASK),
+            gamma=gamma,
+            lam=lam,
+            bootstrap_value=bootstrap,
         )
         np.testing.assert_allclose(result, expected, rtol=1e-11, atol=1e-13)
 
 
 def test_a_scalar_bootstrap_and_zero_mean_different_things_from_none_and_off():
-    ones = jnp.ones((2, 3))
-    ended, _ = jrl.gae(0 * ones, ones, ones, lam=0.0)
-    zero, _ = jrl.gae(0 * ones, ones, ones, lam=0.0, bootstrap_value=0.0)
-    cut, _ = jrl.gae(0 * ones, ones, ones, lam=0.0, bootstrap_value=1.0)
+    ones = np.ones((2, 3))
+    ended, _ = jitted.gae(0 * ones, ones, ones, lam=0.0)
+    zero, _ = jitted.gae(0 * ones, ones, ones, lam=0.0, bootstrap_value=0.0)
+    cut, _ = jitted.gae(0 * ones, ones, ones, lam=0.0, bootstrap_value=1.0)
     np.testing.assert_array_equal(ended, zero)
     np.testing.assert_array_equal(ended, [[0, 0, -1], [0, 0, -1]])
-    np.testing.assert_array_equal(cut, jnp.zeros((2, 3)))
+    np.testing.assert_array_equal(cut, np.zeros((2, 3)))
 
 
 @given(seeds)
@@ -128,17 +128,17 @@ def test_undiscounted_errors_sum_to_return_minus_value(seed):
 
 
 def test_the_terminal_reward_belongs_on_the_last_sampled_token():
-    mask = jnp.array([1, 1, 0])
-    values = jnp.zeros(3)
-    kept, _ = jrl.gae(jnp.array([0.0, 1, 0]), values, mask, lam=1.0)
-    unread, _ = jrl.gae(jnp.array([0.0, 0, 1]), values, mask, lam=1.0)
+    mask = np.array([1, 1, 0])
+    values = np.zeros(3)
+    kept, _ = jitted.gae(np.array([0.0, 1, 0]), values, mask, lam=1.0)
+    unread, _ = jitted.gae(np.array([0.0, 0, 1]), values, mask, lam=1.0)
     np.testing.assert_array_equal(kept, [1, 1, 0])
     np.testing.assert_array_equal(unread, [0, 0, 0])
 
 
 def test_integer_rewards():
-    result = jrl.gae(REWARDS.astype(int), VALUES, ONES)
-    np.testing.assert_array_equal(result, jrl.gae(REWARDS, VALUES, ONES))
+    result = jitted.gae(REWARDS.astype(int), VALUES, ONES)
+    np.testing.assert_array_equal(result, jitted.gae(REWARDS, VALUES, ONES))
 
 
 LAMBDA_1 = [
@@ -174,10 +174,10 @@ LAMBDA_1 = [
 
 @pytest.mark.parametrize(("alpha", "length", "clamped", "floored"), LAMBDA_1)
 def test_vector_lambda_1(alpha, length, clamped, floored):
-    lengths = jnp.array([length])
-    adaptive = jrl.length_adaptive_lambda(lengths, alpha=alpha)
+    lengths = np.array([length])
+    adaptive = jitted.length_adaptive_lambda(lengths, alpha=alpha)
     np.testing.assert_allclose(adaptive, [clamped], atol=1e-6)
-    adaptive = jrl.length_adaptive_lambda(lengths, alpha=alpha, floor=0.95)
+    adaptive = jitted.length_adaptive_lambda(lengths, alpha=alpha, floor=0.95)
     np.testing.assert_allclose(adaptive, [floored], atol=1e-6)
     oracle = oracles.length_adaptive_lambda(length, alpha, 0.95)
     np.testing.assert_allclose(adaptive, [oracle], atol=1e-6)
@@ -186,12 +186,15 @@ def test_vector_lambda_1(alpha, length, clamped, floored):
 @pytest.mark.parametrize(("alpha", "reach"), [(0.4, 0.082083), (1.5, 0.513426)])
 def test_vector_lambda_1_reach(alpha, reach):
     with jax.enable_x64(True):
-        lam = jrl.length_adaptive_lambda(jnp.array([24576.0]), alpha=alpha)
+        lam = jitted.length_adaptive_lambda(np.array([24576.0]), alpha=alpha)
         np.testing.assert_allclose(lam**24575, [reach], atol=1e-6)
 
 
 def test_lambda_of_nothing_is_the_floor_and_bad_settings_are_refused():
-    assert jrl.length_adaptive_lambda(jnp.array([0, 1]), floor=0.25).tolist() == [0.25, 0.25]
+    assert jitted.length_adaptive_lambda(np.array([0, 1]), floor=0.25).tolist() == [
+        0.25,
+        0.25,
+    ]
     with pytest.raises(ValueError, match="alpha=0 must be positive"):
         jrl.length_adaptive_lambda(jnp.array([1]), alpha=0)
     with pytest.raises(ValueError, match=r"floor=1.5 must lie in \[0, 1\]"):
@@ -199,18 +202,20 @@ def test_lambda_of_nothing_is_the_floor_and_bad_settings_are_refused():
 
 
 # The inputs of ADV-1: two groups of four.
-SCORES = jnp.array([1.0, 0, 0, 1, 1, 0, 0, 0])
-GROUPS = jnp.array([0, 0, 0, 0, 1, 1, 1, 1])
+SCORES = np.array([1.0, 0, 0, 1, 1, 0, 0, 0])
+GROUPS = np.array([0, 0, 0, 0, 1, 1, 1, 1])
 
 
 def test_vector_adv_1_grpo():
     expected = [0.866024, -0.866024, -0.866024, 0.866024, 1.499997, -0.499999, -0.499999, -0.499999]
-    np.testing.assert_allclose(jrl.grpo_advantages(SCORES, GROUPS), expected, atol=1e-6)
+    np.testing.assert_allclose(jitted.grpo_advantages(SCORES, GROUPS), expected, atol=1e-6)
 
 
 def test_vector_adv_1_without_the_scale():
     expected = [0.5, -0.5, -0.5, 0.5, 0.75, -0.25, -0.25, -0.25]
-    np.testing.assert_allclose(jrl.grpo_advantages(SCORES, GROUPS, scale=None), expected, atol=1e-6)
+    np.testing.assert_allclose(
+        jitted.grpo_advantages(SCORES, GROUPS, scale=None), expected, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("scale", ["group", None])
@@ -222,8 +227,7 @@ def test_grpo_oracle_for_groups_of_any_names_sizes_and_order(scale, seed):
     groups, rewards = draw.choice(names, 11), draw.normal(0, 1, 11)
     expected = oracles.grpo(rewards, groups, scale, epsilon=1e-3)
     with jax.enable_x64(True):
-        call = jax.jit(lambda r, g: jrl.grpo_advantages(r, g, scale=scale, epsilon=1e-3))
-        result = call(jnp.asarray(rewards), jnp.asarray(groups))
+        result = jitted.grpo_advantages(rewards, groups, scale=scale, epsilon=1e-3)
         np.testing.assert_allclose(result, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -234,19 +238,19 @@ def test_grpo_ignores_a_constant_and_follows_a_permutation(seed):
     groups, rewards = draw.integers(0, 3, 11), draw.normal(0, 1, 11)
     order = draw.permutation(11)
     with jax.enable_x64(True):
-        call = jax.jit(jrl.grpo_advantages)
-        result = call(jnp.asarray(rewards), jnp.asarray(groups))
-        shifted = call(jnp.asarray(rewards + 5 * groups), jnp.asarray(groups))
+        call = jitted.grpo_advantages
+        result = call(rewards, groups)
+        shifted = call(rewards + 5 * groups, groups)
         np.testing.assert_allclose(shifted, result, rtol=1e-9, atol=1e-12)
-        permuted = call(jnp.asarray(rewards[order]), jnp.asarray(groups[order]))
+        permuted = call(rewards[order], groups[order])
         np.testing.assert_allclose(permuted, result[order], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_a_group_without_variance_gets_exactly_zero(size):
     # 0.1 is not a float32: the rounding of a mean of seven of them, over 1e-6, would be visible.
-    rewards = jnp.array([0.1] * size + [0.0, 1.0])
-    groups = jnp.array([4] * size + [9, 9])
+    rewards = np.array([0.1] * size + [0.0, 1.0])
+    groups = np.array([4] * size + [9, 9])
     advantages = np.asarray(jax.jit(jrl.grpo_advantages)(rewards, groups))
     assert not np.any(advantages[:size])
     assert np.all(advantages[size:] != 0)
@@ -270,9 +274,9 @@ def test_whiten_oracle(unbiased, keep_mean):
     x = numpy_batch(2)["advantages"] + 3
     expected = oracles.whiten(x, MASK, unbiased, keep_mean, epsilon=1e-3)
     with jax.enable_x64(True):
-        result = jrl.whiten(
-            jnp.asarray(x),
-            jnp.asarray(MASK),
+        result = jitted.whiten(
+            x,
+            MASK,
             unbiased=unbiased,
             keep_mean=keep_mean,
             epsilon=1e-3,
@@ -282,6 +286,6 @@ def test_whiten_oracle(unbiased, keep_mean):
 
 @pytest.mark.parametrize("unbiased", [True, False])
 def test_whiten_one_token(unbiased):
-    x, mask = jnp.array([[3.0, 5.0]]), jnp.array([[False, True]])
-    assert jrl.whiten(x, mask, unbiased=unbiased).tolist() == [[0, 0]]
-    assert jrl.whiten(x, mask, unbiased=unbiased, keep_mean=True).tolist() == [[0, 5]]
+    x, mask = np.array([[3.0, 5.0]]), np.array([[False, True]])
+    assert jitted.whiten(x, mask, unbiased=unbiased).tolist() == [[0, 0]]
+    assert jitted.whiten(x, mask, unbiased=unbiased, keep_mean=True).tolist() == [[0, 5]]

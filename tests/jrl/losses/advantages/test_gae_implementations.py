@@ -1,9 +1,9 @@
 """Every implementation of the discounted sums against the scan, which is their definition."""
 
+import functools
 from typing import get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
@@ -50,8 +50,13 @@ def decays(time):
     }
 
 
+@functools.cache
+def program(implementation):
+    return jax.jit(lambda g, d: jrl.gae(**g, **d, implementation=implementation))
+
+
 def run(implementation, given, decay):
-    return jax.jit(lambda g, d: jrl.gae(**g, **d, implementation=implementation))(given, decay)
+    return jax.device_get(program(implementation)(given, decay))
 
 
 @pytest.mark.parametrize("time", full_but(LENGTHS, 33))
@@ -59,8 +64,7 @@ def run(implementation, given, decay):
 @pytest.mark.parametrize("kind", decays(1))
 def test_equal_to_the_scan_and_to_the_oracle(time, holes, kind):
     with jax.enable_x64(True):
-        given = jax.tree.map(jnp.asarray, numbers(time, holes))
-        decay = jax.tree.map(jnp.asarray, decays(time)[kind])
+        given, decay = numbers(time, holes), decays(time)[kind]
         blocked, scan = run("blocked", given, decay), run("scan", given, decay)
     expected = oracles.gae(
         given["rewards"],
@@ -81,14 +85,9 @@ def test_equal_to_the_scan_and_to_the_oracle(time, holes, kind):
 def test_no_less_accurate_than_the_scan(kind):
     given, decay = numbers(2000, holes=False, seed=3), decays(2000)[kind]
     with jax.enable_x64(True):
-        exact, _ = run("scan", *jax.tree.map(jnp.asarray, (given, decay)))
-    single = jax.tree.map(
-        lambda x: jnp.asarray(x, None if np.asarray(x).dtype == bool else jnp.float32),
-        (given, decay),
-    )
-    exact = np.asarray(exact)
+        exact, _ = run("scan", given, decay)
     errors = {
-        name: np.abs(np.asarray(run(name, *single)[0], float) - exact).max()
+        name: np.abs(run(name, given, decay)[0].astype(float) - exact).max()
         for name in get_args(Implementation)
     }
     # Sums of 2000 numbers of order one: both round, and which rounds less is a matter of luck.
@@ -97,17 +96,17 @@ def test_no_less_accurate_than_the_scan(kind):
 
 
 def test_a_batch_in_which_only_one_row_has_a_hole():
-    given = jax.tree.map(jnp.asarray, numbers(40, holes=False))
-    given["mask"] = given["mask"].at[0, 30].set(False)
+    given = numbers(40, holes=False)
+    given["mask"][0, 30] = False
     blocked, scan = (run(name, given, {}) for name in get_args(Implementation))
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-5), blocked, scan)
 
 
 @pytest.mark.parametrize("apart", [64, 65, 66])
 def test_a_long_row_with_as_many_holes_as_a_byte_cannot_count(apart):
-    given = jax.tree.map(jnp.asarray, numbers(256 * apart, holes=False))
-    every = jnp.arange(256 * apart) % apart != apart - 1
-    given["mask"] = jnp.zeros_like(given["mask"]).at[0].set(every)
+    given = numbers(256 * apart, holes=False)
+    given["mask"][:] = False
+    given["mask"][0] = np.arange(256 * apart) % apart != apart - 1
     blocked, scan = (run(name, given, {}) for name in get_args(Implementation))
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-5), blocked, scan)
 
@@ -116,17 +115,17 @@ def test_a_long_row_with_as_many_holes_as_a_byte_cannot_count(apart):
 def test_rows_of_one_and_of_two_tokens(row):
     draw = np.random.default_rng(0)
     given = {
-        "rewards": jnp.asarray(draw.normal(size=(1, 4)), jnp.float32),
-        "values": jnp.asarray(draw.normal(size=(1, 4)), jnp.float32),
-        "mask": jnp.array([row], bool),
-        "bootstrap_value": jnp.array([0.7]),
+        "rewards": draw.normal(size=(1, 4)),
+        "values": draw.normal(size=(1, 4)),
+        "mask": np.array([row], bool),
+        "bootstrap_value": np.array([0.7]),
     }
     blocked, scan = (run(name, given, {"lam": 0.5}) for name in ("blocked", "scan"))
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-6, atol=1e-6), blocked, scan)
 
 
 def test_under_vmap_and_on_single_rows():
-    given = jax.tree.map(jnp.asarray, numbers(40, holes=True))
+    given = numbers(40, holes=True)
     whole = run("blocked", given, {})
     rows = jax.jit(jax.vmap(lambda g: jrl.gae(**g, implementation="blocked")))(given)
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-5), rows, whole)
@@ -134,8 +133,8 @@ def test_under_vmap_and_on_single_rows():
 
 def test_on_devices_of_which_only_some_have_holes():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    given = jax.tree.map(jnp.asarray, numbers(40, holes=False))
-    given["mask"] = given["mask"].at[3, 35].set(False)
+    given = numbers(40, holes=False)
+    given["mask"][3, 35] = False
     rows = P("data")
     parallel = jax.shard_map(
         lambda g: jrl.gae(**g, implementation="blocked"), mesh=mesh, in_specs=rows, out_specs=rows
@@ -149,12 +148,12 @@ def test_on_devices_of_which_only_some_have_holes():
 
 @pytest.mark.parametrize("time", [SHORTEST_BLOCKED - 1, SHORTEST_BLOCKED])
 def test_long_rows_are_run_in_blocks_by_default(time):
-    given = jax.tree.map(jnp.asarray, numbers(time, holes=False))
+    given = numbers(time, holes=False)
     named = "blocked" if time >= SHORTEST_BLOCKED else "scan"
     jax.tree.map(np.testing.assert_array_equal, run(None, given, {}), run(named, given, {}))
 
 
 def test_an_unknown_implementation_is_refused():
-    given = jax.tree.map(jnp.asarray, numbers(5, holes=False))
+    given = numbers(5, holes=False)
     with pytest.raises(ValueError, match=r"implementation='pallas' is not one of scan, blocked"):
         jrl.gae(**given, implementation="pallas")

@@ -1,6 +1,5 @@
 """Estimators that compare the responses of a group: what they must ignore, and identities."""
 
-import functools
 import itertools
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from compiled import compiled, jitted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import full_but
@@ -58,11 +58,6 @@ WHOLE_BATCH = ("grpo, batch", "gdpo", "gpg", "reinforce_plus_plus_baseline")
 UNSCALED = ("dr_grpo", "rloo", "opo", "gpg", "pass_at_k_exact")
 
 
-@functools.cache
-def compiled(name):
-    return jax.jit(CALLS[name])
-
-
 def draw(seed):
     """Positive rewards with ties, groups of any names and sizes, rows without a token."""
     random = np.random.default_rng(seed)
@@ -74,7 +69,7 @@ def draw(seed):
 
 
 def run(name, rewards, groups, mask):
-    return np.asarray(compiled(name)(*(jnp.asarray(x) for x in (rewards, groups, mask))))
+    return np.asarray(compiled(CALLS[name])(rewards, groups, mask))
 
 
 def same(actual, expected):
@@ -158,6 +153,17 @@ def test_sums_that_are_zero(seed):
             same(run("token_level_group_average", rewards, groups, mask)[rows].sum(), 0)
 
 
+@jax.jit
+def others(rewards, groups):
+    """Estimators with settings that make them one another."""
+    return (
+        jrl.gpg_advantages(rewards, groups, alpha=1),
+        jrl.grpo_advantages(rewards, groups, scale=None),
+        jrl.gdpo_advantages(rewards[:, None], groups, whitened=False),
+        jrl.grpo_advantages(rewards, groups),
+    )
+
+
 @given(seeds)
 @few
 def test_estimators_that_are_one_another(seed):
@@ -167,11 +173,10 @@ def test_estimators_that_are_one_another(seed):
         size = np.array([np.sum(groups == g) for g in groups])
         same(run("rloo", rewards, groups, mask), plain * size / np.maximum(size - 1, 1))
         same(run("opo", rewards, groups, np.ones_like(mask)), plain)
-        given = (jnp.asarray(rewards), jnp.asarray(groups))
-        same(jrl.gpg_advantages(*given, alpha=1), plain)
-        same(jrl.grpo_advantages(*given, scale=None), plain)
-        once = jrl.gdpo_advantages(given[0][:, None], given[1], whitened=False)
-        same(once, jrl.grpo_advantages(*given))
+        gpg, grpo, once, scaled = others(rewards, groups)
+        same(gpg, plain)
+        same(grpo, plain)
+        same(once, scaled)
         # With responses of one length, tokens are responses: only the deviation is another.
         tokens = run("token_level_group_average", rewards, groups, np.ones_like(mask))
         same(tokens[:, 0], run("grpo, population", rewards, groups, mask))
@@ -181,33 +186,27 @@ def test_pass_at_k_exact_is_the_gradient_of_the_best_of_k():
     # A policy over three answers with rewards of their own; all groups of four, each with its
     # probability: the expectation of A grad log p is the gradient of E max of k.
     values, logits, n = np.array([0.0, 1.0, 3.0]), np.array([0.2, -0.5, 0.4]), 4
-    groups = list(itertools.product(range(3), repeat=n))
+    p = np.exp(logits) / np.exp(logits).sum()
+
+    def draws(size):
+        """All choices of so many answers, their chances, and the gradients of the logarithms."""
+        answers = np.array(list(itertools.product(range(3), repeat=size)))
+        return answers, p[answers].prod(1), np.eye(3)[answers] - p
+
+    groups, chances, scores = draws(n)
+    names = np.repeat(np.arange(len(groups)), n)
+
+    @jax.jit
+    def advantages(rewards):
+        return {k: jrl.pass_at_k_exact_advantages(rewards, names, k=k) for k in (2, 3, 4)}
+
     with jax.enable_x64(True):
-        answers = jnp.asarray(groups)
-        names = jnp.repeat(jnp.arange(len(groups)), n)
-        for k in (2, 3, 4):
-
-            def best(logits, k=k):
-                p = jax.nn.softmax(logits)
-                total = 0.0
-                for choice in itertools.product(range(3), repeat=k):
-                    chance = 1.0
-                    for answer in choice:
-                        chance = chance * p[answer]
-                    total = total + chance * max(values[a] for a in choice)
-                return total
-
-            @jax.jit
-            def estimate(logits, k=k):
-                advantages = jrl.pass_at_k_exact_advantages(
-                    jnp.asarray(values)[answers.ravel()], names, k=k
-                )
-                p = jax.nn.softmax(logits)
-                score = jax.nn.one_hot(answers, 3, dtype=p.dtype) - p[None, None]
-                each = jnp.mean(advantages.reshape(-1, n)[..., None] * score, 1)
-                return jnp.sum(jnp.prod(p[answers], 1)[:, None] * each, 0)
-
-            same(estimate(jnp.asarray(logits)), jax.jit(jax.grad(best))(jnp.asarray(logits)))
+        found = jax.device_get(advantages(values[groups].ravel()))
+    for k, each in found.items():
+        estimate = (each.reshape(-1, n)[..., None] * scores).mean(1)
+        answers, chances_of_k, scores_of_k = draws(k)
+        best = values[answers].max(1)
+        same(chances @ estimate, (chances_of_k * best) @ scores_of_k.sum(1))
 
 
 def test_pass_at_k_exact_with_all_of_the_group_is_pass_at_k():
@@ -225,41 +224,44 @@ def test_pass_at_k_exact_with_all_of_the_group_is_pass_at_k():
 
 
 def test_maxrl_averages_the_score_function_over_the_successes():
-    rewards = jnp.array([1.0, 0, 0, 1, 0, 0, 0, 0])
-    advantages = jrl.maxrl_advantages(rewards, jnp.zeros(8, int))
-    score = jnp.arange(8.0) ** 2
+    rewards = np.array([1.0, 0, 0, 1, 0, 0, 0, 0])
+    advantages = jitted.maxrl_advantages(rewards, np.zeros(8, int))
+    score = np.arange(8.0) ** 2
     centred = score - score.mean()
-    np.testing.assert_allclose((advantages * score).mean(), centred[jnp.array([0, 3])].mean())
+    np.testing.assert_allclose((advantages * score).mean(), centred[[0, 3]].mean(), rtol=1e-6)
 
 
 def test_a_negative_mean_turns_maxrl_around():
-    assert jrl.maxrl_advantages(jnp.array([-1.0, -3.0]), jnp.array([0, 0])).tolist() == [-0.5, 0.5]
+    found = jitted.maxrl_advantages(np.array([-1.0, -3.0]), np.array([0, 0]))
+    assert found.tolist() == [-0.5, 0.5]
 
 
-average = jax.jit(jrl.token_level_group_average, static_argnames=("epsilon", "fallback"))
+average = jax.jit(jrl.token_level_group_average)
+grpo = jitted.grpo_advantages
 
 
 def test_the_fallback_is_of_whole_groups_and_at_the_bound():
-    mask = jnp.arange(9)[None] < jnp.array([1, 9, 9, 9, 9, 1, 1])[:, None]
-    rewards, groups = jnp.array([1.0, 0, 0, 0, 0, 1, 0]), jnp.array([0, 0, 0, 0, 0, 1, 1])
-    plain = jax.jit(jrl.grpo_advantages)(rewards, groups)
-    tokens = average(rewards, groups, mask, epsilon=0.0)
+    mask = np.arange(9)[None] < np.array([1, 9, 9, 9, 9, 1, 1])[:, None]
+    rewards, groups = np.array([1.0, 0, 0, 0, 0, 1, 0]), np.array([0, 0, 0, 0, 0, 1, 1])
+    plain = np.asarray(grpo(rewards, groups))
+    tokens = np.asarray(average(rewards, groups, mask, epsilon=0.0))
     # 36 tokens against one: exactly 6 deviations above the mean.
     np.testing.assert_allclose(tokens[0, 0], 6, rtol=1e-6)
     above = average(rewards, groups, mask, epsilon=0.0, fallback=6.1)
     np.testing.assert_array_equal(above, tokens)
-    below = average(rewards, groups, mask, epsilon=0.0, fallback=5.9)
+    below = np.asarray(average(rewards, groups, mask, epsilon=0.0, fallback=5.9))
     np.testing.assert_array_equal(below[:5], np.where(mask, plain[:, None], 0)[:5])
     np.testing.assert_array_equal(below[5:], tokens[5:])
 
 
 def test_the_fallback_looks_at_what_is_below_too_and_its_bound_belongs_to_it():
-    mask = jnp.arange(9)[None] < jnp.array([1, 9, 9, 9, 9])[:, None]
-    rewards, groups = jnp.array([0.0, 1, 1, 1, 1]), jnp.zeros(5, int)
-    tokens = average(rewards, groups, mask, epsilon=0.0)
+    # The other two rows are another group, which nothing befalls.
+    mask = np.arange(9)[None] < np.array([1, 9, 9, 9, 9, 1, 1])[:, None]
+    rewards, groups = np.array([0.0, 1, 1, 1, 1, 0, 0]), np.array([0, 0, 0, 0, 0, 1, 1])
+    tokens = np.asarray(average(rewards, groups, mask, epsilon=0.0))
     lowest = float(tokens[0, 0])
     np.testing.assert_allclose(lowest, -6, rtol=1e-6)
-    plain = np.where(mask, jax.jit(jrl.grpo_advantages)(rewards, groups)[:, None], 0)
+    plain = np.where(mask, np.asarray(grpo(rewards, groups))[:, None], 0)
     for fallback, expected in ((-lowest, plain), (-lowest * 1.001, tokens)):
         found = average(rewards, groups, mask, epsilon=0.0, fallback=fallback)
         np.testing.assert_array_equal(found, expected)
@@ -305,57 +307,56 @@ def test_advantages_have_no_gradient():
             importance_weights=jnp.exp(g["per_token"]),
         ),
     }
-    for name, estimator in estimators.items():
-        result = jax.jit(estimator)(given)
-        factors = jnp.asarray(draw.normal(size=result.shape), jnp.float32)
+
+    @jax.jit
+    def results_and_slopes(given):
+        found = {}
+        for name, estimator in estimators.items():
+            result, pull = jax.vjp(estimator, given)
+            found[name] = result, pull(jnp.asarray(draw.normal(size=result.shape), jnp.float32))
+        return found
+
+    for name, (result, slopes) in results_and_slopes(given).items():
         assert np.any(result), name
-        slopes = jax.jit(jax.grad(lambda g, of=estimator, f=factors: jnp.sum(f * of(g))))(given)
         assert not any(np.any(slope) for slope in jax.tree.leaves(slopes)), name
 
 
 def test_a_response_without_tokens_does_not_count_among_the_tokens():
-    mask = jnp.array([[1, 1], [1, 0], [0, 0]])
-    rewards, groups = jnp.array([1.0, 0.0, -100.0]), jnp.array([0, 0, 0])
+    mask = np.array([[1, 1], [1, 0], [0, 0]])
+    rewards, groups = np.array([1.0, 0.0, -100.0]), np.array([0, 0, 0])
     with_it = average(rewards, groups, mask)
-    without = average(*(np.asarray(x)[:2] for x in (rewards, groups, mask)))
+    without = average(*(x[:2] for x in (rewards, groups, mask)))
     np.testing.assert_array_equal(with_it[:2], without)
     assert not np.any(with_it[2])
 
 
 def test_rewards_far_from_zero_keep_their_digits():
     # All of these are numbers of float32, whose spacing at 8192 is 1 / 1024.
-    rewards = 8192 + jnp.array([0.0, 1.0, 2.0, 5.0]) / 1024
-    centred = jrl.dr_grpo_advantages(rewards, jnp.zeros(4, jnp.int32))
+    rewards = 8192 + np.array([0.0, 1.0, 2.0, 5.0]) / 1024
+    centred = jitted.dr_grpo_advantages(rewards, np.zeros(4, np.int32))
     np.testing.assert_array_equal(centred, np.array([-2, -1, 0, 3]) / 1024)
 
 
 def test_singletons_and_no_epsilon():
-    rewards, groups = jnp.array([3.0, 1.0, 2.0]), jnp.array([5, 6, 6])
-    assert jrl.grpo_advantages(rewards, groups, scale=None, singleton="reward").tolist() == [
-        3,
-        -0.5,
-        0.5,
-    ]
-    with_epsilon = jrl.grpo_advantages(rewards, groups, singleton="reward", epsilon=1.0)
+    rewards, groups = np.array([3.0, 1.0, 2.0]), np.array([5, 6, 6])
+    assert grpo(rewards, groups, scale=None, singleton="reward").tolist() == [3, -0.5, 0.5]
+    with_epsilon = grpo(rewards, groups, singleton="reward", epsilon=1.0)
     assert with_epsilon[0] == 1.5
-    assert jrl.grpo_advantages(rewards, groups, epsilon=0.0)[0] == 0
-    assert np.all(np.isnan(jrl.grpo_advantages(rewards.at[1].set(jnp.nan), groups)[1:]))
+    assert grpo(rewards, groups, epsilon=0.0)[0] == 0
+    assert np.all(np.isnan(grpo(np.array([3.0, np.nan, 2.0]), groups, epsilon=0.0)[1:]))
+
+
+gdpo = jitted.gdpo_advantages
 
 
 def test_gdpo_keeps_apart_what_a_sum_confuses():
-    rewards, groups = jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0]]), jnp.zeros(4, int)
-    np.testing.assert_allclose(
-        jrl.gdpo_advantages(10.0 * rewards, groups),
-        jrl.gdpo_advantages(rewards, groups),
-        rtol=1e-4,
-        atol=1e-6,
-    )
-    heavy = jrl.gdpo_advantages(rewards, groups, weights=jnp.array([3.0, 1.0]))
+    rewards = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
+    groups = np.zeros(4, int)
+    plain = gdpo(rewards, groups)
+    np.testing.assert_allclose(gdpo(10.0 * rewards, groups), plain, rtol=1e-4, atol=1e-6)
+    heavy = np.asarray(gdpo(rewards, groups, weights=np.array([3.0, 1.0])))
     assert heavy[2] > heavy[0] > heavy[1] > heavy[3]
-    np.testing.assert_allclose(
-        jrl.gdpo_advantages(rewards, groups, lengths=jnp.ones(4)),
-        jrl.gdpo_advantages(rewards, groups),
-    )
+    np.testing.assert_allclose(gdpo(rewards, groups, lengths=np.ones(4)), plain)
 
 
 @pytest.mark.parametrize("lengths", [None, [1, 1], [1, 0]])
@@ -364,22 +365,21 @@ def test_gdpo_of_two_responses(lengths):
     settings = {"weights": [1.0, 2.0]}
     settings |= {} if lengths is None else {"lengths": np.array(lengths)}
     expected = oracles.gdpo(rewards, groups, **settings)
-    settings = {name: jnp.asarray(value) for name, value in settings.items()}
-    actual = jrl.gdpo_advantages(jnp.asarray(rewards), jnp.asarray(groups), **settings)
+    settings = {name: np.asarray(value) for name, value in settings.items()}
+    actual = gdpo(rewards, groups, **settings)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_gdpo_is_a_constant_in_everything_it_is_given():
     random = np.random.default_rng(4)
-    rewards, lengths = (jnp.asarray(random.uniform(1, 3, shape)) for shape in ((4, 2), 4))
+    rewards, lengths = random.uniform(1, 3, (4, 2)), random.uniform(1, 3, 4)
 
-    def squared(rewards, weights, lengths):
-        return jnp.sum(
-            jrl.gdpo_advantages(rewards, jnp.zeros(4, int), weights=weights, lengths=lengths) ** 3
-        )
+    def cubed(rewards, weights, lengths):
+        found = jrl.gdpo_advantages(rewards, jnp.zeros(4, int), weights=weights, lengths=lengths)
+        return jnp.sum(found**3)
 
-    slopes = jax.grad(squared, argnums=(0, 1, 2))(rewards, jnp.array([3.0, 1.0]), lengths)
-    assert not any(np.any(slope) for slope in slopes)
+    slope = jax.jit(jax.grad(cubed, argnums=(0, 1, 2)))
+    assert not any(np.any(x) for x in slope(rewards, np.array([3.0, 1.0]), lengths))
 
 
 @pytest.mark.parametrize(
@@ -390,14 +390,14 @@ def test_groups_that_lie_on_one_device_each(name):
     random = np.random.default_rng(3)
     rewards = random.uniform(0.5, 3, 24).astype(np.float32)
     groups, mask = np.repeat(np.arange(8), 3), random.integers(0, 2, (24, TIME))
-    arrays = tuple(jnp.asarray(x) for x in (rewards, groups, mask))
+    arrays = rewards, groups, mask
     rows = jax.sharding.PartitionSpec("data")
     cut = jax.shard_map(CALLS[name], mesh=mesh, in_specs=(rows,) * 3, out_specs=rows)
-    np.testing.assert_allclose(jax.jit(cut)(*arrays), CALLS[name](*arrays), rtol=1e-5, atol=1e-6)
+    expected = compiled(CALLS[name])(*arrays)
+    np.testing.assert_allclose(jax.jit(cut)(*arrays), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_gpg_divides_by_one_rewarded_response():
-    advantages = jrl.gpg_advantages(
-        jnp.array([1.0, 0.0, 0.0]), jnp.array([0, 0, 0]), alpha="nonzero"
-    )
+    rewards, groups = np.array([1.0, 0.0, 0.0]), np.array([0, 0, 0])
+    advantages = jitted.gpg_advantages(rewards, groups, alpha="nonzero")
     np.testing.assert_allclose(advantages, [2.0, -1.0, -1.0], rtol=1e-6)

@@ -10,6 +10,7 @@ import numpy as np
 import oracles
 import pytest
 from batches import BATCH, MASK, batch, numpy_batch
+from compiled import compiled, jitted, with_slope
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
@@ -19,14 +20,14 @@ import jrl
 from jrl.losses.policy.order import random_bits
 
 NAMES = ("logprobs", "old_logprobs", "advantages", "mask")
-A = jnp.array([2, -1, 0.5, -1.5, 0, 0])
-LOGPROBS = jnp.array([-0.1, -3, -1, -0.05, -2, -0.5])
-ONES = jnp.ones(6)
+A = np.array([2, -1, 0.5, -1.5, 0, 0])
+LOGPROBS = np.array([-0.1, -3, -1, -0.05, -2, -0.5])
+ONES = np.ones(6)
 ALL = {"fraction": 1}
 
 
 def test_vector_cov_1():
-    covariances = jrl.covariances(LOGPROBS, A, ONES)
+    covariances = jitted.covariances(LOGPROBS, A, ONES)
     expected = [2.016667, 1.891667, 0.054167, -1.5875, 0, 0]
     np.testing.assert_allclose(covariances, expected, atol=1e-6)
     np.testing.assert_allclose(covariances.mean(), 0.395833, atol=1e-6)
@@ -42,9 +43,9 @@ def test_vector_cov_1():
     ("low", "high", "inside"), [(0.0, 1.5, True), (0.0, 1.0, False), (1.0, 1.5, False)]
 )
 def test_the_range_of_clip_cov_is_open_at_both_ends(low, high, inside):
-    logprobs, advantages = jnp.array([-1.0, -3.0]), jnp.array([1.0, -1.0])
-    assert jrl.covariances(logprobs, advantages, jnp.ones(2)).tolist() == [1, 1]
-    arrays = (logprobs, logprobs, advantages, jnp.ones(2))
+    logprobs, advantages = np.array([-1.0, -3.0]), np.array([1.0, -1.0])
+    assert jitted.covariances(logprobs, advantages, np.ones(2)).tolist() == [1, 1]
+    arrays = (logprobs, logprobs, advantages, np.ones(2))
     surrogate = per_token(jrl.clip_cov_loss, *arrays, fraction=1, low=low, high=high)
     assert surrogate.tolist() == ([0, 0] if inside else [-1, 1])
 
@@ -77,7 +78,7 @@ def test_the_choice_depends_on_the_key_and_the_true_tokens_alone():
     # Rows and columns of padding, NaN under the mask.
     padded = [jnp.pad(x, ((1, 2), (3, 1))) for x in arrays]
     hole = ~padded[3]
-    padded = [jnp.where(hole, jnp.nan, x) for x in padded[:3]] + [padded[3]]
+    padded = [np.where(hole, np.nan, x) for x in padded[:3]] + [padded[3]]
     again = _chosen(padded, 3, fraction=0.2)
     np.testing.assert_array_equal(again[1 : 1 + BATCH, 3:-1], choice)
     assert again.sum() == choice.sum()
@@ -87,11 +88,11 @@ def test_a_count_is_exact_where_floating_point_is_not():
     # 0.3 * 10 and 0.29 * 100 fall below 3 and 29 in floating point on some machines.
     draw = np.random.default_rng(0)
     for count, fraction, expected in ((10, 0.3, 3), (100, 0.29, 29), (100, 0.07, 7), (4, 0.1, 1)):
-        x = jnp.asarray(draw.normal(size=count), jnp.float32)
+        x = np.asarray(draw.normal(size=count), np.float32)
         loss = jax.jit(functools.partial(jrl.kl_cov_loss, fraction=fraction))
-        _, metrics = loss(x, x, x, jnp.ones(count))
+        _, metrics = loss(x, x, x, np.ones(count))
         assert metrics["cov_frac"].sum == expected
-    _, metrics = jax.jit(functools.partial(jrl.kl_cov_loss, fraction=0))(x, x, x, jnp.ones(4))
+    _, metrics = jax.jit(functools.partial(jrl.kl_cov_loss, fraction=0))(x, x, x, np.ones(4))
     assert metrics["cov_frac"].sum == 0
 
 
@@ -107,8 +108,7 @@ def test_oracles():
         losses, slopes, acts = oracle(*arrays, **own)
         assert (acts == "cov").sum() >= 2
         with jax.enable_x64(True):
-            step = jax.value_and_grad(functools.partial(function, **keywords), has_aux=True)
-            (loss, metrics), slope = jax.jit(step)(*(jnp.asarray(x) for x in arrays))
+            (loss, metrics), slope = with_slope(function)(*arrays, **keywords)
             np.testing.assert_allclose(loss, losses.sum() / MASK.sum(), rtol=1e-11)
             np.testing.assert_allclose(slope, slopes / MASK.sum(), rtol=1e-11, atol=1e-15)
             assert float(metrics["cov_frac"].sum) == (acts == "cov").sum()
@@ -125,14 +125,14 @@ def test_covariances_have_no_gradient():
         found = jrl.covariances(**given, mask=b["mask"], statistics=statistics)
         return jnp.sum(b["values"] * found)
 
-    statistics = jrl.covariance_statistics(**given, mask=b["mask"])
+    statistics = jitted.covariance_statistics(**given, mask=b["mask"])
     for function, x in ((of_the_batch, given), (of_statistics, statistics)):
-        slopes = jax.tree.leaves(jax.grad(function, allow_int=True)(x))
-        assert not any(np.any(slope) for slope in slopes if slope.dtype == jnp.float32)
+        slopes = jax.tree.leaves(jax.jit(jax.grad(function, allow_int=True))(x))
+        assert not any(np.any(slope) for slope in slopes if slope.dtype == np.float32)
 
 
 def test_random_numbers_of_tokens_are_counted_from_the_first_true_one():
-    key, mask = jax.random.key(3), jnp.array([[0, 1, 0], [1, 0, 1]])
+    key, mask = jax.random.key(3), np.array([[0, 1, 0], [1, 0, 1]])
     bits = random_bits(key, mask.astype(bool))
     expected = [jax.random.bits(jax.random.fold_in(key, rank)) for rank in range(3)]
     assert bits[mask == 1].tolist() == [int(x) for x in expected]
@@ -142,8 +142,12 @@ def test_gradients_by_finite_differences():
     with jax.enable_x64(True):
         b = batch(2, dtype=jnp.float64)
         rest = [b[name] for name in NAMES[1:]]
-        check_grads(lambda x: jrl.kl_cov_loss(x, *rest, fraction=0.3)[0], (b["logprobs"],), 1)
-        check_grads(lambda x: jrl.clip_cov_loss(x, *rest, fraction=1)[0], (b["logprobs"],), 1)
+        check_grads(
+            jax.jit(lambda x: jrl.kl_cov_loss(x, *rest, fraction=0.3)[0]), (b["logprobs"],), 1
+        )
+        check_grads(
+            jax.jit(lambda x: jrl.clip_cov_loss(x, *rest, fraction=1)[0]), (b["logprobs"],), 1
+        )
 
 
 def test_the_first_on_policy_step_is_reinforce_and_a_fraction_of_0_is_ppo():
@@ -153,22 +157,22 @@ def test_the_first_on_policy_step_is_reinforce_and_a_fraction_of_0_is_ppo():
     def reinforce(logprobs):
         return jrl.aggregate(-b["advantages"] * logprobs, b["mask"])
 
-    expected = jax.grad(reinforce)(b["logprobs"])
+    expected = jax.jit(jax.grad(reinforce))(b["logprobs"])
     on_policy = (b["logprobs"], b["logprobs"], *rest)
-    slope, _ = jax.grad(jrl.kl_cov_loss, has_aux=True)(*on_policy, fraction=1)
+    slope, _ = compiled(jax.grad(jrl.kl_cov_loss, has_aux=True))(*on_policy, fraction=1)
     np.testing.assert_allclose(slope, expected, rtol=1e-6)
     arrays = (b["logprobs"], b["old_logprobs"], *rest)
     wide = {"clip_low": float("inf"), "clip_high": float("inf")}
-    ppo = jrl.ppo_loss(*arrays, **wide)[0]
-    np.testing.assert_allclose(jrl.kl_cov_loss(*arrays, fraction=0)[0], ppo, rtol=1e-6)
-    ppo = jrl.ppo_loss(*arrays, clip_low=1, clip_high=1)[0]
-    np.testing.assert_allclose(jrl.clip_cov_loss(*arrays, fraction=0)[0], ppo, rtol=1e-6)
+    ppo = jitted.ppo_loss(*arrays, **wide)[0]
+    np.testing.assert_allclose(jitted.kl_cov_loss(*arrays, fraction=0)[0], ppo, rtol=1e-6)
+    ppo = jitted.ppo_loss(*arrays, clip_low=1, clip_high=1)[0]
+    np.testing.assert_allclose(jitted.clip_cov_loss(*arrays, fraction=0)[0], ppo, rtol=1e-6)
 
 
 def test_a_choice_made_over_the_whole_lets_cuts_add_up():
     b = batch(4)
-    statistics = jrl.covariance_statistics(b["logprobs"], b["advantages"], b["mask"])
-    whole_covariances = jrl.covariances(b["logprobs"], b["advantages"], b["mask"])
+    statistics = jitted.covariance_statistics(b["logprobs"], b["advantages"], b["mask"])
+    whole_covariances = jitted.covariances(b["logprobs"], b["advantages"], b["mask"])
     chosen = whole_covariances > np.sort(np.asarray(whole_covariances).ravel())[-4]
 
     def step(piece, function, **settings):
@@ -192,12 +196,12 @@ def test_a_choice_made_over_the_whole_lets_cuts_add_up():
         joined = np.concatenate([part[1] for part in parts])
         np.testing.assert_allclose(joined, whole[1], rtol=5e-6, atol=2e-6)
     parts = [
-        jrl.covariance_statistics(*(b[n][piece] for n in ("logprobs", "advantages", "mask")))
+        jitted.covariance_statistics(*(b[n][piece] for n in ("logprobs", "advantages", "mask")))
         for piece in pieces
     ]
     summed = functools.reduce(operator.add, parts)
     np.testing.assert_allclose(summed.advantages.value(), statistics.advantages.value(), rtol=1e-6)
-    piece = jrl.covariances(
+    piece = jitted.covariances(
         b["logprobs"][1:2], b["advantages"][1:2], b["mask"][1:2], statistics=summed
     )
     np.testing.assert_allclose(piece, whole_covariances[1:2], rtol=1e-5, atol=1e-6)
@@ -238,10 +242,8 @@ def test_covariances_on_eight_devices_equal_those_of_one():
         cut = jax.jit(
             jax.shard_map(local, mesh=mesh, in_specs=(rows,) * 4, out_specs=(rows, P(), rows, rows))
         )(*arrays)
-        covariances = jrl.covariances(arrays[0], arrays[2], arrays[3])
-        (loss, _), slope = jax.value_and_grad(jrl.kl_cov_loss, has_aux=True)(
-            *arrays, chosen=covariances > 0.5
-        )
+        covariances = jitted.covariances(arrays[0], arrays[2], arrays[3])
+        (loss, _), slope = with_slope(jrl.kl_cov_loss)(*arrays, chosen=covariances > 0.5)
         for a, e in zip(cut[:3], (covariances, loss, slope), strict=True):
             np.testing.assert_allclose(a, e, rtol=1e-11, atol=1e-15)
 
@@ -262,11 +264,11 @@ def test_settings_that_make_no_sense_are_refused(call, message):
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 def test_ratios_of_zero_and_infinity_are_finite(advantage):
-    logprobs = jnp.array([[-jnp.inf, -1.0, -500.0, -0.5, -1.0]])
-    old = jnp.array([[-1.0, -jnp.inf, -1.0, -500.0, -1.0]])
-    ones = jnp.ones_like(old)
+    logprobs = np.array([[-np.inf, -1.0, -500.0, -0.5, -1.0]])
+    old = np.array([[-1.0, -np.inf, -1.0, -500.0, -1.0]])
+    ones = np.ones_like(old)
     for loss, settings in ((jrl.kl_cov_loss, {"fraction": 0.5}), (jrl.clip_cov_loss, ALL)):
-        (value, metrics), slope = jax.value_and_grad(loss, has_aux=True)(
+        (value, metrics), slope = with_slope(loss)(
             logprobs, old, advantage * ones, ones, **settings
         )
         assert np.isfinite(value) and np.isfinite(slope).all()

@@ -1,40 +1,34 @@
 """DPPO: which tokens it keeps, and what it does with them."""
 
-import functools
-import itertools
-import operator
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from batches import BATCH, MASK, batch, numpy_batch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from batches import MASK, batch, numpy_batch
+from compiled import compiled
+from policy_cases import assert_a_cut_sums_to_the_whole
 
 import jrl
 
-few = settings(max_examples=8, deadline=None, derandomize=True, database=None)
 NAMES = ("logprobs", "old_logprobs", "advantages", "mask")
 kinds = pytest.mark.parametrize("kind", ["tv", "kl"])
 # Some of the tokens of a random batch move further than this.
 BOUND = {"tv": 0.1, "kl": 0.05}
 
 
-def step(logprobs, *arrays, **settings):
-    return jax.value_and_grad(jrl.dppo_loss, has_aux=True)(logprobs, *arrays, **settings)
+step = compiled(jax.value_and_grad(jrl.dppo_loss, has_aux=True))
 
 
 def test_vector_dppo_1():
-    p, old, ones = jnp.array([0.95, 0.03]), jnp.array([0.9, 0.01]), jnp.ones(2)
-    arrays = (jnp.log(p), jnp.log(old), ones, ones)
+    p, old, ones = np.array([0.95, 0.03]), np.array([0.9, 0.01]), np.ones(2)
+    arrays = (np.log(p), np.log(old), ones, ones)
     for bound, kept in ((0.051, [1, 1]), (0.049, [0, 1]), (0.019, [0, 0])):
         (_, metrics), slope = step(*arrays, kind="tv", max_divergence=bound, num_tokens=1)
         np.testing.assert_allclose(slope, -np.array(kept) * np.array(p / old), rtol=1e-5)
         assert metrics["pg_clipfrac"].sum == 2 - sum(kept)
     # The same in the other direction, which only a negative advantage stops.
-    back = (jnp.log(old), jnp.log(p), -ones, ones)
+    back = (np.log(old), np.log(p), -ones, ones)
     _, slope = step(*back, kind="tv", max_divergence=0.03)
     assert (slope != 0).tolist() == [False, True]
     _, slope = step(*back[:2], ones, ones, kind="tv", max_divergence=0.0)
@@ -50,7 +44,7 @@ def test_oracle(kind):
     losses, slopes, acts = oracles.dppo(*arrays, **bounds)
     assert all((acts[MASK] == act).any() for act in ("", "clip", "dual"))
     with jax.enable_x64(True):
-        (loss, metrics), slope = step(*(jnp.asarray(x) for x in arrays), **bounds)
+        (loss, metrics), slope = step(*(np.asarray(x) for x in arrays), **bounds)
         np.testing.assert_allclose(loss, losses.sum() / MASK.sum(), rtol=1e-11)
         np.testing.assert_allclose(slope, slopes / MASK.sum(), rtol=1e-11, atol=1e-15)
         assert float(metrics["pg_clipfrac"].sum) == (acts == "clip").sum()
@@ -60,14 +54,14 @@ def test_oracle(kind):
 @kinds
 def test_the_first_on_policy_step_is_reinforce(kind):
     b = batch(1)
-    logprobs = -jnp.abs(b["logprobs"])
+    logprobs = -np.abs(b["logprobs"])
 
     def reinforce(logprobs):
         return jrl.aggregate(-b["advantages"] * logprobs, b["mask"])
 
     settings = {"kind": kind, "max_divergence": 0.0}
     actual = step(logprobs, logprobs, b["advantages"], b["mask"], **settings)
-    expected = jax.value_and_grad(reinforce)(logprobs)
+    expected = jax.jit(jax.value_and_grad(reinforce))(logprobs)
     np.testing.assert_allclose(actual[0][0], expected[0], rtol=1e-6)
     np.testing.assert_allclose(actual[1], expected[1], rtol=1e-6)
 
@@ -75,43 +69,29 @@ def test_the_first_on_policy_step_is_reinforce(kind):
 @kinds
 def test_without_bounds_it_has_the_gradient_of_importance_weighting(kind):
     b = batch(2)
-    arrays = (-jnp.abs(b["logprobs"]), *(b[name] for name in NAMES[1:]))
+    arrays = (-np.abs(b["logprobs"]), *(b[name] for name in NAMES[1:]))
     _, slope = step(*arrays, kind=kind, max_divergence=float("inf"), max_ratio=None)
     wide = {"clip_low": float("inf"), "clip_high": float("inf")}
-    expected = jax.grad(jrl.ppo_loss, has_aux=True)(*arrays, **wide)[0]
+    expected = compiled(jax.grad(jrl.ppo_loss, has_aux=True))(*arrays, **wide)[0]
     np.testing.assert_allclose(slope, expected, rtol=1e-5)
 
 
 @pytest.mark.slow
 @kinds
-@given(st.integers(0, 2**31), st.sets(st.integers(1, BATCH - 1)))
-@few
-def test_any_cut_sums_to_the_whole(kind, seed, cuts):
-    b = batch(seed)
-    arrays = [-jnp.abs(b[n]) if "logprobs" in n else b[n] for n in NAMES]
+def test_a_cut_sums_to_the_whole(kind):
+    def loss(b, **denominators):
+        arrays = [-jnp.abs(b[name]) if "logprobs" in name else b[name] for name in NAMES]
+        return jrl.dppo_loss(*arrays, kind=kind, max_divergence=BOUND[kind], **denominators)
 
-    @functools.cache
-    def piece(i, j, tokens):
-        cut = (x[i:j] for x in arrays)
-        return step(*cut, kind=kind, max_divergence=BOUND[kind], num_tokens=tokens)
-
-    edges = [0, *sorted(cuts), BATCH]
-    parts = [piece(i, j, int(MASK.sum())) for i, j in itertools.pairwise(edges)]
-    (loss, metrics), slope = piece(0, BATCH, None)
-    summed = functools.reduce(lambda x, y: jax.tree.map(operator.add, x, y), [p[0] for p in parts])
-    jax.tree.map(
-        lambda a, e: np.testing.assert_allclose(a, e, rtol=5e-6, atol=2e-6), summed, (loss, metrics)
-    )
-    joined = jnp.concatenate([p[1] for p in parts])
-    np.testing.assert_allclose(joined, slope, rtol=5e-6, atol=2e-6)
+    assert_a_cut_sums_to_the_whole(loss, range(8))
 
 
 @kinds
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 def test_probabilities_of_zero_and_one_are_finite(kind, advantage):
-    logprobs = jnp.array([-jnp.inf, -1.0, 0.0, 0.0, -1.0, -500.0, -jnp.inf, 0.0])
-    old = jnp.array([-1.0, -jnp.inf, 0.0, -1.0, 0.0, -1.0, 0.0, -jnp.inf])
-    ones = jnp.ones_like(old)
+    logprobs = np.array([-np.inf, -1.0, 0.0, 0.0, -1.0, -500.0, -np.inf, 0.0])
+    old = np.array([-1.0, -np.inf, 0.0, -1.0, 0.0, -1.0, 0.0, -np.inf])
+    ones = np.ones_like(old)
     settings = {"kind": kind, "max_divergence": 0.1}
     (loss, metrics), slope = step(logprobs, old, advantage * ones, ones, **settings)
     assert np.isfinite(loss) and np.isfinite(slope).all()
@@ -119,7 +99,7 @@ def test_probabilities_of_zero_and_one_are_finite(kind, advantage):
 
 
 def test_settings_that_make_no_sense_are_refused():
-    one = jnp.ones(1)
+    one = np.ones(1)
     with pytest.raises(ValueError, match="max_divergence=-1 is a distance"):
         jrl.dppo_loss(one, one, one, one, kind="tv", max_divergence=-1)
     with pytest.raises(ValueError, match="max_ratio=1 must be above 1, such as 20; None is off"):
@@ -128,29 +108,29 @@ def test_settings_that_make_no_sense_are_refused():
 
 @kinds
 def test_the_log_probability_is_floored_below_its_bound_and_not_at_it(kind):
-    old, one = -jnp.ones(1), jnp.ones(1)
+    old, one = -np.ones(1), np.ones(1)
     settings = {"kind": kind, "max_divergence": 1.0, "max_log_ratio": 0.5}
     weight = np.exp(-0.5)
     for logprob, floored in ((-2.0, True), (-1.5, False)):
-        (loss, _), slope = step(jnp.array([logprob]), old, one, one, **settings)
+        (loss, _), slope = step(np.array([logprob]), old, one, one, **settings)
         np.testing.assert_allclose(loss, weight * 1.5, rtol=1e-6)
         np.testing.assert_allclose(slope, [0 if floored else -weight], rtol=1e-6)
 
 
 @kinds
 def test_an_advantage_of_0_stops_what_falls(kind):
-    low, high = jnp.log(jnp.array([0.1])), jnp.log(jnp.array([0.9]))
+    low, high = np.log(np.array([0.1])), np.log(np.array([0.9]))
     settings = {"kind": kind, "max_divergence": 0.2}
     for logprobs, old, stopped_by in ((high, low, (1,)), (low, high, (0, -1))):
         for advantage in (1, 0, -1):
-            arrays = (logprobs, old, jnp.full(1, float(advantage)), jnp.ones(1))
+            arrays = (logprobs, old, np.full(1, float(advantage)), np.ones(1))
             (_, metrics), _ = step(*arrays, **settings)
             assert float(metrics["pg_clipfrac"].sum) == (advantage in stopped_by)
 
 
 @kinds
 def test_a_certain_token_that_has_become_unlikely_is_dropped(kind):
-    arrays = (jnp.log(jnp.array([0.1])), jnp.zeros(1), -jnp.ones(1), jnp.ones(1))
+    arrays = (np.log(np.array([0.1])), np.zeros(1), -np.ones(1), np.ones(1))
     for bound, dropped in ((0.5, 1), (3.0, 0)):
         (_, metrics), _ = step(*arrays, kind=kind, max_divergence=bound)
         assert float(metrics["pg_clipfrac"].sum) == dropped

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import MASK, batch
+from compiled import jitted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_cases import per_token
@@ -26,7 +27,7 @@ def test_as_many_are_kept_as_reach_the_quantile(count, fraction):
     # All in one shape, of which `count` are true; entropies are far apart.
     entropy = np.random.default_rng(count).permutation(40) + 1.0
     mask = np.arange(40) < count
-    kept = np.asarray(_top(jnp.asarray(entropy, jnp.float32), jnp.asarray(mask), fraction))
+    kept = np.asarray(_top(np.asarray(entropy, np.float32), np.asarray(mask), fraction))
     assert kept.sum() == math.floor(fraction * (count - 1) + 1e-9) + 1
     # TRL's rule: at or above the interpolated quantile, which is rounded, hence the margin.
     quantile = np.quantile(entropy[:count], 1 - fraction)
@@ -34,51 +35,53 @@ def test_as_many_are_kept_as_reach_the_quantile(count, fraction):
 
 
 def test_ties_are_kept_and_a_threshold_lets_cuts_agree():
-    entropy = jnp.array([1.0, 2.0, 2.0, 0.5, 2.0, 3.0])
-    kept = jrl.top_entropy_mask(entropy, jnp.ones(6), fraction=0.2)
+    entropy = np.array([1.0, 2.0, 2.0, 0.5, 2.0, 3.0])
+    kept = jitted.top_entropy_mask(entropy, np.ones(6), fraction=0.2)
     assert kept.tolist() == [False, True, True, False, True, True]
     b = batch(0)
-    threshold = jrl.entropy_threshold(b["entropy"], b["mask"], fraction=0.4)
-    whole = jrl.top_entropy_mask(b["entropy"], b["mask"], fraction=0.4)
+    threshold = jitted.entropy_threshold(b["entropy"], b["mask"], fraction=0.4)
+    whole = jitted.top_entropy_mask(b["entropy"], b["mask"], fraction=0.4)
     assert 0 < whole.sum() < MASK.sum()
     for row in range(len(MASK)):
-        mine = jrl.top_entropy_mask(b["entropy"][row], b["mask"][row], threshold=threshold)
+        mine = jitted.top_entropy_mask(b["entropy"][row], b["mask"][row], threshold=threshold)
         np.testing.assert_array_equal(mine, whole[row])
 
 
 def test_a_fraction_of_1_keeps_all_and_the_loss_counts_what_is_kept():
     b = batch(1)
-    everything = jrl.top_entropy_mask(b["entropy"], b["mask"], fraction=1)
+    everything = jitted.top_entropy_mask(b["entropy"], b["mask"], fraction=1)
     np.testing.assert_array_equal(everything, MASK)
-    mask = jrl.top_entropy_mask(b["entropy"], b["mask"], fraction=0.3)
+    mask = jitted.top_entropy_mask(b["entropy"], b["mask"], fraction=0.3)
     arrays = (b["logprobs"], b["old_logprobs"], b["advantages"])
-    loss, metrics = jrl.ppo_loss(*arrays, mask)
+    loss, metrics = jitted.ppo_loss(*arrays, mask)
     expected = np.asarray(per_token(jrl.ppo_loss, *arrays, b["mask"]))[np.asarray(mask)].mean()
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     assert metrics["ratio"].count == mask.sum()
 
 
 def test_the_threshold_of_a_single_token_is_its_entropy_and_has_no_gradient():
-    entropy, mask = jnp.array([3.0, 2.0, 5.0]), jnp.array([0, 1, 0])
+    entropy, mask = np.array([3.0, 2.0, 5.0]), np.array([0, 1, 0])
     for fraction in (0.2, 1):
-        assert float(jrl.entropy_threshold(entropy, mask, fraction=fraction)) == 2
-    slope = jax.grad(lambda x: jrl.entropy_threshold(x, mask, fraction=0.2))(entropy)
+        assert float(jitted.entropy_threshold(entropy, mask, fraction=fraction)) == 2
+    slope = jax.jit(jax.grad(lambda x: jrl.entropy_threshold(x, mask, fraction=0.2)))(entropy)
     assert not np.any(slope)
 
 
 def test_a_divergence_is_too_far_beyond_its_bound_and_not_at_it():
-    behaviour, bad = jnp.zeros((2, 2)), -jnp.ones((2, 1))
+    behaviour, bad = np.zeros((2, 2)), -np.ones((2, 1))
     # The second row has one token: its sum is its mean.
-    logprobs, mask = jnp.array([[-1.0, -2.0], [-1.5, 0.0]]), jnp.array([[1, 1], [1, 0]])
+    logprobs, mask = np.array([[-1.0, -2.0], [-1.5, 0.0]]), np.array([[1, 1], [1, 0]])
     for bound, kept in ((1.5, [True, True]), (1.49, [False, False]), (0.8, [False, False])):
-        result = jrl.off_policy_sequence_mask(logprobs, behaviour, bad, mask, max_divergence=bound)
+        result = jitted.off_policy_sequence_mask(
+            logprobs, behaviour, bad, mask, max_divergence=bound
+        )
         assert result[:, 0].tolist() == kept
 
 
 def test_bad_sequences_that_are_far_go_and_no_others():
-    behaviour = jnp.array([[-1.0, -1.0, jnp.nan], [-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]])
-    logprobs = jnp.array([[-2.0, -1.2, jnp.nan], [-2.0, -1.2, -1.0], [-0.1, -0.1, -0.1]])
-    mask = jnp.array([[1, 1, 0], [1, 1, 1], [1, 1, 1]])
+    behaviour = np.array([[-1.0, -1.0, np.nan], [-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]])
+    logprobs = np.array([[-2.0, -1.2, np.nan], [-2.0, -1.2, -1.0], [-0.1, -0.1, -0.1]])
+    mask = np.array([[1, 1, 0], [1, 1, 1], [1, 1, 1]])
 
     def kept(advantages, bound=0.5):
         result = jrl.off_policy_sequence_mask(
@@ -88,20 +91,22 @@ def test_bad_sequences_that_are_far_go_and_no_others():
         return result[:, 0].tolist()
 
     # Means over the true tokens: 0.6, 0.4 and -0.9.
-    bad = -jnp.ones((3, 1))
+    bad = -np.ones((3, 1))
     assert kept(bad) == [False, True, True]
     assert kept(bad, 0.3) == [False, False, True]
     assert kept(bad, -1.0) == [False, False, False]
     assert kept(-bad, -1.0) == kept(0 * bad, -1.0) == [True, True, True]
-    per_token = jnp.array([[-1.0, 1.0, 0.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
-    result = jrl.off_policy_sequence_mask(logprobs, behaviour, per_token, mask, max_divergence=0.5)
+    per_token = np.array([[-1.0, 1.0, 0.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
+    result = jitted.off_policy_sequence_mask(
+        logprobs, behaviour, per_token, mask, max_divergence=0.5
+    )
     assert result[0].tolist() == [False, True, False]
 
 
 def test_what_is_not_a_number_is_never_masked_away():
-    nan, ones = jnp.array([jnp.nan, 1.0]), jnp.ones(2)
-    assert jrl.top_entropy_mask(nan, ones, fraction=0.5)[0]
-    assert jrl.off_policy_sequence_mask(nan, ones, -ones, ones, max_divergence=0.1).all()
+    nan, ones = np.array([np.nan, 1.0]), np.ones(2)
+    assert jitted.top_entropy_mask(nan, ones, fraction=0.5)[0]
+    assert jitted.off_policy_sequence_mask(nan, ones, -ones, ones, max_divergence=0.1).all()
 
 
 def test_fractions_that_make_no_sense_are_refused():

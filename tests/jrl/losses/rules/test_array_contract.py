@@ -34,7 +34,6 @@ from scenarios import (
     converted,
     order_of_rows,
     padded,
-    plain,
     plain_scenarios,
     scenarios,
     stack,
@@ -122,29 +121,29 @@ def outcome(name) -> Outcome:
     """All other shapes and dtypes, from one program."""
     call = EVERYTHING[name]
     mapped = jax.vmap(values_and_slopes(call))
-    row = {n: array[1] for n, array in plain(6).items()}
+    row = {n: array[1] for n, array in batch(6).items()}
     mask_dtype = MASK_DTYPES[list(EVERYTHING).index(name) % len(MASK_DTYPES)]
     trials = {
-        "padding": (mapped, stack([padded(plain(seed)) for seed in SEEDS])),
+        "padding": (mapped, stack([padded(batch(seed)) for seed in SEEDS])),
         "as it is": (
             lambda b: jax.lax.map(call, b),
             stack([*plain_scenarios().values()]),
         ),
-        f"mask of {jnp.dtype(mask_dtype)}": (call, converted(plain(1), mask_dtype, ["mask"])),
-        "half precision": (call, plain(9, dtype=jnp.bfloat16)),
-        "mixed precision": (call, converted(plain(10), jnp.bfloat16, MIXED)),
+        f"mask of {jnp.dtype(mask_dtype)}": (call, converted(batch(1), mask_dtype, ["mask"])),
+        "half precision": (call, batch(9, dtype=jnp.bfloat16)),
+        "mixed precision": (call, converted(batch(10), jnp.bfloat16, MIXED)),
         # Not among those of `lax.map`: what must be equal to the bit is called in the same way.
-        "own mask": (call, plain(1)),
+        "own mask": (call, batch(1)),
         "mixed precision, raised": (
             call,
-            converted(converted(plain(10), jnp.bfloat16, MIXED), np.float32, MIXED),
+            converted(converted(batch(10), jnp.bfloat16, MIXED), np.float32, MIXED),
         ),
-        "an extra leading axis": (call, stack([plain(8)])),
+        "an extra leading axis": (call, stack([batch(8)])),
     }
     if name in PER_TOKEN | LOSSES:
         rows = part("per token", name)
-        trials["rows by vmap"] = jax.vmap(rows), plain(5)
-        trials["rows one by one"] = lambda b: jax.lax.map(rows, b), plain(5)
+        trials["rows by vmap"] = jax.vmap(rows), batch(5)
+        trials["rows one by one"] = lambda b: jax.lax.map(rows, b), batch(5)
     if name in SCALAR | WITH_BOTH:
         reduced = part("reduced", name)
         trials["a row"] = reduced, row
@@ -256,7 +255,7 @@ def test_the_order_of_rows_does_not_matter(name):
 @everything
 def test_holes_equal_the_compressed_sequence(name):
     for seed in SEEDS:
-        b = plain(seed)
+        b = batch(seed)
         expected = jax.tree.map(
             lambda x, b=b: compress(x, b), differentiable(stacked(name)[f"seed {seed}"])
         )
@@ -264,8 +263,8 @@ def test_holes_equal_the_compressed_sequence(name):
         assert_same(actual, expected, f"seed {seed}", tolerance=2e-6)
 
 
-# Without it, each operation is compiled by itself.
-@of_each_kind(EVERYTHING)
+# Without it, each operation is compiled by itself: a loss in the quick tier, and an estimator.
+@pytest.mark.parametrize("name", full_but(EVERYTHING, "ppo_loss", "gae"), scope="module")
 def test_jit(name):
     result, _ = stacked(name)["seed 4"]
     assert_same(result, EVERYTHING[name](batch(4)), "seed 4", tolerance=2e-6)
@@ -314,7 +313,7 @@ def test_mixed_precision_needs_no_cast(name):
 @everything
 def test_float64_stays_float64(name):
     with jax.enable_x64(True):
-        leaves = jax.tree.leaves(jax.eval_shape(EVERYTHING[name], plain(11, dtype=np.float64)))
+        leaves = jax.tree.leaves(jax.eval_shape(EVERYTHING[name], batch(11, dtype=np.float64)))
     assert jnp.float32 not in {leaf.dtype for leaf in leaves}
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from every_call import REQUIRED, arguments, call, functions, numbers
+from every_call import REQUIRED, arguments, call, functions, values
 
 # Settings that are off or counted unless they are given.
 OPTIONAL = {
@@ -77,14 +77,15 @@ def program(name, arrays, settings):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_numbers_of_numpy_and_jax_serve_as_those_of_python(name):
-    arrays = arguments(name)
+    given, of_python = {}, {}
     for n, (setting, value) in enumerate(settings_of(name).items()):
-        kind = KINDS[n % 4] if type(value) is float else (np.int64, jnp.int32)[n % 2]
-        given = kind(value)
         if setting in DISCOUNTS:
             continue  # Those may be arrays, and stay what they are.
-        of_python = program(name, arrays, {setting: type(value)(given)})
-        assert program(name, arrays, {setting: given}) == of_python, setting
+        kind = KINDS[n % 4] if type(value) is float else (np.int64, jnp.int32)[n % 2]
+        given[setting] = kind(value)
+        of_python[setting] = type(value)(given[setting])
+    arrays = arguments(name)
+    assert program(name, arrays, given) == program(name, arrays, of_python)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -149,10 +150,10 @@ def test_a_clip_is_one_distance_or_two(wrong):
 
 
 def test_two_distances_in_every_form_are_the_same():
-    expected = numbers(call("value_loss", clip=(0.25, 0.5)))
+    expected = values(call("value_loss", clip=(0.25, 0.5)))
     both = np.array([0.25, 0.5])
     for pair in (both.tolist(), both, jnp.asarray(both), (np.float32(0.25), 0.5)):
-        for got, want in zip(numbers(call("value_loss", clip=pair)), expected, strict=True):
+        for got, want in zip(values(call("value_loss", clip=pair)), expected, strict=True):
             np.testing.assert_array_equal(got, want)
     with pytest.raises(ValueError, match=r"clip=-0\.5 is a distance and cannot be negative; None"):
         call("value_loss", clip=jnp.array([0.25, -0.5]))

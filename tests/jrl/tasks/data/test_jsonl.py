@@ -14,6 +14,7 @@ from jrl.tasks.data.jsonl import _placed, jsonl
 from jrl.tasks.data.records import Fields
 from jrl.tasks.finite import FiniteTask
 from jrl.tasks.task import Example
+from jrl.tasks.workers import pool
 from jrl.tasks.workers import worker as worker_program
 from jrl.tasks.workers.pool import Pool
 from jrl.tasks.workers.process import Worker
@@ -47,6 +48,14 @@ GARBAGE = [
 def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_process():
+    """Each loads sympy; `tests/jrl/tasks/workers/test_pool.py` has several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "default_workers", lambda: 1)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +130,8 @@ def test_a_power_tower_times_out_off_the_main_thread(task):
 def test_a_worker_that_fails_is_an_error():
     program = "print('{}', flush=True); input()"
     examples = [Example(f"p{n}", str(n)) for n in range(3)]
-    pool = Pool(lambda: Worker([sys.executable, "-c", program]), 2)
-    task = FiniteTask("failing", examples, 0, pool, lambda example, completion: {})
+    workers = Pool(lambda: Worker([sys.executable, "-c", program]), 2)
+    task = FiniteTask("failing", examples, 0, workers, lambda example, completion: {})
     assert [verdict.reason for verdict in task.verify(examples, ["1", "", "3"])] == [
         "error",
         "unparsable",

@@ -1,0 +1,47 @@
+"""Calls as one program each: outside `jax.jit` every operation of a call is compiled by itself."""
+
+import functools
+import inspect
+
+import jax
+
+import jrl
+
+KNOWN = str | bool | int | float | tuple | None
+
+
+@functools.lru_cache(maxsize=None, typed=True)
+def program(function, **settings):
+    """A function with these settings, known while it is compiled, as one program."""
+    return jax.jit(functools.partial(function, **settings))
+
+
+def compiled(function):
+    """`function` as one program for each choice of the settings that are no arrays."""
+
+    def call(*arrays, **settings):
+        known = {name: x for name, x in settings.items() if isinstance(x, KNOWN)}
+        given = {name: x for name, x in settings.items() if name not in known}
+        return program(function, **known)(*arrays, **given)
+
+    return call
+
+
+@functools.cache
+def with_slope(loss):
+    """The value of a loss, what it has beside that, and the gradient by its first argument."""
+    return compiled(jax.value_and_grad(loss, has_aux=True))
+
+
+class Programs:
+    """The functions of a module under their names, each `compiled`."""
+
+    def __init__(self, module):
+        self._module = module
+
+    def __getattr__(self, name):
+        found = getattr(self._module, name)
+        return Programs(found) if inspect.ismodule(found) else compiled(found)
+
+
+jitted = Programs(jrl)
