@@ -25,7 +25,9 @@ def updated_bias(
       Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024,
       algorithm 1. https://arxiv.org/abs/2408.15664
     """
-    return bias + rate * jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
+    # Times the number of experts: a quotient is rounded, and would move who has the mean.
+    missing = jnp.sum(load, axis=-1, keepdims=True) - load.shape[-1] * load
+    return bias + rate * jnp.sign(missing)
 
 
 def with_updated_bias(

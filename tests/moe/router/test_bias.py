@@ -20,7 +20,6 @@ CONFIG = ModelConfig(vocab_size=5, num_experts=ROUTE, experts_per_token=1)
 def test_bias_moves_by_the_sign_of_what_is_missing():
     bias = np.float32([[0.5, 0.0, -0.5], [0.0, 0.0, 0.0]])
     load = np.float32([[9.0, 1.0, 5.0], [4.0, 4.0, 4.0]])
-    # Outside `jax.jit`, where a third of three equal loads is each of them to the last bit.
     moved = updated_bias(jnp.asarray(bias), jnp.asarray(load), 0.25)
     np.testing.assert_allclose(moved, [[0.25, 0.25, -0.5], [0.0, 0.0, 0.0]], rtol=1e-7)
 
@@ -48,3 +47,11 @@ def test_the_bias_of_chunks_is_that_of_their_layers(layout):
 
     found, expected = both(weights, load)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_experts_with_the_mean_load_stay():
+    """Of any number: a seventh is no number of float32, and a sum of sevenths not the whole."""
+    for number in (3, 5, 6, 7, 11):
+        load = np.arange(1, 200, dtype=np.float32)[:, None] * np.ones(number, np.float32)
+        moved = jax.jit(updated_bias)(np.zeros_like(load), load, 1e-3)
+        assert not np.any(moved), number
