@@ -4,10 +4,9 @@ engine that draws all rows alike, and nothing else that runs has a say in them."
 from functools import cache
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from policies import CONFIG, EOS, PAD, PROMPT, Asked, answers, prompts, weights
+from policies import COLUMNS, CONFIG, COPIES, PAD, STOPS, Asked, decode, prompts, weights
 from tiers import full_but
 
 from jrl.rollout.decoding.requests import Request
@@ -26,9 +25,9 @@ def engine(layout: str = "dp1") -> StreamEngine:
         mesh,
         mesh,
         slots=SLOTS,
-        columns=PROMPT + RESPONSE,
+        columns=COLUMNS,
         pad_id=PAD,
-        stop_ids=(EOS,),
+        stop_ids=STOPS,
         key=jax.random.key(0),
         top_logprobs=K,
     )
@@ -85,14 +84,16 @@ def crowd(window: int, layout: str = "dp1"):
 @pytest.mark.parametrize("layout", full_but(["dp1", "dp2", "tp2 / ep2"], "dp1"))
 def test_greedy_rows_are_those_of_the_engine_that_draws_all_alike(layout):
     rows = crowd(2, layout)
-    plain = Asked(GREEDY, layout, RESPONSE)
-    requests = [Request(number, 0, ids(number), RESPONSE) for number in (0, 2)]
-    for trajectory in answers(plain.engine(), requests, GREEDY):
-        tokens, logprobs, likeliest, finishes = rows[trajectory.request.prompt, 0]
-        np.testing.assert_array_equal(tokens, trajectory.tokens)
+    plain = decode(Asked(GREEDY, layout, RESPONSE))
+    for number in (0, 2):
+        tokens, logprobs, likeliest, finishes = rows[number, 0]
+        row = number * COPIES
+        mask = plain.mask[row]
+        np.testing.assert_array_equal(tokens, plain.tokens[row][mask])
         # float32: the same sums, in programs of their own.
-        np.testing.assert_allclose(logprobs, trajectory.old_logprobs, atol=1e-5)
-        assert finishes[-1] == trajectory.finish and set(finishes[:-1]) <= {None}
+        np.testing.assert_allclose(logprobs, plain.old_logprobs[row][mask], atol=1e-5)
+        assert finishes[-1] == ("length" if plain.truncated[row] else "stop")
+        assert set(finishes[:-1]) <= {None}
         best = np.concatenate([part.tokens for part in likeliest])
         np.testing.assert_array_equal(best[:, 0], tokens)
         of_best = np.concatenate([part.logprobs for part in likeliest])
@@ -135,17 +136,22 @@ def test_a_request_says_how_it_is_drawn():
 @pytest.mark.parametrize("top_p", full_but([1.0, 0.6], 0.6))
 def test_rows_that_are_alike_are_drawn_as_a_program_for_them_draws(top_p):
     rows, vocab = 5, 13
-    logits = jax.random.normal(jax.random.key(3), (rows, vocab)) * 2
-    keys = jax.random.split(jax.random.key(4), rows)
+    logits = np.random.default_rng(3).normal(size=(rows, vocab)).astype(np.float32) * 2
     own = RowSampling(
-        temperatures=jnp.full(rows, 0.7, jnp.float32),
-        top_ps=jnp.full(rows, top_p, jnp.float32),
-        seeds=jnp.zeros((rows, 2), jnp.uint32),
-        wants_likeliest=jnp.zeros(rows, bool),
+        temperatures=np.full(rows, 0.7, np.float32),
+        top_ps=np.full(rows, top_p, np.float32),
+        seeds=np.zeros((rows, 2), np.uint32),
+        wants_likeliest=np.zeros(rows, bool),
     )
-    tokens, behaviour, policy = draw_rows(logits, own, keys)
-    expected = draw(logits, Sampling(0.7, top_p=top_p), keys)
+
+    @jax.jit
+    def drawn(logits, own):
+        keys = jax.random.split(jax.random.key(4), rows)
+        alike = draw(logits, Sampling(0.7, top_p=top_p), keys)
+        return draw_rows(logits, own, keys), alike, jax.nn.log_softmax(logits)
+
+    (tokens, behaviour, policy), expected, whole = drawn(logits, own)
     np.testing.assert_array_equal(tokens, expected[0])
     np.testing.assert_allclose(behaviour, expected[1], atol=1e-6)
-    whole = jax.nn.log_softmax(logits)[np.arange(rows), tokens]
+    whole = np.asarray(whole)[np.arange(rows), np.asarray(tokens)]
     np.testing.assert_allclose(policy, whole, atol=1e-6)
