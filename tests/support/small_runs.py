@@ -58,13 +58,13 @@ def largest(seed: int) -> ProceduralTask:
 
 
 def small_run(**changes) -> RunConfig:
-    """Three steps, with every kind of event on one of the first two. What samples runs four
-    prompts, always by the same program."""
+    """Three steps, with every kind of event on one of the first two. Training and evaluation run
+    four prompts, by the same program."""
     settings = {
         "task": "largest",
         "steps": 3,
         "warm_start_steps": 4,
-        "warm_start_batch": 4,
+        "warm_start_batch": 8,
         "warm_start_accuracy": 1.0,
         "eval_every": 2,
         "eval_prompts": 4,
