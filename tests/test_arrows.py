@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,8 @@ def module_name(path: Path) -> tuple[str, bool]:
     return (".".join(parts[:-1]), True) if parts[-1] == "__init__" else (".".join(parts), False)
 
 
-def imports(source: str, path: Path) -> set[str]:
+@cache
+def imports(source: str, path: Path) -> frozenset[str]:
     """The absolute names of all that `source` imports, wherever in it and however written."""
     name, is_package = module_name(path)
     package = name if is_package else name.rpartition(".")[0]
@@ -79,7 +81,7 @@ def imports(source: str, path: Path) -> set[str]:
                 named = node.args[0]
                 value = named.value if isinstance(named, ast.Constant) else None
                 found.add(value.lstrip(".") if isinstance(value, str) else "a computed name")
-    return found
+    return frozenset(found)
 
 
 def inside(name: str, room: str) -> bool:

@@ -21,7 +21,7 @@ from jrl.rollout.decoding.programs.slots import Pool
 from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer.kept import first_kept
 from jrl.trainer.learner import base, masters
-from jrl.trainer.learner.learner import Learner, state_shardings
+from jrl.trainer.learner.learner import Learner, copied, state_shardings
 from jrl.trainer.learner.objectives import CriticObjective
 from jrl.trainer.setup.networks import Network, Networks
 from moe import placement
@@ -135,8 +135,7 @@ def init_state(
 
     learner, reference = networks.policy.init(policy), None
     if networks.keeps_reference and config.lora is None:
-        # A copy: updates give the policy's buffers away.
-        reference = jax.tree.map(jnp.copy, learner.weights)
+        reference = copied(learner.weights)
     return TrainState(
         step=number(0),
         prompts_seen=number(prompts_seen),

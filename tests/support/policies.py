@@ -24,6 +24,7 @@ from sharding.folding import FoldedMesh, Layout, fold
 # Without the code generator's optimisations a compilation takes half the time.
 FAST_COMPILE: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
 PAD, EOS = 0, 2
+STOPS = EOS, 5
 CONFIG = ModelConfig(
     vocab_size=11,
     num_layers=1,
@@ -36,6 +37,11 @@ CONFIG = ModelConfig(
     d_expert=7,
 )
 NUM_PROMPTS, PROMPT, COPIES = 4, 6, 3
+COLUMNS = PROMPT + 23
+"""Room in the slots, whatever the limit of a response: one size of programs."""
+SAMPLING = Sampling(temperature=1.3, top_p=0.9)
+"""What the policy gives a token and what the distribution drawn from gives it differ, and both from
+the logits; rows differ too, and end early and late."""
 
 
 @functools.cache
@@ -59,16 +65,21 @@ def prompts() -> tuple[jax.Array, jax.Array]:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the prompts are completed with."""
+    """What the prompts are completed with. What differs in `sampling`, `layout`, `stops`, `config`,
+    `slots`, `columns` or `records_choices` is decoded by other programs.
 
-    sampling: Sampling
+    With this seed some rows end at once, some within `response`, and some would after it.
+    """
+
+    sampling: Sampling = SAMPLING
     layout: str = "dp1"
     response: int = 7
-    stops: tuple[int, ...] = (EOS,)
+    stops: tuple[int, ...] = STOPS
     config: ModelConfig = CONFIG
     slots: int = NUM_PROMPTS * COPIES
-    seed: int = 0
-    records_choices: bool = False
+    seed: int = 3
+    records_choices: bool = True
+    columns: int = COLUMNS
 
     @property
     def mesh(self) -> FoldedMesh:
@@ -90,7 +101,7 @@ class Asked:
             self.mesh,
             self.mesh,
             slots=self.slots,
-            columns=PROMPT + self.response,
+            columns=self.columns,
             pad_id=PAD,
             stop_ids=self.stops,
             key=jax.random.key(self.seed),

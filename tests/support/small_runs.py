@@ -58,7 +58,8 @@ def largest(seed: int) -> ProceduralTask:
 
 
 def small_run(**changes) -> RunConfig:
-    """Three steps, with every kind of event on one of the first two."""
+    """Three steps, with every kind of event on one of the first two. Training and evaluation run
+    four prompts, by the same program."""
     settings = {
         "task": "largest",
         "steps": 3,
@@ -66,7 +67,7 @@ def small_run(**changes) -> RunConfig:
         "warm_start_batch": 8,
         "warm_start_accuracy": 1.0,
         "eval_every": 2,
-        "eval_prompts": 8,
+        "eval_prompts": 4,
         "checkpoint_every": 2,
         "samples_every": 2,
         "sample_tokens": 0,

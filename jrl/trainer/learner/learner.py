@@ -20,6 +20,7 @@ from moe.weights import Transformer, table
 from sharding.folding import FoldedMesh
 
 Leaf = TypeVar("Leaf")
+Tree = TypeVar("Tree")
 
 
 @struct.dataclass
@@ -72,18 +73,30 @@ def init_learner(
     """
     if config.lora is not None:
         learned, base = split(weights, config)
-        own = jax.tree.map(jnp.copy, learned)
+        own = copied(learned)
         moments = _first_moments(optimizer, own, config, mesh)
         return Learner(trees.joined(own, base), moments, *_zeros(mesh))
     if masters.keeps_masters(config):
         own: Any = masters.masters_of(weights, config, mesh)
     else:
-        own = jax.tree.map(jnp.copy, weights)
+        own = copied(weights)
     opt_state = _first_moments(optimizer, own, config, mesh)
     if not masters.keeps_masters(config):
         return Learner(own, opt_state, *_zeros(mesh))
     weights = masters.weights_of(own, config, mesh)
     return Learner(weights, opt_state, *_zeros(mesh), masters=own)
+
+
+def copied(tree: Tree) -> Tree:
+    """In buffers of their own, by one program: updates give away those that they are given."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(_copies(leaves))
+
+
+@jax.jit
+def _copies(leaves: list[Array]) -> list[Array]:
+    # A list: JAX would fill the fields that are None with a marker, which no record can hold.
+    return [jnp.copy(leaf) for leaf in leaves]
 
 
 def _first_moments(optimizer: Optimizer, own: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:

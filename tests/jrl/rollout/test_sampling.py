@@ -9,17 +9,21 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jrl.losses import EntropyStatistics, entropy_statistics
+from jrl.losses import EntropyStatistics
+from jrl.losses import entropy_statistics as statistics_by_operations
 from jrl.recipes import AdaptiveTemperature
 from jrl.rollout.sampling import (
     GREEDY,
     Sampling,
-    draw,
     logprobs_of,
     policy_logits,
     row_temperatures,
     sampler_logits,
 )
+from jrl.rollout.sampling import draw as draw_by_operations
+
+draw = jax.jit(draw_by_operations, static_argnums=1)
+entropy_statistics = jax.jit(statistics_by_operations)
 
 VOCAB = 7
 exactly = settings(max_examples=60, deadline=None, derandomize=True)
@@ -57,8 +61,8 @@ def kept_by_top_p(logits, p, among):
 
 
 def kept(logits, sampling):
-    out = sampler_logits(jnp.asarray([logits], jnp.float32), sampling)[0]
-    return {v for v in range(VOCAB) if out[v] > -jnp.inf}
+    out = sampler_logits(jnp.asarray([logits], jnp.float32), sampling)
+    return set(np.flatnonzero(np.asarray(out)[0] > -np.inf).tolist())
 
 
 @exactly
@@ -135,7 +139,7 @@ def test_frequencies_are_the_stated_probabilities(sampling):
     logits = [1.0, 0.0, -1.0, 0.5, -3.0]
     num_draws = 6000
     keys = jax.random.split(jax.random.key(11), num_draws)
-    batch = jnp.tile(jnp.asarray([logits]), (num_draws, 1))
+    batch = np.tile(np.array([logits], np.float32), (num_draws, 1))
     tokens, logprobs, policy = map(np.asarray, draw(batch, sampling, keys))
 
     scaled = [z / sampling.temperature for z in logits]
@@ -156,12 +160,12 @@ def test_frequencies_are_the_stated_probabilities(sampling):
 
 
 def test_each_row_has_its_own_key():
-    logits = jnp.tile(jnp.asarray([[0.3, 0.1, 0.2, 0.0]]), (9, 1))
+    logits = np.tile(np.array([[0.3, 0.1, 0.2, 0.0]], np.float32), (9, 1))
     keys = jax.random.split(jax.random.key(3), 9)
     together, *_ = draw(logits, Sampling(), keys)
     order = np.random.default_rng(0).permutation(9)
     moved, *_ = draw(logits, Sampling(), keys[order])
-    np.testing.assert_array_equal(moved, together[order])
+    np.testing.assert_array_equal(moved, np.asarray(together)[order])
     assert len(set(together.tolist())) > 1
 
 
@@ -213,11 +217,11 @@ def with_entropy(entropy, size=11):
 
 def undecided_rows():
     rows = [with_entropy(entropy) for entropy in ENTROPIES]
-    return jnp.asarray(rows, jnp.float32), statistics_of(ENTROPIES)
+    return np.array(rows, np.float32), statistics_of(ENTROPIES)
 
 
 def statistics_of(entropies):
-    return entropy_statistics(jnp.asarray(entropies, jnp.float32), jnp.ones(len(entropies)))
+    return entropy_statistics(np.array(entropies, np.float32), np.ones(len(entropies), bool))
 
 
 @pytest.mark.parametrize(
@@ -232,21 +236,28 @@ def test_temperatures_follow_the_policy_s_entropy(rule, expected, base):
     """Which is its entropy at the base temperature."""
     logits, statistics = undecided_rows()
     sampling = Sampling(temperature=base, adaptive=rule)
-    found = row_temperatures(logits * base, sampling, rule, statistics)
+
+    @jax.jit
+    def program(logits, statistics):
+        drawn = draw(logits, sampling, jax.random.split(jax.random.key(1), 8), statistics)
+        temperatures = row_temperatures(logits, sampling, rule, statistics)
+        return temperatures, drawn, sampler_logits(logits, sampling, statistics)
+
+    given_logits = logits * np.float32(base)
+    found, (_, drawn_from, policy), narrowed = jax.device_get(program(given_logits, statistics))
     # Six digits in the table; logits and entropies in float32.
     np.testing.assert_allclose(found, base * np.array(expected), atol=3e-6)
-    _, drawn_from, policy = draw(
-        logits * base, sampling, jax.random.split(jax.random.key(1), 8), statistics
-    )
-    narrowed = sampler_logits(logits * base, sampling, statistics)
     np.testing.assert_allclose(narrowed, logits / np.array(expected)[:, None], atol=2e-4)
-    assert np.abs(np.asarray(drawn_from - policy))[[0, 7]].max() > 1e-4
+    assert np.abs(drawn_from - policy)[[0, 7]].max() > 1e-4
 
 
 def test_beyond_the_extremes_a_temperature_is_bounded():
     rule, statistics = AdaptiveTemperature(tau=0.3), statistics_of([0.4, 0.5, 0.6])
-    logits = jnp.asarray([with_entropy(0.001), with_entropy(2.3)], jnp.float32)
-    found = row_temperatures(logits, Sampling(adaptive=rule), rule, statistics)
+    logits = np.array([with_entropy(0.001), with_entropy(2.3)], np.float32)
+    sampling = Sampling(adaptive=rule)
+    found = jax.jit(lambda *given: row_temperatures(given[0], sampling, rule, given[1]))(
+        logits, statistics
+    )
     np.testing.assert_allclose(found, [0.7, 1.3], rtol=1e-6)
 
 
@@ -264,7 +275,7 @@ def test_frequencies_at_a_temperature_that_adapts(narrow):
         *(jnp.float32(x) for x in (math.log(own) - 0.25 * 2.0, 2.0, 1.0, -1.0))
     )
     keys = jax.random.split(jax.random.key(12), num_draws)
-    batch = jnp.tile(jnp.asarray([logits]), (num_draws, 1))
+    batch = np.tile(np.array([logits], np.float32), (num_draws, 1))
     tokens, drawn_from, whole = map(np.asarray, draw(batch, sampling, keys, statistics))
     scaled = [z / (base * (1 + tau / 4)) for z in logits]
     among = kept_by_top_k(scaled, sampling.top_k or len(logits))
@@ -286,12 +297,12 @@ def test_the_first_step_draws_at_the_base_temperature_in_the_same_program():
     logits, statistics = undecided_rows()
     keys = jax.random.split(jax.random.key(4), len(ENTROPIES))
     sampling = Sampling(temperature=0.7, top_k=4, adaptive=AdaptiveTemperature(tau=0.9))
-    step = jax.jit(draw, static_argnums=1)
-    neutral = step(logits, sampling, keys, EntropyStatistics.neutral())
-    adapted = step(logits, sampling, keys, statistics)
-    assert step._cache_size() == 1
-    without = step(logits, sampling, keys)
-    constant = step(logits, Sampling(temperature=0.7, top_k=4), keys)
+    neutral = draw(logits, sampling, keys, EntropyStatistics.neutral())
+    programs = draw._cache_size()
+    adapted = draw(logits, sampling, keys, statistics)
+    assert draw._cache_size() == programs
+    without = draw(logits, sampling, keys)
+    constant = draw(logits, Sampling(temperature=0.7, top_k=4), keys)
     for one, other, plain in zip(neutral, without, constant, strict=True):
         np.testing.assert_array_equal(one, plain)
         np.testing.assert_array_equal(other, plain)

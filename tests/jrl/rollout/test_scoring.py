@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from policies import CONFIG, FAST_COMPILE, PROMPT, Asked, decode, scored, scores, weights
+from policies import CONFIG, FAST_COMPILE, PROMPT, SAMPLING, Asked, decode, scored, scores, weights
 
 from jrl.rollout.sampling import GREEDY, Sampling
 from moe import model
@@ -20,9 +20,10 @@ CLOSE = 1e-5
 @pytest.mark.parametrize(
     "sampling",
     [
-        pytest.param(Sampling(temperature=0.7), id="temperature"),
+        pytest.param(SAMPLING, id="temperature and top-p"),
         pytest.param(Sampling(temperature=1.3, top_k=3), id="top-k", marks=pytest.mark.slow),
         pytest.param(Sampling(top_p=0.8), id="top-p", marks=pytest.mark.slow),
+        pytest.param(Sampling(temperature=0.7), id="temperature", marks=pytest.mark.slow),
         pytest.param(GREEDY, id="greedy", marks=pytest.mark.slow),
     ],
 )
@@ -52,7 +53,7 @@ def test_agreement_is_the_layout_s_too():
 
 
 def test_scores_are_those_of_the_token_they_stand_at():
-    decoder = Asked(Sampling(temperature=0.7))
+    decoder = Asked()
     rollout, mesh = decode(decoder), decoder.mesh
     logprobs, _, entropy = scored(decoder, rollout)
     step = jax.jit(
@@ -65,7 +66,9 @@ def test_scores_are_those_of_the_token_they_stand_at():
         compiler_options=FAST_COMPILE,
     )
     logits = step(weights(), jnp.asarray(rollout.tokens), jnp.asarray(rollout.valid))
-    logits = np.asarray(logits, np.float64).reshape(*rollout.tokens.shape, -1) / 0.7
+    logits = (
+        np.asarray(logits, np.float64).reshape(*rollout.tokens.shape, -1) / SAMPLING.temperature
+    )
     logits -= np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     np.testing.assert_array_equal(logprobs[:, 0], 0)
     np.testing.assert_array_equal(entropy[:, 0], 0)
@@ -78,31 +81,28 @@ def test_scores_are_those_of_the_token_they_stand_at():
 
 def test_the_sampler_s_logprobs_carry_no_gradient():
     decoder = Asked(Sampling(top_k=3))
-    mesh, rollout = decoder.mesh, decode(Asked(Sampling(temperature=0.7)))
+    mesh, rollout = decoder.mesh, decode(Asked())
 
-    def total(of):
-        def local(weights, tokens, valid):
-            def inner(weights):
-                given = scores(decoder, weights, tokens, valid)
-                return jax.lax.psum(jnp.sum(of(given)), mesh.except_sequence)
+    def local(weights, tokens, valid):
+        def totals(weights):
+            given = scores(decoder, weights, tokens, valid)
+            whole = jnp.where(given.logprobs < 0, given.logprobs, 0.0)
+            of_sampler = given.behaviour_logprobs
+            of_sampler = jnp.where(jnp.isfinite(of_sampler), of_sampler, 0.0)
+            return jax.lax.psum((jnp.sum(whole), jnp.sum(of_sampler)), mesh.except_sequence)
 
-            return jax.grad(inner)(weights).head
+        (_, of_sampler), back = jax.vjp(totals, weights)
+        one, zero = jnp.ones_like(of_sampler), jnp.zeros_like(of_sampler)
+        return back((one, zero))[0].head, back((zero, one))[0].head, of_sampler
 
-        step = jax.shard_map(
-            local,
-            mesh=mesh.mesh,
-            in_specs=(specs(CONFIG, mesh), P(), P()),
-            out_specs=specs(CONFIG, mesh).head,
-        )
-        tokens, valid = jnp.asarray(rollout.tokens), jnp.asarray(rollout.valid)
-        return jax.jit(step, compiler_options=FAST_COMPILE)(weights(), tokens, valid)
-
-    both = total(lambda given: jnp.where(given.logprobs < 0, given.logprobs, 0.0))
-    assert float(jnp.max(jnp.abs(both))) > 0.1
-    with_sampler = total(
-        lambda given: (
-            jnp.where(given.logprobs < 0, given.logprobs, 0.0)
-            + jnp.where(jnp.isfinite(given.behaviour_logprobs), given.behaviour_logprobs, 0.0)
-        )
+    head = specs(CONFIG, mesh).head
+    step = jax.shard_map(
+        local,
+        mesh=mesh.mesh,
+        in_specs=(specs(CONFIG, mesh), P(), P()),
+        out_specs=(head, head, P()),
     )
-    np.testing.assert_allclose(with_sampler, both, atol=CLOSE)
+    given = weights(), rollout.tokens, rollout.valid
+    of_policy, of_sampler, total = jax.jit(step, compiler_options=FAST_COMPILE)(*given)
+    assert np.max(np.abs(of_policy)) > 0.1 and float(total) < -0.1
+    np.testing.assert_array_equal(of_sampler, 0)

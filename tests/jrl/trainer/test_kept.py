@@ -1,5 +1,7 @@
 """What HAPO keeps from step to step: by whom it is read, and that it comes back."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +25,9 @@ from jrl.trainer.kept import kept_of
 from jrl.trainer.scoring import logprobs_and_entropy_of
 from jrl.trainer.state import restore, save
 from jrl.trainer.step import sampling_difference
+
+QUANTILE = 0.8
+statistics_of = jax.jit(partial(entropy_statistics, quantile=QUANTILE))
 
 
 def recipe_of(**changes):
@@ -51,7 +56,8 @@ def test_a_step_is_sampled_by_the_entropies_of_the_step_before(layout, tmp_path,
     second, done = one_step(setup, first)
     check_known(done.metrics)
     _, entropy, batch = before[0]
-    expected = entropy_statistics(entropy, batch.mask, quantile=setup.recipe.entropy_quantile)
+    expected = statistics_of(entropy, batch.mask)
+    assert setup.recipe.entropy_quantile == QUANTILE
     # Sums over devices in another order.
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), second.kept, expected)
     # There was nothing to follow yet: drawn from the policy itself, and not corrected.
@@ -70,7 +76,7 @@ def test_a_step_is_sampled_by_the_entropies_of_the_step_before(layout, tmp_path,
     kept, mask = again.kept, batch.mask
     assert mask.any()
     rule = setup.recipe.temperature_rule
-    temperature = np.asarray(rule.at(jnp.asarray(entropy), jnp.asarray(mask), kept, 1.0))
+    temperature = np.asarray(jax.jit(lambda *given: rule.at(*given, 1.0))(entropy, mask, kept))
     assert np.ptp(temperature[mask]) > 0.1
     assert done.metrics["sampling/temperature/max"] == pytest.approx(temperature[mask].max())
     assert done.metrics["sampling/temperature/min"] == pytest.approx(temperature[mask].min())
@@ -110,7 +116,7 @@ def test_a_step_without_a_token_that_counts_leaves_what_was_kept():
         return kept_of(setup.recipe, batch, sampled, before, setup.mesh)
 
     jax.tree.map(np.testing.assert_array_equal, kept(jnp.zeros_like(batch.mask)), before)
-    expected = entropy_statistics(batch.old_entropy, batch.mask, quantile=0.8)
+    expected = statistics_of(batch.old_entropy, batch.mask)
     jax.tree.map(np.testing.assert_array_equal, kept(batch.mask), expected)
 
 

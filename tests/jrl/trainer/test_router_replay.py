@@ -30,6 +30,7 @@ from jrl.trainer import step as stepping
 from jrl.trainer.learner.update import update
 from jrl.trainer.scoring import logprobs_and_choices_of, logprobs_of, statistics_of
 from moe import model
+from moe.execution import Execution
 from moe.placement import specs
 from sharding.folding import Layout
 
@@ -45,10 +46,13 @@ def layers_of(layout):
 
 
 def setup_on(layout, router_replay: Any = "R3", layers=2, **changes):
-    """Groups of two completions that share their prompt."""
+    """Groups of two completions that share their prompt. On one device the layers are one program,
+    and elsewhere one after the other."""
     recipe = small_recipe(router_replay=router_replay, mini_batch=8, micro_batch=8, **changes)
     setup = small_setup(recipe, small_run(layout=layout))
-    return replace(setup, model=small_model(setup.tokenizer.vocab_size, num_layers=layers))
+    execution = Execution(scan_layers=layout == "dp1")
+    sizes = {"num_layers": layers, "execution": execution}
+    return replace(setup, model=small_model(setup.tokenizer.vocab_size, **sizes))
 
 
 def compiled(function, objective, *given):

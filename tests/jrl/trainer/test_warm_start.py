@@ -97,7 +97,7 @@ def test_warm_start_draws_no_heldout_prompt(monkeypatch):
     monkeypatch.setattr(task, "heldout", lambda self, index: pytest.fail("a held-out prompt"))
     warm_start(setup, setup.sampler(), fresh_weights(setup), lambda *given: None)
     # Three batches, and one that was not learned from.
-    assert drawn == list(range(4 * 8))
+    assert drawn == list(range(4 * setup.run.warm_start_batch))
 
 
 class FirstStep(Exception):

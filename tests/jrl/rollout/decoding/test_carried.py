@@ -1,17 +1,19 @@
 """Rows that are taken out of their slots and go on later, under other weights."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
-from policies import EOS, PROMPT, Asked, answers, weights
+from policies import EOS, PROMPT, SAMPLING, Asked, answers, weights
 from tiers import full_but
 
 from jrl.rollout.batching import batch_from_host, batch_of
 from jrl.rollout.decoding.requests import taken_off
-from jrl.rollout.sampling import Sampling
 
 PAD = 0
-SAMPLING = Sampling(top_p=0.9)
+ASKED = Asked(slots=4, seed=2)
+"""With this seed rows are some tokens long when the first of them ends."""
 
 
 def other_weights():
@@ -49,7 +51,7 @@ def interrupted(asked, again, keep_pool=False):
 
 @pytest.mark.parametrize("records_choices", full_but([True, False], True))
 def test_rows_go_on_where_they_stood(records_choices):
-    asked = Asked(SAMPLING, slots=5, records_choices=records_choices)
+    asked = replace(ASKED, records_choices=records_choices)
     engine = asked.engine()
     expected = {
         (t.request.prompt, t.request.sample): t for t in answers(engine, asked.requests, SAMPLING)
@@ -72,7 +74,8 @@ def test_rows_go_on_where_they_stood(records_choices):
     rows = [expected[key] for key in sorted(expected)], [done[key] for key in sorted(done)]
     everything = np.ones(len(done), bool)
     wanted, found = (
-        jax.device_get(batch_of(each, everything, asked.mesh, PROMPT, 7)) for each in rows
+        jax.device_get(batch_of(each, everything, asked.mesh, PROMPT, asked.response))
+        for each in rows
     )
     np.testing.assert_array_equal(found.mask, wanted.mask)
     assert (found.choices is None) == (not records_choices)
@@ -82,7 +85,7 @@ def test_rows_go_on_where_they_stood(records_choices):
 
 def test_the_weights_of_the_moment_go_on():
     """What is sampled after a push is of the new weights, over a cache of the new weights."""
-    asked = Asked(SAMPLING, slots=5, records_choices=True)
+    asked = ASKED
     done, before = interrupted(asked, other_weights())
     engine = asked.engine()
     engine.load(other_weights(), 6)
@@ -109,7 +112,7 @@ def test_the_weights_of_the_moment_go_on():
 
 def test_a_cache_that_is_kept():
     """The same weights change no bit; others read what the first ones wrote."""
-    asked = Asked(SAMPLING, slots=5, records_choices=True)
+    asked = ASKED
     engine = asked.engine()
     expected = {
         (t.request.prompt, t.request.sample): t for t in answers(engine, asked.requests, SAMPLING)
@@ -133,16 +136,18 @@ def test_a_cache_that_is_kept():
 
 
 def test_a_batch_from_the_host_is_that_of_the_mesh():
-    asked = Asked(SAMPLING, slots=5, records_choices=True)
+    asked = ASKED
     given = answers(asked.engine(), asked.requests, SAMPLING)
     counts = np.arange(len(given)) % 3 > 0
-    expected = jax.device_get(batch_of(given, counts, asked.mesh, PROMPT, 7))
+    expected = jax.device_get(batch_of(given, counts, asked.mesh, PROMPT, asked.response))
     moved = taken_off(given)
     for there, here in zip(given, moved, strict=True):
         np.testing.assert_array_equal(here.response, there.response)
         np.testing.assert_array_equal(here.versions, there.versions)
     config = asked.config
-    found = batch_from_host(moved, counts, asked.mesh, PROMPT, 7, PAD, config.num_experts)
+    found = batch_from_host(
+        moved, counts, asked.mesh, PROMPT, asked.response, PAD, config.num_experts
+    )
     assert EOS in np.asarray(found.tokens)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), expected)
     assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, expected)

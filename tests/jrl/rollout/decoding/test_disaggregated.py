@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from policies import CONFIG, PAD, PROMPT, Asked, answers, weights
+from policies import CONFIG, PAD, Asked, answers, weights
 
 from jrl.rollout.decoding.disaggregated import DisaggregatedEngine
 from jrl.rollout.decoding.requests import sampled_in
@@ -28,7 +28,7 @@ def engine(asked, split, micro_batches=1, **places):
         training,
         mesh,
         slots=asked.slots,
-        columns=PROMPT + asked.response,
+        columns=asked.columns,
         pad_id=PAD,
         stop_ids=asked.stops,
         key=jax.random.key(asked.seed),

@@ -4,10 +4,9 @@ engine that draws all rows alike, and nothing else that runs has a say in them."
 from functools import cache
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from policies import CONFIG, EOS, PAD, PROMPT, Asked, answers, prompts, weights
+from policies import COLUMNS, CONFIG, COPIES, PAD, PROMPT, STOPS, Asked, decode, prompts, weights
 from tiers import full_but
 
 from jrl.rollout.decoding import engine as slot_engine
@@ -21,16 +20,16 @@ RESPONSE, SLOTS, K = 7, 4, 3
 GREEDILY = OwnSampling(temperature=0.0, wants_likeliest=True)
 
 
-def engine(layout: str = "dp1", slots: int = SLOTS) -> StreamEngine:
+def engine(layout: str = "dp1", slots: int = SLOTS, columns: int = COLUMNS) -> StreamEngine:
     mesh = Asked(GREEDY, layout).mesh
     made = StreamEngine(
         CONFIG,
         mesh,
         mesh,
         slots=slots,
-        columns=PROMPT + RESPONSE,
+        columns=columns,
         pad_id=PAD,
-        stop_ids=(EOS,),
+        stop_ids=STOPS,
         key=jax.random.key(0),
         top_logprobs=K,
     )
@@ -87,14 +86,16 @@ def crowd(window: int, layout: str = "dp1"):
 @pytest.mark.parametrize("layout", full_but(["dp1", "dp2", "tp2 / ep2"], "dp1"))
 def test_greedy_rows_are_those_of_the_engine_that_draws_all_alike(layout):
     rows = crowd(2, layout)
-    plain = Asked(GREEDY, layout, RESPONSE)
-    requests = [Request(number, 0, ids(number), RESPONSE) for number in (0, 2)]
-    for trajectory in answers(plain.engine(), requests, GREEDY):
-        tokens, logprobs, likeliest, finishes = rows[trajectory.request.prompt, 0]
-        np.testing.assert_array_equal(tokens, trajectory.tokens)
+    plain = decode(Asked(GREEDY, layout, RESPONSE))
+    for number in (0, 2):
+        tokens, logprobs, likeliest, finishes = rows[number, 0]
+        row = number * COPIES
+        mask = plain.mask[row]
+        np.testing.assert_array_equal(tokens, plain.tokens[row][mask])
         # float32: the same sums, in programs of their own.
-        np.testing.assert_allclose(logprobs, trajectory.old_logprobs, atol=1e-5)
-        assert finishes[-1] == trajectory.finish and set(finishes[:-1]) <= {None}
+        np.testing.assert_allclose(logprobs, plain.old_logprobs[row][mask], atol=1e-5)
+        assert finishes[-1] == ("length" if plain.truncated[row] else "stop")
+        assert set(finishes[:-1]) <= {None}
         best = np.concatenate([part.tokens for part in likeliest])
         np.testing.assert_array_equal(best[:, 0], tokens)
         of_best = np.concatenate([part.logprobs for part in likeliest])
@@ -133,7 +134,7 @@ def test_the_cache_is_as_wide_as_its_rows_need(monkeypatch):
     monkeypatch.setattr(stream, "NARROWEST_CACHE", 4)
     monkeypatch.setattr(stream, "PATIENCE", 1)
     monkeypatch.setattr(slot_engine, "NARROWEST", 4)
-    made, widths, tokens = engine(), list[int](), list[int]()
+    made, widths, tokens = engine(columns=PROMPT + RESPONSE), list[int](), list[int]()
     made.ask(asked(0, GREEDILY))  # one token, and at most seven more
     while made.busy:
         tokens += [token for row in made.tick(1) for token in row.tokens.tolist()]
@@ -176,9 +177,9 @@ def test_a_step_computes_no_more_slots_than_it_needs(monkeypatch, layout):
 
 
 def test_the_likeliest_token_is_the_first_of_the_largest():
-    logits = jax.random.randint(jax.random.key(0), (64, 9), -2, 3).astype(jnp.float32)
-    logits = logits.at[0].set(-jnp.inf).at[1, 3:].set(jnp.inf)
-    np.testing.assert_array_equal(likeliest_token(logits), jnp.argmax(logits, axis=-1))
+    logits = np.random.default_rng(0).integers(-2, 3, (64, 9)).astype(np.float32)
+    logits[0], logits[1, 3:] = -np.inf, np.inf
+    np.testing.assert_array_equal(jax.jit(likeliest_token)(logits), np.argmax(logits, axis=-1))
 
 
 def test_a_request_says_how_it_is_drawn():
@@ -189,17 +190,22 @@ def test_a_request_says_how_it_is_drawn():
 @pytest.mark.parametrize("top_p", full_but([1.0, 0.6], 0.6))
 def test_rows_that_are_alike_are_drawn_as_a_program_for_them_draws(top_p):
     rows, vocab = 5, 13
-    logits = jax.random.normal(jax.random.key(3), (rows, vocab)) * 2
-    keys = jax.random.split(jax.random.key(4), rows)
+    logits = np.random.default_rng(3).normal(size=(rows, vocab)).astype(np.float32) * 2
     own = RowSampling(
-        temperatures=jnp.full(rows, 0.7, jnp.float32),
-        top_ps=jnp.full(rows, top_p, jnp.float32),
-        seeds=jnp.zeros((rows, 2), jnp.uint32),
-        wants_likeliest=jnp.zeros(rows, bool),
+        temperatures=np.full(rows, 0.7, np.float32),
+        top_ps=np.full(rows, top_p, np.float32),
+        seeds=np.zeros((rows, 2), np.uint32),
+        wants_likeliest=np.zeros(rows, bool),
     )
-    tokens, behaviour, policy = draw_rows(logits, own, keys)
-    expected = draw(logits, Sampling(0.7, top_p=top_p), keys)
+
+    @jax.jit
+    def drawn(logits, own):
+        keys = jax.random.split(jax.random.key(4), rows)
+        alike = draw(logits, Sampling(0.7, top_p=top_p), keys)
+        return draw_rows(logits, own, keys), alike, jax.nn.log_softmax(logits)
+
+    (tokens, behaviour, policy), expected, whole = drawn(logits, own)
     np.testing.assert_array_equal(tokens, expected[0])
     np.testing.assert_allclose(behaviour, expected[1], atol=1e-6)
-    whole = jax.nn.log_softmax(logits)[np.arange(rows), tokens]
+    whole = np.asarray(whole)[np.arange(rows), np.asarray(tokens)]
     np.testing.assert_allclose(policy, whole, atol=1e-6)

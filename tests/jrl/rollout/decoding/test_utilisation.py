@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from jrl.rollout.decoding.requests import Request
 from jrl.rollout.sampling import Sampling
 
 SLOTS, MEDIAN, NUMBER = 4, 4, 192
-NEVER = CONFIG.vocab_size
+RESPONSE, NEVER = 8 * MEDIAN, CONFIG.vocab_size
+DENSE = replace(CONFIG, num_experts=0, d_ff=16)
 
 
 def heavy_tailed() -> list[int]:
@@ -26,7 +28,8 @@ def heavy_tailed() -> list[int]:
 @pytest.fixture(scope="module")
 def served():
     """The engine after all requests at once, and after batches of as many as it has slots."""
-    asked = Asked(Sampling(), response=8 * MEDIAN, stops=(NEVER,), slots=SLOTS)
+    sizes = {"slots": SLOTS, "response": RESPONSE, "columns": PROMPT + RESPONSE}
+    asked = Asked(Sampling(), stops=(NEVER,), config=DENSE, records_choices=False, **sizes)
     prompt = np.arange(PROMPT, dtype=np.int32)
     requests = [
         # The same prompt again and again is run once.

@@ -33,7 +33,7 @@ def test_evaluation_is_deterministic_and_stands_aside():
     """The same twice, whatever was sampled in between, and no part in what is sampled then."""
     setup = small_setup(small_recipe())
     state = fresh_state(setup, fresh_weights(setup))
-    examples = heldout_examples(setup.task, 8)
+    examples = heldout_examples(setup.task, 4)
     first = evaluate(setup, state.policy.weights, 3, examples)
     without = step_of(setup, state)
     state = fresh_state(setup, fresh_weights(setup))
@@ -68,7 +68,7 @@ def test_answers_are_verified_while_the_next_are_decoded(monkeypatch):
 
     monkeypatch.setattr(Sampler, "decode", decoded)
     monkeypatch.setattr(ProceduralTask, "verify", verified)
-    evaluate(setup, weights, 3, heldout_examples(setup.task, 8))
+    evaluate(setup, weights, 3, heldout_examples(setup.task, 4))
     assert met == [True, True]
 
 
@@ -76,7 +76,7 @@ def test_evaluations_are_paired():
     """What is drawn is of the prompt alone: another step with the same weights gives the same."""
     setup = small_setup()
     weights = fresh_weights(setup)
-    examples = heldout_examples(setup.task, 8)
+    examples = heldout_examples(setup.task, 4)
     one, other = (evaluate(setup, weights, step, examples) for step in (0, 3))
     assert one == other
 

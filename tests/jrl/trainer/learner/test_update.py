@@ -5,7 +5,6 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from small_runs import fresh_weights, small_batch, small_recipe, small_run, small_setup
 from tiers import full_but
@@ -218,7 +217,8 @@ def test_gradients_are_scaled_down_to_the_bound():
     bound = setup_on("dp1").recipe.max_grad_norm
     assert metrics["grad_norm"] > bound
     # The moment holds a tenth of the gradient; float32.
-    np.testing.assert_allclose(optax.tree.norm(moments(learner)), 0.1 * bound, rtol=1e-4)
+    squares = [np.sum(np.square(moment)) for moment in jax.tree.leaves(moments(learner))]
+    np.testing.assert_allclose(np.sqrt(sum(squares)), 0.1 * bound, rtol=1e-4)
 
 
 def test_warm_up():

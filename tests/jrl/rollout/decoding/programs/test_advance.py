@@ -65,7 +65,7 @@ DEEP = [("dp1", 1), ("dp1", 3), ("tp2 dp2 / ep4", 3)]
 def test_rows_are_those_of_the_unrolled_network(layout, layers):
     config = replace(CONFIG, num_layers=layers)
     scanned = replace(config, execution=Execution(scan_layers=True))
-    expected, found = (decode(Asked(Sampling(), layout, config=one)) for one in (config, scanned))
+    expected, found = (decode(Asked(layout=layout, config=one)) for one in (config, scanned))
     for name in ("tokens", "valid", "mask", "truncated"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
     # The compiler fuses the same sums with what is around them; float32.
