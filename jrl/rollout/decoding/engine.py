@@ -83,7 +83,9 @@ class SlotEngine:
         self._usage = Usage()
         self._resharding = RolloutPolicy(config, training, rollout)
         self._key = to_devices(jax.random.key_data(key), replicated(rollout))
-        self._seating = Seating(slots, rollout.size(rollout.dp), self.most_tokens)
+        # The states of Gated DeltaNet are of a row's last token alone.
+        copies = config.delta is None
+        self._seating = Seating(slots, rollout.size(rollout.dp), self.most_tokens, copies)
         self._weights: Transformer[Array] | None = None
         self._policy: Policy[Array] | None = None
         self._version, self._entropy = 0, None

@@ -60,10 +60,13 @@ class Seating:
       slots: in all.
       ranks: that have an equal part of the slots each.
       most_tokens: to be run on a rank in one program, about.
+      copies: whether a row may begin as one that has gone on since, of which a cache with columns
+        still holds the beginning.
     """
 
-    def __init__(self, slots: int, ranks: int, most_tokens: int):
+    def __init__(self, slots: int, ranks: int, most_tokens: int, copies: bool = True):
         self.per_rank, self.ranks, self._most_tokens = slots // ranks, ranks, most_tokens
+        self._copies = copies
         self.sitting: dict[int, Request] = {}
         self.waiting: deque[Request] = deque()
         self._free = self._all_free()
@@ -127,6 +130,8 @@ class Seating:
                     begun[rank, alike] = program, number
             program.seats.append((slot, request, number))
         self.sitting |= taken
+        if not self._copies:
+            taken = {}
         self._begins = {key: slot for key, slot in self._begins.items() if slot not in taken} | {
             (slot // self.per_rank, request.prompt): slot
             for slot, request in taken.items()

@@ -105,8 +105,8 @@ def recurrent(tokens: Tokens, state: Array) -> tuple[Array, Array]:
 
 
 def chunked(tokens: Tokens, state: Array) -> tuple[Array, Array]:
-    """The rule chunk by chunk. Of a token ``CHUNK (3 key_dim + 2 value_dim) + 3 key_dim value_dim``
-    multiplications a value head, about, against the last term token by token."""
+    """The rule chunk by chunk. For a token and value head these are at most ``CHUNK (5 key_dim + 3
+    value_dim) / 2 + 3 key_dim value_dim`` multiplications, token by token the last term alone."""
     time = tokens.key.shape[1]
     if time == 0:
         return tokens.value, state
