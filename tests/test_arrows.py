@@ -27,7 +27,6 @@ COMPUTED = {
     Path("jrl/runs/loggers.py"),
     Path("jrl/tasks/data/files.py"),
     Path("jrl/tasks/references.py"),
-    Path("jrl/tasks/workers/environment.py"),
     Path("jrl/tasks/workers/reward.py"),
 }
 """Files that may import what a variable names: the extras and the code that a user asked for."""

@@ -25,6 +25,8 @@ CHANGEABLE = (
     "rollout_split",
     "rollout_micro_batches",
     "rollout_m2n",
+    "rollout_expert_slots",
+    "rollout_replan",
     "devices",
     "slots",
     "micro_batch",

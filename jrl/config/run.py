@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from jrl.config.rollout import check_rollout
 from jrl.config.seeds import check_seed
 from jrl.tasks.data.files import KINDS
 from jrl.tasks.data.split import parse_heldout
@@ -128,6 +129,12 @@ class RunConfig:
     """How messages go between the two sides: copied from device to device in one process, by
     collectives over both, or pulled by each process from the memory of the others. None copies in
     one process and takes collectives in several."""
+    rollout_expert_slots: int | None = None
+    """Experts that a device of theirs has room for on the two sides: with more than its share, hot
+    ones are held by several devices. None is its share."""
+    rollout_replan: int | None = None
+    """Tokens of a row after which experts are placed anew, by the tokens that each of them had
+    since the rollout began; None leaves them where they are."""
     devices: int | None = None
     """Number of fake CPU devices, in all processes together; None takes the real
     ones."""
@@ -343,7 +350,7 @@ class RunConfig:
                     f"{name}={getattr(self, name)!r} changes nothing without adapters: give "
                     "--lora-rank, or leave it out."
                 )
-        self._check_split()
+        check_rollout(self)
         if self.drift_alarm is not None and not 0 < self.drift_alarm < math.inf:
             raise ValueError(f"drift_alarm={self.drift_alarm} must be above 0 nats; None is off.")
         if not any(f"{kind}:" in self.task for kind in KINDS):
@@ -364,33 +371,3 @@ class RunConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r} needs --faults.")
         if self.faults_port is not None and not 0 < self.faults_port < 2**16:
             raise ValueError(f"faults_port={self.faults_port} must lie in 1..65535.")
-
-    def _check_split(self) -> None:
-        """What of the rollout goes together."""
-        if self.rollout_micro_batches < 1:
-            raise ValueError(
-                f"rollout_micro_batches={self.rollout_micro_batches} must be at least 1."
-            )
-        if self.rollout_engine == "slots":
-            for name in ("rollout_split", "rollout_m2n"):
-                if getattr(self, name) is not None:
-                    raise ValueError(
-                        f"{name}={getattr(self, name)!r} needs --rollout-engine disaggregated: "
-                        f"give it, or leave out --{name.replace('_', '-')}."
-                    )
-            return
-        if self.rollout_split is None:
-            raise ValueError(
-                "rollout_engine='disaggregated' needs the devices of both sides: give "
-                '--rollout-split, for example "tp1 dp2 / ep2".'
-            )
-        if self.rollout_layout is not None:
-            raise ValueError(
-                f"rollout_layout={self.rollout_layout!r} is a layout of one mesh, and "
-                f"rollout_split={self.rollout_split!r} has two: leave out --rollout-layout."
-            )
-        if self.stale_cache:
-            raise ValueError(
-                "stale_cache keeps keys and values in checkpoints, and those of "
-                "rollout_engine='disaggregated' are not kept: leave out --stale-cache."
-            )

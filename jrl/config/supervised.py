@@ -15,6 +15,7 @@ IDLE = frozenset(
         # Sampling what is learned from.
         *("slots", "max_staleness", "stale_cache", "rollout_layout", "rollout_devices"),
         *("rollout_engine", "rollout_split", "rollout_micro_batches", "sample_tokens"),
+        *("rollout_m2n", "rollout_expert_slots", "rollout_replan"),
         *("drift_alarm", "prompts", "group_size", "mini_batch", "temperature", "top_k", "top_p"),
         *("dynamic_sampling", "max_generation_rounds", "overlong_filter"),
         # The mismatch of sampler and trainer, and the policy's loss.

@@ -1,6 +1,7 @@
 """The policy where attention and experts have devices of their own: which devices, and how the
 weights come there."""
 
+from collections.abc import Sequence
 from weakref import ref
 
 import jax
@@ -11,7 +12,7 @@ from moe import placement
 from moe.adapters.trees import has_adapters
 from moe.config import ModelConfig
 from moe.disaggregated.placement import Placement
-from moe.disaggregated.sides import SplitWeights, to_sides
+from moe.disaggregated.sides import SplitWeights, moved, to_sides
 from moe.disaggregated.split import Split, SplitMesh, devices_of, fold_split
 from moe.weights import Transformer, axis_sizes
 from sharding.folding import FoldedMesh
@@ -67,11 +68,15 @@ class SplitPolicy:
       config: the policy network.
       training: the mesh whose weights `of` is given.
       mesh: of both sides.
-      experts: where they lie.
+      experts: where they lie, in each layer with experts.
     """
 
     def __init__(
-        self, config: ModelConfig, training: FoldedMesh, mesh: SplitMesh, experts: Placement
+        self,
+        config: ModelConfig,
+        training: FoldedMesh,
+        mesh: SplitMesh,
+        experts: Sequence[Placement],
     ):
         self._config, self._training, self._mesh = config, training, mesh
         self._placement = experts
@@ -96,6 +101,12 @@ class SplitPolicy:
             jax.block_until_ready(sides)
             self._sides, self._source = sides, ref(weights)
         return self._sides
+
+    def place(self, experts: Sequence[Placement]) -> None:
+        """Has experts lie elsewhere; what was pushed moves between the devices that hold it."""
+        if self._sides is not None:
+            self._sides = moved(self._sides, self._mesh, self._placement, experts)
+        self._placement = experts
 
     def release(self) -> None:
         """Gives up what both sides hold, and so its memory."""

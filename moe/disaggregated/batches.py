@@ -1,41 +1,59 @@
-"""Sequences in batches that attention takes equally long for."""
+"""Which batch of attention a sequence joins, so that all take equally long."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float, Int
 
-from moe.disaggregated.balance import pack
+from moe.config import ModelConfig
 
 
-def equal_batches(
-    contexts: np.ndarray, num_batches: int, slots: int, *, of_token: float, of_cached: float
-) -> Int[np.ndarray, " sequence"]:
-    """The batch of each sequence, so that predicted times are close to each other.
+@dataclass(frozen=True)
+class Predicted:
+    """How long attention is predicted to work on a sequence, in any unit.
 
-    A sequence takes ``of_token + of_cached context`` seconds: its products, and its keys and values
-    from memory. The longest goes first, to the batch with least to do that has a free slot.
-
-    Args:
-      contexts: cached tokens of each sequence.
-      num_batches: attention nodes times micro-batches.
-      slots: sequences of a batch, at most.
-      of_token, of_cached: seconds.
+    A sequence takes ``of_token + of_cached context``: its products, and its keys and values.
 
     Raises:
-      ValueError: where slots are too few, or a time is below 0.
+      ValueError: for a time below 0.
     """
-    if of_token < 0 or of_cached < 0:
-        raise ValueError(f"of_token={of_token} and of_cached={of_cached} must not be below 0.")
-    return pack(of_token + of_cached * np.asarray(contexts, float), num_batches, slots)
+
+    of_token: float
+    of_cached: float
+
+    def __post_init__(self):
+        if self.of_token < 0 or self.of_cached < 0:
+            raise ValueError(
+                f"of_token={self.of_token} and of_cached={self.of_cached} must not be below 0."
+            )
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "Predicted":
+        """In products of one layer: four projections, and two with what is cached."""
+        heads = config.num_heads * config.head_dim
+        both = heads + config.num_kv_heads * config.head_dim
+        return cls(of_token=2.0 * config.d_model * both, of_cached=2.0 * heads)
+
+    def of_batch(self, contexts: Sequence[int]) -> float:
+        """What a batch takes, by the cached tokens of its sequences."""
+        return len(contexts) * self.of_token + self.of_cached * sum(contexts)
 
 
-def seconds(
-    contexts: np.ndarray,
-    batches: Int[np.ndarray, " sequence"],
-    num_batches: int,
-    *,
-    of_token: float,
-    of_cached: float,
-) -> Float[np.ndarray, " batch"]:
-    """What each batch is predicted to take."""
-    each = of_token + of_cached * np.asarray(contexts, float)
-    return np.bincount(batches, each, num_batches)
+def lightest(times: Sequence[float], room: Sequence[int]) -> int:
+    """The batch that the next sequence joins: the one with least to do of those with a free slot,
+    the first of equals.
+
+    The longest ends at most one sequence after the mean of the others (Graham, "Bounds for certain
+    multiprocessing anomalies", 1966).
+
+    Args:
+      times: predicted, of each batch.
+      room: free slots of each.
+
+    Raises:
+      ValueError: where no batch has a free slot.
+    """
+    free = np.asarray(room) > 0
+    if not free.any():
+        raise ValueError(f"none of {len(room)} batches has a free slot.")
+    return int(np.argmin(np.where(free, times, np.inf)))

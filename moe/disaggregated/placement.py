@@ -81,6 +81,15 @@ class Placement:
         copies = tuple((divmod(expert, each),) for expert in range(num_experts))
         return cls(copies, num_devices, each)
 
+    @classmethod
+    def holding(cls, experts: Int[np.ndarray, "slot"], num_devices: int) -> "Placement":
+        """Of the expert in each slot, device after device; the inverse of `experts`."""
+        each = len(experts) // num_devices
+        copies = [list[tuple[int, int]]() for _ in range(int(experts.max()) + 1)]
+        for slot, expert in enumerate(experts.tolist()):
+            copies[expert].append(divmod(slot, each))
+        return cls(tuple(map(tuple, copies)), num_devices, each)
+
     @property
     def experts(self) -> Int[np.ndarray, "slot"]:
         """The expert in each slot, device after device; expert 0 in slots that hold none, which
@@ -97,19 +106,30 @@ class Placement:
         held = self.experts
         return len(held) == len(self.copies) and bool(np.all(held == np.arange(len(held))))
 
-    def table(self, most: int | None = None) -> Copies:
-        """As the attention side reads it.
-
-        Args:
-          most: copies that there is room for; None are those of the expert that has most.
-        """
-        width = max(map(len, self.copies)) if most is None else most
+    def table(self) -> Copies:
+        """As the attention side reads it; of one shape, whichever experts have the copies."""
+        spare = self.num_devices * self.num_slots - len(self.copies)
+        width = 1 + spare
         slots = np.full((len(self.copies) + 1, width), self.num_devices * self.num_slots, np.int32)
         for expert, places in enumerate(self.copies):
             own = [device * self.num_slots + slot for device, slot in places]
             slots[expert] = (own + own[-1:] * width)[:width]
         counts = np.array([*map(len, self.copies), 1], np.int32)
         return Copies(slots, counts)
+
+
+def of_layers(placement: Placement | Sequence[Placement], num_layers: int) -> tuple[Placement, ...]:
+    """A placement for each layer with experts: one for all of them, or its own.
+
+    Raises:
+      ValueError: for another number of them, or devices with other numbers of slots.
+    """
+    each = (placement,) * num_layers if isinstance(placement, Placement) else tuple(placement)
+    if len(each) != num_layers:
+        raise ValueError(f"{len(each)} placements are none of {num_layers} layers: give one each.")
+    if len({(one.num_devices, one.num_slots) for one in each}) > 1:
+        raise ValueError("the placements of layers differ in their slots: give all as many.")
+    return each
 
 
 def slots_of_choices(experts: Int[Array, "token k"], copies: Copies) -> Int[Array, "token k"]:

@@ -242,9 +242,9 @@ class Runner:
         received: Arrays | None,
     ) -> tuple[Flight[Array], Buffers, Arrays]:
         number = self._number(self.config.num_dense_layers + layer)
-        assert flight is not None and received is not None and weights.copies is not None
+        assert flight is not None and received is not None
         arguments = weights.attention[layer], number, buffers, flight, given, received
-        return programs.attention_half(serving, columns, *arguments, weights.copies)
+        return programs.attention_half(serving, columns, *arguments, weights.copies[layer])
 
     def _experts(
         self,

@@ -1,7 +1,7 @@
 """The weights of a network on two sides, each where it is used and nowhere else."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, Generic, TypeVar
@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from moe.config import ModelConfig
-from moe.disaggregated.placement import Copies, Placement
+from moe.disaggregated.placement import Copies, Placement, of_layers
 from moe.disaggregated.split import SplitMesh, is_here
 from moe.placement import specs
 from moe.weights import Experts, Layer, Transformer, cast_shapes
@@ -35,18 +35,22 @@ class SplitWeights(Generic[Leaf]):
       attention: the others, their experts a router and a selection bias only.
       experts: the routed experts of each of those, by the slots of a `Placement`; no router. Empty
         in a process that has no device of theirs.
-      copies: which slots hold which expert, on every device of attention.
+      copies: of each of those, which slots hold which expert, on every device of attention; empty
+        in a process that has none.
     """
 
     rest: Transformer[Leaf] | None
     first: tuple[Layer[Leaf], ...]
     attention: tuple[Layer[Leaf], ...]
     experts: tuple[Experts[Leaf], ...]
-    copies: Copies | None
+    copies: tuple[Copies, ...]
 
 
 def to_sides(
-    weights: Transformer[Any], config: ModelConfig, mesh: SplitMesh, placement: Placement
+    weights: Transformer[Any],
+    config: ModelConfig,
+    mesh: SplitMesh,
+    placement: Placement | Sequence[Placement],
 ) -> SplitWeights[Array]:
     """Weights with all layers in one axis, as the two sides hold them, bit for bit.
 
@@ -57,12 +61,15 @@ def to_sides(
     Args:
       weights: on the host, equal in all processes, or on devices of this one process, or spread
         over all processes, each of which reads one array after the other as a whole then.
+      placement: of all layers, or one for each with experts.
 
     Raises:
       ValueError: for a network without experts, and for sizes that do not divide.
     """
-    check_splits(config, mesh, placement)
-    rest, first, attention, copies = None, (), (), None
+    placed_in = of_layers(placement, config.num_expert_layers)
+    for one in placed_in:
+        check_splits(config, mesh, one)
+    rest, first, attention, copies = None, (), (), ()
     # Both sides in all processes: each has a part of what is read.
     one_side = _without_experts(weights)
     places = _without_experts(specs(config, mesh.attention))
@@ -70,14 +77,58 @@ def to_sides(
     if is_here(mesh.attention):
         rest, first, attention = _attention_apart(config, mesh.attention)(placed)
         whole = NamedSharding(mesh.attention.mesh, PartitionSpec())
-        copies = jax.tree.map(lambda x: _put_leaf(x, whole), placement.table())
+        tables = tuple(one.table() for one in placed_in)
+        copies = jax.tree.map(lambda x: _put_leaf(x, whole), tables)
     experts, routed = (), _routed(weights)
-    if not placement.is_identity:
-        routed = jax.tree.map(lambda x: x[:, placement.experts], routed)
+    if not all(one.is_identity for one in placed_in):
+        held = np.stack([one.experts for one in placed_in])
+        layers = np.arange(len(held))[:, None]
+        routed = jax.tree.map(lambda x: x[layers, held], routed)
     placed = _put(routed, expert_specs(mesh.experts, stacked=True), mesh.experts)
     if is_here(mesh.experts):
         experts = _experts_apart(config.num_expert_layers, mesh.experts)(placed)
     return SplitWeights(rest, first, attention, experts, copies)
+
+
+def moved(
+    weights: SplitWeights[Array],
+    mesh: SplitMesh,
+    before: Sequence[Placement],
+    after: Sequence[Placement],
+) -> SplitWeights[Array]:
+    """The same weights with experts in other slots, bit for bit: what a slot gets comes from the
+    first that held it.
+
+    A layer after the other; while its experts move, each of their devices has all of the layer's.
+
+    Args:
+      weights: whose experts are given up.
+      before, after: a placement for each layer, of as many slots.
+    """
+    experts, copies = list(weights.experts), list(weights.copies)
+    on_all = (NamedSharding(side.mesh, PartitionSpec()) for side in (mesh.attention, mesh.experts))
+    on_attention, on_experts = on_all
+    for layer, (old, new) in enumerate(zip(before, after, strict=True)):
+        if old == new:
+            continue
+        if experts:
+            held = old.experts.tolist()
+            sources = np.array([held.index(expert) for expert in new.experts], np.int32)
+            experts[layer] = _taking(mesh.experts)(experts[layer], _put_leaf(sources, on_experts))
+        if copies:
+            copies[layer] = jax.tree.map(lambda x: _put_leaf(x, on_attention), new.table())
+    return replace(weights, experts=tuple(experts), copies=tuple(copies))
+
+
+@cache
+def _taking(mesh: FoldedMesh) -> Callable[[Experts[Array], Array], Experts[Array]]:
+    """Slots of the experts of a layer, by their numbers."""
+    places = jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), expert_specs(mesh))
+
+    def take(experts: Experts[Array], slots: Array) -> Experts[Array]:
+        return jax.tree.map(lambda x: x[slots], experts)
+
+    return jax.jit(take, out_shardings=places, donate_argnums=0)
 
 
 def check_splits(config: ModelConfig, mesh: SplitMesh, placement: Placement | None = None) -> None:

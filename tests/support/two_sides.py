@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
@@ -122,7 +123,9 @@ def split_mesh(text: str) -> SplitMesh:
 
 
 def sides(
-    mesh: SplitMesh, config: ModelConfig = CONFIG, placement: Placement | None = None
+    mesh: SplitMesh,
+    config: ModelConfig = CONFIG,
+    placement: Placement | Sequence[Placement] | None = None,
 ) -> SplitWeights:
     peers = mesh.experts.size(mesh.experts.ep)
     placement = placement or Placement.identity(config.num_experts, peers)

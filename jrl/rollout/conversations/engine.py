@@ -1,6 +1,5 @@
 """An engine whose responses are conversations: environments answer, and rows go on."""
 
-import sys
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from jaxtyping import Array
 
 from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import broadcast_from_main, is_main_process
+from jrl.report.warnings import FewWarnings
 from jrl.rollout.conversations.turns import Turns
 from jrl.rollout.decoding.programs.slots import Pool
 from jrl.rollout.decoding.protocol import RolloutEngine
@@ -18,7 +18,7 @@ from jrl.rollout.decoding.requests import Request, Sampled, Trajectory
 from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.sampling import Sampling
 from jrl.tasks import Example, Task
-from jrl.tasks.environments.host import SAID, Host, Reply
+from jrl.tasks.environments.host import Host, Reply
 from jrl.tasks.parts import environments_of
 from jrl.text.conversation import answer_ids, message_of
 from jrl.text.prompt_format import PromptFormat
@@ -65,7 +65,7 @@ class ConversationEngine:
         self._asked: list[_Asked] = []
         self._numbers: dict[tuple[int, int], tuple[int, Example]] = {}
         self._next = 0
-        self._said: set[str] = set()
+        self._warnings = FewWarnings()
 
     @property
     def mesh(self) -> FoldedMesh:
@@ -195,7 +195,7 @@ class ConversationEngine:
                 after = answer_ids(self._format, turns.example, before, reply.messages)
             except ValueError as error:
                 # Of what others write a run does not die, nor of what a template makes of it.
-                self._say_once(f"{error}")
+                self._warn(f"{error}")
                 done.append(self._over(trajectory, turns, failure="invalid"))
                 continue
             end = length + len(after)
@@ -222,15 +222,11 @@ class ConversationEngine:
         turns = replace(turns, verdict=verdict)
         return replace(trajectory, request=trajectory.request._replace(turns=turns))
 
-    def _say_once(self, message: str) -> None:
-        if message in self._said or len(self._said) >= SAID:
-            return
-        self._said.add(message)
-        print(
-            f"warning: an answer of task={self._task.name} cannot be written ({message}); its "
+    def _warn(self, message: str) -> None:
+        self._warnings.say(
+            message,
+            f"an answer of task={self._task.name} cannot be written ({message}); its "
             "conversation ends and counts under verifier/invalid",
-            file=sys.stderr,
-            flush=True,
         )
 
     def _host(self, example: Example) -> Host:

@@ -4,6 +4,7 @@ Slots, requests and draws are those of `SlotEngine`, and so are the tokens; rows
 of attention. Only who computes the network differs: `moe.disaggregated`.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,18 +18,21 @@ from jaxtyping import Array
 
 from jrl.processes.agreement import any_of, is_multiprocess, to_devices, to_every_host
 from jrl.rollout.batching import replicated
+from jrl.rollout.decoding.batches import BatchedSeating
 from jrl.rollout.decoding.engine import SlotEngine
+from jrl.rollout.decoding.expert_places import ExpertPlaces
 from jrl.rollout.decoding.programs.admission import Arrivals, admit_known
 from jrl.rollout.decoding.programs.advance import Advanced
 from jrl.rollout.decoding.programs.slots import Decoder, Pool, Rows, over_slots, pool_specs
 from jrl.rollout.decoding.programs.tokens import Draws, appended, drawn_tokens, written
+from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.seating import bucket
 from jrl.rollout.decoding.shelves import empty_shelf, shelve
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.split import SplitPolicy
 from moe.cache.buffers import Cache
 from moe.config import ModelConfig
-from moe.disaggregated.placement import Placement
+from moe.disaggregated.batches import Predicted
 from moe.disaggregated.runner import Runner, check_micro_batches
 from moe.disaggregated.split import SplitMesh, is_here
 from moe.router.replay import choices_dtype
@@ -49,7 +53,12 @@ class DisaggregatedEngine(SlotEngine):
       split: of the devices that decode.
       micro_batches: parts of the slots that are under way at a time: while one is with the experts,
         attention works on another.
-      placement, m2n: see `moe.disaggregated.runner.Runner`.
+      m2n: see `moe.disaggregated.runner.Runner`.
+      expert_slots: experts that a device of theirs has room for, hot ones more than once; None is
+        its share.
+      replan: tokens of a row after which experts are placed anew by what they had to do; None
+        leaves them where they are. Begins with equal loads where no row is under way, so that what
+        is sampled depends on the requests alone, to the last bit.
 
     The other arguments are those of `SlotEngine`; `slots` divide over the devices of attention and
     `micro_batches`.
@@ -71,8 +80,9 @@ class DisaggregatedEngine(SlotEngine):
         key: Array,
         records_choices: bool = False,
         micro_batches: int = 2,
-        placement: Placement | None = None,
         m2n: str | None = None,
+        expert_slots: int | None = None,
+        replan: int | None = None,
     ):
         check_micro_batches(slots, micro_batches, split)
         # Each layer's keys and values in a buffer of their own, which its program gives up.
@@ -88,15 +98,53 @@ class DisaggregatedEngine(SlotEngine):
             key=key,
             records_choices=records_choices,
         )
-        runner = partial(Runner, placement=placement, m2n=m2n, records_choices=records_choices)
-        self.runner = runner(config.without_adapters(), split)
+        plain = config.without_adapters()
+        self.places = ExpertPlaces(plain, split, expert_slots, replan)
+        self.runner = Runner(
+            plain,
+            split,
+            placement=self.places.placements[0],
+            m2n=m2n,
+            records_choices=records_choices or replan is not None,
+        )
         if is_multiprocess():
             any_of(False)  # nobody waits for one that is still compiling what came before
             self.runner.meet()
-        self._sides = SplitPolicy(config, training, split, self.runner.placement)
+        self._sides = SplitPolicy(config, training, split, self.places.placements)
         self._resharding = self._sides
+        ranks = split.attention.size(split.attention.dp)
+        times, context = Predicted.of(plain), lambda slot: int(self._lengths[slot])
+        self._seating = BatchedSeating(
+            slots, ranks, self.most_tokens, micro_batches, times, context
+        )
+        self._loads = self._no_loads()
         self._micro_batches = micro_batches
         self._attends = is_here(split.attention)
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        if not (self._seating.sitting or self._seating.waiting):
+            self._restart()
+        super().submit(requests, sampling)
+
+    def _restart(self) -> None:
+        moved = self.places.has_moved
+        self.places.restart()
+        self._loads = self._no_loads()
+        if moved:
+            self._sides.place(self.places.placements)
+            # What stands in the slots was summed in the order of other places.
+            self._seating.forget()
+
+    def _no_loads(self) -> Array:
+        config = self.decoder.config
+        return self._everywhere(np.zeros((config.num_expert_layers, config.num_experts), np.int32))
+
+    def _look(self) -> None:
+        """Has experts lie where they are found to have equally much to do."""
+        loads = self._to_host(self._loads)
+        self._loads = self._no_loads()
+        if self.places.look(loads):
+            self._sides.place(self.places.placements)
 
     def take_pool(self) -> Pool[Array]:
         raise NotImplementedError("rows of two sides are not kept over a change of weights")
@@ -116,7 +164,8 @@ class DisaggregatedEngine(SlotEngine):
         assert weights.rest is not None
         if known is not None and known.choices is not None:
             dtype = choices_dtype(self.decoder.config.num_experts)
-            known = known._replace(choices=known.choices.astype(dtype))
+            kept = known.choices.astype(dtype) if self.decoder.records_choices else None
+            known = known._replace(choices=kept)
         given = pool, known, tokens, arrivals, self._draws()
         return admit_known(self.decoder, self._sampling, weights.rest, *given)
 
@@ -137,6 +186,11 @@ class DisaggregatedEngine(SlotEngine):
 
         def end(i: int, logits: Array, choices: Array | None) -> tuple[Array, Array]:
             nonlocal pool
+            if self.places.every is not None:
+                chosen = pool.live, choices, numbers[i]
+                self._loads = counted(self.decoder, parts, self._loads, *chosen)
+            if not self.decoder.records_choices:
+                choices = None
             given = pool, logits, choices, draws, numbers[i]
             pool, *rows = sample_part(self.decoder, self._sampling, parts, *given)
             counts[i].append((rows[0], rows[1]))
@@ -166,6 +220,8 @@ class DisaggregatedEngine(SlotEngine):
         for token in range(len(totals), len(counts[0])):
             count(token)
         grew = np.array(totals)[:, 0]
+        if self.places.is_due(len(grew)):
+            self._look()
         advanced = Advanced(jnp.asarray((grew > 0).sum()), jnp.asarray(grew.sum()))
         return pool if cache is None else replace(pool, cache=cache), advanced
 
@@ -225,6 +281,32 @@ def standing(
         in_specs=(pool_specs(mesh, pool), PartitionSpec()),
         out_specs=(rows, rows, rows),
     )(pool, number)
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def counted(
+    decoder: Decoder, parts: int, loads: Array, live: Array, choices: Array, number: Array
+) -> Array:
+    """The tokens of each expert, and those of a micro-batch that was run.
+
+    Args:
+      loads: ``[layer, expert]`` so far; given up.
+      live: of all rows.
+      choices: ``[row, layer, k]`` experts of the micro-batch.
+      number: of the micro-batch, of `parts`.
+    """
+    mesh = decoder.mesh
+
+    def local(loads: Array, live: Array, choices: Array, number: Array) -> Array:
+        layers = jnp.arange(loads.shape[0])[None, :, None]
+        run = jnp.broadcast_to(_part(live, parts, number)[:, None, None], choices.shape)
+        own = jnp.zeros_like(loads).at[layers, choices].add(run.astype(loads.dtype))
+        return loads + all_sum(vary(own, mesh.except_sequence), mesh.except_sequence)
+
+    whole, rows = PartitionSpec(), over_slots(mesh)
+    return jax.shard_map(
+        local, mesh=mesh.mesh, in_specs=(whole, rows, rows, whole), out_specs=whole
+    )(loads, live, choices, number)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)

@@ -1,6 +1,7 @@
 """Who sits where: requests, and the slots of the ranks that decode them, on the host."""
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -115,7 +116,7 @@ class Seating:
             request = self.waiting.popleft()
             alike = None if request.begun else request.prompt
             rank = self._rank_for(alike, begun)
-            slot = self._free[rank].popleft()
+            slot = self._slot(rank, taken)
             taken[slot] = request
             if alike is not None and (rank, alike) in self._begins:
                 copies.seats.append((slot, request, ~self._begins[rank, alike]))
@@ -139,6 +140,14 @@ class Seating:
         }
         of_width = [program for _, several in sorted(programs.items()) for program in several]
         return [copies] * bool(copies.seats) + of_width
+
+    def _slot(self, rank: int, taken: Mapping[int, Request]) -> int:
+        """A free slot of the rank, which is free no more.
+
+        Args:
+          taken: the requests that have been seated in the same call.
+        """
+        return self._free[rank].popleft()
 
     def _rank_for(
         self, alike: int | None, begun: dict[tuple[int, int], tuple[Arriving, int]]

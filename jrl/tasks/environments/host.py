@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from jrl.report.warnings import FewWarnings
 from jrl.tasks.data.records import plain
 from jrl.tasks.references import Reference
 from jrl.tasks.task import Example, Verdict
@@ -19,8 +20,6 @@ from jrl.tasks.workers.process import Message, Worker
 
 STARTUP_SECONDS = 300.0
 """How long a task's file may take to be loaded, with the libraries that it imports."""
-SAID = 3
-"""Different failures of which a run says a line each; all are counted."""
 
 
 class Reply(NamedTuple):
@@ -146,7 +145,7 @@ class WorkerHost:
             for _ in range(number)
         ]
         self._room_of: dict[int, _Room] = {}
-        self._said: set[str] = set()
+        self._warnings = FewWarnings()
 
     def opened(self, fields: Message) -> list[list[str]]:
         sent = json.loads(json.dumps(fields, default=plain))
@@ -200,22 +199,18 @@ class WorkerHost:
         if "error" in answer:
             answer = {"failure": "error", "message": answer["error"]}
         if "failure" in answer:
-            self._say_once(answer)
+            self._warn(answer)
         if "failure" in answer or answer["done"]:
             room.told.discard(number)
             self._left(number)
         return _read(answer)
 
-    def _say_once(self, answer: Message) -> None:
+    def _warn(self, answer: Message) -> None:
         message = f"{answer['failure']}: {answer['message']}"
-        if message in self._said or len(self._said) >= SAID:
-            return
-        self._said.add(message)
-        print(
-            f"warning: {self._text} failed ({message}); the conversation scores "
+        self._warnings.say(
+            message,
+            f"{self._text} failed ({message}); the conversation scores "
             f"{self.scoring.failed:g} and counts under verifier/{answer['failure']}",
-            file=sys.stderr,
-            flush=True,
         )
 
 

@@ -1,18 +1,15 @@
 """A task whose completions are worth a weighted sum of rewards."""
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from jrl.report.warnings import FewWarnings
 from jrl.tasks.prompts import OfPrompts, Prompts
 from jrl.tasks.rewards.own import OwnReward
 from jrl.tasks.rewards.settings import OWN
 from jrl.tasks.task import FAILURES, REASONS, Example, Task, Verdict, check_pairs
 from jrl.tasks.workers.process import Message
-
-SAID = 3
-"""Different failures of which a run says a line each; all are counted."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ class Rewarded(OfPrompts):
         super().__init__(prompts)
         self._rewards = list(rewards)
         self._weighing, self._verifier = weighing, verifier
-        self._said: set[str] = set()
+        self._warnings = FewWarnings()
         names = [OWN] if verifier is not None else []
         for each in self._rewards:
             names += self._tried(each)
@@ -184,14 +181,10 @@ class Rewarded(OfPrompts):
 
     def _say(self, each: Named, answer: Message) -> None:
         message = f"{answer['failure']}: {answer['message']}"
-        if message in self._said or len(self._said) >= SAID:
-            return
-        self._said.add(message)
-        print(
-            f"warning: {each.reward.text} failed ({message}); the completion scores "
+        self._warnings.say(
+            message,
+            f"{each.reward.text} failed ({message}); the completion scores "
             f"{self._weighing.failed:g} and counts under verifier/{answer['failure']}",
-            file=sys.stderr,
-            flush=True,
         )
 
 

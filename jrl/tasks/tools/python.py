@@ -119,10 +119,11 @@ def python_tool(sandbox: Sandbox | None = None) -> Tool:
     """
     sandbox = Sandbox() if sandbox is None else sandbox
     sandbox.run("")
+    network = "a" if sandbox.network else "no"
     return Tool(
         "python",
         "Runs Python code and gives what it prints.",
         "code",
-        f"A program; it has {sandbox.seconds:g} seconds and no network.",
+        f"A program; it has {sandbox.seconds:g} seconds and {network} network.",
         sandbox.run,
     )

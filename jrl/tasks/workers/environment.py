@@ -4,16 +4,11 @@ Loaded by the worker program by its path, and therefore without anything of `jrl
 """
 
 import asyncio
-import importlib
 import inspect
 import json
 import math
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import module_from_spec, spec_from_file_location
 from numbers import Real
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -145,24 +140,17 @@ def outcome(value: Any) -> Message:
     return {"messages": messages, "reward": reward, "done": done}
 
 
-def environment_checker(described: str) -> Callable[[Message], Message]:
+def environment_checker(described: str, users: ModuleType) -> Callable[[Message], Message]:
     """Answers ``{"open": true, "fields": ...}``, ``{"conversation": number, "fields": ..., "said":
     [...]}`` and ``{"end": number}``.
 
     Args:
       described: as of `jrl.tasks.workers.reward.reward_checker`, of what makes a task.
+      users: the module of `users_module` and `made_by`, `jrl.tasks.workers.reward`.
     """
     about = json.loads(described)
-    sys.path[:] = about["path"]
-    # The accelerator is the trainer's.
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    beside = _beside("reward")
-    if about["module"] is None:
-        source = Path(about["copy"]).read_bytes()
-        module = beside.module_of(source, about["file"], "jrl_own_task")
-    else:
-        module = importlib.import_module(about["module"])
-    make = maker(beside.made_by(module, about["name"]))
+    module = users.users_module(about, "jrl_own_task")
+    make = maker(users.made_by(module, about["name"]))
     # One loop for all calls: what an async environment keeps open belongs to it.
     loop = asyncio.new_event_loop()
 
@@ -198,11 +186,3 @@ def maker(task: Any) -> Callable[[Message], Any]:
         return make(**{name: x for name, x in given if names is None or name in names})
 
     return made
-
-
-def _beside(name: str) -> ModuleType:
-    spec = spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

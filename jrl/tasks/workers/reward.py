@@ -33,6 +33,22 @@ def module_of(source: bytes, file: str, name: str) -> ModuleType:
     return module
 
 
+def users_module(about: Message, name: str) -> ModuleType:
+    """The user's module in this process, which from here on finds modules as the trainer does.
+
+    Args:
+      about: its `file` and the `copy` that it is read from, or the `module`; the `path` that
+        modules are looked for along.
+      name: of a module that is read from a copy.
+    """
+    sys.path[:] = about["path"]
+    # The accelerator is the trainer's.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if about["module"] is None:
+        return module_of(Path(about["copy"]).read_bytes(), about["file"], name)
+    return importlib.import_module(about["module"])
+
+
 def made_by(module: ModuleType, name: str) -> Any:
     """What a module calls by the name, or what that makes where it has no prompts of its own."""
     found = getattr(module, name)
@@ -105,19 +121,11 @@ def reward_checker(described: str) -> RewardChecker:
     """A reward of a user's own.
 
     Args:
-      described: as JSON, the `file` that the reward is of and the `copy` that it is read from, or
-        the `module`; its `name` there; whether that `makes` a task or is the reward; and the `path`
-        that modules are looked for along.
+      described: as JSON, what `users_module` takes; the `name` in that module, and whether it
+        `makes` a task or is the reward.
     """
     about = json.loads(described)
-    sys.path[:] = about["path"]
-    # The accelerator is the trainer's.
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    if about["module"] is None:
-        source = Path(about["copy"]).read_bytes()
-        module = module_of(source, about["file"], "jrl_own_reward")
-    else:
-        module = importlib.import_module(about["module"])
+    module = users_module(about, "jrl_own_reward")
     name = about["name"]
     reward = made_by(module, name).reward if about["makes"] else getattr(module, name)
     return RewardChecker(reward)

@@ -243,7 +243,7 @@ def reward_checker(described: str) -> Callable[[Message], Message]:
 
 def environment_checker(described: str) -> Callable[[Message], Message]:
     """`jrl.tasks.workers.environment.environment_checker`, likewise."""
-    return _beside("environment").environment_checker(described)
+    return _beside("environment").environment_checker(described, _beside("reward"))
 
 
 def _beside(name: str) -> ModuleType:

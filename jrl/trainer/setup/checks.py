@@ -4,6 +4,7 @@ from jrl.config.run import RunConfig
 from jrl.recipes.base.batch import given
 from jrl.recipes.base.collection import Windows
 from jrl.recipes.base.recipe import Recipe
+from jrl.rollout.decoding.expert_places import first_placement
 from jrl.text.tokenizer import Tokenizer
 from moe.config import ModelConfig
 from moe.disaggregated.sides import check_splits
@@ -63,7 +64,7 @@ def check_fits(
             "or its tokenizer.json, which may have fewer tokens."
         )
     if split is not None:
-        check_splits(model, split)
+        check_splits(model, split, first_placement(model, split, run.rollout_expert_slots))
     if run.packing and mesh.layout.pp > 1:
         raise ValueError(
             f"packing=True cannot be had with pp={mesh.layout.pp} of layout "

@@ -8,6 +8,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jrl.rollout.collection.collect import sampling_of
+from jrl.rollout.decoding.expert_places import first_placement
 from jrl.rollout.scoring import num_micro_batches
 from jrl.trainer.learner.masters import keeps_masters
 from jrl.trainer.setup.setup import Setup
@@ -112,7 +113,8 @@ def rollout_memory(setup: Setup) -> dict[str, int]:
     weights."""
     model = setup.model.without_adapters()
     if setup.split is not None:
-        policy = max(side_bytes(model, setup.split))
+        slots = setup.run.rollout_expert_slots
+        policy = max(side_bytes(model, setup.split, first_placement(model, setup.split, slots)))
         return {"key/value cache": cache_bytes(setup), "policy of the rollout": policy}
     weights = weight_bytes(model, setup.rollout_mesh)
     is_copy = setup.rollout_mesh != setup.mesh or setup.model.lora is not None

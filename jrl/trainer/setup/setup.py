@@ -189,6 +189,8 @@ class Setup:
             return SlotEngine(self.model, self.mesh, self.rollout_mesh, **given)
         given["micro_batches"] = self.run.rollout_micro_batches
         given["m2n"] = self.run.rollout_m2n
+        given["expert_slots"] = self.run.rollout_expert_slots
+        given["replan"] = self.run.rollout_replan
         return DisaggregatedEngine(self.model, self.mesh, self.split, **given)
 
     @property

@@ -42,6 +42,8 @@ def test_a_step_learns_from_the_same():
         ({"rollout_engine": "disaggregated"}, "give --rollout-split, for example"),
         (TWO_SIDES | {"rollout_layout": "dp2"}, "leave out --rollout-layout"),
         (TWO_SIDES | {"max_staleness": 2, "stale_cache": True}, "leave out --stale-cache"),
+        ({"rollout_replan": 9}, "rollout_replan=9 needs --rollout-engine"),
+        (TWO_SIDES | {"rollout_expert_slots": 0}, "rollout_expert_slots=0 must be at least 1"),
         (TWO_SIDES | {"rollout_micro_batches": 0}, "rollout_micro_batches=0 must be at least 1"),
     ],
 )

@@ -3,33 +3,36 @@
 import numpy as np
 import pytest
 
-from moe.disaggregated.batches import equal_batches, seconds
+from moe.disaggregated.batches import Predicted, lightest
 
-TIMES = {"of_token": 2.0, "of_cached": 0.01}
+TIMES = Predicted(of_token=2.0, of_cached=0.01)
+
+
+def joined(contexts, number, slots):
+    batches = [[] for _ in range(number)]
+    for context in contexts:
+        times = [TIMES.of_batch(batch) for batch in batches]
+        batches[lightest(times, [slots - len(batch) for batch in batches])].append(context)
+    return batches
 
 
 def test_times_are_closer_than_those_of_batches_of_equal_number():
-    contexts = np.random.default_rng(0).lognormal(6, 1, 60).astype(int)
-    found = equal_batches(contexts, 5, 16, **TIMES)
-    times = seconds(contexts, found, 5, **TIMES)
-    dealt = seconds(contexts, np.arange(60) % 5, 5, **TIMES)
-    assert times.sum() == pytest.approx(dealt.sum())
-    assert np.ptp(times) < 0.05 * np.ptp(dealt)
-    assert np.bincount(found).max() <= 16
+    contexts = np.random.default_rng(0).lognormal(6, 1, 60).astype(int).tolist()
+    found = [TIMES.of_batch(batch) for batch in joined(contexts, 5, 16)]
+    dealt = [TIMES.of_batch(contexts[number::5]) for number in range(5)]
+    assert sum(found) == pytest.approx(sum(dealt))
+    # Graham's bound, and better than dealing them out.
+    assert max(found) - min(found) <= TIMES.of_batch([max(contexts)])
+    assert np.ptp(found) < 0.5 * np.ptp(dealt)
 
 
 def test_slots_are_a_limit():
     # By time alone the three short ones would share a batch.
-    assert np.bincount(equal_batches(np.array([900, 1, 1, 1]), 2, 2, **TIMES)).tolist() == [2, 2]
+    assert [len(batch) for batch in joined([900, 1, 1, 1], 2, 2)] == [2, 2]
+    with pytest.raises(ValueError, match="none of 2 batches has a free slot"):
+        joined([1] * 5, 2, 2)
 
 
-@pytest.mark.parametrize(
-    ("number", "times", "words"),
-    [
-        (2, TIMES, "num_bins=2 of capacity=3 do not hold 7 items"),
-        (3, {"of_token": -1.0, "of_cached": 0.0}, "of_token=-1.0"),
-    ],
-)
-def test_what_has_no_answer_is_refused(number, times, words):
-    with pytest.raises(ValueError, match=words):
-        equal_batches(np.ones(7), number, 3, **times)
+def test_a_time_below_zero_is_refused():
+    with pytest.raises(ValueError, match=r"of_token=-1\.0"):
+        Predicted(-1.0, 0.0)

@@ -9,9 +9,9 @@ import pytest
 from two_sides import CONFIG, MIXED, host_weights, sides, split_mesh
 
 from moe.config import GatedDeltaNet
-from moe.disaggregated.placement import Placement, slots_of_choices
+from moe.disaggregated.placement import Placement, of_layers, slots_of_choices
 from moe.disaggregated.runner import check_micro_batches
-from moe.disaggregated.sides import check_splits, side_bytes
+from moe.disaggregated.sides import check_splits, moved, side_bytes
 from moe.disaggregated.split import Split, devices_of
 
 
@@ -82,7 +82,7 @@ def test_each_device_holds_what_it_computes_with_and_no_more():
     # 11 tokens do not divide over tp: embedding and head are whole.
     rest = sum(x.nbytes for x in jax.tree.leaves(like)) - routed - over_tp
     held = {device: 0 for device in jax.devices()}
-    for leaf in jax.tree.leaves(replace(weights, copies=None)):
+    for leaf in jax.tree.leaves(replace(weights, copies=())):
         for shard in leaf.addressable_shards:
             held[shard.device] += shard.data.nbytes
     attention, experts = rest + over_tp // 2, routed // 6
@@ -100,6 +100,34 @@ def test_copies_of_an_expert_share_its_tokens():
         slots_of_choices(choices, table), [[0, 1], [3, 2], [4, 0], [4, 4]]
     )
     assert Placement.identity(6, 3).is_identity
+
+
+def test_experts_move_bit_for_bit():
+    """As if they had been pushed where they come to lie, in each layer by itself."""
+    mesh = split_mesh("dp1 / ep3 etp2")
+    rng = np.random.default_rng(0)
+    before, after = (
+        tuple(
+            # Twelve experts in fifteen slots, so that some have copies.
+            Placement.holding(rng.permutation([*range(12), *rng.integers(12, size=3)]), 3)
+            for _ in range(MIXED.num_expert_layers)
+        )
+        for _ in range(2)
+    )
+    given, wanted = (sides(mesh, MIXED, places) for places in (before, after))
+    found = moved(given, mesh, before, after)
+    for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        assert a.sharding == b.sharding
+        np.testing.assert_array_equal(a, b)
+
+
+def test_layers_have_a_placement_each_of_as_many_slots():
+    one, more = Placement.identity(4, 2), Placement.holding(np.array([0, 1, 2, 3, 0, 1]), 2)
+    assert of_layers(one, 3) == (one,) * 3 and more.experts.tolist() == [0, 1, 2, 3, 0, 1]
+    with pytest.raises(ValueError, match="2 placements are none of 3 layers"):
+        of_layers((one, one), 3)
+    with pytest.raises(ValueError, match="differ in their slots"):
+        of_layers((one, more), 2)
 
 
 @pytest.mark.parametrize(

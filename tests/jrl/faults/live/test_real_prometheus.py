@@ -8,7 +8,7 @@ import time
 import urllib.request
 
 import pytest
-from test_remote import HOSTS, METRICS, sample
+from exporters import HOSTS, METRICS, sample
 
 from jrl.faults.__main__ import main
 

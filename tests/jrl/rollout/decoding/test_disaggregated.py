@@ -19,7 +19,7 @@ CLOSE = 1e-6
 """float32: the sums of a token's experts come in another order."""
 
 
-def engine(asked, split, micro_batches=1, placement=None):
+def engine(asked, split, micro_batches=1, **places):
     """With the weights on one device, which is none of the split's."""
     training = fold(Layout(), jax.devices()[15:])
     mesh = fold_split(Split.parse(split), jax.devices()[: Split.parse(split).num_devices])
@@ -34,7 +34,7 @@ def engine(asked, split, micro_batches=1, placement=None):
         key=jax.random.key(asked.seed),
         records_choices=asked.records_choices,
         micro_batches=micro_batches,
-        placement=placement,
+        **places,
     )
     engine.load(weights(asked.config), 5)
     return engine
@@ -93,3 +93,38 @@ def test_an_update_of_adapters_reaches_both_sides():
             np.testing.assert_allclose(b.old_logprobs, a.old_logprobs, rtol=CLOSE, atol=CLOSE)
         tokens.append(np.concatenate([row.tokens for row in rows_of(given[1])]))
     assert not np.array_equal(*tokens)
+
+
+def test_experts_move_while_rows_decode():
+    """To where they have equally much to do, hot ones to several devices; rows do not change."""
+    asked = Asked(Sampling(), slots=8, response=9)
+    one, two = asked.engine(), engine(asked, "dp1 / ep2", expert_slots=3, replan=2)
+    first = two.places.placements
+    given = [answers(each, asked.requests, asked.sampling) for each in (one, two)]
+    assert two.places.moves and two.places.has_moved
+    for a, b in zip(*map(rows_of, given), strict=True):
+        np.testing.assert_array_equal(b.tokens, a.tokens)
+        np.testing.assert_allclose(b.old_logprobs, a.old_logprobs, atol=CLOSE)
+    # The next rollout begins where this one did: it is the same to the last bit.
+    again = answers(two, asked.requests, asked.sampling)
+    for a, b in zip(rows_of(given[1]), rows_of(again), strict=True):
+        np.testing.assert_array_equal(b.tokens, a.tokens)
+        np.testing.assert_array_equal(b.old_logprobs, a.old_logprobs)
+    two.release()
+    two.load(weights(asked.config), 6)
+    two.submit(asked.requests, asked.sampling)
+    assert two.places.placements == first
+
+
+def test_the_loads_are_the_tokens_that_experts_had():
+    """All of a rollout's but for each row's last token, which is not run."""
+    asked = Asked(Sampling(), slots=8, response=4, stops=(), records_choices=True)
+    one = engine(asked, "dp1 / ep2", replan=1000)
+    rows = rows_of(answers(one, asked.requests, asked.sampling))
+    wanted = np.zeros((CONFIG.num_expert_layers, CONFIG.num_experts), int)
+    for row in rows:
+        # The prompt's tokens were run before.
+        run = row.choices[-len(row.tokens) : -1]
+        for layer in range(len(wanted)):
+            np.add.at(wanted[layer], run[:, layer], 1)
+    np.testing.assert_array_equal(np.asarray(one._loads), wanted)

@@ -7,7 +7,7 @@ import pytest
 
 from jrl.tasks.tools.calculator import CALCULATOR, calculate
 from jrl.tasks.tools.calls import UNREADABLE, Call, calls_in
-from jrl.tasks.tools.python import Sandbox
+from jrl.tasks.tools.python import Sandbox, python_tool
 from jrl.tasks.tools.tool import ToolEnvironment
 
 ASKED = {"name": "calc", "arguments": {"expression": "2*3"}}
@@ -125,3 +125,8 @@ def test_code_has_no_network_and_leaves_nothing_behind(tmp_path):
 
     time.sleep(2.5)
     assert not mark.exists()
+
+
+def test_the_policy_is_told_what_its_code_has():
+    about = python_tool(Sandbox(seconds=2, network=True)).about
+    assert about == "A program; it has 2 seconds and a network."

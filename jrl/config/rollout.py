@@ -1,0 +1,54 @@
+"""What of the settings of a rollout goes together."""
+
+from typing import Protocol
+
+OF_TWO_SIDES = ("rollout_split", "rollout_m2n", "rollout_expert_slots", "rollout_replan")
+"""What only `rollout_engine="disaggregated"` has."""
+
+
+class RolloutSettings(Protocol):
+    """Those of a `jrl.config.run.RunConfig`, where they are explained."""
+
+    @property
+    def rollout_engine(self) -> str: ...
+    @property
+    def rollout_split(self) -> str | None: ...
+    @property
+    def rollout_layout(self) -> str | None: ...
+    @property
+    def stale_cache(self) -> bool: ...
+
+
+def check_rollout(run: RolloutSettings) -> None:
+    """Refuses settings that do not go together.
+
+    Raises:
+      ValueError: naming them.
+    """
+    for name in ("rollout_micro_batches", "rollout_expert_slots", "rollout_replan"):
+        value = getattr(run, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1.")
+    if run.rollout_engine == "slots":
+        for name in OF_TWO_SIDES:
+            if getattr(run, name) is not None:
+                raise ValueError(
+                    f"{name}={getattr(run, name)!r} needs --rollout-engine disaggregated: "
+                    f"give it, or leave out --{name.replace('_', '-')}."
+                )
+        return
+    if run.rollout_split is None:
+        raise ValueError(
+            "rollout_engine='disaggregated' needs the devices of both sides: give "
+            '--rollout-split, for example "tp1 dp2 / ep2".'
+        )
+    if run.rollout_layout is not None:
+        raise ValueError(
+            f"rollout_layout={run.rollout_layout!r} is a layout of one mesh, and "
+            f"rollout_split={run.rollout_split!r} has two: leave out --rollout-layout."
+        )
+    if run.stale_cache:
+        raise ValueError(
+            "stale_cache keeps keys and values in checkpoints, and those of "
+            "rollout_engine='disaggregated' are not kept: leave out --stale-cache."
+        )

@@ -1,0 +1,25 @@
+"""Warnings of what goes wrong again and again in a run."""
+
+import sys
+
+MOST = 3
+"""Different failures of which a run says a line each; all are counted in its metrics."""
+
+
+class FewWarnings:
+    """Says each failure once, and the first `MOST` of them at all."""
+
+    def __init__(self):
+        self._said: set[str] = set()
+
+    def say(self, failure: str, line: str) -> None:
+        """Prints a line about a failure, unless that or enough others have been said.
+
+        Args:
+          failure: what tells it from others.
+          line: the warning.
+        """
+        if failure in self._said or len(self._said) >= MOST:
+            return
+        self._said.add(failure)
+        print(f"warning: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,88 @@
+"""Where experts lie while rows decode: planned anew from time to time, by what they had to do."""
+
+import numpy as np
+
+from moe.config import ModelConfig
+from moe.disaggregated.placement import Placement
+from moe.disaggregated.replanning import Balance, Policy, Sizes, observe, start
+from moe.disaggregated.split import SplitMesh
+
+ALIKE = Policy(every=1, decay=1 - 1e-9)
+"""Each look may move experts, and all looks since the start count alike."""
+
+
+class ExpertPlaces:
+    """The placements of all layers, and the loads that they are planned by.
+
+    Args:
+      config: the network, a mixture.
+      mesh: of both sides.
+      slots: of each device along ``ep``; None are no more than its share of the experts.
+      every: tokens of a row between two looks; None never looks.
+
+    Attributes:
+      moves: slots that got another expert, in all.
+      has_moved: whether one has since the start.
+
+    Raises:
+      ValueError: for slots that do not hold all experts.
+    """
+
+    def __init__(self, config: ModelConfig, mesh: SplitMesh, slots: int | None, every: int | None):
+        first = first_placement(config, mesh, slots)
+        first = first or Placement.identity(config.num_experts, mesh.experts.size(mesh.experts.ep))
+        self._sizes = Sizes(first.num_slots * first.num_devices, first.num_devices)
+        self._first = np.tile(first.experts, (config.num_expert_layers, 1))
+        self._no_loads = np.zeros((config.num_expert_layers, config.num_experts))
+        self.every, self.moves = every, 0
+        self.restart()
+
+    def restart(self) -> None:
+        """As if nothing had been seen: equal loads."""
+        self._tokens, self._balance = 0, Balance(0, self._no_loads, self._first)
+        self.has_moved = False
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Of each layer with experts."""
+        devices = self._sizes.num_devices
+        return tuple(Placement.holding(one, devices) for one in self._balance.placed)
+
+    def is_due(self, tokens: int) -> bool:
+        """Whether to look, after each row got so many tokens more."""
+        self._tokens += tokens
+        return self.every is not None and self._tokens >= self.every
+
+    def look(self, loads: np.ndarray) -> bool:
+        """Plans anew, and says whether an expert moves.
+
+        Args:
+          loads: tokens of each expert since the last look, ``[layer, expert]``.
+        """
+        self._tokens = 0
+        self._balance, moves = observe(self._balance, loads, self._sizes, ALIKE)
+        self.moves += len(moves)
+        self.has_moved |= bool(moves)
+        return bool(moves)
+
+
+def first_placement(config: ModelConfig, mesh: SplitMesh, slots: int | None) -> Placement | None:
+    """Of experts that nothing is known of, as if all had equally much to do; None has each once, in
+    their order.
+
+    Args:
+      slots: of each device along ``ep``; None are no more than its share.
+
+    Raises:
+      ValueError: for slots that do not hold all experts.
+    """
+    if slots is None or not config.num_experts:
+        return None
+    devices = mesh.experts.size(mesh.experts.ep)
+    if slots * devices < config.num_experts:
+        raise ValueError(
+            f"rollout_expert_slots={slots} on ep={devices} devices do not hold "
+            f"{config.num_experts} experts: give {-(-config.num_experts // devices)} or more."
+        )
+    placed = start(1, config.num_experts, Sizes(slots * devices, devices)).placed[0]
+    return Placement.holding(placed, devices)

@@ -1,0 +1,60 @@
+"""Requests sit where attention has least to do."""
+
+import numpy as np
+
+from jrl.rollout.decoding.batches import BatchedSeating
+from jrl.rollout.decoding.requests import Request
+from moe.disaggregated.batches import Predicted
+
+RANKS, PARTS, SIZE = 2, 3, 4
+PREDICTED = Predicted(of_token=50.0, of_cached=1.0)
+
+
+def request(number, length):
+    return Request(number, 0, np.zeros(length, np.int32), 9)
+
+
+def seated(lengths):
+    """A seating with requests of these lengths, the tokens in each of its slots, and how long each
+    micro-batch takes."""
+    contexts = {}
+    seating = BatchedSeating(
+        RANKS * PARTS * SIZE, RANKS, 4096, PARTS, PREDICTED, contexts.__getitem__
+    )
+    seating.waiting.extend(request(number, length) for number, length in enumerate(lengths))
+    seating.arrivals()
+    contexts |= {slot: row.length for slot, row in seating.sitting.items()}
+    return seating, contexts
+
+
+def times(contexts):
+    batches = [[] for _ in range(RANKS * PARTS)]
+    for slot, length in contexts.items():
+        batches[slot // SIZE].append(length)
+    return [PREDICTED.of_batch(batch) for batch in batches]
+
+
+def test_micro_batches_take_equally_long():
+    lengths = np.random.default_rng(0).integers(1, 300, 18).tolist()
+    found = np.reshape(times(seated(lengths)[1]), (RANKS, PARTS))
+    # On each rank no two differ by more than one request, as of the lightest at any time.
+    assert np.all(np.ptp(found, axis=1) <= PREDICTED.of_batch([max(lengths)]))
+    dealt = np.reshape(times(dict(enumerate(lengths))), (RANKS, PARTS))
+    assert np.ptp(found) < np.ptp(dealt) / 2
+
+
+def test_who_comes_later_joins_the_lightest():
+    """By the tokens that stand in the slots by then, not by those that came."""
+    seating, contexts = seated([10] * 12)
+    for slot in contexts:
+        # One micro-batch of each rank has short rows, as where they began anew.
+        contexts[slot] = 20 if slot // SIZE % PARTS == 1 else 200
+    seating.waiting.extend(request(number, 5) for number in (100, 101))
+    (program,) = seating.arrivals()
+    assert sorted(slot // SIZE for slot, *_ in program.seats) == [1, 4]
+
+
+def test_all_slots_are_taken_once():
+    seating, _ = seated([7] * 30)
+    assert sorted(seating.sitting) == list(range(RANKS * PARTS * SIZE))
+    assert len(seating.waiting) == 6 and seating.num_free == 0
