@@ -6,6 +6,7 @@ from typing import Literal
 from moe.adapters.settings import Lora
 from moe.architecture.activation import Activation
 from moe.architecture.attention import MultiHeadLatentAttention, check_attention
+from moe.architecture.delta import GatedDeltaNet, check_delta
 from moe.architecture.feed_forward import check_first_layers, check_routing
 from moe.attention.rotary import RopeScaling
 from moe.execution import Execution
@@ -25,6 +26,10 @@ class ModelConfig:
       num_kv_heads: key and value heads; a divisor of `num_heads` (grouped-query attention).
       head_dim: width of a head, even; under `mla` that of queries and keys (``qk_head_dim``).
       mla: makes attention multi-head latent attention; None is grouped-query attention.
+      delta: puts Gated DeltaNet, linear attention, in the place of attention in some layers; None
+        is attention in all.
+      attention_gate: what each head of attention gives is multiplied by the sigmoid of a gate that
+        is made beside its query.
       qkv_bias: queries, keys and values have biases.
       attention_out_bias: what attention adds to the residual stream has a bias.
       attention_sinks: each head has a score of its own, a weight, beside those of the keys in every
@@ -110,6 +115,8 @@ class ModelConfig:
     num_kv_heads: int = 2
     head_dim: int = 24
     mla: MultiHeadLatentAttention | None = None
+    delta: GatedDeltaNet | None = None
+    attention_gate: bool = False
     qkv_bias: bool = False
     attention_out_bias: bool = False
     attention_sinks: bool = False
@@ -185,6 +192,7 @@ class ModelConfig:
             )
         check_routing(self)
         check_attention(self)
+        check_delta(self)
         check_first_layers(self)
 
     @property

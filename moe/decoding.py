@@ -1,4 +1,4 @@
-"""The key/value cache and the one-token step.
+"""Prefill and the one-token step.
 
 A row's token at position p has its keys and values in column p, whatever the other rows do: rows
 stand at different positions, and what a row computes does not depend on when it came. The cache is
@@ -6,68 +6,34 @@ one buffer per layer, key and value, or one for all layers of a stack that is sc
 (`moe.layers.depth`), written in place: a loop that carries it never copies it.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from moe.attention.cached import cached_attention
-from moe.attention.latent import LatentCore, absorbed, keeps_narrow, released
+from moe.attention.delta.sequences import DeltaCore, DeltaState, one_step
+from moe.attention.delta.weights import DeltaNet
+from moe.attention.latent import LatentCore, keeps_narrow
 from moe.attention.layer import CoreAttention
-from moe.attention.mask import Window, window_of_layer
+from moe.attention.mask import Window
+from moe.cache.buffers import Cache, cache_of, kept_columns
+from moe.cache.step import StepCore
 from moe.config import ModelConfig
 from moe.embedding import embed
 from moe.head import logits_of
-from moe.kernels.decode_attention import decode_attention
 from moe.layers.block import block
 from moe.layers.depth import is_stack
 from moe.model import run_keeping
 from moe.precision import rms_norm
+from moe.router.statistics import RouterStatistics
 from moe.tokens.packing import PackedBatch, pack_rows
 from moe.tokens.zigzag import ZigzagLayout
 from moe.weights import Layer, Transformer
 from sharding.collectives import join_shards
 from sharding.folding import FoldedMesh
-
-Leaf = TypeVar("Leaf")
-
-
-@struct.dataclass
-class Cache(Generic[Leaf]):
-    """Keys and values of the tokens so far, a buffer for each of `moe.layers.depth.parts_of`.
-
-    Attributes:
-      keys: per layer ``[row, kv_head, head_dim, column]``, rotated; values: ``[row, kv_head,
-        column, v_head_dim]``. So the products of a decoding step want them: in another order each
-        step would copy the buffers, or read them piece by piece. Latent attention has no values:
-        its keys are the narrow vectors of all heads together, on each rank of ``tp``, unless
-        `Execution.latent` is "expanded". A stack that is scanned has its layers in front, ``[layer,
-        row, ...]``.
-    """
-
-    keys: tuple[Leaf, ...]
-    values: tuple[Leaf, ...]
-
-
-ROW, KEY_COLUMN, VALUE_COLUMN = -4, -1, -2
-"""Which axis of a buffer the rows are, and which of keys and of values the columns: from the end,
-for layers may lie in front."""
-
-
-def over_columns(function: Callable[..., Leaf], *caches: Cache[Leaf]) -> Cache[Leaf]:
-    """`function` of each buffer, or of those in the same place of several caches, and of the axis
-    that its columns are."""
-    keys = zip(*(cache.keys for cache in caches), strict=True)
-    values = zip(*(cache.values for cache in caches), strict=True)
-    return Cache(
-        tuple(function(*buffers, KEY_COLUMN) for buffers in keys),
-        tuple(function(*buffers, VALUE_COLUMN) for buffers in values),
-    )
 
 
 class Prefilled(NamedTuple):
@@ -113,14 +79,13 @@ def prefill(
     packed = packed_prefill(tokens, lengths, config, mesh, record_choices)
     keep = partial(kept_columns, tokens.shape)
     x, router, kept = run_keeping(keep, weights, packed, config, mesh)
-    keys, *values = zip(*kept, strict=True)
     chosen = None
     if record_choices:
         assert router is not None
         chosen = router.choices
         assert chosen is not None
     states, choices = by_row(x, chosen, packed, lengths, mesh)
-    return Prefilled(Cache(keys, values[0] if values else ()), states, choices)
+    return Prefilled(cache_of(kept), states, choices)
 
 
 def for_prefill(config: ModelConfig) -> ModelConfig:
@@ -144,18 +109,6 @@ def packed_prefill(
     return packed._replace(record_choices=record_choices)
 
 
-def kept_columns(shape: tuple[int, ...], *arrays: Array) -> tuple[Array, ...]:
-    """Keys and values of the tokens of rows, or narrow vectors, as a cache holds them.
-
-    Args:
-      shape: rows and columns of the tokens.
-    """
-    return tuple(
-        jnp.moveaxis(x.reshape(*shape, *x.shape[1:]), 1, column)
-        for x, column in zip(arrays, (KEY_COLUMN, VALUE_COLUMN), strict=False)
-    )
-
-
 def by_row(
     x: Float[Array, "local d_model"],
     chosen: Int[Array, "layer local k"] | None,
@@ -171,121 +124,6 @@ def by_row(
         by_token = join_shards(jnp.moveaxis(chosen, 0, 1), mesh.sequence)
         (choices,) = packed.zigzag.restore(by_token)
     return states, choices
-
-
-class StepCore:
-    """Core attention of one token per row, which is written into the layer's cache first.
-
-    Args:
-      number: of the layer.
-      keys, values: buffers of the cache that the layer's lie in; None for values with narrow
-        vectors.
-      positions: of the tokens, for rows of the buffers from `first` on.
-      live: rows that are going; of the others nothing is written.
-      place: which layer of a buffer that has layers in front.
-      first: the row of the buffers that the first token belongs to.
-      columns: that are read, None for all; every live row must stand within them.
-
-    Attributes:
-      keys, values: the buffers after `attend` has run.
-
-    Raises:
-      ValueError: where `Execution.decode_attention` names what cannot serve.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        number: int | Array,
-        keys: Array,
-        values: Array | None,
-        positions: Int[Array, "row"],
-        live: Bool[Array, "row"],
-        place: tuple[Array, ...] = (),
-        first: Array | None = None,
-        columns: int | None = None,
-    ):
-        self._config, self._name = config, config.execution.decode_attention
-        if config.attention_sinks and self._name not in (None, "plain"):
-            raise ValueError(
-                f"decode_attention={self._name!r} has no attention sinks in its softmax: use None."
-            )
-        if keeps_narrow(config) and self._name not in (None, "plain"):
-            raise ValueError(
-                f"decode_attention={self._name!r} reads keys and values, and latent attention "
-                'keeps none: use None, or latent="expanded".'
-            )
-        self.keys, self.values = keys, values
-        self._place, self._first, self._live = place, first, live
-        room = keys.shape[KEY_COLUMN]
-        self._columns = room if columns is None else columns
-        # Past the end, where writing does nothing: a row that waits keeps what it has.
-        self._written = jnp.where(live, positions, room)
-        self._rows = jnp.arange(positions.shape[0]) + (0 if first is None else first)
-        seen = jnp.arange(self._columns)[None]
-        visible, window = seen <= positions[:, None], window_of_layer(config, number)
-        oldest = jnp.zeros_like(positions)
-        if window is not None:
-            visible &= seen > positions[:, None] - window
-            oldest = jnp.maximum(positions + 1 - window, 0)
-        self._visible = visible
-        # Of a row that is not live one column is enough.
-        self._ends = jnp.where(live, oldest, 0), jnp.where(live, positions + 1, 1)
-
-    @property
-    def attend(self) -> CoreAttention | LatentCore:
-        """What a block takes."""
-        return LatentCore(self._of_narrow) if keeps_narrow(self._config) else self._of_heads
-
-    def _of_heads(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        scale: float | None = None,
-        sinks: Array | None = None,
-    ) -> Array:
-        assert self.values is not None
-        self.keys = self._write(self.keys, key, KEY_COLUMN)
-        self.values = self._write(self.values, value, VALUE_COLUMN)
-        if self._name in (None, "plain"):
-            keys, values = (self._own(x, c) for x, c in self._buffers())
-            return cached_attention(query, keys, values, self._visible, scale, sinks)
-        keys, values = (self._own_rows(x, c) for x, c in self._buffers())
-        layer = self._place[0] if self._place else None
-        return decode_attention(
-            query, keys, values, *self._ends, scale, layer=layer, implementation=self._name
-        )
-
-    def _of_narrow(self, query: Array, narrow: Array, up: Array) -> Array:
-        config = self._config
-        self.keys = self._write(self.keys, narrow[:, None], KEY_COLUMN)
-        vectors = self._own(self.keys, KEY_COLUMN)
-        read = jnp.swapaxes(vectors[:, :, : up.shape[0]], 2, 3)
-        query, scale = absorbed(query, up, config), config.head_dim**-0.5
-        return released(cached_attention(query, vectors, read, self._visible, scale), up, config)
-
-    def _buffers(self) -> list[tuple[Array, int]]:
-        assert self.values is not None
-        return [(self.keys, KEY_COLUMN), (self.values, VALUE_COLUMN)]
-
-    def _write(self, buffer: Array, new: Array, column: int) -> Array:
-        there = (*self._place, self._rows, *[slice(None)] * (column - ROW - 1), self._written)
-        return buffer.at[there].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
-
-    def _own(self, buffer: Array, column: int) -> Array:
-        """Of the layer, what is read of its rows."""
-        if self._place:
-            buffer = lax.dynamic_index_in_dim(buffer, *self._place, keepdims=False)
-        return self._own_rows(buffer, column)
-
-    def _own_rows(self, buffer: Array, column: int) -> Array:
-        if self._first is not None:
-            number = self._rows.shape[0]
-            buffer = lax.dynamic_slice_in_dim(buffer, self._first, number, axis=buffer.ndim + ROW)
-        if self._columns < buffer.shape[column]:
-            buffer = lax.slice_in_dim(buffer, 0, self._columns, axis=buffer.ndim + column)
-        return buffer
 
 
 def for_step(config: ModelConfig) -> ModelConfig:
@@ -364,9 +202,19 @@ def decode_step(
         return (x, core.keys, core.values), None if router is None else router.choices
 
     x, choices, after, first = embed(weights, tokens, config, mesh), [], [], 0
-    values_of_parts = [None] * len(layers) if narrow_cache else cache.values
-    for layer, keys, values in zip(layers, cache.keys, values_of_parts, strict=True):
-        carry, depth = (x, keys, values), 1
+    values_of_parts = [None] * len(cache.keys) if narrow_cache else cache.values
+    buffers_of_heads = zip(cache.keys, values_of_parts, strict=True)
+    buffers_of_deltas = zip(cache.states, cache.tails, strict=True)
+    for layer in layers:
+        if isinstance(layer.attention, DeltaNet):
+            before = DeltaState(*next(buffers_of_deltas))
+            x, own, router = _delta_step(layer, x, packed, before, live, config, mesh, first)
+            after.append(own)
+            if router is not None and router.choices is not None:
+                choices.append(router.choices[None])
+            first += 1
+            continue
+        carry, depth = (x, *next(buffers_of_heads)), 1
         if is_stack(layer):
             depth = layer.norm.shape[0]
             # The buffers are carried, and a layer writes its part of them: as what a scan takes
@@ -383,16 +231,33 @@ def decode_step(
             chosen = None if chosen is None else chosen[None]
         first += depth
         x, *buffers = carry
-        after.append(buffers)
+        after.append(tuple(own for own in buffers if own is not None))
         if chosen is not None:
             choices.append(chosen)
     x = rms_norm(x, weights.norm, config.norm_epsilon)
     chosen = None
     if record_choices:
         chosen = join_shards(jnp.moveaxis(jnp.concatenate(choices), 0, 1), mesh.sequence)
-    keys, values = zip(*after, strict=True)
-    after_step = Cache(keys, () if narrow_cache else values)
-    return logits_of(weights, x, config, mesh), after_step, chosen
+    return logits_of(weights, x, config, mesh), cache_of(after), chosen
+
+
+def _delta_step(
+    layer: Layer[Array],
+    x: Array,
+    packed: PackedBatch,
+    before: DeltaState,
+    live: Bool[Array, "row"],
+    config: ModelConfig,
+    mesh: FoldedMesh,
+    number: int,
+) -> tuple[Array, DeltaState, RouterStatistics[Array] | None]:
+    """A layer with Gated DeltaNet, and what its rows are gone on with; rows that are not live stay
+    as they are."""
+    assert config.delta is not None
+    after = list[DeltaState]()
+    core = DeltaCore(partial(one_step, config.delta, before, live)).watched(after.append)
+    x, router = block(layer, x, packed, core, config, mesh, number)
+    return x, after[0], router
 
 
 def _dropless(config: ModelConfig) -> ModelConfig:

@@ -14,6 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
+from moe.architecture.delta import delta_layers
+from moe.attention.delta.sequences import DeltaCore, delta_core
+from moe.attention.delta.weights import DeltaNet
 from moe.attention.latent import LatentCore, expanded, keeps_narrow
 from moe.attention.layer import CoreAttention
 from moe.attention.mask import window_of_layer
@@ -21,7 +24,7 @@ from moe.config import ModelConfig
 from moe.embedding import embed
 from moe.head import logits_of, value_of
 from moe.layers.block import block
-from moe.layers.depth import is_scanned, over_layers
+from moe.layers.depth import is_scanned, of_kind, over_layers
 from moe.layers.halves import Streams, choices_in_rows, in_rows, in_streams, joined, through
 from moe.precision import rms_norm
 from moe.remat import KEPT, KEPT_BEFORE_NORMS, rematerialised
@@ -39,7 +42,7 @@ Valid = Bool[Array, "batch time"]
 Choices = Integer[Array, "layer batch time k"]
 Keep = Callable[..., Any]
 """Keys and values of a layer's tokens, or the narrow vectors that a cache of latent attention holds
--> what is kept of them."""
+-> what is kept of them. Of Gated DeltaNet a `DeltaState` is kept as it is."""
 
 
 def run(
@@ -125,8 +128,10 @@ def blocks(
       present: how many layers of the stack there are, all or all but the last, which is padding
         then and does not run; None is all.
     """
-    execution, depth = config.execution, jax.tree.leaves(layers)[0].shape[0]
-    scanned = is_scanned(depth, execution)
+    execution, depth = config.execution, jax.tree.leaves(layers.norm)[0].shape[0]
+    # In a pipeline all chunks are alike in them (`moe.layers.chunks.check_delta_layers`).
+    of_delta = tuple(layer for layer in delta_layers(config) if layer < depth)
+    scanned = is_scanned(depth, execution, of_delta)
     normed = config.mla is not None or config.query_key_norm is not None
     remat = partial(
         rematerialised,
@@ -138,20 +143,24 @@ def blocks(
     def run_layer(
         number: int | Int[Array, ""],
         own: Sequence[PackedBatch],
-        cores: Sequence[CoreAttention | LatentCore],
+        cores: Sequence[CoreAttention | LatentCore | DeltaCore],
         layer: Layer[Array],
         streams: Streams,
     ):
         # Inside what is rematerialised: the whole layer lives while it runs, forward and backward.
         layer = weights_of(layer)
-        layer = layer if shard_dims is None else unshard(layer, shard_dims)
+        if shard_dims is not None:
+            layer = unshard(layer, of_kind(shard_dims, isinstance(layer.attention, DeltaNet)))
         kept: list[Any] = []
 
         def run_half(half: int, layer: Layer[Array], x: Array):
             core = cores[half]
             if keep is not None:
                 assert not isinstance(core, LatentCore) and len(cores) == 1
-                core = watched(core, keep, kept, config)
+                if isinstance(core, DeltaCore):
+                    core = core.watched(kept.append)
+                else:
+                    core = watched(core, keep, kept, config)
             return block(layer, x, own[half], core, config, mesh, number)
 
         streams, stats = through(run_half, layer, streams, config, mesh)
@@ -162,7 +171,12 @@ def blocks(
         # Choices are recorded for the layers that have experts.
         own = [half.of_layer(number - config.num_dense_layers) for half in packed.streams]
         window = window_of_layer(config, number)
-        cores = [half.core_attention_of_layer(number, window) for half in own]
+        cores = [
+            delta_core(half.mask, config)
+            if index in of_delta
+            else half.core_attention_of_layer(number, window)
+            for half in own
+        ]
         run_one = partial(run_layer, number, own, cores)
         if present is None or not (scanned or index == depth - 1):
             return remat(run_one)(layer, streams)
@@ -175,7 +189,7 @@ def blocks(
         return remat(_where_present(is_present, run_one))(layer, streams)
 
     streams = in_streams(x, packed, mesh)
-    streams, outs = over_layers(run_numbered, layers, streams, execution)
+    streams, outs = over_layers(run_numbered, layers, streams, execution, of_delta)
     collected, kept = ([out[place] for out in outs] for place in range(2))
     stats = choices_in_rows(sums_over_layers(collected, scanned), packed, mesh)
     return joined(streams), stats, kept

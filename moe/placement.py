@@ -10,12 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from moe.architecture.delta import delta_layers
 from moe.config import ModelConfig
 from moe.layers import chunks
 from moe.weights import Leaf, Transformer, Weight, axis_sizes, shapes, table
 from sharding import zero
 from sharding.folding import FoldedMesh
 from sharding.rules import partition_spec, weight_rules
+
+CUT_INTO_CHUNKS = ("layer", "attention_layer", "delta_layer")
+"""Axes of layers that the stages of a pipeline share."""
 
 
 def specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
@@ -34,15 +38,16 @@ def specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
     # Stored with padding where stages are uneven.
     depths = chunks.layers_of_chunks(sizes["layer"], mesh)
     sizes["layer"] = len(depths) * max(depths)
+    chunks.check_delta_layers(config.num_layers, delta_layers(config), mesh)
     for axis, atoms in rules.items():
-        if sizes[axis] % mesh.size(atoms):
+        if sizes.get(axis, 0) % mesh.size(atoms):
             raise ValueError(
                 f"the axis {axis!r} of size {sizes[axis]} cannot be split over {mesh.size(atoms)} "
                 f"devices (layout {mesh.layout}): choose a layout whose size divides it."
             )
 
     def spec_of(weight: Weight) -> PartitionSpec:
-        cut = num_chunks > 1 and weight.axes.startswith("layer ")
+        cut = num_chunks > 1 and weight.axes.split()[0] in CUT_INTO_CHUNKS
         return partition_spec(f"chunk {weight.axes}" if cut else weight.axes, rules)
 
     return jax.tree.map(spec_of, table(config))

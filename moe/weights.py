@@ -5,7 +5,9 @@ arrays, their PartitionSpecs. Each of those is a `jax.tree.map` over the table.
 
 Axes: ``layer vocab d_model head kv_head head_dim d_ff route expert d_expert``; of latent attention
 ``kv_lora q_lora`` and widths made of theirs; of the dense layers that come before those with
-experts ``first_layer dense_d_ff``; of adapters ``lora_rank``. ``route`` and ``expert`` have the
+experts ``first_layer dense_d_ff``; of adapters ``lora_rank``. Where some layers have Gated DeltaNet
+(`moe.attention.delta.weights`) those with attention are stacked along ``attention_layer`` and these
+along ``delta_layer``. ``route`` and ``expert`` have the
 same size and different roles: the router's outputs stay whole on every device while the experts are
 spread over them. ``half`` is 0 for gate and 1 for up: the two lie side by side in one weight, so
 that one product makes both, and what splits the hidden units splits those of both alike.
@@ -13,7 +15,7 @@ that one product makes both, and what splits the hidden units splits those of bo
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 import jax
@@ -22,6 +24,8 @@ from flax import struct
 
 from moe.adapters.statement import targets_in, with_adapters
 from moe.adapters.trees import trained, with_base
+from moe.architecture.weight import Weight, norm_weight
+from moe.attention.delta.weights import DeltaNet, delta_sizes, delta_weights
 from moe.config import ModelConfig
 
 Leaf = TypeVar("Leaf")
@@ -30,36 +34,11 @@ TRUNCATED_DEVIATION = 0.87962566103423978
 """Standard deviation of a standard normal cut at two."""
 
 
-@dataclass(frozen=True)
-class Weight:
-    """A weight's named axes and its initial values.
-
-    Args:
-      axes: names separated by blanks, for example ``"layer d_model head head_dim"``.
-      fan_in: the axes summed over where the weight is used; values start normal, cut at two
-        standard deviations, with variance ``scale^2 / fan-in``. Empty: all values start at `scale`.
-      scale: see `fan_in`.
-      drawn_along: an axis whose entries are drawn each with a key of their own, as weights that
-        stand apart are.
-      float32: it is computed with in float32, whatever `ModelConfig.dtype` is: the scale of a norm,
-        of which a bfloat16 near 1 has no more than two digits, and what a choice of experts or a
-        value hangs on (`moe.precision`). They are few: a vector or a narrow matrix a layer, and
-        adapters, which are their own float32 masters.
-      fixed: it has no gradient and stays as it is: what adapters are beside.
-    """
-
-    axes: str
-    fan_in: str = ""
-    scale: float = 1.0
-    drawn_along: str | None = None
-    float32: bool = False
-    fixed: bool = False
-
-
 @struct.dataclass
 class Attention(Generic[Leaf]):
     """`norm` is of what attention takes or, with `norm_placement` "after", of what it gives;
-    `out_norm` of what it gives where both have one."""
+    `out_norm` of what it gives where both have one. Where what attention gives has a gate, `query`
+    makes a head's query and, after it, its gate."""
 
     norm: Leaf
     query: Leaf
@@ -112,14 +91,20 @@ class Experts(Generic[Leaf]):
 
 @struct.dataclass
 class Layer(Generic[Leaf]):
-    """`norm` and `out_norm` are those of the feed-forward layer, as in `Attention`."""
+    """`norm` and `out_norm` are those of the feed-forward layer, as in `Attention`.
 
-    attention: Attention[Leaf] | LatentAttention[Leaf]
+    A layer has attention or, in its place, Gated DeltaNet. In a stack with layers of both kinds
+    `attention` is that of those which have it, and `delta` that of the others
+    (`moe.layers.depth.layer_at`).
+    """
+
+    attention: Attention[Leaf] | LatentAttention[Leaf] | DeltaNet[Leaf]
     norm: Leaf
     experts: Experts[Leaf] | None
     dense: Dense[Leaf] | None
     shared_gate: Leaf | None = None
     out_norm: Leaf | None = None
+    delta: DeltaNet[Leaf] | None = None
 
 
 @struct.dataclass
@@ -142,7 +127,7 @@ def table(config: ModelConfig) -> Transformer[Weight]:
 def _without_adapters(config: ModelConfig) -> Transformer[Weight]:
     # Each block adds two terms to the residual stream; this keeps its variance level at the start.
     out_scale = 1 / math.sqrt(2 * config.num_layers)
-    norm, inward = _norm("layer d_model"), "d_model"
+    norm, inward = norm_weight("layer d_model"), "d_model"
     with_bias = config.expert_bias
     experts = Experts(
         router=Weight("layer d_model route", inward, float32=True),
@@ -174,8 +159,9 @@ def _without_adapters(config: ModelConfig) -> Transformer[Weight]:
             dense=dense if config.d_ff else None,
             shared_gate=Weight("layer d_model", inward) if config.shared_expert_gate else None,
             out_norm=out_norm,
+            delta=None if config.delta is None else delta_weights(config, out_scale),
         ),
-        norm=_norm("d_model"),
+        norm=norm_weight("d_model"),
         head=heads[config.head],
         first_layers=(
             _in_first_layers(Layer(attention, norm, None, dense, out_norm=out_norm))
@@ -188,7 +174,7 @@ def _without_adapters(config: ModelConfig) -> Transformer[Weight]:
 def _attention(
     config: ModelConfig, out_scale: float
 ) -> Attention[Weight] | LatentAttention[Weight]:
-    norm, inward = _norm("layer d_model"), "d_model"
+    norm, inward = norm_weight("layer d_model"), "d_model"
     out_norm = norm if config.norm_placement == "both" else None
     if config.mla is not None:
         narrow = "d_model" if config.mla.q_lora_rank is None else "q_lora"
@@ -196,15 +182,18 @@ def _attention(
         return LatentAttention(
             norm=norm,
             query_down=Weight("layer d_model q_lora", inward) if has_q_lora else None,
-            query_norm=_norm("layer q_lora") if has_q_lora else None,
+            query_norm=norm_weight("layer q_lora") if has_q_lora else None,
             query=Weight(f"layer {narrow} head head_dim", narrow),
             down=Weight("layer d_model kv_lora_and_rope", inward),
-            down_norm=_norm("layer kv_lora"),
+            down_norm=norm_weight("layer kv_lora"),
             up=Weight("layer kv_lora head key_and_value", "kv_lora"),
             out=Weight("layer head v_head_dim d_model", "head v_head_dim", out_scale),
             out_norm=out_norm,
         )
-    queries, keys = "layer head head_dim", "layer kv_head head_dim"
+    layer = "layer" if config.delta is None else "attention_layer"
+    norm = norm_weight(f"{layer} d_model")
+    out_norm = None if out_norm is None else norm
+    queries, keys = f"{layer} head head_dim", f"{layer} kv_head head_dim"
     biases = {}
     if config.qkv_bias:
         biases = {
@@ -213,28 +202,26 @@ def _attention(
             "value_bias": Weight(keys, scale=0.0),
         }
     if config.attention_out_bias:
-        biases["out_bias"] = Weight("layer d_model", scale=0.0)
+        biases["out_bias"] = Weight(f"{layer} d_model", scale=0.0)
     if config.attention_sinks:
-        biases["sinks"] = Weight("layer head", scale=0.0, float32=True)
+        biases["sinks"] = Weight(f"{layer} head", scale=0.0, float32=True)
     norms = {}
     if config.query_key_norm == "head":
-        norms = {"query_norm": _norm("layer head_dim"), "key_norm": _norm("layer head_dim")}
+        of_head = norm_weight(f"{layer} head_dim")
+        norms = {"query_norm": of_head, "key_norm": of_head}
     elif config.query_key_norm == "projection":
-        norms = {"query_norm": _norm(queries), "key_norm": _norm(keys)}
+        norms = {"query_norm": norm_weight(queries), "key_norm": norm_weight(keys)}
+    width = "query_and_gate" if config.attention_gate else "head_dim"
     return Attention(
         norm=norm,
-        query=Weight("layer d_model head head_dim", inward),
-        key=Weight("layer d_model kv_head head_dim", inward),
-        value=Weight("layer d_model kv_head head_dim", inward),
-        out=Weight("layer head head_dim d_model", "head head_dim", out_scale),
+        query=Weight(f"{layer} d_model head {width}", inward),
+        key=Weight(f"{layer} d_model kv_head head_dim", inward),
+        value=Weight(f"{layer} d_model kv_head head_dim", inward),
+        out=Weight(f"{layer} head head_dim d_model", "head head_dim", out_scale),
         out_norm=out_norm,
         **biases,
         **norms,
     )
-
-
-def _norm(axes: str) -> Weight:
-    return Weight(axes, float32=True)
 
 
 def targets_of(config: ModelConfig) -> tuple[str, ...]:
@@ -277,6 +264,7 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
         "head": config.num_heads,
         "kv_head": config.num_kv_heads,
         "head_dim": config.head_dim,
+        "query_and_gate": 2 * config.head_dim,
         "d_ff": config.d_ff,
         "route": config.num_experts,
         "expert": config.num_experts,
@@ -285,6 +273,7 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
         "dense_d_ff": config.dense_d_ff,
         "lora_rank": 0 if config.lora is None else config.lora.rank,
         **latents,
+        **delta_sizes(config),
     }
 
 

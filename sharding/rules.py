@@ -18,8 +18,12 @@ def weight_rules(mesh: FoldedMesh) -> Rules:
     """
     return {
         "layer": mesh.pp,
+        "attention_layer": mesh.pp,
+        "delta_layer": mesh.pp,
         "head": mesh.tp,
         "kv_head": mesh.tp,
+        "delta_key_head": mesh.tp,
+        "delta_value_head": mesh.tp,
         "d_ff": mesh.tp,
         "dense_d_ff": mesh.tp,
         "vocab": mesh.tp,

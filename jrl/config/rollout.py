@@ -1,11 +1,12 @@
 """What of the settings of a rollout goes together."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 OF_TWO_SIDES = ("rollout_split", "rollout_m2n", "rollout_expert_slots", "rollout_replan")
 """What only `rollout_engine="disaggregated"` has."""
 
 
+@runtime_checkable
 class RolloutSettings(Protocol):
     """Those of a `jrl.config.run.RunConfig`, where they are explained."""
 

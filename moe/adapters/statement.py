@@ -19,7 +19,7 @@ MATRICES = {
     "dense": ("gate_up", "down"),
 }
 """The weights of a record that its products are with."""
-STACKS = ("layer", "first_layer", "expert")
+STACKS = ("layer", "first_layer", "attention_layer", "expert")
 """Axes along which each entry has an adapter of its own."""
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 NOT_OF_LATENT_ATTENTION = (
     "qkv_bias",
+    "attention_gate",
     "attention_out_bias",
     "attention_sinks",
     "attention_scale",
@@ -62,6 +63,10 @@ def check_attention(config: Any) -> None:
             f"full_attention_layers={full} must be some of the layers 0 to {config.num_layers - 1} "
             f"beside others with sliding_window={config.sliding_window}: leave both out where all "
             "layers look back without limit."
+        )
+    if config.attention_gate and config.qkv_bias:
+        raise ValueError(
+            "attention_gate=True has no place for qkv_bias=True: leave one of them out."
         )
     _check_rotation(config)
     mla = config.mla

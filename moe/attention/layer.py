@@ -8,10 +8,15 @@ over ``cp``) and decoding (a cache) are one layer.
 
 from typing import Protocol, runtime_checkable
 
+import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moe.attention import latent
+from moe.attention.delta.layer import delta_heads
+from moe.attention.delta.sequences import DeltaCore
+from moe.attention.delta.weights import DeltaNet
 from moe.attention.latent import LatentCore
 from moe.attention.projections import joined_heads, queries_keys_values
 from moe.config import ModelConfig
@@ -42,10 +47,10 @@ class CoreAttention(Protocol):
 
 
 def attention(
-    weights: Attention[Array] | LatentAttention[Array],
+    weights: Attention[Array] | LatentAttention[Array] | DeltaNet[Array],
     x: Float[Array, "local d_model"],
     positions: Int[Array, "token"],
-    core_attention: CoreAttention | LatentCore,
+    core_attention: CoreAttention | LatentCore | DeltaCore,
     config: ModelConfig,
     mesh: FoldedMesh,
     number: int | Int[Array, ""],
@@ -66,7 +71,11 @@ def attention(
     h = norm_before(x, weights.norm, config)
     # Norm before gather: each rank normalises its own tokens (sequence parallelism).
     h = gather_tokens(h, mesh.tp)
-    if isinstance(weights, LatentAttention):
+    if isinstance(weights, DeltaNet):
+        assert isinstance(core_attention, DeltaCore)
+        out = delta_heads(weights, h, core_attention, config, mesh)
+    elif isinstance(weights, LatentAttention):
+        assert not isinstance(core_attention, DeltaCore)
         query = latent.queries(weights, h, positions, config)
         narrow = latent.narrow_vectors(weights, h, positions, config)
         if isinstance(core_attention, LatentCore):
@@ -74,9 +83,12 @@ def attention(
         else:
             out = core_attention(query, *latent.expanded(narrow, weights.up, config))
     else:
-        assert not isinstance(core_attention, LatentCore)
-        heads = queries_keys_values(weights, h, positions, config, mesh, number)
-        out = core_attention(*heads, config.attention_scale, weights.sinks)
+        assert not isinstance(core_attention, (LatentCore, DeltaCore))
+        given = weights, h, positions, config, mesh, number
+        query, key, value, gate = queries_keys_values(*given)
+        out = core_attention(query, key, value, config.attention_scale, weights.sinks)
+        if gate is not None:
+            out = out * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(out.dtype)
     term = scatter_tokens(joined_heads(out, weights.out), mesh.tp)
     if isinstance(weights, Attention) and weights.out_bias is not None:
         term = term + weights.out_bias[None].astype(term.dtype)

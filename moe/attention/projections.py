@@ -24,9 +24,10 @@ def queries_keys_values(
     config: ModelConfig,
     mesh: FoldedMesh,
     number: int | Int[Array, ""],
-) -> tuple[Heads, Heads, Heads]:
+) -> tuple[Heads, Heads, Heads, Heads | None]:
     """Queries and keys, rotated, and values, for the heads of this ``tp`` rank: a matrix each, with
-    the biases and the norms that the weights have.
+    the biases and the norms that the weights have. Then the gates of what the heads give, made with
+    the queries; None where they have none.
 
     Args:
       h: normalised tokens, all of this rank's sequences.
@@ -37,12 +38,16 @@ def queries_keys_values(
     key = heads(h, weights.key, weights.key_bias)
     value = heads(h, weights.value, weights.value_bias)
     query, key, value = (checkpoint_name(x, PROJECTED) for x in (query, key, value))
+    gate = None
+    if config.attention_gate:
+        query, gate = jnp.split(query, 2, axis=-1)
     query = _normalised(query, weights.query_norm, config.num_heads, config, mesh)
     key = _normalised(key, weights.key_norm, config.num_kv_heads, config, mesh)
     return (
         sharpened(rotated(query, positions, config, number), config),
         rotated(key, positions, config, number),
         value,
+        gate,
     )
 
 

@@ -1,5 +1,6 @@
 """How much arithmetic the network takes: the numerator of model FLOPs utilisation."""
 
+from moe.architecture.delta import GatedDeltaNet, delta_layers
 from moe.config import ModelConfig
 
 
@@ -9,9 +10,15 @@ def training_flops(config: ModelConfig, time: int) -> float:
     ``6 (L (h (q + 2 kv) + q h) + sum_layers 3 h f + h V) + 6 L q time``: a multiplication and an
     addition for each weight that the token meets, forward and twice backward, and the products of
     queries with keys and of weights with values, of which a causal mask leaves half. In a layer
-    with a window of w tokens ``w (2 - w / time)`` stands for the last `time`. h is `d_model`, q and
-    kv the widths of all query and key heads, f the hidden width of all the experts that a token
-    meets, the shared one included, or of the dense layer, V the vocabulary.
+    with a window of w tokens ``w (2 - w / time)`` stands for the last `time`. A gate of attention
+    is as many weights as queries. h is `d_model`, q and kv the widths of all query and key heads, f
+    the hidden width of all the experts that a token meets, the shared one included, or of the dense
+    layer, V the vocabulary.
+
+    A layer with Gated DeltaNet has ``6 (h (2 k + 3 v + 2 n) + 3 v d)`` in the place of the terms of
+    attention: its projections, and for each value head a state that is read, corrected and read
+    again, as the rule is written, token by token. k and v are the widths of all its keys and
+    values, n its value heads, d the width of a key.
 
     What is computed again, padded or thrown away does not count, nor do norms, the embedding, the
     router (less than a hundredth) and the optimizer: this is the work that the model needs, the
@@ -34,18 +41,32 @@ def training_flops(config: ModelConfig, time: int) -> float:
         raise ValueError("training_flops counts grouped-query attention, not latent attention.")
     queries = config.num_heads * config.head_dim
     keys = config.num_kv_heads * config.head_dim
-    attention = config.num_layers * config.d_model * (2 * queries + 2 * keys)
+    delta, num_layers = config.delta, config.num_layers
+    if delta is not None:
+        num_layers -= len(delta.layers)
+    gates = queries if config.attention_gate else 0
+    attention = num_layers * config.d_model * (2 * queries + gates + 2 * keys)
+    if delta is not None:
+        attention += len(delta.layers) * _delta_multiplications(delta, config.d_model)
     width = config.num_dense_layers * config.dense_d_ff
     width += (config.num_layers - config.num_dense_layers) * (
         config.experts_per_token * config.d_expert * (config.num_experts > 0) + config.d_ff
     )
     columns = 1 if config.head == "value" else config.vocab_size
     weights = attention + 3 * config.d_model * width + config.d_model * columns
-    window, full = config.sliding_window, config.num_layers
+    window, full = config.sliding_window, num_layers
     if window is not None and window < time:
-        full = len(config.full_attention_layers)
+        full = len(set(config.full_attention_layers) - set(delta_layers(config)))
     else:
         window = time
     # Twice the mean number of keys that a query sees, summed over layers.
-    seen = full * time + (config.num_layers - full) * window * (2 - window / time)
+    seen = full * time + (num_layers - full) * window * (2 - window / time)
     return 6.0 * (weights + queries * seen)
+
+
+def _delta_multiplications(delta: GatedDeltaNet, d_model: int) -> int:
+    """Of a token in a layer with Gated DeltaNet."""
+    keys = delta.num_key_heads * delta.key_head_dim
+    values = delta.num_value_heads * delta.value_head_dim
+    projected = d_model * (2 * keys + 3 * values + 2 * delta.num_value_heads)
+    return projected + 3 * values * delta.key_head_dim

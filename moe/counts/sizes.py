@@ -11,10 +11,13 @@ def sizes_of(config: ModelConfig) -> ModelSizes:
     sinks, gates and windows are left out.
 
     Raises:
-      ValueError: for multi-head latent attention, which the planner does not describe.
+      ValueError: for multi-head latent attention and Gated DeltaNet, which the planner does not
+        describe.
     """
     if config.mla is not None:
         raise ValueError("the planner counts grouped-query attention, not latent attention (mla).")
+    if config.delta is not None:
+        raise ValueError("the planner counts attention in every layer, not Gated DeltaNet (delta).")
     same = {field.name for field in fields(ModelSizes)} - {"tied"}
     if config.num_experts == 0:
         same -= {"experts_per_token", "d_expert"}

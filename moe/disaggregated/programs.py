@@ -11,13 +11,9 @@ from jaxtyping import Array
 from moe.attention.latent import LatentCore, keeps_narrow
 from moe.attention.layer import CoreAttention
 from moe.attention.mask import window_of_layer
-from moe.decoding import (
-    StepCore,
-    by_row,
-    kept_columns,
-    packed_prefill,
-    packed_step,
-)
+from moe.cache.buffers import kept_columns
+from moe.cache.step import StepCore
+from moe.decoding import by_row, packed_prefill, packed_step
 from moe.disaggregated.halves import (
     Flight,
     Serving,

@@ -17,8 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from moe.attention.latent import keeps_narrow
+from moe.cache.buffers import Cache
 from moe.config import ModelConfig
-from moe.decoding import Cache, Prefilled, for_prefill, for_step
+from moe.decoding import Prefilled, for_prefill, for_step
 from moe.disaggregated import programs
 from moe.disaggregated.halves import Flight, Serving
 from moe.disaggregated.m2n import Arrays, Message, exchange_of, spread_over

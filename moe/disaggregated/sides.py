@@ -145,6 +145,11 @@ def check_splits(config: ModelConfig, mesh: SplitMesh, placement: Placement | No
             "num_experts=0 leaves the devices of the experts without work: decode a dense network "
             "on one mesh."
         )
+    if config.delta is not None:
+        raise ValueError(
+            "delta puts Gated DeltaNet in some layers, whose states the side of attention does not "
+            "keep: decode such a network on one mesh."
+        )
     if config.expert_bias:
         raise ValueError(
             "expert_bias=True is of experts whose biases the side of experts does not hold: decode "

@@ -296,7 +296,7 @@ def _modules(config: ModelConfig, architecture: str | None) -> list[_Module]:
         if _of_experts(stated):
             parameter, after = STACKED[name]
             for layer in range(plan.sizes["layer"]):
-                module = f"model.layers.{plan.first + layer}.{EXPERTS}{after}"
+                module = f"model.layers.{plan.layers[layer]}.{EXPERTS}{after}"
                 target = f"{EXPERTS}.{parameter}"
                 modules.append(_Module(module, target, True, number, (layer,)))
             continue

@@ -155,6 +155,7 @@ def _needless(name: str, config: ModelConfig, family: Family) -> bool:
         (name == "lm_head.weight" and config.head == "tied")
         or name.endswith(".rotary_emb.inv_freq")
         or (family.predicts_further and layer is not None and int(layer[1]) >= config.num_layers)
+        or (family.predicts_further and name.startswith("mtp."))
     )
 
 

@@ -16,12 +16,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from moe.architecture.delta import delta_layers
 from moe.config import ModelConfig
 from moe.huggingface.families.family import Family, Stored
 from moe.huggingface.families.tensor_names import COMMON_NAMES
 from moe.weights import Weight, axis_sizes, table
 
-STACKS = ("layer", "first_layer", "expert", "half")
+STACKS = ("layer", "first_layer", "attention_layer", "delta_layer", "expert", "half")
 """Axes of a weight along which a checkpoint has a tensor for each index."""
 HALVES = ("gate", "up")
 """What the entries of the axis ``half`` are called."""
@@ -36,7 +37,7 @@ class Tensors:
     Args:
       names_of_halves: of a tensor, with ``{layer}`` and ``{expert}``; one for each of `HALVES`, or
         one alone.
-      first: the number of the first layer of the stack.
+      layers: the number of each layer of the stack.
       stack: the axes stacked over, in our order.
       dims: which of the weight's dimensions they are.
       axes: the other axes, in our order.
@@ -46,7 +47,7 @@ class Tensors:
     """
 
     names_of_halves: tuple[str, ...]
-    first: int
+    layers: tuple[int, ...]
     stack: tuple[str, ...]
     dims: tuple[int, ...]
     axes: tuple[str, ...]
@@ -66,7 +67,8 @@ class Tensors:
 
     def name_at(self, place: tuple[int, ...]) -> str:
         index = dict(zip(self.stack, place, strict=True))
-        layer = self.first + index.get("layer", index.get("first_layer", 0))
+        of_stack = (index[axis] for axis in self.stack if axis.endswith("layer"))
+        layer = self.layers[next(of_stack, 0)]
         name = self.names_of_halves[index.get("half", 0)]
         return name.format(layer=layer, expert=index.get("expert", 0))
 
@@ -143,7 +145,7 @@ def _tensors(
         stack = tuple(axis for axis in axes if not any(axis in part for part in dimensions))
     return Tensors(
         names_of_halves=tuple(tensor.name for tensor in tensors),
-        first=config.num_dense_layers if path.startswith("layers.") else 0,
+        layers=_layers(axes[0], config),
         stack=stack,
         dims=tuple(axes.index(axis) for axis in stack),
         axes=tuple(axis for axis in axes if axis not in stack),
@@ -151,6 +153,19 @@ def _tensors(
         sizes=sizes,
         offset=tensors[0].offset,
     )
+
+
+def _layers(axis: str, config: ModelConfig) -> tuple[int, ...]:
+    """The numbers of the layers that a weight is stacked over."""
+    dense, of_delta = config.num_dense_layers, delta_layers(config)
+    every = range(dense, config.num_layers)
+    stacks = {
+        "first_layer": range(dense),
+        "layer": every,
+        "attention_layer": [layer for layer in every if layer not in of_delta],
+        "delta_layer": of_delta,
+    }
+    return tuple(stacks.get(axis, (0,)))
 
 
 def _stored(path: str, config: ModelConfig, family: Family) -> Stored | None:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from moe.attention.delta.sequences import DeltaCore
 from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention, attention, norm_after, norm_before
 from moe.config import ModelConfig
@@ -67,7 +68,7 @@ def block(
     layer: Layer[Array],
     x: Float[Array, "local d_model"],
     packed: PackedBatch,
-    core_attention: CoreAttention | LatentCore,
+    core_attention: CoreAttention | LatentCore | DeltaCore,
     config: ModelConfig,
     mesh: FoldedMesh,
     number: int | Int[Array, ""],

@@ -41,6 +41,32 @@ def is_even(num_layers: int, mesh: FoldedMesh) -> bool:
     return num_layers % (mesh.layout.pp * mesh.layout.vpp) == 0
 
 
+def check_delta_layers(num_layers: int, delta_layers: Sequence[int], mesh: FoldedMesh) -> None:
+    """Refuses layouts that layers with Gated DeltaNet cannot have: it goes through whole sequences,
+    and all stages of a pipeline run one program.
+
+    Raises:
+      ValueError: where ``cp`` cuts sequences, or chunks differ in which of their layers have it.
+    """
+    number = mesh.layout.pp * mesh.layout.vpp
+    if delta_layers and mesh.layout.cp > 1:
+        raise ValueError(
+            f"layout {mesh.layout}: Gated DeltaNet goes through whole sequences, which cp cuts: "
+            "choose a layout with cp=1."
+        )
+    if not delta_layers or number == 1:
+        return
+    depth = -(-num_layers // number)
+    own = {layer % depth for layer in delta_layers}
+    wanted = [layer for layer in range(num_layers) if layer % depth in own]
+    if num_layers % number or list(delta_layers) != wanted:
+        raise ValueError(
+            f"layout {mesh.layout} cuts num_layers={num_layers} into {number} chunks that are not "
+            f"alike in their layers with Gated DeltaNet ({tuple(delta_layers)}): choose a pp and a "
+            "vpp whose chunks are, for example pp=1."
+        )
+
+
 def first_layers_of_chunks(num_layers: int, mesh: FoldedMesh) -> tuple[int, ...]:
     """The number of the first layer of each model chunk."""
     numbers = layers_of_chunks(num_layers, mesh)

@@ -1,13 +1,15 @@
 """Depth: the layers of a stack one after the other, as one program for all of them or unrolled.
 
-The layers of a stack differ in their weights alone. Scanned, they are one program that runs once a
+The layers of a stack differ in their weights alone, or some of them have Gated DeltaNet in the
+place of attention: then they are unrolled. Scanned, they are one program that runs once a
 layer, so that what is traced and compiled does not grow with depth. Unrolled, each is a program of
 its own, which the compiler fits to what comes before and after it; no layer is cut out of its stack
 while the program runs. The values are the same, but for the last digits of sums that are fused in
 another way.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
@@ -15,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from moe.architecture.delta import delta_layers as delta_layers_of
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.weights import Layer, Transformer
@@ -26,8 +29,14 @@ MOST_UNROLLED = 8
 """Layers of a stack up to which it is unrolled where `Execution.scan_layers` does not say."""
 
 
-def is_scanned(depth: int, execution: Execution) -> bool:
-    """Whether a stack of so many layers is run as one program for all."""
+def is_scanned(depth: int, execution: Execution, delta_layers: Sequence[int] = ()) -> bool:
+    """Whether a stack of so many layers is run as one program for all.
+
+    Args:
+      delta_layers: numbers of those with Gated DeltaNet.
+    """
+    if delta_layers:
+        return False
     if execution.scan_layers is None:
         return depth > MOST_UNROLLED
     return execution.scan_layers
@@ -38,31 +47,83 @@ def over_layers(
     layers: Layer[Array],
     carry: Carry,
     execution: Execution,
+    delta_layers: Sequence[int] = (),
 ) -> tuple[Carry, list[Any]]:
     """`run_layer` on each layer of a stack in turn.
 
     Args:
       run_layer: (number in the stack, layer, carry) -> (carry, what comes out of the layer).
       carry: of the same shapes and types before and after each layer.
+      delta_layers: numbers of the layers with Gated DeltaNet.
 
     Returns:
       The last carry, and what came out: an entry per layer or, where the stack is scanned, one
       with a dimension of layers in front.
     """
-    depth = jax.tree.leaves(layers)[0].shape[0]
-    if is_scanned(depth, execution):
+    if delta_layers:
+        apart = _apart_by_kind(layers, delta_layers)
+    elif is_scanned(depth := jax.tree.leaves(layers)[0].shape[0], execution):
         numbered = jnp.arange(depth, dtype=jnp.int32), layers
         carry, out = lax.scan(lambda carry, given: run_layer(*given, carry), carry, numbered)
         return carry, [out]
-    # Cut at once: the gradient of the stack is then that of its layers put together, and not the
-    # sum over layers of stacks that are zero in all others.
-    leaves, structure = jax.tree.flatten(layers)
-    cut, outs = [lax.split(leaf, [1] * depth) for leaf in leaves], []
-    for number, parts in enumerate(zip(*cut, strict=True)):
-        layer = structure.unflatten([lax.squeeze(part, [0]) for part in parts])
+    else:
+        apart = _apart(layers)
+    outs = []
+    for number, layer in enumerate(apart):
         carry, out = run_layer(number, layer, carry)
         outs.append(out)
     return carry, outs
+
+
+def _apart(layers: Any) -> list[Any]:
+    """Each layer of a stack by itself."""
+    # Cut at once: the gradient of the stack is then that of its layers put together, and not the
+    # sum over layers of stacks that are zero in all others.
+    leaves, structure = jax.tree.flatten(layers)
+    cut = [lax.split(leaf, [1] * leaf.shape[0]) for leaf in leaves]
+    return [
+        structure.unflatten([lax.squeeze(part, [0]) for part in parts])
+        for parts in zip(*cut, strict=True)
+    ]
+
+
+def _apart_by_kind(layers: Layer[Array], delta_layers: Sequence[int]) -> list[Layer[Array]]:
+    """The same where some have Gated DeltaNet, which is `attention` of theirs."""
+    nothing: Any = None
+    common = _apart(replace(layers, attention=nothing, delta=None))
+    attention, delta = iter(_apart(layers.attention)), iter(_apart(layers.delta))
+    return [
+        replace(layer, attention=next(delta if number in delta_layers else attention))
+        for number, layer in enumerate(common)
+    ]
+
+
+def of_kind(stack: Layer[Leaf], has_delta: bool) -> Layer[Leaf]:
+    """What a stack of layers of both kinds says of those of one kind."""
+    if stack.delta is None:
+        return stack
+    return replace(stack, attention=stack.delta if has_delta else stack.attention, delta=None)
+
+
+def layer_at(
+    stack: Layer[Leaf],
+    number: int,
+    layer_of: Callable[[Leaf, int], Leaf],
+    delta_layers: Sequence[int] = (),
+) -> Layer[Leaf]:
+    """One layer of a stack.
+
+    Args:
+      layer_of: (leaf of a stack, number) -> that of the layer.
+      delta_layers: numbers of the layers with Gated DeltaNet, of which `delta` of the stack is.
+    """
+    has_delta, before = number in delta_layers, sum(layer < number for layer in delta_layers)
+    place = before if has_delta else number - before
+    own, nothing = of_kind(stack, has_delta), None
+    common: Any = replace(own, attention=nothing)
+    common = jax.tree.map(lambda leaf: layer_of(leaf, number), common)
+    attention = jax.tree.map(lambda leaf: layer_of(leaf, place), own.attention)
+    return replace(common, attention=attention)
 
 
 def parts_of(weights: Transformer[Array], config: ModelConfig) -> tuple[Layer[Array], ...]:
@@ -82,20 +143,17 @@ def mapped_parts(
       layer_of: (leaf of a stack, number) -> that of the layer.
     """
     parts: list[Layer[Leaf]] = []
-    dense = config.num_dense_layers
+    dense, delta_layers = config.num_dense_layers, delta_layers_of(config)
     for stack, depth in (
         (weights.first_layers, dense),
         (weights.layers, config.num_layers - dense),
     ):
         if stack is None:
             continue
-        if is_scanned(depth, config.execution):
+        if is_scanned(depth, config.execution, delta_layers):
             parts.append(stack)
         else:
-            parts += [
-                jax.tree.map(lambda leaf, number=number: layer_of(leaf, number), stack)
-                for number in range(depth)
-            ]
+            parts += [layer_at(stack, number, layer_of, delta_layers) for number in range(depth)]
     return tuple(parts)
 
 

@@ -51,6 +51,7 @@ class PackedBatch(NamedTuple):
         back, to its core attention; a stage of a pipeline knows both at run time only.
       sequences: which tokens make one, for the load-balancing loss; None where nothing is learned.
       zigzag: where the tokens of rows stand in it.
+      mask: which tokens follow each other in a sequence; None of a step of decoding.
       replay: ``[layer, token, k]`` experts chosen before, to be used again; None chooses.
       record_choices: whether the router's statistics hold the choices.
       halves: of its rows (`Execution.two_batch_overlap`), where they go through the layers by
@@ -65,6 +66,7 @@ class PackedBatch(NamedTuple):
     core_attention_of_layer: CoreAttentionOfLayer
     sequences: Sequences | None
     zigzag: ZigzagLayout
+    mask: SegmentMask | None = None
     replay: Array | None = None
     record_choices: bool = False
     halves: tuple["PackedBatch", ...] = ()
@@ -102,15 +104,15 @@ def pack_rows(
     """
     zigzag, num_rows = zigzag_of_rows(tokens.shape, mesh, config), tokens.shape[0]
     positions, segments = positions_of(valid), valid.astype(jnp.int32)
+    mask = _causal(zigzag, [positions], [segments], OWN_ROWS, True)
     packed = PackedBatch(
         tokens=zigzag.flatten(tokens),
         positions=zigzag.flatten(positions),
         multiplicity=zigzag.flatten(valid.astype(jnp.float32)),
-        core_attention_of_layer=_causal(
-            zigzag, [positions], [segments], OWN_ROWS, True, mesh, config
-        ),
+        core_attention_of_layer=_masked(mask, mesh, config),
         sequences=Sequences(zigzag.flatten(_numbered(tokens.shape)), num_rows, load_fraction),
         zigzag=zigzag,
+        mask=mask,
         replay=_replayed(replay, lambda layer: zigzag.flatten(layer)),
     )
 
@@ -146,16 +148,16 @@ def pack_segments(
     zigzag = zigzag_of_rows(tokens.shape, mesh, config)
     valid = segments > 0
     places = _places(segments) if positions is None else positions
+    mask = _causal(zigzag, [places], [segments], OWN_ROWS, False)
     packed = PackedBatch(
         tokens=zigzag.flatten(tokens),
         positions=zigzag.flatten(places),
         multiplicity=zigzag.flatten(valid.astype(jnp.float32)),
-        core_attention_of_layer=_causal(
-            zigzag, [places], [segments], OWN_ROWS, False, mesh, config
-        ),
+        core_attention_of_layer=_masked(mask, mesh, config),
         # Padding, 0, is a sequence that sends nothing.
         sequences=Sequences(zigzag.flatten(segments), num_segments + 1, load_fraction),
         zigzag=zigzag,
+        mask=mask,
         replay=_replayed(replay, lambda layer: zigzag.flatten(layer)),
     )
 
@@ -207,21 +209,16 @@ def pack_shared_prompts(
     )
     positions, multiplicity = split(positions_of(valid)), valid.astype(jnp.float32)
     of_prompts, of_responses = split(multiplicity)
+    sources = (Source(0, 1),), (Source(0, num_samples), Source(1, 1))
+    mask = _causal(zigzag, positions, split(valid.astype(jnp.int32)), sources, True)
     packed = PackedBatch(
         tokens=zigzag.flatten(*split(tokens)),
         positions=zigzag.flatten(*positions),
         multiplicity=zigzag.flatten(of_prompts * num_samples, of_responses),
-        core_attention_of_layer=_causal(
-            zigzag,
-            positions,
-            split(valid.astype(jnp.int32)),
-            ((Source(0, 1),), (Source(0, num_samples), Source(1, 1))),
-            True,
-            mesh,
-            config,
-        ),
+        core_attention_of_layer=_masked(mask, mesh, config),
         sequences=Sequences(zigzag.flatten(*pieces), num_prompts + num_rows, fractions),
         zigzag=zigzag,
+        mask=mask,
         replay=_replayed(replay, lambda layer: zigzag.flatten(*split(layer))),
     )
 
@@ -332,18 +329,22 @@ def _causal(
     segments: Sequence[Array],
     sources: tuple[tuple[Source, ...], ...],
     single: bool,
-    mesh: FoldedMesh,
-    config: ModelConfig | None,
-) -> CoreAttentionOfLayer:
-    """Every layer attends to earlier columns of the own segment; a section's columns follow those
-    of the section before."""
+) -> SegmentMask:
+    """Earlier columns of the own segment; a section's columns follow those of the section
+    before."""
     columns, start = [], 0
     for num_rows, length in zigzag.sections:
         column = start + jnp.arange(length, dtype=jnp.int32)
         columns.append(jnp.broadcast_to(column[None], (num_rows, length)))
         start += length
     marks = Marks(*(zigzag.flatten(*x) for x in (columns, positions, segments)))
-    mask = SegmentMask(zigzag, marks, sources, single)
+    return SegmentMask(zigzag, marks, sources, single)
+
+
+def _masked(
+    mask: SegmentMask, mesh: FoldedMesh, config: ModelConfig | None
+) -> CoreAttentionOfLayer:
+    """Every layer attends to what the mask shows."""
     execution = Execution() if config is None else config.execution
 
     def core_attention_of_layer(index: int | Array, window: Window = None) -> CoreAttention:

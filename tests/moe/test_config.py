@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from moe.config import PRESETS, ModelConfig, small, tiny, tiny_dense
+from moe.config import PRESETS, GatedDeltaNet, ModelConfig, small, tiny, tiny_dense
+from moe.execution import Execution
 from moe.weights import num_active_parameters, num_parameters
 
 
@@ -108,6 +109,12 @@ def test_biases_of_experts_are_counted():
     assert num_parameters(replace(plain, norm_placement="after")) == num_parameters(plain)
 
 
+def delta(**changed):
+    plain = {"layers": (0, 2), "num_key_heads": 2, "num_value_heads": 4}
+    widths = {"key_head_dim": 5, "value_head_dim": 6, "conv_width": 4}
+    return GatedDeltaNet(**{**plain, **widths, **changed})
+
+
 def test_a_configuration_says_what_is_wrong_with_it():
     for changed, message in (
         ({"sliding_window": 0}, "sliding_window=0 must be at least 1"),
@@ -125,6 +132,17 @@ def test_a_configuration_says_what_is_wrong_with_it():
         ),
         ({"num_dense_layers": 1}, "a width, dense_d_ff=0"),
         ({"shared_expert_gate": True}, "needs a shared expert"),
+        ({"delta": delta(layers=(0, 1, 2))}, r"delta.layers=\(0, 1, 2\) must be some of the lay"),
+        ({"delta": delta(layers=(1, 0))}, r"delta.layers=\(1, 0\) must be some of .* in order"),
+        ({"delta": delta(num_value_heads=3)}, "num_value_heads=3 is not a multiple of num_key_h"),
+        ({"delta": delta(conv_width=1)}, "delta.conv_width=1 must be at least 2"),
+        ({"delta": delta(key_head_dim=0)}, "delta.key_head_dim=0 must be at least 1"),
+        (
+            {"delta": delta(), "num_dense_layers": 1, "dense_d_ff": 4},
+            "Gated DeltaNet cannot be had with num_dense_layers=1",
+        ),
+        ({"delta": delta(), "execution": Execution(scan_layers=True)}, "scan_layers=True runs eq"),
+        ({"attention_gate": True, "qkv_bias": True}, "attention_gate=True has no place for qkv"),
     ):
         with pytest.raises(ValueError, match=message):
             ModelConfig(13, **changed)

@@ -13,8 +13,9 @@ from tiers import full_but
 from moe import model
 from moe.attention.latent import keeps_narrow
 from moe.attention.rotary import YarnScaling
-from moe.config import ModelConfig, MultiHeadLatentAttention
-from moe.decoding import KEY_COLUMN, decode_step, prefill
+from moe.cache.buffers import KEY_COLUMN
+from moe.config import GatedDeltaNet, ModelConfig, MultiHeadLatentAttention
+from moe.decoding import decode_step, prefill
 from moe.execution import Execution
 from moe.experts.dispatch.choice import dispatch
 from moe.kernels import decode_attention as kernels
@@ -57,6 +58,15 @@ CONFIGS = {
     "scanned": SCANNED,
     "scanned windows": replace(DENSE, execution=Execution(scan_layers=True)),
     "scanned latent": replace(LATENT, execution=Execution(scan_layers=True)),
+    # Prompts are as long as the filters, longer and shorter.
+    "delta": replace(
+        CONFIG,
+        num_layers=3,
+        num_experts=0,
+        d_ff=12,
+        delta=GatedDeltaNet((0, 2), 2, 4, key_head_dim=5, value_head_dim=3, conv_width=4),
+        attention_gate=True,
+    ),
     # A stack of one layer and one of two.
     "dense first": replace(SCANNED, num_layers=3, num_dense_layers=1, dense_d_ff=12),
 }
@@ -165,9 +175,11 @@ def test_a_kernel_that_reads_heads_is_refused_by_narrow_vectors():
             ("scanned windows", "tp2"),
             ("scanned latent", "tp2"),
             ("dense first", "tp2 dp2 / ep2 etp2"),
+            ("delta", "tp2"),
         ],
         ("latent", "tp2"),
         ("dense first", "tp2 dp2 / ep2 etp2"),
+        ("delta", "tp2"),
     ),
 )
 def test_steps_equal_the_whole_sequence(kind, layout):

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
+from moe.cache.buffers import over_columns
 from moe.config import ModelConfig
-from moe.decoding import over_columns
 from moe.weights import Transformer, axis_sizes, shapes, table
 from sharding.folding import FoldedMesh, Layout, fold
 
@@ -63,6 +63,8 @@ def with_room(cache, more):
     """A cache with so many columns more."""
 
     def wider(buffer, column):
+        if column is None:
+            return buffer
         return jnp.pad(
             buffer, [(0, more * (axis == column % buffer.ndim)) for axis in range(buffer.ndim)]
         )

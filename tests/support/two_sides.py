@@ -11,8 +11,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from moe.cache.buffers import Cache, over_columns
 from moe.config import ModelConfig
-from moe.decoding import Cache, decode_step, over_columns, prefill
+from moe.decoding import decode_step, prefill
 from moe.disaggregated.placement import Placement
 from moe.disaggregated.runner import Runner
 from moe.disaggregated.sides import SplitWeights, to_sides

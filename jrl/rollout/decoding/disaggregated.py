@@ -30,8 +30,8 @@ from jrl.rollout.decoding.seating import Seating, bucket
 from jrl.rollout.decoding.shelves import empty_shelf, shelve
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.split import SplitPolicy
+from moe.cache.buffers import Cache
 from moe.config import ModelConfig
-from moe.decoding import Cache
 from moe.disaggregated.batches import Predicted
 from moe.disaggregated.runner import Runner, check_micro_batches
 from moe.disaggregated.split import SplitMesh, is_here

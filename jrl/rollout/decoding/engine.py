@@ -96,7 +96,9 @@ class SlotEngine:
         self._shelf: Shelf | None = None
 
     def _made_seating(self, slots: int, ranks: int) -> Seating:
-        return Seating(slots, ranks, self.most_tokens)
+        # The states of Gated DeltaNet are of a row's last token alone.
+        copies = self.decoder.config.delta is None
+        return Seating(slots, ranks, self.most_tokens, copies=copies)
 
     @property
     def usage(self) -> Usage:

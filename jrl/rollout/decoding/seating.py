@@ -95,6 +95,8 @@ class Seating:
         `NARROWEST_ROW` tokens or more; else each has its own.
       lowest_first: whether the first of the free slots of a rank is taken, so that rows stand
         close together; else that which has been free the longest.
+      copies: whether a row may begin as one that has gone on since, of which a cache with columns
+        still holds the beginning.
     """
 
     def __init__(
@@ -102,11 +104,13 @@ class Seating:
         slots: int,
         ranks: int,
         most_tokens: int,
+        *,
         shares_rows: bool = False,
         lowest_first: bool = False,
+        copies: bool = True,
     ):
         self.per_rank, self.ranks, self._most_tokens = slots // ranks, ranks, most_tokens
-        self._shares_rows, self._lowest_first = shares_rows, lowest_first
+        self._shares_rows, self._lowest_first, self._copies = shares_rows, lowest_first, copies
         self.sitting: dict[int, Request] = {}
         self.waiting: deque[Request] = deque()
         self._free = self._all_free()
@@ -179,6 +183,8 @@ class Seating:
                     begun[rank, alike] = program, number
             program.seats.append((slot, request, number))
         self.sitting |= taken
+        if not self._copies:
+            taken = {}
         self._begins = {key: slot for key, slot in self._begins.items() if slot not in taken} | {
             (slot // self.per_rank, request.prompt): slot
             for slot, request in taken.items()

@@ -21,7 +21,7 @@ from jrl.rollout.decoding.requests import Finish, Request
 from jrl.rollout.decoding.seating import Arriving, Seating
 from jrl.rollout.row_sampling import OwnSampling, RowSampling
 from jrl.rollout.sampling import Sampling
-from moe.decoding import KEY_COLUMN
+from moe.cache.buffers import KEY_COLUMN
 
 WORD = 2**32 - 1
 """The low word of a seed."""
@@ -191,13 +191,22 @@ class StreamEngine(SlotEngine):
         return to_host(_columns(rows, width, self._over_slots(begins)))
 
     def _made_seating(self, slots: int, ranks: int) -> Seating:
-        return Seating(slots, ranks, self.most_tokens, shares_rows=True, lowest_first=True)
+        # The states of Gated DeltaNet are of a row's last token alone, and of one row.
+        has_columns = self.decoder.config.delta is None
+        return Seating(
+            slots,
+            ranks,
+            self.most_tokens,
+            shares_rows=has_columns,
+            lowest_first=True,
+            copies=has_columns,
+        )
 
     def _rows_to_compute(self) -> int:
         return next(rows for rows in self.step_sizes if rows >= self._seating.reach)
 
     def _laid_out(self, arriving: Arriving) -> tuple[int, int, Packing[np.ndarray] | None]:
-        if not any(arriving.runs):
+        if not any(arriving.runs) or self.decoder.config.delta is not None:
             return super()._laid_out(arriving)
         plan = plan_rows(arriving, self.columns, self._unit, self._seating.per_rank)
         return plan.width, plan.num_runs, Packing(plan.starts.reshape(-1), plan.num_rows)

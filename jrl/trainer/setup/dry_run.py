@@ -53,7 +53,7 @@ def print_dry_run(setup: Setup, console: Console | None = None) -> None:
     rows = {name: readable_bytes(number) for name, number in needs.items()}
     rows["together, without activations"] = readable_bytes(sum(needs.values()))
     _print(console, "Memory per device", rows)
-    if setup.model.mla is None:
+    if setup.model.mla is None and setup.model.delta is None:
         _print(console, "An update of the policy, predicted", prediction(setup))
     if setup.run.rollout_devices is not None:
         own = {name: readable_bytes(number) for name, number in rollout_memory(setup).items()}

@@ -38,8 +38,8 @@ class Family:
       names: of the tensors of a layer that are its own, by the path of the weight in `Layer`.
       last_norm: the last one, before the head.
       also: other names in config.json of the same architecture, which it is not written under.
-      predicts_further: a file may hold layers after the network's own, which predict further tokens
-        and are left out.
+      predicts_further: a file may hold layers that predict further tokens, after the network's own
+        or under ``mtp.``, which are left out.
     """
 
     architecture: str

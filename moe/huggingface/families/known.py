@@ -45,9 +45,13 @@ from moe.huggingface.families.tensor_names import (
     expert_names,
 )
 from moe.huggingface.families.unlike_layers import (
+    NEXT_LAST_NORM,
+    QWEN3_NEXT_NAMES,
     read_olmo3,
+    read_qwen3_next,
     read_smollm3,
     written_olmo3,
+    written_qwen3_next,
     written_smollm3,
 )
 
@@ -134,6 +138,15 @@ FAMILIES = (
         written_gemma3,
         GEMMA3_NAMES,
         last_norm=LAST_NORM,
+    ),
+    Family(
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        read_qwen3_next,
+        written_qwen3_next,
+        QWEN3_NEXT_NAMES,
+        last_norm=NEXT_LAST_NORM,
+        predicts_further=True,
     ),
 )
 """All that are supported. A network that several can express is written as the first of them."""

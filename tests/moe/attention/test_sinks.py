@@ -14,8 +14,8 @@ from moe.attention import blocking
 from moe.attention.cached import cached_attention
 from moe.attention.core import core_attention
 from moe.attention.mask import Marks, Mask
+from moe.cache.step import StepCore
 from moe.config import ModelConfig
-from moe.decoding import StepCore
 from moe.execution import Execution
 from moe.tokens.packing import pack_rows
 

@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 
 import moe.counts.flops
-from moe.config import ModelConfig, MultiHeadLatentAttention
+from moe.config import GatedDeltaNet, ModelConfig, MultiHeadLatentAttention
 from moe.counts.flops import training_flops
+from moe.counts.sizes import sizes_of
+from moe.weights import num_active_parameters, num_parameters
 
 
 def sized(layers, d_model, heads, kv_heads, head_dim, d_expert, k, experts, vocab, shared=0):
@@ -70,6 +72,34 @@ def test_latent_attention_is_refused():
     )
     with pytest.raises(ValueError, match="latent"):
         training_flops(ModelConfig(50, mla=mla), 16)
+
+
+def test_gated_delta_net_stands_in_the_place_of_attention():
+    config, time = sized(3, 20, 2, 1, 10, 7, 2, 4, 11), 400
+    delta = GatedDeltaNet((0, 2), 3, 6, key_head_dim=4, value_head_dim=5, conv_width=4)
+    attention = 6 * (20 * (2 * 20 + 2 * 10) + 20 * time)
+    # Queries, keys, values, gates, the way back; strengths and decays; three products of a state.
+    linear = 6 * (20 * (2 * 12 + 3 * 30 + 2 * 6) + 6 * 3 * 4 * 5)
+    found = training_flops(replace(config, delta=delta), time) - training_flops(config, time)
+    assert found == 2 * (linear - attention)
+    gated = training_flops(replace(config, delta=delta, attention_gate=True), time)
+    assert gated - training_flops(replace(config, delta=delta), time) == 6 * 20 * 20
+    windows = replace(config, delta=delta, sliding_window=30, full_attention_layers=(1,))
+    assert training_flops(windows, time) == training_flops(replace(config, delta=delta), time)
+    with pytest.raises(ValueError, match="attention in every layer, not Gated DeltaNet"):
+        sizes_of(replace(config, delta=delta))
+
+
+def test_qwen3_next_has_the_sizes_of_its_name():
+    config = replace(
+        sized(48, 2048, 16, 2, 256, 512, 10, 512, 151936, shared=512),
+        delta=GatedDeltaNet(tuple(n for n in range(48) if n % 4 < 3), 16, 32, 128, 128, 4),
+        attention_gate=True,
+        query_key_norm="head",
+        shared_expert_gate=True,
+    )
+    assert round(num_parameters(config) / 1e9) == 80
+    assert 3e9 < num_active_parameters(config) - 2 * 151936 * 2048 < 3.5e9
 
 
 def test_the_example():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from two_sides import CONFIG, MIXED, host_weights, sides, split_mesh
 
+from moe.config import GatedDeltaNet
 from moe.disaggregated.placement import Placement, of_layers, slots_of_choices
 from moe.disaggregated.runner import check_micro_batches
 from moe.disaggregated.sides import check_splits, moved, side_bytes
@@ -47,6 +48,11 @@ def test_what_is_no_split_is_refused_in_one_line(text, message):
         (replace(CONFIG, num_experts=10), None, "num_experts=10 cannot be spread over ep=3"),
         (replace(CONFIG, d_expert=7), None, "d_expert=7 cannot be split over etp=2"),
         (replace(CONFIG, expert_bias=True), None, "expert_bias=True is of experts whose biases"),
+        (
+            replace(CONFIG, delta=GatedDeltaNet((0,), 2, 4, 5, 6, 4)),
+            None,
+            "Gated DeltaNet in some layers, whose states the side of attention does not keep",
+        ),
         (replace(CONFIG, norm_placement="both"), None, "norm_placement='both' normalises what"),
         (CONFIG, Placement.identity(12, 4), "on 4 devices does not fit ep=3"),
         (CONFIG, Placement.identity(6, 3), "6 experts is none of num_experts=12"),

@@ -221,6 +221,30 @@ MODELS["gemma3"] = (
         },
     },
 )
+# Of three layers with Gated DeltaNet one before and one after that with attention.
+MODELS["qwen3_next"] = (
+    "Qwen3Next",
+    {
+        **SIZES,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 5,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 10,
+        "shared_expert_intermediate_size": 14,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 50.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+)
 # As Kimi-K2 comes: the network of DeepSeek-V3 under another name, of one group, its wavelengths
 # stretched from one border on.
 MODELS["kimi_k2"] = (
@@ -252,7 +276,7 @@ MODELS["kimi_k2"] = (
 )
 CALLED = {"kimi_k2": "kimi_k2"}
 """Model types that are not those `transformers` writes."""
-WITH_CHOICES = ("glm4_moe", "gpt_oss")
+WITH_CHOICES = ("glm4_moe", "gpt_oss", "qwen3_next")
 IN_BFLOAT16 = ("mistral",)
 IN_TWO_FILES = ("mixtral", "deepseek_v3")
 
@@ -265,7 +289,12 @@ def randomise(model, seed):
         if "inv_freq" in name:
             continue
         noise = torch.randn(tensor.shape, generator=generator)
-        if "norm" in name and "Gemma" in type(model).__name__:
+        centred = ("Gemma", "Qwen3Next")
+        if (
+            "norm" in name
+            and "linear_attn" not in name
+            and type(model).__name__.startswith(centred)
+        ):
             # They multiply by 1 + w, which is to have no more digits than float32.
             tensor.data = (0.3 * noise * 4096).round() / 4096
         elif "norm" in name:

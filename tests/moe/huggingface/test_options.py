@@ -1,12 +1,14 @@
 """The options of a config.json: what is read, and what is refused by name."""
 
 import json
+from dataclasses import replace
 
 import pytest
-from public_checkpoints import FIXTURES, change_options, copy_of, loaded
+from public_checkpoints import FIXTURES, LATER, change_options, copy_of, loaded
 
 from moe import huggingface
 from moe.architecture.activation import ClampedSwiGLU
+from moe.config import GatedDeltaNet
 from moe.weights import targets_of
 
 
@@ -102,6 +104,9 @@ def test_a_configuration_nested_too_deeply_is_one_line(tmp_path):
         ("gemma3", {"final_logit_softcapping": 30.0}, r"final_logit_softcapping=30.0 is not"),
         ("gemma3", {"hidden_activation": "gelu"}, r"has 'silu' or 'gelu_pytorch_tanh'"),
         ("gemma3", {"use_bidirectional_attention": True}, r"use_bidirectional_attention=True"),
+        ("qwen3_next", {"layer_types": ["full_attention"] * 3}, r"full_attention or linear_att"),
+        ("qwen3_next", {"mlp_only_layers": [0]}, r"Gated DeltaNet cannot be had with num_dense_l"),
+        ("qwen3_next", {"hidden_act": "gelu_pytorch_tanh"}, r"hidden_act='gelu_pytorch_tanh' is"),
     ],
 )
 def test_options_that_are_not_supported_are_named(name, changed, message, tmp_path):
@@ -136,12 +141,20 @@ def test_files_of_other_times_say_the_same(tmp_path):
     oss = copy_of("gpt_oss", tmp_path / "oss")
     change_options(oss, layer_types=..., experts_per_token=3, initial_context_length=16)
     assert huggingface.config_from(oss).full_attention_layers == (1,)
+    following = copy_of("qwen3_next", tmp_path / "following")
+    rotary = {"rope_parameters": ..., "rope_theta": 1e7, "rope_scaling": None, "head_dim": ...}
+    change_options(following, layer_types=..., num_hidden_layers=5, **rotary)
+    config = huggingface.config_from(following)
+    assert config.delta == replace(loaded("qwen3_next")[0].delta, layers=(0, 1, 2, 4))
+    assert (config.head_dim, config.rotary_dim, config.rope_base) == (256, 64, 1e7)
 
 
 def test_choices_are_those_of_the_file():
-    olmo, smol, glm, oss, gemma = (
-        loaded(name)[0] for name in ("olmo3", "smollm3", "glm4_moe", "gpt_oss", "gemma3")
-    )
+    olmo, smol, glm, oss, gemma, following = (loaded(name)[0] for name in LATER)
+    assert following.delta == GatedDeltaNet((0, 2), 2, 4, 6, 5, 4)
+    assert following.attention_gate and following.shared_expert_gate
+    # Layers without attention have no adapters of it.
+    assert targets_of(following) == ("attention", "experts", "shared", "head")
     assert (olmo.norm_placement, olmo.query_key_norm) == ("after", "projection")
     assert (smol.nope_layers, smol.head) == ((1,), "tied")
     assert (glm.rotary_dim, glm.num_dense_layers, glm.router_scores) == (6, 1, "sigmoid")

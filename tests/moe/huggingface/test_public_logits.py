@@ -42,6 +42,7 @@ def logits_of(name, layout):
         [
             *((name, "dp1") for name in NAMES),
             *((name, MESH) for name in ("mixtral", "deepseek_v3", "olmo3", "glm4_moe", "gpt_oss")),
+            ("qwen3_next", MESH),
         ],
         *((name, "dp1") for name in QUICK),
     ),

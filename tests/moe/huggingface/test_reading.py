@@ -150,3 +150,16 @@ def test_tensors_that_say_nothing_are_let_through(tmp_path):
     save_file(held, folder / "model.safetensors")
     _, weights = huggingface.load(folder, mesh_of("dp1"))
     assert weights.head is None
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
+    folder = copy_of("qwen3_next", tmp_path / "more")
+    held = load_file(folder / "model.safetensors")
+    save_file(held | {"mtp.fc.weight": np.zeros((3, 4))}, folder / "model.safetensors")
+    _, weights = huggingface.load(folder, mesh_of("dp1"))
+    jax.tree.map(np.testing.assert_array_equal, weights, loaded("qwen3_next")[1])
+    qwen3 = copy_of("qwen3", tmp_path / "qwen3")
+    held = load_file(qwen3 / "model.safetensors")
+    save_file(held | {"mtp.fc.weight": np.zeros((3, 4))}, qwen3 / "model.safetensors")
+    with pytest.raises(ValueError, match=r"unknown mtp\.fc\.weight"):
+        huggingface.load(qwen3, mesh_of("dp1"))

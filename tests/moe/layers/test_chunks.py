@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from programs import random_weights
 
-from moe.config import ModelConfig
+from moe.config import GatedDeltaNet, ModelConfig
 from moe.layers.chunks import first_layers_of_chunks, layers_of_chunks, places, stored_depth
 from moe.placement import in_chunks, in_layer_order, specs, stored_specs, without_chunks
 from sharding.folding import Layout, fold_abstract
@@ -52,6 +52,23 @@ def test_the_chunks_of_two_published_models():
     assert on(94, 16) == (5, *[6] * 14, 5)
     assert on(58, 4) == (14, 15, 15, 14)
     assert on(58, 16) == (3, 3, 3, *[4] * 10, 3, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("layers", "layout", "message"),
+    [
+        ((0, 2), Layout(cp=2), "goes through whole sequences, which cp cuts"),
+        # Chunks of two layers, of which one has it in its second; chunks of two layers and of one.
+        ((0, 3), Layout(pp=2), r"into 2 chunks that are not alike .* \(\(0, 3\)\)"),
+        ((0, 1), Layout(pp=3), "num_layers=4 into 3 chunks that are not alike"),
+    ],
+)
+def test_gated_delta_net_refuses_layouts(layers, layout, message):
+    config = replace(CONFIG, num_layers=4, delta=GatedDeltaNet(layers, 2, 4, 5, 6, 4))
+    with pytest.raises(ValueError, match=message):
+        specs(config, fold_abstract(layout))
+    alike = replace(config, delta=replace(config.delta, layers=(0, 2)))
+    specs(alike, fold_abstract(Layout(pp=2)))
 
 
 @pytest.mark.parametrize("layout", ["pp3", "pp2 vpp2", "pp4", "pp5", "pp2 dp2", "pp7"])

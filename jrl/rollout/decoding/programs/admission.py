@@ -20,7 +20,8 @@ from jrl.rollout.decoding.programs.slots import (
 )
 from jrl.rollout.decoding.programs.tokens import Draws, appended, drawn_tokens, draws_specs
 from jrl.rollout.sampling import Sampling
-from moe.decoding import ROW, Prefilled, over_columns
+from moe.cache.buffers import ROW, over_columns
+from moe.decoding import Prefilled
 from moe.disaggregated.sides import rest_specs
 from moe.head import logits_of
 from moe.placement import specs
@@ -201,8 +202,11 @@ def _placed(
         there = arrives.reshape([-1 if axis == row % own.ndim else 1 for axis in range(own.ndim)])
         return jnp.where(there, jnp.asarray(new, own.dtype), own)
 
-    def begun(own: Array, known: Array, axis: int, row: int = 0) -> Array:
-        """`own` where nothing arrives, else the first columns of what the row begins with."""
+    def begun(own: Array, known: Array, axis: int | None, row: int = 0) -> Array:
+        """`own` where nothing arrives, else the first columns of what the row begins with; all of
+        it where it has none."""
+        if axis is None:
+            return where_arriving(jnp.take(known, source, axis=row), own, row)
         there, known = (jax.lax.slice_in_dim(x, 0, width, axis=axis) for x in (own, known))
         new = where_arriving(jnp.take(known, source, axis=row), there, row)
         return jax.lax.dynamic_update_slice_in_dim(own, new, 0, axis=axis)

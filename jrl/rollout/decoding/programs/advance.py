@@ -14,7 +14,8 @@ from jaxtyping import Array
 from jrl.rollout.decoding.programs.slots import Decoder, Pool, Rows, pool_specs
 from jrl.rollout.decoding.programs.tokens import Draws, appended, drawn_tokens, draws_specs, written
 from jrl.rollout.sampling import Sampling
-from moe.decoding import ROW, Cache, decode_step, over_columns
+from moe.cache.buffers import ROW, Cache, over_columns
+from moe.decoding import decode_step
 from moe.layers.depth import mapped_parts, parts_of
 from moe.placement import specs
 from moe.weights import Layer, Transformer
@@ -205,9 +206,13 @@ def _with_first_rows(pool: Pool[Array], some: Pool[Array]) -> Pool[Array]:
     return replace(rest, cache=cache)
 
 
-def _first(columns: int, buffer: Array, axis: int) -> Array:
+def _first(columns: int, buffer: Array, axis: int | None) -> Array:
+    if axis is None:
+        return buffer
     return jax.lax.slice_in_dim(buffer, 0, columns, axis=axis)
 
 
-def _with_first(buffer: Array, columns: Array, axis: int) -> Array:
+def _with_first(buffer: Array, columns: Array, axis: int | None) -> Array:
+    if axis is None:
+        return columns
     return jax.lax.dynamic_update_slice_in_dim(buffer, columns, 0, axis=axis)

@@ -9,7 +9,8 @@ from flax import struct
 from jaxtyping import Array, Int
 
 from jrl.rollout.decoding.programs.slots import Decoder
-from moe.decoding import KEY_COLUMN, VALUE_COLUMN, Cache, Prefilled, for_prefill
+from moe.cache.buffers import KEY_COLUMN, VALUE_COLUMN, Cache
+from moe.decoding import Prefilled, for_prefill
 from moe.model import run_keeping
 from moe.router.replay import choices_dtype
 from moe.tokens.packing import pack_segments

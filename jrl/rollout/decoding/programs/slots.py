@@ -15,9 +15,11 @@ from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool
 
+from moe.attention.delta.weights import DeltaNet
 from moe.attention.latent import keeps_narrow
+from moe.cache.buffers import ROW, Cache, over_columns
 from moe.config import ModelConfig
-from moe.decoding import ROW, Cache, Prefilled, over_columns, prefill
+from moe.decoding import Prefilled, prefill
 from moe.layers.depth import is_stack, parts_of
 from moe.placement import specs
 from moe.router.replay import choices_dtype
@@ -95,7 +97,7 @@ class Pool(Generic[Leaf]):
 
     Attributes:
       rows: what is written in them. The last token of a live row has not been run yet.
-      cache: keys and values of the tokens before it.
+      cache: keys and values of the tokens before it, or what Gated DeltaNet keeps of them.
       states: ``[slot, d_model]`` the last hidden state after the tokens that the row came with.
       live: ``[slot]`` whether a row goes on when the pool advances.
       limits: ``[slot]`` length at which a row stops if no stop token ends it.
@@ -149,9 +151,11 @@ def _making(decoder: Decoder, slots: int, columns: int) -> tuple[Any, Pool[Any]]
             _, _, layers, k = like.choices.shape
             choices = jnp.full((slots, columns, layers, k), config.num_experts, like.choices.dtype)
 
-        def empty(x: Any, column: int) -> Array:
+        def empty(x: Any, column: int | None) -> Array:
             shape = list(x.shape)
-            shape[ROW], shape[column] = slots, columns
+            shape[ROW] = slots
+            if column is not None:
+                shape[column] = columns
             return jnp.zeros(shape, x.dtype)
 
         likeliest = None
@@ -198,12 +202,17 @@ def _cache_specs(decoder: Decoder) -> Cache[PartitionSpec]:
     """Where the cache of a pool lives."""
     config = decoder.config
     parts = jax.eval_shape(lambda: parts_of(initialise(config, jax.random.key(0)), config))
-    heads = tuple(_over_heads(is_stack(part) - ROW, decoder.mesh) for part in parts)
-    return Cache(heads, () if keeps_narrow(config) else heads)
+    spread = [
+        (isinstance(part.attention, DeltaNet), _over_heads(is_stack(part) - ROW, decoder.mesh))
+        for part in parts
+    ]
+    heads = tuple(spec for is_delta, spec in spread if not is_delta)
+    deltas = tuple(spec for is_delta, spec in spread if is_delta)
+    return Cache(heads, () if keeps_narrow(config) else heads, deltas, deltas)
 
 
 def _over_heads(ndim: int, mesh: FoldedMesh) -> PartitionSpec:
-    """Where keys or values live; layers may lie in front."""
+    """Where keys, values and states live; layers may lie in front."""
     return PartitionSpec(*[None] * (ndim + ROW), mesh.except_sequence, mesh.sequence)
 
 
@@ -220,7 +229,9 @@ def with_columns(pool: Pool[Array], columns: int) -> Pool[Array]:
 
 @partial(jax.jit, static_argnums=1)
 def _resized(cache: Cache[Array], columns: int) -> Cache[Array]:
-    def resized(buffer: Array, axis: int) -> Array:
+    def resized(buffer: Array, axis: int | None) -> Array:
+        if axis is None:
+            return buffer
         kept = jax.lax.slice_in_dim(buffer, 0, min(columns, buffer.shape[axis]), axis=axis)
         more = [(0, 0)] * buffer.ndim
         more[axis] = 0, columns - kept.shape[axis]

@@ -23,6 +23,7 @@ from policies import (
 
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.sampling import GREEDY
+from moe.config import GatedDeltaNet
 from moe.model import routing_choices
 from moe.placement import specs
 from sharding.folding import Layout, fold
@@ -284,3 +285,19 @@ def chosen(rollout):
     )
     found = step(weights(), rollout.tokens, rollout.valid)
     return np.moveaxis(np.asarray(found), 0, 2)
+
+
+def test_states_are_those_of_a_rows_own_tokens():
+    """Where a slot has gone on its state is no longer that of the prompt, which is run again."""
+    delta = GatedDeltaNet((0,), 2, 4, key_head_dim=5, value_head_dim=3, conv_width=4)
+    config = replace(DENSE, num_layers=2, delta=delta, attention_gate=True)
+    asked = replace(LONG, config=config, sampling=GREEDY, response=5, stops=(99,), slots=2)
+    requests = [request for request in asked.requests if request.prompt in (1, 3)]
+    engine = asked.engine()
+    given = answers(engine, requests, asked.sampling)
+    for number in (1, 3):
+        first, *others = (t for t in given if t.request.prompt == number)
+        for other in others:
+            np.testing.assert_array_equal(other.tokens, first.tokens)
+            np.testing.assert_allclose(other.old_logprobs, first.old_logprobs, atol=CLOSE)
+    assert engine.usage.prefilled > 3 + 6

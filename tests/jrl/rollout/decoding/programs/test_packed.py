@@ -17,7 +17,8 @@ from jrl.rollout.decoding.programs.slots import Decoder, over_slots, prefilled_l
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.seating import NARROWEST_ROW, RUNS_PER_ROW, Arriving, Seating
 from jrl.rollout.sampling import GREEDY
-from moe.decoding import Prefilled, over_columns
+from moe.cache.buffers import over_columns
+from moe.decoding import Prefilled
 from moe.placement import specs
 from sharding.collectives import vary
 

@@ -1,0 +1,34 @@
+"""How a weight is stated."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight's named axes and its initial values.
+
+    Args:
+      axes: names separated by blanks, for example ``"layer d_model head head_dim"``.
+      fan_in: the axes summed over where the weight is used; values start normal, cut at two
+        standard deviations, with variance ``scale^2 / fan-in``. Empty: all values start at `scale`.
+      scale: see `fan_in`.
+      drawn_along: an axis whose entries are drawn each with a key of their own, as weights that
+        stand apart are.
+      float32: it is computed with in float32, whatever `ModelConfig.dtype` is: the scale of a norm,
+        of which a bfloat16 near 1 has no more than two digits, and what a choice of experts or a
+        value hangs on (`moe.precision`). They are few: a vector or a narrow matrix a layer, and
+        adapters, which are their own float32 masters.
+      fixed: it has no gradient and stays as it is: what adapters are beside.
+    """
+
+    axes: str
+    fan_in: str = ""
+    scale: float = 1.0
+    drawn_along: str | None = None
+    float32: bool = False
+    fixed: bool = False
+
+
+def norm_weight(axes: str) -> Weight:
+    """The scale of a norm."""
+    return Weight(axes, float32=True)

@@ -1,0 +1,41 @@
+"""The short causal convolution before the gated delta rule: one filter per channel, then SiLU."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+Channels = Float[Array, "row time key_heads channel"]
+Tail = Float[Array, "row key_heads channel before"]
+Filters = Float[Array, "key_heads channel width"]
+
+
+def short_convolution(
+    x: Channels, filters: Filters, tail: Tail, reach: Int[Array, "row time"]
+) -> Channels:
+    """``silu(sum_i w_{width - 1 - i} x_{t - i})`` over the own token and those before it, float32.
+
+    Args:
+      tail: what stands before the first token, the last of ``width - 1`` beside it.
+      reach: how many tokens back a token may look, further ones count as 0.
+    """
+    time, width = x.shape[1], filters.shape[-1]
+    lengthened = extended(x, tail)
+    terms = []
+    for back in range(width):
+        first = width - 1 - back
+        earlier = lengthened[:, first : first + time]
+        reached = (back <= reach)[:, :, None, None]
+        terms.append(jnp.where(reached, earlier, 0.0) * filters[None, None, :, :, first])
+    return jax.nn.silu(sum(terms[1:], terms[0]))
+
+
+def tail_after(x: Channels, tail: Tail, lengths: Int[Array, "row"]) -> Tail:
+    """The tail after so many tokens of each row."""
+    places = lengths[:, None] + jnp.arange(tail.shape[-1])[None]
+    last = jax.vmap(lambda row, place: row[place])(extended(x, tail), places)
+    return jnp.moveaxis(last, 1, -1)
+
+
+def extended(x: Channels, tail: Tail) -> Channels:
+    """The tokens behind those of the tail."""
+    return jnp.concatenate([jnp.moveaxis(tail, -1, 1), x], axis=1)

@@ -1,0 +1,166 @@
+"""The gated delta rule: a state per head that forgets, and that each token corrects.
+
+With query q, key k and value v of a token, decay ``0 < a <= 1`` and strength ``0 <= b <= 1``, the
+state S (keys times values) and what the token reads are
+
+    S <- a S;  S <- S + b k (v - S^T k)^T;  o = S^T q
+
+A product over a sequence of matrices ``a (1 - b k k^T)``. `recurrent` does it token by token, the
+plain twin. `chunked` writes what a chunk of tokens adds as ``sum_i k_i u_i^T`` (the WY
+representation): the u solve a triangular system, ``(1 + L) u = b v - ...`` with ``L_ij = b_i (k_i
+k_j) a_{j+1} ... a_i``, so that all but one step per chunk are products of matrices.
+
+Everything is float32, in products that no device shortens: errors of a state stay in it.
+
+References:
+  Yang et al., "Gated Delta Networks", 2024, sections 3.1 to 3.3. https://arxiv.org/abs/2412.06464
+  Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", 2024.
+  https://arxiv.org/abs/2406.06484
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from sharding.collectives import vary, varying
+
+IMPLEMENTATIONS = ("chunked", "recurrent")
+CHUNK = 64
+"""Tokens of a chunk, at most: the width of a tile of the products."""
+
+State = Float[Array, "row value_heads key_dim value_dim"]
+
+_product = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+
+
+class Tokens(NamedTuple):
+    """What the rule is given of tokens, ``[row, time, ...]``, float32.
+
+    Attributes:
+      query, key: ``[..., key_heads, key_dim]``.
+      value: ``[..., key_heads, group, value_dim]``: value heads, those of a key head together.
+      log_decay: ``[..., key_heads, group]`` the logarithm of a, at most 0.
+      strength: ``[..., key_heads, group]`` b; a token of 0 whose `log_decay` is 0 leaves the state
+        as it is.
+      starts: ``[...]`` whether a token is the first of its sequence, before which the state is 0;
+        whatever a row begins with, its first token need not be.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    log_decay: Array
+    strength: Array
+    starts: Array
+
+
+def gated_delta_rule(
+    tokens: Tokens, initial: State, implementation: str | None = None
+) -> tuple[Float[Array, "row time value_heads value_dim"], State]:
+    """What each token reads, and the state after the last.
+
+    Args:
+      initial: the state before the first token of each row.
+      implementation: "chunked" or its plain twin "recurrent"; None is "chunked".
+
+    Raises:
+      ValueError: on an unknown name.
+    """
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(
+            f"implementation={implementation!r} is not known: choose among "
+            f"{', '.join(IMPLEMENTATIONS)}, or None for the best that applies."
+        )
+    rule = recurrent if implementation == "recurrent" else chunked
+    heads = tokens.value.shape[2:4]
+    state = initial.reshape(initial.shape[0], *heads, *initial.shape[2:])
+    axes = tuple(sorted(frozenset.union(*map(varying, (*tokens, initial)))))
+    read, state = rule(Tokens(*vary(tuple(tokens), axes)), vary(state, axes))
+    return read.reshape(*read.shape[:2], -1, read.shape[-1]), state.reshape(initial.shape)
+
+
+def one_token(state: Array, token: Tokens) -> tuple[Array, Array]:
+    """The state after a token of each row, and what it reads.
+
+    Args:
+      state: ``[row, key_heads, group, key_dim, value_dim]``.
+      token: without the dimension of time.
+    """
+    kept = jnp.where(token.starts[:, None, None], 0.0, jnp.exp(token.log_decay))
+    state = state * kept[..., None, None]
+    held = _product("rhgkv,rhk->rhgv", state, token.key)
+    new = (token.value - held) * token.strength[..., None]
+    state = state + _product("rhk,rhgv->rhgkv", token.key, new)
+    return state, _product("rhgkv,rhk->rhgv", state, token.query)
+
+
+def recurrent(tokens: Tokens, state: Array) -> tuple[Array, Array]:
+    """The rule as it is written: one token after the other."""
+    by_token = Tokens(*(jnp.moveaxis(x, 1, 0) for x in tokens))
+    state, read = lax.scan(one_token, state, by_token)
+    return jnp.moveaxis(read, 0, 1), state
+
+
+def chunked(tokens: Tokens, state: Array) -> tuple[Array, Array]:
+    """The rule chunk by chunk. For a token and value head these are at most ``CHUNK (5 key_dim + 3
+    value_dim) / 2 + 3 key_dim value_dim`` multiplications, token by token the last term alone."""
+    time = tokens.key.shape[1]
+    if time == 0:
+        return tokens.value, state
+    size = min(CHUNK, time)
+    chunks = Tokens(*(_in_chunks(x, size) for x in tokens))
+    # Logarithms of the decay from the chunk's begin, and how many sequences have begun since.
+    decayed = jnp.cumsum(jnp.moveaxis(chunks.log_decay, 2, -1), axis=-1)
+    begun = jnp.cumsum(chunks.starts.astype(jnp.int32), axis=-1)[:, :, None, None]
+    decay = _decay_between(decayed, begun)
+    same_keys = _product("nrihk,nrjhk->nrhij", chunks.key, chunks.key)[:, :, :, None]
+    strength = jnp.moveaxis(chunks.strength, 2, -1)
+    system = strength[..., None] * same_keys * decay
+    carried = jnp.where(begun == 0, jnp.exp(decayed), 0.0)
+    keys = jnp.moveaxis(chunks.key, 2, 3)[:, :, :, None]
+    values = jnp.moveaxis(chunks.value, 2, 4)
+    # The triangle above the diagonal, and the diagonal, of which ones are taken, are not read.
+    sides = jnp.concatenate(
+        [strength[..., None] * values, (strength * carried)[..., None] * keys], axis=-1
+    )
+    solved = lax.linalg.triangular_solve(
+        system, sides, left_side=True, lower=True, unit_diagonal=True
+    )
+    new, seen = jnp.split(solved, [values.shape[-1]], axis=-1)
+    queries = jnp.moveaxis(chunks.query, 2, 3)
+    scores = _product("nrhik,nrhjk->nrhij", queries, keys[:, :, :, 0])[:, :, :, None] * decay
+
+    def chunk(state: Array, given: tuple[Array, ...]) -> tuple[Array, Array]:
+        new, seen, queries, scores, keys, carried, to_end = given
+        new = new - _product("rhgik,rhgkv->rhgiv", seen, state)
+        read = carried[..., None] * _product("rhik,rhgkv->rhgiv", queries, state)
+        read = read + _product("rhgij,rhgjv->rhgiv", scores, new)
+        added = _product("rhik,rhgi,rhgiv->rhgkv", keys, to_end, new)
+        return state * carried[..., -1, None, None] + added, read
+
+    given = new, seen, queries, scores, keys[:, :, :, 0], carried, decay[..., -1, :]
+    state, read = lax.scan(chunk, state, given)
+    # [chunk, row, head, group, token, value_dim]
+    read = jnp.moveaxis(read, (0, 4), (1, 2))
+    return read.reshape(read.shape[0], -1, *read.shape[3:])[:, :time], state
+
+
+def _in_chunks(x: Array, size: int) -> Array:
+    """``[row, time, ...]`` to ``[chunk, row, size, ...]``, lengthened by zeros."""
+    missing = -x.shape[1] % size
+    x = jnp.pad(x, ((0, 0), (0, missing), *((0, 0) for _ in x.shape[2:])))
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
+
+
+def _decay_between(
+    decayed: Float[Array, "*batch token"], begun: Int[Array, "*_batch token"]
+) -> Float[Array, "*batch token token"]:
+    """The decay from each earlier token j of a chunk to each token i, ``a_{j+1} ... a_i``; 0 where
+    they are of two sequences, and above the diagonal."""
+    meet = jnp.tril(begun[..., :, None] == begun[..., None, :])
+    between = decayed[..., :, None] - decayed[..., None, :]
+    # Above the diagonal the difference is positive and could overflow, in the gradient too.
+    return jnp.where(meet, jnp.exp(jnp.where(meet, between, 0.0)), 0.0)

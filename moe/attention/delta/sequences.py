@@ -1,0 +1,200 @@
+"""Convolution and gated delta rule between the projections: of whole sequences, or of one token.
+
+Padding and other sequences of a row are no part of a sequence wherever they stand: the tokens of a
+row are brought together sequence by sequence first, and put back after.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from moe.architecture.delta import GatedDeltaNet
+from moe.attention.context_parallel.mask import SegmentMask
+from moe.attention.delta.convolution import extended, short_convolution, tail_after
+from moe.attention.delta.rule import Tokens, gated_delta_rule, one_token
+from moe.attention.mask import LARGEST
+from moe.config import ModelConfig
+from sharding.collectives import vary, varying
+
+NORM_EPSILON = 1e-6
+"""Added to the squared length of queries and keys."""
+
+Read = Float[Array, "token value_heads value_dim"]
+
+
+class Mixed(NamedTuple):
+    """What projections make of tokens, for the heads of a ``tp`` rank.
+
+    Attributes:
+      content: ``[token, key_heads, channel]`` query, key and values of each key head, before the
+        convolution.
+      log_decay, strength: ``[token, key_heads, group]`` of each value head, float32; see
+        `moe.attention.delta.rule.Tokens`.
+    """
+
+    content: Array
+    log_decay: Array
+    strength: Array
+
+
+class DeltaState(NamedTuple):
+    """All that a row is gone on with.
+
+    Attributes:
+      state: ``[row, value_heads, key_dim, value_dim]`` of the rule, float32.
+      tail: ``[row, key_heads, channel, width - 1]`` of the convolution, in the dtype of `content`.
+    """
+
+    state: Array
+    tail: Array
+
+
+@dataclass(frozen=True)
+class DeltaCore:
+    """What lies between the projections of Gated DeltaNet.
+
+    Args:
+      run: (what was made of the tokens, ``[key_heads, channel, width]`` filters) -> what each token
+        reads, float32, and what its row is gone on with.
+    """
+
+    run: Callable[[Mixed, Array], tuple[Read, DeltaState]]
+
+    def watched(self, see: Callable[[DeltaState], None]) -> "DeltaCore":
+        """The same, which shows what rows are gone on with."""
+
+        def run(mixed: Mixed, filters: Array) -> tuple[Read, DeltaState]:
+            read, after = self.run(mixed, filters)
+            see(after)
+            return read, after
+
+        return DeltaCore(run)
+
+
+def delta_core(mask: SegmentMask | None, config: ModelConfig) -> DeltaCore:
+    """That of the sequences of a packed batch."""
+    assert mask is not None and config.delta is not None
+    return DeltaCore(partial(over_sections, mask, config.delta))
+
+
+def over_sections(
+    mask: SegmentMask, delta: GatedDeltaNet, mixed: Mixed, filters: Array
+) -> tuple[Read, DeltaState]:
+    """The sequences of a packed batch, section after section: rows that follow those of another
+    section (responses of prompts) go on with what these leave behind.
+
+    Returns:
+      What each token reads, and what the rows of the last section are gone on with. It is of the
+      last sequence of each row.
+    """
+    assert mask.zigzag.ranks == 1  # `moe.placement.specs` refuses the others
+    sections = zip(*map(mask.zigzag.split, mixed), strict=True)
+    reads, states = [], list[DeltaState]()
+    for given, marks, sources in zip(sections, mask.whole_marks(), mask.sources, strict=True):
+        own = Mixed(*given)
+        before = _nothing(own, filters, delta)
+        if len(sources) > 1:
+            before = DeltaState(*map(sources[-2].rows, states[sources[-2].section]))
+        read, after = _over_rows(own, filters, marks.segment, before, mask.single, delta)
+        reads.append(read)
+        states.append(after)
+    return mask.zigzag.join(*reads), states[-1]
+
+
+def one_step(
+    delta: GatedDeltaNet,
+    before: DeltaState,
+    live: Bool[Array, "row"],
+    mixed: Mixed,
+    filters: Array,
+) -> tuple[Read, DeltaState]:
+    """The same of one token for each row, which is the next of its sequence; rows that are not live
+    stay as they are."""
+    row = Mixed(*(x[:, None] for x in mixed))
+    content = row.content.astype(jnp.float32)
+    reach = jnp.full(content.shape[:2], LARGEST)
+    tail = before.tail.astype(jnp.float32)
+    tokens = _tokens(short_convolution(content, filters, tail, reach), row, reach < 0, delta)
+    heads = tokens.value.shape[2:4]
+    state = before.state.reshape(-1, *heads, *before.state.shape[2:])
+    state, read = one_token(state, Tokens(*(x[:, 0] for x in tokens)))
+    tail = jnp.moveaxis(extended(row.content, before.tail)[:, 1:], 1, -1)
+    read = read.reshape(read.shape[0], -1, read.shape[-1])
+    after = DeltaState(state.reshape(before.state.shape), tail)
+    going = live[:, None, None, None]
+    return read, DeltaState(*(jnp.where(going, *pair) for pair in zip(after, before, strict=True)))
+
+
+def _over_rows(
+    mixed: Mixed,
+    filters: Array,
+    segments: Int[Array, "row time"],
+    before: DeltaState,
+    single: bool,
+    delta: GatedDeltaNet,
+) -> tuple[Float[Array, "row time value_heads value_dim"], DeltaState]:
+    """Of rows of one length.
+
+    Args:
+      segments: the sequence of each token within its row, 0 for padding.
+      single: the one sequence of a row goes on from `before`; else each begins with nothing.
+    """
+    order = jnp.argsort(jnp.where(segments > 0, segments, LARGEST), axis=1, stable=True)
+    segments = _in_order(segments, order)
+    valid, lengths = segments > 0, jnp.sum(segments > 0, axis=1, dtype=jnp.int32)
+    own = Mixed(*(_in_order(x, order) for x in mixed))
+    place = jnp.broadcast_to(jnp.arange(segments.shape[1])[None], segments.shape)
+    starts, reach = jnp.zeros_like(valid), jnp.full_like(place, LARGEST)
+    if not single:
+        new = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+        starts = new & valid
+        reach = place - lax.cummax(jnp.where(starts, place, 0), axis=1)
+    # Padding leaves the state as it is.
+    counted = valid[:, :, None, None]
+    own = own._replace(
+        log_decay=jnp.where(counted, own.log_decay, 0.0),
+        strength=jnp.where(counted, own.strength, 0.0),
+    )
+    content, tail = own.content.astype(jnp.float32), before.tail.astype(jnp.float32)
+    tokens = _tokens(short_convolution(content, filters, tail, reach), own, starts, delta)
+    read, state = gated_delta_rule(tokens, before.state)
+    after = DeltaState(state, tail_after(own.content, before.tail, lengths))
+    return _in_order(read, jnp.argsort(order, axis=1)), after
+
+
+def _tokens(
+    content: Float[Array, "row time key_heads channel"],
+    mixed: Mixed,
+    starts: Bool[Array, "row time"],
+    delta: GatedDeltaNet,
+) -> Tokens:
+    """What the rule takes of what the convolution gives."""
+    width = delta.key_head_dim
+    query, key, value = jnp.split(content, [width, 2 * width], axis=-1)
+    value = value.reshape(*value.shape[:-1], delta.values_per_key, delta.value_head_dim)
+    query = _of_length_one(query) * width**-0.5
+    return Tokens(query, _of_length_one(key), value, mixed.log_decay, mixed.strength, starts)
+
+
+def _of_length_one(x: Array) -> Array:
+    return x * lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + NORM_EPSILON)
+
+
+def _in_order(x: Shaped[Array, "row time *rest"], order: Int[Array, "row time"]) -> Array:
+    """The tokens of each row in another order."""
+    return jax.vmap(lambda row, own: row.at[own].get(unique_indices=True))(x, order)
+
+
+def _nothing(mixed: Mixed, filters: Array, delta: GatedDeltaNet) -> DeltaState:
+    """What stands before a sequence."""
+    rows, _, keys, channel = mixed.content.shape
+    heads = keys * delta.values_per_key
+    state = jnp.zeros((rows, heads, delta.key_head_dim, delta.value_head_dim))
+    tail = jnp.zeros((rows, keys, channel, filters.shape[-1] - 1), mixed.content.dtype)
+    return DeltaState(*vary((state, tail), tuple(sorted(varying(mixed.content)))))

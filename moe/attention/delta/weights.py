@@ -1,0 +1,81 @@
+"""The weights of Gated DeltaNet.
+
+Axes: ``delta_layer d_model``; ``delta_key_head`` and ``delta_value_head``, spread over ``tp``, and
+the width of the latter, ``delta_value_dim``; ``delta_in``, what a key head is made of the stream:
+query, key, the values and the gates of its value heads; ``delta_pair``, their strengths and then
+their decays; ``delta_channel``, all queries, then all keys, then all values; ``delta_width``, the
+tokens that a filter reads.
+"""
+
+from typing import Generic, TypeVar
+
+from flax import struct
+
+from moe.architecture.weight import Weight, norm_weight
+from moe.config import ModelConfig
+
+Leaf = TypeVar("Leaf")
+
+
+@struct.dataclass
+class DeltaNet(Generic[Leaf]):
+    """`norm` and `out_norm` are as those of attention.
+
+    The decay of a value head is ``exp(-exp(log_rate) softplus(x + rate_bias))`` (`A_log` and
+    `dt_bias` in Mamba's words); `read_norm` is of what each value head reads, which its gate then
+    multiplies.
+    """
+
+    norm: Leaf
+    inward: Leaf
+    strength_and_decay: Leaf
+    filters: Leaf
+    rate_bias: Leaf
+    log_rate: Leaf
+    read_norm: Leaf
+    out: Leaf
+    out_norm: Leaf | None = None
+
+
+def delta_weights(config: ModelConfig, out_scale: float) -> DeltaNet[Weight]:
+    """Their statement.
+
+    Args:
+      out_scale: of the start of what is added to the residual stream.
+    """
+    norm, inward = norm_weight("delta_layer d_model"), "d_model"
+    return DeltaNet(
+        norm=norm,
+        inward=Weight("delta_layer d_model delta_key_head delta_in", inward),
+        strength_and_decay=Weight("delta_layer d_model delta_key_head delta_pair", inward),
+        filters=Weight("delta_layer delta_channel delta_width", "delta_width"),
+        # A state loses a twentieth per token at the start, more or less as the token says.
+        rate_bias=Weight("delta_layer delta_value_head", scale=-3.0, float32=True),
+        log_rate=Weight("delta_layer delta_value_head", scale=0.0, float32=True),
+        read_norm=norm_weight("delta_layer delta_value_dim"),
+        out=Weight(
+            "delta_layer delta_value_head delta_value_dim d_model",
+            "delta_value_head delta_value_dim",
+            out_scale,
+        ),
+        out_norm=norm if config.norm_placement == "both" else None,
+    )
+
+
+def delta_sizes(config: ModelConfig) -> dict[str, int]:
+    """The sizes of the axes; none without such layers."""
+    delta = config.delta
+    if delta is None:
+        return {}
+    keys, values = delta.num_key_heads, delta.num_value_heads
+    return {
+        "attention_layer": config.num_layers - len(delta.layers),
+        "delta_layer": len(delta.layers),
+        "delta_key_head": keys,
+        "delta_value_head": values,
+        "delta_value_dim": delta.value_head_dim,
+        "delta_in": delta.content_dim + delta.values_per_key * delta.value_head_dim,
+        "delta_pair": 2 * delta.values_per_key,
+        "delta_channel": keys * delta.content_dim,
+        "delta_width": delta.conv_width,
+    }
