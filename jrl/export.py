@@ -120,12 +120,13 @@ def _export(request: Request, folder: RunFolder, run: RunConfig) -> None:
     from sharding.folding import Layout, fold
 
     tokenizer = load_tokenizer(folder.tokenizer_path)
-    model, architecture, about = _described(run, folder, tokenizer)
-    architecture = request.architecture or architecture
+    model, came_as, about = _described(run, folder, tokenizer)
+    architecture = request.architecture or came_as
     network = network_of(model, run)
     mesh = fold(Layout(), jax.devices()[:1])
     weights, step = load_masters(folder, network, mesh, request.step)
-    if model.embedding_scale != 1.0:
+    # A checkpoint's own factor (Gemma's) is its architecture's; others know none.
+    if came_as is None and model.embedding_scale != 1.0:
         model, weights = fold_embedding_scale(model, weights)
     dtype = request.dtype or network.dtype
     files = published(tokenizer, folder.origin_path)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from chat_checkpoint import END, TURN, VOCAB_SIZE, write_tokenizer
 from command_runs import MICRO, one_line
+from family_files import write_family
 from jax.sharding import PartitionSpec as P
 from programs import mesh_of, on_mesh, random_weights
 
@@ -322,6 +323,19 @@ def test_a_run_with_a_tokenizer_of_its_own(tmp_path, monkeypatch, capsys):
     assert config.embedding_scale == 1.0
     np.testing.assert_array_equal(weights.embedding, given.embedding * 8**0.5)
     assert_same(weights.layers, given.layers)
+
+
+def test_a_factor_on_embeddings_that_the_architecture_has_stays(tmp_path, monkeypatch):
+    """Gemma's, whose head is the embedding: it could not go into the one and not the other."""
+    given, task = write_family("gemma3", tmp_path / "given"), tmp_path / "sums.jsonl"
+    task.write_text('{"prompt": "1+1?", "answer": 2}\n{"prompt": "1+2?", "answer": 3}\n')
+    flags = [f"--model=hf:{given}", f"--task=jsonl:{task}", "--verifiers=1"]
+    begun(flags, tmp_path / "run", monkeypatch)
+    to = tmp_path / "model"
+    assert export.main([str(tmp_path / "run"), "--to", str(to)]) == 0
+    (config, weights), (own, expected) = (huggingface.load(x, mesh_of("dp1")) for x in (to, given))
+    assert config == own and config.embedding_scale != 1.0
+    assert_same(weights, expected)
 
 
 def test_what_a_killed_export_left_goes_with_the_next(tmp_path):

@@ -1,0 +1,125 @@
+"""What a user does with a checkpoint, from its files to files again: all weights learn from chats,
+reinforcement of adapters beside them with a reward in Python, evaluation, export."""
+
+import json
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+from family_files import write_family
+
+from jrl import export
+from jrl.evaluate import main as evaluate
+from jrl.rollout.decoding.requests import Trajectory
+from jrl.rollout.sampler import Sampler
+from jrl.text import json_tokenizer
+from jrl.train import main as train
+
+DAY = "2026-11-23"
+"""On which templates are written that have a date."""
+QUESTION, ANSWER = "Half of 9 litres are used. How many are left?", "4.5 litres"
+OTHERS = [(f"Is {n} more than 5?", "yes" if n > 5 else "no") for n in range(2, 9)]
+REWARD = 'def reward(prompt, completion, **record):\n    return float("litres" in completion)\n'
+NEW_TOKENS = 24
+STEPS = 40
+Said = tuple[list[int], list[int]]
+"""Tokens of a prompt, and of its completion."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a policy says to the question.
+
+    Attributes:
+      exported: the policy as a checkpoint.
+      prompt, completion: tokens of the question as its template writes it, and those that
+        evaluation found likeliest after it.
+    """
+
+    exported: Path
+    prompt: list[int]
+    completion: list[int]
+
+
+def go_through(name: str, folder: Path) -> dict[str, Written]:
+    """The chain of a family in an empty folder: "taught", which supervised learning made of all
+    weights, and "adapted", what reinforcement made of that with adapters."""
+    _write_data(folder)
+    # The order of a file's lines hangs on its name: one without the folder is always the same.
+    with chdir(folder), patch.object(json_tokenizer, "today", lambda: DAY):
+        write_family(name, Path("model"))
+        chats = ["--task=jsonl:chats.jsonl", "--held-out=apart.jsonl", f"--steps={STEPS}"]
+        chats += ["--batch=6", "--learning-rate=2e-2", *_sizes("sft")]
+        _done(train(["sft", "--model=hf:model", *chats]))
+        _done(export.main(["sft", "--to", "taught"]))
+        before, after = _reinforced()
+        _done(export.main(["grpo", "--to", "adapted", "--merge"]))
+    return {
+        "taught": Written(folder / "taught", *before),
+        "adapted": Written(folder / "adapted", *after),
+    }
+
+
+def _write_data(folder: Path) -> None:
+    """Conversations, questions and a reward. As many questions are asked to evaluate as to learn:
+    the programs that sample are the same."""
+    learned, apart = OTHERS[:3], OTHERS[3:]
+    chats = [
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+        for q, a in [(QUESTION, ANSWER)] * 3 + OTHERS
+    ]
+    for name, lines in (
+        ("chats", chats[:6]),
+        ("apart", chats[6:]),
+        ("asked", [{"prompt": question} for question, _ in learned]),
+        ("questions", [{"prompt": q} for q, _ in [(QUESTION, ""), *apart[1:]]]),
+    ):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    (folder / "litres.py").write_text(REWARD)
+
+
+def _sizes(run: str) -> list[str]:
+    rows = [f"--response-length={NEW_TOKENS}", "--eval-prompts=4"]
+    return [*rows, "--eval-every=99", "--samples-every=99", f"--run-dir={run}"]
+
+
+def _reinforced() -> tuple[Said, Said]:
+    """What the policy says before it, and after."""
+    asked = ["--task=jsonl:asked.jsonl", "--held-out=questions.jsonl", "--reward=litres.py:reward"]
+    asked += ["--prompts=2", "--group-size=2", "--mini-batch=4", "--steps=2"]
+    asked += ["--learning-rate=1e-3", "--entropy-coef=0.01", "--verifiers=1"]
+    asked += ["--sample-tokens=0", "--lora-rank=2", *_sizes("grpo")]
+    with _likeliest() as before:
+        _done(train(["grpo", "--model=hf:taught", *asked]))
+    with _likeliest() as after:
+        _done(evaluate(["grpo", "--k=1"]))
+    return _said(before), _said(after)
+
+
+def _said(found: list[tuple[str, Trajectory]]) -> Said:
+    """The first answer to the question."""
+    trajectory = next(each for prompt, each in found if prompt == QUESTION)
+    return trajectory.request.tokens.tolist(), trajectory.response.tolist()
+
+
+@contextmanager
+def _likeliest() -> Iterator[list[tuple[str, Trajectory]]]:
+    """What is sampled greedily meanwhile, with its prompts."""
+    found: list[tuple[str, Trajectory]] = []
+    decode = Sampler.decode
+
+    def spied(self: Sampler, requests, examples, sampling, **options):
+        drawn = decode(self, requests, examples, sampling, **options)
+        if sampling.greedy:
+            for trajectories, asked, *_ in drawn._pending:
+                found.extend((e.prompt, t) for e, t in zip(asked, trajectories, strict=True))
+        return drawn
+
+    with patch.object(Sampler, "decode", spied):
+        yield found
+
+
+def _done(status: int) -> None:
+    assert status == 0, status
