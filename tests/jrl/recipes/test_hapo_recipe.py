@@ -87,8 +87,10 @@ def test_without_its_components_it_is_dapo():
     ours, theirs = batch(hapo), batch(dapo)
     np.testing.assert_array_equal(ours.advantages, theirs.advantages)
     np.testing.assert_array_equal(
-        hapo.rewards(ours.rewards, ours.lengths, TIME),
-        dapo.rewards(ours.rewards, ours.lengths, TIME),
+        *(
+            jax.jit(recipe.rewards, static_argnums=2)(ours.rewards, ours.lengths, TIME)
+            for recipe in (hapo, dapo)
+        )
     )
     # Weights of the policy over the same policy, as the sampler gave it: one exactly.
     found = jax.jit(hapo.correction.correct)(

@@ -202,10 +202,10 @@ def test_vapo_without_a_correct_row():
     given = batch().replace(correct=np.zeros(ROWS, bool))
 
     @jax.jit
-    def found(given):
-        return policy_loss(recipe, LOGPROBS, ENTROPY, given, count(given), LIMIT)
+    def found(logprobs, entropy, given):
+        return policy_loss(recipe, logprobs, entropy, given, count(given), LIMIT)
 
-    loss, metrics = found(given)
+    loss, metrics = found(LOGPROBS, ENTROPY, given)
     assert float(loss) == loss_of(dataclasses.replace(recipe, positive_coef=0.0))[0]
     assert float(metrics["actor/positive_loss"].value()) == 0
 

@@ -152,7 +152,7 @@ def test_every_recipe_weighs_its_policy_loss(name):
     entropy = np.ones((2, 4), np.float32)
 
     @jax.jit
-    def losses(batch):
+    def losses(logprobs, entropy, batch):
         statistics = None
         if recipe.uses_statistics:
             statistics = recipe.statistics(logprobs, entropy, batch)
@@ -165,7 +165,7 @@ def test_every_recipe_weighs_its_policy_loss(name):
             aggregate(weights * surrogate, MASK, recipe.aggregation, max_length=4),
         )
 
-    (plain, expected), (weighted, found), wanted = losses(batch)
+    (plain, expected), (weighted, found), wanted = losses(logprobs, entropy, batch)
     np.testing.assert_allclose(found["actor/pg_loss"], wanted, **FLOAT32)
     # The terms beside it have no ratio, and so no weight.
     np.testing.assert_allclose(

@@ -84,7 +84,7 @@ def test_lambda_is_that_of_the_length_expected(length, finished, lam):
     # lam has six decimals, and four of them are multiplied at most.
     np.testing.assert_allclose(targets_of(recipe, given).advantages, expected, atol=4e-6)
     if finished:
-        found = recipe.policy_lambda(np.array([length]))
+        found = jax.jit(recipe.policy_lambda)(np.array([length]))
         np.testing.assert_allclose(found, [[lam]], atol=1e-6)
 
 
@@ -138,7 +138,8 @@ def test_the_ratio_is_that_of_the_probabilities():
     logprobs[columns], old[columns] = moved - 2, -2
     advantages[columns] = np.where(moved < 0, 1, -1)
     given = given.replace(old_logprobs=np.asarray(old), advantages=np.asarray(advantages))
-    losses, _ = Tppo().surrogate(np.asarray(logprobs), np.zeros((1, TIME)), given, None)
+    arrays = np.asarray(logprobs), np.zeros((1, TIME), np.float32), given, None
+    losses, _ = jax.jit(Tppo().surrogate)(*arrays)
     expected = [-0.740818, -0.904837, 1.0, 1.105171, 1.349859]
     np.testing.assert_allclose(losses[columns][0], expected, atol=1e-6)  # six decimals
 
