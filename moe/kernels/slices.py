@@ -216,8 +216,7 @@ def start_copies(x: Any, source: Any, first: Any, column: Any, tile: Any) -> Non
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), number, number, swizzled))
     def copy(context, x, source, first, column, tile):
         from jax.experimental.mosaic.gpu import FragmentedArray, utils
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import arith, llvm, nvvm
+        from jax.experimental.mosaic.gpu.utils import arith, ir, llvm, nvvm
 
         short, long = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
         kind = ir.MemRefType(x.type)
@@ -252,7 +251,7 @@ def close_group() -> None:
 
     @mosaic_gpu().inline_mgpu()
     def close(context):
-        from jaxlib.mlir.dialects import nvvm
+        from jax.experimental.mosaic.gpu.utils import nvvm
 
         nvvm.cp_async_commit_group()
 
@@ -264,7 +263,7 @@ def wait_for_copies(pending: int) -> None:
 
     @mosaic_gpu().inline_mgpu()
     def wait(context):
-        from jaxlib.mlir.dialects import nvvm
+        from jax.experimental.mosaic.gpu.utils import nvvm
 
         nvvm.cp_async_wait_group(pending)
 
