@@ -16,8 +16,8 @@ from jrl.trainer import loop
 from jrl.trainer.evaluation import evaluate as evaluating
 
 # Shapes that training has compiled already: one completion of each of its held-out prompts.
-AS_TRAINED = ["--k", "1", "--prompts", "8"]
-FOUR = ["--k", "4", "--prompts", "5"]
+AS_TRAINED = ["--k", "1", "--prompts", "4"]
+FOUR = ["--k", "4", "--prompts", "4"]
 
 
 def verify_by_chance(task, examples, completions):
@@ -54,17 +54,17 @@ def results(run, tmp_path, *flags):
 
 def test_numbers_fit_together_and_are_printed(run, tmp_path, capsys):
     found = results(run, tmp_path, *FOUR)
-    assert (found["step"], found["prompts"], found["k"], found["task"]) == (2, 5, 4, "sort")
+    assert (found["step"], found["prompts"], found["k"], found["task"]) == (2, 4, 4, "sort")
     assert [name for name in found if name.startswith("pass@")] == ["pass@1", "pass@2", "pass@4"]
     assert found["pass@1"] == pytest.approx(found["accuracy/sampled"], abs=1e-12)
     assert 0 < found["pass@1"] < found["pass@2"] < found["pass@4"] <= 1
     reasons = {name: value for name, value in found.items() if name.startswith("verifier/")}
-    assert sum(reasons.values()) == 20 and len(reasons) == 8
-    assert found["verifier/correct"] == pytest.approx(20 * found["accuracy/sampled"])
+    assert sum(reasons.values()) == 16 and len(reasons) == 8
+    assert found["verifier/correct"] == pytest.approx(16 * found["accuracy/sampled"])
     assert 1 <= found["response_length/mean"] <= 12
     out = capsys.readouterr().out
-    assert re.search(r"^sampled: 20/20 completions, .* s\ngreedy: 5/5 completions, ", out, re.M)
-    assert "grpo on sort, step 2" in out and "5 held-out prompts, 4 completions each" in out
+    assert re.search(r"^sampled: 16/16 completions, .* s\ngreedy: 4/4 completions, ", out, re.M)
+    assert "grpo on sort, step 2" in out and "4 held-out prompts, 4 completions each" in out
     assert re.search(rf"greedy accuracy +{found['accuracy/greedy']:.3f}", out)
     assert re.search(r"pass@4 +[01]\.\d{3}", out)
 
@@ -97,7 +97,7 @@ def test_devices_change_no_prompt(run, tmp_path):
     whole = results(run, tmp_path, *AS_TRAINED)
     parts = results(run, tmp_path, *AS_TRAINED, "--layout", "dp2")
     assert parts["accuracy/greedy"] == whole["accuracy/greedy"]
-    assert sum(value for name, value in parts.items() if name.startswith("verifier/")) == 8
+    assert sum(value for name, value in parts.items() if name.startswith("verifier/")) == 4
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ def test_k_itself_is_always_among_the_ks():
 
 
 def test_pass_at_k_counts_by_prompt(run, tmp_path, monkeypatch):
-    """Of the completions of the five prompts 0, 1, 2, 3 and 4 are right."""
+    """Of the completions of the four prompts 0, 1, 2 and 3 are right."""
 
     def verify(self, examples, completions):
         # Whatever the order in which they come: the first n answers to the n-th prompt are right.
@@ -139,13 +139,13 @@ def test_pass_at_k_counts_by_prompt(run, tmp_path, monkeypatch):
     monkeypatch.setattr(ProceduralTask, "heldout", drawn)
     monkeypatch.setattr(ProceduralTask, "verify", verify)
     found = results(run, tmp_path, *FOUR)
-    assert len(set(prompts)) == 5
-    assert found["pass@1"] == pytest.approx(10 / 20)
-    # 1 - C(4 - c, 2) / C(4, 2) for c = 0 to 4.
-    assert found["pass@2"] == pytest.approx((0 + 3 / 6 + 5 / 6 + 1 + 1) / 5)
-    assert found["pass@4"] == pytest.approx(4 / 5)
-    # The spread of 0, 1/4, 2/4, 3/4, 1 over the root of 5.
-    assert found["accuracy/sampled/standard_error"] == pytest.approx(0.125**0.5 / 5**0.5)
+    assert len(set(prompts)) == 4
+    assert found["pass@1"] == pytest.approx(6 / 16)
+    # 1 - C(4 - c, 2) / C(4, 2) for c = 0 to 3.
+    assert found["pass@2"] == pytest.approx((0 + 3 / 6 + 5 / 6 + 1) / 4)
+    assert found["pass@4"] == pytest.approx(3 / 4)
+    # The spread of 0, 1/4, 2/4, 3/4 over the root of 4.
+    assert found["accuracy/sampled/standard_error"] == pytest.approx((5 / 64) ** 0.5 / 4**0.5)
 
 
 def test_nothing_is_written_into_the_run(run):
@@ -205,7 +205,7 @@ def test_a_run_without_a_checkpoint_says_so(tmp_path, monkeypatch, capsys):
         ("--top-k 0", "top_k=0 keeps no token"),
         ("--top-p nan", "top_p=nan must lie in (0, 1]"),
         ("--layout dp32", "layout 'dp32' needs 32 devices"),
-        ("--json no/such/folder.json --k 1 --prompts 8", "no/such/folder.json: No such file"),
+        ("--json no/such/folder.json --k 1 --prompts 4", "no/such/folder.json: No such file"),
     ],
 )
 def test_wrong_input_is_one_line_at_once(run, monkeypatch, capsys, flags, message):

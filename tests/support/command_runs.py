@@ -24,11 +24,11 @@ SETTINGS = {
     "model": "micro",
     "steps": 2,
     "warm-start-steps": 2,
-    "warm-start-batch": 8,
+    "warm-start-batch": 4,
     "prompts": 4,
     "group-size": 4,
     "mini-batch": 8,
-    "eval-prompts": 8,
+    "eval-prompts": 4,
     "eval-every": 2,
 }
 FLAGS = [f"--{name}={value}" for name, value in SETTINGS.items()]
