@@ -97,7 +97,8 @@ def multiply_slices(
     def place(k):
         return tuple(at * size for at, size in zip(rows.block(k), rows.shape, strict=True))
 
-    gathered = Gathered(target, *rows.given, *rows.slots, place, steps)
+    (x, source), (slots,) = rows.given, rows.slots
+    gathered = Gathered(target, x, source, slots, place, steps)
 
     def from_anywhere(indices, *tiles):
         multiply(indices[0], gathered.tile(indices[0]), *tiles)

@@ -1,5 +1,6 @@
 """Kernels for NVIDIA's Hopper ("mosaic")."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -7,7 +8,7 @@ from moe.kernels import grouped
 from moe.kernels.choice import capability
 
 
-def obstacle(rows: Array, width: int) -> str | None:
+def obstacle(rows: Array | jax.ShapeDtypeStruct, width: int) -> str | None:
     """What keeps the kernels from serving rows that become so wide, on this process's GPUs."""
     # Without a GPU it is lowered for one that is elsewhere.
     if capability() and not on_hopper():
@@ -35,7 +36,10 @@ def mosaic_summed(rows, others, sizes):
 
 
 def demand_service(
-    rows: Array, width: int, name: str = "mosaic", operation: str = "grouped_dot"
+    rows: Array | jax.ShapeDtypeStruct,
+    width: int,
+    name: str = "mosaic",
+    operation: str = "grouped_dot",
 ) -> None:
     """Refuses rows that the kernels cannot make so wide."""
     reason = obstacle(rows, width)
