@@ -109,7 +109,7 @@ def _checked(config: ModelConfig, weights: Transformer[Array]) -> list[Array]:
             raise ValueError(
                 f"weights are not those of config: a weight is {leaf.shape}, not {expected.shape}."
             )
-        if not leaf.is_fully_addressable:
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             raise ValueError(
                 "weights lie on devices of other processes too: write them from a run on one."
             )

@@ -160,8 +160,7 @@ def test_choices_are_those_of_the_file():
     assert (glm.rotary_dim, glm.num_dense_layers, glm.router_scores) == (6, 1, "sigmoid")
     assert oss.attention_sinks and oss.expert_bias and oss.router_bias and oss.qkv_bias
     assert oss.activation == ClampedSwiGLU(1.6, 0.9)
-    # Their adapters would have no file to go to.
-    assert targets_of(oss) == ("attention", "head")
+    assert targets_of(oss) == ("attention", "experts", "head")
     assert (gemma.activation, gemma.norm_placement) == ("gelu_tanh", "both")
     assert gemma.attention_scale == 10**-0.5
     assert (gemma.rope_base, gemma.window_rope_base) == (50.0, 20.0)

@@ -291,7 +291,8 @@ def test_states_are_those_of_a_rows_own_tokens():
     """Where a slot has gone on its state is no longer that of the prompt, which is run again."""
     delta = GatedDeltaNet((0,), 2, 4, key_head_dim=5, value_head_dim=3, conv_width=4)
     config = replace(DENSE, num_layers=2, delta=delta, attention_gate=True)
-    asked = replace(LONG, config=config, sampling=GREEDY, response=5, stops=(99,), slots=2)
+    few = {"response": 5, "stops": (99,), "slots": 2, "records_choices": False}
+    asked = Asked(GREEDY, config=config, **few)
     requests = [request for request in asked.requests if request.prompt in (1, 3)]
     engine = asked.engine()
     given = answers(engine, requests, asked.sampling)
