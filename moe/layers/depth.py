@@ -9,7 +9,7 @@ another way.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import jax
@@ -89,12 +89,11 @@ def _apart(layers: Any) -> list[Any]:
 
 def _apart_by_kind(layers: Layer[Array], delta_layers: Sequence[int]) -> list[Layer[Array]]:
     """The same where some have Gated DeltaNet, which is `attention` of theirs."""
-    nothing: Any = None
-    common = _apart(replace(layers, attention=nothing, delta=None))
-    attention, delta = iter(_apart(layers.attention)), iter(_apart(layers.delta))
+    every = {field.name: getattr(layers, field.name) for field in fields(layers)}
+    attention, delta = (iter(_apart(every.pop(kind))) for kind in ("attention", "delta"))
     return [
-        replace(layer, attention=next(delta if number in delta_layers else attention))
-        for number, layer in enumerate(common)
+        Layer(next(delta if number in delta_layers else attention), **common)
+        for number, common in enumerate(_apart(every))
     ]
 
 
@@ -119,11 +118,13 @@ def layer_at(
     """
     has_delta, before = number in delta_layers, sum(layer < number for layer in delta_layers)
     place = before if has_delta else number - before
-    own, nothing = of_kind(stack, has_delta), None
-    common: Any = replace(own, attention=nothing)
-    common = jax.tree.map(lambda leaf: layer_of(leaf, number), common)
-    attention = jax.tree.map(lambda leaf: layer_of(leaf, place), own.attention)
-    return replace(common, attention=attention)
+    own = of_kind(stack, has_delta)
+
+    def cut(name: str) -> Any:
+        at = place if name == "attention" else number
+        return jax.tree.map(lambda leaf: layer_of(leaf, at), getattr(own, name))
+
+    return Layer(**{field.name: cut(field.name) for field in fields(own)})
 
 
 def parts_of(weights: Transformer[Array], config: ModelConfig) -> tuple[Layer[Array], ...]:

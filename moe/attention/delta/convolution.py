@@ -36,6 +36,6 @@ def tail_after(x: Channels, tail: Tail, lengths: Int[Array, "row"]) -> Tail:
     return jnp.moveaxis(last, 1, -1)
 
 
-def extended(x: Channels, tail: Tail) -> Channels:
+def extended(x: Channels, tail: Tail) -> Float[Array, "row extended key_heads channel"]:
     """The tokens behind those of the tail."""
     return jnp.concatenate([jnp.moveaxis(tail, -1, 1), x], axis=1)

@@ -211,8 +211,8 @@ def _placed(
         new = where_arriving(jnp.take(known, source, axis=row), there, row)
         return jax.lax.dynamic_update_slice_in_dim(own, new, 0, axis=axis)
 
-    def keys_and_values(own: Array, known: Array, axis: int) -> Array:
-        if arrivals.packing is None:
+    def keys_and_values(own: Array, known: Array, axis: int | None) -> Array:
+        if arrivals.packing is None or axis is None:
             return begun(own, known, axis, ROW)
         # The slots that take something, and no others: a cache is large.
         slots = own.shape[ROW]
