@@ -25,7 +25,7 @@ Entry = tuple[str, Tensors, int, tuple[int, ...]]
 def save(
     directory: str | Path,
     config: ModelConfig,
-    weights: Transformer[Array],
+    weights: Transformer[Array] | Transformer[np.ndarray],
     *,
     architecture: str | None = None,
     dtype: Dtype = "float32",
@@ -39,7 +39,7 @@ def save(
     Args:
       directory: made where it does not exist; it may hold no other .safetensors files.
       config: the network.
-      weights: its weights, on devices of this process.
+      weights: its weights, on devices of this process or on the host.
       architecture: as for `options_from`.
       dtype: of the tensors in the files.
       file_bytes: size of a file at most, unless one tensor is larger.
@@ -100,7 +100,7 @@ def _about(given: Mapping[str, Any]) -> dict[str, Any]:
     return dict(given)
 
 
-def _checked(config: ModelConfig, weights: Transformer[Array]) -> list[Array]:
+def _checked(config: ModelConfig, weights: Transformer[Any]) -> list[Array | np.ndarray]:
     wanted, leaves = shapes(config), jax.tree.leaves(weights)
     if jax.tree.structure(wanted) != jax.tree.structure(weights):
         raise ValueError("weights are not those of config: their records differ.")
@@ -136,7 +136,9 @@ def _files(entries: list[Entry], itemsize: int, file_bytes: int) -> dict[str, li
     }
 
 
-def _tensor(leaf: Array, plan: Tensors, place: tuple[int, ...], dtype: Dtype) -> np.ndarray:
+def _tensor(
+    leaf: Array | np.ndarray, plan: Tensors, place: tuple[int, ...], dtype: Dtype
+) -> np.ndarray:
     theirs = plan.to_theirs(np.asarray(leaf[plan.at(place)]))
     return np.ascontiguousarray(theirs.astype(jnp.dtype(dtype)))
 
