@@ -77,7 +77,8 @@ def test_killed_again_and_again(finished, tmp_path):
 def test_killed_with_rows_in_flight(tmp_path):
     expected = finish("grpo", tmp_path / "whole", max_staleness=2, slots=6)
     path = tmp_path / "run"
-    for moment in [("window", 24, 0), ("step", 2, 0.01), ("window", 5, 0.002)]:
+    # In the first step, at the beginning of the second, and past the checkpoint after it.
+    for moment in [("window", 12, 0), ("step", 2, 0.01), ("window", 16, 0.002)]:
         killed = run_killed(path, "grpo:2", *moment)
         assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
     assert begin_or_go_on(expected.setup, path) == loop.Outcome(step=3, stopped=False)
