@@ -16,7 +16,7 @@ IN_HALVES = ("context", "attention and dense layers over tp", "experts")
 """Of what is sent, by `sharding.planner.cost.GROUPS`, that which halves send by themselves."""
 
 
-def beside_pieces(sent: float, products: float, pieces: float) -> float:
+def beside_pieces(sent: float, products: float, pieces: int) -> float:
     """Seconds of `sent` that show, ``max(C / n, C - P (n - 1) / n)``."""
     return max(sent / pieces, sent - products * (pieces - 1) / pieces)
 
