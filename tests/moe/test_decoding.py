@@ -179,7 +179,6 @@ def test_a_kernel_that_reads_heads_is_refused_by_narrow_vectors():
         ],
         ("latent", "tp2"),
         ("dense first", "tp2 dp2 / ep2 etp2"),
-        ("delta", "tp2"),
     ),
 )
 def test_steps_equal_the_whole_sequence(kind, layout):

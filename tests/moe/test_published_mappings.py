@@ -174,7 +174,8 @@ def atoms(mesh, *logical):
 QUICK = [case for case in TRACED if "cp4" in case[1]]
 
 
-@pytest.mark.parametrize(("model", "layout", "how"), full_but(TRACED, *QUICK))
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "layout", "how"), TRACED)
 def test_what_is_sent_over_which_axes(model, layout, how):
     mesh, config, found = sent(model, layout)
     expected = {

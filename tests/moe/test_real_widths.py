@@ -100,7 +100,8 @@ ELEMENTS = {"352B": 25.5, "mixtral-8x7b": 18.5, "mixtral-8x22b": 15.0}
 """What the paper's formula gives for three of them, in units of ``b s h / n``."""
 
 
-@pytest.mark.parametrize("name", full_but(list(PUBLISHED), "352B"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(PUBLISHED))
 def test_a_published_layer_keeps_the_elements_of_the_paper(name):
     """``(2 k f + 4 + 2 / m) b s h / n``; beside them a log-sum for each query, the router's logits
     and choices, 4 bytes each, and how often a sequence chose each expert."""
@@ -133,7 +134,8 @@ def test_a_published_layer_keeps_the_elements_of_the_paper(name):
     assert stated == found - experts * 4
 
 
-@pytest.mark.parametrize("dispatch", full_but(["all_gather", "all_to_all"], "all_gather"))
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
 def test_no_second_product_and_no_tokens_of_others_are_kept(dispatch):
     """Room for any routing: 65,536 rows, of which the first product alone is kept, 384 MiB, beside
     16 MiB of queries, 2 of keys and values, 16 of what attention gives and 16 of the residual
@@ -159,6 +161,7 @@ def test_a_layer_with_a_budget_keeps_the_elements_of_the_formula(dispatch, facto
     assert found < {1.5: 123, 1.4: 119}[factor]
 
 
+@pytest.mark.slow
 def test_full_keeps_the_tokens_that_came_to_the_experts():
     """64 MiB of all devices' tokens, by a name that a gather with a gradient of its own shows:
     nothing is sent twice."""

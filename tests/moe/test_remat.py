@@ -13,7 +13,6 @@ from hlo_graph import Graph
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, on_mesh, random_weights
-from tiers import full_but
 from whole_network import loss_and_gradient
 
 from moe import model
@@ -124,7 +123,8 @@ etp, and tokens are gathered over tp for heads and for the shared expert's hidde
 TWICE = {"selective": {kind: number * CONFIG.num_layers for kind, number in AGAIN.items()}}
 
 
-@pytest.mark.parametrize("remat", full_but(["selective", "full"], "full"))
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["selective", "full"])
 def test_no_collective_is_written_twice(remat):
     """In what programs are compiled from, which has no doubles merged."""
     written = r"stablehlo\.(all_gather|reduce_scatter|all_to_all|collective_permute|all_reduce)\b"
@@ -153,6 +153,7 @@ def kept_bytes(remat):
     return sizes[-1]
 
 
+@pytest.mark.slow
 def test_less_is_kept():
     none, selective, full = (kept_bytes(remat) for remat in ("none", "selective", "full"))
     assert 0.8 * none > selective
@@ -175,9 +176,8 @@ PIPED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("pipeline", "axes", "collective", "remat", "number"), full_but(PIPED, PIPED[3])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("pipeline", "axes", "collective", "remat", "number"), PIPED)
 def test_a_pipeline_communicates_as_often_as_one_device(pipeline, axes, collective, remat, number):
     """Collectives of a layer, by tracing."""
     mesh = mesh_of(f"{pipeline} {axes}")
@@ -244,6 +244,7 @@ def waiting(jaxpr, place):
     return found
 
 
+@pytest.mark.slow
 def test_nothing_that_is_repeated_waits_for_the_gradient():
     """Where `jax.checkpoint` keeps the same, all of it does."""
 

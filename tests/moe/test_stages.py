@@ -10,7 +10,6 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 from programs import mesh_of, random_weights
-from tiers import full_but
 
 from moe import model, stages
 from moe.config import ModelConfig
@@ -112,7 +111,8 @@ def kept_without_a_pipeline(layers, remat, scan_layers=False):
 KEPT = [("none", False), ("selective", False), ("full", False), ("selective", True)]
 
 
-@pytest.mark.parametrize(("remat", "scan_layers"), full_but(KEPT, ("selective", False)))
+@pytest.mark.slow
+@pytest.mark.parametrize(("remat", "scan_layers"), KEPT)
 def test_what_is_kept_of_a_chunk_is_what_a_device_alone_keeps(remat, scan_layers):
     of_one = carried("pp2", remat, 2, scan_layers) - carried("pp2", remat, 1, scan_layers)
     alone = kept_without_a_pipeline(CONFIG.num_layers // 2, remat, scan_layers)

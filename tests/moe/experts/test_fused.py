@@ -102,7 +102,8 @@ def test_gathered_values_and_gradients_are_those_of_spread_rows():
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("remat", full_but(["none", "selective"], "selective"))
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "selective"])
 def test_gathered_rows_are_written_nowhere_on_cuda(remat):
     """Two kernels there and four back, and the sum over a token's slots."""
     slots, width = 100, 128

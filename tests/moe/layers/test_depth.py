@@ -124,7 +124,8 @@ def scored(config, layout):
 PROGRAMS = [(scored, "tp2 dp2"), (trained, "dp1"), (trained, "pp2")]
 
 
-@pytest.mark.parametrize(("program", "layout"), full_but(PROGRAMS, PROGRAMS[0]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("program", "layout"), PROGRAMS)
 def test_a_program_does_not_grow_with_depth(program, layout):
     def sized(layers, scanned):
         execution = Execution(remat="selective", scan_layers=scanned)

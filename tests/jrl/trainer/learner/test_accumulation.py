@@ -9,7 +9,6 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from small_runs import small_batch, small_model, small_recipe, small_run, small_setup
 from three_updates import FAST_COMPILE, random_weights
-from tiers import full_but
 
 from jrl.trainer.learner import update as of_update
 from jrl.trainer.setup.network import network_of
@@ -78,7 +77,8 @@ def matrices(setup, stack):
     return sum(bool(cut.atoms) for cut in jax.tree.leaves(cuts))
 
 
-@pytest.mark.parametrize("remat", full_but(["none", "selective", "full"], "selective"))
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
 def test_scanned_layers_are_reduced_in_each_iteration_backward(remat):
     """What the next iteration begins with waits for none of its sums."""
     program = traced(2, scan_layers=True, remat=remat)
@@ -121,7 +121,8 @@ def depended(jaxpr, variables):
     return found
 
 
-@pytest.mark.parametrize("overlaps", full_but([True, False], True))
+@pytest.mark.slow
+@pytest.mark.parametrize("overlaps", [True, False])
 def test_no_sum_waits_for_the_layers_below(overlaps):
     """Of unrolled layers: those of the last wait for fewest products, and those of the first dense
     one for most. In the plain order all wait for all."""

@@ -266,9 +266,8 @@ def equations(jaxpr):
             yield from equations(inner)
 
 
-@pytest.mark.parametrize(
-    ("layout", "fsdp"), full_but([("dp4", False), ("dp4", True)], ("dp4", False))
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "fsdp"), [("dp4", False), ("dp4", True)])
 def test_weights_are_gathered_in_bfloat16_and_gradients_summed_in_float32(layout, fsdp):
     setup = setup_on(layout, fsdp=fsdp)
     network = setup.networks.policy
@@ -299,6 +298,7 @@ def whole_weights_cast(program, like):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["forward", "decoding"])
 def test_no_weight_is_cast_where_it_is_used(kind):
     """All sizes are those of weights alone."""

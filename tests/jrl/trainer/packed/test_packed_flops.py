@@ -97,6 +97,7 @@ def compiled(network, prompts, earlier, window, *, finished=ROWS, bins=2, packed
     return Program(program.cost_analysis()["flops"], laid.passes, laid.sizes, program.as_text())
 
 
+@pytest.mark.slow
 def test_the_head_sees_the_window_alone():
     """Of rows with twice as many tokens before it as well."""
     short = compiled("actor", 8, 16, 8)  # 32 tokens a row, two in a bin
@@ -127,6 +128,7 @@ def test_the_policy_pays_for_packed_tokens():
     np.testing.assert_allclose(padded.flops - short.flops, more, rtol=0.1)
 
 
+@pytest.mark.slow
 def test_the_critic_pays_for_finished_responses_alone():
     """One program for any number of them, of which each has a bin of its own."""
     some = [compiled("critic", 16, 40, 8, finished=number) for number in (ROWS, 4, 2)]

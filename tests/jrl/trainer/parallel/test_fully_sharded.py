@@ -91,7 +91,8 @@ def test_a_device_keeps_its_part_before_and_after_an_update():
     assert all(jax.tree.leaves(same))
 
 
-@pytest.mark.parametrize(("scanned", "programs"), full_but([(False, 2), (True, 1)], (False, 2)))
+@pytest.mark.slow
+@pytest.mark.parametrize(("scanned", "programs"), [(False, 2), (True, 1)])
 def test_each_layer_is_joined_forward_and_again_backward(scanned, programs):
     """Two layers, of a program each or of one for both."""
     setup = setup_on("dp4")

@@ -65,6 +65,7 @@ def test_updates_of_uneven_stages_equal_those_of_one_device(layout, num_micro):
     assert_same_updates(updates_on(layout, num_micro, 5), updates_on("dp1", 1, 5))
 
 
+@pytest.mark.slow
 def test_a_stage_sends_one_message_each_way():
     setup = setup_on("pp2 vpp2 tp2 / ep2")
     objective, optimizer = setup.networks.policy.objective, setup.networks.policy.optimizer

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from programs import jit, mesh_of
+from tiers import full_but
 
 from moe.architecture.delta import GatedDeltaNet
 from moe.attention.delta.sequences import Mixed, over_sections
@@ -94,7 +95,7 @@ def alone(mixed, places):
     return found
 
 
-@pytest.mark.parametrize("case", [by_rows, by_segments, by_prompts])
+@pytest.mark.parametrize("case", full_but([by_rows, by_segments, by_prompts], by_segments))
 def test_a_sequence_reads_what_it_reads_alone(case):
     mask, number, sequences = case()
     mixed, tokens = inputs(number), np.concatenate(sequences)

@@ -147,12 +147,10 @@ def test_dispatch_equals_the_dense_oracle(name, layout):
         agrees(program, routing_of(kind), kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "capacity"),
-    full_but(
-        itertools.product(["all_to_all", "all_gather"], [1, 2]),
-        ("all_to_all", 1),
-    ),
+    list(itertools.product(["all_to_all", "all_gather"], [1, 2])),
 )
 def test_smaller_buffers_hold_what_a_capacity_lets_through(name, capacity):
     mesh = mesh_of("tp2 dp4 / ep2 etp2")

@@ -221,6 +221,7 @@ def test_nothing_orders_two_chunks(name, remat, product):
             assert any(b in found.before(a) for a in own for b in first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["all_to_all", "all_gather"])
 def test_chunks_are_so_many_times_as_many_collectives_of_so_small_a_part(name):
     def sent(chunks):
