@@ -224,9 +224,7 @@ def _exposed(
     Args:
       products: seconds of its products.
     """
-    layers = _layers_on_stage(model, layout)
-    once = replace(layout, vpp=1)
-    sent = dict(_sends(model, once, batch, _without_storage(method), hardware, layers))
+    sent = _sends(model, layout, batch, method, hardware)
     if layout.pp > 1:
         hops = repeated([volumes.hop(model, batch.local_tokens(layout), method)], 2 * layout.vpp)
         hides = layout.vpp > 1 and system.hides_hops
@@ -246,32 +244,22 @@ def _exposed(
     return {what: time * shown / total for what, time in sent.items() if time}
 
 
-def _without_storage(method: Method) -> Method:
-    given = {"storage": "float32", "gradient_wire": "float32", "mu_dtype": "float32"}
-    return replace(method, **given, overlap_grad_reduce=False)
-
-
-@functools.lru_cache(maxsize=1024)
 def _sends(
-    model: ModelSizes,
-    layout: Layout,
-    batch: Batch,
-    method: Method,
-    hardware: Hardware,
-    layers: float,
+    model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
 ) -> dict[str, float]:
     """Seconds of a micro-batch's communication, but for hops: layers, embedding and head."""
-    tokens = batch.local_tokens(layout)
-    forward, backward = volumes.layer(model, layout, batch, method)
-    ends = volumes.embedding(model, layout, tokens, method)
-    ends += volumes.head(model, layout, tokens, method)
-    ends += volumes.in_rows(model, layout, batch, method)
+    given, layers = (model, layout, batch, method, hardware), _layers_on_stage(model, layout)
     found: dict[str, float] = {}
-    for sent, times in ((forward + backward, layers), (ends, 1)):
-        for one in sent:
-            name = next(name for name, words in GROUPS if any(word in one.what for word in words))
-            found[name] = found.get(name, 0.0) + times * links.seconds(one, layout, hardware)
+    for sent, times in ((links.of_layer(*given), layers), (links.of_ends(*given), 1)):
+        for what, seconds in sent:
+            name = _group(what)
+            found[name] = found.get(name, 0.0) + times * seconds
     return found
+
+
+@functools.lru_cache(maxsize=256)
+def _group(what: str) -> str:
+    return next(name for name, words in GROUPS if any(word in what for word in words))
 
 
 def _of_weights(model: ModelSizes, layout: Layout) -> Layout:

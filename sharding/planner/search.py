@@ -3,12 +3,12 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from sharding.folding import Layout
 from sharding.folding.layout import divisors
-from sharding.planner import links, volumes
+from sharding.planner import links
 from sharding.planner.cost import Cost, System, cost
 from sharding.planner.hardware import Hardware
 from sharding.planner.memory import Memory, memory
@@ -229,9 +229,16 @@ def quickest(
     """The method with the dispatch and the context that take the least time; neither changes what
     the other takes."""
 
-    def takes(given: Method) -> float:
-        forward, backward = volumes.layer(model, layout, batch, given)
-        return sum(links.seconds(one, layout, hardware) for one in [*forward, *backward])
+    def attending(given: Method) -> float:
+        streams = given.streams(batch)
+        return seconds(links.beside_experts(model, layout, one, given, hardware) for one in streams)
+
+    def reaching_experts(given: Method) -> float:
+        streams = [one.local_tokens(layout) for one in given.streams(batch)]
+        return seconds(links.experts(model, layout, one, given, hardware) for one in streams)
+
+    def seconds(parts: Iterable[tuple[links.Timed, links.Timed]]) -> float:
+        return sum(time for passes in parts for sent in passes for _, time in sent)
 
     contexts = [
         name
@@ -240,11 +247,12 @@ def quickest(
         if name != "ulysses" or model.num_heads // layout.tp % layout.cp == 0
     ]
     if layout.cp > 1:
-        method = min((replace(method, context=name) for name in contexts), key=takes)
+        method = min((replace(method, context=name) for name in contexts), key=attending)
     if layout.ep * layout.etp > 1:
         ways = itertools.product(choices.dispatch, choices.activation_wire)
         method = min(
-            (replace(method, dispatch=name, activation_wire=wire) for name, wire in ways), key=takes
+            (replace(method, dispatch=name, activation_wire=wire) for name, wire in ways),
+            key=reaching_experts,
         )
     return method
 
