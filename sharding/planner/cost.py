@@ -2,15 +2,20 @@
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sharding.folding import Layout
 from sharding.planner import links, overlap, volumes
 from sharding.planner.hardware import Hardware
 from sharding.planner.memory import kept
-from sharding.planner.method import Batch, Method
+from sharding.planner.method import Batch, Method, for_weights
 from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.models.weights import held, layers_on_device, parameters_in_parts
+from sharding.planner.models.weights import (
+    as_held,
+    held,
+    layers_on_device,
+    parameters_in_parts,
+)
 from sharding.planner.transfer import Transfer, repeated
 from sharding.schedule import Schedule
 
@@ -99,14 +104,14 @@ def cost(
     traffic = number * _traffic(model, layout, tokens, method) / hardware.memory_bandwidth
     sent = _exposed(model, layout, batch, method, hardware, system, products / number)
     sent = {what: number * time for what, time in sent.items()}
+    of_weights = model, as_held(model, layout), for_weights(method), hardware
     if method.fsdp:
         # Shards are fetched while the layer before is at work: what takes longer shows.
-        joined = number * _seconds(_unsharded(model, layout, method), layout, hardware)
+        joined = number * _unsharding(*of_weights)
         sent["shards of layers"] = max(0.0, joined - products - traffic)
     working = products + traffic + sum(sent.values())
     idle = Schedule(layout.pp, number, layout.vpp).bubble * working
-    of_weights = method.fsdp, method.storage, method.gradient_wire, method.overlap_grad_reduce
-    of_layers, of_ends, joined = _once(model, _of_weights(model, layout), *of_weights, hardware)
+    of_layers, of_ends, joined = _once(*of_weights)
     if system.hides_gradients and method.overlap_grad_reduce:
         if system.hides_ends:
             of_layers, of_ends = of_layers + of_ends, 0.0
@@ -207,7 +212,8 @@ def _optimizer(model: ModelSizes, layout: Layout, method: Method, hardware: Hard
     """Seconds of the optimizer's step: its state read and written, weights and gradients."""
     stored = method.stored
     each = 2 * (stored.master + stored.moments) + stored.weight + stored.gradient
-    return parameters_in_parts(model, layout) * each / hardware.memory_bandwidth
+    parts = parameters_in_parts(model, as_held(model, layout))
+    return parts * each / hardware.memory_bandwidth
 
 
 def _exposed(
@@ -262,32 +268,12 @@ def _group(what: str) -> str:
     return next(name for name, words in GROUPS if any(word in what for word in words))
 
 
-def _of_weights(model: ModelSizes, layout: Layout) -> Layout:
-    """The layout with one chunk on each stage where a device has the same weights so: a step sends
-    as many, and is asked for once for all numbers of chunks."""
-    alone = replace(layout, vpp=1)
-    same = layers_on_device(model, alone) == layers_on_device(model, layout)
-    return alone if same else layout
-
-
 @functools.lru_cache(maxsize=1024)
 def _once(
-    model: ModelSizes,
-    layout: Layout,
-    fsdp: bool,
-    storage: str,
-    gradient_wire: str,
-    overlap_grad_reduce: bool,
-    hardware: Hardware,
+    model: ModelSizes, layout: Layout, method: Method, hardware: Hardware
 ) -> tuple[float, float, float]:
     """Seconds of what is sent once in a step: gradients of layers summed, and those of both ends;
     new weights joined."""
-    method = Method(
-        fsdp=fsdp,
-        storage=storage,
-        gradient_wire=gradient_wire,
-        overlap_grad_reduce=overlap_grad_reduce,
-    )
     of_ends = {f"gradients: {one.what}" for one in held(model, layout) if not one.depth}
     sent = volumes.gradients(model, layout, method)
     joined = [one for one in sent if one.kind == "all_gather"]
@@ -301,9 +287,13 @@ def _once(
     )
 
 
-def _unsharded(model: ModelSizes, layout: Layout, method: Method) -> list[Transfer]:
+@functools.lru_cache(maxsize=1024)
+def _unsharding(model: ModelSizes, layout: Layout, method: Method, hardware: Hardware) -> float:
+    """Seconds of a micro-batch's share of full sharding: layers joined twice, their gradients
+    summed into shards."""
     joined = list(volumes.unsharding(model, layout, method))
-    return repeated(joined, 2) + [volumes.summed_back(one, layout, method) for one in joined]
+    sent = repeated(joined, 2) + [volumes.summed_back(one, layout, method) for one in joined]
+    return _seconds(sent, layout, hardware)
 
 
 GROUPS = (

@@ -7,14 +7,14 @@ it depends on: attention by ``tp`` and ``cp``, experts by ``ep`` and ``etp``.
 
 import functools
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import chain
 
 from sharding.folding import Layout
 from sharding.planner import volumes
 from sharding.planner.hardware import LINK_EFFICIENCY, Hardware
-from sharding.planner.method import Batch, Method
+from sharding.planner.method import Batch, Method, for_tokens
 from sharding.planner.models.sizes import ModelSizes
+from sharding.planner.models.weights import one_chunk
 from sharding.planner.transfer import Transfer, spanned
 
 Timed = tuple[tuple[str, float], ...]
@@ -77,7 +77,7 @@ def beside_experts(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
 ) -> tuple[Timed, Timed]:
     """`sharding.planner.volumes.beside_experts`, forward and backward."""
-    return _beside_experts(model, alike(layout)[0], batch, _of_tokens(method), hardware)
+    return _beside_experts(model, alike(layout)[0], batch, for_tokens(method), hardware)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -92,7 +92,7 @@ def experts(
     model: ModelSizes, layout: Layout, tokens: int, method: Method, hardware: Hardware
 ) -> tuple[Timed, Timed]:
     """`sharding.planner.volumes.experts`, forward and backward."""
-    return _experts(model, alike(layout)[1], tokens, _of_tokens(method), hardware)
+    return _experts(model, alike(layout)[1], tokens, for_tokens(method), hardware)
 
 
 @functools.lru_cache(maxsize=16384)
@@ -108,7 +108,7 @@ def of_ends(
 ) -> Timed:
     """Embedding and head with one micro-batch, forward and backward, and what puts the halves of
     its rows in order between."""
-    return _of_ends(model, alike(layout)[0], batch, _of_tokens(method), hardware)
+    return _of_ends(model, alike(layout)[0], batch, for_tokens(method), hardware)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -127,17 +127,10 @@ def _timed(transfers: Iterable[Transfer], layout: Layout, hardware: Hardware) ->
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_tokens(method: Method) -> Method:
-    """The method, for all that depends on how tokens are sent and not on weights and gradients."""
-    given = {"storage": "float32", "gradient_wire": "float32", "mu_dtype": "float32"}
-    return replace(method, **given, overlap_grad_reduce=False)
-
-
-@functools.lru_cache(maxsize=1024)
 def alike(layout: Layout) -> tuple[Layout, Layout]:
     """The layouts with ``tp cp`` and with ``ep etp`` alone, where groups over these lie as they do
     in the whole one; else the whole one."""
-    whole = replace(layout, vpp=1)
+    whole = one_chunk(layout)
     attention = Layout(tp=layout.tp, cp=layout.cp)
     experts = Layout(dp=layout.ep * layout.etp, ep=layout.ep, etp=layout.etp)
     return (

@@ -1,5 +1,6 @@
 """How a layout is run beside its sizes: batch, dispatch, context, rematerialisation, storage."""
 
+import functools
 from dataclasses import dataclass, replace
 
 from sharding.activation_wire import WIRES
@@ -175,3 +176,30 @@ class Method:
     def _with_moments(self, storage: Storage) -> Storage:
         half = self.mu_dtype == "bfloat16"
         return replace(storage, moments=storage.moments * 3 // 4) if half else storage
+
+
+@functools.lru_cache(maxsize=4096)
+def varied(method: Method, **fields: str | int | bool | None) -> Method:
+    """The method with other fields: the same record for the same ones, as a search asks for few
+    methods many times."""
+    return replace(method, **fields)  # pyright: ignore[reportArgumentType]
+
+
+def for_tokens(method: Method) -> Method:
+    """The method as what layers send depends on it: whatever is of weights and gradients as it is
+    by default."""
+    wires = {"storage": "float32", "gradient_wire": "float32", "mu_dtype": "float32"}
+    return varied(method, **wires, overlap_grad_reduce=False)
+
+
+@functools.lru_cache(maxsize=4096)
+def for_weights(method: Method) -> Method:
+    """The method as what is kept and sent of weights, gradients and optimizer depends on it: all
+    else as it is by default."""
+    return Method(
+        fsdp=method.fsdp,
+        storage=method.storage,
+        gradient_wire=method.gradient_wire,
+        mu_dtype=method.mu_dtype,
+        overlap_grad_reduce=method.overlap_grad_reduce,
+    )
