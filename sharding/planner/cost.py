@@ -45,6 +45,10 @@ class System:
     hides_chunks: bool = False
     hides_halves: bool = False
 
+    def rate(self, hardware: Hardware) -> float:
+        """FLOP/s that products reach."""
+        return hardware.peak * self.efficiency
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -100,9 +104,12 @@ def cost(
     """
     number, tokens = batch.num_micro_batches(layout), batch.local_tokens(layout)
     flops = batch.tokens * model.training_flops(batch.time) / layout.num_devices
-    products = number * _products(model, layout, batch, method, hardware, system)
+    in_layers = _products_of_layers(model, layout, batch, method, hardware, system)
+    in_head = _products_of_head(model, tokens, system.rate(hardware))
+    products = number * (in_layers + in_head)
     traffic = number * _traffic(model, layout, tokens, method) / hardware.memory_bandwidth
-    sent = _exposed(model, layout, batch, method, hardware, system, products / number)
+    beside = in_layers, products / number
+    sent = _exposed(model, layout, batch, method, hardware, system, *beside)
     sent = {what: number * time for what, time in sent.items()}
     of_weights = model, as_held(model, layout), for_weights(method), hardware
     if method.fsdp:
@@ -128,18 +135,9 @@ def _beside_backward(
     return overlap.beside_backward(summed, micro_batch, pieces, at_once)
 
 
-def _products(
-    model: ModelSizes,
-    layout: Layout,
-    batch: Batch,
-    method: Method,
-    hardware: Hardware,
-    system: System,
-) -> float:
-    """Seconds of a micro-batch's products on one device of the slowest stage."""
-    rate = hardware.peak * system.efficiency
-    head = 2.0 * batch.local_tokens(layout) * model.d_model * model.vocab_size / rate
-    return _products_of_layers(model, layout, batch, method, hardware, system) + 3 * head
+def _products_of_head(model: ModelSizes, tokens: int, rate: float) -> float:
+    """Seconds of the head's products, which no rematerialisation repeats."""
+    return 3 * (2.0 * tokens * model.d_model * model.vocab_size / rate)
 
 
 def _products_of_layers(
@@ -150,13 +148,12 @@ def _products_of_layers(
     hardware: Hardware,
     system: System,
 ) -> float:
-    """`_products` without the head's.
+    """Seconds of the layers' products of a micro-batch on one device of the slowest stage.
 
     A product takes its arithmetic or, if that is longer, the way of its weights through memory:
     read forward and for the gradient of its input, and the sum of their gradients read and written.
     """
-    tokens, stored = batch.local_tokens(layout), method.stored
-    rate = hardware.peak * system.efficiency
+    tokens, stored, rate = batch.local_tokens(layout), method.stored, system.rate(hardware)
 
     def one_pass(flops: float, parameters: float, bytes_each: int) -> float:
         return max(flops / rate, parameters * bytes_each / hardware.memory_bandwidth)
@@ -223,12 +220,14 @@ def _exposed(
     method: Method,
     hardware: Hardware,
     system: System,
+    in_layers: float,
     products: float,
 ) -> dict[str, float]:
     """Seconds of a micro-batch's communication that show, by what is sent.
 
     Args:
-      products: seconds of its products.
+      in_layers: seconds of its products in the layers.
+      products: of all its products.
     """
     sent = _sends(model, layout, batch, method, hardware)
     if layout.pp > 1:
@@ -237,11 +236,10 @@ def _exposed(
         sent["pipeline"] = 0.0 if hides else _seconds(hops, layout, hardware)
     chunks = method.expert_chunks if system.hides_chunks else 1
     if system.hides_halves and len(method.streams(batch)) > 1:
-        under = _products_of_layers(model, layout, batch, method, hardware, system)
-        sent = overlap.beside_halves(sent, under, chunks)
+        sent = overlap.beside_halves(sent, in_layers, chunks)
     elif chunks > 1 and "experts" in sent:
         flops = 3 * _matrices(model, layout, batch.local_tokens(layout))[1][0]
-        under = flops / (hardware.peak * system.efficiency)
+        under = flops / system.rate(hardware)
         sent["experts"] = overlap.beside_chunks(sent["experts"], under, chunks)
     total = sum(sent.values())
     if not total:

@@ -156,13 +156,12 @@ class Method:
                     f"{', '.join(map(str, choices))}."
                 )
 
-    def streams(self, batch: Batch) -> list[Batch]:
+    def streams(self, batch: Batch) -> tuple[Batch, ...]:
         """What goes through a layer by itself: two halves of a micro-batch's rows, the first with
         one more where their number is odd, or all at once."""
-        rows = batch.micro_rows
-        if not self.two_batch_overlap or rows < 2:
-            return [batch]
-        return [replace(batch, micro_rows=half) for half in (-(-rows // 2), rows // 2)]
+        if not self.two_batch_overlap or batch.micro_rows < 2:
+            return (batch,)
+        return _halves(batch)
 
     @property
     def stored(self) -> Storage:
@@ -176,6 +175,12 @@ class Method:
     def _with_moments(self, storage: Storage) -> Storage:
         half = self.mu_dtype == "bfloat16"
         return replace(storage, moments=storage.moments * 3 // 4) if half else storage
+
+
+@functools.lru_cache(maxsize=64)
+def _halves(batch: Batch) -> tuple[Batch, ...]:
+    rows = batch.micro_rows
+    return replace(batch, micro_rows=-(-rows // 2)), replace(batch, micro_rows=rows // 2)
 
 
 @functools.lru_cache(maxsize=4096)
