@@ -66,10 +66,11 @@ def of_layer(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
 ) -> Timed:
     """One layer with one micro-batch, forward and backward (`sharding.planner.volumes.layer`)."""
-    given, parts = (method, hardware), []
+    attention, routed = alike(layout)
+    given, parts = (for_tokens(method), hardware), []
     for rows in method.streams(batch):
-        parts.append(beside_experts(model, layout, rows, *given))
-        parts.append(experts(model, layout, rows.local_tokens(layout), *given))
+        parts.append(_beside_experts(model, attention, rows, *given))
+        parts.append(_experts(model, routed, rows.local_tokens(layout), *given))
     return tuple(chain.from_iterable(chain(*direction) for direction in zip(*parts, strict=True)))
 
 

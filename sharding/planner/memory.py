@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sharding.folding import Layout
 from sharding.planner.method import Batch, Method, for_weights
@@ -52,8 +53,7 @@ def memory(
     """
     tokens, number = batch.local_tokens(layout), batch.num_micro_batches(layout)
     depth = layers_on_device(model, layout)
-    of_weights = model, as_held(model, layout), for_weights(method)
-    weights, optimizer, gradients, joined = states(*of_weights, number > 1)
+    stays = states(model, as_held(model, layout), for_weights(method), number > 1)
     columns = -(-model.vocab_size // layout.tp)
     columns = columns if vocab_chunk is None else min(columns, vocab_chunk)
     logits = 2 * FLOAT32 * tokens * layout.tp * columns
@@ -73,21 +73,34 @@ def memory(
         of_layer = model.expert_parameters / (layout.ep * layout.etp)
         beside += copies * of_layer * method.stored.weight
     return Memory(
-        weights=weights,
-        optimizer=optimizer,
-        gradients=gradients,
+        weights=stays.weights,
+        optimizer=stays.optimizer,
+        gradients=stays.gradients,
         activations=activations(model, layout, number, tokens, method) + beside,
         # Gradients go on their way when layers and logits are done.
-        buffers=joined + max(logits + at_work, wire_buffer(*of_weights)),
+        buffers=stays.joined + max(logits + at_work, stays.wire),
     )
 
 
+class States(NamedTuple):
+    """Bytes on one device that batches and what layers keep of them do not change.
+
+    Attributes:
+      weights, optimizer, gradients: as in `Memory`.
+      joined: weights that full sharding has whole at a time.
+      wire: `wire_buffer`.
+    """
+
+    weights: float
+    optimizer: float
+    gradients: float
+    joined: float
+    wire: float
+
+
 @functools.lru_cache(maxsize=1024)
-def states(
-    model: ModelSizes, layout: Layout, method: Method, adds_up: bool
-) -> tuple[float, float, float, float]:
-    """Bytes of weights, optimizer and gradients, and of the weights that full sharding has joined
-    at a time.
+def states(model: ModelSizes, layout: Layout, method: Method, adds_up: bool) -> States:
+    """What one device has of weights, gradients and optimizer.
 
     Args:
       adds_up: there are several micro-batches, whose gradients are summed.
@@ -104,7 +117,7 @@ def states(
         if method.fsdp:
             # The layer at work and the ends, whole.
             joined += whole * stored.weight_wire / (depth if one.in_layers else 1)
-    return weights, optimizer, gradients, joined
+    return States(weights, optimizer, gradients, joined, wire_buffer(model, layout, method))
 
 
 def gradients_apart(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> float:
@@ -120,7 +133,6 @@ def gradients_apart(model: ModelSizes, layout: Layout, batch: Batch, method: Met
     return found
 
 
-@functools.lru_cache(maxsize=1024)
 def wire_buffer(model: ModelSizes, layout: Layout, method: Method) -> float:
     """Bytes of the largest gradient in bfloat16, as it goes and as it comes
     (`sharding.compression`): of a stack of matrices of all layers, the experts' gate and up, which
