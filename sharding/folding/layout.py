@@ -32,12 +32,9 @@ class Layout:
     vpp: int = 1
 
     def __post_init__(self):
-        for field in fields(self):
-            size = getattr(self, field.name)
+        for name, size in vars(self).items():
             if size < 1:
-                raise ValueError(
-                    f"{field.name}={size} is not a size: use 1 for an axis not in use."
-                )
+                raise ValueError(f"{name}={size} is not a size: use 1 for an axis not in use.")
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(
                 f"vpp={self.vpp} interleaves the chunks of a pipeline and pp=1 is none: "

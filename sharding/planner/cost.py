@@ -2,15 +2,20 @@
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sharding.folding import Layout
 from sharding.planner import links, overlap, volumes
 from sharding.planner.hardware import Hardware
 from sharding.planner.memory import kept
-from sharding.planner.method import Batch, Method
+from sharding.planner.method import Batch, Method, for_weights
 from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.models.weights import held, layers_on_device, parameters_in_parts
+from sharding.planner.models.weights import (
+    as_held,
+    held,
+    layers_on_device,
+    parameters_in_parts,
+)
 from sharding.planner.transfer import Transfer, repeated
 from sharding.schedule import Schedule
 
@@ -39,6 +44,10 @@ class System:
     hides_ends: bool = False
     hides_chunks: bool = False
     hides_halves: bool = False
+
+    def rate(self, hardware: Hardware) -> float:
+        """FLOP/s that products reach."""
+        return hardware.peak * self.efficiency
 
 
 @dataclass(frozen=True)
@@ -95,18 +104,21 @@ def cost(
     """
     number, tokens = batch.num_micro_batches(layout), batch.local_tokens(layout)
     flops = batch.tokens * model.training_flops(batch.time) / layout.num_devices
-    products = number * _products(model, layout, batch, method, hardware, system)
+    in_layers = _products_of_layers(model, layout, batch, method, hardware, system)
+    in_head = _products_of_head(model, tokens, system.rate(hardware))
+    products = number * (in_layers + in_head)
     traffic = number * _traffic(model, layout, tokens, method) / hardware.memory_bandwidth
-    sent = _exposed(model, layout, batch, method, hardware, system, products / number)
+    beside = in_layers, products / number
+    sent = _exposed(model, layout, batch, method, hardware, system, *beside)
     sent = {what: number * time for what, time in sent.items()}
+    of_weights = model, as_held(model, layout), for_weights(method), hardware
     if method.fsdp:
         # Shards are fetched while the layer before is at work: what takes longer shows.
-        joined = number * _seconds(_unsharded(model, layout, method), layout, hardware)
+        joined = number * _unsharding(*of_weights)
         sent["shards of layers"] = max(0.0, joined - products - traffic)
     working = products + traffic + sum(sent.values())
     idle = Schedule(layout.pp, number, layout.vpp).bubble * working
-    of_weights = method.fsdp, method.storage, method.gradient_wire, method.overlap_grad_reduce
-    of_layers, of_ends, joined = _once(model, _of_weights(model, layout), *of_weights, hardware)
+    of_layers, of_ends, joined = _once(*of_weights)
     if system.hides_gradients and method.overlap_grad_reduce:
         if system.hides_ends:
             of_layers, of_ends = of_layers + of_ends, 0.0
@@ -123,18 +135,9 @@ def _beside_backward(
     return overlap.beside_backward(summed, micro_batch, pieces, at_once)
 
 
-def _products(
-    model: ModelSizes,
-    layout: Layout,
-    batch: Batch,
-    method: Method,
-    hardware: Hardware,
-    system: System,
-) -> float:
-    """Seconds of a micro-batch's products on one device of the slowest stage."""
-    rate = hardware.peak * system.efficiency
-    head = 2.0 * batch.local_tokens(layout) * model.d_model * model.vocab_size / rate
-    return _products_of_layers(model, layout, batch, method, hardware, system) + 3 * head
+def _products_of_head(model: ModelSizes, tokens: int, rate: float) -> float:
+    """Seconds of the head's products, which no rematerialisation repeats."""
+    return 3 * (2.0 * tokens * model.d_model * model.vocab_size / rate)
 
 
 def _products_of_layers(
@@ -145,13 +148,12 @@ def _products_of_layers(
     hardware: Hardware,
     system: System,
 ) -> float:
-    """`_products` without the head's.
+    """Seconds of the layers' products of a micro-batch on one device of the slowest stage.
 
     A product takes its arithmetic or, if that is longer, the way of its weights through memory:
     read forward and for the gradient of its input, and the sum of their gradients read and written.
     """
-    tokens, stored = batch.local_tokens(layout), method.stored
-    rate = hardware.peak * system.efficiency
+    tokens, stored, rate = batch.local_tokens(layout), method.stored, system.rate(hardware)
 
     def one_pass(flops: float, parameters: float, bytes_each: int) -> float:
         return max(flops / rate, parameters * bytes_each / hardware.memory_bandwidth)
@@ -207,7 +209,8 @@ def _optimizer(model: ModelSizes, layout: Layout, method: Method, hardware: Hard
     """Seconds of the optimizer's step: its state read and written, weights and gradients."""
     stored = method.stored
     each = 2 * (stored.master + stored.moments) + stored.weight + stored.gradient
-    return parameters_in_parts(model, layout) * each / hardware.memory_bandwidth
+    parts = parameters_in_parts(model, as_held(model, layout))
+    return parts * each / hardware.memory_bandwidth
 
 
 def _exposed(
@@ -217,27 +220,26 @@ def _exposed(
     method: Method,
     hardware: Hardware,
     system: System,
+    in_layers: float,
     products: float,
 ) -> dict[str, float]:
     """Seconds of a micro-batch's communication that show, by what is sent.
 
     Args:
-      products: seconds of its products.
+      in_layers: seconds of its products in the layers.
+      products: of all its products.
     """
-    layers = _layers_on_stage(model, layout)
-    once = replace(layout, vpp=1)
-    sent = dict(_sends(model, once, batch, _without_storage(method), hardware, layers))
+    sent = _sends(model, layout, batch, method, hardware)
     if layout.pp > 1:
         hops = repeated([volumes.hop(model, batch.local_tokens(layout), method)], 2 * layout.vpp)
         hides = layout.vpp > 1 and system.hides_hops
         sent["pipeline"] = 0.0 if hides else _seconds(hops, layout, hardware)
     chunks = method.expert_chunks if system.hides_chunks else 1
     if system.hides_halves and len(method.streams(batch)) > 1:
-        under = _products_of_layers(model, layout, batch, method, hardware, system)
-        sent = overlap.beside_halves(sent, under, chunks)
+        sent = overlap.beside_halves(sent, in_layers, chunks)
     elif chunks > 1 and "experts" in sent:
         flops = 3 * _matrices(model, layout, batch.local_tokens(layout))[1][0]
-        under = flops / (hardware.peak * system.efficiency)
+        under = flops / system.rate(hardware)
         sent["experts"] = overlap.beside_chunks(sent["experts"], under, chunks)
     total = sum(sent.values())
     if not total:
@@ -246,60 +248,30 @@ def _exposed(
     return {what: time * shown / total for what, time in sent.items() if time}
 
 
-def _without_storage(method: Method) -> Method:
-    given = {"storage": "float32", "gradient_wire": "float32", "mu_dtype": "float32"}
-    return replace(method, **given, overlap_grad_reduce=False)
-
-
-@functools.lru_cache(maxsize=1024)
 def _sends(
-    model: ModelSizes,
-    layout: Layout,
-    batch: Batch,
-    method: Method,
-    hardware: Hardware,
-    layers: float,
+    model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
 ) -> dict[str, float]:
     """Seconds of a micro-batch's communication, but for hops: layers, embedding and head."""
-    tokens = batch.local_tokens(layout)
-    forward, backward = volumes.layer(model, layout, batch, method)
-    ends = volumes.embedding(model, layout, tokens, method)
-    ends += volumes.head(model, layout, tokens, method)
-    ends += volumes.in_rows(model, layout, batch, method)
+    given, layers = (model, layout, batch, method, hardware), _layers_on_stage(model, layout)
     found: dict[str, float] = {}
-    for sent, times in ((forward + backward, layers), (ends, 1)):
-        for one in sent:
-            name = next(name for name, words in GROUPS if any(word in one.what for word in words))
-            found[name] = found.get(name, 0.0) + times * links.seconds(one, layout, hardware)
+    for sent, times in ((links.of_layer(*given), layers), (links.of_ends(*given), 1)):
+        for what, seconds in sent:
+            name = _group(what)
+            found[name] = found.get(name, 0.0) + times * seconds
     return found
 
 
-def _of_weights(model: ModelSizes, layout: Layout) -> Layout:
-    """The layout with one chunk on each stage where a device has the same weights so: a step sends
-    as many, and is asked for once for all numbers of chunks."""
-    alone = replace(layout, vpp=1)
-    same = layers_on_device(model, alone) == layers_on_device(model, layout)
-    return alone if same else layout
+@functools.lru_cache(maxsize=256)
+def _group(what: str) -> str:
+    return next(name for name, words in GROUPS if any(word in what for word in words))
 
 
 @functools.lru_cache(maxsize=1024)
 def _once(
-    model: ModelSizes,
-    layout: Layout,
-    fsdp: bool,
-    storage: str,
-    gradient_wire: str,
-    overlap_grad_reduce: bool,
-    hardware: Hardware,
+    model: ModelSizes, layout: Layout, method: Method, hardware: Hardware
 ) -> tuple[float, float, float]:
     """Seconds of what is sent once in a step: gradients of layers summed, and those of both ends;
     new weights joined."""
-    method = Method(
-        fsdp=fsdp,
-        storage=storage,
-        gradient_wire=gradient_wire,
-        overlap_grad_reduce=overlap_grad_reduce,
-    )
     of_ends = {f"gradients: {one.what}" for one in held(model, layout) if not one.depth}
     sent = volumes.gradients(model, layout, method)
     joined = [one for one in sent if one.kind == "all_gather"]
@@ -313,9 +285,13 @@ def _once(
     )
 
 
-def _unsharded(model: ModelSizes, layout: Layout, method: Method) -> list[Transfer]:
+@functools.lru_cache(maxsize=1024)
+def _unsharding(model: ModelSizes, layout: Layout, method: Method, hardware: Hardware) -> float:
+    """Seconds of a micro-batch's share of full sharding: layers joined twice, their gradients
+    summed into shards."""
     joined = list(volumes.unsharding(model, layout, method))
-    return repeated(joined, 2) + [volumes.summed_back(one, layout, method) for one in joined]
+    sent = repeated(joined, 2) + [volumes.summed_back(one, layout, method) for one in joined]
+    return _seconds(sent, layout, hardware)
 
 
 GROUPS = (

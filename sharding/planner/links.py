@@ -1,8 +1,24 @@
-"""How long a collective takes on a cluster: which links its groups use, and at what rate."""
+"""How long a collective takes on a cluster: which links its groups use, and at what rate; and how
+long those of a layer and of the network's ends take.
+
+A search asks for the same layer under many layouts. What is asked before is kept, by no more than
+it depends on: attention by ``tp`` and ``cp``, experts by ``ep`` and ``etp``.
+"""
+
+import functools
+from collections.abc import Iterable
+from itertools import chain
 
 from sharding.folding import Layout
+from sharding.planner import volumes
 from sharding.planner.hardware import LINK_EFFICIENCY, Hardware
+from sharding.planner.method import Batch, Method, for_tokens
+from sharding.planner.models.sizes import ModelSizes
+from sharding.planner.models.weights import one_chunk
 from sharding.planner.transfer import Transfer, spanned
+
+Timed = tuple[tuple[str, float], ...]
+"""What collectives are called, and the seconds that each takes."""
 
 
 def in_domain(transfer: Transfer, layout: Layout, hardware: Hardware) -> int:
@@ -44,3 +60,86 @@ def seconds(transfer: Transfer, layout: Layout, hardware: Hardware) -> float:
     if transfer.kind == "all_reduce":
         latency *= 2
     return transfer.sent(layout) / rate + transfer.times * latency
+
+
+def of_layer(
+    model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
+) -> Timed:
+    """One layer with one micro-batch, forward and backward (`sharding.planner.volumes.layer`)."""
+    attention, routed = alike(layout)
+    given, parts = (for_tokens(method), hardware), []
+    for rows in method.streams(batch):
+        parts.append(_beside_experts(model, attention, rows, *given))
+        parts.append(_experts(model, routed, rows.local_tokens(layout), *given))
+    return tuple(chain.from_iterable(chain(*direction) for direction in zip(*parts, strict=True)))
+
+
+def beside_experts(
+    model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
+) -> tuple[Timed, Timed]:
+    """`sharding.planner.volumes.beside_experts`, forward and backward."""
+    return _beside_experts(model, alike(layout)[0], batch, for_tokens(method), hardware)
+
+
+@functools.lru_cache(maxsize=4096)
+def _beside_experts(
+    model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
+) -> tuple[Timed, Timed]:
+    forward, backward = volumes.beside_experts(model, layout, batch, method)
+    return _timed(forward, layout, hardware), _timed(backward, layout, hardware)
+
+
+def experts(
+    model: ModelSizes, layout: Layout, tokens: int, method: Method, hardware: Hardware
+) -> tuple[Timed, Timed]:
+    """`sharding.planner.volumes.experts`, forward and backward."""
+    return _experts(model, alike(layout)[1], tokens, for_tokens(method), hardware)
+
+
+@functools.lru_cache(maxsize=16384)
+def _experts(
+    model: ModelSizes, layout: Layout, tokens: int, method: Method, hardware: Hardware
+) -> tuple[Timed, Timed]:
+    forward, backward = volumes.experts(model, layout, tokens, method)
+    return _timed(forward, layout, hardware), _timed(backward, layout, hardware)
+
+
+def of_ends(
+    model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
+) -> Timed:
+    """Embedding and head with one micro-batch, forward and backward, and what puts the halves of
+    its rows in order between."""
+    return _of_ends(model, alike(layout)[0], batch, for_tokens(method), hardware)
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_ends(
+    model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
+) -> Timed:
+    tokens = batch.local_tokens(layout)
+    sent = volumes.embedding(model, layout, tokens, method)
+    sent += volumes.head(model, layout, tokens, method)
+    sent += volumes.in_rows(model, layout, batch, method)
+    return _timed(sent, layout, hardware)
+
+
+def _timed(transfers: Iterable[Transfer], layout: Layout, hardware: Hardware) -> Timed:
+    return tuple((one.what, seconds(one, layout, hardware)) for one in transfers)
+
+
+@functools.lru_cache(maxsize=1024)
+def alike(layout: Layout) -> tuple[Layout, Layout]:
+    """The layouts with ``tp cp`` and with ``ep etp`` alone, where groups over these lie as they do
+    in the whole one; else the whole one."""
+    whole = one_chunk(layout)
+    attention = Layout(tp=layout.tp, cp=layout.cp)
+    experts = Layout(dp=layout.ep * layout.etp, ep=layout.ep, etp=layout.etp)
+    return (
+        attention if _lie_alike(("tp",), ("cp",), attention, whole) else whole,
+        experts if _lie_alike(("etp",), ("ep",), experts, whole) else whole,
+    )
+
+
+def _lie_alike(inner: tuple[str, ...], outer: tuple[str, ...], one: Layout, other: Layout) -> bool:
+    groups = inner, outer, (*outer, *inner)
+    return all(spanned(axes, None, one) == spanned(axes, None, other) for axes in groups)

@@ -1,11 +1,13 @@
 """What a device needs while it trains: weights, optimizer, gradients, activations, buffers."""
 
+import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sharding.folding import Layout
-from sharding.planner.method import Batch, Method
+from sharding.planner.method import Batch, Method, for_weights
 from sharding.planner.models.sizes import ModelSizes
-from sharding.planner.models.weights import held, layers_on_device
+from sharding.planner.models.weights import as_held, held, layers_on_device
 from sharding.planner.scores import scores_at_work, scores_kept
 from sharding.planner.transfer import Transfer, staged
 from sharding.planner.volumes import copies_of_keys, tokens_per_peer
@@ -51,17 +53,7 @@ def memory(
     """
     tokens, number = batch.local_tokens(layout), batch.num_micro_batches(layout)
     depth = layers_on_device(model, layout)
-    weights = optimizer = gradients = joined = 0.0
-    for one in held(model, layout):
-        stored, whole, part = one.stored(method), one.parameters, one.part(layout)
-        weights += (part if method.fsdp else whole) * stored.weight
-        optimizer += part * (stored.master + stored.moments)
-        # A sum over micro-batches and the gradient that is added to it.
-        of_gradient = stored.gradient + (stored.summand if number > 1 else 0)
-        gradients += (part if method.fsdp and one.in_layers else whole) * of_gradient
-        if method.fsdp:
-            # The layer at work and the ends, whole.
-            joined += whole * stored.weight_wire / (depth if one.in_layers else 1)
+    stays = states(model, as_held(model, layout), for_weights(method), number > 1)
     columns = -(-model.vocab_size // layout.tp)
     columns = columns if vocab_chunk is None else min(columns, vocab_chunk)
     logits = 2 * FLOAT32 * tokens * layout.tp * columns
@@ -81,13 +73,51 @@ def memory(
         of_layer = model.expert_parameters / (layout.ep * layout.etp)
         beside += copies * of_layer * method.stored.weight
     return Memory(
-        weights=weights,
-        optimizer=optimizer,
-        gradients=gradients,
+        weights=stays.weights,
+        optimizer=stays.optimizer,
+        gradients=stays.gradients,
         activations=activations(model, layout, number, tokens, method) + beside,
         # Gradients go on their way when layers and logits are done.
-        buffers=joined + max(logits + at_work, wire_buffer(model, layout, method)),
+        buffers=stays.joined + max(logits + at_work, stays.wire),
     )
+
+
+class States(NamedTuple):
+    """Bytes on one device that batches and what layers keep of them do not change.
+
+    Attributes:
+      weights, optimizer, gradients: as in `Memory`.
+      joined: weights that full sharding has whole at a time.
+      wire: `wire_buffer`.
+    """
+
+    weights: float
+    optimizer: float
+    gradients: float
+    joined: float
+    wire: float
+
+
+@functools.lru_cache(maxsize=1024)
+def states(model: ModelSizes, layout: Layout, method: Method, adds_up: bool) -> States:
+    """What one device has of weights, gradients and optimizer.
+
+    Args:
+      adds_up: there are several micro-batches, whose gradients are summed.
+    """
+    depth = layers_on_device(model, layout)
+    weights = optimizer = gradients = joined = 0.0
+    for one in held(model, layout):
+        stored, whole, part = one.stored(method), one.parameters, one.part(layout)
+        weights += (part if method.fsdp else whole) * stored.weight
+        optimizer += part * (stored.master + stored.moments)
+        # A sum over micro-batches and the gradient that is added to it.
+        of_gradient = stored.gradient + (stored.summand if adds_up else 0)
+        gradients += (part if method.fsdp and one.in_layers else whole) * of_gradient
+        if method.fsdp:
+            # The layer at work and the ends, whole.
+            joined += whole * stored.weight_wire / (depth if one.in_layers else 1)
+    return States(weights, optimizer, gradients, joined, wire_buffer(model, layout, method))
 
 
 def gradients_apart(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> float:

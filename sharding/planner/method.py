@@ -1,5 +1,6 @@
 """How a layout is run beside its sizes: batch, dispatch, context, rematerialisation, storage."""
 
+import functools
 from dataclasses import dataclass, replace
 
 from sharding.activation_wire import WIRES
@@ -155,13 +156,12 @@ class Method:
                     f"{', '.join(map(str, choices))}."
                 )
 
-    def streams(self, batch: Batch) -> list[Batch]:
+    def streams(self, batch: Batch) -> tuple[Batch, ...]:
         """What goes through a layer by itself: two halves of a micro-batch's rows, the first with
         one more where their number is odd, or all at once."""
-        rows = batch.micro_rows
-        if not self.two_batch_overlap or rows < 2:
-            return [batch]
-        return [replace(batch, micro_rows=half) for half in (-(-rows // 2), rows // 2)]
+        if not self.two_batch_overlap or batch.micro_rows < 2:
+            return (batch,)
+        return _halves(batch)
 
     @property
     def stored(self) -> Storage:
@@ -175,3 +175,36 @@ class Method:
     def _with_moments(self, storage: Storage) -> Storage:
         half = self.mu_dtype == "bfloat16"
         return replace(storage, moments=storage.moments * 3 // 4) if half else storage
+
+
+@functools.lru_cache(maxsize=64)
+def _halves(batch: Batch) -> tuple[Batch, ...]:
+    rows = batch.micro_rows
+    return replace(batch, micro_rows=-(-rows // 2)), replace(batch, micro_rows=rows // 2)
+
+
+@functools.lru_cache(maxsize=4096)
+def varied(method: Method, **fields: str | int | bool | None) -> Method:
+    """The method with other fields: the same record for the same ones, as a search asks for few
+    methods many times."""
+    return replace(method, **fields)  # pyright: ignore[reportArgumentType]
+
+
+def for_tokens(method: Method) -> Method:
+    """The method as what layers send depends on it: whatever is of weights and gradients as it is
+    by default."""
+    wires = {"storage": "float32", "gradient_wire": "float32", "mu_dtype": "float32"}
+    return varied(method, **wires, overlap_grad_reduce=False)
+
+
+@functools.lru_cache(maxsize=4096)
+def for_weights(method: Method) -> Method:
+    """The method as what is kept and sent of weights, gradients and optimizer depends on it: all
+    else as it is by default."""
+    return Method(
+        fsdp=method.fsdp,
+        storage=method.storage,
+        gradient_wire=method.gradient_wire,
+        mu_dtype=method.mu_dtype,
+        overlap_grad_reduce=method.overlap_grad_reduce,
+    )

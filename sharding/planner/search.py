@@ -3,16 +3,16 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from sharding.folding import Layout
 from sharding.folding.layout import divisors
-from sharding.planner import links, volumes
+from sharding.planner import links
 from sharding.planner.cost import Cost, System, cost
 from sharding.planner.hardware import Hardware
 from sharding.planner.memory import Memory, memory
-from sharding.planner.method import Batch, Method
+from sharding.planner.method import Batch, Method, varied
 from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.models.weights import parameters_in_parts, parameters_on_device
 
@@ -160,21 +160,21 @@ def best_plan(
     if least > ROOM * hardware.memory:
         return least
     needs, best = math.inf, None
+    sizes = [replace(layout, vpp=vpp) for vpp in chunks_of_a_stage(model, layout)]
     for micro_rows in (n for n in choices.micro_rows if rows % (layout.dp * n) == 0):
         batch = Batch(rows, time, micro_rows)
         sends = quickest(model, layout, batch, hardware, method, choices)
         for way in ways_of(model, layout, batch, sends, choices):
-            for vpp in chunks_of_a_stage(model, layout):
-                sizes = replace(layout, vpp=vpp)
+            for in_chunks in sizes:
                 for remat in choices.remat:
-                    chosen = replace(way, remat=remat)
-                    fits = memory(model, sizes, batch, chosen)
+                    chosen = varied(way, remat=remat)
+                    fits = memory(model, in_chunks, batch, chosen)
                     needs = min(needs, fits.total)
                     if fits.total > ROOM * hardware.memory:
                         continue
-                    spent = cost(model, sizes, batch, chosen, hardware, system)
+                    spent = cost(model, in_chunks, batch, chosen, hardware, system)
                     if best is None or spent.total < best.cost.total:
-                        best = Plan(sizes, batch, chosen, spent, fits)
+                        best = Plan(in_chunks, batch, chosen, spent, fits)
                     # What keeps less takes longer.
                     break
     return needs if best is None else best
@@ -197,7 +197,7 @@ def ways_of(
         "overlap_grad_reduce": either(reduced, choices.overlap_grad_reduce and may_reduce),
     }
     for values in itertools.product(*fields.values()):
-        yield replace(method, **dict(zip(fields, values, strict=True)))
+        yield varied(method, **dict(zip(fields, values, strict=True)))
 
 
 def either(given: bool, may_be_on: bool) -> tuple[bool, ...]:
@@ -210,7 +210,7 @@ def least_states(model: ModelSizes, layout: Layout, method: Method, choices: Cho
     parts, whole = parameters_in_parts(model, layout), parameters_on_device(model, layout)
     found = []
     for storage in choices.storage:
-        stored = replace(method, storage=storage).stored
+        stored = varied(method, storage=storage).stored
         used = parts if method.fsdp else whole
         found.append(
             used * (stored.weight + stored.gradient) + parts * (stored.master + stored.moments)
@@ -229,9 +229,16 @@ def quickest(
     """The method with the dispatch and the context that take the least time; neither changes what
     the other takes."""
 
-    def takes(given: Method) -> float:
-        forward, backward = volumes.layer(model, layout, batch, given)
-        return sum(links.seconds(one, layout, hardware) for one in [*forward, *backward])
+    def attending(given: Method) -> float:
+        streams = given.streams(batch)
+        return seconds(links.beside_experts(model, layout, one, given, hardware) for one in streams)
+
+    def reaching_experts(given: Method) -> float:
+        streams = [one.local_tokens(layout) for one in given.streams(batch)]
+        return seconds(links.experts(model, layout, one, given, hardware) for one in streams)
+
+    def seconds(parts: Iterable[tuple[links.Timed, links.Timed]]) -> float:
+        return sum(time for passes in parts for sent in passes for _, time in sent)
 
     contexts = [
         name
@@ -240,11 +247,12 @@ def quickest(
         if name != "ulysses" or model.num_heads // layout.tp % layout.cp == 0
     ]
     if layout.cp > 1:
-        method = min((replace(method, context=name) for name in contexts), key=takes)
+        method = min((varied(method, context=name) for name in contexts), key=attending)
     if layout.ep * layout.etp > 1:
         ways = itertools.product(choices.dispatch, choices.activation_wire)
         method = min(
-            (replace(method, dispatch=name, activation_wire=wire) for name, wire in ways), key=takes
+            (varied(method, dispatch=name, activation_wire=wire) for name, wire in ways),
+            key=reaching_experts,
         )
     return method
 

@@ -86,13 +86,16 @@ class Transfer:
         )
 
 
+_atoms_of = functools.lru_cache(maxsize=64)(atoms_of)
+
+
 @functools.lru_cache(maxsize=8192)
 def spanned(axes: tuple[str, ...], side: Side | None, layout: Layout) -> list[tuple[int, int]]:
     """What groups over logical axes span, as (ranks between neighbours, how many of them follow
     each other so), neighbours that are nearest first."""
     found: list[tuple[int, int]] = []
     stride = 1
-    for atom in reversed(atoms_of(layout)):
+    for atom in reversed(_atoms_of(layout)):
         is_inside = "cp" in atom.owners or "tp" in atom.owners
         on_side = side is None or is_inside == (side == "inside")
         if atom.size > 1 and on_side and set(axes) & set(atom.owners):

@@ -6,6 +6,7 @@ a micro-batch on one device, h the model width.
 
 import math
 from dataclasses import replace
+from itertools import chain
 
 from sharding.folding import Layout
 from sharding.planner.method import Batch, Method
@@ -22,27 +23,28 @@ BFLOAT16 = 2
 def layer(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, has_experts: bool = True
 ) -> tuple[list[Transfer], list[Transfer]]:
-    """One block forward with one micro-batch, and what its backward pass adds.
-
-    Of rows in two halves (`Method.streams`) each sends for itself.
+    """One block forward with one micro-batch, and what its backward pass adds; each of two halves
+    of the rows (`Method.streams`) sends for itself.
 
     Args:
       has_experts: it is one of the layers with experts, not of the dense ones before them.
     """
-    forward, backward = [], []
+    parts = []
     for rows in method.streams(batch):
-        there, back = _of_rows(model, layout, rows, method, has_experts)
-        forward += there
-        backward += back
-    return forward, backward
+        parts.append(beside_experts(model, layout, rows, method, has_experts))
+        if has_experts:
+            parts.append(experts(model, layout, rows.local_tokens(layout), method))
+    forward, backward = zip(*parts, strict=True)
+    return [*chain(*forward)], [*chain(*backward)]
 
 
-def _of_rows(
-    model: ModelSizes, layout: Layout, batch: Batch, method: Method, has_experts: bool
+def beside_experts(
+    model: ModelSizes, layout: Layout, batch: Batch, method: Method, has_experts: bool = True
 ) -> tuple[list[Transfer], list[Transfer]]:
-    """`layer` for the rows of a micro-batch that go through it together."""
+    """`layer` but for `experts`, for the rows of a micro-batch that go through it together: of the
+    layout ``tp`` and ``cp`` alone matter."""
     tokens = batch.local_tokens(layout)
-    forward = [*tensor_parallel("attention", model, layout, tokens, method)]
+    forward = tensor_parallel("attention", model, layout, tokens, method)
     forward += context(model, layout, tokens, method)
     if model.d_ff or not has_experts:
         name = "shared expert" if has_experts and model.num_experts else "dense layer"
@@ -50,12 +52,23 @@ def _of_rows(
     if has_experts and model.num_experts:
         forward += router(model, batch.micro_rows)
     backward = [t.transposed(layout) for t in forward if t.gradient]
-    if has_experts and model.num_experts:
-        there, back = dispatch(model, layout, tokens, method)
-        forward += there
-        backward += back
     if method.context == "ring":
         backward += ring_backward(model, layout, tokens, method)
+    return _with_repeated(forward, backward, layout, method)
+
+
+def experts(
+    model: ModelSizes, layout: Layout, tokens: int, method: Method
+) -> tuple[list[Transfer], list[Transfer]]:
+    """`dispatch` in a layer, with what its backward pass sends again: of the layout ``ep`` and
+    ``etp`` alone matter."""
+    sent = dispatch(model, layout, tokens, method) if model.num_experts else ([], [])
+    return _with_repeated(*sent, layout, method)
+
+
+def _with_repeated(
+    forward: list[Transfer], backward: list[Transfer], layout: Layout, method: Method
+) -> tuple[list[Transfer], list[Transfer]]:
     if method.remat == "selective" and method.resends:
         backward = [t for t in forward if t.repeated] + backward
     return present(forward, layout), present(backward, layout)
@@ -67,14 +80,9 @@ def tensor_parallel(
     """Tokens are gathered for heads or hidden units that are spread over ``tp``, and their parts
     summed: ``2 T h (tp - 1)``, or ``2 b s h (tp - 1) / (tp cp)`` of the whole micro-batch."""
     size, width = tokens * model.d_model, method.itemsize
-    return [
-        Transfer(
-            f"tokens to {what}", "all_gather", ("tp",), size, width, gradient=width, repeated=True
-        ),
-        Transfer(
-            f"sums of {what}", "reduce_scatter", ("tp",), size * layout.tp, width, gradient=width
-        ),
-    ]
+    there = Transfer(f"tokens to {what}", "all_gather", ("tp",), size, width, 1, width, True)
+    size *= layout.tp
+    return [there, Transfer(f"sums of {what}", "reduce_scatter", ("tp",), size, width, 1, width)]
 
 
 def context(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list[Transfer]:
@@ -376,11 +384,8 @@ def step(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> lis
     micro-batch in one and a gradient in the next.
     """
     micro_batches, tokens = batch.num_micro_batches(layout), batch.local_tokens(layout)
-    found = []
-    for number, has_experts in (
-        (layers_on_device(model, layout), True),
-        (model.num_dense_layers, False),
-    ):
+    found, depth = [], layers_on_device(model, layout)
+    for number, has_experts in ((depth, True), (model.num_dense_layers, False)):
         forward, backward = layer(model, layout, batch, method, has_experts)
         found += repeated([*forward, *backward], number)
     if method.fsdp:

@@ -2,7 +2,7 @@
 gradients are summed and optimizer states are cut."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sharding.folding import Layout
 from sharding.planner.method import Method, Storage
@@ -43,6 +43,20 @@ class Held:
     def part(self, layout: Layout) -> int:
         """How many of them each of the group keeps, where they are cut into shards (ZeRO)."""
         return -(-self.parameters // self.group(layout))
+
+
+@functools.lru_cache(maxsize=1024)
+def one_chunk(layout: Layout) -> Layout:
+    """The layout with one chunk of layers on each stage."""
+    return layout if layout.vpp == 1 else replace(layout, vpp=1)
+
+
+def as_held(model: ModelSizes, layout: Layout) -> Layout:
+    """The layout with one chunk on each stage where a device has the same weights so: what is asked
+    of them is asked once for all numbers of chunks."""
+    alone = one_chunk(layout)
+    same = layers_on_device(model, alone) == layers_on_device(model, layout)
+    return alone if same else layout
 
 
 @functools.lru_cache(maxsize=1024)
@@ -114,6 +128,7 @@ def parameters_on_device(model: ModelSizes, layout: Layout) -> int:
     return sum(one.parameters for one in held(model, layout))
 
 
+@functools.lru_cache(maxsize=1024)
 def parameters_in_parts(model: ModelSizes, layout: Layout) -> int:
     """Of how many of them a device keeps the optimizer's state (ZeRO)."""
     return sum(one.part(layout) for one in held(model, layout))
