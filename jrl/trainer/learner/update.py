@@ -150,8 +150,8 @@ def update(
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     empty = totals.num_tokens == 0
-    # optax's types know no records
     # ZeRO-1: each device steps the shard whose moments it keeps; the all-gather comes after.
+    # `Any`, as optax's types know no records.
     weights: Any = masters.laid_out(learner.float32_weights, shards, mesh)
     learner = replace(learner, weights=weights, masters=None)
     # Optax counts on the standard promotions, which a caller may have forbidden.
