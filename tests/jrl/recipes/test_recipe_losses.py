@@ -185,7 +185,8 @@ def test_none_is_off_and_zero_is_a_weight(kind):
     off, metrics = loss_of(kind(**SIZES))
     assert "actor/kl_loss" not in metrics
     zero, metrics = loss_of(kind(**SIZES, kl_coef=0.0, entropy_coef=0.0))
-    np.testing.assert_allclose(zero, off, rtol=1e-6)  # two programs, whose sums the compiler may order differently
+    # Two programs, whose sums the compiler may order differently.
+    np.testing.assert_allclose(zero, off, rtol=1e-6)
     assert float(metrics["actor/kl_loss"].value()) > 0
     assert loss_of(kind(**SIZES, kl_coef=0.5))[0] > off
     assert loss_of(kind(**SIZES, entropy_coef=0.5))[0] < off
