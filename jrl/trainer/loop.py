@@ -107,6 +107,7 @@ def train(
         except WarmStartStopped:
             return Outcome(0, stopped=True, saved=False)
         outputs = stack.enter_context(opened(setup, folder, int(state.step)))
+        # Who got a signal alone and left would leave the others waiting in their next collective.
         while int(state.step) < run.steps and not any_of(bool(stop)):
             # A signal ends the run after this step, never in the midst of an update.
             stop.doing = f"finishing step {int(state.step) + 1} and saving it"
@@ -208,6 +209,7 @@ def _first_state(
         state = restore(checkpoints, setup.networks, step)
         belongings.go_back(setup.settings, folder, step, checkpoints.meta(step))
         return state
+    # The files are the first process's, and no other may go on where it found them wrong.
     with FailTogether():
         if is_main_process():
             folder.begin_again()

@@ -53,6 +53,8 @@ class Learner(Generic[Leaf]):
 
 def transformation(optimizer: Optimizer) -> optax.GradientTransformation:
     """The steps of an optimizer, as optax takes them."""
+    # Clipped first: one large gradient must not stay in Adam's moments for hundreds of steps.
+    # Weight decay is decoupled from them (Loshchilov and Hutter, arXiv:1711.05101).
     return optax.chain(
         optax.clip_by_global_norm(optimizer.max_grad_norm),
         optax.adamw(

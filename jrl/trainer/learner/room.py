@@ -56,6 +56,7 @@ class Exact:
     def __call__(self, objective: Kind, *given: Any) -> Any:
         if objective.config.execution.buffer_factor is None:
             return self.roomy(objective, *given)
+        # A sum over all devices, so that all processes decide alike; reading it waits for the pass.
         found, overflow = self.counted(objective, *given)
         if overflow is None or not int(overflow):
             return found

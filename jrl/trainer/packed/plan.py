@@ -164,6 +164,7 @@ def _of_ranks(tokens: np.ndarray, ranks: int) -> list[list[int]]:
     """The rows of each rank that have tokens, the longest first."""
     of_ranks: list[list[int]] = [[] for _ in range(ranks)]
     loads = np.zeros(ranks, np.int64)
+    # Stable, as every process makes the plan for itself: rows of one length keep their order.
     for row in np.argsort(-tokens, kind="stable"):
         if tokens[row]:
             rank = int(np.argmin(loads))

@@ -112,6 +112,7 @@ def _in_bins(
 ) -> list[Array]:
     """What `program` says of rows dealt out to bins, in the order of the batch."""
     mesh = objective.mesh
+    # What the pass reads and nothing else: rows change devices on their way into bins.
     batch = Batch(batch.tokens, batch.valid, batch.mask, choices=batch.choices)
     num_rows, time = batch.tokens.shape
     tokens, counted = counts_of(batch).of("actor", np.arange(num_rows), idle=False)
