@@ -25,8 +25,8 @@ from jrl.rollout.sampler import Sampler
 from jrl.runs import belongings, versions
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
+from jrl.trainer.adapters.peft import write_adapters
 from jrl.trainer.evaluation.heldout import heldout_examples, heldout_metrics
-from jrl.trainer.learner.adapters import write_adapters
 from jrl.trainer.outputs import (
     SHOWN,
     Outputs,

@@ -19,8 +19,9 @@ from jrl.rollout.collection.ahead import Ahead
 from jrl.rollout.collection.windows import Unfinished, none_unfinished
 from jrl.rollout.decoding.programs.slots import Pool
 from jrl.runs.checkpoints import Checkpoints
+from jrl.trainer.adapters import base
 from jrl.trainer.kept import first_kept
-from jrl.trainer.learner import base, masters
+from jrl.trainer.learner import masters
 from jrl.trainer.learner.learner import Learner, copied, state_shardings
 from jrl.trainer.learner.objectives import CriticObjective
 from jrl.trainer.learner.records import making
@@ -196,7 +197,7 @@ def save(
 
     The weights of what learns are float32 there: masters where there are masters, of which the
     weights are cast again when it is read. What adapters are beside all checkpoints share: it is
-    written once (`jrl.trainer.learner.base`).
+    written once (`jrl.trainer.adapters.base`).
     """
     if networks.policy.config.lora is not None:
         base.save(checkpoints, networks, state.policy.weights)

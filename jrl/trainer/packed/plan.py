@@ -2,7 +2,7 @@
 
 Here, on the host, the rows of a mini-batch are dealt out to data-parallel ranks, micro-batches and
 bins by what is counted of each (`Counts`), which all processes have. How many micro-batches that
-takes is a number of run time (`jrl.trainer.packed.passes`), so that one program serves every
+takes is a number of run time (`jrl.trainer.learner.passes`), so that one program serves every
 mini-batch.
 """
 

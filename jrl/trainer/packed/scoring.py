@@ -15,8 +15,8 @@ from jrl.recipes.base.batch import Batch, given
 from jrl.rollout.batching import replicated, take_rows
 from jrl.rollout.scoring import mark_replicated
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective
+from jrl.trainer.learner.passes import scan_first
 from jrl.trainer.learner.room import Exact, exact, overflow_of
-from jrl.trainer.packed.passes import scan_first
 from jrl.trainer.packed.plan import counts_of, place_rows, plan
 from moe import model, placement
 from moe.weights import Transformer
