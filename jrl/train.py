@@ -59,7 +59,7 @@ def _main(arguments: list[str]) -> int:
     start_jax(request.run.devices, request.processes)
     check_same(_settings(request))
     if request.run.lora_from is not None and not request.command.resume:
-        from jrl.trainer.learner.adapters import settled
+        from jrl.trainer.adapters.peft import settled
 
         request = replace(request, run=settled(request.run))
     if request.run.layout == AUTO:
@@ -249,7 +249,7 @@ def _given_weights(setup: "Setup") -> "Transformer[Array] | None":
 
 def _given_adapters(setup: "Setup") -> "Transformer[Array] | None":
     """The adapters that --lora-from asks for; None without."""
-    from jrl.trainer.learner.adapters import given_adapters
+    from jrl.trainer.adapters.peft import given_adapters
 
     return given_adapters(setup)
 

@@ -28,7 +28,6 @@ from moe.layers.block import block
 from moe.layers.depth import is_stack
 from moe.model import run_keeping
 from moe.precision import rms_norm
-from moe.router.statistics import RouterStatistics
 from moe.tokens.packing import PackedBatch, pack_rows
 from moe.tokens.zigzag import ZigzagLayout
 from moe.weights import Layer, Transformer
@@ -188,76 +187,99 @@ def decode_step(
     """
     config, narrow_cache = for_step(config), keeps_narrow(config)
     packed = packed_step(tokens, positions, live, record_choices=record_choices)
-
-    def run_layer(
-        number: int | Array,
-        place: tuple[Array, ...],
-        layer: Layer[Array],
-        carry: tuple[Array, Array, Array | None],
-    ) -> tuple[tuple[Array, Array, Array | None], Array | None]:
-        """A layer of the network, and where its keys and values lie in their buffers."""
-        x, keys, values = carry
-        core = StepCore(config, number, keys, values, positions, live, place)
-        x, router = block(layer, x, packed, core.attend, config, mesh, number)
-        return (x, core.keys, core.values), None if router is None else router.choices
-
-    x, choices, after, first = embed(weights, tokens, config, mesh), [], [], 0
+    step = _Step(packed, positions, live, config, mesh)
+    x, kept, choices, first = embed(weights, tokens, config, mesh), [], [], 0
     values_of_parts = [None] * len(cache.keys) if narrow_cache else cache.values
     buffers_of_heads = zip(cache.keys, values_of_parts, strict=True)
     buffers_of_deltas = zip(cache.states, cache.tails, strict=True)
-    for layer in layers:
-        if isinstance(layer.attention, DeltaNet):
-            before = DeltaState(*next(buffers_of_deltas))
-            x, own, router = _delta_step(layer, x, packed, before, live, config, mesh, first)
-            after.append(own)
-            if router is not None and router.choices is not None:
-                choices.append(router.choices[None])
-            first += 1
-            continue
-        carry, depth = (x, *next(buffers_of_heads)), 1
-        if is_stack(layer):
-            depth = layer.norm.shape[0]
-            # The buffers are carried, and a layer writes its part of them: as what a scan takes
-            # layer by layer and gives back, all that they hold would be copied.
-            carry, chosen = lax.scan(
-                lambda carry, given, first=first: run_layer(
-                    first + given[0], (given[0],), given[1], carry
-                ),
-                carry,
-                (jnp.arange(depth), layer),
-            )
+    for part in layers:
+        if isinstance(part.attention, DeltaNet):
+            after = _delta_step(step, first, part, x, DeltaState(*next(buffers_of_deltas)))
         else:
-            carry, chosen = run_layer(first, (), layer, carry)
-            chosen = None if chosen is None else chosen[None]
-        first += depth
-        x, *buffers = carry
-        after.append(tuple(own for own in buffers if own is not None))
-        if chosen is not None:
-            choices.append(chosen)
+            after = _attention_step(step, first, part, x, *next(buffers_of_heads))
+        first += part.norm.shape[0] if is_stack(part) else 1
+        x = after.x
+        kept.append(after.kept)
+        if after.choices is not None:
+            choices.append(after.choices)
     x = rms_norm(x, weights.norm, config.norm_epsilon)
     chosen = None
     if record_choices:
         chosen = join_shards(jnp.moveaxis(jnp.concatenate(choices), 0, 1), mesh.sequence)
-    return logits_of(weights, x, config, mesh), cache_of(after), chosen
+    return logits_of(weights, x, config, mesh), cache_of(kept), chosen
+
+
+class _Step(NamedTuple):
+    """What all layers of a step are given."""
+
+    packed: PackedBatch
+    positions: Int[Array, "row"]
+    live: Bool[Array, "row"]
+    config: ModelConfig
+    mesh: FoldedMesh
+
+
+class _After(NamedTuple):
+    """What comes after a part of the layers.
+
+    Attributes:
+      x: the hidden states.
+      kept: the part's buffers, as `moe.cache.buffers.cache_of` takes them.
+      choices: ``[layer, local, k]``, None where they were not asked for or none are made.
+    """
+
+    x: Array
+    kept: tuple[Array, ...]
+    choices: Array | None
+
+
+def _attention_step(
+    step: _Step, first: int, part: Layer[Array], x: Array, keys: Array, values: Array | None
+) -> _After:
+    """Layers with a cache of keys and values: one, or a stack that is scanned.
+
+    Args:
+      first: the number of the first layer.
+    """
+
+    def run_layer(
+        carry: tuple[Array, Array, Array | None],
+        number: int | Array,
+        layer: Layer[Array],
+        place: tuple[Array, ...],
+    ) -> tuple[tuple[Array, Array, Array | None], Array | None]:
+        """A layer of the network, and where its keys and values lie in their buffers."""
+        x, keys, values = carry
+        core = StepCore(step.config, number, keys, values, step.positions, step.live, place)
+        x, router = block(layer, x, step.packed, core.attend, step.config, step.mesh, number)
+        return (x, core.keys, core.values), None if router is None else router.choices
+
+    carry = x, keys, values
+    if is_stack(part):
+        # The buffers are carried, and a layer writes its part of them: as what a scan takes
+        # layer by layer and gives back, all that they hold would be copied.
+        carry, choices = lax.scan(
+            lambda carry, given: run_layer(carry, first + given[0], given[1], (given[0],)),
+            carry,
+            (jnp.arange(part.norm.shape[0]), part),
+        )
+    else:
+        carry, chosen = run_layer(carry, first, part, ())
+        choices = None if chosen is None else chosen[None]
+    x, *buffers = carry
+    return _After(x, tuple(own for own in buffers if own is not None), choices)
 
 
 def _delta_step(
-    layer: Layer[Array],
-    x: Array,
-    packed: PackedBatch,
-    before: DeltaState,
-    live: Bool[Array, "row"],
-    config: ModelConfig,
-    mesh: FoldedMesh,
-    number: int,
-) -> tuple[Array, DeltaState, RouterStatistics[Array] | None]:
-    """A layer with Gated DeltaNet, and what its rows are gone on with; rows that are not live stay
-    as they are."""
-    assert config.delta is not None
+    step: _Step, number: int, layer: Layer[Array], x: Array, before: DeltaState
+) -> _After:
+    """A layer with Gated DeltaNet; rows that are not live stay as they are."""
+    assert step.config.delta is not None
     after = list[DeltaState]()
-    core = DeltaCore(partial(one_step, config.delta, before, live)).watched(after.append)
-    x, router = block(layer, x, packed, core, config, mesh, number)
-    return x, after[0], router
+    core = DeltaCore(partial(one_step, step.config.delta, before, step.live)).watched(after.append)
+    x, router = block(layer, x, step.packed, core, step.config, step.mesh, number)
+    chosen = None if router is None else router.choices
+    return _After(x, after[0], None if chosen is None else chosen[None])
 
 
 def _dropless(config: ModelConfig) -> ModelConfig:

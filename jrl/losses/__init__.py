@@ -9,95 +9,15 @@ never reaches a result or a gradient. Inputs in half precision are computed with
 `None` means "off" and 0 means zero. Arrays come first, the current policy before the old one.
 """
 
-from jrl.losses import diagnostics
-from jrl.losses.advantages import (
-    decoupled_gae,
-    dr_grpo_advantages,
-    effective_length,
-    extended_gae,
-    gae,
-    gdpo_advantages,
-    gpg_advantages,
-    grpo_advantages,
-    length_adaptive_lambda,
-    maxrl_advantages,
-    opo_advantages,
-    optimal_token_baseline,
-    pass_at_k_advantages,
-    pass_at_k_exact_advantages,
-    reinforce_plus_plus_advantages,
-    reinforce_plus_plus_baseline_advantages,
-    remax_advantages,
-    rloo_advantages,
-    token_level_group_average,
-    whiten,
-)
-from jrl.losses.coefficients import (
-    adaptive_entropy_coefficient,
-    adaptive_kl_coefficient,
-)
-from jrl.losses.conventions import (
-    Library,
-    conventions,
-)
-from jrl.losses.divergence import (
-    KLEstimator,
-    kl_estimate,
-)
-from jrl.losses.logits import (
-    KLDirection,
-    entropy_from_logits,
-    kl_from_logits,
-    logprobs_from_logits,
-)
+from jrl.losses import advantages, diagnostics, logits, mismatch, policy
+from jrl.losses.advantages import *  # noqa: F403 - one list of names for each family, kept there
+from jrl.losses.coefficients import adaptive_entropy_coefficient, adaptive_kl_coefficient
+from jrl.losses.conventions import Library, conventions
+from jrl.losses.divergence import KLEstimator, kl_estimate
+from jrl.losses.logits import *  # noqa: F403
 from jrl.losses.metrics import pass_at_k
-from jrl.losses.mismatch import (
-    EffectiveSampleSize,
-    RejectionKind,
-    RejectionOver,
-    WeightLevel,
-    WeightMean,
-    divergence_rejection_mask,
-    geometric_rejection_mask,
-    icepop_weights,
-    mismatch_statistics,
-    mismatch_weights,
-    normalized_weights,
-    sequence_masked_weights,
-    truncated_weights,
-)
-from jrl.losses.policy import (
-    CovarianceStatistics,
-    EntropySign,
-    EntropyStatistics,
-    ProbabilityDistance,
-    adaptive_temperature,
-    asymmetric_clip_bounds,
-    cispo_loss,
-    clip_cov_loss,
-    covariance_statistics,
-    covariances,
-    dppo_loss,
-    dro_loss,
-    entropy_signal,
-    entropy_statistics,
-    entropy_threshold,
-    gmpo_loss,
-    gpg_loss,
-    gspo_loss,
-    hapo_loss,
-    kl_cov_loss,
-    luspo_loss,
-    off_policy_sequence_mask,
-    positive_example_loss,
-    ppo_loss,
-    redistributed_advantages,
-    reinforce_loss,
-    sapo_loss,
-    standardized_entropy,
-    top_entropy_mask,
-    vespo_loss,
-)
+from jrl.losses.mismatch import *  # noqa: F403
+from jrl.losses.policy import *  # noqa: F403
 from jrl.losses.reduction import (
     Aggregation,
     Denominators,
@@ -106,105 +26,17 @@ from jrl.losses.reduction import (
     aggregate,
     masked_mean,
 )
-from jrl.losses.rewards import (
-    informative_groups,
-    overlong_filter,
-    overlong_penalty,
-)
-from jrl.losses.value import (
-    ExplainedVariance,
-    bounded_value,
-    explained_variance,
-    value_loss,
-)
+from jrl.losses.rewards import informative_groups, overlong_filter, overlong_penalty
+from jrl.losses.value import ExplainedVariance, bounded_value, explained_variance, value_loss
 
-__all__ = [  # noqa: RUF022 - in reading order
-    "gae",
-    "decoupled_gae",
-    "length_adaptive_lambda",
-    "extended_gae",
-    "effective_length",
-    "grpo_advantages",
-    "dr_grpo_advantages",
-    "rloo_advantages",
-    "maxrl_advantages",
-    "opo_advantages",
-    "gpg_advantages",
-    "pass_at_k_advantages",
-    "pass_at_k_exact_advantages",
-    "gdpo_advantages",
-    "token_level_group_average",
-    "reinforce_plus_plus_advantages",
-    "reinforce_plus_plus_baseline_advantages",
-    "remax_advantages",
-    "optimal_token_baseline",
-    "whiten",
-    "ppo_loss",
-    "reinforce_loss",
-    "gpg_loss",
-    "cispo_loss",
-    "vespo_loss",
-    "gspo_loss",
-    "luspo_loss",
-    "gmpo_loss",
-    "sapo_loss",
-    "dro_loss",
-    "entropy_statistics",
-    "EntropyStatistics",
-    "standardized_entropy",
-    "entropy_signal",
-    "EntropySign",
-    "adaptive_temperature",
-    "asymmetric_clip_bounds",
-    "redistributed_advantages",
-    "hapo_loss",
-    "dppo_loss",
-    "ProbabilityDistance",
-    "covariances",
-    "covariance_statistics",
-    "CovarianceStatistics",
-    "clip_cov_loss",
-    "kl_cov_loss",
-    "top_entropy_mask",
-    "entropy_threshold",
-    "off_policy_sequence_mask",
-    "positive_example_loss",
-    "value_loss",
-    "explained_variance",
-    "ExplainedVariance",
-    "bounded_value",
-    "kl_estimate",
-    "KLEstimator",
-    "kl_from_logits",
-    "KLDirection",
-    "entropy_from_logits",
-    "logprobs_from_logits",
-    "adaptive_kl_coefficient",
-    "adaptive_entropy_coefficient",
-    "overlong_penalty",
-    "overlong_filter",
-    "informative_groups",
-    "mismatch_weights",
-    "WeightLevel",
-    "truncated_weights",
-    "icepop_weights",
-    "sequence_masked_weights",
-    "normalized_weights",
-    "WeightMean",
-    "geometric_rejection_mask",
-    "divergence_rejection_mask",
-    "RejectionKind",
-    "RejectionOver",
-    "mismatch_statistics",
-    "EffectiveSampleSize",
-    "aggregate",
-    "Aggregation",
-    "EmptyRows",
-    "Denominators",
-    "masked_mean",
-    "Mean",
-    "pass_at_k",
-    "conventions",
-    "Library",
-    "diagnostics",
-]
+__all__: list[str] = []
+__all__ += advantages.__all__
+__all__ += policy.__all__
+__all__ += ["ExplainedVariance", "bounded_value", "explained_variance", "value_loss"]
+__all__ += ["KLEstimator", "kl_estimate"]
+__all__ += logits.__all__
+__all__ += ["adaptive_entropy_coefficient", "adaptive_kl_coefficient"]
+__all__ += ["informative_groups", "overlong_filter", "overlong_penalty"]
+__all__ += mismatch.__all__
+__all__ += ["Aggregation", "Denominators", "EmptyRows", "Mean", "aggregate", "masked_mean"]
+__all__ += ["Library", "conventions", "diagnostics", "pass_at_k"]

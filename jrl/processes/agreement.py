@@ -13,7 +13,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from itertools import combinations
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -194,12 +193,7 @@ class FailTogether:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not is_multiprocess():
             return
         messages = gather(None if error is None else str(error) or type(error).__name__)

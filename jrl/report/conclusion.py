@@ -12,7 +12,7 @@ Line = Mapping[str, float | int]
 def conclusion(folder: RunFolder) -> str:
     """The held-out metrics of the first evaluation and of the last, and the paths of the pages."""
     lines = read_metrics(folder.metrics_path)
-    said = _of_conversations(lines, folder) or _of_rewards(lines, folder)
+    said = _of_supervised(lines, folder) or _of_rewards(lines, folder)
     return "\n".join(
         [
             said[0],
@@ -37,8 +37,8 @@ def _of_rewards(lines: Sequence[Line], folder: RunFolder) -> tuple[str, str]:
     )
 
 
-def _of_conversations(lines: Sequence[Line], folder: RunFolder) -> tuple[str, str] | None:
-    """Of the supervised stage; None of another run."""
+def _of_supervised(lines: Sequence[Line], folder: RunFolder) -> tuple[str, str] | None:
+    """None of a run that learned from rewards."""
     evaluations = [line for line in lines if "val/nll" in line]
     if not evaluations:
         return None

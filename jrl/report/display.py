@@ -11,7 +11,6 @@ import unicodedata
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from types import TracebackType
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -137,12 +136,7 @@ class WarmStartDisplay:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
 
@@ -209,12 +203,7 @@ class TrainingDisplay:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
 

@@ -1,7 +1,6 @@
 """How far an evaluation is: bars on a terminal, a few plain lines elsewhere."""
 
 import time
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import (
@@ -64,12 +63,7 @@ class EvaluationDisplay:
             self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

@@ -1,9 +1,9 @@
 """What every metric means: one table, and nothing may be logged that is not in it.
 
-Names are verl's where verl has one, because dashboards already parse them; a second column holds
-TRL's name. Fractions and means state their denominator. "Token" alone means a token that the policy
-sampled (the mask of the batch), the end-of-sequence token included; "response" means one row of the
-batch; "step" means everything between two rollouts, all mini-batches included.
+Names are verl's where verl has one, because dashboards already parse them. Fractions and means
+state their denominator. "Token" alone means a token that the policy sampled (the mask of the
+batch), the end-of-sequence token included; "response" means one row of the batch; "step" means
+everything between two rollouts, all mini-batches included.
 
 To add a metric, add a line to `TABLE`, or to `SYSTEM` where it tells of the network's work, of the
 clock or of machines. A name that ends in ``/*`` declares a family: every name that continues it
@@ -19,14 +19,12 @@ TABLE: tuple[Metric, ...] = (
         "actor/loss",
         "Everything the policy's gradient was taken of, mean over the optimizer steps of a step.",
         "1",
-        "loss",
     ),
     Metric("actor/pg_loss", "Policy-gradient loss under the recipe's own denominator.", "1"),
     Metric(
         "actor/pg_clipfrac",
         "Share of tokens where the clipped surrogate was the larger loss, over all tokens.",
         "fraction",
-        "clip_ratio/region_mean",
     ),
     Metric(
         "actor/pg_clipfrac_lower",
@@ -65,12 +63,11 @@ TABLE: tuple[Metric, ...] = (
         "Share of tokens whose advantage was redistributed by entropy (HAPO), over all tokens.",
         "fraction",
     ),
-    Metric("actor/entropy", "Mean over tokens of the policy's entropy.", "nats", "entropy"),
+    Metric("actor/entropy", "Mean over tokens of the policy's entropy.", "nats"),
     Metric(
         "actor/kl_loss",
         "Mean over tokens of the estimated divergence from the reference policy, unweighted.",
         "nats",
-        "kl",
     ),
     Metric("actor/kl_coef", "Weight of the divergence from the reference policy.", "1"),
     Metric(
@@ -82,11 +79,8 @@ TABLE: tuple[Metric, ...] = (
         "actor/grad_norm",
         "Global norm of the policy's gradient before clipping, mean over optimizer steps.",
         "1",
-        "grad_norm",
     ),
-    Metric(
-        "actor/lr", "Learning rate of the last optimizer step of the policy.", "1", "learning_rate"
-    ),
+    Metric("actor/lr", "Learning rate of the last optimizer step of the policy.", "1"),
     # Critic.
     Metric(
         "critic/loss",
@@ -112,12 +106,11 @@ TABLE: tuple[Metric, ...] = (
     *spread("critic/returns", "return over tokens", "reward"),
     *spread("critic/advantages", "advantage over tokens, as the policy loss sees it", "reward"),
     # Reward. The score is the verifier's; the reward is what is optimised (penalties, shaping).
-    *spread("critic/score", "verifier's score over responses", "score", {"mean": "reward"}),
+    *spread("critic/score", "verifier's score over responses", "score"),
     Metric(
         "critic/score/group_std",
         "Standard deviation of the score within a group, mean over groups.",
         "score",
-        "reward_std",
     ),
     *spread("critic/rewards", "reward over responses, penalties included", "reward"),
     Metric("critic/rewards/std", "Standard deviation of the reward over responses.", "reward"),
@@ -130,29 +123,18 @@ TABLE: tuple[Metric, ...] = (
         "frac_reward_zero_std",
         "Share of groups whose responses all got the same reward, over the groups of the batch.",
         "fraction",
-        "frac_reward_zero_std",
     ),
     # Lengths.
-    *spread(
-        "response_length",
-        "number of tokens over responses",
-        "tokens",
-        {
-            "mean": "completions/mean_length",
-            "min": "completions/min_length",
-            "max": "completions/max_length",
-        },
-    ),
+    *spread("response_length", "number of tokens over responses", "tokens"),
     Metric(
         "response_length/clip_ratio",
         "Share of responses cut at the length limit before they ended, over all responses.",
         "fraction",
-        "completions/clipped_ratio",
     ),
     *spread("prompt_length", "number of prompt tokens over rows, padding excluded", "tokens"),
     *spread("global_seqlen", "number of prompt and response tokens over data ranks", "tokens"),
     # Progress.
-    Metric("training/epoch", "Passes over the task's training prompts; fractional.", "1", "epoch"),
+    Metric("training/epoch", "Passes over the task's training prompts; fractional.", "1"),
     Metric(
         "training/tokens",
         "Prompt and response tokens of the trained batch, padding excluded.",
@@ -167,7 +149,6 @@ TABLE: tuple[Metric, ...] = (
         "training/total_tokens",
         "Prompt and response tokens trained on since the first step, padding excluded.",
         "tokens",
-        "num_tokens",
     ),
     Metric(
         "training/optimizer_steps",
@@ -196,13 +177,9 @@ TABLE: tuple[Metric, ...] = (
         "sampling/sampling_logp_difference/mean",
         "Mean over tokens of |log-probability when sampled - the same under the training code|.",
         "nats",
-        "sampling/sampling_logp_difference/mean",
     ),
     Metric(
-        "sampling/sampling_logp_difference/max",
-        "Largest of those differences over tokens.",
-        "nats",
-        "sampling/sampling_logp_difference/max",
+        "sampling/sampling_logp_difference/max", "Largest of those differences over tokens.", "nats"
     ),
     Metric("sampling/k3_kl", "Mean over tokens of w - 1 - log w, w trainer over sampler.", "nats"),
     Metric(
@@ -241,20 +218,9 @@ TABLE: tuple[Metric, ...] = (
         "rollout_corr/rollout_is_mean",
         "Mean of the importance weights as the loss gets them, over the tokens that count.",
         "1",
-        "sampling/importance_sampling_ratio/mean",
     ),
-    Metric(
-        "rollout_corr/rollout_is_min",
-        "Smallest of them.",
-        "1",
-        "sampling/importance_sampling_ratio/min",
-    ),
-    Metric(
-        "rollout_corr/rollout_is_max",
-        "Largest of them.",
-        "1",
-        "sampling/importance_sampling_ratio/max",
-    ),
+    Metric("rollout_corr/rollout_is_min", "Smallest of them.", "1"),
+    Metric("rollout_corr/rollout_is_max", "Largest of them.", "1"),
     Metric(
         "rollout_corr/rollout_is_eff_sample_size",
         "Effective sample size of those weights, over the tokens that count.",
@@ -344,7 +310,6 @@ TABLE: tuple[Metric, ...] = (
         "Negative log-likelihood of what the assistant says in held-out conversations, mean over "
         "its tokens.",
         "nats",
-        "eval_loss",
     ),
     Metric("val/perplexity", "The exponential of val/nll.", "1"),
     Metric(
@@ -352,7 +317,6 @@ TABLE: tuple[Metric, ...] = (
         "Share of the assistant's tokens in held-out conversations that no other token is likelier "
         "than, over all of them.",
         "fraction",
-        "eval_mean_token_accuracy",
     ),
     Metric("val/tokens", "Tokens of the assistant in these conversations.", "count"),
     Metric("val/score/sampled", "Mean score of the sampled held-out responses.", "score"),

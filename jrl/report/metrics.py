@@ -1,4 +1,4 @@
-"""Metrics by name: which are defined, which measure time, and what other libraries call them."""
+"""Metrics by name: which are defined, and which measure time."""
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping
@@ -51,12 +51,3 @@ def is_timing(name: str) -> bool:
 def without_timings(metrics: Mapping[str, float | int]) -> dict[str, float | int]:
     """Return the metrics that two runs of one seed share exactly."""
     return {name: value for name, value in metrics.items() if not is_timing(name)}
-
-
-def under_trl_names(metrics: Mapping[str, float | int]) -> dict[str, float | int]:
-    """Return `metrics` under TRL's spelling; what TRL has no name for keeps its own."""
-    renamed = {}
-    for name, value in metrics.items():
-        metric = EXACT.get(name)
-        renamed[metric.trl if metric is not None and metric.trl is not None else name] = value
-    return renamed

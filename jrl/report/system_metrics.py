@@ -12,7 +12,6 @@ SYSTEM: tuple[Metric, ...] = (
         "moe/load_balancing_loss",
         "Load-balancing loss before its weight, mean over layers; one is even.",
         "1",
-        "aux_loss",
     ),
     Metric("moe/z_loss", "Router z-loss before its weight, mean over layers and tokens.", "1"),
     Metric(
@@ -47,7 +46,6 @@ SYSTEM: tuple[Metric, ...] = (
         "perf/time_per_step",
         "Wall time of the step, evaluation and checkpoint left out.",
         "seconds",
-        "step_time",
     ),
     Metric("perf/total_num_tokens", "Prompt and response tokens of the step.", "tokens"),
     Metric("perf/slot_utilisation", "Tokens sampled over slots times decoding steps.", "fraction"),

@@ -103,10 +103,12 @@ class AheadOfStep:
             return self._draw(drawn.prompts_seen, drawn)
 
         if not apart(self._networks.mesh, engine.mesh):
+            # By the weights before this step's updates, as beside them: the same rows either way.
             stored = self._stored(draw(), 0.0)
             engine.release()  # room for the updates
             yield lambda: stored
             return
+        # One thread, as the engine's slots are changed by one call at a time.
         with ThreadPoolExecutor(1, "jrl rollout") as thread:
             future = thread.submit(draw)
 

@@ -50,6 +50,7 @@ def kept_of(
 @cache
 def _keeping(recipe: Recipe, place: NamedSharding) -> Callable[..., Any]:
     def keep(batch: Batch[Array], before: EntropyStatistics[Array]) -> Any:
+        # Of no token there are no statistics, and the sampler must find some.
         some = jnp.any(batch.mask)
         return jax.tree.map(lambda new, old: jnp.where(some, new, old), recipe.kept(batch), before)
 

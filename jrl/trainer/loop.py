@@ -21,13 +21,21 @@ from jrl.report.display import WarmStartDisplay
 from jrl.report.metrics import check_known
 from jrl.report.page.write import write_page
 from jrl.rollout.collection.collect import sampling_of
-from jrl.rollout.sampler import Sampler, numbered_heldout
+from jrl.rollout.sampler import Sampler
 from jrl.runs import belongings, versions
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
+from jrl.trainer.adapters.peft import write_adapters
 from jrl.trainer.evaluation.heldout import heldout_examples, heldout_metrics
-from jrl.trainer.learner.adapters import write_adapters
-from jrl.trainer.outputs import SHOWN, Outputs, appender, finish, opened, save_nonfinite
+from jrl.trainer.outputs import (
+    SHOWN,
+    Outputs,
+    appender,
+    finish,
+    opened,
+    save_nonfinite,
+    write_heldout_samples,
+)
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.stage import Done, Stage
 from jrl.trainer.state import TrainState, init_adapters, init_state, init_weights, restore, save
@@ -99,6 +107,7 @@ def train(
         except WarmStartStopped:
             return Outcome(0, stopped=True, saved=False)
         outputs = stack.enter_context(opened(setup, folder, int(state.step)))
+        # Who got a signal alone and left would leave the others waiting in their next collective.
         while int(state.step) < run.steps and not any_of(bool(stop)):
             # A signal ends the run after this step, never in the midst of an update.
             stop.doing = f"finishing step {int(state.step) + 1} and saving it"
@@ -124,7 +133,7 @@ def train(
             for number, skipped_update in enumerate(done.nonfinite):
                 save_nonfinite(folder, f"{step}-{number}-{skipped_update.network}", skipped_update)
             if step == run.steps:
-                _write_shown(setup, sampler, folder, state)
+                write_heldout_samples(setup, sampler, state, outputs.samples)
             if step % run.checkpoint_every == 0 or step == run.steps:
                 save(checkpoints, networks, state, belongings.describe(setup.settings, folder))
                 if is_main_process() and step < run.steps:
@@ -200,6 +209,7 @@ def _first_state(
         state = restore(checkpoints, setup.networks, step)
         belongings.go_back(setup.settings, folder, step, checkpoints.meta(step))
         return state
+    # The files are the first process's, and no other may go on where it found them wrong.
     with FailTogether():
         if is_main_process():
             folder.begin_again()
@@ -232,22 +242,10 @@ def _first_state(
         lines.append(0, metrics)
     if is_main_process():
         on_step(0, metrics)
-    _write_shown(setup, sampler, folder, state)
+    with appender(folder.samples_path) as lines:
+        write_heldout_samples(setup, sampler, state, lines)
     save(checkpoints, setup.networks, state, belongings.describe(setup.settings, folder))
     return state
-
-
-def _write_shown(
-    setup: Setup, sampler: Sampler, folder: RunFolder, state: TrainState[Array]
-) -> None:
-    """Completions of a few held-out prompts, into samples.jsonl."""
-    examples = numbered_heldout(heldout_examples(setup.task, SHOWN))
-    sampler.engine.load(state.policy.weights, int(state.step))
-    drawn = sampler.sample(examples, sampling_of(setup.recipe), 1)
-    with appender(folder.samples_path) as lines:
-        for completion in drawn:
-            record = completion.record(setup.format)
-            lines.append(int(state.step), {"kind": "heldout", **record})
 
 
 def _attachment(run: RunConfig, folder: RunFolder, on_fault: Hook | None) -> Attachment | None:

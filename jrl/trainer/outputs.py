@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Array
 
 from jrl.faults.fleet import Alarm
 from jrl.processes.agreement import is_main_process, to_host
@@ -14,12 +15,15 @@ from jrl.report.display import TrainingDisplay, print_samples
 from jrl.report.metrics import check_known
 from jrl.report.page.write import write_page
 from jrl.report.plots import plot_run
-from jrl.rollout.collection.collect import shown_rows
+from jrl.rollout.collection.collect import sampling_of, shown_rows
+from jrl.rollout.sampler import Sampler, numbered_heldout
 from jrl.runs import loggers
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import Appender, read_metrics, read_samples
 from jrl.text.prompt_format import PromptFormat
+from jrl.trainer.evaluation.heldout import heldout_examples
 from jrl.trainer.setup.setup import Setup
+from jrl.trainer.state import TrainState
 from jrl.trainer.step import NonFinite, Step
 
 SHOWN = 4
@@ -81,6 +85,17 @@ class Outputs:
             if row in done.tokens:
                 record["tokens"] = done.tokens[row].record(format.tokenizer)
             self.samples.append(step, record)
+
+
+def write_heldout_samples(
+    setup: Setup, sampler: Sampler, state: TrainState[Array], lines: Appender
+) -> None:
+    """Completions of a few held-out prompts, as lines of samples.jsonl."""
+    examples = numbered_heldout(heldout_examples(setup.task, SHOWN))
+    sampler.engine.load(state.policy.weights, int(state.step))
+    for completion in sampler.sample(examples, sampling_of(setup.recipe), 1):
+        record = completion.record(setup.format)
+        lines.append(int(state.step), {"kind": "heldout", **record})
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jrl.recipes.base.batch import Batch
-from jrl.rollout.scoring import Scores, mark_replicated, ranked, score, value
+from jrl.rollout.scoring import mark_replicated, ranked, score, value
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective
 from jrl.trainer.learner.room import exact, overflow_of
 from moe import placement
@@ -48,14 +48,8 @@ def logprobs_of(
     Args:
       choices: experts that its routers send the tokens to again; None lets them choose.
     """
-    config, mesh = objective.config, objective.mesh
-
-    def local(policy, *given):
-        scores = _score(objective, policy, *given)
-        found = scores.logprobs, scores.behaviour_logprobs
-        return mark_replicated(found, mesh), overflow_of(scores.router, config)
-
-    return _over_rows(local, config, mesh)(policy, tokens, valid, choices)
+    names = "logprobs", "behaviour_logprobs"
+    return _scores(objective, policy, names, tokens, valid, choices)
 
 
 @exact()
@@ -64,14 +58,8 @@ def logprobs_and_choices_of(
 ) -> tuple[tuple[Array, Array], Array | None]:
     """A policy's log-probabilities of all response tokens, and the experts that its routers chose
     for them, ``[batch, time, layer, k]`` as in `Batch.choices`."""
-    config, mesh = objective.config, objective.mesh
-
-    def local(policy, tokens, valid):
-        scores = _score(objective, policy, tokens, valid, record_choices=True)
-        found = scores.logprobs, scores.choices
-        return mark_replicated(found, mesh), overflow_of(scores.router, config)
-
-    return _over_rows(local, config, mesh)(policy, tokens, valid)
+    names = "logprobs", "choices"
+    return _scores(objective, policy, names, tokens, valid, record_choices=True)
 
 
 @exact()
@@ -88,14 +76,7 @@ def logprobs_and_entropy_of(
     Args:
       choices: as for `logprobs_of`.
     """
-    config, mesh = objective.config, objective.mesh
-
-    def local(policy, *given):
-        scores = _score(objective, policy, *given)
-        found = scores.logprobs, scores.entropy
-        return mark_replicated(found, mesh), overflow_of(scores.router, config)
-
-    return _over_rows(local, config, mesh)(policy, tokens, valid, choices)
+    return _scores(objective, policy, ("logprobs", "entropy"), tokens, valid, choices)
 
 
 @exact()
@@ -124,17 +105,23 @@ def statistics_of(
     return jax.lax.stop_gradient(statistics), overflow
 
 
-def _score(
+def _scores(
     objective: PolicyObjective,
     policy: Transformer[Array],
-    tokens: Array,
-    valid: Array,
-    choices: Array | None = None,
-    *,
+    names: tuple[str, str],
+    *given: Array | None,
     record_choices: bool = False,
-) -> Scores:
-    fixed = objective.layout, objective.config, objective.sampling, objective.mesh
-    return score(policy, tokens, valid, *fixed, choices, record_choices=record_choices)
+) -> tuple[tuple[Array, Array], Array | None]:
+    """Two of the policy's `Scores` of tokens, which of them are valid, and choices to replay."""
+    config, mesh = objective.config, objective.mesh
+
+    def local(policy, tokens, valid, choices=None):
+        fixed = objective.layout, config, objective.sampling, mesh
+        found = score(policy, tokens, valid, *fixed, choices, record_choices=record_choices)
+        own = tuple(getattr(found, name) for name in names)
+        return mark_replicated(own, mesh), overflow_of(found.router, config)
+
+    return _over_rows(local, config, mesh)(policy, *given)
 
 
 def _over_rows(local: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:

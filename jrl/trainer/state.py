@@ -19,10 +19,12 @@ from jrl.rollout.collection.ahead import Ahead
 from jrl.rollout.collection.windows import Unfinished, none_unfinished
 from jrl.rollout.decoding.programs.slots import Pool
 from jrl.runs.checkpoints import Checkpoints
+from jrl.trainer.adapters import base
 from jrl.trainer.kept import first_kept
-from jrl.trainer.learner import base, masters
+from jrl.trainer.learner import masters
 from jrl.trainer.learner.learner import Learner, copied, state_shardings
 from jrl.trainer.learner.objectives import CriticObjective
+from jrl.trainer.learner.records import making
 from jrl.trainer.setup.networks import Network, Networks
 from moe import placement
 from moe import weights as moe_weights
@@ -68,37 +70,26 @@ class TrainState(Generic[Leaf]):
 
 def init_weights(config: ModelConfig, mesh: FoldedMesh, key: Array) -> Transformer[Array]:
     """Fresh weights, float32, laid out on the mesh as `jrl.trainer.learner.masters` says."""
-    make, structure = _initialiser(config, mesh)
-    return structure.unflatten(make(key))
+    return _initialiser(config, mesh)(key)
 
 
 @functools.cache
-def _initialiser(config: ModelConfig, mesh: FoldedMesh) -> tuple[Callable[[Array], list], Any]:
-    """The program of `init_weights`, compiled once, and how its results are a record.
-
-    They are a list: JAX would fill the fields that are None with a marker, which no record can
-    hold.
-    """
-    shardings, structure = jax.tree.flatten(masters.float32_shardings(config, mesh))
-    make = jax.jit(
-        lambda key: jax.tree.leaves(placement.in_chunks(moe_weights.initialise(config, key), mesh)),
-        out_shardings=shardings,
+def _initialiser(config: ModelConfig, mesh: FoldedMesh) -> Callable[[Array], Transformer[Array]]:
+    """The program of `init_weights`, compiled once."""
+    return making(
+        lambda key: placement.in_chunks(moe_weights.initialise(config, key), mesh),
+        masters.float32_shardings(config, mesh),
     )
-    return make, structure
 
 
 def init_adapters(config: ModelConfig, mesh: FoldedMesh, key: Array) -> Transformer[Array]:
     """Fresh adapters, and the value head of a critic, laid out on the mesh; None in the place of
     what is fixed."""
-    places = trees.trained(placement.shardings(config, mesh), moe_weights.table(config))
-    shardings, structure = jax.tree.flatten(places)
-    make = jax.jit(
-        lambda key: jax.tree.leaves(
-            placement.in_chunks(moe_weights.initialise_trained(config, key), mesh)
-        ),
-        out_shardings=shardings,
+    make = making(
+        lambda key: placement.in_chunks(moe_weights.initialise_trained(config, key), mesh),
+        trees.trained(placement.shardings(config, mesh), moe_weights.table(config)),
     )
-    return structure.unflatten(make(key))
+    return make(key)
 
 
 def init_state(
@@ -206,7 +197,7 @@ def save(
 
     The weights of what learns are float32 there: masters where there are masters, of which the
     weights are cast again when it is read. What adapters are beside all checkpoints share: it is
-    written once (`jrl.trainer.learner.base`).
+    written once (`jrl.trainer.adapters.base`).
     """
     if networks.policy.config.lora is not None:
         base.save(checkpoints, networks, state.policy.weights)
@@ -226,10 +217,7 @@ def restore(checkpoints: Checkpoints, networks: Networks, step: int) -> TrainSta
     if networks.policy.config.lora is not None:
         fixed = base.restore(checkpoints, networks.policy.config, networks.mesh)
         return _with_base(networks, state, fixed)
-    critic = state.critic
-    if critic is not None and networks.critic is not None:
-        critic = _with_cast(critic, networks.critic)
-    return replace(state, policy=_with_cast(state.policy, networks.policy), critic=critic)
+    return _over_learners(_with_cast, networks, state)
 
 
 def _without_cast(networks: Networks, state: TrainState[Leaf]) -> TrainState[Leaf]:
@@ -239,10 +227,7 @@ def _without_cast(networks: Networks, state: TrainState[Leaf]) -> TrainState[Lea
         learned = trees.trained(learner.float32_weights, moe_weights.table(network.config))
         return replace(learner, weights=learned, masters=None)
 
-    critic = state.critic
-    if critic is not None and networks.critic is not None:
-        critic = of(critic, networks.critic)
-    return replace(state, policy=of(state.policy, networks.policy), critic=critic)
+    return _over_learners(of, networks, state)
 
 
 def _with_base(
@@ -254,10 +239,19 @@ def _with_base(
         whole = trees.with_base(fixed, learner.weights, moe_weights.table(network.config))
         return replace(learner, weights=whole)
 
+    return _over_learners(of, networks, state)
+
+
+def _over_learners(
+    function: Callable[[Learner[Leaf], Network[Any]], Learner[Leaf]],
+    networks: Networks,
+    state: TrainState[Leaf],
+) -> TrainState[Leaf]:
+    """The state with `function` of each learner and its network in the learner's place."""
     critic = state.critic
     if critic is not None and networks.critic is not None:
-        critic = of(critic, networks.critic)
-    return replace(state, policy=of(state.policy, networks.policy), critic=critic)
+        critic = function(critic, networks.critic)
+    return replace(state, policy=function(state.policy, networks.policy), critic=critic)
 
 
 def reference_of(
@@ -306,21 +300,16 @@ def _restacked(
     gives it."""
     if networks.mesh == _in_order(networks).mesh:
         return state
+
+    def moved(node: Any) -> Any:
+        return stack(networks, node) if isinstance(node, Transformer) else node
+
     # The slots have no layers in one array, and may lie on other devices.
-    leaves, structure = jax.tree.flatten(replace(state, pool=None))
-
-    def moved(leaves: list[Array]) -> list[Array]:
-        def of(node: Any) -> Any:
-            return stack(networks, node) if isinstance(node, Transformer) else node
-
-        tree = structure.unflatten(leaves)
-        return jax.tree.leaves(
-            jax.tree.map(of, tree, is_leaf=lambda node: isinstance(node, Transformer))
-        )
-
-    wanted = jax.tree.leaves(replace(like, pool=None))
-    restack = jax.jit(moved, out_shardings=[leaf.sharding for leaf in wanted])
-    return replace(structure.unflatten(restack(leaves)), pool=state.pool)
+    restack = making(
+        lambda state: jax.tree.map(moved, state, is_leaf=_is_network),
+        jax.tree.map(lambda leaf: leaf.sharding, replace(like, pool=None)),
+    )
+    return replace(restack(replace(state, pool=None)), pool=state.pool)
 
 
 def _learner_laid_out(learner: Learner[Any], network: Network[Any]) -> Learner[Any]:
@@ -344,7 +333,11 @@ def _laid_out(tree: Any, shardings: Transformer[NamedSharding], mesh: FoldedMesh
             return jax.tree.map(_with_sharding, node, shardings)
         return _with_sharding(node, replicated(mesh))
 
-    return jax.tree.map(place, tree, is_leaf=lambda node: isinstance(node, Transformer))
+    return jax.tree.map(place, tree, is_leaf=_is_network)
+
+
+def _is_network(node: Any) -> bool:
+    return isinstance(node, Transformer)
 
 
 def _with_sharding(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

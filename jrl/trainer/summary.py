@@ -97,6 +97,7 @@ def summarise(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
             if name.startswith("sampling/"):
                 summary[name] = float(first.value())
             elif isinstance(first, Mean | ExplainedVariance):
+                # Sums that are divided last: a mini-batch weighs as much as it has tokens.
                 summary[name] = float(sum(every[1:], first).value())
             elif name == "load":
                 # The critic's experts are balanced too, and not plotted.

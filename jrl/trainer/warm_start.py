@@ -79,6 +79,7 @@ def warm_start(
                 "last): lower --warm-start-learning-rate "
                 f"(now {run.warm_start_learning_rate})."
             )
+        # Those of the next step: nothing was learned from them yet, and measuring uses up none.
         fresh = numbered(_training_examples(setup, step), prompts_imitated(setup, step))
         sampler.engine.load(learner.weights, 0)
         reached = accuracy(sampler.sample(fresh, sampling_of(setup.recipe), 1))

@@ -19,6 +19,12 @@ def _no_pictures():
 
 
 @pytest.fixture
+def in_empty_folder(tmp_path, monkeypatch):
+    """Folders without a name must not land in the repository."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
 def pictures(monkeypatch):
     """Runs end with the pictures of their metrics."""
     monkeypatch.setattr(outputs, "plot_run", plot_run)

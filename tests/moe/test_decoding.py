@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from programs import mesh_of, on_mesh, random_weights, with_room
+from small_networks import ROUTED
 from tiers import full_but
 
 from moe import model
 from moe.attention.latent import keeps_narrow
 from moe.attention.rotary import YarnScaling
 from moe.cache.buffers import KEY_COLUMN
-from moe.config import GatedDeltaNet, ModelConfig, MultiHeadLatentAttention
+from moe.config import GatedDeltaNet, MultiHeadLatentAttention
 from moe.decoding import decode_step, prefill
 from moe.execution import Execution
 from moe.experts.dispatch.choice import dispatch
@@ -26,19 +27,8 @@ from moe.weights import shapes
 from sharding.collectives import vary
 from sharding.folding import Layout, fold_abstract
 
-CONFIG = ModelConfig(
-    vocab_size=11,
-    num_layers=2,
-    d_model=10,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=6,
-    num_experts=8,
-    experts_per_token=3,
-    d_expert=14,
-)
 LATENT = replace(
-    CONFIG,
+    ROUTED,
     num_experts=0,
     d_ff=12,
     num_kv_heads=8,
@@ -46,12 +36,12 @@ LATENT = replace(
     mla=MultiHeadLatentAttention(kv_lora_rank=5, q_lora_rank=7, qk_rope_head_dim=4, v_head_dim=3),
     rope_scaling=YarnScaling(4.0, 2, score_temperature=1.0),
 )
-SCANNED = replace(CONFIG, execution=Execution(scan_layers=True))
+SCANNED = replace(ROUTED, execution=Execution(scan_layers=True))
 # Dense ones look back no further than two tokens, but in the first layer.
-DENSE = replace(CONFIG, num_experts=0, d_ff=12, head="tied")
+DENSE = replace(ROUTED, num_experts=0, d_ff=12, head="tied")
 DENSE = replace(DENSE, sliding_window=3, full_attention_layers=(0,))
 CONFIGS = {
-    "routed": CONFIG,
+    "routed": ROUTED,
     "dense": DENSE,
     "latent": LATENT,
     "expanded": replace(LATENT, execution=Execution(latent="expanded")),
@@ -60,7 +50,7 @@ CONFIGS = {
     "scanned latent": replace(LATENT, execution=Execution(scan_layers=True)),
     # Prompts are as long as the filters, longer and shorter.
     "delta": replace(
-        CONFIG,
+        ROUTED,
         num_layers=3,
         num_experts=0,
         d_ff=12,
@@ -75,7 +65,7 @@ ROWS, PROMPT, RESPONSE, STEPS = 4, 4, 3, 3
 
 def batch():
     """Rows of prompts of two lengths, which end at lengths of their own."""
-    tokens = np.random.default_rng(3).integers(0, CONFIG.vocab_size, (ROWS, PROMPT + RESPONSE))
+    tokens = np.random.default_rng(3).integers(0, ROUTED.vocab_size, (ROWS, PROMPT + RESPONSE))
     prompts = np.array([PROMPT, PROMPT - 2, PROMPT, PROMPT - 1], np.int32)
     ends = np.array([PROMPT + RESPONSE, PROMPT, PROMPT + 1, PROMPT + 2], np.int32)
     return tokens.astype(np.int32), prompts, ends
@@ -194,7 +184,7 @@ def test_steps_equal_the_whole_sequence(kind, layout):
     whole = np.reshape(whole, (ROWS, PROMPT + RESPONSE, -1))
     steps, *keys = (np.asarray(x)[0] for x in stepwise(config, mesh_of(layout))(weights, *batch()))
     before, after = (np.moveaxis(each, KEY_COLUMN, 2) for each in keys)
-    assert steps.shape == (STEPS, ROWS, CONFIG.vocab_size)
+    assert steps.shape == (STEPS, ROWS, ROUTED.vocab_size)
     for row, (prompt, end) in enumerate(zip(prompts, ends, strict=True)):
         going = end - prompt
         assert 0 < going <= STEPS
@@ -208,19 +198,19 @@ def test_steps_equal_the_whole_sequence(kind, layout):
 
 
 def test_prefill_equals_the_forward_pass_and_keeps_every_column():
-    mesh, weights = mesh_of("dp1"), random_weights(CONFIG, 0)
+    mesh, weights = mesh_of("dp1"), random_weights(ROUTED, 0)
     tokens, lengths, _ = batch()
     tokens = tokens[:, :PROMPT]
 
     def local(weights, tokens, lengths):
-        ran = prefill(weights, tokens, lengths, CONFIG, mesh)
+        ran = prefill(weights, tokens, lengths, ROUTED, mesh)
         valid = jnp.arange(PROMPT)[None] < lengths[:, None]
-        expected, _ = model.hidden(weights, tokens, valid, CONFIG, mesh)
+        expected, _ = model.hidden(weights, tokens, valid, ROUTED, mesh)
         sizes = [buffer.size for buffer in (*ran.cache.keys, *ran.cache.values)]
         assert sizes == [ROWS * PROMPT * 4 * 6] * 4
         return ran.states, expected
 
-    states, expected = on_mesh(local, mesh, (specs(CONFIG, mesh), P(), P()), P(mesh.axes))(
+    states, expected = on_mesh(local, mesh, (specs(ROUTED, mesh), P(), P()), P(mesh.axes))(
         weights, tokens, lengths
     )
     last = np.asarray(expected).reshape(ROWS, PROMPT, -1)[np.arange(ROWS), lengths - 1]
@@ -247,23 +237,23 @@ def test_a_latent_cache_holds_narrow_vectors(latent, keys, values):
 
 def test_an_unknown_name_is_refused():
     with pytest.raises(ValueError, match=r"execution.latent='wide' is not known: choose among abs"):
-        keeps_narrow(replace(CONFIG, execution=Execution(latent="wide")))
+        keeps_narrow(replace(ROUTED, execution=Execution(latent="wide")))
 
 
 def test_a_cache_holds_whole_rows():
     mesh = fold_abstract(Layout(cp=2))
     tokens, lengths, _ = batch()
     with pytest.raises(ValueError, match=r"decoding runs without context parallelism; cp must be"):
-        prefill(random_weights(CONFIG, 0), tokens, lengths, CONFIG, mesh)
+        prefill(random_weights(ROUTED, 0), tokens, lengths, ROUTED, mesh)
 
 
 @pytest.mark.slow
 def test_decoding_has_room_for_any_routing():
     """Nobody would run a step again: the programs are the same, with little room and with any."""
     mesh = mesh_of("dp1")
-    given = random_weights(CONFIG, 0), *batch()
-    little = replace(CONFIG, execution=Execution(buffer_factor=0.1))
-    texts = {stepwise(c, mesh).lower(*given).as_text() for c in (CONFIG, little)}
+    given = random_weights(ROUTED, 0), *batch()
+    little = replace(ROUTED, execution=Execution(buffer_factor=0.1))
+    texts = {stepwise(c, mesh).lower(*given).as_text() for c in (ROUTED, little)}
     assert len(texts) == 1
 
 
@@ -276,7 +266,7 @@ def test_a_step_sends_its_few_tokens_at_once(monkeypatch):
         return dispatch(*given, **options)
 
     monkeypatch.setattr(block, "dispatch", noting)
-    config, mesh = replace(CONFIG, execution=Execution(expert_chunks=2)), mesh_of("dp1")
+    config, mesh = replace(ROUTED, execution=Execution(expert_chunks=2)), mesh_of("dp1")
     jax.eval_shape(stepwise(config, mesh), random_weights(config, 0), *batch())
     layers = config.num_expert_layers
     assert layers > 0 and chunks[:layers] == [2] * layers

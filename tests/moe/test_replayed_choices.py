@@ -8,27 +8,13 @@ import jax
 import numpy as np
 import pytest
 from programs import jit, mesh_of, random_weights
+from small_networks import DENSE_FIRST, any_choices, ragged_rows
 from tiers import full_but
 from whole_network import loss_and_gradient
 
-from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.placement import in_chunks, in_layer_order
 
-MOE = ModelConfig(
-    vocab_size=11,
-    num_layers=2,
-    d_model=10,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=6,
-    num_experts=8,
-    experts_per_token=3,
-    d_expert=14,
-    # Two layers more on the stages of a pipeline that has two chunks each; the first one is dense.
-    num_dense_layers=1,
-    dense_d_ff=12,
-)
 BATCH, TIME = 8, 5
 UNRECORDED = (3, 2)
 CASES = [
@@ -40,27 +26,22 @@ CASES = [
 
 
 def sized(layout):
-    """The network, with a layer of experts for each chunk of the layout."""
+    """The network, with a layer of experts for each chunk of the layout: two more on the stages of
+    a pipeline that has two chunks each."""
     chunks = 4 if "vpp2" in layout else 2
-    return replace(MOE, num_layers=MOE.num_dense_layers + chunks)
+    return replace(DENSE_FIRST, num_layers=DENSE_FIRST.num_dense_layers + chunks)
 
 
 def batch():
-    draw = np.random.default_rng(1)
-    tokens = draw.integers(0, MOE.vocab_size, (BATCH, TIME))
-    length = np.arange(BATCH) % (TIME - 1) + 2
-    valid = np.arange(TIME)[None, :] >= TIME - length[:, None]
-    return tokens.astype(np.int32), valid
+    return ragged_rows(DENSE_FIRST, BATCH, TIME)
 
 
 def choices(config):
-    """Any experts, a token's all different, for the layers that have them; one token has none."""
-    draw = np.random.default_rng(2)
-    shape = BATCH, TIME, config.num_expert_layers, config.num_experts
-    chosen = np.argsort(draw.random(shape), axis=-1)[..., : config.experts_per_token]
+    """Any experts; one token has none."""
+    chosen = any_choices(config, BATCH, TIME)
     chosen[UNRECORDED] = config.num_experts
     assert batch()[1][UNRECORDED]
-    return chosen.astype(np.uint8)
+    return chosen
 
 
 @functools.cache
@@ -124,6 +105,6 @@ def test_the_experts_on_record_get_the_tokens():
 
 
 def test_without_a_record_nothing_is_said_of_one():
-    weights = random_weights(MOE, 0)
-    (_, stats), _ = jax.eval_shape(loss_and_gradient(MOE, mesh_of("dp1")), weights, batch())
+    weights = random_weights(DENSE_FIRST, 0)
+    (_, stats), _ = jax.eval_shape(loss_and_gradient(DENSE_FIRST, mesh_of("dp1")), weights, batch())
     assert stats.agreed is None and stats.replayed is None

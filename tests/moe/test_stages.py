@@ -10,32 +10,21 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 from programs import mesh_of, random_weights
+from small_networks import ROUTED
 
 from moe import model, stages
-from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.placement import in_chunks, specs
 from moe.tokens.packing import pack_rows
 from sharding.collectives import all_sum, vary
 from sharding.schedule import Schedule
 
-CONFIG = ModelConfig(
-    vocab_size=11,
-    num_layers=2,
-    d_model=10,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=6,
-    num_experts=8,
-    experts_per_token=3,
-    d_expert=14,
-)
 ROWS, TIME = 2, 6
 """Of a micro-batch, on each device."""
 
 
 def packed(tokens, config, mesh):
-    return pack_rows(tokens, tokens < CONFIG.vocab_size, mesh, config)
+    return pack_rows(tokens, tokens < ROUTED.vocab_size, mesh, config)
 
 
 def scans(jaxpr):
@@ -48,11 +37,11 @@ def scans(jaxpr):
 
 
 @functools.cache
-def carried(layout, remat, number, scan_layers=False, num_layers=CONFIG.num_layers):
+def carried(layout, remat, number, scan_layers=False, num_layers=ROUTED.num_layers):
     """Bytes that a stage carries from tick to tick."""
     mesh = mesh_of(layout)
     execution = Execution(remat=remat, scan_layers=scan_layers)
-    config = replace(CONFIG, num_layers=num_layers, execution=execution)
+    config = replace(ROUTED, num_layers=num_layers, execution=execution)
 
     def local(weights, tokens):
         loss, *_ = stages.gradients(
@@ -82,7 +71,7 @@ def kept_without_a_pipeline(layers, remat, scan_layers=False):
     """Bytes that `jax.vjp` keeps of so many layers and one micro-batch, without the weights."""
     mesh, sizes = mesh_of("dp1"), []
     execution = Execution(remat=remat, scan_layers=scan_layers)
-    config = replace(CONFIG, num_layers=layers, execution=execution)
+    config = replace(ROUTED, num_layers=layers, execution=execution)
 
     def local(weights, tokens):
         own = weights.layers
@@ -115,7 +104,7 @@ KEPT = [("none", False), ("selective", False), ("full", False), ("selective", Tr
 @pytest.mark.parametrize(("remat", "scan_layers"), KEPT)
 def test_what_is_kept_of_a_chunk_is_what_a_device_alone_keeps(remat, scan_layers):
     of_one = carried("pp2", remat, 2, scan_layers) - carried("pp2", remat, 1, scan_layers)
-    alone = kept_without_a_pipeline(CONFIG.num_layers // 2, remat, scan_layers)
+    alone = kept_without_a_pipeline(ROUTED.num_layers // 2, remat, scan_layers)
     # Constants that cost nothing are made again; of the embedding a stage keeps a few numbers per
     # token.
     assert 0.9 * alone < of_one <= alone + 12 * ROWS * TIME

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, random_weights
+from small_networks import ROUTED, any_choices, ragged_rows
 from whole_network import loss_and_gradient, replay_of, token_loss
 
 from jrl.trainer.learner.accumulation import reduced_on_the_way
 from moe import model
-from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.placement import in_chunks, in_layer_order, shard_dims, shard_specs, specs
 from moe.router.balance import router_loss
@@ -23,32 +23,8 @@ from moe.tokens.packing import pack_rows
 from sharding.collectives import all_sum, vary
 from sharding.reduction import Reduction
 
-MOE = ModelConfig(
-    vocab_size=12,
-    num_layers=2,
-    d_model=10,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=6,
-    num_experts=8,
-    experts_per_token=3,
-    d_expert=14,
-)
+CONFIG = replace(ROUTED, vocab_size=12)
 BATCH, TIME = 8, 8
-
-
-def batch():
-    draw = np.random.default_rng(1)
-    tokens = draw.integers(0, MOE.vocab_size, (BATCH, TIME))
-    length = np.arange(BATCH) % (TIME - 1) + 2
-    return jnp.asarray(tokens), jnp.asarray(np.arange(TIME)[None] >= TIME - length[:, None])
-
-
-def choices():
-    """Any experts, a token's all different."""
-    shape = BATCH, TIME, MOE.num_layers, MOE.num_experts
-    chosen = np.argsort(np.random.default_rng(2).random(shape), axis=-1)
-    return jnp.asarray(chosen[..., : MOE.experts_per_token], jnp.uint8)
 
 
 def on_their_way(config, mesh):
@@ -84,8 +60,10 @@ def on_their_way(config, mesh):
 
 @functools.cache
 def run(layout, dtype, replayed, execution):
-    config, mesh = replace(MOE, dtype=dtype, execution=execution), mesh_of(layout)
-    piece = (*batch(), choices()) if replayed else batch()
+    config, mesh = replace(CONFIG, dtype=dtype, execution=execution), mesh_of(layout)
+    piece = ragged_rows(CONFIG, BATCH, TIME)
+    if replayed:
+        piece = *piece, any_choices(CONFIG, BATCH, TIME)
     program = on_their_way if execution.overlap_grad_reduce else loss_and_gradient
     weights = in_chunks(random_weights(config, 0), mesh)
     out, grads = jax.device_get(jit(program(config, mesh))(weights, piece))

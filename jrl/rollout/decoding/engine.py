@@ -309,7 +309,7 @@ class SlotEngine:
         if shelf is None or shelf.taken + len(slots) > len(shelf):
             # Room for all that is under way: a step's batch is made of one or two shelves.
             under_way = len(seating.sitting) + len(seating.waiting)
-            size = bucket(under_way, self.slots * under_way, least=self.slots)
+            size = bucket(under_way, least=self.slots)
             shelf = Shelf(self.decoder, self._empty_shelf(size))
         self._shelf = shelf
         places = np.full(self.slots, len(shelf), np.int32)

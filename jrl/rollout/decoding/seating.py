@@ -20,14 +20,14 @@ RUNS_PER_ROW = 4
 """Prompts that a row has at most, in the mean over all rows."""
 
 
-def bucket(size: int, most: int, least: int = SMALLEST) -> int:
+def bucket(size: int, most: int | None = None, least: int = SMALLEST) -> int:
     """The size of a program for `size`: `least` times a power of two, but no more than `most`.
 
     Few sizes are few programs to compile.
     """
     while least < size:
         least *= 2
-    return min(least, most)
+    return least if most is None else min(least, most)
 
 
 @dataclass
@@ -66,7 +66,7 @@ def own_rows(arriving: Arriving, columns: int, unit: int, per_rank: int) -> tupl
     least = OF_CONVERSATIONS if arriving.goes_on else SMALLEST
     width = -(-bucket(arriving.width, columns, least) // unit) * unit
     most = max(map(len, arriving.runs))
-    number = bucket(most, most * 2, least=1) if most else 0
+    number = bucket(most, least=1) if most else 0
     if arriving.goes_on and most:
         number = max(number, min(per_rank, _coarse(most)))
     return width, number
@@ -218,9 +218,7 @@ class Seating:
     ) -> Arriving:
         """The program for a row of its length: the longest decides what all rows of one cost."""
         least = OF_CONVERSATIONS if _goes_on(request) else SMALLEST
-        width = bucket(request.length, max(request.length, least), least)
-        if self._shares_rows:
-            width = bucket(request.length, 2 * request.length + NARROWEST_ROW, NARROWEST_ROW)
+        width = bucket(request.length, least=NARROWEST_ROW if self._shares_rows else least)
         several = programs.setdefault(width, [])
         if not several or self._is_full(several[-1].runs[rank], request, width):
             several.append(Arriving([[] for _ in range(self.ranks)]))

@@ -14,7 +14,7 @@ from jrl.rollout.resharding import reshard
 from jrl.runs.belongings import check_files
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
-from jrl.trainer.learner import base
+from jrl.trainer.adapters import base
 from jrl.trainer.learner.masters import float32_shardings, weights_of
 from jrl.trainer.setup.networks import Networks
 from moe import placement

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jrl.trainer.packed.passes import scan_first
+from jrl.trainer.learner.passes import scan_first
 from moe.weights import Transformer
 from sharding.collectives import Axes, vary
 from sharding.reduction import Reduced
@@ -35,6 +35,7 @@ def accumulated(
       micro_batches: inputs ``[micro_batch, ...]``.
       passes: how many of them run, as `scan_first` has it.
     """
+    # In float32 whatever the weights are: in bfloat16 a sum of hundreds does not move by one more.
     # The carry varies over every axis, as gradients do: a scan keeps the types of its carry.
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), own)
     nothing = (jnp.zeros((), jnp.float32), vary(zeros, axes))
@@ -74,6 +75,7 @@ def reduced_on_the_way(
         others = jax.tree.map(lambda x: x[:-1], micro_batches)
         run = None if passes is None else passes - 1
         loss, total, metrics = accumulated(loss_of, own, others, run, axes)
+    # The last that runs: gradients are summed over devices once, when they are complete.
     place = number - 1 if passes is None else passes - 1
     last = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, place, keepdims=False), micro_batches)
     ends = _without_stacks(own)

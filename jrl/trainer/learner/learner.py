@@ -13,6 +13,7 @@ from jaxtyping import Array
 
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.trainer.learner import masters
+from jrl.trainer.learner.records import making
 from moe import placement
 from moe.adapters import trees
 from moe.config import ModelConfig
@@ -52,6 +53,8 @@ class Learner(Generic[Leaf]):
 
 def transformation(optimizer: Optimizer) -> optax.GradientTransformation:
     """The steps of an optimizer, as optax takes them."""
+    # Clipped first: one large gradient must not stay in Adam's moments for hundreds of steps.
+    # Weight decay is decoupled from them (Loshchilov and Hutter, arXiv:1711.05101).
     return optax.chain(
         optax.clip_by_global_norm(optimizer.max_grad_norm),
         optax.adamw(
@@ -95,15 +98,14 @@ def copied(tree: Tree) -> Tree:
 
 @jax.jit
 def _copies(leaves: list[Array]) -> list[Array]:
-    # A list: JAX would fill the fields that are None with a marker, which no record can hold.
+    # A list for the reason of `jrl.trainer.learner.records.making`.
     return [jnp.copy(leaf) for leaf in leaves]
 
 
 def _first_moments(optimizer: Optimizer, own: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
     leaves, structure = jax.tree.flatten(own)
     sizes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-    moments, of_state = _moments_program(optimizer, structure, sizes, config, mesh)
-    return of_state.unflatten(moments(own))
+    return _moments_program(optimizer, structure, sizes, config, mesh)(own)
 
 
 @functools.cache
@@ -113,16 +115,11 @@ def _moments_program(
     sizes: tuple[jax.ShapeDtypeStruct, ...],
     config: ModelConfig,
     mesh: FoldedMesh,
-) -> tuple[Callable[[Any], list], Any]:
-    """The program of `_first_moments`, compiled once, and how its results are a record.
-
-    They are a list: JAX would fill the fields that are None with a marker, which no record can
-    hold.
-    """
+) -> Callable[[Any], Any]:
+    """The program of `_first_moments`, compiled once."""
     init = transformation(optimizer).init
     like = jax.eval_shape(init, structure.unflatten(sizes))
-    shardings, of_state = jax.tree.flatten(state_shardings(like, config, mesh))
-    return jax.jit(lambda own: jax.tree.leaves(init(own)), out_shardings=shardings), of_state
+    return making(init, state_shardings(like, config, mesh))
 
 
 def _zeros(mesh: FoldedMesh) -> tuple[Array, Array, Array]:

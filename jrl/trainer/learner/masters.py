@@ -11,14 +11,15 @@ References:
   https://arxiv.org/abs/1710.03740
 """
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from jrl.trainer.learner.records import making
 from moe import placement
 from moe.adapters.trees import trained
 from moe.config import ModelConfig
@@ -48,7 +49,7 @@ def masters_of(
     Args:
       weights: of any dtype and layout, shaped as `mesh` stores them.
     """
-    return _moved(weights, config, mesh, to_masters=True)
+    return _to_masters(config, mesh)(weights)
 
 
 def weights_of(
@@ -56,7 +57,7 @@ def weights_of(
 ) -> Transformer[Array]:
     """The weights that the network computes with, from float32 ones of any layout; these
     themselves where they are their own masters."""
-    return _moved(masters, config, mesh, to_masters=False) if keeps_masters(config) else masters
+    return _to_weights(config, mesh)(masters) if keeps_masters(config) else masters
 
 
 def gathered(
@@ -95,24 +96,15 @@ def laid_out(
     return jax.tree.map(constrain, weights, specs)
 
 
-def _moved(
-    weights: Transformer[Array], config: ModelConfig, mesh: FoldedMesh, *, to_masters: bool
-) -> Transformer[Array]:
-    leaves, structure = jax.tree.flatten(weights)
-    return structure.unflatten(_moving(config, mesh, to_masters)(leaves))
+@cache
+def _to_masters(config: ModelConfig, mesh: FoldedMesh) -> Callable[..., Transformer[Array]]:
+    # A copy where it is float32 already: updates give the buffers away.
+    return making(
+        lambda weights: jax.tree.map(lambda leaf: jnp.copy(leaf.astype(jnp.float32)), weights),
+        placement.shard_shardings(config, mesh),
+    )
 
 
 @cache
-def _moving(config: ModelConfig, mesh: FoldedMesh, to_masters: bool) -> Any:
-    """The program that makes masters of weights, or weights of masters."""
-    # As lists: JAX would fill the fields that are None with a marker, which no record can hold.
-    places = placement.shard_shardings if to_masters else placement.shardings
-    shardings, structure = jax.tree.flatten(places(config, mesh))
-
-    def move(leaves: list[Array]) -> list[Array]:
-        if to_masters:
-            # A copy where it is float32 already: updates give the buffers away.
-            return [jnp.copy(leaf.astype(jnp.float32)) for leaf in leaves]
-        return jax.tree.leaves(cast(structure.unflatten(leaves), config))
-
-    return jax.jit(move, out_shardings=shardings)
+def _to_weights(config: ModelConfig, mesh: FoldedMesh) -> Callable[..., Transformer[Array]]:
+    return making(lambda masters: cast(masters, config), placement.shardings(config, mesh))

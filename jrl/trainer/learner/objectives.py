@@ -65,6 +65,7 @@ def policy_loss(
     if recipe.entropy_coef is not None:
         loss = loss - recipe.entropy_coef * reduced(entropy)
     if recipe.kl_coef is not None:
+        # k3 is 0 or more at every token; k1, minimised, would fall without bound.
         kl = kl_estimate(logprobs, given(batch.reference_logprobs), batch.mask, kind="k3")
         loss = loss + recipe.kl_coef * reduced(kl)
         metrics["actor/kl_loss"] = Mean.of(kl, batch.mask)

@@ -20,7 +20,8 @@ from moe.config import ModelConfig
 from moe.router.statistics import RouterStatistics
 from sharding.collectives import all_sum, varying
 
-Kind = TypeVar("Kind", bound=PolicyObjective | CriticObjective | SupervisedObjective)
+AnyObjective = PolicyObjective | CriticObjective | SupervisedObjective
+Kind = TypeVar("Kind", bound=AnyObjective)
 
 
 def for_any_routing(objective: Kind) -> Kind:
@@ -53,15 +54,16 @@ class Exact:
         self.roomy = Program(lambda *given: program(*given)[0], static_argnums=static)
         self.__doc__ = program.__doc__
 
-    def __call__(self, objective: Kind, *given: Any) -> Any:
+    def __call__(self, objective: AnyObjective, *given: Any) -> Any:
         if objective.config.execution.buffer_factor is None:
             return self.roomy(objective, *given)
+        # A sum over all devices, so that all processes decide alike; reading it waits for the pass.
         found, overflow = self.counted(objective, *given)
         if overflow is None or not int(overflow):
             return found
         return self.roomy(for_any_routing(objective), *given)
 
-    def lower(self, objective: Kind, *given: Any) -> Any:
+    def lower(self, objective: AnyObjective, *given: Any) -> Any:
         """The program with room for any routing, lowered."""
         return self.roomy.lower(for_any_routing(objective), *given)
 

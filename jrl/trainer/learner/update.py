@@ -97,6 +97,7 @@ def count(batch: Batch[Array]) -> Totals[Array]:
     """The denominators of a mini-batch."""
     mask = batch.mask
     correct = mask if batch.correct is None else mask & batch.correct[:, None]
+    # Integers, whatever the masks are: float32 counts no further than 2^24 one by one.
     return Totals(
         num_tokens=jnp.sum(mask, dtype=jnp.int32),
         num_sequences=jnp.sum(jnp.any(mask, axis=1), dtype=jnp.int32),
@@ -105,6 +106,8 @@ def count(batch: Batch[Array]) -> Totals[Array]:
     )
 
 
+# The learner is donated: weights and moments that come out take the buffers of those that went in.
+# Fixed weights are not: every step is given the same.
 @partial(Program, static_argnums=(0, 1, 2), donate_argnums=3)
 def update(
     objective: Objective,
@@ -148,11 +151,13 @@ def update(
     loss, grads, metrics = _gradients(objective, optimizer.gradient_wire, num_micro_batches, *given)
     # Of global arrays, so it is the global norm, whatever the layout (clipping depends on it).
     grad_norm = optax.tree.norm(grads)
+    # A NaN or an infinity anywhere in the gradient is one in its norm.
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     empty = totals.num_tokens == 0
-    # optax's types know no records
     # ZeRO-1: each device steps the shard whose moments it keeps; the all-gather comes after.
+    # `Any`, as optax's types know no records.
     weights: Any = masters.laid_out(learner.float32_weights, shards, mesh)
+    # In the place of the cast ones, which are made of them again below, after the step.
     learner = replace(learner, weights=weights, masters=None)
     # Optax counts on the standard promotions, which a caller may have forbidden.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -181,6 +186,7 @@ def update(
     learner = jax.tree.map(lambda new, old: jnp.where(moves, new, old), moved, stayed)
     learner = replace(
         learner,
+        # After the choice between moved and stayed, which is then made on shards alone.
         weights=masters.gathered(learner.weights, config, mesh),
         masters=learner.weights if masters.keeps_masters(config) else None,
         opt_state=jax.tree.map(
@@ -245,6 +251,7 @@ def _local_gradients(
         own = replace(zero.unshard(own, shard_dims), layers=own.layers)
         if fixed is not None:
             fixed = replace(zero.unshard(fixed, fixed_dims), layers=fixed.layers)
+    # Runs of neighbouring rows: samples of a prompt stay together where they can, and share it.
     micro_batches = jax.tree.map(lambda x: x.reshape(num_micro_batches, -1, *x.shape[1:]), batch)
     given = objective, own, fixed, micro_batches, totals, statistics
     of_layers = all_dims.layers if sharded else None

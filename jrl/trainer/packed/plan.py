@@ -2,7 +2,7 @@
 
 Here, on the host, the rows of a mini-batch are dealt out to data-parallel ranks, micro-batches and
 bins by what is counted of each (`Counts`), which all processes have. How many micro-batches that
-takes is a number of run time (`jrl.trainer.packed.passes`), so that one program serves every
+takes is a number of run time (`jrl.trainer.learner.passes`), so that one program serves every
 mini-batch.
 """
 
@@ -164,6 +164,7 @@ def _of_ranks(tokens: np.ndarray, ranks: int) -> list[list[int]]:
     """The rows of each rank that have tokens, the longest first."""
     of_ranks: list[list[int]] = [[] for _ in range(ranks)]
     loads = np.zeros(ranks, np.int64)
+    # Stable, as every process makes the plan for itself: rows of one length keep their order.
     for row in np.argsort(-tokens, kind="stable"):
         if tokens[row]:
             rank = int(np.argmin(loads))

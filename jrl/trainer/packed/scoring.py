@@ -15,8 +15,8 @@ from jrl.recipes.base.batch import Batch, given
 from jrl.rollout.batching import replicated, take_rows
 from jrl.rollout.scoring import mark_replicated
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective
+from jrl.trainer.learner.passes import scan_first
 from jrl.trainer.learner.room import Exact, exact, overflow_of
-from jrl.trainer.packed.passes import scan_first
 from jrl.trainer.packed.plan import counts_of, place_rows, plan
 from moe import model, placement
 from moe.weights import Transformer
@@ -112,6 +112,7 @@ def _in_bins(
 ) -> list[Array]:
     """What `program` says of rows dealt out to bins, in the order of the batch."""
     mesh = objective.mesh
+    # What the pass reads and nothing else: rows change devices on their way into bins.
     batch = Batch(batch.tokens, batch.valid, batch.mask, choices=batch.choices)
     num_rows, time = batch.tokens.shape
     tokens, counted = counts_of(batch).of("actor", np.arange(num_rows), idle=False)

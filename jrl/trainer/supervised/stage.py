@@ -3,11 +3,10 @@
 from jaxtyping import Array
 
 from jrl.recipes.supervised.sft import Sft
-from jrl.rollout.collection.collect import sampling_of
-from jrl.rollout.sampler import Sampler, numbered_heldout
+from jrl.rollout.sampler import Sampler
 from jrl.tasks.data.chats import Chat, Chats
 from jrl.trainer.evaluation.heldout import heldout_examples
-from jrl.trainer.outputs import SHOWN, Outputs
+from jrl.trainer.outputs import Outputs, write_heldout_samples
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.stage import Done
 from jrl.trainer.state import TrainState
@@ -54,11 +53,5 @@ class Supervised:
         return {f"data/chats_{name}": float(number) for name, number in counts.items() if number}
 
     def write_samples(self, outputs: Outputs, state: TrainState[Array], done: Done) -> None:
-        step = int(state.step)
-        if step == self._setup.run.steps:
-            return  # the end of the run shows them
-        asked = numbered_heldout(self._heldout[:SHOWN])
-        self._sampler.engine.load(state.policy.weights, step)
-        for completion in self._sampler.sample(asked, sampling_of(self._recipe), 1):
-            record = completion.record(self._sampler.format)
-            outputs.samples.append(step, {"kind": "heldout", **record})
+        if int(state.step) < self._setup.run.steps:  # after the last step every run shows them
+            write_heldout_samples(self._setup, self._sampler, state, outputs.samples)

@@ -19,11 +19,6 @@ def test_no_family_lies_in_another():
         assert not [other for other in metrics.FAMILIES if other != one and other.startswith(one)]
 
 
-def test_no_two_metrics_share_a_trl_name():
-    trl = [metric.trl for metric in metrics.TABLE if metric.trl is not None]
-    assert len(trl) == len(set(trl))
-
-
 KNOWN = """
 actor/pg_loss actor/pg_clipfrac actor/pg_clipfrac_lower actor/ppo_kl actor/entropy
 actor/kl_loss actor/grad_norm actor/lr critic/vf_loss critic/vf_clipfrac critic/vpred_mean
@@ -70,12 +65,3 @@ def test_timings_alone_may_differ_between_runs():
     values = {"timing_s/rollout": 1.0, "perf/throughput": 2.0, "actor/pg_loss": 3.0}
     assert metrics.without_timings(values) == {"actor/pg_loss": 3.0}
     assert not metrics.is_timing("training/total_tokens")
-
-
-def test_trl_names():
-    values = {"actor/grad_norm": 1.0, "response_length/clip_ratio": 2.0, "critic/vf_loss": 3.0}
-    assert metrics.under_trl_names(values) == {
-        "grad_norm": 1.0,
-        "completions/clipped_ratio": 2.0,
-        "critic/vf_loss": 3.0,
-    }

@@ -10,44 +10,24 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, random_weights
+from small_networks import DENSE_FIRST, any_choices, ragged_rows
 from tiers import full_but
 from whole_network import loss_and_gradient
 
 from moe import model
-from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.layers.depth import MOST_UNROLLED, is_scanned, over_layers, parts_of
 from moe.placement import in_chunks, in_layer_order, specs
 from moe.weights import shapes
 
-MOE = ModelConfig(
-    vocab_size=11,
-    # Two in a stack, after a dense one.
-    num_layers=3,
-    d_model=10,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=6,
-    num_experts=8,
-    experts_per_token=3,
-    d_expert=14,
-    num_dense_layers=1,
-    dense_d_ff=12,
-)
+# Two in a stack, after a dense one.
+MOE = replace(DENSE_FIRST, num_layers=3)
 BATCH, TIME = 8, 5
 
 
 def batch(replayed):
-    draw = np.random.default_rng(1)
-    tokens = draw.integers(0, MOE.vocab_size, (BATCH, TIME))
-    length = np.arange(BATCH) % (TIME - 1) + 2
-    valid = np.arange(TIME)[None, :] >= TIME - length[:, None]
-    piece = tokens.astype(np.int32), valid
-    if not replayed:
-        return piece
-    shape = BATCH, TIME, 2, MOE.num_experts
-    chosen = np.argsort(draw.random(shape), axis=-1)[..., : MOE.experts_per_token]
-    return *piece, chosen.astype(np.uint8)
+    piece = ragged_rows(MOE, BATCH, TIME)
+    return (*piece, any_choices(MOE, BATCH, TIME)) if replayed else piece
 
 
 @functools.cache

@@ -4,10 +4,8 @@ The difference between programs with one layer more and without it is that layer
 traced for devices that need not exist.
 """
 
-import functools
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,76 +13,27 @@ import pytest
 from jax.sharding import PartitionSpec
 from programs import mesh_of, on_mesh, random_weights
 from tiers import full_but
-from whole_network import loss_and_gradient, token_loss
+from traced_volumes import (
+    CONFIGS,
+    TOY,
+    batch_of,
+    method_of,
+    schedule_of,
+    sent,
+    stated,
+)
 
-from jrl.trainer.learner.accumulation import reduced_on_the_way
-from jrl.trainer.learner.masters import gathered
 from moe import model
-from moe.config import ModelConfig
 from moe.counts.sizes import sizes_of
 from moe.execution import Execution
-from moe.placement import in_chunks, shard_dims, shard_specs, specs, stored_specs
-from moe.tokens.packing import pack_rows
-from moe.weights import cast_shapes, shapes
-from sharding import zero
-from sharding.collectives import all_sum, vary
-from sharding.folding import Layout, fold_abstract
+from moe.placement import specs
+from sharding.folding import Layout
 from sharding.folding.groups import groups
 from sharding.planner import volumes
 from sharding.planner.method import Batch, Method
 from sharding.planner.transfer import repeated
-from sharding.planner.validation.observed import of_compiled, of_jaxpr
-from sharding.reduction import Reduction
-from sharding.schedule import Schedule
+from sharding.planner.validation.observed import of_compiled
 
-# A distinct size for each axis, divisible where the layouts cut it.
-TOY = ModelConfig(
-    vocab_size=12,
-    d_model=20,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=6,
-    num_experts=16,
-    experts_per_token=3,
-    d_expert=14,
-)
-MIXTRAL = ModelConfig(
-    vocab_size=32768,
-    d_model=6144,
-    num_heads=48,
-    num_kv_heads=8,
-    head_dim=128,
-    num_experts=8,
-    experts_per_token=2,
-    d_expert=16384,
-    capacity_factor=1.0,
-    dtype="bfloat16",
-)
-CONFIGS = {
-    "toy": TOY,
-    "half": replace(TOY, dtype="bfloat16"),
-    "shared": replace(TOY, d_ff=28),
-    "dense": replace(TOY, num_experts=0, d_ff=28),
-    "full": replace(TOY, capacity_factor=0.8),
-    "long": replace(TOY, num_experts=4),
-    "mixtral": MIXTRAL,
-    "dropless": replace(MIXTRAL, capacity_factor=None),
-    "g8t8": replace(MIXTRAL, num_experts=64, experts_per_token=8, d_expert=2048),
-    "llama": replace(MIXTRAL, vocab_size=128256, d_model=8192, num_heads=64, d_expert=28672),
-    "qwen2": replace(
-        MIXTRAL,
-        vocab_size=151936,
-        d_model=3584,
-        num_heads=28,
-        num_kv_heads=4,
-        num_experts=64,
-        experts_per_token=8,
-        d_expert=2560,
-        d_ff=20480,
-        qkv_bias=True,
-        shared_expert_gate=True,
-    ),
-}
 # Config, layout, dispatch, context, remat. An axis alone is part of a larger layout.
 LAYOUTS = [
     *("dp8 / ep8", "tp2 dp4", "tp4 / ep4", "tp2 dp4 / ep8"),
@@ -142,48 +91,6 @@ QUICK = [
 ]
 
 
-def method_of(config):
-    execution = config.execution
-    return Method(
-        execution.dispatch,
-        execution.context,
-        execution.remat,
-        itemsize=2 if config.dtype == "bfloat16" else 4,
-        activation_wire=execution.activation_wire,
-        expert_chunks=execution.expert_chunks,
-        two_batch_overlap=execution.two_batch_overlap,
-    )
-
-
-def batch_of(config, layout):
-    """Three rows of each ``dp`` rank in one micro-batch, or two that a pipeline runs one by one;
-    seven or four in pairs where they are to be halved, and no half has as many as layers."""
-    time = 4096 if config.d_model > 1000 else 8
-    if config.num_experts == 4:
-        time = 100
-    halved = config.execution.two_batch_overlap
-    if layout.pp > 1:
-        micro_rows = 2 if halved else 1
-        return Batch(2 * micro_rows * layout.dp, time, micro_rows)
-    micro_rows = 7 if halved else 3
-    return Batch(micro_rows * layout.dp, time, micro_rows)
-
-
-def atoms(mesh, transfer):
-    """The mesh axes of more than one device among those of a transfer's logical axes, on its side
-    of sequence-parallel groups."""
-    named = {atom for axis in transfer.axes for atom in getattr(mesh, axis)}
-    if transfer.side == "inside":
-        named &= set(mesh.sequence)
-    if transfer.side == "across":
-        named -= set(mesh.sequence)
-    return frozenset(atom for atom in named if mesh.size((atom,)) > 1)
-
-
-def schedule_of(batch, layout):
-    return Schedule(layout.pp, batch.num_micro_batches(layout), layout.vpp)
-
-
 def senders(schedule):
     """The stages that send in each permute, and the ticks of which parity it runs in."""
     return [
@@ -192,51 +99,6 @@ def senders(schedule):
         for pairs in schedule.messages(parity)
         if pairs
     ]
-
-
-@functools.cache
-def traced(config, layout):
-    mesh, batch = fold_abstract(Layout.parse(layout)), batch_of(config, Layout.parse(layout))
-    shape = batch.rows, batch.time
-    piece = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.bool_)
-    weights = jax.eval_shape(lambda weights: in_chunks(weights, mesh), shapes(config))
-    return list(of_jaxpr(jax.make_jaxpr(loss_and_gradient(config, mesh))(weights, piece).jaxpr))
-
-
-def sent(config, layout):
-    """Bytes that a device gives to collectives, of sums those of the routers where no
-    pipeline has others of their shape: {(kind, mesh axes): bytes}."""
-    sizes = Layout.parse(layout)
-    mesh, found = fold_abstract(sizes), Counter()
-    # Sums of a sequence and an expert; others are of a layer and an expert.
-    streams = method_of(config).streams(batch_of(config, sizes))
-    of_routers = [(rows.micro_rows, config.num_experts) for rows in streams]
-    for one in traced(config, layout):
-        over = frozenset(axis for axis in one.over if mesh.size((axis,)) > 1)
-        is_load = sizes.pp == 1 and one.shape in of_routers
-        if over and (one.kind != "all_reduce" or is_load):
-            found[one.kind, over] += one.bytes
-    return found
-
-
-def given_to_collectives(program, mesh):
-    """Bytes that a device gives to all collectives of a traced program, as `sent`."""
-    found = Counter()
-    for one in of_jaxpr(program.jaxpr):
-        over = frozenset(axis for axis in one.over if mesh.size((axis,)) > 1)
-        if over:
-            found[one.kind, over] += one.bytes
-    return found
-
-
-def stated(transfers, layout):
-    mesh = fold_abstract(layout)
-    found = Counter()
-    for transfer in transfers:
-        if transfer.kind == "all_reduce" and (layout.pp > 1 or "load" not in transfer.what):
-            continue
-        found[transfer.kind, atoms(mesh, transfer)] += transfer.bytes
-    return found
 
 
 @pytest.mark.parametrize(
@@ -374,146 +236,6 @@ def test_a_step_has_the_layers_of_the_deepest_stage():
     ]
     assert of[0] == of[1]
     assert [2 * one.times for one in of[2]] == [3 * one.times for one in of[1]]
-
-
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        ("mixtral", "tp2 dp8 pp8 / ep8"),
-        ("mixtral", "tp2 dp8 pp8 / ep4 etp2"),
-        ("g8t8", "tp4 dp4 pp8 / ep8"),
-        ("llama", "tp8 dp2 pp16 / ep8"),
-        ("llama", "tp8 dp4 pp8 / ep4 etp8"),
-        ("mixtral", "tp2 cp4 dp2 pp8 / ep8"),
-        ("g8t8", "tp8 dp16 / ep8"),
-        # Ranks with the same experts lie inside sequence-parallel groups and across them.
-        ("mixtral", "tp2 cp4 dp4 / ep4"),
-    ],
-)
-def test_gradients_are_summed_in_what_is_stated(name, layout):
-    sizes = Layout.parse(layout)
-    config, mesh = replace(CONFIGS[name], num_layers=2 * sizes.pp), fold_abstract(sizes)
-    places, parts = specs(config, mesh), shard_specs(config, mesh)
-    cuts = shard_dims(config, mesh)
-
-    def local(weights):
-        grads = vary(weights, mesh.axes)
-        return jax.tree.map(partial(zero.reduce_scatter, mesh), places, cuts, grads)
-
-    summed = jax.shard_map(local, mesh=mesh.mesh, in_specs=(places,), out_specs=parts)
-    found = given_to_collectives(jax.make_jaxpr(summed)(shapes(config)), mesh)
-    expected = volumes.gradients(sizes_of(config), sizes, Method(storage="float32"))
-    assert found == stated([t for t in expected if t.kind == "reduce_scatter"], sizes)
-
-
-def test_gradients_in_bfloat16_are_stated():
-    """Inside a sequence-parallel group float32, across it terms of two bytes."""
-    sizes = Layout.parse("tp2 cp4 dp4 / ep4")
-    config, mesh = replace(MIXTRAL, num_layers=2), fold_abstract(sizes)
-    places, parts = specs(config, mesh), shard_specs(config, mesh)
-    cuts = shard_dims(config, mesh, "bfloat16")
-
-    def local(weights):
-        grads = vary(weights, mesh.axes)
-        return jax.tree.map(partial(zero.reduce_scatter, mesh), places, cuts, grads)
-
-    summed = jax.shard_map(local, mesh=mesh.mesh, in_specs=(places,), out_specs=parts)
-    found = given_to_collectives(jax.make_jaxpr(summed)(shapes(config)), mesh)
-    expected = volumes.gradients(sizes_of(config), sizes, Method(gradient_wire="bfloat16"))
-    assert found == stated([t for t in expected if t.kind != "all_gather"], sizes)
-    assert {t.kind for t in expected if t.side == "across"} == {"all_to_all", "all_gather"}
-
-
-ON_THE_WAY = [
-    ("tp2 cp4 dp4 / ep4", "float32", {}),
-    (
-        *("tp2 cp2 dp4 / ep4 etp2", "bfloat16"),
-        {"remat": "selective", "expert_chunks": 2, "two_batch_overlap": True},
-    ),
-    ("tp2 dp4 / ep4", "float32", {"remat": "full", "fsdp": True}),
-]
-
-
-@pytest.mark.parametrize(("layout", "wire", "execution"), full_but(ON_THE_WAY, ON_THE_WAY[0]))
-def test_a_step_with_gradients_on_their_way_sends_what_is_stated(layout, wire, execution):
-    """All but new weights, which come afterwards, or where they are kept in shards those of both
-    ends, which come first: three micro-batches, of which the last one sums each layer's gradient
-    when it has left the layer."""
-    sizes = Layout.parse(layout)
-    given = {"dispatch": "all_to_all", "context": "gather", **execution}
-    execution = Execution(overlap_grad_reduce=True, **given)
-    config = replace(CONFIGS["dropless"], num_layers=2, execution=execution)
-    mesh, batch = fold_abstract(sizes), Batch(3 * 2 * sizes.dp, 4096, micro_rows=2)
-    stored, parts = stored_specs(config, mesh), shard_specs(config, mesh)
-    cuts, is_sharded = shard_dims(config, mesh, wire), execution.fsdp
-    of_layers = jax.tree.map(lambda _: is_sharded, cuts.layers)
-    shared = replace(jax.tree.map(lambda _: False, cuts), layers=of_layers)
-    reductions = jax.tree.map(partial(Reduction, mesh), specs(config, mesh), cuts, shared)
-
-    def local(weights, piece):
-        own = vary(weights, mesh.axes)
-        if is_sharded:
-            names = ("embedding", "norm", "head")
-            ends, of_ends = ({name: getattr(x, name) for name in names} for x in (own, cuts))
-            own = replace(own, **zero.unshard(ends, of_ends))
-        micro_batches = jax.tree.map(lambda x: x.reshape(3, 2, -1), piece)
-
-        def loss_of(own, piece, mark):
-            packed = pack_rows(*piece, mesh, config)
-            of_layers = cuts.layers if is_sharded else None
-            x, _ = model.run(mark(own), packed, config, mesh, of_layers)
-            one = jnp.int32(1)
-            return all_sum(token_loss(own, x, piece, one, config, mesh), mesh.except_sequence), {}
-
-        return reduced_on_the_way(loss_of, own, reductions, micro_batches, None, mesh.axes)[1]
-
-    step = jax.shard_map(
-        local, mesh=mesh.mesh, in_specs=(stored, PartitionSpec(mesh.dp)), out_specs=parts
-    )
-    shape = batch.rows, batch.time
-    piece = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.bool_)
-    found = given_to_collectives(jax.make_jaxpr(step)(shapes(config), piece), mesh)
-    method = replace(method_of(config), overlap_grad_reduce=True, gradient_wire=wire)
-    transfers = volumes.step(sizes_of(config), sizes, batch, replace(method, fsdp=is_sharded))
-    expected = [
-        one
-        for one in transfers
-        if one.kind != "all_reduce" and (is_sharded or not one.what.startswith("new weights"))
-    ]
-    moved = Counter({key: sent for key, sent in found.items() if key[0] != "all_reduce"})
-    assert moved == stated(expected, sizes)
-
-
-@pytest.mark.parametrize(
-    "layout", ["tp2 dp8 pp8 / ep4 etp2", "tp8 dp2 pp16 / ep8", "tp2 cp4 dp2 pp8 / ep4"]
-)
-def test_new_weights_are_gathered_as_stated(layout):
-    sizes = Layout.parse(layout)
-    config, mesh = replace(MIXTRAL, num_layers=2 * sizes.pp), fold_abstract(sizes)
-    gather = jax.make_jaxpr(lambda masters: gathered(masters, config, mesh))
-    found = given_to_collectives(gather(shapes(config)), mesh)
-    expected = volumes.gradients(sizes_of(config), sizes, Method(storage="bfloat16"))
-    assert found == stated([t for t in expected if t.kind == "all_gather"], sizes)
-
-
-@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
-def test_layers_are_joined_from_shards_as_stated(storage):
-    execution = Execution(remat="full", fsdp=True)
-    config = replace(MIXTRAL, num_layers=4, execution=execution, dtype=storage)
-    sizes = Layout.parse("tp2 dp8 pp2 / ep4")
-    mesh = fold_abstract(sizes)
-    cuts, stored = shard_dims(config, mesh).layers, stored_specs(config, mesh).layers
-
-    def local(layers):
-        joined = zero.unshard(layers, cuts)
-        return jax.tree.map(lambda x: jnp.sum(x)[None], joined)
-
-    joined = jax.shard_map(
-        local, mesh=mesh.mesh, in_specs=(stored,), out_specs=PartitionSpec(mesh.axes)
-    )
-    found = given_to_collectives(jax.make_jaxpr(joined)(cast_shapes(config).layers), mesh)
-    method = Method(fsdp=True, storage=storage)
-    assert found == stated(volumes.unsharding(sizes_of(config), sizes, method), sizes)
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ def scan_first(
         number, x = given
         _, outs = jax.eval_shape(body, carry, x)
 
+        # Both branches of a `cond` must be of one type, which says over what axes a value varies.
         def zeros(out: Any) -> Array:
             return vary(jnp.zeros(out.shape, out.dtype), tuple(out.manual_axis_type.varying))
 

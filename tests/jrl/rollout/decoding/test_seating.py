@@ -1,0 +1,40 @@
+"""Prompts of nearly one length arrive in one program, and none has a say in another."""
+
+import numpy as np
+from policies import CONFIG, Asked, answers
+
+from jrl.rollout.decoding.requests import Request
+from jrl.rollout.decoding.seating import Seating
+
+LENGTHS = 17, 20, 32, 9
+"""Of two sizes of programs: three that differ fill the same columns of one, and one is shorter."""
+ASKED = Asked(columns=64, slots=len(LENGTHS))
+
+
+def requests():
+    draw = np.random.default_rng(0)
+    ids = [draw.integers(3, CONFIG.vocab_size, length).astype(np.int32) for length in LENGTHS]
+    return [Request(number, 0, own, 12) for number, own in enumerate(ids)]
+
+
+def test_a_size_of_programs_is_one_program():
+    seating = Seating(len(LENGTHS), 1, most_tokens=256)
+    seating.waiting.extend(requests())
+    programs = [[len(ids) for ids in program.runs[0]] for program in seating.arrivals()]
+    assert programs == [[9], [17, 20, 32]]
+    # As many as fit: three rows of 32 tokens are more than 64.
+    seating = Seating(len(LENGTHS), 1, most_tokens=64)
+    seating.waiting.extend(requests())
+    assert [len(program.runs[0]) for program in seating.arrivals()] == [1, 2, 1]
+
+
+def test_who_arrives_together_has_no_say():
+    """All bits of the tokens; of log-probabilities the last digit, as products of more rows are
+    summed in other blocks."""
+    together = answers(ASKED.engine(), requests(), ASKED.sampling)
+    alone = [answers(ASKED.engine(), [each], ASKED.sampling)[0] for each in requests()]
+    assert len({len(t.tokens) for t in alone}) > 1, "all are of one length"
+    for one, other in zip(together, alone, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        for name in ("behaviour_logprobs", "old_logprobs"):
+            np.testing.assert_allclose(getattr(one, name), getattr(other, name), rtol=1e-6)

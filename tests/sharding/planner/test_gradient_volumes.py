@@ -1,0 +1,168 @@
+"""Sums of gradients and gathers of weights send what `sharding.planner.volumes` states."""
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+from tiers import full_but
+from traced_volumes import CONFIGS, MIXTRAL, given_to_collectives, method_of, stated
+from whole_network import token_loss
+
+from jrl.trainer.learner.accumulation import reduced_on_the_way
+from jrl.trainer.learner.masters import gathered
+from moe import model
+from moe.counts.sizes import sizes_of
+from moe.execution import Execution
+from moe.placement import shard_dims, shard_specs, specs, stored_specs
+from moe.tokens.packing import pack_rows
+from moe.weights import cast_shapes, shapes
+from sharding import zero
+from sharding.collectives import all_sum, vary
+from sharding.folding import Layout, fold_abstract
+from sharding.planner import volumes
+from sharding.planner.method import Batch, Method
+from sharding.reduction import Reduction
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("mixtral", "tp2 dp8 pp8 / ep8"),
+        ("mixtral", "tp2 dp8 pp8 / ep4 etp2"),
+        ("g8t8", "tp4 dp4 pp8 / ep8"),
+        ("llama", "tp8 dp2 pp16 / ep8"),
+        ("llama", "tp8 dp4 pp8 / ep4 etp8"),
+        ("mixtral", "tp2 cp4 dp2 pp8 / ep8"),
+        ("g8t8", "tp8 dp16 / ep8"),
+        # Ranks with the same experts lie inside sequence-parallel groups and across them.
+        ("mixtral", "tp2 cp4 dp4 / ep4"),
+    ],
+)
+def test_gradients_are_summed_in_what_is_stated(name, layout):
+    sizes = Layout.parse(layout)
+    config, mesh = replace(CONFIGS[name], num_layers=2 * sizes.pp), fold_abstract(sizes)
+    places, parts = specs(config, mesh), shard_specs(config, mesh)
+    cuts = shard_dims(config, mesh)
+
+    def local(weights):
+        grads = vary(weights, mesh.axes)
+        return jax.tree.map(partial(zero.reduce_scatter, mesh), places, cuts, grads)
+
+    summed = jax.shard_map(local, mesh=mesh.mesh, in_specs=(places,), out_specs=parts)
+    found = given_to_collectives(jax.make_jaxpr(summed)(shapes(config)), mesh)
+    expected = volumes.gradients(sizes_of(config), sizes, Method(storage="float32"))
+    assert found == stated([t for t in expected if t.kind == "reduce_scatter"], sizes)
+
+
+def test_gradients_in_bfloat16_are_stated():
+    """Inside a sequence-parallel group float32, across it terms of two bytes."""
+    sizes = Layout.parse("tp2 cp4 dp4 / ep4")
+    config, mesh = replace(MIXTRAL, num_layers=2), fold_abstract(sizes)
+    places, parts = specs(config, mesh), shard_specs(config, mesh)
+    cuts = shard_dims(config, mesh, "bfloat16")
+
+    def local(weights):
+        grads = vary(weights, mesh.axes)
+        return jax.tree.map(partial(zero.reduce_scatter, mesh), places, cuts, grads)
+
+    summed = jax.shard_map(local, mesh=mesh.mesh, in_specs=(places,), out_specs=parts)
+    found = given_to_collectives(jax.make_jaxpr(summed)(shapes(config)), mesh)
+    expected = volumes.gradients(sizes_of(config), sizes, Method(gradient_wire="bfloat16"))
+    assert found == stated([t for t in expected if t.kind != "all_gather"], sizes)
+    assert {t.kind for t in expected if t.side == "across"} == {"all_to_all", "all_gather"}
+
+
+ON_THE_WAY = [
+    ("tp2 cp4 dp4 / ep4", "float32", {}),
+    (
+        *("tp2 cp2 dp4 / ep4 etp2", "bfloat16"),
+        {"remat": "selective", "expert_chunks": 2, "two_batch_overlap": True},
+    ),
+    ("tp2 dp4 / ep4", "float32", {"remat": "full", "fsdp": True}),
+]
+
+
+@pytest.mark.parametrize(("layout", "wire", "execution"), full_but(ON_THE_WAY, ON_THE_WAY[0]))
+def test_a_step_with_gradients_on_their_way_sends_what_is_stated(layout, wire, execution):
+    """All but new weights, which come afterwards, or where they are kept in shards those of both
+    ends, which come first: three micro-batches, of which the last one sums each layer's gradient
+    when it has left the layer."""
+    sizes = Layout.parse(layout)
+    given = {"dispatch": "all_to_all", "context": "gather", **execution}
+    execution = Execution(overlap_grad_reduce=True, **given)
+    config = replace(CONFIGS["dropless"], num_layers=2, execution=execution)
+    mesh, batch = fold_abstract(sizes), Batch(3 * 2 * sizes.dp, 4096, micro_rows=2)
+    stored, parts = stored_specs(config, mesh), shard_specs(config, mesh)
+    cuts, is_sharded = shard_dims(config, mesh, wire), execution.fsdp
+    of_layers = jax.tree.map(lambda _: is_sharded, cuts.layers)
+    shared = replace(jax.tree.map(lambda _: False, cuts), layers=of_layers)
+    reductions = jax.tree.map(partial(Reduction, mesh), specs(config, mesh), cuts, shared)
+
+    def local(weights, piece):
+        own = vary(weights, mesh.axes)
+        if is_sharded:
+            names = ("embedding", "norm", "head")
+            ends, of_ends = ({name: getattr(x, name) for name in names} for x in (own, cuts))
+            own = replace(own, **zero.unshard(ends, of_ends))
+        micro_batches = jax.tree.map(lambda x: x.reshape(3, 2, -1), piece)
+
+        def loss_of(own, piece, mark):
+            packed = pack_rows(*piece, mesh, config)
+            of_layers = cuts.layers if is_sharded else None
+            x, _ = model.run(mark(own), packed, config, mesh, of_layers)
+            one = jnp.int32(1)
+            return all_sum(token_loss(own, x, piece, one, config, mesh), mesh.except_sequence), {}
+
+        return reduced_on_the_way(loss_of, own, reductions, micro_batches, None, mesh.axes)[1]
+
+    step = jax.shard_map(
+        local, mesh=mesh.mesh, in_specs=(stored, PartitionSpec(mesh.dp)), out_specs=parts
+    )
+    shape = batch.rows, batch.time
+    piece = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.bool_)
+    found = given_to_collectives(jax.make_jaxpr(step)(shapes(config), piece), mesh)
+    method = replace(method_of(config), overlap_grad_reduce=True, gradient_wire=wire)
+    transfers = volumes.step(sizes_of(config), sizes, batch, replace(method, fsdp=is_sharded))
+    expected = [
+        one
+        for one in transfers
+        if one.kind != "all_reduce" and (is_sharded or not one.what.startswith("new weights"))
+    ]
+    moved = Counter({key: sent for key, sent in found.items() if key[0] != "all_reduce"})
+    assert moved == stated(expected, sizes)
+
+
+@pytest.mark.parametrize(
+    "layout", ["tp2 dp8 pp8 / ep4 etp2", "tp8 dp2 pp16 / ep8", "tp2 cp4 dp2 pp8 / ep4"]
+)
+def test_new_weights_are_gathered_as_stated(layout):
+    sizes = Layout.parse(layout)
+    config, mesh = replace(MIXTRAL, num_layers=2 * sizes.pp), fold_abstract(sizes)
+    gather = jax.make_jaxpr(lambda masters: gathered(masters, config, mesh))
+    found = given_to_collectives(gather(shapes(config)), mesh)
+    expected = volumes.gradients(sizes_of(config), sizes, Method(storage="bfloat16"))
+    assert found == stated([t for t in expected if t.kind == "all_gather"], sizes)
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
+def test_layers_are_joined_from_shards_as_stated(storage):
+    execution = Execution(remat="full", fsdp=True)
+    config = replace(MIXTRAL, num_layers=4, execution=execution, dtype=storage)
+    sizes = Layout.parse("tp2 dp8 pp2 / ep4")
+    mesh = fold_abstract(sizes)
+    cuts, stored = shard_dims(config, mesh).layers, stored_specs(config, mesh).layers
+
+    def local(layers):
+        joined = zero.unshard(layers, cuts)
+        return jax.tree.map(lambda x: jnp.sum(x)[None], joined)
+
+    joined = jax.shard_map(
+        local, mesh=mesh.mesh, in_specs=(stored,), out_specs=PartitionSpec(mesh.axes)
+    )
+    found = given_to_collectives(jax.make_jaxpr(joined)(cast_shapes(config).layers), mesh)
+    method = Method(fsdp=True, storage=storage)
+    assert found == stated(volumes.unsharding(sizes_of(config), sizes, method), sizes)
