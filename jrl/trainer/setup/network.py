@@ -147,6 +147,11 @@ def check_served(model: ModelConfig, mesh: FoldedMesh) -> None:
         foreign = foreign_gpus(hopper_alone=name != "router")
         if foreign is not None:
             raise ValueError(f"{name}={value!r} cannot serve {foreign}: leave out {flag(name)}.")
+    if execution.experts == "megablox" and mesh.platform != "tpu":
+        raise ValueError(
+            f"experts='megablox' is a kernel for TPUs, not for {mesh.platform!r} devices: leave "
+            f"out {flag('experts')}."
+        )
     if execution.attention == "cudnn" and (mesh.platform != "gpu" or model.dtype != "bfloat16"):
         raise ValueError(
             f"attention='cudnn' takes bfloat16 on NVIDIA GPUs, not {model.dtype} on "

@@ -76,11 +76,16 @@ def test_a_tpu_has_the_plain_twin_and_no_kernel(operation):
         lowered(operation, "tpu", "mosaic")
 
 
+PROGRAMS = [("tpu", None, 0), ("tpu", "megablox", 6), ("cuda", None, 0)]
+
+
 @pytest.mark.parametrize("scanned", full_but([True, False], True))
-@pytest.mark.parametrize("platform", full_but(["tpu", "cuda"], "tpu"))
-def test_training_is_lowered_for_accelerators_without_one(platform, scanned):
-    """Loss and gradient on eight devices, by what None chooses on them."""
-    execution = Execution(remat="selective", buffer_factor=1.5, scan_layers=scanned)
+@pytest.mark.parametrize(("platform", "experts", "kernels"), full_but(PROGRAMS, PROGRAMS[1]))
+def test_training_is_lowered_for_accelerators_without_one(platform, experts, kernels, scanned):
+    """Loss and gradient on eight devices, by what None chooses on them but for the experts."""
+    execution = Execution(
+        remat="selective", buffer_factor=1.5, scan_layers=scanned, experts=experts
+    )
     config = ModelConfig(
         vocab_size=32,
         num_layers=2,
@@ -105,4 +110,6 @@ def test_training_is_lowered_for_accelerators_without_one(platform, scanned):
     text = exported.mlir_module()
     # Tokens go in slices as long as they are, forward and backward.
     assert "ragged_all_to_all" in text
+    # Each of two products, and its gradients by rows and by matrices.
+    assert text.count("custom_call @tpu_custom_call") == kernels
     assert KERNEL not in text

@@ -162,6 +162,7 @@ def test_drops_need_a_capacity(given, message):
             "dp2",
             r"activation_wire='float8_e4m3fn' changes nothing on layout tp1 cp1 dp2.*no token goes",
         ),
+        ({"experts": "megablox"}, "dp1", r"experts='megablox' is a kernel for TPUs, not for 'cpu'"),
         ({"router": "mosaic"}, "dp1", r"router='mosaic' is a kernel.*leave out --router\."),
         ({"attention": "cudnn"}, "dp1", r"attention='cudnn' takes bfloat16 on NVIDIA GPUs"),
     ],
