@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moe.attention.blocked import blocked_attention
-from moe.attention.fused import (
+from moe.attention.fused.kernels import (
     LARGEST_MASK,
     fused_attention,
     head_size,
@@ -35,7 +35,7 @@ def core_attention(
 
     "plain" is `plain_attention`; "blocked" is `moe.attention.blocked`, the same block by block with
     a gradient of its own. "xla" and "cudnn" are those of `jax.nn.dot_product_attention`
-    (`moe.attention.fused`); the second is FlashAttention on an NVIDIA GPU: scores and their
+    (`moe.attention.fused.kernels`); the second is FlashAttention on an NVIDIA GPU: scores and their
     gradients stay on the chip.
     What a query gets that sees nothing differs between them; it is finite and used by nobody.
 
@@ -44,7 +44,7 @@ def core_attention(
       implementation: None is "cudnn" where it applies; else "blocked" where there are more scores
         than `LARGEST_PLAIN` on a CPU or `LARGEST_KEPT` elsewhere; else "plain".
       sinks: as for `plain_attention`; to "xla" and "cudnn" they are keys
-        (`moe.attention.sink_keys`).
+        (`moe.attention.fused.sink_keys`).
 
     Raises:
       ValueError: on an unknown name, and where "cudnn" or "xla" is demanded and cannot serve.

@@ -89,7 +89,7 @@ def _gmm(rows: Array, weights: Array, sizes: Array, *, side: int, interpret: boo
             weights,
             sizes,
             preferred_element_type=rows.dtype,
-            tiling=_tiling(*rows.shape, weights.shape[2 - side]),
+            tiling=_tiling(rows.shape[0], rows.shape[1], weights.shape[2 - side]),
             transpose_rhs=bool(side),
             interpret=interpret,
         )
@@ -104,7 +104,7 @@ def _tgmm(rows: Array, others: Array, sizes: Array, *, interpret: bool = False) 
             others,
             sizes,
             preferred_element_type=jnp.float32,
-            tiling=_tiling(*rows.shape, others.shape[1]),
+            tiling=_tiling(rows.shape[0], rows.shape[1], others.shape[1]),
             interpret=interpret,
         )
 

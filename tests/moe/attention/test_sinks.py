@@ -13,8 +13,8 @@ from tiers import full_but
 from moe.attention import blocking
 from moe.attention.cached import cached_attention
 from moe.attention.core import core_attention
+from moe.attention.fused.sink_keys import with_sinks
 from moe.attention.mask import Marks, Mask
-from moe.attention.sink_keys import with_sinks
 from moe.cache.step import StepCore
 from moe.config import ModelConfig
 from moe.execution import Execution

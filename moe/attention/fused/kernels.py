@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from moe.attention.blocked import alike
+from moe.attention.fused.sink_keys import WIDTH, between_sinks, sinks_among, with_sinks
 from moe.attention.mask import Mask, visible
-from moe.attention.sink_keys import WIDTH, between_sinks, sinks_among, with_sinks
 
 Kernel = Literal["xla", "cudnn"]
 
@@ -36,7 +36,7 @@ def fused_attention(
     By lengths where the rows are of one sequence each and queries stand in the last places of the
     keys. Queries are then computed for all places of the keys, those before the first one of zeros;
     where that would be most of them, a mask that is small enough is taken instead. Sinks are keys
-    (`moe.attention.sink_keys`).
+    (`moe.attention.fused.sink_keys`).
     """
     size, width = head_size(query, value, sinks), value.shape[-1]
     factor = query.shape[-1] ** -0.5 if scale is None else scale
