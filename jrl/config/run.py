@@ -180,12 +180,20 @@ class RunConfig:
     plain."""
     experts: (
         Literal[
-            "tiles", "blocks", "mosaic", "mosaic_fused", "mosaic_gathered", "ragged_dot", "plain"
+            "tiles",
+            "blocks",
+            "mosaic",
+            "mosaic_fused",
+            "mosaic_gathered",
+            "megablox",
+            "ragged_dot",
+            "plain",
         ]
         | None
     ) = None
     """How rows are multiplied, each by its own expert's matrix: mosaic, mosaic_fused and
-    mosaic_gathered are kernels for NVIDIA's Hopper. None is tiles on a CPU and blocks elsewhere."""
+    mosaic_gathered are kernels for NVIDIA's Hopper, megablox are JAX's for TPUs. None is tiles on a
+    CPU and blocks elsewhere."""
     remat: Literal["none", "selective", "full"] = "none"
     """What the backward pass of a layer computes again instead of keeping it in memory."""
     fsdp: bool = False

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moe.attention.blocked import blocked_attention
-from moe.attention.fused import (
+from moe.attention.fused.kernels import (
     LARGEST_MASK,
     fused_attention,
     head_size,
@@ -16,7 +16,6 @@ from moe.attention.mask import Mask, visible
 from moe.attention.plain import plain_attention
 
 IMPLEMENTATIONS = ("plain", "blocked", "xla", "cudnn")
-NO_SINKS = 'its softmax has no attention sinks: choose "plain", "blocked" or None'
 LARGEST_PLAIN = 2**21
 """Scores up to which a CPU is quicker with all of them at once: about what its caches hold."""
 LARGEST_KEPT = 2**28
@@ -36,7 +35,7 @@ def core_attention(
 
     "plain" is `plain_attention`; "blocked" is `moe.attention.blocked`, the same block by block with
     a gradient of its own. "xla" and "cudnn" are those of `jax.nn.dot_product_attention`
-    (`moe.attention.fused`); the second is FlashAttention on an NVIDIA GPU: scores and their
+    (`moe.attention.fused.kernels`); the second is FlashAttention on an NVIDIA GPU: scores and their
     gradients stay on the chip.
     What a query gets that sees nothing differs between them; it is finite and used by nobody.
 
@@ -44,7 +43,8 @@ def core_attention(
       scale: multiplies the scores; None is ``head_dim**-0.5``.
       implementation: None is "cudnn" where it applies; else "blocked" where there are more scores
         than `LARGEST_PLAIN` on a CPU or `LARGEST_KEPT` elsewhere; else "plain".
-      sinks: as for `plain_attention`; "plain" and "blocked" know them.
+      sinks: as for `plain_attention`; to "xla" and "cudnn" they are keys
+        (`moe.attention.fused.sink_keys`).
 
     Raises:
       ValueError: on an unknown name, and where "cudnn" or "xla" is demanded and cannot serve.
@@ -64,32 +64,32 @@ def core_attention(
         return plain_attention(query, key, value, seen, scale, sinks)
     if implementation == "blocked":
         return blocked_attention(query, key, value, mask, scale, sinks)
-    if sinks is not None:
-        raise ValueError(f"execution.attention={implementation!r} cannot serve here: {NO_SINKS}.")
     if implementation == "xla":
-        return fused_attention(query, key, value, mask, scale, "xla")
-    reason = _why_not_cudnn(query, value, mask)
+        return fused_attention(query, key, value, mask, scale, "xla", sinks)
+    reason = _why_not_cudnn(query, value, mask, sinks)
     if reason is not None:
         raise ValueError(f'execution.attention="cudnn" cannot serve here: {reason}.')
-    return fused_attention(query, key, value, mask, scale, "cudnn")
+    return fused_attention(query, key, value, mask, scale, "cudnn", sinks)
 
 
 def _best(query: Array, key: Array, value: Array, mask: Mask, sinks: Array | None = None) -> str:
     """The implementation for such arrays."""
-    if sinks is None and _why_not_cudnn(query, value, mask) is None:
+    if _why_not_cudnn(query, value, mask, sinks) is None:
         return "cudnn"
     batch, time, heads, _ = query.shape
     most = LARGEST_PLAIN if jax.default_backend() == "cpu" else LARGEST_KEPT
     return "blocked" if batch * heads * time * key.shape[1] > most else "plain"
 
 
-def _why_not_cudnn(query: Array, value: Array, mask: Mask) -> str | None:
+def _why_not_cudnn(
+    query: Array, value: Array, mask: Mask, sinks: Array | None = None
+) -> str | None:
     """What keeps cuDNN's kernel from such arrays and how to change it; None if nothing does."""
     if jax.default_backend() != "gpu":
         return f'it runs on NVIDIA GPUs, not on {jax.default_backend()!r}: choose "plain"'
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f'it takes bfloat16 and float16, not {query.dtype}: choose dtype="bfloat16"'
-    size = head_size(query, value)
+    size = head_size(query, value, sinks)
     widest = 256 if float(jax.devices()[0].compute_capability) >= 9 else 128
     if size > widest:
         return f'heads of {size} are wider than {widest}: choose narrower ones, or "plain"'

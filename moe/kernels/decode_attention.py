@@ -68,6 +68,7 @@ def decode_attention(
         (query, _stacked(keys), _stacked(values), first, stop, jnp.asarray(layer, jnp.int32)),
         operation="decode_attention",
         obstacle=_obstacle(implementation, query, keys, values),
+        hopper_alone=True,
     )
 
 

@@ -11,6 +11,7 @@ from moe.execution import Execution
 from moe.experts.dispatch.choice import check_dispatch
 from moe.experts.dispatch.cost import Exchange, cheapest, explained, room_of
 from moe.experts.fused import FUSED, GATHERED
+from moe.kernels.choice import foreign_gpus
 from moe.weights import targets_of
 from sharding.folding import FoldedMesh
 
@@ -134,13 +135,23 @@ def check_served(model: ModelConfig, mesh: FoldedMesh) -> None:
             f"{mesh.layout}: no token goes to the experts of another device. Leave out "
             f"{flag('activation_wire')}, or choose a layout with ep or etp."
         )
-    kernels = {name: getattr(execution, name) for name in ("decode_attention", "router", "experts")}
-    for name, value in kernels.items():
-        if value is not None and value.startswith("mosaic") and mesh.platform != "gpu":
+    for name in ("decode_attention", "router", "experts"):
+        value = getattr(execution, name)
+        if value is None or not value.startswith("mosaic"):
+            continue
+        if mesh.platform != "gpu":
             raise ValueError(
                 f"{name}={value!r} is a kernel for NVIDIA's Hopper, not for {mesh.platform!r} "
                 f"devices: leave out {flag(name)}."
             )
+        foreign = foreign_gpus(hopper_alone=name != "router")
+        if foreign is not None:
+            raise ValueError(f"{name}={value!r} cannot serve {foreign}: leave out {flag(name)}.")
+    if execution.experts == "megablox" and mesh.platform != "tpu":
+        raise ValueError(
+            f"experts='megablox' is a kernel for TPUs, not for {mesh.platform!r} devices: leave "
+            f"out {flag('experts')}."
+        )
     if execution.attention == "cudnn" and (mesh.platform != "gpu" or model.dtype != "bfloat16"):
         raise ValueError(
             f"attention='cudnn' takes bfloat16 on NVIDIA GPUs, not {model.dtype} on "

@@ -19,6 +19,7 @@ from moe.experts.grouped.mosaic import mosaic_each, mosaic_summed
 from moe.experts.grouped.plain import plain_each, plain_summed
 from moe.experts.grouped.ragged import ragged_each, ragged_summed
 from moe.experts.grouped.tiles import tiles_each, tiles_summed
+from moe.kernels import megablox
 from sharding.collectives import vary, varying
 
 
@@ -45,11 +46,12 @@ def grouped_dot(
       implementation: "tiles" loops over the rows there are, in tiles that each meet one matrix;
         "blocks" loops over whole blocks, of a number known when compiling, which suits
         accelerators; "mosaic" are kernels for NVIDIA's Hopper, rows in half precision and
-        dimensions that are multiples of 64; "ragged_dot" is XLA's; "plain" is the plain twin, each
-        row times each matrix. None is "tiles" on a CPU and "blocks" elsewhere.
+        dimensions that are multiples of 64; "megablox" are JAX's kernels for TPUs; "ragged_dot" is
+        XLA's; "plain" is the plain twin, each row times each matrix. None is "tiles" on a CPU and
+        "blocks" elsewhere.
 
     Raises:
-      ValueError: `implementation` is none of these, or "mosaic" and cannot serve.
+      ValueError: `implementation` is none of these, or a kernel that cannot serve.
 
     References:
       Gale et al., "MegaBlocks", 2022 (rows in blocks of one expert). https://arxiv.org/abs/2211.15841
@@ -94,6 +96,7 @@ IMPLEMENTATIONS = {
     "tiles": Implementation(tiles_each, tiles_summed),
     "blocks": Implementation(blocks_each, blocks_summed),
     "mosaic": Implementation(mosaic_each, mosaic_summed),
+    "megablox": Implementation(megablox.each, megablox.summed),
     "ragged_dot": Implementation(ragged_each, ragged_summed),
     "plain": Implementation(plain_each, plain_summed),
 }

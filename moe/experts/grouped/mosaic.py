@@ -5,24 +5,19 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from moe.kernels import grouped
-from moe.kernels.choice import capability
+from moe.kernels.choice import foreign_gpus
 
 
 def obstacle(rows: Array | jax.ShapeDtypeStruct, width: int) -> str | None:
     """What keeps the kernels from serving rows that become so wide, on this process's GPUs."""
-    # Without a GPU it is lowered for one that is elsewhere.
-    if capability() and not on_hopper():
-        return f"GPUs of capability {capability()}, and it is written for Hopper's, 9.0"
+    foreign = foreign_gpus(hopper_alone=True)
+    if foreign is not None:
+        return foreign
     if rows.dtype not in (jnp.bfloat16, jnp.float16):
         return f"rows of {rows.dtype}, and the matrix units take bfloat16 or float16 alone"
     if any(dimension % 64 or not dimension for dimension in (rows.shape[1], width)):
         return f"matrices of {rows.shape[1]} x {width}, and each must be a multiple of 64"
     return None
-
-
-def on_hopper() -> bool:
-    """Whether this process has GPUs and they have Hopper's matrix units, which no others have."""
-    return 9.0 <= capability() < 10.0
 
 
 def mosaic_each(side, rows, weights, sizes):

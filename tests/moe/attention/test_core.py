@@ -159,7 +159,14 @@ def test_none_on_a_gpu_is_what_fits(mask, chosen, hopper):
     query, value = (
         jax.ShapeDtypeStruct((batch, size, 4, 64), jnp.bfloat16) for size in (time, source)
     )
-    assert core._best(query, value, value, mask) == chosen
+    for sinks in (None, jax.ShapeDtypeStruct((4,), jnp.float32)):
+        found = []
+
+        def choose(query, value, sinks, found=found):
+            found.append(core._best(query, value, value, mask, sinks))
+
+        jax.eval_shape(choose, query, value, sinks)
+        assert found == [chosen]
 
 
 def test_a_mask_that_is_too_large_is_refused(hopper):
@@ -171,14 +178,29 @@ def test_a_mask_that_is_too_large_is_refused(hopper):
         jax.eval_shape(read, shape, shape, rows_of(1, 2**14, 2**14, single=False))
 
 
-@pytest.mark.parametrize(("single", "window"), [(True, 48), (True, None), (False, 48)])
-def test_lengths_need_no_mask_on_cuda(single, window, hopper):
+LENGTHS = [
+    (96, True, 48, False),
+    (96, True, None, False),
+    (96, False, 48, False),
+    # A number of places that the gradient's kernel does not take.
+    (97, True, None, False),
+    # Two sinks, before 48 tokens each, or one.
+    (96, True, 48, True),
+    (96, True, None, True),
+    (96, False, 48, True),
+]
+
+
+@pytest.mark.parametrize(("time", "single", "window", "with_sinks"), LENGTHS)
+def test_lengths_need_no_mask_on_cuda(time, single, window, with_sinks, hopper):
     """By lowering: the kernels of both passes, and what they are given."""
-    time, kernels = 96, ["__cudnn$fmha" + name for name in ("Softmax", "ScaleBiasSoftmax")]
+    kernels = ["__cudnn$fmha" + name for name in ("Softmax", "ScaleBiasSoftmax")]
 
     def step(query, key, value, mask):
+        sinks = query[0, 0, :, 0].astype(jnp.float32) if with_sinks else None
+
         def total(*given):
-            return jnp.sum(core_attention(*given, mask).astype(jnp.float32))
+            return jnp.sum(core_attention(*given, mask, sinks=sinks).astype(jnp.float32))
 
         return jax.grad(total, (0, 1, 2))(query, key, value)
 
@@ -196,6 +218,7 @@ def test_lengths_need_no_mask_on_cuda(single, window, hopper):
     used = re.findall(r"@(__cudnn\$\w+)", program)
     assert sorted(used) == [kernel, kernel + "Backward"]
     # Nothing is as large as queries times keys, but with a mask.
-    assert (f"{time}x{time}x" not in program) == single
+    among = (2 if single and window else 1) if with_sinks else 0
+    assert single != any(f"{n}x{n}x" in program for n in range(time, time + among + 2))
     given = re.findall(r"sliding_window_length\D*22: (\d+)", program)
-    assert given == [str(window if single and window else 0)] * 2
+    assert given == [str(window + with_sinks if single and window else 0)] * 2

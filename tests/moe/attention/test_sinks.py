@@ -13,6 +13,7 @@ from tiers import full_but
 from moe.attention import blocking
 from moe.attention.cached import cached_attention
 from moe.attention.core import core_attention
+from moe.attention.fused.sink_keys import with_sinks
 from moe.attention.mask import Marks, Mask
 from moe.cache.step import StepCore
 from moe.config import ModelConfig
@@ -49,19 +50,19 @@ def by_definition():
     return out
 
 
-def mask():
+def mask(window=WINDOW, causal=True, single=True):
     place = jnp.broadcast_to(jnp.arange(TIME), (BATCH, TIME))
     marks = Marks(place, place, jnp.asarray(valid(), jnp.int32))
-    return Mask(marks, marks, WINDOW, causal=True, single=True)
+    return Mask(marks, marks, window, causal, single)
 
 
 @cache
-def outcome(name):
-    """What is read and its gradients, on one device."""
+def outcome(name, *about):
+    """What is read and its gradients, on one device; see `mask`."""
 
     def run(query, key, value, sinks, weight):
         def attend(*given):
-            return core_attention(*given[:3], mask(), SCALE, name, sinks=given[3])
+            return core_attention(*given[:3], mask(*about), SCALE, name, sinks=given[3])
 
         out, back = jax.vjp(attend, query, key, value, sinks)
         return out, *back(weight)
@@ -85,6 +86,41 @@ def test_blocks_are_all_scores_at_once(monkeypatch):
             found, expected = found * seen, expected * seen
         np.testing.assert_allclose(found, expected, atol=2e-6)
     assert np.abs(outcome("plain")[4]).min() > 1e-3
+
+
+# By lengths and by a mask; a window of one token, one that ends with the row, one beyond it, none.
+FUSED = [
+    (WINDOW, True, True),
+    (1, True, True),
+    (TIME, True, True),
+    (2 * TIME, True, True),
+    (None, True, True),
+    (WINDOW, True, False),
+    (None, True, False),
+    (WINDOW, False, True),
+]
+
+
+@pytest.mark.parametrize(
+    ("window", "causal", "single"), full_but(FUSED, FUSED[0], FUSED[4], FUSED[5])
+)
+def test_to_a_fused_kernel_sinks_are_keys(window, causal, single):
+    about = window, causal, single
+    seen = valid()[..., None, None]
+    for found, expected in zip(outcome("xla", *about), outcome("plain", *about), strict=True):
+        if found.ndim == 4:
+            found, expected = found * seen, expected * seen
+        # float32 sums of a dozen terms; a sink's over all queries of a head.
+        np.testing.assert_allclose(found, expected, rtol=2e-6, atol=5e-6)
+
+
+def test_a_sink_is_rounded_to_more_digits_than_the_queries_have():
+    """In half precision by two numbers: 1 + 2^-8 is none of bfloat16's."""
+    given = [np.asarray(x, jnp.bfloat16) for x in arrays()[:3]]
+    sinks = np.full(HEADS, SCALE * (1 + 2**-8), np.float32)
+    query, *_ = jit(lambda *of: with_sinks(*of, scale=SCALE, number=1))(*given, sinks)
+    scores = np.float32(query[:, 1:, :, -2:]).sum(axis=-1)
+    np.testing.assert_allclose(scores, 1 + 2**-8, rtol=2**-16)
 
 
 def test_a_step_reads_what_the_whole_sequence_does():
@@ -135,9 +171,6 @@ def test_devices_of_a_sequence_read_what_one_does(context):
 
 
 def test_what_knows_no_sinks_says_so():
-    query, key, value, sinks, _ = map(jnp.asarray, arrays())
-    with pytest.raises(ValueError, match="'xla' cannot serve here: its softmax has no attention"):
-        core_attention(query, key, value, mask(), implementation="xla", sinks=sinks)
     config = ModelConfig(2, attention_sinks=True, execution=Execution(decode_attention="mosaic"))
     buffers = jnp.zeros((1, 2, 24, 8)), jnp.zeros((1, 2, 8, 24))
     with pytest.raises(ValueError, match="decode_attention='mosaic' has no attention sinks"):

@@ -13,9 +13,9 @@ from programs import jit, mesh_of
 from tiers import full_but
 
 from benchmarks.kernel_cases import PRODUCTS, TILINGS
-from moe.experts.grouped import dot, mosaic
+from moe.experts.grouped import dot
 from moe.experts.grouped.dot import grouped_dot
-from moe.kernels import grouped
+from moe.kernels import choice, grouped
 from moe.kernels.grouped import Tiling, tiles_of
 
 KERNEL = "custom_call @mosaic_gpu_v2"
@@ -183,10 +183,10 @@ def test_the_kernel_is_asked_for_by_name_and_serves_hopper_alone(monkeypatch):
         return exported(lambda *of: grouped_dot(*of, implementation=name), *of).count(KERNEL)
 
     for capability in (0.0, 9.0):
-        monkeypatch.setattr(mosaic, "capability", lambda capability=capability: capability)
+        monkeypatch.setattr(choice, "capability", lambda capability=capability: capability)
         assert (kernels(None), kernels("mosaic")) == (0, 1)
     for capability in (8.0, 10.0):
-        monkeypatch.setattr(mosaic, "capability", lambda capability=capability: capability)
+        monkeypatch.setattr(choice, "capability", lambda capability=capability: capability)
         with pytest.raises(ValueError, match=f"capability {capability}, .* written for Hopper's"):
             kernels("mosaic")
 
@@ -207,7 +207,7 @@ def test_what_the_kernels_cannot_serve_is_refused():
 
 
 def test_other_gpus_are_refused(monkeypatch):
-    monkeypatch.setattr(mosaic, "capability", lambda: 8.0)
+    monkeypatch.setattr(choice, "capability", lambda: 8.0)
     half = partial(jnp.ones, dtype=jnp.bfloat16)
     with pytest.raises(ValueError, match=r"cannot serve GPUs of capability 8.0, .* Hopper"):
         dot.IMPLEMENTATIONS["mosaic"].each(

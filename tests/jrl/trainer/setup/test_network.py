@@ -18,6 +18,7 @@ from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.execution import Execution
 from moe.experts import feed_forward
 from moe.experts.dispatch import choice as dispatch
+from moe.kernels import choice as kernel_choice
 from sharding.folding import Layout, fold_abstract
 
 # Other than the default, all of them.
@@ -161,6 +162,7 @@ def test_drops_need_a_capacity(given, message):
             "dp2",
             r"activation_wire='float8_e4m3fn' changes nothing on layout tp1 cp1 dp2.*no token goes",
         ),
+        ({"experts": "megablox"}, "dp1", r"experts='megablox' is a kernel for TPUs, not for 'cpu'"),
         ({"router": "mosaic"}, "dp1", r"router='mosaic' is a kernel.*leave out --router\."),
         ({"attention": "cudnn"}, "dp1", r"attention='cudnn' takes bfloat16 on NVIDIA GPUs"),
     ],
@@ -171,6 +173,22 @@ def test_what_cannot_serve_is_refused_before_anything_is_compiled(given, layout,
         check_served(config, fold_abstract(Layout.parse(layout), "cpu"))
     assert "\n" not in message
     check_served(replace(config, execution=Execution()), fold_abstract(Layout.parse(layout), "cpu"))
+
+
+def test_kernels_are_refused_on_gpus_that_they_are_not_written_for(monkeypatch):
+    gpu = fold_abstract(Layout.parse("dp1"), "gpu")
+    kernels = {"decode_attention": "mosaic", "router": "mosaic", "experts": "mosaic_gathered"}
+    refused = {8.0: set(kernels), 9.0: set(), 10.0: {"decode_attention", "experts"}}
+    for capability, names in refused.items():
+        monkeypatch.setattr(kernel_choice, "capability", lambda capability=capability: capability)
+        for name, value in kernels.items():
+            config = replace(small_model(11), execution=Execution(**{name: value}))
+            if name in names:
+                message = rf"{name}='{value}' cannot serve GPUs of capability {capability}.*leave"
+                with pytest.raises(ValueError, match=message):
+                    check_served(config, gpu)
+            else:
+                check_served(config, gpu)
 
 
 def test_latent_attention_has_no_kernel_to_decode_by():

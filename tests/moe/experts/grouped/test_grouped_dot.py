@@ -25,8 +25,9 @@ SIZES = {
     "rows of no group": [31, 33, 0, 1, 32],
     "ends at tiles": [256, 32, 0, 12, 0],
 }
-# The kernels are no CPU's: tests/moe/kernels/test_grouped_kernels.py.
-NAMES = [None, *(name for name in IMPLEMENTATIONS if name not in ("plain", "mosaic"))]
+# The kernels are no CPU's: tests/moe/kernels/test_grouped_kernels.py and test_megablox.py.
+KERNELS = ("mosaic", "megablox")
+NAMES = [None, *(name for name in IMPLEMENTATIONS if name not in ("plain", *KERNELS))]
 
 
 def operands(dtype=np.float32):

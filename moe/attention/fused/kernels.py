@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from moe.attention.blocked import alike
+from moe.attention.fused.sink_keys import WIDTH, between_sinks, sinks_among, with_sinks
 from moe.attention.mask import Mask, visible
 
 Kernel = Literal["xla", "cudnn"]
@@ -28,18 +29,26 @@ def fused_attention(
     mask: Mask,
     scale: float | None,
     implementation: Kernel,
+    sinks: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "batch time heads v_head_dim"]:
     """``softmax(scale q k) v`` over the visible positions, by a kernel of that name.
 
     By lengths where the rows are of one sequence each and queries stand in the last places of the
     keys. Queries are then computed for all places of the keys, those before the first one of zeros;
-    where that would be most of them, a mask that is small enough is taken instead.
+    where that would be most of them, a mask that is small enough is taken instead. Sinks are keys
+    (`moe.attention.fused.sink_keys`).
     """
-    size, width = head_size(query, value), value.shape[-1]
+    size, width = head_size(query, value, sinks), value.shape[-1]
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    query, key, value = alike(tuple(_widened(x, size) for x in (query, key, value)), mask)
-    attend = _by_lengths if takes_lengths(mask) else _by_mask
-    return attend(query, key, value, mask, factor, implementation)[..., :width]
+    query, key, value, sinks = alike((query, key, value, sinks), mask)
+    by_lengths, number = takes_lengths(mask), 0
+    if sinks is not None:
+        number = sinks_among(key.shape[1], mask.window if by_lengths else None)
+        query, key, value = with_sinks(query, key, value, sinks, factor, number)
+    query, key, value = (_widened(x, size) for x in (query, key, value))
+    attend = _by_lengths if by_lengths else _by_mask
+    out = attend(query, key, value, mask, factor, implementation, number)
+    return out[:, number:, :, :width]
 
 
 def takes_lengths(mask: Mask) -> bool:
@@ -55,16 +64,24 @@ def mask_size(mask: Mask) -> int:
     return mask.query.column.size * mask.key.column.shape[1]
 
 
-def head_size(query: Array, value: Array) -> int:
+def head_size(query: Array, value: Array, sinks: Array | None = None) -> int:
     """The kernels take heads of one size, a multiple of 8: the zeros added change no score."""
-    return -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
+    wide = query.shape[-1] + (0 if sinks is None else WIDTH)
+    return -(-max(wide, value.shape[-1]) // 8) * 8
 
 
 def _by_mask(
-    query: Array, key: Array, value: Array, mask: Mask, scale: float, implementation: Kernel
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Mask,
+    scale: float,
+    implementation: Kernel,
+    sinks: int,
 ) -> Array:
     time, source = query.shape[1], key.shape[1]
     seen = visible(mask.query, mask.key, mask.window)
+    seen = jnp.pad(seen, ((0, 0), (sinks, 0), (sinks, 0))).at[:, :, :sinks].set(True)
     out = jax.nn.dot_product_attention(
         *(_even(x, 1) for x in (query, key, value)),
         mask=_even(_even(seen, 1), 2)[:, None],
@@ -76,30 +93,40 @@ def _by_mask(
 
 
 def _by_lengths(
-    query: Array, key: Array, value: Array, mask: Mask, scale: float, implementation: Kernel
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Mask,
+    scale: float,
+    implementation: Kernel,
+    sinks: int,
 ) -> Array:
     time, source = query.shape[1], key.shape[1]
-    tokens = mask.key.segment > 0
+    tokens, window = mask.key.segment > 0, mask.window
     # Tokens to the front, padding behind them, both in the order of columns.
     order = jnp.argsort(~tokens, axis=1, stable=True)
-    back = jnp.argsort(order, axis=1)
     lengths = jnp.sum(tokens, axis=1, dtype=jnp.int32)
+    # Places that a query sees: its own, and those before it.
+    reach = window
+    if sinks:
+        order = between_sinks(order, window)
+        lengths += jnp.minimum(lengths, 1) if window is None else -(-lengths // window)
+        reach = None if window is None else window + 1
+    back = jnp.argsort(order, axis=1)
     within = (jnp.arange(source)[None] < lengths[:, None])[..., None, None]
     query = jnp.pad(query, ((0, 0), (source - time, 0), (0, 0), (0, 0)))
     # Zeros behind them: whatever a kernel writes there, forward or backward, is not looked at.
-    query, key, value = (jnp.where(within, _moved(x, order, back), 0) for x in (query, key, value))
+    moved = (jnp.where(within, _moved(x, order, back), 0) for x in (query, key, value))
     out = jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
+        *(_even(x, 1) for x in moved),
         is_causal=True,
         scale=scale,
         query_seq_lengths=lengths,
         key_value_seq_lengths=lengths,
-        local_window_size=None if mask.window is None else (int(mask.window) - 1, 0),
+        local_window_size=None if reach is None else (reach - 1, 0),
         implementation=implementation,
     )
-    return _moved(jnp.where(within, out, 0), back, order)[:, source - time :]
+    return _moved(jnp.where(within, out[:, :source], 0), back, order)[:, source - time :]
 
 
 @jax.custom_vjp
@@ -130,6 +157,5 @@ def _widened(x: Array, size: int) -> Array:
 
 
 def _even(x: Array, axis: int) -> Array:
-    """`x` with a zero after an odd number of places, which is what the gradient's kernel takes with
-    a mask."""
+    """`x` with a zero after an odd number of places, which the gradient's kernel does not take."""
     return jnp.pad(x, [(0, x.shape[axis] % 2 if n == axis else 0) for n in range(x.ndim)])

@@ -1,0 +1,1 @@
+"""Core attention by fused kernels, and what they lack made of what they have."""

@@ -1,0 +1,152 @@
+"""Rows times the matrix of their group on TPUs, by the kernels that come with JAX.
+
+`jax.experimental.pallas.ops.tpu.megablox` has both products of a grouped product. What they write
+for rows of no group is anything; here it is zeros.
+
+References:
+  Gale et al., "MegaBlocks", 2022. https://arxiv.org/abs/2211.15841
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jaxtyping import Array, Float, Int
+
+from sharding.collectives import vary, varying
+
+HEIGHTS = (512, 256, 128, 64, 32, 16)
+"""Rows of a tile: the first that divides their number."""
+WIDEST = 1024
+"""Columns of a tile. Fast memory has two of each of a program's three tiles and a sum in float32,
+12 MiB in half precision."""
+
+
+def each(
+    side: int,
+    rows: Float[Array, "row inner"],
+    weights: Float[Array, "group deep wide"],
+    sizes: Int[Array, "group"],
+    *,
+    interpreted: bool = False,
+) -> Float[Array, "row outer"]:
+    """``rows[r] @ weights[g]``, with `side` 1 its transpose; zeros for rows of no group.
+
+    Args:
+      interpreted: step by step on any device, for tests.
+
+    Raises:
+      ValueError: when it is lowered for anything but a TPU and not interpreted.
+    """
+    run = partial(_gmm, interpret=True) if interpreted else _EACH.bind
+    out = run(*_alike(_filled_up(rows), weights, sizes), side=side)[: rows.shape[0]]
+    known = jnp.arange(rows.shape[0]) < jnp.sum(sizes)
+    return jnp.where(known[:, None], out, 0)
+
+
+def summed(
+    rows: Float[Array, "row inner"],
+    others: Float[Array, "row outer"],
+    sizes: Int[Array, "group"],
+    *,
+    interpreted: bool = False,
+) -> Float[Array, "group inner outer"]:
+    """The sum of ``rows[r]^T others[r]`` over the rows of each group, float32.
+
+    Args:
+      interpreted: as in `each`, with its errors.
+    """
+    run = partial(_tgmm, interpret=True) if interpreted else _SUMMED.bind
+    return run(*_alike(_filled_up(rows), _filled_up(others), sizes))
+
+
+def _alike(rows: Array, others: Array, sizes: Array) -> tuple[Array, Array, Array]:
+    operands = rows, others, sizes.astype(jnp.int32)
+    return vary(operands, tuple(frozenset().union(*map(varying, operands))))
+
+
+def _filled_up(rows: Array) -> Array:
+    """With as many rows as whole tiles have that are not too low."""
+    unit = 128 if rows.shape[0] >= 128 else 16
+    return jnp.pad(rows, ((0, -rows.shape[0] % unit), (0, 0)))
+
+
+def _tiling(rows: int, inner: int, outer: int) -> tuple[int, int, int]:
+    height = next(height for height in HEIGHTS if rows % height == 0)
+    return height, min(inner, WIDEST), min(outer, WIDEST)
+
+
+def _gmm(rows: Array, weights: Array, sizes: Array, *, side: int, interpret: bool = False) -> Array:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+    with _as_it_was_written():
+        return gmm(
+            rows,
+            weights,
+            sizes,
+            preferred_element_type=rows.dtype,
+            tiling=_tiling(rows.shape[0], rows.shape[1], weights.shape[2 - side]),
+            transpose_rhs=bool(side),
+            interpret=interpret,
+        )
+
+
+def _tgmm(rows: Array, others: Array, sizes: Array, *, interpret: bool = False) -> Array:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+    with _as_it_was_written():
+        return tgmm(
+            rows.T,
+            others,
+            sizes,
+            preferred_element_type=jnp.float32,
+            tiling=_tiling(rows.shape[0], rows.shape[1], others.shape[1]),
+            interpret=interpret,
+        )
+
+
+@contextmanager
+def _as_it_was_written() -> Iterator[None]:
+    """It mixes dtypes, and says nothing of the axes of a mesh, which Pallas asks for in a
+    `jax.shard_map` that checks them; there is no public name for not asking."""
+    from jax._src.config import _check_vma  # pyright: ignore
+
+    with jax.numpy_dtype_promotion("standard"), _check_vma(False):
+        yield
+
+
+def _for_tpus(name: str, function: Callable[..., Array], abstract: Callable[..., object]):
+    """`function` as a primitive, which says over which axes of a mesh its result varies, and is
+    lowered for TPUs alone."""
+    primitive = Primitive(name)
+    primitive.def_abstract_eval(abstract)
+    primitive.def_impl(lambda *of, **about: jax.jit(partial(primitive.bind, **about))(*of))
+    mlir.register_lowering(primitive, _refuse)
+    lowered = mlir.lower_fun(function, multiple_results=False)
+    mlir.register_lowering(primitive, lowered, platform="tpu")
+    return primitive
+
+
+def _refuse(context, *_, **__):
+    platforms = ", ".join(context.module_context.platforms)
+    raise ValueError(
+        'implementation="megablox" of grouped_dot runs on TPUs, and this is lowered for '
+        f'{platforms}: use "blocks", or None for the best that applies.'
+    )
+
+
+def _of_rows(rows, weights, sizes, *, side: int):
+    return rows.update(shape=(rows.shape[0], weights.shape[2 - side]))
+
+
+def _of_groups(rows, others, sizes):
+    shape = sizes.shape[0], rows.shape[1], others.shape[1]
+    return rows.update(shape=shape, dtype=jnp.dtype(jnp.float32))
+
+
+_EACH = _for_tpus("megablox_each", _gmm, _of_rows)
+_SUMMED = _for_tpus("megablox_summed", _tgmm, _of_groups)
