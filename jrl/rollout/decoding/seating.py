@@ -218,7 +218,7 @@ class Seating:
     ) -> Arriving:
         """The program for a row of its length: the longest decides what all rows of one cost."""
         least = OF_CONVERSATIONS if _goes_on(request) else SMALLEST
-        width = bucket(request.length, max(request.length, least), least)
+        width = bucket(request.length, 2 * request.length + least, least)
         if self._shares_rows:
             width = bucket(request.length, 2 * request.length + NARROWEST_ROW, NARROWEST_ROW)
         several = programs.setdefault(width, [])
