@@ -5,6 +5,11 @@ A matrix of a checkpoint is ``[out, in]``, and so are its ``lora_A``, ``[rank, i
 ``down_proj``; PEFT lays their ranks beside each other: ``lora_A`` is ``[expert rank, in]``, expert
 after expert, and ``lora_B`` ``[out, rank expert]``, rank after rank. Of the two wrappers that it
 puts around such a module the first is the ``base_layer`` of the second.
+
+For some mixtures (`Family.fused_in_peft`) PEFT takes any target module named ``gate_proj``,
+``up_proj`` or ``down_proj`` for those of experts as `transformers` 4 had them, and makes stacked
+parameters of twice the rank of them: there dense layers and shared experts are target parameters,
+their ``weight``, which it leaves as they are. The tensors are the same.
 """
 
 import json
@@ -37,6 +42,8 @@ EXPERTS = "mlp.experts"
 """Where `transformers` has the stacked experts of every architecture, whatever its files say."""
 STACKED = {"gate_up": ("gate_up_proj", ".base_layer"), "down": ("down_proj", "")}
 """The parameter of experts that a weight is, and what PEFT puts after the module's name."""
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""Modules that PEFT takes for those of experts."""
 NEUTRAL = {
     "bias": ("none",),
     "fan_in_fan_out": (False,),
@@ -292,6 +299,7 @@ def _of_experts(stated: Adapted[Any]) -> bool:
 
 def _modules(config: ModelConfig, architecture: str | None) -> list[_Module]:
     modules = []
+    fused = family_for(config.without_adapters(), architecture).fused_in_peft
     for number, (name, stated, plan) in enumerate(_stated(config, architecture)):
         if _of_experts(stated):
             parameter, after = STACKED[name]
@@ -304,7 +312,9 @@ def _modules(config: ModelConfig, architecture: str | None) -> list[_Module]:
             module = tensor.removesuffix(".weight")
             # The same for all layers: what follows the layer's number.
             target = module.split(".", 3)[-1] if plan.stack else module
-            modules.append(_Module(module, target, False, number, place))
+            by_weight = fused and module.endswith(PROJECTIONS)
+            target += ".weight" if by_weight else ""
+            modules.append(_Module(module, target, by_weight, number, place))
     return modules
 
 

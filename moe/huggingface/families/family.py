@@ -50,3 +50,4 @@ class Family:
     last_norm: Stored = Stored("model.norm.weight")
     also: tuple[str, ...] = ()
     predicts_further: bool = False
+    fused_in_peft: bool = False

@@ -85,6 +85,7 @@ FAMILIES = (
         read_qwen3_moe,
         written_qwen3_moe,
         {**QUERY_KEY_NORMS, **PROJECTED_EXPERTS},
+        fused_in_peft=True,
     ),
     Family(
         "OlmoeForCausalLM",
@@ -101,6 +102,7 @@ FAMILIES = (
         {**LATENT_ATTENTION, **PROJECTED_EXPERTS, **dense_names("mlp.shared_experts")},
         also=("kimi_k2",),
         predicts_further=True,
+        fused_in_peft=True,
     ),
     Family(
         "Olmo3ForCausalLM",
@@ -123,6 +125,7 @@ FAMILIES = (
             **dense_names("mlp.shared_experts"),
         },
         predicts_further=True,
+        fused_in_peft=True,
     ),
     Family(
         "GptOssForCausalLM",
@@ -147,6 +150,7 @@ FAMILIES = (
         QWEN3_NEXT_NAMES,
         last_norm=NEXT_LAST_NORM,
         predicts_further=True,
+        fused_in_peft=True,
     ),
 )
 """All that are supported. A network that several can express is written as the first of them."""

@@ -22,6 +22,12 @@ ATTENTION = [f"self_attn.{name}_proj" for name in "qkvo"]
 DENSE = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 SHARED = [f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+LATENT = [
+    f"self_attn.{name}" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+]
+# As modules PEFT would take them for experts.
+DENSE_WEIGHTS = [f"{name}.weight" for name in DENSE]
+SHARED_WEIGHTS = [f"mlp.shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")]
 ADAPTERS = {
     "qwen2": {"target_modules": [*ATTENTION, *DENSE, "lm_head"], "use_rslora": True},
     "qwen3_moe": {"target_modules": ATTENTION, "target_parameters": EXPERTS},
@@ -29,6 +35,18 @@ ADAPTERS = {
     "qwen2_moe": {
         "target_modules": ["self_attn.q_proj", *DENSE, *SHARED],
         "target_parameters": EXPERTS,
+    },
+    "deepseek_v3": {
+        "target_modules": [*LATENT, "self_attn.o_proj"],
+        "target_parameters": [*EXPERTS, *DENSE_WEIGHTS, *SHARED_WEIGHTS],
+    },
+    "glm4_moe": {
+        "target_modules": ATTENTION,
+        "target_parameters": [*EXPERTS, *DENSE_WEIGHTS, *SHARED_WEIGHTS],
+    },
+    "qwen3_next": {
+        "target_modules": ATTENTION,
+        "target_parameters": [*EXPERTS, *(f"{name}.weight" for name in SHARED)],
     },
 }
 """Of qwen2_moe attention has an adapter of its queries alone."""

@@ -56,7 +56,9 @@ def test_logits_are_those_of_peft(name, layout):
     assert np.abs(expected - golden(name)["logits"])[valid].max() > 0.3
     config, given = adapted(name, layout)
     found = logits_of(config, given, name, layout)
-    np.testing.assert_allclose(found[valid], expected[valid], atol=1e-5)
+    # A recurrence rounds once a token.
+    atol = 2e-5 if name == "qwen3_next" else 1e-5
+    np.testing.assert_allclose(found[valid], expected[valid], atol=atol)
     if layout == "dp1" and name == "qwen2":
         merged = trees.merged(given, weights.table(config))
         found = logits_of(config.without_adapters(), merged, name, layout)

@@ -4,7 +4,7 @@ import numpy as np
 from policies import CONFIG, Asked, answers
 
 from jrl.rollout.decoding.requests import Request
-from jrl.rollout.decoding.seating import Seating
+from jrl.rollout.decoding.seating import Seating, own_rows
 
 LENGTHS = 17, 20, 32, 9
 """Of two sizes of programs: three that differ fill the same columns of one, and one is shorter."""
@@ -38,3 +38,16 @@ def test_who_arrives_together_has_no_say():
         np.testing.assert_array_equal(one.tokens, other.tokens)
         for name in ("behaviour_logprobs", "old_logprobs"):
             np.testing.assert_allclose(getattr(one, name), getattr(other, name), rtol=1e-6)
+
+
+def test_no_program_is_wider_than_the_longest_row():
+    lengths = [3, 33, 17, 16, 32, 20, 60, 31]
+    seating = Seating(len(lengths), 1, most_tokens=128)
+    seating.waiting.extend(
+        Request(number, 0, np.full(length, 3, np.int32), 9) for number, length in enumerate(lengths)
+    )
+    programs = seating.arrivals()
+    runs = [[len(ids) for ids in program.runs[0]] for program in programs]
+    assert runs == [[3, 16], [17, 32, 20, 31], [33, 60]]
+    sizes = [own_rows(program, columns=62, unit=1, per_rank=8) for program in programs]
+    assert sizes == [(16, 2), (32, 4), (62, 2)]
