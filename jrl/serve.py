@@ -54,8 +54,8 @@ class Request:
     """Load later checkpoints of the run as they appear; what runs is finished by the policy that
     began it."""
     warm_up: bool = True
-    """Compile all programs before the first request; they are kept for the next start. Without, a
-    request may wait for a compiler."""
+    """Compile what short requests need before the first of them, and all else while nobody asks;
+    programs are kept for the next start. Without, a request may wait for a compiler."""
     seed: int = 0
     """Of sampling. The same seed, with the same seed in a request, gives the same completion."""
     layout: str | None = None

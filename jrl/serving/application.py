@@ -228,7 +228,8 @@ class Front:
         state = "failed" if self._service.failure is not None else "ok"
         if state == "ok" and self._service.closing:
             state = "ending"
-        return JSONResponse({"status": state}, 200 if state == "ok" else 503)
+        content = {"status": state, "uncompiled": self._service.num_uncompiled}
+        return JSONResponse(content, 200 if state == "ok" else 503)
 
     async def _show_metrics(self, call: Call) -> Response:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE)

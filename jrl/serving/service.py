@@ -19,7 +19,7 @@ from jrl.serving.metrics import GONE, Metrics
 from jrl.serving.policy import Served, Versions
 from jrl.serving.refusal import Refused
 from jrl.serving.transcript import Place, Transcript
-from jrl.serving.warming import compile_all
+from jrl.serving.warming import Warming
 
 SEED_BITS = 64
 HIGHEST_NUMBER = 2**31 - 1
@@ -134,23 +134,31 @@ class Service:
         self.version = -1
         self.failure: BaseException | None = None
         """What ended the thread, if anything did but `close`."""
+        token, longest = served.format.tokenizer.eos_id, served.length - 1
+        self._warming = Warming(engine, self._next_number, token, longest, window)
         self._thread = threading.Thread(target=self._run, name="jrl engine", daemon=True)
 
     def start(self, warm_up: bool = True) -> None:
         """Loads the policy and begins to serve.
 
         Args:
-          warm_up: whether programs are compiled before the first request, or as they are needed.
+          warm_up: whether the programs that short requests need are compiled first, and the others
+            while nobody asks, or all of them as they are needed.
 
         Raises:
           ValueError: where there is no policy to load.
         """
         self._take(*self._versions.load())
         if warm_up:
-            token = self._served.format.tokenizer.eos_id
-            longest = self._served.length - 1
-            compile_all(self._engine, self._next_number, token, longest, self._window)
+            self._warming.make_common()
+        else:
+            self._warming.skip()
         self._thread.start()
+
+    @property
+    def num_uncompiled(self) -> int:
+        """Sizes of programs that are compiled when nobody asks for anything."""
+        return self._warming.num_left
 
     def submit(self, job: Job) -> None:
         """Asks for the choices of a request.
@@ -238,8 +246,14 @@ class Service:
             while not (self._waiting or self._left or self._loads or engine.busy):
                 if self._closing:
                     return False
+                if self._warming.num_left:
+                    break
                 self._door.wait()
             left, self._left = self._left, []
+            idle = not (self._waiting or left or self._loads or engine.busy)
+        if idle:
+            self._warming.make_one()
+            return True
         for job in left:
             self._drop(job)
         if self._loads and not engine.busy:

@@ -1,52 +1,125 @@
-"""What requests will need, compiled before the first of them: few then wait for a compiler."""
+"""What requests will need, compiled before they come: few then wait for a compiler.
 
+What short requests need is compiled before the first of them, and all else while nobody asks.
+"""
+
+from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
-from jrl.rollout.decoding.packing import row_count
 from jrl.rollout.decoding.requests import Request
-from jrl.rollout.decoding.seating import NARROWEST_ROW, bucket
 from jrl.rollout.row_sampling import OwnSampling
 from jrl.serving.engine import Engine
 
+COMMON = 128
+"""Tokens of the longest prompt of a short request."""
 
-def compile_all(
-    engine: Engine, next_number: Callable[[], int], token: int, longest: int, window: int
-) -> None:
-    """Has an engine that is idle write one token of rows of every size.
+
+class Trial(NamedTuple):
+    """Prompts that an engine writes one token of.
+
+    Attributes:
+      width: tokens of each.
+      prompts: on each rank.
+      samples: of each.
+      likeliest: whether the likeliest tokens are asked for.
+    """
+
+    width: int
+    prompts: int
+    samples: int = 1
+    likeliest: bool = False
+
+
+class Warming:
+    """The programs of an engine, compiled by trials.
 
     Args:
+      engine: idle whenever this runs it.
       next_number: of a prompt, which none has that the engine knows.
       token: that the prompts are made of.
       longest: tokens of a prompt.
       window: tokens of a row between two looks.
     """
 
-    def write(width: int, prompts: int, samples: int = 1) -> None:
-        ids, own = np.full(width, token, np.int32), OwnSampling(0.7, 0.9, wants_likeliest=True)
-        for _ in range(prompts):
-            number = next_number()
-            engine.ask([Request(number, sample, ids, 1, own=own) for sample in range(samples)])
+    def __init__(
+        self,
+        engine: Engine,
+        next_number: Callable[[], int],
+        token: int,
+        longest: int,
+        window: int,
+    ):
+        self._engine, self._next_number, self._token = engine, next_number, token
+        self._window = window
+        common, later = trials(engine, longest)
+        self._common, self._later = deque(common), deque(later)
+
+    @property
+    def num_left(self) -> int:
+        """Trials that have not been made."""
+        return len(self._common) + len(self._later)
+
+    def make_common(self) -> None:
+        """Compiles what short requests need."""
+        while self._common:
+            self._make(self._common[0])
+            self._common.popleft()
+        # A client that leaves: of so many choices one goes on at least.
+        number, samples = self._next_number(), range(self._engine.slots)
+        ids, own = np.full(1, self._token, np.int32), OwnSampling()
+        requests = [Request(number, n, ids, self._window + 2, own=own) for n in samples]
+        self._engine.ask(requests)
+        self._engine.tick(self._window)
+        self._engine.drop([(number, sample) for sample in samples])
+
+    def make_one(self) -> None:
+        """Compiles a little of what is left, of which there must be something."""
+        self._make(self._later[0])
+        self._later.popleft()
+
+    def skip(self) -> None:
+        """Leaves what is not compiled to the requests that need it."""
+        self._common.clear()
+        self._later.clear()
+
+    def _make(self, trial: Trial) -> None:
+        engine, samples = self._engine, range(trial.samples)
+        ids = np.full(trial.width, self._token, np.int32)
+        own = OwnSampling(0.7, 0.9, wants_likeliest=trial.likeliest)
+        for _ in range(trial.prompts * engine.ranks):
+            number = self._next_number()
+            engine.ask([Request(number, sample, ids, 1, own=own) for sample in samples])
         while engine.busy:
-            engine.tick(window)
+            engine.tick(self._window)
 
-    for size in engine.cache_sizes:
-        widest = min(size - 1, longest)
+
+def trials(engine: Engine, longest: int) -> tuple[list[Trial], list[Trial]]:
+    """Those of short requests, and all others: each size of the rows, of the step and of the cache.
+
+    Args:
+      longest: tokens of a prompt.
+    """
+    common, later = [Trial(1, 1, likeliest=True)], list[Trial]()
+    narrowest, *wider = engine.cache_sizes
+    # Steps that compute all slots and fewer of them.
+    samples = [1 + fewer for fewer in (0, *engine.step_sizes[:-1])]
+    for number in samples[1:]:
+        common.append(Trial(1, 1, number))
+    for width, rows in engine.prefill_sizes:
+        if width <= narrowest:
+            trial = Trial(min(width, longest, narrowest - 1), rows)
+            (common if width <= COMMON else later).append(trial)
+    # More choices than slots: the last begins as a copy of the others.
+    copied = Trial(1, 1, engine.slots + 1)
+    later.append(copied)
+    for size in wider:
         # The widest first: the cache has this size then, and keeps it for some time.
-        for width in reversed(_widths(widest)):
-            most = max(1, min(engine.slots // engine.ranks, engine.most_tokens // width))
-            counts = {row_count(count) for count in range(1, most + 1)}
-            # Those of less than a row come into one of their own alone.
-            for rows in sorted(counts if width > NARROWEST_ROW // 2 else {1}):
-                if rows <= most:
-                    write(width, rows * engine.ranks)
-        for fewer in (0, *engine.step_sizes[:-1]):
-            write(widest, 1, samples=fewer + 1)
-
-
-def _widths(widest: int) -> list[int]:
-    widths = [bucket(1, widest)]
-    while widths[-1] < widest:
-        widths.append(min(2 * widths[-1], widest))
-    return widths
+        widest = min(size - 1, longest)
+        later += [Trial(widest, 1, number) for number in samples]
+        fitting = [(width, rows) for width, rows in engine.prefill_sizes if width <= size]
+        later += [Trial(min(width, widest), rows) for width, rows in reversed(fitting)]
+        later.append(copied)
+    return common, later

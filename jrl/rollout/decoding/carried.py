@@ -1,11 +1,44 @@
-"""What rows bring into their slots of the samplers that they had before."""
+"""What rows bring into their slots: their numbers, and what samplers left that they had before."""
 
 import numpy as np
 
-from jrl.rollout.decoding.programs.admission import Carried
+from jrl.rollout.decoding.programs.admission import Arrivals, Carried
 from jrl.rollout.decoding.programs.slots import Decoder
 from jrl.rollout.decoding.seating import Arriving
 from moe.router.replay import choices_dtype
+
+
+def arrivals_of(
+    arriving: Arriving, slots: int, per_rank: int, width: int, decoder: Decoder
+) -> Arrivals[np.ndarray]:
+    """What comes into the slots, an entry for each.
+
+    Args:
+      slots: in all.
+      per_rank: slots of a rank.
+      width: columns of the longest row, at least.
+    """
+    nothing, numbers = np.zeros(slots, np.int32), list[tuple[int, ...]]()
+    arrivals = Arrivals(
+        sources=nothing - 1,
+        lengths=nothing.copy(),
+        limits=nothing.copy(),
+        responses=nothing.copy(),
+        prompts=nothing.copy(),
+        samples=nothing.copy(),
+        carried=carried_by(arriving, slots, width, decoder),
+    )
+    for _, request, source in arriving.seats:
+        source = source if source >= 0 else ~source % per_rank
+        length, begin = request.length, len(request.tokens)
+        numbers.append((source, length, request.limit, begin, request.prompt, request.sample))
+    # All at once: one by one they take longer than the program.
+    written = arrivals.sources, arrivals.lengths, arrivals.limits
+    written += arrivals.responses, arrivals.prompts, arrivals.samples
+    taken = [slot for slot, *_ in arriving.seats]
+    for column, values in zip(written, np.array(numbers, np.int32).T, strict=True):
+        column[taken] = values
+    return arrivals
 
 
 def carried_by(

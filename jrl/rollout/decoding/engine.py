@@ -11,10 +11,9 @@ from jaxtyping import Array
 from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import to_devices, to_host
 from jrl.rollout.batching import replicated
-from jrl.rollout.decoding.carried import carried_by
+from jrl.rollout.decoding.carried import arrivals_of
 from jrl.rollout.decoding.programs.admission import Arrivals, admit
 from jrl.rollout.decoding.programs.advance import Advanced, Policy, advance, policy_of
-from jrl.rollout.decoding.programs.packed import Packing
 from jrl.rollout.decoding.programs.slots import Decoder, Pool, Rows, empty_pool, halt, over_slots
 from jrl.rollout.decoding.programs.tokens import Draws
 from jrl.rollout.decoding.requests import Finish, Request, Shelf, Trajectory, sampled_in
@@ -199,46 +198,30 @@ class SlotEngine:
     def _admit(self, arriving: Arriving) -> None:
         """Puts rows into slots."""
         pool = self._there()
-        ranks, per_rank = self._seating.ranks, self._seating.per_rank
-        width, number, packing = self._laid_out(arriving)
-        taken, numbers = list[int](), list[tuple[int, ...]]()
+        ranks = self._seating.ranks
+        width, number = self._row_size(arriving)
         tokens = np.full((ranks, number, width), self.decoder.pad_id, np.int32)
         lengths = np.zeros((ranks, number), np.int32)
         for rank, runs in enumerate(arriving.runs):
             for place, ids in enumerate(runs):
                 tokens[rank, place, : len(ids)], lengths[rank, place] = ids, len(ids)
-        self._usage.prefilled += int(lengths.sum())
-        self._usage.admitted += len(arriving.seats)
-        nothing = np.zeros(self.slots, np.int32)
-        columns = Arrivals(
-            sources=nothing - 1,
-            lengths=nothing.copy(),
-            limits=nothing.copy(),
-            responses=nothing.copy(),
-            prompts=nothing.copy(),
-            samples=nothing.copy(),
-            carried=carried_by(arriving, self.slots, width, self.decoder),
-            packing=packing,
-        )
-        for slot, request, source in arriving.seats:
-            taken.append(slot)
-            source = source if source >= 0 else ~source % per_rank
-            length, begin = request.length, len(request.tokens)
-            numbers.append((source, length, request.limit, begin, request.prompt, request.sample))
-        # All at once: one by one they take longer than the program.
-        written = columns.sources, columns.lengths, columns.limits
-        written += columns.responses, columns.prompts, columns.samples
-        for column, values in zip(written, np.array(numbers, np.int32).T, strict=True):
-            column[taken] = values
-        self._lengths[taken], self._limits[taken] = columns.lengths[taken], columns.limits[taken]
-        given = self._over_slots((tokens.reshape(-1, width), lengths.reshape(-1), columns))
+        arrivals = self._arrivals(arriving, width)
+        given = self._over_slots((tokens.reshape(-1, width), lengths.reshape(-1), arrivals))
         self._pool = self._admitted(pool, *given)
 
-    def _laid_out(self, arriving: Arriving) -> tuple[int, int, Packing[np.ndarray] | None]:
-        """How wide and how many the rows are that a rank runs, and how they share rows of the
-        network; each has its own here."""
-        per_rank = self._seating.per_rank
-        return *own_rows(arriving, self.columns, self._unit, per_rank), None
+    def _row_size(self, arriving: Arriving) -> tuple[int, int]:
+        """How wide and how many the rows are that a rank runs."""
+        return own_rows(arriving, self.columns, self._unit, self._seating.per_rank)
+
+    def _arrivals(self, arriving: Arriving, width: int) -> Arrivals[np.ndarray]:
+        """`arrivals_of`, and the slots are counted as taken."""
+        self._usage.prefilled += sum(len(ids) for runs in arriving.runs for ids in runs)
+        self._usage.admitted += len(arriving.seats)
+        arrivals = arrivals_of(arriving, self.slots, self._seating.per_rank, width, self.decoder)
+        taken = [slot for slot, *_ in arriving.seats]
+        self._lengths[taken] = arrivals.lengths[taken]
+        self._limits[taken] = arrivals.limits[taken]
+        return arrivals
 
     def _admitted(
         self,
@@ -257,11 +240,15 @@ class SlotEngine:
     ) -> tuple[Pool[Array], Advanced]:
         """The pool, given up, with `window` tokens more in every row, or until no more than so many
         rows are live; all within `columns`."""
+        limits = self._everywhere((np.int32(window), np.int32(min_live)))
+        given = self._taken_apart(), pool, self._draws(), *limits
+        return advance(self.decoder, self._sampling, columns, self._rows_to_compute(), *given)
+
+    def _taken_apart(self) -> Policy[Array]:
+        """The weights as steps read them."""
         if self._policy is None:
             self._policy = policy_of(self.decoder, self._resharding.of(self._loaded()))
-        limits = self._everywhere((np.int32(window), np.int32(min_live)))
-        given = self._policy, pool, self._draws(), *limits
-        return advance(self.decoder, self._sampling, columns, self._rows_to_compute(), *given)
+        return self._policy
 
     def _rows_to_compute(self) -> int | None:
         """Slots of each rank that a step computes, from its first on; None is all."""

@@ -1,21 +1,12 @@
 """Which rows the prompts of an admission stand in, where several share one: on the host."""
 
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from jrl.rollout.decoding.seating import (
-    NARROWEST_ROW,
-    RUNS_PER_ROW,
-    SMALLEST,
-    Arriving,
-    bucket,
-    first_fit,
-)
-
-FEWEST_RUNS = 16
-"""Prompts and slots that there is room for at least: samples of a prompt take a slot each."""
+from jrl.rollout.decoding.programs.packed import CHUNK, Copies, Packing
+from jrl.rollout.decoding.seating import Arriving, bucket, first_fit, shared_width
 
 
 @dataclass(frozen=True)
@@ -25,50 +16,96 @@ class RowPlan:
     Attributes:
       width: tokens of a row.
       num_rows: on each rank.
-      num_runs: on each rank, prompts and slots that take one there is room for.
-      starts: ``[rank, run]`` where each begins, rows counted through.
+      starts: of each rank, where each of its prompts begins, rows counted through.
     """
 
     width: int
     num_rows: int
-    num_runs: int
-    starts: np.ndarray
+    starts: list[list[int]]
 
 
 def row_count(least: int) -> int:
-    """The next number of rows that programs have: 1, 2, 3, 4, 6, 8, 12, 16 and so on."""
-    power = 1
-    while power < least:
-        power *= 2
-    return power * 3 // 4 if power >= 4 and power * 3 // 4 >= least else power
+    """The next number of rows that programs have, a power of two."""
+    return bucket(least, 2 * least, least=1)
 
 
-def plan_rows(arriving: Arriving, columns: int, unit: int, per_rank: int) -> RowPlan:
+def row_sizes(widths: Sequence[int], per_rank: int, most_tokens: int) -> list[tuple[int, int]]:
+    """All widths and numbers of the rows that a rank runs at once, each pair of which is a program.
+
+    Args:
+      widths: of rows (`seating.row_widths`).
+      per_rank: slots of a rank, and so prompts at most.
+      most_tokens: that are run at once, about.
+    """
+    sizes = list[tuple[int, int]]()
+    for width in widths:
+        most = row_count(min(per_rank, max(1, most_tokens // width)))
+        sizes += [(width, 2**power) for power in range(most.bit_length())]
+    return sizes
+
+
+def plan_rows(arriving: Arriving, widths: Sequence[int]) -> RowPlan:
     """Each prompt in the first row that has room for it, in their order.
 
     Args:
       arriving: with prompts to run.
-      columns: tokens of the longest row.
-      unit: what the width of a row is a multiple of.
-      per_rank: slots of a rank, and so prompts at most.
+      widths: that rows may have (`seating.row_widths`).
     """
     lengths = [[len(ids) for ids in runs] for runs in arriving.runs]
-    together, most = max(map(sum, lengths)), max(map(len, lengths))
-    least = NARROWEST_ROW
-    if together <= NARROWEST_ROW // 2 and most <= RUNS_PER_ROW:
-        # One row holds them all: it is no wider than they are.
-        least, wide = SMALLEST, together
-    else:
-        wide = max(map(max, filter(None, lengths)))
-    width = -(-bucket(wide, columns, least) // unit) * unit
-    placed = [first_fit(own, width) for own in lengths]
-    needed = max((max(starts) // width + 1 for starts in placed if starts), default=1)
-    num_rows = row_count(max(needed, -(-most // RUNS_PER_ROW)))
-    num_runs = min(max(RUNS_PER_ROW * num_rows, FEWEST_RUNS), per_rank)
-    seats = Counter(slot // per_rank for slot, *_ in arriving.seats)
-    if max(seats.values()) > num_runs:  # more samples than prompts
-        num_runs = per_rank
-    starts = np.zeros((len(placed), num_runs), np.int32)
-    for rank, own in enumerate(placed):
-        starts[rank, : len(own)] = own
-    return RowPlan(width, num_rows, num_runs, starts)
+    # One narrow row, where it holds them all.
+    width = widths[0]
+    if max(map(sum, lengths)) > width:
+        width = shared_width(widths, max(map(max, filter(None, lengths))))
+    starts = [first_fit(own, width) for own in lengths]
+    needed = max(max(own) // width + 1 for own in starts if own)
+    return RowPlan(width, row_count(needed), starts)
+
+
+def packing_of(plan: RowPlan, arriving: Arriving, slots: int, pad_id: int) -> Packing[np.ndarray]:
+    """The rows themselves.
+
+    Args:
+      slots: in all.
+    """
+    ranks = len(plan.starts)
+    shape = ranks, plan.num_rows * plan.width
+    tokens = np.full(shape, pad_id, np.int32)
+    segments, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    for rank, (runs, starts) in enumerate(zip(arriving.runs, plan.starts, strict=True)):
+        for number, (ids, start) in enumerate(zip(runs, starts, strict=True), 1):
+            there = slice(start, start + len(ids))
+            tokens[rank, there], segments[rank, there] = ids, number
+            positions[rank, there] = np.arange(len(ids))
+    ends = np.zeros(slots, np.int32)
+    for slot, request, source in arriving.seats:
+        ends[slot] = plan.starts[slot * ranks // slots][source] + request.length - 1
+    tokens, segments, positions = (x.reshape(-1, plan.width) for x in (tokens, segments, positions))
+    return Packing(tokens, segments, positions, ends)
+
+
+def copies_of(
+    plan: RowPlan, arriving: Arriving, slots: int, columns: int, cache_columns: int
+) -> Copies[np.ndarray]:
+    """What is copied into the cache.
+
+    Args:
+      slots: in all.
+      columns: tokens of the longest row.
+      cache_columns: that the cache has, which is as wide as the longest prompt or wider.
+    """
+    ranks = len(plan.starts)
+    per_rank, size = slots // ranks, min(CHUNK, cache_columns)
+    planned: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
+    for slot, request, source in arriving.seats:
+        rank, own = divmod(slot, per_rank)
+        start = plan.starts[rank][source]
+        # The last ones of a slot overlap where it is no multiple of them.
+        places = (min(c, cache_columns - size) for c in range(0, request.length, size))
+        planned[rank] += [(own, start + column, column) for column in places]
+    room = per_rank * -(-columns // min(CHUNK, columns))
+    copies = np.zeros((ranks, room, 3), np.int32)
+    for rank, own in enumerate(planned):
+        copies[rank, : len(own)] = own
+    number = np.array(list(map(len, planned)), np.int32)
+    own_slots, begins, into = np.moveaxis(copies.reshape(-1, 3), 1, 0)
+    return Copies(own_slots, begins, into, number)

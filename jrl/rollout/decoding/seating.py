@@ -14,10 +14,11 @@ SMALLEST = 16
 
 OF_CONVERSATIONS = 64
 """The same of conversations that go on."""
-NARROWEST_ROW = 128
-"""Tokens of the narrowest row that prompts share: their scores are with all others of the row."""
-RUNS_PER_ROW = 4
-"""Prompts that a row has at most, in the mean over all rows."""
+ALONE = 64
+"""Tokens of a row that few prompts have for themselves."""
+SHARED = 128
+"""Tokens of the narrowest of several rows that prompts share: their scores are with all others of
+the row."""
 
 
 def bucket(size: int, most: int | None = None, least: int = SMALLEST) -> int:
@@ -84,6 +85,26 @@ def _goes_on(request: Request) -> bool:
     return request.turns is not None and request.begun
 
 
+def row_widths(columns: int, unit: int) -> list[int]:
+    """All widths of rows that prompts share, ascending: `ALONE`, `SHARED` and that times powers of
+    two, up to the longest row.
+
+    Args:
+      columns: tokens of the longest row.
+      unit: what the width of a row is a multiple of.
+    """
+    widths = [min(ALONE, columns), min(SHARED, columns)]
+    while widths[-1] < columns:
+        widths.append(min(2 * widths[-1], columns))
+    return sorted({-(-width // unit) * unit for width in widths})
+
+
+def shared_width(widths: Sequence[int], longest: int) -> int:
+    """The width, of `row_widths`, of rows in which prompts up to this length stand beside
+    others."""
+    return next((w for w in widths[1:] if w >= longest), widths[-1])
+
+
 class Seating:
     """Slots, rank after rank, the requests in them and those before the door.
 
@@ -91,8 +112,8 @@ class Seating:
       slots: in all.
       ranks: that have an equal part of the slots each.
       most_tokens: to be run on a rank in one program, about.
-      shares_rows: whether prompts are run one behind another in rows that they share, of
-        `NARROWEST_ROW` tokens or more; else each has its own.
+      row_widths: of rows in which prompts are run one behind another, ascending (`row_widths`);
+        without any, each has a row of its own.
       lowest_first: whether the first of the free slots of a rank is taken, so that rows stand
         close together; else that which has been free the longest.
       copies: whether a row may begin as one that has gone on since, of which a cache with columns
@@ -105,12 +126,12 @@ class Seating:
         ranks: int,
         most_tokens: int,
         *,
-        shares_rows: bool = False,
+        row_widths: Sequence[int] = (),
         lowest_first: bool = False,
         copies: bool = True,
     ):
         self.per_rank, self.ranks, self._most_tokens = slots // ranks, ranks, most_tokens
-        self._shares_rows, self._lowest_first, self._copies = shares_rows, lowest_first, copies
+        self._row_widths, self._lowest_first, self._copies = row_widths, lowest_first, copies
         self.sitting: dict[int, Request] = {}
         self.waiting: deque[Request] = deque()
         self._free = self._all_free()
@@ -217,8 +238,11 @@ class Seating:
         self, programs: dict[int, list[Arriving]], rank: int, request: Request
     ) -> Arriving:
         """The program for a row of its length: the longest decides what all rows of one cost."""
-        least = OF_CONVERSATIONS if _goes_on(request) else SMALLEST
-        width = bucket(request.length, least=NARROWEST_ROW if self._shares_rows else least)
+        if self._row_widths:
+            width = shared_width(self._row_widths, request.length)
+        else:
+            least = OF_CONVERSATIONS if _goes_on(request) else SMALLEST
+            width = bucket(request.length, least=least)
         several = programs.setdefault(width, [])
         if not several or self._is_full(several[-1].runs[rank], request, width):
             several.append(Arriving([[] for _ in range(self.ranks)]))
@@ -226,11 +250,11 @@ class Seating:
 
     def _is_full(self, runs: list[np.ndarray], request: Request, width: int) -> bool:
         """Whether a program with these rows on a rank has no room for one more."""
-        if not self._shares_rows:
+        if not self._row_widths:
             return (len(runs) + 1) * width > self._most_tokens
         most = max(1, self._most_tokens // width)
         starts = first_fit([*map(len, runs), request.length], width)
-        return len(starts) > RUNS_PER_ROW * most or max(starts) >= most * width
+        return max(starts) >= most * width
 
 
 def first_fit(lengths: Sequence[int], width: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import jax
@@ -12,16 +12,16 @@ from jaxtyping import Array, Int
 
 from jrl.processes.agreement import to_host
 from jrl.rollout.decoding.engine import SlotEngine
-from jrl.rollout.decoding.packing import plan_rows
-from jrl.rollout.decoding.programs.admission import Arrivals
-from jrl.rollout.decoding.programs.packed import Packing
+from jrl.rollout.decoding.packing import copies_of, packing_of, plan_rows, row_sizes
+from jrl.rollout.decoding.programs.admission import Arrivals, admit_known
+from jrl.rollout.decoding.programs.packed import place, run_packed
 from jrl.rollout.decoding.programs.slots import Likeliest, Pool, Rows, halt, with_columns
 from jrl.rollout.decoding.programs.tokens import Draws
 from jrl.rollout.decoding.requests import Finish, Request
-from jrl.rollout.decoding.seating import Arriving, Seating
+from jrl.rollout.decoding.seating import SMALLEST, Arriving, Seating, row_widths
 from jrl.rollout.row_sampling import OwnSampling, RowSampling
 from jrl.rollout.sampling import Sampling
-from moe.cache.buffers import KEY_COLUMN
+from moe.cache.buffers import KEY_COLUMN, Cache
 
 WORD = 2**32 - 1
 """The low word of a seed."""
@@ -89,6 +89,20 @@ class StreamEngine(SlotEngine):
         while sizes[0] % (FEWER * self._unit) == 0:
             sizes.insert(0, sizes[0] // FEWER)
         return sizes
+
+    @property
+    def prefill_sizes(self) -> list[tuple[int, int]]:
+        """Widths of rows and how many of them a rank runs at once, each pair of which is a
+        program, ascending."""
+        per_rank = self._seating.per_rank
+        if self._row_widths:
+            *alone, _ = self._row_widths
+            sizes = row_sizes(self._row_widths, per_rank, self.most_tokens)
+            return [(width, rows) for width, rows in sizes if rows == 1 or width not in alone[:1]]
+        widths = [min(SMALLEST, self.columns)]
+        while widths[-1] < self.columns:
+            widths.append(min(2 * widths[-1], self.columns))
+        return row_sizes(widths, per_rank, self.most_tokens)
 
     @property
     def cache_sizes(self) -> list[int]:
@@ -191,25 +205,60 @@ class StreamEngine(SlotEngine):
         return to_host(_columns(rows, width, self._over_slots(begins)))
 
     def _made_seating(self, slots: int, ranks: int) -> Seating:
-        # The states of Gated DeltaNet are of a row's last token alone, and of one row.
-        has_columns = self.decoder.config.delta is None
+        # The states of Gated DeltaNet are of a row's last token alone.
+        copies = self.decoder.config.delta is None
         return Seating(
             slots,
             ranks,
             self.most_tokens,
-            shares_rows=has_columns,
+            row_widths=self._row_widths,
             lowest_first=True,
-            copies=has_columns,
+            copies=copies,
         )
 
     def _rows_to_compute(self) -> int:
         return next(rows for rows in self.step_sizes if rows >= self._seating.reach)
 
-    def _laid_out(self, arriving: Arriving) -> tuple[int, int, Packing[np.ndarray] | None]:
-        if not any(arriving.runs) or self.decoder.config.delta is not None:
-            return super()._laid_out(arriving)
-        plan = plan_rows(arriving, self.columns, self._unit, self._seating.per_rank)
-        return plan.width, plan.num_runs, Packing(plan.starts.reshape(-1), plan.num_rows)
+    def _admit(self, arriving: Arriving) -> None:
+        if not any(arriving.runs) or not self._row_widths:
+            super()._admit(arriving)
+            return
+        pool, slots = self._there(), self.slots
+        room = pool.cache.keys[0].shape[KEY_COLUMN]
+        if room < arriving.width:
+            room = self._cache_size(arriving.width)
+            pool = with_columns(pool, room)
+        plan = plan_rows(arriving, self._row_widths)
+        packing = packing_of(plan, arriving, slots, self.decoder.pad_id)
+        copies = copies_of(plan, arriving, slots, self.columns, room)
+        arrivals = self._arrivals(arriving, 0)
+        tokens = np.full((slots, self.columns), self.decoder.pad_id, np.int32)
+        for slot, request, _ in arriving.seats:
+            tokens[slot, : request.length] = request.ids
+            # Its tokens, and the state of the last, come by its own number.
+            arrivals.sources[slot] = slot % self._seating.per_rank
+        packing, copies, tokens, arrivals = self._over_slots((packing, copies, tokens, arrivals))
+        weights = self._resharding.of(self._loaded())
+        ran = run_packed(self.decoder, weights, packing)
+        cache, nothing = place(self.decoder, pool.cache, ran.cache, copies), Cache[Array]((), ())
+        rest, known = replace(pool, cache=nothing), ran._replace(cache=nothing)
+        given = self._taken_apart().rest, rest, known, tokens, arrivals, self._draws()
+        self._pool = replace(admit_known(self.decoder, self._sampling, *given), cache=cache)
+
+    def _row_size(self, arriving: Arriving) -> tuple[int, int]:
+        if any(arriving.runs) or not self._row_widths:
+            return super()._row_size(arriving)
+        # Copies of whole rows, so that their lengths are no programs.
+        room = self._there().cache.keys[0].shape[KEY_COLUMN]
+        return max(room, self._cache_size(arriving.width)), 0
+
+    @cached_property
+    def _row_widths(self) -> list[int]:
+        """Of the rows that prompts share; none where each has its own: the states of Gated DeltaNet
+        are of one row, and experts are not kept of rows that are shared."""
+        if self.decoder.config.delta is not None or self.decoder.records_choices:
+            return []
+        return row_widths(self.columns, self._unit)
 
     def _admitted(
         self,

@@ -27,10 +27,10 @@ class Scripted:
     stand still while it is `held`."""
 
     def __init__(self, slots):
-        self.slots, self.ranks, self.most_tokens = slots, 1, 100
-        self.step_sizes, self.cache_sizes = [slots], [LENGTH]
+        self.slots, self.ranks, self.prefill_sizes = slots, 1, [(LENGTH // 2, 1), (LENGTH, 2)]
+        self.step_sizes, self.cache_sizes = [slots], [LENGTH // 2, LENGTH]
         self.waiting, self.sitting, self.loaded, self.held = [], {}, [], False
-        self.error = None
+        self.error, self.asked = None, []
 
     num_idle = property(lambda self: max(0, self.slots - len(self.sitting) - len(self.waiting)))
     num_live = property(lambda self: len(self.sitting))
@@ -42,6 +42,7 @@ class Scripted:
 
     def ask(self, requests):
         self.waiting += requests
+        self.asked += [(len(request.tokens), request.max_new_tokens) for request in requests]
 
     def drop(self, rows):
         self.waiting = [r for r in self.waiting if (r.prompt, r.sample) not in rows]
@@ -87,7 +88,7 @@ class Newer:
 class House:
     """A service, its application, and a client of it."""
 
-    def __init__(self, slots=2, queue=1, api_key=None, most_bytes=400):
+    def __init__(self, slots=2, queue=1, api_key=None, most_bytes=400, warm_up=False):
         self.engine, self.versions, self.metrics = Scripted(slots), Newer(), Metrics(slots)
         served = Served("m", PromptFormat(TOKENIZER), LENGTH, 30, 0)
         self.service = Service(
@@ -100,7 +101,7 @@ class House:
         )
         front = Front(self.service, served, self.metrics, api_key=api_key, most_bytes=most_bytes)
         self.application = front.application()
-        self.service.start(warm_up=False)
+        self.service.start(warm_up)
 
     def run(self, scene):
         """Plays a scene with a client, then ends the service."""
@@ -280,6 +281,23 @@ def test_a_later_policy_waits_for_what_runs_and_those_who_wait_get_it():
     assert late["system_fingerprint"] == still["system_fingerprint"] == "step-5"
     assert failed["error"]["message"] == "no policy could be loaded: it is damaged"
     assert house.number('jrl_policy_loads_total{outcome="failed"}') == 1
+
+
+def test_what_few_need_is_compiled_while_nobody_asks():
+    house = House(warm_up=True)
+
+    async def scene(client):
+        answers = await asyncio.gather(
+            *(client.post("/v1/completions", json=asking()) for _ in range(3))
+        )
+        assert [answer.json()["choices"][0]["text"] for answer in answers] == ["bad cab"] * 3
+        await until(lambda: house.service.num_uncompiled == 0)
+        assert (await client.get("/health")).json() == {"status": "ok", "uncompiled": 0}
+
+    house.run(scene)
+    # Prompts as wide as fit into each size of the cache, and two of them.
+    assert {LENGTH // 2 - 1, LENGTH - 1} <= {length for length, _ in house.engine.asked}
+    assert house.number("jrl_generated_tokens_total") == 3 * 7, "trials are no requests"
 
 
 def test_an_engine_that_fails_says_so_to_everyone():

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
-from jrl.rollout.decoding.programs.packed import Packing, prefilled_packed
 from jrl.rollout.decoding.programs.slots import (
     Decoder,
     Pool,
@@ -59,8 +58,6 @@ class Arrivals(Generic[Leaf]):
       lengths: ``[slot]`` tokens of prompt and response so far, with which that row begins.
       limits, responses, prompts, samples: as in `Pool`.
       carried: None where nothing was sampled of any of them.
-      packing: how the rows that are run share those of the network, and then no more slots of a
-        rank than there are such rows take anything; None gives each a row of its own.
     """
 
     sources: Leaf
@@ -70,7 +67,6 @@ class Arrivals(Generic[Leaf]):
     prompts: Leaf
     samples: Leaf
     carried: Carried[Leaf] | None = None
-    packing: Packing[Leaf] | None = None
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
@@ -117,11 +113,8 @@ def _admit_local(
 ) -> Pool[Array]:
     weights, known = vary(weights, decoder.mesh.axes), None
     # Where nothing is run, all that arrives begins as a row that is there.
-    packing = arrivals.packing
-    if tokens.shape[0] and packing is None:
+    if tokens.shape[0]:
         known = prefilled_local(decoder, weights, tokens, lengths)
-    elif packing is not None:
-        known = prefilled_packed(decoder, weights, tokens, lengths, packing)
     return _admit_known_local(decoder, sampling, weights, pool, known, tokens, arrivals, draws)
 
 
@@ -211,18 +204,6 @@ def _placed(
         new = where_arriving(jnp.take(known, source, axis=row), there, row)
         return jax.lax.dynamic_update_slice_in_dim(own, new, 0, axis=axis)
 
-    def keys_and_values(own: Array, known: Array, axis: int | None) -> Array:
-        if arrivals.packing is None or axis is None:
-            return begun(own, known, axis, ROW)
-        # The slots that take something, and no others: a cache is large.
-        slots = own.shape[ROW]
-        taking = jnp.nonzero(arrives, size=tokens.shape[0], fill_value=slots)[0]
-        known = jax.lax.slice_in_dim(known, 0, width, axis=axis)
-        new = jnp.take(known, jnp.take(source, taking, mode="clip"), axis=ROW)
-        place = [slice(None)] * own.ndim
-        place[axis] = slice(0, width)
-        return own.at[(*place[:ROW], taking, *place[ROW + 1 :])].set(new, mode="drop")
-
     # What the other row went on with is none of this one's.
     later = arrives[:, None] & (jnp.arange(rows.tokens.shape[1])[None] >= arrivals.lengths[:, None])
     ids = jnp.where(later, decoder.pad_id, begun(rows.tokens, known_tokens, 1))
@@ -252,7 +233,7 @@ def _placed(
             choices=choices,
             likeliest=rows.likeliest,
         ),
-        cache=over_columns(keys_and_values, pool.cache, known.cache),
+        cache=over_columns(partial(begun, row=ROW), pool.cache, known.cache),
         states=where_arriving(jnp.take(known.states, source, axis=0), pool.states),
         live=pool.live,
         limits=where_arriving(arrivals.limits, pool.limits),

@@ -1,92 +1,172 @@
 """Prompts that are run one behind another in the same rows: short ones beside long ones take no
-padding."""
+padding.
 
+The costly program, `run_packed`, knows nothing of the slots' cache: it is compiled for each size of
+the rows, and `place`, which is soon compiled, for each pair of that and a size of the cache.
+"""
+
+from dataclasses import replace
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Int
+from jax import lax
+from jaxtyping import Array
 
-from jrl.rollout.decoding.programs.slots import Decoder
-from moe.cache.buffers import KEY_COLUMN, VALUE_COLUMN, Cache
+from jrl.rollout.decoding.programs.slots import Decoder, cache_specs, over_slots
+from moe.cache.buffers import KEY_COLUMN, ROW, VALUE_COLUMN, Cache, cache_of, over_columns
+from moe.config import ModelConfig
 from moe.decoding import Prefilled, for_prefill
+from moe.layers.depth import is_scanned
 from moe.model import run_keeping
-from moe.router.replay import choices_dtype
+from moe.placement import specs
 from moe.tokens.packing import pack_segments
 from moe.weights import Transformer
-from sharding.collectives import join_shards, vary, varying
+from sharding.collectives import join_shards, vary
 
 Leaf = TypeVar("Leaf")
+
+CHUNK = 64
+"""Columns that are copied at a time."""
 
 
 @struct.dataclass
 class Packing(Generic[Leaf]):
-    """Where prompts stand that run together.
+    """Prompts that run together.
 
     Attributes:
-      starts: ``[run]`` place of the first token of each in the rows of its rank, which are counted
-        through, row after row; no prompt crosses the end of a row.
-      num_rows: on each rank, as wide as the prompts are given.
+      tokens: ``[row, width]`` ids; no prompt crosses the end of a row.
+      segments: ``[row, width]`` which of the prompts of its rank each token belongs to, from 1 to
+        the slots of a rank; 0 is none.
+      positions: ``[row, width]`` the place of each in its prompt, from 0.
+      ends: ``[slot]`` the place of the last token of the prompt that a slot begins with, in the
+        rows of its rank, which are counted through; 0 of slots that begin with none.
     """
 
-    starts: Leaf
-    num_rows: int = struct.field(pytree_node=False)
+    tokens: Leaf
+    segments: Leaf
+    positions: Leaf
+    ends: Leaf
 
 
-def prefilled_packed(
-    decoder: Decoder,
-    weights: Transformer[Array],
-    tokens: Int[Array, "run width"],
-    lengths: Int[Array, "run"],
-    packing: Packing[Array],
+@struct.dataclass
+class Copies(Generic[Leaf]):
+    """Which keys and values go where: `CHUNK` columns at a time, or all if there are fewer.
+
+    Attributes:
+      slots: ``[copy]`` of the rank, that take them.
+      begins: ``[copy]`` the first column in the rows that were run, which are counted through.
+      columns: ``[copy]`` the first column in the slot.
+      number: ``[rank]`` how many copies there are; what follows them is not looked at.
+    """
+
+    slots: Leaf
+    begins: Leaf
+    columns: Leaf
+    number: Leaf
+
+
+@partial(jax.jit, static_argnums=0)
+def run_packed(decoder: Decoder, weights: Transformer[Array], packing: Packing[Array]) -> Prefilled:
+    """Runs prompts of which several share a row.
+
+    Returns:
+      Keys and values of all rows of a rank, end to end in one, and `CHUNK` columns after them; the
+      state of the last token of the prompt that each slot begins with. No choices.
+    """
+    mesh = decoder.mesh
+    rows = over_slots(mesh)
+    heads: Any = cache_specs(decoder)
+    spread: Any = rows
+    return jax.shard_map(
+        partial(_run_packed_local, decoder),
+        mesh=mesh.mesh,
+        in_specs=(specs(decoder.config, mesh), rows),
+        out_specs=Prefilled(heads, spread, spread),
+    )(weights, packing)
+
+
+def _run_packed_local(
+    decoder: Decoder, weights: Transformer[Array], packing: Packing[Array]
 ) -> Prefilled:
-    """What `programs.slots.prefilled_local` gives, of prompts that are run in fewer rows than there
-    are prompts.
+    config, mesh = _scanned(for_prefill(decoder.config)), decoder.mesh
+    num_slots = packing.ends.shape[0]
+    rows = packing.tokens, packing.segments, num_slots
+    packed = pack_segments(*rows, mesh, config, positions=packing.positions)
+    keep = partial(_kept, packing.tokens.size)
+    x, _, kept = run_keeping(keep, vary(weights, mesh.axes), packed, config, mesh)
+    cache = cache_of(_in_parts(kept, decoder.config))
+    (of_rows,) = packed.zigzag.restore(join_shards(x, mesh.sequence))
+    states = of_rows.reshape(-1, of_rows.shape[-1])[packing.ends]
+    return Prefilled(vary(cache, mesh.axes), states, None)
+
+
+def _scanned(config: ModelConfig) -> ModelConfig:
+    """One program for all layers: there are many sizes, and unrolled each takes long to compile."""
+    return replace(config, execution=replace(config.execution, scan_layers=True))
+
+
+def _kept(room: int, *arrays: Array) -> tuple[Array, ...]:
+    """Keys and values of a layer, or narrow vectors, as a cache of one row holds them."""
+
+    def kept(x: Array, column: int) -> Array:
+        in_columns = jnp.moveaxis(x.reshape(1, room, *x.shape[1:]), 1, column)
+        return jnp.pad(in_columns, [(0, 0)] * (4 + column) + [(0, CHUNK)] + [(0, 0)] * ~column)
+
+    columns = KEY_COLUMN, VALUE_COLUMN
+    return tuple(kept(x, column) for x, column in zip(arrays, columns, strict=False))
+
+
+def _in_parts(kept: list[tuple[Array, ...]], config: ModelConfig) -> list[tuple[Array, ...]]:
+    """Of stacks of layers, what the parts of `moe.layers.depth.parts_of` have."""
+    parts = list[tuple[Array, ...]]()
+    for stack in kept:
+        depth = stack[0].shape[0]
+        if is_scanned(depth, config.execution):
+            parts.append(stack)
+        else:
+            parts += [tuple(x[layer] for x in stack) for layer in range(depth)]
+    return parts
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def place(
+    decoder: Decoder, cache: Cache[Array], ran: Cache[Array], copies: Copies[Array]
+) -> Cache[Array]:
+    """The cache of the slots with what was run for them.
 
     Args:
-      tokens: a prompt's begin in its first column.
-      lengths: of the prompts; 0 is none.
+      cache: given up.
+      ran: of `run_packed`.
     """
-    config, mesh = for_prefill(decoder.config), decoder.mesh
-    (num_runs, width), num_rows = tokens.shape, packing.num_rows
-    column = jnp.arange(width, dtype=jnp.int32)[None]
-    places, room = packing.starts[:, None] + column, num_rows * width
-    into = jnp.where(column < lengths[:, None], places, room)
-
-    def spread(of_runs: Array) -> Array:
-        """In their rows; 0 where no prompt stands."""
-        axes = tuple(varying(of_runs) | varying(into))
-        nothing, values = vary((jnp.zeros(room, jnp.int32), of_runs), axes)
-        rows = nothing.at[into].set(jnp.broadcast_to(values, tokens.shape), mode="drop")
-        return rows.reshape(num_rows, width)
-
-    numbers = jnp.arange(1, num_runs + 1, dtype=jnp.int32)[:, None]
-    ids, segments, positions = (spread(x) for x in (tokens, numbers, column))
-    packed = pack_segments(ids, segments, num_runs, mesh, config, positions=positions)
-    packed = packed._replace(record_choices=decoder.records_choices)
-    # After a prompt's end, what the next one has: nobody looks at it.
-    places = jnp.minimum(places, room - 1)
-    x, router, kept = run_keeping(partial(_kept, places), weights, packed, config, mesh)
-    keys, *values = zip(*kept, strict=True)
-
-    def by_place(of_tokens: Array, chosen: Array) -> Array:
-        (rows,) = packed.zigzag.restore(join_shards(of_tokens, mesh.sequence))
-        return rows.reshape(room, *rows.shape[2:])[chosen]
-
-    last, choices = jnp.minimum(packing.starts + jnp.maximum(lengths - 1, 0), room - 1), None
-    if decoder.records_choices:
-        assert router is not None and router.choices is not None
-        by_token = jnp.moveaxis(router.choices, 0, 1)
-        choices = by_place(by_token, places).astype(choices_dtype(config.num_experts))
-    cache = vary(Cache(keys, values[0] if values else ()), mesh.axes)
-    return Prefilled(cache, by_place(x, last), choices)
+    mesh = decoder.mesh
+    heads = cache_specs(decoder)
+    return jax.shard_map(
+        partial(_place_local, decoder),
+        mesh=mesh.mesh,
+        in_specs=(heads, heads, over_slots(mesh)),
+        out_specs=heads,
+    )(cache, ran, copies)
 
 
-def _kept(places: Int[Array, "run width"], *arrays: Array) -> tuple[Array, ...]:
-    """Keys and values of a layer, or narrow vectors, a row for each prompt, as a cache holds
-    them."""
-    columns = KEY_COLUMN, VALUE_COLUMN
-    return tuple(
-        jnp.moveaxis(x[places], 1, column) for x, column in zip(arrays, columns, strict=False)
-    )
+def _place_local(
+    decoder: Decoder, cache: Cache[Array], ran: Cache[Array], copies: Copies[Array]
+) -> Cache[Array]:
+    def copy(number: Array, cache: Cache[Array]) -> Cache[Array]:
+        slot, begin, column = (x[number] for x in (copies.slots, copies.begins, copies.columns))
+
+        def copied(own: Array, known: Array, axis: int | None) -> Array:
+            assert axis is not None
+            size = min(CHUNK, own.shape[axis])
+            part = lax.dynamic_slice_in_dim(known, begin, size, axis=axis)
+            start: list[Any] = [0] * own.ndim
+            start[ROW], start[axis] = slot, column
+            return lax.dynamic_update_slice(own, part, start)
+
+        return over_columns(copied, cache, ran)
+
+    axes = decoder.mesh.axes
+    cache, ran, copies = vary(cache, axes), vary(ran, axes), vary(copies, axes)
+    return lax.fori_loop(0, copies.number[0], copy, cache)

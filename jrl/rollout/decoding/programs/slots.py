@@ -139,7 +139,7 @@ def abstract_pool(decoder: Decoder, slots: int, columns: int) -> Pool[Any]:
 def _making(decoder: Decoder, slots: int, columns: int) -> tuple[Any, Pool[Any]]:
     config, mesh = decoder.config, decoder.mesh
     like = jax.eval_shape(
-        partial(_prefilled, decoder),
+        partial(prefilled, decoder),
         cast_shapes(config),
         jax.ShapeDtypeStruct((mesh.size(mesh.dp), mesh.size(mesh.tp)), jnp.int32),
         jax.ShapeDtypeStruct((mesh.size(mesh.dp),), jnp.int32),
@@ -198,7 +198,7 @@ def pool_specs(mesh: FoldedMesh, pool: Pool[Any]) -> Pool[PartitionSpec]:
     return replace(whole, cache=jax.tree.map(lambda x: _over_heads(x.ndim, mesh), pool.cache))
 
 
-def _cache_specs(decoder: Decoder) -> Cache[PartitionSpec]:
+def cache_specs(decoder: Decoder) -> Cache[PartitionSpec]:
     """Where the cache of a pool lives."""
     config = decoder.config
     parts = jax.eval_shape(lambda: parts_of(initialise(config, jax.random.key(0)), config))
@@ -240,13 +240,13 @@ def _resized(cache: Cache[Array], columns: int) -> Cache[Array]:
     return over_columns(resized, cache)
 
 
-def _prefilled(
+def prefilled(
     decoder: Decoder, weights: Transformer[Array], tokens: Array, lengths: Array
 ) -> Prefilled:
     """`moe.decoding.prefill` on global arrays."""
     mesh = decoder.mesh
     rows = over_slots(mesh)
-    heads: Any = _cache_specs(decoder)
+    heads: Any = cache_specs(decoder)
     spread: Any = rows
 
     def local(weights: Transformer[Array], tokens: Array, lengths: Array) -> Prefilled:

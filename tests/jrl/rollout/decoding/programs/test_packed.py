@@ -1,26 +1,24 @@
 """Prompts that share rows: where they stand, and that each is run as in a row of its own."""
 
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding
 from policies import CONFIG, PAD, Asked, weights
 from tiers import full_but
 
-from jrl.rollout.decoding.packing import FEWEST_RUNS, plan_rows, row_count
-from jrl.rollout.decoding.programs.packed import Packing, prefilled_packed
-from jrl.rollout.decoding.programs.slots import Decoder, over_slots, prefilled_local
+from jrl.rollout.decoding import packing as packing_on_host
+from jrl.rollout.decoding.packing import copies_of, packing_of, plan_rows, row_count, row_sizes
+from jrl.rollout.decoding.programs import packed
+from jrl.rollout.decoding.programs.packed import CHUNK
+from jrl.rollout.decoding.programs.slots import Decoder, empty_pool, over_slots, prefilled
 from jrl.rollout.decoding.requests import Request
-from jrl.rollout.decoding.seating import NARROWEST_ROW, RUNS_PER_ROW, Arriving, Seating
+from jrl.rollout.decoding.seating import Arriving, Seating, row_widths
 from jrl.rollout.sampling import GREEDY
-from moe.cache.buffers import over_columns
-from moe.decoding import Prefilled
-from moe.placement import specs
-from sharding.collectives import vary
+from moe.cache.buffers import ROW, over_columns
 
 
 def arriving(runs: list[list[int]], per_rank: int) -> Arriving:
@@ -34,41 +32,55 @@ def arriving(runs: list[list[int]], per_rank: int) -> Arriving:
     return Arriving(ids, seats)
 
 
-def test_row_counts_are_few():
-    counts = [row_count(least) for least in range(1, 18)]
-    assert counts == [1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16, 16, 16, 16, 24]
+def test_sizes_of_rows_are_few():
+    assert [row_count(least) for least in range(1, 10)] == [1, 2, 4, 4, 8, 8, 8, 8, 16]
+    assert row_widths(1000, unit=3) == [66, 129, 258, 513, 1002]
+    assert row_widths(40, unit=1) == [40] and row_widths(128, unit=2) == [64, 128]
+    assert row_sizes([300], per_rank=8, most_tokens=1024) == [(300, 1), (300, 2), (300, 4)]
+    assert row_sizes([9, 2048], per_rank=2, most_tokens=1024) == [(9, 1), (9, 2), (2048, 1)]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_prompts_stand_beside_each_other_within_rows(seed):
     draw = np.random.default_rng(seed)
-    runs = [draw.integers(1, 129, draw.integers(1, 17)).tolist() for _ in range(2)]
-    plan = plan_rows(arriving(runs, per_rank=32), columns=512, unit=1, per_rank=32)
-    assert plan.width == 128 and plan.starts.shape == (2, plan.num_runs)
-    for own, starts in zip(runs, plan.starts, strict=True):
-        taken = np.zeros(plan.num_rows * plan.width, int)
-        for length, start in zip(own, starts, strict=False):
+    runs = [draw.integers(1, 129, draw.integers(2, 17)).tolist() for _ in range(2)]
+    asked = arriving(runs, per_rank=32)
+    plan = plan_rows(asked, [64, 128, 256])
+    packing = packing_of(plan, asked, slots=64, pad_id=PAD)
+    assert plan.width == 128 and packing.tokens.shape == (2 * plan.num_rows, 128)
+    by_rank = [x.reshape(2, -1) for x in (packing.tokens, packing.segments, packing.positions)]
+    for rank, (own, starts) in enumerate(zip(runs, plan.starts, strict=True)):
+        tokens, segments, positions = (x[rank] for x in by_rank)
+        for number, (length, start) in enumerate(zip(own, starts, strict=True), 1):
             assert start // plan.width == (start + length - 1) // plan.width, "over a row's end"
-            taken[start : start + length] += 1
-        assert taken.max() == 1 and taken.sum() == sum(own)
+            np.testing.assert_array_equal(
+                np.flatnonzero(segments == number)[[0, -1]],
+                [
+                    start,
+                    start + length - 1,
+                ],
+            )
+            np.testing.assert_array_equal(positions[segments == number], np.arange(length))
+            assert packing.ends[rank * 32 + number - 1] == start + length - 1
+        assert (segments > 0).sum() == (tokens != PAD).sum() == sum(own)
     # First fit leaves no two rows half empty.
     assert plan.num_rows <= row_count(2 * -(-max(map(sum, runs)) // 128) + 1)
 
 
 @pytest.mark.parametrize("longest", [12, 128, 400])
 def test_programs_run_so_many_tokens_at_most(longest):
-    draw = np.random.default_rng(longest)
-    seating = Seating(64, 1, most_tokens=1024, shares_rows=True, lowest_first=True)
+    draw, widths = np.random.default_rng(longest), row_widths(512, 1)
+    seating = Seating(64, 1, most_tokens=1024, row_widths=widths, lowest_first=True)
     lengths = draw.integers(1, longest + 1, 64)
     asked = [Request(n, 0, np.full(length, 3, np.int32), 1) for n, length in enumerate(lengths)]
     seating.waiting.extend(asked)
     programs = seating.arrivals()
-    plans = [plan_rows(program, 512, 1, 64) for program in programs]
-    assert all(plan.num_rows * plan.width <= 1024 for plan in plans)
+    plans = [plan_rows(program, widths) for program in programs]
+    known = row_sizes(widths, per_rank=64, most_tokens=1024)
+    assert all((plan.width, plan.num_rows) in known for plan in plans)
     assert sum(len(program.runs[0]) for program in programs) == 64
     room = sum(plan.num_rows * plan.width for plan in plans)
-    least = 64 // RUNS_PER_ROW * NARROWEST_ROW
-    assert room <= max(2 * lengths.sum() + 512, least), "most of it is padding"
+    assert room <= 2 * lengths.sum() + 1024, "most of it is padding"
     # Who comes next sits in the first slot that is free.
     for slot in (9, 40, 3):
         seating.leave(slot)
@@ -76,54 +88,83 @@ def test_programs_run_so_many_tokens_at_most(longest):
     assert [slot for slot, *_ in seating.arrivals()[0].seats] == [3] and seating.reach == 64
 
 
-def test_one_row_is_as_wide_as_what_stands_in_it_and_samples_need_room():
-    assert plan_rows(arriving([[9, 12]], 8), 512, 1, 8).width == 32
-    assert plan_rows(arriving([[70]], 8), 512, 1, 8).width == 128
-    assert plan_rows(arriving([[200, 3]], 8), 250, 1, 8).width == 250
-    alone = arriving([[9]], 32)
-    assert plan_rows(alone, 512, 1, 32).num_runs == FEWEST_RUNS
-    alone.seats *= FEWEST_RUNS + 1  # samples of one prompt, each with a slot
-    assert plan_rows(alone, 512, 1, 32).num_runs == 32
-
-
-@pytest.mark.parametrize("layout", full_but(["dp1", "dp2", "tp2 / ep2"], "dp1"))
-def test_a_prompt_that_shares_a_row_runs_as_in_its_own(layout):
-    mesh = Asked(GREEDY, layout).mesh
-    decoder = Decoder(CONFIG, mesh, PAD, (2,), records_choices=True)
-    ranks, width = mesh.size(mesh.dp), 8
-    # Of each rank: two prompts in the first row, the longest in the second, and one that is none.
-    lengths = jnp.array([3, 5, 8, 0] * ranks, jnp.int32)
-    starts = jnp.array([5, 0, 8, 0] * ranks, jnp.int32)
-    ids = np.random.default_rng(0).integers(3, CONFIG.vocab_size, (4 * ranks, width))
-    rows, whole = over_slots(mesh), PartitionSpec(mesh.except_sequence, mesh.sequence)
-    spread: Any = rows
-
-    def run(local: Any, *given: Any) -> Prefilled:
-        mapped = jax.shard_map(
-            lambda weights, *given: local(decoder, vary(weights, mesh.axes), *given),
-            mesh=mesh.mesh,
-            in_specs=(specs(CONFIG, mesh), *[rows] * len(given)),
-            out_specs=Prefilled(whole, spread, spread),  # pyright: ignore
+def test_one_narrow_row_where_it_holds_them_all():
+    widths = row_widths(250, 1)
+    sizes = [
+        (
+            plan_rows(arriving([runs], 8), widths).width,
+            plan_rows(arriving([runs], 8), widths).num_rows,
         )
-        return jax.jit(mapped)(weights(), *given)
+        for runs in ([9, 12], [64], [60, 5], [70], [200, 3, 60])
+    ]
+    assert sizes == [(64, 1), (64, 1), (128, 1), (128, 1), (250, 2)]
 
-    tokens = jnp.asarray(ids, jnp.int32)
-    packed = run(prefilled_packed, tokens, lengths, Packing(starts, num_rows=2))
-    plain = run(prefilled_local, tokens, lengths)
-    there = np.arange(width)[None] < np.asarray(lengths)[:, None]
-    for got, wanted in zip(
-        jax.tree.leaves(packed.cache), jax.tree.leaves(plain.cache), strict=True
-    ):
-        assert got.shape == wanted.shape
+
+def test_copies_reach_over_each_prompt_and_no_further_than_the_cache():
+    asked = arriving([[150], [3]], per_rank=2)
+    asked.seats.append((1, asked.seats[0][1], 0))  # another sample of the first prompt
+    plan = plan_rows(asked, row_widths(512, 1))
+    copies = copies_of(plan, asked, slots=4, columns=512, cache_columns=150)
+    assert copies.number.tolist() == [6, 1]
+    first, second = (x.reshape(2, -1) for x in (copies.slots, copies.columns))
+    assert first[0, :6].tolist() == [0] * 3 + [1] * 3 and first[1, 0] == 0
+    assert second[0, :6].tolist() == [0, 64, 150 - CHUNK] * 2
+    np.testing.assert_array_equal(copies.begins, copies.columns)
+
+
+@pytest.mark.parametrize("scanned", full_but([False, True], False))
+@pytest.mark.parametrize("layout", full_but(["dp1", "dp2", "tp2 / ep2"], "dp1"))
+def test_a_prompt_that_shares_a_row_runs_as_in_its_own(layout, scanned, monkeypatch):
+    monkeypatch.setattr(packing_on_host, "CHUNK", 3)
+    monkeypatch.setattr(packed, "CHUNK", 3)
+    mesh = Asked(GREEDY, layout).mesh
+    execution = replace(CONFIG.execution, scan_layers=scanned)
+    config = replace(CONFIG, num_layers=2, execution=execution)
+    decoder, own_weights = Decoder(config, mesh, PAD + scanned, (2,)), weights(config)
+    ranks, width, columns, per_rank = mesh.size(mesh.dp), 8, 11, 5
+    # Of each rank: two prompts in the first row, the longest in the second; a slot takes nothing,
+    # and two the same.
+    draw, lengths = np.random.default_rng(0), [3, 5, 8]
+    runs = [[draw.integers(3, 11, n).astype(np.int32) for n in lengths] for _ in range(ranks)]
+    taken = {0: 1, 2: 0, 3: 2, 4: 0}
+    seats = [
+        (rank * per_rank + slot, Request(run, slot, own[run], 1), run)
+        for rank, own in enumerate(runs)
+        for slot, run in taken.items()
+    ]
+    asked, slots = Arriving(runs, seats), ranks * per_rank
+    plan = plan_rows(asked, [2, width])
+    assert plan.starts[0] == [0, 3, 8]
+    rows = NamedSharding(mesh.mesh, over_slots(mesh))
+    packing, copies = jax.device_put(
+        (
+            packing_of(plan, asked, slots, PAD),
+            copies_of(plan, asked, slots, columns, columns),
+        ),
+        rows,
+    )
+    ran = packed.run_packed(decoder, own_weights, packing)
+    pool = empty_pool(decoder, slots, columns)
+    cache = packed.place(decoder, jax.tree.map(lambda x: x - 7, pool.cache), ran.cache, copies)
+
+    tokens = np.zeros((ranks * 3, width), np.int32)
+    for row, ids in enumerate(ids for own in runs for ids in own):
+        tokens[row, : len(ids)] = ids
+    plain = prefilled(decoder, own_weights, tokens, np.array(lengths * ranks, np.int32))
 
     def compared(got: Any, wanted: Any, axis: int) -> np.ndarray:
-        assert got.shape == wanted.shape
-        by_token = partial(np.moveaxis, source=axis, destination=1)
-        # float32: the same sums in products of other sizes.
-        np.testing.assert_allclose(by_token(got)[there], by_token(wanted)[there], atol=1e-5)
+        by_token = [np.moveaxis(np.asarray(x), (axis, ROW), (0, 1)) for x in (got, wanted)]
+        for slot, request, run in seats:
+            length, row = request.length, slot // per_rank * 3 + run
+            # float32: the same sums in products of other sizes.
+            np.testing.assert_allclose(
+                by_token[0][:length, slot], by_token[1][:length, row], atol=1e-5
+            )
+        assert np.all(by_token[0][:, 1] == -7), "a slot that takes nothing was written"
         return got
 
-    over_columns(compared, packed.cache, plain.cache)  # pyright: ignore
-    some = np.asarray(lengths) > 0
-    np.testing.assert_allclose(packed.states[some], plain.states[some], atol=1e-5)
-    np.testing.assert_array_equal(packed.choices[there], plain.choices[there])
+    over_columns(compared, cache, plain.cache)  # pyright: ignore
+    for slot, _, run in seats:
+        np.testing.assert_allclose(
+            ran.states[slot], plain.states[slot // per_rank * 3 + run], atol=1e-5
+        )
