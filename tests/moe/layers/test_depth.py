@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
-from programs import jit, mesh_of, random_weights
+from programs import jit, mesh_of, random_weights, with_room
 from tiers import full_but
 from whole_network import loss_and_gradient
 
 from moe import model
 from moe.config import ModelConfig
+from moe.decoding import decode_step, prefill
 from moe.execution import Execution
 from moe.layers.depth import MOST_UNROLLED, is_scanned, over_layers, parts_of
 from moe.placement import in_chunks, in_layer_order, specs
 from moe.weights import shapes
+from sharding.collectives import vary
 
 MOE = ModelConfig(
     vocab_size=11,
@@ -121,10 +123,31 @@ def scored(config, layout):
     return equations(jax.make_jaxpr(program)(shapes(config), *batch(False)).jaxpr)
 
 
-PROGRAMS = [(scored, "tp2 dp2"), (trained, "dp1"), (trained, "pp2")]
+def decoded(config, layout):
+    """Equations of prompts and the step after them."""
+    mesh = mesh_of(layout)
+
+    def local(weights, tokens):
+        weights = vary(weights, mesh.axes)
+        tokens = vary(tokens, mesh.except_sequence)
+        ends = vary(jnp.full(tokens.shape[0], TIME), mesh.except_sequence)
+        cache = with_room(prefill(weights, tokens, ends, config, mesh).cache, 1)
+        given = cache, tokens[:, 0], ends, ends > 0
+        return decode_step(parts_of(weights, config), weights, *given, config, mesh)[0][None]
+
+    program = jax.shard_map(
+        local,
+        mesh=mesh.mesh,
+        in_specs=(specs(config, mesh), P(mesh.dp)),
+        out_specs=P(mesh.axes),
+    )
+    return equations(jax.make_jaxpr(program)(shapes(config), batch(False)[0]).jaxpr)
 
 
-@pytest.mark.parametrize(("program", "layout"), full_but(PROGRAMS, PROGRAMS[0]))
+PROGRAMS = [(scored, "tp2 dp2"), (decoded, "tp2 dp2"), (trained, "dp1"), (trained, "pp2")]
+
+
+@pytest.mark.parametrize(("program", "layout"), full_but(PROGRAMS, *PROGRAMS[:2]))
 def test_a_program_does_not_grow_with_depth(program, layout):
     def sized(layers, scanned):
         execution = Execution(remat="selective", scan_layers=scanned)
