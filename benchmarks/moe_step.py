@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Times one training step of small MoE models")
     parser.add_argument("--threads", type=int, default=2, help="processors to use")
     parser.add_argument("--steps", type=int, default=5, help="steps counted, per round")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds, ours and the peer's in turn")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds, ours and the peer's in turn")
     parser.add_argument("--batch", type=int, default=8, help="sequences")
     parser.add_argument("--time", type=int, default=512, help="tokens of a sequence")
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))

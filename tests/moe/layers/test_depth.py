@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
-from programs import jit, mesh_of, random_weights
+from programs import jit, mesh_of, random_weights, with_room
 from small_networks import DENSE_FIRST, any_choices, ragged_rows
 from tiers import full_but
 from whole_network import loss_and_gradient
 
 from moe import model
+from moe.decoding import decode_step, prefill
 from moe.execution import Execution
 from moe.layers.depth import MOST_UNROLLED, is_scanned, over_layers, parts_of
 from moe.placement import in_chunks, in_layer_order, specs
 from moe.weights import shapes
+from sharding.collectives import vary
 
 # Two in a stack, after a dense one.
 MOE = replace(DENSE_FIRST, num_layers=3)
@@ -101,7 +103,28 @@ def scored(config, layout):
     return equations(jax.make_jaxpr(program)(shapes(config), *batch(False)).jaxpr)
 
 
-PROGRAMS = [(scored, "tp2 dp2"), (trained, "dp1"), (trained, "pp2")]
+def decoded(config, layout):
+    """Equations of prompts and the step after them."""
+    mesh = mesh_of(layout)
+
+    def local(weights, tokens):
+        weights = vary(weights, mesh.axes)
+        tokens = vary(tokens, mesh.except_sequence)
+        ends = vary(jnp.full(tokens.shape[0], TIME), mesh.except_sequence)
+        cache = with_room(prefill(weights, tokens, ends, config, mesh).cache, 1)
+        given = cache, tokens[:, 0], ends, ends > 0
+        return decode_step(parts_of(weights, config), weights, *given, config, mesh)[0][None]
+
+    program = jax.shard_map(
+        local,
+        mesh=mesh.mesh,
+        in_specs=(specs(config, mesh), P(mesh.dp)),
+        out_specs=P(mesh.axes),
+    )
+    return equations(jax.make_jaxpr(program)(shapes(config), batch(False)[0]).jaxpr)
+
+
+PROGRAMS = [(scored, "tp2 dp2"), (decoded, "tp2 dp2"), (trained, "dp1"), (trained, "pp2")]
 
 
 @pytest.mark.slow
