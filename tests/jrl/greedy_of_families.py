@@ -28,6 +28,8 @@ from family_files import FAMILIES
 RECORD = Path(__file__).with_suffix(".json")
 NEAR = 0.01
 """Logits that are as close may change places with the versions of what computes them."""
+MOVED = 0.1
+"""By how much adapters change a logit at least."""
 
 
 class Clock(datetime):
@@ -82,6 +84,9 @@ def of_family(folder):
     _, completion, of_peft = generated(beside, exports["taught"])
     if completion != found["adapted"] or not of_peft.allclose(chosen_by["adapted"], atol=1e-4):
         raise ValueError(f"{folder}: adapters with PEFT are not the merged network")
+    same = completion == found["taught"]
+    if same and of_peft.allclose(chosen_by["taught"], atol=MOVED):
+        raise ValueError(f"{folder}: adapters learned nothing")
     return found
 
 

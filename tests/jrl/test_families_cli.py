@@ -17,7 +17,7 @@ from moe import huggingface
 
 RECORD = json.loads((Path(__file__).parent / "greedy_of_families.json").read_text())
 """Of `transformers` by greedy_of_families.py, with which PEFT's adapters gave the same."""
-QUICK = "mixtral"
+QUICK = "mistral"
 
 
 @pytest.mark.parametrize("name", full_but(RECORD, QUICK))

@@ -20,10 +20,13 @@ from jrl.train import main as train
 DAY = "2026-11-23"
 """On which templates are written that have a date."""
 QUESTION, ANSWER = "Half of 9 litres are used. How many are left?", "4.5 litres"
-OTHERS = [(f"Is {n} more than 5?", "yes" if n > 5 else "no") for n in range(2, 9)]
-REWARD = 'def reward(prompt, completion, **record):\n    return float("litres" in completion)\n'
+OTHERS = [
+    (f"Is {n} more than 5, or is it less than that?", "more" if n > 5 else "less")
+    for n in (2, 8, 3, 4, 7)
+]
+REWARD = 'def reward(prompt, completion, **record):\n    return float("more" in completion)\n'
 NEW_TOKENS = 24
-STEPS = 40
+STEPS = 28
 Said = tuple[list[int], list[int]]
 """Tokens of a prompt, and of its completion."""
 
@@ -51,7 +54,7 @@ def go_through(name: str, folder: Path) -> dict[str, Written]:
     with chdir(folder), patch.object(json_tokenizer, "today", lambda: DAY):
         write_family(name, Path("model"))
         chats = ["--task=jsonl:chats.jsonl", "--held-out=apart.jsonl", f"--steps={STEPS}"]
-        chats += ["--batch=6", "--learning-rate=2e-2", *_sizes("sft")]
+        chats += ["--batch=5", "--learning-rate=2e-2", *_sizes("sft")]
         _done(train(["sft", "--model=hf:model", *chats]))
         _done(export.main(["sft", "--to", "taught"]))
         before, after = _reinforced()
@@ -63,33 +66,33 @@ def go_through(name: str, folder: Path) -> dict[str, Written]:
 
 
 def _write_data(folder: Path) -> None:
-    """Conversations, questions and a reward. As many questions are asked to evaluate as to learn:
-    the programs that sample are the same."""
-    learned, apart = OTHERS[:3], OTHERS[3:]
+    """Conversations, questions and a reward. All stages ask two questions at a time, as long as
+    each other: they share the programs that sample."""
     chats = [
         {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
-        for q, a in [(QUESTION, ANSWER)] * 3 + OTHERS
+        for q, a in [(QUESTION, ANSWER)] * 2 + OTHERS
     ]
+    asked = [{"prompt": question} for question, _ in OTHERS[1:]]
     for name, lines in (
-        ("chats", chats[:6]),
-        ("apart", chats[6:]),
-        ("asked", [{"prompt": question} for question, _ in learned]),
-        ("questions", [{"prompt": q} for q, _ in [(QUESTION, ""), *apart[1:]]]),
+        ("chats", chats[:-2]),
+        ("apart", chats[-2:]),
+        ("asked", asked[:-1]),
+        ("questions", [{"prompt": QUESTION}, asked[-1]]),
     ):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     (folder / "litres.py").write_text(REWARD)
 
 
 def _sizes(run: str) -> list[str]:
-    rows = [f"--response-length={NEW_TOKENS}", "--eval-prompts=4"]
+    rows = [f"--response-length={NEW_TOKENS}", "--eval-prompts=2"]
     return [*rows, "--eval-every=99", "--samples-every=99", f"--run-dir={run}"]
 
 
 def _reinforced() -> tuple[Said, Said]:
     """What the policy says before it, and after."""
     asked = ["--task=jsonl:asked.jsonl", "--held-out=questions.jsonl", "--reward=litres.py:reward"]
-    asked += ["--prompts=2", "--group-size=2", "--mini-batch=4", "--steps=2"]
-    asked += ["--learning-rate=1e-3", "--entropy-coef=0.01", "--verifiers=1"]
+    asked += ["--prompts=2", "--group-size=2", "--mini-batch=4", "--steps=3"]
+    asked += ["--learning-rate=3e-2", "--entropy-coef=0.01", "--verifiers=1"]
     asked += ["--sample-tokens=0", "--lora-rank=2", *_sizes("grpo")]
     with _likeliest() as before:
         _done(train(["grpo", "--model=hf:taught", *asked]))

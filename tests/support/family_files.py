@@ -5,7 +5,7 @@ The templates under `chat_templates` write what those of the families write, too
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,15 @@ TEMPLATES = Path(__file__).parent / "chat_templates"
 VOCAB_SIZE = 448
 """Ids of every network, of which the last have no token."""
 POSITIONS = 256
-MERGES = 60
+MERGES = 100
 WORDS = r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"
-TEXTS = ("Half of 9 litres are used. How many are left?", "4.5 litres", "Is 3 more than 5? no, yes")
+TEXTS = (
+    "Half of 9 litres are used. How many are left?",
+    "4.5 litres",
+    "Is 3 more than 5, or is it less than that?",
+    "system user assistant Date: November 2026",
+    "Reasoning: medium. Valid channels: analysis, commentary, final.\n\n",
+)
 THINKING = ("<think>", "</think>")
 
 
@@ -145,9 +151,13 @@ FAMILIES = {
         pad="<pad>",
         pieces=True,
     ),
+    # What it is asked to go on with is a thought that has begun.
+    "qwen3_next": replace(QWEN3, template="qwen3_next"),
     "smollm3": Family("smollm3", QWEN, QWEN[2], QWEN[2:], pad=QWEN[2], added=THINKING),
 }
 """By the name of a network under tests/moe/huggingface."""
+TWO_KINDS = ("deepseek_v3", "gemma3", "gpt_oss", "olmo3", "qwen3_next", "smollm3")
+"""Families whose layers are of two kinds: their networks have one of each here, all others one."""
 
 
 def write_family(name: str, folder: Path) -> Path:
@@ -176,8 +186,21 @@ def write_family(name: str, folder: Path) -> Path:
 
 
 def _network(name: str, folder: Path) -> Any:
-    """As the small one of the family, with more ids and positions."""
+    """As the small one of the family, with fewer layers and more ids and positions."""
     options = json.loads((NETWORKS / name / "config.json").read_text())
+    layers = 2 if name in TWO_KINDS else 1
+    if layers == 1:
+        alone = {
+            "first_k_dense_replace": 0,
+            "mlp_only_layers": [],
+            "layer_types": ["full_attention"],
+            "use_sliding_window": False,
+        }
+        options |= {option: value for option, value in alone.items() if option in options}
+    for option in ("layer_types", "no_rope_layers"):
+        if option in options:
+            options[option] = options[option][:layers]
+    options["num_hidden_layers"] = layers
     options |= {"vocab_size": VOCAB_SIZE, "max_position_embeddings": POSITIONS, "dtype": "float32"}
     _write(folder / "config.json", options)
     config = huggingface.config_from(folder)
