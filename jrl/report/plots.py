@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from jrl.runs import records
 
 if TYPE_CHECKING:
@@ -251,22 +253,17 @@ def series(history: Sequence[Mapping[str, float | int]], metric: str) -> Series 
     return list(steps), list(values)
 
 
-def smooth(values: Sequence[float | int], width: int) -> list[float | int]:
+def smooth(values: Sequence[float | int], width: int) -> list[float]:
     """Return the centred Gaussian average of `values`, its standard deviation `width` / 2 points.
 
     Near the ends the average is over the part of the window that exists, so that it neither lags
     nor starts at zero.
     """
-    kernel = [math.exp(-2.0 * (offset / width) ** 2) for offset in range(2 * width)]
-    smoothed = []
-    for centre in range(len(values)):
-        total, weight = 0.0, 0.0
-        for i in range(max(0, centre - 2 * width + 1), min(len(values), centre + 2 * width)):
-            share = kernel[abs(i - centre)]
-            total += share * values[i]
-            weight += share
-        smoothed.append(total / weight)
-    return smoothed
+    reach = 2 * width - 1
+    kernel = np.exp(-2.0 * (np.arange(-reach, reach + 1) / width) ** 2)
+    inside = slice(reach, reach + len(values))
+    total, weight = (np.convolve(x, kernel)[inside] for x in (values, np.ones(len(values))))
+    return list(total / weight)
 
 
 def grid_of(num_panels: int, title: str | None) -> tuple["Figure", list["Axes"]]:

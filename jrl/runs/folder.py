@@ -28,7 +28,7 @@ class RunFolder:
     looks at a run that another process may be writing.
     """
 
-    def __init__(self, path: Path | str, lock: int | None = None):
+    def __init__(self, path: Path | str):
         self.path = Path(path)
         self.config_path = self.path / "config.json"
         self.tokenizer_path = self.path / "tokenizer.model"
@@ -45,7 +45,7 @@ class RunFolder:
         self.checkpoints_path = self.path / "checkpoints"
         self.adapters_path = self.path / "adapters"
         self.tensorboard_path = self.path / "tensorboard"
-        self._lock = lock
+        self._lock: int | None = None
 
     @classmethod
     def create(
@@ -114,15 +114,7 @@ class RunFolder:
 
     def config(self) -> dict[str, Any]:
         """Return the configuration the run was created with."""
-        try:
-            config = json.loads(self.config_path.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{self.config_path} is not JSON: {error}; put the file back as it was"
-            ) from None
-        if not isinstance(config, dict):
-            raise ValueError(f"{self.config_path} holds {type(config).__name__}, not an object")
-        return config
+        return records.read_object(self.config_path, "put the file back as it was")
 
     def change_config(self, config: Mapping[str, Any]) -> None:
         """Replace the configuration of a run that is being resumed."""

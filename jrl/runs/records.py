@@ -141,6 +141,22 @@ def replace(path: Path, content: bytes) -> None:
     os.replace(temporary, path)
 
 
+def read_object(path: Path, mend: str) -> dict[str, Any]:
+    """Return the JSON object that a file holds.
+
+    Args:
+      path: of the file.
+      mend: what a user can do where it holds something else.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}; {mend}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds {type(found).__name__}, not an object; {mend}")
+    return found
+
+
 def record_of(line: bytes) -> dict[str, Any] | None:
     """Return the record that a line holds, None where it is no JSON object with a step."""
     try:

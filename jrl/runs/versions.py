@@ -23,14 +23,7 @@ def read(folder: RunFolder) -> dict[str, str]:
     """The versions of a run; none for one that was made before they were kept."""
     if not folder.versions_path.exists():
         return {}
-    try:
-        found = json.loads(folder.versions_path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{folder.versions_path} is not JSON: {error}; delete it, or put it back as it was"
-        ) from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{folder.versions_path} holds {type(found).__name__}, not an object")
+    found = records.read_object(folder.versions_path, "delete it, or put it back as it was")
     return {str(name): str(version) for name, version in found.items()}
 
 

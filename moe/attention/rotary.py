@@ -11,8 +11,22 @@ from jaxtyping import Array, Float, Int
 from sharding.collectives import vary, varying
 
 
+class _WavelengthsAlone:
+    """Stretches wavelengths and scales nothing else."""
+
+    @property
+    def amplitude(self) -> float:
+        """Factor on the rotated queries and keys."""
+        return 1.0
+
+    @property
+    def sharpness(self) -> float:
+        """Factor on the attention scores."""
+        return 1.0
+
+
 @dataclass(frozen=True)
-class LlamaScaling:
+class LlamaScaling(_WavelengthsAlone):
     """Long wavelengths are stretched by `factor`, short ones kept, those between are blended.
 
     Args:
@@ -46,19 +60,9 @@ class LlamaScaling:
         unscaled = np.clip((rotations - self.low_frequency_factor) / width, 0, 1)
         return frequencies * (unscaled + (1 - unscaled) / self.factor)
 
-    @property
-    def amplitude(self) -> float:
-        """Factor on the rotated queries and keys."""
-        return 1.0
-
-    @property
-    def sharpness(self) -> float:
-        """Factor on the attention scores."""
-        return 1.0
-
 
 @dataclass(frozen=True)
-class LinearScaling:
+class LinearScaling(_WavelengthsAlone):
     """All wavelengths are stretched by `factor` (position interpolation).
 
     References:
@@ -73,16 +77,6 @@ class LinearScaling:
 
     def stretched(self, frequencies: np.ndarray, base: float) -> np.ndarray:
         return frequencies / self.factor
-
-    @property
-    def amplitude(self) -> float:
-        """Factor on the rotated queries and keys."""
-        return 1.0
-
-    @property
-    def sharpness(self) -> float:
-        """Factor on the attention scores."""
-        return 1.0
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,12 @@ PARTS = {
 """Files that stand in the template, by its names for them."""
 
 
-def write_page(folders: Sequence[RunFolder], path: Path | str, title: str | None = None) -> Path:
+def write_page(folders: Sequence[RunFolder], path: Path | str) -> Path:
     """Write the page of one run, or of several side by side.
 
     Args:
       folders: the runs, which may still be written.
       path: the HTML file; its folder is made if missing. A reader sees the old or the new one.
-      title: its heading; by default the names of the runs.
 
     Returns:
       `path`.
@@ -39,7 +38,7 @@ def write_page(folders: Sequence[RunFolder], path: Path | str, title: str | None
     if not folders:
         raise ValueError("folders=[] holds no run: give at least one")
     data = page_data(folders)
-    heading = " · ".join(run["name"] for run in data["runs"]) if title is None else title
+    heading = " · ".join(run["name"] for run in data["runs"])
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace(path, page_of(data, heading).encode())
