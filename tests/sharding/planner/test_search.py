@@ -243,7 +243,7 @@ print(len(found.plans), {plan.layout.num_devices for plan in found.plans})
 @pytest.mark.slow
 def test_1440_devices():
     """Every dispatch, context, rematerialisation and wire of gradients, in a process without checks
-    of annotations, which take thirty times as long as the search. It takes 3 to 5 seconds."""
+    of annotations, which take thirty times as long as the search. It takes about five seconds."""
     found = subprocess.run(
         [sys.executable, "-c", SEARCH_1440], capture_output=True, text=True, check=True, cwd=ROOT
     )
