@@ -58,7 +58,8 @@ class Found:
 
     Attributes:
       plans: of each layout that fits, the best, the fastest first.
-      too_large: layouts that do not fit, and the bytes that each needs at least.
+      too_large: layouts that do not fit with the dispatch and the context that send soonest
+        (`quickest`), and the bytes that each needs so at least.
       illegal: how many layouts a rule leaves out, by the rule.
     """
 
@@ -155,7 +156,8 @@ def best_plan(
     system: System,
     choices: Choices,
 ) -> Plan | float:
-    """The fastest way to run a legal layout that fits, or the bytes it needs at least."""
+    """The fastest way to run a legal layout that fits, with the dispatch and the context of
+    `quickest`, or the bytes that it needs so at least."""
     least = least_states(model, layout, method, choices)
     if least > ROOM * hardware.memory:
         return least
@@ -226,8 +228,8 @@ def quickest(
     method: Method,
     choices: Choices,
 ) -> Method:
-    """The method with the dispatch and the context that take the least time; neither changes what
-    the other takes."""
+    """The method with the dispatch and the context that send soonest; neither changes what the
+    other takes. What they keep is not looked at: another may need less memory."""
 
     def attending(given: Method) -> float:
         streams = given.streams(batch)

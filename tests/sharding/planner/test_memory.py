@@ -17,6 +17,7 @@ from moe.experts.dispatch import buffers
 from moe.placement import in_chunks, specs
 from moe.weights import shapes
 from sharding.folding import Layout, fold_abstract
+from sharding.planner import volumes
 from sharding.planner.memory import (
     activations,
     arrived_tokens,
@@ -25,11 +26,17 @@ from sharding.planner.memory import (
     first_chunks_on_way,
     kept,
     memory,
+    states,
     wire_buffer,
 )
-from sharding.planner.method import Batch, Method
+from sharding.planner.method import KNOWN, Batch, Method, for_weights
 from sharding.planner.models.presets import PRESETS
-from sharding.planner.models.weights import held, parameters_in_parts, parameters_on_device
+from sharding.planner.models.weights import (
+    as_held,
+    held,
+    parameters_in_parts,
+    parameters_on_device,
+)
 from sharding.planner.scores import scores_at_work, scores_kept
 from sharding.planner.volumes import tokens_per_peer
 from sharding.schedule import Schedule
@@ -258,3 +265,30 @@ def test_scores_of_a_device_by_hand():
 
 
 MEMORIES = Method(), Method(attention="plain", copies_experts=True)
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16", "mixed-bfloat16-wire"])
+def test_states_are_those_of_one_chunk_where_stages_are_as_deep(storage):
+    """56 layers on eight stages are seven with one chunk and with seven, and eight with two."""
+    given = Method(fsdp=True, storage=storage, gradient_wire="bfloat16", mu_dtype="bfloat16")
+    for chunks, is_alike in ((1, True), (2, False), (7, True)):
+        layout = Layout(tp=2, cp=2, dp=4, pp=8, vpp=chunks, ep=4)
+        alone = replace(layout, vpp=1)
+        assert as_held(MIXTRAL, layout) == (alone if is_alike else layout)
+        of_both = [states(MIXTRAL, one, given, True) for one in (layout, alone)]
+        assert (of_both[0] == of_both[1]) is is_alike
+        sent = [volumes.unsharding(MIXTRAL, one, given) for one in (layout, alone)]
+        assert (sent[0] == sent[1]) is is_alike
+
+
+def test_weights_depend_on_nothing_that_layers_do():
+    layout, plain = Layout(tp=2, cp=2, dp=4, ep=4), Method(storage="bfloat16", fsdp=True)
+    found = states(MIXTRAL, layout, plain, True)
+    sent = volumes.gradients(MIXTRAL, layout, plain), volumes.unsharding(MIXTRAL, layout, plain)
+    for name in ("dispatch", "context", "remat", "activation_wire", "attention"):
+        for choice in KNOWN[name]:
+            other = replace(plain, **{name: choice})
+            assert for_weights(other) == plain
+            assert states(MIXTRAL, layout, other, True) == found
+            assert volumes.gradients(MIXTRAL, layout, other) == sent[0]
+            assert volumes.unsharding(MIXTRAL, layout, other) == sent[1]

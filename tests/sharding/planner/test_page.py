@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from sharding.planner.__main__ import main
+from sharding.planner.hardware import HARDWARE
 from sharding.planner.overlap import beside_pieces
-from sharding.planner.validation.calibration import compared
+from sharding.planner.search import Plan, layouts
+from sharding.planner.validation.calibration import MAPPINGS, calibrated, compared, predicted
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
@@ -63,3 +65,36 @@ def test_the_gains_in_the_text_are_those_of_the_table(model, gain):
     without, folded = (float(re.sub(r" \(the point\)", "", row).split()[-1]) for row in rows[-2:])
     assert folded / without == pytest.approx(gain, abs=0.01)
     assert f"{gain:.2f}" in PAGE
+
+
+def rates(model):
+    """(published, predicted) of a model's mappings on the page, in percent; one that does not fit
+    is none."""
+    rows = [line for line in PAGE.splitlines() if line.startswith(f"{model} ")][:4]
+    found = [re.search(r"([\d.]+) +([\d.]+)(?: \(the point\))?$", row) for row in rows]
+    return [(float(match[1]), float(match[2])) for match in found if match is not None]
+
+
+def test_what_is_not_explained_is_what_the_table_says():
+    text = " ".join(PAGE.split())
+    fine, qwen2 = (rates(model)[-1] for model in ("mixtral-8x22b-g8t8", "qwen2-57b-a14b"))
+    words = "G8T8 is said to reach {1} and reached {0}, Qwen2 {3} and {2}."
+    assert words.format(*fine, *qwen2) in text
+    in_shards = {model: rates(model)[0] for model in MAPPINGS}
+    slower = {model: 1 - is_so / said for model, (is_so, said) in in_shards.items()}
+    assert f"with fine experts by {slower.pop('mixtral-8x22b-g8t8'):.0%}" in text
+    assert min(slower.values()) == pytest.approx(1 / 3, abs=0.02)
+
+
+def test_the_published_mapping_is_as_far_behind_as_the_page_says():
+    plans = [predicted(row, calibrated(row.system)) for row in MAPPINGS["mixtral-8x22b"][-1:]]
+    first = re.search(r"ragged .*?([\d.]+) s ", PAGE)
+    assert first is not None
+    assert isinstance(plans[0], Plan)
+    behind = plans[0].cost.total / float(first[1]) - 1
+    assert f"takes {behind:.0%} longer than the first" in PAGE
+
+
+def test_the_number_of_layouts_is_what_the_page_says():
+    number = sum(1 for _ in layouts(1440, HARDWARE["h800"].domain))
+    assert f"1,440\n  devices among {number:,} layouts" in PAGE
