@@ -27,9 +27,9 @@ WORD = 2**32 - 1
 """The low word of a seed."""
 PATIENCE = 32
 """Looks after which a cache that is twice as wide as its rows need is made narrower."""
-NARROWEST_CACHE = 256
-"""Columns of the cache at least, if rows may have so many; it has four times as many, or as many
-again, where longer rows are written."""
+NARROWEST_CACHE = 128
+"""Columns of the cache at least, if rows may have so many; it has twice as many, or as many again,
+where longer rows are written: a step reads all of them."""
 FEWER = 8
 """A step computes all slots, or this many times fewer: each number is a program."""
 IDLE = OwnSampling(temperature=0.0)
@@ -109,7 +109,7 @@ class StreamEngine(SlotEngine):
         """Columns that the cache may have, ascending: every program is there for each of them."""
         sizes = [min(NARROWEST_CACHE, self.columns)]
         while sizes[-1] < self.columns:
-            sizes.append(min(4 * sizes[-1], self.columns))
+            sizes.append(min(2 * sizes[-1], self.columns))
         return sizes
 
     def _cache_size(self, columns: int) -> int:
