@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -150,7 +151,8 @@ def test_a_prompt_that_shares_a_row_runs_as_in_its_own(layout, scanned, monkeypa
     tokens = np.zeros((ranks * 3, width), np.int32)
     for row, ids in enumerate(ids for own in runs for ids in own):
         tokens[row, : len(ids)] = ids
-    plain = prefilled(decoder, own_weights, tokens, np.array(lengths * ranks, np.int32))
+    own = jnp.asarray(tokens), jnp.asarray(lengths * ranks, jnp.int32)
+    plain = prefilled(decoder, own_weights, *own)
 
     def compared(got: Any, wanted: Any, axis: int) -> np.ndarray:
         by_token = [np.moveaxis(np.asarray(x), (axis, ROW), (0, 1)) for x in (got, wanted)]
