@@ -111,6 +111,9 @@ def test_copies_reach_over_each_prompt_and_no_further_than_the_cache():
     assert first[0, :6].tolist() == [0] * 3 + [1] * 3 and first[1, 0] == 0
     assert second[0, :6].tolist() == [0, 64, 150 - CHUNK] * 2
     np.testing.assert_array_equal(copies.begins, copies.columns)
+    one = arriving([[5], []], per_rank=2)  # the other rank gets nothing
+    plan = plan_rows(one, row_widths(512, 1))
+    assert copies_of(plan, one, 4, 512, 128).number.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("scanned", full_but([False, True], False))
