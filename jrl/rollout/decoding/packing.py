@@ -105,7 +105,7 @@ def copies_of(
     room = per_rank * -(-columns // min(CHUNK, columns))
     copies = np.zeros((ranks, room, 3), np.int32)
     for rank, own in enumerate(planned):
-        copies[rank, : len(own)] = own
+        copies[rank, : len(own)] = np.reshape(own, (-1, 3))
     number = np.array(list(map(len, planned)), np.int32)
     own_slots, begins, into = np.moveaxis(copies.reshape(-1, 3), 1, 0)
     return Copies(own_slots, begins, into, number)

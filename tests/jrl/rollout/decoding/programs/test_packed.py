@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -110,6 +111,9 @@ def test_copies_reach_over_each_prompt_and_no_further_than_the_cache():
     assert first[0, :6].tolist() == [0] * 3 + [1] * 3 and first[1, 0] == 0
     assert second[0, :6].tolist() == [0, 64, 150 - CHUNK] * 2
     np.testing.assert_array_equal(copies.begins, copies.columns)
+    one = arriving([[5], []], per_rank=2)  # the other rank gets nothing
+    plan = plan_rows(one, row_widths(512, 1))
+    assert copies_of(plan, one, 4, 512, 128).number.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("scanned", full_but([False, True], False))
@@ -150,7 +154,8 @@ def test_a_prompt_that_shares_a_row_runs_as_in_its_own(layout, scanned, monkeypa
     tokens = np.zeros((ranks * 3, width), np.int32)
     for row, ids in enumerate(ids for own in runs for ids in own):
         tokens[row, : len(ids)] = ids
-    plain = prefilled(decoder, own_weights, tokens, np.array(lengths * ranks, np.int32))
+    own = jnp.asarray(tokens), jnp.asarray(lengths * ranks, jnp.int32)
+    plain = prefilled(decoder, own_weights, *own)
 
     def compared(got: Any, wanted: Any, axis: int) -> np.ndarray:
         by_token = [np.moveaxis(np.asarray(x), (axis, ROW), (0, 1)) for x in (got, wanted)]
