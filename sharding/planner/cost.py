@@ -305,4 +305,4 @@ GROUPS = (
 
 
 def _seconds(transfers: Iterable[Transfer], layout: Layout, hardware: Hardware) -> float:
-    return sum(links.seconds(one, layout, hardware) for one in transfers)
+    return sum((links.seconds(one, layout, hardware) for one in transfers), 0.0)

@@ -240,7 +240,7 @@ def quickest(
         return seconds(links.experts(model, layout, one, given, hardware) for one in streams)
 
     def seconds(parts: Iterable[tuple[links.Timed, links.Timed]]) -> float:
-        return sum(time for passes in parts for sent in passes for _, time in sent)
+        return sum((time for passes in parts for sent in passes for _, time in sent), 0.0)
 
     contexts = [
         name

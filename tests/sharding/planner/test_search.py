@@ -137,7 +137,7 @@ IN_PARTS = Choices(
     expert_chunks=(1, 2),
     two_batch_overlap=True,
     overlap_grad_reduce=True,
-    micro_rows=(1, 2),
+    micro_rows=(2,),
 )
 BESIDE = System(hides_gradients=True, hides_chunks=True, hides_halves=True)
 
@@ -146,7 +146,7 @@ WALKS = [
     ("qwen2-57b-a14b", 24, 48, Method(attention="blocked"), System(), Choices()),
     ("mixtral-8x7b", 16, 32, Method(storage="mixed"), *MEGATRON[1:], THEIRS),
     ("mixtral-8x7b", 16, 32, Method(even=True), BESIDE, IN_PARTS),
-    ("mixtral-8x7b", 16, 32, Method(fsdp=True), System(hidden=0.5), Choices()),
+    ("mixtral-8x7b", 16, 32, Method(fsdp=True), System(hidden=0.5), Choices(micro_rows=(1,))),
 ]
 
 
