@@ -135,7 +135,7 @@ def test_reinforcement_goes_on_after_the_prompts_that_were_imitated(task, tmp_pa
     monkeypatch.setattr(Sampler, "sample", lambda *_: [])
     monkeypatch.setattr(warming, "accuracy", lambda _: 0.0)
     monkeypatch.setattr(loop, "heldout_metrics", measured)
-    monkeypatch.setattr(loop, "_write_shown", lambda *_: None)
+    monkeypatch.setattr(loop, "write_heldout_samples", lambda *_: None)
     monkeypatch.setattr(stepping, "collect", first_step)
     for _ in range(2):  # at once, and resumed from the checkpoint
         with pytest.raises(FirstStep):
