@@ -141,7 +141,7 @@ def decoding(config: Any) -> tuple[Callable[[], Any], Callable[[Any], float]]:
         (jax.random.key_data(jax.random.key(1)), *(jnp.asarray(n) for n in (0, STEPS, 0))), here
     )
     pool = [empty_pool(decoder, ROWS, COLUMNS)]
-    fixed = decoder, Sampling(), COLUMNS, None  # all rows
+    fixed = decoder, Sampling(), COLUMNS
 
     def begun(pool: Any) -> Any:
         """All rows live, with one token each."""

@@ -5,8 +5,9 @@ lengths are given, since no stop token ever comes:
 
 * Lengths with a heavy tail (log-normal, the longest 8 times the median): the engine with all
   requests at once, beside the same engine given as many as it has slots, the next ones when the
-  last of them has ended. Their tokens must be equal, bit for bit.
-* Equal lengths: the same two.
+  last of them has ended, once with every step over all slots and once over fewer where few rows
+  are left. Their tokens must be equal, bit for bit.
+* Equal lengths: the same three.
 * ``--peer PYTHON``, an interpreter with torch and transformers: dense models, 100 tokens after
   prompts of 8, beside `peer_generate.py` on the same number of threads, with both of its caches.
 
@@ -107,10 +108,12 @@ def over_lengths(arguments: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"jax": jax.__version__, "slots": arguments.slots}
     for kind, lengths in kinds.items():
         sides: dict[str, Callable[[], dict[Any, Any]]] = {
-            "fixed": lambda lengths=lengths: rollout(lengths, arguments.slots),
+            "fixed": lambda lengths=lengths: rollout(lengths, arguments.slots, alone=False),
+            "live rows": lambda lengths=lengths: rollout(lengths, arguments.slots),
             "kept full": lambda lengths=lengths: rollout(lengths, len(lengths)),
         }
-        if not equal(*(side() for side in sides.values())):
+        first, *others = (side() for side in sides.values())
+        if not all(equal(first, other) for other in others):
             sys.exit(f"{kind}: fixed batches drew other tokens than slots that are kept full.")
         seconds: dict[str, list[float]] = {name: [] for name in sides}
         utilisation = {}
@@ -148,7 +151,8 @@ def spread(ratios: list[float]) -> str:
 
 def engine_of(model: str | Any, slots: int, columns: int) -> tuple[Any, Any]:
     """An engine with random weights, and a call that serves requests in batches of a size: it
-    gives all tokens by the numbers of the requests, each of which has a prompt of its own."""
+    gives all tokens by the numbers of the requests, each of which has a prompt of its own. Fewer
+    rows are computed where few are left, unless it is told that they are not `alone`."""
     from functools import partial
 
     import jax
@@ -175,7 +179,7 @@ def engine_of(model: str | Any, slots: int, columns: int) -> tuple[Any, Any]:
         key=jax.random.key(1),
     )
 
-    def rollout(lengths: list[int], batch: int) -> dict[int, np.ndarray]:
+    def rollout(lengths: list[int], batch: int, alone: bool = True) -> dict[int, np.ndarray]:
         engine.load(weights, 0)
         shape = len(lengths), PROMPT
         prompts = np.random.default_rng(0).integers(0, config.vocab_size, shape)
@@ -186,7 +190,7 @@ def engine_of(model: str | Any, slots: int, columns: int) -> tuple[Any, Any]:
         tokens = {}
         for first in range(0, len(given), batch):
             engine.submit(given[first : first + batch], Sampling())
-            while done := engine.poll():
+            while done := engine.poll(alone):
                 tokens |= {t.request.prompt: t.tokens for t in done}
         engine.release()
         return tokens

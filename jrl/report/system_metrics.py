@@ -48,7 +48,7 @@ SYSTEM: tuple[Metric, ...] = (
         "seconds",
     ),
     Metric("perf/total_num_tokens", "Prompt and response tokens of the step.", "tokens"),
-    Metric("perf/slot_utilisation", "Tokens sampled over slots times decoding steps.", "fraction"),
+    Metric("perf/slot_utilisation", "Tokens sampled over slots that were computed.", "fraction"),
     Metric("perf/decode_steps", "Steps of decoding, each a token for every live row.", "count"),
     Metric("perf/sampled_tokens", "Tokens sampled, those of dropped groups too.", "tokens"),
     Metric("perf/*", "Other speeds and memory, named as in verl.", "as named"),

@@ -221,7 +221,7 @@ class Sampler:
         drawn = Unverified(self.task, seconds)
         begin = time.perf_counter()
         self.engine.submit(requests, sampling)
-        while trajectories := self.engine.poll():
+        while trajectories := self.engine.poll(alone=True):
             self.judge(drawn, trajectories, examples)
             done += len(trajectories)
             report(done)

@@ -96,7 +96,8 @@ class ConversationEngine:
         self._sampling = sampling
         self._engine.submit(requests, sampling)
 
-    def poll(self) -> list[Trajectory]:
+    def poll(self, alone: bool = False) -> list[Trajectory]:
+        # Who is asked goes on when the answer is there: never is all there from the beginning.
         done: list[Trajectory] = []
         while not done:
             done = self._go_on(self._replies(block=False))

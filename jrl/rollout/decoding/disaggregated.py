@@ -173,8 +173,18 @@ class DisaggregatedEngine(SlotEngine):
         given = pool, known, tokens, arrivals, self._draws()
         return admit_known(self.decoder, self._sampling, weights.rest, *given)
 
+    @property
+    def step_sizes(self) -> list[int]:
+        # Micro-batches are of one size.
+        return [self._seating.per_rank]
+
     def _advanced(
-        self, pool: Pool[Array], columns: int, window: int, min_live: int
+        self,
+        pool: Pool[Array],
+        columns: int,
+        window: int,
+        min_live: int,
+        some: np.ndarray | None,
     ) -> tuple[Pool[Array], Advanced]:
         parts, draws = self._micro_batches, self._draws()
         numbers = [self._everywhere(np.int32(i)) for i in range(parts)]

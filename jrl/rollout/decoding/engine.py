@@ -34,6 +34,12 @@ NARROWEST = 64
 """Columns of the cache that attention reads at least, if there are so many."""
 REFILL = 16
 """Slots are filled again when one in so many is free: each time costs two programs."""
+FEWER = 4
+"""Where most rows have ended, a step computes so many times fewer of them, twice at most."""
+FEWEST = 8
+"""Rows of a rank that a step computes at least: below it fewer cost as much."""
+LONG = 128
+"""Columns of rows that are worth programs for fewer of them."""
 
 
 class SlotEngine:
@@ -57,6 +63,7 @@ class SlotEngine:
 
     most_tokens = MOST_TOKENS
     """Prompt tokens that a rank runs at once, about."""
+    _alone = False  # whether how many rows are live depends on nothing but what they drew
 
     def __init__(
         self,
@@ -102,6 +109,15 @@ class SlotEngine:
     @property
     def usage(self) -> Usage:
         return self._usage
+
+    @property
+    def step_sizes(self) -> list[int]:
+        """Slots of each rank that a step may compute, ascending: each number is a program, in which
+        sums may round in another way."""
+        sizes = [self._seating.per_rank]
+        while self.columns >= LONG and len(sizes) < 3 and sizes[0] // FEWER >= FEWEST:
+            sizes.insert(0, -(-sizes[0] // FEWER // self._unit) * self._unit)
+        return sizes
 
     @property
     def num_idle(self) -> int:
@@ -186,7 +202,8 @@ class SlotEngine:
     def give_pool(self, pool: Pool[Array]) -> None:
         self._pool = pool
 
-    def poll(self) -> list[Trajectory]:
+    def poll(self, alone: bool = False) -> list[Trajectory]:
+        self._alone = alone
         seating, done = self._seating, list[Trajectory]()
         while not done and (seating.waiting or seating.sitting):
             if not seating.sitting or seating.num_free * REFILL >= self.slots:
@@ -236,13 +253,18 @@ class SlotEngine:
         return admit(self.decoder, self._sampling, *given)
 
     def _advanced(
-        self, pool: Pool[Array], columns: int, window: int, min_live: int
+        self,
+        pool: Pool[Array],
+        columns: int,
+        window: int,
+        min_live: int,
+        some: np.ndarray | None,
     ) -> tuple[Pool[Array], Advanced]:
         """The pool, given up, with `window` tokens more in every row, or until no more than so many
-        rows are live; all within `columns`."""
+        rows are live; all within `columns`, and all that are live in `some` slots."""
         limits = self._everywhere((np.int32(window), np.int32(min_live)))
-        given = self._taken_apart(), pool, self._draws(), *limits
-        return advance(self.decoder, self._sampling, columns, self._rows_to_compute(), *given)
+        given = self._taken_apart(), pool, self._draws(), *limits, self._over_slots(some)
+        return advance(self.decoder, self._sampling, columns, *given)
 
     def _taken_apart(self) -> Policy[Array]:
         """The weights as steps read them."""
@@ -250,35 +272,44 @@ class SlotEngine:
             self._policy = policy_of(self.decoder, self._resharding.of(self._loaded()))
         return self._policy
 
-    def _rows_to_compute(self) -> int | None:
-        """Slots of each rank that a step computes, from its first on; None is all."""
-        return None
-
     def _advance(self) -> list[Trajectory]:
         """Samples until the host has something to do, and gives what ended."""
         seating = self._seating
         sitting = sorted(seating.sitting)
-        # While others wait, a few free slots are reason to stop; else only the end of all rows.
-        live = len(sitting) - max(1, self.slots // REFILL) if seating.waiting else 0
-        still = self._sampled(sitting, WINDOW, max(live, 0))
+        still = self._sampled(sitting, WINDOW, self._live_to_stop(len(sitting)))
         ended = [slot for slot in sitting if not still[slot]]
         # A conversation may go on: it is handed out where its environment is, on the host.
         turns = [slot for slot in ended if seating.sitting[slot].turns is not None]
         alone = [slot for slot in ended if seating.sitting[slot].turns is None]
         return self._shelved(alone) + self._taken_off(turns)
 
+    def _live_to_stop(self, live: int) -> int:
+        """How many rows have the host look again, so many being live now."""
+        if self._seating.waiting:
+            # Some free slots that others can take.
+            return max(live - max(1, self.slots // REFILL), 0)
+        # A step may compute fewer then, at the latest where a rank has them all; or all have ended.
+        fewer, ranks = self._sizes[:-1], {1, self._seating.ranks}
+        sizes = [size * of for size in fewer for of in ranks]
+        return max((size for size in sizes if size < live), default=0)
+
+    @property
+    def _sizes(self) -> list[int]:
+        return self.step_sizes if self._alone else self.step_sizes[-1:]
+
     def _sampled(self, sitting: Sequence[int], window: int, min_live: int) -> np.ndarray:
         """Samples up to so many tokens of each row, and gives which of the slots are live then."""
         pool = self._there()
         ends = np.minimum(self._lengths[sitting] + 1 + window, self._limits[sitting])
         pool, columns = self._with_columns(pool, bucket(int(ends.max()), self.columns, NARROWEST))
-        pool, advanced = self._advanced(pool, columns, window, min_live)
+        some = self._seating.some(self._sizes)
+        pool, advanced = self._advanced(pool, columns, window, min_live, some)
         self._pool = pool
         lengths, still = self._to_host((pool.rows.lengths, pool.live))
         steps, row_steps = to_host(advanced)
         self._lengths = np.array(lengths)
         self._usage.steps += int(steps)
-        self._usage.slot_steps += int(steps) * self.slots
+        self._usage.slot_steps += int(steps) * (self.slots if some is None else len(some))
         self._usage.row_steps += int(row_steps)
         return still
 

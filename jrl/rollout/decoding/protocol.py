@@ -64,9 +64,14 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def poll(self) -> list[Trajectory]:
-        """Responses that came to their end since the last call: at least one if any is under
-        way."""
+    def poll(self, alone: bool = False) -> list[Trajectory]:
+        """Responses that came to their end since the last call: at least one if any is under way.
+
+        Args:
+          alone: nothing is asked for, nor taken back, before all that is under way has ended. Fewer
+            rows may be computed together then, the fewer are left: when that is depends on nothing
+            but what they drew, so that all bits can be had again.
+        """
         ...
 
     def cancel(self, prompts: Sequence[int]) -> None:

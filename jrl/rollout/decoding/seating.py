@@ -1,6 +1,5 @@
 """Who sits where: requests, and the slots of the ranks that decode them, on the host."""
 
-from bisect import insort
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -114,8 +113,6 @@ class Seating:
       most_tokens: to be run on a rank in one program, about.
       row_widths: of rows in which prompts are run one behind another, ascending (`row_widths`);
         without any, each has a row of its own.
-      lowest_first: whether the first of the free slots of a rank is taken, so that rows stand
-        close together; else that which has been free the longest.
       copies: whether a row may begin as one that has gone on since, of which a cache with columns
         still holds the beginning.
     """
@@ -127,11 +124,10 @@ class Seating:
         most_tokens: int,
         *,
         row_widths: Sequence[int] = (),
-        lowest_first: bool = False,
         copies: bool = True,
     ):
         self.per_rank, self.ranks, self._most_tokens = slots // ranks, ranks, most_tokens
-        self._row_widths, self._lowest_first, self._copies = row_widths, lowest_first, copies
+        self._row_widths, self._copies = row_widths, copies
         self.sitting: dict[int, Request] = {}
         self.waiting: deque[Request] = deque()
         self._free = self._all_free()
@@ -142,10 +138,19 @@ class Seating:
         per_rank = self.per_rank
         return [deque(range(r * per_rank, (r + 1) * per_rank)) for r in range(self.ranks)]
 
-    @property
-    def reach(self) -> int:
-        """Slots of each rank, from its first on, beyond which nobody sits."""
-        return max((slot % self.per_rank + 1 for slot in self.sitting), default=0)
+    def some(self, sizes: Sequence[int]) -> np.ndarray | None:
+        """``[ranks * size]`` slots of each rank, counted from its first, with all in which somebody
+        sits: as many as the smallest of ascending `sizes` that has room for them. None is all."""
+        taken: list[list[int]] = [[] for _ in range(self.ranks)]
+        for slot in sorted(self.sitting):
+            taken[slot // self.per_rank].append(slot % self.per_rank)
+        size = next(size for size in sizes if size >= max(map(len, taken)))
+        if size == self.per_rank:
+            return None
+        for own in taken:
+            others = sorted({*range(self.per_rank)} - {*own})
+            own.extend(others[: size - len(own)])
+        return np.array(taken, np.int32).reshape(-1)
 
     @property
     def num_free(self) -> int:
@@ -158,11 +163,7 @@ class Seating:
 
     def leave(self, slot: int) -> Request:
         """The request of a slot, which is free from here on."""
-        free = self._free[slot // self.per_rank]
-        if self._lowest_first:
-            insort(free, slot)
-        else:
-            free.append(slot)
+        self._free[slot // self.per_rank].append(slot)
         return self.sitting.pop(slot)
 
     def forget(self) -> None:

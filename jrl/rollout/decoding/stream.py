@@ -74,6 +74,7 @@ class StreamEngine(SlotEngine):
 
     # Those whose rows are being written wait no longer than for so many.
     most_tokens = 1024
+    _alone = True
     _too_wide = 0  # looks, one after another, at a cache twice as wide as it need be
 
     @property
@@ -212,12 +213,8 @@ class StreamEngine(SlotEngine):
             ranks,
             self.most_tokens,
             row_widths=self._row_widths,
-            lowest_first=True,
             copies=copies,
         )
-
-    def _rows_to_compute(self) -> int:
-        return next(rows for rows in self.step_sizes if rows >= self._seating.reach)
 
     def _admit(self, arriving: Arriving) -> None:
         if not any(arriving.runs) or not self._row_widths:

@@ -9,7 +9,7 @@ class Usage:
 
     Attributes:
       steps: of decoding; each gives every live row a token.
-      slot_steps: tokens that there was room for: slots times steps.
+      slot_steps: tokens that were computed: steps times the slots in each.
       row_steps: tokens that were sampled in them.
       admitted: rows that came into slots; each got a token then, without a step.
       prefilled: tokens of prompts, and of responses gone on with, that were run.

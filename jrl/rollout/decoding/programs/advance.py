@@ -11,7 +11,7 @@ from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jrl.rollout.decoding.programs.slots import Decoder, Pool, Rows, pool_specs
+from jrl.rollout.decoding.programs.slots import Decoder, Pool, Rows, over_slots, pool_specs
 from jrl.rollout.decoding.programs.tokens import Draws, appended, drawn_tokens, draws_specs, written
 from jrl.rollout.sampling import Sampling
 from moe.cache.buffers import ROW, Cache, over_columns
@@ -91,17 +91,17 @@ class _Loop(NamedTuple):
     cache: Cache[Array]
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=5)
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
 def advance(
     decoder: Decoder,
     sampling: Sampling,
     columns: int,
-    num_rows: int | None,
     policy: Policy[Array],
     pool: Pool[Array],
     draws: Draws,
     max_steps: Array,
     min_live: Array,
+    slots: Array | None = None,
 ) -> tuple[Pool[Array], Advanced]:
     """Samples tokens for all live rows, until so many are sampled or few enough rows are left.
 
@@ -111,39 +111,43 @@ def advance(
     Args:
       sampling: how tokens are drawn.
       columns: those of the cache that attention reads; every live row must end within them.
-      num_rows: slots of each ``dp`` rank that are computed, the first ones, among which all that
-        are live must be; None is all.
       pool: given up.
       max_steps: tokens per row at most.
       min_live: stops when no more than so many rows are live.
+      slots: of each ``dp`` rank, counted from its first: those that are computed, among which all
+        that are live must be, and none twice. None is all.
     """
     mesh, whole = decoder.mesh, PartitionSpec()
     pools = pool_specs(mesh, pool)
     local = jax.shard_map(
-        partial(_advance_local, decoder, sampling, columns, num_rows),
+        partial(_advance_local, decoder, sampling, columns),
         mesh=mesh.mesh,
-        in_specs=(_policy_specs(decoder), pools, draws_specs(mesh, draws), whole, whole),
+        in_specs=(
+            *(_policy_specs(decoder), pools, draws_specs(mesh, draws), whole, whole),
+            over_slots(mesh),
+        ),
         out_specs=(pools, whole),
     )
-    return local(policy, pool, draws, max_steps, min_live)
+    return local(policy, pool, draws, max_steps, min_live, slots)
 
 
 def _advance_local(
     decoder: Decoder,
     sampling: Sampling,
     columns: int,
-    num_rows: int | None,
     policy: Policy[Array],
     pool: Pool[Array],
     draws: Draws,
     max_steps: Array,
     min_live: Array,
+    slots: Array | None,
 ) -> tuple[Pool[Array], Advanced]:
-    if num_rows is not None and num_rows < pool.live.shape[0]:
-        some, draws = _first_rows(num_rows, pool, draws)
+    if slots is not None:
+        # Taken out once for all steps: what they cost goes by the number of rows.
+        some, draws = _rows_at(slots, pool, draws)
         given = policy, some, draws, max_steps, min_live
-        some, advanced = _advance_local(decoder, sampling, columns, None, *given)
-        return _with_first_rows(pool, some), advanced
+        some, advanced = _advance_local(decoder, sampling, columns, *given, None)
+        return _with_rows_at(slots, pool, some), advanced
     config, mesh = decoder.config, decoder.mesh
     layers, rest = vary((policy.layers, policy.rest), mesh.axes)
 
@@ -185,20 +189,21 @@ def _advance_local(
     return pool, Advanced(loop.steps, loop.row_steps)
 
 
-def _first_rows(num_rows: int, pool: Pool[Array], draws: Draws) -> tuple[Pool[Array], Draws]:
-    """The first slots of a rank, and how they are drawn."""
+def _rows_at(slots: Array, pool: Pool[Array], draws: Draws) -> tuple[Pool[Array], Draws]:
+    """Some slots of a rank, and how they are drawn."""
 
-    def first(x: Array, axis: int = 0) -> Array:
-        return jax.lax.slice_in_dim(x, 0, num_rows, axis=axis)
+    def taken(x: Array, axis: int = 0) -> Array:
+        return jnp.take(x, slots, axis, mode="clip", unique_indices=True)
 
-    cache = jax.tree.map(lambda x: first(x, x.ndim + ROW), pool.cache)
-    some = jax.tree.map(first, replace(pool, cache=Cache((), ())))
-    return replace(some, cache=cache), draws._replace(rows=jax.tree.map(first, draws.rows))
+    cache = jax.tree.map(lambda x: taken(x, x.ndim + ROW), pool.cache)
+    some = jax.tree.map(taken, replace(pool, cache=Cache((), ())))
+    return replace(some, cache=cache), draws._replace(rows=jax.tree.map(taken, draws.rows))
 
 
-def _with_first_rows(pool: Pool[Array], some: Pool[Array]) -> Pool[Array]:
+def _with_rows_at(slots: Array, pool: Pool[Array], some: Pool[Array]) -> Pool[Array]:
     def put(own: Array, new: Array, axis: int = 0) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(own, new, 0, axis=axis)
+        at = own.at[*[slice(None)] * axis, slots]
+        return at.set(new, mode="clip", unique_indices=True)
 
     cache = jax.tree.map(lambda x, new: put(x, new, x.ndim + ROW), pool.cache, some.cache)
     nothing = Cache[Array]((), ())

@@ -106,7 +106,7 @@ class ScriptedEngine:
         self.cancelled += prompts
         self._asked = [request for request in self._asked if request.prompt not in prompts]
 
-    def poll(self):
+    def poll(self, alone=False):
         self._order.shuffle(self._asked)
         ended, self._asked = self._asked[:3], self._asked[3:]
         if not ended:

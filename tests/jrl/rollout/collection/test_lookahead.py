@@ -30,7 +30,7 @@ class CountingEngine:
     def submit(self, requests, sampling):
         self._rows += requests
 
-    def poll(self):
+    def poll(self, alone=False):
         done = []
         while self._rows and not done:
             grown = [self._longer(request) for request in self._rows[: self._slots]]

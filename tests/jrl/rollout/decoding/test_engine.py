@@ -21,6 +21,7 @@ from policies import (
     weights,
 )
 
+from jrl.rollout.decoding import engine as slot_engine
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.sampling import GREEDY
 from moe.config import GatedDeltaNet
@@ -179,6 +180,28 @@ def test_neither_slots_nor_windows_have_a_say(slots, window):
     assert max(len(tokens) for tokens, _ in expected.values()) > (window or 0)
     found, _ = drawn(replace(LONG, slots=slots), LONG.requests, window)
     same(found, expected, CLOSE)
+
+
+@pytest.mark.parametrize("layout", ["dp1", pytest.param("tp2 dp2 / ep4", marks=pytest.mark.slow)])
+def test_the_fewer_are_left_the_fewer_are_computed(monkeypatch, layout):
+    """Where nothing else comes and nothing is taken back; the tokens are the same."""
+    expected, full = drawn(LONG, LONG.requests)
+    monkeypatch.setattr(slot_engine, "LONG", COLUMNS)
+    monkeypatch.setattr(slot_engine, "FEWEST", 1)
+    monkeypatch.setattr(slot_engine, "FEWER", 3)
+    engine, found = replace(LONG, layout=layout).engine(), {}
+    engine.submit(LONG.requests, LONG.sampling)
+    while done := engine.poll(alone=True):
+        found |= {(t.request.prompt, t.request.sample): t for t in done}
+    assert engine.step_sizes == ([2, 4, 12] if layout == "dp1" else [2, 6])
+    same({key: (t.tokens, t.behaviour_logprobs) for key, t in found.items()}, expected, CLOSE)
+    assert engine.usage.row_steps == full.usage.row_steps
+    assert engine.usage.slot_steps < 0.8 * full.usage.slot_steps
+    assert engine.usage.utilisation > full.usage.utilisation
+    # Nobody says so: all are computed.
+    again = replace(LONG, layout=layout).engine()
+    answers(again, LONG.requests, LONG.sampling)
+    assert again.usage.slot_steps == again.usage.steps * ROWS
 
 
 def test_a_prompt_runs_once_for_all_that_share_it():

@@ -51,3 +51,14 @@ def test_no_program_is_wider_than_the_longest_row():
     assert runs == [[3, 16], [17, 32, 20, 31], [33, 60]]
     sizes = [own_rows(program, columns=62, unit=1, per_rank=8) for program in programs]
     assert sizes == [(16, 2), (32, 4), (62, 2)]
+
+
+def test_some_slots_are_those_with_somebody():
+    seating = Seating(12, 2, most_tokens=64)
+    for number, slot in enumerate((1, 4, 9)):
+        seating.stay(slot, Request(number, 0, np.zeros(3, np.int32), 9))
+    # Of each rank counted from its first, filled up with others.
+    assert seating.some([2, 3, 6]).tolist() == [1, 4, 3, 0]
+    assert seating.some([3, 6]).tolist() == [1, 4, 0, 3, 0, 1]
+    seating.stay(2, Request(3, 0, np.zeros(3, np.int32), 9))
+    assert seating.some([2, 6]) is None, "three of a rank are more than two"

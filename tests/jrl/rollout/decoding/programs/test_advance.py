@@ -31,7 +31,7 @@ def traced(layers, scanned):
     policy = jax.eval_shape(lambda weights: policy_of(decoder, weights), shapes(config))
     number = jax.ShapeDtypeStruct((), jnp.int32)
     draws = Draws(jax.ShapeDtypeStruct((2,), jnp.uint32), number)
-    given = decoder, Sampling(), COLUMNS, None, policy, pool, draws, number, number
+    given = decoder, Sampling(), COLUMNS, policy, pool, draws, number, number
     return advance.trace(*given), sum(x.size * 4 for x in jax.tree.leaves(pool.cache))
 
 
