@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from sharding.folding import Layout
 from sharding.planner import links, overlap, volumes
 from sharding.planner.hardware import Hardware
+from sharding.planner.links import Timed
 from sharding.planner.memory import kept
-from sharding.planner.method import Batch, Method, for_weights
+from sharding.planner.method import Batch, Method, for_tokens, for_weights, varied
 from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.models.weights import (
     as_held,
     held,
     layers_on_device,
+    one_chunk,
     parameters_in_parts,
 )
 from sharding.planner.transfer import Transfer, repeated
@@ -102,12 +104,11 @@ def cost(
     micro-batches where ``pp`` divides their number; gradients and new weights come after all, but
     for what `sharding.planner.overlap` hides of the gradients.
     """
-    number, tokens = batch.num_micro_batches(layout), batch.local_tokens(layout)
+    number = batch.num_micro_batches(layout)
     flops = batch.tokens * model.training_flops(batch.time) / layout.num_devices
-    in_layers = _products_of_layers(model, layout, batch, method, hardware, system)
-    in_head = _products_of_head(model, tokens, system.rate(hardware))
-    products = number * (in_layers + in_head)
-    traffic = number * _traffic(model, layout, tokens, method) / hardware.memory_bandwidth
+    computed = _computed(model, as_held(model, layout), batch, method, hardware, system)
+    in_layers, in_head, through_memory = computed
+    products, traffic = number * (in_layers + in_head), number * through_memory
     beside = in_layers, products / number
     sent = _exposed(model, layout, batch, method, hardware, system, *beside)
     sent = {what: number * time for what, time in sent.items()}
@@ -125,6 +126,39 @@ def cost(
         of_layers = _beside_backward(of_layers, working / number, model, layout, number)
     sent |= {"gradients": of_layers + of_ends, "new weights": joined}
     return Cost(products, traffic + _optimizer(model, layout, method, hardware), sent, idle, flops)
+
+
+def cost_at_least(
+    model: ModelSizes,
+    layout: Layout,
+    batch: Batch,
+    method: Method,
+    hardware: Hardware,
+    system: System,
+) -> float:
+    """Seconds that a step takes without anything that is sent, and without the optimizer's."""
+    number = batch.num_micro_batches(layout)
+    computed = _computed(model, as_held(model, layout), batch, method, hardware, system)
+    return number * sum(computed) * (1 + Schedule(layout.pp, number, layout.vpp).bubble)
+
+
+@functools.lru_cache(maxsize=256)
+def _computed(
+    model: ModelSizes,
+    layout: Layout,
+    batch: Batch,
+    method: Method,
+    hardware: Hardware,
+    system: System,
+) -> tuple[float, float, float]:
+    """Seconds of a micro-batch's products in layers and in the head, and of its way through memory:
+    the same for all numbers of chunks on a stage."""
+    tokens = batch.local_tokens(layout)
+    return (
+        _products_of_layers(model, layout, batch, method, hardware, system),
+        _products_of_head(model, tokens, system.rate(hardware)),
+        _traffic(model, layout, tokens, method) / hardware.memory_bandwidth,
+    )
 
 
 def _beside_backward(
@@ -199,10 +233,21 @@ def _layers_on_stage(model: ModelSizes, layout: Layout) -> float:
 
 def _traffic(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> float:
     """Bytes through memory of a micro-batch on one device."""
-    layer = kept(model, layout, tokens, method, "none")
-    crossings = TRAFFIC_FORWARD + TRAFFIC_BACKWARD
-    crossings += TRAFFIC_FORWARD * (method.remat != "none")
-    return crossings * layer * _layers_on_stage(model, layout)
+    layer = passing(model, layout, tokens, method)
+    return times_through_memory(method.remat) * layer * _layers_on_stage(model, layout)
+
+
+def times_through_memory(remat: str) -> int:
+    """How often what a layer makes crosses the memory bus, made again or not."""
+    return TRAFFIC_FORWARD + TRAFFIC_BACKWARD + TRAFFIC_FORWARD * (remat != "none")
+
+
+def passing(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> float:
+    """Bytes of all that a layer makes of a micro-batch, on one device."""
+    if method.context == "ring":
+        # Keys and values of the others come one after the other, and none stays.
+        method = varied(method, context="gather")
+    return kept(model, layout, tokens, method, "none")
 
 
 def _optimizer(model: ModelSizes, layout: Layout, method: Method, hardware: Hardware) -> float:
@@ -231,9 +276,10 @@ def _exposed(
     """
     sent = _sends(model, layout, batch, method, hardware)
     if layout.pp > 1:
-        hops = repeated([volumes.hop(model, batch.local_tokens(layout), method)], 2 * layout.vpp)
         hides = layout.vpp > 1 and system.hides_hops
-        sent["pipeline"] = 0.0 if hides else _seconds(hops, layout, hardware)
+        hop = volumes.hop(model, batch.local_tokens(layout), method)
+        once = 0.0 if hides else links.seconds(hop, layout, hardware)
+        sent["pipeline"] = 2 * layout.vpp * once
     chunks = method.expert_chunks if system.hides_chunks else 1
     if system.hides_halves and len(method.streams(batch)) > 1:
         sent = overlap.beside_halves(sent, in_layers, chunks)
@@ -252,13 +298,27 @@ def _sends(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
 ) -> dict[str, float]:
     """Seconds of a micro-batch's communication, but for hops: layers, embedding and head."""
-    given, layers = (model, layout, batch, method, hardware), _layers_on_stage(model, layout)
-    found: dict[str, float] = {}
-    for sent, times in ((links.of_layer(*given), layers), (links.of_ends(*given), 1)):
-        for what, seconds in sent:
-            name = _group(what)
-            found[name] = found.get(name, 0.0) + times * seconds
+    of_layer, of_ends = _in_groups(model, one_chunk(layout), batch, for_tokens(method), hardware)
+    layers = _layers_on_stage(model, layout)
+    found = {name: layers * seconds for name, seconds in of_layer}
+    for name, seconds in of_ends:
+        found[name] = found.get(name, 0.0) + seconds
     return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _in_groups(
+    model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
+) -> tuple[Timed, Timed]:
+    """A micro-batch's communication in one layer, and in embedding and head, by `GROUPS`."""
+    given = model, layout, batch, method, hardware
+    found = []
+    for sent in (links.of_layer(*given), links.of_ends(*given)):
+        groups: dict[str, float] = {}
+        for what, seconds in sent:
+            groups[_group(what)] = groups.get(_group(what), 0.0) + seconds
+        found.append(tuple(groups.items()))
+    return found[0], found[1]
 
 
 @functools.lru_cache(maxsize=256)

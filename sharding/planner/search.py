@@ -3,18 +3,18 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from sharding.folding import Layout
 from sharding.folding.layout import divisors
-from sharding.planner import links
-from sharding.planner.cost import Cost, System, cost
+from sharding.planner.cost import Cost, System, cost, cost_at_least
 from sharding.planner.hardware import Hardware
 from sharding.planner.memory import Memory, memory
 from sharding.planner.method import Batch, Method, varied
 from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.models.weights import parameters_in_parts, parameters_on_device
+from sharding.planner.sending import Way, contexts_worth_a_look, wires_worth_a_look
 
 ROOM = 0.92
 """Of a device's memory, what is planned with: the rest is the compiler's and the libraries'."""
@@ -58,8 +58,7 @@ class Found:
 
     Attributes:
       plans: of each layout that fits, the best, the fastest first.
-      too_large: layouts that do not fit with the dispatch and the context that send soonest
-        (`quickest`), and the bytes that each needs so at least.
+      too_large: layouts that do not fit, and the bytes that each needs at least.
       illegal: how many layouts a rule leaves out, by the rule.
     """
 
@@ -156,30 +155,64 @@ def best_plan(
     system: System,
     choices: Choices,
 ) -> Plan | float:
-    """The fastest way to run a legal layout that fits, with the dispatch and the context of
-    `quickest`, or the bytes that it needs so at least."""
+    """The fastest way to run a legal layout that fits, or the bytes that it needs at least."""
+    room = ROOM * hardware.memory
     least = least_states(model, layout, method, choices)
-    if least > ROOM * hardware.memory:
+    if least > room:
         return least
     needs, best = math.inf, None
-    sizes = [replace(layout, vpp=vpp) for vpp in chunks_of_a_stage(model, layout)]
+
+    def tried(in_chunks: Layout, batch: Batch, way: Method) -> bool:
+        """Whether more room would make it no better: it has what takes least time, or takes too
+        long all the same."""
+        nonlocal needs, best
+        for remat in choices.remat:
+            chosen = in_chunks, batch, varied(way, remat=remat)
+            # What keeps less takes longer.
+            is_first, where = remat == choices.remat[0], (hardware, system)
+            if best is not None and cost_at_least(model, *chosen, *where) >= best.cost.total:
+                return is_first
+            fits = memory(model, *chosen)
+            needs = min(needs, fits.total)
+            if fits.total <= room:
+                spent = cost(model, *chosen, *where)
+                if best is None or spent.total < best.cost.total:
+                    best = Plan(*chosen, spent, fits)
+                return is_first
+        return False
+
+    # Those that idle least come first, so that others are seen to be slower at once.
+    chunks = reversed(chunks_of_a_stage(model, layout))
+    sizes = [replace(layout, vpp=vpp) for vpp in chunks]
     for micro_rows in (n for n in choices.micro_rows if rows % (layout.dp * n) == 0):
         batch = Batch(rows, time, micro_rows)
-        sends = quickest(model, layout, batch, hardware, method, choices)
-        for way in ways_of(model, layout, batch, sends, choices):
+        quick, small = ways_to_send(model, layout, batch, hardware, method, system, choices)
+        for other in ways_of(model, layout, batch, method, choices):
             for in_chunks in sizes:
-                for remat in choices.remat:
-                    chosen = varied(way, remat=remat)
-                    fits = memory(model, in_chunks, batch, chosen)
-                    needs = min(needs, fits.total)
-                    if fits.total > ROOM * hardware.memory:
-                        continue
-                    spent = cost(model, in_chunks, batch, chosen, hardware, system)
-                    if best is None or spent.total < best.cost.total:
-                        best = Plan(in_chunks, batch, chosen, spent, fits)
-                    # What keeps less takes longer.
-                    break
+                found = [tried(in_chunks, batch, varied(other, **way)) for way in quick]
+                for way in () if all(found) else small:
+                    tried(in_chunks, batch, varied(other, **way))
     return needs if best is None else best
+
+
+def ways_to_send(
+    model: ModelSizes,
+    layout: Layout,
+    batch: Batch,
+    hardware: Hardware,
+    method: Method,
+    system: System,
+    choices: Choices,
+) -> tuple[list[Way], list[Way]]:
+    """The contexts, dispatches and wires that are worth a look: those that may take least time, and
+    those that can only be better by keeping less. What a context takes dispatch and wire do not
+    change, nor the other way round."""
+    given, asked = (model, layout, batch, hardware, method, system), tuple(choices.remat)
+    contexts = contexts_worth_a_look(*given, asked, choices.context)
+    wires = wires_worth_a_look(*given, asked, choices.dispatch, choices.activation_wire)
+    pairs = itertools.product(contexts, wires)
+    found = [({**one, **other}, first and second) for (one, first), (other, second) in pairs]
+    return [way for way, quick in found if quick], [way for way, quick in found if not quick]
 
 
 def ways_of(
@@ -218,45 +251,6 @@ def least_states(model: ModelSizes, layout: Layout, method: Method, choices: Cho
             used * (stored.weight + stored.gradient) + parts * (stored.master + stored.moments)
         )
     return float(min(found))
-
-
-def quickest(
-    model: ModelSizes,
-    layout: Layout,
-    batch: Batch,
-    hardware: Hardware,
-    method: Method,
-    choices: Choices,
-) -> Method:
-    """The method with the dispatch and the context that send soonest; neither changes what the
-    other takes. What they keep is not looked at: another may need less memory."""
-
-    def attending(given: Method) -> float:
-        streams = given.streams(batch)
-        return seconds(links.beside_experts(model, layout, one, given, hardware) for one in streams)
-
-    def reaching_experts(given: Method) -> float:
-        streams = [one.local_tokens(layout) for one in given.streams(batch)]
-        return seconds(links.experts(model, layout, one, given, hardware) for one in streams)
-
-    def seconds(parts: Iterable[tuple[links.Timed, links.Timed]]) -> float:
-        return sum((time for passes in parts for sent in passes for _, time in sent), 0.0)
-
-    contexts = [
-        name
-        for name in choices.context
-        # Ulysses spreads the query heads of a tp rank over cp.
-        if name != "ulysses" or model.num_heads // layout.tp % layout.cp == 0
-    ]
-    if layout.cp > 1:
-        method = min((varied(method, context=name) for name in contexts), key=attending)
-    if layout.ep * layout.etp > 1:
-        ways = itertools.product(choices.dispatch, choices.activation_wire)
-        method = min(
-            (varied(method, dispatch=name, activation_wire=wire) for name, wire in ways),
-            key=reaching_experts,
-        )
-    return method
 
 
 def neighbours(layout: Layout) -> list[Layout]:

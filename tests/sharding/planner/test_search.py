@@ -14,7 +14,6 @@ from moe.config import ModelConfig
 from moe.counts.sizes import sizes_of
 from moe.placement import specs
 from sharding.folding import Layout, fold_abstract
-from sharding.planner import links, volumes
 from sharding.planner.cost import System, cost
 from sharding.planner.hardware import HARDWARE
 from sharding.planner.memory import memory
@@ -92,23 +91,15 @@ def test_the_winner_fits_and_nothing_that_fits_is_faster():
     assert looked_at == sum(1 for _ in layouts(64, H100.domain))
 
 
-def quickest_by_hand(model, layout, batch, method, choices):
-    """Dispatch, wire and context that send soonest in a layer, the first of equals."""
-
-    def sends(**fields):
-        forward, backward = volumes.layer(model, layout, batch, replace(method, **fields))
-        return sum(links.seconds(one, layout, H100) for one in [*forward, *backward])
-
-    fields = {}
-    if layout.cp > 1:
-        whole = model.num_heads // layout.tp % layout.cp == 0
-        contexts = [name for name in choices.context if whole or name != "ulysses"]
-        fields["context"] = min(contexts, key=lambda name: sends(context=name))
-    if layout.ep * layout.etp > 1:
+def ways_to_send(model, layout, choices):
+    """Each context, dispatch and wire that the layout can have."""
+    whole = model.num_heads // layout.tp % layout.cp == 0
+    contexts = [name for name in choices.context if whole or name != "ulysses"]
+    for context in contexts if layout.cp > 1 else [None]:
         ways = itertools.product(choices.dispatch, choices.activation_wire)
-        least = min(ways, key=lambda way: sends(dispatch=way[0], activation_wire=way[1]))
-        fields |= dict(zip(("dispatch", "activation_wire"), least, strict=True))
-    return replace(method, **fields)
+        for dispatch, wire in ways if layout.ep * layout.etp > 1 else [(None, None)]:
+            sends = {"context": context, "dispatch": dispatch, "activation_wire": wire}
+            yield {name: value for name, value in sends.items() if value is not None}
 
 
 def best_by_hand(model, layout, rows, time, method, system, choices):
@@ -116,13 +107,13 @@ def best_by_hand(model, layout, rows, time, method, system, choices):
     found = []
     for micro_rows in (n for n in choices.micro_rows if rows % (layout.dp * n) == 0):
         batch = Batch(rows, time, micro_rows)
-        sends = quickest_by_hand(model, layout, batch, method, choices)
         depth = -(-model.num_layers // layout.pp)
         chunks = [n for n in range(1, depth + 1) if depth % n == 0 and layout.pp > 1] or [1]
         for vpp in (n for n in chunks if layout.pp * n <= model.num_layers):
             sizes = replace(layout, vpp=vpp)
-            for way in ways_of(model, sizes, batch, sends, choices):
-                remats = (replace(way, remat=remat) for remat in choices.remat)
+            ways = ways_of(model, sizes, batch, method, choices)
+            for way, sends in itertools.product(ways, ways_to_send(model, layout, choices)):
+                remats = (replace(way, remat=remat, **sends) for remat in choices.remat)
                 room = ROOM * H100.memory
                 fits = (one for one in remats if memory(model, sizes, batch, one).total <= room)
                 found += [cost(model, sizes, batch, one, H100, system) for one in [*fits][:1]]
