@@ -1,25 +1,27 @@
 """Variants of a training command over seeds, from warm starts that they share.
 
-A study runs ``python -m jrl.train`` for every variant and seed, a process each, and keeps one line
-per evaluation in ``results.csv`` beside it. A run that is there already is gone on with, so a study
-that was interrupted is completed by the same command.
+A study runs ``python -m jrl.train`` for every variant and seed and keeps one line per evaluation in
+``results.csv`` beside it. A run that is there already is gone on with, so a study that was
+interrupted is completed by the same command.
 """
 
 import argparse
 import csv
 import hashlib
+import multiprocessing
 import os
 import shlex
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from queue import SimpleQueue
 
 from jrl.runs.records import read_metrics
+from jrl.train import main
 
 TASK = "scratchpad:4-20"
 """Additions written digit by digit: responses of 44 to 222 tokens, 90 on average, with a
@@ -134,24 +136,26 @@ def command_line(study: Study) -> list[Curve]:
 
 
 def train(study: Study, variants: Sequence[str], runs: Path, jobs: int) -> None:
-    """Runs variants over all seeds, each process on a core of its own."""
-    cores: SimpleQueue[int] = SimpleQueue()
-    for core in range(jobs):
-        cores.put(core)
+    """Runs variants over all seeds: one after another on each of so many cores, in one process,
+    where what a run has traced and compiled is there for the next."""
+    context = multiprocessing.get_context("spawn")
+    cores = context.SimpleQueue()
+    for number in range(jobs):
+        cores.put(number)
+    warm_starts = [_warm_start(study, runs, seed) for seed in study.seeds]
+    pending = [
+        arguments_of(study, variant, runs, seed) for seed in study.seeds for variant in variants
+    ]
+    with ProcessPoolExecutor(jobs, context, _stay_on_a_core, (cores,)) as pool:
+        for lines in (warm_starts, pending):
+            list(pool.map(_run, lines))
 
-    def on_a_core(command: list[str]) -> None:
-        core = cores.get()
-        try:
-            _run(command, core)
-        finally:
-            cores.put(core)
 
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(on_a_core, [_warm_start(study, runs, seed) for seed in study.seeds]))
-        pending = [
-            arguments_of(study, variant, runs, seed) for seed in study.seeds for variant in variants
-        ]
-        list(pool.map(on_a_core, pending))
+def _stay_on_a_core(cores: "SimpleQueue[int]") -> None:
+    number = cores.get()
+    if sys.platform == "linux":
+        there = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {there[number % len(there)]})
 
 
 def _warm_start(study: Study, runs: Path, seed: int) -> list[str]:
@@ -189,20 +193,20 @@ def _digest(line: str) -> str:
     return hashlib.sha256(line.encode()).hexdigest()[:8]
 
 
-def _run(arguments: list[str], core: int) -> None:
-    """One process of training, unless it has come to its end before."""
+def _run(arguments: list[str]) -> None:
+    """A run in this process, unless it has come to its end before."""
     folder = Path(arguments[arguments.index("--run-dir") + 1])
     if (folder / "plots").exists():
         return
     if folder.exists():
         arguments = ["--run-dir", str(folder), "--resume"]
     folder.parent.mkdir(parents=True, exist_ok=True)
-    pin = [] if sys.platform != "linux" else ["taskset", "-c", str(core)]
-    with Path(f"{folder}.log").open("a", encoding="utf-8") as log:
-        command = [*pin, sys.executable, "-m", "jrl.train", *arguments]
-        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)
-    if done.returncode:
-        raise SystemExit(f"{shlex.join(command)} failed: see {folder}.log")
+    log = Path(f"{folder}.log")
+    with log.open("a", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
+        status = main(arguments)
+    if status:
+        line = shlex.join(["python", "-m", "jrl.train", *arguments])
+        raise SystemExit(f"{line} failed: see {log}")
 
 
 def write(study: Study, runs: Path) -> None:

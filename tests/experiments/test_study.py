@@ -10,7 +10,7 @@ from tiers import full_but
 
 import experiments.conversations.run as conversations
 from experiments.figures import draw_curves, draw_finals, final_table, spread
-from experiments.study import Curve, Study, arguments_of, folder_of, read, write
+from experiments.study import Curve, Study, _run, arguments_of, folder_of, read, write
 from jrl.config.flags import parse
 
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("experiments/*/run.py"))
@@ -86,6 +86,16 @@ def test_both_tasks_of_conversations_are_commands_that_training_takes(tmp_path):
         assert (module, program) == ("-m", "jrl.train")
         assert (request.run.task, request.run.seed) == (task, 1)
         assert request.run.steps == conversations.STEPS
+
+
+def test_a_run_that_has_ended_is_left_and_one_that_fails_names_its_log(tmp_path):
+    study = Study(tmp_path, {"a": "grpo"})
+    (folder_of(study, "a", tmp_path, 0) / "plots").mkdir(parents=True)
+    _run(arguments_of(study, "a", tmp_path, 0))
+    with pytest.raises(SystemExit, match=r"grpo .* failed: see .*\.log$"):
+        _run(arguments_of(study, "a", tmp_path, 1))
+    log = folder_of(study, "a", tmp_path, 1).with_suffix(".log").read_text(encoding="utf-8")
+    assert "warm-start-1 holds no run" in log
 
 
 def test_equal_commands_share_a_run(tmp_path):
