@@ -57,14 +57,14 @@ def memory(
     columns = -(-model.vocab_size // layout.tp)
     columns = columns if vocab_chunk is None else min(columns, vocab_chunk)
     logits = 2 * FLOAT32 * tokens * layout.tp * columns
-    # A layer's values, and as many gradients.
-    at_work = 2 * kept(model, layout, tokens, method, "none")
+    # A layer's values, and as many gradients; where attention is on its way back, scores instead.
+    values = kept(model, layout, tokens, method, "none")
+    at_work = values + max(values, scores_at_work(model, layout, batch, method))
     if method.remat == "selective" and method.resends:
         # Nothing stands between what was kept of it and its backward pass: no copies of that.
         at_work -= kept(model, layout, tokens, method, method.remat)
     if layout.pp > 1 and not method.in_place:
         at_work += depth // layout.vpp * kept(model, layout, tokens, method, method.remat)
-    at_work += scores_at_work(model, layout, batch, method)
     at_work += gradients_apart(model, layout, batch, method)
     beside = scores_kept(model, layout, batch, method) * layers_on_way(model, layout, number)
     if method.copies_experts and method.remat == "none" and layout.pp == 1 and model.num_experts:
@@ -224,10 +224,12 @@ def kept(model: ModelSizes, layout: Layout, tokens: int, method: Method, remat: 
     elements += rows * 2 * hidden
     numbers += tokens * (model.num_heads + model.num_experts)
     if remat == "none":
-        # Two norms and their sum, attention's output, rows, and hidden units after activation.
+        # Two norms and their sum, attention's output, rows, and hidden units after activation. No
+        # gradient is of the tokens that came: rows are what is made of them.
         elements += tokens * (3 * h + model.queries + dense_width) + rows * (h + hidden)
         numbers += tokens * 3 * model.num_experts
-    elements += arrived * h
+    else:
+        elements += arrived * h
     return float(elements * width + numbers * FLOAT32)
 
 
