@@ -57,9 +57,12 @@ def memory(
     columns = -(-model.vocab_size // layout.tp)
     columns = columns if vocab_chunk is None else min(columns, vocab_chunk)
     logits = 2 * FLOAT32 * tokens * layout.tp * columns
-    # A layer's values, and as many gradients; where attention is on its way back, scores instead.
+    # A layer's values, and as many gradients.
     values = kept(model, layout, tokens, method, "none")
-    at_work = values + max(values, scores_at_work(model, layout, batch, method))
+    at_work, scores = 2 * values, scores_at_work(model, layout, batch, method)
+    # In a loop over layers all values stay to the end of a pass; of a layer by itself those of its
+    # experts have gone when attention needs its scores.
+    at_work += scores if depth > layout.vpp else max(scores - values, 0)
     if method.remat == "selective" and method.resends:
         # Nothing stands between what was kept of it and its backward pass: no copies of that.
         at_work -= kept(model, layout, tokens, method, method.remat)
@@ -214,12 +217,19 @@ def kept(model: ModelSizes, layout: Layout, tokens: int, method: Method, remat: 
         numbers = arrived * 2 * model.experts_per_token
     # The input; tokens for heads and for hidden units, and the sum of attention's parts.
     elements = tokens * h * (1 + gathered + (gathered if dense_width else 0) + (gathered > 0))
+    of_keys = {"gather": layout.cp, "ring": 1, "ulysses": copies_of_keys(model, layout)}
+    attends = 2 * model.keys * of_keys[method.context]
     if remat == "full":
         # What came is kept as it came.
         of_token = h * width if method.activation_wire is None else h + FLOAT32
+        if layout.cp > 1:
+            # Keys and values of the others; what attention gives, with a log-sum for each query,
+            # where they come by hops; all that is traded, there and back.
+            traded = 2 * model.queries + attends
+            across = {"gather": attends, "ring": model.queries, "ulysses": traded}
+            elements += tokens * across[method.context]
+            numbers += tokens * model.num_heads * (method.context == "ring")
         return float(elements * width + arrived * of_token + numbers * FLOAT32)
-    of_keys = {"gather": layout.cp, "ring": 1, "ulysses": copies_of_keys(model, layout)}
-    attends = 2 * model.keys * of_keys[method.context]
     elements += tokens * (model.queries + attends + 2 * dense_width + h * (gathered == 0))
     elements += rows * 2 * hidden
     numbers += tokens * (model.num_heads + model.num_experts)

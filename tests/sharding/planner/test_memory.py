@@ -264,20 +264,19 @@ def test_scores_of_a_device_by_hand():
     assert found(attention="blocked", context="ulysses") == [0, 3 * every / 2 * 4.5 / 8]
     assert found(attention="blocked") == [0, 3 * every / 2 / 8]
     assert found() == [0, 0]
-    # They and the copies of experts are all that these settings change: where a layer attends on
-    # its way back, scores stand in place of the gradients of its values, of which there are fewer.
+    # They and the copies of experts are all that these settings change.
     of_all = [memory(model, layout, batch, one).total for one in MEMORIES]
     kept_by = MIXTRAL.num_layers * (2 * every + 4 * MIXTRAL.expert_parameters)
-    values = kept(model, layout, batch.local_tokens(layout), Method(), "none")
-    assert 3 * every < values
-    assert of_all[1] - of_all[0] == pytest.approx(kept_by)
-    longer = Batch(4, 8192, micro_rows=2)
-    more, values = (
-        3 * 8**2 * every,
-        kept(model, layout, longer.local_tokens(layout), Method(), "none"),
-    )
-    of_all = [memory(model, layout, longer, one).buffers for one in MEMORIES]
-    assert of_all[1] - of_all[0] == pytest.approx(more - values) and more > values
+    assert of_all[1] - of_all[0] == pytest.approx(kept_by + 3 * every)
+    # Where a stage's chunk is a layer by itself they stand in place of gradients.
+    alone, batch = replace(model, num_layers=4), Batch(8, 1024, micro_rows=2)
+    stages = Layout.parse("pp2 vpp2 tp2 cp2 dp2")
+    for several in (1, 8):
+        longer = replace(batch, time=several * 1024)
+        values = kept(alone, stages, longer.local_tokens(stages), Method(), "none")
+        more = max(3 * every * several**2 - values, 0)
+        of_all = [memory(alone, stages, longer, one).buffers for one in MEMORIES]
+        assert of_all[1] - of_all[0] == pytest.approx(more) and (more > 0) is (several > 1)
 
 
 MEMORIES = Method(), Method(attention="plain", copies_experts=True)
