@@ -8,7 +8,7 @@ from sharding.folding import Layout
 from sharding.planner import links, overlap, volumes
 from sharding.planner.hardware import Hardware
 from sharding.planner.links import Timed
-from sharding.planner.memory import kept
+from sharding.planner.memory import arrived_tokens, kept
 from sharding.planner.method import Batch, Method, for_tokens, for_weights, varied
 from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.models.weights import (
@@ -247,7 +247,11 @@ def passing(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> f
     if method.context == "ring":
         # Keys and values of the others come one after the other, and none stays.
         method = varied(method, context="gather")
-    return kept(model, layout, tokens, method, "none")
+    # Tokens that come are made rows of, and do not stay either.
+    came = 0
+    if model.num_experts:
+        came = arrived_tokens(model, layout, tokens, method) * model.d_model * method.itemsize
+    return kept(model, layout, tokens, method, "none") + came
 
 
 def _optimizer(model: ModelSizes, layout: Layout, method: Method, hardware: Hardware) -> float:

@@ -58,13 +58,16 @@ def memory(
     columns = columns if vocab_chunk is None else min(columns, vocab_chunk)
     logits = 2 * FLOAT32 * tokens * layout.tp * columns
     # A layer's values, and as many gradients.
-    at_work = 2 * kept(model, layout, tokens, method, "none")
+    values = kept(model, layout, tokens, method, "none")
+    at_work, scores = 2 * values, scores_at_work(model, layout, batch, method)
+    # In a loop over layers all values stay to the end of a pass; of a layer by itself those of its
+    # experts have gone when attention needs its scores.
+    at_work += scores if depth > layout.vpp else max(scores - values, 0)
     if method.remat == "selective" and method.resends:
         # Nothing stands between what was kept of it and its backward pass: no copies of that.
         at_work -= kept(model, layout, tokens, method, method.remat)
     if layout.pp > 1 and not method.in_place:
         at_work += depth // layout.vpp * kept(model, layout, tokens, method, method.remat)
-    at_work += scores_at_work(model, layout, batch, method)
     at_work += gradients_apart(model, layout, batch, method)
     beside = scores_kept(model, layout, batch, method) * layers_on_way(model, layout, number)
     if method.copies_experts and method.remat == "none" and layout.pp == 1 and model.num_experts:
@@ -214,20 +217,29 @@ def kept(model: ModelSizes, layout: Layout, tokens: int, method: Method, remat: 
         numbers = arrived * 2 * model.experts_per_token
     # The input; tokens for heads and for hidden units, and the sum of attention's parts.
     elements = tokens * h * (1 + gathered + (gathered if dense_width else 0) + (gathered > 0))
+    of_keys = {"gather": layout.cp, "ring": 1, "ulysses": copies_of_keys(model, layout)}
+    attends = 2 * model.keys * of_keys[method.context]
     if remat == "full":
         # What came is kept as it came.
         of_token = h * width if method.activation_wire is None else h + FLOAT32
+        if layout.cp > 1:
+            # Keys and values of the others; what attention gives, with a log-sum for each query,
+            # where they come by hops; all that is traded, there and back.
+            traded = 2 * model.queries + attends
+            across = {"gather": attends, "ring": model.queries, "ulysses": traded}
+            elements += tokens * across[method.context]
+            numbers += tokens * model.num_heads * (method.context == "ring")
         return float(elements * width + arrived * of_token + numbers * FLOAT32)
-    of_keys = {"gather": layout.cp, "ring": 1, "ulysses": copies_of_keys(model, layout)}
-    attends = 2 * model.keys * of_keys[method.context]
     elements += tokens * (model.queries + attends + 2 * dense_width + h * (gathered == 0))
     elements += rows * 2 * hidden
     numbers += tokens * (model.num_heads + model.num_experts)
     if remat == "none":
-        # Two norms and their sum, attention's output, rows, and hidden units after activation.
+        # Two norms and their sum, attention's output, rows, and hidden units after activation. No
+        # gradient is of the tokens that came: rows are what is made of them.
         elements += tokens * (3 * h + model.queries + dense_width) + rows * (h + hidden)
         numbers += tokens * 3 * model.num_experts
-    elements += arrived * h
+    else:
+        elements += arrived * h
     return float(elements * width + numbers * FLOAT32)
 
 

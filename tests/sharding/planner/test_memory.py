@@ -212,12 +212,18 @@ def compiled_bytes(layout, rows, time, **execution):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "remat"),
+    # Those of `tests/moe/test_mesh_parity.py`, each with one of the three.
     [
-        ("tp2 cp2 dp2 / ep4", "selective"),
-        ("dp4 / ep2 etp2", "full"),
-        ("tp2 cp2 dp2 / ep4", "none"),
-        ("pp2 dp2 tp2 / ep2", "full"),
+        ("tp2 cp2 dp2", "none"),
+        ("cp2 / etp2", "full"),
+        ("dp4 / ep2 etp2", "selective"),
+        ("tp2 cp2 dp4 / ep8 etp2", "selective"),
+        ("tp4 cp2 dp2 / ep16", "full"),
+        ("pp2 dp2 cp2 tp2 / ep4 etp2", "selective"),
+        ("pp2 vpp2 dp2 cp2 tp2 / ep8", "none"),
         ("pp2 vpp2 dp2 / ep2", "selective"),
+        ("pp2 tp2 dp2 / ep4", "full"),
+        ("tp2 dp4 / ep2 etp2", "none"),
     ],
 )
 def test_a_program_needs_what_is_stated(layout, remat):
@@ -225,7 +231,7 @@ def test_a_program_needs_what_is_stated(layout, remat):
     # Through a pipeline go two micro-batches.
     batch = Batch((4 if sizes.pp > 1 else 2) * sizes.dp, 512, micro_rows=2)
     total = compiled_bytes(layout, batch.rows, batch.time, remat=remat, attention="blocked")
-    method = Method(remat=remat, itemsize=4)
+    method = Method(remat=remat, itemsize=4, attention="blocked", copies_experts=True)
     stated = memory(sizes_of(CONFIG), sizes, batch, method, vocab_chunk=None)
     assert stated.total - stated.optimizer == pytest.approx(total, rel=0.15)
 
@@ -262,6 +268,15 @@ def test_scores_of_a_device_by_hand():
     of_all = [memory(model, layout, batch, one).total for one in MEMORIES]
     kept_by = MIXTRAL.num_layers * (2 * every + 4 * MIXTRAL.expert_parameters)
     assert of_all[1] - of_all[0] == pytest.approx(kept_by + 3 * every)
+    # Where a stage's chunk is a layer by itself they stand in place of gradients.
+    alone, batch = replace(model, num_layers=4), Batch(8, 1024, micro_rows=2)
+    stages = Layout.parse("pp2 vpp2 tp2 cp2 dp2")
+    for several in (1, 8):
+        longer = replace(batch, time=several * 1024)
+        values = kept(alone, stages, longer.local_tokens(stages), Method(), "none")
+        more = max(3 * every * several**2 - values, 0)
+        of_all = [memory(alone, stages, longer, one).buffers for one in MEMORIES]
+        assert of_all[1] - of_all[0] == pytest.approx(more) and (more > 0) is (several > 1)
 
 
 MEMORIES = Method(), Method(attention="plain", copies_experts=True)
