@@ -66,6 +66,11 @@ def memory(
     if method.remat == "selective" and method.resends:
         # Nothing stands between what was kept of it and its backward pass: no copies of that.
         at_work -= kept(model, layout, tokens, method, method.remat)
+    if method.remat == "full":
+        # Its input and what came by collectives are not made again; what came to experts, of which
+        # rows are made, is not among its values.
+        at_work -= kept(model, layout, tokens, method, method.remat)
+        at_work += came_to_experts(model, layout, tokens, method)
     if layout.pp > 1 and not method.in_place:
         at_work += depth // layout.vpp * kept(model, layout, tokens, method, method.remat)
     at_work += gradients_apart(model, layout, batch, method)
@@ -220,16 +225,14 @@ def kept(model: ModelSizes, layout: Layout, tokens: int, method: Method, remat: 
     of_keys = {"gather": layout.cp, "ring": 1, "ulysses": copies_of_keys(model, layout)}
     attends = 2 * model.keys * of_keys[method.context]
     if remat == "full":
-        # What came is kept as it came.
-        of_token = h * width if method.activation_wire is None else h + FLOAT32
         if layout.cp > 1:
             # Keys and values of the others; what attention gives, with a log-sum for each query,
             # where they come by hops; all that is traded, there and back.
             traded = 2 * model.queries + attends
             across = {"gather": attends, "ring": model.queries, "ulysses": traded}
             elements += tokens * across[method.context]
-            numbers += tokens * model.num_heads * (method.context == "ring")
-        return float(elements * width + arrived * of_token + numbers * FLOAT32)
+            elements += tokens * model.num_heads * (method.context == "ring") * FLOAT32 // width
+        return float(elements * width + came_to_experts(model, layout, tokens, method))
     elements += tokens * (model.queries + attends + 2 * dense_width + h * (gathered == 0))
     elements += rows * 2 * hidden
     numbers += tokens * (model.num_heads + model.num_experts)
@@ -241,6 +244,18 @@ def kept(model: ModelSizes, layout: Layout, tokens: int, method: Method, remat: 
     else:
         elements += arrived * h
     return float(elements * width + numbers * FLOAT32)
+
+
+def came_to_experts(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> float:
+    """Bytes of the tokens that other devices send to the experts of one, as they come, with their
+    choices and what these count by."""
+    if not model.num_experts:
+        return 0.0
+    of_token = model.d_model * method.itemsize
+    if method.activation_wire is not None:
+        of_token = model.d_model + FLOAT32
+    of_token += 2 * model.experts_per_token * FLOAT32
+    return float(arrived_tokens(model, layout, tokens, method) * of_token)
 
 
 def kept_selectively(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> float:

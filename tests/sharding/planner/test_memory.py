@@ -262,7 +262,8 @@ def test_scores_of_a_device_by_hand():
     assert found(attention="plain", remat="full") == [0, 3 * every]
     # Of a row eight blocks of 128 queries, with an eighth of the keys and so on to all of them.
     assert found(attention="blocked", context="ulysses") == [0, 3 * every / 2 * 4.5 / 8]
-    assert found(attention="blocked") == [0, 3 * every / 2 / 8]
+    # Two of eight blocks, each with all keys.
+    assert found(attention="blocked") == [0, 3 * every / 2 * 2 / 8]
     assert found() == [0, 0]
     # They and the copies of experts are all that these settings change.
     of_all = [memory(model, layout, batch, one).total for one in MEMORIES]
