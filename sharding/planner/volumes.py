@@ -12,8 +12,7 @@ from sharding.folding import Layout
 from sharding.planner.method import Batch, Method
 from sharding.planner.models.sizes import ModelSizes
 from sharding.planner.models.weights import held, layers_on_device, spreads_vocabulary
-from sharding.planner.transfer import Kind, Transfer, present, repeated, staged
-from sharding.planner.wired import in_fp8
+from sharding.planner.transfer import Kind, Transfer, in_fp8, present, repeated, staged
 from sharding.schedule import Schedule
 
 FLOAT32 = INT32 = 4

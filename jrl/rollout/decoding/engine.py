@@ -17,7 +17,7 @@ from jrl.rollout.decoding.programs.advance import Advanced, Policy, advance, pol
 from jrl.rollout.decoding.programs.slots import Decoder, Pool, Rows, empty_pool, halt, over_slots
 from jrl.rollout.decoding.programs.tokens import Draws
 from jrl.rollout.decoding.requests import Finish, Request, Shelf, Trajectory, sampled_in
-from jrl.rollout.decoding.seating import Arriving, Seating, bucket, own_rows
+from jrl.rollout.decoding.seating import REFILL, Arriving, Seating, bucket, own_rows, step_sizes
 from jrl.rollout.decoding.shelves import empty_shelf, shelve
 from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.resharding import RolloutPolicy, apart
@@ -32,14 +32,6 @@ WINDOW = 64
 """Tokens of a row between two looks of the host: finished rows are verified meanwhile."""
 NARROWEST = 64
 """Columns of the cache that attention reads at least, if there are so many."""
-REFILL = 16
-"""Slots are filled again when one in so many is free: each time costs two programs."""
-FEWER = 4
-"""Where most rows have ended, a step computes so many times fewer of them, twice at most."""
-FEWEST = 8
-"""Rows of a rank that a step computes at least: below it fewer cost as much."""
-LONG = 128
-"""Columns of rows that are worth programs for fewer of them."""
 
 
 class SlotEngine:
@@ -114,10 +106,7 @@ class SlotEngine:
     def step_sizes(self) -> list[int]:
         """Slots of each rank that a step may compute, ascending: each number is a program, in which
         sums may round in another way."""
-        sizes = [self._seating.per_rank]
-        while self.columns >= LONG and len(sizes) < 3 and sizes[0] // FEWER >= FEWEST:
-            sizes.insert(0, -(-sizes[0] // FEWER // self._unit) * self._unit)
-        return sizes
+        return step_sizes(self._seating.per_rank, self.columns, self._unit)
 
     @property
     def num_idle(self) -> int:
@@ -276,22 +265,12 @@ class SlotEngine:
         """Samples until the host has something to do, and gives what ended."""
         seating = self._seating
         sitting = sorted(seating.sitting)
-        still = self._sampled(sitting, WINDOW, self._live_to_stop(len(sitting)))
+        still = self._sampled(sitting, WINDOW, seating.live_to_stop(self._sizes))
         ended = [slot for slot in sitting if not still[slot]]
         # A conversation may go on: it is handed out where its environment is, on the host.
         turns = [slot for slot in ended if seating.sitting[slot].turns is not None]
         alone = [slot for slot in ended if seating.sitting[slot].turns is None]
         return self._shelved(alone) + self._taken_off(turns)
-
-    def _live_to_stop(self, live: int) -> int:
-        """How many rows have the host look again, so many being live now."""
-        if self._seating.waiting:
-            # Some free slots that others can take.
-            return max(live - max(1, self.slots // REFILL), 0)
-        # A step may compute fewer then, at the latest where a rank has them all; or all have ended.
-        fewer, ranks = self._sizes[:-1], {1, self._seating.ranks}
-        sizes = [size * of for size in fewer for of in ranks]
-        return max((size for size in sizes if size < live), default=0)
 
     @property
     def _sizes(self) -> list[int]:

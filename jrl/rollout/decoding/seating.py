@@ -19,6 +19,15 @@ SHARED = 128
 """Tokens of the narrowest of several rows that prompts share: their scores are with all others of
 the row."""
 
+REFILL = 16
+"""Slots are filled again when one in so many is free: each time costs two programs."""
+FEWER = 4
+"""Where most rows have ended, a step computes so many times fewer of them, twice at most."""
+FEWEST = 8
+"""Rows of a rank that a step computes at least: below it fewer cost as much."""
+LONG = 128
+"""Columns of rows that are worth programs for fewer of them."""
+
 
 def bucket(size: int, most: int | None = None, least: int = SMALLEST) -> int:
     """The size of a program for `size`: `least` times a power of two, but no more than `most`.
@@ -82,6 +91,20 @@ def _coarse(rows: int) -> int:
 
 def _goes_on(request: Request) -> bool:
     return request.turns is not None and request.begun
+
+
+def step_sizes(per_rank: int, columns: int, unit: int) -> list[int]:
+    """How many slots of a rank a step may compute, ascending: all and, where rows are long enough
+    to be worth programs for fewer of them, `FEWER` times fewer.
+
+    Args:
+      columns: tokens of the longest row.
+      unit: what each number is a multiple of.
+    """
+    sizes = [per_rank]
+    while columns >= LONG and len(sizes) < 3 and sizes[0] // FEWER >= FEWEST:
+        sizes.insert(0, -(-sizes[0] // FEWER // unit) * unit)
+    return sizes
 
 
 def row_widths(columns: int, unit: int) -> list[int]:
@@ -155,6 +178,20 @@ class Seating:
     @property
     def num_free(self) -> int:
         return sum(map(len, self._free))
+
+    def live_to_stop(self, sizes: Sequence[int]) -> int:
+        """How few rows must be live for the host to look again.
+
+        Args:
+          sizes: slots of each rank that a step may compute, ascending.
+        """
+        live = len(self.sitting)
+        if self.waiting:
+            # Some free slots that others can take.
+            return max(live - max(1, self.per_rank * self.ranks // REFILL), 0)
+        # A step may compute fewer then, at the latest where a rank has them all; or all have ended.
+        fewer = [size * ranks for size in sizes[:-1] for ranks in {1, self.ranks}]
+        return max((number for number in fewer if number < live), default=0)
 
     def stay(self, slot: int, request: Request) -> None:
         """A request keeps the slot that it had, which must be free."""
