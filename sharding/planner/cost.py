@@ -136,10 +136,18 @@ def cost_at_least(
     hardware: Hardware,
     system: System,
 ) -> float:
-    """Seconds that a step takes without anything that is sent, and without the optimizer's."""
-    number = batch.num_micro_batches(layout)
-    computed = _computed(model, as_held(model, layout), batch, method, hardware, system)
-    return number * sum(computed) * (1 + Schedule(layout.pp, number, layout.vpp).bubble)
+    """Seconds that a step takes without anything that is sent but new weights."""
+    number, alike = batch.num_micro_batches(layout), as_held(model, layout)
+    computed = _computed(model, alike, batch, method, hardware, system)
+    working = number * sum(computed) * (1 + Schedule(layout.pp, number, layout.vpp).bubble)
+    return working + _at_the_end(model, alike, for_weights(method), hardware)
+
+
+@functools.lru_cache(maxsize=256)
+def _at_the_end(model: ModelSizes, layout: Layout, method: Method, hardware: Hardware) -> float:
+    """Seconds of the optimizer and of joining new weights, which nothing hides."""
+    *_, joined = _once(model, layout, method, hardware)
+    return joined + _optimizer(model, layout, method, hardware)
 
 
 @functools.lru_cache(maxsize=256)

@@ -59,32 +59,36 @@ def memory(
     logits = 2 * FLOAT32 * tokens * layout.tp * columns
     # A layer's values, and as many gradients.
     values = kept(model, layout, tokens, method, "none")
+    stays_of_layer = values
+    if method.remat != "none":
+        stays_of_layer = kept(model, layout, tokens, method, method.remat)
     at_work, scores = 2 * values, scores_at_work(model, layout, batch, method)
     # In a loop over layers all values stay to the end of a pass; of a layer by itself those of its
     # experts have gone when attention needs its scores.
     at_work += scores if depth > layout.vpp else max(scores - values, 0)
     if method.remat == "selective" and method.resends:
         # Nothing stands between what was kept of it and its backward pass: no copies of that.
-        at_work -= kept(model, layout, tokens, method, method.remat)
+        at_work -= stays_of_layer
     if method.remat == "full":
         # Its input and what came by collectives are not made again; what came to experts, of which
         # rows are made, is not among its values.
-        at_work -= kept(model, layout, tokens, method, method.remat)
+        at_work -= stays_of_layer
         at_work += came_to_experts(model, layout, tokens, method)
     if layout.pp > 1 and not method.in_place:
-        at_work += depth // layout.vpp * kept(model, layout, tokens, method, method.remat)
+        at_work += depth // layout.vpp * stays_of_layer
     at_work += gradients_apart(model, layout, batch, method)
-    beside = scores_kept(model, layout, batch, method) * layers_on_way(model, layout, number)
+    of_layers = stays_of_layer + scores_kept(model, layout, batch, method)
+    activations = layers_on_way(model, layout, number) * of_layers
     if method.copies_experts and method.remat == "none" and layout.pp == 1 and model.num_experts:
         # Through a pipeline what is made of weights alone is made again.
         copies = model.num_layers - model.num_dense_layers
         of_layer = model.expert_parameters / (layout.ep * layout.etp)
-        beside += copies * of_layer * method.stored.weight
+        activations += copies * of_layer * method.stored.weight
     return Memory(
         weights=stays.weights,
         optimizer=stays.optimizer,
         gradients=stays.gradients,
-        activations=activations(model, layout, number, tokens, method) + beside,
+        activations=activations,
         # Gradients go on their way when layers and logits are done.
         buffers=stays.joined + max(logits + at_work, stays.wire),
     )
@@ -156,14 +160,6 @@ def wire_buffer(model: ModelSizes, layout: Layout, method: Method) -> float:
             inside = Transfer("", "permute", one.replicas, 1, 1, side="inside").group(layout)
             found.append(2 * BFLOAT16 * one.parameters * parts.get(one.what, 1.0) / inside)
     return max(found)
-
-
-def activations(
-    model: ModelSizes, layout: Layout, num_micro_batches: int, tokens: int, method: Method
-) -> float:
-    """Bytes that the layers of a device keep for the backward pass, scores left out."""
-    layer = kept(model, layout, tokens, method, method.remat)
-    return layers_on_way(model, layout, num_micro_batches) * layer
 
 
 def layers_on_way(model: ModelSizes, layout: Layout, num_micro_batches: int) -> int:

@@ -285,7 +285,7 @@ def test_equals_one_device_in_half_precision(name, layout):
 
 # States multiply what roundings do to them, by hundreds; a value has one column, and no sum over a
 # vocabulary to even them out.
-FAR_FROM_FLOAT32 = "delta two", "shared"
+FAR_FROM_FLOAT32 = "delta", "delta two", "shared"
 
 
 @pytest.mark.slow

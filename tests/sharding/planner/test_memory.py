@@ -19,12 +19,12 @@ from moe.weights import shapes
 from sharding.folding import Layout, fold_abstract
 from sharding.planner import volumes
 from sharding.planner.memory import (
-    activations,
     arrived_tokens,
     chunks_on_way,
     expert_rows,
     first_chunks_on_way,
     kept,
+    layers_on_way,
     memory,
     states,
     wire_buffer,
@@ -153,8 +153,6 @@ def test_a_pipeline_keeps_as_many_chunks_as_its_schedule_has_places_for(layout):
 
 
 def test_a_pipeline_keeps_what_the_chunks_on_their_way_need():
-    tokens, method = 512, Method(remat="selective")
-    layer = kept(MIXTRAL, Layout.parse("pp4"), tokens, method, "selective")
     for layout, model, number, layers in (
         ("pp4", MIXTRAL, 16, 4 * 14),
         ("pp4", MIXTRAL, 3, 3 * 14),
@@ -164,8 +162,11 @@ def test_a_pipeline_keeps_what_the_chunks_on_their_way_need():
         # The first chunk brings the dense layers of eight micro-batches.
         ("pp4 vpp7", replace(MIXTRAL, num_dense_layers=1, num_layers=57), 16, (4 * 7 + 3) * 2 + 8),
     ):
-        found = activations(model, Layout.parse(layout), number, tokens, method)
-        assert found == pytest.approx(layers * layer)
+        sizes, method = Layout.parse(layout), Method(remat="selective")
+        assert layers_on_way(model, sizes, number) == layers
+        batch = Batch(number * 4, 512, micro_rows=4)
+        layer = kept(model, sizes, batch.local_tokens(sizes), method, "selective")
+        assert memory(model, sizes, batch, method).activations == layers * layer
 
 
 @pytest.mark.parametrize("capacity", [None, 0.8, 1.0, 3.0])

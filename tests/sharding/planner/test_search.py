@@ -213,20 +213,31 @@ def test_nothing_fits_on_too_few():
 
 
 SEARCH_1440 = """
-import time
-
+from sharding.planner import search as searching
 from sharding.planner.hardware import HARDWARE
 from sharding.planner.models.presets import PRESETS
 from sharding.planner.search import Choices, search
 from sharding.planner.validation.calibration import METHODS, SYSTEMS
 
+calls = dict.fromkeys(("cost", "memory"), 0)
+
+
+def counted(name, function):
+    def counting(*given):
+        calls[name] += 1
+        return function(*given)
+
+    return counting
+
+
+for name in calls:
+    setattr(searching, name, counted(name, getattr(searching, name)))
 programs = METHODS["MegaScale-MoE"], SYSTEMS["MegaScale-MoE"]
 dispatch, storage = ("ragged", "all_gather", "all_to_all"), ("mixed", "mixed-bfloat16-wire")
 choices = Choices(dispatch, storage=storage)
 hardware = HARDWARE["h800"]
-start = time.process_time()
 found = search(PRESETS["megascale-352b"], 1440, 720, 8192, hardware, *programs, choices)
-print(time.process_time() - start)
+print(*calls.values())
 print(len(found.plans), {plan.layout.num_devices for plan in found.plans})
 """
 
@@ -234,12 +245,15 @@ print(len(found.plans), {plan.layout.num_devices for plan in found.plans})
 @pytest.mark.slow
 def test_1440_devices():
     """Every dispatch, context, rematerialisation and wire of gradients, in a process without checks
-    of annotations, which take thirty times as long as the search. It takes about five seconds."""
+    of annotations, which take thirty times as long as the search. Most ways are seen to be slower
+    than another without their cost: of a third of a million, so many take seven seconds."""
     found = subprocess.run(
         [sys.executable, "-c", SEARCH_1440], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    seconds, answer = found.stdout.splitlines()
+    calls, answer = found.stdout.splitlines()
     number, devices = answer.split(maxsplit=1)
-    assert float(seconds) < 10
-    assert int(number) > 0
+    costs, memories = map(int, calls.split())
+    assert costs < 22_000
+    assert memories < 100_000
+    assert int(number) > 2_000
     assert devices.strip() == "{1440}"
