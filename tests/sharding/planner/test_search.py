@@ -246,7 +246,7 @@ print(len(found.plans), {plan.layout.num_devices for plan in found.plans})
 def test_1440_devices():
     """Every dispatch, context, rematerialisation and wire of gradients, in a process without checks
     of annotations, which take thirty times as long as the search. Most ways are seen to be slower
-    than another without their cost: of a third of a million, so many take seven seconds."""
+    than another without their cost; with so many it takes seven seconds."""
     found = subprocess.run(
         [sys.executable, "-c", SEARCH_1440], capture_output=True, text=True, check=True, cwd=ROOT
     )
