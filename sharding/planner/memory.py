@@ -63,8 +63,8 @@ def memory(
     if method.remat != "none":
         stays_of_layer = kept(model, layout, tokens, method, method.remat)
     at_work, scores = 2 * values, scores_at_work(model, layout, batch, method)
-    # In a loop over layers all values stay to the end of a pass; of a layer by itself those of its
-    # experts have gone when attention needs its scores.
+    # Where a chunk is a layer by itself, and so no loop over layers, XLA's CPU programs need less:
+    # as if scores took the place of gradients. Fitted to them, not derived.
     at_work += scores if depth > layout.vpp else max(scores - values, 0)
     if method.remat == "selective" and method.resends:
         # Nothing stands between what was kept of it and its backward pass: no copies of that.

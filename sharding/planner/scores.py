@@ -34,8 +34,8 @@ def scores_at_work(model: ModelSizes, layout: Layout, batch: Batch, method: Meth
         return 0.0
     of_row = FLOAT32 * model.num_heads / layout.tp * batch.time**2 / layout.cp
     blocks = -(-batch.time // QUERIES)
-    # Queries that are not the last ones of all keys are one stretch, block by block: one in the
-    # loop's pass, and as much beside it of the loop.
+    # Queries that are not the last ones of all keys are one stretch, block by block. Two blocks are
+    # what XLA's CPU programs come nearest to: fitted to them, not derived.
     if layout.cp > 1 and method.context != "ulysses":
         return AT_WORK * of_row * min(2 / blocks, 1)
     return AT_WORK * of_row * (1 + 1 / min(blocks, SPANS)) / 2
