@@ -283,8 +283,7 @@ def test_equals_one_device_in_half_precision(name, layout):
         jax.tree.map(within(1e-6), (own.experts, own.norm), (other.experts, other.norm))
 
 
-# States multiply what roundings do to them, by hundreds; a value has one column, and no sum over a
-# vocabulary to even them out.
+# Further from one device than the bound of the others, as one device is from float32: held by that.
 FAR_FROM_FLOAT32 = "delta", "delta two", "shared"
 
 
@@ -298,7 +297,7 @@ def test_the_whole_table_in_half_precision(name, layout):
     (expected, expected_stats), expected_grads = one
     np.testing.assert_allclose(value, expected, rtol=2**-8)
     if name in FAR_FROM_FLOAT32:
-        # As far as one device is from float32, which rounds once where a mesh rounds each part.
+        # One device rounds once where a mesh rounds each part.
         _, precise = on_one_device(without_execution(CONFIGS[name]), replayed=True)
         jax.tree.map(
             lambda a, b, exact: np.testing.assert_array_less(

@@ -97,7 +97,7 @@ class ConversationEngine:
         self._engine.submit(requests, sampling)
 
     def poll(self, alone: bool = False) -> list[Trajectory]:
-        # Who is asked goes on when the answer is there: never is all there from the beginning.
+        # Never `alone` further in: rows come back when environments have answered.
         done: list[Trajectory] = []
         while not done:
             done = self._go_on(self._replies(block=False))

@@ -74,7 +74,7 @@ class StreamEngine(SlotEngine):
 
     # Those whose rows are being written wait no longer than for so many.
     most_tokens = 1024
-    _alone = True
+    _alone = True  # requests come at any time, so that no bits are promised again
     _too_wide = 0  # looks, one after another, at a cache twice as wide as it need be
 
     @property
