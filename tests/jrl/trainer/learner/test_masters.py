@@ -319,7 +319,7 @@ def test_no_weight_is_cast_where_it_is_used(kind):
         number = jax.ShapeDtypeStruct((), jnp.int32)
         draws = Draws(jax.ShapeDtypeStruct((2,), jnp.uint32), number)
         given = policy, pool, draws, number, number
-        return advance.trace(decoder, Sampling(), 16, None, *given)
+        return advance.trace(decoder, Sampling(), 16, *given)
 
     assert not whole_weights_cast(traced(cast_shapes(setup.model)), like)
     assert len(whole_weights_cast(traced(like), like)) > 8
