@@ -10,17 +10,16 @@ import pytest
 from family_chain import ANSWER, go_through
 from family_files import VOCAB_SIZE
 from programs import mesh_of
-from tiers import full_but
 
 from jrl.text.json_tokenizer import checkpoint_tokenizer
 from moe import huggingface
 
 RECORD = json.loads((Path(__file__).parent / "greedy_of_families.json").read_text())
 """Of `transformers` by greedy_of_families.py, with which PEFT's adapters gave the same."""
-QUICK = "mistral"
 
 
-@pytest.mark.parametrize("name", full_but(RECORD, QUICK))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECORD)
 def test_greedy_tokens_at_the_end_of_all_stages_are_those_of_transformers(name, tmp_path):
     recorded = RECORD[name]
     found = go_through(name, tmp_path)

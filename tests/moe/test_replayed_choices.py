@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from programs import jit, mesh_of, random_weights
 from small_networks import DENSE_FIRST, any_choices, ragged_rows
-from tiers import full_but
 from whole_network import loss_and_gradient
 
 from moe.execution import Execution
@@ -59,7 +58,8 @@ def program(config, dispatch, layout):
     return run
 
 
-@pytest.mark.parametrize(("dispatch", "layout"), full_but(CASES, CASES[0]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("dispatch", "layout"), CASES)
 def test_equals_one_device(dispatch, layout, emulated):
     config = sized(layout)
     (value, stats), grads = program(config, dispatch, layout)(choices(config))

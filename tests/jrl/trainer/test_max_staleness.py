@@ -103,6 +103,7 @@ def uninterrupted(tmp_path_factory):
     return of
 
 
+@pytest.mark.slow
 def test_the_sampler_is_ahead(uninterrupted):
     run = uninterrupted("grpo", 3, 8, False)
     ages, spans = checked(run, steps=6, bound=3)

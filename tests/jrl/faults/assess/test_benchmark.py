@@ -70,6 +70,7 @@ def test_the_default_finds_what_others_do_not_and_alarms_nobody_in_health(tmp_pa
     assert shift["false_alarms"] == 0 and shift["operational_precision"] > 0.9
 
 
+@pytest.mark.slow
 def test_a_small_run_finds_most_and_alarms_little(tmp_path):
     """Conservative: the full benchmark's F1 is far above and a broken detector's near 0."""
     request = BenchmarkOptions(

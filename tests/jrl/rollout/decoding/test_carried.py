@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 from policies import EOS, PROMPT, SAMPLING, Asked, answers, weights
-from tiers import full_but
 
 from jrl.rollout.batching import batch_from_host, batch_of
 from jrl.rollout.decoding.requests import taken_off
@@ -49,7 +48,8 @@ def interrupted(asked, again, keep_pool=False):
     return done, before
 
 
-@pytest.mark.parametrize("records_choices", full_but([True, False], True))
+@pytest.mark.slow
+@pytest.mark.parametrize("records_choices", [True, False])
 def test_rows_go_on_where_they_stood(records_choices):
     asked = replace(ASKED, records_choices=records_choices)
     engine = asked.engine()

@@ -95,6 +95,7 @@ def test_an_update_of_adapters_reaches_both_sides():
     assert not np.array_equal(*tokens)
 
 
+@pytest.mark.slow
 def test_experts_move_while_rows_decode():
     """To where they have equally much to do, hot ones to several devices; rows do not change."""
     asked = Asked(Sampling(), slots=8, response=9)

@@ -130,6 +130,7 @@ def test_what_is_dropped_gives_its_slots_back():
     np.testing.assert_array_equal(tokens, crowd(2)[0, 0][0])
 
 
+@pytest.mark.slow
 def test_the_cache_is_as_wide_as_its_rows_need(monkeypatch):
     monkeypatch.setattr(stream, "NARROWEST_CACHE", 4)
     monkeypatch.setattr(stream, "PATIENCE", 1)
@@ -151,7 +152,8 @@ def test_the_cache_is_as_wide_as_its_rows_need(monkeypatch):
     assert made._pool.cache.keys[0].shape[-1] == 4, "it does not become narrow again"
 
 
-@pytest.mark.parametrize("layout", full_but(["dp1", "tp2 / ep2"], "dp1"))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp1", "tp2 / ep2"])
 def test_a_step_computes_no_more_slots_than_it_needs(monkeypatch, layout):
     made, computed, run = engine(layout, slots=16), list[list[int]](), slot_engine.advance
 

@@ -80,6 +80,7 @@ def elements_on_one(tree):
     return sum(leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(tree))
 
 
+@pytest.mark.slow
 def test_a_device_keeps_its_part_before_and_after_an_update():
     setup = setup_on("dp4", "selective")
     before = setup.networks.policy.init(random_weights(setup, setup.model))

@@ -61,7 +61,8 @@ def test_the_cache_is_written_in_place(scanned):
 DEEP = [("dp1", 1), ("dp1", 3), ("tp2 dp2 / ep4", 3)]
 
 
-@pytest.mark.parametrize(("layout", "layers"), full_but(DEEP, DEEP[0]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "layers"), DEEP)
 def test_rows_are_those_of_the_unrolled_network(layout, layers):
     config = replace(CONFIG, num_layers=layers)
     scanned = replace(config, execution=Execution(scan_layers=True))

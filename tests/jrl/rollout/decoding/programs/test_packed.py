@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from policies import CONFIG, PAD, Asked, weights
-from tiers import full_but
 
 from jrl.rollout.decoding import packing as packing_on_host
 from jrl.rollout.decoding.packing import copies_of, packing_of, plan_rows, row_count, row_sizes
@@ -111,8 +110,9 @@ def test_copies_reach_over_each_prompt_and_no_further_than_the_cache():
     assert copies_of(plan, one, 4, 512, 128).number.tolist() == [1, 0]
 
 
-@pytest.mark.parametrize("scanned", full_but([False, True], False))
-@pytest.mark.parametrize("layout", full_but(["dp1", "dp2", "tp2 / ep2"], "dp1"))
+@pytest.mark.slow
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("layout", ["dp1", "dp2", "tp2 / ep2"])
 def test_a_prompt_that_shares_a_row_runs_as_in_its_own(layout, scanned, monkeypatch):
     monkeypatch.setattr(packing_on_host, "CHUNK", 3)
     monkeypatch.setattr(packed, "CHUNK", 3)
