@@ -216,6 +216,7 @@ class Setup:
             packs = packs and self.mesh.layout.pp == 1
         kept = None
         if self.run.stale_cache:
+            # For its sizes alone: an engine has no pool before rows come.
             engine = self._engine(self.randomness)
             kept = KeptPool(engine.decoder, engine.slots, engine.columns)
         staleness = self.run.max_staleness
@@ -305,6 +306,8 @@ def build_setup(
             prompts_dropped=dropped,
             rows=rows,
         )
+        # In this order: windows follow from the limit of responses, micro-batches from rows and
+        # lengths.
         setup = replace(setup, recipe=recipe.fitted(setup.response_length))
         setup = replace(setup, recipe=setup.geometry.with_micro_batch().recipe)
         check_served(network, setup.mesh)
@@ -313,6 +316,7 @@ def build_setup(
         setup.geometry.slots(run.slots)
         given = setup.tokenizer, setup.model, setup.run, setup.recipe, setup.mesh
         check_fits(*given, setup.split, setup.response_length)
+    # Worker processes must not outlive a run that is refused or interrupted.
     except BaseException:
         task.close()
         raise
