@@ -106,6 +106,7 @@ class DisaggregatedEngine(SlotEngine):
             split,
             placement=self.places.placements[0],
             m2n=m2n,
+            # Loads are counted from choices, recorded for a replay or not.
             records_choices=records_choices or replan is not None,
         )
         if is_multiprocess():
@@ -190,6 +191,7 @@ class DisaggregatedEngine(SlotEngine):
         numbers = [self._everywhere(np.int32(i)) for i in range(parts)]
         cache = None
         if self._attends:
+            # The runner gives up the cache layer by layer, `sample_part` the rest.
             cache, pool = pool.cache, replace(pool, cache=Cache((), ()))
         # Of each token and micro-batch, the rows that got it and those that go on.
         counts: list[list[Any]] = [[] for _ in range(parts)]
@@ -216,6 +218,7 @@ class DisaggregatedEngine(SlotEngine):
             totals.append(np.sum([np.reshape(own, -1) for own in each], axis=0))
             return int(totals[-1][1])
 
+        # What is enqueued already runs on; nothing is known of rows before `AHEAD` tokens.
         def goes_on(token: int) -> bool:
             left = count(token - AHEAD) if token >= AHEAD else min_live + 1
             return token < window and left > min_live
@@ -229,13 +232,16 @@ class DisaggregatedEngine(SlotEngine):
             end,
             goes_on,
             columns,
+            # A process without attention hears the counts, and decides as the others do.
             lambda i, heard: counts[i].append(heard),
         )
+        # Those that were enqueued after the last look.
         for token in range(len(totals), len(counts[0])):
             count(token)
         grew = np.array(totals)[:, 0]
         if self.places.is_due(len(grew)):
             self._look()
+        # A token that was enqueued ahead and that no row got is no step.
         advanced = Advanced(jnp.asarray((grew > 0).sum()), jnp.asarray(grew.sum()))
         return pool if cache is None else replace(pool, cache=cache), advanced
 

@@ -201,6 +201,7 @@ def sampled_in(rows: Rows[np.ndarray], row: int, request: Request) -> Sampled:
 def taken_off(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     """The same without a place on the mesh: each request holds what was sampled. With several
     processes a collective."""
+    # Each shelf crosses once, however many of its rows are wanted.
     rows = {id(t.shelf): to_host(t.shelf.rows) for t in trajectories if t.shelf is not None}
     return [
         t
