@@ -86,6 +86,7 @@ def collect(
             seconds=seconds,
         )
         found = finder.find()
+        # Only those that were needed: what was begun in advance is drawn again in the next step.
         prompts_seen += len(found.informative)
         drawn = found.completions
         completions, counts = chosen_of(recipe, drawn, found.informative)
@@ -95,6 +96,7 @@ def collect(
         written, prompts_seen, unfinished = write_windows(
             sampler, recipe, given(collection.window), sampling, prompts_seen, unfinished, seconds
         )
+        # They come as they end: sorted, what is learned from does not depend on that.
         drawn = completions = in_order(written)
     else:
         numbers = range(prompts_seen, prompts_seen + recipe.prompts)
