@@ -151,6 +151,7 @@ def finish(setup: Setup, folder: RunFolder, stopped: bool) -> None:
     write_page([folder], folder.report_path)
     if stopped:
         return
+    # Read back, as the completions before training may be of another process than this one.
     shown = [line for line in read_samples(folder.samples_path) if line["kind"] == "heldout"]
     if not shown:
         raise ValueError(f"{folder.samples_path} has no samples of kind heldout: lines were lost")

@@ -138,6 +138,7 @@ def init_state(
         reference=reference,
         unfinished=_unfinished(networks),
         kept=first_kept(networks.policy.objective.sampling, networks.mesh),
+        # Empty rather than None where steps will fill it: the state keeps its structure.
         ahead=None
         if networks.room is None
         else to_devices(networks.room.empty(), replicated(networks.mesh)),

@@ -109,6 +109,7 @@ class Correction:
     @property
     def compares(self) -> bool:
         """Whether it needs the policy's log-probabilities as the trainer computes them."""
+        # Weights over what was drawn take `old_logprobs`, which the sampler may have given.
         weighs = self.weighting is not None and self.denominator != "drawn"
         return weighs or self.rejection is not None
 

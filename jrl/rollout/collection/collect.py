@@ -99,6 +99,8 @@ def collect(
         # They come as they end: sorted, what is learned from does not depend on that.
         drawn = completions = in_order(written)
     else:
+        # Prompts have numbers in the order of the task, by which all that is drawn for them is told
+        # apart.
         numbers = range(prompts_seen, prompts_seen + recipe.prompts)
         asked = {number: sampler.task.train(number) for number in numbers}
         drawn = completions = sampler.sample(asked, sampling, recipe.group_size, seconds=seconds)

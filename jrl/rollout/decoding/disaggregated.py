@@ -319,6 +319,7 @@ def counted(
 
     def local(loads: Array, live: Array, choices: Array, number: Array) -> Array:
         layers = jnp.arange(loads.shape[0])[None, :, None]
+        # Rows that are not live are computed too, and are nobody's load.
         run = jnp.broadcast_to(_part(live, parts, number)[:, None, None], choices.shape)
         own = jnp.zeros_like(loads).at[layers, choices].add(run.astype(loads.dtype))
         return loads + all_sum(vary(own, mesh.except_sequence), mesh.except_sequence)
@@ -364,6 +365,7 @@ def sample_part(
             rows = replace(rows, choices=written(rows.choices, live, last, choices))
         drawn = drawn_tokens(decoder, sampling, logits, own, rows, draws)
         rows, going = appended(decoder, own, rows, live, drawn, draws.version)
+        # Micro-batch i is the i-th part of each device's slots.
         first = number * live.shape[0]
 
         def back(whole: Array, part: Array) -> Array:

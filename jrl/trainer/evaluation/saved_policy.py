@@ -108,6 +108,7 @@ def _load(
                 f"run {folder.path} has no checkpoint yet: the first comes after its warm start."
             )
         place = checkpoints.directory / str(step)
+        # Taken before anything is read: a folder that was put in this one's place is known by it.
         before = _identity(place)
         try:
             read = [checkpoints.restore(step, like[part], part=part) for part in models]

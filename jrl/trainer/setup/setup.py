@@ -228,6 +228,7 @@ class Setup:
         """The policy in its warm start."""
         # Adapters come beside what it has learned.
         model = self.model.without_adapters()
+        # Rows of different prompts, which share nothing.
         objective = SupervisedObjective(model, self.mesh, self.geometry.alone)
         optimizer = self._stepping(Optimizer(self.run.warm_start_learning_rate))
         return Network(objective, optimizer, 1)
@@ -235,6 +236,7 @@ class Setup:
     def _stepping(self, optimizer: Optimizer) -> Optimizer:
         """An optimizer of the recipe, its moments kept and gradients sent as the run says."""
         run = self.run
+        # A rate that falls has to know its last step, which is the run's and not the recipe's.
         if optimizer.schedule != "constant":
             optimizer = replace(optimizer, steps=run.steps)
         return replace(optimizer, mu_dtype=run.mu_dtype, gradient_wire=run.gradient_wire)
@@ -287,6 +289,7 @@ def build_setup(
         if isinstance(task, Chats):
             assert isinstance(format, ChatFormat) and isinstance(recipe, Sft)
             rows = chat_rows(task, format, recipe, network, mesh)
+            # No number was given: as many as the recipe's epochs take.
             if not run.steps:
                 run = replace(run, steps=recipe.steps_of(task.num_train))
             prompt, response = sampled_lengths(task, rows, format, network, run.response_length)
