@@ -108,10 +108,10 @@ def plan(
       Johnson et al., "Worst-case performance bounds for simple one-dimensional packing algorithms",
       1974 (first fit decreasing takes 11/9 of the bins that are needed, at most and nearly).
     """
-    # To ranks first, evenly by tokens: in every pass all wait for the one with most.
+    # To ranks first, evenly by tokens, as all run as many passes as the fullest of them needs.
     length, ranks = bin_length(time, mesh), mesh.size(mesh.dp)
     filled = [_first_fit(rows, tokens, length, rows_of_a_bin) for rows in _of_ranks(tokens, ranks)]
-    # The fullest rank decides: ranks meet in the collectives of every pass that one of them runs.
+    # A pass has collectives: none of the ranks can leave one out that another runs.
     passes = max(-(-max(map(len, filled)) // bins), 1)
     dealt = [_dealt_out(of_rank, counted, passes, bins) for of_rank in filled]
     # At most one row in each bin, where all have their full length.
