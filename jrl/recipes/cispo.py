@@ -32,6 +32,7 @@ class Cispo(GroupRelative):
         batch: Batch[Array],
         statistics: Any,
     ) -> tuple[Float[Array, "batch time"], Metrics]:
+        # No `clip_dual`: the bound on the weight holds at advantages of either sign.
         return cispo_loss(
             logprobs,
             given(batch.old_logprobs),

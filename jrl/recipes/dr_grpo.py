@@ -18,6 +18,7 @@ from jrl.recipes.base.group_relative import GroupRelative
 class DrGrpo(GroupRelative):
     """Dr. GRPO; what token losses are divided by is the length limit, the same in each step."""
 
+    # Divided by its own length, a long wrong response would cost less for each token.
     aggregation: Aggregation = "seq-mean-token-sum-norm"
 
     def row_advantages(self, batch: Batch[Array]) -> Float[Array, "batch"]:

@@ -21,6 +21,8 @@ class Grpo(GroupRelative):
     """Divide the advantages of a group by the standard deviation of its rewards."""
 
     def row_advantages(self, batch: Batch[Array]) -> Float[Array, "batch"]:
+        # Without the scale, as in Dr. GRPO, groups that are nearly all right or all wrong weigh no
+        # more than others.
         scale = "group" if self.scale_by_std else None
         return grpo_advantages(given(batch.rewards), given(batch.groups), scale=scale)
 

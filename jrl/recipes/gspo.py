@@ -25,6 +25,7 @@ class Gspo(GroupRelative):
     """How far the ratio of a response may fall below 1."""
     clip_high: float = 4e-4
     """How far it may rise above 1."""
+    # The ratio is one number for a response, and so is its weight in the mean.
     aggregation: Aggregation = "seq-mean-token-mean"
 
     def surrogate(

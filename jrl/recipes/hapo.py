@@ -100,6 +100,7 @@ class Hapo(Dapo):
 
     def __post_init__(self):
         super().__post_init__()
+        # Made to be checked: it refuses what could reach a temperature of 0.
         AdaptiveTemperature(self.tau, self.entropy_quantile, self.temperature_signal)
         if not 0 <= self.redistribution_strength <= 1:
             raise ValueError(
@@ -123,15 +124,20 @@ class Hapo(Dapo):
 
     @property
     def default_denominator(self) -> Denominator:
+        # At a constant temperature too: with the sampler's anchor, weights against its whole policy
+        # would be refused, as the ratio corrects for that already.
         return "drawn"
 
     @property
     def uses_statistics(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        # The other two components read nothing of a mini-batch at its update.
         return self.differential_redistribution or self.asymmetric_clipping
 
     def targets(self, batch: Batch[Array]) -> Targets[Array]:
         if not self.token_level_group_average:
             return super().targets(batch)
+        # So that the advantages of a group's tokens sum to 0: the token mean of the loss does not
+        # push with the sign of the longer responses.
         return Targets(
             token_level_group_average(
                 given(batch.rewards),
@@ -158,6 +164,8 @@ class Hapo(Dapo):
     ) -> tuple[Float[Array, "batch time"], Metrics]:
         if not self.uses_statistics:
             return super().surrogate(logprobs, entropy, batch, statistics)
+        # Advantage and bounds follow the entropy of the current policy, through which no gradient
+        # flows.
         return hapo_loss(
             logprobs,
             given(batch.old_logprobs),
@@ -166,6 +174,7 @@ class Hapo(Dapo):
             entropy_signal(entropy, batch.mask, statistics=given(statistics)),
             clip_low=self.clip_low,
             clip_high=self.clip_high,
+            # A component that is off has strength 0: DAPO's bounds, DAPO's advantages.
             clip_strength=self.clip_strength if self.asymmetric_clipping else 0.0,
             redistribution=self.redistribution_strength
             if self.differential_redistribution
@@ -190,6 +199,7 @@ def paper() -> Hapo:
         max_grad_norm=1.0,
         overlong_buffer=4096,
         max_generation_rounds=16,
+        # The paper's temperature; the released code's is the default.
         tau=0.1,
         temperature_signal="standardized",
     )

@@ -43,10 +43,12 @@ class Ppo(ActorCritic):
     def targets(self, batch: Batch[Array]) -> Targets[Array]:
         mask = batch.mask
         rewards = penalised_rewards(batch, self.kl_reward_coef)
+        # One lambda for both; VAPO has two, see there.
         advantages, returns = gae(
             rewards, given(batch.old_values), mask, gamma=self.gamma, lam=self.lam
         )
         if self.whiten_advantages:
+            # Returns stay as they are: the critic's targets are in units of reward.
             advantages = whiten(advantages, mask)
         return Targets(advantages, returns)
 

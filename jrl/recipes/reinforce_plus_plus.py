@@ -34,5 +34,6 @@ class ReinforcePlusPlus(Recipe):
 
     def targets(self, batch: Batch[Array]) -> Targets[Array]:
         rewards = penalised_rewards(batch, self.kl_reward_coef)
+        # Whitened over all tokens of the step: with groups of one there is no other baseline.
         advantages = reinforce_plus_plus_advantages(rewards, batch.mask, gamma=self.gamma)
         return Targets(advantages)

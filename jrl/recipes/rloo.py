@@ -20,4 +20,5 @@ class Rloo(GroupRelative):
     ones the clipped ratio makes up for completions of an older policy."""
 
     def row_advantages(self, batch: Batch[Array]) -> Float[Array, "batch"]:
+        # A baseline that the completion itself has no part in leaves the gradient unbiased.
         return rloo_advantages(given(batch.rewards), given(batch.groups))

@@ -94,6 +94,7 @@ class Tppo(ActorCritic):
         return Windows(self.window)
 
     def fitted(self, response_length: int) -> "Tppo":
+        # Only here is the limit of a response known.
         return self if self.window else replace(self, window=3 * response_length // 4)
 
     @property
@@ -110,15 +111,21 @@ class Tppo(ActorCritic):
     @property
     def num_ignored(self) -> int:
         """Tokens at the end of an unfinished window that are left out."""
+        # A window of fewer tokens than are ignored would leave nothing to learn from.
         return min(self.ignore_last, given(self.window) // 4)
 
     def policy_lambda(self, lengths: Int[Array, "batch"]) -> Float[Array, "batch 1"]:
         return self._lambda(lengths, jnp.zeros_like(lengths, bool))
 
     def targets(self, batch: Batch[Array]) -> Targets[Array]:
+        # Lengths are of whole responses so far, the mask is of this window alone.
         values, lengths = given(batch.old_values), given(batch.lengths)
         rewards, unfinished = given(batch.rewards), _unfinished(batch)
+        # A cut is no end: the value after it is taken to be that before the last token (the paper's
+        # assumption), where GAE would put 0 and punish every response that goes on.
         advantages, _, kept = extended_gae(
+            # Nothing was verified of a response that goes on: its reward is 0, and so is the one
+            # here.
             terminal_rewards(rewards, batch.mask),
             values,
             batch.mask,
@@ -128,13 +135,17 @@ class Tppo(ActorCritic):
             ignore_last=self.num_ignored,
         )
         if self.whiten_advantages:
+            # Without the ignored tokens, which are 0 by rule and would narrow the variance.
             advantages = whiten(advantages, kept)
         if self.advantage_clip is not None:
             advantages = jnp.clip(advantages, -self.advantage_clip, self.advantage_clip)
         # The whole response, those of its tokens included that other steps sampled.
         critic_mask = responses_of(batch) & ~unfinished[:, None]
         rewards = terminal_rewards(rewards, critic_mask)
+        # From the end of the response back to its first token, over all windows; at lam 1 the
+        # values cancel, and the target is the reward to come.
         _, returns = gae(rewards, values, critic_mask, gamma=self.gamma, lam=self.lam_critic)
+        # The policy learns from windows, the critic from finished responses: two masks.
         return Targets(advantages, returns, mask=kept, critic_mask=critic_mask)
 
     def auxiliary_loss(
@@ -149,6 +160,8 @@ class Tppo(ActorCritic):
     def _lambda(
         self, lengths: Int[Array, "batch"], unfinished: Bool[Array, "batch"]
     ) -> Float[Array, "batch 1"]:
+        # While it is being written a response is taken for half a window longer: somewhere in the
+        # next one it ends.
         expected = effective_length(lengths, unfinished, window=given(self.window))
         return length_adaptive_lambda(expected, alpha=self.lam_alpha, floor=self.lam_floor)[:, None]
 

@@ -50,16 +50,19 @@ class Vapo(ActorCritic):
     def policy_lambda(self, lengths: Int[Array, "batch"]) -> float | Float[Array, "batch 1"]:
         if self.lam_alpha is None:
             return self.lam
+        # So that the weight of the end on the first token is the same at every length.
         return length_adaptive_lambda(lengths, alpha=self.lam_alpha)[:, None]
 
     def targets(self, batch: Batch[Array]) -> Targets[Array]:
         mask, values = batch.mask, given(batch.old_values)
         rewards = rewards_of_turns(batch)
+        # Sampled tokens alone: what an environment answers in between is no action.
         lam = self.policy_lambda(given(batch.lengths))
         # Decoupled GAE (VC-PPO): the policy trades bias for variance, the critic must not.
         advantages, _ = gae(rewards, values, mask, gamma=self.gamma, lam=lam)
         _, returns = gae(rewards, values, mask, gamma=self.gamma, lam=self.lam_critic)
         if self.whiten_advantages:
+            # Advantages alone: returns are what the critic has to hit, in units of reward.
             advantages = whiten(advantages, mask)
         return Targets(advantages, returns)
 

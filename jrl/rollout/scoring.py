@@ -122,6 +122,7 @@ def mark_replicated(tree, mesh: FoldedMesh):
     """`tree` typed as varying over ``dp`` only: a maximum over the other axes, whose ranks
     agree."""
     others = tuple(axis for axis in mesh.except_sequence if axis not in mesh.dp)
+    # A maximum of equal numbers is each of them, bit for bit, where a mean would round.
     return jax.tree.map(
         lambda x: (
             jax.lax.pmax(x.astype(jnp.int8), others).astype(bool)
@@ -146,6 +147,7 @@ def pack(
       choices: experts to send tokens to again; those of a prompt are taken from the first of the
         rows that share it, and tokens without a record choose by themselves.
     """
+    # Layers in front, as the scan over layers takes them.
     replay = None if choices is None else jnp.moveaxis(choices, 2, 0)
     return pack_shared_prompts(
         tokens, valid, layout.prompt_length, layout.group_size, mesh, config, replay
@@ -166,6 +168,7 @@ def scores_of(
     x = alignment.responses_of(
         x, tokens.shape, layout.prompt_length, layout.group_size, mesh, config
     )
+    # State t - 1 speaks about token t: both in the order of responses, a shard of them each.
     responses = vary(
         alignment.response_tokens(tokens, layout.prompt_length, mesh, config), mesh.axes
     )
@@ -193,6 +196,8 @@ def token_scores(
     logprobs, entropy = logprobs_and_entropy(
         weights, x, tokens, config, mesh, sampling.policy_temperature
     )
+    # Where nothing is cut the two distributions are one, and no second pass over the head is
+    # needed.
     if not sampling.truncates:
         return logprobs, jax.lax.stop_gradient(logprobs), entropy
     # What is cut away is known from all logits; without a gradient none of them is kept.
@@ -228,6 +233,7 @@ def values_of(
     x = alignment.responses_of(
         x, tokens.shape, layout.prompt_length, layout.group_size, mesh, config
     )
+    # Of the state before the token, so that V does not know the action that it is compared with.
     before = value_of(critic, x, config)
     return alignment.on_responses(before, tokens.shape, layout.prompt_length, mesh, config)
 
@@ -251,6 +257,7 @@ def num_micro_batches(num_rows: int, time: int, layout: PromptLayout, mesh: Fold
         divides = (ZigzagLayout((section,), cp).num_tokens % ranks == 0 for section in sections)
         return num_rows % (number * layout.group_size) == 0 and all(divides)
 
+    # As many as fit: each micro-batch more leaves stages idle for less of the time.
     return max((n for n in range(1, 4 * mesh.layout.pp + 1) if fits(n)), default=1)
 
 
@@ -281,6 +288,7 @@ def _read_states(
         return read(weights, x, given[0]), router
     rows, time = given[0].shape
     number = num_micro_batches(rows, time, layout, mesh)
+    # Runs of neighbouring rows: a group that shares its prompt stays in one.
     micro_batches = jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), given)
     outs, router = stages.scan_micro_batches(
         weights,

@@ -59,10 +59,13 @@ class AheadOfStep:
         sampler.engine.load(state.policy.weights, version, state.kept)
         if state.pool is not None:
             sampler.engine.give_pool(state.pool)
+        # Read back from the state even where this process sampled it: a run that goes on after a
+        # kill takes the same path.
         room = networks.room
         assert room is not None and state.ahead is not None
         self._room: Room = room
         drawn = room.unpacked(to_host(state.ahead), sampler)
+        # The first step finds nothing waiting, and samples its own batch first.
         if drawn is None:
             drawn = self._draw(int(state.prompts_seen))
         staleness = check_staleness(drawn.ready, version, bound)
@@ -87,6 +90,7 @@ class AheadOfStep:
             networks.policy.config.num_experts,
         )
         metrics = drawn.metrics | self._metrics
+        # No times: it was sampled in the step before. Those of this step are in `Stored`.
         return Collected(drawn.ready, batch, drawn.prompts_seen, None, metrics, {})
 
     @contextmanager
@@ -108,6 +112,8 @@ class AheadOfStep:
             engine.release()  # room for the updates
             yield lambda: stored
             return
+        # The executor is waited for at the end of the block, so a failing step leaves no thread
+        # behind.
         # One thread, as the engine's slots are changed by one call at a time.
         with ThreadPoolExecutor(1, "jrl rollout") as thread:
             future = thread.submit(draw)
@@ -136,5 +142,7 @@ class AheadOfStep:
             **self._sampler.engine.usage.since(self._before).metrics(),
         }
         ahead = to_devices(self._room.packed(drawn), replicated(self._networks.mesh))
+        # Taken out of the engine: in the state a checkpoint has the slots, and the next step gives
+        # them back.
         kept = self._networks.kept_pool is not None
         return Stored(ahead, self._sampler.engine.take_pool() if kept else None, seconds)

@@ -70,6 +70,7 @@ def temperatures(
     """
     assert sampling.adaptive is not None
     entropy, base = given(batch.old_entropy), sampling.temperature
+    # The sampler's rule on the trainer's entropies: nothing need be recorded of each token.
     at = sampling.adaptive.at(entropy, sampled, kept, base)
     outside = jnp.asarray(base, at.dtype)  # where no token counts, that of any other
     low, high = jnp.min(jnp.where(sampled, at, jnp.inf)), jnp.max(jnp.where(sampled, at, -jnp.inf))

@@ -106,6 +106,7 @@ def train(
             )
         except WarmStartStopped:
             return Outcome(0, stopped=True, saved=False)
+        # After the folder went back to the checkpoint: totals go on from the last line that counts.
         outputs = stack.enter_context(opened(setup, folder, int(state.step)))
         # Who got a signal alone and left would leave the others waiting in their next collective.
         while int(state.step) < run.steps and not any_of(bool(stop)):
@@ -132,6 +133,7 @@ def train(
                 on_step(step, metrics)
             for number, skipped_update in enumerate(done.nonfinite):
                 save_nonfinite(folder, f"{step}-{number}-{skipped_update.network}", skipped_update)
+            # Before the last checkpoint, like all lines: it vouches for what lies beside it.
             if step == run.steps:
                 write_heldout_samples(setup, sampler, state, outputs.samples)
             if step % run.checkpoint_every == 0 or step == run.steps:
@@ -141,6 +143,7 @@ def train(
             # After the checkpoint: who raises --max-nonfinite goes on from here.
             _check_finite(state, run.max_nonfinite, folder)
         step = int(state.step)
+        # A signal may end the run between two checkpoints.
         if checkpoints.latest_step() != step:
             save(checkpoints, networks, state, belongings.describe(setup.settings, folder))
         write_adapters(setup, folder.model_path, folder.adapters_path, state)
@@ -177,6 +180,7 @@ class Reinforcement:
         return state, Done(done.metrics, done.nonfinite, done)
 
     def evaluated(self, state: TrainState[Array]) -> dict[str, float]:
+        # Without statistics of a step: a temperature that adapts stays at its base.
         self._sampler.engine.load(state.policy.weights, int(state.step))
         return heldout_metrics(self._sampler, sampling_of(self._setup.recipe), self._heldout)
 
@@ -217,6 +221,7 @@ def _first_state(
     prompts_seen = 0
     # A laptop has no pretrained checkpoint: imitation makes a policy that is sometimes right.
     if weights is None:
+        # Adapters are put beside what the warm start has learned.
         plain = setup.model.without_adapters()
         weights = init_weights(plain, setup.mesh, setup.randomness.key("weights"))
         if setup.run.warm_start_steps:
@@ -244,6 +249,7 @@ def _first_state(
         on_step(0, metrics)
     with appender(folder.samples_path) as lines:
         write_heldout_samples(setup, sampler, state, lines)
+    # A run killed in its first steps need not repeat its warm start.
     save(checkpoints, setup.networks, state, belongings.describe(setup.settings, folder))
     return state
 

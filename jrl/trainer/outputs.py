@@ -107,6 +107,7 @@ def opened(setup: Setup, folder: RunFolder, step: int) -> Iterator[Outputs]:
     with ExitStack() as stack:
         extra: list[loggers.Logger] = []
         for name in setup.run.log_to if is_main_process() else ():
+            # TensorBoard hides what a killed process logged after `step`.
             if name == "tensorboard":
                 resumed = folder.tensorboard_path.is_dir()
                 logger = loggers.TensorBoard(folder.tensorboard_path, step if resumed else None)
@@ -114,6 +115,7 @@ def opened(setup: Setup, folder: RunFolder, step: int) -> Iterator[Outputs]:
                 logger = loggers.Wandb(folder.path, "jrl", folder.path.name, folder.config())
             stack.callback(logger.close)
             extra.append(logger)
+        # Totals and the drift go on from the last line, as they are in no checkpoint.
         yield Outputs(
             metrics=stack.enter_context(appender(folder.metrics_path)),
             samples=stack.enter_context(appender(folder.samples_path)),
@@ -130,6 +132,7 @@ def opened(setup: Setup, folder: RunFolder, step: int) -> Iterator[Outputs]:
 def save_nonfinite(folder: RunFolder, name: str, skipped: NonFinite) -> Path:
     """The batch of an update that was skipped, as plain arrays in an .npz file."""
     path = folder.path / "nonfinite" / f"{name}.npz"
+    # A collective: all processes fetch, and the first one writes.
     batch = to_host(skipped.batch)
     arrays = {name: value for name, value in vars(batch).items() if value is not None}
     arrays |= {
@@ -148,6 +151,7 @@ def finish(setup: Setup, folder: RunFolder, stopped: bool) -> None:
     write_page([folder], folder.report_path)
     if stopped:
         return
+    # Read back, as the completions before training may be of another process than this one.
     shown = [line for line in read_samples(folder.samples_path) if line["kind"] == "heldout"]
     if not shown:
         raise ValueError(f"{folder.samples_path} has no samples of kind heldout: lines were lost")

@@ -124,6 +124,7 @@ def _values(
     critic learns from."""
     if not networks.packs:
         return values_of(network.objective, critic, batch.tokens, batch.valid)
+    # A packed pass speaks of the mask alone, so the critic's tokens are put under it.
     if batch.finished is not None:
         mask = batch.mask | (responses_of(batch) & batch.finished[:, None])
         batch = replace(batch, mask=mask)
@@ -135,7 +136,7 @@ def _logprobs(
 ) -> tuple[Array, Array]:
     objective = networks.policy.objective
     replayed = objective.replayed(batch) if replays else None
-    # A packed pass replays what there is on record.
+    # A packed pass replays whatever is on record: one that must not replay runs rows as they stand.
     if networks.packs and (replays or objective.recipe.router_replay is None):
         return packed_logprobs(objective, policy, batch, networks.policy.bins)
     return logprobs_of(objective, policy, batch.tokens, batch.valid, replayed)
@@ -202,6 +203,8 @@ def _rescored(
     """The batch, under R2 with the experts that the policy chose and, where the temperature
     follows it, with the policy's entropy; and the policy's log-probabilities."""
     policy = networks.policy.objective, state.policy.weights, batch.tokens, batch.valid
+    # R2 and a temperature that adapts take two passes: the second, which gives the entropy, replays
+    # what the first has chosen, as every update will.
     if recipe.router_replay == "R2":
         rescored, choices = jax.block_until_ready(logprobs_and_choices_of(*policy))
         batch = replace(batch, choices=choices)
@@ -223,6 +226,8 @@ def _with_targets(
     Args:
       rescored: log-probabilities of the policy as the trainer computes them, None without.
     """
+    # Both as `collect` gave them: the mask before anything is left out, and the sampler's own
+    # log-probabilities, which the correction compares with even where another anchor is taken.
     sampled, as_sampled = batch.mask, given(batch.old_logprobs)
     if recipe.old_logprobs == "recompute":
         batch = replace(batch, old_logprobs=given(rescored))
@@ -232,6 +237,7 @@ def _with_targets(
     mask = sampled if targets.mask is None else targets.mask
     critic_mask = targets.critic_mask
     if recipe.overlong_filter:
+        # Fixed before the filter: the critic learns from what the length limit cut off too.
         critic_mask = mask if critic_mask is None and targets.returns is not None else critic_mask
         mask = overlong_filter(mask, given(batch.truncated))
     learned = Corrected(mask, None, {})
@@ -248,6 +254,8 @@ def _with_targets(
         )
     if critic_mask is not None:
         # What is rejected counts for neither network.
+        # Its tokens outside of `mask` (cut off, or of earlier windows) were never up for rejection,
+        # so they stay.
         critic_mask = critic_mask & (learned.mask | ~mask)
     metrics = learned.metrics
     if recipe.temperature_rule is not None:

@@ -29,6 +29,7 @@ def values_of(
 
     def local(critic, tokens, valid):
         values, router = value(critic, tokens, valid, objective.layout, config, mesh)
+        # Ranks of cp and tp hold the same values; `out_specs` wants that said in their type.
         return mark_replicated(values, mesh), overflow_of(router, config)
 
     return _over_rows(local, config, mesh)(critic, tokens, valid)
@@ -100,6 +101,7 @@ def statistics_of(
 ) -> tuple[Any, Array | None]:
     """What the recipe's surrogate must know of a whole mini-batch, without a gradient."""
     given = batch.tokens, batch.valid, objective.replayed(batch)
+    # Over the whole mini-batch at once: a quantile of its pieces is not its quantile.
     (logprobs, entropy), overflow = logprobs_and_entropy_of.counted(objective, policy, *given)
     statistics = objective.recipe.statistics(logprobs, entropy, batch)
     return jax.lax.stop_gradient(statistics), overflow
@@ -130,6 +132,8 @@ def _over_rows(local: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
     rows = PartitionSpec(mesh.dp)
 
     def everywhere(policy: Transformer[Array], *given: Array | None) -> Any:
+        # Weights that lie in parts (`Execution.fsdp`) are gathered on their way in: a pass has
+        # whole layers.
         return jax.shard_map(
             local,
             mesh=mesh.mesh,

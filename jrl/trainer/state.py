@@ -109,6 +109,7 @@ def init_state(
         its own beside the same weights, and a value head that learns as a whole.
     """
     config, critic = networks.policy.config, None
+    # Fixed weights have no masters: they are cast once, and policy and critic share the arrays.
     if config.lora is not None:
         assert adapters is not None, "a policy with adapters begins with some"
         fixed = masters.weights_of(policy, config.without_adapters(), networks.mesh)
@@ -121,11 +122,13 @@ def init_state(
     elif networks.critic is not None:
         critic = networks.critic.init(critic_from(networks.critic, policy, critic_key))
 
+    # `+ 0` makes a buffer of its own: `device_put` may hand back one that another field has.
     def number(value: int) -> Array:
         return jax.device_put(jnp.asarray(value, jnp.int32), replicated(networks.mesh)) + 0
 
     learner, reference = networks.policy.init(policy), None
     if networks.keeps_reference and config.lora is None:
+        # The first update gives the policy's buffers away.
         reference = copied(learner.weights)
     return TrainState(
         step=number(0),
@@ -135,6 +138,7 @@ def init_state(
         reference=reference,
         unfinished=_unfinished(networks),
         kept=first_kept(networks.policy.objective.sampling, networks.mesh),
+        # Empty rather than None where steps will fill it: the state keeps its structure.
         ahead=None
         if networks.room is None
         else to_devices(networks.room.empty(), replicated(networks.mesh)),
@@ -154,6 +158,7 @@ def critic_from(
     critic: Network[CriticObjective], policy: Transformer[Array], key: Array
 ) -> Transformer[Array]:
     """A critic that starts as the policy with a value head of zeros, so that values start at 0."""
+    # The head alone is taken of it, which begins with zeros; the trunk is the policy's.
     return replace(policy, head=init_weights(critic.config, critic.mesh, key).head)
 
 
@@ -200,6 +205,7 @@ def save(
     written once (`jrl.trainer.adapters.base`).
     """
     if networks.policy.config.lora is not None:
+        # First: a checkpoint without the weights that its adapters are beside could not be read.
         base.save(checkpoints, networks, state.policy.weights)
     # Stages may hold layers out of order or with padding; a reader with another layout must not
     # care.
@@ -217,6 +223,7 @@ def restore(checkpoints: Checkpoints, networks: Networks, step: int) -> TrainSta
     if networks.policy.config.lora is not None:
         fixed = base.restore(checkpoints, networks.policy.config, networks.mesh)
         return _with_base(networks, state, fixed)
+    # Last: the weights are cast of masters that lie where this run has them.
     return _over_learners(_with_cast, networks, state)
 
 
@@ -224,6 +231,7 @@ def _without_cast(networks: Networks, state: TrainState[Leaf]) -> TrainState[Lea
     """The state with the float32 weights of what learns alone."""
 
     def of(learner: Learner[Leaf], network: Network[Any]) -> Learner[Leaf]:
+        # Neither cast nor fixed weights: both can be made again, and would double what is written.
         learned = trees.trained(learner.float32_weights, moe_weights.table(network.config))
         return replace(learner, weights=learned, masters=None)
 
@@ -298,6 +306,7 @@ def _restacked(
 ) -> TrainState[Array]:
     """The state in the shapes and on the shardings of `like`, all that is like weights as `stack`
     gives it."""
+    # Only a pipeline stacks layers otherwise.
     if networks.mesh == _in_order(networks).mesh:
         return state
 
@@ -315,6 +324,7 @@ def _restacked(
 def _learner_laid_out(learner: Learner[Any], network: Network[Any]) -> Learner[Any]:
     """As `update.init_learner` and `update.update` lay it out."""
     config, mesh = network.config, network.mesh
+    # Apart: moments are records like the weights, and lie in shards where weights may be whole.
     others = replace(learner, opt_state=None)
     whole = _laid_out(others, placement.shardings(config, mesh), mesh)
     of_state = state_shardings(learner.opt_state, config, mesh)

@@ -82,6 +82,7 @@ def train_step(
     fixed = networks, recipe, sampler.response_length, randomness, shuffle_rewards, watched
     if networks.max_staleness:
         ahead = AheadOfStep(sampler, networks, recipe, state)
+        # What is sampled meanwhile is drawn by the weights that this step began with.
         with ahead.sampling() as sampled:
             state, done = _learned(*fixed, state, ahead.collected())
             stored = sampled()
@@ -89,6 +90,7 @@ def train_step(
         return replace(state, ahead=stored.ahead, pool=stored.pool), done
     # Collect: the policy is frozen while it samples, so all completions of a step are on-policy.
     sampler.engine.load(state.policy.weights, int(state.step), state.kept)
+    # A task gives the same example for a number: how many were drawn is all the state it has.
     collected = collect(
         sampler,
         recipe,
@@ -131,11 +133,13 @@ def _learned(
         correct,
     )
     sampled, sampling = collected.batch.mask, networks.policy.objective.sampling
+    # Over all that was sampled: `prepare` may have taken tokens out of the mask of `batch`.
     if state.kept is not None:
         found = to_host(temperatures(sampling, batch, sampled, state.kept))
         prepared |= {name: float(value) for name, value in found.items()}
     tokens = dict[int, TokenRecord]()
     if watched is not None:
+        # Scored before the updates, which give the buffers of these weights away.
         policy = state.policy.weights
         before = collected.completions, collected.batch
         tokens = token_records(networks, policy, *before, batch, watched)
@@ -149,6 +153,7 @@ def _learned(
         prompts_seen=to_devices(
             np.asarray(collected.prompts_seen, np.int32), replicated(networks.mesh)
         ),
+        # On the devices like all of the state: a checkpoint is one pytree with one layout.
         unfinished=None
         if collected.unfinished is None
         else to_devices(collected.unfinished, replicated(networks.mesh)),
@@ -168,9 +173,11 @@ def _learned(
         **seconds,
     }
     # The sampler is compared with the trainer in the first update of the policy; without one, here.
+    # `state.step` counts this step by now, which `train_on_batch` did not see counted.
     if int(state.step) <= recipe.value_pretraining_steps:
         metrics |= sampling_difference(networks, state, batch)
     else:
+        # `updates` counts the steps taken, of which the first is number 0 to the schedule.
         metrics["actor/lr"] = networks.policy.optimizer.rate_at(int(state.policy.updates) - 1)
     if state.critic is not None:
         assert networks.critic is not None
@@ -191,10 +198,13 @@ def train_on_batch(
       The state, the metrics of each mini-batch under "actor" and "critic", the updates that were
       skipped because they were not finite, and the seconds spent.
     """
+    # VC-PPO (arXiv:2503.01491): advantages by a critic that knows nothing yet would mislead the
+    # policy, so the critic learns alone first.
     pretraining = int(state.step) < recipe.value_pretraining_steps
     history: list[dict[str, dict[str, Any]]] = []
     nonfinite: list[NonFinite] = []
     seconds = {"timing_s/update_actor": 0.0, "timing_s/update_critic": 0.0}
+    # Read from the devices once for all mini-batches of the step.
     counts = counts_of(batch) if networks.packs else None
 
     def learn(
@@ -204,6 +214,7 @@ def train_on_batch(
         # What the critic learns from may be more (T-PPO) or less than what the policy does.
         if name == "critic" and rows.critic_mask is not None:
             rows = replace(rows, mask=rows.critic_mask)
+        # Of a row of windows there may be nothing for this network to learn.
         if not recipe.whole_groups:
             rows = without_idle(rows)
         of_rows = None if counts is None else counts.of(name, chosen, recipe.whole_groups)
@@ -269,12 +280,14 @@ def update_rows(
         # Known to all processes alike; the update would find it out, and move nothing.
         return learner, {"finite": np.True_, "empty": np.True_}
     mesh = network.mesh
+    # The sizes in it are static, each set of them a program; `plan` rounds them to a few.
     packed = plan(tokens, counted, rows.tokens.shape[1], network.bins, mesh, rows_of_a_bin)
     network = replace(
         network,
         objective=replace(network.objective, packed=packed.sizes),
         num_micro_batches=packed.num_micro_batches,
     )
+    # How many micro-batches have rows is an argument, and compiles nothing anew.
     passes = to_devices(np.int32(packed.passes), replicated(mesh))
     return network.update(learner, place_rows(rows, packed, mesh), statistics, passes)
 
@@ -297,6 +310,7 @@ def sampling_difference(
 ) -> dict[str, float]:
     """How far sampler and trainer differ, where no update of the policy has measured it
     already nor, for a temperature that adapts, `prepare`."""
+    # The policy has not moved in this step: these weights are those that sampled.
     objective, rows = networks.policy.objective, (batch.tokens, batch.valid)
     if objective.sampling.adaptive is not None:
         return {}

@@ -33,6 +33,7 @@ def describe(
     rewards, advantages, mask, valid, finished = to_host(
         (batch.rewards, batch.advantages, sampled, batch.valid, batch.finished)
     )
+    # Dynamic sampling may give up with no group that counts.
     counted = advantages[mask] if mask.any() else np.zeros(1)
     truncated = np.array([completion.truncated for completion in completions])
     metrics = {
@@ -41,6 +42,7 @@ def describe(
         "critic/advantages/min": counted.min(),
         "training/tokens": valid.sum(),
     }
+    # Nothing has been verified of a response that goes on: its score of 0 says nothing.
     if finished is not None:
         scores, lengths, rewards, truncated = (
             x[finished] for x in (scores, lengths, rewards, truncated)
@@ -94,6 +96,7 @@ def summarise(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
             continue
         for name, first in updates[0].items():
             every = [entry[name] for entry in updates]
+            # Later mini-batches compare a policy that has moved: that is no mismatch any more.
             if name.startswith("sampling/"):
                 summary[name] = float(first.value())
             elif isinstance(first, Mean | ExplainedVariance):
@@ -129,6 +132,7 @@ def drift_alarm(metrics: Mapping[str, float], bound: float | None) -> dict[str, 
     above `bound` or not a number. None where it was not measured, or without a bound."""
     if bound is None or "sampling/k3_kl" not in metrics:
         return {}
+    # Written so that NaN, which is above nothing, counts as drift.
     return {"sampling/drift_alarm": float(not metrics["sampling/k3_kl"] <= bound)}
 
 

@@ -102,6 +102,7 @@ def token_records(
         tokens=batch.tokens,
         valid=batch.valid,
         mask=batch.mask,
+        # Any free column would do: the mask as it was before `prepare` travels along with the rows.
         critic_mask=as_sampled.mask,
         old_logprobs=as_sampled.old_logprobs,
         advantages=batch.advantages,
@@ -111,6 +112,7 @@ def token_records(
     scored = logprobs_and_entropy_of(
         objective, policy, rows.tokens, rows.valid, objective.replayed(rows)
     )
+    # Choices of experts are the largest column, and nobody looks at them.
     logprobs, entropy, rows = to_host((*scored, replace(rows, choices=None)))
     records = {}
     for place, row in enumerate(chosen):

@@ -60,6 +60,7 @@ def warm_start(
     """
     run, imitator, reached = setup.run, setup.imitator, 0.0
     rows = setup.geometry.supervised_rows(run.warm_start_batch)
+    # In buffers of its own: updates give theirs away, and `weights` is the caller's.
     learner = imitator.init(weights)
     step = 0
     loss = float("nan")
@@ -67,10 +68,12 @@ def warm_start(
         examples = _training_examples(setup, step)
         learner, metrics = imitator.update(learner, supervised_batch(setup, examples, rows))
         step += 1
+        # With several processes a collective: they ask only where they wait for each other anyway.
         if (step % CHECK_EVERY == 0 or not is_multiprocess()) and stop():
             raise WarmStartStopped(f"stopped after {step} supervised steps")
         if step % CHECK_EVERY and step < run.warm_start_steps:
             continue
+        # The first number that is read since the last check: until here the host only dispatches.
         loss = float(metrics["loss"])
         if int(learner.skipped):
             raise WarmStartFailed(
@@ -86,6 +89,7 @@ def warm_start(
         report(step, loss, reached)
         if reached >= run.warm_start_accuracy:
             break
+    # Training starts from what the optimizer stepped, not from what that was rounded to.
     return learner.float32_weights, {
         "warm_start/loss": loss,
         "warm_start/accuracy": reached,
@@ -133,6 +137,7 @@ def supervised_batch(setup: Setup, examples: list[Example], rows: int) -> Batch[
         setup.format, examples, setup.response_length
     )
     mask = np.concatenate([np.zeros_like(prompts_valid), imitated], axis=1)
+    # What fills the batch up is run, but none of its tokens is in the loss or its denominator.
     mask[count:] = False
     batch = Batch(
         tokens=np.concatenate([prompts, answers], axis=1),

@@ -75,6 +75,7 @@ class ActorCritic(Recipe):
             batch.mask,
             clip=self.value_clip_sides,
             aggregation=self.aggregation,
+            # Of the critic's own mask: the trainer counts what it gives the critic (`critic_mask`).
             **self.denominators(totals, response_length),
         )
         return loss, {f"critic/{name}": value for name, value in metrics.items()}

@@ -115,5 +115,7 @@ def given(leaf: Leaf | None) -> Leaf:
 def responses_of(batch: Batch[Array]) -> Bool[Array, "batch time"]:
     """All sampled tokens, those of earlier windows too: the last `Batch.lengths` of each row that
     are no padding."""
+    # Counted from the end: prompts are as long as they are, responses end with the row's last
+    # token. (Conversations, which have holes, are not written in windows.)
     remaining = jnp.flip(jnp.cumsum(jnp.flip(batch.valid, 1), 1, dtype=jnp.int32), 1)
     return batch.valid & (remaining <= given(batch.lengths)[:, None])

@@ -28,4 +28,5 @@ class GroupRelative(Recipe):
 
     def targets(self, batch: Batch[Array]) -> Targets[Array]:
         advantages = self.row_advantages(batch)
+        # The same on every token: without a critic nothing tells which of them it was owed to.
         return Targets(jnp.where(batch.mask, advantages[:, None], 0.0))

@@ -45,6 +45,7 @@ def load_recipe(reference: str, folder: Path | str = ".") -> type[Recipe]:
             f"recipe {reference!r}: {file} has no class {name} that derives from "
             "jrl.recipes.Recipe."
         )
+    # Of its own: what is inherited from `Recipe` says nothing of the fields that it adds.
     if "__dataclass_params__" not in vars(kind) or not is_dataclass(kind):
         raise ValueError(
             f"recipe {reference!r}: {name} is no dataclass of its own, and its fields would be no "
@@ -74,6 +75,7 @@ def _module(path: Path) -> ModuleType:
         content = path.read_bytes()
     except OSError as error:
         raise ValueError(f"recipe file {path} cannot be read: {error.strerror}.") from None
+    # By content: a file that was changed is another module, a copy in a run folder the same.
     name = f"jrl_recipe_{sha256(content).hexdigest()[:16]}"
     if name in sys.modules:
         return sys.modules[name]

@@ -109,6 +109,7 @@ class Correction:
     @property
     def compares(self) -> bool:
         """Whether it needs the policy's log-probabilities as the trainer computes them."""
+        # Weights over what was drawn take `old_logprobs`, which the sampler may have given.
         weighs = self.weighting is not None and self.denominator != "drawn"
         return weighs or self.rejection is not None
 
@@ -151,6 +152,7 @@ class Correction:
         """
         metrics, kept = dict[str, Array](), mask
         if logprobs is not None:
+            # Told whether or not anything is corrected: it is how far the sampler has drifted.
             arrays = (logprobs, sampler_logprobs, mask)
             statistics = mismatch_statistics(*arrays)
             # What a weighting does about the weights is said of the weights.
@@ -162,6 +164,7 @@ class Correction:
         if self.weighting is None:
             return Corrected(kept, None, metrics)
         numerator, denominator = logprobs, sampler_logprobs
+        # With the loss's ratio, current / old, this makes current / drawn: the anchor cancels.
         if self.denominator == "drawn":
             numerator, denominator = old_logprobs, drawn_logprobs
         assert numerator is not None and denominator is not None, "weights are a ratio of two"
@@ -180,6 +183,7 @@ class Correction:
     ) -> tuple[Array, dict[str, Array]]:
         """The weights of the tokens that are `kept`, and what there is to say about them."""
         arrays, (low, high) = (logprobs, behaviour_logprobs, mask), self.bounds
+        # What is bounded there is a sequence's geometric mean, though its weights are of tokens.
         level = "geometric" if self.weighting == "sequence-masked" else self.level
         bounded = mismatch_weights(*arrays, level=level)
         if self.weighting == "sequence-masked":
@@ -188,10 +192,12 @@ class Correction:
             weights = icepop_weights(bounded, mask, low=low, high=high)
         else:
             weights = truncated_weights(bounded, mask, low=low, high=high)
+        # Before the mean, which is to be 1 over what is learned from.
         weights = jnp.where(kept, weights, 0.0)
         if self.mean is not None:
             weights = normalized_weights(weights, kept, over=self.mean)
         some = jnp.any(kept)
+        # The shares are of weights before they were bounded: how often the bound was met.
         of_weights = {
             "mean": Mean.of(weights, kept).value(),
             "min": jnp.where(some, jnp.min(weights, initial=jnp.inf, where=kept), 0.0),

@@ -50,11 +50,13 @@ class Optimizer:
         """The learning rate of step `count`, from 0. Step n of the warm-up runs at (n + 1) /
         warmup; with p from 0 to 1 over the steps after it, a line is at ``1 - (1 - final) p`` and a
         cosine at ``final + (1 - final) (1 + cos(pi p)) / 2``."""
+        # From the first step on above 0, at which it would learn nothing.
         risen = self.learning_rate * jnp.minimum(1.0, (count + 1) / max(self.warmup, 1))
         if self.schedule == "constant":
             return risen
         assert self.steps is not None, "a rate that falls has a last step"
         left = max(self.steps - self.warmup, 1)
+        # 0 while it warms up, 1 from the last step on, should there be more.
         part = jnp.clip((count - self.warmup) / left, 0.0, 1.0)
         fallen = part if self.schedule == "linear" else (1.0 - jnp.cos(jnp.pi * part)) / 2.0
         return risen * (1.0 - (1.0 - self.final) * fallen)

@@ -233,6 +233,7 @@ class Recipe:
     @property
     def correction(self) -> Correction:
         """Of the mismatch between sampler and trainer."""
+        # Without a weighting a denominator has no effect, and would be refused.
         own = None if self.mismatch is None else self.default_denominator
         return Correction(
             weighting=self.mismatch,
@@ -363,6 +364,7 @@ class Recipe:
           batch: any piece of the mini-batch.
           statistics: what `statistics` gave; None without.
         """
+        # Not aggregated: the trainer reduces, with denominators of the mini-batch.
         return ppo_loss(
             logprobs,
             given(batch.old_logprobs),

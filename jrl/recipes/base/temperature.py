@@ -91,6 +91,7 @@ class AdaptiveTemperature:
           base: where the signal is 0.
         """
         bounded = self.temperature_signal == "bounded"
+        # With statistics of the step before a token may lie beyond their extremes, hence the clip.
         signal = entropy_signal if bounded else standardized_entropy
         return adaptive_temperature(
             signal(entropy, mask, statistics=statistics),

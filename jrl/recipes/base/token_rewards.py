@@ -14,6 +14,8 @@ def penalised_rewards(batch: Batch[Array], kl_coef: float | None) -> Float[Array
     rewards = rewards_of_turns(batch)
     if kl_coef is None:
         return rewards
+    # k1 is unbiased. As a loss its expected gradient would be zero; in a reward it has the right
+    # one.
     kl = kl_estimate(
         given(batch.old_logprobs), given(batch.reference_logprobs), batch.mask, kind="k1"
     )

@@ -56,6 +56,7 @@ class Sft(Recipe):
     """Which turns of the assistant are learned: all, or the last of each conversation."""
 
     def __post_init__(self):
+        # Before the checks of every recipe, which compute with these.
         for name in ("batch", "epochs", "micro_batch"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
@@ -95,6 +96,7 @@ class Sft(Recipe):
         return min(self.micro_batch, self.batch)
 
     def divided(self, ranks: int) -> "Sft":
+        # Its batch is what one step is said to learn from, whatever the number of devices.
         return self
 
     @property
@@ -122,4 +124,5 @@ class Sft(Recipe):
         batch: Batch[Array],
         statistics: Any = None,
     ) -> tuple[Float[Array, "batch time"], Metrics]:
+        # No ratio: the tokens are given, and no policy of ours has sampled them.
         return -logprobs, {"nll": Mean.of(-logprobs, batch.mask)}

@@ -18,6 +18,7 @@ from moe.config import ModelConfig
 from moe.router.replay import choices_dtype
 
 Leaf = TypeVar("Leaf")
+# No "window": recipes that write windows do not sample ahead.
 FINISHES: tuple[Finish, ...] = ("stop", "length")
 """What ends a response, by number."""
 
@@ -140,6 +141,7 @@ class Room(NamedTuple):
 
     def packed(self, drawn: Drawn) -> Ahead[np.ndarray]:
         """What was sampled, as arrays."""
+        # Of one size whatever was sampled: a checkpoint is read into arrays of known shapes.
         packed, rows = self.empty(), [*drawn.ready, *drawn.pending]
         assert len(rows) <= self.places, f"{len(rows)} rows ahead and {self.places} places"
         scores = np.zeros(self.places)
@@ -160,13 +162,16 @@ class Room(NamedTuple):
 
     def unpacked(self, ahead: Ahead[np.ndarray], sampler: Sampler) -> Drawn | None:
         """What `packed` was given; None where nothing was sampled yet."""
+        # The first place is the next step's, which is whole but before the first step.
         if ahead.lengths[0] < 0:
             return None
         places = np.flatnonzero(ahead.lengths >= 0).tolist()
         numbers = {int(number) for number in ahead.prompts[places]}
+        # Prompts and answers are not stored: the task gives them again by their numbers.
         examples = {number: sampler.task.train(number) for number in sorted(numbers)}
         ids = {number: sampler.encoded(example) for number, example in examples.items()}
         rows = [_read(ahead, place, sampler, examples, ids, self.reward_parts) for place in places]
+        # The places of the next step come first, so that their number tells the two apart.
         ready = [row for row in rows[: self.recipe.completions] if isinstance(row, Completion)]
         metrics = dict(zip(METRICS, _whole(ahead.metrics).tolist(), strict=True))
         return Drawn(
@@ -194,6 +199,7 @@ def check_staleness(completions: Sequence[Completion], version: int, bound: int)
       RuntimeError: where a token is further behind, or was sampled by weights to come.
     """
     sampled = [completion.trajectory.versions for completion in completions]
+    # Of tokens and not of rows: one in flight has tokens of several versions.
     staleness = version - np.concatenate(sampled)
     if staleness.min() < 0 or staleness.max() > bound:
         raise RuntimeError(
@@ -223,6 +229,7 @@ def _parts(rows: Sequence[Completion | Request], places: int, names: tuple[str, 
 def _write(into: Ahead[np.ndarray], place: int, row: Completion | Request) -> None:
     request = row_of(row)
     into.prompts[place], into.samples[place] = request.prompt, request.sample
+    # 0 is a request that was not begun; -1 would be a place without a row.
     into.lengths[place], sampled = 0, request.sampled
     if isinstance(row, Completion):
         assert row.verdict is not None
@@ -267,11 +274,13 @@ def _read(
             None if ahead.choices is None else ahead.choices[place, : len(ids) + length],
         )
     request = Request(prompt, sample, ids, sampler.response_length, sampled=sampled)
+    # Still under way: asked for again, with what it has, and in its slot where that was kept.
     if ahead.finishes[place] < 0 or sampled is None:
         slot = int(ahead.slots[place])
         return request._replace(slot=None if slot < 0 else slot)
     finish = FINISHES[ahead.finishes[place]]
     trajectory = Trajectory(request, sampled.tokens, finish, shelf=None, row=0)
+    # Decoded again: the text follows from the tokens, the verdict does not and is stored.
     text = text_of(sampler.format.tokenizer, sampled.tokens)
     score = float(_whole(ahead.scores[place]))
     parts = None

@@ -86,6 +86,7 @@ def collect(
             seconds=seconds,
         )
         found = finder.find()
+        # Only those that were needed: what was begun in advance is drawn again in the next step.
         prompts_seen += len(found.informative)
         drawn = found.completions
         completions, counts = chosen_of(recipe, drawn, found.informative)
@@ -95,8 +96,11 @@ def collect(
         written, prompts_seen, unfinished = write_windows(
             sampler, recipe, given(collection.window), sampling, prompts_seen, unfinished, seconds
         )
+        # They come as they end: sorted, what is learned from does not depend on that.
         drawn = completions = in_order(written)
     else:
+        # Prompts have numbers in the order of the task, by which all that is drawn for them is told
+        # apart.
         numbers = range(prompts_seen, prompts_seen + recipe.prompts)
         asked = {number: sampler.task.train(number) for number in numbers}
         drawn = completions = sampler.sample(asked, sampling, recipe.group_size, seconds=seconds)

@@ -67,6 +67,7 @@ class DynamicSampler:
         while (needed := self._needed()) is None:
             self._ask()
             begin = time.perf_counter()
+            # Verdicts are made in the background meanwhile.
             trajectories = engine.poll()
             spent = time.perf_counter() - begin
             self._seconds["timing_s/gen"] = self._seconds.get("timing_s/gen", 0.0) + spent
@@ -86,6 +87,8 @@ class DynamicSampler:
         """The prompts that count, once it is known which those are."""
         found = 0
         for number in range(self._first, self._first + self._most):
+            # In the order of prompts: a later one that is known sooner must not take its place, or
+            # what is learned from would depend on when verdicts came.
             if number not in self._informative:
                 return None
             found += self._informative[number]
@@ -97,7 +100,9 @@ class DynamicSampler:
         """For as many prompts as are surely needed, and into idle slots for those likely to be."""
         known, asked = len(self._informative), len(self._examples)
         found, undecided = sum(self._informative.values()), asked - known
+        # Needed even if all that are undecided turn out to be informative.
         missing = self._recipe.prompts - found - undecided
+        # One more on both sides, so that the share is never 0, nor undefined at the start.
         likely = (found + 1) / (known + 1)
         expected = math.ceil((self._recipe.prompts - found - undecided * likely) / likely)
         room = self._sampler.engine.num_idle // self._recipe.group_size
@@ -114,6 +119,7 @@ class DynamicSampler:
             self._groups[completion.trajectory.request.prompt].append(completion)
         for number in {completion.trajectory.request.prompt for completion in completions}:
             group = self._groups[number]
+            # Whole groups alone: more completions may still make scores differ.
             if len(group) == self._recipe.group_size:
                 self._informative[number] = is_informative(group)
 

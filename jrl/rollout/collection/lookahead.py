@@ -70,8 +70,10 @@ class LookAhead:
         Args:
           pending: what an earlier call left of its prompts and those after them.
         """
+        # The oldest rows first: they wait in front of all that is asked for below.
         self._go_on(pending)
         self._ask()
+        # What is asked for after each poll follows from counts, and so does what weights sample it.
         while not self._whole():
             begin = time.perf_counter()
             trajectories = self._sampler.engine.poll()
@@ -88,6 +90,7 @@ class LookAhead:
                 self._learn(before.verified())
             self._ask()
         self._learn(self._drawn.verified())
+        # Rows of later batches stop where they are, and go on with the next weights.
         return self._divided(self._sampler.engine.suspend(self._keep_pool))
 
     def _go_on(self, pending: list[Completion | Request]) -> None:
@@ -106,6 +109,8 @@ class LookAhead:
         """The prompt after the next batch's, if all are informative of which it is not known."""
         found = 0
         for number in range(self._first, self._last):
+            # What is not known yet counts as informative: the batch cannot end sooner, and prompts
+            # up to there are needed whatever the verdicts are.
             found += self._informative.get(number, True)
             if found == self._recipe.prompts:
                 return number + 1
@@ -126,6 +131,8 @@ class LookAhead:
         numbers = range(self._first, self._end())
         if self._dynamic:
             return all(number in self._informative for number in numbers)
+        # Without dynamic sampling no verdict decides anything: they are waited for once, at the
+        # end.
         return all(self._ended[number] == self._recipe.group_size for number in numbers)
 
     def _learn(self, completions: list[Completion]) -> None:
@@ -154,6 +161,7 @@ class LookAhead:
         if self._dynamic:
             metrics |= generation_metrics(self._recipe, informative, counts)
         later = [each for number in self._groups if number >= end for each in self._groups[number]]
+        # To the host: they become a part of the state, which outlives the engine's shelves.
         kept = _off_the_mesh([*ready, *later])
         pending: list[Completion | Request] = [*kept[len(ready) :], *suspended]
         pending.sort(key=lambda row: (row_of(row).prompt, row_of(row).sample))

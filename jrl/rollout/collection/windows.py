@@ -69,7 +69,7 @@ def write_windows(
     while len(asked) < recipe.completions:
         asked += [(prompts_seen, sample, NOTHING) for sample in range(recipe.group_size)]
         prompts_seen += 1
-    # A group may be cut: the rest of its responses begin in the next step.
+    # A group may be cut: the rest of its responses begin in the next step that has room for them.
     now, later = asked[: recipe.completions], asked[recipe.completions :]
     examples = {prompt: sampler.task.train(prompt) for prompt in sorted({row[0] for row in now})}
     ids = {prompt: sampler.encoded(example) for prompt, example in examples.items()}
@@ -83,6 +83,8 @@ def write_windows(
         for n, (prompt, sample, tokens) in enumerate(now)
     ]
     written = sampler.decode(requests, examples, sampling, seconds=seconds).verified()
+    # Neither log-probabilities nor keys and values: the next step learns from its own tokens alone,
+    # and runs the rest again.
     going_on = [
         (completion.trajectory.request.prompt, completion.trajectory.request.sample, tokens)
         for completion in written

@@ -42,6 +42,7 @@ class BatchedSeating(Seating):
         for slot, length in each.items():
             if slot // self.per_rank == rank:
                 contexts[slot // self._size - first].append(length)
+        # By the tokens in the cache too: rows that stand further on keep attention longer.
         times = [self._predicted.of_batch(lengths) for lengths in contexts]
         slot = free[lightest(times, [len(slots) for slots in free])][0]
         self._free[rank].remove(slot)

@@ -29,6 +29,7 @@ def arrivals_of(
         carried=carried_by(arriving, slots, width, decoder),
     )
     for _, request, source in arriving.seats:
+        # `~source` counts slots of all ranks, and the program those of its own.
         source = source if source >= 0 else ~source % per_rank
         length, begin = request.length, len(request.tokens)
         numbers.append((source, length, request.limit, begin, request.prompt, request.sample))
@@ -68,6 +69,7 @@ def carried_by(
         carried.behaviour_logprobs[slot, columns] = sampled.behaviour_logprobs
         carried.old_logprobs[slot, columns] = sampled.old_logprobs
         carried.versions[slot, columns] = sampled.versions
+        # From the first of the prompt on: a replay sends prompt tokens to their experts too.
         if carried.choices is not None and sampled.choices is not None:
             carried.choices[slot, : len(sampled.choices)] = sampled.choices
     return carried

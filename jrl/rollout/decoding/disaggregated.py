@@ -106,6 +106,7 @@ class DisaggregatedEngine(SlotEngine):
             split,
             placement=self.places.placements[0],
             m2n=m2n,
+            # Loads are counted from choices, recorded for a replay or not.
             records_choices=records_choices or replan is not None,
         )
         if is_multiprocess():
@@ -190,6 +191,7 @@ class DisaggregatedEngine(SlotEngine):
         numbers = [self._everywhere(np.int32(i)) for i in range(parts)]
         cache = None
         if self._attends:
+            # The runner gives up the cache layer by layer, `sample_part` the rest.
             cache, pool = pool.cache, replace(pool, cache=Cache((), ()))
         # Of each token and micro-batch, the rows that got it and those that go on.
         counts: list[list[Any]] = [[] for _ in range(parts)]
@@ -216,6 +218,7 @@ class DisaggregatedEngine(SlotEngine):
             totals.append(np.sum([np.reshape(own, -1) for own in each], axis=0))
             return int(totals[-1][1])
 
+        # What is enqueued already runs on; nothing is known of rows before `AHEAD` tokens.
         def goes_on(token: int) -> bool:
             left = count(token - AHEAD) if token >= AHEAD else min_live + 1
             return token < window and left > min_live
@@ -229,13 +232,16 @@ class DisaggregatedEngine(SlotEngine):
             end,
             goes_on,
             columns,
+            # A process without attention hears the counts, and decides as the others do.
             lambda i, heard: counts[i].append(heard),
         )
+        # Those that were enqueued after the last look.
         for token in range(len(totals), len(counts[0])):
             count(token)
         grew = np.array(totals)[:, 0]
         if self.places.is_due(len(grew)):
             self._look()
+        # A token that was enqueued ahead and that no row got is no step.
         advanced = Advanced(jnp.asarray((grew > 0).sum()), jnp.asarray(grew.sum()))
         return pool if cache is None else replace(pool, cache=cache), advanced
 
@@ -313,6 +319,7 @@ def counted(
 
     def local(loads: Array, live: Array, choices: Array, number: Array) -> Array:
         layers = jnp.arange(loads.shape[0])[None, :, None]
+        # Rows that are not live are computed too, and are nobody's load.
         run = jnp.broadcast_to(_part(live, parts, number)[:, None, None], choices.shape)
         own = jnp.zeros_like(loads).at[layers, choices].add(run.astype(loads.dtype))
         return loads + all_sum(vary(own, mesh.except_sequence), mesh.except_sequence)
@@ -358,6 +365,7 @@ def sample_part(
             rows = replace(rows, choices=written(rows.choices, live, last, choices))
         drawn = drawn_tokens(decoder, sampling, logits, own, rows, draws)
         rows, going = appended(decoder, own, rows, live, drawn, draws.version)
+        # Micro-batch i is the i-th part of each device's slots.
         first = number * live.shape[0]
 
         def back(whole: Array, part: Array) -> Array:

@@ -118,6 +118,7 @@ class SlotEngine:
         version: int,
         entropy: EntropyStatistics[Array] | None = None,
     ) -> None:
+        # By identity: every update makes a record of its own.
         if weights is not self._weights:
             self._seating.forget()
             self._policy = None
@@ -279,6 +280,7 @@ class SlotEngine:
     def _sampled(self, sitting: Sequence[int], window: int, min_live: int) -> np.ndarray:
         """Samples up to so many tokens of each row, and gives which of the slots are live then."""
         pool = self._there()
+        # One more: a row that has just come has a first token that the host has not counted.
         ends = np.minimum(self._lengths[sitting] + 1 + window, self._limits[sitting])
         pool, columns = self._with_columns(pool, bucket(int(ends.max()), self.columns, NARROWEST))
         some = self._seating.some(self._sizes)
@@ -286,6 +288,7 @@ class SlotEngine:
         self._pool = pool
         lengths, still = self._to_host((pool.rows.lengths, pool.live))
         steps, row_steps = to_host(advanced)
+        # A copy, which can be written to where rows come.
         self._lengths = np.array(lengths)
         self._usage.steps += int(steps)
         self._usage.slot_steps += int(steps) * (self.slots if some is None else len(some))
@@ -336,6 +339,7 @@ class SlotEngine:
     def _finish(self, request: Request, ids: np.ndarray) -> Finish:
         if ids[-1] in self.decoder.stop_ids:
             return "stop"
+        # A window ends a row below its limit, and it goes on in another step.
         whole = len(request.response) + len(ids) == request.max_new_tokens
         return "length" if whole else "window"
 

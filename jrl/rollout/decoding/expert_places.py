@@ -39,6 +39,8 @@ class ExpertPlaces:
 
     def restart(self) -> None:
         """As if nothing had been seen: equal loads."""
+        # So that what a rollout samples depends on its requests alone, not on the rollouts before
+        # it.
         self._tokens, self._balance = 0, Balance(0, self._no_loads, self._first)
         self.has_moved = False
 

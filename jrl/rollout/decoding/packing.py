@@ -57,6 +57,7 @@ def plan_rows(arriving: Arriving, widths: Sequence[int]) -> RowPlan:
     if max(map(sum, lengths)) > width:
         width = shared_width(widths, max(map(max, filter(None, lengths))))
     starts = [first_fit(own, width) for own in lengths]
+    # The rank that needs most decides: the program has one shape on all.
     needed = max(max(own) // width + 1 for own in starts if own)
     return RowPlan(width, row_count(needed), starts)
 
@@ -78,6 +79,7 @@ def packing_of(plan: RowPlan, arriving: Arriving, slots: int, pad_id: int) -> Pa
             positions[rank, there] = np.arange(len(ids))
     ends = np.zeros(slots, np.int32)
     for slot, request, source in arriving.seats:
+        # Ranks have equal runs of the slots, so a slot's number says its rank.
         ends[slot] = plan.starts[slot * ranks // slots][source] + request.length - 1
     tokens, segments, positions = (x.reshape(-1, plan.width) for x in (tokens, segments, positions))
     return Packing(tokens, segments, positions, ends)
@@ -102,6 +104,7 @@ def copies_of(
         # The last ones of a slot overlap where it is no multiple of them.
         places = (min(c, cache_columns - size) for c in range(0, request.length, size))
         planned[rank] += [(own, start + column, column) for column in places]
+    # The most there can be, as it is a shape; `number` says how many are made.
     room = per_rank * -(-columns // min(CHUNK, columns))
     copies = np.zeros((ranks, room, 3), np.int32)
     for rank, own in enumerate(planned):

@@ -72,6 +72,7 @@ class Request(NamedTuple):
         """What there is already, prompt and response."""
         if not self.begun:
             return self.tokens
+        # In the order in which they were sampled: in earlier steps, then in this one.
         before = NOTHING if self.sampled is None else self.sampled.tokens
         return np.concatenate([self.tokens, self.response, before])
 
@@ -187,6 +188,7 @@ def sampled_in(rows: Rows[np.ndarray], row: int, request: Request) -> Sampled:
     end = int(rows.lengths[row])
 
     def column(whole: np.ndarray) -> np.ndarray:
+        # A copy: a slice would keep all rows alive on the host.
         return np.array(whole[row, request.start : end])
 
     return Sampled(
@@ -201,6 +203,7 @@ def sampled_in(rows: Rows[np.ndarray], row: int, request: Request) -> Sampled:
 def taken_off(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     """The same without a place on the mesh: each request holds what was sampled. With several
     processes a collective."""
+    # Each shelf crosses once, however many of its rows are wanted.
     rows = {id(t.shelf): to_host(t.shelf.rows) for t in trajectories if t.shelf is not None}
     return [
         t

@@ -75,6 +75,7 @@ def own_rows(arriving: Arriving, columns: int, unit: int, per_rank: int) -> tupl
     least = OF_CONVERSATIONS if arriving.goes_on else SMALLEST
     width = -(-bucket(arriving.width, columns, least) // unit) * unit
     most = max(map(len, arriving.runs))
+    # Few of each: every width with every number of rows is a program.
     number = bucket(most, least=1) if most else 0
     if arriving.goes_on and most:
         number = max(number, min(per_rank, _coarse(most)))
@@ -170,6 +171,7 @@ class Seating:
         size = next(size for size in sizes if size >= max(map(len, taken)))
         if size == self.per_rank:
             return None
+        # Filled up with slots in which nobody sits: all ranks compute equally many, none twice.
         for own in taken:
             others = sorted({*range(self.per_rank)} - {*own})
             own.extend(others[: size - len(own)])
@@ -225,10 +227,12 @@ class Seating:
         taken: dict[int, Request] = {}
         while self.waiting and self.num_free:
             request = self.waiting.popleft()
+            # A row that was begun has tokens of its own after the prompt, so it runs alone.
             alike = None if request.begun else request.prompt
             rank = self._rank_for(alike, begun)
             slot = self._slot(rank, taken)
             taken[slot] = request
+            # A slot holds its prompt's keys and values, ended or not, until another row takes it.
             if alike is not None and (rank, alike) in self._begins:
                 copies.seats.append((slot, request, ~self._begins[rank, alike]))
                 continue
@@ -242,8 +246,11 @@ class Seating:
                     begun[rank, alike] = program, number
             program.seats.append((slot, request, number))
         self.sitting |= taken
+        # Within one call samples share the run itself; later a state has moved on with its row.
         if not self._copies:
             taken = {}
+        # Slots that were taken hold no more what they held; those that begin with a prompt alone
+        # can be copied from now on.
         self._begins = {key: slot for key, slot in self._begins.items() if slot not in taken} | {
             (slot // self.per_rank, request.prompt): slot
             for slot, request in taken.items()
@@ -267,6 +274,7 @@ class Seating:
             return 0
         free = [len(slots) for slots in self._free]
         if alike is not None:
+            # A copy within a rank moves nothing between devices.
             for rank in range(self.ranks):
                 if free[rank] and ((rank, alike) in self._begins or (rank, alike) in begun):
                     return rank
@@ -291,6 +299,7 @@ class Seating:
         if not self._row_widths:
             return (len(runs) + 1) * width > self._most_tokens
         most = max(1, self._most_tokens // width)
+        # Packed as `plan_rows` will: what counts is the rows that it takes.
         starts = first_fit([*map(len, runs), request.length], width)
         return max(starts) >= most * width
 

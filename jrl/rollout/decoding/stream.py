@@ -167,11 +167,14 @@ class StreamEngine(SlotEngine):
           window: tokens at most that a row gets beside the first of its response.
         """
         seating = self._seating
+        # At every look, where `SlotEngine` waits for several free slots: somebody waits for an
+        # answer.
         if seating.waiting and seating.num_free:
             arrivals = seating.arrivals()
             self._placed_draws = None
             for arriving in arrivals:
                 self._admit(arriving)
+        # Those who end below are among them: what was written of them is handed out too.
         sitting = sorted(seating.sitting)
         if not sitting:
             return []
@@ -201,6 +204,7 @@ class StreamEngine(SlotEngine):
 
     def _recent(self, begins: np.ndarray, width: int) -> _Recent:
         rows, sitting = self._there().rows, self._seating.sitting.values()
+        # What nobody who sits has asked for does not cross to the host.
         if not any(request.own is not None and request.own.wants_likeliest for request in sitting):
             rows = replace(rows, likeliest=None)
         return to_host(_columns(rows, width, self._over_slots(begins)))
@@ -237,6 +241,8 @@ class StreamEngine(SlotEngine):
         packing, copies, tokens, arrivals = self._over_slots((packing, copies, tokens, arrivals))
         weights = self._resharding.of(self._loaded())
         ran = run_packed(self.decoder, weights, packing)
+        # The cache goes its own way: with it `admit_known` would be a program for each of its
+        # sizes.
         cache, nothing = place(self.decoder, pool.cache, ran.cache, copies), Cache[Array]((), ())
         rest, known = replace(pool, cache=nothing), ran._replace(cache=nothing)
         given = self._taken_apart().rest, rest, known, tokens, arrivals, self._draws()
@@ -272,6 +278,7 @@ class StreamEngine(SlotEngine):
         # The cache is as wide as what is read of it, so that no part is copied there and back.
         columns = self._cache_size(columns)
         room = pool.cache.keys[0].shape[KEY_COLUMN]
+        # Wider at once, narrower only after a while: each change copies the whole cache.
         self._too_wide = self._too_wide + 1 if columns * 2 <= room else 0
         if columns <= room and self._too_wide < PATIENCE:
             return pool, room
@@ -285,6 +292,7 @@ class StreamEngine(SlotEngine):
 
     def _draws(self) -> Draws:
         if self._placed_draws is None:
+            # An entry for each slot, so that requests of any kind share one program.
             own = [IDLE] * self.slots
             for slot, request in self._seating.sitting.items():
                 assert request.own is not None
@@ -292,6 +300,7 @@ class StreamEngine(SlotEngine):
             rows = RowSampling(
                 temperatures=np.array([each.temperature for each in own], np.float32),
                 top_ps=np.array([each.top_p for each in own], np.float32),
+                # In two words: JAX has no 64-bit integers unless it is told to.
                 seeds=np.array([(each.seed & WORD, each.seed >> 32) for each in own], np.uint32),
                 wants_likeliest=np.array([each.wants_likeliest for each in own]),
             )

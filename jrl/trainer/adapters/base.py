@@ -33,6 +33,7 @@ def save(checkpoints: Checkpoints, networks: Networks, weights: Transformer[Arra
     if place.steps():
         return
     in_order, plain = without_adapters(weights), placement.without_chunks(config, mesh)
+    # Layers in order, as in every checkpoint: a run on another layout reads them too.
     if mesh != plain:
         in_order = reshard(in_order, config, mesh, plain)
     place.save(0, in_order)
@@ -57,6 +58,7 @@ def restore(checkpoints: Checkpoints, config: ModelConfig, mesh: FoldedMesh) -> 
     in_order, _ = _place(checkpoints).restore(0, like)
     if mesh == plain:
         return in_order
+    # `reshard` gives whole weights; training may want them in shards.
     moved = reshard(in_order, config, plain, mesh)
     return jax.device_put(moved, placement.shardings(config, mesh))
 

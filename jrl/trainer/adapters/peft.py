@@ -76,6 +76,7 @@ def write_adapters(setup: Setup, model: Path, directory: Path, state: TrainState
 
     learned = trained(state.policy.weights, table(setup.model))
     depth = axis_sizes(setup.model)["layer"]
+    # Fetched outside of the block below, in which no collective may be called.
     in_order = placement.in_layer_order(to_host(learned), setup.mesh, depth)
     with FailTogether():
         if is_main_process():

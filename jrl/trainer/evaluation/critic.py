@@ -49,6 +49,7 @@ def evaluate_critic(
       report: called with "critic", the completions done and all there will be.
     """
     recipe, objective = network.objective.recipe, network.objective
+    # Training shares prompts in groups of its own size, which `k` need not be.
     objective = replace(objective, layout=PromptLayout(sampler.prompt_length, group_size=1))
     examples = numbered_heldout(heldout_examples(sampler.task, num_prompts))
     report("critic", 0, len(examples) * k)
@@ -70,6 +71,7 @@ def evaluate_critic(
         report("critic", min(start + size, len(examples)) * k, len(examples) * k)
     joined = map(np.concatenate, zip(*pieces, strict=True))
     values, mask, scores, correct, groups, lengths = joined
+    # What the critic was trained to foresee: rewards of the recipe, not scores.
     rewards = recipe.rewards(jnp.asarray(scores), jnp.asarray(lengths), sampler.response_length)
     return CriticRollout(
         values=values,

@@ -52,6 +52,7 @@ def evaluate(
     best = np.array([completion.score for completion in greedy])
     full = correct_of(sampled)
     correct = full.reshape(-1, k).sum(axis=1)
+    # The unbiased estimator of pass@k wants how many of k are right, not which.
     counts: list[int] = correct.tolist()
     reasons = Counter(c.verdict.reason for c in sampled if c.verdict is not None)
     results = {

@@ -38,6 +38,8 @@ def heldout_metrics(
       sampling: as in training.
     """
     begin = time.perf_counter()
+    # Their numbers decide what is drawn: every evaluation of a run draws with the same luck, so
+    # that two of them are paired.
     asked = numbered_heldout(examples)
     requests = sampler.requests(asked, 1)
     # The sampled completions are verified while the greedy ones are decoded.

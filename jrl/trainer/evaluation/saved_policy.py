@@ -108,6 +108,7 @@ def _load(
                 f"run {folder.path} has no checkpoint yet: the first comes after its warm start."
             )
         place = checkpoints.directory / str(step)
+        # Taken before anything is read: a folder that was put in this one's place is known by it.
         before = _identity(place)
         try:
             read = [checkpoints.restore(step, like[part], part=part) for part in models]
@@ -116,6 +117,7 @@ def _load(
             if is_multiprocess() or (before is not None and _identity(place) == before):
                 raise
         else:
+            # Its writer may have put another there meanwhile, and what was read be of both.
             if not any_of(_identity(place) != before):
                 check_files(folder, step, read[0][1])
                 _warn(checkpoints, damaged, step)
@@ -143,6 +145,7 @@ def _found(checkpoints: Checkpoints, chosen: int | None) -> tuple[int | None, di
 def _described(model: ModelConfig, mesh: FoldedMesh) -> Any:
     """Shapes and shardings of what learns of a network as a checkpoint holds it: float32, the
     layers in order."""
+    # `save` puts layers in order, so that any layout reads what any other wrote.
     plain = placement.without_chunks(model, mesh)
     everything = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -166,6 +169,7 @@ def _beside(
     weights = trees.with_base(fixed, jax.device_put(learned, places), statement)
     if not float32:
         return weights
+    # Widened first, so that `reshard` merges adapters without rounding to the dtype of the base.
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights)
     plain = model.without_adapters()
     whole = reshard(wide, model, mesh, mesh)

@@ -70,6 +70,7 @@ def reduced_on_the_way(
       passes: at least 1.
     """
     number = jax.tree.leaves(micro_batches)[0].shape[0]
+    # None is nothing yet: a gradient of the only micro-batch is not added to zeros.
     loss, total, metrics = jnp.zeros((), jnp.float32), jax.tree.map(lambda _: None, own), None
     if number > 1:
         others = jax.tree.map(lambda x: x[:-1], micro_batches)
@@ -82,6 +83,8 @@ def reduced_on_the_way(
     places = jax.tree.map(lambda reduction, weight: reduction.place(weight), reductions, own)
     places = {name: getattr(places, name) for name in STACKS}
 
+    # Differentiated by the places, not by the layers: their gradient is the sum over devices of the
+    # layers' (`sharding.reduction`).
     def last_loss(given):
         ends, places = given
 
@@ -102,6 +105,7 @@ def reduced_on_the_way(
     )
 
     def reduced(reduction: Any, gradient: Array, before: Array | None) -> Array:
+        # As `accumulated` does it: widened first, added, and then summed over devices.
         gradient = gradient.astype(jnp.float32)
         return reduction(gradient if before is None else before + gradient)
 

@@ -57,6 +57,8 @@ def transformation(optimizer: Optimizer) -> optax.GradientTransformation:
     # Weight decay is decoupled from them (Loshchilov and Hutter, arXiv:1711.05101).
     return optax.chain(
         optax.clip_by_global_norm(optimizer.max_grad_norm),
+        # Betas of 0.9 and 0.999, optax's own: `Optimizer.mu_dtype` counts on how far they let
+        # moments move in a step.
         optax.adamw(
             optimizer.rate_at,
             weight_decay=optimizer.weight_decay,
@@ -75,6 +77,7 @@ def init_learner(
         as it computes; those that are fixed are not copied.
     """
     if config.lora is not None:
+        # Moments of what learns alone: those of a fixed weight would be zeros for ever.
         learned, base = split(weights, config)
         own = copied(learned)
         moments = _first_moments(optimizer, own, config, mesh)

@@ -72,6 +72,7 @@ def gathered(
     # Beside adapters nothing has masters, and they themselves are as they compute.
     weights = masters if config.lora is not None else cast(masters, config)
     shards = laid_out(weights, shard_specs, mesh)
+    # Left in shards: each layer is gathered where it runs, forward and again backward.
     if config.execution.fsdp:
         return shards
     # That the gathered weights are equal on all devices of a cut is not in the type of a gather.

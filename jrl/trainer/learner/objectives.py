@@ -48,6 +48,8 @@ def policy_loss(
     """
 
     def reduced(per_token: Float[Array, "batch time"]) -> Float[Array, ""]:
+        # Of the mini-batch, known before it is cut: a mean of micro-batches' means would weigh
+        # tokens of short micro-batches more.
         denominators = recipe.denominators(totals, response_length)
         return aggregate(per_token, batch.mask, recipe.aggregation, **denominators)
 
@@ -192,6 +194,8 @@ class CriticObjective:
         totals: Totals[Array],
         statistics: Any,
     ) -> tuple[Array, dict[str, Any]]:
+        # `batch.old_values` are from before the step's first update: the value clip measures from
+        # there.
         values = self.values(weights, x, batch)
         loss, metrics = self.recipe.critic_loss(values, batch, totals, self.response_length)
         return loss, {**metrics, "critic/vf_loss": loss}
@@ -219,6 +223,8 @@ class SupervisedObjective:
         totals: Totals[Array],
         statistics: Any,
     ) -> tuple[Array, dict[str, Any]]:
+        # `Sampling()` is temperature 1: the plain softmax imitates, whatever completions are
+        # sampled at.
         scores = scores_of(
             weights, x, batch.tokens, self.layout, self.config, Sampling(), self.mesh
         )
@@ -251,6 +257,7 @@ def _router_metrics(
     of ``cp`` and ``tp``."""
     if router is None:
         return {}
+    # Metrics alone; what the routers learn from is `router_loss`.
     router = jax.lax.stop_gradient(router)
     router = all_sum(router, mesh.sequence)
     metrics = {
@@ -259,6 +266,7 @@ def _router_metrics(
         "moe/router_entropy": Mean(router.entropy, router.tokens),
         "moe/dropped_fraction": Mean(router.dropped, jnp.sum(router.load)),
         "moe/padded_fraction": Mean(router.padded, router.places),
+        # Counts and no mean: the selection bias is moved by those of the whole mini-batch.
         "load": router.load,
     }
     if router.agreed is not None and router.replayed is not None:

@@ -29,6 +29,7 @@ def scan_first(
 
     def step(carry: Any, given: tuple[Array, Any]) -> tuple[Any, Any]:
         number, x = given
+        # Traced for its types alone: what is skipped must give zeros of the same.
         _, outs = jax.eval_shape(body, carry, x)
 
         # Both branches of a `cond` must be of one type, which says over what axes a value varies.

@@ -27,6 +27,7 @@ class Program(Generic[Given, Found]):
 
     def on(self, mesh: FoldedMesh) -> Any:
         """The jitted function for that mesh; the same for meshes with the same options."""
+        # Options belong to a `jax.jit` and not to a call, so there is one for each set of them.
         asked = compiler_options(mesh)
         key = tuple(sorted(asked.items()))
         if key not in self._jitted:

@@ -51,6 +51,7 @@ class Exact:
     def __init__(self, program: Callable[..., tuple[Any, Array | None]], num_static: int = 1):
         static = tuple(range(num_static))
         self.counted = Program(program, static_argnums=static)
+        # Where there is room for any routing nothing is counted: the second result is None.
         self.roomy = Program(lambda *given: program(*given)[0], static_argnums=static)
         self.__doc__ = program.__doc__
 

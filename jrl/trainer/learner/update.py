@@ -162,6 +162,7 @@ def update(
     # Optax counts on the standard promotions, which a caller may have forbidden.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         steps, opt_state = transformation(optimizer).update(grads, learner.opt_state, weights)
+    # In float32, so that a step below the last digit of a bfloat16 weight is not lost.
     stepped: Any = optax.apply_updates(weights, steps)
     # DeepSeek-V3's balancing without a loss: the bias is no parameter of the optimizer.
     if config.selection_bias and fixed is None:
@@ -174,6 +175,8 @@ def update(
         updates=learner.updates + 1,
         skipped_in_a_row=jnp.zeros_like(learner.skipped_in_a_row),
     )
+    # Without room for all choices the gradient is of other routing than the routers': it is taken
+    # again (`Network.update`), and is no update that was skipped.
     fits = metrics["overflow"] == 0 if "overflow" in metrics else jnp.ones((), bool)
     skipped = (~finite & fits).astype(learner.skipped.dtype)
     stayed = replace(
@@ -189,6 +192,7 @@ def update(
         # After the choice between moved and stayed, which is then made on shards alone.
         weights=masters.gathered(learner.weights, config, mesh),
         masters=learner.weights if masters.keeps_masters(config) else None,
+        # In shards as it came, in which it fits the buffers that were given up.
         opt_state=jax.tree.map(
             jax.lax.with_sharding_constraint,
             learner.opt_state,
@@ -251,10 +255,12 @@ def _local_gradients(
         own = replace(zero.unshard(own, shard_dims), layers=own.layers)
         if fixed is not None:
             fixed = replace(zero.unshard(fixed, fixed_dims), layers=fixed.layers)
+    # The rows of this `dp` rank alone: to cut them sends nothing.
     # Runs of neighbouring rows: samples of a prompt stay together where they can, and share it.
     micro_batches = jax.tree.map(lambda x: x.reshape(num_micro_batches, -1, *x.shape[1:]), batch)
     given = objective, own, fixed, micro_batches, totals, statistics
     of_layers = all_dims.layers if sharded else None
+    # Under fsdp the transpose of a layer's gather has summed its gradient into shards already.
     is_sharded = replace(
         jax.tree.map(lambda _: False, shard_dims),
         layers=jax.tree.map(lambda _: sharded, shard_dims.layers),

@@ -71,6 +71,7 @@ class Plan(NamedTuple):
     def slots(self, num_rows: int) -> np.ndarray:
         """``[num_rows]`` where each row is; an empty slot for those that are nowhere."""
         filled = np.flatnonzero(self.starts >= 0)
+        # There are at least as many slots as rows: where a row is nowhere, some slot is empty.
         slots = np.full(num_rows, np.argmin(self.starts))
         slots[self.rows[filled]] = filled
         return slots
@@ -107,12 +108,15 @@ def plan(
       Johnson et al., "Worst-case performance bounds for simple one-dimensional packing algorithms",
       1974 (first fit decreasing takes 11/9 of the bins that are needed, at most and nearly).
     """
+    # To ranks first, evenly by tokens, as all run as many passes as the fullest of them needs.
     length, ranks = bin_length(time, mesh), mesh.size(mesh.dp)
     filled = [_first_fit(rows, tokens, length, rows_of_a_bin) for rows in _of_ranks(tokens, ranks)]
+    # A pass has collectives: none of the ranks can leave one out that another runs.
     passes = max(-(-max(map(len, filled)) // bins), 1)
     dealt = [_dealt_out(of_rank, counted, passes, bins) for of_rank in filled]
     # At most one row in each bin, where all have their full length.
     number = max(passes, -(-len(tokens) // (ranks * bins)))
+    # Their number is a shape, so it is that of the worst case; `passes` says how many of them run.
     rows = np.zeros((ranks, number, bins * rows_of_a_bin), np.int64)
     starts = np.full(rows.shape, -1, np.int64)
     # Few rows must not make another program of a micro-batch that they do not fill.
@@ -127,7 +131,9 @@ def plan(
                 for bin, own in enumerate(of_piece)
                 for n in range(len(own))
             ]
+            # No micro-batch may hold more than the head has places for.
             most = max(most, int(counted[inside].sum()))
+    # The places are cut over the ranks of cp and tp, so they divide by them.
     shards = mesh.size(mesh.sequence)
     sizes = PackedSizes(bins, length, -(-rounded_up(most) // shards) * shards)
     return Plan(rows.reshape(-1), starts.reshape(-1), number, passes, sizes)
@@ -205,6 +211,7 @@ def _dealt_out(
     pieces: list[list[list[int]]] = [[] for _ in range(passes)]
     loads = np.zeros(passes, np.int64)
     of_bins = np.array([counted[own].sum() for own in bins], np.int64)
+    # The head has places for what the fullest micro-batch counts: dealt out evenly these are few.
     for bin in np.argsort(-of_bins, kind="stable"):
         open_ = [n for n, piece in enumerate(pieces) if len(piece) < most]
         piece = min(open_, key=lambda n: loads[n])

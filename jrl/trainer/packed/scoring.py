@@ -89,6 +89,7 @@ def _run_packed(
             x, router = model.run(weights, objective.pack(piece), config, mesh)
             return (), (mark_replicated(read(weights, x, piece), mesh), overflow_of(router, config))
 
+        # Slots stand in runs, one for each micro-batch, so that a reshape cuts them.
         cut = jax.tree.map(lambda x: x.reshape(pieces, -1, *x.shape[1:]), rows)
         _, (found, overflow) = scan_first(one, (), cut, passes)
         in_rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
@@ -115,6 +116,8 @@ def _in_bins(
     # What the pass reads and nothing else: rows change devices on their way into bins.
     batch = Batch(batch.tokens, batch.valid, batch.mask, choices=batch.choices)
     num_rows, time = batch.tokens.shape
+    # The mask is all that this batch knows, whichever network reads it; rows without any are left
+    # out.
     tokens, counted = counts_of(batch).of("actor", np.arange(num_rows), idle=False)
     packed = plan(tokens, counted, time, bins, mesh)
     rows = place_rows(batch, packed, mesh)
@@ -122,6 +125,7 @@ def _in_bins(
     passes = to_devices(np.int32(packed.passes), replicated(mesh))
     found = program(objective, packed.num_micro_batches, weights, rows, passes)
     # Any column carries them back.
+    # A row that is in no bin takes an empty slot's column, in which nothing counts: zeros.
     back = packed.slots(num_rows)
     columns = [take_rows(replace(rows, old_values=x), back, mesh).old_values for x in found]
     return [given(column) for column in columns]

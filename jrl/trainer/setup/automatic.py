@@ -40,6 +40,8 @@ class Candidate:
         update, stays = memory_of_update(self.setup), memory(self.setup)
         # Among what an update's layers keep are the inputs of a stage's.
         stays.pop(STAGE_INPUTS, None)
+        # What is there for a moment takes turns: an update, a pass that scores, a gradient on its
+        # way.
         logits, wire = (stays.pop(name, 0) for name in (LOGITS, GRADIENTS_SENT))
         at_work = max(update.activations + update.buffers, logits, wire)
         return sum(stays.values()) + at_work
@@ -70,6 +72,7 @@ def chosen_layout(setup: Setup, recipe: Recipe, num_devices: int) -> tuple[Layou
             "another number of --devices, or batches that divide."
         )
     too_large: dict[Layout, float] = {}
+    # The fastest first: what does not fit is passed over on the way to the first that does.
     possible.sort(key=lambda one: one.seconds)
     for number, one in enumerate(possible):
         needs = one.bytes()
@@ -129,6 +132,8 @@ def on_layout(setup: Setup, recipe: Recipe, layout: Layout) -> Setup:
     if setup.run.packing and layout.pp > 1:
         raise ValueError("packing=True cannot be had with pp.")
     run = replace(setup.run, layout=str(layout))
+    # As a run of this layout would: its mini-batch may be another, so time is compared per
+    # sequence.
     divided = recipe.divided(layout.dp).fitted(setup.response_length)
     model = with_dispatch(setup.model, run, mesh)
     there = replace(setup, run=run, recipe=divided, mesh=mesh, model=model)

@@ -51,6 +51,8 @@ class Geometry:
     def prompt_layout(self) -> PromptLayout:
         """Completions of a prompt share it in a forward pass if every device gets whole groups."""
         group, dp = self.recipe.group_size, self.mesh.size(self.mesh.dp)
+        # A group that lay on two devices, or in two micro-batches, would have to run its prompt in
+        # each.
         whole = self.recipe.micro_batch_size // dp % group == 0
         return PromptLayout(self.prompt_length, group if whole and self.recipe.whole_groups else 1)
 
@@ -83,6 +85,7 @@ class Geometry:
           ValueError: for a number that does not divide over the devices.
         """
         ranks = self.rollout_ranks
+        # Rounded up, so that a few slots may stay empty: the ranks must have equally many.
         if wanted is None:
             return -(-min(self.recipe.rows_decoded, MOST_SLOTS) // ranks) * ranks
         if wanted < 1 or wanted % ranks:

@@ -68,6 +68,7 @@ def memory(setup: Setup) -> dict[str, int]:
     What lies between the layers (activations) and what the compiler adds come on top.
     """
     run, recipe, mesh = setup.run, setup.recipe, setup.mesh
+    # A 0 stands below for the critic that a recipe has none of.
     networks = [setup.model, *([setup.model.as_critic()] if recipe.uses_critic else [])]
     held = part_bytes if setup.model.execution.fsdp else weight_bytes
     weights, critic = (*(held(network, mesh) for network in networks), 0)[:2]
@@ -76,16 +77,20 @@ def memory(setup: Setup) -> dict[str, int]:
         # Its other weights are the policy's.
         critic -= held(setup.model.as_critic(), mesh, fixed=True)
     parts, critic_parts = (*(float32_part_bytes(network, mesh) for network in networks), 0)[:2]
-    # Of float32 parts two, or one and a half.
+    # In halves of a float32 copy: two for the second moment, and two or one for the first.
     halves = 2 + jax.numpy.dtype(run.mu_dtype).itemsize // 2
+    # Policy and critic are updated by turns, so the larger one counts.
     gradients = max(gradient_bytes(network, mesh, shapes(network)) for network in networks)
+    # Of a micro-batch they are in the dtypes of the weights; their sum is float32.
     summand = max(gradient_bytes(network, mesh, cast_shapes(network)) for network in networks)
     gathered = max(weight_bytes(network, mesh) for network in networks)
+    # Rows on all devices together, of the passes that take turns: the largest of them counts.
     forward = [recipe.mini_batch_size // setup.geometry.num_micro_batches]
     if run.weights is None and run.checkpoint is None and run.warm_start_steps:
         forward.append(setup.geometry.supervised_rows(run.warm_start_batch))
     if recipe.uses_reference or recipe.rescores:
         forward.append(recipe.completions // _num_scored(setup))
+    # Devices that sample by themselves have a table of their own.
     rollout = rollout_memory(setup) if run.rollout_devices is None else {}
     rows = {
         "weights": weights,
@@ -97,6 +102,7 @@ def memory(setup: Setup) -> dict[str, int]:
         "critic's optimizer moments": critic_parts * halves // 2,
         "reference": weights if recipe.uses_reference and not beside else 0,
         "weights gathered to score": gathered if setup.model.execution.fsdp else 0,
+        # `policy_of`: decoding reads each layer's weights as arrays of their own.
         "weights apart to sample": rollout.get("weights apart to sample", 0),
         "key/value cache": rollout.get("key/value cache", 0),
         LOGITS: logits_bytes(setup, max(forward)),
@@ -147,6 +153,7 @@ def part_bytes(config: ModelConfig, mesh: FoldedMesh, *, fixed: bool = False) ->
 
 def float32_part_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
     """Bytes of as many float32 numbers as learn: masters, or one of the moments."""
+    # `shapes` are float32, `cast_shapes` the dtypes that the network computes with.
     everything = _bytes_on_one(shapes(config), mesh, shard_specs(config, mesh))
     return _total(trees.trained(everything, table(config)))
 
@@ -156,6 +163,8 @@ def gradient_bytes(
 ) -> int:
     """Bytes of gradients on one device, in the dtypes of `like`, of what learns: those of layers
     that are joined one by one are there in parts."""
+    # Under fsdp a layer's gradient is summed into shards as soon as it is there; those of embedding
+    # and head are whole until the end.
     whole = _bytes_on_one(like, mesh, specs(config, mesh))
     layers = _bytes_on_one(like, mesh, stored_specs(config, mesh)).layers
     return _total(trees.trained(replace(whole, layers=layers), table(config)))
@@ -194,6 +203,7 @@ def _bytes_on_one(
         sharding = NamedSharding(mesh.mesh, spec)
         return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
+    # As stored: uneven pipeline stages are padded to equal depth.
     stored = jax.eval_shape(lambda weights: in_chunks(weights, mesh), like)
     return jax.tree.map(on_one, stored, places)
 
@@ -202,6 +212,7 @@ def cache_bytes(setup: Setup) -> int:
     """Bytes of the key/value cache on one device."""
     model, mesh = setup.model, setup.rollout_mesh
     tp = mesh.size(mesh.tp)
+    # As `SlotEngine` rounds them.
     columns = -(-(setup.prompt_length + setup.response_length) // tp) * tp
     positions = setup.geometry.slots(setup.run.slots) // mesh.size(mesh.dp) * columns
     heads = model.num_kv_heads // mesh.size(mesh.tp)
@@ -217,10 +228,12 @@ def logits_bytes(setup: Setup, rows: int) -> int:
     by which top-k and top-p know what to cut away.
     """
     mesh, vocab_size = setup.mesh, setup.model.vocab_size
+    # Of responses alone: states before prompt tokens never reach the head.
     section = -(-rows // mesh.size(mesh.dp)), setup.geometry.response_length
     tokens = ZigzagLayout((section,), mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.cp)
     width, chunk = -(-vocab_size // mesh.size(mesh.tp)), setup.model.execution.vocab_chunk
     numbers = tokens * (width if chunk is None else min(chunk, width))
+    # Top-k and top-p want every column of a row: rows are spread over tp instead of columns.
     if sampling_of(setup.recipe).truncates:
         numbers = max(numbers, tokens // mesh.size(mesh.tp) * vocab_size)
     return 4 * numbers
@@ -243,7 +256,9 @@ def kept_bytes(setup: Setup) -> int:
     sections = (rows // group, lengths.prompt_length), (rows, lengths.response_length)
     tokens = ZigzagLayout(sections, mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.sequence)
     schedule = Schedule(mesh.layout.pp, setup.geometry.num_micro_batches, mesh.layout.vpp)
+    # The numbers of places begin with 0.
     chunks = 1 + max(map(max, schedule.slots()))
+    # Dense first layers run with the embedding, outside of the chunks.
     layers = stored_depth(setup.model.num_layers - setup.model.num_dense_layers, mesh)
     itemsize = jax.numpy.dtype(setup.model.dtype).itemsize
     return chunks * layers * tokens * setup.model.d_model * itemsize

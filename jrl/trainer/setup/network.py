@@ -68,6 +68,7 @@ def lora_of(model: ModelConfig, run: RunConfig) -> Lora | None:
     if run.lora_rank is None:
         return None
     there = targets_of(model)
+    # The head is adapted only where it is named.
     usual = tuple(target for target in there if target != "head")
     named = usual if run.lora_targets is None else tuple(run.lora_targets.split(","))
     alpha = 2.0 * run.lora_rank if run.lora_alpha is None else run.lora_alpha
@@ -91,6 +92,7 @@ def with_dispatch(model: ModelConfig, run: RunConfig, mesh: FoldedMesh) -> Model
     time on the mesh of training: it is named, so that scoring and sampling take the same, with room
     for any routing and on layouts of their own."""
     name = run.dispatch
+    # Chosen once, by the mesh of training: other passes must not choose anew by theirs.
     if name is None and travels(model, mesh):
         name = cheapest(exchange_of(model, mesh), mesh)
     return replace(model, execution=replace(model.execution, dispatch=name))

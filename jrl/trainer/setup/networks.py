@@ -65,6 +65,8 @@ class Network(Generic[Kind]):
         overflow = metrics.get("overflow", 0)
         # Without a buffer factor nothing is asked, and the host need not wait for the device.
         if "overflow" in metrics and int(overflow):
+            # Nothing moved: the learner that came back is the one that was given up, in its
+            # buffers.
             objective = for_any_routing(self.objective)
             learner, metrics = _updated(objective, *how, learner, *given)
             metrics["overflow"] = overflow

@@ -44,6 +44,7 @@ def times_with_overlap(setup: Setup, hardware: Hardware) -> dict[str, Cost]:
         model = replace(setup.model, execution=execution)
         if execution == setup.model.execution or can_drop(model):
             continue
+        # The check of a run that asks for it says whether it could have it.
         try:
             check_overlaps(model, setup.mesh, setup.geometry.parts(setup.run.packing))
         except ValueError:
@@ -55,6 +56,7 @@ def times_with_overlap(setup: Setup, hardware: Hardware) -> dict[str, Cost]:
 def batch_of(setup: Setup) -> Batch:
     """A mini-batch and its micro-batches."""
     recipe, rows = setup.recipe, setup.geometry
+    # The longest that a row can be: how long responses will be nobody knows yet.
     time = rows.prompt_length + rows.response_length
     micro = recipe.mini_batch_size // setup.geometry.num_micro_batches
     return Batch(recipe.mini_batch_size, time, micro // setup.mesh.layout.dp)
@@ -88,11 +90,14 @@ def attention_of(setup: Setup) -> str | None:
     """What holds scores in memory, as `Method.attention` names it: what `moe.attention.core` would
     take for a micro-batch."""
     named = setup.model.execution.attention
+    # What cuDNN computes holds no scores in memory: None.
     if named is not None:
         return {"plain": "plain", "xla": "plain", "blocked": "blocked"}.get(named)
+    # A GPU computes it with cuDNN.
     if setup.mesh.platform != "cpu" and setup.model.dtype == "bfloat16":
         return None
     batch, layout = batch_of(setup), setup.mesh.layout
+    # Between layers tokens are spread over tp; in attention a rank has all of them, and some heads.
     queries = batch.local_tokens(layout) * layout.tp
     scores = setup.model.num_heads // layout.tp * queries * batch.time
     most = LARGEST_PLAIN if setup.mesh.platform == "cpu" else LARGEST_KEPT

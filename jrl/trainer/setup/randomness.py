@@ -18,6 +18,7 @@ class Randomness:
     def key(self, purpose: Purpose) -> jax.Array:
         """Randomness for one purpose; no two purposes share any. What is sampled in a rollout is
         told apart by the numbers of prompts, samples and tokens."""
+        # By its place in `Purpose`: moved there, it would draw anew under an old seed.
         return jax.random.fold_in(jax.random.key(self.seed), get_args(Purpose).index(purpose))
 
     def shuffler(self, step: int, epoch: int) -> np.random.Generator:

@@ -216,6 +216,7 @@ class Setup:
             packs = packs and self.mesh.layout.pp == 1
         kept = None
         if self.run.stale_cache:
+            # For its sizes alone: an engine has no pool before rows come.
             engine = self._engine(self.randomness)
             kept = KeptPool(engine.decoder, engine.slots, engine.columns)
         staleness = self.run.max_staleness
@@ -227,6 +228,7 @@ class Setup:
         """The policy in its warm start."""
         # Adapters come beside what it has learned.
         model = self.model.without_adapters()
+        # Rows of different prompts, which share nothing.
         objective = SupervisedObjective(model, self.mesh, self.geometry.alone)
         optimizer = self._stepping(Optimizer(self.run.warm_start_learning_rate))
         return Network(objective, optimizer, 1)
@@ -234,6 +236,7 @@ class Setup:
     def _stepping(self, optimizer: Optimizer) -> Optimizer:
         """An optimizer of the recipe, its moments kept and gradients sent as the run says."""
         run = self.run
+        # A rate that falls has to know its last step, which is the run's and not the recipe's.
         if optimizer.schedule != "constant":
             optimizer = replace(optimizer, steps=run.steps)
         return replace(optimizer, mu_dtype=run.mu_dtype, gradient_wire=run.gradient_wire)
@@ -286,6 +289,7 @@ def build_setup(
         if isinstance(task, Chats):
             assert isinstance(format, ChatFormat) and isinstance(recipe, Sft)
             rows = chat_rows(task, format, recipe, network, mesh)
+            # No number was given: as many as the recipe's epochs take.
             if not run.steps:
                 run = replace(run, steps=recipe.steps_of(task.num_train))
             prompt, response = sampled_lengths(task, rows, format, network, run.response_length)
@@ -305,6 +309,8 @@ def build_setup(
             prompts_dropped=dropped,
             rows=rows,
         )
+        # In this order: windows follow from the limit of responses, micro-batches from rows and
+        # lengths.
         setup = replace(setup, recipe=recipe.fitted(setup.response_length))
         setup = replace(setup, recipe=setup.geometry.with_micro_batch().recipe)
         check_served(network, setup.mesh)
@@ -313,6 +319,7 @@ def build_setup(
         setup.geometry.slots(run.slots)
         given = setup.tokenizer, setup.model, setup.run, setup.recipe, setup.mesh
         check_fits(*given, setup.split, setup.response_length)
+    # Worker processes must not outlive a run that is refused or interrupted.
     except BaseException:
         task.close()
         raise

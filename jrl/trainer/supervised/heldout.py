@@ -37,6 +37,7 @@ def heldout_loss(
         batch = rows.batch(chats[first : first + number], number, pad_id, objective.mesh)
         found = ranks_of(objective, policy, batch.tokens, batch.valid)
         logprobs, likeliest, mask = to_host((*found, batch.mask))
+        # In float64: a float32 sum over all held-out tokens would lose its last digits.
         nll -= float(np.sum(logprobs, dtype=np.float64, where=mask))
         right += float(np.sum(likeliest, dtype=np.float64, where=mask))
         tokens += int(mask.sum())

@@ -73,6 +73,8 @@ class ChatRows:
         valid, mask = np.zeros(shape, bool), np.zeros(shape, bool)
         for row, chat in enumerate(chats):
             own = self.encoded[chat.number]
+            # One token stands before the columns that are learned: what is predicted has a state
+            # before it.
             place = slice(self.before - 1, self.before - 1 + len(own.ids))
             tokens[row, place], mask[row, place], valid[row, place] = own.ids, own.learned, True
         return to_devices(Batch(tokens=tokens, valid=valid, mask=mask), over_rows(mesh))
@@ -93,6 +95,7 @@ def chat_rows(
             f"max_length={most[0]} is more than the {most[1]} positions that the network was made "
             f"for: give --max-length {most[1]} or less."
         )
+    # All at once, before the first step: the longest row is a shape of every program.
     encoded: dict[int, Encoded] = {}
     truncated = 0
     for chat in chats.chats:

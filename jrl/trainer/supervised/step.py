@@ -33,6 +33,7 @@ def supervised_step(
     Returns:
       The state, the metrics, and the update if it was skipped because it was not finite.
     """
+    # The place in the stream of conversations is all that a checkpoint need know of the data.
     seen = int(state.prompts_seen)
     chosen = training_chats(chats, seen, recipe.batch)
     tokens, learned = rows.counts(chosen)
@@ -42,6 +43,7 @@ def supervised_step(
     learner, found = update_rows(
         networks.policy, state.policy, batch, of_rows, rows_of_a_bin=ROWS_OF_A_BIN
     )
+    # Reading them waits for the update, so that the time is of work done.
     history = [{"actor": to_host(found)}]
     seconds = time.perf_counter() - begin
     seen += recipe.batch

@@ -169,10 +169,12 @@ def _admit_known_local(
     pool = _placed(decoder, pool, known, tokens, arrivals)
     # The first token comes from the state of the last that the row came with, every other from a
     # step of the network.
+    # The head runs for all slots: how many of them a row comes into is no shape of the program.
     states = own_shard(pool.states, mesh.sequence)
     logits = logits_of(weights, states, decoder.config, mesh)
     drawn = drawn_tokens(decoder, sampling, logits, pool, pool.rows, draws)
     rows, going = appended(decoder, pool, pool.rows, arrivals.sources >= 0, drawn, draws.version)
+    # A row whose first token ends it is never live.
     return replace(pool, rows=rows, live=pool.live | going)
 
 
@@ -200,6 +202,7 @@ def _placed(
         it where it has none."""
         if axis is None:
             return where_arriving(jnp.take(known, source, axis=row), own, row)
+        # Columns after a row's own tokens hold rubbish: no step reads beyond a row's length.
         there, known = (jax.lax.slice_in_dim(x, 0, width, axis=axis) for x in (own, known))
         new = where_arriving(jnp.take(known, source, axis=row), there, row)
         return jax.lax.dynamic_update_slice_in_dim(own, new, 0, axis=axis)
@@ -213,9 +216,12 @@ def _placed(
         choices = begun(choices, known.choices, 1)
         none = jnp.asarray(decoder.config.num_experts, choices.dtype)
         if arrivals.carried is not None and arrivals.carried.choices is not None:
+            # What the sampler of a token chose stays on record, whatever this run would choose: its
+            # log-probability is of those experts.
             before = _widened(arrivals.carried.choices, choices.shape[1], none)
             choices = jnp.where(arrives[:, None, None, None] & (before != none), before, choices)
         choices = jnp.where(later[..., None, None], none, choices)
+    # Scalars, which spread: what was sampled elsewhere has none of these here.
     starts, columns = arrivals.lengths, (0.0, 0.0, 0)
     if arrivals.carried is not None:
         starts, own = arrivals.carried.starts, arrivals.carried

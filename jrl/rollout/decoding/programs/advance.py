@@ -62,6 +62,7 @@ def _taking_apart(decoder: Decoder) -> Any:
     placed = [NamedSharding(mesh.mesh, spec) for spec in leaves]
 
     def take_apart(weights: Transformer[Array]) -> list[Array]:
+        # Once for all steps: no layer is cut out of its stack while one runs.
         layers = parts_of(weights, config)
         return jax.tree.leaves(Policy(layers, _without_layers(weights)))
 
@@ -71,6 +72,7 @@ def _taking_apart(decoder: Decoder) -> Any:
 
 def _policy_specs(decoder: Decoder) -> Policy[PartitionSpec]:
     stacked = specs(decoder.config, decoder.mesh)
+    # A layer by itself has no axis of layers in front; a stack that is scanned keeps it.
     layers = mapped_parts(stacked, decoder.config, lambda spec, number: PartitionSpec(*spec[1:]))
     return Policy(layers, _without_layers(stacked))
 
@@ -152,10 +154,13 @@ def _advance_local(
     layers, rest = vary((policy.layers, policy.rest), mesh.axes)
 
     def count(live):
+        # The same on every device: all leave the loop in the same step, as its body has
+        # collectives.
         return all_sum(jnp.sum(live.astype(jnp.int32)), mesh.except_sequence)
 
     def step(loop: _Loop) -> _Loop:
         rows = loop.rows
+        # The last token of a live row has not been run: its keys and values go into its own column.
         last = jnp.maximum(rows.lengths - 1, 0)
         tokens = jnp.take_along_axis(rows.tokens, last[:, None], axis=1)[:, 0]
         logits, cache, choices = decode_step(
@@ -173,12 +178,14 @@ def _advance_local(
             rows = replace(rows, choices=written(rows.choices, loop.live, last, choices))
         drawn = drawn_tokens(decoder, sampling, logits, pool, rows, draws)
         rows, live = appended(decoder, pool, rows, loop.live, drawn, draws.version)
+        # As many as were live before the step: the token that ends a row is one of its own.
         row_steps = loop.row_steps + loop.num_live
         return _Loop(loop.steps + 1, count(live), row_steps, rows, live, cache)
 
     # A part is copied once, so that no step reads what no row has reached; the whole is not copied.
     read = over_columns(partial(_first, columns), pool.cache)
     nothing = jnp.zeros((), jnp.int32)
+    # A loop keeps the types of its carry: what will vary over devices does so from the start.
     rows, live = vary((pool.rows, pool.live), mesh.except_sequence)
     loop = _Loop(nothing, count(live), nothing, rows, live, vary(read, mesh.axes))
     loop = jax.lax.while_loop(
@@ -195,6 +202,7 @@ def _rows_at(slots: Array, pool: Pool[Array], draws: Draws) -> tuple[Pool[Array]
     def taken(x: Array, axis: int = 0) -> Array:
         return jnp.take(x, slots, axis, mode="clip", unique_indices=True)
 
+    # Rows are another axis of the cache than of all else.
     cache = jax.tree.map(lambda x: taken(x, x.ndim + ROW), pool.cache)
     some = jax.tree.map(taken, replace(pool, cache=Cache((), ())))
     return replace(some, cache=cache), draws._replace(rows=jax.tree.map(taken, draws.rows))

@@ -99,6 +99,7 @@ def _run_packed_local(
     x, _, kept = run_keeping(keep, vary(weights, mesh.axes), packed, config, mesh)
     cache = cache_of(_in_parts(kept, decoder.config))
     (of_rows,) = packed.zigzag.restore(join_shards(x, mesh.sequence))
+    # Slots in which nothing arrives get that of the first token, which nobody looks at.
     states = of_rows.reshape(-1, of_rows.shape[-1])[packing.ends]
     return Prefilled(vary(cache, mesh.axes), states, None)
 
@@ -112,6 +113,8 @@ def _kept(room: int, *arrays: Array) -> tuple[Array, ...]:
     """Keys and values of a layer, or narrow vectors, as a cache of one row holds them."""
 
     def kept(x: Array, column: int) -> Array:
+        # With `CHUNK` columns more: a slice that begins near the end would else be moved to before
+        # it.
         in_columns = jnp.moveaxis(x.reshape(1, room, *x.shape[1:]), 1, column)
         return jnp.pad(in_columns, [(0, 0)] * (4 + column) + [(0, CHUNK)] + [(0, 0)] * ~column)
 
@@ -159,6 +162,8 @@ def _place_local(
 
         def copied(own: Array, known: Array, axis: int | None) -> Array:
             assert axis is not None
+            # What a last chunk brings beyond its prompt is rubbish in columns that are written
+            # before they are read.
             size = min(CHUNK, own.shape[axis])
             part = lax.dynamic_slice_in_dim(known, begin, size, axis=axis)
             start: list[Any] = [0] * own.ndim
@@ -169,4 +174,5 @@ def _place_local(
 
     axes = decoder.mesh.axes
     cache, ran, copies = vary(cache, axes), vary(ran, axes), vary(copies, axes)
+    # Each rank makes as many as it has: there is no collective in the body.
     return lax.fori_loop(0, copies.number[0], copy, cache)

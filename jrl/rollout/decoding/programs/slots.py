@@ -138,6 +138,8 @@ def abstract_pool(decoder: Decoder, slots: int, columns: int) -> Pool[Any]:
 @remembered
 def _making(decoder: Decoder, slots: int, columns: int) -> tuple[Any, Pool[Any]]:
     config, mesh = decoder.config, decoder.mesh
+    # A prefill says what a cache of this network is made of; the smallest there is, one row for
+    # each rank of dp and a token for each of tp, and only its shapes.
     like = jax.eval_shape(
         partial(prefilled, decoder),
         cast_shapes(config),
@@ -152,6 +154,7 @@ def _making(decoder: Decoder, slots: int, columns: int) -> tuple[Any, Pool[Any]]
             choices = jnp.full((slots, columns, layers, k), config.num_experts, like.choices.dtype)
 
         def empty(x: Any, column: int | None) -> Array:
+            # The same axes with other sizes: rows are slots, and columns as many as a row may have.
             shape = list(x.shape)
             shape[ROW] = slots
             if column is not None:
@@ -181,6 +184,8 @@ def _making(decoder: Decoder, slots: int, columns: int) -> tuple[Any, Pool[Any]]
 
     abstract = jax.eval_shape(make)
     placed = jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), pool_specs(mesh, abstract))
+    # Leaves and not the record: in the place of fields that are None JAX would put a marker, which
+    # no record can hold.
     leaves, structure = jax.tree.flatten(placed)
     made = jax.jit(lambda: jax.tree.leaves(make()), out_shardings=leaves)
     described = jax.tree.map(
@@ -194,6 +199,7 @@ def _making(decoder: Decoder, slots: int, columns: int) -> tuple[Any, Pool[Any]]
 def pool_specs(mesh: FoldedMesh, pool: Pool[Any]) -> Pool[PartitionSpec]:
     """Where a pool lives: slots over ``dp``, heads over ``tp``."""
     rows = over_slots(mesh)
+    # A row lives on one dp rank, with its keys and values by heads on those of tp.
     whole = jax.tree.map(lambda _: rows, pool)
     return replace(whole, cache=jax.tree.map(lambda x: _over_heads(x.ndim, mesh), pool.cache))
 
@@ -201,6 +207,7 @@ def pool_specs(mesh: FoldedMesh, pool: Pool[Any]) -> Pool[PartitionSpec]:
 def cache_specs(decoder: Decoder) -> Cache[PartitionSpec]:
     """Where the cache of a pool lives."""
     config = decoder.config
+    # Which layers have Gated DeltaNet, and which are stacks, their weights say: abstract ones do.
     parts = jax.eval_shape(lambda: parts_of(initialise(config, jax.random.key(0)), config))
     spread = [
         (isinstance(part.attention, DeltaNet), _over_heads(is_stack(part) - ROW, decoder.mesh))
@@ -213,6 +220,7 @@ def cache_specs(decoder: Decoder) -> Cache[PartitionSpec]:
 
 def _over_heads(ndim: int, mesh: FoldedMesh) -> PartitionSpec:
     """Where keys, values and states live; layers may lie in front."""
+    # Rows, then heads, whatever lies before and after them.
     return PartitionSpec(*[None] * (ndim + ROW), mesh.except_sequence, mesh.sequence)
 
 
@@ -267,5 +275,6 @@ def prefilled_local(
     ran = prefill(weights, tokens, lengths, config, mesh, decoder.records_choices)
     choices = ran.choices
     if choices is not None:
+        # A byte where the number of experts allows: there is one for each token, layer and choice.
         choices = choices.astype(choices_dtype(config.num_experts))
     return ran._replace(cache=vary(ran.cache, mesh.axes), choices=choices)

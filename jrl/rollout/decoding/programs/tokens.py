@@ -66,6 +66,8 @@ def drawn_tokens(
     Args:
       logits: of this rank's shard of the rows.
     """
+    # Each rank of tp draws for its share of the rows, of which it has whole logits; then all of
+    # them have every row's token.
     key, axes = jax.random.wrap_key_data(draws.key), decoder.mesh.sequence
 
     if draws.rows is not None:
@@ -78,9 +80,12 @@ def drawn_tokens(
         return jax.tree.map(lambda x: join_shards(x, axes), Drawn(*drawn, likeliest))
 
     def own_key(prompt: Array, sample: Array, place: Array) -> Array:
+        # Of numbers that a row keeps wherever it is decoded: no slot, no step, no rank.
         of_row = jax.random.fold_in(jax.random.fold_in(key, prompt), sample)
         return jax.random.fold_in(of_row, place)
 
+    # Counted from where the response begins, so that a row that goes on draws as if it had never
+    # stopped.
     numbers = pool.prompts, pool.samples, rows.lengths - pool.responses
     keys = jax.vmap(own_key)(*(own_shard(x, axes) for x in numbers))
     entropy = vary(draws.entropy, decoder.mesh.axes)
@@ -98,7 +103,9 @@ def appended(
 ) -> tuple[Rows[Array], Array]:
     """The rows, of which some grow by what was drawn, and which of those go on."""
     token, behaviour, old, likeliest = drawn
+    # Where the next token stands; rows that do not grow are written nothing.
     place = rows.lengths
+    # Of tokens, not of rows: one in flight goes on with other weights than it began with.
     versions = jnp.broadcast_to(version.astype(jnp.int32), token.shape)
     longer = replace(
         rows,
